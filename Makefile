@@ -1,0 +1,56 @@
+# The commands that set up, train and test. `make pretrain` and `make test` start from Python >= 3.10, a C++ compiler and a package index.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+# ninja and the compiler's helpers are found through PATH by torch's just-in-time builds.
+export PATH := $(CURDIR)/$(BIN):$(PATH)
+# Without a GPU, DeepSpeed's launchers would each warn that one may have been missed.
+ifeq ($(shell command -v nvidia-smi rocm-smi hl-smi npu-smi xpu-smi),)
+export DS_ACCELERATOR ?= cpu
+endif
+CORPUS := data/stdlib
+INSTALLED := $(VENV)/.installed
+
+.PHONY: setup data pretrain test test_all lint bench clean
+.DEFAULT_GOAL := help
+
+help:  ## list the targets
+	@grep -hE '^[a-z_]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+setup: $(INSTALLED)  ## the virtual environment .venv, from constraints.txt
+
+# Set-up is done again only when what it installs from has changed.
+$(INSTALLED): setup.cfg pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
+	  { echo "error: $(PYTHON) is older than 3.10; name another one: make $(MAKECMDGOALS) PYTHON=python3.11" >&2; exit 2; }
+	@echo "Setting up $(VENV) from constraints.txt (about a minute; once)"
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	@touch $@
+
+data: $(CORPUS)/manifest.json  ## the embedded corpus: the Python standard library's source, 8k byte-level BPE
+
+$(CORPUS)/manifest.json: | $(INSTALLED)
+	$(BIN)/python data_pipeline/prepare.py --source stdlib --out $(CORPUS)
+
+# The run's name is `first`, or the next free `first-N`: a second `make pretrain` trains again and overwrites nothing.
+pretrain: $(INSTALLED) $(CORPUS)/manifest.json  ## train a nano GPT through ds_configs/zero1_bf16.json; ARGS="..." goes through
+	@name=first; n=2; while [ -e "runs/$$name" ]; do name=first-$$n; n=$$((n + 1)); done; set -x; \
+	$(BIN)/deepspeed --log_level error launch/pretrain.py --deepspeed_config ds_configs/zero1_bf16.json \
+	  --preset nano --data $(CORPUS) --run_name $$name --sample_tokens 160 $(ARGS)
+
+test: $(INSTALLED)  ## the tests (under 20 minutes on two cores)
+	$(BIN)/python -m pytest -m "not long"
+
+test_all: $(INSTALLED)  ## the tests with the long grids
+	$(BIN)/python -m pytest
+
+lint: $(INSTALLED)  ## ruff, and the rule that imports run one way
+	$(BIN)/ruff check .
+	$(BIN)/python -m pytest tests/test_imports_run_one_way.py
+
+bench: $(INSTALLED) $(CORPUS)/manifest.json  ## the benchmarks: each a ratio of two things interleaved in one run
+	$(BIN)/python benchmarks/training_step.py
+
+clean:  ## remove the virtual environment and the caches (never data/ or runs/)
+	rm -rf $(VENV) .cache .pytest_cache .ruff_cache

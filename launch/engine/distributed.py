@@ -1,0 +1,204 @@
+"""The one place for torch.distributed: start-up of the ranks, and the counted collectives that everything else goes through.
+
+The first start on a CPU builds DeepSpeed's shared-memory extension just in time, which takes about half a minute in silence, and a
+build that is killed leaves a lock behind on which every later start hangs for ever. Here the build has its own lock, which
+dies with its process, a line that says what is going on, and a folder of the project's own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import io
+import logging
+import os
+import shutil
+import socket
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed import ProcessGroup
+
+from launch.run.errors import say
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def start_ranks() -> Collectives:
+    """Join the process group that the launcher describes in the environment, or a group of one without a launcher.
+
+    Sets, where the user has not: `TORCH_EXTENSIONS_DIR` (the project's `.cache/torch_extensions`), and torch's threads to the cores
+    of the host divided by its ranks.
+    """
+    os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(ROOT / ".cache" / "torch_extensions"))
+    if shutil.which("ninja") is None:  # run as .venv/bin/deepspeed without the environment activated
+        os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
+    if "RANK" not in os.environ:
+        os.environ |= {
+            "RANK": "0",
+            "LOCAL_RANK": "0",
+            "WORLD_SIZE": "1",
+            "LOCAL_WORLD_SIZE": "1",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(_free_port()),
+        }
+    local_ranks = int(os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or 1)
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_ranks))
+
+    quiet_deepspeed()
+    import deepspeed
+    from deepspeed import comm
+    from deepspeed.accelerator import get_accelerator
+
+    device = torch.device(get_accelerator().device_name(int(os.environ["LOCAL_RANK"])))
+    if device.type != "cpu":
+        get_accelerator().set_device(device.index)
+    if not comm.is_initialized():
+        with contextlib.redirect_stdout(io.StringIO()):  # prints that the extension was built, whether it was or not
+            _build_shared_memory_extension()
+            deepspeed.init_distributed(auto_mpi_discovery=False)
+    return Collectives(device)
+
+
+def leave_ranks() -> None:
+    """Leave the process group, so that no rank ends while another still listens to it."""
+    from deepspeed import comm
+
+    comm.destroy_process_group()
+
+
+def quiet_deepspeed() -> None:
+    """DeepSpeed logs its own progress at INFO: dozens of lines a start that nobody can act on. Warnings and errors stay.
+
+    One warning goes too: on a machine without a GPU it says at every start that a GPU may have been missed. Our log names the device.
+    """
+    os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
+    import deepspeed.utils
+
+    deepspeed.utils.logger.setLevel(logging.WARNING)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def _build_shared_memory_extension() -> None:
+    """On a CPU: build and load `deepspeed_shm_comm`, one process of the host at a time, saying so where it takes long."""
+    from deepspeed.accelerator import get_accelerator
+
+    builder = get_accelerator().create_op_builder("ShareMemCommBuilder") if get_accelerator().device_name() == "cpu" else None
+    if builder is None or not builder.is_compatible(verbose=False):
+        return
+    folder = Path(os.environ["TORCH_EXTENSIONS_DIR"])
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / f".{builder.name}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # released by the kernel when its process dies
+        for baton in folder.rglob(f"{builder.name}/lock"):
+            if not _is_open_somewhere(baton):  # torch keeps it open while it builds
+                say(f"Removing {baton}: the build that made it was killed", sys.stderr)
+                baton.unlink()
+        if not list(folder.rglob(f"{builder.name}.so")):
+            say(f"Building DeepSpeed's shared-memory extension for CPU ranks into {folder} (about 30 s, once)", sys.stderr)
+        builder.load(verbose=False)
+
+
+def _is_open_somewhere(path: Path) -> bool:
+    """Whether any process of this host has `path` open."""
+    for descriptor in Path("/proc").glob("[0-9]*/fd/*"):
+        with contextlib.suppress(OSError):  # processes end, and other users' are not ours to read
+            if descriptor.samefile(path):
+                return True
+    return False
+
+
+class Collectives:
+    """The ranks of the run, and what this rank sends to the others.
+
+    `bytes_sent` grows with every collective of the engine, of the techniques and of the loop alike. It counts what this rank must put
+    on the wire under the bandwidth-optimal algorithm for N ranks: all_reduce 2(N-1)/N x size; reduce_scatter, all_to_all and reduce
+    (N-1)/N x input; all_gather (N-1)/N x gathered output; broadcast (N-1)/N x size, the mean over the ranks.
+    """
+
+    def __init__(self, device: torch.device):
+        from deepspeed.comm import comm
+
+        self._comm = comm
+        self.device = device
+        self.rank, self.world_size = comm.get_rank(), comm.get_world_size()
+        self.local_rank = int(os.environ["LOCAL_RANK"])
+        self.bytes_sent = 0.0
+        _count_collectives(comm.cdb, self)
+
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Sum `tensor` over all ranks, in place."""
+        self._comm.all_reduce(tensor)
+        return tensor
+
+    def all_gather(self, output: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+        """Gather (n,) of every rank into `output` (world_size x n,)."""
+        self._comm.all_gather_into_tensor(output, tensor)
+        return output
+
+    def all_to_all(self, output: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+        """Send slice r of `tensor` to rank r; all slices have the same size."""
+        self._comm.all_to_all_single(output, tensor)
+        return output
+
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+        self._comm.barrier()
+
+    @contextlib.contextmanager
+    def uncounted(self) -> Iterator[None]:
+        """What is sent inside does not belong to the training step: evaluation, checkpoints."""
+        before = self.bytes_sent
+        yield
+        self.bytes_sent = before
+
+
+def _size(tensors: Any) -> int:
+    """Bytes of a tensor or of all tensors of a list."""
+    return tensors.nbytes if isinstance(tensors, torch.Tensor) else sum(tensor.nbytes for tensor in tensors)
+
+
+#: Collective of DeepSpeed's backend -> (position and name of the argument that is measured, its weight in units of (N-1)/N).
+_WIRE = {
+    "all_reduce": (0, "tensor", 2),
+    "all_reduce_coalesced": (0, "tensors", 2),
+    "inference_all_reduce": (0, "tensor", 2),
+    "reduce": (0, "tensor", 1),
+    "reduce_scatter": (1, "input_list", 1),
+    "reduce_scatter_tensor": (1, "input_tensor", 1),
+    "all_gather": (0, "tensor_list", 1),
+    "all_gather_into_tensor": (0, "output_tensor", 1),
+    "all_gather_base": (0, "output_tensor", 1),
+    "all_gather_coalesced": (0, "output_tensors", 1),
+    "all_to_all_single": (1, "input", 1),
+    "all_to_all": (1, "input_tensor_list", 1),
+    "broadcast": (0, "tensor", 1),
+}
+
+
+def _count_collectives(backend: Any, counter: Collectives) -> None:
+    """Count every collective that passes through `backend`, DeepSpeed's one instance that all of its modules use."""
+
+    def counted(function: Any, position: int, name: str, weight: int) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            measured = kwargs[name] if name in kwargs else args[position]
+            group = next((item for item in (*args, *kwargs.values()) if isinstance(item, ProcessGroup)), None)
+            ranks = backend.get_world_size(group=group)
+            counter.bytes_sent += weight * (ranks - 1) / ranks * _size(measured)
+            return function(*args, **kwargs)
+
+        call.uncounted = function
+        return call
+
+    for name, (position, argument, weight) in _WIRE.items():
+        if (function := getattr(backend, name, None)) is not None:
+            setattr(backend, name, counted(getattr(function, "uncounted", function), position, argument, weight))

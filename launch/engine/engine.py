@@ -1,0 +1,145 @@
+"""From a resolved configuration to a DeepSpeed engine that trains what the configuration says."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from launch.engine import corrections
+from launch.engine.distributed import Collectives
+from launch.run.config import ADAM_TYPES, TOKEN_SCHEDULE, RunConfig
+from launch.run.errors import UsageError
+from launch.run.schedule import warmup_cosine
+from model.gpt import GPT, weight_decay_groups
+from model.presets import GPTConfig
+from recipes.technique import Technique
+
+
+@dataclass
+class Engine:
+    """A DeepSpeed engine with the model in it, and the few things that the training loop asks of it."""
+
+    deepspeed: Any
+    model_config: GPTConfig
+    config: RunConfig
+    corrections: list[str]
+
+    def loss(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Mean cross-entropy of (B, T + 1) token ids, each position predicting the next; fp32 scalar."""
+        return self.deepspeed(tokens[:, :-1], tokens[:, 1:])
+
+    def backward_and_step(self, loss: torch.Tensor) -> None:
+        """Accumulate the gradients of `loss`; on the last micro-batch of a step, clip and update."""
+        self.deepspeed.backward(loss)
+        self.deepspeed.step()
+
+    def set_learning_rate(self, tokens: int) -> float:
+        """Set the rate for the step after which `tokens` have been consumed; DeepSpeed's own schedules set theirs themselves."""
+        if self.config.scheduler["type"] == TOKEN_SCHEDULE:
+            per_step, params = self.config.tokens_per_step, self.config.scheduler["params"]
+            rate = warmup_cosine(tokens, self.config.lr, params["min_lr"], params["warmup_steps"] * per_step, params["total_tokens"])
+            for group in self.deepspeed.optimizer.param_groups:
+                group["lr"] = rate
+        return float(self.deepspeed.optimizer.param_groups[0]["lr"])
+
+    def step_metrics(self) -> dict[str, float]:
+        """Gradient norm before clipping, loss scale, and optimizer steps skipped so far."""
+        norm = self.deepspeed.get_global_grad_norm()
+        return {
+            "grad_norm": None if norm is None else float(norm),
+            "loss_scale": float(getattr(self.deepspeed.optimizer, "loss_scale", 1.0)),
+            "skipped_steps": self.deepspeed.skipped_steps,
+        }
+
+
+def start_engine(config: RunConfig, technique: Technique, collectives: Collectives) -> Engine:
+    """Build the model and the engine around it.
+
+    Raises:
+        UsageError: the device cannot do the precision asked for.
+    """
+    import deepspeed
+
+    _check_device(config, collectives)
+    model_config = GPTConfig(**vars(config.shape), vocab_size=config.corpus.vocab_size, init_seed=config.seed)
+    engine_json = _engine_json(config)
+    # At stage 3 every module is partitioned as soon as it is built: the whole model is never on one rank.
+    with deepspeed.zero.Init(config_dict_or_path=engine_json, enabled=config.zero_stage == 3):
+        model = GPT(model_config)
+    technique.prepare(model)
+
+    groups = weight_decay_groups(model, config.optimizer["params"].get("weight_decay", 0.0))
+    optimizer = technique.optimizer(groups) or _adam(config, groups)
+    if optimizer is None:
+        engine_json["optimizer"] = config.optimizer
+    applied = corrections.before_initialize(config.zero_stage, config.precision)
+    with contextlib.redirect_stdout(io.StringIO()):  # prints of DeepSpeed's own start
+        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, model_parameters=groups, config=engine_json)
+    applied += corrections.after_initialize(engine)
+    if config.zero_stage == 0 and config.precision == "fp32":
+        _log_norm(engine)
+    technique.attach(engine, collectives)
+    return Engine(engine, model_config, config, applied)
+
+
+def _check_device(config: RunConfig, collectives: Collectives) -> None:
+    """fp16 on a processor that has none is refused before the model is built; DeepSpeed would raise after it."""
+    from deepspeed.accelerator import get_accelerator
+
+    if config.precision == "fp16" and not get_accelerator().is_fp16_supported():
+        raise UsageError(
+            f"{config.config_file}: fp16 is enabled, but this {collectives.device.type} has no fp16 arithmetic; "
+            f"use the bf16 or the fp32 JSON of the same stage (ds_configs/zero{config.zero_stage}_bf16.json)"
+        )
+
+
+def _engine_json(config: RunConfig) -> dict[str, Any]:
+    """The JSON that DeepSpeed gets: our own sections, our schedule and our optimizer are not in it."""
+    engine_json = {**config.engine}
+    if config.scheduler["type"] != TOKEN_SCHEDULE:
+        engine_json["scheduler"] = config.scheduler
+    return engine_json
+
+
+def _adam(config: RunConfig, groups: list[dict[str, Any]]) -> torch.optim.Optimizer | None:
+    """torch's fused Adam(W), which needs no build on any device; None where DeepSpeed must choose (other types, offload)."""
+    offload = (config.engine["zero_optimization"].get("offload_optimizer") or {}).get("device", "none")
+    if config.optimizer["type"] not in ADAM_TYPES or offload != "none":
+        return None
+    params = config.optimizer["params"]
+    # DeepSpeed's "Adam" decouples the weight decay too, unless "adam_w_mode" says otherwise.
+    decoupled = config.optimizer["type"] == "AdamW" or params.get("adam_w_mode", True)
+    kind = torch.optim.AdamW if decoupled else torch.optim.Adam
+    return kind(
+        groups,
+        lr=params["lr"],
+        betas=tuple(params["betas"]),
+        eps=params["eps"],
+        weight_decay=params["weight_decay"],
+        amsgrad=params.get("amsgrad", False),
+        fused=True,
+    )
+
+
+def _log_norm(engine: Any) -> None:
+    """At stage 0 in fp32 the engine drives torch's optimizer bare and keeps no gradient norm: note it before each update."""
+    clipping = engine.gradient_clipping()
+
+    def note(norm: torch.Tensor) -> None:
+        engine._global_grad_norm = float(norm)
+
+    if clipping > 0:
+        # The engine's own method, with the value that it throws away.
+        from deepspeed.runtime import engine as engine_module
+
+        engine.clip_fp32_gradients = lambda: note(engine_module.clip_grad_norm_(parameters=engine.module.parameters(), max_norm=clipping))
+    else:
+        engine.optimizer.register_step_pre_hook(
+            lambda optimizer, args, kwargs: note(
+                corrections.norm_in_fp64([p.grad for p in engine.module.parameters() if p.grad is not None])
+            )
+        )

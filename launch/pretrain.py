@@ -1,0 +1,132 @@
+"""Pretrain a GPT through the DeepSpeed engine: build, then one loop.
+
+    deepspeed launch/pretrain.py --deepspeed_config ds_configs/zero1_bf16.json --preset nano
+    deepspeed launch/pretrain.py --recipe recipes/zero_2 --run_name demo
+
+Everything goes to `runs/<run_name>/`: `metrics.jsonl`, `log.txt`, TensorBoard events, `checkpoints/`, `loss.png`. The first loss is
+about ln(vocabulary), 9.0 for the embedded corpus. Exit codes: 0 done, 1 failed, 2 the user's mistake, 130 and 143 stopped by
+Ctrl-C and SIGTERM, after writing a checkpoint from which `--resume` goes on.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+# A launched script's folder comes first on the path, where `launch/run` and `launch/engine` would be found as top-level modules; and
+# the checkout must be importable where it was not installed.
+sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from launch.run.config import RunConfig, resolve
+from launch.run.errors import is_speaker, run_command
+from launch.run.folder import NoFolder, RunFolder, check_run_folder
+from launch.run.provenance import describe_run
+from launch.run.signals import StopRequest
+
+
+def main() -> int:
+    """Check everything that can be checked without torch, then train."""
+    stop = StopRequest()
+    config, flags = resolve(sys.argv[1:])
+    if flags.explain:
+        if is_speaker():
+            print(json.dumps(config.as_json(), indent=2))
+        return 0
+    folder = NoFolder()
+    if os.environ.get("RANK", "0") == "0":
+        path = check_run_folder(config.runs_dir, config.run_name, config.resume)
+        config.corpus.verify()
+        folder = RunFolder(path, describe_run(config), config.quiet)
+    try:
+        code = train(config, folder, stop)
+    finally:
+        folder.close()
+    from launch.engine.distributed import leave_ranks
+
+    leave_ranks()
+    return code
+
+
+def train(config: RunConfig, folder: RunFolder | NoFolder, stop: StopRequest) -> int:
+    """The run, on this rank. Returns the exit code."""
+    import torch
+
+    from launch.engine.distributed import start_ranks
+    from launch.engine.engine import start_engine
+    from launch.engine.evaluation import Evaluation, sample_text
+    from launch.engine.meter import Meter
+    from launch.run.checkpoint import Checkpoints
+    from launch.run.progress import Progress
+    from recipes.registry import make_techniques
+    from recipes.technique import BatchPlan
+
+    collectives = start_ranks()
+    techniques = make_techniques(config)
+    engine = start_engine(config, techniques, collectives)
+    loader = config.training_loader(collectives)
+    evaluation = Evaluation(config, collectives)
+    checkpoints = Checkpoints(Path(config.runs_dir) / config.run_name / "checkpoints", config.keep, collectives)
+
+    # Where the run stands: optimizer steps done, tokens and samples consumed, the last validation loss and the step it belongs to.
+    state = {"step": 0, "tokens": 0, "samples": 0, "val_loss": None}
+    if config.resume and (found := checkpoints.load_newest(engine.deepspeed, techniques)):
+        state = {key: found[key] for key in state}
+    folder.open_metrics(state["step"])
+    meter = Meter(engine, collectives, folder.seconds_before)
+    folder.log_start(config, engine, meter, state, evaluation)
+    if state["step"] == 0 and config.eval_every:
+        state["val_loss"] = evaluation.loss(engine)
+        folder.write_metrics({"step": 0, "tokens": 0, "seconds": meter.seconds(), "val_loss": state["val_loss"]})
+
+    whole_step = BatchPlan(config.micro_batch_size, config.gradient_accumulation_steps)
+    stopped = 0
+    stop.defer()  # from here on a signal waits for the end of its step
+    with Progress(config, state, folder) as progress:
+        while state["tokens"] < config.total_tokens and not stopped:
+            step = state["step"] + 1
+            plan = techniques.batch_plan(step) or whole_step
+            techniques.on_step(step)
+            meter.start_step()
+            loss_sum = torch.zeros((), device=collectives.device)
+            tokens = 0
+            for batch in loader.micro_batches(state["samples"], *plan):
+                batch = techniques.on_batch(batch)
+                if not tokens:  # every micro-batch of a step has the same shape on every rank
+                    tokens = batch.shape[0] * (batch.shape[1] - 1) * plan.accumulation * collectives.world_size
+                    lr = engine.set_learning_rate(state["tokens"] + tokens)
+                loss = engine.loss(batch)
+                engine.backward_and_step(loss)
+                loss_sum += loss.detach()
+            loss, stopped = meter.agree(loss_sum / plan.accumulation, stop.poll())
+            metrics = meter.end_step(tokens)
+
+            samples = state["samples"] + plan.micro_batch_size * plan.accumulation * collectives.world_size
+            state = {"step": step, "tokens": state["tokens"] + tokens, "samples": samples, "val_loss": None}
+            last = state["tokens"] >= config.total_tokens
+            saving = bool(stopped) or last or (config.save_every and step % config.save_every == 0)
+            if config.eval_every and not stopped and (last or step % config.eval_every == 0):
+                state["val_loss"] = evaluation.loss(engine)
+            line = {
+                "step": step,
+                "tokens": state["tokens"],
+                "seconds": meter.seconds(),
+                "loss": loss,
+                "lr": lr,
+                **metrics,
+                **techniques.metrics(),
+            }
+            folder.write_metrics(line if state["val_loss"] is None else line | {"val_loss": state["val_loss"]})
+            progress.update(line, state)
+            if saving:
+                with collectives.uncounted():
+                    checkpoints.save(engine.deepspeed, techniques, state)
+
+    sample = sample_text(engine, config, collectives) if config.sample_tokens and not stopped else None
+    folder.log_end(config, state, stopped, sample)
+    return 128 + stopped if stopped else 0
+
+
+if __name__ == "__main__":
+    run_command(main)

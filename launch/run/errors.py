@@ -1,0 +1,53 @@
+"""A user's mistake, and how a command ends on it: one line, exit code 2, printed by one process of a host.
+
+Every command's `main` is run through `run_command`, which maps what can happen to the exit codes that all commands share:
+0 done, 1 failed, 2 the user's mistake, 128 + n stopped by signal n (130 Ctrl-C, 143 SIGTERM).
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import sys
+from collections.abc import Callable, Iterable
+from typing import TextIO
+
+from data_pipeline.errors import DataError
+
+
+class UsageError(ValueError):
+    """A user's mistake: one line for each fault, which says what is wrong, where, what is allowed, and the fix."""
+
+    def __init__(self, *faults: str):
+        super().__init__("\n".join(faults))
+        self.faults = faults
+
+
+def nearest(name: str, allowed: Iterable[str]) -> str:
+    """`; did you mean 'x'?` for the closest of `allowed`, or an empty string when nothing is close."""
+    matches = difflib.get_close_matches(str(name), list(allowed), n=1, cutoff=0.6)
+    return f"; did you mean '{matches[0]}'?" if matches else ""
+
+
+def is_speaker() -> bool:
+    """Whether this process speaks for its host: local rank 0, or a process that no launcher started."""
+    return os.environ.get("LOCAL_RANK", "0") == "0"
+
+
+def say(line: str, file: TextIO | None = None) -> None:
+    """Print one line from local rank 0 only."""
+    if is_speaker():
+        print(line, file=file or sys.stdout, flush=True)
+
+
+def run_command(main: Callable[[], int | None]) -> None:
+    """Run `main` and leave the process with the exit code that its outcome has; a user's mistake leaves no traceback."""
+    try:
+        code = main() or 0
+    except (UsageError, DataError) as mistake:
+        for fault in str(mistake).splitlines():
+            say(f"error: {fault}", sys.stderr)
+        code = 2
+    except KeyboardInterrupt:
+        code = 130
+    sys.exit(code)

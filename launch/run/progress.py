@@ -1,0 +1,58 @@
+"""How a run shows that it lives: a bar on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Any
+
+from launch.run.config import RunConfig
+from launch.run.errors import is_speaker
+from launch.run.folder import NoFolder, RunFolder
+
+PLAIN_SECONDS = 10.0  # between two plain lines
+
+
+class Progress:
+    """Shows loss, tokens/s and the time left. Every step goes to `metrics.jsonl` anyway; this is for eyes."""
+
+    def __init__(self, config: RunConfig, state: dict[str, Any], folder: RunFolder | NoFolder):
+        self.config, self.folder = config, folder
+        self._first_tokens, self._start, self._last_line = state["tokens"], time.monotonic(), 0.0
+        self._bar = None
+        if is_speaker() and not config.quiet and sys.stderr.isatty():
+            from tqdm import tqdm
+
+            self._bar = tqdm(
+                total=config.total_tokens, initial=state["tokens"], unit="tok", unit_scale=True, desc=config.run_name, dynamic_ncols=True
+            )
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def update(self, line: dict[str, Any], state: dict[str, Any]) -> None:
+        """Show the step that `line` describes."""
+        evaluated = "" if state["val_loss"] is None else f", validation {state['val_loss']:.4f}"
+        if self._bar is not None:
+            self._bar.update(line["tokens"] - self._bar.n)
+            self._bar.set_postfix_str(f"step {line['step']}, loss {line['loss']:.3f}{evaluated}", refresh=False)
+        now = time.monotonic()
+        done = state["tokens"] >= self.config.total_tokens
+        if evaluated or done or now - self._last_line > PLAIN_SECONDS:
+            self._last_line = now
+            left = (now - self._start) * (self.config.total_tokens - line["tokens"]) / max(1, line["tokens"] - self._first_tokens)
+            text = (
+                f"step {line['step']:>5}/{self.config.steps}  loss {line['loss']:.4f}{evaluated}  lr {line['lr']:.2e}  "
+                f"{line['tokens_per_second']:,.0f} tok/s  {_duration(left)} left"
+            )
+            self.folder.log(text, silent=self._bar is not None)
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+
+def _duration(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"

@@ -1,0 +1,94 @@
+"""How many parameters a GPT has, how many FLOPs a token costs, and what a device could do at best: the arithmetic under MFU.
+
+Nothing here imports torch, so that a run can be explained, and two runs compared, on a machine without it.
+
+    python launch/pretrain.py --deepspeed_config ds_configs/zero1_bf16.json --preset gpt2 --explain
+"""
+
+import re
+
+from model.presets import GPTConfig
+
+
+def block_parameter_count(config: GPTConfig) -> int:
+    """Parameters of one block: 12 C^2 + 13 C for width C."""
+    C = config.d_model
+    # c_attn 3C^2 + 3C, attn.c_proj C^2 + C, c_fc 4C^2 + 4C, mlp.c_proj 4C^2 + C, two norms 2C each
+    return 12 * C * C + 13 * C
+
+
+def parameter_count(config: GPTConfig) -> int:
+    """Every parameter that the optimizer holds, the tied head once, the vocabulary's padding included.
+
+    gpt2 with 50,257 tokens: 124,475,904; without the 47 padded rows of 768 the well-known 124,439,808.
+    """
+    C = config.d_model
+    return (config.padded_vocab_size + config.seq_len) * C + config.n_layer * block_parameter_count(config) + 2 * C
+
+
+def flops_per_token(config: GPTConfig, seq_len: int | None = None, kept_blocks: float | None = None) -> float:
+    """Training FLOPs of one token, forward and backward: 6 N + 12 n_layer d_model seq_len (PaLM, arXiv 2204.02311, appendix B).
+
+    N: all parameters but the position embedding (a lookup), the tied head once. Padded rows are left out: they are work, but
+    not the model's. Attention is not halved for causality, as in the paper.
+    seq_len: tokens in the rows really trained on, where a curriculum cuts them; the model's own by default.
+    kept_blocks: how many blocks really ran (a mean over steps may be a fraction); all by default. Dropped FLOPs are not done.
+    gpt2 with 50,257 tokens at 1,024: 6 x 123,653,376 + 12 x 12 x 768 x 1,024 = 855,166,464.
+    """
+    seq_len = config.seq_len if seq_len is None else seq_len
+    kept_blocks = config.n_layer if kept_blocks is None else kept_blocks
+    C = config.d_model
+    parameters = config.vocab_size * C + kept_blocks * block_parameter_count(config) + 2 * C
+    return 6 * parameters + 12 * kept_blocks * C * seq_len
+
+
+# Dense peaks in TFLOP/s, with fp32 accumulation, as the vendors' data sheets state them (where a sheet gives only the figure
+# "with sparsity", half of it). First match wins. A device is matched by whole words of torch.cuda.get_device_name, so that
+# "A10" is not found in "A100" and "L4" not in "L40S".
+_PEAKS: list[tuple[set[str], dict[str, float]]] = [
+    # Volta, Turing: fp16 tensor cores only. V100 data sheet (2020); T4 data sheet (2019).
+    ({"V100", "SXM2"}, {"fp16": 125, "fp32": 15.7}),  # "Tesla V100-SXM2-16GB"
+    ({"V100", "PCIE"}, {"fp16": 112, "fp32": 14}),
+    ({"T4"}, {"fp16": 65, "fp32": 8.1}),
+    # A100 data sheet (2021): the same for SXM4 and PCIe. A10 data sheet (2021).
+    ({"A100"}, {"bf16": 312, "fp16": 312, "tf32": 156, "fp32": 19.5}),
+    ({"A10"}, {"bf16": 125, "fp16": 125, "tf32": 62.5, "fp32": 31.2}),
+    # L4 and L40S data sheets (2023): 242 and 733 with sparsity.
+    ({"L4"}, {"bf16": 121, "fp16": 121, "tf32": 60, "fp32": 30.3}),
+    ({"L40S"}, {"bf16": 362, "fp16": 362, "tf32": 183, "fp32": 91.6}),
+    # GA102 white paper, appendix A, and Ada white paper, appendix A: fp16 with fp32 accumulation is half of the headline figure.
+    ({"RTX", "3090"}, {"bf16": 71, "fp16": 71, "tf32": 35.6, "fp32": 35.6}),
+    ({"RTX", "4090"}, {"bf16": 165.2, "fp16": 165.2, "tf32": 82.6, "fp32": 82.6}),
+    # H100 data sheet (2023, 2024 for NVL), H200 data sheet (2024), GH200 data sheet (2024): 1,979, 1,513 and 1,671 with sparsity.
+    ({"H100", "PCIE"}, {"bf16": 756, "fp16": 756, "tf32": 378, "fp32": 51}),
+    ({"H100", "NVL"}, {"bf16": 835.5, "fp16": 835.5, "tf32": 417.5, "fp32": 60}),
+    ({"H100", "HBM3"}, {"bf16": 989.4, "fp16": 989.4, "tf32": 494.7, "fp32": 67}),  # SXM5: "NVIDIA H100 80GB HBM3"
+    ({"H200", "NVL"}, {"bf16": 835.5, "fp16": 835.5, "tf32": 417.5, "fp32": 60}),
+    ({"H200"}, {"bf16": 989.4, "fp16": 989.4, "tf32": 494.7, "fp32": 67}),
+    ({"GH200"}, {"bf16": 989.4, "fp16": 989.4, "tf32": 494.7, "fp32": 67}),
+    # HGX B200 data sheet (2024), an eighth of eight: 36 PFLOP/s with sparsity.
+    ({"B200"}, {"bf16": 2250, "fp16": 2250, "tf32": 1125, "fp32": 75}),
+    # AMD data sheets (2021, 2023), matrix cores. torch sees each of MI250X's two dies as a device: half of 383 and of 95.7.
+    ({"MI250X"}, {"bf16": 191.5, "fp16": 191.5, "fp32": 47.85}),
+    ({"MI300X"}, {"bf16": 1307.4, "fp16": 1307.4, "tf32": 653.7, "fp32": 163.4}),
+]
+# Other products that carry the same number: a slice of a card, "3090 Ti", "4090 D", a laptop's "4090".
+_OTHER_PRODUCTS = {"MIG", "TI", "D", "LAPTOP", "MAX"}
+_DTYPES = ("tf32", "bf16", "fp16", "fp32")
+
+
+def peak_flops(device_name: str, dtype: str) -> float | None:
+    """Dense peak of one device, FLOP/s, for matmuls in `dtype` ("bf16", "fp16", "tf32", "fp32").
+
+    device_name: as torch.cuda.get_device_name() gives it. None where the device, or its figure for this dtype, is not in the
+    table: no MFU is better than one of 104%. Raises ValueError for a dtype of another name.
+    """
+    if dtype not in _DTYPES:
+        raise ValueError(f"dtype is {dtype!r}: peaks are known for {', '.join(_DTYPES)}")
+    words = set(re.split(r"[^A-Z0-9]+", device_name.upper()))
+    if words & _OTHER_PRODUCTS:
+        return None
+    for required, peaks in _PEAKS:
+        if required <= words:
+            return peaks[dtype] * 1e12 if dtype in peaks else None
+    return None

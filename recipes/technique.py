@@ -1,0 +1,119 @@
+"""The one interface through which a technique takes part in a run.
+
+DeepSpeed's JSON is the switch. A section that the engine no longer knows (`progressive_layer_drop`, `curriculum_learning`, an
+optimizer of the 1-bit family, ...) is taken out of the JSON and handed to the `Technique` that claims it; the training loop calls
+all techniques of a run at the same fixed places and knows none of them by name. A recipe folder that needs no code of its
+own has no `technique.py`.
+
+A module `recipes/<name>/technique.py` defines exactly one subclass of `Technique`; `recipes.registry` finds it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:  # this module is imported before torch is, by the validator of the configuration
+    import torch
+
+
+class BatchPlan(NamedTuple):
+    """How one optimizer step is cut up on every rank: `accumulation` micro-batches of `micro_batch_size` sequences."""
+
+    micro_batch_size: int
+    accumulation: int
+
+
+class Technique:
+    """Base of every technique: all of it does nothing, so that a technique writes only what it changes.
+
+    Whatever depends on time is recomputed from the global step that `on_step` gets: nothing is hidden, nothing extra to save,
+    and a resumed run is the uninterrupted one. Draws come from (seed, step, layer), never from a global generator.
+    """
+
+    #: Top-level JSON sections that this technique claims.
+    sections: tuple[str, ...] = ()
+    #: Values of `optimizer.type` that this technique claims.
+    optimizer_types: tuple[str, ...] = ()
+
+    def __init__(self, section: dict[str, Any], run: Any):
+        """Validate `section` (the JSON object claimed) against `run` (the resolved configuration).
+
+        Raises:
+            ValueError: one line for a value that is not allowed, with the fix. Runs before torch is imported.
+        """
+
+    def prepare(self, model: torch.nn.Module) -> None:
+        """Change the model before the engine exists: kernels, wrappers, `model.block_runner`."""
+
+    def optimizer(self, param_groups: list[dict[str, Any]]) -> torch.optim.Optimizer | None:
+        """The optimizer that the engine shall drive, or None to leave the choice to others."""
+
+    def attach(self, engine: Any, collectives: Any) -> None:
+        """Bind to the engine once it exists. `collectives` is the one counted way to the other ranks."""
+
+    def batch_plan(self, step: int) -> BatchPlan | None:
+        """How `step` (from 1) is cut up, or None for the run's own plan."""
+
+    def on_step(self, step: int) -> None:
+        """Recompute the schedule for optimizer step `step` (from 1), before its first micro-batch."""
+
+    def on_batch(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Crop or reshape a micro-batch of (micro_batch_size, seq_len + 1) token ids."""
+        return tokens
+
+    def metrics(self) -> dict[str, float]:
+        """What belongs into the step's line of `metrics.jsonl`."""
+        return {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """What cannot be derived from the step; saved by every rank."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take back what `state_dict` gave."""
+
+
+class Techniques(Technique):
+    """All techniques of a run behind the same interface, so that the loop calls each place once."""
+
+    def __init__(self, members: Iterable[Technique] = ()):
+        self.members = tuple(members)
+
+    def prepare(self, model: torch.nn.Module) -> None:
+        for member in self.members:
+            member.prepare(model)
+
+    def optimizer(self, param_groups: list[dict[str, Any]]) -> torch.optim.Optimizer | None:
+        found = [optimizer for member in self.members if (optimizer := member.optimizer(param_groups)) is not None]
+        assert len(found) <= 1, "two techniques brought an optimizer; the configuration names one"
+        return found[0] if found else None
+
+    def attach(self, engine: Any, collectives: Any) -> None:
+        for member in self.members:
+            member.attach(engine, collectives)
+
+    def batch_plan(self, step: int) -> BatchPlan | None:
+        plans = [plan for member in self.members if (plan := member.batch_plan(step)) is not None]
+        assert len(plans) <= 1, "two techniques plan the batch; the validator refuses such a pair"
+        return plans[0] if plans else None
+
+    def on_step(self, step: int) -> None:
+        for member in self.members:
+            member.on_step(step)
+
+    def on_batch(self, tokens: torch.Tensor) -> torch.Tensor:
+        for member in self.members:
+            tokens = member.on_batch(tokens)
+        return tokens
+
+    def metrics(self) -> dict[str, float]:
+        return {key: value for member in self.members for key, value in member.metrics().items()}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {type(member).__name__: state for member in self.members if (state := member.state_dict())}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for member in self.members:
+            if type(member).__name__ in state:
+                member.load_state_dict(state[type(member).__name__])

@@ -1,0 +1,51 @@
+"""What the tests share: a small real corpus, and pools of real ranks that are started once."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+os.environ.setdefault("DS_ACCELERATOR", "cpu")  # the tests of CUDA paths set their own
+# Two cores and two ranks: one thread each, so that neither waits for the other's threads.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A corpus of a few packages of the standard library, 1,024 ids, made by the real command."""
+    import asyncio
+    import json
+
+    out = tmp_path_factory.mktemp("corpus")
+    source = out / "text"
+    source.mkdir()
+    for package in (asyncio, json):
+        for file in sorted(Path(package.__file__).parent.glob("*.py")):
+            (source / f"{package.__name__}_{file.name}").write_bytes(file.read_bytes())
+    command = [sys.executable, "data_pipeline/prepare.py", "--source", source, "--out", out / "tokens", "--tokenizer", "bpe:1024"]
+    subprocess.run([*command, "--val_fraction", "0.15", "--quiet"], cwd=ROOT, check=True)
+    return out / "tokens"
+
+
+@pytest.fixture(scope="session")
+def one_rank():
+    """A pool of one rank."""
+    from tests.distributed.ranks import Ranks
+
+    with Ranks(1) as ranks:
+        yield ranks
+
+
+@pytest.fixture(scope="session")
+def two_ranks():
+    """A pool of two ranks."""
+    from tests.distributed.ranks import Ranks
+
+    with Ranks(2) as ranks:
+        yield ranks

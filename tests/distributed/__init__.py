@@ -1,0 +1,1 @@
+"""Tests that start real ranks through the real engine."""

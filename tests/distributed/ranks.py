@@ -1,0 +1,90 @@
+"""A pool of ranks: real processes in one real process group, started once and given one job after another.
+
+Starting a rank (Python, torch, deepspeed, the group) takes some five seconds; a small configuration trains in one.
+"""
+
+from __future__ import annotations
+
+import importlib
+import multiprocessing
+import os
+import socket
+import traceback
+from multiprocessing.connection import Connection
+from typing import Any
+
+JOB_SECONDS = 240.0
+
+
+class Ranks:
+    """`size` ranks; `run("module:function", **arguments)` runs a function on all of them and returns their results by rank."""
+
+    def __init__(self, size: int):
+        self.size = size
+        self._processes: list[multiprocessing.Process] = []
+        self._pipes: list[Connection] = []
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop()
+
+    def run(self, job: str, **arguments: Any) -> list[Any]:
+        """Run `job` on all ranks. A rank that raises, dies or hangs fails the test and the pool is started anew."""
+        if not self._processes:
+            self._start()
+        for pipe in self._pipes:
+            pipe.send((job, arguments))
+        results, failures = [], []
+        for rank, pipe in enumerate(self._pipes):
+            try:
+                # When one rank has failed, another that waits for it will never answer.
+                answered = pipe.poll(5.0 if failures else JOB_SECONDS)
+                good, result = pipe.recv() if answered else (False, "no answer")
+            except EOFError:
+                good, result = False, "the rank died"
+            results.append(result)
+            if not good:
+                failures.append(f"rank {rank}: {result}")
+        if failures:
+            self._stop()
+            raise AssertionError("\n".join(failures))
+        return results
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        for rank in range(self.size):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, self.size, port, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            self._processes.append(process)
+            self._pipes.append(ours)
+
+    def _stop(self) -> None:
+        for process in self._processes:
+            process.kill()
+            process.join()
+        self._processes, self._pipes = [], []
+
+
+def _serve(rank: int, size: int, port: int, pipe: Connection) -> None:
+    names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ |= {name: str(value) for name, value in names.items()}
+    from launch.engine.distributed import start_ranks
+
+    start_ranks()
+    while True:
+        try:
+            job, arguments = pipe.recv()
+        except EOFError:
+            return
+        module, _, function = job.partition(":")
+        try:
+            pipe.send((True, getattr(importlib.import_module(module), function)(**arguments)))
+        except BaseException:
+            pipe.send((False, traceback.format_exc()))

@@ -1,0 +1,464 @@
+"""The model is GPT-2, its weights depend on seed and name only, and its arithmetic is right."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from model.accounting import flops_per_token, parameter_count, peak_flops
+from model.gpt import GPT, run_all_blocks, weight_decay_groups
+from model.hf import from_hf_state_dict, hf_config, to_hf_state_dict
+from model.presets import PRESETS, GPTConfig, ModelShape
+from model.sampling import generate
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+TINY = {"n_layer": 2, "n_head": 2, "d_model": 32, "seq_len": 16}
+
+
+def tokens_of(config: GPTConfig, batch: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Random tokens and targets, int64 (batch, length)."""
+    generator = torch.Generator().manual_seed(7)
+    return tuple(torch.randint(0, config.vocab_size, (batch, length), generator=generator) for _ in range(2))
+
+
+# --- against transformers
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize(
+    ("config", "batch", "length"),
+    [
+        (GPTConfig(1, 1, 16, 8, vocab_size=128), 1, 1),
+        (GPTConfig(2, 4, 64, 32, vocab_size=300), 3, 32),
+        (GPTConfig(3, 3, 48, 24, vocab_size=1000), 40, 17),  # 680 rows of logits: more than the head takes at a time
+    ],
+    ids=["one_token", "padded_vocabulary", "three_heads"],
+)
+def test_logits_loss_and_every_gradient_equal_transformers(config, batch, length, attention):
+    from transformers import GPT2LMHeadModel
+
+    model = GPT(config)
+    # Weights 8 times larger (activations of order 1, where the two forms of GELU differ), biases and norms away from 0 and 1.
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim == 1:
+                generator = torch.Generator().manual_seed(len(name))
+                parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.1)
+            else:
+                parameter.mul_(8)
+    theirs_config = hf_config(config)
+    theirs_config._attn_implementation = attention
+    theirs = GPT2LMHeadModel(theirs_config).eval()
+    theirs.load_state_dict(to_hf_state_dict(model.state_dict(), config))
+
+    tokens, targets = tokens_of(config, batch, length)
+    targets[0, 1:3] = -100
+    logits = theirs(tokens).logits
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+    loss.backward()
+    ours = model(tokens, targets)
+    ours.backward()
+
+    torch.testing.assert_close(model(tokens), logits, atol=1e-5, rtol=0)
+    torch.testing.assert_close(ours, loss, atol=1e-5, rtol=0)
+    expected = from_hf_state_dict({name: p.grad for name, p in theirs.named_parameters()}, config)
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, expected[name], atol=1e-5, rtol=0, msg=lambda m, name=name: f"{name}: {m}")
+
+
+def test_weights_survive_the_way_to_transformers_and_back():
+    config = GPTConfig(**TINY, vocab_size=200)
+    state_dict = GPT(config).state_dict()
+    hf = to_hf_state_dict(state_dict, config)
+    assert hf["transformer.wte.weight"].shape == (200, 32)
+    assert hf["transformer.h.1.mlp.c_fc.weight"].shape == (32, 128)  # Conv1D: (in, out)
+    assert hf["lm_head.weight"] is hf["transformer.wte.weight"]
+    back = from_hf_state_dict(hf, config)
+    assert back.keys() == state_dict.keys()
+    for name, tensor in state_dict.items():
+        assert torch.equal(back[name], tensor), name
+    # the older form: without prefix and head, with the causal mask as a buffer
+    bare = {name.removeprefix("transformer."): t for name, t in hf.items() if name != "lm_head.weight"}
+    bare["h.0.attn.bias"] = torch.ones(1, 1, 16, 16)
+    assert from_hf_state_dict(bare, config).keys() == state_dict.keys()
+
+
+def test_a_foreign_checkpoint_is_refused_in_one_line():
+    config = GPTConfig(**TINY, vocab_size=200)
+    hf = to_hf_state_dict(GPT(config).state_dict(), config)
+    with pytest.raises(ValueError, match="has 200 tokens: vocab_size is 201"):
+        from_hf_state_dict(hf, GPTConfig(**TINY, vocab_size=201))
+    with pytest.raises(ValueError, match=r"has h\.1"):
+        from_hf_state_dict(hf, GPTConfig(**TINY | {"n_layer": 1}, vocab_size=200))
+    with pytest.raises(ValueError, match=r"wpe.weight is \(16, 32\)"):
+        from_hf_state_dict(hf, GPTConfig(**TINY | {"seq_len": 8}, vocab_size=200))
+
+
+# --- names, shapes, numbers
+
+
+def test_state_dict_names_stay():
+    assert list(GPT(GPTConfig(1, 2, 32, 16, vocab_size=200)).state_dict()) == [
+        "wte.weight",
+        "wpe.weight",
+        "h.0.ln_1.weight",
+        "h.0.ln_1.bias",
+        "h.0.attn.c_attn.weight",
+        "h.0.attn.c_attn.bias",
+        "h.0.attn.c_proj.weight",
+        "h.0.attn.c_proj.bias",
+        "h.0.ln_2.weight",
+        "h.0.ln_2.bias",
+        "h.0.mlp.c_fc.weight",
+        "h.0.mlp.c_fc.bias",
+        "h.0.mlp.c_proj.weight",
+        "h.0.mlp.c_proj.bias",
+        "ln_f.weight",
+        "ln_f.bias",
+        "lm_head.weight",
+    ]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_first_loss_is_the_logarithm_of_the_vocabulary(dtype):
+    config = GPTConfig(**TINY, vocab_size=1000)
+    loss = GPT(config).to(dtype)(*tokens_of(config, 8, 16))
+    assert loss.dtype == torch.float32
+    assert loss.shape == ()
+    assert abs(loss.item() - math.log(1000)) < 0.05  # ln 1000 = 6.908
+
+
+def test_padded_rows_get_no_probability_and_no_gradient():
+    config = GPTConfig(**TINY, vocab_size=129)
+    model = GPT(config)
+    assert model.wte.weight.shape == (256, 32)
+    with torch.no_grad():
+        model.wte.weight[129:] = 5.0  # padded rows that would win every softmax, were they let in
+    tokens, targets = tokens_of(config, 4, 16)
+    loss = model(tokens, targets)
+    loss.backward()
+    assert model.wte.weight.grad[129:].eq(0).all()
+    assert model.wte.weight.grad[:129].ne(0).any(dim=1).all()
+    logits = model(tokens)
+    assert logits.shape == (4, 16, 129)
+    torch.testing.assert_close(loss, torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten()))
+
+
+def test_a_sequence_longer_than_the_model_is_refused():
+    with pytest.raises(ValueError, match="17 tokens: this model has positions for 16"):
+        GPT(GPTConfig(**TINY, vocab_size=128))(torch.zeros(1, 17, dtype=torch.int64))
+
+
+def test_no_token_sees_its_future():
+    config = GPTConfig(**TINY, vocab_size=128)
+    model, (tokens, other) = GPT(config), tokens_of(config, 1, 16)
+    other[:, :9] = tokens[:, :9]
+    torch.testing.assert_close(model(tokens)[:, :9], model(other)[:, :9])
+    assert not torch.allclose(model(tokens)[:, 9:], model(other)[:, 9:])
+
+
+def test_dropout_acts_in_training_and_not_in_evaluation():
+    config = GPTConfig(**TINY, dropout=0.5, vocab_size=128)
+    model, (tokens, _) = GPT(config), tokens_of(config, 2, 16)
+    assert not torch.equal(model(tokens), model(tokens))
+    model.eval()
+    assert torch.equal(model(tokens), model(tokens))
+    undropped = GPT(GPTConfig(**TINY, vocab_size=128))
+    assert torch.equal(model(tokens), undropped(tokens))
+
+
+def test_the_block_runner_is_the_one_hook():
+    config = GPTConfig(**TINY, vocab_size=128)
+    model, (tokens, _) = GPT(config), tokens_of(config, 2, 16)
+    whole = model(tokens)
+    model.block_runner = lambda blocks, x: run_all_blocks(blocks[:1], x)
+    first_only = GPT(GPTConfig(**TINY | {"n_layer": 1}, vocab_size=128))
+    first_only.load_state_dict(model.state_dict(), strict=False)
+    assert torch.equal(model(tokens), first_only(tokens))
+    assert not torch.allclose(model(tokens), whole)
+
+    block, x = model.h[0], torch.randn(2, 16, 32)
+    middle = x + 2 * block.attn(block.ln_1(x))
+    torch.testing.assert_close(block(x, branch_scale=2.0), middle + 2 * block.mlp(block.ln_2(middle)))
+
+
+# --- initial weights
+
+
+def test_weights_depend_on_seed_and_name_only():
+    config = GPTConfig(**TINY, vocab_size=200, init_seed=3)
+    torch.manual_seed(1)
+    first, state = GPT(config), torch.get_rng_state()
+    torch.manual_seed(2)
+    torch.randn(5)
+    second = GPT(config).state_dict()
+    for name, tensor in first.state_dict().items():
+        assert torch.equal(tensor, second[name]), name
+    torch.manual_seed(1)
+    assert torch.equal(torch.get_rng_state(), state), "building the model took numbers from the global generator"
+
+    # a deeper model with a longer vocabulary begins with the same layer 0, up to the residual scale
+    deeper = GPT(GPTConfig(**TINY | {"n_layer": 8}, vocab_size=250, init_seed=3)).state_dict()
+    assert torch.equal(deeper["h.0.mlp.c_fc.weight"], second["h.0.mlp.c_fc.weight"])
+    torch.testing.assert_close(deeper["h.0.mlp.c_proj.weight"] * 2, second["h.0.mlp.c_proj.weight"])
+    assert torch.equal(deeper["wte.weight"][:200], second["wte.weight"][:200])
+
+    other_seed = GPT(GPTConfig(**TINY, vocab_size=200, init_seed=4)).state_dict()
+    drawn = [name for name in second if name.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight", "wte.weight", "wpe.weight"))]
+    for name in drawn:
+        assert not torch.equal(other_seed[name], second[name]), name
+    values = [second[name].flatten()[:8] for name in drawn]
+    assert all(not torch.allclose(a / a.norm(), b / b.norm()) for i, a in enumerate(values) for b in values[:i]), "two names, one draw"
+
+
+def test_initial_weights_are_gpt2s():
+    config = GPTConfig(n_layer=8, n_head=2, d_model=128, seq_len=64, vocab_size=1000)
+    for name, tensor in GPT(config).state_dict().items():
+        if name.endswith(".bias"):
+            assert tensor.eq(0).all(), name
+        elif "ln_" in name:
+            assert tensor.eq(1).all(), name
+        else:
+            std = 0.02 / math.sqrt(2 * 8) if "c_proj" in name else 0.02
+            rows = tensor[:1000] if name in ("wte.weight", "lm_head.weight") else tensor
+            # at least 64 x 128 numbers: the standard error of their deviation is 0.8%
+            assert abs(rows.std().item() / std - 1) < 0.04, name
+            assert abs(rows.mean().item()) < 0.05 * std, name
+            assert tensor[len(rows) :].eq(0).all(), name
+
+
+ZERO3 = """
+import json, os, sys
+import deepspeed, torch
+from model.gpt import GPT, weight_decay_groups
+from model.presets import GPTConfig
+
+# 15 x 36 = 540 positions' weights, no multiple of 16: torch's normal_ draws such a tensor's last 16 differently in bf16
+config = GPTConfig(n_layer=2, n_head=2, d_model=36, seq_len=15, vocab_size=200, init_seed=5)
+tokens, targets = torch.arange(60).view(4, 15), torch.arange(60).view(4, 15) + 1
+plain = GPT(config)
+result = {}
+for precision in ("fp32", "bf16"):
+    engine_config = {"train_batch_size": 4, "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+                     "bf16": {"enabled": precision == "bf16"}, "gradient_clipping": 0.0, "zero_allow_untested_optimizer": True}
+    with deepspeed.zero.Init(config_dict_or_path=engine_config):
+        model = GPT(config)
+    result[precision + "_partitioned"] = all(p.numel() == 0 for p in model.parameters())
+    result[precision + "_tied"] = model.lm_head.weight is model.wte.weight
+    with deepspeed.zero.GatheredParameters(list(model.parameters())):
+        result[precision + "_different"] = [n for (n, a), b in zip(model.named_parameters(), plain.parameters())
+                                            if not torch.equal(a, b.to(a.dtype))]
+        result[precision + "_dtypes"] = sorted({str(p.dtype) for p in model.parameters()})
+    if precision == "bf16":
+        continue
+    groups = weight_decay_groups(model, 0.1)
+    result["groups"] = [len(group["params"]) for group in groups]
+    engine, *_ = deepspeed.initialize(model=model, optimizer=torch.optim.SGD(groups, lr=1.0), config=engine_config)
+    plain_optimizer = torch.optim.SGD(weight_decay_groups(plain, 0.1), lr=1.0)
+    for _ in range(2):
+        loss, plain_loss = engine(tokens, targets), plain(tokens, targets)
+        engine.backward(loss), plain_loss.backward()
+        engine.step(), plain_optimizer.step()
+        plain_optimizer.zero_grad()
+    result["losses"] = [loss.item(), plain_loss.item()]
+    with deepspeed.zero.GatheredParameters(list(model.parameters())):
+        result["worst"] = max((a - b).abs().max().item() for a, b in zip(model.parameters(), plain.parameters()))
+    plain = GPT(config)
+print(json.dumps(result), file=open(sys.argv[1], "w"))
+"""
+
+
+def test_zero_init_builds_the_same_model_and_trains_the_tied_weight(tmp_path):
+    environment = os.environ | {
+        "PYTHONPATH": str(REPOSITORY),
+        "DS_ACCELERATOR": "cpu",
+        "OMP_NUM_THREADS": "1",
+        "TORCH_EXTENSIONS_DIR": os.environ.get("TORCH_EXTENSIONS_DIR", str(REPOSITORY / ".cache" / "torch_extensions")),
+        "PATH": os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"])),  # ninja, for the engine's extension
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "0",  # any free one
+    }
+    out = tmp_path / "result.json"
+    done = subprocess.run([sys.executable, "-c", ZERO3, str(out)], env=environment, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    result = json.loads(out.read_text())
+    for precision, dtype in (("fp32", "torch.float32"), ("bf16", "torch.bfloat16")):
+        assert result[f"{precision}_partitioned"]
+        assert result[f"{precision}_tied"]
+        assert result[f"{precision}_different"] == []
+        assert result[f"{precision}_dtypes"] == [dtype]
+    assert result["groups"] == [2 + 2 * 4, 2 * 8 + 2]  # embeddings and 4 matrices a block; 4 biases and 2 norms a block, ln_f
+    assert abs(result["losses"][0] - result["losses"][1]) < 1e-6
+    assert result["worst"] < 1e-6
+
+
+# --- optimizer groups, sampling
+
+
+def test_weight_decay_spares_biases_and_norms_and_takes_each_parameter_once():
+    model = GPT(GPTConfig(**TINY, vocab_size=200))
+    decayed, kept = weight_decay_groups(model, 0.1)
+    assert (decayed["weight_decay"], kept["weight_decay"]) == (0.1, 0.0)
+    name_of = {id(parameter): name for name, parameter in model.named_parameters()}
+    assert all(name.endswith(".bias") or "ln_" in name for name in (name_of[id(p)] for p in kept["params"]))
+    assert not any(name.endswith(".bias") or "ln_" in name for name in (name_of[id(p)] for p in decayed["params"]))
+    ids = [id(p) for p in decayed["params"] + kept["params"]]
+    assert len(ids) == len(set(ids))
+    assert set(ids) == set(name_of)
+
+
+def test_generation_slides_its_window_and_follows_its_generator():
+    config = GPTConfig(**TINY, vocab_size=200)
+    model, lengths = GPT(config).eval(), []
+
+    def forward(tokens):
+        lengths.append(tokens.shape[1])
+        return model(tokens)
+
+    def sample(seed, **options):
+        return generate(forward, [1, 2, 3], 20, config.seq_len, generator=torch.Generator().manual_seed(seed), **options)
+
+    first = sample(0)
+    assert first[:3] == [1, 2, 3]
+    assert len(first) == 23
+    assert all(0 <= i < 200 for i in first)
+    assert lengths == [min(3 + i, 16) for i in range(20)]  # the same calls on every rank, whatever was drawn
+    assert sample(0) == first != sample(1)
+    assert sample(0, temperature=0) == sample(1, temperature=0) == sample(2, top_k=1)
+    greedy = sample(0, temperature=0)
+    assert greedy[3] == model(torch.tensor([[1, 2, 3]]))[0, -1].argmax()
+    assert greedy[-1] == model(torch.tensor([greedy[-17:-1]]))[0, -1].argmax()
+
+
+def test_sampling_draws_only_from_the_top_k_at_their_probabilities():
+    logits = torch.tensor([0.0, 3.0, 2.0, 1.0]).log_softmax(0)
+    drawn = torch.tensor(
+        generate(lambda t: logits.expand(1, t.shape[1], 4), [0], 4000, 1, 0.5, 2, torch.Generator().manual_seed(0))[1:]
+    ).bincount(minlength=4)
+    assert drawn[0] == drawn[3] == 0
+    share = math.exp(6) / (math.exp(6) + math.exp(4))  # temperature 0.5 doubles the logits: 0.881
+    assert abs(drawn[1].item() / 4000 - share) < 0.02  # four standard errors of 0.0051
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [({"prompt_ids": []}, "prompt is empty"), ({"temperature": -1}, "temperature is -1"), ({"top_k": 0}, "top_k is 0")],
+)
+def test_generation_refuses_nonsense(options, words):
+    with pytest.raises(ValueError, match=words):
+        generate(**{"forward": None, "prompt_ids": [1], "n_tokens": 1, "seq_len": 4} | options)
+
+
+# --- arithmetic
+
+
+@pytest.mark.parametrize("vocab_size", [128, 200])
+def test_parameter_count_equals_the_model(vocab_size):
+    config = GPTConfig(3, 2, 48, 20, vocab_size=vocab_size)
+    assert parameter_count(config) == sum(p.numel() for p in GPT(config).parameters())
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_have_the_size_of_their_name_and_values_that_fit_together(name):
+    published = {  # in millions, with 50,257 tokens; nano and micro with our 8,192
+        "nano": 5.29, "micro": 13.9, "gpt2": 124.4, "gpt2-medium": 354.8, "gpt2-large": 774.0, "gpt2-xl": 1557.6,
+        "gpt3-1.3b": 1316, "gpt3-2.7b": 2652, "gpt3-6.7b": 6658, "gpt3-13b": 12853,
+    }  # fmt: skip
+    preset = PRESETS[name]
+    config = GPTConfig(**vars(preset.shape), vocab_size=50257 if name.startswith("gpt") else 8192)
+    count = parameter_count(config)
+    assert abs(count / 1e6 / published[name] - 1) < 0.001
+    with torch.device("meta"):
+        assert count == sum(p.numel() for p in GPT(config).parameters())
+    assert preset.global_batch_size % preset.micro_batch_size == 0
+    assert preset.warmup_steps < preset.steps
+    assert preset.min_lr == preset.lr / 10
+    if name.startswith("gpt"):
+        batch_tokens = preset.global_batch_size * preset.shape.seq_len
+        assert batch_tokens in (2**19, 2**20, 2**21)
+        assert abs(preset.steps * batch_tokens / count - 20) < 0.01
+        assert abs(preset.warmup_steps * batch_tokens / 375e6 - 1) < 0.002
+
+
+def test_flops_of_gpt2_by_hand():
+    config = GPTConfig(12, 12, 768, 1024, vocab_size=50257)
+    # 50,257 x 768 = 38,597,376; 12 x (12 x 768^2 + 13 x 768) = 85,054,464; last norm 1,536; positions 1,024 x 768 = 786,432
+    assert 38_597_376 + 85_054_464 + 1_536 + 786_432 == 124_439_808
+    assert parameter_count(config) == 124_439_808 + 47 * 768
+    n = 124_439_808 - 786_432
+    assert flops_per_token(config) == 6 * n + 12 * 12 * 768 * 1024 == 855_166_464
+    # half the blocks, at a quarter of the length: what was dropped is not counted
+    assert flops_per_token(config, seq_len=256, kept_blocks=6) == 6 * (n - 85_054_464 // 2) + 12 * 6 * 768 * 256
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "tera"),
+    [
+        ("Tesla V100-SXM2-16GB", "fp16", 125),
+        ("Tesla V100-PCIE-32GB", "fp16", 112),
+        ("Tesla V100-SXM2-16GB", "bf16", None),  # no bf16 tensor cores
+        ("Tesla T4", "fp16", 65),
+        ("NVIDIA A100-SXM4-80GB", "bf16", 312),
+        ("NVIDIA A100-PCIE-40GB", "tf32", 156),
+        ("NVIDIA A100-SXM4-80GB MIG 1g.10gb", "bf16", None),
+        ("NVIDIA A10", "bf16", 125),
+        ("NVIDIA A10G", "bf16", None),
+        ("NVIDIA L4", "bf16", 121),
+        ("NVIDIA L40S", "bf16", 362),
+        ("NVIDIA L40", "bf16", None),
+        ("NVIDIA GeForce RTX 3090", "fp16", 71),
+        ("NVIDIA GeForce RTX 3090 Ti", "fp16", None),
+        ("NVIDIA GeForce RTX 4090", "bf16", 165.2),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", "bf16", None),
+        ("NVIDIA H100 80GB HBM3", "bf16", 989.4),
+        ("NVIDIA H100 PCIe", "bf16", 756),
+        ("NVIDIA H100 NVL", "bf16", 835.5),
+        ("NVIDIA H200", "fp32", 67),
+        ("NVIDIA GH200 480GB", "bf16", 989.4),
+        ("NVIDIA B200", "bf16", 2250),
+        ("AMD Instinct MI250X", "bf16", 191.5),
+        ("AMD Instinct MI300X", "fp16", 1307.4),
+        ("cpu", "bf16", None),
+        ("", "fp32", None),
+    ],
+)
+def test_peak_of_the_device_found(device, dtype, tera):
+    assert peak_flops(device, dtype) == (None if tera is None else tera * 1e12)
+
+
+def test_an_unknown_dtype_is_an_error():
+    with pytest.raises(ValueError, match="dtype is 'int8'"):
+        peak_flops("NVIDIA H200", "int8")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"n_layer": 0}, "n_layer is 0"),
+        ({"seq_len": -1}, "seq_len is -1"),
+        ({"n_head": 2.0}, "n_head is 2.0"),
+        ({"n_layer": True}, "n_layer is True"),
+        ({"d_model": 33}, "d_model is 33 and n_head is 2: d_model must be a multiple"),
+        ({"dropout": 1.0}, "dropout is 1.0"),
+        ({"dropout": -0.1}, "dropout is -0.1"),
+    ],
+)
+def test_a_shape_that_cannot_be_built_is_one_line(change, message):
+    with pytest.raises(ValueError, match=message) as error:
+        ModelShape(**TINY | change)
+    assert "\n" not in str(error.value)
+    with pytest.raises(ValueError, match="vocab_size is 0"):
+        GPTConfig(**TINY, vocab_size=0)
+
+
+def test_presets_and_accounting_import_no_torch():
+    code = "import sys, model.presets, model.accounting; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": str(REPOSITORY)}).returncode == 0
