@@ -10,9 +10,10 @@
 `open_corpus` checks everything that costs no reading of tokens; `Corpus.verify` reads every byte.
 """
 
+import contextlib
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -45,6 +46,15 @@ _SHARD_FIELDS = {"file": _TEXT, "tokens": _COUNT, "sha256": _TEXT}
 def token_dtype(vocab_size: int) -> np.dtype:
     """The smallest dtype of the format that holds every id."""
     return np.dtype("<u2") if vocab_size <= 2**16 else np.dtype("<u4")
+
+
+@contextlib.contextmanager
+def _readable() -> Iterator[None]:
+    """What the operating system refuses inside (permissions, a folder in place of a file) is a DataError that names the file."""
+    try:
+        yield
+    except OSError as reason:
+        raise DataError(f"{reason.filename}: cannot be read ({reason.strerror}); mend that, or prepare the corpus again") from None
 
 
 class ShardWriter:
@@ -140,6 +150,7 @@ class Split:
         shard = int(np.searchsorted(bounds, index, side="right")) - 1
         return self._folder / self._shards[shard]["file"], int(index - bounds[shard]) * seq_len
 
+    @_readable()
     def _strided(self, seq_len: int) -> tuple[np.ndarray, list[np.ndarray]]:
         """For each shard the first of its windows (and, last, how many there are), and its windows as a view: (windows, seq_len + 1)."""
         if seq_len not in self._views:
@@ -153,6 +164,9 @@ class Split:
                 )
             views = []
             for shard, count in zip(self._shards, counts, strict=True):
+                if not shard["tokens"]:  # an empty file cannot be mapped
+                    views.append(np.empty((0, seq_len + 1), dtype=self._dtype))
+                    continue
                 # A plain array over the map: indexing a numpy.memmap costs several microseconds more.
                 tokens = np.memmap(self._folder / shard["file"], dtype=self._dtype, mode="r").view(np.ndarray)
                 strides = (seq_len * tokens.itemsize, tokens.itemsize)
@@ -180,6 +194,7 @@ class Corpus:
         }
         self.fingerprint = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
+    @_readable()
     def verify(self) -> None:
         """Reads everything; DataError on the first file whose hash is not the manifest's, or id that the vocabulary lacks."""
         for name, expected in self.manifest["tokenizer"]["files"].items():
@@ -211,6 +226,7 @@ def check_sha256(file: Path, found: str, expected: str | None) -> None:
         raise DataError(f"{file}: changed, its sha256 is {found[:16]}..., the manifest's {str(expected)[:16]}...; prepare the corpus again")
 
 
+@_readable()
 def open_corpus(path: str | Path) -> Corpus:
     """The corpus in folder `path`, after every check that needs no reading of tokens; DataError names the file and the fix."""
     path = Path(path)
@@ -259,6 +275,8 @@ def _read_manifest(file: Path) -> dict:
         raise DataError(f"{file}: not JSON at line {error.lineno}, column {error.colno} ({error.msg}); {fix}") from None
     except UnicodeDecodeError as error:
         raise DataError(f"{file}: not UTF-8 at byte {error.start}; {fix}") from None
+    except (RecursionError, ValueError) as error:  # too deep, or a number of thousands of digits
+        raise DataError(f"{file}: not a manifest ({error}); {fix}") from None
     version = manifest.get("format_version") if isinstance(manifest, dict) else None
     if type(version) is not int or version != FORMAT_VERSION:
         raise DataError(f"{file}: format_version is {json.dumps(version)}; allowed: {FORMAT_VERSION}; {fix} with this version")

@@ -21,7 +21,7 @@ sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from launch.run.config import RunConfig, resolve
 from launch.run.errors import is_speaker, run_command
-from launch.run.folder import NoFolder, RunFolder, check_run_folder
+from launch.run.folder import NoFolder, RunFolder, await_first_rank, check_run_folder
 from launch.run.provenance import describe_run
 from launch.run.signals import StopRequest
 
@@ -35,10 +35,13 @@ def main() -> int:
             print(json.dumps(config.as_json(), indent=2))
         return 0
     folder = NoFolder()
-    if os.environ.get("RANK", "0") == "0":
+    rank = os.environ.get("RANK", "0")
+    if rank == "0":
         path = check_run_folder(config.runs_dir, config.run_name, config.resume)
         config.corpus.verify()
         folder = RunFolder(path, describe_run(config), config.quiet)
+    elif rank == os.environ.get("LOCAL_RANK"):  # on the host of rank 0
+        await_first_rank(Path(config.runs_dir) / config.run_name)
     try:
         code = train(config, folder, stop)
     finally:
@@ -46,7 +49,9 @@ def main() -> int:
     from launch.engine.distributed import leave_ranks
 
     leave_ranks()
-    return code
+    # Everything is written. A rank has been seen to abort while its interpreter shut down, which made a finished run a failed one.
+    sys.stdout.flush()
+    os._exit(code)
 
 
 def train(config: RunConfig, folder: RunFolder | NoFolder, stop: StopRequest) -> int:
@@ -117,7 +122,7 @@ def train(config: RunConfig, folder: RunFolder | NoFolder, stop: StopRequest) ->
                 **metrics,
                 **techniques.metrics(),
             }
-            folder.write_metrics(line if state["val_loss"] is None else line | {"val_loss": state["val_loss"]})
+            folder.write_metrics(line if state["val_loss"] is None else line | {"val_loss": state["val_loss"]}, durable=saving)
             progress.update(line, state)
             if saving:
                 with collectives.uncounted():

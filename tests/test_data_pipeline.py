@@ -123,13 +123,14 @@ def test_tokenizer_has_seen_training_documents_only(texts, prepared, tmp_path):
     assert open_corpus(prepared).manifest["tokenizer"] == entry
 
 
-def test_workers_do_not_change_a_byte(texts, prepared, tmp_path):
-    arguments = ("--source", texts, "--tokenizer", "bpe:300", "--val_fraction", "0.2", "--shard_tokens", "5000", "--quiet")
-    done = prepare(*arguments, "--out", tmp_path / "deep" / "er" / "two", "--workers", "2")
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
-    for file in prepared.iterdir():
-        assert file.read_bytes() == (tmp_path / "deep" / "er" / "two" / file.name).read_bytes(), file.name
-    assert os.listdir(tmp_path / "deep" / "er") == ["two"]
+def test_workers_do_not_change_a_byte(tmp_path):
+    folders = {workers: tmp_path / "deep" / "er" / f"by{workers}" for workers in (1, 2)}
+    for workers, out in folders.items():  # 12 MB: a dozen chunks, more than are under way at once
+        done = prepare("--source", "stdlib", "--out", out, "--tokenizer", "bytes", "--workers", workers, "--quiet")
+        assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    for file in folders[1].iterdir():
+        assert file.read_bytes() == (folders[2] / file.name).read_bytes(), file.name
+    assert sorted(os.listdir(tmp_path / "deep" / "er")) == ["by1", "by2"]
 
 
 def test_bytes_tokenizer_and_a_lone_file_cut_at_a_line(tmp_path):

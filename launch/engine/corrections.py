@@ -26,6 +26,9 @@ def before_initialize(zero_stage: int, precision: str) -> list[str]:
     if zero_stage == 0 and engine_norm_is_inaccurate():
         take_norms_in_fp64()
         applied.append("take_norms_in_fp64")
+    if zero_stage == 0 and precision == "fp16" and growing_scale_shrinks_the_update():
+        unscale_by_the_scale_in_force()
+        applied.append("unscale_by_the_scale_in_force")
     return applied
 
 
@@ -54,7 +57,7 @@ def unfused_optimizer_steps_at_start() -> bool:
     wrapper = FP16_UnfusedOptimizer(
         torch.optim.AdamW([weight], lr=0.5, weight_decay=0.5), low_precision_dtype=torch.bfloat16, verbose=False
     )
-    return bool(wrapper.fp32_groups[0][0].item() != 1.0)
+    return float(wrapper.fp32_groups[0][0].detach()) != 1.0
 
 
 def keep_weights_at_start() -> None:
@@ -124,6 +127,49 @@ def weight_norm(parameters: list[torch.Tensor], norm_type: float = 2, mpu: Any =
     assert norm_type == 2 and mpu is None, "this project clips by the 2-norm, without model parallelism"
     norm = float(norm_in_fp64([parameter.data for parameter in parameters]))
     return norm if norm < float("inf") else -1.0  # NaN compares false
+
+
+# --- stage 0, fp16: a growing loss scale halves one update --------------------------------------------------------------------------
+
+
+def growing_scale_shrinks_the_update() -> bool:
+    """Fault: `FP16_UnfusedOptimizer.step` lets the loss scale grow before it divides the gradients by it.
+
+    Once every `loss_scale_window` steps the update is then half of the right one, and clipping sees half of the norm. Seen in
+    deepspeed/runtime/fp16/unfused_optimizer.py, `step`. Probe: one weight with gradient 1 through two steps, the second of which grows
+    the scale; the second update must be 1 too. All ranks must call this together: the engine looks for overflows among them.
+    """
+    from deepspeed.accelerator import get_accelerator
+    from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+
+    weight = torch.nn.Parameter(torch.zeros(1, dtype=torch.float16, device=get_accelerator().current_device_name()))
+    arguments = {"init_scale": 4.0, "scale_window": 1, "min_scale": 1.0, "delayed_shift": 1, "consecutive_hysteresis": False}
+    wrapper = FP16_UnfusedOptimizer(torch.optim.SGD([weight], lr=1.0), dynamic_loss_scale=True, dynamic_loss_args=arguments, verbose=False)
+    for _ in range(2):
+        weight.grad = torch.full_like(weight, wrapper.loss_scale)
+        wrapper.step()
+    return float(wrapper.fp32_groups[0][0].detach()) != -2.0
+
+
+def unscale_by_the_scale_in_force() -> None:
+    """Correction: the gradients are divided by the scale that the loss was multiplied by."""
+    from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+
+    update_scale, unscale = FP16_UnfusedOptimizer._update_scale, FP16_UnfusedOptimizer.unscale_and_clip_grads
+
+    def update_scale_and_remember(self: Any, skip: bool) -> None:
+        self.scale_in_force = self.loss_scale_config.cur_scale
+        update_scale(self, skip)
+
+    def unscale_by_remembered(self: Any, total_norm: float, apply_scale: bool = True) -> float:
+        grown, self.loss_scale_config.cur_scale = self.loss_scale_config.cur_scale, self.scale_in_force
+        try:
+            return unscale(self, total_norm, apply_scale)
+        finally:
+            self.loss_scale_config.cur_scale = grown
+
+    FP16_UnfusedOptimizer._update_scale = update_scale_and_remember
+    FP16_UnfusedOptimizer.unscale_and_clip_grads = unscale_by_remembered
 
 
 # --- stage 0, fp16: the loss is not scaled -------------------------------------------------------------------------------------------

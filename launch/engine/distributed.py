@@ -15,14 +15,14 @@ import os
 import shutil
 import socket
 import sys
+import warnings
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.distributed import ProcessGroup
-
-from launch.run.errors import say
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -34,7 +34,9 @@ def start_ranks() -> Collectives:
     of the host divided by its ranks.
     """
     os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(ROOT / ".cache" / "torch_extensions"))
-    if shutil.which("ninja") is None:  # run as .venv/bin/deepspeed without the environment activated
+    # Always this environment's ninja: another version (a system's, where the environment is not activated) takes what this one has built
+    # for out of date, and builds it again.
+    if shutil.which("ninja", path=Path(sys.executable).parent):
         os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
     if "RANK" not in os.environ:
         os.environ |= {
@@ -74,12 +76,14 @@ def leave_ranks() -> None:
 def quiet_deepspeed() -> None:
     """DeepSpeed logs its own progress at INFO: dozens of lines a start that nobody can act on. Warnings and errors stay.
 
-    One warning goes too: on a machine without a GPU it says at every start that a GPU may have been missed. Our log names the device.
+    torch's own deprecation warnings about the collectives that DeepSpeed calls go with them: they are DeepSpeed's to act on.
+    One warning more: on a machine without a GPU it says at every start that a GPU may have been missed. Our log names the device.
     """
     os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
     import deepspeed.utils
 
     deepspeed.utils.logger.setLevel(logging.WARNING)
+    warnings.filterwarnings("ignore", message=r"`torch\.distributed\..*` is deprecated", category=FutureWarning)
 
 
 def _free_port() -> int:
@@ -89,7 +93,7 @@ def _free_port() -> int:
 
 
 def _build_shared_memory_extension() -> None:
-    """On a CPU: build and load `deepspeed_shm_comm`, one process of the host at a time, saying so where it takes long."""
+    """On a CPU: build and load `deepspeed_shm_comm`, one process of the host at a time; the one that builds, of any rank, says so."""
     from deepspeed.accelerator import get_accelerator
 
     builder = get_accelerator().create_op_builder("ShareMemCommBuilder") if get_accelerator().device_name() == "cpu" else None
@@ -100,11 +104,14 @@ def _build_shared_memory_extension() -> None:
     with open(folder / f".{builder.name}.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # released by the kernel when its process dies
         for baton in folder.rglob(f"{builder.name}/lock"):
-            if not _is_open_somewhere(baton):  # torch keeps it open while it builds
-                say(f"Removing {baton}: the build that made it was killed", sys.stderr)
-                baton.unlink()
+            if _is_open_somewhere(baton):  # torch keeps it open while it builds
+                continue
+            print(f"Removing {baton}: the build that made it was killed", file=sys.stderr, flush=True)
+            while _is_worked_in(baton.parent):  # by compilers that outlived it: two writers of one file
+                time.sleep(0.2)
+            baton.unlink()
         if not list(folder.rglob(f"{builder.name}.so")):
-            say(f"Building DeepSpeed's shared-memory extension for CPU ranks into {folder} (about 30 s, once)", sys.stderr)
+            print(f"Building DeepSpeed's shared-memory extension into {folder} (about 30 s, once)", file=sys.stderr, flush=True)
         builder.load(verbose=False)
 
 
@@ -113,6 +120,15 @@ def _is_open_somewhere(path: Path) -> bool:
     for descriptor in Path("/proc").glob("[0-9]*/fd/*"):
         with contextlib.suppress(OSError):  # processes end, and other users' are not ours to read
             if descriptor.samefile(path):
+                return True
+    return False
+
+
+def _is_worked_in(folder: Path) -> bool:
+    """Whether any process of this host has `folder` as its working directory."""
+    for directory in Path("/proc").glob("[0-9]*/cwd"):
+        with contextlib.suppress(OSError):
+            if directory.samefile(folder):
                 return True
     return False
 

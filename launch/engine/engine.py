@@ -27,6 +27,7 @@ class Engine:
     model_config: GPTConfig
     config: RunConfig
     corrections: list[str]
+    _loss_scale: float = 1.0
 
     def loss(self, tokens: torch.Tensor) -> torch.Tensor:
         """Mean cross-entropy of (B, T + 1) token ids, each position predicting the next; fp32 scalar."""
@@ -35,6 +36,7 @@ class Engine:
     def backward_and_step(self, loss: torch.Tensor) -> None:
         """Accumulate the gradients of `loss`; on the last micro-batch of a step, clip and update."""
         self.deepspeed.backward(loss)
+        self._loss_scale = float(getattr(self.deepspeed.optimizer, "loss_scale", 1.0))  # `step` may change it
         self.deepspeed.step()
 
     def set_learning_rate(self, tokens: int) -> float:
@@ -47,11 +49,13 @@ class Engine:
         return float(self.deepspeed.optimizer.param_groups[0]["lr"])
 
     def step_metrics(self) -> dict[str, float]:
-        """Gradient norm before clipping, loss scale, and optimizer steps skipped so far."""
+        """Of the step just done: gradient norm before clipping, the loss scale it ran with; and the updates skipped so far."""
         norm = self.deepspeed.get_global_grad_norm()
+        if norm is not None and self.config.zero_stage == 0:
+            norm = norm / self._loss_scale  # stages 1, 2, 3 report it unscaled
         return {
             "grad_norm": None if norm is None else float(norm),
-            "loss_scale": float(getattr(self.deepspeed.optimizer, "loss_scale", 1.0)),
+            "loss_scale": self._loss_scale,
             "skipped_steps": self.deepspeed.skipped_steps,
         }
 

@@ -2,7 +2,7 @@
 
     runs/<name>/checkpoints/step-00000300/
         engine/       what DeepSpeed wrote (`latest` beside it, so that its own zero_to_fp32.py works on the folder)
-        state.json    step, tokens, samples, validation loss, ranks
+        state.json    step, tokens, samples, validation loss, ranks, and the size of every file
         technique-00000.pt   per rank, only where a technique has state that cannot be derived
 
 The newest `keep` stay, and the best by validation loss.
@@ -10,12 +10,16 @@ The newest `keep` stay, and the best by validation loss.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from launch.run.errors import UsageError
 from launch.run.folder import write_atomically
 
 if TYPE_CHECKING:
@@ -32,8 +36,33 @@ def complete_checkpoints(folder: Path) -> list[Path]:
 
 
 def read_state(checkpoint: Path) -> dict[str, Any]:
-    """The `state.json` of a checkpoint."""
-    return json.loads((checkpoint / "state.json").read_text(encoding="utf-8"))
+    """The `state.json` of a checkpoint.
+
+    Raises:
+        UsageError: somebody has damaged it since.
+    """
+    try:
+        return json.loads((checkpoint / "state.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as reason:
+        raise UsageError(f"{checkpoint}: state.json cannot be read ({reason}); {_REMEDY}") from None
+
+
+#: What to do about a checkpoint that cannot be loaded.
+_REMEDY = "remove this checkpoint to resume from the one before"
+
+
+def check_files(checkpoint: Path) -> None:
+    """Compare the files of a complete checkpoint with the sizes noted when it was written.
+
+    Raises:
+        UsageError: one is missing, or has another size.
+    """
+    for name, size in read_state(checkpoint)["files"].items():
+        file = checkpoint / name
+        found = file.stat().st_size if file.exists() else None
+        if found != size:
+            fault = "is missing" if found is None else f"has {found:,} bytes, {size:,} were written"
+            raise UsageError(f"{checkpoint}: {name} {fault}; {_REMEDY}")
 
 
 class Checkpoints:
@@ -49,49 +78,91 @@ class Checkpoints:
         self.folder, self.keep, self.collectives = folder, keep, collectives
 
     def save(self, engine: Any, technique: Technique, state: dict[str, Any]) -> Path:
-        """Write the checkpoint of `state["step"]`. A kill at any moment leaves it complete or absent."""
+        """Write the checkpoint of `state["step"]`. A kill at any moment leaves it complete or absent.
+
+        Raises:
+            SystemExit: it cannot be written (exit code 1, one line from each rank that could not); the older ones are as they were.
+        """
         final = self.folder / f"{PREFIX}{state['step']:08d}"
-        if self.collectives.rank == 0:
-            _remove_leftovers(self.folder)
-        self.collectives.barrier()
-        if final.exists():
-            return final
         temporary = self.folder / f".tmp-{final.name}"
-        engine.save_checkpoint(str(temporary), tag=ENGINE_TAG)
-        self._save_technique(temporary, technique)
-        if self.collectives.local_rank == 0:
-            for path in (path for path in temporary.rglob("*") if path.is_file()):
-                _sync(path)
-        self.collectives.barrier()
-        if self.collectives.rank == 0:
-            write_atomically(temporary / "state.json", json.dumps({**state, "ranks": self.collectives.world_size}, indent=2) + "\n")
-            _sync(temporary)
-            os.rename(temporary, final)
-            _sync(self.folder)
-            self._prune()
-        self.collectives.barrier()
+        complete = final in complete_checkpoints(self.folder)
+        self.collectives.barrier()  # all ranks have looked before anything changes
+        if complete:
+            return final
+        with self._ending_on_failure(f"{final}: could not be written", "the older checkpoints are intact; --resume goes on from them"):
+            if self.collectives.rank == 0:
+                _remove_leftovers(self.folder)
+                if final.exists():  # without a state.json: somebody took files away
+                    _remove(final)
+            self.collectives.barrier()
+            engine.save_checkpoint(str(temporary), tag=ENGINE_TAG)
+            self._save_technique(temporary, technique)
+            self.collectives.barrier()
+            if self.collectives.local_rank == 0:
+                for path in temporary.rglob("*"):
+                    _sync(path)
+            self.collectives.barrier()
+            if self.collectives.rank == 0:
+                files = {str(path.relative_to(temporary)): path.stat().st_size for path in temporary.rglob("*") if path.is_file()}
+                complete_state = {**state, "ranks": self.collectives.world_size, "files": dict(sorted(files.items()))}
+                write_atomically(temporary / "state.json", json.dumps(complete_state, indent=2) + "\n")
+                _sync(temporary)
+                os.rename(temporary, final)
+                _sync(self.folder)
+                self._prune()
+            self.collectives.barrier()
         return final
 
     def load_newest(self, engine: Any, technique: Technique) -> dict[str, Any] | None:
-        """Load the newest complete checkpoint into the engine and the techniques; its state, or None where there is none."""
+        """Load the newest complete checkpoint into the engine and the techniques; its state, or None where there is none.
+
+        Raises:
+            UsageError: a file of it is missing or has lost bytes, or its ranks' own states do not fit this number of ranks.
+            SystemExit: its bytes are not what was written (exit code 1, one line from each rank that saw it).
+        """
         checkpoints = complete_checkpoints(self.folder)
         if not checkpoints:
             return None
-        path, _ = engine.load_checkpoint(str(checkpoints[-1]), tag=ENGINE_TAG)
-        if path is None:
-            raise RuntimeError(f"{checkpoints[-1]}: DeepSpeed could not load it; remove it to resume from the one before")
-        file = checkpoints[-1] / f"technique-{self.collectives.rank:05d}.pt"
-        if file.exists():
-            import torch
+        newest = checkpoints[-1]
+        check_files(newest)  # by every rank, so that all of them end on what any of them would
+        state = read_state(newest)
+        if any(newest.glob("technique-*.pt")) and state["ranks"] != self.collectives.world_size:
+            raise UsageError(
+                f"{newest}: written by {state['ranks']} ranks, this job has {self.collectives.world_size}, and a technique's state "
+                f"belongs to its rank; start {state['ranks']} ranks"
+            )
+        with self._ending_on_failure(f"{newest}: could not be loaded", _REMEDY):
+            path, _ = engine.load_checkpoint(str(newest), tag=ENGINE_TAG)
+            if path is None:
+                raise RuntimeError("DeepSpeed found nothing in it")
+            if (file := newest / self._technique_file()).exists():
+                import torch
 
-            technique.load_state_dict(torch.load(file, weights_only=True))
-        return read_state(checkpoints[-1])
+                technique.load_state_dict(torch.load(file, weights_only=True))
+        return state
+
+    @contextlib.contextmanager
+    def _ending_on_failure(self, failure: str, remedy: str) -> Iterator[None]:
+        """Say in one line why this rank could not go on, and end it; the launcher ends the others.
+
+        Nobody can wait for them here: they may stand in a collective of the engine that this rank will never enter.
+        """
+        try:
+            yield
+        except Exception as reason:
+            text = " ".join(str(reason).split())
+            line = f"error: {failure} by rank {self.collectives.rank} ({type(reason).__name__}: {text[:200]}); {remedy}"
+            print(line, file=sys.stderr, flush=True)
+            raise SystemExit(1) from None
+
+    def _technique_file(self) -> str:
+        return f"technique-{self.collectives.rank:05d}.pt"
 
     def _save_technique(self, folder: Path, technique: Technique) -> None:
         if state := technique.state_dict():
             import torch
 
-            torch.save(state, folder / f"technique-{self.collectives.rank:05d}.pt")
+            torch.save(state, folder / self._technique_file())
 
     def _prune(self) -> None:
         checkpoints = complete_checkpoints(self.folder)
@@ -99,10 +170,14 @@ class Checkpoints:
         best = min(losses, key=losses.get) if losses else None
         for path in checkpoints[: -self.keep]:
             if path != best:
-                # Renamed first: half of a removal must not look like a checkpoint.
-                trash = path.with_name(f".trash-{path.name}")
-                os.rename(path, trash)
-                shutil.rmtree(trash)
+                _remove(path)
+
+
+def _remove(checkpoint: Path) -> None:
+    """Remove a checkpoint. Renamed first: half of a removal must not look like one."""
+    trash = checkpoint.with_name(f".trash-{checkpoint.name}")
+    os.rename(checkpoint, trash)
+    shutil.rmtree(trash)
 
 
 def _remove_leftovers(folder: Path) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterable
 from typing import TextIO
@@ -19,14 +20,20 @@ class UsageError(ValueError):
     """A user's mistake: one line for each fault, which says what is wrong, where, what is allowed, and the fix."""
 
     def __init__(self, *faults: str):
-        super().__init__("\n".join(faults))
-        self.faults = faults
+        self.faults = tuple(one_line(fault) for fault in faults)
+        super().__init__("\n".join(self.faults))
+
+
+def one_line(text: str) -> str:
+    """`text` with everything escaped that does not print: a file's name or a key may hold a line break."""
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
 
 
 def nearest(name: str, allowed: Iterable[str]) -> str:
     """`; did you mean 'x'?` for the closest of `allowed`, or an empty string when nothing is close."""
-    matches = difflib.get_close_matches(str(name), list(allowed), n=1, cutoff=0.6)
-    return f"; did you mean '{matches[0]}'?" if matches else ""
+    folded = {item.lower(): item for item in allowed}
+    matches = difflib.get_close_matches(str(name).lower(), folded, n=1, cutoff=0.6)
+    return f"; did you mean '{folded[matches[0]]}'?" if matches else ""
 
 
 def is_speaker() -> bool:
@@ -45,9 +52,12 @@ def run_command(main: Callable[[], int | None]) -> None:
     try:
         code = main() or 0
     except (UsageError, DataError) as mistake:
-        for fault in str(mistake).splitlines():
+        for fault in getattr(mistake, "faults", None) or (one_line(str(mistake)),):
             say(f"error: {fault}", sys.stderr)
         code = 2
     except KeyboardInterrupt:
         code = 130
+    except BrokenPipeError:  # the reader of our output has gone, as `| head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left to flush goes nowhere
+        code = 128 + signal.SIGPIPE
     sys.exit(code)

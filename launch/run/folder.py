@@ -6,12 +6,16 @@ a line is on the operating system's side before the next step begins, so that a 
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import math
 import os
+import shutil
 import signal
+import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -26,9 +30,11 @@ if TYPE_CHECKING:
     from launch.engine.meter import Meter
     from launch.run.config import RunConfig
 
-#: Values that must be the same when a run is resumed: they decide what the next step computes. Length, learning rate and the
-#: cadence of evaluations and checkpoints may change; the log says so.
-IDENTITY = ("seed", "shape", "corpus_fingerprint", "global_batch_size", "precision", "zero_stage", "ranks", "micro_batch_size")
+#: Values that must be the same when a run is resumed: they decide what the next step computes. The rest (length, learning rate,
+#: micro-batch, the cadence of evaluations and checkpoints) may change; the log says what did.
+IDENTITY = ("seed", "shape", "corpus_fingerprint", "global_batch_size", "precision", "zero_stage")
+#: What a resume changes without changing the run: not worth a line in the log.
+INCIDENTAL = ("created", "command", "resume", "quiet")
 LOCK_PATIENCE_SECONDS = 60.0
 
 
@@ -43,12 +49,50 @@ def check_run_folder(runs_dir: str, run_name: str, resume: bool) -> Path:
         raise UsageError(f"{path}: this run exists; give another --run_name, go on with it by --resume, or remove it yourself")
     if path.exists() and not path.is_dir():
         raise UsageError(f"{path}: is a file, not a run folder; give another --run_name")
+    if path.exists() and not (path / "run.json").exists():
+        # A start that was killed leaves no more than the lock, an empty folder and a temporary run.json.
+        foreign = sorted(name for name in os.listdir(path) if name not in (".lock", "checkpoints") and not name.startswith(".run.json."))
+        if foreign:
+            raise UsageError(f"{path}: holds {foreign[0]} but no run.json, so it is not a run folder; give another --run_name")
     above = path
     while not above.exists():
         above = above.parent
     if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
         raise UsageError(f"{path}: cannot be made, {above} is {'not writable' if above.is_dir() else 'a file'}; give another --runs_dir")
     return path
+
+
+def await_first_rank(path: Path) -> None:
+    """Wait until global rank 0 of this job has the run folder to itself; called by the other ranks of its host.
+
+    While it waits for a predecessor to end, that one may still listen on the port where this job is to meet: a rank that went ahead
+    would join the wrong job.
+    """
+    mine = _first_rank_of(os.getppid())
+    # Rank 0 gets the folder, or ends with its reason and the launcher then ends this one. A launcher that gives every rank a parent of
+    # its own keeps nobody for ever.
+    deadline = time.monotonic() + 1.5 * LOCK_PATIENCE_SECONDS
+    while not _read_lock(path).endswith(mine) and time.monotonic() < deadline:
+        time.sleep(0.05)
+
+
+def _first_rank_of(launcher: int) -> str:
+    return f"of launcher {launcher} on {os.uname().nodename}"
+
+
+def _read_lock(path: Path) -> str:
+    try:
+        return (path / ".lock").read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return ""
+
+
+def _changes(key: str, before: Any, after: Any) -> list[str]:
+    """What a reader of the log should know of two values at `key`; sections are compared key by key."""
+    if isinstance(before, dict) and isinstance(after, dict):
+        names = sorted({*before, *after})
+        return [change for name in names for change in _changes(f"{key}.{name}", before.get(name), after.get(name))]
+    return [] if before == after else [f"{key}: {json.dumps(before)} -> {json.dumps(after)}"]
 
 
 class RunFolder:
@@ -59,68 +103,100 @@ class RunFolder:
         description: what `run.json` records; on a resume it must agree with what is there in all `IDENTITY` keys.
 
     Raises:
-        UsageError: another process is writing into this folder, or the run there is a different one.
+        UsageError: another process is writing into this folder, or the run there is a different one. `run.json` is as it was.
     """
 
     def __init__(self, path: Path, description: dict[str, Any], quiet: bool = False):
         self.path = path
         self.quiet = quiet
+        self._log: TextIO | None = None
+        self._metrics: TextIO | None = None
+        self._writer: Any = None
+        self.changes: list[str] = []
         try:
             path.mkdir(parents=True, exist_ok=True)
             (path / "checkpoints").mkdir(exist_ok=True)
-            self._lock = open(path / ".lock", "a+")  # noqa: SIM115 - held as long as the run
+            self._lock = open(path / ".lock", "a+", encoding="utf-8")  # noqa: SIM115 - held as long as the run
         except OSError as reason:
             raise UsageError(f"{path}: cannot be written ({reason.strerror}); give another --runs_dir") from None
-        self._acquire_lock()
-        self._describe(description)
-        self._log = open(path / "log.txt", "a", encoding="utf-8")  # noqa: SIM115
-        self._metrics: TextIO | None = None
-        self._writer: Any = None
+        try:
+            self._acquire_lock(patience=LOCK_PATIENCE_SECONDS if description["resume"] else 0.0)
+            description = self._compare(json.loads(json.dumps(description)))
+            for leftover in path.glob(".*.tmp"):  # of `write_atomically`, after a kill
+                leftover.unlink()
+            with _writable(path):
+                write_atomically(path / "run.json", json.dumps(description, indent=2) + "\n")
+                self._log = open(path / "log.txt", "a", encoding="utf-8")  # noqa: SIM115
+                self._write_lock()
+        except BaseException:
+            self.close()
+            raise
 
-    def _acquire_lock(self) -> None:
+    def _acquire_lock(self, patience: float) -> None:
         """Wait for a predecessor that is still ending: two writers would mix their steps."""
-        deadline = time.monotonic() + LOCK_PATIENCE_SECONDS
+        deadline = time.monotonic() + patience
         told = False
         while True:
             try:
                 fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 return
             except BlockingIOError:
-                self._lock.seek(0)
-                holder = self._lock.read().strip() or "another process"
-                if time.monotonic() > deadline:
+                holder = _read_lock(self.path) or "another process"
+                if time.monotonic() >= deadline:
                     raise UsageError(f"{self.path}: {holder} is still writing into this run; stop it, or give another --run_name") from None
                 if not told:
-                    say(f"{self.path}: {holder} is still writing into this run; waiting up to {LOCK_PATIENCE_SECONDS:.0f} s for it to end")
+                    say(f"{self.path}: {holder} is still writing into this run; waiting up to {patience:.0f} s for it to end")
                     told = True
                 time.sleep(0.2)
 
-    def _describe(self, description: dict[str, Any]) -> None:
+    def _write_lock(self) -> None:
+        """Say who holds the lock: for a successor's message, and for the other ranks, which wait for it."""
         self._lock.seek(0)
         self._lock.truncate()
-        self._lock.write(f"process {os.getpid()} on {os.uname().nodename}")
+        self._lock.write(f"process {os.getpid()} {_first_rank_of(os.getppid())}")
         self._lock.flush()
+
+    def _compare(self, description: dict[str, Any]) -> dict[str, Any]:
+        """`description` with its predecessors, when it may go on with the run that is here."""
         file = self.path / "run.json"
-        description = json.loads(json.dumps(description))
-        if file.exists():
+        if not file.exists():
+            return description
+        if not description["resume"]:  # made by another job since `check_run_folder` looked
+            raise UsageError(f"{self.path}: this run exists; give another --run_name, or go on with it by --resume")
+        try:
             before = json.loads(file.read_text(encoding="utf-8"))
-            wrong = [
-                f"{self.path}: this run has {key} = {json.dumps(before.get(key))}, the command says {json.dumps(description[key])}; "
-                "give the run's own value, or another --run_name"
-                for key in IDENTITY
-                if before.get(key) != description[key]
-            ]
-            if wrong:
-                raise UsageError(*wrong)
-            description["resumed_from"] = [*before.get("resumed_from", []), before.get("created")]
-        write_atomically(file, json.dumps(description, indent=2) + "\n")
+        except ValueError as reason:
+            raise UsageError(f"{file}: is not JSON ({reason}); it cannot be told which run this is: give another --run_name") from None
+        advice = "give the run's own value, or another --run_name"
+        wrong = [
+            f"{self.path}: this run has {key} = {json.dumps(before.get(key))}, the command says {json.dumps(description[key])}; {advice}"
+            for key in IDENTITY
+            if before.get(key) != description[key]
+        ]
+        if before["optimizer"]["type"] != description["optimizer"]["type"]:
+            wrong.append(
+                f"{self.path}: this run has optimizer.type = {json.dumps(before['optimizer']['type'])}, the JSON says "
+                f"{json.dumps(description['optimizer']['type'])}; {advice}"
+            )
+        if before["ranks"] != description["ranks"] and description["zero_stage"] > 0:
+            wrong.append(
+                f"{self.path}: this run has ranks = {before['ranks']}, this job has {description['ranks']}, and at ZeRO stage "
+                f"{description['zero_stage']} the optimizer's state is partitioned over the ranks; start {before['ranks']} ranks"
+            )
+        if wrong:
+            raise UsageError(*wrong)
+        self.changes = [
+            change for key, value in description.items() if key not in INCIDENTAL for change in _changes(key, before.get(key), value)
+        ]
+        return {**description, "resumed_from": [*before.get("resumed_from", []), before.get("created")]}
 
     # --- the log and the metrics --------------------------------------------------------------------------------------------------
 
     def log(self, line: str, silent: bool = False) -> None:
         """One line into `log.txt`, and onto the terminal unless the run is quiet or `silent` says not this one."""
-        self._log.write(time.strftime("%Y-%m-%d %H:%M:%S ") + line + "\n")
-        self._log.flush()
+        with _writable(self.path):
+            self._log.write(time.strftime("%Y-%m-%d %H:%M:%S ") + line + "\n")
+            self._log.flush()
         if not silent and not self.quiet:
             say(line)
 
@@ -140,6 +216,8 @@ class RunFolder:
             self.log(f"no peak FLOP/s is known for '{meter.device_name}' in {config.precision}: mfu is left out of the metrics")
         if engine.corrections:
             self.log(f"corrected faults of this DeepSpeed: {', '.join(engine.corrections)} (launch/engine/corrections.py)")
+        for change in self.changes:
+            self.log(f"changed since this run was last started: {change}")
         if config.resume:
             self.log(
                 f"resuming after step {state['step']}" if state["step"] else "no complete checkpoint to resume from: starting at step 0"
@@ -171,24 +249,35 @@ class RunFolder:
         file = self.path / "metrics.jsonl"
         # A run that starts at step 0 writes its line of step 0 again.
         kept = [line for line in read_metrics(file) if line["step"] <= step] if step and file.exists() else []
-        write_atomically(file, "".join(json.dumps(line) + "\n" for line in kept))
-        self._metrics = open(file, "a", encoding="utf-8")  # noqa: SIM115
-        self._writer = SummaryWriter(str(self.path), purge_step=step + 1 if kept else None)
+        with _writable(self.path):
+            write_atomically(file, "".join(json.dumps(line) + "\n" for line in kept))
+            self._metrics = open(file, "a", encoding="utf-8")  # noqa: SIM115
+            # Purges what a killed run left there of later steps.
+            self._writer = SummaryWriter(str(self.path), purge_step=step + 1 if step else 0)
         self.seconds_before = kept[-1]["seconds"] if kept else 0.0
 
-    def write_metrics(self, line: dict[str, Any]) -> None:
-        """Append one step's line, and the same numbers as TensorBoard scalars."""
-        self._metrics.write(json.dumps(line) + "\n")
-        self._metrics.flush()
-        for key, value in line.items():
-            if key != "step" and isinstance(value, (int, float)):
-                self._writer.add_scalar(key, value, line["step"])
+    def write_metrics(self, line: dict[str, Any], durable: bool = False) -> None:
+        """Append one step's line, and the same numbers as TensorBoard scalars.
+
+        Args:
+            durable: a checkpoint of this step follows, which must not outlive the line: wait until the disk has it.
+        """
+        with _writable(self.path):
+            self._metrics.write(json.dumps(line) + "\n")
+            self._metrics.flush()
+            for key, value in line.items():
+                if key != "step" and isinstance(value, (int, float)):
+                    self._writer.add_scalar(key, value, line["step"])
+            if durable:
+                os.fsync(self._metrics.fileno())
+                self._writer.flush()
 
     def close(self) -> None:
         """Flush and close everything; the lock goes last."""
         for stream in (self._metrics, self._writer, self._log, self._lock):
             if stream is not None:
-                stream.close()
+                with contextlib.suppress(OSError):  # a full disk has been reported where it was met
+                    stream.close()
 
 
 class NoFolder:
@@ -200,6 +289,22 @@ class NoFolder:
         pass
 
     log_start = log_end = open_metrics = write_metrics = close = log
+
+
+@contextlib.contextmanager
+def _writable(path: Path) -> Iterator[None]:
+    """End the process in one line, with exit code 1, where something inside cannot be written."""
+    try:
+        yield
+    except OSError as reason:
+        free = shutil.disk_usage(path).free
+        print(
+            f"error: {reason.filename or path}: could not be written ({reason.strerror}; {free / 2**20:,.0f} MiB free); "
+            "the checkpoints are intact: --resume goes on from the newest",
+            file=sys.stderr,
+            flush=True,
+        )
+        raise SystemExit(1) from None
 
 
 def write_atomically(file: Path, text: str) -> None:

@@ -6,6 +6,7 @@ The standard library's parser gives no positions and keeps the last of two equal
 from __future__ import annotations
 
 import json
+import math
 import re
 from json.decoder import scanstring
 from pathlib import Path
@@ -15,6 +16,7 @@ from launch.run.errors import UsageError
 
 _WHITESPACE = re.compile(r"[ \t\r\n]*")
 _ATOM = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?|true|false|null")
+LARGEST = 2**63  # what follows computes in int64 and in doubles
 
 KeyPath = tuple[str | int, ...]
 
@@ -26,30 +28,42 @@ def read_json(path: str | Path) -> tuple[dict[str, Any], dict[KeyPath, int]]:
         The object, and the line (from 1) of each key by its path, e.g. `("optimizer", "params", "lr")`.
 
     Raises:
-        UsageError: the file cannot be read, is not JSON (line and column), repeats a key, or holds no object.
+        UsageError: the file cannot be read, is not JSON (line and column), repeats a key, holds a number that is not finite, or
+            holds no object.
     """
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = Path(path).read_text(encoding="utf-8-sig")  # an editor may have put a byte order mark first
     except FileNotFoundError:
         raise UsageError(f"{path}: no such file; the engine configurations that ship are in ds_configs/") from None
-    except (OSError, UnicodeDecodeError) as reason:
-        raise UsageError(f"{path}: cannot be read ({reason}); give a JSON file in UTF-8") from None
-    try:
-        json.loads(text)  # the standard parser's own message and position, for text that is not JSON at all
-    except json.JSONDecodeError as fault:
-        raise UsageError(f"{path}: line {fault.lineno}, column {fault.colno}: not JSON: {fault.msg}") from None
-    lines: dict[KeyPath, int] = {}
-    value, _ = _read_value(text, _skip(text, 0), (), lines, str(path))
+    except IsADirectoryError:
+        raise UsageError(f"{path}: is a folder; give a JSON file such as those in ds_configs/") from None
+    except UnicodeDecodeError as fault:
+        raise UsageError(f"{path}: not a text file in UTF-8 (byte {fault.start}); give a JSON file") from None
+    except OSError as reason:
+        raise UsageError(f"{path}: cannot be read ({reason.strerror}); give a JSON file that can") from None
+    value, lines = parse_json(text, str(path))
     if not isinstance(value, dict):
-        raise UsageError(f'{path}: holds a {type(value).__name__}, must be an object: {{"zero_optimization": ...}}')
+        raise UsageError(f'{path}: holds {json.dumps(value)[:40]}, must be an object: {{"zero_optimization": ...}}')
     return value, lines
+
+
+def parse_json(text: str, source: str) -> tuple[Any, dict[KeyPath, int]]:
+    """The value that `text` holds, and the line of each key. `source` names the text in the UsageError for text that is not JSON."""
+    try:
+        json.loads(text, parse_int=len)  # the standard parser's own message and position, for text that is not JSON at all
+        lines: dict[KeyPath, int] = {}
+        return _read_value(text, _skip(text, 0), (), lines, source)[0], lines
+    except json.JSONDecodeError as fault:
+        raise UsageError(f"{source}: line {fault.lineno}, column {fault.colno}: not JSON: {fault.msg}") from None
+    except RecursionError:
+        raise UsageError(f"{source}: nested too deep; an engine configuration has four levels") from None
 
 
 def _skip(text: str, at: int) -> int:
     return _WHITESPACE.match(text, at).end()
 
 
-def _read_value(text: str, at: int, path: KeyPath, lines: dict[KeyPath, int], file: str) -> tuple[Any, int]:
+def _read_value(text: str, at: int, path: KeyPath, lines: dict[KeyPath, int], source: str) -> tuple[Any, int]:
     """The value that starts at `at`, and the position behind it. The text is known to be JSON."""
     if text[at] == '"':
         return scanstring(text, at + 1)
@@ -57,7 +71,7 @@ def _read_value(text: str, at: int, path: KeyPath, lines: dict[KeyPath, int], fi
         items: list[Any] = []
         at = _skip(text, at + 1)
         while text[at] != "]":
-            item, at = _read_value(text, at, (*path, len(items)), lines, file)
+            item, at = _read_value(text, at, (*path, len(items)), lines, source)
             items.append(item)
             at = _skip(text, at)
             if text[at] == ",":
@@ -70,20 +84,23 @@ def _read_value(text: str, at: int, path: KeyPath, lines: dict[KeyPath, int], fi
             line = text.count("\n", 0, at) + 1
             key, at = scanstring(text, at + 1)
             if key in members:
-                raise UsageError(
-                    f"{file}: line {line}: '{dotted((*path, key))}' stands twice (first on line {lines[(*path, key)]}); remove one"
-                )
+                first = lines[(*path, key)]
+                raise UsageError(f"{source}: line {line}: '{dotted((*path, key))}' stands twice (first on line {first}); remove one")
             lines[(*path, key)] = line
             at = _skip(text, _skip(text, at) + 1)  # the colon
-            members[key], at = _read_value(text, at, (*path, key), lines, file)
+            members[key], at = _read_value(text, at, (*path, key), lines, source)
             at = _skip(text, at)
             if text[at] == ",":
                 at = _skip(text, at + 1)
         return members, at + 1
     atom = _ATOM.match(text, at)
-    if atom is None:  # NaN and Infinity, which json.loads accepts and JSON does not know
-        raise UsageError(f"{file}: line {text.count(chr(10), 0, at) + 1}: '{dotted(path)}' is not a JSON number; write a finite one")
-    return json.loads(atom.group()), atom.end()
+    value: Any = math.nan  # NaN and Infinity, which json.loads accepts and JSON does not know
+    if atom is not None:
+        value = json.loads(atom.group()) if len(atom.group()) < 400 else math.inf
+    if isinstance(value, (int, float)) and not abs(value) < LARGEST:
+        where = f"line {text.count(chr(10), 0, at) + 1}: '{dotted(path)}' is" if path else "is"
+        raise UsageError(f"{source}: {where} no finite number of a sensible size; write one below 2^63")
+    return value, atom.end()
 
 
 def dotted(path: KeyPath) -> str:

@@ -24,10 +24,20 @@ def describe_run(config: RunConfig) -> dict[str, Any]:
         **config.as_json(),
         "corpus_fingerprint": config.corpus.fingerprint,
         "corpus": {"path": str(config.corpus.path), "source": manifest["source"], "vocab_size": config.corpus.vocab_size},
-        "commit": _commit(),
-        "versions": {"python": platform.python_version()} | {name: _version(name) for name in PACKAGES},
-        "machine": {"host": platform.node(), "system": platform.platform(), "processor": _processor(), "cores": os.cpu_count()},
+        "commit": repository_commit(),
+        "versions": versions(),
+        "machine": machine(),
     }
+
+
+def versions() -> dict[str, str | None]:
+    """Of Python and of the packages that decide numbers."""
+    return {"python": platform.python_version()} | {name: _version(name) for name in PACKAGES}
+
+
+def machine() -> dict[str, Any]:
+    """The host, its processor and its cores."""
+    return {"host": platform.node(), "system": platform.platform(), "processor": _processor(), "cores": os.cpu_count()}
 
 
 def _version(package: str) -> str | None:
@@ -37,7 +47,7 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _commit() -> str | None:
+def repository_commit() -> str | None:
     """The checkout's commit, with `+changes` where tracked files differ from it; None where this is no checkout."""
     try:
         commit = subprocess.run(["git", "-C", str(ROOT), "rev-parse", "HEAD"], capture_output=True, text=True, timeout=10)

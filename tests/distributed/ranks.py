@@ -5,6 +5,7 @@ Starting a rank (Python, torch, deepspeed, the group) takes some five seconds; a
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import multiprocessing
 import os
@@ -35,14 +36,15 @@ class Ranks:
         if not self._processes:
             self._start()
         for pipe in self._pipes:
-            pipe.send((job, arguments))
+            with contextlib.suppress(BrokenPipeError):  # a rank that died is named below
+                pipe.send((job, arguments))
         results, failures = [], []
         for rank, pipe in enumerate(self._pipes):
             try:
                 # When one rank has failed, another that waits for it will never answer.
                 answered = pipe.poll(5.0 if failures else JOB_SECONDS)
                 good, result = pipe.recv() if answered else (False, "no answer")
-            except EOFError:
+            except (EOFError, OSError):
                 good, result = False, "the rank died"
             results.append(result)
             if not good:

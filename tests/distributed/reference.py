@@ -14,18 +14,22 @@ from model.gpt import GPT
 from model.presets import GPTConfig
 
 
-def reference_losses(corpus_path: Path, shape: dict, steps: int, batch: int, lr: float, warmup: int, seed: int, clip: float = 1.0) -> list[float]:
+def reference_losses(
+    corpus_path: Path, shape: dict, steps: int, batch: int, lr: float, warmup: int, seed: int, clip: float = 1.0
+) -> list[float]:
     """Losses of `steps` steps in fp32 over the whole global batch at once, the gradient norm taken in fp64."""
     corpus = open_corpus(corpus_path)
     length = shape["seq_len"]
-    data = np.concatenate([np.fromfile(corpus.path / shard["file"], dtype=corpus.manifest["dtype"])
-                           for shard in corpus.manifest["splits"]["train"]["shards"]])
+    data = np.concatenate(
+        [np.fromfile(corpus.path / shard["file"], dtype=corpus.manifest["dtype"]) for shard in corpus.manifest["splits"]["train"]["shards"]]
+    )
     order = shuffled_positions((len(data) - 1) // length, f"{corpus.fingerprint}:{seed}", 0, steps * batch)
     model = GPT(GPTConfig(**shape, vocab_size=corpus.vocab_size, init_seed=seed))
     matrices = [p for p in model.parameters() if p.ndim >= 2]
     vectors = [p for p in model.parameters() if p.ndim < 2]
-    optimizer = torch.optim.AdamW([{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}],
-                                  lr=lr, betas=(0.9, 0.95), eps=1e-8)
+    optimizer = torch.optim.AdamW(
+        [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}], lr=lr, betas=(0.9, 0.95), eps=1e-8
+    )
     losses = []
     for step in range(1, steps + 1):
         if step < warmup:

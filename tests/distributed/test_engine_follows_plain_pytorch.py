@@ -23,9 +23,33 @@ def seen() -> dict[tuple, list[float]]:
 
 def flags(corpus, tmp_path, stage: int, ranks: int, accumulation: int) -> list[str]:
     shape = [text for key, value in SHAPE.items() for text in (f"--{key}", str(value))]
-    return ["--deepspeed_config", f"ds_configs/zero{stage}_fp32.json", *shape, "--data", str(corpus), "--runs_dir", str(tmp_path), "--run_name", "r",
-            "--steps", str(STEPS), "--global_batch_size", str(BATCH), "--micro_batch_size", str(BATCH // ranks // accumulation),
-            "--lr", str(LR), "--warmup_steps", str(WARMUP), "--seed", str(SEED), "--eval_every", "0", "--save_every", "0"]
+    return [
+        "--deepspeed_config",
+        f"ds_configs/zero{stage}_fp32.json",
+        *shape,
+        "--data",
+        str(corpus),
+        "--runs_dir",
+        str(tmp_path),
+        "--run_name",
+        "r",
+        "--steps",
+        str(STEPS),
+        "--global_batch_size",
+        str(BATCH),
+        "--micro_batch_size",
+        str(BATCH // ranks // accumulation),
+        "--lr",
+        str(LR),
+        "--warmup_steps",
+        str(WARMUP),
+        "--seed",
+        str(SEED),
+        "--eval_every",
+        "0",
+        "--save_every",
+        "0",
+    ]
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])

@@ -1,0 +1,183 @@
+"""The training loop through the engine against a plain PyTorch loop, step by step in turns in one process.
+
+    python benchmarks/training_step.py            # about two minutes on two cores
+    python benchmarks/training_step.py --preset nano --profile
+
+Both sides train the same model on the same micro-batches with the same optimizer kernel (torch's fused AdamW), the same clipping and the same
+schedule. Left: `launch/pretrain.py`'s own loop, everything in it (loader, logging, metrics). Right: `torch.autocast` in bf16, as one would
+write it by hand. A ratio above 1 says that the engine's loop is faster. The share of the loader in the engine's step is measured beside it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[0] = str(ROOT)
+
+WARM_UP_STEPS = 10
+
+
+class PlainLoop:
+    """A plain PyTorch loop, advanced one step at a time."""
+
+    def __init__(self, config: Any, device: Any):
+        import torch
+
+        from model.gpt import GPT, weight_decay_groups
+        from model.presets import GPTConfig
+
+        self.config, self.torch, self.device = config, torch, device
+        self.model = GPT(GPTConfig(**vars(config.shape), vocab_size=config.corpus.vocab_size, init_seed=config.seed)).to(device)
+        groups = weight_decay_groups(self.model, 0.1)
+        self.optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=(0.9, 0.95), eps=1e-8, fused=True)
+
+    def step(self, batches: list[Any]) -> float:
+        """One optimizer step over `batches`; its loss."""
+        total = 0.0
+        for batch in batches:
+            with self.torch.autocast(self.device.type, dtype=self.torch.bfloat16):
+                loss = self.model(batch[:, :-1], batch[:, 1:]) / len(batches)
+            loss.backward()
+            total += loss.detach()
+        self.torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return float(total)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--preset", default="micro", help="model size (micro)")
+    parser.add_argument("--deepspeed_config", default="ds_configs/zero0_bf16.json", help="the engine's side (ds_configs/zero0_bf16.json)")
+    parser.add_argument("--steps", type=int, default=60, help="steps of each side, the first 10 not counted (60)")
+    parser.add_argument("--data", default="data/stdlib", help="corpus (data/stdlib)")
+    parser.add_argument("--profile", action="store_true", help="also print where the engine's steps spend their time (torch.profiler)")
+    arguments = parser.parse_args()
+    os.chdir(ROOT)
+
+    import torch
+
+    from benchmarks.report import append, spread
+    from data_pipeline.loader import Loader
+    from launch import pretrain
+    from launch.run.config import resolve
+    from launch.run.folder import RunFolder
+    from launch.run.provenance import describe_run
+    from launch.run.signals import StopRequest
+    from recipes import registry
+    from recipes.technique import Technique, Techniques
+
+    runs = tempfile.mkdtemp(prefix="benchmark-")
+    config, _ = resolve(
+        [
+            "--deepspeed_config",
+            arguments.deepspeed_config,
+            "--preset",
+            arguments.preset,
+            "--data",
+            arguments.data,
+            "--quiet",
+            "--steps",
+            str(arguments.steps),
+            "--eval_every",
+            "0",
+            "--save_every",
+            "0",
+            "--runs_dir",
+            runs,
+            "--run_name",
+            "r",
+        ]
+    )
+    engine_seconds, plain_seconds, loader_seconds, losses = [], [], [0.0], []
+
+    make_tensor = Loader._tensor
+
+    def timed_tensor(self: Loader, indices: Any) -> Any:
+        start = time.perf_counter()
+        tensor = make_tensor(self, indices)
+        loader_seconds[-1] += time.perf_counter() - start
+        return tensor
+
+    class TakesTurns(Technique):
+        """Advances the plain loop by one step before each step of the engine's loop, on the micro-batches of the step before."""
+
+        def __init__(self) -> None:
+            self.batches: list[Any] = []
+            self.engine_since: float | None = None
+
+        def attach(self, engine: Any, collectives: Any) -> None:
+            self.plain = PlainLoop(config, collectives.device)
+
+        def on_step(self, step: int) -> None:
+            if self.engine_since is not None:  # from the end of the last plain step to here: everything the engine's loop does
+                engine_seconds.append(time.perf_counter() - self.engine_since)
+                start = time.perf_counter()
+                losses.append(self.plain.step(self.batches))
+                plain_seconds.append(time.perf_counter() - start)
+                loader_seconds.append(0.0)
+            self.batches = []
+            if profiler is not None and step == WARM_UP_STEPS:
+                profiler.start()
+            self.engine_since = time.perf_counter()
+
+        def on_batch(self, tokens: Any) -> Any:
+            self.batches.append(tokens)
+            return tokens
+
+    profiler = torch.profiler.profile() if arguments.profile else None
+    Loader._tensor = timed_tensor
+    registry.make_techniques = lambda run: Techniques([TakesTurns()])
+    folder = RunFolder(Path(runs) / "r", describe_run(config), quiet=True)
+    try:
+        pretrain.train(config, folder, StopRequest())
+    finally:
+        folder.close()
+        shutil.rmtree(runs)
+    if profiler is not None:
+        profiler.stop()
+        print(profiler.key_averages().table(sort_by="self_cpu_time_total", row_limit=25, max_name_column_width=50))
+
+    engine, plain = engine_seconds[WARM_UP_STEPS:], plain_seconds[WARM_UP_STEPS:]
+    ratios = [b / a for a, b in zip(engine, plain, strict=True)]
+    share = statistics.median(loader_seconds[WARM_UP_STEPS:-1]) / statistics.median(engine)
+    rate = config.tokens_per_step / statistics.median(engine)
+    quartiles = statistics.quantiles(ratios, n=4)
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+    for name, seconds in (("engine loop", engine), ("plain loop", plain)):
+        times = spread(seconds)
+        print(
+            f"{name:12} {times['median_ms']:8.1f} ms a step (quartiles {times['lower_quartile_ms']:.1f} to {times['upper_quartile_ms']:.1f}, "
+            f"{times['count']} steps)"
+        )
+    print(
+        f"engine's tokens/s over the plain loop's: {statistics.median(ratios):.3f} (quartiles {quartiles[0]:.3f} to {quartiles[2]:.3f}); "
+        f"{rate:,.0f} tokens/s; the loader takes {100 * share:.4f}% of a step"
+    )
+    append(
+        "training_step",
+        {
+            "config": arguments.deepspeed_config,
+            "preset": arguments.preset,
+            "engine": spread(engine),
+            "plain": spread(plain),
+            "tokens_per_second_ratio": statistics.median(ratios),
+            "ratio_quartiles": [quartiles[0], quartiles[2]],
+            "loader_share": share,
+        },
+        device,
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

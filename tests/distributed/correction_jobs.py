@@ -1,0 +1,182 @@
+"""Jobs for test_corrections: the engine with its corrections, and without them."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from launch.engine import corrections
+from launch.engine.distributed import start_ranks
+from launch.engine.engine import Engine, start_engine
+from launch.run.config import resolve
+from recipes.technique import Techniques
+
+CORRECTIONS = ("keep_weights_at_start", "take_norms_in_fp64", "unscale_by_the_scale_in_force", "scale_loss")
+TINY = ["--n_layer", "2", "--n_head", "2", "--d_model", "64", "--seq_len", "32", "--global_batch_size", "8", "--steps", "8"]
+
+
+@contextlib.contextmanager
+def engine_as_shipped() -> Iterator[None]:
+    """Undo, on leaving, whatever corrections did to the engine's classes and modules."""
+    from deepspeed.runtime import engine, utils
+    from deepspeed.runtime.fp16 import fused_optimizer, unfused_optimizer
+
+    places = [
+        (module, name)
+        for module in (utils, engine, fused_optimizer, unfused_optimizer)
+        for name in ("clip_grad_norm_", "get_weight_norm")
+        if hasattr(module, name)
+    ]
+    places += [
+        (unfused_optimizer.FP16_UnfusedOptimizer, name)
+        for name in ("initialize_optimizer_states", "_update_scale", "unscale_and_clip_grads")
+    ]
+    places += [(corrections, name) for name in CORRECTIONS]
+    before = [getattr(place, name) for place, name in places]
+    try:
+        yield
+    finally:
+        for (place, name), value in zip(places, before, strict=True):
+            setattr(place, name, value)
+        gc.collect()
+
+
+@contextlib.contextmanager
+def fp16_allowed() -> Iterator[None]:
+    """fp16 tensors compute on any CPU, slowly where it has no fp16 arithmetic; DeepSpeed refuses those. Tiny models can wait."""
+    from deepspeed.accelerator import get_accelerator
+
+    kind = type(get_accelerator())
+    original = kind.is_fp16_supported
+    kind.is_fp16_supported = lambda self: True
+    try:
+        yield
+    finally:
+        kind.is_fp16_supported = original
+
+
+def start(corpus: str, stage: int, precision: str, *flags: str, without: str | None = None) -> Engine:
+    """Start an engine with all corrections, or without the one named. Only inside `engine_as_shipped`."""
+    if without:
+        setattr(corrections, without, lambda *_: None)
+    config, _ = resolve(["--deepspeed_config", f"ds_configs/zero{stage}_{precision}.json", "--data", corpus, *TINY, "--quiet", *flags])
+    return start_engine(config, Techniques(), start_ranks())
+
+
+def one_batch(engine: Engine) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randint(0, 1000, (engine.config.micro_batch_size, engine.config.shape.seq_len + 1), generator=generator)
+
+
+def weights_and_adam_step_at_start(corpus: str, without: str | None = None) -> dict[str, Any]:
+    """How far stage 0 in bf16 has moved its fp32 weights before the first step, and how many steps Adam has counted."""
+    with engine_as_shipped():
+        engine = start(corpus, 0, "bf16", "--lr", "0.1", without=without)
+        wrapper = engine.deepspeed.optimizer
+        change = max(
+            float((fp32.detach() - bf16.float()).abs().max())
+            for fp32s, bf16s in zip(wrapper.fp32_groups, wrapper.fp16_groups, strict=True)
+            for fp32, bf16 in zip(fp32s, bf16s, strict=True)
+        )
+        steps = max([int(state["step"]) for state in wrapper.optimizer.state.values()], default=0)
+        return {"largest_change": change, "adam_steps": steps, "applied": engine.corrections}
+
+
+def norm_error(corpus: str, without: str | None = None) -> dict[str, Any]:
+    """Relative error of the gradient norm that stage 0 in fp32 clips by, on a model of 4 M parameters."""
+    with engine_as_shipped():
+        engine = start(corpus, 0, "fp32", "--d_model", "384", without=without)
+        loss = engine.loss(one_batch(engine))
+        engine.deepspeed.backward(loss)
+        exact = float(sum(p.grad.double().pow(2).sum() for p in engine.deepspeed.module.parameters()).sqrt())
+        engine.deepspeed.step()
+        return {"relative_error": abs(engine.step_metrics()["grad_norm"] / exact - 1), "applied": engine.corrections}
+
+
+def fp16_update(corpus: str, stage: int, clipping: float, without: str | None = None) -> dict[str, Any]:
+    """Size of one plain SGD update in fp16 at a static loss scale of 1,024, and the gradient norm that was reported."""
+    with engine_as_shipped(), fp16_allowed():
+        # SGD, unlike Adam, does not hide a wrong factor in the gradient.
+        engine = start(
+            corpus,
+            stage,
+            "fp16",
+            "--set",
+            'optimizer={"type": "SGD", "params": {"lr": 1.0}}',
+            "--set",
+            "fp16.loss_scale=1024",
+            "--set",
+            f"gradient_clipping={clipping}",
+            "--set",
+            "zero_allow_untested_optimizer=true",
+            without=without,
+        )
+        before = [p.detach().float().clone() for p in engine.deepspeed.module.parameters()]
+        engine.deepspeed.optimizer.param_groups[0]["lr"] = 1.0
+        engine.backward_and_step(engine.loss(one_batch(engine)))
+        after = [p.detach().float() for p in engine.deepspeed.module.parameters()]
+        update = float(corrections.norm_in_fp64([a - b for a, b in zip(after, before, strict=True)]))
+        return {"update": update, "norm": engine.step_metrics()["grad_norm"], "applied": engine.corrections}
+
+
+def update_while_the_scale_grows(corpus: str, without: str | None = None) -> list[float]:
+    """Size of two plain SGD updates on one batch at stage 0 in fp16; the loss scale doubles in the second."""
+    with engine_as_shipped(), fp16_allowed():
+        engine = start(
+            corpus,
+            0,
+            "fp16",
+            "--set",
+            'optimizer={"type": "SGD", "params": {"lr": 1e-4}}',
+            "--set",
+            "gradient_clipping=0",
+            "--set",
+            "fp16.loss_scale_window=1",
+            "--set",
+            "fp16.initial_scale_power=4",
+            without=without,
+        )
+        wrapper = engine.deepspeed.optimizer
+        sizes = []
+        for _ in range(2):
+            before = [p.detach().clone() for group in wrapper.fp32_groups for p in group]
+            wrapper.param_groups[0]["lr"] = 1e-4
+            engine.backward_and_step(engine.loss(one_batch(engine)))
+            after = [p.detach() for group in wrapper.fp32_groups for p in group]
+            sizes.append(float(corrections.norm_in_fp64([a - b for a, b in zip(after, before, strict=True)])))
+        assert wrapper.loss_scale == 32.0
+        return sizes
+
+
+def probes_on_a_mended_engine(corpus: str) -> dict[str, Any]:
+    """What the probes say, and what is applied, where the engine has already been mended (here: by our own corrections)."""
+    with engine_as_shipped(), fp16_allowed():
+        corrections.keep_weights_at_start()
+        corrections.take_norms_in_fp64()
+        corrections.unscale_by_the_scale_in_force()
+        engine = start(corpus, 0, "fp16")
+        again = corrections.loss_is_not_scaled(engine.deepspeed)
+        return {
+            "unfused_optimizer_steps_at_start": corrections.unfused_optimizer_steps_at_start(),
+            "engine_norm_is_inaccurate": corrections.engine_norm_is_inaccurate(),
+            "growing_scale_shrinks_the_update": corrections.growing_scale_shrinks_the_update(),
+            "loss_is_not_scaled": again,
+            "applied": [name for name in engine.corrections if name != "scale_loss"],
+        }
+
+
+def bf16_losses(corpus: str, stage: int) -> list[float]:
+    """Losses of eight steps on one batch in bf16."""
+    with engine_as_shipped():
+        engine = start(corpus, stage, "bf16")
+        losses = []
+        for step in range(8):
+            engine.set_learning_rate((step + 1) * engine.config.tokens_per_step)
+            loss = engine.loss(one_batch(engine))
+            engine.backward_and_step(loss)
+            losses.append(loss.item())
+        return losses

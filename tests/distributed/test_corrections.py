@@ -1,0 +1,68 @@
+"""Each fault of the engine is there without its correction, is gone with it, and is corrected only while the probe finds it."""
+
+from __future__ import annotations
+
+import pytest
+
+JOBS = "tests.distributed.correction_jobs"
+
+
+@pytest.fixture
+def run(two_ranks, corpus):
+    """Run a job of `correction_jobs` on two ranks; the result of rank 0."""
+    return lambda job, **arguments: two_ranks.run(f"{JOBS}:{job}", corpus=str(corpus), **arguments)[0]
+
+
+NO_FAULT = "this DeepSpeed no longer shows the fault (on this machine): see whether the correction can go"
+
+
+def test_stage_0_in_bf16_starts_from_the_weights_it_was_given(run):
+    found = run("weights_and_adam_step_at_start", without="keep_weights_at_start")
+    assert found["largest_change"] > 1e-4, NO_FAULT
+    assert found["adam_steps"] == 1
+    mended = run("weights_and_adam_step_at_start")
+    assert (mended["largest_change"], mended["adam_steps"]) == (0.0, 0)
+    assert "keep_weights_at_start" in mended["applied"]
+
+
+def test_the_norm_at_stage_0_is_that_of_fp64(run):
+    found, mended = run("norm_error", without="take_norms_in_fp64"), run("norm_error")
+    assert found["relative_error"] > 5e-6, NO_FAULT
+    assert mended["relative_error"] < 1e-7
+    assert "take_norms_in_fp64" in mended["applied"]
+
+
+@pytest.mark.parametrize("clipping", [0.0, 0.05])
+def test_stage_0_in_fp16_applies_the_update_that_stage_1_applies(run, clipping):
+    stage_1 = run("fp16_update", stage=1, clipping=clipping)
+    wrong = run("fp16_update", stage=0, clipping=clipping, without="scale_loss")
+    right = run("fp16_update", stage=0, clipping=clipping)
+    assert stage_1["applied"] == []
+    assert "scale_loss" in right["applied"]
+    assert right["norm"] == pytest.approx(stage_1["norm"], rel=2e-2)
+    assert right["update"] == pytest.approx(stage_1["update"], rel=2e-2)
+    assert wrong["update"] < 0.1 * right["update"], NO_FAULT
+
+
+def test_a_growing_loss_scale_does_not_shrink_the_update(run):
+    first, second = run("update_while_the_scale_grows", without="unscale_by_the_scale_in_force")
+    assert second == pytest.approx(first / 2, rel=5e-2), NO_FAULT
+    first, second = run("update_while_the_scale_grows")
+    assert second == pytest.approx(first, rel=5e-2)
+
+
+def test_an_engine_without_the_faults_is_left_alone(run):
+    assert run("probes_on_a_mended_engine") == {
+        "unfused_optimizer_steps_at_start": False,
+        "engine_norm_is_inaccurate": False,
+        "growing_scale_shrinks_the_update": False,
+        "loss_is_not_scaled": False,
+        "applied": [],
+    }
+
+
+def test_stages_0_and_1_agree_in_bf16(run):
+    """Stages 0 and 1 in bf16, each with its correction, see the same first losses."""
+    losses = {stage: run("bf16_losses", stage=stage) for stage in (0, 1)}
+    assert losses[0][0] == losses[1][0]
+    assert max(abs(a - b) for a, b in zip(losses[0], losses[1], strict=True)) < 5e-3

@@ -1,0 +1,123 @@
+"""What a step's line says is what happened: bytes on the wire, tokens, learning rate; evaluation is apart from training."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from data_pipeline.shards import open_corpus
+from model.accounting import parameter_count
+from model.presets import GPTConfig
+
+SHAPE = {"n_layer": 2, "n_head": 2, "d_model": 64, "seq_len": 32}
+STEPS = 6
+
+
+def flags(corpus, tmp_path, config: str, *more: str) -> list[str]:
+    shape = [text for key, value in SHAPE.items() for text in (f"--{key}", str(value))]
+    run = ["--data", str(corpus), "--runs_dir", str(tmp_path), "--steps", str(STEPS), "--global_batch_size", "8", "--micro_batch_size", "2"]
+    return [
+        "--deepspeed_config",
+        f"ds_configs/{config}.json",
+        *shape,
+        *run,
+        "--save_every",
+        "0",
+        "--lr",
+        "1e-3",
+        "--warmup_steps",
+        "2",
+        *more,
+    ]
+
+
+def parameters(corpus) -> int:
+    return parameter_count(GPTConfig(**SHAPE, vocab_size=open_corpus(corpus).vocab_size))
+
+
+def pretrain(pool, *arguments: str) -> list[dict]:
+    return pool.run("tests.distributed.jobs:pretrain", flags=flags(*arguments))[0]
+
+
+# Loss and the two stop flags, in fp64, all-reduced: 2 (N-1)/N x 24 bytes.
+AGREEMENT = 24
+
+
+@pytest.mark.parametrize(("precision", "bytes_per_gradient"), [("fp32", 4), ("bf16", 2)])
+def test_stage_0_sends_its_gradients_once_a_step_whatever_the_accumulation(two_ranks, corpus, tmp_path, precision, bytes_per_gradient):
+    lines = pretrain(two_ranks, corpus, tmp_path, f"zero0_{precision}", "--run_name", "r", "--eval_every", "0")
+    expected = bytes_per_gradient * parameters(corpus) + AGREEMENT  # all_reduce of two ranks: 2 x 1/2 x size
+    assert [line["bytes_sent"] for line in lines] == [expected] * STEPS
+
+
+def test_stages_send_what_their_collectives_need(two_ranks, corpus, tmp_path):
+    """In units of the weights' size, on two ranks: stages 1 and 2 all-reduce the gradients (this engine's `use_multi_rank_bucket_allreduce`)
+    and gather the weights, 1 + 1/2; stage 3 reduce-scatters the gradients and gathers weights once or twice, those that do not persist."""
+    size = 4 * parameters(corpus)
+    for stage, least, most in ((1, 1.5, 1.51), (2, 1.5, 1.51), (3, 0.5, 1.51)):
+        lines = pretrain(
+            two_ranks, corpus, tmp_path, f"zero{stage}_fp32", "--run_name", f"s{stage}", "--eval_every", "0", "--micro_batch_size", "4"
+        )
+        for line in lines[1:]:  # in its first step stage 3 learns the order of the modules and gathers more
+            assert least * size <= line["bytes_sent"] <= most * size, (stage, line["bytes_sent"] / size)
+
+
+def test_one_rank_sends_nothing(one_rank, corpus, tmp_path):
+    assert {line["bytes_sent"] for line in pretrain(one_rank, corpus, tmp_path, "zero2_fp32", "--run_name", "r", "--eval_every", "0")} == {
+        0
+    }
+
+
+def test_evaluation_changes_neither_the_training_nor_its_bytes(two_ranks, corpus, tmp_path):
+    often = pretrain(two_ranks, corpus, tmp_path, "zero3_fp32", "--run_name", "often", "--eval_every", "1", "--eval_batches", "2")
+    never = pretrain(two_ranks, corpus, tmp_path, "zero3_fp32", "--run_name", "never", "--eval_every", "0")
+    assert often[0]["step"] == 0
+    assert often[0]["val_loss"] == pytest.approx(math.log(1024), abs=0.15)
+    for key in ("loss", "grad_norm", "lr", "tokens"):
+        assert [line[key] for line in often[1:]] == [line[key] for line in never], key
+    # The first forward pass of stage 3, where it learns the order of its modules, is here that of the evaluation at step 0.
+    assert [line["bytes_sent"] for line in often[2:]] == [line["bytes_sent"] for line in never[1:]]
+    assert all("val_loss" in line for line in often)
+    assert not any("val_loss" in line for line in never)
+
+
+def test_the_validation_loss_is_the_same_for_one_and_two_ranks(one_rank, two_ranks, corpus, tmp_path):
+    losses = []
+    for pool in (one_rank, two_ranks):
+        # 3 windows a rank and round do not divide the 24 windows of an evaluation evenly.
+        lines = pretrain(pool, corpus, tmp_path, "zero0_fp32", "--run_name", f"r{pool.size}", "--eval_every", "3", "--eval_batches", "3")
+        losses.append([line["val_loss"] for line in lines if "val_loss" in line])
+    assert len(losses[0]) == 3
+    assert losses[0] == pytest.approx(losses[1], abs=1e-5)
+
+
+def test_the_learning_rate_warms_up_and_ends_at_its_minimum(one_rank, corpus, tmp_path):
+    lines = pretrain(one_rank, corpus, tmp_path, "zero1_fp32", "--run_name", "r", "--eval_every", "0", "--min_lr", "2e-4")
+    rates = [line["lr"] for line in lines]
+    cosine = [2e-4 + 8e-4 * 0.5 * (1 + math.cos(math.pi * step / 4)) for step in (1, 2, 3, 4)]
+    assert rates == pytest.approx([5e-4, 1e-3, *cosine])
+    assert [line["tokens"] for line in lines] == [8 * 32 * step for step in range(1, STEPS + 1)]
+
+
+def test_every_step_has_the_documented_fields(one_rank, corpus, tmp_path):
+    documented = {
+        "step",
+        "tokens",
+        "seconds",
+        "loss",
+        "lr",
+        "grad_norm",
+        "loss_scale",
+        "tokens_per_second",
+        "peak_memory_bytes",
+        "bytes_sent",
+    }
+    lines = pretrain(one_rank, corpus, tmp_path, "zero0_bf16", "--run_name", "r", "--eval_every", "0", "--set", "gradient_clipping=0")
+    for line in lines:
+        assert documented <= set(line)
+        assert "mfu" not in line, "no peak is known for a CPU"
+        assert line["grad_norm"] > 0, "the norm is logged without clipping too"
+    folder = tmp_path / "r"
+    assert {"run.json", "metrics.jsonl", "log.txt", "loss.png", "checkpoints"} <= {path.name for path in folder.iterdir()}
+    assert any(path.name.startswith("events.out.tfevents") for path in folder.iterdir())

@@ -1,0 +1,243 @@
+"""A run that was killed goes on as if it had not been: the curve of the resumed run is bit for bit that of an uninterrupted one."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from launch.run import folder as run_folder
+from launch.run.checkpoint import complete_checkpoints, read_state
+from launch.run.errors import UsageError
+from launch.run.folder import RunFolder
+from tests.distributed.launched import TINY, LaunchedRun
+
+JOB = "tests.distributed.jobs:pretrain"
+STEPS = 40
+
+
+@pytest.fixture(scope="module")
+def flags(corpus: Path) -> list[str]:
+    return f"--data {corpus} --global_batch_size 4 --steps {STEPS} --save_every 3 --eval_every 9 --keep 2".split()
+
+
+@pytest.fixture(scope="module")
+def train(request: pytest.FixtureRequest) -> Callable[..., list[dict]]:
+    """Runs `launch/pretrain.py` on a pool's ranks, for what needs no launcher; the lines of its metrics."""
+
+    def run(runs: Path, name: str, flags: list[str], stage: int = 1, ranks: int = 2) -> list[dict]:
+        pool = request.getfixturevalue({1: "one_rank", 2: "two_ranks"}[ranks])
+        config = ["--deepspeed_config", f"ds_configs/zero{stage}_fp32.json", "--runs_dir", str(runs), "--run_name", name]
+        return pool.run(JOB, flags=[*config, *TINY, *flags])[0]
+
+    return run
+
+
+def losses(lines: list[dict]) -> list[tuple[int, float]]:
+    return [(line["step"], line["loss"]) for line in lines if "loss" in line]
+
+
+@pytest.fixture
+def finished(train, flags, tmp_path: Path) -> Path:
+    """A finished run of six steps on two ranks, to be damaged."""
+    train(tmp_path, "r", [*flags, "--steps", "6", "--eval_every", "0"])
+    return tmp_path / "r"
+
+
+# --- kill -9 ----------------------------------------------------------------------------------------------------------------------
+
+
+def at_a_random_moment(run: LaunchedRun, chance: random.Random) -> None:
+    time.sleep(chance.uniform(0.5, 8.0))
+
+
+def within_a_step(run: LaunchedRun, chance: random.Random) -> None:
+    run.wait_for_step(min(STEPS - 5, run.last_step() + chance.randint(1, 8)))
+    time.sleep(chance.uniform(0.0, 0.01))
+
+
+def _while_there_is(prefix: str) -> Callable[[LaunchedRun, random.Random], None]:
+    def wait(run: LaunchedRun, chance: random.Random) -> None:
+        folder = run.folder / "checkpoints"
+        for _ in range(chance.randint(1, 3)):
+            run.wait_until(lambda: folder.exists() and any(folder.glob(f"{prefix}*")))
+            time.sleep(chance.uniform(0.0, 0.01))
+
+    return wait
+
+
+MOMENTS = [within_a_step, _while_there_is(".tmp-"), _while_there_is(".trash-"), at_a_random_moment]
+
+
+def kill_and_resume(train, runs: Path, flags: list[str], stage: int, ranks: int, moments: list[Callable], chance: random.Random) -> None:
+    name = f"killed-{stage}-{ranks}"
+    for moment in moments:
+        resume = ["--resume"] if (runs / name).exists() else []
+        run = LaunchedRun(runs, name, stage, ranks, [*flags, *resume])
+        try:
+            moment(run, chance)
+        except AssertionError:  # it was faster than its killer: nothing was interrupted
+            assert run.process.poll() == 0, run.output()
+        run.kill()
+    # A line of the metrics that the kill tore: the file is written in whole lines, so the tear is made here.
+    metrics = runs / name / "metrics.jsonl"
+    if metrics.exists() and metrics.stat().st_size > 40:
+        os.truncate(metrics, metrics.stat().st_size - chance.randint(1, 40))
+    resumed = train(runs, name, [*flags, "--resume"], stage, ranks)
+    whole = train(runs, f"whole-{stage}-{ranks}", flags, stage, ranks)
+    assert losses(resumed) == losses(whole) and [step for step, _ in losses(whole)] == list(range(1, STEPS + 1))
+    seconds = [line["seconds"] for line in resumed]
+    assert seconds == sorted(seconds)
+    assert not list((runs / name / "checkpoints").glob(".*"))
+
+
+@pytest.mark.parametrize(("stage", "ranks"), [(1, 2), (3, 2), (1, 1)])
+def test_a_killed_run_resumes_bit_for_bit(stage, ranks, train, flags, tmp_path):
+    kill_and_resume(train, tmp_path, flags, stage, ranks, MOMENTS[:2], random.Random(stage))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(("stage", "ranks"), [(1, 1), (1, 2), (3, 1), (3, 2)])
+def test_a_run_killed_at_many_moments_resumes_bit_for_bit(seed, stage, ranks, train, flags, tmp_path):
+    chance = random.Random(1000 * seed + 10 * stage + ranks)
+    kill_and_resume(train, tmp_path, flags, stage, ranks, chance.choices(MOMENTS, k=4), chance)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_rewound_run_with_accumulation_resumes_bit_for_bit(stage, train, flags, tmp_path):
+    # 12 sequences / 2 ranks / micro-batch 2 = 3 micro-batches a step
+    flags = [*flags, "--global_batch_size", "12", "--micro_batch_size", "2", "--eval_every", "0"]
+    flags += ["--set", "scheduler.params.total_tokens=4608"]  # 12 steps x 12 x 32, whatever --steps says
+    whole = train(tmp_path, "whole", [*flags, "--steps", "12"], stage)
+    train(tmp_path, "r", [*flags, "--steps", "8"], stage)
+    shutil.rmtree(tmp_path / "r/checkpoints/step-00000008")  # as if it had been killed in step 9, before this checkpoint
+    assert losses(train(tmp_path, "r", [*flags, "--steps", "12", "--resume"], stage)) == losses(whole)
+
+
+# --- what may change, and what may not -------------------------------------------------------------------------------------------
+
+
+def test_a_finished_run_goes_on_to_more_steps(train, flags, finished):
+    lines = train(finished.parent, "r", [*flags, "--steps", "8", "--eval_every", "0", "--resume"])
+    assert [line["step"] for line in lines] == list(range(1, 9))
+    log = (finished / "log.txt").read_text()
+    assert "resuming after step 6" in log and "changed since this run was last started: steps: 6 -> 8" in log
+
+
+def test_ranks_may_change_at_stage_0(train, flags, tmp_path):
+    flags = [*flags, "--eval_every", "0", "--set", "scheduler.params.total_tokens=1536"]
+    whole = train(tmp_path, "whole", [*flags, "--steps", "12"], stage=0)
+    train(tmp_path, "r", [*flags, "--steps", "6"], stage=0)
+    lines = train(tmp_path, "r", [*flags, "--steps", "12", "--resume"], stage=0, ranks=1)
+    # One rank sums the gradients of the same samples in another order.
+    assert [loss for _, loss in losses(lines)] == pytest.approx([loss for _, loss in losses(whole)], abs=1e-4)
+
+
+def test_a_resume_that_is_another_run_is_refused_and_changes_nothing(flags, finished):
+    before = {path: path.read_bytes() for path in sorted(finished.rglob("*")) if path.is_file()}
+    others = ["--seed", "7", "--n_layer", "3", "--global_batch_size", "8"]
+    run = LaunchedRun(finished.parent, "r", 3, 1, [*flags, "--resume", *others])
+    assert run.wait() == 2
+    faults = [line for line in run.output().splitlines() if line.startswith("error: ")]
+    for fault, key in zip(faults, ("seed", "shape", "global_batch_size", "zero_stage", "ranks"), strict=True):
+        assert f"this run has {key} = " in fault
+    assert "partitioned over the ranks; start 2 ranks" in faults[-1]
+    assert "Traceback" not in run.output()
+    assert before == {path: path.read_bytes() for path in sorted(finished.rglob("*")) if path.is_file()}
+
+
+# --- damaged checkpoints, full disks -----------------------------------------------------------------------------------------------
+
+
+def test_a_checkpoint_without_its_state_is_none(train, flags, finished):
+    (finished / "checkpoints/step-00000006/state.json").unlink()
+    train(finished.parent, "r", [*flags, "--steps", "6", "--eval_every", "0", "--resume"])
+    assert "resuming after step 3" in (finished / "log.txt").read_text()
+    assert [read_state(path)["step"] for path in complete_checkpoints(finished / "checkpoints")] == [3, 6]
+
+
+@pytest.mark.parametrize("damage", ["truncated", "overwritten"])
+def test_a_damaged_checkpoint_is_named_with_what_to_do(damage, train, flags, finished):
+    checkpoint = finished / "checkpoints/step-00000006"
+    file = next((checkpoint / "engine").glob("*rank_1*optim_states.pt"))
+    if damage == "truncated":
+        os.truncate(file, file.stat().st_size // 2)
+    else:
+        file.write_bytes(b"\0" * file.stat().st_size)
+    run = LaunchedRun(finished.parent, "r", 1, 2, [*flags, "--steps", "6", "--resume"])
+    # What its size tells is the user's to mend, before anything is loaded; the rest shows only when torch reads it.
+    assert run.wait() == (1 if damage == "overwritten" else 2), run.output()
+    faults = [line for line in run.output().splitlines() if line.startswith("error: ")]
+    assert faults and all(str(checkpoint) in line and "remove this checkpoint" in line for line in faults)
+    assert "Traceback" not in run.output()
+    shutil.rmtree(checkpoint)
+    train(finished.parent, "r", [*flags, "--steps", "6", "--eval_every", "0", "--resume"])
+    assert "resuming after step 3" in (finished / "log.txt").read_text()
+
+
+def test_a_checkpoint_that_cannot_be_written_ends_the_run_and_leaves_the_older_ones(flags, finished):
+    # Every file of the checkpoint is larger than what this job may write to a file, as on a disk that is full.
+    run = LaunchedRun(
+        finished.parent, "r", 1, 2, [*flags, "--steps", "9", "--eval_every", "0", "--resume"], under=("prlimit", "--fsize=60000")
+    )
+    assert run.wait() == 1, run.output()
+    faults = [line for line in run.output().splitlines() if line.startswith("error: ")]
+    assert any("step-00000009: could not be written" in line and "--resume" in line for line in faults)
+    assert "Traceback" not in run.output()
+    assert [read_state(path)["step"] for path in complete_checkpoints(finished / "checkpoints")] == [3, 6]
+
+
+def test_the_newest_and_the_best_checkpoints_stay(train, flags, tmp_path):
+    # A learning rate that ruins the model after a while: the best is not among the newest.
+    ruin = ["--lr", "3", "--min_lr", "3", "--warmup_steps", "12", "--eval_every", "3", "--steps", "24"]
+    train(tmp_path, "r", [*flags, *ruin])
+    states = [read_state(path) for path in complete_checkpoints(tmp_path / "r/checkpoints")]
+    lines = [json.loads(line) for line in (tmp_path / "r/metrics.jsonl").read_text().splitlines()]
+    best = min((line for line in lines if line["step"] and "val_loss" in line), key=lambda line: line["val_loss"])["step"]
+    assert best < 21 and [state["step"] for state in states] == [best, 21, 24]
+
+
+# --- two jobs on one folder ------------------------------------------------------------------------------------------------------
+
+
+def description(resume: bool) -> dict:
+    identity = dict.fromkeys(run_folder.IDENTITY, 1)
+    return {"created": "now", "resume": resume, "ranks": 1, "optimizer": {"type": "AdamW"}, **identity}
+
+
+def test_a_second_job_on_a_run_folder_waits_for_the_first(tmp_path, capsys):
+    first = RunFolder(tmp_path / "r", description(resume=False))
+    threading.Timer(1.0, first.close).start()
+    start = time.monotonic()
+    RunFolder(tmp_path / "r", description(resume=True)).close()
+    assert 0.9 < time.monotonic() - start < 5.0
+    assert "is still writing into this run; waiting up to 60 s" in capsys.readouterr().out
+
+
+def test_a_second_job_on_a_run_folder_is_refused_when_the_first_goes_on(tmp_path, monkeypatch):
+    monkeypatch.setattr(run_folder, "LOCK_PATIENCE_SECONDS", 0.5)
+    first = RunFolder(tmp_path / "r", description(resume=False))
+    before = (tmp_path / "r/run.json").read_text(), (tmp_path / "r/.lock").read_text()
+    for resume in (True, False):
+        with pytest.raises(UsageError, match=f"process {os.getpid()} .* is still writing into this run; stop it"):
+            RunFolder(tmp_path / "r", description(resume=resume))
+    assert before == ((tmp_path / "r/run.json").read_text(), (tmp_path / "r/.lock").read_text())
+    first.close()
+    # Two jobs of one new name that were started at once: the later one does not take over what the first has written.
+    with pytest.raises(UsageError, match="this run exists"):
+        RunFolder(tmp_path / "r", description(resume=False))
+
+
+def test_a_folder_that_is_no_run_is_not_resumed(tmp_path):
+    (tmp_path / "r").mkdir()
+    (tmp_path / "r/thesis.tex").write_text("x")
+    with pytest.raises(UsageError, match=r"holds thesis\.tex but no run\.json"):
+        run_folder.check_run_folder(str(tmp_path), "r", resume=True)

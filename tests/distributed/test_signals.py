@@ -1,0 +1,140 @@
+"""A run that is asked to stop does so at the next step boundary, with a checkpoint, whoever was asked; and leaves nothing behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from launch.run.checkpoint import complete_checkpoints
+from tests.distributed.launched import TINY, LaunchedRun, curve
+
+STEPS = 12
+
+
+@pytest.fixture(scope="module")
+def flags(corpus: Path) -> list[str]:
+    # 64 sequences / 2 ranks = 32 micro-batches a step: a signal comes in the middle of an accumulation.
+    return f"--data {corpus} --global_batch_size 64 --steps {STEPS} --save_every 100 --eval_every 0".split()
+
+
+@pytest.fixture(scope="module")
+def finish(two_ranks, flags) -> Callable[..., list[tuple[int, float]]]:
+    """Runs `name` to its end on the pool's two ranks, with --resume where it is there already; its curve."""
+
+    def run(runs: Path, name: str) -> list[tuple[int, float]]:
+        config = ["--deepspeed_config", "ds_configs/zero1_fp32.json", "--runs_dir", str(runs), "--run_name", name]
+        resume = ["--resume"] if (runs / name).exists() else []
+        lines = two_ranks.run("tests.distributed.jobs:pretrain", flags=[*config, *TINY, *flags, *resume])[0]
+        return [(line["step"], line["loss"]) for line in lines if "loss" in line]
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(finish, tmp_path_factory: pytest.TempPathFactory) -> list[tuple[int, float]]:
+    return finish(tmp_path_factory.mktemp("uninterrupted"), "whole")
+
+
+def to_rank(local_rank: int) -> Callable[[LaunchedRun, int], None]:
+    return lambda run, number: run.rank(local_rank).send_signal(number)
+
+
+def to_command(run: LaunchedRun, number: int) -> None:
+    run.process.send_signal(number)
+
+
+def to_launcher(run: LaunchedRun, number: int) -> None:
+    run.launcher().send_signal(number)
+
+
+def to_group(run: LaunchedRun, number: int) -> None:
+    """As a terminal does on Ctrl-C, and a batch system at the end of its time."""
+    os.killpg(run.process.pid, number)
+
+
+@pytest.mark.parametrize(
+    ("target", "number", "code"),
+    [
+        pytest.param(to_rank(0), signal.SIGTERM, 143, id="SIGTERM-rank-0"),
+        pytest.param(to_rank(1), signal.SIGTERM, 143, id="SIGTERM-rank-1"),
+        pytest.param(to_command, signal.SIGTERM, 143, id="SIGTERM-deepspeed"),
+        pytest.param(to_launcher, signal.SIGTERM, 1, id="SIGTERM-launcher"),  # launch.py ends with 1 on any signal
+        pytest.param(to_group, signal.SIGTERM, 143, id="SIGTERM-group"),
+        pytest.param(to_group, signal.SIGINT, 130, id="SIGINT-group"),
+        pytest.param(to_group, signal.SIGHUP, 129, id="SIGHUP-group"),
+    ],
+)
+def test_a_signal_stops_all_ranks_with_a_checkpoint_of_the_last_step(target, number, code, flags, finish, uninterrupted, tmp_path):
+    run = LaunchedRun(tmp_path, "r", stage=1, ranks=2, flags=flags).wait_for_step(2)
+    before = run.last_step()
+    target(run, number)
+    assert run.wait() == code, run.output()
+    stopped = run.last_step()
+    # Two: the step after `before` may have been decided already when the signal came.
+    assert before < stopped <= before + 2 and stopped < STEPS
+    assert [path.name for path in complete_checkpoints(run.folder / "checkpoints")] == [f"step-{stopped:08d}"]
+    name = signal.SIGINT.name if number == signal.SIGINT else signal.SIGTERM.name
+    assert f"stopped by {name} after step {stopped}" in (run.folder / "log.txt").read_text()
+    if target is not to_group or number == signal.SIGTERM:
+        assert "Traceback" not in run.output()
+    assert finish(tmp_path, "r") == uninterrupted
+
+
+def test_a_second_ctrl_c_ends_the_run_at_once(flags, tmp_path):
+    run = LaunchedRun(tmp_path, "r", stage=1, ranks=2, flags=[*flags, "--global_batch_size", "2048"])
+    run.wait_until(lambda: "a step" in run.output())
+    time.sleep(1.0)  # a step takes several seconds
+    ranks = run.rank(0), run.rank(1)
+    start = time.monotonic()
+    for _ in range(2):
+        for rank in ranks:
+            rank.send_signal(signal.SIGINT)
+    assert run.wait() == 130, run.output()
+    assert time.monotonic() - start < 4.0
+    assert not run.metrics() and not complete_checkpoints(run.folder / "checkpoints")
+
+
+@pytest.mark.parametrize(
+    ("target", "code"), [(to_rank(0), 143), (to_rank(1), 143), (to_command, 143)], ids=["rank-0", "rank-1", "deepspeed"]
+)
+def test_a_signal_during_start_up_ends_the_run_at_once_and_it_can_be_resumed(target, code, flags, finish, uninterrupted, tmp_path):
+    run = LaunchedRun(tmp_path, "r", stage=1, ranks=2, flags=flags)
+    run.wait_until(lambda: (run.folder / "run.json").exists())
+    start = time.monotonic()
+    target(run, signal.SIGTERM)
+    assert run.wait() == code, run.output()
+    assert time.monotonic() - start < 8.0
+    assert "Traceback" not in run.output()
+    assert finish(tmp_path, "r") == uninterrupted
+    assert "no complete checkpoint to resume from: starting at step 0" in (run.folder / "log.txt").read_text()
+
+
+def test_a_rank_that_waits_in_a_collective_can_be_stopped_during_start_up(flags, tmp_path):
+    """Rank 1 never comes; rank 0 waits for it inside torch, where no handler of Python's runs."""
+    run = LaunchedRun(tmp_path, "r", stage=1, ranks=2, flags=flags)
+    run.wait_until(lambda: (run.folder / "run.json").exists())
+    stuck, waiting = run.rank(1), run.rank(0)
+    stuck.suspend()
+    time.sleep(6.0)
+    waiting.send_signal(signal.SIGTERM)
+    waiting.wait(5.0)
+    stuck.resume()
+    assert run.wait() == 143, run.output()
+
+
+def test_ranks_stop_when_their_launchers_were_killed_and_a_resume_waits_for_them(flags, uninterrupted, tmp_path):
+    run = LaunchedRun(tmp_path, "r", stage=1, ranks=2, flags=flags).wait_for_step(2)
+    before = run.last_step()
+    run.launcher().kill()
+    run.process.kill()
+    resumed = LaunchedRun(tmp_path, "r", stage=1, ranks=2, flags=[*flags, "--resume"])
+    run.wait()
+    assert complete_checkpoints(run.folder / "checkpoints")[0].name <= f"step-{before + 20:08d}"
+    assert resumed.wait() == 0, resumed.output()
+    assert curve(resumed) == uninterrupted
+    assert "resuming after step" in resumed.output()

@@ -1,0 +1,285 @@
+"""What flags, engine JSON and preset resolve to, and that the committed schema is that of the installed DeepSpeed."""
+
+from __future__ import annotations
+
+import copy
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launch.run.config import RunConfig, resolve
+from launch.run.engine_schema import FILE
+from launch.run.errors import UsageError
+from launch.run.json_lines import read_json
+
+ROOT = Path(__file__).resolve().parents[1]
+BASE = json.loads((ROOT / "ds_configs" / "zero1_bf16.json").read_text())
+AUTO_WARMUP = {"warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": "auto"}
+
+
+@pytest.fixture
+def resolved(tmp_path, corpus):
+    """A function that resolves the shipped ZeRO-1 JSON with `changes` (dotted key -> value, None takes it out) and flags."""
+
+    def run(*flags: str, ranks: int = 1, **changes: Any) -> RunConfig:
+        values = copy.deepcopy(BASE)
+        for key, value in changes.items():
+            *sections, name = key.split(".")
+            section = values
+            for part in sections:
+                section = section.setdefault(part, {})
+            section[name] = value
+            if value is None:
+                del section[name]
+        file = tmp_path / "engine.json"
+        file.write_text(json.dumps(values, indent=2))
+        return resolve(["--deepspeed_config", str(file), "--data", str(corpus), *flags], ranks=ranks)[0]
+
+    return run
+
+
+def test_auto_is_the_presets(resolved):
+    config = resolved()
+    assert (config.lr, config.min_lr, config.steps, config.warmup_steps) == (3e-3, pytest.approx(3e-4), 300, 30)
+    assert (config.global_batch_size, config.micro_batch_size, config.gradient_accumulation_steps) == (16, 16, 1)
+    assert config.total_tokens == 300 * 16 * 128
+    assert (config.zero_stage, config.precision) == (1, "bf16")
+    assert config.optimizer == {"type": "AdamW", "params": {"lr": 3e-3, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1}}
+    assert config.scheduler["params"] == {"min_lr": config.min_lr, "warmup_steps": 30, "total_tokens": config.total_tokens}
+    assert resolved("--preset", "micro").lr == 1.5e-3
+
+
+def test_a_flag_wins_over_the_preset(resolved):
+    flags = ["--lr", "1e-4", "--min_lr", "0", "--steps", "50", "--warmup_steps", "0", "--global_batch_size", "8", "--d_model", "64"]
+    config = resolved(*flags)
+    assert (config.lr, config.min_lr, config.steps, config.warmup_steps, config.global_batch_size) == (1e-4, 0, 50, 0, 8)
+    assert (config.shape.d_model, config.shape.n_layer) == (64, 4)
+
+
+def test_a_concrete_value_stands(resolved):
+    concrete = {"optimizer.params.lr": 1e-3, "scheduler.params.warmup_steps": 7, "train_batch_size": 8, "scheduler.params.min_lr": 1e-5}
+    config = resolved(**concrete)
+    assert (config.lr, config.warmup_steps, config.global_batch_size, config.min_lr) == (1e-3, 7, 8, 1e-5)
+    assert resolved("--lr", "0.001", **concrete).lr == 1e-3  # the flag says the same
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "flags", "names"),
+    [
+        ("optimizer.params.lr", 1e-3, ["--lr", "0.002"], "'optimizer.params.lr': is 0.001, but --lr says 0.002"),
+        ("train_batch_size", 8, ["--global_batch_size", "4"], "'train_batch_size': is 8, but --global_batch_size says 4"),
+        ("train_micro_batch_size_per_gpu", 8, ["--micro_batch_size", "4"], "is 8, but --micro_batch_size says 4"),
+        ("scheduler.params.min_lr", 0, ["--min_lr", "0.001"], "'scheduler.params.min_lr': is 0, but --min_lr says 0.001"),
+        ("scheduler.params.warmup_steps", 3, ["--warmup_steps", "4"], "is 3, but --warmup_steps says 4"),
+        ("scheduler.params.total_tokens", 4096, ["--tokens", "8192"], "is 4096, but --tokens says 8192"),
+        ("scheduler.params.total_tokens", 4096, ["--steps", "3"], "is 4096, 2 steps of 2048 tokens, but --steps says 3"),
+        ("scheduler", {"type": "WarmupLR", "params": {"warmup_max_lr": 0.1}}, ["--lr", "0.2"], "is 0.1, but --lr says 0.2"),
+        ("scheduler", {"type": "WarmupDecayLR", "params": {"total_num_steps": 5}}, ["--steps", "6"], "is 5, but --steps says 6"),
+    ],
+)
+def test_json_and_flag_that_disagree_are_both_named(key, value, flags, names, resolved):
+    with pytest.raises(UsageError) as mistake:
+        resolved(*flags, **{key: value})
+    assert names in str(mistake.value)
+    assert 'write "auto" in the JSON or leave the flag out' in str(mistake.value)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "given", "expected"),
+    [
+        # global, micro, accumulation as given (None: "auto") -> as resolved. The preset has 16 and at most 16.
+        (1, (None, None, None), (16, 16, 1)),
+        (2, (None, None, None), (16, 8, 1)),
+        (4, (None, None, None), (16, 4, 1)),
+        (1, (64, None, None), (64, 16, 4)),
+        (2, (64, None, None), (64, 16, 2)),
+        (4, (64, None, None), (64, 16, 1)),
+        (2, (36, None, None), (36, 9, 2)),  # the largest micro-batch up to 16 that divides 18
+        (1, (None, 4, None), (16, 4, 4)),
+        (2, (None, 4, None), (16, 4, 2)),
+        (4, (None, 4, None), (16, 4, 1)),
+        (1, (None, None, 2), (16, 8, 2)),
+        (2, (None, None, 4), (16, 2, 4)),
+        (1, (None, 3, 5), (15, 3, 5)),
+        (2, (None, 3, 5), (30, 3, 5)),
+        (4, (None, 3, 5), (60, 3, 5)),
+        (4, (24, 2, None), (24, 2, 3)),
+        (2, (24, None, 3), (24, 4, 3)),
+        (4, (24, 2, 3), (24, 2, 3)),
+    ],
+)
+def test_batch_arithmetic(ranks, given, expected, resolved):
+    names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    config = resolved(ranks=ranks, **{name: "auto" if value is None else value for name, value in zip(names, given, strict=True)})
+    assert (config.global_batch_size, config.micro_batch_size, config.gradient_accumulation_steps) == expected
+    assert tuple(config.engine[name] for name in names) == expected
+    left_out = resolved(ranks=ranks, **dict(zip(names, given, strict=True)))
+    assert (left_out.global_batch_size, left_out.micro_batch_size, left_out.gradient_accumulation_steps) == expected
+
+
+@pytest.mark.parametrize(("tokens", "steps"), [(1, 1), (2047, 1), (2048, 1), (2049, 2), (20480, 10)])
+def test_tokens_are_rounded_up_to_whole_steps(tokens, steps, resolved):
+    config = resolved("--tokens", str(tokens))  # 16 x 128 = 2,048 tokens a step
+    assert (config.steps, config.total_tokens) == (steps, steps * 2048)
+    assert config.scheduler["params"]["total_tokens"] == steps * 2048
+    in_the_json = resolved(**{"scheduler.params.total_tokens": tokens})
+    assert (in_the_json.steps, in_the_json.total_tokens) == (steps, steps * 2048)
+
+
+def test_warm_up_of_a_short_run_is_a_tenth_of_it(resolved):
+    assert [resolved("--steps", str(steps)).warmup_steps for steps in (1, 20, 100, 300, 3000)] == [1, 2, 10, 30, 30]
+
+
+def test_deepspeeds_own_schedules_are_filled_as_transformers_fills_them(resolved):
+    config = resolved("--steps", "40", "--lr", "0.01", scheduler={"type": "WarmupLR", "params": AUTO_WARMUP})
+    assert config.scheduler == {"type": "WarmupLR", "params": {"warmup_min_lr": 0.0, "warmup_max_lr": 0.01, "warmup_num_steps": 4}}
+    decay = {"type": "WarmupDecayLR", "params": AUTO_WARMUP | {"total_num_steps": "auto"}}
+    assert resolved("--steps", "40", scheduler=decay).scheduler["params"]["total_num_steps"] == 40
+    left_out = {"type": "WarmupCosineLR", "params": {"warmup_num_steps": 5}}
+    assert resolved("--steps", "40", scheduler=left_out).scheduler["params"] == {"warmup_num_steps": 5, "total_num_steps": 40}
+    assert resolved("--warmup_steps", "0", scheduler=decay).scheduler["params"]["warmup_num_steps"] == 1  # DeepSpeed refuses 0
+
+
+def test_a_json_without_a_scheduler_gets_ours(resolved):
+    assert resolved(scheduler=None).scheduler == resolved().scheduler
+
+
+def test_hugging_face_style_auto_inside_zero(resolved):
+    sizes = ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold")
+    config = resolved("--d_model", "128", **{"zero_optimization.stage": 3} | {f"zero_optimization.{key}": "auto" for key in sizes})
+    zero = config.engine["zero_optimization"]
+    assert [zero[key] for key in sizes] == [128 * 128, 14745, 1280]  # hidden^2, 0.9 hidden^2, 10 hidden
+
+
+@pytest.mark.parametrize(
+    ("fp16", "bf16", "precision"),
+    [("auto", "auto", "bf16"), ("auto", True, "bf16"), (True, "auto", "fp16"), ("auto", False, "fp32"), (False, "auto", "bf16")],
+)
+def test_auto_precision_is_bf16_unless_fp16_is_asked_for(fp16, bf16, precision, resolved):
+    config = resolved(**{"fp16.enabled": fp16, "bf16.enabled": bf16})
+    assert config.precision == precision
+    assert [type(config.engine[key]["enabled"]) for key in ("fp16", "bf16")] == [bool, bool]
+
+
+#: As transformers documents it: every value that the trainer knows is "auto", and the file serves fp16 and bf16.
+HUGGING_FACE = {
+    "fp16": {
+        "enabled": "auto",
+        "loss_scale": 0,
+        "loss_scale_window": 1000,
+        "initial_scale_power": 16,
+        "hysteresis": 2,
+        "min_loss_scale": 1,
+    },
+    "bf16": {"enabled": "auto"},
+    "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}},
+    "scheduler": {"type": "WarmupLR", "params": AUTO_WARMUP},
+    "zero_optimization": {
+        "stage": 3,
+        "overlap_comm": True,
+        "contiguous_gradients": True,
+        "sub_group_size": 1e9,
+        "reduce_bucket_size": "auto",
+        "stage3_prefetch_bucket_size": "auto",
+        "stage3_param_persistence_threshold": "auto",
+        "stage3_max_live_parameters": 1e9,
+        "stage3_max_reuse_distance": 1e9,
+        "stage3_gather_16bit_weights_on_model_save": True,
+    },
+    "gradient_accumulation_steps": "auto",
+    "gradient_clipping": "auto",
+    "steps_per_print": 2000,
+    "train_batch_size": "auto",
+    "train_micro_batch_size_per_gpu": "auto",
+    "wall_clock_breakdown": False,
+}
+SGD = BASE | {"optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}, "zero_allow_untested_optimizer": True}
+COSINE = BASE | {"scheduler": {"type": "WarmupCosineLR", "params": {"warmup_num_steps": 2}}}
+
+
+@pytest.mark.parametrize("values", [HUGGING_FACE, SGD, COSINE], ids=["hugging_face", "sgd", "cosine"])
+def test_what_is_resolved_trains(values, corpus, tmp_path, two_ranks):
+    file = tmp_path / "engine.json"
+    file.write_text(json.dumps(values))
+    shape = ["--n_layer", "2", "--n_head", "2", "--d_model", "64", "--seq_len", "32", "--steps", "8", "--global_batch_size", "8"]
+    run = ["--data", str(corpus), "--runs_dir", str(tmp_path), "--eval_every", "0", "--save_every", "0"]
+    lines, _ = two_ranks.run("tests.distributed.jobs:pretrain", flags=["--deepspeed_config", str(file), *shape, *run])
+    assert len(lines) == 8
+    assert lines[-1]["loss"] < lines[0]["loss"] - 0.03
+
+
+def test_set_changes_one_value(resolved):
+    config = resolved(
+        *("--set", "zero_optimization.stage=2", "--set", "gradient_clipping=0.5", "--set", "bf16.enabled=false"),
+        *("--set", "optimizer.type=Adam", "--set", "optimizer.params.betas=[0.8, 0.9]", "--set", "steps_per_print=5"),
+        *("--set", "gradient_clipping=0.25"),
+    )
+    assert (config.zero_stage, config.precision) == (2, "fp32")
+    assert config.engine["gradient_clipping"] == 0.25  # the last one counts
+    assert (config.optimizer["type"], config.optimizer["params"]["betas"]) == ("Adam", [0.8, 0.9])
+    assert config.engine["steps_per_print"] == 5
+    assert resolved("--set", "optimizer.params.lr=0.5").lr == 0.5
+
+
+def test_documented_forms_that_people_have_keep_working(resolved):
+    old = resolved(**{"bf16": None, "bfloat16": {"enabled": True}, "zero_optimization.cpu_offload": True})
+    assert old.precision == "bf16"
+    assert old.engine["zero_optimization"]["offload_optimizer"] == {"device": "cpu"}
+    assert "cpu_offload" not in old.engine["zero_optimization"]
+    config = resolved(**{"optimizer.type": "adamw", "zero_optimization.reduce_bucket_size": 5e8, "steps_per_print": 2000})
+    assert config.optimizer["type"] == "AdamW"
+    assert config.engine["zero_optimization"]["reduce_bucket_size"] == 500_000_000
+    assert type(config.engine["zero_optimization"]["reduce_bucket_size"]) is int
+    off = resolved(amp={"enabled": False}, elasticity={"enabled": False}, sparse_gradients=False, autotuning={"enabled": False})
+    assert not {"amp", "elasticity", "sparse_gradients"} & set(off.engine)  # DeepSpeed refuses them even when they are off
+    assert resolved(gradient_clipping="auto").engine["gradient_clipping"] == 1.0
+    assert resolved(gradient_clipping=None).engine["gradient_clipping"] == 1.0
+    assert resolved(gradient_clipping=0).engine["gradient_clipping"] == 0
+
+
+def test_the_launcher_says_how_many_ranks_there_are(monkeypatch, corpus):
+    flags = ["--deepspeed_config", str(ROOT / "ds_configs/zero1_bf16.json"), "--data", str(corpus)]
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert resolve(flags)[0].ranks == 4
+    with pytest.raises(UsageError, match="--ranks 2: the launcher started 4 ranks"):
+        resolve([*flags, "--ranks", "2"])
+    monkeypatch.setenv("WORLD_SIZE", "many")
+    with pytest.raises(UsageError, match="WORLD_SIZE is 'many'"):
+        resolve(flags)
+    monkeypatch.delenv("WORLD_SIZE")
+    assert resolve([*flags, "--ranks", "2"])[0].ranks == 2
+    assert resolve(flags)[0].ranks == 1
+
+
+def test_explain_prints_the_resolved_run_and_makes_nothing(corpus, tmp_path):
+    command = [sys.executable, ROOT / "launch/pretrain.py", "--deepspeed_config", ROOT / "ds_configs/zero3_fp16.json", "--explain"]
+    done = subprocess.run([*command, "--data", corpus, "--ranks", "4"], cwd=tmp_path, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    explained = json.loads(done.stdout)
+    assert (explained["ranks"], explained["micro_batch_size"], explained["precision"]) == (4, 4, "fp16")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_reader_that_goes_away_leaves_no_traceback(corpus):
+    script = f"'{sys.executable}' launch/pretrain.py --deepspeed_config ds_configs/zero1_bf16.json --data '{corpus}' --explain | true"
+    done = subprocess.run(["bash", "-c", script + "; exit ${PIPESTATUS[0]}"], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+def test_positions_of_keys_are_known(tmp_path):
+    file = tmp_path / "x.json"
+    file.write_text('{\n "a": {"b": [1, {"c": "\\n{"}]},\n\n "d": 1.5e3, "e": {}\n}\n')
+    value, lines = read_json(file)
+    assert value == json.loads(file.read_text())
+    assert lines == {("a",): 2, ("a", "b"): 2, ("a", "b", 1, "c"): 2, ("d",): 4, ("e",): 4}
+
+
+def test_committed_schema_is_that_of_the_installed_deepspeed():
+    code = "import json; from launch.run.engine_schema import generate; print('SCHEMA' + json.dumps(generate()))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    generated = json.loads(done.stdout.partition("SCHEMA")[2])
+    assert json.loads(FILE.read_text()) == generated, "write it anew: python -m launch.run.engine_schema --write"

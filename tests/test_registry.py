@@ -1,0 +1,174 @@
+"""The recipes: discovered, valid, true about what they change, and found with their technique."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launch.run.errors import UsageError
+from launch.run.flags import build_parser, parse_flags
+from recipes import registry
+
+ROOT = Path(__file__).resolve().parents[1]
+GOOD = {"title": "t", "config": "ds_configs/zero2_bf16.json", "control": "ds_configs/zero1_bf16.json", "differs": [], "claims": {}}
+
+
+def differences(one: dict[str, Any], other: dict[str, Any], prefix: str = "") -> set[str]:
+    """Dotted keys in which two JSONs differ; a section that one of them lacks counts as one key."""
+    found = set()
+    for key in {*one, *other}:
+        if isinstance(one.get(key), dict) and isinstance(other.get(key), dict):
+            found |= differences(one[key], other[key], f"{prefix}{key}.")
+        elif key not in one or key not in other or one[key] != other[key]:
+            found.add(prefix + key)
+    return found
+
+
+def differing(config: str, control: str) -> set[str]:
+    return differences(*(json.loads((ROOT / file).read_text()) for file in (config, control)))
+
+
+def test_every_recipe_folder_is_discovered_and_has_its_files():
+    folders = sorted(
+        path.name for path in (ROOT / "recipes").iterdir() if path.is_dir() and path.name != "__pycache__" and any(path.iterdir())
+    )
+    assert registry.recipe_names() == folders
+    assert [name for name in folders if not (ROOT / "recipes" / name / "README.md").is_file()] == []
+
+
+@pytest.mark.parametrize("name", registry.recipe_names())
+def test_recipe_says_exactly_what_it_changes(name):
+    recipe = registry.read_recipe(ROOT / "recipes" / name)
+    assert recipe.name == name
+    assert (ROOT / recipe.config).is_file()
+    assert (ROOT / recipe.control).is_file()
+    assert recipe.config != recipe.control
+    assert set(recipe.differs) == differing(recipe.config, recipe.control)
+    assert len(recipe.differs) == len(set(recipe.differs))
+    assert recipe.claims, "a recipe claims something that can fail"
+    build_parser().parse_args(recipe.flags)
+
+
+def test_a_changed_key_is_noticed():
+    assert differing("ds_configs/zero1_bf16.json", "ds_configs/zero1_bf16.json") == set()
+    assert differing("ds_configs/zero1_bf16.json", "ds_configs/zero1_fp32.json") == {"bf16"}
+    assert differing("ds_configs/zero2_bf16.json", "ds_configs/zero1_bf16.json") >= {"zero_optimization.stage"}
+
+
+def test_index_is_generated_from_the_folders():
+    assert (ROOT / "recipes" / "README.md").read_text(encoding="utf-8") == registry.index_page()
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "no recipe.json in it; the recipes are"),
+        ("{", "not a readable JSON file"),
+        ("[]", "must be an object with title"),
+        (json.dumps({**GOOD, "titel": "x"}), "unknown key 'titel'"),
+        (json.dumps({**GOOD, "differs": "stage"}), "'differs' is a str, must be a list"),
+        (json.dumps({key: value for key, value in GOOD.items() if key != "claims"}), "lacks claims"),
+        (json.dumps({**GOOD, "flags": ["--stepz", "3"]}), "'flags': unknown argument '--stepz'; did you mean '--steps'"),
+        (json.dumps({**GOOD, "flags": ["--steps", "0"]}), "'flags': --steps: 0 is out of range"),
+    ],
+)
+def test_bad_recipe_is_refused_in_one_line(content, message, tmp_path):
+    if content is not None:
+        (tmp_path / "recipe.json").write_text(content)
+    with pytest.raises(UsageError) as mistake:
+        parse_flags(["--recipe", str(tmp_path)])
+    assert message in str(mistake.value)
+    assert len(mistake.value.faults) == 1
+    assert str(tmp_path) in str(mistake.value)
+
+
+def test_the_users_flags_win_over_the_recipes(tmp_path):
+    (tmp_path / "recipe.json").write_text(json.dumps({**GOOD, "flags": ["--steps", "50", "--lr=0.001", "--set", "gradient_clipping=2"]}))
+
+    def parse(*flags: str):
+        return parse_flags(["--recipe", str(tmp_path), *flags])[0]
+
+    assert (parse().steps, parse().lr, parse().overrides) == (50, 0.001, ["gradient_clipping=2"])
+    assert parse("--steps", "7").steps == 7
+    assert parse("--lr", "0.5").lr == 0.5
+    assert (parse("--tokens", "9").steps, parse("--tokens", "9").tokens) == (None, 9)
+    assert parse("--set", "gradient_clipping=3").overrides == ["gradient_clipping=2", "gradient_clipping=3"]  # the later one counts
+
+
+TECHNIQUE = '''
+"""A technique that does nothing."""
+from recipes.technique import Technique
+
+
+class Nothing(Technique):
+    sections = ("curriculum_learning",)
+    optimizer_types = ("OneBitNothing",)
+
+    def __init__(self, section, run):
+        if section.get("wrong"):
+            raise ValueError("'curriculum_learning.wrong' is true; it must be false")
+'''
+
+
+@pytest.fixture
+def recipes_with_a_technique(tmp_path, monkeypatch) -> Path:
+    """A checkout of one recipe, that has a technique, in place of the real one."""
+    folder = tmp_path / "recipes" / "nothing_at_all"
+    folder.mkdir(parents=True)
+    (folder / "recipe.json").write_text(json.dumps(GOOD))
+    (folder / "technique.py").write_text(TECHNIQUE)
+    import recipes
+
+    monkeypatch.setattr(registry, "ROOT", tmp_path)
+    monkeypatch.setattr(recipes, "__path__", [*recipes.__path__, str(tmp_path / "recipes")])
+    registry.technique_classes.cache_clear()
+    yield folder
+    registry.technique_classes.cache_clear()
+    sys.modules.pop("recipes.nothing_at_all.technique", None)
+    sys.modules.pop("recipes.nothing_at_all", None)
+
+
+def resolve_with(tmp_path: Path, corpus: Path, section: Any, **changes: Any):
+    from launch.run.config import resolve
+
+    values = json.loads((ROOT / "ds_configs/zero1_bf16.json").read_text()) | {"curriculum_learning": section} | changes
+    file = tmp_path / "engine.json"
+    file.write_text(json.dumps(values, indent=1))
+    return resolve(["--deepspeed_config", str(file), "--data", str(corpus)], ranks=2)[0]
+
+
+def test_a_technique_is_found_and_its_section_taken_out(recipes_with_a_technique, tmp_path, corpus):
+    section = {"enabled": True, "params": {"min_difficulty": 8}}
+    config = resolve_with(tmp_path, corpus, section)
+    assert config.techniques == {"curriculum_learning": section}
+    assert "curriculum_learning" not in config.engine
+    assert [type(member).__name__ for member in registry.make_techniques(config).members] == ["Nothing"]
+
+    off = resolve_with(tmp_path, corpus, {"enabled": False})
+    assert (off.techniques, "curriculum_learning" in off.engine) == ({}, False)
+
+    optimizer = {"type": "onebitnothing", "params": {"lr": "auto", "freeze_step": 10, "betas": "auto"}}
+    config = resolve_with(tmp_path, corpus, {"enabled": False}, optimizer=optimizer)
+    assert config.optimizer == {"type": "OneBitNothing", "params": {"lr": 3e-3, "freeze_step": 10, "betas": [0.9, 0.95]}}
+    assert len(registry.make_techniques(config).members) == 1
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [(5, "'curriculum_learning': is 5, must be an object"), ({"wrong": True}, "'curriculum_learning.wrong' is true; it must be false")],
+)
+def test_a_wrong_section_of_a_technique_is_refused(section, message, recipes_with_a_technique, tmp_path, corpus):
+    with pytest.raises(UsageError) as mistake:
+        resolve_with(tmp_path, corpus, section)
+    assert message in str(mistake.value)
+    assert len(mistake.value.faults) == 1
+
+
+def test_discovery_imports_no_torch():
+    code = "import sys; from recipes.registry import *; technique_classes(); index_page(); assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)

@@ -1,0 +1,111 @@
+"""The engine JSONs that ship: named by what they are, complete, alike but for what their name says, and they train."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from launch.run.config import resolve
+from launch.run.json_lines import read_json
+from recipes.registry import read_recipe, recipe_names
+
+ROOT = Path(__file__).resolve().parents[1]
+FILES = sorted((ROOT / "ds_configs").iterdir())
+GRID = [f"zero{stage}_{precision}" for stage in range(4) for precision in ("fp32", "bf16", "fp16")]
+TINY = ["--n_layer", "2", "--n_head", "2", "--d_model", "64", "--seq_len", "32", "--seed", "3"]
+
+
+def values(name: str) -> dict:
+    return read_json(ROOT / "ds_configs" / f"{name}.json")[0]
+
+
+def test_the_grid_of_stages_and_precisions_is_there():
+    assert set(GRID) <= {file.stem for file in FILES}
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_a_file_is_named_by_its_stage_and_precision_or_by_its_recipe(file, corpus):
+    assert file.suffix == ".json"
+    config, _ = resolve(["--deepspeed_config", str(file), "--data", str(corpus), "--ranks", "2"])
+    named = re.fullmatch(r"zero([0-3])_(fp32|bf16|fp16)", file.stem)
+    if named:
+        assert (config.zero_stage, config.precision) == (int(named[1]), named[2])
+    else:
+        assert file.stem in recipe_names()
+        assert read_recipe(ROOT / "recipes" / file.stem).config == f"ds_configs/{file.name}"
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_a_file_is_complete_and_resolves(file, ranks, corpus):
+    spelled_out = read_json(file)[0]
+    for key in ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"):
+        assert key in spelled_out
+    assert {"lr", "betas", "eps", "weight_decay"} <= set(spelled_out["optimizer"]["params"])
+    assert set(spelled_out["scheduler"]["params"]) == {"min_lr", "warmup_steps", "total_tokens"}
+    assert "stage" in spelled_out["zero_optimization"]
+    config, _ = resolve(["--deepspeed_config", str(file), "--data", str(corpus)], ranks=ranks)
+    assert config.micro_batch_size * config.gradient_accumulation_steps * ranks == config.global_batch_size
+    assert "auto" not in json.dumps([config.engine, config.optimizer, config.scheduler])
+
+
+def test_the_grid_differs_in_nothing_but_stage_and_precision():
+    rest = [{key: value for key, value in values(name).items() if key not in ("zero_optimization", "fp16", "bf16")} for name in GRID]
+    assert all(one == rest[0] for one in rest)
+    for stage in range(4):  # the stage's section is the same in every precision
+        assert values(f"zero{stage}_fp32")["zero_optimization"] == values(f"zero{stage}_bf16")["zero_optimization"]
+        assert values(f"zero{stage}_fp32")["zero_optimization"] == values(f"zero{stage}_fp16")["zero_optimization"]
+    for precision in ("fp32", "bf16", "fp16"):  # and a precision's section at every stage
+        sections = [{key: values(f"zero{stage}_{precision}").get(key) for key in ("fp16", "bf16")} for stage in range(4)]
+        assert all(one == sections[0] for one in sections)
+
+
+def flags(name: str, corpus: Path, tmp_path: Path, *more: str) -> list[str]:
+    run = ["--data", str(corpus), "--runs_dir", str(tmp_path), "--run_name", name, "--eval_every", "0", "--save_every", "0"]
+    return ["--deepspeed_config", f"ds_configs/{name}.json", *TINY, *run, "--steps", "8", "--global_batch_size", "8", *more]
+
+
+@pytest.mark.parametrize("name", [name for name in GRID if not name.endswith("fp16")])
+def test_it_trains_on_two_ranks(name, corpus, tmp_path, two_ranks):
+    lines, _ = two_ranks.run("tests.distributed.jobs:pretrain", flags=flags(name, corpus, tmp_path))
+    losses = [line["loss"] for line in lines]
+    assert len(losses) == 8
+    assert all(math.isfinite(loss) for loss in losses)
+    assert abs(losses[0] - math.log(1024)) < 0.2, "the first loss is that of a model that knows nothing"
+    assert losses[-1] < losses[0] - 0.1
+
+
+@pytest.fixture(scope="module")
+def has_fp16() -> bool:
+    """Whether this machine's processor or GPU computes in fp16, as DeepSpeed sees it."""
+    code = "from deepspeed.accelerator import get_accelerator as a; print(bool(a().is_fp16_supported()))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return done.stdout.split()[-1] == "True"
+
+
+@pytest.mark.parametrize("name", [name for name in GRID if name.endswith("fp16")])
+def test_fp16_trains_where_there_is_fp16(name, has_fp16, corpus, tmp_path, two_ranks):
+    if not has_fp16:
+        pytest.skip("this processor has no fp16 arithmetic (oneDNN says so)")
+    lines, _ = two_ranks.run("tests.distributed.jobs:pretrain", flags=flags(name, corpus, tmp_path, "--set", "fp16.initial_scale_power=8"))
+    assert all(math.isfinite(line["loss"]) for line in lines)
+    assert lines[-1]["loss"] < lines[0]["loss"] - 0.1
+
+
+def test_fp16_is_refused_in_one_line_where_there_is_none(has_fp16, corpus, tmp_path):
+    if has_fp16:
+        pytest.skip("this machine has fp16 arithmetic")
+    command = [sys.executable, "launch/pretrain.py", *flags("zero2_fp16", corpus, tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2, done.stderr
+    errors = [line for line in done.stderr.splitlines() if line.startswith("error:")]
+    assert len(errors) == 1
+    assert "fp16 is enabled" in errors[0]
+    assert "ds_configs/zero2_bf16.json" in errors[0]
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,542 @@
+"""A user's mistake costs one line on stderr and exit code 2, before torch is imported; nothing is made, and nothing overwritten."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from data_pipeline.errors import DataError
+from data_pipeline.shards import open_corpus
+from launch.run.config import resolve
+from launch.run.errors import UsageError
+
+ROOT = Path(__file__).resolve().parents[1]
+BASE = json.loads((ROOT / "ds_configs" / "zero1_bf16.json").read_text())
+LAUNCHER_NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@pytest.fixture
+def faults(tmp_path, corpus):
+    """A function that resolves a JSON (text, or values) and flags on two ranks, which must fail, and returns the faults."""
+
+    def run(content: Any = BASE, *flags: str) -> tuple[str, ...]:
+        file = tmp_path / "engine.json"
+        file.write_bytes(content if isinstance(content, bytes) else json.dumps(content, indent=1).encode())
+        before = snapshot(tmp_path)
+        with pytest.raises((UsageError, DataError)) as mistake:
+            resolve(["--deepspeed_config", str(file), "--data", str(corpus), *flags], ranks=2)
+        assert snapshot(tmp_path) == before
+        found = getattr(mistake.value, "faults", (str(mistake.value),))
+        assert all(fault.isprintable() and len(fault) < 900 for fault in found), found
+        return found
+
+    return run
+
+
+def snapshot(folder: Path) -> dict[str, tuple[int, int]]:
+    return {str(path): (path.lstat().st_mtime_ns, path.lstat().st_size) for path in folder.rglob("*")}
+
+
+def changed(key: str, value: Any) -> dict[str, Any]:
+    """The base JSON with one value changed, at a dotted key."""
+    values = copy.deepcopy(BASE)
+    *sections, name = key.split(".")
+    section = values
+    for part in sections:
+        section = section.setdefault(part, {})
+    section[name] = value
+    return values
+
+
+# --- flags --------------------------------------------------------------------------------------------------------------------------
+
+WRONG_FLAGS = {
+    "--steps": ["0", "-1", "1.5", "nan", "inf", "1e400", "x", "", "0x10", "1_000", "99999999999999999999", "٣"],
+    "--tokens": ["0", "-5", "1e30", "none"],
+    "--lr": ["0", "-1", "nan", "inf", "1e400", "1e-400", "3e3", "x", ""],
+    "--min_lr": ["-1", "nan", "inf"],
+    "--warmup_steps": ["-1", "1.5", "inf"],
+    "--global_batch_size": ["0", "-4", "2.5", "1e18"],
+    "--micro_batch_size": ["0", "x"],
+    "--n_layer": ["0", "1e9"],
+    "--d_model": ["-256"],
+    "--seq_len": ["0"],
+    "--dropout": ["1", "-0.1", "nan"],
+    "--seed": ["-1", "1e30"],
+    "--eval_every": ["-1"],
+    "--eval_batches": ["0"],
+    "--save_every": ["x"],
+    "--keep": ["0"],
+    "--sample_tokens": ["-1"],
+    "--ranks": ["0"],
+    "--local_rank": ["a"],
+    "--run_name": ["", ".", "..", "a/b", "/abs", "a\nb", " ", "a ", "x" * 300],
+    "--runs_dir": ["", "x" * 300],
+    "--data": ["", "/nonexistent", "/etc/passwd", "/proc"],
+}
+
+
+@pytest.mark.parametrize("flag", WRONG_FLAGS)
+def test_wrong_value_of_a_flag(flag, faults):
+    for value in WRONG_FLAGS[flag]:
+        (fault,) = faults(BASE, f"{flag}={value}")
+        assert flag in fault or "corpus" in fault or "prepare" in fault, fault
+
+
+@pytest.mark.parametrize(
+    ("flags", "names"),
+    [
+        (["--stepz", "3"], "unknown argument '--stepz'; did you mean '--steps'?"),
+        (["--step", "3"], "did you mean '--steps'?"),  # no abbreviations
+        (["--micro_batch", "3"], "did you mean '--micro_batch_size'?"),
+        (["stray"], "unknown argument 'stray'"),
+        (["--steps"], "--steps: expected one argument"),
+        (["--steps", "3", "--tokens", "9"], "--steps 3 and --tokens 9 both say how long the run is"),
+        (["--recipe", "recipes/none"], "give one of --deepspeed_config"),
+        (["--preset", "nanoo"], "no such preset; did you mean 'nano'?"),
+        (["--preset", "GPT2"], "did you mean 'gpt2'?"),
+        (["--preset", ""], "no such preset; there are nano, micro"),
+        (["--d_model", "250"], "d_model must be a multiple of n_head"),
+        (["--seq_len", "100000000"], "no shard of the train split holds one window of seq_len 100000000"),
+        (["--seq_len", "20000"], "lower seq_len"),
+        (["--min_lr", "0.1"], "--min_lr 0.1 is above the peak learning rate of 0.003"),
+        (["--steps", "10", "--warmup_steps", "10"], "--warmup_steps is 10, but the run has 10 steps"),
+        (["--global_batch_size", "7"], "cannot be shared evenly by 2 ranks; --global_batch_size 6 or 8 can"),
+        (["--global_batch_size", "1"], "--global_batch_size 2 can"),
+        (["--micro_batch_size", "3"], "micro-batch 3 x accumulation 2 x 2 ranks = 12 sequences, but the global batch is 16"),
+        (["--steps", "1e12", "--global_batch_size", "1e8"], "more than 10^18 tokens"),
+        (["--set", "gradient_clipping"], "must be KEY=VALUE"),
+        (["--set", "=1"], "must be KEY=VALUE"),
+        (["--set", "a..b=1"], "must be KEY=VALUE"),
+        (["--set", "gradient_clipping="], "must be KEY=VALUE"),
+        (["--set", "zero_optimization.stage.x=1"], "'zero_optimization.stage' is a value"),
+        (["--set", 'zero_optimization.stage="2"'], '--set zero_optimization.stage: is "2", must be one of 0, 1, 2, 3'),
+        (["--set", "zero_optimization=2"], "--set zero_optimization: is 2, must be an object"),
+        (["--set", "gradient_clipping=NaN"], "--set gradient_clipping: is no finite number"),
+        (["--set", "gradient_clipping=1e999"], "--set gradient_clipping: is no finite number"),
+        (["--set", 'bf16={"enabled": true, "enabled": false}'], "'enabled' stands twice"),
+        (["--set", "bf16={"], "--set bf16: line 1, column 2: not JSON"),
+        (["--set", "steps=4"], "--set steps: unknown key"),
+        (["--set", "optimizer.params.betas=[0.9]"], "--set optimizer.params.betas: is [0.9], must be two numbers"),
+    ],
+)
+def test_misused_flag(flags, names, faults):
+    (fault,) = faults(BASE, *flags)
+    assert names in fault
+
+
+def test_neither_json_nor_recipe():
+    with pytest.raises(UsageError, match="give one of --deepspeed_config FILE"):
+        resolve([])
+
+
+# --- the JSON as a file -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("content", "names"),
+    [
+        (b"", "line 1, column 1: not JSON"),
+        (b" \n ", "not JSON"),
+        (b'{"a": 1,}', "line 1, column 9: not JSON"),
+        (b'{\n "a": 1\n "b": 2}', "line 3, column 2: not JSON: Expecting ',' delimiter"),
+        (b"{\n // a comment\n}", "line 2, column 2: not JSON"),
+        (b"{} {}", "not JSON: Extra data"),
+        (b"[]", "holds [], must be an object"),
+        (b"null", "holds null, must be an object"),
+        (b"3", "holds 3, must be an object"),
+        (b"\x00\xff\xfe", "not a text file in UTF-8 (byte 1)"),
+        ("{}".encode("utf-16"), "not a text file in UTF-8"),
+        (b'{"bf16": {"enabled": true,\n "enabled": false}}', "line 2: 'bf16.enabled' stands twice (first on line 1)"),
+        (b'{"gradient_clipping": NaN}', "'gradient_clipping' is no finite number"),
+        (b'{"gradient_clipping": -Infinity}', "'gradient_clipping' is no finite number"),
+        (b'{"gradient_clipping": 1e999}', "'gradient_clipping' is no finite number"),
+        (b'{"train_batch_size": ' + b"9" * 5000 + b"}", "'train_batch_size' is no finite number"),
+        (b'{"a":' * 5000 + b"1" + b"}" * 5000, "nested too deep"),
+        (b'{"a":' + b"[" * 100_000, "nested too deep"),
+    ],
+)
+def test_file_that_is_no_configuration(content, names, faults):
+    (fault,) = faults(content)
+    assert names in fault
+    assert "engine.json" in fault
+
+
+def test_file_that_is_not_there_or_a_folder(tmp_path):
+    for path, names in (
+        (tmp_path / "none.json", "no such file"),
+        (tmp_path, "is a folder"),
+        (tmp_path / ("x" * 300), "File name too long"),
+    ):
+        with pytest.raises(UsageError, match=names):
+            resolve(["--deepspeed_config", str(path)])
+
+
+def test_a_key_with_a_line_break_stays_in_one_line(faults):
+    assert "\\n" in faults({**BASE, "a\nb": 1})[0]
+    assert "\\ud800" in faults(json.dumps({**BASE, "\ud800": 1}).encode())[0]
+
+
+def test_a_byte_order_mark_is_no_mistake(tmp_path, corpus):
+    file = tmp_path / "engine.json"
+    file.write_bytes(b"\xef\xbb\xbf" + json.dumps(BASE).encode())
+    assert resolve(["--deepspeed_config", str(file), "--data", str(corpus)])[0].zero_stage == 1
+
+
+# --- the JSON's values --------------------------------------------------------------------------------------------------------------
+
+NOT_COUNTS = [0, -1, 1.5, "16", True, None, [1], {}, "Auto"]
+NOT_OBJECTS = [None, [], "x", 3, True]
+WRONG_VALUES = {
+    "train_batch_size": [*NOT_COUNTS, 1e30],
+    "train_micro_batch_size_per_gpu": NOT_COUNTS,
+    "gradient_accumulation_steps": [*NOT_COUNTS, 3, 16],
+    "gradient_clipping": [-1, "1", None, True, []],
+    "optimizer": [*NOT_OBJECTS, {}, {"type": 5}, {"params": {}}, {"type": "AdamW", "params": []}, {"type": "AdamW", "parms": {}}],
+    "optimizer.type": ["AdmaW", "OneBitAdam", "", None],
+    "optimizer.params.lr": [0, -1, "1", None, True, [], 1e4],
+    "optimizer.params.betas": [[0.9], [1, 0.9], [0.9, "x"], 0.9, [True, False], None, [0.9, -1]],
+    "optimizer.params.eps": [0, -1, "x", None],
+    "optimizer.params.weight_decay": [-1, None, True, 5],
+    "optimizer.params.amsgrad": ["x"],
+    "optimizer.params.bias_correction": [False],
+    "optimizer.params.max_grad_norm": [1],
+    "optimizer.params.wd": [0.1],
+    "scheduler": [*NOT_OBJECTS, {}, {"type": "Cosine"}, {"type": "WarmupLR", "params": None}, {"type": "WarmupCosineTokens", "param": {}}],
+    "scheduler.params.min_lr": [-1, 1, "x", None],
+    "scheduler.params.warmup_steps": [-1, 300, 1.5, "x", None],
+    "scheduler.params.total_tokens": [0, -1, "x", 1.5, None],
+    "scheduler.params.warmup_step": [3],
+    "zero_optimization": [None, [], "x", 3, True],
+    "zero_optimization.stage": ["2", 4, -1, True, 1.5, None, [1], "auto"],
+    "zero_optimization.stag": [1],
+    "zero_optimization.reduce_bucket_size": ["x", -1, 0, None, 1.5],
+    "zero_optimization.allgather_bucket_size": ["auto"],
+    "zero_optimization.mics_shard_size": [2],
+    "zero_optimization.compute_grad_norm": [False],
+    "zero_optimization.offload_optimizer": ["cpu", {"device": "gpu"}, {"devcie": "cpu"}, {"device": "nvme"}],
+    "zero_optimization.offload_param": [{"device": "cpu"}],  # stage 1
+    "bf16": [*NOT_OBJECTS, {"enable": True}, {"enabled": "true"}, {"enabled": 1}, {"enabled": True, "bf16_optimizer_states": True}],
+    "bfloat16": [{"enabled": True}],
+    "fp16": [{"enabled": True}, {"enabled": False, "loss_scale": -1}, {"enabled": False, "initial_scale_power": 1000}],
+    "curriculum_learning": [{"enabled": True}, {}, 5],
+    "progressive_layer_drop": [{"enabled": True, "theta": 0.5, "gamma": 0.001}],
+    "compression_training": [{}],
+    "amp": [{"enabled": True}],
+    "sparse_gradients": [True],
+    "zero_optimisation": [{}],
+    "steps": [3],
+    "activation_checkpointing": [5, {"partition_activation": True}, {"partition_activations": True}],
+    "flops_profiler": [[], {"enabled": True, "profile_steps": 3}],
+    "tensorboard": [3, {"enabled": True, "outpath": "x"}],
+    "wandb": [{"enabled": 3}],
+    "comms_logger": [{"enabled": True, "debugg": 1}],
+    "communication_data_type": ["fp8", 5],
+    "data_types": [5, {"grad_accum_dtype": "fp99"}, {"grad_acum_dtype": "fp32"}],
+    "checkpoint": [5, {"tag_validation": "x"}, {"tag_validaton": "Ignore"}],
+    "aio": [5, {"blocksize": 3}],
+    "torch_autocast": [5, {"enabled": True, "dtype": "bfloat"}],
+    "sequence_parallel_size": [2, "x"],
+    "tensor_parallel": [5, {"autotp_size": 2}],
+    "pipeline": [5, {"stages": 2}],
+    "data_efficiency": [5, {"enabled": True}],
+    "hybrid_engine": [{"enabled": True}],
+    "autotuning": [{"enabled": True}],
+    "steps_per_print": ["x", -1, 0],
+    "wall_clock_breakdown": ["yes", "auto"],
+    "gradient_predivide_factor": ["x", 0],
+    "gradient_allreduce_op": ["max"],
+    "log_level": ["x"],
+}
+
+
+@pytest.mark.parametrize("key", WRONG_VALUES)
+def test_wrong_value_in_the_json(key, faults):
+    for value in WRONG_VALUES[key]:
+        found = faults(changed(key, value))
+        assert len(found) == 1, found
+        assert "engine.json" in found[0]
+        assert key.split(".")[0] in found[0], found
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "names"),
+    [
+        ("zero_optimisation", {}, "'zero_optimisation': unknown key, which DeepSpeed would ignore; did you mean 'zero_optimization'?"),
+        ("zero_optimization.stag", 1, "'zero_optimization.stag': unknown key; did you mean 'stage'?"),
+        ("zero_optimization.offload_optimizer", {"devcie": "cpu"}, "offload_optimizer.devcie': unknown key; did you mean 'device'?"),
+        ("optimizer.parms", {}, "'optimizer.parms': unknown key; did you mean 'params'?"),
+        ("optimizer.params.beta", [0, 0], "'optimizer.params.beta': unknown key; did you mean 'betas'?"),
+        ("optimizer.params.max_grad_norm", 1, 'write "gradient_clipping" at the top level instead'),
+        ("optimizer.type", "AdmaW", "did you mean 'AdamW'?"),
+        ("scheduler.type", "WarmupCosine", "did you mean 'WarmupCosineLR'?"),
+        ("scheduler.params.warmup_step", 3, "did you mean 'warmup_steps'?"),
+        ("flops_profiler", {"profile_steps": 3}, "did you mean 'profile_step'?"),
+        ("curriculum_learning", {"enabled": True}, "'curriculum_learning': is gone from DeepSpeed"),
+        ("zero_optimization.mics_shard_size", 2, "'zero_optimization.mics_shard_size': is gone from DeepSpeed"),
+        ("fp16", {"enabled": True}, "fp16 and bf16 are both enabled; set one of them to false"),
+        ("zero_optimization.offload_param", {"device": "cpu"}, "offload works at stage 3, and this JSON is at stage 1"),
+        ("zero_optimization.stage", "auto", '"auto" has no meaning here'),
+        ("pipeline", {"stages": 2}, "has no effect here: the ranks share the data, not the model; remove it"),
+        ("optimizer", {"type": "SGD", "params": {"lr": "auto"}}, 'add "zero_allow_untested_optimizer": true, or use stage 0'),
+        ("optimizer", {"type": "Adagrad"}, "works at stage 0 in fp32 only"),
+        ("scheduler", {"type": "OneCycle", "params": {"cycle_min_lr": 0.1}}, "cycle_max_lr': is missing, and OneCycle needs it"),
+        ("scheduler", {"type": "WarmupLR", "params": {"warmup_num_steps": -5}}, "is -5, must be a whole number of at least 1"),
+        ("scheduler", {"type": "WarmupLR", "params": {"warmup_type": "cubic"}}, 'must be "log" or "linear"'),
+    ],
+)
+def test_the_line_says_what_and_the_fix(key, value, names, faults):
+    if key == "optimizer.type":  # a removed one is named beside those that there are
+        assert "there are Adam, AdamW" in faults(changed(key, value))[0]
+    (fault,) = faults(changed(key, value))
+    assert names in fault
+
+
+def test_offload_at_stage_0_is_refused(faults):
+    values = changed("zero_optimization", {"stage": 0, "offload_optimizer": {"device": "cpu"}})
+    assert "offload works at stage 1 or 2 or 3, and this JSON is at stage 0" in faults(values)[0]
+
+
+def test_a_schedule_of_deepspeed_has_no_place_for_min_lr(faults):
+    (fault,) = faults(changed("scheduler", {"type": "WarmupLR"}), "--min_lr", "1e-5")
+    assert "--min_lr 1e-05: WarmupLR ends where its own parameters say" in fault
+
+
+def test_all_faults_of_a_file_are_reported_at_once_each_with_its_line(faults):
+    values = changed("zero_optimization.stage", "2")
+    values["zero_optimization"]["reduce_bucket_sise"] = 3
+    values["optimizer"]["type"] = "AdmaW"
+    values["optimizer"]["params"]["lr"] = -1
+    values["scheduler"]["params"]["min_lr"] = "low"
+    values["train_batch_size"] = 0
+    values["curriculum_learning"] = {"enabled": True}
+    values["nonsense"] = 1
+    found = faults(values)
+    lines = json.dumps(values, indent=1).splitlines()
+    for key in ("stage", "reduce_bucket_sise", "type", "lr", "min_lr", "train_batch_size", "curriculum_learning", "nonsense"):
+        (fault,) = [fault for fault in found if f".{key}'" in fault or f"'{key}'" in fault]
+        line = int(fault.split("line ")[1].split(":")[0])
+        assert f'"{key}"' in lines[line - 1]
+    assert len(found) == 8
+
+
+# --- the corpus ---------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def copied(corpus, tmp_path) -> Path:
+    return Path(shutil.copytree(corpus, tmp_path / "copied"))
+
+
+def damage_manifest(folder: Path, **changes: Any) -> None:
+    file = folder / "manifest.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+def empty_shard(folder: Path) -> None:
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest["splits"]["val"] |= {"tokens": 0, "shards": [{"file": "val-00000.bin", "tokens": 0, "sha256": ""}]}
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    (folder / "val-00000.bin").write_bytes(b"")
+
+
+DAMAGES = {
+    "a shard is missing": (lambda folder: (folder / "train-00000.bin").unlink(), "train-00000.bin: missing"),
+    "a shard is short": (lambda folder: os.truncate(folder / "train-00000.bin", 1000), "train-00000.bin: truncated"),
+    "a shard is long": (lambda folder: (folder / "val-00000.bin").open("ab").write(b"xx"), "val-00000.bin: too long"),
+    "a shard is a folder": (lambda folder: [(folder / "val-00000.bin").unlink(), (folder / "val-00000.bin").mkdir()], "val-00000.bin: "),
+    "no manifest": (lambda folder: (folder / "manifest.json").unlink(), "manifest.json: missing"),
+    "the manifest is a folder": (
+        lambda folder: [(folder / "manifest.json").unlink(), (folder / "manifest.json").mkdir()],
+        "manifest.json: cannot be read (Is a directory)",
+    ),
+    "the manifest is no JSON": (lambda folder: (folder / "manifest.json").write_text("{"), "manifest.json: not JSON at line 1"),
+    "the manifest is nested": (lambda folder: (folder / "manifest.json").write_text("[" * 100_000), "manifest.json: not a manifest"),
+    "a number is absurd": (lambda folder: (folder / "manifest.json").write_text("9" * 5000), "manifest.json: not a manifest"),
+    "the manifest is a list": (lambda folder: (folder / "manifest.json").write_text("[]"), "format_version"),
+    "the version is another": (lambda folder: damage_manifest(folder, format_version=99), "format_version is 99"),
+    "the dtype is unknown": (lambda folder: damage_manifest(folder, dtype="float64"), 'dtype is "float64"'),
+    "the splits are nothing": (lambda folder: damage_manifest(folder, splits=None), "splits is null"),
+    "the tokenizer is missing": (lambda folder: (folder / "tokenizer.json").unlink(), "tokenizer.json: missing"),
+    "the validation split is empty": (empty_shard, "no shard of the val split holds one window"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damaged_corpus(damage, faults, copied):
+    spoil, names = DAMAGES[damage]
+    spoil(copied)
+    (fault,) = faults(BASE, "--data", str(copied))
+    assert names in fault
+    assert any(word in fault for word in ("prepare", "copy"))
+
+
+def test_token_ids_out_of_range_are_found_before_training(copied):
+    tokens = np.memmap(copied / "train-00000.bin", dtype="<u2", mode="r+")
+    tokens[77] = 5000
+    tokens.flush()
+    with pytest.raises(DataError, match=r"train-00000\.bin: token id 5000 at token 77; allowed: 0 to 1023"):
+        open_corpus(copied).verify()
+
+
+# --- the command --------------------------------------------------------------------------------------------------------------------
+
+#: Fails the process that imports torch, loudly.
+NO_TORCH = """
+import sys
+
+
+class NoTorch:
+    def find_spec(self, name, path=None, target=None):
+        if name in ("torch", "deepspeed", "transformers"):
+            print(f"{name} IS IMPORTED", file=sys.stderr, flush=True)
+        return None
+
+
+sys.meta_path.insert(0, NoTorch())
+"""
+
+
+@pytest.fixture
+def command(tmp_path):
+    """A function that runs the real command in an empty folder and checks what every mistake has in common; the line it printed."""
+    hook, work = tmp_path / "hook", tmp_path / "work"
+    hook.mkdir()
+    work.mkdir()
+    (hook / "sitecustomize.py").write_text(NO_TORCH)
+    environment = {key: value for key, value in os.environ.items() if key not in LAUNCHER_NAMES} | {"PYTHONPATH": str(hook)}
+
+    def run(*flags: Any, before: tuple[str, ...] = (), lines: int = 1, **extra: str) -> str:
+        seen = snapshot(work)
+        arguments = [*before, sys.executable, str(ROOT / "launch/pretrain.py"), *map(str, flags)]
+        done = subprocess.run(arguments, cwd=work, env=environment | extra, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 2, (done.returncode, done.stderr)
+        assert done.stdout == ""
+        assert len(done.stderr.splitlines()) == lines, done.stderr
+        assert all(line.startswith("error: ") for line in done.stderr.splitlines()), done.stderr
+        assert snapshot(work) == seen
+        return done.stderr
+
+    run.work = work
+    return run
+
+
+@pytest.fixture
+def config(corpus) -> list[str]:
+    return ["--deepspeed_config", str(ROOT / "ds_configs/zero1_bf16.json"), "--data", str(corpus)]
+
+
+def test_the_guard_against_torch_works(tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(NO_TORCH)
+    code = [sys.executable, "-c", "import torch.version"]
+    done = subprocess.run(code, env=os.environ | {"PYTHONPATH": str(tmp_path)}, capture_output=True, text=True)
+    assert "torch IS IMPORTED" in done.stderr
+
+
+def test_a_wrong_flag_ends_the_command(command, config):
+    assert "did you mean '--steps'?" in command(*config, "--stepz", "3")
+
+
+def test_a_wrong_json_ends_the_command_with_a_line_for_each_fault(command, config, tmp_path):
+    values = changed("zero_optimization.stage", 7)
+    values["nonsense"] = 1
+    (tmp_path / "engine.json").write_text(json.dumps(values))
+    printed = command("--deepspeed_config", tmp_path / "engine.json", *config[2:], lines=2)
+    assert "'zero_optimization.stage': is 7" in printed
+    assert "'nonsense': unknown key" in printed
+
+
+def test_only_local_rank_0_speaks(command, config):
+    wrong = [*config, "--steps", "0"]
+    assert command(*wrong, RANK="4", LOCAL_RANK="0", WORLD_SIZE="8") != ""
+    assert command(*wrong, RANK="5", LOCAL_RANK="1", WORLD_SIZE="8", lines=0) == ""
+
+
+def test_a_run_that_exists_is_not_touched(command, config):
+    taken = command.work / "runs" / "taken"
+    taken.mkdir(parents=True)
+    (taken / "run.json").write_text("{}")
+    assert "taken: this run exists; give another --run_name" in command(*config, "--run_name", "taken")
+    (command.work / "runs" / "file").write_text("")
+    assert "file: " in command(*config, "--run_name", "file")
+
+
+def test_a_runs_dir_that_is_a_file(command, config):
+    (command.work / "results").write_text("")
+    assert "results is a file" in command(*config, "--runs_dir", "results")
+    assert "cannot be" in command(*config, "--runs_dir", "results/below")
+
+
+def test_a_corpus_with_ids_out_of_range_makes_no_run_folder(command, config, copied):
+    np.memmap(copied / "val-00000.bin", dtype="<u2", mode="r+")[5] = 6000
+    assert "token id 6000 at token 5" in command(*config[:2], "--data", copied)
+
+
+def without_roots_privileges() -> tuple[str, ...]:
+    """What starts a command that file permissions hold for: root ignores them, unless this capability is taken away."""
+    if os.geteuid() != 0:
+        return ()
+    tool = shutil.which("setpriv")
+    before = (tool, "--bounding-set=-dac_override,-dac_read_search") if tool else ()
+    if not tool or subprocess.run([*before, "true"], capture_output=True).returncode:
+        pytest.skip("run as root, and setpriv cannot take root's privilege away")
+    return before
+
+
+def test_a_folder_that_cannot_be_written(command, config):
+    assert "cannot be" in command(*config, "--runs_dir", "/proc/runs")  # for root too
+    locked = command.work / "locked"
+    locked.mkdir(mode=0o555)
+    try:
+        printed = command(*config, "--runs_dir", "locked", before=without_roots_privileges())
+        assert "locked is not writable; give another --runs_dir" in printed
+    finally:
+        locked.chmod(0o755)
+
+
+def test_a_folder_that_cannot_be_entered(command, config):
+    closed = command.work / "closed"
+    closed.mkdir(mode=0o000)
+    try:
+        for flag in ("--runs_dir", "--data", "--deepspeed_config"):
+            arguments = [*config, flag, "closed/inside"]
+            assert "Permission denied" in command(*arguments, before=without_roots_privileges())
+    finally:
+        closed.chmod(0o755)
+
+
+def test_a_corpus_that_cannot_be_read(command, config, copied):
+    for name in ("manifest.json", "train-00000.bin", "tokenizer.json"):
+        (copied / name).chmod(0o000)
+        printed = command(*config[:2], "--data", copied, before=without_roots_privileges())
+        assert f"{name}: cannot be read (Permission denied)" in printed
+        (copied / name).chmod(0o644)
+
+
+def test_a_mistake_through_the_launcher(config, tmp_path):
+    """All ranks end with 2, one of them speaks, and the launcher hands the exit code on."""
+    launcher = [
+        str(Path(sys.executable).with_name("deepspeed")),
+        "--num_gpus",
+        "2",
+        "--log_level",
+        "error",
+        str(ROOT / "launch/pretrain.py"),
+    ]
+    environment = {key: value for key, value in os.environ.items() if key not in LAUNCHER_NAMES}
+    done = subprocess.run([*launcher, *config, "--lr", "nan"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 2
+    assert [line for line in done.stderr.splitlines() if line.startswith("error:")] == [
+        "error: --lr: nan is out of range: it must be above 0 and at most 100; see --help"
+    ]
+    assert "Traceback" not in done.stdout + done.stderr
+    assert list(tmp_path.iterdir()) == []
