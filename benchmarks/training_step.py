@@ -3,9 +3,9 @@
     python benchmarks/training_step.py            # about two minutes on two cores
     python benchmarks/training_step.py --preset nano --profile
 
-Both sides train the same model on the same micro-batches with the same optimizer kernel (torch's fused AdamW), the same clipping and the same
-schedule. Left: `launch/pretrain.py`'s own loop, everything in it (loader, logging, metrics). Right: `torch.autocast` in bf16, as one would
-write it by hand. A ratio above 1 says that the engine's loop is faster. The share of the loader in the engine's step is measured beside it.
+Both sides train the same model on the same micro-batches with the same optimizer kernel (torch's fused AdamW) and the same clipping.
+One is `launch/pretrain.py`'s own loop with everything in it (loader, logging, metrics), the other `torch.autocast` in bf16, as one
+would write it by hand. A ratio above 1 says that the engine's loop is faster. The loader's share of its step is measured beside it.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def main() -> int:
         return tensor
 
     class TakesTurns(Technique):
-        """Advances the plain loop by one step before each step of the engine's loop, on the micro-batches of the step before."""
+        """Advances the plain loop by a step before each step of the engine's, on the micro-batches of the step before."""
 
         def __init__(self) -> None:
             self.batches: list[Any] = []
@@ -156,8 +156,8 @@ def main() -> int:
     for name, seconds in (("engine loop", engine), ("plain loop", plain)):
         times = spread(seconds)
         print(
-            f"{name:12} {times['median_ms']:8.1f} ms a step (quartiles {times['lower_quartile_ms']:.1f} to {times['upper_quartile_ms']:.1f}, "
-            f"{times['count']} steps)"
+            f"{name:12} {times['median_ms']:8.1f} ms a step, "
+            f"quartiles {times['lower_quartile_ms']:.1f} to {times['upper_quartile_ms']:.1f}, {times['count']} steps"
         )
     print(
         f"engine's tokens/s over the plain loop's: {statistics.median(ratios):.3f} (quartiles {quartiles[0]:.3f} to {quartiles[2]:.3f}); "

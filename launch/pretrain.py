@@ -34,6 +34,10 @@ def main() -> int:
         if is_speaker():
             print(json.dumps(config.as_json(), indent=2))
         return 0
+    if config.precision == "fp16":  # the one question that only torch can answer; asked before the run's folder is made
+        from launch.engine.engine import check_precision
+
+        check_precision(config)
     folder = NoFolder()
     rank = os.environ.get("RANK", "0")
     if rank == "0":

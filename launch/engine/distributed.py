@@ -15,8 +15,8 @@ import os
 import shutil
 import socket
 import sys
-import warnings
 import time
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from launch.engine import corrections
-from launch.engine.distributed import Collectives
+from launch.engine.distributed import Collectives, quiet_deepspeed
 from launch.run.config import ADAM_TYPES, TOKEN_SCHEDULE, RunConfig
 from launch.run.errors import UsageError
 from launch.run.schedule import warmup_cosine
@@ -61,14 +61,9 @@ class Engine:
 
 
 def start_engine(config: RunConfig, technique: Technique, collectives: Collectives) -> Engine:
-    """Build the model and the engine around it.
-
-    Raises:
-        UsageError: the device cannot do the precision asked for.
-    """
+    """Build the model and the engine around it."""
     import deepspeed
 
-    _check_device(config, collectives)
     model_config = GPTConfig(**vars(config.shape), vocab_size=config.corpus.vocab_size, init_seed=config.seed)
     engine_json = _engine_json(config)
     # At stage 3 every module is partitioned as soon as it is built: the whole model is never on one rank.
@@ -90,13 +85,18 @@ def start_engine(config: RunConfig, technique: Technique, collectives: Collectiv
     return Engine(engine, model_config, config, applied)
 
 
-def _check_device(config: RunConfig, collectives: Collectives) -> None:
-    """fp16 on a processor that has none is refused before the model is built; DeepSpeed would raise after it."""
+def check_precision(config: RunConfig) -> None:
+    """Refuse fp16 on a device that has none; DeepSpeed would raise after the model was built.
+
+    Raises:
+        UsageError: the device has no arithmetic of the precision asked for.
+    """
+    quiet_deepspeed()
     from deepspeed.accelerator import get_accelerator
 
     if config.precision == "fp16" and not get_accelerator().is_fp16_supported():
         raise UsageError(
-            f"{config.config_file}: fp16 is enabled, but this {collectives.device.type} has no fp16 arithmetic; "
+            f"{config.config_file}: fp16 is enabled, but this {get_accelerator().device_name()} has no fp16 arithmetic; "
             f"use the bf16 or the fp32 JSON of the same stage (ds_configs/zero{config.zero_stage}_bf16.json)"
         )
 

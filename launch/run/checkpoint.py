@@ -89,7 +89,9 @@ class Checkpoints:
         self.collectives.barrier()  # all ranks have looked before anything changes
         if complete:
             return final
-        with self._ending_on_failure(f"{final}: could not be written", "the older checkpoints are intact; --resume goes on from them"):
+        with self._ending_on_failure(
+            f"{final}: could not be written", "{free} MiB are free; the older checkpoints are intact: --resume goes on from them"
+        ):
             if self.collectives.rank == 0:
                 _remove_leftovers(self.folder)
                 if final.exists():  # without a state.json: somebody took files away
@@ -151,7 +153,8 @@ class Checkpoints:
             yield
         except Exception as reason:
             text = " ".join(str(reason).split())
-            line = f"error: {failure} by rank {self.collectives.rank} ({type(reason).__name__}: {text[:200]}); {remedy}"
+            free = shutil.disk_usage(self.folder).free // 2**20  # torch does not say that a disk is full
+            line = f"error: {failure} by rank {self.collectives.rank} ({type(reason).__name__}: {text[:200]}); {remedy.format(free=free)}"
             print(line, file=sys.stderr, flush=True)
             raise SystemExit(1) from None
 

@@ -255,6 +255,8 @@ class RunFolder:
             # Purges what a killed run left there of later steps.
             self._writer = SummaryWriter(str(self.path), purge_step=step + 1 if step else 0)
         self.seconds_before = kept[-1]["seconds"] if kept else 0.0
+        if step and (not kept or kept[-1]["step"] < step):  # not by a kill: a line is on the disk before its checkpoint is
+            self.log(f"{file} lacks the lines up to step {step}, which the checkpoint holds; the curve will have a gap")
 
     def write_metrics(self, line: dict[str, Any], durable: bool = False) -> None:
         """Append one step's line, and the same numbers as TensorBoard scalars.

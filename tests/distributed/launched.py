@@ -97,9 +97,9 @@ class LaunchedRun:
     def wait_for_step(self, step: int) -> LaunchedRun:
         return self.wait_until(lambda: self.last_step() >= step)
 
-    def wait(self) -> int:
+    def wait(self, patience: float = PATIENCE_SECONDS) -> int:
         """The exit code of the `deepspeed` command as a shell shows it, once all processes of the job have ended."""
-        code = self.process.wait(PATIENCE_SECONDS)
+        code = self.process.wait(patience)
         deadline = time.monotonic() + 45.0
         while left := self.processes():
             assert time.monotonic() < deadline, f"left behind: {[process.cmdline() for process in left]}\n{self.output()}"

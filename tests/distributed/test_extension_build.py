@@ -45,8 +45,9 @@ def test_a_start_after_a_killed_build_builds_once_and_trains(survivors, flags, t
         run.kill()
     assert (extensions / NAME / "lock").exists()
     again = LaunchedRun(tmp_path / "runs", "r", 1, 2, [*flags, "--resume"], **environment)
-    assert again.wait() == 0, again.output()
+    # Compilers that live on finish what they compile, which nobody uses: the start waits for them, then builds.
+    assert again.wait(patience=300.0) == 0, again.output()
     run.wait()
     assert again.output().count("the build that made it was killed") == 1
-    assert again.output().count("Building DeepSpeed's shared-memory extension") == 1 - survivors
+    assert again.output().count("Building DeepSpeed's shared-memory extension") == 1
     assert again.last_step() == 2

@@ -52,8 +52,8 @@ def test_stage_0_sends_its_gradients_once_a_step_whatever_the_accumulation(two_r
 
 
 def test_stages_send_what_their_collectives_need(two_ranks, corpus, tmp_path):
-    """In units of the weights' size, on two ranks: stages 1 and 2 all-reduce the gradients (this engine's `use_multi_rank_bucket_allreduce`)
-    and gather the weights, 1 + 1/2; stage 3 reduce-scatters the gradients and gathers weights once or twice, those that do not persist."""
+    """In units of the weights' size, on two ranks: stages 1 and 2 all-reduce the gradients (`use_multi_rank_bucket_allreduce`) and
+    gather the weights, 1 + 1/2; stage 3 reduce-scatters the gradients and gathers, once or twice, the weights that do not persist."""
     size = 4 * parameters(corpus)
     for stage, least, most in ((1, 1.5, 1.51), (2, 1.5, 1.51), (3, 0.5, 1.51)):
         lines = pretrain(
