@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # ninja and the compiler's helpers are found through PATH by torch's just-in-time builds.
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 # Without a GPU, DeepSpeed's launchers would each warn that one may have been missed.
-ifeq ($(shell command -v nvidia-smi rocm-smi hl-smi npu-smi xpu-smi),)
+ifeq ($(shell for tool in nvidia-smi rocm-smi hl-smi npu-smi xpu-smi; do command -v $$tool; done),)
 export DS_ACCELERATOR ?= cpu
 endif
 CORPUS := data/stdlib

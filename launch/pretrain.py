@@ -106,7 +106,7 @@ def train(config: RunConfig, folder: RunFolder | NoFolder, stop: StopRequest) ->
                     tokens = batch.shape[0] * (batch.shape[1] - 1) * plan.accumulation * collectives.world_size
                     lr = engine.set_learning_rate(state["tokens"] + tokens)
                 loss = engine.loss(batch)
-                engine.backward_and_step(loss)
+                engine.backward_and_step(loss, plan.accumulation)
                 loss_sum += loss.detach()
             loss, stopped = meter.agree(loss_sum / plan.accumulation, stop.poll())
             metrics = meter.end_step(tokens)

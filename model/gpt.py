@@ -148,7 +148,8 @@ class TiedHead(nn.Module):
 
     def forward(self, x, targets=None):
         """x (B, T, C); targets int64 (B, T) or None. Returns the scalar fp32 mean loss, or the logits (B, T, vocab_size)."""
-        logits = F.linear(x, self.weight, self.padding_bias)  # (B, T, padded_vocab_size)
+        bias = None if self.padding_bias is None else self.padding_bias.to(x.dtype)
+        logits = F.linear(x, self.weight, bias)  # (B, T, padded_vocab_size)
         if targets is None:
             return logits[..., : self.vocab_size]
         logits, targets = logits.flatten(0, 1), targets.flatten()  # (B, T, V) -> (B T, V), (B, T) -> (B T)

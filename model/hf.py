@@ -3,7 +3,7 @@
 Three things differ: the names' prefix, the matrices' layout (transformers keeps GPT-2's Conv1D, (in, out)), and our
 vocabulary's padding.
 
-    python launch/export.py runs/first --out exported
+    model = GPT2LMHeadModel(hf_config(config)); model.load_state_dict(to_hf_state_dict(gpt.state_dict(), config))
 """
 
 import re

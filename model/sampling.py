@@ -2,7 +2,7 @@
 
 It knows the model only as a function from tokens to logits, so that the engine's partitioned one serves as well as a plain one.
 
-    python launch/generate.py runs/first --prompt "def main"
+    deepspeed launch/pretrain.py --deepspeed_config ds_configs/zero1_bf16.json --sample_tokens 200     # at the end of a run
 """
 
 from collections.abc import Callable

@@ -9,36 +9,40 @@ The faults were measured on DeepSpeed 0.19.8; `tests/distributed/test_correction
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+
+if TYPE_CHECKING:
+    from launch.engine.distributed import Collectives
 
 #: Elements of the tensor on which the gradient norm is probed. The error of an fp32 sum grows with its length: 2.8e-5 at 2 M.
 PROBE_ELEMENTS = 2**21
 
 
-def before_initialize(zero_stage: int, precision: str) -> list[str]:
-    """Corrections of the engine's classes, before an engine is built."""
+def before_initialize(zero_stage: int, precision: str, collectives: Collectives) -> list[str]:
+    """Corrections of the engine's classes, before an engine is built. Called by all ranks; what one of them finds, all correct."""
+    if zero_stage != 0:
+        return []
+    candidates = [(engine_norm_is_inaccurate, take_norms_in_fp64)]
+    if precision != "fp32":
+        candidates.append((unfused_optimizer_steps_at_start, keep_weights_at_start))
+    if precision == "fp16":
+        candidates.append((unfused_loss_scale_misbehaves, scale_like_zero))
     applied = []
-    if zero_stage == 0 and precision != "fp32" and unfused_optimizer_steps_at_start():
-        keep_weights_at_start()
-        applied.append("keep_weights_at_start")
-    if zero_stage == 0 and engine_norm_is_inaccurate():
-        take_norms_in_fp64()
-        applied.append("take_norms_in_fp64")
-    if zero_stage == 0 and precision == "fp16" and growing_scale_shrinks_the_update():
-        unscale_by_the_scale_in_force()
-        applied.append("unscale_by_the_scale_in_force")
+    for probe, correct in candidates:
+        if collectives.any(probe()):
+            correct()
+            applied.append(correct.__name__)
     return applied
 
 
-def after_initialize(engine: Any) -> list[str]:
-    """Corrections of one engine, after it was built."""
-    applied = []
-    if loss_is_not_scaled(engine):
-        scale_loss(engine)
-        applied.append("scale_loss")
-    return applied
+def after_initialize(engine: Any, collectives: Collectives) -> list[str]:
+    """Corrections of one engine, after it was built. Called by all ranks."""
+    if engine.zero_optimization_stage() != 0 or not engine.fp16_enabled() or not collectives.any(loss_is_not_scaled(engine)):
+        return []
+    scale_loss(engine)
+    return ["scale_loss"]
 
 
 # --- stage 0, bf16 and fp16: an optimizer step on zero gradients at start ------------------------------------------------------------
@@ -78,14 +82,14 @@ def engine_norm_is_inaccurate(elements: int = PROBE_ELEMENTS) -> bool:
     """Fault: at stage 0 the norm used for clipping is summed in fp32, which on a CPU is off by 3e-5 at 2 M elements.
 
     Stages 1, 2, 3 sum in fp64, so the stages drift apart (3.7e-5 in the loss after 30 steps). Seen in deepspeed/runtime/utils.py,
-    `clip_grad_norm_` and `get_weight_norm`. Probe: both of them on a known tensor against the norm in fp64.
+    `clip_grad_norm_` and `get_weight_norm`. Probe: both of them on a known tensor against the norm in fp64. All ranks must call this
+    together: the engine's `clip_grad_norm_` averages over them.
     """
     from deepspeed.accelerator import get_accelerator
     from deepspeed.runtime import utils
 
     generator = torch.Generator().manual_seed(0)
-    weight = torch.nn.Parameter(torch.empty(0, device=get_accelerator().current_device_name()))
-    weight.data = torch.randn(elements, generator=generator).to(weight.device)
+    weight = torch.nn.Parameter(torch.randn(elements, generator=generator).to(get_accelerator().current_device_name()))
     weight.grad = weight.data.clone()
     exact = float(torch.linalg.vector_norm(weight.data, dtype=torch.float64))
     found = (float(utils.get_weight_norm([weight])), float(utils.clip_grad_norm_([weight], max_norm=2 * exact)))
@@ -129,47 +133,81 @@ def weight_norm(parameters: list[torch.Tensor], norm_type: float = 2, mpu: Any =
     return norm if norm < float("inf") else -1.0  # NaN compares false
 
 
-# --- stage 0, fp16: a growing loss scale halves one update --------------------------------------------------------------------------
+# --- stage 0, fp16: the rule of the loss scale --------------------------------------------------------------------------------------
 
 
-def growing_scale_shrinks_the_update() -> bool:
-    """Fault: `FP16_UnfusedOptimizer.step` lets the loss scale grow before it divides the gradients by it.
+def unfused_loss_scale_misbehaves() -> bool:
+    """Fault: `FP16_UnfusedOptimizer` has a loss scale of its own making, and three things are wrong with it.
 
-    Once every `loss_scale_window` steps the update is then half of the right one, and clipping sees half of the norm. Seen in
-    deepspeed/runtime/fp16/unfused_optimizer.py, `step`. Probe: one weight with gradient 1 through two steps, the second of which grows
-    the scale; the second update must be 1 too. All ranks must call this together: the engine looks for overflows among them.
+    The scale grows before the gradients are divided by it, so that every `loss_scale_window` steps one update is half of the right one;
+    `hysteresis` and `consecutive_hysteresis` are ignored; and at `min_loss_scale` it skips steps for ever, where stages 1, 2, 3 stop.
+    Seen in deepspeed/runtime/fp16/unfused_optimizer.py, `step` and `_update_scale`. Probe: one weight with gradient 1 through two steps,
+    the second of which grows the scale; the second update must be 1 too. Then an overflow at the minimum, which must raise.
+    All ranks must call this together: the engine looks for overflows among them.
     """
     from deepspeed.accelerator import get_accelerator
     from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 
     weight = torch.nn.Parameter(torch.zeros(1, dtype=torch.float16, device=get_accelerator().current_device_name()))
-    arguments = {"init_scale": 4.0, "scale_window": 1, "min_scale": 1.0, "delayed_shift": 1, "consecutive_hysteresis": False}
-    wrapper = FP16_UnfusedOptimizer(torch.optim.SGD([weight], lr=1.0), dynamic_loss_scale=True, dynamic_loss_args=arguments, verbose=False)
+    rule = {"init_scale": 4.0, "scale_window": 1, "min_scale": 8.0, "delayed_shift": 1, "consecutive_hysteresis": False}
+    wrapper = FP16_UnfusedOptimizer(torch.optim.SGD([weight], lr=1.0), dynamic_loss_scale=True, dynamic_loss_args=rule, verbose=False)
     for _ in range(2):
         weight.grad = torch.full_like(weight, wrapper.loss_scale)
         wrapper.step()
-    return float(wrapper.fp32_groups[0][0].detach()) != -2.0
+    if float(wrapper.fp32_groups[0][0].detach()) != -2.0:
+        return True
+    weight.grad = torch.full_like(weight, float("inf"))
+    try:
+        wrapper.step()
+    except Exception:  # what stages 1, 2, 3 raise is a bare Exception
+        return False
+    return True
 
 
-def unscale_by_the_scale_in_force() -> None:
-    """Correction: the gradients are divided by the scale that the loss was multiplied by."""
+def scale_like_zero() -> None:
+    """Correction: the loss scale of stage 0 follows `DynamicLossScaler`, the rule of stages 1, 2, 3, and changes after the update."""
+    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
     from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 
-    update_scale, unscale = FP16_UnfusedOptimizer._update_scale, FP16_UnfusedOptimizer.unscale_and_clip_grads
+    build, unscale = FP16_UnfusedOptimizer.__init__, FP16_UnfusedOptimizer.unscale_and_clip_grads
+    save, load = FP16_UnfusedOptimizer.state_dict, FP16_UnfusedOptimizer.load_state_dict
 
-    def update_scale_and_remember(self: Any, skip: bool) -> None:
-        self.scale_in_force = self.loss_scale_config.cur_scale
-        update_scale(self, skip)
+    def build_with_rule(
+        self: Any, *args: Any, deepspeed: Any = None, dynamic_loss_args: dict[str, Any] | None = None, **options: Any
+    ) -> None:
+        arguments = dynamic_loss_args or (deepspeed.dynamic_loss_scale_args() if deepspeed is not None else None)
+        build(self, *args, deepspeed=deepspeed, dynamic_loss_args=dynamic_loss_args, **options)
+        self.rule = DynamicLossScaler(**arguments) if arguments and self.loss_scale_config.dynamic_loss_scale else None
 
-    def unscale_by_remembered(self: Any, total_norm: float, apply_scale: bool = True) -> float:
-        grown, self.loss_scale_config.cur_scale = self.loss_scale_config.cur_scale, self.scale_in_force
+    def update_scale(self: Any, overflow: bool) -> None:
+        config, rule = self.loss_scale_config, self.rule
+        self.scale_in_force = config.cur_scale
+        if rule is not None:
+            rule.cur_scale, rule.cur_iter, rule.last_overflow_iter = config.cur_scale, config.cur_iter, config.last_overflow_iter
+            rule.update_scale(overflow)
+            config.cur_scale, config.last_overflow_iter = rule.cur_scale, rule.last_overflow_iter
+        config.cur_iter += 1
+
+    def unscale_by_scale_in_force(self: Any, total_norm: float, apply_scale: bool = True) -> float:
+        new, self.loss_scale_config.cur_scale = self.loss_scale_config.cur_scale, self.scale_in_force
         try:
             return unscale(self, total_norm, apply_scale)
         finally:
-            self.loss_scale_config.cur_scale = grown
+            self.loss_scale_config.cur_scale = new
 
-    FP16_UnfusedOptimizer._update_scale = update_scale_and_remember
-    FP16_UnfusedOptimizer.unscale_and_clip_grads = unscale_by_remembered
+    def save_with_rule(self: Any) -> dict[str, Any]:
+        return {**save(self), "cur_hysteresis": self.rule.cur_hysteresis if self.rule else None}
+
+    def load_with_rule(self: Any, state: dict[str, Any], load_optimizer_states: bool = True) -> None:
+        load(self, state, load_optimizer_states)
+        if self.rule and state.get("cur_hysteresis") is not None:
+            self.rule.cur_hysteresis = state["cur_hysteresis"]
+
+    FP16_UnfusedOptimizer.__init__ = build_with_rule
+    FP16_UnfusedOptimizer._update_scale = update_scale
+    FP16_UnfusedOptimizer.unscale_and_clip_grads = unscale_by_scale_in_force
+    FP16_UnfusedOptimizer.state_dict = save_with_rule
+    FP16_UnfusedOptimizer.load_state_dict = load_with_rule
 
 
 # --- stage 0, fp16: the loss is not scaled -------------------------------------------------------------------------------------------
@@ -182,16 +220,17 @@ def loss_is_not_scaled(engine: Any) -> bool:
     At a scale of 1024 the applied update was 1/1024 of the right one, and clipping did nothing. Seen in deepspeed/runtime/engine.py,
     `backward`. Probe: the gradient of a loss that is one weight, through the engine's own backward.
     """
-    scale = getattr(engine.optimizer, "loss_scale", 1.0)
-    if engine.zero_optimization_stage() != 0 or not engine.fp16_enabled() or scale == 1.0:
-        return False
+    from deepspeed.utils.timer import NoopTimer
+
     weight = torch.ones((), device=engine.device, requires_grad=True)
-    engine.enable_backward_allreduce = False  # the probe is local; the model has no gradients to reduce
+    # Local (the model has no gradients to reduce), at a scale that shows, and without timers, which only a forward pass starts.
+    before = engine.enable_backward_allreduce, engine.timers, engine.optimizer.loss_scale
+    engine.enable_backward_allreduce, engine.timers, engine.optimizer.loss_scale = False, NoopTimer(), 4.0
     try:
         engine.backward(weight * 1.0, scale_wrt_gas=False)
     finally:
-        engine.enable_backward_allreduce = True
-    return float(weight.grad) != scale
+        engine.enable_backward_allreduce, engine.timers, engine.optimizer.loss_scale = before
+    return float(weight.grad) != 4.0
 
 
 def scale_loss(engine: Any) -> None:

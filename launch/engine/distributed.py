@@ -79,7 +79,8 @@ def quiet_deepspeed() -> None:
     torch's own deprecation warnings about the collectives that DeepSpeed calls go with them: they are DeepSpeed's to act on.
     One warning more: on a machine without a GPU it says at every start that a GPU may have been missed. Our log names the device.
     """
-    os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
+    if not torch.accelerator.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
     import deepspeed.utils
 
     deepspeed.utils.logger.setLevel(logging.WARNING)
@@ -156,16 +157,6 @@ class Collectives:
         self._comm.all_reduce(tensor)
         return tensor
 
-    def all_gather(self, output: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-        """Gather (n,) of every rank into `output` (world_size x n,)."""
-        self._comm.all_gather_into_tensor(output, tensor)
-        return output
-
-    def all_to_all(self, output: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-        """Send slice r of `tensor` to rank r; all slices have the same size."""
-        self._comm.all_to_all_single(output, tensor)
-        return output
-
     def barrier(self) -> None:
         """Wait for all ranks."""
         self._comm.barrier()
@@ -174,8 +165,14 @@ class Collectives:
     def uncounted(self) -> Iterator[None]:
         """What is sent inside does not belong to the training step: evaluation, checkpoints."""
         before = self.bytes_sent
-        yield
-        self.bytes_sent = before
+        try:
+            yield
+        finally:
+            self.bytes_sent = before
+
+    def any(self, flag: bool) -> bool:
+        """Whether `flag` is true on any rank."""
+        return bool(self.all_reduce(torch.tensor([float(flag)], device=self.device)).item())
 
 
 def _size(tensors: Any) -> int:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import io
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +14,7 @@ import torch
 from launch.engine import corrections
 from launch.engine.distributed import Collectives, quiet_deepspeed
 from launch.run.config import ADAM_TYPES, TOKEN_SCHEDULE, RunConfig
-from launch.run.errors import UsageError
+from launch.run.errors import TrainingFailed, UsageError
 from launch.run.schedule import warmup_cosine
 from model.gpt import GPT, weight_decay_groups
 from model.presets import GPTConfig
@@ -27,17 +29,40 @@ class Engine:
     model_config: GPTConfig
     config: RunConfig
     corrections: list[str]
+    rank: int
     _loss_scale: float = 1.0
+    _micro_step: int = 0
 
     def loss(self, tokens: torch.Tensor) -> torch.Tensor:
         """Mean cross-entropy of (B, T + 1) token ids, each position predicting the next; fp32 scalar."""
+        if self.config.shape.dropout and self.deepspeed.training:
+            # Masks are a function of (seed, step, micro-step, rank): a resumed run draws those of the uninterrupted one.
+            place = f"{self.config.seed}/{self.deepspeed.global_steps}/{self._micro_step}/{self.rank}"
+            torch.manual_seed(int.from_bytes(hashlib.sha256(place.encode()).digest()[:8], "big", signed=True))
         return self.deepspeed(tokens[:, :-1], tokens[:, 1:])
 
-    def backward_and_step(self, loss: torch.Tensor) -> None:
-        """Accumulate the gradients of `loss`; on the last micro-batch of a step, clip and update."""
-        self.deepspeed.backward(loss)
+    def backward_and_step(self, loss: torch.Tensor, accumulation: int) -> None:
+        """Accumulate the gradients of `loss`, one of `accumulation` micro-batches; on the last of them, clip and update.
+
+        The engine counts micro-batches by its JSON; a technique may plan a step with another number of them.
+
+        Raises:
+            TrainingFailed: the gradients overflow in fp16 and the loss scale is at its minimum.
+        """
+        usual = self.config.gradient_accumulation_steps
+        self._micro_step = (self._micro_step + 1) % accumulation
+        self.deepspeed.set_gradient_accumulation_boundary(self._micro_step == 0)
+        self.deepspeed.backward(loss if accumulation == usual else loss * (usual / accumulation))
         self._loss_scale = float(getattr(self.deepspeed.optimizer, "loss_scale", 1.0))  # `step` may change it
-        self.deepspeed.step()
+        try:
+            self.deepspeed.step()
+        except Exception as reason:
+            if "already at minimum" not in str(reason):  # DynamicLossScaler raises a bare Exception
+                raise
+            raise TrainingFailed(
+                f"step {self.deepspeed.global_steps + 1}: the gradients overflow in fp16 at the minimum loss scale of "
+                f"{self._loss_scale:g}; lower --lr, raise --warmup_steps or use the bf16 JSON, and go on from the last checkpoint by --resume"
+            ) from None
 
     def set_learning_rate(self, tokens: int) -> float:
         """Set the rate for the step after which `tokens` have been consumed; DeepSpeed's own schedules set theirs themselves."""
@@ -54,7 +79,8 @@ class Engine:
         if norm is not None and self.config.zero_stage == 0:
             norm = norm / self._loss_scale  # stages 1, 2, 3 report it unscaled
         return {
-            "grad_norm": None if norm is None else float(norm),
+            # Infinite where fp16 overflowed, and JSON has no such number.
+            "grad_norm": float(norm) if norm is not None and math.isfinite(norm) else None,
             "loss_scale": self._loss_scale,
             "skipped_steps": self.deepspeed.skipped_steps,
         }
@@ -75,14 +101,14 @@ def start_engine(config: RunConfig, technique: Technique, collectives: Collectiv
     optimizer = technique.optimizer(groups) or _adam(config, groups)
     if optimizer is None:
         engine_json["optimizer"] = config.optimizer
-    applied = corrections.before_initialize(config.zero_stage, config.precision)
+    applied = corrections.before_initialize(config.zero_stage, config.precision, collectives)
     with contextlib.redirect_stdout(io.StringIO()):  # prints of DeepSpeed's own start
         engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, model_parameters=groups, config=engine_json)
-    applied += corrections.after_initialize(engine)
+    applied += corrections.after_initialize(engine, collectives)
     if config.zero_stage == 0 and config.precision == "fp32":
         _log_norm(engine)
     technique.attach(engine, collectives)
-    return Engine(engine, model_config, config, applied)
+    return Engine(engine, model_config, config, applied, collectives.rank)
 
 
 def check_precision(config: RunConfig) -> None:
@@ -103,7 +129,8 @@ def check_precision(config: RunConfig) -> None:
 
 def _engine_json(config: RunConfig) -> dict[str, Any]:
     """The JSON that DeepSpeed gets: our own sections, our schedule and our optimizer are not in it."""
-    engine_json = {**config.engine}
+    # DeepSpeed's throughput timer waits for the device twice a micro-batch, to print what our log has already.
+    engine_json = {"timers": {"throughput": {"enabled": False}}, **config.engine}
     if config.scheduler["type"] != TOKEN_SCHEDULE:
         engine_json["scheduler"] = config.scheduler
     return engine_json

@@ -71,7 +71,7 @@ class Meter:
         return metrics
 
     def _peak_memory(self) -> int:
-        """Of this rank: the device's allocator on a GPU, the process on a CPU (ru_maxrss is in KiB on Linux)."""
+        """Of this rank, since its start: the device's allocator on a GPU, the process on a CPU (ru_maxrss is in KiB on Linux)."""
         if self.collectives.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.collectives.device)
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

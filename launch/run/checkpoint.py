@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import shutil
 import sys
@@ -169,7 +170,7 @@ class Checkpoints:
 
     def _prune(self) -> None:
         checkpoints = complete_checkpoints(self.folder)
-        losses = {path: loss for path in checkpoints if (loss := read_state(path).get("val_loss")) is not None}
+        losses = {path: loss for path in checkpoints if (loss := read_state(path).get("val_loss")) is not None and math.isfinite(loss)}
         best = min(losses, key=losses.get) if losses else None
         for path in checkpoints[: -self.keep]:
             if path != best:

@@ -63,6 +63,7 @@ NOT_DRIVEN = {
     "activation_checkpointing": "the model keeps its activations and never calls deepspeed.checkpointing",
     "autotuning": "the autotuner rewrites the JSON and starts runs of its own",
     "compile": "the engine is never compiled",
+    "datastates_ckpt": "checkpoints are written by launch/run/checkpoint.py, which needs their files when the engine returns",
     "data_efficiency": "the batches come from data_pipeline/, not from DeepSpeed's data loader",
     "dataloader_drop_last": "the batches come from data_pipeline/, which has no short ones",
     "expert_parallel": "the ranks share the data, not the model",
@@ -70,6 +71,7 @@ NOT_DRIVEN = {
     "pipeline": "the ranks share the data, not the model",
     "sequence_parallel_size": "the ranks share the data, not the sequences",
     "tensor_parallel": "the ranks share the data, not the model",
+    "torch_autocast": "the log, the metrics and the checkpoints know fp32, bf16 and fp16 only; use the 'bf16' section",
     "weight_quantization": "it is for inference",
 }
 MAX_TOKENS = 10**18  # positions in the data are int64
@@ -299,6 +301,11 @@ def _check_sections(engine: EngineJson, claimed: set[str]) -> None:
     for key, package in (("wandb", "wandb"), ("comet", "comet_ml")):
         if engine.get(key, "enabled") and importlib.util.find_spec(package) is None:
             engine.fault((key, "enabled"), f"needs the package {package}, which is not installed; pip install {package}")
+    if engine.get("managed_gradient_accumulation") is False:
+        engine.fault(("managed_gradient_accumulation",), "is false, but the loop steps the engine once a micro-batch; remove it")
+    for key in ("writer", "load_universal"):
+        if _is_active(engine.get("checkpoint", key)):
+            engine.fault(("checkpoint", key), "has no place here: a checkpoint must be complete when the engine returns; remove it")
     stage, allreduce = engine.get("zero_optimization", "stage"), engine.get("gradient_allreduce_op")
     if allreduce == "sum" and stage == 3:
         engine.fault(("gradient_allreduce_op",), 'is "sum", which stage 3 does not do; write "mean"')

@@ -29,6 +29,10 @@ def one_line(text: str) -> str:
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
 
 
+class TrainingFailed(Exception):
+    """The run cannot go on, by no fault of its command line: one line, exit code 1."""
+
+
 def nearest(name: str, allowed: Iterable[str]) -> str:
     """`; did you mean 'x'?` for the closest of `allowed`, or an empty string when nothing is close."""
     folded = {item.lower(): item for item in allowed}
@@ -55,6 +59,9 @@ def run_command(main: Callable[[], int | None]) -> None:
         for fault in getattr(mistake, "faults", None) or (one_line(str(mistake)),):
             say(f"error: {fault}", sys.stderr)
         code = 2
+    except TrainingFailed as reason:
+        say(f"error: {one_line(str(reason))}", sys.stderr)
+        code = 1
     except KeyboardInterrupt:
         code = 130
     except BrokenPipeError:  # the reader of our output has gone, as `| head` does

@@ -265,7 +265,9 @@ class RunFolder:
             durable: a checkpoint of this step follows, which must not outlive the line: wait until the disk has it.
         """
         with _writable(self.path):
-            self._metrics.write(json.dumps(line) + "\n")
+            # JSON has no NaN and no infinity: a loss that is one becomes null.
+            line = {key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in line.items()}
+            self._metrics.write(json.dumps(line, allow_nan=False) + "\n")
             self._metrics.flush()
             for key, value in line.items():
                 if key != "step" and isinstance(value, (int, float)):

@@ -13,9 +13,10 @@ from launch.engine import corrections
 from launch.engine.distributed import start_ranks
 from launch.engine.engine import Engine, start_engine
 from launch.run.config import resolve
+from launch.run.errors import TrainingFailed
 from recipes.technique import Techniques
 
-CORRECTIONS = ("keep_weights_at_start", "take_norms_in_fp64", "unscale_by_the_scale_in_force", "scale_loss")
+CORRECTIONS = ("keep_weights_at_start", "take_norms_in_fp64", "scale_like_zero", "scale_loss")
 TINY = ["--n_layer", "2", "--n_head", "2", "--d_model", "64", "--seq_len", "32", "--global_batch_size", "8", "--steps", "8"]
 
 
@@ -33,7 +34,7 @@ def engine_as_shipped() -> Iterator[None]:
     ]
     places += [
         (unfused_optimizer.FP16_UnfusedOptimizer, name)
-        for name in ("initialize_optimizer_states", "_update_scale", "unscale_and_clip_grads")
+        for name in ("__init__", "initialize_optimizer_states", "_update_scale", "unscale_and_clip_grads", "state_dict", "load_state_dict")
     ]
     places += [(corrections, name) for name in CORRECTIONS]
     before = [getattr(place, name) for place, name in places]
@@ -117,7 +118,7 @@ def fp16_update(corpus: str, stage: int, clipping: float, without: str | None = 
         )
         before = [p.detach().float().clone() for p in engine.deepspeed.module.parameters()]
         engine.deepspeed.optimizer.param_groups[0]["lr"] = 1.0
-        engine.backward_and_step(engine.loss(one_batch(engine)))
+        engine.backward_and_step(engine.loss(one_batch(engine)), 1)
         after = [p.detach().float() for p in engine.deepspeed.module.parameters()]
         update = float(corrections.norm_in_fp64([a - b for a, b in zip(after, before, strict=True)]))
         return {"update": update, "norm": engine.step_metrics()["grad_norm"], "applied": engine.corrections}
@@ -145,7 +146,7 @@ def update_while_the_scale_grows(corpus: str, without: str | None = None) -> lis
         for _ in range(2):
             before = [p.detach().clone() for group in wrapper.fp32_groups for p in group]
             wrapper.param_groups[0]["lr"] = 1e-4
-            engine.backward_and_step(engine.loss(one_batch(engine)))
+            engine.backward_and_step(engine.loss(one_batch(engine)), 1)
             after = [p.detach() for group in wrapper.fp32_groups for p in group]
             sizes.append(float(corrections.norm_in_fp64([a - b for a, b in zip(after, before, strict=True)])))
         assert wrapper.loss_scale == 32.0
@@ -157,13 +158,13 @@ def probes_on_a_mended_engine(corpus: str) -> dict[str, Any]:
     with engine_as_shipped(), fp16_allowed():
         corrections.keep_weights_at_start()
         corrections.take_norms_in_fp64()
-        corrections.unscale_by_the_scale_in_force()
+        corrections.scale_like_zero()
         engine = start(corpus, 0, "fp16")
         again = corrections.loss_is_not_scaled(engine.deepspeed)
         return {
             "unfused_optimizer_steps_at_start": corrections.unfused_optimizer_steps_at_start(),
             "engine_norm_is_inaccurate": corrections.engine_norm_is_inaccurate(),
-            "growing_scale_shrinks_the_update": corrections.growing_scale_shrinks_the_update(),
+            "unfused_loss_scale_misbehaves": corrections.unfused_loss_scale_misbehaves(),
             "loss_is_not_scaled": again,
             "applied": [name for name in engine.corrections if name != "scale_loss"],
         }
@@ -177,6 +178,38 @@ def bf16_losses(corpus: str, stage: int) -> list[float]:
         for step in range(8):
             engine.set_learning_rate((step + 1) * engine.config.tokens_per_step)
             loss = engine.loss(one_batch(engine))
-            engine.backward_and_step(loss)
+            engine.backward_and_step(loss, 1)
             losses.append(loss.item())
         return losses
+
+
+def scales_while_overflowing(corpus: str, stage: int, without: str | None = None) -> dict[str, Any]:
+    """The loss scale in force over steps of which the first four overflow, from 16 down to a minimum of 4, and how it ended."""
+    with engine_as_shipped(), fp16_allowed():
+        options = {"initial_scale_power": 4, "hysteresis": 2, "min_loss_scale": 4, "loss_scale_window": 2}
+        flags = [part for key, value in options.items() for part in ("--set", f"fp16.{key}={value}")]
+        engine = start(corpus, stage, "fp16", *flags, without=without)
+        scales, failure = [], ""
+        for step in range(12):
+            loss = engine.loss(one_batch(engine))
+            try:
+                engine.backward_and_step(loss * float("inf") if step in (0, 1, 5, 6, 7, 8, 9, 10) else loss, 1)
+            except TrainingFailed as reason:
+                failure = str(reason)
+                break
+            scales.append(engine.step_metrics()["loss_scale"])
+        return {"scales": scales, "failure": failure, "skipped": engine.deepspeed.skipped_steps}
+
+
+def update_at_an_initial_scale_of_one(corpus: str, without: str | None = None) -> list[float]:
+    """Gradient norms at stage 0 in fp16 while the scale grows from 1, on one batch and with a learning rate of nothing."""
+    with engine_as_shipped(), fp16_allowed():
+        flags = ["--set", "fp16.initial_scale_power=0", "--set", "fp16.loss_scale_window=1", "--set", "wall_clock_breakdown=true"]
+        engine = start(corpus, 0, "fp16", *flags, without=without)
+        norms = []
+        for _ in range(5):
+            engine.deepspeed.optimizer.param_groups[0]["lr"] = engine.deepspeed.optimizer.param_groups[1]["lr"] = 0.0
+            engine.backward_and_step(engine.loss(one_batch(engine)), 1)
+            norms.append(engine.step_metrics()["grad_norm"])
+        assert engine.deepspeed.optimizer.loss_scale == 16.0
+        return norms

@@ -13,6 +13,8 @@ from launch.run.folder import NoFolder, RunFolder
 from launch.run.metrics import read_metrics
 from launch.run.provenance import describe_run
 from launch.run.signals import StopRequest
+from recipes import registry
+from recipes.technique import BatchPlan, Technique, Techniques
 
 
 def pretrain(flags: list[str]) -> list[dict[str, Any]]:
@@ -26,3 +28,19 @@ def pretrain(flags: list[str]) -> list[dict[str, Any]]:
         folder.close()
         gc.collect()
     return read_metrics(path / "metrics.jsonl")
+
+
+class ChangingPlan(Technique):
+    """Cuts the same sequences of a step into other micro-batches, in turns."""
+
+    def batch_plan(self, step: int) -> BatchPlan | None:
+        return BatchPlan(1, 8) if step % 2 else BatchPlan(8, 1) if step % 3 == 0 else None
+
+
+def pretrain_with_changing_plan(flags: list[str]) -> list[dict[str, Any]]:
+    """`pretrain` with a technique that plans each step's micro-batches."""
+    make, registry.make_techniques = registry.make_techniques, lambda run: Techniques([ChangingPlan({}, run)])
+    try:
+        return pretrain(flags)
+    finally:
+        registry.make_techniques = make

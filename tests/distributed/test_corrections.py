@@ -45,17 +45,34 @@ def test_stage_0_in_fp16_applies_the_update_that_stage_1_applies(run, clipping):
 
 
 def test_a_growing_loss_scale_does_not_shrink_the_update(run):
-    first, second = run("update_while_the_scale_grows", without="unscale_by_the_scale_in_force")
+    first, second = run("update_while_the_scale_grows", without="scale_like_zero")
     assert second == pytest.approx(first / 2, rel=5e-2), NO_FAULT
     first, second = run("update_while_the_scale_grows")
     assert second == pytest.approx(first, rel=5e-2)
 
 
-def test_an_engine_without_the_faults_is_left_alone(run):
+def test_the_loss_scale_of_stage_0_follows_the_rule_of_stage_1(run):
+    """Hysteresis of 2, growth after two clean steps, and a stop at the minimum."""
+    stage_1, stage_0 = run("scales_while_overflowing", stage=1), run("scales_while_overflowing", stage=0)
+    assert stage_0 == stage_1
+    assert "minimum loss scale of 4" in stage_0["failure"]
+    wrong = run("scales_while_overflowing", stage=0, without="scale_like_zero")
+    assert wrong["scales"] != stage_1["scales"], NO_FAULT
+    assert wrong["failure"] == "", NO_FAULT
+
+
+def test_a_loss_scale_that_starts_at_one_is_applied_too(run):
+    wrong = run("update_at_an_initial_scale_of_one", without="scale_loss")
+    assert wrong[-1] < 0.2 * wrong[0], NO_FAULT
+    right = run("update_at_an_initial_scale_of_one")
+    assert right == pytest.approx([right[0]] * 5, rel=1e-2)
+
+
+def test_an_engine_whose_faults_are_mended_is_corrected_no_more(run):
     assert run("probes_on_a_mended_engine") == {
         "unfused_optimizer_steps_at_start": False,
         "engine_norm_is_inaccurate": False,
-        "growing_scale_shrinks_the_update": False,
+        "unfused_loss_scale_misbehaves": False,
         "loss_is_not_scaled": False,
         "applied": [],
     }

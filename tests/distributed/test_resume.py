@@ -118,10 +118,17 @@ def test_a_run_killed_at_many_moments_resumes_bit_for_bit(seed, stage, ranks, tr
     kill_and_resume(train, tmp_path, flags, stage, ranks, chance.choices(MOMENTS, k=4), chance)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_a_rewound_run_with_accumulation_resumes_bit_for_bit(stage, train, flags, tmp_path):
+@pytest.mark.parametrize(
+    ("stage", "more"),
+    [
+        *((stage, []) for stage in (0, 1, 2, 3)),
+        *((stage, ["--set", 'bf16={"enabled": true}']) for stage in (0, 1, 3)),
+        (2, ["--dropout", "0.2"]),
+    ],
+)
+def test_a_rewound_run_with_accumulation_resumes_bit_for_bit(stage, more, train, flags, tmp_path):
     # 12 sequences / 2 ranks / micro-batch 2 = 3 micro-batches a step
-    flags = [*flags, "--global_batch_size", "12", "--micro_batch_size", "2", "--eval_every", "0", "--keep", "9"]
+    flags = [*flags, *more, "--global_batch_size", "12", "--micro_batch_size", "2", "--eval_every", "0", "--keep", "9"]
     whole = train(tmp_path, "r", [*flags, "--steps", "12"], stage)
     rewind(tmp_path / "r", 6)
     resumed = train(tmp_path, "r", [*flags, "--steps", "12", "--resume"], stage)
