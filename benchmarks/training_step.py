@@ -26,6 +26,9 @@ sys.path[0] = str(ROOT)
 WARM_UP_STEPS = 10
 
 
+PROFILED_STEPS = 5
+
+
 class PlainLoop:
     """A plain PyTorch loop, advanced one step at a time."""
 
@@ -37,18 +40,21 @@ class PlainLoop:
 
         self.config, self.torch, self.device = config, torch, device
         self.model = GPT(GPTConfig(**vars(config.shape), vocab_size=config.corpus.vocab_size, init_seed=config.seed)).to(device)
-        groups = weight_decay_groups(self.model, 0.1)
-        self.optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=(0.9, 0.95), eps=1e-8, fused=True)
+        params = config.optimizer["params"]
+        groups = weight_decay_groups(self.model, params["weight_decay"])
+        self.optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=tuple(params["betas"]), eps=params["eps"], fused=True)
 
-    def step(self, batches: list[Any]) -> float:
-        """One optimizer step over `batches`; its loss."""
+    def step(self, batches: tuple[Any, ...], rate: float) -> float:
+        """One optimizer step over `batches` at learning rate `rate`; its loss."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
         total = 0.0
         for batch in batches:
             with self.torch.autocast(self.device.type, dtype=self.torch.bfloat16):
                 loss = self.model(batch[:, :-1], batch[:, 1:]) / len(batches)
             loss.backward()
             total += loss.detach()
-        self.torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.engine["gradient_clipping"])
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return float(total)
@@ -71,6 +77,7 @@ def main() -> int:
     from launch import pretrain
     from launch.run.config import resolve
     from launch.run.folder import RunFolder
+    from launch.run.metrics import read_metrics
     from launch.run.provenance import describe_run
     from launch.run.signals import StopRequest
     from recipes import registry
@@ -87,7 +94,7 @@ def main() -> int:
             arguments.data,
             "--quiet",
             "--steps",
-            str(arguments.steps),
+            str(arguments.steps + PROFILED_STEPS),
             "--eval_every",
             "0",
             "--save_every",
@@ -98,48 +105,51 @@ def main() -> int:
             "r",
         ]
     )
-    engine_seconds, plain_seconds, loader_seconds, losses = [], [], [0.0], []
+    engine_seconds, plain_seconds, loader_seconds, losses = [], [], [], []
+    make_batches = Loader.micro_batches
 
-    make_tensor = Loader._tensor
-
-    def timed_tensor(self: Loader, indices: Any) -> Any:
-        start = time.perf_counter()
-        tensor = make_tensor(self, indices)
-        loader_seconds[-1] += time.perf_counter() - start
-        return tensor
+    def timed_batches(self: Loader, *place: int) -> Any:
+        batches, spent = make_batches(self, *place), 0.0
+        while True:
+            start = time.perf_counter()
+            batch = next(batches, None)
+            spent += time.perf_counter() - start
+            if batch is None:
+                loader_seconds.append(spent)
+                return
+            yield batch
 
     class TakesTurns(Technique):
         """Advances the plain loop by a step before each step of the engine's, on the micro-batches of the step before."""
 
-        def __init__(self) -> None:
-            self.batches: list[Any] = []
-            self.engine_since: float | None = None
+        batches: tuple[Any, ...] = ()
+        engine_since: float | None = None
 
         def attach(self, engine: Any, collectives: Any) -> None:
-            self.plain = PlainLoop(config, collectives.device)
+            self.engine, self.plain = engine, PlainLoop(config, collectives.device)
 
         def on_step(self, step: int) -> None:
-            if self.engine_since is not None:  # from the end of the last plain step to here: everything the engine's loop does
+            if self.engine_since is not None and step <= arguments.steps + 1:
+                # From the end of the last plain step to here: everything that the engine's loop does.
                 engine_seconds.append(time.perf_counter() - self.engine_since)
                 start = time.perf_counter()
-                losses.append(self.plain.step(self.batches))
+                losses.append(self.plain.step(self.batches, self.engine.optimizer.param_groups[0]["lr"]))
                 plain_seconds.append(time.perf_counter() - start)
-                loader_seconds.append(0.0)
-            self.batches = []
-            if profiler is not None and step == WARM_UP_STEPS:
+            if profiler is not None and step == arguments.steps + 1:
                 profiler.start()
-            self.engine_since = time.perf_counter()
+            self.batches, self.engine_since = (), time.perf_counter()
 
         def on_batch(self, tokens: Any) -> Any:
-            self.batches.append(tokens)
+            self.batches += (tokens,)
             return tokens
 
     profiler = torch.profiler.profile() if arguments.profile else None
-    Loader._tensor = timed_tensor
-    registry.make_techniques = lambda run: Techniques([TakesTurns()])
+    Loader.micro_batches = timed_batches
+    registry.make_techniques = lambda run: Techniques([TakesTurns({}, run)])
     folder = RunFolder(Path(runs) / "r", describe_run(config), quiet=True)
     try:
         pretrain.train(config, folder, StopRequest())
+        engine_losses = [line["loss"] for line in read_metrics(Path(runs) / "r" / "metrics.jsonl")]
     finally:
         folder.close()
         shutil.rmtree(runs)
@@ -148,8 +158,9 @@ def main() -> int:
         print(profiler.key_averages().table(sort_by="self_cpu_time_total", row_limit=25, max_name_column_width=50))
 
     engine, plain = engine_seconds[WARM_UP_STEPS:], plain_seconds[WARM_UP_STEPS:]
+    apart = max(abs(a - b) for a, b in zip(losses, engine_losses, strict=False))
     ratios = [b / a for a, b in zip(engine, plain, strict=True)]
-    share = statistics.median(loader_seconds[WARM_UP_STEPS:-1]) / statistics.median(engine)
+    share = statistics.median(loader_seconds[WARM_UP_STEPS:]) / statistics.median(engine)
     rate = config.tokens_per_step / statistics.median(engine)
     quartiles = statistics.quantiles(ratios, n=4)
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
@@ -161,7 +172,7 @@ def main() -> int:
         )
     print(
         f"engine's tokens/s over the plain loop's: {statistics.median(ratios):.3f} (quartiles {quartiles[0]:.3f} to {quartiles[2]:.3f}); "
-        f"{rate:,.0f} tokens/s; the loader takes {100 * share:.4f}% of a step"
+        f"{rate:,.0f} tokens/s; the loader takes {100 * share:.4f}% of a step; losses at most {apart:.4f} apart"
     )
     append(
         "training_step",
@@ -173,6 +184,7 @@ def main() -> int:
             "tokens_per_second_ratio": statistics.median(ratios),
             "ratio_quartiles": [quartiles[0], quartiles[2]],
             "loader_share": share,
+            "largest_loss_difference": apart,
         },
         device,
     )

@@ -1,8 +1,8 @@
 """The one place for torch.distributed: start-up of the ranks, and the counted collectives that everything else goes through.
 
-The first start on a CPU builds DeepSpeed's shared-memory extension just in time, which takes about half a minute in silence, and a
-build that is killed leaves a lock behind on which every later start hangs for ever. Here the build has its own lock, which
-dies with its process, a line that says what is going on, and a folder of the project's own.
+DeepSpeed builds extensions just in time, which takes a minute or more in silence, and a build that is killed leaves a lock behind on which
+every later start hangs for ever. Here a build has a lock of its own, which dies with its process, a line that says what is going
+on, and a folder of the project's own. The one extension that DeepSpeed would build at every first start on a CPU is not built at all.
 """
 
 from __future__ import annotations
@@ -60,9 +60,8 @@ def start_ranks() -> Collectives:
     if device.type != "cpu":
         get_accelerator().set_device(device.index)
     if not comm.is_initialized():
-        with contextlib.redirect_stdout(io.StringIO()):  # prints that the extension was built, whether it was or not
-            _build_shared_memory_extension()
-            deepspeed.init_distributed(auto_mpi_discovery=False)
+        without_shared_memory_extension()
+        deepspeed.init_distributed(auto_mpi_discovery=False)
     return Collectives(device)
 
 
@@ -93,13 +92,25 @@ def _free_port() -> int:
         return probe.getsockname()[1]
 
 
-def _build_shared_memory_extension() -> None:
-    """On a CPU: build and load `deepspeed_shm_comm`, one process of the host at a time; the one that builds, of any rank, says so."""
+def without_shared_memory_extension() -> None:
+    """Keep DeepSpeed from building and starting `deepspeed_shm_comm` for CPU ranks.
+
+    It serves tensor-parallel inference only (`inference_all_reduce`), takes half a minute to build, and every start leaves 66 MB a rank in
+    /dev/shm for ever, under the name of its port: a few hundred starts fill the memory of a machine.
+    """
+    import deepspeed.ops
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+
+def load_extension(builder_name: str) -> None:
+    """Build, where it is not built yet, and load one of DeepSpeed's extensions, e.g. "CPUAdamBuilder".
+
+    One process of the host at a time; the one that builds, of any rank, says so on stderr.
+    """
     from deepspeed.accelerator import get_accelerator
 
-    builder = get_accelerator().create_op_builder("ShareMemCommBuilder") if get_accelerator().device_name() == "cpu" else None
-    if builder is None or not builder.is_compatible(verbose=False):
-        return
+    builder = get_accelerator().create_op_builder(builder_name)
     folder = Path(os.environ["TORCH_EXTENSIONS_DIR"])
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / f".{builder.name}.lock", "w") as lock:
@@ -112,8 +123,9 @@ def _build_shared_memory_extension() -> None:
                 time.sleep(0.2)
             baton.unlink()
         if not list(folder.rglob(f"{builder.name}.so")):
-            print(f"Building DeepSpeed's shared-memory extension into {folder} (about 30 s, once)", file=sys.stderr, flush=True)
-        builder.load(verbose=False)
+            print(f"Building DeepSpeed's extension {builder.name} into {folder} (a minute or so, once)", file=sys.stderr, flush=True)
+        with contextlib.redirect_stdout(io.StringIO()):
+            builder.load(verbose=False)
 
 
 def _is_open_somewhere(path: Path) -> bool:

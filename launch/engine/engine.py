@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from launch.engine import corrections
-from launch.engine.distributed import Collectives, quiet_deepspeed
+from launch.engine.distributed import Collectives, load_extension, quiet_deepspeed
 from launch.run.config import ADAM_TYPES, TOKEN_SCHEDULE, RunConfig
 from launch.run.errors import TrainingFailed, UsageError
 from launch.run.schedule import warmup_cosine
@@ -61,7 +61,7 @@ class Engine:
                 raise
             raise TrainingFailed(
                 f"step {self.deepspeed.global_steps + 1}: the gradients overflow in fp16 at the minimum loss scale of "
-                f"{self._loss_scale:g}; lower --lr, raise --warmup_steps or use the bf16 JSON, and go on from the last checkpoint by --resume"
+                f"{self._loss_scale:g}; lower --lr, raise --warmup_steps or use the bf16 JSON; --resume goes on from the last checkpoint"
             ) from None
 
     def set_learning_rate(self, tokens: int) -> float:
@@ -101,6 +101,8 @@ def start_engine(config: RunConfig, technique: Technique, collectives: Collectiv
     optimizer = technique.optimizer(groups) or _adam(config, groups)
     if optimizer is None:
         engine_json["optimizer"] = config.optimizer
+    if _offloads_optimizer(config) and config.optimizer["type"] in ADAM_TYPES:
+        load_extension("CPUAdamBuilder")
     applied = corrections.before_initialize(config.zero_stage, config.precision, collectives)
     with contextlib.redirect_stdout(io.StringIO()):  # prints of DeepSpeed's own start
         engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, model_parameters=groups, config=engine_json)
@@ -136,10 +138,13 @@ def _engine_json(config: RunConfig) -> dict[str, Any]:
     return engine_json
 
 
+def _offloads_optimizer(config: RunConfig) -> bool:
+    return (config.engine["zero_optimization"].get("offload_optimizer") or {}).get("device", "none") != "none"
+
+
 def _adam(config: RunConfig, groups: list[dict[str, Any]]) -> torch.optim.Optimizer | None:
     """torch's fused Adam(W), which needs no build on any device; None where DeepSpeed must choose (other types, offload)."""
-    offload = (config.engine["zero_optimization"].get("offload_optimizer") or {}).get("device", "none")
-    if config.optimizer["type"] not in ADAM_TYPES or offload != "none":
+    if config.optimizer["type"] not in ADAM_TYPES or _offloads_optimizer(config):
         return None
     params = config.optimizer["params"]
     # DeepSpeed's "Adam" decouples the weight decay too, unless "adam_w_mode" says otherwise.

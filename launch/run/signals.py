@@ -62,9 +62,12 @@ class StopRequest:
             for number in os.read(arrived, 64) if ready else b"":
                 if number in WATCHED:
                     self._on_signal(number)
-            if self._launchers != () and (self._launchers is None or _launchers() != self._launchers):
-                self._launchers = ()
-                self._on_signal(signal.SIGTERM)
+            self._check_launchers()
+
+    def _check_launchers(self) -> None:
+        if self._launchers != () and (self._launchers is None or _launchers() != self._launchers):
+            self._launchers = ()
+            self._on_signal(signal.SIGTERM)
 
     def _on_signal(self, number: int) -> None:
         if not self._deferred:
@@ -83,6 +86,7 @@ class StopRequest:
 
     def poll(self) -> int:
         """The number of the signal that asks this process to stop, 0 for none."""
+        self._check_launchers()  # 30 us; the thread looks twice a second, and steps can be shorter
         return self._signal
 
 

@@ -20,29 +20,37 @@ CORRECTIONS = ("keep_weights_at_start", "take_norms_in_fp64", "scale_like_zero",
 TINY = ["--n_layer", "2", "--n_head", "2", "--d_model", "64", "--seq_len", "32", "--global_batch_size", "8", "--steps", "8"]
 
 
-@contextlib.contextmanager
-def engine_as_shipped() -> Iterator[None]:
-    """Undo, on leaving, whatever corrections did to the engine's classes and modules."""
+_shipped: list[tuple[Any, str, Any]] = []
+
+
+def remember_engine_as_shipped() -> None:
+    """Note what corrections replace; a rank of a pool calls this before its first job corrects anything."""
     from deepspeed.runtime import engine, utils
     from deepspeed.runtime.fp16 import fused_optimizer, unfused_optimizer
 
-    places = [
-        (module, name)
-        for module in (utils, engine, fused_optimizer, unfused_optimizer)
-        for name in ("clip_grad_norm_", "get_weight_norm")
-        if hasattr(module, name)
+    norms = [
+        (module, name) for module in (utils, engine, fused_optimizer, unfused_optimizer) for name in ("clip_grad_norm_", "get_weight_norm")
     ]
-    places += [
-        (unfused_optimizer.FP16_UnfusedOptimizer, name)
-        for name in ("__init__", "initialize_optimizer_states", "_update_scale", "unscale_and_clip_grads", "state_dict", "load_state_dict")
-    ]
-    places += [(corrections, name) for name in CORRECTIONS]
-    before = [getattr(place, name) for place, name in places]
+    methods = ("__init__", "initialize_optimizer_states", "_update_scale", "unscale_and_clip_grads", "state_dict", "load_state_dict")
+    wrapper = [(unfused_optimizer.FP16_UnfusedOptimizer, name) for name in methods]
+    ours = [(corrections, name) for name in CORRECTIONS]
+    _shipped[:] = [(place, name, getattr(place, name)) for place, name in (*norms, *wrapper, *ours) if hasattr(place, name)]
+
+
+@contextlib.contextmanager
+def engine_as_shipped() -> Iterator[None]:
+    """The engine as DeepSpeed ships it, whatever earlier jobs corrected; and again on leaving."""
+
+    def restore() -> None:
+        for place, name, value in _shipped:
+            setattr(place, name, value)
+
+    assert _shipped
+    restore()
     try:
         yield
     finally:
-        for (place, name), value in zip(places, before, strict=True):
-            setattr(place, name, value)
+        restore()
         gc.collect()
 
 

@@ -1,53 +1,66 @@
-"""DeepSpeed's shared-memory extension is built once for all ranks, and a build that was killed does not hang the next start."""
+"""Extensions are built once for all ranks, a killed build hangs nobody, and a run on CPU ranks builds none and leaves nothing behind."""
 
 from __future__ import annotations
 
 import os
-import shutil
+import subprocess
+import sys
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.distributed.launched import ROOT, LaunchedRun
 
-NAME = "deepspeed_shm_comm"
+NAME = "deepspeed_shm_comm"  # the smallest of DeepSpeed's extensions for CPUs
+LOAD = "from launch.engine.distributed import load_extension, quiet_deepspeed; quiet_deepspeed(); load_extension('ShareMemCommBuilder')"
 
 
-@pytest.fixture
-def flags(corpus: Path) -> list[str]:
-    return f"--data {corpus} --global_batch_size 4 --steps 2 --eval_every 0".split()
+def load(extensions: Path) -> subprocess.Popen:
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    environment = {**os.environ, "TORCH_EXTENSIONS_DIR": str(extensions), "PATH": path}
+    return subprocess.Popen(
+        [sys.executable, "-c", LOAD], cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
 
 
-def test_the_lock_of_a_killed_build_is_cleared(two_ranks, flags, tmp_path):
-    two_ranks.run("os:getpid")  # these ranks have built it
-    built = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or ROOT / ".cache/torch_extensions")
-    extensions = tmp_path / "extensions"
-    shutil.copytree(built, extensions)  # with its times, so that there is nothing to build
-    (extensions / NAME / "lock").touch()
-    run = LaunchedRun(tmp_path / "runs", "r", 1, 2, flags, TORCH_EXTENSIONS_DIR=str(extensions))
-    assert run.wait() == 0, run.output()
-    assert f"Removing {extensions / NAME / 'lock'}: the build that made it was killed" in run.output()
-    assert "Building" not in run.output() and run.last_step() == 2
+def test_two_ranks_build_once_after_a_build_that_was_killed(tmp_path):
+    (tmp_path / NAME).mkdir()
+    lock = tmp_path / NAME / "lock"
+    lock.touch()  # what a killed build leaves, on which torch would wait for ever
+    ranks = [load(tmp_path), load(tmp_path)]
+    said = "".join(rank.communicate(timeout=300)[1] for rank in ranks)
+    assert [rank.returncode for rank in ranks] == [0, 0], said
+    assert said.count(f"Removing {lock}: the build that made it was killed") == 1
+    assert said.count(f"Building DeepSpeed's extension {NAME} into {tmp_path}") == 1
+    assert not lock.exists()
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("survivors", [False, True], ids=["all", "compilers-live-on"])
-def test_a_start_after_a_killed_build_builds_once_and_trains(survivors, flags, tmp_path):
-    extensions = tmp_path / "extensions"
-    environment = {"TORCH_EXTENSIONS_DIR": str(extensions)}
-    run = LaunchedRun(tmp_path / "runs", "r", 1, 2, flags, **environment)
-    run.wait_until(lambda: any(process.name() == "cc1plus" for process in run.processes()))
-    assert run.output().count("Building DeepSpeed's shared-memory extension") == 1
-    if survivors:
-        for process in (run.process, run.launcher(), run.rank(0), run.rank(1)):
-            process.kill()
-    else:
-        run.kill()
-    assert (extensions / NAME / "lock").exists()
-    again = LaunchedRun(tmp_path / "runs", "r", 1, 2, [*flags, "--resume"], **environment)
+def test_a_build_that_is_killed_is_built_anew(survivors, tmp_path):
+    first = load(tmp_path)
+    process = psutil.Process(first.pid)
+    while not (compilers := [child for child in process.children(recursive=True) if child.name() == "cc1plus"]):
+        assert first.poll() is None
+        time.sleep(0.05)
+    for victim in (process, *([] if survivors else [*process.children(recursive=True), *compilers])):
+        victim.kill()
+    first.wait()
+    assert (tmp_path / NAME / "lock").exists()
     # Compilers that live on finish what they compile, which nobody uses: the start waits for them, then builds.
-    assert again.wait(patience=300.0) == 0, again.output()
-    run.wait()
-    assert again.output().count("the build that made it was killed") == 1
-    assert again.output().count("Building DeepSpeed's shared-memory extension") == 1
-    assert again.last_step() == 2
+    again = load(tmp_path)
+    said = again.communicate(timeout=300)[1]
+    assert again.returncode == 0, said
+    assert said.count("the build that made it was killed") == said.count("Building DeepSpeed's extension") == 1
+
+
+def test_a_run_on_cpu_ranks_builds_nothing_and_leaves_nothing_in_shared_memory(corpus, tmp_path):
+    before = set(os.listdir("/dev/shm"))
+    flags = f"--data {corpus} --global_batch_size 4 --steps 2 --eval_every 0".split()
+    run = LaunchedRun(tmp_path / "runs", "r", 1, 2, flags, TORCH_EXTENSIONS_DIR=str(tmp_path / "extensions"))
+    assert run.wait() == 0, run.output()
+    assert run.last_step() == 2
+    assert not list(tmp_path.glob("extensions/*"))
+    assert not {name for name in set(os.listdir("/dev/shm")) - before if "deepspeed" in name}
