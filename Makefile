@@ -50,7 +50,7 @@ lint: $(INSTALLED)  ## ruff, and the rule that imports run one way
 	$(BIN)/python -m pytest tests/test_imports_run_one_way.py
 
 bench: $(INSTALLED) $(CORPUS)/manifest.json  ## the benchmarks: each a ratio of two things interleaved in one run
-	$(BIN)/python benchmarks/training_step.py
+	$(BIN)/python benchmarks/training_step.py --profile
 
 clean:  ## remove the virtual environment and the caches (never data/ or runs/)
 	rm -rf $(VENV) .cache .pytest_cache .ruff_cache

@@ -143,6 +143,7 @@ def main() -> int:
             self.batches += (tokens,)
             return tokens
 
+    profile = {}
     profiler = torch.profiler.profile() if arguments.profile else None
     Loader.micro_batches = timed_batches
     registry.make_techniques = lambda run: Techniques([TakesTurns({}, run)])
@@ -155,7 +156,10 @@ def main() -> int:
         shutil.rmtree(runs)
     if profiler is not None:
         profiler.stop()
-        print(profiler.key_averages().table(sort_by="self_cpu_time_total", row_limit=25, max_name_column_width=50))
+        operations = profiler.key_averages()
+        print(operations.table(sort_by="self_cpu_time_total", row_limit=25, max_name_column_width=50))
+        largest = sorted(operations, key=lambda row: -row.self_cpu_time_total)[:16]
+        profile = {row.key: round(row.self_cpu_time_total / 1e3 / PROFILED_STEPS, 2) for row in largest}
 
     engine, plain = engine_seconds[WARM_UP_STEPS:], plain_seconds[WARM_UP_STEPS:]
     apart = max(abs(a - b) for a, b in zip(losses, engine_losses, strict=False))
@@ -185,6 +189,7 @@ def main() -> int:
             "ratio_quartiles": [quartiles[0], quartiles[2]],
             "loader_share": share,
             "largest_loss_difference": apart,
+            "engine_profile_ms_per_step": profile,
         },
         device,
     )
