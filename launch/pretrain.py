@@ -88,6 +88,7 @@ def train(config: RunConfig, folder: RunFolder | NoFolder, stop: StopRequest) ->
     if state["step"] == 0 and config.eval_every:
         state["val_loss"] = evaluation.loss(engine)
         folder.write_metrics({"step": 0, "tokens": 0, "seconds": meter.seconds(), "val_loss": state["val_loss"]})
+        folder.log(f"step 0, untrained: validation {state['val_loss']:.4f}")
 
     whole_step = BatchPlan(config.micro_batch_size, config.gradient_accumulation_steps)
     stopped = 0

@@ -115,7 +115,7 @@ def build_parser() -> argparse.ArgumentParser:
     run.add_argument("--runs_dir", default="runs", metavar="DIR", help="where run folders are made (runs)")
     run.add_argument("--resume", action="store_true", help="go on from the run's newest complete checkpoint; from step 0 if it has none")
     run.add_argument("--eval_every", type=natural, help="steps between evaluations on validation text; 0 is off (a tenth of the run)")
-    run.add_argument("--eval_batches", type=positive, default=8, help="global batches of validation text an evaluation reads (8)")
+    run.add_argument("--eval_batches", type=positive, default=16, help="global batches of validation text an evaluation reads (16)")
     run.add_argument("--save_every", type=natural, help="steps between checkpoints; 0 saves at the end only (a quarter of the run)")
     run.add_argument("--keep", type=positive, default=3, help="newest checkpoints that stay, beside the best by validation (3)")
     run.add_argument("--sample_tokens", type=natural, default=0, help="length of the text sampled at the end; 0 is off (0)")
