@@ -93,7 +93,7 @@ def check_shape(shape: ModelShape) -> None:
 # nano and micro: ours, for minutes on two cores with the 8k vocabulary; narrower than any row of that table, hence higher rates.
 PRESETS: dict[str, Preset] = {
     # 8 x 128 = 1,024 tokens a step; 1,000 steps = 1.0 M tokens, a third of the corpus, two minutes on two cores
-    "nano": Preset(ModelShape(4, 4, 256, 128), lr=3e-3, global_batch_size=8, micro_batch_size=8, steps=1_000, warmup_steps=100),
+    "nano": Preset(ModelShape(4, 4, 256, 128), lr=2e-3, global_batch_size=8, micro_batch_size=8, steps=1_000, warmup_steps=100),
     # 8 x 256 = 2,048 tokens a step; 1,000 steps = 2.0 M tokens
     "micro": Preset(ModelShape(6, 6, 384, 256), lr=1.5e-3, global_batch_size=8, micro_batch_size=8, steps=1_000, warmup_steps=100),
     # 20 x 124 M = 2.49 B tokens
