@@ -15,10 +15,19 @@ from launch.run.config import RunConfig, resolve
 from launch.run.engine_schema import FILE
 from launch.run.errors import UsageError
 from launch.run.json_lines import read_json
+from model.presets import PRESETS, ModelShape, Preset
 
 ROOT = Path(__file__).resolve().parents[1]
 BASE = json.loads((ROOT / "ds_configs" / "zero1_bf16.json").read_text())
 AUTO_WARMUP = {"warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": "auto"}
+
+
+@pytest.fixture(autouse=True)
+def nano(monkeypatch):
+    """A preset `nano` of known values: tuning the real one changes none of the arithmetic here."""
+    shape = ModelShape(n_layer=4, n_head=4, d_model=256, seq_len=128)
+    preset = Preset(shape, lr=3e-3, global_batch_size=16, micro_batch_size=16, steps=300, warmup_steps=30)
+    monkeypatch.setitem(PRESETS, "nano", preset)
 
 
 @pytest.fixture
@@ -257,7 +266,9 @@ def test_the_launcher_says_how_many_ranks_there_are(monkeypatch, corpus):
 
 def test_explain_prints_the_resolved_run_and_makes_nothing(corpus, tmp_path):
     command = [sys.executable, ROOT / "launch/pretrain.py", "--deepspeed_config", ROOT / "ds_configs/zero3_fp16.json", "--explain"]
-    done = subprocess.run([*command, "--data", corpus, "--ranks", "4"], cwd=tmp_path, capture_output=True, text=True)
+    done = subprocess.run(
+        [*command, "--data", corpus, "--ranks", "4", "--global_batch_size", "16"], cwd=tmp_path, capture_output=True, text=True
+    )
     assert (done.returncode, done.stderr) == (0, "")
     explained = json.loads(done.stdout)
     assert (explained["ranks"], explained["micro_batch_size"], explained["precision"]) == (4, 4, "fp16")
