@@ -35,8 +35,9 @@ $(CORPUS)/manifest.json: | $(INSTALLED)
 
 # The run's name is `first`, or the next free `first-N`: a second `make pretrain` trains again and overwrites nothing.
 pretrain: $(INSTALLED) $(CORPUS)/manifest.json  ## train a nano GPT through ds_configs/zero1_bf16.json; ARGS="..." goes through
-	@name=first; n=2; while [ -e "runs/$$name" ]; do name=first-$$n; n=$$((n + 1)); done; set -x; \
-	$(BIN)/deepspeed --log_level error launch/pretrain.py --deepspeed_config ds_configs/zero1_bf16.json \
+	@name=first; n=2; while [ -e "runs/$$name" ]; do name=first-$$n; n=$$((n + 1)); done; \
+	port=$$($(BIN)/python -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])'); set -x; \
+	$(BIN)/deepspeed --log_level error --master_port $$port launch/pretrain.py --deepspeed_config ds_configs/zero1_bf16.json \
 	  --preset nano --data $(CORPUS) --run_name $$name --sample_tokens 160 $(ARGS)
 
 test: $(INSTALLED)  ## the tests (under 20 minutes on two cores)
