@@ -20,7 +20,8 @@ from pathlib import Path
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from launch.run.config import RunConfig, resolve
-from launch.run.errors import is_speaker, run_command
+from launch.run.errors import UsageError, run_command, say
+from launch.run.explain import as_text, explain
 from launch.run.folder import NoFolder, RunFolder, await_first_rank, check_run_folder
 from launch.run.provenance import describe_run
 from launch.run.signals import StopRequest
@@ -31,9 +32,11 @@ def main() -> int:
     stop = StopRequest()
     config, flags = resolve(sys.argv[1:])
     if flags.explain:
-        if is_speaker():
-            print(json.dumps(config.as_json(), indent=2))
+        explained = explain(config)
+        say(json.dumps(explained, indent=2) if flags.explain == "json" else as_text(explained))
         return 0
+    if config.lacks:
+        raise UsageError(*config.lacks)
     if config.precision == "fp16":  # the one question that only torch can answer; asked before the run's folder is made
         from launch.engine.engine import check_precision
 

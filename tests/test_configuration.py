@@ -267,11 +267,18 @@ def test_the_launcher_says_how_many_ranks_there_are(monkeypatch, corpus):
 def test_explain_prints_the_resolved_run_and_makes_nothing(corpus, tmp_path):
     command = [sys.executable, ROOT / "launch/pretrain.py", "--deepspeed_config", ROOT / "ds_configs/zero3_fp16.json", "--explain"]
     done = subprocess.run(
-        [*command, "--data", corpus, "--ranks", "4", "--global_batch_size", "16"], cwd=tmp_path, capture_output=True, text=True
+        [*command, "json", "--data", corpus, "--ranks", "4", "--global_batch_size", "16"], cwd=tmp_path, capture_output=True, text=True
     )
     assert (done.returncode, done.stderr) == (0, "")
     explained = json.loads(done.stdout)
-    assert (explained["ranks"], explained["micro_batch_size"], explained["precision"]) == (4, 4, "fp16")
+    assert explained["batch"] == {
+        "micro_batch_size": 4,
+        "gradient_accumulation_steps": 1,
+        "ranks": 4,
+        "global_batch_size": 16,
+        "seq_len": 128,
+        "tokens_per_step": 2048,
+    }
     assert list(tmp_path.iterdir()) == []
 
 

@@ -13,9 +13,10 @@ import torch
 
 from launch.engine import corrections
 from launch.engine.distributed import Collectives, load_extension, quiet_deepspeed
-from launch.run.config import ADAM_TYPES, TOKEN_SCHEDULE, RunConfig
+from launch.run.config import RunConfig
 from launch.run.errors import TrainingFailed, UsageError
-from launch.run.schedule import warmup_cosine
+from launch.run.optimizer import ADAM_TYPES
+from launch.run.schedule import TOKEN_SCHEDULE, warmup_cosine
 from model.gpt import GPT, weight_decay_groups
 from model.presets import GPTConfig
 from recipes.technique import Technique

@@ -1,11 +1,13 @@
-"""The engine JSON while it is resolved: its values, where each stands, and the faults found so far.
+"""The engine JSON while it is resolved: its values, where each came from, and the faults found so far.
 
 A value with a fault is taken out, so that the checks behind it go on as if it had been left out: all faults of a file are reported
-at once, and none twice.
+at once, and none twice. What the file leaves open is filled in by `choose` and `settle`, which note the origin of each value; that is
+what `--explain` prints.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 from typing import Any
 
@@ -15,14 +17,23 @@ from launch.run.json_lines import KeyPath, dotted, parse_json, read_json
 
 
 class EngineJson:
-    """The JSON in `file`, changed by `overrides` (`--set key.path=value`)."""
+    """The JSON in `file`, changed by `overrides` (`--set key.path=value`).
+
+    Attributes:
+        values: the JSON as it stands now.
+        notes: what was accepted with a word: a line each, with the place in the file.
+        lacks: what the JSON needs and this machine does not have: a line each.
+    """
 
     def __init__(self, file: str, overrides: list[str]):
         self.file = file
         self.values, self._lines = read_json(file)
+        self.notes: list[str] = []
+        self.lacks: list[str] = []
         self._faults: list[str] = []
         self._faulty: list[KeyPath] = []
         self._overrides: list[KeyPath] = []
+        self._settled: dict[KeyPath, str] = {}
         for override in overrides:
             self._override(override)
 
@@ -52,12 +63,44 @@ class EngineJson:
         for path, message in check_engine_keys(self.values, sections, auto):
             self.fault(path, message)
 
+    # --- where a value came from ----------------------------------------------------------------------------------------------------
+
     def where(self, path: KeyPath) -> str:
         """Where the value at `path` stands, for a message."""
-        if any(path[: len(override)] == override for override in self._overrides):
+        if self._is_overridden(path):
             return f"--set {dotted(path)}"
         line = self._lines.get(path)
         return f"{self.file}: " + (f"line {line}: " if line else "") + f"'{dotted(path)}'"
+
+    def origin(self, path: KeyPath) -> str | None:
+        """Where the value at `path` came from, in a word: what `settle` noted, `--set`, `line 12`; None where nobody gave one."""
+        for end in range(len(path), 0, -1):
+            if (settled := self._settled.get(path[:end])) is not None:
+                return settled
+            if self._is_overridden(path[:end]):
+                return "--set"
+            if (line := self._lines.get(path[:end])) is not None:
+                return f"line {line}"
+        return None
+
+    def _is_overridden(self, path: KeyPath) -> bool:
+        return any(path[: len(override)] == override for override in self._overrides)
+
+    def settle(self, path: KeyPath, value: Any, origin: str) -> None:
+        """Fill in what the file left open at `path`; sections on the way are made."""
+        section = self.values
+        for part in path[:-1]:
+            section = section.setdefault(part, {})
+        section[path[-1]] = value
+        self._settled[path] = origin
+
+    def rename(self, old: KeyPath, new: KeyPath, value: Any) -> None:
+        """Write `value` at `new` in the place of what the file has at `old`, an older name for it."""
+        origin = self.origin(old) or "line ?"
+        self.get(*old[:-1]).pop(old[-1])
+        self.settle(new, value, f"{origin}, '{old[-1]}'")
+
+    # --- faults and notes -----------------------------------------------------------------------------------------------------------
 
     def fault(self, path: KeyPath, message: str) -> None:
         """Note a fault, and take the value out."""
@@ -71,6 +114,14 @@ class EngineJson:
         """Note a fault that no single value of the file has alone."""
         self._faults.append(message)
 
+    def note(self, path: KeyPath, message: str) -> None:
+        """Accept the value at `path` with a word, which the run's log and `--explain` print."""
+        self.notes.append(f"{self.where(path)}: {message}")
+
+    def lack(self, path: KeyPath, message: str) -> None:
+        """Note what the value at `path` needs and this machine does not have: the run can be explained here, and not trained."""
+        self.lacks.append(f"{self.where(path)}: {message}")
+
     def is_faulty(self, *path: str) -> bool:
         """Whether a fault was noted at `path`, above it or below it."""
         return any(path[: len(other)] == other[: len(path)] for other in self._faulty)
@@ -80,7 +131,9 @@ class EngineJson:
         if self._faults:
             raise UsageError(*self._faults)
 
-    def get(self, *path: str) -> Any:
+    # --- values ---------------------------------------------------------------------------------------------------------------------
+
+    def get(self, *path: str | int) -> Any:
         """The value at `path`, or None where it is missing or `"auto"`."""
         value: Any = self.values
         for part in path:
@@ -110,3 +163,16 @@ class EngineJson:
         if value is not None and given is not None and value != given:
             self.fault(path, f'is {json.dumps(value)}, but --{flag} says {given}; write "auto" in the JSON or leave the flag out')
         return given if value is None else value
+
+    def choose(self, path: KeyPath, flag: str, flags: argparse.Namespace, fallback: Any, origin: str, settle: bool = True) -> Any:
+        """The value at `path`: the file's own where it gives one, which must not contradict the flag; else the flag's; else `fallback`.
+
+        origin: where the fallback comes from. settle: whether the value is written into the JSON where the file leaves it open.
+        """
+        given = getattr(flags, flag)
+        value = self.agree(path, flag, given)
+        if value is None:
+            value = fallback
+        if settle and self.get(*path) is None and not self.is_faulty(*path):
+            self.settle(path, value, origin if given is None else flags.origins[flag])
+        return value

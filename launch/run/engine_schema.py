@@ -7,13 +7,14 @@ torch. So the keys are written down once, by watching the engine's configuration
 
 The file holds, for the DeepSpeed version it names: `removed`, the keys it refuses, each with its reason; `keys`, a rule for every key
 it looks for; `optimizers` and `schedulers`, a rule for every parameter of each type. A rule says `types`, `enum`, `minimum`,
-`maximum`, and `keys` for what is inside; an empty one allows everything.
+`maximum`, `default`, and `keys` for what is inside; an empty one allows everything.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -38,11 +39,12 @@ BOUNDS: dict[str, Rule] = {
     "log_level": {"enum": ["debug", "info", "warning", "error", "critical", None]},
     "zero_optimization.reduce_bucket_size": {"minimum": 1},
     "zero_optimization.allgather_bucket_size": {"minimum": 1},
-    "fp16.loss_scale": {"minimum": 0},
+    "fp16.loss_scale": {"minimum": 0, "maximum": 2**24},  # at 2^24 a gradient of 0.004 exceeds fp16's largest number
     "fp16.initial_scale_power": {"minimum": 0, "maximum": 32},
     "fp16.loss_scale_window": {"minimum": 1},
     "fp16.hysteresis": {"minimum": 1},
     "fp16.min_loss_scale": {"minimum": 1},
+    "aio.thread_count": {"types": ["integer"], "minimum": 1},  # the documented name; the engine reads intra_op_parallelism
     "optimizer": {"keys": {"type": {"types": ["string"]}, "params": {"types": ["object"]}, "legacy_fusion": {"types": ["boolean"]}}},
     "scheduler": {"keys": {"type": {"types": ["string"]}, "params": {"types": ["object"]}}},
 }
@@ -54,6 +56,10 @@ CHOICES: dict[str, list[Any]] = {
     "checkpoint.tag_validation": ["Ignore", "Warn", "Fail", "ignore", "warn", "fail", "IGNORE", "WARN", "FAIL"],
     "torch_autocast.dtype": ["fp32", "fp16", "bf16", "float32", "float16", "bfloat16", "torch.float16", "torch.bfloat16"],
 }
+
+
+#: Parameters of torch's optimizers that say how to compute, or what breaks in a training loop.
+SWITCHES_OF_TORCH = ("capturable", "differentiable", "foreach", "fused", "maximize")
 
 
 @cache
@@ -108,6 +114,19 @@ def check_section(path: KeyPath, section: Any, rule: Rule, auto: set[str]) -> Fa
         elif isinstance(value, dict) and "keys" in rules[key]:
             faults += check_section(here, value, rules[key], auto)
     return faults
+
+
+def defaults_left_open(config: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """The dotted keys that `config` leaves out, with the value that DeepSpeed takes: at the top level, and in the sections it has."""
+
+    def walk(section: dict[str, Any], rules: dict[str, Rule], path: KeyPath) -> Iterator[tuple[str, Any]]:
+        for key, rule in rules.items():
+            if key not in section and "default" in rule:
+                yield dotted((*path, key)), rule["default"]
+            elif isinstance(section.get(key), dict):
+                yield from walk(section[key], rule.get("keys", {}), (*path, key))
+
+    return walk(config, engine_schema()["keys"], ())
 
 
 def value_fault(value: Any, rule: Rule) -> str | None:
@@ -201,7 +220,9 @@ def generate() -> dict[str, Any]:
     dtypes = sorted(name for member in engine_config.DtypeEnum for name in member._all_values[1:] if "int" not in name)
     for name in ("grad_accum_dtype", "param_dtype", "buffer_dtype"):
         keys["data_types"]["keys"][name] = {"enum": [*dtypes, None]}
-    keys["data_types"]["keys"]["keep_in_fp32_modules"] = keys["datastates_ckpt"] = {}  # a list too; an object too
+    keys["data_types"]["keys"]["keep_in_fp32_modules"] = {"types": ["array"]}
+    keys["checkpoint"]["keys"]["parallel_write"] = {"types": ["object"], "keys": {"pipeline_stage": {"types": ["boolean"]}}}
+    keys["datastates_ckpt"] = {}  # a list, or an object
 
     removed = dict(engine_config._REMOVED_TOP_LEVEL_CONFIG_KEYS)
     removed |= {f"zero_optimization.{key}": reason for key, reason in engine_config._REMOVED_ZERO_CONFIG_KEYS.items()}
@@ -213,7 +234,7 @@ def generate() -> dict[str, Any]:
         accepted = [value for value in candidates if _is_accepted(engine_config.DeepSpeedConfig, path, value)]
         assert accepted and not _is_accepted(engine_config.DeepSpeedConfig, path, "nonsense"), f"{path} is not checked as it was"
         rule = _rule_at(keys, path)
-        rule.clear()
+        rule.pop("types", None)
         rule["enum"] = accepted
 
     schedulers = ("LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR")
@@ -221,7 +242,7 @@ def generate() -> dict[str, Any]:
         "deepspeed": deepspeed.__version__.split("+")[0],
         "removed": {key: " ".join(reason.split()) for key, reason in sorted(removed.items())},
         "keys": _sorted(keys),
-        "optimizers": {name: _signature_rules(getattr(torch.optim, name)) for name in ("Adagrad", "RMSprop", "SGD")},
+        "optimizers": {name: _signature_rules(getattr(torch.optim, name), SWITCHES_OF_TORCH) for name in ("Adagrad", "RMSprop", "SGD")},
         "schedulers": {name: _signature_rules(getattr(lr_schedules, name)) for name in schedulers},
     }
 
@@ -250,21 +271,23 @@ def _recorder(found: dict[str, Rule]) -> type:
 def _default_rule(default: Any) -> Rule:
     """The rule that a default value implies: a key whose default is False is true or false."""
     names = {bool: "boolean", int: "integer", float: "number", str: "string", dict: "object", list: "array"}
-    return {"types": [names[type(default)]]} if type(default) in names else {}
+    if type(default) not in names:
+        return {}
+    return {"types": [names[type(default)]], **({} if type(default) in (dict, list) else {"default": default})}
 
 
-def _signature_rules(function: Any) -> dict[str, Rule]:
-    """The rules of the keyword parameters of `function`, by their annotations and defaults."""
+def _signature_rules(function: Any, but: tuple[str, ...] = ()) -> dict[str, Rule]:
+    """The rules of the keyword parameters of `function`, but some of them, by their annotations and defaults."""
     import inspect
 
-    not_ours = ("self", "params", "optimizer", "last_batch_iteration")
+    not_ours = ("self", "params", "optimizer", "last_batch_iteration", *but)
     rules = {}
     for name, parameter in inspect.signature(function).parameters.items():
         if name not in not_ours:
             default = parameter.default
             rule = _default_rule(default)
             if parameter.annotation is int or "float" in str(parameter.annotation):
-                rule = {"types": ["integer" if parameter.annotation is int else "number"]}
+                rule["types"] = ["integer" if parameter.annotation is int else "number"]
             rules[name] = rule
     return rules
 
@@ -301,9 +324,12 @@ def _model_rules(model: Any) -> dict[str, Rule]:
                 rule["minimum"] = constraint.ge
             if getattr(constraint, "le", None) is not None:
                 rule["maximum"] = constraint.le
+        default = getattr(item.default, "value", item.default)  # an enum's member stands for its value
+        if isinstance(default, (bool, int, float, str)) and not (item.json_schema_extra or {}).get("deprecated"):
+            rule["default"] = int(default) if type(default) not in (bool, float, str) else default  # an int that prints itself prettily
         rules[item.alias or name] = rule
         if item.alias:
-            rules[name] = rule
+            rules[name] = {key: value for key, value in rule.items() if key != "default"}
     return rules
 
 

@@ -120,8 +120,14 @@ def build_parser() -> argparse.ArgumentParser:
     run.add_argument("--keep", type=positive, default=3, help="newest checkpoints that stay, beside the best by validation (3)")
     run.add_argument("--sample_tokens", type=natural, default=0, help="length of the text sampled at the end; 0 is off (0)")
     run.add_argument("--prompt", default="def ", help="what the sample starts with ('def ')")
-    run.add_argument("--ranks", type=positive, help="number of ranks to check the batch arithmetic for, where no launcher says it")
-    run.add_argument("--explain", action="store_true", help="print the resolved run as JSON and stop; needs no launcher")
+    run.add_argument("--ranks", type=positive, help="number of ranks to check and explain the run for, where no launcher says it")
+    run.add_argument(
+        "--explain",
+        nargs="?",
+        const="text",
+        choices=("text", "json"),
+        help="print the resolved run and stop: text, or json; needs no launcher, no corpus and no GPU",
+    )
     run.add_argument("--quiet", action="store_true", help="no progress bar; warnings and the last line only")
     run.add_argument("--local_rank", type=int, default=0, help=argparse.SUPPRESS)  # the launcher appends it
     return parser
@@ -129,6 +135,8 @@ def build_parser() -> argparse.ArgumentParser:
 
 def parse_flags(argv: list[str]) -> tuple[argparse.Namespace, Recipe | None]:
     """Parse `argv`; a recipe's suggested flags come first, so that the user's own win.
+
+    The namespace has one entry more, `origins`: where each value that somebody gave came from (`--lr`, or the recipe's file).
 
     Raises:
         UsageError: an unknown flag (with the nearest one), a value out of range, a recipe that is none.
@@ -145,6 +153,7 @@ def parse_flags(argv: list[str]) -> tuple[argparse.Namespace, Recipe | None]:
         return namespace
 
     flags = own = parse(argv)
+    origins = {name: f"--{name}" for name in _given(argv)}
     if (flags.deepspeed_config is None) == (flags.recipe is None):
         raise UsageError("give one of --deepspeed_config FILE (those that ship are in ds_configs/) and --recipe DIR (recipes/README.md)")
     recipe = None
@@ -159,8 +168,18 @@ def parse_flags(argv: list[str]) -> tuple[argparse.Namespace, Recipe | None]:
         # The user may say in the other unit how long the run is.
         suggestions = _without(recipe.flags, "--steps", "--tokens") if own.steps or own.tokens else recipe.flags
         flags = parse([*suggestions, *argv])
+        origins = {**dict.fromkeys(_given(suggestions), f"{Path(flags.recipe) / 'recipe.json'}"), **origins}
     _check_names(flags)
+    flags.origins = origins
     return flags, recipe
+
+
+def _given(arguments: list[str]) -> set[str]:
+    """The names of the flags that `arguments` holds."""
+    parser = build_parser()
+    for action in parser._actions:
+        action.default = argparse.SUPPRESS
+    return set(vars(parser.parse_args(arguments)))
 
 
 def _without(arguments: list[str], *names: str) -> list[str]:

@@ -1,0 +1,197 @@
+"""`--explain`: the run as resolved, each value with where it came from, and what it will take; without torch, and without training.
+
+    python launch/pretrain.py --deepspeed_config ds_configs/zero3_bf16.json --preset gpt3-13b --ranks 64 --explain
+    python launch/pretrain.py --recipe recipes/zero_2 --explain json
+
+`explain` makes one dictionary, which `--explain json` prints as it is and `as_text` lays out as tables.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import Any
+
+from launch.run.combinations import NOT_DRIVEN
+from launch.run.config import RunConfig
+from launch.run.engine_schema import defaults_left_open
+from launch.run.schedule import TOKEN_SCHEDULE, warmup_cosine
+from model.accounting import flops_per_token, parameter_count
+from model.presets import GPTConfig
+from recipes.registry import make_techniques
+
+#: Where in the run the techniques are asked what they do.
+FRACTIONS = (0.0, 0.25, 0.5, 0.75, 1.0)
+#: How the entries of `flops` are called.
+FLOPS = {"per_token": "a token", "per_step": "a step", "per_step_and_rank": "a step and rank", "run": "the run"}
+#: The run's own values, in the order of the flags' help; those with a home in the engine's JSON are shown there.
+RUN_VALUES = (
+    "preset",
+    "data",
+    "steps",
+    "seed",
+    "run_name",
+    "runs_dir",
+    "resume",
+    "eval_every",
+    "eval_batches",
+    "save_every",
+    "keep",
+    "ranks",
+)
+
+
+def explain(config: RunConfig) -> dict[str, Any]:
+    """Everything that `--explain` says of `config`, as JSON values; bytes and FLOPs are whole numbers, of one rank where it says so."""
+    model = GPTConfig(**asdict(config.shape), vocab_size=config.vocab_size)
+    parameters, per_token = parameter_count(model), flops_per_token(model)
+    flops_per_step = round(per_token * config.tokens_per_step)
+    return {
+        "config_file": config.config_file,
+        "recipe": config.recipe,
+        "run": dict(_run_values(config)),
+        "engine": dict(_engine_values(config)),
+        "batch": {
+            "micro_batch_size": config.micro_batch_size,
+            "gradient_accumulation_steps": config.gradient_accumulation_steps,
+            "ranks": config.ranks,
+            "global_batch_size": config.global_batch_size,
+            "seq_len": config.shape.seq_len,
+            "tokens_per_step": config.tokens_per_step,
+        },
+        "length": {
+            "steps": config.steps,
+            "total_tokens": config.total_tokens,
+            "corpus_tokens": config.corpus.train.n_tokens if config.found_corpus else None,
+            "tokens_per_parameter": config.total_tokens / parameters,
+        },
+        "model": {"parameters": parameters, "vocab_size": config.vocab_size, "padded_vocab_size": model.padded_vocab_size},
+        "flops": {
+            "per_token": round(per_token),
+            "per_step": flops_per_step,
+            "per_step_and_rank": flops_per_step // config.ranks,
+            "run": flops_per_step * config.steps,
+        },
+        "techniques": [_name(member) for member in make_techniques(config).members],
+        "over_the_run": list(_over_the_run(config)),
+        "notes": list(config.notes),
+        "lacks": list(config.lacks),
+    }
+
+
+def _run_values(config: RunConfig) -> Iterator[tuple[str, Any]]:
+    for name in RUN_VALUES:
+        yield name, _valued(getattr(config, name), config.origins[name])
+        if name == "preset":
+            for size, value in asdict(config.shape).items():
+                yield size, _valued(value, config.origins[size])
+
+
+def _engine_values(config: RunConfig) -> Iterator[tuple[str, Any]]:
+    """The values of the whole JSON by dotted path, DeepSpeed's defaults for what is left open among them."""
+    sections = {"optimizer": config.optimizer, "scheduler": config.scheduler, **config.engine, **config.techniques}
+    written = {path: _valued(value, config.origins.get(path, "default")) for path, value in _leaves(sections)}
+    open_ends = defaults_left_open(config.engine)
+    defaults = {path: _valued(value, "DeepSpeed's default") for path, value in open_ends if path not in NOT_DRIVEN}
+
+    def place(path: str) -> tuple:
+        section = path.partition(".")[0]
+        # Single values first, then section by section; what was written before what was not.
+        return ("." in path, section if "." in path else "", path in defaults)
+
+    every = {**written, **{path: value for path, value in defaults.items() if path not in written}}
+    yield from sorted(every.items(), key=lambda item: place(item[0]))
+
+
+def _leaves(section: dict[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]:
+    for key, value in section.items():
+        if isinstance(value, dict) and value:
+            yield from _leaves(value, (*path, key))
+        else:
+            yield ".".join((*path, key)), value
+
+
+def _valued(value: Any, origin: str) -> dict[str, Any]:
+    return {"value": value, "from": origin}
+
+
+def _name(technique: Any) -> str:
+    """The recipe that a technique belongs to: its folder."""
+    return type(technique).__module__.split(".")[-2]
+
+
+def _over_the_run(config: RunConfig) -> Iterator[dict[str, Any]]:
+    """What the schedules say at 0, 25, 50, 75 and 100% of the run: each technique is asked through `on_step` and `metrics`."""
+    techniques = make_techniques(config)
+    for fraction in FRACTIONS:
+        step = max(1, round(config.steps * fraction))
+        tokens = step * config.tokens_per_step
+        row: dict[str, Any] = {"percent": round(100 * fraction), "step": step, "tokens": tokens}
+        if config.scheduler["type"] == TOKEN_SCHEDULE:
+            warmup = config.warmup_steps * config.tokens_per_step
+            row["lr"] = warmup_cosine(tokens, config.lr, config.min_lr, warmup, config.total_tokens)
+        techniques.on_step(step)
+        yield row | techniques.metrics()
+
+
+# --- the page -----------------------------------------------------------------------------------------------------------------------
+
+
+def as_text(explained: dict[str, Any]) -> str:
+    """`explained` for a reader: short tables, at most about 120 columns wide."""
+    batch, length, model, flops = (explained[key] for key in ("batch", "length", "model", "flops"))
+    lines = [f"{explained['config_file']}" + (f" (recipes/{explained['recipe']})" if explained["recipe"] else "")]
+    lines += ["", "The run", *_value_rows(explained["run"])]
+    lines += ["", "The engine's JSON", *_value_rows(explained["engine"])]
+    lines += [
+        "",
+        "Batch, length and arithmetic",
+        f"  {batch['global_batch_size']:,} sequences a step = micro-batch {batch['micro_batch_size']} x accumulation "
+        f"{batch['gradient_accumulation_steps']} x {batch['ranks']} rank(s)",
+        f"  {batch['tokens_per_step']:,} tokens a step = {batch['global_batch_size']:,} x {batch['seq_len']:,}",
+        f"  {length['total_tokens']:,} tokens in {length['steps']:,} steps: {length['tokens_per_parameter']:.2g} a parameter"
+        + (f", {length['total_tokens'] / length['corpus_tokens']:.2f} epochs of the corpus" if length["corpus_tokens"] else ""),
+        f"  {model['parameters']:,} parameters, with a vocabulary of {model['vocab_size']:,} padded to {model['padded_vocab_size']:,}",
+        "  " + ", ".join(f"{_si(flops[key])}FLOP {what}" for key, what in FLOPS.items()),
+    ]
+    lines += ["", f"Over the run ({', '.join(explained['techniques']) or 'no technique of our own'})", *_columns(explained["over_the_run"])]
+    for key, title in (("notes", "Note"), ("lacks", "Missing on this machine (training would be refused)")):
+        if explained[key]:
+            lines += ["", title, *(f"  {line}" for line in explained[key])]
+    return "\n".join(lines)
+
+
+def _value_rows(values: dict[str, dict[str, Any]]) -> list[str]:
+    name_width = max(map(len, values))
+    rows = [(name, _shown(item["value"]), item["from"]) for name, item in values.items()]
+    value_width = min(24, max(len(value) for _, value, _ in rows))
+    return [f"  {name:<{name_width}}  {value:<{value_width}}  {origin}" for name, value, origin in rows]
+
+
+def _columns(rows: list[dict[str, Any]]) -> list[str]:
+    """One line a quantity, one column a point of the run."""
+    names = list(dict.fromkeys(name for row in rows for name in row if name != "percent"))
+    table = [["", *(f"{row['percent']}%" for row in rows)]]
+    table += [[name, *(_shown(row.get(name, "-")) for row in rows)] for name in names]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    lines = []
+    for name, *points in table:
+        lines.append(f"  {name:<{widths[0]}}" + "".join(f"  {cell:>{width}}" for cell, width in zip(points, widths[1:], strict=True)))
+    return lines
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, bool) or value is None:
+        return {True: "true", False: "false", None: "null"}[value]
+    if isinstance(value, int):
+        return f"{value:,}"
+    return f"{value:.6g}" if isinstance(value, float) else str(value) if value != "" else '""'
+
+
+def _si(value: float) -> str:
+    """`1.23 P`, ready for its unit."""
+    for prefix in ("", "k", "M", "G", "T", "P", "E", "Z", "Y"):
+        if value < 999.5 or prefix == "Y":
+            return f"{value:.3g} {prefix}"
+        value /= 1000
+    raise AssertionError

@@ -1,0 +1,112 @@
+"""The `optimizer` section resolved: which types there are, what `"auto"` means for their parameters, and what they cannot do."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import Any
+
+from launch.run.engine_json import EngineJson
+from launch.run.engine_schema import check_section, engine_schema
+from launch.run.errors import nearest
+from launch.run.flags import MAX_LR
+from model.presets import Preset
+from recipes.registry import technique_classes
+
+#: Optimizers that this project builds itself, with the fused kernel of torch; the others are left to DeepSpeed.
+ADAM_TYPES = ("Adam", "AdamW")
+ADAM_PARAMS: dict[str, dict[str, Any]] = {
+    **{key: {} for key in ("lr", "betas", "eps", "weight_decay")},
+    **{key: {"types": ["boolean"]} for key in ("amsgrad", "bias_correction", "adam_w_mode", "torch_adam")},
+}
+#: What `"auto"` means for an optimizer's parameters, beside `lr` (GPT-3, appendix B).
+OPTIMIZER_AUTO: dict[str, Any] = {"betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1}
+GPT_3 = "GPT-3, appendix B"
+#: Keys that other projects write, and where they belong here.
+MOVED = {
+    "max_grad_norm": 'write "gradient_clipping" at the top level instead',
+    "learning_rate": "write 'lr'",
+    "wd": "write 'weight_decay'",
+    "beta1": "write 'betas', a list of two",
+    "beta2": "write 'betas', a list of two",
+    "epsilon": "write 'eps'",
+    "fused": "leave it out: torch's fused kernel is taken where the type has one",
+    "foreach": "leave it out: torch chooses the form of its loop",
+}
+#: Types that DeepSpeed once had (DeepSpeed#8489); a recipe of ours may bring one back.
+REMOVED_TYPES = ("OneBitAdam", "OneBitLamb", "ZeroOneAdam")
+PATH = ("optimizer", "params")
+
+
+def optimizer_auto_keys() -> set[str]:
+    """The dotted keys of the section for which `"auto"` has a meaning."""
+    return {f"optimizer.params.{key}" for key in ("lr", *OPTIMIZER_AUTO)}
+
+
+def resolve_optimizer(engine: EngineJson, flags: argparse.Namespace, preset: Preset) -> tuple[dict[str, Any], float]:
+    """The optimizer with its type's canonical name and all of its parameters, and the peak learning rate."""
+    if "optimizer" not in engine.values and not engine.is_faulty("optimizer"):  # as in files for a trainer that brings its own
+        engine.settle(("optimizer",), {"type": "AdamW", "params": dict.fromkeys(("lr", *OPTIMIZER_AUTO), "auto")}, "default")
+    engine.number(*PATH, "lr", minimum=0, maximum=MAX_LR, above=True)
+    lr = engine.choose((*PATH, "lr"), "lr", flags, preset.lr, f"preset {flags.preset}", settle=False)
+    builtin = engine_schema()["optimizers"]
+    ours = [name for cls in technique_classes() for name in cls.optimizer_types]
+    canonical = {name.lower(): name for name in (*ADAM_TYPES, *builtin, *ours)}
+    asked = engine.get("optimizer", "type")
+    kind = canonical.get(str(asked).lower())
+    if kind is None:
+        if asked is not None:
+            names = ", ".join(canonical.values())
+            gone = (
+                f", which is gone from DeepSpeed {engine_schema()['deepspeed']}"
+                if asked in REMOVED_TYPES
+                else nearest(asked, canonical.values())
+            )
+            engine.fault(("optimizer", "type"), f'is "{asked}"{gone}; there are {names}')
+        elif not engine.is_faulty("optimizer"):
+            engine.fault(("optimizer", "type"), 'must name an optimizer: "optimizer": {"type": "AdamW", "params": {"lr": "auto"}}')
+        return {}, lr
+    params = engine.get(*PATH) or {}
+    if kind not in ours:
+        rules = ADAM_PARAMS if kind in ADAM_TYPES else {**builtin[kind], "lr": {}, "weight_decay": {}}
+        for key_path, message in check_section(PATH, params, {"keys": rules}, optimizer_auto_keys()):
+            engine.fault(key_path, MOVED.get(str(key_path[-1]), message) if key_path[-1] not in rules else message)
+    if kind in ADAM_TYPES and params.get("bias_correction") is False:
+        engine.fault((*PATH, "bias_correction"), "is false, and torch's Adam always corrects the bias; leave the key out")
+    betas = params.get("betas", "auto")
+    if betas != "auto" and not (
+        isinstance(betas, list) and len(betas) == 2 and all(type(beta) in (int, float) and 0 <= beta < 1 for beta in betas)
+    ):
+        engine.fault((*PATH, "betas"), f"is {json.dumps(betas)}, must be two numbers from 0 to below 1")
+    for key, above in (("eps", True), ("weight_decay", False), ("dampening", False), ("alpha", False)):
+        engine.number(*PATH, key, minimum=0, maximum=1, above=above)
+    for key in ("lr_decay", "initial_accumulator_value"):
+        engine.number(*PATH, key, minimum=0)
+    if (momentum := engine.number(*PATH, "momentum", minimum=0, maximum=1)) == 1:
+        engine.fault((*PATH, "momentum"), "is 1, with which the update never forgets; write a number below 1")
+    if engine.get(*PATH, "nesterov") is True and (not momentum or engine.get(*PATH, "dampening")):
+        engine.fault((*PATH, "nesterov"), "needs a momentum above 0 and a dampening of 0; change these, or leave it out")
+    if kind == "AdamW" and params.get("adam_w_mode") is False:
+        engine.fault((*PATH, "adam_w_mode"), 'is false, and AdamW is Adam in that mode; write "type": "Adam", or leave it out')
+    _check_stage(engine, kind, kind in ours)
+    engine.choose((*PATH, "lr"), "lr", flags, preset.lr, f"preset {flags.preset}")
+    for key, value in OPTIMIZER_AUTO.items():
+        if params.get(key) == "auto" or (kind in ADAM_TYPES and key not in params):
+            engine.settle((*PATH, key), value, GPT_3)
+    return {"type": kind, "params": engine.values["optimizer"]["params"]}, lr
+
+
+def _check_stage(engine: EngineJson, kind: str, is_ours: bool) -> None:
+    """What the type cannot do at this ZeRO stage or precision."""
+    path, stage = ("optimizer", "type"), engine.get("zero_optimization", "stage")
+    if kind == "Adagrad" and (stage or engine.get("fp16", "enabled") or engine.get("bf16", "enabled")):
+        # It makes its state for the parameters it is given, which DeepSpeed then replaces by master weights.
+        engine.fault(path, "is Adagrad, which works at stage 0 in fp32 only; change these, or use another type")
+    elif kind in ADAM_TYPES or is_ours or not stage:
+        return
+    elif (engine.get("zero_optimization", "offload_optimizer", "device") or "none") != "none":
+        engine.fault(path, f"is {kind}, which has no form for an offloaded optimizer; use AdamW, or do not offload it")
+    elif not engine.get("zero_allow_untested_optimizer"):
+        engine.fault(
+            path, f'is {kind}, which DeepSpeed has not tested with ZeRO; add "zero_allow_untested_optimizer": true, or use stage 0'
+        )
