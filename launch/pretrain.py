@@ -37,10 +37,10 @@ def main() -> int:
         return 0
     if config.lacks:
         raise UsageError(*config.lacks)
-    if config.precision == "fp16":  # the one question that only torch can answer; asked before the run's folder is made
-        from launch.engine.engine import check_precision
+    if config.precision == "fp16" or config.cuda_only:  # questions that only torch can answer; asked before the run's folder is made
+        from launch.engine.engine import check_device
 
-        check_precision(config)
+        check_device(config)
     folder = NoFolder()
     rank = os.environ.get("RANK", "0")
     if rank == "0":

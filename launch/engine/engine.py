@@ -114,20 +114,25 @@ def start_engine(config: RunConfig, technique: Technique, collectives: Collectiv
     return Engine(engine, model_config, config, applied, collectives.rank)
 
 
-def check_precision(config: RunConfig) -> None:
-    """Refuse fp16 on a device that has none; DeepSpeed would raise after the model was built.
+def check_device(config: RunConfig) -> None:
+    """Refuse what this device cannot do; DeepSpeed would raise after the model was built.
 
     Raises:
-        UsageError: the device has no arithmetic of the precision asked for.
+        UsageError: a line for each value of the JSON that needs another device.
     """
     quiet_deepspeed()
     from deepspeed.accelerator import get_accelerator
 
+    device, faults = get_accelerator().device_name(), []
     if config.precision == "fp16" and not get_accelerator().is_fp16_supported():
-        raise UsageError(
-            f"{config.config_file}: fp16 is enabled, but this {get_accelerator().device_name()} has no fp16 arithmetic; "
+        faults.append(
+            f"{config.config_file}: fp16 is enabled, but this {device} has no fp16 arithmetic; "
             f"use the bf16 or the fp32 JSON of the same stage (ds_configs/zero{config.zero_stage}_bf16.json)"
         )
+    if device != "cuda":
+        faults += [f"{config.config_file}: '{path}' needs CUDA, and this is a {device}; leave it out" for path in config.cuda_only]
+    if faults:
+        raise UsageError(*faults)
 
 
 def _engine_json(config: RunConfig) -> dict[str, Any]:

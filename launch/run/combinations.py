@@ -47,6 +47,14 @@ RENAMED: dict[KeyPath, tuple[KeyPath, Callable[[Any], Any]]] = {
         lambda on: on,
     ),
 }
+#: What DeepSpeed has kernels for on CUDA only.
+CUDA_ONLY = (
+    "zero_optimization.zero_quantized_weights",
+    "zero_optimization.zero_quantized_gradients",
+    "zero_optimization.zero_quantized_nontrainable_weights",
+    "zero_optimization.offload_optimizer.super_offload",
+    "aio.use_gds",
+)
 DTYPES = {"float32": "fp32", "float": "fp32", "float16": "fp16", "half": "fp16", "bfloat16": "bf16"}
 #: Packages that a monitor needs.
 MONITORS = {"wandb": "wandb", "comet": "comet_ml"}

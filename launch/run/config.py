@@ -9,12 +9,13 @@ from __future__ import annotations
 import argparse
 import os
 from dataclasses import asdict, dataclass, field
+from functools import reduce
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from data_pipeline.errors import DataError
 from data_pipeline.shards import Corpus, open_corpus
-from launch.run.combinations import ZERO_AUTO, check_combinations
+from launch.run.combinations import CUDA_ONLY, ZERO_AUTO, check_combinations
 from launch.run.engine_json import EngineJson
 from launch.run.errors import UsageError, nearest
 from launch.run.flags import parse_flags
@@ -111,6 +112,11 @@ class RunConfig:
     def precision(self) -> str:
         """`fp16`, `bf16` or `fp32`."""
         return next((name for name in ("fp16", "bf16") if self.engine.get(name, {}).get("enabled")), "fp32")
+
+    @property
+    def cuda_only(self) -> list[str]:
+        """The dotted keys that are switched on and that DeepSpeed can do on CUDA only."""
+        return [path for path in CUDA_ONLY if reduce(lambda section, key: (section or {}).get(key), path.split("."), self.engine)]
 
     def training_loader(self, collectives: Collectives) -> Loader:
         """This rank's loader of the training split, in the run's order."""

@@ -216,6 +216,8 @@ class RunFolder:
             self.log(f"no peak FLOP/s is known for '{meter.device_name}' in {config.precision}: mfu is left out of the metrics")
         if engine.corrections:
             self.log(f"corrected faults of this DeepSpeed: {', '.join(engine.corrections)} (launch/engine/corrections.py)")
+        for note in config.notes:
+            self.log(f"note: {note}")
         for change in self.changes:
             self.log(f"changed since this run was last started: {change}")
         if config.resume:

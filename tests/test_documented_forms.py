@@ -1,0 +1,178 @@
+"""What DeepSpeed's configuration documentation shows is accepted where DeepSpeed 0.19.8 still has it: each section in its documented form.
+
+The keys and values are those of docs/_pages/config-json.md, beside a shipped JSON; where that page offers a choice, one of each is taken.
+A section that means nothing in this training loop is accepted with a word; one that needs what this machine lacks says so in `--explain`.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from launch.run.config import resolve
+from launch.run.engine_schema import engine_schema
+from launch.run.errors import UsageError
+from launch.run.json_lines import read_json
+
+ROOT = Path(__file__).resolve().parents[1]
+FP32, BF16 = (read_json(ROOT / "ds_configs" / f"zero1_{precision}.json")[0] for precision in ("fp32", "bf16"))
+OFFLOAD = {"pin_memory": False, "nvme_path": "/local_nvme"}
+ZERO = {
+    "allgather_partitions": True,
+    "allgather_bucket_size": 5e8,
+    "overlap_comm": False,
+    "reduce_scatter": True,
+    "reduce_bucket_size": 5e8,
+    "contiguous_gradients": True,
+    "stage3_max_live_parameters": 1e9,
+    "stage3_max_reuse_distance": 1e9,
+    "stage3_prefetch_bucket_size": 5e8,
+    "stage3_param_persistence_threshold": 1e6,
+    "sub_group_size": 1e12,
+    "elastic_checkpoint": False,
+    "stage3_gather_16bit_weights_on_model_save": True,
+    "ignore_unused_parameters": True,
+    "round_robin_gradients": True,
+    "zero_hpz_partition_size": 1,
+    "log_trace_cache_warnings": False,
+}
+FP16 = {"auto_cast": False, "loss_scale": 0, "initial_scale_power": 16, "loss_scale_window": 1000, "hysteresis": 2}
+MIXED = {"consecutive_hysteresis": False, "min_loss_scale": 1, "fp16_master_weights_and_grads": False}
+LTD = {"total_layer_num": 24, "random_ltd_layer_num": 22, "model_type": "decoder", "hidden_state_order": "seq_batch_dim"}
+MONITOR = {"enabled": True, "output_path": "output/ds_logs/", "job_name": "train_bert"}
+
+SECTIONS = {
+    "optimizer": {"optimizer": {"type": "Adam", "params": {"lr": 0.001, "betas": [0.8, 0.999], "eps": 1e-8, "weight_decay": 3e-7}}},
+    "scheduler": {
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": 0, "warmup_max_lr": 0.001, "warmup_num_steps": 1000}},
+    },
+    "fp16": {"bf16": {"enabled": False}, "fp16": {"enabled": True, **FP16, **MIXED}},
+    "bf16": {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}},
+    "data_types": {"data_types": {"grad_accum_dtype": "fp32"}},
+    **{f"zero_{stage}": {"zero_optimization": {"stage": stage, **ZERO}} for stage in range(4)},
+    "zero_quantized": {"zero_optimization": {"stage": 3, "zero_quantized_weights": True, "zero_quantized_gradients": True}},
+    **{
+        f"offload_{device}": {
+            "zero_optimization": {
+                "stage": 3,
+                "offload_param": {"device": device, "buffer_count": 5, "buffer_size": 1e8, "max_in_cpu": 1e9, **OFFLOAD},
+                "offload_optimizer": {"device": device, "ratio": 0.3, "buffer_count": 4, "fast_init": False, **OFFLOAD},
+            }
+        }
+        for device in ("cpu", "nvme")
+    },
+    "aio": {"aio": {"block_size": 1048576, "queue_depth": 8, "thread_count": 1, "single_submit": False, "overlap_events": True}},
+    "hybrid_engine": {"hybrid_engine": {"enabled": True, "max_out_tokens": 512, "inference_tp_size": 1, "enable_cuda_graph": False}},
+    "tensor_parallel": {"tensor_parallel": {"autotp_size": 4, "preset_model": "llama", "partition_config": {"use_default_specs": False}}},
+    "expert_parallel": {"expert_parallel": {"enabled": True, "autoep_size": 4, "preset_model": "mixtral", "num_experts_attr": "n"}},
+    "autotuning": {
+        "autotuning": {"enabled": False, "metric": "throughput", "max_train_batch_size": None, "fast": True, "arg_mappings": None},
+    },
+    "autotuning_on": {"autotuning": {"enabled": True, "results_dir": "results", "tuner_type": "model_based"}},
+    "flops_profiler": {"flops_profiler": {"enabled": True, "profile_step": 1, "module_depth": -1, "detailed": True, "output_file": None}},
+    "activation_checkpointing": {
+        "activation_checkpointing": {"partition_activations": False, "cpu_checkpointing": False, "number_checkpoints": None},
+    },
+    "activation_checkpointing_on": {"activation_checkpointing": {"partition_activations": True, "number_checkpoints": 4}},
+    "data_efficiency": {
+        "data_efficiency": {
+            "enabled": True,
+            "seed": 1234,
+            "data_routing": {"enabled": True, "random_ltd": {"enabled": True, **LTD, "random_ltd_schedule": {"min_value": 128}}},
+            "data_sampling": {"enabled": True, "num_epochs": 1, "num_workers": 0, "curriculum_learning": {"enabled": True}},
+        }
+    },
+    "tensorboard": {"tensorboard": MONITOR},
+    "csv_monitor": {"csv_monitor": MONITOR},
+    "wandb": {"wandb": {"enabled": True, "group": "my_group", "team": "my_team", "project": "my_project"}},
+    "comet": {"comet": {"enabled": True, "workspace": "w", "project": "p", "samples_log_interval": 50, "online": False, "mode": "get"}},
+    "comms_logger": {"comms_logger": {"enabled": True, "verbose": False, "prof_all": False, "debug": False, "prof_ops": ["all_reduce"]}},
+    "checkpoint": {
+        "checkpoint": {
+            "tag_validation": "Warn",
+            "load_universal": False,
+            "use_node_local_storage": False,
+            "parallel_write": {"pipeline_stage": False},
+        }
+    },
+    "compile": {"zero_optimization": {"stage": 0}, "compile": {"deepcompile": True, "passes": ["autosp"]}},
+}
+#: Without effect in this loop: accepted with a word.
+WITH_A_WORD = {"hybrid_engine", "tensor_parallel", "expert_parallel", "autotuning_on", "activation_checkpointing_on", "data_efficiency"}
+WITH_A_WORD |= {"compile"}
+#: What they need may not be here: accepted by --explain, refused by training where it is missing.
+NEEDING = {"wandb", "comet", "offload_nvme"}
+
+
+def written(values: dict, folder: Path) -> str:
+    file = folder / "documented.json"
+    file.write_text(json.dumps(values, indent=1))
+    return str(file)
+
+
+@pytest.mark.parametrize("name", SECTIONS)
+def test_a_documented_section_is_accepted(name, corpus, tmp_path):
+    config, _ = resolve(["--deepspeed_config", written(BF16 | SECTIONS[name], tmp_path), "--data", str(corpus)], ranks=8)
+    if name in WITH_A_WORD:
+        (note,) = config.notes
+        assert "has no effect here and is left out" in note
+        assert name.removesuffix("_on") not in config.engine
+    else:
+        assert config.notes == ()
+    assert bool(config.lacks) == (name in NEEDING)
+
+
+def test_torch_autocast_is_accepted_on_fp32_weights(corpus, tmp_path):
+    autocast = {"enabled": True, "dtype": "bfloat16", "lower_precision_safe_modules": ["torch.nn.Linear", "torch.nn.Conv2d"]}
+    config, _ = resolve(["--deepspeed_config", written(FP32 | {"torch_autocast": autocast}, tmp_path), "--data", str(corpus)])
+    assert config.precision == "fp32"
+    assert config.engine["torch_autocast"]["enabled"] is True
+
+
+def test_what_this_machine_lacks_is_explained_and_not_trained(corpus, tmp_path):
+    file = written(BF16 | SECTIONS["offload_nvme"], tmp_path)
+    command = [sys.executable, ROOT / "launch/pretrain.py", "--deepspeed_config", file, "--data", corpus, "--runs_dir", tmp_path / "runs"]
+    explained = subprocess.run([*command, "--explain"], capture_output=True, text=True)
+    assert explained.returncode == 0
+    assert "nvme_path': is '/local_nvme', which is no folder on this host" in explained.stdout
+    trained = subprocess.run(command, capture_output=True, text=True)
+    assert trained.returncode == 2
+    assert len(trained.stderr.splitlines()) == 2, "a line for each of the two paths"
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_file_full_of_keys_that_are_gone_gets_one_list(corpus, tmp_path):
+    schema = engine_schema()
+    gone = [key for key in schema["removed"] if "." not in key]
+    file = written(BF16 | {key: {"enabled": True} for key in gone}, tmp_path)
+    with pytest.raises(UsageError) as mistake:
+        resolve(["--deepspeed_config", file, "--data", str(corpus)])
+    assert len(mistake.value.faults) == len(gone)
+    for key, fault in zip(gone, sorted(mistake.value.faults, key=lambda fault: fault.split("'")[1]), strict=True):
+        assert f"'{key}': is gone from DeepSpeed {schema['deepspeed']}; remove it." in fault
+        assert ": line " in fault
+
+
+def test_old_names_are_put_right(corpus, tmp_path):
+    zero = {"stage": 3, "cpu_offload": True, "cpu_offload_param": True, "stage3_gather_fp16_weights_on_model_save": True}
+    values = BF16 | {"zero_optimization": zero, "aio": {"thread_count": 2}}
+    config, _ = resolve(["--deepspeed_config", written(values, tmp_path), "--data", str(corpus)])
+    assert config.engine["zero_optimization"] == {
+        "stage": 3,
+        "offload_optimizer": {"device": "cpu"},
+        "offload_param": {"device": "cpu"},
+        "stage3_gather_16bit_weights_on_model_save": True,
+    }
+    assert config.engine["aio"] == {"intra_op_parallelism": 2}
+    assert "'cpu_offload'" in config.origins["zero_optimization.offload_optimizer.device"]
+
+
+def test_a_file_for_a_trainer_with_its_own_optimizer_gets_adamw(corpus, tmp_path):
+    values = {"fp16": {"enabled": False}, "zero_optimization": {"stage": 2}, "train_batch_size": "auto"}
+    config, _ = resolve(["--deepspeed_config", written(values, tmp_path), "--data", str(corpus)])
+    assert config.optimizer == {"type": "AdamW", "params": {"lr": config.lr, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1}}
+    assert config.scheduler["type"] == "WarmupCosineTokens"
