@@ -54,4 +54,4 @@ bench: $(INSTALLED) $(CORPUS)/manifest.json  ## the benchmarks: each a ratio of 
 	$(BIN)/python benchmarks/training_step.py --profile
 
 clean:  ## remove the virtual environment and the caches (never data/ or runs/)
-	rm -rf $(VENV) .cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) .cache .hypothesis .pytest_cache .ruff_cache
