@@ -301,3 +301,14 @@ def test_committed_schema_is_that_of_the_installed_deepspeed():
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     generated = json.loads(done.stdout.partition("SCHEMA")[2])
     assert json.loads(FILE.read_text()) == generated, "write it anew: python -m launch.run.engine_schema --write"
+
+
+def test_the_peak_of_a_schedule_of_deepspeed_is_the_runs(resolved):
+    """DeepSpeed's schedules overwrite the optimizer's rate at the first step, so theirs is the one to record and to explain."""
+    schedule = {"type": "WarmupLR", "params": {"warmup_max_lr": 0.01, "warmup_num_steps": 5}}
+    config = resolved(scheduler=schedule, **{"optimizer.params.lr": 0.001})
+    assert (config.lr, config.optimizer["params"]["lr"]) == (0.01, 0.01)
+    (note,) = config.notes
+    assert "'optimizer.params.lr': is 0.001 and is not used: WarmupLR sets the rate, up to its 'warmup_max_lr' of 0.01" in note
+    assert resolved(scheduler=schedule).notes == ()  # "auto" follows the schedule
+    assert resolved(scheduler={"type": "WarmupLR", "params": {"warmup_num_steps": 5}}, **{"optimizer.params.lr": 0.5}).lr == 0.5

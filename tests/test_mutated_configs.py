@@ -203,7 +203,7 @@ def scheduler(kind: str, **params: Any) -> dict[str, Any]:
 #: Name -> (the changes, the stages at which they are right). All of them are in use, or switched off as DeepSpeed documents it.
 ADDITIONS: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
     "Adam": (optimizer("Adam", betas=[0.9, 0.95], eps=1e-8, weight_decay=0.1, adam_w_mode=True, amsgrad=False), (0, 1, 2, 3)),
-    "SGD": (optimizer("SGD", momentum=0.9, dampening=0.0, weight_decay=0.1, nesterov=False, maximize=False), (0, 1, 2, 3)),
+    "SGD": (optimizer("SGD", momentum=0.9, dampening=0.0, weight_decay=0.1, nesterov=False), (0, 1, 2, 3)),
     "RMSprop": (optimizer("RMSprop", alpha=0.99, eps=1e-8, weight_decay=0.1, momentum=0.0, centered=False), (0, 1, 2, 3)),
     "WarmupLR": (
         scheduler("WarmupLR", warmup_min_lr=0.0, warmup_max_lr="auto", warmup_num_steps=10, warmup_type="linear"),
@@ -473,7 +473,7 @@ def test_several_misspelt_keys_are_all_named(outcome):
 
 
 #: What must be in a file; everything else has a default, and may be left out.
-NEEDED = {"optimizer": "optimizer.type", "optimizer.type": "optimizer.type", "scheduler.type": "scheduler.type"}
+NEEDED = {"optimizer.type": "optimizer.type", "scheduler.type": "scheduler.type"}
 
 
 @pytest.mark.parametrize("name", SHIPPED)
@@ -1131,12 +1131,6 @@ PAIRS: dict[str, Pair] = {
         "scheduler.params.warmup_min_lr",
         "no word: the rate falls",
     ),
-    "two peaks": pair(
-        "zero1_bf16",
-        {**scheduler("WarmupLR", warmup_max_lr=1e-2, warmup_num_steps=5), "optimizer.params.lr": 1e-3},
-        "scheduler.params.warmup_max_lr optimizer.params.lr",
-        "no word: the schedule's counts",
-    ),
     **{
         f"{kind} longer than the run": pair(
             "zero1_bf16", scheduler(kind, warmup_num_steps=40), "scheduler.params.warmup_num_steps", "no word: no peak", "--steps", "20"
@@ -1233,9 +1227,6 @@ PAIRS: dict[str, Pair] = {
         "config.py:596: a micro-batch of 0",
     ),
     "a batch and a flag": pair("zero1_bf16", {"train_batch_size": 16}, "train_batch_size", "two truths", "--global_batch_size", "32"),
-    # what the machine has not
-    "wandb that is not installed": pair("zero1_bf16", {"wandb": {"enabled": True}}, "wandb.enabled wandb", "an ImportError"),
-    "comet that is not installed": pair("zero1_bf16", {"comet": {"enabled": True}}, "comet.enabled comet", "an ImportError"),
 }
 
 

@@ -175,7 +175,7 @@ COMBINATIONS = [
     ),
     Combination(
         "zero_optimization.zenflow",
-        lambda f: f.zero("zenflow") and f.offload_optimizer != "cpu",
+        lambda f: f.zero("zenflow") is not None and f.offload_optimizer != "cpu",
         'needs the optimizer on the CPU; add "offload_optimizer": {{"device": "cpu"}}, or leave it out',
     ),
     # --- ZeRO
@@ -210,8 +210,13 @@ COMBINATIONS = [
         'other than 1 does not go with "reduce_scatter" at stage {f.stage}; leave it out, or set "reduce_scatter": false',
     ),
     Combination(
+        "gradient_predivide_factor",
+        lambda f: f.engine.get("gradient_predivide_factor") not in (None, 1) and f.stage == 3,
+        "other than 1 is not multiplied back at stage 3, so that the gradients are wrong by it; leave it out",
+    ),
+    Combination(
         "gradient_allreduce_op",
-        lambda f: f.engine.get("gradient_allreduce_op") == "sum" and (f.stage == 3 or f.zero("zenflow")),
+        lambda f: f.engine.get("gradient_allreduce_op") == "sum" and (f.stage == 3 or f.zero("zenflow") is not None),
         'is "sum", which neither stage 3 nor zenflow does; write "mean"',
     ),
     # --- precision

@@ -43,6 +43,7 @@ AUTO_KEYS = {
     *schedule_auto_keys(),
     *(f"zero_optimization.{key}" for key in ZERO_AUTO),
 }
+REST = "what is left of the global batch"
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 #: What is assumed where a run is explained without its corpus.
 GPT2_VOCAB_SIZE = 50_257
@@ -276,48 +277,51 @@ def _model(flags: argparse.Namespace) -> tuple[Preset, ModelShape]:
 
 def _batch(engine: EngineJson, flags: argparse.Namespace, preset: Preset, ranks: int) -> tuple[int, int, int]:
     """Global batch, micro-batch, accumulation: global = micro x accumulation x ranks. What is not given follows from the rest."""
-    given = [engine.get(key) is not None for key in BATCH_KEYS]  # before a flag or a preset fills one in
+    written = [(key,) for key in BATCH_KEYS if engine.get(key) is not None]
     total = engine.agree(("train_batch_size",), "global_batch_size", flags.global_batch_size)
     micro = engine.agree(("train_micro_batch_size_per_gpu",), "micro_batch_size", flags.micro_batch_size)
     accumulation = engine.get("gradient_accumulation_steps")
-    source = f"{engine.file}, flags and --preset {flags.preset}"
-    from_preset = f"preset {flags.preset}"
-    origins = [
-        flags.origins.get("global_batch_size", from_preset),
-        flags.origins.get("micro_batch_size", f"{from_preset}, at most"),
-        "what is left of the global batch",
-    ]
+    origins = {
+        "train_batch_size": flags.origins.get("global_batch_size", f"preset {flags.preset}"),
+        "train_micro_batch_size_per_gpu": flags.origins.get("micro_batch_size", f"preset {flags.preset}, at most"),
+        "gradient_accumulation_steps": REST,
+    }
+
+    def refused(message: str) -> tuple[int, int, int]:
+        """The fault, at the first of the keys that the file gives a number for; what is checked after it gets a batch that works."""
+        if written:
+            engine.fault(written[0], message)
+        else:
+            engine.fault_of_run(f"{engine.file}, flags and --preset {flags.preset}: {message}")
+        return ranks, 1, 1
+
     if total is None:
         total = micro * accumulation * ranks if micro and accumulation else preset.global_batch_size
         if micro and accumulation:
-            origins[0] = "micro-batch x accumulation x ranks"
+            origins["train_batch_size"] = "micro-batch x accumulation x ranks"
     per_rank, rest = divmod(total, ranks)
     if rest:
         sizes = " or ".join(str(size) for size in (total - rest, total - rest + ranks) if size)
-        engine.fault_of_run(
-            f"{source}: a global batch of {total} sequences cannot be shared evenly by {ranks} ranks; --global_batch_size {sizes} can"
-        )
-        return total, 1, 1
+        return refused(f"a global batch of {total} sequences cannot be shared evenly by {ranks} ranks; --global_batch_size {sizes} can")
     if micro is None and accumulation is not None:
         micro, rest = divmod(per_rank, accumulation)
-        origins[1] = "what is left of the global batch"
+        origins["train_micro_batch_size_per_gpu"] = REST
         if rest or not micro:
-            engine.fault_of_run(
-                f"{source}: {total} sequences over {ranks} ranks are {per_rank} a rank, which {accumulation} accumulation steps do not "
+            return refused(
+                f"{total} sequences over {ranks} ranks are {per_rank} a rank, which {accumulation} accumulation steps do not "
                 "divide; change 'gradient_accumulation_steps' or --global_batch_size"
             )
-            return total, 1, 1
     if micro is None:  # the largest micro-batch up to the preset's that divides a rank's share
         micro = next(size for size in range(min(preset.micro_batch_size, per_rank), 0, -1) if per_rank % size == 0)
     if accumulation is None:
         accumulation = max(1, per_rank // micro)
     if micro * accumulation * ranks != total:
-        engine.fault_of_run(
-            f"{source}: micro-batch {micro} x accumulation {accumulation} x {ranks} ranks = {micro * accumulation * ranks} sequences, "
+        return refused(
+            f"micro-batch {micro} x accumulation {accumulation} x {ranks} ranks = {micro * accumulation * ranks} sequences, "
             f"but the global batch is {total}; change --global_batch_size or --micro_batch_size so that they multiply"
         )
-    for key, value, is_given, origin in zip(BATCH_KEYS, (total, micro, accumulation), given, origins, strict=True):
-        if not is_given and not engine.is_faulty(key):
+    for (key, origin), value in zip(origins.items(), (total, micro, accumulation), strict=True):
+        if (key,) not in written and not engine.is_faulty(key):
             engine.settle((key,), value, origin)
     return total, micro, accumulation
 
@@ -340,8 +344,13 @@ def _length(engine: EngineJson, flags: argparse.Namespace, preset: Preset, token
             origin = f"{engine.origin(path)}, 'total_tokens'"
     steps = -(-tokens // tokens_per_step) if tokens is not None else flags.steps or preset.steps
     if steps * tokens_per_step > MAX_TOKENS:
-        engine.fault_of_run(
-            f"{engine.file} and flags: {steps:,} steps of {tokens_per_step:,} tokens are more than 10^18 tokens; "
-            "lower --steps, --tokens or --global_batch_size"
+        message = (
+            f"{steps:,} steps of {tokens_per_step:,} tokens are more than 10^18 tokens; lower --steps, --tokens or --global_batch_size"
         )
+        written = {path: engine.origin(path) or "" for path in (("scheduler", "params", "total_tokens"), ("train_batch_size",))}
+        given = [path for path, origin in written.items() if engine.get(*path) is not None and origin.startswith(("line", "--set"))]
+        if given:
+            engine.fault(given[0], f"makes the run too long: {message}")
+        else:
+            engine.fault_of_run(f"{engine.file} and flags: {message}")
     return steps, steps * tokens_per_step, origin

@@ -11,7 +11,7 @@ import argparse
 import json
 from typing import Any
 
-from launch.run.engine_schema import check_engine_keys
+from launch.run.engine_keys import Faults, check_engine_keys
 from launch.run.errors import UsageError
 from launch.run.json_lines import KeyPath, dotted, parse_json, read_json
 
@@ -60,8 +60,7 @@ class EngineJson:
 
         `auto` are the dotted keys for which `"auto"` has a meaning.
         """
-        for path, message in check_engine_keys(self.values, sections, auto):
-            self.fault(path, message)
+        self.note_faults(check_engine_keys(self.values, sections, auto))
 
     # --- where a value came from ----------------------------------------------------------------------------------------------------
 
@@ -109,6 +108,13 @@ class EngineJson:
         section = self.get(*path[:-1])
         if isinstance(section, dict):
             section.pop(path[-1], None)
+
+    def note_faults(self, faults: Faults) -> None:
+        """Note faults of keys. What a misspelt key stands for is known: nobody is told beside it that something is missing."""
+        for path, message, meant in faults:
+            self.fault(path, message)
+            if meant is not None:
+                self._faulty.append((*path[:-1], meant))
 
     def fault_of_run(self, message: str) -> None:
         """Note a fault that no single value of the file has alone."""

@@ -1,4 +1,4 @@
-"""The keys that the installed DeepSpeed reads from its JSON, as a committed file that can be checked without importing torch.
+"""The keys that the installed DeepSpeed reads from its JSON, as a committed file that can be read without importing torch.
 
 DeepSpeed ignores an unknown top-level key without a word (DeepSpeed#653, #774, #1809), and its own models cannot be imported without
 torch. So the keys are written down once, by watching the engine's configuration class look for them:
@@ -7,24 +7,20 @@ torch. So the keys are written down once, by watching the engine's configuration
 
 The file holds, for the DeepSpeed version it names: `removed`, the keys it refuses, each with its reason; `keys`, a rule for every key
 it looks for; `optimizers` and `schedulers`, a rule for every parameter of each type. A rule says `types`, `enum`, `minimum`,
-`maximum`, `default`, and `keys` for what is inside; an empty one allows everything.
+`maximum`, `default`, `items` (the types in a list) and `keys` (what is inside an object); an empty one allows everything.
+`launch.run.engine_keys` checks a JSON against them.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from launch.run.errors import nearest
-from launch.run.json_lines import KeyPath, dotted
-
 FILE = Path(__file__).with_suffix(".json")
 Rule = dict[str, Any]
-Faults = list[tuple[KeyPath, str]]
 
 #: What the engine asserts in code, or says nothing of until it fails: added to what is read off its classes.
 BOUNDS: dict[str, Rule] = {
@@ -44,7 +40,40 @@ BOUNDS: dict[str, Rule] = {
     "fp16.loss_scale_window": {"minimum": 1},
     "fp16.hysteresis": {"minimum": 1},
     "fp16.min_loss_scale": {"minimum": 1},
+    "aio.block_size": {"minimum": 1},
+    "aio.queue_depth": {"minimum": 1},
+    "aio.intra_op_parallelism": {"minimum": 1},
     "aio.thread_count": {"types": ["integer"], "minimum": 1},  # the documented name; the engine reads intra_op_parallelism
+    "comet.samples_log_interval": {"minimum": 1},
+    "flops_profiler.profile_step": {"minimum": 0},
+    "flops_profiler.module_depth": {"minimum": -1},
+    "flops_profiler.top_modules": {"minimum": 0},
+    "flops_profiler.recompute_fwd_factor": {"minimum": 0},
+    "zero_optimization.zenflow.topk_ratio": {"minimum": 1e-6, "maximum": 1 - 1e-6},
+    "zero_optimization.zenflow.full_warm_up_rounds": {"minimum": 0},
+    "zero_optimization.zenflow.update_interval": {"types": ["integer"], "minimum": 1},
+    "zero_optimization.zenflow.select_interval": {"types": ["integer"], "minimum": 1},
+    # What the engine looks for without saying of which type.
+    "activation_checkpointing.number_checkpoints": {"types": ["integer", "null"], "minimum": 1},
+    "autotuning.arg_mappings": {"types": ["object", "null"]},
+    "autotuning.max_train_batch_size": {"types": ["integer", "null"], "minimum": 1},
+    "autotuning.metric_path": {"types": ["string", "null"]},
+    "autotuning.model_info": {"types": ["object", "null"]},
+    "autotuning.model_info_path": {"types": ["string", "null"]},
+    "checkpoint.parallel_write": {"types": ["object"], "keys": {"pipeline_stage": {"types": ["boolean"]}}},
+    "checkpoint.writer": {"types": ["object", "null"]},
+    "comms_logger.prof_ops": {"items": ["string"]},
+    "data_efficiency.data_routing": {"types": ["object"]},
+    "data_types.keep_in_fp32_modules": {"types": ["array"], "items": ["string"]},
+    "datastates_ckpt": {"types": ["object", "null"]},
+    "flops_profiler.output_file": {"types": ["string", "null"]},
+    "timers": {
+        "types": ["object"],
+        "keys": {"throughput": {"types": ["object"], "keys": {key: {"types": ["boolean"]} for key in ("enabled", "synchronized")}}},
+    },
+    "torch_autocast.lower_precision_safe_modules": {"types": ["array", "null"], "items": ["string"]},
+    **{f"zero_optimization.leaf_module.{key}": {"items": ["string"]} for key in ("classes", "names", "name_suffixes")},
+    **{f"zero_optimization.{key}.nvme_path": {"types": ["string", "null"]} for key in ("offload_optimizer", "offload_param")},
     "optimizer": {"keys": {"type": {"types": ["string"]}, "params": {"types": ["object"]}, "legacy_fusion": {"types": ["boolean"]}}},
     "scheduler": {"keys": {"type": {"types": ["string"]}, "params": {"types": ["object"]}}},
 }
@@ -66,114 +95,6 @@ SWITCHES_OF_TORCH = ("capturable", "differentiable", "foreach", "fused", "maximi
 def engine_schema() -> dict[str, Any]:
     """The committed schema."""
     return json.loads(FILE.read_text(encoding="utf-8"))
-
-
-def check_engine_keys(config: dict[str, Any], known_elsewhere: set[str], auto: set[str]) -> Faults:
-    """Faults of an engine JSON, each as (key path, what is wrong and what to write instead).
-
-    Two things are put right in place: a whole number written as `5e8` becomes one, and a section of a removed feature that is
-    switched off (`"enabled": false`) is taken out, which DeepSpeed would refuse even so.
-
-    Args:
-        known_elsewhere: the top-level keys that the project's own techniques claim.
-        auto: the dotted keys for which `"auto"` has a meaning.
-    """
-    schema = engine_schema()
-    removed, rules = schema["removed"], schema["keys"]
-    ours = {key: value for key, value in config.items() if key in known_elsewhere}
-    for key, value in list(config.items()):
-        if key in removed and key not in ours and (value is False or (isinstance(value, dict) and value.get("enabled") is False)):
-            del config[key]
-    faults: Faults = [((key,), f"is {json.dumps(value)}, must be an object") for key, value in ours.items() if not isinstance(value, dict)]
-    for path, message in check_section((), {key: config[key] for key in config if key not in ours}, {"keys": rules}, auto):
-        top_level_key = path[0] if len(path) == 1 else None
-        if dotted(path) in removed:
-            message = f"is gone from DeepSpeed {schema['deepspeed']}; remove it. {removed[dotted(path)]}"
-        elif top_level_key is not None and top_level_key not in rules:
-            message = f"unknown key, which DeepSpeed would ignore{nearest(top_level_key, {*rules, *known_elsewhere}) or '; remove it'}"
-        faults.append((path, message))
-    for key, value in config.items():
-        if key not in ours:
-            config[key] = _whole(value, rules.get(key, {}))
-    return faults
-
-
-def check_section(path: KeyPath, section: Any, rule: Rule, auto: set[str]) -> Faults:
-    """Faults of the object `section` at `path`, all the way down."""
-    faults: Faults = []
-    rules = rule["keys"]
-    for key, value in section.items():
-        here = (*path, key)
-        if key not in rules:
-            faults.append((here, f"unknown key{nearest(key, rules) or '; allowed are ' + ', '.join(sorted(rules))}"))
-        elif value == "auto":
-            if dotted(here) not in auto:
-                faults.append((here, '"auto" has no meaning here; write a value or leave the key out'))
-        elif (wrong := value_fault(value, rules[key])) is not None:
-            faults.append((here, wrong))
-        elif isinstance(value, dict) and "keys" in rules[key]:
-            faults += check_section(here, value, rules[key], auto)
-    return faults
-
-
-def defaults_left_open(config: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """The dotted keys that `config` leaves out, with the value that DeepSpeed takes: at the top level, and in the sections it has."""
-
-    def walk(section: dict[str, Any], rules: dict[str, Rule], path: KeyPath) -> Iterator[tuple[str, Any]]:
-        for key, rule in rules.items():
-            if key not in section and "default" in rule:
-                yield dotted((*path, key)), rule["default"]
-            elif isinstance(section.get(key), dict):
-                yield from walk(section[key], rule.get("keys", {}), (*path, key))
-
-    return walk(config, engine_schema()["keys"], ())
-
-
-def value_fault(value: Any, rule: Rule) -> str | None:
-    """What is wrong with `value` under `rule`, or None."""
-    if "enum" in rule:
-        if any(value == choice and isinstance(value, bool) == isinstance(choice, bool) for choice in rule["enum"]):
-            return None
-        return f"is {json.dumps(value)}, must be one of {', '.join(map(json.dumps, rule['enum']))}"
-    types = rule.get("types", ())
-    if types and not any(_fits(value, kind) for kind in types):
-        keys = f" with keys such as {', '.join(list(rule['keys'])[:3])}" if "keys" in rule else ""
-        return f"is {json.dumps(value)}, must be {_with_article(types)}{keys}"
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
-        if "minimum" in rule and value < rule["minimum"]:
-            return f"is {json.dumps(value)}, must be at least {rule['minimum']}"
-        if "maximum" in rule and value > rule["maximum"]:
-            return f"is {json.dumps(value)}, must be at most {rule['maximum']}"
-    return None
-
-
-def _fits(value: Any, kind: str) -> bool:
-    if kind == "integer":  # 5e8 is how DeepSpeed's own examples write a bucket size
-        return isinstance(value, (int, float)) and not isinstance(value, bool) and float(value).is_integer()
-    if kind == "number":
-        return isinstance(value, (int, float)) and not isinstance(value, bool)
-    return isinstance(value, {"boolean": bool, "string": str, "object": dict, "array": list, "null": type(None)}[kind])
-
-
-def _with_article(types: list[str]) -> str:
-    words = {
-        "integer": "a whole number",
-        "number": "a number",
-        "boolean": "true or false",
-        "string": "a string",
-        "object": "an object",
-        "array": "a list",
-        "null": "null",
-    }
-    return " or ".join(words[kind] for kind in types)
-
-
-def _whole(value: Any, rule: Rule) -> Any:
-    """`value` with every float that stands for a whole number made one."""
-    if isinstance(value, dict) and "keys" in rule:
-        return {key: _whole(item, rule["keys"].get(key, {})) for key, item in value.items()}
-    whole = "integer" in rule.get("types", ()) or isinstance(rule.get("enum", [None])[0], int)
-    return int(value) if isinstance(value, float) and whole and value.is_integer() else value
 
 
 # --- generation, which imports DeepSpeed and torch ----------------------------------------------------------------------------------
@@ -220,9 +141,6 @@ def generate() -> dict[str, Any]:
     dtypes = sorted(name for member in engine_config.DtypeEnum for name in member._all_values[1:] if "int" not in name)
     for name in ("grad_accum_dtype", "param_dtype", "buffer_dtype"):
         keys["data_types"]["keys"][name] = {"enum": [*dtypes, None]}
-    keys["data_types"]["keys"]["keep_in_fp32_modules"] = {"types": ["array"]}
-    keys["checkpoint"]["keys"]["parallel_write"] = {"types": ["object"], "keys": {"pipeline_stage": {"types": ["boolean"]}}}
-    keys["datastates_ckpt"] = {}  # a list, or an object
 
     removed = dict(engine_config._REMOVED_TOP_LEVEL_CONFIG_KEYS)
     removed |= {f"zero_optimization.{key}": reason for key, reason in engine_config._REMOVED_ZERO_CONFIG_KEYS.items()}

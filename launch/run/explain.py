@@ -14,7 +14,7 @@ from typing import Any
 
 from launch.run.combinations import NOT_DRIVEN
 from launch.run.config import RunConfig
-from launch.run.engine_schema import defaults_left_open
+from launch.run.engine_keys import defaults_left_open
 from launch.run.schedule import TOKEN_SCHEDULE, warmup_cosine
 from model.accounting import flops_per_token, parameter_count
 from model.presets import GPTConfig

@@ -7,7 +7,8 @@ import json
 from typing import Any
 
 from launch.run.engine_json import EngineJson
-from launch.run.engine_schema import check_section, engine_schema
+from launch.run.engine_keys import ADAM_PARAMS, check_section
+from launch.run.engine_schema import engine_schema
 from launch.run.errors import nearest
 from launch.run.flags import MAX_LR
 from model.presets import Preset
@@ -15,10 +16,6 @@ from recipes.registry import technique_classes
 
 #: Optimizers that this project builds itself, with the fused kernel of torch; the others are left to DeepSpeed.
 ADAM_TYPES = ("Adam", "AdamW")
-ADAM_PARAMS: dict[str, dict[str, Any]] = {
-    **{key: {} for key in ("lr", "betas", "eps", "weight_decay")},
-    **{key: {"types": ["boolean"]} for key in ("amsgrad", "bias_correction", "adam_w_mode", "torch_adam")},
-}
 #: What `"auto"` means for an optimizer's parameters, beside `lr` (GPT-3, appendix B).
 OPTIMIZER_AUTO: dict[str, Any] = {"betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1}
 GPT_3 = "GPT-3, appendix B"
@@ -76,8 +73,11 @@ def resolve_optimizer(engine: EngineJson, flags: argparse.Namespace, preset: Pre
     params = engine.get(*PATH) or {}
     if kind not in ours:
         rules = ADAM_PARAMS if kind in ADAM_TYPES else {**builtin[kind], "lr": {}, "weight_decay": {}}
-        for key_path, message in check_section(PATH, params, {"keys": rules}, optimizer_auto_keys()):
-            engine.fault(key_path, MOVED.get(str(key_path[-1]), message) if key_path[-1] not in rules else message)
+        faults = check_section(PATH, params, {"keys": rules}, optimizer_auto_keys())
+        moved = [
+            fault._replace(message=MOVED[key]) if (key := str(fault.path[-1])) in MOVED and key not in rules else fault for fault in faults
+        ]
+        engine.note_faults(moved)
     if kind in ADAM_TYPES and params.get("bias_correction") is False:
         engine.fault((*PATH, "bias_correction"), "is false, and torch's Adam always corrects the bias; leave the key out")
     betas = params.get("betas", "auto")
@@ -109,11 +109,14 @@ def _check_stage(engine: EngineJson, kind: str, is_ours: bool) -> None:
     if kind == "Adagrad" and (stage or engine.get("fp16", "enabled") or engine.get("bf16", "enabled")):
         # It makes its state for the parameters it is given, which DeepSpeed then replaces by master weights.
         engine.fault(path, "is Adagrad, which works at stage 0 in fp32 only; change these, or use another type")
-    elif kind in ADAM_TYPES or is_ours or not stage:
+    offloaded = (engine.get("zero_optimization", "offload_optimizer", "device") or "none") != "none"
+    if offloaded and engine.get(*PATH, "amsgrad"):
+        engine.fault((*PATH, "amsgrad"), "has no form for an offloaded optimizer; leave it out, or do not offload it")
+    if kind in ADAM_TYPES or is_ours or not stage or kind == "Adagrad":
         return
-    elif (engine.get("zero_optimization", "offload_optimizer", "device") or "none") != "none":
+    if offloaded:
         engine.fault(path, f"is {kind}, which has no form for an offloaded optimizer; use AdamW, or do not offload it")
-    elif not engine.get("zero_allow_untested_optimizer"):
+    elif not engine.get("zero_allow_untested_optimizer") and not engine.is_faulty("zero_allow_untested_optimizer"):
         engine.fault(
             path, f'is {kind}, which DeepSpeed has not tested with ZeRO; add "zero_allow_untested_optimizer": true, or use stage 0'
         )

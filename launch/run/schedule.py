@@ -8,14 +8,14 @@ import math
 from typing import Any, NamedTuple
 
 from launch.run.engine_json import EngineJson
-from launch.run.engine_schema import check_section, engine_schema
+from launch.run.engine_keys import TOKEN_PARAMS, check_section
+from launch.run.engine_schema import engine_schema
 from launch.run.errors import nearest
 from launch.run.flags import MAX_LR
 from model.presets import Preset
 
 #: Our own schedule: linear warm-up, then cosine over tokens (`warmup_cosine`). The others are DeepSpeed's, by steps.
 TOKEN_SCHEDULE = "WarmupCosineTokens"
-TOKEN_PARAMS: dict[str, dict[str, Any]] = {"min_lr": {}, "warmup_steps": {}, "total_tokens": {}}
 #: Parameters of DeepSpeed's schedules for which `"auto"` has a meaning, as transformers fills them.
 ENGINE_AUTO = ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "total_num_steps")
 PATH = ("scheduler", "params")
@@ -62,11 +62,11 @@ def resolve_schedule(engine: EngineJson, flags: argparse.Namespace, preset: Pres
     kind = engine.get("scheduler", "type")
     if kind not in kinds:
         if not engine.is_faulty("scheduler", "type"):
-            engine.fault(("scheduler", "type"), f"is {json.dumps(kind)}{nearest(str(kind), kinds)}; there are {', '.join(kinds)}")
+            wrong = "is missing" if kind is None else f"is {json.dumps(kind)}{nearest(kind, kinds)}"
+            engine.fault(("scheduler", "type"), f"{wrong}; there are {', '.join(kinds)}")
         return Schedule({}, lr, 0.0, 0)
     rules = TOKEN_PARAMS if kind == TOKEN_SCHEDULE else engine_schedules[kind]
-    for key_path, message in check_section(PATH, engine.get(*PATH) or {}, {"keys": rules}, schedule_auto_keys()):
-        engine.fault(key_path, message)
+    engine.note_faults(check_section(PATH, engine.get(*PATH) or {}, {"keys": rules}, schedule_auto_keys()))
     # A preset's warm-up is meant for the preset's length; a shorter run warms up over a tenth of itself.
     tenth = max(1, steps // 10)
     warmup = (preset.warmup_steps, f"preset {flags.preset}") if preset.warmup_steps <= tenth else (tenth, "a tenth of the run")
@@ -114,7 +114,10 @@ def _engine_schedule(
     """A schedule of DeepSpeed's own, by steps; `"auto"` is filled as transformers fills it, and so is a default that exceeds the run."""
     for key, (whole, minimum, maximum) in BOUNDS.items():
         if key in rules:
-            engine.number(*PATH, key, minimum=minimum, maximum=maximum, whole=whole)
+            engine.number(*PATH, key, minimum=minimum, maximum=maximum, whole=whole, above=key in ABOVE)
+    for key in ("cycle_min_mom", "cycle_max_mom"):
+        if engine.get(*PATH, key) == 1:
+            engine.fault((*PATH, key), "is 1, with which the optimizer never forgets; write a number below 1")
     if (form := engine.get(*PATH, "warmup_type")) not in (None, "log", "linear"):
         engine.fault((*PATH, "warmup_type"), f'is {json.dumps(form)}, must be "log" or "linear"')
     for key, flag in (("warmup_num_steps", "warmup_steps"), ("total_num_steps", "steps"), ("warmup_max_lr", "lr")):
@@ -127,10 +130,6 @@ def _engine_schedule(
     if flags.warmup_steps is not None and "warmup_num_steps" not in rules:
         engine.fault_of_run(f"--warmup_steps {flags.warmup_steps}: {kind} has no warm-up; leave the flag out, or use {TOKEN_SCHEDULE}")
     _check_length(engine, rules, steps)
-    for low, high in (("warmup_min_lr", "warmup_max_lr"), ("cycle_min_lr", "cycle_max_lr"), ("cycle_min_mom", "cycle_max_mom")):
-        least, most = engine.get(*PATH, low), engine.get(*PATH, high)
-        if least is not None and most is not None and least > most:
-            engine.fault((*PATH, low), f"is {least:g}, above '{high}' of {most:g}; lower it")
     _check_cycle(engine, rules)
 
     given = engine.values["scheduler"].get("params") or {}
@@ -144,6 +143,10 @@ def _engine_schedule(
     for key, (value, origin, flag) in fill.items():
         if key in rules and (given.get(key) == "auto" or (key not in given and rules[key].get("default", math.inf) > steps)):
             engine.settle((*PATH, key), value, flags.origins.get(flag, origin))
+    for low, high in (("warmup_min_lr", "warmup_max_lr"), ("cycle_min_lr", "cycle_max_lr"), ("cycle_min_mom", "cycle_max_mom")):
+        least, most = engine.get(*PATH, low), engine.get(*PATH, high)
+        if least is not None and most is not None and least > most:
+            engine.fault((*PATH, low), f"is {least:g}, above '{high}' of {most:g}; lower it")
     params = engine.values["scheduler"].get("params") or {}
     if "warmup_max_lr" in rules and not engine.is_faulty(*PATH, "warmup_max_lr"):
         lr = _peak(engine, kind, lr, params.get("warmup_max_lr", rules["warmup_max_lr"].get("default", lr)))
@@ -158,6 +161,10 @@ BOUNDS: dict[str, tuple[bool, float, float | None]] = {
     **dict.fromkeys(("warmup_min_ratio", "cos_min_ratio", "cycle_min_mom", "cycle_max_mom"), (False, 0, 1)),
     **dict.fromkeys(("lr_range_test_step_rate", "decay_lr_rate", "decay_mom_rate"), (False, 0, None)),
 }
+
+
+#: Rates that must not be 0.
+ABOVE = ("warmup_max_lr", "cycle_max_lr", "lr_range_test_min_lr")
 
 
 def _peak(engine: EngineJson, kind: str, lr: float, peak: float) -> float:
@@ -192,7 +199,7 @@ def _check_cycle(engine: EngineJson, rules: dict[str, Any]) -> None:
     for key in ("cycle_min_lr", "cycle_max_lr"):
         if key not in params and not engine.is_faulty(*PATH, key):
             engine.fault((*PATH, key), "is missing, and OneCycle needs it; add it, a learning rate")
-    if params.get("decay_lr_rate") and not params.get("decay_step_size"):
+    if params.get("decay_lr_rate") and not params.get("decay_step_size") and not engine.is_faulty(*PATH, "decay_step_size"):
         engine.fault((*PATH, "decay_lr_rate"), "does nothing without 'decay_step_size', the steps of a decay; add it, or leave this out")
     has_betas = str(engine.get("optimizer", "type")).lower() in ("adam", "adamw")
     if params.get("cycle_momentum") is True and not has_betas:
