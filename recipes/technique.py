@@ -56,14 +56,17 @@ class Technique:
         """How `step` (from 1) is cut up, or None for the run's own plan."""
 
     def on_step(self, step: int) -> None:
-        """Recompute the schedule for optimizer step `step` (from 1), before its first micro-batch."""
+        """Recompute the schedule for optimizer step `step` (from 1), before its first micro-batch.
+
+        Works before there is an engine, and without torch: `--explain` asks what the schedule says at 0, 25, 50, 75 and 100% of the run.
+        """
 
     def on_batch(self, tokens: torch.Tensor) -> torch.Tensor:
         """Crop or reshape a micro-batch of (micro_batch_size, seq_len + 1) token ids."""
         return tokens
 
     def metrics(self) -> dict[str, float]:
-        """What belongs into the step's line of `metrics.jsonl`."""
+        """What belongs into the step's line of `metrics.jsonl`; before there is an engine, what follows from the schedule alone."""
         return {}
 
     def state_dict(self) -> dict[str, Any]:

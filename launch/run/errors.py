@@ -35,14 +35,15 @@ class TrainingFailed(Exception):
 
 def nearest(name: str, allowed: Iterable[str]) -> str:
     """`; did you mean 'x'?` for the closest of `allowed`, or an empty string when nothing is close."""
-    meant = nearest_name(name, allowed)
+    meant = nearest_name(str(name), allowed)
     return f"; did you mean '{meant}'?" if meant else ""
 
 
 def nearest_name(name: str, allowed: Iterable[str]) -> str | None:
     """The closest of `allowed`, or None when nothing is close."""
     folded = {item.lower(): item for item in allowed}
-    matches = difflib.get_close_matches(str(name).lower(), folded, n=1, cutoff=0.6)
+    # One wrong letter of two leaves a similarity of a half.
+    matches = difflib.get_close_matches(name.lower(), folded, n=1, cutoff=0.6 if len(name) > 3 else 0.5)
     return folded[matches[0]] if matches else None
 
 

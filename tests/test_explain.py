@@ -1,0 +1,175 @@
+"""`--explain` says what will happen, each value with where it came from; without torch, without a launcher, without a corpus."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from launch.run.config import GPT2_VOCAB_SIZE, resolve
+from launch.run.explain import as_text, explain
+from model.accounting import flops_per_token, parameter_count
+from model.presets import PRESETS, GPTConfig
+from recipes import registry
+from recipes.technique import Technique, Techniques
+
+ROOT = Path(__file__).resolve().parents[1]
+LARGE = ["--deepspeed_config", "ds_configs/zero3_bf16.json", "--preset", "gpt3-13b", "--ranks", "64"]
+
+
+@pytest.fixture
+def explained(corpus, tmp_path):
+    """A function that explains a run of a small JSON with flags."""
+
+    def run(*flags: str, **changes) -> dict:
+        file = tmp_path / "engine.json"
+        values = {"optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": [0.9, 0.99]}}, "zero_optimization": {"stage": 2}}
+        file.write_text(json.dumps(values | changes, indent=1))
+        return explain(resolve(["--deepspeed_config", str(file), "--data", str(corpus), *flags])[0])
+
+    return run
+
+
+def came_from(page: dict) -> dict[str, str]:
+    return {key: item["from"] for key, item in {**page["run"], **page["engine"]}.items()}
+
+
+def test_each_value_says_where_it_came_from(explained):
+    origins = came_from(
+        explained("--lr", "0.002", "--n_layer", "3", "--set", "zero_optimization.overlap_comm=false", bf16={"enabled": "auto"})
+    )
+    assert origins["optimizer.params.lr"] == "--lr"
+    assert origins["optimizer.params.betas"] == "line 6"
+    assert origins["optimizer.params.eps"] == "GPT-3, appendix B"
+    assert origins["zero_optimization.stage"] == "line 13"
+    assert origins["zero_optimization.overlap_comm"] == "--set"
+    assert origins["zero_optimization.sub_group_size"] == "DeepSpeed's default"
+    assert origins["bf16.enabled"] == "auto: on unless fp16 is"
+    assert origins["train_batch_size"] == "preset nano"
+    assert origins["scheduler.params.min_lr"] == "a tenth of the peak"
+    assert origins["n_layer"] == "--n_layer"
+    assert origins["d_model"] == "preset nano"
+    assert origins["seed"] == "default"
+
+
+def test_the_clipping_that_nobody_asked_for_is_named(explained):
+    assert explained()["engine"]["gradient_clipping"] == {"value": 1.0, "from": "DeepSpeed's default"}
+    assert explained(gradient_clipping=0.5)["engine"]["gradient_clipping"] == {"value": 0.5, "from": "line 15"}
+
+
+def test_a_recipes_own_flags_are_told_from_the_users(corpus, monkeypatch, tmp_path):
+    folder = tmp_path / "some_recipe"
+    folder.mkdir()
+    fields = json.loads((ROOT / "recipes" / "zero_2" / "recipe.json").read_text()) | {"flags": ["--steps", "50", "--lr", "0.001"]}
+    (folder / "recipe.json").write_text(json.dumps(fields))
+    page = explain(resolve(["--recipe", str(folder), "--lr", "0.003", "--data", str(corpus)])[0])
+    assert page["run"]["steps"] == {"value": 50, "from": str(folder / "recipe.json")}
+    assert page["engine"]["optimizer.params.lr"] == {"value": 0.003, "from": "--lr"}
+
+
+@pytest.mark.parametrize(
+    ("flags", "origin"), [(["--steps", "7"], "--steps"), (["--tokens", "9000"], "--tokens"), ([], "preset nano")], ids=str
+)
+def test_the_length_says_where_it_came_from(flags, origin, explained):
+    assert explained(*flags)["run"]["steps"]["from"] == origin
+
+
+def test_the_length_of_the_json(explained):
+    page = explained(scheduler={"type": "WarmupCosineTokens", "params": {"total_tokens": 2048, "warmup_steps": 0}})
+    assert page["run"]["steps"] == {"value": 2, "from": "line 18, 'total_tokens'"}
+
+
+def test_every_key_of_the_json_and_every_default_of_its_sections_is_there(explained):
+    page = explained()
+    for key in ("zero_optimization.stage3_param_persistence_threshold", "zero_optimization.reduce_scatter", "wall_clock_breakdown"):
+        assert page["engine"][key]["from"] == "DeepSpeed's default"
+    assert not [key for key in page["engine"] if key.startswith(("aio", "flops_profiler"))], "nobody switched these sections on"
+
+
+def test_the_arithmetic_is_that_of_the_model(corpus):
+    config, _ = resolve([*LARGE, "--explain", "--data", str(corpus), "--seq_len", "128"])
+    page = explain(config)
+    model = GPTConfig(**vars(config.shape), vocab_size=config.vocab_size)
+    assert page["model"]["parameters"] == parameter_count(model)
+    assert page["flops"]["per_token"] == flops_per_token(model)
+    assert page["batch"]["tokens_per_step"] == 1024 * 128
+    assert page["flops"]["per_step"] == flops_per_token(model) * 1024 * 128
+    assert page["flops"]["per_step_and_rank"] * 64 == page["flops"]["per_step"]
+
+
+def test_a_run_is_explained_without_its_corpus(tmp_path):
+    config, _ = resolve([*LARGE, "--explain", "--data", str(tmp_path / "none")])
+    assert config.vocab_size == GPT2_VOCAB_SIZE
+    (missing,) = explain(config)["lacks"]
+    assert "a vocabulary of 50,257 is assumed" in missing
+    assert "Missing on this machine" in as_text(explain(config))
+
+
+def test_what_is_accepted_with_a_word_is_in_the_page(explained):
+    (note,) = explained(autotuning={"enabled": True})["notes"]
+    assert "'autotuning': has no effect here" in note
+    assert note in as_text(explained(autotuning={"enabled": True}))
+
+
+class Ramp(Technique):
+    """A schedule: from 0 to 1 over the run."""
+
+    def __init__(self, section, run):
+        self.steps, self.at = run.steps, 0.0
+
+    def on_step(self, step: int) -> None:
+        self.at = step / self.steps
+
+    def metrics(self) -> dict[str, float]:
+        return {"ramp": self.at}
+
+
+def test_the_table_over_the_run_asks_the_techniques(explained, monkeypatch):
+    monkeypatch.setattr("launch.run.explain.make_techniques", lambda run: Techniques([Ramp({}, run)]))
+    rows = explained("--steps", "100", "--lr", "0.01", "--warmup_steps", "10")["over_the_run"]
+    assert [row["percent"] for row in rows] == [0, 25, 50, 75, 100]
+    assert [row["step"] for row in rows] == [1, 25, 50, 75, 100]
+    assert [row["ramp"] for row in rows] == [0.01, 0.25, 0.5, 0.75, 1.0]
+    assert rows[0]["lr"] == pytest.approx(0.001)
+    assert rows[-1]["lr"] == pytest.approx(0.001)
+    assert rows[1]["lr"] > rows[2]["lr"] > rows[3]["lr"]
+
+
+def test_the_text_has_every_value_and_fits_the_terminal(explained):
+    page = explained("--steps", "100")
+    text = as_text(page)
+    for key, item in {**page["run"], **page["engine"]}.items():
+        (line,) = [line for line in text.splitlines() if line.split()[:1] == [key] and item["from"] in line]
+        assert item["from"] in line
+    assert max(map(len, text.splitlines())) <= 140
+
+
+@pytest.mark.parametrize("form", ["text", "json"])
+def test_it_needs_no_torch_and_makes_nothing(form, tmp_path):
+    code = (
+        "import sys; sys.argv = ['launch/pretrain.py', *sys.argv[1:]]; sys.path.insert(0, 'launch')\n"
+        "import launch.pretrain as command\n"
+        "assert command.main() == 0\n"
+        "print(sorted(name for name in sys.modules if name in ('torch', 'deepspeed', 'transformers')), file=sys.stderr)"
+    )
+    command = [sys.executable, "-c", code, *LARGE, "--explain", form, "--runs_dir", str(tmp_path / "runs")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stderr.splitlines()[-1] == "[]"
+    assert not (tmp_path / "runs").exists()
+    if form == "json":
+        assert json.loads(done.stdout)["batch"]["ranks"] == 64
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_every_preset_and_shipped_json_is_explained(preset, tmp_path):
+    for file in sorted((ROOT / "ds_configs").glob("*.json")):
+        flags = ["--deepspeed_config", str(file), "--preset", preset, "--ranks", "8", "--explain", "--data", str(tmp_path)]
+        assert as_text(explain(resolve(flags)[0])).startswith(str(file))
+
+
+def test_a_registry_without_techniques_is_said(explained):
+    if not registry.technique_classes():
+        assert "no technique of our own" in as_text(explained())
