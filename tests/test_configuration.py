@@ -210,7 +210,10 @@ SGD = BASE | {"optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9
 COSINE = BASE | {"scheduler": {"type": "WarmupCosineLR", "params": {"warmup_num_steps": 2}}}
 
 
-@pytest.mark.parametrize("values", [HUGGING_FACE, SGD, COSINE], ids=["hugging_face", "sgd", "cosine"])
+AUTOCAST = BASE | {"bf16": {"enabled": False}, "torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
+
+
+@pytest.mark.parametrize("values", [HUGGING_FACE, SGD, COSINE, AUTOCAST], ids=["hugging_face", "sgd", "cosine", "autocast"])
 def test_what_is_resolved_trains(values, corpus, tmp_path, two_ranks):
     file = tmp_path / "engine.json"
     file.write_text(json.dumps(values))

@@ -1015,6 +1015,12 @@ PAIRS: dict[str, Pair] = {
     "a secondary partition that does not divide the ranks": pair(
         "zero3_bf16", {f"{ZERO}.zero_hpz_partition_size": 3}, f"{ZERO}.zero_hpz_partition_size", "utils/groups.py:944", ranks=4
     ),
+    "modules too coarse for stage 3": pair(
+        "zero3_bf16",
+        {f"{ZERO}.stage3_module_granularity_threshold": 10**6},
+        f"{ZERO}.stage3_module_granularity_threshold",
+        "a RuntimeError in the backward pass: tensors of parameters that were released",
+    ),
     # offload
     **{
         f"optimizer on {device} at stage 0": pair(
