@@ -19,9 +19,10 @@ from launch.run.schedule import TOKEN_SCHEDULE, warmup_cosine
 from model.accounting import flops_per_token, parameter_count
 from model.presets import GPTConfig
 from recipes.registry import make_techniques
+from recipes.technique import Techniques
 
 #: Where in the run the techniques are asked what they do.
-FRACTIONS = (0.0, 0.25, 0.5, 0.75, 1.0)
+PERCENTS = (0, 25, 50, 75, 100)
 #: How the entries of `flops` are called.
 FLOPS = {"per_token": "a token", "per_step": "a step", "per_step_and_rank": "a step and rank", "run": "the run"}
 #: The run's own values, in the order of the flags' help; those with a home in the engine's JSON are shown there.
@@ -121,17 +122,33 @@ def _name(technique: Any) -> str:
 
 
 def _over_the_run(config: RunConfig) -> Iterator[dict[str, Any]]:
-    """What the schedules say at 0, 25, 50, 75 and 100% of the run: each technique is asked through `on_step` and `metrics`."""
+    """What the schedules say at 0, 25, 50, 75 and 100% of the run's tokens: each technique is asked through `on_step` and `metrics`."""
     techniques = make_techniques(config)
-    for fraction in FRACTIONS:
-        step = max(1, round(config.steps * fraction))
-        tokens = step * config.tokens_per_step
-        row: dict[str, Any] = {"percent": round(100 * fraction), "step": step, "tokens": tokens}
-        if config.scheduler["type"] == TOKEN_SCHEDULE:
-            warmup = config.warmup_steps * config.tokens_per_step
-            row["lr"] = warmup_cosine(tokens, config.lr, config.min_lr, warmup, config.total_tokens)
+    marks = [(percent, config.total_tokens * percent / 100) for percent in PERCENTS]
+    for step, tokens in _steps(config, techniques):
         techniques.on_step(step)
-        yield row | techniques.metrics()
+        while marks and tokens >= marks[0][1]:
+            row: dict[str, Any] = {"percent": marks.pop(0)[0], "step": step, "tokens": tokens}
+            if config.scheduler["type"] == TOKEN_SCHEDULE:
+                warmup = config.warmup_steps * config.tokens_per_step
+                row["lr"] = warmup_cosine(tokens, config.lr, config.min_lr, warmup, config.total_tokens)
+            yield row | techniques.metrics()
+
+
+def _steps(config: RunConfig, techniques: Techniques) -> Iterator[tuple[int, int]]:
+    """The steps of the run, from 1, with the tokens after each; without a technique those that `_over_the_run` needs are enough."""
+    if not techniques.members:
+        per_step = config.tokens_per_step
+        yield from ((step, step * per_step) for step in (max(1, -(-config.steps * percent // 100)) for percent in PERCENTS))
+        return
+    step = tokens = 0
+    while tokens < config.total_tokens:
+        step += 1
+        plan = techniques.batch_plan(step)
+        techniques.on_step(step)
+        sequences = plan.micro_batch_size * plan.accumulation * config.ranks if plan else config.global_batch_size
+        tokens += sequences * int(techniques.metrics().get("seq_len", config.shape.seq_len))
+        yield step, tokens
 
 
 # --- the page -----------------------------------------------------------------------------------------------------------------------
