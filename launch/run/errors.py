@@ -33,7 +33,7 @@ class TrainingFailed(Exception):
     """The run cannot go on, by no fault of its command line: one line, exit code 1."""
 
 
-def nearest(name: str, allowed: Iterable[str]) -> str:
+def nearest(name: object, allowed: Iterable[str]) -> str:
     """`; did you mean 'x'?` for the closest of `allowed`, or an empty string when nothing is close."""
     folded = {item.lower(): item for item in allowed}
     matches = difflib.get_close_matches(str(name).lower(), folded, n=1, cutoff=0.6)
