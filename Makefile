@@ -46,12 +46,14 @@ test: $(INSTALLED)  ## the tests (under 20 minutes on two cores)
 test_all: $(INSTALLED)  ## the tests with the long grids
 	$(BIN)/python -m pytest
 
-lint: $(INSTALLED)  ## ruff, and the rule that imports run one way
+lint: $(INSTALLED)  ## ruff, the types, and the rule that imports run one way
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
 	$(BIN)/python -m pytest tests/test_imports_run_one_way.py
 
 bench: $(INSTALLED) $(CORPUS)/manifest.json  ## the benchmarks: each a ratio of two things interleaved in one run
 	$(BIN)/python benchmarks/training_step.py --profile
 
 clean:  ## remove the virtual environment and the caches (never data/ or runs/)
-	rm -rf $(VENV) .cache .hypothesis .pytest_cache .ruff_cache
+	rm -rf $(VENV) .cache .hypothesis .mypy_cache .pytest_cache .ruff_cache

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from multiprocessing import get_context, parent_process
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -20,6 +20,7 @@ from data_pipeline.shards import SPLITS, token_dtype
 from data_pipeline.tokenizer import Tokenizer
 
 CHUNK_BYTES = 2**20
+_worker_tokenizer: Tokenizer  # in a worker only
 
 
 class Encoded(NamedTuple):
@@ -32,7 +33,7 @@ class Encoded(NamedTuple):
 
 
 def encode_documents(
-    documents: Iterable[tuple[str, str, int]], tokenizer: Tokenizer, folder: Path, entry: dict, workers: int
+    documents: Iterable[tuple[str, str, int]], tokenizer: Tokenizer, folder: Path, entry: dict[str, Any], workers: int
 ) -> Iterator[list[Encoded]]:
     """Encodes (split, text, bytes of text) documents, chunk by chunk. `folder` and `entry` are where `tokenizer` was saved."""
     if workers == 1:
@@ -40,7 +41,7 @@ def encode_documents(
         return
     # spawn, not fork: `tokenizers` has started threads by now, and a fork copies their locks but not the threads.
     pool = ProcessPoolExecutor(workers, get_context("spawn"), _start_worker, (folder, entry))
-    pending: deque[Future] = deque()
+    pending: deque[Future[list[Encoded]]] = deque()
     try:
         for chunk in _chunks(documents):
             pending.append(_submit(pool, chunk))
@@ -52,7 +53,7 @@ def encode_documents(
         pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _submit(pool: ProcessPoolExecutor, chunk: list[tuple[str, str, int]]) -> Future:
+def _submit(pool: ProcessPoolExecutor, chunk: list[tuple[str, str, int]]) -> Future[list[Encoded]]:
     """Submits `chunk`, which starts a worker as long as none is idle; the worker is deaf to Ctrl-C, the parent's to handle.
 
     A blocked signal stays blocked in a process started meanwhile, from its first instruction on, and reaches this one after.
@@ -89,11 +90,18 @@ def _chunks(documents: Iterable[tuple[str, str, int]]) -> Iterator[list[tuple[st
         yield chunk
 
 
-def _start_worker(folder: Path, entry: dict) -> None:
+def _start_worker(folder: Path, entry: dict[str, Any]) -> None:
     global _worker_tokenizer
     _worker_tokenizer = Tokenizer.load(folder, entry)
     # Killed, the parent cannot stop its workers, and they would wait for work for ever.
-    threading.Thread(target=lambda: (parent_process().join(), os._exit(1)), daemon=True).start()
+    threading.Thread(target=_die_with_parent, daemon=True).start()
+
+
+def _die_with_parent() -> None:
+    parent = parent_process()
+    assert parent is not None, "only a worker calls this, and it was started by a parent"
+    parent.join()
+    os._exit(1)
 
 
 def _encode_in_worker(chunk: list[tuple[str, str, int]]) -> list[Encoded]:

@@ -39,6 +39,7 @@ class Loader:
     def micro_batches(self, first_sample: int, micro_batch_size: int, accumulation: int) -> Iterator[torch.Tensor]:
         """The `accumulation` micro-batches of this rank, each (micro_batch_size, seq_len + 1), of the global batch that
         starts at sample `first_sample` and holds micro_batch_size x accumulation x world_size samples."""
+        assert self.sampler is not None, "this loader was made for validation"
         for micro_step in range(accumulation):
             start = first_sample + (micro_step * self.world_size + self.rank) * micro_batch_size
             yield self._tensor(self.sampler.indices(start, micro_batch_size))

@@ -8,8 +8,10 @@ import argparse
 import os
 import sys
 import time
+from collections.abc import Callable
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
+from typing import Any
 
 if not __package__:
     # Run as a script, Python puts this folder first on the path. The root there instead makes `data_pipeline` importable
@@ -27,11 +29,12 @@ from data_pipeline.tokenizer import parse_spec, train_tokenizer
 
 # Below this much text, starting processes (half a second) costs more than they save (a core encodes about 15 MB/s).
 BYTES_THAT_PAY_FOR_WORKERS = 64 * 2**20
+Say = Callable[[str], None]
 
 
 def main(argv: list[str] | None = None) -> int:
     args = _parse(argv)
-    say = (lambda *_: None) if args.quiet else (lambda line: print(line, flush=True))
+    say: Say = (lambda line: None) if args.quiet else (lambda line: print(line, flush=True))
     try:
         prepare(args, say)
         return 0
@@ -49,7 +52,7 @@ def main(argv: list[str] | None = None) -> int:
         return 1
 
 
-def prepare(args: argparse.Namespace, say) -> None:
+def prepare(args: argparse.Namespace, say: Say) -> None:
     """Prepares the corpus that `args` describe, or finds that it is there already. DataError for what the user can mend."""
     started = time.monotonic()
     _check(args)
@@ -123,7 +126,7 @@ def _check(args: argparse.Namespace) -> None:
         raise DataError(f"--out {args.out}: not the name of a new folder; give one, such as data/stdlib")
 
 
-def _check_same(out: Path, source: dict, options: dict) -> None:
+def _check_same(out: Path, source: dict[str, Any], options: dict[str, Any]) -> None:
     try:
         manifest = open_corpus(out).manifest
     except DataError as error:
@@ -137,7 +140,7 @@ def _check_same(out: Path, source: dict, options: dict) -> None:
                 )
 
 
-def _check_both_splits(splits: dict, args: argparse.Namespace) -> None:
+def _check_both_splits(splits: dict[str, Any], args: argparse.Namespace) -> None:
     documents = {split: splits[split]["documents"] for split in SPLITS}
     for split, way in (("train", "lower"), ("val", "raise")):
         if not documents[split]:
@@ -151,7 +154,7 @@ def _progress(source: TextFiles, quiet: bool) -> tqdm:
     return tqdm(total=source.n_bytes, unit="B", unit_scale=True, desc="encoding", leave=False, disable=quiet or not sys.stderr.isatty())
 
 
-def _summarize(corpus: Corpus, source: TextFiles, seconds: float, say) -> None:
+def _summarize(corpus: Corpus, source: TextFiles, seconds: float, say: Say) -> None:
     say(f"{'split':8}{'documents':>12}{'tokens':>16}{'bytes/token':>14}{'shards':>9}{'MB':>12}")
     for split in SPLITS:
         entry = corpus.manifest["splits"][split]

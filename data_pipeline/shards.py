@@ -15,6 +15,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -64,8 +65,8 @@ class ShardWriter:
         self.folder, self.split, self.dtype, self.shard_tokens = folder, split, dtype, shard_tokens
         self.documents = 0
         self.bytes = 0
-        self._shards: list[dict] = []
-        self._file = None
+        self._shards: list[dict[str, Any]] = []
+        self._file: BinaryIO | None = None
 
     def write(self, ids: np.ndarray, documents: int, n_bytes: int) -> None:
         """Appends `ids`: so many whole documents, each with its end of text, of so many bytes of UTF-8 text together."""
@@ -79,14 +80,14 @@ class ShardWriter:
                 self._sha256 = hashlib.sha256()
             shard = self._shards[-1]
             part, ids = np.split(ids, [self.shard_tokens - shard["tokens"]])
-            data = memoryview(np.ascontiguousarray(part, dtype=self.dtype)).cast("B")
+            data = np.ascontiguousarray(part, dtype=self.dtype).data.cast("B")
             self._file.write(data)
             self._sha256.update(data)
             shard["tokens"] += len(part)
             if shard["tokens"] == self.shard_tokens:
                 self._finish_shard()
 
-    def close(self) -> dict:
+    def close(self) -> dict[str, Any]:
         """Finishes the last shard and returns the manifest's entry of this split."""
         self._finish_shard()
         tokens = sum(shard["tokens"] for shard in self._shards)
@@ -99,7 +100,15 @@ class ShardWriter:
             self._file = None
 
 
-def write_manifest(folder: Path, vocab_size: int, eot_id: int, tokenizer_entry: dict, source: dict, options: dict, splits: dict) -> None:
+def write_manifest(
+    folder: Path,
+    vocab_size: int,
+    eot_id: int,
+    tokenizer_entry: dict[str, Any],
+    source: dict[str, Any],
+    options: dict[str, Any],
+    splits: dict[str, Any],
+) -> None:
     """Writes `manifest.json`; `tokenizer_entry` is what Tokenizer.save returned, `splits` what each ShardWriter did."""
     manifest = {
         "format_version": FORMAT_VERSION,
@@ -121,7 +130,7 @@ class Split:
     than seq_len tokens is not used.
     """
 
-    def __init__(self, name: str, folder: Path, dtype: np.dtype, shards: list[dict]):
+    def __init__(self, name: str, folder: Path, dtype: np.dtype, shards: list[dict[str, Any]]):
         self.name = name
         self.n_tokens = sum(shard["tokens"] for shard in shards)
         self._folder, self._dtype, self._shards = folder, dtype, shards
@@ -178,7 +187,7 @@ class Split:
 class Corpus:
     """An opened corpus. `fingerprint` is a hash of its content, the same wherever and whenever it was prepared."""
 
-    def __init__(self, path: Path, manifest: dict):
+    def __init__(self, path: Path, manifest: dict[str, Any]):
         self.path = path
         self.manifest = manifest
         self.vocab_size: int = manifest["vocab_size"]
@@ -250,7 +259,7 @@ def open_corpus(path: str | Path) -> Corpus:
     return Corpus(path, manifest)
 
 
-def _read_manifest(file: Path) -> dict:
+def _read_manifest(file: Path) -> dict[str, Any]:
     """The manifest, with every field there and of its type, and no name that leads out of the folder."""
     fix = "prepare the corpus again"
 

@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 from data_pipeline.errors import DataError
 
@@ -28,14 +29,14 @@ STDLIB_EXCLUDED = frozenset({"test", "tests", "idle_test", "site-packages", "dis
 class TextFiles:
     """Files below `root`, one document each, in the order of their relative paths."""
 
-    def __init__(self, identity: dict, root: Path, files: list[Path]):
+    def __init__(self, identity: dict[str, Any], root: Path, files: list[Path]):
         self.root = root
         self.files = files
         self.n_bytes = sum(file.stat().st_size for file in files)
         self.skipped: Counter[str] = Counter()
         self._identity = identity
 
-    def describe(self) -> dict:
+    def describe(self) -> dict[str, Any]:
         """What the source was, and enough of its state to notice that it has changed since."""
         return {**self._identity, "files": len(self.files), "bytes": self.n_bytes}
 

@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TextIO
 
 from data_pipeline.errors import DataError
 
@@ -52,7 +53,7 @@ def staged_folder(out: Path) -> Iterator[Path]:
                     folder.rmdir()
 
 
-def _lock(path: Path, out: Path):
+def _lock(path: Path, out: Path) -> TextIO:
     """The open and locked file `path`. The lock dies with its process, however that ends."""
     while True:
         file = open(path, "w")  # noqa: SIM115 (the caller closes it: closing is what unlocks)

@@ -14,6 +14,7 @@ import re
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import tiktoken
@@ -110,7 +111,7 @@ class Tokenizer:
             raise DataError(f"token id {wrong}: not in the vocabulary; allowed: 0 to {self.vocab_size - 1}; use the corpus's own tokenizer")
         return self._encoding.decode(ids.tolist())
 
-    def save(self, folder: Path) -> dict:
+    def save(self, folder: Path) -> dict[str, Any]:
         """Writes both files into `folder` and returns the manifest's entry, with their hashes."""
         lines = (b"%s %d\n" % (base64.b64encode(token), rank) for token, rank in sorted(self._ranks.items(), key=lambda item: item[1]))
         contents = {HUGGING_FACE_FILE: self._hugging_face_json.encode(), RANKS_FILE: b"".join(lines)}
@@ -119,7 +120,7 @@ class Tokenizer:
         return {"files": {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()}}
 
     @classmethod
-    def load(cls, folder: Path, manifest_entry: dict) -> "Tokenizer":
+    def load(cls, folder: Path, manifest_entry: dict[str, Any]) -> "Tokenizer":
         """The tokenizer that `save` wrote; DataError when a file is missing or is not the one that the manifest names."""
         contents = {}
         for name in (HUGGING_FACE_FILE, RANKS_FILE):

@@ -11,6 +11,8 @@ At step 0 the loss is about ln(vocab_size): 9.01 for 8,192 tokens, 10.82 for 50,
 
 import hashlib
 import math
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -22,10 +24,11 @@ INIT_STD = 0.02  # Radford et al. 2018, section 4.1, and GPT-2's code, for every
 # Rows of logits that become fp32 at a time: 512 x 8,192 x 4 bytes = 16 MiB, which the allocator reuses, where the temporaries
 # of 2,048 rows at once (64 MiB each) are mapped and page-faulted anew in every step: 60 ms against 100 on two cores.
 LOSS_ROWS = 512
+BlockRunner = Callable[[nn.ModuleList, torch.Tensor], torch.Tensor]
 
 
 @torch.no_grad()
-def draw_normal(parameter: nn.Parameter, std: float, seed: int, name: str, rows: int | None = None) -> None:
+def draw_normal(parameter: torch.Tensor, std: float, seed: int, name: str, rows: int | None = None) -> None:
     """Fills `parameter` with N(0, std^2), a pure function of (seed, name); rows from `rows` on become zero.
 
     Drawn in fp32 on the CPU and rounded into the parameter, so that bf16 weights are the rounding of the fp32 ones and every
@@ -55,7 +58,7 @@ class Linear(nn.Linear):
         draw_normal(self.weight, std, seed, f"{name}.weight")
         nn.init.zeros_(self.bias)
 
-    def reset_parameters(self):
+    def reset_parameters(self) -> None:
         """Nothing: torch's own draw would take numbers from the global generator, only to be written over."""
 
 
@@ -66,7 +69,7 @@ class Embedding(nn.Embedding):
         super().__init__(n_rows, d_model)
         draw_normal(self.weight, INIT_STD, seed, f"{name}.weight", used_rows)
 
-    def reset_parameters(self):
+    def reset_parameters(self) -> None:
         """Nothing, as in Linear."""
 
 
@@ -82,7 +85,7 @@ class Attention(nn.Module):
         self.c_proj = Linear(config.d_model, config.d_model, config.init_seed, f"{name}.c_proj", residual_std)
         self.resid_dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         B, T, C = x.shape
         # (B, T, 3C) -> (B, T, 3, n_head, d_head) -> 3 x (B, T, n_head, d_head) -> 3 x (B, n_head, T, d_head), views all the way
         qkv = self.c_attn(x).view(B, T, 3, self.n_head, C // self.n_head)
@@ -103,7 +106,7 @@ class MLP(nn.Module):
         self.c_proj = Linear(4 * config.d_model, config.d_model, config.init_seed, f"{name}.c_proj", residual_std)
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.dropout(self.c_proj(self.act(self.c_fc(x))))
 
 
@@ -121,7 +124,7 @@ class Block(nn.Module):
         self.ln_2 = nn.LayerNorm(config.d_model)
         self.mlp = MLP(config, f"h.{index}.mlp")
 
-    def forward(self, x, branch_scale: float = 1.0):
+    def forward(self, x: torch.Tensor, branch_scale: float = 1.0) -> torch.Tensor:
         x = torch.add(x, self.attn(self.ln_1(x)), alpha=branch_scale)
         return torch.add(x, self.mlp(self.ln_2(x)), alpha=branch_scale)
 
@@ -133,6 +136,8 @@ class TiedHead(nn.Module):
     exists, and ZeRO-3, which gathers what a module holds when that module runs, gathers it here too.
     The loss is computed inside, so that a kernel which fuses it with the matmul finds the weight gathered.
     """
+
+    padding_bias: torch.Tensor | None
 
     def __init__(self, embedding: Embedding, vocab_size: int):
         super().__init__()
@@ -146,7 +151,7 @@ class TiedHead(nn.Module):
             bias[vocab_size:] = -torch.inf
         self.register_buffer("padding_bias", bias, persistent=False)
 
-    def forward(self, x, targets=None):
+    def forward(self, x: torch.Tensor, targets: torch.Tensor | None = None) -> torch.Tensor:
         """x (B, T, C); targets int64 (B, T) or None. Returns the scalar fp32 mean loss, or the logits (B, T, vocab_size)."""
         bias = None if self.padding_bias is None else self.padding_bias.to(x.dtype)
         logits = F.linear(x, self.weight, bias)  # (B, T, padded_vocab_size)
@@ -160,7 +165,7 @@ class TiedHead(nn.Module):
         return total / (targets != -100).sum()
 
 
-def run_all_blocks(blocks: nn.ModuleList, x):
+def run_all_blocks(blocks: nn.ModuleList, x: torch.Tensor) -> torch.Tensor:
     """The default block runner: every block in turn, (B, T, C) -> (B, T, C)."""
     for block in blocks:
         x = block(x)
@@ -188,9 +193,9 @@ class GPT(nn.Module):
         self.h = nn.ModuleList(Block(config, i) for i in range(config.n_layer))
         self.ln_f = nn.LayerNorm(config.d_model)
         self.lm_head = TiedHead(self.wte, config.vocab_size)
-        self.block_runner = run_all_blocks
+        self.block_runner: BlockRunner = run_all_blocks
 
-    def forward(self, tokens, targets=None):
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor | None = None) -> torch.Tensor:
         """tokens int64 (B, T), T at most seq_len; targets int64 (B, T), -100 where no loss is wanted, or None.
 
         Returns the scalar mean cross-entropy in fp32, nats a token; without targets the logits (B, T, vocab_size).
@@ -204,13 +209,14 @@ class GPT(nn.Module):
         return self.lm_head(self.ln_f(x), targets)
 
 
-def weight_decay_groups(model: nn.Module, weight_decay: float) -> list[dict]:
+def weight_decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     """Parameter groups for an optimizer: `weight_decay` on matrices and embeddings, 0 on biases and norms (GPT-3, appendix B).
 
     Each trainable parameter once: `parameters()` counts the tied weight once. A parameter that ZeRO-3 has partitioned is flat
     (its own ndim is 1) and keeps its true shape in `ds_shape`.
     """
-    decayed, kept = [], []
+    decayed: list[nn.Parameter] = []
+    kept: list[nn.Parameter] = []
     for parameter in model.parameters():
         if parameter.requires_grad:
             shape = getattr(parameter, "ds_shape", parameter.shape)

@@ -6,18 +6,24 @@ vocabulary's padding.
     model = GPT2LMHeadModel(hf_config(config)); model.load_state_dict(to_hf_state_dict(gpt.state_dict(), config))
 """
 
+from __future__ import annotations
+
 import re
+from typing import TYPE_CHECKING
 
 import torch
 
 from model.presets import GPTConfig
+
+if TYPE_CHECKING:
+    from transformers import GPT2Config
 
 _PREFIX = "transformer."
 _CONV1D = re.compile(r"(c_attn|c_proj|c_fc)\.weight$")  # GPT-2's matrices in the blocks, all of them
 _CAUSAL_MASK = re.compile(r"\.attn\.(masked_)?bias$")  # a buffer in old checkpoints, not a weight
 
 
-def hf_config(config: GPTConfig, eos_token_id: int | None = None):
+def hf_config(config: GPTConfig, eos_token_id: int | None = None) -> GPT2Config:
     """transformers.GPT2Config of the same model, with the vocabulary unpadded. `eos_token_id` also begins a text, as in GPT-2."""
     from transformers import GPT2Config  # some seconds, and only for export
 

@@ -25,7 +25,7 @@ class ModelShape:
     seq_len: int
     dropout: float = 0.0
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         check_shape(self)
 
 
@@ -36,7 +36,7 @@ class GPTConfig(ModelShape):
     vocab_size: int
     init_seed: int = 0
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         check_positive_int("vocab_size", self.vocab_size)
         super().__post_init__()
 
@@ -68,7 +68,7 @@ class Preset:
         return self.lr / 10
 
 
-def check_positive_int(name: str, value) -> None:
+def check_positive_int(name: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ValueError(f"{name} is {value!r}: it must be a positive whole number")
 

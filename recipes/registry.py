@@ -1,13 +1,14 @@
 """Finds the recipes: every folder beside this file that holds a `recipe.json`. Adding a recipe touches its own folder only.
 
 python -m recipes.registry            # prints the index table
-python -m recipes.registry --write    # writes it into recipes/README.md
+python -m recipes.registry --write    # writes it into recipes/README.md and into the README's own table
 """
 
 from __future__ import annotations
 
 import importlib
 import json
+import re
 import sys
 from dataclasses import dataclass, field
 from functools import cache
@@ -18,6 +19,7 @@ from recipes.technique import Technique, Techniques
 
 ROOT = Path(__file__).resolve().parent.parent
 INDEX = Path(__file__).with_name("README.md")
+README = ROOT / "README.md"
 
 #: The fields of a recipe.json; the optional ones have their default beside them.
 REQUIRED = {"title": str, "config": str, "control": str, "differs": list, "claims": dict}
@@ -134,8 +136,15 @@ def index_page() -> str:
     )
 
 
+def with_table(readme: str) -> str:
+    """The text of the project's README with its table of recipes written anew; unchanged where it has none."""
+    table = index_table().replace("](", "](recipes/")
+    return re.sub(r"^\| recipe \|.*\n(\|.*\n)*", lambda _: table, readme, count=1, flags=re.MULTILINE)
+
+
 if __name__ == "__main__":
     if sys.argv[1:] == ["--write"]:
         INDEX.write_text(index_page(), encoding="utf-8")
+        README.write_text(with_table(README.read_text(encoding="utf-8")), encoding="utf-8")
     else:
         print(index_table(), end="")

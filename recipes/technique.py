@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 if TYPE_CHECKING:  # this module is imported before torch is, by the validator of the configuration
     import torch
 
+    from model.gpt import GPT
+
 
 class BatchPlan(NamedTuple):
     """How one optimizer step is cut up on every rank: `accumulation` micro-batches of `micro_batch_size` sequences."""
@@ -43,7 +45,7 @@ class Technique:
             ValueError: one line for a value that is not allowed, with the fix. Runs before torch is imported.
         """
 
-    def prepare(self, model: torch.nn.Module) -> None:
+    def prepare(self, model: GPT) -> None:
         """Change the model before the engine exists: kernels, wrappers, `model.block_runner`."""
 
     def optimizer(self, param_groups: list[dict[str, Any]]) -> torch.optim.Optimizer | None:
@@ -83,7 +85,7 @@ class Techniques(Technique):
     def __init__(self, members: Iterable[Technique] = ()):
         self.members = tuple(members)
 
-    def prepare(self, model: torch.nn.Module) -> None:
+    def prepare(self, model: GPT) -> None:
         for member in self.members:
             member.prepare(model)
 

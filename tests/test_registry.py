@@ -169,6 +169,30 @@ def test_a_wrong_section_of_a_technique_is_refused(section, message, recipes_wit
     assert len(mistake.value.faults) == 1
 
 
+def test_a_technique_tells_its_schedule_without_torch_and_hides_nothing(corpus):
+    """What `--explain` asks: `on_step`, `batch_plan` and `metrics` at any step, in any order, before there is an engine."""
+    code = """
+import json, sys
+from launch.run.config import resolve
+from recipes.registry import ROOT, make_techniques, recipe_names
+
+for name in recipe_names():
+    config, _ = resolve(["--recipe", str(ROOT / "recipes" / name), "--data", sys.argv[1], "--seq_len", "128"], ranks=2)
+    techniques = make_techniques(config)
+
+    def told(step):
+        techniques.on_step(step)
+        return techniques.batch_plan(step), json.dumps(techniques.metrics(), sort_keys=True)
+
+    steps = sorted({1, *(max(1, config.steps * quarter // 4) for quarter in (1, 2, 3, 4))})
+    forwards = [told(step) for step in steps]
+    assert forwards == [told(step) for step in reversed(steps)][::-1], name
+assert "torch" not in sys.modules
+"""
+    done = subprocess.run([sys.executable, "-c", code, str(corpus)], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 def test_discovery_imports_no_torch():
     code = "import sys; from recipes.registry import *; technique_classes(); index_page(); assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)

@@ -9,6 +9,7 @@ The faults were measured on DeepSpeed 0.19.8; `tests/distributed/test_correction
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,7 +25,7 @@ def before_initialize(zero_stage: int, precision: str, collectives: Collectives)
     """Corrections of the engine's classes, before an engine is built. Called by all ranks; what one of them finds, all correct."""
     if zero_stage != 0:
         return []
-    candidates = [(engine_norm_is_inaccurate, take_norms_in_fp64)]
+    candidates: list[tuple[Callable[[], bool], Callable[[], None]]] = [(engine_norm_is_inaccurate, take_norms_in_fp64)]
     if precision != "fp32":
         candidates.append((unfused_optimizer_steps_at_start, keep_weights_at_start))
     if precision == "fp16":
@@ -230,6 +231,7 @@ def loss_is_not_scaled(engine: Any) -> bool:
         engine.backward(weight * 1.0, scale_wrt_gas=False)
     finally:
         engine.enable_backward_allreduce, engine.timers, engine.optimizer.loss_scale = before
+    assert weight.grad is not None, "the engine's backward leaves a gradient"
     return float(weight.grad) != 4.0
 
 

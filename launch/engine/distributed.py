@@ -17,7 +17,8 @@ import socket
 import sys
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -210,20 +211,28 @@ _WIRE = {
 }
 
 
+@dataclass(frozen=True)
+class _Counted:
+    """`function`, a collective of `backend`, which adds to `counter` what this rank sends by it."""
+
+    function: Callable[..., Any]
+    backend: Any
+    counter: Collectives
+    position: int  # of the argument that is measured
+    name: str
+    weight: int
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        measured = kwargs[self.name] if self.name in kwargs else args[self.position]
+        group = next((item for item in (*args, *kwargs.values()) if isinstance(item, ProcessGroup)), None)
+        ranks = self.backend.get_world_size(group=group)
+        self.counter.bytes_sent += self.weight * (ranks - 1) / ranks * _size(measured)
+        return self.function(*args, **kwargs)
+
+
 def _count_collectives(backend: Any, counter: Collectives) -> None:
     """Count every collective that passes through `backend`, DeepSpeed's one instance that all of its modules use."""
-
-    def counted(function: Any, position: int, name: str, weight: int) -> Any:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            measured = kwargs[name] if name in kwargs else args[position]
-            group = next((item for item in (*args, *kwargs.values()) if isinstance(item, ProcessGroup)), None)
-            ranks = backend.get_world_size(group=group)
-            counter.bytes_sent += weight * (ranks - 1) / ranks * _size(measured)
-            return function(*args, **kwargs)
-
-        call.uncounted = function
-        return call
-
     for name, (position, argument, weight) in _WIRE.items():
         if (function := getattr(backend, name, None)) is not None:
-            setattr(backend, name, counted(getattr(function, "uncounted", function), position, argument, weight))
+            bare = function.function if isinstance(function, _Counted) else function  # a former Collectives counts no more
+            setattr(backend, name, _Counted(bare, backend, counter, position, argument, weight))

@@ -74,7 +74,7 @@ class Engine:
                 group["lr"] = rate
         return float(self.deepspeed.optimizer.param_groups[0]["lr"])
 
-    def step_metrics(self) -> dict[str, float]:
+    def step_metrics(self) -> dict[str, float | None]:
         """Of the step just done: gradient norm before clipping, the loss scale it ran with; and the updates skipped so far."""
         norm = self.deepspeed.get_global_grad_norm()
         if norm is not None and self.config.zero_stage == 0:

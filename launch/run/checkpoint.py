@@ -171,7 +171,7 @@ class Checkpoints:
     def _prune(self) -> None:
         checkpoints = complete_checkpoints(self.folder)
         losses = {path: loss for path in checkpoints if (loss := read_state(path).get("val_loss")) is not None and math.isfinite(loss)}
-        best = min(losses, key=losses.get) if losses else None
+        best = min(losses, key=losses.__getitem__) if losses else None
         for path in checkpoints[: -self.keep]:
             if path != best:
                 _remove(path)

@@ -33,7 +33,7 @@ class TrainingFailed(Exception):
     """The run cannot go on, by no fault of its command line: one line, exit code 1."""
 
 
-def nearest(name: str, allowed: Iterable[str]) -> str:
+def nearest(name: object, allowed: Iterable[str]) -> str:
     """`; did you mean 'x'?` for the closest of `allowed`, or an empty string when nothing is close."""
     meant = nearest_name(str(name), allowed)
     return f"; did you mean '{meant}'?" if meant else ""

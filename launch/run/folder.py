@@ -195,6 +195,7 @@ class RunFolder:
 
     def log(self, line: str, silent: bool = False) -> None:
         """One line into `log.txt`, and onto the terminal unless the run is quiet or `silent` says not this one."""
+        assert self._log is not None, "a folder that is closed"
         with _writable(self.path):
             self._log.write(time.strftime("%Y-%m-%d %H:%M:%S ") + line + "\n")
             self._log.flush()
@@ -267,6 +268,7 @@ class RunFolder:
         Args:
             durable: a checkpoint of this step follows, which must not outlive the line: wait until the disk has it.
         """
+        assert self._metrics is not None, "open_metrics comes first"
         with _writable(self.path):
             # JSON has no NaN and no infinity: a loss that is one becomes null.
             line = {key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in line.items()}

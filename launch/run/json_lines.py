@@ -8,12 +8,12 @@ from __future__ import annotations
 import json
 import math
 import re
-from json.decoder import scanstring
 from pathlib import Path
 from typing import Any
 
 from launch.run.errors import UsageError
 
+_STRINGS = json.JSONDecoder()
 _WHITESPACE = re.compile(r"[ \t\r\n]*")
 _ATOM = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?|true|false|null")
 LARGEST = 2**63  # what follows computes in int64 and in doubles
@@ -60,13 +60,15 @@ def parse_json(text: str, source: str) -> tuple[Any, dict[KeyPath, int]]:
 
 
 def _skip(text: str, at: int) -> int:
-    return _WHITESPACE.match(text, at).end()
+    space = _WHITESPACE.match(text, at)
+    assert space is not None, "the pattern matches no space too"
+    return space.end()
 
 
 def _read_value(text: str, at: int, path: KeyPath, lines: dict[KeyPath, int], source: str) -> tuple[Any, int]:
     """The value that starts at `at`, and the position behind it. The text is known to be JSON."""
     if text[at] == '"':
-        return scanstring(text, at + 1)
+        return _STRINGS.raw_decode(text, at)
     if text[at] == "[":
         items: list[Any] = []
         at = _skip(text, at + 1)
@@ -82,22 +84,23 @@ def _read_value(text: str, at: int, path: KeyPath, lines: dict[KeyPath, int], so
         at = _skip(text, at + 1)
         while text[at] != "}":
             line = text.count("\n", 0, at) + 1
-            key, at = scanstring(text, at + 1)
+            key, at = _STRINGS.raw_decode(text, at)
+            here = (*path, key)
             if key in members:
-                first = lines[(*path, key)]
-                raise UsageError(f"{source}: line {line}: '{dotted((*path, key))}' stands twice (first on line {first}); remove one")
-            lines[(*path, key)] = line
+                raise UsageError(f"{source}: line {line}: '{dotted(here)}' stands twice (first on line {lines[here]}); remove one")
+            lines[here] = line
             at = _skip(text, _skip(text, at) + 1)  # the colon
-            members[key], at = _read_value(text, at, (*path, key), lines, source)
+            members[key], at = _read_value(text, at, here, lines, source)
             at = _skip(text, at)
             if text[at] == ",":
                 at = _skip(text, at + 1)
         return members, at + 1
     atom = _ATOM.match(text, at)
-    value: Any = math.nan  # NaN and Infinity, which json.loads accepts and JSON does not know
+    value: Any = None
     if atom is not None:
         value = json.loads(atom.group()) if len(atom.group()) < 400 else math.inf
-    if isinstance(value, (int, float)) and not abs(value) < LARGEST:
+    # No atom are NaN and Infinity, which json.loads accepts and JSON does not know.
+    if atom is None or (isinstance(value, (int, float)) and not abs(value) < LARGEST):
         where = f"line {text.count(chr(10), 0, at) + 1}: '{dotted(path)}' is" if path else "is"
         raise UsageError(f"{source}: {where} no finite number of a sensible size; write one below 2^63")
     return value, atom.end()

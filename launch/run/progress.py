@@ -40,7 +40,7 @@ class Progress:
         done = state["tokens"] >= self.config.total_tokens
         if evaluated or done or now - self._last_line > PLAIN_SECONDS:
             self._last_line = now
-            left = (now - self._start) * (self.config.total_tokens - line["tokens"]) / max(1, line["tokens"] - self._first_tokens)
+            left = (now - self._start) * max(0, self.config.total_tokens - line["tokens"]) / max(1, line["tokens"] - self._first_tokens)
             text = (
                 f"step {line['step']:>5}/{self.config.steps}  loss {line['loss']:.4f}{evaluated}  lr {line['lr']:.2e}  "
                 f"{line['tokens_per_second']:,.0f} tok/s  {_duration(left)} left"

@@ -1,0 +1,154 @@
+"""CONTRIBUTING.md is done as it stands there, in a copy of the working tree: its files are written, its commands run, its recipe trains."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from launch.run.metrics import read_metrics
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+#: File name -> contents: every block of the page that stands under a file's name.
+FILES = dict(re.findall(r"^`([\w./]+)`:\n\n```\w+\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL))
+#: The lines of all blocks of commands.
+COMMANDS = [line for block in re.findall(r"^```sh\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL) for line in block.splitlines()]
+NAME = "batch_size_warmup"
+STEPS = 8  # of full batches; the warm-up is a quarter of them
+Run = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+def commands(start: str) -> list[str]:
+    found = [command for command in COMMANDS if command.startswith(start)]
+    assert found, f"the page has no command that begins with {start!r}"
+    return found
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the working tree, without what git ignores, with the files of the page written into it."""
+    copy = tmp_path_factory.mktemp("contributing") / "checkout"
+    ignored = ("data", "runs", "__pycache__", "*.egg-info", ".git", ".venv", ".*cache")
+    shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(*ignored))
+    for name, text in FILES.items():
+        (copy / name).parent.mkdir(parents=True, exist_ok=True)
+        (copy / name).write_text(text, encoding="utf-8")
+    return copy
+
+
+@pytest.fixture(scope="module")
+def run(checkout: Path) -> Run:
+    """Run a command of the page in the copy, with this environment's programs."""
+
+    def run_command(command: str, code: int = 0) -> subprocess.CompletedProcess[str]:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        command = re.sub(r"^deepspeed ", f"deepspeed --master_port {port} --log_level error ", command)
+        path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+        environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"} | {"PATH": path}
+        done = subprocess.run(["bash", "-c", command], cwd=checkout, env=environment, capture_output=True, text=True, timeout=300)
+        assert done.returncode == code, f"{command}\n{done.stdout}\n{done.stderr}"
+        return done
+
+    return run_command
+
+
+@pytest.fixture(scope="module")
+def indexed(checkout: Path, run: Run) -> Path:
+    """The copy with its tables of recipes written anew."""
+    for command in commands("python -m recipes.registry"):
+        run(command)
+    return checkout
+
+
+def test_the_page_has_every_file_of_a_recipe():
+    assert list(FILES) == [f"ds_configs/{NAME}.json", *(f"recipes/{NAME}/{file}" for file in ("technique.py", "recipe.json", "README.md"))]
+
+
+def test_the_copys_modules_are_the_ones_that_run(checkout, run):
+    """An editable installation points at the original checkout; the current folder comes before it."""
+    code = "import launch, model, recipes, data_pipeline as d; print(*(m.__file__ for m in (launch, model, recipes, d)))"
+    assert all(Path(file).is_relative_to(checkout) for file in run(f'python -c "{code}"').stdout.split())
+
+
+def test_the_index_picks_the_recipe_up(indexed):
+    for page in ("README.md", "recipes/README.md"):
+        assert f"{NAME}/README.md) |" in (indexed / page).read_text(encoding="utf-8")
+    before, after = ((place / "README.md").read_text(encoding="utf-8").splitlines() for place in (ROOT, indexed))
+    assert [line for line in after if NAME not in line] == [line for line in before if NAME not in line], "the rest is as it was"
+
+
+def test_the_checks_of_the_page_pass_with_the_recipe_in(indexed, run):
+    for command in commands("python -m pytest tests/test_"):
+        assert " passed" in run(command).stdout
+
+
+def test_its_code_is_formatted(indexed, run):
+    run(f"ruff check recipes/{NAME} && ruff format --check recipes/{NAME}")
+
+
+def test_explain_says_what_it_will_do(indexed, run, corpus):
+    (command,) = (command for command in commands("python launch/pretrain.py") if "--explain" in command)
+    assert f'"{NAME}"' in run(f"{command} --data {corpus}").stdout
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("doublings=1.5", "'batch_size_warmup.doublings' is 1.5, must be \"auto\" or a whole number from 0 to 20"),
+        ("doublings=6", "cannot be halved so often; lower it, or raise --global_batch_size"),
+        ("doubling=1", "'batch_size_warmup.doubling': unknown key"),
+    ],
+)
+def test_a_mistake_in_its_section_is_one_line(override, message, indexed, run, corpus):
+    done = run(f"python launch/pretrain.py --recipe recipes/{NAME} --data {corpus} --set {NAME}.{override}", code=2)
+    assert message in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_the_recipe_trains_and_its_control_too(indexed, run, corpus):
+    for command in commands("deepspeed"):
+        run(f"{command} --data {corpus} --steps {STEPS}")
+    warmup, full = (read_metrics(indexed / "runs" / name / "metrics.jsonl") for name in ("warmup_1", "full_1"))
+    sizes = [line["batch_size"] for line in warmup if line["step"]]
+    assert sizes[:2] == [8, 16]
+    assert set(sizes[2:]) == {32}
+    consumed = [line["tokens"] for line in warmup]
+    assert [after - before for before, after in pairwise(consumed)] == [size * 128 for size in sizes]
+    assert all("batch_size" not in line for line in full)
+    assert 0 <= warmup[-1]["tokens"] - full[-1]["tokens"] < 32 * 128
+    assert warmup[0]["val_loss"] == full[0]["val_loss"], "the same weights, the same validation"
+    assert all(lines[-1]["val_loss"] < lines[0]["val_loss"] - 0.1 for lines in (warmup, full))
+    described = json.loads((indexed / "runs" / "warmup_1" / "run.json").read_text(encoding="utf-8"))
+    assert described["config_file"] == str(indexed / "ds_configs" / f"{NAME}.json")
+    (command,) = commands("tail")
+    assert run(command).stdout.count('"val_loss"') == 2
+
+
+def test_losses_before_and_after_are_compared_bit_for_bit(indexed, run, corpus):
+    for command in commands("python launch/pretrain.py --deepspeed_config"):
+        run(f"{command} --data {corpus} --steps 3")
+    (command,) = commands("diff")
+    assert run(command).stdout == ""
+    metrics = indexed / "runs" / "after" / "metrics.jsonl"
+    metrics.write_text(re.sub(r'"loss": (\d)', r'"loss": 1\1', metrics.read_text(encoding="utf-8"), count=1), encoding="utf-8")
+    assert run(command, code=1).stdout.count("<") == 1
+
+
+def test_every_file_and_target_that_the_page_names_is_there(checkout):
+    for name in re.findall(r"`((?:launch|tests|recipes|model|data_pipeline|ds_configs)/[\w/]+\.\w+)`", PAGE):
+        if NAME not in name or name in FILES:
+            assert (checkout / name).exists(), name
+    targets = set(re.findall(r"^([a-z_]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+    assert set(re.findall(r"`make (\w+)`", PAGE)) <= targets
