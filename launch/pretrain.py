@@ -14,6 +14,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 # A launched script's folder comes first on the path, where `launch/run` and `launch/engine` would be found as top-level modules; and
 # the checkout must be importable where it was not installed.
@@ -41,7 +42,7 @@ def main() -> int:
         from launch.engine.engine import check_device
 
         check_device(config)
-    folder = NoFolder()
+    folder: RunFolder | NoFolder = NoFolder()
     rank = os.environ.get("RANK", "0")
     if rank == "0":
         path = check_run_folder(config.runs_dir, config.run_name, config.resume)
@@ -82,7 +83,7 @@ def train(config: RunConfig, folder: RunFolder | NoFolder, stop: StopRequest) ->
     checkpoints = Checkpoints(Path(config.runs_dir) / config.run_name / "checkpoints", config.keep, collectives)
 
     # Where the run stands: optimizer steps done, tokens and samples consumed, the last validation loss and the step it belongs to.
-    state = {"step": 0, "tokens": 0, "samples": 0, "val_loss": None}
+    state: dict[str, Any] = {"step": 0, "tokens": 0, "samples": 0, "val_loss": None}
     if config.resume and (found := checkpoints.load_newest(engine.deepspeed, techniques)):
         state = {key: found[key] for key in state}
     folder.open_metrics(state["step"])
@@ -112,20 +113,20 @@ def train(config: RunConfig, folder: RunFolder | NoFolder, stop: StopRequest) ->
                 loss = engine.loss(batch)
                 engine.backward_and_step(loss, plan.accumulation)
                 loss_sum += loss.detach()
-            loss, stopped = meter.agree(loss_sum / plan.accumulation, stop.poll())
+            mean_loss, stopped = meter.agree(loss_sum / plan.accumulation, stop.poll())
             metrics = meter.end_step(tokens)
 
             samples = state["samples"] + plan.micro_batch_size * plan.accumulation * collectives.world_size
             state = {"step": step, "tokens": state["tokens"] + tokens, "samples": samples, "val_loss": None}
             last = state["tokens"] >= config.total_tokens
-            saving = bool(stopped) or last or (config.save_every and step % config.save_every == 0)
+            saving = bool(stopped or last or (config.save_every and step % config.save_every == 0))
             if config.eval_every and not stopped and (last or step % config.eval_every == 0):
                 state["val_loss"] = evaluation.loss(engine)
             line = {
                 "step": step,
                 "tokens": state["tokens"],
                 "seconds": meter.seconds(),
-                "loss": loss,
+                "loss": mean_loss,
                 "lr": lr,
                 **metrics,
                 **techniques.metrics(),

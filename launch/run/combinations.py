@@ -97,6 +97,39 @@ def _has_no_use_below_stage_3(key: str) -> Combination:
     )
 
 
+def _nvme_needs_a_path(key: str) -> Combination:
+    section = ("zero_optimization", key)
+    return Combination(
+        ".".join(section),
+        lambda f: f.engine.get(*section, "device") == "nvme" and not f.on(*section, "nvme_path"),
+        'device "nvme" needs "nvme_path", a folder on the drive; add it',
+    )
+
+
+def _master_weights_at_stage_0(precision: str) -> Combination:
+    return Combination(
+        f"{precision}.{precision}_master_weights_and_grads",
+        lambda f: _master_weights(f, precision) and f.stage == 0,
+        "works at stage 1, 2 or 3, and this JSON is at stage 0; change one of them",
+    )
+
+
+def _master_weights_without_offload(precision: str) -> Combination:
+    return Combination(
+        f"{precision}.{precision}_master_weights_and_grads",
+        lambda f: _master_weights(f, precision) and f.offload_optimizer == "none" and not f.on("bf16", "bf16_optimizer_states"),
+        'needs the optimizer on the CPU; add "offload_optimizer": {{"device": "cpu"}}, or remove it',
+    )
+
+
+def _incomplete_checkpoint(key: str) -> Combination:
+    return Combination(
+        f"checkpoint.{key}",
+        lambda f: _is_active(f.engine.get("checkpoint", key)),
+        "has no place here: a checkpoint must be complete when the engine returns; remove it",
+    )
+
+
 def _reduces_by_scatter(f: Facts) -> bool:
     return f.stage in (2, 3) and f.zero("reduce_scatter") is not False
 
@@ -153,16 +186,8 @@ COMBINATIONS = [
         lambda f: f.offload_optimizer == "nvme" and f.stage in (1, 2),
         'is "nvme", which stage {f.stage} does not have; write "cpu", or use stage 3',
     ),
-    *(
-        Combination(
-            f"zero_optimization.{key}",
-            lambda f, key=key: (
-                f.engine.get("zero_optimization", key, "device") == "nvme" and not f.on("zero_optimization", key, "nvme_path")
-            ),
-            'device "nvme" needs "nvme_path", a folder on the drive; add it',
-        )
-        for key in ("offload_optimizer", "offload_param")
-    ),
+    _nvme_needs_a_path("offload_optimizer"),
+    _nvme_needs_a_path("offload_param"),
     Combination(
         "zero_optimization.offload_optimizer.ratio",
         lambda f: (f.engine.get("zero_optimization", "offload_optimizer", "ratio") or 1) < 1 and f.stage != 3,
@@ -225,27 +250,13 @@ COMBINATIONS = [
         'is "sum", which stage 3 does not do; write "mean"',
     ),
     # --- precision
-    *(
-        Combination(
-            f"{name}.{name}_master_weights_and_grads",
-            lambda f, name=name: _master_weights(f, name) and f.stage == 0,
-            "works at stage 1, 2 or 3, and this JSON is at stage 0; change one of them",
-        )
-        for name in ("fp16", "bf16")
-    ),
+    *map(_master_weights_at_stage_0, ("fp16", "bf16")),
     Combination(
         "fp16.fp16_master_weights_and_grads",
         lambda f: _master_weights(f, "fp16") and _master_weights(f, "bf16"),
         "and bf16_master_weights_and_grads exclude each other; remove one of them",
     ),
-    *(
-        Combination(
-            f"{name}.{name}_master_weights_and_grads",
-            lambda f, name=name: _master_weights(f, name) and f.offload_optimizer == "none" and not f.on("bf16", "bf16_optimizer_states"),
-            'needs the optimizer on the CPU; add "offload_optimizer": {{"device": "cpu"}}, or remove it',
-        )
-        for name in ("fp16", "bf16")
-    ),
+    *map(_master_weights_without_offload, ("fp16", "bf16")),
     Combination(
         "bf16.bf16_optimizer_states",
         lambda f: f.on("bf16", "bf16_optimizer_states") and not _master_weights(f, "bf16"),
@@ -282,14 +293,7 @@ COMBINATIONS = [
         lambda f: f.engine.get("managed_gradient_accumulation") is False,
         "is false, but the loop steps the engine once a micro-batch; remove it",
     ),
-    *(
-        Combination(
-            f"checkpoint.{key}",
-            lambda f, key=key: _is_active(f.engine.get("checkpoint", key)),
-            "has no place here: a checkpoint must be complete when the engine returns; remove it",
-        )
-        for key in ("writer", "load_universal")
-    ),
+    *map(_incomplete_checkpoint, ("writer", "load_universal")),
 ]
 
 
@@ -323,7 +327,7 @@ def check_combinations(engine: EngineJson, ranks: int, d_model: int, claimed: se
 
 def _rename(engine: EngineJson) -> None:
     for old, (new, convert) in RENAMED.items():
-        section = engine.get(*old[:-1]) if len(old) > 1 else engine.values
+        section: Any = engine.get(*old[:-1])
         if not isinstance(section, dict) or old[-1] not in section:
             continue
         if new[-1] in section:

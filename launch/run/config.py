@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import os
 from dataclasses import asdict, dataclass, field
-from functools import reduce
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -117,7 +116,7 @@ class RunConfig:
     @property
     def cuda_only(self) -> list[str]:
         """The dotted keys that are switched on and that DeepSpeed can do on CUDA only."""
-        return [path for path in CUDA_ONLY if reduce(lambda section, key: (section or {}).get(key), path.split("."), self.engine)]
+        return [path for path in CUDA_ONLY if _at(self.engine, path)]
 
     def training_loader(self, collectives: Collectives) -> Loader:
         """This rank's loader of the training split, in the run's order."""
@@ -140,6 +139,14 @@ class RunConfig:
         """What `run.json` records."""
         fields = {key: value for key, value in vars(self).items() if key not in ("found_corpus", "shape", "notes", "lacks", "origins")}
         return {**fields, "shape": asdict(self.shape), "zero_stage": self.zero_stage, "precision": self.precision}
+
+
+def _at(values: dict[str, Any], path: str) -> Any:
+    """The value at a dotted path, or None."""
+    value: Any = values
+    for key in path.split("."):
+        value = value.get(key) if isinstance(value, dict) else None
+    return value
 
 
 def resolve(argv: list[str], ranks: int | None = None) -> tuple[RunConfig, argparse.Namespace]:

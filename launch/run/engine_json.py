@@ -87,7 +87,7 @@ class EngineJson:
 
     def settle(self, path: KeyPath, value: Any, origin: str) -> None:
         """Fill in what the file left open at `path`; sections on the way are made."""
-        section = self.values
+        section: dict[Any, Any] = self.values
         for part in path[:-1]:
             section = section.setdefault(part, {})
         section[path[-1]] = value
@@ -128,7 +128,7 @@ class EngineJson:
         """Note what the value at `path` needs and this machine does not have: the run can be explained here, and not trained."""
         self.lacks.append(f"{self.where(path)}: {message}")
 
-    def is_faulty(self, *path: str) -> bool:
+    def is_faulty(self, *path: str | int) -> bool:
         """Whether a fault was noted at `path`, above it or below it."""
         return any(path[: len(other)] == other[: len(path)] for other in self._faulty)
 

@@ -125,7 +125,15 @@ def generate() -> dict[str, Any]:
         "hybrid_engine": engine_config.HybridEngineConfig,
     }
     # Sections that the engine reads key by key.
-    read_by_key = ("activation_checkpointing", "aio", "autotuning", "checkpoint", "data_efficiency", "data_types", "flops_profiler")
+    read_by_key: tuple[str, ...] = (
+        "activation_checkpointing",
+        "aio",
+        "autotuning",
+        "checkpoint",
+        "data_efficiency",
+        "data_types",
+        "flops_profiler",
+    )
     read_by_key = (*read_by_key, "torch_autocast")
 
     keys: dict[str, Rule] = {}
@@ -168,19 +176,19 @@ def generate() -> dict[str, Any]:
 def _recorder(found: dict[str, Rule]) -> type:
     """A dict that notes into `found` which keys are looked for, and with which default, through all the ways in which the engine looks."""
 
-    class Recorder(dict):
-        def get(self, key, default=None):
+    class Recorder(dict[str, Any]):
+        def get(self, key: str, default: Any = None) -> Any:
             found.setdefault(key, {}).update(_default_rule(default))
             return super().get(key, default)
 
-        def __contains__(self, key):
-            found.setdefault(key, {})
+        def __contains__(self, key: object) -> bool:
+            found.setdefault(str(key), {})
             return super().__contains__(key)
 
-        def keys(self):
+        def keys(self) -> Any:
             return self
 
-        def __copy__(self):
+        def __copy__(self) -> Recorder:
             return self
 
     return Recorder

@@ -95,7 +95,7 @@ def _engine_values(config: RunConfig) -> Iterator[tuple[str, Any]]:
     open_ends = defaults_left_open(config.engine)
     defaults = {path: _valued(value, "DeepSpeed's default") for path, value in open_ends if path not in NOT_DRIVEN}
 
-    def place(path: str) -> tuple:
+    def place(path: str) -> tuple[bool, str, bool]:
         section = path.partition(".")[0]
         # Single values first, then section by section; what was written before what was not.
         return ("." in path, section if "." in path else "", path in defaults)

@@ -9,12 +9,16 @@ import argparse
 import math
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
-from typing import IO, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from launch.run.errors import UsageError, is_speaker, nearest
 from model.presets import PRESETS
 from recipes.registry import Recipe, read_recipe
+
+if TYPE_CHECKING:
+    from _typeshed import SupportsWrite
 
 DEFAULT_DATA = "data/stdlib"
 #: The largest learning rate: above it stands a typing error (3e3 for 3e-3), and nothing but NaN comes of it.
@@ -27,12 +31,12 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message.removeprefix('argument ')}; see --help")
 
-    def _print_message(self, message: str, file: IO[str] | None = None) -> None:
+    def _print_message(self, message: str, file: SupportsWrite[str] | None = None) -> None:
         if is_speaker():
             super()._print_message(message, file)
 
 
-def _whole_number(minimum: int, maximum: int = 10**12):
+def _whole_number(minimum: int, maximum: int = 10**12) -> Callable[[str], int]:
     def parse(text: str) -> int:
         exponent = re.fullmatch(r"([0-9]{1,18})[eE]\+?([0-9]{1,2})", text)  # 1e9
         if exponent:
@@ -50,7 +54,7 @@ def _whole_number(minimum: int, maximum: int = 10**12):
     return parse
 
 
-def _real_number(minimum: float, maximum: float = math.inf, above: bool = False, below: bool = False):
+def _real_number(minimum: float, maximum: float = math.inf, above: bool = False, below: bool = False) -> Callable[[str], float]:
     bounds = f"{'above' if above else 'at least'} {minimum:g}" + (
         f" and {'below' if below else 'at most'} {maximum:g}" if maximum < math.inf else ""
     )
