@@ -15,7 +15,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from recipes.technique import Technique, Techniques
+from recipes.technique import Run, Technique, Techniques
 
 ROOT = Path(__file__).resolve().parent.parent
 INDEX = Path(__file__).with_name("README.md")
@@ -98,7 +98,7 @@ def technique_classes() -> tuple[type[Technique], ...]:
     return tuple(classes)
 
 
-def make_techniques(run: Any) -> Techniques:
+def make_techniques(run: Run) -> Techniques:
     """The techniques that the resolved configuration `run` switches on, each built from its JSON section.
 
     `run.techniques` holds the sections, `run.optimizer` the optimizer with its type and parameters.

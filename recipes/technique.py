@@ -11,12 +11,53 @@ A module `recipes/<name>/technique.py` defines exactly one subclass of `Techniqu
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+from model.presets import ModelShape
 
 if TYPE_CHECKING:  # this module is imported before torch is, by the validator of the configuration
     import torch
 
     from model.gpt import GPT
+
+
+class Run(Protocol):
+    """What a technique may read of the run as resolved. Batches count sequences; `steps` are steps of whole batches."""
+
+    @property
+    def shape(self) -> ModelShape: ...
+    @property
+    def seed(self) -> int: ...
+    @property
+    def ranks(self) -> int: ...
+    @property
+    def micro_batch_size(self) -> int: ...
+    @property
+    def gradient_accumulation_steps(self) -> int: ...
+    @property
+    def global_batch_size(self) -> int: ...
+    @property
+    def steps(self) -> int: ...
+    @property
+    def total_tokens(self) -> int: ...
+    @property
+    def tokens_per_step(self) -> int: ...
+    @property
+    def lr(self) -> float: ...
+    @property
+    def warmup_steps(self) -> int: ...
+    @property
+    def zero_stage(self) -> int: ...
+    @property
+    def precision(self) -> str: ...
+    @property
+    def engine(self) -> dict[str, Any]: ...
+    @property
+    def optimizer(self) -> dict[str, Any]: ...
+    @property
+    def scheduler(self) -> dict[str, Any]: ...
+    @property
+    def techniques(self) -> dict[str, dict[str, Any]]: ...
 
 
 class BatchPlan(NamedTuple):
@@ -37,12 +78,17 @@ class Technique:
     sections: tuple[str, ...] = ()
     #: Values of `optimizer.type` that this technique claims.
     optimizer_types: tuple[str, ...] = ()
+    #: What may stand in the section (beside `enabled`), or among the optimizer's `params` (beside lr, betas, eps and weight_decay): a
+    #: rule for each key, e.g. `{"types": ["integer"], "minimum": 0, "maximum": 20, "auto": True}`; `enum`, and `keys` for what is inside
+    #: an object. The configuration checks the section by them before the technique is built.
+    keys: dict[str, dict[str, Any]] = {}
 
-    def __init__(self, section: dict[str, Any], run: Any):
-        """Validate `section` (the JSON object claimed) against `run` (the resolved configuration).
+    def __init__(self, section: dict[str, Any], run: Run):
+        """Take the values of `section` (the JSON object claimed, right by `keys`) and check them against `run`.
 
         Raises:
-            ValueError: one line for a value that is not allowed, with the fix. Runs before torch is imported.
+            ValueError: one line for a value that cannot be with this run, with the fix; it begins with the key in quotes,
+                `'section.key'`. Runs before torch is imported.
         """
 
     def prepare(self, model: GPT) -> None:

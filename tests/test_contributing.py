@@ -100,15 +100,18 @@ def test_its_code_is_formatted(indexed, run):
 
 def test_explain_says_what_it_will_do(indexed, run, corpus):
     (command,) = (command for command in commands("python launch/pretrain.py") if "--explain" in command)
-    assert f'"{NAME}"' in run(f"{command} --data {corpus}").stdout
+    page = run(f"{command} --data {corpus}").stdout
+    assert f"Over the run ({NAME})" in page
+    (sizes,) = [line.split()[1:] for line in page.splitlines() if line.split()[:1] == ["batch_size"]]
+    assert sizes == ["8", "32", "32", "32", "32"]
 
 
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("doublings=1.5", "'batch_size_warmup.doublings' is 1.5, must be \"auto\" or a whole number from 0 to 20"),
+        ("doublings=1.5", "--set batch_size_warmup.doublings: is 1.5, must be a whole number"),
         ("doublings=6", "cannot be halved so often; lower it, or raise --global_batch_size"),
-        ("doubling=1", "'batch_size_warmup.doubling': unknown key"),
+        ("doubling=1", "--set batch_size_warmup.doubling: unknown key; did you mean 'doublings'?"),
     ],
 )
 def test_a_mistake_in_its_section_is_one_line(override, message, indexed, run, corpus):

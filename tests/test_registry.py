@@ -108,6 +108,11 @@ from recipes.technique import Technique
 class Nothing(Technique):
     sections = ("curriculum_learning",)
     optimizer_types = ("OneBitNothing",)
+    keys = {
+        "params": {"types": ["object"], "keys": {"min_difficulty": {"types": ["integer"], "minimum": 8, "auto": True}}},
+        "wrong": {"types": ["boolean"]},
+        "freeze_step": {"types": ["integer"], "minimum": 1, "auto": True},
+    }
 
     def __init__(self, section, run):
         if section.get("wrong"):
@@ -160,7 +165,17 @@ def test_a_technique_is_found_and_its_section_taken_out(recipes_with_a_technique
 
 @pytest.mark.parametrize(
     ("section", "message"),
-    [(5, "'curriculum_learning': is 5, must be an object"), ({"wrong": True}, "'curriculum_learning.wrong' is true; it must be false")],
+    [
+        (5, "line 37: 'curriculum_learning': is 5, must be an object"),
+        ({"wrong": True}, "line 38: 'curriculum_learning.wrong' is true; it must be false"),
+        ({"enable": True}, "line 38: 'curriculum_learning.enable': unknown key; did you mean 'enabled'?"),
+        ({"params": {"min_difficulty": 7}}, "line 39: 'curriculum_learning.params.min_difficulty': is 7, must be at least 8"),
+        (
+            {"params": {"min_dificulty": 8}},
+            "line 39: 'curriculum_learning.params.min_dificulty': unknown key; did you mean 'min_difficulty'?",
+        ),
+        ({"wrong": "auto"}, "line 38: 'curriculum_learning.wrong': \"auto\" has no meaning here"),
+    ],
 )
 def test_a_wrong_section_of_a_technique_is_refused(section, message, recipes_with_a_technique, tmp_path, corpus):
     with pytest.raises(UsageError) as mistake:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,7 @@ from data_pipeline.errors import DataError
 from data_pipeline.shards import Corpus, open_corpus
 from launch.run.combinations import CUDA_ONLY, ZERO_AUTO, check_combinations
 from launch.run.engine_json import EngineJson
+from launch.run.engine_keys import section_rule
 from launch.run.errors import UsageError, nearest
 from launch.run.flags import parse_flags
 from launch.run.optimizer import optimizer_auto_keys, resolve_optimizer
@@ -141,6 +143,12 @@ class RunConfig:
         return {**fields, "shape": asdict(self.shape), "zero_stage": self.zero_stage, "precision": self.precision}
 
 
+def _placed(engine: EngineJson, reason: str) -> str:
+    """A technique's reason, which begins with the key in quotes, with the key's place in the file."""
+    key = re.match(r"'([\w.]+)'", reason)
+    return engine.where(tuple(key[1].split("."))) + reason[key.end() :] if key else f"{engine.file}: {reason}"
+
+
 def _at(values: dict[str, Any], path: str) -> Any:
     """The value at a dotted path, or None."""
     value: Any = values
@@ -165,9 +173,9 @@ def resolve(argv: list[str], ranks: int | None = None) -> tuple[RunConfig, argpa
     preset, shape = _model(flags)
     file = str(ROOT / recipe.config) if recipe else flags.deepspeed_config
     engine = EngineJson(file, flags.overrides)
-    sections = {name for cls in technique_classes() for name in cls.sections}
+    sections = {name: section_rule(cls) for cls in technique_classes() for name in cls.sections}
     engine.check_keys(sections, AUTO_KEYS)
-    check_combinations(engine, ranks, shape.d_model, sections)
+    check_combinations(engine, ranks, shape.d_model, set(sections))
     optimizer, lr = resolve_optimizer(engine, flags, preset)
     global_batch, micro_batch, accumulation = _batch(engine, flags, preset, ranks)
     steps, total_tokens, length_from = _length(engine, flags, preset, global_batch * shape.seq_len)
@@ -216,7 +224,7 @@ def resolve(argv: list[str], ranks: int | None = None) -> tuple[RunConfig, argpa
     try:
         make_techniques(config)  # each checks its own section when it is built
     except ValueError as reason:
-        raise UsageError(f"{file}: {reason}") from None
+        raise UsageError(_placed(engine, str(reason))) from None
     return config, flags
 
 

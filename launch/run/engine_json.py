@@ -12,6 +12,7 @@ import json
 from typing import Any
 
 from launch.run.engine_keys import Faults, check_engine_keys
+from launch.run.engine_schema import Rule
 from launch.run.errors import UsageError
 from launch.run.json_lines import KeyPath, dotted, parse_json, read_json
 
@@ -55,8 +56,8 @@ class EngineJson:
         section[path[-1]] = value
         self._overrides.append(path)
 
-    def check_keys(self, sections: set[str], auto: set[str]) -> None:
-        """Note every unknown or removed key and every value of a wrong type; `sections` are those of our own techniques.
+    def check_keys(self, sections: dict[str, Rule], auto: set[str]) -> None:
+        """Note every unknown or removed key and every value of a wrong type; `sections` are the rules of our own techniques' sections.
 
         `auto` are the dotted keys for which `"auto"` has a meaning.
         """

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from launch.run.engine_schema import Rule, engine_schema
 from launch.run.errors import nearest_name
 from launch.run.json_lines import KeyPath, dotted
+from recipes.technique import Technique
 
 #: The parameters of what this project builds itself, which are not in DeepSpeed's schema.
 ADAM_PARAMS: dict[str, Rule] = {
@@ -42,32 +43,34 @@ class KeyFault(NamedTuple):
 Faults = list[KeyFault]
 
 
-def check_engine_keys(config: dict[str, Any], known_elsewhere: set[str], auto: set[str]) -> Faults:
+def check_engine_keys(config: dict[str, Any], ours: dict[str, Rule], auto: set[str]) -> Faults:
     """Faults of an engine JSON.
 
     Two things are put right in place: a whole number written as `5e8` becomes one, and a section of a removed feature that is
     switched off (`"enabled": false`) is taken out, which DeepSpeed would refuse even so.
 
     Args:
-        known_elsewhere: the top-level keys that the project's own techniques claim.
+        ours: the rules of the top-level sections that the project's own techniques claim.
         auto: the dotted keys for which `"auto"` has a meaning.
     """
     schema = engine_schema()
-    removed, rules = schema["removed"], schema["keys"]
-    ours = {key: value for key, value in config.items() if key in known_elsewhere}
+    removed, rules = schema["removed"], {**schema["keys"], **ours}
     for key, value in list(config.items()):
         if key in removed and key not in ours and (value is False or (isinstance(value, dict) and value.get("enabled") is False)):
             del config[key]
-    faults = [KeyFault((key,), f"is {json.dumps(value)}, must be an object") for key, value in ours.items() if not isinstance(value, dict)]
-    top_level = {"keys": {**rules, **{key: {} for key in known_elsewhere}}}
-    for fault in check_section((), {key: config[key] for key in config if key not in ours}, top_level, auto):
-        if (key := dotted(fault.path)) in removed:
+    faults: Faults = []
+    for fault in check_section((), config, {"keys": rules}, auto):
+        if (key := dotted(fault.path)) in removed and key not in ours:
             fault = KeyFault(fault.path, f"is gone from DeepSpeed {schema['deepspeed']}; remove it. {INSTEAD.get(key) or removed[key]}")
         faults.append(fault)
     for key, value in config.items():
-        if key not in ours:
-            config[key] = _whole(value, rules.get(key, {}))
+        config[key] = _whole(value, rules.get(key, {}))
     return faults
+
+
+def section_rule(technique: type[Technique]) -> Rule:
+    """The rule of a section that `technique` claims."""
+    return {"types": ["object"], "keys": {"enabled": {"types": ["boolean"]}, **technique.keys}}
 
 
 def check_section(path: KeyPath, section: Any, rule: Rule, auto: set[str]) -> Faults:
@@ -79,7 +82,7 @@ def check_section(path: KeyPath, section: Any, rule: Rule, auto: set[str]) -> Fa
         if key not in rules:
             faults.append(_unknown(here, value, section, rules))
         elif value == "auto":
-            if dotted(here) not in auto:
+            if dotted(here) not in auto and not rules[key].get("auto"):
                 faults.append(KeyFault(here, '"auto" has no meaning here; write a value or leave the key out'))
         elif (wrong := value_fault(value, rules[key])) is not None:
             faults.append(KeyFault(here, wrong))

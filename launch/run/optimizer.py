@@ -55,7 +55,9 @@ def resolve_optimizer(engine: EngineJson, flags: argparse.Namespace, preset: Pre
     engine.number(*PATH, "lr", minimum=0, maximum=MAX_LR, above=True)
     lr = engine.choose((*PATH, "lr"), "lr", flags, preset.lr, f"preset {flags.preset}", settle=False)
     builtin = engine_schema()["optimizers"]
-    ours = [name for cls in technique_classes() for name in cls.optimizer_types]
+    ours = {
+        name: {**{key: {} for key in ("lr", *OPTIMIZER_AUTO)}, **cls.keys} for cls in technique_classes() for name in cls.optimizer_types
+    }
     canonical = {name.lower(): name for name in (*ADAM_TYPES, *builtin, *ours)}
     asked = engine.get("optimizer", "type")
     kind = canonical.get(str(asked).lower())
@@ -71,13 +73,11 @@ def resolve_optimizer(engine: EngineJson, flags: argparse.Namespace, preset: Pre
             engine.fault(("optimizer", "type"), 'must name an optimizer: "optimizer": {"type": "AdamW", "params": {"lr": "auto"}}')
         return {}, lr
     params = engine.get(*PATH) or {}
-    if kind not in ours:
-        rules = ADAM_PARAMS if kind in ADAM_TYPES else {**builtin[kind], "lr": {}, "weight_decay": {}}
-        faults = check_section(PATH, params, {"keys": rules}, optimizer_auto_keys())
-        moved = [
-            fault._replace(message=MOVED[key]) if (key := str(fault.path[-1])) in MOVED and key not in rules else fault for fault in faults
-        ]
-        engine.note_faults(moved)
+    rules = ADAM_PARAMS if kind in ADAM_TYPES else ours.get(kind) or {**builtin[kind], "lr": {}, "weight_decay": {}}
+    faults = check_section(PATH, params, {"keys": rules}, optimizer_auto_keys())
+    engine.note_faults(
+        [fault._replace(message=MOVED[key]) if (key := str(fault.path[-1])) in MOVED and key not in rules else fault for fault in faults]
+    )
     if kind in ADAM_TYPES and params.get("bias_correction") is False:
         engine.fault((*PATH, "bias_correction"), "is false, and torch's Adam always corrects the bias; leave the key out")
     betas = params.get("betas", "auto")
