@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
-import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -16,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from launch.run.metrics import read_metrics
+from tests.helpers import copy_checkout, free_port
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
@@ -37,9 +36,7 @@ def commands(start: str) -> list[str]:
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of the working tree, without what git ignores, with the files of the page written into it."""
-    copy = tmp_path_factory.mktemp("contributing") / "checkout"
-    ignored = ("data", "runs", "__pycache__", "*.egg-info", ".git", ".venv", ".*cache")
-    shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(*ignored))
+    copy = copy_checkout(tmp_path_factory.mktemp("contributing") / "checkout")
     for name, text in FILES.items():
         (copy / name).parent.mkdir(parents=True, exist_ok=True)
         (copy / name).write_text(text, encoding="utf-8")
@@ -51,10 +48,7 @@ def run(checkout: Path) -> Run:
     """Run a command of the page in the copy, with this environment's programs."""
 
     def run_command(command: str, code: int = 0) -> subprocess.CompletedProcess[str]:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        command = re.sub(r"^deepspeed ", f"deepspeed --master_port {port} --log_level error ", command)
+        command = re.sub(r"^deepspeed ", f"deepspeed --master_port {free_port()} --log_level error ", command)
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
         environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"} | {"PATH": path}
         done = subprocess.run(["bash", "-c", command], cwd=checkout, env=environment, capture_output=True, text=True, timeout=300)

@@ -1,7 +1,8 @@
-"""The commands of the README are real: each is resolved, or run, as it stands there."""
+"""The commands of the README are real: each is run as it stands there, or explained where this machine has not what it needs."""
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import subprocess
@@ -11,23 +12,50 @@ from pathlib import Path
 import pytest
 
 from launch.run.config import resolve
+from launch.run.metrics import read_metrics
 from model.presets import PRESETS
 from recipes.registry import index_table
+from tests.helpers import copy_checkout, free_port
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 COMMANDS = [line.strip() for line in README.splitlines() if re.match(r"    (deepspeed|python|make) ", line)]
+TRAINING = [line for line in COMMANDS if line.startswith("deepspeed")]
+#: What trains here in seconds: a small model on one or two CPU ranks. The others want GPUs, hosts, or a corpus of billions of tokens.
+SMALL = [line for line in TRAINING if "gpt" not in line and "data/texts" not in line]
 
 
-@pytest.mark.parametrize("command", [line for line in COMMANDS if line.startswith("deepspeed")])
-def test_training_commands_resolve(command, corpus, tmp_path):
+def ranks_of(words: list[str]) -> int:
+    return int(words[words.index("--num_gpus") + 1]) if "--num_gpus" in words else 16 if "--hostfile" in words else 1
+
+
+@pytest.mark.parametrize("command", TRAINING)
+def test_training_commands_are_explained(command):
     words = shlex.split(command)
     script = words.index("launch/pretrain.py")
-    ranks = int(words[words.index("--num_gpus") + 1]) if "--num_gpus" in words else 16 if "--hostfile" in words else 1
-    flags = words[script + 1 :]
-    # The corpus of the tests is too small for a context of thousands of tokens; nothing else is changed.
-    config, _ = resolve([*flags, "--data", str(corpus), "--seq_len", "128", "--runs_dir", str(tmp_path)], ranks=ranks)
-    assert config.micro_batch_size * config.gradient_accumulation_steps * ranks == config.global_batch_size
+    explain = [sys.executable, *words[script:], "--ranks", str(ranks_of(words)), "--explain"]
+    done = subprocess.run(explain, cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert f"x {ranks_of(words)} rank(s)" in done.stdout
+
+
+@pytest.mark.parametrize("command", SMALL)
+def test_training_commands_train(command, corpus, tmp_path):
+    """As they stand, but for three steps, on the tests' corpus, into a folder of the test."""
+    words = shlex.split(command)
+    launcher = [f"{Path(sys.executable).parent}/deepspeed", "--master_port", str(free_port()), "--log_level", "error"]
+    flags = ["--data", str(corpus), "--runs_dir", str(tmp_path), "--steps", "3"]
+    done = subprocess.run([*launcher, *words[1:], *flags], cwd=ROOT, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    name = words[words.index("--run_name") + 1]
+    assert len(read_metrics(tmp_path / name / "metrics.jsonl")) == 4  # with the untrained validation loss at step 0
+
+
+@pytest.mark.parametrize("command", [line for line in COMMANDS if line.startswith("python launch/")])
+def test_commands_that_start_nothing_run_as_they_stand(command):
+    done = subprocess.run([sys.executable, *shlex.split(command)[1:]], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert len(done.stdout.splitlines()) > 5
 
 
 def test_the_data_command_runs(tmp_path):
@@ -41,6 +69,41 @@ def test_the_data_command_runs(tmp_path):
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "out" / "manifest.json").exists()
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory) -> Path:
+    """A copy of the working tree in which the Makefile finds the environment that these tests run in, already set up."""
+    if not (ROOT / ".venv" / ".installed").exists():
+        pytest.skip("the tests do not run in the Makefile's environment")
+    copy = copy_checkout(tmp_path_factory.mktemp("readme") / "checkout")
+    (copy / ".venv").symlink_to(ROOT / ".venv")
+    return copy
+
+
+def test_make_pretrain_does_everything_from_the_corpus_to_the_picture(checkout):
+    """Both of the README's lines, but for the set-up and for fewer steps; `-o` keeps make from installing again into the shared .venv."""
+    for number, command in enumerate(line for line in COMMANDS if line.startswith("make pretrain")):
+        arguments = shlex.split(command.partition("#")[0])[1:]
+        asked = next((word.removeprefix("ARGS=") for word in arguments if word.startswith("ARGS=")), "")
+        make = ["make", "-o", ".venv/.installed", "pretrain", f"ARGS={asked} --steps 4 --eval_batches 1"]
+        done = subprocess.run(make, cwd=checkout, capture_output=True, text=True, timeout=300, env=os.environ | {"DS_ACCELERATOR": "cpu"})
+        assert done.returncode == 0, done.stderr
+        folder = checkout / "runs" / ("first" if number == 0 else f"first-{number + 1}")
+        assert {"run.json", "metrics.jsonl", "loss.png", "log.txt"} <= {path.name for path in folder.iterdir()}
+        assert f"the curve is runs/{folder.name}/loss.png" in done.stdout
+        assert "a sample after" in done.stdout
+
+
+def test_the_refusals_that_it_shows_are_real(tmp_path, corpus):
+    shown = re.findall(r"^    error: my\.json: line \d+: ('[\w.]+': .*)$", README, re.MULTILINE)
+    assert len(shown) == 4
+    keys = {"zero_optimization.stgae": "1", "lr": "0.1", "amp": '{"enabled": true}', "zero_optimization.offload_param": '{"device": "cpu"}'}
+    assert [line.split("'")[1] for line in shown] == list(keys)
+    for line, (key, value) in zip(shown, keys.items(), strict=True):
+        with pytest.raises(ValueError) as mistake:
+            resolve(["--deepspeed_config", "ds_configs/zero2_bf16.json", "--data", str(corpus), "--set", f"{key}={value}"])
+        assert str(mistake.value) == f"--set {key}: {line.partition(': ')[2]}"
 
 
 def test_no_place_is_left_to_fill_in():
@@ -57,8 +120,8 @@ def test_make_targets_exist():
 def test_every_file_and_preset_it_names_exists():
     for name in re.findall(r"`((?:launch|tests|recipes|model|data_pipeline|benchmarks)/[\w/]+\.(?:py|md|png))`", README):
         assert (ROOT / name).exists(), name
-    for picture in re.findall(r"!\[.*?\]\((.*?)\)", README):
-        assert (ROOT / picture).exists(), picture
+    for link in re.findall(r"\]\(([^)#:]+)\)", README):
+        assert (ROOT / link).exists(), link
     assert all(f"`{name}`" in README for name in PRESETS)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -15,6 +14,7 @@ from typing import Any
 import psutil
 
 from launch.run.metrics import read_metrics
+from tests.helpers import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 #: A model that is there in a second and makes a step in a hundredth of one.
@@ -35,10 +35,7 @@ class LaunchedRun:
         self.folder = runs / name
         self.log = runs / f"{name}.{time.monotonic_ns()}.out"
         runs.mkdir(parents=True, exist_ok=True)
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        launcher = [Path(sys.executable).with_name("deepspeed"), "--num_gpus", ranks, "--master_port", port, "--log_level", "error"]
+        launcher = [Path(sys.executable).with_name("deepspeed"), "--num_gpus", ranks, "--master_port", free_port(), "--log_level", "error"]
         config = ["--deepspeed_config", f"ds_configs/zero{stage}_fp32.json", "--runs_dir", runs, "--run_name", name]
         command = [str(part) for part in (*under, *launcher, "launch/pretrain.py", *config, *TINY, *flags)]
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"

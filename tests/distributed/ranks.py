@@ -9,10 +9,11 @@ import contextlib
 import importlib
 import multiprocessing
 import os
-import socket
 import traceback
 from multiprocessing.connection import Connection
 from typing import Any
+
+from tests.helpers import free_port
 
 JOB_SECONDS = 240.0
 
@@ -56,9 +57,7 @@ class Ranks:
 
     def _start(self) -> None:
         context = multiprocessing.get_context("spawn")
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        port = free_port()
         for rank in range(self.size):
             ours, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(rank, self.size, port, theirs), daemon=True)
