@@ -15,6 +15,8 @@ from typing import Any
 from launch.run.combinations import NOT_DRIVEN
 from launch.run.config import RunConfig
 from launch.run.engine_keys import defaults_left_open
+from launch.run.memory import MemoryPlan, bytes_sent_per_step, memory_per_rank
+from launch.run.optimizer import state_tensors
 from launch.run.schedule import TOKEN_SCHEDULE, warmup_cosine
 from model.accounting import flops_per_token, parameter_count
 from model.presets import GPTConfig
@@ -23,6 +25,21 @@ from recipes.technique import Techniques
 
 #: Where in the run the techniques are asked what they do.
 PERCENTS = (0, 25, 50, 75, 100)
+DEVICES = ("cuda", "cpu")
+#: The parts of a rank's memory, and how the page calls them.
+PARTS = {
+    "weights": "weights",
+    "gradients": "gradients",
+    "master_weights": "master weights",
+    "optimizer_states": "optimizer's states",
+    "buffers": "buffers",
+    "update": "of the update alone",
+    "loss_head": "loss head",
+    "activations": "activations",
+    "host": "offloaded, in the host's memory",
+    "process": "the process",
+    "allocator": "kept by the allocator",
+}
 #: How the entries of `flops` are called.
 FLOPS = {"per_token": "a token", "per_step": "a step", "per_step_and_rank": "a step and rank", "run": "the run"}
 #: The run's own values, in the order of the flags' help; those with a home in the engine's JSON are shown there.
@@ -73,11 +90,36 @@ def explain(config: RunConfig) -> dict[str, Any]:
             "per_step_and_rank": flops_per_step // config.ranks,
             "run": flops_per_step * config.steps,
         },
+        "memory_per_rank": {device: _memory(config, model, device) for device in DEVICES},
+        "bytes_sent_per_step": bytes_sent_per_step(
+            model, config.precision, config.engine["zero_optimization"], config.ranks, config.gradient_accumulation_steps
+        ),
         "techniques": [_name(member) for member in make_techniques(config).members],
         "over_the_run": list(_over_the_run(config)),
         "notes": list(config.notes),
         "lacks": list(config.lacks),
     }
+
+
+def plan_memory(config: RunConfig, model: GPTConfig, device: str, checkpointing: bool = False) -> MemoryPlan:
+    """The memory of a rank of `config` on a "cpu" or on "cuda", with or without activation checkpointing."""
+    return memory_per_rank(
+        model,
+        config.precision,
+        config.engine["zero_optimization"],
+        config.ranks,
+        config.micro_batch_size,
+        config.gradient_accumulation_steps,
+        checkpointing,
+        device,
+        state_tensors(config.optimizer),
+    )
+
+
+def _memory(config: RunConfig, model: GPTConfig, device: str) -> dict[str, Any]:
+    plan = plan_memory(config, model, device)
+    parts = {part: getattr(plan, part) for part in PARTS}
+    return {**parts, "model_states": plan.model_states, "peak": plan.peak, "peak_moment": plan.peak_moment}
 
 
 def _run_values(config: RunConfig) -> Iterator[tuple[str, Any]]:
@@ -171,11 +213,29 @@ def as_text(explained: dict[str, Any]) -> str:
         f"  {model['parameters']:,} parameters, with a vocabulary of {model['vocab_size']:,} padded to {model['padded_vocab_size']:,}",
         "  " + ", ".join(f"{_si(flops[key])}FLOP {what}" for key, what in FLOPS.items()),
     ]
+    lines += ["", "Memory of a rank, and what it sends", *_memory_rows(explained)]
     lines += ["", f"Over the run ({', '.join(explained['techniques']) or 'no technique of our own'})", *_columns(explained["over_the_run"])]
     for key, title in (("notes", "Note"), ("lacks", "Missing on this machine (training would be refused)")):
         if explained[key]:
             lines += ["", title, *(f"  {line}" for line in explained[key])]
     return "\n".join(lines)
+
+
+def _memory_rows(explained: dict[str, Any]) -> list[str]:
+    """A column for a GPU and one for a CPU, where the process itself counts too."""
+    plans = [explained["memory_per_rank"][device] for device in DEVICES]
+    rows = [("", "on a GPU", "on a CPU")]
+    rows += [(name, *(_bytes(plan[part]) for plan in plans)) for part, name in PARTS.items() if any(plan[part] for plan in plans)]
+    rows.append(("peak", *(f"{_bytes(plan['peak'])} ({plan['peak_moment']})" for plan in plans)))
+    rows.append(("sent a step", *[_bytes(explained["bytes_sent_per_step"])] * len(plans)))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [f"  {name:<{widths[0]}}  {gpu:>{widths[1]}}  {cpu:>{widths[2]}}".rstrip() for name, gpu, cpu in rows] + [
+        "  The parts do not all live at once; the peak is that of the moment in brackets."
+    ]
+
+
+def _bytes(number: int) -> str:
+    return f"{number / 2**30:,.2f} GiB" if number >= 2**30 else f"{number / 2**20:,.1f} MiB"
 
 
 def _value_rows(values: dict[str, dict[str, Any]]) -> list[str]:

@@ -120,3 +120,13 @@ def _check_stage(engine: EngineJson, kind: str, is_ours: bool) -> None:
         engine.fault(
             path, f'is {kind}, which DeepSpeed has not tested with ZeRO; add "zero_allow_untested_optimizer": true, or use stage 0'
         )
+
+
+def state_tensors(optimizer: dict[str, Any]) -> int:
+    """How many fp32 tensors of a parameter's size the optimizer keeps for it."""
+    params = optimizer["params"]
+    if optimizer["type"] == "SGD":
+        return int(bool(params.get("momentum")))
+    if optimizer["type"] == "RMSprop":
+        return 1 + bool(params.get("momentum")) + bool(params.get("centered"))
+    return 1 if optimizer["type"] == "Adagrad" else 2 + bool(params.get("amsgrad"))
