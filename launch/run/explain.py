@@ -15,7 +15,7 @@ from typing import Any
 from launch.run.combinations import NOT_DRIVEN
 from launch.run.config import RunConfig
 from launch.run.engine_keys import defaults_left_open
-from launch.run.memory import MemoryPlan, bytes_sent_per_step, memory_per_rank
+from launch.run.memory import bytes_sent_per_step, memory_per_rank
 from launch.run.optimizer import state_tensors
 from launch.run.schedule import TOKEN_SCHEDULE, warmup_cosine
 from model.accounting import flops_per_token, parameter_count
@@ -25,7 +25,15 @@ from recipes.technique import Techniques
 
 #: Where in the run the techniques are asked what they do.
 PERCENTS = (0, 25, 50, 75, 100)
-DEVICES = ("cuda", "cpu")
+DEVICES = {"cuda": "on a GPU", "cpu": "on a CPU"}
+#: What follows the parts in a table of plans.
+LAST = {
+    "peak": "peak",
+    "checkpointed_activations": "activations, checkpointed",
+    "checkpointed_peak": "peak, checkpointed",
+    "sent": "sent a step",
+}
+MOMENTS = {"build": "building", "forward": "forward", "recompute": "recomputing", "backward": "backward", "update": "updating"}
 #: The parts of a rank's memory, and how the page calls them.
 PARTS = {
     "weights": "weights",
@@ -90,10 +98,8 @@ def explain(config: RunConfig) -> dict[str, Any]:
             "per_step_and_rank": flops_per_step // config.ranks,
             "run": flops_per_step * config.steps,
         },
-        "memory_per_rank": {device: _memory(config, model, device) for device in DEVICES},
-        "bytes_sent_per_step": bytes_sent_per_step(
-            model, config.precision, config.engine["zero_optimization"], config.ranks, config.gradient_accumulation_steps
-        ),
+        "memory_per_rank": {device: memory_of(config, model, device) for device in DEVICES},
+        "bytes_sent_per_step": bytes_of(config, model),
         "techniques": [_name(member) for member in make_techniques(config).members],
         "over_the_run": list(_over_the_run(config)),
         "notes": list(config.notes),
@@ -101,25 +107,36 @@ def explain(config: RunConfig) -> dict[str, Any]:
     }
 
 
-def plan_memory(config: RunConfig, model: GPTConfig, device: str, checkpointing: bool = False) -> MemoryPlan:
-    """The memory of a rank of `config` on a "cpu" or on "cuda", with or without activation checkpointing."""
-    return memory_per_rank(
-        model,
-        config.precision,
-        config.engine["zero_optimization"],
-        config.ranks,
-        config.micro_batch_size,
-        config.gradient_accumulation_steps,
-        checkpointing,
-        device,
-        state_tensors(config.optimizer),
+def memory_of(config: RunConfig, model: GPTConfig, device: str) -> dict[str, Any]:
+    """The memory of a rank by part, bytes, on "cuda" or on a "cpu"; and its peak, with activation checkpointing too."""
+    plan, checkpointed = (
+        memory_per_rank(
+            model,
+            config.precision,
+            config.engine["zero_optimization"],
+            config.ranks,
+            config.micro_batch_size,
+            config.gradient_accumulation_steps,
+            checkpointing,
+            device,
+            state_tensors(config.optimizer),
+        )
+        for checkpointing in (False, True)
     )
+    return {
+        **{part: getattr(plan, part) for part in PARTS},
+        "model_states": plan.model_states,
+        "peak": plan.peak,
+        "peak_moment": plan.peak_moment,
+        "checkpointed_activations": checkpointed.activations,
+        "checkpointed_peak": checkpointed.peak,
+    }
 
 
-def _memory(config: RunConfig, model: GPTConfig, device: str) -> dict[str, Any]:
-    plan = plan_memory(config, model, device)
-    parts = {part: getattr(plan, part) for part in PARTS}
-    return {**parts, "model_states": plan.model_states, "peak": plan.peak, "peak_moment": plan.peak_moment}
+def bytes_of(config: RunConfig, model: GPTConfig) -> int:
+    """What a rank sends in a step."""
+    zero = config.engine["zero_optimization"]
+    return bytes_sent_per_step(model, config.precision, zero, config.ranks, config.gradient_accumulation_steps)
 
 
 def _run_values(config: RunConfig) -> Iterator[tuple[str, Any]]:
@@ -223,18 +240,24 @@ def as_text(explained: dict[str, Any]) -> str:
 
 def _memory_rows(explained: dict[str, Any]) -> list[str]:
     """A column for a GPU and one for a CPU, where the process itself counts too."""
-    plans = [explained["memory_per_rank"][device] for device in DEVICES]
-    rows = [("", "on a GPU", "on a CPU")]
-    rows += [(name, *(_bytes(plan[part]) for plan in plans)) for part, name in PARTS.items() if any(plan[part] for plan in plans)]
-    rows.append(("peak", *(f"{_bytes(plan['peak'])} ({plan['peak_moment']})" for plan in plans)))
-    rows.append(("sent a step", *[_bytes(explained["bytes_sent_per_step"])] * len(plans)))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [f"  {name:<{widths[0]}}  {gpu:>{widths[1]}}  {cpu:>{widths[2]}}".rstrip() for name, gpu, cpu in rows] + [
-        "  The parts do not all live at once; the peak is that of the moment in brackets."
-    ]
+    columns = {heading: explained["memory_per_rank"][device] for device, heading in DEVICES.items()}
+    return memory_table({heading: plan | {"sent": explained["bytes_sent_per_step"]} for heading, plan in columns.items()})
+
+
+def memory_table(columns: dict[str, dict[str, Any]]) -> list[str]:
+    """Plans side by side, a row for each part that any of them has: the lines of a table."""
+    rows = [["", *columns]]
+    for part, name in (*PARTS.items(), ("model_states", "model states, the first four"), *LAST.items()):
+        if any(plan.get(part) for plan in columns.values()):
+            rows.append([name, *(_bytes(plan[part]) for plan in columns.values())])
+    rows.append(["peak while", *(MOMENTS[plan["peak_moment"]] for plan in columns.values())])
+    lines = _aligned(rows)
+    return [*lines, "  The parts do not all live at once: the peak is less than their sum."]
 
 
 def _bytes(number: int) -> str:
+    if not number:
+        return "-"
     return f"{number / 2**30:,.2f} GiB" if number >= 2**30 else f"{number / 2**20:,.1f} MiB"
 
 
@@ -250,10 +273,15 @@ def _columns(rows: list[dict[str, Any]]) -> list[str]:
     names = list(dict.fromkeys(name for row in rows for name in row if name != "percent"))
     table = [["", *(f"{row['percent']}%" for row in rows)]]
     table += [[name, *(_shown(row.get(name, "-")) for row in rows)] for name in names]
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    return _aligned(table)
+
+
+def _aligned(rows: list[list[str]]) -> list[str]:
+    """The lines of a table: the first column to the left, the others to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
-    for name, *points in table:
-        lines.append(f"  {name:<{widths[0]}}" + "".join(f"  {cell:>{width}}" for cell, width in zip(points, widths[1:], strict=True)))
+    for name, *cells in rows:
+        lines.append(f"  {name:<{widths[0]}}" + "".join(f"  {cell:>{width}}" for cell, width in zip(cells, widths[1:], strict=True)))
     return lines
 
 

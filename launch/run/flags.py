@@ -25,18 +25,26 @@ DEFAULT_DATA = "data/stdlib"
 MAX_LR = 100.0
 
 
-class _Parser(argparse.ArgumentParser):
-    """argparse with our errors (one line, exit code 2, no usage text), and with a help that one rank prints."""
+class Parser(argparse.ArgumentParser):
+    """argparse with our errors (one line, exit code 2, no usage text, the nearest flag), and with a help that one rank prints."""
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message.removeprefix('argument ')}; see --help")
+
+    def parse(self, arguments: list[str]) -> argparse.Namespace:
+        """`parse_args`, but an unknown argument is told the nearest one."""
+        namespace, unknown = self.parse_known_args(arguments)
+        if unknown:
+            known = [option for action in self._actions for option in action.option_strings]
+            raise UsageError(f"unknown argument {unknown[0]!r}{nearest(unknown[0].split('=')[0], known)}; see --help")
+        return namespace
 
     def _print_message(self, message: str, file: SupportsWrite[str] | None = None) -> None:
         if is_speaker():
             super()._print_message(message, file)
 
 
-def _whole_number(minimum: int, maximum: int = 10**12) -> Callable[[str], int]:
+def whole_number(minimum: int, maximum: int = 10**12) -> Callable[[str], int]:
     def parse(text: str) -> int:
         exponent = re.fullmatch(r"([0-9]{1,18})[eE]\+?([0-9]{1,2})", text)  # 1e9
         if exponent:
@@ -54,7 +62,7 @@ def _whole_number(minimum: int, maximum: int = 10**12) -> Callable[[str], int]:
     return parse
 
 
-def _real_number(minimum: float, maximum: float = math.inf, above: bool = False, below: bool = False) -> Callable[[str], float]:
+def real_number(minimum: float, maximum: float = math.inf, above: bool = False, below: bool = False) -> Callable[[str], float]:
     bounds = f"{'above' if above else 'at least'} {minimum:g}" + (
         f" and {'below' if below else 'at most'} {maximum:g}" if maximum < math.inf else ""
     )
@@ -71,10 +79,10 @@ def _real_number(minimum: float, maximum: float = math.inf, above: bool = False,
     return parse
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser() -> Parser:
     """The flags of `launch/pretrain.py`."""
-    positive, natural = _whole_number(1), _whole_number(0)
-    parser = _Parser(
+    positive, natural = whole_number(1), whole_number(0)
+    parser = Parser(
         prog="deepspeed launch/pretrain.py",
         description="Train a GPT through the DeepSpeed engine. The JSON says how, the preset and the flags say what and how long.",
         epilog="Example: deepspeed launch/pretrain.py --deepspeed_config ds_configs/zero1_bf16.json --preset nano --run_name demo",
@@ -92,26 +100,19 @@ def build_parser() -> argparse.ArgumentParser:
         help="change one value of the JSON, e.g. --set gradient_clipping=0.5 or --set zero_optimization.stage=2; may be repeated",
     )
 
-    model = parser.add_argument_group("model")
-    model.add_argument("--preset", default="nano", metavar="NAME", help=f"size and suggested training values: {', '.join(PRESETS)} (nano)")
-    size = _whole_number(1, 100_000)
-    model.add_argument("--n_layer", type=size, help="blocks, over the preset's")
-    model.add_argument("--n_head", type=size, help="attention heads, over the preset's")
-    model.add_argument("--d_model", type=size, help="width, a multiple of n_head, over the preset's")
-    model.add_argument("--seq_len", type=positive, help="context length in tokens, over the preset's")
-    model.add_argument("--dropout", type=_real_number(0, 1, below=True), help="dropout probability, over the preset's (0)")
+    add_model_flags(parser)
 
     data = parser.add_argument_group("data and length")
     data.add_argument("--data", default=DEFAULT_DATA, metavar="DIR", help=f"corpus written by data_pipeline/prepare.py ({DEFAULT_DATA})")
     data.add_argument("--steps", type=positive, help="optimizer steps (preset)")
-    data.add_argument("--tokens", type=_whole_number(1, 10**18), help="tokens to train on, instead of --steps; rounded up to whole steps")
-    data.add_argument("--seed", type=_whole_number(0, 2**63 - 1), default=1, help="of the weights and of the order of the data (1)")
+    data.add_argument("--tokens", type=whole_number(1, 10**18), help="tokens to train on, instead of --steps; rounded up to whole steps")
+    data.add_argument("--seed", type=whole_number(0, 2**63 - 1), default=1, help="of the weights and of the order of the data (1)")
 
     values = parser.add_argument_group('values that the JSON leaves "auto"')
     values.add_argument("--micro_batch_size", type=positive, help="sequences a rank takes at once (preset)")
     values.add_argument("--global_batch_size", type=positive, help="sequences an optimizer step takes over all ranks (preset)")
-    values.add_argument("--lr", type=_real_number(0, MAX_LR, above=True), help="peak learning rate (preset)")
-    values.add_argument("--min_lr", type=_real_number(0, MAX_LR), help="learning rate at the end (a tenth of the peak)")
+    values.add_argument("--lr", type=real_number(0, MAX_LR, above=True), help="peak learning rate (preset)")
+    values.add_argument("--min_lr", type=real_number(0, MAX_LR), help="learning rate at the end (a tenth of the peak)")
     values.add_argument("--warmup_steps", type=natural, help="steps of linear warm-up (preset; at most a tenth of the run)")
 
     run = parser.add_argument_group("run")
@@ -137,6 +138,18 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def add_model_flags(parser: Parser) -> None:
+    """The flags that say which model: a preset, and sizes over it."""
+    model = parser.add_argument_group("model")
+    model.add_argument("--preset", default="nano", metavar="NAME", help=f"size and suggested training values: {', '.join(PRESETS)} (nano)")
+    size = whole_number(1, 100_000)
+    model.add_argument("--n_layer", type=size, help="blocks, over the preset's")
+    model.add_argument("--n_head", type=size, help="attention heads, over the preset's")
+    model.add_argument("--d_model", type=size, help="width, a multiple of n_head, over the preset's")
+    model.add_argument("--seq_len", type=whole_number(1), help="context length in tokens, over the preset's")
+    model.add_argument("--dropout", type=real_number(0, 1, below=True), help="dropout probability, over the preset's (0)")
+
+
 def parse_flags(argv: list[str]) -> tuple[argparse.Namespace, Recipe | None]:
     """Parse `argv`; a recipe's suggested flags come first, so that the user's own win.
 
@@ -146,12 +159,9 @@ def parse_flags(argv: list[str]) -> tuple[argparse.Namespace, Recipe | None]:
         UsageError: an unknown flag (with the nearest one), a value out of range, a recipe that is none.
     """
     parser = build_parser()
-    known = [option for action in parser._actions for option in action.option_strings]
 
     def parse(arguments: list[str]) -> argparse.Namespace:
-        namespace, unknown = parser.parse_known_args(arguments)
-        if unknown:
-            raise UsageError(f"unknown argument {unknown[0]!r}{nearest(unknown[0].split('=')[0], known)}; see --help")
+        namespace = parser.parse(arguments)
         if namespace.steps is not None and namespace.tokens is not None:
             raise UsageError(f"--steps {namespace.steps} and --tokens {namespace.tokens} both say how long the run is; give one of them")
         return namespace
