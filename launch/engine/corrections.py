@@ -40,10 +40,14 @@ def before_initialize(zero_stage: int, precision: str, collectives: Collectives)
 
 def after_initialize(engine: Any, collectives: Collectives) -> list[str]:
     """Corrections of one engine, after it was built. Called by all ranks."""
-    if engine.zero_optimization_stage() != 0 or not engine.fp16_enabled() or not collectives.any(loss_is_not_scaled(engine)):
-        return []
-    scale_loss(engine)
-    return ["scale_loss"]
+    applied = []
+    if engine.zero_optimization_stage() == 0 and engine.fp16_enabled() and collectives.any(loss_is_not_scaled(engine)):
+        scale_loss(engine)
+        applied.append("scale_loss")
+    if (engine.zero_optimization_stage() == 3 or engine.zero_use_cpu_optimizer()) and collectives.any(gradients_go_stale(engine)):
+        forget_gradients(engine)
+        applied.append("forget_gradients")
+    return applied
 
 
 # --- stage 0, bf16 and fp16: an optimizer step on zero gradients at start ------------------------------------------------------------
@@ -243,3 +247,106 @@ def scale_loss(engine: Any) -> None:
         return backward(loss.float() * engine.optimizer.loss_scale, **options)
 
     engine.backward = scaled_backward
+
+
+# --- stage 3, and offload at stages 1, 2 and 3: gradients of earlier steps ---------------------------------------------------------------
+
+
+def gradients_go_stale(engine: Any) -> bool:
+    """Fault: a parameter that gets no gradient in a step is updated by the gradient of an earlier one.
+
+    Stage 3 keeps gradients in one flat buffer that is never zeroed, and copies into it what the first micro-batch brings; with an
+    offloaded optimizer, stages 1, 2 and 3 keep them in fp32 on the host, and put there only what the last micro-batch brings. The norm
+    used for clipping contains the old gradients too. With layers dropped, losses were off by 0.67 after 12 steps. Seen in
+    deepspeed/runtime/zero/stage3.py, `partition_grads`, and stage_1_and_2.py, `copy_grads_in_partition`. Probe: an engine of two
+    weights with plain SGD, one of which is left out of the second step; it must not move. All ranks must call this together.
+    """
+    import deepspeed
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    zero = engine.config["zero_optimization"]
+    section = {"stage": zero["stage"], "stage3_param_persistence_threshold": 0}
+    if engine.zero_use_cpu_optimizer():
+        section["offload_optimizer"] = {"device": "cpu", "pin_memory": False}
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": section,
+        "bf16": {"enabled": engine.bfloat16_enabled()},
+        "fp16": {"enabled": engine.fp16_enabled(), "loss_scale": 1},
+        "gradient_clipping": 0.0,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+    }
+    model = torch.nn.ModuleList(torch.nn.Linear(8, 8, bias=False) for _ in range(2))
+    probe, *_ = deepspeed.initialize(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=1.0), config=config)
+    values = torch.ones(1, 8, device=engine.device, dtype=next(model.parameters()).dtype)
+    places = []
+    for used in (probe.module, probe.module[:1]):
+        # The engine's own forward pass is not needed: its hooks are on the modules and the parameters.
+        probe.optimizer.clear_backward_seen_flag()
+        probe.backward(sum(layer(values).float().sum() for layer in used))
+        probe.step()
+        places.append(safe_get_full_fp32_param(probe.module[1].weight).clone())
+    probe.destroy()
+    return not torch.equal(*places)
+
+
+def forget_gradients(engine: Any) -> None:
+    """Correction: before the update, every gradient that no micro-batch of this step brought is zero, and every one that only an earlier
+    micro-batch brought is where the update looks for it; after the update, nothing is left for the next step."""
+    optimizer = engine.optimizer
+    step = optimizer.step
+    complete, clear = (_complete_stage_3, _clear_stage_3) if engine.zero_optimization_stage() == 3 else (_complete_offload, _clear_offload)
+
+    def step_and_forget(*args: Any, **options: Any) -> Any:
+        complete(optimizer)
+        try:
+            return step(*args, **options)
+        finally:
+            clear(optimizer)
+
+    optimizer.step = step_and_forget
+
+
+def _complete_stage_3(optimizer: Any) -> None:
+    """Offload: hand over what `partition_grads` has not, from the flat buffer: zeros, or what earlier micro-batches left there."""
+    if not optimizer.offload_optimizer:
+        return
+    partitions = optimizer._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition
+    to_swap: tuple[dict[int, Any], dict[int, Any]] = ({}, {})
+    for group in optimizer.fp16_groups:
+        for parameter in group:
+            if optimizer.get_param_id(parameter) not in optimizer.norm_for_param_grads and parameter.ds_id in partitions:
+                optimizer._offload_grad_partition_at_boundary(parameter, partitions[parameter.ds_id], *to_swap)
+    optimizer._swap_out_offload_fp32_gradients(*to_swap)
+
+
+def _clear_stage_3(optimizer: Any) -> None:
+    optimizer.grad_partitions_flat_buffer.zero_()
+    if optimizer.offload_optimizer:
+        optimizer.norm_for_param_grads.clear()
+
+
+def _complete_offload(optimizer: Any) -> None:
+    """Stages 1 and 2: zero what got no gradient, copy what got one in earlier micro-batches only."""
+    missing = set()
+    for index, group in enumerate(optimizer.params_in_partition):
+        for parameter in group:
+            identity = optimizer.get_param_id(parameter)
+            if identity in optimizer.norm_for_param_grads:
+                continue
+            if identity in optimizer._offload_accumulated_param_ids:
+                missing.add(identity)
+            else:
+                _, _, offset, elements = optimizer.grad_position[identity]
+                optimizer.single_partition_of_fp32_groups[index].grad.view(-1).narrow(0, offset, elements).zero_()
+    if missing:
+        accumulated, optimizer._offload_accumulated_param_ids = optimizer._offload_accumulated_param_ids, missing
+        optimizer._finalize_cpu_offload_gradient_accumulation()
+        optimizer._offload_accumulated_param_ids = accumulated
+
+
+def _clear_offload(optimizer: Any) -> None:
+    optimizer.norm_for_param_grads.clear()
+    for gradient in optimizer.accumulated_grads_in_cpu.values():
+        gradient.zero_()

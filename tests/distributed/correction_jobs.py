@@ -14,9 +14,11 @@ from launch.engine.distributed import start_ranks
 from launch.engine.engine import Engine, start_engine
 from launch.run.config import resolve
 from launch.run.errors import TrainingFailed
+from model.gpt import run_all_blocks
 from recipes.technique import Techniques
+from tests.distributed.reference import run_all_but
 
-CORRECTIONS = ("keep_weights_at_start", "take_norms_in_fp64", "scale_like_zero", "scale_loss")
+CORRECTIONS = ("keep_weights_at_start", "take_norms_in_fp64", "scale_like_zero", "scale_loss", "forget_gradients")
 TINY = ["--n_layer", "2", "--n_head", "2", "--d_model", "64", "--seq_len", "32", "--global_batch_size", "8", "--steps", "8"]
 
 
@@ -159,6 +161,52 @@ def update_while_the_scale_grows(corpus: str, without: str | None = None) -> lis
             sizes.append(float(corrections.norm_in_fp64([a - b for a, b in zip(after, before, strict=True)])))
         assert wrapper.loss_scale == 32.0
         return sizes
+
+
+def move_of_a_block_without_gradients(corpus: str, stage: int, offload: bool, without: str | None = None) -> dict[str, Any]:
+    """How far plain SGD moves a block that is left out of a step, after a step in which it was not."""
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    sgd = 'optimizer={"type": "SGD", "params": {"lr": 0.1}}'
+    if offload:  # DeepSpeed's Adam, whose moments move it too: by less than in the step before, and never by the old gradient again
+        sgd = 'optimizer={"type": "AdamW", "params": {"lr": 0.1, "betas": [0.0, 0.0], "weight_decay": 0.0}}'
+    flags = ["--set", sgd, "--set", "zero_allow_untested_optimizer=true", "--set", "gradient_clipping=0"]
+    if offload:
+        flags += ["--set", 'zero_optimization.offload_optimizer={"device": "cpu"}']
+    with engine_as_shipped():
+        engine = start(corpus, stage, "fp32", *flags, without=without)
+        model = engine.deepspeed.module
+        places = []
+        for runner in (run_all_blocks, run_all_but(1)):
+            for group in engine.deepspeed.optimizer.param_groups:
+                group["lr"] = 0.1
+            model.block_runner = runner
+            engine.backward_and_step(engine.loss(one_batch(engine)), 1)
+            weight = model.h[1].mlp.c_fc.weight
+            kept_apart = safe_get_full_fp32_param(weight)  # None at stage 0 in fp32, where the weight is its own master
+            places.append((weight.detach() if kept_apart is None else kept_apart).clone())
+        return {"moved": float((places[1] - places[0]).abs().max()), "applied": engine.corrections}
+
+
+def probe_on_an_engine_that_forgets(corpus: str, stage: int, offload: bool) -> bool:
+    """What the probe for stale gradients says where every engine has been mended."""
+    import deepspeed
+
+    with engine_as_shipped():
+        flags = ["--set", 'zero_optimization.offload_optimizer={"device": "cpu"}'] if offload else []
+        engine = start(corpus, stage, "fp32", *flags)
+        initialize = deepspeed.initialize
+
+        def initialize_mended(**arguments: Any) -> Any:
+            built = initialize(**arguments)
+            corrections.forget_gradients(built[0])
+            return built
+
+        deepspeed.initialize = initialize_mended
+        try:
+            return corrections.gradients_go_stale(engine.deepspeed)
+        finally:
+            deepspeed.initialize = initialize
 
 
 def probes_on_a_mended_engine(corpus: str) -> dict[str, Any]:

@@ -13,8 +13,10 @@ from launch.run.folder import NoFolder, RunFolder
 from launch.run.metrics import read_metrics
 from launch.run.provenance import describe_run
 from launch.run.signals import StopRequest
+from model.gpt import GPT, run_all_blocks
 from recipes import registry
-from recipes.technique import BatchPlan, Technique, Techniques
+from recipes.technique import BatchPlan, Run, Technique, Techniques
+from tests.distributed.reference import run_all_but
 
 
 def pretrain(flags: list[str]) -> list[dict[str, Any]]:
@@ -37,9 +39,34 @@ class ChangingPlan(Technique):
         return BatchPlan(1, 8) if step % 2 else BatchPlan(8, 1) if step % 3 == 0 else None
 
 
-def pretrain_with_changing_plan(flags: list[str]) -> list[dict[str, Any]]:
-    """`pretrain` with a technique that plans each step's micro-batches."""
-    make, registry.make_techniques = registry.make_techniques, lambda run: Techniques([ChangingPlan({}, run)])
+class DroppedBlock(Technique):
+    """Leaves block 1 out: in every third step, and in the last micro-batch of every fourth."""
+
+    def __init__(self, section: dict[str, Any], run: Run):
+        self.accumulation, self.step, self.micro_step = run.gradient_accumulation_steps, 0, 0
+
+    def prepare(self, model: GPT) -> None:
+        without = run_all_but(1)
+
+        def run(blocks: Any, x: Any) -> Any:
+            dropped = drops_block_1(self.step, self.micro_step, self.accumulation)
+            self.micro_step += 1
+            return (without if dropped else run_all_blocks)(blocks, x)
+
+        model.block_runner = run
+
+    def on_step(self, step: int) -> None:
+        self.step, self.micro_step = step, 0
+
+
+def drops_block_1(step: int, micro_step: int, accumulation: int) -> bool:
+    """When `DroppedBlock` leaves it out."""
+    return step % 3 == 0 or (step % 4 == 0 and micro_step == accumulation - 1)
+
+
+def pretrain_with(technique: str, flags: list[str]) -> list[dict[str, Any]]:
+    """`pretrain` with a technique of this module, by its name."""
+    make, registry.make_techniques = registry.make_techniques, lambda run: Techniques([globals()[technique]({}, run)])
     try:
         return pretrain(flags)
     finally:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -10,14 +11,38 @@ import torch
 
 from data_pipeline.sampler import shuffled_positions
 from data_pipeline.shards import open_corpus
-from model.gpt import GPT
+from model.gpt import GPT, run_all_blocks
 from model.presets import GPTConfig
 
 
+def run_all_but(index: int) -> Callable[[torch.nn.ModuleList, torch.Tensor], torch.Tensor]:
+    """A block runner that leaves one block out, whose parameters then get no gradient."""
+
+    def run(blocks: torch.nn.ModuleList, x: torch.Tensor) -> torch.Tensor:
+        for number, block in enumerate(blocks):
+            x = x if number == index else block(x)
+        return x
+
+    return run
+
+
 def reference_losses(
-    corpus_path: Path, shape: dict, steps: int, batch: int, lr: float, warmup: int, seed: int, clip: float = 1.0
+    corpus_path: Path,
+    shape: dict,
+    steps: int,
+    batch: int,
+    lr: float,
+    warmup: int,
+    seed: int,
+    clip: float = 1.0,
+    accumulation: int = 1,
+    drops_block_1: Callable[[int, int], bool] = lambda step, micro_step: False,
 ) -> list[float]:
-    """Losses of `steps` steps in fp32 over the whole global batch at once, the gradient norm taken in fp64."""
+    """Losses of `steps` steps in fp32 over the whole global batch, the gradient norm taken in fp64.
+
+    accumulation: into how many micro-batches the global batch is cut; of meaning only where `drops_block_1(step, micro_step)` says so.
+    A parameter without a gradient has the gradient 0, and Adam steps it.
+    """
     corpus = open_corpus(corpus_path)
     length = shape["seq_len"]
     data = np.concatenate(
@@ -40,12 +65,18 @@ def reference_losses(
             group["lr"] = rate
         rows = [data[i * length : i * length + length + 1] for i in order[(step - 1) * batch : step * batch]]
         tokens = torch.from_numpy(np.stack(rows).astype(np.int64))
-        loss = model(tokens[:, :-1], tokens[:, 1:])
-        loss.backward()
+        mean = 0.0
+        for micro_step, micro_batch in enumerate(tokens.chunk(accumulation)):
+            model.block_runner = run_all_but(1) if drops_block_1(step, micro_step) else run_all_blocks
+            loss = model(micro_batch[:, :-1], micro_batch[:, 1:]) / accumulation
+            loss.backward()
+            mean += loss.item()
+        for p in model.parameters():
+            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
         norm = math.sqrt(sum(float(p.grad.double().pow(2).sum()) for p in model.parameters()))
         for p in model.parameters():
             p.grad *= min(1.0, clip / (norm + 1e-6))
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(loss.item())
+        losses.append(mean)
     return losses

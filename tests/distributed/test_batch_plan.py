@@ -27,7 +27,7 @@ def test_a_planned_accumulation_trains_what_the_usual_one_trains(stage, two_rank
     flags += ["--steps", str(STEPS), "--eval_every", "0", "--save_every", "0"]
     usual = two_ranks.run("tests.distributed.jobs:pretrain", flags=[*flags, "--run_name", "usual"])[0]
     # The same 16 sequences a step: 2 micro-batches of 4 on each rank, but 8 of 1 in odd steps and 1 of 8 in every third.
-    planned = two_ranks.run("tests.distributed.jobs:pretrain_with_changing_plan", flags=[*flags, "--run_name", "planned"])[0]
+    planned = two_ranks.run("tests.distributed.jobs:pretrain_with", technique="ChangingPlan", flags=[*flags, "--run_name", "planned"])[0]
     assert [line["tokens"] for line in planned] == [line["tokens"] for line in usual]
     assert [line["loss"] for line in planned] == pytest.approx([line["loss"] for line in usual], abs=1e-5)
     assert usual[-1]["loss"] < usual[0]["loss"] - 0.1

@@ -68,6 +68,24 @@ def test_a_loss_scale_that_starts_at_one_is_applied_too(run):
     assert right == pytest.approx([right[0]] * 5, rel=1e-2)
 
 
+@pytest.mark.parametrize(("stage", "offload"), [(3, False), (1, True), (2, True), (3, True)])
+def test_a_gradient_is_applied_once(run, stage, offload):
+    """Without momentum, a block that is left out of a step stays where it is."""
+    wrong = run("move_of_a_block_without_gradients", stage=stage, offload=offload, without="forget_gradients")
+    assert wrong["moved"] > 1e-4, NO_FAULT
+    right = run("move_of_a_block_without_gradients", stage=stage, offload=offload)
+    assert right["moved"] == 0.0
+    assert "forget_gradients" in right["applied"]
+    assert run("probe_on_an_engine_that_forgets", stage=stage, offload=offload) is False
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_without_offload_the_other_stages_forget_by_themselves(run, stage):
+    found = run("move_of_a_block_without_gradients", stage=stage, offload=False)
+    assert found["moved"] == 0.0
+    assert "forget_gradients" not in found["applied"]
+
+
 def test_an_engine_whose_faults_are_mended_is_corrected_no_more(run):
     assert run("probes_on_a_mended_engine") == {
         "unfused_optimizer_steps_at_start": False,
