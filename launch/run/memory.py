@@ -1,0 +1,467 @@
+"""What a training step needs on one rank: bytes of memory by part and moment, and bytes on the wire. Derived, without torch.
+
+    python launch/plan.py --preset gpt3-13b --ranks 64 --precision bf16 --memory 80GB
+
+Parts do not all live at once: gradients appear while activations go, and the fp32 gradients of an update come when both have gone. So
+the plan has moments (`build`, `forward`, `recompute`, `backward`, `update`), each with the parts alive in it, and the peak is the largest
+moment. The terms are read off DeepSpeed 0.19.8 (`runtime/zero/stage_1_and_2.py`, `stage3.py`, `fp16/unfused_optimizer.py`) and
+`model/gpt.py`, and held against real engines by `tests/distributed/test_memory.py` and `benchmarks/memory.py`.
+
+Not a part, because they never exceed the training step's own peak: evaluation (a training forward that saves nothing) and generation.
+Letters: N parameters, R ranks, w bytes of the working precision, B sequences, T tokens, C width, L blocks, V padded vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from model.accounting import parameter_count
+from model.presets import GPTConfig
+
+MIB = 2**20
+WIDTH = {"fp32": 4, "bf16": 2, "fp16": 2}
+FP32 = 4
+#: Rows of logits that become fp32 at a time (`model.gpt.LOSS_ROWS`, which cannot be imported without torch; a test compares them).
+LOSS_ROWS = 512
+#: Elements that stage 0 flattens and all-reduces at a time (`deepspeed/runtime/engine.py`, MEMORY_OPT_ALLREDUCE_SIZE).
+ALLREDUCE_ELEMENTS = 500_000_000
+#: Resident set of a rank that trains a model of a few thousand parameters on a CPU: Python, torch, DeepSpeed and what their first step
+#: loads. Measured on torch 2.13.0+cpu, DeepSpeed 0.19.8, Linux x86-64 (`benchmarks/memory.py --process`): 364 MiB at stage 0, and
+#: 415 at stages 1-3, whose optimizers import more of DeepSpeed. Two ranks: 3 MiB more each (gloo).
+PROCESS = {0: 364 * MIB, 1: 415 * MIB, 2: 415 * MIB, 3: 417 * MIB}
+#: glibc, on a CPU. A block from here on is a mapping of its own, which goes back to the system when it is freed (M_MMAP_THRESHOLD adapts
+#: to the largest freed block, but never beyond 32 MiB). Smaller blocks live on the heap, which does not shrink below its high-water
+#: mark while anything stands above a hole.
+MMAP_THRESHOLD = 32 * MIB
+#: The heap's free top stays, up to M_TRIM_THRESHOLD, which is twice the threshold above.
+HEAP_TOP = 2 * MMAP_THRESHOLD
+#: Holes, as a share of the heap: torch asks for aligned blocks (posix_memalign), and glibc 2.36 serves an aligned request only from a
+#: free block that is larger than it, so that a freed block is not taken again by its like. Measured: 4% to 17%, `benchmarks/memory.py`.
+HEAP_HOLES = 1 / 8
+
+# The default values of DeepSpeed's `zero_optimization` (deepspeed/runtime/zero/config.py) that decide sizes.
+_DEFAULTS = {
+    "reduce_bucket_size": 500_000_000,
+    "overlap_comm": None,
+    "contiguous_gradients": True,
+    "reduce_scatter": True,
+    "use_multi_rank_bucket_allreduce": True,
+    "stage3_param_persistence_threshold": 100_000,
+    "stage3_max_live_parameters": 1_000_000_000,
+    "stage3_max_reuse_distance": 1_000_000_000,
+    "stage3_prefetch_bucket_size": 50_000_000,
+}
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Memory that is allocated in blocks: (bytes of one, how many). On a CPU small blocks and large ones behave differently."""
+
+    sizes: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def total(self) -> int:
+        return sum(size * count for size, count in self.sizes)
+
+    @property
+    def on_heap(self) -> int:
+        return sum(size * count for size, count in self.sizes if size < MMAP_THRESHOLD)
+
+    def __add__(self, other: Blocks) -> Blocks:
+        return Blocks(self.sizes + other.sizes)
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Bytes of one rank's device (on a CPU: of its process), by part. The rank that holds the most, where they differ.
+
+    weights, gradients, master_weights, optimizer_states: the model states at the end of the last backward pass, from the second step on.
+    buffers: reduction buckets, gathered weights and copies of both, at their largest. activations: of the blocks, the embedding and the
+    last norm, as the forward pass leaves them. loss_head: logits and their softmax, at most. update: what only the optimizer step has.
+    process, allocator: a CPU's only; Python with its libraries, and what glibc keeps. host: offloaded states in the host's memory.
+    moments: what is alive when, without process and allocator; peak: the largest of them, with both; peak_moment: its name.
+    """
+
+    weights: int
+    gradients: int
+    master_weights: int
+    optimizer_states: int
+    buffers: int
+    activations: int
+    loss_head: int
+    update: int
+    process: int
+    allocator: int
+    host: int
+    moments: dict[str, dict[str, int]]
+    peak_moment: str
+    peak: int
+
+    @property
+    def model_states(self) -> int:
+        return self.weights + self.gradients + self.master_weights + self.optimizer_states
+
+
+def memory_per_rank(
+    model: GPTConfig,
+    precision: str,
+    zero: dict[str, Any],
+    ranks: int,
+    micro_batch_size: int,
+    accumulation: int = 1,
+    checkpointing: bool = False,
+    device: str = "cpu",
+    optimizer_states: int = 2,
+) -> MemoryPlan:
+    """The plan of one rank.
+
+    Args:
+        precision: "fp32", "bf16" or "fp16".
+        zero: the resolved `zero_optimization` section; only `stage` is required.
+        micro_batch_size: sequences a rank takes at once, of `model.seq_len` tokens.
+        checkpointing: torch.utils.checkpoint around every block.
+        device: "cpu" or "cuda". On "cuda" bytes are those of torch's allocator (`max_memory_allocated`), without its cache and the
+            CUDA context.
+        optimizer_states: fp32 numbers the optimizer keeps for a parameter: 2 for Adam, 3 with amsgrad, 1 for Lion or momentum.
+    """
+    stage, sizes = zero["stage"], {**_DEFAULTS, **zero}
+    states = _states(model, precision, stage, sizes, ranks, accumulation, optimizer_states)
+    acts = _activations(model, precision, micro_batch_size, checkpointing, device)
+    head = _loss_head(model, precision, micro_batch_size)
+    buckets, gathered, reduction = _buffers(model, precision, stage, sizes, ranks, device)
+    on_host, pinned = _offload(states, sizes, stage, model, precision, accumulation)
+    lasting = {name: blocks for name, blocks in states.lasting.items() if name not in on_host}
+    gradients = Blocks() if "gradients" in on_host else states.gradients
+    carried = Blocks() if "gradients" in on_host and stage != 0 else states.carried
+    update = Blocks() if on_host else states.update
+    host = sum((states.all[name] for name in on_host), Blocks()) + pinned
+    if device == "cpu" and on_host:  # the host's memory is the rank's own
+        lasting["host"] = host
+
+    # Stage 3 holds its bucket always, stages 1 and 2 from the first gradient on.
+    standing = {"buffers": buckets + gathered} if stage == 3 else {}
+    block = _block_activations(model, precision, micro_batch_size, device)
+    elements = micro_batch_size * model.seq_len * model.d_model * WIDTH[precision]
+    # In a block's backward pass, the gradients of the 4C-wide input and output of the GELU and of the residual stream: 9 B T C.
+    in_flight = Blocks(((4 * elements, 2), (elements, 1)))
+    # The tied weight's gradient: that of the head waits for that of the embedding, which is dense: one more than the sum.
+    tied = Blocks(((model.padded_vocab_size * model.d_model * WIDTH[precision], 1),))
+    # Stage 1 without overlap_comm reduces when the backward pass is over: what the bucket does not hold waits as it came.
+    waiting = Blocks()
+    if stage == 1 and not sizes["overlap_comm"]:
+        waiting = Blocks(((WIDTH[precision] * max(0, parameter_count(model) - int(sizes["reduce_bucket_size"])), 1),))
+    moments = {
+        "build": {"weights": _build(model, precision, stage, ranks)} if device == "cpu" else {},
+        "forward": {**lasting, "gradients": carried, **standing, "activations": acts, "loss_head": head},
+        "backward": {
+            **lasting,
+            "gradients": (gradients if stage else states.gradients) + waiting,
+            "buffers": buckets + gathered + reduction,
+            "activations": block + in_flight + tied,
+        },
+        "update": {**lasting, "gradients": gradients, **({"buffers": buckets} if stage == 3 else {}), "update": update},
+    }
+    if checkpointing:
+        moments["recompute"] = {
+            **lasting,
+            "gradients": carried,
+            "buffers": buckets + gathered if stage else Blocks(),
+            "activations": acts + block + in_flight + tied,
+        }
+    totals = {name: sum(blocks.total for blocks in parts.values()) for name, parts in moments.items()}
+    peak_moment = max(totals, key=totals.get)
+    process, allocator = 0, 0
+    if device == "cpu":
+        process = PROCESS[stage]
+        allocator = _heap_slack(moments, states.gradients, totals[peak_moment])
+    everything = [blocks for parts in moments.values() for name, blocks in parts.items() if name == "buffers"]
+    return MemoryPlan(
+        weights=states.lasting["weights"].total,
+        gradients=states.gradients.total,
+        master_weights=states.lasting["master_weights"].total,
+        optimizer_states=states.lasting["optimizer_states"].total,
+        buffers=max((blocks.total for blocks in everything), default=0),
+        activations=acts.total,
+        loss_head=head.total,
+        update=update.total,
+        process=process,
+        allocator=allocator,
+        host=host.total if device == "cuda" else 0,
+        moments={name: {part: blocks.total for part, blocks in parts.items() if blocks.total} for name, parts in moments.items() if parts},
+        peak_moment=peak_moment,
+        peak=totals[peak_moment] + process + allocator,
+    )
+
+
+def _heap_slack(moments: dict[str, dict[str, Blocks]], gradients: Blocks, peak: int) -> int:
+    """What glibc keeps beyond the live blocks of the peak.
+
+    The heap stands at its own high-water mark, reached at the end of the forward pass; gradients come on top of it, since the backward
+    pass frees its blocks only as it goes. The large blocks of another moment come on top of that.
+    """
+    heap = max(sum(blocks.on_heap for blocks in parts.values()) for parts in moments.values())
+    forward = moments["forward"]
+    backward = sum(blocks.on_heap for name, blocks in forward.items() if name != "gradients") + gradients.on_heap
+    heap = max(heap, backward)
+    large = max(sum(blocks.total - blocks.on_heap for blocks in parts.values()) for parts in moments.values())
+    transient = max((size for blocks in (*forward.values(), gradients) for size, _ in blocks.sizes if size < MMAP_THRESHOLD), default=0)
+    return round(heap * (1 + HEAP_HOLES)) + large - peak + min(HEAP_TOP, 2 * transient)
+
+
+# --- the model's parameters, in the order in which the engine flattens them ------------------------------------------------------------
+
+
+def parameter_sizes(model: GPTConfig) -> tuple[list[int], list[int]]:
+    """Elements of every parameter: those with weight decay (matrices, embeddings) and those without, as `weight_decay_groups` has them."""
+    C = model.d_model
+    matrices = [3 * C * C, C * C, 4 * C * C, 4 * C * C]  # c_attn, attn.c_proj, c_fc, mlp.c_proj
+    vectors = [C, C, 3 * C, C, C, C, 4 * C, C]  # ln_1 weight and bias, their biases with ln_2 between
+    decayed = [model.padded_vocab_size * C, model.seq_len * C, *(matrices * model.n_layer)]
+    return decayed, [*(vectors * model.n_layer), C, C]
+
+
+@dataclass(frozen=True)
+class _States:
+    """lasting: alive always. gradients: at the end of the last backward pass. carried: those that a forward pass finds there.
+    update: what the optimizer step adds to all of these."""
+
+    lasting: dict[str, Blocks]
+    gradients: Blocks
+    carried: Blocks
+    update: Blocks
+
+    @property
+    def all(self) -> dict[str, Blocks]:
+        return {**self.lasting, "gradients": self.gradients}
+
+
+def _states(model, precision, stage, sizes, ranks, accumulation, per_parameter) -> _States:
+    w, groups = WIDTH[precision], parameter_sizes(model)
+    flat = [n for group in groups for n in group]
+
+    def each(width: int, count: int = 1) -> Blocks:
+        return Blocks(tuple((width * n, count) for n in flat))
+
+    if stage == 0:
+        master = Blocks() if precision == "fp32" else each(FP32)
+        lasting = {"weights": each(w), "master_weights": master, "optimizer_states": each(FP32, per_parameter)}
+        # fp32: torch's optimizer on the gradients themselves; the norm is taken in fp64, a parameter at a time. bf16, fp16:
+        # FP16_UnfusedOptimizer copies every gradient to fp32 beside the one it has.
+        update = Blocks(((8 * max(flat), 1),)) if precision == "fp32" else each(FP32)
+        return _States(lasting, each(w), each(w) if accumulation > 1 else Blocks(), update)
+    if stage == 3:
+        # Every parameter is cut into R pieces of ceil(n / R); the pieces of a group are flat. Master weights are a copy at fp32 too.
+        parts = [sum(-(-n // ranks) for n in group) for group in groups]
+        whole = sum(parts)
+        lasting = {
+            "weights": Blocks(((w * whole, 1),)),
+            "master_weights": Blocks(tuple((FP32 * n, 1) for n in parts)),
+            "optimizer_states": Blocks(tuple((FP32 * n, per_parameter) for n in parts)),
+        }
+        gradients = Blocks(((w * whole, 1),))  # one flat buffer, never freed
+        return _States(lasting, gradients, gradients, _flat_update(parts, w))
+    # Stages 1 and 2: a group's weights are flat, padded to a multiple of 2 R elements; a rank owns 1/R of it.
+    padded = [-(-sum(group) // (2 * ranks)) * 2 * ranks for group in groups]
+    parts = [n // ranks for n in padded]
+    lasting = {
+        "weights": Blocks(tuple((w * n, 1) for n in padded)),
+        "master_weights": Blocks(tuple((FP32 * n, 1) for n in parts)),
+        "optimizer_states": Blocks(tuple((FP32 * n, per_parameter) for n in parts)),
+    }
+    if sizes["contiguous_gradients"]:
+        # Whole gradients of all parameters that touch the rank's partition, `grads_in_partition`.
+        gradients = Blocks(((w * _largest_share(groups, parts, ranks), 1),))
+    else:
+        gradients = each(w) if stage == 1 else Blocks(((w * _largest_share(groups, parts, ranks), 1),))
+    if accumulation == 1:
+        carried = Blocks()
+    elif stage == 1:
+        carried = each(w)  # reduced in the last micro-batch only
+    else:
+        carried = gradients
+    return _States(lasting, gradients, carried, _flat_update(parts, w))
+
+
+def _flat_update(parts: list[int], w: int) -> Blocks:
+    """Stages 1, 2, 3, a group at a time: its gradients flattened, and where that is not fp32 yet, again in fp32."""
+    largest = max(parts)
+    return Blocks(((FP32 * largest, 1),) if w == FP32 else ((FP32 * largest, 1), (w * largest, 1)))
+
+
+def _largest_share(groups: tuple[list[int], list[int]], parts: list[int], ranks: int) -> int:
+    """Elements of the parameters that touch a rank's partitions, of the rank that has most."""
+    shares = [0] * ranks
+    for group, part in zip(groups, parts, strict=True):
+        end = 0
+        for n in group:
+            start, end = end, end + n
+            for rank in range(start // part, min(-(-end // part), ranks)):
+                shares[rank] += n
+    return max(shares)
+
+
+def _build(model: GPTConfig, precision: str, stage: int, ranks: int) -> Blocks:
+    """A CPU's start: the model is drawn in fp32; at stages 1 and 2 then converted, and flattened into new memory."""
+    groups = parameter_sizes(model)
+    w, flat = WIDTH[precision], [n for group in groups for n in group]
+    if stage == 3:  # partitioned as it is drawn
+        return Blocks(((w * sum(-(-n // ranks) for n in flat), 1), (FP32 * max(flat), 2)))
+    drawn = Blocks(tuple((FP32 * n, 1) for n in flat))
+    return drawn + Blocks(((w * max(flat), 1),)) if stage == 0 else drawn + Blocks(((w * sum(groups[0]), 1), (w * sum(groups[1]), 1)))
+
+
+# --- activations -----------------------------------------------------------------------------------------------------------------------
+
+
+def _block_activations(model: GPTConfig, precision: str, B: int, device: str) -> Blocks:
+    """What one block saves for its backward pass, its input excepted: 16 B T C elements, and a few numbers a token.
+
+    1 the norm's output, 3 queries, keys and values (one tensor), 1 attention's output, 1 the stream between the branches, 1 the second
+    norm's output, 4 the GELU's input, 4 its output, 1 the block's output. fp32 statistics: 2 a token and norm, 1 a token and head.
+    """
+    w, tokens = WIDTH[precision], B * model.seq_len
+    unit = tokens * model.d_model * w
+    sizes = [(unit, 5), (3 * unit, 1), (4 * unit, 2), (tokens * 4, 4), (tokens * model.n_head * 4, 1)]
+    if model.dropout:
+        # A mask for each branch: in the working precision on a CPU (noise that is multiplied), one byte an element on a GPU.
+        sizes += [(unit if device == "cpu" else unit // w, 2)]
+        if device == "cpu":
+            # No fused attention with dropout on a CPU: everything in fp32, copies of queries, keys and values where they are not, the
+            # scaled queries and keys where they are, and T x T for every head three times: softmax, mask, their product.
+            copies = (unit, 2) if w == FP32 else (tokens * model.d_model * FP32, 3)
+            sizes += [copies, (B * model.n_head * model.seq_len**2 * FP32, 3)]
+            if w < FP32:
+                sizes.remove((3 * unit, 1))  # only its copies are saved
+    return Blocks(tuple(sizes))
+
+
+def _activations(model: GPTConfig, precision: str, B: int, checkpointing: bool, device: str) -> Blocks:
+    """As the forward pass leaves them: embedding, blocks, last norm. Checkpointed blocks keep their input alone."""
+    unit = B * model.seq_len * model.d_model * WIDTH[precision]
+    ends = Blocks(((unit, 2),))  # the sum of the embeddings, the last norm's output
+    if model.dropout:
+        ends += Blocks(((unit if device == "cpu" else unit // WIDTH[precision], 1),))
+    if checkpointing:
+        return ends + Blocks(((unit, model.n_layer),))
+    block = _block_activations(model, precision, B, device)
+    return ends + Blocks(tuple((size, count * model.n_layer) for size, count in block.sizes))
+
+
+def _loss_head(model: GPTConfig, precision: str, B: int) -> Blocks:
+    """Logits and softmax of B T tokens, 512 rows in fp32 at a time.
+
+    Forward, at the last rows: all logits in the working precision, all log-probabilities in fp32, and these rows as fp32 unless they are.
+    Backward, at its first rows: all log-probabilities, and two gradients of these rows in fp32. The larger of the two.
+    """
+    w, tokens, V = WIDTH[precision], B * model.seq_len, model.padded_vocab_size
+    rows = min(LOSS_ROWS, tokens)
+    chunks = math.ceil(tokens / LOSS_ROWS)
+    forward = Blocks(((tokens * V * w, 1), (rows * V * FP32, chunks + (w < FP32))))
+    backward = Blocks(((rows * V * FP32, chunks + 2),))
+    return max(forward, backward, key=lambda blocks: blocks.total)
+
+
+# --- buffers of the engine ---------------------------------------------------------------------------------------------------------------
+
+
+def _buffers(model, precision, stage, sizes, ranks, device) -> tuple[Blocks, Blocks, Blocks]:
+    """Reduction buckets, gathered weights, and the copy that a reduction makes of what it sends.
+
+    A bucket is allocated whole; on a CPU only the pages that are written count, which are no more than there are gradients.
+    """
+    w, flat = WIDTH[precision], [n for group in parameter_sizes(model) for n in group]
+    N, bucket = sum(flat), int(sizes["reduce_bucket_size"])
+    if stage == 0:
+        copy = Blocks(((w * min(N, ALLREDUCE_ELEMENTS), 1),)) if ranks > 1 else Blocks()
+        return Blocks(), Blocks(), copy
+    # Parameters that are larger than the bucket are reduced where they are.
+    bucketed = sum(n for n in flat if n <= bucket)
+    # overlap_comm defaults to true at stage 3 and to false below; at stages 1 and 2 it is a second bucket.
+    buckets, left = [], bucketed
+    for _ in range(2 if stage < 3 and sizes["overlap_comm"] else 1):
+        buckets.append((w * (bucket if device == "cuda" else min(bucket, left)), 1))
+        left = max(0, left - bucket)
+    largest_sent = max(min(bucket, bucketed), max((n for n in flat if n > bucket), default=0))
+    # Slices of several ranks, or several tensors, are concatenated before they are sent.
+    copy = Blocks(((w * largest_sent, 1),)) if ranks > 1 or stage == 3 else Blocks()
+    gathered = Blocks()
+    if stage == 3 and ranks > 1:
+        # Whole weights: those that persist, those that wait for their backward pass, those fetched ahead and the one in use; and the flat
+        # buffer of the last gather, from which they were copied.
+        persistent, kept = _kept_weights(flat, sizes)
+        ahead = min(int(sizes["stage3_prefetch_bucket_size"]), int(sizes["stage3_max_live_parameters"]))
+        whole = min(N - persistent, kept + ahead + max(flat))
+        gathered = Blocks(tuple((w * n, 1) for n in flat)) if whole == N - persistent else Blocks(((w * (persistent + whole), 1),))
+        gathered += Blocks(((w * min(ahead, N - persistent), 1),))
+    return Blocks(tuple(buckets)), gathered, copy
+
+
+def _kept_weights(flat: list[int], sizes: dict[str, Any]) -> tuple[int, int]:
+    """Stage 3: elements of the weights that are never released, and of those kept from their forward to their backward pass.
+
+    Kept is what is used again within `stage3_max_reuse_distance` elements, or has been seen by the prefetcher, which looks its bucket
+    ahead: the distance of a weight is twice the elements that follow it in the forward pass.
+    """
+    persistent = sum(n for n in flat if n <= int(sizes["stage3_param_persistence_threshold"]))
+    window = max(int(sizes["stage3_max_reuse_distance"]), int(sizes["stage3_prefetch_bucket_size"]))
+    return persistent, min(sum(flat) - persistent, window // 2)
+
+
+def _offload(states: _States, sizes: dict, stage: int, model, precision: str, accumulation: int) -> tuple[set[str], Blocks]:
+    """Names of the states that are in the host's memory, and what the host holds besides."""
+
+    def on(key: str) -> bool:
+        return ((sizes.get(key) or {}).get("device") or "none") != "none"
+
+    w, largest = WIDTH[precision], max(parameter_sizes(model)[0])
+    names, extra = set(), Blocks()
+    if on("offload_optimizer"):
+        names |= {"master_weights", "optimizer_states"}
+        # The fp32 gradients of the update last, beside the master weights.
+        extra += Blocks(states.lasting["master_weights"].sizes)
+        if stage == 3:
+            names |= {"gradients"}
+        else:
+            # A working-precision copy of the updated partition, a staging buffer, and what accumulates.
+            extra += Blocks(tuple((size * w // FP32, count) for size, count in states.lasting["master_weights"].sizes))
+            extra += Blocks(((w * largest, 1),)) + (states.gradients if accumulation > 1 else Blocks())
+    if on("offload_param"):
+        names |= {"weights"}
+    return names, extra
+
+
+# --- the wire ----------------------------------------------------------------------------------------------------------------------------
+
+
+def bytes_sent_per_step(model: GPTConfig, precision: str, zero: dict[str, Any], ranks: int, accumulation: int = 1) -> int:
+    """What a rank puts on the wire in a step, as `bytes_sent` in the metrics counts it, from the second step on.
+
+    In the first step stage 3 learns the order of the modules and gathers more. Scalars included: the loss with two stop flags in fp64,
+    the norm, the overflow flag.
+    """
+    stage, sizes = zero["stage"], {**_DEFAULTS, **zero}
+    w, share = WIDTH[precision], (ranks - 1) / ranks
+    groups = parameter_sizes(model)
+    flat = [n for group in groups for n in group]
+    N = sum(flat)
+    agreement = 24  # fp64: loss, SIGINT, SIGTERM
+    if stage == 0:
+        overflow = 0
+        return round(share * 2 * (w * N + agreement + overflow))
+    if stage in (1, 2):
+        padded = sum(-(-sum(group) // (2 * ranks)) * 2 * ranks for group in groups)
+        # The gradients are all-reduced, although a rank keeps its part only, unless each slice is reduced to its owner. Stage 2
+        # does so for every micro-batch, since it keeps no others; stage 1 for the last one.
+        to_owner = sizes["reduce_scatter"] and not sizes["use_multi_rank_bucket_allreduce"]
+        gradients = (1 if to_owner else 2) * w * N * (accumulation if stage == 2 else 1)
+        overflow = 1 if precision != "fp32" else 0
+        return round(share * (gradients + w * padded + 2 * (agreement + 8 + overflow)))
+    pieces = [-(-n // ranks) * ranks for n in flat]
+    persistent, kept = _kept_weights(pieces, sizes)
+    gradients = w * sum(pieces) * accumulation  # reduce-scattered in every micro-batch
+    # In every micro-batch the weights that do not persist are gathered, and again for the backward pass where they were not kept; those
+    # that persist are gathered after the update.
+    weights = w * ((2 * (sum(pieces) - persistent) - kept) * accumulation + persistent)
+    return round(share * (gradients + weights + 2 * (agreement + 8 * len(groups))))
