@@ -168,8 +168,8 @@ def _table(model: GPTConfig, flags: argparse.Namespace, micro: int, rows: dict[s
     digits = 2 if divisor == 2**30 else 1
     lines = [
         f"{parameter_count(model) / 1e6:,.1f} M parameters ({model.n_layer} layers, {model.d_model} wide, {model.seq_len} tokens, "
-        f"vocabulary {model.vocab_size:,}), {flags.precision}, {flags.ranks} rank(s) on {flags.device}, {flags.gradient_accumulation_steps} x {micro} "
-        f"sequences a rank; {unit} of each rank",
+        f"vocabulary {model.vocab_size:,}), {flags.precision}, {flags.ranks} rank(s) on {flags.device}, "
+        f"{flags.gradient_accumulation_steps} x {micro} sequences a rank; {unit} of each rank",
         "",
     ]
     table = [["", *columns, "at", f"sent, {unit}"]]
