@@ -1,7 +1,4 @@
-"""Measuring what `launch/run/memory.py` predicts: model states in a live engine, peaks of fresh processes.
-
-deepspeed tests/distributed/memory_jobs.py FLAGS      # launch/pretrain.py with every block checkpointed
-"""
+"""Measuring what `launch/run/memory.py` predicts: model states in a live engine, peaks of fresh processes."""
 
 from __future__ import annotations
 
@@ -15,8 +12,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
-
 from launch.run.config import RunConfig, resolve
 from launch.run.folder import NoFolder
 from launch.run.memory import MemoryPlan, memory_per_rank
@@ -24,6 +19,8 @@ from launch.run.metrics import read_metrics
 from model.presets import GPTConfig
 from recipes import registry
 from recipes.technique import Technique, Techniques
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 class CheckpointedBlocks(Technique):
