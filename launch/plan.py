@@ -114,7 +114,7 @@ def _runs(flags: argparse.Namespace) -> dict[str, RunConfig]:
     runs = {f"ZeRO {stage}": run(stage, []) for stage in STAGES}
     if flags.offload:
         stages, changes = OFFLOADS[flags.offload]
-        runs |= {f"{stage} + {flags.offload}": run(stage, changes) for stage in stages}
+        runs |= {f"ZeRO {stage} + {flags.offload}": run(stage, changes) for stage in stages}
     return runs
 
 

@@ -28,9 +28,9 @@ LOSS_ROWS = 512
 #: Elements that stage 0 flattens and all-reduces at a time (`deepspeed/runtime/engine.py`, MEMORY_OPT_ALLREDUCE_SIZE).
 ALLREDUCE_ELEMENTS = 500_000_000
 #: Resident set of a rank that trains a model of a few thousand parameters on a CPU: Python, torch, DeepSpeed and what their first step
-#: loads. Measured on torch 2.13.0+cpu, DeepSpeed 0.19.8, Linux x86-64 (`benchmarks/memory.py --process`): 364 MiB at stage 0, and
-#: 415 at stages 1-3, whose optimizers import more of DeepSpeed. Two ranks: 3 MiB more each (gloo).
-PROCESS = {0: 364 * MIB, 1: 415 * MIB, 2: 415 * MIB, 3: 417 * MIB}
+#: loads. Measured (`python benchmarks/memory.py --process`) with torch 2.13.0 and DeepSpeed 0.19.8 on Linux x86-64, two ranks: 363 to 369
+#: MiB at stage 0, 397 to 403 at stages 1 to 3, whose optimizers import more of DeepSpeed. One rank: 5 to 10 MiB less.
+PROCESS = {0: 366 * MIB, 1: 400 * MIB, 2: 400 * MIB, 3: 400 * MIB}
 #: glibc, on a CPU. A block from here on is a mapping of its own, which goes back to the system when it is freed (M_MMAP_THRESHOLD adapts
 #: to the largest freed block, but never beyond 32 MiB). Smaller blocks live on the heap, which does not shrink below its high-water
 #: mark while anything stands above a hole.
@@ -127,6 +127,7 @@ def memory_per_rank(
         optimizer_states: fp32 numbers the optimizer keeps for a parameter: 2 for Adam, 3 with amsgrad, 1 for Lion or momentum.
     """
     stage, sizes = zero["stage"], {**_DEFAULTS, **zero}
+    flat = [n for group in parameter_sizes(model) for n in group]
     states = _states(model, precision, stage, sizes, ranks, accumulation, optimizer_states)
     acts = _activations(model, precision, micro_batch_size, checkpointing, device)
     head = _loss_head(model, precision, micro_batch_size)
@@ -171,11 +172,13 @@ def memory_per_rank(
             "activations": acts + block + in_flight + tied,
         }
     totals = {name: sum(blocks.total for blocks in parts.values()) for name, parts in moments.items()}
-    peak_moment = max(totals, key=totals.get)
+    peak_moment = max(totals, key=totals.__getitem__)
     process, allocator = 0, 0
     if device == "cpu":
         process = PROCESS[stage]
-        allocator = _heap_slack(moments, states.gradients, totals[peak_moment])
+        # Gradients arrive one by one; at stages 2 and 3 each goes into the bucket at once, below all of them are there together.
+        arriving = reduction + (states.gradients if stage >= 2 else Blocks(tuple((WIDTH[precision] * n, 1) for n in flat)))
+        allocator = _heap_slack(moments, arriving, totals[peak_moment])
     everything = [blocks for parts in moments.values() for name, blocks in parts.items() if name == "buffers"]
     return MemoryPlan(
         weights=states.lasting["weights"].total,
@@ -195,18 +198,18 @@ def memory_per_rank(
     )
 
 
-def _heap_slack(moments: dict[str, dict[str, Blocks]], gradients: Blocks, peak: int) -> int:
+def _heap_slack(moments: dict[str, dict[str, Blocks]], arriving: Blocks, peak: int) -> int:
     """What glibc keeps beyond the live blocks of the peak.
 
-    The heap stands at its own high-water mark, reached at the end of the forward pass; gradients come on top of it, since the backward
-    pass frees its blocks only as it goes. The large blocks of another moment come on top of that.
+    The heap stands at its own high-water mark: the end of the forward pass, and on top of it `arriving`, the gradients and the copies
+    that their reduction makes, since the backward pass frees its blocks only as it goes. The large blocks of another moment come on top.
     """
     heap = max(sum(blocks.on_heap for blocks in parts.values()) for parts in moments.values())
     forward = moments["forward"]
-    backward = sum(blocks.on_heap for name, blocks in forward.items() if name != "gradients") + gradients.on_heap
+    backward = sum(blocks.on_heap for name, blocks in forward.items() if name != "gradients") + arriving.on_heap
     heap = max(heap, backward)
     large = max(sum(blocks.total - blocks.on_heap for blocks in parts.values()) for parts in moments.values())
-    transient = max((size for blocks in (*forward.values(), gradients) for size, _ in blocks.sizes if size < MMAP_THRESHOLD), default=0)
+    transient = max((size for blocks in (*forward.values(), arriving) for size, _ in blocks.sizes if size < MMAP_THRESHOLD), default=0)
     return round(heap * (1 + HEAP_HOLES)) + large - peak + min(HEAP_TOP, 2 * transient)
 
 
@@ -237,7 +240,9 @@ class _States:
         return {**self.lasting, "gradients": self.gradients}
 
 
-def _states(model, precision, stage, sizes, ranks, accumulation, per_parameter) -> _States:
+def _states(
+    model: GPTConfig, precision: str, stage: int, sizes: dict[str, Any], ranks: int, accumulation: int, per_parameter: int
+) -> _States:
     w, groups = WIDTH[precision], parameter_sizes(model)
     flat = [n for group in groups for n in group]
 
@@ -366,7 +371,7 @@ def _loss_head(model: GPTConfig, precision: str, B: int) -> Blocks:
 # --- buffers of the engine ---------------------------------------------------------------------------------------------------------------
 
 
-def _buffers(model, precision, stage, sizes, ranks, device) -> tuple[Blocks, Blocks, Blocks]:
+def _buffers(model: GPTConfig, precision: str, stage: int, sizes: dict[str, Any], ranks: int, device: str) -> tuple[Blocks, Blocks, Blocks]:
     """Reduction buckets, gathered weights, and the copy that a reduction makes of what it sends.
 
     A bucket is allocated whole; on a CPU only the pages that are written count, which are no more than there are gradients.
@@ -388,28 +393,65 @@ def _buffers(model, precision, stage, sizes, ranks, device) -> tuple[Blocks, Blo
     copy = Blocks(((w * largest_sent, 1),)) if ranks > 1 or stage == 3 else Blocks()
     gathered = Blocks()
     if stage == 3 and ranks > 1:
-        # Whole weights: those that persist, those that wait for their backward pass, those fetched ahead and the one in use; and the flat
-        # buffer of the last gather, from which they were copied.
-        persistent, kept = _kept_weights(flat, sizes)
-        ahead = min(int(sizes["stage3_prefetch_bucket_size"]), int(sizes["stage3_max_live_parameters"]))
-        whole = min(N - persistent, kept + ahead + max(flat))
-        gathered = Blocks(tuple((w * n, 1) for n in flat)) if whole == N - persistent else Blocks(((w * (persistent + whole), 1),))
-        gathered += Blocks(((w * min(ahead, N - persistent), 1),))
+        # Whole weights, and the flat buffer of the last gather, from which they were copied.
+        whole = _gathers(model, sizes)[1]
+        gathered = Blocks(tuple((w * n, 1) for n in flat)) if whole > 0.98 * N else Blocks(((w * whole, 1),))
+        gathered += Blocks(((w * min(int(sizes["stage3_prefetch_bucket_size"]), whole), 1),))
     return Blocks(tuple(buckets)), gathered, copy
 
 
-def _kept_weights(flat: list[int], sizes: dict[str, Any]) -> tuple[int, int]:
-    """Stage 3: elements of the weights that are never released, and of those kept from their forward to their backward pass.
+def _gathers(model: GPTConfig, sizes: dict[str, Any]) -> tuple[int, int]:
+    """Stage 3: elements gathered in a forward and backward pass, and the most that are there whole at once.
 
-    Kept is what is used again within `stage3_max_reuse_distance` elements, or has been seen by the prefetcher, which looks its bucket
-    ahead: the distance of a weight is twice the elements that follow it in the forward pass.
+    Replays `PartitionedParameterCoordinator` over the modules in their order: a module's weights are gathered unless they are there; the
+    prefetcher walks on through the trace until it has asked for its bucket; after a module its weights go, unless they persist, are used
+    again within `stage3_max_reuse_distance` elements, or the prefetcher has counted on them. Without prefetching it is exact; with it,
+    where not all weights are kept, up to 15% too many (the engine keeps its first decisions for ever).
     """
-    persistent = sum(n for n in flat if n <= int(sizes["stage3_param_persistence_threshold"]))
-    window = max(int(sizes["stage3_max_reuse_distance"]), int(sizes["stage3_prefetch_bucket_size"]))
-    return persistent, min(sum(flat) - persistent, window // 2)
+    C, V = model.d_model, model.padded_vocab_size
+    elements = {"wte": V * C, "wpe": model.seq_len * C, "ln_f": 2 * C}
+    modules = ["wte", "wpe"]
+    for layer in range(model.n_layer):
+        block = {"ln_1": C, "c_attn": 3 * C * C, "c_proj": C * C, "ln_2": C, "c_fc": 4 * C * C, "mlp": 4 * C * C}
+        elements |= {f"{layer}.{name}": n for name, n in block.items()}
+        modules += [f"{layer}.{name}" for name in block]
+    order = [*modules, "ln_f", "wte"]  # the head's weight is the embedding's
+    order += order[::-1]
+    prefetch, reuse = int(sizes["stage3_prefetch_bucket_size"]), int(sizes["stage3_max_reuse_distance"])
+    threshold, most = int(sizes["stage3_param_persistence_threshold"]), int(sizes["stage3_max_live_parameters"])
+    persistent = {name for name, n in elements.items() if n <= threshold}
+    whole, counted_on = set(persistent), dict.fromkeys(elements, -1)
+    gathered = fetched = largest = ahead = 0  # `fetched`: elements that came and have not gone
+    for step, name in enumerate(order):
+        if name not in whole:
+            whole.add(name)
+            gathered, fetched = gathered + elements[name], fetched + elements[name]
+        if counted_on[name] < step:  # the prefetcher has not passed this place
+            ahead, counted_on[name] = step + 1, step
+        quota, asked = min(most - fetched, prefetch), 0
+        while prefetch and ahead < len(order) and asked < quota:
+            following = order[ahead]
+            counted_on[following] = ahead
+            if following not in whole:
+                whole.add(following)
+                asked += elements[following]
+            ahead += 1
+        gathered, fetched = gathered + asked, fetched + asked
+        largest = max(largest, sum(elements[other] for other in whole))
+        distance, again = 0, False
+        for other in order[step + 1 :]:
+            if distance >= reuse or again:
+                break
+            again, distance = other == name, distance + elements[other]
+        if not (again or name in persistent or counted_on[name] > step + 1):
+            whole.discard(name)
+            fetched -= elements[name]
+    return gathered, largest
 
 
-def _offload(states: _States, sizes: dict, stage: int, model, precision: str, accumulation: int) -> tuple[set[str], Blocks]:
+def _offload(
+    states: _States, sizes: dict[str, Any], stage: int, model: GPTConfig, precision: str, accumulation: int
+) -> tuple[set[str], Blocks]:
     """Names of the states that are in the host's memory, and what the host holds besides."""
 
     def on(key: str) -> bool:
@@ -459,9 +501,8 @@ def bytes_sent_per_step(model: GPTConfig, precision: str, zero: dict[str, Any], 
         overflow = 1 if precision != "fp32" else 0
         return round(share * (gradients + w * padded + 2 * (agreement + 8 + overflow)))
     pieces = [-(-n // ranks) * ranks for n in flat]
-    persistent, kept = _kept_weights(pieces, sizes)
+    persistent = sum(-(-n // ranks) * ranks for n in flat if n <= int(sizes["stage3_param_persistence_threshold"]))
     gradients = w * sum(pieces) * accumulation  # reduce-scattered in every micro-batch
-    # In every micro-batch the weights that do not persist are gathered, and again for the backward pass where they were not kept; those
-    # that persist are gathered after the update.
-    weights = w * ((2 * (sum(pieces) - persistent) - kept) * accumulation + persistent)
+    # In every micro-batch the weights that do not persist are gathered; those that persist after the update.
+    weights = w * (_gathers(model, sizes)[0] * accumulation + persistent)
     return round(share * (gradients + weights + 2 * (agreement + 8 * len(groups))))

@@ -1,0 +1,174 @@
+"""Measuring what `launch/run/memory.py` predicts: model states in a live engine, peaks of fresh processes."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from launch.run.config import RunConfig, resolve
+from launch.run.folder import NoFolder
+from launch.run.memory import MemoryPlan, memory_per_rank
+from launch.run.metrics import read_metrics
+from model.presets import GPTConfig
+from recipes import registry
+from recipes.technique import Technique, Techniques
+from tests.helpers import free_port
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class CheckpointedBlocks(Technique):
+    """torch.utils.checkpoint around every block."""
+
+    def prepare(self, model: Any) -> None:
+        from torch.utils.checkpoint import checkpoint
+
+        def runner(blocks: Any, x: Any) -> Any:
+            for block in blocks:
+                x = checkpoint(block, x, use_reentrant=False)
+            return x
+
+        model.block_runner = runner
+
+
+def plan_of(config: RunConfig, **options: Any) -> MemoryPlan:
+    """The plan of a resolved run on CPU ranks."""
+    model = GPTConfig(**vars(config.shape), vocab_size=config.corpus.vocab_size)
+    zero = config.engine["zero_optimization"]
+    return memory_per_rank(
+        model, config.precision, zero, config.ranks, config.micro_batch_size, config.gradient_accumulation_steps, **options
+    )
+
+
+# --- model states ------------------------------------------------------------------------------------------------------------------------
+
+
+class _StatesAtStep(Technique):
+    """Counts the engine's tensors at the end of the second step's backward pass, when all model states are there."""
+
+    def attach(self, engine: Any, collectives: Any) -> None:
+        self.calls, self.found, step = 0, {}, engine.step
+
+        def counted_step(*arguments: Any, **options: Any) -> Any:
+            self.calls += 1
+            if self.calls == 2 * engine.gradient_accumulation_steps():
+                self.found = states_of(engine)
+            return step(*arguments, **options)
+
+        engine.step = counted_step
+
+
+def states_of(engine: Any) -> dict[str, int]:
+    """Bytes of all distinct tensor storages that hold the engine's model states, by part; each storage counts once, whole.
+
+    weights: behind the module's parameters (at stage 3 behind their partitions, `ds_tensor`; gathered weights are buffers). gradients:
+    `.grad` of the parameters and what the ZeRO optimizer keeps of them, without its buckets. master weights and optimizer states: the
+    groups and the `state` of torch's optimizer, as far as they are not the weights. `all`: every storage that the garbage collector
+    knows of, so that nothing is overlooked.
+    """
+    import torch
+
+    optimizer = engine.optimizer
+    inner = getattr(optimizer, "optimizer", optimizer)
+    parameters = list(engine.module.parameters())
+    attribute = vars(optimizer).get
+    parts = {
+        "weights": [getattr(p, "ds_tensor", p) for p in parameters],
+        "gradients": [
+            *(p.grad for p in parameters),
+            attribute("averaged_gradients"),
+            attribute("grads_in_partition"),
+            attribute("grad_partitions_flat_buffer"),
+        ],
+        "master_weights": [
+            attribute("fp32_groups"),
+            attribute("single_partition_of_fp32_groups"),
+            attribute("fp32_partitioned_groups_flat"),
+        ],
+        "optimizer_states": [list(state.values()) for state in inner.state.values()],
+    }
+    buckets = getattr(optimizer, "ipg_buckets", {}).values()
+    seen = {tensor.untyped_storage().data_ptr() for tensor in tensors_in([bucket.buffer for bucket in buckets])}
+    found = {}
+    for name, holders in parts.items():
+        found[name] = 0
+        for tensor in tensors_in(holders):
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in seen:
+                seen.add(storage.data_ptr())
+                found[name] += storage.nbytes()
+    gc.collect()
+    storages = {}
+    for thing in gc.get_objects():
+        if issubclass(type(thing), torch.Tensor) and thing.device.type == "cpu" and thing.layout == torch.strided:
+            storages[thing.untyped_storage().data_ptr()] = thing.untyped_storage().nbytes()
+    found["not in a part"] = sum(size for pointer, size in storages.items() if pointer not in seen)
+    return found
+
+
+def tensors_in(holder: Any) -> Iterator[Any]:
+    """Every tensor in nested lists and dictionaries."""
+    import torch
+
+    if isinstance(holder, torch.Tensor):
+        yield holder
+    elif isinstance(holder, dict):
+        yield from tensors_in(list(holder.values()))
+    elif isinstance(holder, (list, tuple)):
+        yield from itertools.chain.from_iterable(tensors_in(item) for item in holder)
+
+
+def model_states(flags: list[str]) -> dict[str, Any]:
+    """Train two steps in this pool of ranks; (measured, predicted) bytes of each part on this rank."""
+    from launch.pretrain import train
+    from launch.run.signals import StopRequest
+
+    config, _ = resolve([*flags, "--steps", "2", "--quiet"])
+    technique = _StatesAtStep({}, config)
+    make, registry.make_techniques = registry.make_techniques, lambda run: Techniques([technique])
+    try:
+        assert train(config, NoFolder(), StopRequest()) == 0
+    finally:
+        registry.make_techniques = make
+        gc.collect()
+    plan = plan_of(config)
+    parts = ("weights", "gradients", "master_weights", "optimizer_states")
+    assert technique.found, "no second step"
+    return (
+        {"not in a part": technique.found["not in a part"], "buffers": plan.buffers}
+        | {"rank": int(os.environ["RANK"])}
+        | {name: (technique.found[name], getattr(plan, name)) for name in parts}
+    )
+
+
+# --- peaks ------------------------------------------------------------------------------------------------------------------------
+
+
+def run_and_plan(runs: Path, name: str, flags: list[str], ranks: int, checkpointing: bool = False) -> tuple[int, MemoryPlan]:
+    """`deepspeed launch/pretrain.py FLAGS` in fresh processes: rank 0's `peak_memory_bytes` at the end of its last step, and the plan.
+
+    ru_maxrss grows only, and glibc does not give all freed memory back, so that a peak can be measured only once in a process.
+    """
+    script = "tests/distributed/checkpointed_pretrain.py" if checkpointing else "launch/pretrain.py"
+    arguments = [*flags, "--runs_dir", str(runs), "--run_name", name, "--save_every", "0", "--eval_every", "0", "--quiet"]
+    launcher = [
+        str(Path(sys.executable).with_name("deepspeed")),
+        "--log_level",
+        "error",
+        "--num_gpus",
+        str(ranks),
+        "--master_port",
+        str(free_port()),
+    ]
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    done = subprocess.run([*launcher, script, *arguments], cwd=ROOT, env={**os.environ, "PATH": path}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    config, _ = resolve(arguments, ranks=ranks)
+    lines = [line for line in read_metrics(runs / name / "metrics.jsonl") if "peak_memory_bytes" in line]
+    return lines[-1]["peak_memory_bytes"], plan_of(config, checkpointing=checkpointing)

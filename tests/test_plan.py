@@ -1,0 +1,102 @@
+"""`launch/plan.py` explains any size at once, without torch, and refuses mistakes in one line."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from launch.run.config import resolve
+from launch.run.explain import explain
+from launch.run.memory import bytes_sent_per_step, memory_per_rank, parameter_sizes
+from model.accounting import parameter_count
+from model.presets import PRESETS, GPTConfig
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def plan(*arguments: str, python: tuple[str, ...] = ()) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, *python, "launch/plan.py", *arguments], cwd=ROOT, capture_output=True, text=True)
+
+
+def test_a_plan_has_a_column_for_every_stage_and_says_what_fits():
+    done = plan("--preset", "gpt3-13b", "--ranks", "64", "--memory", "80GB", "--offload", "optimizer", "--device", "cuda")
+    assert (done.returncode, done.stderr) == (0, "")
+    headings = re.split(r" {2,}", done.stdout.splitlines()[3].strip())
+    assert headings == ["ZeRO 0", "ZeRO 1", "ZeRO 2", "ZeRO 3", *(f"ZeRO {stage} + optimizer" for stage in (1, 2, 3))]
+    for row in ("weights", "gradients", "master weights", "activations", "activations, checkpointed", "peak", "sent a step"):
+        assert f"\n  {row} " in done.stdout
+    # 12.6 G parameters x 16 bytes of model states alone are 202 GB.
+    assert done.stdout.splitlines()[-1].startswith("In 80 GB a rank: ZeRO 1, ZeRO 2, ZeRO 3")
+
+
+def test_a_plan_imports_no_torch():
+    done = plan("--preset", "nano", "--json", python=("-X", "importtime"))
+    assert not any(line.split("|")[-1].strip().split(".")[0] in ("torch", "deepspeed") for line in done.stderr.splitlines())
+    assert set(json.loads(done.stdout)["columns"]) == {"ZeRO 0", "ZeRO 1", "ZeRO 2", "ZeRO 3"}
+
+
+def test_a_column_is_what_explain_says_of_the_same_run(corpus):
+    """The batch, the buffers and the vocabulary of a plan are those that `launch/pretrain.py` would take."""
+    flags = ["--preset", "micro", "--ranks", "4", "--data", str(corpus), "--global_batch_size", "32", "--micro_batch_size", "2"]
+    planned = json.loads(plan(*flags, "--json", "--device", "cpu").stdout)
+    explained = explain(resolve(["--deepspeed_config", "ds_configs/zero2_bf16.json", *flags])[0])
+    column = planned["columns"]["ZeRO 2"]
+    assert column.pop("sent") == explained["bytes_sent_per_step"]
+    assert column == explained["memory_per_rank"]["cpu"]
+    assert (planned["micro_batch_size"], planned["gradient_accumulation_steps"]) == (2, 4)
+    assert planned["model"]["vocab_size"] == 1024
+    assert json.loads(plan(*flags, "--json", "--vocab_size", "50257").stdout)["model"]["vocab_size"] == 50_257
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["--presett", "nano"], "unknown argument '--presett'; did you mean '--preset'?; see --help"),
+        (["--preset", "gpt3-13"], "--preset gpt3-13: no such preset; did you mean 'gpt3-13b'?"),
+        (["--precision", "bf15"], "--precision bf15: no such choice; did you mean 'bf16'?; there are fp32, bf16, fp16"),
+        (["--offload", "optimiser"], "--offload optimiser: no such choice; did you mean 'optimizer'?"),
+        (["--memory", "80"], "--memory: '80' is not an amount of memory; write 80GB or 24GiB"),
+        (["--d_model", "100", "--n_head", "3"], "d_model must be a multiple of n_head"),
+        (["--ranks", "0"], "--ranks: 0 is out of range"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_code_2(arguments, line):
+    done = plan(*arguments)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: ") and line in done.stderr and done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_the_sizes_are_those_of_the_model(preset):
+    model = GPTConfig(**vars(PRESETS[preset].shape), vocab_size=50_257)
+    assert sum(sum(group) for group in parameter_sizes(model)) == parameter_count(model)
+
+
+def test_the_flat_groups_have_the_models_own_order():
+    """Which parameters share a partition depends on it."""
+    from model.gpt import GPT, weight_decay_groups
+
+    model = GPTConfig(n_layer=2, n_head=2, d_model=8, seq_len=4, vocab_size=100)
+    sizes = [[p.numel() for p in group["params"]] for group in weight_decay_groups(GPT(model), 0.1)]
+    assert list(parameter_sizes(model)) == sizes
+
+
+def test_stages_share_what_the_paper_says_they_share():
+    """ZeRO (arXiv 1910.02054, figure 1): 16 bytes a parameter; 12 of them over R ranks, then 14, then 16. Mixed precision, Adam."""
+    model, ranks = GPTConfig(**vars(PRESETS["gpt3-13b"].shape), vocab_size=50_257), 64
+    N = parameter_count(model)
+    states = [memory_per_rank(model, "bf16", {"stage": stage}, ranks, 1, device="cuda").model_states for stage in range(4)]
+    assert states[0] == 16 * N
+    # Gradients at stages 1 and 2 are those of all parameters that touch a partition, more than 2 N / R.
+    assert states[1] == states[2] == pytest.approx(2 * N + 14 * N / ranks, rel=0.03)
+    assert states[3] == pytest.approx(16 * N / ranks, rel=1e-3)
+
+
+def test_one_rank_sends_nothing():
+    model = GPTConfig(**vars(PRESETS["nano"].shape), vocab_size=8192)
+    assert [bytes_sent_per_step(model, "bf16", {"stage": stage}, 1) for stage in range(4)] == [0] * 4
