@@ -265,7 +265,8 @@ def gradients_go_stale(engine: Any) -> bool:
     from deepspeed.utils import safe_get_full_fp32_param
 
     zero = engine.config["zero_optimization"]
-    section = {"stage": zero["stage"], "stage3_param_persistence_threshold": 0}
+    # Small buckets: stage 3 allocates its own as soon as it is built.
+    section: dict[str, Any] = {"stage": zero["stage"], "reduce_bucket_size": 64, "stage3_prefetch_bucket_size": 64}
     if engine.zero_use_cpu_optimizer():
         section["offload_optimizer"] = {"device": "cpu", "pin_memory": False}
     config = {

@@ -72,8 +72,6 @@ def states_of(engine: Any) -> dict[str, int]:
     groups and the `state` of torch's optimizer, as far as they are not the weights. `all`: every storage that the garbage collector
     knows of, so that nothing is overlooked.
     """
-    import torch
-
     optimizer = engine.optimizer
     inner = getattr(optimizer, "optimizer", optimizer)
     parameters = list(engine.module.parameters())
@@ -103,13 +101,18 @@ def states_of(engine: Any) -> dict[str, int]:
             if storage.data_ptr() not in seen:
                 seen.add(storage.data_ptr())
                 found[name] += storage.nbytes()
-    gc.collect()
-    storages = {}
-    for thing in gc.get_objects():
-        if issubclass(type(thing), torch.Tensor) and thing.device.type == "cpu" and thing.layout == torch.strided:
-            storages[thing.untyped_storage().data_ptr()] = thing.untyped_storage().nbytes()
-    found["not in a part"] = sum(size for pointer, size in storages.items() if pointer not in seen)
+    found["not in a part"] = sum(size for pointer, size in known_storages().items() if pointer not in seen)
     return found
+
+
+def known_storages() -> dict[int, int]:
+    """Bytes of every tensor storage that the garbage collector knows of, by its address."""
+    import torch
+
+    gc.collect()
+    tensors = [thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor)]
+    storages = [tensor.untyped_storage() for tensor in tensors if tensor.device.type == "cpu" and tensor.layout == torch.strided]
+    return {storage.data_ptr(): storage.nbytes() for storage in storages}
 
 
 def tensors_in(holder: Any) -> Iterator[Any]:
@@ -130,6 +133,7 @@ def model_states(flags: list[str]) -> dict[str, Any]:
     from launch.run.signals import StopRequest
 
     config, _ = resolve([*flags, "--steps", "2", "--quiet"])
+    before = sum(known_storages().values())  # of this pool's earlier jobs
     technique = _StatesAtStep({}, config)
     make, registry.make_techniques = registry.make_techniques, lambda run: Techniques([technique])
     try:
@@ -141,7 +145,7 @@ def model_states(flags: list[str]) -> dict[str, Any]:
     parts = ("weights", "gradients", "master_weights", "optimizer_states")
     assert technique.found, "no second step"
     return (
-        {"not in a part": technique.found["not in a part"], "buffers": plan.buffers}
+        {"not in a part": technique.found["not in a part"] - before, "buffers": plan.buffers}
         | {"rank": int(os.environ["RANK"])}
         | {name: (technique.found[name], getattr(plan, name)) for name in parts}
     )

@@ -41,7 +41,7 @@ def test_model_states_are_those_of_the_engine(two_ranks, corpus, tmp_path, stage
     for part in PARTS:
         measured, predicted = max(rank[part] for rank in ranks)
         assert measured == pytest.approx(predicted, rel=STATES_WITHIN, abs=4096), (part, measured, predicted)
-    # What the garbage collector knows of besides: gathered weights and copies, batches, this pool's leftovers.
+    # What the garbage collector knows of besides: gathered weights and copies, batches.
     assert all(rank["not in a part"] <= rank["buffers"] + 4 * 2**20 for rank in ranks), ranks
     measured, predicted = (max(sum(rank[part][i] for part in PARTS) for rank in ranks) for i in (0, 1))
     assert measured == pytest.approx(predicted, rel=STATES_WITHIN)
