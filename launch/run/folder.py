@@ -188,7 +188,7 @@ class RunFolder:
         self.changes = [
             change for key, value in description.items() if key not in INCIDENTAL for change in _changes(key, before.get(key), value)
         ]
-        resume = {key: description[key] for key in ("created", "command")}
+        resume = {key: description.get(key) for key in ("created", "command")}
         return {**description, **{key: before.get(key) for key in resume}, "resumes": [*before.get("resumes", []), resume]}
 
     # --- the log and the metrics --------------------------------------------------------------------------------------------------

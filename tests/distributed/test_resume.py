@@ -255,3 +255,13 @@ def test_a_folder_that_is_no_run_is_not_resumed(tmp_path):
     (tmp_path / "r/thesis.tex").write_text("x")
     with pytest.raises(UsageError, match=r"holds thesis\.tex but no run\.json"):
         run_folder.check_run_folder(str(tmp_path), "r", resume=True)
+
+
+def test_run_json_keeps_how_the_run_was_first_started(tmp_path):
+    first, later, latest = ({"created": f"day {day}", "command": ["pretrain.py", str(day)]} for day in (1, 2, 3))
+    RunFolder(tmp_path / "r", description(resume=False) | first).close()
+    for resume in (later, latest):
+        RunFolder(tmp_path / "r", description(resume=True) | resume).close()
+    described = json.loads((tmp_path / "r" / "run.json").read_text())
+    assert {key: described[key] for key in first} == first
+    assert described["resumes"] == [later, latest]
