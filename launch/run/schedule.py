@@ -112,8 +112,9 @@ def _engine_schedule(
     warmup_from: str,
 ) -> Schedule:
     """A schedule of DeepSpeed's own, by steps; `"auto"` is filled as transformers fills it, and so is a default that exceeds the run."""
+    given = engine.get(*PATH) or {}
     for key, (whole, minimum, maximum) in BOUNDS.items():
-        if key in rules:
+        if key in rules and not (key in MAY_BE_NULL and given.get(key, 0) is None):
             engine.number(*PATH, key, minimum=minimum, maximum=maximum, whole=whole, above=key in ABOVE)
     for key in ("cycle_min_mom", "cycle_max_mom"):
         if engine.get(*PATH, key) == 1:
@@ -132,7 +133,6 @@ def _engine_schedule(
     _check_length(engine, rules, steps)
     _check_cycle(engine, rules)
 
-    given = engine.values["scheduler"].get("params") or {}
     rate_from = engine.origin(("optimizer", "params", "lr")) or "default"
     fill = {
         "warmup_num_steps": (max(1, warmup if flags.warmup_steps is None else flags.warmup_steps), warmup_from, "warmup_steps"),
@@ -163,6 +163,8 @@ BOUNDS: dict[str, tuple[bool, float, float | None]] = {
 }
 
 
+#: Null is DeepSpeed's own default of these: as the first half of the cycle.
+MAY_BE_NULL = ("cycle_second_step_size", "cycle_second_stair_count")
 #: Rates that must not be 0.
 ABOVE = ("warmup_max_lr", "cycle_max_lr", "lr_range_test_min_lr")
 
