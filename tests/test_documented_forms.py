@@ -171,6 +171,28 @@ def test_old_names_are_put_right(corpus, tmp_path):
     assert "'cpu_offload'" in config.origins["zero_optimization.offload_optimizer.device"]
 
 
+def test_keys_of_zero_without_their_prefix_are_those_with_it(corpus, tmp_path):
+    zero = {"stage": 3, "prefetch_bucket_size": 5, "param_persistence_threshold": "auto"}
+    config, _ = resolve(["--deepspeed_config", written(BF16 | {"zero_optimization": zero}, tmp_path), "--data", str(corpus)])
+    assert config.engine["zero_optimization"] == {"stage": 3, "stage3_prefetch_bucket_size": 5, "stage3_param_persistence_threshold": 2560}
+    for wrong, names in (
+        ({"stage": 3, "prefetch_bucket_size": 5, "stage3_prefetch_bucket_size": 7}, "'zero_optimization.prefetch_bucket_size': is the old"),
+        ({"stage": 3, "module_granularity_threshold": 10}, "'zero_optimization.module_granularity_threshold': releases"),
+        ({"stage": 0, "cpu_offload": True}, "'zero_optimization.cpu_offload': offload works at stage 1 or 2 or 3"),
+        ({"stage": 2, "offload_optimizer": {"device": "cpu", "ratio": 0.0}}, "offload_optimizer.ratio': is below 1"),
+    ):
+        with pytest.raises(UsageError) as mistake:
+            resolve(["--deepspeed_config", written(BF16 | {"zero_optimization": wrong}, tmp_path), "--data", str(corpus)])
+        (fault,) = mistake.value.faults
+        assert names in fault and ": line " in fault
+
+
+def test_a_schedule_with_rates_of_its_own_contradicts_the_flag(corpus, tmp_path):
+    cycle = {"type": "OneCycle", "params": {"cycle_min_lr": 1e-4, "cycle_max_lr": 1e-3}}
+    with pytest.raises(UsageError, match=r"--lr 0.5: OneCycle sets the rate by its own parameters"):
+        resolve(["--deepspeed_config", written(BF16 | {"scheduler": cycle}, tmp_path), "--data", str(corpus), "--lr", "0.5"])
+
+
 def test_a_file_for_a_trainer_with_its_own_optimizer_gets_adamw(corpus, tmp_path):
     values = {"fp16": {"enabled": False}, "zero_optimization": {"stage": 2}, "train_batch_size": "auto"}
     config, _ = resolve(["--deepspeed_config", written(values, tmp_path), "--data", str(corpus)])

@@ -36,8 +36,15 @@ NOT_DRIVEN = {
     "use_data_before_expert_parallelism": "the model has no experts",
     "weight_quantization": "it is for inference",
 }
+#: Keys of ZeRO that DeepSpeed reads without their prefix `stage3_` too.
+UNPREFIXED = (
+    *("allgather_sequential", "gather_16bit_weights_on_model_save", "max_live_parameters", "max_reuse_distance"),
+    *("model_persistence_threshold", "module_granularity_threshold", "param_persistence_threshold", "prefetch_bucket_size"),
+    "use_all_reduce_for_fetch_params",
+)
 #: Older names that DeepSpeed still documents, by section: the new name, and the value there for a value here.
 RENAMED: dict[KeyPath, tuple[KeyPath, Callable[[Any], Any]]] = {
+    **{("zero_optimization", key): (("zero_optimization", f"stage3_{key}"), lambda value: value) for key in UNPREFIXED},
     ("bfloat16",): (("bf16",), lambda section: section),
     ("aio", "thread_count"): (("aio", "intra_op_parallelism"), lambda count: count),
     ("zero_optimization", "cpu_offload"): (("zero_optimization", "offload_optimizer"), lambda on: {"device": "cpu"} if on else None),
@@ -190,7 +197,7 @@ COMBINATIONS = [
     _nvme_needs_a_path("offload_param"),
     Combination(
         "zero_optimization.offload_optimizer.ratio",
-        lambda f: (f.engine.get("zero_optimization", "offload_optimizer", "ratio") or 1) < 1 and f.stage != 3,
+        lambda f: (1 if (ratio := f.engine.get("zero_optimization", "offload_optimizer", "ratio")) is None else ratio) < 1 and f.stage != 3,
         "is below 1: a part of the optimizer on the CPU works at stage 3 only, and this JSON is at stage {f.stage}; leave it out",
     ),
     Combination(
@@ -259,7 +266,11 @@ COMBINATIONS = [
     *map(_master_weights_without_offload, ("fp16", "bf16")),
     Combination(
         "bf16.bf16_optimizer_states",
-        lambda f: f.on("bf16", "bf16_optimizer_states") and not _master_weights(f, "bf16"),
+        lambda f: (
+            f.on("bf16", "bf16_optimizer_states")
+            and not _master_weights(f, "bf16")
+            and not f.engine.is_faulty("bf16", "bf16_master_weights_and_grads")
+        ),
         "needs 'bf16_master_weights_and_grads': true beside it",
     ),
     Combination(

@@ -42,7 +42,7 @@ AUTO_KEYS = {
     "data_types.keep_in_fp32_modules",  # DeepSpeed's own "auto"
     *optimizer_auto_keys(),
     *schedule_auto_keys(),
-    *(f"zero_optimization.{key}" for key in ZERO_AUTO),
+    *(f"zero_optimization.{name}" for key in ZERO_AUTO for name in (key, key.removeprefix("stage3_"))),
 }
 REST = "what is left of the global batch"
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")

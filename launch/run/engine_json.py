@@ -35,6 +35,7 @@ class EngineJson:
         self._faulty: list[KeyPath] = []
         self._overrides: list[KeyPath] = []
         self._settled: dict[KeyPath, str] = {}
+        self._old_names: dict[KeyPath, KeyPath] = {}
         for override in overrides:
             self._override(override)
 
@@ -66,8 +67,12 @@ class EngineJson:
     # --- where a value came from ----------------------------------------------------------------------------------------------------
 
     def where(self, path: KeyPath) -> str:
-        """Where the value at `path` stands, for a message."""
-        if self._is_overridden(path):
+        """Where the value at `path` stands, for a message: under the name that the user wrote."""
+        for end in range(len(path), 0, -1):
+            if path[:end] in self._old_names:
+                path = (*self._old_names[path[:end]], *path[end:])
+                break
+        if self._is_overridden(path) or (path not in self._lines and any(override[: len(path)] == path for override in self._overrides)):
             return f"--set {dotted(path)}"
         line = self._lines.get(path)
         return f"{self.file}: " + (f"line {line}: " if line else "") + f"'{dotted(path)}'"
@@ -99,6 +104,7 @@ class EngineJson:
         origin = self.origin(old) or "line ?"
         self.get(*old[:-1]).pop(old[-1])
         self.settle(new, value, f"{origin}, '{old[-1]}'")
+        self._old_names[new] = old
 
     # --- faults and notes -----------------------------------------------------------------------------------------------------------
 

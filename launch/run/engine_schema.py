@@ -33,8 +33,8 @@ BOUNDS: dict[str, Rule] = {
     "vocabulary_size": {"types": ["integer", "null"], "minimum": 1},
     "sequence_parallel_size": {"types": ["integer"], "minimum": 1},
     "log_level": {"enum": ["debug", "info", "warning", "error", "critical", None]},
-    "zero_optimization.reduce_bucket_size": {"minimum": 1},
-    "zero_optimization.allgather_bucket_size": {"minimum": 1},
+    # Elements, and allocated whole: 10^11 of them are more than any device holds.
+    **{f"zero_optimization.{key}": {"minimum": 1, "maximum": 10**11} for key in ("reduce_bucket_size", "allgather_bucket_size")},
     "fp16.loss_scale": {"minimum": 0, "maximum": 2**24},  # at 2^24 a gradient of 0.004 exceeds fp16's largest number
     "fp16.initial_scale_power": {"minimum": 0, "maximum": 32},
     "fp16.loss_scale_window": {"minimum": 1},

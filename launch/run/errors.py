@@ -55,7 +55,9 @@ def is_speaker() -> bool:
 def say(line: str, file: TextIO | None = None) -> None:
     """Print one line from local rank 0 only."""
     if is_speaker():
-        print(line, file=file or sys.stdout, flush=True)
+        stream = file or sys.stdout
+        encoding = stream.encoding or "utf-8"
+        print(line.encode(encoding, "backslashreplace").decode(encoding), file=stream, flush=True)
 
 
 def run_command(main: Callable[[], int | None]) -> None:

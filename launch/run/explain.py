@@ -15,6 +15,7 @@ from typing import Any
 from launch.run.combinations import NOT_DRIVEN
 from launch.run.config import RunConfig
 from launch.run.engine_keys import defaults_left_open
+from launch.run.errors import one_line
 from launch.run.memory import bytes_sent_per_step, memory_per_rank
 from launch.run.optimizer import state_tensors
 from launch.run.schedule import TOKEN_SCHEDULE, warmup_cosine
@@ -290,7 +291,7 @@ def _shown(value: Any) -> str:
         return {True: "true", False: "false", None: "null"}[value]
     if isinstance(value, int):
         return f"{value:,}"
-    return f"{value:.6g}" if isinstance(value, float) else str(value) if value != "" else '""'
+    return f"{value:.6g}" if isinstance(value, float) else one_line(str(value)) if value != "" else '""'
 
 
 def _si(value: float) -> str:

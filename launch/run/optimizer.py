@@ -91,6 +91,8 @@ def resolve_optimizer(engine: EngineJson, flags: argparse.Namespace, preset: Pre
         engine.number(*PATH, key, minimum=0)
     if (momentum := engine.number(*PATH, "momentum", minimum=0, maximum=1)) == 1:
         engine.fault((*PATH, "momentum"), "is 1, with which the update never forgets; write a number below 1")
+    if engine.get(*PATH, "alpha") == 1:
+        engine.fault((*PATH, "alpha"), "is 1, with which the mean square never changes; write a number below 1")
     if engine.get(*PATH, "nesterov") is True and (not momentum or engine.get(*PATH, "dampening")):
         engine.fault((*PATH, "nesterov"), "needs a momentum above 0 and a dampening of 0; change these, or leave it out")
     if kind == "AdamW" and params.get("adam_w_mode") is False:

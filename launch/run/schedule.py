@@ -128,6 +128,8 @@ def _engine_schedule(
         engine.fault_of_run(
             f"--min_lr {flags.min_lr:g}: {kind} ends where its own parameters say; leave the flag out, or use {TOKEN_SCHEDULE}"
         )
+    if flags.lr is not None and kind in OWN_RATES:
+        engine.fault_of_run(f"--lr {flags.lr:g}: {kind} sets the rate by its own parameters; leave the flag out, or use {TOKEN_SCHEDULE}")
     if flags.warmup_steps is not None and "warmup_num_steps" not in rules:
         engine.fault_of_run(f"--warmup_steps {flags.warmup_steps}: {kind} has no warm-up; leave the flag out, or use {TOKEN_SCHEDULE}")
     _check_length(engine, rules, steps)
@@ -165,6 +167,8 @@ BOUNDS: dict[str, tuple[bool, float, float | None]] = {
 
 #: Null is DeepSpeed's own default of these: as the first half of the cycle.
 MAY_BE_NULL = ("cycle_second_step_size", "cycle_second_stair_count")
+#: Schedules that overwrite the optimizer's rate by rates of their own.
+OWN_RATES = ("OneCycle", "LRRangeTest")
 #: Rates that must not be 0.
 ABOVE = ("warmup_max_lr", "cycle_max_lr", "lr_range_test_min_lr")
 
