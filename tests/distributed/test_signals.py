@@ -86,7 +86,7 @@ def test_a_signal_stops_all_ranks_with_a_checkpoint_of_the_last_step(target, num
 
 
 def test_a_second_ctrl_c_ends_the_run_at_once(flags, tmp_path):
-    run = LaunchedRun(tmp_path, "r", stage=1, ranks=2, flags=[*flags, "--global_batch_size", "2048"])
+    run = LaunchedRun(tmp_path, "r", stage=1, ranks=2, flags=[*flags, "--global_batch_size", "16384"])
     run.wait_until(lambda: "a step" in run.output())
     time.sleep(1.0)  # a step takes several seconds
     ranks = run.rank(0), run.rank(1)
