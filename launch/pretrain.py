@@ -21,7 +21,7 @@ from typing import Any
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from launch.run.config import RunConfig, resolve
-from launch.run.errors import UsageError, run_command, say
+from launch.run.errors import TrainingFailed, UsageError, run_command, say
 from launch.run.explain import as_text, explain
 from launch.run.folder import NoFolder, RunFolder, await_first_rank, check_run_folder
 from launch.run.provenance import describe_run
@@ -64,8 +64,6 @@ def main() -> int:
 
 def train(config: RunConfig, folder: RunFolder | NoFolder, stop: StopRequest) -> int:
     """The run, on this rank. Returns the exit code."""
-    import torch
-
     from launch.engine.distributed import start_ranks
     from launch.engine.engine import start_engine
     from launch.engine.evaluation import Evaluation, sample_text
@@ -97,45 +95,51 @@ def train(config: RunConfig, folder: RunFolder | NoFolder, stop: StopRequest) ->
     whole_step = BatchPlan(config.micro_batch_size, config.gradient_accumulation_steps)
     stopped = 0
     stop.defer()  # from here on a signal waits for the end of its step
-    with Progress(config, state, folder) as progress:
-        while state["tokens"] < config.total_tokens and not stopped:
-            step = state["step"] + 1
-            plan = techniques.batch_plan(step) or whole_step
-            techniques.on_step(step)
-            meter.start_step()
-            loss_sum = torch.zeros((), device=collectives.device)
-            tokens = 0
-            for batch in loader.micro_batches(state["samples"], *plan):
-                batch = techniques.on_batch(batch)
-                if not tokens:  # every micro-batch of a step has the same shape on every rank
-                    tokens = batch.shape[0] * (batch.shape[1] - 1) * plan.accumulation * collectives.world_size
-                    lr = engine.set_learning_rate(state["tokens"] + tokens)
-                loss = engine.loss(batch)
-                engine.backward_and_step(loss, plan.accumulation)
-                loss_sum += loss.detach()
-            mean_loss, stopped = meter.agree(loss_sum / plan.accumulation, stop.poll())
-            metrics = meter.end_step(tokens)
+    try:
+        with Progress(config, state, folder) as progress:
+            while state["tokens"] < config.total_tokens and not stopped:
+                step = state["step"] + 1
+                plan = techniques.batch_plan(step) or whole_step
+                techniques.on_step(step)
+                meter.start_step()
+                tokens = 0
+                for batch in loader.micro_batches(state["samples"], *plan):
+                    batch = techniques.on_batch(batch)
+                    if not tokens:  # every micro-batch of a step has the same shape on every rank
+                        tokens = batch.shape[0] * (batch.shape[1] - 1) * plan.accumulation * collectives.world_size
+                        lr = engine.set_learning_rate(state["tokens"] + tokens)
+                    own_loss = engine.backward_and_step(engine.loss(batch), plan.accumulation)
+                mean_loss, stopped = meter.agree(own_loss, stop.poll())
+                metrics = meter.end_step(tokens)
 
-            samples = state["samples"] + plan.micro_batch_size * plan.accumulation * collectives.world_size
-            state = {"step": step, "tokens": state["tokens"] + tokens, "samples": samples, "val_loss": None}
-            last = state["tokens"] >= config.total_tokens
-            saving = bool(stopped or last or (config.save_every and step % config.save_every == 0))
-            if config.eval_every and not stopped and (last or step % config.eval_every == 0):
-                state["val_loss"] = evaluation.loss(engine)
-            line = {
-                "step": step,
-                "tokens": state["tokens"],
-                "seconds": meter.seconds(),
-                "loss": mean_loss,
-                "lr": lr,
-                **metrics,
-                **techniques.metrics(),
-            }
-            folder.write_metrics(line if state["val_loss"] is None else line | {"val_loss": state["val_loss"]}, durable=saving)
-            progress.update(line, state)
-            if saving:
-                with collectives.uncounted():
-                    checkpoints.save(engine.deepspeed, techniques, state)
+                samples = state["samples"] + plan.micro_batch_size * plan.accumulation * collectives.world_size
+                state = {"step": step, "tokens": state["tokens"] + tokens, "samples": samples, "val_loss": None}
+                last = state["tokens"] >= config.total_tokens
+                saving = bool(stopped or last or (config.save_every and step % config.save_every == 0))
+                if config.eval_every and not stopped and (last or step % config.eval_every == 0):
+                    state["val_loss"] = evaluation.loss(engine)
+                line = {
+                    "step": step,
+                    "tokens": state["tokens"],
+                    "seconds": meter.seconds(),
+                    "loss": mean_loss,
+                    "lr": lr,
+                    **metrics,
+                    **techniques.metrics(),
+                }
+                folder.write_metrics(line if state["val_loss"] is None else line | {"val_loss": state["val_loss"]}, durable=saving)
+                progress.update(line, state)
+                engine.require_finite(mean_loss)
+                if saving:
+                    with collectives.uncounted():
+                        checkpoints.save(engine.deepspeed, techniques, state)
+    except TrainingFailed as reason:
+        # Before the update of a step that cannot be made, or after a step whose loss is none: either way the weights are good.
+        with collectives.uncounted():
+            kept = checkpoints.save(engine.deepspeed, techniques, state)
+        reason = TrainingFailed(f"{reason}; --resume goes on from {kept}")
+        folder.log_failure(config, str(reason))
+        raise reason from None
 
     sample = sample_text(engine, config, collectives) if config.sample_tokens and not stopped else None
     folder.log_end(config, state, stopped, sample)

@@ -21,6 +21,10 @@ if TYPE_CHECKING:
 PROBE_ELEMENTS = 2**21
 
 
+class NormNotFinite(ArithmeticError):
+    """The norm of the step's gradients is not finite, on all ranks, and the update was not made."""
+
+
 def before_initialize(zero_stage: int, precision: str, collectives: Collectives) -> list[str]:
     """Corrections of the engine's classes, before an engine is built. Called by all ranks; what one of them finds, all correct."""
     if zero_stage != 0:

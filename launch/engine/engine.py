@@ -7,7 +7,7 @@ import hashlib
 import io
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -30,40 +30,70 @@ class Engine:
     model_config: GPTConfig
     config: RunConfig
     corrections: list[str]
-    rank: int
+    collectives: Collectives
     _loss_scale: float = 1.0
     _micro_step: int = 0
+    _loss: torch.Tensor | float = 0.0
 
     def loss(self, tokens: torch.Tensor) -> torch.Tensor:
         """Mean cross-entropy of (B, T + 1) token ids, each position predicting the next; fp32 scalar."""
         if self.config.shape.dropout and self.deepspeed.training:
             # Masks are a function of (seed, step, micro-step, rank): a resumed run draws those of the uninterrupted one.
-            place = f"{self.config.seed}/{self.deepspeed.global_steps}/{self._micro_step}/{self.rank}"
+            place = f"{self.config.seed}/{self.deepspeed.global_steps}/{self._micro_step}/{self.collectives.rank}"
             torch.manual_seed(int.from_bytes(hashlib.sha256(place.encode()).digest()[:8], "big", signed=True))
         return self.deepspeed(tokens[:, :-1], tokens[:, 1:])
 
-    def backward_and_step(self, loss: torch.Tensor, accumulation: int) -> None:
+    def backward_and_step(self, loss: torch.Tensor, accumulation: int) -> torch.Tensor:
         """Accumulate the gradients of `loss`, one of `accumulation` micro-batches; on the last of them, clip and update.
 
         The engine counts micro-batches by its JSON; a technique may plan a step with another number of them.
 
+        Returns the mean loss of the step's micro-batches so far, on this rank.
+
         Raises:
-            TrainingFailed: the gradients overflow in fp16 and the loss scale is at its minimum.
+            TrainingFailed: on all ranks, with the weights as they were before the step: the gradients overflow in fp16 and the loss scale
+                is at its minimum, or they are not finite in bf16 or fp32.
         """
         usual = self.config.gradient_accumulation_steps
+        self._loss = loss.detach() / accumulation + (self._loss if self._micro_step else 0.0)
         self._micro_step = (self._micro_step + 1) % accumulation
         self.deepspeed.set_gradient_accumulation_boundary(self._micro_step == 0)
         self.deepspeed.backward(loss if accumulation == usual else loss * (usual / accumulation))
         self._loss_scale = float(getattr(self.deepspeed.optimizer, "loss_scale", 1.0))  # `step` may change it
+        counters = self.deepspeed.global_steps, self.deepspeed.skipped_steps
         try:
             self.deepspeed.step()
+            if self._micro_step == 0 and self.config.precision != "fp16" and not self.deepspeed.was_step_applied():
+                raise corrections.NormNotFinite
         except Exception as reason:
-            if "already at minimum" not in str(reason):  # DynamicLossScaler raises a bare Exception
+            # DynamicLossScaler raises a bare Exception.
+            if not isinstance(reason, corrections.NormNotFinite) and "already at minimum" not in str(reason):
                 raise
+            self.deepspeed.global_steps, self.deepspeed.skipped_steps = counters  # a checkpoint of now is one of the step before
+            self._fail(counters[0] + 1)
+        return self._loss
+
+    def require_finite(self, loss: float) -> None:
+        """Stop where the step's mean loss is not a number to go on from, although its gradients were; fp16 has its loss scale for that."""
+        if not math.isfinite(loss) and self.config.precision != "fp16":
+            self._fail(self.deepspeed.global_steps)
+
+    def _fail(self, step: int) -> NoReturn:
+        """Say what was not finite, where, and what to change. Called by all ranks: clipping and overflow are theirs together."""
+        own = torch.zeros(self.collectives.world_size, dtype=torch.float64, device=self.collectives.device)
+        own[self.collectives.rank] = self._loss
+        losses = self.collectives.all_reduce(own).tolist()
+        bad = [f"{loss:g} on rank {rank}" for rank, loss in enumerate(losses) if not math.isfinite(loss)]
+        if bad:
+            what = f"the loss is {', '.join(bad[:4])}" + (f" and {len(bad) - 4} more" if len(bad) > 4 else "")
+        else:
+            what = f"the gradients are not finite, while the loss is {sum(losses) / len(losses):.4f}"
+        if self.config.precision == "fp16":
             raise TrainingFailed(
-                f"step {self.deepspeed.global_steps + 1}: the gradients overflow in fp16 at the minimum loss scale of "
-                f"{self._loss_scale:g}; lower --lr, raise --warmup_steps or use the bf16 JSON; --resume goes on from the last checkpoint"
-            ) from None
+                f"step {step}: {what}: an overflow in fp16 at the minimum loss scale of {self._loss_scale:g} (fp16.min_loss_scale); "
+                "lower --lr, raise --warmup_steps or use the bf16 JSON"
+            )
+        raise TrainingFailed(f"step {step}: {what} in {self.config.precision}; lower --lr, raise --warmup_steps, or look at the data")
 
     def set_learning_rate(self, tokens: int) -> float:
         """Set the rate for the step after which `tokens` have been consumed; DeepSpeed's own schedules set theirs themselves."""
@@ -84,6 +114,7 @@ class Engine:
             "grad_norm": float(norm) if norm is not None and math.isfinite(norm) else None,
             "loss_scale": self._loss_scale,
             "skipped_steps": self.deepspeed.skipped_steps,
+            **({"overflow": int(not self.deepspeed.was_step_applied())} if self.config.precision == "fp16" else {}),
         }
 
 
@@ -111,7 +142,7 @@ def start_engine(config: RunConfig, technique: Technique, collectives: Collectiv
     if config.zero_stage == 0 and config.precision == "fp32":
         _log_norm(engine)
     technique.attach(engine, collectives)
-    return Engine(engine, model_config, config, applied, collectives.rank)
+    return Engine(engine, model_config, config, applied, collectives)
 
 
 def check_device(config: RunConfig) -> None:
@@ -168,11 +199,16 @@ def _adam(config: RunConfig, groups: list[dict[str, Any]]) -> torch.optim.Optimi
 
 
 def _log_norm(engine: Any) -> None:
-    """At stage 0 in fp32 the engine drives torch's optimizer bare and keeps no gradient norm: note it before each update."""
+    """At stage 0 in fp32 the engine drives torch's optimizer bare and keeps no gradient norm: note it before each update.
+
+    Raises `NormNotFinite`, before the update, where it is none.
+    """
     clipping = engine.gradient_clipping()
 
     def note(norm: torch.Tensor) -> None:
         engine._global_grad_norm = float(norm)
+        if not math.isfinite(engine._global_grad_norm):  # the other stages and precisions make no update then; this one would
+            raise corrections.NormNotFinite
 
     if clipping > 0:
         # The engine's own method, with the value that it throws away.

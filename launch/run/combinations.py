@@ -279,6 +279,11 @@ COMBINATIONS = [
         "is above the initial scale, 2^initial_scale_power; lower it, or raise 'initial_scale_power'",
     ),
     Combination(
+        "bf16.check_grad_overflow",
+        lambda f: f.engine.get("bf16", "check_grad_overflow") is False and f.on("bf16", "enabled"),
+        "is false, with which a gradient that is not finite is applied and ruins the weights; leave it out",
+    ),
+    Combination(
         "data_types.param_dtype",
         lambda f: f.dtype("param_dtype") not in (None, f.precision),
         "is not the {f.precision} that this JSON trains in; leave it out",

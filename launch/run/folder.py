@@ -112,6 +112,7 @@ class RunFolder:
         self._log: TextIO | None = None
         self._metrics: TextIO | None = None
         self._writer: Any = None
+        self._last_line: dict[str, Any] = {}
         self.changes: list[str] = []
         try:
             path.mkdir(parents=True, exist_ok=True)
@@ -227,21 +228,28 @@ class RunFolder:
                 f"resuming after step {state['step']}" if state["step"] else "no complete checkpoint to resume from: starting at step 0"
             )
 
+    def log_failure(self, config: RunConfig, reason: str) -> None:
+        """Why the run could not go on: into `log.txt` (the command itself says it on the terminal), with the picture up to there."""
+        self.log(f"error: {reason}", silent=True)
+        self._draw(config)
+
     def log_end(self, config: RunConfig, state: dict[str, Any], stopped: int, sample: str | None) -> None:
         """How the run ended, and where its picture is."""
         if sample is not None:
             self.log(f"a sample after {config.prompt!r}:\n{sample}")
-        picture = draw_loss(
-            self.path,
-            f"{config.run_name}: {config.preset}, ZeRO {config.zero_stage}, {config.precision}",
-            math.log(config.corpus.vocab_size),
-        )
+        picture = self._draw(config)
+        if config.precision == "fp16" and (line := self._last_line):
+            self.log(f"loss scale {line['loss_scale']:,.10g} at the end; {line['skipped_steps']} updates skipped for overflow")
         if stopped:
             self.log(
                 f"stopped by {signal.Signals(stopped).name} after step {state['step']}; the same command with --resume goes on from there"
             )
         loss = "" if state["val_loss"] is None else f", validation loss {state['val_loss']:.4f}"
         self.log(f"{self.path}: step {state['step']}, {state['tokens']:,} tokens{loss}; the curve is {picture}")
+
+    def _draw(self, config: RunConfig) -> Path:
+        title = f"{config.run_name}: {config.preset}, ZeRO {config.zero_stage}, {config.precision}"
+        return draw_loss(self.path, title, math.log(config.corpus.vocab_size))
 
     def open_metrics(self, step: int) -> None:
         """Cut `metrics.jsonl` back to `step`: later lines are written again, and a torn last line is dropped.
@@ -272,6 +280,7 @@ class RunFolder:
         with _writable(self.path):
             # JSON has no NaN and no infinity: a loss that is one becomes null.
             line = {key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in line.items()}
+            self._last_line = line
             self._metrics.write(json.dumps(line, allow_nan=False) + "\n")
             self._metrics.flush()
             for key, value in line.items():
@@ -297,7 +306,7 @@ class NoFolder:
     def log(self, *_: Any, **__: Any) -> None:
         pass
 
-    log_start = log_end = open_metrics = write_metrics = close = log
+    log_start = log_end = log_failure = open_metrics = write_metrics = close = log
 
 
 @contextlib.contextmanager

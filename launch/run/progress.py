@@ -36,6 +36,11 @@ class Progress:
         if self._bar is not None:
             self._bar.update(line["tokens"] - self._bar.n)
             self._bar.set_postfix_str(f"step {line['step']}, loss {line['loss']:.3f}{evaluated}", refresh=False)
+        if line.get("overflow"):
+            self.folder.log(
+                f"step {line['step']}: overflow in fp16 at loss scale {line['loss_scale']:,.10g}, the update is skipped",
+                silent=self._bar is not None,
+            )
         now = time.monotonic()
         done = state["tokens"] >= self.config.total_tokens
         if evaluated or done or now - self._last_line > PLAIN_SECONDS:
@@ -43,7 +48,8 @@ class Progress:
             left = (now - self._start) * max(0, self.config.total_tokens - line["tokens"]) / max(1, line["tokens"] - self._first_tokens)
             text = (
                 f"step {line['step']:>5}/{self.config.steps}  loss {line['loss']:.4f}{evaluated}  lr {line['lr']:.2e}  "
-                f"{line['tokens_per_second']:,.0f} tok/s  {_duration(left)} left"
+                + (f"scale {line['loss_scale']:,.10g}, {line['skipped_steps']} skipped  " if "overflow" in line else "")
+                + f"{line['tokens_per_second']:,.0f} tok/s  {_duration(left)} left"
             )
             self.folder.log(text, silent=self._bar is not None)
 

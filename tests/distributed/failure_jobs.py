@@ -1,0 +1,83 @@
+"""Runs that cannot go on: a loss that is no number on one rank, an overflow on one rank."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from launch.engine import engine
+from launch.engine.engine import Engine
+from launch.run.errors import TrainingFailed
+from tests.distributed.correction_jobs import fp16_allowed
+from tests.distributed.jobs import pretrain
+
+
+@contextlib.contextmanager
+def loss_times(factor: float, steps: Sequence[int], rank: int, micro_step: int = 0, gradient_only: bool = False) -> Iterator[None]:
+    """Multiply the loss, or only its gradient, of one micro-batch of `steps` by `factor`, on one rank, after the forward pass."""
+    usual = Engine.loss
+
+    def loss(self: Engine, tokens: Any) -> Any:
+        computed = usual(self, tokens)
+        here = self.deepspeed.training and self._micro_step == micro_step and int(os.environ["RANK"]) == rank
+        if not here or self.deepspeed.global_steps + 1 not in steps:
+            return computed
+        if gradient_only:
+            computed.register_hook(lambda gradient: gradient * factor)
+        return computed if gradient_only else computed * factor
+
+    Engine.loss = loss
+    try:
+        yield
+    finally:
+        Engine.loss = usual
+
+
+def pretrain_until_it_fails(flags: list[str], **disturbed: Any) -> str:
+    """Train in this process group, `disturbed` as `loss_times` says, and return the line on which the run ended."""
+    with fp16_allowed(), loss_times(**disturbed):
+        try:
+            pretrain(flags)
+        except TrainingFailed as reason:
+            return str(reason)
+    return ""
+
+
+@contextlib.contextmanager
+def started_engines() -> Iterator[list[Engine]]:
+    """The engines that runs start inside, in their order."""
+    start, started = engine.start_engine, list[Engine]()
+
+    def recorded(*arguments: Any) -> Engine:
+        started.append(start(*arguments))
+        return started[-1]
+
+    engine.start_engine = recorded
+    try:
+        yield started
+    finally:
+        engine.start_engine = start
+
+
+def weights_digest(deepspeed_engine: Any) -> str:
+    """A digest of all weights of this rank's module, gathered where they are partitioned."""
+    import deepspeed
+
+    digest = hashlib.sha256()
+    for parameter in deepspeed_engine.module.parameters():
+        with deepspeed.zero.GatheredParameters([parameter], enabled=hasattr(parameter, "ds_id")):
+            digest.update(parameter.detach().float().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def fp16_run(flags: list[str], overflows: Sequence[int], rank: int, micro_step: int) -> dict[str, Any]:
+    """Train in fp16 while the loss of one micro-batch of the steps `overflows` is infinite on one rank.
+
+    Returns the lines of the metrics and this rank's digest of the weights after the last step.
+    """
+    with fp16_allowed(), loss_times(float("inf"), overflows, rank, micro_step), started_engines() as started:
+        lines = pretrain(flags)
+        return {"lines": lines, "digest": weights_digest(started[0].deepspeed)}

@@ -1,0 +1,74 @@
+"""A run that cannot go on ends in one line that names step and rank, and leaves a checkpoint of good weights."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+
+from launch.run.checkpoint import complete_checkpoints
+
+JOBS = "tests.distributed.failure_jobs"
+SHAPE = ["--n_layer", "2", "--n_head", "2", "--d_model", "64", "--seq_len", "32", "--global_batch_size", "8", "--micro_batch_size", "2"]
+STEPS = 8
+
+
+def flags(corpus, tmp_path, config: str, *more: str) -> list[str]:
+    run = ["--deepspeed_config", f"ds_configs/{config}.json", *SHAPE, "--data", str(corpus), "--runs_dir", str(tmp_path)]
+    return [*run, "--run_name", "r", "--steps", str(STEPS), "--lr", "1e-3", "--eval_every", "0", "--save_every", "0", *more]
+
+
+def losses(lines: list[dict]) -> list[float]:
+    return [line["loss"] for line in lines]
+
+
+@pytest.mark.parametrize("factor", [math.nan, math.inf])
+@pytest.mark.parametrize("config", [f"zero{stage}_{precision}" for stage in range(4) for precision in ("fp32", "bf16")])
+def test_a_loss_that_is_no_number_stops_the_run_before_its_update(config, factor, two_ranks, corpus, tmp_path):
+    """In the second micro-batch of step 4, on rank 1; the checkpoint of step 3 goes on to the curve of an undisturbed run."""
+    run = flags(corpus, tmp_path, config)
+    disturbed = {"factor": factor, "steps": (4,), "rank": 1, "micro_step": 1}
+    for reason in two_ranks.run(f"{JOBS}:pretrain_until_it_fails", flags=run, **disturbed):
+        assert reason.startswith(f"step 4: the loss is {factor:g} on rank 1 in {config[-4:]}; lower --lr")
+        assert reason.endswith(f"--resume goes on from {tmp_path}/r/checkpoints/step-00000003")
+    folder = tmp_path / "r"
+    assert [path.name for path in complete_checkpoints(folder / "checkpoints")] == ["step-00000003"]
+    assert "error: step 4: the loss is" in (folder / "log.txt").read_text()
+    assert (folder / "loss.png").exists()
+    resumed = two_ranks.run("tests.distributed.jobs:pretrain", flags=[*run, "--resume"])[0]
+    undisturbed = two_ranks.run("tests.distributed.jobs:pretrain", flags=[*run, "--run_name", "undisturbed"])[0]
+    assert losses(resumed) == pytest.approx(losses(undisturbed), abs=0 if config.endswith("fp32") else 2e-3)
+    assert len(resumed) == STEPS
+
+
+def test_a_failure_in_the_first_step_leaves_a_checkpoint_of_the_start(two_ranks, corpus, tmp_path):
+    run = flags(corpus, tmp_path, "zero1_bf16")
+    reason = two_ranks.run(f"{JOBS}:pretrain_until_it_fails", flags=run, factor=math.nan, steps=(1,), rank=0)[0]
+    assert reason.startswith("step 1: the loss is nan on rank 0")
+    assert reason.endswith("step-00000000")
+    assert len(two_ranks.run("tests.distributed.jobs:pretrain", flags=[*run, "--resume"])[0]) == STEPS
+
+
+@pytest.mark.parametrize("config", ["zero0_fp32", "zero0_bf16", "zero2_fp32", "zero3_bf16"])
+def test_gradients_that_are_no_numbers_stop_the_run_too(config, two_ranks, corpus, tmp_path):
+    disturbed = {"factor": math.nan, "steps": (2,), "rank": 0, "gradient_only": True}
+    for reason in two_ranks.run(f"{JOBS}:pretrain_until_it_fails", flags=flags(corpus, tmp_path, config), **disturbed):
+        assert reason.startswith("step 2: the gradients are not finite, while the loss is 6.")
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_fp16_stops_at_the_minimum_loss_scale_with_a_checkpoint(stage, two_ranks, corpus, tmp_path):
+    scale = ["--set", "fp16.initial_scale_power=4", "--set", "fp16.min_loss_scale=4", "--set", "fp16.hysteresis=1"]
+    run = flags(corpus, tmp_path, f"zero{stage}_fp16", *scale)
+    # 16 and 8 overflow and are halved; at 4 there is nothing left to halve.
+    reasons = two_ranks.run(f"{JOBS}:pretrain_until_it_fails", flags=run, factor=math.inf, steps=(3, 4, 5), rank=1)
+    for reason in reasons:
+        assert reason.startswith("step 5: the loss is inf on rank 1: an overflow in fp16 at the minimum loss scale of 4 (fp16.min_loss_scale)")
+        assert reason.endswith("step-00000004")
+    lines = [json.loads(line) for line in (tmp_path / "r" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["loss_scale"] for line in lines] == [16, 16, 16, 8]
+    assert [line["overflow"] for line in lines] == [0, 0, 1, 1]
+    assert [line["skipped_steps"] for line in lines] == [0, 0, 1, 2]
+    log = (tmp_path / "r" / "log.txt").read_text()
+    assert "step 3: overflow in fp16 at loss scale 16, the update is skipped" in log
