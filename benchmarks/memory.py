@@ -43,7 +43,7 @@ def main() -> int:
     parser.add_argument("--precisions", default="fp32,bf16", help="precisions (fp32,bf16)")
     parser.add_argument("--ranks", default="2", help="numbers of ranks (2)")
     parser.add_argument("--micro_batch_sizes", default="4", help="sequences a rank takes at once (4)")
-    parser.add_argument("--checkpointing", default="no", help="no, yes or no,yes: activation checkpointing of every block (no)")
+    parser.add_argument("--checkpoints", default="0", help="activation checkpointing: segments that the blocks are cut into; 0 is none (0)")
     parser.add_argument("--steps", type=int, default=3, help="optimizer steps of a run (3)")
     parser.add_argument("--data", default="data/stdlib", help="corpus (data/stdlib)")
     parser.add_argument("--process", action="store_true", help="measure the process instead: a model of a few thousand parameters")
@@ -56,14 +56,14 @@ def main() -> int:
     from benchmarks.report import append
     from tests.distributed.memory_jobs import run_and_plan
 
-    names = ("presets", "ranks", "micro_batch_sizes", "stages", "precisions", "checkpointing")
+    names = ("presets", "ranks", "micro_batch_sizes", "stages", "precisions", "checkpoints")
     choices = [getattr(arguments, name).split(",") for name in names]
     if arguments.process:
-        choices = [["nano"], choices[1], ["1"], *choices[3:5], ["no"]]
+        choices = [["nano"], choices[1], ["1"], *choices[3:5], ["0"]]
     print(f"{'preset':6} ranks micro stage prec. ckpt  measured   plan  error  MiB by part: {', '.join(PARTS)}", flush=True)
     rows = []
     with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
-        for preset, ranks, micro, stage, precision, checkpointing in itertools.product(*choices):
+        for preset, ranks, micro, stage, precision, checkpoints in itertools.product(*choices):
             sequences = ["--micro_batch_size", micro, "--global_batch_size", str(int(micro) * int(ranks)), "--steps", str(arguments.steps)]
             flags = [
                 "--deepspeed_config",
@@ -76,19 +76,21 @@ def main() -> int:
             ]
             if arguments.process:
                 flags += TINY
-            measured, plan = run_and_plan(Path(folder), f"run-{len(rows)}", flags, int(ranks), checkpointing == "yes")
+            if checkpoints != "0":
+                flags += ["--set", f"activation_checkpointing.number_checkpoints={checkpoints}"]
+            measured, plan = run_and_plan(Path(folder), f"run-{len(rows)}", flags, int(ranks))
             error = plan.peak / measured - 1
             parts = " ".join(f"{getattr(plan, part) / MIB:.0f}" for part in PARTS)
             print(
-                f"{preset:6} {ranks:>5} {micro:>5} {stage:>5} {precision:5} {checkpointing:4} {measured / MIB:8.0f} {plan.peak / MIB:7.0f}"
+                f"{preset:6} {ranks:>5} {micro:>5} {stage:>5} {precision:5} {checkpoints:>4} {measured / MIB:8.0f} {plan.peak / MIB:7.0f}"
                 f" {100 * error:+5.1f}%  {parts} at {plan.peak_moment}",
                 flush=True,
             )
-            rows.append([preset, int(ranks), int(micro), int(stage), precision, checkpointing == "yes", measured, plan.peak])
+            rows.append([preset, int(ranks), int(micro), int(stage), precision, int(checkpoints), measured, plan.peak])
     errors = [abs(row[-1] / row[-2] - 1) for row in rows]
     print(f"largest error of {len(rows)} runs: {100 * max(errors):.1f}%, mean {100 * sum(errors) / len(errors):.1f}%")
     if not arguments.no_record and not arguments.process:
-        columns = ["preset", "ranks", "micro_batch_size", "stage", "precision", "checkpointing", "measured_peak", "planned_peak"]
+        columns = ["preset", "ranks", "micro_batch_size", "stage", "precision", "checkpoints", "measured_peak", "planned_peak"]
         append("memory", {"columns": columns, "rows": rows, "largest_error": max(errors)}, "cpu")
     return 0
 

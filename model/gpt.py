@@ -115,10 +115,12 @@ class Block(nn.Module):
 
     `branch_scale` multiplies both residual branches. It is 1 unless a block runner that drops blocks makes up for their absence
     (1 / keep probability); as the `alpha` of an addition it costs no pass over memory, and at 1 it changes no bit.
+    `index` is the block's place in the model, from 0.
     """
 
     def __init__(self, config: GPTConfig, index: int):
         super().__init__()
+        self.index = index
         self.ln_1 = nn.LayerNorm(config.d_model)
         self.attn = Attention(config, f"h.{index}.attn")
         self.ln_2 = nn.LayerNorm(config.d_model)
@@ -178,7 +180,8 @@ class GPT(nn.Module):
     The names in its `state_dict` are GPT-2's, the matrices have nn.Linear's (out, in) layout, and no technique changes either.
 
     `block_runner(blocks, x) -> x`, x (B, T, C), is the one hook: techniques that drop blocks or recompute activations assign
-    their own. Evaluation wants the full model, so a runner that drops blocks does so only while `blocks.training`.
+    their own. Evaluation wants the full model, so a runner that drops blocks does so only while `blocks.training`. One runner may
+    call another with a part of the blocks, and again in the backward pass: a runner goes by `block.index`, and counts no calls.
 
     Weights are a pure function of (config.init_seed, parameter name): N(0, 0.02^2), the projections onto the residual stream
     divided by sqrt(2 n_layer), biases 0, norms 1, padded rows of the embedding 0. Under `deepspeed.zero.Init` too.

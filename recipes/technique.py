@@ -82,6 +82,16 @@ class Technique:
     #: rule for each key, e.g. `{"types": ["integer"], "minimum": 0, "maximum": 20, "auto": True}`; `enum`, and `keys` for what is inside
     #: an object. The configuration checks the section by them before the technique is built.
     keys: dict[str, dict[str, Any]] = {}
+    #: Keys among these that are accepted and do nothing, with the reason: a word in the run's log where one of them asks for something.
+    without_effect: dict[str, str] = {}
+    #: Into how many segments the blocks are cut of which only the inputs are kept for the backward pass; 0: all activations are kept.
+    #: For the plan of the run's memory.
+    checkpoints: int = 0
+
+    @classmethod
+    def is_on(cls, section: dict[str, Any]) -> bool:
+        """Whether a section that is there switches the technique on."""
+        return bool(section.get("enabled", True))
 
     def __init__(self, section: dict[str, Any], run: Run):
         """Take the values of `section` (the JSON object claimed, right by `keys`) and check them against `run`.
@@ -130,6 +140,7 @@ class Techniques(Technique):
 
     def __init__(self, members: Iterable[Technique] = ()):
         self.members = tuple(members)
+        self.checkpoints = max((member.checkpoints for member in self.members), default=0)
 
     def prepare(self, model: GPT) -> None:
         for member in self.members:

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from launch.run.engine_json import EngineJson
 from launch.run.json_lines import KeyPath
+from recipes.technique import Technique
 
 #: What `"auto"` means for the sizes of ZeRO's buffers, from the model's width d: what transformers fills in.
 ZERO_AUTO: dict[str, Callable[[int], int]] = {
@@ -22,7 +23,6 @@ ZERO_AUTO: dict[str, Callable[[int], int]] = {
 }
 #: Sections that DeepSpeed documents and that do nothing in this training loop: taken out, with a word, when they are switched on.
 NOT_DRIVEN = {
-    "activation_checkpointing": "the model never calls deepspeed.checkpointing",
     "autotuning": "the autotuner acts under `deepspeed --autotuning` only, which starts runs of its own",
     "compile": "the engine is not compiled",
     "datastates_ckpt": "checkpoints are written before the next step, by DeepSpeed's plain writer",
@@ -313,13 +313,13 @@ COMBINATIONS = [
 ]
 
 
-def check_combinations(engine: EngineJson, ranks: int, d_model: int, claimed: set[str]) -> None:
+def check_combinations(engine: EngineJson, ranks: int, d_model: int, claimed: Mapping[str, type[Technique]]) -> None:
     """Note what cannot work together in `engine`, put old names right, fill in the stage and the sizes of ZeRO's buffers.
 
     Args:
         ranks: how many share the run.
         d_model: the model's width, from which `"auto"` sizes follow.
-        claimed: the top-level sections that our own techniques take.
+        claimed: the top-level sections that our own techniques take, with the technique.
     """
     _rename(engine)
     precision = _precision(engine)
@@ -363,8 +363,13 @@ def _precision(engine: EngineJson) -> str:
     return "fp16" if engine.get("fp16", "enabled") else "bf16" if engine.get("bf16", "enabled") else "fp32"
 
 
-def _drop_what_does_nothing(engine: EngineJson, claimed: set[str]) -> None:
-    """Take out the sections that cannot do here what they say, unless one of our techniques claims them."""
+def _drop_what_does_nothing(engine: EngineJson, claimed: Mapping[str, type[Technique]]) -> None:
+    """Take out what cannot do here what it says: sections that none of our techniques claims, and keys in those that one does."""
+    for section, cls in claimed.items():
+        for key, reason in cls.without_effect.items():
+            if (value := engine.get(section, key)) is not None:
+                if _is_active(value) and cls.is_on(engine.values[section]):
+                    engine.note((section, key), f"has no effect here and is left out: {reason}")
     for key, reason in NOT_DRIVEN.items():
         if key not in claimed and key in engine.values:
             if _is_active(engine.values[key]):

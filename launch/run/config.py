@@ -173,9 +173,9 @@ def resolve(argv: list[str], ranks: int | None = None) -> tuple[RunConfig, argpa
     preset, shape = _model(flags)
     file = str(ROOT / recipe.config) if recipe else flags.deepspeed_config
     engine = EngineJson(file, flags.overrides)
-    sections = {name: section_rule(cls) for cls in technique_classes() for name in cls.sections}
-    engine.check_keys(sections, AUTO_KEYS)
-    check_combinations(engine, ranks, shape.d_model, set(sections))
+    claimed = {name: cls for cls in technique_classes() for name in cls.sections}
+    engine.check_keys({name: section_rule(cls) for name, cls in claimed.items()}, AUTO_KEYS)
+    check_combinations(engine, ranks, shape.d_model, claimed)
     optimizer, lr = resolve_optimizer(engine, flags, preset)
     global_batch, micro_batch, accumulation = _batch(engine, flags, preset, ranks)
     steps, total_tokens, length_from = _length(engine, flags, preset, global_batch * shape.seq_len)
@@ -185,7 +185,7 @@ def resolve(argv: list[str], ranks: int | None = None) -> tuple[RunConfig, argpa
     engine.raise_faults()
 
     corpus, missing = _corpus(flags, shape)
-    own = {key: engine.values[key] for key in sections if key in engine.values}
+    own = {key: engine.values[key] for key in claimed if key in engine.values}
     config = RunConfig(
         run_name=flags.run_name or (recipe.name if recipe else Path(file).stem),
         runs_dir=flags.runs_dir,
@@ -199,7 +199,7 @@ def resolve(argv: list[str], ranks: int | None = None) -> tuple[RunConfig, argpa
         engine={key: value for key, value in engine.values.items() if key not in own and key not in ("optimizer", "scheduler")},
         optimizer=optimizer,
         scheduler=schedule.scheduler,
-        techniques={key: value for key, value in own.items() if value.get("enabled", True)},
+        techniques={key: value for key, value in own.items() if claimed[key].is_on(value)},
         ranks=ranks,
         micro_batch_size=micro_batch,
         gradient_accumulation_steps=accumulation,

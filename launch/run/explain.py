@@ -109,7 +109,8 @@ def explain(config: RunConfig) -> dict[str, Any]:
 
 
 def memory_of(config: RunConfig, model: GPTConfig, device: str) -> dict[str, Any]:
-    """The memory of a rank by part, bytes, on "cuda" or on a "cpu"; and its peak, with activation checkpointing too."""
+    """The memory of a rank by part, bytes, on "cuda" or on a "cpu"; and where activations are not checkpointed, its peak if they were."""
+    checkpoints = make_techniques(config).checkpoints
     plan, checkpointed = (
         memory_per_rank(
             model,
@@ -118,19 +119,19 @@ def memory_of(config: RunConfig, model: GPTConfig, device: str) -> dict[str, Any
             config.ranks,
             config.micro_batch_size,
             config.gradient_accumulation_steps,
-            checkpointing,
+            segments,
             device,
             state_tensors(config.optimizer),
         )
-        for checkpointing in (False, True)
+        for segments in (checkpoints, model.n_layer)
     )
     return {
         **{part: getattr(plan, part) for part in PARTS},
         "model_states": plan.model_states,
         "peak": plan.peak,
         "peak_moment": plan.peak_moment,
-        "checkpointed_activations": checkpointed.activations,
-        "checkpointed_peak": checkpointed.peak,
+        "checkpointed_activations": 0 if checkpoints else checkpointed.activations,
+        "checkpointed_peak": 0 if checkpoints else checkpointed.peak,
     }
 
 

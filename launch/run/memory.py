@@ -113,7 +113,7 @@ def memory_per_rank(
     ranks: int,
     micro_batch_size: int,
     accumulation: int = 1,
-    checkpointing: bool = False,
+    checkpoints: int = 0,
     device: str = "cpu",
     optimizer_states: int = 2,
 ) -> MemoryPlan:
@@ -123,14 +123,15 @@ def memory_per_rank(
         precision: "fp32", "bf16" or "fp16".
         zero: the resolved `zero_optimization` section; only `stage` is required.
         micro_batch_size: sequences a rank takes at once, of `model.seq_len` tokens.
-        checkpointing: torch.utils.checkpoint around every block.
+        checkpoints: segments of blocks that are recomputed, of which only the inputs are kept; `model.n_layer` is every block for itself,
+            0 is no activation checkpointing.
         device: "cpu" or "cuda". On "cuda" bytes are those of torch's allocator (`max_memory_allocated`), without its cache and the
             CUDA context.
         optimizer_states: fp32 numbers the optimizer keeps for a parameter: 2 for Adam, 3 with amsgrad, 1 for Lion or momentum.
     """
     stage, sizes = zero["stage"], {**_DEFAULTS, **zero}
     states = _states(model, precision, stage, sizes, ranks, accumulation, optimizer_states)
-    acts = _activations(model, precision, micro_batch_size, checkpointing, device)
+    acts = _activations(model, precision, micro_batch_size, checkpoints, device)
     head = _loss_head(model, precision, micro_batch_size)
     buckets, gathered, reduction = _buffers(model, precision, stage, sizes, ranks, device)
     on_host, pinned = _offload(states, sizes, stage, model, precision, accumulation)
@@ -165,12 +166,13 @@ def memory_per_rank(
         },
         "update": {**lasting, "gradients": gradients, **({"buffers": buckets} if stage == 3 else {}), "update": update},
     }
-    if checkpointing:
+    if checkpoints:
+        longest = -(-model.n_layer // checkpoints)
         moments["recompute"] = {
             **lasting,
             "gradients": carried,
             "buffers": buckets + gathered if stage else Blocks(),
-            "activations": acts + block + in_flight + tied,
+            "activations": acts + Blocks(tuple((size, count * longest) for size, count in block.sizes)) + in_flight + tied,
         }
     totals = {name: sum(blocks.total for blocks in parts.values()) for name, parts in moments.items()}
     peak_moment = max(totals, key=totals.__getitem__)
@@ -354,14 +356,14 @@ def _block_activations(model: GPTConfig, precision: str, B: int, device: str) ->
     return Blocks(tuple(sizes))
 
 
-def _activations(model: GPTConfig, precision: str, B: int, checkpointing: bool, device: str) -> Blocks:
-    """As the forward pass leaves them: embedding, blocks, last norm. Checkpointed blocks keep their input alone."""
+def _activations(model: GPTConfig, precision: str, B: int, checkpoints: int, device: str) -> Blocks:
+    """As the forward pass leaves them: embedding, blocks, last norm. A checkpointed segment of blocks keeps its input alone."""
     unit = B * model.seq_len * model.d_model * WIDTH[precision]
     ends = Blocks(((unit, 2),))  # the sum of the embeddings, the last norm's output
     if model.dropout:
         ends += Blocks(((unit if device == "cpu" else unit // WIDTH[precision], 1),))
-    if checkpointing:
-        return ends + Blocks(((unit, model.n_layer),))
+    if checkpoints:
+        return ends + Blocks(((unit, checkpoints),))
     block = _block_activations(model, precision, B, device)
     return ends + Blocks(tuple((size, count * model.n_layer) for size, count in block.sizes))
 

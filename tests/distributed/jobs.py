@@ -7,6 +7,8 @@ import os
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from launch.pretrain import train
 from launch.run.config import resolve
 from launch.run.folder import NoFolder, RunFolder
@@ -50,13 +52,16 @@ class DroppedBlock(Technique):
 
         def run(blocks: Any, x: Any) -> Any:
             dropped = drops_block_1(self.step, self.micro_step, self.accumulation)
-            self.micro_step += 1
             return (without if dropped else run_all_blocks)(blocks, x)
 
         model.block_runner = run
 
     def on_step(self, step: int) -> None:
-        self.step, self.micro_step = step, 0
+        self.step, self.micro_step = step, -1
+
+    def on_batch(self, tokens: torch.Tensor) -> torch.Tensor:
+        self.micro_step += 1
+        return tokens
 
 
 def drops_block_1(step: int, micro_step: int, accumulation: int) -> bool:
@@ -65,8 +70,9 @@ def drops_block_1(step: int, micro_step: int, accumulation: int) -> bool:
 
 
 def pretrain_with(technique: str, flags: list[str]) -> list[dict[str, Any]]:
-    """`pretrain` with a technique of this module, by its name."""
-    make, registry.make_techniques = registry.make_techniques, lambda run: Techniques([globals()[technique]({}, run)])
+    """`pretrain` with a technique of this module, by its name, beside those that the flags switch on."""
+    make = registry.make_techniques
+    registry.make_techniques = lambda run: Techniques([*make(run).members, globals()[technique]({}, run)])
     try:
         return pretrain(flags)
     finally:

@@ -23,27 +23,12 @@ from tests.helpers import free_port
 ROOT = Path(__file__).resolve().parents[2]
 
 
-class CheckpointedBlocks(Technique):
-    """torch.utils.checkpoint around every block."""
-
-    def prepare(self, model: Any) -> None:
-        from torch.utils.checkpoint import checkpoint
-
-        def runner(blocks: Any, x: Any) -> Any:
-            for block in blocks:
-                x = checkpoint(block, x, use_reentrant=False)
-            return x
-
-        model.block_runner = runner
-
-
-def plan_of(config: RunConfig, **options: Any) -> MemoryPlan:
+def plan_of(config: RunConfig) -> MemoryPlan:
     """The plan of a resolved run on CPU ranks."""
     model = GPTConfig(**vars(config.shape), vocab_size=config.corpus.vocab_size)
     zero = config.engine["zero_optimization"]
-    return memory_per_rank(
-        model, config.precision, zero, config.ranks, config.micro_batch_size, config.gradient_accumulation_steps, **options
-    )
+    batch = config.micro_batch_size, config.gradient_accumulation_steps
+    return memory_per_rank(model, config.precision, zero, config.ranks, *batch, registry.make_techniques(config).checkpoints)
 
 
 # --- model states ------------------------------------------------------------------------------------------------------------------------
@@ -154,12 +139,11 @@ def model_states(flags: list[str]) -> dict[str, Any]:
 # --- peaks ------------------------------------------------------------------------------------------------------------------------
 
 
-def run_and_plan(runs: Path, name: str, flags: list[str], ranks: int, checkpointing: bool = False) -> tuple[int, MemoryPlan]:
+def run_and_plan(runs: Path, name: str, flags: list[str], ranks: int) -> tuple[int, MemoryPlan]:
     """`deepspeed launch/pretrain.py FLAGS` in fresh processes: rank 0's `peak_memory_bytes` at the end of its last step, and the plan.
 
     ru_maxrss grows only, and glibc does not give all freed memory back, so that a peak can be measured only once in a process.
     """
-    script = "tests/distributed/checkpointed_pretrain.py" if checkpointing else "launch/pretrain.py"
     arguments = [*flags, "--runs_dir", str(runs), "--run_name", name, "--save_every", "0", "--eval_every", "0", "--quiet"]
     launcher = [
         str(Path(sys.executable).with_name("deepspeed")),
@@ -171,8 +155,8 @@ def run_and_plan(runs: Path, name: str, flags: list[str], ranks: int, checkpoint
         str(free_port()),
     ]
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    done = subprocess.run([*launcher, script, *arguments], cwd=ROOT, env={**os.environ, "PATH": path}, capture_output=True, text=True)
+    done = subprocess.run([*launcher, "launch/pretrain.py", *arguments], cwd=ROOT, env={**os.environ, "PATH": path}, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     config, _ = resolve(arguments, ranks=ranks)
     lines = [line for line in read_metrics(runs / name / "metrics.jsonl") if "peak_memory_bytes" in line]
-    return lines[-1]["peak_memory_bytes"], plan_of(config, checkpointing=checkpointing)
+    return lines[-1]["peak_memory_bytes"], plan_of(config)

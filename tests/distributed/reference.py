@@ -19,8 +19,8 @@ def run_all_but(index: int) -> Callable[[torch.nn.ModuleList, torch.Tensor], tor
     """A block runner that leaves one block out, whose parameters then get no gradient."""
 
     def run(blocks: torch.nn.ModuleList, x: torch.Tensor) -> torch.Tensor:
-        for number, block in enumerate(blocks):
-            x = x if number == index else block(x)
+        for block in blocks:
+            x = x if block.index == index else block(x)
         return x
 
     return run

@@ -60,24 +60,30 @@ def test_bytes_on_the_wire_are_those_counted(two_ranks, corpus, tmp_path, stage,
     assert lines[-1]["bytes_sent"] == predicted
 
 
-def check_peak(runs: Path, config: str, preset: str, ranks: int, micro: int, checkpointing: bool = False, *more: str) -> None:
+def check_peak(runs: Path, config: str, preset: str, ranks: int, micro: int, checkpoints: str = "off", *more: str) -> None:
+    """checkpoints: "off", "each" block, or the number of segments."""
+    if checkpoints != "off":
+        more = (*more, "--set", f"activation_checkpointing.{'enabled=true' if checkpoints == 'each' else f'number_checkpoints={checkpoints}'}")
     batch = ["--preset", preset, "--micro_batch_size", str(micro), "--global_batch_size", str(micro * ranks), "--steps", "2"]
     run = ["--deepspeed_config", f"ds_configs/{config}.json", *batch, *more]
-    measured, plan = run_and_plan(runs, "r", run, ranks, checkpointing)
+    measured, plan = run_and_plan(runs, "r", run, ranks)
     shutil.rmtree(runs / "r")
     assert measured == pytest.approx(plan.peak, rel=PEAK_WITHIN), f"{measured / plan.peak - 1:+.1%} of {plan}"
 
 
 @pytest.mark.parametrize(
-    ("config", "preset", "ranks", "micro", "checkpointing"),
+    ("config", "preset", "ranks", "micro", "checkpoints"),
     [
-        ("zero0_fp32", "nano", 1, 8, False),
-        ("zero2_bf16", "micro", 2, 4, False),
-        ("zero3_fp32", "micro", 2, 4, True),
+        ("zero0_fp32", "nano", 1, 8, "off"),
+        ("zero2_bf16", "micro", 2, 4, "off"),
+        ("zero1_bf16", "micro", 1, 16, "off"),
+        ("zero1_bf16", "micro", 1, 16, "each"),
+        ("zero1_fp32", "micro", 2, 8, "2"),
+        ("zero3_fp32", "micro", 2, 4, "each"),
     ],
 )
-def test_the_peak_of_a_process_is_the_plans(corpus, tmp_path, config, preset, ranks, micro, checkpointing):
-    check_peak(tmp_path, config, preset, ranks, micro, checkpointing, "--data", str(corpus))
+def test_the_peak_of_a_process_is_the_plans(corpus, tmp_path, config, preset, ranks, micro, checkpoints):
+    check_peak(tmp_path, config, preset, ranks, micro, checkpoints, "--data", str(corpus))
 
 
 needs_stdlib = pytest.mark.skipif(not (ROOT / "data/stdlib/manifest.json").exists(), reason="data/stdlib is made by `make data`")
@@ -85,12 +91,12 @@ needs_stdlib = pytest.mark.skipif(not (ROOT / "data/stdlib/manifest.json").exist
 
 @needs_stdlib
 @pytest.mark.long
-@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("checkpoints", ["off", "each"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize(("preset", "ranks", "micro"), [("nano", 1, 8), ("nano", 2, 4), ("micro", 1, 8), ("micro", 2, 2), ("gpt2", 2, 1)])
-def test_the_peaks_of_a_grid_are_the_plans(tmp_path, preset, ranks, micro, stage, precision, checkpointing):
-    check_peak(tmp_path, f"zero{stage}_{precision}", preset, ranks, micro, checkpointing)
+def test_the_peaks_of_a_grid_are_the_plans(tmp_path, preset, ranks, micro, stage, precision, checkpoints):
+    check_peak(tmp_path, f"zero{stage}_{precision}", preset, ranks, micro, checkpoints)
 
 
 @needs_stdlib

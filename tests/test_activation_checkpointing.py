@@ -1,0 +1,106 @@
+"""Activation checkpointing changes memory and time, and no number: at every stage, with dropout, offload and dropped blocks."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from launch.run.config import resolve
+from launch.run.errors import UsageError
+from recipes.activation_checkpointing.technique import ActivationCheckpointing, segment_bounds
+from recipes.registry import make_techniques
+
+SHAPE = ["--n_layer", "5", "--n_head", "2", "--d_model", "64", "--seq_len", "32", "--global_batch_size", "8", "--micro_batch_size", "2"]
+EACH = "activation_checkpointing.enabled=true"
+TWO = "activation_checkpointing.number_checkpoints=2"
+ON_HOST = "activation_checkpointing.cpu_checkpointing=true"
+
+
+def flags(corpus, tmp_path, config: str, name: str, *more: str, sets: tuple[str, ...] = ()) -> list[str]:
+    run = ["--deepspeed_config", f"ds_configs/{config}.json", *SHAPE, "--data", str(corpus), "--runs_dir", str(tmp_path)]
+    run += ["--run_name", name, "--steps", "4", "--lr", "1e-3", "--warmup_steps", "1", "--eval_every", "2", "--save_every", "0", *more]
+    return [*run, *(part for change in sets for part in ("--set", change))]
+
+
+@pytest.mark.parametrize(("segments", "n_layer"), itertools.combinations_with_replacement((1, 2, 5, 12, 48), 2))
+def test_segments_are_consecutive_and_alike(n_layer, segments):
+    bounds = segment_bounds(n_layer, segments)
+    assert [bounds[0][0], bounds[-1][1]] == [0, n_layer]
+    assert all(end == start for (_, end), (start, _) in itertools.pairwise(bounds))
+    lengths = [end - start for start, end in bounds]
+    assert len(lengths) == segments
+    assert 0 <= lengths[0] - lengths[-1] <= 1
+
+
+def test_the_bounds_of_the_docstring():
+    assert segment_bounds(12, 5) == [(0, 3), (3, 6), (6, 8), (8, 10), (10, 12)]
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        *("zero0_fp32", "zero1_fp32", "zero3_bf16"),
+        *(pytest.param(name, marks=pytest.mark.long) for name in ("zero2_fp32", "zero3_fp32", "zero0_bf16", "zero1_bf16", "zero2_bf16")),
+    ],
+)
+def test_losses_are_those_without_it(config, two_ranks, corpus, tmp_path):
+    """With dropout, whose masks the recomputation must draw again; bit for bit, in training and in evaluation."""
+
+    def train(name: str, *sets: str) -> list[tuple]:
+        run = flags(corpus, tmp_path, config, name, "--dropout", "0.1", sets=sets)
+        lines = two_ranks.run("tests.distributed.jobs:pretrain", flags=run)[0]
+        return [(line.get("loss"), line.get("grad_norm"), line.get("val_loss")) for line in lines]
+
+    plain = train("plain")
+    assert plain[-1][0] < plain[1][0]
+    assert train("each", EACH) == plain
+    assert train("two", TWO) == plain
+    assert train("on_host", ON_HOST, TWO) == plain
+
+
+@pytest.mark.parametrize("stage", [0, pytest.param(1, marks=pytest.mark.long), pytest.param(2, marks=pytest.mark.long), 3])
+def test_blocks_that_another_technique_drops_are_not_computed_again(stage, two_ranks, corpus, tmp_path):
+    offload = ('zero_optimization.offload_optimizer={"device": "cpu"}',) if stage else ()
+
+    def train(name: str, *sets: str) -> list[float]:
+        job = {"technique": "DroppedBlock", "flags": flags(corpus, tmp_path, f"zero{stage}_fp32", name, sets=(*offload, *sets))}
+        return [line.get("loss") for line in two_ranks.run("tests.distributed.jobs:pretrain_with", **job)[0]]
+
+    plain = train("plain")
+    assert train("each", EACH) == plain
+    assert train("two", TWO) == plain
+
+
+def sections(corpus, tmp_path, *sets: str):
+    return resolve(flags(corpus, tmp_path, "zero1_bf16", "r", sets=sets), ranks=2)[0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "checkpoints"),
+    [
+        ((EACH,), 5),
+        ((TWO,), 2),
+        ((ON_HOST,), 5),
+        ((TWO, "activation_checkpointing.enabled=false"), 0),
+        (("activation_checkpointing.partition_activations=false", "activation_checkpointing.number_checkpoints=null"), 0),
+        ((), 0),
+    ],
+)
+def test_it_is_on_where_the_section_asks_for_something(changes, checkpoints, corpus, tmp_path):
+    config = sections(corpus, tmp_path, *changes)
+    assert make_techniques(config).checkpoints == checkpoints
+    assert "activation_checkpointing" not in config.engine
+    assert config.notes == ()
+
+
+def test_more_segments_than_blocks_are_refused(corpus, tmp_path):
+    with pytest.raises(UsageError, match="'?activation_checkpointing.number_checkpoints'? is 6, but the model has 5 blocks; write at most 5"):
+        sections(corpus, tmp_path, "activation_checkpointing.number_checkpoints=6")
+
+
+@pytest.mark.parametrize("key", ActivationCheckpointing.without_effect)
+def test_a_documented_key_without_effect_is_accepted_with_a_word(key, corpus, tmp_path):
+    config = sections(corpus, tmp_path, EACH, f"activation_checkpointing.{key}=true")
+    (note,) = config.notes
+    assert f"activation_checkpointing.{key}: has no effect here and is left out: " in note
