@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,7 @@ def main() -> int:
         return 0
     if config.lacks:
         raise UsageError(*config.lacks)
-    if config.precision == "fp16" or config.cuda_only:  # questions that only torch can answer; asked before the run's folder is made
+    if config.precision == "fp16" or config.cuda_only or config.uses_nvme:  # questions that only torch can answer; asked before the run's folder is made
         from launch.engine.engine import check_device
 
         check_device(config)
@@ -54,6 +55,8 @@ def main() -> int:
         code = train(config, folder, stop)
     finally:
         folder.close()
+        if config.uses_nvme:
+            shutil.rmtree(config.scratch, ignore_errors=True)
     from launch.engine.distributed import leave_ranks
 
     leave_ranks()

@@ -9,7 +9,9 @@ The faults were measured on DeepSpeed 0.19.8; `tests/distributed/test_correction
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import os
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -51,6 +53,9 @@ def after_initialize(engine: Any, collectives: Collectives) -> list[str]:
     if (engine.zero_optimization_stage() == 3 or engine.zero_use_cpu_optimizer()) and collectives.any(gradients_go_stale(engine)):
         forget_gradients(engine)
         applied.append("forget_gradients")
+    if engine.zero_nvme_offload_optimizer() and collectives.any(optimizer_on_drive_is_not_loaded(engine)):
+        load_optimizer_on_drive(engine)
+        applied.append("load_optimizer_on_drive")
     return applied
 
 
@@ -265,14 +270,27 @@ def gradients_go_stale(engine: Any) -> bool:
     deepspeed/runtime/zero/stage3.py, `partition_grads`, and stage_1_and_2.py, `copy_grads_in_partition`. Probe: an engine of two
     weights with plain SGD, one of which is left out of the second step; it must not move. All ranks must call this together.
     """
-    import deepspeed
     from deepspeed.utils import safe_get_full_fp32_param
 
-    zero = engine.config["zero_optimization"]
+    with _probe_engine(engine, {"device": "cpu", "pin_memory": False} if engine.zero_use_cpu_optimizer() else None) as probe:
+        places = []
+        for used in (probe.module, probe.module[:1]):
+            _step(probe, used)
+            places.append(safe_get_full_fp32_param(probe.module[1].weight).clone())
+    return not torch.equal(*places)
+
+
+@contextlib.contextmanager
+def _probe_engine(engine: Any, offload_optimizer: dict[str, Any] | None) -> Iterator[Any]:
+    """An engine of two weights and plain SGD, of the stage and precision of `engine`. Its offloading is given: small tensors stay in memory."""
+    import deepspeed
+    from deepspeed.utils import logger
+
     # Small buckets: stage 3 allocates its own as soon as it is built.
-    section: dict[str, Any] = {"stage": zero["stage"], "reduce_bucket_size": 64, "stage3_prefetch_bucket_size": 64}
-    if engine.zero_use_cpu_optimizer():
-        section["offload_optimizer"] = {"device": "cpu", "pin_memory": False}
+    stage = engine.zero_optimization_stage()
+    section: dict[str, Any] = {"stage": stage, "reduce_bucket_size": 64, "stage3_prefetch_bucket_size": 64}
+    if offload_optimizer is not None:
+        section["offload_optimizer"] = offload_optimizer
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "zero_optimization": section,
@@ -283,17 +301,23 @@ def gradients_go_stale(engine: Any) -> bool:
         "zero_force_ds_cpu_optimizer": False,
     }
     model = torch.nn.ModuleList(torch.nn.Linear(8, 8, bias=False) for _ in range(2))
-    probe, *_ = deepspeed.initialize(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=1.0), config=config)
-    values = torch.ones(1, 8, device=engine.device, dtype=next(model.parameters()).dtype)
-    places = []
-    for used in (probe.module, probe.module[:1]):
-        # The engine's own forward pass is not needed: its hooks are on the modules and the parameters.
-        probe.optimizer.clear_backward_seen_flag()
-        probe.backward(sum(layer(values).float().sum() for layer in used))
-        probe.step()
-        places.append(safe_get_full_fp32_param(probe.module[1].weight).clone())
-    probe.destroy()
-    return not torch.equal(*places)
+    level = logger.level
+    logger.setLevel("ERROR")  # a warning that ZeRO has not been tested with this optimizer, which nobody but a probe uses
+    try:
+        probe, *_ = deepspeed.initialize(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=1.0), config=config)
+        yield probe
+        probe.destroy()
+    finally:
+        logger.setLevel(level)
+
+
+def _step(probe: Any, used: Any) -> None:
+    """A step of a probe's engine in which the layers `used` get a gradient, and the others none."""
+    values = torch.ones(1, 8, device=probe.device, dtype=next(probe.module.parameters()).dtype)
+    # The engine's own forward pass is not needed: its hooks are on the modules and the parameters.
+    probe.optimizer.clear_backward_seen_flag()
+    probe.backward(sum(layer(values).float().sum() for layer in used))
+    probe.step()
 
 
 def forget_gradients(engine: Any) -> None:
@@ -355,3 +379,70 @@ def _clear_offload(optimizer: Any) -> None:
     optimizer.norm_for_param_grads.clear()
     for gradient in optimizer.accumulated_grads_in_cpu.values():
         gradient.zero_()
+
+
+# --- an optimizer on a drive: its state is not loaded ---------------------------------------------------------------------------------
+
+
+def optimizer_on_drive_is_not_loaded(engine: Any) -> bool:
+    """Fault: with the optimizer on a drive, `load_checkpoint` copies the files of the drive back, and does no more.
+
+    The moments in them are never registered again, so that Adam begins with zeros and at step 1; what is too small for the drive (biases
+    and norms) stays at its initial values, the fp32 weights too; nor does the loss scale come back. Seen in deepspeed/runtime/engine.py,
+    `load_checkpoint` ("not self.zero_nvme_offload_optimizer()"). Probe: an engine of two small weights is saved, stepped and loaded; its
+    weights must be those that were saved. All ranks must call this together.
+    """
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    section = dict(engine.config["zero_optimization"]["offload_optimizer"])
+    folder = os.path.join(section["nvme_path"], "probe")
+    with _probe_engine(engine, {**section, "nvme_path": folder}) as probe:
+        weight = probe.module[0].weight
+        _step(probe, probe.module)
+        saved = safe_get_full_fp32_param(weight).clone()
+        probe.save_checkpoint(folder, tag="probe")
+        _step(probe, probe.module)
+        probe.load_checkpoint(folder, tag="probe")
+        lost = not torch.equal(saved, safe_get_full_fp32_param(weight))
+    return lost
+
+
+def load_optimizer_on_drive(engine: Any) -> None:
+    """Correction: `load_checkpoint` takes the rest from the checkpoint's own file of this rank, and registers the moments on the drive."""
+    load = engine.load_checkpoint
+
+    def load_all(load_dir: str, tag: str, **options: Any) -> Any:
+        loaded = load(load_dir, tag=tag, **options)
+        file = engine._get_zero_ckpt_name(load_dir, tag)
+        # Written by DeepSpeed with its own classes in it (the loss scaler), hence not weights_only.
+        _take_optimizer_state(engine.optimizer, torch.load(file, weights_only=False, map_location="cpu")["optimizer_state_dict"])
+        return loaded
+
+    engine.load_checkpoint = load_all
+
+
+def _take_optimizer_state(optimizer: Any, saved: dict[str, Any]) -> None:
+    """Put into a stage 3 optimizer what it has saved; what was on the drive then is in its folder there again."""
+    optimizer.loss_scaler, optimizer.dynamic_loss_scale = saved["loss_scaler"], saved["dynamic_loss_scale"]
+    optimizer._set_fp32_optimizer_param_groups()
+    parameters = [parameter for group in optimizer.optimizer.param_groups for parameter in group["params"]]
+    optimizer._clear_fp32_optimizer_param_groups()
+    states = {id(parameter): saved["optimizer_state_dict"]["state"].get(index, {}) for index, parameter in enumerate(parameters)}
+    for index, (parameter, weights) in enumerate(zip(optimizer.fp32_partitioned_groups_flat, saved["fp32_flat_groups"], strict=True)):
+        on_drive = optimizer._swappable_optimizer_subgroup(index)
+        if on_drive:
+            optimizer._optimizer_states_and_gradient_swap_in(index)
+        else:
+            parameter.data.copy_(weights)
+        state = optimizer.optimizer.state[parameter]
+        for name, value in states[id(parameter)].items():
+            if not torch.is_tensor(value):
+                state[name] = value
+            elif value.numel():
+                state[name] = value.to(parameter.device)
+            elif name not in state:  # an optimizer that has made steps has read it already
+                file = os.path.join(optimizer.optimizer_swapper.swap_folder, f"{name}-{parameter.ds_id}.tensor.swp")
+                state[name] = torch.from_file(file, size=parameter.numel(), dtype=parameter.dtype).clone()
+        optimizer._reassign_or_swap_out_partitioned_parameters(index)
+        if on_drive:
+            optimizer._optimizer_states_and_gradient_swap_out(index)

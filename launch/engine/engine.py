@@ -133,8 +133,11 @@ def start_engine(config: RunConfig, technique: Technique, collectives: Collectiv
     optimizer = technique.optimizer(groups) or _adam(config, groups)
     if optimizer is None:
         engine_json["optimizer"] = config.optimizer
-    if _offloads_optimizer(config) and config.optimizer["type"] in ADAM_TYPES:
+    if config.offload("offload_optimizer") != "none" and config.optimizer["type"] in ADAM_TYPES:
         load_extension("CPUAdamBuilder")
+    if config.uses_nvme:
+        load_extension("PinMemoryBuilder")
+        load_extension("AsyncIOBuilder")
     applied = corrections.before_initialize(config.zero_stage, config.precision, collectives)
     with contextlib.redirect_stdout(io.StringIO()):  # prints of DeepSpeed's own start
         engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, model_parameters=groups, config=engine_json)
@@ -162,8 +165,20 @@ def check_device(config: RunConfig) -> None:
         )
     if device != "cuda":
         faults += [f"{config.config_file}: '{path}' needs CUDA, and this is a {device}; leave it out" for path in config.cuda_only]
+    if config.uses_nvme and not can_swap():
+        faults.append(
+            f"{config.config_file}: device \"nvme\" needs libaio with its headers, which DeepSpeed's async_io is built with; "
+            'install it (apt install libaio-dev, dnf install libaio-devel, pacman -S libaio), or write "cpu"'
+        )
     if faults:
         raise UsageError(*faults)
+
+
+def can_swap() -> bool:
+    """Whether DeepSpeed's async_io can be built here: whether a program that calls libaio compiles and links."""
+    from deepspeed.accelerator import get_accelerator
+
+    return bool(get_accelerator().create_op_builder("AsyncIOBuilder").is_compatible(verbose=False))
 
 
 def _engine_json(config: RunConfig) -> dict[str, Any]:
@@ -175,13 +190,9 @@ def _engine_json(config: RunConfig) -> dict[str, Any]:
     return engine_json
 
 
-def _offloads_optimizer(config: RunConfig) -> bool:
-    return (config.engine["zero_optimization"].get("offload_optimizer") or {}).get("device", "none") != "none"
-
-
 def _adam(config: RunConfig, groups: list[dict[str, Any]]) -> torch.optim.Optimizer | None:
     """torch's fused Adam(W), which needs no build on any device; None where DeepSpeed must choose (other types, offload)."""
-    if config.optimizer["type"] not in ADAM_TYPES or _offloads_optimizer(config):
+    if config.optimizer["type"] not in ADAM_TYPES or config.offload("offload_optimizer") != "none":
         return None
     params = config.optimizer["params"]
     # DeepSpeed's "Adam" decouples the weight decay too, unless "adam_w_mode" says otherwise.

@@ -109,7 +109,7 @@ def _nvme_needs_a_path(key: str) -> Combination:
     return Combination(
         ".".join(section),
         lambda f: f.engine.get(*section, "device") == "nvme" and not f.on(*section, "nvme_path"),
-        'device "nvme" needs "nvme_path", a folder on the drive; add it',
+        'device "nvme" needs "nvme_path", a folder on the drive, or "auto" for one in the run\'s own folder; add it',
     )
 
 
@@ -195,6 +195,11 @@ COMBINATIONS = [
     ),
     _nvme_needs_a_path("offload_optimizer"),
     _nvme_needs_a_path("offload_param"),
+    Combination(
+        "zero_optimization.offload_optimizer.buffer_count",
+        lambda f: f.offload_optimizer == "nvme" and (f.engine.get("zero_optimization", "offload_optimizer", "buffer_count") or 4) < 4,
+        "is too small for Adam, which has four tensors on the drive at a time (weights, two moments, gradients); write 4 or more",
+    ),
     Combination(
         "zero_optimization.offload_optimizer.ratio",
         lambda f: (1 if (ratio := f.engine.get("zero_optimization", "offload_optimizer", "ratio")) is None else ratio) < 1 and f.stage != 3,
@@ -386,7 +391,8 @@ def _check_machine(engine: EngineJson) -> None:
             engine.lack((key, "enabled"), f"needs the package {package}, which is not installed; pip install {package}")
     for key in ("offload_optimizer", "offload_param"):
         path = ("zero_optimization", key, "nvme_path")
-        if engine.get("zero_optimization", key, "device") == "nvme" and not os.path.isdir(folder := str(engine.get(*path))):
+        folder, ours = str(engine.get(*path)), (engine.origin(path) or "").startswith("auto")  # the run makes its own
+        if engine.get("zero_optimization", key, "device") == "nvme" and not ours and not os.path.isdir(folder):
             engine.lack(path, f"is {folder!r}, which is no folder on this host; make it, on the drive to use")
 
 

@@ -22,7 +22,7 @@ from launch.run.errors import UsageError, nearest
 from launch.run.flags import parse_flags
 from launch.run.optimizer import optimizer_auto_keys, resolve_optimizer
 from launch.run.schedule import TOKEN_SCHEDULE, resolve_schedule, schedule_auto_keys
-from model.presets import PRESETS, ModelShape, Preset
+from model.presets import PRESETS, GPTConfig, ModelShape, Preset
 from recipes.registry import make_techniques, technique_classes
 
 if TYPE_CHECKING:
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from launch.engine.distributed import Collectives
 
 ROOT = Path(__file__).resolve().parents[2]
+#: The sections of `zero_optimization` that say what is kept outside of the device.
+OFFLOADS = ("offload_optimizer", "offload_param")
 #: Every key for which `"auto"` has a meaning.
 AUTO_KEYS = {
     "train_batch_size",
@@ -42,12 +44,17 @@ AUTO_KEYS = {
     "data_types.keep_in_fp32_modules",  # DeepSpeed's own "auto"
     *optimizer_auto_keys(),
     *schedule_auto_keys(),
+    *(f"zero_optimization.{key}.nvme_path" for key in OFFLOADS),
     *(f"zero_optimization.{name}" for key in ZERO_AUTO for name in (key, key.removeprefix("stage3_"))),
 }
+#: Where an `"nvme_path": "auto"` is: in the run's folder, for as long as the run lasts.
+SCRATCH = "nvme"
 REST = "what is left of the global batch"
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 #: What is assumed where a run is explained without its corpus.
 GPT2_VOCAB_SIZE = 50_257
+#: DeepSpeed's default for `offload_param.buffer_size`, elements.
+BUFFER_SIZE = 100_000_000
 MAX_TOKENS = 10**18  # positions in the data are int64
 
 
@@ -115,6 +122,20 @@ class RunConfig:
         """`fp16`, `bf16` or `fp32`."""
         return next((name for name in ("fp16", "bf16") if self.engine.get(name, {}).get("enabled")), "fp32")
 
+    def offload(self, key: str) -> str:
+        """Where `offload_optimizer` or `offload_param` puts its tensors: "none", "cpu" or "nvme"."""
+        return (self.engine["zero_optimization"].get(key) or {}).get("device") or "none"
+
+    @property
+    def uses_nvme(self) -> bool:
+        """Whether anything is offloaded to a drive."""
+        return any(self.offload(key) == "nvme" for key in OFFLOADS)
+
+    @property
+    def scratch(self) -> Path:
+        """The folder that an `"nvme_path": "auto"` stands for; what is in it is of no use after the run."""
+        return Path(self.runs_dir) / self.run_name / SCRATCH
+
     @property
     def cuda_only(self) -> list[str]:
         """The dotted keys that are switched on and that DeepSpeed can do on CUDA only."""
@@ -172,9 +193,14 @@ def resolve(argv: list[str], ranks: int | None = None) -> tuple[RunConfig, argpa
     ranks = ranks or _ranks(flags)
     preset, shape = _model(flags)
     file = str(ROOT / recipe.config) if recipe else flags.deepspeed_config
+    run_name = flags.run_name or (recipe.name if recipe else Path(file).stem)
     engine = EngineJson(file, flags.overrides)
     claimed = {name: cls for cls in technique_classes() for name in cls.sections}
     engine.check_keys({name: section_rule(cls) for name, cls in claimed.items()}, AUTO_KEYS)
+    for key in OFFLOADS:
+        if (engine.get("zero_optimization", key) or {}).get("nvme_path") == "auto":
+            path = ("zero_optimization", key, "nvme_path")
+            engine.settle(path, str(Path(flags.runs_dir) / run_name / SCRATCH), "auto: in the run's folder")
     check_combinations(engine, ranks, shape.d_model, claimed)
     optimizer, lr = resolve_optimizer(engine, flags, preset)
     global_batch, micro_batch, accumulation = _batch(engine, flags, preset, ranks)
@@ -187,7 +213,7 @@ def resolve(argv: list[str], ranks: int | None = None) -> tuple[RunConfig, argpa
     corpus, missing = _corpus(flags, shape)
     own = {key: engine.values[key] for key in claimed if key in engine.values}
     config = RunConfig(
-        run_name=flags.run_name or (recipe.name if recipe else Path(file).stem),
+        run_name=run_name,
         runs_dir=flags.runs_dir,
         resume=flags.resume,
         data=flags.data,
@@ -221,11 +247,25 @@ def resolve(argv: list[str], ranks: int | None = None) -> tuple[RunConfig, argpa
         lacks=(*engine.lacks, *missing),
         origins=_origins(engine, flags) | {"steps": length_from},
     )
+    _check_swap_buffers(engine, config)
     try:
         make_techniques(config)  # each checks its own section when it is built
     except ValueError as reason:
         raise UsageError(_placed(engine, str(reason))) from None
     return config, flags
+
+
+def _check_swap_buffers(engine: EngineJson, config: RunConfig) -> None:
+    """On a drive, each rank's part of a weight goes through a buffer that holds it whole."""
+    path = ("zero_optimization", "offload_param", "buffer_size")
+    model = GPTConfig(**asdict(config.shape), vocab_size=config.vocab_size)
+    largest = -(-max(model.padded_vocab_size, 4 * model.d_model, model.seq_len) * model.d_model // config.ranks)
+    size = engine.get(*path)
+    if config.offload("offload_param") == "nvme" and largest > (BUFFER_SIZE if size is None else size):
+        raise UsageError(
+            f"{engine.where(path)}: is {size if size is not None else f'left out, which is {BUFFER_SIZE}'}, but a rank's part of the largest "
+            f"weight has {largest:,} elements; write {largest} or more, or use more ranks"
+        )
 
 
 def _corpus(flags: argparse.Namespace, shape: ModelShape) -> tuple[Corpus | None, list[str]]:
