@@ -49,3 +49,29 @@ def two_ranks():
 
     with Ranks(2) as ranks:
         yield ranks
+
+
+def _on_this_machine(expression: str) -> bool:
+    """The value of an expression about DeepSpeed's accelerator `accelerator`, asked in a process of its own: this one imports no torch."""
+    code = f"from deepspeed.accelerator import get_accelerator; accelerator = get_accelerator(); print(bool({expression}))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return done.stdout.split()[-1] == "True"
+
+
+@pytest.fixture(scope="session")
+def has_fp16() -> bool:
+    """Whether this machine's processor or GPU computes in fp16, as DeepSpeed sees it."""
+    return _on_this_machine("accelerator.is_fp16_supported()")
+
+
+@pytest.fixture(scope="session")
+def has_libaio() -> bool:
+    """Whether DeepSpeed's async_io can be built here, with which it offloads to a drive."""
+    return _on_this_machine("accelerator.create_op_builder('AsyncIOBuilder').is_compatible()")
+
+
+@pytest.fixture
+def drive(has_libaio) -> None:
+    """For tests that offload to a drive."""
+    if not has_libaio:
+        pytest.skip("libaio with its headers is not installed (apt install libaio-dev)")

@@ -81,14 +81,6 @@ def test_it_trains_on_two_ranks(name, corpus, tmp_path, two_ranks):
     assert losses[-1] < losses[0] - 0.1
 
 
-@pytest.fixture(scope="module")
-def has_fp16() -> bool:
-    """Whether this machine's processor or GPU computes in fp16, as DeepSpeed sees it."""
-    code = "from deepspeed.accelerator import get_accelerator as a; print(bool(a().is_fp16_supported()))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    return done.stdout.split()[-1] == "True"
-
-
 @pytest.mark.parametrize("name", [name for name in GRID if name.endswith("fp16")])
 def test_fp16_trains_where_there_is_fp16(name, has_fp16, corpus, tmp_path, two_ranks):
     if not has_fp16:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -26,7 +27,14 @@ def run_all_but(index: int) -> Callable[[torch.nn.ModuleList, torch.Tensor], tor
     return run
 
 
-def reference_losses(
+class Step(NamedTuple):
+    """What the reference saw in a step."""
+
+    loss: float
+    norm: float  # of the gradients, before clipping
+
+
+def reference_steps(
     corpus_path: Path,
     shape: dict,
     steps: int,
@@ -37,11 +45,13 @@ def reference_losses(
     clip: float = 1.0,
     accumulation: int = 1,
     drops_block_1: Callable[[int, int], bool] = lambda step, micro_step: False,
-) -> list[float]:
-    """Losses of `steps` steps in fp32 over the whole global batch, the gradient norm taken in fp64.
+    skips: Collection[int] = (),
+) -> list[Step]:
+    """`steps` steps in fp32 over the whole global batch, the gradient norm taken in fp64.
 
     accumulation: into how many micro-batches the global batch is cut; of meaning only where `drops_block_1(step, micro_step)` says so.
     A parameter without a gradient has the gradient 0, and Adam steps it.
+    skips: steps whose update is not made; the learning rate goes on.
     """
     corpus = open_corpus(corpus_path)
     length = shape["seq_len"]
@@ -55,7 +65,7 @@ def reference_losses(
     optimizer = torch.optim.AdamW(
         [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}], lr=lr, betas=(0.9, 0.95), eps=1e-8
     )
-    losses = []
+    seen = []
     for step in range(1, steps + 1):
         if step < warmup:
             rate = lr * step / warmup
@@ -76,7 +86,8 @@ def reference_losses(
         norm = math.sqrt(sum(float(p.grad.double().pow(2).sum()) for p in model.parameters()))
         for p in model.parameters():
             p.grad *= min(1.0, clip / (norm + 1e-6))
-        optimizer.step()
+        if step not in skips:
+            optimizer.step()
         optimizer.zero_grad()
-        losses.append(mean)
-    return losses
+        seen.append(Step(mean, norm))
+    return seen
