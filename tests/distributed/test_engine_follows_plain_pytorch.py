@@ -5,7 +5,9 @@ In fp32 within what the order of sums does; in bf16 and fp16 within what their r
 
 from __future__ import annotations
 
+import itertools
 import json
+from collections.abc import Callable
 
 import pytest
 
@@ -17,8 +19,9 @@ STEPS, BATCH, LR, WARMUP, SEED = 30, 12, 1e-3, 3, 5
 SMALL = {"n_layer": 2, "n_head": 2, "d_model": 64, "seq_len": 32}
 #: fp32: above what the order of sums does (2e-6), below the smallest fault that was found (3.7e-5, a norm summed in fp32).
 TOLERANCE = 1e-5
-#: bf16 keeps 8 bits: sums in another order differ by up to 2e-3 in the loss; uncorrected faults by 4.8e-2.
-BF16_STAGES, BF16_FP32 = 5e-3, 3e-2
+#: bf16 keeps 8 bits: the order of sums moves the loss by up to 1.3e-3, an uncorrected fault by 4.8e-2. At half of the learning rate: at
+#: the full one the gradient of step 9 has a norm of 20.7, which makes 2e-2 of any rounding of the weights in that one step.
+BF16_STAGES, BF16_FP32, BF16_LR = 5e-3, 3e-2, 5e-4
 #: fp16 keeps 11 bits.
 FP16_FP32 = 1e-2
 ON_DRIVE = {"device": "nvme", "nvme_path": "auto"}
@@ -31,31 +34,25 @@ FORMS = {
 }
 
 
-def cases(*quick: tuple[int, int]) -> list:
-    """(form, accumulation, ranks), all of them; what is offloaded is left to `make test_all`, but for `quick`, and so is the rest
-    where any are given."""
-    hardest = (3, 2)
-    return [
-        pytest.param(
-            form,
-            accumulation,
-            ranks,
-            marks=[] if (accumulation, ranks) in (quick or ({hardest} if "off" in form else {(1, 1), (1, 2), (3, 1), (3, 2)})) else [LONG],
-        )
-        for form in FORMS
-        for accumulation in (1, 3)
-        for ranks in (1, 2)
-    ]
+def grid(is_quick: Callable[[str, int, int], bool]) -> pytest.MarkDecorator:
+    """All of (form, accumulation, ranks); what is not quick is left to `make test_all`."""
+    every = itertools.product(FORMS, (1, 3), (1, 2))
+    marked = [pytest.param(*case, marks=[] if is_quick(*case) else pytest.mark.long) for case in every]
+    return pytest.mark.parametrize(("form", "accumulation", "ranks"), marked)
 
 
-LONG = pytest.mark.long
-GRID = pytest.mark.parametrize(("form", "accumulation", "ranks"), cases())
-HARDEST = pytest.mark.parametrize(("form", "accumulation", "ranks"), cases((3, 2)))
+def is_hardest(form: str, accumulation: int, ranks: int) -> bool:
+    return (accumulation, ranks) == (3, 2)
 
 
 @pytest.fixture(scope="module")
 def reference(corpus) -> list[Step]:
     return reference_steps(corpus, SHAPE, STEPS, BATCH, LR, WARMUP, SEED)
+
+
+@pytest.fixture(scope="module")
+def slower_reference(corpus) -> list[Step]:
+    return reference_steps(corpus, SHAPE, STEPS, BATCH, BF16_LR, WARMUP, SEED)
 
 
 @pytest.fixture(scope="module")
@@ -122,7 +119,7 @@ def trained(pool, **arguments) -> list[float]:
     return losses
 
 
-@GRID
+@grid(lambda form, accumulation, ranks: "off" not in form or is_hardest(form, accumulation, ranks))
 def test_losses_are_those_of_plain_pytorch(form, accumulation, ranks, pool, corpus, reference, seen, tmp_path):
     losses = trained(pool, flags=flags(corpus, tmp_path, SHAPE, form, ranks, accumulation))
     assert largest_difference(losses, [step.loss for step in reference]) <= TOLERANCE
@@ -142,15 +139,16 @@ def test_a_layer_without_a_gradient_is_stepped_with_zero(form, accumulation, ran
     assert largest_difference(losses, expected) <= TOLERANCE
 
 
-@HARDEST
-def test_in_bf16_the_stages_agree_and_follow_fp32(form, accumulation, ranks, pool, corpus, reference, seen, tmp_path):
-    losses = trained(pool, flags=flags(corpus, tmp_path, SHAPE, form, ranks, accumulation, "bf16"))
-    assert largest_difference(losses, [step.loss for step in reference]) <= BF16_FP32
+@grid(is_hardest)
+def test_in_bf16_the_stages_agree_and_follow_fp32(form, accumulation, ranks, pool, corpus, slower_reference, seen, tmp_path):
+    run = flags(corpus, tmp_path, SHAPE, form, ranks, accumulation, "bf16")
+    losses = trained(pool, flags=[*run, "--lr", str(BF16_LR)])
+    assert largest_difference(losses, [step.loss for step in slower_reference]) <= BF16_FP32
     assert all(largest_difference(losses, other) <= BF16_STAGES for other in seen["bf16"])
     seen["bf16"].append(losses)
 
 
-@HARDEST
+@grid(is_hardest)
 def test_in_fp16_an_overflow_on_one_rank_is_skipped_by_all(form, accumulation, ranks, pool, corpus, tmp_path):
     """From a scale of 2^16; the last rank's first micro-batch of step 4 overflows, and of steps 9 and 10."""
     overflows = (4, 9, 10)
@@ -167,4 +165,5 @@ def test_in_fp16_an_overflow_on_one_rank_is_skipped_by_all(form, accumulation, r
     # Clipping acts at the right norm: the norm before it is that of fp32, and above the limit of 1 for some steps.
     assert [line["grad_norm"] for line, _ in clean] == pytest.approx([step.norm for _, step in clean], rel=2e-2)
     assert any(step.norm > 1.0 for _, step in clean)
-    assert any(largest > 1e-2 for largest in [largest_difference([s.loss for s in expected], [s.loss for s in small_reference(corpus)])])
+    unskipped = small_reference(corpus)
+    assert max(abs(step.loss - other.loss) for step, other in zip(expected, unskipped, strict=True)) > FP16_FP32, "skipping shows"
