@@ -70,6 +70,7 @@ def train(config: RunConfig, folder: RunFolder | NoFolder, stop: StopRequest) ->
     from launch.engine.distributed import start_ranks
     from launch.engine.engine import start_engine
     from launch.engine.evaluation import Evaluation, sample_text
+    from launch.engine.histograms import GradientHistograms
     from launch.engine.meter import Meter
     from launch.run.checkpoint import Checkpoints
     from launch.run.progress import Progress
@@ -89,6 +90,7 @@ def train(config: RunConfig, folder: RunFolder | NoFolder, stop: StopRequest) ->
         state = {key: found[key] for key in state}
     folder.open_metrics(state["step"])
     meter = Meter(engine, collectives, folder.seconds_before)
+    histograms = GradientHistograms(engine, collectives, folder, config.histogram_every)
     folder.log_start(config, engine, meter, state, evaluation)
     if state["step"] == 0 and config.eval_every:
         state["val_loss"] = evaluation.loss(engine)
@@ -105,6 +107,7 @@ def train(config: RunConfig, folder: RunFolder | NoFolder, stop: StopRequest) ->
                 plan = techniques.batch_plan(step) or whole_step
                 techniques.on_step(step)
                 meter.start_step()
+                histograms.start_step(step)
                 tokens = 0
                 for batch in loader.micro_batches(state["samples"], *plan):
                     batch = techniques.on_batch(batch)
@@ -114,6 +117,7 @@ def train(config: RunConfig, folder: RunFolder | NoFolder, stop: StopRequest) ->
                     own_loss = engine.backward_and_step(engine.loss(batch), plan.accumulation)
                 mean_loss, stopped = meter.agree(own_loss, stop.poll())
                 metrics = meter.end_step(tokens)
+                histograms.end_step(step)
 
                 samples = state["samples"] + plan.micro_batch_size * plan.accumulation * collectives.world_size
                 state = {"step": step, "tokens": state["tokens"] + tokens, "samples": samples, "val_loss": None}

@@ -24,14 +24,17 @@ from recipes.technique import Technique
 
 @dataclass
 class Engine:
-    """A DeepSpeed engine with the model in it, and the few things that the training loop asks of it."""
+    """A DeepSpeed engine with the model in it, and the few things that the training loop asks of it.
+
+    `loss_scale` is that of the last backward pass.
+    """
 
     deepspeed: Any
     model_config: GPTConfig
     config: RunConfig
     corrections: list[str]
     collectives: Collectives
-    _loss_scale: float = 1.0
+    loss_scale: float = 1.0
     _micro_step: int = 0
     _loss: torch.Tensor | float = 0.0
 
@@ -59,7 +62,7 @@ class Engine:
         self._micro_step = (self._micro_step + 1) % accumulation
         self.deepspeed.set_gradient_accumulation_boundary(self._micro_step == 0)
         self.deepspeed.backward(loss if accumulation == usual else loss * (usual / accumulation))
-        self._loss_scale = float(getattr(self.deepspeed.optimizer, "loss_scale", 1.0))  # `step` may change it
+        self.loss_scale = float(getattr(self.deepspeed.optimizer, "loss_scale", 1.0))  # `step` may change it
         counters = self.deepspeed.global_steps, self.deepspeed.skipped_steps
         try:
             self.deepspeed.step()
@@ -90,7 +93,7 @@ class Engine:
             what = f"the gradients are not finite, while the loss is {sum(losses) / len(losses):.4f}"
         if self.config.precision == "fp16":
             raise TrainingFailed(
-                f"step {step}: {what}: an overflow in fp16 at the minimum loss scale of {self._loss_scale:g} (fp16.min_loss_scale); "
+                f"step {step}: {what}: an overflow in fp16 at the minimum loss scale of {self.loss_scale:g} (fp16.minloss_scale); "
                 "lower --lr, raise --warmup_steps or use the bf16 JSON"
             )
         raise TrainingFailed(f"step {step}: {what} in {self.config.precision}; lower --lr, raise --warmup_steps, or look at the data")
@@ -108,11 +111,11 @@ class Engine:
         """Of the step just done: gradient norm before clipping, the loss scale it ran with; and the updates skipped so far."""
         norm = self.deepspeed.get_global_grad_norm()
         if norm is not None and self.config.zero_stage == 0:
-            norm = norm / self._loss_scale  # stages 1, 2, 3 report it unscaled
+            norm = norm / self.loss_scale  # stages 1, 2, 3 report it unscaled
         return {
             # Infinite where fp16 overflowed, and JSON has no such number.
             "grad_norm": float(norm) if norm is not None and math.isfinite(norm) else None,
-            "loss_scale": self._loss_scale,
+            "loss_scale": self.loss_scale,
             "skipped_steps": self.deepspeed.skipped_steps,
             **({"overflow": int(not self.deepspeed.was_step_applied())} if self.config.precision == "fp16" else {}),
         }

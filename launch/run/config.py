@@ -92,6 +92,7 @@ class RunConfig:
     eval_batches: int
     save_every: int
     keep: int
+    histogram_every: int
     sample_tokens: int
     prompt: str
     quiet: bool
@@ -239,6 +240,7 @@ def resolve(argv: list[str], ranks: int | None = None) -> tuple[RunConfig, argpa
         eval_batches=flags.eval_batches,
         save_every=flags.save_every if flags.save_every is not None else -(-steps // 4),
         keep=flags.keep,
+        histogram_every=flags.histogram_every,
         sample_tokens=flags.sample_tokens,
         prompt=flags.prompt,
         quiet=flags.quiet,

@@ -64,6 +64,7 @@ RUN_VALUES = (
     "eval_batches",
     "save_every",
     "keep",
+    "histogram_every",
     "ranks",
 )
 

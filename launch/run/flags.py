@@ -123,6 +123,12 @@ def build_parser() -> Parser:
     run.add_argument("--eval_batches", type=positive, default=16, help="global batches of validation text an evaluation reads (16)")
     run.add_argument("--save_every", type=natural, help="steps between checkpoints; 0 saves at the end only (a quarter of the run)")
     run.add_argument("--keep", type=positive, default=3, help="newest checkpoints that stay, beside the best by validation (3)")
+    run.add_argument(
+        "--histogram_every",
+        type=natural,
+        default=0,
+        help="steps between histograms of the gradients' exponents, per layer, with what fp16 would make zero; 0 is off (0)",
+    )
     run.add_argument("--sample_tokens", type=natural, default=0, help="length of the text sampled at the end; 0 is off (0)")
     run.add_argument("--prompt", default="def ", help="what the sample starts with ('def ')")
     run.add_argument("--ranks", type=positive, help="number of ranks to check and explain the run for, where no launcher says it")

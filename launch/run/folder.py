@@ -1,4 +1,4 @@
-"""A run's folder: `run.json`, `metrics.jsonl`, `log.txt`, TensorBoard events, `checkpoints/`, `loss.png`.
+"""A run's folder: `run.json`, `metrics.jsonl`, `log.txt`, TensorBoard events, `checkpoints/`, `loss.png`, and on request `histograms.jsonl`.
 
 Everything downstream reads these files only. One process writes them: global rank 0. `metrics.jsonl` holds one object a step;
 a line is on the operating system's side before the next step begins, so that a killed run loses none.
@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from launch.run.errors import UsageError, say
 from launch.run.metrics import read_metrics
-from launch.run.picture import draw_loss
+from launch.run.exponents import overall
+from launch.run.picture import draw_exponents, draw_loss
 from model.accounting import parameter_count
 
 if TYPE_CHECKING:
@@ -290,6 +291,19 @@ class RunFolder:
                 os.fsync(self._metrics.fileno())
                 self._writer.flush()
 
+    def write_histograms(self, line: dict[str, Any]) -> None:
+        """Append one step's histograms to `histograms.jsonl`, draw them, and say what fp16 would lose."""
+        file = self.path / "histograms.jsonl"
+        earlier = [other for other in read_metrics(file) if other["step"] < line["step"]] if file.exists() else []  # a resume goes back
+        with _writable(self.path):
+            write_atomically(file, "".join(json.dumps(other) + "\n" for other in (*earlier, line)))
+            picture = draw_exponents(self.path, line)
+        shares = ", ".join(
+            f"{100 * overall(line, 'activation_gradients', key):.3g}% at a loss scale of {scale:,.10g}"
+            for key, scale in (("fp16_zero_at_1", 1), ("fp16_zero_at_scale", line["scale"]))
+        )
+        self.log(f"step {line['step']}: of the activation gradients fp16 holds as zero {shares}; {picture}")
+
     def close(self) -> None:
         """Flush and close everything; the lock goes last."""
         for stream in (self._metrics, self._writer, self._log, self._lock):
@@ -306,7 +320,7 @@ class NoFolder:
     def log(self, *_: Any, **__: Any) -> None:
         pass
 
-    log_start = log_end = log_failure = open_metrics = write_metrics = close = log
+    log_start = log_end = log_failure = open_metrics = write_metrics = write_histograms = close = log
 
 
 @contextlib.contextmanager

@@ -1,10 +1,12 @@
-"""`loss.png`: the curve of a run, as people look at it first."""
+"""Pictures of a run: `loss.png`, as people look at it first, and `histograms.png`, the exponents of its gradients."""
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
+from launch.run.exponents import FP16_INFINITE, FP16_SMALLEST, FP16_ZERO, KINDS, overall
 from launch.run.metrics import read_metrics
 
 
@@ -50,6 +52,83 @@ def draw_loss(run: Path, title: str, initial_loss: float) -> Path:
     figure.savefig(file)
     pyplot.close(figure)
     return file
+
+
+def draw_exponents(run: Path, line: dict[str, Any]) -> Path:
+    """Draw a line of `histograms.jsonl`: for activation and weight gradients the share of each exponent, over all layers and by layer.
+
+    The exponents are those of the gradient itself, without its loss scale; two bars show the range of fp16 at scale 1 and at the run's.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+    from matplotlib.colors import LogNorm
+
+    layers = list(line[KINDS[0]])
+    shift = round(math.log2(line["scale"]))
+    seen = [exponent for kind in KINDS for layer in line[kind].values() for exponent in layer["exponents"]]
+    low = min([*seen, FP16_ZERO - shift]) - 1
+    high = max([*seen, FP16_INFINITE]) + 1
+    figure, axes = pyplot.subplots(
+        2,
+        2,
+        figsize=(13, 4.8 + 0.26 * len(layers)),
+        dpi=110,
+        sharex=True,
+        layout="constrained",
+        height_ratios=[4.0, max(1.5, 0.26 * len(layers))],
+    )
+    for column, kind in enumerate(KINDS):
+        top, bottom = axes[0][column], axes[1][column]
+        shares = _shares(line[kind], low, high)
+        elements = [layer["elements"] for layer in line[kind].values()]
+        total = [sum(row[i] * n for row, n in zip(shares, elements, strict=True)) / max(1, sum(elements)) for i in range(high - low)]
+        top.bar(range(low, high), [100 * share for share in total], width=0.9, color="#1f6fb4")
+        top.set_yscale("log")
+        top.set_ylim(1e-5, 1e4)
+        for scale, height, color in ((1.0, 2e3, "#b3261e"), (line["scale"], 2e2, "#2e7d32")):
+            start, end = FP16_SMALLEST - math.log2(scale), FP16_INFINITE - math.log2(scale)
+            key = "fp16_zero_at_1" if scale == 1.0 else "fp16_zero_at_scale"
+            top.plot([start, end], [height, height], color=color, linewidth=5, solid_capstyle="butt")
+            label = f"fp16 at scale {scale:,.10g}: {100 * overall(line, kind, key):.3g}% are zero"
+            top.text((start + end) / 2, height * 1.35, label, color=color, ha="center", va="bottom", fontsize=9)
+            for panel in (top, bottom):
+                panel.axvline(FP16_ZERO - math.log2(scale) - 0.5, color=color, linestyle="--", linewidth=1)
+        top.set(title=f"{kind.replace('_', ' ')}, all layers", ylabel="% of the values")
+        top.set_yticks([1e-4, 1e-3, 1e-2, 1e-1, 1, 10], ["0.0001", "0.001", "0.01", "0.1", "1", "10"])
+        top.grid(axis="y", alpha=0.3)
+        mesh = bottom.pcolormesh(
+            [low - 0.5 + i for i in range(high - low + 1)],
+            [i - 0.5 for i in range(len(layers) + 1)],
+            [[100 * share or math.nan for share in row] for row in shares],
+            norm=LogNorm(1e-3, 40),
+            cmap="viridis",
+        )
+        bottom.set_yticks(range(len(layers)), layers, fontsize=8)
+        bottom.invert_yaxis()
+        bottom.set_xlabel("exponent: log2 of the gradient, without the loss scale")
+        for row, layer in enumerate(line[kind].values()):
+            text = f"{100 * layer['fp16_zero_at_1']:.3g}% | {100 * layer['fp16_zero_at_scale']:.3g}%"
+            bottom.text(1.01, row, text, transform=bottom.get_yaxis_transform(), va="center", fontsize=8)
+        bottom.set_title(f"by layer; zero in fp16 at scale 1 | {line['scale']:,.10g}", fontsize=9, loc="right")
+        bottom.set_xlim(low - 0.5, high - 0.5)
+    figure.colorbar(mesh, ax=axes[1], label="% of the layer's values", location="bottom", shrink=0.5, aspect=50)
+    scaled = f"loss scale {line['loss_scale']:,.10g}" if line["loss_scale"] else "no loss scale"
+    figure.suptitle(f"{run.name}, step {line['step']}: gradients in {line['precision']}, {scaled}")
+    file = run / "histograms.png"
+    figure.savefig(file)
+    pyplot.close(figure)
+    return file
+
+
+def _shares(layers: dict[str, dict[str, Any]], low: int, high: int) -> list[list[float]]:
+    """For each layer the share of every exponent from `low` to below `high` among all of its values."""
+    rows = []
+    for layer in layers.values():
+        exponents = {int(exponent): count for exponent, count in layer["exponents"].items()}
+        rows.append([exponents.get(exponent, 0) / max(1, layer["elements"]) for exponent in range(low, high)])
+    return rows
 
 
 def _smooth(values: list[float], weight: float = 0.9) -> list[float]:

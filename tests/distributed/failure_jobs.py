@@ -81,3 +81,9 @@ def fp16_run(flags: list[str], overflows: Sequence[int], rank: int, micro_step: 
     with fp16_allowed(), loss_times(float("inf"), overflows, rank, micro_step), started_engines() as started:
         lines = pretrain(flags)
         return {"lines": lines, "digest": weights_digest(started[0].deepspeed)}
+
+
+def pretrain_in_fp16(flags: list[str]) -> list[dict[str, Any]]:
+    """`pretrain` in fp16, also on a processor that computes it slowly."""
+    with fp16_allowed():
+        return pretrain(flags)
