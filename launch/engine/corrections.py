@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -392,10 +394,13 @@ def optimizer_on_drive_is_not_loaded(engine: Any) -> bool:
     `load_checkpoint` ("not self.zero_nvme_offload_optimizer()"). Probe: an engine of two small weights is saved, stepped and loaded; its
     weights must be those that were saved. All ranks must call this together.
     """
+    from deepspeed import comm
     from deepspeed.utils import safe_get_full_fp32_param
 
     section = dict(engine.config["zero_optimization"]["offload_optimizer"])
     folder = os.path.join(section["nvme_path"], "probe")
+    shutil.rmtree(folder, ignore_errors=True)  # of a start that was killed
+    comm.barrier()
     with _probe_engine(engine, {**section, "nvme_path": folder}) as probe:
         weight = probe.module[0].weight
         _step(probe, probe.module)
@@ -404,45 +409,63 @@ def optimizer_on_drive_is_not_loaded(engine: Any) -> bool:
         _step(probe, probe.module)
         probe.load_checkpoint(folder, tag="probe")
         lost = not torch.equal(saved, safe_get_full_fp32_param(weight))
+    comm.barrier()
+    shutil.rmtree(folder, ignore_errors=True)
     return lost
 
 
 def load_optimizer_on_drive(engine: Any) -> None:
-    """Correction: `load_checkpoint` takes the rest from the checkpoint's own file of this rank, and registers the moments on the drive."""
+    """Correction: `load_checkpoint` takes everything from the checkpoint's own files of this rank, and registers the moments on the drive."""
     load = engine.load_checkpoint
 
     def load_all(load_dir: str, tag: str, **options: Any) -> Any:
         loaded = load(load_dir, tag=tag, **options)
+        rank = engine.local_rank if engine.use_node_local_storage() else engine.global_rank
         file = engine._get_zero_ckpt_name(load_dir, tag)
         # Written by DeepSpeed with its own classes in it (the loss scaler), hence not weights_only.
-        _take_optimizer_state(engine.optimizer, torch.load(file, weights_only=False, map_location="cpu")["optimizer_state_dict"])
+        saved = torch.load(file, weights_only=False, map_location="cpu")["optimizer_state_dict"]
+        _take_optimizer_state(engine.optimizer, saved, Path(load_dir) / tag / "offloaded_tensors" / f"rank{rank:02d}")
         return loaded
 
     engine.load_checkpoint = load_all
 
 
-def _take_optimizer_state(optimizer: Any, saved: dict[str, Any]) -> None:
-    """Put into a stage 3 optimizer what it has saved; what was on the drive then is in its folder there again."""
+def _take_optimizer_state(optimizer: Any, saved: dict[str, Any], folder: Path) -> None:
+    """Put into a stage 3 optimizer what it has saved; `folder` holds the files that were on the drive then.
+
+    A file is named by the numbers of the first and the last parameter in it, `12_48.tensor.swp`, and `exp_avg-12_48.tensor.swp`. DeepSpeed
+    counts parameters through the life of a process, so that the names may be others now; their order is the same.
+    """
+    optimizer.checkpoint_event_prologue()  # frees the weights that every rank holds whole, which are gathered anew below
     optimizer.loss_scaler, optimizer.dynamic_loss_scale = saved["loss_scaler"], saved["dynamic_loss_scale"]
     optimizer._set_fp32_optimizer_param_groups()
     parameters = [parameter for group in optimizer.optimizer.param_groups for parameter in group["params"]]
     optimizer._clear_fp32_optimizer_param_groups()
     states = {id(parameter): saved["optimizer_state_dict"]["state"].get(index, {}) for index, parameter in enumerate(parameters)}
+    names = iter(sorted((file.name for file in folder.glob("[0-9]*.tensor.swp")), key=lambda name: int(name.split("_")[0])))
     for index, (parameter, weights) in enumerate(zip(optimizer.fp32_partitioned_groups_flat, saved["fp32_flat_groups"], strict=True)):
-        on_drive = optimizer._swappable_optimizer_subgroup(index)
-        if on_drive:
-            optimizer._optimizer_states_and_gradient_swap_in(index)
-        else:
-            parameter.data.copy_(weights)
         state = optimizer.optimizer.state[parameter]
-        for name, value in states[id(parameter)].items():
-            if not torch.is_tensor(value):
-                state[name] = value
-            elif value.numel():
-                state[name] = value.to(parameter.device)
-            elif name not in state:  # an optimizer that has made steps has read it already
-                file = os.path.join(optimizer.optimizer_swapper.swap_folder, f"{name}-{parameter.ds_id}.tensor.swp")
-                state[name] = torch.from_file(file, size=parameter.numel(), dtype=parameter.dtype).clone()
+        if on_drive := optimizer._swappable_optimizer_subgroup(index):
+            name = next(names)
+            optimizer._optimizer_states_and_gradient_swap_in(index)
+            weights = _read(folder / name, parameter)
+        parameter.data.copy_(weights)
+        for key, value in states[id(parameter)].items():
+            if torch.is_tensor(value):
+                value = _read(folder / f"{key}-{name}", parameter) if on_drive else value.to(parameter.device)
+                if key in state:  # of an engine that has made steps: the tensor that is registered stays
+                    state[key].data.copy_(value)
+                    continue
+            state[key] = value
         optimizer._reassign_or_swap_out_partitioned_parameters(index)
         if on_drive:
             optimizer._optimizer_states_and_gradient_swap_out(index)
+            if name != f"{parameter.ds_id}.tensor.swp":  # what DeepSpeed has copied under a name that means nothing now
+                for file in Path(optimizer.optimizer_swapper.swap_folder).glob(f"*{name}"):
+                    file.unlink()
+    optimizer.checkpoint_event_epilogue()
+
+
+def _read(file: Path, like: torch.Tensor) -> torch.Tensor:
+    """The tensor in a file of the drive; behind it the file is padded."""
+    return torch.from_file(str(file), size=like.numel(), dtype=like.dtype).clone()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Iterator
+import json
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from model.gpt import run_all_blocks
 from recipes.technique import Techniques
 from tests.distributed.reference import run_all_but
 
-CORRECTIONS = ("keep_weights_at_start", "take_norms_in_fp64", "scale_like_zero", "scale_loss", "forget_gradients")
+CORRECTIONS = ("keep_weights_at_start", "take_norms_in_fp64", "scale_like_zero", "scale_loss", "forget_gradients", "load_optimizer_on_drive")
 TINY = ["--n_layer", "2", "--n_head", "2", "--d_model", "64", "--seq_len", "32", "--global_batch_size", "8", "--steps", "8"]
 
 
@@ -188,25 +189,30 @@ def move_of_a_block_without_gradients(corpus: str, stage: int, offload: bool, wi
         return {"moved": float((places[1] - places[0]).abs().max()), "applied": engine.corrections}
 
 
-def probe_on_an_engine_that_forgets(corpus: str, stage: int, offload: bool) -> bool:
-    """What the probe for stale gradients says where every engine has been mended."""
+def with_every_engine_mended(correct: Callable[[Any], None], probe: Callable[[], bool]) -> bool:
+    """What `probe` says where every engine that is started has been corrected already."""
     import deepspeed
 
+    initialize = deepspeed.initialize
+
+    def initialize_mended(**arguments: Any) -> Any:
+        built = initialize(**arguments)
+        correct(built[0])
+        return built
+
+    deepspeed.initialize = initialize_mended
+    try:
+        return probe()
+    finally:
+        deepspeed.initialize = initialize
+
+
+def probe_on_an_engine_that_forgets(corpus: str, stage: int, offload: bool) -> bool:
+    """What the probe for stale gradients says where every engine has been mended."""
     with engine_as_shipped():
         flags = ["--set", 'zero_optimization.offload_optimizer={"device": "cpu"}'] if offload else []
         engine = start(corpus, stage, "fp32", *flags)
-        initialize = deepspeed.initialize
-
-        def initialize_mended(**arguments: Any) -> Any:
-            built = initialize(**arguments)
-            corrections.forget_gradients(built[0])
-            return built
-
-        deepspeed.initialize = initialize_mended
-        try:
-            return corrections.gradients_go_stale(engine.deepspeed)
-        finally:
-            deepspeed.initialize = initialize
+        return with_every_engine_mended(corrections.forget_gradients, lambda: corrections.gradients_go_stale(engine.deepspeed))
 
 
 def probes_on_a_mended_engine(corpus: str) -> dict[str, Any]:
@@ -269,3 +275,39 @@ def update_at_an_initial_scale_of_one(corpus: str, without: str | None = None) -
             norms.append(engine.step_metrics()["grad_norm"])
         assert engine.deepspeed.optimizer.loss_scale == 16.0
         return norms
+
+
+def resumed_from_a_drive(corpus: str, runs: str, without: str | None = None) -> dict[str, Any]:
+    """Losses of five steps on one batch with the optimizer on a drive; and of the last two again, by an engine that loads step 3.
+
+    With the correction also what the probe says of an engine that has it.
+    """
+    section = {"device": "nvme", "nvme_path": f"{runs}/{without}"}
+    flags = ["--d_model", "256", "--set", f"zero_optimization.offload_optimizer={json.dumps(section)}"]
+
+    def started() -> Engine:
+        return start(corpus, 3, "fp32", *flags, without=without)
+
+    def losses(engine: Engine, steps: range) -> list[float]:
+        seen = []
+        for step in steps:
+            engine.set_learning_rate(step * engine.config.tokens_per_step)
+            loss = engine.loss(one_batch(engine))
+            engine.backward_and_step(loss, 1)
+            seen.append(loss.item())
+        return seen
+
+    with engine_as_shipped():
+        first = started()
+        losses(first, range(1, 4))
+        first.deepspeed.save_checkpoint(runs, tag=f"saved-{without}")
+        uninterrupted = losses(first, range(4, 6))
+        second = started()
+        second.deepspeed.load_checkpoint(runs, tag=f"saved-{without}")
+        return {
+            "uninterrupted": uninterrupted,
+            "resumed": losses(second, range(4, 6)),
+            "probe_on_a_mended_engine": with_every_engine_mended(
+                corrections.load_optimizer_on_drive, lambda: corrections.optimizer_on_drive_is_not_loaded(second.deepspeed)
+            ),
+        }

@@ -18,9 +18,11 @@ from launch.run.metrics import read_metrics
 from model.presets import GPTConfig
 from recipes import registry
 from recipes.technique import Technique, Techniques
+from tests.distributed.correction_jobs import fp16_allowed
 from tests.helpers import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
+PARTS = ("weights", "gradients", "master_weights", "optimizer_states")
 
 
 def plan_of(config: RunConfig) -> MemoryPlan:
@@ -34,16 +36,16 @@ def plan_of(config: RunConfig) -> MemoryPlan:
 # --- model states ------------------------------------------------------------------------------------------------------------------------
 
 
-class _StatesAtStep(Technique):
-    """Counts the engine's tensors at the end of the second step's backward pass, when all model states are there."""
+class _StatesInStep(Technique):
+    """Counts the engine's tensors at the end of each backward pass of the second step, when all model states are there."""
 
     def attach(self, engine: Any, collectives: Any) -> None:
-        self.calls, self.found, step = 0, {}, engine.step
+        self.calls, self.found, step = 0, [], engine.step
 
         def counted_step(*arguments: Any, **options: Any) -> Any:
             self.calls += 1
-            if self.calls == 2 * engine.gradient_accumulation_steps():
-                self.found = states_of(engine)
+            if engine.gradient_accumulation_steps() < self.calls <= 2 * engine.gradient_accumulation_steps():
+                self.found.append(states_of(engine))
             return step(*arguments, **options)
 
         engine.step = counted_step
@@ -112,28 +114,42 @@ def tensors_in(holder: Any) -> Iterator[Any]:
         yield from itertools.chain.from_iterable(tensors_in(item) for item in holder)
 
 
-def model_states(flags: list[str]) -> dict[str, Any]:
-    """Train two steps in this pool of ranks; (measured, predicted) bytes of each part on this rank."""
+def states_in_step(flags: list[str]) -> tuple[RunConfig, list[dict[str, int]]]:
+    """Train two steps in this pool of ranks; this rank's model states after each backward pass of the second."""
     from launch.pretrain import train
     from launch.run.signals import StopRequest
 
-    config, _ = resolve([*flags, "--steps", "2", "--quiet"])
-    before = sum(known_storages().values())  # of this pool's earlier jobs
-    technique = _StatesAtStep({}, config)
-    make, registry.make_techniques = registry.make_techniques, lambda run: Techniques([technique])
+    config, _ = resolve([*flags, "--steps", "2", "--eval_every", "0", "--save_every", "0", "--quiet"])
+    technique = _StatesInStep({}, config)
+    make = registry.make_techniques
+    registry.make_techniques = lambda run: Techniques([*make(run).members, technique])
     try:
         assert train(config, NoFolder(), StopRequest()) == 0
     finally:
         registry.make_techniques = make
         gc.collect()
-    plan = plan_of(config)
-    parts = ("weights", "gradients", "master_weights", "optimizer_states")
     assert technique.found, "no second step"
+    return config, technique.found
+
+
+def model_states(flags: list[str]) -> dict[str, Any]:
+    """(measured, predicted) bytes of each part on this rank, at the end of a step."""
+    before = sum(known_storages().values())  # of this pool's earlier jobs
+    config, (*_, found) = states_in_step(flags)
+    plan = plan_of(config)
     return (
-        {"not in a part": technique.found["not in a part"] - before, "buffers": plan.buffers}
+        {"not in a part": found["not in a part"] - before, "buffers": plan.buffers}
         | {"rank": int(os.environ["RANK"])}
-        | {name: (technique.found[name], getattr(plan, name)) for name in parts}
+        | {name: (found[name], getattr(plan, name)) for name in PARTS}
     )
+
+
+def largest_states(flags: list[str]) -> dict[str, int]:
+    """Bytes of each part on this rank after that backward pass of a step after which they are most; fp16 also where it is slow."""
+    with fp16_allowed():
+        _, found = states_in_step(flags)
+    largest = max(found, key=lambda states: sum(states[part] for part in PARTS))
+    return {part: largest[part] for part in PARTS}
 
 
 # --- peaks ------------------------------------------------------------------------------------------------------------------------

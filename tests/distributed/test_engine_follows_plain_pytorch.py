@@ -30,7 +30,7 @@ FORMS = {
     **{f"stage {stage}": (stage, {}) for stage in (0, 1, 2, 3)},
     **{f"stage {stage}, optimizer offloaded": (stage, {"offload_optimizer": {"device": "cpu"}}) for stage in (1, 2, 3)},
     "stage 3, all offloaded": (3, {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}),
-    "stage 3, all off on a drive": (3, {"offload_optimizer": ON_DRIVE, "offload_param": ON_DRIVE}),
+    "stage 3, all off on a drive": (3, {"offload_optimizer": ON_DRIVE, "offload_param": {**ON_DRIVE, "buffer_size": 1_000_000}}),
 }
 
 

@@ -7,14 +7,15 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.model_states import bytes_per_parameter
 from data_pipeline.shards import open_corpus
 from launch.run.config import resolve
 from launch.run.memory import LOSS_ROWS, bytes_sent_per_step
+from model.accounting import parameter_count
 from model.presets import GPTConfig
-from tests.distributed.memory_jobs import ROOT, run_and_plan
+from tests.distributed.memory_jobs import PARTS, ROOT, run_and_plan
 
 SHAPE = ["--n_layer", "3", "--n_head", "2", "--d_model", "128", "--seq_len", "32"]
-PARTS = ("weights", "gradients", "master_weights", "optimizer_states")
 STATES_WITHIN = 0.02
 PEAK_WITHIN = 0.15
 
@@ -45,6 +46,17 @@ def test_model_states_are_those_of_the_engine(two_ranks, corpus, tmp_path, stage
     assert all(rank["not in a part"] <= rank["buffers"] + 4 * 2**20 for rank in ranks), ranks
     measured, predicted = (max(sum(rank[part][i] for part in PARTS) for rank in ranks) for i in (0, 1))
     assert measured == pytest.approx(predicted, rel=STATES_WITHIN)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_model_states_are_what_the_zero_paper_says(two_ranks, corpus, tmp_path, stage, precision):
+    """At their most in a step of two micro-batches: 16 bytes a parameter, of which a stage divides its share by the ranks."""
+    run = flags(corpus, tmp_path, f"zero{stage}_{precision}", *SHAPE, "--micro_batch_size", "1", "--global_batch_size", "4")
+    config, _ = resolve(run, ranks=2)
+    parameters = parameter_count(GPTConfig(**vars(config.shape), vocab_size=config.corpus.vocab_size))
+    for states in two_ranks.run("tests.distributed.memory_jobs:largest_states", flags=run):
+        assert sum(states.values()) == pytest.approx(parameters * bytes_per_parameter(stage, 2, precision), rel=0.1)
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])

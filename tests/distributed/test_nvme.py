@@ -1,0 +1,95 @@
+"""Offload to a drive: the losses of CPU offload, a resume that goes on bit for bit, and one line where libaio is missing.
+
+That the losses are those of a plain PyTorch loop too is in test_engine_follows_plain_pytorch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from launch.run.config import resolve
+from launch.run.errors import UsageError
+from launch.run.metrics import read_metrics
+
+ROOT = Path(__file__).resolve().parents[2]
+#: c_fc and c_proj are large enough for the drive (1 MiB of fp32), biases and norms are not.
+SHAPE = ["--n_layer", "2", "--n_head", "2", "--d_model", "256", "--seq_len", "32", "--global_batch_size", "4", "--micro_batch_size", "1"]
+JOB = "tests.distributed.jobs:pretrain"
+#: What is on the drive, and where the rest is.
+PLACES = [("nvme", None), ("nvme", "nvme"), ("cpu", "nvme"), (None, "nvme")]
+
+
+def flags(corpus, runs: Path, config: str, name: str, optimizer: str | None, param: str | None, *more: str) -> list[str]:
+    run = ["--deepspeed_config", f"ds_configs/{config}.json", *SHAPE, "--data", str(corpus), "--runs_dir", str(runs), "--run_name", name]
+    run += ["--steps", "6", "--lr", "1e-3", "--eval_every", "0", "--save_every", "3", *more]
+    # The buffers of weights are locked in memory, in full: five of a million elements are enough here, the default is a hundred millions.
+    for key, device, sizes in (("offload_optimizer", optimizer, {}), ("offload_param", param, {"buffer_size": 1_000_000})):
+        if device:
+            run += ["--set", f"zero_optimization.{key}={json.dumps({'device': device, 'nvme_path': 'auto', **sizes})}"]
+    return run
+
+
+def losses(lines: list[dict]) -> list[float]:
+    return [line["loss"] for line in lines]
+
+
+@pytest.mark.parametrize("config", ["zero3_fp32", "zero3_bf16"])
+@pytest.mark.parametrize("places", PLACES, ids=str)
+def test_it_trains_and_resumes_as_with_cpu_offload(places, config, drive, two_ranks, corpus, tmp_path):
+    on_cpu = two_ranks.run(JOB, flags=flags(corpus, tmp_path, config, "cpu", *("cpu" if place else None for place in places)))[0]
+    run = flags(corpus, tmp_path, config, "drive", *places)
+    on_drive = two_ranks.run(JOB, flags=run)[0]
+    assert losses(on_drive) == losses(on_cpu)
+    assert (tmp_path / "drive" / "nvme" / "zero_stage_3").is_dir()
+    shutil.rmtree(tmp_path / "drive" / "checkpoints" / "step-00000006")
+    shutil.rmtree(tmp_path / "drive" / "nvme")
+    resumed = two_ranks.run(JOB, flags=[*run, "--resume"])[0]
+    assert losses(resumed) == losses(on_drive)
+
+
+def test_deepspeed_loses_the_optimizer_on_a_drive_without_the_correction(drive, two_ranks, corpus, tmp_path):
+    job = {"job": "tests.distributed.correction_jobs:resumed_from_a_drive", "corpus": str(corpus), "runs": str(tmp_path)}
+    wrong, right = two_ranks.run(**job, without="load_optimizer_on_drive")[0], two_ranks.run(**job)[0]
+    assert wrong["resumed"] != wrong["uninterrupted"], "this DeepSpeed no longer shows the fault: see whether the correction can go"
+    assert right["resumed"] == right["uninterrupted"]
+    assert right["probe_on_a_mended_engine"] is False
+
+
+def test_a_run_leaves_nothing_on_the_drive(drive, corpus, tmp_path):
+    command = [sys.executable, "launch/pretrain.py", *flags(corpus, tmp_path, "zero3_bf16", "r", "nvme", "nvme")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "r" / "nvme").exists()
+    assert len(read_metrics(tmp_path / "r" / "metrics.jsonl")) == 6
+
+
+def test_without_libaio_one_line_names_the_package(corpus, tmp_path):
+    """Where it is installed, a compiler that finds nothing stands for its absence."""
+    command = [sys.executable, "launch/pretrain.py", *flags(corpus, tmp_path, "zero3_bf16", "r", "nvme", "nvme")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env={**os.environ, "CC": "/bin/false"})
+    assert done.returncode == 2, done.stderr
+    (error,) = [line for line in done.stderr.splitlines() if line.startswith("error:")]
+    assert "needs libaio" in error
+    assert "apt install libaio-dev" in error
+    assert not (tmp_path / "r").exists()
+
+
+@pytest.mark.parametrize(
+    ("key", "values", "message"),
+    [
+        ("offload_optimizer", {"device": "nvme"}, 'device "nvme" needs "nvme_path"'),
+        ("offload_optimizer", {"device": "nvme", "nvme_path": "auto", "buffer_count": 3}, "buffer_count'?: is too small for Adam"),
+        ("offload_param", {"device": "nvme", "nvme_path": "auto", "buffer_size": 1000}, "is 1000, but a rank's part of the largest weight has"),
+    ],
+)
+def test_what_deepspeed_would_stop_at_later_is_refused(key, values, message, corpus, tmp_path):
+    with pytest.raises(UsageError, match=message):
+        resolve([*flags(corpus, tmp_path, "zero3_bf16", "r", None, None), "--set", f"zero_optimization.{key}={json.dumps(values)}"], ranks=2)
