@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -33,22 +35,62 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out / "tokens"
 
 
+class Pools:
+    """Pools of ranks by device and size, each started when it is first asked for and kept for the whole session."""
+
+    def __init__(self) -> None:
+        self._exit = contextlib.ExitStack()
+        self._pools: dict[tuple[str, int], Any] = {}
+
+    def of(self, size: int, device: str = "cpu") -> Any:
+        from tests.distributed.ranks import Ranks
+
+        if (device, size) not in self._pools:
+            self._pools[device, size] = self._exit.enter_context(Ranks(size, device))
+        return self._pools[device, size]
+
+    def close(self) -> None:
+        self._exit.close()
+
+
 @pytest.fixture(scope="session")
-def one_rank():
-    """A pool of one rank."""
-    from tests.distributed.ranks import Ranks
-
-    with Ranks(1) as ranks:
-        yield ranks
+def pools():
+    """All pools of ranks."""
+    every = Pools()
+    yield every
+    every.close()
 
 
 @pytest.fixture(scope="session")
-def two_ranks():
-    """A pool of two ranks."""
-    from tests.distributed.ranks import Ranks
+def one_rank(pools):
+    """A pool of one rank, on the CPU."""
+    return pools.of(1)
 
-    with Ranks(2) as ranks:
-        yield ranks
+
+@pytest.fixture(scope="session")
+def two_ranks(pools):
+    """A pool of two ranks, on the CPU."""
+    return pools.of(2)
+
+
+def gpus() -> int:
+    """How many CUDA GPUs this machine has."""
+    return len(list(Path("/dev").glob("nvidia[0-9]*")))
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """A test that asks for `device` runs on the CPU, and on CUDA where there is a GPU."""
+    if "device" in metafunc.fixturenames:
+        metafunc.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)], scope="session")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what needs more GPUs than there are: a rank needs one of its own."""
+    for item in items:
+        if item.get_closest_marker("cuda"):
+            needed = getattr(item, "callspec").params.get("ranks", 1)
+            if gpus() < needed:
+                item.add_marker(pytest.mark.skip(reason=f"needs {needed} CUDA GPU(s), this machine has {gpus()}"))
 
 
 def _on_this_machine(expression: str) -> bool:

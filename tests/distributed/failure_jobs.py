@@ -69,7 +69,7 @@ def weights_digest(deepspeed_engine: Any) -> str:
     digest = hashlib.sha256()
     for parameter in deepspeed_engine.module.parameters():
         with deepspeed.zero.GatheredParameters([parameter], enabled=hasattr(parameter, "ds_id")):
-            digest.update(parameter.detach().float().numpy().tobytes())
+            digest.update(parameter.detach().float().cpu().numpy().tobytes())
     return digest.hexdigest()
 
 

@@ -21,12 +21,13 @@ from recipes.technique import BatchPlan, Run, Technique, Techniques
 from tests.distributed.reference import run_all_but
 
 
-def pretrain(flags: list[str]) -> list[dict[str, Any]]:
-    """`launch/pretrain.py` with `flags`, in this process group; the lines of its metrics."""
+def pretrain(flags: list[str], matmul_precision: str = "highest") -> list[dict[str, Any]]:
+    """`launch/pretrain.py` with `flags`, in this process group; the lines of its metrics. On CUDA "high" is TF32."""
     config, _ = resolve([*flags, "--quiet"])
     path = Path(config.runs_dir) / config.run_name
     folder = RunFolder(path, describe_run(config), quiet=True) if os.environ["RANK"] == "0" else NoFolder()
     linear = torch.nn.functional.linear
+    torch.set_float32_matmul_precision(matmul_precision)
     try:
         assert train(config, folder, StopRequest()) == 0
     finally:

@@ -19,10 +19,10 @@ JOB_SECONDS = 240.0
 
 
 class Ranks:
-    """`size` ranks; `run("module:function", **arguments)` runs a function on all of them and returns their results by rank."""
+    """`size` ranks on "cpu" or "cuda"; `run("module:function", **arguments)` runs a function on all of them and returns their results by rank."""
 
-    def __init__(self, size: int):
-        self.size = size
+    def __init__(self, size: int, device: str = "cpu"):
+        self.size, self.device = size, device
         self._processes: list[multiprocessing.Process] = []
         self._pipes: list[Connection] = []
 
@@ -60,7 +60,7 @@ class Ranks:
         port = free_port()
         for rank in range(self.size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, self.size, port, theirs), daemon=True)
+            process = context.Process(target=_serve, args=(rank, self.size, self.device, port, theirs), daemon=True)
             process.start()
             theirs.close()
             self._processes.append(process)
@@ -73,9 +73,9 @@ class Ranks:
         self._processes, self._pipes = [], []
 
 
-def _serve(rank: int, size: int, port: int, pipe: Connection) -> None:
+def _serve(rank: int, size: int, device: str, port: int, pipe: Connection) -> None:
     names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    os.environ |= {name: str(value) for name, value in names.items()}
+    os.environ |= {name: str(value) for name, value in names.items()} | {"DS_ACCELERATOR": device}
     from launch.engine.distributed import start_ranks
 
     start_ranks()

@@ -46,6 +46,7 @@ def reference_steps(
     accumulation: int = 1,
     drops_block_1: Callable[[int, int], bool] = lambda step, micro_step: False,
     skips: Collection[int] = (),
+    device: str = "cpu",
 ) -> list[Step]:
     """`steps` steps in fp32 over the whole global batch, the gradient norm taken in fp64.
 
@@ -59,7 +60,7 @@ def reference_steps(
         [np.fromfile(corpus.path / shard["file"], dtype=corpus.manifest["dtype"]) for shard in corpus.manifest["splits"]["train"]["shards"]]
     )
     order = shuffled_positions((len(data) - 1) // length, f"{corpus.fingerprint}:{seed}", 0, steps * batch)
-    model = GPT(GPTConfig(**shape, vocab_size=corpus.vocab_size, init_seed=seed))
+    model = GPT(GPTConfig(**shape, vocab_size=corpus.vocab_size, init_seed=seed)).to(device)
     matrices = [p for p in model.parameters() if p.ndim >= 2]
     vectors = [p for p in model.parameters() if p.ndim < 2]
     optimizer = torch.optim.AdamW(
@@ -74,7 +75,7 @@ def reference_steps(
         for group in optimizer.param_groups:
             group["lr"] = rate
         rows = [data[i * length : i * length + length + 1] for i in order[(step - 1) * batch : step * batch]]
-        tokens = torch.from_numpy(np.stack(rows).astype(np.int64))
+        tokens = torch.from_numpy(np.stack(rows).astype(np.int64)).to(device)
         mean = 0.0
         for micro_step, micro_batch in enumerate(tokens.chunk(accumulation)):
             model.block_runner = run_all_but(1) if drops_block_1(step, micro_step) else run_all_blocks

@@ -1,6 +1,7 @@
 """Every ZeRO stage and offload, on one and two ranks, with and without accumulation, trains what a plain PyTorch loop trains.
 
-In fp32 within what the order of sums does; in bf16 and fp16 within what their rounding does.
+In fp32 within what the order of sums does; in TF32, bf16 and fp16 within what their rounding does. On the CPU, and on CUDA where there is
+a GPU (a rank needs one of its own).
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Callable
+from functools import cache
 
 import pytest
 
@@ -46,32 +48,31 @@ def is_hardest(form: str, accumulation: int, ranks: int) -> bool:
 
 
 @pytest.fixture(scope="module")
-def reference(corpus) -> list[Step]:
-    return reference_steps(corpus, SHAPE, STEPS, BATCH, LR, WARMUP, SEED)
+def reference(corpus, device) -> list[Step]:
+    return reference_steps(corpus, SHAPE, STEPS, BATCH, LR, WARMUP, SEED, device=device)
 
 
 @pytest.fixture(scope="module")
-def slower_reference(corpus) -> list[Step]:
-    return reference_steps(corpus, SHAPE, STEPS, BATCH, BF16_LR, WARMUP, SEED)
+def slower_reference(corpus, device) -> list[Step]:
+    return reference_steps(corpus, SHAPE, STEPS, BATCH, BF16_LR, WARMUP, SEED, device=device)
 
 
 @pytest.fixture(scope="module")
-def small_references(corpus) -> dict[int | None, list[float]]:
-    """By accumulation: a block that is left out of the last micro-batch only has a gradient from the others. None: nothing left out."""
+def small_reference(corpus, device) -> Callable[..., list[Step]]:
+    """The reference of a small model, by its options; each is computed once."""
 
-    def losses(accumulation: int) -> list[float]:
-        dropped = lambda step, micro_step: drops_block_1(step, micro_step, accumulation)  # noqa: E731
-        return [step.loss for step in small_reference(corpus, accumulation=accumulation, drops_block_1=dropped)]
+    @cache
+    def steps(accumulation: int = 1, drops: bool = False, skips: tuple[int, ...] = ()) -> list[Step]:
+        """drops: whether block 1 is left out of some steps, and of the last micro-batch of others, whose gradient the others bring."""
+        dropped = (lambda step, micro_step: drops_block_1(step, micro_step, accumulation)) if drops else (lambda *_: False)
+        options = {"accumulation": accumulation, "drops_block_1": dropped, "skips": skips, "device": device}
+        return reference_steps(corpus, SMALL, STEPS, BATCH, LR, WARMUP, SEED, **options)
 
-    return {None: [step.loss for step in small_reference(corpus)], **{number: losses(number) for number in (1, 3)}}
-
-
-def small_reference(corpus, **options) -> list[Step]:
-    return reference_steps(corpus, SMALL, STEPS, BATCH, LR, WARMUP, SEED, **options)
+    return steps
 
 
 @pytest.fixture(scope="module")
-def seen() -> dict[str, list[list[float]]]:
+def seen(device) -> dict[str, list[list[float]]]:
     """The losses of the runs so far, by precision: the stages are held against each other too."""
     return {"fp32": [], "bf16": []}
 
@@ -98,15 +99,19 @@ def flags(corpus, tmp_path, shape: dict, form: str, ranks: int, accumulation: in
 
 
 @pytest.fixture
-def pool(request, form, ranks):
+def pool(request, pools, form, ranks, device):
     """The ranks that train `form`; skips where this machine cannot."""
     if "drive" in form:
         request.getfixturevalue("drive")
-    return request.getfixturevalue({1: "one_rank", 2: "two_ranks"}[ranks])
+    return pools.of(ranks, device)
 
 
 def largest_difference(losses: list[float], others: list[float]) -> float:
     return max(abs(a - b) for a, b in zip(losses, others, strict=True))
+
+
+def losses_of(steps: list[Step]) -> list[float]:
+    return [step.loss for step in steps]
 
 
 def trained(pool, **arguments) -> list[float]:
@@ -122,7 +127,7 @@ def trained(pool, **arguments) -> list[float]:
 @grid(lambda form, accumulation, ranks: "off" not in form or is_hardest(form, accumulation, ranks))
 def test_losses_are_those_of_plain_pytorch(form, accumulation, ranks, pool, corpus, reference, seen, tmp_path):
     losses = trained(pool, flags=flags(corpus, tmp_path, SHAPE, form, ranks, accumulation))
-    assert largest_difference(losses, [step.loss for step in reference]) <= TOLERANCE
+    assert largest_difference(losses, losses_of(reference)) <= TOLERANCE
     assert all(largest_difference(losses, other) <= TOLERANCE for other in seen["fp32"])
     seen["fp32"].append(losses)
 
@@ -130,26 +135,37 @@ def test_losses_are_those_of_plain_pytorch(form, accumulation, ranks, pool, corp
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("accumulation", [1, 3])
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_layer_without_a_gradient_is_stepped_with_zero(form, accumulation, ranks, pool, corpus, small_references, tmp_path):
+def test_a_layer_without_a_gradient_is_stepped_with_zero(form, accumulation, ranks, pool, corpus, small_reference, tmp_path):
     """Block 1 is left out of every third step, and of the last micro-batch of every fourth."""
     job = {"technique": "DroppedBlock", "flags": flags(corpus, tmp_path, SMALL, form, ranks, accumulation)}
     losses = [line["loss"] for line in pool.run("tests.distributed.jobs:pretrain_with", **job)[0]]
-    expected = small_references[accumulation]
-    assert largest_difference(expected, small_references[None]) > 1e-2, "a block that may be left out without a trace shows nothing"
+    expected = losses_of(small_reference(accumulation, drops=True))
+    assert largest_difference(expected, losses_of(small_reference())) > 1e-2, "a block that may be left out without a trace shows nothing"
     assert largest_difference(losses, expected) <= TOLERANCE
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("ranks", [1])
+@pytest.mark.parametrize("form", ["stage 0", "stage 3"])
+def test_in_tf32_the_losses_follow_fp32(form, ranks, pools, corpus, tmp_path):
+    """TF32 keeps 11 bits of what is multiplied."""
+    steps = reference_steps(corpus, SHAPE, STEPS, BATCH, BF16_LR, WARMUP, SEED, device="cuda")
+    run = [*flags(corpus, tmp_path, SHAPE, form, ranks, 1), "--lr", str(BF16_LR)]
+    losses = trained(pools.of(ranks, "cuda"), flags=run, matmul_precision="high")
+    assert 1e-6 < largest_difference(losses, losses_of(steps)) <= FP16_FP32
 
 
 @grid(is_hardest)
 def test_in_bf16_the_stages_agree_and_follow_fp32(form, accumulation, ranks, pool, corpus, slower_reference, seen, tmp_path):
     run = flags(corpus, tmp_path, SHAPE, form, ranks, accumulation, "bf16")
     losses = trained(pool, flags=[*run, "--lr", str(BF16_LR)])
-    assert largest_difference(losses, [step.loss for step in slower_reference]) <= BF16_FP32
+    assert largest_difference(losses, losses_of(slower_reference)) <= BF16_FP32
     assert all(largest_difference(losses, other) <= BF16_STAGES for other in seen["bf16"])
     seen["bf16"].append(losses)
 
 
 @grid(is_hardest)
-def test_in_fp16_an_overflow_on_one_rank_is_skipped_by_all(form, accumulation, ranks, pool, corpus, tmp_path):
+def test_in_fp16_an_overflow_on_one_rank_is_skipped_by_all(form, accumulation, ranks, pool, corpus, small_reference, tmp_path):
     """From a scale of 2^16; the last rank's first micro-batch of step 4 overflows, and of steps 9 and 10."""
     overflows = (4, 9, 10)
     job = {"overflows": overflows, "rank": ranks - 1, "micro_step": 0}
@@ -159,11 +175,10 @@ def test_in_fp16_an_overflow_on_one_rank_is_skipped_by_all(form, accumulation, r
     assert [line["loss_scale"] for line in lines] == [2.0 ** (16 - sum(step < line["step"] for step in overflows)) for line in lines]
     assert [line["skipped_steps"] for line in lines] == [sum(step <= line["step"] for step in overflows) for line in lines]
     assert len({result["digest"] for result in results}) == 1, "the weights are the same on all ranks"
-    expected = small_reference(corpus, skips=overflows)
+    expected = small_reference(skips=overflows)
     clean = [(line, step) for line, step in zip(lines, expected, strict=True) if not line["overflow"]]
     assert max(abs(line["loss"] - step.loss) for line, step in clean) <= FP16_FP32
     # Clipping acts at the right norm: the norm before it is that of fp32, and above the limit of 1 for some steps.
     assert [line["grad_norm"] for line, _ in clean] == pytest.approx([step.norm for _, step in clean], rel=2e-2)
     assert any(step.norm > 1.0 for _, step in clean)
-    unskipped = small_reference(corpus)
-    assert max(abs(step.loss - other.loss) for step, other in zip(expected, unskipped, strict=True)) > FP16_FP32, "skipping shows"
+    assert largest_difference(losses_of(expected), losses_of(small_reference())) > FP16_FP32, "skipped steps must show"
