@@ -43,7 +43,7 @@ pretrain: $(INSTALLED) $(CORPUS)/manifest.json  ## train a nano GPT through ds_c
 test: $(INSTALLED)  ## the tests (under 20 minutes on two cores)
 	$(BIN)/python -m pytest -m "not long"
 
-test_all: $(INSTALLED)  ## the tests with the long grids
+test_all: $(INSTALLED) $(CORPUS)/manifest.json  ## the tests with the long grids
 	$(BIN)/python -m pytest
 
 lint: $(INSTALLED)  ## ruff, the types, and the rule that imports run one way

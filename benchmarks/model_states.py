@@ -1,10 +1,10 @@
-"""Bytes of model states on each rank, measured in live engines, against what the ZeRO paper says: 16 bytes a parameter, split over the ranks.
+"""Model states on each rank, measured in live engines, against what the ZeRO paper says: 16 bytes a parameter, split over the ranks.
 
     python benchmarks/model_states.py                         # nano, two ranks, about a minute on two cores
     python benchmarks/model_states.py --preset gpt2 --ranks 4 --precisions bf16
 
-Rajbhandari et al., arXiv 1910.02054, section 3.1 and figure 1, for Adam in mixed precision on N ranks: 2 bytes of weights, 2 of gradients and
-12 of optimizer state (fp32 weights and two moments) a parameter; stage 1 divides the last by N, stage 2 the gradients too, stage 3 all.
+Rajbhandari et al., arXiv 1910.02054, section 3.1 and figure 1, for Adam in mixed precision on N ranks: 2 bytes of weights, 2 of gradients
+and 12 of optimizer state (fp32 weights and two moments) a parameter; stage 1 divides the last by N, stage 2 the gradients too, stage 3 all.
 Counted is every tensor that the engine keeps, each storage once and whole, after the backward pass of a step after which they are most:
 with two micro-batches, since stage 1 has whole gradients only between the two. In fp32 (4 + 4 + 8) stages 1 to 3 keep their master weights
 beside the weights: 4 bytes a parameter over N more than the paper's 16 bytes, which the table's last column has too.
@@ -27,9 +27,7 @@ STAGES = (0, 1, 2, 3)
 def bytes_per_parameter(stage: int, ranks: int, precision: str) -> float:
     """Of model states on one rank, as the paper has them; in fp32 with the master weights that DeepSpeed keeps from stage 1 on."""
     weights, gradients, optimizer = (2, 2, 12) if precision != "fp32" else (4, 4, 8 if stage == 0 else 12)
-    return (
-        weights / (ranks if stage >= 3 else 1) + gradients / (ranks if stage >= 2 else 1) + optimizer / (ranks if stage >= 1 else 1)
-    )
+    return weights / (ranks if stage >= 3 else 1) + gradients / (ranks if stage >= 2 else 1) + optimizer / (ranks if stage >= 1 else 1)
 
 
 def main() -> int:
@@ -54,11 +52,21 @@ def main() -> int:
     sequences = 2 * arguments.ranks  # two micro-batches of one sequence on each
     rows = []
     print(f"{'':15}{'':>5}  {'bytes a parameter':^48}  {'':^25}")
-    print(f"{'':11} rank  {'weights':>8} {'gradients':>9} {'master':>8} {'moments':>8} {'sum':>8}  {'ZeRO says':>9}  measured / said", flush=True)
+    print(
+        f"{'':11} rank  {'weights':>8} {'gradients':>9} {'master':>8} {'moments':>8} {'sum':>8}  {'ZeRO says':>9}  measured / said",
+        flush=True,
+    )
     with Ranks(arguments.ranks) as pool:
         for precision in arguments.precisions.split(","):
             for stage in STAGES:
-                flags = ["--deepspeed_config", f"ds_configs/zero{stage}_{precision}.json", "--preset", arguments.preset, "--data", arguments.data]
+                flags = [
+                    "--deepspeed_config",
+                    f"ds_configs/zero{stage}_{precision}.json",
+                    "--preset",
+                    arguments.preset,
+                    "--data",
+                    arguments.data,
+                ]
                 flags += ["--micro_batch_size", "1", "--global_batch_size", str(sequences)]
                 config, _ = resolve(flags, ranks=arguments.ranks)
                 parameters = parameter_count(GPTConfig(**vars(config.shape), vocab_size=config.corpus.vocab_size))

@@ -39,7 +39,9 @@ def main() -> int:
         return 0
     if config.lacks:
         raise UsageError(*config.lacks)
-    if config.precision == "fp16" or config.cuda_only or config.uses_nvme:  # questions that only torch can answer; asked before the run's folder is made
+    if (
+        config.precision == "fp16" or config.cuda_only or config.uses_nvme
+    ):  # questions that only torch can answer; asked before the run's folder is made
         from launch.engine.engine import check_device
 
         check_device(config)

@@ -88,7 +88,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip what needs more GPUs than there are: a rank needs one of its own."""
     for item in items:
         if item.get_closest_marker("cuda"):
-            needed = getattr(item, "callspec").params.get("ranks", 1)
+            needed = item.callspec.params.get("ranks", 1)
             if gpus() < needed:
                 item.add_marker(pytest.mark.skip(reason=f"needs {needed} CUDA GPU(s), this machine has {gpus()}"))
 

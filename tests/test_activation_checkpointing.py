@@ -95,7 +95,9 @@ def test_it_is_on_where_the_section_asks_for_something(changes, checkpoints, cor
 
 
 def test_more_segments_than_blocks_are_refused(corpus, tmp_path):
-    with pytest.raises(UsageError, match="'?activation_checkpointing.number_checkpoints'? is 6, but the model has 5 blocks; write at most 5"):
+    with pytest.raises(
+        UsageError, match=r"activation_checkpointing.number_checkpoints.* is 6, but the model has 5 blocks; write at most 5"
+    ):
         sections(corpus, tmp_path, "activation_checkpointing.number_checkpoints=6")
 
 

@@ -284,7 +284,7 @@ def gradients_go_stale(engine: Any) -> bool:
 
 @contextlib.contextmanager
 def _probe_engine(engine: Any, offload_optimizer: dict[str, Any] | None) -> Iterator[Any]:
-    """An engine of two weights and plain SGD, of the stage and precision of `engine`. Its offloading is given: small tensors stay in memory."""
+    """An engine of two small weights and plain SGD, of the stage and precision of `engine`, offloaded as `offload_optimizer` says."""
     import deepspeed
     from deepspeed.utils import logger
 
@@ -415,7 +415,7 @@ def optimizer_on_drive_is_not_loaded(engine: Any) -> bool:
 
 
 def load_optimizer_on_drive(engine: Any) -> None:
-    """Correction: `load_checkpoint` takes everything from the checkpoint's own files of this rank, and registers the moments on the drive."""
+    """Correction: `load_checkpoint` takes everything from this rank's files of the checkpoint, and registers the moments on the drive."""
     load = engine.load_checkpoint
 
     def load_all(load_dir: str, tag: str, **options: Any) -> Any:

@@ -170,7 +170,7 @@ def check_device(config: RunConfig) -> None:
         faults += [f"{config.config_file}: '{path}' needs CUDA, and this is a {device}; leave it out" for path in config.cuda_only]
     if config.uses_nvme and not can_swap():
         faults.append(
-            f"{config.config_file}: device \"nvme\" needs libaio with its headers, which DeepSpeed's async_io is built with; "
+            f'{config.config_file}: device "nvme" needs libaio with its headers, which DeepSpeed\'s async_io is built with; '
             'install it (apt install libaio-dev, dnf install libaio-devel, pacman -S libaio), or write "cpu"'
         )
     if faults:

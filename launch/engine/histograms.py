@@ -74,7 +74,11 @@ class GradientHistograms:
         """By name: the module whose output is watched, and the parameters."""
         model = self.engine.deepspeed.module
         blocks = {f"block {block.index}": (block, list(block.parameters())) for block in model.h}
-        return {"embedding": (model.drop, [model.wte.weight, model.wpe.weight]), **blocks, "final norm": (model.ln_f, [*model.ln_f.parameters()])}
+        return {
+            "embedding": (model.drop, [model.wte.weight, model.wpe.weight]),
+            **blocks,
+            "final norm": (model.ln_f, [*model.ln_f.parameters()]),
+        }
 
     def _watch_output(self, index: int, module: nn.Module, inputs: Any, output: torch.Tensor) -> None:
         if output.requires_grad:

@@ -372,9 +372,8 @@ def _drop_what_does_nothing(engine: EngineJson, claimed: Mapping[str, type[Techn
     """Take out what cannot do here what it says: sections that none of our techniques claims, and keys in those that one does."""
     for section, cls in claimed.items():
         for key, reason in cls.without_effect.items():
-            if (value := engine.get(section, key)) is not None:
-                if _is_active(value) and cls.is_on(engine.values[section]):
-                    engine.note((section, key), f"has no effect here and is left out: {reason}")
+            if (value := engine.get(section, key)) is not None and _is_active(value) and cls.is_on(engine.values[section]):
+                engine.note((section, key), f"has no effect here and is left out: {reason}")
     for key, reason in NOT_DRIVEN.items():
         if key not in claimed and key in engine.values:
             if _is_active(engine.values[key]):

@@ -265,8 +265,8 @@ def _check_swap_buffers(engine: EngineJson, config: RunConfig) -> None:
     size = engine.get(*path)
     if config.offload("offload_param") == "nvme" and largest > (BUFFER_SIZE if size is None else size):
         raise UsageError(
-            f"{engine.where(path)}: is {size if size is not None else f'left out, which is {BUFFER_SIZE}'}, but a rank's part of the largest "
-            f"weight has {largest:,} elements; write {largest} or more, or use more ranks"
+            f"{engine.where(path)}: is {size if size is not None else f'left out, which is {BUFFER_SIZE}'}, but a rank's part of the "
+            f"largest weight has {largest:,} elements; write {largest} or more, or use more ranks"
         )
 
 

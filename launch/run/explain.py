@@ -46,6 +46,7 @@ PARTS = {
     "loss_head": "loss head",
     "activations": "activations",
     "host": "offloaded, in the host's memory",
+    "drive": "offloaded, on the drive",
     "process": "the process",
     "allocator": "kept by the allocator",
 }

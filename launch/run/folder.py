@@ -1,4 +1,4 @@
-"""A run's folder: `run.json`, `metrics.jsonl`, `log.txt`, TensorBoard events, `checkpoints/`, `loss.png`, and on request `histograms.jsonl`.
+"""A run's folder: `run.json`, `metrics.jsonl`, `log.txt`, TensorBoard events, `checkpoints/`, `loss.png`; on request `histograms.jsonl`.
 
 Everything downstream reads these files only. One process writes them: global rank 0. `metrics.jsonl` holds one object a step;
 a line is on the operating system's side before the next step begins, so that a killed run loses none.
@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from launch.run.errors import UsageError, say
-from launch.run.metrics import read_metrics
 from launch.run.exponents import overall
+from launch.run.metrics import read_metrics
 from launch.run.picture import draw_exponents, draw_loss
 from model.accounting import parameter_count
 

@@ -82,7 +82,8 @@ class MemoryPlan:
     weights, gradients, master_weights, optimizer_states: the model states at the end of the last backward pass, from the second step on.
     buffers: reduction buckets, gathered weights and copies of both, at their largest. activations: of the blocks, the embedding and the
     last norm, as the forward pass leaves them. loss_head: logits and their softmax, at most. update: what only the optimizer step has.
-    process, allocator: a CPU's only; Python with its libraries, and what glibc keeps. host: offloaded states in the host's memory.
+    process, allocator: a CPU's only; Python with its libraries, and what glibc keeps. host: offloaded states in the host's memory, and the
+    buffers of what is on a drive; drive: what is there.
     moments: what is alive when, without process and allocator; peak: the largest of them, with both; peak_moment: its name.
     """
 
@@ -97,6 +98,7 @@ class MemoryPlan:
     process: int
     allocator: int
     host: int
+    drive: int
     moments: dict[str, dict[str, int]]
     peak_moment: str
     peak: int
@@ -134,13 +136,12 @@ def memory_per_rank(
     acts = _activations(model, precision, micro_batch_size, checkpoints, device)
     head = _loss_head(model, precision, micro_batch_size)
     buckets, gathered, reduction = _buffers(model, precision, stage, sizes, ranks, device)
-    on_host, pinned = _offload(states, sizes, stage, model, precision, accumulation)
-    lasting = {name: blocks for name, blocks in states.lasting.items() if name not in on_host}
-    gradients = Blocks() if "gradients" in on_host else states.gradients
-    carried = Blocks() if "gradients" in on_host and stage != 0 else states.carried
-    update = Blocks() if on_host else states.update
-    host = sum((states.all[name] for name in on_host), Blocks()) + pinned
-    if device == "cpu" and on_host:  # the host's memory is the rank's own
+    away, host, drive = _offload(states, sizes, stage, model, precision, accumulation)
+    lasting = {name: blocks for name, blocks in states.lasting.items() if name not in away}
+    gradients = Blocks() if "gradients" in away else states.gradients
+    carried = Blocks() if "gradients" in away and stage != 0 else states.carried
+    update = Blocks() if "optimizer_states" in away else states.update
+    if device == "cpu" and away:  # the host's memory is the rank's own
         lasting["host"] = host
 
     # Stage 3 holds its bucket always, stages 1 and 2 from the first gradient on.
@@ -193,6 +194,7 @@ def memory_per_rank(
         process=process,
         allocator=allocator,
         host=host.total if device == "cuda" else 0,
+        drive=drive,
         moments={name: {part: blocks.total for part, blocks in parts.items() if blocks.total} for name, parts in moments.items() if parts},
         peak_moment=peak_moment,
         peak=totals[peak_moment] + process + allocator,
@@ -465,27 +467,39 @@ def _gathers(model: GPTConfig, sizes: dict[str, Any]) -> tuple[int, int]:
 
 def _offload(
     states: _States, sizes: dict[str, Any], stage: int, model: GPTConfig, precision: str, accumulation: int
-) -> tuple[set[str], Blocks]:
-    """Names of the states that are in the host's memory, and what the host holds besides."""
-
-    def on(key: str) -> bool:
-        return ((sizes.get(key) or {}).get("device") or "none") != "none"
-
+) -> tuple[set[str], Blocks, int]:
+    """Names of the states that are not on the device, what the host's memory holds, and bytes on a drive."""
     w, largest = WIDTH[precision], max(parameter_sizes(model)[0])
-    names, extra = set(), Blocks()
-    if on("offload_optimizer"):
-        names |= {"master_weights", "optimizer_states"}
-        # The fp32 gradients of the update last, beside the master weights.
-        extra += Blocks(states.lasting["master_weights"].sizes)
-        if stage == 3:
-            names |= {"gradients"}
+    away: set[str] = set()
+    host, drive = Blocks(), 0
+    section = sizes.get("offload_optimizer") or {}
+    if (device := section.get("device") or "none") != "none":
+        master = states.lasting["master_weights"]
+        moved = master + states.lasting["optimizer_states"]
+        away |= {"master_weights", "optimizer_states"} | ({"gradients"} if stage == 3 else set())
+        if device == "nvme":
+            # Weights, moments and fp32 gradients there; one sub-group of each in locked buffers.
+            drive += moved.total + master.total
+            group = min(FP32 * int(sizes.get("sub_group_size") or 10**9), max(size for size, _ in master.sizes))
+            host += Blocks(((group, int(section.get("buffer_count") or 4)),)) + states.gradients
         else:
-            # A working-precision copy of the updated partition, a staging buffer, and what accumulates.
-            extra += Blocks(tuple((size * w // FP32, count) for size, count in states.lasting["master_weights"].sizes))
-            extra += Blocks(((w * largest, 1),)) + (states.gradients if accumulation > 1 else Blocks())
-    if on("offload_param"):
-        names |= {"weights"}
-    return names, extra
+            # The fp32 gradients of the update last, beside the master weights.
+            host += moved + Blocks(master.sizes)
+            if stage == 3:
+                host += states.gradients
+            else:
+                # A working-precision copy of the updated partition, a staging buffer, and what accumulates.
+                host += Blocks(tuple((size * w // FP32, count) for size, count in master.sizes))
+                host += Blocks(((w * largest, 1),)) + (states.gradients if accumulation > 1 else Blocks())
+    section = sizes.get("offload_param") or {}
+    if (device := section.get("device") or "none") != "none":
+        away |= {"weights"}
+        if device == "nvme":
+            drive += states.lasting["weights"].total
+            host += Blocks(((w * int(section.get("buffer_size") or 10**8), int(section.get("buffer_count") or 5)),))
+        else:
+            host += states.lasting["weights"]
+    return away, host, drive
 
 
 # --- the wire ----------------------------------------------------------------------------------------------------------------------------
@@ -494,8 +508,9 @@ def _offload(
 def bytes_sent_per_step(model: GPTConfig, precision: str, zero: dict[str, Any], ranks: int, accumulation: int = 1) -> int:
     """What a rank puts on the wire in a step, as `bytes_sent` in the metrics counts it, from the second step on.
 
-    In the first step stage 3 learns the order of the modules and gathers more. Scalars included: the loss with two stop flags in fp64,
-    the norm, the overflow flag.
+    In the first step stage 3 learns the order of the modules and gathers more. It does so for good in a run that evaluates before its
+    first step, from which it learns that no weight is used twice (measured: 15.6 MB instead of 10.6 for `nano` on two ranks).
+    Scalars included: the loss with two stop flags in fp64, the norm, the overflow flag.
     """
     stage, sizes = zero["stage"], {**_DEFAULTS, **zero}
     w, share = WIDTH[precision], (ranks - 1) / ranks

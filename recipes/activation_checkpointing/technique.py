@@ -8,6 +8,7 @@ reentrant autograd), which draws the same dropout masks again.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
@@ -28,7 +29,7 @@ def segment_bounds(n_layer: int, segments: int) -> list[tuple[int, int]]:
     """
     length, longer = divmod(n_layer, segments)
     starts = [index * length + min(index, longer) for index in range(segments + 1)]
-    return list(zip(starts, starts[1:], strict=False))
+    return list(itertools.pairwise(starts))
 
 
 class ActivationCheckpointing(Technique):

@@ -19,7 +19,14 @@ from model.gpt import run_all_blocks
 from recipes.technique import Techniques
 from tests.distributed.reference import run_all_but
 
-CORRECTIONS = ("keep_weights_at_start", "take_norms_in_fp64", "scale_like_zero", "scale_loss", "forget_gradients", "load_optimizer_on_drive")
+CORRECTIONS = (
+    "keep_weights_at_start",
+    "take_norms_in_fp64",
+    "scale_like_zero",
+    "scale_loss",
+    "forget_gradients",
+    "load_optimizer_on_drive",
+)
 TINY = ["--n_layer", "2", "--n_head", "2", "--d_model", "64", "--seq_len", "32", "--global_batch_size", "8", "--steps", "8"]
 
 

@@ -33,8 +33,17 @@ def pretrain(flags: list[str], matmul_precision: str = "highest") -> list[dict[s
     finally:
         folder.close()
         torch.nn.functional.linear = linear  # stage 3 replaces it, for good, by one that rounds before it adds the bias
-        gc.collect()
+        forget_engines()
     return read_metrics(path / "metrics.jsonl")
+
+
+def forget_engines() -> None:
+    """Let go of the engines of earlier jobs: stage 3 keeps them in an `lru_cache` of its coordinator's class."""
+    from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
+
+    decisions = vars(PartitionedParameterCoordinator).get("_PartitionedParameterCoordinator__params_to_release")
+    getattr(decisions, "cache_clear", lambda: None)()
+    gc.collect()
 
 
 class ChangingPlan(Technique):

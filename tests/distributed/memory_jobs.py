@@ -171,7 +171,9 @@ def run_and_plan(runs: Path, name: str, flags: list[str], ranks: int) -> tuple[i
         str(free_port()),
     ]
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    done = subprocess.run([*launcher, "launch/pretrain.py", *arguments], cwd=ROOT, env={**os.environ, "PATH": path}, capture_output=True, text=True)
+    done = subprocess.run(
+        [*launcher, "launch/pretrain.py", *arguments], cwd=ROOT, env={**os.environ, "PATH": path}, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     config, _ = resolve(arguments, ranks=ranks)
     lines = [line for line in read_metrics(runs / name / "metrics.jsonl") if "peak_memory_bytes" in line]

@@ -19,7 +19,7 @@ JOB_SECONDS = 240.0
 
 
 class Ranks:
-    """`size` ranks on "cpu" or "cuda"; `run("module:function", **arguments)` runs a function on all of them and returns their results by rank."""
+    """`size` ranks on "cpu" or "cuda". `run("module:function", **arguments)` runs a function on all of them; its results by rank."""
 
     def __init__(self, size: int, device: str = "cpu"):
         self.size, self.device = size, device

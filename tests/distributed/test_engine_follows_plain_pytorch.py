@@ -169,7 +169,9 @@ def test_in_fp16_an_overflow_on_one_rank_is_skipped_by_all(form, accumulation, r
     """From a scale of 2^16; the last rank's first micro-batch of step 4 overflows, and of steps 9 and 10."""
     overflows = (4, 9, 10)
     job = {"overflows": overflows, "rank": ranks - 1, "micro_step": 0}
-    results = pool.run("tests.distributed.failure_jobs:fp16_run", flags=flags(corpus, tmp_path, SMALL, form, ranks, accumulation, "fp16"), **job)
+    results = pool.run(
+        "tests.distributed.failure_jobs:fp16_run", flags=flags(corpus, tmp_path, SMALL, form, ranks, accumulation, "fp16"), **job
+    )
     lines = results[0]["lines"]
     assert [line["step"] for line in lines if line["overflow"]] == list(overflows)
     assert [line["loss_scale"] for line in lines] == [2.0 ** (16 - sum(step < line["step"] for step in overflows)) for line in lines]

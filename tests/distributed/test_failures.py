@@ -64,7 +64,9 @@ def test_fp16_stops_at_the_minimum_loss_scale_with_a_checkpoint(stage, two_ranks
     # 16 and 8 overflow and are halved; at 4 there is nothing left to halve.
     reasons = two_ranks.run(f"{JOBS}:pretrain_until_it_fails", flags=run, factor=math.inf, steps=(3, 4, 5), rank=1)
     for reason in reasons:
-        assert reason.startswith("step 5: the loss is inf on rank 1: an overflow in fp16 at the minimum loss scale of 4 (fp16.min_loss_scale)")
+        assert reason.startswith(
+            "step 5: the loss is inf on rank 1: an overflow in fp16 at the minimum loss scale of 4 (fp16.min_loss_scale)"
+        )
         assert reason.endswith("step-00000004")
     lines = [json.loads(line) for line in (tmp_path / "r" / "metrics.jsonl").read_text().splitlines()]
     assert [line["loss_scale"] for line in lines] == [16, 16, 16, 8]

@@ -75,7 +75,11 @@ def test_bytes_on_the_wire_are_those_counted(two_ranks, corpus, tmp_path, stage,
 def check_peak(runs: Path, config: str, preset: str, ranks: int, micro: int, checkpoints: str = "off", *more: str) -> None:
     """checkpoints: "off", "each" block, or the number of segments."""
     if checkpoints != "off":
-        more = (*more, "--set", f"activation_checkpointing.{'enabled=true' if checkpoints == 'each' else f'number_checkpoints={checkpoints}'}")
+        more = (
+            *more,
+            "--set",
+            f"activation_checkpointing.{'enabled=true' if checkpoints == 'each' else f'number_checkpoints={checkpoints}'}",
+        )
     batch = ["--preset", preset, "--micro_batch_size", str(micro), "--global_batch_size", str(micro * ranks), "--steps", "2"]
     run = ["--deepspeed_config", f"ds_configs/{config}.json", *batch, *more]
     measured, plan = run_and_plan(runs, "r", run, ranks)

@@ -87,9 +87,15 @@ def test_without_libaio_one_line_names_the_package(corpus, tmp_path):
     [
         ("offload_optimizer", {"device": "nvme"}, 'device "nvme" needs "nvme_path"'),
         ("offload_optimizer", {"device": "nvme", "nvme_path": "auto", "buffer_count": 3}, "buffer_count'?: is too small for Adam"),
-        ("offload_param", {"device": "nvme", "nvme_path": "auto", "buffer_size": 1000}, "is 1000, but a rank's part of the largest weight has"),
+        (
+            "offload_param",
+            {"device": "nvme", "nvme_path": "auto", "buffer_size": 1000},
+            "is 1000, but a rank's part of the largest weight has",
+        ),
     ],
 )
 def test_what_deepspeed_would_stop_at_later_is_refused(key, values, message, corpus, tmp_path):
     with pytest.raises(UsageError, match=message):
-        resolve([*flags(corpus, tmp_path, "zero3_bf16", "r", None, None), "--set", f"zero_optimization.{key}={json.dumps(values)}"], ranks=2)
+        resolve(
+            [*flags(corpus, tmp_path, "zero3_bf16", "r", None, None), "--set", f"zero_optimization.{key}={json.dumps(values)}"], ranks=2
+        )
