@@ -55,7 +55,7 @@ def after_initialize(engine: Any, collectives: Collectives) -> list[str]:
     if (engine.zero_optimization_stage() == 3 or engine.zero_use_cpu_optimizer()) and collectives.any(gradients_go_stale(engine)):
         forget_gradients(engine)
         applied.append("forget_gradients")
-    if engine.zero_nvme_offload_optimizer() and collectives.any(optimizer_on_drive_is_not_loaded(engine)):
+    if engine.zero_nvme_offload_optimizer() and collectives.any(optimizer_on_drive_is_not_loaded(engine, collectives)):
         load_optimizer_on_drive(engine)
         applied.append("load_optimizer_on_drive")
     return applied
@@ -386,7 +386,7 @@ def _clear_offload(optimizer: Any) -> None:
 # --- an optimizer on a drive: its state is not loaded ---------------------------------------------------------------------------------
 
 
-def optimizer_on_drive_is_not_loaded(engine: Any) -> bool:
+def optimizer_on_drive_is_not_loaded(engine: Any, collectives: Collectives) -> bool:
     """Fault: with the optimizer on a drive, `load_checkpoint` copies the files of the drive back, and does no more.
 
     The moments in them are never registered again, so that Adam begins with zeros and at step 1; what is too small for the drive (biases
@@ -394,13 +394,12 @@ def optimizer_on_drive_is_not_loaded(engine: Any) -> bool:
     `load_checkpoint` ("not self.zero_nvme_offload_optimizer()"). Probe: an engine of two small weights is saved, stepped and loaded; its
     weights must be those that were saved. All ranks must call this together.
     """
-    from deepspeed import comm
     from deepspeed.utils import safe_get_full_fp32_param
 
     section = dict(engine.config["zero_optimization"]["offload_optimizer"])
     folder = os.path.join(section["nvme_path"], "probe")
     shutil.rmtree(folder, ignore_errors=True)  # of a start that was killed
-    comm.barrier()
+    collectives.barrier()
     with _probe_engine(engine, {**section, "nvme_path": folder}) as probe:
         weight = probe.module[0].weight
         _step(probe, probe.module)
@@ -409,7 +408,7 @@ def optimizer_on_drive_is_not_loaded(engine: Any) -> bool:
         _step(probe, probe.module)
         probe.load_checkpoint(folder, tag="probe")
         lost = not torch.equal(saved, safe_get_full_fp32_param(weight))
-    comm.barrier()
+    collectives.barrier()
     shutil.rmtree(folder, ignore_errors=True)
     return lost
 

@@ -315,6 +315,7 @@ def resumed_from_a_drive(corpus: str, runs: str, without: str | None = None) -> 
             "uninterrupted": uninterrupted,
             "resumed": losses(second, range(4, 6)),
             "probe_on_a_mended_engine": with_every_engine_mended(
-                corrections.load_optimizer_on_drive, lambda: corrections.optimizer_on_drive_is_not_loaded(second.deepspeed)
+                corrections.load_optimizer_on_drive,
+                lambda: corrections.optimizer_on_drive_is_not_loaded(second.deepspeed, second.collectives),
             ),
         }

@@ -8,6 +8,8 @@ import os
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import torch
+
 from launch.engine import engine
 from launch.engine.engine import Engine
 from launch.run.errors import TrainingFailed
@@ -83,7 +85,34 @@ def fp16_run(flags: list[str], overflows: Sequence[int], rank: int, micro_step: 
         return {"lines": lines, "digest": weights_digest(started[0].deepspeed)}
 
 
-def pretrain_in_fp16(flags: list[str]) -> list[dict[str, Any]]:
-    """`pretrain` in fp16, also on a processor that computes it slowly."""
+def pretrain_in_fp16(flags: list[str], fast: bool = False) -> list[dict[str, Any]]:
+    """`pretrain` in fp16, also on a processor that computes it slowly; `fast`: with the products of `_HalfLinear`."""
+    linear = torch.nn.functional.linear
     with fp16_allowed():
-        return pretrain(flags)
+        if fast:
+            torch.nn.functional.linear = lambda x, *weights: (_HalfLinear.apply if x.dtype == torch.float16 else linear)(x, *weights)
+        try:
+            return pretrain(flags)
+        finally:
+            torch.nn.functional.linear = linear
+
+
+class _HalfLinear(torch.autograd.Function):
+    """torch's linear layer for fp16 as a GPU computes it: exact products of fp16 numbers, added up in fp32, and rounded once.
+
+    Without fp16 arithmetic a processor takes 5 times as long for the same in torch's own kernel as in fp32: 11 minutes for 200 steps of `nano`.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        product = x.float() @ weight.float().t()
+        return (product if bias is None else product + bias.float()).half()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        x, weight = ctx.saved_tensors
+        gradient = gradient.float()
+        rows = gradient.flatten(0, -2)
+        of_bias = rows.sum(0).half() if ctx.needs_input_grad[2] else None
+        return (gradient @ weight.float()).half(), (rows.t() @ x.float().flatten(0, -2)).half(), of_bias

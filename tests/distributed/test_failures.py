@@ -23,7 +23,7 @@ def losses(lines: list[dict]) -> list[float]:
     return [line["loss"] for line in lines]
 
 
-@pytest.mark.parametrize("factor", [math.nan, math.inf])
+@pytest.mark.parametrize("factor", [math.nan, pytest.param(math.inf, marks=pytest.mark.long)])
 @pytest.mark.parametrize("config", [f"zero{stage}_{precision}" for stage in range(4) for precision in ("fp32", "bf16")])
 def test_a_loss_that_is_no_number_stops_the_run_before_its_update(config, factor, two_ranks, corpus, tmp_path):
     """In the second micro-batch of step 4, on rank 1; the checkpoint of step 3 goes on to the curve of an undisturbed run."""
