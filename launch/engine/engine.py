@@ -93,7 +93,7 @@ class Engine:
             what = f"the gradients are not finite, while the loss is {sum(losses) / len(losses):.4f}"
         if self.config.precision == "fp16":
             raise TrainingFailed(
-                f"step {step}: {what}: an overflow in fp16 at the minimum loss scale of {self.loss_scale:g} (fp16.minloss_scale); "
+                f"step {step}: {what}: an overflow in fp16 at the minimum loss scale of {self.loss_scale:g} (fp16.min_loss_scale); "
                 "lower --lr, raise --warmup_steps or use the bf16 JSON"
             )
         raise TrainingFailed(f"step {step}: {what} in {self.config.precision}; lower --lr, raise --warmup_steps, or look at the data")

@@ -27,6 +27,7 @@ def summary(step: int, precision: str, loss_scale: float | None, layers: list[st
     (`fp16_zero_at_1`) and at the run's scale (`fp16_zero_at_scale`), and as infinite at that scale.
     """
     scale = loss_scale or INITIAL_SCALE
+    # Dynamic scales are powers of two. A fixed one that is none is taken for the nearest: its shares are those of up to half a bin beside.
     shift = round(math.log2(loss_scale or 1.0))
     line: dict[str, Any] = {"step": step, "precision": precision, "loss_scale": loss_scale, "scale": scale}
     for kind, rows in zip(KINDS, counts, strict=True):

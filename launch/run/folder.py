@@ -253,17 +253,17 @@ class RunFolder:
         return draw_loss(self.path, title, math.log(config.corpus.vocab_size))
 
     def open_metrics(self, step: int) -> None:
-        """Cut `metrics.jsonl` back to `step`: later lines are written again, and a torn last line is dropped.
+        """Cut `metrics.jsonl` and `histograms.jsonl` back to `step`: later lines are written again, and a torn last line is dropped.
 
         `seconds_before` becomes the `seconds` of the last line that stays: the clock of the run goes on from there.
         """
         from torch.utils.tensorboard import SummaryWriter
 
         file = self.path / "metrics.jsonl"
-        # A run that starts at step 0 writes its line of step 0 again.
-        kept = [line for line in read_metrics(file) if line["step"] <= step] if step and file.exists() else []
         with _writable(self.path):
-            write_atomically(file, "".join(json.dumps(line) + "\n" for line in kept))
+            if (self.path / "histograms.jsonl").exists():
+                _cut_back(self.path / "histograms.jsonl", step)
+            kept = _cut_back(file, step)
             self._metrics = open(file, "a", encoding="utf-8")  # noqa: SIM115
             # Purges what a killed run left there of later steps.
             self._writer = SummaryWriter(str(self.path), purge_step=step + 1 if step else 0)
@@ -294,9 +294,9 @@ class RunFolder:
     def write_histograms(self, line: dict[str, Any]) -> None:
         """Append one step's histograms to `histograms.jsonl`, draw them, and say what fp16 would lose."""
         file = self.path / "histograms.jsonl"
-        earlier = [other for other in read_metrics(file) if other["step"] < line["step"]] if file.exists() else []  # a resume goes back
         with _writable(self.path):
-            write_atomically(file, "".join(json.dumps(other) + "\n" for other in (*earlier, line)))
+            with open(file, "a", encoding="utf-8") as stream:
+                stream.write(json.dumps(line) + "\n")
             picture = draw_exponents(self.path, line)
         shares = ", ".join(
             f"{100 * overall(line, 'activation_gradients', key):.3g}% at a loss scale of {scale:,.10g}"
@@ -337,6 +337,13 @@ def _writable(path: Path) -> Iterator[None]:
             flush=True,
         )
         raise SystemExit(1) from None
+
+
+def _cut_back(file: Path, step: int) -> list[dict[str, Any]]:
+    """Keep the lines of `file` up to `step`, none at step 0 (a run that starts there writes its line of step 0 again), and return them."""
+    kept = [line for line in read_metrics(file) if line["step"] <= step] if step and file.exists() else []
+    write_atomically(file, "".join(json.dumps(line) + "\n" for line in kept))
+    return kept
 
 
 def write_atomically(file: Path, text: str) -> None:

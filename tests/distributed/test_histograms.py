@@ -136,3 +136,6 @@ def test_a_resumed_run_writes_its_histograms_again(one_rank, corpus, tmp_path):
     one_rank.run("tests.distributed.jobs:pretrain", flags=[*run, "--save_every", "2", "--resume"])
     assert histograms(tmp_path, "r") == first
     assert [line["step"] for line in first] == [1, 2, 3, 4]
+    shutil.rmtree(tmp_path / "r" / "checkpoints" / "step-00000004")
+    one_rank.run("tests.distributed.jobs:pretrain", flags=[*run, "--save_every", "2", "--resume", "--histogram_every", "0"])
+    assert histograms(tmp_path, "r") == first[:2], "what the checkpoint does not hold is gone"
