@@ -400,7 +400,7 @@ def test_flops_of_gpt2_by_hand():
 
 
 @pytest.mark.parametrize(
-    ("device", "dtype", "tera"),
+    ("name", "dtype", "tera"),
     [
         ("Tesla V100-SXM2-16GB", "fp16", 125),
         ("Tesla V100-PCIE-32GB", "fp16", 112),
@@ -430,8 +430,8 @@ def test_flops_of_gpt2_by_hand():
         ("", "fp32", None),
     ],
 )
-def test_peak_of_the_device_found(device, dtype, tera):
-    assert peak_flops(device, dtype) == (None if tera is None else tera * 1e12)
+def test_peak_of_the_device_found(name, dtype, tera):
+    assert peak_flops(name, dtype) == (None if tera is None else tera * 1e12)
 
 
 def test_an_unknown_dtype_is_an_error():
