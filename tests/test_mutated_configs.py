@@ -312,6 +312,8 @@ ADDITIONS: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
 
 
 def fits(name: str, addition: str) -> bool:
+    if SHIPPED[name]["zero_optimization"].get("offload_optimizer") and "optimizer" in ADDITIONS[addition][0]:
+        return False  # an offloaded optimizer is Adam
     return SHIPPED[name]["zero_optimization"]["stage"] in ADDITIONS[addition][1]
 
 
@@ -474,6 +476,9 @@ def test_several_misspelt_keys_are_all_named(outcome):
 
 #: What must be in a file; everything else has a default, and may be left out.
 NEEDED = {"optimizer.type": "optimizer.type", "scheduler.type": "scheduler.type"}
+#: What offload cannot do without, and the words it is asked for with.
+NEEDED_BY_OFFLOAD = {"zero_optimization.stage": "offload works at stage"}
+NEEDED_BY_OFFLOAD |= {f"zero_optimization.offload_{what}.nvme_path": 'needs "nvme_path"' for what in ("optimizer", "param")}
 
 
 @pytest.mark.parametrize("name", SHIPPED)
@@ -486,6 +491,9 @@ def test_a_key_left_out_has_its_default_or_is_asked_for(name, outcome):
         result, key = outcome(values), ".".join(path)
         if result.crash:
             found["crashed"].append(f"{key}: {result.crash}")
+        elif key in NEEDED_BY_OFFLOAD and any(fault.count(NEEDED_BY_OFFLOAD[key]) for fault in result.faults):
+            if not all(last in fault and "zero_optimization.offload_" in fault for fault in result.faults):
+                found["not asked for"].append(f"{key}: {result.faults}")
         elif key in NEEDED:
             asked = result.names(tuple(NEEDED[key].split("."))) or result.names(path)
             if len(asked) != len(result.faults) or not asked or "null" in asked[0]:  # it is not null, it is not there
