@@ -120,7 +120,7 @@ def test_a_resume_with_the_other_value_is_refused_in_one_line(one_rank, short_do
         return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
 
     for name, own, other in (("without", [], [WITHIN]), ("within", [WITHIN], [])):
-        one_rank.run(JOB, flags=flags(short_documents, tmp_path, name, "zero1_fp32", *own, "--steps", "1"))
+        one_rank.run(JOB, flags=flags(short_documents, tmp_path, name, "zero1_fp32", *own, "--steps", "3"))
         before = (tmp_path / name / "run.json").read_bytes()
         done = resume(name, *other)
         assert done.returncode == 2
