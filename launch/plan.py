@@ -84,7 +84,9 @@ def main() -> int:
     device = flags.device or ("cuda" if os.path.exists("/dev/nvidiactl") else "cpu")
     runs = _runs(flags)
     first = next(iter(runs.values()))
-    model = GPTConfig(**asdict(first.shape), vocab_size=flags.vocab_size or first.vocab_size)
+    vocab_size = flags.vocab_size or first.vocab_size
+    # Which token it is that ends a document takes no memory.
+    model = GPTConfig(**asdict(first.shape), vocab_size=vocab_size, document_end=vocab_size - 1 if flags.no_cross_document else None)
     columns = {name: memory_of(run, model, device) | {"sent": bytes_of(run, model)} for name, run in runs.items()}
     if flags.json:
         batch = {key: getattr(first, key) for key in ("ranks", "micro_batch_size", "gradient_accumulation_steps", "global_batch_size")}
@@ -106,6 +108,7 @@ def main() -> int:
 def _runs(flags: argparse.Namespace) -> dict[str, RunConfig]:
     """The run of every column, resolved from the JSONs that ship."""
     given = [text for name in PASSED_ON if (value := getattr(flags, name)) is not None for text in (f"--{name}", str(value))]
+    given += ["--no_cross_document"] if flags.no_cross_document else []
 
     def run(stage: int, changes: list[str]) -> RunConfig:
         file = ROOT / "ds_configs" / f"zero{stage}_{flags.precision}.json"

@@ -11,8 +11,8 @@ At step 0 the loss is about ln(vocab_size): 9.01 for 8,192 tokens, 10.82 for 50,
 
 import hashlib
 import math
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -74,12 +74,19 @@ class Embedding(nn.Embedding):
 
 
 class Attention(nn.Module):
-    """Causal self-attention, (B, T, C) -> (B, T, C), with one fused projection for queries, keys and values."""
+    """Causal self-attention, (B, T, C) -> (B, T, C), with one fused projection for queries, keys and values.
+
+    `mask` is None, or what is added to the scores in place of causality alone, (B, 1, T, T): GPT puts it there for as long as a pass
+    through its blocks lasts.
+    """
+
+    mask: torch.Tensor | None
 
     def __init__(self, config: GPTConfig, name: str):
         super().__init__()
         self.n_head = config.n_head
         self.dropout = config.dropout
+        self.mask = None
         residual_std = INIT_STD / math.sqrt(2 * config.n_layer)  # 2 n_layer branches add up on the residual stream (GPT-2, section 2.3)
         self.c_attn = Linear(config.d_model, 3 * config.d_model, config.init_seed, f"{name}.c_attn")
         self.c_proj = Linear(config.d_model, config.d_model, config.init_seed, f"{name}.c_proj", residual_std)
@@ -90,7 +97,8 @@ class Attention(nn.Module):
         # (B, T, 3C) -> (B, T, 3, n_head, d_head) -> 3 x (B, T, n_head, d_head) -> 3 x (B, n_head, T, d_head), views all the way
         qkv = self.c_attn(x).view(B, T, 3, self.n_head, C // self.n_head)
         q, k, v = (part.transpose(1, 2) for part in qkv.unbind(2))
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=self.dropout if self.training else 0.0)
+        dropout = self.dropout if self.training else 0.0
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=self.mask, is_causal=self.mask is None, dropout_p=dropout)
         y = y.transpose(1, 2).reshape(B, T, C)  # (B, n_head, T, d_head) -> (B, T, C)
         return self.resid_dropout(self.c_proj(y))
 
@@ -174,8 +182,29 @@ def run_all_blocks(blocks: nn.ModuleList, x: torch.Tensor) -> torch.Tensor:
     return x
 
 
+def document_starts(tokens: torch.Tensor, document_end: int) -> torch.Tensor:
+    """Where in its row the document of each token begins: (B, T) -> int64 (B, T). `document_end` is a document's last token."""
+    index = torch.arange(tokens.shape[1], device=tokens.device)
+    # The roll brings a row's last token before its first, where a document begins in any case: at 0.
+    return torch.where(tokens.roll(1, dims=1) == document_end, index, 0).cummax(dim=1).values
+
+
+def document_mask(starts: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """What is added to the scores of attention so that a token sees its document up to itself: (B, T) -> (B, 1, T, T), 0 and -inf.
+
+    starts: from `document_starts`. In the dtype of the queries, because a boolean mask is converted to it in every block, and the
+    converted one kept for the backward pass: n_layer of them in place of one.
+    """
+    index = torch.arange(starts.shape[1], device=starts.device)
+    hidden = (index < starts.unsqueeze(-1)) | (index > index.unsqueeze(-1))  # (T,) with (B, T, 1), and with (T, 1) -> (B, T, T)
+    return torch.zeros_like(hidden, dtype=dtype).masked_fill_(hidden, -torch.inf).unsqueeze(1)
+
+
 class GPT(nn.Module):
     """GPT-2 with learned positions and a tied head.
+
+    Where `config.document_end` is set, a row of tokens may hold several documents: each has positions from 0 on, and its logits are those
+    of the document alone.
 
     The names in its `state_dict` are GPT-2's, the matrices have nn.Linear's (out, in) layout, and no technique changes either.
 
@@ -207,9 +236,37 @@ class GPT(nn.Module):
         length = tokens.shape[1]
         if length > self.config.seq_len:
             raise ValueError(f"a sequence of {length} tokens: this model has positions for {self.config.seq_len} (seq_len)")
-        x = self.wte(tokens) + self.wpe(torch.arange(length, device=tokens.device))  # (B, T, C) + (T, C)
-        x = self.block_runner(self.h, self.drop(x))
+        positions = torch.arange(length, device=tokens.device)
+        if self.config.document_end is None:
+            x = self.wte(tokens) + self.wpe(positions)  # (B, T, C) + (T, C)
+            x = self.block_runner(self.h, self.drop(x))
+        else:
+            starts = document_starts(tokens, self.config.document_end)
+            x = self.wte(tokens) + self.wpe(positions - starts)  # (B, T, C) + (B, T, C)
+            x = self._run_masked(self.drop(x), document_mask(starts, x.dtype))
         return self.lm_head(self.ln_f(x), targets)
+
+    def _run_masked(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        """The block runner under `mask`, which lies with the blocks while they run: forward, and again in this pass's backward.
+
+        A runner may compute blocks again in the backward pass, by when other forward passes may have been. So the gradient that enters the
+        last block puts this pass's mask back, and the one that leaves the first takes it away.
+        """
+
+        def put(mask: torch.Tensor | None) -> None:
+            for block in cast("Iterable[Block]", self.h):
+                block.attn.mask = mask
+
+        if x.requires_grad:
+            x.register_hook(lambda gradient: put(None))
+        put(mask)
+        try:
+            x = self.block_runner(self.h, x)
+        finally:
+            put(None)
+        if x.requires_grad:
+            x.register_hook(lambda gradient: put(mask))
+        return x
 
 
 def weight_decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:

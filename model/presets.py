@@ -31,13 +31,19 @@ class ModelShape:
 
 @dataclass(frozen=True, kw_only=True)
 class GPTConfig(ModelShape):
-    """A shape with its vocabulary and its seed: all that `model.gpt.GPT` needs, and all that its weights depend on."""
+    """A shape with its vocabulary and its seed: all that `model.gpt.GPT` needs, and all that its weights depend on.
+
+    document_end: the token that ends a document, which attention and positions then do not cross; None: a row is one text.
+    """
 
     vocab_size: int
     init_seed: int = 0
+    document_end: int | None = None
 
     def __post_init__(self) -> None:
         check_positive_int("vocab_size", self.vocab_size)
+        if self.document_end is not None and not 0 <= self.document_end < self.vocab_size:
+            raise ValueError(f"document_end is {self.document_end}: it must be a token, from 0 to {self.vocab_size - 1}")
         super().__post_init__()
 
     @property

@@ -125,7 +125,7 @@ def start_engine(config: RunConfig, technique: Technique, collectives: Collectiv
     """Build the model and the engine around it."""
     import deepspeed
 
-    model_config = GPTConfig(**vars(config.shape), vocab_size=config.corpus.vocab_size, init_seed=config.seed)
+    model_config = config.model_config
     engine_json = _engine_json(config)
     # At stage 3 every module is partitioned as soon as it is built: the whole model is never on one rank.
     with deepspeed.zero.Init(config_dict_or_path=engine_json, enabled=config.zero_stage == 3):

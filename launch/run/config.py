@@ -73,6 +73,7 @@ class RunConfig:
     seed: int
     preset: str
     shape: ModelShape
+    no_cross_document: bool
     recipe: str | None
     config_file: str
     engine: dict[str, Any]  # the JSON for DeepSpeed, complete: no "auto", none of our own sections
@@ -109,6 +110,18 @@ class RunConfig:
     def corpus(self) -> Corpus:
         assert self.found_corpus is not None, "a run is trained with its corpus only"
         return self.found_corpus
+
+    @property
+    def model_config(self) -> GPTConfig:
+        """The model that is trained, with the vocabulary of the corpus."""
+        # Every tokenizer of ours, and GPT-2's, has the end of text last; of a corpus that is not there no more is known.
+        end = self.found_corpus.eot_id if self.found_corpus else self.vocab_size - 1
+        return GPTConfig(
+            **asdict(self.shape),
+            vocab_size=self.vocab_size,
+            init_seed=self.seed,
+            document_end=end if self.no_cross_document else None,
+        )
 
     @property
     def tokens_per_step(self) -> int:
@@ -221,6 +234,7 @@ def resolve(argv: list[str], ranks: int | None = None) -> tuple[RunConfig, argpa
         seed=flags.seed,
         preset=flags.preset,
         shape=shape,
+        no_cross_document=flags.no_cross_document,
         recipe=recipe.name if recipe else None,
         config_file=file,
         engine={key: value for key, value in engine.values.items() if key not in own and key not in ("optimizer", "scheduler")},
@@ -260,7 +274,7 @@ def resolve(argv: list[str], ranks: int | None = None) -> tuple[RunConfig, argpa
 def _check_swap_buffers(engine: EngineJson, config: RunConfig) -> None:
     """On a drive, each rank's part of a weight goes through a buffer that holds it whole."""
     path = ("zero_optimization", "offload_param", "buffer_size")
-    model = GPTConfig(**asdict(config.shape), vocab_size=config.vocab_size)
+    model = config.model_config
     largest = -(-max(model.padded_vocab_size, 4 * model.d_model, model.seq_len) * model.d_model // config.ranks)
     size = engine.get(*path)
     if config.offload("offload_param") == "nvme" and largest > (BUFFER_SIZE if size is None else size):

@@ -72,7 +72,7 @@ RUN_VALUES = (
 
 def explain(config: RunConfig) -> dict[str, Any]:
     """Everything that `--explain` says of `config`, as JSON values; bytes and FLOPs are whole numbers, of one rank where it says so."""
-    model = GPTConfig(**asdict(config.shape), vocab_size=config.vocab_size)
+    model = config.model_config
     parameters, per_token = parameter_count(model), flops_per_token(model)
     flops_per_step = round(per_token * config.tokens_per_step)
     return {
@@ -149,6 +149,7 @@ def _run_values(config: RunConfig) -> Iterator[tuple[str, Any]]:
         if name == "preset":
             for size, value in asdict(config.shape).items():
                 yield size, _valued(value, config.origins[size])
+            yield "no_cross_document", _valued(config.no_cross_document, config.origins["no_cross_document"])
 
 
 def _engine_values(config: RunConfig) -> Iterator[tuple[str, Any]]:

@@ -154,6 +154,11 @@ def add_model_flags(parser: Parser) -> None:
     model.add_argument("--d_model", type=size, help="width, a multiple of n_head, over the preset's")
     model.add_argument("--seq_len", type=whole_number(1), help="context length in tokens, over the preset's")
     model.add_argument("--dropout", type=real_number(0, 1, below=True), help="dropout probability, over the preset's (0)")
+    model.add_argument(
+        "--no_cross_document",
+        action="store_true",
+        help="attention stays within a document, and positions begin at 0 with each; without it a window is one text",
+    )
 
 
 def parse_flags(argv: list[str]) -> tuple[argparse.Namespace, Recipe | None]:

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 #: Values that must be the same when a run is resumed: they decide what the next step computes. The rest (length, learning rate,
 #: micro-batch, the cadence of evaluations and checkpoints) may change; the log says what did.
-IDENTITY = ("seed", "shape", "corpus_fingerprint", "global_batch_size", "precision", "zero_stage")
+IDENTITY = ("seed", "shape", "no_cross_document", "corpus_fingerprint", "global_batch_size", "precision", "zero_stage")
 #: What a resume changes without changing the run: not worth a line in the log.
 INCIDENTAL = ("created", "command", "resume", "quiet")
 LOCK_PATIENCE_SECONDS = 60.0
@@ -169,6 +169,7 @@ class RunFolder:
             before = json.loads(file.read_text(encoding="utf-8"))
         except ValueError as reason:
             raise UsageError(f"{file}: is not JSON ({reason}); it cannot be told which run this is: give another --run_name") from None
+        before.setdefault("no_cross_document", False)  # a run from before there was this flag
         advice = "give the run's own value, or another --run_name"
         wrong = [
             f"{self.path}: this run has {key} = {json.dumps(before.get(key))}, the command says {json.dumps(description[key])}; {advice}"

@@ -86,7 +86,8 @@ class MemoryPlan:
 
     weights, gradients, master_weights, optimizer_states: the model states at the end of the last backward pass, from the second step on.
     buffers: reduction buckets, gathered weights and copies of both, at their largest. activations: of the blocks, the embedding and the
-    last norm, as the forward pass leaves them. loss_head: logits and their softmax, at most. update: what only the optimizer step has.
+    last norm, as the forward pass leaves them, and the mask of the documents. loss_head: logits and their softmax, at most. update: what
+    only the optimizer step has.
     process, allocator: a CPU's only; Python with its libraries, and what glibc keeps. host: offloaded states in the host's memory, and the
     buffers of what is on a drive; drive: what is there.
     moments: what is alive when, without process and allocator; peak: the largest of them, with both; peak_moment: its name.
@@ -152,6 +153,7 @@ def memory_per_rank(
     # Stage 3 holds its bucket always, stages 1 and 2 from the first gradient on.
     standing = {"buffers": buckets + gathered} if stage == 3 else {}
     block = _block_activations(model, precision, micro_batch_size, device)
+    mask = _document_mask(model, precision, micro_batch_size)
     elements = micro_batch_size * model.seq_len * model.d_model * WIDTH[precision]
     # In a block's backward pass, the gradients of the 4C-wide input and output of the GELU and of the residual stream: 9 B T C.
     in_flight = Blocks(((4 * elements, 2), (elements, 1)))
@@ -168,7 +170,7 @@ def memory_per_rank(
             **lasting,
             "gradients": (gradients if stage else states.gradients) + waiting,
             "buffers": buckets + gathered + reduction,
-            "activations": block + in_flight + tied,
+            "activations": block + mask + in_flight + tied,
         },
         "update": {**lasting, "gradients": gradients, **({"buffers": buckets} if stage == 3 else {}), "update": update},
     }
@@ -374,13 +376,18 @@ def _block_activations(model: GPTConfig, precision: str, B: int, device: str) ->
 def _activations(model: GPTConfig, precision: str, B: int, checkpoints: int, device: str) -> Blocks:
     """As the forward pass leaves them: embedding, blocks, last norm. A checkpointed segment of blocks keeps its input alone."""
     unit = B * model.seq_len * model.d_model * WIDTH[precision]
-    ends = Blocks(((unit, 2),))  # the sum of the embeddings, the last norm's output
+    ends = Blocks(((unit, 2),)) + _document_mask(model, precision, B)  # the sum of the embeddings, the last norm's output
     if model.dropout:
         ends += Blocks(((unit if device == "cpu" else unit // WIDTH[precision], 1),))
     if checkpoints:
         return ends + Blocks(((unit, checkpoints),))
     block = _block_activations(model, precision, B, device)
     return ends + Blocks(tuple((size, count * model.n_layer) for size, count in block.sizes))
+
+
+def _document_mask(model: GPTConfig, precision: str, B: int) -> Blocks:
+    """Where attention stays within documents, B T^2 elements for all blocks together, until the end of their backward pass."""
+    return Blocks(((B * model.seq_len**2 * WIDTH[precision], 1),) if model.document_end is not None else ())
 
 
 def _loss_head(model: GPTConfig, precision: str, B: int) -> Blocks:

@@ -15,7 +15,6 @@ from launch.run.config import RunConfig, resolve
 from launch.run.folder import NoFolder
 from launch.run.memory import MemoryPlan, memory_per_rank
 from launch.run.metrics import read_metrics
-from model.presets import GPTConfig
 from recipes import registry
 from recipes.technique import Technique, Techniques
 from tests.distributed.correction_jobs import fp16_allowed
@@ -27,10 +26,9 @@ PARTS = ("weights", "gradients", "master_weights", "optimizer_states")
 
 def plan_of(config: RunConfig) -> MemoryPlan:
     """The plan of a resolved run on CPU ranks."""
-    model = GPTConfig(**vars(config.shape), vocab_size=config.corpus.vocab_size)
     zero = config.engine["zero_optimization"]
     batch = config.micro_batch_size, config.gradient_accumulation_steps
-    return memory_per_rank(model, config.precision, zero, config.ranks, *batch, registry.make_techniques(config).checkpoints)
+    return memory_per_rank(config.model_config, config.precision, zero, config.ranks, *batch, registry.make_techniques(config).checkpoints)
 
 
 # --- model states ------------------------------------------------------------------------------------------------------------------------

@@ -27,6 +27,23 @@ def run_all_but(index: int) -> Callable[[torch.nn.ModuleList, torch.Tensor], tor
     return run
 
 
+def whole_windows(model: GPT, windows: torch.Tensor, document_end: int) -> torch.Tensor:
+    """The mean loss of windows (B, T + 1), each taken for one text."""
+    return model(windows[:, :-1], windows[:, 1:])
+
+
+def document_by_document(model: GPT, windows: torch.Tensor, document_end: int) -> torch.Tensor:
+    """The mean loss of windows (B, T + 1), cut after each `document_end`; every document is a forward pass of its own."""
+    total = torch.zeros((), device=windows.device)
+    for window in windows:
+        lengths = (window[:-1] == document_end).nonzero()[:, 0].add(1).diff(prepend=window.new_zeros(1)).tolist()
+        lengths.append(len(window) - 1 - sum(lengths))
+        for tokens, targets in zip(window[:-1].split(lengths), window[1:].split(lengths), strict=True):
+            if len(tokens):
+                total = total + model(tokens[None], targets[None]) * len(tokens)
+    return total / windows[:, 1:].numel()
+
+
 class Step(NamedTuple):
     """What the reference saw in a step."""
 
@@ -46,6 +63,7 @@ def reference_steps(
     accumulation: int = 1,
     drops_block_1: Callable[[int, int], bool] = lambda step, micro_step: False,
     skips: Collection[int] = (),
+    loss_of: Callable[[GPT, torch.Tensor, int], torch.Tensor] = whole_windows,
     device: str = "cpu",
 ) -> list[Step]:
     """`steps` steps in fp32 over the whole global batch, the gradient norm taken in fp64.
@@ -53,6 +71,7 @@ def reference_steps(
     accumulation: into how many micro-batches the global batch is cut; of meaning only where `drops_block_1(step, micro_step)` says so.
     A parameter without a gradient has the gradient 0, and Adam steps it.
     skips: steps whose update is not made; the learning rate goes on.
+    loss_of: the mean loss of (model, micro-batch, the id that ends a document).
     """
     corpus = open_corpus(corpus_path)
     length = shape["seq_len"]
@@ -79,7 +98,7 @@ def reference_steps(
         mean = 0.0
         for micro_step, micro_batch in enumerate(tokens.chunk(accumulation)):
             model.block_runner = run_all_but(1) if drops_block_1(step, micro_step) else run_all_blocks
-            loss = model(micro_batch[:, :-1], micro_batch[:, 1:]) / accumulation
+            loss = loss_of(model, micro_batch, corpus.eot_id) / accumulation
             loss.backward()
             mean += loss.item()
         for p in model.parameters():

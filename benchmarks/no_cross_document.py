@@ -1,0 +1,108 @@
+"""What attention that stays within documents costs: a step with `--no_cross_document` against one without, in turns in one process.
+
+    python benchmarks/no_cross_document.py            # about a minute on two cores
+    python benchmarks/no_cross_document.py --preset nano --deepspeed_config ds_configs/zero0_fp32.json
+
+Two engines of the same JSON train the same initial weights on the same micro-batches, a step each. The one with the flag makes a mask
+from the tokens, once a forward pass, and its attention reads the mask where the other skips what lies above the diagonal. A ratio above
+1 says that the flag costs time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[0] = str(ROOT)
+
+WARM_UP_STEPS = 10
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--preset", default="micro", help="model size (micro)")
+    parser.add_argument("--deepspeed_config", default="ds_configs/zero0_bf16.json", help="engine JSON (ds_configs/zero0_bf16.json)")
+    parser.add_argument("--steps", type=int, default=60, help="steps of each side, the first 10 not counted (60)")
+    parser.add_argument("--data", default="data/stdlib", help="corpus (data/stdlib)")
+    parser.add_argument("--no_record", action="store_true", help="do not append to benchmarks/results.json")
+    arguments = parser.parse_args()
+    os.chdir(ROOT)
+
+    import torch
+
+    from benchmarks.report import append, spread
+    from launch.engine.distributed import start_ranks
+    from launch.engine.engine import Engine, start_engine
+    from launch.run.config import resolve
+    from recipes.technique import Techniques
+
+    run = ["--deepspeed_config", arguments.deepspeed_config, "--preset", arguments.preset, "--data", arguments.data, "--quiet"]
+    run += ["--steps", str(arguments.steps)]
+    configs = [resolve([*run, *flags])[0] for flags in ([], ["--no_cross_document"])]
+    collectives = start_ranks()
+    engines = [start_engine(config, Techniques(), collectives) for config in configs]
+    loader = configs[0].training_loader(collectives)
+    config = configs[0]
+    on_gpu = torch.cuda.is_available()
+
+    def step(engine: Engine, batches: list[Any], tokens: int) -> tuple[float, float]:
+        """Seconds of one step over `batches`, and its loss."""
+        start = time.perf_counter()
+        engine.set_learning_rate(tokens)
+        for batch in batches:
+            loss = engine.backward_and_step(engine.loss(batch), len(batches))
+        value = float(loss)  # waits for the forward passes
+        if on_gpu:
+            torch.cuda.synchronize()
+        return time.perf_counter() - start, value
+
+    seconds: tuple[list[float], list[float]] = ([], [])
+    ends, apart = 0, 0.0
+    for number in range(arguments.steps):
+        place = number * config.global_batch_size, config.micro_batch_size, config.gradient_accumulation_steps
+        batches = list(loader.micro_batches(*place))
+        ends += sum(int((batch[:, :-1] == config.corpus.eot_id).sum()) for batch in batches)
+        losses = [0.0, 0.0]
+        for side in (0, 1) if number % 2 else (1, 0):  # neither is always the one that finds the batch in the cache
+            spent, losses[side] = step(engines[side], batches, (number + 1) * config.tokens_per_step)
+            seconds[side].append(spent)
+        apart = max(apart, abs(losses[0] - losses[1]))
+
+    without, within = (times[WARM_UP_STEPS:] for times in seconds)
+    ratios = [b / a for a, b in zip(without, within, strict=True)]
+    lower, median, upper = statistics.quantiles(ratios, n=4)
+    for name, times in (("without the flag", without), ("--no_cross_document", within)):
+        found = spread(times)
+        print(
+            f"{name:20} {found['median_ms']:8.1f} ms a step, "
+            f"quartiles {found['lower_quartile_ms']:.1f} to {found['upper_quartile_ms']:.1f}, {found['count']} steps"
+        )
+    print(
+        f"a step with the flag takes {median:.3f} times the one without (quartiles {lower:.3f} to {upper:.3f}); "
+        f"{ends} documents ended in {arguments.steps * config.global_batch_size} windows of {config.shape.seq_len} tokens; "
+        f"losses at most {apart:.4f} apart"
+    )
+    if not arguments.no_record:
+        results = {
+            "config": arguments.deepspeed_config,
+            "preset": arguments.preset,
+            "without": spread(without),
+            "within": spread(within),
+            "step_time_ratio": median,
+            "ratio_quartiles": [lower, upper],
+            "document_ends": ends,
+            "windows": arguments.steps * config.global_batch_size,
+            "largest_loss_difference": apart,
+        }
+        append("no_cross_document", results, torch.cuda.get_device_name() if on_gpu else "cpu")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

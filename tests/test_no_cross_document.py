@@ -1,0 +1,205 @@
+"""`--no_cross_document`: the logits and gradients of a document are those of the document alone, whatever stands before it."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from launch.run.config import resolve
+from launch.run.explain import as_text, explain
+from model import gpt
+from model.gpt import GPT, document_mask, document_starts
+from model.presets import GPTConfig
+from model.sampling import generate
+from recipes.activation_checkpointing.technique import ActivationCheckpointing
+
+END = 3
+CONFIG = GPTConfig(n_layer=3, n_head=2, d_model=32, seq_len=24, vocab_size=100, init_seed=1, document_end=END)
+#: Attention of initial weights is all but uniform and its scores all but zero: larger weights make what it sees matter.
+SCALE = 8
+TOLERANCE = 1e-5
+
+
+def model_of(config: GPTConfig = CONFIG, device: str = "cpu") -> GPT:
+    model = GPT(config).to(device)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 2:
+                parameter.mul_(SCALE)
+    return model
+
+
+def document(length: int, seed: int) -> list[int]:
+    """`length` tokens, of which the last is the end."""
+    generator = torch.Generator().manual_seed(seed)
+    return [*torch.randint(END + 1, CONFIG.vocab_size, (length - 1,), generator=generator).tolist(), END]
+
+
+def rows(*documents: list[int]) -> torch.Tensor:
+    return torch.tensor([[token for one in documents for token in one]])
+
+
+def test_starts_and_mask_of_a_row_by_hand():
+    tokens = torch.tensor([[7, END, END, 8, 9], [END, 7, 8, 9, END]])
+    starts = document_starts(tokens, END)
+    assert starts.tolist() == [[0, 0, 2, 3, 3], [0, 1, 1, 1, 1]]
+    mask = document_mask(starts, torch.bfloat16)
+    assert (mask.shape, mask.dtype) == ((2, 1, 5, 5), torch.bfloat16)
+    seen = [["x....", "xx...", "..x..", "...x.", "...xx"], ["x....", ".x...", ".xx..", ".xxx.", ".xxxx"]]
+    assert [["".join("x" if value == 0 else "." for value in row) for row in one[0].tolist()] for one in mask] == seen
+    assert set(mask.flatten().tolist()) == {0.0, -torch.inf}
+
+
+def test_logits_of_a_document_are_those_of_the_document_alone(device):
+    model = model_of(device=device)
+    last, tail = document(9, 1), document(6, 2)[:-1]  # the window cuts the last document short
+    alone = [model(rows(one).to(device))[0] for one in (last, tail)]
+    plain = model_of(GPTConfig(**vars(CONFIG) | {"document_end": None}), device)
+    torch.testing.assert_close(alone[0], plain(rows(last).to(device))[0], atol=TOLERANCE, rtol=0)
+    befores = [document(7, 3), document(7, 4), document(4, 5), [*document(3, 6), *document(2, 7), END], []]
+    for before in befores:
+        tokens = rows(before, last, tail).to(device)
+        logits = model(tokens)[0, len(before) :]
+        torch.testing.assert_close(logits, torch.cat(alone), atol=TOLERANCE, rtol=0)
+        if before:
+            crossing = plain(tokens)[0, len(before) :]
+            assert (crossing - torch.cat(alone)).abs().max() > 0.1, "a model in which attention does not matter shows nothing"
+
+
+def test_rows_of_a_batch_have_documents_of_their_own():
+    model = model_of()
+    batch = torch.cat([rows(document(5, 1), document(11, 2)), rows(document(12, 3), document(4, 4))])
+    torch.testing.assert_close(model(batch), torch.cat([model(row[None]) for row in batch]), atol=TOLERANCE, rtol=0)
+
+
+def test_the_loss_of_a_later_document_has_no_gradient_at_earlier_ones(device):
+    model, embedded = model_of(device=device), []
+    model.wte.register_forward_hook(lambda module, inputs, output: (output.retain_grad(), embedded.append(output))[0])
+    before, after = [*document(5, 1), *document(4, 2)], document(10, 3)
+    tokens = rows(before, after).to(device)
+    targets = tokens.roll(-1, dims=1)
+    targets[:, : len(before)] = -100
+    model(tokens, targets).backward()
+    gradient = embedded[0].grad[0].abs().sum(dim=1)
+    assert gradient[: len(before)].eq(0).all()
+    assert gradient[len(before) :].gt(0).all()
+    assert model.wpe.weight.grad.abs().sum(dim=1).gt(0).tolist() == [place < len(after) for place in range(CONFIG.seq_len)]
+
+
+def gradients(model: GPT) -> dict[str, torch.Tensor]:
+    return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize("section", [{}, {"number_checkpoints": 2}, {"number_checkpoints": 1, "cpu_checkpointing": True}], ids=str)
+def test_blocks_that_are_computed_again_are_computed_under_their_own_mask(section):
+    """Forward passes of other micro-batches and an evaluation lie between a forward pass and its backward pass, in any order."""
+    micro_batches = [rows(document(5, 1), document(11, 2)), rows(document(12, 3), document(4, 4)), rows(document(9, 5))]
+    for order in (*itertools.permutations(range(3)), None):
+        found = []
+        for checkpointed in (False, True):
+            model = model_of(GPTConfig(**vars(CONFIG) | {"dropout": 0.1}))
+            if checkpointed:
+                technique = ActivationCheckpointing(section, SimpleNamespace(shape=model.config))
+                technique.attach(SimpleNamespace(module=model), None)
+            torch.manual_seed(1)
+            losses = [model(tokens, tokens.roll(-1, dims=1)) for tokens in micro_batches]
+            with torch.no_grad():
+                model.eval()(rows(document(2, 6), document(2, 7)))
+            model.train()
+            for place in order or ():
+                losses[place].backward()
+            if order is None:
+                sum(losses).backward()
+            assert all(block.attn.mask is None for block in model.h), "nothing is kept of a step that is over"
+            found.append((torch.stack(losses), gradients(model)))
+        (losses, expected), (again, recomputed) = found
+        assert torch.equal(losses, again)
+        for name, gradient in expected.items():
+            assert torch.equal(recomputed[name], gradient), name
+
+
+def test_without_it_nothing_changes(monkeypatch):
+    """Bit for bit: the same kernel is asked for the same thing, although tokens that end documents are among the rows."""
+    monkeypatch.setattr(gpt, "document_starts", None)
+    monkeypatch.setattr(gpt, "document_mask", None)
+    attention, asked = F.scaled_dot_product_attention, []
+
+    def counted(*tensors: torch.Tensor, **options: object) -> torch.Tensor:
+        asked.append(options)
+        return attention(*tensors, **options)
+
+    tokens = rows(document(5, 1), document(11, 2))
+    model = model_of(GPTConfig(**vars(CONFIG) | {"document_end": None}))
+    x = model.wte(tokens) + model.wpe(torch.arange(16))
+    for block in model.h:
+        q, k, v = (part.view(1, 16, 2, 16).transpose(1, 2) for part in block.attn.c_attn(block.ln_1(x)).chunk(3, dim=-1))
+        x = x + block.attn.c_proj(attention(q, k, v, is_causal=True).transpose(1, 2).reshape(1, 16, 32))
+        x = x + block.mlp(block.ln_2(x))
+    expected = model.lm_head(model.ln_f(x), tokens)
+    expected.backward()
+    wanted = gradients(model)
+    model.zero_grad()
+    monkeypatch.setattr(F, "scaled_dot_product_attention", counted)
+    loss = model(tokens, tokens)
+    loss.backward()
+    assert torch.equal(loss, expected)
+    for name, gradient in gradients(model).items():
+        assert torch.equal(gradient, wanted[name]), name
+    assert asked == 3 * [{"attn_mask": None, "is_causal": True, "dropout_p": 0.0}]
+
+
+def test_names_and_initial_weights_are_the_same():
+    plain, masked = (GPT(GPTConfig(**vars(CONFIG) | {"document_end": end})).state_dict() for end in (None, END))
+    assert list(plain) == list(masked)
+    assert all(torch.equal(plain[name], masked[name]) for name in plain)
+
+
+def test_a_sample_goes_on_from_its_own_document_alone():
+    model = model_of().eval()
+    continued = [generate(model, [*before, 7, 8], 6, CONFIG.seq_len, temperature=0)[-6:] for before in ([], document(9, 1), document(3, 2))]
+    assert continued[0] == continued[1] == continued[2]
+
+
+@pytest.mark.parametrize("end", [-1, 100])
+def test_an_end_that_is_no_token_is_refused(end):
+    with pytest.raises(ValueError, match=f"document_end is {end}: it must be a token, from 0 to 99"):
+        GPTConfig(**vars(CONFIG) | {"document_end": end})
+
+
+# --- the flag -----------------------------------------------------------------------------------------------------------------------
+
+
+def resolved(corpus, *flags: str):
+    return resolve(["--deepspeed_config", "ds_configs/zero2_bf16.json", "--data", str(corpus), *flags])[0]
+
+
+def test_the_flag_is_the_models_end_of_document(corpus):
+    end = json.loads((corpus / "manifest.json").read_text())["eot_id"]
+    assert resolved(corpus, "--no_cross_document").model_config.document_end == end
+    assert resolved(corpus).model_config.document_end is None
+    assert resolved(corpus, "--no_cross_document").as_json()["no_cross_document"] is True
+
+
+def test_it_is_explained(corpus):
+    for flags, value, origin in (([], "false", "default"), (["--no_cross_document"], "true", "--no_cross_document")):
+        lines = as_text(explain(resolved(corpus, *flags))).splitlines()
+        assert ["no_cross_document", value, origin] in [line.split() for line in lines]
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_the_plan_of_memory_has_the_mask_once(precision, corpus):
+    """B T^2 elements, however many blocks there are, and with activation checkpointing too."""
+    file = ["--deepspeed_config", f"ds_configs/zero1_{precision}.json"]
+    without, within = (
+        explain(resolved(corpus, *file, "--micro_batch_size", "2", "--seq_len", "512", *flags))["memory_per_rank"]["cuda"]
+        for flags in ([], ["--no_cross_document"])
+    )
+    mask = 2 * 512**2 * {"bf16": 2, "fp32": 4}[precision]
+    assert within["activations"] - without["activations"] == mask
+    assert within["checkpointed_activations"] - without["checkpointed_activations"] == mask
+    assert within["peak"] - without["peak"] == mask
