@@ -31,7 +31,7 @@ $(INSTALLED): setup.cfg pyproject.toml constraints.txt
 data: $(CORPUS)/manifest.json  ## the embedded corpus: the Python standard library's source, 8k byte-level BPE
 
 $(CORPUS)/manifest.json: | $(INSTALLED)
-	$(BIN)/python data_pipeline/prepare.py --source stdlib --out $(CORPUS)
+	$(BIN)/python data_pipeline/prepare.py --source stdlib --out $(CORPUS) --resume
 
 # The run's name is `first`, or the next free `first-N`: a second `make pretrain` trains again and overwrites nothing.
 pretrain: $(INSTALLED) $(CORPUS)/manifest.json  ## train a nano GPT through ds_configs/zero1_bf16.json; ARGS="..." goes through
@@ -57,6 +57,8 @@ bench: $(INSTALLED) $(CORPUS)/manifest.json  ## the benchmarks: each a ratio of 
 	$(BIN)/python benchmarks/no_cross_document.py
 	$(BIN)/python benchmarks/model_states.py
 	$(BIN)/python benchmarks/memory.py
+	$(BIN)/python benchmarks/data_pipeline.py
+	$(BIN)/python benchmarks/prepare_memory.py --gigabytes 1
 
 clean:  ## remove the virtual environment and the caches (never data/ or runs/)
 	rm -rf $(VENV) .cache .hypothesis .mypy_cache .pytest_cache .ruff_cache

@@ -1,107 +1,239 @@
-"""Where documents come from, and which split each belongs to.
+"""Where documents come from.
 
-A source is anything with `documents()` (an iterator of (name, text), the same at every call), `describe()` (what the
-manifest records), `n_bytes` (for the progress bar) and `skipped` (reason -> count, of the latest pass). `open_source` maps
-the text after `--source` to one:
+A source is what one `--source` names:
 
-    stdlib      the running Python's own *.py files, without tests: about 730 files, 12 MB, on every machine, no download
-    FILE        one .txt, .md or .py file
-    FOLDER      every .txt, .md and .py file below it
+    stdlib              the running Python's own *.py files, without tests: about 730 files, 12 MB, on every machine, no download
+    FILE                .txt .md .py .jsonl .json .csv (each also .gz or .zst) or .parquet
+    FOLDER, 'GLOB'      all files of these kinds below it, or that match, in the order of their paths
+    hf:NAME[:CONFIG][:SPLIT]    a dataset of the Hugging Face hub, or a folder laid out like one, streamed by `datasets`;
+                        hf:json:FILES and the like name the builder and its files
+    ...@0.7             any of them with its weight in a mixture
 """
 
+from __future__ import annotations
+
+import glob
 import hashlib
+import math
 import os
 import platform
+import re
 import sysconfig
-from collections import Counter
-from collections.abc import Iterable, Iterator
-from itertools import chain
+from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from data_pipeline.errors import DataError
+from data_pipeline.records import SUFFIXES, LargeText, Problems, records, suffix_of, text_of
+from data_pipeline.torch_hidden import torch_hidden
 
-TEXT_SUFFIXES = (".txt", ".md", ".py")
 # Tests more than double the size (31.5 MB) with repetitive text; installed packages would make the corpus the machine's own.
 STDLIB_EXCLUDED = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
+ALLOWED = f"stdlib, a file, folder or glob of {' '.join(SUFFIXES)}, or hf:NAME[:CONFIG][:SPLIT]; each with @WEIGHT behind it or none"
+#: Builders of `datasets` that take files instead of a name on the hub.
+BUILDERS = ("json", "parquet", "csv", "text")
 
 
-class TextFiles:
-    """Files below `root`, one document each, in the order of their relative paths."""
+class Source:
+    """Documents in an order that is the same at every call of `documents`.
 
-    def __init__(self, identity: dict[str, Any], root: Path, files: list[Path]):
-        self.root = root
-        self.files = files
-        self.n_bytes = sum(file.stat().st_size for file in files)
-        self.skipped: Counter[str] = Counter()
-        self._identity = identity
+    `n_bytes` is the size of what is read, 0 where nobody knows it, and `n_read` how much of it the latest pass has behind it.
+    """
+
+    def __init__(self, name: str, text_column: str, max_docs: int | None, problems: Problems):
+        self.name, self.text_column, self.max_docs, self.problems = name, text_column, max_docs, problems
+        self.n_bytes = self.n_read = 0
 
     def describe(self) -> dict[str, Any]:
-        """What the source was, and enough of its state to notice that it has changed since."""
-        return {**self._identity, "files": len(self.files), "bytes": self.n_bytes}
+        """What the manifest records of it: enough to notice that it has changed since, and nothing that a copy would change."""
+        raise NotImplementedError
 
-    def documents(self) -> Iterator[tuple[str, str]]:
-        self.skipped.clear()
-        for file in self.files:
-            try:
-                text = file.read_bytes().decode("utf-8")  # not read_text: line ends stay as they are
-            except UnicodeDecodeError:
-                self.skipped["not utf-8"] += 1
-                continue
-            except PermissionError as error:
-                raise DataError(f"--source: {file} cannot be read ({error.strerror}); allow reading it or move it away") from None
-            if not text:
-                self.skipped["empty"] += 1
-                continue
-            yield file.relative_to(self.root).as_posix(), text
+    def state(self) -> str:
+        """A hash that changes with any change of what is read, for an interrupted run that goes on."""
+        raise NotImplementedError
+
+    def documents(self) -> Iterator[tuple[str, str | LargeText]]:
+        """(place, text) of each document, at most `max_docs`.
+
+        Raises:
+            DataError: a bad record under `--on_error stop`, or something that cannot be read.
+        """
+        self.n_read = 0
+        return islice(self._documents(), self.max_docs)
+
+    def _documents(self) -> Iterator[tuple[str, str | LargeText]]:
+        raise NotImplementedError
 
 
-def open_source(spec: str) -> TextFiles:
-    """The source named by `spec`; DataError when there is no such source or nothing in it."""
+class Files(Source):
+    """Files, in the order of their paths relative to `root`."""
+
+    def __init__(self, identity: dict[str, Any], root: Path, files: list[Path], *options: Any):
+        super().__init__(identity["name"], *options)
+        self.root, self.files, self._identity = root, files, identity
+        self._stats = [file.stat() for file in files]
+        self.n_bytes = sum(stat.st_size for stat in self._stats)
+
+    def describe(self) -> dict[str, Any]:
+        listing = "\n".join(f"{self._relative(file)} {stat.st_size}" for file, stat in zip(self.files, self._stats, strict=True))
+        sha256 = hashlib.sha256(listing.encode("utf-8", "surrogateescape")).hexdigest()
+        return {**self._identity, "files": len(self.files), "bytes": self.n_bytes, "listing_sha256": sha256}
+
+    def state(self) -> str:
+        changes = [f"{file} {stat.st_size} {stat.st_mtime_ns}" for file, stat in zip(self.files, self._stats, strict=True)]
+        return hashlib.sha256("\n".join(changes).encode("utf-8", "surrogateescape")).hexdigest()
+
+    def _relative(self, file: Path) -> str:
+        return file.relative_to(self.root).as_posix()
+
+    def _documents(self) -> Iterator[tuple[str, str | LargeText]]:
+        behind = 0
+        for file, stat in zip(self.files, self._stats, strict=True):
+
+            def watch(done: int, behind: int = behind) -> None:
+                self.n_read = behind + done
+
+            yield from records(file, self.text_column, self.problems, watch)
+            behind += stat.st_size
+            self.n_read = behind
+
+
+class HubDataset(Source):
+    """A dataset that `datasets` streams: nothing but the rows at hand is in memory or on the disk."""
+
+    def __init__(self, name: str, arguments: dict[str, Any], *options: Any):
+        super().__init__(name, *options)
+        self._arguments = arguments
+
+    def describe(self) -> dict[str, Any]:
+        return {"name": self.name, **self._arguments}
+
+    def state(self) -> str:
+        arguments = {key: value for key, value in self._arguments.items() if key != "split"}
+        try:
+            files = _datasets().load_dataset_builder(**arguments).config.data_files or {}
+        except Exception as reason:
+            raise self._unreadable("it cannot be opened", reason) from None
+        # Of each file its time on the disk, the commit of the hub, or the ETag of a server.
+        versions = {split: [list(of_split), of_split.origin_metadata] for split, of_split in files.items()}
+        return hashlib.sha256(repr((self.describe(), versions)).encode("utf-8", "surrogateescape")).hexdigest()
+
+    def _documents(self) -> Iterator[tuple[str, str | LargeText]]:
+        number = 0
+        try:
+            dataset = _datasets().load_dataset(**self._arguments, streaming=True)
+            columns = dataset.column_names  # None where only the rows would tell
+            if columns:
+                if self.text_column not in columns:
+                    raise DataError(
+                        f"--source {self.name}: no column {self.text_column!r}; it has {', '.join(map(repr, columns[:20]))}:"
+                        " name one with --text_column"
+                    )
+                dataset = dataset.select_columns([self.text_column])
+            for number, row in enumerate(dataset, 1):
+                yield from text_of(row, self.text_column, f"{self.name}: row {number}", self.problems)
+        except (DataError, MemoryError):
+            raise
+        except Exception as reason:  # whatever the builder, the file system or the network of `datasets` raises
+            raise self._unreadable(f"row {number + 1}" if number else "it cannot be opened", reason) from None
+
+    def _unreadable(self, where: str, reason: Exception) -> DataError:
+        line = " ".join(str(reason).split())[:300] or type(reason).__name__
+        return DataError(f"--source {self.name}: {where}: {line}; look at its name, configuration and split")
+
+
+def _datasets() -> Any:
+    """The library `datasets`, quiet."""
+    with torch_hidden():
+        import datasets
+    datasets.utils.logging.set_verbosity_error()
+    datasets.utils.logging.disable_progress_bar()
+    return datasets
+
+
+def open_sources(
+    specs: list[str], text_column: str = "text", max_docs: int | None = None, problems: Problems | None = None
+) -> tuple[list[Source], list[float] | None]:
+    """The sources that `specs` name, and their weights, which sum to 1; None where no spec has one.
+
+    Raises:
+        DataError: there is no such source, nothing in it, or only some have a weight.
+    """
+    options = (text_column, max_docs, problems or Problems("stop"))
+    pairs = [_split_weight(spec) for spec in specs]
+    weights = [weight for _, weight in pairs if weight is not None]
+    if weights and len(weights) < len(pairs):
+        missing = next(spec for spec, weight in pairs if weight is None)
+        raise DataError(f"--source {missing}: has no weight where others have one; write {missing}@WEIGHT, or no weight at all")
+    total = sum(weights)
+    return [_open(spec, options) for spec, _ in pairs], [weight / total for weight in weights] or None
+
+
+def _split_weight(spec: str) -> tuple[str, float | None]:
+    name, at, weight = spec.rpartition("@")
+    if not at or os.path.exists(spec) or not re.fullmatch(r"[0-9.eE+-]+|nan|inf", weight):
+        return spec, None
+    try:
+        value = float(weight)
+    except ValueError:
+        value = math.nan
+    if not 1e-9 <= value <= 1e9:  # so that every share of their sum is above 0
+        raise DataError(f"--source {spec}: {weight} is no weight; allowed: a number from 1e-9 to 1e9, such as 0.7")
+    return name, value
+
+
+def _open(spec: str, options: tuple[Any, ...]) -> Source:
     if spec == "stdlib":
         root = Path(sysconfig.get_paths()["stdlib"])
-        return TextFiles({"name": "stdlib", "python": platform.python_version()}, root, _find(root, (".py",), STDLIB_EXCLUDED, spec))
+        return Files({"name": "stdlib", "python": platform.python_version()}, root, _find(root, (".py",), STDLIB_EXCLUDED, spec), *options)
+    if spec.startswith("hf:"):
+        return HubDataset(spec, _hub_arguments(spec), *options)
     path = Path(spec)
     if path.is_dir():
-        return TextFiles({"name": str(path.resolve())}, path, _find(path, TEXT_SUFFIXES, frozenset(), spec))
+        return Files({"name": str(path.resolve())}, path, _find(path, SUFFIXES, frozenset(), spec), *options)
     if path.is_file():
-        if path.suffix not in TEXT_SUFFIXES:
-            raise DataError(f"--source {spec}: not a known kind of text file; allowed: {', '.join(TEXT_SUFFIXES)}; rename it")
-        return TextFiles({"name": str(path.resolve())}, path.parent, [path])
-    raise DataError(f"--source {spec}: no such source; allowed: stdlib, a {'/'.join(TEXT_SUFFIXES)} file, or a folder of such files")
+        _check_kind(path, spec)
+        return Files({"name": str(path.resolve())}, path.parent, [path], *options)
+    if glob.has_magic(spec):
+        files = sorted(file for file in map(Path, glob.glob(spec, recursive=True)) if file.is_file())
+        if not files:
+            raise DataError(f"--source {spec}: no file matches; put a glob in quotes, ** goes into folders")
+        for file in files:
+            _check_kind(file, spec)
+        return Files({"name": spec}, Path(os.path.commonpath([file.parent for file in files])), files, *options)
+    raise DataError(f"--source {spec}: no such source; allowed: {ALLOWED}")
+
+
+def _check_kind(file: Path, spec: str) -> None:
+    if not suffix_of(file):
+        raise DataError(f"--source {spec}: {file.name} is not a known kind of text file; allowed: {', '.join(SUFFIXES)}; rename it")
+
+
+def _hub_arguments(spec: str) -> dict[str, Any]:
+    """What `datasets.load_dataset` is called with."""
+    name, *rest = spec.removeprefix("hf:").split(":")
+    form = "hf:NAME[:CONFIG][:SPLIT], or hf:json:FILES[:SPLIT] and the like"
+    if not name or len(rest) > 2 or "" in rest:
+        raise DataError(f"--source {spec}: not the name of a dataset; allowed: {form}")
+    if name in BUILDERS:
+        if not rest:
+            raise DataError(f"--source {spec}: the builder {name} needs files; allowed: {form}")
+        return {"path": name, "data_files": rest[0], "split": rest[1] if len(rest) > 1 else "train"}
+    if len(rest) == 1 and re.match(r"(train|validation|val|test)\b", rest[0]):  # the usual names of a split, where one part is given
+        return {"path": name, "split": rest[0]}
+    return {"path": name, **({"name": rest[0]} if rest else {}), "split": rest[1] if len(rest) > 1 else "train"}
 
 
 def _find(root: Path, suffixes: tuple[str, ...], excluded: frozenset[str], spec: str) -> list[Path]:
+    def cannot(reason: OSError) -> None:
+        raise DataError(f"--source {spec}: {reason.filename} cannot be read ({reason.strerror}); mend that, or move it away")
+
     files = []
-    for folder, subfolders, names in os.walk(root):
+    for folder, subfolders, names in os.walk(root, onerror=cannot):
         subfolders[:] = [name for name in subfolders if name not in excluded and not name.startswith(".")]
         files += [Path(folder, name) for name in names if name.endswith(suffixes) and not name.startswith(".")]
     files = [file for file in files if file.is_file()]  # neither dangling links nor pipes
     if not files:
-        raise DataError(f"--source {spec}: no {'/'.join(suffixes)} file below {root}; name a file, or a folder that holds some")
-    return sorted(files, key=lambda file: file.relative_to(root).as_posix())
-
-
-def split_documents(documents: Iterable[tuple[str, str]], val_fraction: float) -> Iterator[tuple[str, str, int]]:
-    """Each document as (split, text, bytes of UTF-8), where split is "train" or "val".
-
-    The split depends on the document's text alone, so it survives reordering, renaming and additions, and two copies of one
-    text can never end up on both sides. A lone document is cut in two at a line end instead, the tail being "val".
-    """
-    documents = iter(documents)
-    first, second = next(documents, None), next(documents, None)
-    if first is None:
-        return
-    if second is None:
-        text = first[1]
-        position = int(len(text) * (1 - val_fraction))
-        position = text.rfind("\n", 0, position) + 1 or position
-        for split, part in (("train", text[:position]), ("val", text[position:])):
-            if part:
-                yield split, part, len(part.encode())
-        return
-    bound = int(val_fraction * 2**64)
-    for _, text in chain((first, second), documents):
-        encoded = text.encode()
-        is_val = int.from_bytes(hashlib.sha256(encoded).digest()[:8], "big") < bound
-        yield "val" if is_val else "train", text, len(encoded)
+        raise DataError(f"--source {spec}: no {' '.join(suffixes)} file below {root}; name a file, or a folder that holds some")
+    return sorted(files, key=str)  # below one root the order of their relative paths

@@ -1,9 +1,9 @@
-"""A folder that appears at its place whole or not at all."""
+"""A folder that appears at its place whole or not at all, and that an interrupted run can go on filling."""
 
 import fcntl
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TextIO
@@ -12,12 +12,16 @@ from data_pipeline.errors import DataError
 
 
 @contextmanager
-def staged_folder(out: Path) -> Iterator[Path]:
-    """Yields an empty folder beside `out`; it is on the disk and renamed to `out` when the block ends well, removed when not.
+def staged_folder(out: Path, worth_keeping: Callable[[Path], bool], resume: bool) -> Iterator[Path]:
+    """Yields a folder beside `out`; it is on the disk and renamed to `out` when the block ends well.
 
-    A process that is killed leaves `.NAME.partial` behind, never anything at `out`, and the next run removes it. The lock
-    file `.NAME.lock` tells a dead process from a living one, which a process id in the name could not across hosts.
-    DataError when the folder cannot be made, or another process is at work on the same `out`.
+    Otherwise, by an error or a kill, `.NAME.partial` stays if it is `worth_keeping`, for a run with `resume`, which is given it as it is;
+    there is never anything at `out`. The lock file `.NAME.lock` tells a dead process from a living one, which a process id in the name
+    could not across hosts.
+
+    Raises:
+        DataError: the folder cannot be made; another process is at work on the same `out`; or an interrupted run left something worth
+            keeping, and `resume` is not given.
     """
     created = [folder for folder in out.parents if not folder.exists()]  # innermost first
     partial = out.parent / f".{out.name}.partial"
@@ -26,28 +30,32 @@ def staged_folder(out: Path) -> Iterator[Path]:
         lock = _lock(out.parent / f".{out.name}.lock", out)
     except OSError as error:
         raise DataError(f"--out {out}: cannot write to {out.parent} ({error.strerror}); choose a folder that you may write to") from None
-    done = False
     try:
-        if partial.exists():
+        keep = partial.exists() and worth_keeping(partial)
+        if keep and not resume:
+            raise DataError(f"--out {out}: an interrupted run left its work in {partial}; go on with it by --resume, or remove that folder")
+        if partial.exists() and not keep:
             shutil.rmtree(partial)
-        partial.mkdir()
-        yield partial
-        for file in partial.iterdir():
-            _fsync(file)
-        _fsync(partial)
         try:
-            os.rename(partial, out)
-        except OSError:
-            if out.exists():
-                raise DataError(f"--out {out}: appeared in the meantime, nothing was overwritten; choose another --out") from None
-            raise
-        done = True
-        _fsync(out.parent)
+            partial.mkdir(exist_ok=True)
+            yield partial
+            for file in partial.iterdir():
+                fsync(file)
+            fsync(partial)
+            try:
+                os.rename(partial, out)
+            except OSError:
+                if out.exists():
+                    raise DataError(f"--out {out}: appeared in the meantime, nothing was overwritten; choose another --out") from None
+                raise
+            fsync(out.parent)
+        finally:
+            if partial.exists() and not worth_keeping(partial):
+                shutil.rmtree(partial, ignore_errors=True)
     finally:
-        shutil.rmtree(partial, ignore_errors=True)
         os.unlink(lock.name)
         lock.close()
-        if not done:
+        if not out.exists() and not partial.exists():
             for folder in created:
                 with suppress(OSError):  # someone else may have begun to use it
                     folder.rmdir()
@@ -69,7 +77,8 @@ def _lock(path: Path, out: Path) -> TextIO:
         file.close()
 
 
-def _fsync(path: Path) -> None:
+def fsync(path: Path) -> None:
+    """Bring a file, or a folder's list of names, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

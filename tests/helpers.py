@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+import os
 import shutil
 import socket
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -20,3 +24,38 @@ def copy_checkout(folder: Path) -> Path:
     """A copy of the working tree in `folder`, without what git ignores."""
     ignored = ("data", "runs", "__pycache__", "*.egg-info", ".git", ".venv", ".*cache", ".hypothesis")
     return Path(shutil.copytree(ROOT, folder, ignore=shutil.ignore_patterns(*ignored)))
+
+
+def sparse_corpus(folder: Path, shards: int = 20, shard_tokens: int = 100_000_000) -> Path:
+    """A corpus of `shards` x `shard_tokens` tokens, all of them 0 and none of them on the disk; its shards' hashes are nobody's.
+
+    uint16, so 2,000,000,000 tokens are 4 GB to whoever asks for the size.
+    """
+    folder.mkdir(parents=True)
+
+    def shard(split: str, number: int, tokens: int) -> dict[str, Any]:
+        name = f"{split}-{number:05d}"
+        for file, size in ((f"{name}.bin", 2 * tokens), (f"{name}.ends", 0)):
+            (folder / file).touch()
+            os.truncate(folder / file, size)
+        ends = {"file": f"{name}.ends", "sha256": hashlib.sha256(b"").hexdigest()}
+        return {"file": f"{name}.bin", "tokens": tokens, "sha256": "0" * 64, "group": 0, "documents": 0, "ends": ends}
+
+    made = {"train": [shard("train", number, shard_tokens) for number in range(shards)], "val": [shard("val", 0, 100_000)]}
+    manifest = {
+        "format_version": 2,
+        "dtype": "uint16",
+        "vocab_size": 50_257,
+        "eot_id": 50_256,
+        "tokenizer": {"kind": "tiktoken", "name": "r50k_base", "files": {}},
+        "sources": [],
+        "options": {},
+        "mixture": [1.0],
+        "dropped": {},
+        "splits": {
+            split: {"tokens": sum(one["tokens"] for one in found), "documents": 0, "bytes": 0, "shards": found}
+            for split, found in made.items()
+        },
+    }
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    return folder

@@ -8,14 +8,14 @@ from data_pipeline.sampler import BLOCK, GlobalSampler, shuffled_positions
 
 @pytest.mark.parametrize("n", [1, 2, 3, 4, 5, 6, 7, 10, 16, 17, 1000, 4096, 65536, 65537])
 def test_every_window_once_an_epoch(n):
-    sampler = GlobalSampler(n, 7, "f")
+    sampler = GlobalSampler([n], 7, "f")
     for epoch in (0, 1, 5):
         assert np.array_equal(np.sort(sampler.indices(epoch * n, n)), np.arange(n))
 
 
 def test_every_size_is_a_permutation():
     for n in range(1, 130):
-        assert np.array_equal(np.sort(GlobalSampler(n, n, "f").indices(0, n)), np.arange(n)), n
+        assert np.array_equal(np.sort(GlobalSampler([n], n, "f").indices(0, n)), np.arange(n)), n
 
 
 @pytest.mark.parametrize(
@@ -27,14 +27,14 @@ def test_every_size_is_a_permutation():
     ],
 )
 def test_order_never_changes(n, seed, start, expected):
-    assert GlobalSampler(n, seed, "fingerprint").indices(start, 8).tolist() == expected
+    assert GlobalSampler([n], seed, "fingerprint").indices(start, 8).tolist() == expected
 
 
 def test_any_position_alone_is_the_same_as_in_sequence():
     n = 1500
-    order = GlobalSampler(n, 3, "f").indices(0, 12_000)
+    order = GlobalSampler([n], 3, "f").indices(0, 12_000)
     generator = np.random.default_rng(0)
-    sampler = GlobalSampler(n, 3, "f")
+    sampler = GlobalSampler([n], 3, "f")
     for start, count in zip(generator.integers(0, 11_000, 200).tolist(), generator.integers(0, 1000, 200).tolist(), strict=True):
         assert np.array_equal(sampler.indices(start, count), order[start : start + count])
     assert np.array_equal(sampler.indices(BLOCK - 1, 2), order[BLOCK - 1 : BLOCK + 1])
@@ -42,7 +42,7 @@ def test_any_position_alone_is_the_same_as_in_sequence():
 
 
 def test_far_positions_are_reached_at_once():
-    sampler = GlobalSampler(10**12 + 39, 0, "f")
+    sampler = GlobalSampler([10**12 + 39], 0, "f")
     found = sampler.indices(5 * 10**17, 1000)
     assert found.min() >= 0
     assert found.max() < 10**12 + 39
@@ -51,8 +51,8 @@ def test_far_positions_are_reached_at_once():
 
 def test_epochs_seeds_and_corpora_have_orders_of_their_own():
     n = 10_000
-    base = GlobalSampler(n, 0, "f").indices(0, 2 * n)
-    others = [base[n:], GlobalSampler(n, 1, "f").indices(0, n), GlobalSampler(n, 0, "g").indices(0, n)]
+    base = GlobalSampler([n], 0, "f").indices(0, 2 * n)
+    others = [base[n:], GlobalSampler([n], 1, "f").indices(0, n), GlobalSampler([n], 0, "g").indices(0, n)]
     for other in others:
         # Two unrelated permutations agree in one place on average; more than 10 has probability 1e-8.
         assert np.count_nonzero(base[:n] == other) <= 10
@@ -60,7 +60,7 @@ def test_epochs_seeds_and_corpora_have_orders_of_their_own():
 
 @pytest.mark.parametrize("n", [10_007, 65_536, 99_999])
 def test_order_looks_random(n):
-    order = GlobalSampler(n, 1, "f").indices(0, n).astype(float)
+    order = GlobalSampler([n], 1, "f").indices(0, n).astype(float)
     places = np.arange(n)
     for a, b in ((order, places), (order[1:], order[:-1]), (order[2:], order[:-2]), (order[100:], order[:-100])):
         assert abs(np.corrcoef(a, b)[0, 1]) < 5 / np.sqrt(n)  # five standard deviations

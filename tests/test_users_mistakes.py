@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import json
 import os
 import shutil
@@ -355,9 +356,13 @@ def damage_manifest(folder: Path, **changes: Any) -> None:
 
 def empty_shard(folder: Path) -> None:
     manifest = json.loads((folder / "manifest.json").read_text())
-    manifest["splits"]["val"] |= {"tokens": 0, "shards": [{"file": "val-00000.bin", "tokens": 0, "sha256": ""}]}
+    empty = hashlib.sha256(b"").hexdigest()
+    ends = {"file": "val-00000.ends", "sha256": empty}
+    shard = {"file": "val-00000.bin", "tokens": 0, "sha256": empty, "group": 0, "documents": 0, "ends": ends}
+    manifest["splits"]["val"] |= {"tokens": 0, "documents": 0, "shards": [shard]}
     (folder / "manifest.json").write_text(json.dumps(manifest))
-    (folder / "val-00000.bin").write_bytes(b"")
+    for name in ("val-00000.bin", "val-00000.ends"):
+        (folder / name).write_bytes(b"")
 
 
 DAMAGES = {
@@ -368,7 +373,7 @@ DAMAGES = {
     "no manifest": (lambda folder: (folder / "manifest.json").unlink(), "manifest.json: missing"),
     "the manifest is a folder": (
         lambda folder: [(folder / "manifest.json").unlink(), (folder / "manifest.json").mkdir()],
-        "manifest.json: cannot be read (Is a directory)",
+        "manifest.json: not a file, so this is no corpus",
     ),
     "the manifest is no JSON": (lambda folder: (folder / "manifest.json").write_text("{"), "manifest.json: not JSON at line 1"),
     "the manifest is nested": (lambda folder: (folder / "manifest.json").write_text("[" * 100_000), "manifest.json: not a manifest"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from data_pipeline.errors import DataError
 from data_pipeline.loader import Loader
 from data_pipeline.tokenizer import Tokenizer
 from launch.engine.distributed import Collectives
@@ -39,9 +40,16 @@ class Evaluation:
 
 
 def sample_text(engine: Engine, config: RunConfig, collectives: Collectives) -> str:
-    """`config.prompt` and `config.sample_tokens` sampled tokens after it (temperature 0.8, the 50 likeliest), as text."""
-    tokenizer = Tokenizer.load(config.corpus.path, config.corpus.manifest["tokenizer"])
-    prompt = [config.corpus.eot_id, *tokenizer.encode(config.prompt).tolist()]
+    """`config.prompt` and `config.sample_tokens` sampled tokens after it (temperature 0.8, the 50 likeliest), as text.
+
+    Where the corpus brings no tokenizer and there is none here, or it lacks a character of the prompt, that is said instead.
+    """
+    try:
+        tokenizer = Tokenizer.load(config.corpus.path, config.corpus.manifest["tokenizer"])
+        start = 0 if config.corpus.eot_id is None else config.corpus.eot_id
+        prompt = [start, *tokenizer.encode(config.prompt).tolist()]
+    except DataError as reason:
+        return f"(none: {reason})"
     generator = torch.Generator().manual_seed(config.seed)
     engine.deepspeed.eval()
     with collectives.uncounted():

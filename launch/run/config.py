@@ -160,8 +160,8 @@ class RunConfig:
         from data_pipeline.loader import Loader
         from data_pipeline.sampler import GlobalSampler
 
-        windows = self.corpus.train.windows(self.shape.seq_len)
-        sampler = GlobalSampler(windows, self.seed, self.corpus.fingerprint)
+        groups = self.corpus.train.group_windows(self.shape.seq_len, len(self.corpus.mixture))
+        sampler = GlobalSampler(groups, self.seed, self.corpus.fingerprint, self.corpus.mixture)
         return Loader(
             self.corpus.train,
             sampler,
@@ -289,12 +289,20 @@ def _corpus(flags: argparse.Namespace, shape: ModelShape) -> tuple[Corpus | None
 
     Raises:
         DataError: it is missing, damaged or too small, and the run is to be trained.
+        UsageError: `--no_cross_document` of a corpus in which nothing ends a document.
     """
     corpus = None
     try:
         corpus = open_corpus(flags.data)
-        for split in (corpus.train, corpus.val):
-            split.windows(shape.seq_len)  # refuses a split that is too small for one sequence, by name
+        if flags.no_cross_document and corpus.eot_id is None:
+            raise UsageError(
+                f"--no_cross_document: nothing ends a document in {flags.data}, whose ids are characters; leave the flag out, or prepare"
+                " the text with data_pipeline/prepare.py"
+            )
+        # Refuse a split, or a group of a mixture, that is too small for one sequence, by name.
+        corpus.train.windows(shape.seq_len)
+        corpus.train.group_windows(shape.seq_len, len(corpus.mixture))
+        corpus.val.windows(shape.seq_len)
     except DataError as reason:
         if flags.explain is None:
             raise

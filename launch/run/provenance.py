@@ -23,7 +23,7 @@ def describe_run(config: RunConfig) -> dict[str, Any]:
         "command": sys.argv,
         **config.as_json(),
         "corpus_fingerprint": config.corpus.fingerprint,
-        "corpus": {"path": str(config.corpus.path), "source": manifest["source"], "vocab_size": config.corpus.vocab_size},
+        "corpus": {"path": str(config.corpus.path), "sources": manifest["sources"], "vocab_size": config.corpus.vocab_size},
         "commit": repository_commit(),
         "versions": versions(),
         "machine": machine(),

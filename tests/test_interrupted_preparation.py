@@ -1,0 +1,296 @@
+"""A preparation that is killed, interrupted or out of disk goes on by --resume to the same bytes, and never leaves half a corpus."""
+
+import gzip
+import json
+import os
+import random
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+# The command itself, with chunks of 20 kB in place of 1 MB and a commit behind each: 3 MB are then as many steps as 150 MB.
+# The first argument names a place in the last moments where it kills itself, or none.
+DRIVER = """
+import os, signal, sys, time
+from data_pipeline import documents, prepare, writing
+documents.CHUNK_BYTES, writing.SECONDS_BETWEEN_COMMITS = 20_000, 0.0
+
+def dies(usual, before):
+    def function(*arguments, **options):
+        result = None if before else usual(*arguments, **options)
+        os.kill(os.getpid(), signal.SIGKILL)
+    return function
+
+where = sys.argv[1]
+if where.endswith("the manifest"):
+    prepare.write_manifest = dies(prepare.write_manifest, where.startswith("before"))
+if where.endswith("the rename"):
+    usual, at_its_place = os.rename, dies(os.rename, where.startswith("before"))
+    os.rename = lambda a, b: at_its_place(a, b)
+sys.exit(prepare.main(sys.argv[2:]))
+"""
+
+
+def start(*arguments, where="nowhere", **options) -> subprocess.Popen:
+    command = [sys.executable, "-c", DRIVER, where, *map(str, arguments)]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, cwd=ROOT, stdout=pipe, stderr=pipe, text=True, start_new_session=True, **options)
+
+
+def run(*arguments, **options) -> subprocess.CompletedProcess:
+    process = start(*arguments, **options)
+    out, err = process.communicate(timeout=120)
+    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+
+def kill(process: subprocess.Popen) -> None:
+    process.kill()
+    process.communicate(timeout=30)
+    wait_for_end(process)
+
+
+def wait_for_end(process: subprocess.Popen) -> None:
+    """Until the workers have followed their parent."""
+    deadline = time.monotonic() + 30
+    while members(process.pid):
+        assert time.monotonic() < deadline, "a worker lives on"
+        time.sleep(0.01)
+
+
+def members(session: int) -> dict[int, str]:
+    """Command lines of the living processes of a session."""
+    found = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            state, _, _, sid = (folder / "stat").read_text().rpartition(")")[2].split()[:4]
+            if int(sid) == session and state != "Z":
+                found[int(folder.name)] = (folder / "cmdline").read_text()
+        except (FileNotFoundError, ProcessLookupError):
+            pass
+    return found
+
+
+def chunks_done(out: Path) -> int:
+    try:
+        return json.loads((out.parent / f".{out.name}.partial" / ".progress.json").read_text())["chunks"]
+    except FileNotFoundError:
+        return 0
+
+
+def wait_for_chunks(process: subprocess.Popen, out: Path, n: int) -> None:
+    """Until the run has committed so many chunks, or is over."""
+    deadline = time.monotonic() + 60
+    while chunks_done(out) < n and process.poll() is None:
+        assert time.monotonic() < deadline, "it never came"
+        time.sleep(0.002)
+
+
+def contents(out: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in out.iterdir()}
+
+
+def text(generator: random.Random, n: int) -> str:
+    words = ["the", "model", "größer", "def", "return", "\n", "日本", "<|endoftext|>", "12", "tokens"]
+    return " ".join(generator.choices(words, k=n)) + "\n"
+
+
+@pytest.fixture(scope="module")
+def command(tmp_path_factory) -> list[str]:
+    """Two weighted sources of 1.5 MB each with duplicates, empty and bad records, and options that use everything there is."""
+    folder = tmp_path_factory.mktemp("sources")
+    generator = random.Random(0)
+    (folder / "a").mkdir()
+    for number in range(120):
+        (folder / "a" / f"{number}.txt").write_text(text(generator, 1800) if number % 7 else "twice")
+    (folder / "a" / "latin.txt").write_bytes(b"gr\xf6\xdfer")
+    with gzip.open(folder / "b.jsonl.gz", "wt") as stream:
+        for number in range(600):
+            stream.write(json.dumps({"text": text(generator, 400) if number % 5 else ""}) + "\n")
+            stream.write("{broken\n" if number % 100 == 3 else "")
+    sources = ["--source", f"{folder}/a@0.7", f"{folder}/b.jsonl.gz@0.3", "--dedup", "exact", "--on_error", "skip"]
+    return [*sources, "--tokenizer", "bpe:400", "--shard_tokens", "60000", "--val_fraction", "0.1"]
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(command, tmp_path_factory) -> Path:
+    """What must come out. Read only."""
+    out = tmp_path_factory.mktemp("data") / "corpus"
+    done = run(*command, "--out", out)
+    assert done.returncode == 0, done.stderr
+    manifest = json.loads((out / "manifest.json").read_text())
+    assert len(manifest["splits"]["train"]["shards"]) > 5
+    assert manifest["dropped"] == {"broken JSON line": 6, "duplicate": 17, "empty": 120, "not UTF-8": 1}
+    assert chunks_done(out) == 0
+    return out
+
+
+def kill_and_resume(command, expected: dict[str, bytes], out: Path, seed: int, kills: int, workers: int) -> None:
+    generator = random.Random(seed)
+    arguments = [*command, "--out", out, "--resume", "--workers", workers]
+    in_the_middle = 0
+    n_chunks = 130
+    while kills:
+        before = chunks_done(out)
+        process = start(*arguments)
+        if generator.random() < 0.2:  # anywhere, the start and the training of the tokenizer included
+            time.sleep(generator.uniform(0, 1.5))
+        else:
+            wait_for_chunks(process, out, before + generator.randint(1, n_chunks // 6))
+            time.sleep(generator.uniform(0, 0.02))
+        kill(process)
+        kills -= 1
+        assert chunks_done(out) >= before or out.exists()
+        in_the_middle += chunks_done(out) > before
+        if out.exists():
+            assert contents(out) == expected
+            shutil.rmtree(out)
+    assert in_the_middle
+    done = run(*arguments)
+    assert done.returncode == 0, done.stderr
+    assert contents(out) == expected
+    assert os.listdir(out.parent) == [out.name]
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_killed_at_random_again_and_again_it_ends_with_the_same_bytes(command, uninterrupted, tmp_path, workers):
+    kill_and_resume(command, contents(uninterrupted), tmp_path / "out", workers, kills=4, workers=workers)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("workers", [1, 2])
+def test_twenty_kills_in_a_row_end_with_the_same_bytes(command, uninterrupted, tmp_path, workers):
+    kill_and_resume(command, contents(uninterrupted), tmp_path / "out", 10 + workers, kills=20, workers=workers)
+
+
+@pytest.mark.parametrize("where", ["before the manifest", "after the manifest", "before the rename", "after the rename"])
+def test_killed_in_its_last_moments_it_loses_nothing(command, uninterrupted, tmp_path, where):
+    arguments = [*command, "--out", tmp_path / "out"]
+    done = run(*arguments, where=where)
+    assert done.returncode == -signal.SIGKILL
+    assert (tmp_path / "out").exists() == (where == "after the rename")
+    done = run(*arguments, "--resume")
+    assert done.returncode == 0, done.stderr
+    assert ("nothing to do" if where == "after the rename" else "going on behind the first") in done.stdout
+    assert "training" not in done.stdout
+    assert contents(tmp_path / "out") == contents(uninterrupted)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_ctrl_c_ends_in_one_line_and_goes_on_by_resume(command, uninterrupted, tmp_path, workers):
+    arguments = [*command, "--out", tmp_path / "out", "--workers", workers]
+    process = start(*arguments)
+    wait_for_chunks(process, tmp_path / "out", 20)
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does, workers included
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert err.startswith(f"interrupted: nothing was written to {tmp_path / 'out'}; the same command with --resume goes on from here")
+    assert err.count("\n") == 1
+    wait_for_end(process)
+    done = run(*arguments, "--resume")
+    assert done.returncode == 0, done.stderr
+    assert contents(tmp_path / "out") == contents(uninterrupted)
+
+
+def test_a_full_disk_is_one_line_and_goes_on_by_resume(command, uninterrupted, tmp_path):
+    arguments = [*command, "--out", tmp_path / "out"]
+    # A shard is 120 kB; the limit is of each file, which is as near to a full disk as one gets without one of one's own.
+    done = run(*arguments, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (90_000, 90_000)))
+    assert done.returncode == 1
+    assert done.stderr.startswith("failed: ")
+    assert "File too large" in done.stderr
+    assert "--resume goes on from here" in done.stderr
+    assert done.stderr.count("\n") == 1
+    done = run(*arguments, "--resume")
+    assert done.returncode == 0, done.stderr
+    assert contents(tmp_path / "out") == contents(uninterrupted)
+
+
+def test_a_killed_worker_is_one_line_and_goes_on_by_resume(command, uninterrupted, tmp_path):
+    arguments = [*command, "--out", tmp_path / "out", "--workers", "2"]
+    process = start(*arguments)
+    wait_for_chunks(process, tmp_path / "out", 5)
+    os.kill(next(pid for pid, line in members(process.pid).items() if "spawn_main" in line), signal.SIGKILL)
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == 1
+    assert err.startswith("failed: a worker process died")
+    assert "--resume goes on from here" in err
+    assert err.count("\n") == 1
+    done = run(*arguments, "--resume")
+    assert done.returncode == 0, done.stderr
+    assert contents(tmp_path / "out") == contents(uninterrupted)
+
+
+def refused(done: subprocess.CompletedProcess, said: str) -> None:
+    assert done.returncode == 2, done.stdout
+    assert done.stderr.startswith("error: ")
+    assert done.stderr.count("\n") == 1
+    assert said in done.stderr
+
+
+def test_only_the_same_command_with_resume_goes_on(command, uninterrupted, tmp_path):
+    shutil.copytree(Path(command[1].rpartition("@")[0]).parent, tmp_path / "sources", copy_function=shutil.copy2)
+    command = [part.replace(str(Path(command[1]).parent), str(tmp_path / "sources")) for part in command]
+    arguments = [*command, "--out", tmp_path / "out"]
+    process = start(*arguments)
+    wait_for_chunks(process, tmp_path / "out", 20)
+    kill(process)
+    kept = sorted(os.listdir(tmp_path / ".out.partial"))
+    refused(run(*arguments), "an interrupted run left its work in")
+    for changed, said in (
+        (["--val_fraction", "0.2"], "val_fraction was 0.1, now 0.2"),
+        (["--tokenizer", "bytes"], "tokenizer was bpe:400, now bytes"),
+        (["--max_docs", "5"], "max_docs was None, now 5"),
+        (["--dedup", "none"], "dedup was exact, now none"),
+        (["--source", f"{tmp_path}/sources/a@0.1"], "sources was"),
+    ):
+        refused(run(*arguments, "--resume", *changed), said)
+    file = tmp_path / "sources" / "a" / "8.txt"
+    times = file.stat().st_atime_ns, file.stat().st_mtime_ns
+    text = file.read_text()
+    file.write_text(text[::-1])  # as long as before
+    refused(run(*arguments, "--resume"), "a source was changed meanwhile")
+    file.write_text(text)
+    os.utime(file, ns=times)
+    assert sorted(os.listdir(tmp_path / ".out.partial")) == kept
+    assert run(*arguments, "--resume").returncode == 0
+    theirs = contents(uninterrupted)
+    assert {name: data for name, data in contents(tmp_path / "out").items() if name != "manifest.json"} == {
+        name: data for name, data in theirs.items() if name != "manifest.json"
+    }
+    assert "nothing to do" in run(*arguments).stdout
+    assert "nothing to do" in run(*arguments, "--resume").stdout
+
+
+def test_a_changed_file_behind_a_dataset_is_noticed(tmp_path):
+    file = tmp_path / "records.jsonl"
+    file.write_text("".join(json.dumps({"text": text(random.Random(number), 400)}) + "\n" for number in range(300)))
+    arguments = ["--source", f"hf:json:{file}", "--out", tmp_path / "out", "--tokenizer", "bytes"]
+    assert run(*arguments, where="before the rename").returncode == -signal.SIGKILL
+    file.write_text(file.read_text().replace("model", "MODEL"))
+    refused(run(*arguments, "--resume"), "a source was changed meanwhile")
+
+
+def test_a_bad_record_far_behind_stops_and_goes_on_by_skipping_it(tmp_path):
+    lines = [json.dumps({"text": text(random.Random(number), 400)}) + "\n" for number in range(300)]
+    lines.insert(250, "{broken\n")
+    (tmp_path / "records.jsonl").write_text("".join(lines))
+    arguments = ["--source", tmp_path / "records.jsonl", "--tokenizer", "bytes"]
+    done = run(*arguments, "--out", tmp_path / "out")
+    refused(done, "records.jsonl:251: broken JSON line")
+    assert "--resume goes on from there" in done.stderr
+    done = run(*arguments, "--out", tmp_path / "out", "--resume", "--on_error", "skip")
+    assert "going on behind the first" in done.stdout, done.stderr
+    assert run(*arguments, "--out", tmp_path / "whole", "--on_error", "skip").returncode == 0
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+
+
+def test_options_of_which_nothing_comes_leave_nothing_behind(command, tmp_path):
+    refused(run(*command, "--out", tmp_path / "out", "--val_fraction", "1e-9"), "no document for val")
+    assert os.listdir(tmp_path) == []

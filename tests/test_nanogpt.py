@@ -1,0 +1,223 @@
+"""A folder of nanoGPT's is a corpus where it lies: opened, explained, trained on, sampled from."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import pickle
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from data_pipeline.errors import DataError
+from data_pipeline.loader import Loader
+from data_pipeline.nanogpt import BLOCK_BYTES, BLOCKS
+from data_pipeline.sampler import GlobalSampler
+from data_pipeline.shards import SPLITS, open_corpus
+from data_pipeline.tokenizer import Tokenizer
+from launch.run.config import resolve
+
+ROOT = Path(__file__).resolve().parents[1]
+TEXT = "def of(x):\n    return x + 1\n\nprint(of(2))  # größer\n" * 60
+
+
+def write_folder(folder: Path, splits: dict[str, np.ndarray], meta: object = None) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    for split, tokens in splits.items():
+        tokens.astype("<u2").tofile(folder / f"{split}.bin")
+    if meta is not None:
+        (folder / "meta.pkl").write_bytes(pickle.dumps(meta))
+    return folder
+
+
+def write_characters(folder: Path, text: str = TEXT) -> Path:
+    """As nanoGPT's data/shakespeare_char/prepare.py does."""
+    characters = sorted(set(text))
+    stoi = {character: i for i, character in enumerate(characters)}
+    ids = np.array([stoi[character] for character in text])
+    cut = int(len(ids) * 0.8)
+    meta = {"vocab_size": len(characters), "itos": dict(enumerate(characters)), "stoi": stoi}
+    return write_folder(folder, {"train": ids[:cut], "val": ids[cut:]}, meta)
+
+
+@pytest.fixture
+def characters(tmp_path) -> Path:
+    return write_characters(tmp_path / "characters")
+
+
+@pytest.fixture
+def gpt2(tmp_path) -> Path:
+    generator = np.random.default_rng(0)
+    return write_folder(tmp_path / "gpt2", {split: generator.integers(0, 50_257, size) for split, size in (("train", 9001), ("val", 777))})
+
+
+def test_a_folder_of_gpt2s_ids_is_read_as_it_lies(gpt2):
+    corpus = open_corpus(gpt2)
+    corpus.verify()
+    assert (corpus.vocab_size, corpus.eot_id, corpus.dtype, corpus.mixture) == (50_257, 50_256, np.dtype("<u2"), [1.0])
+    tokens = np.fromfile(gpt2 / "train.bin", "<u2")
+    assert corpus.train.windows(100) == 90
+    assert corpus.train.read(np.array([0, 89, 4]), 100).tolist() == [tokens[at : at + 101].tolist() for at in (0, 8900, 400)]
+    assert corpus.val.n_tokens == 777
+    assert sorted(os.listdir(gpt2)) == ["train.bin", "val.bin"]
+
+
+def test_a_folder_of_characters_is_read_and_decoded(characters):
+    corpus = open_corpus(characters)
+    corpus.verify()
+    assert (corpus.vocab_size, corpus.eot_id) == (len(set(TEXT)), None)
+    tokenizer = Tokenizer.load(corpus.path, corpus.manifest["tokenizer"])
+    assert tokenizer.decode(corpus.train.read(np.array([1]), 50)[0]) == TEXT[50:101]
+    assert tokenizer.decode(tokenizer.encode("größer(2)")) == "größer(2)"
+    with pytest.raises(DataError, match="character 'Z': not among"):
+        tokenizer.encode("Z")
+
+
+def test_batches_are_every_window_once_an_epoch(gpt2):
+    corpus = open_corpus(gpt2)
+    loader = Loader(corpus.train, GlobalSampler([90], 0, corpus.fingerprint), 100, corpus.vocab_size, 0, 1, "cpu")
+    rows = np.concatenate([batch.numpy() for batch in loader.micro_batches(0, 10, 9)])
+    assert sorted(map(bytes, rows)) == sorted(map(bytes, corpus.train.read(np.arange(90), 100).astype(np.int64)))
+
+
+def test_the_fingerprint_is_of_the_text_and_not_of_the_place(gpt2, tmp_path):
+    fingerprint = open_corpus(gpt2).fingerprint
+    assert open_corpus(shutil.copytree(gpt2, tmp_path / "elsewhere")).fingerprint == fingerprint
+    tokens = np.fromfile(gpt2 / "train.bin", "<u2")
+    for at in (0, 4000, -1):
+        other = tokens.copy()
+        other[at] ^= 1
+        other.tofile(gpt2 / "train.bin")
+        assert open_corpus(gpt2).fingerprint != fingerprint
+    tokens.tofile(gpt2 / "train.bin")
+    assert open_corpus(gpt2).fingerprint == fingerprint
+    tokens[:-1].tofile(gpt2 / "train.bin")
+    assert open_corpus(gpt2).fingerprint != fingerprint
+
+
+def test_the_fingerprint_of_a_large_file_is_of_blocks_from_its_first_to_its_last(tmp_path):
+    """Ten times what is read of it: another first or last token is another corpus; between two blocks a token may change unseen."""
+    size = 10 * BLOCKS * BLOCK_BYTES
+    folder = write_folder(tmp_path / "large", {split: np.zeros(100) for split in SPLITS})
+    os.truncate(folder / "train.bin", size)
+    fingerprint = open_corpus(folder).fingerprint
+
+    def with_byte_at(place: int) -> str:
+        with open(folder / "train.bin", "r+b") as stream:
+            stream.seek(place)
+            stream.write(b"\1")
+            stream.flush()
+            found = open_corpus(folder).fingerprint
+            stream.seek(place)
+            stream.write(b"\0")
+        return found
+
+    assert with_byte_at(0) != fingerprint
+    assert with_byte_at(size - 1) != fingerprint
+    assert with_byte_at(2 * BLOCK_BYTES) == fingerprint
+    assert open_corpus(folder).fingerprint == fingerprint
+
+
+def test_ids_beyond_the_vocabulary_are_named_by_verify_and_by_training(characters):
+    tokens = np.fromfile(characters / "train.bin", "<u2")
+    tokens[700] = 5000
+    tokens.tofile(characters / "train.bin")
+    corpus = open_corpus(characters)
+    last = corpus.vocab_size - 1
+    with pytest.raises(DataError, match=rf"train\.bin: token id 5000 at token 700 of train; allowed: 0 to {last}"):
+        corpus.verify()
+    loader = Loader(corpus.train, GlobalSampler([corpus.train.windows(64)], 0, "f"), 64, corpus.vocab_size, 0, 1, "cpu")
+    with pytest.raises(DataError, match=rf"train\.bin: token id 5000 at token 700 \(window 10 of train\); allowed: 0 to {last}"):
+        list(loader.micro_batches(0, loader.n_windows, 1))
+
+
+def test_what_changed_since_it_was_opened_is_found(characters):
+    corpus = open_corpus(characters)
+    tokens = np.fromfile(characters / "val.bin", "<u2")
+    for changed in (tokens[:-7], tokens[::-1]):
+        changed.tofile(characters / "val.bin")
+        with pytest.raises(DataError, match=r"val\.bin: changed since it was opened"):
+            corpus.verify()
+    (characters / "val.bin").unlink()
+    with pytest.raises(DataError, match=r"val\.bin: cannot be read \(No such file"):
+        corpus.verify()
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda f: (f / "train.bin").write_bytes(b""), r"train\.bin: 0 bytes; nanoGPT's files are tokens of 2 bytes"),
+        (lambda f: (f / "val.bin").write_bytes(b"abc"), r"val\.bin: 3 bytes; nanoGPT's files are tokens of 2 bytes"),
+        (lambda f: (f / "val.bin").unlink(), r"manifest\.json: missing, so this is no corpus"),
+        (lambda f: (f / "meta.pkl").write_bytes(b""), r"meta\.pkl: is no meta\.pkl of nanoGPT"),
+        (lambda f: ((f / "meta.pkl").unlink(), (f / "meta.pkl").mkdir()), r"meta\.pkl: is no meta\.pkl of nanoGPT, which is a file"),
+        (lambda f: ((f / "meta.pkl").unlink(), os.mkfifo(f / "meta.pkl")), r"meta\.pkl: is no meta\.pkl of nanoGPT, which is a file"),
+        (lambda f: ((f / "meta.pkl").unlink(), (f / "meta.pkl").symlink_to("gone")), r"meta\.pkl: is no meta\.pkl of nanoGPT"),
+        (lambda f: (f / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": 3})), r"meta\.pkl: has no vocab_size up to 65,536 with itos"),
+        (
+            lambda f: (f / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": 3, "itos": {0: "a", 1: "b"}})),
+            r"meta\.pkl: itos has not one character of its own for each id below 3",
+        ),
+    ],
+)
+def test_what_is_wrong_is_named(characters, change, said):
+    change(characters)
+    with pytest.raises(DataError, match=said) as raised:
+        open_corpus(characters)
+    assert str(raised.value).isprintable()
+
+
+def test_a_manifest_of_ours_goes_first(characters):
+    (characters / "manifest.json").write_text("{}")
+    with pytest.raises(DataError, match=r"manifest\.json: format_version is null"):
+        open_corpus(characters)
+
+
+# The commands
+
+
+def pretrain(*flags: object) -> subprocess.CompletedProcess:
+    command = [sys.executable, "launch/pretrain.py", "--deepspeed_config", "ds_configs/zero1_bf16.json", *map(str, flags)]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "characters"])
+def test_it_is_explained(kind, request):
+    folder = request.getfixturevalue(kind)
+    done = pretrain("--explain", "json", "--data", folder, "--seq_len", "64", "--preset", "nano")
+    assert done.returncode == 0, done.stderr
+    explained = json.loads(done.stdout)
+    assert explained["run"]["data"]["value"] == str(folder)
+    assert not explained.get("lacks"), explained["lacks"]
+
+
+def test_characters_have_no_documents_to_keep_apart(characters, gpt2, tmp_path):
+    for more in ([], ["--explain"]):
+        done = pretrain("--data", characters, "--seq_len", "64", "--no_cross_document", "--runs_dir", tmp_path / "runs", *more)
+        assert (done.returncode, done.stdout) == (2, "")
+        (line,) = done.stderr.splitlines()
+        assert line.startswith(f"error: --no_cross_document: nothing ends a document in {characters}, whose ids are characters; leave")
+    assert not (tmp_path / "runs").exists()
+    flags = ["--deepspeed_config", "ds_configs/zero1_bf16.json", "--seq_len", "64", "--no_cross_document", "--data", str(gpt2)]
+    assert resolve(flags)[0].model_config.document_end == 50_256
+
+
+def test_a_model_trains_on_characters_and_writes_some(one_rank, characters, tmp_path):
+    shape = ["--n_layer", "1", "--n_head", "2", "--d_model", "32", "--seq_len", "32", "--global_batch_size", "4", "--steps", "2"]
+    flags = ["--deepspeed_config", "ds_configs/zero1_fp32.json", *shape, "--data", str(characters), "--runs_dir", str(tmp_path)]
+    hashes = {file: hashlib.sha256(file.read_bytes()).hexdigest() for file in characters.iterdir()}
+    for name, prompt in (("known", "def "), ("unknown", "Zoo")):
+        sampled = ["--run_name", name, "--eval_batches", "1", "--sample_tokens", "40", "--prompt", prompt]
+        (lines,) = one_rank.run("tests.distributed.jobs:pretrain", flags=[*flags, *sampled])
+        assert [line["step"] for line in lines if "loss" in line] == [1, 2]
+        assert lines[0]["val_loss"] == pytest.approx(np.log(len(set(TEXT))), abs=0.2)
+    _, sample = (tmp_path / "known" / "log.txt").read_text(encoding="utf-8").split("a sample after 'def ':\n")
+    assert set(sample[:44]) <= set(TEXT)
+    assert sample.startswith("def ")
+    assert "(none: character 'Z': not among" in (tmp_path / "unknown" / "log.txt").read_text(encoding="utf-8")
+    assert hashes == {file: hashlib.sha256(file.read_bytes()).hexdigest() for file in characters.iterdir()}

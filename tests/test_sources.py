@@ -1,0 +1,518 @@
+"""Where documents come from: every format and place, what is done with a bad record, and that no damage ends in more than one line."""
+
+import csv
+import gzip
+import hashlib
+import io
+import json
+import os
+import random
+import zlib
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+import pyarrow
+import pytest
+import zstandard
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+from pyarrow import parquet
+
+from data_pipeline import documents, records
+from data_pipeline.prepare import main
+from data_pipeline.shards import open_corpus
+
+TEXTS = [f"document {number}: größer, 日本\n" * (1 + number % 3) for number in range(20)]
+
+
+def read(out: Path, split: str) -> list[str]:
+    """The documents of a corpus of `bytes`."""
+    corpus = open_corpus(out)
+    shards = [np.fromfile(out / shard["file"], corpus.dtype) for shard in corpus.manifest["splits"][split]["shards"]]
+    parts = "".join(map(chr, np.concatenate(shards))).split(chr(256))
+    assert parts.pop() == ""
+    return [part.encode("latin-1").decode() for part in parts]
+
+
+def in_split(texts: list[str], split: str, val_fraction: float = 0.3) -> list[str]:
+    is_val = [int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") < val_fraction * 2**64 for text in texts]
+    return [text for text, val in zip(texts, is_val, strict=True) if val == (split == "val")]
+
+
+@pytest.fixture
+def run(tmp_path, capsys):
+    """A function that prepares sources by bytes and returns (exit code, documents of train and val, manifest, stdout, stderr)."""
+    numbers = iter(range(1000))
+
+    def prepare(*sources: object, options: tuple = ()):
+        out = tmp_path / f"out-{next(numbers)}"
+        arguments = ["--source", *sources, "--out", out, "--tokenizer", "bytes", "--val_fraction", "0.3", *options]
+        code = main([str(argument) for argument in arguments])
+        captured = capsys.readouterr()
+        if code:
+            assert not out.exists()
+            assert captured.err.count("\n") == 1
+            return code, None, None, captured.out, captured.err
+        assert captured.err == ""
+        manifest = json.loads((out / "manifest.json").read_text())
+        return code, {split: read(out, split) for split in ("train", "val")}, manifest, captured.out, captured.err
+
+    return prepare
+
+
+def jsonl(texts, column="text") -> bytes:
+    return "".join(json.dumps({"id": 1, column: text}, ensure_ascii=len(text) % 2 == 0) + "\n" for text in texts).encode()
+
+
+def table(texts, column="text", **options) -> bytes:
+    stream = io.BytesIO()
+    parquet.write_table(pyarrow.table({"id": list(range(len(texts))), column: texts}), stream, **options)
+    return stream.getvalue()
+
+
+def rows(texts, column="text", **options) -> bytes:
+    stream = io.StringIO(newline="")
+    writer = csv.writer(stream, **options)
+    writer.writerows([["id", column], *([number, text] for number, text in enumerate(texts))])
+    return stream.getvalue().encode()
+
+
+def zst(data: bytes) -> bytes:
+    return zstandard.ZstdCompressor().compress(data)
+
+
+def all_of(texts) -> dict[str, list[str]]:
+    return {split: in_split(texts, split) for split in ("train", "val")}
+
+
+# Formats and places
+
+
+FORMATS = {
+    "a.jsonl": jsonl(TEXTS),
+    "a.jsonl.gz": gzip.compress(jsonl(TEXTS)),
+    "a.jsonl.zst": zst(jsonl(TEXTS)),
+    "members.jsonl.gz": gzip.compress(jsonl(TEXTS[:7])) + gzip.compress(jsonl(TEXTS[7:])),
+    "frames.jsonl.zst": zst(jsonl(TEXTS[:7])) + zst(jsonl(TEXTS[7:])),
+    "mark.jsonl": b"\xef\xbb\xbf" + jsonl(TEXTS),
+    "crlf.jsonl": jsonl(TEXTS).replace(b"\n", b"\r\n") + b"\r\n",
+    "unended.jsonl": jsonl(TEXTS).rstrip(),
+    "array.json": json.dumps([{"text": text} for text in TEXTS], indent=1).encode(),
+    "array.json.gz": gzip.compress(b"\xef\xbb\xbf" + json.dumps([{"text": text} for text in TEXTS]).encode()),
+    "objects.json": "\n\n".join(json.dumps({"text": text}, indent=2) for text in TEXTS).encode(),
+    "lines.json": jsonl(TEXTS),
+    "a.parquet": table(TEXTS, row_group_size=3),
+    "dictionary.parquet": table(pyarrow.array(TEXTS).dictionary_encode(), compression="zstd"),
+    "binary.parquet": table([text.encode() for text in TEXTS]),
+    "a.csv": rows(TEXTS),
+    "quoted.csv.gz": gzip.compress(rows(TEXTS, quoting=csv.QUOTE_ALL)),
+    "mark.csv.zst": zst(b"\xef\xbb\xbf" + rows(TEXTS, lineterminator="\n")),
+}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_format_holds_the_same_documents(run, tmp_path, name):
+    (tmp_path / name).write_bytes(FORMATS[name])
+    assert run(tmp_path / name)[1] == all_of(TEXTS)
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".json", ".csv", ".parquet"])
+def test_the_text_column_has_any_name(run, tmp_path, suffix):
+    make = {".jsonl": jsonl, ".json": jsonl, ".csv": rows, ".parquet": table}[suffix]
+    (tmp_path / f"a{suffix}").write_bytes(make(TEXTS, "der text"))
+    assert run(tmp_path / f"a{suffix}", options=("--text_column", "der text"))[1] == all_of(TEXTS)
+    code, *_, err = run(tmp_path / f"a{suffix}")
+    assert code == 2
+    assert "no text column 'text' (it has 'id', 'der text')" in err or "no column 'text'; it has 'id', 'der text'" in err
+
+
+@pytest.mark.parametrize("block", [1, 7, 64])
+def test_json_is_read_the_same_in_blocks_of_any_size(tmp_path, monkeypatch, block):
+    monkeypatch.setattr(records, "BLOCK", block)
+    values = [{"text": text, "n": [1.5e-7, -12, None, True, '\\u00e9"', {"a": []}], "end": 123} for text in TEXTS]
+    (tmp_path / "a.json").write_text(json.dumps(values, indent=3))
+    (tmp_path / "b.json").write_text("\n".join(json.dumps(value, indent=1) for value in values))
+    for name in ("a.json", "b.json"):
+        found = records.records(tmp_path / name, "text", records.Problems("stop"), lambda done: None)
+        assert [text for _, text in found] == TEXTS
+
+
+def test_folders_and_globs_are_read_in_the_order_of_their_paths(run, tmp_path):
+    root = tmp_path / "root"
+    names = ["b.txt", "a/z.md", "a.py", "a-b/1.txt.gz", "c/deep/er/x.txt.zst", "a/10.jsonl", ".hidden.txt", ".git/x.txt", "n.bin", "d.csv"]
+    for name, text in zip(names, TEXTS, strict=False):
+        file = root / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        data = jsonl([text]) if ".jsonl" in name else rows([text]) if ".csv" in name else text.encode()
+        file.write_bytes(gzip.compress(data) if name.endswith(".gz") else zst(data) if name.endswith(".zst") else data)
+    os.mkfifo(root / "pipe.txt")
+    (root / "dangling.txt").symlink_to("nowhere")
+    by_name = dict(zip(names, TEXTS, strict=False))
+    kept = sorted(name for name in names if not name.startswith(".") and name != "n.bin")
+    assert run(root)[1] == all_of([by_name[name] for name in kept])
+    matched = [by_name[name] for name in ("a/10.jsonl", "a/z.md", "b.txt", "d.csv")]
+    code, found, manifest, *_ = run(f"{root}/**/*.[mj]*", f"{root}/[bd].*", options=("--val_fraction", "0.55"))
+    assert found == {split: in_split(matched, split, 0.55) for split in ("train", "val")}
+    assert manifest["mixture"] == [1.0]
+    code, *_, err = run(f"{root}/*.bin")
+    assert code == 2 and "n.bin is not a known kind of text file" in err
+    code, *_, err = run(f"{root}/*.pdf")
+    assert code == 2 and "no file matches" in err
+
+
+def test_names_that_are_not_utf8_are_read_and_told(run, tmp_path):
+    folder = tmp_path / os.fsdecode(b"gr\xf6\xdfer")
+    folder.mkdir()
+    (folder / "a.jsonl").write_bytes(jsonl(TEXTS))
+    assert run(folder)[1] == all_of(TEXTS)
+    (folder / "b.jsonl").write_bytes(b"{broken\n")
+    assert run(folder)[0] == 2
+    assert run(folder, options=("--on_error", "skip"))[1] == all_of(TEXTS)
+
+
+def test_max_docs_counts_the_documents_of_each_source(run, tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(b"{broken\n" + jsonl(TEXTS[:10]))
+    (tmp_path / "b.parquet").write_bytes(table(TEXTS[10:]))
+    _, found, *_ = run(tmp_path / "a.jsonl", tmp_path / "b.parquet", options=("--max_docs", "7", "--on_error", "skip"))
+    assert found == all_of(TEXTS[:7] + TEXTS[10:17])
+
+
+def test_a_sample_of_the_first_documents_is_of_all_of_them(tmp_path, monkeypatch):
+    """With --max_docs nobody knows which share of the bytes is read, so the tokenizer is trained on what comes first."""
+    monkeypatch.setattr(documents, "TRAINING_BYTES", 2000)
+    from data_pipeline.sources import open_sources
+
+    (tmp_path / "a.jsonl").write_bytes(jsonl([f"{number} " * 10 for number in range(20_000)]))
+    sources, _ = open_sources([f"{tmp_path}/a.jsonl"], max_docs=100)
+    texts = list(documents.training_texts(documents.Documents(sources, 0.1)))
+    assert 2000 <= sum(map(len, texts)) < 2100
+
+
+def test_weights_are_kept_as_groups_that_no_document_crosses(run, tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(jsonl(TEXTS[:10]))
+    (tmp_path / "b@0.5.jsonl").write_bytes(jsonl(TEXTS[10:]))
+    _, found, manifest, *_ = run(f"{tmp_path}/a.jsonl@3", f"{tmp_path}/b@0.5.jsonl@1", options=("--shard_tokens", "100"))
+    assert found == all_of(TEXTS)
+    assert manifest["mixture"] == [0.75, 0.25]
+    for split in ("train", "val"):
+        shards = manifest["splits"][split]["shards"]
+        assert [shard["group"] for shard in shards] == sorted(shard["group"] for shard in shards)
+        of_group = [sum(shard["documents"] for shard in shards if shard["group"] == group) for group in (0, 1)]
+        assert of_group == [len(in_split(TEXTS[:10], split)), len(in_split(TEXTS[10:], split))]
+
+
+@pytest.mark.parametrize(
+    ("sources", "said"),
+    [
+        (["{a}@0.7", "{a}"], "has no weight where others have one"),
+        (["{a}@0"], "0 is no weight; allowed: a number from"),
+        (["{a}@-1"], "-1 is no weight"),
+        (["{a}@nan"], "nan is no weight"),
+        (["{a}@1e999"], "1e999 is no weight"),
+        (["{a}@1e308", "{a}@1e308"], "1e308 is no weight"),
+        (["hf:"], "not the name of a dataset"),
+        (["hf:json"], "the builder json needs files"),
+        (["hf:json:{a}:train:more"], "not the name of a dataset"),
+        (["hf:json:{a}:test"], "it cannot be opened"),
+        (["hf:json:nowhere.jsonl"], "it cannot be opened"),
+        (["x\0y"], "no such source"),
+    ],
+)
+def test_a_source_that_is_none_is_one_line(run, tmp_path, sources, said):
+    (tmp_path / "a.jsonl").write_bytes(jsonl(TEXTS))
+    code, *_, err = run(*(source.format(a=tmp_path / "a.jsonl") for source in sources))
+    assert code == 2
+    assert said in err
+
+
+def test_exact_duplicates_are_left_out_wherever_they_come_from(run, tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(jsonl(TEXTS + TEXTS[:5]))
+    (tmp_path / "b.txt").write_text(TEXTS[0])
+    (tmp_path / "c.parquet").write_bytes(table([*TEXTS[3:6], "new"]))
+    sources = [tmp_path / name for name in ("a.jsonl", "b.txt", "c.parquet")]
+    _, found, manifest, *_ = run(*sources, options=("--dedup", "exact"))
+    assert manifest["dropped"] == {"duplicate": 9}
+    expected = all_of(TEXTS)
+    # What is left of the last source is one document, which is cut in two.
+    assert ["".join(found[split]) for split in ("train", "val")] == [
+        "".join(expected["train"]) + "new"[:2],
+        "".join(expected["val"]) + "new"[2:],
+    ]
+    assert "left out: 9 duplicate" in run(*sources, options=("--dedup", "exact"))[3]
+
+
+# Datasets
+
+
+@pytest.mark.parametrize("builder", ["json", "parquet", "csv", "text"])
+def test_a_builder_of_datasets_streams_files(run, tmp_path, builder):
+    texts = [text.strip().splitlines()[0] for text in TEXTS]
+    data = {"json": jsonl, "parquet": table, "csv": rows, "text": lambda texts: "\n".join(texts).encode()}[builder](texts)
+    (tmp_path / f"a.{builder}").write_bytes(data)
+    assert run(f"hf:{builder}:{tmp_path}/a.{builder}")[1] == all_of(texts)
+    assert run(f"hf:{builder}:{tmp_path}/a.{builder}:train@2")[1] == all_of(texts)
+
+
+def test_a_folder_laid_out_like_the_hub_has_configurations_and_splits(run, tmp_path):
+    hub = tmp_path / "hub"
+    for name, texts in (("small/train", TEXTS[:8]), ("small/validation", TEXTS[8:12]), ("large/train", TEXTS)):
+        (hub / name).parent.mkdir(parents=True, exist_ok=True)
+        (hub / f"{name}.parquet").write_bytes(table(texts, "content"))
+    (hub / "README.md").write_text(
+        "---\nconfigs:\n- config_name: small\n  default: true\n  data_files:\n  - split: train\n    path: small/train.parquet\n"
+        "  - split: validation\n    path: small/validation.parquet\n- config_name: large\n  data_files: large/train.parquet\n---\n"
+    )
+    options = ("--text_column", "content")
+    assert run(f"hf:{hub}", options=options)[1] == all_of(TEXTS[:8])
+    assert run(f"hf:{hub}:large", options=options)[1] == all_of(TEXTS)
+    assert run(f"hf:{hub}:small:validation", options=(*options, "--val_fraction", "0.4"))[0] in (0, 2)
+    _, found, *_ = run(f"hf:{hub}:large:train", options=(*options, "--max_docs", "6"))
+    assert found == all_of(TEXTS[:6])
+    assert "no column 'text'; it has 'id', 'content'" in run(f"hf:{hub}")[4]
+    assert "it cannot be opened" in run(f"hf:{hub}:huge", options=options)[4]
+    assert "it cannot be opened" in run(f"hf:{hub}:small:test", options=options)[4]
+
+
+# Bad records
+
+
+def changed(data: bytes, *places: tuple[int, bytes]) -> bytes:
+    for place, new in places:
+        data = data[:place] + new + data[place:]
+    return data
+
+
+def line_of(number: int, new: bytes) -> bytes:
+    lines = jsonl(TEXTS).splitlines(keepends=True)
+    return b"".join([*lines[:number], new, *lines[number:]])
+
+
+WHOLE = json.dumps([{"text": text} for text in TEXTS[:3]]).encode()
+#: A file's content, the texts that can be used of it, how the bad record is counted, and its place.
+BAD = {
+    "a.jsonl": (line_of(3, b'{"text": "broken\n'), TEXTS, "broken JSON line", "a.jsonl:4"),
+    "b.jsonl": (line_of(0, b'{"text": "gr\xf6"}\n'), TEXTS, "not UTF-8", "b.jsonl:1"),
+    "c.jsonl": (line_of(5, b'{"body": "x"}\n'), TEXTS, "no text column 'text'", "c.jsonl:6"),
+    "d.jsonl": (line_of(20, b'{"text": 3}\n'), TEXTS, "text column 'text' is no text", "d.jsonl:21"),
+    "e.jsonl": (line_of(2, b'{"text": "half \\ud83d"}\n'), TEXTS, "not UTF-8", "e.jsonl:3"),
+    "f.jsonl": (line_of(2, b"[" * 100_000 + b"\n"), TEXTS, "broken JSON line", "f.jsonl:3"),
+    "g.jsonl": (line_of(2, b'{"text": "x", "n": ' + b"1" * 5000 + b"}\n"), TEXTS, "broken JSON line", "g.jsonl:3"),
+    "h.jsonl": (line_of(1, b'["text"]\n'), TEXTS, "no text column 'text'", "h.jsonl:2"),
+    "a.json": (WHOLE[:-1] + b', {"text": "half \\ud83d"}, {"text": "end"}]', [*TEXTS[:3], "end"], "not UTF-8", "a.json: record 4"),
+    "b.json": (WHOLE[:-1] + b', {"text": "gr\xf6"}, {"text": "end"}]', [*TEXTS[:3], "end"], "not UTF-8", "b.json: record 4"),
+    "c.json": (WHOLE[:-1] + b', {"text" "end"}]', TEXTS[:3], "broken JSON", "c.json: record 4"),
+    "d.json": (WHOLE[:-1], TEXTS[:3], "broken JSON", "d.json: record 4"),
+    "e.json": (WHOLE + b"]", TEXTS[:3], "broken JSON", "e.json: record 4"),
+    "f.json": (b"[" * 100_000, [], "broken JSON", "f.json: record 1"),
+    "g.json": (WHOLE[:-1] + b', {"text": "x", "n": 1e99999999999999}]', [*TEXTS[:3], "x"], None, ""),
+    "a.txt": (b"one\ntwo\ngr\xf6\xdfer\n", [], "not UTF-8", "a.txt:3"),
+    "a.csv": (rows(TEXTS) + b"99,gr\xf6\r\n", TEXTS, "not UTF-8", f"a.csv:{2 + sum(text.count(chr(10)) + 1 for text in TEXTS)}"),
+    "b.csv": (rows(TEXTS) + b'99,"never closed\r\n', TEXTS, "broken CSV", "b.csv:"),
+    "c.csv": (rows(TEXTS) + b"99\r\n100,end\r\n", [*TEXTS, "end"], "no text column 'text'", "c.csv:"),
+    "a.txt.gz": (gzip.compress(b"a line\n" * 1000)[:-20], [], "compressed file damaged", "a.txt.gz"),
+    "b.txt.gz": (b"no gzip", [], "compressed file damaged", "b.txt.gz"),
+    "a.txt.zst": (zst(os.urandom(5000).hex().encode())[:-20], [], "compressed file damaged", "a.txt.zst"),
+    "b.txt.zst": (b"no zstd", [], "compressed file damaged", "b.txt.zst"),
+    "c.txt.zst": (zst(b"a line\n") + b"behind", [], "compressed file damaged", "c.txt.zst"),
+    "a.jsonl.gz": (gzip.compress(jsonl(TEXTS)) + b"behind", TEXTS, "compressed file damaged", "a.jsonl.gz"),
+    "a.parquet": (b"no parquet", [], "broken Parquet file", "a.parquet: row 1"),
+    "b.parquet": (table(TEXTS)[:-9], [], "broken Parquet file", "b.parquet: row 1"),
+    "c.parquet": (table([*TEXTS, None]), TEXTS, "no text column 'text'", "c.parquet: row 21"),
+    "d.parquet": (table([b"gr\xf6", *(text.encode() for text in TEXTS)]), TEXTS, "not UTF-8", "d.parquet: row 1"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_bad_record_stops_with_its_place_or_is_counted_and_named(run, tmp_path, name):
+    data, good, kind, place = BAD[name]
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / name).write_bytes(data)
+    (tmp_path / "in" / "z.jsonl").write_bytes(jsonl(["behind 1", "behind 2", "behind 3", "behind 12"]))
+    _, found, manifest, out, _ = run(tmp_path / "in", options=("--on_error", "skip"))
+    assert found == all_of([*good, "behind 1", "behind 2", "behind 3", "behind 12"])
+    assert manifest["dropped"] == ({kind: 1} if kind else {})
+    if kind:
+        assert f"left out: 1 {kind}" in out
+        assert f"  {tmp_path}/in/{place}" in out
+        code, _, _, _, err = run(tmp_path / "in")
+        assert code == 2
+        assert f"error: {tmp_path}/in/{place}" in err and kind in err and "--on_error skip" in err
+    else:
+        assert run(tmp_path / "in")[0] == 0
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
+
+
+def test_a_large_file_that_is_not_utf8_is_named_by_its_line(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(records, "LARGE", 1000)
+    monkeypatch.setattr(records, "BLOCK", 100)
+    line = "größer\n".encode()
+    for data, place in (
+        (line * 150 + b"\xff" + line, 151),
+        (line * 50 + b"\xff" + line * 150, 51),
+        (line * 200 + "ö".encode()[:1], 201),
+        (line * 124 + b"1234\n" + b"\xc3" + line * 3, 126),
+    ):
+        (tmp_path / "a.txt").write_bytes(data)
+        assert f"a.txt:{place}: not UTF-8" in run(tmp_path / "a.txt")[4]
+
+
+def test_only_the_first_cases_of_a_kind_are_named(run, tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(jsonl(TEXTS) + b"{\n" * 50)
+    _, _, manifest, out, _ = run(tmp_path / "a.jsonl", options=("--on_error", "skip"))
+    assert manifest["dropped"] == {"broken JSON line": 50}
+    assert [line for line in out.splitlines() if line.startswith("  /")] == [
+        line for line in out.splitlines() if any(f"a.jsonl:{number}: broken JSON line" in line for number in (21, 22, 23))
+    ]
+
+
+# Damage of any kind
+
+
+def good_records(name: str, data: bytes) -> list[str] | None:
+    """The texts that can be used of a file, read whole and plainly; None where this reader does not decide it."""
+    stem = name
+    if name.endswith(".gz"):
+        # As much as there is in front of the damage: a tear is found behind it, a flipped bit may be found anywhere.
+        try:
+            data, stem = gzip.decompress(data), name[:-3]
+        except (EOFError, OSError, zlib.error):
+            return [] if name.endswith(".txt.gz") else None
+    elif name.endswith(".zst"):
+        try:
+            with zstandard.ZstdDecompressor().stream_reader(data, read_across_frames=True) as reader:
+                text = reader.readall()
+            frames, rest = 0, data
+            while rest:
+                frame = zstandard.ZstdDecompressor().decompressobj()
+                frame.decompress(rest)
+                if not frame.eof:
+                    return [] if name.endswith(".txt.zst") else None
+                rest, frames = frame.unused_data, frames + 1
+            data, stem = text, name[:-4]
+        except zstandard.ZstdError:
+            return [] if name.endswith(".txt.zst") else None
+    if stem.endswith(".txt"):
+        return [text for text in _decoded([data]) if text]
+    if stem.endswith(".jsonl"):
+        found = []
+        for number, line in enumerate(data.split(b"\n")):
+            with suppress(ValueError, RecursionError):
+                found.append(json.loads(line.decode("utf-8-sig" if not number else "utf-8")))
+        return _texts(found)
+    if stem == "array.json":
+        with suppress(ValueError, RecursionError):
+            return _texts(json.loads(data.decode("utf-8-sig")))
+    if stem.endswith(".csv"):
+        with suppress(ValueError, csv.Error):
+            return _texts(list(csv.DictReader(io.StringIO(data.decode("utf-8-sig"), newline=""), strict=True)))
+    if stem.endswith(".parquet"):
+        with suppress(pyarrow.ArrowException, OSError, ValueError, LookupError):
+            return _texts([{"text": text} for text in parquet.read_table(io.BytesIO(data), columns=["text"])["text"].to_pylist()])
+    return None
+
+
+def _decoded(parts: list[bytes]) -> list[str]:
+    found = []
+    for part in parts:
+        with suppress(UnicodeDecodeError):
+            found.append(part.decode())
+    return found
+
+
+def _texts(values: list) -> list[str]:
+    """The usable texts of parsed records."""
+    texts = [value["text"] for value in values if isinstance(value, dict) and isinstance(value.get("text"), str)]
+    return [text for text in texts if text and not any(0xD800 <= ord(character) < 0xE000 for character in text)]
+
+
+CONTENTS = {
+    **{name: FORMATS[name] for name in ("a.jsonl", "array.json", "objects.json", "lines.json", "a.csv", "mark.jsonl", "crlf.jsonl")},
+    "a.txt": "".join(TEXTS).encode(),
+    "a.parquet": table(TEXTS, row_group_size=3),
+    "zstd.parquet": table(TEXTS, compression="zstd"),
+}
+GARBAGE = st.one_of(
+    st.binary(max_size=12),
+    st.sampled_from(
+        [b"\n", b'"', b"\\", b"{", b"}", b"[", b"]", b",", b"\0", b"\xff", b"\\ud800", b"\r", b"1e999", b"NaN", b"\xef\xbb\xbf"]
+    ),
+)
+MUTATION = st.tuples(
+    st.sampled_from(["insert", "delete", "replace", "cut", "flip", "repeat", "none"]), st.integers(0, 10**6), st.integers(1, 40), GARBAGE
+)
+
+
+def mutate(data: bytes, mutations: list) -> bytes:
+    for kind, place, n, new in mutations:
+        place %= len(data) + 1
+        if kind == "insert":
+            data = data[:place] + new + data[place:]
+        elif kind == "delete":
+            data = data[:place] + data[place + n :]
+        elif kind == "replace":
+            data = data[:place] + new + data[place + len(new) :]
+        elif kind == "cut":
+            data = data[:place]
+        elif kind == "repeat":
+            data = data[:place] + data[max(0, place - n) : place] * 3 + data[place:]
+        elif kind == "flip" and place < len(data):
+            data = data[:place] + bytes([data[place] ^ (1 << n % 8)]) + data[place + 1 :]
+    return data
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], derandomize=True)
+@given(
+    st.sampled_from(sorted(CONTENTS)),
+    st.sampled_from(["", "", ".gz", ".zst"]),
+    st.lists(MUTATION, max_size=3),
+    st.lists(MUTATION, max_size=2),
+)
+@example("array.json", "", [("insert", 0, 1, b"[" * 5000)], [])
+@example("a.parquet", "", [("flip", 3000, 1, b"")], [])
+def test_no_damage_ends_in_more_than_one_line(tmp_path_factory, capsys, name, compression, before, after):
+    if name.endswith(".parquet"):
+        compression, before = "", []
+    data = mutate(CONTENTS[name], before)
+    data = mutate({"": bytes, ".gz": gzip.compress, ".zst": zst}[compression](data), after)
+    folder = tmp_path_factory.mktemp("damaged")
+    (folder / "in").mkdir()
+    (folder / "in" / f"{name}{compression}").write_bytes(data)
+    behind = [f"behind {number}" for number in range(12)]
+    (folder / "in" / "~behind.jsonl").write_bytes(jsonl(behind))
+    arguments = ["--source", f"{folder}/in", "--tokenizer", "bytes", "--val_fraction", "0.3"]
+    codes = {}
+    for on_error in ("stop", "skip"):
+        codes[on_error] = main([*arguments, "--out", f"{folder}/{on_error}", "--on_error", on_error])
+        out, err = capsys.readouterr()
+        assert codes[on_error] in (0, 2)
+        assert err.count("\n") == (codes[on_error] == 2), err
+        assert "Traceback" not in out + err
+        if codes[on_error]:
+            assert not [path for path in folder.iterdir() if on_error in path.name]
+    if codes["skip"]:
+        assert codes["stop"]
+        assert "no column 'text'" in err  # a table without it is of no use at all
+        return
+    found = {split: read(folder / "skip", split) for split in ("train", "val")}
+    good = good_records(f"{name}{compression}", data)
+    if good is not None:
+        assert found == all_of([*good, *behind])
+    else:
+        assert set(behind) <= {*found["train"], *found["val"]}
+    if not codes["stop"]:
+        assert found == {split: read(folder / "stop", split) for split in ("train", "val")}
+        assert json.loads((folder / "skip" / "manifest.json").read_text())["dropped"].keys() <= {"empty"}
+
+
+def test_damage_far_into_compressed_lines_keeps_what_is_in_front_of_it(run, tmp_path):
+    generator = random.Random(0)
+    texts = [f"{number} " + "".join(generator.choices("abcdefgh \n", k=3000)) for number in range(400)]
+    for suffix, compress in ((".gz", gzip.compress), (".zst", zst)):
+        whole = compress(jsonl(texts))
+        (tmp_path / f"a.jsonl{suffix}").write_bytes(whole[: len(whole) * 3 // 4])
+        _, found, manifest, *_ = run(tmp_path / f"a.jsonl{suffix}", options=("--on_error", "skip"))
+        assert manifest["dropped"] == {"compressed file damaged": 1}
+        n = sum(map(len, found.values()))
+        assert 250 < n < 310
+        assert found == all_of(texts[:n])

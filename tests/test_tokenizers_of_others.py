@@ -1,0 +1,360 @@
+"""Tokenizers that others made: their ids in the shards, special tokens in text, long documents in pieces, what is said of a missing one."""
+
+import gzip
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tiktoken
+import zstandard
+from tokenizers import Tokenizer as HuggingFaceTokenizer
+from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
+
+from data_pipeline import documents, records
+from data_pipeline.errors import DataError
+from data_pipeline.prepare import main
+from data_pipeline.shards import open_corpus
+from data_pipeline.tokenizer import Tokenizer, _lacking_file, make_tokenizer
+
+ROOT = Path(__file__).resolve().parents[1]
+STDLIB = Path(sysconfig.get_paths()["stdlib"])
+TEXTS = [file.read_bytes().decode() for file in sorted(STDLIB.glob("*.py"))[:40]]
+AWKWARD = [
+    "größer 日本 </s> [SEP] <|endoftext|> x\u0301 \r\n\r\n  a\ufeff 👩‍👩‍👧‍👦 " * 60,
+    "x" + " " * 3000 + "b",
+    "x" * 3000,
+    "a\n" * 2000,
+    "1 2 3 " * 3000,
+    "\n\n\t\n" * 1000 + "end",
+]
+KINDS = ("byte_level", "prefix_space", "word_piece", "unigram", "unigram_of_whole_texts", "merges_without_words", "folder", "gpt2")
+has_gpt2 = _lacking_file("r50k_base") is None
+needs_gpt2 = pytest.mark.skipif(not has_gpt2, reason="r50k_base is not in tiktoken's cache folder, see TIKTOKEN_CACHE_DIR")
+each_kind = pytest.mark.parametrize("kind", [pytest.param(kind, marks=needs_gpt2 if kind == "gpt2" else ()) for kind in KINDS])
+
+
+# What a model of whole pieces finds in a text even where its library does not look for it.
+IN_VOCABULARY = {"unigram": "</s>", "unigram_of_whole_texts": "</s>", "word_piece": "[SEP]"}
+
+
+def train(kind: str) -> HuggingFaceTokenizer:
+    byte_level = {"special_tokens": ["<|endoftext|>"], "initial_alphabet": pre_tokenizers.ByteLevel.alphabet()}
+    pieces = {"special_tokens": ["<unk>", "</s>"], "unk_token": "<unk>"}
+    if kind in ("byte_level", "prefix_space"):
+        tokenizer, options, trainer = HuggingFaceTokenizer(models.BPE()), byte_level, trainers.BpeTrainer
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=kind == "prefix_space")
+        tokenizer.decoder = decoders.ByteLevel()
+    elif kind == "word_piece":
+        tokenizer, trainer = HuggingFaceTokenizer(models.WordPiece(unk_token="[UNK]")), trainers.WordPieceTrainer
+        tokenizer.normalizer, tokenizer.pre_tokenizer = normalizers.BertNormalizer(), pre_tokenizers.BertPreTokenizer()
+        options = {"special_tokens": ["[UNK]", "[SEP]"]}
+    elif kind == "merges_without_words":  # as Llama 2
+        tokenizer, trainer = HuggingFaceTokenizer(models.BPE(unk_token="<unk>")), trainers.BpeTrainer
+        tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+        options = {"special_tokens": ["<unk>", "</s>"]}
+    else:
+        tokenizer, options, trainer = HuggingFaceTokenizer(models.Unigram()), pieces, trainers.UnigramTrainer
+        words = {"unigram": {}, "unigram_of_whole_texts": {"split": False, "prepend_scheme": "first"}}[kind]
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(**words)
+    texts = [line for text in TEXTS[:8] for line in text.splitlines(keepends=True)]
+    tokenizer.train_from_iterator(texts, trainer(vocab_size=700, show_progress=False, **options))
+    return tokenizer
+
+
+@pytest.fixture(scope="module")
+def of_others(tmp_path_factory):
+    """A function from a kind to (what --tokenizer is given, text -> the ids of the original library)."""
+    folder, made = tmp_path_factory.mktemp("tokenizers"), {}
+
+    def make(kind: str):
+        if kind == "gpt2":
+            encoding = tiktoken.get_encoding("r50k_base")
+            return "gpt2", lambda text: encoding.encode(text, disallowed_special=())
+        file = folder / f"{kind}.json"
+        if kind == "folder":
+            from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+            fast = PreTrainedTokenizerFast(tokenizer_object=train("byte_level"), eos_token="<|endoftext|>", model_max_length=512)
+            fast.save_pretrained(folder / kind)
+            original = AutoTokenizer.from_pretrained(folder / kind)
+            options = {"add_special_tokens": False, "split_special_tokens": True, "verbose": False}
+            return str(folder / kind), lambda text: original(text, **options)["input_ids"]
+        train(kind).save(str(file))
+        original = HuggingFaceTokenizer.from_file(str(file))
+        original.encode_special_tokens = True
+        return str(file), lambda text: original.encode(text, add_special_tokens=False).ids
+
+    def once(kind: str):
+        if kind not in made:
+            made[kind] = make(kind)
+        return made[kind]
+
+    return once
+
+
+def shards(out: Path, split: str) -> list[int]:
+    corpus = open_corpus(out)
+    entry = corpus.manifest["splits"][split]
+    return np.concatenate([np.fromfile(out / shard["file"], corpus.dtype) for shard in entry["shards"]]).tolist()
+
+
+def prepare(*arguments: object) -> None:
+    assert main([*map(str, arguments), "--quiet"]) == 0
+
+
+# Ids
+
+
+def check_ids_over(source: str, files: list[Path], kind: str, of_others, out: Path) -> None:
+    spec, original = of_others(kind)
+    prepare("--source", source, "--out", out, "--tokenizer", spec, "--shard_tokens", "300000")
+    eot_id = open_corpus(out).eot_id
+    expected = {"train": [], "val": []}
+    for file in files:
+        text = file.read_bytes().decode()
+        is_val = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") < 0.05 * 2**64
+        if text:
+            expected["val" if is_val else "train"] += [*original(text), eot_id]
+    assert shards(out, "train") == expected["train"]
+    assert shards(out, "val") == expected["val"]
+
+
+@each_kind
+def test_ids_in_the_shards_are_those_of_the_original_library(kind, of_others, tmp_path):
+    source = tmp_path / "source"
+    source.mkdir()
+    for number, text in enumerate([*TEXTS[:25], *AWKWARD]):
+        (source / f"{number:02d}.txt").write_bytes(text.replace(IN_VOCABULARY.get(kind, "</s>"), "").encode())
+    check_ids_over(str(source), sorted(source.iterdir()), kind, of_others, tmp_path / "out")
+
+
+@pytest.mark.long
+@each_kind
+def test_ids_over_the_standard_library_are_those_of_the_original_library(kind, of_others, tmp_path):
+    excluded = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
+    files = [file.relative_to(STDLIB) for file in STDLIB.rglob("*.py")]
+    files = sorted((file for file in files if not excluded & set(file.parts)), key=lambda file: file.as_posix())
+    check_ids_over("stdlib", [STDLIB / file for file in files], kind, of_others, tmp_path / "out")
+
+
+@each_kind
+def test_a_special_token_written_in_a_text_is_text(kind, of_others):
+    tokenizer = make_tokenizer(of_others(kind)[0], [])
+    for token in ("<|endoftext|>", "</s>", "[SEP]"):
+        for text in (token, f"before {token} behind", token * 3, f"\n{token}\n"):
+            ids = tokenizer.encode(text)
+            assert tokenizer.eot_id not in ids
+            if kind == "byte_level":
+                assert tokenizer.decode(ids) == text
+
+
+def test_a_text_that_a_tokenizer_takes_for_its_end_is_refused(tmp_path, capsys):
+    tokenizer = train("byte_level")
+    tokenizer.add_tokens(["<end>"])  # not a special one: the library finds it in any text
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "a.txt").write_text("a line\n" * 100 + "an <end> and\n" + "a line\n" * 100)
+    arguments = ["--source", f"{tmp_path}/a.txt", "--out", f"{tmp_path}/out", "--tokenizer", f"{tmp_path}/tokenizer.json"]
+    assert main([*arguments, "--end_of_text", "<end>"]) == 2
+    error = capsys.readouterr().err
+    assert "'<end>'" in error and "--end_of_text" in error and error.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+    assert main(arguments) == 0
+
+
+@each_kind
+def test_a_corpus_brings_its_tokenizer(kind, of_others, tmp_path):
+    spec, original = of_others(kind)
+    tokenizer = make_tokenizer(spec, [])
+    entry = json.loads(json.dumps(tokenizer.save(tmp_path)))
+    loaded = Tokenizer.load(tmp_path, entry)
+    assert (loaded.vocab_size, loaded.eot_id) == (tokenizer.vocab_size, tokenizer.eot_id)
+    assert loaded.encode(TEXTS[0]).tolist() == original(TEXTS[0])
+    assert loaded.decode(loaded.encode(TEXTS[0])) == tokenizer.decode(tokenizer.encode(TEXTS[0]))
+    (tmp_path / "again").mkdir()
+    assert loaded.save(tmp_path / "again") == entry
+
+
+def test_a_special_token_of_a_unigram_model_is_read_as_the_text_beside_it(of_others, tmp_path):
+    """Of its own special tokens and of later ones nothing is found, and the tokens added behind the vocabulary keep their ids."""
+    tokenizer = HuggingFaceTokenizer.from_file(of_others("unigram")[0])
+    tokenizer.add_tokens(["<mine>"])
+    tokenizer.add_special_tokens(["<|other|>"])
+    tokenizer.add_tokens(["<yours>"])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    ours = make_tokenizer(str(tmp_path / "tokenizer.json"), [])
+    assert ours.vocab_size == tokenizer.get_vocab_size() == tokenizer.token_to_id("<yours>") + 1
+    tokenizer.encode_special_tokens = True
+    for text in (TEXTS[0], "a <mine> and <yours> <|other|>"):
+        assert ours.encode(text).tolist() == tokenizer.encode(text, add_special_tokens=False).ids
+    for name in ("</s>", "<unk>"):
+        assert tokenizer.token_to_id(name) not in ours.encode(f"a{name}b").tolist() or name == "<unk>"  # "<" itself may be unknown
+        assert len(ours.encode(f"a{name}b")) > 3
+
+
+# Long documents
+
+
+@each_kind
+def test_a_long_document_is_cut_where_no_id_changes(kind, of_others, monkeypatch):
+    monkeypatch.setattr(documents, "PIECE", 1000)
+    spec, original = of_others(kind)
+    tokenizer = make_tokenizer(spec, [])
+    n_pieces = 0
+    for text in [*(text[:30_000] for text in TEXTS[:12]), *AWKWARD]:
+        text = text.replace(IN_VOCABULARY.get(kind, "</s>"), "")
+        for size in (len(text), 700):  # as one block, and as a large file is read
+            blocks = [text[start : start + size] for start in range(0, len(text), size)]
+            pieces = list(documents.pieces([documents.Document("train", 0, lambda blocks=blocks: blocks, b"")], tokenizer))
+            n_pieces += len(pieces)
+            assert "".join(piece.text for piece in pieces) == text
+            assert [piece.ends for piece in pieces] == [False] * (len(pieces) - 1) + [True]
+            assert [i for piece in pieces for i in tokenizer.encode(piece.text).tolist()] == original(text)
+    if kind not in ("unigram_of_whole_texts", "merges_without_words"):  # these are never sure
+        assert n_pieces > 200
+
+
+@pytest.fixture(scope="module")
+def lone_text() -> str:
+    """250 kB of lines, with a line of 60 kB in the place where a validation share of 0.3 begins."""
+    lines = "".join(f"{text[:8000]}größer 日本 {number}\n" for number, text in enumerate(TEXTS[:30]))
+    middle = int(len(lines) * 0.7)
+    return lines[:middle] + "wörter und mehr " * 4000 + lines[middle:]
+
+
+@pytest.mark.parametrize("spec", ["bytes", "bpe:400", "unigram", "word_piece"])
+@pytest.mark.parametrize("suffix", [".txt", ".txt.gz", ".txt.zst"])
+def test_a_large_file_is_the_same_corpus_as_a_small_one(spec, suffix, of_others, lone_text, tmp_path, monkeypatch):
+    compress = {".txt": bytes, ".txt.gz": gzip.compress, ".txt.zst": zstandard.ZstdCompressor().compress}[suffix]
+    (tmp_path / f"lone{suffix}").write_bytes(compress(lone_text.encode()))
+    (tmp_path / "two").mkdir()  # and a large file beside a small one, which is not cut
+    (tmp_path / "two" / f"lone{suffix}").write_bytes(compress(lone_text.encode()))
+    (tmp_path / "two" / "small.txt").write_text("small")
+    spec = spec if spec[0] == "b" else of_others(spec)[0]
+    found = {}
+    for size in ("small", "large"):
+        if size == "large":
+            monkeypatch.setattr(records, "LARGE", 10_000)
+            monkeypatch.setattr(records, "BLOCK", 7_001)
+            monkeypatch.setattr(documents, "PIECE", 9_000)
+        for source, val_fraction in ((f"lone{suffix}", "0.3"), (f"lone{suffix}", "1e-3"), ("two", "0.5")):
+            out = tmp_path / f"{size}-{source}-{val_fraction}"
+            arguments = ["--source", tmp_path / source, "--out", out, "--tokenizer", spec, "--val_fraction", val_fraction]
+            if main([*map(str, arguments), "--quiet"]):  # both of two documents fell to one split
+                out.mkdir()
+            found[size, source, val_fraction] = {file.name: file.read_bytes() for file in out.iterdir()}
+            if spec == "bytes" and source != "two":
+                text = bytes(shards(out, "train")[:-1]) + bytes(shards(out, "val")[:-1])
+                assert text.decode() == lone_text
+    for (size, *key), files in found.items():
+        assert size == "large" or files == found[("large", *key)]
+
+
+# What is imported
+
+
+@pytest.mark.parametrize("kind", ["bytes", "bpe:400", "byte_level", "folder", pytest.param("gpt2", marks=needs_gpt2), "hf"])
+def test_no_tokenizer_and_no_dataset_imports_torch(kind, of_others, tmp_path):
+    with open(tmp_path / "a.jsonl", "w") as stream:
+        stream.writelines(json.dumps({"text": f"document {number}"}) + "\n" for number in range(50))
+    source = f"hf:json:{tmp_path}/a.jsonl" if kind == "hf" else f"{tmp_path}/a.jsonl"
+    spec = {"hf": "bytes"}.get(kind) or (kind if kind[0] == "b" and kind != "byte_level" else of_others(kind)[0])
+    code = (
+        "import sys; from data_pipeline.prepare import main; status = main(sys.argv[1:])\n"
+        "sys.exit(status or str({'torch', 'deepspeed', 'tensorflow', 'jax'} & set(sys.modules) or ''))"
+    )
+    arguments = ["--source", source, "--out", f"{tmp_path}/out", "--tokenizer", spec, "--val_fraction", "0.3", "--quiet"]
+    done = subprocess.run([sys.executable, "-c", code, *arguments], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout + done.stderr == "\n"
+
+
+# What is said
+
+
+def error_of(capsys, *arguments: object) -> str:
+    assert main([*map(str, arguments)]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and error.count("\n") == 1
+    return error
+
+
+@pytest.fixture
+def source(tmp_path) -> Path:
+    (tmp_path / "input.txt").write_text("a line\n" * 100)
+    return tmp_path / "input.txt"
+
+
+@pytest.mark.parametrize("content", [None, b"damaged"])
+@pytest.mark.parametrize(("name", "file"), [("gpt2", "r50k_base.tiktoken"), ("o200k_base", "o200k_base.tiktoken")])
+def test_without_a_network_a_missing_encoding_is_named_with_folder_file_and_hash(
+    source, tmp_path, monkeypatch, capsys, content, name, file
+):
+    address = f"https://openaipublic.blob.core.windows.net/encodings/{file}"
+    cached = tmp_path / "cache" / hashlib.sha1(address.encode()).hexdigest()
+    cached.parent.mkdir()
+    if content is not None:
+        cached.write_bytes(content)
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(cached.parent))
+    for variable in ("HTTPS_PROXY", "https_proxy"):
+        monkeypatch.setenv(variable, "http://127.0.0.1:9")  # where nobody listens
+    tiktoken.registry.ENCODINGS.pop("r50k_base", None)
+    error = error_of(capsys, "--source", source, "--out", tmp_path / "out", "--tokenizer", name)
+    assert str(cached) in error
+    assert file in error
+    sha256 = {"gpt2": "306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930"}.get(name, "446a9538cb6c348e3516120d7c08b09f57c")
+    assert sha256 in error
+    assert ("has another sha256" if content else "is not there") in error
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["cache", "input.txt"]
+
+
+def test_a_tokenizer_that_cannot_be_used_is_one_line(of_others, source, tmp_path, capsys):
+    broken, no_end = tmp_path / "broken.json", tmp_path / "no_end.json"
+    broken.write_text('{"model": 1}')
+    tokenizer = json.loads(Path(of_others("byte_level")[0]).read_text().replace("<|endoftext|>", "<|stop|>"))
+    no_end.write_text(json.dumps(tokenizer))
+    (tmp_path / "folder").mkdir()
+    arguments = ("--source", source, "--out", tmp_path / "out", "--tokenizer")
+    assert f"{broken} is no tokenizer.json" in error_of(capsys, *arguments, broken)
+    assert "none of <|endoftext|>" in error_of(capsys, *arguments, no_end)
+    assert "no token '<|no|>'" in error_of(capsys, *arguments, no_end, "--end_of_text", "<|no|>")
+    assert "AutoTokenizer cannot read" in error_of(capsys, *arguments, tmp_path / "folder")
+    assert "leave it out" in error_of(capsys, *arguments, "bytes", "--end_of_text", "<|stop|>")
+    assert "not a tokenizer; allowed" in error_of(capsys, *arguments, tmp_path / "nowhere.json")
+    assert not (tmp_path / "out").exists()
+    assert main([*map(str, arguments), str(no_end), "--end_of_text", "<|stop|>", "--quiet"]) == 0
+
+
+@needs_gpt2
+def test_an_end_that_an_encoding_lacks_names_those_that_it_has(source, tmp_path, capsys):
+    arguments = ("--source", source, "--out", tmp_path / "out", "--tokenizer", "gpt2")
+    assert "<|endoftext|>" in error_of(capsys, *arguments, "--end_of_text", "</s>")
+
+
+def test_a_changed_tokenizer_in_a_corpus_is_named(of_others, source, tmp_path):
+    prepare("--source", source, "--out", tmp_path / "out", "--tokenizer", of_others("folder")[0])
+    corpus = open_corpus(tmp_path / "out")
+    shutil.copy(of_others("unigram")[0], corpus.path / "tokenizer.json")
+    with pytest.raises(DataError, match=r"tokenizer\.json: changed"):
+        Tokenizer.load(corpus.path, corpus.manifest["tokenizer"])
+
+
+def test_a_regex_that_gives_up_is_one_line():
+    from data_pipeline.tokenizer import Tiktoken
+
+    ranks = {bytes([byte]): byte for byte in range(256)}
+    tokenizer = Tiktoken({"kind": "tiktoken"}, ranks, r"\p{L}+|\s*[\r\n]+|\s+(?!\S)|\s+", {"<|endoftext|>": 256}, 256)
+    with pytest.raises(DataError, match="gives up on a text that begins with 'x  "):
+        tokenizer.encode("x" + " " * 1_200_000 + "y")
+
+
+def test_gpt2_is_looked_for_where_the_cache_is(monkeypatch, tmp_path):
+    monkeypatch.delenv("TIKTOKEN_CACHE_DIR", raising=False)
+    monkeypatch.setenv("DATA_GYM_CACHE_DIR", os.fspath(tmp_path))
+    assert str(tmp_path) in str(_lacking_file("r50k_base"))
+    assert _lacking_file("no such encoding") is None
