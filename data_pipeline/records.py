@@ -91,7 +91,7 @@ def records(file: Path, text_column: str, problems: Problems, watch: Callable[[i
     """(place, text) of each record that can be used; `watch` is told how many bytes of the file are behind.
 
     Raises:
-        DataError: the file cannot be read or has no `text_column` at all; or a bad record, where `problems` says so.
+        DataError: the file cannot be read; or a bad record, or no `text_column` at all, where `problems` says so.
     """
     kind = suffix_of(file)
     try:
@@ -338,7 +338,8 @@ def _csv(file: Path, stream: BinaryIO, text_column: str, problems: Problems) -> 
             continue
         if columns is None:
             columns = row
-            _require_column(file, columns, text_column)
+            if not _has_column(file, columns, text_column, problems):
+                return
         elif row:
             yield from text_of(dict(zip(columns, row, strict=False)), text_column, f"{file}:{line}", problems)
 
@@ -350,7 +351,8 @@ def _parquet(file: Path, text_column: str, problems: Problems, watch: Callable[[
     size, number = file.stat().st_size, 0
     try:
         with parquet.ParquetFile(file, memory_map=False, pre_buffer=False, buffer_size=BLOCK) as table:
-            _require_column(file, table.schema_arrow.names, text_column)
+            if not _has_column(file, table.schema_arrow.names, text_column, problems):
+                return
             rows = table.metadata.num_rows
             for batch in table.iter_batches(batch_size=64, columns=[text_column], use_threads=False):
                 column = batch.column(0)
@@ -371,9 +373,11 @@ def _parquet(file: Path, text_column: str, problems: Problems, watch: Callable[[
         problems("broken Parquet file", f"{file}: row {number + 1}", f"{_one_line(reason)}; what follows in this file is lost")
 
 
-def _require_column(file: Path, columns: list[str], text_column: str) -> None:
+def _has_column(file: Path, columns: list[str], text_column: str, problems: Problems) -> bool:
     if text_column not in columns:
-        raise DataError(f"{file}: no column {text_column!r}; it has {', '.join(map(repr, columns[:20]))}: name one with --text_column")
+        has = f"it has {', '.join(map(repr, columns[:20]))}: name one with --text_column"
+        problems(f"no text column {text_column!r}", str(file), f"{has}; none of its records is taken")
+    return text_column in columns
 
 
 def text_of(record: object, text_column: str, place: str, problems: Problems) -> Iterator[tuple[str, str]]:

@@ -124,7 +124,7 @@ def test_the_text_column_has_any_name(run, tmp_path, suffix):
     assert run(tmp_path / f"a{suffix}", options=("--text_column", "der text"))[1] == all_of(TEXTS)
     code, *_, err = run(tmp_path / f"a{suffix}")
     assert code == 2
-    assert "no text column 'text' (it has 'id', 'der text')" in err or "no column 'text'; it has 'id', 'der text'" in err
+    assert "no text column 'text' (it has 'id', 'der text'" in err
 
 
 @pytest.mark.parametrize("block", [1, 7, 64])
@@ -490,10 +490,7 @@ def test_no_damage_ends_in_more_than_one_line(tmp_path_factory, capsys, name, co
         assert "Traceback" not in out + err
         if codes[on_error]:
             assert not [path for path in folder.iterdir() if on_error in path.name]
-    if codes["skip"]:
-        assert codes["stop"]
-        assert "no column 'text'" in err  # a table without it is of no use at all
-        return
+    assert codes["skip"] == 0
     found = {split: read(folder / "skip", split) for split in ("train", "val")}
     good = good_records(f"{name}{compression}", data)
     if good is not None:
