@@ -240,6 +240,8 @@ class Tiktoken(Tokenizer):
         try:
             pairs = (line.split() for line in Path(folder, RANKS_FILE).read_bytes().splitlines())
             ranks = {a2b_base64(token): int(rank) for token, rank in pairs}
+            if len(set(ranks.values())) < len(ranks):  # tiktoken would panic
+                raise ValueError("a rank twice")
             mine = {key: entry[key] for key in entry if key != "files"}
             if entry["kind"] != "tiktoken":
                 text = Path(folder, HUGGING_FACE_FILE).read_text(encoding="utf-8")
