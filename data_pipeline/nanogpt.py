@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from data_pipeline.errors import DataError
-from data_pipeline.shards import CHUNK_TOKENS, FORMAT_VERSION, MANIFEST_FILE, PREPARE_COMMAND, SPLITS, Corpus, readable
+from data_pipeline.shards import CHUNK_TOKENS, FORMAT_VERSION, MANIFEST_FILE, SPLITS, Corpus, readable
 
 FILES = {split: f"{split}.bin" for split in SPLITS}
 META_FILE = "meta.pkl"
@@ -59,7 +59,7 @@ class NanoGPTCorpus(Corpus):
                 problem = "not a file" if os.path.lexists(path / name) else "missing"
                 raise DataError(
                     f"{path / name}: {problem}; a folder of nanoGPT's has {' and '.join(FILES.values())} (one of ours has {MANIFEST_FILE}"
-                    f" instead); copy it, or prepare a corpus with: {PREPARE_COMMAND.format(path)}"
+                    " instead); copy it there, or prepare it again"
                 )
             size = (path / name).stat().st_size
             if not size or size % ITEMSIZE:
