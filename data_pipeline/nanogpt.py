@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from data_pipeline.errors import DataError
-from data_pipeline.shards import CHUNK_TOKENS, FORMAT_VERSION, SPLITS, Corpus, readable
+from data_pipeline.shards import CHUNK_TOKENS, FORMAT_VERSION, MANIFEST_FILE, SPLITS, Corpus, readable
 
 FILES = {split: f"{split}.bin" for split in SPLITS}
 META_FILE = "meta.pkl"
@@ -37,23 +37,30 @@ PLAIN_OPCODES = {
 
 
 def is_nanogpt(path: Path) -> bool:
-    """Whether `path` has nanoGPT's files, and no manifest of ours."""
-    return not os.path.lexists(path / "manifest.json") and all((path / file).is_file() for file in FILES.values())
+    """Whether `path` has one of nanoGPT's files, and no manifest of ours."""
+    return not os.path.lexists(path / MANIFEST_FILE) and any(os.path.lexists(path / file) for file in FILES.values())
 
 
 class NanoGPTCorpus(Corpus):
     """Opened in milliseconds whatever its size: the fingerprint is of the sizes and of BLOCKS blocks of each file.
 
-    It tells every two corpora apart that were made of different text, and misses a change of a few tokens between the blocks.
+    Text that is longer or shorter by a token is another corpus, and so is text whose ids have moved. A change that moves nothing and lies
+    between the blocks is not noticed: ids written over in place, of which a file of 17 GB has 99.98% outside of them.
 
     Raises:
-        DataError: a file is empty or has half a token; `meta.pkl` is not nanoGPT's.
+        DataError: a file is missing, empty or has half a token; `meta.pkl` is not nanoGPT's.
     """
 
     def __init__(self, path: Path):
         vocab_size, eot_id, tokenizer = _vocabulary(path / META_FILE)
         splits = {}
         for split, name in FILES.items():
+            if not (path / name).is_file():
+                problem = "not a file" if os.path.lexists(path / name) else "missing"
+                raise DataError(
+                    f"{path / name}: {problem}; a folder of nanoGPT's has {' and '.join(FILES.values())} (one of ours has {MANIFEST_FILE}"
+                    " instead); copy it there, or prepare it again"
+                )
             size = (path / name).stat().st_size
             if not size or size % ITEMSIZE:
                 raise DataError(f"{path / name}: {size:,} bytes; nanoGPT's files are tokens of {ITEMSIZE} bytes; prepare it again")

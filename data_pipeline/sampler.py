@@ -8,13 +8,14 @@ Integer arithmetic only, so the order is the same on every platform and with eve
 import hashlib
 from collections.abc import Sequence
 from fractions import Fraction
-from math import gcd, isqrt
+from heapq import heappop, heappush
+from math import gcd, isqrt, lcm
 
 import numpy as np
 
 BLOCK = 4096  # positions computed at once: 0.3 ms, or 0.07 us a sample
 ROUNDS = 8
-#: Parts of a mixture's weights: 0.01%.
+#: The most parts that a mixture's weights are cut into: one is 0.01%.
 DENOMINATOR = 10_000
 
 
@@ -23,9 +24,9 @@ class GlobalSampler:
 
     Args:
         groups: how many windows each group of shards has; they stand one group behind the other.
-        weights: the share of each group, rounded to whole parts of DENOMINATOR, at least one. After every prefix of n samples the number
-            from each is within 1 of its parts x n / DENOMINATOR, so within 1 + n / DENOMINATOR of its weight x n where no weight is below
-            1 / DENOMINATOR. A group that has been seen whole begins its next epoch, in another order.
+        weights: the share of each group, in whole parts (`parts_of`): exact where they are fractions of up to DENOMINATOR parts, such as
+            0.7 and 0.3 or a third and two thirds, else rounded to 1 / DENOMINATOR. After every prefix of n samples the number from each is
+            within 1 of its parts x n / all parts. A group that has been seen whole begins its next epoch, in another order.
     """
 
     def __init__(self, groups: Sequence[int], seed: int, fingerprint: str, weights: Sequence[float] = (1.0,)):
@@ -36,7 +37,8 @@ class GlobalSampler:
         # A lone group's key has no number, and its order is that of a corpus without mixture.
         key = f"{fingerprint}:{seed}"
         self._keys = [key] if len(groups) == 1 else [f"{key}:{number}" for number in range(len(groups))]
-        self._pattern, self._before = mixture_pattern(parts_of(weights))
+        self._parts = parts_of(weights)
+        self._pattern, self._before = mixture_pattern(self._parts)
         self._block_number = -1
         self._block = np.empty(0, dtype=np.int64)
 
@@ -66,52 +68,58 @@ class GlobalSampler:
             mine = np.flatnonzero(groups == group)
             if len(mine):
                 # The group's own positions are consecutive, from the number of its samples before the first on.
-                period, place = int(periods[mine[0]]), int(places[mine[0]])
-                first = period * int(self._before[-1, group]) + int(self._before[place, group])
+                first = int(periods[mine[0]]) * self._parts[group] + int(self._before[places[mine[0]]])
                 out[mine] = self._offsets[group] + shuffled_positions(n_windows, key, first, len(mine))
         return out
 
 
 def parts_of(weights: Sequence[float]) -> list[int]:
-    """Weights as whole parts, at least one each, in the smallest numbers: [0.7, 0.3] is [7, 3].
+    """Weights as whole parts, at least one each, in the smallest numbers: [0.7, 0.3] is [7, 3], [1/3, 2/3] is [1, 2].
 
-    What does not come out even is rounded to DENOMINATOR parts in all, the largest remainders up.
+    Weights whose nearest fractions have no common denominator up to DENOMINATOR become parts of DENOMINATOR, the largest remainders up.
     """
     total = sum(Fraction(weight) for weight in weights)
-    exact = [Fraction(weight) / total * DENOMINATOR for weight in weights]
-    parts = [max(1, int(part)) for part in exact]
-    while (short := DENOMINATOR - sum(parts)) != 0:
-        remainders = [exact[i] - parts[i] if short > 0 or parts[i] > 1 else DENOMINATOR for i in range(len(parts))]
-        parts[remainders.index(max(remainders) if short > 0 else min(remainders))] += 1 if short > 0 else -1
+    shares = [Fraction(weight) / total for weight in weights]
+    # The nearest fraction of a share is at least as near as any rounding to DENOMINATOR parts, so nothing is lost by taking it.
+    nearest = [share.limit_denominator(DENOMINATOR) for share in shares]
+    common = lcm(*(share.denominator for share in nearest))
+    if common <= DENOMINATOR and sum(nearest) == 1 and min(nearest) > 0:
+        return [int(share * common) for share in nearest]
+    parts = [max(1, int(share * DENOMINATOR)) for share in shares]
+    remainders = sorted(range(len(parts)), key=lambda i: shares[i] * DENOMINATOR - parts[i], reverse=True)
+    for i in remainders[: max(0, DENOMINATOR - sum(parts))]:
+        parts[i] += 1
+    while sum(parts) > DENOMINATOR:  # what was raised to one part is taken from the largest, where it shows least
+        parts[parts.index(max(parts))] -= 1
     divisor = gcd(*parts)
     return [part // divisor for part in parts]
 
 
 def mixture_pattern(parts: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-    """Which group each of D = sum(parts) samples is from, (D,), and how many are from each before each of them, (D + 1, groups).
+    """Which group each of D = sum(parts) samples is from, and how many from that group come before it: both int64, (D,).
 
     Repeated for ever, the number from group i among the first n differs from n x parts[i] / D by at most 1 - 1 / (2 k - 2) for k groups
-    (Tijdeman, The chairman assignment problem, 1980): of the groups that may have the next sample without running ahead, the one
-    comes that would first fall behind.
+    (Tijdeman, "The chairman assignment problem", Discrete Mathematics 32, 1980): of the groups that may have the next sample without
+    running ahead, the one comes that would first fall behind. After D samples every group is at its share exactly, and it begins anew.
     """
     k, total = len(parts), sum(parts)
-    pattern, before = np.zeros(total, dtype=np.int64), np.zeros((total + 1, k), dtype=np.int64)
-    slack = 2 * max(k, 2) - 2
-    counts = [0] * k
-    for n in range(total):
-        # In units of 1 / (slack x total): group i may come when its due (n + 1) w - count is at least 1 / slack, and must before n w -
-        # count passes 1 - 1 / slack: at the n of its deadline.
-        best, best_deadline = -1, Fraction(0)
-        for i in range(k):
-            if slack * ((n + 1) * parts[i] - counts[i] * total) >= total:
-                deadline = Fraction(((counts[i] + 1) * slack - 1) * total, slack * parts[i])
-                if best < 0 or deadline < best_deadline:
-                    best, best_deadline = i, deadline
-        assert best >= 0, (parts, n)
-        pattern[n] = best
-        counts[best] += 1
-        before[n + 1] = counts
-    assert counts == list(parts), (parts, counts)
+    slack = max(1, 2 * k - 2)
+    # Sample j of a group of weight w = part / D may be the n-th as soon as n w - (j - 1) >= 1 / slack, and has to be before a whole n - 1
+    # with (n - 1) w - (j - 1) > 1 - 1 / slack has gone by. Rounding both to whole n loses nothing, as n is whole.
+    windows = sorted(
+        (-((-(slack * (j - 1) + 1) * total) // (slack * part)), (slack * j - 1) * total // (slack * part) + 1, group, j - 1)
+        for group, part in enumerate(parts)
+        for j in range(1, part + 1)
+    )
+    pattern, before = np.empty(total, dtype=np.int64), np.empty(total, dtype=np.int64)
+    ready: list[tuple[int, int, int]] = []  # by deadline, then by group: the order of equals is fixed too
+    arrived = 0
+    for n in range(1, total + 1):
+        while arrived < total and windows[arrived][0] <= n:
+            heappush(ready, windows[arrived][1:])
+            arrived += 1
+        deadline, pattern[n - 1], before[n - 1] = heappop(ready)
+        assert deadline >= n, (parts, n)
     return pattern, before
 
 

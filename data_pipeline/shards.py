@@ -16,7 +16,7 @@ import json
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -30,10 +30,12 @@ PREPARE_COMMAND = "python data_pipeline/prepare.py --source stdlib --out {}"
 CHUNK_TOKENS = 4 * 1024 * 1024
 #: How far weights may be from the sum of 1, for what rounding makes of them.
 SUM_TOLERANCE = 1e-6
-#: The order of a mixture costs 3 ms a group.
+#: A tenth of the parts that weights are rounded to (`sampler.DENOMINATOR`), so that none is raised by more than it has.
 MAX_GROUPS = 1000
 #: A manifest has about 350 bytes a shard; what is larger than this is another file.
 MAX_MANIFEST_BYTES = 2**28
+#: Ends of documents are places in a shard, written as uint32.
+MAX_SHARD_TOKENS = 2**32 - 1
 
 _COUNT = "an integer >= 0 and below 2^63"
 _TEXT = "a string"
@@ -178,13 +180,16 @@ class Corpus:
     def verify(self, watch: Callable[[int], None] = lambda n_bytes: None) -> None:
         """Reads everything; DataError on the first file whose hash is not the manifest's, or id or end of text that cannot be right.
 
-        `watch` is told how many more bytes have been read.
+        `watch` is told how many more bytes of tokens have been read. What is held at once does not grow with the corpus.
         """
         for name, expected in self.manifest["tokenizer"]["files"].items():
-            check_sha256(self.path / name, hashlib.sha256((self.path / name).read_bytes()).hexdigest(), expected)
+            check_sha256(self.path / name, _file_sha256(self.path / name), expected)
         for split in SPLITS:
             for shard in self.manifest["splits"][split]["shards"]:
-                self._verify_shard(shard, self.ends(shard), watch)
+                ends = self.path / shard["ends"]["file"]
+                check_sha256(ends, _file_sha256(ends), shard["ends"]["sha256"])
+                with open(self.path / shard["file"], "rb") as tokens_stream, open(ends, "rb") as ends_stream:
+                    self._verify_shard(shard, tokens_stream, ends_stream, watch)
 
     @readable()
     def ends(self, shard: dict[str, Any]) -> np.ndarray:
@@ -197,26 +202,27 @@ class Corpus:
             raise DataError(f"{file}: its ends of documents do not rise within the {shard['tokens']:,} tokens; prepare the corpus again")
         return ends
 
-    def _verify_shard(self, shard: dict[str, Any], ends: np.ndarray, watch: Callable[[int], None]) -> None:
+    def _verify_shard(self, shard: dict[str, Any], tokens_stream: BinaryIO, ends_stream: BinaryIO, watch: Callable[[int], None]) -> None:
         file, sha256, position = self.path / shard["file"], hashlib.sha256(), 0
-        with open(file, "rb") as stream:
-            while data := stream.read(CHUNK_TOKENS * self.dtype.itemsize):
-                sha256.update(data)
-                if len(data) % self.dtype.itemsize:
-                    break  # it has changed since it was opened; the hash says so
-                tokens = np.frombuffer(data, dtype=self.dtype)
-                if tokens.max() >= self.vocab_size:
-                    first = int(np.argmax(tokens >= self.vocab_size))
-                    raise DataError(
-                        f"{file}: token id {tokens[first]} at token {position + first}; allowed: 0 to {self.vocab_size - 1};"
-                        " the shard is damaged, prepare the corpus again"
-                    )
-                here = np.flatnonzero(tokens == self.eot_id) + position + 1
-                if not np.array_equal(here, ends[slice(*np.searchsorted(ends, (position, position + len(tokens)), side="right"))]):
-                    raise DataError(f"{file}: its ends of text are not those of {shard['ends']['file']}; prepare the corpus again")
-                position += len(tokens)
-                watch(len(data))
+        same_ends = True
+        while data := tokens_stream.read(CHUNK_TOKENS * self.dtype.itemsize):
+            sha256.update(data)
+            if len(data) % self.dtype.itemsize:
+                break  # it has changed since it was opened; the hash says so
+            tokens = np.frombuffer(data, dtype=self.dtype)
+            if tokens.max() >= self.vocab_size:
+                first = int(np.argmax(tokens >= self.vocab_size))
+                raise DataError(
+                    f"{file}: token id {tokens[first]} at token {position + first}; allowed: 0 to {self.vocab_size - 1};"
+                    " the shard is damaged, prepare the corpus again"
+                )
+            here = (np.flatnonzero(tokens == self.eot_id) + position + 1).astype(ENDS_DTYPE).tobytes()
+            same_ends = same_ends and here == ends_stream.read(len(here))
+            position += len(tokens)
+            watch(len(data))
         check_sha256(file, sha256.hexdigest(), shard["sha256"])
+        if not same_ends or ends_stream.read(1):
+            raise DataError(f"{file}: its ends of text are not those of {shard['ends']['file']}; prepare the corpus again")
 
 
 def shown(value: object) -> str:
@@ -226,6 +232,14 @@ def shown(value: object) -> str:
     except RecursionError:
         return "something nested too deep"
     return text if len(text) <= 200 else f"{text[:200]}..."
+
+
+def _file_sha256(file: Path) -> str:
+    sha256 = hashlib.sha256()
+    with open(file, "rb") as stream:
+        while data := stream.read(2**20):
+            sha256.update(data)
+    return sha256.hexdigest()
 
 
 def check_sha256(file: Path, found: str, expected: str | None) -> None:
@@ -326,7 +340,7 @@ def _read_manifest(file: Path) -> dict[str, Any]:
     if abs(sum(mixture) - 1) > SUM_TOLERANCE:
         raise DataError(f"{file}: mixture sums to {sum(mixture):g}; allowed: 1; {fix}")
     check(manifest["splits"], dict.fromkeys(SPLITS, _OBJECT), "splits.")
-    seen: set[str] = set(manifest["tokenizer"]["files"])
+    seen = {MANIFEST_FILE, *manifest["tokenizer"]["files"]}
     for split in SPLITS:
         entry = manifest["splits"][split]
         check(entry, _SPLIT_FIELDS, f"splits.{split}.")
@@ -334,6 +348,8 @@ def _read_manifest(file: Path) -> dict[str, Any]:
             where = f"splits.{split}.shards[{number}]."
             check(shard, _SHARD_FIELDS, where)
             check(shard["ends"], _ENDS_FIELDS, where + "ends.")
+            if shard["tokens"] > MAX_SHARD_TOKENS:
+                raise DataError(f"{file}: {where}tokens is {shard['tokens']}; allowed: up to {MAX_SHARD_TOKENS:,}; {fix}")
             for name, place in ((shard["file"], "file"), (shard["ends"]["file"], "ends.file")):
                 check_name(name, where + place)
                 if name in seen:

@@ -153,15 +153,17 @@ def _row(corpus: Corpus, split: str, group: str, shards: list[dict[str, Any]], n
 
 def _lengths(corpus: Corpus, lengths: dict[str, np.ndarray]) -> Iterator[str]:
     for split, found in lengths.items():
+        shards = corpus.manifest["splits"][split]["shards"]
+        partly = any("ends" not in shard and shard["tokens"] > SEARCHED_TOKENS for shard in shards)
+        where = f" in the first {SEARCHED_TOKENS:,} tokens" if partly else ""
         if len(found):
             at = [f"{int(value):,}" for value in np.percentile(found, [0, 10, 50, 90, 100])]
-            shards = corpus.manifest["splits"][split]["shards"]
-            partly = any("ends" not in shard and shard["tokens"] > SEARCHED_TOKENS for shard in shards)
-            where = f" of the first {SEARCHED_TOKENS:,} tokens" if partly else ""
             yield (
                 f"{split}: {len(found):,} documents{where}; tokens in a document:"
                 f" {at[0]} at least, {at[1]} (10%), {at[2]} (median), {at[3]} (90%), {at[4]} at most"
             )
+        elif corpus.manifest["splits"][split]["tokens"]:
+            yield f"{split}: no end of a document{where}, so there are no lengths"
 
 
 def _samples(corpus: Corpus, documents: Documents, count: int, seed: int) -> Iterator[str]:

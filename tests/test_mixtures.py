@@ -47,6 +47,25 @@ def test_weights_become_parts_within_one_in_ten_thousand(weights):
         assert max(off) <= (1 + sum(weight * DENOMINATOR < 1 for weight in weights)) / DENOMINATOR
 
 
+@pytest.mark.parametrize(
+    ("weights", "parts"),
+    [
+        ([1.0], [1]),
+        ([0.7, 0.3], [7, 3]),
+        ([1 / 3, 2 / 3], [1, 2]),
+        ([0.1] * 10, [1] * 10),
+        ([1 / 7, 2 / 7, 4 / 7], [1, 2, 4]),
+        ([4999 / 9999, 5000 / 9999], [4999, 5000]),
+        ([0.5001, 0.4999], [5001, 4999]),
+        ([0.50001, 0.49999], [1, 1]),
+        ([1 / 101, 1 / 103, 1 - 1 / 101 - 1 / 103], [99, 97, 9804]),  # no common denominator up to 10,000
+        ([1e-9, 1.0], [1, 9999]),
+    ],
+)
+def test_weights_that_are_fractions_of_a_small_denominator_stay_exact(weights, parts):
+    assert parts_of(weights) == parts
+
+
 @FIXED
 @given(weights=WEIGHTS.map(normed), sizes=st.lists(st.integers(1, 400), min_size=8, max_size=8), seed=st.integers(0, 2**32))
 def test_at_every_prefix_each_group_is_within_one_sample_of_its_weight(weights, sizes, seed):
@@ -60,7 +79,8 @@ def test_at_every_prefix_each_group_is_within_one_sample_of_its_weight(weights, 
     length = np.arange(1, n + 1)
     for group, (part, weight) in enumerate(zip(parts, weights, strict=True)):
         count = np.cumsum(drawn == group)
-        assert np.all(np.abs(count * sum(parts) - length * part) <= sum(parts))
+        slack = max(1, 2 * len(parts) - 2)  # Tijdeman's bound, below the one that is promised
+        assert np.all(np.abs(count * sum(parts) - length * part) * slack <= (slack - 1) * sum(parts))
         if min(weights) >= 1 / DENOMINATOR:
             assert np.all(np.abs(count - length * weight) <= 1 + length / DENOMINATOR + 1e-9 * length)
         # The group's own order is that of the group alone, epoch behind epoch.
@@ -94,11 +114,22 @@ def test_a_group_alone_has_the_order_of_a_corpus_without_mixture():
 
 
 def test_a_pattern_by_hand():
+    """7 of 10 from group 0, whose count among the first n is 0.7 n to the nearest whole number (at n = 5, 3.5, to the one above)."""
     pattern, before = mixture_pattern([7, 3])
-    assert np.bincount(pattern).tolist() == [7, 3]
-    assert before[-1].tolist() == [7, 3]
+    assert pattern.tolist() == [0, 1, 0, 0, 0, 1, 0, 0, 1, 0]
+    assert before.tolist() == [0, 0, 1, 2, 3, 1, 4, 5, 2, 6]
     assert mixture_pattern([1])[0].tolist() == [0]
-    assert sorted(mixture_pattern([1, 1, 1])[0].tolist()) == [0, 1, 2]
+    assert mixture_pattern([1, 1, 1])[0].tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize("k", [300, 1000])
+def test_a_pattern_of_many_groups_keeps_their_weights(k):
+    parts = parts_of([number + 1 for number in range(k)])
+    pattern, before = mixture_pattern(parts)
+    length = np.arange(1, sum(parts) + 1)
+    for group in range(k):
+        assert np.all(np.abs(np.cumsum(pattern == group) * sum(parts) - length * parts[group]) < sum(parts))
+        assert before[pattern == group].tolist() == list(range(parts[group]))
 
 
 # A corpus of two sources that their bytes tell apart

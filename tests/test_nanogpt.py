@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -10,6 +11,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -20,6 +22,7 @@ from data_pipeline.nanogpt import BLOCK_BYTES, BLOCKS
 from data_pipeline.sampler import GlobalSampler
 from data_pipeline.shards import SPLITS, open_corpus
 from data_pipeline.tokenizer import Tokenizer
+from launch.engine.evaluation import sample_text
 from launch.run.config import resolve
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -153,7 +156,13 @@ def test_what_changed_since_it_was_opened_is_found(characters):
     [
         (lambda f: (f / "train.bin").write_bytes(b""), r"train\.bin: 0 bytes; nanoGPT's files are tokens of 2 bytes"),
         (lambda f: (f / "val.bin").write_bytes(b"abc"), r"val\.bin: 3 bytes; nanoGPT's files are tokens of 2 bytes"),
-        (lambda f: (f / "val.bin").unlink(), r"manifest\.json: missing, so this is no corpus"),
+        (
+            lambda f: (f / "val.bin").unlink(),
+            r"val\.bin: missing; a folder of nanoGPT's has train\.bin and val\.bin \(one of ours",
+        ),
+        (lambda f: ((f / "train.bin").unlink(), (f / "train.bin").mkdir()), r"train\.bin: not a file; a folder of nanoGPT's has train"),
+        (lambda f: ((f / "train.bin").unlink(), os.mkfifo(f / "train.bin")), r"train\.bin: not a file; a folder of nanoGPT's has train"),
+        (lambda f: ((f / "val.bin").unlink(), (f / "val.bin").symlink_to("val.bin")), r"val\.bin: not a file; a folder of nanoGPT's has"),
         (lambda f: (f / "meta.pkl").write_bytes(b""), r"meta\.pkl: is no meta\.pkl of nanoGPT"),
         (lambda f: ((f / "meta.pkl").unlink(), (f / "meta.pkl").mkdir()), r"meta\.pkl: is no meta\.pkl of nanoGPT, which is a file"),
         (lambda f: ((f / "meta.pkl").unlink(), os.mkfifo(f / "meta.pkl")), r"meta\.pkl: is no meta\.pkl of nanoGPT, which is a file"),
@@ -205,6 +214,13 @@ def test_characters_have_no_documents_to_keep_apart(characters, gpt2, tmp_path):
     assert not (tmp_path / "runs").exists()
     flags = ["--deepspeed_config", "ds_configs/zero1_bf16.json", "--seq_len", "64", "--no_cross_document", "--data", str(gpt2)]
     assert resolve(flags)[0].model_config.document_end == 50_256
+
+
+def test_no_rank_samples_where_one_lacks_the_tokenizer(characters):
+    """tiktoken's file is on one host and not on another: the model runs on all ranks or on none."""
+    config, _ = resolve(["--deepspeed_config", "ds_configs/zero1_bf16.json", "--seq_len", "64", "--data", str(characters)])
+    others = SimpleNamespace(any=lambda mine: True, uncounted=contextlib.nullcontext)
+    assert sample_text(None, config, others) == "(none: another host lacks the tokenizer)"  # no engine: it is not asked
 
 
 def test_a_model_trains_on_characters_and_writes_some(one_rank, characters, tmp_path):

@@ -136,6 +136,7 @@ def test_characters_are_sampled_from_the_beginning_and_have_no_lengths(tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     assert "tokenizer characters" in done.stdout
     assert "--- train, its beginning\ndef of(x):\n    return x + 1\n" in done.stdout
+    assert "train: no end of a document, so there are no lengths\nval: no end of a document, so there are no lengths\n" in done.stdout
     assert "drawn" not in done.stdout
     assert sorted(os.listdir(folder)) == ["meta.pkl", "train.bin", "val.bin"]
 

@@ -42,14 +42,18 @@ class Evaluation:
 def sample_text(engine: Engine, config: RunConfig, collectives: Collectives) -> str:
     """`config.prompt` and `config.sample_tokens` sampled tokens after it (temperature 0.8, the 50 likeliest), as text.
 
-    Where the corpus brings no tokenizer and there is none here, or it lacks a character of the prompt, that is said instead.
+    Where the corpus brings no tokenizer and a rank's host has none, or it lacks a character of the prompt, that is said instead.
     """
+    missing = ""
     try:
         tokenizer = Tokenizer.load(config.corpus.path, config.corpus.manifest["tokenizer"])
         start = 0 if config.corpus.eot_id is None else config.corpus.eot_id
         prompt = [start, *tokenizer.encode(config.prompt).tolist()]
     except DataError as reason:
-        return f"(none: {reason})"
+        missing = str(reason)
+    with collectives.uncounted():  # one host may have tiktoken's file and another not, and the model runs on all ranks or on none
+        if collectives.any(bool(missing)):
+            return f"(none: {missing or 'another host lacks the tokenizer'})"
     generator = torch.Generator().manual_seed(config.seed)
     engine.deepspeed.eval()
     with collectives.uncounted():
