@@ -284,7 +284,7 @@ def test_a_bad_record_far_behind_stops_and_goes_on_by_skipping_it(tmp_path):
     arguments = ["--source", tmp_path / "records.jsonl", "--tokenizer", "bytes"]
     done = run(*arguments, "--out", tmp_path / "out")
     refused(done, "records.jsonl:251: broken JSON line")
-    assert "--resume goes on from there" in done.stderr
+    assert "--resume goes on there" in done.stderr
     done = run(*arguments, "--out", tmp_path / "out", "--resume", "--on_error", "skip")
     assert "going on behind the first" in done.stdout, done.stderr
     assert run(*arguments, "--out", tmp_path / "whole", "--on_error", "skip").returncode == 0
