@@ -45,7 +45,6 @@ def main() -> int:
     from benchmarks.report import append
     from launch.run.config import resolve
     from model.accounting import parameter_count
-    from model.presets import GPTConfig
     from tests.distributed.memory_jobs import PARTS
     from tests.distributed.ranks import Ranks
 
@@ -69,7 +68,7 @@ def main() -> int:
                 ]
                 flags += ["--micro_batch_size", "1", "--global_batch_size", str(sequences)]
                 config, _ = resolve(flags, ranks=arguments.ranks)
-                parameters = parameter_count(GPTConfig(**vars(config.shape), vocab_size=config.corpus.vocab_size))
+                parameters = parameter_count(config.model_config)
                 said = bytes_per_parameter(stage, arguments.ranks, precision)
                 for rank, states in enumerate(pool.run("tests.distributed.memory_jobs:largest_states", flags=flags)):
                     measured = [states[part] / parameters for part in PARTS]

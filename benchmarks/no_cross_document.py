@@ -10,7 +10,6 @@ from the tokens, once a forward pass, and its attention reads the mask where the
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
 import sys
@@ -21,22 +20,17 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[0] = str(ROOT)
 
-WARM_UP_STEPS = 10
-
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--preset", default="micro", help="model size (micro)")
-    parser.add_argument("--deepspeed_config", default="ds_configs/zero0_bf16.json", help="engine JSON (ds_configs/zero0_bf16.json)")
-    parser.add_argument("--steps", type=int, default=60, help="steps of each side, the first 10 not counted (60)")
-    parser.add_argument("--data", default="data/stdlib", help="corpus (data/stdlib)")
+    from benchmarks.report import WARM_UP_STEPS, append, spread, step_parser
+
+    parser = step_parser(__doc__)
     parser.add_argument("--no_record", action="store_true", help="do not append to benchmarks/results.json")
     arguments = parser.parse_args()
     os.chdir(ROOT)
 
     import torch
 
-    from benchmarks.report import append, spread
     from launch.engine.distributed import start_ranks
     from launch.engine.engine import Engine, start_engine
     from launch.run.config import resolve

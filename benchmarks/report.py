@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import statistics
 import time
@@ -11,6 +12,18 @@ from typing import Any
 from launch.run.provenance import machine, repository_commit, versions
 
 RESULTS = Path(__file__).with_name("results.json")
+#: Steps of each side that are not counted, where two sides train in turns.
+WARM_UP_STEPS = 10
+
+
+def step_parser(description: str | None) -> argparse.ArgumentParser:
+    """The flags of a benchmark that trains two sides in turns, step by step."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--preset", default="micro", help="model size (micro)")
+    parser.add_argument("--deepspeed_config", default="ds_configs/zero0_bf16.json", help="the engine's JSON (ds_configs/zero0_bf16.json)")
+    parser.add_argument("--steps", type=int, default=60, help=f"steps of each side, the first {WARM_UP_STEPS} not counted (60)")
+    parser.add_argument("--data", default="data/stdlib", help="corpus (data/stdlib)")
+    return parser
 
 
 def spread(seconds: list[float]) -> dict[str, float]:

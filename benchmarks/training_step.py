@@ -10,7 +10,6 @@ would write it by hand. A ratio above 1 says that the engine's loop is faster. T
 
 from __future__ import annotations
 
-import argparse
 import os
 import shutil
 import statistics
@@ -23,8 +22,6 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[0] = str(ROOT)
 
-WARM_UP_STEPS = 10
-
 
 PROFILED_STEPS = 5
 
@@ -36,10 +33,9 @@ class PlainLoop:
         import torch
 
         from model.gpt import GPT, weight_decay_groups
-        from model.presets import GPTConfig
 
         self.config, self.torch, self.device = config, torch, device
-        self.model = GPT(GPTConfig(**vars(config.shape), vocab_size=config.corpus.vocab_size, init_seed=config.seed)).to(device)
+        self.model = GPT(config.model_config).to(device)
         params = config.optimizer["params"]
         groups = weight_decay_groups(self.model, params["weight_decay"])
         self.optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=tuple(params["betas"]), eps=params["eps"], fused=True)
@@ -61,18 +57,15 @@ class PlainLoop:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--preset", default="micro", help="model size (micro)")
-    parser.add_argument("--deepspeed_config", default="ds_configs/zero0_bf16.json", help="the engine's side (ds_configs/zero0_bf16.json)")
-    parser.add_argument("--steps", type=int, default=60, help="steps of each side, the first 10 not counted (60)")
-    parser.add_argument("--data", default="data/stdlib", help="corpus (data/stdlib)")
+    from benchmarks.report import WARM_UP_STEPS, append, spread, step_parser
+
+    parser = step_parser(__doc__)
     parser.add_argument("--profile", action="store_true", help="also print where the engine's steps spend their time (torch.profiler)")
     arguments = parser.parse_args()
     os.chdir(ROOT)
 
     import torch
 
-    from benchmarks.report import append, spread
     from data_pipeline.loader import Loader
     from launch import pretrain
     from launch.run.config import resolve

@@ -85,9 +85,9 @@ class Documents:
 
     def __iter__(self) -> Iterator[Document]:
         self.dropped.clear()
-        self.sources[0].problems.start()
         seen: set[bytes] = set()
         for source in self.sources:
+            source.problems.start()
             source.n_read = 0
         for number, source in enumerate(self.sources):
             yield from self._split(self._kept(source, seen), number if self.grouped else 0)

@@ -91,12 +91,7 @@ class NanoGPTCorpus(Corpus):
             with open(self.path / name, "rb") as stream:
                 while data := stream.read(CHUNK_TOKENS * ITEMSIZE):
                     tokens = np.frombuffer(data[: len(data) // ITEMSIZE * ITEMSIZE], dtype=self.dtype)
-                    if len(tokens) and tokens.max() >= self.vocab_size:
-                        first = int(np.argmax(tokens >= self.vocab_size))
-                        raise DataError(
-                            f"{self.path / name}: token id {tokens[first]} at token {position + first} of {split};"
-                            f" allowed: 0 to {self.vocab_size - 1}; prepare it again"
-                        )
+                    self._check_ids(self.path / name, tokens, position, "prepare it again", f" of {split}")
                     position += len(tokens)
                     watch(len(data))
             (shard,) = self.manifest["splits"][split]["shards"]

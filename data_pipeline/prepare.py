@@ -13,7 +13,7 @@ from collections.abc import Callable
 from concurrent.futures.process import BrokenProcessPool
 from itertools import islice
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 if not __package__:
     # Run as a script, Python puts this folder first on the path. The root there instead makes `data_pipeline` importable
@@ -24,10 +24,10 @@ from tqdm import tqdm
 
 from data_pipeline.documents import TRAINING_BYTES, Documents, chunks, pieces, training_texts
 from data_pipeline.encoding import encode_chunks
-from data_pipeline.errors import DataError
+from data_pipeline.errors import DataError, print_line
 from data_pipeline.progress import Progress
 from data_pipeline.records import Problems
-from data_pipeline.shards import SPLITS, Corpus, open_corpus
+from data_pipeline.shards import MAX_SHARD_TOKENS, SPLITS, Corpus, open_corpus
 from data_pipeline.sources import ALLOWED, open_sources
 from data_pipeline.staging import staged_folder
 from data_pipeline.tokenizer import Tokenizer, make_tokenizer, parse_spec
@@ -35,36 +35,28 @@ from data_pipeline.writing import CorpusWriter, forget_progress, read_progress, 
 
 # Below this much text, starting processes (half a second) costs more than they save (a core encodes about 15 MB/s).
 BYTES_THAT_PAY_FOR_WORKERS = 64 * 2**20
-#: Where an end of text is stored in a shard of uint32 positions.
-MOST_SHARD_TOKENS = 2**32 - 1
 Say = Callable[[str], None]
 
 
 def main(argv: list[str] | None = None) -> int:
     args = _parse(argv)
-    say: Say = (lambda line: None) if args.quiet else (lambda line: _print(line, sys.stdout))
+    say: Say = (lambda line: None) if args.quiet else (lambda line: print_line(line, sys.stdout))
     try:
         verify(args, say) if args.verify else prepare(args, say)
         return 0
     except DataError as error:
-        _print(f"error: {error}", sys.stderr)
+        print_line(f"error: {error}", sys.stderr)
         return 2
     except KeyboardInterrupt:
-        _print(f"interrupted: nothing was written to {args.out}{_kept(args)}", sys.stderr)
+        print_line(f"interrupted: nothing was written to {args.out}{_kept(args)}", sys.stderr)
         return 130
     except BrokenProcessPool:
         why = "most likely for lack of memory; run again with fewer --workers"
-        _print(f"failed: a worker process died, {why}{_kept(args)}", sys.stderr)
+        print_line(f"failed: a worker process died, {why}{_kept(args)}", sys.stderr)
         return 1
     except OSError as error:
-        _print(f"failed: {error}; nothing was written to {args.out}{_kept(args)}", sys.stderr)
+        print_line(f"failed: {error}; nothing was written to {args.out}{_kept(args)}", sys.stderr)
         return 1
-
-
-def _print(line: str, stream: TextIO) -> None:
-    """Print, whatever bytes the names of files are made of and whatever the stream can show."""
-    encoding = stream.encoding or "utf-8"
-    print(line.encode(encoding, "backslashreplace").decode(encoding), file=stream, flush=True)
 
 
 def prepare(args: argparse.Namespace, say: Say) -> None:
@@ -221,8 +213,8 @@ def _check(args: argparse.Namespace) -> None:
     parse_spec(args.tokenizer)
     if not 0 < args.val_fraction < 1:
         raise DataError(f"--val_fraction {args.val_fraction}: not a share; allowed: above 0 and below 1, such as 0.05")
-    if not 0 < args.shard_tokens <= MOST_SHARD_TOKENS:
-        raise DataError(f"--shard_tokens {args.shard_tokens}: allowed: 1 or more, up to {MOST_SHARD_TOKENS}, such as 100000000")
+    if not 0 < args.shard_tokens <= MAX_SHARD_TOKENS:
+        raise DataError(f"--shard_tokens {args.shard_tokens}: allowed: 1 or more, up to {MAX_SHARD_TOKENS}, such as 100000000")
     for name in ("workers", "max_docs"):
         if getattr(args, name) is not None and getattr(args, name) <= 0:
             raise DataError(f"--{name} {getattr(args, name)}: allowed: 1 or more; or leave it out")

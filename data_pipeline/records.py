@@ -28,7 +28,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-from data_pipeline.errors import DataError
+from data_pipeline.errors import DataError, one_line
 
 PLAIN = (".txt", ".md", ".py")
 TABLES = (".jsonl", ".json", ".csv", ".parquet")
@@ -108,7 +108,7 @@ def records(file: Path, text_column: str, problems: Problems, watch: Callable[[i
             else:
                 yield from _csv(file, stream, text_column, problems)
     except (EOFError, gzip.BadGzipFile, zlib.error) as reason:
-        problems("compressed file damaged", str(file), _one_line(reason))
+        problems("compressed file damaged", str(file), one_line(reason))
     except OSError as reason:
         raise DataError(f"--source: {file} cannot be read ({reason.strerror or reason}); mend that, or move it away") from None
 
@@ -175,7 +175,7 @@ class _Frames(io.RawIOBase):
             try:
                 self._text = self._frame.decompress(self._compressed)
             except self._error as reason:
-                raise zlib.error(_one_line(reason)) from None
+                raise zlib.error(one_line(reason)) from None
             self._compressed = self._frame.unused_data if self._frame.eof else b""
             if self._frame.eof:
                 self._frame = None
@@ -227,7 +227,7 @@ def _json_lines(file: Path, stream: BinaryIO, text_column: str, problems: Proble
         except UnicodeDecodeError as reason:
             problems("not UTF-8", place, f"byte 0x{line[reason.start]:02x}")
         except (ValueError, RecursionError) as reason:
-            problems("broken JSON line", place, _one_line(reason))
+            problems("broken JSON line", place, one_line(reason))
         else:
             yield from text_of(record, text_column, place, problems)
 
@@ -246,7 +246,7 @@ def _json(file: Path, stream: BinaryIO, text_column: str, problems: Problems) ->
         except StopIteration:
             return
         except (ValueError, RecursionError) as reason:
-            problems("broken JSON", place, f"{_one_line(reason)}; what follows in this file is lost")
+            problems("broken JSON", place, f"{one_line(reason)}; what follows in this file is lost")
             return
         yield from text_of(record, text_column, place, problems)
 
@@ -334,7 +334,7 @@ def _csv(file: Path, stream: BinaryIO, text_column: str, problems: Problems) -> 
         except StopIteration:
             return
         except csv.Error as reason:
-            problems("broken CSV", f"{file}:{rows.line_num}", _one_line(reason))
+            problems("broken CSV", f"{file}:{rows.line_num}", one_line(reason))
             continue
         if columns is None:
             columns = row
@@ -370,7 +370,7 @@ def _parquet(file: Path, text_column: str, problems: Problems, watch: Callable[[
     except (pyarrow.ArrowException, OSError, ValueError, LookupError, ArithmeticError, MemoryError) as reason:  # it raises them all
         if isinstance(reason, OSError) and reason.errno:
             raise
-        problems("broken Parquet file", f"{file}: row {number + 1}", f"{_one_line(reason)}; what follows in this file is lost")
+        problems("broken Parquet file", f"{file}: row {number + 1}", f"{one_line(reason)}; what follows in this file is lost")
 
 
 def _has_column(file: Path, columns: list[str], text_column: str, problems: Problems) -> bool:
@@ -402,7 +402,3 @@ def text_of(record: object, text_column: str, place: str, problems: Problems) ->
         problems("not UTF-8", place, "a byte that is none, or half of a surrogate pair")
         return
     yield place, text
-
-
-def _one_line(reason: BaseException) -> str:
-    return " ".join(str(reason).split())[:200] or type(reason).__name__

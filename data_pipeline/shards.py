@@ -202,6 +202,14 @@ class Corpus:
             raise DataError(f"{file}: its ends of documents do not rise within the {shard['tokens']:,} tokens; prepare the corpus again")
         return ends
 
+    def _check_ids(self, file: Path, tokens: np.ndarray, position: int, fix: str, split: str = "") -> None:
+        """DataError for the first of `tokens`, which stand at `position` of `file`, that the vocabulary lacks."""
+        if len(tokens) and tokens.max() >= self.vocab_size:
+            first = int(np.argmax(tokens >= self.vocab_size))
+            raise DataError(
+                f"{file}: token id {tokens[first]} at token {position + first}{split}; allowed: 0 to {self.vocab_size - 1}; {fix}"
+            )
+
     def _verify_shard(self, shard: dict[str, Any], tokens_stream: BinaryIO, ends_stream: BinaryIO, watch: Callable[[int], None]) -> None:
         file, sha256, position = self.path / shard["file"], hashlib.sha256(), 0
         same_ends = True
@@ -210,12 +218,7 @@ class Corpus:
             if len(data) % self.dtype.itemsize:
                 break  # it has changed since it was opened; the hash says so
             tokens = np.frombuffer(data, dtype=self.dtype)
-            if tokens.max() >= self.vocab_size:
-                first = int(np.argmax(tokens >= self.vocab_size))
-                raise DataError(
-                    f"{file}: token id {tokens[first]} at token {position + first}; allowed: 0 to {self.vocab_size - 1};"
-                    " the shard is damaged, prepare the corpus again"
-                )
+            self._check_ids(file, tokens, position, "the shard is damaged, prepare the corpus again")
             here = (np.flatnonzero(tokens == self.eot_id) + position + 1).astype(ENDS_DTYPE).tobytes()
             same_ends = same_ends and here == ends_stream.read(len(here))
             position += len(tokens)

@@ -13,7 +13,7 @@ if not __package__:
 
 import numpy as np
 
-from data_pipeline.errors import DataError
+from data_pipeline.errors import DataError, print_line
 from data_pipeline.shards import SPLITS, Corpus, open_corpus, readable, shown
 from data_pipeline.tokenizer import Tokenizer
 
@@ -56,11 +56,9 @@ def show(args: argparse.Namespace) -> None:
 
 
 def _print(lines: Iterable[str]) -> None:
-    encoding = sys.stdout.encoding or "utf-8"
     try:
         for line in lines:
-            print(line.encode(encoding, "backslashreplace").decode(encoding))
-        sys.stdout.flush()
+            print_line(line, sys.stdout)
     except BrokenPipeError:  # `| head` has read enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 

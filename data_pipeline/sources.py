@@ -24,7 +24,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from data_pipeline.errors import DataError
+from data_pipeline.errors import DataError, one_line
 from data_pipeline.records import SUFFIXES, LargeText, Problems, records, suffix_of, text_of
 from data_pipeline.torch_hidden import torch_hidden
 
@@ -139,7 +139,7 @@ class HubDataset(Source):
             raise self._unreadable(f"row {number + 1}" if number else "it cannot be opened", reason) from None
 
     def _unreadable(self, where: str, reason: Exception) -> DataError:
-        line = " ".join(str(reason).split())[:300] or type(reason).__name__
+        line = one_line(reason, 300)
         return DataError(f"--source {self.name}: {where}: {line}; look at its name, configuration and split")
 
 

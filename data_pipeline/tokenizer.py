@@ -31,7 +31,7 @@ import tiktoken
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as HuggingFaceTokenizer
 
-from data_pipeline.errors import DataError
+from data_pipeline.errors import DataError, one_line
 from data_pipeline.shards import check_sha256
 from data_pipeline.torch_hidden import torch_hidden
 
@@ -211,7 +211,7 @@ class Tiktoken(Tokenizer):
             known = self._pattern == GPT2_PATTERN or (r"\s++$" in self._pattern and not any(re.search(r"[\r\n]", run[0]) for run in runs))
             if not (runs and known):
                 raise DataError(
-                    f"--tokenizer: it gives up on a text that begins with {text[:40]!r} ({_one_line(reason)}); leave it out"
+                    f"--tokenizer: it gives up on a text that begins with {text[:40]!r} ({one_line(reason)}); leave it out"
                 ) from None
             parts = [text[start:end] for start, end in pairwise([0, *(run.end() - 1 for run in runs), len(text)])]
             return np.concatenate([self.library.encode_to_numpy(part, disallowed_special=()) for part in parts])
@@ -264,7 +264,7 @@ class Tiktoken(Tokenizer):
         try:
             encoding = tiktoken.get_encoding(name)
         except Exception as reason:  # requests', urllib3's and tiktoken's own
-            where = lacking or _one_line(reason)
+            where = lacking or one_line(reason)
             raise DataError(f"--tokenizer {name}: could not be fetched ({type(reason).__name__}), and {where}") from None
         special = dict(encoding._special_tokens)
         end = end_of_text or (END_OF_TEXT if END_OF_TEXT in special else None)
@@ -340,7 +340,7 @@ class HuggingFaceFile(Tokenizer):
             self._json = file.read_text(encoding="utf-8")
             self._tokenizer = HuggingFaceTokenizer.from_str(self._json)
         except Exception as reason:  # `tokenizers` raises a bare Exception
-            raise DataError(f"{where}: {file} is no tokenizer.json ({_one_line(reason)}); give one of `tokenizers`") from None
+            raise DataError(f"{where}: {file} is no tokenizer.json ({one_line(reason)}); give one of `tokenizers`") from None
         self._encoder = _encoder(self._tokenizer, self._json)
         self.cuttable = _cuttable(self._tokenizer)
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
@@ -368,7 +368,7 @@ class HuggingFaceFolder(Tokenizer):
             self._tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
         except Exception as reason:  # whatever the tokenizer's class raises
             raise DataError(
-                f"{where}: AutoTokenizer cannot read {folder} ({_one_line(reason)}); give a folder with tokenizer.json or"
+                f"{where}: AutoTokenizer cannot read {folder} ({one_line(reason)}); give a folder with tokenizer.json or"
                 " tokenizer_config.json and its vocabulary"
             ) from None
         backend = getattr(self._tokenizer, "backend_tokenizer", None)
@@ -440,10 +440,6 @@ def _choose_end(vocabulary: dict[str, int], asked: str | None, where: str) -> st
         if token in vocabulary:
             return token
     raise DataError(f"{where}: none of {', '.join(USUAL_ENDS)} is in its vocabulary; say which token ends a text with --end_of_text")
-
-
-def _one_line(reason: Exception) -> str:
-    return " ".join(str(reason).split())[:200]
 
 
 def _write(folder: Path, contents: dict[str, bytes]) -> dict[str, str]:
