@@ -89,3 +89,40 @@ def pretrain_with(technique: str, flags: list[str]) -> list[dict[str, Any]]:
         return pretrain(flags)
     finally:
         registry.make_techniques = make
+
+
+class CountedBlocks(Technique):
+    """Counts how often blocks run: in the step's training, and in evaluations so far."""
+
+    def __init__(self, section: dict[str, Any], run: Run):
+        self.training = self.evaluation = 0
+
+    def prepare(self, model: GPT) -> None:
+        def count(block: torch.nn.Module, inputs: Any, output: Any) -> None:
+            self.training += block.training
+            self.evaluation += not block.training
+
+        for block in model.h:
+            block.register_forward_hook(count)
+
+    def on_step(self, step: int) -> None:
+        self.training = 0
+
+    def metrics(self) -> dict[str, float]:
+        return {"training_calls": self.training, "evaluation_calls": self.evaluation}
+
+
+class CompiledBlocks(Technique):
+    """Compiles every block by itself and counts the graphs."""
+
+    def __init__(self, section: dict[str, Any], run: Run):
+        pass
+
+    def prepare(self, model: GPT) -> None:
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        for block in model.h:
+            block.compile()
+
+    def metrics(self) -> dict[str, float]:
+        return {"compiled_graphs": torch._dynamo.utils.counters["stats"]["unique_graphs"]}
