@@ -72,8 +72,8 @@ class Meter:
             "bytes_sent": round(self.collectives.bytes_sent - self._bytes_before),
         }
         if self.peak_flops is not None:
-            done = {key: technique[key] for key in ("kept_blocks", "seq_len") if key in technique}
-            per_token = flops_per_token(self.engine.model_config, **done) if done else self.flops_per_token
+            length = int(technique["seq_len"]) if "seq_len" in technique else None
+            per_token = flops_per_token(self.engine.model_config, length, technique.get("kept_blocks"))
             metrics["mfu"] = rate * per_token / (self.peak_flops * self.collectives.world_size)
         return metrics
 

@@ -63,11 +63,10 @@ class ProgressiveLayerDrop(Technique):
 
     def __init__(self, section: dict[str, Any], run: Run):
         auto = {"theta": THETA, "gamma": GAMMA_TIMES_STEPS / run.steps}
-        self.theta, self.gamma = (
-            value if (value := section.get(key, "auto")) != "auto" else default for key, default in auto.items()
-        )
+        self.theta, self.gamma = (value if (value := section.get(key, "auto")) != "auto" else default for key, default in auto.items())
         self.each_micro_batch = section.get("draw") == "micro_batch"
-        offloaded = any((run.engine["zero_optimization"].get(key) or {}).get("device", "none") != "none" for key in ("offload_optimizer", "offload_param"))
+        zero = run.engine["zero_optimization"]
+        offloaded = any((zero.get(f"offload_{what}") or {}).get("device", "none") != "none" for what in ("optimizer", "param"))
         if self.each_micro_batch and offloaded:
             raise ValueError(
                 "'progressive_layer_drop.draw' is micro_batch, but with offload DeepSpeed takes over only gradients that the step's last "
@@ -104,8 +103,8 @@ class ProgressiveLayerDrop(Technique):
         for block in blocks:
             if not blocks.training:
                 x = block(x)
-            elif self.keeps[block.index]:
-                x = block(x, 1 / self.probabilities[block.index])
+            elif self.keeps[int(block.index)]:
+                x = block(x, 1 / self.probabilities[int(block.index)])
         return x
 
     def metrics(self) -> dict[str, float]:

@@ -28,7 +28,9 @@ def run_all_but(index: int) -> BlockRunner:
     return run
 
 
-def progressive_layer_drop(seed: int, n_layer: int, theta: float, gamma: float, each_micro_batch: bool = False) -> Callable[[int, int], BlockRunner]:
+def progressive_layer_drop(
+    seed: int, n_layer: int, theta: float, gamma: float, each_micro_batch: bool = False
+) -> Callable[[int, int], BlockRunner]:
     """Algorithm 1 of arXiv 2010.13369, with the draws of the recipe: the block runner of (step, micro-step)."""
 
     def runner_of(step: int, micro_step: int) -> BlockRunner:

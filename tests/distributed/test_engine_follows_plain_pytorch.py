@@ -13,8 +13,8 @@ from functools import cache
 
 import pytest
 
-from tests.distributed.jobs import drops_block_1
 from model.gpt import BlockRunner, run_all_blocks
+from tests.distributed.jobs import drops_block_1
 from tests.distributed.reference import Step, reference_steps, run_all_but
 
 SHAPE = {"n_layer": 2, "n_head": 2, "d_model": 384, "seq_len": 64}  # 4 M parameters: large enough for the fp32 norm to go wrong

@@ -10,9 +10,8 @@ import pytest
 
 from recipes.progressive_layer_drop.technique import draw, keep_probabilities, theta_at
 from tests.distributed.reference import progressive_layer_drop, reference_steps
-from tests.distributed.test_engine_follows_plain_pytorch import BATCH, LR, SEED, STEPS, WARMUP, largest_difference
+from tests.distributed.test_engine_follows_plain_pytorch import BATCH, LR, SEED, STEPS, WARMUP, grid, is_hardest, largest_difference, pool  # noqa: F401 (a fixture)
 from tests.distributed.test_engine_follows_plain_pytorch import flags as engine_flags
-from tests.distributed.test_engine_follows_plain_pytorch import grid, is_hardest, pool  # noqa: F401 (a fixture)
 
 SHAPE = {"n_layer": 4, "n_head": 2, "d_model": 64, "seq_len": 32}
 THETA, GAMMA = 0.4, 0.5
