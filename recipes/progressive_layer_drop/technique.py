@@ -101,10 +101,11 @@ class ProgressiveLayerDrop(Technique):
     def run_kept_blocks(self, blocks: nn.ModuleList, x: torch.Tensor) -> torch.Tensor:
         """x (B, T, C) through the blocks that this step keeps; through all of them in evaluation."""
         for block in blocks:
+            index: int = block.index  # type: ignore[assignment]
             if not blocks.training:
                 x = block(x)
-            elif self.keeps[int(block.index)]:
-                x = block(x, 1 / self.probabilities[int(block.index)])
+            elif self.keeps[index]:
+                x = block(x, 1 / self.probabilities[index])
         return x
 
     def metrics(self) -> dict[str, float]:
