@@ -82,6 +82,6 @@ def test_the_first_position_and_the_last_get_their_gradients_at_their_lengths(on
     """Positions beyond the length are not trained: their embeddings only decay, until the length reaches them."""
     section = {**SECTION, "schedule_type": "fixed_discrete", "schedule_config": {"difficulty": [8, 64], "max_step": [1000]}}
     run = flags(corpus, tmp_path, 1, "r", section=section)
-    run += ["--steps", "3"]
+    run += ["--steps", "3", "--warmup_steps", "1"]
     lines = one_rank.run("tests.distributed.jobs:pretrain_with", technique="WatchedPositions", flags=run)[0]
     assert lines[-1]["moved_up_to"] == 8
