@@ -118,7 +118,8 @@ def train(config: RunConfig, folder: RunFolder | NoFolder, stop: StopRequest) ->
                         lr = engine.set_learning_rate(state["tokens"] + tokens)
                     own_loss = engine.backward_and_step(engine.loss(batch), plan.accumulation)
                 mean_loss, stopped = meter.agree(own_loss, stop.poll())
-                metrics = meter.end_step(tokens)
+                done = techniques.metrics()
+                metrics = {**meter.end_step(tokens, done), **done}
                 histograms.end_step(step)
 
                 samples = state["samples"] + plan.micro_batch_size * plan.accumulation * collectives.world_size
@@ -134,7 +135,6 @@ def train(config: RunConfig, folder: RunFolder | NoFolder, stop: StopRequest) ->
                     "loss": mean_loss,
                     "lr": lr,
                     **metrics,
-                    **techniques.metrics(),
                 }
                 folder.write_metrics(line if state["val_loss"] is None else line | {"val_loss": state["val_loss"]}, durable=saving)
                 progress.update(line, state)

@@ -55,8 +55,13 @@ class Meter:
         stopped = signal.SIGINT if interrupted else signal.SIGTERM if terminated else 0
         return total / self.collectives.world_size, int(stopped)
 
-    def end_step(self, tokens: int) -> dict[str, Any]:
-        """The step's measurements. `tokens`: of all ranks in this step. Call after `agree`, whose result waited for the device."""
+    def end_step(self, tokens: int, technique: dict[str, float]) -> dict[str, Any]:
+        """The step's measurements. Call after `agree`, whose result waited for the device.
+
+        Args:
+            tokens: of all ranks in this step.
+            technique: what the techniques report of the step. FLOPs count what ran: `kept_blocks` of the blocks, on rows of `seq_len`.
+        """
         seconds = time.perf_counter() - self._step_start
         rate = tokens / seconds
         metrics = {
@@ -67,7 +72,9 @@ class Meter:
             "bytes_sent": round(self.collectives.bytes_sent - self._bytes_before),
         }
         if self.peak_flops is not None:
-            metrics["mfu"] = rate * self.flops_per_token / (self.peak_flops * self.collectives.world_size)
+            length = int(technique["seq_len"]) if "seq_len" in technique else None
+            per_token = flops_per_token(self.engine.model_config, length, technique.get("kept_blocks"))
+            metrics["mfu"] = rate * per_token / (self.peak_flops * self.collectives.world_size)
         return metrics
 
     def _peak_memory(self) -> int:

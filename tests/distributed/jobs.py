@@ -89,3 +89,79 @@ def pretrain_with(technique: str, flags: list[str]) -> list[dict[str, Any]]:
         return pretrain(flags)
     finally:
         registry.make_techniques = make
+
+
+class CountedBlocks(Technique):
+    """Counts how often blocks run: in the step's training, and in evaluations so far."""
+
+    def __init__(self, section: dict[str, Any], run: Run):
+        self.training = self.evaluation = 0
+
+    def prepare(self, model: GPT) -> None:
+        def count(block: torch.nn.Module, inputs: Any, output: Any) -> None:
+            self.training += block.training
+            self.evaluation += not block.training
+
+        for block in model.h:
+            block.register_forward_hook(count)
+
+    def on_step(self, step: int) -> None:
+        self.training = 0
+
+    def metrics(self) -> dict[str, float]:
+        return {"training_calls": self.training, "evaluation_calls": self.evaluation}
+
+
+class CompiledBlocks(Technique):
+    """Compiles every block by itself and counts the graphs."""
+
+    def __init__(self, section: dict[str, Any], run: Run):
+        pass
+
+    def prepare(self, model: GPT) -> None:
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        for block in model.h:
+            block.compile()
+
+    def metrics(self) -> dict[str, float]:
+        return {"compiled_graphs": torch._dynamo.utils.counters["stats"]["unique_graphs"]}
+
+
+class WatchedLengths(Technique):
+    """The longest sequence that the model has been given in the step's training, and in the latest evaluation."""
+
+    def __init__(self, section: dict[str, Any], run: Run):
+        self.trained = self.evaluated = 0
+
+    def prepare(self, model: GPT) -> None:
+        def note(module: torch.nn.Module, inputs: Any) -> None:
+            if module.training:
+                self.trained = max(self.trained, inputs[0].shape[1])
+            else:
+                self.evaluated = inputs[0].shape[1]
+
+        model.register_forward_pre_hook(note)
+
+    def on_step(self, step: int) -> None:
+        self.trained = 0
+
+    def metrics(self) -> dict[str, float]:
+        return {"trained_length": self.trained, "evaluated_length": self.evaluated}
+
+
+class WatchedPositions(Technique):
+    """How many positions' embeddings have been moved by more than weight decay."""
+
+    def __init__(self, section: dict[str, Any], run: Run):
+        self.model: Any = None
+
+    def prepare(self, model: GPT) -> None:
+        self.model, self.start = model, model.wpe.weight.detach().clone()
+
+    def metrics(self) -> dict[str, float]:
+        if self.model is None:
+            return {}
+        ratio = self.model.wpe.weight.detach() / self.start
+        spread = (ratio - ratio.median(dim=1, keepdim=True).values).abs().amax(dim=1)
+        return {"moved_up_to": int((spread > 1e-4).nonzero().max()) + 1 if (spread > 1e-4).any() else 0}

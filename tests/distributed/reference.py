@@ -12,11 +12,12 @@ import torch
 
 from data_pipeline.sampler import shuffled_positions
 from data_pipeline.shards import open_corpus
-from model.gpt import GPT, run_all_blocks
+from model.gpt import GPT, BlockRunner, run_all_blocks
 from model.presets import GPTConfig
+from recipes.progressive_layer_drop.technique import draw
 
 
-def run_all_but(index: int) -> Callable[[torch.nn.ModuleList, torch.Tensor], torch.Tensor]:
+def run_all_but(index: int) -> BlockRunner:
     """A block runner that leaves one block out, whose parameters then get no gradient."""
 
     def run(blocks: torch.nn.ModuleList, x: torch.Tensor) -> torch.Tensor:
@@ -25,6 +26,30 @@ def run_all_but(index: int) -> Callable[[torch.nn.ModuleList, torch.Tensor], tor
         return x
 
     return run
+
+
+def progressive_layer_drop(
+    seed: int, n_layer: int, theta: float, gamma: float, each_micro_batch: bool = False
+) -> Callable[[int, int], BlockRunner]:
+    """Algorithm 1 of arXiv 2010.13369, with the draws of the recipe: the block runner of (step, micro-step)."""
+
+    def runner_of(step: int, micro_step: int) -> BlockRunner:
+        theta_t = (1 - theta) * math.exp(-gamma * (step - 1)) + theta
+        probability, plan = 1.0, []
+        for layer in range(n_layer):
+            plan.append((draw(seed, step, layer, micro_step if each_micro_batch else 0) < probability, probability))
+            probability -= (1 - theta_t) / n_layer
+
+        def run(blocks: torch.nn.ModuleList, x: torch.Tensor) -> torch.Tensor:
+            for block, (runs, p) in zip(blocks, plan, strict=True):
+                if runs:
+                    x = x + block.attn(block.ln_1(x)) / p
+                    x = x + block.mlp(block.ln_2(x)) / p
+            return x
+
+        return run
+
+    return runner_of
 
 
 def whole_windows(model: GPT, windows: torch.Tensor, document_end: int) -> torch.Tensor:
@@ -61,14 +86,15 @@ def reference_steps(
     seed: int,
     clip: float = 1.0,
     accumulation: int = 1,
-    drops_block_1: Callable[[int, int], bool] = lambda step, micro_step: False,
+    runner_of: Callable[[int, int], BlockRunner] = lambda step, micro_step: run_all_blocks,
     skips: Collection[int] = (),
     loss_of: Callable[[GPT, torch.Tensor, int], torch.Tensor] = whole_windows,
     device: str = "cpu",
 ) -> list[Step]:
     """`steps` steps in fp32 over the whole global batch, the gradient norm taken in fp64.
 
-    accumulation: into how many micro-batches the global batch is cut; of meaning only where `drops_block_1(step, micro_step)` says so.
+    accumulation: into how many micro-batches the global batch is cut; of meaning only where runners differ between them.
+    runner_of: the block runner of (step, micro-step).
     A parameter without a gradient has the gradient 0, and Adam steps it.
     skips: steps whose update is not made; the learning rate goes on.
     loss_of: the mean loss of (model, micro-batch, the id that ends a document).
@@ -97,7 +123,7 @@ def reference_steps(
         tokens = torch.from_numpy(np.stack(rows).astype(np.int64)).to(device)
         mean = 0.0
         for micro_step, micro_batch in enumerate(tokens.chunk(accumulation)):
-            model.block_runner = run_all_but(1) if drops_block_1(step, micro_step) else run_all_blocks
+            model.block_runner = runner_of(step, micro_step)
             loss = loss_of(model, micro_batch, corpus.eot_id) / accumulation
             loss.backward()
             mean += loss.item()

@@ -13,8 +13,9 @@ from functools import cache
 
 import pytest
 
+from model.gpt import BlockRunner, run_all_blocks
 from tests.distributed.jobs import drops_block_1
-from tests.distributed.reference import Step, reference_steps
+from tests.distributed.reference import Step, reference_steps, run_all_but
 
 SHAPE = {"n_layer": 2, "n_head": 2, "d_model": 384, "seq_len": 64}  # 4 M parameters: large enough for the fp32 norm to go wrong
 STEPS, BATCH, LR, WARMUP, SEED = 30, 12, 1e-3, 3, 5
@@ -64,8 +65,11 @@ def small_reference(corpus, device) -> Callable[..., list[Step]]:
     @cache
     def steps(accumulation: int = 1, drops: bool = False, skips: tuple[int, ...] = ()) -> list[Step]:
         """drops: whether block 1 is left out of some steps, and of the last micro-batch of others, whose gradient the others bring."""
-        dropped = (lambda step, micro_step: drops_block_1(step, micro_step, accumulation)) if drops else (lambda *_: False)
-        options = {"accumulation": accumulation, "drops_block_1": dropped, "skips": skips, "device": device}
+
+        def runner_of(step: int, micro_step: int) -> BlockRunner:
+            return run_all_but(1) if drops and drops_block_1(step, micro_step, accumulation) else run_all_blocks
+
+        options = {"accumulation": accumulation, "runner_of": runner_of, "skips": skips, "device": device}
         return reference_steps(corpus, SMALL, STEPS, BATCH, LR, WARMUP, SEED, **options)
 
     return steps

@@ -1,0 +1,164 @@
+"""Sequence-length curriculum: training begins on short sequences, which grow to the model's full length.
+
+    deepspeed launch/pretrain.py --recipe recipes/curriculum_learning
+
+Li et al., The Stability-Efficiency Dilemma: Investigating Sequence Length Warmup for Training GPT Models, arXiv 2108.06084, section 4.
+DeepSpeed dropped the section after 0.19.6; its scheduler, which decides the length here too, it still ships.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+from recipes.technique import Run, Technique
+
+if TYPE_CHECKING:
+    import torch
+
+#: Of the steps of a run of whole batches, how many the curriculum takes where "auto" is asked for: a little more than a third, as for the
+#: paper's GPT-2 of 1.5 B parameters (110 of 300 thousand steps).
+AUTO_SHARE = 0.4
+ROOT_SCHEDULES = ("fixed_linear", "fixed_root")
+
+
+def length_at(step: int, section: dict[str, Any]) -> int:
+    """The length at optimizer step `step` (from 1) by a resolved section: what DeepSpeed's CurriculumScheduler computes, without torch.
+
+    floor(min + (max - min) (step / total)^(1 / degree)), rounded down to `difficulty_step`, at least the first multiple of it that is not
+    below min, at most max; or for `fixed_discrete` the entry of `difficulty` whose `max_step` has not passed.
+    """
+    schedule, least, most = section["schedule_config"], section["min_difficulty"], section["max_difficulty"]
+    if section["schedule_type"] == "fixed_discrete":
+        passed = sum(step > last for last in schedule["max_step"])
+        return int(schedule["difficulty"][passed])
+    degree = schedule.get("root_degree", 1) if section["schedule_type"] == "fixed_root" else 1
+    multiple = schedule["difficulty_step"]
+    length = math.floor((step / schedule["total_curriculum_step"]) ** (1 / degree) * (most - least) + least)
+    return int(min(max(length - length % multiple, -(-least // multiple) * multiple), most))
+
+
+class CurriculumLearning(Technique):
+    """DeepSpeed's documented `"curriculum_learning": {"enabled": true, "curriculum_type": "seqlen", ...}`, and `"mode"`.
+
+    min_difficulty, max_difficulty: the first and the last length, in tokens; "auto" is an eighth of the model's and all of it.
+    schedule_type: "fixed_linear", "fixed_root" (with `root_degree`) or "fixed_discrete" (`difficulty` and `max_step`, lists of which the
+        second is one shorter).
+    schedule_config.total_curriculum_step: optimizer steps until the last length; "auto" is 0.4 of the run's steps of whole batches.
+    schedule_config.difficulty_step: lengths are multiples of it; "auto" is 8, which tensor cores want. So many shapes less are compiled.
+    mode: "truncate" keeps the first tokens of each sequence and leaves the rest out, so that early steps hold fewer tokens (the paper's
+        way); "reshape" cuts each sequence in rows of that length, so that a step holds as many tokens as ever, but for a remainder
+        shorter than a row.
+
+    The run ends on tokens and the learning rate follows tokens. Evaluation is at full length.
+    """
+
+    sections = ("curriculum_learning",)
+    keys = {
+        "curriculum_type": {"types": ["string"], "enum": ["seqlen"]},
+        "min_difficulty": {"types": ["integer"], "minimum": 1, "auto": True},
+        "max_difficulty": {"types": ["integer"], "minimum": 1, "auto": True},
+        "schedule_type": {"types": ["string"], "enum": ["fixed_linear", "fixed_root", "fixed_discrete"]},
+        "schedule_config": {
+            "types": ["object"],
+            "keys": {
+                "total_curriculum_step": {"types": ["integer"], "minimum": 1, "auto": True},
+                "difficulty_step": {"types": ["integer"], "minimum": 1, "auto": True},
+                "root_degree": {"types": ["number"]},
+                "difficulty": {"types": ["array"], "items": ["integer"]},
+                "max_step": {"types": ["array"], "items": ["integer"]},
+            },
+        },
+        "mode": {"types": ["string"], "enum": ["truncate", "reshape"]},
+    }
+
+    def __init__(self, section: dict[str, Any], run: Run):
+        self.seq_len, self.steps = run.shape.seq_len, run.steps
+        self.section = self._resolved(section)
+        self.reshapes = section.get("mode") == "reshape"
+        if run.scheduler["type"] != "WarmupCosineTokens":  # the others count steps, of which there are now more
+            raise ValueError(f"'scheduler.type' is {run.scheduler['type']}, which counts steps of equal size; use WarmupCosineTokens")
+        self._scheduler: Any = None
+        self.on_step(1)
+
+    def _resolved(self, section: dict[str, Any]) -> dict[str, Any]:
+        """The section with every value in it.
+
+        Raises:
+            ValueError: see `Technique.__init__`.
+        """
+
+        def value(key: str, default: Any, place: dict[str, Any] = section) -> Any:
+            return default if place.get(key, "auto") == "auto" else place[key]
+
+        kind = section.get("schedule_type", "fixed_linear")
+        given = section.get("schedule_config", {})
+        name = "'curriculum_learning.schedule_config"
+        most = value("max_difficulty", self.seq_len)
+        if kind == "fixed_discrete":
+            lengths, ends = given.get("difficulty"), given.get("max_step")
+            if not lengths or ends is None or len(lengths) != len(ends) + 1:
+                raise ValueError(
+                    f"{name}.difficulty' has {len(lengths or ())} lengths and max_step {len(ends or ())} steps; fixed_discrete needs one"
+                    ' step less than lengths, such as "difficulty": [64, 128, 256], "max_step": [100, 200]'
+                )
+            if any(b <= a for a, b in zip([0, *ends], ends, strict=False)):
+                raise ValueError(f"{name}.max_step' is {ends}; the steps must rise from 1 on")
+            if wrong := [length for length in lengths if not 1 <= length <= self.seq_len]:
+                raise ValueError(f"{name}.difficulty' has {wrong[0]}; allowed are lengths from 1 to the model's seq_len, {self.seq_len}")
+            if stray := [key for key in ("total_curriculum_step", "difficulty_step", "root_degree") if key in given]:
+                raise ValueError(f"{name}.{stray[0]}' means nothing to fixed_discrete; leave it out, or choose fixed_linear or fixed_root")
+            schedule = {"difficulty": lengths, "max_step": ends}
+            return {"min_difficulty": min(lengths), "max_difficulty": max(lengths), "schedule_type": kind, "schedule_config": schedule}
+        if stray := [key for key in ("difficulty", "max_step") if key in given]:
+            raise ValueError(f"{name}.{stray[0]}' means nothing to {kind}; leave it out, or choose fixed_discrete")
+        if kind == "fixed_root" and "root_degree" not in given:
+            raise ValueError(f"{name}.root_degree' is missing, and fixed_root needs it; add it, such as 2 for the square root")
+        if kind == "fixed_root" and given["root_degree"] <= 0:
+            raise ValueError(f"{name}.root_degree' is {given['root_degree']}; allowed are numbers above 0, such as 2 for the square root")
+        if kind == "fixed_linear" and "root_degree" in given:
+            raise ValueError(f"{name}.root_degree' means nothing to fixed_linear; leave it out, or choose fixed_root")
+        multiple = value("difficulty_step", math.gcd(8, self.seq_len), given)
+        least = value("min_difficulty", max(multiple, most // 8 // multiple * multiple))
+        if most > self.seq_len:
+            raise ValueError(
+                f"'curriculum_learning.max_difficulty' is {most}, but the model has positions for {self.seq_len} tokens; lower it, or raise"
+                " --seq_len"
+            )
+        if least > most:
+            raise ValueError(f"'curriculum_learning.min_difficulty' is {least}, above max_difficulty, {most}; lower it")
+        if most % multiple:
+            raise ValueError(
+                f"{name}.difficulty_step' is {multiple}, which does not divide max_difficulty, {most}; write a divisor of it, such as"
+                f" {math.gcd(multiple, most)}"
+            )
+        schedule = {"total_curriculum_step": value("total_curriculum_step", max(1, round(AUTO_SHARE * self.steps)), given)}
+        schedule |= {"difficulty_step": multiple} | ({"root_degree": given["root_degree"]} if kind == "fixed_root" else {})
+        return {"min_difficulty": least, "max_difficulty": most, "schedule_type": kind, "schedule_config": schedule}
+
+    @property
+    def n_lengths(self) -> int:
+        """How many different lengths the run will see: so many shapes are compiled."""
+        if self.section["schedule_type"] == "fixed_discrete":
+            return len(set(self.section["schedule_config"]["difficulty"]))
+        return len({length_at(step, self.section) for step in range(1, self.section["schedule_config"]["total_curriculum_step"] + 1)})
+
+    def attach(self, engine: Any, collectives: Any) -> None:
+        from deepspeed.runtime.data_pipeline.curriculum_scheduler import CurriculumScheduler
+
+        self._scheduler = CurriculumScheduler(self.section)
+
+    def on_step(self, step: int) -> None:
+        self.length = int(self._scheduler.get_difficulty(step)) if self._scheduler else length_at(step, self.section)
+
+    def on_batch(self, tokens: torch.Tensor) -> torch.Tensor:
+        """(B, T + 1) -> (B, length + 1), or -> (B k, length + 1) with k = T // length rows of each sequence."""
+        if self.length >= self.seq_len:
+            return tokens
+        if not self.reshapes:
+            return tokens[:, : self.length + 1]
+        # Rows of one sequence overlap by a token, the last target of one being the first input of the next: no target comes twice.
+        return tokens.unfold(1, self.length + 1, self.length).flatten(0, 1)
+
+    def metrics(self) -> dict[str, float]:
+        return {"seq_len": self.length}

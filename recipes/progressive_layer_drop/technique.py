@@ -1,0 +1,119 @@
+"""Progressive Layer Dropping: blocks are left out at random, the more the longer the run lasts and the deeper they lie.
+
+    deepspeed launch/pretrain.py --recipe recipes/progressive_layer_drop
+
+Zhang and He, Accelerating Training of Transformer-Based Language Models with Progressive Layer Dropping, arXiv 2010.13369, section 4 and
+algorithm 1. DeepSpeed had it until 0.19.6; the section is the one it documented.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from typing import TYPE_CHECKING, Any
+
+from model.accounting import flops_per_token
+from recipes.technique import Run, Technique
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from model.gpt import GPT
+
+#: What the paper uses, and DeepSpeed's documentation.
+THETA = 0.5
+#: "auto" is this over the steps of the run (section 4.2): at its end theta has come to within e^-100 of its limit.
+GAMMA_TIMES_STEPS = 100
+
+
+def theta_at(step: int, theta: float, gamma: float) -> float:
+    """theta(t) = (1 - theta) exp(-gamma t) + theta, where t counts the updates before optimizer step `step` (from 1): theta(0) = 1."""
+    return (1 - theta) * math.exp(-gamma * (step - 1)) + theta
+
+
+def keep_probabilities(theta: float, n_layer: int) -> list[float]:
+    """With which probability each block runs: 1 - i / n_layer (1 - theta). The first always does, the last nearly with theta."""
+    return [1 - i / n_layer * (1 - theta) for i in range(n_layer)]
+
+
+def draw(seed: int, step: int, layer: int, micro_step: int = 0) -> float:
+    """A number in [0, 1), a pure function of its arguments: the same on every rank, in a resumed run, and when a block is recomputed."""
+    digest = hashlib.sha256(f"{seed}/progressive_layer_drop/{step}/{layer}/{micro_step}".encode()).digest()
+    return int.from_bytes(digest[:8], "big") / 2**64
+
+
+class ProgressiveLayerDrop(Technique):
+    """DeepSpeed's documented `"progressive_layer_drop": {"enabled": true, "theta": 0.5, "gamma": 0.001}`, and `"draw"`.
+
+    theta: the limit of theta(t); "auto" is 0.5. At 1 nothing is dropped.
+    gamma: how fast it gets there; "auto" is 100 over the steps of the run. At 0 nothing is dropped.
+    draw: "step" (each block once an optimizer step) or "micro_batch" (anew for each of its micro-batches, the same on all ranks).
+
+    A block that is dropped does not run, and its residual branches are scaled by one over the probability of which it was kept. Its
+    parameters have no gradient then, and Adam steps them as with a gradient of zero. Evaluation runs all blocks, unscaled.
+    """
+
+    sections = ("progressive_layer_drop",)
+    keys = {
+        "theta": {"types": ["number"], "minimum": 0, "maximum": 1, "auto": True},
+        "gamma": {"types": ["number"], "minimum": 0, "auto": True},
+        "draw": {"types": ["string"], "enum": ["step", "micro_batch"]},
+    }
+
+    def __init__(self, section: dict[str, Any], run: Run):
+        auto = {"theta": THETA, "gamma": GAMMA_TIMES_STEPS / run.steps}
+        self.theta, self.gamma = (value if (value := section.get(key, "auto")) != "auto" else default for key, default in auto.items())
+        self.each_micro_batch = section.get("draw") == "micro_batch"
+        zero = run.engine["zero_optimization"]
+        offloaded = any((zero.get(f"offload_{what}") or {}).get("device", "none") != "none" for what in ("optimizer", "param"))
+        if self.each_micro_batch and offloaded:
+            raise ValueError(
+                "'progressive_layer_drop.draw' is micro_batch, but with offload DeepSpeed takes over only gradients that the step's last "
+                'micro-batch has; write "step", or do not offload'
+            )
+        self.seed, self.n_layer = run.seed, run.shape.n_layer
+        self.micro_steps = run.gradient_accumulation_steps
+        self._flops: list[float] = []
+        self.on_step(1)
+
+    def on_step(self, step: int) -> None:
+        self.step, self.micro_step = step, -1
+        self.current_theta = theta_at(step, self.theta, self.gamma)
+        self.probabilities = keep_probabilities(self.current_theta, self.n_layer)
+        self.keeps = self._draw(0)
+        self._kept: list[int] = []
+
+    def _draw(self, micro_step: int) -> list[bool]:
+        return [draw(self.seed, self.step, layer, micro_step) < p for layer, p in enumerate(self.probabilities)]
+
+    def on_batch(self, tokens: torch.Tensor) -> torch.Tensor:
+        self.micro_step += 1
+        if self.each_micro_batch:
+            self.keeps = self._draw(self.micro_step)
+        self._kept.append(sum(self.keeps))
+        return tokens
+
+    def prepare(self, model: GPT) -> None:
+        self._flops = [flops_per_token(model.config, kept_blocks=kept) for kept in (0, self.n_layer)]
+        model.block_runner = self.run_kept_blocks
+
+    def run_kept_blocks(self, blocks: nn.ModuleList, x: torch.Tensor) -> torch.Tensor:
+        """x (B, T, C) through the blocks that this step keeps; through all of them in evaluation."""
+        for block in blocks:
+            index: int = block.index  # type: ignore[assignment]
+            if not blocks.training:
+                x = block(x)
+            elif self.keeps[index]:
+                x = block(x, 1 / self.probabilities[index])
+        return x
+
+    def metrics(self) -> dict[str, float]:
+        """theta, how many blocks ran (a mean over micro-batches that drew for themselves), and the share of the FLOPs that was left out."""
+        draws = self._kept or [sum(self._draw(micro_step)) for micro_step in range(self.micro_steps if self.each_micro_batch else 1)]
+        kept = sum(draws) / len(draws)
+        found = {"theta": self.current_theta, "kept_blocks": kept}
+        if self._flops:
+            none, all_ = self._flops
+            found["skipped_flops"] = (all_ - none) * (1 - kept / self.n_layer) / all_
+        return found

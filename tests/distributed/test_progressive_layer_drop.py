@@ -1,0 +1,127 @@
+"""Progressive Layer Dropping trains what a plain PyTorch loop with the paper's algorithm trains, at every stage, offload and precision."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from functools import cache
+
+import pytest
+
+from recipes.progressive_layer_drop.technique import draw, keep_probabilities, theta_at
+from tests.distributed.reference import progressive_layer_drop, reference_steps
+from tests.distributed.test_engine_follows_plain_pytorch import BATCH, LR, SEED, STEPS, WARMUP, grid, is_hardest, largest_difference, pool  # noqa: F401 (a fixture)
+from tests.distributed.test_engine_follows_plain_pytorch import flags as engine_flags
+
+SHAPE = {"n_layer": 4, "n_head": 2, "d_model": 64, "seq_len": 32}
+THETA, GAMMA = 0.4, 0.5
+TOLERANCE, BF16_STAGES, FP16_FP32 = 1e-5, 5e-3, 1e-2
+
+
+@pytest.fixture
+def device() -> str:
+    return "cpu"
+
+
+@pytest.fixture(scope="module")
+def expected(corpus) -> Callable[..., list[float]]:
+    """The losses of the reference, by its options; each is computed once."""
+
+    @cache
+    def losses(drops: bool = True, accumulation: int = 1, each_micro_batch: bool = False) -> list[float]:
+        runner_of = progressive_layer_drop(SEED, SHAPE["n_layer"], THETA if drops else 1.0, GAMMA, each_micro_batch)
+        steps = reference_steps(corpus, SHAPE, STEPS, BATCH, LR, WARMUP, SEED, accumulation=accumulation, runner_of=runner_of)
+        return [step.loss for step in steps]
+
+    return losses
+
+
+@pytest.fixture(scope="module")
+def seen() -> list[list[float]]:
+    return []
+
+
+def flags(corpus, tmp_path, form: str, ranks: int, accumulation: int, precision: str = "fp32", **more) -> list[str]:
+    section = {"theta": THETA, "gamma": GAMMA, **more}
+    run = engine_flags(corpus, tmp_path, SHAPE, form, ranks, accumulation, precision)
+    return [*run, "--set", f"progressive_layer_drop={json.dumps(section)}"]
+
+
+def trained(pool, run: list[str], job: str = "tests.distributed.jobs:pretrain") -> list[float]:  # noqa: F811
+    return [line["loss"] for line in pool.run(job, flags=run)[0]]
+
+
+CHECKPOINTED = ["--set", "activation_checkpointing.number_checkpoints=2"]
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+@grid(lambda form, accumulation, ranks: is_hardest(form, accumulation, ranks) and "drive" not in form)
+def test_losses_are_those_of_the_papers_algorithm(form, accumulation, ranks, checkpointed, pool, corpus, expected, tmp_path):  # noqa: F811
+    run = flags(corpus, tmp_path, form, ranks, accumulation) + (CHECKPOINTED if checkpointed else [])
+    losses = trained(pool, run)
+    assert largest_difference(losses, expected()) <= TOLERANCE
+    assert largest_difference(expected(), expected(drops=False)) > 0.02, "what is dropped must show"
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.long)])
+@pytest.mark.parametrize("form", [f"stage {stage}" for stage in range(4)])
+def test_a_draw_for_each_micro_batch_is_another_trajectory_and_exact_too(form, ranks, pool, corpus, expected, tmp_path):  # noqa: F811
+    losses = trained(pool, flags(corpus, tmp_path, form, ranks, 3, draw="micro_batch"))
+    # A rank's micro-batch is a third of its own share: on one rank the reference's third of the global batch.
+    if ranks == 1:
+        assert largest_difference(losses, expected(accumulation=3, each_micro_batch=True)) <= TOLERANCE
+    assert largest_difference(losses, expected()) > 0.01
+
+
+@grid(is_hardest)
+def test_in_bf16_the_stages_agree(form, accumulation, ranks, pool, corpus, seen, tmp_path):  # noqa: F811
+    losses = trained(pool, [*flags(corpus, tmp_path, form, ranks, accumulation, "bf16"), "--lr", str(LR / 2)])
+    assert all(largest_difference(losses, other) <= BF16_STAGES for other in seen)
+    seen.append(losses)
+
+
+@grid(is_hardest)
+def test_in_fp16_the_losses_follow_fp32(form, accumulation, ranks, pool, corpus, expected, tmp_path):  # noqa: F811
+    run = flags(corpus, tmp_path, form, ranks, accumulation, "fp16")
+    losses = trained(pool, run, "tests.distributed.failure_jobs:pretrain_in_fp16")
+    assert largest_difference(losses, expected()) <= FP16_FP32
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_theta_and_gates_go_on_through_a_resume_on_all_ranks(stage, one_rank, two_ranks, corpus, tmp_path):
+    def lines(ranks, name: str, *more: str) -> list[dict]:
+        run = flags(corpus, tmp_path, f"stage {stage}", 1 if ranks is one_rank else 2, 1)
+        return ranks.run("tests.distributed.jobs:pretrain", flags=[*run, "--run_name", name, "--save_every", "10", *more])[0]
+
+    whole = lines(two_ranks, "whole")
+    for line in whole:
+        theta = theta_at(line["step"], THETA, GAMMA)
+        assert line["theta"] == theta
+        kept = [draw(SEED, line["step"], layer) < p for layer, p in enumerate(keep_probabilities(theta, SHAPE["n_layer"]))]
+        assert line["kept_blocks"] == sum(kept)
+    assert {line["kept_blocks"] for line in whole} >= {2, 3, 4}
+    other = lines(one_rank, "other")
+    assert [line["kept_blocks"] for line in other] == [line["kept_blocks"] for line in whole]
+    import shutil
+
+    for step in (20, 30):
+        shutil.rmtree(tmp_path / "whole" / "checkpoints" / f"step-{step:08d}")
+    resumed = lines(two_ranks, "whole", "--resume")
+    for key in ("theta", "kept_blocks", "loss"):
+        assert [line[key] for line in resumed] == [line[key] for line in whole]
+
+
+def test_a_compiled_block_is_dropped_and_scaled_alike(one_rank, corpus, expected, tmp_path):
+    run = flags(corpus, tmp_path, "stage 1", 1, 1)
+    lines = one_rank.run("tests.distributed.jobs:pretrain_with", technique="CompiledBlocks", flags=run)[0]
+    assert largest_difference([line["loss"] for line in lines], expected()) <= TOLERANCE
+    assert lines[-1]["compiled_graphs"] <= 2 * SHAPE["n_layer"], "a graph for each probability would be compiled anew in every step"
+
+
+def test_a_dropped_block_does_not_run_and_evaluation_runs_them_all(one_rank, corpus, tmp_path):
+    run = [*flags(corpus, tmp_path, "stage 0", 1, 3), "--eval_every", "10"]
+    lines = one_rank.run("tests.distributed.jobs:pretrain_with", technique="CountedBlocks", flags=run)[0]
+    for line in lines[1:]:
+        assert line["training_calls"] == 3 * line["kept_blocks"]
+    assert lines[-1]["evaluation_calls"] % SHAPE["n_layer"] == 0
+    assert lines[-1]["evaluation_calls"] > 0

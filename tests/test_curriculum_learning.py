@@ -1,0 +1,141 @@
+"""The sequence-length curriculum: lengths by hand and by DeepSpeed's own scheduler, and what its section may say."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from recipes.curriculum_learning.technique import length_at
+from tests.helpers import ROOT
+
+LINEAR = {"min_difficulty": 8, "max_difficulty": 64, "schedule_type": "fixed_linear"}
+LINEAR |= {"schedule_config": {"total_curriculum_step": 10, "difficulty_step": 8}}
+
+
+def explain(*flags: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, "launch/pretrain.py", "--recipe", "recipes/curriculum_learning", "--explain", "json", *flags]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+
+
+def test_the_length_grows_in_multiples_by_the_formula():
+    # 8 + 5.6 a step, rounded down to multiples of 8.
+    assert [length_at(step, LINEAR) for step in range(1, 13)] == [8, 16, 24, 24, 32, 40, 40, 48, 56, 64, 64, 64]
+
+
+def test_a_root_grows_faster_at_first():
+    root = {**LINEAR, "schedule_type": "fixed_root", "schedule_config": {**LINEAR["schedule_config"], "root_degree": 2}}
+    # 8 + 56 sqrt(step / 10): 25.7, 33.0, 38.7, 43.4, 47.6, 51.4, ...
+    assert [length_at(step, root) for step in range(1, 7)] == [24, 32, 32, 40, 40, 48]
+
+
+def test_discrete_lengths_last_until_their_step():
+    section = {"min_difficulty": 16, "max_difficulty": 64, "schedule_type": "fixed_discrete"}
+    section["schedule_config"] = {"difficulty": [16, 32, 64], "max_step": [2, 5]}
+    assert [length_at(step, section) for step in range(1, 8)] == [16, 16, 32, 32, 32, 64, 64]
+
+
+def test_the_first_length_is_a_multiple_that_is_not_below_the_minimum():
+    section = {**LINEAR, "min_difficulty": 5, "schedule_config": {"total_curriculum_step": 1000, "difficulty_step": 16}}
+    assert length_at(1, section) == 16
+
+
+SECTIONS = [
+    {"min_difficulty": least, "max_difficulty": most, "schedule_type": kind, "schedule_config": config}
+    for least, most in ((8, 1024), (5, 64), (64, 64), (1, 7))
+    for kind, config in (
+        ("fixed_linear", {"total_curriculum_step": 37, "difficulty_step": 8}),
+        ("fixed_linear", {"total_curriculum_step": 1, "difficulty_step": 1}),
+        ("fixed_root", {"total_curriculum_step": 100, "difficulty_step": 16, "root_degree": 3}),
+        ("fixed_discrete", {"difficulty": [least, most], "max_step": [20]}),
+    )
+]
+
+
+@pytest.mark.parametrize("section", SECTIONS, ids=lambda section: json.dumps(section))
+def test_every_length_is_that_of_deepspeeds_own_scheduler(section):
+    from deepspeed.runtime.data_pipeline.curriculum_scheduler import CurriculumScheduler
+
+    scheduler = CurriculumScheduler(section)
+    assert [length_at(step, section) for step in range(1, 150)] == [scheduler.get_difficulty(step) for step in range(1, 150)]
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (["min_difficulty=200"], "min_difficulty is 200, above max_difficulty, 128"),
+        (["max_difficulty=256"], "the model has positions for 128 tokens"),
+        (["min_difficulty=0"], "min_difficulty: is 0, must be at least 1"),
+        (["schedule_config.difficulty_step=24"], "does not divide max_difficulty, 128"),
+        (["schedule_config.total_curriculum_step=0"], "total_curriculum_step: is 0, must be at least 1"),
+        (["schedule_type=cubic"], 'must be one of "fixed_linear", "fixed_root", "fixed_discrete"'),
+        (["curriculum_type=vocabulary"], 'is "vocabulary", must be one of "seqlen"'),
+        (["schedule_type=fixed_root"], "root_degree' is missing"),
+        (["schedule_config.root_degree=2"], "means nothing to fixed_linear"),
+        (["schedule_type=fixed_root", "schedule_config.root_degree=0"], "root_degree is 0; allowed are numbers above 0"),
+        (
+            ["schedule_type=fixed_discrete", 'schedule_config={"difficulty": [8, 16], "max_step": [3, 5]}'],
+            "needs one step less than lengths",
+        ),
+        (["schedule_type=fixed_discrete", 'schedule_config={"difficulty": [8, 16, 32], "max_step": [5, 3]}'], "must rise"),
+        (
+            ["schedule_type=fixed_discrete", 'schedule_config={"difficulty": [8, 160], "max_step": [5]}'],
+            "lengths from 1 to the model's seq_len",
+        ),
+        (["mode=crop"], 'must be one of "truncate", "reshape"'),
+    ],
+)
+def test_a_bad_value_is_one_line(settings, said):
+    done = explain(*(text for setting in settings for text in ("--set", f"curriculum_learning.{setting}")))
+    assert done.returncode == 2
+    assert said in done.stderr.replace("'curriculum_learning.schedule_config.root_degree' is missing", "root_degree' is missing")
+    assert done.stderr.count("\n") == 1
+
+
+def test_a_schedule_by_steps_is_refused():
+    schedule = {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-3, "warmup_num_steps": 10}}
+    done = explain("--set", f"scheduler={json.dumps(schedule)}")
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert "counts steps of equal size; use WarmupCosineTokens" in done.stderr
+
+
+@pytest.mark.parametrize("length", [8, 16, 24, 40, 64])
+@pytest.mark.parametrize("mode", ["truncate", "reshape"])
+def test_each_token_is_a_target_once_at_most_behind_the_one_before_it(mode, length):
+    import torch
+
+    from launch.run.config import resolve
+    from recipes.registry import make_techniques
+
+    schedule = ["--set", "curriculum_learning.schedule_type=fixed_discrete", "--set", f"curriculum_learning.mode={mode}"]
+    schedule += ["--set", f'curriculum_learning.schedule_config={{"difficulty": [{length}, 64], "max_step": [9]}}']
+    flags = ["--recipe", "recipes/curriculum_learning", "--explain", "--seq_len", "64", *schedule]
+    (technique,) = make_techniques(resolve(flags)[0]).members
+    technique.on_step(3)
+    windows = torch.arange(3 * 65).view(3, 65)  # every token is another
+    rows = technique.on_batch(windows)
+    assert rows.shape == ((3 * (64 // length) if mode == "reshape" else 3), length + 1)
+    assert torch.equal(rows[:, 1:], rows[:, :-1] + 1)
+    targets = rows[:, 1:].flatten().tolist()
+    assert len(set(targets)) == len(targets)
+    # Left out is what follows: all behind the length, or a remainder shorter than a row.
+    behind = length if mode == "truncate" else 64 // length * length
+    assert set(targets) == {int(token) for token in windows[:, 1 : behind + 1].flatten()}
+
+
+#: DeepSpeed's documentation (docs/_tutorials/curriculum-learning.md, docs/_pages/config-json.md) before it dropped the section.
+DOCUMENTED = [
+    {"schedule_type": "fixed_linear", "schedule_config": {"total_curriculum_step": 15000, "difficulty_step": 8}},
+    {"schedule_type": "fixed_root", "schedule_config": {"total_curriculum_step": 40000, "difficulty_step": 8, "root_degree": 2}},
+    {"schedule_type": "fixed_discrete", "schedule_config": {"difficulty": [1, 2, 3], "max_step": [5, 10]}},
+]
+
+
+@pytest.mark.parametrize("schedule", DOCUMENTED, ids=lambda schedule: schedule["schedule_type"])
+def test_the_documented_forms_are_accepted(schedule):
+    section = {"enabled": True, "curriculum_type": "seqlen", "min_difficulty": 8, "max_difficulty": 1024, **schedule}
+    done = explain("--set", f"curriculum_learning={json.dumps(section)}", "--seq_len", "1024")
+    assert done.returncode == 0, done.stderr
+    assert "seq_len" in done.stdout

@@ -1,0 +1,76 @@
+"""Progressive Layer Dropping: the paper's formulas by values computed by hand, and what its section may say."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+
+import pytest
+
+from recipes.progressive_layer_drop.technique import draw, keep_probabilities, theta_at
+from tests.helpers import ROOT
+
+
+def explain(*flags: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, "launch/pretrain.py", "--recipe", "recipes/progressive_layer_drop", "--explain", "json", *flags]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+
+
+def test_theta_falls_from_1_to_its_limit():
+    assert theta_at(1, 0.5, 0.001) == 1
+    assert theta_at(1001, 0.5, 0.001) == 0.5 + 0.5 * math.exp(-1)
+    assert theta_at(10**6, 0.5, 0.001) == 0.5
+    assert theta_at(77, 1.0, 0.3) == theta_at(77, 0.2, 0.0) == 1
+
+
+def test_the_first_block_always_runs_and_the_last_runs_least():
+    assert keep_probabilities(0.5, 4) == [1, 0.875, 0.75, 0.625]
+    assert keep_probabilities(1.0, 3) == [1, 1, 1]
+    # The expected share of blocks: 1 - (1 - theta)(L - 1) / (2 L).
+    assert sum(keep_probabilities(0.5, 12)) / 12 == pytest.approx(1 - 0.5 * 11 / 24)
+
+
+def test_draws_are_even_and_depend_on_all_of_their_arguments():
+    draws = [draw(1, step, layer) for step in range(1, 501) for layer in range(12)]
+    assert len(set(draws)) == len(draws)
+    assert all(0 <= value < 1 for value in draws)
+    for share in (0.1, 0.5, 0.9):  # 6,000 draws: four standard deviations
+        assert abs(sum(value < share for value in draws) / len(draws) - share) < 4 * math.sqrt(share * (1 - share) / len(draws))
+    assert draw(1, 2, 3) == draw(1, 2, 3, 0)
+    assert len({draw(1, 2, 3), draw(2, 2, 3), draw(1, 3, 3), draw(1, 2, 4), draw(1, 2, 3, 1)}) == 5
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ("theta=1.5", "theta: is 1.5, must be at most 1"),
+        ("theta=-0.1", "theta: is -0.1, must be at least 0"),
+        ("theta=true", "theta: is true, must be a number"),
+        ("gamma=-0.001", "gamma: is -0.001, must be at least 0"),
+        ("gamma=[1]", "gamma: is [1], must be a number"),
+        ("draw=layer", 'draw: is "layer", must be one of "step", "micro_batch"'),
+        ("thetta=0.5", "did you mean 'theta'?"),
+    ],
+)
+def test_a_bad_value_is_one_line(setting, said):
+    done = explain("--set", f"progressive_layer_drop.{setting}")
+    assert done.returncode == 2
+    assert said in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_a_draw_for_each_micro_batch_is_refused_with_offload():
+    offload = ["--set", 'zero_optimization.offload_optimizer={"device": "cpu"}']
+    done = explain("--set", "progressive_layer_drop.draw=micro_batch", *offload)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert "progressive_layer_drop.draw is micro_batch, but with offload" in done.stderr
+    assert explain("--set", "progressive_layer_drop.draw=step", *offload).returncode == 0
+
+
+@pytest.mark.parametrize("section", [{"enabled": True, "theta": 0.5, "gamma": 0.001}, {"enabled": False, "theta": 0.5, "gamma": 0.001}])
+def test_the_documented_form_is_accepted(section):
+    done = explain("--set", f"progressive_layer_drop={json.dumps(section)}")
+    assert done.returncode == 0, done.stderr
+    assert ("theta" in done.stdout) == section["enabled"] or not section["enabled"]
