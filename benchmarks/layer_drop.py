@@ -1,0 +1,157 @@
+"""How much of the time of blocks that are dropped is really saved: steps that drop some and steps that drop none, in turns in one engine.
+
+    python benchmarks/layer_drop.py                          # half of the blocks dropped, ZeRO stages 0 to 3; about three minutes
+    python benchmarks/layer_drop.py --schedule 300           # the gates of a run of 300 steps at theta 0.5, at the recipe's own stage
+    deepspeed --num_gpus 2 benchmarks/layer_drop.py          # on two ranks
+
+Each pair of steps trains on the same micro-batches, one with the recipe's runner and one with every block. What the blocks cost is measured
+in the steps that run them all: from the input of the first to the output of the last, and the same way back. Saved is the difference of a
+pair; had dropping no cost of its own, it would be the dropped share of what the blocks cost. The rest of a step (the head, the update) does
+not shrink.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[0] = str(ROOT)
+
+
+def measure(stage: int, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Steps in pairs at one ZeRO stage: milliseconds of a step that drops none, of its blocks, and of one that drops."""
+    import torch
+
+    from benchmarks.report import WARM_UP_STEPS, spread
+    from launch.engine.distributed import start_ranks
+    from launch.engine.engine import start_engine
+    from launch.run.config import resolve
+    from recipes.progressive_layer_drop.technique import ProgressiveLayerDrop
+    from recipes.technique import Techniques
+
+    pairs = arguments.schedule or arguments.steps
+    flags = ["--deepspeed_config", arguments.deepspeed_config, "--preset", arguments.preset, "--data", arguments.data, "--quiet"]
+    flags += ["--steps", str(pairs), "--set", f"zero_optimization.stage={stage}", *arguments.flags]
+    config = resolve(flags)[0]
+    technique = ProgressiveLayerDrop({"theta": 0.5}, config)
+    collectives = start_ranks()
+    engine = start_engine(config, Techniques([technique]), collectives)
+    loader = config.training_loader(collectives)
+    n_layer = config.shape.n_layer
+    on_gpu = torch.cuda.is_available()
+
+    def now() -> float:
+        if on_gpu:
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+    clock = {"blocks": 0.0}
+    first, last = (engine.deepspeed.module.h[index] for index in (0, -1))
+
+    def start(module: Any, inputs: Any) -> None:
+        clock["since"] = now()
+        inputs[0].register_hook(lambda gradient: clock.update(blocks=clock["blocks"] + now() - clock["back"]))
+
+    def end(module: Any, inputs: Any, output: Any) -> None:
+        clock["blocks"] += now() - clock["since"]
+        output.register_hook(lambda gradient: clock.update(back=now()))
+
+    def train(keeps: list[bool], batches: list[Any], number: int) -> tuple[float, float]:
+        """Seconds of one step that runs the blocks that `keeps` names, and of its blocks where it runs them all."""
+        technique.on_step(number)
+        technique.keeps = keeps
+        hooks = [first.register_forward_pre_hook(start), last.register_forward_hook(end)] if all(keeps) else []
+        clock["blocks"], since = 0.0, now()
+        engine.set_learning_rate(number * config.tokens_per_step)
+        for batch in batches:
+            engine.backward_and_step(engine.loss(batch), len(batches))
+        seconds = now() - since
+        for hook in hooks:
+            hook.remove()
+        return seconds, clock["blocks"]
+
+    whole, blocks, dropping, dropped = [], [], [], []
+    for number in range(1, pairs + 1):
+        place = (number - 1) * config.global_batch_size, config.micro_batch_size, config.gradient_accumulation_steps
+        batches = list(loader.micro_batches(*place))
+        technique.on_step(number)
+        # Half of the blocks: those with even and those with odd index in turns.
+        keeps = technique.keeps if arguments.schedule else [layer % 2 == number // 2 % 2 for layer in range(n_layer)]
+        found: dict[bool, tuple[float, float]] = {}
+        for drops in (False, True) if number % 2 else (True, False):
+            found[drops] = train(keeps if drops else [True] * n_layer, batches, number)
+        if number > WARM_UP_STEPS or arguments.schedule:
+            whole.append(found[False][0])
+            blocks.append(found[False][1])
+            dropping.append(found[True][0])
+            dropped.append(1 - sum(keeps) / n_layer)
+    # Over all pairs, so that a schedule's steps without a dropped block count too; medians of pairs against what disturbs one of them.
+    cost = statistics.median(blocks)
+    by_share: dict[float, list[float]] = {}
+    for share, a, b in zip(dropped, whole, dropping, strict=True):
+        by_share.setdefault(share, []).append(a - b)
+    saved = sum(statistics.median(times) * len(times) for times in by_share.values())
+    expected = sum(share * len(times) * cost for share, times in by_share.items())
+    halves = [(a - b) / (share * cost) for share, a, b in zip(dropped, whole, dropping, strict=True) if share]
+    lower, _, upper = statistics.quantiles(halves, n=4)
+    return {
+        "stage": stage,
+        "whole": spread(whole),
+        "blocks": spread(blocks),
+        "dropping": spread(dropping),
+        "dropped_share": statistics.mean(dropped),
+        "saved_share_of_dropped_block_time": saved / expected,
+        "pair_quartiles": [lower, upper],
+        "saved_share_of_run": saved / sum(whole),
+    }
+
+
+def main() -> int:
+    from benchmarks.report import append, step_parser
+
+    parser = step_parser(__doc__)
+    parser.set_defaults(deepspeed_config="ds_configs/zero1_bf16.json")
+    parser.add_argument("--stages", default="0,1,2,3", help="ZeRO stages, a list with commas (0,1,2,3; the JSON's own with --schedule)")
+    parser.add_argument("--schedule", type=int, default=0, metavar="N", help="the gates of a run of N steps in place of a fixed share")
+    parser.add_argument("--no_record", action="store_true", help="do not append to benchmarks/results.json")
+    parser.add_argument("--local_rank", help=argparse.SUPPRESS)  # the launcher's
+    arguments, arguments.flags = parser.parse_known_args()
+    os.chdir(ROOT)
+    stages = [1] if arguments.schedule else [int(stage) for stage in arguments.stages.split(",")]
+
+    import torch
+
+    rows = []
+    for stage in stages:
+        row = measure(stage, arguments)
+        rows.append(row)
+        if os.environ.get("RANK", "0") == "0":
+            times = [row[key]["median_ms"] for key in ("whole", "blocks", "dropping")]
+            quartiles = row["pair_quartiles"]
+            print(
+                f"stage {stage}: {times[0]:.1f} ms a step, of which the blocks {times[1]:.1f}; {times[2]:.1f} ms where "
+                f"{100 * row['dropped_share']:.0f}% of them are dropped: {100 * row['saved_share_of_dropped_block_time']:.1f}% of their time "
+                f"is saved (quartiles of pairs {100 * quartiles[0]:.0f} to {100 * quartiles[1]:.0f}), "
+                f"{100 * row['saved_share_of_run']:.1f}% of the run",
+                flush=True,
+            )
+    if not arguments.no_record and os.environ.get("RANK", "0") == "0":
+        results = {
+            "config": arguments.deepspeed_config,
+            "preset": arguments.preset,
+            "schedule": arguments.schedule,
+            "ranks": int(os.environ.get("WORLD_SIZE", 1)),
+            "stages": rows,
+        }
+        append("layer_drop", results, torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
