@@ -67,6 +67,21 @@ class BatchPlan(NamedTuple):
     accumulation: int
 
 
+def largest_divisor(number: int, limit: int) -> int:
+    """The largest divisor of `number` that is at most `limit`: how micro-batches and other parts of a whole are chosen. 0 for a limit of 0."""
+    return next((size for size in range(limit, 0, -1) if number % size == 0), 0)
+
+
+def require_token_schedule(run: Run) -> None:
+    """For techniques under which a run of the same tokens has more steps than were asked for.
+
+    Raises:
+        ValueError: the learning rate follows steps.
+    """
+    if run.scheduler["type"] != "WarmupCosineTokens":
+        raise ValueError(f"'scheduler.type' is {run.scheduler['type']}, which counts steps of equal size; use WarmupCosineTokens")
+
+
 class Technique:
     """Base of every technique: all of it does nothing, so that a technique writes only what it changes.
 

@@ -24,6 +24,7 @@ from launch.run.optimizer import optimizer_auto_keys, resolve_optimizer
 from launch.run.schedule import TOKEN_SCHEDULE, resolve_schedule, schedule_auto_keys
 from model.presets import PRESETS, GPTConfig, ModelShape, Preset
 from recipes.registry import make_techniques, technique_classes
+from recipes.technique import largest_divisor
 
 if TYPE_CHECKING:
     from data_pipeline.loader import Loader
@@ -391,7 +392,7 @@ def _batch(engine: EngineJson, flags: argparse.Namespace, preset: Preset, ranks:
                 "divide; change 'gradient_accumulation_steps' or --global_batch_size"
             )
     if micro is None:  # the largest micro-batch up to the preset's that divides a rank's share
-        micro = next(size for size in range(min(preset.micro_batch_size, per_rank), 0, -1) if per_rank % size == 0)
+        micro = largest_divisor(per_rank, min(preset.micro_batch_size, per_rank))
     if accumulation is None:
         accumulation = max(1, per_rank // micro)
     if micro * accumulation * ranks != total:

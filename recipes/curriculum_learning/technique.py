@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-from recipes.technique import Run, Technique
+from recipes.technique import Run, Technique, require_token_schedule
 
 if TYPE_CHECKING:
     import torch
@@ -76,8 +76,7 @@ class CurriculumLearning(Technique):
         self.seq_len, self.steps = run.shape.seq_len, run.steps
         self.section = self._resolved(section)
         self.reshapes = section.get("mode") == "reshape"
-        if run.scheduler["type"] != "WarmupCosineTokens":  # the others count steps, of which there are now more
-            raise ValueError(f"'scheduler.type' is {run.scheduler['type']}, which counts steps of equal size; use WarmupCosineTokens")
+        require_token_schedule(run)
         self._scheduler: Any = None
         self.on_step(1)
 

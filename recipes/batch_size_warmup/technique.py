@@ -1,0 +1,109 @@
+"""Batch-size warm-up: training begins with small global batches, which grow in equal stages of tokens to the full one.
+
+    deepspeed launch/pretrain.py --recipe recipes/batch_size_warmup
+
+Brown et al., Language Models are Few-Shot Learners, arXiv 2005.14165, appendix B: from 32 k tokens to the full batch over the first 4 to
+12 billion tokens. Megatron-LM has it as --rampup-batch-size (start, increment, samples).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from typing import Any
+
+from recipes.technique import BatchPlan, Run, Technique, largest_divisor, require_token_schedule
+
+
+def stages(start: int, increment: int, full: int, warmup_tokens: int, seq_len: int) -> list[tuple[int, int]]:
+    """(first step, sequences of its steps) of each stage, the last of them the full batch.
+
+    Each of the (full - start) / increment sizes below `full` has an equal share of `warmup_tokens`, and a step belongs to the stage in
+    which it begins. A stage shorter than the step that runs into it has no step of its own.
+    """
+    sizes = (full - start) // increment  # below the full one
+    found, step, tokens, stage = [], 1, 0, 0
+    while stage < sizes:
+        size = start + stage * increment
+        found.append((step, size))
+        end = -(-(stage + 1) * warmup_tokens // sizes)  # rounded up: tokens are whole
+        steps = -(-(end - tokens) // (size * seq_len))
+        step, tokens = step + steps, tokens + steps * size * seq_len
+        stage = tokens * sizes // warmup_tokens
+    return [*found, (step, full)]
+
+
+class BatchSizeWarmup(Technique):
+    """`"batch_size_warmup": {"enabled": true, "min_batch_size": "auto", "increment": "auto", "warmup_tokens": "auto"}`.
+
+    min_batch_size: sequences of the first steps, of all ranks; "auto" is at most a quarter of the global batch and divides it, or all of
+        it where a rank has less than four.
+    increment: by how many sequences the batch grows; "auto" is min_batch_size, or the largest below it that leads to the global batch.
+    warmup_tokens: after how many tokens the batch is full; "auto" is a quarter of the run's. Sequences count at the model's full length.
+
+    The run ends on tokens, so it has more steps, and the learning rate follows tokens.
+    """
+
+    sections = ("batch_size_warmup",)
+    keys = {
+        "min_batch_size": {"types": ["integer"], "minimum": 1, "auto": True},
+        "increment": {"types": ["integer"], "minimum": 1, "auto": True},
+        "warmup_tokens": {"types": ["integer"], "minimum": 1, "auto": True},
+    }
+
+    def __init__(self, section: dict[str, Any], run: Run):
+        self.ranks, self.micro_batch_size = run.ranks, run.micro_batch_size
+        start, increment, warmup_tokens = self._resolved(section, run)
+        require_token_schedule(run)
+        found = stages(start, increment, run.global_batch_size, warmup_tokens, run.shape.seq_len)
+        self._first_steps, self._sizes = zip(*found, strict=True)
+        self.on_step(1)
+
+    def _resolved(self, section: dict[str, Any], run: Run) -> tuple[int, int, int]:
+        """The three values. Raises ValueError: see `Technique.__init__`."""
+        given = {key: value for key in self.keys if (value := section.get(key, "auto")) != "auto"}
+        full, ranks = run.global_batch_size, run.ranks
+        name = "'batch_size_warmup"
+
+        def check(key: str, wrong: bool, reason: str) -> None:
+            if key in given and wrong:
+                raise ValueError(f"{name}.{key}' is {given[key]}, {reason}")
+
+        for key in ("min_batch_size", "increment"):
+            size = given.get(key, ranks)
+            near = min(full, max(1, size // ranks) * ranks)
+            check(key, size % ranks > 0, f"which {ranks} ranks cannot share evenly; write a multiple of {ranks}, such as {near}")
+        increment = given.get("increment", 0)
+        quarter = full // 4
+        if "min_batch_size" in given:
+            start = given["min_batch_size"]
+        elif increment:  # the largest up to a quarter from which increments lead to the full batch, or else the smallest
+            start = quarter - (quarter - full) % increment
+            start += increment if start <= 0 else 0
+        else:
+            start = ranks * (largest_divisor(full // ranks, quarter // ranks) or full // ranks)
+        check("min_batch_size", start > full, f"above the global batch of {full}; lower it, or raise --global_batch_size")
+        # All three are multiples of the ranks, so one that divides can be found.
+        fitting = ranks * largest_divisor((full - start) // ranks, (increment or start) // ranks)
+        check(
+            "increment",
+            increment > 0 and (full - start) % increment > 0,
+            f"in which the {full - start} sequences from {start} to the global batch of {full} cannot be gone; write {fitting}",
+        )
+        warmup_tokens = given.get("warmup_tokens", max(1, run.total_tokens // 4))
+        check("warmup_tokens", warmup_tokens > run.total_tokens, f"but the run has {run.total_tokens}; lower it, or raise --steps")
+        return start, increment or fitting, warmup_tokens
+
+    def batch_size_at(self, step: int) -> int:
+        """Sequences of all ranks in optimizer step `step` (from 1)."""
+        return int(self._sizes[bisect_right(self._first_steps, step) - 1])
+
+    def batch_plan(self, step: int) -> BatchPlan:
+        sequences = self.batch_size_at(step) // self.ranks
+        micro_batch_size = largest_divisor(sequences, self.micro_batch_size)
+        return BatchPlan(micro_batch_size, sequences // micro_batch_size)
+
+    def on_step(self, step: int) -> None:
+        self.batch_size = self.batch_size_at(step)
+
+    def metrics(self) -> dict[str, float]:
+        return {"batch_size": self.batch_size}
