@@ -68,7 +68,7 @@ class BatchPlan(NamedTuple):
 
 
 def largest_divisor(number: int, limit: int) -> int:
-    """The largest divisor of `number` that is at most `limit`: how micro-batches and other parts of a whole are chosen. 0 for a limit of 0."""
+    """The largest divisor of `number` that is at most `limit`, 0 for a limit of 0: how micro-batches are chosen."""
     return next((size for size in range(limit, 0, -1) if number % size == 0), 0)
 
 

@@ -11,7 +11,8 @@ import torch
 
 from launch.engine.distributed import Collectives
 from launch.engine.engine import Engine
-from model.accounting import flops_per_token, peak_flops
+from launch.run.steps import trained_flops_per_token
+from model.accounting import peak_flops
 
 
 class Meter:
@@ -24,7 +25,6 @@ class Meter:
     def __init__(self, engine: Engine, collectives: Collectives, seconds_before: float = 0.0):
         self.engine, self.collectives = engine, collectives
         self._start = time.monotonic() - seconds_before
-        self.flops_per_token = flops_per_token(engine.model_config)
         on_gpu = collectives.device.type == "cuda"
         self.device_name = torch.cuda.get_device_name(collectives.device) if on_gpu else "cpu"
         self.peak_flops = peak_flops(self.device_name, engine.config.precision)
@@ -60,7 +60,7 @@ class Meter:
 
         Args:
             tokens: of all ranks in this step.
-            technique: what the techniques report of the step. FLOPs count what ran: `kept_blocks` of the blocks, on rows of `seq_len`.
+            technique: what the techniques report of the step.
         """
         seconds = time.perf_counter() - self._step_start
         rate = tokens / seconds
@@ -72,8 +72,7 @@ class Meter:
             "bytes_sent": round(self.collectives.bytes_sent - self._bytes_before),
         }
         if self.peak_flops is not None:
-            length = int(technique["seq_len"]) if "seq_len" in technique else None
-            per_token = flops_per_token(self.engine.model_config, length, technique.get("kept_blocks"))
+            per_token = trained_flops_per_token(self.engine.model_config, technique)
             metrics["mfu"] = rate * per_token / (self.peak_flops * self.collectives.world_size)
         return metrics
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 import argparse
 import os
 import re
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,7 @@ from launch.run.errors import UsageError, nearest
 from launch.run.flags import parse_flags
 from launch.run.optimizer import optimizer_auto_keys, resolve_optimizer
 from launch.run.schedule import TOKEN_SCHEDULE, resolve_schedule, schedule_auto_keys
+from launch.run.steps import steps_to_make
 from model.presets import PRESETS, GPTConfig, ModelShape, Preset
 from recipes.registry import make_techniques, technique_classes
 from recipes.technique import largest_divisor
@@ -128,6 +130,11 @@ class RunConfig:
     def tokens_per_step(self) -> int:
         return self.global_batch_size * self.shape.seq_len
 
+    @cached_property
+    def steps_to_make(self) -> int:
+        """Optimizer steps that the run's tokens take: `steps`, or more where techniques make steps of less than a whole batch."""
+        return steps_to_make(self, make_techniques(self))
+
     @property
     def zero_stage(self) -> int:
         return self.engine["zero_optimization"]["stage"]
@@ -175,8 +182,9 @@ class RunConfig:
 
     def as_json(self) -> dict[str, Any]:
         """What `run.json` records."""
-        fields = {key: value for key, value in vars(self).items() if key not in ("found_corpus", "shape", "notes", "lacks", "origins")}
-        return {**fields, "shape": asdict(self.shape), "zero_stage": self.zero_stage, "precision": self.precision}
+        kept = [one.name for one in fields(self) if one.name not in ("found_corpus", "shape", "notes", "lacks", "origins")]
+        own = {name: getattr(self, name) for name in kept}
+        return {**own, "shape": asdict(self.shape), "zero_stage": self.zero_stage, "precision": self.precision}
 
 
 def _placed(engine: EngineJson, reason: str) -> str:

@@ -19,10 +19,10 @@ from launch.run.errors import one_line
 from launch.run.memory import bytes_sent_per_step, memory_per_rank
 from launch.run.optimizer import state_tensors
 from launch.run.schedule import TOKEN_SCHEDULE, warmup_cosine
+from launch.run.steps import Step, planned_steps, trained_flops_per_token
 from model.accounting import flops_per_token, parameter_count
 from model.presets import GPTConfig
 from recipes.registry import make_techniques
-from recipes.technique import Techniques
 
 #: Where in the run the techniques are asked what they do.
 PERCENTS = (0, 25, 50, 75, 100)
@@ -75,6 +75,7 @@ def explain(config: RunConfig) -> dict[str, Any]:
     model = config.model_config
     parameters, per_token = parameter_count(model), flops_per_token(model)
     flops_per_step = round(per_token * config.tokens_per_step)
+    over_the_run, run_flops = _over_the_run(config, model)
     return {
         "config_file": config.config_file,
         "recipe": config.recipe,
@@ -89,7 +90,7 @@ def explain(config: RunConfig) -> dict[str, Any]:
             "tokens_per_step": config.tokens_per_step,
         },
         "length": {
-            "steps": config.steps,
+            "steps": over_the_run[-1]["step"],
             "total_tokens": config.total_tokens,
             "corpus_tokens": config.corpus.train.n_tokens if config.found_corpus else None,
             "tokens_per_parameter": config.total_tokens / parameters,
@@ -99,12 +100,12 @@ def explain(config: RunConfig) -> dict[str, Any]:
             "per_token": round(per_token),
             "per_step": flops_per_step,
             "per_step_and_rank": flops_per_step // config.ranks,
-            "run": flops_per_step * config.steps,
+            "run": run_flops,
         },
         "memory_per_rank": {device: memory_of(config, model, device) for device in DEVICES},
         "bytes_sent_per_step": bytes_of(config, model),
         "techniques": [_name(member) for member in make_techniques(config).members],
-        "over_the_run": list(_over_the_run(config)),
+        "over_the_run": over_the_run,
         "notes": list(config.notes),
         "lacks": list(config.lacks),
     }
@@ -185,34 +186,33 @@ def _name(technique: Any) -> str:
     return type(technique).__module__.split(".")[-2]
 
 
-def _over_the_run(config: RunConfig) -> Iterator[dict[str, Any]]:
-    """What the schedules say at 0, 25, 50, 75 and 100% of the run's tokens: each technique is asked through `on_step` and `metrics`."""
+def _over_the_run(config: RunConfig, model: GPTConfig) -> tuple[list[dict[str, Any]], int]:
+    """What the schedules say at 0, 25, 50, 75 and 100% of the run's tokens, and the FLOPs of the run, without those left out.
+
+    Each technique is asked through `on_step` and `metrics`, for every step; without one there is nothing to walk over.
+    """
     techniques = make_techniques(config)
     marks = [(percent, config.total_tokens * percent / 100) for percent in PERCENTS]
-    for step, tokens in _steps(config, techniques):
-        techniques.on_step(step)
-        while marks and tokens >= marks[0][1]:
-            row: dict[str, Any] = {"percent": marks.pop(0)[0], "step": step, "tokens": tokens}
+    steps = planned_steps(config, techniques) if techniques.members else _steps_at_marks(config)
+    rows: list[dict[str, Any]] = []
+    flops: float = 0
+    for step in steps:
+        flops += step.tokens * trained_flops_per_token(model, step.reported)
+        while marks and step.consumed >= marks[0][1]:
+            row: dict[str, Any] = {"percent": marks.pop(0)[0], "step": step.number, "tokens": step.consumed}
             if config.scheduler["type"] == TOKEN_SCHEDULE:
                 warmup = config.warmup_steps * config.tokens_per_step
-                row["lr"] = warmup_cosine(tokens, config.lr, config.min_lr, warmup, config.total_tokens)
-            yield row | techniques.metrics()
+                row["lr"] = warmup_cosine(step.consumed, config.lr, config.min_lr, warmup, config.total_tokens)
+            rows.append(row | step.reported)
+    return rows, round(flops)
 
 
-def _steps(config: RunConfig, techniques: Techniques) -> Iterator[tuple[int, int]]:
-    """The steps of the run, from 1, with the tokens after each; without a technique those that `_over_the_run` needs are enough."""
-    if not techniques.members:
-        per_step = config.tokens_per_step
-        yield from ((step, step * per_step) for step in (max(1, -(-config.steps * percent // 100)) for percent in PERCENTS))
-        return
-    step = tokens = 0
-    while tokens < config.total_tokens:
-        step += 1
-        plan = techniques.batch_plan(step)
-        techniques.on_step(step)
-        sequences = plan.micro_batch_size * plan.accumulation * config.ranks if plan else config.global_batch_size
-        tokens += sequences * int(techniques.metrics().get("seq_len", config.shape.seq_len))
-        yield step, tokens
+def _steps_at_marks(config: RunConfig) -> Iterator[Step]:
+    """The steps of whole batches that the marks fall into, each with the tokens of those since the one before it."""
+    before = 0
+    for number in dict.fromkeys(max(1, -(-config.steps * percent // 100)) for percent in PERCENTS):
+        yield Step(number, (number - before) * config.tokens_per_step, number * config.tokens_per_step, {})
+        before = number
 
 
 # --- the page -----------------------------------------------------------------------------------------------------------------------

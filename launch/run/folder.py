@@ -212,10 +212,12 @@ class RunFolder:
             f"{self.path}: {parameter_count(model) / 1e6:.1f} M parameters ({shape.n_layer} layers, {shape.d_model} wide, "
             f"{shape.seq_len} tokens), ZeRO {config.zero_stage}, {config.precision}, {config.ranks} rank(s) on {meter.device_name}"
         )
+        step = "step" if config.steps_to_make == config.steps else "full step"
         self.log(
             f"{config.micro_batch_size} sequences x {config.gradient_accumulation_steps} accumulation x {config.ranks} rank(s) x "
-            f"{shape.seq_len} tokens = {config.tokens_per_step:,} tokens a step, {config.steps:,} steps, {config.total_tokens:,} tokens "
-            f"({config.total_tokens / config.corpus.train.n_tokens:.2f} epochs); {evaluation.windows} validation sequences"
+            f"{shape.seq_len} tokens = {config.tokens_per_step:,} tokens a {step}, {config.steps_to_make:,} steps, "
+            f"{config.total_tokens:,} tokens ({config.total_tokens / config.corpus.train.n_tokens:.2f} epochs); "
+            f"{evaluation.windows} validation sequences"
         )
         if meter.peak_flops is None:
             self.log(f"no peak FLOP/s is known for '{meter.device_name}' in {config.precision}: mfu is left out of the metrics")

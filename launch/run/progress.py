@@ -47,7 +47,7 @@ class Progress:
             self._last_line = now
             left = (now - self._start) * max(0, self.config.total_tokens - line["tokens"]) / max(1, line["tokens"] - self._first_tokens)
             text = (
-                f"step {line['step']:>5}/{self.config.steps}  loss {line['loss']:.4f}{evaluated}  lr {line['lr']:.2e}  "
+                f"step {line['step']:>5}/{self.config.steps_to_make}  loss {line['loss']:.4f}{evaluated}  lr {line['lr']:.2e}  "
                 + (f"scale {line['loss_scale']:,.10g}, {line['skipped_steps']} skipped  " if "overflow" in line else "")
                 + f"{line['tokens_per_second']:,.0f} tok/s  {_duration(left)} left"
             )

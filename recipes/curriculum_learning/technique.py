@@ -160,4 +160,6 @@ class CurriculumLearning(Technique):
         return tokens.unfold(1, self.length + 1, self.length).flatten(0, 1)
 
     def metrics(self) -> dict[str, float]:
-        return {"seq_len": self.length}
+        """The length, and where sequences are cut up into how many rows of it."""
+        rows: dict[str, float] = {"rows_per_sequence": self.seq_len // self.length} if self.reshapes else {}
+        return {"seq_len": self.length} | rows

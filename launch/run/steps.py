@@ -1,0 +1,57 @@
+"""The steps that a run will really make: a run ends on tokens, and techniques may put less of them into a step than a whole batch has.
+
+What a technique says of a step, in `batch_plan` and `metrics`, is enough to count its tokens and its FLOPs before there is a model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+from model.accounting import flops_per_token
+from model.presets import GPTConfig
+from recipes.technique import Run, Technique, Techniques
+
+
+class Step(NamedTuple):
+    """A step that is to be made. `tokens`: of all ranks, in it; `consumed`: with all steps before it."""
+
+    number: int
+    tokens: int
+    consumed: int
+    reported: dict[str, float]  # the techniques' metrics
+
+
+def planned_steps(run: Run, techniques: Techniques) -> Iterator[Step]:
+    """Walk over the steps of `run`, from 1 until its tokens are consumed; each technique is asked what it will do."""
+    number = consumed = 0
+    while consumed < run.total_tokens:
+        number += 1
+        plan = techniques.batch_plan(number)
+        techniques.on_step(number)
+        reported = techniques.metrics()
+        sequences = plan.micro_batch_size * plan.accumulation * run.ranks if plan else run.global_batch_size
+        length, rows = reported.get("seq_len", run.shape.seq_len), reported.get("rows_per_sequence", 1)
+        tokens = sequences * int(rows) * int(length)
+        consumed += tokens
+        yield Step(number, tokens, consumed, reported)
+
+
+def steps_to_make(run: Run, techniques: Techniques) -> int:
+    """How many steps `run` will make. Nothing is walked where every step is a whole batch."""
+    shaping = Techniques(member for member in techniques.members if _shapes_steps(member))
+    number = run.steps
+    for step in planned_steps(run, shaping) if shaping.members else ():
+        number = step.number
+    return number
+
+
+def _shapes_steps(member: Technique) -> bool:
+    """Whether `member` has a say in how many tokens a step holds."""
+    return type(member).batch_plan is not Technique.batch_plan or "seq_len" in member.metrics()
+
+
+def trained_flops_per_token(model: GPTConfig, reported: Mapping[str, float]) -> float:
+    """FLOPs of a token in a step of which the techniques report this: what ran counts, `kept_blocks` blocks on rows of `seq_len` tokens."""
+    length = int(reported["seq_len"]) if "seq_len" in reported else None
+    return flops_per_token(model, length, reported.get("kept_blocks"))
