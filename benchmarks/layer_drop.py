@@ -133,11 +133,11 @@ def main() -> int:
         rows.append(row)
         if os.environ.get("RANK", "0") == "0":
             times = [row[key]["median_ms"] for key in ("whole", "blocks", "dropping")]
-            quartiles = row["pair_quartiles"]
+            quartiles, share = row["pair_quartiles"], 100 * row["saved_share_of_dropped_block_time"]
             print(
                 f"stage {stage}: {times[0]:.1f} ms a step, of which the blocks {times[1]:.1f}; {times[2]:.1f} ms where "
-                f"{100 * row['dropped_share']:.0f}% of them are dropped: {100 * row['saved_share_of_dropped_block_time']:.1f}% of their time "
-                f"is saved (quartiles of pairs {100 * quartiles[0]:.0f} to {100 * quartiles[1]:.0f}), "
+                f"{100 * row['dropped_share']:.0f}% of them are dropped: {share:.1f}% of their time is saved ("
+                f"quartiles of pairs {100 * quartiles[0]:.0f} to {100 * quartiles[1]:.0f}), "
                 f"{100 * row['saved_share_of_run']:.1f}% of the run",
                 flush=True,
             )

@@ -74,6 +74,7 @@ def train(config: RunConfig, folder: RunFolder | NoFolder, stop: StopRequest) ->
     from launch.engine.evaluation import Evaluation, sample_text
     from launch.engine.histograms import GradientHistograms
     from launch.engine.meter import Meter
+    from launch.engine.similarity import BlockSimilarity
     from launch.run.checkpoint import Checkpoints
     from launch.run.progress import Progress
     from recipes.registry import make_techniques
@@ -83,7 +84,6 @@ def train(config: RunConfig, folder: RunFolder | NoFolder, stop: StopRequest) ->
     techniques = make_techniques(config)
     engine = start_engine(config, techniques, collectives)
     loader = config.training_loader(collectives)
-    evaluation = Evaluation(config, collectives)
     checkpoints = Checkpoints(Path(config.runs_dir) / config.run_name / "checkpoints", config.keep, collectives)
 
     # Where the run stands: optimizer steps done, tokens and samples consumed, the last validation loss and the step it belongs to.
@@ -93,9 +93,10 @@ def train(config: RunConfig, folder: RunFolder | NoFolder, stop: StopRequest) ->
     folder.open_metrics(state["step"])
     meter = Meter(engine, collectives, folder.seconds_before)
     histograms = GradientHistograms(engine, collectives, folder, config.histogram_every)
+    evaluation = Evaluation(config, collectives, BlockSimilarity(collectives, folder, config.block_similarity))
     folder.log_start(config, engine, meter, state, evaluation)
     if state["step"] == 0 and config.eval_every:
-        state["val_loss"] = evaluation.loss(engine)
+        state["val_loss"] = evaluation.loss(engine, 0)
         folder.write_metrics({"step": 0, "tokens": 0, "seconds": meter.seconds(), "val_loss": state["val_loss"]})
         folder.log(f"step 0, untrained: validation {state['val_loss']:.4f}")
 
@@ -127,7 +128,7 @@ def train(config: RunConfig, folder: RunFolder | NoFolder, stop: StopRequest) ->
                 last = state["tokens"] >= config.total_tokens
                 saving = bool(stopped or last or (config.save_every and step % config.save_every == 0))
                 if config.eval_every and not stopped and (last or step % config.eval_every == 0):
-                    state["val_loss"] = evaluation.loss(engine)
+                    state["val_loss"] = evaluation.loss(engine, step)
                 line = {
                     "step": step,
                     "tokens": state["tokens"],

@@ -101,6 +101,7 @@ def technique_classes() -> tuple[type[Technique], ...]:
 def make_techniques(run: Run) -> Techniques:
     """The techniques that the resolved configuration `run` switches on, each built from its JSON section.
 
+    Raises ValueError, one line that begins with the key, where a value or a pair of techniques cannot be.
     `run.techniques` holds the sections, `run.optimizer` the optimizer with its type and parameters.
     """
     members = []
@@ -110,6 +111,10 @@ def make_techniques(run: Run) -> Techniques:
             section = run.optimizer["params"]
         if section is not None:
             members.append(cls(section, run))
+            for other in members[:-1]:
+                if both := set(cls.decides) & set(other.decides):
+                    names = [(*member.sections, *member.optimizer_types)[0] for member in (members[-1], other)]
+                    raise ValueError(f"'{names[0]}' and '{names[1]}' both decide {both.pop()}; switch one of them off")
     return Techniques(members)
 
 

@@ -10,7 +10,7 @@ A module `recipes/<name>/technique.py` defines exactly one subclass of `Techniqu
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from model.presets import ModelShape
@@ -99,6 +99,12 @@ class Technique:
     keys: dict[str, dict[str, Any]] = {}
     #: Keys among these that are accepted and do nothing, with the reason: a word in the run's log where one of them asks for something.
     without_effect: dict[str, str] = {}
+    #: Other documented places of the first section, by dotted path, with what makes the section of what stands there.
+    other_forms: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {}
+    #: What only one technique of a run can decide: two that have a word in common are refused.
+    decides: tuple[str, ...] = ()
+    #: What the log and `--explain` should say of it, a line each; filled in by `__init__`.
+    notes: tuple[str, ...] = ()
     #: Into how many segments the blocks are cut of which only the inputs are kept for the backward pass; 0: all activations are kept.
     #: For the plan of the run's memory.
     checkpoints: int = 0
@@ -156,6 +162,7 @@ class Techniques(Technique):
     def __init__(self, members: Iterable[Technique] = ()):
         self.members = tuple(members)
         self.checkpoints = max((member.checkpoints for member in self.members), default=0)
+        self.notes = tuple(note for member in self.members for note in member.notes)
 
     def prepare(self, model: GPT) -> None:
         for member in self.members:

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from recipes.curriculum_learning.technique import length_at
+from recipes.curriculum_learning.technique import length_at, stages
 from tests.helpers import ROOT
 
 LINEAR = {"min_difficulty": 8, "max_difficulty": 64, "schedule_type": "fixed_linear"}
@@ -139,3 +139,84 @@ def test_the_documented_forms_are_accepted(schedule):
     done = explain("--set", f"curriculum_learning={json.dumps(section)}", "--seq_len", "1024")
     assert done.returncode == 0, done.stderr
     assert "seq_len" in done.stdout
+
+
+@pytest.mark.parametrize("section", SECTIONS, ids=lambda section: json.dumps(section))
+def test_the_stages_are_the_lengths_of_the_steps(section):
+    found = stages(section)
+    lengths = [length_at(step, section) for step in range(1, 150)]
+    firsts = [step for step in range(1, 150) if step == 1 or lengths[step - 1] != lengths[step - 2]]
+    assert found == [(step, lengths[step - 1]) for step in firsts]
+
+
+def test_the_number_of_lengths_is_said_and_takes_no_walk_over_the_steps():
+    long = ["curriculum_learning.schedule_config.total_curriculum_step=1000000000000", "curriculum_learning.min_difficulty=16"]
+    done = explain(*(text for setting in long for text in ("--set", setting)))
+    assert done.returncode == 0
+    (note,) = json.loads(done.stdout)["notes"]
+    assert note.startswith("curriculum_learning: sequences of 16 to 128 tokens")
+    assert "15 lengths" in note
+    assert note.endswith("the run's tokens end before the last length")
+
+
+METRIC = {"index_to_sample_path": "a", "index_to_metric_path": "b", "difficulty_type": "value", "clustering_type": "single_cluster"}
+METRIC |= {"min_difficulty": 64, "max_difficulty": 1024, "schedule_type": "fixed_root"}
+METRIC |= {"schedule_config": {"total_curriculum_step": 110000, "difficulty_step": 8, "root_degree": 1}}
+
+
+def of_data_efficiency(metric: str, **changes) -> dict:
+    """The form of Megatron-DeepSpeed's examples_deepspeed/data_efficiency/gpt/pretrain."""
+    learning = {"enabled": True, "data_cluster_path": "c", "curriculum_metrics": {metric: METRIC | changes}}
+    return {"enabled": True, "seed": 1234, "data_sampling": {"enabled": True, "num_workers": 0, "curriculum_learning": learning}}
+
+
+def with_section(tmp_path, section: dict, *flags: str) -> subprocess.CompletedProcess:
+    values = json.loads((ROOT / "ds_configs/zero1_bf16.json").read_text()) | {"data_efficiency": section}
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(values, indent=2))
+    command = [sys.executable, "launch/pretrain.py", "--deepspeed_config", str(file), "--explain", "json", "--seq_len", "1024", *flags]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize(("metric", "mode"), [("seqlen", "truncate"), ("seqlen_truncate", "truncate"), ("seqlen_reshape", "reshape")])
+def test_data_efficiencys_form_means_the_same(metric, mode, tmp_path):
+    done = with_section(tmp_path, of_data_efficiency(metric))
+    assert done.returncode == 0, done.stderr
+    plain = {key: METRIC[key] for key in ("min_difficulty", "max_difficulty", "schedule_type", "schedule_config")}
+    same = explain("--seq_len", "1024", "--set", f"curriculum_learning={json.dumps({'mode': mode, **plain})}")
+    for key in ("over_the_run", "techniques"):
+        assert json.loads(done.stdout)[key] == json.loads(same.stdout)[key]
+
+
+def test_data_efficiencys_form_is_off_where_one_of_its_switches_is(tmp_path):
+    for switch in ("", "data_sampling", "data_sampling.curriculum_learning"):
+        section = of_data_efficiency("seqlen")
+        place = section
+        for key in filter(None, switch.split(".")):
+            place = place[key]
+        place["enabled"] = False
+        done = with_section(tmp_path, section)
+        assert json.loads(done.stdout)["techniques"] == []
+
+
+@pytest.mark.parametrize(
+    ("section", "said"),
+    [
+        (
+            of_data_efficiency("seqlen", min_difficulty=2000),
+            "curriculum_metrics.seqlen.min_difficulty' is 2000, above max_difficulty, 1024",
+        ),
+        (of_data_efficiency("seqlen", min_dificulty=8), "curriculum_metrics.seqlen.min_dificulty': unknown key"),
+        ({**of_data_efficiency("seqlen"), "enabled": "yes"}, "'data_efficiency.enabled': is \"yes\", must be true or false"),
+    ],
+)
+def test_a_fault_of_data_efficiencys_form_is_named_where_it_stands(section, said, tmp_path):
+    done = with_section(tmp_path, section)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert said in done.stderr
+
+
+def test_both_forms_at_once_are_refused(tmp_path):
+    done = with_section(tmp_path, of_data_efficiency("seqlen"), "--set", "curriculum_learning.enabled=true")
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert "is another form of 'curriculum_learning', and both are there" in done.stderr

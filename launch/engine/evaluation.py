@@ -9,6 +9,7 @@ from data_pipeline.loader import Loader
 from data_pipeline.tokenizer import Tokenizer
 from launch.engine.distributed import Collectives
 from launch.engine.engine import Engine
+from launch.engine.similarity import BlockSimilarity
 from launch.run.config import RunConfig
 from model.sampling import generate
 
@@ -16,8 +17,8 @@ from model.sampling import generate
 class Evaluation:
     """The loss on a fixed set of validation windows: `eval_batches` global batches, the same for every number of ranks."""
 
-    def __init__(self, config: RunConfig, collectives: Collectives):
-        self.config, self.collectives = config, collectives
+    def __init__(self, config: RunConfig, collectives: Collectives, similarity: BlockSimilarity):
+        self.config, self.collectives, self.similarity = config, collectives, similarity
         corpus = config.corpus
         self.loader = Loader(
             corpus.val, None, config.shape.seq_len, corpus.vocab_size, collectives.rank, collectives.world_size, collectives.device
@@ -25,14 +26,15 @@ class Evaluation:
         self.windows = min(config.eval_batches * config.global_batch_size, corpus.val.windows(config.shape.seq_len))
 
     @torch.no_grad()
-    def loss(self, engine: Engine) -> float:
+    def loss(self, engine: Engine, step: int) -> float:
         """Mean cross-entropy in nats a token. Neither its traffic nor its gradients (there are none) touch the training step."""
         engine.deepspeed.eval()
         total = torch.zeros(2, dtype=torch.float64, device=self.collectives.device)  # sum over windows, windows
-        with self.collectives.uncounted():
+        with self.collectives.uncounted(), self.similarity.watching(engine.deepspeed.module.h, step):
             for tokens, weight in self.loader.validation_batches(self.windows, self.config.micro_batch_size):
                 loss = engine.loss(tokens)
                 if weight:
+                    self.similarity.taken()
                     total += torch.stack([loss.double() * weight, torch.full_like(total[0], weight)])
             self.collectives.all_reduce(total)
         engine.deepspeed.train()

@@ -7,8 +7,9 @@ name, when it is wrong, and the line that says why and what to write instead. Ol
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from launch.run.engine_json import EngineJson
@@ -26,7 +27,7 @@ NOT_DRIVEN = {
     "autotuning": "the autotuner acts under `deepspeed --autotuning` only, which starts runs of its own",
     "compile": "the engine is not compiled",
     "datastates_ckpt": "checkpoints are written before the next step, by DeepSpeed's plain writer",
-    "data_efficiency": "the batches come from data_pipeline/, not from DeepSpeed's data loader",
+    "data_efficiency": "the batches come from data_pipeline/ (its seqlen curriculum and its random_ltd do act)",
     "dataloader_drop_last": "the batches come from data_pipeline/, which has no short ones",
     "expert_parallel": "the model has no experts",
     "hybrid_engine": "there is nothing to generate during training",
@@ -344,6 +345,26 @@ def check_combinations(engine: EngineJson, ranks: int, d_model: int, claimed: Ma
         if engine.values["zero_optimization"].get(key) == "auto":
             engine.settle(("zero_optimization", key), size(d_model), f"from d_model {d_model}")
     _check_machine(engine)
+
+
+def adopt_other_forms(engine: EngineJson, techniques: Iterable[type[Technique]]) -> None:
+    """Move what stands at another documented place of a technique's section to the place where the technique looks for it."""
+    for cls in techniques:
+        for place, convert in cls.other_forms.items():
+            path, section = tuple(place.split(".")), cls.sections[0]
+            if engine.get(*path) is None:
+                continue
+            for end in range(1, len(path)):
+                switch = engine.get(*path[:end], "enabled")
+                if not isinstance(switch, bool) and switch is not None:
+                    engine.fault((*path[:end], "enabled"), f"is {json.dumps(switch)}, must be true or false")
+            if any(engine.get(*path[:end], "enabled") is False for end in range(1, len(path))):
+                continue  # switched off, above it
+            if section in engine.values:
+                engine.fault(path, f"is another form of '{section}', and both are there; keep one of them")
+            else:
+                value = engine.get(*path)
+                engine.rename(path, (section,), convert(value) if isinstance(value, dict) else value)
 
 
 def _rename(engine: EngineJson) -> None:

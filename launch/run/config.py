@@ -9,14 +9,14 @@ from __future__ import annotations
 import argparse
 import os
 import re
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from data_pipeline.errors import DataError
 from data_pipeline.shards import Corpus, open_corpus
-from launch.run.combinations import CUDA_ONLY, ZERO_AUTO, check_combinations
+from launch.run.combinations import CUDA_ONLY, ZERO_AUTO, adopt_other_forms, check_combinations
 from launch.run.engine_json import EngineJson
 from launch.run.engine_keys import section_rule
 from launch.run.errors import UsageError, nearest
@@ -97,6 +97,7 @@ class RunConfig:
     save_every: int
     keep: int
     histogram_every: int
+    block_similarity: bool
     sample_tokens: int
     prompt: str
     quiet: bool
@@ -219,6 +220,7 @@ def resolve(argv: list[str], ranks: int | None = None) -> tuple[RunConfig, argpa
     run_name = flags.run_name or (recipe.name if recipe else Path(file).stem)
     engine = EngineJson(file, flags.overrides)
     claimed = {name: cls for cls in technique_classes() for name in cls.sections}
+    adopt_other_forms(engine, technique_classes())
     engine.check_keys({name: section_rule(cls) for name, cls in claimed.items()}, AUTO_KEYS)
     for key in OFFLOADS:
         if (engine.get("zero_optimization", key) or {}).get("nvme_path") == "auto":
@@ -231,6 +233,8 @@ def resolve(argv: list[str], ranks: int | None = None) -> tuple[RunConfig, argpa
     schedule = resolve_schedule(engine, flags, preset, lr, steps, total_tokens)
     if engine.get("gradient_clipping") is None:
         engine.settle(("gradient_clipping",), 1.0, "DeepSpeed's default")
+    if flags.block_similarity and flags.eval_every == 0:
+        engine.fault_of_run("--block_similarity is measured at evaluations, and --eval_every 0 makes none; leave out one of the two")
     engine.raise_faults()
 
     corpus, missing = _corpus(flags, shape)
@@ -264,6 +268,7 @@ def resolve(argv: list[str], ranks: int | None = None) -> tuple[RunConfig, argpa
         save_every=flags.save_every if flags.save_every is not None else -(-steps // 4),
         keep=flags.keep,
         histogram_every=flags.histogram_every,
+        block_similarity=flags.block_similarity,
         sample_tokens=flags.sample_tokens,
         prompt=flags.prompt,
         quiet=flags.quiet,
@@ -274,10 +279,10 @@ def resolve(argv: list[str], ranks: int | None = None) -> tuple[RunConfig, argpa
     )
     _check_swap_buffers(engine, config)
     try:
-        make_techniques(config)  # each checks its own section when it is built
+        techniques = make_techniques(config)  # each checks its own section when it is built
     except ValueError as reason:
         raise UsageError(_placed(engine, str(reason))) from None
-    return config, flags
+    return replace(config, notes=config.notes + techniques.notes), flags
 
 
 def _check_swap_buffers(engine: EngineJson, config: RunConfig) -> None:

@@ -66,6 +66,7 @@ RUN_VALUES = (
     "save_every",
     "keep",
     "histogram_every",
+    "block_similarity",
     "ranks",
 )
 

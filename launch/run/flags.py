@@ -129,6 +129,11 @@ def build_parser() -> Parser:
         default=0,
         help="steps between histograms of the gradients' exponents, per layer, with what fp16 would make zero; 0 is off (0)",
     )
+    run.add_argument(
+        "--block_similarity",
+        action="store_true",
+        help="at every evaluation, how near each block's output is to its input, in norm and direction, into blocks.jsonl and blocks.png",
+    )
     run.add_argument("--sample_tokens", type=natural, default=0, help="length of the text sampled at the end; 0 is off (0)")
     run.add_argument("--prompt", default="def ", help="what the sample starts with ('def ')")
     run.add_argument("--ranks", type=positive, help="number of ranks to check and explain the run for, where no launcher says it")

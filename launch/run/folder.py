@@ -1,4 +1,5 @@
-"""A run's folder: `run.json`, `metrics.jsonl`, `log.txt`, TensorBoard events, `checkpoints/`, `loss.png`; on request `histograms.jsonl`.
+"""A run's folder: `run.json`, `metrics.jsonl`, `log.txt`, TensorBoard events, `checkpoints/`, `loss.png`; on request `histograms.jsonl`,
+`blocks.jsonl`.
 
 Everything downstream reads these files only. One process writes them: global rank 0. `metrics.jsonl` holds one object a step;
 a line is on the operating system's side before the next step begins, so that a killed run loses none.
@@ -22,7 +23,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from launch.run.errors import UsageError, say
 from launch.run.exponents import overall
 from launch.run.metrics import read_metrics
-from launch.run.picture import draw_exponents, draw_loss
+from launch.run.picture import draw_blocks, draw_exponents, draw_loss
 from model.accounting import parameter_count
 
 if TYPE_CHECKING:
@@ -256,7 +257,7 @@ class RunFolder:
         return draw_loss(self.path, title, math.log(config.corpus.vocab_size))
 
     def open_metrics(self, step: int) -> None:
-        """Cut `metrics.jsonl` and `histograms.jsonl` back to `step`: later lines are written again, and a torn last line is dropped.
+        """Cut `metrics.jsonl` and what is beside it back to `step`: later lines are written again, and a torn last line is dropped.
 
         `seconds_before` becomes the `seconds` of the last line that stays: the clock of the run goes on from there.
         """
@@ -264,8 +265,9 @@ class RunFolder:
 
         file = self.path / "metrics.jsonl"
         with _writable(self.path):
-            if (self.path / "histograms.jsonl").exists():
-                _cut_back(self.path / "histograms.jsonl", step)
+            for name in ("histograms.jsonl", "blocks.jsonl"):
+                if (self.path / name).exists():
+                    _cut_back(self.path / name, step)
             kept = _cut_back(file, step)
             self._metrics = open(file, "a", encoding="utf-8")  # noqa: SIM115
             # Purges what a killed run left there of later steps.
@@ -296,16 +298,24 @@ class RunFolder:
 
     def write_histograms(self, line: dict[str, Any]) -> None:
         """Append one step's histograms to `histograms.jsonl`, draw them, and say what fp16 would lose."""
-        file = self.path / "histograms.jsonl"
         with _writable(self.path):
-            with open(file, "a", encoding="utf-8") as stream:
-                stream.write(json.dumps(line) + "\n")
+            self._append("histograms.jsonl", line)
             picture = draw_exponents(self.path, line)
         shares = ", ".join(
             f"{100 * overall(line, 'activation_gradients', key):.3g}% at a loss scale of {scale:,.10g}"
             for key, scale in (("fp16_zero_at_1", 1), ("fp16_zero_at_scale", line["scale"]))
         )
         self.log(f"step {line['step']}: of the activation gradients fp16 holds as zero {shares}; {picture}")
+
+    def write_similarity(self, line: dict[str, Any]) -> None:
+        """Append what each block made of its input to `blocks.jsonl`, and draw all of it."""
+        with _writable(self.path):
+            self._append("blocks.jsonl", line)
+            draw_blocks(self.path)
+
+    def _append(self, name: str, line: dict[str, Any]) -> None:
+        with open(self.path / name, "a", encoding="utf-8") as stream:
+            stream.write(json.dumps(line) + "\n")
 
     def close(self) -> None:
         """Flush and close everything; the lock goes last."""
@@ -323,7 +333,7 @@ class NoFolder:
     def log(self, *_: Any, **__: Any) -> None:
         pass
 
-    log_start = log_end = log_failure = open_metrics = write_metrics = write_histograms = close = log
+    log_start = log_end = log_failure = open_metrics = write_metrics = write_histograms = write_similarity = close = log
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""Pictures of a run: `loss.png`, as people look at it first, and `histograms.png`, the exponents of its gradients."""
+"""Pictures of a run: `loss.png`, as people look at it first, `histograms.png`, the exponents of its gradients, and `blocks.png`."""
 
 from __future__ import annotations
 
@@ -117,6 +117,44 @@ def draw_exponents(run: Path, line: dict[str, Any]) -> Path:
     scaled = f"loss scale {line['loss_scale']:,.10g}" if line["loss_scale"] else "no loss scale"
     figure.suptitle(f"{run.name}, step {line['step']}: gradients in {line['precision']}, {scaled}")
     file = run / "histograms.png"
+    figure.savefig(file)
+    pyplot.close(figure)
+    return file
+
+
+def draw_blocks(run: Path) -> Path:
+    """Draw `blocks.jsonl`: over depth and time each block's norm ratio of output to input, and the cosine between the two."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    lines = read_metrics(run / "blocks.jsonl")
+    n_layer = len(lines[0]["norm_ratio"])
+    panels = {
+        "norm_ratio": "norm of the output over that of the input",
+        "cosine_similarity": "cosine between input and output",
+    }
+    size = (13, 2.2 + 0.32 * max(6, n_layer))
+    figure, axes = pyplot.subplots(1, 2, figsize=size, dpi=110, sharey=True, layout="constrained")
+    for panel, (key, title) in zip(axes, panels.items(), strict=True):
+        values = [[line[key][layer] for line in lines] for layer in range(n_layer)]  # (blocks, evaluations)
+        mesh = panel.pcolormesh(values, cmap="viridis", edgecolors="white", linewidth=0.5)
+        middle = (max(map(max, values)) + min(map(min, values))) / 2
+        if len(lines) <= 12 and n_layer <= 24:
+            for layer, row in enumerate(values):
+                for place, value in enumerate(row):
+                    color = "black" if value > middle else "white"
+                    panel.text(place + 0.5, layer + 0.5, f"{value:.2f}", ha="center", va="center", color=color, fontsize=8)
+        every = -(-len(lines) // 12)
+        panel.set_xticks([place + 0.5 for place in range(0, len(lines), every)], [str(line["step"]) for line in lines[::every]])
+        panel.set_yticks([layer + 0.5 for layer in range(n_layer)], [str(layer) for layer in range(n_layer)])
+        panel.set(title=title, xlabel="step")
+        figure.colorbar(mesh, ax=panel)
+    axes[0].set_ylabel("block, from the input")
+    axes[0].invert_yaxis()
+    figure.suptitle(f"{run.name}: what each block makes of its input (1 is no change), mean over the validation tokens")
+    file = run / "blocks.png"
     figure.savefig(file)
     pyplot.close(figure)
     return file

@@ -9,6 +9,8 @@ DeepSpeed dropped the section after 0.19.6; its scheduler, which decides the len
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from recipes.technique import Run, Technique, require_token_schedule
@@ -38,8 +40,39 @@ def length_at(step: int, section: dict[str, Any]) -> int:
     return int(min(max(length - length % multiple, -(-least // multiple) * multiple), most))
 
 
+def stages(section: dict[str, Any]) -> list[tuple[int, int]]:
+    """(first step, length) of every length that a resolved section goes through, in their order: so many shapes are compiled."""
+    schedule = section["schedule_config"]
+    if section["schedule_type"] == "fixed_discrete":
+        firsts, lengths = [1, *(last + 1 for last in schedule["max_step"])], schedule["difficulty"]
+        return [stage for stage, before in zip(zip(firsts, lengths, strict=True), [None, *lengths], strict=False) if stage[1] != before]
+    steps = range(1, schedule["total_curriculum_step"] + 1)
+    found = [(1, length_at(1, section))]
+    while (length := found[-1][1]) < section["max_difficulty"]:
+        step = 1 + bisect_right(steps, length, key=lambda step: length_at(step, section))  # lengths never fall
+        found.append((step, length_at(step, section)))
+    return found
+
+
+def section_of_metric(metric: dict[str, Any], mode: str = "truncate") -> dict[str, Any]:
+    """The section that means what a seqlen metric of `data_efficiency` does: DeepSpeed's Data Efficiency library, which publishes a
+    length and leaves it to the user's loop to `mode` the sequences, has the same schedules there."""
+    indexed = (
+        "index_to_sample_path",
+        "index_to_metric_path",
+        "difficulty_type",
+        "clustering_type",
+    )  # of a sample's difficulty; all are cut
+    return {"curriculum_type": "seqlen", "mode": mode} | {key: value for key, value in metric.items() if key not in indexed}
+
+
+METRICS = "data_efficiency.data_sampling.curriculum_learning.curriculum_metrics"
+
+
 class CurriculumLearning(Technique):
     """DeepSpeed's documented `"curriculum_learning": {"enabled": true, "curriculum_type": "seqlen", ...}`, and `"mode"`.
+
+    A metric `seqlen`, `seqlen_truncate` or `seqlen_reshape` among the `curriculum_metrics` of `data_efficiency` means the same.
 
     min_difficulty, max_difficulty: the first and the last length, in tokens; "auto" is an eighth of the model's and all of it.
     schedule_type: "fixed_linear", "fixed_root" (with `root_degree`) or "fixed_discrete" (`difficulty` and `max_step`, lists of which the
@@ -54,6 +87,11 @@ class CurriculumLearning(Technique):
     """
 
     sections = ("curriculum_learning",)
+    other_forms = {
+        f"{METRICS}.seqlen": section_of_metric,
+        f"{METRICS}.seqlen_truncate": section_of_metric,
+        f"{METRICS}.seqlen_reshape": partial(section_of_metric, mode="reshape"),
+    }
     keys = {
         "curriculum_type": {"types": ["string"], "enum": ["seqlen"]},
         "min_difficulty": {"types": ["integer"], "minimum": 1, "auto": True},
@@ -79,6 +117,7 @@ class CurriculumLearning(Technique):
         require_token_schedule(run)
         self._scheduler: Any = None
         self.on_step(1)
+        self.notes = (self._note(run),)
 
     def _resolved(self, section: dict[str, Any]) -> dict[str, Any]:
         """The section with every value in it.
@@ -135,12 +174,19 @@ class CurriculumLearning(Technique):
         schedule |= {"difficulty_step": multiple} | ({"root_degree": given["root_degree"]} if kind == "fixed_root" else {})
         return {"min_difficulty": least, "max_difficulty": most, "schedule_type": kind, "schedule_config": schedule}
 
-    @property
-    def n_lengths(self) -> int:
-        """How many different lengths the run will see: so many shapes are compiled."""
-        if self.section["schedule_type"] == "fixed_discrete":
-            return len(set(self.section["schedule_config"]["difficulty"]))
-        return len({length_at(step, self.section) for step in range(1, self.section["schedule_config"]["total_curriculum_step"] + 1)})
+    def _note(self, run: Run) -> str:
+        lengths = stages(self.section)
+        ends = [first for first, _ in lengths[1:]]
+        # Steps of whole batches that hold the tokens before the last length.
+        needed = sum(
+            (end - first) * (1 if self.reshapes else length / self.seq_len) for (first, length), end in zip(lengths, ends, strict=False)
+        )
+        shapes = len({length for _, length in lengths} | {self.seq_len})
+        text = (
+            f"curriculum_learning: sequences of {lengths[0][1]} to {lengths[-1][1]} tokens, the last from step {lengths[-1][0]:,} on; "
+            f"{shapes} lengths with that of the evaluation, and a compiled model compiles as many shapes"
+        )
+        return text if needed < run.steps else f"{text}; the run's tokens end before the last length"
 
     def attach(self, engine: Any, collectives: Any) -> None:
         from deepspeed.runtime.data_pipeline.curriculum_scheduler import CurriculumScheduler

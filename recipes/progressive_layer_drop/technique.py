@@ -32,6 +32,13 @@ def theta_at(step: int, theta: float, gamma: float) -> float:
     return (1 - theta) * math.exp(-gamma * (step - 1)) + theta
 
 
+def mean_theta(steps: int, theta: float, gamma: float) -> float:
+    """The mean of theta(t) over a run of `steps` steps, a geometric series."""
+    if gamma == 0:
+        return 1.0
+    return theta + (1 - theta) * math.expm1(-gamma * steps) / math.expm1(-gamma) / steps
+
+
 def keep_probabilities(theta: float, n_layer: int) -> list[float]:
     """With which probability each block runs: 1 - i / n_layer (1 - theta). The first always does, the last nearly with theta."""
     return [1 - i / n_layer * (1 - theta) for i in range(n_layer)]
@@ -55,6 +62,7 @@ class ProgressiveLayerDrop(Technique):
     """
 
     sections = ("progressive_layer_drop",)
+    decides = ("which blocks see which tokens",)
     keys = {
         "theta": {"types": ["number"], "minimum": 0, "maximum": 1, "auto": True},
         "gamma": {"types": ["number"], "minimum": 0, "auto": True},
@@ -76,6 +84,10 @@ class ProgressiveLayerDrop(Technique):
         self.micro_steps = run.gradient_accumulation_steps
         self._flops: list[float] = []
         self.on_step(1)
+        last = theta_at(run.steps, self.theta, self.gamma)
+        mean = mean_theta(run.steps, self.theta, self.gamma)
+        share = sum(keep_probabilities(mean, self.n_layer)) / self.n_layer
+        self.notes = (f"progressive_layer_drop: theta falls to {last:.3g} over the run; {100 * share:.0f}% of the blocks run on average",)
 
     def on_step(self, step: int) -> None:
         self.step, self.micro_step = step, -1
