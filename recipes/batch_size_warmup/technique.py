@@ -44,6 +44,7 @@ class BatchSizeWarmup(Technique):
     """
 
     sections = ("batch_size_warmup",)
+    decides = ("how many sequences a step has",)
     keys = {
         "min_batch_size": {"types": ["integer"], "minimum": 1, "auto": True},
         "increment": {"types": ["integer"], "minimum": 1, "auto": True},
@@ -57,6 +58,12 @@ class BatchSizeWarmup(Technique):
         found = stages(start, increment, run.global_batch_size, warmup_tokens, run.shape.seq_len)
         self._first_steps, self._sizes = zip(*found, strict=True)
         self.on_step(1)
+        if len(found) > 1:
+            last = f"all {found[-1][1]:,} from step {found[-1][0]:,} on"
+            grows = f"{start:,} sequences a step at first, growing by {increment:,}, {last}"
+        else:
+            grows = f"the global batch of {run.global_batch_size} sequences is that of the first step already, and nothing grows"
+        self.notes = (f"batch_size_warmup: {grows}",)
 
     def _resolved(self, section: dict[str, Any], run: Run) -> tuple[int, int, int]:
         """The three values. Raises ValueError: see `Technique.__init__`."""
@@ -87,7 +94,7 @@ class BatchSizeWarmup(Technique):
         check(
             "increment",
             increment > 0 and (full - start) % increment > 0,
-            f"in which the {full - start} sequences from {start} to the global batch of {full} cannot be gone; write {fitting}",
+            f"which does not divide the {full - start} sequences from {start} to the global batch of {full}; write {fitting}",
         )
         warmup_tokens = given.get("warmup_tokens", max(1, run.total_tokens // 4))
         check("warmup_tokens", warmup_tokens > run.total_tokens, f"but the run has {run.total_tokens}; lower it, or raise --steps")

@@ -128,6 +128,28 @@ class CompiledBlocks(Technique):
         return {"compiled_graphs": torch._dynamo.utils.counters["stats"]["unique_graphs"]}
 
 
+class SeenWindows(Technique):
+    """Keeps what this rank is given: for each step its windows."""
+
+    steps: list[list[list[int]]] = []
+
+    def __init__(self, section: dict[str, Any], run: Run):
+        self.steps.clear()
+
+    def on_step(self, step: int) -> None:
+        self.steps.append([])
+
+    def on_batch(self, tokens: torch.Tensor) -> torch.Tensor:
+        self.steps[-1].extend(tokens.tolist())
+        return tokens
+
+
+def windows_seen(flags: list[str]) -> list[list[list[int]]]:
+    """What `SeenWindows` keeps of a run, on this rank."""
+    pretrain_with("SeenWindows", flags)
+    return list(SeenWindows.steps)
+
+
 class WatchedLengths(Technique):
     """The longest sequence that the model has been given in the step's training, and in the latest evaluation."""
 
