@@ -10,7 +10,14 @@ import socket
 from pathlib import Path
 from typing import Any
 
+from recipes.registry import read_recipe, recipe_names
+
 ROOT = Path(__file__).resolve().parents[1]
+
+
+def recipe_flags(config: Path) -> list[str]:
+    """What the recipe of an engine JSON that is named like it suggests, without which it may be refused."""
+    return read_recipe(ROOT / "recipes" / config.stem).flags if config.stem in recipe_names() else []
 
 
 def free_port() -> int:

@@ -8,7 +8,6 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -22,8 +21,8 @@ PAGE = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
 FILES = dict(re.findall(r"^`([\w./]+)`:\n\n```\w+\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL))
 #: The lines of all blocks of commands.
 COMMANDS = [line for block in re.findall(r"^```sh\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL) for line in block.splitlines()]
-NAME = "batch_size_warmup"
-STEPS = 8  # of full batches; the warm-up is a quarter of them
+NAME = "dropout_schedule"
+STEPS = 8  # dropout acts in a quarter of them
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
@@ -96,20 +95,20 @@ def test_explain_says_what_it_will_do(indexed, run, corpus):
     (command,) = (command for command in commands("python launch/pretrain.py") if "--explain" in command)
     page = run(f"{command} --data {corpus}").stdout
     assert f"Over the run ({NAME})" in page
-    (sizes,) = [line.split()[1:] for line in page.splitlines() if line.split()[:1] == ["batch_size"]]
-    assert sizes == ["8", "32", "32", "32", "32"]
+    rates = [line.split()[1:] for line in page.splitlines() if line.split()[:1] == ["dropout"]]
+    assert rates == [["0.1", "recipe.json"], ["0.1", "0.1", "0", "0", "0"]], "the run's own, and over the run"
 
 
 @pytest.mark.parametrize(
-    ("override", "message"),
+    ("flags", "message"),
     [
-        ("doublings=1.5", "--set batch_size_warmup.doublings: is 1.5, must be a whole number"),
-        ("doublings=6", "cannot be halved so often; lower it, or raise --global_batch_size"),
-        ("doubling=1", "--set batch_size_warmup.doubling: unknown key; did you mean 'doublings'?"),
+        ("--set dropout_schedule.off_after=1.5", "--set dropout_schedule.off_after: is 1.5, must be a whole number"),
+        ("--set dropout_schedule.off=1", "--set dropout_schedule.off: unknown key; did you mean 'off_after'?"),
+        ("--dropout 0", "line 34: 'dropout_schedule' needs a run with dropout, and this one's is 0; give --dropout, such as 0.1"),
     ],
 )
-def test_a_mistake_in_its_section_is_one_line(override, message, indexed, run, corpus):
-    done = run(f"python launch/pretrain.py --recipe recipes/{NAME} --data {corpus} --set {NAME}.{override}", code=2)
+def test_a_mistake_in_its_section_is_one_line(flags, message, indexed, run, corpus):
+    done = run(f"python launch/pretrain.py --recipe recipes/{NAME} --data {corpus} {flags}", code=2)
     assert message in done.stderr
     assert done.stderr.count("\n") == 1
 
@@ -117,17 +116,15 @@ def test_a_mistake_in_its_section_is_one_line(override, message, indexed, run, c
 def test_the_recipe_trains_and_its_control_too(indexed, run, corpus):
     for command in commands("deepspeed"):
         run(f"{command} --data {corpus} --steps {STEPS}")
-    warmup, full = (read_metrics(indexed / "runs" / name / "metrics.jsonl") for name in ("warmup_1", "full_1"))
-    sizes = [line["batch_size"] for line in warmup if line["step"]]
-    assert sizes[:2] == [8, 16]
-    assert set(sizes[2:]) == {32}
-    consumed = [line["tokens"] for line in warmup]
-    assert [after - before for before, after in pairwise(consumed)] == [size * 128 for size in sizes]
-    assert all("batch_size" not in line for line in full)
-    assert 0 <= warmup[-1]["tokens"] - full[-1]["tokens"] < 32 * 128
-    assert warmup[0]["val_loss"] == full[0]["val_loss"], "the same weights, the same validation"
-    assert all(lines[-1]["val_loss"] < lines[0]["val_loss"] - 0.1 for lines in (warmup, full))
-    described = json.loads((indexed / "runs" / "warmup_1" / "run.json").read_text(encoding="utf-8"))
+    early, throughout = (read_metrics(indexed / "runs" / name / "metrics.jsonl") for name in ("early_1", "throughout_1"))
+    assert [line["dropout"] for line in early if line["step"]] == [0.1] * (STEPS // 4) + [0] * (STEPS - STEPS // 4)
+    assert all("dropout" not in line for line in throughout)
+    assert [line["tokens"] for line in early] == [line["tokens"] for line in throughout]
+    alike = [one["loss"] == other["loss"] for one, other in zip(early, throughout, strict=True) if one["step"]]
+    assert alike == [True] * (STEPS // 4) + [False] * (STEPS - STEPS // 4)
+    assert early[0]["val_loss"] == throughout[0]["val_loss"], "the same weights, the same validation"
+    assert all(lines[-1]["val_loss"] < lines[0]["val_loss"] - 0.1 for lines in (early, throughout))
+    described = json.loads((indexed / "runs" / "early_1" / "run.json").read_text(encoding="utf-8"))
     assert described["config_file"] == str(indexed / "ds_configs" / f"{NAME}.json")
     (command,) = commands("tail")
     assert run(command).stdout.count('"val_loss"') == 2

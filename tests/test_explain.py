@@ -14,7 +14,9 @@ from launch.run.explain import as_text, explain
 from model.accounting import flops_per_token, parameter_count
 from model.presets import PRESETS, GPTConfig
 from recipes import registry
+from recipes.progressive_layer_drop.technique import draw
 from recipes.technique import Technique, Techniques
+from tests.helpers import recipe_flags
 
 ROOT = Path(__file__).resolve().parents[1]
 LARGE = ["--deepspeed_config", "ds_configs/zero3_bf16.json", "--preset", "gpt3-13b", "--ranks", "64"]
@@ -138,6 +140,35 @@ def test_the_table_over_the_run_asks_the_techniques(explained, monkeypatch):
     assert rows[1]["lr"] > rows[2]["lr"] > rows[3]["lr"]
 
 
+def test_without_a_technique_the_run_has_the_steps_that_were_asked_for(explained):
+    page = explained("--steps", "3")
+    assert [row["step"] for row in page["over_the_run"]] == [1, 1, 2, 3, 3]
+    assert page["length"]["steps"] == 3
+    assert page["flops"]["run"] == 3 * page["flops"]["per_step"]
+
+
+@pytest.mark.parametrize("mode", ["truncate", "reshape"])
+def test_steps_and_flops_of_the_run_are_those_of_what_is_left_to_train_on(mode, corpus, explained):
+    """By hand: 10 steps of 8 sequences are 10,240 tokens at length 128. Four steps at length 48, and all blocks but the last."""
+    curriculum = {"schedule_type": "fixed_discrete", "schedule_config": {"difficulty": [48, 128], "max_step": [4]}, "mode": mode}
+    page = explained("--steps", "10", curriculum_learning=curriculum)
+    # A row of each sequence, or two: 4 x 8 x 48 = 1,536 tokens, or 3,072. The rest are whole steps of 1,024.
+    short, full = (1536, 9 * 1024) if mode == "truncate" else (3072, 7 * 1024)
+    model = resolve(["--deepspeed_config", "ds_configs/zero1_bf16.json", "--data", str(corpus)])[0].model_config
+    assert page["length"]["steps"] == 4 + full // 1024
+    assert page["over_the_run"][-1]["tokens"] == short + full
+    assert page["flops"]["run"] == short * flops_per_token(model, 48) + full * flops_per_token(model)
+
+
+def test_blocks_that_are_dropped_cost_nothing(corpus, explained):
+    page = explained("--steps", "10", progressive_layer_drop={"theta": 0, "gamma": 1000})
+    model = resolve(["--deepspeed_config", "ds_configs/zero1_bf16.json", "--data", str(corpus)])[0].model_config
+    # theta is 1 in the first step, and then 0: of nano's four blocks i is kept with 1 - i / 4.
+    kept = [4, *(sum(draw(1, step, layer) < 1 - layer / 4 for layer in range(4)) for step in range(2, 11))]
+    assert sum(kept) < 35
+    assert page["flops"]["run"] == 1024 * sum(flops_per_token(model, kept_blocks=blocks) for blocks in kept)
+
+
 def test_the_text_has_every_value_and_fits_the_terminal(explained):
     page = explained("--steps", "100")
     text = as_text(page)
@@ -166,7 +197,18 @@ def test_it_needs_no_torch_and_makes_nothing(form, tmp_path):
 @pytest.mark.parametrize("preset", PRESETS)
 def test_every_preset_and_shipped_json_is_explained(preset, tmp_path):
     for file in sorted((ROOT / "ds_configs").glob("*.json")):
-        flags = ["--deepspeed_config", str(file), "--preset", preset, "--ranks", "8", "--explain", "--data", str(tmp_path)]
+        flags = [
+            "--deepspeed_config",
+            str(file),
+            *recipe_flags(file),
+            "--preset",
+            preset,
+            "--ranks",
+            "8",
+            "--explain",
+            "--data",
+            str(tmp_path),
+        ]
         assert as_text(explain(resolve(flags)[0])).startswith(str(file))
 
 

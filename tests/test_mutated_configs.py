@@ -83,7 +83,8 @@ def outcome(tmp_path_factory, corpus) -> Callable[..., Outcome]:
         text, lines = render(values)
         file.write_text(text)
         try:
-            resolve(["--deepspeed_config", str(file), "--data", str(corpus), *flags], ranks=ranks)
+            # With dropout, for the sections that are refused without.
+            resolve(["--deepspeed_config", str(file), "--data", str(corpus), "--dropout", "0.1", *flags], ranks=ranks)
         except UsageError as mistake:
             return Outcome(mistake.faults, None, lines)
         except Exception as crash:

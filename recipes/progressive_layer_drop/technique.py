@@ -122,7 +122,8 @@ class ProgressiveLayerDrop(Technique):
 
     def metrics(self) -> dict[str, float]:
         """theta, how many blocks ran (a mean over micro-batches that drew for themselves), and the share of the FLOPs that was left out."""
-        draws = self._kept or [sum(self._draw(micro_step)) for micro_step in range(self.micro_steps if self.each_micro_batch else 1)]
+        others = range(1, self.micro_steps if self.each_micro_batch else 1)
+        draws = self._kept or [sum(self.keeps), *(sum(self._draw(micro_step)) for micro_step in others)]
         kept = sum(draws) / len(draws)
         found = {"theta": self.current_theta, "kept_blocks": kept}
         if self._flops:
