@@ -96,7 +96,7 @@ def test_explain_says_what_it_will_do(indexed, run, corpus):
     page = run(f"{command} --data {corpus}").stdout
     assert f"Over the run ({NAME})" in page
     rates = [line.split()[1:] for line in page.splitlines() if line.split()[:1] == ["dropout"]]
-    assert rates == [["0.1", "recipe.json"], ["0.1", "0.1", "0", "0", "0"]], "the run's own, and over the run"
+    assert rates == [["0.1", f"recipes/{NAME}/recipe.json"], ["0.1", "0.1", "0", "0", "0"]], "the run's own, and over the run"
 
 
 @pytest.mark.parametrize(
