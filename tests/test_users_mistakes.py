@@ -218,7 +218,7 @@ WRONG_VALUES = {
     "optimizer.params.eps": [0, -1, "x", None],
     "optimizer.params.weight_decay": [-1, None, True, 5],
     "optimizer.params.amsgrad": ["x"],
-    "optimizer.params.bias_correction": [False],
+    "optimizer.params.bias_correction": [0, "no"],
     "optimizer.params.max_grad_norm": [1],
     "optimizer.params.wd": [0.1],
     "scheduler": [*NOT_OBJECTS, {}, {"type": "Cosine"}, {"type": "WarmupLR", "params": None}, {"type": "WarmupCosineTokens", "param": {}}],

@@ -21,6 +21,9 @@ from model.gpt import GPT, weight_decay_groups
 from model.presets import GPTConfig
 from recipes.technique import Technique
 
+#: A step so late that no beta below 1 has a power left, and that fp32 does not count on from.
+LATE_STEP = 1e9
+
 
 @dataclass
 class Engine:
@@ -200,16 +203,32 @@ def _adam(config: RunConfig, groups: list[dict[str, Any]]) -> torch.optim.Optimi
     params = config.optimizer["params"]
     # DeepSpeed's "Adam" decouples the weight decay too, unless "adam_w_mode" says otherwise.
     decoupled = config.optimizer["type"] == "AdamW" or params.get("adam_w_mode", True)
-    kind = torch.optim.AdamW if decoupled else torch.optim.Adam
-    return kind(
+    optimizer = torch.optim.Adam(
         groups,
         lr=params["lr"],
         betas=tuple(params["betas"]),
         eps=params["eps"],
         weight_decay=params["weight_decay"],
         amsgrad=params.get("amsgrad", False),
+        decoupled_weight_decay=decoupled,
         fused=True,
     )
+    if params.get("bias_correction", True) is False:
+        optimizer.register_step_pre_hook(_leave_bias)
+    return optimizer
+
+
+def _leave_bias(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """Before each step: Adam whose moments count as those of a late step, when 1 - beta^step is 1 and nothing is left to correct."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            state = optimizer.state[parameter]
+            if not state and parameter.grad is not None:  # as torch makes it in the step
+                state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
+                for moment in ("exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if group["amsgrad"] else ())):
+                    state[moment] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+            if state:
+                state["step"].fill_(LATE_STEP)
 
 
 def _log_norm(engine: Any) -> None:

@@ -78,8 +78,6 @@ def resolve_optimizer(engine: EngineJson, flags: argparse.Namespace, preset: Pre
     engine.note_faults(
         [fault._replace(message=MOVED[key]) if (key := str(fault.path[-1])) in MOVED and key not in rules else fault for fault in faults]
     )
-    if kind in ADAM_TYPES and params.get("bias_correction") is False:
-        engine.fault((*PATH, "bias_correction"), "is false, and torch's Adam always corrects the bias; leave the key out")
     betas = params.get("betas", "auto")
     if betas != "auto" and not (
         isinstance(betas, list) and len(betas) == 2 and all(type(beta) in (int, float) and 0 <= beta < 1 for beta in betas)

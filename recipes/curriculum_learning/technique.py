@@ -57,12 +57,7 @@ def stages(section: dict[str, Any]) -> list[tuple[int, int]]:
 def section_of_metric(metric: dict[str, Any], mode: str = "truncate") -> dict[str, Any]:
     """The section that means what a seqlen metric of `data_efficiency` does: DeepSpeed's Data Efficiency library, which publishes a
     length and leaves it to the user's loop to `mode` the sequences, has the same schedules there."""
-    indexed = (
-        "index_to_sample_path",
-        "index_to_metric_path",
-        "difficulty_type",
-        "clustering_type",
-    )  # of a sample's difficulty; all are cut
+    indexed = ("index_to_sample_path", "index_to_metric_path", "difficulty_type", "clustering_type")  # where to find short samples
     return {"curriculum_type": "seqlen", "mode": mode} | {key: value for key, value in metric.items() if key not in indexed}
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -69,6 +69,23 @@ def document_by_document(model: GPT, windows: torch.Tensor, document_end: int) -
     return total / windows[:, 1:].numel()
 
 
+class UncorrectedAdam(torch.optim.Optimizer):
+    """AdamW without the correction of its moments' bias (Kingma and Ba, arXiv 1412.6980, section 3), written out."""
+
+    def __init__(self, params: Iterable[dict], lr: float, betas: tuple[float, float], eps: float):
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps})
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                m, v = self.state[p] = self.state[p] or (torch.zeros_like(p), torch.zeros_like(p))
+                m.lerp_(p.grad, 1 - group["betas"][0])
+                v.lerp_(p.grad**2, 1 - group["betas"][1])
+                p.mul_(1 - group["lr"] * group["weight_decay"])
+                p.sub_(group["lr"] * m / (v.sqrt() + group["eps"]))
+
+
 class Step(NamedTuple):
     """What the reference saw in a step."""
 
@@ -89,6 +106,7 @@ def reference_steps(
     runner_of: Callable[[int, int], BlockRunner] = lambda step, micro_step: run_all_blocks,
     skips: Collection[int] = (),
     loss_of: Callable[[GPT, torch.Tensor, int], torch.Tensor] = whole_windows,
+    adam: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW,
     device: str = "cpu",
 ) -> list[Step]:
     """`steps` steps in fp32 over the whole global batch, the gradient norm taken in fp64.
@@ -108,7 +126,7 @@ def reference_steps(
     model = GPT(GPTConfig(**shape, vocab_size=corpus.vocab_size, init_seed=seed)).to(device)
     matrices = [p for p in model.parameters() if p.ndim >= 2]
     vectors = [p for p in model.parameters() if p.ndim < 2]
-    optimizer = torch.optim.AdamW(
+    optimizer = adam(
         [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}], lr=lr, betas=(0.9, 0.95), eps=1e-8
     )
     seen = []

@@ -15,7 +15,7 @@ import pytest
 
 from model.gpt import BlockRunner, run_all_blocks
 from tests.distributed.jobs import drops_block_1
-from tests.distributed.reference import Step, reference_steps, run_all_but
+from tests.distributed.reference import Step, UncorrectedAdam, reference_steps, run_all_but
 
 SHAPE = {"n_layer": 2, "n_head": 2, "d_model": 384, "seq_len": 64}  # 4 M parameters: large enough for the fp32 norm to go wrong
 STEPS, BATCH, LR, WARMUP, SEED = 30, 12, 1e-3, 3, 5
@@ -144,6 +144,16 @@ def test_a_layer_without_a_gradient_is_stepped_with_zero(form, accumulation, ran
     expected = losses_of(small_reference(accumulation, drops=True))
     assert largest_difference(expected, losses_of(small_reference())) > 1e-2, "a block that may be left out without a trace shows nothing"
     assert largest_difference(losses, expected) <= TOLERANCE
+
+
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.long), 2])
+@pytest.mark.parametrize("form", [pytest.param(form, marks=[] if form in ("stage 1", "stage 3") else pytest.mark.long) for form in FORMS])
+def test_adam_without_bias_correction(form, ranks, pool, corpus, small_reference, tmp_path, device):
+    run = [*flags(corpus, tmp_path, SMALL, form, ranks, 1), "--set", "optimizer.params.bias_correction=false"]
+    losses = [line["loss"] for line in pool.run("tests.distributed.jobs:pretrain", flags=run)[0]]
+    expected = losses_of(reference_steps(corpus, SMALL, STEPS, BATCH, LR, WARMUP, SEED, adam=UncorrectedAdam, device=device))
+    assert largest_difference(losses, expected) <= TOLERANCE
+    assert largest_difference(losses_of(small_reference()), expected) > 0.03
 
 
 @pytest.mark.cuda
