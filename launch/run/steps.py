@@ -1,4 +1,4 @@
-"""The steps that a run will really make: a run ends on tokens, and techniques may put less of them into a step than a whole batch has.
+"""The steps that a run will really make: a run ends on tokens, and techniques may put fewer of them into a step than a whole batch has.
 
 What a technique says of a step, in `batch_plan` and `metrics`, is enough to count its tokens and its FLOPs before there is a model.
 """
