@@ -20,6 +20,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from launch.run.config import resolve
+from launch.run.engine_keys import section_rule
 from launch.run.engine_schema import engine_schema
 from launch.run.errors import UsageError
 from recipes.registry import technique_classes
@@ -29,6 +30,7 @@ SHIPPED = {path.stem: json.loads(path.read_text()) for path in sorted((ROOT / "d
 SCHEMA = engine_schema()
 #: Top-level keys that a recipe of this project claims; no mutant of DeepSpeed's keys touches them.
 CLAIMED = {name for cls in technique_classes() for name in cls.sections}
+OURS = {name: section_rule(cls) for cls in technique_classes() for name in cls.sections}
 #: The parameters of what this project builds itself, which are not in DeepSpeed's schema.
 TOKEN_SCHEDULE_PARAMS = {"min_lr": {}, "warmup_steps": {}, "total_tokens": {}}
 SWITCH = {"types": ["boolean"]}
@@ -135,7 +137,7 @@ def rules_at(values: Values, path: KeyPath) -> dict[str, Any]:
         return ADAM_PARAMS if kind in ("Adam", "AdamW") else SCHEMA["optimizers"][kind]
     if section == ("scheduler", "params"):
         return SCHEMA["schedulers"].get(values["scheduler"]["type"], TOKEN_SCHEDULE_PARAMS)
-    rules = SCHEMA["keys"]
+    rules = {**OURS, **SCHEMA["keys"]}
     for part in section:
         rules = rules[part].get("keys", {})
     return rules
@@ -312,7 +314,13 @@ ADDITIONS: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
 }
 
 
+#: Sections under which a run has more steps than were asked for, which a schedule by steps does not know.
+LONGER = {"batch_size_warmup", "curriculum_learning"}
+
+
 def fits(name: str, addition: str) -> bool:
+    if "scheduler" in ADDITIONS[addition][0] and LONGER & set(SHIPPED[name]):
+        return False
     if SHIPPED[name]["zero_optimization"].get("offload_optimizer") and "optimizer" in ADDITIONS[addition][0]:
         return False  # an offloaded optimizer is Adam
     return SHIPPED[name]["zero_optimization"]["stage"] in ADDITIONS[addition][1]
