@@ -7,10 +7,10 @@ Nothing here imports torch, so that a run can be explained, and two runs compare
 
 import re
 
-from model.presets import GPTConfig
+from model.presets import GPTConfig, ModelShape
 
 
-def block_parameter_count(config: GPTConfig) -> int:
+def block_parameter_count(config: ModelShape) -> int:
     """Parameters of one block: 12 C^2 + 13 C for width C."""
     C = config.d_model
     # c_attn 3C^2 + 3C, attn.c_proj C^2 + C, c_fc 4C^2 + 4C, mlp.c_proj 4C^2 + C, two norms 2C each

@@ -82,7 +82,7 @@ SECTIONS = {
         "data_efficiency": {
             "enabled": True,
             "seed": 1234,
-            "data_routing": {"enabled": True, "random_ltd": {"enabled": True, **LTD, "random_ltd_schedule": {"min_value": 128}}},
+            "data_routing": {"enabled": True, "random_ltd": {"enabled": False, **LTD, "random_ltd_schedule": {"min_value": 128}}},
             "data_sampling": {"enabled": True, "num_epochs": 1, "num_workers": 0, "curriculum_learning": {"enabled": True}},
         }
     },

@@ -172,6 +172,26 @@ class WatchedLengths(Technique):
         return {"trained_length": self.trained, "evaluated_length": self.evaluated}
 
 
+class WatchedTokens(Technique):
+    """On how many tokens of a row each block has run: the fewest and the most in the step's training, and in evaluations so far."""
+
+    def __init__(self, section: dict[str, Any], run: Run):
+        self.lengths: dict[str, list[int]] = {"training": [], "evaluation": []}
+
+    def prepare(self, model: GPT) -> None:
+        def note(block: torch.nn.Module, inputs: Any) -> None:
+            self.lengths["training" if block.training else "evaluation"].append(inputs[0].shape[1])
+
+        for block in model.h:
+            block.register_forward_pre_hook(note)
+
+    def on_step(self, step: int) -> None:
+        self.lengths["training"] = []
+
+    def metrics(self) -> dict[str, float]:
+        return {f"{pick.__name__}_{when}": pick(lengths) for when, lengths in self.lengths.items() if lengths for pick in (min, max)}
+
+
 class WatchedPositions(Technique):
     """How many positions' embeddings have been moved by more than weight decay."""
 

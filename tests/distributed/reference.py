@@ -15,6 +15,7 @@ from data_pipeline.shards import open_corpus
 from model.gpt import GPT, BlockRunner, run_all_blocks
 from model.presets import GPTConfig
 from recipes.progressive_layer_drop.technique import draw
+from recipes.random_ltd.technique import draw_positions
 
 
 def run_all_but(index: int) -> BlockRunner:
@@ -45,6 +46,33 @@ def progressive_layer_drop(
                 if runs:
                     x = x + block.attn(block.ln_1(x)) / p
                     x = x + block.mlp(block.ln_2(x)) / p
+            return x
+
+        return run
+
+    return runner_of
+
+
+def random_ltd(seed: int, seq_len: int, layers: Collection[int], length_of: Callable[[int], int]) -> Callable[[int, int], BlockRunner]:
+    """Random-LTD (arXiv 2211.11586) with the draws of the recipe: the block runner of (step, micro-step).
+
+    layers: which blocks drop tokens. length_of: how many of a window's tokens they keep at a step.
+    What comes in may be whole windows or, in their order, the documents of which each consists.
+    """
+
+    def runner_of(step: int, micro_step: int) -> BlockRunner:
+        kept = {layer: draw_positions(seed, step, layer, length_of(step), seq_len).tolist() for layer in layers}
+        next_start = 0
+
+        def run(blocks: torch.nn.ModuleList, x: torch.Tensor) -> torch.Tensor:
+            nonlocal next_start
+            start, end = next_start, next_start + x.shape[1]
+            next_start = end % seq_len
+            for block in blocks:
+                own = [position - start for position in kept.get(block.index, range(seq_len)) if start <= position < end]
+                if own:
+                    x, part = x.clone(), block(x[:, own])
+                    x[:, own] = part
             return x
 
         return run

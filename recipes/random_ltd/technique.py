@@ -1,0 +1,233 @@
+"""Random layerwise token dropping: the middle blocks see only some of each sequence's tokens, the more the longer the run lasts.
+
+    deepspeed launch/pretrain.py --recipe recipes/random_ltd
+
+Yao et al., Random-LTD: Random and Layerwise Token Dropping Brings Efficient Training for Large-scale Transformers, arXiv 2211.11586,
+section 3. DeepSpeed has it for CUDA alone, in wrappers that rename the weights; here it is plain torch, by the section it documents.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from typing import TYPE_CHECKING, Any
+
+from model.accounting import block_parameter_count
+from recipes.technique import Run, Technique
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from model.gpt import GPT
+
+#: "auto", of the paper's GPT: it begins with 128 of 2,048 tokens, and drops none after 200 of 286 thousand steps, 0.7 of the run.
+FIRST_LENGTH = 128
+AUTO_SHARE = 0.7
+#: Lengths are multiples of it, as in DeepSpeed's documentation: tensor cores want 8, and fewer shapes are compiled.
+MULTIPLE = 16
+
+
+def reserved_length(step: int, schedule: dict[str, Any]) -> int:
+    """How many tokens of a sequence a block sees at optimizer step `step` (from 1), by a resolved `random_ltd_schedule`.
+
+    min + (max - min) (step - 1) / require_steps, rounded down to `seq_per_step`, at most max: what the engine's RandomLTDScheduler computes
+    from the steps that are done, without torch.
+    """
+    least, most, config = schedule["min_value"], schedule["max_value"], schedule["schedule_config"]
+    if least >= most:
+        return int(most)
+    length = math.floor((step - 1) / config["require_steps"] * (most - least) + least)
+    return int(min(length - length % config["seq_per_step"], most))
+
+
+def draw_positions(seed: int, step: int, layer: int, reserved: int, length: int) -> torch.Tensor:
+    """`reserved` of the positions 0 to `length` - 1 in ascending order, int64 (reserved,), every set of them equally likely.
+
+    A pure function of its arguments, drawn on the CPU: the same on every rank and device, in a resumed run, and when a block is recomputed.
+    """
+    import torch
+
+    digest = hashlib.sha256(f"{seed}/random_ltd/{step}/{layer}".encode()).digest()
+    generator = torch.Generator(device="cpu").manual_seed(int.from_bytes(digest[:8], "big"))
+    return torch.randperm(length, generator=generator, device="cpu")[:reserved].sort().values
+
+
+def run_on(block: nn.Module, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """x (B, T, C) with the tokens at `positions` (r,), in ascending order, through `block`; the others pass it by unchanged.
+
+    The block sees a sequence of r tokens, each of which attends to those before it. A mask that lies with it is cut for the call.
+    """
+    attention: Any = block.attn
+    mask = attention.mask
+    if mask is not None:
+        attention.mask = mask.index_select(2, positions).index_select(3, positions)  # (B, 1, T, T) -> (B, 1, r, r)
+    try:
+        part = block(x.index_select(1, positions))  # (B, r, C)
+    finally:
+        attention.mask = mask
+    return x.index_copy(1, positions, part)
+
+
+class RandomLTD(Technique):
+    """DeepSpeed's documented `"random_ltd": {"enabled": true, "random_ltd_layer_id": [1, 2], "random_ltd_schedule": {...}, ...}`.
+
+    It may stand in `data_efficiency.data_routing`, as DeepSpeed has it. What is "auto", or left out, follows from the model and the length
+    of the run.
+
+    total_layer_num: the model's blocks.
+    random_ltd_layer_id: which blocks drop tokens, from 0; "auto": all but the first and the last. random_ltd_layer_num: how many these are.
+    random_ltd_schedule.min_value, max_value: the first and the last number of tokens; "auto": 128, or half of max_value where that is less,
+        and the model's seq_len.
+    random_ltd_schedule.schedule_config.require_steps: optimizer steps until max_value; "auto": 0.7 of the run's steps of whole batches.
+    random_ltd_schedule.schedule_config.seq_per_step: lengths are multiples of it; "auto": 16, or the largest divisor of it that both ends
+        have.
+
+    Which tokens are kept is drawn for each of these blocks once an optimizer step, and is the same for all sequences, micro-batches and
+    ranks, so that a run does not depend on how its batch is cut up; the paper draws for each sequence. Evaluation runs every block on all
+    tokens.
+    """
+
+    sections = ("random_ltd",)
+    other_forms = {"data_efficiency.data_routing.random_ltd": dict}
+    decides = ("which blocks see which tokens",)
+    keys = {
+        "total_layer_num": {"types": ["integer"], "minimum": 1, "auto": True},
+        "random_ltd_layer_num": {"types": ["integer"], "minimum": 0, "auto": True},
+        "random_ltd_layer_id": {"types": ["array"], "items": ["integer"], "auto": True},
+        "model_mask_name": {"types": ["string", "null"]},
+        "model_type": {"types": ["string"], "enum": ["decoder"]},
+        "hidden_state_order": {"types": ["string"], "enum": ["batch_seq_dim", "seq_batch_dim"]},
+        "random_ltd_schedule": {
+            "types": ["object"],
+            "keys": {
+                "min_value": {"types": ["integer"], "minimum": 1, "auto": True},
+                "max_value": {"types": ["integer"], "minimum": 1, "auto": True},
+                "schedule_type": {"types": ["string"], "enum": ["fixed_linear"]},
+                "schedule_config": {
+                    "types": ["object"],
+                    "keys": {
+                        "require_steps": {"types": ["integer"], "minimum": 1, "auto": True},
+                        "seq_per_step": {"types": ["integer"], "minimum": 1, "auto": True},
+                    },
+                },
+            },
+        },
+        "layer_token_lr_schedule": {
+            "types": ["object"],
+            "keys": {
+                "enabled": {"types": ["boolean"]},
+                "total_layer_tokens": {"types": ["integer"]},
+                "warmup_type": {"types": ["string"]},
+                "warmup_layer_tokens": {"types": ["integer"]},
+            },
+        },
+    }
+    without_effect = {
+        "model_mask_name": "the mask of --no_cross_document is cut by itself, and there is no other",
+        "hidden_state_order": "the model's order, batch before sequence, is known",
+    }
+
+    def __init__(self, section: dict[str, Any], run: Run):
+        self.shape, self.seed = run.shape, run.seed
+        self.layers = self._layers(section)
+        self.schedule = self._schedule(section.get("random_ltd_schedule", {}), run.steps)
+        if section.get("layer_token_lr_schedule", {}).get("enabled"):
+            raise ValueError(
+                "'random_ltd.layer_token_lr_schedule.enabled' is true, but DeepSpeed announces this schedule and has none; write false, and"
+                " the learning rate follows 'scheduler'"
+            )
+        self.notes = (self._note(run.steps),)
+        self.on_step(1)
+
+    def _layers(self, section: dict[str, Any]) -> frozenset[int]:
+        """The indices of the blocks that drop tokens. Raises ValueError, see `Technique.__init__`."""
+        n_layer = self.shape.n_layer
+        total, number, ids = (section.get(key, "auto") for key in ("total_layer_num", "random_ltd_layer_num", "random_ltd_layer_id"))
+        if total not in ("auto", n_layer):
+            raise ValueError(f"'random_ltd.total_layer_num' is {total}, but the model has {n_layer} blocks; write {n_layer} or \"auto\"")
+        layers = list(range(1, n_layer - 1)) if ids == "auto" else [int(index) for index in ids]
+        name = "'random_ltd.random_ltd_layer_id'"
+        if ids != "auto" and not layers:
+            raise ValueError(f'{name} is [], so that no block drops tokens; name blocks, write "auto", or switch random_ltd off')
+        if wrong := [index for index in layers if not 0 <= index < n_layer]:
+            raise ValueError(f"{name} has {wrong[0]}; allowed are the model's blocks, from 0 to {n_layer - 1}")
+        if twice := [index for index in layers if layers.count(index) > 1]:
+            raise ValueError(f"{name} has {twice[0]} more than once; name each block once")
+        if number not in ("auto", len(layers)):
+            which = "all but the first and the last are" if ids == "auto" else "random_ltd_layer_id names"
+            raise ValueError(
+                f"'random_ltd.random_ltd_layer_num' is {number}, but {which} {len(layers)} blocks; write {len(layers)}, or other blocks"
+                " into random_ltd_layer_id"
+            )
+        return frozenset(layers)
+
+    def _schedule(self, given: dict[str, Any], steps: int) -> dict[str, Any]:
+        """`random_ltd_schedule` with every value in it. Raises ValueError, see `Technique.__init__`."""
+        config = {key: value for key, value in given.get("schedule_config", {}).items() if value != "auto"}
+        ends = {key: given[key] for key in ("min_value", "max_value") if given.get(key, "auto") != "auto"}
+        seq_len, name = self.shape.seq_len, "'random_ltd.random_ltd_schedule"
+        most = ends.setdefault("max_value", seq_len)
+        multiple = config.get("seq_per_step", math.gcd(MULTIPLE, *ends.values()))
+        least = ends.get("min_value", max(multiple, min(FIRST_LENGTH, most // 2) // multiple * multiple))
+        if most > seq_len:
+            raise ValueError(f"{name}.max_value' is {most}, but a sequence has {seq_len} tokens; lower it, or raise --seq_len")
+        if least > most:
+            raise ValueError(f"{name}.min_value' is {least}, above max_value, {most}; lower it")
+        for key, value in (("max_value", most), ("min_value", least)):  # else the last length comes late, or the first is below min_value
+            if value % multiple:
+                raise ValueError(
+                    f"{name}.schedule_config.seq_per_step' is {multiple}, which does not divide {key}, {value}; write a divisor of it, such"
+                    f" as {math.gcd(multiple, value)}"
+                )
+        schedule = {"require_steps": config.get("require_steps", max(1, round(AUTO_SHARE * steps))), "seq_per_step": multiple}
+        return {"min_value": least, "max_value": most, "schedule_type": "fixed_linear", "schedule_config": schedule}
+
+    def _note(self, steps: int) -> str:
+        if not self.layers:
+            return f"random_ltd: no token is dropped, for a model of {self.shape.n_layer} blocks has none between the first and the last"
+        least, most, config = self.schedule["min_value"], self.schedule["max_value"], self.schedule["schedule_config"]
+        last = 1 if least == most else config["require_steps"] + 1
+        lengths = 1 + (most - least) // config["seq_per_step"]
+        text = (
+            f"random_ltd: {len(self.layers)} of {self.shape.n_layer} blocks see {least} of {self.shape.seq_len} tokens at first, {most}"
+            f" from step {last:,} on; up to {lengths} lengths, and a compiled model compiles as many shapes"
+        )
+        return text if last <= steps else f"{text}; the run's {steps:,} steps end before the last length"
+
+    def on_step(self, step: int) -> None:
+        self.step, self.length = step, self.shape.seq_len
+        self.reserved = reserved_length(step, self.schedule)
+        self._drawn: dict[tuple[int, int, torch.device], torch.Tensor] = {}
+
+    def on_batch(self, tokens: torch.Tensor) -> torch.Tensor:
+        self.length = tokens.shape[1] - 1  # less than seq_len where a curriculum cuts the rows
+        return tokens
+
+    def prepare(self, model: GPT) -> None:
+        model.block_runner = self.run_dropping_tokens
+
+    def run_dropping_tokens(self, blocks: nn.ModuleList, x: torch.Tensor) -> torch.Tensor:
+        """x (B, T, C) through all blocks, in training through those that drop tokens with the step's tokens alone."""
+        drops = blocks.training and self.reserved < x.shape[1]
+        for block in blocks:
+            index: int = block.index  # type: ignore[assignment]
+            x = run_on(block, x, self._positions(index, x)) if drops and index in self.layers else block(x)
+        return x
+
+    def _positions(self, layer: int, x: torch.Tensor) -> torch.Tensor:
+        """The step's tokens of block `layer`, on the device of x (B, T, C); made once for all micro-batches."""
+        key = layer, x.shape[1], x.device
+        if key not in self._drawn:
+            self._drawn[key] = draw_positions(self.seed, self.step, layer, self.reserved, x.shape[1]).to(x.device)
+        return self._drawn[key]
+
+    def metrics(self) -> dict[str, float]:
+        """How many tokens of a row are kept, and the number of whole blocks that would have cost the FLOPs of those that ran."""
+        reserved = min(self.reserved, self.length)
+
+        def flops(row: int) -> int:  # of a token in one block, see model.accounting.flops_per_token
+            return 6 * block_parameter_count(self.shape) + 12 * self.shape.d_model * row
+
+        share = reserved * flops(reserved) / (self.length * flops(self.length))
+        return {"reserved_length": reserved, "kept_blocks": self.shape.n_layer - len(self.layers) * (1 - share)}

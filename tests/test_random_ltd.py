@@ -1,0 +1,260 @@
+"""Random layerwise token dropping: lengths by hand and by DeepSpeed's own scheduler, the draws, and what its section may say."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from launch.run.config import resolve
+from launch.run.errors import UsageError
+from model.accounting import flops_per_token
+from model.presets import GPTConfig
+from recipes.random_ltd.technique import RandomLTD, draw_positions, reserved_length, run_on
+from recipes.registry import make_techniques
+from tests.helpers import ROOT
+
+
+def schedule(least: int, most: int, steps: int, multiple: int) -> dict:
+    config = {"require_steps": steps, "seq_per_step": multiple}
+    return {"min_value": least, "max_value": most, "schedule_type": "fixed_linear", "schedule_config": config}
+
+
+def test_the_length_grows_in_multiples_by_the_formula():
+    # 16 + 4.8 for each step that is done, rounded down to multiples of 8.
+    assert [reserved_length(step, schedule(16, 64, 10, 8)) for step in range(1, 13)] == [16, 16, 24, 24, 32, 40, 40, 48, 48, 56, 64, 64]
+
+
+SCHEDULES = [
+    schedule(least, most, steps, multiple)
+    for least, most in ((128, 2048), (16, 64), (64, 64), (48, 100), (20, 197), (7, 7))
+    for steps, multiple in ((1, 1), (37, 8), (100, 16), (140, 3))
+]
+
+
+@pytest.mark.parametrize("values", SCHEDULES, ids=json.dumps)
+def test_every_length_is_that_of_deepspeeds_own_scheduler(values):
+    """As the engine asks it, before the forward pass of every step; of lengths too that the section is refused for."""
+    from deepspeed.runtime.data_pipeline.data_routing.scheduler import RandomLTDScheduler
+
+    counts = {"total_layer_num": 4, "random_ltd_layer_num": 2, "global_batch_size": 1, "layer_token_lr_schedule": {"enabled": False}}
+    scheduler = RandomLTDScheduler({**counts, "random_ltd_schedule": values})
+    expected = []
+    for global_steps in range(160):
+        scheduler.update_seq(global_steps)
+        expected.append(scheduler.get_current_seq())
+    assert [reserved_length(step, values) for step in range(1, 161)] == expected
+
+
+def test_draws_are_sorted_and_even_and_depend_on_seed_step_and_layer():
+    draws = [draw_positions(1, step, layer, 12, 32).tolist() for step in range(1, 251) for layer in range(4)]
+    assert all(positions == sorted(set(positions)) and len(positions) == 12 for positions in draws)
+    assert len({tuple(positions) for positions in draws}) == len(draws)
+    counts = [sum(position in positions for positions in draws) for position in range(32)]
+    deviation = (1000 * (12 / 32) * (20 / 32)) ** 0.5
+    assert all(abs(count - 1000 * 12 / 32) < 4 * deviation for count in counts)
+    assert draw_positions(1, 2, 3, 12, 32).tolist() == draw_positions(1, 2, 3, 12, 32).tolist()
+    assert draw_positions(2, 2, 3, 12, 32).tolist() != draw_positions(1, 2, 3, 12, 32).tolist()
+
+
+def test_a_draw_leaves_the_global_generator_alone():
+    import torch
+
+    before = torch.random.get_rng_state()
+    draw_positions(1, 2, 3, 12, 32)
+    assert torch.equal(torch.random.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("document_end", [None, 5])
+def test_gradients_are_those_of_a_block_that_sees_each_token_by_itself(document_end):
+    """In fp64, against attention written out over all tokens of which the dropped ones are hidden, with and without a documents' mask."""
+    import torch
+
+    from model.gpt import GPT, document_mask, document_starts
+
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(1, 2, 8, 12, vocab_size=16, init_seed=1)).double()
+    block, positions = model.h[0], draw_positions(1, 1, 0, 7, 12)
+    tokens = torch.randint(0, 16, (3, 12))
+    tokens[:, 4] = 5
+    starts = torch.zeros_like(tokens) if document_end is None else document_starts(tokens, document_end)
+    mask = document_mask(starts, torch.float64)
+    x = torch.randn(3, 12, 8, dtype=torch.float64)
+    wanted = torch.randn_like(x)
+
+    def gradients(run) -> list[torch.Tensor]:
+        leaf = x.clone().requires_grad_()
+        out = run(leaf)
+        return [out.detach(), *torch.autograd.grad((out * wanted).sum(), [leaf, *block.parameters()])]
+
+    def written_out(x: torch.Tensor) -> torch.Tensor:
+        kept = torch.zeros(12, dtype=torch.bool).index_fill(0, positions, True)
+        block.attn.mask = mask.masked_fill(~(kept | torch.eye(12, dtype=torch.bool)), -torch.inf)  # a dropped token sees itself
+        out = torch.where(kept[:, None], block(x), x)
+        block.attn.mask = None
+        return out
+
+    def dropping(x: torch.Tensor) -> torch.Tensor:
+        block.attn.mask = None if document_end is None else mask
+        out = run_on(block, x, positions)
+        assert block.attn.mask is (None if document_end is None else mask), "the mask is there for the next block"
+        block.attn.mask = None
+        return out
+
+    for ours, expected in zip(gradients(dropping), gradients(written_out), strict=True):
+        torch.testing.assert_close(ours, expected, rtol=0, atol=1e-12)
+
+
+def flags(*settings: str, shape: tuple[str, ...] = ()) -> list[str]:
+    run = ["--recipe", "recipes/random_ltd", "--explain", "--seq_len", "128", *shape]
+    return [*run, *(text for setting in settings for text in ("--set", f"random_ltd.{setting}"))]
+
+
+def technique(*settings: str, shape: tuple[str, ...] = ()) -> RandomLTD:
+    (member,) = make_techniques(resolve(flags(*settings, shape=shape))[0]).members
+    assert isinstance(member, RandomLTD)
+    return member
+
+
+@pytest.mark.parametrize(
+    ("seq_len", "least", "multiple"),
+    [(2048, 128, 16), (256, 128, 16), (128, 64, 16), (64, 32, 16), (48, 16, 16), (40, 16, 8), (37, 18, 1), (16, 16, 16), (1, 1, 1)],
+)
+def test_auto_is_the_papers_start_and_share_and_all_blocks_but_the_first_and_last(seq_len, least, multiple):
+    run = technique(shape=("--seq_len", str(seq_len), "--steps", "1000", "--n_layer", "6"))
+    assert run.layers == {1, 2, 3, 4}
+    assert run.schedule == schedule(least, seq_len, 700, multiple)
+
+
+def test_a_model_of_two_blocks_drops_nothing_and_says_so():
+    config, _ = resolve(flags(shape=("--n_layer", "2")))
+    assert "random_ltd: no token is dropped" in config.notes[-1]
+    (member,) = make_techniques(config).members
+    assert member.metrics() == {"reserved_length": 64, "kept_blocks": 2}
+
+
+def test_the_log_says_what_will_be_dropped():
+    (note,) = technique("random_ltd_layer_id=[0,3]", shape=("--steps", "100")).notes
+    assert "2 of 4 blocks see 64 of 128 tokens at first, 128 from step 71 on; up to 5 lengths" in note
+    (note,) = technique("random_ltd_schedule.schedule_config.require_steps=1e3", shape=("--steps", "100")).notes
+    assert note.endswith("the run's 100 steps end before the last length")
+
+
+def test_kept_blocks_are_the_flops_that_were_done():
+    """By the arithmetic of model.accounting: blocks that run on a row of 64 tokens beside blocks that run on 128."""
+    run = technique(shape=("--n_layer", "6"))
+    config = GPTConfig(6, 4, 256, 128, vocab_size=8192)
+    metrics = run.metrics()
+    assert metrics["reserved_length"] == 64
+
+    def of_blocks(row: int, blocks: int) -> float:
+        return row * (flops_per_token(config, row, blocks) - flops_per_token(config, row, 0))
+
+    rest = 128 * flops_per_token(config, 128, 0)
+    expected = rest + of_blocks(128, 2) + of_blocks(64, 4)
+    assert 128 * flops_per_token(config, kept_blocks=metrics["kept_blocks"]) == pytest.approx(expected, rel=1e-12)
+    run.on_step(10**6)
+    assert run.metrics() == {"reserved_length": 128, "kept_blocks": 6}
+
+
+def test_metrics_follow_rows_that_a_curriculum_cuts():
+    import torch
+
+    run = technique()
+    run.on_batch(torch.zeros(2, 33, dtype=torch.int64))
+    assert run.metrics() == {"reserved_length": 32, "kept_blocks": 4}
+    run.on_step(2)
+    assert run.metrics()["reserved_length"] == 64
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (["total_layer_num=24"], 'total_layer_num is 24, but the model has 4 blocks; write 4 or "auto"'),
+        (["random_ltd_layer_num=3"], "random_ltd_layer_num is 3, but all but the first and the last are 2 blocks"),
+        (["random_ltd_layer_num=3", "random_ltd_layer_id=[1,2]"], "random_ltd_layer_num is 3, but random_ltd_layer_id names 2 blocks"),
+        (["random_ltd_layer_id=[1,4]"], "random_ltd_layer_id has 4; allowed are the model's blocks, from 0 to 3"),
+        (["random_ltd_layer_id=[-1]"], "random_ltd_layer_id has -1; allowed"),
+        (["random_ltd_layer_id=[1,2,1]"], "random_ltd_layer_id has 1 more than once"),
+        (["random_ltd_layer_id=[]"], "random_ltd_layer_id is [], so that no block drops tokens"),
+        (["random_ltd_layer_id=[1.5]"], "must be a list of integers"),
+        (["random_ltd_layer_id=3"], "random_ltd_layer_id: is 3, must be a list"),
+        (["model_type=encoder"], 'model_type: is "encoder", must be one of "decoder"'),
+        (["hidden_state_order=batch"], 'must be one of "batch_seq_dim", "seq_batch_dim"'),
+        (["layer_token_lr_schedule.enabled=true"], "layer_token_lr_schedule.enabled is true, but DeepSpeed announces this schedule"),
+        (["random_ltd_schedule.min_value=256"], "min_value is 256, above max_value, 128; lower it"),
+        (["random_ltd_schedule.min_value=0"], "min_value: is 0, must be at least 1"),
+        (["random_ltd_schedule.max_value=256"], "max_value is 256, but a sequence has 128 tokens"),
+        (["random_ltd_schedule.schedule_type=fixed_root"], 'must be one of "fixed_linear"'),
+        (["random_ltd_schedule.schedule_config.require_steps=0"], "require_steps: is 0, must be at least 1"),
+        (["random_ltd_schedule.schedule_config.seq_per_step=48"], "does not divide max_value, 128; write a divisor of it, such as 16"),
+        (["random_ltd_schedule.schedule_config.seq_per_step=16", "random_ltd_schedule.min_value=40"], "does not divide min_value, 40"),
+        (["random_ltd_schedule.minvalue=64"], "did you mean 'min_value'?"),
+        (["random_ltd_layer_ids=[1]"], "did you mean 'random_ltd_layer_id'?"),
+    ],
+)
+def test_a_bad_value_is_one_line(settings, said):
+    with pytest.raises(UsageError) as mistake:
+        resolve(flags(*settings))
+    assert said in str(mistake.value)
+    assert "\n" not in str(mistake.value)
+
+
+def test_a_bad_value_ends_the_command_with_one_line_and_code_2():
+    command = [sys.executable, "launch/pretrain.py", *flags("total_layer_num=24")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+
+
+def test_it_cannot_be_with_dropped_blocks():
+    with pytest.raises(UsageError, match="both decide which blocks see which tokens"):
+        resolve([*flags(), "--set", "progressive_layer_drop.theta=0.5"])
+
+
+#: DeepSpeed's documentation (docs/_pages/config-json.md, "Data Efficiency"), for a model of 24 blocks and 2,048 tokens.
+DOCUMENTED = {
+    "enabled": True,
+    "total_layer_num": 24,
+    "random_ltd_layer_num": 22,
+    "random_ltd_layer_id": list(range(1, 23)),
+    "model_mask_name": "attention_mask",
+    "model_type": "decoder",
+    "hidden_state_order": "seq_batch_dim",
+    "random_ltd_schedule": schedule(128, 2048, 200_000, 16),
+}
+
+
+def with_data_routing(folder: Path, section: dict, *more: str, **switches: bool) -> list[str]:
+    """The flags of a run whose JSON has the section where DeepSpeed documents it."""
+    values = json.loads((ROOT / "ds_configs/zero1_bf16.json").read_text())
+    routing = {"enabled": switches.get("data_routing", True), "random_ltd": section}
+    values["data_efficiency"] = {"enabled": switches.get("data_efficiency", True), "seed": 1234, "data_routing": routing}
+    file = folder / "documented.json"
+    file.write_text(json.dumps(values))
+    return ["--deepspeed_config", str(file), "--preset", "gpt3-1.3b", "--explain", *more]
+
+
+def test_the_documented_form_is_accepted_where_it_is_documented(tmp_path):
+    config, _ = resolve(with_data_routing(tmp_path, DOCUMENTED, "--tokens", "300000000000"))
+    (member,) = make_techniques(config).members
+    assert isinstance(member, RandomLTD)
+    assert member.layers == set(range(1, 23))
+    assert member.schedule == DOCUMENTED["random_ltd_schedule"]
+    words = [note for note in config.notes if "random_ltd.model_mask_name" in note or "random_ltd.hidden_state_order" in note]
+    assert len(words) == 2
+    assert all("has no effect here and is left out" in note for note in words)
+
+
+@pytest.mark.parametrize("off", ["data_efficiency", "data_routing", "random_ltd"])
+def test_the_documented_form_is_off_where_one_of_its_switches_is(off, tmp_path):
+    run = with_data_routing(tmp_path, DOCUMENTED | {"enabled": off != "random_ltd"}, **{off: False})
+    assert make_techniques(resolve(run)[0]).members == ()
+
+
+def test_a_fault_of_the_documented_form_is_named_where_it_stands(tmp_path):
+    with pytest.raises(UsageError) as mistake:
+        resolve(with_data_routing(tmp_path, DOCUMENTED | {"total_layer_num": 12}))
+    assert "'data_efficiency.data_routing.random_ltd.total_layer_num' is 12, but the model has 24 blocks" in str(mistake.value)
