@@ -112,10 +112,15 @@ def make_techniques(run: Run) -> Techniques:
         if section is not None:
             members.append(cls(section, run))
             for other in members[:-1]:
-                if both := set(cls.decides) & set(other.decides):
-                    names = [(*member.sections, *member.optimizer_types)[0] for member in (members[-1], other)]
-                    raise ValueError(f"'{names[0]}' and '{names[1]}' both decide {both.pop()}; switch one of them off")
+                if clash := both_decide(cls, type(other)):
+                    names = [(*kind.sections, *kind.optimizer_types)[0] for kind in (cls, type(other))]
+                    raise ValueError(f"'{names[0]}' and '{names[1]}' both decide {clash}; switch one of them off")
     return Techniques(members)
+
+
+def both_decide(one: type[Technique], other: type[Technique]) -> str:
+    """Why two techniques cannot be in one run: what each of them decides alone. Empty where they can."""
+    return ", ".join(sorted(set(one.decides) & set(other.decides)))
 
 
 def index_table() -> str:
@@ -130,6 +135,19 @@ def index_table() -> str:
     return "\n".join(rows) + "\n"
 
 
+def combination_table() -> str:
+    """Which recipes with a technique of their own go together, pair by pair, as a Markdown table."""
+    classes = {cls.__module__.split(".")[1]: cls for cls in technique_classes()}
+    rows = [f"| | {' | '.join(classes)} |", "|---" * (len(classes) + 1) + "|"]
+    for name, one in classes.items():
+        cells = [
+            "" if one is other else f"no: both decide {clash}" if (clash := both_decide(one, other)) else "yes"
+            for other in classes.values()
+        ]
+        rows.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join(rows) + "\n"
+
+
 def index_page() -> str:
     """The whole of recipes/README.md, of which the table is generated and the rest is constant."""
     return (
@@ -137,7 +155,11 @@ def index_page() -> str:
         "One folder per technique. Each names the engine JSON that switches it on, the control that it is compared with, the keys in\n"
         "which the two differ, and what it claims. This table is written by `python -m recipes.registry --write`; a test holds it.\n\n"
         + index_table()
-        + "\nRun one with `deepspeed launch/pretrain.py --recipe recipes/<name>`.\n"
+        + "\nRun one with `deepspeed launch/pretrain.py --recipe recipes/<name>`.\n\n"
+        "## Which go together\n\n"
+        "Recipes that change only DeepSpeed's own sections go with all others, as far as the engine allows: the validator says\n"
+        "where not. Those with a technique of their own, pair by pair (`tests/distributed/test_techniques_together.py`):\n\n"
+        + combination_table()
     )
 
 

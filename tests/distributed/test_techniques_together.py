@@ -1,0 +1,88 @@
+"""Techniques go together, pair by pair, or are refused with the reason, as the index of the recipes says."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from math import prod
+
+import pytest
+
+from launch.run.config import resolve
+from launch.run.errors import UsageError
+from recipes.curriculum_learning.technique import length_at
+from recipes.progressive_layer_drop.technique import draw, keep_probabilities, theta_at
+from recipes.random_ltd.technique import reserved_length
+from recipes.registry import both_decide, technique_classes
+from tests.distributed.test_engine_follows_plain_pytorch import largest_difference
+
+STEPS, BATCH, SEED = 6, 8, 7
+SHAPE = {"n_layer": 4, "n_head": 2, "d_model": 64, "seq_len": 64}
+LTD = {"min_value": 16, "max_value": 64, "schedule_type": "fixed_linear", "schedule_config": {"require_steps": 20, "seq_per_step": 16}}
+CURRICULUM = {"min_difficulty": 16, "max_difficulty": 64, "schedule_type": "fixed_linear"}
+CURRICULUM |= {"schedule_config": {"total_curriculum_step": 8, "difficulty_step": 16}}
+#: Every technique with values that act in six steps.
+SECTIONS = {
+    "activation_checkpointing": {"number_checkpoints": 2},
+    "batch_size_warmup": {"min_batch_size": 4, "increment": 2, "warmup_tokens": 1024},
+    "curriculum_learning": CURRICULUM,
+    "progressive_layer_drop": {"theta": 0.3, "gamma": 1.0},
+    "random_ltd": {"random_ltd_schedule": LTD},
+}
+CLASSES = {cls.sections[0]: cls for cls in technique_classes()}
+PAIRS = list(itertools.combinations(SECTIONS, 2))
+TOGETHER = [pair for pair in PAIRS if not both_decide(*(CLASSES[name] for name in pair))]
+
+
+def flags(corpus, tmp_path, run_name: str, *names: str, stage: int = 2, micro_batch_size: int = 2) -> list[str]:
+    values = {**SHAPE, "data": corpus, "runs_dir": tmp_path, "run_name": run_name, "steps": STEPS, "seed": SEED, "lr": 1e-3}
+    values |= {"warmup_steps": 2, "global_batch_size": BATCH, "micro_batch_size": micro_batch_size, "eval_every": 0, "save_every": 0}
+    run = ["--deepspeed_config", f"ds_configs/zero{stage}_fp32.json"]
+    run += [text for key, value in values.items() for text in (f"--{key}", str(value))]
+    return run + [text for name in names for text in ("--set", f"{name}={json.dumps(SECTIONS[name])}")]
+
+
+def trained(pool, run: list[str]) -> list[dict]:
+    return pool.run("tests.distributed.jobs:pretrain", flags=run)[0]
+
+
+def test_every_technique_is_here():
+    assert set(SECTIONS) == set(CLASSES)
+
+
+@pytest.mark.parametrize("pair", TOGETHER, ids=" and ".join)
+def test_two_techniques_both_act(pair, one_rank, two_ranks, corpus, tmp_path):
+    """Each step has what both schedules say, and another stage on another number of ranks, cut otherwise, trains the same."""
+    lines = trained(two_ranks, flags(corpus, tmp_path, "r", *pair))
+    for line in lines:
+        step = line["step"]
+        length = SHAPE["seq_len"]
+        if "curriculum_learning" in pair:
+            length = line["seq_len"]
+            assert length == length_at(step, CURRICULUM)
+        if "progressive_layer_drop" in pair:
+            keeps = keep_probabilities(theta_at(step, 0.3, 1.0), SHAPE["n_layer"])
+            assert line["kept_blocks"] == sum(draw(SEED, step, layer) < p for layer, p in enumerate(keeps))
+        if "random_ltd" in pair:
+            assert line["reserved_length"] == min(length, reserved_length(step, LTD))
+        before = lines[step - 2]["tokens"] if step > 1 else 0
+        assert line["tokens"] - before == line.get("batch_size", BATCH) * length
+    if "batch_size_warmup" in pair:
+        assert {line["batch_size"] for line in lines} >= {4, 6, 8}
+    other = trained(one_rank, flags(corpus, tmp_path, "other", *pair, stage=0, micro_batch_size=4))
+    assert largest_difference([line["loss"] for line in other], [line["loss"] for line in lines]) <= 1e-5
+
+
+@pytest.mark.parametrize("pair", [pair for pair in PAIRS if pair not in TOGETHER], ids=" and ".join)
+def test_two_that_decide_the_same_are_refused(pair, corpus, tmp_path):
+    with pytest.raises(UsageError) as mistake:
+        resolve(flags(corpus, tmp_path, "r", *pair))
+    (fault,) = mistake.value.faults
+    assert "both decide which blocks see which tokens; switch one of them off" in fault
+    assert all(name in fault for name in pair)
+
+
+def test_all_that_go_together_go_together(two_ranks, corpus, tmp_path):
+    names = [name for name in SECTIONS if name != "random_ltd"]
+    lines = trained(two_ranks, flags(corpus, tmp_path, "r", *names, stage=3))
+    assert prod(len({line[key] for line in lines}) for key in ("theta", "seq_len", "batch_size")) > 8
