@@ -4,7 +4,8 @@
     python benchmarks/stability.py --draw_only        # the picture again, from the kept results
 
 Each run has the same tokens, and the learning rate follows tokens: under the curriculum, whose first steps have few, the warm-up takes more
-steps. A third side tells the two effects apart: full length, with a warm-up of as many steps. The results are kept in benchmarks/stability.json, the picture in recipes/curriculum_learning/stability.png.
+steps. A third side tells the two effects apart: full length, with a warm-up of as many steps. The results are kept in
+benchmarks/stability.json, the picture in recipes/curriculum_learning/stability.png.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ SIDES = {
     "longer warm-up": ("zero1_bf16", "#6a3d9a"),
 }
 SWEPT = ("control", "curriculum")
-#: Long sequences for its width, and a batch large enough that a step's loss is not mostly noise. Adam's usual second beta, with which spikes
-#: are common, and not the 0.95 of the shipped JSONs.
+#: Long sequences for its width, and a batch large enough that a step's loss is not mostly noise. Adam's usual second beta, with which
+#: spikes are common, and not the 0.95 of the shipped JSONs.
 BETAS = "optimizer.params.betas=[0.9, 0.999]"
 RUN = {"n_layer": 4, "n_head": 4, "d_model": 128, "seq_len": 256, "global_batch_size": 16, "micro_batch_size": 16, "steps": 300}
 RUN |= {"eval_every": 25, "eval_batches": 4, "save_every": 0}

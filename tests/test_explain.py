@@ -14,7 +14,7 @@ from launch.run.explain import as_text, explain
 from model.accounting import flops_per_token, parameter_count
 from model.presets import PRESETS, GPTConfig
 from recipes import registry
-from recipes.progressive_layer_drop.technique import draw
+from recipes.progressive_layer_drop.technique import draws
 from recipes.technique import Technique, Techniques
 from tests.helpers import recipe_flags
 
@@ -164,7 +164,7 @@ def test_blocks_that_are_dropped_cost_nothing(corpus, explained):
     page = explained("--steps", "10", progressive_layer_drop={"theta": 0, "gamma": 1000})
     model = resolve(["--deepspeed_config", "ds_configs/zero1_bf16.json", "--data", str(corpus)])[0].model_config
     # theta is 1 in the first step, and then 0: of nano's four blocks i is kept with 1 - i / 4.
-    kept = [4, *(sum(draw(1, step, layer) < 1 - layer / 4 for layer in range(4)) for step in range(2, 11))]
+    kept = [4, *(sum(number < 1 - layer / 4 for layer, number in enumerate(draws(1, step, 4))) for step in range(2, 11))]
     assert sum(kept) < 35
     assert page["flops"]["run"] == 1024 * sum(flops_per_token(model, kept_blocks=blocks) for blocks in kept)
 

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from recipes.progressive_layer_drop.technique import draw, keep_probabilities, theta_at
+from recipes.progressive_layer_drop.technique import draws, keep_probabilities, theta_at
 from tests.helpers import ROOT
 
 
@@ -33,13 +33,14 @@ def test_the_first_block_always_runs_and_the_last_runs_least():
 
 
 def test_draws_are_even_and_depend_on_all_of_their_arguments():
-    draws = [draw(1, step, layer) for step in range(1, 501) for layer in range(12)]
-    assert len(set(draws)) == len(draws)
-    assert all(0 <= value < 1 for value in draws)
+    numbers = [number for step in range(1, 501) for number in draws(1, step, 12)]
+    assert len(set(numbers)) == len(numbers) == 6000
+    assert all(0 <= number < 1 for number in numbers)
     for share in (0.1, 0.5, 0.9):  # 6,000 draws: four standard deviations
-        assert abs(sum(value < share for value in draws) / len(draws) - share) < 4 * math.sqrt(share * (1 - share) / len(draws))
-    assert draw(1, 2, 3) == draw(1, 2, 3, 0)
-    assert len({draw(1, 2, 3), draw(2, 2, 3), draw(1, 3, 3), draw(1, 2, 4), draw(1, 2, 3, 1)}) == 5
+        assert abs(sum(number < share for number in numbers) / 6000 - share) < 4 * math.sqrt(share * (1 - share) / 6000)
+    assert draws(1, 2, 3) == draws(1, 2, 3, 0) == draws(1, 2, 5)[:3]
+    others = [draws(1, 2, 3), draws(2, 2, 3), draws(1, 3, 3), draws(1, 2, 3, 1)]
+    assert len({number for numbers in others for number in numbers}) == 12
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import struct
 from typing import TYPE_CHECKING, Any
 
 from model.accounting import flops_per_token
@@ -44,10 +45,11 @@ def keep_probabilities(theta: float, n_layer: int) -> list[float]:
     return [1 - i / n_layer * (1 - theta) for i in range(n_layer)]
 
 
-def draw(seed: int, step: int, layer: int, micro_step: int = 0) -> float:
-    """A number in [0, 1), a pure function of its arguments: the same on every rank, in a resumed run, and when a block is recomputed."""
-    digest = hashlib.sha256(f"{seed}/progressive_layer_drop/{step}/{layer}/{micro_step}".encode()).digest()
-    return int.from_bytes(digest[:8], "big") / 2**64
+def draws(seed: int, step: int, n_layer: int, micro_step: int = 0) -> list[float]:
+    """A number in [0, 1) for each block, a pure function of the arguments: the same on every rank, in a resumed run, and when a block is
+    recomputed. A deeper model continues the list."""
+    digest = hashlib.shake_256(f"{seed}/progressive_layer_drop/{step}/{micro_step}".encode()).digest(8 * n_layer)
+    return [(word >> 11) / 2**53 for word in struct.unpack(f">{n_layer}Q", digest)]  # 53 bits, exact in a float
 
 
 class ProgressiveLayerDrop(Technique):
@@ -97,7 +99,8 @@ class ProgressiveLayerDrop(Technique):
         self._kept: list[int] = []
 
     def _draw(self, micro_step: int) -> list[bool]:
-        return [draw(self.seed, self.step, layer, micro_step) < p for layer, p in enumerate(self.probabilities)]
+        numbers = draws(self.seed, self.step, self.n_layer, micro_step)
+        return [number < p for number, p in zip(numbers, self.probabilities, strict=True)]
 
     def on_batch(self, tokens: torch.Tensor) -> torch.Tensor:
         self.micro_step += 1
@@ -123,8 +126,8 @@ class ProgressiveLayerDrop(Technique):
     def metrics(self) -> dict[str, float]:
         """theta, how many blocks ran (a mean over micro-batches that drew for themselves), and the share of the FLOPs that was left out."""
         others = range(1, self.micro_steps if self.each_micro_batch else 1)
-        draws = self._kept or [sum(self.keeps), *(sum(self._draw(micro_step)) for micro_step in others)]
-        kept = sum(draws) / len(draws)
+        counts = self._kept or [sum(self.keeps), *(sum(self._draw(micro_step)) for micro_step in others)]
+        kept = sum(counts) / len(counts)
         found = {"theta": self.current_theta, "kept_blocks": kept}
         if self._flops:
             none, all_ = self._flops

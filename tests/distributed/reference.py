@@ -14,7 +14,7 @@ from data_pipeline.sampler import shuffled_positions
 from data_pipeline.shards import open_corpus
 from model.gpt import GPT, BlockRunner, run_all_blocks
 from model.presets import GPTConfig
-from recipes.progressive_layer_drop.technique import draw
+from recipes.progressive_layer_drop.technique import draws
 from recipes.random_ltd.technique import draw_positions
 
 
@@ -37,8 +37,8 @@ def progressive_layer_drop(
     def runner_of(step: int, micro_step: int) -> BlockRunner:
         theta_t = (1 - theta) * math.exp(-gamma * (step - 1)) + theta
         probability, plan = 1.0, []
-        for layer in range(n_layer):
-            plan.append((draw(seed, step, layer, micro_step if each_micro_batch else 0) < probability, probability))
+        for number in draws(seed, step, n_layer, micro_step if each_micro_batch else 0):
+            plan.append((number < probability, probability))
             probability -= (1 - theta_t) / n_layer
 
         def run(blocks: torch.nn.ModuleList, x: torch.Tensor) -> torch.Tensor:

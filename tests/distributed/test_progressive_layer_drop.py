@@ -8,7 +8,7 @@ from functools import cache
 
 import pytest
 
-from recipes.progressive_layer_drop.technique import draw, keep_probabilities, theta_at
+from recipes.progressive_layer_drop.technique import draws, keep_probabilities, theta_at
 from tests.distributed.reference import progressive_layer_drop, reference_steps
 from tests.distributed.test_engine_follows_plain_pytorch import BATCH, LR, SEED, STEPS, WARMUP, grid, is_hardest, largest_difference, pool  # noqa: F401 (a fixture)
 from tests.distributed.test_engine_follows_plain_pytorch import flags as engine_flags
@@ -108,7 +108,8 @@ def test_theta_and_gates_go_on_through_a_resume_on_all_ranks(stage, one_rank, tw
     for line in whole:
         theta = theta_at(line["step"], THETA, GAMMA)
         assert line["theta"] == theta
-        kept = [draw(SEED, line["step"], layer) < p for layer, p in enumerate(keep_probabilities(theta, SHAPE["n_layer"]))]
+        numbers = draws(SEED, line["step"], SHAPE["n_layer"])
+        kept = [number < p for number, p in zip(numbers, keep_probabilities(theta, SHAPE["n_layer"]), strict=True)]
         assert line["kept_blocks"] == sum(kept)
     assert {line["kept_blocks"] for line in whole} >= {2, 3, 4}
     other = lines(one_rank, "other")

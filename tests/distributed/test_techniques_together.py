@@ -11,7 +11,7 @@ import pytest
 from launch.run.config import resolve
 from launch.run.errors import UsageError
 from recipes.curriculum_learning.technique import length_at
-from recipes.progressive_layer_drop.technique import draw, keep_probabilities, theta_at
+from recipes.progressive_layer_drop.technique import draws, keep_probabilities, theta_at
 from recipes.random_ltd.technique import reserved_length
 from recipes.registry import both_decide, technique_classes
 from tests.distributed.test_engine_follows_plain_pytorch import largest_difference
@@ -62,7 +62,7 @@ def test_two_techniques_both_act(pair, one_rank, two_ranks, corpus, tmp_path):
             assert length == length_at(step, CURRICULUM)
         if "progressive_layer_drop" in pair:
             keeps = keep_probabilities(theta_at(step, 0.3, 1.0), SHAPE["n_layer"])
-            assert line["kept_blocks"] == sum(draw(SEED, step, layer) < p for layer, p in enumerate(keeps))
+            assert line["kept_blocks"] == sum(number < p for number, p in zip(draws(SEED, step, 4), keeps, strict=True))
         if "random_ltd" in pair:
             assert line["reserved_length"] == min(length, reserved_length(step, LTD))
         before = lines[step - 2]["tokens"] if step > 1 else 0
