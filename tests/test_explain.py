@@ -208,6 +208,8 @@ def test_every_preset_and_shipped_json_is_explained(preset, tmp_path):
             "--explain",
             "--data",
             str(tmp_path),
+            "--steps",
+            "2000",
         ]
         assert as_text(explain(resolve(flags)[0])).startswith(str(file))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -46,8 +47,9 @@ def draw_loss(run: Path, title: str, initial_loss: float) -> Path:
     axes.grid(alpha=0.3)
     axes.legend()
     if train and train[-1]["step"] > 0:
-        per_step = train[-1]["tokens"] / train[-1]["step"]
-        axes.secondary_xaxis("top", functions=(lambda x: x / per_step, lambda x: x * per_step)).set_xlabel("steps")
+        places = [(line["tokens"], line["step"]) for line in train]
+        steps_of, tokens_of = _through(places), _through([(step, tokens) for tokens, step in places])
+        axes.secondary_xaxis("top", functions=(steps_of, tokens_of)).set_xlabel("steps")
     file = run / "loss.png"
     figure.savefig(file)
     pyplot.close(figure)
@@ -167,6 +169,19 @@ def _shares(layers: dict[str, dict[str, Any]], low: int, high: int) -> list[list
         exponents = {int(exponent): count for exponent, count in layer["exponents"].items()}
         rows.append([exponents.get(exponent, 0) / max(1, layer["elements"]) for exponent in range(low, high)])
     return rows
+
+
+def _through(places: list[tuple[float, float]]) -> Callable[[Any], Any]:
+    """A function through `places`, which rise, and (0, 0): straight between them, and on at the mean slope. Steps of a run need not be of equal size."""
+    import numpy as np
+
+    xs, ys = np.array([(0, 0), *places], dtype=float).T
+
+    def at(x: Any) -> Any:
+        outside = np.minimum(x, 0) + np.maximum(x - xs[-1], 0)
+        return np.interp(x, xs, ys) + outside * ys[-1] / xs[-1]
+
+    return at
 
 
 def _smooth(values: list[float], weight: float = 0.9) -> list[float]:
