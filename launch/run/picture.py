@@ -47,7 +47,7 @@ def draw_loss(run: Path, title: str, initial_loss: float) -> Path:
     axes.grid(alpha=0.3)
     axes.legend()
     if train and train[-1]["step"] > 0:
-        places = [(line["tokens"], line["step"]) for line in train]
+        places = [(line["tokens"], line["step"]) for line in train]  # steps need not be of equal size
         steps_of, tokens_of = _through(places), _through([(step, tokens) for tokens, step in places])
         axes.secondary_xaxis("top", functions=(steps_of, tokens_of)).set_xlabel("steps")
     file = run / "loss.png"
@@ -130,29 +130,31 @@ def draw_blocks(run: Path) -> Path:
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
+    from matplotlib.colors import LogNorm
 
     lines = read_metrics(run / "blocks.jsonl")
     n_layer = len(lines[0]["norm_ratio"])
+    figure, axes = pyplot.subplots(1, 2, figsize=(13, 2.2 + 0.32 * max(6, n_layer)), dpi=110, sharey=True, layout="constrained")
+    # Both are a matter of powers: a first block may multiply the norm by hundreds, a late one turn by a thousandth.
     panels = {
-        "norm_ratio": "norm of the output over that of the input",
-        "cosine_similarity": "cosine between input and output",
+        "norm_ratio": ("norm of the output over that of the input", "ratio", lambda ratio: min(1e30, max(1e-4, ratio))),
+        "cosine_similarity": ("cosine between input and output", "1 - cosine", lambda cosine: max(1e-4, 1 - cosine)),
     }
-    size = (13, 2.2 + 0.32 * max(6, n_layer))
-    figure, axes = pyplot.subplots(1, 2, figsize=size, dpi=110, sharey=True, layout="constrained")
-    for panel, (key, title) in zip(axes, panels.items(), strict=True):
+    for panel, (key, (title, label, of)) in zip(axes, panels.items(), strict=True):
         values = [[line[key][layer] for line in lines] for layer in range(n_layer)]  # (blocks, evaluations)
-        mesh = panel.pcolormesh(values, cmap="viridis", edgecolors="white", linewidth=0.5)
-        middle = (max(map(max, values)) + min(map(min, values))) / 2
+        colors = [[of(value) for value in row] for row in values]
+        norm = LogNorm(min(map(min, colors)), max(map(max, colors)))
+        mesh = panel.pcolormesh(colors, cmap="viridis", norm=norm, edgecolors="white", linewidth=0.5)
         if len(lines) <= 12 and n_layer <= 24:
             for layer, row in enumerate(values):
                 for place, value in enumerate(row):
-                    color = "black" if value > middle else "white"
-                    panel.text(place + 0.5, layer + 0.5, f"{value:.2f}", ha="center", va="center", color=color, fontsize=8)
+                    color = "black" if norm(of(value)) > 0.5 else "white"
+                    panel.text(place + 0.5, layer + 0.5, f"{value:.4g}", ha="center", va="center", color=color, fontsize=8)
         every = -(-len(lines) // 12)
         panel.set_xticks([place + 0.5 for place in range(0, len(lines), every)], [str(line["step"]) for line in lines[::every]])
         panel.set_yticks([layer + 0.5 for layer in range(n_layer)], [str(layer) for layer in range(n_layer)])
         panel.set(title=title, xlabel="step")
-        figure.colorbar(mesh, ax=panel)
+        figure.colorbar(mesh, ax=panel, label=label)
     axes[0].set_ylabel("block, from the input")
     axes[0].invert_yaxis()
     figure.suptitle(f"{run.name}: what each block makes of its input (1 is no change), mean over the validation tokens")
@@ -172,7 +174,7 @@ def _shares(layers: dict[str, dict[str, Any]], low: int, high: int) -> list[list
 
 
 def _through(places: list[tuple[float, float]]) -> Callable[[Any], Any]:
-    """A function through `places`, which rise, and (0, 0): straight between them, and on at the mean slope. Steps of a run need not be of equal size."""
+    """A function through `places`, which rise, and (0, 0): straight between them, and on at the mean slope."""
     import numpy as np
 
     xs, ys = np.array([(0, 0), *places], dtype=float).T
