@@ -118,11 +118,19 @@ class MLP(nn.Module):
         return self.dropout(self.c_proj(self.act(self.c_fc(x))))
 
 
+def add_scaled(x: torch.Tensor, branch: torch.Tensor, scale: float) -> torch.Tensor:
+    """x + scale branch, all of them (B, T, C)."""
+    if torch.compiler.is_compiling():
+        # torch.compile makes `alpha` a constant, and would compile anew for every scale. A factor stays an argument, and is fused.
+        return x + scale * branch
+    return torch.add(x, branch, alpha=scale)
+
+
 class Block(nn.Module):
     """One pre-LN block, (B, T, C) -> (B, T, C).
 
     `branch_scale` multiplies both residual branches. It is 1 unless a block runner that drops blocks makes up for their absence
-    (1 / keep probability); as the `alpha` of an addition it costs no pass over memory, and at 1 it changes no bit.
+    (1 / keep probability). It costs no pass over memory, and at 1 it changes no bit.
     `index` is the block's place in the model, from 0.
     """
 
@@ -135,8 +143,8 @@ class Block(nn.Module):
         self.mlp = MLP(config, f"h.{index}.mlp")
 
     def forward(self, x: torch.Tensor, branch_scale: float = 1.0) -> torch.Tensor:
-        x = torch.add(x, self.attn(self.ln_1(x)), alpha=branch_scale)
-        return torch.add(x, self.mlp(self.ln_2(x)), alpha=branch_scale)
+        x = add_scaled(x, self.attn(self.ln_1(x)), branch_scale)
+        return add_scaled(x, self.mlp(self.ln_2(x)), branch_scale)
 
 
 class TiedHead(nn.Module):

@@ -105,6 +105,8 @@ class Technique:
     decides: tuple[str, ...] = ()
     #: What the log and `--explain` should say of it, a line each; filled in by `__init__`.
     notes: tuple[str, ...] = ()
+    #: The optimizer step from which on its schedule no longer changes; filled in by `__init__`.
+    arrives_at: int = 1
     #: Into how many segments the blocks are cut of which only the inputs are kept for the backward pass; 0: all activations are kept.
     #: For the plan of the run's memory.
     checkpoints: int = 0
@@ -143,6 +145,9 @@ class Technique:
     def on_batch(self, tokens: torch.Tensor) -> torch.Tensor:
         """Crop or reshape a micro-batch of (micro_batch_size, seq_len + 1) token ids."""
         return tokens
+
+    def on_length(self, length: int) -> None:
+        """The rows of the step have `length` tokens: after all techniques' `on_batch`, and where there is no batch, as in `--explain`."""
 
     def metrics(self) -> dict[str, float]:
         """What belongs into the step's line of `metrics.jsonl`; before there is an engine, what follows from the schedule alone."""
@@ -189,7 +194,12 @@ class Techniques(Technique):
     def on_batch(self, tokens: torch.Tensor) -> torch.Tensor:
         for member in self.members:
             tokens = member.on_batch(tokens)
+        self.on_length(tokens.shape[1] - 1)
         return tokens
+
+    def on_length(self, length: int) -> None:
+        for member in self.members:
+            member.on_length(length)
 
     def metrics(self) -> dict[str, float]:
         return {key: value for member in self.members for key, value in member.metrics().items()}

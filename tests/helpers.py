@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 import socket
 from pathlib import Path
@@ -66,3 +67,10 @@ def sparse_corpus(folder: Path, shards: int = 20, shard_tokens: int = 100_000_00
     }
     (folder / "manifest.json").write_text(json.dumps(manifest))
     return folder
+
+
+def resumed_after(run: Path) -> int:
+    """The step after which the run in folder `run` was last resumed, as its log says; 0 where it began anew."""
+    said = re.findall(r"resuming after step (\d+)|no complete checkpoint to resume from", (run / "log.txt").read_text(encoding="utf-8"))
+    assert said, "the run was not resumed"
+    return int(said[-1] or 0)

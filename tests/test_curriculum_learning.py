@@ -138,7 +138,7 @@ def test_the_documented_forms_are_accepted(schedule):
     section = {"enabled": True, "curriculum_type": "seqlen", "min_difficulty": 8, "max_difficulty": 1024, **schedule}
     done = explain("--set", f"curriculum_learning={json.dumps(section)}", "--seq_len", "1024")
     assert done.returncode == 0, done.stderr
-    assert "seq_len" in done.stdout
+    assert json.loads(done.stdout)["over_the_run"][0]["seq_len"] == (1 if schedule["schedule_type"] == "fixed_discrete" else 8)
 
 
 @pytest.mark.parametrize("section", SECTIONS, ids=lambda section: json.dumps(section))
@@ -153,10 +153,11 @@ def test_the_number_of_lengths_is_said_and_takes_no_walk_over_the_steps():
     long = ["curriculum_learning.schedule_config.total_curriculum_step=1000000000000", "curriculum_learning.min_difficulty=16"]
     done = explain(*(text for setting in long for text in ("--set", setting)))
     assert done.returncode == 0
-    (note,) = json.loads(done.stdout)["notes"]
+    note, late = json.loads(done.stdout)["notes"]
     assert note.startswith("curriculum_learning: sequences of 16 to 128 tokens")
     assert "15 lengths" in note
-    assert note.endswith("the run's tokens end before the last length")
+    assert late.startswith("curriculum_learning: its schedule arrives at step ")
+    assert late.endswith("and the run ends at step 8,000")  # 1,000 steps of 128 tokens a sequence, at 16
 
 
 METRIC = {"index_to_sample_path": "a", "index_to_metric_path": "b", "difficulty_type": "value", "clustering_type": "single_cluster"}

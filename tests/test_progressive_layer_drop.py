@@ -74,4 +74,6 @@ def test_a_draw_for_each_micro_batch_is_refused_with_offload():
 def test_the_documented_form_is_accepted(section):
     done = explain("--set", f"progressive_layer_drop={json.dumps(section)}")
     assert done.returncode == 0, done.stderr
-    assert ("theta" in done.stdout) == section["enabled"] or not section["enabled"]
+    page = json.loads(done.stdout)
+    assert page["techniques"] == (["progressive_layer_drop"] if section["enabled"] else [])
+    assert page["over_the_run"][0].get("theta") == (1.0 if section["enabled"] else None)

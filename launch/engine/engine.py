@@ -21,7 +21,7 @@ from model.gpt import GPT, weight_decay_groups
 from model.presets import GPTConfig
 from recipes.technique import Technique
 
-#: A step so late that no beta below 1 has a power left, and that fp32 does not count on from.
+#: A step so late that no beta in use has a power left (0.999999^1e9 is 0), and that fp32 does not count on from.
 LATE_STEP = 1e9
 
 

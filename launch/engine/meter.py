@@ -71,8 +71,10 @@ class Meter:
             "peak_memory_bytes": self._peak_memory(),
             "bytes_sent": round(self.collectives.bytes_sent - self._bytes_before),
         }
+        per_token, of_all_blocks = trained_flops_per_token(self.engine.model_config, technique)
+        if "kept_blocks" in technique:
+            metrics["skipped_flops"] = 1 - per_token / of_all_blocks
         if self.peak_flops is not None:
-            per_token = trained_flops_per_token(self.engine.model_config, technique)
             metrics["mfu"] = rate * per_token / (self.peak_flops * self.collectives.world_size)
         return metrics
 

@@ -282,7 +282,13 @@ def resolve(argv: list[str], ranks: int | None = None) -> tuple[RunConfig, argpa
         techniques = make_techniques(config)  # each checks its own section when it is built
     except ValueError as reason:
         raise UsageError(_placed(engine, str(reason))) from None
-    return replace(config, notes=config.notes + techniques.notes), flags
+    late = [
+        f"{key}: its schedule arrives at step {member.arrives_at:,}, and the run ends at step {config.steps_to_make:,}"
+        for member in techniques.members
+        for key in member.sections[:1]
+        if member.arrives_at > config.steps and member.arrives_at > config.steps_to_make
+    ]
+    return replace(config, notes=(*config.notes, *techniques.notes, *late)), flags
 
 
 def _check_swap_buffers(engine: EngineJson, config: RunConfig) -> None:

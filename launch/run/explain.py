@@ -198,7 +198,7 @@ def _over_the_run(config: RunConfig, model: GPTConfig) -> tuple[list[dict[str, A
     rows: list[dict[str, Any]] = []
     flops: float = 0
     for step in steps:
-        flops += step.tokens * trained_flops_per_token(model, step.reported)
+        flops += step.tokens * trained_flops_per_token(model, step.reported)[0]
         while marks and step.consumed >= marks[0][1]:
             row: dict[str, Any] = {"percent": marks.pop(0)[0], "step": step.number, "tokens": step.consumed}
             if config.scheduler["type"] == TOKEN_SCHEDULE:

@@ -34,7 +34,8 @@ def planned_steps(run: Run, techniques: Techniques) -> Iterator[Step]:
         length, rows = reported.get("seq_len", run.shape.seq_len), reported.get("rows_per_sequence", 1)
         tokens = sequences * int(rows) * int(length)
         consumed += tokens
-        yield Step(number, tokens, consumed, reported)
+        techniques.on_length(int(length))
+        yield Step(number, tokens, consumed, techniques.metrics())
 
 
 def steps_to_make(run: Run, techniques: Techniques) -> int:
@@ -51,7 +52,10 @@ def _shapes_steps(member: Technique) -> bool:
     return type(member).batch_plan is not Technique.batch_plan or "seq_len" in member.metrics()
 
 
-def trained_flops_per_token(model: GPTConfig, reported: Mapping[str, float]) -> float:
-    """FLOPs of a token in a step of which the techniques report this: what ran counts, `kept_blocks` blocks on rows of `seq_len` tokens."""
+def trained_flops_per_token(model: GPTConfig, reported: Mapping[str, float]) -> tuple[float, float]:
+    """FLOPs of a token in a step of which the techniques report this, and those of all blocks on the same rows.
+
+    What ran counts: `kept_blocks` blocks, on rows of `seq_len` tokens.
+    """
     length = int(reported["seq_len"]) if "seq_len" in reported else None
-    return flops_per_token(model, length, reported.get("kept_blocks"))
+    return flops_per_token(model, length, reported.get("kept_blocks")), flops_per_token(model, length)

@@ -57,6 +57,7 @@ class BatchSizeWarmup(Technique):
         require_token_schedule(run)
         found = stages(start, increment, run.global_batch_size, warmup_tokens, run.shape.seq_len)
         self._first_steps, self._sizes = zip(*found, strict=True)
+        self.arrives_at = found[-1][0]
         self.on_step(1)
         if len(found) > 1:
             last = f"all {found[-1][1]:,} from step {found[-1][0]:,} on"

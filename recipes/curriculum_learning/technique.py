@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from functools import partial
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from recipes.technique import Run, Technique, require_token_schedule
@@ -112,7 +113,7 @@ class CurriculumLearning(Technique):
         require_token_schedule(run)
         self._scheduler: Any = None
         self.on_step(1)
-        self.notes = (self._note(run),)
+        self.notes = (self._note(),)
 
     def _resolved(self, section: dict[str, Any]) -> dict[str, Any]:
         """The section with every value in it.
@@ -135,8 +136,10 @@ class CurriculumLearning(Technique):
                     f"{name}.difficulty' has {len(lengths or ())} lengths and max_step {len(ends or ())} steps; fixed_discrete needs one"
                     ' step less than lengths, such as "difficulty": [64, 128, 256], "max_step": [100, 200]'
                 )
-            if any(b <= a for a, b in zip([0, *ends], ends, strict=False)):
+            if any(b <= a for a, b in pairwise([0, *ends])):
                 raise ValueError(f"{name}.max_step' is {ends}; the steps must rise from 1 on")
+            if any(b < a for a, b in pairwise(lengths)):  # DeepSpeed's engine would stay at the longest
+                raise ValueError(f"{name}.difficulty' is {lengths}; the lengths must not fall")
             if wrong := [length for length in lengths if not 1 <= length <= self.seq_len]:
                 raise ValueError(f"{name}.difficulty' has {wrong[0]}; allowed are lengths from 1 to the model's seq_len, {self.seq_len}")
             if stray := [key for key in ("total_curriculum_step", "difficulty_step", "root_degree") if key in given]:
@@ -169,19 +172,14 @@ class CurriculumLearning(Technique):
         schedule |= {"difficulty_step": multiple} | ({"root_degree": given["root_degree"]} if kind == "fixed_root" else {})
         return {"min_difficulty": least, "max_difficulty": most, "schedule_type": kind, "schedule_config": schedule}
 
-    def _note(self, run: Run) -> str:
+    def _note(self) -> str:
         lengths = stages(self.section)
-        ends = [first for first, _ in lengths[1:]]
-        # Steps of whole batches that hold the tokens before the last length.
-        needed = sum(
-            (end - first) * (1 if self.reshapes else length / self.seq_len) for (first, length), end in zip(lengths, ends, strict=False)
-        )
+        self.arrives_at = lengths[-1][0]
         shapes = len({length for _, length in lengths} | {self.seq_len})
-        text = (
-            f"curriculum_learning: sequences of {lengths[0][1]} to {lengths[-1][1]} tokens, the last from step {lengths[-1][0]:,} on; "
+        return (
+            f"curriculum_learning: sequences of {lengths[0][1]} to {lengths[-1][1]} tokens, the last from step {self.arrives_at:,} on; "
             f"{shapes} lengths with that of the evaluation, and a compiled model compiles as many shapes"
         )
-        return text if needed < run.steps else f"{text}; the run's tokens end before the last length"
 
     def attach(self, engine: Any, collectives: Any) -> None:
         from deepspeed.runtime.data_pipeline.curriculum_scheduler import CurriculumScheduler

@@ -13,7 +13,6 @@ import math
 import struct
 from typing import TYPE_CHECKING, Any
 
-from model.accounting import flops_per_token
 from recipes.technique import Run, Technique
 
 if TYPE_CHECKING:
@@ -84,12 +83,13 @@ class ProgressiveLayerDrop(Technique):
             )
         self.seed, self.n_layer = run.seed, run.shape.n_layer
         self.micro_steps = run.gradient_accumulation_steps
-        self._flops: list[float] = []
         self.on_step(1)
         last = theta_at(run.steps, self.theta, self.gamma)
         mean = mean_theta(run.steps, self.theta, self.gamma)
         share = sum(keep_probabilities(mean, self.n_layer)) / self.n_layer
-        self.notes = (f"progressive_layer_drop: theta falls to {last:.3g} over the run; {100 * share:.0f}% of the blocks run on average",)
+        self.notes = (
+            f"progressive_layer_drop: theta falls to {last:.3g} in {run.steps:,} steps; {100 * share:.0f}% of the blocks run on average",
+        )
 
     def on_step(self, step: int) -> None:
         self.step, self.micro_step = step, -1
@@ -110,7 +110,6 @@ class ProgressiveLayerDrop(Technique):
         return tokens
 
     def prepare(self, model: GPT) -> None:
-        self._flops = [flops_per_token(model.config, kept_blocks=kept) for kept in (0, self.n_layer)]
         model.block_runner = self.run_kept_blocks
 
     def run_kept_blocks(self, blocks: nn.ModuleList, x: torch.Tensor) -> torch.Tensor:
@@ -124,12 +123,7 @@ class ProgressiveLayerDrop(Technique):
         return x
 
     def metrics(self) -> dict[str, float]:
-        """theta, how many blocks ran (a mean over micro-batches that drew for themselves), and the share of the FLOPs that was left out."""
+        """theta, and how many blocks ran: a mean over micro-batches that drew for themselves."""
         others = range(1, self.micro_steps if self.each_micro_batch else 1)
         counts = self._kept or [sum(self.keeps), *(sum(self._draw(micro_step)) for micro_step in others)]
-        kept = sum(counts) / len(counts)
-        found = {"theta": self.current_theta, "kept_blocks": kept}
-        if self._flops:
-            none, all_ = self._flops
-            found["skipped_flops"] = (all_ - none) * (1 - kept / self.n_layer) / all_
-        return found
+        return {"theta": self.current_theta, "kept_blocks": sum(counts) / len(counts)}

@@ -137,7 +137,7 @@ class RandomLTD(Technique):
                 "'random_ltd.layer_token_lr_schedule.enabled' is true, but DeepSpeed announces this schedule and has none; write false, and"
                 " the learning rate follows 'scheduler'"
             )
-        self.notes = (self._note(run.steps),)
+        self.notes = (self._note(),)
         self.on_step(1)
 
     def _layers(self, section: dict[str, Any]) -> frozenset[int]:
@@ -183,26 +183,24 @@ class RandomLTD(Technique):
         schedule = {"require_steps": config.get("require_steps", max(1, round(AUTO_SHARE * steps))), "seq_per_step": multiple}
         return {"min_value": least, "max_value": most, "schedule_type": "fixed_linear", "schedule_config": schedule}
 
-    def _note(self, steps: int) -> str:
+    def _note(self) -> str:
         if not self.layers:
             return f"random_ltd: no token is dropped, for a model of {self.shape.n_layer} blocks has none between the first and the last"
         least, most, config = self.schedule["min_value"], self.schedule["max_value"], self.schedule["schedule_config"]
-        last = 1 if least == most else config["require_steps"] + 1
+        self.arrives_at = 1 if least == most else config["require_steps"] + 1
         lengths = 1 + (most - least) // config["seq_per_step"]
-        text = (
+        return (
             f"random_ltd: {len(self.layers)} of {self.shape.n_layer} blocks see {least} of {self.shape.seq_len} tokens at first, {most}"
-            f" from step {last:,} on; up to {lengths} lengths, and a compiled model compiles as many shapes"
+            f" from step {self.arrives_at:,} on; up to {lengths} lengths, and a compiled model compiles as many shapes"
         )
-        return text if last <= steps else f"{text}; the run's {steps:,} steps end before the last length"
 
     def on_step(self, step: int) -> None:
         self.step, self.length = step, self.shape.seq_len
         self.reserved = reserved_length(step, self.schedule)
         self._drawn: dict[tuple[int, int, torch.device], torch.Tensor] = {}
 
-    def on_batch(self, tokens: torch.Tensor) -> torch.Tensor:
-        self.length = tokens.shape[1] - 1  # less than seq_len where a curriculum cuts the rows
-        return tokens
+    def on_length(self, length: int) -> None:
+        self.length = length  # less than seq_len where a curriculum cuts the rows
 
     def prepare(self, model: GPT) -> None:
         model.block_runner = self.run_dropping_tokens

@@ -92,16 +92,20 @@ def pretrain_with(technique: str, flags: list[str]) -> list[dict[str, Any]]:
 
 
 class CountedBlocks(Technique):
-    """Counts how often blocks run: in the step's training, and in evaluations so far."""
+    """Counts how often blocks run: in the step's training, and whole and unscaled in the passes of evaluations so far."""
 
     def __init__(self, section: dict[str, Any], run: Run):
-        self.training = self.evaluation = 0
+        self.training = self.evaluation = self.passes = 0
 
     def prepare(self, model: GPT) -> None:
         def count(block: torch.nn.Module, inputs: Any, output: Any) -> None:
             self.training += block.training
-            self.evaluation += not block.training
+            self.evaluation += not block.training and len(inputs) == 1  # without a scale
 
+        def count_pass(model: torch.nn.Module, inputs: Any, output: Any) -> None:
+            self.passes += not model.training
+
+        model.register_forward_hook(count_pass)
         for block in model.h:
             block.register_forward_hook(count)
 
@@ -109,7 +113,7 @@ class CountedBlocks(Technique):
         self.training = 0
 
     def metrics(self) -> dict[str, float]:
-        return {"training_calls": self.training, "evaluation_calls": self.evaluation}
+        return {"training_calls": self.training, "evaluation_calls": self.evaluation, "evaluation_passes": self.passes}
 
 
 class CompiledBlocks(Technique):

@@ -135,14 +135,16 @@ def reference_steps(
     skips: Collection[int] = (),
     loss_of: Callable[[GPT, torch.Tensor, int], torch.Tensor] = whole_windows,
     adam: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW,
+    cut: Callable[[int, torch.Tensor], torch.Tensor] = lambda step, windows: windows,
     device: str = "cpu",
 ) -> list[Step]:
-    """`steps` steps in fp32 over the whole global batch, the gradient norm taken in fp64.
+    """`steps` steps in fp32 over the whole global batch, or more with as many tokens, the gradient norm taken in fp64.
 
     accumulation: into how many micro-batches the global batch is cut; of meaning only where runners differ between them.
     runner_of: the block runner of (step, micro-step).
     A parameter without a gradient has the gradient 0, and Adam steps it.
     skips: steps whose update is not made; the learning rate goes on.
+    cut: what is trained on of the (step, windows (B, T + 1)).
     loss_of: the mean loss of (model, micro-batch, the id that ends a document).
     """
     corpus = open_corpus(corpus_path)
@@ -150,23 +152,26 @@ def reference_steps(
     data = np.concatenate(
         [np.fromfile(corpus.path / shard["file"], dtype=corpus.manifest["dtype"]) for shard in corpus.manifest["splits"]["train"]["shards"]]
     )
-    order = shuffled_positions((len(data) - 1) // length, f"{corpus.fingerprint}:{seed}", 0, steps * batch)
     model = GPT(GPTConfig(**shape, vocab_size=corpus.vocab_size, init_seed=seed)).to(device)
     matrices = [p for p in model.parameters() if p.ndim >= 2]
     vectors = [p for p in model.parameters() if p.ndim < 2]
     optimizer = adam(
         [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}], lr=lr, betas=(0.9, 0.95), eps=1e-8
     )
-    seen = []
-    for step in range(1, steps + 1):
-        if step < warmup:
-            rate = lr * step / warmup
+    seen: list[Step] = []
+    consumed, total, warmup_tokens = 0, steps * batch * length, warmup * batch * length
+    while consumed < total:
+        step = len(seen) + 1
+        order = shuffled_positions((len(data) - 1) // length, f"{corpus.fingerprint}:{seed}", (step - 1) * batch, batch)
+        rows = [data[i * length : i * length + length + 1] for i in order]
+        tokens = cut(step, torch.from_numpy(np.stack(rows).astype(np.int64)).to(device))
+        consumed += tokens[:, 1:].numel()
+        if consumed < warmup_tokens:
+            rate = lr * consumed / warmup_tokens
         else:
-            rate = 0.1 * lr + 0.9 * lr * (1 + math.cos(math.pi * (step - warmup) / (steps - warmup))) / 2
+            rate = 0.1 * lr + 0.9 * lr * (1 + math.cos(math.pi * min(1, (consumed - warmup_tokens) / (total - warmup_tokens)))) / 2
         for group in optimizer.param_groups:
             group["lr"] = rate
-        rows = [data[i * length : i * length + length + 1] for i in order[(step - 1) * batch : step * batch]]
-        tokens = torch.from_numpy(np.stack(rows).astype(np.int64)).to(device)
         mean = 0.0
         for micro_step, micro_batch in enumerate(tokens.chunk(accumulation)):
             model.block_runner = runner_of(step, micro_step)

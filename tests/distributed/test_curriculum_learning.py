@@ -7,18 +7,28 @@ import math
 import shutil
 
 import pytest
+import torch
 
-from recipes.curriculum_learning.technique import length_at
+from tests.distributed.reference import reference_steps
+from tests.distributed.test_engine_follows_plain_pytorch import largest_difference
+from tests.helpers import resumed_after
 
 SHAPE = {"n_layer": 2, "n_head": 2, "d_model": 64, "seq_len": 64}
-BATCH, STEPS, LR, WARMUP = 8, 50, 1e-3, 5
+BATCH, STEPS, LR, WARMUP, SEED = 8, 50, 1e-3, 5, 3
 SECTION = {"min_difficulty": 8, "max_difficulty": 64, "schedule_type": "fixed_linear"}
 SECTION |= {"schedule_config": {"total_curriculum_step": 40, "difficulty_step": 8}}
+#: By hand: 8 + 56 s / 40 = 8 + 1.4 s reaches 16 at step 6 (16.4), 24 at 12 (24.8), 32 at 18 (33.2), 40 at 23 (40.2), 48 at 29 (48.6),
+#: 56 at 35 (57) and 64 at 40. Steps of each length; the last goes on.
+LENGTHS = [8] * 5 + [16] * 6 + [24] * 6 + [32] * 5 + [40] * 6 + [48] * 6 + [56] * 5 + [64] * 60
+#: The run has 50 x 8 x 64 = 25,600 tokens. The first 39 steps hold 8 x (40 + 96 + 144 + 160 + 240 + 288 + 280) = 9,984 of them, and
+#: 30.5 steps of 512 the rest: it ends in step 70, after 9,984 + 31 x 512 = 25,856.
+LAST_STEP, LAST_TOKENS = 70, 25_856
+TOLERANCE = 1e-5
 
 
 def flags(corpus, tmp_path, stage: int, name: str, *more: str, precision: str = "fp32", section: dict | None = None) -> list[str]:
     values = {**SHAPE, "data": corpus, "runs_dir": tmp_path, "run_name": name, "steps": STEPS, "global_batch_size": BATCH}
-    values |= {"micro_batch_size": 2, "lr": LR, "warmup_steps": WARMUP, "eval_every": 0, "save_every": 0}
+    values |= {"micro_batch_size": 2, "lr": LR, "warmup_steps": WARMUP, "seed": SEED, "eval_every": 0, "save_every": 0}
     run = ["--deepspeed_config", f"ds_configs/zero{stage}_{precision}.json"]
     run += [text for key, value in values.items() for text in (f"--{key}", str(value))]
     return [*run, "--set", f"curriculum_learning={json.dumps(section or SECTION)}", *more]
@@ -28,41 +38,63 @@ def trained(pool, run: list[str]) -> list[dict]:
     return pool.run("tests.distributed.jobs:pretrain", flags=run)[0]
 
 
-def expected(total: int) -> list[tuple[int, int, float]]:
-    """By hand: (length, tokens so far, learning rate) of each step, until `total` tokens are seen."""
-    found, tokens, warmup = [], 0, WARMUP * BATCH * 64
-    while tokens < total:
-        length = length_at(len(found) + 1, SECTION)
-        tokens += BATCH * length
-        rate = LR * tokens / warmup
-        if tokens >= warmup:
-            rate = 0.1 * LR + 0.9 * LR * (1 + math.cos(math.pi * min(1, (tokens - warmup) / (total - warmup)))) / 2
-        found.append((length, tokens, rate))
-    return found
+def check_table(lines: list[dict]) -> None:
+    """Length, tokens and learning rate of every step: warm-up over 5 x 512 tokens, then a cosine down to a tenth at 25,600."""
+    assert [line["seq_len"] for line in lines] == LENGTHS[:LAST_STEP]
+    tokens = 0
+    for line in lines:
+        tokens += BATCH * LENGTHS[line["step"] - 1]
+        assert line["tokens"] == tokens
+        if tokens < 2560:
+            rate = LR * tokens / 2560
+        else:
+            rate = 0.1 * LR + 0.9 * LR * (1 + math.cos(math.pi * min(1, (tokens - 2560) / 23_040))) / 2
+        assert line["lr"] == pytest.approx(rate, rel=1e-9)
+    assert (lines[-1]["step"], tokens) == (LAST_STEP, LAST_TOKENS)
 
 
+def truncated(step: int, windows: torch.Tensor) -> torch.Tensor:
+    return windows[:, : LENGTHS[step - 1] + 1]
+
+
+def reshaped(step: int, windows: torch.Tensor) -> torch.Tensor:
+    """Row by row, each beginning with the last token of the one before it."""
+    length = LENGTHS[step - 1]
+    return torch.stack([window[start : start + length + 1] for window in windows for start in range(0, 64 - length + 1, length)])
+
+
+@pytest.fixture(scope="module")
+def expected(corpus) -> list[float]:
+    """The losses of a plain loop."""
+    return [step.loss for step in reference_steps(corpus, SHAPE, STEPS, BATCH, LR, WARMUP, SEED, cut=truncated)]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_lengths_tokens_and_learning_rate_are_those_of_a_table(stage, two_ranks, corpus, tmp_path):
-    lines = trained(two_ranks, flags(corpus, tmp_path, stage, "r"))
-    table = expected(STEPS * BATCH * 64)
-    assert len(table) > STEPS
-    assert [(line["seq_len"], line["tokens"]) for line in lines] == [row[:2] for row in table]
-    assert [line["lr"] for line in lines] == pytest.approx([row[2] for row in table], rel=1e-9)
-    assert lines[-1]["loss"] < lines[0]["loss"] - 1
+def test_every_step_is_that_of_a_table_and_of_a_plain_loop(stage, ranks, pools, corpus, expected, tmp_path):
+    lines = trained(pools.of(ranks, "cpu"), flags(corpus, tmp_path, stage, "r"))
+    check_table(lines)
+    assert largest_difference([line["loss"] for line in lines], expected) <= TOLERANCE
+    assert expected[-1] < expected[0] - 1
 
 
-def test_stages_ranks_and_a_resume_give_the_same_losses(one_rank, two_ranks, corpus, tmp_path):
-    first = trained(two_ranks, flags(corpus, tmp_path, 0, "s0"))
-    for pool, stage in ((two_ranks, 1), (two_ranks, 2), (two_ranks, 3), (one_rank, 1)):
-        lines = trained(pool, flags(corpus, tmp_path, stage, f"s{stage}of{1 if pool is one_rank else 2}"))
-        assert [line["loss"] for line in lines] == pytest.approx([line["loss"] for line in first], abs=1e-5)
-    whole = flags(corpus, tmp_path, 2, "resumed", "--save_every", "20")
-    trained(two_ranks, whole)
-    for step in (len(first), 60):
-        shutil.rmtree(tmp_path / "resumed" / "checkpoints" / f"step-{step:08d}", ignore_errors=True)
-    lines = trained(two_ranks, [*whole, "--resume"])
-    assert [line["seq_len"] for line in lines] == [line["seq_len"] for line in first]
-    assert [line["loss"] for line in lines] == pytest.approx([line["loss"] for line in first], abs=1e-5)
+@pytest.mark.parametrize("stage", [0, pytest.param(3, marks=pytest.mark.long)])
+def test_reshaped_it_trains_on_the_rows(stage, two_ranks, corpus, tmp_path):
+    lines = trained(two_ranks, flags(corpus, tmp_path, stage, "r", section={**SECTION, "mode": "reshape"}))
+    steps = reference_steps(corpus, SHAPE, STEPS, BATCH, LR, WARMUP, SEED, cut=reshaped)
+    assert largest_difference([line["loss"] for line in lines], [step.loss for step in steps]) <= TOLERANCE
+
+
+@pytest.mark.parametrize("stage", [2, pytest.param(3, marks=pytest.mark.long)])
+def test_it_goes_on_through_a_resume(stage, two_ranks, corpus, expected, tmp_path):
+    run = flags(corpus, tmp_path, stage, "r", "--save_every", "20", "--keep", "9")
+    trained(two_ranks, run)
+    for step in (40, 60, 70):
+        shutil.rmtree(tmp_path / "r" / "checkpoints" / f"step-{step:08d}")
+    lines = trained(two_ranks, [*run, "--resume"])
+    assert resumed_after(tmp_path / "r") == 20
+    check_table(lines)
+    assert largest_difference([line["loss"] for line in lines], expected) <= TOLERANCE
 
 
 @pytest.mark.parametrize("mode", ["truncate", "reshape"])
@@ -78,8 +110,8 @@ def test_training_is_at_the_steps_length_and_evaluation_at_full_length(mode, one
     assert lines[-1]["evaluated_length"] == 64
 
 
-def test_the_first_position_and_the_last_get_their_gradients_at_their_lengths(one_rank, corpus, tmp_path):
-    """Positions beyond the length are not trained: their embeddings only decay, until the length reaches them."""
+def test_positions_beyond_the_length_are_not_trained(one_rank, corpus, tmp_path):
+    """Their embeddings only decay, until the length reaches them."""
     section = {**SECTION, "schedule_type": "fixed_discrete", "schedule_config": {"difficulty": [8, 64], "max_step": [1000]}}
     run = flags(corpus, tmp_path, 1, "r", section=section)
     run += ["--steps", "3", "--warmup_steps", "1"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from functools import cache
 
@@ -12,10 +13,11 @@ from recipes.progressive_layer_drop.technique import draws, keep_probabilities, 
 from tests.distributed.reference import progressive_layer_drop, reference_steps
 from tests.distributed.test_engine_follows_plain_pytorch import BATCH, LR, SEED, STEPS, WARMUP, grid, is_hardest, largest_difference, pool  # noqa: F401 (a fixture)
 from tests.distributed.test_engine_follows_plain_pytorch import flags as engine_flags
+from tests.helpers import resumed_after
 
 SHAPE = {"n_layer": 4, "n_head": 2, "d_model": 64, "seq_len": 32}
 THETA, GAMMA = 0.4, 0.5
-TOLERANCE, STAGES, FP16_FP32 = 1e-5, 5e-3, 1e-2
+TOLERANCE, STAGES, BF16_FP32, FP16_FP32 = 1e-5, 5e-3, 1e-2, 1e-2
 
 
 @pytest.fixture
@@ -28,9 +30,9 @@ def expected(corpus) -> Callable[..., list[float]]:
     """The losses of the reference, by its options; each is computed once."""
 
     @cache
-    def losses(drops: bool = True, accumulation: int = 1, each_micro_batch: bool = False) -> list[float]:
+    def losses(drops: bool = True, accumulation: int = 1, each_micro_batch: bool = False, lr: float = LR) -> list[float]:
         runner_of = progressive_layer_drop(SEED, SHAPE["n_layer"], THETA if drops else 1.0, GAMMA, each_micro_batch)
-        steps = reference_steps(corpus, SHAPE, STEPS, BATCH, LR, WARMUP, SEED, accumulation=accumulation, runner_of=runner_of)
+        steps = reference_steps(corpus, SHAPE, STEPS, BATCH, lr, WARMUP, SEED, accumulation=accumulation, runner_of=runner_of)
         return [step.loss for step in steps]
 
     return losses
@@ -76,15 +78,15 @@ def test_under_activation_checkpointing_too(form, accumulation, ranks, pool, cor
 @pytest.mark.parametrize("form", ["stage 0", *(pytest.param(f"stage {stage}", marks=pytest.mark.long) for stage in (1, 2)), "stage 3"])
 def test_a_draw_for_each_micro_batch_is_another_trajectory_and_exact_too(form, ranks, pool, corpus, expected, tmp_path):  # noqa: F811
     losses = trained(pool, flags(corpus, tmp_path, form, ranks, 3, draw="micro_batch"))
-    # A rank's micro-batch is a third of its own share: on one rank the reference's third of the global batch.
-    if ranks == 1:
-        assert largest_difference(losses, expected(accumulation=3, each_micro_batch=True)) <= TOLERANCE
+    assert largest_difference(losses, expected(accumulation=3, each_micro_batch=True)) <= TOLERANCE
     assert largest_difference(losses, expected()) > 0.01
 
 
 @grid(is_quick)
-def test_in_bf16_the_stages_agree(form, accumulation, ranks, pool, corpus, seen, tmp_path):  # noqa: F811
+def test_in_bf16_the_stages_agree_and_follow_fp32(form, accumulation, ranks, pool, corpus, expected, seen, tmp_path):  # noqa: F811
     losses = trained(pool, [*flags(corpus, tmp_path, form, ranks, accumulation, "bf16"), "--lr", str(LR / 2)])
+    assert largest_difference(losses, expected(lr=LR / 2)) <= BF16_FP32
+    assert largest_difference(expected(drops=False, lr=LR / 2), expected(lr=LR / 2)) > BF16_FP32, "what is dropped must show"
     assert all(largest_difference(losses, other) <= STAGES for other in seen["bf16"])
     seen["bf16"].append(losses)
 
@@ -114,11 +116,10 @@ def test_theta_and_gates_go_on_through_a_resume_on_all_ranks(stage, one_rank, tw
     assert {line["kept_blocks"] for line in whole} >= {2, 3, 4}
     other = lines(one_rank, "other")
     assert [line["kept_blocks"] for line in other] == [line["kept_blocks"] for line in whole]
-    import shutil
-
     for step in (20, 30):
         shutil.rmtree(tmp_path / "whole" / "checkpoints" / f"step-{step:08d}")
     resumed = lines(two_ranks, "whole", "--resume")
+    assert resumed_after(tmp_path / "whole") == 10
     for key in ("theta", "kept_blocks", "loss"):
         assert [line[key] for line in resumed] == [line[key] for line in whole]
 
@@ -127,7 +128,8 @@ def test_a_compiled_block_is_dropped_and_scaled_alike(one_rank, corpus, expected
     run = flags(corpus, tmp_path, "stage 1", 1, 1)
     lines = one_rank.run("tests.distributed.jobs:pretrain_with", technique="CompiledBlocks", flags=run)[0]
     assert largest_difference([line["loss"] for line in lines], expected()) <= TOLERANCE
-    assert lines[-1]["compiled_graphs"] <= 2 * SHAPE["n_layer"], "a graph for each probability would be compiled anew in every step"
+    # One without a scale and one with, of all blocks together. A graph for each probability would be eight, dynamo's limit, and then none.
+    assert lines[4]["compiled_graphs"] == lines[-1]["compiled_graphs"] <= 3
 
 
 def test_a_dropped_block_does_not_run_and_evaluation_runs_them_all(one_rank, corpus, tmp_path):
@@ -135,5 +137,4 @@ def test_a_dropped_block_does_not_run_and_evaluation_runs_them_all(one_rank, cor
     lines = one_rank.run("tests.distributed.jobs:pretrain_with", technique="CountedBlocks", flags=run)[0]
     for line in lines[1:]:
         assert line["training_calls"] == 3 * line["kept_blocks"]
-    assert lines[-1]["evaluation_calls"] % SHAPE["n_layer"] == 0
-    assert lines[-1]["evaluation_calls"] > 0
+    assert lines[-1]["evaluation_calls"] == SHAPE["n_layer"] * lines[-1]["evaluation_passes"] > 0

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import itertools
 import json
-from math import prod
 
 import pytest
 
 from launch.run.config import resolve
 from launch.run.errors import UsageError
+from launch.run.steps import planned_steps
 from recipes.curriculum_learning.technique import length_at
 from recipes.progressive_layer_drop.technique import draws, keep_probabilities, theta_at
 from recipes.random_ltd.technique import reserved_length
-from recipes.registry import both_decide, technique_classes
+from recipes.registry import both_decide, make_techniques, technique_classes
 from tests.distributed.test_engine_follows_plain_pytorch import largest_difference
 
 STEPS, BATCH, SEED = 6, 8, 7
@@ -52,8 +52,12 @@ def test_every_technique_is_here():
 
 @pytest.mark.parametrize("pair", TOGETHER, ids=" and ".join)
 def test_two_techniques_both_act(pair, one_rank, two_ranks, corpus, tmp_path):
-    """Each step has what both schedules say, and another stage on another number of ranks, cut otherwise, trains the same."""
+    """Each step has what both schedules say, and what was planned. Another stage on another number of ranks, cut otherwise, trains the
+    same."""
+    config, _ = resolve([*flags(corpus, tmp_path, "r", *pair), "--ranks", "2"])
+    plan = list(planned_steps(config, make_techniques(config)))
     lines = trained(two_ranks, flags(corpus, tmp_path, "r", *pair))
+    assert len(lines) == len(plan)
     for line in lines:
         step = line["step"]
         length = SHAPE["seq_len"]
@@ -66,6 +70,9 @@ def test_two_techniques_both_act(pair, one_rank, two_ranks, corpus, tmp_path):
         if "random_ltd" in pair:
             assert line["reserved_length"] == min(length, reserved_length(step, LTD))
         before = lines[step - 2]["tokens"] if step > 1 else 0
+        planned = plan[step - 1]
+        assert (planned.number, planned.consumed) == (step, line["tokens"])
+        assert all(line[key] == value for key, value in planned.reported.items())
         assert line["tokens"] - before == line.get("batch_size", BATCH) * length
     if "batch_size_warmup" in pair:
         assert {line["batch_size"] for line in lines} >= {4, 6, 8}
@@ -85,4 +92,5 @@ def test_two_that_decide_the_same_are_refused(pair, corpus, tmp_path):
 def test_all_that_go_together_go_together(two_ranks, corpus, tmp_path):
     names = [name for name in SECTIONS if name != "random_ltd"]
     lines = trained(two_ranks, flags(corpus, tmp_path, "r", *names, stage=3))
-    assert prod(len({line[key] for line in lines}) for key in ("theta", "seq_len", "batch_size")) > 8
+    found = {key: {line[key] for line in lines} for key in ("theta", "kept_blocks", "seq_len", "batch_size")}
+    assert {key: len(values) >= 2 for key, values in found.items()} == dict.fromkeys(found, True)
