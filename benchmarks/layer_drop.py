@@ -1,18 +1,18 @@
 """How much of the time of blocks that are dropped is really saved: steps that drop some and steps that drop none, in turns in one engine.
 
     python benchmarks/layer_drop.py                          # half of the blocks dropped, ZeRO stages 0 to 3; about three minutes
-    python benchmarks/layer_drop.py --schedule 300           # the gates of a run of 300 steps at theta 0.5, at the recipe's own stage
+    python benchmarks/layer_drop.py --schedule 200           # the gates of a run of 200 steps at theta 0.5, at the JSON's own stage
     deepspeed --num_gpus 2 benchmarks/layer_drop.py          # on two ranks
 
-Each pair of steps trains on the same micro-batches, one with the recipe's runner and one with every block. What the blocks cost is measured
-in the steps that run them all: from the input of the first to the output of the last, and the same way back. Saved is the difference of a
-pair; had dropping no cost of its own, it would be the dropped share of what the blocks cost. The rest of a step (the head, the update) does
-not shrink.
+Each turn is three steps on the same micro-batches: with every block, with the blocks that are kept, and with every block under a clock,
+from the input of the first block to the output of the last and the same way back. Saved is the difference of the first two; had dropping no
+cost of its own, it would be the dropped share of what the blocks cost. The rest of a step (the head, the update) does not shrink.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import statistics
 import sys
@@ -25,7 +25,7 @@ sys.path[0] = str(ROOT)
 
 
 def measure(stage: int, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Steps in pairs at one ZeRO stage: milliseconds of a step that drops none, of its blocks, and of one that drops."""
+    """Turns of steps at one ZeRO stage: times of a step that drops none, of its blocks, and of one that drops; what was saved."""
     import torch
 
     from benchmarks.report import WARM_UP_STEPS, spread
@@ -62,44 +62,49 @@ def measure(stage: int, arguments: argparse.Namespace) -> dict[str, Any]:
         clock["blocks"] += now() - clock["since"]
         output.register_hook(lambda gradient: clock.update(back=now()))
 
-    def train(keeps: list[bool], batches: list[Any], number: int) -> tuple[float, float]:
-        """Seconds of one step that runs the blocks that `keeps` names, and of its blocks where it runs them all."""
+    def train(keeps: list[bool], batches: list[Any], number: int) -> float:
+        """Seconds of one step that runs the blocks that `keeps` names."""
         technique.on_step(number)
-        technique.keeps = keeps
-        hooks = [first.register_forward_pre_hook(start), last.register_forward_hook(end)] if all(keeps) else []
-        clock["blocks"], since = 0.0, now()
+        technique.keeps, since = keeps, now()
         engine.set_learning_rate(number * config.tokens_per_step)
         for batch in batches:
             engine.backward_and_step(engine.loss(batch), len(batches))
-        seconds = now() - since
+        return now() - since
+
+    def time_blocks(batches: list[Any], number: int) -> float:
+        """Seconds of the blocks in a step that runs them all. On a GPU the clock waits for it, so this step counts for nothing else."""
+        clock["blocks"] = 0.0
+        hooks = [first.register_forward_pre_hook(start), last.register_forward_hook(end)]
+        train([True] * n_layer, batches, number)
         for hook in hooks:
             hook.remove()
-        return seconds, clock["blocks"]
+        return clock["blocks"]
 
     whole, blocks, dropping, dropped = [], [], [], []
-    for number in range(1, pairs + 1):
+    for number in range(1, pairs + WARM_UP_STEPS + 1):
         place = (number - 1) * config.global_batch_size, config.micro_batch_size, config.gradient_accumulation_steps
         batches = list(loader.micro_batches(*place))
-        technique.on_step(number)
-        # Half of the blocks: those with even and those with odd index in turns.
-        keeps = technique.keeps if arguments.schedule else [layer % 2 == number // 2 % 2 for layer in range(n_layer)]
-        found: dict[bool, tuple[float, float]] = {}
+        technique.on_step(max(1, number - WARM_UP_STEPS))
+        # Half of the blocks, the first never among them; others in each turn.
+        half = {1 + (number + 2 * place) % (n_layer - 1) for place in range(n_layer // 2)}
+        keeps = technique.keeps if arguments.schedule else [layer not in half for layer in range(n_layer)]
+        seconds: dict[bool, float] = {}
         for drops in (False, True) if number % 2 else (True, False):
-            found[drops] = train(keeps if drops else [True] * n_layer, batches, number)
-        if number > WARM_UP_STEPS or arguments.schedule:
-            whole.append(found[False][0])
-            blocks.append(found[False][1])
-            dropping.append(found[True][0])
+            seconds[drops] = train(keeps if drops else [True] * n_layer, batches, number)
+        if number > WARM_UP_STEPS:
+            whole.append(seconds[False])
+            dropping.append(seconds[True])
+            blocks.append(time_blocks(batches, number))
             dropped.append(1 - sum(keeps) / n_layer)
-    # Over all pairs, so that a schedule's steps without a dropped block count too; medians of pairs against what disturbs one of them.
     cost = statistics.median(blocks)
+    # A median for each number of dropped blocks, against what disturbs a single turn.
     by_share: dict[float, list[float]] = {}
     for share, a, b in zip(dropped, whole, dropping, strict=True):
         by_share.setdefault(share, []).append(a - b)
     saved = sum(statistics.median(times) * len(times) for times in by_share.values())
     expected = sum(share * len(times) * cost for share, times in by_share.items())
-    halves = [(a - b) / (share * cost) for share, a, b in zip(dropped, whole, dropping, strict=True) if share]
-    lower, _, upper = statistics.quantiles(halves, n=4)
+    turns = [(a - b) / (share * cost) for share, a, b in zip(dropped, whole, dropping, strict=True) if share]
+    lower, _, upper = statistics.quantiles(turns, n=4)
     return {
         "stage": stage,
         "whole": spread(whole),
@@ -107,8 +112,8 @@ def measure(stage: int, arguments: argparse.Namespace) -> dict[str, Any]:
         "dropping": spread(dropping),
         "dropped_share": statistics.mean(dropped),
         "saved_share_of_dropped_block_time": saved / expected,
-        "pair_quartiles": [lower, upper],
-        "saved_share_of_run": saved / sum(whole),
+        "turn_quartiles": [lower, upper],
+        "saved_share_of_run": saved / (statistics.median(whole) * len(whole)),
     }
 
 
@@ -123,7 +128,8 @@ def main() -> int:
     parser.add_argument("--local_rank", help=argparse.SUPPRESS)  # the launcher's
     arguments, arguments.flags = parser.parse_known_args()
     os.chdir(ROOT)
-    stages = [1] if arguments.schedule else [int(stage) for stage in arguments.stages.split(",")]
+    own = json.loads(Path(arguments.deepspeed_config).read_text(encoding="utf-8"))["zero_optimization"]["stage"]
+    stages = [own] if arguments.schedule else [int(stage) for stage in arguments.stages.split(",")]
 
     import torch
 
@@ -133,11 +139,11 @@ def main() -> int:
         rows.append(row)
         if os.environ.get("RANK", "0") == "0":
             times = [row[key]["median_ms"] for key in ("whole", "blocks", "dropping")]
-            quartiles, share = row["pair_quartiles"], 100 * row["saved_share_of_dropped_block_time"]
+            quartiles, share = row["turn_quartiles"], 100 * row["saved_share_of_dropped_block_time"]
             print(
                 f"stage {stage}: {times[0]:.1f} ms a step, of which the blocks {times[1]:.1f}; {times[2]:.1f} ms where "
                 f"{100 * row['dropped_share']:.0f}% of them are dropped: {share:.1f}% of their time is saved ("
-                f"quartiles of pairs {100 * quartiles[0]:.0f} to {100 * quartiles[1]:.0f}), "
+                f"quartiles of turns {100 * quartiles[0]:.0f} to {100 * quartiles[1]:.0f}), "
                 f"{100 * row['saved_share_of_run']:.1f}% of the run",
                 flush=True,
             )

@@ -36,6 +36,7 @@ SWEPT = ("control", "curriculum")
 BETAS = "optimizer.params.betas=[0.9, 0.999]"
 RUN = {"n_layer": 4, "n_head": 4, "d_model": 128, "seq_len": 256, "global_batch_size": 16, "micro_batch_size": 16, "steps": 300}
 RUN |= {"eval_every": 25, "eval_batches": 4, "save_every": 0}
+TOKENS = RUN["steps"] * RUN["global_batch_size"] * RUN["seq_len"]
 RATES = (1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2)
 
 
@@ -48,8 +49,10 @@ def train(side: str, rate: float, seed: int, runs_dir: Path, *more: str) -> dict
     command = [sys.executable, "launch/pretrain.py", "--deepspeed_config", f"ds_configs/{SIDES[side][0]}.json", *flags, "--quiet"]
     command += ["--set", BETAS, *more, "--lr", str(rate), "--seed", str(seed), "--runs_dir", str(runs_dir), "--run_name", name, "--resume"]
     file = runs_dir / name / "metrics.jsonl"
-    if not (file.exists() and read_metrics(file)[-1]["tokens"] >= RUN["steps"] * RUN["global_batch_size"] * RUN["seq_len"]):
-        subprocess.run(command, cwd=ROOT, check=True)
+    if not (file.exists() and read_metrics(file)[-1]["tokens"] >= TOKENS):
+        code = subprocess.run(command, cwd=ROOT).returncode
+        if code not in (0, 1):  # 1: the loss is no number any more, and the run is kept up to there
+            raise SystemExit(code)
     lines = read_metrics(file)
     steps = [line for line in lines if line.get("loss") is not None]
     evaluated = [line for line in lines if line.get("val_loss") is not None]
@@ -66,7 +69,8 @@ def train(side: str, rate: float, seed: int, runs_dir: Path, *more: str) -> dict
         "validation": [[line["tokens"], round(line["val_loss"], 4)] for line in evaluated],
         "training": means,
         "warm_up_steps": max(range(len(steps)), key=lambda place: steps[place]["lr"]) + 1,
-        "gradient_norms": [round(line["grad_norm"], 2) for line in steps[:100]],
+        "diverged": lines[-1]["tokens"] < TOKENS,
+        "gradient_norms": [line["grad_norm"] and round(line["grad_norm"], 2) for line in steps[:100]],
     }
 
 
