@@ -10,6 +10,7 @@ A module `recipes/<name>/technique.py` defines exactly one subclass of `Techniqu
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -67,9 +68,18 @@ class BatchPlan(NamedTuple):
     accumulation: int
 
 
+#: More steps than any run has.
+FOR_EVER = 10**18
+
+
 def largest_divisor(number: int, limit: int) -> int:
     """The largest divisor of `number` that is at most `limit`, 0 for a limit of 0: how micro-batches are chosen."""
-    return next((size for size in range(limit, 0, -1) if number % size == 0), 0)
+    if limit >= number:
+        return number or limit
+    if limit < 1000:
+        return next((size for size in range(limit, 0, -1) if number % size == 0), 0)
+    small = [size for size in range(1, math.isqrt(number) + 1) if number % size == 0]
+    return max(size for low in small for size in (low, number // low) if size <= limit)
 
 
 def require_token_schedule(run: Run) -> None:
@@ -105,7 +115,7 @@ class Technique:
     decides: tuple[str, ...] = ()
     #: What the log and `--explain` should say of it, a line each; filled in by `__init__`.
     notes: tuple[str, ...] = ()
-    #: The optimizer step from which on its schedule no longer changes; filled in by `__init__`.
+    #: The optimizer step from which on its schedule stays as it is; filled in by `__init__`.
     arrives_at: int = 1
     #: Into how many segments the blocks are cut of which only the inputs are kept for the backward pass; 0: all activations are kept.
     #: For the plan of the run's memory.
@@ -135,6 +145,10 @@ class Technique:
 
     def batch_plan(self, step: int) -> BatchPlan | None:
         """How `step` (from 1) is cut up, or None for the run's own plan."""
+
+    def unchanged(self, step: int) -> int:
+        """For how many steps from `step` on `batch_plan` and the rows' length surely stay as they are: the plan of a run skips these."""
+        return 1
 
     def on_step(self, step: int) -> None:
         """Recompute the schedule for optimizer step `step` (from 1), before its first micro-batch.

@@ -221,3 +221,65 @@ def test_both_forms_at_once_are_refused(tmp_path):
     done = with_section(tmp_path, of_data_efficiency("seqlen"), "--set", "curriculum_learning.enabled=true")
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
     assert "is another form of 'curriculum_learning', and both are there" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("curriculum_learning", "--steps", "1000000000"),
+        ("curriculum_learning", "--seq_len", "1000000", "--set", "curriculum_learning.schedule_config.total_curriculum_step=10000000"),
+        ("progressive_layer_drop", "--steps", "1000000000"),
+        ("progressive_layer_drop", "--global_batch_size", "1000000000", "--set", "progressive_layer_drop.draw=micro_batch"),
+        ("batch_size_warmup", "--tokens", "1000000000000000000"),
+        ("batch_size_warmup", "--global_batch_size", "1000000007"),
+        ("batch_size_warmup", "--global_batch_size", "1000000000", "--micro_batch_size", "1000000000"),
+        ("random_ltd", "--n_layer", "20000"),
+    ],
+    ids=" ".join,
+)
+def test_a_run_of_any_size_is_explained_at_once(flags):
+    recipe, *more = flags
+    command = [sys.executable, "launch/pretrain.py", "--recipe", f"recipes/{recipe}", *more, "--explain"]
+    assert subprocess.run(command, cwd=ROOT, capture_output=True, timeout=60).returncode == 0
+
+
+def test_behind_its_last_step_a_small_degree_does_not_overflow():
+    section = {**LINEAR, "schedule_type": "fixed_root", "schedule_config": {**LINEAR["schedule_config"], "root_degree": 1e-3}}
+    assert [length_at(step, section) for step in (1, 9, 10, 11, 10**9)] == [8, 8, 64, 64, 64]
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "said"),
+    [
+        ("data_sampling", {"curriculum_learningx": {}}, "data_sampling.curriculum_learningx': unknown key"),
+        ("data_sampling", {"enabledx": True}, "data_sampling.enabledx': unknown key"),
+        ("data_sampling.curriculum_learning", None, "data_sampling.curriculum_learning': is null, must be an object"),
+        ("data_sampling.curriculum_learning.curriculum_metrics", 5, "curriculum_metrics': is 5, must be an object"),
+        ("data_sampling.curriculum_learning.curriculum_metrics", {"seqlen_trunc": {}}, "did you mean 'seqlen_truncate'?"),
+        (
+            "data_sampling.curriculum_learning.curriculum_metrics",
+            {"seqlen": None},
+            "curriculum_metrics.seqlen': is null, must be an object",
+        ),
+        ("data_routing", {"enabled": True, "randomltd": {}}, "data_routing.randomltd': unknown key; did you mean 'random_ltd'?"),
+        ("data_routing", {"enabled": True, "random_ltd": None}, "data_routing.random_ltd': is null, must be an object"),
+    ],
+)
+def test_what_is_wrong_on_the_way_is_named(place, value, said, tmp_path):
+    section = of_data_efficiency("seqlen")
+    *above, last = place.split(".")
+    holder = section
+    for key in above:
+        holder = holder[key]
+    holder[last] = value
+    done = with_section(tmp_path, section)
+    assert done.returncode == 2
+    assert said in done.stderr
+
+
+def test_without_its_switch_a_form_is_off_as_in_deepspeed(tmp_path):
+    section = of_data_efficiency("seqlen")
+    del section["data_sampling"]["enabled"]
+    page = json.loads(with_section(tmp_path, section).stdout)
+    assert page["techniques"] == []
+    assert any('has no "enabled": true, and DeepSpeed\'s default is false' in note for note in page["notes"])

@@ -238,8 +238,11 @@ WRONG_VALUES = {
     "bf16": [*NOT_OBJECTS, {"enable": True}, {"enabled": "true"}, {"enabled": 1}, {"enabled": True, "bf16_optimizer_states": True}],
     "bfloat16": [{"enabled": True}],
     "fp16": [{"enabled": True}, {"enabled": False, "loss_scale": -1}, {"enabled": False, "initial_scale_power": 1000}],
-    "curriculum_learning": [{"enabled": True}, {}, 5],
-    "progressive_layer_drop": [{"enabled": True, "theta": 0.5, "gamma": 0.001}],
+    "curriculum_learning": [{"enabled": 1}, {"schedule_type": "fixed"}, 5],
+    "progressive_layer_drop": [{"theta": 2}, {"gamma": -1}, []],
+    "batch_size_warmup": [{"min_batch_size": 0}, "on"],
+    "random_ltd": [{"model_type": "encoder"}, {"random_ltd_layer_id": [99]}],
+    "elasticity": [{"enabled": True}],
     "compression_training": [{}],
     "amp": [{"enabled": True}],
     "sparse_gradients": [True],
@@ -290,7 +293,7 @@ def test_wrong_value_in_the_json(key, faults):
         ("scheduler.type", "WarmupCosine", "did you mean 'WarmupCosineLR'?"),
         ("scheduler.params.warmup_step", 3, "did you mean 'warmup_steps'?"),
         ("flops_profiler", {"profile_steps": 3}, "did you mean 'profile_step'?"),
-        ("curriculum_learning", {"enabled": True}, "'curriculum_learning': is gone from DeepSpeed"),
+        ("elasticity", {"enabled": True}, "'elasticity': is gone from DeepSpeed"),
         ("zero_optimization.mics_shard_size", 2, "'zero_optimization.mics_shard_size': is gone from DeepSpeed"),
         ("fp16", {"enabled": True}, "fp16 and bf16 are both enabled; set one of them to false"),
         ("zero_optimization.offload_param", {"device": "cpu"}, "offload works at stage 3, and this JSON is at stage 1"),
@@ -330,11 +333,11 @@ def test_all_faults_of_a_file_are_reported_at_once_each_with_its_line(faults):
     values["optimizer"]["params"]["lr"] = -1
     values["scheduler"]["params"]["min_lr"] = "low"
     values["train_batch_size"] = 0
-    values["curriculum_learning"] = {"enabled": True}
+    values["elasticity"] = {"enabled": True}
     values["nonsense"] = 1
     found = faults(values)
     lines = json.dumps(values, indent=1).splitlines()
-    for key in ("stage", "reduce_bucket_sise", "type", "lr", "min_lr", "train_batch_size", "curriculum_learning", "nonsense"):
+    for key in ("stage", "reduce_bucket_sise", "type", "lr", "min_lr", "train_batch_size", "elasticity", "nonsense"):
         (fault,) = [fault for fault in found if f".{key}'" in fault or f"'{key}'" in fault]
         line = int(fault.split("line ")[1].split(":")[0])
         assert f'"{key}"' in lines[line - 1]

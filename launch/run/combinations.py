@@ -7,13 +7,13 @@ name, when it is wrong, and the line that says why and what to write instead. Ol
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from launch.run.engine_json import EngineJson
-from launch.run.json_lines import KeyPath
+from launch.run.errors import nearest_name
+from launch.run.json_lines import KeyPath, dotted
 from recipes.technique import Technique
 
 #: What `"auto"` means for the sizes of ZeRO's buffers, from the model's width d: what transformers fills in.
@@ -27,7 +27,7 @@ NOT_DRIVEN = {
     "autotuning": "the autotuner acts under `deepspeed --autotuning` only, which starts runs of its own",
     "compile": "the engine is not compiled",
     "datastates_ckpt": "checkpoints are written before the next step, by DeepSpeed's plain writer",
-    "data_efficiency": "the batches come from data_pipeline/ (its seqlen curriculum and its random_ltd do act)",
+    "data_efficiency": "the batches come from data_pipeline/; of it only a seqlen curriculum and random_ltd act, where they are on",
     "dataloader_drop_last": "the batches come from data_pipeline/, which has no short ones",
     "expert_parallel": "the model has no experts",
     "hybrid_engine": "there is nothing to generate during training",
@@ -37,6 +37,8 @@ NOT_DRIVEN = {
     "use_data_before_expert_parallelism": "the model has no experts",
     "weight_quantization": "it is for inference",
 }
+#: Sections that have no `enabled` of their own, on the way to another form of a technique's section.
+WITHOUT_SWITCH = ("curriculum_metrics",)
 #: Keys of ZeRO that DeepSpeed reads without their prefix `stage3_` too.
 UNPREFIXED = (
     *("allgather_sequential", "gather_16bit_weights_on_model_save", "max_live_parameters", "max_reuse_distance"),
@@ -348,23 +350,35 @@ def check_combinations(engine: EngineJson, ranks: int, d_model: int, claimed: Ma
 
 
 def adopt_other_forms(engine: EngineJson, techniques: Iterable[type[Technique]]) -> None:
-    """Move what stands at another documented place of a technique's section to the place where the technique looks for it."""
+    """Move what stands at another documented place of a technique's section to the place where the technique looks for it.
+
+    The sections on the way have DeepSpeed's default for `enabled`, which is false.
+    """
     for cls in techniques:
+        places: list[KeyPath] = []
         for place, convert in cls.other_forms.items():
-            path, section = tuple(place.split(".")), cls.sections[0]
-            if engine.get(*path) is None:
+            *above, key = path = tuple(place.split("."))
+            holder, section = engine.get(*above), cls.sections[0]
+            if not isinstance(holder, dict):
                 continue
-            for end in range(1, len(path)):
-                switch = engine.get(*path[:end], "enabled")
-                if not isinstance(switch, bool) and switch is not None:
-                    engine.fault((*path[:end], "enabled"), f"is {json.dumps(switch)}, must be true or false")
-            if any(engine.get(*path[:end], "enabled") is False for end in range(1, len(path))):
-                continue  # switched off, above it
-            if section in engine.values:
-                engine.fault(path, f"is another form of '{section}', and both are there; keep one of them")
+            known = [form.rpartition(".")[2] for form in cls.other_forms if form.rpartition(".")[0] == dotted(tuple(above))]
+            for name in [name for name in holder if name not in known]:
+                if (meant := nearest_name(name, known)) is not None:
+                    engine.fault((*above, name), f"unknown key; did you mean '{meant}'?")
+            if key not in holder:
+                continue
+            switches = [path[:end] for end in range(1, len(path)) if path[end - 1] not in WITHOUT_SWITCH]
+            off = [switch for switch in switches if engine.get(*switch, "enabled") is not True]
+            if off:
+                if not any("enabled" in engine.get(*switch) for switch in off):
+                    engine.note(path, f"is off: '{dotted(off[0])}' has no \"enabled\": true, and DeepSpeed's default is false")
+            elif section in engine.values:
+                other = dotted(places[0]) if places else section
+                engine.fault(path, f"is another form of '{other}', and both are there; keep one of them")
             else:
-                value = engine.get(*path)
+                value = holder[key]
                 engine.rename(path, (section,), convert(value) if isinstance(value, dict) else value)
+                places.append(path)
 
 
 def _rename(engine: EngineJson) -> None:

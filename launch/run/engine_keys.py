@@ -25,7 +25,6 @@ TOKEN_PARAMS: dict[str, Rule] = {"min_lr": {}, "warmup_steps": {}, "total_tokens
 #: What to write instead of a removed key, where DeepSpeed's own words point to something that does nothing here.
 INSTEAD = {
     "amp": "Write 'bf16' or 'fp16' instead.",
-    "curriculum_learning": "Sequences have the preset's full length throughout.",
     "sparse_gradients": "The gradients of the embedding are dense.",
 }
 #: More allowed names than this are no help in a message.

@@ -63,7 +63,23 @@ BOUNDS: dict[str, Rule] = {
     "checkpoint.parallel_write": {"types": ["object"], "keys": {"pipeline_stage": {"types": ["boolean"]}}},
     "checkpoint.writer": {"types": ["object", "null"]},
     "comms_logger.prof_ops": {"items": ["string"]},
-    "data_efficiency.data_routing": {"types": ["object"]},
+    "data_efficiency.data_routing": {"types": ["object"], "keys": {"enabled": {"types": ["boolean"]}, "random_ltd": {"types": ["object"]}}},
+    "data_efficiency.data_sampling": {
+        "types": ["object"],
+        "keys": {
+            **{key: {"types": ["boolean"]} for key in ("enabled", "pin_memory")},
+            **{key: {"types": ["integer"], "minimum": 0} for key in ("num_epochs", "num_workers")},
+            "curriculum_learning": {
+                "types": ["object"],
+                "keys": {
+                    "enabled": {"types": ["boolean"]},
+                    "data_cluster_path": {"types": ["string"]},
+                    "curriculum_metrics": {"types": ["object"]},
+                },
+            },
+            "dynamic_batching": {"types": ["object"]},
+        },
+    },
     "data_types.keep_in_fp32_modules": {"types": ["array"], "items": ["string"]},
     "datastates_ckpt": {"types": ["object", "null"]},
     "flops_profiler.output_file": {"types": ["string", "null"]},

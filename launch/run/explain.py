@@ -19,13 +19,15 @@ from launch.run.errors import one_line
 from launch.run.memory import bytes_sent_per_step, memory_per_rank
 from launch.run.optimizer import state_tensors
 from launch.run.schedule import TOKEN_SCHEDULE, warmup_cosine
-from launch.run.steps import Step, planned_steps, trained_flops_per_token
+from launch.run.steps import planned_steps, trained_flops_per_token
 from model.accounting import flops_per_token, parameter_count
 from model.presets import GPTConfig
 from recipes.registry import make_techniques
 
 #: Where in the run the techniques are asked what they do.
 PERCENTS = (0, 25, 50, 75, 100)
+#: Of more steps than these not every one is looked at.
+MOST_ASKED = 200_000
 DEVICES = {"cuda": "on a GPU", "cpu": "on a CPU"}
 #: What follows the parts in a table of plans.
 LAST = {
@@ -190,30 +192,27 @@ def _name(technique: Any) -> str:
 def _over_the_run(config: RunConfig, model: GPTConfig) -> tuple[list[dict[str, Any]], int]:
     """What the schedules say at 0, 25, 50, 75 and 100% of the run's tokens, and the FLOPs of the run, without those left out.
 
-    Each technique is asked through `on_step` and `metrics`, for every step; without one there is nothing to walk over.
+    Each technique is asked through `on_step` and `metrics`: for every step, or in a very long run for every few.
     """
     techniques = make_techniques(config)
-    marks = [(percent, config.total_tokens * percent / 100) for percent in PERCENTS]
-    steps = planned_steps(config, techniques) if techniques.members else _steps_at_marks(config)
+    marks = [(percent, -(-config.total_tokens * percent // 100)) for percent in PERCENTS]
     rows: list[dict[str, Any]] = []
     flops: float = 0
-    for step in steps:
-        flops += step.tokens * trained_flops_per_token(model, step.reported)[0]
-        while marks and step.consumed >= marks[0][1]:
-            row: dict[str, Any] = {"percent": marks.pop(0)[0], "step": step.number, "tokens": step.consumed}
+    before = 0
+    stride = -(-config.steps_to_make // MOST_ASKED) if techniques.members else config.steps
+    for steps in planned_steps(config, techniques, stride):
+        flops += steps.repeats * steps.tokens * trained_flops_per_token(model, steps.reported)[0]
+        while marks and steps.consumed >= marks[0][1]:
+            percent, mark = marks.pop(0)
+            place = max(1, -(-(mark - before) // steps.tokens))  # of the mark's step among these
+            tokens = before + place * steps.tokens
+            row: dict[str, Any] = {"percent": percent, "step": steps.number + place - 1, "tokens": tokens}
             if config.scheduler["type"] == TOKEN_SCHEDULE:
                 warmup = config.warmup_steps * config.tokens_per_step
-                row["lr"] = warmup_cosine(step.consumed, config.lr, config.min_lr, warmup, config.total_tokens)
-            rows.append(row | step.reported)
+                row["lr"] = warmup_cosine(tokens, config.lr, config.min_lr, warmup, config.total_tokens)
+            rows.append(row | steps.reported)
+        before = steps.consumed
     return rows, round(flops)
-
-
-def _steps_at_marks(config: RunConfig) -> Iterator[Step]:
-    """The steps of whole batches that the marks fall into, each with the tokens of those since the one before it."""
-    before = 0
-    for number in dict.fromkeys(max(1, -(-config.steps * percent // 100)) for percent in PERCENTS):
-        yield Step(number, (number - before) * config.tokens_per_step, number * config.tokens_per_step, {})
-        before = number
 
 
 # --- the page -----------------------------------------------------------------------------------------------------------------------

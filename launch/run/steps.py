@@ -13,37 +13,44 @@ from model.presets import GPTConfig
 from recipes.technique import Run, Technique, Techniques
 
 
-class Step(NamedTuple):
-    """A step that is to be made. `tokens`: of all ranks, in it; `consumed`: with all steps before it."""
+class Steps(NamedTuple):
+    """`repeats` steps from `number` on, of `tokens` each, of all ranks; `consumed`: by the end of them, with all steps before."""
 
     number: int
+    repeats: int
     tokens: int
     consumed: int
-    reported: dict[str, float]  # the techniques' metrics
+    reported: dict[str, float]  # the techniques' metrics in the first of them
 
 
-def planned_steps(run: Run, techniques: Techniques) -> Iterator[Step]:
-    """Walk over the steps of `run`, from 1 until its tokens are consumed; each technique is asked what it will do."""
-    number = consumed = 0
+def planned_steps(run: Run, techniques: Techniques, stride: int = 1) -> Iterator[Steps]:
+    """Walk over the steps of `run`, from 1 until its tokens are consumed; each technique is asked what it will do.
+
+    stride: how many steps of the same number of tokens are taken at once, at most.
+    """
+    shaping = [member for member in techniques.members if _shapes_steps(member)]
+    number, consumed = 1, 0
     while consumed < run.total_tokens:
-        number += 1
         plan = techniques.batch_plan(number)
         techniques.on_step(number)
         reported = techniques.metrics()
         sequences = plan.micro_batch_size * plan.accumulation * run.ranks if plan else run.global_batch_size
         length, rows = reported.get("seq_len", run.shape.seq_len), reported.get("rows_per_sequence", 1)
         tokens = sequences * int(rows) * int(length)
-        consumed += tokens
+        same = min((member.unchanged(number) for member in shaping), default=stride)
+        repeats = max(1, min(stride, same, -(-(run.total_tokens - consumed) // tokens)))
+        consumed += repeats * tokens
         techniques.on_length(int(length))
-        yield Step(number, tokens, consumed, techniques.metrics())
+        yield Steps(number, repeats, tokens, consumed, techniques.metrics())
+        number += repeats
 
 
 def steps_to_make(run: Run, techniques: Techniques) -> int:
-    """How many steps `run` will make. Nothing is walked where every step is a whole batch."""
+    """How many steps `run` will make."""
     shaping = Techniques(member for member in techniques.members if _shapes_steps(member))
     number = run.steps
-    for step in planned_steps(run, shaping) if shaping.members else ():
-        number = step.number
+    for steps in planned_steps(run, shaping, stride=run.total_tokens) if shaping.members else ():
+        number = steps.number + steps.repeats - 1
     return number
 
 

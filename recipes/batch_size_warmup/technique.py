@@ -11,7 +11,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from typing import Any
 
-from recipes.technique import BatchPlan, Run, Technique, largest_divisor, require_token_schedule
+from recipes.technique import FOR_EVER, BatchPlan, Run, Technique, largest_divisor, require_token_schedule
 
 
 def stages(start: int, increment: int, full: int, warmup_tokens: int, seq_len: int) -> list[tuple[int, int]]:
@@ -91,6 +91,7 @@ class BatchSizeWarmup(Technique):
             start = ranks * (largest_divisor(full // ranks, quarter // ranks) or full // ranks)
         check("min_batch_size", start > full, f"above the global batch of {full}; lower it, or raise --global_batch_size")
         # All three are multiples of the ranks, so one that divides can be found.
+        check("increment", increment > full, f"above the global batch of {full}; lower it")
         fitting = ranks * largest_divisor((full - start) // ranks, (increment or start) // ranks)
         check(
             "increment",
@@ -104,6 +105,10 @@ class BatchSizeWarmup(Technique):
     def batch_size_at(self, step: int) -> int:
         """Sequences of all ranks in optimizer step `step` (from 1)."""
         return int(self._sizes[bisect_right(self._first_steps, step) - 1])
+
+    def unchanged(self, step: int) -> int:
+        stage = bisect_right(self._first_steps, step)
+        return int(self._first_steps[stage] - step) if stage < len(self._first_steps) else FOR_EVER
 
     def batch_plan(self, step: int) -> BatchPlan:
         sequences = self.batch_size_at(step) // self.ranks

@@ -9,12 +9,12 @@ DeepSpeed dropped the section after 0.19.6; its scheduler, which decides the len
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from recipes.technique import Run, Technique, require_token_schedule
+from recipes.technique import FOR_EVER, Run, Technique, require_token_schedule
 
 if TYPE_CHECKING:
     import torch
@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 #: Of the steps of a run of whole batches, how many the curriculum takes where "auto" is asked for: a little more than a third, as for the
 #: paper's GPT-2 of 1.5 B parameters (110 of 300 thousand steps).
 AUTO_SHARE = 0.4
-ROOT_SCHEDULES = ("fixed_linear", "fixed_root")
+#: More lengths than anybody means.
+MANY_LENGTHS = 100_000
 
 
 def length_at(step: int, section: dict[str, Any]) -> int:
@@ -33,11 +34,10 @@ def length_at(step: int, section: dict[str, Any]) -> int:
     """
     schedule, least, most = section["schedule_config"], section["min_difficulty"], section["max_difficulty"]
     if section["schedule_type"] == "fixed_discrete":
-        passed = sum(step > last for last in schedule["max_step"])
-        return int(schedule["difficulty"][passed])
+        return int(schedule["difficulty"][bisect_left(schedule["max_step"], step)])
     degree = schedule.get("root_degree", 1) if section["schedule_type"] == "fixed_root" else 1
     multiple = schedule["difficulty_step"]
-    length = math.floor((step / schedule["total_curriculum_step"]) ** (1 / degree) * (most - least) + least)
+    length = math.floor(min(1, step / schedule["total_curriculum_step"]) ** (1 / degree) * (most - least) + least)
     return int(min(max(length - length % multiple, -(-least // multiple) * multiple), most))
 
 
@@ -47,12 +47,24 @@ def stages(section: dict[str, Any]) -> list[tuple[int, int]]:
     if section["schedule_type"] == "fixed_discrete":
         firsts, lengths = [1, *(last + 1 for last in schedule["max_step"])], schedule["difficulty"]
         return [stage for stage, before in zip(zip(firsts, lengths, strict=True), [None, *lengths], strict=False) if stage[1] != before]
-    steps = range(1, schedule["total_curriculum_step"] + 1)
     found = [(1, length_at(1, section))]
     while (length := found[-1][1]) < section["max_difficulty"]:
-        step = 1 + bisect_right(steps, length, key=lambda step: length_at(step, section))  # lengths never fall
+        step = first_step_above(length, section)
         found.append((step, length_at(step, section)))
     return found
+
+
+def first_step_above(length: int, section: dict[str, Any]) -> int:
+    """The first step of a resolved `fixed_linear` or `fixed_root` section whose length is above `length`, which is below the last."""
+    schedule = section["schedule_config"]
+    last, degree = schedule["total_curriculum_step"], schedule.get("root_degree", 1)
+    target = length - length % schedule["difficulty_step"] + schedule["difficulty_step"]
+    share = (target - section["min_difficulty"]) / max(1, section["max_difficulty"] - section["min_difficulty"])
+    near = math.floor(last * min(1, max(0, share)) ** degree)
+    steps = range(max(1, near - 64), min(last, near + 64) + 1)  # the inverse of the formula, but for its rounding
+    if not steps or length_at(steps[0], section) > length or length_at(steps[-1], section) <= length:
+        steps = range(1, last + 1)
+    return steps[bisect_right(steps, length, key=lambda step: length_at(step, section))]  # lengths never fall
 
 
 def section_of_metric(metric: dict[str, Any], mode: str = "truncate") -> dict[str, Any]:
@@ -63,6 +75,14 @@ def section_of_metric(metric: dict[str, Any], mode: str = "truncate") -> dict[st
 
 
 METRICS = "data_efficiency.data_sampling.curriculum_learning.curriculum_metrics"
+
+
+def usual_multiple(most: int) -> int:
+    """Of what lengths up to `most` are multiples where nobody says it: 8, which tensor cores want, or what of it divides `most`; more
+    where there would be too many lengths."""
+    if most <= 8 * MANY_LENGTHS:
+        return math.gcd(8, most)
+    return next((multiple for multiple in range(-(-most // MANY_LENGTHS), 10**6) if most % multiple == 0), most)
 
 
 class CurriculumLearning(Technique):
@@ -136,15 +156,15 @@ class CurriculumLearning(Technique):
                     f"{name}.difficulty' has {len(lengths or ())} lengths and max_step {len(ends or ())} steps; fixed_discrete needs one"
                     ' step less than lengths, such as "difficulty": [64, 128, 256], "max_step": [100, 200]'
                 )
-            if any(b <= a for a, b in pairwise([0, *ends])):
-                raise ValueError(f"{name}.max_step' is {ends}; the steps must rise from 1 on")
-            if any(b < a for a, b in pairwise(lengths)):  # DeepSpeed's engine would stay at the longest
-                raise ValueError(f"{name}.difficulty' is {lengths}; the lengths must not fall")
+            if falls := [pair for pair in pairwise([0, *ends]) if pair[1] <= pair[0]]:
+                raise ValueError(f"{name}.max_step' has {falls[0][1]} after {falls[0][0]}; the steps must rise from 1 on")
+            if falls := [pair for pair in pairwise(lengths) if pair[1] < pair[0]]:  # DeepSpeed's engine would stay at the longest
+                raise ValueError(f"{name}.difficulty' falls from {falls[0][0]} to {falls[0][1]}; the lengths must not fall")
             if wrong := [length for length in lengths if not 1 <= length <= self.seq_len]:
                 raise ValueError(f"{name}.difficulty' has {wrong[0]}; allowed are lengths from 1 to the model's seq_len, {self.seq_len}")
             if stray := [key for key in ("total_curriculum_step", "difficulty_step", "root_degree") if key in given]:
                 raise ValueError(f"{name}.{stray[0]}' means nothing to fixed_discrete; leave it out, or choose fixed_linear or fixed_root")
-            schedule = {"difficulty": lengths, "max_step": ends}
+            schedule = {"difficulty": [int(length) for length in lengths], "max_step": [int(end) for end in ends]}
             return {"min_difficulty": min(lengths), "max_difficulty": max(lengths), "schedule_type": kind, "schedule_config": schedule}
         if stray := [key for key in ("difficulty", "max_step") if key in given]:
             raise ValueError(f"{name}.{stray[0]}' means nothing to {kind}; leave it out, or choose fixed_discrete")
@@ -154,20 +174,25 @@ class CurriculumLearning(Technique):
             raise ValueError(f"{name}.root_degree' is {given['root_degree']}; allowed are numbers above 0, such as 2 for the square root")
         if kind == "fixed_linear" and "root_degree" in given:
             raise ValueError(f"{name}.root_degree' means nothing to fixed_linear; leave it out, or choose fixed_root")
-        multiple = value("difficulty_step", math.gcd(8, self.seq_len), given)
+        multiple = value("difficulty_step", usual_multiple(most), given)
         least = value("min_difficulty", max(multiple, most // 8 // multiple * multiple))
         if most > self.seq_len:
             raise ValueError(
                 f"'curriculum_learning.max_difficulty' is {most}, but the model has positions for {self.seq_len} tokens; lower it, or raise"
                 " --seq_len"
             )
-        if least > most:
-            raise ValueError(f"'curriculum_learning.min_difficulty' is {least}, above max_difficulty, {most}; lower it")
         if most % multiple:
             raise ValueError(
                 f"{name}.difficulty_step' is {multiple}, which does not divide max_difficulty, {most}; write a divisor of it, such as"
                 f" {math.gcd(multiple, most)}"
             )
+        if (most - least) // multiple > MANY_LENGTHS:
+            raise ValueError(
+                f"{name}.difficulty_step' is {multiple}, which makes {(most - least) // multiple:,} lengths of {least} to {most}; write a"
+                " larger divisor of max_difficulty"
+            )
+        if least > most:
+            raise ValueError(f"'curriculum_learning.min_difficulty' is {least}, above max_difficulty, {most}; lower it")
         schedule = {"total_curriculum_step": value("total_curriculum_step", max(1, round(AUTO_SHARE * self.steps)), given)}
         schedule |= {"difficulty_step": multiple} | ({"root_degree": given["root_degree"]} if kind == "fixed_root" else {})
         return {"min_difficulty": least, "max_difficulty": most, "schedule_type": kind, "schedule_config": schedule}
@@ -175,11 +200,16 @@ class CurriculumLearning(Technique):
     def _note(self) -> str:
         lengths = stages(self.section)
         self.arrives_at = lengths[-1][0]
+        self._firsts = [first for first, _ in lengths]
         shapes = len({length for _, length in lengths} | {self.seq_len})
         return (
             f"curriculum_learning: sequences of {lengths[0][1]} to {lengths[-1][1]} tokens, the last from step {self.arrives_at:,} on; "
             f"{shapes} lengths with that of the evaluation, and a compiled model compiles as many shapes"
         )
+
+    def unchanged(self, step: int) -> int:
+        stage = bisect_right(self._firsts, step)
+        return self._firsts[stage] - step if stage < len(self._firsts) else FOR_EVER
 
     def attach(self, engine: Any, collectives: Any) -> None:
         from deepspeed.runtime.data_pipeline.curriculum_scheduler import CurriculumScheduler
@@ -187,7 +217,8 @@ class CurriculumLearning(Technique):
         self._scheduler = CurriculumScheduler(self.section)
 
     def on_step(self, step: int) -> None:
-        self.length = int(self._scheduler.get_difficulty(step)) if self._scheduler else length_at(step, self.section)
+        # Behind the last step DeepSpeed's formula goes on, to overflow for a small degree.
+        self.length = int(self._scheduler.get_difficulty(min(step, self.arrives_at))) if self._scheduler else length_at(step, self.section)
 
     def on_batch(self, tokens: torch.Tensor) -> torch.Tensor:
         """(B, T + 1) -> (B, length + 1), or -> (B k, length + 1) with k = T // length rows of each sequence."""

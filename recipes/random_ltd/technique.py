@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from model.accounting import block_parameter_count
@@ -89,7 +90,7 @@ class RandomLTD(Technique):
     """
 
     sections = ("random_ltd",)
-    other_forms = {"data_efficiency.data_routing.random_ltd": dict}
+    other_forms = {"data_efficiency.data_routing.random_ltd": lambda section: {"enabled": False, **section}}  # as there by default
     decides = ("which blocks see which tokens",)
     keys = {
         "total_layer_num": {"types": ["integer"], "minimum": 1, "auto": True},
@@ -152,7 +153,7 @@ class RandomLTD(Technique):
             raise ValueError(f'{name} is [], so that no block drops tokens; name blocks, write "auto", or switch random_ltd off')
         if wrong := [index for index in layers if not 0 <= index < n_layer]:
             raise ValueError(f"{name} has {wrong[0]}; allowed are the model's blocks, from 0 to {n_layer - 1}")
-        if twice := [index for index in layers if layers.count(index) > 1]:
+        if twice := [index for index, count in Counter(layers).items() if count > 1]:
             raise ValueError(f"{name} has {twice[0]} more than once; name each block once")
         if number not in ("auto", len(layers)):
             which = "all but the first and the last are" if ids == "auto" else "random_ltd_layer_id names"
@@ -172,14 +173,14 @@ class RandomLTD(Technique):
         least = ends.get("min_value", max(multiple, min(FIRST_LENGTH, most // 2) // multiple * multiple))
         if most > seq_len:
             raise ValueError(f"{name}.max_value' is {most}, but a sequence has {seq_len} tokens; lower it, or raise --seq_len")
-        if least > most:
-            raise ValueError(f"{name}.min_value' is {least}, above max_value, {most}; lower it")
         for key, value in (("max_value", most), ("min_value", least)):  # else the last length comes late, or the first is below min_value
             if value % multiple:
                 raise ValueError(
                     f"{name}.schedule_config.seq_per_step' is {multiple}, which does not divide {key}, {value}; write a divisor of it, such"
                     f" as {math.gcd(multiple, value)}"
                 )
+        if least > most:
+            raise ValueError(f"{name}.min_value' is {least}, above max_value, {most}; lower it")
         schedule = {"require_steps": config.get("require_steps", max(1, round(AUTO_SHARE * steps))), "seq_per_step": multiple}
         return {"min_value": least, "max_value": most, "schedule_type": "fixed_linear", "schedule_config": schedule}
 
