@@ -74,6 +74,13 @@ def train(side: str, rate: float, seed: int, runs_dir: Path, *more: str) -> dict
     }
 
 
+def write(results: dict[str, Any]) -> None:
+    """A line for each run."""
+    head = json.dumps({key: value for key, value in results.items() if key != "runs"}, indent=1)
+    runs = ",\n".join(json.dumps(run) for run in results["runs"])
+    RESULTS.write_text(f'{head.removesuffix("}").rstrip()},\n "runs": [\n{runs}\n ]\n}}\n', encoding="utf-8")
+
+
 def draw(results: dict[str, Any]) -> None:
     """The sweep on the left: final validation loss over the learning rate. The seeds on the right: loss over tokens."""
     import matplotlib
@@ -134,7 +141,7 @@ def main() -> int:
         "chosen_lr": chosen,
         "runs": runs,
     }
-    RESULTS.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    write(results)
     draw(results)
     for run in runs:
         print(f"{run['side']:14}  lr {run['lr']:<8g} seed {run['seed']}  {run['steps']} steps  validation {run['validation'][-1][1]:.4f}")
