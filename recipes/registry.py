@@ -155,10 +155,13 @@ def index_page() -> str:
         "One folder per technique. Each names the engine JSON that switches it on, the control that it is compared with, the keys in\n"
         "which the two differ, and what it claims. This table is written by `python -m recipes.registry --write`; a test holds it.\n\n"
         + index_table()
-        + "\nRun one with `deepspeed launch/pretrain.py --recipe recipes/<name>`.\n\n"
+        + "\nRun one with `deepspeed launch/pretrain.py --recipe recipes/<name>`. Claims are against the control with the same flags:\n"
+        "`loss_within` x: the final validation loss is at most x (nats a token) above; `loss_lower_by` x: at least x below;\n"
+        "`step_time_ratio` and `peak_memory_ratio` r: at most r of the control's.\n\n"
         "## Which go together\n\n"
-        "Recipes that change only DeepSpeed's own sections go with all others, as far as the engine allows: the validator says\n"
-        "where not. Those with a technique of their own, pair by pair (`tests/distributed/test_techniques_together.py`):\n\n"
+        "Recipes that change only DeepSpeed's own sections go with all others that the engine can run; what it cannot is refused before\n"
+        "a run starts. Two together are one recipe and a section more, such as `--recipe recipes/progressive_layer_drop --set\n"
+        "curriculum_learning.enabled=true`, or a JSON with both sections. Those with a technique of their own, pair by pair:\n\n"
         + combination_table()
     )
 

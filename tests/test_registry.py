@@ -87,6 +87,11 @@ def test_bad_recipe_is_refused_in_one_line(content, message, tmp_path):
     assert str(tmp_path) in str(mistake.value)
 
 
+def test_two_recipes_at_once_are_refused():
+    with pytest.raises(UsageError, match="--recipe is given twice"):
+        parse_flags(["--recipe", "recipes/zero_1", "--recipe=recipes/zero_2"])
+
+
 def test_the_users_flags_win_over_the_recipes(tmp_path):
     (tmp_path / "recipe.json").write_text(json.dumps({**GOOD, "flags": ["--steps", "50", "--lr=0.001", "--set", "gradient_clipping=2"]}))
 

@@ -182,6 +182,8 @@ def parse_flags(argv: list[str]) -> tuple[argparse.Namespace, Recipe | None]:
             raise UsageError(f"--steps {namespace.steps} and --tokens {namespace.tokens} both say how long the run is; give one of them")
         return namespace
 
+    if sum(argument.partition("=")[0] == "--recipe" for argument in argv) > 1:
+        raise UsageError("--recipe is given twice; give one, and add the other's section with --set, as recipes/README.md says")
     flags = own = parse(argv)
     origins = {name: f"--{name}" for name in _given(argv)}
     if (flags.deepspeed_config is None) == (flags.recipe is None):
