@@ -69,8 +69,10 @@ def expected(corpus) -> list[float]:
     return [step.loss for step in reference_steps(corpus, SHAPE, STEPS, BATCH, LR, WARMUP, SEED, cut=truncated)]
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize(
+    ("stage", "ranks"),
+    [(0, 1), (1, 2), (2, 2), (3, 2), *(pytest.param(*case, marks=pytest.mark.long) for case in ((0, 2), (1, 1), (2, 1), (3, 1)))],
+)
 def test_every_step_is_that_of_a_table_and_of_a_plain_loop(stage, ranks, pools, corpus, expected, tmp_path):
     lines = trained(pools.of(ranks, "cpu"), flags(corpus, tmp_path, stage, "r"))
     check_table(lines)

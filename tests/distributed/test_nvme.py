@@ -40,8 +40,8 @@ def losses(lines: list[dict]) -> list[float]:
     return [line["loss"] for line in lines]
 
 
-@pytest.mark.parametrize("config", ["zero3_fp32", "zero3_bf16"])
-@pytest.mark.parametrize("places", PLACES, ids=str)
+@pytest.mark.parametrize("config", [pytest.param("zero3_fp32", marks=pytest.mark.long), "zero3_bf16"])
+@pytest.mark.parametrize("places", [pytest.param(place, marks=[] if None in place else pytest.mark.long) for place in PLACES], ids=str)
 def test_it_trains_and_resumes_as_with_cpu_offload(places, config, drive, two_ranks, corpus, tmp_path):
     on_cpu = two_ranks.run(JOB, flags=flags(corpus, tmp_path, config, "cpu", *("cpu" if place else None for place in places)))[0]
     run = flags(corpus, tmp_path, config, "drive", *places)
