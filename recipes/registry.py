@@ -101,20 +101,28 @@ def technique_classes() -> tuple[type[Technique], ...]:
 def make_techniques(run: Run) -> Techniques:
     """The techniques that the resolved configuration `run` switches on, each built from its JSON section.
 
-    Raises ValueError, one line that begins with the key, where a value or a pair of techniques cannot be.
+    Raises ValueError, a line for each technique or pair that cannot be, which begins with the key.
     `run.techniques` holds the sections, `run.optimizer` the optimizer with its type and parameters.
     """
-    members = []
+    members: list[Technique] = []
+    faults = []
     for cls in technique_classes():
         section = next((run.techniques[name] for name in cls.sections if name in run.techniques), None)
         if section is None and run.optimizer["type"] in cls.optimizer_types:
             section = run.optimizer["params"]
-        if section is not None:
+        if section is None:
+            continue
+        try:
             members.append(cls(section, run))
-            for other in members[:-1]:
-                if clash := both_decide(cls, type(other)):
-                    names = [(*kind.sections, *kind.optimizer_types)[0] for kind in (cls, type(other))]
-                    raise ValueError(f"'{names[0]}' and '{names[1]}' both decide {clash}; switch one of them off")
+        except ValueError as reason:
+            faults.append(str(reason))
+            continue
+        for other in members[:-1]:
+            if clash := both_decide(cls, type(other)):
+                names = [(*kind.sections, *kind.optimizer_types)[0] for kind in (cls, type(other))]
+                faults.append(f"'{names[0]}' and '{names[1]}' both decide {clash}; switch one of them off")
+    if faults:
+        raise ValueError(*faults)
     return Techniques(members)
 
 

@@ -280,8 +280,8 @@ def resolve(argv: list[str], ranks: int | None = None) -> tuple[RunConfig, argpa
     _check_swap_buffers(engine, config)
     try:
         techniques = make_techniques(config)  # each checks its own section when it is built
-    except ValueError as reason:
-        raise UsageError(_placed(engine, str(reason))) from None
+    except ValueError as reasons:
+        raise UsageError(*(_placed(engine, str(reason)) for reason in reasons.args)) from None
     late = [
         f"{key}: its schedule arrives at step {member.arrives_at:,}, and the run ends at step {config.steps_to_make:,}"
         for member in techniques.members

@@ -94,3 +94,12 @@ def test_all_that_go_together_go_together(two_ranks, corpus, tmp_path):
     lines = trained(two_ranks, flags(corpus, tmp_path, "r", *names, stage=3))
     found = {key: {line[key] for line in lines} for key in ("theta", "kept_blocks", "seq_len", "batch_size")}
     assert {key: len(values) >= 2 for key, values in found.items()} == dict.fromkeys(found, True)
+
+
+def test_a_fault_of_each_technique_is_a_line_of_its_own(corpus, tmp_path):
+    wrong = ["batch_size_warmup.min_batch_size=64", "curriculum_learning.min_difficulty=9999", "random_ltd.total_layer_num=99"]
+    with pytest.raises(UsageError) as mistake:
+        resolve([*flags(corpus, tmp_path, "r"), *(text for setting in wrong for text in ("--set", setting))])
+    assert len(mistake.value.faults) == 3
+    for fault, setting in zip(mistake.value.faults, wrong, strict=True):
+        assert setting.partition("=")[0] in fault
