@@ -20,26 +20,23 @@ THETA, GAMMA = 0.4, 0.5
 TOLERANCE, STAGES, BF16_FP32, FP16_FP32 = 1e-5, 5e-3, 1e-2, 1e-2
 
 
-@pytest.fixture
-def device() -> str:
-    return "cpu"
-
-
 @pytest.fixture(scope="module")
-def expected(corpus) -> Callable[..., list[float]]:
+def expected(corpus, device) -> Callable[..., list[float]]:
     """The losses of the reference, by its options; each is computed once."""
 
     @cache
     def losses(drops: bool = True, accumulation: int = 1, each_micro_batch: bool = False, lr: float = LR) -> list[float]:
         runner_of = progressive_layer_drop(SEED, SHAPE["n_layer"], THETA if drops else 1.0, GAMMA, each_micro_batch)
-        steps = reference_steps(corpus, SHAPE, STEPS, BATCH, lr, WARMUP, SEED, accumulation=accumulation, runner_of=runner_of)
+        steps = reference_steps(
+            corpus, SHAPE, STEPS, BATCH, lr, WARMUP, SEED, accumulation=accumulation, runner_of=runner_of, device=device
+        )
         return [step.loss for step in steps]
 
     return losses
 
 
 @pytest.fixture(scope="module")
-def seen() -> dict[str, list[list[float]]]:
+def seen(device) -> dict[str, list[list[float]]]:
     """The losses of the runs so far, by precision: the stages are held against each other."""
     return {"bf16": [], "fp16": []}
 
