@@ -77,3 +77,22 @@ def test_the_documented_form_is_accepted(section):
     page = json.loads(done.stdout)
     assert page["techniques"] == (["progressive_layer_drop"] if section["enabled"] else [])
     assert page["over_the_run"][0].get("theta") == (1.0 if section["enabled"] else None)
+
+
+def test_upstreams_example_is_accepted_whole(tmp_path):
+    """The keys and values of DeepSpeedExamples' training/bing_bert/deepspeed_bsz4k_progressive_layer_drop_config_seq128.json."""
+    adam = {"type": "Adam", "params": {"lr": 1e-3, "weight_decay": 0.01, "bias_correction": False}}
+    values = {
+        **{"train_batch_size": 4096, "train_micro_batch_size_per_gpu": 16, "steps_per_print": 1000, "prescale_gradients": True},
+        **{"gradient_predivide_factor": 8, "optimizer": adam, "gradient_clipping": 1.0, "wall_clock_breakdown": False},
+        "fp16": {"enabled": True, "loss_scale": 0},
+        "progressive_layer_drop": {"enabled": True, "theta": 0.5, "gamma": 0.001},
+    }
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(values))
+    command = [sys.executable, "launch/pretrain.py", "--deepspeed_config", str(file), "--preset", "gpt2", "--explain", "json"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    page = json.loads(done.stdout)
+    assert page["techniques"] == ["progressive_layer_drop"]
+    assert page["over_the_run"][-1]["theta"] == pytest.approx(theta_at(page["length"]["steps"], 0.5, 0.001))
