@@ -83,8 +83,14 @@ def test_upstreams_example_is_accepted_whole(tmp_path):
     """The keys and values of DeepSpeedExamples' training/bing_bert/deepspeed_bsz4k_progressive_layer_drop_config_seq128.json."""
     adam = {"type": "Adam", "params": {"lr": 1e-3, "weight_decay": 0.01, "bias_correction": False}}
     values = {
-        **{"train_batch_size": 4096, "train_micro_batch_size_per_gpu": 16, "steps_per_print": 1000, "prescale_gradients": True},
-        **{"gradient_predivide_factor": 8, "optimizer": adam, "gradient_clipping": 1.0, "wall_clock_breakdown": False},
+        "train_batch_size": 4096,
+        "train_micro_batch_size_per_gpu": 16,
+        "steps_per_print": 1000,
+        "prescale_gradients": True,
+        "gradient_predivide_factor": 8,
+        "optimizer": adam,
+        "gradient_clipping": 1.0,
+        "wall_clock_breakdown": False,
         "fp16": {"enabled": True, "loss_scale": 0},
         "progressive_layer_drop": {"enabled": True, "theta": 0.5, "gamma": 0.001},
     }
