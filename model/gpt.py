@@ -27,6 +27,12 @@ LOSS_ROWS = 512
 BlockRunner = Callable[[nn.ModuleList, torch.Tensor], torch.Tensor]
 
 
+def generator_for(place: str) -> torch.Generator:
+    """A generator on the CPU, whose numbers are a pure function of `place`."""
+    digest = hashlib.sha256(place.encode()).digest()
+    return torch.Generator(device="cpu").manual_seed(int.from_bytes(digest[:8], "big"))
+
+
 @torch.no_grad()
 def draw_normal(parameter: torch.Tensor, std: float, seed: int, name: str, rows: int | None = None) -> None:
     """Fills `parameter` with N(0, std^2), a pure function of (seed, name); rows from `rows` on become zero.
@@ -36,8 +42,7 @@ def draw_normal(parameter: torch.Tensor, std: float, seed: int, name: str, rows:
     """
     if parameter.is_meta:
         return
-    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
-    generator = torch.Generator(device="cpu").manual_seed(int.from_bytes(digest[:8], "big"))
+    generator = generator_for(f"{seed}/{name}")
     rows = len(parameter) if rows is None else rows
     # torch.normal and not torch.empty or torch.randn: deepspeed.zero.Init replaces those two, and what they return is in the
     # engine's dtype whatever dtype is asked for.

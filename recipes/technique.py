@@ -11,7 +11,8 @@ A module `recipes/<name>/technique.py` defines exactly one subclass of `Techniqu
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from model.presets import ModelShape
@@ -80,6 +81,12 @@ def largest_divisor(number: int, limit: int) -> int:
         return next((size for size in range(limit, 0, -1) if number % size == 0), 0)
     small = [size for size in range(1, math.isqrt(number) + 1) if number % size == 0]
     return max(size for low in small for size in (low, number // low) if size <= limit)
+
+
+def steps_left(first_steps: Sequence[int], step: int) -> int:
+    """For how many steps from `step` on the stage lasts that it is in, of stages that begin at `first_steps`, which rise."""
+    stage = bisect_right(first_steps, step)
+    return first_steps[stage] - step if stage < len(first_steps) else FOR_EVER
 
 
 def require_token_schedule(run: Run) -> None:

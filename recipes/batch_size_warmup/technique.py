@@ -11,7 +11,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from typing import Any
 
-from recipes.technique import FOR_EVER, BatchPlan, Run, Technique, largest_divisor, require_token_schedule
+from recipes.technique import BatchPlan, Run, Technique, largest_divisor, require_token_schedule, steps_left
 
 
 def stages(start: int, increment: int, full: int, warmup_tokens: int, seq_len: int) -> list[tuple[int, int]]:
@@ -90,8 +90,8 @@ class BatchSizeWarmup(Technique):
         else:
             start = ranks * (largest_divisor(full // ranks, quarter // ranks) or full // ranks)
         check("min_batch_size", start > full, f"above the global batch of {full}; lower it, or raise --global_batch_size")
-        # All three are multiples of the ranks, so one that divides can be found.
         check("increment", increment > full, f"above the global batch of {full}; lower it")
+        # All three are multiples of the ranks, so one that divides can be found.
         fitting = ranks * largest_divisor((full - start) // ranks, (increment or start) // ranks)
         check(
             "increment",
@@ -107,8 +107,7 @@ class BatchSizeWarmup(Technique):
         return int(self._sizes[bisect_right(self._first_steps, step) - 1])
 
     def unchanged(self, step: int) -> int:
-        stage = bisect_right(self._first_steps, step)
-        return int(self._first_steps[stage] - step) if stage < len(self._first_steps) else FOR_EVER
+        return steps_left(self._first_steps, step)
 
     def batch_plan(self, step: int) -> BatchPlan:
         sequences = self.batch_size_at(step) // self.ranks

@@ -14,7 +14,7 @@ from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from recipes.technique import FOR_EVER, Run, Technique, require_token_schedule
+from recipes.technique import Run, Technique, require_token_schedule, steps_left
 
 if TYPE_CHECKING:
     import torch
@@ -133,7 +133,10 @@ class CurriculumLearning(Technique):
         require_token_schedule(run)
         self._scheduler: Any = None
         self.on_step(1)
-        self.notes = (self._note(),)
+        lengths = stages(self.section)
+        self._firsts = [first for first, _ in lengths]
+        self.arrives_at = self._firsts[-1]
+        self.notes = (self._note([length for _, length in lengths]),)
 
     def _resolved(self, section: dict[str, Any]) -> dict[str, Any]:
         """The section with every value in it.
@@ -197,19 +200,15 @@ class CurriculumLearning(Technique):
         schedule |= {"difficulty_step": multiple} | ({"root_degree": given["root_degree"]} if kind == "fixed_root" else {})
         return {"min_difficulty": least, "max_difficulty": most, "schedule_type": kind, "schedule_config": schedule}
 
-    def _note(self) -> str:
-        lengths = stages(self.section)
-        self.arrives_at = lengths[-1][0]
-        self._firsts = [first for first, _ in lengths]
-        shapes = len({length for _, length in lengths} | {self.seq_len})
+    def _note(self, lengths: list[int]) -> str:
+        shapes = len({*lengths, self.seq_len})
         return (
-            f"curriculum_learning: sequences of {lengths[0][1]} to {lengths[-1][1]} tokens, the last from step {self.arrives_at:,} on; "
+            f"curriculum_learning: sequences of {lengths[0]} to {lengths[-1]} tokens, the last from step {self.arrives_at:,} on; "
             f"{shapes} lengths with that of the evaluation, and a compiled model compiles as many shapes"
         )
 
     def unchanged(self, step: int) -> int:
-        stage = bisect_right(self._firsts, step)
-        return self._firsts[stage] - step if stage < len(self._firsts) else FOR_EVER
+        return steps_left(self._firsts, step)
 
     def attach(self, engine: Any, collectives: Any) -> None:
         from deepspeed.runtime.data_pipeline.curriculum_scheduler import CurriculumScheduler

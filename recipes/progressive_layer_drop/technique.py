@@ -11,15 +11,17 @@ from __future__ import annotations
 import hashlib
 import math
 import struct
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from recipes.technique import Run, Technique
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     import torch
     from torch import nn
 
-    from model.gpt import GPT
+    from model.gpt import GPT, Block
 
 #: What the paper uses, and DeepSpeed's documentation.
 THETA = 0.5
@@ -114,12 +116,11 @@ class ProgressiveLayerDrop(Technique):
 
     def run_kept_blocks(self, blocks: nn.ModuleList, x: torch.Tensor) -> torch.Tensor:
         """x (B, T, C) through the blocks that this step keeps; through all of them in evaluation."""
-        for block in blocks:
-            index: int = block.index  # type: ignore[assignment]
+        for block in cast("Iterable[Block]", blocks):
             if not blocks.training:
                 x = block(x)
-            elif self.keeps[index]:
-                x = block(x, 1 / self.probabilities[index])
+            elif self.keeps[block.index]:
+                x = block(x, 1 / self.probabilities[block.index])
         return x
 
     def metrics(self) -> dict[str, float]:

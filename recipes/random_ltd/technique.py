@@ -8,19 +8,20 @@ section 3. DeepSpeed has it for CUDA alone, in wrappers that rename the weights;
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from model.accounting import block_parameter_count
 from recipes.technique import Run, Technique
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     import torch
     from torch import nn
 
-    from model.gpt import GPT
+    from model.gpt import GPT, Block
 
 #: "auto", of the paper's GPT: it begins with 128 of 2,048 tokens, and drops none after 200 of 286 thousand steps, 0.7 of the run.
 FIRST_LENGTH = 128
@@ -49,8 +50,9 @@ def draw_positions(seed: int, step: int, layer: int, reserved: int, length: int)
     """
     import torch
 
-    digest = hashlib.sha256(f"{seed}/random_ltd/{step}/{layer}".encode()).digest()
-    generator = torch.Generator(device="cpu").manual_seed(int.from_bytes(digest[:8], "big"))
+    from model.gpt import generator_for
+
+    generator = generator_for(f"{seed}/random_ltd/{step}/{layer}")
     return torch.randperm(length, generator=generator, device="cpu")[:reserved].sort().values
 
 
@@ -138,6 +140,8 @@ class RandomLTD(Technique):
                 "'random_ltd.layer_token_lr_schedule.enabled' is true, but DeepSpeed announces this schedule and has none; write false, and"
                 " the learning rate follows 'scheduler'"
             )
+        least, most = self.schedule["min_value"], self.schedule["max_value"]
+        self.arrives_at = 1 if least == most or not self.layers else self.schedule["schedule_config"]["require_steps"] + 1
         self.notes = (self._note(),)
         self.on_step(1)
 
@@ -188,7 +192,6 @@ class RandomLTD(Technique):
         if not self.layers:
             return f"random_ltd: no token is dropped, for a model of {self.shape.n_layer} blocks has none between the first and the last"
         least, most, config = self.schedule["min_value"], self.schedule["max_value"], self.schedule["schedule_config"]
-        self.arrives_at = 1 if least == most else config["require_steps"] + 1
         lengths = 1 + (most - least) // config["seq_per_step"]
         return (
             f"random_ltd: {len(self.layers)} of {self.shape.n_layer} blocks see {least} of {self.shape.seq_len} tokens at first, {most}"
@@ -209,9 +212,8 @@ class RandomLTD(Technique):
     def run_dropping_tokens(self, blocks: nn.ModuleList, x: torch.Tensor) -> torch.Tensor:
         """x (B, T, C) through all blocks, in training through those that drop tokens with the step's tokens alone."""
         drops = blocks.training and self.reserved < x.shape[1]
-        for block in blocks:
-            index: int = block.index  # type: ignore[assignment]
-            x = run_on(block, x, self._positions(index, x)) if drops and index in self.layers else block(x)
+        for block in cast("Iterable[Block]", blocks):
+            x = run_on(block, x, self._positions(block.index, x)) if drops and block.index in self.layers else block(x)
         return x
 
     def _positions(self, layer: int, x: torch.Tensor) -> torch.Tensor:
