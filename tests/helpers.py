@@ -8,6 +8,8 @@ import os
 import re
 import shutil
 import socket
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,12 @@ ROOT = Path(__file__).resolve().parents[1]
 def recipe_flags(config: Path) -> list[str]:
     """What the recipe of an engine JSON that is named like it suggests, without which it may be refused."""
     return read_recipe(ROOT / "recipes" / config.stem).flags if config.stem in recipe_names() else []
+
+
+def explain(*flags: str) -> subprocess.CompletedProcess[str]:
+    """`launch/pretrain.py --explain json` with `flags`, in a process of its own."""
+    command = [sys.executable, "launch/pretrain.py", "--explain", "json", *flags]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
 
 
 def free_port() -> int:

@@ -5,18 +5,17 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from recipes.batch_size_warmup.technique import BatchSizeWarmup, stages
+from tests import helpers
 from tests.helpers import ROOT
 
-
-def explain(*flags: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, "launch/pretrain.py", "--recipe", "recipes/batch_size_warmup", "--explain", "json", *flags]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+explain = partial(helpers.explain, "--recipe", "recipes/batch_size_warmup")
 
 
 def made(section: dict[str, Any], ranks: int, per_rank: int, micro_batch_size: int = 1, steps: int = 40) -> BatchSizeWarmup:

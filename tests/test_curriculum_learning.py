@@ -5,19 +5,19 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 
 from recipes.curriculum_learning.technique import length_at, stages
+from tests import helpers
 from tests.helpers import ROOT
 
 LINEAR = {"min_difficulty": 8, "max_difficulty": 64, "schedule_type": "fixed_linear"}
 LINEAR |= {"schedule_config": {"total_curriculum_step": 10, "difficulty_step": 8}}
 
 
-def explain(*flags: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, "launch/pretrain.py", "--recipe", "recipes/curriculum_learning", "--explain", "json", *flags]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+explain = partial(helpers.explain, "--recipe", "recipes/curriculum_learning")
 
 
 def test_the_length_grows_in_multiples_by_the_formula():
@@ -175,8 +175,7 @@ def with_section(tmp_path, section: dict, *flags: str) -> subprocess.CompletedPr
     values = json.loads((ROOT / "ds_configs/zero1_bf16.json").read_text()) | {"data_efficiency": section}
     file = tmp_path / "config.json"
     file.write_text(json.dumps(values, indent=2))
-    command = [sys.executable, "launch/pretrain.py", "--deepspeed_config", str(file), "--explain", "json", "--seq_len", "1024", *flags]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    return helpers.explain("--deepspeed_config", str(file), "--seq_len", "1024", *flags)
 
 
 @pytest.mark.parametrize(("metric", "mode"), [("seqlen", "truncate"), ("seqlen_truncate", "truncate"), ("seqlen_reshape", "reshape")])

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
-import sys
+from functools import partial
 
 import pytest
 
 from recipes.progressive_layer_drop.technique import draws, keep_probabilities, theta_at
-from tests.helpers import ROOT
+from tests import helpers
 
-
-def explain(*flags: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, "launch/pretrain.py", "--recipe", "recipes/progressive_layer_drop", "--explain", "json", *flags]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+explain = partial(helpers.explain, "--recipe", "recipes/progressive_layer_drop")
 
 
 def test_theta_falls_from_1_to_its_limit():
@@ -96,8 +92,7 @@ def test_upstreams_example_is_accepted_whole(tmp_path):
     }
     file = tmp_path / "config.json"
     file.write_text(json.dumps(values))
-    command = [sys.executable, "launch/pretrain.py", "--deepspeed_config", str(file), "--preset", "gpt2", "--explain", "json"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    done = helpers.explain("--deepspeed_config", str(file), "--preset", "gpt2")
     assert done.returncode == 0, done.stderr
     page = json.loads(done.stdout)
     assert page["techniques"] == ["progressive_layer_drop"]
