@@ -240,6 +240,10 @@ class GPT(nn.Module):
         self.lm_head = TiedHead(self.wte, config.vocab_size)
         self.block_runner: BlockRunner = run_all_blocks
 
+    def used_rows(self, length: int) -> dict[torch.Tensor, int]:
+        """Of the embeddings, how many rows, from the first on, can get gradients from sequences of `length` tokens."""
+        return {self.wte.weight: self.config.vocab_size, self.wpe.weight: length}
+
     def forward(self, tokens: torch.Tensor, targets: torch.Tensor | None = None) -> torch.Tensor:
         """tokens int64 (B, T), T at most seq_len; targets int64 (B, T), -100 where no loss is wanted, or None.
 

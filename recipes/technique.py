@@ -15,7 +15,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from model.presets import ModelShape
+from model.presets import GPTConfig, ModelShape
 
 if TYPE_CHECKING:  # this module is imported before torch is, by the validator of the configuration
     import torch
@@ -28,6 +28,8 @@ class Run(Protocol):
 
     @property
     def shape(self) -> ModelShape: ...
+    @property
+    def model_config(self) -> GPTConfig: ...
     @property
     def seed(self) -> int: ...
     @property
@@ -124,6 +126,10 @@ class Technique:
     notes: tuple[str, ...] = ()
     #: The optimizer step from which on its schedule stays as it is; filled in by `__init__`.
     arrives_at: int = 1
+    #: The dotted key that says so, where a run that ends before is refused; empty: it is told so.
+    must_arrive: str = ""
+    #: How many fp32 tensors of the parameters' size the optimizer keeps that it brings; 0: it brings none. For the same plan.
+    state_tensors: float = 0
     #: Into how many segments the blocks are cut of which only the inputs are kept for the backward pass; 0: all activations are kept.
     #: For the plan of the run's memory.
     checkpoints: int = 0
@@ -181,6 +187,14 @@ class Technique:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take back what `state_dict` gave."""
 
+    def forget_state(self, reason: str) -> None:
+        """Go on without the state that a checkpoint holds and this rank cannot use, for `reason`, and say so in `notes`.
+
+        Raises:
+            ValueError: it cannot do without; with what to do instead.
+        """
+        raise ValueError(reason)
+
 
 class Techniques(Technique):
     """All techniques of a run behind the same interface, so that the loop calls each place once."""
@@ -188,7 +202,11 @@ class Techniques(Technique):
     def __init__(self, members: Iterable[Technique] = ()):
         self.members = tuple(members)
         self.checkpoints = max((member.checkpoints for member in self.members), default=0)
-        self.notes = tuple(note for member in self.members for note in member.notes)
+        self.state_tensors = max((member.state_tensors for member in self.members), default=0)
+
+    @property
+    def notes(self) -> tuple[str, ...]:  # type: ignore[override]
+        return tuple(note for member in self.members for note in member.notes)
 
     def prepare(self, model: GPT) -> None:
         for member in self.members:
@@ -232,3 +250,8 @@ class Techniques(Technique):
         for member in self.members:
             if type(member).__name__ in state:
                 member.load_state_dict(state[type(member).__name__])
+
+    def forget_state(self, reason: str) -> None:
+        for member in self.members:
+            if type(member).state_dict is not Technique.state_dict:
+                member.forget_state(reason)

@@ -136,10 +136,15 @@ def clip_grad_norm(parameters: Any, max_norm: float, norm_type: float = 2, mpu: 
     assert norm_type == 2 and mpu is None, "this project clips by the 2-norm, without model parallelism"
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     norm = norm_in_fp64(gradients)
-    scale = float(max_norm / (norm + 1e-6))
+    clip_gradients(gradients, float(norm), max_norm)
+    return norm
+
+
+def clip_gradients(gradients: list[torch.Tensor], norm: float, max_norm: float) -> None:
+    """Scale gradients whose norm is `norm` in place, so that it is at most `max_norm`."""
+    scale = max_norm / (norm + 1e-6)
     if scale < 1:
         torch._foreach_mul_(gradients, scale)
-    return norm
 
 
 def weight_norm(parameters: list[torch.Tensor], norm_type: float = 2, mpu: Any = None) -> float:

@@ -170,9 +170,22 @@ class Collectives:
         self._comm.all_reduce(tensor)
         return tensor
 
+    def all_to_all(self, received: torch.Tensor, sent: torch.Tensor) -> None:
+        """Row i of `sent` goes to rank i, row i of `received` comes from it; both (ranks, ...)."""
+        self._comm.all_to_all_single(received, sent)
+
+    def all_gather(self, received: torch.Tensor, sent: torch.Tensor) -> None:
+        """Row i of `received` (ranks, ...) becomes what rank i has `sent`, (1, ...)."""
+        self._comm.all_gather_into_tensor(received, sent)
+
     def barrier(self) -> None:
         """Wait for all ranks."""
         self._comm.barrier()
+
+    def wait(self) -> None:
+        """Wait for this rank's own device to have done what it was given."""
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize(self.device)
 
     @contextlib.contextmanager
     def uncounted(self) -> Iterator[None]:

@@ -13,6 +13,7 @@ import torch
 
 from launch.engine import corrections
 from launch.engine.distributed import Collectives, load_extension, quiet_deepspeed
+from launch.engine.mean_norm import MeanNorm
 from launch.run.config import RunConfig
 from launch.run.errors import TrainingFailed, UsageError
 from launch.run.optimizer import ADAM_TYPES
@@ -37,9 +38,15 @@ class Engine:
     config: RunConfig
     corrections: list[str]
     collectives: Collectives
+    technique: Technique
     loss_scale: float = 1.0
     _micro_step: int = 0
     _loss: torch.Tensor | float = 0.0
+
+    @property
+    def notes(self) -> list[str]:
+        """What the techniques have found out since the configuration was resolved."""
+        return [note for note in self.technique.notes if note not in self.config.notes]
 
     def loss(self, tokens: torch.Tensor) -> torch.Tensor:
         """Mean cross-entropy of (B, T + 1) token ids, each position predicting the next; fp32 scalar."""
@@ -148,10 +155,10 @@ def start_engine(config: RunConfig, technique: Technique, collectives: Collectiv
     with contextlib.redirect_stdout(io.StringIO()):  # prints of DeepSpeed's own start
         engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, model_parameters=groups, config=engine_json)
     applied += corrections.after_initialize(engine, collectives)
-    if config.zero_stage == 0 and config.precision == "fp32":
-        _log_norm(engine)
+    if config.zero_stage == 0:
+        (_log_norm if config.precision == "fp32" else _share_norm)(engine, collectives)
     technique.attach(engine, collectives)
-    return Engine(engine, model_config, config, applied, collectives)
+    return Engine(engine, model_config, config, applied, collectives, technique)
 
 
 def check_device(config: RunConfig) -> None:
@@ -231,26 +238,55 @@ def _leave_bias(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
                 state["step"].fill_(LATE_STEP)
 
 
-def _log_norm(engine: Any) -> None:
+def _share_norm(engine: Any, collectives: Collectives) -> None:
+    """At stage 0 in bf16 and fp16 the engine's wrapper takes the norm of this rank's gradients and clips by it. Make it that of the ranks'
+    mean gradient where a technique has switched the engine's reduction off.
+
+    The wrapper has looked for overflows before, on all ranks together.
+    """
+    wrapper, mean_norm = engine.optimizer, MeanNorm(collectives)
+    unscale = wrapper.unscale_and_clip_grads
+
+    def unscale_by_mean(total_norm: float, apply_scale: bool = True) -> float:
+        if not engine.enable_backward_allreduce:
+            total_norm = wrapper._global_grad_norm = mean_norm.of(_gradients(engine))
+        return unscale(total_norm, apply_scale)
+
+    wrapper.unscale_and_clip_grads = unscale_by_mean
+
+
+def _log_norm(engine: Any, collectives: Collectives) -> None:
     """At stage 0 in fp32 the engine drives torch's optimizer bare and keeps no gradient norm: note it before each update.
 
     Raises `NormNotFinite`, before the update, where it is none.
     """
-    clipping = engine.gradient_clipping()
+    clipping, mean_norm = engine.gradient_clipping(), MeanNorm(collectives)
 
-    def note(norm: torch.Tensor) -> None:
+    def note(norm: torch.Tensor | float) -> None:
         engine._global_grad_norm = float(norm)
         if not math.isfinite(engine._global_grad_norm):  # the other stages and precisions make no update then; this one would
             raise corrections.NormNotFinite
 
-    if clipping > 0:
-        # The engine's own method, with the value that it throws away.
-        from deepspeed.runtime import engine as engine_module
+    def own_norm() -> torch.Tensor | float:
+        own = _gradients(engine)
+        return corrections.norm_in_fp64(own) if engine.enable_backward_allreduce else mean_norm.of(own)
 
-        engine.clip_fp32_gradients = lambda: note(engine_module.clip_grad_norm_(parameters=engine.module.parameters(), max_norm=clipping))
+    def clip() -> None:
+        if engine.enable_backward_allreduce:
+            # The engine's own method, with the value that it throws away.
+            from deepspeed.runtime import engine as engine_module
+
+            note(engine_module.clip_grad_norm_(parameters=engine.module.parameters(), max_norm=clipping))
+        else:
+            note(own_norm())
+            corrections.clip_gradients(_gradients(engine), engine._global_grad_norm, clipping)
+
+    if clipping > 0:
+        engine.clip_fp32_gradients = clip
     else:
-        engine.optimizer.register_step_pre_hook(
-            lambda optimizer, args, kwargs: note(
-                corrections.norm_in_fp64([p.grad for p in engine.module.parameters() if p.grad is not None])
-            )
-        )
+        engine.optimizer.register_step_pre_hook(lambda optimizer, args, kwargs: note(own_norm()))
+
+
+def _gradients(engine: Any) -> list[torch.Tensor]:
+    """The model's gradients on this rank."""
+    return [parameter.grad for parameter in engine.module.parameters() if parameter.grad is not None]

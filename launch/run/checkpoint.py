@@ -119,8 +119,10 @@ class Checkpoints:
     def load_newest(self, engine: Any, technique: Technique) -> dict[str, Any] | None:
         """Load the newest complete checkpoint into the engine and the techniques; its state, or None where there is none.
 
+        Another number of ranks cannot use the ranks' own states: the techniques that have some go on without.
+
         Raises:
-            UsageError: a file of it is missing or has lost bytes, or its ranks' own states do not fit this number of ranks.
+            UsageError: a file of it is missing or has lost bytes, or a technique cannot go on without what other ranks have saved.
             SystemExit: its bytes are not what was written (exit code 1, one line from each rank that saw it).
         """
         checkpoints = complete_checkpoints(self.folder)
@@ -129,16 +131,17 @@ class Checkpoints:
         newest = checkpoints[-1]
         check_files(newest)  # by every rank, so that all of them end on what any of them would
         state = read_state(newest)
-        if any(newest.glob("technique-*.pt")) and state["ranks"] != self.collectives.world_size:
-            raise UsageError(
-                f"{newest}: written by {state['ranks']} ranks, this job has {self.collectives.world_size}, and a technique's state "
-                f"belongs to its rank; start {state['ranks']} ranks"
-            )
+        others = state["ranks"] != self.collectives.world_size
+        if others and any(newest.glob("technique-*.pt")):
+            try:
+                technique.forget_state(f"written by {state['ranks']} rank(s), and this job has {self.collectives.world_size}")
+            except ValueError as reason:
+                raise UsageError(f"{newest}: a technique's state belongs to its rank, {reason}; start {state['ranks']} ranks") from None
         with self._ending_on_failure(f"{newest}: could not be loaded", _REMEDY):
             path, _ = engine.load_checkpoint(str(newest), tag=ENGINE_TAG)
             if path is None:
                 raise RuntimeError("DeepSpeed found nothing in it")
-            if (file := newest / self._technique_file()).exists():
+            if not others and (file := newest / self._technique_file()).exists():
                 import torch
 
                 technique.load_state_dict(torch.load(file, weights_only=True))

@@ -282,12 +282,15 @@ def resolve(argv: list[str], ranks: int | None = None) -> tuple[RunConfig, argpa
         techniques = make_techniques(config)  # each checks its own section when it is built
     except ValueError as reasons:
         raise UsageError(*(_placed(engine, str(reason)) for reason in reasons.args)) from None
-    late = [
-        f"{key}: its schedule arrives at step {member.arrives_at:,}, and the run ends at step {config.steps_to_make:,}"
-        for member in techniques.members
-        for key in member.sections[:1]
-        if member.arrives_at > config.steps and member.arrives_at > config.steps_to_make
-    ]
+    late = []
+    for member in techniques.members:
+        if member.arrives_at <= config.steps or member.arrives_at <= config.steps_to_make:
+            continue
+        ends = f"the run ends at step {config.steps_to_make:,}"
+        if member.must_arrive:
+            place = engine.where(tuple(member.must_arrive.split(".")))
+            raise UsageError(f'{place}: acts from step {member.arrives_at:,} on, but {ends}; lower it, write "auto", or train longer')
+        late.append(f"{(*member.sections, *member.optimizer_types)[0]}: its schedule arrives at step {member.arrives_at:,}, and {ends}")
     return replace(config, notes=(*config.notes, *techniques.notes, *late)), flags
 
 

@@ -116,7 +116,8 @@ def explain(config: RunConfig) -> dict[str, Any]:
 
 def memory_of(config: RunConfig, model: GPTConfig, device: str) -> dict[str, Any]:
     """The memory of a rank by part, bytes, on "cuda" or on a "cpu"; and where activations are not checkpointed, its peak if they were."""
-    checkpoints = make_techniques(config).checkpoints
+    techniques = make_techniques(config)
+    checkpoints = techniques.checkpoints
     plan, checkpointed = (
         memory_per_rank(
             model,
@@ -127,7 +128,7 @@ def memory_of(config: RunConfig, model: GPTConfig, device: str) -> dict[str, Any
             config.gradient_accumulation_steps,
             segments,
             device,
-            state_tensors(config.optimizer),
+            techniques.state_tensors or state_tensors(config.optimizer),
         )
         for segments in (checkpoints, model.n_layer)
     )

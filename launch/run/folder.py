@@ -224,7 +224,7 @@ class RunFolder:
             self.log(f"no peak FLOP/s is known for '{meter.device_name}' in {config.precision}: mfu is left out of the metrics")
         if engine.corrections:
             self.log(f"corrected faults of this DeepSpeed: {', '.join(engine.corrections)} (launch/engine/corrections.py)")
-        for note in config.notes:
+        for note in (*config.notes, *engine.notes):
             self.log(f"note: {note}")
         for change in self.changes:
             self.log(f"changed since this run was last started: {change}")

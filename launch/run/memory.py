@@ -123,7 +123,7 @@ def memory_per_rank(
     accumulation: int = 1,
     checkpoints: int = 0,
     device: str = "cpu",
-    optimizer_states: int = 2,
+    optimizer_states: float = 2,
 ) -> MemoryPlan:
     """The plan of one rank.
 
@@ -135,7 +135,8 @@ def memory_per_rank(
             0 is no activation checkpointing.
         device: "cpu" or "cuda". On "cuda" bytes are those of torch's allocator (`max_memory_allocated`), without its cache and the
             CUDA context.
-        optimizer_states: fp32 numbers the optimizer keeps for a parameter: 2 for Adam, 3 with amsgrad, 1 for Lion or momentum.
+        optimizer_states: fp32 numbers the optimizer keeps for a parameter: 2 for Adam, 3 with amsgrad, 1 for Lion or momentum; at stage 0
+            not necessarily a whole number.
     """
     stage, sizes = zero["stage"], {**_DEFAULTS, **zero}
     states = _states(model, precision, stage, sizes, ranks, accumulation, optimizer_states)
@@ -264,7 +265,7 @@ class _States:
 
 
 def _states(
-    model: GPTConfig, precision: str, stage: int, sizes: dict[str, Any], ranks: int, accumulation: int, per_parameter: int
+    model: GPTConfig, precision: str, stage: int, sizes: dict[str, Any], ranks: int, accumulation: int, per_parameter: float
 ) -> _States:
     w, groups = WIDTH[precision], parameter_sizes(model)
     flat = [n for group in groups for n in group]
@@ -274,7 +275,9 @@ def _states(
 
     if stage == 0:
         master = Blocks() if precision == "fp32" else each(FP32)
-        lasting = {"weights": each(w), "master_weights": master, "optimizer_states": each(FP32, per_parameter)}
+        # A part of one is a buffer over all parameters, as for the errors of a compression.
+        rest = Blocks(((round(FP32 * (per_parameter % 1) * sum(flat)), 1),))
+        lasting = {"weights": each(w), "master_weights": master, "optimizer_states": each(FP32, int(per_parameter)) + rest}
         # fp32: torch's optimizer on the gradients themselves; the norm is taken in fp64, a parameter at a time. bf16, fp16:
         # FP16_UnfusedOptimizer copies every gradient to fp32 beside the one it has.
         update = Blocks(((8 * max(flat), 1),)) if precision == "fp32" else each(FP32)
@@ -286,7 +289,7 @@ def _states(
         lasting = {
             "weights": Blocks(((w * whole, 1),)),
             "master_weights": Blocks(tuple((FP32 * n, 1) for n in parts)),
-            "optimizer_states": Blocks(tuple((FP32 * n, per_parameter) for n in parts)),
+            "optimizer_states": Blocks(tuple((FP32 * n, int(per_parameter)) for n in parts)),
         }
         gradients = Blocks(((w * whole, 1),))  # one flat buffer, never freed
         return _States(lasting, gradients, gradients, _flat_update(parts, w))
@@ -296,7 +299,7 @@ def _states(
     lasting = {
         "weights": Blocks(tuple((w * n, 1) for n in padded)),
         "master_weights": Blocks(tuple((FP32 * n, 1) for n in parts)),
-        "optimizer_states": Blocks(tuple((FP32 * n, per_parameter) for n in parts)),
+        "optimizer_states": Blocks(tuple((FP32 * n, int(per_parameter)) for n in parts)),
     }
     if sizes["contiguous_gradients"]:
         # Whole gradients of all parameters that touch the rank's partition, `grads_in_partition`.

@@ -45,7 +45,8 @@ PATH = ("optimizer", "params")
 
 def optimizer_auto_keys() -> set[str]:
     """The dotted keys of the section for which `"auto"` has a meaning."""
-    return {f"optimizer.params.{key}" for key in ("lr", *OPTIMIZER_AUTO)}
+    own = {key for cls in technique_classes() for key, rule in cls.keys.items() if cls.optimizer_types and rule.get("auto")}
+    return {f"optimizer.params.{key}" for key in ("lr", *OPTIMIZER_AUTO, *own)}
 
 
 def resolve_optimizer(engine: EngineJson, flags: argparse.Namespace, preset: Preset) -> tuple[dict[str, Any], float]:
@@ -58,6 +59,7 @@ def resolve_optimizer(engine: EngineJson, flags: argparse.Namespace, preset: Pre
     ours = {
         name: {**{key: {} for key in ("lr", *OPTIMIZER_AUTO)}, **cls.keys} for cls in technique_classes() for name in cls.optimizer_types
     }
+    without_effect = {name: cls.without_effect for cls in technique_classes() for name in cls.optimizer_types}
     canonical = {name.lower(): name for name in (*ADAM_TYPES, *builtin, *ours)}
     asked = engine.get("optimizer", "type")
     kind = canonical.get(str(asked).lower())
@@ -97,8 +99,11 @@ def resolve_optimizer(engine: EngineJson, flags: argparse.Namespace, preset: Pre
         engine.fault((*PATH, "adam_w_mode"), 'is false, and AdamW is Adam in that mode; write "type": "Adam", or leave it out')
     _check_stage(engine, kind, kind in ours)
     engine.choose((*PATH, "lr"), "lr", flags, preset.lr, f"preset {flags.preset}")
+    for key, reason in without_effect.get(kind, {}).items():
+        if key in params:
+            engine.note((*PATH, key), f"has no effect here: {reason}")
     for key, value in OPTIMIZER_AUTO.items():
-        if params.get(key) == "auto" or (kind in ADAM_TYPES and key not in params):
+        if params.get(key) == "auto" or ((kind in ADAM_TYPES or kind in ours) and key not in params):
             engine.settle((*PATH, key), value, GPT_3)
     return {"type": kind, "params": engine.values["optimizer"]["params"]}, lr
 

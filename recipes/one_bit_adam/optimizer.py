@@ -1,0 +1,180 @@
+"""Adam whose variance stays as it is after a number of steps, so that its momentum can be exchanged as one bit an element."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.optim.adam import adam
+
+from recipes.compressed_all_reduce import CompressedAllReduce
+
+#: A step so late that no beta in use has a power left, and that fp32 does not count on from: nothing is left to correct.
+LATE_STEP = 1e9
+
+
+#: The least that an element of a frozen variance of embeddings may be, as a share of the mean of its tensor.
+LEAST_SHARE = 0.1
+
+
+def freeze_embedding(variance: torch.Tensor, row_steps: torch.Tensor, steps: int, beta2: float) -> None:
+    """Make the variance (rows, columns) of an embedding one that can stay, in place.
+
+    Adam's variance would rise with the first large gradient of a row that had none so far; a frozen one does not, and the row would be
+    thrown about for the rest of the run. A row that had gradients in k of all `steps` steps has 1 - beta2^k of their mean square, and gets
+    the 1 - beta2^steps that all others have; one that had none yet (positions that a curriculum of lengths has not reached) gets the mean
+    of the others; and no element stays below a tenth of the mean of all (tokens that were rare).
+
+    Args:
+        row_steps: in how many steps each row had gradients, (rows,).
+    """
+    seen = row_steps > 0
+    if not seen.any():
+        return
+    powers = torch.pow(beta2, row_steps[seen].double())
+    variance[seen] *= ((1 - beta2**steps) / (1 - powers)).to(variance.dtype)[:, None]
+    columns = variance[seen].mean(0)
+    variance[~seen] = columns
+    variance.clamp_(min=LEAST_SHARE * columns.mean())
+
+
+class CompressedAdam(torch.optim.Optimizer):
+    """1-bit Adam: Tang et al., arXiv 2102.02888, algorithm 1.
+
+    While `compressing` is false it is Adam on the gradients it finds, the means over all ranks. From then on it finds each rank's own,
+    m <- mean over the ranks of compressed(beta1 m + (1 - beta1) g), and the variance stays, for embeddings as `freeze_embedding` leaves it.
+    The bias of both moments is corrected in both phases, that of the variance by the number of its own steps. Weight decay is decoupled.
+    `state_dict` has the moments under torch's names and in their shapes, so that a checkpoint goes to and from AdamW.
+
+    Attributes:
+        compressing: set before a step; not taken back once it has frozen the variance.
+        used_rows: by the place of a parameter among all, how many of its rows, from the first on, can have gradients in this step. The
+            momentum and the errors of the others are 0.
+        reduction: the momentum of all parameters, and the errors of its compressions.
+    """
+
+    def __init__(
+        self,
+        param_groups: list[dict[str, Any]],
+        lr: float,
+        betas: Sequence[float],
+        eps: float,
+        weight_decay: float,
+        bias_correction: bool = True,
+    ):
+        # `variance_steps`: after how many steps the variance was frozen, 0: it is not; in the groups, which a checkpoint holds.
+        super().__init__(param_groups, {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay, "variance_steps": 0})
+        self.compressing = False
+        self.used_rows: dict[int, int] = {}
+        self._bias_correction = bias_correction
+
+    @property
+    def frozen(self) -> bool:
+        """Whether the variance stays as it is."""
+        return bool(self.param_groups[0]["variance_steps"])
+
+    def bind(self, collectives: Any) -> None:
+        """Make the state, for the parameters as they are now: in bf16 and fp16 the engine has put fp32 copies in the model's place."""
+        self._parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        self.reduction = CompressedAllReduce([p.numel() for p in self._parameters], collectives, self._parameters[0].device)
+        self._take_state()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take back what `state_dict` gave, or what torch's Adam gave."""
+        super().load_state_dict(state_dict)
+        for group in self.param_groups:
+            group.setdefault("variance_steps", 0)
+        self._take_state()
+
+    def _take_state(self) -> None:
+        """What there is of the state, and zeros for the rest; the momentum of all parameters is one buffer."""
+        for parameter, view in zip(self._parameters, self.reduction.views, strict=True):
+            state = self.state[parameter]
+            if "exp_avg" in state:
+                view.copy_(state["exp_avg"].view(-1))
+            state["exp_avg"] = view.view_as(parameter)
+            state.setdefault("exp_avg_sq", torch.zeros_like(parameter, requires_grad=False))
+            state.setdefault("step", torch.zeros((), device=parameter.device))
+        self._steps = int(self.state[self._parameters[0]]["step"])
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """One update of the parameters by their gradients; a gradient that is not there is zero. All ranks call this together."""
+        for parameter in self._parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        if self.compressing and not self.frozen:
+            self._freeze()
+        self._steps += 1
+        torch._foreach_add_([self.state[parameter]["step"] for parameter in self._parameters], 1.0)
+        if self.frozen:
+            self._step_compressed()
+        else:
+            self._step_adam()
+
+    def _step_adam(self) -> None:
+        """torch's fused Adam, which the runs have that this one is compared with."""
+        for place, rows in self.used_rows.items():
+            self._row_steps(place)[:rows] += 1
+        for group in self.param_groups:
+            parameters = group["params"]
+            # The kernel counts on from it.
+            before = float(self._steps - 1) if self._bias_correction else LATE_STEP
+            adam(
+                parameters,
+                [parameter.grad for parameter in parameters],
+                [self.state[parameter]["exp_avg"] for parameter in parameters],
+                [self.state[parameter]["exp_avg_sq"] for parameter in parameters],
+                [],
+                [torch.full((), before, device=parameter.device) for parameter in parameters],
+                fused=True,
+                decoupled_weight_decay=True,
+                amsgrad=False,
+                beta1=group["betas"][0],
+                beta2=group["betas"][1],
+                lr=group["lr"],
+                weight_decay=group["weight_decay"],
+                eps=group["eps"],
+                maximize=False,
+            )
+
+    def _row_steps(self, place: int) -> torch.Tensor:
+        """In how many steps each row of a parameter had gradients: (rows,), a part of its state."""
+        state = self.state[self._parameters[place]]
+        if "row_steps" not in state:  # not at the first step where another optimizer has made the steps before
+            state["row_steps"] = state["exp_avg_sq"].any(dim=1) * float(self._steps - 1)
+        return state["row_steps"]
+
+    def _freeze(self) -> None:
+        """The variance stays from here on."""
+        places = {parameter: place for place, parameter in enumerate(self._parameters)}
+        for group in self.param_groups:
+            group["variance_steps"] = self._steps
+            for parameter in group["params"]:
+                if (place := places[parameter]) in self.used_rows:
+                    freeze_embedding(self.state[parameter]["exp_avg_sq"], self._row_steps(place), self._steps, group["betas"][1])
+
+    def _step_compressed(self) -> None:
+        reduction, scratch = self.reduction, self.reduction.scratch
+        for place, rows in self.used_rows.items():
+            reduction.live[place] = rows * self._parameters[place].shape[1]
+        for group, parameter, momentum in self._momenta():
+            assert parameter.grad is not None
+            momentum.lerp_(parameter.grad.view(-1), 1 - group["betas"][0])
+        reduction.reduce()
+        for group, parameter, momentum in self._momenta():
+            (beta1, beta2), lr = group["betas"], group["lr"]
+            bias1, bias2 = (1 - beta1**self._steps, 1 - beta2 ** group["variance_steps"]) if self._bias_correction else (1.0, 1.0)
+            weights, variance = parameter.view(-1), self.state[parameter]["exp_avg_sq"].view(-1)
+            parts = (tensor.split(scratch.numel()) for tensor in (weights, momentum, variance))
+            for part, part_momentum, part_variance in zip(*parts, strict=True):
+                divisor = torch.sqrt(part_variance, out=scratch[: part.numel()]).mul_(bias2**-0.5).add_(group["eps"])
+                part.mul_(1 - lr * group["weight_decay"]).addcdiv_(part_momentum, divisor, value=-lr / bias1)
+
+    def _momenta(self) -> Iterator[tuple[dict[str, Any], torch.Tensor, torch.Tensor]]:
+        """Group, parameter and the flat view of its momentum, for every parameter."""
+        views = iter(self.reduction.views)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                yield group, parameter, next(views)
