@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -114,6 +115,117 @@ class UncorrectedAdam(torch.optim.Optimizer):
                 p.sub_(group["lr"] * m / (v.sqrt() + group["eps"]))
 
 
+class PublishedOneBitAdam(torch.optim.Optimizer):
+    """Algorithm 1 of arXiv 2102.02888 on one process, in fp64: AdamW for `freeze_step` steps, then the variance stays and each rank compresses.
+
+    `keep` must be told of each micro-batch, in turns of the ranks. On one rank nothing is compressed. A scale belongs to a tensor on the
+    workers, and to a tensor's part in a chunk on the servers, of which each rank has one: the buffer of all tensors, each at a multiple of
+    8 elements, is cut into `ranks` chunks of a multiple of 32. `settle(variance, steps, beta2)` is what is done to a variance that stays.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[dict],
+        lr: float,
+        betas: tuple[float, float],
+        eps: float,
+        ranks: int,
+        freeze_step: int,
+        settle: Callable[[torch.Tensor, int, float], torch.Tensor] = lambda variance, steps, beta2: variance,
+    ):
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps})
+        self.ranks, self.freeze_step, self.settle, self.steps = ranks, freeze_step, settle, 0
+        self.parameters = [p for group in self.param_groups for p in group["params"]]
+        self.m, self.v, self.sum, *self.own = (
+            [torch.zeros_like(p, dtype=torch.float64) for p in self.parameters] for _ in range(3 + ranks)
+        )
+        self.reduction = PublishedAllReduce([p.numel() for p in self.parameters], ranks)
+
+    def keep(self, micro_step: int) -> None:
+        for own, total, p in zip(self.own[micro_step % self.ranks], self.sum, self.parameters, strict=True):
+            own += p.grad.double() - total
+            total.copy_(p.grad)
+
+    @torch.no_grad()
+    def step(self) -> None:
+        self.steps += 1
+        frozen, mean = self.steps > self.freeze_step, [p.grad.double() for p in self.parameters]
+        for group in self.param_groups:
+            (b1, b2), lr = group["betas"], group["lr"]
+            for p in group["params"]:
+                place = next(index for index, other in enumerate(self.parameters) if other is p)
+                m, v = self.m[place], self.v[place]
+                if self.steps == self.freeze_step + 1:
+                    v.copy_(self.settle(v, self.freeze_step, b2))
+                if not frozen:
+                    v.mul_(b2).add_((1 - b2) * mean[place] ** 2)
+                if not frozen or self.ranks == 1:
+                    m.mul_(b1).add_((1 - b1) * mean[place])
+        if frozen and self.ranks > 1:
+            b1 = self.param_groups[0]["betas"][0]
+            # A rank's gradient is that of its own mean loss; what it has brought to the mean is 1 / ranks of it.
+            values = [[b1 * m + (1 - b1) * self.ranks * g for m, g in zip(self.m, own, strict=True)] for own in self.own]
+            self.m = [
+                m.view_as(p) for m, p in zip(self.reduction([[x.reshape(-1) for x in one] for one in values]), self.parameters, strict=True)
+            ]
+        for group in self.param_groups:
+            (b1, b2), lr = group["betas"], group["lr"]
+            for p in group["params"]:
+                place = next(index for index, other in enumerate(self.parameters) if other is p)
+                v = self.v[place] / (1 - b2 ** min(self.steps, self.freeze_step))
+                update = self.m[place] / (1 - b1**self.steps) / (v.sqrt() + group["eps"])
+                p.mul_(1 - lr * group["weight_decay"]).sub_((lr * update).to(p.dtype))
+        for tensors in (self.sum, *self.own):
+            torch._foreach_zero_(tensors)
+
+
+class PublishedAllReduce:
+    """The compressed mean of arXiv 2102.02888 over `ranks` lists of flat tensors, in fp64, all ranks on one process."""
+
+    def __init__(self, sizes: Sequence[int], ranks: int):
+        self.sizes, self.ranks = list(sizes), ranks
+        starts = list(itertools.accumulate((-(-size // 8) * 8 for size in sizes), initial=0))
+        chunk = -(-starts[-1] // (32 * ranks)) * 32
+        #: For each tensor the parts of it that lie in different chunks, as slices of the tensor.
+        self.parts = [
+            [
+                slice(max(0, rank * chunk - start), min(size, (rank + 1) * chunk - start))
+                for rank in range(ranks)
+                if start < (rank + 1) * chunk and start + size > rank * chunk
+            ]
+            for start, size in zip(starts, sizes, strict=False)
+        ]
+        self.worker_errors = [[torch.zeros(size, dtype=torch.float64) for size in sizes] for _ in range(ranks)]
+        self.server_errors = [torch.zeros(size, dtype=torch.float64) for size in sizes]
+        #: Of the last round: each rank's (sign, scale) of each tensor; each part's of the result.
+        self.sent: list[list[tuple[torch.Tensor, float]]] = []
+
+    def __call__(self, values: list[list[torch.Tensor]], live: Sequence[int] | None = None) -> list[torch.Tensor]:
+        """values: of each rank, its tensors. live: how many elements of each take part, from the first on; the rest is 0."""
+        live, self.sent, results = live or self.sizes, [], []
+        for errors, tensors in zip(self.worker_errors, values, strict=True):
+            self.sent.append([_published(error[:n], tensor[:n]) for error, tensor, n in zip(errors, tensors, live, strict=True)])
+        for tensor, (size, n) in enumerate(zip(self.sizes, live, strict=True)):
+            mean = sum(sign * scale for sign, scale in (rank[tensor] for rank in self.sent)) / self.ranks
+            result = torch.zeros(size, dtype=torch.float64)
+            for part in self.parts[tensor]:
+                here = slice(part.start, min(part.stop, n))
+                if here.start < here.stop:
+                    sign, scale = _published(self.server_errors[tensor][here], mean[here])
+                    result[here] = sign * scale
+            results.append(result)
+        return results
+
+
+def _published(error: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, float]:
+    """Sign and scale of values + error; what they leave out becomes the error."""
+    c = values + error
+    scale = float(c.norm()) / math.sqrt(c.numel())
+    sign = torch.where(c < 0, -1.0, 1.0).double()
+    error.copy_(c - scale * sign)
+    return sign, scale
+
+
 class Step(NamedTuple):
     """What the reference saw in a step."""
 
@@ -177,6 +289,8 @@ def reference_steps(
             model.block_runner = runner_of(step, micro_step)
             loss = loss_of(model, micro_batch, corpus.eot_id) / accumulation
             loss.backward()
+            if isinstance(optimizer, PublishedOneBitAdam):
+                optimizer.keep(micro_step)
             mean += loss.item()
         for p in model.parameters():
             p.grad = torch.zeros_like(p) if p.grad is None else p.grad
