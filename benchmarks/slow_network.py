@@ -57,7 +57,8 @@ def measure(sides: list[Side], arguments: argparse.Namespace) -> list[dict[str, 
     links: dict[int, list[float]] = {rate: [] for rate in arguments.rates}
     flags = ["--preset", arguments.preset, "--data", arguments.data, "--eval_every", "0", "--save_every", "0", "--quiet"]
     flags += ["--micro_batch_size", arguments.micro_batch_size, "--global_batch_size", arguments.global_batch_size]
-    with tempfile.TemporaryDirectory() as folder, TwoHosts(Path(folder) / "hosts", arguments.rates[0], cores=(own[0], own[-1])) as hosts:
+    cores, patience = (own[0], own[-1]), 3600.0
+    with tempfile.TemporaryDirectory() as folder, TwoHosts(Path(folder) / "hosts", arguments.rates[0], cores, patience) as hosts:
         for turn in range(arguments.turns):
             for rate in arguments.rates:
                 hosts.set_rate(rate)

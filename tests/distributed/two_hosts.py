@@ -36,12 +36,11 @@ ROOT = Path(__file__).resolve().parents[2]
 #: Name and address of each host. No other machine sees them, so they are the same in every job.
 HOSTS = (("host-0", "10.0.0.1"), ("host-1", "10.0.0.2"))
 INTERFACE = "eth0"
-PROGRAMS = ("ip", "tc", "unshare", "nsenter", "setpriv", "taskset", "ssh", "ssh-keygen", "sshd", "pdsh")
+PROGRAMS = ("ip", "tc", "unshare", "nsenter", "setpriv", "taskset", "ssh", "ssh-keygen", "sshd", "pdsh", "hostname")
 #: A user's path may lack what only root runs.
 SEARCHED = os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/local/sbin", "/usr/sbin", "/sbin"])
 UNSHARE = ("unshare", "--net", "--uts", "--pid", "--mount", "--fork", "--kill-child", "--mount-proc")
 PATIENCE_SECONDS = 20.0
-JOB_SECONDS = 600.0
 
 # The first process of a host: $1 name, $2 address, $3 the folder of the hosts, $4 ~/.ssh, $5 sshd.
 BOOT = """set -e
@@ -122,10 +121,11 @@ class TwoHosts:
         folder: an empty or missing one for keys, logs and the hostfile.
         mbit: Mbit/s of the cable, in each direction.
         cores: one for each host, on which all of its processes run; any where None.
+        job_seconds: after which a job is taken for one that hangs.
     """
 
-    def __init__(self, folder: Path, mbit: int, cores: tuple[int, int] | None = None):
-        self.folder, self.mbit, self.cores = folder, mbit, cores
+    def __init__(self, folder: Path, mbit: int, cores: tuple[int, int] | None = None, job_seconds: float = 300.0):
+        self.folder, self.mbit, self.cores, self.job_seconds = folder, mbit, cores, job_seconds
         self._hosts: list[subprocess.Popen[str]] = []
         self._first: list[int] = []  # process id of each host's first process
 
@@ -251,13 +251,19 @@ class TwoHosts:
     # --- jobs ---------------------------------------------------------------------------------------------------------------------
 
     def deepspeed(self, *arguments: object) -> subprocess.CompletedProcess[str]:
-        """`deepspeed --hostfile ... <arguments>` on the first host: a rank on each. A job that has no end takes the hosts along."""
+        """`deepspeed --hostfile ... <arguments>` on the first host: a rank on each. A job that hangs takes the hosts along."""
         launcher = [Path(sys.executable).with_name("deepspeed"), "--hostfile", self.folder.resolve() / "hostfile", "--log_level", "error"]
         environment = {**self._environment(), "DS_ENV_FILE": str(self.folder.resolve() / "environment"), "DS_ACCELERATOR": "cpu"}
         words = self.command(0, *launcher, *arguments)
         try:
             return subprocess.run(
-                words, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", timeout=JOB_SECONDS
+                words,
+                env=environment,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                errors="replace",
+                timeout=self.job_seconds,
             )
         except BaseException:
             self.close()
