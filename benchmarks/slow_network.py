@@ -7,8 +7,9 @@
 
 A side is a name, optionally the number of its steps that are not counted (the first ones: memory is touched for the first time, and a
 technique may only begin later), and its flags. The first side is what the others are compared with. The two hosts are namespaces of this
-machine (tests/distributed/two_hosts.py), their cable is shaped to the rate, and each has one core for its rank, for its half of the
-network's work, and for nothing else. Each turn trains every side at every rate, from the start. Needs root.
+machine (tests/distributed/two_hosts.py), their cable is shaped to the rate, and each has one core for its rank and for its half of the
+network's work. Each turn trains every side at every rate, from the start. Nothing else may run on those cores: how busy the machine is
+before each run is printed and kept. Needs root.
 """
 
 from __future__ import annotations
@@ -48,12 +49,15 @@ class Side:
 
 def measure(sides: list[Side], arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """Every side at every rate, in turns; a row for each, with the steps of all its turns."""
+    import psutil
+
     from benchmarks.report import spread
     from tests.distributed.two_hosts import TwoHosts
 
     # A core for each host. Where there is one only, they share it.
     own = sorted(os.sched_getaffinity(0))
     steps: dict[tuple[int, str], list[dict[str, Any]]] = {(rate, side.name): [] for rate in arguments.rates for side in sides}
+    busy: dict[tuple[int, str], float] = dict.fromkeys(steps, 0.0)
     links: dict[int, list[float]] = {rate: [] for rate in arguments.rates}
     flags = ["--preset", arguments.preset, "--data", arguments.data, "--eval_every", "0", "--save_every", "0", "--quiet"]
     flags += ["--micro_batch_size", arguments.micro_batch_size, "--global_batch_size", arguments.global_batch_size]
@@ -64,14 +68,16 @@ def measure(sides: list[Side], arguments: argparse.Namespace) -> list[dict[str, 
                 hosts.set_rate(rate)
                 links[rate].append(hosts.measured_mbit())
                 for place, side in enumerate(sides):
+                    others = psutil.cpu_percent(1.0)
+                    busy[rate, side.name] = max(busy[rate, side.name], others)
                     with tempfile.TemporaryDirectory() as runs:  # a run ends with a checkpoint, which nobody needs
                         length = ["--steps", side.after + arguments.steps]
                         lines = hosts.pretrain(Path(runs), f"side_{place}", *side.flags, *flags, *length)[side.after :]
                     steps[rate, side.name] += lines
-                    seconds = [line["step_seconds"] for line in lines]
-                    median = statistics.median(seconds)
+                    seconds = sorted(line["step_seconds"] for line in lines)
                     print(
-                        f"turn {turn + 1}, {rate} Mbit/s, {side.name}: {median:.3f} s a step ({min(seconds):.3f} to {max(seconds):.3f})",
+                        f"turn {turn + 1}, {rate} Mbit/s, {side.name}: {statistics.median(seconds):.3f} s a step "
+                        f"({seconds[0]:.3f} to {seconds[-1]:.3f}); before it, the machine was {others:.0f}% busy",
                         flush=True,
                     )
     return [
@@ -82,6 +88,7 @@ def measure(sides: list[Side], arguments: argparse.Namespace) -> list[dict[str, 
             "mbit": rate,
             "measured_mbit": statistics.median(links[rate]),
             "step": spread([line["step_seconds"] for line in steps[rate, side.name]]),
+            "busy_percent": busy[rate, side.name],
             "bytes_sent": statistics.median(line["bytes_sent"] for line in steps[rate, side.name]),
         }
         for rate in arguments.rates
