@@ -11,11 +11,11 @@ endif
 CORPUS := data/stdlib
 INSTALLED := $(VENV)/.installed
 
-.PHONY: setup data pretrain test test_all lint bench clean
+.PHONY: setup data pretrain test test_all lint bench slow_network clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
-	@grep -hE '^[a-z_]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+	@grep -hE '^[a-z_]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
 setup: $(INSTALLED)  ## the virtual environment .venv, from constraints.txt
 
@@ -59,6 +59,9 @@ bench: $(INSTALLED) $(CORPUS)/manifest.json  ## the benchmarks: each a ratio of 
 	$(BIN)/python benchmarks/memory.py
 	$(BIN)/python benchmarks/data_pipeline.py
 	$(BIN)/python benchmarks/prepare_memory.py --gigabytes 1
+
+slow_network: $(INSTALLED) $(CORPUS)/manifest.json  ## step times over two hosts at 100 Mbit/s and 1 Gbit/s (Linux, root, pdsh, sshd)
+	$(BIN)/python benchmarks/slow_network.py
 
 clean:  ## remove the virtual environment and the caches (never data/ or runs/)
 	rm -rf $(VENV) .cache .hypothesis .mypy_cache .pytest_cache .ruff_cache
