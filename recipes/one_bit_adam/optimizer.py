@@ -14,38 +14,36 @@ from recipes.compressed_all_reduce import CompressedAllReduce
 LATE_STEP = 1e9
 
 
-#: The least that an element of a frozen variance of embeddings may be, as a share of the mean of its tensor.
+#: The least that an element of a frozen variance may be, as a share of the mean of its tensor.
 LEAST_SHARE = 0.1
 
 
-def freeze_embedding(variance: torch.Tensor, row_steps: torch.Tensor, steps: int, beta2: float) -> None:
-    """Make the variance (rows, columns) of an embedding one that can stay, in place.
+def settle_variance(variance: torch.Tensor, steps: int, beta2: float, row_steps: torch.Tensor | None = None) -> None:
+    """Make the variance of one tensor, after `steps` steps, one that can stay, in place.
 
-    Adam's variance would rise with the first large gradient of a row that had none so far; a frozen one does not, and the row would be
-    thrown about for the rest of the run. A row that had gradients in k of all `steps` steps has 1 - beta2^k of their mean square, and gets
-    the 1 - beta2^steps that all others have; one that had none yet (positions that a curriculum of lengths has not reached) gets the mean
-    of the others; and no element stays below a tenth of the mean of all (tokens that were rare).
+    No element stays below a tenth of the mean. Its momentum is sent as plus or minus the root mean square of the tensor: divided by a
+    deviation that is a thousandth of the others', as keys' biases have, whose gradient is 0 but for rounding, it would throw the weight
+    about. Nor would a frozen variance rise, as Adam's does, with the first large gradient of a token that has been rare so far.
 
-    Args:
-        row_steps: in how many steps each row had gradients, (rows,).
+    row_steps: of an embedding, in how many of the steps each row could have gradients, (rows,). In k steps it got 1 - beta2^k of their mean
+    square, and is given the 1 - beta2^steps that is corrected; without any (positions that a curriculum of lengths has yet to reach) it gets
+    the mean of the other rows.
     """
-    seen = row_steps > 0
-    if not seen.any():
-        return
-    powers = torch.pow(beta2, row_steps[seen].double())
-    variance[seen] *= ((1 - beta2**steps) / (1 - powers)).to(variance.dtype)[:, None]
-    columns = variance[seen].mean(0)
-    variance[~seen] = columns
-    variance.clamp_(min=LEAST_SHARE * columns.mean())
+    if row_steps is not None:
+        seen = row_steps > 0
+        powers = torch.pow(beta2, row_steps[seen].double())
+        variance[seen] *= ((1 - beta2**steps) / (1 - powers)).to(variance.dtype)[:, None]
+        variance[~seen] = variance[seen].mean(0)
+    variance.clamp_(min=LEAST_SHARE * float(variance.mean(dtype=torch.float64)))
 
 
 class CompressedAdam(torch.optim.Optimizer):
     """1-bit Adam: Tang et al., arXiv 2102.02888, algorithm 1.
 
     While `compressing` is false it is Adam on the gradients it finds, the means over all ranks. From then on it finds each rank's own,
-    m <- mean over the ranks of compressed(beta1 m + (1 - beta1) g), and the variance stays, for embeddings as `freeze_embedding` leaves it.
+    m <- mean over the ranks of compressed(beta1 m + (1 - beta1) g), and the variance stays, as `settle_variance` leaves it.
     The bias of both moments is corrected in both phases, that of the variance by the number of its own steps. Weight decay is decoupled.
-    `state_dict` has the moments under torch's names and in their shapes, so that a checkpoint goes to and from AdamW.
+    `state_dict` has the moments under the names and in the shapes of torch's Adam.
 
     Attributes:
         compressing: set before a step; not taken back once it has frozen the variance.
@@ -81,10 +79,8 @@ class CompressedAdam(torch.optim.Optimizer):
         self._take_state()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take back what `state_dict` gave, or what torch's Adam gave."""
+        """Take back what `state_dict` gave."""
         super().load_state_dict(state_dict)
-        for group in self.param_groups:
-            group.setdefault("variance_steps", 0)
         self._take_state()
 
     def _take_state(self) -> None:
@@ -140,20 +136,19 @@ class CompressedAdam(torch.optim.Optimizer):
             )
 
     def _row_steps(self, place: int) -> torch.Tensor:
-        """In how many steps each row of a parameter had gradients: (rows,), a part of its state."""
-        state = self.state[self._parameters[place]]
-        if "row_steps" not in state:  # not at the first step where another optimizer has made the steps before
-            state["row_steps"] = state["exp_avg_sq"].any(dim=1) * float(self._steps - 1)
-        return state["row_steps"]
+        """In how many steps each row of an embedding could have gradients: (rows,), a part of its state."""
+        parameter = self._parameters[place]
+        return self.state[parameter].setdefault("row_steps", torch.zeros(parameter.shape[0], device=parameter.device))
 
     def _freeze(self) -> None:
         """The variance stays from here on."""
-        places = {parameter: place for place, parameter in enumerate(self._parameters)}
+        place = 0
         for group in self.param_groups:
             group["variance_steps"] = self._steps
             for parameter in group["params"]:
-                if (place := places[parameter]) in self.used_rows:
-                    freeze_embedding(self.state[parameter]["exp_avg_sq"], self._row_steps(place), self._steps, group["betas"][1])
+                rows = self._row_steps(place) if place in self.used_rows else None
+                settle_variance(self.state[parameter]["exp_avg_sq"], self._steps, group["betas"][1], rows)
+                place += 1
 
     def _step_compressed(self) -> None:
         reduction, scratch = self.reduction, self.reduction.scratch
