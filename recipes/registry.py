@@ -165,7 +165,7 @@ def index_page() -> str:
         + index_table()
         + "\nRun one with `deepspeed launch/pretrain.py --recipe recipes/<name>`. Claims are against the control with the same flags:\n"
         "`loss_within` x: the final validation loss is at most x (nats a token) above; `loss_lower_by` x: at least x below;\n"
-        "`step_time_ratio` and `peak_memory_ratio` r: at most r of the control's.\n\n"
+        "`step_time_ratio`, `peak_memory_ratio` and `bytes_ratio` r: at most r of the control's.\n\n"
         "## Which go together\n\n"
         "Recipes that change only DeepSpeed's own sections go with all others that the engine can run; what it cannot is refused before\n"
         "a run starts. Two together are one recipe and a section more, such as `--recipe recipes/progressive_layer_drop --set\n"

@@ -128,7 +128,9 @@ class Technique:
     arrives_at: int = 1
     #: The dotted key that says so, where a run that ends before is refused; empty: it is told so.
     must_arrive: str = ""
-    #: How many fp32 tensors of the parameters' size the optimizer keeps that it brings; 0: it brings none. For the same plan.
+    #: Of the optimizer that it brings: what "auto" comes to among its `params`, and from what, for `--explain`; filled in by `__init__`.
+    resolved: dict[str, tuple[Any, str]] = {}
+    #: How many fp32 tensors of the parameters' size that optimizer keeps; 0: it brings none. For the same plan.
     state_tensors: float = 0
     #: Into how many segments the blocks are cut of which only the inputs are kept for the backward pass; 0: all activations are kept.
     #: For the plan of the run's memory.

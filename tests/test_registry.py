@@ -164,7 +164,10 @@ def test_a_technique_is_found_and_its_section_taken_out(recipes_with_a_technique
 
     optimizer = {"type": "onebitnothing", "params": {"lr": "auto", "freeze_step": 10, "betas": "auto"}}
     config = resolve_with(tmp_path, corpus, {"enabled": False}, optimizer=optimizer)
-    assert config.optimizer == {"type": "OneBitNothing", "params": {"lr": config.lr, "freeze_step": 10, "betas": [0.9, 0.95]}}
+    assert config.optimizer == {
+        "type": "OneBitNothing",
+        "params": {"lr": config.lr, "freeze_step": 10, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1},
+    }
     assert len(registry.make_techniques(config).members) == 1
 
 

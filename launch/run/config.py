@@ -284,6 +284,9 @@ def resolve(argv: list[str], ranks: int | None = None) -> tuple[RunConfig, argpa
         raise UsageError(*(_placed(engine, str(reason)) for reason in reasons.args)) from None
     late = []
     for member in techniques.members:
+        for key, (value, origin) in member.resolved.items():
+            config.optimizer["params"][key] = value
+            config.origins[f"optimizer.params.{key}"] = origin
         if member.arrives_at <= config.steps or member.arrives_at <= config.steps_to_make:
             continue
         ends = f"the run ends at step {config.steps_to_make:,}"

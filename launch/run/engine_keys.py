@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from launch.run.engine_schema import Rule, engine_schema
 from launch.run.errors import nearest_name
 from launch.run.json_lines import KeyPath, dotted
+from recipes.registry import technique_classes
 from recipes.technique import Technique
 
 #: The parameters of what this project builds itself, which are not in DeepSpeed's schema.
@@ -120,7 +121,8 @@ def _homes() -> dict[str, str]:
             walk(rule.get("keys", {}), (*path, key))
 
     walk(schema["keys"], ())
-    for params in (ADAM_PARAMS, *schema["optimizers"].values()):
+    brought = (cls.keys for cls in technique_classes() if cls.optimizer_types)
+    for params in (ADAM_PARAMS, *schema["optimizers"].values(), *brought):
         walk(params, ("optimizer", "params"))
     for params in (TOKEN_PARAMS, *schema["schedulers"].values()):
         walk(params, ("scheduler", "params"))

@@ -207,7 +207,7 @@ def _check_cycle(engine: EngineJson, rules: dict[str, Any]) -> None:
             engine.fault((*PATH, key), "is missing, and OneCycle needs it; add it, a learning rate")
     if params.get("decay_lr_rate") and not params.get("decay_step_size") and not engine.is_faulty(*PATH, "decay_step_size"):
         engine.fault((*PATH, "decay_lr_rate"), "does nothing without 'decay_step_size', the steps of a decay; add it, or leave this out")
-    has_betas = str(engine.get("optimizer", "type")).lower() in ("adam", "adamw")
+    has_betas = "betas" in (engine.get("optimizer", "params") or {})
     if params.get("cycle_momentum") is True and not has_betas:
         engine.fault((*PATH, "cycle_momentum"), "cycles the betas of Adam, which this optimizer does not have; write false")
     elif params.get("cycle_momentum", True) and has_betas:

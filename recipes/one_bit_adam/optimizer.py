@@ -26,8 +26,8 @@ def settle_variance(variance: torch.Tensor, steps: int, beta2: float, row_steps:
     about. Nor would a frozen variance rise, as Adam's does, with the first large gradient of a token that has been rare so far.
 
     row_steps: of an embedding, in how many of the steps each row could have gradients, (rows,). In k steps it got 1 - beta2^k of their mean
-    square, and is given the 1 - beta2^steps that is corrected; without any (positions that a curriculum of lengths has yet to reach) it gets
-    the mean of the other rows.
+    square, and is given the 1 - beta2^steps that is corrected; without any (positions that a curriculum of lengths has yet to reach) it
+    gets the mean of the other rows.
     """
     if row_steps is not None:
         seen = row_steps > 0

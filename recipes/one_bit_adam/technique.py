@@ -52,11 +52,13 @@ class OneBitAdam(Technique):
     }
 
     def __init__(self, section: dict[str, Any], run: Run):
-        self.params, self.shape = section, run.shape
+        self.params, self._ranks = section, run.ranks
         self._check_engine(run)
         asked = section.get("freeze_step", "auto")
         self.freeze_step = max(1, round(AUTO_SHARE * run.steps)) if asked == "auto" else asked
-        if asked != "auto":
+        if asked == "auto":
+            self.resolved = {"freeze_step": (self.freeze_step, f"{AUTO_SHARE} of the run's steps")}
+        else:
             self.must_arrive = "optimizer.params.freeze_step"
         self.arrives_at = self.freeze_step + 1
         self.state_tensors = 2 if run.ranks == 1 else 3 + 1 / run.ranks
@@ -151,7 +153,8 @@ class OneBitAdam(Technique):
         # Of the steps before this one, those that made an update.
         self.compressing = self._adam.frozen or step - 1 - self._engine.skipped_steps >= self.freeze_step
         self._adam.compressing = self.compressing
-        self._engine.enable_backward_allreduce = not self.compressing
+        # On one rank the engine's reduction changes nothing, and the norm of its gradients is exact.
+        self._engine.enable_backward_allreduce = not self.compressing or self._ranks == 1
 
     def on_length(self, length: int) -> None:
         self.length = length
@@ -164,8 +167,8 @@ class OneBitAdam(Technique):
 
     def state_dict(self) -> dict[str, Any]:
         """The errors of this rank's compressions, once there are some."""
-        reduction = self._adam.reduction
-        return {"worker_error": reduction.worker_error, "server_error": reduction.server_error} if self.compressing else {}
+        reduction, some = self._adam.reduction, self.compressing and self._ranks > 1
+        return {"worker_error": reduction.worker_error, "server_error": reduction.server_error} if some else {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         for name, error in state.items():

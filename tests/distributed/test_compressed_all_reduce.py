@@ -65,7 +65,7 @@ def test_elements_that_take_no_part_stay_zero_and_count_for_no_scale(two_ranks):
     sizes = [300, 64]
     live = [[40 + 13 * step, 64] for step in range(ROUNDS)]  # grows, as a curriculum does
     found = two_ranks.run("tests.distributed.one_bit_jobs:reduce_rounds", sizes=sizes, rounds=ROUNDS, live=live)
-    reduction, expected = published(sizes, 2, live)
+    _, expected = published(sizes, 2, live)
     for rank in found:
         for results, tensors, (first, _) in zip(rank["results"], expected, live, strict=True):
             assert not results[0][first:].any()
