@@ -1,6 +1,6 @@
 """Step times over a slow network: sides in turns over two hosts at 100 Mbit/s and at 1 Gbit/s, the preset `micro`, a rank and a core each.
 
-    python benchmarks/slow_network.py                    # AdamW in fp32 and in bf16; about ten minutes on two cores
+    python benchmarks/slow_network.py                    # AdamW and 1-bit Adam, fp32 and bf16; about 15 minutes on two cores
     python benchmarks/slow_network.py --turns 1 --steps 3
     python benchmarks/slow_network.py --side "fp32: --deepspeed_config ds_configs/zero0_fp32.json" \\
                                       --side "clipped at 0.1, after 5: --recipe recipes/fp32 --set gradient_clipping=0.1"
@@ -27,7 +27,13 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[0] = str(ROOT)
 
-SIDES = ("AdamW fp32: --deepspeed_config ds_configs/zero0_fp32.json", "AdamW bf16: --deepspeed_config ds_configs/zero0_bf16.json")
+COMPRESSED = "--deepspeed_config ds_configs/one_bit_adam.json --set optimizer.params.freeze_step=2"
+SIDES = (
+    "AdamW fp32: --deepspeed_config ds_configs/zero0_fp32.json",
+    f"1-bit Adam fp32, after 4: {COMPRESSED} --set bf16.enabled=false",
+    "AdamW bf16: --deepspeed_config ds_configs/zero0_bf16.json",
+    f"1-bit Adam bf16, after 4: {COMPRESSED}",
+)
 WARM_UP_STEPS = 2
 
 

@@ -37,7 +37,7 @@ SWITCH = {"types": ["boolean"]}
 ADAM_PARAMS = {"lr": {}, "betas": {}, "eps": {}, "weight_decay": {}, "amsgrad": SWITCH, "adam_w_mode": SWITCH, "torch_adam": SWITCH}
 #: What may stand in the params of the optimizers that recipes bring.
 BROUGHT = {
-    kind: {**dict.fromkeys(("lr", "betas", "eps", "weight_decay"), {}), **cls.keys}
+    kind: {**{key: {} for key in ("lr", "betas", "eps", "weight_decay")}, **cls.keys}
     for cls in technique_classes()
     for kind in cls.optimizer_types
 }

@@ -116,7 +116,7 @@ class UncorrectedAdam(torch.optim.Optimizer):
 
 
 class PublishedOneBitAdam(torch.optim.Optimizer):
-    """Algorithm 1 of arXiv 2102.02888 on one process, in fp64: AdamW for `freeze_step` steps, then the variance stays and the ranks compress.
+    """Algorithm 1 of arXiv 2102.02888 on one process, in fp64: AdamW for `freeze_step` steps; then the variance stays, the ranks compress.
 
     `keep` must be told of each micro-batch, in turns of the ranks. On one rank nothing is compressed. A scale belongs to a tensor on the
     workers, and to a tensor's part in a chunk on the servers, of which each rank has one: the buffer of all tensors, each at a multiple of

@@ -21,6 +21,8 @@ pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
 # 4 blocks x 12 x 160^2 + 1,024 tokens x 160 + 32 positions x 160 = 1.4 M parameters
 MODEL = ["--n_layer", "4", "--n_head", "4", "--d_model", "160", "--seq_len", "32", "--global_batch_size", "4", "--micro_batch_size", "2"]
 SHORT, LONG = 8, 28
+#: In both runs compressed from the sixth step on.
+ONE_BIT = ("--set", "bf16.enabled=false", "--set", "optimizer.params.freeze_step=5")
 
 
 class NetworkRun(NamedTuple):
@@ -60,13 +62,16 @@ def test_two_hosts_train_what_two_ranks_of_one_host_train(train, corpus, tmp_pat
     assert two == [(step, pytest.approx(loss, abs=1e-6)) for step, loss in curve(one)]
 
 
-@pytest.mark.parametrize(("config", "flags"), [("zero0_fp32", ())])
+@pytest.mark.parametrize(("config", "flags"), [("zero0_fp32", ()), ("one_bit_adam", ONE_BIT)])
 def test_the_network_carries_what_a_step_says_it_sends(train, config, flags):
     """`bytes_sent` against the kernel's counters, within 10%: headers, acknowledgements and gloo's own messages are not in `bytes_sent`.
 
     Of a short and a long run: start, the broadcast of the weights and the end are the same in both, and 20 steps remain.
     """
     short, long = train(config, SHORT, *flags), train(config, LONG, *flags)
+    if flags == ONE_BIT:
+        whole, compressed = (long.steps[index]["bytes_sent"] for index in (0, -1))
+        assert compressed <= whole / 30
     said = sum(line["bytes_sent"] for line in long.steps) - sum(line["bytes_sent"] for line in short.steps)
     for host in range(2):
         assert long.sent[host] - short.sent[host] == pytest.approx(said, rel=0.1)
