@@ -55,6 +55,7 @@ lint: $(INSTALLED)  ## ruff, the types, and the rule that imports run one way
 bench: $(INSTALLED) $(CORPUS)/manifest.json  ## the benchmarks: each a ratio of two things interleaved in one run
 	$(BIN)/python benchmarks/training_step.py --profile
 	$(BIN)/python benchmarks/no_cross_document.py
+	$(BIN)/python benchmarks/compression.py
 	$(BIN)/python benchmarks/model_states.py
 	$(BIN)/python benchmarks/memory.py
 	$(BIN)/python benchmarks/data_pipeline.py

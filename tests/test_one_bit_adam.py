@@ -1,0 +1,146 @@
+"""1-bit Adam's part of the JSON: what it accepts, what it refuses in one line, and what it says of a run before it starts."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from functools import partial
+
+import pytest
+import torch
+
+from recipes.one_bit_adam.optimizer import settle_variance
+from tests import helpers
+from tests.helpers import ROOT
+
+# Without a corpus GPT-2's vocabulary is assumed: `nano` has 16.1 M parameters.
+explain = partial(helpers.explain, "--recipe", "recipes/one_bit_adam", "--ranks", "2", "--data", "no/corpus")
+PARAMS = "optimizer.params"
+NANO = 50_304 * 256 + 128 * 256 + 4 * (12 * 256**2 + 13 * 256) + 2 * 256
+
+
+def explained(*flags: str) -> dict:
+    done = explain(*flags)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_a_fifth_of_the_run_is_adam():
+    said = explained("--steps", "400")
+    assert said["engine"][f"{PARAMS}.freeze_step"] == {"value": 80, "from": "0.2 of the run's steps"}
+    assert [row["compressed"] for row in said["over_the_run"]] == [0, 1, 1, 1, 1]  # at steps 1, 100, 200, ...
+    # 16.1 M parameters: 2 bytes each, then a bit.
+    assert said["model"]["parameters"] == NANO
+    assert any("80 of 400 steps as Adam, which send 32.14 MB each and rank, then about 2.01" in note for note in said["notes"])
+
+
+def test_the_errors_count_in_the_plan_of_memory():
+    one_bit, adamw = (
+        explained(*flags)["memory_per_rank"]["cpu"] for flags in ((), ("--set", f"optimizer={json.dumps({'type': 'AdamW'})}"))
+    )
+    assert one_bit["optimizer_states"] - adamw["optimizer_states"] == pytest.approx(4 * NANO * 1.5, rel=1e-3)
+
+
+def test_upstreams_documented_form_is_accepted_with_a_word():
+    params = {
+        "lr": 1e-3,
+        "weight_decay": 0.01,
+        "bias_correction": False,
+        "freeze_step": 100,
+        "cuda_aware": True,
+        "comm_backend_name": "nccl",
+    }
+    said = explained("--steps", "400", "--set", f"optimizer={json.dumps({'type': 'OneBitAdam', 'params': params})}")
+    assert said["engine"][f"{PARAMS}.freeze_step"]["value"] == 100
+    for key in ("cuda_aware", "comm_backend_name"):
+        assert any(f"{PARAMS}.{key}: has no effect here" in note for note in said["notes"])
+
+
+def test_a_variance_that_is_frozen_while_the_rate_rises_gets_a_word():
+    said = explained("--steps", "400", "--warmup_steps", "100")
+    assert any("frozen after step 80, while the learning rate still rises, to step 100" in note for note in said["notes"])
+
+
+def test_one_rank_is_told_that_nothing_is_compressed():
+    done = helpers.explain("--recipe", "recipes/one_bit_adam", "--data", "no/corpus")
+    assert any("one rank has nobody to send to" in note for note in json.loads(done.stdout)["notes"])
+
+
+@pytest.mark.parametrize(
+    ("setting", "flags", "message"),
+    [
+        (f"{PARAMS}.freeze_step=400", (), "acts from step 401 on, but the run ends at step 400; lower it"),
+        (f"{PARAMS}.freeze_step=100000", (), "acts from step 100,001 on"),
+        (f"{PARAMS}.freeze_step=0", (), "is 0, must be at least 1"),
+        (f"{PARAMS}.freeze_step=-3", (), "is -3, must be at least 1"),
+        (f"{PARAMS}.freeze_step=1.5", (), "is 1.5, must be a whole number"),
+        (f'{PARAMS}.freeze_step="Auto"', (), 'is "Auto", must be a whole number'),
+        (f"{PARAMS}.freeze_step=true", (), "is true, must be a whole number"),
+        (f"{PARAMS}.betas=[0.9,1.0]", (), "must be two numbers from 0 to below 1"),
+        (f"{PARAMS}.betas=[-0.1,0.99]", (), "must be two numbers from 0 to below 1"),
+        (f"{PARAMS}.betas=[0.9]", (), "must be two numbers from 0 to below 1"),
+        (f"{PARAMS}.eps=0", (), "is 0"),
+        (f"{PARAMS}.max_grad_norm=1", (), 'write "gradient_clipping" at the top level instead'),
+        (f"{PARAMS}.cuda_aware=3", (), "is 3, must be true or false"),
+        (f"{PARAMS}.comm_backend_name=7", (), "is 7, must be a string"),
+        (f"{PARAMS}.freezestep=80", (), "did you mean 'freeze_step'?"),
+        # 22 bytes a parameter on two ranks: weights, gradients and master weights 8, moments 8, errors 4 and 4 / 2.
+        *((f"zero_optimization.stage={stage}", (), "with which the model states take 0.33 GiB on each") for stage in (1, 2, 3)),
+        ("zero_optimization.stage=2", ("--preset", "gpt3-1.3b"), "with which the model states take 26.96 GiB on each"),
+        ('gradient_allreduce_op="sum"', (), 'is "sum", but OneBitAdam sends the mean'),
+    ],
+)
+def test_what_cannot_be_is_one_line_and_exit_code_2(setting, flags, message):
+    done = explain("--steps", "400", *flags, "--set", setting)
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"error: --set {setting.partition('=')[0]}")
+    assert message in line
+
+
+def test_a_curriculum_makes_the_run_long_enough():
+    """Steps of fewer tokens are more steps; what counts is how many there will be."""
+    section = {"min_difficulty": 8, "max_difficulty": 128, "schedule_type": "fixed_linear"}
+    section["schedule_config"] = {"total_curriculum_step": 300, "difficulty_step": 8}
+    flags = ("--steps", "400", "--set", f"{PARAMS}.freeze_step=450")
+    assert explain(*flags).returncode == 2
+    assert explain(*flags, "--set", f"curriculum_learning={json.dumps(section)}").returncode == 0
+
+
+def test_it_is_refused_before_torch_is_imported():
+    code = "import sys; sys.argv[1:] = sys.argv[1:]; import runpy\ntry: runpy.run_path('launch/pretrain.py', run_name='__main__')\n"
+    code += "except SystemExit as end: print(end.code, 'torch' in sys.modules)"
+    command = [
+        sys.executable,
+        "-c",
+        code,
+        "--recipe",
+        "recipes/one_bit_adam",
+        "--data",
+        "no/corpus",
+        "--explain",
+        "--set",
+        "zero_optimization.stage=1",
+    ]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout.split() == ["2", "False"], done.stderr
+
+
+# --- the variance that stays --------------------------------------------------------------------------------------------------------
+
+
+def test_no_element_stays_below_a_tenth_of_the_mean():
+    variance = torch.tensor([[1.0, 3.0], [0.0, 4.0]])
+    settle_variance(variance, 100, 0.999)
+    assert torch.equal(variance, torch.tensor([[1.0, 3.0], [0.2, 4.0]]))
+
+
+def test_a_row_that_came_late_gets_the_mean_square_of_its_own_steps():
+    """Of gradients of 1 and 2: 0.5 of the steps, and 3 of 4; a row that had none gets the mean of the columns."""
+    steps, beta2 = 4, 0.9
+    row_steps = torch.tensor([4.0, 2.0, 0.0])
+    variance = torch.tensor([1.0, 2.0, 0.0])[:, None].pow(2) * (1 - beta2**row_steps)[:, None].repeat(1, 3)
+    settle_variance(variance, steps, beta2, row_steps)
+    corrected = variance / (1 - beta2**steps)
+    torch.testing.assert_close(corrected, torch.tensor([1.0, 4.0, 2.5])[:, None].repeat(1, 3))
