@@ -9,12 +9,13 @@ A side is a name, optionally the number of its steps that are not counted (the f
 technique may only begin later), and its flags. The first side is what the others are compared with. The two hosts are namespaces of this
 machine (tests/distributed/two_hosts.py), their cable is shaped to the rate, and each has one core for its rank and for its half of the
 network's work. Each turn trains every side at every rate, from the start. Nothing else may run on those cores: how busy the machine is
-before each run is printed and kept. Needs root.
+before each run is printed and kept. Needs root. Writes the table to benchmarks/slow_network.md too.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
 import statistics
@@ -27,6 +28,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[0] = str(ROOT)
 
+TABLE = Path(__file__).with_suffix(".md")
 COMPRESSED = "--deepspeed_config ds_configs/one_bit_adam.json --set optimizer.params.freeze_step=2"
 SIDES = (
     "AdamW fp32: --deepspeed_config ds_configs/zero0_fp32.json",
@@ -117,6 +119,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 def main() -> int:
     from benchmarks.report import append
+    from launch.run.provenance import machine, repository_commit
     from tests.distributed.two_hosts import missing
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -144,6 +147,10 @@ def main() -> int:
     rows = measure(sides, arguments)
     print(table(rows))
     if not arguments.no_record:
+        page = (
+            f"`python benchmarks/slow_network.py`, commit {repository_commit()}, {json.dumps(machine())}, preset `{arguments.preset}`\n\n"
+        )
+        TABLE.write_text(page + table(rows) + "\n", encoding="utf-8")
         keys = ("preset", "micro_batch_size", "global_batch_size", "turns", "steps")
         append("slow_network", {**{key: getattr(arguments, key) for key in keys}, "rows": rows}, "cpu")
     return 0
