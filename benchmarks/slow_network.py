@@ -15,7 +15,6 @@ before each run is printed and kept. Needs root. Writes the table to benchmarks/
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import re
 import statistics
@@ -147,10 +146,9 @@ def main() -> int:
     rows = measure(sides, arguments)
     print(table(rows))
     if not arguments.no_record:
-        page = (
-            f"`python benchmarks/slow_network.py`, commit {repository_commit()}, {json.dumps(machine())}, preset `{arguments.preset}`\n\n"
-        )
-        TABLE.write_text(page + table(rows) + "\n", encoding="utf-8")
+        where = f"{machine()['cores']} cores of an {machine()['processor']}, commit {repository_commit()}"
+        page = f"`python benchmarks/slow_network.py`, preset `{arguments.preset}`, {where}\n\n{table(rows)}\n"
+        TABLE.write_text(page, encoding="utf-8")
         keys = ("preset", "micro_batch_size", "global_batch_size", "turns", "steps")
         append("slow_network", {**{key: getattr(arguments, key) for key in keys}, "rows": rows}, "cpu")
     return 0
