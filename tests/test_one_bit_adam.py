@@ -10,7 +10,9 @@ from functools import partial
 import pytest
 import torch
 
-from recipes.one_bit_adam.optimizer import settle_variance
+from model.gpt import GPT
+from model.presets import GPTConfig
+from recipes.one_bit_adam.optimizer import CompressedAdam, settle_variance
 from tests import helpers
 from tests.helpers import ROOT
 
@@ -144,3 +146,33 @@ def test_a_row_that_came_late_gets_the_mean_square_of_its_own_steps():
     settle_variance(variance, steps, beta2, row_steps)
     corrected = variance / (1 - beta2**steps)
     torch.testing.assert_close(corrected, torch.tensor([1.0, 4.0, 2.5])[:, None].repeat(1, 3))
+
+
+def test_padding_of_the_vocabulary_has_no_gradients():
+    model = GPT(GPTConfig(n_layer=1, n_head=1, d_model=16, seq_len=12, vocab_size=200, init_seed=0))
+    tokens = torch.arange(9)[None]
+    model(tokens[:, :-1], tokens[:, 1:]).backward()
+    for parameter, rows in model.used_rows(8).items():
+        assert bool(parameter.grad[:rows].any(dim=1).all())
+        assert rows < parameter.shape[0] and not parameter.grad[rows:].any()
+
+
+class OneRank:
+    world_size, rank = 1, 0
+
+
+def test_a_tensor_that_had_no_gradient_yet_has_the_variance_of_the_others():
+    """As a block's that progressive layer dropping has left out of every step so far: its first gradient must not throw it away."""
+    seen, unseen = (torch.nn.Parameter(torch.ones(4)) for _ in range(2))
+    adam = CompressedAdam([{"params": [seen, unseen]}], 1e-3, (0.9, 0.999), 1e-8, 0.0)
+    adam.step()  # before it is bound: nothing
+    adam.bind(OneRank())
+    for _ in range(3):
+        seen.grad, unseen.grad = torch.full((4,), 1e-3), None
+        adam.step()
+    adam.compressing = True
+    for _ in range(3):
+        seen.grad, unseen.grad = (torch.full((4,), 1e-3) for _ in range(2))
+        adam.step()
+    assert float(unseen.detach().min()) > 0.99
+    assert float(seen.detach().max()) < 0.996

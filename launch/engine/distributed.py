@@ -196,6 +196,12 @@ class Collectives:
         finally:
             self.bytes_sent = before
 
+    def largest(self, value: float) -> float:
+        """The largest `value` of all ranks."""
+        values = torch.zeros(self.world_size, device=self.device)
+        values[self.rank] = value
+        return float(self.all_reduce(values).max())
+
     def any(self, flag: bool) -> bool:
         """Whether `flag` is true on any rank."""
         return bool(self.all_reduce(torch.tensor([float(flag)], device=self.device)).item())

@@ -250,6 +250,8 @@ def _share_norm(engine: Any, collectives: Collectives) -> None:
     def unscale_by_mean(total_norm: float, apply_scale: bool = True) -> float:
         if not engine.enable_backward_allreduce:
             total_norm = wrapper._global_grad_norm = mean_norm.of(_gradients(engine))
+            if not math.isfinite(total_norm):  # by all ranks together
+                raise corrections.NormNotFinite
         return unscale(total_norm, apply_scale)
 
     wrapper.unscale_and_clip_grads = unscale_by_mean

@@ -144,7 +144,7 @@ class Checkpoints:
             if not others and (file := newest / self._technique_file()).exists():
                 import torch
 
-                technique.load_state_dict(torch.load(file, weights_only=True))
+                technique.load_state_dict(torch.load(file, weights_only=True, map_location="cpu"))
         return state
 
     @contextlib.contextmanager

@@ -33,12 +33,13 @@ def settle_variance(variance: torch.Tensor, steps: int, beta2: float, row_steps:
         seen = row_steps > 0
         powers = torch.pow(beta2, row_steps[seen].double())
         variance[seen] *= ((1 - beta2**steps) / (1 - powers)).to(variance.dtype)[:, None]
-        variance[~seen] = variance[seen].mean(0)
+        if seen.any():
+            variance[~seen] = variance[seen].mean(0)
     variance.clamp_(min=LEAST_SHARE * float(variance.mean(dtype=torch.float64)))
 
 
 class CompressedAdam(torch.optim.Optimizer):
-    """1-bit Adam: Tang et al., arXiv 2102.02888, algorithm 1.
+    """1-bit Adam: Tang et al., arXiv 2102.02888, algorithm 1, with a scale for each tensor and `settle_variance`.
 
     While `compressing` is false it is Adam on the gradients it finds, the means over all ranks. From then on it finds each rank's own,
     m <- mean over the ranks of compressed(beta1 m + (1 - beta1) g), and the variance stays, as `settle_variance` leaves it.
@@ -64,6 +65,7 @@ class CompressedAdam(torch.optim.Optimizer):
         # `variance_steps`: after how many steps the variance was frozen, 0: it is not; in the groups, which a checkpoint holds.
         super().__init__(param_groups, {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay, "variance_steps": 0})
         self.compressing = False
+        self._parameters: list[torch.Tensor] = []
         self.used_rows: dict[int, int] = {}
         self._bias_correction = bias_correction
 
@@ -96,7 +98,12 @@ class CompressedAdam(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """One update of the parameters by their gradients; a gradient that is not there is zero. All ranks call this together."""
+        """One update of the parameters by their gradients; a gradient that is not there is zero. All ranks call this together.
+
+        Nothing before `bind`: an engine has been seen to step when it is built.
+        """
+        if not self._parameters:
+            return
         for parameter in self._parameters:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
@@ -141,14 +148,20 @@ class CompressedAdam(torch.optim.Optimizer):
         return self.state[parameter].setdefault("row_steps", torch.zeros(parameter.shape[0], device=parameter.device))
 
     def _freeze(self) -> None:
-        """The variance stays from here on."""
-        place = 0
+        """The variance stays from here on. A tensor without any, whose block was dropped in every step so far, gets the others' mean."""
+        place, variances = 0, []
         for group in self.param_groups:
             group["variance_steps"] = self._steps
             for parameter in group["params"]:
                 rows = self._row_steps(place) if place in self.used_rows else None
-                settle_variance(self.state[parameter]["exp_avg_sq"], self._steps, group["betas"][1], rows)
+                variances.append(self.state[parameter]["exp_avg_sq"])
+                settle_variance(variances[-1], self._steps, group["betas"][1], rows)
                 place += 1
+        some = [variance for variance in variances if variance.any()]
+        mean = sum(float(variance.sum(dtype=torch.float64)) for variance in some) / max(1, sum(variance.numel() for variance in some))
+        for variance in variances:
+            if not variance.any():
+                variance.fill_(mean)
 
     def _step_compressed(self) -> None:
         reduction, scratch = self.reduction, self.reduction.scratch

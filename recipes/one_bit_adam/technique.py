@@ -23,8 +23,9 @@ if TYPE_CHECKING:
 
 #: "auto": the share of the run's steps that the paper spends in full precision is 0.15 to 0.25.
 AUTO_SHARE = 0.2
-#: Gradients with which the links are tried at the start: 1 MiB in fp32, 0.1 s at 100 Mbit/s.
-TRIED = 2**18
+#: Gradients with which the links are tried at the start: 1 MiB in fp32, 0.1 s at 100 Mbit/s; and where these take less than SLOW
+#: milliseconds, which may be the launch alone, 64 MiB.
+TRIED, TRIED_ON_FAST_LINKS, SLOW = 2**18, 2**24, 20.0
 #: Bytes of a parameter's gradient as the engine reduces it.
 GRADIENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
@@ -62,7 +63,7 @@ class OneBitAdam(Technique):
             self.must_arrive = "optimizer.params.freeze_step"
         self.arrives_at = self.freeze_step + 1
         self.state_tensors = 2 if run.ranks == 1 else 3 + 1 / run.ranks
-        self._gradient_bytes = GRADIENT_BYTES[run.precision]
+        self._precision = run.precision
         self.notes = tuple(self._notes(run))
         self._engine: Any = None
         self.on_length(run.shape.seq_len)
@@ -87,7 +88,7 @@ class OneBitAdam(Technique):
         if run.ranks == 1:
             yield f"OneBitAdam: one rank has nobody to send to; Adam whose variance stays after step {self.freeze_step:,}, uncompressed"
         else:
-            whole, compressed = (share * width * parameters / 1e6 for width in (self._gradient_bytes, 1 / 8))
+            whole, compressed = (share * width * parameters / 1e6 for width in (GRADIENT_BYTES[run.precision], 1 / 8))
             yield (
                 f"OneBitAdam: {self.freeze_step:,} of {run.steps:,} steps as Adam, which send {whole:,.2f} MB each and rank, then about"
                 f" {compressed:,.2f}"
@@ -120,27 +121,32 @@ class OneBitAdam(Technique):
                 self.notes = (*self.notes, self._try_links(collectives))
 
     def _try_links(self, collectives: Any) -> str:
-        """What the links of this run make of the compression: gradients reduced whole and compressed, against the clock."""
+        """What the links of this run make of the compression: as many gradients reduced whole, and this model's momentum compressed."""
         import torch
 
-        from recipes.compressed_all_reduce import CompressedAllReduce
-
-        dtype = {2: torch.bfloat16, 4: torch.float32}[self._gradient_bytes]
-        gradients = torch.zeros(TRIED, dtype=dtype, device=collectives.device)
-        sample = CompressedAllReduce([TRIED], collectives, collectives.device)
+        dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[self._precision]
+        parameters = sum(self._adam.reduction.live)
 
         def milliseconds(reduce: Callable[[], Any]) -> float:
-            """Of the model's parameters, by the faster of two tries after one that is not counted."""
+            """The faster of two tries, after one that is not counted; on the slowest rank."""
             took = []
             for _ in range(3):
-                collectives.wait()
+                collectives.barrier()
                 since = time.perf_counter()
                 reduce()
                 collectives.wait()
-                took.append(time.perf_counter() - since)
-            return 1e3 * min(took[1:]) * parameter_count(self._model.config) / TRIED
+                took.append(1e3 * (time.perf_counter() - since))
+            return collectives.largest(min(took[1:]))
 
-        whole, compressed = milliseconds(lambda: collectives.all_reduce(gradients)), milliseconds(sample.reduce)
+        def of_all(tried: int) -> float:
+            """What all of the model's gradients take, by so many of them."""
+            gradients = torch.zeros(min(tried, parameters), dtype=dtype, device=collectives.device)
+            return milliseconds(lambda: collectives.all_reduce(gradients)) * parameters / gradients.numel()
+
+        whole = of_all(TRIED)
+        if whole * TRIED / parameters < SLOW:
+            whole = of_all(TRIED_ON_FAST_LINKS)
+        compressed = milliseconds(self._adam.reduction.reduce)  # of zeros, which stay zeros
         verdict = (
             "" if whole > compressed else ": over links as fast as these, of one host or of NVLink's class, it will not pay; use AdamW"
         )

@@ -9,7 +9,7 @@ import torch
 
 from launch.engine.distributed import start_ranks
 from launch.engine.mean_norm import MeanNorm
-from recipes.compressed_all_reduce import CompressedAllReduce
+from recipes.compressed_all_reduce import BLOCK, CompressedAllReduce
 from recipes.technique import Run, Technique
 from tests.distributed.failure_jobs import started_engines, weights_digest
 from tests.distributed.jobs import pretrain, pretrain_with
@@ -21,17 +21,23 @@ def values_of(rank: int, step: int, sizes: Sequence[int]) -> list[torch.Tensor]:
     return [torch.randn(size, generator=generator) * 10.0 ** (index % 5 - 5) for index, size in enumerate(sizes)]
 
 
-def reduce_rounds(sizes: list[int], rounds: int, live: list[list[int]] | None = None) -> dict[str, Any]:
+def reduce_rounds(
+    sizes: list[int], rounds: int, live: list[list[int]] | None = None, block: int = BLOCK["cpu"], constant: bool = False
+) -> dict[str, Any]:
     """`rounds` compressed reductions, in the step `n` of which `live[n]` elements of each tensor take part.
 
+    block: how many elements are worked on at a time. constant: the same values in every round.
     Returns of this rank: the tensors that came out of each round, both errors after the last, and the bytes that it sent in it.
     """
-    collectives = start_ranks()
+    collectives, usual, results = start_ranks(), BLOCK["cpu"], []
+    BLOCK["cpu"] = block
     reduction = CompressedAllReduce(sizes, collectives, collectives.device)
-    results = []
+    BLOCK["cpu"] = usual
     for step in range(rounds):
         reduction.live = list(live[step] if live else sizes)
-        for view, value, n in zip(reduction.views, values_of(collectives.rank, step, sizes), reduction.live, strict=True):
+        for view, value, n in zip(
+            reduction.views, values_of(collectives.rank, 0 if constant else step, sizes), reduction.live, strict=True
+        ):
             view[:n] = value[:n]
         before = collectives.bytes_sent
         reduction.reduce()

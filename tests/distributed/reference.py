@@ -118,9 +118,12 @@ class UncorrectedAdam(torch.optim.Optimizer):
 class PublishedOneBitAdam(torch.optim.Optimizer):
     """Algorithm 1 of arXiv 2102.02888 on one process, in fp64: AdamW for `freeze_step` steps; then the variance stays, the ranks compress.
 
-    `keep` must be told of each micro-batch, in turns of the ranks. On one rank nothing is compressed. A scale belongs to a tensor on the
-    workers, and to a tensor's part in a chunk on the servers, of which each rank has one: the buffer of all tensors, each at a multiple of
-    8 elements, is cut into `ranks` chunks of a multiple of 32. `settle(variance, steps, beta2)` is what is done to a variance that stays.
+    `keep` must be told of each micro-batch, in turns of the ranks, and `clip` by what all gradients are multiplied.
+    On one rank nothing is compressed. A scale belongs to a tensor on the workers, and to a tensor's part in a chunk on the servers, of
+    which each rank has one: the buffer of all tensors, each at a multiple of 8 elements, is cut into `ranks` chunks of a multiple of 32.
+
+    settle: (variance, steps, beta2) -> the variance that stays. clips: whether the ranks' own gradients are clipped, in the second phase.
+    corrects: whether the moments' bias is corrected.
     """
 
     def __init__(
@@ -132,9 +135,12 @@ class PublishedOneBitAdam(torch.optim.Optimizer):
         ranks: int,
         freeze_step: int,
         settle: Callable[[torch.Tensor, int, float], torch.Tensor] = lambda variance, steps, beta2: variance,
+        clips: bool = True,
+        corrects: bool = True,
     ):
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps})
-        self.ranks, self.freeze_step, self.settle, self.steps = ranks, freeze_step, settle, 0
+        self.ranks, self.freeze_step, self.settle, self.clips, self.steps = ranks, freeze_step, settle, clips, 0
+        self.corrects = corrects
         self.parameters = [p for group in self.param_groups for p in group["params"]]
         self.m, self.v, self.sum, *self.own = (
             [torch.zeros_like(p, dtype=torch.float64) for p in self.parameters] for _ in range(3 + ranks)
@@ -145,6 +151,10 @@ class PublishedOneBitAdam(torch.optim.Optimizer):
         for own, total, p in zip(self.own[micro_step % self.ranks], self.sum, self.parameters, strict=True):
             own += p.grad.double() - total
             total.copy_(p.grad)
+
+    def clip(self, factor: float) -> None:
+        if self.clips:
+            torch._foreach_mul_([gradient for own in self.own for gradient in own], factor)
 
     @torch.no_grad()
     def step(self) -> None:
@@ -172,8 +182,9 @@ class PublishedOneBitAdam(torch.optim.Optimizer):
             (b1, b2), lr = group["betas"], group["lr"]
             for p in group["params"]:
                 place = next(index for index, other in enumerate(self.parameters) if other is p)
-                v = self.v[place] / (1 - b2 ** min(self.steps, self.freeze_step))
-                update = self.m[place] / (1 - b1**self.steps) / (v.sqrt() + group["eps"])
+                biases = 1 - b1**self.steps, 1 - b2 ** min(self.steps, self.freeze_step)
+                bias1, bias2 = biases if self.corrects else (1.0, 1.0)
+                update = self.m[place] / bias1 / ((self.v[place] / bias2).sqrt() + group["eps"])
                 p.mul_(1 - lr * group["weight_decay"]).sub_((lr * update).to(p.dtype))
         for tensors in (self.sum, *self.own):
             torch._foreach_zero_(tensors)
@@ -203,6 +214,9 @@ class PublishedAllReduce:
     def __call__(self, values: list[list[torch.Tensor]], live: Sequence[int] | None = None) -> list[torch.Tensor]:
         """values: of each rank, its tensors. live: how many elements of each take part, from the first on; the rest is 0."""
         live, self.sent, results = live or self.sizes, [], []
+        for errors in (*self.worker_errors, self.server_errors):
+            for error, n in zip(errors, live, strict=True):
+                error[n:] = 0
         for errors, tensors in zip(self.worker_errors, values, strict=True):
             self.sent.append([_published(error[:n], tensor[:n]) for error, tensor, n in zip(errors, tensors, live, strict=True)])
         for tensor, (size, n) in enumerate(zip(self.sizes, live, strict=True)):
@@ -297,6 +311,8 @@ def reference_steps(
         norm = math.sqrt(sum(float(p.grad.double().pow(2).sum()) for p in model.parameters()))
         for p in model.parameters():
             p.grad *= min(1.0, clip / (norm + 1e-6))
+        if isinstance(optimizer, PublishedOneBitAdam):
+            optimizer.clip(min(1.0, clip / (norm + 1e-6)))
         if step not in skips:
             optimizer.step()
         optimizer.zero_grad()
