@@ -70,7 +70,7 @@ def test_on_one_rank_it_is_adam_whose_variance_stays(accumulation, one_rank, cor
     assert {line["bytes_sent"] for line in lines} == {0}
 
 
-@pytest.mark.parametrize(("ranks", "accumulation"), [(2, 1), (2, 3), (4, 1)])
+@pytest.mark.parametrize(("ranks", "accumulation"), [pytest.param(2, 1, marks=pytest.mark.long), (2, 3), (4, 1)])
 def test_on_several_ranks_it_is_the_published_algorithm(ranks, accumulation, pools, corpus, expected, tmp_path):
     lines = trained(pools.of(ranks), flags(corpus, tmp_path, ranks, accumulation) + NOT_CLIPPED)
     reference = expected(ranks, accumulation)
@@ -95,7 +95,7 @@ def test_all_ranks_clip_by_the_norm_of_the_mean_gradient(two_ranks, corpus, expe
     assert largest_difference(losses_of(expected(2, clip=0.1, clips=False)), losses_of(reference)) > 0.06, "what is clipped must show"
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("precision", ["bf16", pytest.param("fp16", marks=pytest.mark.long)])
 def test_in_half_precision_it_follows_fp32(precision, two_ranks, corpus, expected, tmp_path):
     run = flags(corpus, tmp_path, 2, precision=precision)
     lines = trained(two_ranks, run, "tests.distributed.failure_jobs:pretrain_in_fp16")
@@ -132,7 +132,11 @@ def test_without_bias_correction(one_rank, corpus, expected, tmp_path):
     assert largest_difference(losses(lines), losses_of(expected(1, clip=1.0))) > 0.03
 
 
-@pytest.mark.parametrize(("precision", "interrupted"), [("fp32", FREEZE - 3), ("fp32", FREEZE), ("fp32", FREEZE + 7), ("bf16", FREEZE + 7)])
+RESUMES = [("fp32", FREEZE), ("fp32", FREEZE + 7)]
+RESUMES += [pytest.param(*case, marks=pytest.mark.long) for case in (("fp32", FREEZE - 3), ("bf16", FREEZE), ("bf16", FREEZE + 7))]
+
+
+@pytest.mark.parametrize(("precision", "interrupted"), RESUMES)
 def test_a_resume_is_bit_identical(precision, interrupted, two_ranks, corpus, tmp_path):
     """In the warm-up, between the phases and in the second."""
     run = flags(corpus, tmp_path, 2, precision=precision)
