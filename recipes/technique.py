@@ -116,6 +116,8 @@ class Technique:
     #: rule for each key, e.g. `{"types": ["integer"], "minimum": 0, "maximum": 20, "auto": True}`; `enum`, and `keys` for what is inside
     #: an object. The configuration checks the section by them before the technique is built.
     keys: dict[str, dict[str, Any]] = {}
+    #: Of the optimizer that it brings: what `"auto"` means for lr, betas, eps and weight_decay, where that is not what it means for AdamW.
+    auto_params: dict[str, Any] = {}
     #: Keys among these that are accepted and do nothing, with the reason: a word in the run's log where one of them asks for something.
     without_effect: dict[str, str] = {}
     #: Other documented places of the first section, by dotted path, with what makes the section of what stands there.

@@ -30,11 +30,11 @@ def explained(*flags: str) -> dict:
 
 def test_a_fifth_of_the_run_is_adam():
     said = explained("--steps", "400")
-    assert said["engine"][f"{PARAMS}.freeze_step"] == {"value": 80, "from": "0.2 of the run's steps"}
+    assert said["engine"][f"{PARAMS}.freeze_step"] == {"value": 80, "from": "0.2 of the run's steps, of whole batches"}
     assert [row["compressed"] for row in said["over_the_run"]] == [0, 1, 1, 1, 1]  # at steps 1, 100, 200, ...
     # 16.1 M parameters: 2 bytes each, then a bit.
     assert said["model"]["parameters"] == NANO
-    assert any("80 of 400 steps as Adam, which send 32.14 MB each and rank, then about 2.01" in note for note in said["notes"])
+    assert any("80 steps as Adam, which send 32.14 MB each and rank, then steps that send about 2.01" in note for note in said["notes"])
 
 
 def test_the_errors_count_in_the_plan_of_memory():
@@ -55,8 +55,14 @@ def test_upstreams_documented_form_is_accepted_with_a_word():
     }
     said = explained("--steps", "400", "--set", f"optimizer={json.dumps({'type': 'OneBitAdam', 'params': params})}")
     assert said["engine"][f"{PARAMS}.freeze_step"]["value"] == 100
+    assert said["engine"][f"{PARAMS}.betas"] == {"value": [0.9, 0.999], "from": "what OneBitAdam wants"}
     for key in ("cuda_aware", "comm_backend_name"):
         assert any(f"{PARAMS}.{key}: has no effect here" in note for note in said["notes"])
+
+
+def test_what_is_sent_follows_the_type_that_gradients_are_reduced_in():
+    said = explained("--steps", "400", "--set", 'communication_data_type="fp32"')
+    assert any("which send 64.28 MB each and rank" in note for note in said["notes"])
 
 
 def test_a_variance_that_is_frozen_while_the_rate_rises_gets_a_word():

@@ -56,11 +56,8 @@ def resolve_optimizer(engine: EngineJson, flags: argparse.Namespace, preset: Pre
     engine.number(*PATH, "lr", minimum=0, maximum=MAX_LR, above=True)
     lr = engine.choose((*PATH, "lr"), "lr", flags, preset.lr, f"preset {flags.preset}", settle=False)
     builtin = engine_schema()["optimizers"]
-    ours = {
-        name: {**{key: {} for key in ("lr", *OPTIMIZER_AUTO)}, **cls.keys} for cls in technique_classes() for name in cls.optimizer_types
-    }
-    without_effect = {name: cls.without_effect for cls in technique_classes() for name in cls.optimizer_types}
-    canonical = {name.lower(): name for name in (*ADAM_TYPES, *builtin, *ours)}
+    brought = {name: cls for cls in technique_classes() for name in cls.optimizer_types}
+    canonical = {name.lower(): name for name in (*ADAM_TYPES, *builtin, *brought)}
     asked = engine.get("optimizer", "type")
     kind = canonical.get(str(asked).lower())
     if kind is None:
@@ -75,7 +72,10 @@ def resolve_optimizer(engine: EngineJson, flags: argparse.Namespace, preset: Pre
             engine.fault(("optimizer", "type"), 'must name an optimizer: "optimizer": {"type": "AdamW", "params": {"lr": "auto"}}')
         return {}, lr
     params = engine.get(*PATH) or {}
-    rules = ADAM_PARAMS if kind in ADAM_TYPES else ours.get(kind) or {**builtin[kind], "lr": {}, "weight_decay": {}}
+    if kind in brought:
+        rules = {**{key: {} for key in ("lr", *OPTIMIZER_AUTO)}, **brought[kind].keys}
+    else:
+        rules = ADAM_PARAMS if kind in ADAM_TYPES else {**builtin[kind], "lr": {}, "weight_decay": {}}
     faults = check_section(PATH, params, {"keys": rules}, optimizer_auto_keys())
     engine.note_faults(
         [fault._replace(message=MOVED[key]) if (key := str(fault.path[-1])) in MOVED and key not in rules else fault for fault in faults]
@@ -97,14 +97,15 @@ def resolve_optimizer(engine: EngineJson, flags: argparse.Namespace, preset: Pre
         engine.fault((*PATH, "nesterov"), "needs a momentum above 0 and a dampening of 0; change these, or leave it out")
     if kind == "AdamW" and params.get("adam_w_mode") is False:
         engine.fault((*PATH, "adam_w_mode"), 'is false, and AdamW is Adam in that mode; write "type": "Adam", or leave it out')
-    _check_stage(engine, kind, kind in ours)
+    _check_stage(engine, kind, kind in brought)
     engine.choose((*PATH, "lr"), "lr", flags, preset.lr, f"preset {flags.preset}")
-    for key, reason in without_effect.get(kind, {}).items():
+    own = brought[kind].auto_params if kind in brought else {}
+    for key, reason in brought[kind].without_effect.items() if kind in brought else ():
         if key in params:
             engine.note((*PATH, key), f"has no effect here: {reason}")
-    for key, value in OPTIMIZER_AUTO.items():
-        if params.get(key) == "auto" or ((kind in ADAM_TYPES or kind in ours) and key not in params):
-            engine.settle((*PATH, key), value, GPT_3)
+    for key, value in (OPTIMIZER_AUTO | own).items():
+        if params.get(key) == "auto" or (kind in (*ADAM_TYPES, *brought) and key not in params):
+            engine.settle((*PATH, key), value, f"what {kind} wants" if key in own else GPT_3)
     return {"type": kind, "params": engine.values["optimizer"]["params"]}, lr
 
 

@@ -70,9 +70,9 @@ class CompressedAdam(torch.optim.Optimizer):
         self._bias_correction = bias_correction
 
     @property
-    def frozen(self) -> bool:
-        """Whether the variance stays as it is."""
-        return bool(self.param_groups[0]["variance_steps"])
+    def frozen(self) -> int:
+        """After how many steps the variance was frozen; 0: it is not."""
+        return int(self.param_groups[0]["variance_steps"])
 
     def bind(self, collectives: Any) -> None:
         """Make the state, for the parameters as they are now: in bf16 and fp16 the engine has put fp32 copies in the model's place."""

@@ -35,7 +35,8 @@ class OneBitAdam(Technique):
 
     freeze_step: optimizer steps (updates that fp16 did not skip) of plain Adam, after which the variance stays and the momentum is
         compressed; "auto", or left out: 0.2 of the run's steps of whole batches.
-    lr, betas, eps, weight_decay: as for AdamW. bias_correction: as for Adam; upstream read it and corrected nothing.
+    lr, betas, eps, weight_decay: as for AdamW, but "auto" for the second beta is 0.999: what the variance has seen is to last.
+    bias_correction: as for Adam; upstream read it and corrected nothing.
     cuda_aware, comm_backend_name: accepted and without effect.
     """
 
@@ -47,6 +48,7 @@ class OneBitAdam(Technique):
         "cuda_aware": {"types": ["boolean"]},
         "comm_backend_name": {"types": ["string"]},
     }
+    auto_params = {"betas": [0.9, 0.999]}
     without_effect = {
         "cuda_aware": "it is for MPI, and torch.distributed's own backend is used",
         "comm_backend_name": "the backend of the run's process group is used",
@@ -56,14 +58,14 @@ class OneBitAdam(Technique):
         self.params, self._ranks = section, run.ranks
         self._check_engine(run)
         asked = section.get("freeze_step", "auto")
-        self.freeze_step = max(1, round(AUTO_SHARE * run.steps)) if asked == "auto" else asked
+        self.freeze_step = max(1, round(AUTO_SHARE * run.steps)) if asked == "auto" else int(asked)
         if asked == "auto":
-            self.resolved = {"freeze_step": (self.freeze_step, f"{AUTO_SHARE} of the run's steps")}
+            self.resolved = {"freeze_step": (self.freeze_step, f"{AUTO_SHARE} of the run's steps, of whole batches")}
         else:
             self.must_arrive = "optimizer.params.freeze_step"
         self.arrives_at = self.freeze_step + 1
         self.state_tensors = 2 if run.ranks == 1 else 3 + 1 / run.ranks
-        self._precision = run.precision
+        self._reduced_in = run.engine.get("communication_data_type") or run.precision
         self.notes = tuple(self._notes(run))
         self._engine: Any = None
         self.on_length(run.shape.seq_len)
@@ -88,9 +90,9 @@ class OneBitAdam(Technique):
         if run.ranks == 1:
             yield f"OneBitAdam: one rank has nobody to send to; Adam whose variance stays after step {self.freeze_step:,}, uncompressed"
         else:
-            whole, compressed = (share * width * parameters / 1e6 for width in (GRADIENT_BYTES[run.precision], 1 / 8))
+            whole, compressed = (share * width * parameters / 1e6 for width in (GRADIENT_BYTES[self._reduced_in], 1 / 8))
             yield (
-                f"OneBitAdam: {self.freeze_step:,} of {run.steps:,} steps as Adam, which send {whole:,.2f} MB each and rank, then about"
+                f"OneBitAdam: {self.freeze_step:,} steps as Adam, which send {whole:,.2f} MB each and rank, then steps that send about"
                 f" {compressed:,.2f}"
             )
         if self.freeze_step < run.warmup_steps:
@@ -118,13 +120,13 @@ class OneBitAdam(Technique):
         self._adam.bind(collectives)
         if collectives.world_size > 1:
             with collectives.uncounted():
-                self.notes = (*self.notes, self._try_links(collectives))
+                self._note(self._try_links(collectives))
 
     def _try_links(self, collectives: Any) -> str:
         """What the links of this run make of the compression: as many gradients reduced whole, and this model's momentum compressed."""
         import torch
 
-        dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[self._precision]
+        dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[self._reduced_in]
         parameters = sum(self._adam.reduction.live)
 
         def milliseconds(reduce: Callable[[], Any]) -> float:
@@ -150,14 +152,14 @@ class OneBitAdam(Technique):
         verdict = (
             "" if whole > compressed else ": over links as fast as these, of one host or of NVLink's class, it will not pay; use AdamW"
         )
-        return f"OneBitAdam: reducing the gradients takes about {whole:,.0f} ms here, the compressed momentum {compressed:,.0f} ms{verdict}"
+        return f"reducing the gradients takes about {whole:,.0f} ms here, the compressed momentum {compressed:,.0f} ms{verdict}"
 
     def on_step(self, step: int) -> None:
         if self._engine is None:
             self.compressing = step > self.freeze_step
             return
         # Of the steps before this one, those that made an update.
-        self.compressing = self._adam.frozen or step - 1 - self._engine.skipped_steps >= self.freeze_step
+        self.compressing = bool(self._adam.frozen) or step - 1 - self._engine.skipped_steps >= self.freeze_step
         self._adam.compressing = self.compressing
         # On one rank the engine's reduction changes nothing, and the norm of its gradients is exact.
         self._engine.enable_backward_allreduce = not self.compressing or self._ranks == 1
@@ -169,16 +171,23 @@ class OneBitAdam(Technique):
             self._adam.used_rows = {self._place[id(parameter)]: rows for parameter, rows in used.items()}
 
     def metrics(self) -> dict[str, float]:
-        return {"compressed": int(self.compressing)}
+        return {"compressed": int(self.compressing and self._ranks > 1)}
 
     def state_dict(self) -> dict[str, Any]:
         """The errors of this rank's compressions, once there are some."""
-        reduction, some = self._adam.reduction, self.compressing and self._ranks > 1
-        return {"worker_error": reduction.worker_error, "server_error": reduction.server_error} if some else {}
+        reduction = self._adam.reduction
+        return {"worker_error": reduction.worker_error, "server_error": reduction.server_error} if self.compressing else {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         for name, error in state.items():
             getattr(self._adam.reduction, name).copy_(error)
+        if self._adam.frozen != self.freeze_step:
+            self._note(
+                f"the variance was frozen after step {self._adam.frozen:,}, which freeze_step, {self.freeze_step:,}, does not change"
+            )
 
     def forget_state(self, reason: str) -> None:
-        self.notes = (*self.notes, f"OneBitAdam: the errors of the compression start at zero: {reason}")
+        self._note(f"the errors of the compression start at zero: {reason}" if self._ranks > 1 else f"nothing is compressed: {reason}")
+
+    def _note(self, text: str) -> None:
+        self.notes = (*self.notes, f"OneBitAdam: {text}")

@@ -26,7 +26,10 @@ def losses(lines: list[dict]) -> list[float]:
 @pytest.mark.parametrize("factor", [math.nan, pytest.param(math.inf, marks=pytest.mark.long)])
 @pytest.mark.parametrize(
     "config",
-    [*(f"zero{stage}_{precision}" for stage in range(4) for precision in ("fp32", "bf16")), "zero_offload", "zero_3_param_offload"],
+    [
+        *("zero0_fp32", "zero0_bf16", "zero2_bf16", "zero3_fp32", "zero_offload", "zero_3_param_offload"),
+        *(pytest.param(name, marks=pytest.mark.long) for name in ("zero1_fp32", "zero1_bf16", "zero2_fp32", "zero3_bf16")),
+    ],
 )
 def test_a_loss_that_is_no_number_stops_the_run_before_its_update(config, factor, two_ranks, corpus, tmp_path):
     """In the second micro-batch of step 4, on rank 1; the checkpoint of step 3 goes on to the curve of an undisturbed run."""
