@@ -72,13 +72,13 @@ class CompressedAllReduce:
         shape = self._ranks, self.chunk // 8 + 4 * self._slots
         self._outgoing, self._incoming = (torch.zeros(shape, dtype=torch.uint8, device=device) for _ in range(2))
         self._result = torch.zeros(1, shape[1], dtype=torch.uint8, device=device)
-        self._block = min(BLOCK.get(device.type, BLOCK["cuda"]), self.chunk)
-        self.scratch = torch.empty(self._block, device=device)
-        self._negative = torch.empty(self._block, dtype=torch.bool, device=device)
-        self._bytes = torch.empty(self._block // 8, dtype=torch.int32, device=device)
+        # A block is that of one rank, or of all ranks at once: eight elements of each at least.
+        block = max(min(BLOCK.get(device.type, BLOCK["cuda"]), self.chunk), 8 * self._ranks)
+        self.scratch = torch.empty(block, device=device)
+        self._negative = torch.empty(block, dtype=torch.bool, device=device)
+        self._bytes = torch.empty(block // 8, dtype=torch.int32, device=device)
         # The signs that each byte stands for: a bit that is set is a minus. (256, 8)
         self._signs = 1.0 - 2.0 * (torch.arange(256, device=device)[:, None] >> torch.arange(8, device=device) & 1)
-        self._scaled_signs = torch.empty_like(self._signs)
 
     def _tensors_in_chunk(self, rank: int) -> list[Segment]:
         """The parts of tensors that lie in the chunk of `rank`, by their place in the chunk."""
@@ -101,12 +101,11 @@ class CompressedAllReduce:
                 slots[: len(pieces)] = scales[pieces[0].tensor : pieces[-1].tensor + 1]
         self._collectives.all_to_all(self._incoming, self._outgoing)
 
-        scales = self._scales(self._incoming) / self._ranks
-        for slot, piece in enumerate(mine):
-            for rank, message in enumerate(self._incoming):
-                torch.mul(self._signs, scales[rank, slot], out=self._scaled_signs)
-                for start, stop in self._blocks(piece):
-                    self.server_error[start:stop].add_(self._expand(message[start // 8 : stop // 8], self.scratch))
+        of_ranks = (self._scales(self._incoming) / self._ranks).t().contiguous()  # (slots, ranks)
+        for scales, piece in zip(of_ranks, mine, strict=False):
+            for start, stop in self._blocks(piece, self._ranks):
+                signs = self._expand(self._incoming[:, start // 8 : stop // 8], self._signs, self.scratch)
+                self.server_error[start:stop].addmv_(signs.view(self._ranks, -1).t(), scales)
         scales = self._compress(mine, self.server_error, self._result)
         self._scales(self._result)[0, : len(mine)] = scales
         self._collectives.all_gather(self._incoming, self._result)
@@ -115,9 +114,9 @@ class CompressedAllReduce:
         for rank, (message, pieces) in enumerate(zip(self._incoming, self._pieces, strict=True)):
             chunk = self.buffer[rank * self.chunk : (rank + 1) * self.chunk]
             for slot, piece in enumerate(pieces):
-                torch.mul(self._signs, scales[rank, slot], out=self._scaled_signs)
+                scaled_signs = self._signs * scales[rank, slot]
                 for start, stop in self._blocks(piece):
-                    self._expand(message[start // 8 : stop // 8], chunk[start:stop])
+                    self._expand(message[start // 8 : stop // 8], scaled_signs, chunk[start:stop])
         for segment in self._tensors:
             self._dead(segment, self.buffer).zero_()
 
@@ -149,17 +148,18 @@ class CompressedAllReduce:
             dead.zero_()
         return scales
 
-    def _expand(self, packed: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        """The numbers that bits stand for at the present `_scaled_signs`, eight a byte, written to the beginning of `out`."""
-        indices, numbers = self._bytes[: packed.numel()].copy_(packed), out[: 8 * packed.numel()]
-        torch.index_select(self._scaled_signs, 0, indices, out=numbers.view(-1, 8))
+    def _expand(self, packed: torch.Tensor, table: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        """The numbers that bytes stand for by `table`, (256, 8): eight for each, written to the beginning of `out`."""
+        indices, numbers = self._bytes[: packed.numel()], out[: 8 * packed.numel()]
+        indices.view(packed.shape).copy_(packed)
+        torch.index_select(table, 0, indices, out=numbers.view(-1, 8))
         return numbers
 
-    def _blocks(self, segment: Segment) -> Iterator[tuple[int, int]]:
-        """A segment block by block, none of which reaches from one chunk into the next."""
-        start = segment.start
+    def _blocks(self, segment: Segment, rows: int = 1) -> Iterator[tuple[int, int]]:
+        """A segment block by block, `rows` of which fit into `scratch`; none reaches from one chunk into the next."""
+        start, size = segment.start, self.scratch.numel() // (8 * rows) * 8
         while start < segment.stop:
-            stop = min(start + self._block, (start // self.chunk + 1) * self.chunk, segment.stop)
+            stop = min(start + size, (start // self.chunk + 1) * self.chunk, segment.stop)
             yield start, stop
             start = stop
 

@@ -11,6 +11,7 @@ throughout, so that one gradient is always judged alike. 2 KB a step.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import cached_property
 
 import torch
 
@@ -29,12 +30,18 @@ class MeanNorm:
     """Estimates norms of gradients that are `collectives.device`'s."""
 
     def __init__(self, collectives: Collectives):
-        self._collectives, device = collectives, collectives.device
-        self._block = BLOCK.get(device.type, BLOCK["cuda"])
-        signs = 2.0 * torch.randint(0, 2, (2 * self._block,), generator=torch.Generator().manual_seed(0)) - 1.0
-        self._block_signs = signs[: BLOCK["cpu"]].tolist()
-        self._signs = signs.to(device)
-        self._signed = torch.empty(self._block, device=device)
+        self._collectives = collectives
+        self._block = BLOCK.get(collectives.device.type, BLOCK["cuda"])
+
+    @cached_property
+    def _signs(self) -> torch.Tensor:
+        """Random signs for two blocks, drawn when a norm is first asked for: few runs ever do."""
+        draws = torch.randint(0, 2, (2 * self._block,), generator=torch.Generator().manual_seed(0))
+        return (2.0 * draws - 1.0).to(self._collectives.device)
+
+    @cached_property
+    def _block_signs(self) -> list[float]:
+        return self._signs[: BLOCK["cpu"]].tolist()
 
     @torch.no_grad()
     def of(self, gradients: Iterable[torch.Tensor]) -> float:
@@ -42,7 +49,7 @@ class MeanNorm:
         sketch = torch.zeros(WIDTH, device=self._collectives.device)
         for number, block in enumerate(block for gradient in gradients for block in gradient.reshape(-1).split(self._block)):
             size, shift, sign = block.numel(), number * SHIFT % self._block, self._block_signs[number % len(self._block_signs)]
-            signed = torch.mul(block, self._signs[shift : shift + size], out=self._signed[:size])
+            signed = block * self._signs[shift : shift + size]
             whole = size // WIDTH * WIDTH
             sketch.add_(signed[:whole].view(-1, WIDTH).sum(0), alpha=sign)
             sketch[: size - whole].add_(signed[whole:], alpha=sign)

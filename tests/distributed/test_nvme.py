@@ -54,6 +54,7 @@ def test_it_trains_and_resumes_as_with_cpu_offload(places, config, drive, two_ra
     assert losses(resumed) == losses(on_drive)
 
 
+@pytest.mark.long
 def test_deepspeed_loses_the_optimizer_on_a_drive_without_the_correction(drive, two_ranks, corpus, tmp_path):
     job = {"job": "tests.distributed.correction_jobs:resumed_from_a_drive", "corpus": str(corpus), "runs": str(tmp_path)}
     wrong, right = two_ranks.run(**job, without="load_optimizer_on_drive")[0], two_ranks.run(**job)[0]

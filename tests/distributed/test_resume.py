@@ -178,7 +178,7 @@ def test_a_checkpoint_without_its_state_is_none(train, flags, finished):
     assert [read_state(path)["step"] for path in complete_checkpoints(finished / "checkpoints")] == [3, 6]
 
 
-@pytest.mark.parametrize("damage", ["truncated", "overwritten"])
+@pytest.mark.parametrize("damage", ["truncated", pytest.param("overwritten", marks=pytest.mark.long)])
 def test_a_damaged_checkpoint_is_named_with_what_to_do(damage, train, flags, finished):
     checkpoint = finished / "checkpoints/step-00000006"
     file = next((checkpoint / "engine").glob("*rank_1*optim_states.pt"))

@@ -26,7 +26,7 @@ SECTIONS = {
     "activation_checkpointing": {"number_checkpoints": 2},
     "batch_size_warmup": {"min_batch_size": 4, "increment": 2, "warmup_tokens": 1024},
     "curriculum_learning": CURRICULUM,
-    "one_bit_adam": {"type": "OneBitAdam", "params": {"lr": "auto", "freeze_step": 3}},
+    "one_bit_adam": {"type": "OneBitAdam", "params": {"lr": "auto", "betas": [0.9, 0.95], "freeze_step": 3}},
     "progressive_layer_drop": {"theta": 0.3, "gamma": 1.0},
     "random_ltd": {"random_ltd_schedule": LTD},
 }

@@ -53,6 +53,7 @@ def train(hosts, corpus, tmp_path_factory) -> Callable[..., NetworkRun]:
     return train
 
 
+@pytest.mark.long
 def test_two_hosts_train_what_two_ranks_of_one_host_train(train, corpus, tmp_path):
     two = [(line["step"], line["loss"]) for line in train("zero0_fp32", SHORT).steps]
     flags = ["--data", str(corpus), "--steps", str(SHORT), "--eval_every", "0", *MODEL]
