@@ -2,8 +2,8 @@
 
     deepspeed launch/pretrain.py --recipe recipes/one_bit_adam
 
-Tang et al., 1-bit Adam: Communication Efficient Large-Scale Training with Adam's Convergence Speed, arXiv 2102.02888. DeepSpeed had it
-until 0.19.6, for GPUs with cupy or MPI; here it is plain torch, on any backend.
+Tang et al., 1-bit Adam: Communication Efficient Large-Scale Training with Adam's Convergence Speed, arXiv 2102.02888. DeepSpeed had it,
+up to 0.19.6 at least, for GPUs with cupy or MPI; here it is plain torch, on any backend.
 """
 
 from __future__ import annotations
