@@ -50,8 +50,8 @@ def is_hardest(form: str, accumulation: int, ranks: int) -> bool:
 
 
 def is_plain(form: str, accumulation: int, ranks: int) -> bool:
-    """Without offload: the hardest case of each stage, and the simplest of the first and the last."""
-    simplest = (accumulation, ranks) == (1, 1) and form in ("stage 0", "stage 3")
+    """Without offload: the hardest case of each stage, and the simplest of the last."""
+    simplest = (accumulation, ranks) == (1, 1) and form == "stage 3"
     return simplest or (is_hardest(form, accumulation, ranks) and "off" not in form)
 
 

@@ -101,7 +101,7 @@ def test_the_flag_changes_the_losses_and_is_in_run_json(two_ranks, short_documen
     assert json.loads((tmp_path / "r/run.json").read_text())["no_cross_document"] is False
 
 
-@pytest.mark.parametrize("config", ["zero1_fp32", "zero3_bf16"])
+@pytest.mark.parametrize("config", ["zero1_fp32", pytest.param("zero3_bf16", marks=pytest.mark.long)])
 def test_activation_checkpointing_changes_no_number(config, two_ranks, short_documents, tmp_path):
     """With dropout, bit for bit; a block that is computed again finds the mask of its own micro-batch."""
 
@@ -139,6 +139,7 @@ def test_a_run_from_before_the_flag_is_one_without_it(one_rank, short_documents,
     assert "no_cross_document" not in (tmp_path / "r/log.txt").read_text()
 
 
+@pytest.mark.long
 def test_the_peak_of_a_process_with_a_large_mask_is_the_plans(corpus, tmp_path):
     """8 windows of 2,048 tokens: 128 MiB of mask, which one block and a narrow model leave in plain sight."""
     shape = ["--n_layer", "1", "--n_head", "1", "--d_model", "64", "--seq_len", "2048", "--data", str(corpus)]

@@ -60,13 +60,13 @@ def to_group(run: LaunchedRun, number: int) -> None:
 @pytest.mark.parametrize(
     ("target", "number", "code"),
     [
-        pytest.param(to_rank(0), signal.SIGTERM, 143, id="SIGTERM-rank-0"),
+        pytest.param(to_rank(0), signal.SIGTERM, 143, id="SIGTERM-rank-0", marks=pytest.mark.long),
         pytest.param(to_rank(1), signal.SIGTERM, 143, id="SIGTERM-rank-1", marks=pytest.mark.long),
         pytest.param(to_command, signal.SIGTERM, 143, id="SIGTERM-deepspeed"),
         pytest.param(to_launcher, signal.SIGTERM, 1, id="SIGTERM-launcher"),  # launch.py ends with 1 on any signal
         pytest.param(to_group, signal.SIGTERM, 143, id="SIGTERM-group", marks=pytest.mark.long),
         pytest.param(to_group, signal.SIGINT, 130, id="SIGINT-group"),
-        pytest.param(to_group, signal.SIGHUP, 129, id="SIGHUP-group"),
+        pytest.param(to_group, signal.SIGHUP, 129, id="SIGHUP-group", marks=pytest.mark.long),
     ],
 )
 def test_a_signal_stops_all_ranks_with_a_checkpoint_of_the_last_step(target, number, code, flags, finish, uninterrupted, tmp_path):
