@@ -130,8 +130,9 @@ class CompressedAllReduce:
         scales = torch.zeros(len(segments), device=error.device)
         for scale, segment in zip(scales, segments, strict=True):
             dead, norms = self._dead(segment, error), []
-            for buffer in (error, *(() if values is None else (values,))):
-                self._dead(segment, buffer).zero_()
+            dead.zero_()
+            if values is not None:
+                self._dead(segment, values).zero_()
             for start, stop in self._blocks(segment):
                 if values is not None:
                     error[start:stop].add_(values[start:stop])

@@ -119,8 +119,7 @@ def make_techniques(run: Run) -> Techniques:
             continue
         for other in members[:-1]:
             if clash := both_decide(cls, type(other)):
-                names = [(*kind.sections, *kind.optimizer_types)[0] for kind in (cls, type(other))]
-                faults.append(f"'{names[0]}' and '{names[1]}' both decide {clash}; switch one of them off")
+                faults.append(f"'{cls.name()}' and '{other.name()}' both decide {clash}; switch one of them off")
     if faults:
         raise ValueError(*faults)
     return Techniques(members)

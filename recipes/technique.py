@@ -73,6 +73,9 @@ class BatchPlan(NamedTuple):
 
 #: More steps than any run has.
 FOR_EVER = 10**18
+#: A step so late that no beta in use has a power left (0.999999^1e9 is 0), and that fp32 does not count on from: Adam's moments of such a
+#: step have no bias to correct.
+LATE_STEP = 1e9
 
 
 def largest_divisor(number: int, limit: int) -> int:
@@ -137,6 +140,11 @@ class Technique:
     #: Into how many segments the blocks are cut of which only the inputs are kept for the backward pass; 0: all activations are kept.
     #: For the plan of the run's memory.
     checkpoints: int = 0
+
+    @classmethod
+    def name(cls) -> str:
+        """What switches it on: its section, or the type of its optimizer."""
+        return (*cls.sections, *cls.optimizer_types)[0]
 
     @classmethod
     def is_on(cls, section: dict[str, Any]) -> bool:

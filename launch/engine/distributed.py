@@ -196,11 +196,11 @@ class Collectives:
         finally:
             self.bytes_sent = before
 
-    def largest(self, value: float) -> float:
-        """The largest `value` of all ranks."""
-        values = torch.zeros(self.world_size, device=self.device)
+    def of_each(self, value: torch.Tensor | float) -> list[float]:
+        """The `value` of every rank."""
+        values = torch.zeros(self.world_size, dtype=torch.float64, device=self.device)
         values[self.rank] = value
-        return float(self.all_reduce(values).max())
+        return self.all_reduce(values).tolist()
 
     def any(self, flag: bool) -> bool:
         """Whether `flag` is true on any rank."""

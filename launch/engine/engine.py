@@ -20,10 +20,7 @@ from launch.run.optimizer import ADAM_TYPES
 from launch.run.schedule import TOKEN_SCHEDULE, warmup_cosine
 from model.gpt import GPT, weight_decay_groups
 from model.presets import GPTConfig
-from recipes.technique import Technique
-
-#: A step so late that no beta in use has a power left (0.999999^1e9 is 0), and that fp32 does not count on from.
-LATE_STEP = 1e9
+from recipes.technique import LATE_STEP, Technique
 
 
 @dataclass
@@ -93,9 +90,7 @@ class Engine:
 
     def _fail(self, step: int) -> NoReturn:
         """Say what was not finite, where, and what to change. Called by all ranks: clipping and overflow are theirs together."""
-        own = torch.zeros(self.collectives.world_size, dtype=torch.float64, device=self.collectives.device)
-        own[self.collectives.rank] = self._loss
-        losses = self.collectives.all_reduce(own).tolist()
+        losses = self.collectives.of_each(self._loss)
         bad = [f"{loss:g} on rank {rank}" for rank, loss in enumerate(losses) if not math.isfinite(loss)]
         if bad:
             what = f"the loss is {', '.join(bad[:4])}" + (f" and {len(bad) - 4} more" if len(bad) > 4 else "")

@@ -293,7 +293,7 @@ def resolve(argv: list[str], ranks: int | None = None) -> tuple[RunConfig, argpa
         if member.must_arrive:
             place = engine.where(tuple(member.must_arrive.split(".")))
             raise UsageError(f'{place}: acts from step {member.arrives_at:,} on, but {ends}; lower it, write "auto", or train longer')
-        late.append(f"{(*member.sections, *member.optimizer_types)[0]}: its schedule arrives at step {member.arrives_at:,}, and {ends}")
+        late.append(f"{member.name()}: its schedule arrives at step {member.arrives_at:,}, and {ends}")
     return replace(config, notes=(*config.notes, *techniques.notes, *late)), flags
 
 

@@ -13,6 +13,7 @@ from launch.run.errors import nearest
 from launch.run.flags import MAX_LR
 from model.presets import Preset
 from recipes.registry import technique_classes
+from recipes.technique import Technique
 
 #: Optimizers that this project builds itself, with the fused kernel of torch; the others are left to DeepSpeed.
 ADAM_TYPES = ("Adam", "AdamW")
@@ -72,8 +73,9 @@ def resolve_optimizer(engine: EngineJson, flags: argparse.Namespace, preset: Pre
             engine.fault(("optimizer", "type"), 'must name an optimizer: "optimizer": {"type": "AdamW", "params": {"lr": "auto"}}')
         return {}, lr
     params = engine.get(*PATH) or {}
+    brings = brought.get(kind, Technique)
     if kind in brought:
-        rules = {**{key: {} for key in ("lr", *OPTIMIZER_AUTO)}, **brought[kind].keys}
+        rules = {**{key: {} for key in ("lr", *OPTIMIZER_AUTO)}, **brings.keys}
     else:
         rules = ADAM_PARAMS if kind in ADAM_TYPES else {**builtin[kind], "lr": {}, "weight_decay": {}}
     faults = check_section(PATH, params, {"keys": rules}, optimizer_auto_keys())
@@ -99,13 +101,12 @@ def resolve_optimizer(engine: EngineJson, flags: argparse.Namespace, preset: Pre
         engine.fault((*PATH, "adam_w_mode"), 'is false, and AdamW is Adam in that mode; write "type": "Adam", or leave it out')
     _check_stage(engine, kind, kind in brought)
     engine.choose((*PATH, "lr"), "lr", flags, preset.lr, f"preset {flags.preset}")
-    own = brought[kind].auto_params if kind in brought else {}
-    for key, reason in brought[kind].without_effect.items() if kind in brought else ():
+    for key, reason in brings.without_effect.items():
         if key in params:
             engine.note((*PATH, key), f"has no effect here: {reason}")
-    for key, value in (OPTIMIZER_AUTO | own).items():
+    for key, value in (OPTIMIZER_AUTO | brings.auto_params).items():
         if params.get(key) == "auto" or (kind in (*ADAM_TYPES, *brought) and key not in params):
-            engine.settle((*PATH, key), value, f"what {kind} wants" if key in own else GPT_3)
+            engine.settle((*PATH, key), value, f"what {kind} wants" if key in brings.auto_params else GPT_3)
     return {"type": kind, "params": engine.values["optimizer"]["params"]}, lr
 
 

@@ -9,10 +9,7 @@ import torch
 from torch.optim.adam import adam
 
 from recipes.compressed_all_reduce import CompressedAllReduce
-
-#: A step so late that no beta in use has a power left, and that fp32 does not count on from: nothing is left to correct.
-LATE_STEP = 1e9
-
+from recipes.technique import LATE_STEP
 
 #: The least that an element of a frozen variance may be, as a share of the mean of its tensor.
 LEAST_SHARE = 0.1
@@ -149,19 +146,16 @@ class CompressedAdam(torch.optim.Optimizer):
 
     def _freeze(self) -> None:
         """The variance stays from here on. A tensor without any, whose block was dropped in every step so far, gets the others' mean."""
-        place, variances = 0, []
-        for group in self.param_groups:
+        some: list[torch.Tensor] = []
+        none: list[torch.Tensor] = []
+        for place, (group, parameter, _) in enumerate(self._momenta()):
             group["variance_steps"] = self._steps
-            for parameter in group["params"]:
-                rows = self._row_steps(place) if place in self.used_rows else None
-                variances.append(self.state[parameter]["exp_avg_sq"])
-                settle_variance(variances[-1], self._steps, group["betas"][1], rows)
-                place += 1
-        some = [variance for variance in variances if variance.any()]
+            variance = self.state[parameter]["exp_avg_sq"]
+            settle_variance(variance, self._steps, group["betas"][1], self._row_steps(place) if place in self.used_rows else None)
+            (some if variance.any() else none).append(variance)
         mean = sum(float(variance.sum(dtype=torch.float64)) for variance in some) / max(1, sum(variance.numel() for variance in some))
-        for variance in variances:
-            if not variance.any():
-                variance.fill_(mean)
+        for variance in none:
+            variance.fill_(mean)
 
     def _step_compressed(self) -> None:
         reduction, scratch = self.reduction, self.reduction.scratch

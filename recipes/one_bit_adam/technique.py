@@ -68,7 +68,6 @@ class OneBitAdam(Technique):
         self._reduced_in = run.engine.get("communication_data_type") or run.precision
         self.notes = tuple(self._notes(run))
         self._engine: Any = None
-        self.on_length(run.shape.seq_len)
         self.on_step(1)
 
     def _check_engine(self, run: Run) -> None:
@@ -138,7 +137,7 @@ class OneBitAdam(Technique):
                 reduce()
                 collectives.wait()
                 took.append(1e3 * (time.perf_counter() - since))
-            return collectives.largest(min(took[1:]))
+            return max(collectives.of_each(min(took[1:])))
 
         def of_all(tried: int) -> float:
             """What all of the model's gradients take, by so many of them."""
@@ -165,7 +164,6 @@ class OneBitAdam(Technique):
         self._engine.enable_backward_allreduce = not self.compressing or self._ranks == 1
 
     def on_length(self, length: int) -> None:
-        self.length = length
         if self._engine is not None:
             used = self._model.used_rows(length)
             self._adam.used_rows = {self._place[id(parameter)]: rows for parameter, rows in used.items()}

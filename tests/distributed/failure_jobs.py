@@ -75,14 +75,17 @@ def weights_digest(deepspeed_engine: Any) -> str:
     return digest.hexdigest()
 
 
-def fp16_run(flags: list[str], overflows: Sequence[int], rank: int, micro_step: int) -> dict[str, Any]:
-    """Train in fp16 while the loss of one micro-batch of the steps `overflows` is infinite on one rank.
-
-    Returns the lines of the metrics and this rank's digest of the weights after the last step.
-    """
-    with fp16_allowed(), loss_times(float("inf"), overflows, rank, micro_step), started_engines() as started:
+def pretrain_with_digest(flags: list[str]) -> dict[str, Any]:
+    """The lines of the metrics of a run, and this rank's digest of the weights after the last step."""
+    with started_engines() as started:
         lines = pretrain(flags)
         return {"lines": lines, "digest": weights_digest(started[0].deepspeed)}
+
+
+def fp16_run(flags: list[str], overflows: Sequence[int], rank: int, micro_step: int) -> dict[str, Any]:
+    """`pretrain_with_digest` in fp16 while the loss of one micro-batch of the steps `overflows` is infinite on one rank."""
+    with fp16_allowed(), loss_times(float("inf"), overflows, rank, micro_step):
+        return pretrain_with_digest(flags)
 
 
 def pretrain_in_fp16(flags: list[str], fast: bool = False) -> list[dict[str, Any]]:

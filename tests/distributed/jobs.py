@@ -211,3 +211,36 @@ class WatchedPositions(Technique):
         ratio = self.model.wpe.weight.detach() / self.start
         spread = (ratio - ratio.median(dim=1, keepdim=True).values).abs().amax(dim=1)
         return {"moved_up_to": int((spread > 1e-4).nonzero().max()) + 1 if (spread > 1e-4).any() else 0}
+
+
+class WatchedErrors(Technique):
+    """The largest momentum and error among rows of embeddings that cannot have a gradient; the largest error of all, and weight."""
+
+    def __init__(self, section: dict[str, Any], run: Run):
+        self.length, self.engine = run.shape.seq_len, None
+
+    def prepare(self, model: Any) -> None:
+        self.model = model
+
+    def attach(self, engine: Any, collectives: Any) -> None:
+        self.engine = engine
+
+    def on_length(self, length: int) -> None:
+        self.length = length
+
+    def metrics(self) -> dict[str, float]:
+        if self.engine is None:
+            return {}
+        adam = getattr(self.engine.optimizer, "optimizer", self.engine.optimizer)
+        reduction, config = adam.reduction, self.model.config
+        dead = {0: config.vocab_size * config.d_model, 1: self.length * config.d_model}
+        found = {"dead_values": 0.0, "dead_errors": 0.0}
+        for place, first in dead.items():
+            segment = reduction._tensors[place]
+            found["dead_values"] = max(found["dead_values"], _largest(reduction.buffer[segment.start + first : segment.stop]))
+            found["dead_errors"] = max(found["dead_errors"], _largest(reduction.worker_error[segment.start + first : segment.stop]))
+        return {**found, "errors": _largest(reduction.worker_error), "largest_weight": max(map(_largest, self.model.parameters()))}
+
+
+def _largest(tensor: torch.Tensor) -> float:
+    return float(tensor.detach().abs().max()) if tensor.numel() else 0.0

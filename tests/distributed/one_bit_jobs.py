@@ -10,9 +10,6 @@ import torch
 from launch.engine.distributed import start_ranks
 from launch.engine.mean_norm import MeanNorm
 from recipes.compressed_all_reduce import BLOCK, CompressedAllReduce
-from recipes.technique import Run, Technique
-from tests.distributed.failure_jobs import started_engines, weights_digest
-from tests.distributed.jobs import pretrain, pretrain_with
 
 
 def values_of(rank: int, step: int, sizes: Sequence[int]) -> list[torch.Tensor]:
@@ -57,51 +54,3 @@ def norms_of_mean(shapes: list[list[int]], draws: int) -> list[tuple[float, floa
         mean = collectives.all_reduce(torch.cat([gradient.flatten() for gradient in gradients]).double()) / collectives.world_size
         found.append((estimate, float(mean.norm())))
     return found
-
-
-class WatchedErrors(Technique):
-    """The largest momentum and error among rows of embeddings that cannot have a gradient, and among all; which positions have moved."""
-
-    def __init__(self, section: dict[str, Any], run: Run):
-        self.length, self.engine = run.shape.seq_len, None
-
-    def prepare(self, model: Any) -> None:
-        self.model = model
-
-    def attach(self, engine: Any, collectives: Any) -> None:
-        self.engine = engine
-
-    def on_length(self, length: int) -> None:
-        self.length = length
-
-    def metrics(self) -> dict[str, float]:
-        if self.engine is None:
-            return {}
-        adam = getattr(self.engine.optimizer, "optimizer", self.engine.optimizer)
-        reduction, config = adam.reduction, self.model.config
-        dead = {0: config.vocab_size * config.d_model, 1: self.length * config.d_model}
-        found = {"dead_values": 0.0, "dead_errors": 0.0}
-        for place, first in dead.items():
-            segment = reduction._tensors[place]
-            found["dead_values"] = max(found["dead_values"], _largest(reduction.buffer[segment.start + first : segment.stop]))
-            found["dead_errors"] = max(found["dead_errors"], _largest(reduction.worker_error[segment.start + first : segment.stop]))
-        return {**found, "errors": _largest(reduction.worker_error), "largest_weight": max(map(_largest, self.model.parameters()))}
-
-
-def _largest(tensor: torch.Tensor) -> float:
-    return float(tensor.detach().abs().max()) if tensor.numel() else 0.0
-
-
-def watched(flags: list[str]) -> list[dict[str, Any]]:
-    """The lines of a run with what `WatchedErrors` sees."""
-    from tests.distributed import jobs
-
-    jobs.WatchedErrors = WatchedErrors  # where `pretrain_with` looks
-    return pretrain_with("WatchedErrors", flags)
-
-
-def trained(flags: list[str]) -> dict[str, Any]:
-    """The lines of a run, and this rank's digest of the weights after it."""
-    with started_engines() as started:
-        lines = pretrain(flags)
-        return {"lines": lines, "digest": weights_digest(started[0].deepspeed)}

@@ -81,7 +81,7 @@ def test_on_several_ranks_it_is_the_published_algorithm(ranks, accumulation, poo
 def test_all_ranks_clip_by_the_norm_of_the_mean_gradient(two_ranks, corpus, expected, tmp_path):
     """Estimated with a standard deviation of 3%; the ranks' own norms are larger by a third here."""
     run = [*flags(corpus, tmp_path, 2), "--set", "gradient_clipping=0.1"]
-    found = two_ranks.run("tests.distributed.one_bit_jobs:trained", flags=run)
+    found = two_ranks.run("tests.distributed.failure_jobs:pretrain_with_digest", flags=run)
     lines, reference = found[0]["lines"], expected(2, clip=0.1)
     assert len({rank["digest"] for rank in found}) == 1, "the weights are the same on both ranks"
     norms = [(line["grad_norm"], step.norm) for line, step in zip(lines, reference, strict=True)]
@@ -180,7 +180,7 @@ def test_rows_that_cannot_have_gradients_gather_no_error(two_ranks, corpus, tmp_
     section = {"min_difficulty": 8, "max_difficulty": 32, "schedule_type": "fixed_linear"}
     section["schedule_config"] = {"total_curriculum_step": 40, "difficulty_step": 8}
     run = [*flags(corpus, tmp_path, 2, freeze_step=5), "--set", f"curriculum_learning={json.dumps(section)}"]
-    lines = trained(two_ranks, run, "tests.distributed.one_bit_jobs:watched")
+    lines = two_ranks.run("tests.distributed.jobs:pretrain_with", technique="WatchedErrors", flags=run)[0]
     lengths = [line["seq_len"] for line in lines]
     assert {8, 16, 24, 32} == set(lengths) and lengths[5] == 8, "it grows in the compressed phase"
     for line in lines:
