@@ -12,7 +12,8 @@ import torch
 
 from model.gpt import GPT
 from model.presets import GPTConfig
-from recipes.one_bit_adam.optimizer import CompressedAdam, settle_variance
+from recipes.compressed_optimizer import settle_variance
+from recipes.one_bit_adam.optimizer import CompressedAdam
 from tests import helpers
 from tests.helpers import ROOT
 
