@@ -49,31 +49,32 @@ class CompressedAllReduce:
             in the errors: a sign has no zero, so that elements which never have a value would gather error instead.
         worker_error: what the compressions of this rank have left out so far; like the buffer, empty on one rank.
         scratch: numbers that nobody needs between two calls; as many as are worked on at a time.
+        ranks: of the run.
         server_error: what the compressions of this rank's chunk of the mean have; (chunk,), empty on one rank.
     """
 
     def __init__(self, sizes: Sequence[int], collectives: Any, device: torch.device):
-        self._collectives, self._ranks = collectives, collectives.world_size
+        self._collectives, self.ranks = collectives, collectives.world_size
         self.live = list(sizes)
         offsets = [0]
         for size in sizes:
             offsets.append(offsets[-1] + -(-size // 8) * 8)
         self._tensors = [Segment(index, 0, *ends) for index, ends in enumerate(itertools.pairwise(offsets))]
-        self.chunk = -(-offsets[-1] // (self._ranks * CHUNK_MULTIPLE)) * CHUNK_MULTIPLE
-        self.buffer = torch.zeros(self._ranks * self.chunk, device=device)
+        self.chunk = -(-offsets[-1] // (self.ranks * CHUNK_MULTIPLE)) * CHUNK_MULTIPLE
+        self.buffer = torch.zeros(self.ranks * self.chunk, device=device)
         self.views = [self.buffer[offset : offset + size] for offset, size in zip(offsets, sizes, strict=False)]
-        several = self._ranks > 1
+        several = self.ranks > 1
         self.worker_error = torch.zeros(self.buffer.numel() if several else 0, device=device)
         self.server_error = torch.zeros(self.chunk if several else 0, device=device)
 
-        self._pieces = [self._tensors_in_chunk(rank) for rank in range(self._ranks)]
+        self._pieces = [self._tensors_in_chunk(rank) for rank in range(self.ranks)]
         # A message is the bits of a chunk and a scale for each tensor in it; as long as the longest, as a gather wants it.
         self._slots = max(map(len, self._pieces))
-        shape = self._ranks, self.chunk // 8 + 4 * self._slots
+        shape = self.ranks, self.chunk // 8 + 4 * self._slots
         self._outgoing, self._incoming = (torch.zeros(shape, dtype=torch.uint8, device=device) for _ in range(2))
         self._result = torch.zeros(1, shape[1], dtype=torch.uint8, device=device)
         # A block is that of one rank, or of all ranks at once: eight elements of each at least.
-        block = max(min(BLOCK.get(device.type, BLOCK["cuda"]), self.chunk), 8 * self._ranks)
+        block = max(min(BLOCK.get(device.type, BLOCK["cuda"]), self.chunk), 8 * self.ranks)
         self.scratch = torch.empty(block, device=device)
         self._negative = torch.empty(block, dtype=torch.bool, device=device)
         self._bytes = torch.empty(block // 8, dtype=torch.int32, device=device)
@@ -92,7 +93,7 @@ class CompressedAllReduce:
     @torch.no_grad()
     def reduce(self) -> None:
         """Replace the buffer by its mean over all ranks, as compressed. All ranks call this together."""
-        if self._ranks == 1:
+        if self.ranks == 1:
             return
         mine = self._pieces[self._collectives.rank]
         scales = self._compress(self._tensors, self.worker_error, self._outgoing, self.buffer)
@@ -101,11 +102,11 @@ class CompressedAllReduce:
                 slots[: len(pieces)] = scales[pieces[0].tensor : pieces[-1].tensor + 1]
         self._collectives.all_to_all(self._incoming, self._outgoing)
 
-        of_ranks = (self._scales(self._incoming) / self._ranks).t().contiguous()  # (slots, ranks)
+        of_ranks = (self._scales(self._incoming) / self.ranks).t().contiguous()  # (slots, ranks)
         for scales, piece in zip(of_ranks, mine, strict=False):
-            for start, stop in self._blocks(piece, self._ranks):
+            for start, stop in self._blocks(piece, self.ranks):
                 signs = self._expand(self._incoming[:, start // 8 : stop // 8], self._signs, self.scratch)
-                self.server_error[start:stop].addmv_(signs.view(self._ranks, -1).t(), scales)
+                self.server_error[start:stop].addmv_(signs.view(self.ranks, -1).t(), scales)
         scales = self._compress(mine, self.server_error, self._result)
         self._scales(self._result)[0, : len(mine)] = scales
         self._collectives.all_gather(self._incoming, self._result)

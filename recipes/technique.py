@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from model.presets import GPTConfig, ModelShape
@@ -188,6 +189,10 @@ class Technique:
     def on_length(self, length: int) -> None:
         """The rows of the step have `length` tokens: after all techniques' `on_batch`, and where there is no batch, as in `--explain`."""
 
+    def agreed_weights(self) -> AbstractContextManager[None]:
+        """Inside, the model has weights that all ranks agree on: those that are evaluated, saved and sampled from. Called by all ranks."""
+        return nullcontext()
+
     def metrics(self) -> dict[str, float]:
         """What belongs into the step's line of `metrics.jsonl`; before there is an engine, what follows from the schedule alone."""
         return {}
@@ -251,6 +256,13 @@ class Techniques(Technique):
     def on_length(self, length: int) -> None:
         for member in self.members:
             member.on_length(length)
+
+    @contextmanager
+    def agreed_weights(self) -> Iterator[None]:
+        with ExitStack() as inside:
+            for member in self.members:
+                inside.enter_context(member.agreed_weights())
+            yield
 
     def metrics(self) -> dict[str, float]:
         return {key: value for member in self.members for key, value in member.metrics().items()}

@@ -30,7 +30,7 @@ class Evaluation:
         """Mean cross-entropy in nats a token. Neither its traffic nor its gradients (there are none) touch the training step."""
         engine.deepspeed.eval()
         total = torch.zeros(2, dtype=torch.float64, device=self.collectives.device)  # sum over windows, windows
-        with self.collectives.uncounted(), self.similarity.watching(engine.deepspeed.module.h, step):
+        with self.collectives.uncounted(), engine.technique.agreed_weights(), self.similarity.watching(engine.deepspeed.module.h, step):
             for tokens, weight in self.loader.validation_batches(self.windows, self.config.micro_batch_size):
                 loss = engine.loss(tokens)
                 if weight:
@@ -58,7 +58,7 @@ def sample_text(engine: Engine, config: RunConfig, collectives: Collectives) -> 
             return f"(none: {missing or 'another host lacks the tokenizer'})"
     generator = torch.Generator().manual_seed(config.seed)
     engine.deepspeed.eval()
-    with collectives.uncounted():
+    with collectives.uncounted(), engine.technique.agreed_weights():
         ids = generate(
             lambda tokens: engine.deepspeed(tokens.to(collectives.device)),
             prompt,

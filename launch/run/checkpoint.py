@@ -98,7 +98,8 @@ class Checkpoints:
                 if final.exists():  # without a state.json: somebody took files away
                     _remove(final)
             self.collectives.barrier()
-            engine.save_checkpoint(str(temporary), tag=ENGINE_TAG)
+            with technique.agreed_weights():
+                engine.save_checkpoint(str(temporary), tag=ENGINE_TAG)
             self._save_technique(temporary, technique)
             self.collectives.barrier()
             if self.collectives.local_rank == 0:

@@ -32,7 +32,7 @@ MOVED = {
     "foreach": "leave it out: torch chooses the form of its loop",
 }
 #: Types that DeepSpeed once had (DeepSpeed#8489); a recipe of ours may bring one back.
-REMOVED_TYPES = ("OneBitAdam", "OneBitLamb", "ZeroOneAdam")
+REMOVED_TYPES = ("OneBitLamb",)
 #: Types that DeepSpeed has and that are not taken here, with the reason (measured on 0.19.8).
 NOT_TAKEN = {
     # gradient norms of 87 at stages 1 and 2 for 1.6 at stage 0; stage 3 refuses it beside reduce_scatter, its default

@@ -1,0 +1,201 @@
+"""Adam whose variance is renewed now and then, and whose ranks go steps of their own between two exchanges of what they have gone."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from recipes.compressed_optimizer import LEAST_SHARE, CompressedOptimizer
+
+
+class LocalStepAdam(CompressedOptimizer):
+    """0/1 Adam: Lu et al., arXiv 2202.06009, algorithm 1, with a scale for each tensor.
+
+    In a step that renews the variance it finds the mean gradients over all ranks, and nothing is compressed; in the others it finds each
+    rank's own. Each rank adds up what it goes, u <- u + lr m. At an exchange u becomes its compressed mean over the ranks, the momentum
+    that mean by the sum of the rates, and all weights are moved by it from where they were at the last exchange.
+
+    The bias of both moments is corrected, that of the variance by the number of its renewals: it is kept corrected, so that rows of
+    embeddings can have numbers of their own. Weight decay is decoupled, and no part of what is exchanged. As soon as a step has had a
+    variance that was not its own, no element of it counts for less than a tenth of its tensor's mean (see `settle_variance`).
+
+    Attributes:
+        renews: whether the step renews the variance; set before it.
+        exchanges: whether all ranks have the same weights after the step; set before it.
+    """
+
+    exchanged = ""
+    kept = ("exp_avg", "variance")
+
+    def __init__(self, param_groups: list[dict[str, Any]], *arguments: Any):
+        # In the groups: how often the variance was renewed; the rate of the step, and their sum since the last exchange.
+        super().__init__(param_groups, *arguments, renewals=0, rate=0.0, rates=0.0)
+        self.renews = self.exchanges = True
+        #: Steps since the last exchange. What they add up to is the buffer of `reduction`.
+        self._alone = 0
+        #: Where all ranks were at the last exchange, but for weight decay since; made when they first go alone.
+        self._agreed: list[torch.Tensor] = []
+        #: The least that an element of each tensor's variance counts for.
+        self._least: list[float] = []
+
+    def _take_state(self) -> None:
+        super()._take_state()
+        self._alone = 0
+        self._look_at_variance()
+
+    def _update(self) -> None:
+        self._count_step()
+        if self.renews:
+            self._renew_variance()
+        else:
+            self._give_new_rows_a_variance()
+        for group in self.param_groups:
+            rate = group["lr"] / self._bias(group["betas"][0], self._steps)
+            group["rate"], group["rates"] = rate, rate + (group["rates"] if self._alone else 0.0)
+        if not self._alone:
+            self.reduction.buffer.zero_()
+        for (group, parameter, moved), least in zip(self._momenta(), self._least_now(), strict=True):
+            assert parameter.grad is not None
+            for way, m, gradient, v in self._blocks(moved, *self._state_of(parameter, parameter.grad)):
+                m.lerp_(gradient, 1 - group["betas"][0])
+                way.addcdiv_(m, self._divisor(v, least, group["eps"]), value=group["rate"])
+        # At a rate of 0 there is nothing to exchange: the rank keeps its momentum, as in a step alone.
+        if self.renews or (self.exchanges and all(group["rates"] for group in self.param_groups)):
+            self._exchange()
+        else:
+            self._go_alone()
+
+    def _exchange(self) -> None:
+        if not self.renews and self.reduction.ranks > 1:
+            self.reduction.reduce()
+            for (group, parameter, moved), least in zip(self._momenta(), self._least_now(), strict=True):
+                for way, m, v in self._blocks(moved, *self._state_of(parameter)):
+                    torch.mul(way, self._divisor(v, least, group["eps"]), out=m).div_(group["rates"])
+        if self._alone:
+            torch._foreach_copy_(self._parameters, self._agreed)
+            self._alone = 0
+        self._decay(self._parameters)
+        self._move_from(self._parameters)
+
+    def _go_alone(self) -> None:
+        if not self._agreed:
+            self._agreed = [torch.empty_like(parameter, requires_grad=False) for parameter in self._parameters]
+        if not self._alone:
+            torch._foreach_copy_(self._agreed, self._parameters)
+        self._alone += 1
+        self._decay(self._agreed)
+        self._move_from(self._agreed)
+
+    def _decay(self, weights: list[torch.Tensor]) -> None:
+        for (group, _, _), weight in zip(self._momenta(), weights, strict=True):
+            weight.mul_(1 - group["lr"] * group["weight_decay"])
+
+    def _move_from(self, places: list[torch.Tensor]) -> None:
+        """The parameters become what they are, seen from `places`."""
+        for (_, parameter, moved), place in zip(self._momenta(), places, strict=True):
+            torch.sub(place, moved.view_as(place), out=parameter)
+
+    def _state_of(self, parameter: torch.Tensor, *others: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Momentum and variance, with `others` between them."""
+        state = self.state[parameter]
+        return state["exp_avg"], *others, state["variance"]
+
+    def _divisor(self, variance: torch.Tensor, least: float, eps: float) -> torch.Tensor:
+        return torch.clamp(variance, min=least, out=self.reduction.scratch[: variance.numel()]).sqrt_().add_(eps)
+
+    def _least_now(self) -> list[float]:
+        """The least of each tensor's variance: 0 as long as every step has renewed it."""
+        return self._least if self._renewals < self._steps else [0.0] * len(self._least)
+
+    def _bias(self, beta: float, steps: int) -> float:
+        """What a moment of so many steps, which began at zero, is divided by."""
+        return 1 - beta**steps if self._bias_correction else 1.0
+
+    # --- the variance ---------------------------------------------------------------------------------------------------------------
+
+    def _renew_variance(self) -> None:
+        self._count_rows()
+        for place, (group, parameter, _) in enumerate(self._momenta()):
+            assert parameter.grad is not None
+            group["renewals"] = renewals = self._renewals + 1
+            beta2, variance, gradient = group["betas"][1], self.state[parameter]["variance"], parameter.grad
+            # v / (1 - beta2^n) in the place of v: its n-th value is this share of the n-th square and the rest of the one before.
+            if self._bias_correction and place in self.used_rows:
+                steps = self._row_steps(place)[: self.used_rows[place], None]
+                rows = variance[: self.used_rows[place]]
+                share = (1 - beta2) / (1 - torch.pow(beta2, steps.double()))
+                rows.lerp_(gradient[: self.used_rows[place]].square(), share.to(rows.dtype))
+            else:
+                share = (1 - beta2) / self._bias(beta2, renewals)
+                variance.mul_(1 - share).addcmul_(gradient, gradient, value=share)
+        self._renewals += 1
+        self._look_at_variance()
+
+    def _look_at_variance(self) -> None:
+        """Take from the state how often it was renewed, which rows it knows, and the least of each tensor."""
+        self._renewals = int(self.param_groups[0]["renewals"])
+        means, self._known = list[float](), dict[int, int]()
+        for place, parameter in enumerate(self._parameters):
+            state = self.state[parameter]
+            known = int(state["row_steps"].count_nonzero()) if "row_steps" in state else None
+            if known is not None:
+                self._known[place] = known
+            variance = state["variance"][:known]
+            means.append(float(variance.mean(dtype=torch.float64)) if variance.numel() else 0.0)
+        # A tensor without any, whose block was dropped in every renewal so far, has that of the others.
+        others = sum(means) / max(1, sum(mean > 0 for mean in means))
+        self._least = [LEAST_SHARE * mean or others for mean in means]
+
+    def _give_new_rows_a_variance(self) -> None:
+        """Positions that a curriculum has reached since the last renewal have the mean of the others until the next."""
+        for place, rows in self.used_rows.items():
+            variance, known = self.state[self._parameters[place]]["variance"], self._known.get(place, 0)
+            if known < rows:
+                variance[known:rows] = variance[:known].mean(0)
+
+    # --- what is a rank's own -------------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def agreed_weights(self, changed: Callable[[], None]) -> Iterator[None]:
+        """Inside, the parameters are where all ranks were at the last exchange. `changed` is called whenever they have been changed."""
+        if not self._alone:
+            yield
+            return
+        with torch.no_grad():
+            torch._foreach_copy_(self._parameters, self._agreed)
+        changed()
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                self._move_from(self._agreed)
+            changed()
+
+    def own_state(self) -> dict[str, Any]:
+        """What `state_dict` lacks of a rank that is alone; for a checkpoint whose weights are the agreed ones."""
+        if not self._alone:
+            return {}
+        momenta = [self.state[parameter]["exp_avg"] for parameter in self._parameters]
+        return {
+            "alone": self._alone,
+            "rates": [group["rates"] for group in self.param_groups],
+            "moved": self.reduction.buffer,
+            "momenta": momenta,
+        }
+
+    @torch.no_grad()
+    def load_own_state(self, state: dict[str, Any]) -> None:
+        """Take back what `own_state` gave, after the parameters and `state_dict`."""
+        if "alone" not in state:
+            return
+        self._alone = state["alone"]
+        self._agreed = [parameter.detach().clone() for parameter in self._parameters]
+        self.reduction.buffer.copy_(state["moved"])
+        for group, rates in zip(self.param_groups, state["rates"], strict=True):
+            group["rates"] = rates
+        for parameter, momentum in zip(self._parameters, state["momenta"], strict=True):
+            self.state[parameter]["exp_avg"].copy_(momentum)
+        self._move_from(self._agreed)

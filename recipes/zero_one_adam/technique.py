@@ -1,0 +1,164 @@
+"""0/1 Adam: Adam whose variance is renewed at steps ever farther apart, and whose ranks, later on, do not even exchange bits in each step.
+
+    deepspeed launch/pretrain.py --recipe recipes/zero_one_adam
+
+Lu, Li, Zhang, De Sa and He, Maximizing Communication Efficiency for Large-scale Training via 0/1 Adam, arXiv 2202.06009. DeepSpeed had it,
+up to 0.19.6 at least, for GPUs with cupy or MPI; here it is plain torch, on any backend.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from recipes.compressed_technique import COMMON_KEYS, CompressedTechnique
+from recipes.technique import Run
+
+if TYPE_CHECKING:
+    from recipes.zero_one_adam.optimizer import LocalStepAdam
+
+
+class Schedule(NamedTuple):
+    """The two sets of steps of 0/1 Adam, counted from 1 by the updates made: section 4 of the paper.
+
+    variance_steps (T_v): k_0 = 0, k_{j+1} = k_j + 2^floor(j / var_update_scaler), as far as var_freeze_step.
+    exchange_steps (T_u): every step as far as t_0 = var_freeze_step; then t_{j+1} = t_j + min(local_step_clipper,
+    2^floor((t_j - var_freeze_step) / local_step_scaler)).
+    """
+
+    var_freeze_step: int
+    var_update_scaler: int
+    local_step_scaler: int
+    local_step_clipper: int
+
+    def updates_variance(self, step: int) -> bool:
+        """Whether `step` is one of T_v."""
+        if step > self.var_freeze_step:
+            return False
+        # Distances of 2^p lead from kappa (2^p - 1) to kappa (2^(p+1) - 1).
+        kappa = self.var_update_scaler
+        power = ((step - 1) // kappa + 1).bit_length() - 1
+        return (step - kappa * (2**power - 1)) % 2**power == 0
+
+    def exchanges(self, step: int) -> bool:
+        """Whether `step` is one of T_u: the ranks agree on the weights after it."""
+        if step <= self.var_freeze_step:
+            return True
+        last = self.var_freeze_step
+        while last < step:
+            level = (last - self.var_freeze_step) // self.local_step_scaler
+            distance = min(self.local_step_clipper, 2 ** min(level, 64))
+            # All steps of this distance at once: as many as lead to the next level, or to `step`, or beyond it.
+            to_level = self.var_freeze_step + (level + 1) * self.local_step_scaler - last
+            to_go = step - last if distance == self.local_step_clipper else min(step - last, to_level)
+            last += -(-to_go // distance) * distance
+        return last == step
+
+
+class ZeroOneAdam(CompressedTechnique):
+    """DeepSpeed's documented `"optimizer": {"type": "ZeroOneAdam", "params": {..., "var_freeze_step": 1000}}`.
+
+    Steps are updates that fp16 did not skip.
+
+    var_freeze_step: the last step that may renew the variance; local steps begin after it. "auto", or left out: the steps in which the
+        learning rate rises, at least 0.1 of the run's.
+    var_update_scaler: how many renewals of the variance lie one step apart, and then 2, 4, 8, ... steps (kappa); "auto", or left out: 16,
+        and fewer where the run is short.
+    local_step_scaler: after how many steps the distance between exchanges doubles; "auto", or left out: a fourth of what is left.
+    local_step_clipper: the largest distance between exchanges (H); 16 where it is left out.
+    lr, betas, eps, weight_decay: as for AdamW, but "auto" for the second beta is 0.999: what the variance has seen is to last.
+    bias_correction: as for Adam; upstream read it and corrected nothing.
+    cuda_aware, comm_backend_name: accepted and without effect.
+    """
+
+    optimizer_types = ("ZeroOneAdam",)
+    keys = {
+        "var_freeze_step": {"types": ["integer"], "minimum": 1, "auto": True},
+        "var_update_scaler": {"types": ["integer"], "minimum": 1, "auto": True},
+        "local_step_scaler": {"types": ["integer"], "minimum": 1, "auto": True},
+        "local_step_clipper": {"types": ["integer"], "minimum": 1, "auto": True},
+        **COMMON_KEYS,
+    }
+    kept_tensors = 4  # momentum, variance, what is to be exchanged, and the weights that the ranks agreed on last
+    _optimizer: LocalStepAdam
+
+    def __init__(self, section: dict[str, Any], run: Run):
+        super().__init__(section, run)
+        self.resolved = {}
+        freeze = self._of(
+            "var_freeze_step", max(run.warmup_steps, round(0.1 * run.steps), 1), "the warm-up's steps, at least 0.1 of the run"
+        )
+        self.schedule = Schedule(
+            freeze,
+            self._of("var_update_scaler", max(1, min(16, run.steps // 50)), "16, or a 50th of the run's steps"),
+            self._of("local_step_scaler", max(1, (run.steps - freeze) // 4), "a fourth of the run's steps after var_freeze_step"),
+            self._of("local_step_clipper", 16, "the paper's"),
+        )
+        self.arrives_at = freeze + 1
+        self._note_all(self._says(run))
+        self.on_step(1)
+
+    def _of(self, key: str, auto: int, reason: str) -> int:
+        if (asked := self.params.get(key, "auto")) != "auto":
+            return int(asked)
+        self.resolved[key] = auto, reason
+        return auto
+
+    def _says(self, run: Run) -> Iterator[str]:
+        if run.ranks == 1:
+            yield (
+                "one rank has nobody to send to; Adam whose variance is renewed at the steps of the schedule, and stays after step"
+                f" {self.schedule.var_freeze_step:,}"
+            )
+            return
+        whole, compressed = self._megabytes(run)
+        steps = range(1, run.steps + 1)
+        renewed = sum(map(self.schedule.updates_variance, steps))
+        silent = sum(not self.schedule.exchanges(step) for step in steps)
+        yield (
+            f"of {run.steps:,} steps {renewed:,} send {whole:,.2f} MB each and rank, to renew the variance,"
+            f" {run.steps - renewed - silent:,} send about {compressed:,.2f}, and {silent:,} a few KB"
+        )
+        if not self.schedule.exchanges(run.steps):
+            last = next(step for step in reversed(steps) if self.schedule.exchanges(step))
+            yield f"the last exchange is that of step {last:,}; what the ranks learn after it is in no weights that are saved"
+
+    def build_optimizer(self, param_groups: list[dict[str, Any]]) -> LocalStepAdam:
+        from recipes.zero_one_adam.optimizer import LocalStepAdam
+
+        params = self.params
+        return LocalStepAdam(
+            param_groups, params["lr"], params["betas"], params["eps"], params["weight_decay"], params.get("bias_correction", True)
+        )
+
+    def on_step(self, step: int) -> None:
+        update = self._updates_before(step) + 1
+        self.updates_variance, self.exchanges = self.schedule.updates_variance(update), self.schedule.exchanges(update)
+        if self._engine is not None:
+            self._optimizer.renews = self.updates_variance
+            self._optimizer.exchanges = self.exchanges or self._ranks == 1
+        self._reduce_gradients(self.updates_variance)
+
+    def metrics(self) -> dict[str, float]:
+        return {"variance_updated": int(self.updates_variance), "exchanged": int(self.exchanges and self._ranks > 1)}
+
+    def agreed_weights(self) -> AbstractContextManager[None]:
+        return self._optimizer.agreed_weights(self._copy_weights)
+
+    def _copy_weights(self) -> None:
+        """In bf16 and fp16, what the model computes with becomes what the optimizer has in fp32."""
+        import torch
+
+        wrapper = self._engine.optimizer
+        for half, full in zip(getattr(wrapper, "fp16_groups", ()), getattr(wrapper, "fp32_groups", ()), strict=True):
+            torch._foreach_copy_([parameter.data for parameter in half], [parameter.data for parameter in full])
+
+    def state_dict(self) -> dict[str, Any]:
+        """The errors of this rank's compressions, and between exchanges what else is its own."""
+        return super().state_dict() | self._optimizer.own_state()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self._optimizer.load_own_state(state)
+        self._copy_weights()
