@@ -58,7 +58,16 @@ def test_every_technique_is_here():
     assert set(SECTIONS) == set(CLASSES)
 
 
-@pytest.mark.parametrize("pair", TOGETHER, ids=" and ".join)
+def is_double(pair: tuple[str, ...]) -> bool:
+    """Whether what it would find is mostly found by another pair: of two 1-bit optimizers, and of LAMB within one of them."""
+    return "lamb" in pair or ("one_bit_lamb" in pair and not {"curriculum_learning", "progressive_layer_drop"} & set(pair))
+
+
+@pytest.mark.parametrize(
+    "pair",
+    [pytest.param(pair, marks=[pytest.mark.long] if is_double(pair) else []) for pair in TOGETHER],
+    ids=[" and ".join(pair) for pair in TOGETHER],
+)
 def test_two_techniques_both_act(pair, one_rank, two_ranks, corpus, tmp_path):
     """Each step has what both schedules say, and what was planned. Another stage on another number of ranks, cut otherwise, trains the
     same; what compresses up to the first step that it compresses, and nearly the same from there."""
