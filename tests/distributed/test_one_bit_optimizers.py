@@ -6,7 +6,7 @@ import functools
 import itertools
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 
@@ -39,7 +39,9 @@ def flags(
     return [*run, "--lr", str(LRS[kind]), "--run_name", run_name, "--set", f"optimizer={json.dumps(optimizer)}"]
 
 
-def cases(names: str = "", every: list[tuple] = [()], adam: list[tuple] | None = None, lamb: list[tuple] = []) -> pytest.MarkDecorator:  # noqa: B006
+def cases(
+    names: str = "", every: Sequence[tuple] = ((),), adam: Sequence[tuple] | None = None, lamb: Sequence[tuple] = ()
+) -> pytest.MarkDecorator:
     """(kind, *names) of both; what is not among those of `adam` (left out: all) and `lamb` is left to `make test_all`."""
     quick = {"OneBitAdam": every if adam is None else adam, "OneBitLamb": lamb}
     marked = [

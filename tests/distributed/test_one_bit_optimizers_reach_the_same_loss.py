@@ -1,5 +1,5 @@
-"""1-bit Adam ends where AdamW ends, and 1-bit LAMB where LAMB does: `nano`, 400 steps on the corpus of `make data`, three seeds, two ranks, in
-every precision.
+"""1-bit Adam ends where AdamW ends, and 1-bit LAMB where LAMB does: `nano`, 400 steps on the corpus of `make data`, three seeds, two
+ranks, in every precision.
 
     python -m pytest -m "" -s tests/distributed/test_one_bit_optimizers_reach_the_same_loss.py
 """
