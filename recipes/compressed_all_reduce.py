@@ -25,6 +25,11 @@ CHUNK_MULTIPLE = 32
 GATHER_BITS = 0x0102040810204080
 
 
+def blocks(size: int, *tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
+    """Flat parts of tensors that have as many elements each, `size` elements at a time."""
+    return zip(*(tensor.view(-1).split(size) for tensor in tensors), strict=True)
+
+
 class Segment(NamedTuple):
     """Elements [start, stop) of a buffer, which are those of tensor number `tensor` from its element `first` on."""
 

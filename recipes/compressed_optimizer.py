@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from recipes.compressed_all_reduce import CompressedAllReduce
+from recipes.compressed_all_reduce import CompressedAllReduce, blocks
 
 #: The least that an element of a variance that stays may be, as a share of the mean of its tensor.
 LEAST_SHARE = 0.1
@@ -123,8 +123,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
 
     def _blocks(self, *tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
         """Flat parts of tensors of one size, as many elements at a time as `reduction.scratch` has."""
-        size = self.reduction.scratch.numel()
-        return zip(*(tensor.view(-1).split(size) for tensor in tensors), strict=True)
+        return blocks(self.reduction.scratch.numel(), *tensors)
 
     def _momenta(self) -> Iterator[tuple[dict[str, Any], torch.Tensor, torch.Tensor]]:
         """Group, parameter and the flat view of what is exchanged of it, for every parameter."""
@@ -186,8 +185,12 @@ class FreezingOptimizer(CompressedOptimizer):
         """Each rank's own gradient into the momentum, and in its place the compressed mean over the ranks."""
         for group, parameter, momentum in self._momenta():
             assert parameter.grad is not None
-            momentum.lerp_(parameter.grad.view(-1), 1 - group["betas"][0])
+            self._put_into_momentum(parameter.grad, momentum, group["betas"][0])
         self.reduction.reduce()
+
+    def _put_into_momentum(self, gradient: torch.Tensor, momentum: torch.Tensor, beta1: float) -> None:
+        """What is exchanged of one tensor; from here on the memory of the gradient is free."""
+        momentum.lerp_(gradient.view(-1), 1 - beta1)
 
     def _biases(self, group: dict[str, Any]) -> tuple[float, float]:
         """What the moments are divided by: that of the variance is of the steps that it has seen."""

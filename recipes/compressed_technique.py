@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from model.accounting import parameter_count
-from recipes.technique import Run, Technique
+from recipes.technique import ADAM_KEYS, Run, Technique, require_stage_0
 
 if TYPE_CHECKING:
     import torch
@@ -26,12 +26,9 @@ AUTO_SHARE = 0.2
 TRIED, TRIED_ON_FAST_LINKS, SLOW = 2**18, 2**24, 20.0
 #: Bytes of a parameter's gradient as the engine reduces it.
 GRADIENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
-#: What all of them take beside lr, betas, eps and weight_decay. amsgrad and eps_inside_sqrt are upstream's, which refused the one and
-#: did nothing with the other.
+#: What all of them take beside lr, betas, eps and weight_decay.
 COMMON_KEYS: dict[str, dict[str, Any]] = {
-    "bias_correction": {"types": ["boolean"]},
-    "amsgrad": {"enum": [False]},
-    "eps_inside_sqrt": {"enum": [False]},
+    **ADAM_KEYS,
     "cuda_aware": {"types": ["boolean"]},
     "comm_backend_name": {"types": ["string"]},
 }
@@ -59,14 +56,7 @@ class CompressedTechnique(Technique):
 
     def _check_engine(self, run: Run) -> None:
         """Refuse what the engine cannot do with it. Raises ValueError, see `Technique.__init__`."""
-        if run.zero_stage:
-            # fp32: 4 weights + 4 gradients; 16 bits: 2 + 2 + 4 master weights.
-            stage_0 = parameter_count(run.model_config) * (8 + 4 * self.state_tensors)
-            raise ValueError(
-                f"'zero_optimization.stage' is {run.zero_stage}, but {self.name()} compresses the momentum of the whole model on every"
-                f" rank, and ZeRO leaves a rank a part of it; write 0, with which the model states take {stage_0 / 2**30:.2f} GiB on each,"
-                " or use AdamW"
-            )
+        require_stage_0(run, f"{self.name()} compresses the momentum of the whole model on every rank", self.state_tensors)
         if run.engine.get("gradient_allreduce_op") == "sum":
             raise ValueError(f'\'gradient_allreduce_op\' is "sum", but {self.name()} sends the mean; write "mean", or leave it out')
 

@@ -127,7 +127,10 @@ def make_techniques(run: Run) -> Techniques:
 
 def both_decide(one: type[Technique], other: type[Technique]) -> str:
     """Why two techniques cannot be in one run: what each of them decides alone. Empty where they can."""
-    return ", ".join(sorted(set(one.decides) & set(other.decides)))
+    shared = set(one.decides) & set(other.decides)
+    if one.optimizer_types and other.optimizer_types:
+        shared = {"the optimizer"}
+    return ", ".join(sorted(shared))
 
 
 def index_table() -> str:

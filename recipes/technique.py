@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+from model.accounting import parameter_count
 from model.presets import GPTConfig, ModelShape
 
 if TYPE_CHECKING:  # this module is imported before torch is, by the validator of the configuration
@@ -78,6 +79,14 @@ FOR_EVER = 10**18
 #: step have no bias to correct.
 LATE_STEP = 1e9
 
+#: What the optimizers of recipes take beside lr, betas, eps and weight_decay. amsgrad and eps_inside_sqrt are upstream's, which refused the
+#: one and did nothing with the other.
+ADAM_KEYS: dict[str, dict[str, Any]] = {
+    "bias_correction": {"types": ["boolean"]},
+    "amsgrad": {"enum": [False]},
+    "eps_inside_sqrt": {"enum": [False]},
+}
+
 
 def largest_divisor(number: int, limit: int) -> int:
     """The largest divisor of `number` that is at most `limit`, 0 for a limit of 0: how micro-batches are chosen."""
@@ -103,6 +112,21 @@ def require_token_schedule(run: Run) -> None:
     """
     if run.scheduler["type"] != "WarmupCosineTokens":
         raise ValueError(f"'scheduler.type' is {run.scheduler['type']}, which counts steps of equal size; use WarmupCosineTokens")
+
+
+def require_stage_0(run: Run, reason: str, state_tensors: float) -> None:
+    """For optimizers that need whole tensors on every rank, for `reason`, and keep so many fp32 tensors of the parameters' size.
+
+    Raises:
+        ValueError: ZeRO leaves a rank a part of them.
+    """
+    if run.zero_stage:
+        # fp32: 4 weights + 4 gradients; 16 bits: 2 + 2 + 4 master weights.
+        stage_0 = parameter_count(run.model_config) * (8 + 4 * state_tensors)
+        raise ValueError(
+            f"'zero_optimization.stage' is {run.zero_stage}, but {reason}, and ZeRO leaves a rank a part of it; write 0, with which the"
+            f" model states take {stage_0 / 2**30:.2f} GiB on each, or use AdamW"
+        )
 
 
 class Technique:

@@ -31,13 +31,10 @@ MOVED = {
     "fused": "leave it out: torch's fused kernel is taken where the type has one",
     "foreach": "leave it out: torch chooses the form of its loop",
 }
-#: Types that DeepSpeed once had (DeepSpeed#8489); a recipe of ours may bring one back.
-REMOVED_TYPES = ("OneBitLamb",)
 #: Types that DeepSpeed has and that are not taken here, with the reason (measured on 0.19.8).
 NOT_TAKEN = {
     # gradient norms of 87 at stages 1 and 2 for 1.6 at stage 0; stage 3 refuses it beside reduce_scatter, its default
     "muon": "which clips the orthogonalised update instead of the gradient at stages 1 and 2, and so trains otherwise than at stage 0",
-    "lamb": "whose kernel exists on CUDA only and is not held by any test here",
     "lion": "whose kernel exists on CUDA only and is not held by any test here",
     **dict.fromkeys(("muadam", "muadamw", "musgd"), "which needs a model parametrised by mup"),
 }
@@ -55,25 +52,26 @@ def resolve_optimizer(engine: EngineJson, flags: argparse.Namespace, preset: Pre
     if "optimizer" not in engine.values and not engine.is_faulty("optimizer"):  # as in files for a trainer that brings its own
         engine.settle(("optimizer",), {"type": "AdamW", "params": dict.fromkeys(("lr", *OPTIMIZER_AUTO), "auto")}, "default")
     engine.number(*PATH, "lr", minimum=0, maximum=MAX_LR, above=True)
-    lr = engine.choose((*PATH, "lr"), "lr", flags, preset.lr, f"preset {flags.preset}", settle=False)
     builtin = engine_schema()["optimizers"]
     brought = {name: cls for cls in technique_classes() for name in cls.optimizer_types}
     canonical = {name.lower(): name for name in (*ADAM_TYPES, *builtin, *brought)}
     asked = engine.get("optimizer", "type")
     kind = canonical.get(str(asked).lower())
+    brings = brought.get(kind or "", Technique)
+    usual_lr, origin = preset.lr, f"preset {flags.preset}"
+    if "lr" in brings.auto_params:
+        usual_lr, origin = brings.auto_params["lr"], f"what {kind} wants"
+    lr = engine.choose((*PATH, "lr"), "lr", flags, usual_lr, origin, settle=False)
     if kind is None:
         if asked is not None:
             names = ", ".join(canonical.values())
             why = NOT_TAKEN.get(str(asked).lower())
-            if asked in REMOVED_TYPES:
-                why = f"which is gone from DeepSpeed {engine_schema()['deepspeed']}"
             reason = f", {why}" if why else nearest(asked, canonical.values())
             engine.fault(("optimizer", "type"), f'is "{asked}"{reason}; there are {names}')
         elif not engine.is_faulty("optimizer"):
             engine.fault(("optimizer", "type"), 'must name an optimizer: "optimizer": {"type": "AdamW", "params": {"lr": "auto"}}')
         return {}, lr
     params = engine.get(*PATH) or {}
-    brings = brought.get(kind, Technique)
     if kind in brought:
         rules = {**{key: {} for key in ("lr", *OPTIMIZER_AUTO)}, **brings.keys}
     else:
@@ -100,7 +98,7 @@ def resolve_optimizer(engine: EngineJson, flags: argparse.Namespace, preset: Pre
     if kind == "AdamW" and params.get("adam_w_mode") is False:
         engine.fault((*PATH, "adam_w_mode"), 'is false, and AdamW is Adam in that mode; write "type": "Adam", or leave it out')
     _check_stage(engine, kind, kind in brought)
-    engine.choose((*PATH, "lr"), "lr", flags, preset.lr, f"preset {flags.preset}")
+    engine.choose((*PATH, "lr"), "lr", flags, usual_lr, origin)
     for key, reason in brings.without_effect.items():
         if key in params:
             engine.note((*PATH, key), f"has no effect here: {reason}")

@@ -6,7 +6,7 @@ import itertools
 import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -115,8 +115,44 @@ class UncorrectedAdam(torch.optim.Optimizer):
                 p.sub_(group["lr"] * m / (v.sqrt() + group["eps"]))
 
 
-class PublishedOneBitAdam(torch.optim.Optimizer):
-    """Algorithm 1 of arXiv 2102.02888 on one process, in fp64: AdamW for `freeze_step` steps; then the variance stays, the ranks compress.
+class PublishedLamb(torch.optim.Optimizer):
+    """Algorithm 2 of arXiv 1904.00962 in fp64, written out. limits: of the trust ratio. corrects: whether the moments' bias is."""
+
+    def __init__(
+        self,
+        params: Iterable[dict],
+        lr: float,
+        betas: tuple[float, float],
+        eps: float,
+        limits: tuple[float, float] = (0.01, 10.0),
+        corrects: bool = True,
+    ):
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps})
+        self.limits, self.corrects, self.steps = limits, corrects, 0
+
+    @torch.no_grad()
+    def step(self) -> None:
+        self.steps += 1
+        for group in self.param_groups:
+            b1, b2 = group["betas"]
+            for p in group["params"]:
+                m, v = self.state[p] = self.state[p] or tuple(torch.zeros_like(p, dtype=torch.float64) for _ in range(2))
+                m.mul_(b1).add_((1 - b1) * p.grad.double())
+                v.mul_(b2).add_((1 - b2) * p.grad.double() ** 2)
+                biases = (1 - b1**self.steps, 1 - b2**self.steps) if self.corrects else (1.0, 1.0)
+                update = m / biases[0] / ((v / biases[1]).sqrt() + group["eps"]) + group["weight_decay"] * p.double()
+                p.sub_((group["lr"] * (_trust_ratio(p, update, self.limits) or 1.0) * update).to(p.dtype))
+
+
+def _trust_ratio(p: torch.Tensor, update: torch.Tensor, limits: tuple[float, float]) -> float | None:
+    """The norm of the weights over that of the update, within limits; None where one of them is 0."""
+    norms = float(p.double().norm()), float(update.norm())
+    return min(max(norms[0] / norms[1], limits[0]), limits[1]) if all(norms) else None
+
+
+class PublishedCompressed(torch.optim.Optimizer):
+    """Of arXiv 2102.02888 and 2104.06069, on one process in fp64: whole gradients for `freeze_step` steps; then the variance stays, and the
+    ranks compress.
 
     `keep` must be told of each micro-batch, in turns of the ranks, and `clip` by what all gradients are multiplied.
     On one rank nothing is compressed. A scale belongs to a tensor on the workers, and to a tensor's part in a chunk on the servers, of
@@ -159,35 +195,78 @@ class PublishedOneBitAdam(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self) -> None:
         self.steps += 1
-        frozen, mean = self.steps > self.freeze_step, [p.grad.double() for p in self.parameters]
-        for group in self.param_groups:
-            (b1, b2), lr = group["betas"], group["lr"]
-            for p in group["params"]:
-                place = next(index for index, other in enumerate(self.parameters) if other is p)
-                m, v = self.m[place], self.v[place]
-                if self.steps == self.freeze_step + 1:
-                    v.copy_(self.settle(v, self.freeze_step, b2))
-                if not frozen:
-                    v.mul_(b2).add_((1 - b2) * mean[place] ** 2)
-                if not frozen or self.ranks == 1:
-                    m.mul_(b1).add_((1 - b1) * mean[place])
-        if frozen and self.ranks > 1:
-            b1 = self.param_groups[0]["betas"][0]
+        self.frozen = self.steps > self.freeze_step
+        b1, b2 = self.param_groups[0]["betas"]
+        self.last = [m.clone() for m in self.m]
+        for p, m, v in zip(self.parameters, self.m, self.v, strict=True):
+            if self.steps == self.freeze_step + 1:
+                v.copy_(self.settle(v, self.freeze_step, b2))
+            if not self.frozen:
+                v.mul_(b2).add_((1 - b2) * p.grad.double() ** 2)
+            if not self.frozen or self.ranks == 1:
+                m.mul_(b1).add_((1 - b1) * p.grad.double())
+        if self.frozen and self.ranks > 1:
             # A rank's gradient is that of its own mean loss; what it has brought to the mean is 1 / ranks of it.
             values = [[b1 * m + (1 - b1) * self.ranks * g for m, g in zip(self.m, own, strict=True)] for own in self.own]
             self.m = [
                 m.view_as(p) for m, p in zip(self.reduction([[x.reshape(-1) for x in one] for one in values]), self.parameters, strict=True)
             ]
+        biases = 1 - b1**self.steps, 1 - b2 ** min(self.steps, self.freeze_step)
+        bias1, bias2 = biases if self.corrects else (1.0, 1.0)
+        place = itertools.count()
         for group in self.param_groups:
-            (b1, b2), lr = group["betas"], group["lr"]
             for p in group["params"]:
-                place = next(index for index, other in enumerate(self.parameters) if other is p)
-                biases = 1 - b1**self.steps, 1 - b2 ** min(self.steps, self.freeze_step)
-                bias1, bias2 = biases if self.corrects else (1.0, 1.0)
-                update = self.m[place] / bias1 / ((self.v[place] / bias2).sqrt() + group["eps"])
-                p.mul_(1 - lr * group["weight_decay"]).sub_((lr * update).to(p.dtype))
+                index = next(place)
+                divisor = (self.v[index] / bias2).sqrt() + group["eps"]
+                p.sub_((group["lr"] * self.step_of(index, p, self.m[index] / bias1 / divisor, divisor, group)).to(p.dtype))
         for tensors in (self.sum, *self.own):
             torch._foreach_zero_(tensors)
+
+    def step_of(self, place: int, p: torch.Tensor, update: torch.Tensor, divisor: torch.Tensor, group: dict) -> torch.Tensor:
+        """What is taken from a parameter, over the learning rate. update: m / divisor. divisor: the root of the variance, and eps."""
+        raise NotImplementedError
+
+
+class PublishedOneBitAdam(PublishedCompressed):
+    """Algorithm 1 of arXiv 2102.02888; weight decay is decoupled."""
+
+    def step_of(self, place: int, p: torch.Tensor, update: torch.Tensor, divisor: torch.Tensor, group: dict) -> torch.Tensor:
+        return update + group["weight_decay"] * p
+
+
+class PublishedOneBitLamb(PublishedCompressed):
+    """Algorithm 1 of arXiv 2104.06069. adapts: whether the ratio that stays is multiplied by a factor. limits: of the trust ratio."""
+
+    def __init__(self, *arguments: Any, adapts: bool = True, limits: tuple[float, float] = (0.01, 10.0), **options: Any):
+        super().__init__(*arguments, **options)
+        self.adapts, self.limits = adapts, limits
+        self.ratios: list[float | None] = [None] * len(self.parameters)
+        self.factors = [1.0] * len(self.parameters)
+        self.fresh: list[torch.Tensor] = []
+
+    def step_of(self, place: int, p: torch.Tensor, update: torch.Tensor, divisor: torch.Tensor, group: dict) -> torch.Tensor:
+        whole = update + group["weight_decay"] * p.double()
+        if self.frozen:
+            return (self.ratios[place] or 1.0) * self.factor_of(place, update, whole, divisor, group) * whole
+        ratio, mean = _trust_ratio(p, whole, self.limits), self.ratios[place]
+        if ratio is not None:
+            self.ratios[place] = ratio if mean is None else 0.9 * mean + 0.1 * ratio
+        return (ratio or 1.0) * whole
+
+    def factor_of(self, place: int, update: torch.Tensor, whole: torch.Tensor, divisor: torch.Tensor, group: dict) -> float:
+        b1, b2 = group["betas"]
+        if not self.fresh:
+            self.fresh = [v.clone() for v in self.v]
+        fresh = self.fresh[place]
+        fresh.mul_(b2).add_((1 - b2) * ((self.m[place] - b1 * self.last[place]) / (1 - b1)) ** 2)
+        corrected = fresh / (1 - b2**self.steps) if self.corrects else fresh
+        factor = float((divisor / (corrected.sqrt() + group["eps"])).max())
+        if group["weight_decay"]:
+            part = min(1.0, float(update.norm() / whole.norm()))
+            factor = factor * part + 1 - part
+        last, factor = self.factors[place], min(max(factor, 0.5), 4.0)
+        self.factors[place] = min(max(factor, 0.9 * last), 1.1 * last)
+        return self.factors[place] if self.adapts else 1.0
 
 
 class PublishedAllReduce:
@@ -303,7 +382,7 @@ def reference_steps(
             model.block_runner = runner_of(step, micro_step)
             loss = loss_of(model, micro_batch, corpus.eot_id) / accumulation
             loss.backward()
-            if isinstance(optimizer, PublishedOneBitAdam):
+            if isinstance(optimizer, PublishedCompressed):
                 optimizer.keep(micro_step)
             mean += loss.item()
         for p in model.parameters():
@@ -311,7 +390,7 @@ def reference_steps(
         norm = math.sqrt(sum(float(p.grad.double().pow(2).sum()) for p in model.parameters()))
         for p in model.parameters():
             p.grad *= min(1.0, clip / (norm + 1e-6))
-        if isinstance(optimizer, PublishedOneBitAdam):
+        if isinstance(optimizer, PublishedCompressed):
             optimizer.clip(min(1.0, clip / (norm + 1e-6)))
         if step not in skips:
             optimizer.step()

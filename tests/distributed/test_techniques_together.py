@@ -26,21 +26,27 @@ SECTIONS = {
     "activation_checkpointing": {"number_checkpoints": 2},
     "batch_size_warmup": {"min_batch_size": 4, "increment": 2, "warmup_tokens": 1024},
     "curriculum_learning": CURRICULUM,
+    "lamb": {"type": "Lamb", "params": {"lr": "auto", "betas": [0.9, 0.95]}},
     "one_bit_adam": {"type": "OneBitAdam", "params": {"lr": "auto", "betas": [0.9, 0.95], "freeze_step": 3}},
+    "one_bit_lamb": {"type": "OneBitLamb", "params": {"lr": "auto", "betas": [0.9, 0.95], "freeze_step": 3}},
     "progressive_layer_drop": {"theta": 0.3, "gamma": 1.0},
     "random_ltd": {"random_ltd_schedule": LTD},
 }
 CLASSES = {cls.__module__.split(".")[1]: cls for cls in technique_classes()}
-PAIRS = list(itertools.combinations(SECTIONS, 2))
+#: What is in the place of AdamW, and what trains the same whole gradients.
+UNCOMPRESSED = {"lamb": "lamb", "one_bit_adam": None, "one_bit_lamb": "lamb"}
+COMPRESSED = {name for name, other in UNCOMPRESSED.items() if name != other}
+#: A JSON has one optimizer.
+PAIRS = [pair for pair in itertools.combinations(SECTIONS, 2) if not set(pair) <= set(UNCOMPRESSED)]
 TOGETHER = [pair for pair in PAIRS if not both_decide(*(CLASSES[name] for name in pair))]
 
 
 def flags(corpus, tmp_path, run_name: str, *names: str, stage: int = 2, micro_batch_size: int = 2) -> list[str]:
     values = {**SHAPE, "data": corpus, "runs_dir": tmp_path, "run_name": run_name, "steps": STEPS, "seed": SEED, "lr": 1e-3}
     values |= {"warmup_steps": 2, "global_batch_size": BATCH, "micro_batch_size": micro_batch_size, "eval_every": 0, "save_every": 0}
-    run = ["--deepspeed_config", f"ds_configs/zero{0 if 'one_bit_adam' in names else stage}_fp32.json"]
+    run = ["--deepspeed_config", f"ds_configs/zero{0 if set(names) & set(UNCOMPRESSED) else stage}_fp32.json"]
     run += [text for key, value in values.items() for text in (f"--{key}", str(value))]
-    keys = {name: "optimizer" if name == "one_bit_adam" else name for name in names}
+    keys = {name: "optimizer" if name in UNCOMPRESSED else name for name in names}
     return run + [text for name, key in keys.items() for text in ("--set", f"{key}={json.dumps(SECTIONS[name])}")]
 
 
@@ -52,10 +58,19 @@ def test_every_technique_is_here():
     assert set(SECTIONS) == set(CLASSES)
 
 
-@pytest.mark.parametrize("pair", TOGETHER, ids=" and ".join)
+def is_double(pair: tuple[str, ...]) -> bool:
+    """Whether what it would find is mostly found by another pair: of two 1-bit optimizers, and of LAMB within one of them."""
+    return "lamb" in pair or ("one_bit_lamb" in pair and not {"curriculum_learning", "progressive_layer_drop"} & set(pair))
+
+
+@pytest.mark.parametrize(
+    "pair",
+    [pytest.param(pair, marks=[pytest.mark.long] if is_double(pair) else []) for pair in TOGETHER],
+    ids=[" and ".join(pair) for pair in TOGETHER],
+)
 def test_two_techniques_both_act(pair, one_rank, two_ranks, corpus, tmp_path):
     """Each step has what both schedules say, and what was planned. Another stage on another number of ranks, cut otherwise, trains the
-    same; 1-bit Adam up to the first step that it compresses, and nearly the same from there."""
+    same; what compresses up to the first step that it compresses, and nearly the same from there."""
     config, _ = resolve([*flags(corpus, tmp_path, "r", *pair), "--ranks", "2"])
     plan = list(planned_steps(config, make_techniques(config)))
     lines = trained(two_ranks, flags(corpus, tmp_path, "r", *pair))
@@ -78,10 +93,10 @@ def test_two_techniques_both_act(pair, one_rank, two_ranks, corpus, tmp_path):
         assert line["tokens"] - before == line.get("batch_size", BATCH) * length
     if "batch_size_warmup" in pair:
         assert {line["batch_size"] for line in lines} >= {4, 6, 8}
-    if compresses := "one_bit_adam" in pair:
+    if compresses := COMPRESSED & set(pair):
         assert [line["compressed"] for line in lines] == [int(line["step"] > 3) for line in lines]
         assert lines[-1]["bytes_sent"] < lines[0]["bytes_sent"] / 25
-    alone = [name for name in pair if name != "one_bit_adam"]
+    alone = [other for name in pair if (other := UNCOMPRESSED.get(name, name))]
     other = trained(one_rank, flags(corpus, tmp_path, "other", *alone, stage=0, micro_batch_size=4))
     losses, others = ([line["loss"] for line in run] for run in (lines, other))
     same = 4 if compresses else len(lines)  # the fourth step's loss is that of three updates
@@ -99,7 +114,7 @@ def test_two_that_decide_the_same_are_refused(pair, corpus, tmp_path):
 
 
 def test_all_that_go_together_go_together(two_ranks, corpus, tmp_path):
-    names = [name for name in SECTIONS if name != "random_ltd"]
+    names = [name for name in SECTIONS if name == "one_bit_adam" or name not in {"random_ltd", *UNCOMPRESSED}]
     lines = trained(two_ranks, flags(corpus, tmp_path, "r", *names))
     found = {key: {line[key] for line in lines} for key in ("theta", "kept_blocks", "seq_len", "batch_size", "compressed")}
     assert {key: len(values) >= 2 for key, values in found.items()} == dict.fromkeys(found, True)

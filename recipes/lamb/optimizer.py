@@ -1,0 +1,108 @@
+"""LAMB in plain torch, and its step of one tensor, which 1-bit LAMB begins with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from recipes.compressed_all_reduce import BLOCK, blocks
+
+
+def norm_of(squares: list[torch.Tensor]) -> torch.Tensor:
+    """The norm of a tensor by those of its blocks, fp64: in fp32 sums over large tensors are off by 2e-6 and more."""
+    return torch.stack(squares).norm()
+
+
+def block_norm(block: torch.Tensor) -> torch.Tensor:
+    return torch.linalg.vector_norm(block, dtype=torch.float64)
+
+
+def lamb_step(
+    parameter: torch.Tensor,
+    moments: tuple[torch.Tensor, torch.Tensor],
+    group: dict[str, Any],
+    biases: tuple[float, float],
+    limits: tuple[float, float],
+    scratch: torch.Tensor,
+) -> torch.Tensor:
+    """Algorithm 2 of arXiv 1904.00962 for one tensor, whose gradient makes way for the update.
+
+    Args:
+        moments: exp_avg and exp_avg_sq, before the step.
+        biases: what the moments are divided by after it.
+        limits: between which the trust ratio is held.
+        scratch: as many numbers as are worked on at a time.
+
+    Returns the trust ratio, fp32; 0 where there is none because a norm is 0: then the update is made as it is.
+    """
+    (beta1, beta2), decay = group["betas"], group["weight_decay"]
+    of_weights, of_update = [], []
+    assert parameter.grad is not None
+    for weights, gradient, m, v in blocks(scratch.numel(), parameter, parameter.grad, *moments):
+        m.lerp_(gradient, 1 - beta1)
+        v.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+        divisor = torch.sqrt(v, out=scratch[: v.numel()]).mul_(biases[1] ** -0.5).add_(group["eps"])
+        update = torch.div(m, divisor, out=gradient).mul_(1 / biases[0]).add_(weights, alpha=decay)
+        of_weights.append(block_norm(weights))
+        of_update.append(block_norm(update))
+    of_weight, of_step = norm_of(of_weights), norm_of(of_update)
+    has_ratio = (of_weight > 0) & (of_step > 0)
+    ratio = torch.where(has_ratio, (of_weight / of_step).clamp(*limits), 0.0).float()
+    parameter.addcmul_(parameter.grad, torch.where(has_ratio, ratio, 1.0), value=-group["lr"])
+    return ratio
+
+
+class Lamb(torch.optim.Optimizer):
+    """Adam's update with decoupled weight decay, times the norm of the tensor over its own: You et al., arXiv 1904.00962, algorithm 2.
+
+    A gradient that is not there is zero. The state has the names and the shapes of torch's Adam.
+
+    Attributes:
+        trust_ratio: the mean over the tensors in the last step, 1 for a tensor without; None before there was one.
+    """
+
+    def __init__(
+        self,
+        param_groups: list[dict[str, Any]],
+        lr: float,
+        betas: Sequence[float],
+        eps: float,
+        weight_decay: float,
+        bias_correction: bool = True,
+        limits: tuple[float, float] = (0.01, 10.0),
+    ):
+        super().__init__(param_groups, {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay})
+        self._bias_correction, self._limits = bias_correction, limits
+        self._scratch = torch.empty(0)
+        self.trust_ratio: torch.Tensor | None = None
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """One update of the parameters by their gradients, whose memory it uses."""
+        ratios = []
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                ratios.append(self._step_of(parameter, group))
+        self.trust_ratio = mean_ratio(ratios)
+
+    def _step_of(self, parameter: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
+        state = self.state[parameter]
+        if not state:
+            state["step"] = torch.zeros(())
+            state["exp_avg"], state["exp_avg_sq"] = (torch.zeros_like(parameter, requires_grad=False) for _ in range(2))
+        state["step"] += 1
+        steps = int(state["step"])
+        biases = tuple(1 - beta**steps for beta in group["betas"]) if self._bias_correction else (1.0, 1.0)
+        if self._scratch.device != parameter.device or not self._scratch.numel():
+            self._scratch = torch.empty(BLOCK.get(parameter.device.type, BLOCK["cuda"]), device=parameter.device)
+        return lamb_step(parameter, (state["exp_avg"], state["exp_avg_sq"]), group, biases, self._limits, self._scratch)
+
+
+def mean_ratio(ratios: list[torch.Tensor]) -> torch.Tensor:
+    """The mean of trust ratios, where 0 stands for none and so for a factor of 1."""
+    found = torch.stack(ratios)
+    return torch.where(found > 0, found, 1.0).mean()

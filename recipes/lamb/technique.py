@@ -1,0 +1,83 @@
+"""LAMB: every tensor of the model moves by a share of its own norm, in the direction of AdamW's step.
+
+    deepspeed launch/pretrain.py --recipe recipes/lamb
+
+You et al., Large Batch Optimization for Deep Learning: Training BERT in 76 minutes, arXiv 1904.00962, algorithm 2. DeepSpeed's own is a
+kernel for CUDA; here it is plain torch, on any device.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from recipes.technique import ADAM_KEYS, Run, Technique, require_stage_0
+
+if TYPE_CHECKING:
+    import torch
+
+    from recipes.lamb.optimizer import Lamb
+
+#: What LAMB takes beside lr, betas, eps and weight_decay, in both recipes.
+LAMB_KEYS: dict[str, dict[str, Any]] = {
+    "max_coeff": {"types": ["number"], "minimum": 0, "maximum": 1_000_000},
+    "min_coeff": {"types": ["number"], "minimum": 0, "maximum": 1_000_000},
+    **ADAM_KEYS,
+}
+#: The rate is a share of a tensor's norm, not a length, and so does not follow the preset's, which is AdamW's.
+LAMB_AUTO: dict[str, Any] = {"lr": 0.016, "betas": [0.9, 0.999]}
+
+LIMITS = (0.01, 10.0)
+
+
+def limits(section: dict[str, Any], least: str, most: str, defaults: tuple[float, float]) -> tuple[float, float]:
+    """The two limits of a factor of the step, in order, or their defaults.
+
+    Raises:
+        ValueError: they cannot be, see `Technique.__init__`.
+    """
+    low, high = float(section.get(least, defaults[0])), float(section.get(most, defaults[1]))
+    if not high:
+        raise ValueError(f"'optimizer.params.{most}' is 0, with which no weight moves; write a number above 0")
+    if low > high:
+        key, fix = (least, f"lower it, or raise {most}") if least in section else (most, f"raise it, or lower {least}")
+        raise ValueError(f"'optimizer.params.{key}' is {section[key]}, but {least} is {low:g} and {most} is {high:g}; {fix}")
+    return low, high
+
+
+class LambTechnique(Technique):
+    """DeepSpeed's documented `"optimizer": {"type": "Lamb", "params": {..., "max_coeff": 10.0, "min_coeff": 0.01}}`.
+
+    lr, betas, eps, weight_decay: as for AdamW, but "auto" is `LAMB_AUTO`'s for the first two.
+    max_coeff, min_coeff: limits of the trust ratio, a tensor's norm over that of its AdamW update.
+    bias_correction: as for Adam.
+    """
+
+    optimizer_types = ("Lamb",)
+    keys = LAMB_KEYS
+    auto_params = LAMB_AUTO
+    state_tensors = 2
+
+    def __init__(self, section: dict[str, Any], run: Run):
+        self.params = section
+        self.limits = limits(section, "min_coeff", "max_coeff", LIMITS)
+        require_stage_0(run, "Lamb takes the norms of whole tensors", self.state_tensors)
+        self._optimizer: Lamb | None = None
+
+    def optimizer(self, param_groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        from recipes.lamb.optimizer import Lamb
+
+        params = self.params
+        self._optimizer = Lamb(
+            param_groups,
+            params["lr"],
+            params["betas"],
+            params["eps"],
+            params["weight_decay"],
+            params.get("bias_correction", True),
+            self.limits,
+        )
+        return self._optimizer
+
+    def metrics(self) -> dict[str, float]:
+        ratio = self._optimizer.trust_ratio if self._optimizer is not None else None
+        return {} if ratio is None else {"trust_ratio": float(ratio)}

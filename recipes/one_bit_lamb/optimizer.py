@@ -1,0 +1,118 @@
+"""LAMB whose variance and trust ratios stay after a number of steps, so that its momentum can be exchanged as one bit an element."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from recipes.compressed_optimizer import FreezingOptimizer
+from recipes.lamb.optimizer import block_norm, lamb_step, mean_ratio, norm_of
+
+
+class CompressedLamb(FreezingOptimizer):
+    """1-bit LAMB: Li et al., arXiv 2104.06069, algorithm 1, with a scale for each tensor and `settle_variance`.
+
+    While `compressing` is false it is LAMB on the gradients it finds, the means over all ranks, and each tensor keeps the running mean of
+    its trust ratio. From then on it finds each rank's own, m <- mean over the ranks of compressed(beta1 m + (1 - beta1) g), and the
+    variance v and the mean ratio stay. What this makes of the gradient, (m_t - beta1 m_(t-1)) / (1 - beta1), goes on into a variance w
+    that starts from v, and the ratio is multiplied by the largest of all (sqrt(v) + eps) / (sqrt(w) + eps) of the tensor, held within
+    limits and to small changes.
+
+    State beside Adam's, of each parameter: `trust_ratio`, its mean, and `factor`, both fp32 scalars; `exp_avg_sq_fresh`, in the second
+    phase, which is w with its bias corrected.
+
+    Attributes:
+        trust_ratio: the mean over the tensors of what the last step multiplied the update by; None before there was one.
+    """
+
+    def __init__(
+        self,
+        param_groups: list[dict[str, Any]],
+        lr: float,
+        betas: Sequence[float],
+        eps: float,
+        weight_decay: float,
+        bias_correction: bool = True,
+        *,
+        limits: tuple[float, float] = (0.01, 10.0),
+        coeff_beta: float = 0.9,
+        factor_limits: tuple[float, float] = (0.5, 4.0),
+        factor_threshold: float = 0.1,
+    ):
+        super().__init__(param_groups, lr, betas, eps, weight_decay, bias_correction)
+        self._limits, self._coeff_beta = limits, coeff_beta
+        self._factor_limits, self._threshold = factor_limits, factor_threshold
+        self.trust_ratio: torch.Tensor | None = None
+
+    def _take_state(self) -> None:
+        super()._take_state()
+        for parameter in self._parameters:
+            for name, start in (("trust_ratio", 0.0), ("factor", 1.0)):
+                self.state[parameter].setdefault(name, torch.full((), start, device=parameter.device))
+
+    def _step_whole(self) -> None:
+        ratios = []
+        for group, parameter, momentum in self._momenta():
+            state = self.state[parameter]
+            moments = (momentum, state["exp_avg_sq"])
+            ratio = lamb_step(parameter, moments, group, self._biases(group), self._limits, self.reduction.scratch)
+            mean = torch.where(state["trust_ratio"] > 0, state["trust_ratio"].lerp(ratio, 1 - self._coeff_beta), ratio)
+            state["trust_ratio"].copy_(torch.where(ratio > 0, mean, state["trust_ratio"]))  # a step without a ratio tells nothing
+            ratios.append(ratio)
+        self.trust_ratio = mean_ratio(ratios)
+
+    def _freeze(self) -> None:
+        super()._freeze()
+        for group, parameter, _ in self._momenta():
+            state = self.state[parameter]
+            state["exp_avg_sq_fresh"] = state["exp_avg_sq"] / self._biases(group)[1]
+
+    def _put_into_momentum(self, gradient: torch.Tensor, momentum: torch.Tensor, beta1: float) -> None:
+        """In the gradient's place the last momentum stays, which the gradient is reconstructed by."""
+        for g, m in self._blocks(gradient, momentum):
+            last = self.reduction.scratch[: m.numel()].copy_(m)
+            m.lerp_(g, 1 - beta1)
+            g.copy_(last)
+
+    def _step_compressed(self) -> None:
+        self._exchange_momenta()
+        ratios = [self._step_of(place, *one) for place, one in enumerate(self._momenta())]
+        self.trust_ratio = mean_ratio(ratios)
+
+    def _step_of(self, place: int, group: dict[str, Any], parameter: torch.Tensor, momentum: torch.Tensor) -> torch.Tensor:
+        """One tensor's, whose gradient is its last momentum. Returns what the update is multiplied by."""
+        state, (beta1, beta2), eps, decay = self.state[parameter], group["betas"], group["eps"], group["weight_decay"]
+        bias1, bias2 = self._biases(group)
+        # The running mean whose bias is corrected moves by this share to the new value.
+        share = (1 - beta2) / (1 - beta2**self._steps if self._bias_correction else 1.0)
+        live = self.reduction.live[place]
+        quotients, of_adam, of_update = [], [], []
+        assert parameter.grad is not None
+        tensors = (parameter, momentum, parameter.grad, state["exp_avg_sq"], state["exp_avg_sq_fresh"])
+        for weights, m, last, variance, fresh in self._blocks(*tensors):
+            divisor = torch.sqrt(variance, out=self.reduction.scratch[: m.numel()]).mul_(bias2**-0.5).add_(eps)
+            if live > 0:
+                # Rows that cannot have a gradient keep their variance.
+                gradient = last[:live].mul_(-beta1).add_(m[:live])  # times 1 - beta1
+                fresh[:live].mul_(1 - share).addcmul_(gradient, gradient, value=share / (1 - beta1) ** 2)
+                quotients.append(torch.div(divisor[:live], torch.sqrt(fresh[:live], out=gradient).add_(eps), out=gradient).amax())
+            live -= m.numel()
+            update = torch.div(m, divisor, out=last).mul_(1 / bias1)
+            of_adam.append(block_norm(update))
+            if decay:
+                update.add_(weights, alpha=decay)
+                of_update.append(block_norm(update))
+        factor = torch.stack(quotients).amax()
+        if decay:
+            # Of the update only the part that is Adam's follows the variance.
+            part = (norm_of(of_adam) / norm_of(of_update)).nan_to_num(nan=1.0).clamp(max=1.0).float()
+            factor = factor * part + 1 - part
+        last_factor = state["factor"]
+        factor = factor.clamp(*self._factor_limits)
+        factor = factor.minimum(last_factor * (1 + self._threshold)).maximum(last_factor * (1 - self._threshold))
+        last_factor.copy_(factor)
+        ratio = torch.where(state["trust_ratio"] > 0, state["trust_ratio"], 1.0) * factor
+        parameter.addcmul_(parameter.grad, ratio, value=-group["lr"])
+        return ratio

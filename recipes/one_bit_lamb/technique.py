@@ -1,0 +1,74 @@
+"""1-bit LAMB: after a warm-up LAMB's variance and its tensors' trust ratios stay, and the ranks exchange one bit a parameter.
+
+    deepspeed launch/pretrain.py --recipe recipes/one_bit_lamb
+
+Li et al., 1-bit LAMB: Communication Efficient Large-Scale Large-Batch Training with LAMB's Convergence Speed, arXiv 2104.06069. DeepSpeed
+had it, up to 0.19.6 at least, for GPUs with cupy or MPI; here it is plain torch, on any backend.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from recipes.compressed_technique import FreezingTechnique
+from recipes.lamb.technique import LAMB_AUTO, LAMB_KEYS, LIMITS, limits
+from recipes.technique import Run
+
+if TYPE_CHECKING:
+    from recipes.one_bit_lamb.optimizer import CompressedLamb
+
+
+class OneBitLamb(FreezingTechnique):
+    """DeepSpeed's documented `"optimizer": {"type": "OneBitLamb", "params": {..., "freeze_step": 400}}`.
+
+    freeze_step: optimizer steps (updates that fp16 did not skip) of LAMB, after which the variance stays and the momentum is compressed;
+        "auto", or left out: 0.2 of the run's steps of whole batches.
+    lr, betas, eps, weight_decay, bias_correction, max_coeff, min_coeff: as for Lamb; max_coeff and min_coeff act in the first phase.
+    coeff_beta: the memory of each tensor's mean trust ratio, which it keeps in the second phase; 1 / (1 - coeff_beta) steps.
+    factor_max, factor_min: limits of the factor by which that is adapted to the variance that the reconstructed gradients have.
+    factor_threshold: by which share of itself the factor may change in a step.
+    cuda_aware, comm_backend_name: accepted and without effect.
+    """
+
+    optimizer_types = ("OneBitLamb",)
+    uncompressed = "LAMB"
+    auto_params = LAMB_AUTO
+    keys = {
+        **FreezingTechnique.keys,
+        **LAMB_KEYS,
+        "coeff_beta": {"types": ["number"], "minimum": 0, "maximum": 1},
+        "factor_max": {"types": ["number"], "minimum": 0, "maximum": 1_000_000},
+        "factor_min": {"types": ["number"], "minimum": 0, "maximum": 1_000_000},
+        "factor_threshold": {"types": ["number"], "minimum": 0, "maximum": 1_000_000},
+    }
+    #: The variance of the reconstructed gradients is one more.
+    kept_tensors = 3
+    _optimizer: CompressedLamb
+
+    def __init__(self, section: dict[str, Any], run: Run):
+        self.coefficient_limits = limits(section, "min_coeff", "max_coeff", LIMITS)
+        self.factor_limits = limits(section, "factor_min", "factor_max", (0.5, 4.0))
+        if section.get("coeff_beta") == 1:
+            raise ValueError("'optimizer.params.coeff_beta' is 1, with which the first ratio is kept for ever; write a number below 1")
+        super().__init__(section, run)
+
+    def build_optimizer(self, param_groups: list[dict[str, Any]]) -> CompressedLamb:
+        from recipes.one_bit_lamb.optimizer import CompressedLamb
+
+        params = self.params
+        return CompressedLamb(
+            param_groups,
+            params["lr"],
+            params["betas"],
+            params["eps"],
+            params["weight_decay"],
+            params.get("bias_correction", True),
+            limits=self.coefficient_limits,
+            coeff_beta=params.get("coeff_beta", 0.9),
+            factor_limits=self.factor_limits,
+            factor_threshold=params.get("factor_threshold", 0.1),
+        )
+
+    def metrics(self) -> dict[str, float]:
+        ratio = self._optimizer.trust_ratio if self._engine is not None else None
+        return super().metrics() | ({} if ratio is None else {"trust_ratio": float(ratio)})

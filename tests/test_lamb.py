@@ -1,0 +1,100 @@
+"""LAMB's part of the JSON: what it accepts, what it refuses in one line; and what a step of a tensor without a norm is."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+
+import pytest
+import torch
+
+from recipes.lamb.optimizer import Lamb
+from tests import helpers
+
+explain = partial(helpers.explain, "--ranks", "2", "--data", "no/corpus")
+PARAMS = "optimizer.params"
+
+
+@pytest.mark.parametrize("recipe", ["lamb", "one_bit_lamb"])
+def test_an_auto_rate_is_lambs_in_every_preset(recipe):
+    for flags, value, origin in (
+        (["--preset", "nano"], 0.016, "what"),
+        (["--preset", "gpt2"], 0.016, "what"),
+        (["--lr", "0.5"], 0.5, "--lr"),
+    ):
+        said = json.loads(explain("--recipe", f"recipes/{recipe}", *flags).stdout)["engine"]
+        assert said[f"{PARAMS}.lr"]["value"] == value
+        assert said[f"{PARAMS}.lr"]["from"].startswith(origin)
+        assert said["scheduler.params.min_lr"]["value"] == pytest.approx(value / 10)
+
+
+def test_deepspeeds_documented_form_is_accepted():
+    params = {"lr": 2e-3, "weight_decay": 0.01, "bias_correction": True, "max_coeff": 0.3, "min_coeff": 0.01, "amsgrad": False}
+    done = explain("--recipe", "recipes/lamb", "--set", f"optimizer={json.dumps({'type': 'lamb', 'params': params})}")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["engine"][f"{PARAMS}.betas"] == {"value": [0.9, 0.999], "from": "what Lamb wants"}
+
+
+NO_NUMBER = "is no finite number of a sensible size"
+#: Of both; what follows is refused by either in the same words.
+LIMITS = [
+    ("max_coeff=0", "is 0, with which no weight moves; write a number above 0"),
+    ("max_coeff=-1", "is -1, must be at least 0"),
+    ("min_coeff=11", "is 11, but min_coeff is 11 and max_coeff is 10; lower it, or raise max_coeff"),
+    ("min_coeff=1e7", "must be at most 1000000"),
+    ("max_coeff=1e308", NO_NUMBER),
+    ("max_coeff=Infinity", NO_NUMBER),
+    ("min_coeff=NaN", NO_NUMBER),
+    ('max_coeff="auto"', '"auto" has no meaning here'),
+    ("max_coeff=true", "is true, must be a number"),
+    ("maxcoeff=1", "did you mean 'max_coeff'?"),
+    ("amsgrad=true", "is true, must be one of false"),
+    ("eps_inside_sqrt=true", "is true, must be one of false"),
+    ("lr=0", "is 0"),
+]
+REFUSED = [
+    *(("lamb", setting, message) for setting, message in LIMITS),
+    *(("one_bit_lamb", setting, message) for setting, message in LIMITS[:2]),
+    ("one_bit_lamb", "factor_max=0", "is 0, with which no weight moves"),
+    ("one_bit_lamb", "factor_min=5", "is 5, but factor_min is 5 and factor_max is 4; lower it, or raise factor_max"),
+    ("one_bit_lamb", "factor_max=-4", "is -4, must be at least 0"),
+    ("one_bit_lamb", "factor_max=NaN", NO_NUMBER),
+    ("one_bit_lamb", "factor_threshold=-0.1", "is -0.1, must be at least 0"),
+    ("one_bit_lamb", "factor_threshold=Infinity", NO_NUMBER),
+    ("one_bit_lamb", "factor_threshold=1e7", "must be at most 1000000"),
+    ("one_bit_lamb", "coeff_beta=1", "is 1, with which the first ratio is kept for ever; write a number below 1"),
+    ("one_bit_lamb", "coeff_beta=1.5", "is 1.5, must be at most 1"),
+    ("one_bit_lamb", "coeff_beta=-0.5", "is -0.5, must be at least 0"),
+    ("one_bit_lamb", "freeze_step=400", "acts from step 401 on, but the run ends at step 400; lower it"),
+    ("one_bit_lamb", "max_grad_norm=1", 'write "gradient_clipping" at the top level instead'),
+]
+
+
+@pytest.mark.parametrize(("recipe", "setting", "message"), REFUSED)
+def test_what_cannot_be_is_one_line_and_exit_code_2(recipe, setting, message):
+    done = explain("--recipe", f"recipes/{recipe}", "--steps", "400", "--set", f"{PARAMS}.{setting}")
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"error: --set {PARAMS}.{setting.partition('=')[0]}")
+    assert message in line
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_zero_is_refused_with_what_stage_0_takes(stage):
+    """16 bytes a parameter of 16.1 M: weights, gradients and master weights 8, moments 8."""
+    done = explain("--recipe", "recipes/lamb", "--set", f"zero_optimization.stage={stage}")
+    (line,) = done.stderr.splitlines()
+    assert done.returncode == 2
+    assert f"is {stage}, but Lamb takes the norms of whole tensors" in line
+    assert "write 0, with which the model states take 0.24 GiB on each, or use AdamW" in line
+
+
+def test_a_tensor_without_a_norm_moves_by_adams_step():
+    """A bias starts at 0; and a tensor whose gradients and weight decay are 0 stays."""
+    bias, still = torch.nn.Parameter(torch.zeros(4)), torch.nn.Parameter(torch.ones(4))
+    lamb = Lamb([{"params": [bias, still]}], 1e-3, (0.9, 0.999), 1e-8, 0.0)
+    bias.grad = torch.tensor([1.0, -2.0, 3.0, -4.0])
+    lamb.step()
+    torch.testing.assert_close(bias.detach(), torch.tensor([-1e-3, 1e-3, -1e-3, 1e-3]))
+    assert torch.equal(still.detach(), torch.ones(4))
+    assert float(lamb.trust_ratio) == 1.0

@@ -1,0 +1,84 @@
+"""1-bit LAMB's part of the JSON, beside what is 1-bit Adam's (test_one_bit_adam.py) and LAMB's (test_lamb.py); its mean trust ratio."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from functools import partial
+
+import pytest
+import torch
+
+from recipes.one_bit_lamb.optimizer import CompressedLamb
+from tests import helpers
+from tests.test_one_bit_adam import NANO, PARAMS, OneRank
+
+explain = partial(helpers.explain, "--steps", "400", "--ranks", "2", "--data", "no/corpus", "--recipe")
+
+
+def explained(recipe: str, *flags: str) -> dict:
+    done = explain(f"recipes/{recipe}", *flags)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_a_fifth_of_the_run_is_lamb():
+    said = explained("one_bit_lamb")
+    assert said["engine"][f"{PARAMS}.freeze_step"] == {"value": 80, "from": "0.2 of the run's steps, of whole batches"}
+    assert any("80 steps as LAMB, which send 32.14 MB each and rank, then steps that send about 2.01" in note for note in said["notes"])
+
+
+def test_the_errors_and_the_fresh_variance_count_in_the_plan_of_memory():
+    one_bit, lamb = (explained(name)["memory_per_rank"]["cpu"]["optimizer_states"] for name in ("one_bit_lamb", "lamb"))
+    assert one_bit - lamb == pytest.approx(4 * NANO * 2.5, rel=1e-3)
+
+
+def test_upstreams_documented_form_is_accepted_with_a_word():
+    params = {"lr": 11e-3, "weight_decay": 0.01, "bias_correction": False, "freeze_step": 100, "max_coeff": 0.3, "min_coeff": 0.01}
+    params |= {"cuda_aware": False, "comm_backend_name": "nccl", "coeff_beta": 0.9, "factor_max": 4.0, "factor_min": 0.5}
+    params |= {"factor_threshold": 0.1, "amsgrad": False, "eps_inside_sqrt": False}
+    said = explained("one_bit_lamb", "--set", f"optimizer={json.dumps({'type': 'OneBitLamb', 'params': params})}")
+    assert said["engine"][f"{PARAMS}.betas"] == {"value": [0.9, 0.999], "from": "what OneBitLamb wants"}
+    assert any(f"{PARAMS}.comm_backend_name: has no effect here" in note for note in said["notes"])
+
+
+def steps_of(lamb: CompressedLamb, gradients: list[torch.Tensor | None]) -> list[float]:
+    """A step by each of the gradients; the mean trust ratio of the first parameter after it."""
+    parameter = lamb.param_groups[0]["params"][0]
+    ratios = []
+    for gradient in gradients:
+        parameter.grad = None if gradient is None else gradient.clone()
+        lamb.step()
+        ratios.append(float(lamb.state[parameter]["trust_ratio"]))
+    return ratios
+
+
+def test_the_mean_ratio_starts_from_the_first_that_there_is():
+    """A bias starts at 0 and has none in its first step."""
+    bias = torch.nn.Parameter(torch.zeros(4))
+    lamb = CompressedLamb([{"params": [bias]}], 1e-3, (0.9, 0.999), 1e-8, 0.0, limits=(1e-6, 10.0))
+    lamb.bind(OneRank())
+    # Adam's step by a gradient that does not change is 1 in each element; the bias is 1e-3 in each after the first.
+    first, second, third = steps_of(lamb, [torch.ones(4)] * 3)
+    assert first == 0.0
+    assert second == pytest.approx(1e-3, rel=1e-4)
+    assert third == pytest.approx(0.9 * 1e-3 + 0.1 * (1e-3 + 1e-6), rel=1e-5)
+
+
+def test_the_factor_follows_the_gradients_within_its_limits():
+    """A tenth of the gradient: the variance falls, and the step grows by at most a tenth of itself each time, to four times."""
+    weight = torch.nn.Parameter(torch.ones(4))
+    lamb = CompressedLamb([{"params": [weight]}], 1e-6, (0.9, 0.5), 1e-8, 0.0)
+    lamb.bind(OneRank())
+    steps_of(lamb, [torch.ones(4)] * 20)
+    lamb.compressing = True
+    factors = []
+    for _ in range(60):
+        steps_of(lamb, [torch.full((4,), 0.1)])
+        factors.append(float(lamb.state[weight]["factor"]))
+    rises = [b / a for a, b in itertools.pairwise(factors)]
+    assert max(rises) == pytest.approx(1.1, rel=1e-5)
+    assert min(rises) >= 1.0 - 1e-6
+    assert factors[-1] == 4.0
+    steps_of(lamb, [torch.full((4,), 10.0)] * 60)
+    assert float(lamb.state[weight]["factor"]) == 0.5
