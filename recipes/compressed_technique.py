@@ -34,6 +34,11 @@ COMMON_KEYS: dict[str, dict[str, Any]] = {
 }
 
 
+def share_of(run: Run) -> tuple[int, str]:
+    """What "auto" is for the steps of the first phase, and from what."""
+    return max(1, round(AUTO_SHARE * run.steps)), f"{AUTO_SHARE} of the run's steps, of whole batches"
+
+
 class CompressedTechnique(Technique):
     """Base of the techniques that bring a `CompressedOptimizer` and switch the engine's own reduction of gradients off."""
 
@@ -166,10 +171,11 @@ class FreezingTechnique(CompressedTechnique):
     def __init__(self, section: dict[str, Any], run: Run):
         super().__init__(section, run)
         asked = section.get("freeze_step", "auto")
-        self.freeze_step = max(1, round(AUTO_SHARE * run.steps)) if asked == "auto" else int(asked)
         if asked == "auto":
-            self.resolved = {"freeze_step": (self.freeze_step, f"{AUTO_SHARE} of the run's steps, of whole batches")}
+            self.resolved = {"freeze_step": share_of(run)}
+            self.freeze_step = self.resolved["freeze_step"][0]
         else:
+            self.freeze_step = int(asked)
             self.must_arrive = "optimizer.params.freeze_step"
         self.arrives_at = self.freeze_step + 1
         self._note_all(self._phases(run))

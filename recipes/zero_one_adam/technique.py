@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from recipes.compressed_technique import COMMON_KEYS, CompressedTechnique
+from recipes.compressed_technique import COMMON_KEYS, CompressedTechnique, share_of
 from recipes.technique import Run
 
 if TYPE_CHECKING:
@@ -61,12 +61,12 @@ class ZeroOneAdam(CompressedTechnique):
 
     Steps are updates that fp16 did not skip.
 
-    var_freeze_step: the last step that may renew the variance; local steps begin after it. "auto", or left out: the steps in which the
-        learning rate rises, at least 0.1 of the run's.
+    var_freeze_step: the last step that may renew the variance; local steps begin after it. "auto", or left out: 0.2 of the run's steps of
+        whole batches, as long as 1-bit Adam's warm-up.
     var_update_scaler: how many renewals of the variance lie one step apart, and then 2, 4, 8, ... steps (kappa); "auto", or left out: 16,
-        and fewer where the run is short.
+        or a fiftieth of the run's steps where that is less.
     local_step_scaler: after how many steps the distance between exchanges doubles; "auto", or left out: a fourth of what is left.
-    local_step_clipper: the largest distance between exchanges (H); 16 where it is left out.
+    local_step_clipper: the largest distance between exchanges (H); "auto", or left out: 16.
     lr, betas, eps, weight_decay: as for AdamW, but "auto" for the second beta is 0.999: what the variance has seen is to last.
     bias_correction: as for Adam; upstream read it and corrected nothing.
     cuda_aware, comm_backend_name: accepted and without effect.
@@ -91,7 +91,7 @@ class ZeroOneAdam(CompressedTechnique):
         )
         self.schedule = Schedule(
             freeze,
-            self._of("var_update_scaler", max(1, min(16, run.steps // 50)), "16, or a 50th of the run's steps"),
+            self._of("var_update_scaler", max(1, min(16, run.steps // 50)), "16, or a fiftieth of the run's steps"),
             self._of("local_step_scaler", max(1, (run.steps - freeze) // 4), "a fourth of the run's steps after var_freeze_step"),
             self._of("local_step_clipper", 16, "the paper's"),
         )
@@ -153,6 +153,12 @@ class ZeroOneAdam(CompressedTechnique):
         wrapper = self._engine.optimizer
         for half, full in zip(getattr(wrapper, "fp16_groups", ()), getattr(wrapper, "fp32_groups", ()), strict=True):
             torch._foreach_copy_([parameter.data for parameter in half], [parameter.data for parameter in full])
+
+    def forget_state(self, reason: str) -> None:
+        if self._ranks > 1:
+            self._note(f"the errors of the compression, and the steps since the last exchange, start at zero: {reason}")
+        else:
+            super().forget_state(reason)
 
     def state_dict(self) -> dict[str, Any]:
         """The errors of this rank's compressions, and between exchanges what else is its own."""

@@ -150,16 +150,54 @@ def _trust_ratio(p: torch.Tensor, update: torch.Tensor, limits: tuple[float, flo
     return min(max(norms[0] / norms[1], limits[0]), limits[1]) if all(norms) else None
 
 
-class PublishedCompressed(torch.optim.Optimizer):
+class OfEachRank(torch.optim.Optimizer):
+    """Base of the references whose ranks have gradients of their own, all on one process: `own`, of each rank its part of the mean.
+
+    `enter` and `keep` must be told of each micro-batch, before and after it, in turns of the ranks, and `clip` by what all gradients are
+    multiplied. `reduction`: a scale belongs to a tensor on the workers, and to a tensor's part in a chunk on the servers, of which each
+    rank has one: the buffer of all tensors, each at a multiple of 8 elements, is cut into `ranks` chunks of a multiple of 32.
+
+    clips: whether the ranks' own gradients are clipped.
+    """
+
+    def __init__(self, params: Iterable[dict], lr: float, betas: tuple[float, float], eps: float, ranks: int, clips: bool = True):
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps})
+        self.ranks, self.clips, self.steps = ranks, clips, 0
+        self.parameters = [p for group in self.param_groups for p in group["params"]]
+        self.sum, *self.own = (self.zeros() for _ in range(1 + ranks))
+        self.reduction = PublishedAllReduce([p.numel() for p in self.parameters], ranks)
+
+    def zeros(self) -> list[torch.Tensor]:
+        return [torch.zeros_like(p, dtype=torch.float64) for p in self.parameters]
+
+    def enter(self, micro_step: int) -> None:
+        """Before a micro-batch."""
+
+    def keep(self, micro_step: int) -> None:
+        for own, total, p in zip(self.own[micro_step % self.ranks], self.sum, self.parameters, strict=True):
+            own += p.grad.double() - total
+            total.copy_(p.grad)
+
+    def clip(self, factor: float) -> None:
+        if self.clips:
+            torch._foreach_mul_([gradient for own in self.own for gradient in own], factor)
+
+    def reduced(self, values: list[list[torch.Tensor]]) -> list[torch.Tensor]:
+        """The compressed mean of what each rank has."""
+        flat = self.reduction([[x.reshape(-1) for x in one] for one in values])
+        return [mean.view_as(p) for mean, p in zip(flat, self.parameters, strict=True)]
+
+    def forget(self) -> None:
+        """The gradients of the step."""
+        for tensors in (self.sum, *self.own):
+            torch._foreach_zero_(tensors)
+
+
+class PublishedCompressed(OfEachRank):
     """Of arXiv 2102.02888 and 2104.06069, on one process in fp64: whole gradients for `freeze_step` steps; then the variance stays, and the
-    ranks compress.
+    ranks compress. On one rank nothing is compressed.
 
-    `keep` must be told of each micro-batch, in turns of the ranks, and `clip` by what all gradients are multiplied.
-    On one rank nothing is compressed. A scale belongs to a tensor on the workers, and to a tensor's part in a chunk on the servers, of
-    which each rank has one: the buffer of all tensors, each at a multiple of 8 elements, is cut into `ranks` chunks of a multiple of 32.
-
-    settle: (variance, steps, beta2) -> the variance that stays. clips: whether the ranks' own gradients are clipped, in the second phase.
-    corrects: whether the moments' bias is corrected.
+    settle: (variance, steps, beta2) -> the variance that stays. corrects: whether the moments' bias is corrected.
     """
 
     def __init__(
@@ -174,23 +212,9 @@ class PublishedCompressed(torch.optim.Optimizer):
         clips: bool = True,
         corrects: bool = True,
     ):
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps})
-        self.ranks, self.freeze_step, self.settle, self.clips, self.steps = ranks, freeze_step, settle, clips, 0
-        self.corrects = corrects
-        self.parameters = [p for group in self.param_groups for p in group["params"]]
-        self.m, self.v, self.sum, *self.own = (
-            [torch.zeros_like(p, dtype=torch.float64) for p in self.parameters] for _ in range(3 + ranks)
-        )
-        self.reduction = PublishedAllReduce([p.numel() for p in self.parameters], ranks)
-
-    def keep(self, micro_step: int) -> None:
-        for own, total, p in zip(self.own[micro_step % self.ranks], self.sum, self.parameters, strict=True):
-            own += p.grad.double() - total
-            total.copy_(p.grad)
-
-    def clip(self, factor: float) -> None:
-        if self.clips:
-            torch._foreach_mul_([gradient for own in self.own for gradient in own], factor)
+        super().__init__(params, lr, betas, eps, ranks, clips)
+        self.freeze_step, self.settle, self.corrects = freeze_step, settle, corrects
+        self.m, self.v = self.zeros(), self.zeros()
 
     @torch.no_grad()
     def step(self) -> None:
@@ -208,9 +232,7 @@ class PublishedCompressed(torch.optim.Optimizer):
         if self.frozen and self.ranks > 1:
             # A rank's gradient is that of its own mean loss; what it has brought to the mean is 1 / ranks of it.
             values = [[b1 * m + (1 - b1) * self.ranks * g for m, g in zip(self.m, own, strict=True)] for own in self.own]
-            self.m = [
-                m.view_as(p) for m, p in zip(self.reduction([[x.reshape(-1) for x in one] for one in values]), self.parameters, strict=True)
-            ]
+            self.m = self.reduced(values)
         biases = 1 - b1**self.steps, 1 - b2 ** min(self.steps, self.freeze_step)
         bias1, bias2 = biases if self.corrects else (1.0, 1.0)
         place = itertools.count()
@@ -219,8 +241,7 @@ class PublishedCompressed(torch.optim.Optimizer):
                 index = next(place)
                 divisor = (self.v[index] / bias2).sqrt() + group["eps"]
                 p.sub_((group["lr"] * self.step_of(index, p, self.m[index] / bias1 / divisor, divisor, group)).to(p.dtype))
-        for tensors in (self.sum, *self.own):
-            torch._foreach_zero_(tensors)
+        self.forget()
 
     def step_of(self, place: int, p: torch.Tensor, update: torch.Tensor, divisor: torch.Tensor, group: dict) -> torch.Tensor:
         """What is taken from a parameter, over the learning rate. update: m / divisor. divisor: the root of the variance, and eps."""
@@ -267,6 +288,59 @@ class PublishedOneBitLamb(PublishedCompressed):
         last, factor = self.factors[place], min(max(factor, 0.5), 4.0)
         self.factors[place] = min(max(factor, 0.9 * last), 1.1 * last)
         return self.factors[place] if self.adapts else 1.0
+
+
+class PublishedZeroOneAdam(OfEachRank):
+    """Algorithm 1 of arXiv 2202.06009 on one process in fp64, whose ranks have weights of their own; what is exchanged is the way of the
+    weights. On one rank nothing is compressed, and no step is alone.
+
+    renewed, exchanged: the steps of T_v and of T_u. corrects: whether the moments' bias is corrected.
+    """
+
+    def __init__(self, *arguments: Any, renewed: Collection[int], exchanged: Collection[int], corrects: bool = True, **options: Any):
+        super().__init__(*arguments, **options)
+        self.renewed, self.exchanged, self.corrects, self.renewals = renewed, exchanged, corrects, 0
+        self.v, *self.m = (self.zeros() for _ in range(1 + self.ranks))
+        self.way = [self.zeros() for _ in range(self.ranks)]
+        self.agreed = [p.detach().double().clone() for p in self.parameters]
+        self.rates = 0.0
+
+    def enter(self, micro_step: int) -> None:
+        for p, agreed, way in zip(self.parameters, self.agreed, self.way[micro_step % self.ranks], strict=True):
+            p.data.copy_(agreed - way)
+
+    def divisors(self, beta2: float, eps: float) -> list[torch.Tensor]:
+        found = []
+        for v in self.v:
+            v = v / (1 - beta2**self.renewals) if self.corrects else v
+            found.append((v if self.renewals == self.steps else v.clamp(min=0.1 * float(v.mean()))).sqrt() + eps)
+        return found
+
+    @torch.no_grad()
+    def step(self) -> None:
+        self.steps += 1
+        (b1, b2), lr, eps = (self.param_groups[0][key] for key in ("betas", "lr", "eps"))
+        if renews := self.steps in self.renewed:
+            self.renewals += 1
+            for v, p in zip(self.v, self.parameters, strict=True):
+                v.mul_(b2).add_((1 - b2) * p.grad.double() ** 2)
+        divisors = self.divisors(b2, eps)
+        rate = lr / (1 - b1**self.steps if self.corrects else 1.0)
+        self.rates += rate
+        for own, ms, ways in zip(self.own, self.m, self.way, strict=True):
+            for g, p, m, way, divisor in zip(own, self.parameters, ms, ways, divisors, strict=True):
+                m.mul_(b1).add_((1 - b1) * (p.grad.double() if renews else self.ranks * g))
+                way.add_(rate * m / divisor)
+        decays = [group["weight_decay"] for group in self.param_groups for _ in group["params"]]
+        torch._foreach_mul_(self.agreed, [1 - lr * decay for decay in decays])
+        if renews or self.ranks == 1 or self.steps in self.exchanged:
+            mean = self.way[0]
+            if not renews and self.ranks > 1:
+                mean = self.reduced(self.way)
+                self.m = [[way * divisor / self.rates for way, divisor in zip(mean, divisors, strict=True)] for _ in self.m]
+            torch._foreach_sub_(self.agreed, mean)
+            self.way, self.rates = [self.zeros() for _ in self.way], 0.0
+        self.forget()
 
 
 class PublishedAllReduce:
@@ -380,9 +454,11 @@ def reference_steps(
         mean = 0.0
         for micro_step, micro_batch in enumerate(tokens.chunk(accumulation)):
             model.block_runner = runner_of(step, micro_step)
+            if isinstance(optimizer, OfEachRank):
+                optimizer.enter(micro_step)
             loss = loss_of(model, micro_batch, corpus.eot_id) / accumulation
             loss.backward()
-            if isinstance(optimizer, PublishedCompressed):
+            if isinstance(optimizer, OfEachRank):
                 optimizer.keep(micro_step)
             mean += loss.item()
         for p in model.parameters():
@@ -390,7 +466,7 @@ def reference_steps(
         norm = math.sqrt(sum(float(p.grad.double().pow(2).sum()) for p in model.parameters()))
         for p in model.parameters():
             p.grad *= min(1.0, clip / (norm + 1e-6))
-        if isinstance(optimizer, PublishedCompressed):
+        if isinstance(optimizer, OfEachRank):
             optimizer.clip(min(1.0, clip / (norm + 1e-6)))
         if step not in skips:
             optimizer.step()

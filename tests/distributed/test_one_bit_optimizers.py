@@ -7,6 +7,7 @@ import itertools
 import json
 import shutil
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import pytest
 
@@ -77,6 +78,18 @@ def losses(lines: list[dict]) -> list[float]:
 
 def trained(pool, run: list[str], job: str = "tests.distributed.jobs:pretrain") -> list[dict]:
     return pool.run(job, flags=run)[0]
+
+
+def trained_in_two_parts(pool, run: list[str], tmp_path: Path, interrupted: int) -> list[dict]:
+    """The run named "resumed", resumed from a checkpoint of that step."""
+    again = [*run, "--save_every", str(interrupted), "--keep", "30"]
+    trained(pool, again)
+    for checkpoint in (tmp_path / "resumed" / "checkpoints").iterdir():
+        if checkpoint.name != f"step-{interrupted:08d}":
+            shutil.rmtree(checkpoint) if checkpoint.is_dir() else checkpoint.unlink()
+    lines = trained(pool, [*again, "--resume"])
+    assert resumed_after(tmp_path / "resumed") == interrupted
+    return lines
 
 
 @cases("accumulation", [(1,), (3,)], lamb=[(3,)])
@@ -159,15 +172,10 @@ RESUMES = [("fp32", FREEZE - 3), ("fp32", FREEZE), ("fp32", FREEZE + 7), ("bf16"
 @cases("precision interrupted", RESUMES, adam=RESUMES[1:3], lamb=[RESUMES[0], RESUMES[2]])
 def test_a_resume_is_bit_identical(kind, precision, interrupted, two_ranks, corpus, tmp_path):
     """In the warm-up, between the phases and in the second."""
-    run = flags(kind, corpus, tmp_path, 2, precision=precision)
-    whole = trained(two_ranks, run)
-    again = [*flags(kind, corpus, tmp_path, 2, precision=precision, run_name="resumed"), "--save_every", str(interrupted), "--keep", "30"]
-    trained(two_ranks, again)
-    for checkpoint in (tmp_path / "resumed" / "checkpoints").iterdir():
-        if checkpoint.name != f"step-{interrupted:08d}":
-            shutil.rmtree(checkpoint) if checkpoint.is_dir() else checkpoint.unlink()
-    lines = trained(two_ranks, [*again, "--resume"])
-    assert resumed_after(tmp_path / "resumed") == interrupted
+    whole = trained(two_ranks, flags(kind, corpus, tmp_path, 2, precision=precision))
+    lines = trained_in_two_parts(
+        two_ranks, flags(kind, corpus, tmp_path, 2, precision=precision, run_name="resumed"), tmp_path, interrupted
+    )
     for key in ("loss", "grad_norm", "compressed", "bytes_sent"):
         assert [line[key] for line in lines] == [line[key] for line in whole]
 
