@@ -86,9 +86,7 @@ class ZeroOneAdam(CompressedTechnique):
     def __init__(self, section: dict[str, Any], run: Run):
         super().__init__(section, run)
         self.resolved = {}
-        freeze = self._of(
-            "var_freeze_step", max(run.warmup_steps, round(0.1 * run.steps), 1), "the warm-up's steps, at least 0.1 of the run"
-        )
+        freeze = self._of("var_freeze_step", *share_of(run))
         self.schedule = Schedule(
             freeze,
             self._of("var_update_scaler", max(1, min(16, run.steps // 50)), "16, or a fiftieth of the run's steps"),

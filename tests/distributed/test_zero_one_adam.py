@@ -191,12 +191,8 @@ def test_rows_that_cannot_have_gradients_gather_no_error(two_ranks, corpus, tmp_
 
 
 def test_a_rate_of_zero_is_a_step_alone(two_ranks, corpus, tmp_path):
-    """WarmupDecayLR ends at 0: nothing has been gone that could be exchanged, and nothing is divided by it."""
-    schedule = {
-        "type": "WarmupDecayLR",
-        "params": {"warmup_min_lr": 0, "warmup_max_lr": 1e-3, "warmup_num_steps": 2, "total_num_steps": 20},
-    }
-    run = [*flags(corpus, tmp_path, 2), "--set", f"scheduler={json.dumps(schedule)}"]
-    lines = trained(two_ranks, run)
-    assert lines[-1]["lr"] == 0
+    """OneCycle begins and ends at 0: nothing has been gone that could be exchanged, and nothing is divided by it."""
+    schedule = {"type": "OneCycle", "params": {"cycle_min_lr": 0, "cycle_max_lr": 1e-3, "cycle_first_step_size": 10}}
+    lines = trained(two_ranks, [*flags(corpus, tmp_path, 2), "--set", f"scheduler={json.dumps(schedule)}"])
+    assert {line["step"] for line in lines if line["lr"] == 0} & EXCHANGED - RENEWED
     assert lines[-1]["loss"] < lines[0]["loss"] - 0.5
