@@ -9,6 +9,7 @@ import pytest
 
 from recipes.zero_one_adam.technique import Schedule
 from tests import helpers
+from tests.test_one_bit_adam import NANO
 
 # Without a corpus GPT-2's vocabulary is assumed: `nano` has 16.1 M parameters.
 explain = partial(helpers.explain, "--recipe", "recipes/zero_one_adam", "--ranks", "2", "--data", "no/corpus")
@@ -52,7 +53,95 @@ def test_the_rule_by_hand():
     assert [step for step in range(1, 60) if schedule.exchanges(step)] == exchanges
 
 
+def test_they_are_counted_as_far_as_any_step():
+    schedule = Schedule(37, 3, 5, 12)
+    renewed, exchanged = by_the_papers_rule(*schedule, steps=200)
+    for step in range(200):
+        assert schedule.renewals(step) == sum(other <= step for other in renewed)
+        so_far = [other for other in exchanged if other <= step]
+        assert schedule.last_exchange(step) == (max(so_far, default=0), len(so_far))
+
+
 def test_a_late_step_takes_no_time():
-    schedule = Schedule(10**6, 16, 32_678, 16)
-    assert schedule.exchanges(10**12) in (True, False)
-    assert sum(schedule.exchanges(step) for step in range(10**9, 10**9 + 1600)) == 100
+    schedule = Schedule(10**12, 16, 32_678, 16)
+    assert schedule.renewals(10**12) < 16 * 40
+    assert sum(schedule.exchanges(step) for step in range(10**15, 10**15 + 1600)) == 100
+
+
+def test_the_run_is_told_what_it_sends():
+    """16.1 M parameters: of 80 steps 8 + 8 + 8 + 3 renew the variance; of 320 others 80 + 40 + 20 + 10 exchange."""
+    said = explained("--steps", "400")
+    for key, (value, origin) in {
+        "var_freeze_step": (80, "0.2 of the run's steps, of whole batches"),
+        "var_update_scaler": (8, "16, or a fiftieth of the run's steps"),
+        "local_step_scaler": (80, "a fourth of the run's steps after var_freeze_step"),
+        "local_step_clipper": (16, "the paper's"),
+    }.items():
+        assert said["engine"][f"{PARAMS}.{key}"] == {"value": value, "from": origin}
+    expected = "of 400 steps 27 send 32.14 MB each and rank, to renew the variance, 203 send about 2.01, and 170 a few KB"
+    assert any(expected in note for note in said["notes"])
+    assert [row["variance_updated"] for row in said["over_the_run"]] == [1, 0, 0, 0, 0]
+    assert [row["exchanged"] for row in said["over_the_run"]] == [1, 1, 1, 1, 1]  # at steps 1, 100, 200, ...
+
+
+def test_a_run_that_ends_between_exchanges_is_told():
+    said = explained("--steps", "403")
+    assert any("the last exchange is that of step 401" in note for note in said["notes"]), said["notes"]
+
+
+def test_one_rank_is_told_that_nothing_is_compressed():
+    done = helpers.explain("--recipe", "recipes/zero_one_adam", "--data", "no/corpus")
+    assert any("one rank has nobody to send to" in note for note in json.loads(done.stdout)["notes"])
+
+
+def test_what_is_kept_counts_in_the_plan_of_memory():
+    """The way since the last exchange, where that was, and the errors, beside Adam's moments."""
+    zero_one, adamw = (
+        explained(*flags)["memory_per_rank"]["cpu"] for flags in ((), ("--set", f"optimizer={json.dumps({'type': 'AdamW'})}"))
+    )
+    assert zero_one["optimizer_states"] - adamw["optimizer_states"] == pytest.approx(4 * NANO * 3.5, rel=1e-3)
+
+
+def test_upstreams_documented_form_is_accepted_with_a_word():
+    """With its defaults, of which the run reaches no local step."""
+    params = {"lr": 1e-3, "weight_decay": 0.01, "bias_correction": False, "var_freeze_step": 100_000, "var_update_scaler": 16}
+    params |= {"local_step_scaler": 32_678, "local_step_clipper": 16, "cuda_aware": False, "comm_backend_name": "nccl"}
+    said = explained("--steps", "400", "--set", f"optimizer={json.dumps({'type': 'ZeroOneAdam', 'params': params})}")
+    assert said["engine"][f"{PARAMS}.var_freeze_step"]["value"] == 100_000
+    assert said["engine"][f"{PARAMS}.betas"] == {"value": [0.9, 0.999], "from": "what ZeroOneAdam wants"}
+    # 16 renewals one step apart, 16 each 2, 4 and 8 apart, and 10 of 16: 240 + 160.
+    assert any("of 400 steps 74 send" in note for note in said["notes"])
+    assert any("its schedule arrives at step 100,001, and the run ends at step 400" in note for note in said["notes"])
+    for key in ("cuda_aware", "comm_backend_name"):
+        assert any(f"{PARAMS}.{key}: has no effect here" in note for note in said["notes"])
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        *((f"{PARAMS}.{key}=0", "is 0, must be at least 1") for key in KEYS),
+        *((f"{PARAMS}.{key}=-1", "is -1, must be at least 1") for key in KEYS),
+        *((f"{PARAMS}.{key}=2.5", "is 2.5, must be a whole number") for key in KEYS),
+        (f"{PARAMS}.var_freeze_step=true", "is true, must be a whole number"),
+        (f'{PARAMS}.var_update_scaler="16"', 'is "16", must be a whole number'),
+        (f"{PARAMS}.local_step_clipper=null", "is null"),
+        (f"{PARAMS}.local_step_scaler=[1]", "must be a whole number"),
+        (f"{PARAMS}.freeze_step=80", "unknown key"),
+        (f"{PARAMS}.var_freezestep=80", "did you mean 'var_freeze_step'?"),
+        (f"{PARAMS}.betas=[0.9,1.0]", "must be two numbers from 0 to below 1"),
+        (f"{PARAMS}.amsgrad=true", "is true, must be one of false"),
+        (f"{PARAMS}.eps_inside_sqrt=true", "is true, must be one of false"),
+        (f"{PARAMS}.cuda_aware=3", "is 3, must be true or false"),
+        (f"{PARAMS}.comm_backend_name=7", "is 7, must be a string"),
+        (f"{PARAMS}.max_grad_norm=1", 'write "gradient_clipping" at the top level instead'),
+        # 30 bytes a parameter on two ranks: weights, gradients and master weights 8, and 5.5 tensors in fp32.
+        *((f"zero_optimization.stage={stage}", "with which the model states take 0.45 GiB on each") for stage in (1, 2, 3)),
+        ('gradient_allreduce_op="sum"', 'is "sum", but ZeroOneAdam sends the mean'),
+    ],
+)
+def test_what_cannot_be_is_one_line_and_exit_code_2(setting, message):
+    done = explain("--steps", "400", "--set", setting)
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"error: --set {setting.partition('=')[0]}")
+    assert message in line

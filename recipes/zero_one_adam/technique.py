@@ -34,26 +34,34 @@ class Schedule(NamedTuple):
 
     def updates_variance(self, step: int) -> bool:
         """Whether `step` is one of T_v."""
-        if step > self.var_freeze_step:
-            return False
+        return self.renewals(step) > self.renewals(step - 1)
+
+    def renewals(self, step: int) -> int:
+        """How many steps of T_v there are as far as `step`."""
+        step, found, power = min(step, self.var_freeze_step), 0, 0
         # Distances of 2^p lead from kappa (2^p - 1) to kappa (2^(p+1) - 1).
-        kappa = self.var_update_scaler
-        power = ((step - 1) // kappa + 1).bit_length() - 1
-        return (step - kappa * (2**power - 1)) % 2**power == 0
+        while (left := step - self.var_update_scaler * (2**power - 1)) > 0:
+            found += min(self.var_update_scaler, left >> power)
+            power += 1
+        return found
 
     def exchanges(self, step: int) -> bool:
-        """Whether `step` is one of T_u: the ranks agree on the weights after it."""
-        if step <= self.var_freeze_step:
-            return True
-        last = self.var_freeze_step
+        """Whether `step` is one of T_u: all ranks have the same weights after it."""
+        return self.last_exchange(step)[0] == step
+
+    def last_exchange(self, step: int) -> tuple[int, int]:
+        """The last step of T_u that is not after `step`, and how many there are as far as it."""
+        last = found = min(step, self.var_freeze_step)
         while last < step:
             level = (last - self.var_freeze_step) // self.local_step_scaler
             distance = min(self.local_step_clipper, 2 ** min(level, 64))
-            # All steps of this distance at once: as many as lead to the next level, or to `step`, or beyond it.
-            to_level = self.var_freeze_step + (level + 1) * self.local_step_scaler - last
-            to_go = step - last if distance == self.local_step_clipper else min(step - last, to_level)
-            last += -(-to_go // distance) * distance
-        return last == step
+            times = (step - last) // distance
+            if distance < self.local_step_clipper:  # as far as the next level, or beyond it
+                times = min(times, -(-(self.var_freeze_step + (level + 1) * self.local_step_scaler - last) // distance))
+            if not times:
+                break
+            last, found = last + times * distance, found + times
+        return last, found
 
 
 class ZeroOneAdam(CompressedTechnique):
@@ -110,17 +118,14 @@ class ZeroOneAdam(CompressedTechnique):
                 f" {self.schedule.var_freeze_step:,}"
             )
             return
-        whole, compressed = self._megabytes(run)
-        steps = range(1, run.steps + 1)
-        renewed = sum(map(self.schedule.updates_variance, steps))
-        silent = sum(not self.schedule.exchanges(step) for step in steps)
+        (whole, compressed), renewals = self._megabytes(run), self.schedule.renewals(run.steps)
+        last, exchanges = self.schedule.last_exchange(run.steps)
         yield (
-            f"of {run.steps:,} steps {renewed:,} send {whole:,.2f} MB each and rank, to renew the variance,"
-            f" {run.steps - renewed - silent:,} send about {compressed:,.2f}, and {silent:,} a few KB"
+            f"of {run.steps:,} steps {renewals:,} send {whole:,.2f} MB each and rank, to renew the variance,"
+            f" {exchanges - renewals:,} send about {compressed:,.2f}, and {run.steps - exchanges:,} a few KB"
         )
-        if not self.schedule.exchanges(run.steps):
-            last = next(step for step in reversed(steps) if self.schedule.exchanges(step))
-            yield f"the last exchange is that of step {last:,}; what the ranks learn after it is in no weights that are saved"
+        if last < run.steps:
+            yield f"the last exchange is that of step {last:,}; what the ranks go alone after it is in no weights that are saved"
 
     def build_optimizer(self, param_groups: list[dict[str, Any]]) -> LocalStepAdam:
         from recipes.zero_one_adam.optimizer import LocalStepAdam
