@@ -181,15 +181,14 @@ class FreezingOptimizer(CompressedOptimizer):
         for variance in none:
             variance.fill_(mean)
 
-    def _exchange_momenta(self) -> None:
-        """Each rank's own gradient into the momentum, and in its place the compressed mean over the ranks."""
+    def _take_gradients(self) -> None:
+        """Each rank's own gradient into the momentum."""
         for group, parameter, momentum in self._momenta():
             assert parameter.grad is not None
             self._put_into_momentum(parameter.grad, momentum, group["betas"][0])
-        self.reduction.reduce()
 
     def _put_into_momentum(self, gradient: torch.Tensor, momentum: torch.Tensor, beta1: float) -> None:
-        """What is exchanged of one tensor; from here on the memory of the gradient is free."""
+        """The momentum of one tensor; from here on the memory of the gradient is free."""
         momentum.lerp_(gradient.view(-1), 1 - beta1)
 
     def _biases(self, group: dict[str, Any]) -> tuple[float, float]:
@@ -197,3 +196,8 @@ class FreezingOptimizer(CompressedOptimizer):
         beta1, beta2 = group["betas"]
         variance_steps = group["variance_steps"] or self._steps
         return (1 - beta1**self._steps, 1 - beta2**variance_steps) if self._bias_correction else (1.0, 1.0)
+
+    def _divisor(self, variance: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
+        """What the momentum is divided by, of a block of the variance; in `reduction.scratch`."""
+        root = torch.sqrt(variance, out=self.reduction.scratch[: variance.numel()])
+        return root.mul_(self._biases(group)[1] ** -0.5).add_(group["eps"])

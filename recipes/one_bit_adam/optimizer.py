@@ -43,9 +43,9 @@ class CompressedAdam(FreezingOptimizer):
             )
 
     def _step_compressed(self) -> None:
-        self._exchange_momenta()
+        self._take_gradients()
+        self.reduction.reduce()
         for group, parameter, momentum in self._momenta():
-            lr, (bias1, bias2) = group["lr"], self._biases(group)
+            lr, bias1 = group["lr"], self._biases(group)[0]
             for weights, m, variance in self._blocks(parameter, momentum, self.state[parameter]["exp_avg_sq"]):
-                divisor = torch.sqrt(variance, out=self.reduction.scratch[: m.numel()]).mul_(bias2**-0.5).add_(group["eps"])
-                weights.mul_(1 - lr * group["weight_decay"]).addcdiv_(m, divisor, value=-lr / bias1)
+                weights.mul_(1 - lr * group["weight_decay"]).addcdiv_(m, self._divisor(variance, group), value=-lr / bias1)

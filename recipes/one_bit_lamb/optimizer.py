@@ -15,10 +15,10 @@ class CompressedLamb(FreezingOptimizer):
     """1-bit LAMB: Li et al., arXiv 2104.06069, algorithm 1, with a scale for each tensor and `settle_variance`.
 
     While `compressing` is false it is LAMB on the gradients it finds, the means over all ranks, and each tensor keeps the running mean of
-    its trust ratio. From then on it finds each rank's own, m <- mean over the ranks of compressed(beta1 m + (1 - beta1) g), and the
-    variance v and the mean ratio stay. What this makes of the gradient, (m_t - beta1 m_(t-1)) / (1 - beta1), goes on into a variance w
-    that starts from v, and the ratio is multiplied by the largest of all (sqrt(v) + eps) / (sqrt(w) + eps) of the tensor, held within
-    limits and to small changes.
+    its trust ratio. From then on it finds each rank's own, and the variance v and the mean ratio stay: with d = sqrt(v) + eps,
+    m <- d times the mean over the ranks of compressed((beta1 m + (1 - beta1) g) / d). What this makes of the gradient,
+    (m_t - beta1 m_(t-1)) / (1 - beta1), goes on into a variance w that starts from v, and the ratio is multiplied by the largest of all
+    d / (sqrt(w) + eps) of the tensor, held within limits and to small changes.
 
     State beside Adam's, of each parameter: `trust_ratio`, its mean, and `factor`, both fp32 scalars; `exp_avg_sq_fresh`, in the second
     phase, which is w with its bias corrected.
@@ -77,14 +77,22 @@ class CompressedLamb(FreezingOptimizer):
             g.copy_(last)
 
     def _step_compressed(self) -> None:
-        self._exchange_momenta()
+        self._take_gradients()
+        # What is exchanged is the momentum over the deviations, which all ranks have alike.
+        for group, parameter, momentum in self._momenta():
+            for m, variance in self._blocks(momentum, self.state[parameter]["exp_avg_sq"]):
+                m.div_(self._divisor(variance, group))
+        self.reduction.reduce()
+        for group, parameter, momentum in self._momenta():
+            for m, variance in self._blocks(momentum, self.state[parameter]["exp_avg_sq"]):
+                m.mul_(self._divisor(variance, group))
         ratios = [self._step_of(place, *one) for place, one in enumerate(self._momenta())]
         self.trust_ratio = mean_ratio(ratios)
 
     def _step_of(self, place: int, group: dict[str, Any], parameter: torch.Tensor, momentum: torch.Tensor) -> torch.Tensor:
         """One tensor's, whose gradient is its last momentum. Returns what the update is multiplied by."""
         state, (beta1, beta2), eps, decay = self.state[parameter], group["betas"], group["eps"], group["weight_decay"]
-        bias1, bias2 = self._biases(group)
+        bias1 = self._biases(group)[0]
         # The running mean whose bias is corrected moves by this share to the new value.
         share = (1 - beta2) / (1 - beta2**self._steps if self._bias_correction else 1.0)
         live = self.reduction.live[place]
@@ -92,7 +100,7 @@ class CompressedLamb(FreezingOptimizer):
         assert parameter.grad is not None
         tensors = (parameter, momentum, parameter.grad, state["exp_avg_sq"], state["exp_avg_sq_fresh"])
         for weights, m, last, variance, fresh in self._blocks(*tensors):
-            divisor = torch.sqrt(variance, out=self.reduction.scratch[: m.numel()]).mul_(bias2**-0.5).add_(eps)
+            divisor = self._divisor(variance, group)
             if live > 0:
                 # Rows that cannot have a gradient keep their variance.
                 gradient = last[:live].mul_(-beta1).add_(m[:live])  # times 1 - beta1

@@ -232,7 +232,9 @@ class PublishedCompressed(OfEachRank):
         if self.frozen and self.ranks > 1:
             # A rank's gradient is that of its own mean loss; what it has brought to the mean is 1 / ranks of it.
             values = [[b1 * m + (1 - b1) * self.ranks * g for m, g in zip(self.m, own, strict=True)] for own in self.own]
-            self.m = self.reduced(values)
+            divisors = self.divisors()
+            mean = self.reduced([[m / divisor for m, divisor in zip(one, divisors, strict=True)] for one in values])
+            self.m = [m * divisor for m, divisor in zip(mean, divisors, strict=True)]
         biases = 1 - b1**self.steps, 1 - b2 ** min(self.steps, self.freeze_step)
         bias1, bias2 = biases if self.corrects else (1.0, 1.0)
         place = itertools.count()
@@ -242,6 +244,10 @@ class PublishedCompressed(OfEachRank):
                 divisor = (self.v[index] / bias2).sqrt() + group["eps"]
                 p.sub_((group["lr"] * self.step_of(index, p, self.m[index] / bias1 / divisor, divisor, group)).to(p.dtype))
         self.forget()
+
+    def divisors(self) -> list[float] | list[torch.Tensor]:
+        """What the momenta are divided by before they are compressed, and multiplied by after."""
+        return [1.0] * len(self.parameters)
 
     def step_of(self, place: int, p: torch.Tensor, update: torch.Tensor, divisor: torch.Tensor, group: dict) -> torch.Tensor:
         """What is taken from a parameter, over the learning rate. update: m / divisor. divisor: the root of the variance, and eps."""
@@ -264,6 +270,11 @@ class PublishedOneBitLamb(PublishedCompressed):
         self.ratios: list[float | None] = [None] * len(self.parameters)
         self.factors = [1.0] * len(self.parameters)
         self.fresh: list[torch.Tensor] = []
+
+    def divisors(self) -> list[torch.Tensor]:
+        beta2, eps = self.param_groups[0]["betas"][1], self.param_groups[0]["eps"]
+        bias2 = 1 - beta2**self.freeze_step if self.corrects else 1.0
+        return [(v / bias2).sqrt() + eps for v in self.v]
 
     def step_of(self, place: int, p: torch.Tensor, update: torch.Tensor, divisor: torch.Tensor, group: dict) -> torch.Tensor:
         whole = update + group["weight_decay"] * p.double()
