@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from model.gpt import GPT
     from recipes.compressed_optimizer import CompressedOptimizer, FreezingOptimizer
 
-#: "auto": the share of the run's steps that the paper of 1-bit Adam spends in full precision is 0.15 to 0.25.
-AUTO_SHARE = 0.2
 #: Gradients with which the links are tried at the start: 1 MiB in fp32, 0.1 s at 100 Mbit/s; and where these take less than SLOW
 #: milliseconds, which may be the launch alone, 64 MiB.
 TRIED, TRIED_ON_FAST_LINKS, SLOW = 2**18, 2**24, 20.0
@@ -155,10 +153,12 @@ class CompressedTechnique(Technique):
 class FreezingTechnique(CompressedTechnique):
     """Base of 1-bit Adam and 1-bit LAMB: `freeze_step` steps on whole gradients, after which the variance stays and the ranks compress.
 
-    freeze_step: optimizer steps (updates that fp16 did not skip); "auto", or left out: 0.2 of the run's steps of whole batches.
+    freeze_step: optimizer steps (updates that fp16 did not skip); "auto", or left out: `auto_share` of the run's steps of whole batches.
     """
 
     keys = {"freeze_step": {"types": ["integer"], "minimum": 1, "auto": True}, **COMMON_KEYS}
+    #: What "auto" is: the share of the run's steps that the paper of 1-bit Adam spends in full precision is 0.15 to 0.25.
+    auto_share = 0.2
     #: What it is in the first phase, for its notes.
     uncompressed = ""
     _optimizer: FreezingOptimizer
@@ -166,9 +166,9 @@ class FreezingTechnique(CompressedTechnique):
     def __init__(self, section: dict[str, Any], run: Run):
         super().__init__(section, run)
         asked = section.get("freeze_step", "auto")
-        self.freeze_step = max(1, round(AUTO_SHARE * run.steps)) if asked == "auto" else int(asked)
+        self.freeze_step = max(1, round(self.auto_share * run.steps)) if asked == "auto" else int(asked)
         if asked == "auto":
-            self.resolved = {"freeze_step": (self.freeze_step, f"{AUTO_SHARE} of the run's steps, of whole batches")}
+            self.resolved = {"freeze_step": (self.freeze_step, f"{self.auto_share} of the run's steps, of whole batches")}
         else:
             self.must_arrive = "optimizer.params.freeze_step"
         self.arrives_at = self.freeze_step + 1
