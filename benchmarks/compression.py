@@ -5,8 +5,8 @@
 
 The other ranks are played by this one: what it sends comes back to it as if they all had sent the same. So the work is that of a rank of a
 real job (its own tensors to compress, all ranks' messages of its chunk to add up and to compress, all chunks to expand), on the tensors
-of a GPT of that size. In turns, on the same machine: the reduction, AdamW's fused update of the same tensors, and 1-bit Adam's whole
-update with its variance frozen, reduction included.
+of a GPT of that size. In turns, on the same machine: the reduction, AdamW's fused update of the same tensors, LAMB's, and the whole updates
+of 1-bit Adam and 1-bit LAMB with their variance frozen, reduction included.
 """
 
 from __future__ import annotations
@@ -62,7 +62,9 @@ def main() -> int:
 
     from benchmarks.report import append, spread
     from recipes.compressed_all_reduce import CompressedAllReduce
+    from recipes.lamb.optimizer import Lamb
     from recipes.one_bit_adam.optimizer import CompressedAdam
+    from recipes.one_bit_lamb.optimizer import CompressedLamb
 
     torch.set_num_threads(arguments.threads)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -77,12 +79,18 @@ def main() -> int:
     for view, parameter in zip(reduction.views, parameters, strict=True):
         view.copy_(parameter.grad.view(-1))
     adamw = torch.optim.AdamW(parameters, lr=1e-5, fused=True)
-    one_bit = CompressedAdam([{"params": parameters}], 1e-5, (0.9, 0.999), 1e-8, 0.1)
-    one_bit.bind(collectives)
-    one_bit.step()
-    one_bit.compressing = True
+    usual = 1e-5, (0.9, 0.999), 1e-8, 0.1
+    lamb = Lamb([{"params": parameters}], *usual)
+    one_bit = {
+        name: cls([{"params": parameters}], *usual) for name, cls in (("one_bit_adam", CompressedAdam), ("one_bit_lamb", CompressedLamb))
+    }
+    for optimizer in one_bit.values():
+        optimizer.bind(collectives)
+        optimizer.step()
+        optimizer.compressing = True
 
-    sides: dict[str, Callable[[], None]] = {"reduction": reduction.reduce, "adamw": adamw.step, "one_bit_adam": one_bit.step}
+    sides: dict[str, Callable[[], None]] = {"reduction": reduction.reduce, "adamw": adamw.step, "lamb": lamb.step}
+    sides |= {name: optimizer.step for name, optimizer in one_bit.items()}
     seconds: dict[str, list[float]] = {name: [] for name in sides}
     for turn in range(arguments.turns + 3):
         for name, run in sides.items():
@@ -94,7 +102,8 @@ def main() -> int:
                 seconds[name].append(time.perf_counter() - since)
     rows = {name: spread(times) for name, times in seconds.items()}
     print(f"{count:,} parameters in {len(parameters)} tensors, {arguments.ranks} ranks, {arguments.threads} thread(s) on {device.type}")
-    names = {"reduction": "compressing and expanding", "adamw": "AdamW, fused", "one_bit_adam": "1-bit Adam's step with both"}
+    names = {"reduction": "compressing and expanding", "adamw": "AdamW, fused", "lamb": "LAMB"}
+    names |= {"one_bit_adam": "1-bit Adam's step with both", "one_bit_lamb": "1-bit LAMB's step with both"}
     for name, row in rows.items():
         quartiles = f"{row['lower_quartile_ms']:.1f} to {row['upper_quartile_ms']:.1f}"
         print(f"{names[name]:28} {row['median_ms']:8.1f} ms ({quartiles})  {row['median_ms'] * 11e6 / count:8.1f} ms for 11 M", flush=True)

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from model.gpt import GPT
     from recipes.compressed_optimizer import CompressedOptimizer, FreezingOptimizer
 
-#: "auto": the share of the run's steps that the paper of 1-bit Adam spends in full precision is 0.15 to 0.25.
-AUTO_SHARE = 0.2
 #: Gradients with which the links are tried at the start: 1 MiB in fp32, 0.1 s at 100 Mbit/s; and where these take less than SLOW
 #: milliseconds, which may be the launch alone, 64 MiB.
 TRIED, TRIED_ON_FAST_LINKS, SLOW = 2**18, 2**24, 20.0
@@ -34,11 +32,6 @@ COMMON_KEYS: dict[str, dict[str, Any]] = {
 }
 
 
-def share_of(run: Run) -> tuple[int, str]:
-    """What "auto" is for the steps of the first phase, and from what."""
-    return max(1, round(AUTO_SHARE * run.steps)), f"{AUTO_SHARE} of the run's steps, of whole batches"
-
-
 class CompressedTechnique(Technique):
     """Base of the techniques that bring a `CompressedOptimizer` and switch the engine's own reduction of gradients off."""
 
@@ -48,6 +41,8 @@ class CompressedTechnique(Technique):
         "cuda_aware": "it is for MPI, and torch.distributed's own backend is used",
         "comm_backend_name": "the backend of the run's process group is used",
     }
+    #: What "auto" is for the first phase: the share of the run's steps that the paper of 1-bit Adam spends in full precision is 0.15 to 0.25.
+    auto_share = 0.2
     #: fp32 tensors of the parameters' size that the optimizer keeps on each rank, the errors of the compression aside.
     kept_tensors = 2
 
@@ -64,6 +59,10 @@ class CompressedTechnique(Technique):
         require_stage_0(run, f"{self.name()} compresses the momentum of the whole model on every rank", self.state_tensors)
         if run.engine.get("gradient_allreduce_op") == "sum":
             raise ValueError(f'\'gradient_allreduce_op\' is "sum", but {self.name()} sends the mean; write "mean", or leave it out')
+
+    def _share_of(self, run: Run) -> tuple[int, str]:
+        """What "auto" comes to for the steps of the first phase, and from what."""
+        return max(1, round(self.auto_share * run.steps)), f"{self.auto_share} of the run's steps, of whole batches"
 
     def _megabytes(self, run: Run) -> tuple[float, float]:
         """What a rank sends of whole gradients, and of compressed momentum, in MB."""
@@ -160,7 +159,7 @@ class CompressedTechnique(Technique):
 class FreezingTechnique(CompressedTechnique):
     """Base of 1-bit Adam and 1-bit LAMB: `freeze_step` steps on whole gradients, after which the variance stays and the ranks compress.
 
-    freeze_step: optimizer steps (updates that fp16 did not skip); "auto", or left out: 0.2 of the run's steps of whole batches.
+    freeze_step: optimizer steps (updates that fp16 did not skip); "auto", or left out: `auto_share` of the run's steps of whole batches.
     """
 
     keys = {"freeze_step": {"types": ["integer"], "minimum": 1, "auto": True}, **COMMON_KEYS}
@@ -172,7 +171,7 @@ class FreezingTechnique(CompressedTechnique):
         super().__init__(section, run)
         asked = section.get("freeze_step", "auto")
         if asked == "auto":
-            self.resolved = {"freeze_step": share_of(run)}
+            self.resolved = {"freeze_step": self._share_of(run)}
             self.freeze_step = self.resolved["freeze_step"][0]
         else:
             self.freeze_step = int(asked)

@@ -22,10 +22,10 @@ def explained(recipe: str, *flags: str) -> dict:
     return json.loads(done.stdout)
 
 
-def test_a_fifth_of_the_run_is_lamb():
+def test_three_tenths_of_the_run_are_lamb():
     said = explained("one_bit_lamb")
-    assert said["engine"][f"{PARAMS}.freeze_step"] == {"value": 80, "from": "0.2 of the run's steps, of whole batches"}
-    assert any("80 steps as LAMB, which send 32.14 MB each and rank, then steps that send about 2.01" in note for note in said["notes"])
+    assert said["engine"][f"{PARAMS}.freeze_step"] == {"value": 120, "from": "0.3 of the run's steps, of whole batches"}
+    assert any("120 steps as LAMB, which send 32.14 MB each and rank, then steps that send about 2.01" in note for note in said["notes"])
 
 
 def test_the_errors_and_the_fresh_variance_count_in_the_plan_of_memory():

@@ -25,7 +25,7 @@ LAMB_KEYS: dict[str, dict[str, Any]] = {
 }
 #: The rate is a share of a tensor's norm, not a length, and so does not follow the preset's, which is AdamW's.
 LAMB_AUTO: dict[str, Any] = {"lr": 0.016, "betas": [0.9, 0.999]}
-
+#: Of the trust ratio: DeepSpeed's defaults.
 LIMITS = (0.01, 10.0)
 
 

@@ -22,7 +22,7 @@ class OneBitLamb(FreezingTechnique):
     """DeepSpeed's documented `"optimizer": {"type": "OneBitLamb", "params": {..., "freeze_step": 400}}`.
 
     freeze_step: optimizer steps (updates that fp16 did not skip) of LAMB, after which the variance stays and the momentum is compressed;
-        "auto", or left out: 0.2 of the run's steps of whole batches.
+        "auto", or left out: 0.3 of the run's steps of whole batches.
     lr, betas, eps, weight_decay, bias_correction, max_coeff, min_coeff: as for Lamb; max_coeff and min_coeff act in the first phase.
     coeff_beta: the memory of each tensor's mean trust ratio, which it keeps in the second phase; 1 / (1 - coeff_beta) steps.
     factor_max, factor_min: limits of the factor by which that is adapted to the variance that the reconstructed gradients have.
@@ -41,6 +41,8 @@ class OneBitLamb(FreezingTechnique):
         "factor_min": {"types": ["number"], "minimum": 0, "maximum": 1_000_000},
         "factor_threshold": {"types": ["number"], "minimum": 0, "maximum": 1_000_000},
     }
+    #: At 0.2 the ratios still move, see README.md.
+    auto_share = 0.3
     #: The variance of the reconstructed gradients is one more.
     kept_tensors = 3
     _optimizer: CompressedLamb

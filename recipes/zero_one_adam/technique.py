@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from recipes.compressed_technique import COMMON_KEYS, CompressedTechnique, share_of
+from recipes.compressed_technique import COMMON_KEYS, CompressedTechnique
 from recipes.technique import Run
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ class ZeroOneAdam(CompressedTechnique):
     def __init__(self, section: dict[str, Any], run: Run):
         super().__init__(section, run)
         self.resolved = {}
-        freeze = self._of("var_freeze_step", *share_of(run))
+        freeze = self._of("var_freeze_step", *self._share_of(run))
         self.schedule = Schedule(
             freeze,
             self._of("var_update_scaler", max(1, min(16, run.steps // 50)), "16, or a fiftieth of the run's steps"),
