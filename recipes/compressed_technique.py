@@ -41,7 +41,7 @@ class CompressedTechnique(Technique):
         "cuda_aware": "it is for MPI, and torch.distributed's own backend is used",
         "comm_backend_name": "the backend of the run's process group is used",
     }
-    #: What "auto" is for the first phase: the share of the run's steps that the paper of 1-bit Adam spends in full precision is 0.15 to 0.25.
+    #: What "auto" is for the first phase, in shares of the run's steps; 1-bit Adam's paper spends 0.15 to 0.25 in full precision.
     auto_share = 0.2
     #: fp32 tensors of the parameters' size that the optimizer keeps on each rank, the errors of the compression aside.
     kept_tensors = 2
