@@ -5,8 +5,8 @@
 
 The other ranks are played by this one: what it sends comes back to it as if they all had sent the same. So the work is that of a rank of a
 real job (its own tensors to compress, all ranks' messages of its chunk to add up and to compress, all chunks to expand), on the tensors
-of a GPT of that size. In turns, on the same machine: the reduction, AdamW's fused update of the same tensors, LAMB's, and the whole updates
-of 1-bit Adam and 1-bit LAMB with their variance frozen, reduction included.
+of a GPT of that size. In turns, on the same machine: the reduction, AdamW's fused update of the same tensors, LAMB's, the whole updates
+of 1-bit Adam and 1-bit LAMB with their variance frozen, reduction included, and a step alone and an exchange of 0/1 Adam.
 """
 
 from __future__ import annotations
@@ -65,6 +65,7 @@ def main() -> int:
     from recipes.lamb.optimizer import Lamb
     from recipes.one_bit_adam.optimizer import CompressedAdam
     from recipes.one_bit_lamb.optimizer import CompressedLamb
+    from recipes.zero_one_adam.optimizer import LocalStepAdam
 
     torch.set_num_threads(arguments.threads)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -89,8 +90,20 @@ def main() -> int:
         optimizer.step()
         optimizer.compressing = True
 
+    zero_one = LocalStepAdam([{"params": parameters}], *usual)
+    zero_one.bind(collectives)
+    zero_one.step()
+
+    def step_of_zero_one(exchanges: bool) -> Callable[[], None]:
+        def step() -> None:
+            zero_one.renews, zero_one.exchanges = False, exchanges
+            zero_one.step()
+
+        return step
+
     sides: dict[str, Callable[[], None]] = {"reduction": reduction.reduce, "adamw": adamw.step, "lamb": lamb.step}
     sides |= {name: optimizer.step for name, optimizer in one_bit.items()}
+    sides |= {"zero_one_adam_alone": step_of_zero_one(False), "zero_one_adam": step_of_zero_one(True)}
     seconds: dict[str, list[float]] = {name: [] for name in sides}
     for turn in range(arguments.turns + 3):
         for name, run in sides.items():
@@ -104,6 +117,7 @@ def main() -> int:
     print(f"{count:,} parameters in {len(parameters)} tensors, {arguments.ranks} ranks, {arguments.threads} thread(s) on {device.type}")
     names = {"reduction": "compressing and expanding", "adamw": "AdamW, fused", "lamb": "LAMB"}
     names |= {"one_bit_adam": "1-bit Adam's step with both", "one_bit_lamb": "1-bit LAMB's step with both"}
+    names |= {"zero_one_adam_alone": "0/1 Adam's step alone", "zero_one_adam": "0/1 Adam's exchange"}
     for name, row in rows.items():
         quartiles = f"{row['lower_quartile_ms']:.1f} to {row['upper_quartile_ms']:.1f}"
         print(f"{names[name]:28} {row['median_ms']:8.1f} ms ({quartiles})  {row['median_ms'] * 11e6 / count:8.1f} ms for 11 M", flush=True)

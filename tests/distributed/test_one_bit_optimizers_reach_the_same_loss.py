@@ -1,5 +1,5 @@
-"""1-bit Adam ends where AdamW ends, and 1-bit LAMB where LAMB does: `nano`, 400 steps on the corpus of `make data`, three seeds, two
-ranks, in every precision.
+"""1-bit Adam and 0/1 Adam end where AdamW ends, and 1-bit LAMB where LAMB does: `nano`, 400 steps on the corpus of `make data`, three
+seeds, two ranks, in every precision.
 
     python -m pytest -m "" -s tests/distributed/test_one_bit_optimizers_reach_the_same_loss.py
 """
@@ -10,10 +10,13 @@ import pytest
 
 from tests.helpers import ROOT
 
-#: Recipe, its control, and within what of it. The JSON of AdamW has 0.95 for the second beta, with which it ends higher at this length.
+#: The JSON of AdamW has 0.95 for the second beta, with which it ends higher at this length.
+ADAMW = ["zero0_bf16", "--set", "optimizer.params.betas=[0.9,0.999]"]
+#: Recipe, its control, and within what of it.
 PAIRS = [
-    ("one_bit_adam", ["zero0_bf16", "--set", "optimizer.params.betas=[0.9,0.999]"], 0.03),
+    ("one_bit_adam", ADAMW, 0.03),
     ("one_bit_lamb", ["lamb"], 0.05),
+    ("zero_one_adam", ADAMW, 0.05),
 ]
 pytestmark = [
     pytest.mark.long,
