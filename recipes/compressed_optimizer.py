@@ -37,7 +37,8 @@ def settle_variance(variance: torch.Tensor, steps: int, beta2: float, row_steps:
 class CompressedOptimizer(torch.optim.Optimizer):
     """Base of the optimizers whose ranks exchange their own momenta, compressed, in the place of gradients.
 
-    `state_dict` has the state that all ranks share; what is a rank's own (`reduction`'s errors) is for the technique to save.
+    `state_dict` has the state that all ranks share; what is a rank's own (`reduction`'s errors, and between exchanges more) is for the
+    technique to save.
 
     Attributes:
         used_rows: by the place of a parameter among all, how many of its rows, from the first on, can have gradients in this step. What is

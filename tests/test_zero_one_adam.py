@@ -73,12 +73,12 @@ def test_the_run_is_told_what_it_sends():
     said = explained("--steps", "400")
     for key, (value, origin) in {
         "var_freeze_step": (80, "0.2 of the run's steps, of whole batches"),
-        "var_update_scaler": (8, "16, or a fiftieth of the run's steps"),
+        "var_update_scaler": (8, "a fiftieth of the run's steps, 4 to 16"),
         "local_step_scaler": (80, "a fourth of the run's steps after var_freeze_step"),
         "local_step_clipper": (16, "the paper's"),
     }.items():
         assert said["engine"][f"{PARAMS}.{key}"] == {"value": value, "from": origin}
-    expected = "of 400 steps 27 send 32.14 MB each and rank, to renew the variance, 203 send about 2.01, and 170 a few KB"
+    expected = "of 400 steps of whole batches 27 send 32.14 MB each and rank, to renew the variance, 203 send about 2.01, and 170 a few KB"
     assert any(expected in note for note in said["notes"])
     assert [row["variance_updated"] for row in said["over_the_run"]] == [1, 0, 0, 0, 0]
     assert [row["exchanged"] for row in said["over_the_run"]] == [1, 1, 1, 1, 1]  # at steps 1, 100, 200, ...
@@ -94,12 +94,12 @@ def test_one_rank_is_told_that_nothing_is_compressed():
     assert any("one rank has nobody to send to" in note for note in json.loads(done.stdout)["notes"])
 
 
-def test_what_is_kept_counts_in_the_plan_of_memory():
-    """The way since the last exchange, where that was, and the errors, beside Adam's moments."""
-    zero_one, adamw = (
-        explained(*flags)["memory_per_rank"]["cpu"] for flags in ((), ("--set", f"optimizer={json.dumps({'type': 'AdamW'})}"))
-    )
-    assert zero_one["optimizer_states"] - adamw["optimizer_states"] == pytest.approx(4 * NANO * 3.5, rel=1e-3)
+@pytest.mark.parametrize(("flags", "tensors"), [((), 3.5), (("--set", f"{PARAMS}.local_step_clipper=1"), 2.5), (("--ranks", "1"), 1)])
+def test_what_is_kept_counts_in_the_plan_of_memory(flags, tensors):
+    """The way since the last exchange, where that was if ranks go alone, and the errors, beside Adam's moments."""
+    adamw = explained("--set", f"optimizer={json.dumps({'type': 'AdamW'})}")
+    states = [said["memory_per_rank"]["cpu"]["optimizer_states"] for said in (explained(*flags), adamw)]
+    assert states[0] - states[1] == pytest.approx(4 * NANO * tensors, rel=1e-3)
 
 
 def test_upstreams_documented_form_is_accepted_with_a_word():
@@ -110,7 +110,7 @@ def test_upstreams_documented_form_is_accepted_with_a_word():
     assert said["engine"][f"{PARAMS}.var_freeze_step"]["value"] == 100_000
     assert said["engine"][f"{PARAMS}.betas"] == {"value": [0.9, 0.999], "from": "what ZeroOneAdam wants"}
     # 16 renewals one step apart, 16 each 2, 4 and 8 apart, and 10 of 16: 240 + 160.
-    assert any("of 400 steps 74 send" in note for note in said["notes"])
+    assert any("of 400 steps of whole batches 74 send" in note for note in said["notes"])
     assert any("its schedule arrives at step 100,001, and the run ends at step 400" in note for note in said["notes"])
     for key in ("cuda_aware", "comm_backend_name"):
         assert any(f"{PARAMS}.{key}: has no effect here" in note for note in said["notes"])

@@ -15,8 +15,9 @@ class LocalStepAdam(CompressedOptimizer):
     """0/1 Adam: Lu et al., arXiv 2202.06009, algorithm 1, with a scale for each tensor.
 
     In a step that renews the variance it finds the mean gradients over all ranks, and nothing is compressed; in the others it finds each
-    rank's own. Each rank adds up what it goes, u <- u + lr m. At an exchange u becomes its compressed mean over the ranks, the momentum
-    that mean by the sum of the rates, and all weights are moved by it from where they were at the last exchange.
+    rank's own. Each rank adds up its way, u <- u + lr m / (sqrt(v) + eps). At an exchange u over the sum of the rates becomes its
+    compressed mean over the ranks, which is the momentum over the deviations, and all weights are moved by it, times the rates, from where
+    they were at the last exchange.
 
     The bias of both moments is corrected, that of the variance by the number of its renewals: it is kept corrected, so that rows of
     embeddings can have numbers of their own. Weight decay is decoupled, and no part of what is exchanged. As soon as a step has had a
@@ -31,8 +32,8 @@ class LocalStepAdam(CompressedOptimizer):
     kept = ("exp_avg", "variance")
 
     def __init__(self, param_groups: list[dict[str, Any]], *arguments: Any):
-        # In the groups: how often the variance was renewed; the rate of the step, and their sum since the last exchange.
-        super().__init__(param_groups, *arguments, renewals=0, rate=0.0, rates=0.0)
+        # In the groups: how often the variance was renewed; the sum of the rates since the last exchange.
+        super().__init__(param_groups, *arguments, renewals=0, rates=0.0)
         self.renews = self.exchanges = True
         #: Steps since the last exchange. What they add up to is the buffer of `reduction`.
         self._alone = 0
@@ -53,32 +54,46 @@ class LocalStepAdam(CompressedOptimizer):
         else:
             self._give_new_rows_a_variance()
         for group in self.param_groups:
-            rate = group["lr"] / self._bias(group["betas"][0], self._steps)
-            group["rate"], group["rates"] = rate, rate + (group["rates"] if self._alone else 0.0)
+            group["rates"] = self._rate(group) + (group["rates"] if self._alone else 0.0)
         if not self._alone:
             self.reduction.buffer.zero_()
         for (group, parameter, moved), least in zip(self._momenta(), self._least_now(), strict=True):
             assert parameter.grad is not None
             for way, m, gradient, v in self._blocks(moved, *self._state_of(parameter, parameter.grad)):
                 m.lerp_(gradient, 1 - group["betas"][0])
-                way.addcdiv_(m, self._divisor(v, least, group["eps"]), value=group["rate"])
-        # At a rate of 0 there is nothing to exchange: the rank keeps its momentum, as in a step alone.
-        if self.renews or (self.exchanges and all(group["rates"] for group in self.param_groups)):
+                way.addcdiv_(m, self._divisor(v, least, group["eps"]), value=self._rate(group))
+        if self.exchanges or self.renews:
             self._exchange()
         else:
             self._go_alone()
 
+    def _rate(self, group: dict[str, Any]) -> float:
+        """What a momentum is multiplied by in this step."""
+        return float(group["lr"] / self._bias(group["betas"][0], self._steps))
+
     def _exchange(self) -> None:
-        if not self.renews and self.reduction.ranks > 1:
-            self.reduction.reduce()
-            for (group, parameter, moved), least in zip(self._momenta(), self._least_now(), strict=True):
-                for way, m, v in self._blocks(moved, *self._state_of(parameter)):
-                    torch.mul(way, self._divisor(v, least, group["eps"]), out=m).div_(group["rates"])
+        # After a renewal the ranks have gone the same way, unless they were alone before: a resume may have moved the renewals.
+        if self.reduction.ranks > 1 and (self._alone or not self.renews):
+            self._exchange_ways()
         if self._alone:
             torch._foreach_copy_(self._parameters, self._agreed)
             self._alone = 0
         self._decay(self._parameters)
         self._move_from(self._parameters)
+
+    def _exchange_ways(self) -> None:
+        """The mean way, and the momentum that goes it at the rates of this rank's; at rates of 0 the present momentum's."""
+        for (group, parameter, moved), least in zip(self._momenta(), self._least_now(), strict=True):
+            for way, m, v in self._blocks(moved, *self._state_of(parameter)):
+                if group["rates"]:
+                    way.div_(group["rates"])
+                else:
+                    torch.div(m, self._divisor(v, least, group["eps"]), out=way)
+        self.reduction.reduce()
+        for (group, parameter, moved), least in zip(self._momenta(), self._least_now(), strict=True):
+            for way, m, v in self._blocks(moved, *self._state_of(parameter)):
+                torch.mul(way, self._divisor(v, least, group["eps"]), out=m)
+                way.mul_(group["rates"])
 
     def _go_alone(self) -> None:
         if not self._agreed:
@@ -181,7 +196,6 @@ class LocalStepAdam(CompressedOptimizer):
         momenta = [self.state[parameter]["exp_avg"] for parameter in self._parameters]
         return {
             "alone": self._alone,
-            "rates": [group["rates"] for group in self.param_groups],
             "moved": self.reduction.buffer,
             "momenta": momenta,
         }
@@ -194,8 +208,6 @@ class LocalStepAdam(CompressedOptimizer):
         self._alone = state["alone"]
         self._agreed = [parameter.detach().clone() for parameter in self._parameters]
         self.reduction.buffer.copy_(state["moved"])
-        for group, rates in zip(self.param_groups, state["rates"], strict=True):
-            group["rates"] = rates
         for parameter, momentum in zip(self._parameters, state["momenta"], strict=True):
             self.state[parameter]["exp_avg"].copy_(momentum)
         self._move_from(self._agreed)

@@ -71,8 +71,8 @@ class ZeroOneAdam(CompressedTechnique):
 
     var_freeze_step: the last step that may renew the variance; local steps begin after it. "auto", or left out: 0.2 of the run's steps of
         whole batches, as long as 1-bit Adam's warm-up.
-    var_update_scaler: how many renewals of the variance lie one step apart, and then 2, 4, 8, ... steps (kappa); "auto", or left out: 16,
-        or a fiftieth of the run's steps where that is less.
+    var_update_scaler: how many renewals of the variance lie one step apart, and then 2, 4, 8, ... steps (kappa); "auto", or left out: a
+        fiftieth of the run's steps, 4 to 16.
     local_step_scaler: after how many steps the distance between exchanges doubles; "auto", or left out: a fourth of what is left.
     local_step_clipper: the largest distance between exchanges (H); "auto", or left out: 16.
     lr, betas, eps, weight_decay: as for AdamW, but "auto" for the second beta is 0.999: what the variance has seen is to last.
@@ -88,19 +88,22 @@ class ZeroOneAdam(CompressedTechnique):
         "local_step_clipper": {"types": ["integer"], "minimum": 1, "auto": True},
         **COMMON_KEYS,
     }
-    kept_tensors = 4  # momentum, variance, what is to be exchanged, and the weights that the ranks agreed on last
     _optimizer: LocalStepAdam
 
     def __init__(self, section: dict[str, Any], run: Run):
-        super().__init__(section, run)
-        self.resolved = {}
+        self.params, self.resolved = section, {}
         freeze = self._of("var_freeze_step", *self._share_of(run))
         self.schedule = Schedule(
             freeze,
-            self._of("var_update_scaler", max(1, min(16, run.steps // 50)), "16, or a fiftieth of the run's steps"),
+            self._of("var_update_scaler", min(16, max(4, run.steps // 50)), "a fiftieth of the run's steps, 4 to 16"),
             self._of("local_step_scaler", max(1, (run.steps - freeze) // 4), "a fourth of the run's steps after var_freeze_step"),
             self._of("local_step_clipper", 16, "the paper's"),
         )
+        self.goes_alone = run.ranks > 1 and self.schedule.last_exchange(run.steps)[1] < run.steps
+        # Momentum, variance, the way since the last exchange, and where that was.
+        self.kept_tensors = 3 + self.goes_alone
+        super().__init__(section, run)
+        # From here on the variance stays, and the ranks go steps alone.
         self.arrives_at = freeze + 1
         self._note_all(self._says(run))
         self.on_step(1)
@@ -121,7 +124,7 @@ class ZeroOneAdam(CompressedTechnique):
         (whole, compressed), renewals = self._megabytes(run), self.schedule.renewals(run.steps)
         last, exchanges = self.schedule.last_exchange(run.steps)
         yield (
-            f"of {run.steps:,} steps {renewals:,} send {whole:,.2f} MB each and rank, to renew the variance,"
+            f"of {run.steps:,} steps of whole batches {renewals:,} send {whole:,.2f} MB each and rank, to renew the variance,"
             f" {exchanges - renewals:,} send about {compressed:,.2f}, and {run.steps - exchanges:,} a few KB"
         )
         if last < run.steps:
@@ -159,7 +162,7 @@ class ZeroOneAdam(CompressedTechnique):
 
     def forget_state(self, reason: str) -> None:
         if self._ranks > 1:
-            self._note(f"the errors of the compression, and the steps since the last exchange, start at zero: {reason}")
+            self._note(f"the errors of the compression, and what ranks went since the last exchange, start at zero: {reason}")
         else:
             super().forget_state(reason)
 

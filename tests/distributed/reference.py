@@ -347,8 +347,9 @@ class PublishedZeroOneAdam(OfEachRank):
         if renews or self.ranks == 1 or self.steps in self.exchanged:
             mean = self.way[0]
             if not renews and self.ranks > 1:
-                mean = self.reduced(self.way)
-                self.m = [[way * divisor / self.rates for way, divisor in zip(mean, divisors, strict=True)] for _ in self.m]
+                mean = self.reduced([[way / self.rates for way in ways] for ways in self.way])
+                self.m = [[way * divisor for way, divisor in zip(mean, divisors, strict=True)] for _ in self.m]
+                mean = [way * self.rates for way in mean]
             torch._foreach_sub_(self.agreed, mean)
             self.way, self.rates = [self.zeros() for _ in self.way], 0.0
         self.forget()

@@ -77,7 +77,7 @@ def test_on_several_ranks_it_is_the_papers_algorithm(ranks, accumulation, pools,
     assert largest_difference(losses(lines[:4]), losses_of(reference)[:4]) <= TOLERANCE
     assert largest_difference(losses(lines), losses_of(reference)) <= COMPRESSED
     exchanged = expected(ranks, accumulation, exchanged=frozenset(EVERY_STEP))
-    assert largest_difference(losses_of(reference), losses_of(exchanged)) > 10 * COMPRESSED, "steps alone must show"
+    assert largest_difference(losses_of(reference), losses_of(exchanged)) > 3 * COMPRESSED, "steps alone must show"
     assert largest_difference(losses_of(reference), losses_of(expected(1))) > 10 * COMPRESSED, "what is compressed must show"
 
 
@@ -97,21 +97,21 @@ def test_all_ranks_clip_by_the_norm_of_the_mean_gradient(two_ranks, corpus, expe
 def test_in_half_precision_it_follows_fp32(precision, two_ranks, corpus, expected, tmp_path):
     run = flags(corpus, tmp_path, 2, precision=precision)
     lines = trained(two_ranks, run, "tests.distributed.failure_jobs:pretrain_in_fp16")
-    assert largest_difference(losses(lines), losses_of(expected(2, clip=1.0))) <= 0.05
-    assert largest_difference(losses(lines), losses_of(expected(1, clip=1.0, renewed=frozenset(EVERY_STEP)))) > 0.05
+    assert largest_difference(losses(lines), losses_of(expected(2, clip=1.0))) <= 0.02
+    assert largest_difference(losses(lines), losses_of(expected(1, clip=1.0, renewed=frozenset(EVERY_STEP)))) > 0.03
 
 
 def test_an_overflow_on_one_rank_is_skipped_by_all(two_ranks, corpus, tmp_path):
     """In a renewal, an exchange and a step alone: what was due is done a step later."""
     overflows = (5, 12, 22)
-    run = flags(corpus, tmp_path, 2, precision="fp16")
-    found = two_ranks.run("tests.distributed.failure_jobs:fp16_run", flags=run, overflows=overflows, rank=1, micro_step=0)
-    lines = found[0]["lines"]
+    run, job = flags(corpus, tmp_path, 2, precision="fp16"), "tests.distributed.zero_one_jobs:weights_over_the_run"
+    lines = exchanged_alike(two_ranks.run(job, flags=run, overflows=overflows))
     assert [line["step"] for line in lines if line["overflow"]] == list(overflows)
     assert [line["loss_scale"] for line in lines] == [2.0 ** (16 - sum(step < line["step"] for step in overflows)) for line in lines]
     for line in lines:
         update = line["step"] - sum(step < line["step"] for step in overflows)
-        assert (line["variance_updated"], line["exchanged"]) == (update in RENEWED, update in EXCHANGED)
+        if not line["overflow"]:
+            assert (line["variance_updated"], line["exchanged"]) == (update in RENEWED, update in EXCHANGED)
     assert lines[-1]["loss"] < lines[0]["loss"] - 0.5
 
 
@@ -146,11 +146,12 @@ def test_a_resume_is_bit_identical(precision, interrupted, two_ranks, corpus, tm
         assert [line[key] for line in lines if line["step"]] == [line[key] for line in whole if line["step"]]
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", pytest.param("fp16", marks=pytest.mark.long)])
 def test_what_is_evaluated_and_saved_is_what_the_ranks_agree_on(precision, two_ranks, corpus, tmp_path):
     """Between two exchanges it stays but for weight decay, although the ranks' weights move and are not the same."""
     run = [*flags(corpus, tmp_path, 2, precision=precision, weight_decay=0.0), "--eval_every", "1", "--save_every", "25"]
-    found = two_ranks.run("tests.distributed.zero_one_jobs:weights_over_the_run", flags=[*run, "--keep", "9"])
+    job = "tests.distributed.zero_one_jobs:weights_over_the_run"
+    found = two_ranks.run(job, flags=[*run, "--keep", "9"], saved_after=25)
     for one, other in zip(*(rank["steps"] for rank in found), strict=True):
         assert one["agreed"] == other["agreed"]
         assert (one["own"] == other["own"]) == (one["step"] in EXCHANGED) == (one["own"] == one["agreed"])
@@ -170,7 +171,11 @@ def test_another_number_of_ranks_goes_on_from_what_was_agreed(ranks, two_ranks, 
     lines = trained(pools.of(ranks), [*run, *steps, "--resume"])
     assert resumed_after(tmp_path / "r") == 20
     log = (tmp_path / "r" / "log.txt").read_text(encoding="utf-8")
-    word = "nothing is compressed" if ranks == 1 else "the errors of the compression, and the steps since the last exchange, start at zero"
+    word = (
+        "nothing is compressed"
+        if ranks == 1
+        else "the errors of the compression, and what ranks went since the last exchange, start at zero"
+    )
     assert f"note: ZeroOneAdam: {word}: written by 2 rank(s), and this job has {ranks}" in log
     assert 1e-5 < largest_difference(losses(lines), losses(whole)) < 0.1
 
@@ -190,9 +195,44 @@ def test_rows_that_cannot_have_gradients_gather_no_error(two_ranks, corpus, tmp_
     assert lines[-1]["loss"] < lines[0]["loss"] - 0.5
 
 
-def test_a_rate_of_zero_is_a_step_alone(two_ranks, corpus, tmp_path):
-    """OneCycle begins and ends at 0: nothing has been gone that could be exchanged, and nothing is divided by it."""
-    schedule = {"type": "OneCycle", "params": {"cycle_min_lr": 0, "cycle_max_lr": 1e-3, "cycle_first_step_size": 10}}
-    lines = trained(two_ranks, [*flags(corpus, tmp_path, 2), "--set", f"scheduler={json.dumps(schedule)}"])
-    assert {line["step"] for line in lines if line["lr"] == 0} & EXCHANGED - RENEWED
+def exchanged_alike(found: list[dict]) -> list[dict]:
+    """The lines of the metrics of a run of `weights_over_the_run`, after each exchange of which both ranks have the same weights."""
+    for line, *ranks in zip(found[0]["lines"], *(rank["steps"] for rank in found), strict=True):
+        assert len({rank["agreed"] for rank in ranks}) == 1
+        assert {rank["own"] == rank["agreed"] for rank in ranks} == {bool(line["exchanged"])}
+    return found[0]["lines"]
+
+
+def test_at_a_rate_of_zero_the_momentum_is_exchanged(two_ranks, corpus, tmp_path):
+    """DeepSpeed's WarmupLR begins with two steps of it; the second does not renew the variance, and the third does."""
+    schedule = {"type": "WarmupLR", "params": {"warmup_num_steps": "auto"}}
+    run = [*flags(corpus, tmp_path, 2, var_update_scaler=1), "--set", f"scheduler={json.dumps(schedule)}"]
+    lines = exchanged_alike(two_ranks.run("tests.distributed.zero_one_jobs:weights_over_the_run", flags=run))
+    assert [(line["lr"] > 0, line["variance_updated"]) for line in lines[:3]] == [(False, 1), (False, 0), (True, 1)]
+    assert lines[1]["bytes_sent"] == lines[3]["bytes_sent"] < lines[0]["bytes_sent"] / 25
     assert lines[-1]["loss"] < lines[0]["loss"] - 0.5
+
+
+def test_a_variance_may_be_renewed_again_after_a_resume_between_exchanges(two_ranks, corpus, tmp_path):
+    """By a later var_freeze_step: the ranks, who were alone, exchange at the first renewal."""
+    steps = ["--save_every", "20", "--keep", "30"]
+    trained(two_ranks, flags(corpus, tmp_path, 2) + steps)
+    shutil.rmtree(tmp_path / "r" / "checkpoints" / f"step-{STEPS:08d}")
+    run = [*flags(corpus, tmp_path, 2, var_freeze_step=40), *steps, "--resume"]
+    found = two_ranks.run("tests.distributed.zero_one_jobs:weights_over_the_run", flags=run)
+    renewed, _ = by_the_papers_rule(40, *list(SCHEDULE.values())[1:], steps=STEPS)
+    assert 21 in renewed, "in the first step"
+    lines = found[0]["lines"]
+    assert {line["step"] for line in lines[20:] if line["variance_updated"]} == {step for step in renewed if step > 20}
+    for one, other in zip(*(rank["steps"] for rank in found), strict=True):
+        assert one["own"] == other["own"] == one["agreed"]
+
+
+def test_a_rate_that_rises_again_after_a_resume_throws_nothing_about(two_ranks, corpus, tmp_path):
+    """A run that has ended at a rate of nearly zero goes on as one of twice its length, whose rate is half the peak."""
+    run = [*flags(corpus, tmp_path, 2), "--min_lr", "0"]
+    short = trained(two_ranks, run)
+    run[run.index("--steps") + 1] = str(2 * STEPS)
+    lines = trained(two_ranks, [*run, "--resume"])
+    assert (short[-1]["lr"], lines[STEPS - 1]["lr"]) == (0, 0) and lines[STEPS]["lr"] > LR / 3
+    assert max(line["loss"] for line in lines[STEPS:]) < short[-1]["loss"] + 0.2
