@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import io
 import json
 import os
 import re
 import shutil
 import socket
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
+from launch.run.config import resolve
+from launch.run.errors import run_command
+from launch.run.explain import explain as explained_run
 from recipes.registry import read_recipe, recipe_names
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -24,9 +28,34 @@ def recipe_flags(config: Path) -> list[str]:
 
 
 def explain(*flags: str) -> subprocess.CompletedProcess[str]:
-    """`launch/pretrain.py --explain json` with `flags`, in a process of its own."""
-    command = [sys.executable, "launch/pretrain.py", "--explain", "json", *flags]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    """What `launch/pretrain.py --explain json` with `flags` ends with and prints, without a process of its own."""
+
+    def command() -> int:
+        print(json.dumps(explained_run(resolve(["--explain", "json", *flags])[0])))
+        return 0
+
+    output, errors = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors), contextlib.chdir(ROOT):
+        try:
+            run_command(command)
+        except SystemExit as end:
+            code = end.code
+    return subprocess.CompletedProcess(flags, int(code or 0), output.getvalue(), errors.getvalue())
+
+
+def explained(*flags: str) -> dict[str, Any]:
+    """What `--explain json` says of a run that can be."""
+    done = explain(*flags)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def refusal(*flags: str) -> str:
+    """The one line on which `launch/pretrain.py` with `flags` ends, exit code 2."""
+    done = explain(*flags)
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    return line
 
 
 def free_port() -> int:

@@ -13,23 +13,17 @@ from recipes.one_bit_lamb.optimizer import CompressedLamb
 from tests import helpers
 from tests.test_one_bit_adam import NANO, PARAMS, OneRank
 
-explain = partial(helpers.explain, "--steps", "400", "--ranks", "2", "--data", "no/corpus", "--recipe")
-
-
-def explained(recipe: str, *flags: str) -> dict:
-    done = explain(f"recipes/{recipe}", *flags)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+explained = partial(helpers.explained, "--steps", "400", "--ranks", "2", "--data", "no/corpus", "--recipe")
 
 
 def test_three_tenths_of_the_run_are_lamb():
-    said = explained("one_bit_lamb")
+    said = explained("recipes/one_bit_lamb")
     assert said["engine"][f"{PARAMS}.freeze_step"] == {"value": 120, "from": "0.3 of the run's steps, of whole batches"}
     assert any("120 steps as LAMB, which send 32.14 MB each and rank, then steps that send about 2.01" in note for note in said["notes"])
 
 
 def test_the_errors_and_the_fresh_variance_count_in_the_plan_of_memory():
-    one_bit, lamb = (explained(name)["memory_per_rank"]["cpu"]["optimizer_states"] for name in ("one_bit_lamb", "lamb"))
+    one_bit, lamb = (explained(f"recipes/{name}")["memory_per_rank"]["cpu"]["optimizer_states"] for name in ("one_bit_lamb", "lamb"))
     assert one_bit - lamb == pytest.approx(4 * NANO * 2.5, rel=1e-3)
 
 
@@ -37,7 +31,7 @@ def test_upstreams_documented_form_is_accepted_with_a_word():
     params = {"lr": 11e-3, "weight_decay": 0.01, "bias_correction": False, "freeze_step": 100, "max_coeff": 0.3, "min_coeff": 0.01}
     params |= {"cuda_aware": False, "comm_backend_name": "nccl", "coeff_beta": 0.9, "factor_max": 4.0, "factor_min": 0.5}
     params |= {"factor_threshold": 0.1, "amsgrad": False, "eps_inside_sqrt": False}
-    said = explained("one_bit_lamb", "--set", f"optimizer={json.dumps({'type': 'OneBitLamb', 'params': params})}")
+    said = explained("recipes/one_bit_lamb", "--set", f"optimizer={json.dumps({'type': 'OneBitLamb', 'params': params})}")
     assert said["engine"][f"{PARAMS}.betas"] == {"value": [0.9, 0.999], "from": "what OneBitLamb wants"}
     assert any(f"{PARAMS}.comm_backend_name: has no effect here" in note for note in said["notes"])
 
