@@ -80,14 +80,14 @@ def trained(pool, run: list[str], job: str = "tests.distributed.jobs:pretrain") 
     return pool.run(job, flags=run)[0]
 
 
-def trained_in_two_parts(pool, run: list[str], tmp_path: Path, interrupted: int) -> list[dict]:
+def trained_in_two_parts(pool, run: list[str], tmp_path: Path, interrupted: int, *job: str) -> list[dict]:
     """The run named "resumed", resumed from a checkpoint of that step."""
     again = [*run, "--save_every", str(interrupted), "--keep", "30"]
-    trained(pool, again)
+    trained(pool, again, *job)
     for checkpoint in (tmp_path / "resumed" / "checkpoints").iterdir():
         if checkpoint.name != f"step-{interrupted:08d}":
             shutil.rmtree(checkpoint) if checkpoint.is_dir() else checkpoint.unlink()
-    lines = trained(pool, [*again, "--resume"])
+    lines = trained(pool, [*again, "--resume"], *job)
     assert resumed_after(tmp_path / "resumed") == interrupted
     return lines
 
