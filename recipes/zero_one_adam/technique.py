@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 class Schedule(NamedTuple):
     """The two sets of steps of 0/1 Adam, counted from 1 by the updates made: section 4 of the paper.
 
-    variance_steps (T_v): k_0 = 0, k_{j+1} = k_j + 2^floor(j / var_update_scaler), as far as var_freeze_step.
-    exchange_steps (T_u): every step as far as t_0 = var_freeze_step; then t_{j+1} = t_j + min(local_step_clipper,
-    2^floor((t_j - var_freeze_step) / local_step_scaler)).
+    T_v, in which the variance is renewed: k_0 = 0, k_{j+1} = k_j + 2^floor(j / var_update_scaler), as far as var_freeze_step.
+    T_u, after which all ranks have the same weights: every step as far as t_0 = var_freeze_step; then t_{j+1} = t_j +
+    min(local_step_clipper, 2^floor((t_j - var_freeze_step) / local_step_scaler)).
     """
 
     var_freeze_step: int
