@@ -144,10 +144,15 @@ def train(config: RunConfig, folder: RunFolder | NoFolder, stop: StopRequest) ->
                     with collectives.uncounted():
                         checkpoints.save(engine.deepspeed, techniques, state)
     except TrainingFailed as reason:
-        # Before the update of a step that cannot be made, or after a step whose loss is none: either way the weights are good.
+        # Before the update of a step that cannot be made, or after a step whose loss is none: the weights are good, unless the update
+        # before made them what they are.
         with collectives.uncounted():
-            kept = checkpoints.save(engine.deepspeed, techniques, state)
-        reason = TrainingFailed(f"{reason}; --resume goes on from {kept}")
+            if engine.weights_are_finite():
+                reason = TrainingFailed(f"{reason}; --resume goes on from {checkpoints.save(engine.deepspeed, techniques, state)}")
+            else:
+                older = checkpoints.newest()
+                what = f"--resume goes on from {older}" if older else "there is no checkpoint before it, start anew"
+                reason = TrainingFailed(f"{reason}; weights are no numbers either, and were not saved: {what}")
         folder.log_failure(config, str(reason))
         raise reason from None
 

@@ -88,6 +88,11 @@ class Engine:
         if not math.isfinite(loss) and self.config.precision != "fp16":
             self._fail(self.deepspeed.global_steps)
 
+    def weights_are_finite(self) -> bool:
+        """Whether all weights of all ranks are numbers, at stage 3 each rank's part of them. All ranks call this together."""
+        weights = (getattr(parameter, "ds_tensor", parameter) for parameter in self.deepspeed.module.parameters())
+        return not self.collectives.any(any(not bool(torch.isfinite(weight.detach()).all()) for weight in weights))
+
     def _fail(self, step: int) -> NoReturn:
         """Say what was not finite, where, and what to change. Called by all ranks: clipping and overflow are theirs together."""
         losses = self.collectives.of_each(self._loss)
@@ -208,7 +213,7 @@ def _adam(config: RunConfig, groups: list[dict[str, Any]]) -> torch.optim.Optimi
     optimizer = torch.optim.Adam(
         groups,
         lr=params["lr"],
-        betas=tuple(params["betas"]),
+        betas=(float(params["betas"][0]), float(params["betas"][1])),  # torch takes no 0 for 0.0
         eps=params["eps"],
         weight_decay=params["weight_decay"],
         amsgrad=params.get("amsgrad", False),

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 PREFIX = "step-"
 ENGINE_TAG = "engine"
+#: Of an optimizer's groups of parameters: what the JSON sets, beside the learning rate, which follows the schedule.
+SETTINGS = ("betas", "eps", "weight_decay", "momentum", "dampening", "nesterov", "alpha", "amsgrad", "lr_decay")
 
 
 def complete_checkpoints(folder: Path) -> list[Path]:
@@ -117,6 +119,10 @@ class Checkpoints:
             self.collectives.barrier()
         return final
 
+    def newest(self) -> Path | None:
+        """The newest complete checkpoint, None where there is none."""
+        return next(reversed(complete_checkpoints(self.folder)), None)
+
     def load_newest(self, engine: Any, technique: Technique) -> dict[str, Any] | None:
         """Load the newest complete checkpoint into the engine and the techniques; its state, or None where there is none.
 
@@ -126,10 +132,9 @@ class Checkpoints:
             UsageError: a file of it is missing or has lost bytes, or a technique cannot go on without what other ranks have saved.
             SystemExit: its bytes are not what was written (exit code 1, one line from each rank that saw it).
         """
-        checkpoints = complete_checkpoints(self.folder)
-        if not checkpoints:
+        newest = self.newest()
+        if newest is None:
             return None
-        newest = checkpoints[-1]
         check_files(newest)  # by every rank, so that all of them end on what any of them would
         state = read_state(newest)
         others = state["ranks"] != self.collectives.world_size
@@ -139,7 +144,8 @@ class Checkpoints:
             except ValueError as reason:
                 raise UsageError(f"{newest}: a technique's state belongs to its rank, {reason}; start {state['ranks']} ranks") from None
         with self._ending_on_failure(f"{newest}: could not be loaded", _REMEDY):
-            path, _ = engine.load_checkpoint(str(newest), tag=ENGINE_TAG)
+            with _own_settings(engine):
+                path, _ = engine.load_checkpoint(str(newest), tag=ENGINE_TAG)
             if path is None:
                 raise RuntimeError("DeepSpeed found nothing in it")
             if not others and (file := newest / self._technique_file()).exists():
@@ -179,6 +185,15 @@ class Checkpoints:
         for path in checkpoints[: -self.keep]:
             if path != best:
                 _remove(path)
+
+
+@contextlib.contextmanager
+def _own_settings(engine: Any) -> Iterator[None]:
+    """Keep the optimizer's settings, which torch takes from the checkpoint together with its state, those of this run's configuration."""
+    asked = [{key: group[key] for key in SETTINGS if key in group} for group in engine.optimizer.param_groups]
+    yield
+    for group, settings in zip(engine.optimizer.param_groups, asked, strict=True):
+        group.update(settings)
 
 
 def _remove(checkpoint: Path) -> None:

@@ -29,7 +29,7 @@ INSTEAD = {
     "sparse_gradients": "The gradients of the embedding are dense.",
 }
 #: More allowed names than this are no help in a message.
-MANY = 12
+MANY = 16
 
 
 class KeyFault(NamedTuple):
@@ -147,11 +147,12 @@ def value_fault(value: Any, rule: Rule) -> str | None:
     if "enum" in rule:
         if any(value == choice and isinstance(value, bool) == isinstance(choice, bool) for choice in rule["enum"]):
             return None
-        return f"is {json.dumps(value)}, must be one of {', '.join(map(json.dumps, rule['enum']))}"
+        return f"is {json.dumps(value)}, must be {'one of ' if len(rule['enum']) > 1 else ''}{', '.join(map(json.dumps, rule['enum']))}"
     types = rule.get("types", ())
     if types and not any(_fits(value, kind) for kind in types):
         keys = f" with keys such as {', '.join(list(rule['keys'])[:3])}" if "keys" in rule else ""
-        return f"is {json.dumps(value)}, must be {_with_article(types)}{keys}"
+        auto = ' or "auto"' if rule.get("auto") else ""
+        return f"is {json.dumps(value)}, must be {_with_article(types)}{keys}{auto}"
     if "items" in rule and isinstance(value, list) and not all(any(_fits(item, kind) for kind in rule["items"]) for item in value):
         return f"is {json.dumps(value)}, must be a list of {' or '.join(rule['items'])}s"
     if isinstance(value, (int, float)) and not isinstance(value, bool):

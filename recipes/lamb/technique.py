@@ -39,8 +39,12 @@ def limits(section: dict[str, Any], least: str, most: str, defaults: tuple[float
     if not high:
         raise ValueError(f"'optimizer.params.{most}' is 0, with which no weight moves; write a number above 0")
     if low > high:
-        key, fix = (least, f"lower it, or raise {most}") if least in section else (most, f"raise it, or lower {least}")
-        raise ValueError(f"'optimizer.params.{key}' is {section[key]}, but {least} is {low:g} and {most} is {high:g}; {fix}")
+        key, fix = (
+            (least, f"{most} is {high:g}; lower it, or raise {most}")
+            if least in section
+            else (most, f"{least} is {low:g}; raise it, or lower {least}")
+        )
+        raise ValueError(f"'optimizer.params.{key}' is {section[key]}, but {fix}")
     return low, high
 
 

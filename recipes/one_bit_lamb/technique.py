@@ -36,7 +36,7 @@ class OneBitLamb(FreezingTechnique):
     keys = {
         **FreezingTechnique.keys,
         **LAMB_KEYS,
-        "coeff_beta": {"types": ["number"], "minimum": 0, "maximum": 1},
+        "coeff_beta": {"types": ["number"], "minimum": 0, "maximum": 0.999999},
         "factor_max": {"types": ["number"], "minimum": 0, "maximum": 1_000_000},
         "factor_min": {"types": ["number"], "minimum": 0, "maximum": 1_000_000},
         "factor_threshold": {"types": ["number"], "minimum": 0, "maximum": 1_000_000},
@@ -50,8 +50,6 @@ class OneBitLamb(FreezingTechnique):
     def __init__(self, section: dict[str, Any], run: Run):
         self.coefficient_limits = limits(section, "min_coeff", "max_coeff", LIMITS)
         self.factor_limits = limits(section, "factor_min", "factor_max", (0.5, 4.0))
-        if section.get("coeff_beta") == 1:
-            raise ValueError("'optimizer.params.coeff_beta' is 1, with which the first ratio is kept for ever; write a number below 1")
         super().__init__(section, run)
 
     def build_optimizer(self, param_groups: list[dict[str, Any]]) -> CompressedLamb:

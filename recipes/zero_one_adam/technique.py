@@ -128,7 +128,11 @@ class ZeroOneAdam(CompressedTechnique):
             f" {exchanges - renewals:,} send about {compressed:,.2f}, and {run.steps - exchanges:,} a few KB"
         )
         if last < run.steps:
-            yield f"the last exchange is that of step {last:,}; what the ranks go alone after it is in no weights that are saved"
+            lost = run.steps - last
+            yield (
+                f"the last exchange is that of step {last:,}; what the ranks go alone in the {lost:,} step(s) after it is in no weights"
+                " that are saved; lower local_step_clipper to lose less"
+            )
 
     def build_optimizer(self, param_groups: list[dict[str, Any]]) -> LocalStepAdam:
         from recipes.zero_one_adam.optimizer import LocalStepAdam
@@ -164,7 +168,7 @@ class ZeroOneAdam(CompressedTechnique):
         if self._ranks > 1:
             self._note(f"the errors of the compression, and what ranks went since the last exchange, start at zero: {reason}")
         else:
-            super().forget_state(reason)
+            self._note(f"nothing is compressed, and what ranks went since the last exchange is lost: {reason}")
 
     def state_dict(self) -> dict[str, Any]:
         """The errors of this rank's compressions, and between exchanges what else is its own."""

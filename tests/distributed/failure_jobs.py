@@ -82,6 +82,14 @@ def pretrain_with_digest(flags: list[str]) -> dict[str, Any]:
         return {"lines": lines, "digest": weights_digest(started[0].deepspeed)}
 
 
+def settings_after(flags: list[str]) -> list[dict[str, Any]]:
+    """Of each group of parameters after a run: the settings of its optimizer."""
+    with started_engines() as started:
+        pretrain(flags)
+        groups = started[0].deepspeed.optimizer.param_groups
+        return [{key: group[key] for key in ("betas", "eps", "weight_decay")} for group in groups]
+
+
 def fp16_run(flags: list[str], overflows: Sequence[int], rank: int, micro_step: int) -> dict[str, Any]:
     """`pretrain_with_digest` in fp16 while the loss of one micro-batch of the steps `overflows` is infinite on one rank."""
     with fp16_allowed(), loss_times(float("inf"), overflows, rank, micro_step):

@@ -57,6 +57,16 @@ def test_a_failure_in_the_first_step_leaves_a_checkpoint_of_the_start(two_ranks,
     assert len(two_ranks.run("tests.distributed.jobs:pretrain", flags=[*run, "--resume"])[0]) == STEPS
 
 
+@pytest.mark.parametrize("config", ["lamb", "zero3_bf16"])
+def test_weights_that_an_update_made_no_numbers_are_not_saved(config, two_ranks, corpus, tmp_path):
+    """An eps that is 0 to fp32 divides 0 by 0, in rows of embeddings that have no gradient."""
+    run = [*flags(corpus, tmp_path, config), "--set", "optimizer.params.eps=1e-320"]
+    for reason in two_ranks.run(f"{JOBS}:pretrain_until_it_fails", flags=run, factor=1, steps=(), rank=0):
+        assert reason.startswith("step 2: the loss is nan on rank 0")
+        assert reason.endswith("; weights are no numbers either, and were not saved: there is no checkpoint before it, start anew")
+    assert complete_checkpoints(tmp_path / "r" / "checkpoints") == []
+
+
 @pytest.mark.parametrize("config", ["zero0_fp32", "zero0_bf16", "zero2_fp32", "zero3_bf16"])
 def test_gradients_that_are_no_numbers_stop_the_run_too(config, two_ranks, corpus, tmp_path):
     disturbed = {"factor": math.nan, "steps": (2,), "rank": 0, "gradient_only": True}

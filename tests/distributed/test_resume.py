@@ -155,6 +155,19 @@ def test_ranks_may_change_at_stage_0(train, flags, tmp_path):
     assert [loss for _, loss in losses(lines)] == pytest.approx([loss for _, loss in losses(whole)], abs=1e-4)
 
 
+@pytest.mark.parametrize("config", ["zero0_bf16", "zero2_fp32", "zero3_bf16", "lamb", "one_bit_lamb", "zero_one_adam"])
+def test_changed_settings_of_the_optimizer_act_after_a_resume(config, two_ranks, corpus, tmp_path):
+    """torch takes them from the checkpoint with the state, and the log would say of all of them that they have changed."""
+    shape = ["--n_layer", "1", "--n_head", "1", "--d_model", "32", "--seq_len", "16", "--eval_every", "0", "--data", str(corpus)]
+    run = ["--deepspeed_config", f"ds_configs/{config}.json", *shape, "--runs_dir", str(tmp_path), "--run_name", "r"]
+    two_ranks.run("tests.distributed.jobs:pretrain", flags=[*run, "--steps", "3"])
+    changed = {"betas": [0.5, 0.75], "eps": 1e-6, "weight_decay": 0.25}
+    run += [text for key, value in changed.items() for text in ("--set", f"optimizer.params.{key}={json.dumps(value)}")]
+    groups = two_ranks.run("tests.distributed.failure_jobs:settings_after", flags=[*run, "--steps", "5", "--resume"])[0]
+    assert all((tuple(group["betas"]), group["eps"]) == ((0.5, 0.75), 1e-6) for group in groups)
+    assert [group["weight_decay"] for group in groups] == [0.25, 0.0]
+
+
 def test_a_resume_that_is_another_run_is_refused_and_changes_nothing(flags, finished):
     before = {path: path.read_bytes() for path in sorted(finished.rglob("*")) if path.is_file()}
     others = ["--seed", "7", "--n_layer", "3", "--global_batch_size", "8"]

@@ -175,7 +175,7 @@ def test_another_number_of_ranks_goes_on_from_what_was_agreed(ranks, two_ranks, 
     assert resumed_after(tmp_path / "r") == 20
     log = (tmp_path / "r" / "log.txt").read_text(encoding="utf-8")
     word = (
-        "nothing is compressed"
+        "nothing is compressed, and what ranks went since the last exchange is lost"
         if ranks == 1
         else "the errors of the compression, and what ranks went since the last exchange, start at zero"
     )
