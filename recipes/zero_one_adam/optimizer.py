@@ -15,9 +15,8 @@ class LocalStepAdam(CompressedOptimizer):
     """0/1 Adam: Lu et al., arXiv 2202.06009, algorithm 1, with a scale for each tensor.
 
     In a step that renews the variance it finds the mean gradients over all ranks, and nothing is compressed; in the others it finds each
-    rank's own. Each rank adds up its way, u <- u + lr m / (sqrt(v) + eps). At an exchange u over the sum of the rates becomes its
-    compressed mean over the ranks, which is the momentum over the deviations, and all weights are moved by it, times the rates, from where
-    they were at the last exchange.
+    rank's own. Each rank adds up its way, u <- u + lr m / (sqrt(v) + eps). At an exchange u becomes its compressed mean over the ranks, the
+    momentum what goes that way at the sum of the rates, and all weights are moved by it from where they were at the last exchange.
 
     The bias of both moments is corrected, that of the variance by the number of its renewals: it is kept corrected, so that rows of
     embeddings can have numbers of their own. Weight decay is decoupled, and no part of what is exchanged. As soon as a step has had a
@@ -26,17 +25,17 @@ class LocalStepAdam(CompressedOptimizer):
     Attributes:
         renews: whether the step renews the variance; set before it.
         exchanges: whether all ranks have the same weights after the step; set before it.
+        alone: steps since the last exchange, whose way is the buffer of `reduction`; 0: the weights are those of all ranks.
     """
 
     exchanged = ""
     kept = ("exp_avg", "variance")
 
     def __init__(self, param_groups: list[dict[str, Any]], *arguments: Any):
-        # In the groups: how often the variance was renewed; the sum of the rates since the last exchange.
-        super().__init__(param_groups, *arguments, renewals=0, rates=0.0)
+        # In the groups: how often the variance was renewed; the sum of the rates since the last exchange, and what it was for that one.
+        super().__init__(param_groups, *arguments, renewals=0, rates=0.0, exchanged_rates=0.0)
         self.renews = self.exchanges = True
-        #: Steps since the last exchange. What they add up to is the buffer of `reduction`.
-        self._alone = 0
+        self.alone = 0
         #: Where all ranks were at the last exchange, but for weight decay since; made when they first go alone.
         self._agreed: list[torch.Tensor] = []
         #: The least that an element of each tensor's variance counts for.
@@ -44,7 +43,7 @@ class LocalStepAdam(CompressedOptimizer):
 
     def _take_state(self) -> None:
         super()._take_state()
-        self._alone = 0
+        self.alone = 0
         self._look_at_variance()
 
     def _update(self) -> None:
@@ -54,15 +53,16 @@ class LocalStepAdam(CompressedOptimizer):
         else:
             self._give_new_rows_a_variance()
         for group in self.param_groups:
-            group["rates"] = self._rate(group) + (group["rates"] if self._alone else 0.0)
-        if not self._alone:
+            group["rates"] = self._rate(group) + (group["rates"] if self.alone else 0.0)
+        if not self.alone:
             self.reduction.buffer.zero_()
         for (group, parameter, moved), least in zip(self._momenta(), self._least_now(), strict=True):
             assert parameter.grad is not None
             for way, m, gradient, v in self._blocks(moved, *self._state_of(parameter, parameter.grad)):
                 m.lerp_(gradient, 1 - group["betas"][0])
                 way.addcdiv_(m, self._divisor(v, least, group["eps"]), value=self._rate(group))
-        if self.exchanges or self.renews:
+        # At a rate of 0 there is no way to exchange: the rank keeps its momentum, as in a step alone.
+        if (self.renews and not self.alone) or ((self.exchanges or self.renews) and all(group["rates"] for group in self.param_groups)):
             self._exchange()
         else:
             self._go_alone()
@@ -73,34 +73,34 @@ class LocalStepAdam(CompressedOptimizer):
 
     def _exchange(self) -> None:
         # After a renewal the ranks have gone the same way, unless they were alone before: a resume may have moved the renewals.
-        if self.reduction.ranks > 1 and (self._alone or not self.renews):
+        if self.reduction.ranks > 1 and (self.alone or not self.renews):
             self._exchange_ways()
-        if self._alone:
+        if self.alone:
             torch._foreach_copy_(self._parameters, self._agreed)
-            self._alone = 0
+            self.alone = 0
         self._decay(self._parameters)
         self._move_from(self._parameters)
 
     def _exchange_ways(self) -> None:
-        """The mean way, and the momentum that goes it at the rates of this rank's; at rates of 0 the present momentum's."""
-        for (group, parameter, moved), least in zip(self._momenta(), self._least_now(), strict=True):
-            for way, m, v in self._blocks(moved, *self._state_of(parameter)):
-                if group["rates"]:
-                    way.div_(group["rates"])
-                else:
-                    torch.div(m, self._divisor(v, least, group["eps"]), out=way)
+        """The mean way, and the momentum that goes it at the rates of this rank's."""
+        # The errors are ways as well. Where the rates have fallen since they were made, they fall too: a momentum is a way over its rates.
+        shrink = min((group["rates"] / group["exchanged_rates"] for group in self.param_groups if group["exchanged_rates"]), default=1.0)
+        if shrink < 1:
+            self.reduction.worker_error.mul_(shrink)
+            self.reduction.server_error.mul_(shrink)
         self.reduction.reduce()
         for (group, parameter, moved), least in zip(self._momenta(), self._least_now(), strict=True):
             for way, m, v in self._blocks(moved, *self._state_of(parameter)):
-                torch.mul(way, self._divisor(v, least, group["eps"]), out=m)
-                way.mul_(group["rates"])
+                torch.mul(way, self._divisor(v, least, group["eps"]), out=m).div_(group["rates"])
+        for group in self.param_groups:
+            group["exchanged_rates"] = group["rates"]
 
     def _go_alone(self) -> None:
         if not self._agreed:
             self._agreed = [torch.empty_like(parameter, requires_grad=False) for parameter in self._parameters]
-        if not self._alone:
+        if not self.alone:
             torch._foreach_copy_(self._agreed, self._parameters)
-        self._alone += 1
+        self.alone += 1
         self._decay(self._agreed)
         self._move_from(self._agreed)
 
@@ -176,7 +176,7 @@ class LocalStepAdam(CompressedOptimizer):
     @contextlib.contextmanager
     def agreed_weights(self, changed: Callable[[], None]) -> Iterator[None]:
         """Inside, the parameters are where all ranks were at the last exchange. `changed` is called whenever they have been changed."""
-        if not self._alone:
+        if not self.alone:
             yield
             return
         with torch.no_grad():
@@ -191,11 +191,11 @@ class LocalStepAdam(CompressedOptimizer):
 
     def own_state(self) -> dict[str, Any]:
         """What `state_dict` lacks of a rank that is alone; for a checkpoint whose weights are the agreed ones."""
-        if not self._alone:
+        if not self.alone:
             return {}
         momenta = [self.state[parameter]["exp_avg"] for parameter in self._parameters]
         return {
-            "alone": self._alone,
+            "alone": self.alone,
             "moved": self.reduction.buffer,
             "momenta": momenta,
         }
@@ -205,7 +205,7 @@ class LocalStepAdam(CompressedOptimizer):
         """Take back what `own_state` gave, after the parameters and `state_dict`."""
         if "alone" not in state:
             return
-        self._alone = state["alone"]
+        self.alone = state["alone"]
         self._agreed = [parameter.detach().clone() for parameter in self._parameters]
         self.reduction.buffer.copy_(state["moved"])
         for parameter, momentum in zip(self._parameters, state["momenta"], strict=True):

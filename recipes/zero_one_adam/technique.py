@@ -151,7 +151,8 @@ class ZeroOneAdam(CompressedTechnique):
         self._reduce_gradients(self.updates_variance)
 
     def metrics(self) -> dict[str, float]:
-        return {"variance_updated": int(self.updates_variance), "exchanged": int(self.exchanges and self._ranks > 1)}
+        agreed = self.exchanges if self._engine is None else not self._optimizer.alone
+        return {"variance_updated": int(self.updates_variance), "exchanged": int(agreed and self._ranks > 1)}
 
     def agreed_weights(self) -> AbstractContextManager[None]:
         return self._optimizer.agreed_weights(self._copy_weights)

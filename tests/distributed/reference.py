@@ -314,7 +314,7 @@ class PublishedZeroOneAdam(OfEachRank):
         self.v, *self.m = (self.zeros() for _ in range(1 + self.ranks))
         self.way = [self.zeros() for _ in range(self.ranks)]
         self.agreed = [p.detach().double().clone() for p in self.parameters]
-        self.rates = 0.0
+        self.rates, self.last_rates = 0.0, 1e-9
 
     def enter(self, micro_step: int) -> None:
         for p, agreed, way in zip(self.parameters, self.agreed, self.way[micro_step % self.ranks], strict=True):
@@ -347,9 +347,10 @@ class PublishedZeroOneAdam(OfEachRank):
         if renews or self.ranks == 1 or self.steps in self.exchanged:
             mean = self.way[0]
             if not renews and self.ranks > 1:
-                mean = self.reduced([[way / self.rates for way in ways] for ways in self.way])
-                self.m = [[way * divisor for way, divisor in zip(mean, divisors, strict=True)] for _ in self.m]
-                mean = [way * self.rates for way in mean]
+                for errors in (*self.reduction.worker_errors, self.reduction.server_errors):
+                    torch._foreach_mul_(errors, min(1.0, self.rates / self.last_rates))
+                mean, self.last_rates = self.reduced(self.way), self.rates
+                self.m = [[way * divisor / self.rates for way, divisor in zip(mean, divisors, strict=True)] for _ in self.m]
             torch._foreach_sub_(self.agreed, mean)
             self.way, self.rates = [self.zeros() for _ in self.way], 0.0
         self.forget()
