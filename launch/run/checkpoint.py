@@ -29,8 +29,9 @@ if TYPE_CHECKING:
 
 PREFIX = "step-"
 ENGINE_TAG = "engine"
-#: Of an optimizer's groups of parameters: what the JSON sets, beside the learning rate, which follows the schedule.
-SETTINGS = ("betas", "eps", "weight_decay", "momentum", "dampening", "nesterov", "alpha", "amsgrad", "lr_decay")
+#: Of an optimizer's groups of parameters: what the JSON sets and no state depends on (amsgrad and momentum have some), beside the learning
+#: rate, which follows the schedule.
+SETTINGS = ("betas", "eps", "weight_decay", "dampening", "alpha", "lr_decay")
 
 
 def complete_checkpoints(folder: Path) -> list[Path]:
