@@ -82,6 +82,7 @@ def test_the_index_picks_the_recipe_up(indexed):
     assert [line for line in after if NAME not in line] == [line for line in before if NAME not in line], "the rest is as it was"
 
 
+@pytest.mark.long
 def test_the_checks_of_the_page_pass_with_the_recipe_in(indexed, run):
     for command in commands("python -m pytest tests/test_"):
         assert " passed" in run(command).stdout

@@ -273,6 +273,7 @@ print(json.dumps(result), file=open(sys.argv[1], "w"))
 """
 
 
+@pytest.mark.long
 def test_zero_init_builds_the_same_model_and_trains_the_tied_weight(tmp_path):
     environment = os.environ | {
         "PYTHONPATH": str(REPOSITORY),

@@ -121,6 +121,7 @@ def test_theta_and_gates_go_on_through_a_resume_on_all_ranks(stage, one_rank, tw
         assert [line[key] for line in resumed] == [line[key] for line in whole]
 
 
+@pytest.mark.long
 def test_a_compiled_block_is_dropped_and_scaled_alike(one_rank, corpus, expected, tmp_path):
     run = flags(corpus, tmp_path, "stage 1", 1, 1)
     lines = one_rank.run("tests.distributed.jobs:pretrain_with", technique="CompiledBlocks", flags=run)[0]
