@@ -71,7 +71,7 @@ def test_every_length_is_that_of_deepspeeds_own_scheduler(section):
         (["schedule_config.difficulty_step=24"], "does not divide max_difficulty, 128"),
         (["schedule_config.total_curriculum_step=0"], "total_curriculum_step: is 0, must be at least 1"),
         (["schedule_type=cubic"], 'must be one of "fixed_linear", "fixed_root", "fixed_discrete"'),
-        (["curriculum_type=vocabulary"], 'is "vocabulary", must be one of "seqlen"'),
+        (["curriculum_type=vocabulary"], 'is "vocabulary", must be "seqlen"'),
         (["schedule_type=fixed_root"], "root_degree' is missing"),
         (["schedule_config.root_degree=2"], "means nothing to fixed_linear"),
         (["schedule_type=fixed_root", "schedule_config.root_degree=0"], "root_degree is 0; allowed are numbers above 0"),

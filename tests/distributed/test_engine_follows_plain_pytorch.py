@@ -45,8 +45,9 @@ def grid(is_quick: Callable[[str, int, int], bool]) -> pytest.MarkDecorator:
 
 
 def is_hardest(form: str, accumulation: int, ranks: int) -> bool:
-    # A drive has tests of its own, in test_nvme.py; stage 2 offloads as stage 1 does.
-    return (accumulation, ranks) == (3, 2) and "drive" not in form and form != "stage 2, optimizer offloaded"
+    # A drive has tests of its own, in test_nvme.py; stage 2 offloads as stage 1 does, and stage 3 the optimizer alone as with all else.
+    doubles = ("stage 2, optimizer offloaded", "stage 3, optimizer offloaded")
+    return (accumulation, ranks) == (3, 2) and "drive" not in form and form not in doubles
 
 
 def is_plain(form: str, accumulation: int, ranks: int) -> bool:
