@@ -88,6 +88,11 @@ ADAM_KEYS: dict[str, dict[str, Any]] = {
 }
 
 
+def adam_arguments(params: dict[str, Any]) -> tuple[float, list[float], float, float, bool]:
+    """What the optimizers of recipes are all built with, beside the groups of parameters, in their order, by the JSON's `params`."""
+    return params["lr"], params["betas"], params["eps"], params["weight_decay"], params.get("bias_correction", True)
+
+
 def largest_divisor(number: int, limit: int) -> int:
     """The largest divisor of `number` that is at most `limit`, 0 for a limit of 0: how micro-batches are chosen."""
     if limit >= number:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from recipes.technique import ADAM_KEYS, Run, Technique, require_stage_0
+from recipes.technique import ADAM_KEYS, Run, Technique, adam_arguments, require_stage_0
 
 if TYPE_CHECKING:
     import torch
@@ -70,16 +70,7 @@ class LambTechnique(Technique):
     def optimizer(self, param_groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         from recipes.lamb.optimizer import Lamb
 
-        params = self.params
-        self._optimizer = Lamb(
-            param_groups,
-            params["lr"],
-            params["betas"],
-            params["eps"],
-            params["weight_decay"],
-            params.get("bias_correction", True),
-            self.limits,
-        )
+        self._optimizer = Lamb(param_groups, *adam_arguments(self.params), self.limits)
         return self._optimizer
 
     def metrics(self) -> dict[str, float]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from recipes.compressed_technique import FreezingTechnique
+from recipes.technique import adam_arguments
 
 if TYPE_CHECKING:
     from recipes.compressed_optimizer import CompressedOptimizer
@@ -32,7 +33,4 @@ class OneBitAdam(FreezingTechnique):
     def build_optimizer(self, param_groups: list[dict[str, Any]]) -> CompressedOptimizer:
         from recipes.one_bit_adam.optimizer import CompressedAdam
 
-        params = self.params
-        return CompressedAdam(
-            param_groups, params["lr"], params["betas"], params["eps"], params["weight_decay"], params.get("bias_correction", True)
-        )
+        return CompressedAdam(param_groups, *adam_arguments(self.params))

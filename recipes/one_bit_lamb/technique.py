@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from recipes.compressed_technique import FreezingTechnique
 from recipes.lamb.technique import LAMB_AUTO, LAMB_KEYS, LIMITS, limits
-from recipes.technique import Run
+from recipes.technique import Run, adam_arguments
 
 if TYPE_CHECKING:
     from recipes.one_bit_lamb.optimizer import CompressedLamb
@@ -58,11 +58,7 @@ class OneBitLamb(FreezingTechnique):
         params = self.params
         return CompressedLamb(
             param_groups,
-            params["lr"],
-            params["betas"],
-            params["eps"],
-            params["weight_decay"],
-            params.get("bias_correction", True),
+            *adam_arguments(params),
             limits=self.coefficient_limits,
             coeff_beta=params.get("coeff_beta", 0.9),
             factor_limits=self.factor_limits,

@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from recipes.compressed_technique import COMMON_KEYS, CompressedTechnique
-from recipes.technique import Run
+from recipes.technique import Run, adam_arguments
 
 if TYPE_CHECKING:
     from recipes.zero_one_adam.optimizer import LocalStepAdam
@@ -99,9 +99,9 @@ class ZeroOneAdam(CompressedTechnique):
             self._of("local_step_scaler", max(1, (run.steps - freeze) // 4), "a fourth of the run's steps after var_freeze_step"),
             self._of("local_step_clipper", 16, "the paper's"),
         )
-        self.goes_alone = run.ranks > 1 and self.schedule.last_exchange(run.steps)[1] < run.steps
+        goes_alone = run.ranks > 1 and self.schedule.last_exchange(run.steps)[1] < run.steps
         # Momentum, variance, the way since the last exchange, and where that was.
-        self.kept_tensors = 3 + self.goes_alone
+        self.kept_tensors = 3 + goes_alone
         super().__init__(section, run)
         # From here on the variance stays, and the ranks go steps alone.
         self.arrives_at = freeze + 1
@@ -137,10 +137,7 @@ class ZeroOneAdam(CompressedTechnique):
     def build_optimizer(self, param_groups: list[dict[str, Any]]) -> LocalStepAdam:
         from recipes.zero_one_adam.optimizer import LocalStepAdam
 
-        params = self.params
-        return LocalStepAdam(
-            param_groups, params["lr"], params["betas"], params["eps"], params["weight_decay"], params.get("bias_correction", True)
-        )
+        return LocalStepAdam(param_groups, *adam_arguments(self.params))
 
     def on_step(self, step: int) -> None:
         update = self._updates_before(step) + 1
