@@ -11,7 +11,6 @@ of 1-bit Adam and 1-bit LAMB with their variance frozen, reduction included, and
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 import time
@@ -20,7 +19,23 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[0] = str(ROOT)
+if __name__ == "__main__":
+    sys.path[0] = str(ROOT)
+
+from benchmarks import report
+from benchmarks.report import Row
+
+QUICK = ("--turns", "10", "--parameters", "2000000")
+
+
+def rows(record: dict[str, Any]) -> list[Row]:
+    base, what = record["sides"]["adamw"]["median_ms"], f"{record['parameters'] / 1e6:.0f} M parameters"
+    names = {"reduction": "compressed reduction", "one_bit_adam": "1-bit Adam, reduction included", "lamb": "LAMB"}
+    sides = {f"{name} / fused AdamW, {what}": record["sides"][key] for key, name in names.items() if key in record["sides"]}
+    return [
+        Row(name, f"{side['median_ms'] / base:.2f}", [side[f"{end}_quartile_ms"] / base for end in ("lower", "upper")])
+        for name, side in sides.items()
+    ]
 
 
 class Echo:
@@ -49,18 +64,17 @@ def tensors(parameters: int) -> list[tuple[int, ...]]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = report.parser(__doc__)
     parser.add_argument("--parameters", type=int, default=11_000_000, help="about how many (11,000,000)")
     parser.add_argument("--ranks", type=int, default=2, help="ranks of the job (2)")
     parser.add_argument("--turns", type=int, default=30, help="turns that are counted (30)")
     parser.add_argument("--threads", type=int, default=1, help="threads, on a CPU (1)")
-    parser.add_argument("--no_record", action="store_true", help="do not append to benchmarks/results.json")
     arguments = parser.parse_args()
     os.chdir(ROOT)
 
     import torch
 
-    from benchmarks.report import append, spread
+    from benchmarks.report import append, device_name, spread
     from recipes.compressed_all_reduce import CompressedAllReduce
     from recipes.lamb.optimizer import Lamb
     from recipes.one_bit_adam.optimizer import CompressedAdam
@@ -113,17 +127,17 @@ def main() -> int:
                 torch.cuda.synchronize()
             if turn >= 3:
                 seconds[name].append(time.perf_counter() - since)
-    rows = {name: spread(times) for name, times in seconds.items()}
+    found = {name: spread(times) for name, times in seconds.items()}
     print(f"{count:,} parameters in {len(parameters)} tensors, {arguments.ranks} ranks, {arguments.threads} thread(s) on {device.type}")
     names = {"reduction": "compressing and expanding", "adamw": "AdamW, fused", "lamb": "LAMB"}
     names |= {"one_bit_adam": "1-bit Adam's step with both", "one_bit_lamb": "1-bit LAMB's step with both"}
     names |= {"zero_one_adam_alone": "0/1 Adam's step alone", "zero_one_adam": "0/1 Adam's exchange"}
-    for name, row in rows.items():
+    for name, row in found.items():
         quartiles = f"{row['lower_quartile_ms']:.1f} to {row['upper_quartile_ms']:.1f}"
         print(f"{names[name]:28} {row['median_ms']:8.1f} ms ({quartiles})  {row['median_ms'] * 11e6 / count:8.1f} ms for 11 M", flush=True)
     if not arguments.no_record:
-        results = {"parameters": count, "ranks": arguments.ranks, "threads": arguments.threads, "sides": rows}
-        append("compression", results, torch.cuda.get_device_name() if device.type == "cuda" else "cpu")
+        results = {"parameters": count, "ranks": arguments.ranks, "threads": arguments.threads, "sides": found}
+        append("compression", results, device_name())
     return 0
 
 

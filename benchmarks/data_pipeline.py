@@ -12,7 +12,6 @@ is timed is what does not read tokens.
 
 from __future__ import annotations
 
-import argparse
 import shutil
 import statistics
 import sys
@@ -27,17 +26,32 @@ import numpy as np
 ROOT = Path(__file__).resolve().parents[1]
 if __name__ == "__main__":
     sys.path[0] = str(ROOT)
+
+from benchmarks import report
+from benchmarks.report import Row
+
+QUICK = ("--rounds", "2", "--copies", "2")
+
 if TYPE_CHECKING:
     from data_pipeline.tokenizer import Tiktoken
 
 
+def rows(record: dict[str, Any]) -> list[Row]:
+    start = record["start"]
+    return [
+        Row("prepare.py / encode_to_numpy in memory, MB/s, one worker", f"{record['ratio_to_encode_to_numpy']:.2f}"),
+        Row("prepare.py / datasets.map as nanoGPT, MB/s", f"{record['ratio_to_datasets_map']:.2f}"),
+        Row("prepare.py, two workers / one, MB/s", f"{record['ratio_of_two_workers']:.2f}"),
+        Row("open_corpus to the first batch of 2,000,000,000 tokens", f"{start['median_ms']:.1f} ms"),
+    ]
+
+
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = report.parser(__doc__)
     parser.add_argument("--source", default="stdlib", help="text (stdlib)")
     parser.add_argument("--tokenizer", default="r50k_base", help="encoding of tiktoken (r50k_base, the ranks of GPT-2)")
     parser.add_argument("--rounds", type=int, default=7, help="rounds of each comparison (7)")
     parser.add_argument("--copies", type=int, default=16, help="how often the source is repeated for one worker against two (16)")
-    parser.add_argument("--no_record", action="store_true", help="do not append to benchmarks/results.json")
     arguments = parser.parse_args()
     from benchmarks.report import append
     from data_pipeline.errors import DataError

@@ -21,7 +21,21 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[0] = str(ROOT)
+if __name__ == "__main__":
+    sys.path[0] = str(ROOT)
+
+from benchmarks.report import Row
+
+ALONE = "figures of recipes/progressive_layer_drop; about three minutes"
+QUICK = ("--preset", "nano", "--stages", "1", "--steps", "25")
+
+
+def rows(record: dict[str, Any]) -> list[Row]:
+    gates = f"gates of {record['schedule']} steps" if record["schedule"] else "half of the blocks"
+    name = f"time saved / time of the dropped blocks, {gates}, {record['preset']}, {record['ranks']} rank(s), ZeRO"
+    return [
+        Row(f"{name} {one['stage']}", f"{one['saved_share_of_dropped_block_time']:.2f}", one["turn_quartiles"]) for one in record["stages"]
+    ]
 
 
 def measure(stage: int, arguments: argparse.Namespace) -> dict[str, Any]:
@@ -118,25 +132,22 @@ def measure(stage: int, arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> int:
-    from benchmarks.report import append, step_parser
+    from benchmarks.report import append, device_name, step_parser
 
     parser = step_parser(__doc__)
     parser.set_defaults(deepspeed_config="ds_configs/zero1_bf16.json")
     parser.add_argument("--stages", default="0,1,2,3", help="ZeRO stages, a list with commas (0,1,2,3; the JSON's own with --schedule)")
     parser.add_argument("--schedule", type=int, default=0, metavar="N", help="the gates of a run of N steps in place of a fixed share")
-    parser.add_argument("--no_record", action="store_true", help="do not append to benchmarks/results.json")
     parser.add_argument("--local_rank", help=argparse.SUPPRESS)  # the launcher's
     arguments, arguments.flags = parser.parse_known_args()
     os.chdir(ROOT)
     own = json.loads(Path(arguments.deepspeed_config).read_text(encoding="utf-8"))["zero_optimization"]["stage"]
     stages = [own] if arguments.schedule else [int(stage) for stage in arguments.stages.split(",")]
 
-    import torch
-
-    rows = []
+    found = []
     for stage in stages:
         row = measure(stage, arguments)
-        rows.append(row)
+        found.append(row)
         if os.environ.get("RANK", "0") == "0":
             times = [row[key]["median_ms"] for key in ("whole", "blocks", "dropping")]
             quartiles, share = row["turn_quartiles"], 100 * row["saved_share_of_dropped_block_time"]
@@ -153,9 +164,9 @@ def main() -> int:
             "preset": arguments.preset,
             "schedule": arguments.schedule,
             "ranks": int(os.environ.get("WORLD_SIZE", 1)),
-            "stages": rows,
+            "stages": found,
         }
-        append("layer_drop", results, torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu")
+        append("layer_drop", results, device_name())
     return 0
 
 

@@ -10,16 +10,21 @@ rank whose model has a few thousand parameters.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import os
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[0] = str(ROOT)
+if __name__ == "__main__":
+    sys.path[0] = str(ROOT)
 
+from benchmarks import report
+from benchmarks.report import Row
+
+QUICK = ("--presets", "nano", "--stages", "1", "--precisions", "bf16")
 MIB = 2**20
 TINY = ["--n_layer", "1", "--n_head", "1", "--d_model", "8", "--seq_len", "8"]
 PARTS = (
@@ -36,8 +41,14 @@ PARTS = (
 )
 
 
+def rows(record: dict[str, Any]) -> list[Row]:
+    presets = ", ".join(dict.fromkeys(row[0] for row in record["rows"]))
+    sides = f"peak memory of {len(record['rows'])} runs / the plan's, {presets}"
+    return [Row(sides, f"at most {100 * record['largest_error']:.1f}% apart", bar="at most 15%")]
+
+
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = report.parser(__doc__)
     parser.add_argument("--presets", default="nano,micro", help="model sizes (nano,micro)")
     parser.add_argument("--stages", default="0,1,2,3", help="ZeRO stages (0,1,2,3)")
     parser.add_argument("--precisions", default="fp32,bf16", help="precisions (fp32,bf16)")
@@ -47,7 +58,6 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=3, help="optimizer steps of a run (3)")
     parser.add_argument("--data", default="data/stdlib", help="corpus (data/stdlib)")
     parser.add_argument("--process", action="store_true", help="measure the process instead: a model of a few thousand parameters")
-    parser.add_argument("--no_record", action="store_true", help="do not append to benchmarks/results.json")
     arguments = parser.parse_args()
     os.chdir(ROOT)
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
@@ -61,7 +71,7 @@ def main() -> int:
     if arguments.process:
         choices = [["nano"], choices[1], ["1"], *choices[3:5], ["0"]]
     print(f"{'preset':6} ranks micro stage prec. ckpt  measured   plan  error  MiB by part: {', '.join(PARTS)}", flush=True)
-    rows = []
+    table = []
     with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
         for preset, ranks, micro, stage, precision, checkpoints in itertools.product(*choices):
             sequences = ["--micro_batch_size", micro, "--global_batch_size", str(int(micro) * int(ranks)), "--steps", str(arguments.steps)]
@@ -78,7 +88,7 @@ def main() -> int:
                 flags += TINY
             if checkpoints != "0":
                 flags += ["--set", f"activation_checkpointing.number_checkpoints={checkpoints}"]
-            measured, plan = run_and_plan(Path(folder), f"run-{len(rows)}", flags, int(ranks))
+            measured, plan = run_and_plan(Path(folder), f"run-{len(table)}", flags, int(ranks))
             error = plan.peak / measured - 1
             parts = " ".join(f"{getattr(plan, part) / MIB:.0f}" for part in PARTS)
             print(
@@ -86,12 +96,12 @@ def main() -> int:
                 f" {100 * error:+5.1f}%  {parts} at {plan.peak_moment}",
                 flush=True,
             )
-            rows.append([preset, int(ranks), int(micro), int(stage), precision, int(checkpoints), measured, plan.peak])
-    errors = [abs(row[-1] / row[-2] - 1) for row in rows]
-    print(f"largest error of {len(rows)} runs: {100 * max(errors):.1f}%, mean {100 * sum(errors) / len(errors):.1f}%")
+            table.append([preset, int(ranks), int(micro), int(stage), precision, int(checkpoints), measured, plan.peak])
+    errors = [abs(row[-1] / row[-2] - 1) for row in table]
+    print(f"largest error of {len(table)} runs: {100 * max(errors):.1f}%, mean {100 * sum(errors) / len(errors):.1f}%")
     if not arguments.no_record and not arguments.process:
         columns = ["preset", "ranks", "micro_batch_size", "stage", "precision", "checkpoints", "measured_peak", "planned_peak"]
-        append("memory", {"columns": columns, "rows": rows, "largest_error": max(errors)}, "cpu")
+        append("memory", {"columns": columns, "rows": table, "largest_error": max(errors)}, "cpu")
     return 0
 
 

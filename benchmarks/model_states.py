@@ -12,16 +12,26 @@ beside the weights: 4 bytes a parameter over N more than the paper's 16 bytes, w
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 if __name__ == "__main__":
     sys.path[0] = str(ROOT)
 
+from benchmarks import report
+from benchmarks.report import Row
+
 STAGES = (0, 1, 2, 3)
+QUICK = ("--precisions", "bf16")
+
+
+def rows(record: dict[str, Any]) -> list[Row]:
+    errors = [abs(sum(row[3:7]) / row[7] - 1) for row in record["rows"]]
+    sides = f"model states in live engines / the ZeRO paper's, {record['preset']}, {record['ranks']} ranks"
+    return [Row(sides, f"at most {100 * max(errors):.1f}% apart", bar="at most 5%")]
 
 
 def bytes_per_parameter(stage: int, ranks: int, precision: str) -> float:
@@ -31,12 +41,11 @@ def bytes_per_parameter(stage: int, ranks: int, precision: str) -> float:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = report.parser(__doc__)
     parser.add_argument("--preset", default="nano", help="model size (nano)")
     parser.add_argument("--ranks", type=int, default=2, help="ranks (2)")
     parser.add_argument("--precisions", default="bf16,fp16,fp32", help="precisions (bf16,fp16,fp32)")
     parser.add_argument("--data", default="data/stdlib", help="corpus (data/stdlib)")
-    parser.add_argument("--no_record", action="store_true", help="do not append to benchmarks/results.json")
     arguments = parser.parse_args()
     os.chdir(ROOT)
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
@@ -49,7 +58,7 @@ def main() -> int:
     from tests.distributed.ranks import Ranks
 
     sequences = 2 * arguments.ranks  # two micro-batches of one sequence on each
-    rows = []
+    table = []
     print(f"{'':15}{'':>5}  {'bytes a parameter':^48}  {'':^25}")
     print(
         f"{'':11} rank  {'weights':>8} {'gradients':>9} {'master':>8} {'moments':>8} {'sum':>8}  {'ZeRO says':>9}  measured / said",
@@ -78,12 +87,12 @@ def main() -> int:
                         + f" {sum(measured):8.2f}  {said:9.2f}  {sum(measured) / said:.3f}",
                         flush=True,
                     )
-                    rows.append([precision, stage, rank, *(states[part] for part in PARTS), round(said * parameters)])
-    errors = [abs(sum(row[3:7]) / row[7] - 1) for row in rows]
-    print(f"largest deviation of {len(rows)} ranks: {100 * max(errors):.1f}%")
+                    table.append([precision, stage, rank, *(states[part] for part in PARTS), round(said * parameters)])
+    errors = [abs(sum(row[3:7]) / row[7] - 1) for row in table]
+    print(f"largest deviation of {len(table)} ranks: {100 * max(errors):.1f}%")
     if not arguments.no_record:
         columns = ["precision", "stage", "rank", *PARTS, "paper"]
-        append("model_states", {"preset": arguments.preset, "ranks": arguments.ranks, "columns": columns, "rows": rows}, "cpu")
+        append("model_states", {"preset": arguments.preset, "ranks": arguments.ranks, "columns": columns, "rows": table}, "cpu")
     return 0
 
 

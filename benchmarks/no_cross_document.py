@@ -11,28 +11,33 @@ from the tokens, once a forward pass, and its attention reads the mask where the
 from __future__ import annotations
 
 import os
-import statistics
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[0] = str(ROOT)
+if __name__ == "__main__":
+    sys.path[0] = str(ROOT)
+
+from benchmarks.report import Row
+
+QUICK = ("--preset", "nano", "--steps", "25")
+
+
+def rows(record: dict[str, Any]) -> list[Row]:
+    sides = f"a step with --no_cross_document / one without, {record['preset']}"
+    return [Row(sides, f"{record['step_time_ratio']:.3f}", record["ratio_quartiles"])]
 
 
 def main() -> int:
-    from benchmarks.report import WARM_UP_STEPS, append, spread, step_parser
+    from benchmarks.report import WARM_UP_STEPS, append, device_name, ratio, show_times, spread, step_parser, train_step
 
     parser = step_parser(__doc__)
-    parser.add_argument("--no_record", action="store_true", help="do not append to benchmarks/results.json")
     arguments = parser.parse_args()
     os.chdir(ROOT)
 
-    import torch
-
     from launch.engine.distributed import start_ranks
-    from launch.engine.engine import Engine, start_engine
+    from launch.engine.engine import start_engine
     from launch.run.config import resolve
     from recipes.technique import Techniques
 
@@ -43,19 +48,6 @@ def main() -> int:
     engines = [start_engine(config, Techniques(), collectives) for config in configs]
     loader = configs[0].training_loader(collectives)
     config = configs[0]
-    on_gpu = torch.cuda.is_available()
-
-    def step(engine: Engine, batches: list[Any], tokens: int) -> tuple[float, float]:
-        """Seconds of one step over `batches`, and its loss."""
-        start = time.perf_counter()
-        engine.set_learning_rate(tokens)
-        for batch in batches:
-            loss = engine.backward_and_step(engine.loss(batch), len(batches))
-        value = float(loss)  # waits for the forward passes
-        if on_gpu:
-            torch.cuda.synchronize()
-        return time.perf_counter() - start, value
-
     seconds: tuple[list[float], list[float]] = ([], [])
     ends, apart = 0, 0.0
     for number in range(arguments.steps):
@@ -64,19 +56,14 @@ def main() -> int:
         ends += sum(int((batch[:, :-1] == config.corpus.eot_id).sum()) for batch in batches)
         losses = [0.0, 0.0]
         for side in (0, 1) if number % 2 else (1, 0):  # neither is always the one that finds the batch in the cache
-            spent, losses[side] = step(engines[side], batches, (number + 1) * config.tokens_per_step)
+            spent, losses[side] = train_step(engines[side], batches, (number + 1) * config.tokens_per_step)
             seconds[side].append(spent)
         apart = max(apart, abs(losses[0] - losses[1]))
 
     without, within = (times[WARM_UP_STEPS:] for times in seconds)
-    ratios = [b / a for a, b in zip(without, within, strict=True)]
-    lower, median, upper = statistics.quantiles(ratios, n=4)
-    for name, times in (("without the flag", without), ("--no_cross_document", within)):
-        found = spread(times)
-        print(
-            f"{name:20} {found['median_ms']:8.1f} ms a step, "
-            f"quartiles {found['lower_quartile_ms']:.1f} to {found['upper_quartile_ms']:.1f}, {found['count']} steps"
-        )
+    median, (lower, upper) = ratio(within, without)
+    show_times("without the flag", without)
+    show_times("--no_cross_document", within)
     print(
         f"a step with the flag takes {median:.3f} times the one without (quartiles {lower:.3f} to {upper:.3f}); "
         f"{ends} documents ended in {arguments.steps * config.global_batch_size} windows of {config.shape.seq_len} tokens; "
@@ -94,7 +81,7 @@ def main() -> int:
             "windows": arguments.steps * config.global_batch_size,
             "largest_loss_difference": apart,
         }
-        append("no_cross_document", results, torch.cuda.get_device_name() if on_gpu else "cpu")
+        append("no_cross_document", results, device_name())
     return 0
 
 

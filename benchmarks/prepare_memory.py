@@ -10,7 +10,6 @@ the largest resident set that a process ever had, shared pages counted in each. 
 
 from __future__ import annotations
 
-import argparse
 import gzip
 import json
 import os
@@ -22,11 +21,17 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[0] = str(ROOT)
+if __name__ == "__main__":
+    sys.path[0] = str(ROOT)
+
+from benchmarks import report
+from benchmarks.report import Row
 
 BAR = 600_000_000
+QUICK = ("--gigabytes", "0.1")
 SYLLABLES = [consonant + vowel for consonant in "bcdfghjklmnpqrstvwxz" for vowel in ("a", "e", "i", "o", "u", "ö", "ya")]
 
 
@@ -85,9 +90,14 @@ def peaks(session: int) -> dict[int, tuple[str, int]]:
     return found
 
 
+def rows(record: dict[str, Any]) -> list[Row]:
+    what = f"largest process of prepare.py on {record['gigabytes']:g} GB of text"
+    return [Row(what, f"{record['largest_peak'] / 1e6:.0f} MB", bar=f"under {BAR / 1e6:.0f} MB")]
+
+
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gigabytes", type=float, default=5.0, help="text to prepare (5)")
+    parser = report.parser(__doc__)
+    parser.add_argument("--gigabytes", type=float, default=1.0, help="text to prepare (1)")
     parser.add_argument("--tokenizer", default="bpe:8192", help="as prepare.py's (bpe:8192)")
     parser.add_argument("--workers", default="2", help="as prepare.py's (2)")
     parser.add_argument("--folder", type=Path, help="where the text and the corpus lie for the time being (a temporary folder)")
@@ -110,7 +120,10 @@ def main() -> int:
         print(f"{role:18}{peak / 1e6:>7.0f} MB")
     if process.returncode:
         return process.returncode
-    return 0 if all(peak < BAR for _, peak in largest.values()) else 1
+    peak = max(peak for _, peak in largest.values())
+    if not arguments.no_record:
+        report.append("prepare_memory", {"gigabytes": arguments.gigabytes, "largest_peak": peak}, "cpu")
+    return 0 if peak < BAR else 1
 
 
 if __name__ == "__main__":

@@ -10,27 +10,36 @@ and update do not shrink, and to gather tokens and put them back costs time of i
 from __future__ import annotations
 
 import os
-import statistics
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[0] = str(ROOT)
+if __name__ == "__main__":
+    sys.path[0] = str(ROOT)
+
+from benchmarks.report import Row
+
+ALONE = "figures of recipes/random_ltd; about three minutes"
+QUICK = ("--preset", "nano", "--reserved", "64", "--steps", "25")
+
+
+def rows(record: dict[str, Any]) -> list[Row]:
+    def row(reserved: int, ratio: list[float], flops: float, **_: Any) -> Row:
+        sides = f"a step that keeps {reserved} tokens / one that keeps all, {record['preset']}"
+        return Row(sides, f"{ratio[1]:.3f}", (ratio[0], ratio[2]), f"{flops:.3f}, the FLOPs'")
+
+    return [row(**one) for one in record["lengths"]]
 
 
 def main() -> int:
-    from benchmarks.report import WARM_UP_STEPS, append, spread, step_parser
+    from benchmarks.report import WARM_UP_STEPS, append, device_name, ratio, spread, step_parser, train_step
 
     parser = step_parser(__doc__)
     parser.set_defaults(deepspeed_config="ds_configs/zero1_bf16.json")
     parser.add_argument("--reserved", default="64,128,192", help="how many tokens are kept, a list with commas (64,128,192)")
-    parser.add_argument("--no_record", action="store_true", help="do not append to benchmarks/results.json")
     arguments = parser.parse_args()
     os.chdir(ROOT)
-
-    import torch
 
     from launch.engine.distributed import start_ranks
     from launch.engine.engine import start_engine
@@ -45,22 +54,14 @@ def main() -> int:
     collectives = start_ranks()
     engine = start_engine(config, Techniques([technique]), collectives)
     loader = config.training_loader(collectives)
-    on_gpu = torch.cuda.is_available()
 
     def train(number: int, reserved: int, batches: list[Any]) -> float:
         """Seconds of one step that keeps `reserved` tokens."""
         technique.on_step(number)
         technique.reserved = reserved
-        start = time.perf_counter()
-        engine.set_learning_rate(number * config.tokens_per_step)
-        for batch in batches:
-            loss = engine.backward_and_step(engine.loss(batch), len(batches))
-        float(loss)  # waits for the forward passes
-        if on_gpu:
-            torch.cuda.synchronize()
-        return time.perf_counter() - start
+        return train_step(engine, batches, number * config.tokens_per_step)[0]
 
-    rows = []
+    lengths = []
     for reserved in map(int, arguments.reserved.split(",")):
         seconds: dict[bool, list[float]] = {False: [], True: []}
         for number in range(1, arguments.steps + 1):
@@ -69,22 +70,21 @@ def main() -> int:
             for drops in (False, True) if number % 2 else (True, False):
                 seconds[drops].append(train(number, reserved if drops else config.shape.seq_len, batches))
         whole, dropping = (seconds[drops][WARM_UP_STEPS:] for drops in (False, True))
-        ratios = [b / a for a, b in zip(whole, dropping, strict=True)]
-        lower, median, upper = statistics.quantiles(ratios, n=4)
+        median, (lower, upper) = ratio(dropping, whole)
         technique.reserved = reserved
         flops = flops_per_token(config.model_config, kept_blocks=technique.metrics()["kept_blocks"]) / flops_per_token(config.model_config)
-        rows.append(
+        lengths.append(
             {"reserved": reserved, "whole": spread(whole), "dropping": spread(dropping), "ratio": [lower, median, upper], "flops": flops}
         )
         print(
             f"{reserved} of {config.shape.seq_len} tokens in {len(technique.layers)} of {config.shape.n_layer} blocks: "
-            f"{rows[-1]['dropping']['median_ms']:.1f} ms a step against {rows[-1]['whole']['median_ms']:.1f}, ratio {median:.3f} "
+            f"{lengths[-1]['dropping']['median_ms']:.1f} ms a step against {lengths[-1]['whole']['median_ms']:.1f}, ratio {median:.3f} "
             f"(quartiles {lower:.3f} to {upper:.3f}), of the FLOPs {flops:.3f}",
             flush=True,
         )
     if not arguments.no_record:
-        results = {"config": arguments.deepspeed_config, "preset": arguments.preset, "lengths": rows}
-        append("random_ltd", results, torch.cuda.get_device_name() if on_gpu else "cpu")
+        results = {"config": arguments.deepspeed_config, "preset": arguments.preset, "lengths": lengths}
+        append("random_ltd", results, device_name())
     return 0
 
 

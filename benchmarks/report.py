@@ -1,29 +1,62 @@
-"""Where the figures of a benchmark go: a table on the terminal, and a JSON file with commit and machine."""
+"""What the benchmarks share: flags, steps, spreads and ratios, and the JSON file where figures go, with commit and machine.
+
+A benchmark is a module of this folder with a `main`. Beside it the module may have
+
+    rows(record)    what a record of its own in results.json says, a `Row` for each comparison: for the last table and the README
+    QUICK           flags that make a run short enough to try it out
+    ALONE           why `python -m benchmarks` runs it only if it is named
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import time
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from launch.run.provenance import machine, repository_commit, versions
 
-RESULTS = Path(__file__).with_name("results.json")
+#: Another file, where the figures are not to be kept beside the others.
+RESULTS = Path(os.environ.get("BENCHMARK_RESULTS") or Path(__file__).with_name("results.json"))
 #: Steps of each side that are not counted, where two sides train in turns.
 WARM_UP_STEPS = 10
 
 
+class Row(NamedTuple):
+    """One comparison: which two things, the figure, its quartiles where it has a spread, and what it must reach where that is settled."""
+
+    sides: str
+    figure: str
+    quartiles: tuple[float, float] | list[float] | None = None
+    bar: str = ""
+
+
+def parser(description: str | None) -> argparse.ArgumentParser:
+    """The flags that every benchmark has."""
+    made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--no_record", action="store_true", help="do not append to benchmarks/results.json")
+    return made
+
+
 def step_parser(description: str | None) -> argparse.ArgumentParser:
     """The flags of a benchmark that trains two sides in turns, step by step."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--preset", default="micro", help="model size (micro)")
-    parser.add_argument("--deepspeed_config", default="ds_configs/zero0_bf16.json", help="the engine's JSON (ds_configs/zero0_bf16.json)")
-    parser.add_argument("--steps", type=int, default=60, help=f"steps of each side, the first {WARM_UP_STEPS} not counted (60)")
-    parser.add_argument("--data", default="data/stdlib", help="corpus (data/stdlib)")
-    return parser
+    made = parser(description)
+    made.add_argument("--preset", default="micro", help="model size (micro)")
+    made.add_argument("--deepspeed_config", default="ds_configs/zero0_bf16.json", help="the engine's JSON (ds_configs/zero0_bf16.json)")
+    made.add_argument("--steps", type=int, default=60, help=f"steps of each side, the first {WARM_UP_STEPS} not counted (60)")
+    made.add_argument("--data", default="data/stdlib", help="corpus (data/stdlib)")
+    return made
+
+
+def device_name() -> str:
+    """As records name it: that of the GPU, or cpu."""
+    import torch
+
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
 
 
 def spread(seconds: list[float]) -> dict[str, float]:
@@ -32,18 +65,40 @@ def spread(seconds: list[float]) -> dict[str, float]:
     return {"median_ms": 1e3 * median, "lower_quartile_ms": 1e3 * lower, "upper_quartile_ms": 1e3 * upper, "count": len(seconds)}
 
 
+def ratio(over: Iterable[float], under: Iterable[float]) -> tuple[float, list[float]]:
+    """Median and quartiles of the ratios of times that were taken in turns, pair by pair."""
+    lower, median, upper = statistics.quantiles([a / b for a, b in zip(over, under, strict=True)], n=4)
+    return median, [lower, upper]
+
+
+def show_times(name: str, seconds: list[float]) -> None:
+    """A side's line on the terminal."""
+    times = spread(seconds)
+    print(
+        f"{name:24} {times['median_ms']:8.1f} ms a step, "
+        f"quartiles {times['lower_quartile_ms']:.1f} to {times['upper_quartile_ms']:.1f}, {times['count']} steps",
+        flush=True,
+    )
+
+
+def train_step(engine: Any, batches: list[Any], tokens: int) -> tuple[float, float]:
+    """Seconds of one step of `engine` (launch/engine/engine.py) over `batches`, after which `tokens` are consumed; and its loss."""
+    start = time.perf_counter()
+    engine.set_learning_rate(tokens)
+    for batch in batches:
+        loss = engine.backward_and_step(engine.loss(batch), len(batches))
+    value = float(loss)  # waits for the forward passes
+    engine.collectives.wait()
+    return time.perf_counter() - start, value
+
+
+def records() -> list[dict[str, Any]]:
+    """All that was ever appended, oldest first."""
+    return json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else []
+
+
 def append(name: str, results: dict[str, Any], device: str) -> None:
     """Append one result of the benchmark `name` to `benchmarks/results.json`."""
-    records = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else []
-    records.append(
-        {
-            "benchmark": name,
-            "date": time.strftime("%Y-%m-%d"),
-            "commit": repository_commit(),
-            "device": device,
-            "machine": machine(),
-            "versions": versions(),
-            **results,
-        }
-    )
-    RESULTS.write_text(json.dumps(records, indent=1) + "\n", encoding="utf-8")
+    head = {"benchmark": name, "date": time.strftime("%Y-%m-%d"), "commit": repository_commit(), "device": device}
+    record = {**head, "machine": machine(), "versions": versions(), **results}
+    RESULTS.write_text(json.dumps([*records(), record], indent=1) + "\n", encoding="utf-8")

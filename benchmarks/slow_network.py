@@ -25,7 +25,27 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[0] = str(ROOT)
+if __name__ == "__main__":
+    sys.path[0] = str(ROOT)
+
+from benchmarks import report
+from benchmarks.report import Row
+
+ALONE = "needs root and an idle machine; about 15 minutes"
+QUICK = ("--turns", "1", "--steps", "3")
+
+
+def rows(record: dict[str, Any]) -> list[Row]:
+    first, found = record["rows"][0]["side"], []
+    for row in record["rows"]:
+        if row["side"] == first:
+            base = row["step"]["median_ms"]
+        else:
+            sides = f"a step of {row['side']} / {first}, {row['mbit']:,} Mbit/s, {record['preset']}"
+            quartiles = [row["step"][f"{end}_quartile_ms"] / base for end in ("lower", "upper")]
+            found.append(Row(sides, f"{row['step']['median_ms'] / base:.2f}", quartiles))
+    return found
+
 
 TABLE = Path(__file__).with_suffix(".md")
 COMPRESSED = "--deepspeed_config ds_configs/one_bit_adam.json --set optimizer.params.freeze_step=2"
@@ -121,7 +141,7 @@ def main() -> int:
     from launch.run.provenance import machine, repository_commit
     from tests.distributed.two_hosts import missing
 
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = report.parser(__doc__)
     parser.add_argument("--side", action="append", metavar="'NAME[, after N]: FLAGS'", help="what is compared; may be repeated")
     parser.add_argument("--rates", default="100,1000", help="Mbit/s of the network, a list with commas (100,1000)")
     parser.add_argument("--turns", type=int, default=3, help="runs of each side at each rate (3)")
@@ -130,7 +150,6 @@ def main() -> int:
     parser.add_argument("--micro_batch_size", default="4", help="sequences a rank takes at once (4)")
     parser.add_argument("--global_batch_size", default="8", help="sequences a step of both ranks (8, the preset's)")
     parser.add_argument("--data", default="data/stdlib", help="corpus (data/stdlib)")
-    parser.add_argument("--no_record", action="store_true", help="do not append to benchmarks/results.json")
     arguments = parser.parse_args()
     os.chdir(ROOT)
     try:

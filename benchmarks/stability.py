@@ -20,8 +20,10 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[0] = str(ROOT)
+if __name__ == "__main__":
+    sys.path[0] = str(ROOT)
 
+ALONE = "figures of recipes/curriculum_learning, kept in benchmarks/stability.json; about 20 minutes"
 RESULTS = ROOT / "benchmarks" / "stability.json"
 PICTURE = ROOT / "recipes" / "curriculum_learning" / "stability.png"
 #: The sides, with their JSON and their colour; the third is run at the chosen learning rate only.

@@ -20,10 +20,19 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[0] = str(ROOT)
+if __name__ == "__main__":
+    sys.path[0] = str(ROOT)
 
+from benchmarks.report import Row
 
 PROFILED_STEPS = 5
+QUICK = ("--preset", "nano", "--steps", "25")
+
+
+def rows(record: dict[str, Any]) -> list[Row]:
+    sides = f"plain PyTorch loop / engine's loop, {record['preset']}, {Path(record['config']).stem}"
+    bar = "at least 1.15" if "fused" in sides else ""
+    return [Row(sides, f"{record['tokens_per_second_ratio']:.3f}", record["ratio_quartiles"], bar)]
 
 
 class PlainLoop:
@@ -57,9 +66,10 @@ class PlainLoop:
 
 
 def main() -> int:
-    from benchmarks.report import WARM_UP_STEPS, append, spread, step_parser
+    from benchmarks.report import WARM_UP_STEPS, append, device_name, ratio, show_times, spread, step_parser
 
     parser = step_parser(__doc__)
+    parser.set_defaults(deepspeed_config="ds_configs/fused_kernels.json")
     parser.add_argument("--profile", action="store_true", help="also print where the engine's steps spend their time (torch.profiler)")
     arguments = parser.parse_args()
     os.chdir(ROOT)
@@ -88,6 +98,8 @@ def main() -> int:
             "--quiet",
             "--steps",
             str(arguments.steps + PROFILED_STEPS),
+            "--warmup_steps",  # to the end: at its full height the rate brings spikes, in which two roundings part
+            str(arguments.steps),
             "--eval_every",
             "0",
             "--save_every",
@@ -139,7 +151,8 @@ def main() -> int:
     profile = {}
     profiler = torch.profiler.profile() if arguments.profile else None
     Loader.micro_batches = timed_batches
-    registry.make_techniques = lambda run: Techniques([TakesTurns({}, run)])
+    make_techniques = registry.make_techniques
+    registry.make_techniques = lambda run: Techniques([*make_techniques(run).members, TakesTurns({}, run)])
     folder = RunFolder(Path(runs) / "r", describe_run(config), quiet=True)
     try:
         pretrain.train(config, folder, StopRequest())
@@ -156,36 +169,28 @@ def main() -> int:
 
     engine, plain = engine_seconds[WARM_UP_STEPS:], plain_seconds[WARM_UP_STEPS:]
     apart = max(abs(a - b) for a, b in zip(losses, engine_losses, strict=False))
-    ratios = [b / a for a, b in zip(engine, plain, strict=True)]
+    median, quartiles = ratio(plain, engine)
     share = statistics.median(loader_seconds[WARM_UP_STEPS:]) / statistics.median(engine)
     rate = config.tokens_per_step / statistics.median(engine)
-    quartiles = statistics.quantiles(ratios, n=4)
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-    for name, seconds in (("engine loop", engine), ("plain loop", plain)):
-        times = spread(seconds)
-        print(
-            f"{name:12} {times['median_ms']:8.1f} ms a step, "
-            f"quartiles {times['lower_quartile_ms']:.1f} to {times['upper_quartile_ms']:.1f}, {times['count']} steps"
-        )
+    show_times("engine loop", engine)
+    show_times("plain loop", plain)
     print(
-        f"engine's tokens/s over the plain loop's: {statistics.median(ratios):.3f} (quartiles {quartiles[0]:.3f} to {quartiles[2]:.3f}); "
+        f"engine's tokens/s over the plain loop's: {median:.3f} (quartiles {quartiles[0]:.3f} to {quartiles[1]:.3f}); "
         f"{rate:,.0f} tokens/s; the loader takes {100 * share:.4f}% of a step; losses at most {apart:.4f} apart"
     )
-    append(
-        "training_step",
-        {
+    if not arguments.no_record:
+        results = {
             "config": arguments.deepspeed_config,
             "preset": arguments.preset,
             "engine": spread(engine),
             "plain": spread(plain),
-            "tokens_per_second_ratio": statistics.median(ratios),
-            "ratio_quartiles": [quartiles[0], quartiles[2]],
+            "tokens_per_second_ratio": median,
+            "ratio_quartiles": quartiles,
             "loader_share": share,
             "largest_loss_difference": apart,
             "engine_profile_ms_per_step": profile,
-        },
-        device,
-    )
+        }
+        append("training_step", results, device_name())
     return 0
 
 

@@ -84,11 +84,20 @@ def train(config: RunConfig, folder: RunFolder | NoFolder, stop: StopRequest) ->
     techniques = make_techniques(config)
     engine = start_engine(config, techniques, collectives)
     loader = config.training_loader(collectives)
-    checkpoints = Checkpoints(Path(config.runs_dir) / config.run_name / "checkpoints", config.keep, collectives)
+    checkpoints = Checkpoints(
+        Path(config.runs_dir) / config.run_name / "checkpoints",
+        config.keep,
+        engine.deepspeed,
+        techniques,
+        collectives,
+        config.saves_beside_training,
+        on_failure=stop.request,
+        log=folder.log,
+    )
 
     # Where the run stands: optimizer steps done, tokens and samples consumed, the last validation loss and the step it belongs to.
     state: dict[str, Any] = {"step": 0, "tokens": 0, "samples": 0, "val_loss": None}
-    if config.resume and (found := checkpoints.load_newest(engine.deepspeed, techniques)):
+    if config.resume and (found := checkpoints.load_newest()):
         state = {key: found[key] for key in state}
     folder.open_metrics(state["step"])
     meter = Meter(engine, collectives, folder.seconds_before)
@@ -104,7 +113,7 @@ def train(config: RunConfig, folder: RunFolder | NoFolder, stop: StopRequest) ->
     stopped = 0
     stop.defer()  # from here on a signal waits for the end of its step
     try:
-        with Progress(config, state, folder) as progress:
+        with checkpoints, Progress(config, state, folder) as progress:
             while state["tokens"] < config.total_tokens and not stopped:
                 step = state["step"] + 1
                 plan = techniques.batch_plan(step) or whole_step
@@ -142,13 +151,15 @@ def train(config: RunConfig, folder: RunFolder | NoFolder, stop: StopRequest) ->
                 engine.require_finite(mean_loss)
                 if saving:
                     with collectives.uncounted():
-                        checkpoints.save(engine.deepspeed, techniques, state)
+                        checkpoints.save(state, last=bool(stopped or last))
+                else:
+                    checkpoints.make_room()
     except TrainingFailed as reason:
         # Before the update of a step that cannot be made, or after a step whose loss is none: the weights are good, unless the update
         # before made them what they are.
         with collectives.uncounted():
             if engine.weights_are_finite():
-                reason = TrainingFailed(f"{reason}; --resume goes on from {checkpoints.save(engine.deepspeed, techniques, state)}")
+                reason = TrainingFailed(f"{reason}; --resume goes on from {checkpoints.save(state, last=True)}")
             else:
                 older = checkpoints.newest()
                 what = f"--resume goes on from {older}" if older else "there is no checkpoint before it, start anew"

@@ -44,7 +44,7 @@ def flops_per_token(config: GPTConfig, seq_len: int | None = None, kept_blocks: 
 
 # Dense peaks in TFLOP/s, with fp32 accumulation, as the vendors' data sheets state them (where a sheet gives only the figure
 # "with sparsity", half of it). First match wins. A device is matched by whole words of torch.cuda.get_device_name, so that
-# "A10" is not found in "A100" and "L4" not in "L40S".
+# "A10" is not found in "A100" and "L4" not in "L40S". Of fp8 every sheet gives twice the figure of bf16.
 _PEAKS: list[tuple[set[str], dict[str, float]]] = [
     # Volta, Turing: fp16 tensor cores only. V100 data sheet (2020); T4 data sheet (2019).
     ({"V100", "SXM2"}, {"fp16": 125, "fp32": 15.7}),  # "Tesla V100-SXM2-16GB"
@@ -54,31 +54,31 @@ _PEAKS: list[tuple[set[str], dict[str, float]]] = [
     ({"A100"}, {"bf16": 312, "fp16": 312, "tf32": 156, "fp32": 19.5}),
     ({"A10"}, {"bf16": 125, "fp16": 125, "tf32": 62.5, "fp32": 31.2}),
     # L4 and L40S data sheets (2023): 242 and 733 with sparsity.
-    ({"L4"}, {"bf16": 121, "fp16": 121, "tf32": 60, "fp32": 30.3}),
-    ({"L40S"}, {"bf16": 362, "fp16": 362, "tf32": 183, "fp32": 91.6}),
+    ({"L4"}, {"fp8": 242, "bf16": 121, "fp16": 121, "tf32": 60, "fp32": 30.3}),
+    ({"L40S"}, {"fp8": 733, "bf16": 362, "fp16": 362, "tf32": 183, "fp32": 91.6}),
     # GA102 white paper, appendix A, and Ada white paper, appendix A: fp16 with fp32 accumulation is half of the headline figure.
     ({"RTX", "3090"}, {"bf16": 71, "fp16": 71, "tf32": 35.6, "fp32": 35.6}),
-    ({"RTX", "4090"}, {"bf16": 165.2, "fp16": 165.2, "tf32": 82.6, "fp32": 82.6}),
+    ({"RTX", "4090"}, {"fp8": 330.3, "bf16": 165.2, "fp16": 165.2, "tf32": 82.6, "fp32": 82.6}),
     # H100 data sheet (2023, 2024 for NVL), H200 data sheet (2024), GH200 data sheet (2024): 1,979, 1,513 and 1,671 with sparsity.
-    ({"H100", "PCIE"}, {"bf16": 756, "fp16": 756, "tf32": 378, "fp32": 51}),
-    ({"H100", "NVL"}, {"bf16": 835.5, "fp16": 835.5, "tf32": 417.5, "fp32": 60}),
-    ({"H100", "HBM3"}, {"bf16": 989.4, "fp16": 989.4, "tf32": 494.7, "fp32": 67}),  # SXM5: "NVIDIA H100 80GB HBM3"
-    ({"H200", "NVL"}, {"bf16": 835.5, "fp16": 835.5, "tf32": 417.5, "fp32": 60}),
-    ({"H200"}, {"bf16": 989.4, "fp16": 989.4, "tf32": 494.7, "fp32": 67}),
-    ({"GH200"}, {"bf16": 989.4, "fp16": 989.4, "tf32": 494.7, "fp32": 67}),
+    ({"H100", "PCIE"}, {"fp8": 1513, "bf16": 756, "fp16": 756, "tf32": 378, "fp32": 51}),
+    ({"H100", "NVL"}, {"fp8": 1671, "bf16": 835.5, "fp16": 835.5, "tf32": 417.5, "fp32": 60}),
+    ({"H100", "HBM3"}, {"fp8": 1979, "bf16": 989.4, "fp16": 989.4, "tf32": 494.7, "fp32": 67}),  # SXM5: "NVIDIA H100 80GB HBM3"
+    ({"H200", "NVL"}, {"fp8": 1671, "bf16": 835.5, "fp16": 835.5, "tf32": 417.5, "fp32": 60}),
+    ({"H200"}, {"fp8": 1979, "bf16": 989.4, "fp16": 989.4, "tf32": 494.7, "fp32": 67}),
+    ({"GH200"}, {"fp8": 1979, "bf16": 989.4, "fp16": 989.4, "tf32": 494.7, "fp32": 67}),
     # HGX B200 data sheet (2024), an eighth of eight: 36 PFLOP/s with sparsity.
-    ({"B200"}, {"bf16": 2250, "fp16": 2250, "tf32": 1125, "fp32": 75}),
+    ({"B200"}, {"fp8": 4500, "bf16": 2250, "fp16": 2250, "tf32": 1125, "fp32": 75}),
     # AMD data sheets (2021, 2023), matrix cores. torch sees each of MI250X's two dies as a device: half of 383 and of 95.7.
     ({"MI250X"}, {"bf16": 191.5, "fp16": 191.5, "fp32": 47.85}),
     ({"MI300X"}, {"bf16": 1307.4, "fp16": 1307.4, "tf32": 653.7, "fp32": 163.4}),
 ]
 # Other products that carry the same number: a slice of a card, "3090 Ti", "4090 D", a laptop's "4090".
 _OTHER_PRODUCTS = {"MIG", "TI", "D", "LAPTOP", "MAX"}
-_DTYPES = ("tf32", "bf16", "fp16", "fp32")
+_DTYPES = ("fp8", "tf32", "bf16", "fp16", "fp32")
 
 
 def peak_flops(device_name: str, dtype: str) -> float | None:
-    """Dense peak of one device, FLOP/s, for matmuls in `dtype` ("bf16", "fp16", "tf32", "fp32").
+    """Dense peak of one device, FLOP/s, for matmuls in `dtype` ("fp8", "bf16", "fp16", "tf32", "fp32").
 
     device_name: as torch.cuda.get_device_name() gives it. None where the device, or its figure for this dtype, is not in the
     table: no MFU is better than one of 104%. Raises ValueError for a dtype of another name.

@@ -25,6 +25,8 @@ INIT_STD = 0.02  # Radford et al. 2018, section 4.1, and GPT-2's code, for every
 # of 2,048 rows at once (64 MiB each) are mapped and page-faulted anew in every step: 60 ms against 100 on two cores.
 LOSS_ROWS = 512
 BlockRunner = Callable[[nn.ModuleList, torch.Tensor], torch.Tensor]
+Attend = Callable[[torch.Tensor, torch.Tensor | None, float], torch.Tensor]
+HeadLoss = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor], torch.Tensor]
 
 
 def generator_for(place: str) -> torch.Generator:
@@ -78,20 +80,32 @@ class Embedding(nn.Embedding):
         """Nothing, as in Linear."""
 
 
+def attend(qkv: torch.Tensor, mask: torch.Tensor | None, dropout: float) -> torch.Tensor:
+    """Causal self-attention, qkv (B, T, 3, n_head, d_head) -> (B, T, n_head d_head), by torch's best kernel for the device.
+
+    mask: None, or what is added to the scores in place of causality alone, (B, 1, T, T). dropout: of the probabilities.
+    """
+    q, k, v = (part.transpose(1, 2) for part in qkv.unbind(2))  # (B, T, 3, n_head, d_head) -> 3 x (B, n_head, T, d_head), views
+    y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, dropout_p=dropout)
+    return y.transpose(1, 2).flatten(2)  # (B, n_head, T, d_head) -> (B, T, C)
+
+
 class Attention(nn.Module):
     """Causal self-attention, (B, T, C) -> (B, T, C), with one fused projection for queries, keys and values.
 
     `mask` is None, or what is added to the scores in place of causality alone, (B, 1, T, T): GPT puts it there for as long as a pass
-    through its blocks lasts.
+    through its blocks lasts. `attend` is what computes it, from its projections on: a technique may assign a kernel of its own.
     """
 
     mask: torch.Tensor | None
+    attend: Attend
 
     def __init__(self, config: GPTConfig, name: str):
         super().__init__()
         self.n_head = config.n_head
         self.dropout = config.dropout
         self.mask = None
+        self.attend = attend
         residual_std = INIT_STD / math.sqrt(2 * config.n_layer)  # 2 n_layer branches add up on the residual stream (GPT-2, section 2.3)
         self.c_attn = Linear(config.d_model, 3 * config.d_model, config.init_seed, f"{name}.c_attn")
         self.c_proj = Linear(config.d_model, config.d_model, config.init_seed, f"{name}.c_proj", residual_std)
@@ -99,12 +113,8 @@ class Attention(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         B, T, C = x.shape
-        # (B, T, 3C) -> (B, T, 3, n_head, d_head) -> 3 x (B, T, n_head, d_head) -> 3 x (B, n_head, T, d_head), views all the way
-        qkv = self.c_attn(x).view(B, T, 3, self.n_head, C // self.n_head)
-        q, k, v = (part.transpose(1, 2) for part in qkv.unbind(2))
-        dropout = self.dropout if self.training else 0.0
-        y = F.scaled_dot_product_attention(q, k, v, attn_mask=self.mask, is_causal=self.mask is None, dropout_p=dropout)
-        y = y.transpose(1, 2).reshape(B, T, C)  # (B, n_head, T, d_head) -> (B, T, C)
+        qkv = self.c_attn(x).view(B, T, 3, self.n_head, C // self.n_head)  # (B, T, 3C) -> (B, T, 3, n_head, d_head)
+        y = self.attend(qkv, self.mask, self.dropout if self.training else 0.0)
         return self.resid_dropout(self.c_proj(y))
 
 
@@ -152,20 +162,33 @@ class Block(nn.Module):
         return add_scaled(x, self.mlp(self.ln_2(x)), branch_scale)
 
 
+def linear_cross_entropy(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targets: torch.Tensor) -> torch.Tensor:
+    """The mean cross-entropy, fp32, of the logits x (N, C) weight (V, C) + bias (V,) at targets int64 (N,), -100 where none is wanted."""
+    logits = F.linear(x, weight, bias)  # (N, V)
+    total = sum(
+        F.cross_entropy(rows.float(), row_targets, reduction="sum")  # fp32: a sum of 8,192 bf16 exponentials keeps 8 bits
+        for rows, row_targets in zip(logits.split(LOSS_ROWS), targets.split(LOSS_ROWS), strict=True)
+    )
+    return total / (targets != -100).sum()
+
+
 class TiedHead(nn.Module):
     """The output layer, whose weight is the token embedding itself: (B, T, C) -> logits or loss.
 
     It holds the embedding's parameter under its own name and allocates none, so that a second vocab x d_model matrix never
     exists, and ZeRO-3, which gathers what a module holds when that module runs, gathers it here too.
-    The loss is computed inside, so that a kernel which fuses it with the matmul finds the weight gathered.
+    The loss is computed inside, by `loss`, so that a kernel which fuses it with the matmul finds the weight gathered: a technique may
+    assign one of its own.
     """
 
     padding_bias: torch.Tensor | None
+    loss: HeadLoss
 
     def __init__(self, embedding: Embedding, vocab_size: int):
         super().__init__()
         self.vocab_size = vocab_size
         self.weight = embedding.weight
+        self.loss = linear_cross_entropy
         # Padded columns get the logit -inf through the matmul's own bias: probability 0, hence a gradient of exactly 0 for
         # their rows. Writing -inf into the logits would make the backward pass copy their whole gradient (B x T x vocab fp32).
         bias = None
@@ -177,15 +200,9 @@ class TiedHead(nn.Module):
     def forward(self, x: torch.Tensor, targets: torch.Tensor | None = None) -> torch.Tensor:
         """x (B, T, C); targets int64 (B, T) or None. Returns the scalar fp32 mean loss, or the logits (B, T, vocab_size)."""
         bias = None if self.padding_bias is None else self.padding_bias.to(x.dtype)
-        logits = F.linear(x, self.weight, bias)  # (B, T, padded_vocab_size)
         if targets is None:
-            return logits[..., : self.vocab_size]
-        logits, targets = logits.flatten(0, 1), targets.flatten()  # (B, T, V) -> (B T, V), (B, T) -> (B T)
-        total = sum(
-            F.cross_entropy(rows.float(), row_targets, reduction="sum")  # fp32: a sum of 8,192 bf16 exponentials keeps 8 bits
-            for rows, row_targets in zip(logits.split(LOSS_ROWS), targets.split(LOSS_ROWS), strict=True)
-        )
-        return total / (targets != -100).sum()
+            return F.linear(x, self.weight, bias)[..., : self.vocab_size]  # (B, T, padded_vocab_size) -> (B, T, vocab_size)
+        return self.loss(x.flatten(0, 1), self.weight, bias, targets.flatten())  # (B, T, C) -> (B T, C), (B, T) -> (B T)
 
 
 def run_all_blocks(blocks: nn.ModuleList, x: torch.Tensor) -> torch.Tensor:

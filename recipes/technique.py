@@ -93,6 +93,11 @@ def adam_arguments(params: dict[str, Any]) -> tuple[float, list[float], float, f
     return params["lr"], params["betas"], params["eps"], params["weight_decay"], params.get("bias_correction", True)
 
 
+def decouples_weight_decay(optimizer: dict[str, Any]) -> bool:
+    """Whether `optimizer`, of type Adam or AdamW, does: DeepSpeed's "Adam" does too, unless "adam_w_mode" says otherwise."""
+    return bool(optimizer["type"] == "AdamW" or optimizer["params"].get("adam_w_mode", True))
+
+
 def largest_divisor(number: int, limit: int) -> int:
     """The largest divisor of `number` that is at most `limit`, 0 for a limit of 0: how micro-batches are chosen."""
     if limit >= number:
@@ -157,8 +162,15 @@ class Technique:
     other_forms: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {}
     #: What only one technique of a run can decide: two that have a word in common are refused.
     decides: tuple[str, ...] = ()
+    #: What only CUDA can do: dotted key -> the least compute capability of the device. Where it depends on the section, `__init__` says.
+    needs_cuda: dict[str, tuple[int, int]] = {}
+    #: The arithmetic of the matrix products where it is not the run's precision: MFU divides by the device's peak for it.
+    matmul_dtype: str = ""
     #: What the log and `--explain` should say of it, a line each; filled in by `__init__`.
     notes: tuple[str, ...] = ()
+    #: What it needs and this machine does not have, a line each that begins with the key in quotes: the run can be explained here, and not
+    #: trained; filled in by `__init__`.
+    lacks: tuple[str, ...] = ()
     #: The optimizer step from which on its schedule stays as it is; filled in by `__init__`.
     arrives_at: int = 1
     #: The dotted key that says so, where a run that ends before is refused; empty: it is told so.
@@ -167,6 +179,10 @@ class Technique:
     resolved: dict[str, tuple[Any, str]] = {}
     #: How many fp32 tensors of the parameters' size that optimizer keeps; 0: it brings none. For the same plan.
     state_tensors: float = 0
+    #: DeepSpeed's extensions that its optimizer needs, e.g. "FusedAdamBuilder"; filled in by `prepare`.
+    extensions: tuple[str, ...] = ()
+    #: Of the model's parts, which have a kernel of the technique's own: "attention", "cross_entropy". For the plan of the run's memory.
+    fused: frozenset[str] = frozenset()
     #: Into how many segments the blocks are cut of which only the inputs are kept for the backward pass; 0: all activations are kept.
     #: For the plan of the run's memory.
     checkpoints: int = 0
@@ -249,6 +265,16 @@ class Techniques(Technique):
         self.members = tuple(members)
         self.checkpoints = max((member.checkpoints for member in self.members), default=0)
         self.state_tensors = max((member.state_tensors for member in self.members), default=0)
+        self.fused = frozenset().union(*(member.fused for member in self.members))
+        self.needs_cuda = {key: capability for member in self.members for key, capability in member.needs_cuda.items()}
+
+    @property
+    def matmul_dtype(self) -> str:  # type: ignore[override]
+        return next((member.matmul_dtype for member in self.members if member.matmul_dtype), "")
+
+    @property
+    def extensions(self) -> tuple[str, ...]:  # type: ignore[override]
+        return tuple(name for member in self.members for name in member.extensions)
 
     @property
     def notes(self) -> tuple[str, ...]:  # type: ignore[override]

@@ -6,6 +6,7 @@ import contextlib
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +89,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip what needs more GPUs than there are: a rank needs one of its own."""
     for item in items:
         if item.get_closest_marker("cuda"):
-            needed = item.callspec.params.get("ranks", 1)
+            needed = item.callspec.params.get("ranks", 1) if hasattr(item, "callspec") else 1
             if gpus() < needed:
                 item.add_marker(pytest.mark.skip(reason=f"needs {needed} CUDA GPU(s), this machine has {gpus()}"))
 
@@ -110,6 +111,21 @@ def has_fp16() -> bool:
 def has_libaio() -> bool:
     """Whether DeepSpeed's async_io can be built here, with which it offloads to a drive."""
     return _on_this_machine("accelerator.create_op_builder('AsyncIOBuilder').is_compatible()")
+
+
+@pytest.fixture
+def processor(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., None]:
+    """A function that gives this process a processor of which Linux names these flags."""
+    from launch.run import hardware
+
+    def become(*flags: str, name: str = "flags") -> None:
+        (tmp_path / "cpuinfo").write_text(
+            f"processor\t: 0\nmodel name\t: Some 5\n{name}\t\t: fpu {' '.join(flags)} sse\nbugs\t\t: none\n\n" * 2
+        )
+        monkeypatch.setattr(hardware, "CPUINFO", tmp_path / "cpuinfo")
+        monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+
+    return become
 
 
 @pytest.fixture

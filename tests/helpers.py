@@ -11,10 +11,13 @@ import re
 import shutil
 import socket
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
-from launch.run.config import resolve
+import pytest
+
+from launch.run.config import RunConfig, needs_cuda, resolve
 from launch.run.errors import run_command
 from launch.run.explain import explain as explained_run
 from recipes.registry import read_recipe, recipe_names
@@ -55,6 +58,27 @@ def refusal(*flags: str) -> str:
     done = explain(*flags)
     assert done.returncode == 2
     (line,) = done.stderr.splitlines()
+    return line
+
+
+def skip_unless_the_device_can(config: RunConfig) -> None:
+    """Skip the test, with the reason, where this machine lacks a package or its GPU the capability that the run needs."""
+    import torch
+
+    if config.lacks:
+        pytest.skip(config.lacks[0])
+    for path, capability in config.cuda_only.items():
+        if torch.cuda.get_device_capability() < capability:
+            pytest.skip(needs_cuda(f"'{path}'", capability))
+
+
+def refused_start(runs: Path, *flags: str | Path) -> str:
+    """The one error of a real `launch/pretrain.py` with `flags`, exit code 2, before `runs`, its folder of runs, is made."""
+    command = [sys.executable, "launch/pretrain.py", *flags, "--runs_dir", runs]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2
+    (line,) = (line for line in done.stderr.splitlines() if line.startswith("error:"))
+    assert not runs.exists()
     return line
 
 

@@ -168,7 +168,8 @@ def test_hugging_face_style_auto_inside_zero(resolved):
     ("fp16", "bf16", "precision"),
     [("auto", "auto", "bf16"), ("auto", True, "bf16"), (True, "auto", "fp16"), ("auto", False, "fp32"), (False, "auto", "bf16")],
 )
-def test_auto_precision_is_bf16_unless_fp16_is_asked_for(fp16, bf16, precision, resolved):
+def test_auto_precision_is_bf16_unless_fp16_is_asked_for(fp16, bf16, precision, resolved, processor):
+    processor("avx512_bf16")
     config = resolved(**{"fp16.enabled": fp16, "bf16.enabled": bf16})
     assert config.precision == precision
     assert [type(config.engine[key]["enabled"]) for key in ("fp16", "bf16")] == [bool, bool]

@@ -57,7 +57,7 @@ SECTIONS = {
     "bf16": {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}},
     "data_types": {"data_types": {"grad_accum_dtype": "fp32"}},
     **{f"zero_{stage}": {"zero_optimization": {"stage": stage, **ZERO}} for stage in range(4)},
-    "zero_quantized": {"zero_optimization": {"stage": 3, "zero_quantized_weights": True, "zero_quantized_gradients": True}},
+    "zero_quantized": {"zero_optimization": {"stage": 3, "zero_quantized_weights": True, "zero_hpz_partition_size": 4}},
     **{
         f"offload_{device}": {
             "zero_optimization": {

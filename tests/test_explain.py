@@ -39,7 +39,8 @@ def came_from(page: dict) -> dict[str, str]:
     return {key: item["from"] for key, item in {**page["run"], **page["engine"]}.items()}
 
 
-def test_each_value_says_where_it_came_from(explained):
+def test_each_value_says_where_it_came_from(explained, processor):
+    processor("avx512_bf16")
     origins = came_from(
         explained("--lr", "0.002", "--n_layer", "3", "--set", "zero_optimization.overlap_comm=false", bf16={"enabled": "auto"})
     )
@@ -49,7 +50,7 @@ def test_each_value_says_where_it_came_from(explained):
     assert origins["zero_optimization.stage"] == "line 13"
     assert origins["zero_optimization.overlap_comm"] == "--set"
     assert origins["zero_optimization.sub_group_size"] == "DeepSpeed's default"
-    assert origins["bf16.enabled"] == "auto: on unless fp16 is"
+    assert origins["bf16.enabled"] == "auto: this processor has avx512_bf16"
     assert origins["train_batch_size"] == "preset nano"
     assert origins["scheduler.params.min_lr"] == "a tenth of the peak"
     assert origins["n_layer"] == "--n_layer"

@@ -494,6 +494,9 @@ NEEDED = {"optimizer.type": "optimizer.type", "scheduler.type": "scheduler.type"
 #: What offload cannot do without, and the words it is asked for with.
 NEEDED_BY_OFFLOAD = {"zero_optimization.stage": "offload works at stage"}
 NEEDED_BY_OFFLOAD |= {f"zero_optimization.offload_{what}.nvme_path": 'needs "nvme_path"' for what in ("optimizer", "param")}
+#: What a recipe's JSON cannot do without.
+NEEDED_BY_RECIPE = {("fp8", "bf16"): "casts from bf16", ("fp8", "bf16.enabled"): "casts from bf16"}
+NEEDED_BY_RECIPE |= {("zeropp", "zero_optimization.stage"): "works at stage 3 only"}
 
 
 @pytest.mark.parametrize("name", SHIPPED)
@@ -508,6 +511,9 @@ def test_a_key_left_out_has_its_default_or_is_asked_for(name, outcome):
             found["crashed"].append(f"{key}: {result.crash}")
         elif key in NEEDED_BY_OFFLOAD and any(fault.count(NEEDED_BY_OFFLOAD[key]) for fault in result.faults):
             if not all(last in fault and "zero_optimization.offload_" in fault for fault in result.faults):
+                found["not asked for"].append(f"{key}: {result.faults}")
+        elif (words := NEEDED_BY_RECIPE.get((name, key))) is not None:
+            if len(result.faults) != 1 or words not in result.faults[0]:
                 found["not asked for"].append(f"{key}: {result.faults}")
         elif key in NEEDED:
             asked = result.names(tuple(NEEDED[key].split("."))) or result.names(path)
@@ -1027,6 +1033,22 @@ PAIRS: dict[str, Pair] = {
         for key, value in (("zero_quantized_weights", True), ("zero_quantized_gradients", True), ("zero_hpz_partition_size", 2))
         for stage in (0, 1, 2)
     },
+    "quantized gradients": pair(
+        "zero3_bf16", {f"{ZERO}.zero_quantized_gradients": True}, f"{ZERO}.zero_quantized_gradients", "no word: sums of fp16's bits"
+    ),
+    "quantized weights that are not trained": pair(
+        "zero3_bf16",
+        {f"{ZERO}.zero_quantized_nontrainable_weights": True},
+        f"{ZERO}.zero_quantized_nontrainable_weights",
+        "no word: there are none",
+    ),
+    "quantized weights in parts that are no multiples of 8": pair(
+        "zero3_bf16",
+        {f"{ZERO}.zero_quantized_weights": True, "train_batch_size": 64},
+        f"{ZERO}.zero_quantized_weights",
+        "zero/partition_parameters.py:883",
+        ranks=64,
+    ),
     "a secondary partition that does not divide the ranks": pair(
         "zero3_bf16", {f"{ZERO}.zero_hpz_partition_size": 3}, f"{ZERO}.zero_hpz_partition_size", "utils/groups.py:944", ranks=4
     ),

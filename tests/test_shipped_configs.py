@@ -14,12 +14,16 @@ import pytest
 from launch.run.config import resolve
 from launch.run.json_lines import read_json
 from recipes.registry import read_recipe, recipe_names
-from tests.helpers import recipe_flags
+from tests.helpers import recipe_flags, skip_unless_the_device_can
 
 ROOT = Path(__file__).resolve().parents[1]
 FILES = sorted((ROOT / "ds_configs").iterdir())
 GRID = [f"zero{stage}_{precision}" for stage in range(4) for precision in ("fp32", "bf16", "fp16")]
 TINY = ["--n_layer", "2", "--n_head", "2", "--d_model", "64", "--seq_len", "32", "--seed", "3"]
+
+
+#: Those that only CUDA can do, and on how many GPUs they act.
+CUDA_ONLY = {"fp8": 1, "tf32": 1, "zeropp": 2}
 
 
 def values(name: str) -> dict:
@@ -84,7 +88,7 @@ def flags(name: str, corpus: Path, tmp_path: Path, *more: str) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("name", [file.stem for file in FILES if not file.stem.endswith("fp16")])
+@pytest.mark.parametrize("name", [file.stem for file in FILES if not file.stem.endswith("fp16") and file.stem not in CUDA_ONLY])
 def test_it_trains_on_two_ranks(name, corpus, tmp_path, two_ranks, request):
     changes = []
     if "nvme" in (ROOT / "ds_configs" / f"{name}.json").read_text():
@@ -97,6 +101,21 @@ def test_it_trains_on_two_ranks(name, corpus, tmp_path, two_ranks, request):
     assert all(math.isfinite(loss) for loss in losses)
     assert abs(losses[0] - math.log(1024)) < 0.2, "the first loss is that of a model that knows nothing"
     assert losses[-1] < losses[0] - 0.1
+
+
+def test_those_that_need_cuda_are_those_that_say_so():
+    explained = {file.stem: resolve(["--deepspeed_config", str(file), *recipe_flags(file), "--explain"], ranks=2)[0] for file in FILES}
+    assert {name for name, config in explained.items() if config.cuda_only} == set(CUDA_ONLY)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize(("name", "ranks"), CUDA_ONLY.items())
+def test_it_trains_on_cuda(name, ranks, corpus, tmp_path, pools):
+    run = flags(name, corpus, tmp_path)
+    skip_unless_the_device_can(resolve([*run, "--explain"], ranks=ranks)[0])
+    lines = pools.of(ranks, "cuda").run("tests.distributed.jobs:pretrain", flags=run)[0]
+    assert abs(lines[0]["loss"] - math.log(1024)) < 0.2
+    assert lines[-1]["loss"] < lines[0]["loss"] - 0.1
 
 
 @pytest.mark.parametrize("name", [name for name in GRID if name.endswith("fp16")])

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 #: Elements of the tensor on which the gradient norm is probed. The error of an fp32 sum grows with its length: 2.8e-5 at 2 M.
 PROBE_ELEMENTS = 2**21
+#: Elements whose squares are summed in fp32: the errors of the sums, 1e-7 at most, are of either sign, and 1e-8 in what they add up to.
+NORM_ROW = 384
 
 
 class NormNotFinite(ArithmeticError):
@@ -124,8 +126,27 @@ def take_norms_in_fp64() -> None:
 
 
 def norm_in_fp64(tensors: list[torch.Tensor]) -> torch.Tensor:
-    """The 2-norm of all tensors together, summed in fp64; a scalar."""
+    """The 2-norm of all tensors together, to 1e-7; an fp64 scalar.
+
+    Sums of `NORM_ROW` squares are in fp32 and the sum of these sums in fp64: to convert every element takes eight times as long (14 M
+    elements on two cores: 8 ms). Where squares are beyond fp32's range, that is done.
+    """
+    rows = [torch.linalg.vector_norm(row, dim=-1, dtype=_at_least_fp32(row)).double() for tensor in tensors for row in _in_rows(tensor)]
+    norm = torch.cat([row.view(-1) for row in rows]).norm()
+    if torch.isfinite(norm):
+        return norm
     return torch.stack([torch.linalg.vector_norm(tensor, dtype=torch.float64) for tensor in tensors]).norm()
+
+
+def _in_rows(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The elements of `tensor` as (n, NORM_ROW), and the rest (fewer,); views, where it is in one piece."""
+    flat = tensor.reshape(-1)
+    whole = len(flat) // NORM_ROW * NORM_ROW
+    return [part for part in (flat[:whole].view(-1, NORM_ROW), flat[whole:]) if part.numel()]
+
+
+def _at_least_fp32(tensor: torch.Tensor) -> torch.dtype:
+    return torch.promote_types(tensor.dtype, torch.float32)
 
 
 def clip_grad_norm(parameters: Any, max_norm: float, norm_type: float = 2, mpu: Any = None) -> torch.Tensor:

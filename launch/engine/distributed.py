@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import importlib
 import io
 import logging
 import os
@@ -48,9 +49,12 @@ def start_ranks() -> Collectives:
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(_free_port()),
         }
-    local_ranks = int(os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or 1)
+    # Ranks are not bound to cores of their own. On two cores it gained nothing: two ranks made a step of `nano` in 126.7 ms free and 127.8
+    # bound (medians of 4 runs each, in turns), of `micro` in 428.4 and 428.8 (3 each); blocks of 4 steps in turns within one run took 127.5
+    # and 125.2, and 450 and 446. And a bound rank cannot leave a core that another job works on, for which all ranks then wait. On a host
+    # of several sockets `deepspeed --bind_cores_to_rank` binds, by numactl, with the memory of the socket.
     if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_ranks))
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks_of_host()))
 
     quiet_deepspeed()
     import deepspeed
@@ -66,11 +70,27 @@ def start_ranks() -> Collectives:
     return Collectives(device)
 
 
+def ranks_of_host() -> int:
+    """How many ranks of this job run on this host, as its launcher says."""
+    return int(os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or 1)
+
+
 def leave_ranks() -> None:
     """Leave the process group, so that no rank ends while another still listens to it."""
     from deepspeed import comm
 
     comm.destroy_process_group()
+
+
+def stager(device: torch.device) -> Any:
+    """torch's maker of copies in the host's memory, which it keeps for the next copy of the same tensor: `stager.stage(state)`.
+
+    Nothing of it is distributed but its place.
+    """
+    from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+
+    pinned = device.type == "cuda"
+    return DefaultStager(StagingOptions(pinned, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=pinned))
 
 
 def quiet_deepspeed() -> None:
@@ -102,6 +122,22 @@ def without_shared_memory_extension() -> None:
     import deepspeed.ops
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+
+def without_compiled_muon() -> None:
+    """Import DeepSpeed's Muon with its kernels as they are written.
+
+    At stages 1, 2 and 3 every start imports it, to ask whether the optimizer is one; its kernels are decorated with `torch.compile`, which
+    imports torch's whole compiler for them: a sixth of a start. No JSON can ask for Muon (launch/run/optimizer.py).
+    """
+    from deepspeed.runtime import compiler
+
+    compile_kernel = compiler.compile
+    compiler.compile = lambda: lambda kernel: kernel
+    try:
+        importlib.import_module("deepspeed.runtime.zero.muon.original_muon")
+    finally:
+        compiler.compile = compile_kernel
 
 
 def load_extension(builder_name: str) -> None:
@@ -181,6 +217,11 @@ class Collectives:
     def barrier(self) -> None:
         """Wait for all ranks."""
         self._comm.barrier()
+
+    def enter_thread(self) -> None:
+        """Make this rank's device that of the calling thread, which begins with the first one."""
+        if self.device.type != "cpu":
+            torch.accelerator.set_device_index(self.device)
 
     def wait(self) -> None:
         """Wait for this rank's own device to have done what it was given."""

@@ -6,21 +6,23 @@ import contextlib
 import hashlib
 import io
 import math
+import os
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
 
 from launch.engine import corrections
-from launch.engine.distributed import Collectives, load_extension, quiet_deepspeed
+from launch.engine.distributed import Collectives, load_extension, quiet_deepspeed, without_compiled_muon
 from launch.engine.mean_norm import MeanNorm
-from launch.run.config import RunConfig
+from launch.run.config import RunConfig, needs_cuda
 from launch.run.errors import TrainingFailed, UsageError
+from launch.run.hardware import bf16_arithmetic
 from launch.run.optimizer import ADAM_TYPES
 from launch.run.schedule import TOKEN_SCHEDULE, warmup_cosine
 from model.gpt import GPT, weight_decay_groups
 from model.presets import GPTConfig
-from recipes.technique import LATE_STEP, Technique
+from recipes.technique import LATE_STEP, Technique, decouples_weight_decay
 
 
 @dataclass
@@ -42,8 +44,13 @@ class Engine:
 
     @property
     def notes(self) -> list[str]:
-        """What the techniques have found out since the configuration was resolved."""
-        return [note for note in self.technique.notes if note not in self.config.notes]
+        """What was found out since the configuration was resolved: by the techniques, and of the device."""
+        notes = [note for note in self.technique.notes if note not in self.config.notes]
+        if self.config.precision == "bf16" and self.collectives.device.type == "cpu" and not (bf16 := bf16_arithmetic()).found:
+            # A step of `nano` takes 1.3 times as long as in fp32 with AVX512 alone, and 13 times with AVX2 (recipes/bf16/README.md).
+            fp32 = f"ds_configs/zero{self.config.zero_stage}_fp32.json"
+            notes.append(f"bf16 is emulated, {bf16.why}: the fp32 JSON of the same stage ({fp32}) is probably faster")
+        return notes
 
     def loss(self, tokens: torch.Tensor) -> torch.Tensor:
         """Mean cross-entropy of (B, T + 1) token ids, each position predicting the next; fp32 scalar."""
@@ -132,15 +139,24 @@ class Engine:
 
 
 def start_engine(config: RunConfig, technique: Technique, collectives: Collectives) -> Engine:
-    """Build the model and the engine around it."""
+    """Build the model and the engine around it.
+
+    Raises:
+        UsageError: hosts differ in what `"auto"` came out as.
+    """
     import deepspeed
 
+    _agree_on_precision(config, collectives)
     model_config = config.model_config
     engine_json = _engine_json(config)
+    if config.quantizes_weights:
+        load_extension("QuantizerBuilder")
     # At stage 3 every module is partitioned as soon as it is built: the whole model is never on one rank.
     with deepspeed.zero.Init(config_dict_or_path=engine_json, enabled=config.zero_stage == 3):
         model = GPT(model_config)
     technique.prepare(model)
+    for extension in technique.extensions:
+        load_extension(extension)
 
     groups = weight_decay_groups(model, config.optimizer["params"].get("weight_decay", 0.0))
     optimizer = technique.optimizer(groups) or _adam(config, groups)
@@ -151,14 +167,35 @@ def start_engine(config: RunConfig, technique: Technique, collectives: Collectiv
     if config.uses_nvme:
         load_extension("PinMemoryBuilder")
         load_extension("AsyncIOBuilder")
+    if config.zero_stage:
+        without_compiled_muon()
     applied = corrections.before_initialize(config.zero_stage, config.precision, collectives)
     with contextlib.redirect_stdout(io.StringIO()):  # prints of DeepSpeed's own start
         engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, model_parameters=groups, config=engine_json)
     applied += corrections.after_initialize(engine, collectives)
     if config.zero_stage == 0:
+        if collectives.world_size == 1:
+            # The engine would copy all gradients into one tensor, reduce it among one rank, and copy it back: 3 ms for 14 M parameters.
+            # What comes before must stay: a parameter without a gradient gets one of zeros.
+            engine._reduce_non_expert_gradients = lambda gradients, elements_per_buffer: None
         (_log_norm if config.precision == "fp32" else _share_norm)(engine, collectives)
     technique.attach(engine, collectives)
     return Engine(engine, model_config, config, applied, collectives, technique)
+
+
+def _agree_on_precision(config: RunConfig, collectives: Collectives) -> None:
+    """Refuse ranks of different precisions, which would send each other gradients that are not alike.
+
+    Each host has asked its own processor what `"bf16": {"enabled": "auto"}` is, before there was a group in which to agree, and all of its
+    configuration follows from the answer.
+    """
+    precisions = ("fp32", "bf16", "fp16")
+    ranks: dict[str, list[str]] = {}
+    for rank, number in enumerate(collectives.of_each(precisions.index(config.precision))):
+        ranks.setdefault(precisions[int(number)], []).append(str(rank))
+    if len(ranks) > 1:
+        found = " and ".join(f"{precision} on rank(s) {', '.join(those)}" for precision, those in ranks.items())
+        raise UsageError(f"{config.config_file}: 'bf16.enabled' is {found}, whose hosts differ; write true or false instead of \"auto\"")
 
 
 def check_device(config: RunConfig) -> None:
@@ -176,8 +213,15 @@ def check_device(config: RunConfig) -> None:
             f"{config.config_file}: fp16 is enabled, but this {device} has no fp16 arithmetic; "
             f"use the bf16 or the fp32 JSON of the same stage (ds_configs/zero{config.zero_stage}_bf16.json)"
         )
-    if device != "cuda":
-        faults += [f"{config.config_file}: '{path}' needs CUDA, and this is a {device}; leave it out" for path in config.cuda_only]
+    for path, capability in config.cuda_only.items():
+        if (lacking := _lacking(device, capability)) is not None:
+            place = config.where(tuple(path.split(".")))
+            faults.append(f"{needs_cuda(place, capability)}, and this is {lacking}; leave it out")
+    if config.quantizes_weights and device == "cuda" and not can_quantize():
+        faults.append(
+            f"{config.config_file}: 'zero_optimization.zero_quantized_weights' needs the CUDA toolkit (nvcc), with which DeepSpeed builds "
+            "its kernels; install it and set CUDA_HOME, or leave the key out"
+        )
     if config.uses_nvme and not can_swap():
         faults.append(
             f'{config.config_file}: device "nvme" needs libaio with its headers, which DeepSpeed\'s async_io is built with; '
@@ -185,6 +229,31 @@ def check_device(config: RunConfig) -> None:
         )
     if faults:
         raise UsageError(*faults)
+
+
+def _lacking(device: str, capability: tuple[int, int]) -> str | None:
+    """What this device is, where it is not CUDA of at least `capability`; else None.
+
+    AMD's GPUs, which torch also calls "cuda", number their capabilities otherwise.
+    """
+    if device != "cuda":
+        return f"a {device}"
+    if not any(capability):
+        return None
+    index = int(os.environ.get("LOCAL_RANK", 0))
+    name = torch.cuda.get_device_name(index)
+    if torch.version.hip:
+        return f"{name}, which is not NVIDIA's"
+    found = torch.cuda.get_device_capability(index)
+    return f"{name} ({found[0]}.{found[1]})" if found < capability else None
+
+
+def can_quantize() -> bool:
+    """Whether DeepSpeed's quantizer is there or can be built here."""
+    from deepspeed.git_version_info import installed_ops
+    from torch.utils.cpp_extension import CUDA_HOME
+
+    return bool(installed_ops.get("quantizer")) or CUDA_HOME is not None
 
 
 def can_swap() -> bool:
@@ -208,8 +277,6 @@ def _adam(config: RunConfig, groups: list[dict[str, Any]]) -> torch.optim.Optimi
     if config.optimizer["type"] not in ADAM_TYPES or config.offload("offload_optimizer") != "none":
         return None
     params = config.optimizer["params"]
-    # DeepSpeed's "Adam" decouples the weight decay too, unless "adam_w_mode" says otherwise.
-    decoupled = config.optimizer["type"] == "AdamW" or params.get("adam_w_mode", True)
     optimizer = torch.optim.Adam(
         groups,
         lr=params["lr"],
@@ -217,7 +284,7 @@ def _adam(config: RunConfig, groups: list[dict[str, Any]]) -> torch.optim.Optimi
         eps=params["eps"],
         weight_decay=params["weight_decay"],
         amsgrad=params.get("amsgrad", False),
-        decoupled_weight_decay=decoupled,
+        decoupled_weight_decay=decouples_weight_decay(config.optimizer),
         fused=True,
     )
     if params.get("bias_correction", True) is False:
@@ -242,10 +309,14 @@ def _share_norm(engine: Any, collectives: Collectives) -> None:
     """At stage 0 in bf16 and fp16 the engine's wrapper takes the norm of this rank's gradients and clips by it. Make it that of the ranks'
     mean gradient where a technique has switched the engine's reduction off.
 
-    The wrapper has looked for overflows before, on all ranks together.
+    The wrapper has looked for overflows before, on all ranks together; in bf16 only where their gradients differ: the norm of those that
+    all ranks have is infinite, or none, where one of them is.
     """
     wrapper, mean_norm = engine.optimizer, MeanNorm(collectives)
-    unscale = wrapper.unscale_and_clip_grads
+    unscale, checker = wrapper.unscale_and_clip_grads, wrapper.overflow_checker
+    look_for_overflows = checker.check
+    if engine.bfloat16_enabled():  # two passes over all gradients
+        checker.check = lambda: not engine.enable_backward_allreduce and look_for_overflows()
 
     def unscale_by_mean(total_norm: float, apply_scale: bool = True) -> float:
         if not engine.enable_backward_allreduce:

@@ -20,6 +20,9 @@ class Meter:
 
     Args:
         seconds_before: what earlier parts of a resumed run took; `seconds()` goes on from there.
+
+    Attributes:
+        threads: with how many each rank computes on a CPU.
     """
 
     def __init__(self, engine: Engine, collectives: Collectives, seconds_before: float = 0.0):
@@ -27,7 +30,9 @@ class Meter:
         self._start = time.monotonic() - seconds_before
         on_gpu = collectives.device.type == "cuda"
         self.device_name = torch.cuda.get_device_name(collectives.device) if on_gpu else "cpu"
-        self.peak_flops = peak_flops(self.device_name, engine.config.precision)
+        self.matmul_dtype = engine.technique.matmul_dtype or engine.config.precision
+        self.peak_flops = peak_flops(self.device_name, self.matmul_dtype)
+        self.threads = [round(threads) for threads in collectives.of_each(torch.get_num_threads())]
 
     def seconds(self) -> float:
         """Since the start of the run, over resumes."""

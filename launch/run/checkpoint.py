@@ -1,4 +1,4 @@
-"""Checkpoints: written under a temporary name, renamed when complete, so that what has a checkpoint's name is one.
+"""Checkpoints: written beside training under a temporary name, renamed when complete, so that what has a checkpoint's name is one.
 
     runs/<name>/checkpoints/step-00000300/
         engine/       what DeepSpeed wrote (`latest` beside it, so that its own zero_to_fp32.py works on the folder)
@@ -6,6 +6,11 @@
         technique-00000.pt   per rank, only where a technique has state that cannot be derived
 
 The newest `keep` stay, and the best by validation loss.
+
+The loop stands still for a copy of everything into the host's memory; a thread of each rank writes the copy. These threads make no
+collectives, which would come between the loop's: a rank marks in the temporary folder that its files are on the disk, and rank 0,
+when all have, makes the checkpoint complete. Before the next one the loops meet, where a rank that died is missed. The last one of a
+run needs no copy, since nothing goes on beside it.
 """
 
 from __future__ import annotations
@@ -16,15 +21,19 @@ import math
 import os
 import shutil
 import sys
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from launch.run.errors import UsageError
+from launch.run.errors import TrainingFailed, UsageError
 from launch.run.folder import write_atomically
 
 if TYPE_CHECKING:
     from launch.engine.distributed import Collectives
+    from launch.engine.snapshot import Snapshots
     from recipes.technique import Technique
 
 PREFIX = "step-"
@@ -32,6 +41,13 @@ ENGINE_TAG = "engine"
 #: Of an optimizer's groups of parameters: what the JSON sets and no state depends on (amsgrad and momentum have some), beside the learning
 #: rate, which follows the schedule.
 SETTINGS = ("betas", "eps", "weight_decay", "dampening", "alpha", "lr_decay")
+#: What a rank leaves in the temporary folder, with its number behind, for rank 0.
+WRITTEN, FAILED = ".written-", ".failed-"
+POLL_SECONDS = 0.02
+#: How long rank 0, which ends on an error, waits for the files of ranks that may have ended already.
+LAST_PATIENCE_SECONDS = 10.0
+#: Of waiting for a checkpoint before the next one, from which on it is worth a line in the log.
+NOTED_WAIT_SECONDS = 1.0
 
 
 def complete_checkpoints(folder: Path) -> list[Path]:
@@ -72,59 +88,184 @@ def check_files(checkpoint: Path) -> None:
 class Checkpoints:
     """Writes, prunes and reads the checkpoints of one run; every method is called by all ranks together.
 
+    As a context manager it surrounds the training: whoever leaves it has no write in flight.
+
     Args:
         folder: `runs/<name>/checkpoints`.
         keep: how many of the newest stay.
+        engine: DeepSpeed's.
         collectives: for barriers; global rank 0 renames and prunes.
+        beside_training: whether any checkpoint comes before the run's last one, and needs a copy in the host's memory.
+        on_failure: called in the writing thread when it could not write, for a stop at the next step boundary.
+        log: takes a line for the log.
     """
 
-    def __init__(self, folder: Path, keep: int, collectives: Collectives):
-        self.folder, self.keep, self.collectives = folder, keep, collectives
+    def __init__(
+        self,
+        folder: Path,
+        keep: int,
+        engine: Any,
+        technique: Technique,
+        collectives: Collectives,
+        beside_training: bool,
+        on_failure: Callable[[], None],
+        log: Callable[[str], None],
+    ):
+        from launch.engine.snapshot import Snapshots
 
-    def save(self, engine: Any, technique: Technique, state: dict[str, Any]) -> Path:
+        self.folder, self.keep, self.engine, self.technique, self.collectives = folder, keep, engine, technique, collectives
+        self._snapshots: Snapshots = Snapshots(engine, collectives)
+        self._beside_training, self._on_failure, self._log = beside_training, on_failure, log
+        self._asked_for_room = self._told_of_waiting = self._failed = False
+        self._leaving, self._own_part_done = threading.Event(), threading.Event()
+        self._own_part_done.set()
+        self._thread = ThreadPoolExecutor(1, "checkpoint", initializer=collectives.enter_thread)
+        self._in_flight: Future[None] | None = None
+
+    def __enter__(self) -> Checkpoints:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None and not issubclass(kind, TrainingFailed):  # other ranks may be gone
+            self._leaving.set()
+        if self._in_flight:
+            self._in_flight.result()
+
+    def save(self, state: dict[str, Any], last: bool) -> Path:
         """Write the checkpoint of `state["step"]`. A kill at any moment leaves it complete or absent.
 
+        It is complete on return when it is the `last`. Else it is copied here and written while training goes on, after the one before,
+        which is waited for.
+
         Raises:
-            SystemExit: it cannot be written (exit code 1, one line from each rank that could not); the older ones are as they were.
+            SystemExit: it, or the one before, cannot be written (exit code 1, one line from each rank that could not); the older ones
+                are as they were.
         """
+        start = time.monotonic()
+        self._finish()
+        if (waited := time.monotonic() - start) > NOTED_WAIT_SECONDS and not self._told_of_waiting:
+            self._told_of_waiting = True
+            self._log(f"step {state['step']}: waited {waited:.1f} s for the checkpoint before this one; a larger --save_every waits less")
         final = self.folder / f"{PREFIX}{state['step']:08d}"
         temporary = self.folder / f".tmp-{final.name}"
         complete = final in complete_checkpoints(self.folder)
         self.collectives.barrier()  # all ranks have looked before anything changes
         if complete:
             return final
-        with self._ending_on_failure(
-            f"{final}: could not be written", "{free} MiB are free; the older checkpoints are intact: --resume goes on from them"
-        ):
+        with self._ending_on_failure(*self._cannot_write(final)):
             if self.collectives.rank == 0:
                 _remove_leftovers(self.folder)
                 if final.exists():  # without a state.json: somebody took files away
                     _remove(final)
             self.collectives.barrier()
-            with technique.agreed_weights():
-                engine.save_checkpoint(str(temporary), tag=ENGINE_TAG)
-            self._save_technique(temporary, technique)
-            self.collectives.barrier()
-            if self.collectives.local_rank == 0:
-                for path in temporary.rglob("*"):
-                    _sync(path)
-            self.collectives.barrier()
-            if self.collectives.rank == 0:
-                files = {str(path.relative_to(temporary)): path.stat().st_size for path in temporary.rglob("*") if path.is_file()}
-                complete_state = {**state, "ranks": self.collectives.world_size, "files": dict(sorted(files.items()))}
-                write_atomically(temporary / "state.json", json.dumps(complete_state, indent=2) + "\n")
-                _sync(temporary)
-                os.rename(temporary, final)
-                _sync(self.folder)
-                self._prune()
-            self.collectives.barrier()
+            self._snapshots.take(later=not last and self._has_room())
+            with self.technique.agreed_weights():
+                self.engine.save_checkpoint(str(temporary), tag=ENGINE_TAG)
+            if of_technique := self.technique.state_dict():
+                self._snapshots.save(of_technique, str(temporary / self._technique_file()))
+        self._own_part_done.clear()
+        self._in_flight = self._thread.submit(self._write, temporary, final, state)
+        if last:
+            self._finish()
         return final
+
+    def make_room(self) -> None:
+        """After the first step: have the copy's memory ready before it is needed, in the writing thread. Later: nothing."""
+        if not self._asked_for_room and self._has_room():
+            self._in_flight = self._thread.submit(self._snapshots.rehearsal(self.technique.state_dict()))
+
+    def _has_room(self) -> bool:
+        """Whether the host's memory has room for the copies of its ranks; asked once, when there is something to be copied."""
+        if self._beside_training and not self._asked_for_room:
+            self._asked_for_room = True
+            from launch.engine.distributed import ranks_of_host
+            from launch.engine.snapshot import room_for_snapshots
+
+            needed, room = self._snapshots.bytes(self.technique.state_dict()), room_for_snapshots(ranks_of_host())
+            if needed > room:
+                self._beside_training = False
+                self._log(
+                    f"training will wait while checkpoints are written: to write them beside it takes a copy of {needed / 2**30:,.2f} GiB "
+                    f"a rank in the host's memory, which has room for {max(0, room) / 2**30:,.2f}"
+                )
+        return self._beside_training
+
+    # --- in the writing thread ---------------------------------------------------------------------------------------------------------
+
+    def _write(self, temporary: Path, final: Path, state: dict[str, Any]) -> None:
+        rank = self.collectives.rank
+        try:
+            self._snapshots.write()
+            for path in self._snapshots.written:
+                _sync(path)
+            if self.collectives.local_rank == 0:  # what DeepSpeed copies itself, by any rank of this host
+                for path in temporary.rglob("*"):
+                    with contextlib.suppress(FileNotFoundError):  # a rank that fails takes its files away
+                        _sync(path)
+            if rank:
+                (temporary / f"{WRITTEN}{rank:05d}").touch()
+            self._own_part_done.set()
+            if rank == 0:
+                if self._all_have_written(temporary):
+                    self._complete(temporary, final, state)
+                else:
+                    self._fail()
+        except Exception as reason:
+            self._say(*self._cannot_write(final), reason)
+            with contextlib.suppress(OSError):
+                for path in self._snapshots.written:  # room for the mark on a full disk
+                    path.unlink(missing_ok=True)
+                (temporary / f"{FAILED}{rank:05d}").touch()
+            self._fail()
+        finally:
+            self._own_part_done.set()
+
+    def _fail(self) -> None:
+        self._failed = True
+        self._on_failure()
+
+    def _all_have_written(self, temporary: Path) -> bool:
+        """Wait for the other ranks' marks and take them away; False if one has failed, or is not heard of when this one ends."""
+        deadline = math.inf
+        while True:
+            marks = [name for name in os.listdir(temporary) if name.startswith((WRITTEN, FAILED))]
+            if any(name.startswith(FAILED) for name in marks) or time.monotonic() > deadline:
+                return False
+            if len(marks) == self.collectives.world_size - 1:
+                for name in marks:
+                    (temporary / name).unlink()
+                return True
+            if self._leaving.is_set() and deadline == math.inf:
+                deadline = time.monotonic() + LAST_PATIENCE_SECONDS
+            time.sleep(POLL_SECONDS)
+
+    def _complete(self, temporary: Path, final: Path, state: dict[str, Any]) -> None:
+        files = {str(path.relative_to(temporary)): path.stat().st_size for path in temporary.rglob("*") if path.is_file()}
+        complete_state = {**state, "ranks": self.collectives.world_size, "files": dict(sorted(files.items()))}
+        write_atomically(temporary / "state.json", json.dumps(complete_state, indent=2) + "\n")
+        for folder in (*filter(Path.is_dir, temporary.rglob("*")), temporary):
+            _sync(folder)
+        os.rename(temporary, final)
+        _sync(self.folder)
+        self._prune()
+
+    # --- in the loop's thread ----------------------------------------------------------------------------------------------------------
+
+    def _finish(self) -> None:
+        """Wait for the write in flight, of all ranks; end them together when one of them could not write."""
+        self._own_part_done.wait()
+        self.collectives.barrier()  # a rank that is gone is missed here; rank 0 would wait for its mark for ever
+        if self._in_flight:
+            self._in_flight.result()
+        self._in_flight = None
+        if self.collectives.any(self._failed):
+            raise SystemExit(1)
 
     def newest(self) -> Path | None:
         """The newest complete checkpoint, None where there is none."""
         return next(reversed(complete_checkpoints(self.folder)), None)
 
-    def load_newest(self, engine: Any, technique: Technique) -> dict[str, Any] | None:
+    def load_newest(self) -> dict[str, Any] | None:
         """Load the newest complete checkpoint into the engine and the techniques; its state, or None where there is none.
 
         Another number of ranks cannot use the ranks' own states: the techniques that have some go on without.
@@ -141,18 +282,18 @@ class Checkpoints:
         others = state["ranks"] != self.collectives.world_size
         if others and any(newest.glob("technique-*.pt")):
             try:
-                technique.forget_state(f"written by {state['ranks']} rank(s), and this job has {self.collectives.world_size}")
+                self.technique.forget_state(f"written by {state['ranks']} rank(s), and this job has {self.collectives.world_size}")
             except ValueError as reason:
                 raise UsageError(f"{newest}: a technique's state belongs to its rank, {reason}; start {state['ranks']} ranks") from None
         with self._ending_on_failure(f"{newest}: could not be loaded", _REMEDY):
-            with _own_settings(engine):
-                path, _ = engine.load_checkpoint(str(newest), tag=ENGINE_TAG)
+            with _own_settings(self.engine):
+                path, _ = self.engine.load_checkpoint(str(newest), tag=ENGINE_TAG)
             if path is None:
                 raise RuntimeError("DeepSpeed found nothing in it")
             if not others and (file := newest / self._technique_file()).exists():
                 import torch
 
-                technique.load_state_dict(torch.load(file, weights_only=True, map_location="cpu"))
+                self.technique.load_state_dict(torch.load(file, weights_only=True, map_location="cpu"))
         return state
 
     @contextlib.contextmanager
@@ -164,24 +305,31 @@ class Checkpoints:
         try:
             yield
         except Exception as reason:
-            text = " ".join(str(reason).split())
-            free = shutil.disk_usage(self.folder).free // 2**20  # torch does not say that a disk is full
-            line = f"error: {failure} by rank {self.collectives.rank} ({type(reason).__name__}: {text[:200]}); {remedy.format(free=free)}"
-            print(line, file=sys.stderr, flush=True)
+            self._say(failure, remedy, reason)
             raise SystemExit(1) from None
+
+    def _cannot_write(self, checkpoint: Path) -> tuple[str, str]:
+        return (
+            f"{checkpoint}: could not be written",
+            "{free} MiB are free; the older checkpoints are intact: --resume goes on from them",
+        )
+
+    def _say(self, failure: str, remedy: str, reason: Exception) -> None:
+        text = " ".join(str(reason).split())
+        free = shutil.disk_usage(self.folder).free // 2**20  # torch does not say that a disk is full
+        line = f"error: {failure} by rank {self.collectives.rank} ({type(reason).__name__}: {text[:200]}); {remedy.format(free=free)}"
+        print(line, file=sys.stderr, flush=True)
 
     def _technique_file(self) -> str:
         return f"technique-{self.collectives.rank:05d}.pt"
 
-    def _save_technique(self, folder: Path, technique: Technique) -> None:
-        if state := technique.state_dict():
-            import torch
-
-            torch.save(state, folder / self._technique_file())
-
     def _prune(self) -> None:
         checkpoints = complete_checkpoints(self.folder)
-        losses = {path: loss for path in checkpoints if (loss := read_state(path).get("val_loss")) is not None and math.isfinite(loss)}
+        try:
+            losses = {path: loss for path in checkpoints if (loss := read_state(path).get("val_loss")) is not None and math.isfinite(loss)}
+        except UsageError as reason:  # somebody's file; which one is the best cannot be said
+            self._log(f"the older checkpoints stay: {reason}")
+            return
         best = min(losses, key=losses.__getitem__) if losses else None
         for path in checkpoints[: -self.keep]:
             if path != best:

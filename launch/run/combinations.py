@@ -7,14 +7,16 @@ name, when it is wrong, and the line that says why and what to write instead. Ol
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from launch.run.engine_json import EngineJson
 from launch.run.errors import nearest_name
+from launch.run.hardware import bf16_arithmetic
 from launch.run.json_lines import KeyPath, dotted
-from recipes.technique import Technique
+from recipes.technique import Technique, largest_divisor
 
 #: What `"auto"` means for the sizes of ZeRO's buffers, from the model's width d: what transformers fills in.
 ZERO_AUTO: dict[str, Callable[[int], int]] = {
@@ -26,7 +28,7 @@ ZERO_AUTO: dict[str, Callable[[int], int]] = {
 NOT_DRIVEN = {
     "autotuning": "the autotuner acts under `deepspeed --autotuning` only, which starts runs of its own",
     "compile": "the engine is not compiled",
-    "datastates_ckpt": "checkpoints are written before the next step, by DeepSpeed's plain writer",
+    "datastates_ckpt": "checkpoints are written beside training already, by DeepSpeed's plain writer",
     "data_efficiency": "the batches come from data_pipeline/; of it only a seqlen curriculum and random_ltd act, where they are on",
     "dataloader_drop_last": "the batches come from data_pipeline/, which has no short ones",
     "expert_parallel": "the model has no experts",
@@ -60,11 +62,13 @@ RENAMED: dict[KeyPath, tuple[KeyPath, Callable[[Any], Any]]] = {
 #: What DeepSpeed has kernels for on CUDA only.
 CUDA_ONLY = (
     "zero_optimization.zero_quantized_weights",
-    "zero_optimization.zero_quantized_gradients",
-    "zero_optimization.zero_quantized_nontrainable_weights",
     "zero_optimization.offload_optimizer.super_offload",
     "aio.use_gds",
 )
+#: Weights that DeepSpeed's quantizer takes at a time: a rank's part of each parameter must be a multiple.
+QUANTIZED_TOGETHER = 8
+#: Ranks of a host where no launcher says: the GPUs of a DGX or HGX.
+GPUS_OF_A_HOST = 8
 DTYPES = {"float32": "fp32", "float": "fp32", "float16": "fp16", "half": "fp16", "bfloat16": "bf16"}
 #: Packages that a monitor needs.
 MONITORS = {"wandb": "wandb", "comet": "comet_ml"}
@@ -75,6 +79,7 @@ class Facts(NamedTuple):
 
     engine: EngineJson
     ranks: int
+    d_model: int
     stage: int
     precision: str  # fp32, bf16 or fp16
     offload_optimizer: str  # none, cpu or nvme
@@ -219,14 +224,31 @@ COMBINATIONS = [
         "trains to other losses, or to NaN, from the first step on (DeepSpeed 0.19.8, measured); leave it out",
     ),
     # --- ZeRO
-    *map(
-        _has_no_use_below_stage_3,
-        ("zero_hpz_partition_size", "zero_quantized_weights", "zero_quantized_gradients", "zero_quantized_nontrainable_weights"),
-    ),
+    *map(_has_no_use_below_stage_3, ("zero_hpz_partition_size", "zero_quantized_weights")),
     Combination(
         "zero_optimization.zero_hpz_partition_size",
         lambda f: f.ranks % min(f.zero("zero_hpz_partition_size") or 1, f.ranks),
-        "does not divide the {f.ranks} ranks; write a divisor of it, such as the GPUs of a host",
+        'does not divide the {f.ranks} ranks; write a divisor of it, such as the GPUs of a host, or "auto"',
+    ),
+    Combination(
+        "zero_optimization.zero_quantized_weights",
+        # Otherwise an assertion in the first forward pass, or from padded partitions other weights (zero/partition_parameters.py).
+        lambda f: f.on("zero_optimization", "zero_quantized_weights") and f.d_model % (QUANTIZED_TOGETHER * f.ranks),
+        f"takes {QUANTIZED_TOGETHER} weights at a time, of which a rank's part of each parameter must be a multiple; make d_model, which "
+        f"is {{f.d_model}}, a multiple of {QUANTIZED_TOGETHER} x {{f.ranks}} ranks, or leave the key out",
+    ),
+    Combination(
+        "zero_optimization.zero_quantized_gradients",
+        # csrc/quantization/pt_binding.cpp casts the pointer to __half; quant_reduce.cu divides by no number of GPUs, and
+        # runtime/comm/coalesced_collectives.py by that of the hosts alone. On one host stage3.py does not come there.
+        lambda f: f.on("zero_optimization", "zero_quantized_gradients"),
+        "is wrong over several hosts in DeepSpeed 0.19.8, which takes the bits of bf16 and fp32 gradients for fp16, and adds up those of a "
+        "host's GPUs where it should average them; on one host it does nothing; leave it out",
+    ),
+    Combination(
+        "zero_optimization.zero_quantized_nontrainable_weights",
+        lambda f: f.on("zero_optimization", "zero_quantized_nontrainable_weights"),
+        "is for weights that are not trained, and all are; leave it out",
     ),
     Combination(
         "zero_optimization.compute_grad_norm",
@@ -338,7 +360,7 @@ def check_combinations(engine: EngineJson, ranks: int, d_model: int, claimed: Ma
     _drop_what_does_nothing(engine, claimed)
     if not engine.is_faulty("zero_optimization", "stage"):  # else what the stage allows cannot be said
         devices = [engine.get("zero_optimization", key, "device") or "none" for key in ("offload_optimizer", "offload_param")]
-        facts = Facts(engine, ranks, engine.get("zero_optimization", "stage"), precision, *devices)
+        facts = Facts(engine, ranks, d_model, engine.get("zero_optimization", "stage"), precision, *devices)
         for path, broken, why in COMBINATIONS:
             keys = tuple(path.split("."))
             if not engine.is_faulty(*keys) and broken(facts):
@@ -346,15 +368,35 @@ def check_combinations(engine: EngineJson, ranks: int, d_model: int, claimed: Ma
     for key, size in ZERO_AUTO.items():
         if engine.values["zero_optimization"].get(key) == "auto":
             engine.settle(("zero_optimization", key), size(d_model), f"from d_model {d_model}")
+    _settle_second_partition(engine, ranks)
     _check_machine(engine)
+
+
+def _settle_second_partition(engine: EngineJson, ranks: int) -> None:
+    """`zero_hpz_partition_size`: "auto" is the ranks of a host where there are several; and a word where a size does nothing."""
+    path = ("zero_optimization", "zero_hpz_partition_size")
+    size = engine.values["zero_optimization"].get(path[-1])
+    if size == "auto":
+        local = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE")
+        of_a_host = int(local) if local and local.isdecimal() and int(local) else GPUS_OF_A_HOST
+        if engine.get("zero_optimization", "stage") != 3 or ranks <= of_a_host:
+            engine.settle(path, 1, "auto: off, all ranks are on one host" if ranks <= of_a_host else "auto: off below stage 3")
+        else:
+            whose = "the ranks of a host" if local else f"{GPUS_OF_A_HOST} GPUs a host, without a launcher"
+            engine.settle(path, largest_divisor(ranks, of_a_host), f"auto: {whose}")
+    elif size is not None and 1 < ranks <= size:
+        engine.note(path, f"takes memory and saves nothing: the {ranks} ranks are one group, and each keeps its part of the weights twice")
 
 
 def adopt_other_forms(engine: EngineJson, techniques: Iterable[type[Technique]]) -> None:
     """Move what stands at another documented place of a technique's section to the place where the technique looks for it.
 
-    The sections on the way have DeepSpeed's default for `enabled`, which is false.
+    The sections on the way have DeepSpeed's default for `enabled`, which is false. A section that is "auto" is one whose keys all are.
     """
     for cls in techniques:
+        for section in cls.sections:
+            if engine.values.get(section) == "auto" and (keys := [key for key, rule in cls.keys.items() if rule.get("auto")]):
+                engine.settle((section,), dict.fromkeys(keys, "auto"), '"auto"')
         places: list[KeyPath] = []
         for place, convert in cls.other_forms.items():
             *above, key = path = tuple(place.split("."))
@@ -395,11 +437,16 @@ def _rename(engine: EngineJson) -> None:
 
 
 def _precision(engine: EngineJson) -> str:
-    """fp32, bf16 or fp16; `"auto"`, as in files that serve both, is bf16 unless fp16 is switched on."""
+    """fp32, bf16 or fp16; `"auto"` is bf16 where the machine has arithmetic for it and fp16, in a file that serves both, is not on."""
     if engine.values.get("fp16", {}).get("enabled") == "auto":
         engine.settle(("fp16", "enabled"), False, "auto: fp16 only where it says true")
     if engine.values.get("bf16", {}).get("enabled") == "auto":
-        engine.settle(("bf16", "enabled"), not engine.get("fp16", "enabled"), "auto: on unless fp16 is")
+        if engine.get("fp16", "enabled"):
+            engine.settle(("bf16", "enabled"), False, "auto: fp16 is on")
+        else:
+            found, why = bf16_arithmetic()
+            engine.note(("bf16", "enabled"), f'"auto" is {json.dumps(found)}: {why}')
+            engine.settle(("bf16", "enabled"), found, f"auto: {why}")
     return "fp16" if engine.get("fp16", "enabled") else "bf16" if engine.get("bf16", "enabled") else "fp32"
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
@@ -21,6 +22,7 @@ from launch.run.engine_json import EngineJson
 from launch.run.engine_keys import section_rule
 from launch.run.errors import UsageError, nearest
 from launch.run.flags import parse_flags
+from launch.run.json_lines import KeyPath, dotted
 from launch.run.optimizer import optimizer_auto_keys, resolve_optimizer
 from launch.run.schedule import TOKEN_SCHEDULE, resolve_schedule, schedule_auto_keys
 from launch.run.steps import steps_to_make
@@ -48,6 +50,7 @@ AUTO_KEYS = {
     *optimizer_auto_keys(),
     *schedule_auto_keys(),
     *(f"zero_optimization.{key}.nvme_path" for key in OFFLOADS),
+    "zero_optimization.zero_hpz_partition_size",
     *(f"zero_optimization.{name}" for key in ZERO_AUTO for name in (key, key.removeprefix("stage3_"))),
 }
 #: Where an `"nvme_path": "auto"` is: in the run's folder, for as long as the run lasts.
@@ -105,6 +108,8 @@ class RunConfig:
     notes: tuple[str, ...] = ()  # what was accepted with a word
     lacks: tuple[str, ...] = ()  # what it needs and this machine does not have
     origins: Origins = field(default_factory=dict, repr=False, compare=False)
+    #: Where the key at a path stands, for a message: the file with its line, or `--set`.
+    where: Callable[[KeyPath], str] = field(default=dotted, repr=False, compare=False)
 
     @property
     def vocab_size(self) -> int:
@@ -137,6 +142,11 @@ class RunConfig:
         return steps_to_make(self, make_techniques(self))
 
     @property
+    def saves_beside_training(self) -> bool:
+        """Whether a checkpoint comes before the last one, so that training goes on while it is written."""
+        return 0 < self.save_every < self.steps_to_make
+
+    @property
     def zero_stage(self) -> int:
         return self.engine["zero_optimization"]["stage"]
 
@@ -155,14 +165,19 @@ class RunConfig:
         return any(self.offload(key) == "nvme" for key in OFFLOADS)
 
     @property
+    def quantizes_weights(self) -> bool:
+        """Whether weights are gathered as int8."""
+        return bool(self.engine["zero_optimization"].get("zero_quantized_weights"))
+
+    @property
     def scratch(self) -> Path:
         """The folder that an `"nvme_path": "auto"` stands for; what is in it is of no use after the run."""
         return Path(self.runs_dir) / self.run_name / SCRATCH
 
     @property
-    def cuda_only(self) -> list[str]:
-        """The dotted keys that are switched on and that DeepSpeed can do on CUDA only."""
-        return [path for path in CUDA_ONLY if _at(self.engine, path)]
+    def cuda_only(self) -> dict[str, tuple[int, int]]:
+        """The dotted keys that are switched on and that only CUDA can do, with the least compute capability of the device."""
+        return {path: (0, 0) for path in CUDA_ONLY if _at(self.engine, path)} | make_techniques(self).needs_cuda
 
     def training_loader(self, collectives: Collectives) -> Loader:
         """This rank's loader of the training split, in the run's order."""
@@ -183,9 +198,14 @@ class RunConfig:
 
     def as_json(self) -> dict[str, Any]:
         """What `run.json` records."""
-        kept = [one.name for one in fields(self) if one.name not in ("found_corpus", "shape", "notes", "lacks", "origins")]
+        kept = [one.name for one in fields(self) if one.name not in ("found_corpus", "shape", "notes", "lacks", "origins", "where")]
         own = {name: getattr(self, name) for name in kept}
         return {**own, "shape": asdict(self.shape), "zero_stage": self.zero_stage, "precision": self.precision}
+
+
+def needs_cuda(place: str, capability: tuple[int, int]) -> str:
+    """What a key of `RunConfig.cuda_only` needs of the device; `place` is its name, or where it stands."""
+    return f"{place} needs CUDA" + (f" and compute capability {capability[0]}.{capability[1]} or higher" if any(capability) else "")
 
 
 def _placed(engine: EngineJson, reason: str) -> str:
@@ -276,6 +296,7 @@ def resolve(argv: list[str], ranks: int | None = None) -> tuple[RunConfig, argpa
         notes=tuple(engine.notes),
         lacks=(*engine.lacks, *missing),
         origins=_origins(engine, flags) | {"steps": length_from},
+        where=engine.where,
     )
     _check_swap_buffers(engine, config)
     try:
@@ -294,7 +315,8 @@ def resolve(argv: list[str], ranks: int | None = None) -> tuple[RunConfig, argpa
             place = engine.where(tuple(member.must_arrive.split(".")))
             raise UsageError(f'{place}: acts from step {member.arrives_at:,} on, but {ends}; lower it, write "auto", or train longer')
         late.append(f"{member.name()}: its schedule arrives at step {member.arrives_at:,}, and {ends}")
-    return replace(config, notes=(*config.notes, *techniques.notes, *late)), flags
+    missing = [_placed(engine, lack) for member in techniques.members for lack in member.lacks]
+    return replace(config, notes=(*config.notes, *techniques.notes, *late), lacks=(*config.lacks, *missing)), flags
 
 
 def _check_swap_buffers(engine: EngineJson, config: RunConfig) -> None:

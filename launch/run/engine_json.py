@@ -53,7 +53,8 @@ class EngineJson:
             section = section.setdefault(part, {})
             if not isinstance(section, dict):
                 above = dotted(path[:depth])
-                raise UsageError(f"--set {text}: '{above}' is a value in {self.file}, not a section; --set {above}=VALUE changes it")
+                whose = "another --set" if self._is_overridden(path[:depth]) else self.file
+                raise UsageError(f"--set {text}: '{above}' is a value in {whose}, not a section; --set {above}=VALUE changes it")
         section[path[-1]] = value
         self._overrides.append(path)
 

@@ -70,7 +70,8 @@ def check_engine_keys(config: dict[str, Any], ours: dict[str, Rule], auto: set[s
 
 def section_rule(technique: type[Technique]) -> Rule:
     """The rule of a section that `technique` claims."""
-    return {"types": ["object"], "keys": {"enabled": {"types": ["boolean"]}, **technique.keys}}
+    auto = any(rule.get("auto") for rule in technique.keys.values())  # then of the section too
+    return {"types": ["object"], "keys": {"enabled": {"types": ["boolean"]}, **technique.keys}, "auto": auto}
 
 
 def check_section(path: KeyPath, section: Any, rule: Rule, auto: set[str]) -> Faults:
@@ -79,12 +80,13 @@ def check_section(path: KeyPath, section: Any, rule: Rule, auto: set[str]) -> Fa
     rules = rule["keys"]
     for key, value in section.items():
         here = (*path, key)
+        takes_auto = dotted(here) in auto or rules.get(key, {}).get("auto", False)
         if key not in rules:
             faults.append(_unknown(here, value, section, rules))
         elif value == "auto":
-            if dotted(here) not in auto and not rules[key].get("auto"):
+            if not takes_auto:
                 faults.append(KeyFault(here, '"auto" has no meaning here; write a value or leave the key out'))
-        elif (wrong := value_fault(value, rules[key])) is not None:
+        elif (wrong := value_fault(value, rules[key] | {"auto": takes_auto})) is not None:
             faults.append(KeyFault(here, wrong))
         elif isinstance(value, dict) and "keys" in rules[key]:
             faults += check_section(here, value, rules[key], auto)
@@ -144,14 +146,16 @@ def defaults_left_open(config: dict[str, Any]) -> Iterator[tuple[str, Any]]:
 
 def value_fault(value: Any, rule: Rule) -> str | None:
     """What is wrong with `value` under `rule`, or None."""
+    auto = ' or "auto"' if rule.get("auto") else ""
     if "enum" in rule:
         if any(value == choice and isinstance(value, bool) == isinstance(choice, bool) for choice in rule["enum"]):
             return None
-        return f"is {json.dumps(value)}, must be {'one of ' if len(rule['enum']) > 1 else ''}{', '.join(map(json.dumps, rule['enum']))}"
+        return (
+            f"is {json.dumps(value)}, must be {'one of ' if len(rule['enum']) > 1 else ''}{', '.join(map(json.dumps, rule['enum']))}{auto}"
+        )
     types = rule.get("types", ())
     if types and not any(_fits(value, kind) for kind in types):
         keys = f" with keys such as {', '.join(list(rule['keys'])[:3])}" if "keys" in rule else ""
-        auto = ' or "auto"' if rule.get("auto") else ""
         return f"is {json.dumps(value)}, must be {_with_article(types)}{keys}{auto}"
     if "items" in rule and isinstance(value, list) and not all(any(_fits(item, kind) for kind in rule["items"]) for item in value):
         return f"is {json.dumps(value)}, must be a list of {' or '.join(rule['items'])}s"

@@ -13,7 +13,7 @@ from dataclasses import asdict
 from typing import Any
 
 from launch.run.combinations import NOT_DRIVEN
-from launch.run.config import RunConfig
+from launch.run.config import RunConfig, needs_cuda
 from launch.run.engine_keys import defaults_left_open
 from launch.run.errors import one_line
 from launch.run.memory import bytes_sent_per_step, memory_per_rank
@@ -49,6 +49,7 @@ PARTS = {
     "activations": "activations",
     "host": "offloaded, in the host's memory",
     "drive": "offloaded, on the drive",
+    "snapshot": "copy for checkpoints, in the host's memory",
     "process": "the process",
     "allocator": "kept by the allocator",
 }
@@ -110,6 +111,7 @@ def explain(config: RunConfig) -> dict[str, Any]:
         "techniques": [_name(member) for member in make_techniques(config).members],
         "over_the_run": over_the_run,
         "notes": list(config.notes),
+        "needs": [needs_cuda(f"'{path}'", capability) for path, capability in config.cuda_only.items()],
         "lacks": list(config.lacks),
     }
 
@@ -129,6 +131,8 @@ def memory_of(config: RunConfig, model: GPTConfig, device: str) -> dict[str, Any
             segments,
             device,
             techniques.state_tensors or state_tensors(config.optimizer),
+            techniques.fused,
+            config.saves_beside_training,
         )
         for segments in (checkpoints, model.n_layer)
     )
@@ -238,7 +242,7 @@ def as_text(explained: dict[str, Any]) -> str:
     ]
     lines += ["", "Memory of a rank, and what it sends", *_memory_rows(explained)]
     lines += ["", f"Over the run ({', '.join(explained['techniques']) or 'no technique of our own'})", *_columns(explained["over_the_run"])]
-    for key, title in (("notes", "Note"), ("lacks", "Missing on this machine (training would be refused)")):
+    for key, title in (("notes", "Note"), ("needs", "Needs"), ("lacks", "Missing on this machine (training would be refused)")):
         if explained[key]:
             lines += ["", title, *(f"  {line}" for line in explained[key])]
     return "\n".join(lines)

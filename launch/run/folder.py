@@ -35,6 +35,11 @@ if TYPE_CHECKING:
 #: Values that must be the same when a run is resumed: they decide what the next step computes. The rest (length, learning rate,
 #: micro-batch, the cadence of evaluations and checkpoints) may change; the log says what did.
 IDENTITY = ("seed", "shape", "no_cross_document", "corpus_fingerprint", "global_batch_size", "precision", "zero_stage")
+#: How a run of one precision is resumed where the JSON says the other, as `"auto"` does on a machine of another kind.
+SAME_PRECISION = {
+    ("bf16", "fp32"): "give --set bf16.enabled=true, or another --run_name",
+    ("fp32", "bf16"): "give --set bf16.enabled=false, or another --run_name",
+}
 #: What a resume changes without changing the run: not worth a line in the log.
 INCIDENTAL = ("created", "command", "resume", "quiet")
 LOCK_PATIENCE_SECONDS = 60.0
@@ -172,8 +177,10 @@ class RunFolder:
             raise UsageError(f"{file}: is not JSON ({reason}); it cannot be told which run this is: give another --run_name") from None
         before.setdefault("no_cross_document", False)  # a run from before there was this flag
         advice = "give the run's own value, or another --run_name"
+        how = {"precision": SAME_PRECISION.get((before.get("precision"), description["precision"]), advice)}
         wrong = [
-            f"{self.path}: this run has {key} = {json.dumps(before.get(key))}, the command says {json.dumps(description[key])}; {advice}"
+            f"{self.path}: this run has {key} = {json.dumps(before.get(key))}, the command says {json.dumps(description[key])}; "
+            + how.get(key, advice)
             for key in IDENTITY
             if before.get(key) != description[key]
         ]
@@ -220,8 +227,11 @@ class RunFolder:
             f"{config.total_tokens:,} tokens ({config.total_tokens / config.corpus.train.n_tokens:.2f} epochs); "
             f"{evaluation.windows} validation sequences"
         )
+        if meter.collectives.device.type == "cpu":
+            cores = f"{len(os.sched_getaffinity(0))} of {os.cpu_count()}"
+            self.log(f"{' or '.join(map(str, dict.fromkeys(meter.threads)))} thread(s) a rank, which may use {cores} core(s) of this host")
         if meter.peak_flops is None:
-            self.log(f"no peak FLOP/s is known for '{meter.device_name}' in {config.precision}: mfu is left out of the metrics")
+            self.log(f"no peak FLOP/s is known for '{meter.device_name}' in {meter.matmul_dtype}: mfu is left out of the metrics")
         if engine.corrections:
             self.log(f"corrected faults of this DeepSpeed: {', '.join(engine.corrections)} (launch/engine/corrections.py)")
         for note in (*config.notes, *engine.notes):

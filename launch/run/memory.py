@@ -25,12 +25,15 @@ WIDTH = {"fp32": 4, "bf16": 2, "fp16": 2}
 FP32 = 4
 #: Rows of logits that become fp32 at a time (`model.gpt.LOSS_ROWS`, which cannot be imported without torch; a test compares them).
 LOSS_ROWS = 512
+#: Of recipes/fused_kernels, by the same test: bytes of logits and rows in fp32 at a time (`cross_entropy.py`), queries of a block and the
+#: length up to which probabilities are kept (`attention.py`).
+LOGITS_BYTES, FUSED_ROWS, QUERIES, KEPT_LENGTH = 2**29, 64, 128, 512
 #: Elements that stage 0 flattens and all-reduces at a time (`deepspeed/runtime/engine.py`, MEMORY_OPT_ALLREDUCE_SIZE).
 ALLREDUCE_ELEMENTS = 500_000_000
 #: Resident set of a rank that trains a model of a few thousand parameters on a CPU: Python, torch, DeepSpeed and what their first step
-#: loads. Measured (`python benchmarks/memory.py --process`) with torch 2.13.0 and DeepSpeed 0.19.8 on Linux x86-64, two ranks: 363 to 369
-#: MiB at stage 0, 397 to 403 at stages 1 to 3, whose optimizers import more of DeepSpeed. One rank: 5 to 10 MiB less.
-PROCESS = {0: 366 * MIB, 1: 400 * MIB, 2: 400 * MIB, 3: 400 * MIB}
+#: loads. Measured (`python benchmarks/memory.py --process`) with torch 2.13.0 and DeepSpeed 0.19.8 on Linux x86-64, two ranks: 365 to 375
+#: MiB at every stage. One rank: 5 to 10 MiB less.
+PROCESS = 366 * MIB
 #: glibc, on a CPU. A block from here on is a mapping of its own, which goes back to the system when it is freed (M_MMAP_THRESHOLD adapts
 #: to the largest freed block, but never beyond 32 MiB). Smaller blocks live on the heap, which does not shrink below its high-water
 #: mark while anything stands above a hole.
@@ -88,6 +91,8 @@ class MemoryPlan:
     buffers: reduction buckets, gathered weights and copies of both, at their largest. activations: of the blocks, the embedding and the
     last norm, as the forward pass leaves them, and the mask of the documents. loss_head: logits and their softmax, at most. update: what
     only the optimizer step has.
+    snapshot: what the rank with the largest files copies into the host's memory for a checkpoint that is written beside training; on a CPU
+    it is there from the first step on, and counts in every moment.
     process, allocator: a CPU's only; Python with its libraries, and what glibc keeps. host: offloaded states in the host's memory, and the
     buffers of what is on a drive; drive: what is there.
     moments: what is alive when, without process and allocator; peak: the largest of them, with both; peak_moment: its name.
@@ -105,6 +110,7 @@ class MemoryPlan:
     allocator: int
     host: int
     drive: int
+    snapshot: int
     moments: dict[str, dict[str, int]]
     peak_moment: str
     peak: int
@@ -124,6 +130,8 @@ def memory_per_rank(
     checkpoints: int = 0,
     device: str = "cpu",
     optimizer_states: float = 2,
+    fused: frozenset[str] = frozenset(),
+    snapshot: bool = False,
 ) -> MemoryPlan:
     """The plan of one rank.
 
@@ -137,11 +145,14 @@ def memory_per_rank(
             CUDA context.
         optimizer_states: fp32 numbers the optimizer keeps for a parameter: 2 for Adam, 3 with amsgrad, 1 for Lion or momentum; at stage 0
             not necessarily a whole number.
+        fused: which parts of the model have a kernel of `recipes/fused_kernels`: "attention", "cross_entropy".
+        snapshot: whether checkpoints are written beside training.
     """
     stage, sizes = zero["stage"], {**_DEFAULTS, **zero}
     states = _states(model, precision, stage, sizes, ranks, accumulation, optimizer_states)
-    acts = _activations(model, precision, micro_batch_size, checkpoints, device)
-    head = _loss_head(model, precision, micro_batch_size)
+    block = _block_activations(model, precision, micro_batch_size, device, "attention" in fused)
+    acts = _activations(model, precision, micro_batch_size, checkpoints, device, block)
+    head = (_fused_loss_head if "cross_entropy" in fused else _loss_head)(model, precision, micro_batch_size)
     buckets, gathered, reduction = _buffers(model, precision, stage, sizes, ranks, device)
     away, host, drive = _offload(states, sizes, stage, model, precision, accumulation)
     lasting = {name: blocks for name, blocks in states.lasting.items() if name not in away}
@@ -150,10 +161,12 @@ def memory_per_rank(
     update = Blocks() if "optimizer_states" in away else states.update
     if device == "cpu" and away:  # the host's memory is the rank's own
         lasting["host"] = host
+    copied = _snapshot(states, sizes, stage) if snapshot else Blocks()
+    if device == "cpu":
+        lasting["snapshot"] = copied
 
     # Stage 3 holds its bucket always, stages 1 and 2 from the first gradient on.
     standing = {"buffers": buckets + gathered} if stage == 3 else {}
-    block = _block_activations(model, precision, micro_batch_size, device)
     mask = _document_mask(model, precision, micro_batch_size)
     elements = micro_batch_size * model.seq_len * model.d_model * WIDTH[precision]
     # In a block's backward pass, the gradients of the 4C-wide input and output of the GELU and of the residual stream: 9 B T C.
@@ -187,8 +200,10 @@ def memory_per_rank(
     peak_moment = max(totals, key=totals.__getitem__)
     process, allocator = 0, 0
     if device == "cpu":
-        process = PROCESS[stage]
-        allocator = _heap_slack(moments, stage, totals[peak_moment]) + _loss_holes(model, micro_batch_size)
+        process = PROCESS
+        allocator = _heap_slack(moments, stage, totals[peak_moment])
+        if "cross_entropy" not in fused:
+            allocator += _loss_holes(model, micro_batch_size)
     everything = [blocks for parts in moments.values() for name, blocks in parts.items() if name == "buffers"]
     return MemoryPlan(
         weights=states.lasting["weights"].total,
@@ -203,6 +218,7 @@ def memory_per_rank(
         allocator=allocator,
         host=host.total if device == "cuda" else 0,
         drive=drive,
+        snapshot=copied.total,
         moments={name: {part: blocks.total for part, blocks in parts.items() if blocks.total} for name, parts in moments.items() if parts},
         peak_moment=peak_moment,
         peak=totals[peak_moment] + process + allocator,
@@ -291,6 +307,9 @@ def _states(
             "master_weights": Blocks(tuple((FP32 * n, 1) for n in parts)),
             "optimizer_states": Blocks(tuple((FP32 * n, int(per_parameter)) for n in parts)),
         }
+        if (group := second_group(sizes, ranks)) > 1:  # a second part of whatever does not persist, from the forward pass to the update
+            persists = int(sizes["stage3_param_persistence_threshold"])
+            lasting["weights"] += Blocks(tuple((w * -(-n // ranks) * ranks // group, 1) for n in flat if n > persists))
         gradients = Blocks(((w * whole, 1),))  # one flat buffer, never freed
         return _States(lasting, gradients, gradients, _flat_update(parts, w))
     # Stages 1 and 2: a group's weights are flat, padded to a multiple of 2 R elements; a rank owns 1/R of it.
@@ -313,6 +332,11 @@ def _states(
     else:
         carried = gradients
     return _States(lasting, gradients, carried, _flat_update(parts, w))
+
+
+def second_group(zero: dict[str, Any], ranks: int) -> int:
+    """Ranks of the second copy of the weights (hpZ), which is gathered in the place of the first until the update; 1: there is none."""
+    return min(zero.get("zero_hpz_partition_size") or 1, ranks)
 
 
 def _flat_update(parts: list[int], w: int) -> Blocks:
@@ -354,8 +378,10 @@ def _build(model: GPTConfig, precision: str, stage: int, ranks: int) -> dict[str
 # --- activations -----------------------------------------------------------------------------------------------------------------------
 
 
-def _block_activations(model: GPTConfig, precision: str, B: int, device: str) -> Blocks:
+def _block_activations(model: GPTConfig, precision: str, B: int, device: str, fused_attention: bool) -> Blocks:
     """What one block saves for its backward pass, its input excepted: 16 B T C elements, and a few numbers a token.
+
+    Attention in blocks of queries, on a CPU: the probabilities of each block in place of statistics, if the sequence is not long.
 
     1 the norm's output, 3 queries, keys and values (one tensor), 1 attention's output, 1 the stream between the branches, 1 the second
     norm's output, 4 the GELU's input, 4 its output, 1 the block's output. fp32 statistics: 2 a token and norm, 1 a token and head.
@@ -363,6 +389,12 @@ def _block_activations(model: GPTConfig, precision: str, B: int, device: str) ->
     w, tokens = WIDTH[precision], B * model.seq_len
     unit = tokens * model.d_model * w
     sizes = [(unit, 5), (3 * unit, 1), (4 * unit, 2), (tokens * 4, 4), (tokens * model.n_head * 4, 1)]
+    if fused_attention and device == "cpu" and not model.dropout:
+        sizes = [(unit, 8), (4 * unit, 2), (tokens * 4, 4)]  # queries, keys and values each in one piece
+        if model.seq_len <= KEPT_LENGTH:
+            ends = range(QUERIES, model.seq_len + QUERIES, QUERIES)
+            met = [min(QUERIES, model.seq_len - end + QUERIES) * min(end, model.seq_len) for end in ends]  # pairs of query and key
+            sizes += [(B * model.n_head * pairs * w, 1) for pairs in met]
     if model.dropout:
         # A mask for each branch: in the working precision on a CPU (noise that is multiplied), one byte an element on a GPU.
         sizes += [(unit if device == "cpu" else unit // w, 2)]
@@ -376,7 +408,7 @@ def _block_activations(model: GPTConfig, precision: str, B: int, device: str) ->
     return Blocks(tuple(sizes))
 
 
-def _activations(model: GPTConfig, precision: str, B: int, checkpoints: int, device: str) -> Blocks:
+def _activations(model: GPTConfig, precision: str, B: int, checkpoints: int, device: str, block: Blocks) -> Blocks:
     """As the forward pass leaves them: embedding, blocks, last norm. A checkpointed segment of blocks keeps its input alone."""
     unit = B * model.seq_len * model.d_model * WIDTH[precision]
     ends = Blocks(((unit, 2),)) + _document_mask(model, precision, B)  # the sum of the embeddings, the last norm's output
@@ -384,7 +416,6 @@ def _activations(model: GPTConfig, precision: str, B: int, checkpoints: int, dev
         ends += Blocks(((unit if device == "cpu" else unit // WIDTH[precision], 1),))
     if checkpoints:
         return ends + Blocks(((unit, checkpoints),))
-    block = _block_activations(model, precision, B, device)
     return ends + Blocks(tuple((size, count * model.n_layer) for size, count in block.sizes))
 
 
@@ -405,6 +436,14 @@ def _loss_head(model: GPTConfig, precision: str, B: int) -> Blocks:
     forward = Blocks(((tokens * V * w, 1), (rows * V * FP32, chunks + (w < FP32))))
     backward = Blocks(((rows * V * FP32, chunks + 2),))
     return max(forward, backward, key=lambda blocks: blocks.total)
+
+
+def _fused_loss_head(model: GPTConfig, precision: str, B: int) -> Blocks:
+    """Logits, or a part of them, some rows of it in fp32, and the gradients of the head's two factors; of several parts summed in fp32."""
+    w, tokens, V, C = WIDTH[precision], B * model.seq_len, model.padded_vocab_size, model.d_model
+    rows = min(tokens, max(1, LOGITS_BYTES // (V * w)))
+    sizes = [(rows * V * w, 1), (min(FUSED_ROWS, tokens) * V * FP32, 1), (tokens * C * w, 1), (V * C * w, 1)]
+    return Blocks((*sizes, *([(V * C * FP32, 1)] if rows < tokens else [])))
 
 
 # --- buffers of the engine ---------------------------------------------------------------------------------------------------------------
@@ -525,6 +564,17 @@ def _offload(
     return away, host, drive
 
 
+def _snapshot(states: _States, sizes: dict[str, Any], stage: int) -> Blocks:
+    """What rank 0 copies for a checkpoint: the states as it has them; at stage 3 no weights, which DeepSpeed saves in fp32 only.
+
+    What is on a drive is copied there, file by file.
+    """
+    names = ["weights"] if stage < 3 else []
+    if (sizes.get("offload_optimizer") or {}).get("device") != "nvme":
+        names += ["master_weights", "optimizer_states"]
+    return Blocks(tuple(block for name in names for block in states.lasting[name].sizes))
+
+
 # --- the wire ----------------------------------------------------------------------------------------------------------------------------
 
 
@@ -533,7 +583,8 @@ def bytes_sent_per_step(model: GPTConfig, precision: str, zero: dict[str, Any], 
 
     In the first step stage 3 learns the order of the modules and gathers more. It does so for good in a run that evaluates before its
     first step, from which it learns that no weight is used twice (measured: 15.6 MB instead of 10.6 for `nano` on two ranks).
-    Scalars included: the loss with two stop flags in fp64, the norm, the overflow flag.
+    Scalars included: the loss with two stop flags in fp64, the norm, the overflow flag. Not included: the scales of quantized weights, 4
+    bytes for up to 8,000 of them.
     """
     stage, sizes = zero["stage"], {**_DEFAULTS, **zero}
     w, share = WIDTH[precision], (ranks - 1) / ranks
@@ -555,6 +606,10 @@ def bytes_sent_per_step(model: GPTConfig, precision: str, zero: dict[str, Any], 
     pieces = [-(-n // ranks) * ranks for n in flat]
     persistent = sum(-(-n // ranks) * ranks for n in flat if n <= int(sizes["stage3_param_persistence_threshold"]))
     gradients = w * sum(pieces) * accumulation  # reduce-scattered in every micro-batch
-    # In every micro-batch the weights that do not persist are gathered; those that persist after the update.
-    weights = w * (_gathers(model, sizes)[0] * accumulation + persistent)
-    return round(share * (gradients + weights + 2 * (agreement + 8 * len(groups))))
+    # In every micro-batch the weights that do not persist are gathered, as int8 if quantized; those that persist after the update.
+    gathered, g = _gathers(model, sizes)[0] * accumulation, 1 if sizes.get("zero_quantized_weights") else w
+    sent = share * (gradients + w * persistent + 2 * (agreement + 8 * len(groups)))
+    if (group := second_group(sizes, ranks)) == 1:
+        return round(sent + share * g * gathered)
+    first = sum(pieces) - persistent  # once from all ranks, and then from the group that has the second copy
+    return round(sent + g * (share * first + (group - 1) / group * (gathered - first)))

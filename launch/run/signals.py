@@ -13,8 +13,8 @@ What the launchers make of it (DeepSpeed 0.19.8, measured by tests/distributed/t
     the command `deepspeed`, its group   killed by the signal, which a shell shows as 143, or 130 for Ctrl-C; the ranks end after it
     `deepspeed.launcher.launch`          1, whatever its ranks say
 
-`deepspeed.launcher.launch` kills a rank that has not ended 30 seconds after it handed on a signal. Where a step and a checkpoint
-take longer, signal a rank or the command `deepspeed`: neither sets a limit.
+`deepspeed.launcher.launch` kills a rank that has not ended 30 seconds after it handed on a signal. Where a step and a checkpoint, or
+two where one is being written, take longer, signal a rank or the command `deepspeed`: neither sets a limit.
 """
 
 from __future__ import annotations
@@ -79,6 +79,10 @@ class StopRequest:
             # Ctrl-C reaches a rank directly and is then followed by the launcher's SIGTERM: the first one counts.
             self._signal = int(signal.SIGINT if number == signal.SIGINT else signal.SIGTERM)
             say("stopping after this step, with a checkpoint (Ctrl-C once more: at once, without one)", sys.stderr)
+
+    def request(self) -> None:
+        """Ask for a stop as SIGTERM does, for a reason that has been said."""
+        self._signal = self._signal or int(signal.SIGTERM)
 
     def defer(self) -> None:
         """From now on a signal waits for the next step boundary."""

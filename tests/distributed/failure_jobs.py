@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import os
-from collections.abc import Iterator, Sequence
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.staging import DefaultStager
 
-from launch.engine import engine
+from launch.engine import engine, snapshot
 from launch.engine.engine import Engine
+from launch.engine.snapshot import Snapshots
+from launch.run import checkpoint
 from launch.run.errors import TrainingFailed
+from recipes import registry
+from recipes.technique import Technique, Techniques
 from tests.distributed.correction_jobs import fp16_allowed
 from tests.distributed.jobs import pretrain
 
@@ -127,3 +136,138 @@ class _HalfLinear(torch.autograd.Function):
         rows = gradient.flatten(0, -2)
         of_bias = rows.sum(0).half() if ctx.needs_input_grad[2] else None
         return (gradient @ weight.float()).half(), (rows.t() @ x.float().flatten(0, -2)).half(), of_bias
+
+
+# --- checkpoints that are written beside training --------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def writes_after(wait: Callable[[Snapshots], None], **constants: float) -> Iterator[None]:
+    """Each thread that writes beside training waits before it begins; `constants` of the checkpoints' module."""
+    usual, former = Snapshots.write, {name: getattr(checkpoint, name) for name in constants}
+
+    def write(self: Snapshots) -> None:
+        if self.later:
+            wait(self)
+        usual(self)
+
+    Snapshots.write = write
+    vars(checkpoint).update(constants)
+    try:
+        yield
+    finally:
+        Snapshots.write = usual
+        vars(checkpoint).update(former)
+
+
+def two_updates(snapshots: Snapshots) -> None:
+    """Until the loop has made two more: what is written has changed in the engine."""
+    step, deadline = snapshots._engine.global_steps, time.monotonic() + 30.0
+    while snapshots._engine.global_steps < step + 2:
+        assert time.monotonic() < deadline, "the loop stands still"
+        time.sleep(0.002)
+
+
+def pretrain_with_held_writes(flags: list[str]) -> list[dict[str, Any]]:
+    """`pretrain` whose checkpoints are written two steps after they are taken."""
+    with writes_after(two_updates):
+        return pretrain(flags)
+
+
+def pretrain_with_slow_writes(flags: list[str], seconds: float) -> list[dict[str, Any]]:
+    """`pretrain` on a disk that takes `seconds` for a checkpoint, where waiting for half of that is worth a line."""
+    with writes_after(lambda _: time.sleep(seconds), NOTED_WAIT_SECONDS=seconds / 2):
+        return pretrain(flags)
+
+
+def pretrain_until_a_write_fails(flags: list[str], rank: int, step: int) -> Any:
+    """`pretrain` where the disk of one rank is full when the checkpoint of `step` is written; the exit code it ends with."""
+    usual = Snapshots._write
+
+    def write(self: Snapshots, state: Any, path: str) -> None:
+        if int(os.environ["RANK"]) == rank and f"{step:08d}" in path:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
+        usual(self, state, path)
+
+    Snapshots._write = write
+    try:
+        pretrain(flags)
+    except SystemExit as end:
+        return end.code
+    finally:
+        Snapshots._write = usual
+    return 0
+
+
+class EndsAtStepSix(Technique):
+    """Ends the run when its sixth step begins, on all ranks."""
+
+    how = ""
+
+    def on_step(self, step: int) -> None:
+        if step == 6 and self.how == "signal":
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.5)  # a thread notes it
+        elif step == 6:
+            raise RuntimeError("a fault of ours")
+
+
+def end_in_the_middle_of_a_write(flags: list[str], how: str) -> str:
+    """`pretrain` that ends at step 6 by a "signal", or on an "error", also where rank 1 is "gone": writes nothing and says nothing."""
+    make, write = registry.make_techniques, checkpoint.Checkpoints._write
+    registry.make_techniques = lambda run: Techniques([*make(run).members, EndsAtStepSix({}, run)])
+    EndsAtStepSix.how = how
+    if how == "gone" and int(os.environ["RANK"]) == 1:
+        checkpoint.Checkpoints._write = lambda *_: None  # type: ignore[method-assign]
+    try:
+        with writes_after(lambda _: time.sleep(0.5), LAST_PATIENCE_SECONDS=0.3):
+            pretrain(flags)
+    except AssertionError:
+        return "stopped"
+    except RuntimeError as reason:
+        return str(reason)
+    finally:
+        registry.make_techniques, checkpoint.Checkpoints._write = make, write  # type: ignore[method-assign]
+    return ""
+
+
+def lose_rank_1_in_a_write(flags: list[str]) -> str:
+    """`pretrain` whose rank 1 is killed in its first write, which the loops of both ranks wait for by then; what rank 0 ends on."""
+
+    def wait(_: Snapshots) -> None:
+        time.sleep(1.0)
+        if os.environ["RANK"] == "1":
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    with writes_after(wait, LAST_PATIENCE_SECONDS=0.3):
+        try:
+            pretrain(flags)
+        except RuntimeError as reason:
+            return str(reason)
+    return ""
+
+
+def pretrain_without_room(flags: list[str]) -> list[dict[str, Any]]:
+    """`pretrain` on a host whose memory is taken."""
+    usual = snapshot.room_for_snapshots
+    snapshot.room_for_snapshots = lambda ranks: 0
+    try:
+        return pretrain(flags)
+    finally:
+        snapshot.room_for_snapshots = usual
+
+
+def pretrain_where_no_thread_can_copy(flags: list[str]) -> list[dict[str, Any]]:
+    """`pretrain` where the rehearsal of a snapshot fails: more memory than there is, or than may be pinned."""
+    usual = DefaultStager.stage
+
+    def stage(self: DefaultStager, *arguments: Any) -> Any:
+        if threading.current_thread() is not threading.main_thread():
+            raise RuntimeError("cudaHostRegister failed")
+        return usual(self, *arguments)
+
+    DefaultStager.stage = stage  # type: ignore[method-assign]
+    try:
+        return pretrain(flags)
+    finally:
+        DefaultStager.stage = usual  # type: ignore[method-assign]

@@ -10,7 +10,9 @@ from typing import Any
 import torch
 
 from launch.pretrain import train
+from launch.run import hardware
 from launch.run.config import resolve
+from launch.run.errors import UsageError
 from launch.run.folder import NoFolder, RunFolder
 from launch.run.metrics import read_metrics
 from launch.run.provenance import describe_run
@@ -21,13 +23,13 @@ from recipes.technique import BatchPlan, Run, Technique, Techniques
 from tests.distributed.reference import run_all_but
 
 
-def pretrain(flags: list[str], matmul_precision: str = "highest") -> list[dict[str, Any]]:
-    """`launch/pretrain.py` with `flags`, in this process group; the lines of its metrics. On CUDA "high" is TF32."""
+def pretrain(flags: list[str]) -> list[dict[str, Any]]:
+    """`launch/pretrain.py` with `flags`, in this process group; the lines of its metrics."""
     config, _ = resolve([*flags, "--quiet"])
     path = Path(config.runs_dir) / config.run_name
     folder = RunFolder(path, describe_run(config), quiet=True) if os.environ["RANK"] == "0" else NoFolder()
     linear = torch.nn.functional.linear
-    torch.set_float32_matmul_precision(matmul_precision)
+    torch.set_float32_matmul_precision("highest")  # a job before this one may have switched TF32 on, which lasts
     try:
         assert train(config, folder, StopRequest()) == 0
     finally:
@@ -35,6 +37,23 @@ def pretrain(flags: list[str], matmul_precision: str = "highest") -> list[dict[s
         torch.nn.functional.linear = linear  # stage 3 replaces it, for good, by one that rounds before it adds the bias
         forget_engines()
     return read_metrics(path / "metrics.jsonl")
+
+
+def pretrain_on(processors: list[str], folder: str, flags: list[str]) -> list[dict[str, Any]] | str:
+    """`pretrain` where rank i has a processor with the flag `processors[i]`, or what it is refused with."""
+    cpuinfo, hardware.CPUINFO = hardware.CPUINFO, Path(folder) / f"cpuinfo-{os.environ['RANK']}"
+    hardware.CPUINFO.write_text(f"flags : {processors[int(os.environ['RANK'])]}\n")
+    try:
+        return pretrain(flags)
+    except UsageError as refused:
+        return str(refused)
+    finally:
+        hardware.CPUINFO = cpuinfo
+
+
+def torch_builds() -> dict[str, str | None]:
+    """What this torch says itself that it is built with."""
+    return {name: getattr(torch.version, name) for name in ("cuda", "hip")}
 
 
 def forget_engines() -> None:

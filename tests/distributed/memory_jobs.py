@@ -28,7 +28,9 @@ def plan_of(config: RunConfig) -> MemoryPlan:
     """The plan of a resolved run on CPU ranks."""
     zero = config.engine["zero_optimization"]
     batch = config.micro_batch_size, config.gradient_accumulation_steps
-    return memory_per_rank(config.model_config, config.precision, zero, config.ranks, *batch, registry.make_techniques(config).checkpoints)
+    techniques = registry.make_techniques(config)
+    shape = (config.model_config, config.precision, zero, config.ranks, *batch, techniques.checkpoints)
+    return memory_per_rank(*shape, fused=techniques.fused)
 
 
 # --- model states ------------------------------------------------------------------------------------------------------------------------
@@ -93,9 +95,10 @@ def states_of(engine: Any) -> dict[str, int]:
 def known_storages() -> dict[int, int]:
     """Bytes of every tensor storage that the garbage collector knows of, by its address."""
     import torch
+    from torch._subclasses import FakeTensor  # torch.compile's, which have no memory
 
     gc.collect()
-    tensors = [thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor)]
+    tensors = [thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor) and not isinstance(thing, FakeTensor)]
     storages = [tensor.untyped_storage() for tensor in tensors if tensor.device.type == "cpu" and tensor.layout == torch.strided]
     return {storage.data_ptr(): storage.nbytes() for storage in storages}
 

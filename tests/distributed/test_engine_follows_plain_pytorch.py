@@ -170,8 +170,8 @@ def test_adam_without_bias_correction(form, ranks, pool, corpus, small_reference
 def test_in_tf32_the_losses_follow_fp32(form, ranks, pools, corpus, tmp_path):
     """TF32 keeps 11 bits of what is multiplied."""
     steps = reference_steps(corpus, SHAPE, STEPS, BATCH, BF16_LR, WARMUP, SEED, device="cuda")
-    run = [*flags(corpus, tmp_path, SHAPE, form, ranks, 1), "--lr", str(BF16_LR)]
-    losses = trained(pools.of(ranks, "cuda"), flags=run, matmul_precision="high")
+    run = [*flags(corpus, tmp_path, SHAPE, form, ranks, 1), "--lr", str(BF16_LR), "--set", "tf32.enabled=true"]
+    losses = trained(pools.of(ranks, "cuda"), flags=run)
     assert 1e-6 < largest_difference(losses, losses_of(steps)) <= FP16_FP32
 
 

@@ -9,8 +9,9 @@ import pytest
 
 from benchmarks.model_states import bytes_per_parameter
 from data_pipeline.shards import open_corpus
+from launch.run import memory
 from launch.run.config import resolve
-from launch.run.memory import LOSS_ROWS, bytes_sent_per_step
+from launch.run.memory import bytes_sent_per_step
 from model.accounting import parameter_count
 from model.presets import GPTConfig
 from tests.distributed.memory_jobs import PARTS, ROOT, run_and_plan
@@ -25,10 +26,13 @@ def flags(corpus, tmp_path, config: str, *more: str) -> list[str]:
     return [*run, "--eval_every", "0", "--save_every", "0", *more]
 
 
-def test_the_rows_of_the_loss_are_the_models():
+def test_the_sizes_of_the_kernels_are_theirs():
     from model import gpt
+    from recipes.fused_kernels import attention, cross_entropy
 
-    assert LOSS_ROWS == gpt.LOSS_ROWS
+    assert memory.LOSS_ROWS == gpt.LOSS_ROWS
+    assert (memory.LOGITS_BYTES, memory.FUSED_ROWS) == (cross_entropy.LOGITS_BYTES, cross_entropy.ROWS)
+    assert (memory.QUERIES, memory.KEPT_LENGTH) == (attention.QUERIES, attention.KEPT_LENGTH)
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
@@ -90,7 +94,7 @@ def check_peak(runs: Path, config: str, preset: str, ranks: int, micro: int, che
 @pytest.mark.parametrize(
     ("config", "preset", "ranks", "micro", "checkpoints"),
     [
-        ("zero0_fp32", "nano", 1, 8, "off"),
+        pytest.param("zero0_fp32", "nano", 1, 8, "off", marks=pytest.mark.long),
         ("zero2_bf16", "micro", 2, 4, "off"),
         pytest.param("zero1_bf16", "micro", 1, 16, "each", marks=pytest.mark.long),
         pytest.param("zero1_fp32", "micro", 2, 8, "2", marks=pytest.mark.long),
@@ -100,6 +104,12 @@ def check_peak(runs: Path, config: str, preset: str, ranks: int, micro: int, che
 )
 def test_the_peak_of_a_process_is_the_plans(corpus, tmp_path, config, preset, ranks, micro, checkpoints):
     check_peak(tmp_path, config, preset, ranks, micro, checkpoints, "--data", str(corpus))
+
+
+def test_the_peak_of_a_process_with_fused_kernels_is_the_plans(corpus, tmp_path):
+    """A narrow model on long rows: without either kernel's share the plan would be 18% off."""
+    shape = ["--n_layer", "2", "--n_head", "4", "--d_model", "64", "--seq_len", "512"]
+    check_peak(tmp_path, "fused_kernels", "nano", 1, 32, "off", "--data", str(corpus), *shape)
 
 
 needs_stdlib = pytest.mark.skipif(not (ROOT / "data/stdlib/manifest.json").exists(), reason="data/stdlib is made by `make data`")

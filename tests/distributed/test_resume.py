@@ -18,6 +18,7 @@ from launch.run.checkpoint import complete_checkpoints, read_state
 from launch.run.errors import UsageError
 from launch.run.folder import RunFolder
 from tests.distributed.launched import TINY, LaunchedRun
+from tests.distributed.ranks import Ranks
 
 JOB = "tests.distributed.jobs:pretrain"
 STEPS = 40
@@ -136,6 +137,86 @@ def test_a_rewound_run_with_accumulation_resumes_bit_for_bit(stage, more, train,
     assert "resuming after step 6" in (tmp_path / "r/log.txt").read_text()
 
 
+# --- beside training --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        *("zero0_bf16", "zero2_bf16", "zero3_fp32", "zero_one_adam"),
+        *(pytest.param(name, marks=pytest.mark.long) for name in ("zero0_fp32", "zero1_fp32", "zero_offload", "one_bit_adam", "lamb")),
+    ],
+)
+def test_a_checkpoint_is_that_of_its_step_although_training_went_on(config, two_ranks, flags, tmp_path):
+    """Step 3 is saved, steps 4 and 5 are made, and only then are its files written."""
+    job, held = "tests.distributed.jobs:pretrain", "tests.distributed.failure_jobs:pretrain_with_held_writes"
+    run = ["--deepspeed_config", f"ds_configs/{config}.json", *TINY, *flags, "--steps", "8", "--eval_every", "0", "--keep", "9"]
+    run += ["--runs_dir", str(tmp_path), "--run_name", "r"]
+    whole = two_ranks.run(held, flags=run)[0]
+    assert [read_state(path)["step"] for path in complete_checkpoints(tmp_path / "r/checkpoints")] == [3, 6, 8]
+    rewind(tmp_path / "r", 3)
+    assert losses(two_ranks.run(job, flags=[*run, "--resume"])[0]) == losses(whole)
+
+
+def test_a_checkpoint_waits_for_the_one_before_and_says_so_once(one_rank, flags, tmp_path):
+    run = ["--deepspeed_config", "ds_configs/zero1_fp32.json", *TINY, *flags, "--runs_dir", str(tmp_path), "--run_name", "r"]
+    more = ["--steps", "5", "--save_every", "1", "--eval_every", "0"]
+    one_rank.run("tests.distributed.failure_jobs:pretrain_with_slow_writes", flags=[*run, *more], seconds=0.2)
+    assert [read_state(path)["step"] for path in complete_checkpoints(tmp_path / "r/checkpoints")] == [4, 5]
+    assert (tmp_path / "r/log.txt").read_text().count("s for the checkpoint before this one") == 1
+
+
+@pytest.mark.parametrize(("how", "left"), [("signal", [5, 6]), ("error", [5]), ("gone", [])])
+def test_a_run_that_ends_in_the_middle_of_a_write_ends_the_write_first(how, left, two_ranks, flags, tmp_path):
+    """ "gone": a rank that never wrote its files, which are not waited for without end; the checkpoint stays incomplete."""
+    run = ["--deepspeed_config", "ds_configs/zero1_fp32.json", *TINY, *flags, "--runs_dir", str(tmp_path), "--run_name", "r"]
+    more = ["--steps", "9", "--save_every", "5", "--eval_every", "0"]
+    reasons = two_ranks.run("tests.distributed.failure_jobs:end_in_the_middle_of_a_write", flags=[*run, *more], how=how)
+    assert reasons == 2 * ["stopped" if how == "signal" else "a fault of ours"]
+    assert [read_state(path)["step"] for path in complete_checkpoints(tmp_path / "r/checkpoints")] == left
+
+
+def test_a_rank_that_is_killed_in_its_write_is_missed_by_the_one_that_waits_for_its_files(flags, tmp_path, monkeypatch):
+    monkeypatch.setattr("tests.distributed.ranks.JOB_SECONDS", 40.0)
+    run = ["--deepspeed_config", "ds_configs/zero1_fp32.json", *TINY, *flags, "--runs_dir", str(tmp_path), "--run_name", "r"]
+    job = "tests.distributed.failure_jobs:lose_rank_1_in_a_write"
+    with Ranks(2) as ranks, pytest.raises(AssertionError) as failures:
+        ranks.run(job, flags=[*run, "--save_every", "1", "--eval_every", "0"])
+    assert str(failures.value) == "rank 1: the rank died"  # and rank 0 has answered
+    assert not complete_checkpoints(tmp_path / "r/checkpoints")
+
+
+def test_without_room_for_a_copy_training_waits_for_its_checkpoints(one_rank, flags, tmp_path):
+    run = ["--deepspeed_config", "ds_configs/zero1_fp32.json", *TINY, *flags, "--runs_dir", str(tmp_path), "--run_name", "r"]
+    one_rank.run("tests.distributed.failure_jobs:pretrain_without_room", flags=[*run, "--steps", "7", "--eval_every", "0", "--keep", "9"])
+    assert [read_state(path)["step"] for path in complete_checkpoints(tmp_path / "r/checkpoints")] == [3, 6, 7]
+    assert "training will wait while checkpoints are written" in (tmp_path / "r/log.txt").read_text()
+
+
+def test_a_rehearsal_that_fails_costs_nothing_but_itself(one_rank, flags, tmp_path):
+    run = ["--deepspeed_config", "ds_configs/zero1_fp32.json", *TINY, *flags, "--runs_dir", str(tmp_path), "--run_name", "r"]
+    more = ["--steps", "7", "--eval_every", "0", "--keep", "9"]
+    one_rank.run("tests.distributed.failure_jobs:pretrain_where_no_thread_can_copy", flags=[*run, *more])
+    assert [read_state(path)["step"] for path in complete_checkpoints(tmp_path / "r/checkpoints")] == [3, 6, 7]
+
+
+def test_the_room_for_copies_is_what_the_tightest_limit_leaves_each_rank(tmp_path, monkeypatch):
+    from launch.engine import snapshot
+
+    for place, limit in (("job", "5000"), ("job/step", "max"), ("job/step/task", "9000")):
+        folder = tmp_path / place
+        folder.mkdir()
+        for name, text in (("memory.max", limit), ("memory.current", "1000"), ("memory.stat", "anon 7\ninactive_file 200\n")):
+            (folder / name).write_text(text + "\n")
+    assert list(snapshot._left_by_limits(tmp_path, "/job/step/task")) == [8200, 4200]
+    assert list(snapshot._left_by_limits(tmp_path, "/../seen/from/a/container")) == []
+    kibibytes = {"MemAvailable:": 1 << 40, "VmHWM:": 2000, "VmRSS:": 1500}
+    monkeypatch.setattr(snapshot, "_field", lambda file, name: kibibytes[name])
+    monkeypatch.setattr(snapshot, "_left_by_limits", lambda mount, group: [2**30])
+    monkeypatch.setattr(snapshot, "_own_group", lambda: "/")
+    assert snapshot.room_for_snapshots(4) == 2**28 - 1024 * 500  # each takes its own peak again
+
+
 # --- what may change, and what may not -------------------------------------------------------------------------------------------
 
 
@@ -210,16 +291,28 @@ def test_a_damaged_checkpoint_is_named_with_what_to_do(damage, train, flags, fin
     assert "resuming after step 3" in (finished / "log.txt").read_text()
 
 
-def test_a_checkpoint_that_cannot_be_written_ends_the_run_and_leaves_the_older_ones(flags, finished):
+@pytest.mark.parametrize("steps", ["12", pytest.param("9", marks=pytest.mark.long)], ids=["beside-training", "at-the-end"])
+def test_a_checkpoint_that_cannot_be_written_ends_the_run_and_leaves_the_older_ones(steps, flags, finished):
     # Every file of the checkpoint is larger than what this job may write to a file, as on a disk that is full.
     run = LaunchedRun(
-        finished.parent, "r", 1, 2, [*flags, "--steps", "9", "--eval_every", "0", "--resume"], under=("prlimit", "--fsize=60000")
+        finished.parent, "r", 1, 2, [*flags, "--steps", steps, "--eval_every", "0", "--resume"], under=("prlimit", "--fsize=60000")
     )
     assert run.wait() == 1, run.output()
     faults = [line for line in run.output().splitlines() if line.startswith("error: ")]
     assert any("step-00000009: could not be written" in line and "--resume" in line for line in faults)
     assert "Traceback" not in run.output()
     assert [read_state(path)["step"] for path in complete_checkpoints(finished / "checkpoints")] == [3, 6]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_disk_that_is_full_beside_training_ends_all_ranks_together(rank, train, two_ranks, flags, tmp_path):
+    run = ["--deepspeed_config", "ds_configs/zero1_fp32.json", "--runs_dir", str(tmp_path), "--run_name", "r", *TINY, *flags]
+    run += ["--eval_every", "0"]
+    assert two_ranks.run("tests.distributed.failure_jobs:pretrain_until_a_write_fails", flags=run, rank=rank, step=6) == [1, 1]
+    assert [read_state(path)["step"] for path in complete_checkpoints(tmp_path / "r/checkpoints")] == [3]
+    assert 6 <= json.loads((tmp_path / "r/metrics.jsonl").read_text().splitlines()[-1])["step"] <= 9, "noted too late"
+    train(tmp_path, "r", [*flags, "--steps", "9", "--eval_every", "0", "--resume"])
+    assert not list((tmp_path / "r/checkpoints").glob(".*"))
 
 
 def test_the_newest_and_the_best_checkpoints_stay(train, flags, tmp_path):
@@ -261,6 +354,14 @@ def test_a_second_job_on_a_run_folder_is_refused_when_the_first_goes_on(tmp_path
     # Two jobs of one new name that were started at once: the later one does not take over what the first has written.
     with pytest.raises(UsageError, match="this run exists"):
         RunFolder(tmp_path / "r", description(resume=False))
+
+
+@pytest.mark.parametrize(("before", "now", "fix"), [("bf16", "fp32", "true"), ("fp32", "bf16", "false")])
+def test_a_resume_where_auto_comes_out_differently_is_refused(before, now, fix, tmp_path):
+    """The command is the same, so the fault says what to add to it."""
+    RunFolder(tmp_path / "r", description(resume=False) | {"precision": before}).close()
+    with pytest.raises(UsageError, match=f'precision = "{before}", the command says "{now}"; give --set bf16.enabled={fix}, or another'):
+        RunFolder(tmp_path / "r", description(resume=True) | {"precision": now})
 
 
 def test_a_folder_that_is_no_run_is_not_resumed(tmp_path):

@@ -1,0 +1,88 @@
+"""Which device DeepSpeed will choose, and whether it computes in bf16: asked of the machine itself, before torch is imported.
+
+python launch/pretrain.py --deepspeed_config ds_configs/zero1_bf16.json --set bf16.enabled=auto --explain
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import os
+import runpy
+from pathlib import Path
+from typing import NamedTuple
+
+CPUINFO = Path("/proc/cpuinfo")
+DRIVER = "libcuda.so.1"
+#: What /proc/cpuinfo calls bf16 arithmetic: AMX and AVX512 of x86-64 ("flags"), 64-bit Arm ("Features").
+CPU_FLAGS = ("amx_bf16", "avx512_bf16", "bf16")
+#: CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and _MINOR of cuda.h.
+MAJOR, MINOR = 75, 76
+#: Ampere, the first with bf16 (CUDA C++ Programming Guide, "Arithmetic Instructions").
+FIRST_WITH_BF16 = (8, 0)
+
+
+class Bf16(NamedTuple):
+    """Whether the device has bf16 arithmetic, and how that is known, in a few words."""
+
+    found: bool
+    why: str
+
+
+def device_type() -> str:
+    """The accelerator that DeepSpeed will choose: DS_ACCELERATOR, else "cuda" where torch can use a GPU of this machine, else "cpu"."""
+    return os.environ.get("DS_ACCELERATOR") or ("cuda" if _has_rocm() or compute_capabilities() else "cpu")
+
+
+def bf16_arithmetic() -> Bf16:
+    """Whether the device that DeepSpeed will choose computes in bf16; of several GPUs, whether all do."""
+    device = device_type()
+    if device == "cpu":
+        found = [flag for flag in CPU_FLAGS if flag in cpu_flags()]
+        return Bf16(bool(found), f"this processor has {found[0] if found else 'no bf16 arithmetic'}")
+    if device == "cuda" and (capabilities := compute_capabilities()):
+        least = min(capabilities)
+        found_here = least >= FIRST_WITH_BF16
+        begins = "" if found_here else ", and bf16 arithmetic begins at {}.{}".format(*FIRST_WITH_BF16)
+        return Bf16(found_here, "this machine has a GPU of compute capability {}.{}".format(*least) + begins)
+    return Bf16(True, f"taken for granted, no '{device}' is here that could be asked")  # as torch does of every GPU of ROCm
+
+
+def cpu_flags() -> set[str]:
+    """What the first core can do, as Linux names it; nothing where there is no /proc/cpuinfo."""
+    try:
+        lines = CPUINFO.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return set()
+    return next((set(line.partition(":")[2].split()) for line in lines if line.startswith(("flags", "Features"))), set())
+
+
+def compute_capabilities() -> list[tuple[int, int]]:
+    """Of each GPU that CUDA shows this process (CUDA_VISIBLE_DEVICES counts); empty without a driver, or where torch is built without CUDA.
+
+    Asks the driver, as torch will: no memory of a GPU is taken.
+    """
+    try:
+        driver = ctypes.CDLL(DRIVER)
+    except OSError:
+        return []
+    if not _torch_build("cuda") or driver.cuInit(0):
+        return []
+
+    def ask(function: str, *arguments: int) -> int:
+        answer = ctypes.c_int()
+        getattr(driver, function)(ctypes.byref(answer), *arguments)
+        return answer.value
+
+    devices = [ask("cuDeviceGet", number) for number in range(ask("cuDeviceGetCount"))]
+    return [(ask("cuDeviceGetAttribute", MAJOR, device), ask("cuDeviceGetAttribute", MINOR, device)) for device in devices]
+
+
+def _has_rocm() -> bool:
+    return os.path.exists("/dev/kfd") and bool(_torch_build("hip"))
+
+
+def _torch_build(library: str) -> str | None:
+    """The version of "cuda" or "hip" that the installed torch is built with, without importing it."""
+    torch = importlib.util.find_spec("torch")
+    return runpy.run_path(str(Path(torch.origin).with_name("version.py"))).get(library) if torch and torch.origin else None

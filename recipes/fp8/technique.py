@@ -1,0 +1,94 @@
+"""fp8: the linear layers of the blocks multiply in 8 bits, forward and backward, on the tensor cores of Ada, Hopper and Blackwell.
+
+    pip install -e ".[fp8]" -c constraints.txt
+    deepspeed launch/pretrain.py --recipe recipes/fp8
+
+Micikevicius et al., FP8 Formats for Deep Learning, arXiv 2209.05433. The layers are torchao's (`torchao.float8`): both factors of a product
+are scaled by the largest of their values when they are multiplied, so that nothing is kept between steps. Weights, gradients, the optimizer
+and whatever is no linear layer of a block stay as they are in bf16.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from dataclasses import replace
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Any
+
+from recipes.technique import Run, Technique
+
+if TYPE_CHECKING:
+    from model.gpt import GPT
+
+#: Ada, the first of NVIDIA's with fp8.
+CAPABILITY = (8, 9)
+#: torchao's names for how the values of a factor are scaled into the range of 8 bits.
+RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
+#: The first that is built for torch 2.11 and later.
+TORCHAO = (0, 17)
+#: How to get it, in the project's folder.
+INSTALL = 'pip install -e ".[fp8]" -c constraints.txt'
+#: What the tensor cores take at a time: every dimension of a weight must be a multiple.
+MULTIPLE = 16
+
+
+class Fp8(Technique):
+    """`"fp8": {"enabled": true, "recipe": "auto", "emulate": false}`: a section of this project's own.
+
+    recipe: "tensorwise" (one scale for a tensor, gradients in e5m2: the fastest; "auto"), "rowwise" (one for each row, a power of two, e4m3
+        throughout: more accurate) or "rowwise_with_gw_hp" (and the weights' gradients stay in bf16).
+    emulate: round the factors as fp8 does and multiply in a wider format, on any device: the loss of fp8 without its hardware, slower
+        than without.
+    """
+
+    sections = ("fp8",)
+    keys = {"recipe": {"enum": list(RECIPES), "auto": True}, "emulate": {"types": ["boolean"]}}
+    decides = ("the arithmetic of matrix products",)
+    needs_cuda = {"fp8": CAPABILITY}
+    matmul_dtype = "fp8"
+
+    def __init__(self, section: dict[str, Any], run: Run):
+        recipe = section.get("recipe", "auto")
+        self.recipe = RECIPES[0] if recipe == "auto" else recipe
+        self.emulate = section.get("emulate", False)
+        if run.precision != "bf16":
+            raise ValueError(f"'fp8' casts from bf16, and this run is in {run.precision}; use the bf16 JSON of the same stage")
+        if run.shape.d_model % MULTIPLE:
+            raise ValueError(
+                f"'fp8' multiplies matrices whose sides are multiples of {MULTIPLE}, and d_model is {run.shape.d_model}; change --d_model"
+            )
+        if run.zero_stage == 3 and "activation_checkpointing" not in run.techniques:
+            # Its layers save the gathered weight itself, which is then on the device until the backward pass has come to it.
+            raise ValueError(
+                "'fp8' at stage 3 keeps the gathered weights of all blocks from the forward to the backward pass, so that nothing is left "
+                'of what stage 3 saves; add "activation_checkpointing": {"enabled": true}, or use stage 2'
+            )
+        self.notes = (f"fp8: {self.recipe} scaling in the 4 linear layers of each block; embeddings, attention and head stay bf16",)
+        if self.emulate:
+            self.needs_cuda, self.matmul_dtype = {}, ""
+            self.notes = (f"{self.notes[0]}; emulated, and slower than bf16",)
+        if (missing := _missing_torchao()) is not None:
+            self.lacks = (f"'fp8' needs torchao {TORCHAO[0]}.{TORCHAO[1]} or later, {missing}; {INSTALL}",)
+
+    def prepare(self, model: GPT) -> None:
+        """Put torchao's layers in the place of the blocks' own: around the same parameters, under the same names."""
+        # It warns of kernels that it cannot load (of mxfp8 and sparsity, which are not used here), and torch of what torchao calls.
+        before = logging.root.manager.disable
+        logging.disable(logging.WARNING)
+        try:
+            from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+        finally:
+            logging.disable(before)
+        # Padding acts where the tokens of a micro-batch, the inner dimension of the weights' gradients, are no multiple of 16.
+        config = replace(Float8LinearConfig.from_recipe_name(self.recipe), emulate=self.emulate, pad_inner_dim=True)
+        convert_to_float8_training(model.h, config=config)
+
+
+def _missing_torchao() -> str | None:
+    """What there is in the place of a torchao that will do; None where it is there."""
+    try:
+        found = version("torchao")
+    except PackageNotFoundError:
+        return "which is not installed"
+    return None if tuple(map(int, re.findall(r"\d+", found)[:2])) >= TORCHAO else f"and {found} is installed"

@@ -1,0 +1,272 @@
+"""Fused kernels: the same mathematics in fewer passes over memory, each by a key of its own.
+
+    deepspeed launch/pretrain.py --recipe recipes/fused_kernels
+
+What a kernel is depends on the device: the page of this recipe says which is taken where, and what was measured.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from functools import partial
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any, cast
+
+from recipes.technique import Run, Technique, adam_arguments, decouples_weight_decay
+from recipes.tf32.technique import CAPABILITY as TF32_CAPABILITY
+from recipes.tf32.technique import use_tf32
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    import torch
+
+    from model.gpt import GPT, Block
+
+SWITCH = {"enum": [True, False], "auto": True}
+#: The oldest GPUs that Triton compiles for, in which Liger's kernels and those of torch.compile are written.
+TRITON_CAPABILITY = (7, 0)
+#: How to get Liger-Kernel, in the project's folder.
+INSTALL = 'pip install -e ".[liger]" -c constraints.txt'
+#: Techniques that walk the blocks in a way of their own, which a compiled whole would have to be compiled for anew in every step.
+WALKERS = ("activation_checkpointing", "progressive_layer_drop", "random_ltd")
+
+
+class FusedKernels(Technique):
+    """`"fused_kernels": {"adamw": "auto", "attention": true, ...}`, or `"fused_kernels": "auto"` for all of them: a section of our own.
+
+    A key is true (and refused where the device cannot), false (as if left out) or "auto": on where the device has it and it pays. What
+    is skipped gets a line in the log.
+
+    adamw: the optimizer's update in one pass: DeepSpeed's FusedAdam on CUDA at stages 1 to 3 where it can be built, else torch's.
+    attention: causal attention without the T x T scores in memory: torch's flash kernels on CUDA, blocks of queries on a CPU.
+    cross_entropy: the output layer and its loss in one, whose gradient is written over the logits.
+    layer_norm: Liger-Kernel's, on CUDA.
+    gelu: compiled by torch.compile, where the blocks are not compiled whole.
+    compile: torch.compile; true and "blocks" compile a block at a time, which goes with every stage and technique, "model" the whole.
+    tf32: TF32 in what is left of fp32 matrix products, on CUDA.
+    cuda_graphs: launch a compiled block's kernels as one CUDA graph.
+    """
+
+    sections = ("fused_kernels",)
+    keys = {
+        **dict.fromkeys(("adamw", "attention", "cross_entropy", "layer_norm", "gelu"), SWITCH),
+        "compile": {"enum": [True, False, "blocks", "model"], "auto": True},
+        **dict.fromkeys(("tf32", "cuda_graphs"), SWITCH),
+    }
+
+    def __init__(self, section: dict[str, Any], run: Run):
+        self.run = run
+        self.asked = {name: section.get(name, False) for name in self.keys}
+        if not any(self.asked.values()):
+            raise ValueError(f"'fused_kernels' switches none of its kernels on; write \"auto\", or true at some of {', '.join(self.keys)}")
+        if self.asked["compile"] == "model":
+            self._check_whole()
+        if self.asked["cuda_graphs"] is True and not self.asked["compile"]:
+            raise ValueError(
+                "'fused_kernels.cuda_graphs' records compiled blocks, and 'compile' is false; write \"blocks\" there, or false here"
+            )
+        if self.asked["cuda_graphs"] is True and run.zero_stage == 3:
+            raise ValueError(
+                "'fused_kernels.cuda_graphs' needs weights that stay at their address, and stage 3 gathers them anew; write false, or use"
+                " stage 2"
+            )
+        if self.asked["tf32"] is True and run.precision != "fp32":
+            raise ValueError(
+                f"'fused_kernels.tf32' acts on products of fp32 matrices, and this run has them in {run.precision}; write false"
+            )
+        if self.asked["tf32"] is True and (run.engine.get("torch_autocast") or {}).get("enabled"):
+            raise ValueError(
+                "'fused_kernels.tf32' acts on products of fp32 matrices, which torch_autocast casts to 16 bits; write false, or leave"
+                " torch_autocast out"
+            )
+        if self.asked["adamw"] is True and run.optimizer["type"] not in ("Adam", "AdamW"):
+            raise ValueError(f"'fused_kernels.adamw' is a kernel of Adam, and the optimizer is {run.optimizer['type']}; write false")
+        # With dropout only CUDA has a fused kernel for attention.
+        by_hand = {"tf32": TF32_CAPABILITY, "cuda_graphs": TRITON_CAPABILITY, "layer_norm": TRITON_CAPABILITY}
+        if run.shape.dropout:
+            by_hand["attention"] = (0, 0)
+        self.needs_cuda = {f"fused_kernels.{name}": capability for name, capability in by_hand.items() if self.asked[name] is True}
+        self.lacks = tuple(self._missing())
+        self.fused = frozenset(name for name, value in self.asked.items() if value)
+        self._said: list[str] = []
+
+    def _missing(self) -> Iterator[str]:
+        """What is asked for by hand and needs what is not installed."""
+        if self.asked["layer_norm"] is True and not _has_liger():
+            yield f"'fused_kernels.layer_norm' needs liger-kernel, which is not installed; {INSTALL}, or write \"auto\""
+        for name in ("gelu", "compile"):
+            if self.asked[name] not in (False, "auto") and not _has_compiler():
+                yield f"'fused_kernels.{name}' needs a C++ compiler, which is not on the path; install g++, or write \"auto\""
+
+    def _check_whole(self) -> None:
+        """Raises ValueError, see `Technique.__init__`."""
+        key = "'fused_kernels.compile' is \"model\", but"
+        if self.run.zero_stage == 3:
+            raise ValueError(f'{key} stage 3 gathers and releases the weights of each layer between them; write "blocks"')
+        for name in WALKERS:
+            if name in self.run.techniques:
+                raise ValueError(f"{key} '{name}' goes through the blocks in another way in every step; write \"blocks\"")
+
+    @property
+    def notes(self) -> tuple[str, ...]:  # type: ignore[override]
+        return tuple(self._said)
+
+    def _say(self, name: str, what: str) -> None:
+        self._said.append(f"fused_kernels.{name}: {what}")
+
+    def _skip(self, name: str, why: str) -> None:
+        self._say(name, f"skipped, {why}")
+
+    def prepare(self, model: GPT) -> None:
+        from deepspeed.accelerator import get_accelerator
+
+        self.device = get_accelerator().device_name()
+        self._said.clear()
+        for name, asked in self.asked.items():
+            if asked:
+                getattr(self, f"_use_{name}")(model)
+
+    # --- one kernel each ---------------------------------------------------------------------------------------------------------------
+
+    def _use_adamw(self, model: GPT) -> None:
+        offloads = (self.run.engine["zero_optimization"].get("offload_optimizer") or {}).get("device") or "none"
+        if self.run.optimizer["type"] not in ("Adam", "AdamW"):
+            return self._skip("adamw", f"the optimizer is {self.run.optimizer['type']}")
+        if offloads != "none":
+            return self._say("adamw", "DeepSpeed's CPUAdam, as for every offloaded optimizer")
+        if self.device == "cuda" and self.run.zero_stage and _has_nvcc() and not self.run.optimizer["params"].get("amsgrad"):
+            self.extensions = ("FusedAdamBuilder",)
+            return self._say("adamw", "DeepSpeed's FusedAdam")
+        self._say("adamw", "torch's fused kernel, as without this key")
+
+    def _use_attention(self, model: GPT) -> None:
+        if self.device == "cpu" and not self.run.shape.dropout:
+            from recipes.fused_kernels.attention import QUERIES, blockwise_attention
+
+            for block in cast("Iterable[Block]", model.h):
+                block.attn.attend = blockwise_attention
+            return self._say("attention", f"blocks of {QUERIES} queries")
+        backend = _sdpa_backend(self.run, self.device)
+        self._say("attention", f"torch's, as without this key; of its kernels it takes {backend} for this model")
+
+    def _use_cross_entropy(self, model: GPT) -> None:
+        import torch
+
+        from recipes.fused_kernels.cross_entropy import in_one, in_rows, linear_cross_entropy
+
+        compiled = self.device == "cuda" and find_spec("triton") is not None
+        model.lm_head.loss = partial(linear_cross_entropy, kernel=torch.compile(in_one) if compiled else in_rows)
+        self._say("cross_entropy", f"the gradient is written over the logits{', by a compiled kernel' if compiled else ''}")
+
+    def _use_layer_norm(self, model: GPT) -> None:
+        if self.device != "cuda":
+            return self._skip("layer_norm", f"torch's is one kernel on a {self.device} already, and Liger-Kernel's needs CUDA")
+        if not _has_liger():
+            return self._skip("layer_norm", f"liger-kernel is not installed ({INSTALL})")
+        from liger_kernel.ops.layer_norm import LigerLayerNormFunction
+        from torch import nn
+
+        for module in model.modules():
+            if isinstance(module, nn.LayerNorm):
+                module.forward = _liger_forward(module, LigerLayerNormFunction)  # type: ignore[method-assign]
+        self._say("layer_norm", "Liger-Kernel's")
+
+    def _use_gelu(self, model: GPT) -> None:
+        if self._compiles():
+            return self._skip("gelu", "it is compiled with its block")
+        if not _has_compiler():
+            return self._skip("gelu", "there is no C++ compiler")
+        from recipes.fused_kernels.gelu import CompiledGELU
+
+        for block in cast("Iterable[Block]", model.h):
+            block.mlp.act = CompiledGELU()  # type: ignore[assignment]
+        self._say("gelu", "compiled by torch.compile; the first step waits for it")
+
+    def _compiles(self) -> bool:
+        """Whether blocks, or the whole, are compiled."""
+        asked = self.asked["compile"]
+        return self.device == "cuda" if asked == "auto" else bool(asked)
+
+    def _use_compile(self, model: GPT) -> None:
+        if not self._compiles():
+            return self._skip("compile", "on a CPU it gains nothing beside the other kernels")
+        graphs = self.asked["cuda_graphs"] is True
+        mode = "reduce-overhead" if graphs else None
+        whole = self.asked["compile"] == "model"
+        for module in [model] if whole else model.h:
+            module.compile(mode=mode)
+        self._say(
+            "compile", f"{'the model' if whole else 'a block at a time'}{', as CUDA graphs' if graphs else ''}; the first step takes longer"
+        )
+
+    def _use_tf32(self, model: GPT) -> None:
+        import torch
+
+        if self.run.precision != "fp32":
+            return self._skip("tf32", f"products are in {self.run.precision}")
+        if (self.run.engine.get("torch_autocast") or {}).get("enabled"):
+            return self._skip("tf32", "torch_autocast casts products to 16 bits")
+        if self.device != "cuda" or torch.version.hip or torch.cuda.get_device_capability() < TF32_CAPABILITY:
+            return self._skip("tf32", f"this {self.device} has none")
+        use_tf32()
+        self.matmul_dtype = "tf32"
+        self._say("tf32", "on")
+
+    def _use_cuda_graphs(self, model: GPT) -> None:
+        if self.asked["cuda_graphs"] == "auto":
+            self._skip("cuda_graphs", "it has not been measured to pay" if self.device == "cuda" else f"a {self.device} has none")
+
+    # --- the optimizer -----------------------------------------------------------------------------------------------------------------
+
+    def optimizer(self, param_groups: list[dict[str, Any]]) -> torch.optim.Optimizer | None:
+        """DeepSpeed's FusedAdam where `prepare` has decided for it."""
+        if "FusedAdamBuilder" not in self.extensions:
+            return None
+        from deepspeed.ops.adam import FusedAdam
+
+        lr, betas, eps, weight_decay, bias_correction = adam_arguments(self.run.optimizer["params"])
+        return FusedAdam(
+            param_groups,
+            lr=lr,
+            betas=tuple(betas),
+            eps=eps,
+            weight_decay=weight_decay,
+            bias_correction=bias_correction,
+            adam_w_mode=decouples_weight_decay(self.run.optimizer),
+        )
+
+
+def _has_liger() -> bool:
+    return find_spec("liger_kernel") is not None and find_spec("triton") is not None
+
+
+def _has_compiler() -> bool:
+    """Whether torch.compile finds a C++ compiler, with which it also builds what launches its kernels on a GPU."""
+    return any(shutil.which(name) for name in (os.environ.get("CXX", "g++"), "g++", "clang++"))
+
+
+def _has_nvcc() -> bool:
+    from torch.utils.cpp_extension import CUDA_HOME
+
+    return CUDA_HOME is not None
+
+
+def _sdpa_backend(run: Run, device: str) -> str:
+    """The kernel that torch's scaled_dot_product_attention takes for the run's shapes, by the name of its SDPBackend in small letters."""
+    import torch
+    from torch.nn.attention import SDPBackend
+
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[run.precision]
+    shape, B = run.shape, run.micro_batch_size
+    q = torch.empty(B, shape.n_head, shape.seq_len, shape.d_model // shape.n_head, dtype=dtype, device=device, requires_grad=True)
+    masked = run.model_config.document_end is not None
+    mask = torch.zeros(B, 1, shape.seq_len, shape.seq_len, dtype=dtype, device=device) if masked else None
+    choice = torch._fused_sdp_choice(q, q, q, attn_mask=mask, dropout_p=shape.dropout, is_causal=not masked)
+    return SDPBackend(choice).name.lower()
+
+
+def _liger_forward(norm: Any, function: Any) -> Any:
+    """A `forward` for `norm`, an nn.LayerNorm: x (..., C) -> (..., C)."""
+    return lambda x: function.apply(x, norm.weight, norm.bias, norm.eps)

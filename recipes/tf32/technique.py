@@ -1,0 +1,51 @@
+"""TF32: the matrix products of an fp32 run, on tensor cores that round their factors to 11 significant bits.
+
+    deepspeed launch/pretrain.py --recipe recipes/tf32
+
+NVIDIA A100 Tensor Core GPU Architecture (white paper, 2020). Factors keep fp32's range and lose 13 bits of its precision; products and sums
+are fp32, and so is everything else: weights, activations, gradients, the optimizer.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from recipes.technique import Run, Technique
+
+if TYPE_CHECKING:
+    from model.gpt import GPT
+
+#: Ampere, the first with TF32.
+CAPABILITY = (8, 0)
+
+
+def use_tf32() -> None:
+    """Compute products of fp32 matrices on CUDA in TF32, for the rest of this process.
+
+    torch's one documented switch (2.11 to 2.13): it sets cuBLAS's older name for it (`allow_tf32`) and the newer (`fp32_precision`) alike,
+    one of which torch.compile asks, and torch raises where they differ. cuDNN has none of this model's products.
+    """
+    import torch
+
+    torch.set_float32_matmul_precision("high")
+
+
+class Tf32(Technique):
+    """`"tf32": {"enabled": true}`: a section of this project's own. In fp32 only, where there is something to round."""
+
+    sections = ("tf32",)
+    decides = ("the arithmetic of matrix products",)
+    needs_cuda = {"tf32": CAPABILITY}
+    matmul_dtype = "tf32"
+
+    def __init__(self, section: dict[str, Any], run: Run):
+        if run.precision != "fp32":
+            raise ValueError(
+                f"'tf32' acts on products of fp32 matrices, and this run has them in {run.precision}; leave it out, or switch "
+                f"{run.precision} off"
+            )
+        if (run.engine.get("torch_autocast") or {}).get("enabled"):
+            raise ValueError("'tf32' acts on products of fp32 matrices, which torch_autocast casts to 16 bits; leave one of them out")
+
+    def prepare(self, model: GPT) -> None:
+        use_tf32()

@@ -1,0 +1,121 @@
+"""With each kernel, and with all of them, a run trains what it trains without: at every stage, and beside other techniques."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+
+import pytest
+
+from tests.distributed.test_engine_follows_plain_pytorch import BF16_LR, largest_difference
+from tests.distributed.test_engine_follows_plain_pytorch import flags as engine_flags
+
+#: 160 tokens: two blocks of queries.
+SHAPE = {"n_layer": 3, "n_head": 2, "d_model": 64, "seq_len": 160}
+WITHIN = {"fp32": 1e-5, "bf16": 1e-2}
+JOB = "tests.distributed.jobs:pretrain"
+long = pytest.mark.long
+EVERY = dict.fromkeys(("adamw", "attention", "cross_entropy", "layer_norm", "gelu", "compile", "tf32", "cuda_graphs"), "auto")
+EARLIER = {
+    "activation_checkpointing": {"number_checkpoints": 2},
+    "curriculum_learning": {
+        "min_difficulty": 16,
+        "max_difficulty": 160,
+        "schedule_type": "fixed_linear",
+        "schedule_config": {"total_curriculum_step": 20, "difficulty_step": 16},
+    },
+    "progressive_layer_drop": {"theta": 0.3, "gamma": 0.1},
+    "random_ltd": {"random_ltd_schedule": {"schedule_config": {"require_steps": 20, "seq_per_step": 16}}},
+}
+
+
+@pytest.fixture(scope="module")
+def losses(pools, corpus, tmp_path_factory):
+    """The losses of 30 steps in a form and precision, with `kernels` and other sections; each run is made once."""
+
+    @cache
+    def trained(form: str, precision: str, kernels: str = "", other: str = "", ranks: int = 2, device: str = "cpu") -> list[float]:
+        run = engine_flags(corpus, tmp_path_factory.mktemp("run"), SHAPE, form, ranks, 2, precision)
+        if precision == "bf16":
+            run += ["--lr", str(BF16_LR)]
+        if kernels:
+            run += ["--set", f"fused_kernels={kernels}"]
+        if other == "no_cross_document":
+            run += ["--no_cross_document"]
+        elif other:
+            run += ["--set", f"{other}={json.dumps(EARLIER[other])}"]
+        lines = pools.of(ranks, device).run(JOB, flags=run)[0]
+        found = [line["loss"] for line in lines if "loss" in line]
+        assert len(found) >= 30  # more where a curriculum makes steps smaller
+        return found
+
+    return trained
+
+
+@pytest.mark.parametrize("precision", WITHIN)
+@pytest.mark.parametrize("name", ["attention", "cross_entropy", *(pytest.param(name, marks=long) for name in ("gelu", "compile"))])
+def test_a_kernel_trains_what_the_plain_operations_train(name, precision, losses, device):
+    ranks = 1 if device == "cuda" else 2
+    plain, fused = (losses("stage 0", precision, kernels, ranks=ranks, device=device) for kernels in ("", json.dumps({name: True})))
+    assert largest_difference(plain, fused) <= WITHIN[precision]
+    if name != "compile":
+        assert plain != fused, "another kernel rounds otherwise"
+
+
+@pytest.mark.parametrize("precision", WITHIN)
+@pytest.mark.parametrize("form", ["stage 0", *(pytest.param(f"stage {stage}", marks=[] if stage == 3 else long) for stage in (1, 2, 3))])
+def test_all_of_them_train_what_the_plain_operations_train(form, precision, losses, device):
+    ranks = 1 if device == "cuda" else 2
+    plain, fused = (losses(form, precision, kernels, ranks=ranks, device=device) for kernels in ("", json.dumps(EVERY)))
+    assert largest_difference(plain, fused) <= WITHIN[precision]
+    assert plain != fused
+
+
+@pytest.mark.parametrize("form", ["stage 0", pytest.param("stage 3", marks=long)])
+@pytest.mark.parametrize(
+    "other", ["no_cross_document", *(pytest.param(name, marks=[] if name == "random_ltd" else long) for name in EARLIER)]
+)
+def test_they_go_with_what_reaches_into_the_model(other, form, losses):
+    plain, fused = (losses(form, "fp32", kernels, other) for kernels in ("", '"auto"'))
+    assert largest_difference(plain, fused) <= WITHIN["fp32"]
+    assert plain != fused
+
+
+@long
+@pytest.mark.parametrize("form", ["stage 0", "stage 3"])
+@pytest.mark.parametrize("other", ["progressive_layer_drop", "activation_checkpointing"])
+def test_compiled_blocks_go_with_stage_3_and_with_dropped_layers(other, form, losses):
+    section = json.dumps(EVERY | {"compile": "blocks"})
+    plain, fused = (losses(form, "fp32", kernels, other) for kernels in ("", section))
+    assert largest_difference(plain, fused) <= WITHIN["fp32"]
+
+
+def test_the_log_names_what_was_taken_and_what_was_skipped(one_rank, corpus, tmp_path):
+    run = engine_flags(corpus, tmp_path, SHAPE, "stage 0", 1, 1, "bf16")
+    one_rank.run(JOB, flags=[*run, "--set", "fused_kernels=auto", "--steps", "2", "--warmup_steps", "1"])
+    log = (tmp_path / "r" / "log.txt").read_text()
+    for line in (
+        "fused_kernels.adamw: torch's fused kernel",
+        "fused_kernels.attention: blocks of 128 queries",
+        "fused_kernels.cross_entropy: the gradient is written over the logits",
+        "fused_kernels.layer_norm: skipped, ",
+        "fused_kernels.gelu: compiled by torch.compile",
+        "fused_kernels.compile: skipped, ",
+        "fused_kernels.tf32: skipped, products are in bf16",
+        "fused_kernels.cuda_graphs: skipped, a cpu has none",
+    ):
+        assert log.count(line) == 1, line
+
+
+def test_with_dropout_attention_stays_torchs(one_rank, corpus, tmp_path):
+    run = engine_flags(corpus, tmp_path, {**SHAPE, "dropout": 0.1}, "stage 0", 1, 1, "fp32")
+    lines = one_rank.run(JOB, flags=[*run, "--set", "fused_kernels=auto", "--steps", "2", "--warmup_steps", "1"])[0]
+    assert [line["step"] for line in lines] == [1, 2]
+    assert "fused_kernels.attention: torch's, as without this key; of its kernels it takes math" in (tmp_path / "r" / "log.txt").read_text()
+
+
+def test_a_kernel_that_this_run_has_no_use_for_is_not_left_out_in_silence(one_rank, corpus, tmp_path):
+    run = engine_flags(corpus, tmp_path, SHAPE, "stage 0", 1, 1, "fp32")
+    run += ["--set", 'fused_kernels={"adamw": "auto"}', "--set", 'optimizer={"type": "SGD"}', "--steps", "2", "--warmup_steps", "1"]
+    one_rank.run(JOB, flags=run)
+    assert "fused_kernels.adamw: skipped, the optimizer is SGD" in (tmp_path / "r" / "log.txt").read_text()

@@ -1,0 +1,150 @@
+"""fp8: in bf16 alone, where the matrices fit, at the stages that gain from it; emulated, it trains as bf16 does, under the same names."""
+
+from __future__ import annotations
+
+from functools import partial
+from importlib import metadata
+
+import pytest
+import torch
+
+from launch.run.config import resolve
+from model.gpt import GPT
+from recipes.fp8.technique import RECIPES
+from recipes.registry import make_techniques
+from tests import helpers
+
+RUN = ("--data", "no/corpus", "--recipe", "recipes/fp8")
+explained, refusal = partial(helpers.explained, *RUN), partial(helpers.refusal, *RUN)
+EMULATED = "fp8.emulate=true"
+TINY = ("--n_layer", "4", "--n_head", "2", "--d_model", "64", "--seq_len", "32", "--global_batch_size", "16", "--micro_batch_size", "4")
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (("--set", "bf16.enabled=false"), "'fp8' casts from bf16, and this run is in fp32; use the bf16 JSON of the same stage"),
+        (("--d_model", "72"), "'fp8' multiplies matrices whose sides are multiples of 16, and d_model is 72; change --d_model"),
+        (("--set", "zero_optimization.stage=3"), 'add "activation_checkpointing": {"enabled": true}, or use stage 2'),
+        (("--set", "fp8.recipe=blockwise"), 'is "blockwise", must be one of "tensorwise", "rowwise", "rowwise_with_gw_hp"'),
+        (("--set", "fp8.emulate=auto"), '--set fp8.emulate: "auto" has no meaning here'),
+        (("--set", "fp8.recepe=rowwise"), "--set fp8.recepe: unknown key; did you mean 'recipe'?"),
+        (("--set", "tf32.enabled=true"), "--set tf32 acts on products of fp32 matrices, and this run has them in bf16"),
+    ],
+)
+def test_a_bad_value_is_one_line(flags, words):
+    assert words in refusal(*flags)
+
+
+def test_stage_3_is_accepted_where_nothing_gathered_is_kept():
+    assert explained("--set", "zero_optimization.stage=3", "--set", "activation_checkpointing.enabled=true")
+
+
+def test_it_is_explained_anywhere_and_emulated_on_any_device():
+    said = explained()
+    assert said["needs"] == ["'fp8' needs CUDA and compute capability 8.9 or higher"]
+    assert said["notes"] == ["fp8: tensorwise scaling in the 4 linear layers of each block; embeddings, attention and head stay bf16"]
+    emulated = explained("--set", EMULATED)
+    assert emulated["needs"] == []
+    assert emulated["notes"] == [f"{said['notes'][0]}; emulated, and slower than bf16"]
+
+
+@pytest.mark.parametrize(
+    ("found", "words"), [(None, "which is not installed"), ("0.9.1+cpu", "and 0.9.1+cpu is installed"), ("0.18.0", None)]
+)
+def test_a_missing_torchao_is_one_line(found, words, monkeypatch):
+    def version(name: str) -> str:
+        if found is None:
+            raise metadata.PackageNotFoundError
+        return found
+
+    monkeypatch.setattr("recipes.fp8.technique.version", version)
+    lacks = explained()["lacks"][1:]  # after the corpus
+    if words is None:
+        assert lacks == []
+    else:
+        (line,) = lacks
+        assert line.endswith(f"'fp8' needs torchao 0.17 or later, {words}; pip install -e \".[fp8]\" -c constraints.txt")
+
+
+def test_it_is_refused_before_the_runs_folder_is_made(corpus, tmp_path):
+    line = helpers.refused_start(tmp_path / "runs", "--recipe", "recipes/fp8", "--data", corpus)
+    assert "'fp8' needs " in line
+
+
+@pytest.mark.parametrize(("change", "dtype"), [("fp8.enabled=true", "fp8"), (EMULATED, ""), ("fp8.enabled=false", "")])
+def test_mfu_is_of_the_peak_of_fp8_unless_emulated(change, dtype):
+    assert make_techniques(resolve([*RUN, "--explain", "--set", change])[0]).matmul_dtype == dtype
+
+
+@pytest.fixture(scope="module")
+def torchao():
+    """For tests of what torchao does; imported where it is used, because it takes seconds."""
+    if explained()["lacks"][1:]:
+        pytest.skip('torchao is not installed (pip install -e ".[fp8]" -c constraints.txt)')
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_names_weights_and_draws_stay_and_products_are_rounded(recipe, torchao):
+    config = resolve([*RUN, *TINY, "--explain", "--set", EMULATED, "--set", f"fp8.recipe={recipe}"])[0]
+    plain, rounded = (GPT(config.model_config).bfloat16() for _ in range(2))
+    weights = dict(rounded.named_parameters())
+    make_techniques(config).prepare(rounded)
+    assert list(rounded.state_dict()) == list(plain.state_dict())
+    assert all(weights[name] is parameter for name, parameter in rounded.named_parameters())
+    assert all(torch.equal(a, b) for a, b in zip(plain.state_dict().values(), rounded.state_dict().values(), strict=True))
+    tokens = torch.arange(2 * 31).view(2, 31)  # 62 tokens, no multiple of 16
+    losses = [model(tokens, tokens) for model in (plain, rounded)]
+    for loss in losses:
+        loss.backward()
+    assert losses[0].item() != losses[1].item()
+    assert losses[0].item() == pytest.approx(losses[1].item(), abs=0.01)
+    for name, parameter in plain.named_parameters():
+        error = (parameter.grad.float() - weights[name].grad.float()).norm() / parameter.grad.float().norm()
+        assert error < 0.15, name
+    head = dict(rounded.named_modules())["lm_head"]
+    assert type(head).__module__ == "model.gpt"
+    assert sum("float8" in type(module).__module__ for module in rounded.modules()) == 4 * config.shape.n_layer
+
+
+ALL = (
+    'progressive_layer_drop={"theta": 0.5, "gamma": 0.1}',
+    'curriculum_learning={"min_difficulty": 8, "max_difficulty": 32, "schedule_type": "fixed_linear", "schedule_config":'
+    ' {"total_curriculum_step": 8, "difficulty_step": 8}}',
+)
+CHECKPOINTED = ("activation_checkpointing.enabled=true",)
+
+
+@pytest.mark.parametrize(
+    ("stage", "changes"),
+    [(0, ()), pytest.param(1, (), marks=pytest.mark.long), (2, ALL), (3, CHECKPOINTED)],
+    ids=["stage 0", "stage 1", "stage 2, with blocks and tokens left out", "stage 3, checkpointed"],
+)
+def test_emulated_it_trains_as_bf16(stage, changes, torchao, two_ranks, corpus, tmp_path):
+    run = ["--deepspeed_config", f"ds_configs/zero{stage}_bf16.json", *TINY, "--data", str(corpus), "--runs_dir", str(tmp_path)]
+    run += ["--steps", "12", "--lr", "1e-3", "--warmup_steps", "2", "--eval_every", "6", "--save_every", "0"]
+    run += [text for change in changes for text in ("--set", change)]
+    plain, rounded = (
+        two_ranks.run("tests.distributed.jobs:pretrain", flags=[*run, "--run_name", name, *more])[0]
+        for name, more in (("plain", ()), ("rounded", ("--set", 'fp8={"emulate": true}')))
+    )
+    for key in ("loss", "val_loss"):
+        both = [[line[key] for line in lines if key in line] for lines in (plain, rounded)]
+        assert both[1] == pytest.approx(both[0], abs=0.02)
+        assert both[1] != both[0]
+    assert plain[-1]["val_loss"] < plain[0]["val_loss"] - 0.1
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_the_tensor_cores_round_as_the_emulation_does(recipe, torchao, pools, corpus, tmp_path):
+    """Of micro-batches of 31 tokens, which are padded."""
+    run = ["--recipe", "recipes/fp8", "--set", f"fp8.recipe={recipe}", *TINY, "--data", str(corpus), "--runs_dir", str(tmp_path)]
+    run += ["--seq_len", "31", "--micro_batch_size", "1"]
+    run += ["--steps", "12", "--lr", "1e-3", "--warmup_steps", "2", "--eval_every", "6", "--save_every", "0"]
+    helpers.skip_unless_the_device_can(resolve([*run, "--explain"])[0])
+    real, emulated = (
+        pools.of(1, "cuda").run("tests.distributed.jobs:pretrain", flags=[*run, "--run_name", name, *more])[0]
+        for name, more in (("real", ()), ("emulated", ("--set", EMULATED)))
+    )
+    assert [line["loss"] for line in real[1:]] == pytest.approx([line["loss"] for line in emulated[1:]], abs=0.01)

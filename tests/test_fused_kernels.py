@@ -1,0 +1,283 @@
+"""Each kernel of the recipe computes what the plain operations compute, values and gradients; and the section of the JSON."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+
+import pytest
+import torch
+
+from model import gpt
+from recipes.fused_kernels import cross_entropy
+from recipes.fused_kernels.attention import KEPT_LENGTH, QUERIES, blockwise_attention
+from recipes.fused_kernels.gelu import _backward, _forward
+from recipes.fused_kernels.technique import FusedKernels
+from tests import helpers
+
+RUN = ("--deepspeed_config", "ds_configs/zero0_bf16.json", "--data", "no/corpus")
+#: GPT-2's, padded to a multiple of 128, where there is no corpus.
+VOCABULARY = 50_304
+explained, refusal = partial(helpers.explained, *RUN), partial(helpers.refusal, *RUN)
+
+
+def passes(function, *inputs: torch.Tensor) -> list[torch.Tensor]:
+    """The value of `function`, and the gradients of a fixed weighing of it by its first input, and its second where that has some."""
+    leaves = [value.detach().requires_grad_(value.is_floating_point()) for value in inputs]
+    value = function(*leaves)
+    weights = torch.randn(value.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).to(value)
+    (value * weights).sum().backward()
+    return [value.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
+
+
+def error(found: torch.Tensor, exact: torch.Tensor) -> float:
+    """Relative, of all elements together."""
+    return float((found.double() - exact.double()).norm() / exact.double().norm())
+
+
+# --- attention ---------------------------------------------------------------------------------------------------------------------------
+
+
+def some_qkv(length: int, heads: int = 3, width: int = 20) -> torch.Tensor:
+    return torch.randn(2, length, 3, heads, width, dtype=torch.float64, generator=torch.Generator().manual_seed(length))
+
+
+def documents(length: int, dtype: torch.dtype) -> torch.Tensor:
+    """The mask of two rows, which hold documents of other lengths."""
+    tokens = torch.ones(2, length, dtype=torch.int64)
+    tokens[0, ::7], tokens[1, length // 2] = 0, 0
+    return gpt.document_mask(gpt.document_starts(tokens, 0), dtype)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("length", [1, 5, QUERIES, QUERIES + 1, 300, KEPT_LENGTH + 1])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 1e-2)])
+def test_attention_in_blocks_is_torchs(dtype, tolerance, length, masked):
+    qkv = some_qkv(length)
+    exact = passes(lambda x: gpt.attend(x, documents(length, x.dtype) if masked else None, 0.0), qkv)
+    found = passes(lambda x: blockwise_attention(x, documents(length, x.dtype) if masked else None, 0.0), qkv.to(dtype))
+    assert [error(*pair) < tolerance for pair in zip(found, exact, strict=True)] == [True, True]
+
+
+@pytest.mark.parametrize(("length", "kept"), [(KEPT_LENGTH, 4), (KEPT_LENGTH + 1, 0)])
+def test_probabilities_are_kept_of_short_sequences_only(length, kept):
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(saved.append, lambda tensor: tensor):
+        blockwise_attention(some_qkv(length).float().requires_grad_(), None, 0.0)
+    assert len(saved) == 3 + kept  # queries, keys, values
+
+
+def test_no_query_sees_a_later_key():
+    qkv = some_qkv(200).float().requires_grad_()
+    blockwise_attention(qkv, None, 0.0)[:, 150].sum().backward()
+    assert qkv.grad is not None
+    assert float(qkv.grad[:, 151:].abs().max()) == 0.0
+    assert float(qkv.grad[:, :151, 1:].abs().amin(dim=(2, 3, 4)).min()) > 0.0
+
+
+# --- the head and its loss ---------------------------------------------------------------------------------------------------------------
+
+
+def some_head(rows: int = 150, width: int = 24, vocabulary: int = 70, used: int = 66) -> tuple[torch.Tensor, ...]:
+    """x, weight, bias and targets: with padded columns, and rows that do not count."""
+    generator = torch.Generator().manual_seed(3)
+    x, weight = (torch.randn(n, width, dtype=torch.float64, generator=generator) for n in (rows, vocabulary))
+    bias = torch.zeros(vocabulary, dtype=torch.float64)
+    bias[used:] = -torch.inf
+    targets = torch.randint(0, used, (rows,), generator=generator)
+    targets[::9] = -100
+    return x, weight, bias, targets
+
+
+@pytest.fixture(params=["in_rows", "in_one"])
+def kernel(request):
+    """The two kernels of the head, the second as it is before torch.compile."""
+    return getattr(cross_entropy, request.param)
+
+
+@pytest.mark.parametrize("parts", [1, 4])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 1e-2)])
+def test_the_loss_and_its_gradients_are_the_plain_heads(dtype, tolerance, parts, kernel, monkeypatch):
+    x, weight, bias, targets = some_head()
+    x, weight = x.to(dtype), weight.to(dtype)  # the exact values of what both get
+    monkeypatch.setattr(cross_entropy, "LOGITS_BYTES", 150 * 70 * x.element_size() // parts)
+    exact = passes(lambda x, w: torch.nn.functional.cross_entropy(x @ w.T + bias, targets), x.double(), weight.double())
+    found = passes(lambda x, w: cross_entropy.linear_cross_entropy(x, w, bias.to(dtype), targets, kernel), x, weight)
+    assert found[0].dtype == torch.float32
+    assert [value.dtype for value in found[1:]] == [dtype, dtype]
+    assert [error(*pair) < tolerance for pair in zip(found, exact, strict=True)] == [True] * 3
+    assert float(found[2][66:].abs().max()) == 0.0, "padded rows get no gradient"
+
+
+def test_many_parts_are_summed_in_fp32(monkeypatch):
+    """64 of them: summed in bf16 the weight's gradient would be off by 8e-3."""
+    x, weight, bias, targets = some_head(rows=1024)
+    x, weight = x.bfloat16(), weight.bfloat16()
+    monkeypatch.setattr(cross_entropy, "LOGITS_BYTES", 1024 * 70 * 2 // 64)
+    exact = passes(lambda x, w: torch.nn.functional.cross_entropy(x @ w.T + bias, targets), x.double(), weight.double())
+    found = passes(lambda x, w: cross_entropy.linear_cross_entropy(x, w, bias.bfloat16(), targets), x, weight)
+    assert error(found[2], exact[2]) < 5e-3
+
+
+def test_a_target_of_probability_0_has_a_finite_loss(kernel):
+    """exp(-400) is 0 in fp32."""
+    logits = torch.zeros(2, 8)
+    logits[:, 0] = 400.0
+    assert float(kernel(logits, torch.tensor([3, 0]))) == pytest.approx(400.0)
+    assert logits[0].tolist() == [1.0, 0.0, 0.0, -1.0, 0.0, 0.0, 0.0, 0.0]
+    assert not logits[1].any()
+
+
+def test_a_target_that_is_no_column_is_refused(kernel):
+    """As the plain head refuses it: only -100 stands for no target."""
+    for wrong in (-1, 8):
+        with pytest.raises(RuntimeError, match="out of bounds"):
+            kernel(torch.zeros(2, 8), torch.tensor([3, wrong]))
+
+
+def test_in_fp16_small_gradients_survive():
+    """A mean over many rows is a sum times 1/N: taken element by element, most of a softmax would be below what fp16 can hold."""
+    generator = torch.Generator().manual_seed(0)
+    x, weight = (0.02 * torch.randn(n, 16, generator=generator) for n in (4096, 8192))
+    targets = torch.randint(0, 8192, (4096,), generator=generator)
+    exact = passes(lambda x, w: gpt.linear_cross_entropy(x, w, None, targets), x, weight)
+    found = passes(lambda x, w: cross_entropy.linear_cross_entropy(x, w, None, targets) * 2**16, x.half(), weight.half())
+    assert error(found[2] / 2**16, exact[2]) < 2e-2
+
+
+def test_evaluation_computes_no_gradient(kernel, monkeypatch):
+    x, weight, bias, targets = some_head()
+    monkeypatch.setattr(torch, "mm", None)  # with which gradients are made
+    with torch.no_grad():
+        loss = cross_entropy.linear_cross_entropy(x.float().requires_grad_(), weight.float(), bias.float(), targets, kernel)
+    assert not loss.requires_grad
+    assert float(loss) == pytest.approx(float(torch.nn.functional.cross_entropy(x @ weight.T + bias, targets)), rel=1e-6)
+
+
+# --- GELU --------------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 4e-3)])
+def test_gelu_by_the_logistic_function_is_torchs(dtype, tolerance):
+    x = torch.cat([torch.linspace(-12, 12, 4001), torch.tensor([-1e4, -50.0, 0.0, 50.0, 1e4])]).to(dtype)
+    exact = x.double().requires_grad_()
+    torch.nn.functional.gelu(exact, approximate="tanh").sum().backward()
+    assert exact.grad is not None
+    bounded = x.abs() <= 50  # the square of 1e4 would drown all others
+    value, slope = _forward(x), _backward(x, torch.ones_like(x))
+    assert error(value[bounded], torch.nn.functional.gelu(exact.detach(), approximate="tanh")[bounded]) < tolerance
+    assert error(slope, exact.grad) < tolerance
+    assert value[~bounded].tolist() == [0.0, x[-1].item()]
+
+
+# --- the section -------------------------------------------------------------------------------------------------------------------------
+
+KERNELS = list(FusedKernels.keys)
+
+
+def test_auto_is_every_kernel():
+    said = explained("--set", "fused_kernels=auto")
+    assert said["techniques"] == ["fused_kernels"]
+    assert [said["engine"][f"fused_kernels.{name}"]["value"] for name in KERNELS] == ["auto"] * len(KERNELS)
+    spelled_out = helpers.explained(*RUN[2:], "--deepspeed_config", "ds_configs/fused_kernels.json")
+    assert said["engine"].keys() == spelled_out["engine"].keys()
+
+
+@pytest.mark.parametrize(
+    ("section", "line"),
+    [
+        ({}, "switches none of its kernels on"),
+        (dict.fromkeys(KERNELS, False), "switches none of its kernels on"),
+        ({"attention": "flash"}, 'fused_kernels.attention: is "flash", must be one of true, false or "auto"'),
+        ({"compile": "whole"}, 'must be one of true, false, "blocks", "model" or "auto"'),
+        ({"atention": True}, "did you mean 'attention'?"),
+        ({"cuda_graphs": True}, "records compiled blocks, and 'compile' is false"),
+        ({"tf32": True}, "acts on products of fp32 matrices, and this run has them in bf16"),
+        ({"enabled": 1, "attention": True}, "must be true or false"),
+    ],
+)
+def test_a_wrong_value_is_one_line(section, line):
+    assert line in refusal("--set", f"fused_kernels={json.dumps(section)}")
+
+
+@pytest.mark.parametrize("section", ["on", 3, None, ["auto"], True])
+def test_a_section_of_another_type_is_told_what_it_may_be(section):
+    line = refusal("--set", f"fused_kernels={json.dumps(section)}")
+    assert line.endswith(
+        f'fused_kernels: is {json.dumps(section)}, must be an object with keys such as enabled, adamw, attention or "auto"'
+    )
+
+
+@pytest.mark.parametrize(
+    ("more", "line"),
+    [
+        (["adamw=true", "optimizer.type=SGD"], "is a kernel of Adam, and the optimizer is SGD; write false"),
+        (["adamw=true", "optimizer.type=OneBitAdam"], "and the optimizer is OneBitAdam; write false"),
+        (["tf32=true", 'torch_autocast={"enabled": true, "dtype": "bfloat16"}'], "which torch_autocast casts to 16 bits; write false"),
+    ],
+)
+def test_a_kernel_that_would_do_nothing_is_refused_where_it_is_asked_for(more, line):
+    flags = ["--deepspeed_config", "ds_configs/zero0_fp32.json", "--set", 'optimizer.params={"lr": "auto"}']
+    kernel, other = more
+    said = refusal(*flags, "--set", f"fused_kernels.{kernel}", "--set", other)
+    assert f"--set fused_kernels.{kernel.partition('=')[0]} " in said
+    assert line in said
+    explained(*flags, "--set", "fused_kernels=auto", "--set", other)
+
+
+def test_a_key_beside_auto_is_told_where_that_stands():
+    line = refusal("--set", "fused_kernels=auto", "--set", "fused_kernels.compile=model")
+    assert "'fused_kernels' is a value in another --set, not a section; --set fused_kernels=VALUE changes it" in line
+
+
+@pytest.mark.parametrize(
+    ("more", "line"),
+    [
+        (["zero_optimization.stage=3"], "stage 3 gathers and releases the weights"),
+        (["activation_checkpointing.number_checkpoints=2"], "'activation_checkpointing' goes through the blocks"),
+        (["progressive_layer_drop.enabled=true"], "'progressive_layer_drop' goes through the blocks"),
+        (["random_ltd.enabled=true"], "'random_ltd' goes through the blocks"),
+    ],
+)
+def test_what_walks_the_blocks_its_own_way_cannot_be_compiled_whole(more, line):
+    flags = [text for value in ["fused_kernels.compile=model", *more] for text in ("--set", value)]
+    assert line in refusal(*flags)
+    flags[1] = "fused_kernels.compile=blocks"
+    assert explained(*flags)["techniques"]
+
+
+@pytest.mark.parametrize("name", ["layer_norm", "tf32"])
+def test_what_only_cuda_has_is_said_where_a_run_is_explained(name):
+    config = "fp32" if name == "tf32" else "bf16"
+    said = explained("--deepspeed_config", f"ds_configs/zero0_{config}.json", "--set", f"fused_kernels.{name}=true")
+    assert any(f"'fused_kernels.{name}' needs CUDA" in line for line in said["needs"])
+    assert explained("--set", f"fused_kernels.{name}=auto")["needs"] == []
+
+
+@pytest.mark.parametrize("name", ["gelu", "compile"])
+def test_what_is_compiled_needs_a_compiler(name, monkeypatch):
+    assert explained("--set", f"fused_kernels.{name}=true")["lacks"] == explained()["lacks"]
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    said = explained("--set", f"fused_kernels.{name}=true")
+    assert any(f"fused_kernels.{name} needs a C++ compiler" in line for line in said["lacks"])
+    assert explained("--set", f"fused_kernels.{name}=auto")["lacks"] == explained()["lacks"]
+
+
+def test_a_plan_of_memory_knows_the_head_and_the_probabilities():
+    plain, head, attention = (
+        explained("--preset", "micro", *(["--set", f"fused_kernels.{name}=true"] if name else []))["memory_per_rank"]["cpu"]
+        for name in ("", "cross_entropy", "attention")
+    )
+    logits = 8 * 256 * VOCABULARY
+    assert plain["loss_head"] == (2 + 4) * logits + 4 * 512 * VOCABULARY
+    # The logits, 64 rows in fp32, and the gradients of both factors.
+    assert head["loss_head"] == 2 * logits + 4 * 64 * VOCABULARY + 2 * 384 * (8 * 256 + VOCABULARY)
+    # Of 256 x 256 pairs the three quarters that two blocks of queries meet, for 6 heads of 8 sequences in 6 blocks.
+    probabilities = 2 * 6 * 6 * 8 * 256 * 256 * 3 // 4
+    assert attention["activations"] - plain["activations"] == pytest.approx(probabilities, rel=0.05)
+
+
+def test_every_kernel_is_named_in_the_recipes_json():
+    section = json.loads((helpers.ROOT / "ds_configs" / "fused_kernels.json").read_text())["fused_kernels"]
+    assert section == dict.fromkeys(KERNELS, "auto")

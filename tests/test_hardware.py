@@ -1,0 +1,178 @@
+"""`"bf16": {"enabled": "auto"}` is what the device has arithmetic for, asked before torch is imported; the run says what and why."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launch.run import hardware
+from launch.run.config import RunConfig, resolve
+from launch.run.explain import as_text, explain
+from tests.helpers import refusal
+
+ROOT = Path(__file__).resolve().parents[1]
+AUTO = ("--set", "bf16.enabled=auto")
+NO_BF16 = "this processor has no bf16 arithmetic"
+
+
+@pytest.fixture
+def run(corpus):
+    """A function that resolves a run of a shipped JSON with flags."""
+
+    def resolved(*flags: str, config: str = "zero1_bf16") -> RunConfig:
+        return resolve(["--deepspeed_config", f"{ROOT}/ds_configs/{config}.json", "--data", str(corpus), *flags])[0]
+
+    return resolved
+
+
+@pytest.fixture
+def gpus(monkeypatch, tmp_path):
+    """A function that gives this process GPUs of these compute capabilities, behind a driver's library like NVIDIA's."""
+
+    def become(*capabilities: tuple[int, int]) -> None:
+        table = ", ".join(f"{{{major}, {minor}}}" for major, minor in capabilities) or "{0, 0}"
+        # A device's handle is not its number; 75 and 76 are the attributes' numbers in cuda.h.
+        source = f"""
+            static int capability[][2] = {{{table}}};
+            extern "C" int cuInit(unsigned flags) {{ return {0 if capabilities else 100}; }}
+            extern "C" int cuDeviceGetCount(int *count) {{ *count = {len(capabilities)}; return 0; }}
+            extern "C" int cuDeviceGet(int *device, int number) {{ *device = number + 100; return 0; }}
+            extern "C" int cuDeviceGetAttribute(int *value, int attribute, int device) {{
+                *value = capability[device - 100][attribute - 75];
+                return 0;
+            }}
+        """
+        library = tmp_path / f"libcuda-{len(list(tmp_path.iterdir()))}.so"  # a loaded one is not read again
+        subprocess.run(["c++", "-shared", "-fPIC", "-x", "c++", "-", "-o", library], input=source, text=True, check=True)
+        monkeypatch.setattr(hardware, "DRIVER", str(library))
+        monkeypatch.setattr(hardware, "_torch_build", {"cuda": "13.0"}.get)
+        monkeypatch.delenv("DS_ACCELERATOR", raising=False)
+
+    return become
+
+
+@pytest.mark.parametrize(
+    ("flags", "name", "precision", "why"),
+    [
+        (["avx512f", "avx512_bf16"], "flags", "bf16", "this processor has avx512_bf16"),
+        (["avx512_bf16", "amx_bf16"], "flags", "bf16", "this processor has amx_bf16"),
+        (["asimd", "bf16", "sve"], "Features", "bf16", "this processor has bf16"),
+        (["avx2", "avx512f"], "flags", "fp32", NO_BF16),
+        (["asimd", "sve"], "Features", "fp32", NO_BF16),
+    ],
+)
+def test_auto_is_bf16_where_the_processor_has_its_arithmetic(flags, name, precision, why, run, processor):
+    processor(*flags, name=name)
+    config = run(*AUTO)
+    found = json.dumps(precision == "bf16")
+    assert (config.precision, config.engine["bf16"]["enabled"]) == (precision, precision == "bf16")
+    assert config.origins["bf16.enabled"] == f"auto: {why}"
+    assert config.notes == (f'--set bf16.enabled: "auto" is {found}: {why}',)
+    assert config.notes[0] in as_text(explain(config))
+
+
+def test_a_system_that_does_not_name_its_processor_gets_fp32(run, processor, monkeypatch, tmp_path):
+    processor()
+    monkeypatch.setattr(hardware, "CPUINFO", tmp_path / "none")
+    assert run(*AUTO).precision == "fp32"
+
+
+@pytest.mark.parametrize(
+    ("capabilities", "precision", "why"),
+    [
+        ([(8, 0)], "bf16", "this machine has a GPU of compute capability 8.0"),
+        ([(9, 0), (12, 0)], "bf16", "this machine has a GPU of compute capability 9.0"),
+        ([(9, 0), (7, 5)], "fp32", "this machine has a GPU of compute capability 7.5, and bf16 arithmetic begins at 8.0"),
+    ],
+)
+def test_auto_is_bf16_from_ampere_on(capabilities, precision, why, run, gpus):
+    gpus(*capabilities)
+    config = run(*AUTO)
+    assert (config.precision, config.origins["bf16.enabled"]) == (precision, f"auto: {why}")
+
+
+def test_the_processor_is_asked_where_deepspeed_would_use_it(run, gpus, processor, monkeypatch):
+    """By DS_ACCELERATOR, without a GPU that the driver shows, and where torch cannot use the one there is."""
+    processor("avx2")
+    gpus((9, 0))
+    assert run(*AUTO).precision == "bf16"
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    assert run(*AUTO).precision == "fp32"
+    monkeypatch.delenv("DS_ACCELERATOR")
+    monkeypatch.setattr(hardware, "_torch_build", {"cuda": None}.get)
+    assert run(*AUTO).precision == "fp32"
+    gpus()
+    assert run(*AUTO).precision == "fp32"
+
+
+def test_an_accelerator_that_cannot_be_asked_is_taken_to_have_it(run, processor, monkeypatch):
+    processor("avx2")
+    monkeypatch.setenv("DS_ACCELERATOR", "xpu")
+    assert run(*AUTO).precision == "bf16"
+    assert "taken for granted, no 'xpu' is here" in run(*AUTO).notes[0]
+
+
+def test_another_value_is_told_of_auto():
+    flags = ("--deepspeed_config", "ds_configs/zero1_bf16.json", "--set")
+    assert refusal(*flags, "bf16.enabled=1").endswith('bf16.enabled: is 1, must be true or false or "auto"')
+
+
+def test_fp16_leaves_no_room_for_bf16(run, processor):
+    processor("avx512_bf16")
+    config = run("--set", "bf16.enabled=auto", config="zero1_fp16")
+    assert (config.precision, config.engine["bf16"]["enabled"], config.notes) == ("fp16", False, ())
+
+
+@pytest.mark.parametrize(("flag", "config"), [("avx512_bf16", "zero2_bf16"), ("avx2", "zero2_fp32")])
+def test_plan_and_arithmetic_are_those_of_what_auto_came_out_as(flag, config, run, processor):
+    processor(flag)
+    resolved, written = (explain(one) for one in (run(*AUTO, config="zero2_bf16"), run(config=config)))
+    assert [resolved[key] for key in ("memory_per_rank", "bytes_sent_per_step", "flops")] == [
+        written[key] for key in ("memory_per_rank", "bytes_sent_per_step", "flops")
+    ]
+
+
+def test_the_machine_is_asked_without_torch():
+    code = "import sys; from launch.run import hardware as it; it.bf16_arithmetic(), it._torch_build('cuda'); print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False"]
+
+
+def test_this_torch_says_what_it_is_built_with(one_rank):
+    assert one_rank.run("tests.distributed.jobs:torch_builds") == [{name: hardware._torch_build(name) for name in ("cuda", "hip")}]
+
+
+# --- real ranks ------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def tiny(corpus, tmp_path):
+    """The flags of a run of two steps, and the folder in which it gets a processor."""
+    shape = ["--n_layer", "1", "--n_head", "1", "--d_model", "32", "--seq_len", "16", "--steps", "2", "--eval_every", "0"]
+    run = ["--data", str(corpus), "--runs_dir", str(tmp_path), "--run_name", "r"]
+    return {"folder": str(tmp_path), "flags": ["--deepspeed_config", f"{ROOT}/ds_configs/zero1_bf16.json", *shape, *run]}
+
+
+def test_hosts_that_come_out_differently_are_told(two_ranks, tiny):
+    """Each rank as if on a host of its own: the first has AVX512-BF16, the second has not."""
+    tiny["flags"] += AUTO
+    answers: list[Any] = two_ranks.run("tests.distributed.jobs:pretrain_on", processors=["avx512_bf16", "avx2"], **tiny)
+    assert answers[0] == answers[1]
+    assert "'bf16.enabled' is bf16 on rank(s) 0 and fp32 on rank(s) 1, whose hosts differ; write true or false instead of" in answers[0]
+
+
+@pytest.mark.parametrize(("flag", "emulated"), [("avx2", True), ("avx512_bf16", False)])
+def test_bf16_that_is_emulated_is_said_to_be(flag, emulated, one_rank, tiny, tmp_path):
+    (lines,) = one_rank.run("tests.distributed.jobs:pretrain_on", processors=[flag], **tiny)
+    assert len(lines) == 2
+    log = (tmp_path / "r" / "log.txt").read_text()
+    said = f"note: bf16 is emulated, {NO_BF16}: the fp32 JSON of the same stage (ds_configs/zero1_fp32.json) is probably faster"
+    assert (said in log) == emulated
+    cores = f"{len(os.sched_getaffinity(0))} of {os.cpu_count()} core(s)"
+    assert f"{os.environ['OMP_NUM_THREADS']} thread(s) a rank, which may use {cores} of this host" in log
