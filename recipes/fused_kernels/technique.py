@@ -89,7 +89,8 @@ class FusedKernels(Technique):
             by_hand["attention"] = (0, 0)
         self.needs_cuda = {f"fused_kernels.{name}": capability for name, capability in by_hand.items() if self.asked[name] is True}
         self.lacks = tuple(self._missing())
-        self.fused = frozenset(name for name, value in self.asked.items() if value)
+        # Blocks are compiled on a CPU only where that is asked for by hand, and the plan of a GPU asks nothing of it.
+        self.fused = frozenset(name for name, value in self.asked.items() if value and (name, value) != ("compile", "auto"))
         self._said: list[str] = []
 
     def _missing(self) -> Iterator[str]:

@@ -107,7 +107,7 @@ def test_the_peak_of_a_process_is_the_plans(corpus, tmp_path, config, preset, ra
 
 
 def test_the_peak_of_a_process_with_fused_kernels_is_the_plans(corpus, tmp_path):
-    """A narrow model on long rows: without either kernel's share the plan would be 18% off."""
+    """A narrow model on long rows: without either kernel's share the plan would be 18% off, without the compiler's 13%."""
     shape = ["--n_layer", "2", "--n_head", "4", "--d_model", "64", "--seq_len", "512"]
     check_peak(tmp_path, "fused_kernels", "nano", 1, 32, "off", "--data", str(corpus), *shape)
 
