@@ -39,9 +39,7 @@ def main() -> int:
         return 0
     if config.lacks:
         raise UsageError(*config.lacks)
-    if (
-        config.precision == "fp16" or config.cuda_only or config.uses_nvme
-    ):  # questions that only torch can answer; asked before the run's folder is made
+    if config.asks_the_device:  # before the run's folder is made
         from launch.engine.engine import check_device
 
         check_device(config)
@@ -77,6 +75,7 @@ def train(config: RunConfig, folder: RunFolder | NoFolder, stop: StopRequest) ->
     from launch.engine.similarity import BlockSimilarity
     from launch.run.checkpoint import Checkpoints
     from launch.run.progress import Progress
+    from launch.run.turns import Turns
     from recipes.registry import make_techniques
     from recipes.technique import BatchPlan
 
@@ -100,7 +99,7 @@ def train(config: RunConfig, folder: RunFolder | NoFolder, stop: StopRequest) ->
     if config.resume and (found := checkpoints.load_newest()):
         state = {key: found[key] for key in state}
     folder.open_metrics(state["step"])
-    meter = Meter(engine, collectives, folder.seconds_before)
+    meter = Meter(engine, collectives, folder.seconds_before, Turns(on_end=stop.request))
     histograms = GradientHistograms(engine, collectives, folder, config.histogram_every)
     evaluation = Evaluation(config, collectives, BlockSimilarity(collectives, folder, config.block_similarity))
     folder.log_start(config, engine, meter, state, evaluation)

@@ -93,7 +93,7 @@ def test_mfu_is_of_the_peak_of_tf32(changes, tera, monkeypatch):
             return [value]
 
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "NVIDIA H200")
-    assert Meter(Stub(), Stub()).peak_flops == tera * 1e12
+    assert Meter(Stub(), Stub(), 0.0, Stub()).peak_flops == tera * 1e12
 
 
 #: Matrices large enough that products are most of the step.

@@ -12,6 +12,7 @@ import torch
 from launch.engine.distributed import Collectives
 from launch.engine.engine import Engine
 from launch.run.steps import trained_flops_per_token
+from launch.run.turns import Turns
 from model.accounting import peak_flops
 
 
@@ -20,13 +21,14 @@ class Meter:
 
     Args:
         seconds_before: what earlier parts of a resumed run took; `seconds()` goes on from there.
+        turns: with other runs; what this one waits for its own is not its time.
 
     Attributes:
         threads: with how many each rank computes on a CPU.
     """
 
-    def __init__(self, engine: Engine, collectives: Collectives, seconds_before: float = 0.0):
-        self.engine, self.collectives = engine, collectives
+    def __init__(self, engine: Engine, collectives: Collectives, seconds_before: float, turns: Turns):
+        self.engine, self.collectives, self.turns = engine, collectives, turns
         self._start = time.monotonic() - seconds_before
         on_gpu = collectives.device.type == "cuda"
         self.device_name = torch.cuda.get_device_name(collectives.device) if on_gpu else "cpu"
@@ -35,11 +37,12 @@ class Meter:
         self.threads = [round(threads) for threads in collectives.of_each(torch.get_num_threads())]
 
     def seconds(self) -> float:
-        """Since the start of the run, over resumes."""
+        """Since the start of the run, over resumes, without the turns of other runs."""
         return time.monotonic() - self._start
 
     def start_step(self) -> None:
-        """Call before a step's first micro-batch."""
+        """Call before a step's first micro-batch. Waits for the run's turn."""
+        self._start += self.turns.wait()
         self._step_start, self._bytes_before = time.perf_counter(), self.collectives.bytes_sent
 
     def agree(self, loss: torch.Tensor, stop_signal: int) -> tuple[float, int]:

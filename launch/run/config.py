@@ -179,6 +179,11 @@ class RunConfig:
         """The dotted keys that are switched on and that only CUDA can do, with the least compute capability of the device."""
         return {path: (0, 0) for path in CUDA_ONLY if _at(self.engine, path)} | make_techniques(self).needs_cuda
 
+    @property
+    def asks_the_device(self) -> bool:
+        """Whether the run needs what only torch can say of this machine (`launch.engine.engine.check_device`)."""
+        return self.precision == "fp16" or bool(self.cuda_only) or self.uses_nvme
+
     def training_loader(self, collectives: Collectives) -> Loader:
         """This rank's loader of the training split, in the run's order."""
         from data_pipeline.loader import Loader

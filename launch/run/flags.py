@@ -91,36 +91,18 @@ def build_parser() -> Parser:
     what = parser.add_argument_group("what is switched on (one of the two)")
     what.add_argument("--deepspeed_config", metavar="FILE", help="engine JSON; those that ship are in ds_configs/")
     what.add_argument("--recipe", metavar="DIR", help="a recipe folder: its JSON and its suggested flags (recipes/README.md)")
-    what.add_argument(
-        "--set",
-        metavar="KEY=VALUE",
-        action="append",
-        default=[],
-        dest="overrides",
-        help="change one value of the JSON, e.g. --set gradient_clipping=0.5 or --set zero_optimization.stage=2; may be repeated",
-    )
+    add_set_flag(what)
 
     add_model_flags(parser)
-
-    data = parser.add_argument_group("data and length")
-    data.add_argument("--data", default=DEFAULT_DATA, metavar="DIR", help=f"corpus written by data_pipeline/prepare.py ({DEFAULT_DATA})")
-    data.add_argument("--steps", type=positive, help="optimizer steps (preset)")
-    data.add_argument("--tokens", type=whole_number(1, 10**18), help="tokens to train on, instead of --steps; rounded up to whole steps")
+    data = add_length_flags(parser)
     data.add_argument("--seed", type=whole_number(0, 2**63 - 1), default=1, help="of the weights and of the order of the data (1)")
-
-    values = parser.add_argument_group('values that the JSON leaves "auto"')
-    values.add_argument("--micro_batch_size", type=positive, help="sequences a rank takes at once (preset)")
-    values.add_argument("--global_batch_size", type=positive, help="sequences an optimizer step takes over all ranks (preset)")
-    values.add_argument("--lr", type=real_number(0, MAX_LR, above=True), help="peak learning rate (preset)")
-    values.add_argument("--min_lr", type=real_number(0, MAX_LR), help="learning rate at the end (a tenth of the peak)")
-    values.add_argument("--warmup_steps", type=natural, help="steps of linear warm-up (preset; at most a tenth of the run)")
+    add_value_flags(parser)
 
     run = parser.add_argument_group("run")
     run.add_argument("--run_name", metavar="NAME", help="folder of the run in --runs_dir (the JSON's or the recipe's name)")
     run.add_argument("--runs_dir", default="runs", metavar="DIR", help="where run folders are made (runs)")
     run.add_argument("--resume", action="store_true", help="go on from the run's newest complete checkpoint; from step 0 if it has none")
-    run.add_argument("--eval_every", type=natural, help="steps between evaluations on validation text; 0 is off (a tenth of the run)")
-    run.add_argument("--eval_batches", type=positive, default=16, help="global batches of validation text an evaluation reads (16)")
+    add_evaluation_flags(run)
     run.add_argument("--save_every", type=natural, help="steps between checkpoints; 0 saves at the end only (a quarter of the run)")
     run.add_argument("--keep", type=positive, default=3, help="newest checkpoints that stay, beside the best by validation (3)")
     run.add_argument(
@@ -166,6 +148,44 @@ def add_model_flags(parser: Parser) -> None:
     )
 
 
+def add_set_flag(group: argparse._ArgumentGroup) -> None:
+    """The flag that changes a value of the JSON."""
+    group.add_argument(
+        "--set",
+        metavar="KEY=VALUE",
+        action="append",
+        default=[],
+        dest="overrides",
+        help="change one value of the JSON, e.g. --set gradient_clipping=0.5 or --set zero_optimization.stage=2; may be repeated",
+    )
+
+
+def add_length_flags(parser: Parser) -> argparse._ArgumentGroup:
+    """The flags that say on what, and how long."""
+    data = parser.add_argument_group("data and length")
+    data.add_argument("--data", default=DEFAULT_DATA, metavar="DIR", help=f"corpus written by data_pipeline/prepare.py ({DEFAULT_DATA})")
+    data.add_argument("--steps", type=whole_number(1), help="optimizer steps (preset)")
+    data.add_argument("--tokens", type=whole_number(1, 10**18), help="tokens to train on, instead of --steps; rounded up to whole steps")
+    return data
+
+
+def add_value_flags(parser: Parser) -> None:
+    """The flags that fill in what the JSON leaves open."""
+    values = parser.add_argument_group('values that the JSON leaves "auto"')
+    values.add_argument("--micro_batch_size", type=whole_number(1), help="sequences a rank takes at once (preset)")
+    values.add_argument("--global_batch_size", type=whole_number(1), help="sequences an optimizer step takes over all ranks (preset)")
+    values.add_argument("--lr", type=real_number(0, MAX_LR, above=True), help="peak learning rate (preset)")
+    values.add_argument("--min_lr", type=real_number(0, MAX_LR), help="learning rate at the end (a tenth of the peak)")
+    values.add_argument("--warmup_steps", type=whole_number(0), help="steps of linear warm-up (preset; at most a tenth of the run)")
+
+
+def add_evaluation_flags(group: argparse._ArgumentGroup) -> None:
+    """The flags that say when and on how much a run is evaluated."""
+    natural, positive = whole_number(0), whole_number(1)
+    group.add_argument("--eval_every", type=natural, help="steps between evaluations on validation text; 0 is off (a tenth of the run)")
+    group.add_argument("--eval_batches", type=positive, default=16, help="global batches of validation text an evaluation reads (16)")
+
+
 def parse_flags(argv: list[str]) -> tuple[argparse.Namespace, Recipe | None]:
     """Parse `argv`; a recipe's suggested flags come first, so that the user's own win.
 
@@ -197,13 +217,17 @@ def parse_flags(argv: list[str]) -> tuple[argparse.Namespace, Recipe | None]:
             raise UsageError(f"{Path(flags.recipe) / 'recipe.json'}: 'flags': {reason}") from None
         except ValueError as reason:
             raise UsageError(str(reason)) from None
-        # The user may say in the other unit how long the run is.
-        suggestions = _without(recipe.flags, "--steps", "--tokens") if own.steps or own.tokens else recipe.flags
+        suggestions = suggested_flags(recipe, bool(own.steps or own.tokens))
         flags = parse([*suggestions, *argv])
         origins = {**dict.fromkeys(_given(suggestions), f"{Path(flags.recipe) / 'recipe.json'}"), **origins}
     _check_names(flags)
     flags.origins = origins
     return flags, recipe
+
+
+def suggested_flags(recipe: Recipe, length_given: bool) -> list[str]:
+    """The recipe's suggestions; without its length where the user gives one, maybe in the other unit."""
+    return _without(recipe.flags, "--steps", "--tokens") if length_given else recipe.flags
 
 
 def _given(arguments: list[str]) -> set[str]:

@@ -41,7 +41,7 @@ SAME_PRECISION = {
     ("fp32", "bf16"): "give --set bf16.enabled=false, or another --run_name",
 }
 #: What a resume changes without changing the run: not worth a line in the log.
-INCIDENTAL = ("created", "command", "resume", "quiet")
+INCIDENTAL = ("created", "command", "resume", "quiet", "turns")
 LOCK_PATIENCE_SECONDS = 60.0
 
 

@@ -34,7 +34,7 @@ ALLREDUCE_ELEMENTS = 500_000_000
 #: loads. Measured (`python benchmarks/memory.py --process`) with torch 2.13.0 and DeepSpeed 0.19.8 on Linux x86-64, two ranks: 365 to 375
 #: MiB at every stage. One rank: 5 to 10 MiB less.
 PROCESS = 366 * MIB
-#: What torch's compiler adds to it, by the same measurement of one rank: 83 MiB with kernels that were compiled before, 96 with a cold cache.
+#: What torch's compiler adds to it, by the same measurement of one rank: 83 MiB with kernels that were compiled before, 96 without.
 COMPILER = 90 * MIB
 #: glibc, on a CPU. A block from here on is a mapping of its own, which goes back to the system when it is freed (M_MMAP_THRESHOLD adapts
 #: to the largest freed block, but never beyond 32 MiB). Smaller blocks live on the heap, which does not shrink below its high-water

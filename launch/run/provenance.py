@@ -10,6 +10,7 @@ import sys
 import time
 from typing import Any
 
+from launch.run import turns
 from launch.run.config import ROOT, RunConfig
 
 PACKAGES = ("torch", "deepspeed", "numpy", "tiktoken", "tokenizers", "transformers")
@@ -27,6 +28,7 @@ def describe_run(config: RunConfig) -> dict[str, Any]:
         "commit": repository_commit(),
         "versions": versions(),
         "machine": machine(),
+        "turns": turns.circle(),
     }
 
 

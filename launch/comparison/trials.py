@@ -1,0 +1,101 @@
+"""Which runs an experiment consists of: control and recipe with the same flags and seeds, each run once.
+
+A run is named by what decides its numbers, so that a control that several recipes share, or a recipe that is another's control, is one
+run, and one that is there already is not made again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from data_pipeline.errors import DataError
+from launch.run.config import RunConfig, resolve
+from launch.run.errors import UsageError
+from launch.run.flags import suggested_flags
+from launch.run.folder import INCIDENTAL
+from recipes.registry import ROOT, Recipe
+
+#: Of a resolved run, what its numbers do not depend on; the seed stands in the name by itself.
+NOT_ITS_OWN = {*INCIDENTAL, "run_name", "runs_dir", "recipe", "config_file", "preset", "data", "seed", "save_every", "keep"}
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One run of an experiment.
+
+    flags: of `launch/pretrain.py`, without the run's name and place. config: the run as they resolve, for `ranks` ranks.
+    """
+
+    name: str
+    flags: tuple[str, ...]
+    config: RunConfig
+
+    @property
+    def seed(self) -> int:
+        return self.config.seed
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """A recipe and its control; entry i of both has seed i."""
+
+    recipe: Recipe
+    control: tuple[Trial, ...]
+    own: tuple[Trial, ...]
+
+
+class CannotRun(Exception):
+    """Why a recipe, or its control, cannot be run here: what it needs."""
+
+
+def plan_experiment(recipe: Recipe, flags: Sequence[str], seeds: Iterable[int], ranks: int) -> Experiment:
+    """The runs of a recipe and of its control: the recipe's suggested flags for both, over which the user's own win.
+
+    Raises:
+        CannotRun: this machine lacks what one of them needs, or the recipe is refused with these flags.
+        DataError: the corpus is missing or damaged.
+    """
+    both = [*suggested_flags(recipe, length_given="--steps" in flags or "--tokens" in flags), *flags]
+    seeds = list(seeds)
+
+    def trials(config: str) -> tuple[Trial, ...]:
+        return tuple(_trial(str(ROOT / config), [*both, "--seed", str(seed)], ranks) for seed in seeds)
+
+    return Experiment(recipe, trials(recipe.control), trials(recipe.config))
+
+
+def _trial(config_file: str, flags: list[str], ranks: int) -> Trial:
+    flags = ["--deepspeed_config", config_file, "--save_every", "0", *flags]
+    try:
+        config, _ = resolve(flags, ranks)
+        if config.asks_the_device:
+            from launch.engine.engine import check_device
+
+            check_device(config)
+    except DataError:
+        raise
+    except UsageError as reason:
+        raise CannotRun(reason.faults[0].removeprefix(f"{ROOT}/")) from None
+    if config.lacks:
+        raise CannotRun(config.lacks[0].removeprefix(f"{ROOT}/"))
+    numbers = {key: value for key, value in config.as_json().items() if key not in NOT_ITS_OWN}
+    numbers["corpus"] = config.corpus.fingerprint
+    key = hashlib.sha256(json.dumps(numbers, sort_keys=True).encode()).hexdigest()[:8]
+    return Trial(f"{Path(config_file).stem}-{key}-seed{config.seed}", tuple(flags), config)
+
+
+def in_order(experiments: Iterable[Experiment]) -> list[list[Trial]]:
+    """The distinct runs, seed by seed: each control is followed by the recipes that are compared with it."""
+    by_control: dict[str, list[Experiment]] = {}
+    for experiment in experiments:
+        by_control.setdefault(experiment.control[0].name, []).append(experiment)
+    seeds: dict[int, dict[str, Trial]] = {}
+    for members in by_control.values():
+        for trials in (members[0].control, *(member.own for member in members)):
+            for trial in trials:
+                seeds.setdefault(trial.seed, {}).setdefault(trial.name, trial)
+    return [list(trials.values()) for trials in seeds.values()]
