@@ -12,13 +12,21 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
+
 from data_pipeline.errors import DataError
 from launch.run.config import RunConfig, resolve
 from launch.run.errors import UsageError
+from launch.run.explain import memory_of
 from launch.run.flags import suggested_flags
 from launch.run.folder import INCIDENTAL
+from launch.run.hardware import device_type, gpu_memory
 from recipes.registry import ROOT, Recipe
 
+#: How much of a device's memory, or of what is free of the host's, runs that take turns may fill.
+FILLED = 0.75
+#: What a process has on a GPU before it allocates anything.
+CUDA_CONTEXT = 600 * 2**20
 #: Of a resolved run, what its numbers do not depend on; the seed stands in the name by itself.
 NOT_ITS_OWN = {*INCIDENTAL, "run_name", "runs_dir", "recipe", "config_file", "preset", "data", "seed", "save_every", "keep"}
 
@@ -86,6 +94,26 @@ def _trial(config_file: str, flags: list[str], ranks: int) -> Trial:
     numbers["corpus"] = config.corpus.fingerprint
     key = hashlib.sha256(json.dumps(numbers, sort_keys=True).encode()).hexdigest()[:8]
     return Trial(f"{Path(config_file).stem}-{key}-seed{config.seed}", tuple(flags), config)
+
+
+def fitting_groups(trials: Sequence[Trial], at_once: int | None) -> list[list[Trial]]:
+    """`trials` in groups whose runs are all in memory at the same time: of `at_once`, or of what the plans of their memory say."""
+    device = device_type()
+    on_gpu = device == "cuda"
+    free = min(gpu_memory(), default=0) if on_gpu else psutil.virtual_memory().available
+    groups: list[list[Trial]] = []
+    taken = 0.0
+    for trial in trials:
+        # Each rank has a GPU, a CPU's ranks share one memory.
+        peak = memory_of(trial.config, trial.config.model_config, device)["peak"]
+        size = peak + CUDA_CONTEXT if on_gpu else trial.config.ranks * peak
+        full = len(groups[-1]) >= at_once if groups and at_once else taken + size > FILLED * free
+        if not groups or full:
+            groups.append([])
+            taken = 0.0
+        groups[-1].append(trial)
+        taken += size
+    return groups
 
 
 def in_order(experiments: Iterable[Experiment]) -> list[list[Trial]]:

@@ -179,11 +179,12 @@ def add_value_flags(parser: Parser) -> None:
     values.add_argument("--warmup_steps", type=whole_number(0), help="steps of linear warm-up (preset; at most a tenth of the run)")
 
 
-def add_evaluation_flags(group: argparse._ArgumentGroup) -> None:
+def add_evaluation_flags(group: argparse._ArgumentGroup) -> argparse._ArgumentGroup:
     """The flags that say when and on how much a run is evaluated."""
     natural, positive = whole_number(0), whole_number(1)
     group.add_argument("--eval_every", type=natural, help="steps between evaluations on validation text; 0 is off (a tenth of the run)")
     group.add_argument("--eval_batches", type=positive, default=16, help="global batches of validation text an evaluation reads (16)")
+    return group
 
 
 def parse_flags(argv: list[str]) -> tuple[argparse.Namespace, Recipe | None]:
@@ -205,7 +206,7 @@ def parse_flags(argv: list[str]) -> tuple[argparse.Namespace, Recipe | None]:
     if sum(argument.partition("=")[0] == "--recipe" for argument in argv) > 1:
         raise UsageError("--recipe is given twice; give one, and add the other's section with --set, as recipes/README.md says")
     flags = own = parse(argv)
-    origins = {name: f"--{name}" for name in _given(argv)}
+    origins = {name: f"--{name}" for name in given(build_parser(), argv)}
     if (flags.deepspeed_config is None) == (flags.recipe is None):
         raise UsageError("give one of --deepspeed_config FILE (those that ship are in ds_configs/) and --recipe DIR (recipes/README.md)")
     recipe = None
@@ -219,7 +220,7 @@ def parse_flags(argv: list[str]) -> tuple[argparse.Namespace, Recipe | None]:
             raise UsageError(str(reason)) from None
         suggestions = suggested_flags(recipe, bool(own.steps or own.tokens))
         flags = parse([*suggestions, *argv])
-        origins = {**dict.fromkeys(_given(suggestions), f"{Path(flags.recipe) / 'recipe.json'}"), **origins}
+        origins = {**dict.fromkeys(given(build_parser(), suggestions), f"{Path(flags.recipe) / 'recipe.json'}"), **origins}
     _check_names(flags)
     flags.origins = origins
     return flags, recipe
@@ -230,9 +231,8 @@ def suggested_flags(recipe: Recipe, length_given: bool) -> list[str]:
     return _without(recipe.flags, "--steps", "--tokens") if length_given else recipe.flags
 
 
-def _given(arguments: list[str]) -> set[str]:
-    """The names of the flags that `arguments` holds."""
-    parser = build_parser()
+def given(parser: argparse.ArgumentParser, arguments: list[str]) -> set[str]:
+    """The names of the flags that `arguments` holds. The parser has no defaults afterwards."""
     for action in parser._actions:
         action.default = argparse.SUPPRESS
     return set(vars(parser.parse_args(arguments)))

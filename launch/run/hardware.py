@@ -62,20 +62,35 @@ def compute_capabilities() -> list[tuple[int, int]]:
 
     Asks the driver, as torch will: no memory of a GPU is taken.
     """
+    driver = _driver()
+    return [
+        (_ask(driver, "cuDeviceGetAttribute", MAJOR, one), _ask(driver, "cuDeviceGetAttribute", MINOR, one)) for one in _devices(driver)
+    ]
+
+
+def gpu_memory() -> list[int]:
+    """Bytes of each GPU that CUDA shows this process, as `compute_capabilities` counts them."""
+    driver = _driver()
+    return [_ask(driver, "cuDeviceTotalMem_v2", one, answer=ctypes.c_size_t()) for one in _devices(driver)]
+
+
+def _driver() -> ctypes.CDLL | None:
+    """CUDA's, ready to be asked, where there is one and torch is built for it."""
     try:
         driver = ctypes.CDLL(DRIVER)
     except OSError:
-        return []
-    if not _torch_build("cuda") or driver.cuInit(0):
-        return []
+        return None
+    return driver if _torch_build("cuda") and not driver.cuInit(0) else None
 
-    def ask(function: str, *arguments: int) -> int:
-        answer = ctypes.c_int()
-        getattr(driver, function)(ctypes.byref(answer), *arguments)
-        return answer.value
 
-    devices = [ask("cuDeviceGet", number) for number in range(ask("cuDeviceGetCount"))]
-    return [(ask("cuDeviceGetAttribute", MAJOR, device), ask("cuDeviceGetAttribute", MINOR, device)) for device in devices]
+def _devices(driver: ctypes.CDLL | None) -> list[int]:
+    return [_ask(driver, "cuDeviceGet", number) for number in range(_ask(driver, "cuDeviceGetCount"))] if driver else []
+
+
+def _ask(driver: ctypes.CDLL | None, function: str, *arguments: int, answer: ctypes.c_int | ctypes.c_size_t | None = None) -> int:
+    answer = answer or ctypes.c_int()
+    getattr(driver, function)(ctypes.byref(answer), *arguments)
+    return answer.value
 
 
 def _has_rocm() -> bool:

@@ -1,0 +1,282 @@
+"""Compare runs as controlled experiments: the runs that exist, or recipes with their controls, trained first where they are missing.
+
+    python launch/compare.py runs/dropping_1 runs/whole_1
+    python launch/compare.py --recipe recipes/one_bit_adam --seeds 3 --preset nano --steps 400
+    python launch/compare.py --all --seeds 5 --preset nano --steps 200
+
+Writes `report.html` (one file, works offline), `report.json` and `loss.png`. With `--recipe`, control and recipe are trained with the same
+seeds, side by side in turns of a few steps, so that a drifting machine hits both alike; what is there is not trained again, and what was
+interrupted goes on where it was. Exit codes: 0 done, 1 failed, 2 the user's mistake, 130 and 143 stopped by Ctrl-C and SIGTERM.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+# As in launch/pretrain.py: this script's folder is not where its modules are.
+sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from launch.comparison.in_turns import Interrupted, train_in_turns
+from launch.comparison.trials import CannotRun, Experiment, Trial, fitting_groups, in_order, plan_experiment
+from launch.run.errors import UsageError, run_command, say
+from launch.run.flags import (
+    Parser,
+    add_evaluation_flags,
+    add_length_flags,
+    add_model_flags,
+    add_set_flag,
+    add_value_flags,
+    given,
+    whole_number,
+)
+from launch.run.folder import write_atomically
+from launch.run.hardware import compute_capabilities, device_type
+from recipes.registry import ROOT, read_recipe, recipe_names
+
+PLAIN_SECONDS = 30.0  # between two plain lines of progress
+RANKS_ON_A_CPU = 2  # with one rank there is nothing to partition or to send
+
+
+def build_parser() -> Parser:
+    """The flags of `launch/compare.py`."""
+    parser = Parser(
+        prog="python launch/compare.py",
+        description="Compare runs as controlled experiments: paired seeds, intervals, and a verdict for each claim of a recipe.",
+        epilog="Example: python launch/compare.py --recipe recipes/zero_2 --seeds 3 --preset nano --steps 200",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "runs", nargs="*", metavar="RUN", help="run folders that exist; the first is the control, unless a recipe's own is here"
+    )
+    parser.add_argument(
+        "--recipe", metavar="DIR", action="append", default=[], help="a recipe folder, against its control; may be repeated"
+    )
+    parser.add_argument("--all", action="store_true", help="every recipe that this machine can run; the rest with what they need")
+    parser.add_argument("--seeds", type=whole_number(1, 1000), default=3, help="seeds 1 to N of each (3)")
+    parser.add_argument("--out", metavar="DIR", help="folder of the report (runs/reports/<name>, or the next free <name>-N)")
+    parser.add_argument(
+        "--force", action="store_true", help="compare what differs in corpus, tokenizer, validation set or tokens; marked in red"
+    )
+    parser.add_argument("--quiet", action="store_true", help="no progress; the verdicts and the report's path only")
+    training = parser.add_argument_group("where runs are trained")
+    training.add_argument("--ranks", type=whole_number(1, 1024), help=f"ranks of a run on this host (its GPUs; {RANKS_ON_A_CPU} on a CPU)")
+    training.add_argument("--runs_dir", default="runs/trials", metavar="DIR", help="where runs are made, and found again (runs/trials)")
+    training.add_argument(
+        "--at_once", type=whole_number(1, 100), help="runs that take turns; 1 is one run after another (what fits in memory)"
+    )
+    training.add_argument("--keep_checkpoints", action="store_true", help="leave the last checkpoint of a finished run where it is")
+    add_model_flags(parser)
+    add_value_flags(parser)
+    add_set_flag(add_evaluation_flags(add_length_flags(parser)))
+    return parser
+
+
+#: Flags that say how runs are trained and go to `launch/pretrain.py` as they are.
+PASSED_ON = sorted({action.dest for action in build_parser()._actions} - {
+    "help", "runs", "recipe", "all", "seeds", "out", "force", "quiet", "ranks", "runs_dir", "at_once", "keep_checkpoints"
+})  # fmt: skip
+
+
+def main() -> int:
+    """Train what is missing, compare, write the report."""
+    flags = build_parser().parse(sys.argv[1:])
+    names = given(build_parser(), sys.argv[1:])
+    asked = [word for word, value in (("run folders", flags.runs), ("--recipe", flags.recipe), ("--all", flags.all)) if value]
+    if len(asked) != 1:
+        raise UsageError(f"give one of: run folders, --recipe DIR, --all{'; given are ' + ' and '.join(asked) if asked else ''}")
+    if flags.runs and (training := sorted(names & {*PASSED_ON, "seeds", "ranks", "runs_dir", "at_once", "keep_checkpoints"})):
+        raise UsageError(
+            f"--{training[0]} says how runs are trained, and {flags.runs[0]} is one that exists; leave it out, or give --recipe"
+        )
+    out = _free_folder(flags)
+    if flags.runs:
+        from launch.comparison.comparison import compare
+        from launch.comparison.runs import read_run
+
+        comparison = compare([read_run(Path(run)) for run in flags.runs], flags.force)
+    else:
+        comparison = _experiments(flags, _passed_on(flags, names))
+    _write(comparison, out)
+    return 0
+
+
+def _free_folder(flags: argparse.Namespace) -> Path:
+    """Where the report goes. Nothing is overwritten."""
+    if flags.out is not None:
+        out = Path(flags.out)
+        if (out / "report.html").exists():
+            raise UsageError(f"--out {out}: holds a report already; give another folder, or remove it yourself")
+        if out.exists() and not out.is_dir():
+            raise UsageError(f"--out {out}: is a file; give a folder")
+        return out
+    recipes = "+".join(Path(recipe).resolve().name for recipe in flags.recipe)
+    name = ("all" if flags.all else recipes or "runs")[:80]
+    out, number = Path("runs/reports") / name, 2
+    while out.exists():
+        out, number = out.with_name(f"{name}-{number}"), number + 1
+    return out
+
+
+def _passed_on(flags: argparse.Namespace, names: set[str]) -> list[str]:
+    """The user's flags for `launch/pretrain.py`."""
+    words: list[str] = []
+    for name in (name for name in PASSED_ON if name in names):
+        value = getattr(flags, name)
+        if name == "overrides":
+            words += [word for change in value for word in ("--set", change)]
+        else:
+            words += [f"--{name}"] if value is True else [f"--{name}", str(value)]
+    return words
+
+
+# --- training what is missing --------------------------------------------------------------------------------------------------------
+
+
+def _experiments(flags: argparse.Namespace, passed_on: list[str]) -> Any:
+    """Plan the runs of all recipes, train those that are missing, and compare."""
+    from launch.comparison.comparison import Absent, compare_pairs
+    from launch.comparison.runs import Run, read_run
+
+    os.environ.setdefault("DS_ACCELERATOR", device_type())
+    runs_dir = Path(flags.runs_dir)
+    ranks = flags.ranks or (len(compute_capabilities()) if device_type() == "cuda" else RANKS_ON_A_CPU)
+    experiments: list[Experiment] = []
+    absent = []
+    for folder in [ROOT / "recipes" / name for name in recipe_names()] if flags.all else flags.recipe:
+        try:
+            recipe = read_recipe(folder)
+        except ValueError as reason:
+            raise UsageError(str(reason)) from None
+        try:
+            experiments.append(plan_experiment(recipe, passed_on, range(1, flags.seeds + 1), ranks))
+        except CannotRun as reason:
+            if not flags.all:
+                raise UsageError(f"{folder}: {reason}") from None
+            absent.append(Absent(recipe, str(reason)))
+            say(f"{recipe.name} cannot run here: {reason}")
+    failures = _train_missing(flags, experiments, runs_dir)
+
+    def runs_of(trials: Iterable[Trial]) -> list[Run]:
+        return [read_run(runs_dir / trial.name) for trial in trials if (runs_dir / trial.name / "run.json").exists()]
+
+    pairs = []
+    for experiment in experiments:
+        control, own = runs_of(experiment.control), runs_of(experiment.own)
+        if control and own:
+            pairs.append((experiment.recipe, control, own))
+        else:
+            trials = (*experiment.control, *experiment.own)
+            absent.append(Absent(experiment.recipe, next(failures[trial.name] for trial in trials if trial.name in failures)))
+    return compare_pairs(pairs, absent, flags.force)
+
+
+def _train_missing(flags: argparse.Namespace, experiments: Sequence[Experiment], runs_dir: Path) -> dict[str, str]:
+    """Train the runs that are not finished. Returns why those that failed did, by name."""
+    failures: dict[str, str] = {}
+    seeds = [[trial for trial in trials if not _is_finished(runs_dir / trial.name, trial)] for trials in in_order(experiments)]
+    missing = [trial for trials in seeds for trial in trials]
+    if not missing:
+        return failures
+    groups = [group for trials in seeds for group in fitting_groups(trials, flags.at_once)]
+    say(f"{len(missing)} runs to train, in turns of at most {max(map(len, groups))}; into {runs_dir}")
+    with _Progress(missing, runs_dir, flags.quiet) as progress:
+        for group in groups:
+            try:
+                codes = train_in_turns(group, runs_dir, lambda trial: (runs_dir / trial.name).exists(), progress.update)
+            except Interrupted as stopped:
+                progress.close()
+                say(f"{stopped}; the same command goes on from there", sys.stderr)
+                raise SystemExit(128 + stopped.number) from None
+            for trial in group:
+                output = runs_dir / f"{trial.name}.out"
+                if codes[trial.name]:
+                    failures[trial.name] = _reason(output, codes[trial.name])
+                    say(f"{trial.name} failed: {failures[trial.name]}", sys.stderr)
+                elif not flags.keep_checkpoints:
+                    shutil.rmtree(runs_dir / trial.name / "checkpoints", ignore_errors=True)
+    return failures
+
+
+def _is_finished(run: Path, trial: Trial) -> bool:
+    from launch.run.metrics import read_metrics
+
+    lines = read_metrics(run / "metrics.jsonl") if (run / "metrics.jsonl").exists() else []
+    return bool(lines) and lines[-1]["tokens"] >= trial.config.total_tokens
+
+
+def _reason(output: Path, code: int) -> str:
+    """Why a run ended with `code`: the error line of what it printed."""
+    lines = output.read_text(encoding="utf-8", errors="replace").splitlines()
+    errors = [line.removeprefix("error: ").replace(f"{ROOT}/", "") for line in lines if line.startswith("error: ")]
+    return errors[-1] if errors else f"exit code {code}, see {output}"
+
+
+class _Progress:
+    """A bar over the optimizer steps of all missing runs on a terminal, plain lines elsewhere."""
+
+    def __init__(self, trials: Sequence[Trial], runs_dir: Path, quiet: bool):
+        self._left = {trial.name: trial.config.steps_to_make for trial in trials}
+        self._total, self._start, self._last = sum(self._left.values()), time.monotonic(), time.monotonic()
+        self._bar: Any = None
+        self._quiet = quiet
+        if not quiet and sys.stderr.isatty():
+            from tqdm import tqdm
+
+            self._bar = tqdm(total=self._total, unit="step", dynamic_ncols=True)
+
+    def update(self, trial: Trial, steps: int) -> None:
+        steps = min(steps, self._left[trial.name])
+        self._left[trial.name] -= steps
+        if self._bar is not None:
+            self._bar.set_postfix_str(trial.name, refresh=False)
+            self._bar.update(steps)
+        elif not self._quiet and time.monotonic() - self._last > PLAIN_SECONDS:
+            self._last = time.monotonic()
+            done = self._total - sum(self._left.values())
+            left = (self._last - self._start) * (self._total - done) / max(done, 1) / 60
+            say(f"{done:,} of {self._total:,} steps of all runs, now {trial.name}; {left:.0f} minutes left")
+
+    def __enter__(self) -> _Progress:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+
+# --- the report ----------------------------------------------------------------------------------------------------------------------
+
+
+def _write(comparison: Any, out: Path) -> None:
+    from launch.comparison.page import draw_losses, write_page
+
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        write_atomically(out / "report.json", json.dumps(comparison.as_json(), indent=1, allow_nan=False) + "\n")
+        draw_losses(comparison, out)
+        write_page(comparison, out)
+    except OSError as reason:
+        raise UsageError(f"{out}: cannot be written ({reason.strerror}); give another --out") from None
+    for mark in comparison.marks:
+        say(f"marked: {mark}")
+    for pair in comparison.pairs:
+        for verdict in pair.verdicts:
+            say(f"{pair.side.name}: {verdict.claim} {verdict.threshold:g} {verdict.outcome}: {verdict.reason}")
+    for missing in comparison.absent:
+        say(f"{missing.recipe.name} was not run: {missing.reason}")
+    say(f"the report is {out / 'report.html'}")
+
+
+if __name__ == "__main__":
+    run_command(main)
