@@ -11,7 +11,7 @@ endif
 CORPUS := data/stdlib
 INSTALLED := $(VENV)/.installed
 
-.PHONY: setup data pretrain test test_all lint bench slow_network clean
+.PHONY: setup data pretrain test test_all lint bench recipes_table slow_network clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -55,6 +55,9 @@ lint: $(INSTALLED)  ## ruff, the types, and the rule that imports run one way
 
 bench: $(INSTALLED) $(CORPUS)/manifest.json  ## the benchmarks, and one table of what they found; ARGS="..." goes through
 	$(BIN)/python -m benchmarks $(ARGS)
+
+recipes_table: $(INSTALLED)  ## the tables of recipes and their pages' figures, from the folders and recipes/results.json
+	$(BIN)/python -m recipes.pages --write
 
 slow_network: $(INSTALLED) $(CORPUS)/manifest.json  ## step times over two hosts at 100 Mbit/s and 1 Gbit/s (Linux, root, pdsh, sshd)
 	$(BIN)/python benchmarks/slow_network.py

@@ -31,14 +31,16 @@ class ClaimKind(NamedTuple):
         """What the mean difference, or the mean ratio, is held against."""
         return self.sign * x
 
-    def says(self, x: float) -> str:
-        """The claim in words."""
-        return self.statement.format(x=f"{x:g}")
+    def says(self, x: float | str) -> str:
+        """The claim in words, of a number or of a letter that stands for one."""
+        return self.statement.format(x=x if isinstance(x, str) else f"{x:g}")
 
 
 CLAIMS: dict[str, ClaimKind] = {
     "loss_within": ClaimKind("final_val_loss", "difference", "at most", 1, "the final validation loss is at most {x} above the control's"),
-    "loss_lower_by": ClaimKind("final_val_loss", "difference", "at most", -1, "the final validation loss is at least {x} below the control's"),
+    "loss_lower_by": ClaimKind(
+        "final_val_loss", "difference", "at most", -1, "the final validation loss is at least {x} below the control's"
+    ),
     "step_time_ratio": ClaimKind("step_seconds", "ratio", "at most", 1, "a step takes at most {x} of the control's time"),
     "peak_memory_ratio": ClaimKind("peak_memory_bytes", "ratio", "at most", 1, "a rank's peak of memory is at most {x} of the control's"),
     "bytes_ratio": ClaimKind("bytes_sent", "ratio", "at most", 1, "a rank sends at most {x} of the control's bytes over the run"),

@@ -1,25 +1,17 @@
-"""Finds the recipes: every folder beside this file that holds a `recipe.json`. Adding a recipe touches its own folder only.
-
-python -m recipes.registry            # prints the index table
-python -m recipes.registry --write    # writes it into recipes/README.md and into the README's own table
-"""
+"""Finds the recipes: every folder beside this file that holds a `recipe.json`. Adding a recipe touches its own folder only."""
 
 from __future__ import annotations
 
 import importlib
 import json
-import re
-import sys
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any
 
+from recipes.claims import CLAIMS
 from recipes.technique import Run, Technique, Techniques
 
 ROOT = Path(__file__).resolve().parent.parent
-INDEX = Path(__file__).with_name("README.md")
-README = ROOT / "README.md"
 
 #: The fields of a recipe.json; the optional ones have their default beside them.
 REQUIRED = {"title": str, "config": str, "control": str, "differs": list, "claims": dict}
@@ -47,7 +39,7 @@ class Recipe:
     config: str
     control: str
     differs: list[str]
-    claims: dict[str, Any]
+    claims: dict[str, float]
     paper: str = ""
     needs: str = ""
     flags: list[str] = field(default_factory=list)
@@ -74,6 +66,11 @@ def read_recipe(folder: str | Path) -> Recipe:
             raise ValueError(f"{path}: '{key}' is a {type(value).__name__}, must be a {kind.__name__}")
     if missing := [key for key in REQUIRED if key not in fields]:
         raise ValueError(f"{path}: lacks {', '.join(missing)}")
+    for claim, value in fields["claims"].items():
+        if claim not in CLAIMS:
+            raise ValueError(f"{path}: 'claims.{claim}' is no claim; there are {', '.join(CLAIMS)}")
+        if type(value) not in (int, float) or not 0 <= value < 1e9:
+            raise ValueError(f"{path}: 'claims.{claim}' is {json.dumps(value)}, must be a number of at least 0")
     return Recipe(name=folder.resolve().name, **fields)
 
 
@@ -131,60 +128,3 @@ def both_decide(one: type[Technique], other: type[Technique]) -> str:
     if one.optimizer_types and other.optimizer_types:
         shared = {"the optimizer"}
     return ", ".join(sorted(shared))
-
-
-def index_table() -> str:
-    """The index of all recipes as a Markdown table."""
-    rows = ["| recipe | what it does | engine JSON | control | claims | needs |", "|---|---|---|---|---|---|"]
-    for name in recipe_names():
-        recipe = read_recipe(ROOT / "recipes" / name)
-        claims = ", ".join(f"`{key}` {value}" for key, value in recipe.claims.items())
-        rows.append(
-            f"| [{name}]({name}/README.md) | {recipe.title} | `{recipe.config}` | `{recipe.control}` | {claims} | {recipe.needs or '-'} |"
-        )
-    return "\n".join(rows) + "\n"
-
-
-def combination_table() -> str:
-    """Which recipes with a technique of their own go together, pair by pair, as a Markdown table."""
-    classes = {cls.__module__.split(".")[1]: cls for cls in technique_classes()}
-    rows = [f"| | {' | '.join(classes)} |", "|---" * (len(classes) + 1) + "|"]
-    for name, one in classes.items():
-        cells = [
-            "" if one is other else f"no: both decide {clash}" if (clash := both_decide(one, other)) else "yes"
-            for other in classes.values()
-        ]
-        rows.append(f"| {name} | {' | '.join(cells)} |")
-    return "\n".join(rows) + "\n"
-
-
-def index_page() -> str:
-    """The whole of recipes/README.md, of which the table is generated and the rest is constant."""
-    return (
-        "# Recipes\n\n"
-        "One folder per technique. Each names the engine JSON that switches it on, the control that it is compared with, the keys in\n"
-        "which the two differ, and what it claims. This table is written by `python -m recipes.registry --write`; a test holds it.\n\n"
-        + index_table()
-        + "\nRun one with `deepspeed launch/pretrain.py --recipe recipes/<name>`. Claims are against the control with the same flags:\n"
-        "`loss_within` x: the final validation loss is at most x (nats a token) above; `loss_lower_by` x: at least x below;\n"
-        "`step_time_ratio`, `peak_memory_ratio` and `bytes_ratio` r: at most r of the control's.\n\n"
-        "## Which go together\n\n"
-        "Recipes that change only DeepSpeed's own sections go with all others that the engine can run; what it cannot is refused before\n"
-        "a run starts. Two together are one recipe and a section more, such as `--recipe recipes/progressive_layer_drop --set\n"
-        "curriculum_learning.enabled=true`, or a JSON with both sections. Those with a technique of their own, pair by pair:\n\n"
-        + combination_table()
-    )
-
-
-def with_table(readme: str) -> str:
-    """The text of the project's README with its table of recipes written anew; unchanged where it has none."""
-    table = index_table().replace("](", "](recipes/")
-    return re.sub(r"^\| recipe \|.*\n(\|.*\n)*", lambda _: table, readme, count=1, flags=re.MULTILINE)
-
-
-if __name__ == "__main__":
-    if sys.argv[1:] == ["--write"]:
-        INDEX.write_text(index_page(), encoding="utf-8")
-        README.write_text(with_table(README.read_text(encoding="utf-8")), encoding="utf-8")
-    else:
-        print(index_table(), end="")

@@ -60,7 +60,7 @@ def run(checkout: Path) -> Run:
 @pytest.fixture(scope="module")
 def indexed(checkout: Path, run: Run) -> Path:
     """The copy with its tables of recipes written anew."""
-    for command in commands("python -m recipes.registry"):
+    for command in commands("python -m recipes.pages"):
         run(command)
     return checkout
 

@@ -14,7 +14,6 @@ import pytest
 from launch.run.config import resolve
 from launch.run.metrics import read_metrics
 from model.presets import PRESETS
-from recipes.registry import index_table
 from tests.helpers import copy_checkout, free_port
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -123,7 +122,3 @@ def test_every_file_and_preset_it_names_exists():
     for link in re.findall(r"\]\(([^)#:]+)\)", README):
         assert (ROOT / link).exists(), link
     assert all(f"`{name}`" in README for name in PRESETS)
-
-
-def test_the_table_of_recipes_is_the_index():
-    assert index_table().replace("](", "](recipes/").strip() in README

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -60,10 +61,6 @@ def test_a_changed_key_is_noticed():
     assert differing("ds_configs/zero2_bf16.json", "ds_configs/zero1_bf16.json") >= {"zero_optimization.stage"}
 
 
-def test_index_is_generated_from_the_folders():
-    assert (ROOT / "recipes" / "README.md").read_text(encoding="utf-8") == registry.index_page()
-
-
 @pytest.mark.parametrize(
     ("content", "message"),
     [
@@ -73,6 +70,9 @@ def test_index_is_generated_from_the_folders():
         (json.dumps({**GOOD, "titel": "x"}), "unknown key 'titel'"),
         (json.dumps({**GOOD, "differs": "stage"}), "'differs' is a str, must be a list"),
         (json.dumps({key: value for key, value in GOOD.items() if key != "claims"}), "lacks claims"),
+        (json.dumps({**GOOD, "claims": {"los_within": 1}}), "'claims.los_within' is no claim; there are loss_within"),
+        (json.dumps({**GOOD, "claims": {"loss_within": "1"}}), "'claims.loss_within' is \"1\", must be a number of at least 0"),
+        (json.dumps({**GOOD, "claims": {"bytes_ratio": math.nan}}), "'claims.bytes_ratio' is NaN, must be a number of at least 0"),
         (json.dumps({**GOOD, "flags": ["--stepz", "3"]}), "'flags': unknown argument '--stepz'; did you mean '--steps'"),
         (json.dumps({**GOOD, "flags": ["--steps", "0"]}), "'flags': --steps: 0 is out of range"),
     ],
@@ -217,5 +217,5 @@ assert "torch" not in sys.modules
 
 
 def test_discovery_imports_no_torch():
-    code = "import sys; from recipes.registry import *; technique_classes(); index_page(); assert 'torch' not in sys.modules"
+    code = "import sys; from recipes.pages import *; technique_classes(); pages(); assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)

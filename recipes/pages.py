@@ -1,0 +1,188 @@
+"""The pages that are written from the recipe folders and from `results.json`, what `launch/compare.py --publish` measured last.
+
+make recipes_table                   # python -m recipes.pages --write
+
+The index in recipes/README.md, the README's own table of recipes, and in each recipe's page the part below `BEGIN`. A test holds that the
+pages are what this writes.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+from recipes.claims import CLAIMS
+from recipes.registry import ROOT, Recipe, both_decide, read_recipe, recipe_names, technique_classes
+
+INDEX = ROOT / "recipes" / "README.md"
+README = ROOT / "README.md"
+RESULTS = ROOT / "recipes" / "results.json"
+
+BEGIN = "<!-- what launch/compare.py measured, written by `make recipes_table`: -->\n"
+END = "<!-- the rest is written by hand -->\n"
+#: The part of a recipe's page that follows what was measured.
+NEXT_PART = "**When it does not help.**"
+SIGNS = {"holds": "✓", "fails": "✗", "cannot be told": "?"}
+#: Rows of a page's table of figures: (name of the figure, how it is called, divided by, format, compared as).
+FIGURES = (
+    ("final_val_loss", "final validation loss", 1, ".4f", "difference"),
+    ("step_seconds", "a step, ms (median)", 1e-3, ",.1f", "ratio"),
+    ("tokens_per_second", "tokens a second (median)", 1, ",.0f", "ratio"),
+    ("seconds_to_reach", "seconds to the control's final loss", 1, ",.1f", "ratio"),
+    ("tokens_to_reach", "tokens to the control's final loss", 1, ",.0f", "ratio"),
+    ("peak_memory_bytes", "peak memory of a rank, MB", 1e6, ",.0f", "ratio"),
+    ("bytes_per_step", "sent by a rank in a step, MB", 1e6, ",.2f", "ratio"),
+    ("skipped_steps", "updates skipped for overflow", 1, ",.1f", "difference"),
+    ("spikes", "steps with a spike of the loss", 1, ",.1f", "difference"),
+)
+
+
+def read_results() -> dict[str, dict[str, Any]]:
+    """What was measured of each recipe, by name, or why it was not: `{"absent": reason}`."""
+    return json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
+
+
+def index_table(results: dict[str, dict[str, Any]]) -> str:
+    """The index of all recipes as a Markdown table."""
+    rows = ["| recipe | what it does | engine JSON | control | claims, and what was found | needs |", "|---|---|---|---|---|---|"]
+    for name in recipe_names():
+        recipe = read_recipe(ROOT / "recipes" / name)
+        claims = "; ".join(_claim(key, value, results.get(name, {})) for key, value in recipe.claims.items())
+        rows.append(
+            f"| [{name}]({name}/README.md) | {recipe.title} | `{recipe.config}` | `{recipe.control}` | {claims} | {recipe.needs or '-'} |"
+        )
+    return "\n".join(rows) + "\n"
+
+
+def _claim(name: str, x: float, found: dict[str, Any]) -> str:
+    """One claim with its verdict, for the index."""
+    verdict = next((one for one in found.get("claims", ()) if (one["claim"], one["threshold"]) == (name, x)), None)
+    if verdict is None:
+        return f"`{name}` {x:g}: not measured"
+    measured = "" if verdict["estimate"] is None else f" ({_estimate(name, verdict['estimate'])})"
+    return f"`{name}` {x:g}: {SIGNS[verdict['outcome']]} {verdict['outcome']}{measured}"
+
+
+def _estimate(claim: str, value: float) -> str:
+    """A mean difference, with its sign, or a mean ratio."""
+    return f"{value:+.4f}" if CLAIMS[claim].scale == "difference" else f"{value:.3f}"
+
+
+def measured_part(recipe: Recipe, found: dict[str, Any] | None) -> str:
+    """What a recipe's page says of the last comparison, between `BEGIN` and `END`."""
+    if found is None:
+        return f"{BEGIN}\nNot yet compared by `launch/compare.py --publish`.\n\n{END}"
+    if "absent" in found:
+        return f"{BEGIN}\n**Compared.** Not on {found['machine']}: {_escaped(found['absent'])}.\n\n{END}"
+    seeds, control = found["seeds"], Path(recipe.control).stem
+    lines = [
+        f"**Compared.** Control and recipe with the same {len(seeds)} seeds, step by step in turns, on {found['ranks']} rank(s) of",
+        f"{found['machine']}, {found['tokens']:,} tokens a run, commit {found['commit']}:",
+        "",
+        f"    {found['command']}",
+        "",
+        "| claim | verdict | measured (95% interval) |",
+        "|---|---|---|",
+    ]
+    for one in found["claims"]:
+        kind = CLAIMS[one["claim"]]
+        interval = "" if one["interval"] is None else " ({} to {})".format(*(_estimate(one["claim"], bound) for bound in one["interval"]))
+        measured = "-" if one["estimate"] is None else _estimate(one["claim"], one["estimate"]) + interval
+        lines.append(f"| {kind.says(one['threshold'])} | {SIGNS[one['outcome']]} **{one['outcome']}** | {measured} |")
+    lines += ["", f"| mean of the seeds | {control} | {recipe.name} | recipe against control (95% interval) |", "|---|---|---|---|"]
+    for name, title, unit, form, scale in FIGURES:
+        figure = found["figures"].get(name)
+        if figure is None or (name in ("skipped_steps", "spikes") and not figure["control"] and not figure["other"]):
+            continue
+        sides = ("not reached" if figure[side] is None else format(figure[side] / unit, form) for side in ("control", "other"))
+        lines.append(f"| {title} | {' | '.join(sides)} | {_against(figure.get(scale), scale, unit, form)} |")
+    loss = found["figures"].get("final_val_loss")
+    ends = f": {loss['control']:.3f} and {loss['other']:.3f} at the end" if loss and None not in (loss["control"], loss["other"]) else ""
+    lines += ["", f"![Validation loss of {control} and {recipe.name} over tokens, {len(seeds)} seeds each{ends}](loss.png)", ""]
+    return BEGIN + "\n" + "\n".join(lines) + "\n" + END
+
+
+def _against(compared: list[float | None] | None, scale: str, unit: float, form: str) -> str:
+    """The mean difference or ratio of the pairs and its interval: `[mean, low, high]`."""
+    if compared is None or compared[0] is None:
+        return "-"
+    shown = [None if value is None else f"{value / unit:+{form}}" if scale == "difference" else f"{value:.3f}" for value in compared]
+    times = "" if scale == "difference" else "x "
+    return f"{times}{shown[0]}" + (f" ({shown[1]} to {shown[2]})" if shown[1] is not None else "")
+
+
+def _escaped(text: str) -> str:
+    return re.sub(r"([<>|*_`\[\]])", r"\\\1", text)
+
+
+def with_measured_part(page: str, part: str) -> str:
+    """A recipe's page with `part` in place of the one that it has, or before what follows what was measured."""
+    if BEGIN in page and END in page:
+        before, _, rest = page.partition(BEGIN)
+        return before + part + rest.partition(END)[2]
+    before, next_part, rest = page.partition(NEXT_PART)
+    assert next_part, f"the page has no part {NEXT_PART}"
+    return f"{before}{part}\n{next_part}{rest}"
+
+
+def combination_table() -> str:
+    """Which recipes with a technique of their own go together, pair by pair, as a Markdown table."""
+    classes = {cls.__module__.split(".")[1]: cls for cls in technique_classes()}
+    rows = [f"| | {' | '.join(classes)} |", "|---" * (len(classes) + 1) + "|"]
+    for name, one in classes.items():
+        cells = [
+            "" if one is other else f"no: both decide {clash}" if (clash := both_decide(one, other)) else "yes"
+            for other in classes.values()
+        ]
+        rows.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join(rows) + "\n"
+
+
+def index_page(results: dict[str, dict[str, Any]]) -> str:
+    """The whole of recipes/README.md, of which the tables are generated and the rest is constant."""
+    claims = "\n".join(f"| `{name}` x | {kind.says('x')} |" for name, kind in CLAIMS.items())
+    return (
+        "# Recipes\n\n"
+        "One folder per technique. Each names the engine JSON that switches it on, the control that it is compared with, the keys in\n"
+        "which the two differ, and what it claims. This page is written by `make recipes_table` from the folders and from `results.json`,\n"
+        "what `launch/compare.py --publish` measured last; a test holds it.\n\n"
+        + index_table(results)
+        + "\nRun one with `deepspeed launch/pretrain.py --recipe recipes/<name>`; compare it with its control, over seeds, with\n"
+        "`python launch/compare.py --recipe recipes/<name>`. A claim is about the mean over pairs of runs, control and recipe with the\n"
+        "same flags and seed, and is judged by one-sided paired t-tests at 5%: ✓ **holds** where the contrary is rejected, ✗ **fails**\n"
+        "where the claim itself is, and ? **cannot be told** where neither is. The figures are of short runs of a small model, which\n"
+        "any machine can repeat.\n\n"
+        "| claim | of a recipe against its control |\n|---|---|\n" + claims + "\n\n## Which go together\n\n"
+        "Recipes that change only DeepSpeed's own sections go with all others that the engine can run; what it cannot is refused before\n"
+        "a run starts. Two together are one recipe and a section more, such as `--recipe recipes/progressive_layer_drop --set\n"
+        "curriculum_learning.enabled=true`, or a JSON with both sections. Those with a technique of their own, pair by pair:\n\n"
+        + combination_table()
+    )
+
+
+def with_table(readme: str, results: dict[str, dict[str, Any]]) -> str:
+    """The text of the project's README with its table of recipes written anew; unchanged where it has none."""
+    table = index_table(results).replace("](", "](recipes/")
+    return re.sub(r"^\| recipe \|.*\n(\|.*\n)*", lambda _: table, readme, count=1, flags=re.MULTILINE)
+
+
+def pages() -> dict[Path, str]:
+    """What every page that is written from the folders and the results must hold."""
+    results = read_results()
+    made = {INDEX: index_page(results), README: with_table(README.read_text(encoding="utf-8"), results)}
+    for name in recipe_names():
+        page = ROOT / "recipes" / name / "README.md"
+        part = measured_part(read_recipe(page.parent), results.get(name))
+        made[page] = with_measured_part(page.read_text(encoding="utf-8"), part)
+    return made
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] == ["--write"]:
+        for page, text in pages().items():
+            page.write_text(text, encoding="utf-8")
+    else:
+        print(index_table(read_results()), end="")
