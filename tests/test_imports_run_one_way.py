@@ -53,8 +53,9 @@ def starts_fast(file: str) -> bool:
         return rest != "loader.py"
     return (
         file.startswith("launch/run/")
-        or file == "launch/pretrain.py"
-        or (package == "recipes" and rest.endswith(("registry.py", "technique.py")))
+        or file.startswith("launch/comparison/")
+        or file in ("launch/pretrain.py", "launch/compare.py")
+        or (package == "recipes" and rest.endswith(("registry.py", "technique.py", "claims.py", "pages.py")))
     )
 
 
@@ -108,6 +109,7 @@ def test_no_script_carries_the_name_of_a_module():
         ("launch/run/x.py", "try:\n    import deepspeed\nexcept ImportError:\n    pass", "must load fast"),
         ("launch/run/x.py", "from transformers import AutoModel", "must load fast"),
         ("launch/pretrain.py", "import torch", "must load fast"),
+        ("launch/comparison/x.py", "import torch", "must load fast"),
     ],
 )
 def test_a_wrong_import_is_found(file, text, fault, tmp_path):

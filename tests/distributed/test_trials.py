@@ -1,0 +1,172 @@
+"""The runs of an experiment take turns, train as they would alone, and go on where they were interrupted."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from launch.comparison.in_turns import train_in_turns
+from launch.comparison.trials import CannotRun, Trial, fitting_groups, in_order, plan_experiment
+from launch.run.metrics import read_metrics
+from launch.run.turns import STEPS
+from recipes.registry import ROOT, read_recipe
+from tests.helpers import resumed_after
+
+#: Without --data: it differs from test to test.
+TINY = ["--n_layer", "2", "--n_head", "2", "--d_model", "32", "--seq_len", "32", "--global_batch_size", "2", "--eval_batches", "1"]
+STEPS_OF_A_RUN = 2 * STEPS + 5
+RECIPE = "recipes/progressive_layer_drop"
+PATIENCE_SECONDS = 180.0
+
+
+def flags(corpus: Path, steps: int = STEPS_OF_A_RUN) -> list[str]:
+    return [*TINY, "--data", str(corpus), "--preset", "nano", "--steps", str(steps), "--eval_every", "20"]
+
+
+def trials(corpus: Path, ranks: int, seeds: int = 1) -> list[Trial]:
+    (group,) = in_order([plan_experiment(read_recipe(ROOT / RECIPE), flags(corpus), [seeds], ranks)])
+    return group
+
+
+def numbers(run: Path) -> list[dict[str, Any]]:
+    """What must not depend on who else makes steps."""
+    return [
+        {key: value for key, value in line.items() if key in ("step", "loss", "val_loss", "grad_norm")}
+        for line in read_metrics(run / "metrics.jsonl")
+    ]
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.long)])
+def test_runs_take_turns_and_train_as_they_would_alone(ranks, corpus, tmp_path):
+    control, own = trials(corpus, ranks)
+    turns: list[tuple[str, int]] = []
+    start = time.monotonic()
+    codes = train_in_turns([control, own], tmp_path, lambda trial: False, lambda trial, steps: turns.append((trial.name, steps)))
+    wall = time.monotonic() - start
+    assert codes == {control.name: 0, own.name: 0}
+    # Both start, then change after each turn; the last turn ends with the run.
+    assert turns == [(one.name, steps) for steps in (0, STEPS, STEPS) for one in (control, own)]
+    ended = [read_metrics(tmp_path / one.name / "metrics.jsonl")[-1] for one in (control, own)]
+    assert [line["step"] for line in ended] == [STEPS_OF_A_RUN] * 2
+    assert sum(line["seconds"] for line in ended) < wall, "a run's clock stands still while it waits"
+    if ranks == 1:
+        alone = [sys.executable, "launch/pretrain.py", *control.flags, "--runs_dir", str(tmp_path), "--run_name", "alone", "--quiet"]
+        subprocess.run(alone, cwd=ROOT, check=True, capture_output=True)
+        assert numbers(tmp_path / "alone") == numbers(tmp_path / control.name)
+
+
+class Command:
+    """`launch/compare.py` with two runs, started in a session of its own."""
+
+    def __init__(self, corpus: Path, folder: Path, out: str, steps: int):
+        self.runs = folder / "trials"
+        command = [
+            "launch/compare.py",
+            "--recipe",
+            RECIPE,
+            "--seeds",
+            "1",
+            "--ranks",
+            "1",
+            "--runs_dir",
+            str(self.runs),
+            *flags(corpus, steps),
+        ]
+        self.process = subprocess.Popen(
+            [sys.executable, *command, "--out", str(folder / out)],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+        )
+
+    def wait_for_steps(self, steps: int) -> None:
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while not all(self.steps_of(run) >= steps for run in self.folders()) or len(self.folders()) < 2:
+            assert self.process.poll() is None, self.process.communicate()[0]
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+
+    def folders(self) -> list[Path]:
+        return sorted(path.parent for path in self.runs.glob("*/metrics.jsonl"))
+
+    def steps_of(self, run: Path) -> int:
+        lines = read_metrics(run / "metrics.jsonl")
+        return lines[-1]["step"] if lines else 0
+
+    def trained_by(self) -> list[psutil.Process]:
+        """The ranks that live, of whatever command started them."""
+        return [one for one in psutil.process_iter(["cmdline"]) if str(self.runs) in (one.info["cmdline"] or [])]
+
+
+def ended(command: Command) -> None:
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while any("launch/pretrain.py" in one.info["cmdline"] for one in command.trained_by()):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.long), (signal.SIGKILL, -9)]
+)
+def test_an_interrupted_comparison_goes_on_where_it_was(number, code, corpus, tmp_path):
+    steps = 40 * STEPS
+    command = Command(corpus, tmp_path, "first", steps)
+    command.wait_for_steps(STEPS)
+    os.kill(command.process.pid, number)
+    output = command.process.communicate(timeout=PATIENCE_SECONDS)[0]
+    assert command.process.returncode == code, output
+    ended(command)  # no rank outlives the command that gives it turns
+    stopped = [command.steps_of(run) for run in command.folders()]
+    assert all(STEPS <= step < steps for step in stopped)
+    if number != signal.SIGKILL:
+        assert "the same command goes on from there" in output
+    again = Command(corpus, tmp_path, "second", steps)
+    output = again.process.communicate(timeout=PATIENCE_SECONDS)[0]
+    assert again.process.returncode == 0, output
+    assert [command.steps_of(run) for run in command.folders()] == [steps] * 2
+    assert [resumed_after(run) for run in command.folders()] == stopped, "each from the checkpoint of its stop"
+    assert (tmp_path / "second" / "report.html").exists()
+    assert not list(command.runs.glob("*/checkpoints/*")), "of finished runs no checkpoints stay"
+
+
+def test_what_this_machine_cannot_run_is_said(corpus):
+    with pytest.raises(CannotRun, match="'tf32' needs CUDA"):
+        plan_experiment(read_recipe(ROOT / "recipes/tf32"), flags(corpus), [1], 2)
+
+
+def test_a_run_is_planned_once_and_named_by_what_decides_its_numbers(corpus):
+    names = ("zero_1", "zero_2", "bf16", "fp32")
+    experiments = {name: plan_experiment(read_recipe(ROOT / "recipes" / name), flags(corpus), [1, 2], 2) for name in names}
+    assert experiments["zero_1"].control == experiments["zero_2"].control or [one.name for one in experiments["zero_1"].control] == [
+        one.name for one in experiments["zero_2"].control
+    ]
+    assert [one.name for one in experiments["bf16"].own] == [one.name for one in experiments["fp32"].control]
+    seeds = in_order(experiments.values())
+    assert [{trial.seed for trial in group} for group in seeds] == [{1}, {2}]
+    assert [len(group) for group in seeds] == [4, 4]  # stages 0, 1, 2 in bf16, and fp32
+    assert all(re.fullmatch(r"zero\d_(bf16|fp32)-[0-9a-f]{8}-seed[12]", trial.name) for group in seeds for trial in group)
+    longer = plan_experiment(read_recipe(ROOT / "recipes/zero_1"), flags(corpus, steps=99), [1], 2)
+    assert longer.own[0].name != experiments["zero_1"].own[0].name
+    kept = plan_experiment(read_recipe(ROOT / "recipes/zero_1"), [*flags(corpus), "--save_every", "7"], [1], 2)
+    assert kept.own[0].name == experiments["zero_1"].own[0].name, "when it saves decides no number"
+
+
+def test_groups_are_what_fits_in_memory(corpus, monkeypatch):
+    group = trials(corpus, ranks=2) * 3
+    assert [len(part) for part in fitting_groups(group, 4)] == [4, 2]
+    assert [len(part) for part in fitting_groups(group, 1)] == [1] * 6
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: type("Memory", (), {"available": 4 * 2**30})())
+    # Two ranks of 366 MiB and a small model each, in three quarters of 4 GiB.
+    assert [len(part) for part in fitting_groups(group, None)] == [4, 2]
