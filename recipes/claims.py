@@ -13,15 +13,18 @@ class ClaimKind(NamedTuple):
     """What the claim `name: x` says.
 
     Attributes:
-        measure: the quantity of a run, as `launch/comparison/runs.py` names it: "final_val_loss" (nats a token), "step_seconds" (the median
-            step), "peak_memory_bytes" (of rank 0), "bytes_sent" (of rank 0, all steps).
-        scale: "difference" (recipe - control) or "ratio" (recipe / control), of which the mean over the pairs is claimed to be
-        direction: "at most" or "at least"
-        sign: the number x times this.
+        measure: the quantity of a run, as `launch/comparison/runs.py` names it: "final_val_loss" (nats a token), "step_seconds" and
+            "tokens_per_second" (of the median step), "peak_memory_bytes" (of rank 0), "bytes_sent" (of rank 0, all steps).
+        quantity: the same in words.
+        scale: what the claim is about: "difference", the mean over seeds of recipe - control, or "ratio", the geometric mean over seeds
+            of recipe / control.
+        direction: "at most" or "at least".
+        sign: the number that the mean is held against is x times this.
         statement: the claim in words, with `{x}`.
     """
 
     measure: str
+    quantity: str
     scale: str
     direction: str
     sign: int
@@ -31,18 +34,24 @@ class ClaimKind(NamedTuple):
         """What the mean difference, or the mean ratio, is held against."""
         return self.sign * x
 
-    def says(self, x: float | str) -> str:
-        """The claim in words, of a number or of a letter that stands for one."""
-        return self.statement.format(x=x if isinstance(x, str) else f"{x:g}")
+    def says(self, x: float) -> str:
+        """The claim in words."""
+        return self.statement.format(x=f"{x:g}")
 
 
+LOSS, STEP = "final validation loss", "time of a step"
+MEMORY, SENT, SPEED = "peak memory of a rank", "bytes that a rank sends", "tokens a second"
 CLAIMS: dict[str, ClaimKind] = {
-    "loss_within": ClaimKind("final_val_loss", "difference", "at most", 1, "the final validation loss is at most {x} above the control's"),
-    "loss_lower_by": ClaimKind(
-        "final_val_loss", "difference", "at most", -1, "the final validation loss is at least {x} below the control's"
+    "loss_within": ClaimKind(
+        "final_val_loss", LOSS, "difference", "at most", 1, "the final validation loss is at most {x} above the control's"
     ),
-    "step_time_ratio": ClaimKind("step_seconds", "ratio", "at most", 1, "a step takes at most {x} of the control's time"),
-    "peak_memory_ratio": ClaimKind("peak_memory_bytes", "ratio", "at most", 1, "a rank's peak of memory is at most {x} of the control's"),
-    "bytes_ratio": ClaimKind("bytes_sent", "ratio", "at most", 1, "a rank sends at most {x} of the control's bytes over the run"),
-    "throughput_ratio": ClaimKind("tokens_per_second", "ratio", "at least", 1, "tokens a second are at least {x} of the control's"),
+    "loss_lower_by": ClaimKind(
+        "final_val_loss", LOSS, "difference", "at most", -1, "the final validation loss is at least {x} below the control's"
+    ),
+    "step_time_ratio": ClaimKind("step_seconds", STEP, "ratio", "at most", 1, "a step takes at most {x} of the control's time"),
+    "peak_memory_ratio": ClaimKind(
+        "peak_memory_bytes", MEMORY, "ratio", "at most", 1, "a rank's peak of memory is at most {x} of the control's"
+    ),
+    "bytes_ratio": ClaimKind("bytes_sent", SENT, "ratio", "at most", 1, "a rank sends at most {x} of the control's bytes over the run"),
+    "throughput_ratio": ClaimKind("tokens_per_second", SPEED, "ratio", "at least", 1, "tokens a second are at least {x} of the control's"),
 }
