@@ -132,8 +132,8 @@ def read_run(folder: str | Path) -> Run:
     except OSError as reason:
         raise UsageError(f"{file}: cannot be read ({reason.strerror}); give a run folder that can") from None
     if unread:
-        torn = "the last line of metrics.jsonl is torn and was left out"
-        remarks.append(torn if unread == 1 else f"line {len(lines) + 1} of metrics.jsonl is damaged: it and the {unread - 1} after it were left out")
+        damaged = f"line {len(lines) + 1} of metrics.jsonl is damaged, and was left out with the {unread - 1} after it"
+        remarks.append(damaged if unread > 1 else "the last line of metrics.jsonl is torn, and was left out")
     lines, rewound = _without_rewound(lines)
     if rewound:
         remarks.append(f"{rewound} steps were written again after a resume, and the later writing counts")
@@ -169,6 +169,7 @@ def _read_description(folder: Path) -> tuple[dict[str, Any], GPTConfig]:
         if type(description.get(key)) is not kind:
             found = f"'{key}' is {json.dumps(description[key])[:40]}" if key in description else f"lacks '{key}'"
             raise UsageError(f"{file}: {found}, must be a {kind.__name__}; the run cannot be compared without")
+    description.setdefault("no_cross_document", False)  # a run from before there was this flag
     try:
         return description, GPTConfig(**description["shape"], vocab_size=description["corpus"].get("vocab_size"))
     except (TypeError, ValueError) as reason:
