@@ -9,13 +9,19 @@ from typing import Any
 
 def read_metrics(file: Path) -> list[dict[str, Any]]:
     """The lines of a `metrics.jsonl`; what a kill left of a last line is not one."""
-    lines = []
-    for text in Path(file).read_text(encoding="utf-8", errors="replace").splitlines():
+    return read_good_lines(file)[0]
+
+
+def read_good_lines(file: Path) -> tuple[list[dict[str, Any]], int]:
+    """The lines of a `metrics.jsonl` up to the first that is none, and how many there are from that one on."""
+    lines: list[dict[str, Any]] = []
+    texts = Path(file).read_text(encoding="utf-8", errors="replace").splitlines()
+    for text in texts:
         try:
             line = json.loads(text)
-        except json.JSONDecodeError:
+        except (ValueError, RecursionError):
             break
-        if not isinstance(line, dict) or "step" not in line:
+        if not isinstance(line, dict) or type(line.get("step")) is not int:
             break
         lines.append(line)
-    return lines
+    return lines, len(texts) - len(lines)
