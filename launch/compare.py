@@ -81,7 +81,7 @@ def build_parser() -> Parser:
 
 #: Flags that say how runs are trained and go to `launch/pretrain.py` as they are.
 PASSED_ON = sorted({action.dest for action in build_parser()._actions} - {
-    "help", "runs", "recipe", "all", "seeds", "out", "force", "quiet", "ranks", "runs_dir", "at_once", "keep_checkpoints"
+    "help", "runs", "recipe", "all", "seeds", "out", "publish", "force", "quiet", "ranks", "runs_dir", "at_once", "keep_checkpoints"
 })  # fmt: skip
 
 
@@ -92,7 +92,7 @@ def main() -> int:
     asked = [word for word, value in (("run folders", flags.runs), ("--recipe", flags.recipe), ("--all", flags.all)) if value]
     if len(asked) != 1:
         raise UsageError(f"give one of: run folders, --recipe DIR, --all{'; given are ' + ' and '.join(asked) if asked else ''}")
-    if flags.runs and (training := sorted(names & {*PASSED_ON, "seeds", "ranks", "runs_dir", "at_once", "keep_checkpoints"})):
+    if flags.runs and (training := sorted(names & {*PASSED_ON, "seeds", "publish", "ranks", "runs_dir", "at_once", "keep_checkpoints"})):
         raise UsageError(
             f"--{training[0]} says how runs are trained, and {flags.runs[0]} is one that exists; leave it out, or give --recipe"
         )
@@ -105,6 +105,12 @@ def main() -> int:
     else:
         comparison = _experiments(flags, _passed_on(flags, names))
     _write(comparison, out)
+    if flags.publish:
+        from launch.comparison.publish import check_publishable, publish
+
+        check_publishable(comparison)
+        publish(comparison, ["--seeds", str(flags.seeds), *_passed_on(flags, names)])
+        say("written: recipes/results.json, the recipes' pictures and pages")
     return 0
 
 
@@ -160,7 +166,7 @@ def _experiments(flags: argparse.Namespace, passed_on: list[str]) -> Any:
         except CannotRun as reason:
             if not flags.all:
                 raise UsageError(f"{folder}: {reason}") from None
-            absent.append(Absent(recipe, str(reason)))
+            absent.append(Absent(recipe.name, str(reason)))
             say(f"{recipe.name} cannot run here: {reason}")
     failures = _train_missing(flags, experiments, runs_dir)
 
@@ -174,7 +180,7 @@ def _experiments(flags: argparse.Namespace, passed_on: list[str]) -> Any:
             pairs.append((experiment.recipe, control, own))
         else:
             trials = (*experiment.control, *experiment.own)
-            absent.append(Absent(experiment.recipe, next(failures[trial.name] for trial in trials if trial.name in failures)))
+            absent.append(Absent(experiment.recipe.name, next(failures[trial.name] for trial in trials if trial.name in failures)))
     return compare_pairs(pairs, absent, flags.force)
 
 
@@ -274,7 +280,7 @@ def _write(comparison: Any, out: Path) -> None:
         for verdict in pair.verdicts:
             say(f"{pair.side.name}: {verdict.claim} {verdict.threshold:g} {verdict.outcome}: {verdict.reason}")
     for missing in comparison.absent:
-        say(f"{missing.recipe.name} was not run: {missing.reason}")
+        say(f"{missing.recipe} was not run: {missing.reason}")
     say(f"the report is {out / 'report.html'}")
 
 

@@ -21,7 +21,7 @@ from launch.run.errors import UsageError
 from launch.run.folder import INCIDENTAL
 from launch.run.json_lines import dotted
 from recipes.claims import CLAIMS
-from recipes.registry import INDEX, Recipe, read_recipe, recipe_names
+from recipes.registry import ROOT, Recipe, read_recipe, recipe_names
 
 Role = Literal["control", "recipe", "run"]
 Settings = dict[str, Any]  # by dotted path
@@ -336,7 +336,7 @@ def _terms(run: Run) -> dict[str, str]:
 def _recipes_of(run: Run) -> list[Recipe]:
     """The recipe that a run was started by, else those of its engine JSON."""
     named = run.description.get("recipe")
-    recipes = [read_recipe(INDEX.parent / name) for name in recipe_names()]
+    recipes = [read_recipe(ROOT / "recipes" / name) for name in recipe_names()]
     return [recipe for recipe in recipes if recipe.name == named] or [recipe for recipe in recipes if recipe.config == _engine_json(run)]
 
 
@@ -430,6 +430,9 @@ def _pair_remarks(pair: Pair) -> Iterator[str]:
             elif run.diverged:
                 judged = "" if run is theirs[seed] else "; for a claim about the loss it counts as infinite"
                 yield f"{title}: seed {seed} is left out of the difference of the final loss: {run.folder} diverged{judged}"
+    moments = {(theirs[seed].description.get("turns"), ours[seed].description.get("turns")) for seed in pair.seeds}
+    if any(one is None or one != other for one, other in moments):
+        yield f"{title}: not all pairs made their steps in turns, so that figures of time are of different hours of a machine too"
     if any(_section(one.key) == "machine" for one in pair.differences):
         yield f"{title}: not all on one machine, so that figures of time and memory are of machines too"
     if pair.recipe and (others := [one.key for one in pair.differences if not _is_named(one.key, pair.recipe)]):
