@@ -63,6 +63,9 @@ def build_parser() -> Parser:
     parser.add_argument("--seeds", type=whole_number(1, 1000), default=3, help="seeds 1 to N of each (3)")
     parser.add_argument("--out", metavar="DIR", help="folder of the report (runs/reports/<name>, or the next free <name>-N)")
     parser.add_argument(
+        "--publish", action="store_true", help="keep what was found in recipes/results.json, from which the recipes' pages are written"
+    )
+    parser.add_argument(
         "--force", action="store_true", help="compare what differs in corpus, tokenizer, validation set or tokens; marked in red"
     )
     parser.add_argument("--quiet", action="store_true", help="no progress; the verdicts and the report's path only")

@@ -179,25 +179,29 @@ class Comparison:
 def compare(runs: Sequence[Run], force: bool = False) -> Comparison:
     """Compares runs as they are given: those of one configuration are a side, and each side has a control.
 
-    That is the side of the engine JSON that its recipe names as its control, if it is among them; of two that name each other, as `bf16`
-    and `fp32` do, the first one given. A side without is compared with the first one given, by figures only.
+    That is the side of the engine JSON that its recipe names as its control, if it is among them. Where two name each other, as `bf16` and
+    `fp32` do, the one started by `--recipe` is the recipe, else the one given later. A side without is compared with the first one given,
+    by figures only.
 
     Raises:
         UsageError: a folder is given twice; or, without `force`, corpora, vocabularies, validation sets or token budgets differ.
     """
     marks = _marks([runs], force)
     groups = group(runs)
-    recipes = [_recipes_of(side[0]) for side in groups]
-    wanted = [(at, recipe) for at in range(len(groups)) for recipe in recipes[at]]
-    controls = {(at, recipe.name): _nearest_side(groups, at, recipe.control) for at, recipe in wanted}
+    known = [read_recipe(ROOT / "recipes" / name) for name in recipe_names()]
+    wanted: list[list[tuple[int, Recipe]]] = []  # for each side: its recipes, each with the place of its control
+    for at, (run, *_) in enumerate(groups):
+        found = [recipe for recipe in known if recipe.name == run.description.get("recipe")]
+        found = found or [recipe for recipe in known if recipe.config == _engine_json(run)]
+        controls = [_nearest_side(groups, at, recipe.control) for recipe in found]
+        wanted.append([(control, recipe) for control, recipe in zip(controls, found, strict=True) if control is not None])
+    priority = [(bool(side[0].description.get("recipe")), at) for at, side in enumerate(groups)]
     pairings: list[tuple[int, int, Recipe | None]] = []
-    for at, recipe in wanted:
-        control = controls[at, recipe.name]
-        if control is None:
-            continue
-        mutual = any(controls[control, other.name] == at for other in recipes[control])
-        if not mutual or control < at:
-            pairings.append((control, at, recipe))
+    for at, own in enumerate(wanted):
+        for control, recipe in own:
+            mutual = any(place == at for place, _ in wanted[control])
+            if not mutual or priority[at] > priority[control]:
+                pairings.append((control, at, recipe))
     paired = {at for control, side, _ in pairings for at in (control, side)}
     pairings += [(0, at, None) for at in range(1, len(groups)) if at not in paired]
     return _compared(groups, sorted(pairings, key=lambda pairing: pairing[:2]), marks, ())
@@ -333,13 +337,6 @@ def _terms(run: Run) -> dict[str, str]:
     }
 
 
-def _recipes_of(run: Run) -> list[Recipe]:
-    """The recipe that a run was started by, else those of its engine JSON."""
-    named = run.description.get("recipe")
-    recipes = [read_recipe(ROOT / "recipes" / name) for name in recipe_names()]
-    return [recipe for recipe in recipes if recipe.name == named] or [recipe for recipe in recipes if recipe.config == _engine_json(run)]
-
-
 def _engine_json(run: Run) -> str:
     """`ds_configs/<name>.json`, as recipes name it; the run may have been made in another checkout."""
     return "/".join(Path(run.description["config_file"]).parts[-2:])
@@ -367,6 +364,8 @@ def _compared(
     sides = [Side(name, roles.get(at, "run"), runs) for at, (name, runs) in enumerate(zip(names, groups, strict=True))]
     pairs = [_pair(sides[control], sides[side], recipe) for control, side, recipe in pairings]
     remarks = [remark for side in sides for remark in _side_remarks(side)] + [remark for pair in pairs for remark in _pair_remarks(pair)]
+    if len(sides) == 1:
+        remarks.append("all runs are of one configuration, and so one side: there is nothing to compare it with")
     return Comparison(tuple(sides), tuple(pairs), marks, tuple(absent), tuple(dict.fromkeys(remarks)))
 
 
@@ -425,11 +424,12 @@ def _pair_remarks(pair: Pair) -> Iterator[str]:
         yield f"{title}: seed {', '.join(map(str, alone))} was run on one side only, and is in no difference and no verdict"
     for seed in pair.seeds:
         for run in (theirs[seed], ours[seed]):
-            if run.state == "unfinished":
-                yield f"{title}: seed {seed} is left out of the final loss and of sums over the run: {run.folder} is unfinished"
-            elif run.diverged:
+            sums = "" if run.finished else " and of sums over the run"
+            if run.diverged:
                 judged = "" if run is theirs[seed] else "; for a claim about the loss it counts as infinite"
-                yield f"{title}: seed {seed} is left out of the difference of the final loss: {run.folder} diverged{judged}"
+                yield f"{title}: seed {seed} is left out of the difference of the final loss{sums}, as {run.folder} diverged{judged}"
+            elif sums:
+                yield f"{title}: seed {seed} is left out of the final loss{sums}, as {run.folder} is unfinished"
     moments = {(theirs[seed].description.get("turns"), ours[seed].description.get("turns")) for seed in pair.seeds}
     if any(one is None or one != other for one, other in moments):
         yield f"{title}: not all pairs made their steps in turns, so that figures of time are of different hours of a machine too"
@@ -456,7 +456,10 @@ def _numbers(run: Run, target: float | None) -> dict[str, float]:
 
 
 def reached_at(x: Column, loss: Column, target: float) -> float | None:
-    """The `x` at which `loss`, (rows,) both, is first at or below `target`, on straight lines between the rows that have a loss; or None."""
+    """The `x` at which `loss`, (rows,) both, is first at or below `target`, on straight lines between the rows that have a loss.
+
+    None where it never is.
+    """
     known = np.isfinite(loss) & np.isfinite(x)
     x, loss = x[known], loss[known]
     below = np.flatnonzero(loss <= target)
@@ -478,13 +481,13 @@ def _spread(values: Mapping[int, float]) -> Spread:
 
 def _paired(control: Mapping[int, float], other: Mapping[int, float], scale: Literal["difference", "ratio"]) -> Spread | None:
     """What other has over control, seed by seed, of the seeds of which both are finite."""
-    both = {seed: (before, other[seed]) for seed, before in control.items() if seed in other}
-    both = {seed: pair for seed, pair in both.items() if all(map(math.isfinite, pair))}
-    if not both or (scale == "ratio" and min(map(min, both.values())) <= 0):
+    seeds = tuple(seed for seed in control if seed in other and math.isfinite(control[seed]) and math.isfinite(other[seed]))
+    before, after = ([side[seed] for seed in seeds] for side in (control, other))
+    if not seeds or (scale == "ratio" and min(*before, *after) <= 0):
         return None
-    values = [after / before if scale == "ratio" else after - before for before, after in both.values()]
-    mean, low, high = paired_interval(*zip(*both.values(), strict=True), scale) or (values[0], None, None)
-    return Spread(tuple(both), tuple(values), mean, _deviation(values), low, high)
+    values = tuple(b / a if scale == "ratio" else b - a for a, b in zip(before, after, strict=True))
+    mean, low, high = paired_interval(before, after, scale) or (values[0], None, None)
+    return Spread(seeds, values, mean, _deviation(values), low, high)
 
 
 def _deviation(values: Sequence[float]) -> float | None:

@@ -73,7 +73,7 @@ class Run:
 
     @property
     def state(self) -> str:
-        """ "finished", "failed" (could not go on) or "unfinished" (still going, or stopped)."""
+        """In a word: "finished", "failed" (it could not go on) or "unfinished" (still going, or stopped)."""
         return "finished" if self.finished else "failed" if self.diverged else "unfinished"
 
     def measures(self) -> dict[str, float]:
@@ -107,8 +107,8 @@ class Run:
         if "skipped_steps" in columns and len(values := _finite(columns["skipped_steps"])):
             measures["skipped_steps"] = float(values[-1])
         loss = np.nan_to_num(columns["loss"][trained], nan=np.inf)
-        lowest_before = np.minimum.accumulate(loss)[:-1]
-        measures["spikes"] = float(np.count_nonzero((loss[1:] > SPIKE_RATIO * lowest_before) | np.isinf(loss[1:])) + np.isinf(loss[0]))
+        lowest_before = np.minimum.accumulate([np.inf, *loss[:-1]])
+        measures["spikes"] = float(np.count_nonzero((loss > SPIKE_RATIO * lowest_before) | np.isinf(loss)))
         measures["non_finite_losses"] = float(np.count_nonzero(np.isinf(loss)))
         measures["flops"] = float(columns["flops"][-1])
         return measures
@@ -136,10 +136,10 @@ def read_run(folder: str | Path) -> Run:
         remarks.append(damaged if unread > 1 else "the last line of metrics.jsonl is torn, and was left out")
     lines, rewound = _without_rewound(lines)
     if rewound:
-        remarks.append(f"{rewound} steps were written again after a resume, and the later writing counts")
+        remarks.append(f"{rewound} lines were left out, of steps that a resume went back behind: each step counts as it was written last")
     if not lines:
         remarks.append("no step is in metrics.jsonl")
-    columns = _columns(lines, description, model)
+    columns = _columns(lines, model)
     if gaps := _gaps(columns["step"]):
         remarks.append(f"no lines of {gaps}: sums over the run lack them")
     for key, name in (("loss", "training loss"), ("val_loss", "validation loss")):
@@ -191,7 +191,7 @@ def _without_rewound(lines: list[dict[str, Any]]) -> tuple[list[dict[str, Any]],
     return kept[::-1], len(lines) - len(kept)
 
 
-def _columns(lines: list[dict[str, Any]], description: dict[str, Any], model: GPTConfig) -> dict[str, Column]:
+def _columns(lines: list[dict[str, Any]], model: GPTConfig) -> dict[str, Column]:
     names = dict.fromkeys([*COLUMNS, *(name for line in lines for name in line)])
     columns = {}
     for name in names:
@@ -208,7 +208,9 @@ def _column(values: Sequence[Any]) -> Column:
     """Numbers as they are; everything else, and what is not finite, as NaN."""
     try:
         column = np.array(values, dtype=np.float64)
-    except (TypeError, ValueError, OverflowError):  # something among them is a text, a list or a number of hundreds of digits
+    except (TypeError, ValueError, OverflowError):  # texts, or integers of hundreds of digits, are among them
+        column = np.empty((0, 0))
+    if column.ndim != 1:
         column = np.array([value if _is_finite(value) else np.nan for value in values], dtype=np.float64)
     column[~np.isfinite(column)] = np.nan
     return column
@@ -252,7 +254,7 @@ def _ending(folder: Path, description: dict[str, Any], lines: list[dict[str, Any
     last = lines[-1] if lines else {"step": 0, "tokens": 0}
     tokens, total = last.get("tokens"), description["total_tokens"]
     tokens = tokens if _is_finite(tokens) else 0
-    if tokens >= total:
+    if lines and tokens >= total:
         diverged = "val_loss" in last and not _is_finite(last["val_loss"])
         if not diverged and description["eval_every"] and "val_loss" not in last:
             remarks.append("its end was not evaluated")

@@ -1,0 +1,394 @@
+"""Runs are paired as controlled experiments: what may be compared, with which control, what differs, and by how much."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+import math
+
+import numpy as np
+import pytest
+
+from launch.comparison.comparison import Absent, compare, compare_pairs, differences, group, reached_at, settings
+from launch.comparison.runs import read_run
+from launch.run.errors import UsageError
+from recipes.registry import ROOT, read_recipe
+from tests.run_folders import description, line, lines, write_run
+
+ZERO_1 = ("--deepspeed_config", "ds_configs/zero1_bf16.json")
+FP32 = ("--deepspeed_config", "ds_configs/zero1_fp32.json")
+PLD = ("--recipe", "recipes/progressive_layer_drop")
+
+
+@pytest.fixture
+def make(corpus, tmp_path):
+    """Writes a run with the description that `flags` have, and reads it; `change` is merged into the description."""
+
+    def run(name, flags, seed=1, of_steps=None, change=None, **metrics):
+        said = merged(description(corpus, *flags, seed=seed), change or {})
+        return read_run(write_run(tmp_path / name, said, lines(**metrics) if of_steps is None else of_steps))
+
+    return run
+
+
+def merged(value, change):
+    """`value` with the values of `change` in its sections."""
+    if not isinstance(change, dict):
+        return change
+    return value | {key: merged(value.get(key, {}), member) for key, member in change.items()}
+
+
+def test_figures_are_of_pairs_with_the_same_seed(make):
+    runs = [make(f"pld-{seed}", PLD, seed, final=final, step_seconds=0.4) for seed, final in ((2, 4.75), (1, 4.25))]
+    runs += [make(f"control-{seed}", ZERO_1, seed, final=final, step_seconds=0.5) for seed, final in ((1, 4.0), (2, 4.25), (3, 9.0))]
+    comparison = compare(runs)
+    (pair,) = comparison.pairs
+    assert (pair.control.name, pair.control.role, pair.side.name, pair.side.role) == (
+        "zero1_bf16",
+        "control",
+        "progressive_layer_drop",
+        "recipe",
+    )
+    assert pair.recipe and pair.recipe.name == "progressive_layer_drop" and pair.seeds == (1, 2)
+    loss = pair.figures["final_val_loss"]
+    assert (loss.control.seeds, loss.control.values, loss.control.mean) == ((1, 2, 3), (4.0, 4.25, 9.0), 5.75)
+    assert (loss.other.values, loss.other.mean, loss.other.low, loss.other.high) == ((4.25, 4.75), 4.5, 4.25, 4.75)
+    assert loss.other.deviation == pytest.approx(0.25 * math.sqrt(2))
+    assert loss.difference and (loss.difference.seeds, loss.difference.values, loss.difference.mean) == ((1, 2), (0.25, 0.5), 0.375)
+    half = 12.706205 * 0.125  # t of 97.5% with one degree of freedom x the standard error of 0.25 and 0.5
+    assert (loss.difference.low, loss.difference.high) == pytest.approx((0.375 - half, 0.375 + half))
+    assert loss.ratio is None
+    time = pair.figures["step_seconds"]
+    assert time.difference and time.ratio and (time.difference.mean, time.ratio.mean) == pytest.approx((-0.1, 0.8))
+    assert [(verdict.claim, verdict.outcome) for verdict in pair.verdicts] == [
+        ("loss_within", "cannot be told"),
+        ("step_time_ratio", "holds"),
+    ]
+    title = "progressive_layer_drop against zero1_bf16"
+    assert comparison.remarks == (f"{title}: seed 3 was run on one side only, and is in no difference and no verdict",)
+
+
+def test_one_pair_has_a_difference_without_an_interval(make):
+    (pair,) = compare([make("a", ZERO_1), make("b", PLD, final=4.5)]).pairs
+    difference = pair.figures["final_val_loss"].difference
+    assert difference and (difference.mean, difference.low, difference.high, difference.deviation) == (0.5, None, None, None)
+    assert {verdict.outcome for verdict in pair.verdicts} == {"cannot be told"}
+
+
+def test_the_controls_final_loss_is_reached_between_two_evaluations(make):
+    faster = lines(final=3.0)
+    faster[10]["val_loss"] = 5.0
+    (pair,) = compare([make("a", ZERO_1, final=4.0), make("b", PLD, of_steps=faster)]).pairs
+    # 5.0 after 10 steps and 3.0 after 20: 4.0 after 15, of 1,024 tokens and 0.5 s, after 1 s
+    assert pair.figures["tokens_to_reach"].other.values == (15 * 1024,)
+    assert pair.figures["seconds_to_reach"].other.values == (8.5,)
+    assert pair.figures["tokens_to_reach"].control.values == (20 * 1024,)
+    (never,) = compare([make("c", ZERO_1, final=4.0), make("d", PLD, final=4.5)]).pairs
+    reached = never.figures["tokens_to_reach"]
+    assert (reached.other.values, reached.other.mean, reached.difference, reached.ratio) == ((), None, None, None)
+
+
+def test_a_loss_is_reached_at_the_first_crossing():
+    x, loss = np.arange(6.0), np.array([math.nan, 6, 4, math.nan, 5, 2])
+    assert reached_at(x, loss, 5.0) == 1.5
+    assert reached_at(x, loss, 3.0) == 4 + 2 / 3
+    assert reached_at(x, loss, 7.0) == 1.0
+    assert reached_at(x, loss, 1.0) is None
+
+
+# --- sides and their controls ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_seed_and_the_names_make_no_other_side(make, tmp_path):
+    def infinity(name):  # whose weights go to a drive, into the run's folder
+        return "--recipe", "recipes/zero_infinity", "--run_name", name, "--runs_dir", str(tmp_path)
+
+    names = {"created": "another day", "command": ["another"], "resume": True, "quiet": True, "resumes": [{}], "turns": "t"}
+    files = {"recipe": None, "config_file": "/x/ds_configs/y.json"}
+    runs = [make("one", infinity("one"), 1), make("two", infinity("two"), 2, change={**names, **files})]
+    assert "two/nvme" in json.dumps(runs[1].description["engine"])
+    assert differences(runs[:1], runs[1:]) == ()
+    assert [len(side) for side in group(runs)] == [2]
+
+
+def test_every_value_at_any_depth_is_found_to_differ(make):
+    run = make("r", PLD)
+    keys = settings(run)
+    assert {"optimizer.params.betas", "engine.zero_optimization.stage", "corpus.sources[0].bytes", "machine.host", "versions.torch"} <= set(
+        keys
+    )
+
+    def places(value, path=()):
+        if isinstance(value, dict):
+            for key, member in value.items():
+                yield from places(member, (*path, key))
+        elif isinstance(value, list):
+            for place, item in enumerate(value):
+                yield from places(item, (*path, place))
+        else:
+            yield path, value
+
+    names = {"seed", "run_name", "runs_dir", "created", "command", "resume", "quiet", "turns", "recipe", "config_file"}
+    every = list(places({key: value for key, value in run.description.items() if key not in names}))
+    assert len(every) > 60
+    for path, value in every:
+        changed = copy.deepcopy(run.description)
+        at = changed
+        for key in path[:-1]:
+            at = at[key]
+        for other in (f"not {value}", not value, None, [value], {"deeper": value}):
+            if value is None and other is None:
+                continue
+            at[path[-1]] = other
+            assert differences([run], [with_description(run, changed)]), path
+
+
+def with_description(run, description):
+    return dataclasses.replace(run, description=description)
+
+
+def test_a_value_that_is_written_in_another_way_is_the_same(make):
+    run = make("r", ZERO_1)
+    written = merged(
+        run.description, {"engine": {"zero_optimization": {"reduce_bucket_size": 5e7}}, "optimizer": {"params": {"eps": 1e-8}}}
+    )
+    assert differences([run], [with_description(run, written)]) == ()
+    assert len(group([run, with_description(run, written)])) == 1
+
+
+def test_a_setting_that_stands_twice_is_shown_once(make):
+    control, other = make("a", ZERO_1), make("b", (*ZERO_1, "--lr", "0.001", "--micro_batch_size", "2"))
+    found = {one.key: (one.control, one.other) for one in compare([control, other]).pairs[0].differences}
+    assert found == {
+        "engine.train_micro_batch_size_per_gpu": (4, 2),
+        "engine.gradient_accumulation_steps": (1, 2),
+        "optimizer.params.lr": (0.002, 0.001),
+        "scheduler.params.min_lr": (0.0002, 0.0001),
+    }
+
+
+def test_runs_of_one_side_may_differ_in_commit_and_machine_which_is_shown(make):
+    runs = [make(f"a{seed}", ZERO_1, seed, change={"commit": f"commit{seed}", "machine": {"host": "here"}}) for seed in (1, 2)]
+    runs += [make(f"b{seed}", PLD, seed, change={"commit": "commit1", "machine": {"host": f"host{seed}"}}) for seed in (1, 2)]
+    comparison = compare(runs)
+    (pair,) = comparison.pairs
+    found = {one.key: (one.control, one.other) for one in pair.differences if not one.key.startswith("techniques")}
+    assert found == {
+        "commit": ("commit1 (seed 1); commit2 (seed 2)", "commit1"),
+        "machine.host": ("here", "host1 (seed 1); host2 (seed 2)"),
+    }
+    assert any("not all on one machine" in remark for remark in comparison.remarks)
+
+
+def test_a_side_is_compared_with_the_control_of_its_recipe_wherever_it_is_given(make):
+    runs = [make("pld", PLD), make("fp32", FP32), make("lower", (*ZERO_1, "--lr", "0.001")), make("zero1", ZERO_1)]
+    comparison = compare(runs)
+    pairs = [(pair.control.runs[0].name, pair.side.runs[0].name, pair.recipe and pair.recipe.name) for pair in comparison.pairs]
+    # of two controls that which differs least; of bf16 and fp32, each the other's control, the one given later is the recipe
+    assert pairs == [("fp32", "lower", "bf16"), ("fp32", "zero1", "bf16"), ("zero1", "pld", "progressive_layer_drop")]
+    assert [side.name for side in comparison.sides] == [
+        "progressive_layer_drop",
+        "zero1_fp32",
+        "zero1_bf16, lr 0.001",
+        "zero1_bf16, lr 0.002",
+    ]
+    assert [side.role for side in comparison.sides] == ["recipe", "control", "recipe", "control"]
+
+
+def test_a_recipe_that_a_run_was_started_by_is_the_recipe(make):
+    by_recipe = make("fp32", ("--recipe", "recipes/fp32"))
+    (pair,) = compare([make("bf16", ZERO_1), by_recipe]).pairs
+    assert pair.recipe and pair.recipe.name == "fp32" and pair.side.runs == (by_recipe,)
+    (pair,) = compare([by_recipe, make("again", ZERO_1)]).pairs
+    assert pair.recipe and pair.recipe.name == "fp32" and pair.side.runs == (by_recipe,)
+
+
+def test_without_a_recipe_the_first_one_given_is_the_control(make):
+    comparison = compare([make("b", (*ZERO_1, "--lr", "0.001")), make("a", ZERO_1), make("c", (*ZERO_1, "--warmup_steps", "0"))])
+    assert [(pair.control.runs[0].name, pair.side.runs[0].name, pair.recipe, pair.verdicts) for pair in comparison.pairs] == [
+        ("b", "a", None, ()),
+        ("b", "c", None, ()),
+    ]
+    assert [side.role for side in comparison.sides] == ["control", "run", "run"]
+    assert [side.name for side in comparison.sides] == ["zero1_bf16 (1)", "zero1_bf16 (2)", "zero1_bf16 (3)"]
+
+
+def test_more_than_the_recipe_says_is_remarked(make):
+    comparison = compare([make("a", ZERO_1), make("b", (*PLD, "--lr", "0.001"))])
+    assert any("more differs than the recipe says" in remark and "optimizer.params.lr" in remark for remark in comparison.remarks)
+    assert compare([make("c", ZERO_1), make("d", PLD)]).remarks == ()
+    assert compare([make("e", FP32), make("f", ZERO_1)]).remarks == ()
+
+
+def test_runs_of_one_configuration_alone_are_one_side(make):
+    comparison = compare([make("a", ZERO_1, 2), make("b", ZERO_1, 1)])
+    assert comparison.pairs == () and [run.seed for run in comparison.sides[0].runs] == [1, 2]
+    assert comparison.remarks == ("all runs are of one configuration, and so one side: there is nothing to compare it with",)
+
+
+def test_a_seed_that_was_run_twice_counts_once(make):
+    runs = [make("a", ZERO_1, final=4.0), make("again", ZERO_1, final=5.0), make("b", PLD, final=4.5)]
+    comparison = compare(runs)
+    assert len(comparison.pairs[0].control.runs) == 2
+    difference = comparison.pairs[0].figures["final_val_loss"].difference
+    assert difference and difference.values == (0.5,)
+    (remark,) = comparison.remarks
+    assert remark == f"zero1_bf16: seed 1 was run more than once; {runs[0].folder} counts, {runs[1].folder} is only drawn"
+
+
+def test_recipes_that_share_runs_share_a_side(make):
+    zero_0 = ("--deepspeed_config", "ds_configs/zero0_bf16.json")
+    control, zero_1, pld = make("zero0", zero_0), make("zero1", ZERO_1), make("pld", PLD)
+    recipes = {name: read_recipe(ROOT / "recipes" / name) for name in ("zero_1", "progressive_layer_drop")}
+    experiments = [(recipes["progressive_layer_drop"], [zero_1], [pld]), (recipes["zero_1"], [control], [zero_1])]
+    comparison = compare_pairs(experiments, [Absent("fp8", "needs a GPU")])
+    assert [(side.name, side.role) for side in comparison.sides] == [
+        ("zero1_bf16", "control"),
+        ("progressive_layer_drop", "recipe"),
+        ("zero0_bf16", "control"),
+    ]
+    assert comparison.pairs[0].control is comparison.pairs[1].side
+    assert comparison.as_json()["absent"] == [{"recipe": "fp8", "reason": "needs a GPU"}]
+
+
+# --- what is refused ------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "values"),
+    [
+        ({"corpus_fingerprint": "f" * 64}, ("corpus_fingerprint", "f" * 16)),
+        ({"corpus": {"vocab_size": 512}}, ("vocabulary", "512 ids", "1,024 ids")),
+        ({"eval_batches": 8}, ("validation set", "64 sequences of 128", "128 sequences of 128")),
+        ({"shape": {"seq_len": 64}}, ("validation set", "128 sequences of 64", "128 sequences of 128")),
+        ({"no_cross_document": True}, ("validation set", "documents apart")),
+        ({"total_tokens": 40_960}, ("token budget (total_tokens)", "40,960", "20,480")),
+    ],
+)
+def test_losses_of_different_things_are_refused_or_marked(change, values, make):
+    runs = [make("a", ZERO_1, 1), make("b", ZERO_1, 2), make("c", PLD, 1, change=change), make("d", PLD, 2, change=change)]
+    recipe = read_recipe(ROOT / "recipes/progressive_layer_drop")
+    for compared in (lambda force: compare(runs, force), lambda force: compare_pairs([(recipe, runs[:2], runs[2:])], (), force)):
+        with pytest.raises(UsageError) as refusal:
+            compared(False)
+        (fault,) = refusal.value.faults
+        assert all(value in fault for value in (*values, "--force", str(runs[0].folder), str(runs[2].folder)))
+        forced = compared(True)
+        (mark,) = forced.marks
+        assert all(value in mark for value in values) and "--force" not in mark
+        assert len(forced.pairs) == 1 and forced.as_json()["marks"] == [mark]
+
+
+def test_a_folder_that_is_given_twice_is_refused_even_with_force(make):
+    run = make("a", ZERO_1)
+    with pytest.raises(UsageError, match="given twice"):
+        compare([run, read_run(run.folder.parent / "." / "a")], force=True)
+
+
+def test_runs_from_before_there_was_a_flag_are_compared(make, corpus, tmp_path):
+    old = {key: value for key, value in description(corpus, *ZERO_1, seed=2).items() if key != "no_cross_document"}
+    assert len(compare([make("a", ZERO_1), read_run(write_run(tmp_path / "old", old, lines()))]).sides) == 1
+
+
+# --- runs that did not end well -------------------------------------------------------------------------------------------------------
+
+
+def test_a_recipe_that_diverges_fails_its_claim_about_the_loss(make):
+    runs = [make(f"a{seed}", ZERO_1, seed) for seed in (1, 2, 3)]
+    runs += [make(f"b{seed}", PLD, seed) for seed in (1, 2)]
+    runs.append(make("b3", PLD, 3, of_steps=[*lines()[:7], line(7, None)]))
+    comparison = compare(runs)
+    (pair,) = comparison.pairs
+    assert pair.verdicts[0].outcome == "fails" and "diverged" in pair.verdicts[0].reason
+    loss = pair.figures["final_val_loss"]
+    assert loss.other.mean == math.inf and loss.difference and loss.difference.seeds == (1, 2)
+    assert pair.figures["bytes_sent"].other.seeds == (1, 2)
+    assert any(
+        f"seed 3 is left out of the difference of the final loss and of sums over the run, as {runs[-1].folder}" in remark
+        for remark in comparison.remarks
+    )
+    written = json.loads(json.dumps(comparison.as_json(), allow_nan=False))
+    assert written["pairs"][0]["figures"]["final_val_loss"]["other"]["values"] == [4.0, 4.0, None]
+
+
+def test_a_control_that_diverges_is_left_out(make):
+    runs = [make("a1", ZERO_1, 1), make("a2", ZERO_1, 2, final=None), make("b1", PLD, 1), make("b2", PLD, 2)]
+    comparison = compare(runs)
+    (pair,) = comparison.pairs
+    assert pair.verdicts[0].pairs == 1 and pair.verdicts[1].pairs == 2
+    difference = pair.figures["final_val_loss"].difference
+    assert difference and difference.seeds == (1,)
+    assert any(
+        f"seed 2 is left out of the difference of the final loss, as {runs[1].folder} diverged" in remark for remark in comparison.remarks
+    )
+
+
+def test_an_unfinished_run_is_in_no_pair_of_the_final_loss_or_of_sums(make):
+    runs = [make(f"a{seed}", ZERO_1, seed) for seed in (1, 2)]
+    runs += [make("b1", PLD, 1), make("b2", PLD, 2, of_steps=lines()[:15])]
+    comparison = compare(runs)
+    (pair,) = comparison.pairs
+    assert {name: figure.difference and figure.difference.seeds for name, figure in pair.figures.items()} == {
+        "final_val_loss": (1,),
+        "tokens_per_second": (1, 2),
+        "step_seconds": (1, 2),
+        "seconds": (1,),
+        "seconds_to_reach": (1,),
+        "tokens_to_reach": (1,),
+        "peak_memory_bytes": (1, 2),
+        "bytes_per_step": (1, 2),
+        "bytes_sent": (1,),
+        "flops": (1,),
+        "spikes": (1,),
+        "non_finite_losses": (1,),
+    }
+    assert pair.verdicts[0].pairs == 1
+    assert any(
+        f"seed 2 is left out of the final loss and of sums over the run, as {runs[3].folder} is unfinished" in one
+        for one in comparison.remarks
+    )
+
+
+@pytest.mark.parametrize("of_steps", [[], lines()[:1], lines()[:3]])
+def test_a_run_that_has_hardly_begun_is_compared(of_steps, make):
+    (pair,) = compare([make("a", ZERO_1, of_steps=of_steps), make("b", PLD, of_steps=of_steps)]).pairs
+    assert "final_val_loss" not in pair.figures and [verdict.pairs for verdict in pair.verdicts] == [0, 0]
+
+
+# --- report.json ----------------------------------------------------------------------------------------------------------------------
+
+
+def test_the_report_is_plain_json_with_where_each_number_comes_from(make):
+    name = "<script>alert(1)<" + "script>"
+    runs = [make("a", ZERO_1), make(name, PLD, final=4.5)]
+    comparison = compare(runs)
+    written = comparison.as_json()
+    assert json.loads(json.dumps(written, allow_nan=False)) == written
+    (pair,) = written["pairs"]
+    assert (pair["recipe"], pair["control"], pair["side"], pair["seeds"]) == (
+        "progressive_layer_drop",
+        "zero1_bf16",
+        "progressive_layer_drop",
+        [1],
+    )
+    assert {"key": "techniques.progressive_layer_drop.theta", "control": None, "other": 0.5} in pair["differences"]
+    assert pair["figures"]["final_val_loss"]["difference"]["mean"] == 0.5
+    assert [claim["claim"] for claim in pair["claims"]] == ["loss_within", "step_time_ratio"]
+    for claim in pair["claims"]:
+        assert {
+            "outcome",
+            "reason",
+            "null",
+            "estimate",
+            "interval",
+            "p_holds",
+            "p_fails",
+            "pairs",
+            "seeds_needed",
+            "statement",
+        } <= claim.keys()
+    (run,) = written["sides"][1]["runs"]
+    assert (run["name"], run["folder"], run["seed"], run["state"]) == (name, str(runs[1].folder), 1, "finished")
+    assert run["commit"] == runs[1].description["commit"] and run["machine"] == runs[1].description["machine"]
+    assert run["measures"]["final_val_loss"] == 4.5

@@ -1,0 +1,227 @@
+"""A run's folder is read as far as it is good, whatever state the run is in, and what is wrong with it is said."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import numpy as np
+import pytest
+
+from launch.comparison.runs import read_run
+from launch.run.errors import UsageError
+from model.accounting import flops_per_token
+from model.presets import GPTConfig
+from tests.run_folders import TOKENS, description, line, lines, write_run
+
+ZERO_1 = ("--deepspeed_config", "ds_configs/zero1_bf16.json")
+FP16 = ("--deepspeed_config", "ds_configs/zero1_fp16.json")
+
+
+@pytest.fixture(scope="module")
+def said(corpus):
+    """The description of a run of 20 steps in bf16."""
+    return description(corpus, *ZERO_1)
+
+
+def test_a_finished_run_has_the_measures_that_its_lines_have(said, tmp_path):
+    steps = lines(final=4.25)
+    for number, one in enumerate(steps[1:], 1):
+        one |= {"step_seconds": 9.0 if number <= 10 else 0.1 * number, "bytes_sent": 10 * number, "skipped_steps": 2, "mfu": 0.25}
+    steps[5]["loss"] = 6.1  # above 1.2 x 5.0
+    steps[6]["loss"] = 5.9
+    run = read_run(write_run(tmp_path / "r", said, steps))
+    assert run.finished and not run.diverged and run.state == "finished" and run.remarks == ()
+    assert run.measures() == pytest.approx(
+        {
+            "final_val_loss": 4.25,
+            "step_seconds": 1.55,  # the middle of 1.1, 1.2, ..., 2.0
+            "tokens_per_second": 2048,
+            "mfu": 0.25,
+            "seconds": 11,
+            "peak_memory_bytes": 1020,
+            "bytes_per_step": 105,
+            "bytes_sent": 2100,
+            "skipped_steps": 2,
+            "spikes": 1,
+            "non_finite_losses": 0,
+            "flops": 20 * TOKENS * flops_per_token(GPTConfig(**said["shape"], vocab_size=1024)),
+        }
+    )
+
+
+def test_columns_have_an_entry_for_each_line(said, tmp_path):
+    steps = [line(step, theta=0.5, note="a text", shares=[1, 2], large=10**400) for step in range(4)]
+    steps[2]["theta"] = "a text"
+    columns = read_run(write_run(tmp_path / "r", said, steps)).columns
+    assert {len(column) for column in columns.values()} == {4}
+    np.testing.assert_array_equal(columns["step"], [0, 1, 2, 3])
+    np.testing.assert_array_equal(columns["loss"], [math.nan, 5, 5, 5])
+    np.testing.assert_array_equal(columns["val_loss"], [math.nan] * 4)
+    np.testing.assert_array_equal(columns["theta"], [0.5, 0.5, math.nan, 0.5])
+    np.testing.assert_array_equal(columns["bytes"], [0, 100, 200, 300])
+    assert not {"note", "shares", "large"} & columns.keys()
+
+
+def test_flops_are_those_of_the_blocks_and_the_lengths_that_ran(said, tmp_path):
+    model = GPTConfig(**said["shape"], vocab_size=1024)
+    steps = [line(0), line(1, kept_blocks=2.5), line(2, seq_len=64), line(3)]
+    columns = read_run(write_run(tmp_path / "r", said, steps)).columns
+    each = [0, flops_per_token(model, kept_blocks=2.5), flops_per_token(model, 64), flops_per_token(model)]
+    np.testing.assert_allclose(columns["flops"], TOKENS * np.cumsum(each), rtol=1e-12)
+
+
+@pytest.mark.parametrize("remove", [False, True])
+def test_a_run_without_a_step_is_read(remove, said, tmp_path):
+    folder = write_run(tmp_path / "r", said, [])
+    if remove:
+        (folder / "metrics.jsonl").unlink()
+    run = read_run(folder)
+    assert len(run.columns["loss"]) == len(run.columns["flops"]) == 0 and run.measures() == {}
+    assert run.remarks[0] == "no step is in metrics.jsonl" and not run.finished
+
+
+def test_a_run_that_is_still_going_has_no_final_loss(said, tmp_path):
+    run = read_run(write_run(tmp_path / "r", said, lines()[:13]))
+    assert run.state == "unfinished"
+    assert run.remarks == ("unfinished, still going or stopped: step 12, 12,288 of 20,480 tokens",)
+    assert "final_val_loss" not in run.measures() and run.measures()["bytes_sent"] == 1200
+
+
+def test_a_file_cut_at_any_byte_is_read_up_to_there(said, tmp_path):
+    folder = write_run(tmp_path / "r", said, lines(steps=20))
+    whole = (folder / "metrics.jsonl").read_bytes()
+    start = whole.rindex(b"\n", 0, -1) + 1
+    for end in range(start + 1, len(whole) - 1):
+        (folder / "metrics.jsonl").write_bytes(whole[:end])
+        run = read_run(folder)
+        assert run.columns["step"][-1] == 19
+        assert "the last line of metrics.jsonl is torn, and was left out" in run.remarks
+
+
+@pytest.mark.parametrize(
+    "damage", ["no JSON", "[1]", "{}", '{"step": "7"}', '{"step": true}', "[" * 100_000, '{"step": ' + "9" * 5000 + "}"]
+)
+def test_a_damaged_line_ends_the_reading(damage, said, tmp_path):
+    folder = write_run(tmp_path / "r", said, lines())
+    texts = (folder / "metrics.jsonl").read_text().splitlines()
+    texts[8] = damage
+    (folder / "metrics.jsonl").write_text("\n".join(texts) + "\n")
+    run = read_run(folder)
+    assert run.columns["step"][-1] == 7
+    assert run.remarks[0] == "line 9 of metrics.jsonl is damaged, and was left out with the 12 after it"
+
+
+def test_a_loss_that_is_no_number_ends_a_run_in_bf16(said, tmp_path):
+    steps = lines()[:8]
+    steps[-1]["loss"] = None
+    run = read_run(write_run(tmp_path / "r", said, steps))
+    assert run.diverged and run.state == "failed"
+    assert run.remarks == ("the training loss is not finite in 1 step, first in step 7", "failed after step 7, 7,168 of 20,480 tokens")
+    assert math.isnan(run.columns["loss"][-1])
+    measures = run.measures()
+    assert (measures["final_val_loss"], measures["spikes"], measures["non_finite_losses"]) == (math.inf, 1, 1)
+
+
+def test_in_fp16_an_overflow_is_an_update_less(corpus, tmp_path):
+    steps = lines()
+    for number in (1, 2, 9):
+        steps[number]["loss"] = None
+    run = read_run(write_run(tmp_path / "r", description(corpus, *FP16), steps))
+    assert not run.diverged and run.remarks == ("the training loss is not finite in 3 steps, first in step 1",)
+    measures = run.measures()
+    assert (measures["final_val_loss"], measures["spikes"], measures["non_finite_losses"]) == (4.0, 3, 3)
+    assert read_run(write_run(tmp_path / "going", description(corpus, *FP16), steps[:10])).state == "unfinished"
+
+
+def test_a_run_that_ends_on_a_loss_that_is_no_number_has_diverged(said, tmp_path):
+    run = read_run(write_run(tmp_path / "r", said, lines(final=None)))
+    assert run.finished and run.diverged and run.measures()["final_val_loss"] == math.inf
+    assert run.remarks == ("the validation loss is not finite in 1 step, first in step 20",)
+
+
+ERROR = "2026-11-22 02:04:01 error: step 8: the gradients are not finite, while the loss is 5.1 in bf16; lower --lr, or look at the data\n"
+
+
+def test_gradients_that_are_no_numbers_leave_no_line_but_the_log_has_them(said, tmp_path):
+    run = read_run(write_run(tmp_path / "r", said, lines()[:8], ERROR))
+    assert run.diverged and run.measures()["final_val_loss"] == math.inf
+    reason = "step 8: the gradients are not finite, while the loss is 5.1 in bf16"
+    assert run.remarks == (f"failed after step 7, 7,168 of 20,480 tokens: {reason}",)
+    first = read_run(write_run(tmp_path / "first", said, lines()[:1], ERROR))
+    assert first.measures() == {"final_val_loss": math.inf}
+
+
+def test_an_error_that_a_resume_went_past_is_none(said, tmp_path):
+    run = read_run(write_run(tmp_path / "r", said, lines()[:15], ERROR + "2026-11-22 03:00:00 resuming after step 7\n"))
+    assert not run.diverged and run.state == "unfinished"
+
+
+def test_a_run_that_is_not_evaluated_has_no_final_loss(corpus, said, tmp_path):
+    steps = [{key: value for key, value in one.items() if key != "val_loss"} for one in lines()]
+    off = read_run(write_run(tmp_path / "off", description(corpus, *ZERO_1, "--eval_every", "0"), steps))
+    assert off.finished and off.remarks == () and "final_val_loss" not in off.measures()
+    assert read_run(write_run(tmp_path / "stopped", said, steps)).remarks == ("its end was not evaluated",)
+
+
+def test_rewound_steps_count_once_as_they_were_written_last(said, tmp_path):
+    steps = [*(line(step, 5.0) for step in range(13)), *(line(step, 3.0) for step in range(9, 12))]
+    run = read_run(write_run(tmp_path / "r", said, steps))
+    np.testing.assert_array_equal(run.columns["step"], range(12))  # 12 was not written again
+    np.testing.assert_array_equal(run.columns["loss"][1:], [5.0] * 8 + [3.0] * 3)
+    assert run.measures()["bytes_sent"] == 1100
+    assert run.remarks[0] == "4 lines were left out, of steps that a resume went back behind: each step counts as it was written last"
+
+
+def test_missing_steps_are_said(said, tmp_path):
+    steps = [one for one in lines() if one["step"] not in (3, 10, 11, 12)]
+    run = read_run(write_run(tmp_path / "r", said, steps))
+    assert run.remarks == ("no lines of step 3, steps 10 to 12: sums over the run lack them",)
+    assert run.measures()["bytes_sent"] == 1600
+
+
+def test_a_name_is_any_text(said, tmp_path):
+    name = "<script>alert(1)<" + "%{x}\n"
+    assert read_run(write_run(tmp_path / name, said, lines())).name == name
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda file: file.unlink(), "holds no run.json"),
+        (lambda file: file.write_text("{"), "is not JSON"),
+        (lambda file: file.write_bytes(b"\xff"), "is not JSON"),
+        (lambda file: file.write_text("[" * 100_000), "is not JSON"),
+        (lambda file: file.write_text('{"lr": NaN}'), "it holds NaN"),
+        (lambda file: file.write_text("[1]"), "must be an object"),
+        (lambda file: alter(file, seed="1"), "'seed' is \"1\", must be a int"),
+        (lambda file: alter(file, seed=True), "'seed' is true, must be a int"),
+        (lambda file: alter(file, corpus_fingerprint=None), "'corpus_fingerprint' is null, must be a str"),
+        (lambda file: alter(file, shape={"n_layer": 2}), "are no model"),
+        (lambda file: alter(file, corpus={}), "are no model"),
+    ],
+)
+def test_what_is_no_run_is_refused_in_one_line(change, message, said, tmp_path):
+    folder = write_run(tmp_path / "r", said, lines())
+    change(folder / "run.json")
+    with pytest.raises(UsageError) as refusal:
+        read_run(folder)
+    assert message in str(refusal.value) and str(folder) in str(refusal.value) and "\n" not in str(refusal.value)
+
+
+def alter(file, **values):
+    file.write_text(json.dumps(json.loads(file.read_text()) | values))
+
+
+@pytest.mark.parametrize("key", ["seed", "config_file", "total_tokens", "corpus", "shape", "eval_batches", "global_batch_size"])
+def test_a_description_that_lacks_something_is_refused(key, said, tmp_path):
+    folder = write_run(tmp_path / "r", {name: value for name, value in said.items() if name != key}, lines())
+    with pytest.raises(UsageError, match=f"lacks '{key}'"):
+        read_run(folder)
+
+
+def test_a_place_that_is_no_folder_is_refused(tmp_path):
+    (tmp_path / "file").touch()
+    for name, message in (("file", "is a file"), ("nothing", "no such folder")):
+        with pytest.raises(UsageError, match=message):
+            read_run(tmp_path / name)
