@@ -34,9 +34,9 @@ class ClaimKind(NamedTuple):
         """What the mean difference, or the mean ratio, is held against."""
         return self.sign * x
 
-    def says(self, x: float) -> str:
-        """The claim in words."""
-        return self.statement.format(x=f"{x:g}")
+    def says(self, x: float | str) -> str:
+        """The claim in words, of a number or of a letter that stands for one."""
+        return self.statement.format(x=x if isinstance(x, str) else f"{x:g}")
 
 
 LOSS, STEP = "final validation loss", "time of a step"

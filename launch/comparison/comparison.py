@@ -6,6 +6,7 @@ the number of the other of the same seed. `Comparison` holds everything that the
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -236,7 +237,16 @@ def group(runs: Iterable[Run]) -> list[tuple[Run, ...]]:
     for run in runs:
         own = {key: _value(value) for key, value in settings(run).items() if value is not None and _section(key) not in CIRCUMSTANCES}
         groups.setdefault(frozenset(own.items()), []).append(run)
-    return [tuple(sorted(side, key=lambda run: run.seed)) for side in groups.values()]
+    sides = (part for side in groups.values() for part in _by_code(side))
+    return [tuple(sorted(side, key=lambda run: run.seed)) for side in sides]
+
+
+def _by_code(side: list[Run]) -> list[list[Run]]:
+    """The runs of one configuration; where a seed is there more than once, those of each commit and each set of versions for themselves."""
+    parts: dict[str, list[Run]] = {}
+    for run in side:
+        parts.setdefault(json.dumps([run.description.get("commit"), run.description.get("versions")], sort_keys=True), []).append(run)
+    return list(parts.values()) if len({run.seed for run in side}) < len(side) else [side]
 
 
 # --- what differs ---------------------------------------------------------------------------------------------------------------------
@@ -376,7 +386,7 @@ def _side_names(groups: Sequence[tuple[Run, ...]]) -> list[str]:
     for stem in dict.fromkeys(stem for stem in stems if stems.count(stem) > 1):
         places = [place for place, one in enumerate(stems) if one == stem]
         own = [settings(groups[place][0]) for place in places]
-        keys = dict.fromkeys(key for one in own for key in one if _section(key) not in CIRCUMSTANCES)
+        keys = dict.fromkeys(key for one in own for key in one if _section(key) not in CIRCUMSTANCES - {"commit", "versions"})
         telling = next((key for key in keys if len({_value(one.get(key)) for one in own}) == len(places)), None)
         for number, (place, one) in enumerate(zip(places, own, strict=True), 1):
             names[place] = f"{stem}, {telling.rpartition('.')[2]} {one.get(telling)}" if telling else f"{stem} ({number})"
