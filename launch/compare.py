@@ -281,7 +281,7 @@ def _write(comparison: Any, out: Path) -> None:
         say(f"marked: {mark}")
     for pair in comparison.pairs:
         for verdict in pair.verdicts:
-            say(f"{pair.side.name}: {verdict.claim} {verdict.threshold:g} {verdict.outcome}: {verdict.reason}")
+            say(f"{pair.recipe.name}: {verdict.claim} {verdict.threshold:g} {verdict.outcome}: {verdict.reason}")
     for missing in comparison.absent:
         say(f"{missing.recipe} was not run: {missing.reason}")
     say(f"the report is {out / 'report.html'}")

@@ -221,6 +221,29 @@ def test_more_than_the_recipe_says_is_remarked(make):
     assert compare([make("e", FP32), make("f", ZERO_1)]).remarks == ()
 
 
+def test_pairs_that_made_their_steps_at_other_times_are_remarked(make):
+    alone = {"turns": None}
+    for own, control in ((alone, alone), (alone, {}), ({"turns": "turns-2"}, {})):
+        name = json.dumps([own, control])
+        (remark,) = compare([make(f"a{name}", ZERO_1, change=control), make(f"b{name}", PLD, change=own)]).remarks
+        assert "not all pairs made their steps in turns" in remark
+
+
+def test_one_configuration_of_two_commits_is_two_sides_where_a_seed_comes_again(make):
+    """What a change of the code does to the same run."""
+    runs = [
+        make(f"{commit}{seed}", ZERO_1, seed, change={"commit": commit}, final=final)
+        for commit, final in (("old", 4.0), ("new", 4.5))
+        for seed in (1, 2)
+    ]
+    (pair,) = compare(runs).pairs
+    assert [side.runs[0].description["commit"] for side in (pair.control, pair.side)] == ["old", "new"]
+    assert [side.name for side in (pair.control, pair.side)] == ["zero1_bf16, commit old", "zero1_bf16, commit new"]
+    assert pair.recipe is None and pair.figures["final_val_loss"].difference.mean == 0.5
+    assert [one.key for one in pair.differences] == ["commit"]
+    assert compare([runs[0], runs[3]]).pairs == ()  # seed 1 of the one and seed 2 of the other: seeds of one side
+
+
 def test_runs_of_one_configuration_alone_are_one_side(make):
     comparison = compare([make("a", ZERO_1, 2), make("b", ZERO_1, 1)])
     assert comparison.pairs == () and [run.seed for run in comparison.sides[0].runs] == [1, 2]

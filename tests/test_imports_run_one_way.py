@@ -52,8 +52,7 @@ def starts_fast(file: str) -> bool:
     if package == "data_pipeline":
         return rest != "loader.py"
     return (
-        file.startswith("launch/run/")
-        or file.startswith("launch/comparison/")
+        file.startswith(("launch/run/", "launch/comparison/"))
         or file in ("launch/pretrain.py", "launch/compare.py")
         or (package == "recipes" and rest.endswith(("registry.py", "technique.py", "claims.py", "pages.py")))
     )

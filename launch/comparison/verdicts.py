@@ -122,7 +122,7 @@ def judge(claim: str, threshold: float, control: Sequence[float], other: Sequenc
         return verdict("cannot be told", reason, _null(kind, bound, None))
     if pairs < 2:
         estimate = _back(float(_paired(before, after, kind.scale)[0]), kind.scale) if pairs else None
-        seen = "no seed was run by both" if estimate is None else f"{_number(estimate, kind.scale)} from 1 seed"
+        seen = "no seed was run by both" if estimate is None else f"{_number(estimate, kind.scale, abs(estimate) / 100)} from 1 seed"
         reason = f"{seen}; {asked}; the noise shows with 2 seeds or more, so run {2 - pairs} more"
         return verdict("cannot be told", reason, _null(kind, bound, None), estimate)
 
@@ -134,7 +134,7 @@ def judge(claim: str, threshold: float, control: Sequence[float], other: Sequenc
     outcome: Outcome = "holds" if p_holds < LEVEL else "fails" if p_fails < LEVEL else "cannot be told"
     seeds = None
     if same[0]:
-        shown = _number(mean, kind.scale)
+        shown = _number(mean, kind.scale, abs(mean) / 100)
         reason = f"{shown} with each of {_seeds(pairs)}, without noise; {asked}"
         null = f"None, as there is no noise to test against: {_mean_of(kind)} is {shown} with every seed."
     else:
@@ -268,7 +268,7 @@ def _seeds(count: int) -> str:
 
 
 def _number(value: float, scale: str, width: float = 0.0) -> str:
-    """A difference with its sign, or a ratio; to three digits of `width`, the interval that it belongs to, where there is one."""
+    """A difference with its sign, or a ratio; to three digits of `width`, the interval that it belongs to or a part of the value."""
     if 0 < width < math.inf and math.isfinite(value):
         value = round(value, 2 - math.floor(math.log10(width)))
     return f"{value:{'+' if scale == 'difference' else ''}.12g}" if value else "0"
