@@ -75,6 +75,8 @@ def build_parser() -> Parser:
     training.add_argument(
         "--at_once", type=whole_number(1, 100), help="runs that take turns; 1 is one run after another (what fits in memory)"
     )
+    natural = whole_number(0)
+    training.add_argument("--save_every", type=natural, help="steps between checkpoints; 0: only when it is stopped, and at its end (0)")
     training.add_argument("--keep_checkpoints", action="store_true", help="leave the last checkpoint of a finished run where it is")
     add_model_flags(parser)
     add_value_flags(parser)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from launch.run import hardware
+from launch.run import hardware, provenance
 from launch.run.config import RunConfig, resolve
 from launch.run.explain import as_text, explain
 from tests.helpers import refusal
@@ -45,6 +45,11 @@ def gpus(monkeypatch, tmp_path):
             extern "C" int cuDeviceGet(int *device, int number) {{ *device = number + 100; return 0; }}
             extern "C" int cuDeviceGetAttribute(int *value, int attribute, int device) {{
                 *value = capability[device - 100][attribute - 75];
+                return 0;
+            }}
+            extern "C" int cuDeviceTotalMem_v2(unsigned long *bytes, int device) {{ *bytes = (device - 99) * 1000000000000ul; return 0; }}
+            extern "C" int cuDeviceGetName(char *name, int size, int device) {{
+                name[0] = 'G', name[1] = '0' + device - 100, name[2] = 0;
                 return 0;
             }}
         """
@@ -176,3 +181,11 @@ def test_bf16_that_is_emulated_is_said_to_be(flag, emulated, one_rank, tiny, tmp
     assert (said in log) == emulated
     cores = f"{len(os.sched_getaffinity(0))} of {os.cpu_count()} core(s)"
     assert f"{os.environ['OMP_NUM_THREADS']} thread(s) a rank, which may use {cores} of this host" in log
+
+
+def test_gpus_are_named_and_their_memory_known(gpus):
+    gpus((9, 0), (8, 0))
+    assert hardware.gpu_memory() == [10**12, 2 * 10**12]
+    assert provenance.machine()["gpus"] == hardware.gpu_names() == ["G0", "G1"]
+    gpus()
+    assert "gpus" not in provenance.machine() and hardware.gpu_memory() == []

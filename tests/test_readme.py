@@ -15,6 +15,7 @@ from launch.run.config import resolve
 from launch.run.metrics import read_metrics
 from model.presets import PRESETS
 from tests.helpers import copy_checkout, free_port
+from tests.run_folders import description, lines, write_run
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -50,11 +51,27 @@ def test_training_commands_train(command, corpus, tmp_path):
     assert len(read_metrics(tmp_path / name / "metrics.jsonl")) == 4  # with the untrained validation loss at step 0
 
 
-@pytest.mark.parametrize("command", [line for line in COMMANDS if line.startswith("python launch/")])
+@pytest.mark.parametrize("command", [line for line in COMMANDS if re.match(r"python launch/(plan|pretrain)\.py", line)])
 def test_commands_that_start_nothing_run_as_they_stand(command):
     done = subprocess.run([sys.executable, *shlex.split(command)[1:]], cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
     assert len(done.stdout.splitlines()) > 5
+
+
+def test_comparing_commands_compare(corpus, tmp_path):
+    """On runs with the names that the page gives them, and with a recipe, trained for seconds only."""
+    by_recipe, by_runs = (shlex.split(line)[1:] for line in COMMANDS if line.startswith("python launch/compare.py"))
+    for words in (shlex.split(line) for line in SMALL):
+        name = words[words.index("--run_name") + 1]
+        flags = words[words.index("launch/pretrain.py") + 1 : words.index("--run_name")]
+        write_run(tmp_path / "runs" / name, description(corpus, *flags, "--preset", "nano"), lines())
+    tiny = ["--n_layer", "1", "--n_head", "1", "--d_model", "16", "--seq_len", "16", "--steps", "5", "--seeds", "1", "--eval_batches", "1"]
+    by_recipe += ["--data", str(corpus), "--runs_dir", str(tmp_path / "trials"), *tiny]
+    by_runs = [str(tmp_path / word) if word.startswith("runs/") else word for word in by_runs]
+    for number, words in enumerate((by_recipe, by_runs)):
+        done = subprocess.run([sys.executable, *words, "--out", str(tmp_path / str(number))], cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        assert {path.name for path in (tmp_path / str(number)).iterdir()} == {"report.html", "report.json", "loss.png"}
 
 
 def test_the_data_command_runs(tmp_path):

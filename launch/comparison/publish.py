@@ -80,4 +80,5 @@ def _figure(figure: Figure) -> dict[str, Any]:
 
 
 def _machine(found: dict[str, Any]) -> str:
-    return f"{found['processor']}, {found['cores']} cores"
+    gpus = found.get("gpus", [])
+    return f"{len(gpus)} x {gpus[0]}" if gpus else f"{found['processor']}, {found['cores']} cores"

@@ -74,6 +74,16 @@ def gpu_memory() -> list[int]:
     return [_ask(driver, "cuDeviceTotalMem_v2", one, answer=ctypes.c_size_t()) for one in _devices(driver)]
 
 
+def gpu_names() -> list[str]:
+    """What the driver calls each GPU that CUDA shows this process."""
+    driver, names = _driver(), []
+    for one in _devices(driver):
+        name = ctypes.create_string_buffer(256)
+        driver.cuDeviceGetName(name, len(name), one)  # type: ignore[union-attr]
+        names.append(name.value.decode(errors="replace"))
+    return names
+
+
 def _driver() -> ctypes.CDLL | None:
     """CUDA's, ready to be asked, where there is one and torch is built for it."""
     try:
@@ -88,7 +98,7 @@ def _devices(driver: ctypes.CDLL | None) -> list[int]:
 
 
 def _ask(driver: ctypes.CDLL | None, function: str, *arguments: int, answer: ctypes.c_int | ctypes.c_size_t | None = None) -> int:
-    answer = answer or ctypes.c_int()
+    answer = ctypes.c_int() if answer is None else answer
     getattr(driver, function)(ctypes.byref(answer), *arguments)
     return answer.value
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from launch.run import turns
 from launch.run.config import ROOT, RunConfig
+from launch.run.hardware import gpu_names
 
 PACKAGES = ("torch", "deepspeed", "numpy", "tiktoken", "tokenizers", "transformers")
 
@@ -38,8 +39,9 @@ def versions() -> dict[str, str | None]:
 
 
 def machine() -> dict[str, Any]:
-    """The host, its processor and its cores."""
-    return {"host": platform.node(), "system": platform.platform(), "processor": _processor(), "cores": os.cpu_count()}
+    """The host, its processor and its cores, and the GPUs that a run may use."""
+    of_host = {"host": platform.node(), "system": platform.platform(), "processor": _processor(), "cores": os.cpu_count()}
+    return of_host | ({"gpus": names} if (names := gpu_names()) else {})
 
 
 def _version(package: str) -> str | None:
