@@ -323,6 +323,15 @@ def test_many_sides_are_shown_pair_by_pair(page, tmp_path):
     page.open(tmp_path)
     assert len(page.drawn()) == 2 * 3
     assert page.js("Array.from(document.querySelectorAll('#legend li')).filter(item => !item.hidden).length") == 2
+    dropping, partitioned = (
+        next(i for i, pair in enumerate(comparison.pairs) if pair.side.name == name) for name in ("progressive_layer_drop", "zero_1")
+    )
+    page.choose("show", str(dropping))
+    page.choose("metric", "theta")
+    assert len(page.drawn("metric")) == 3  # the control has none
+    page.choose("show", str(partitioned))
+    assert page.js("document.querySelector('[name=metric] [value=theta]').disabled")
+    assert page.js("other.elements.metric.value") != "theta" and len(page.drawn("metric")) == 2 * 3
     page.choose("show", "all")
     assert len(page.drawn()) == 8 * 3
     looks = page.js("data.sides.map(side => [side.color, side.dash, side.symbol].join())")

@@ -93,12 +93,22 @@ function draw(id, metric, label, minus, log) {
   div.setAttribute("aria-label", `${label} over ${data.axes[axis]}. ${last.join("; ") || "No runs to draw"}.`);
 }
 
+// What no side that is shown has logged cannot be chosen.
+function offerMetrics() {
+  const select = other.elements.metric;
+  for (const option of select.options) {
+    option.disabled = option.hidden = !data.curves.some(curve => visible(curve.side) && curve.y[option.value]);
+  }
+  if (select.selectedOptions[0]?.disabled) select.value = [...select.options].find(option => !option.disabled)?.value ?? select.value;
+}
+
 function drawAll() {
   for (const box of document.querySelectorAll("#legend input")) box.closest("li").hidden = !visible(Number(box.value));
   const [metric, minus] = view.elements.loss.value.split("-");
   const log = view.elements.log_y;
   log.disabled = Boolean(minus);  // a difference may be negative
   draw("loss", metric, data.labels[view.elements.loss.value], Boolean(minus), log.checked && !minus);
+  if (other) offerMetrics();
   if (other) draw("metric", other.elements.metric.value, plain(other.elements.metric.value), false, other.elements.log_y.checked);
 }
 
