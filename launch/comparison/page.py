@@ -235,8 +235,9 @@ def _machine(run: Run) -> str:
     machine = run.description.get("machine")
     if not isinstance(machine, dict):
         return _short(machine)
-    said = {key: f"{value} cores" if key == "cores" else _short(value) for key, value in machine.items() if key != "system"}
-    return ", ".join(filter(None, said.values()))
+    said = {key: f"{value} cores" if key == "cores" else _short(value) for key, value in machine.items() if key not in ("system", "gpus")}
+    gpus = machine.get("gpus")
+    return ", ".join(filter(None, [*said.values(), *(map(str, gpus) if isinstance(gpus, list) else ())]))
 
 
 def _provenance(side: Side, run: Run) -> dict[str, Any]:
