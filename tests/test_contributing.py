@@ -131,6 +131,14 @@ def test_the_recipe_trains_and_its_control_too(indexed, run, corpus):
     assert run(command).stdout.count('"val_loss"') == 2
 
 
+@pytest.mark.long
+def test_recipe_and_control_are_compared(indexed, run, corpus):
+    (command,) = commands("python launch/compare.py")
+    said = run(f"{command} --data {corpus} --steps {STEPS} --seeds 2 --out report").stdout
+    assert "dropout_schedule: loss_within 0.05 " in said
+    assert (indexed / "report" / "report.html").exists()
+
+
 def test_losses_before_and_after_are_compared_bit_for_bit(indexed, run, corpus):
     for command in commands("python launch/pretrain.py --deepspeed_config"):
         run(f"{command} --data {corpus} --steps 3")

@@ -25,6 +25,7 @@ def load(extensions: Path) -> subprocess.Popen:
     )
 
 
+@pytest.mark.long
 def test_two_ranks_build_once_after_a_build_that_was_killed(tmp_path):
     (tmp_path / NAME).mkdir()
     lock = tmp_path / NAME / "lock"
