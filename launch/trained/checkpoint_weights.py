@@ -8,9 +8,9 @@ mapped and not read, to its place in the model.
     stages 1, 2  mp_rank_00_model_states.pt, and of each rank a part of the flat fp32 weights of each group of parameters
     stage 3      of each rank a part of each parameter, flat in its sub-groups; those on a drive are files of their own
 
-DeepSpeed's files are pickles. They are the user's own run, and even so no code of theirs is run: `torch.load(weights_only=True)` makes tensors
-and containers, and puts an empty object of ours in the place of the four classes of DeepSpeed's that stand beside the weights. A file that
-holds another class is refused, unless the caller allows to unpickle it.
+DeepSpeed's files are pickles. They are the user's own run, and even so no code of theirs is run: `torch.load(weights_only=True)` makes
+tensors and containers, and puts an empty object of ours in the place of the four classes of DeepSpeed's that stand beside the weights. A
+file that holds another class is refused, unless the caller allows to unpickle it.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def _masters_of_stage_0(
     """The fp32 weights by name: the engine's wrapper of the optimizer keeps them in the order of the groups that it was given."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     of_groups = [[names[id(parameter)] for parameter in group["params"]] for group in weight_decay_groups(model, 0.0)]
-    found = {}
+    found: dict[str, torch.Tensor] = {}
     for in_group, tensors in zip(of_groups, groups, strict=False):
         found |= dict(zip(in_group, tensors, strict=False))
     for name, half in module.items():
@@ -155,9 +155,9 @@ def _sub_groups(state: dict[str, Any], shapes: list[dict[str, torch.Size]], file
     # As DeepSpeed cuts them (zero/stage3.py, `_create_fp16_sub_groups`).
     limit = (state.get("ds_config") or {}).get("zero_optimization", {}).get("sub_group_size") or SUB_GROUP_SIZE
     sizes = []
-    for group in shapes:
+    for names in shapes:
         size = 0
-        for shape in group.values():
+        for shape in names.values():
             size += -(-math.prod(shape) // ranks)
             if size >= limit:
                 sizes.append(size)

@@ -11,6 +11,7 @@ the name, shape and bytes of every tensor. Weights in pickles (pytorch_model.bin
 from __future__ import annotations
 
 import json
+import math
 import re
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -18,12 +19,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from launch.run.errors import UsageError
-from launch.trained.safetensors_file import TORCH_NAMES, Entry, read_header, read_tensor
+from launch.trained.safetensors_file import ITEMSIZE, TORCH_NAMES, Entry, read_header, read_tensor, write_tensors
 from model.presets import GPTConfig
 
 if TYPE_CHECKING:
     import torch
 
+    from data_pipeline.tokenizer import Tokenizer
     from model.gpt import GPT
 
 CONFIG_FILE = "config.json"
@@ -46,6 +48,8 @@ MUST_BE: dict[str, tuple[Any, ...]] = {
     "tie_word_embeddings": (True,),
 }
 ARCHITECTURES = ("GPT2LMHeadModel", "GPT2Model")
+#: Of a file of weights: what the hub and its mirrors carry well.
+SHARD_BYTES = 5_000_000_000
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json")
 
 
@@ -198,8 +202,8 @@ def open_hf_folder(folder: str | Path, allow_pickle: bool = False) -> HFFolder:
         pickles = _pickle_files(folder)
         if pickles and not allow_pickle:
             raise UsageError(
-                f"{folder}: its weights are a pickle ({pickles[0].name}), which can run any code and is not loaded; convert it to safetensors,"
-                " or say that you trust it: --allow_pickle"
+                f"{folder}: its weights are a pickle ({pickles[0].name}), which can run any code and is not loaded; convert it to"
+                " safetensors, or say that you trust it: --allow_pickle"
             )
         if not pickles:
             raise UsageError(f"{folder}: holds no {WEIGHTS_FILE}; copy or export it again")
@@ -276,7 +280,7 @@ def _config(said: dict[str, Any], file: Path) -> GPTConfig:
         for key, allowed in MUST_BE.items()
         if key in said and said[key] is not None and said[key] not in allowed
     ]
-    sizes = {}
+    sizes: dict[str, Any] = {}
     for ours, theirs in (
         ("n_layer", "n_layer"),
         ("n_head", "n_head"),
@@ -324,3 +328,111 @@ def _of_index(index: Path) -> list[Path]:
     if missing:
         raise UsageError(*(f"{file}: missing, and {index.name} names it; copy or export the folder again" for file in missing[:8]))
     return files
+
+
+def hf_config(config: GPTConfig, eot_id: int | None, dtype: str) -> dict[str, Any]:
+    """The config.json of a model, as any version of transformers reads it. `dtype`: its weights', such as "float32"."""
+    own = {} if config.document_end is None else {"document_end": config.document_end}
+    return {
+        "architectures": ["GPT2LMHeadModel"],
+        "model_type": "gpt2",
+        "activation_function": "gelu_new",
+        "attn_pdrop": config.dropout,
+        "embd_pdrop": config.dropout,
+        "resid_pdrop": config.dropout,
+        "bos_token_id": eot_id,
+        "eos_token_id": eot_id,
+        "initializer_range": 0.02,
+        "layer_norm_epsilon": 1e-5,
+        "n_ctx": config.seq_len,
+        "n_positions": config.seq_len,
+        "n_embd": config.d_model,
+        "n_head": config.n_head,
+        "n_inner": None,
+        "n_layer": config.n_layer,
+        "scale_attn_weights": True,
+        "scale_attn_by_inverse_layer_idx": False,
+        "reorder_and_upcast_attn": False,
+        "tie_word_embeddings": True,
+        "use_cache": True,
+        "vocab_size": config.vocab_size,
+        "dtype": dtype,
+        "torch_dtype": dtype,  # transformers from 5 on, and before
+        **own,
+    }
+
+
+def write_weights(model: GPT, config: GPTConfig, folder: Path, dtype: str, shard_bytes: int = SHARD_BYTES) -> int:
+    """Write the weights as GPT2LMHeadModel's, in one file or in several of at most `shard_bytes` with their index; the bytes of all.
+
+    The padded rows of the vocabulary are left out, and so is the head, which is the embedding. dtype: safetensors' word for the files'.
+    """
+    import torch
+
+    parameters = dict(model.named_parameters())
+    target = getattr(torch, TORCH_NAMES[dtype])
+
+    def tensor_of(theirs: str) -> list[torch.Tensor]:
+        tensor = parameters[theirs.removeprefix(PREFIX)].detach()
+        if CONV1D.search(theirs):
+            tensor = tensor.t()  # (out, in) -> (in, out)
+        elif theirs == f"{PREFIX}wte.weight":
+            tensor = tensor[: config.vocab_size]
+        return [tensor.to(target)]
+
+    shards: list[dict[str, tuple[str, tuple[int, ...]]]] = [{}]
+    room = shard_bytes
+    for name, shape in hf_shapes(config).items():
+        size = math.prod(shape) * ITEMSIZE[dtype]
+        if size > room and shards[-1]:
+            shards.append({})
+            room = shard_bytes
+        shards[-1][PREFIX + name] = (dtype, shape)
+        room -= size
+    total = 0
+    weight_map: dict[str, str] = {}
+    for number, described in enumerate(shards, 1):
+        name = WEIGHTS_FILE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        total += write_tensors(folder / name, described, tensor_of, {"format": "pt"})
+        weight_map |= dict.fromkeys(described, name)
+    if len(shards) > 1:
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+        (folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    return total
+
+
+def write_config(folder: Path, config: GPTConfig, eot_id: int | None, dtype: str) -> None:
+    """config.json and generation_config.json. `dtype`: torch's name of the weights', such as "float32"."""
+    generation = {"_from_model_config": True, "bos_token_id": eot_id, "eos_token_id": eot_id, "pad_token_id": eot_id}
+    for name, said in ((CONFIG_FILE, hf_config(config, eot_id, dtype)), ("generation_config.json", generation)):
+        (folder / name).write_text(json.dumps(said, indent=2) + "\n", encoding="utf-8")
+
+
+def write_tokenizer(tokenizer: Tokenizer, folder: Path, seq_len: int) -> None:
+    """tokenizer.json and tokenizer_config.json, from which AutoTokenizer gives the ids that `tokenizer` gives.
+
+    So special tokens that are written in a text are text (`split_special_tokens`), and nothing is put around a text.
+
+    Raises:
+        DataError: the tokenizer has no form that `tokenizers` reads.
+    """
+    text, end = tokenizer.hugging_face_json(), tokenizer.end_name
+    said: dict[str, Any] = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": seq_len,
+        "split_special_tokens": True,
+        "clean_up_tokenization_spaces": False,
+        "add_prefix_space": False,
+        **({} if end is None else {"bos_token": end, "eos_token": end, "pad_token": end}),
+    }
+    (folder / "tokenizer.json").write_text(text, encoding="utf-8")
+    (folder / "tokenizer_config.json").write_text(json.dumps(said, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def other_ids(tokenizer: Tokenizer, folder: Path, texts: list[str]) -> int:
+    """In how many of `texts` AutoTokenizer, from `folder`, gives other ids than `tokenizer`."""
+    from transformers import AutoTokenizer
+
+    written = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+    theirs = written(texts, return_attention_mask=False, verbose=False)["input_ids"]
+    return sum(own.tolist() != found for own, found in zip(tokenizer.encode_many(texts), theirs, strict=True))
