@@ -59,16 +59,24 @@ def build_parser() -> Parser:
     how.add_argument("--temperature", type=real_number(0), default=0.8, help="divides the logits; 0 takes the likeliest token (0.8)")
     how.add_argument("--top_k", type=whole_number(0), default=50, metavar="K", help="only the K likeliest tokens; 0: all (50)")
     how.add_argument("--top_p", type=real_number(0, 1, above=True), metavar="P", help="only the likeliest tokens that sum up to P (all)")
-    how.add_argument("--no_repeat_ngram_size", type=whole_number(0), default=0, metavar="N", help="no N tokens in a row occur twice; 0: off")
+    how.add_argument(
+        "--no_repeat_ngram_size", type=whole_number(0), default=0, metavar="N", help="no N tokens in a row occur twice; 0: off"
+    )
     how.add_argument("--seed", type=whole_number(0, 2**62), default=1, help="of the first sample, the next one's is one more (1)")
     by = parser.add_argument_group("what computes it")
     by.add_argument("--engine", default="plain", metavar="NAME", help="plain, or deepspeed: DeepSpeed's inference kernels, on CUDA (plain)")
     by.add_argument("--dtype", default="fp32", metavar="NAME", help=f"the weights while it computes: {', '.join(DTYPES)} (fp32)")
     by.add_argument("--no_kv_cache", action="store_true", help="read the whole text anew for each token; the same tokens, slower")
     by.add_argument(
-        "--slide", type=positive, default=1, metavar="N", help="tokens by which a full context moves on: more forgets more, and is faster (1)"
+        "--slide",
+        type=positive,
+        default=1,
+        metavar="N",
+        help="tokens by which a full context moves on: more forgets more, and is faster (1)",
     )
-    parser.add_argument("--json", action="store_true", help="one JSON object a sample, when all are there, in place of the text as it comes")
+    parser.add_argument(
+        "--json", action="store_true", help="one JSON object a sample, when all are there, in place of the text as it comes"
+    )
     parser.add_argument("--quiet", action="store_true", help="no notes, and no figures at the end")
     return parser
 
@@ -151,9 +159,7 @@ def _engine(flags: argparse.Namespace, trained: Trained) -> tuple[NextLogits, to
     return Cached(model, flags.slide), device
 
 
-def _write(
-    flags: argparse.Namespace, trained: Trained, prompt: str, ids: list[int], next_logits: NextLogits, device: torch.device
-) -> None:
+def _write(flags: argparse.Namespace, trained: Trained, prompt: str, ids: list[int], next_logits: NextLogits, device: torch.device) -> None:
     """The samples, the first one as it comes and the others after it."""
     from launch.trained.streaming import TextStream
 

@@ -44,7 +44,7 @@ def build_parser() -> Parser:
     positive = whole_number(1)
     parser = Parser(
         prog="python launch/score.py",
-        description="Loss, perplexity and bits per byte of a trained model on a corpus's validation text, and tasks of lm-evaluation-harness.",
+        description="Loss, perplexity and bits per byte of a trained model on validation text; tasks of lm-evaluation-harness.",
         epilog="Example: python launch/score.py runs/demo",
         allow_abbrev=False,
     )
@@ -294,7 +294,9 @@ def _task_table(report: dict[str, Any]) -> list[str]:
     for task, found in report["tasks"].items():
         for metric, value in found["metrics"].items():
             error = "" if value["stderr"] is None else f" +- {value['stderr']:.4f}"
-            lines.append(f"{task:24}  {metric:24}  {value['value']:.4f}{error}  ({found['samples']:,} questions, {found['num_fewshot']} shot)")
+            lines.append(
+                f"{task:24}  {metric:24}  {value['value']:.4f}{error}  ({found['samples']:,} questions, {found['num_fewshot']} shot)"
+            )
     return lines
 
 

@@ -19,7 +19,9 @@ DTYPES = ("fp32", "bf16", "fp16")
 def add_source_flags(parser: Parser) -> None:
     """The flags that say which model."""
     parser.add_argument("source", metavar="RUN|DIR", help="a run's folder, such as runs/demo, or a Hugging Face folder of GPT2LMHeadModel")
-    parser.add_argument("--checkpoint", metavar="NAME", help="of a run, one of its checkpoints, such as step-00000300, or newest (the last)")
+    parser.add_argument(
+        "--checkpoint", metavar="NAME", help="of a run, one of its checkpoints, such as step-00000300, or newest (the last)"
+    )
     parser.add_argument("--allow_pickle", action="store_true", help="unpickle files, which may run any code that they bring")
 
 

@@ -32,7 +32,7 @@ PASS_TOKENS = {"cpu": 2048, "cuda": 16384}
 MAX_NEW_TOKENS = 256  # where a task names no other length
 
 
-class HarnessModel(TemplateLM):
+class HarnessModel(TemplateLM):  # type: ignore[misc]  # the harness is an extra, and without it of no type
     """A trained model as the harness wants it: requests in, logarithms of probabilities or texts out, in the same order."""
 
     def __init__(self, trained: Trained, dtype: str, batch_size: int | None, quiet: bool):
@@ -52,7 +52,7 @@ class HarnessModel(TemplateLM):
         return [int(token) for token in self._tokenizer_of_corpus.encode(string)]
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
-        """Of each whole text ln P: every token once, after as many before it as the window has (windows side by side, as the harness cuts)."""
+        """ln P of each whole text: every token once, in windows side by side, as the harness cuts them."""
         from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
         found = []
