@@ -37,7 +37,7 @@ def byte_pairs(ranks: dict[bytes, int], pattern: str, special_tokens: dict[str, 
     if not built_in:
         split = {"type": "Split", "pattern": {"Regex": for_oniguruma(pattern)}, "behavior": "Isolated", "invert": False}
         pre_tokenizer = {"type": "Sequence", "pretokenizers": [split, cut]}
-    model = {
+    model: dict[str, Any] = {
         "type": "BPE",
         "dropout": None,
         "unk_token": None,
@@ -52,13 +52,19 @@ def byte_pairs(ranks: dict[bytes, int], pattern: str, special_tokens: dict[str, 
     }
     if sorted(special_tokens.values()) != list(range(len(ranks), len(ranks) + len(special_tokens))):
         # The library gives added tokens the next free ids, unless it knows them: some encodings have gaps between theirs.
-        model["vocab"] |= special_tokens  # type: ignore[operator]
+        model["vocab"] |= special_tokens
     return _tokenizer(model, pre_tokenizer, {**cut, "use_regex": True}, special_tokens)
 
 
 def characters(known: str) -> str:
     """The `tokenizer.json` of ids of characters: the n-th of `known` is n. A character that is not known is left out of a text."""
-    model = {"type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None, "end_of_word_suffix": None}
+    model: dict[str, Any] = {
+        "type": "BPE",
+        "dropout": None,
+        "unk_token": None,
+        "continuing_subword_prefix": None,
+        "end_of_word_suffix": None,
+    }
     model |= {"fuse_unk": False, "byte_fallback": False, "ignore_merges": False}
     model |= {"vocab": {character: index for index, character in enumerate(known)}, "merges": []}
     # Each character is cut off before the model sees it: a text of a million of them would be one word.
@@ -101,6 +107,6 @@ def _tokenizer(model: dict[str, Any], pre_tokenizer: dict[str, Any], decoder: di
         {"id": number, "content": name, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
         for name, number in sorted(special_tokens.items(), key=lambda item: item[1])
     ]
-    described = {"version": "1.0", "truncation": None, "padding": None, "added_tokens": added, "normalizer": None}
+    described: dict[str, Any] = {"version": "1.0", "truncation": None, "padding": None, "added_tokens": added, "normalizer": None}
     described |= {"pre_tokenizer": pre_tokenizer, "post_processor": None, "decoder": decoder, "model": model}
     return json.dumps(described, ensure_ascii=False)

@@ -25,6 +25,7 @@ from model.presets import GPTConfig
 if TYPE_CHECKING:
     import torch
 
+    from data_pipeline.shards import Corpus
     from data_pipeline.tokenizer import Tokenizer
     from model.gpt import GPT
 
@@ -135,7 +136,10 @@ class HFFolder:
         else:
             entry = self.entries[name]
             rows = parameter[: entry.shape[0]]
-            same = getattr(torch, TORCH_NAMES[entry.dtype]) == parameter.dtype and parameter.is_contiguous()
+            same = (getattr(torch, TORCH_NAMES[entry.dtype]), "cpu") == (
+                parameter.dtype,
+                parameter.device.type,
+            ) and parameter.is_contiguous()
             if same and not CONV1D.search(name):
                 read_tensor(entry, rows)
                 parameter[entry.shape[0] :].zero_()
@@ -202,8 +206,8 @@ def open_hf_folder(folder: str | Path, allow_pickle: bool = False) -> HFFolder:
         pickles = _pickle_files(folder)
         if pickles and not allow_pickle:
             raise UsageError(
-                f"{folder}: its weights are a pickle ({pickles[0].name}), which can run any code and is not loaded; convert it to"
-                " safetensors, or say that you trust it: --allow_pickle"
+                f"{folder}: its weights are a pickle ({pickles[0].name}), which can run any code and is not loaded; if you trust it,"
+                f" convert it: python launch/export.py {folder} --allow_pickle --out NEW"
             )
         if not pickles:
             raise UsageError(f"{folder}: holds no {WEIGHTS_FILE}; copy or export it again")
@@ -436,3 +440,27 @@ def other_ids(tokenizer: Tokenizer, folder: Path, texts: list[str]) -> int:
     written = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
     theirs = written(texts, return_attention_mask=False, verbose=False)["input_ids"]
     return sum(own.tolist() != found for own, found in zip(tokenizer.encode_many(texts), theirs, strict=True))
+
+
+#: Letters, digits, code, blanks and another script: tokenizers that agree on this are the same, or of the same text.
+PROBE = "def __init__(self, value=None):\n    return self.value + 12345  # the quick brown fox's naïve 世界\n\n\tif not x: raise ValueError"
+
+
+def has_other_ids(hf: HFFolder, corpus: Corpus) -> bool:
+    """Whether the folder's tokenizer is known to be another one than the corpus's; not so where either is missing. Imports no torch."""
+    from tokenizers import Tokenizer as HuggingFaceTokenizer
+
+    from data_pipeline.errors import DataError
+    from data_pipeline.tokenizer import Tokenizer
+
+    file = hf.folder / "tokenizer.json"
+    if not file.exists():
+        return False
+    try:
+        theirs = HuggingFaceTokenizer.from_file(str(file))
+        ours = Tokenizer.load(corpus.path, corpus.manifest["tokenizer"]).encode(PROBE)
+    except DataError:  # the corpus brings none, or its characters are not among these
+        return False
+    except Exception:  # `tokenizers` raises a bare one: of a newer version, or damaged, and not needed here
+        return False
+    return theirs.encode(PROBE, add_special_tokens=False).ids != ours.tolist()

@@ -95,7 +95,7 @@ def read_tensor(entry: Entry, out: torch.Tensor | None = None) -> torch.Tensor:
         out = torch.empty(entry.shape, dtype=getattr(torch, TORCH_NAMES[entry.dtype]))
     with open(entry.file, "rb", buffering=0) as stream:
         stream.seek(entry.begin)
-        left = memoryview(out.view(-1).view(torch.uint8).numpy())
+        left = out.view(-1).view(torch.uint8).numpy().data
         while left:
             count = stream.readinto(left[: 2**30])
             if not count:
@@ -134,6 +134,6 @@ def write_tensors(
         for name in order:
             written = 0
             for piece in tensor_of(name):
-                written += stream.write(memoryview(piece.detach().contiguous().view(-1).view(torch.uint8).numpy()))
+                written += stream.write(piece.detach().contiguous().view(-1).view(torch.uint8).numpy().data)
             assert written == math.prod(described[name][1]) * ITEMSIZE[described[name][0]], name
     return place
