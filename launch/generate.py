@@ -201,7 +201,7 @@ def _write(flags: argparse.Namespace, trained: Trained, prompt: str, ids: list[i
     figures = {"tokens": tokens, "seconds": round(seconds, 3), "tokens_per_second": round(tokens / seconds, 1)}
     if flags.json:
         for number, seed in enumerate(seeds):
-            reason = "end of text" if trained.eot_id in made[number][-1:] and not flags.ignore_eos else "length"
+            reason = "length" if len(made[number]) == flags.max_new_tokens else "end of text"
             own = {"sample": number, "seed": seed, "prompt": prompt, "text": texts[number], "ids": made[number], "ended_by": reason}
             say(json.dumps(own | {"prompt_tokens": len(ids), **figures}))
     else:
