@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from tests.helpers import ROOT, recipe_flags
+from tests.helpers import ROOT, exported, recipe_flags
 
 JOB = "tests.distributed.export_jobs:pretrain_and_keep"
 #: 32 tokens of context, sizes that two ranks do not share evenly at stage 3 (d_model 36: biases of 36, 108 and 144 elements).
 TINY = ["--n_layer", "2", "--n_head", "2", "--d_model", "36", "--seq_len", "32", "--global_batch_size", "4", "--micro_batch_size", "1"]
 GRID = [f"zero{stage}_{precision}" for stage in range(4) for precision in ("fp32", "bf16")]
-QUICK = ["zero0_fp32", "zero0_bf16", "zero1_bf16", "zero2_fp32", "zero3_bf16", "zero_3_param_offload", "zero_one_adam"]
+QUICK = ["zero0_bf16", "zero1_bf16", "zero3_fp32", "zero_3_param_offload", "zero_one_adam"]
 #: Of the JSONs that ship, those that train on two ranks on a CPU; zero_infinity builds async_io first.
 RECIPES = [
     *("activation_checkpointing", "batch_size_warmup", "curriculum_learning", "fused_kernels", "gradient_accumulation", "lamb"),
@@ -43,18 +43,6 @@ def flags(corpus: Path, runs: Path, name: str, *more: str) -> list[str]:
     file = ROOT / "ds_configs" / f"{name}.json"
     run = ["--deepspeed_config", f"ds_configs/{name}.json", *recipe_flags(file), *TINY, "--data", str(corpus), "--runs_dir", str(runs)]
     return [*run, "--run_name", name, "--steps", "4", "--lr", "1e-2", "--eval_every", "0", "--save_every", "0", *more]
-
-
-def exported(run: Path, out: Path, *more: str) -> Path:
-    """`run` exported to `out`, in this process; the command itself is tested in tests/test_export.py."""
-    from launch import export
-
-    arguments, sys.argv = sys.argv, ["export.py", str(run), "--out", str(out), "--quiet", *more]
-    try:
-        assert export.main() == 0
-    finally:
-        sys.argv = arguments
-    return out
 
 
 def expectation(run: Path, model_config: Any) -> Path:
@@ -135,7 +123,7 @@ def test_there_and_back_nothing_changes(ranks, pools, two_ranks, corpus, tmp_pat
     assert two_ranks.run(JOB, runs=[flags(corpus, tmp_path, "zero1_bf16")])[0] == [""]
     first = exported(tmp_path / "zero1_bf16", tmp_path / "first")
     weights = (first / "model.safetensors").read_bytes()
-    names = ["zero0_bf16", "zero1_bf16", "zero3_fp32", "zero3_bf16", "zero_offload"]
+    names = ["zero0_bf16", "zero1_bf16", "zero3_bf16", *(["zero3_fp32", "zero_offload"] if ranks > 1 else [])]
     still = ["--init_from", str(first), "--lr", "1e-30", "--seed", "9"]
     runs = [flags(corpus, tmp_path / "back", name, *still) for name in names]
     assert pools.of(ranks).run(JOB, runs=runs)[0] == [""] * len(names)
