@@ -83,7 +83,7 @@ class HFFolder:
         """The same as torch's."""
         import torch
 
-        return getattr(torch, TORCH_NAMES[self.dtype_name])  # type: ignore[no-any-return]
+        return getattr(torch, TORCH_NAMES[self.dtype_name])
 
     @property
     def eos_token_id(self) -> int | None:
