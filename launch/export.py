@@ -69,7 +69,7 @@ def main() -> int:
     out = Path(flags.out)
     _check_out(out)
     source = open_trained(flags.source, checkpoint=flags.checkpoint, data=flags.data, allow_pickle=flags.allow_pickle)
-    dtype = DTYPES[flags.dtype] if flags.dtype else source.hf.dtype_name if source.hf and source.hf.dtype_name in ITEMSIZE else "F32"
+    dtype = DTYPES[flags.dtype] if flags.dtype else source.hf.dtype_name if source.hf else "F32"
     _check_room(out, source, dtype)
     temporary = out.with_name(f".{out.name}.{os.getpid()}.tmp")
     try:

@@ -74,18 +74,16 @@ class HFFolder:
 
     @property
     def dtype_name(self) -> str:
-        """Of the weights, in safetensors' word: the widest that there is."""
+        """Of the model that is loaded, in safetensors' word: the folder's own where it is one of 16 bits throughout, else F32."""
         names = {entry.dtype for entry in self.entries.values()}
-        return next((name for name in ("F64", "F32", "BF16", "F16") if name in names), "F32")
+        return names.pop() if len(names) == 1 and names <= {"F16", "BF16"} else "F32"
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the model that is loaded: the folder's own, and fp32 for fp64 and for weights in pickles."""
+        """The same as torch's."""
         import torch
 
-        names = {entry.dtype for entry in self.entries.values()}
-        known = {"F16": torch.float16, "BF16": torch.bfloat16}
-        return known[names.pop()] if len(names) == 1 and names <= set(known) else torch.float32
+        return getattr(torch, TORCH_NAMES[self.dtype_name])
 
     @property
     def eos_token_id(self) -> int | None:
