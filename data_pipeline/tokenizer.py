@@ -31,6 +31,7 @@ import tiktoken
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as HuggingFaceTokenizer
 
+from data_pipeline import hugging_face_form
 from data_pipeline.errors import DataError, one_line
 from data_pipeline.shards import check_sha256
 from data_pipeline.torch_hidden import torch_hidden
@@ -151,6 +152,19 @@ class Tokenizer:
         """Writes what `load` needs into `folder` and returns the manifest's entry, with the files' hashes."""
         raise NotImplementedError
 
+    @property
+    def end_name(self) -> str | None:
+        """The text of the token that ends a text, None where none does."""
+        raise NotImplementedError
+
+    def hugging_face_json(self) -> str:
+        """A `tokenizer.json` with the same ids; special tokens written in a text are to be switched off (`split_special_tokens`).
+
+        Raises:
+            DataError: there is none of a tokenizer that is no `tokenizers` one.
+        """
+        raise NotImplementedError
+
     @staticmethod
     def load(folder: Path, manifest_entry: dict[str, Any]) -> Tokenizer:
         """The tokenizer that `save` wrote; DataError when a file is missing or is not the one that the manifest names."""
@@ -195,6 +209,7 @@ class Tiktoken(Tokenizer):
         self.vocab_size = max(*ranks.values(), *special_tokens.values()) + 1
         self._pattern = pattern
         self._entry, self._ranks, self._hugging_face_json = entry, ranks, hugging_face_json
+        self._special_tokens = special_tokens
         #: The encoding of tiktoken that does it.
         self.library = library or tiktoken.Encoding("corpus", pat_str=pattern, mergeable_ranks=ranks, special_tokens=special_tokens)
 
@@ -222,6 +237,15 @@ class Tiktoken(Tokenizer):
             return known(ids).decode("utf-8", "replace")
         except KeyError:  # some encodings have gaps between their special tokens
             return "".join(self._decode([i]) if i in self._ids else "\ufffd" for i in ids)
+
+    @property
+    def end_name(self) -> str:
+        return next(name for name, number in self._special_tokens.items() if number == self.eot_id)
+
+    def hugging_face_json(self) -> str:
+        if self._hugging_face_json is not None:
+            return self._hugging_face_json
+        return hugging_face_form.byte_pairs(self._ranks, self._pattern, self._special_tokens, _byte_characters(), GPT2_PATTERN)
 
     @property
     def _ids(self) -> set[int]:
@@ -331,6 +355,13 @@ class Characters(Tokenizer):
     def _decode(self, ids: list[int]) -> str:
         return "".join(self._characters[i] for i in ids)
 
+    @property
+    def end_name(self) -> None:
+        return None
+
+    def hugging_face_json(self) -> str:
+        return hugging_face_form.characters(self._characters)
+
 
 class HuggingFaceFile(Tokenizer):
     """A `tokenizer.json` of `tokenizers`, applied by that library."""
@@ -352,6 +383,13 @@ class HuggingFaceFile(Tokenizer):
 
     def _decode(self, ids: list[int]) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=False)
+
+    @property
+    def end_name(self) -> str:
+        return self.end_of_text
+
+    def hugging_face_json(self) -> str:
+        return hugging_face_form.without_template(self._json)
 
     def save(self, folder: Path) -> dict[str, Any]:
         return {"kind": "tokenizers", "end_of_text": self.end_of_text, "files": _write(folder, {HUGGING_FACE_FILE: self._json.encode()})}
@@ -387,6 +425,17 @@ class HuggingFaceFolder(Tokenizer):
 
     def _decode(self, ids: list[int]) -> str:
         return str(self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+    @property
+    def end_name(self) -> str:
+        return self.end_of_text
+
+    def hugging_face_json(self) -> str:
+        backend = getattr(self._tokenizer, "backend_tokenizer", None)
+        if backend is None:
+            raise DataError(f"{type(self._tokenizer).__name__} has no tokenizer.json; its own files have to be copied")
+        backend.encode_special_tokens = False
+        return hugging_face_form.without_template(backend.to_str())
 
     def save(self, folder: Path) -> dict[str, Any]:
         with tempfile.TemporaryDirectory() as place:

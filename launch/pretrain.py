@@ -106,7 +106,8 @@ def train(config: RunConfig, folder: RunFolder | NoFolder, stop: StopRequest) ->
     if state["step"] == 0 and config.eval_every:
         state["val_loss"] = evaluation.loss(engine, 0)
         folder.write_metrics({"step": 0, "tokens": 0, "seconds": meter.seconds(), "val_loss": state["val_loss"]})
-        folder.log(f"step 0, untrained: validation {state['val_loss']:.4f}")
+        weights = f"the weights of {config.init_from}" if config.init_from else "untrained"
+        folder.log(f"step 0, {weights}: validation {state['val_loss']:.4f}")
 
     whole_step = BatchPlan(config.micro_batch_size, config.gradient_accumulation_steps)
     stopped = 0

@@ -61,6 +61,18 @@ def refusal(*flags: str) -> str:
     return line
 
 
+def exported(source: Path, out: Path, *more: str) -> Path:
+    """What `launch/export.py SOURCE --out OUT` writes, without a process of its own."""
+    from launch import export
+
+    arguments, sys.argv = sys.argv, ["export.py", str(source), "--out", str(out), "--quiet", *more]
+    try:
+        assert export.main() == 0
+    finally:
+        sys.argv = arguments
+    return out
+
+
 def skip_unless_the_device_can(config: RunConfig) -> None:
     """Skip the test, with the reason, where this machine lacks a package or its GPU the capability that the run needs."""
     import torch

@@ -15,6 +15,7 @@ import torch
 from launch.engine import corrections
 from launch.engine.distributed import Collectives, load_extension, quiet_deepspeed, without_compiled_muon
 from launch.engine.mean_norm import MeanNorm
+from launch.engine.start_from import fill_masters, fill_model
 from launch.run.config import RunConfig, needs_cuda
 from launch.run.errors import TrainingFailed, UsageError
 from launch.run.hardware import bf16_arithmetic
@@ -154,6 +155,8 @@ def start_engine(config: RunConfig, technique: Technique, collectives: Collectiv
     # At stage 3 every module is partitioned as soon as it is built: the whole model is never on one rank.
     with deepspeed.zero.Init(config_dict_or_path=engine_json, enabled=config.zero_stage == 3):
         model = GPT(model_config)
+    if config.start is not None:
+        fill_model(model, config.start, config.zero_stage, collectives)
     technique.prepare(model)
     for extension in technique.extensions:
         load_extension(extension)
@@ -173,6 +176,8 @@ def start_engine(config: RunConfig, technique: Technique, collectives: Collectiv
     with contextlib.redirect_stdout(io.StringIO()):  # prints of DeepSpeed's own start
         engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, model_parameters=groups, config=engine_json)
     applied += corrections.after_initialize(engine, collectives)
+    if config.start is not None and config.precision != "fp32":
+        fill_masters(engine, config.start, collectives)
     if config.zero_stage == 0:
         if collectives.world_size == 1:
             # The engine would copy all gradients into one tensor, reduce it among one rank, and copy it back: 3 ms for 14 M parameters.

@@ -26,6 +26,7 @@ from launch.run.json_lines import KeyPath, dotted
 from launch.run.optimizer import optimizer_auto_keys, resolve_optimizer
 from launch.run.schedule import TOKEN_SCHEDULE, resolve_schedule, schedule_auto_keys
 from launch.run.steps import steps_to_make
+from launch.trained.hf_folder import HFFolder, has_other_ids, open_hf_folder
 from model.presets import PRESETS, GPTConfig, ModelShape, Preset
 from recipes.registry import make_techniques, technique_classes
 from recipes.technique import largest_divisor
@@ -80,6 +81,7 @@ class RunConfig:
     preset: str
     shape: ModelShape
     no_cross_document: bool
+    init_from: str | None
     recipe: str | None
     config_file: str
     engine: dict[str, Any]  # the JSON for DeepSpeed, complete: no "auto", none of our own sections
@@ -105,6 +107,7 @@ class RunConfig:
     prompt: str
     quiet: bool
     found_corpus: Corpus | None = field(repr=False, compare=False)  # None where a run is explained without it
+    start: HFFolder | None = field(default=None, repr=False, compare=False)  # whose weights are taken; None too where a checkpoint's are
     notes: tuple[str, ...] = ()  # what was accepted with a word
     lacks: tuple[str, ...] = ()  # what it needs and this machine does not have
     origins: Origins = field(default_factory=dict, repr=False, compare=False)
@@ -203,7 +206,9 @@ class RunConfig:
 
     def as_json(self) -> dict[str, Any]:
         """What `run.json` records."""
-        kept = [one.name for one in fields(self) if one.name not in ("found_corpus", "shape", "notes", "lacks", "origins", "where")]
+        kept = [
+            one.name for one in fields(self) if one.name not in ("found_corpus", "start", "shape", "notes", "lacks", "origins", "where")
+        ]
         own = {name: getattr(self, name) for name in kept}
         return {**own, "shape": asdict(self.shape), "zero_stage": self.zero_stage, "precision": self.precision}
 
@@ -263,6 +268,7 @@ def resolve(argv: list[str], ranks: int | None = None) -> tuple[RunConfig, argpa
     engine.raise_faults()
 
     corpus, missing = _corpus(flags, shape)
+    start = _start(flags, run_name, shape, corpus)
     own = {key: engine.values[key] for key in claimed if key in engine.values}
     config = RunConfig(
         run_name=run_name,
@@ -273,6 +279,7 @@ def resolve(argv: list[str], ranks: int | None = None) -> tuple[RunConfig, argpa
         preset=flags.preset,
         shape=shape,
         no_cross_document=flags.no_cross_document,
+        init_from=flags.init_from,
         recipe=recipe.name if recipe else None,
         config_file=file,
         engine={key: value for key, value in engine.values.items() if key not in own and key not in ("optimizer", "scheduler")},
@@ -298,6 +305,7 @@ def resolve(argv: list[str], ranks: int | None = None) -> tuple[RunConfig, argpa
         prompt=flags.prompt,
         quiet=flags.quiet,
         found_corpus=corpus,
+        start=start,
         notes=tuple(engine.notes),
         lacks=(*engine.lacks, *missing),
         origins=_origins(engine, flags) | {"steps": length_from},
@@ -361,6 +369,39 @@ def _corpus(flags: argparse.Namespace, shape: ModelShape) -> tuple[Corpus | None
             raise
         return corpus, [str(reason) if corpus else f"{reason} (a vocabulary of {GPT2_VOCAB_SIZE:,} is assumed)"]
     return corpus, []
+
+
+def _start(flags: argparse.Namespace, run_name: str, shape: ModelShape, corpus: Corpus | None) -> HFFolder | None:
+    """The folder whose weights the run starts from, of this model and of these ids; None where a checkpoint has them.
+
+    Raises:
+        UsageError: a line for each value in which the folder's model is another one, or the folder's own faults.
+    """
+    checkpoints = Path(flags.runs_dir) / run_name / "checkpoints"
+    if flags.init_from is None or (flags.resume and any(checkpoints.glob("step-*/state.json"))):
+        return None
+    folder = open_hf_folder(flags.init_from)
+    where = f"--init_from {flags.init_from}"
+    same = next((name for name, preset in PRESETS.items() if _sizes(preset.shape) == _sizes(folder.config)), None)
+    faults = [
+        f"{where}: {name} is {theirs:,} there, and {getattr(shape, name):,} in this run; give --{name} {theirs}"
+        + (f" or --preset {same}" if same else "")
+        for name, theirs in _sizes(folder.config).items()
+        if theirs != getattr(shape, name)
+    ]
+    again = f"prepare the text with the folder's tokenizer: data_pipeline/prepare.py --tokenizer {flags.init_from}"
+    if corpus is not None and folder.config.vocab_size != corpus.vocab_size:
+        faults.append(f"{where}: vocab_size is {folder.config.vocab_size:,} there, and {corpus.vocab_size:,} in {flags.data}; {again}")
+    elif corpus is not None and not faults and has_other_ids(folder, corpus):
+        faults.append(f"{where}: its tokenizer gives other ids than that of {flags.data}; {again}")
+    if faults:
+        raise UsageError(*faults)
+    return folder
+
+
+def _sizes(shape: ModelShape) -> dict[str, int]:
+    """What a model's weights have the shapes of."""
+    return {name: getattr(shape, name) for name in ("n_layer", "n_head", "d_model", "seq_len")}
 
 
 def _origins(engine: EngineJson, flags: argparse.Namespace) -> Origins:

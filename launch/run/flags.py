@@ -101,6 +101,11 @@ def build_parser() -> Parser:
     run = parser.add_argument_group("run")
     run.add_argument("--run_name", metavar="NAME", help="folder of the run in --runs_dir (the JSON's or the recipe's name)")
     run.add_argument("--runs_dir", default="runs", metavar="DIR", help="where run folders are made (runs)")
+    run.add_argument(
+        "--init_from",
+        metavar="DIR",
+        help="start from the weights of a Hugging Face folder of GPT2LMHeadModel of the same sizes: an export's, or a published GPT-2",
+    )
     run.add_argument("--resume", action="store_true", help="go on from the run's newest complete checkpoint; from step 0 if it has none")
     add_evaluation_flags(run)
     run.add_argument("--save_every", type=natural, help="steps between checkpoints; 0 saves at the end only (a quarter of the run)")
@@ -253,7 +258,7 @@ def _without(arguments: list[str], *names: str) -> list[str]:
 
 def _check_names(flags: argparse.Namespace) -> None:
     """What the operating system would refuse, or what nobody means, as a name of a folder."""
-    for name in ("data", "runs_dir", "deepspeed_config", "recipe"):
+    for name in ("data", "runs_dir", "deepspeed_config", "recipe", "init_from"):
         if getattr(flags, name) == "":
             raise UsageError(f"--{name} is empty; give a path")
     name = flags.run_name or "run"

@@ -41,7 +41,7 @@ SAME_PRECISION = {
     ("fp32", "bf16"): "give --set bf16.enabled=false, or another --run_name",
 }
 #: What a resume changes without changing the run: not worth a line in the log.
-INCIDENTAL = ("created", "command", "resume", "quiet", "turns")
+INCIDENTAL = ("created", "command", "resume", "quiet", "turns", "init_from")
 LOCK_PATIENCE_SECONDS = 60.0
 
 
@@ -200,7 +200,8 @@ class RunFolder:
             change for key, value in description.items() if key not in INCIDENTAL for change in _changes(key, before.get(key), value)
         ]
         resume = {key: description.get(key) for key in ("created", "command")}
-        return {**description, **{key: before.get(key) for key in resume}, "resumes": [*before.get("resumes", []), resume]}
+        kept = [*resume, *(["init_from"] if any((self.path / "checkpoints").glob("step-*/state.json")) else [])]
+        return {**description, **{key: before.get(key) for key in kept}, "resumes": [*before.get("resumes", []), resume]}
 
     # --- the log and the metrics --------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,196 @@
+"""A trained model as a folder that other people's tools read: Hugging Face's GPT2LMHeadModel, or plain safetensors.
+
+    python launch/export.py runs/first --out exported/first
+    python launch/export.py runs/first --out exported/first_bf16 --dtype bf16
+    python launch/export.py runs/first --out exported/first_plain --format plain
+
+One process, whatever ranks, ZeRO stage, offload, precision and recipe trained it, in the memory of its fp32 weights. The folder appears
+whole or not at all, and nothing is overwritten.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import shutil
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+# As in launch/pretrain.py: this script's folder is not where its modules are.
+sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+import numpy as np
+
+from data_pipeline.errors import DataError
+from launch.run.errors import UsageError, nearest, run_command, say
+from launch.run.flags import Parser
+from launch.run.metrics import read_good_lines
+from launch.trained.card import model_card
+from launch.trained.hf_folder import hf_shapes, other_ids, write_config, write_tokenizer, write_weights
+from launch.trained.load import Source, Trained, open_trained
+from launch.trained.safetensors_file import ITEMSIZE, TORCH_NAMES
+
+if TYPE_CHECKING:
+    from data_pipeline.tokenizer import Tokenizer
+
+DTYPES = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}
+FORMATS = ("hf", "plain")
+#: On how many windows of validation text the written tokenizer is compared with the corpus's.
+COMPARED_TEXTS = 100
+
+
+def build_parser() -> Parser:
+    """The flags of `launch/export.py`."""
+    parser = Parser(
+        prog="python launch/export.py",
+        description="Write a trained model as a Hugging Face folder of GPT2LMHeadModel, or as plain safetensors. One process, no engine.",
+        epilog="Example: python launch/export.py runs/first --out exported/first",
+        allow_abbrev=False,
+    )
+    parser.add_argument("source", metavar="RUN|DIR", help="run folder, such as runs/first, or a Hugging Face folder of GPT2LMHeadModel")
+    parser.add_argument("--out", required=True, metavar="DIR", help="folder to be made; one that is there is never written to")
+    parser.add_argument(
+        "--format", default="hf", metavar="NAME", help="hf (what transformers reads) or plain (weights.safetensors alone) (hf)"
+    )
+    parser.add_argument("--dtype", metavar="NAME", help="of the weights: fp32, bf16 or fp16 (a run's fp32 master weights; a folder's own)")
+    parser.add_argument("--checkpoint", metavar="NAME", help="of a run: step-00000300, or newest (the newest, which must be the run's end)")
+    parser.add_argument("--data", metavar="DIR", help="where the run's corpus is now, for its tokenizer (where it was)")
+    parser.add_argument("--allow_pickle", action="store_true", help="also read weights in pickles, which can run any code that they bring")
+    parser.add_argument("--quiet", action="store_true", help="the last line only")
+    return parser
+
+
+def main() -> int:
+    """Write the folder."""
+    flags = build_parser().parse(sys.argv[1:])
+    _check_choices(flags)
+    out = Path(flags.out)
+    _check_out(out)
+    source = open_trained(flags.source, checkpoint=flags.checkpoint, data=flags.data, allow_pickle=flags.allow_pickle)
+    dtype = DTYPES[flags.dtype] if flags.dtype else source.hf.dtype_name if source.hf else "F32"
+    _check_room(out, source, dtype)
+    temporary = out.with_name(f".{out.name}.{os.getpid()}.tmp")
+    try:
+        temporary.mkdir(parents=True)
+        notes = export_plain(source, temporary, dtype) if flags.format == "plain" else export_hf(source, temporary, dtype, out.name)
+        _sync(temporary)
+        os.rename(temporary, out)  # refused by the system where somebody has made a folder with something in it meanwhile
+    except OSError as reason:
+        raise UsageError(f"--out {out}: cannot be written ({reason.strerror}); give another folder") from None
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    if not flags.quiet:
+        for note in notes:
+            say(f"note: {note}")
+    parameters = sum(math.prod(shape) for shape in hf_shapes(source.config).values())
+    where = f"step {source.state['step']:,}" if source.state else "the folder's weights"
+    say(f"{out}: {parameters / 1e6:,.1f} M parameters in {TORCH_NAMES[dtype]}, {where} of {source.folder}")
+    return 0
+
+
+def export_hf(source: Source, folder: Path, dtype: str, name: str) -> list[str]:
+    """Write GPT2LMHeadModel into `folder`; what the user should know."""
+    notes = []
+    # First what fails fast: the tokenizer.
+    if source.tokenizer is None:
+        notes.append(f"no tokenizer is in the folder: {source.no_tokenizer}")
+    else:
+        try:
+            _write_tokenizer(source, source.tokenizer, folder, notes)
+        except DataError as reason:
+            notes.append(f"no tokenizer is in the folder: {reason}")
+    if source.config.document_end is not None:
+        notes.append(
+            "it was trained with attention within documents (--no_cross_document), which transformers does not mask: give it one document"
+            " at a time"
+            " at a time"
+        )
+    trained = source.load()
+    write_weights(trained.model, source.config, folder, dtype)
+    write_config(folder, source.config, source.eot_id, TORCH_NAMES[dtype])
+    card = model_card(name, source.config, TORCH_NAMES[dtype], source.description, source.state, _line(source), notes)
+    (folder / "README.md").write_text(card, encoding="utf-8")
+    return notes
+
+
+def export_plain(source: Source, folder: Path, dtype: str) -> list[str]:
+    """Write `weights.safetensors` into `folder`: GPT-2's names, every matrix (out, in), no padded rows, the sizes in the metadata."""
+    from launch.trained.plain import write_plain
+
+    trained: Trained = source.load()
+    write_plain(trained.model, source.config, folder / "weights.safetensors", dtype, source.eot_id)
+    return []
+
+
+def _write_tokenizer(source: Source, tokenizer: Tokenizer, folder: Path, notes: list[str]) -> None:
+    """The tokenizer's files, compared with what they were made of."""
+    write_tokenizer(tokenizer, folder, source.config.seq_len)
+    # AutoTokenizer looks for the model's type, unless the tokenizer's class is enough for it.
+    write_config(folder, source.config, source.eot_id, "float32")
+    texts = _texts(source, tokenizer)
+    if other := other_ids(tokenizer, folder, texts):
+        notes.append(f"AutoTokenizer gives other ids than the corpus's tokenizer in {other} of {len(texts)} texts of its validation split")
+
+
+def _texts(source: Source, tokenizer: Tokenizer) -> list[str]:
+    """Some validation text, and the token that ends a text as people write it."""
+    texts = [f"a {tokenizer.end_name} b"] if tokenizer.end_name else []
+    if source.corpus is not None:
+        split, seq_len = source.corpus.val, source.config.seq_len
+        windows = split.windows(seq_len)
+        chosen = np.unique(np.linspace(0, windows - 1, min(COMPARED_TEXTS, windows)).astype(np.int64))
+        texts += [tokenizer.decode(row[row != source.corpus.eot_id]) for row in split.read(chosen, seq_len).astype(np.int64)]
+    return texts
+
+
+def _line(source: Source) -> dict[str, object] | None:
+    """The line of the run's metrics of the step that is exported."""
+    file = source.folder / "metrics.jsonl"
+    if source.state is None or not file.exists():
+        return None
+    return next((line for line in reversed(read_good_lines(file)[0]) if line["step"] == source.state["step"]), None)
+
+
+def _check_choices(flags: argparse.Namespace) -> None:
+    for name, allowed in (("format", FORMATS), ("dtype", tuple(DTYPES))):
+        value = getattr(flags, name)
+        if value is not None and value not in allowed:
+            raise UsageError(f"--{name} {value}: no such choice{nearest(value, allowed)}; there are {', '.join(allowed)}")
+
+
+def _check_out(out: Path) -> None:
+    """Refuse a folder that is there, or that cannot be made. Creates nothing."""
+    if not out.name or out.name in (".", ".."):
+        raise UsageError(f"--out {out}: give the name of a folder to be made")
+    if os.path.lexists(out):
+        raise UsageError(f"--out {out}: {'exists' if out.is_dir() else 'is a file'}, and nothing is overwritten; give another folder")
+    above = out.absolute().parent
+    while not above.exists():
+        above = above.parent
+    if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
+        raise UsageError(f"--out {out}: cannot be made, {above} is {'not writable' if above.is_dir() else 'a file'}; give another folder")
+
+
+def _check_room(out: Path, source: Source, dtype: str) -> None:
+    above = out.absolute().parent
+    while not above.exists():
+        above = above.parent
+    needed = sum(math.prod(shape) for shape in hf_shapes(source.config).values()) * ITEMSIZE[dtype]
+    free = shutil.disk_usage(above).free
+    if needed > free:
+        raise UsageError(f"--out {out}: takes {needed / 2**30:,.2f} GiB, and {above} has {free / 2**30:,.2f} left; give another folder")
+
+
+def _sync(folder: Path) -> None:
+    for path in (*folder.iterdir(), folder):
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+if __name__ == "__main__":
+    run_command(main)

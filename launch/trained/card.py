@@ -1,0 +1,118 @@
+"""The README.md of an exported model: what it is, with the figures of the run that trained it, and the command that trains it again."""
+
+from __future__ import annotations
+
+import json
+import math
+import shlex
+from pathlib import Path
+from typing import Any
+
+from launch.trained.hf_folder import hf_shapes
+from model.presets import GPTConfig
+
+_USE = """\
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained("{name}")
+tokenizer = AutoTokenizer.from_pretrained("{name}")
+```
+"""
+
+
+def model_card(
+    name: str,
+    config: GPTConfig,
+    dtype: str,
+    description: dict[str, Any] | None,
+    state: dict[str, Any] | None,
+    line: dict[str, Any] | None,
+    notes: list[str],
+) -> str:
+    """Markdown with the front matter that the hub reads.
+
+    Args:
+        name: of the folder.
+        dtype: of the weights.
+        description, state, line: the run's `run.json`, its checkpoint's `state.json` and the line of `metrics.jsonl` of that step; None
+            where the model is of no run.
+        notes: what should be known, a sentence each.
+    """
+    parameters = sum(math.prod(shape) for shape in hf_shapes(config).values())
+    state, line = state or {}, line or {}
+    loss = state.get("val_loss")
+    meta = ["---", "library_name: transformers", "pipeline_tag: text-generation", "tags:", "- gpt2", "- causal-lm"]
+    if description:
+        meta.append("- deepspeed")
+    rows = [
+        ("parameters", f"{parameters:,}"),
+        ("layers, heads, width", f"{config.n_layer}, {config.n_head}, {config.d_model}"),
+        ("context", f"{config.seq_len:,} tokens"),
+        ("vocabulary", f"{config.vocab_size:,}"),
+        ("weights", f"{dtype}, the head tied to the token embedding"),
+    ]
+    parts = ["\n".join([*meta, "---"]), f"# {name}", f"A GPT-2 (`GPT2LMHeadModel`) of {parameters / 1e6:,.1f} M parameters.", _table(rows)]
+    if description:
+        parts += ["## The run", _table(_of_run(description, state, line))]
+        if loss is not None:
+            parts.append(
+                f"The validation loss, {loss:.4f} nats a token (perplexity {math.exp(min(loss, 700)):,.2f}), is that of the run's log: the"
+                f" mean over {description.get('eval_batches', '?')} global batches of its validation text, in the run's own precision."
+            )
+        parts += ["## Train it again", "```sh\n" + _command(description) + "\n```"]
+    parts += ["## Use it", _USE.format(name=name).rstrip()]
+    if notes:
+        parts.append("\n".join(f"- {note}" for note in notes))
+    return "\n\n".join(parts) + "\n"
+
+
+def _of_run(description: dict[str, Any], state: dict[str, Any], line: dict[str, Any]) -> list[tuple[str, str]]:
+    corpus, machine, versions = (description.get(key) or {} for key in ("corpus", "machine", "versions"))
+    sources = [str(source.get("name", source)) if isinstance(source, dict) else str(source) for source in corpus.get("sources", [])]
+    optimizer = description.get("optimizer") or {}
+    loss, val_loss = line.get("loss"), state.get("val_loss")
+    seconds = line.get("seconds")
+    rows: list[tuple[str, Any]] = [
+        ("step", f"{state.get('step', 0):,}"),
+        ("tokens seen", f"{state.get('tokens', 0):,} of {description.get('total_tokens', 0):,}"),
+        ("validation loss", None if val_loss is None else f"{val_loss:.4f}"),
+        ("training loss of the last step", None if loss is None else f"{loss:.4f}"),
+        ("corpus", f"{', '.join(sources)} (`{description.get('corpus_fingerprint', '')[:16]}`)"),
+        ("recipe", description.get("recipe")),
+        ("engine JSON", f"`{_in_checkout(str(description.get('config_file')))}`"),
+        ("ZeRO stage, precision, ranks", ", ".join(str(description.get(key)) for key in ("zero_stage", "precision", "ranks"))),
+        ("techniques", ", ".join(description.get("techniques") or {})),
+        ("optimizer", f"{optimizer.get('type')} `{json.dumps(optimizer.get('params', {}))}`"),
+        ("sequences a step", f"{description.get('global_batch_size', 0):,}"),
+        ("peak learning rate", description.get("lr")),
+        ("started from", description.get("init_from")),
+        ("attention within documents", "yes" if description.get("no_cross_document") else None),
+        ("seed", description.get("seed")),
+        ("time", None if seconds is None else f"{seconds:,.0f} s"),
+        ("machine", ", ".join(map(str, machine.get("gpus") or [machine.get("processor")]))),
+        ("versions", ", ".join(f"{key} {value}" for key, value in versions.items() if value)),
+        ("commit", description.get("commit")),
+    ]
+    return [(key, str(value)) for key, value in rows if value not in (None, "")]
+
+
+def _command(description: dict[str, Any]) -> str:
+    said = [str(word) for word in description.get("command") or []]
+    arguments = [_in_checkout(word) for word in said[1:] if not word.startswith("--local_rank")]
+    ranks = description.get("ranks", 1)
+    return f"deepspeed --num_gpus {ranks} launch/pretrain.py {shlex.join(arguments)}"
+
+
+def _in_checkout(path: str) -> str:
+    """A path as it is from the checkout, where it is in one: what leads there is nobody else's."""
+    parts = Path(path).parts
+    folder = next((index for index, part in enumerate(parts) if part in ("ds_configs", "recipes")), None)
+    return path if folder is None else str(Path(*parts[folder:]))
+
+
+def _table(rows: list[tuple[str, str]]) -> str:
+    def cell(text: str) -> str:
+        return text.replace("|", "\\|").replace("\n", " ")
+
+    return "\n".join(["| | |", "|---|---|", *(f"| {cell(key)} | {cell(value)} |" for key, value in rows)])

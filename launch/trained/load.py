@@ -1,0 +1,243 @@
+"""A trained model from a run folder or a Hugging Face folder, for whoever wants to use it: one process, no engine.
+
+trained = load_trained("runs/first")
+trained.model(tokens)
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from data_pipeline.errors import DataError
+from data_pipeline.shards import Corpus, open_corpus
+from data_pipeline.tokenizer import HuggingFaceFolder, Tokenizer
+from launch.run.checkpoint import PREFIX, check_files, complete_checkpoints, read_state
+from launch.run.config import ROOT
+from launch.run.errors import UsageError
+from launch.trained.hf_folder import CONFIG_FILE, HFFolder, open_hf_folder
+from model.presets import GPTConfig
+
+if TYPE_CHECKING:
+    import torch
+
+    from model.gpt import GPT
+
+
+@dataclass(frozen=True)
+class Source:
+    """What `open_trained` found: all that can be known without torch.
+
+    Attributes:
+        folder: as given.
+        config: the model's.
+        tokenizer: None where the folder (or, of a run, the corpus) brings none; `no_tokenizer` says why.
+        eot_id: the token that ends a text, None where none does.
+        description: the `run.json` of a run, else None.
+        checkpoint, state: the run's checkpoint and its `state.json`, else None.
+        hf: the Hugging Face folder, else None.
+        corpus: of a run, the corpus that it was trained on, where it is still there.
+    """
+
+    folder: Path
+    config: GPTConfig
+    tokenizer: Tokenizer | None
+    no_tokenizer: str
+    eot_id: int | None
+    description: dict[str, Any] | None = None
+    checkpoint: Path | None = None
+    state: dict[str, Any] | None = None
+    hf: HFFolder | None = None
+    corpus: Corpus | None = None
+    allow_pickle: bool = False
+
+    @property
+    def name(self) -> str:
+        return self.folder.resolve().name
+
+    def load(self) -> Trained:
+        """Read the weights. Raises UsageError, one line, for files that are not what they should be."""
+        return _load(self)
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A model in evaluation mode, with what belongs to it.
+
+    Attributes:
+        model: a plain GPT on the CPU: of a run in fp32, of a Hugging Face folder in the folder's dtype.
+        config, tokenizer, eot_id, description, folder: as in `Source`.
+        name: of the folder.
+        source: where it came from.
+    """
+
+    model: GPT
+    config: GPTConfig
+    tokenizer: Tokenizer | None
+    eot_id: int | None
+    name: str
+    description: dict[str, Any] | None
+    folder: Path
+    source: Source
+
+
+def load_trained(
+    source: str | Path, *, checkpoint: str | None = None, data: str | Path | None = None, allow_pickle: bool = False
+) -> Trained:
+    """The model in a run folder or a Hugging Face folder.
+
+    Args:
+        source: `runs/<name>`, or a folder of GPT2LMHeadModel in safetensors, such as `launch/export.py` writes and GPT-2's published ones.
+        checkpoint: of a run, the name of one (`step-00000300`), or "newest". None: the newest, which must be the end of the run.
+        data: where the corpus of a run is now, for its tokenizer; None: where it was.
+        allow_pickle: unpickle what holds more than tensors, which can run any code that the file brings.
+
+    Raises:
+        UsageError: one line: neither of the two, an unfinished run, files that are missing, damaged or of another model.
+    """
+    return open_trained(source, checkpoint=checkpoint, data=data, allow_pickle=allow_pickle).load()
+
+
+def open_trained(
+    source: str | Path, *, checkpoint: str | None = None, data: str | Path | None = None, allow_pickle: bool = False
+) -> Source:
+    """What `load_trained` does before it reads weights; imports no torch. Arguments and errors are its own."""
+    folder = Path(source)
+    if not folder.is_dir():
+        found = "is a file" if folder.exists() else "no such folder"
+        raise UsageError(f"{folder}: {found}; give a run folder, such as runs/first, or a Hugging Face folder of GPT2LMHeadModel")
+    if (folder / "run.json").exists():
+        return replace(_open_run(folder, checkpoint, data), allow_pickle=allow_pickle)
+    if checkpoint is not None:
+        raise UsageError(f"--checkpoint {checkpoint}: {folder} is not a run folder; leave it out")
+    if not (folder / CONFIG_FILE).exists():
+        raise UsageError(
+            f"{folder}: holds neither run.json nor {CONFIG_FILE}; give a run folder, such as runs/first, or a Hugging Face folder"
+        )
+    hf = open_hf_folder(folder, allow_pickle=allow_pickle)
+    tokenizer, why = _tokenizer_of_folder(hf)
+    eot = hf.eos_token_id if hf.eos_token_id is not None else getattr(tokenizer, "eot_id", None)
+    return Source(folder, hf.config, tokenizer, why, eot, hf=hf, allow_pickle=allow_pickle)
+
+
+def _open_run(folder: Path, asked: str | None, data: str | Path | None) -> Source:
+    description = read_description(folder)
+    checkpoint, state = choose_checkpoint(folder, description, asked)
+    corpus, tokenizer, why = _corpus_of(description, data)
+    # Every tokenizer of ours, and GPT-2's, has the end of text last; where the corpus is gone no more is known.
+    vocab_size = description["corpus"]["vocab_size"]
+    eot = corpus.eot_id if corpus else description["corpus"].get("eot_id", vocab_size - 1)
+    config = GPTConfig(
+        **description["shape"],
+        vocab_size=vocab_size,
+        init_seed=description.get("seed", 0),
+        document_end=eot if description.get("no_cross_document") else None,
+    )
+    return Source(folder, config, tokenizer, why, eot, description, checkpoint, state, corpus=corpus)
+
+
+def read_description(folder: Path) -> dict[str, Any]:
+    """The `run.json` of a run. Raises UsageError where it is none from which a model can be built."""
+    file = folder / "run.json"
+    try:
+        description = json.loads(file.read_text(encoding="utf-8"))
+        GPTConfig(**description["shape"], vocab_size=description["corpus"]["vocab_size"])
+    except OSError as reason:
+        raise UsageError(f"{file}: cannot be read ({reason.strerror}); give a run folder that can") from None
+    except (KeyError, TypeError, AttributeError) as reason:
+        raise UsageError(f"{file}: says no model ({type(reason).__name__}: {reason}); it is not the run.json of a run") from None
+    except (ValueError, RecursionError) as reason:
+        raise UsageError(f"{file}: is damaged ({reason}); it cannot be told which model this is") from None
+    return dict(description)
+
+
+def choose_checkpoint(folder: Path, description: dict[str, Any], asked: str | None) -> tuple[Path, dict[str, Any]]:
+    """The checkpoint to be used and its `state.json`, all its files there.
+
+    Raises:
+        UsageError: there is none, none of the name asked for, or the newest is not the end of the run and was not asked for.
+    """
+    checkpoints = complete_checkpoints(folder / "checkpoints")
+    if not checkpoints:
+        raise UsageError(f"{folder}: has no complete checkpoint, its training has not come so far; go on with it by --resume")
+    chosen = checkpoints[-1]
+    if asked not in (None, "newest"):
+        named = {path.name: path for path in checkpoints}
+        name = f"{PREFIX}{int(asked):08d}" if asked.isdecimal() and len(asked) < 12 else asked
+        if name not in named:
+            raise UsageError(f"--checkpoint {asked}: no complete one of {folder}; it has {', '.join(named)}")
+        chosen = named[name]
+    state = read_state(chosen)
+    total = description.get("total_tokens")
+    if asked is None and isinstance(total, int) and state.get("tokens", 0) < total:
+        raise UsageError(
+            f"{folder}: an unfinished run, its newest checkpoint has {state.get('tokens', 0):,} of {total:,} tokens; go on with it by"
+            f" --resume, or use it as it is: --checkpoint {chosen.name}"
+        )
+    check_files(chosen)
+    return chosen, state
+
+
+def _corpus_of(description: dict[str, Any], data: str | Path | None) -> tuple[Corpus | None, Tokenizer | None, str]:
+    """The corpus of a run with its tokenizer; why there is none."""
+    known = description["corpus"].get("path")
+    if data is None and not known:
+        return None, None, "run.json does not say what it was trained on; --data says where the corpus is"
+    given = Path(str(known if data is None else data))
+    path = given if given.exists() or given.is_absolute() or data is not None else ROOT / given
+    try:
+        corpus = open_corpus(path)
+    except DataError as reason:
+        if data is not None:
+            raise
+        return None, None, f"its corpus is not where it was ({reason}); --data says where it is now"
+    if corpus.fingerprint != description.get("corpus_fingerprint"):
+        if data is not None:
+            raise UsageError(f"--data {data}: is not the corpus that the run was trained on; prepare that one again")
+        return None, None, f"{path} is not the corpus any more that it was trained on; --data says where that is now"
+    try:
+        return corpus, Tokenizer.load(corpus.path, corpus.manifest["tokenizer"]), ""
+    except DataError as reason:
+        return corpus, None, str(reason)
+
+
+def _tokenizer_of_folder(hf: HFFolder) -> tuple[Tokenizer | None, str]:
+    if not hf.has_tokenizer:
+        return None, f"{hf.folder} holds no tokenizer"
+    try:
+        tokenizer = HuggingFaceFolder(hf.folder, hf.end_of_text, str(hf.folder))
+    except DataError as reason:
+        return None, str(reason)
+    return tokenizer, ""
+
+
+def empty_model(config: GPTConfig, dtype: torch.dtype) -> GPT:
+    """A GPT in evaluation mode whose weights are whatever the memory holds; it takes the size of the weights, and no more."""
+    import torch
+
+    from model.gpt import GPT, TiedHead
+
+    with torch.device("meta"):
+        model = GPT(config)
+    model.to(dtype).to_empty(device="cpu")
+    model.lm_head = TiedHead(model.wte, config.vocab_size)  # tied anew, with its mask of padded columns
+    return model.eval().requires_grad_(False)
+
+
+def _load(source: Source) -> Trained:
+    import torch
+
+    if source.hf is not None:
+        model = empty_model(source.config, source.hf.dtype)
+        source.hf.fill(model)
+    else:
+        from launch.trained.checkpoint_weights import fill_from_checkpoint
+
+        assert source.checkpoint is not None and source.state is not None, "a run has a checkpoint"
+        model = empty_model(source.config, torch.float32)
+        model.requires_grad_(True)  # the groups of the optimizer are those of what is trained
+        fill_from_checkpoint(model, source.checkpoint, source.state["ranks"], source.allow_pickle)
+        model.requires_grad_(False)
+    return Trained(model, source.config, source.tokenizer, source.eot_id, source.name, source.description, source.folder, source)

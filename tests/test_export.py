@@ -1,0 +1,468 @@
+"""Exported folders: the command, tokenizers as AutoTokenizer reads them, folders of others and broken ones, `--init_from`'s refusals."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from data_pipeline.shards import open_corpus
+from data_pipeline.tokenizer import Tiktoken, Tokenizer
+from launch.run.errors import UsageError
+from launch.trained.hf_folder import hf_shapes, open_hf_folder
+from launch.trained.load import load_trained, open_trained
+from tests.helpers import ROOT, explain, exported, refusal
+
+SIZES = {"n_layer": 2, "n_head": 2, "d_model": 36, "seq_len": 32}
+SHAPE = [word for key, value in SIZES.items() for word in (f"--{key}", str(value))]
+CL100K = r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|\s*[\r\n]|\s+(?!\S)|\s"
+
+
+@pytest.fixture(scope="module")
+def run(one_rank, corpus, tmp_path_factory) -> Path:
+    """A run of six steps, with the checkpoints of steps 3 and 6."""
+    runs = tmp_path_factory.mktemp("runs")
+    flags = ["--deepspeed_config", "ds_configs/zero1_fp32.json", *SHAPE, "--data", str(corpus), "--runs_dir", str(runs), "--run_name", "r"]
+    flags += ["--steps", "6", "--save_every", "3", "--eval_every", "6", "--eval_batches", "2", "--global_batch_size", "4"]
+    one_rank.run("tests.distributed.jobs:pretrain", flags=flags)
+    return runs / "r"
+
+
+@pytest.fixture(scope="module")
+def folder(run, tmp_path_factory) -> Path:
+    """That run, exported by the command."""
+    out = tmp_path_factory.mktemp("exported") / "model"
+    done = export(run, "--out", out)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1].startswith(f"{out}: 0.1 M parameters in float32, step 6 of {run}")
+    return out
+
+
+def export(*arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "launch/export.py", *map(str, arguments)]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+
+
+def copied(folder: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(folder, tmp_path / "copy"))
+
+
+def fault(folder: Path, **options: Any) -> str:
+    """The one line with which a folder is refused."""
+    with pytest.raises(UsageError) as refused:
+        load_trained(folder, **options)
+    (line,) = refused.value.faults
+    return line
+
+
+def edit(file: Path, **values: Any) -> None:
+    file.write_text(json.dumps({**json.loads(file.read_text()), **values}))
+
+
+# --- the command ---------------------------------------------------------------------------------------------------------------------
+
+
+def test_the_folder_has_what_others_read(folder, run):
+    assert {path.name for path in folder.iterdir()} == {
+        *("config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "README.md")
+    }
+    from safetensors import safe_open
+
+    with safe_open(folder / "model.safetensors", "pt") as file:  # the library reads what was written without it
+        shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+        assert file.metadata() == {"format": "pt"}
+    config = open_hf_folder(folder).config
+    assert shapes == {f"transformer.{name}": shape for name, shape in hf_shapes(config).items()}
+    assert config.vocab_size == 1024
+    assert all(0 not in shape for shape in shapes.values())
+
+
+def test_the_card_has_the_runs_figures(folder, run):
+    card = (folder / "README.md").read_text()
+    last = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
+    for figure in (f"| validation loss | {last['val_loss']:.4f} |", f"| tokens seen | {last['tokens']:,} of {last['tokens']:,} |", "AdamW"):
+        assert figure in card
+    assert card.startswith("---\nlibrary_name: transformers\n")
+    assert "None" not in card
+
+
+def test_nothing_is_overwritten_and_nothing_is_left_of_a_failure(run, tmp_path):
+    (tmp_path / "there").mkdir()
+    for arguments, said in (
+        ((run, "--out", tmp_path / "there"), "exists, and nothing is overwritten"),
+        ((run, "--out", tmp_path / "new", "--dtype", "bf61"), "did you mean 'bf16'?"),
+        ((run, "--out", tmp_path / "new", "--checkpoint", "step-00000005"), "it has step-00000003, step-00000006"),
+        ((tmp_path / "nowhere", "--out", tmp_path / "new"), "no such folder"),
+        ((tmp_path / "there", "--out", tmp_path / "new"), "holds neither run.json nor config.json"),
+    ):
+        done = export(*arguments)
+        assert done.returncode == 2
+        (line,) = done.stderr.splitlines()
+        assert said in line
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["there"]
+
+
+def test_another_checkpoint_another_dtype(run, tmp_path):
+    import torch
+
+    exported(run, tmp_path / "half", "--checkpoint", "3", "--dtype", "bf16")
+    half, whole = load_trained(tmp_path / "half"), load_trained(run, checkpoint="step-00000003")
+    assert half.model.wte.weight.dtype == torch.bfloat16
+    for name, parameter in half.model.named_parameters():
+        assert torch.equal(parameter, whole.model.get_parameter(name).bfloat16())
+    again = load_trained(run)
+    assert not torch.equal(again.model.wpe.weight, whole.model.wpe.weight)
+
+
+def test_plain_weights_are_what_their_page_says(run, tmp_path):
+    from safetensors.numpy import load_file
+
+    exported(run, tmp_path / "plain", "--format", "plain")
+    (file,) = (tmp_path / "plain").iterdir()
+    weights, trained = load_file(file), load_trained(run)
+    for name, parameter in trained.model.named_parameters():
+        assert np.array_equal(weights.pop(name), parameter[:1024].numpy() if name == "wte.weight" else parameter.numpy())
+    assert not weights
+
+
+def test_weights_are_cut_into_several_files_and_read_again(folder, tmp_path):
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from launch.trained.hf_folder import write_config, write_weights
+
+    trained = load_trained(folder)
+    write_weights(trained.model, trained.config, tmp_path, "F32", shard_bytes=60_000)
+    write_config(tmp_path, trained.config, trained.eot_id, "float32")
+    assert len(list(tmp_path.glob("model-*.safetensors"))) > 2
+    again = load_trained(tmp_path).model
+    assert all(torch.equal(parameter, again.get_parameter(name)) for name, parameter in trained.model.named_parameters())
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert torch.equal(theirs.transformer.wpe.weight, trained.model.wpe.weight)
+    next(tmp_path.glob("model-00002-*.safetensors")).unlink()
+    assert "missing, and model.safetensors.index.json names it" in fault(tmp_path)
+
+
+# --- what is broken ------------------------------------------------------------------------------------------------------------------
+
+
+def test_an_unfinished_run_is_refused_unless_its_checkpoint_is_named(run, tmp_path):
+    copy = copied(run, tmp_path)
+    shutil.rmtree(copy / "checkpoints" / "step-00000006")
+    assert "an unfinished run" in fault(copy)
+    assert "--checkpoint step-00000003" in fault(copy)
+    assert open_trained(copy, checkpoint="newest").state["step"] == 3
+    shutil.rmtree(copy / "checkpoints" / "step-00000003")
+    assert "has no complete checkpoint" in fault(copy)
+
+
+def test_a_damaged_checkpoint_is_one_line(run, tmp_path):
+    copy = copied(run, tmp_path)
+    engine = copy / "checkpoints" / "step-00000006" / "engine"
+    weights = engine / "mp_rank_00_model_states.pt"
+    content = weights.read_bytes()
+    weights.write_bytes(content[:-100])
+    assert "bytes" in fault(copy)
+    weights.unlink()
+    assert "is missing" in fault(copy)
+    # Of the size that it had, and no checkpoint of DeepSpeed's.
+    weights.write_bytes(b"\0" * len(content))
+    assert "cannot be read" in fault(copy)
+    edit(copy / "run.json", shape={"n_layer": 3})
+    assert "says no model" in fault(copy)
+
+
+class Attack:
+    """Unpickled, it makes a file."""
+
+    def __init__(self, file: Path):
+        self.file = file
+
+    def __reduce__(self):
+        return open, (str(self.file), "w")
+
+
+def test_no_pickle_is_loaded_without_being_asked_for(run, folder, tmp_path):
+    import torch
+
+    copy, mark = copied(run, tmp_path), tmp_path / "attacked"
+    file = copy / "checkpoints" / "step-00000006" / "engine" / "mp_rank_00_model_states.pt"
+    torch.save({"module": {}, "attack": Attack(mark)}, file)
+    edit(copy / "checkpoints" / "step-00000006" / "state.json", files={})
+    assert "is not loaded" in fault(copy)
+    theirs = Path(shutil.copytree(folder, tmp_path / "theirs"))
+    (theirs / "model.safetensors").write_bytes(pickle.dumps(Attack(mark)) + b"\0" * 10_000)
+    assert "a pickle under the name of a safetensors file" in fault(theirs)
+    (theirs / "model.safetensors").unlink()
+    assert "holds no model.safetensors" in fault(theirs)
+    torch.save({"attack": Attack(mark)}, theirs / "pytorch_model.bin")
+    assert "a pickle (pytorch_model.bin)" in fault(theirs)
+    assert "holds more than weights" in fault(theirs, allow_pickle=True)
+    assert not mark.exists()
+    weights = {f"transformer.{name}": torch.ones(shape) for name, shape in hf_shapes(open_hf_folder(folder).config).items()}
+    torch.save(weights, theirs / "pytorch_model.bin")
+    assert bool((load_trained(theirs, allow_pickle=True).model.wpe.weight == 1).all())
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"model_type": "llama", "architectures": ["LlamaForCausalLM"]}, "is a model of 'llama'"),
+        ({"architectures": ["GPT2ForSequenceClassification"]}, "GPT2ForSequenceClassification"),
+        ({"activation_function": "relu"}, 'activation_function is "relu", this GPT-2 has "gelu_new"'),
+        ({"tie_word_embeddings": False}, "tie_word_embeddings is false"),
+        ({"n_inner": 100}, "n_inner is 100, this GPT-2 has 4 x n_embd = 144"),
+        ({"n_embd": "36"}, 'n_embd is "36", must be a whole number'),
+        ({"n_layer": 1}, "which a GPT-2 of 1 layers has not"),
+        ({"n_layer": 3}, "lacks h.2."),
+        ({"n_positions": 64}, "wpe.weight is [32, 36], config.json says [64, 36]"),
+        ({"n_head": 5}, "d_model must be a multiple of n_head"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "its weights are quantized"),
+    ],
+    ids=str,
+)
+def test_another_architecture_or_shape_is_named(values, said, folder, tmp_path):
+    copy = copied(folder, tmp_path)
+    edit(copy / "config.json", **values)
+    with pytest.raises(UsageError) as refused:
+        open_trained(copy)
+    assert any(said in line for line in refused.value.faults)
+
+
+def test_a_damaged_file_of_weights_is_one_line(folder, tmp_path):
+    copy = copied(folder, tmp_path)
+    file, content = copy / "model.safetensors", (folder / "model.safetensors").read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + length])
+    first = next(name for name in header if name != "__metadata__")
+    header[first]["shape"] = [1, *header[first]["shape"]]
+    header[first]["data_offsets"][1] += 4
+    damaged = json.dumps(header).encode()
+    for broken, said in (
+        (content[:-1], "is cut off"),
+        (content + b"\0", "is too long"),
+        (content[:100], "cut off in its header"),
+        (b"", "cut off in its header"),
+        (content[:8] + b"x" * length + content[8 + length :], "its header is none"),
+        (len(damaged).to_bytes(8, "little") + damaged + content[8 + length :], "its header is none"),
+    ):
+        file.write_bytes(broken)
+        assert said in fault(copy)
+    (copy / "config.json").write_text("{")
+    assert "is not JSON" in fault(copy)
+
+
+def test_a_head_of_its_own_is_refused(folder, tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    copy = copied(folder, tmp_path)
+    weights = load_file(copy / "model.safetensors")
+    weights["lm_head.weight"] = weights["transformer.wte.weight"].clone()
+    save_file(weights, copy / "model.safetensors")
+    load_trained(copy)
+    weights["lm_head.weight"][7, 7] += 1
+    save_file(weights, copy / "model.safetensors")
+    assert "a head of its own is another architecture" in fault(copy)
+
+
+# --- --init_from ---------------------------------------------------------------------------------------------------------------------
+
+
+def starting(folder: object, corpus: Path, *more: str) -> str:
+    """The lines with which a start from `folder` is refused."""
+    return refusal("--deepspeed_config", "ds_configs/zero1_fp32.json", "--data", str(corpus), "--init_from", str(folder), *more)
+
+
+def test_a_start_from_another_shape_names_each_mismatch(folder, corpus, tmp_path):
+    flags = ["--deepspeed_config", "ds_configs/zero1_fp32.json", "--data", str(corpus), "--init_from", str(folder)]
+    done = explain(*flags, "--preset", "micro", *SHAPE[:2])
+    assert done.returncode == 2
+    assert [line.split(": ")[2] for line in done.stderr.splitlines()] == [
+        "n_head is 2 there, and 6 in this run; give --n_head 2",
+        "d_model is 36 there, and 384 in this run; give --d_model 36",
+        "seq_len is 32 there, and 256 in this run; give --seq_len 32",
+    ]
+    copy = copied(folder, tmp_path)
+    described = json.loads((copy / "tokenizer.json").read_text())
+    described["model"]["merges"] = described["model"]["merges"][:50]
+    (copy / "tokenizer.json").write_text(json.dumps(described))
+    assert "its tokenizer gives other ids than that of" in starting(copy, corpus, *SHAPE)
+    assert explain(*flags, *SHAPE).returncode == 0
+
+
+def test_a_start_from_what_is_no_model_is_one_line(folder, run, corpus, tmp_path):
+    assert "no such folder" in starting(tmp_path / "nowhere", corpus, *SHAPE)
+    assert "config.json: missing, so this is no Hugging Face folder" in starting(run, corpus, *SHAPE)
+    assert "--init_from is empty" in starting("", corpus, *SHAPE)
+    copy = copied(folder, tmp_path)
+    (copy / "model.safetensors").rename(copy / "pytorch_model.bin")
+    assert "convert it: python launch/export.py" in starting(copy, corpus, *SHAPE)
+
+
+def test_a_resumed_run_keeps_where_it_began(one_rank, folder, corpus, tmp_path):
+    flags = [
+        "--deepspeed_config",
+        "ds_configs/zero1_fp32.json",
+        *SHAPE,
+        "--data",
+        str(corpus),
+        "--runs_dir",
+        str(tmp_path),
+        "--run_name",
+        "r",
+    ]
+    flags += ["--global_batch_size", "4", "--eval_batches", "2", "--eval_every", "2"]
+    one_rank.run("tests.distributed.jobs:pretrain", flags=[*flags, "--steps", "2", "--init_from", str(folder)])
+    one_rank.run("tests.distributed.jobs:pretrain", flags=[*flags, "--steps", "4", "--resume"])
+    assert json.loads((tmp_path / "r" / "run.json").read_text())["init_from"] == str(folder)
+    log = (tmp_path / "r" / "log.txt").read_text()
+    assert f"step 0, the weights of {folder}: validation" in log
+    assert "init_from" not in log
+
+
+# --- tokenizers ----------------------------------------------------------------------------------------------------------------------
+
+
+def documents() -> list[str]:
+    """A thousand documents: code, other scripts, blanks, numbers, and what looks like the end of a text."""
+    rng = np.random.default_rng(3)
+    lines = [line for path in sorted(Path(json.__file__).parent.glob("*.py")) for line in path.read_text().splitlines(keepends=True)]
+    lines += [
+        "naïve café — 世界 привет\n",
+        "    \n\n\t x   \n",
+        "1234567 89,000.5e10\r\n",
+        "<|endoftext|> a<|endoftext|>b\n",
+        "🙂🙂 e\u0301\n",
+    ]
+    lines += ["don't we'LL I'VE\n", "==========\n", " " * 300 + "x\n", "\x00\x01\x1c\x85\u2028\n", "aaaaaaaaaaaaaaaaaaaaaaaaa\n"]
+    ends = ["", "   ", "\n  \n ", "\n\n\n", "  \t", " \r\n"]
+    return ["".join(rng.choice(lines, rng.integers(0, 30))) + ends[rng.integers(len(ends))] for _ in range(1000)]
+
+
+def of_tiktoken(pattern: str, special: dict[str, int] | None = None) -> Tokenizer:
+    """A tokenizer as tiktoken's own are: ranks and a pattern, nothing else."""
+    from data_pipeline.tokenizer import train_tokenizer
+
+    trained = train_tokenizer("bpe:900", documents()[:300])
+    ranks = trained._ranks  # type: ignore[attr-defined]
+    special = special or {"<|endoftext|>": len(ranks)}
+    return Tiktoken({"kind": "tiktoken"}, ranks, pattern, special, special["<|endoftext|>"])
+
+
+def all_tokenizers(corpus: Path) -> dict[str, Tokenizer]:
+    from data_pipeline.tokenizer import GPT2_PATTERN, Characters, train_tokenizer
+
+    opened = open_corpus(corpus)
+    known = "".join(sorted({character for text in documents() for character in text}))
+    return {
+        "bpe": Tokenizer.load(opened.path, opened.manifest["tokenizer"]),
+        "bytes": train_tokenizer("bytes", []),
+        "gpt2": of_tiktoken(GPT2_PATTERN),
+        "cl100k": of_tiktoken(CL100K, {"<|endoftext|>": 901, "<|fim_prefix|>": 903, "<|endofprompt|>": 950}),
+        "characters": Characters(known),
+    }
+
+
+@pytest.mark.parametrize("name", ["bpe", "bytes", "gpt2", "cl100k", "characters"])
+def test_auto_tokenizer_gives_the_ids_of_the_corpus(name, corpus, tmp_path):
+    from transformers import AutoTokenizer
+
+    from launch.trained.hf_folder import other_ids, write_config, write_tokenizer
+    from model.presets import GPTConfig
+
+    tokenizer = all_tokenizers(corpus)[name]
+    eot = getattr(tokenizer, "eot_id", None)
+    write_tokenizer(tokenizer, tmp_path, 32)
+    write_config(tmp_path, GPTConfig(**SIZES, vocab_size=tokenizer.vocab_size), eot, "float32")
+    texts = documents()
+    assert other_ids(tokenizer, tmp_path, texts) == 0
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    assert theirs.eos_token_id == eot
+    assert [theirs.decode(tokenizer.encode(text)) for text in texts] == [tokenizer.decode(tokenizer.encode(text)) for text in texts]
+    again = load_tokenizer(tmp_path) if eot is not None else None
+    if again is not None:
+        assert again.eot_id == eot
+        assert all(np.array_equal(own, found) for own, found in zip(tokenizer.encode_many(texts), again.encode_many(texts), strict=True))
+
+
+def load_tokenizer(folder: Path) -> Tokenizer:
+    from data_pipeline.tokenizer import HuggingFaceFolder
+
+    return HuggingFaceFolder(folder, "<|endoftext|>", str(folder))
+
+
+# --- GPT-2's own size ----------------------------------------------------------------------------------------------------------------
+
+IN_AND_OUT = """
+import resource, sys
+sys.path.insert(0, {root!r})
+import torch, transformers
+from launch import export
+def peak(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+torch.ones(10) @ torch.ones(10)
+before = peak()
+sys.argv = ["export.py", {source!r}, "--out", {out!r}, "--quiet"]
+export.main()
+print(peak() - before)
+"""
+
+
+def published(folder: Path, sizes: dict[str, int], vocab_size: int) -> int:
+    """A folder as GPT-2's published ones, with random weights: names without a prefix, the causal masks among them; its bytes."""
+    import torch
+
+    from launch.trained.safetensors_file import write_tensors
+    from model.presets import GPTConfig
+
+    config = GPTConfig(**sizes, vocab_size=vocab_size)
+    shapes = hf_shapes(config)
+    masks = {f"h.{index}.attn.bias": (1, 1, config.seq_len, config.seq_len) for index in range(config.n_layer)}
+    said = {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "activation_function": "gelu_new", "n_ctx": config.seq_len}
+    said |= {"n_positions": config.seq_len, "n_embd": config.d_model, "n_head": config.n_head, "n_layer": config.n_layer}
+    said |= {"vocab_size": vocab_size, "bos_token_id": vocab_size - 1, "eos_token_id": vocab_size - 1, "layer_norm_epsilon": 1e-05}
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(said))
+    generator = torch.Generator().manual_seed(1)
+    described = {name: ("F32", shape) for name, shape in {**shapes, **masks}.items()}
+    return write_tensors(
+        folder / "model.safetensors", described, lambda name: [torch.randn(described[name][1], generator=generator)], {"format": "pt"}
+    )
+
+
+def in_and_out(folder: Path, out: Path) -> int:
+    """Exports `folder` to `out` in a process of its own; by how much its peak of memory grew, bytes."""
+    code = IN_AND_OUT.format(root=str(ROOT), source=str(folder), out=str(out))
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return int(done.stdout.split()[-1])
+
+
+def check_in_and_out(tmp_path: Path, sizes: dict[str, int], vocab_size: int) -> tuple[int, int]:
+    from safetensors import safe_open
+
+    published(tmp_path / "in", sizes, vocab_size)
+    grown = in_and_out(tmp_path / "in", tmp_path / "out")
+    with safe_open(tmp_path / "in" / "model.safetensors", "np") as before, safe_open(tmp_path / "out" / "model.safetensors", "np") as after:
+        weights = {name for name in before.keys() if not name.endswith(".attn.bias")}  # noqa: SIM118
+        assert {f"transformer.{name}" for name in weights} == set(after.keys())
+        for name in after.keys():  # noqa: SIM118
+            assert np.array_equal(after.get_tensor(name), before.get_tensor(name.removeprefix("transformer.")))
+    return grown, (tmp_path / "out" / "model.safetensors").stat().st_size
+
+
+def test_a_published_folder_goes_in_and_out_unchanged(tmp_path):
+    check_in_and_out(tmp_path, SIZES, 1000)
+
+
+@pytest.mark.long
+def test_a_gpt2_goes_in_and_out_in_its_own_memory(tmp_path):
+    grown, size = check_in_and_out(tmp_path, {"n_layer": 12, "n_head": 12, "d_model": 768, "seq_len": 1024}, 50_257)
+    assert size == pytest.approx(124_439_808 * 4, rel=1e-3)
+    assert grown < 1.5 * size

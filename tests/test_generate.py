@@ -1,0 +1,186 @@
+"""`launch/generate.py` writes what the model says, as it comes, and refuses in one line what cannot be."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from data_pipeline.shards import open_corpus
+from data_pipeline.tokenizer import Tokenizer, train_tokenizer
+from launch import generate
+from launch.run.errors import run_command
+from launch.trained.load import load_trained
+from launch.trained.streaming import TextStream
+
+ROOT = Path(__file__).resolve().parents[1]
+TINY = ["--n_layer", "2", "--n_head", "2", "--d_model", "32", "--seq_len", "32", "--steps", "4", "--lr", "0.01"]
+
+
+@pytest.fixture(scope="module")
+def run(one_rank, corpus, tmp_path_factory) -> Path:
+    """A run of four steps."""
+    folder = tmp_path_factory.mktemp("runs")
+    flags = ["--deepspeed_config", "ds_configs/zero1_fp32.json", "--data", str(corpus), "--runs_dir", str(folder), "--run_name", "small"]
+    one_rank.run("tests.distributed.jobs:pretrain", flags=[*flags, *TINY, "--eval_every", "0", "--save_every", "2"])
+    return folder / "small"
+
+
+@pytest.fixture
+def command(monkeypatch, capsys):
+    """The command, in this process: its exit code, what it wrote to the standard output, and to the standard error."""
+
+    def run_it(*arguments: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["launch/generate.py", *map(str, arguments)])
+        with pytest.raises(SystemExit) as end:
+            run_command(generate.main)
+        captured = capsys.readouterr()
+        return int(end.value.code or 0), captured.out, captured.err
+
+    return run_it
+
+
+def test_the_text_is_that_of_the_model_and_a_fresh_process_writes_it(run, command):
+    """Greedy, against a loop over whole passes, beyond the context of 32 tokens."""
+    trained = load_trained(run)
+    prompt = trained.tokenizer.encode("def get(").tolist()
+    ids = list(prompt)
+    import torch
+
+    for _ in range(50):
+        ids.append(int(trained.model(torch.tensor([ids[-32:]]))[0, -1].argmax()))
+    expected = "def get(" + trained.tokenizer.decode(ids[len(prompt) :])
+    flags = [run, "--prompt", "def get(", "--temperature", "0", "--max_new_tokens", "50", "--ignore_eos"]
+    for more in ([], ["--no_kv_cache"]):
+        code, out, err = command(*flags, *more)
+        assert (code, out) == (0, expected + "\n")
+        assert "tokens/s" in err and ("no KV cache" in err) == bool(more)
+    done = subprocess.run([sys.executable, "launch/generate.py", *map(str, flags), "--quiet"], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, expected + "\n", "")
+
+
+def test_samples_are_written_one_after_the_other_and_as_json(run, command):
+    flags = [run, "--prompt", "import ", "--samples", "3", "--seed", "5", "--max_new_tokens", "20", "--top_p", "0.9"]
+    _, out, _ = command(*flags)
+    _, lines, _ = command(*flags, "--json")
+    samples = [json.loads(line) for line in lines.splitlines()]
+    assert out == "".join(f"--- sample {n + 1} of 3, seed {5 + n}\nimport {one['text']}\n" for n, one in enumerate(samples))
+    assert len({one["text"] for one in samples}) == 3
+    _, alone, _ = command(*flags[:3], "--seed", "6", "--max_new_tokens", "20", "--top_p", "0.9", "--json")
+    assert json.loads(alone)["ids"] == samples[1]["ids"]
+
+
+def test_text_ends_at_its_end(run, command, monkeypatch):
+    from model.sampling import Sampling
+
+    end = load_trained(run).eot_id
+    order = iter([40, 41, end, 42, 43])
+    monkeypatch.setattr(Sampling, "pick", lambda *_: next(order))
+    code, out, _ = command(run, "--prompt", "a", "--json")
+    found = json.loads(out)
+    assert (code, found["ids"], found["ended_by"], found["tokens"]) == (0, [40, 41], "end of text", 2)
+    order = iter([40, end, 42])
+    found = json.loads(command(run, "--prompt", "a", "--json", "--ignore_eos", "--max_new_tokens", "3")[1])
+    assert (found["ids"], found["ended_by"]) == ([40, end, 42], "length")
+
+
+def test_the_end_of_text_begins_a_document(run, command, monkeypatch):
+    prompts = []
+    real = generate._write
+    monkeypatch.setattr(
+        generate, "_write", lambda flags, trained, prompt, ids, *rest: prompts.append(ids) or real(flags, trained, prompt, ids, *rest)
+    )
+    end = load_trained(run).eot_id
+    for flags in ([], ["--prompt", ""], ["--prompt", "a"], ["--prompt", "a", "--document_start"]):
+        assert command(run, *flags, "--max_new_tokens", "1")[0] == 0
+    assert prompts[0] == prompts[1] == [end]
+    assert prompts[3] == [end, *prompts[2]] and end not in prompts[2]
+
+
+def test_a_prompt_longer_than_the_context_and_from_a_file(run, command, tmp_path, monkeypatch):
+    text = "the quick brown fox jumps über die Brücke " * 20
+    (tmp_path / "prompt.txt").write_text(text, encoding="utf-8")
+    code, out, err = command(run, "--prompt_file", tmp_path / "prompt.txt", "--max_new_tokens", "5", "--temperature", "0")
+    assert code == 0 and out.startswith(text)
+    assert "of which the model reads the last 32" in err.splitlines()[0]
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
+    assert command(run, "--prompt_file", "-", "--max_new_tokens", "5", "--temperature", "0")[1] == out
+
+
+def test_an_earlier_checkpoint_is_another_model(run, command):
+    flags = ["--prompt", "def ", "--max_new_tokens", "20", "--json", "--ignore_eos"]
+    first, last = (json.loads(command(run, *flags, *more)[1])["ids"] for more in (["--checkpoint", "step-00000002"], []))
+    assert first != last
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--temperature", "-1"], "--temperature: -1 is out of range"),
+        (["--top_p", "0"], "--top_p: 0 is out of range"),
+        (["--top_p", "1.5"], "--top_p: 1.5 is out of range"),
+        (["--samples", "0"], "--samples: 0 is out of range"),
+        (["--temprature", "1"], "did you mean '--temperature'?"),
+        (["--engine", "vllm"], "--engine vllm: no such choice; there are plain, deepspeed"),
+        (["--engine", "deepspeed"], "its kernels are for CUDA GPUs"),
+        (["--dtype", "bf61"], "did you mean 'bf16'?"),
+        (["--prompt", "a", "--prompt_file", "b"], "give one of them"),
+        (["--prompt_file", "missing.txt"], "missing.txt: cannot be read (No such file or directory)"),
+        (["--checkpoint", "step-00000003"], "it has step-00000002, step-00000004"),
+        (["--slide", "33"], "--slide 33: the model's context is 32 tokens"),
+    ],
+)
+def test_mistakes_are_one_line(run, command, flags, words):
+    code, out, err = command(run, *flags)
+    assert (code, out) == (2, "")
+    (line,) = err.splitlines()
+    assert line.startswith("error: ") and words in line
+
+
+@pytest.mark.parametrize("content", [b"\xff\xfe", None])
+def test_a_prompt_that_is_no_text_is_refused(run, command, tmp_path, content):
+    file = tmp_path / "prompt"
+    file.mkdir() if content is None else file.write_bytes(content)
+    code, _, err = command(run, "--prompt_file", file)
+    assert code == 2
+    assert ("is not UTF-8 (byte 0)" if content else "cannot be read (Is a directory)") in err
+
+
+def test_what_is_no_model_is_refused_before_torch_is_imported(tmp_path):
+    """In a fresh process, in which torch cannot be imported."""
+    (tmp_path / "torch.py").write_text("raise SystemExit('torch was imported')")
+    (tmp_path / "empty").mkdir()
+    for script in ("generate", "score"):
+        for source in ("empty", "missing"):
+            words = [sys.executable, f"launch/{script}.py", tmp_path / source]
+            env = os.environ | {"PYTHONPATH": str(tmp_path)}
+            done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, env=env)
+            (line,) = done.stderr.splitlines()
+            assert (done.returncode, done.stdout) == (2, "") and line.startswith(f"error: {tmp_path / source}: ")
+
+
+# --- text as it comes
+
+
+@pytest.mark.parametrize("spec", ["bytes", "corpus"])
+def test_text_as_it_comes_is_the_text(spec, corpus):
+    """Whole characters at each moment; together, the text of all ids, broken ones included."""
+    import numpy as np
+
+    opened = open_corpus(corpus)
+    tokenizer = Tokenizer.load(opened.path, opened.manifest["tokenizer"]) if spec == "corpus" else train_tokenizer("bytes", [])
+    text = "naïve – 日本語 🦊🦊 \t\n end"
+    before = tokenizer.encode("Büro ").tolist()
+    for ids in (tokenizer.encode(text).tolist(), np.random.default_rng(1).integers(0, 256, 300).tolist()):
+        stream = TextStream(tokenizer, before)
+        parts = [stream.add(token) for token in ids]
+        assert "".join(parts) + stream.rest() == tokenizer.decode([*before, *ids])[len("Büro ") :]
+    stream = TextStream(tokenizer, [])
+    seen = [stream.add(token) for token in tokenizer.encode(text).tolist()]
+    assert "".join(seen) == text and not any("\ufffd" in part for part in seen)
+    assert sum(map(bool, seen)) > 10  # and not all of it at the end

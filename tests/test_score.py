@@ -1,0 +1,298 @@
+"""`launch/score.py`: the loss is that of the training log and of transformers, bits per byte are of the text, and the error is one."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from data_pipeline.shards import open_corpus
+from launch import score
+from launch.run.errors import run_command
+from launch.run.metrics import read_metrics
+from launch.trained.load import load_trained
+from launch.trained.scoring import estimate, text_bytes, training_windows
+
+ROOT = Path(__file__).resolve().parents[1]
+TINY = ["--n_layer", "2", "--n_head", "2", "--d_model", "32", "--seq_len", "32", "--steps", "4", "--lr", "0.01"]
+#: What reads all windows of the tests' validation text, and what reads a part of them.
+EVALUATIONS = {"zero1_fp32": "1000000", "zero3_bf16": "2"}
+
+
+@pytest.fixture(scope="module")
+def runs(one_rank, corpus, tmp_path_factory) -> Path:
+    """Runs of four steps, with a validation loss at their end."""
+    folder = tmp_path_factory.mktemp("runs")
+    for name, batches in EVALUATIONS.items():
+        flags = ["--deepspeed_config", f"ds_configs/{name}.json", "--data", str(corpus), "--runs_dir", str(folder), "--run_name", name]
+        more = ["--eval_batches", batches, "--eval_every", "4"] + (["--no_cross_document"] if "bf16" in name else [])
+        one_rank.run("tests.distributed.jobs:pretrain", flags=[*flags, *TINY, *more])
+    return folder
+
+
+@pytest.fixture(scope="module")
+def exported(runs) -> Path:
+    """The fp32 run as a Hugging Face folder."""
+    out = runs / "exported"
+    words = [sys.executable, "launch/export.py", str(runs / "zero1_fp32"), "--out", str(out)]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return out
+
+
+@pytest.fixture
+def command(monkeypatch, capsys):
+    """The command, in this process: its exit code, what it wrote to the standard output, and to the standard error."""
+
+    def run_it(*arguments: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["launch/score.py", *map(str, arguments)])
+        with pytest.raises(SystemExit) as end:
+            run_command(score.main)
+        captured = capsys.readouterr()
+        return int(end.value.code or 0), captured.out, captured.err
+
+    return run_it
+
+
+def scored(command, *arguments: object) -> dict:
+    code, out, err = command(*arguments, "--json", "--quiet")
+    assert (code, err) == (0, "")
+    return json.loads(out)
+
+
+def test_score_log_and_transformers_agree(runs, exported, corpus, command, capsys):
+    """Bits per byte of all validation windows, within 1e-4; transformers from the exported folder alone."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    split = json.loads((corpus / "manifest.json").read_text())["splits"]["val"]
+    to_bits = split["tokens"] / split["bytes"] / math.log(2)
+    found = scored(command, runs / "zero1_fp32")
+    logged = read_metrics(runs / "zero1_fp32" / "metrics.jsonl")[-1]["val_loss"]
+    tokens = np.fromfile(corpus / split["shards"][0]["file"], dtype="<u2").astype(np.int64)
+    windows = np.stack([tokens[start : start + 33] for start in range(0, len(tokens) - 32, 32)])
+    model, losses = AutoModelForCausalLM.from_pretrained(exported), []
+    with torch.no_grad():
+        for batch in torch.from_numpy(windows).split(64):
+            logits = model(batch[:, :-1]).logits
+            losses.append(torch.nn.functional.cross_entropy(logits.transpose(1, 2), batch[:, 1:], reduction="none").mean(1))
+    losses = torch.cat(losses).double()
+    assert found["windows"] == len(losses) == open_corpus(corpus).val.windows(32)
+    for other in (logged, float(losses.mean())):
+        assert abs(found["bits_per_byte"] - other * to_bits) < 1e-5
+        assert abs(found["loss"] - other) < 1e-5
+    assert abs(found["training"]["loss"] - logged) < 1e-5
+    assert found["perplexity"] == pytest.approx(math.exp(found["loss"]))
+    assert found["loss_stderr"] >= float(losses.std() / math.sqrt(len(losses))) - 1e-6
+    capsys.readouterr()  # transformers draws a bar
+    of_folder = scored(command, exported, "--data", corpus)
+    assert abs(of_folder["loss"] - found["loss"]) < 1e-6 and of_folder["training"] is None
+    code, out, _ = command(runs / "zero1_fp32")
+    assert code == 0 and f"bits per byte   {found['bits_per_byte']:.4f} +- " in out and f"its log says {logged:.4f}" in out
+
+
+def test_a_run_in_bf16_is_scored_as_training_did(runs, command):
+    """On the windows of its evaluations, in its precision, with its documents apart; at the top in fp32, on all windows."""
+    found = scored(command, runs / "zero3_bf16")
+    logged = read_metrics(runs / "zero3_bf16" / "metrics.jsonl")[-1]["val_loss"]
+    assert (found["training"]["windows"], found["training"]["dtype"], found["dtype"]) == (16, "bf16", "fp32")
+    assert abs(found["training"]["loss"] - logged) < 1e-4
+    assert abs(found["training"]["logged_bits_per_byte"] - logged * found["bits_per_byte"] / found["loss"]) < 1e-9
+
+
+def test_some_windows_are_spread_evenly(runs, command):
+    some, all_of_them = (scored(command, runs / "zero1_fp32", *more) for more in (["--windows", "60", "--batch_size", "7"], []))
+    assert some["windows"] == 60
+    assert abs(some["loss"] - all_of_them["loss"]) < 4 * some["loss_stderr"]
+    assert abs(some["training"]["loss"] - all_of_them["training"]["loss"]) < 1e-6
+
+
+def test_the_error_is_that_of_the_mean():
+    """Of independent windows the textbook's; of windows that come in equal runs, that of the runs."""
+    draws = np.random.default_rng(0).normal(5, 1, (400, 400))
+    errors = np.array([estimate(row).error for row in draws])
+    assert abs(np.median(errors) / 0.05 - 1) < 0.15  # 1 / sqrt(400); the larger of two estimates
+    runs = np.repeat(draws[:, :25], 16, axis=1)  # 400 windows, 25 documents of 16
+    spread = runs.mean(axis=1).std()
+    assert 0.8 < np.median([estimate(row).error for row in runs]) / spread < 1.2
+    assert estimate(np.array([3.0])).error is None
+    assert estimate(np.array([3.0, 4.0])).error == pytest.approx(0.5)
+
+
+def test_training_windows_are_those_of_its_evaluations():
+    assert training_windows(100, 7).tolist() == [0, 14, 28, 42, 57, 71, 85]
+    assert training_windows(5, 7).tolist() == [0, 1, 2, 3, 4]
+
+
+def test_bytes_are_counted_where_the_corpus_has_not(corpus, tmp_path):
+    opened = open_corpus(corpus)
+    from data_pipeline.tokenizer import Tokenizer
+
+    tokenizer = Tokenizer.load(opened.path, opened.manifest["tokenizer"])
+    said = text_bytes(opened, opened.val, None)
+    del opened.manifest["splits"]["val"]["bytes"]
+    assert text_bytes(opened, opened.val, None) is None
+    # All but the first token of the split, of which no window predicts.
+    assert 0 <= said - text_bytes(opened, opened.val, tokenizer) <= 20
+
+
+@pytest.fixture(scope="module")
+def others(tmp_path_factory) -> Path:
+    """Corpora of another tokenizer: with more ids, with fewer, and with as many."""
+    folder = tmp_path_factory.mktemp("others")
+    source = folder / "text"
+    source.mkdir()
+    for number in range(60):
+        (source / f"{number}.txt").write_text(f"Number {number} and its square {number**2}, half of it {number / 2}.\n" * 30)
+    for name, spec in (("bytes", "bytes"), ("gpt", "bpe:1100"), ("same", "bpe:300")):
+        words = [sys.executable, "data_pipeline/prepare.py", "--source", source, "--out", folder / name, "--tokenizer", spec]
+        subprocess.run([*words, "--val_fraction", "0.3", "--quiet"], cwd=ROOT, check=True)
+    return folder
+
+
+@pytest.mark.parametrize("name", ["bytes", "same"])
+def test_a_corpus_of_another_tokenizer_is_refused(runs, exported, others, command, name):
+    for source in (runs / "zero1_fp32", exported):
+        code, out, err = command(source, "--data", others / name)
+        (line,) = err.splitlines()
+        assert (code, out) == (2, "") and "was made with another tokenizer than the model's: " in line
+
+
+def test_another_corpus_of_the_same_tokenizer_is_scored(runs, exported, corpus, tmp_path, command):
+    source = tmp_path / "text"
+    source.mkdir()
+    for number in range(60):
+        (source / f"{number}.txt").write_text(f"def f{number}(x):\n    return x * {number}\n" * 20)
+    words = [sys.executable, "data_pipeline/prepare.py", "--source", source, "--out", tmp_path / "out", "--val_fraction", "0.3", "--quiet"]
+    subprocess.run([*words, "--tokenizer", corpus / "tokenizer.json"], cwd=ROOT, check=True)
+    found = [scored(command, one, "--data", tmp_path / "out") for one in (runs / "zero1_fp32", exported)]
+    assert found[0]["training"] is None and abs(found[0]["loss"] - found[1]["loss"]) < 1e-6 and found[0]["notes"] == []
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--data", "missing"], "missing: no such corpus"),
+        (["--split", "test"], "--split test: no such split"),
+        (["--dtype", "fp8"], "--dtype fp8: no such choice"),
+        (["--windows", "0"], "--windows: 0 is out of range"),
+        (["--limit", "3"], "--limit belongs to --tasks"),
+        (["--tasks", "x", "--windows", "3"], "leave out one of the two"),
+    ],
+)
+def test_mistakes_are_one_line(runs, command, flags, words):
+    code, out, err = command(runs / "zero1_fp32", *flags)
+    assert (code, out) == (2, "")
+    (line,) = err.splitlines()
+    assert line.startswith("error: ") and words in line
+
+
+def test_a_folder_does_not_say_what_it_is_scored_on(exported, command):
+    code, _, err = command(exported)
+    assert code == 2 and "give --data DIR" in err
+
+
+# --- lm-evaluation-harness
+
+
+def test_tasks_without_the_harness_are_refused(runs, command, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    code, _, err = command(runs / "zero1_fp32", "--tasks", "lambada_openai")
+    assert code == 2 and "lm-evaluation-harness is not installed; pip install lm_eval" in err
+
+
+TASKS = {
+    "choice": """
+task: own_choice
+dataset_path: json
+dataset_kwargs: {data_files: {test: FILE}}
+test_split: test
+output_type: multiple_choice
+doc_to_text: "{{text}}"
+doc_to_choice: ["pass", "yield"]
+doc_to_target: 0
+metric_list: [{metric: acc}]
+""",
+    "rolling": """
+task: own_rolling
+dataset_path: json
+dataset_kwargs: {data_files: {test: FILE}}
+test_split: test
+output_type: loglikelihood_rolling
+doc_to_text: ""
+doc_to_target: "{{text}}"
+metric_list: [{metric: bits_per_byte}]
+""",
+    "until": """
+task: own_until
+dataset_path: json
+dataset_kwargs: {data_files: {test: FILE}}
+test_split: test
+output_type: generate_until
+doc_to_text: "{{text}}"
+doc_to_target: "{{answer}}"
+generation_kwargs: {until: ["\\n"], max_gen_toks: 8}
+metric_list: [{metric: exact_match}]
+""",
+}
+
+
+@pytest.mark.skipif(importlib.util.find_spec("lm_eval") is None, reason="lm-evaluation-harness is not installed (pip install lm_eval)")
+def test_tasks_of_the_harness(runs, command, tmp_path, monkeypatch):
+    """Three small tasks, each of its own kind, against what the model says by itself."""
+    import torch
+
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    trained = load_trained(runs / "zero1_fp32")
+    texts = ["def f():\n    ", "", "x = 1\nfor x in range(10):\n    print(x)\n" * 6]
+
+    def logprobs(ids: list[int], count: int) -> tuple[float, bool]:
+        logits = trained.model(torch.tensor([ids[:-1]]))[0, -count:].log_softmax(-1)
+        targets = torch.tensor(ids[-count:])
+        return float(logits.gather(1, targets[:, None]).sum()), bool((logits.argmax(-1) == targets).all())
+
+    encode = lambda text: trained.tokenizer.encode(text).tolist()  # noqa: E731
+    ids = [trained.eot_id, *encode("def f():")]
+    for _ in range(8):
+        ids.append(int(trained.model(torch.tensor([ids[1:]]))[0, -1].argmax()))
+    answer = trained.tokenizer.decode(ids[-8:]).split("\n")[0]
+    for name, yaml in TASKS.items():
+        docs = (
+            [{"text": "def f():", "answer": answer}]
+            if name == "until"
+            else [{"text": text, "answer": ""} for text in texts if text or name == "choice"]
+        )
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(doc) + "\n" for doc in docs))
+        (tmp_path / f"{name}.yaml").write_text(yaml.replace("FILE", str(tmp_path / f"{name}.jsonl")))
+    found = scored(
+        command, runs / "zero1_fp32", "--tasks", "own_choice,own_rolling,own_until", "--tasks_dir", tmp_path, "--batch_size", "2"
+    )
+    tasks = found["tasks"]
+    right = 0
+    for text in texts:
+        stripped = text.rstrip(" ")
+        values = []
+        for word in ("pass", "yield"):
+            context = encode(stripped) or [trained.eot_id]
+            whole = encode(text + " " + word) if text else [trained.eot_id, *encode(" " + word)]
+            whole, count = whole, len(whole) - len(context)
+            values.append(logprobs(whole[-33:], count)[0])
+        right += values[0] > values[1]
+    assert tasks["own_choice"]["metrics"]["acc"]["value"] == pytest.approx(right / 3)
+    total = bits = 0.0
+    for text in texts[0], texts[2]:
+        of_text = [trained.eot_id, *encode(text)]
+        for start in range(0, len(of_text) - 1, 32):
+            end = min(start + 33, len(of_text))
+            total += logprobs(of_text[max(0, end - 33) : end], end - start - 1)[0] if start else logprobs(of_text[:end], end - 1)[0]
+        bits += len(text.encode())
+    assert tasks["own_rolling"]["metrics"]["bits_per_byte"]["value"] == pytest.approx(-total / bits / math.log(2), rel=1e-3)
+    assert tasks["own_until"]["metrics"]["exact_match"]["value"] == 1.0
+    code, _, err = command(runs / "zero1_fp32", "--tasks", "own_choise", "--tasks_dir", tmp_path)
+    assert code == 2 and "did you mean 'own_choice'?" in err
