@@ -31,6 +31,8 @@ def ranks_of(words: list[str]) -> int:
 
 @pytest.mark.parametrize("command", TRAINING)
 def test_training_commands_are_explained(command):
+    if "--init_from" in command:
+        pytest.skip("a published GPT-2 is not here; tests/test_export.py starts from folders like it")
     words = shlex.split(command)
     script = words.index("launch/pretrain.py")
     explain = [sys.executable, *words[script:], "--ranks", str(ranks_of(words)), "--explain"]
