@@ -12,12 +12,15 @@ interrupted goes on where it was. Exit codes: 0 done, 1 failed, 2 the user's mis
 from __future__ import annotations
 
 import argparse
+import contextlib
+import fcntl
 import json
 import os
 import shutil
 import sys
 import time
-from collections.abc import Iterable, Sequence
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +29,7 @@ sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from launch.comparison.in_turns import Interrupted, train_in_turns
 from launch.comparison.trials import CannotRun, Experiment, Trial, fitting_groups, in_order, plan_experiment
-from launch.run.errors import UsageError, run_command, say
+from launch.run.errors import TrainingFailed, UsageError, one_line, run_command, say
 from launch.run.flags import (
     Parser,
     add_evaluation_flags,
@@ -42,6 +45,7 @@ from launch.run.hardware import compute_capabilities, device_type
 from recipes.registry import ROOT, read_recipe, recipe_names
 
 PLAIN_SECONDS = 30.0  # between two plain lines of progress
+REPORT = ("report.html", "report.json", "loss.png")
 RANKS_ON_A_CPU = 2  # with one rank there is nothing to partition or to send
 
 
@@ -101,15 +105,27 @@ def main() -> int:
         raise UsageError(
             f"--{training[0]} says how runs are trained, and {flags.runs[0]} is one that exists; leave it out, or give --recipe"
         )
-    out = _free_folder(flags)
+    _check_folder(flags.out)
+    _check_recipes(flags)
+    # Numbers of a run that are beyond all reason are in the report, and so is what came of them.
+    warnings.simplefilter("ignore", RuntimeWarning)
+    warnings.simplefilter("ignore", UserWarning)
+    unended: list[str] = []
     if flags.runs:
         from launch.comparison.comparison import compare
         from launch.comparison.runs import read_run
 
         comparison = compare([read_run(Path(run)) for run in flags.runs], flags.force)
     else:
-        comparison = _experiments(flags, _passed_on(flags, names))
-    _write(comparison, out)
+        if flags.publish:
+            from launch.comparison.publish import check_checkout
+
+            check_checkout()
+        comparison, unended = _experiments(flags, _passed_on(flags, names))
+    _write(comparison, flags)
+    if unended:
+        named = ", ".join(unended[:3]) + (f" and {len(unended) - 3} more" if len(unended) > 3 else "")
+        raise TrainingFailed(f"not all runs came to their end, as the report says: {named}; the same command goes on with them")
     if flags.publish:
         from launch.comparison.publish import check_publishable, publish
 
@@ -119,21 +135,55 @@ def main() -> int:
     return 0
 
 
-def _free_folder(flags: argparse.Namespace) -> Path:
-    """Where the report goes. Nothing is overwritten."""
+def _check_folder(out: str | None) -> None:
+    """Refuse an --out in which something would be overwritten, or nothing can be written. Creates nothing."""
+    if out is None:
+        return
+    if not out:
+        raise UsageError("--out is empty; give a folder, such as runs/reports/first")
+    try:
+        above = Path(out)
+        for name in REPORT:
+            if (above / name).exists():
+                held = "a report" if name.startswith("report") else f"a {name}"
+                raise UsageError(f"--out {out}: holds {held} already; give another folder, or remove it yourself")
+        while not above.exists():
+            above = above.parent
+    except OSError as reason:
+        raise UsageError(f"--out {out}: cannot be written ({reason.strerror}); give another folder") from None
+    if not above.is_dir():
+        raise UsageError(f"--out {out}: {'' if above == Path(out) else f'{above} '}is a file; give a folder")
+    if not os.access(above, os.W_OK | os.X_OK):
+        raise UsageError(f"--out {out}: cannot be made, {above} is not writable; give another folder")
+
+
+def _check_recipes(flags: argparse.Namespace) -> None:
+    """Refuse a recipe that is given twice, and to publish one that has no page."""
+    folders = [Path(recipe).resolve() for recipe in flags.recipe]
+    for recipe, folder in zip(flags.recipe, folders, strict=True):
+        if folders.count(folder) > 1:
+            raise UsageError(f"--recipe {recipe}: this recipe is given twice; leave one out")
+        if flags.publish and folder.is_dir() and folder.parent != ROOT / "recipes":
+            raise UsageError(f"--publish: {recipe} is not in {ROOT / 'recipes'}, whose pages are written; leave out --publish")
+
+
+def _make_folder(flags: argparse.Namespace) -> Path:
+    """Make the folder of the report, now that there is one. Nothing is overwritten, also of a command that ran at the same time."""
     if flags.out is not None:
-        out = Path(flags.out)
-        if (out / "report.html").exists():
-            raise UsageError(f"--out {out}: holds a report already; give another folder, or remove it yourself")
-        if out.exists() and not out.is_dir():
-            raise UsageError(f"--out {out}: is a file; give a folder")
-        return out
+        _check_folder(flags.out)
+        Path(flags.out).mkdir(parents=True, exist_ok=True)
+        return Path(flags.out)
     recipes = "+".join(Path(recipe).resolve().name for recipe in flags.recipe)
     name = ("all" if flags.all else recipes or "runs")[:80]
     out, number = Path("runs/reports") / name, 2
-    while out.exists():
-        out, number = out.with_name(f"{name}-{number}"), number + 1
-    return out
+    while True:
+        try:
+            out.mkdir(parents=True)
+            return out
+        except FileExistsError:
+            if not out.parent.is_dir():
+                raise
+            out, number = out.with_name(f"{name}-{number}"), number + 1
 
 
 def _passed_on(flags: argparse.Namespace, names: set[str]) -> list[str]:
@@ -151,8 +201,11 @@ def _passed_on(flags: argparse.Namespace, names: set[str]) -> list[str]:
 # --- training what is missing --------------------------------------------------------------------------------------------------------
 
 
-def _experiments(flags: argparse.Namespace, passed_on: list[str]) -> Any:
-    """Plan the runs of all recipes, train those that are missing, and compare."""
+def _experiments(flags: argparse.Namespace, passed_on: list[str]) -> tuple[Any, list[str]]:
+    """Plan the runs of all recipes, train those that are missing, and compare. Returns the comparison, and which runs failed.
+
+    A run that diverged did not fail: it is evidence.
+    """
     from launch.comparison.comparison import Absent, compare_pairs
     from launch.comparison.runs import Run, read_run
 
@@ -185,21 +238,33 @@ def _experiments(flags: argparse.Namespace, passed_on: list[str]) -> Any:
             pairs.append((experiment.recipe, control, own))
         else:
             trials = (*experiment.control, *experiment.own)
-            absent.append(Absent(experiment.recipe.name, next(failures[trial.name] for trial in trials if trial.name in failures)))
-    return compare_pairs(pairs, absent, flags.force)
+            reasons = [failures[trial.name] for trial in trials if trial.name in failures]
+            absent.append(Absent(experiment.recipe.name, reasons[0] if reasons else "its runs left no run.json"))
+    read = {run.name: run.state for _, control, own in pairs for run in (*control, *own)}
+    return compare_pairs(pairs, absent, flags.force), [name for name in failures if read.get(name) not in ("finished", "failed")]
 
 
 def _train_missing(flags: argparse.Namespace, experiments: Sequence[Experiment], runs_dir: Path) -> dict[str, str]:
     """Train the runs that are not finished. Returns why those that failed did, by name."""
     failures: dict[str, str] = {}
-    seeds = [[trial for trial in trials if not _is_finished(runs_dir / trial.name, trial)] for trials in in_order(experiments)]
-    missing = [trial for trials in seeds for trial in trials]
-    if not missing:
+    if not any(_missing(experiments, runs_dir)):
         return failures
+    with _alone_in(runs_dir):
+        seeds = _missing(experiments, runs_dir)
+        if any(seeds):
+            _train(flags, seeds, runs_dir, failures)
+    return failures
+
+
+def _train(flags: argparse.Namespace, seeds: list[list[Trial]], runs_dir: Path, failures: dict[str, str]) -> None:
+    """Train `seeds`, the missing runs of each seed; `failures` gets why those that failed did."""
+    missing = [trial for trials in seeds for trial in trials]
     groups = [group for trials in seeds for group in fitting_groups(trials, flags.at_once)]
     say(f"{len(missing)} runs to train, in turns of at most {max(map(len, groups))}; into {runs_dir}")
     with _Progress(missing, runs_dir, flags.quiet) as progress:
         for group in groups:
+            outputs = {trial.name: runs_dir / f"{trial.name}.out" for trial in group}
+            before = {name: output.stat().st_size if output.exists() else 0 for name, output in outputs.items()}
             try:
                 codes = train_in_turns(group, runs_dir, lambda trial: (runs_dir / trial.name).exists(), progress.update)
             except Interrupted as stopped:
@@ -207,25 +272,45 @@ def _train_missing(flags: argparse.Namespace, experiments: Sequence[Experiment],
                 say(f"{stopped}; the same command goes on from there", sys.stderr)
                 raise SystemExit(128 + stopped.number) from None
             for trial in group:
-                output = runs_dir / f"{trial.name}.out"
                 if codes[trial.name]:
-                    failures[trial.name] = _reason(output, codes[trial.name])
-                    say(f"{trial.name} failed: {failures[trial.name]}", sys.stderr)
+                    failures[trial.name] = _reason(outputs[trial.name], before[trial.name], codes[trial.name])
+                    say(one_line(f"{trial.name} failed: {failures[trial.name]}"), sys.stderr)
                 elif not flags.keep_checkpoints:
                     shutil.rmtree(runs_dir / trial.name / "checkpoints", ignore_errors=True)
-    return failures
 
 
-def _is_finished(run: Path, trial: Trial) -> bool:
-    from launch.run.metrics import read_metrics
-
-    lines = read_metrics(run / "metrics.jsonl") if (run / "metrics.jsonl").exists() else []
-    return bool(lines) and lines[-1]["tokens"] >= trial.config.total_tokens
+def _missing(experiments: Sequence[Experiment], runs_dir: Path) -> list[list[Trial]]:
+    """The runs of each seed that are not finished."""
+    return [[trial for trial in trials if not _is_finished(runs_dir / trial.name)] for trials in in_order(experiments)]
 
 
-def _reason(output: Path, code: int) -> str:
-    """Why a run ended with `code`: the error line of what it printed."""
-    lines = output.read_text(encoding="utf-8", errors="replace").splitlines()
+def _is_finished(run: Path) -> bool:
+    from launch.comparison.runs import read_run
+
+    return os.path.exists(run / "run.json") and read_run(run).finished
+
+
+@contextlib.contextmanager
+def _alone_in(runs_dir: Path) -> Iterator[None]:
+    """Refuse to train where another command does, whose finished runs would be begun anew, and where nothing can be written."""
+    try:
+        runs_dir.mkdir(parents=True, exist_ok=True)
+        lock = open(runs_dir / ".lock", "a", encoding="utf-8")  # noqa: SIM115 - held as long as runs are trained
+    except OSError as reason:
+        raise UsageError(f"--runs_dir {runs_dir}: cannot be written ({reason.strerror}); give another folder") from None
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UsageError(
+                f"--runs_dir {runs_dir}: another launch/compare.py trains there; wait for its end, or give another folder"
+            ) from None
+        yield
+
+
+def _reason(output: Path, before: int, code: int) -> str:
+    """Why a run ended with `code`: the error line of what it printed, after the `before` bytes of earlier attempts."""
+    lines = output.read_bytes()[before:].decode("utf-8", "replace").splitlines()
     errors = [line.removeprefix("error: ").replace(f"{ROOT}/", "") for line in lines if line.startswith("error: ")]
     return errors[-1] if errors else f"exit code {code}, see {output}"
 
@@ -269,24 +354,25 @@ class _Progress:
 # --- the report ----------------------------------------------------------------------------------------------------------------------
 
 
-def _write(comparison: Any, out: Path) -> None:
+def _write(comparison: Any, flags: argparse.Namespace) -> None:
     from launch.comparison.page import draw_losses, write_page
 
+    out = Path(flags.out or "runs/reports")
     try:
-        out.mkdir(parents=True, exist_ok=True)
+        out = _make_folder(flags)
         write_atomically(out / "report.json", json.dumps(comparison.as_json(), indent=1, allow_nan=False) + "\n")
         draw_losses(comparison, out)
         write_page(comparison, out)
     except OSError as reason:
         raise UsageError(f"{out}: cannot be written ({reason.strerror}); give another --out") from None
     for mark in comparison.marks:
-        say(f"marked: {mark}")
+        say(one_line(f"marked: {mark}"))
     for pair in comparison.pairs:
         for verdict in pair.verdicts:
             say(f"{pair.recipe.name}: {verdict.claim} {verdict.threshold:g} {verdict.outcome}: {verdict.reason}")
     for missing in comparison.absent:
-        say(f"{missing.recipe} was not run: {missing.reason}")
-    say(f"the report is {out / 'report.html'}")
+        say(one_line(f"{missing.recipe} was not run: {missing.reason}"))
+    say(one_line(f"the report is {out / 'report.html'}"))
 
 
 if __name__ == "__main__":

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import fcntl
 import json
 import subprocess
 import sys
@@ -9,12 +11,18 @@ from pathlib import Path
 
 import pytest
 
-from recipes.registry import ROOT
+from launch.compare import _is_finished, _make_folder, _reason
+from launch.comparison.trials import plan_experiment
+from recipes.registry import ROOT, read_recipe
 from tests.run_folders import description, lines, write_run
 
+#: A training that would end at once, were it started.
+TINY = ["--n_layer", "2", "--n_head", "2", "--d_model", "32", "--seq_len", "32", "--global_batch_size", "2", "--preset", "nano"]
 
-def compare(*words: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "launch/compare.py", *map(str, words)], cwd=ROOT, capture_output=True, text=True)
+
+def compare(*words: object, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, ROOT / "launch/compare.py", *map(str, words)]
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True)
 
 
 @pytest.fixture
@@ -75,9 +83,18 @@ def test_what_is_no_experiment_is_refused_or_marked(runs, tmp_path):
         (["--recipe", "recipes/zero_2", "--data", "CORPUS", "--global_batch_size", "3"], "cannot be shared evenly by 2 ranks"),
         (["--recipe", "recipes/zero_2", "--stepz", "3"], "unknown argument '--stepz'; did you mean '--steps'?"),
         (["--recipe", "recipes/zero_2", "--out", "setup.cfg"], "--out setup.cfg: is a file; give a folder"),
+        (["--recipe", "recipes/zero_2", "--out", "setup.cfg/x"], "--out setup.cfg/x: "),
+        (["--recipe", "recipes/zero_2", "--out", ""], "--out is empty; give a folder"),
+        (["--recipe", "recipes/zero_2", "--out", "n" * 300], "cannot be written (File name too long); give another folder"),
+        (["--recipe", "recipes/zero_2", "--out", "recipes/zero_2/FULL"], "holds a loss.png already; give another folder"),
+        (["--recipe", "recipes/zero_2", "--recipe", "recipes/../recipes/zero_2"], "recipes/zero_2: this recipe is given twice"),
+        (["n" * 300], "cannot be read (File name too long); give run folders"),
     ],
 )
 def test_a_mistake_is_one_line(words, message, corpus, tmp_path):
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "loss.png").touch()
+    words = [word.replace("recipes/zero_2/FULL", str(tmp_path / "full")) for word in words]
     done = compare(
         *(str(corpus) if word == "CORPUS" else word for word in words),
         *(["--runs_dir", tmp_path / "trials"] if "--recipe" in words else []),
@@ -94,3 +111,89 @@ def test_help_suffices():
         flag in page
         for flag in ("--recipe", "--all", "--seeds", "--force", "--publish", "--at_once", "--preset", "--steps", "--eval_every")
     )
+
+
+def test_a_name_that_does_not_print_is_one_line_of_a_terminal(runs, corpus, tmp_path):
+    other = description(corpus, "--recipe", "recipes/progressive_layer_drop") | {"total_tokens": 999}
+    wicked = write_run(tmp_path / "a\n\x1b[31mb", other, lines())
+    done = compare(runs[0], wicked, "--force", "--out", tmp_path / "out\n")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "\x1b" not in done.stdout and "a\\n\\x1b[31mb: its token budget" in done.stdout
+    assert done.stdout.endswith("out\\n/report.html\n")
+
+
+def test_numbers_beyond_all_reason_are_compared_without_a_word(runs, corpus, tmp_path):
+    high, low = ({"final": sign * 1.7e308, "loss": sign * 1.7e308, "step_seconds": 5e-324} for sign in (1, -1))
+    huge = [
+        write_run(tmp_path / f"huge{seed}", description(corpus, "--recipe", "recipes/progressive_layer_drop", seed=seed), lines(**of))
+        for seed, of in ((1, high), (2, low))
+    ]
+    done = compare(*runs[:2], *huge, "--out", tmp_path / "out")
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_reports_that_are_written_at_the_same_time_have_folders_of_their_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    flags = argparse.Namespace(out=None, all=False, recipe=["recipes/zero_1", "recipes/zero_2"])
+    assert [_make_folder(flags).name for _ in range(3)] == ["zero_1+zero_2", "zero_1+zero_2-2", "zero_1+zero_2-3"]
+
+
+def test_where_one_command_trains_another_does_not(corpus, tmp_path):
+    (tmp_path / "trials").mkdir()
+    with open(tmp_path / "trials" / ".lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        done = compare("--recipe", "recipes/zero_1", "--data", corpus, "--runs_dir", tmp_path / "trials", "--out", tmp_path / "out")
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert f"--runs_dir {tmp_path / 'trials'}: another launch/compare.py trains there; wait for its end, or give another" in line
+    assert [path.name for path in (tmp_path / "trials").iterdir()] == [".lock"] and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name", ["file", "file/x", "n" * 300])
+def test_where_runs_cannot_be_made_is_said_in_one_line(name, corpus, tmp_path):
+    (tmp_path / "file").touch()
+    done = compare("--recipe", "recipes/zero_1", "--data", corpus, "--runs_dir", tmp_path / name)
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert f"--runs_dir {tmp_path / name}: cannot be written (" in line
+
+
+def test_runs_that_cannot_start_are_in_the_report_and_fail_the_command(corpus, tmp_path):
+    """From a folder that is not the project's, to which all paths are relative."""
+    flags = [*TINY, "--data", str(corpus), "--steps", "5"]
+    experiment = plan_experiment(read_recipe(ROOT / "recipes/zero_1"), flags, [1], 1)
+    names = [trial.name for trial in (*experiment.control, *experiment.own)]
+    (tmp_path / "trials").mkdir()
+    for name in names:
+        (tmp_path / "trials" / name).write_text("no run")
+        (tmp_path / "trials" / f"{name}.out").write_text("error: of an earlier attempt\n")
+    words = ["--recipe", ROOT / "recipes/zero_1", "--seeds", 1, "--ranks", 1, "--runs_dir", "trials", "--out", "out", *flags]
+    done = compare(*words, cwd=tmp_path)
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert done.stderr.splitlines()[-1].startswith(f"error: not all runs came to their end, as the report says: {', '.join(names)}; ")
+    (absent,) = json.loads((tmp_path / "out" / "report.json").read_text())["absent"]
+    assert absent["recipe"] == "zero_1" and absent["reason"].startswith(f"trials/{names[0]}: is a file, not a run folder")
+    assert (tmp_path / "out" / "loss.png").exists() and (tmp_path / "trials" / names[0]).read_text() == "no run"
+
+
+def test_why_a_run_ended_is_of_its_last_attempt(tmp_path):
+    output = tmp_path / "run.out"
+    output.write_text("error: the first time\n")
+    before = output.stat().st_size
+    assert _reason(output, before, 247) == f"exit code 247, see {output}"
+    output.write_text("error: the first time\nerror: the second time\n")
+    assert _reason(output, before, 1) == "the second time"
+
+
+def test_what_is_finished_is_told_by_the_whole_run(runs, tmp_path):
+    assert _is_finished(runs[0]) and not _is_finished(tmp_path / "nothing")
+    metrics = runs[0] / "metrics.jsonl"
+    metrics.write_text(metrics.read_text() + '{"step": 21}\n')
+    assert not _is_finished(runs[0])
+    (runs[1] / "run.json").unlink()
+    assert not _is_finished(runs[1])
+
+
+def test_a_recipe_of_elsewhere_is_not_published(tmp_path):
+    done = compare("--recipe", tmp_path, "--publish")
+    assert done.returncode == 2 and done.stderr.startswith(f"error: --publish: {tmp_path} is not in ")

@@ -223,7 +223,7 @@ def test_more_than_the_recipe_says_is_remarked(make):
 
 def test_pairs_that_made_their_steps_at_other_times_are_remarked(make):
     alone = {"turns": None}
-    for own, control in ((alone, alone), (alone, {}), ({"turns": "turns-2"}, {})):
+    for own, control in ((alone, alone), (alone, {}), ({"turns": "turns-2"}, {}), ({"turns": ["no text"]}, {})):
         name = json.dumps([own, control])
         (remark,) = compare([make(f"a{name}", ZERO_1, change=control), make(f"b{name}", PLD, change=own)]).remarks
         assert "not all pairs made their steps in turns" in remark

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from launch.comparison.comparison import Comparison, compare
+from launch.comparison.comparison import Absent, Comparison, compare, compare_pairs
 from launch.comparison.page import PALETTE, draw_losses, first_of_each_seed, mean_columns, thinned, write_page
 from launch.comparison.runs import read_run
 
@@ -362,6 +362,28 @@ def test_runs_without_much_in_them_have_a_page(page, tmp_path):
         assert page.is_sound()
         remarks = page.js("document.querySelector('#provenance').innerText")
         assert all(remark in remarks for side in comparison.sides for run in side.runs for remark in run.remarks)
+
+
+def test_a_metric_may_be_called_like_something_of_the_language(page, tmp_path):
+    folders = [write_run(tmp_path / "one", 1, 20), write_run(tmp_path / "two", 1, 20, "progressive_layer_drop")]
+    metrics = folders[1] / "metrics.jsonl"
+    lines = [json.loads(line) for line in metrics.read_text().splitlines()]
+    names = ("constructor", "__proto__", "toString")
+    metrics.write_text("".join(json.dumps(line | dict.fromkeys(names, line["step"])) + "\n" for line in lines))
+    write_page(compared(*folders), tmp_path)
+    page.open(tmp_path)
+    for name in names:
+        page.choose("metric", name)
+        assert len(page.drawn("metric")) == 2  # a seed and the mean, of one side
+    assert page.is_sound()
+
+
+def test_a_comparison_of_nothing_has_a_page(page, tmp_path):
+    comparison = compare_pairs([], [Absent("fp8", "needs a GPU")])
+    write_page(comparison, tmp_path)
+    assert draw_losses(comparison, tmp_path).is_file()
+    page.open(tmp_path)
+    assert page.is_sound() and "needs a GPU" in page.js("document.querySelector('main').innerText")
 
 
 def test_what_was_forced_stands_in_red(page, tmp_path):

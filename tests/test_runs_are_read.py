@@ -199,6 +199,7 @@ def test_a_name_is_any_text(said, tmp_path):
         (lambda file: alter(file, corpus_fingerprint=None), "'corpus_fingerprint' is null, must be a str"),
         (lambda file: alter(file, shape={"n_layer": 2}), "are no model"),
         (lambda file: alter(file, corpus={}), "are no model"),
+        (lambda file: alter(file, corpus={"vocab_size": 10**400}), "are no model"),
     ],
 )
 def test_what_is_no_run_is_refused_in_one_line(change, message, said, tmp_path):

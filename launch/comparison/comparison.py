@@ -440,7 +440,7 @@ def _pair_remarks(pair: Pair) -> Iterator[str]:
                 yield f"{title}: seed {seed} is left out of the difference of the final loss{sums}, as {run.folder} diverged{judged}"
             elif sums:
                 yield f"{title}: seed {seed} is left out of the final loss{sums}, as {run.folder} is unfinished"
-    moments = {(theirs[seed].description.get("turns"), ours[seed].description.get("turns")) for seed in pair.seeds}
+    moments = [(theirs[seed].description.get("turns"), ours[seed].description.get("turns")) for seed in pair.seeds]
     if any(one is None or one != other for one, other in moments):
         yield f"{title}: not all pairs made their steps in turns, so that figures of time are of different hours of a machine too"
     if any(_section(one.key) == "machine" for one in pair.differences):

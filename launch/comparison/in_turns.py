@@ -15,9 +15,12 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
+
+import psutil
 
 from launch.comparison.trials import Trial
 from launch.run import turns
@@ -52,8 +55,8 @@ class Member:
         environment = {**os.environ, turns.VARIABLE: str(path), "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
         with open(self.output, "ab") as output:
             self.process = subprocess.Popen(
-                [*_launcher(trial.config.ranks), "launch/pretrain.py", *flags],
-                cwd=ROOT,
+                # In this folder, to which the flags' paths are relative.
+                [*_launcher(trial.config.ranks), str(ROOT / "launch/pretrain.py"), *flags],
                 env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
@@ -92,8 +95,11 @@ class Member:
 
     def end(self) -> None:
         """Wait for the end of a run that was stopped; kill what is left of it."""
+        deadline = time.monotonic() + PATIENCE_SECONDS
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(PATIENCE_SECONDS)
+        while _is_alive(self.process.pid) and time.monotonic() < deadline:
+            time.sleep(LOOK_SECONDS)  # ranks outlive a launcher that was killed, and write a checkpoint
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
@@ -112,6 +118,15 @@ def _launcher(ranks: int) -> list[str]:
         port = probe.getsockname()[1]
     command = str(Path(sys.executable).with_name("deepspeed"))
     return [command, "--num_gpus", str(ranks), "--master_port", str(port), "--log_level", "error"]
+
+
+def _is_alive(group: int) -> bool:
+    """Whether a process of the group is left that is more than a zombie."""
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
+            if os.getpgid(process.pid) == group and process.status() != psutil.STATUS_ZOMBIE:
+                return True
+    return False
 
 
 def _receive(one: socket.socket) -> bytes:
@@ -154,6 +169,7 @@ def train_in_turns(
                             on_turn(member.trial, turns.STEPS)
                             continue
                     active.remove(member)
+                    member.close()  # what is left of a run whose launcher was killed stops too, with a checkpoint
                     codes[member.trial.name] = member.process.returncode
         except Interrupted as stopped:
             for member in members:
@@ -164,7 +180,7 @@ def train_in_turns(
                 member.close()
             for member in members:
                 member.end()
-            shutil.rmtree(circle)
+            shutil.rmtree(circle, ignore_errors=True)
     return codes
 
 

@@ -10,6 +10,7 @@ const numbers = text => new Float32Array(Uint8Array.from(atob(text), char => cha
 for (const curve of data.curves) {
   for (const axis in curve.x) curve.x[axis] = numbers(curve.x[axis]);
   for (const metric in curve.y) curve.y[metric] = curve.y[metric].map(numbers);
+  Object.setPrototypeOf(curve.y, null);  // a metric may be called "constructor"
 }
 
 // A run's folder may have any name, and plotly reads a small HTML, and %{templates}, in what it writes.

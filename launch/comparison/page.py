@@ -29,6 +29,8 @@ HERE = Path(__file__).resolve().parent
 
 #: How many points of a curve are drawn at most; fewer where there are more than 30 runs, so that the page stays below 10 MB.
 POINTS = 1000
+#: Numbers from here on are not drawn in `loss.png`: matplotlib's own arithmetic with them overflows.
+DRAWABLE = 1e100
 #: What curves are drawn over: column of `Run.columns` -> its name.
 AXES = {"step": "steps", "tokens": "tokens", "seconds": "seconds", "flops": "FLOPs", "bytes": "bytes sent"}
 AXIS_TITLES = {
@@ -582,17 +584,17 @@ def _draw_side(axes: Any, side: Side, look: dict[str, Any], metric: str) -> None
 
 
 def _drawn(columns: dict[str, np.ndarray], metric: str) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens and values of the rows that have a value."""
+    """Tokens and values of the rows that have both, and that can be drawn."""
     if metric not in columns:
         return np.zeros(0), np.zeros(0)
-    there = np.isfinite(columns[metric])
+    there = (np.abs(columns[metric]) < DRAWABLE) & (np.abs(columns["tokens"]) < DRAWABLE)
     return columns["tokens"][there], columns[metric][there]
 
 
 def _zoom_to_the_end(axes: Any, runs: Sequence[Run], metric: str) -> None:
     curves = [_drawn(run.columns, metric) for run in runs]
     end = max((tokens[-1] for tokens, _ in curves if len(tokens)), default=0.0)
-    late = np.concatenate([loss[tokens >= 0.75 * end] for tokens, loss in curves])
+    late = np.concatenate([np.zeros(0), *(loss[tokens >= 0.75 * end] for tokens, loss in curves)])
     if end > 0 and len(late):
         margin = 0.05 * float(np.ptp(late)) or 0.01
         axes.set(xlim=(0.75 * end, 1.005 * end), ylim=(late.min() - margin, late.max() + margin))

@@ -14,9 +14,17 @@ from launch.comparison.comparison import Comparison, Figure, Pair, Spread
 from launch.comparison.page import draw_losses
 from launch.run.errors import UsageError
 from launch.run.folder import write_atomically
-from launch.run.provenance import machine
+from launch.run.provenance import machine, repository_commit
 from recipes.pages import FIGURES, RESULTS, pages, read_results
 from recipes.registry import ROOT, recipe_names
+
+
+def check_checkout() -> None:
+    """Refuse, before anything is trained, what `check_publishable` would refuse of every run."""
+    commit = repository_commit()
+    if commit is None or "+" in commit:
+        what = "this checkout has changes that no commit holds" if commit else "this is no checkout of a commit"
+        raise UsageError(f"--publish: {what}, and its figures could not be had again; commit first, or leave out --publish")
 
 
 def check_publishable(comparison: Comparison) -> None:

@@ -153,8 +153,12 @@ def read_run(folder: str | Path) -> Run:
 def _read_description(folder: Path) -> tuple[dict[str, Any], GPTConfig]:
     """`run.json`, and the model that it names."""
     file = folder / "run.json"
-    if not folder.is_dir():
-        raise UsageError(f"{folder}: {'is a file' if folder.exists() else 'no such folder'}; give run folders, such as runs/first")
+    try:
+        found = "" if folder.is_dir() else "is a file" if folder.exists() else "no such folder"
+    except OSError as reason:  # a name that is too long, a folder above that may not be searched
+        found = f"cannot be read ({reason.strerror})"
+    if found:
+        raise UsageError(f"{folder}: {found}; give run folders, such as runs/first")
     try:
         description = json.loads(file.read_text(encoding="utf-8"), parse_constant=_refuse)
     except FileNotFoundError:
@@ -171,8 +175,10 @@ def _read_description(folder: Path) -> tuple[dict[str, Any], GPTConfig]:
             raise UsageError(f"{file}: {found}, must be a {kind.__name__}; the run cannot be compared without")
     description.setdefault("no_cross_document", False)  # a run from before there was this flag
     try:
-        return description, GPTConfig(**description["shape"], vocab_size=description["corpus"].get("vocab_size"))
-    except (TypeError, ValueError) as reason:
+        model = GPTConfig(**description["shape"], vocab_size=description["corpus"].get("vocab_size"))
+        trained_flops_per_token(model, {"kept_blocks": float(model.n_layer), "seq_len": float(model.seq_len)})
+        return description, model
+    except (TypeError, ValueError, OverflowError) as reason:
         raise UsageError(f"{file}: 'shape' and 'corpus.vocab_size' are no model ({reason}); the run cannot be compared without") from None
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
-from launch.comparison.in_turns import train_in_turns
+from launch.comparison.in_turns import Member, train_in_turns
 from launch.comparison.trials import CannotRun, Trial, fitting_groups, in_order, plan_experiment
 from launch.run.metrics import read_metrics
 from launch.run.turns import STEPS
@@ -139,6 +139,13 @@ def test_an_interrupted_comparison_goes_on_where_it_was(number, code, corpus, tm
     assert [resumed_after(run) for run in command.folders()] == stopped, "each from the checkpoint of its stop"
     assert (tmp_path / "second" / "report.html").exists()
     assert not list(command.runs.glob("*/checkpoints/*")), "of finished runs no checkpoints stay"
+
+
+def test_what_outlives_its_launcher_writes_its_checkpoint(tmp_path):
+    member = object.__new__(Member)
+    member.process = subprocess.Popen(["sh", "-c", f"(sleep 1; touch {tmp_path}/checkpoint) & exit 0"], start_new_session=True)
+    member.end()
+    assert (tmp_path / "checkpoint").exists()
 
 
 def test_what_this_machine_cannot_run_is_said(corpus):
