@@ -96,6 +96,10 @@ def main() -> int:
     ids = _prompt_ids(flags, source, prompt)
     if flags.slide > source.config.seq_len:
         raise UsageError(f"--slide {flags.slide}: the model's context is {source.config.seq_len} tokens; give that or less")
+    if flags.engine == "deepspeed" and flags.ignore_eos and source.config.document_end is not None:
+        raise UsageError(
+            "--engine deepspeed --ignore_eos: this model keeps documents apart, and these kernels do not; leave out one of them"
+        )
     trained = source.load()
     next_logits, device = _engine(flags, trained)
     _write(flags, trained, prompt, ids, next_logits, device)
