@@ -132,6 +132,28 @@ def test_plain_weights_are_what_their_page_says(run, tmp_path):
     assert not weights
 
 
+def test_int8_says_what_it_costs(run, folder, corpus, tmp_path, capsys):
+    from safetensors.numpy import load_file
+
+    exported(run, tmp_path / "int8", "--int8")
+    said = capsys.readouterr().out.splitlines()[0]
+    logged = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])["val_loss"]
+    assert f"and {logged:.5f} in fp32 (8 windows of 32 tokens)" in said
+    assert abs(float(said.split()[3])) < 1e-3
+    weights, trained = load_file(tmp_path / "int8" / "weights.safetensors"), load_trained(run)
+    for name, parameter in trained.model.named_parameters():
+        if weights[name].dtype == np.int8:
+            scale = weights[f"{name}_scale"][:, None]
+            assert (np.abs(weights[name] * scale - parameter.numpy()) <= 0.501 * scale).all()
+        else:
+            assert np.array_equal(weights[name], parameter[:1024].numpy())
+    assert sum(array.dtype == np.int8 for array in weights.values()) == 8
+    exported(folder, tmp_path / "of_folder", "--int8", "--data", str(corpus))
+    for arguments, fault in ((("--format", "hf"), "its GPT-2 has Conv1D"), ((), "--data says where a corpus is")):
+        with pytest.raises(UsageError, match=fault):
+            exported(folder, tmp_path / "refused", "--int8", *arguments)
+
+
 def test_weights_are_cut_into_several_files_and_read_again(folder, tmp_path):
     import torch
     from transformers import AutoModelForCausalLM
