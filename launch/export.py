@@ -151,8 +151,8 @@ def export_int8(source: Source, folder: Path, dtype: str, data: str | None) -> l
     after = validation_loss(model, corpus, seq_len, windows)
     write_plain(model, source.config, folder / "weights.safetensors", dtype, source.eot_id, int8=True)
     return [
-        f"int8 costs {after - before:+.5f} nats a token: the validation loss is {after:.5f}, and {before:.5f} in fp32 ({windows:,} windows of"
-        f" {seq_len:,} tokens)"
+        f"int8 costs {after - before:+.5f} nats a token: the validation loss is {after:.5f}, and {before:.5f} in fp32"
+        f" ({windows:,} windows of {seq_len:,} tokens)"
     ]
 
 
@@ -161,9 +161,8 @@ def _corpus_for_int8(source: Source, data: str | None) -> Corpus:
     if source.corpus is not None:
         return source.corpus
     if data is None:
-        raise UsageError(
-            f"--int8: is measured on validation text, and {source.no_tokenizer if source.description else 'a folder brings none'}; --data says where a corpus is"
-        )
+        lacking = source.no_tokenizer if source.description else "a folder brings none"
+        raise UsageError(f"--int8: is measured on validation text, and {lacking}; --data says where a corpus is")
     corpus = open_corpus(data)
     if corpus.vocab_size != source.config.vocab_size:
         raise UsageError(

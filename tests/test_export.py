@@ -281,6 +281,24 @@ def test_a_damaged_file_of_weights_is_one_line(folder, tmp_path):
     assert "is not JSON" in fault(copy)
 
 
+@pytest.mark.parametrize("length", [640, 0x4B50])
+def test_a_header_whose_length_looks_like_a_pickle_is_read(length, tmp_path):
+    import torch
+
+    from launch.trained.safetensors_file import read_header, read_tensor, write_tensors
+
+    for padding in range(length):
+        write_tensors(
+            tmp_path / "x", {"a": ("F32", (2,))}, lambda name: [torch.tensor([1.0, 2.0])], {"format": "x" * (length - 120 + padding)}
+        )
+        if int.from_bytes((tmp_path / "x").read_bytes()[:8], "little") == length:
+            break
+    else:
+        pytest.fail("no padding gives this length")
+    entry = read_header(tmp_path / "x")[0]["a"]
+    assert read_tensor(entry).tolist() == [1.0, 2.0]
+
+
 def test_a_head_of_its_own_is_refused(folder, tmp_path):
     from safetensors.torch import load_file, save_file
 
@@ -316,7 +334,8 @@ def test_a_start_from_another_shape_names_each_mismatch(folder, corpus, tmp_path
     described["model"]["merges"] = described["model"]["merges"][:50]
     (copy / "tokenizer.json").write_text(json.dumps(described))
     assert "its tokenizer gives other ids than that of" in starting(copy, corpus, *SHAPE)
-    assert explain(*flags, *SHAPE).returncode == 0
+    resolved = explain(*flags, *SHAPE)
+    assert json.loads(resolved.stdout)["run"]["init_from"]["value"] == str(folder)
 
 
 def test_a_start_from_what_is_no_model_is_one_line(folder, run, corpus, tmp_path):
