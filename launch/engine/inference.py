@@ -71,8 +71,8 @@ class DeepSpeedInference:
         assert len(texts) == self._rows, (len(texts), self._rows)
         start = window_start(length, self.config.seq_len, self._slide)
         if end is not None:
-            # The kernels see a whole text: what belongs to an earlier document is not given to them. A sample that is over has ended another
-            # one since, and nobody reads how its row goes on.
+            # The kernels see a whole text: what belongs to an earlier document is not given to them. A sample that is over has ended one
+            # since, and nobody reads how its row goes on.
             start = max(start, min(max((place + 1 for place, token in enumerate(ids[:-1]) if token == end), default=0) for ids in texts))
         if start != self._start or self._start + self._read != length - 1 or not self._read:
             self._start, self._read = start, 0
