@@ -77,6 +77,14 @@ def test_samples_are_written_one_after_the_other_and_as_json(run, command):
     assert json.loads(alone)["ids"] == samples[1]["ids"]
 
 
+@pytest.mark.parametrize("more", [[], ["--no_kv_cache"]])
+def test_samples_that_do_not_fit_are_written_in_turns(run, command, monkeypatch, more):
+    flags = [run, "--prompt", "import ", "--samples", "5", "--max_new_tokens", "40", *more]
+    at_once = command(*flags)[1]
+    monkeypatch.setattr(generate, "ROOM_BYTES", 2 * 4 * 32 * (1024 if more else 2 * 2 * 32))  # of two samples
+    assert command(*flags)[1] == at_once
+
+
 def test_text_ends_at_its_end(run, command, monkeypatch):
     from model.sampling import Sampling
 
