@@ -3,6 +3,7 @@
     python launch/export.py runs/first --out exported/first
     python launch/export.py runs/first --out exported/first_bf16 --dtype bf16
     python launch/export.py runs/first --out exported/first_plain --format plain
+    python launch/export.py runs/first --out exported/first_int8 --int8
 
 One process, whatever ranks, ZeRO stage, offload, precision and recipe trained it, in the memory of its fp32 weights. The folder appears
 whole or not at all, and nothing is overwritten.
@@ -24,12 +25,14 @@ sys.path[0] = str(Path(__file__).resolve().parents[1])
 import numpy as np
 
 from data_pipeline.errors import DataError
+from data_pipeline.shards import Corpus, open_corpus
 from launch.run.errors import UsageError, nearest, run_command, say
 from launch.run.flags import Parser
 from launch.run.metrics import read_good_lines
 from launch.trained.card import model_card
 from launch.trained.hf_folder import hf_shapes, other_ids, write_config, write_tokenizer, write_weights
-from launch.trained.load import Source, Trained, open_trained
+from launch.trained.int8 import check_int8
+from launch.trained.load import Source, open_trained
 from launch.trained.safetensors_file import ITEMSIZE, TORCH_NAMES
 
 if TYPE_CHECKING:
@@ -52,11 +55,14 @@ def build_parser() -> Parser:
     parser.add_argument("source", metavar="RUN|DIR", help="run folder, such as runs/first, or a Hugging Face folder of GPT2LMHeadModel")
     parser.add_argument("--out", required=True, metavar="DIR", help="folder to be made; one that is there is never written to")
     parser.add_argument(
-        "--format", default="hf", metavar="NAME", help="hf (what transformers reads) or plain (weights.safetensors alone) (hf)"
+        "--format", metavar="NAME", help="hf (what transformers reads) or plain (weights.safetensors alone) (hf; plain with --int8)"
     )
     parser.add_argument("--dtype", metavar="NAME", help="of the weights: fp32, bf16 or fp16 (a run's fp32 master weights; a folder's own)")
+    parser.add_argument(
+        "--int8", action="store_true", help="the blocks' matrices as int8 with a scale a row; says what it costs on validation text"
+    )
     parser.add_argument("--checkpoint", metavar="NAME", help="of a run: step-00000300, or newest (the newest, which must be the run's end)")
-    parser.add_argument("--data", metavar="DIR", help="where the run's corpus is now, for its tokenizer (where it was)")
+    parser.add_argument("--data", metavar="DIR", help="where the corpus is now, for its tokenizer and for --int8 (where it was)")
     parser.add_argument("--allow_pickle", action="store_true", help="also read weights in pickles, which can run any code that they bring")
     parser.add_argument("--quiet", action="store_true", help="the last line only")
     return parser
@@ -69,20 +75,25 @@ def main() -> int:
     out = Path(flags.out)
     _check_out(out)
     source = open_trained(flags.source, checkpoint=flags.checkpoint, data=flags.data, allow_pickle=flags.allow_pickle)
+    if flags.int8:
+        _corpus_for_int8(source, flags.data)
     dtype = DTYPES[flags.dtype] if flags.dtype else source.hf.dtype_name if source.hf else "F32"
     _check_room(out, source, dtype)
     temporary = out.with_name(f".{out.name}.{os.getpid()}.tmp")
     try:
         temporary.mkdir(parents=True)
-        notes = export_plain(source, temporary, dtype) if flags.format == "plain" else export_hf(source, temporary, dtype, out.name)
+        if flags.int8:
+            notes = export_int8(source, temporary, dtype, flags.data)
+        else:
+            notes = export_plain(source, temporary, dtype) if flags.format == "plain" else export_hf(source, temporary, dtype, out.name)
         _sync(temporary)
         os.rename(temporary, out)  # refused by the system where somebody has made a folder with something in it meanwhile
     except OSError as reason:
         raise UsageError(f"--out {out}: cannot be written ({reason.strerror}); give another folder") from None
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-    if not flags.quiet:
-        for note in notes:
+    for note in notes:
+        if not flags.quiet or flags.int8:
             say(f"note: {note}")
     parameters = sum(math.prod(shape) for shape in hf_shapes(source.config).values())
     where = f"step {source.state['step']:,}" if source.state else "the folder's weights"
@@ -119,9 +130,46 @@ def export_plain(source: Source, folder: Path, dtype: str) -> list[str]:
     """Write `weights.safetensors` into `folder`: GPT-2's names, every matrix (out, in), no padded rows, the sizes in the metadata."""
     from launch.trained.plain import write_plain
 
-    trained: Trained = source.load()
+    trained = source.load()
     write_plain(trained.model, source.config, folder / "weights.safetensors", dtype, source.eot_id)
     return []
+
+
+def export_int8(source: Source, folder: Path, dtype: str, data: str | None) -> list[str]:
+    """Write `weights.safetensors` into `folder`, the blocks' matrices in int8; what that costs."""
+    from launch.trained.int8 import measured_windows, quantize, validation_loss
+    from launch.trained.plain import write_plain
+
+    corpus = _corpus_for_int8(source, data)
+    seq_len, asked = source.config.seq_len, 128
+    if source.description is not None:  # on the windows of the run's own log, as far as they go
+        asked = source.description.get("eval_batches", 16) * source.description.get("global_batch_size", 8)
+    windows = measured_windows(corpus, seq_len, asked)
+    model = source.load().model.float()
+    before = validation_loss(model, corpus, seq_len, windows)
+    quantize(model)
+    after = validation_loss(model, corpus, seq_len, windows)
+    write_plain(model, source.config, folder / "weights.safetensors", dtype, source.eot_id, int8=True)
+    return [
+        f"int8 costs {after - before:+.5f} nats a token: the validation loss is {after:.5f}, and {before:.5f} in fp32"
+        f" ({windows:,} windows of {seq_len:,} tokens)"
+    ]
+
+
+def _corpus_for_int8(source: Source, data: str | None) -> Corpus:
+    """The corpus whose validation text is read: the run's, or of a folder the one given."""
+    if source.corpus is not None:
+        return source.corpus
+    if data is None:
+        lacking = source.no_tokenizer if source.description else "a folder brings none"
+        raise UsageError(f"--int8: is measured on validation text, and {lacking}; --data says where a corpus is")
+    corpus = open_corpus(data)
+    if corpus.vocab_size != source.config.vocab_size:
+        raise UsageError(
+            f"--data {data}: has a vocabulary of {corpus.vocab_size:,}, the model of {source.config.vocab_size:,}; give its own"
+        )
+    corpus.val.windows(source.config.seq_len)
+    return corpus
 
 
 def _write_tokenizer(source: Source, tokenizer: Tokenizer, folder: Path, notes: list[str]) -> None:
@@ -158,6 +206,13 @@ def _check_choices(flags: argparse.Namespace) -> None:
         value = getattr(flags, name)
         if value is not None and value not in allowed:
             raise UsageError(f"--{name} {value}: no such choice{nearest(value, allowed)}; there are {', '.join(allowed)}")
+    if flags.int8:
+        if flags.format == "hf":
+            raise UsageError(
+                "--int8 with --format hf: transformers quantizes layers of its class Linear, and its GPT-2 has Conv1D, so that it could"
+                " not read the folder; leave --format out, for plain"
+            )
+        check_int8()
 
 
 def _check_out(out: Path) -> None:

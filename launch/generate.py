@@ -31,10 +31,13 @@ if TYPE_CHECKING:
     import torch
 
     from launch.trained.load import Trained
+    from model.presets import GPTConfig
     from model.sampling import NextLogits, Sampling
 
 ENGINES = ("plain", "deepspeed")
 MAX_PROMPT_BYTES = 2**26
+#: What keys and values of several samples may take; of gpt2 (124 M) 14 samples.
+ROOM_BYTES = 2**30
 
 
 def build_parser() -> Parser:
@@ -54,7 +57,7 @@ def build_parser() -> Parser:
     what.add_argument("--document_start", action="store_true", help="the prompt begins a document: an end of text goes before it")
     what.add_argument("--max_new_tokens", type=positive, default=100, metavar="N", help="tokens of a sample, at most (100)")
     what.add_argument("--ignore_eos", action="store_true", help="go on where a text ends, up to --max_new_tokens")
-    what.add_argument("--samples", type=whole_number(1, 10_000), default=1, metavar="N", help="texts, written at the same time (1)")
+    what.add_argument("--samples", type=whole_number(1, 10_000), default=1, metavar="N", help="texts that are written (1)")
     how = parser.add_argument_group("how a token is chosen")
     how.add_argument("--temperature", type=real_number(0), default=0.8, help="divides the logits; 0 takes the likeliest token (0.8)")
     how.add_argument("--top_k", type=whole_number(0), default=50, metavar="K", help="only the K likeliest tokens; 0: all (50)")
@@ -96,6 +99,10 @@ def main() -> int:
     ids = _prompt_ids(flags, source, prompt)
     if flags.slide > source.config.seq_len:
         raise UsageError(f"--slide {flags.slide}: the model's context is {source.config.seq_len} tokens; give that or less")
+    if flags.engine == "deepspeed" and flags.ignore_eos and source.config.document_end is not None:
+        raise UsageError(
+            "--engine deepspeed --ignore_eos: this model keeps documents apart, and these kernels do not; leave out one of them"
+        )
     trained = source.load()
     next_logits, device = _engine(flags, trained)
     _write(flags, trained, prompt, ids, next_logits, device)
@@ -225,20 +232,31 @@ def _tokens(
     from model.sampling import stream
 
     end = None if flags.ignore_eos else trained.eot_id
-    generators = [torch.Generator().manual_seed(seed) for seed in seeds]
-    going = set(range(len(seeds)))
+    at_once = _rows_at_once(flags, trained.config)
     with torch.inference_mode():
-        for drawn in stream(next_logits, ids, flags.max_new_tokens, _sampling(flags), generators, end):
-            for row, token in enumerate(drawn):
-                if token is None:
-                    continue
-                if token == end:
-                    going.remove(row)
-                    yield row, None
-                else:
-                    yield row, token
-    for row in sorted(going):
-        yield row, None
+        for first in range(0, len(seeds), at_once):
+            generators = [torch.Generator().manual_seed(seed) for seed in seeds[first : first + at_once]]
+            going = set(range(len(generators)))
+            for drawn in stream(next_logits, ids, flags.max_new_tokens, _sampling(flags), generators, end):
+                for row, token in enumerate(drawn):
+                    if token is None:
+                        continue
+                    if token == end:
+                        going.remove(row)
+                        yield first + row, None
+                    else:
+                        yield first + row, token
+            for row in sorted(going):
+                yield first + row, None
+
+
+def _rows_at_once(flags: argparse.Namespace, config: GPTConfig) -> int:
+    """How many samples are written at the same time: as many as ROOM_BYTES has room for."""
+    if flags.engine == "deepspeed":  # which makes room for all
+        return int(flags.samples)
+    # Keys and values of every block, or the logits of the whole window, fp32.
+    row = 4 * config.seq_len * (config.padded_vocab_size if flags.no_kv_cache else 2 * config.n_layer * config.d_model)
+    return max(1, min(flags.samples, ROOM_BYTES // row))
 
 
 def _sampling(flags: argparse.Namespace) -> Sampling:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -73,6 +75,14 @@ def test_samples_are_written_one_after_the_other_and_as_json(run, command):
     assert len({one["text"] for one in samples}) == 3
     _, alone, _ = command(*flags[:3], "--seed", "6", "--max_new_tokens", "20", "--top_p", "0.9", "--json")
     assert json.loads(alone)["ids"] == samples[1]["ids"]
+
+
+@pytest.mark.parametrize("more", [[], ["--no_kv_cache"]])
+def test_samples_that_do_not_fit_are_written_in_turns(run, command, monkeypatch, more):
+    flags = [run, "--prompt", "import ", "--samples", "5", "--max_new_tokens", "40", *more]
+    at_once = command(*flags)[1]
+    monkeypatch.setattr(generate, "ROOM_BYTES", 2 * 4 * 32 * (1024 if more else 2 * 2 * 32))  # of two samples
+    assert command(*flags)[1] == at_once
 
 
 def test_text_ends_at_its_end(run, command, monkeypatch):
@@ -184,3 +194,21 @@ def test_text_as_it_comes_is_the_text(spec, corpus):
     seen = [stream.add(token) for token in tokenizer.encode(text).tolist()]
     assert "".join(seen) == text and not any("\ufffd" in part for part in seen)
     assert sum(map(bool, seen)) > 10  # and not all of it at the end
+
+
+@pytest.mark.parametrize("script", ["generate", "score"])
+def test_the_commands_of_the_page_run(script, run, monkeypatch):
+    """As they stand in README, but on a small model; what wants a GPU, the harness or the network is left to its own test."""
+    from launch import score
+
+    lines = re.findall(rf"^    python launch/{script}\.py (.*)$", (ROOT / "README.md").read_text(encoding="utf-8"), re.MULTILINE)
+    for line in lines:
+        words = shlex.split(line.partition("  #")[0])
+        if "deepspeed" in words or "--tasks" in words:
+            continue
+        own = load_trained(run).description["corpus"]["path"]
+        words = [str(run) if word in ("exported", "runs/demo") else own if word.startswith("data/") else word for word in words]
+        monkeypatch.setattr(sys, "argv", [f"launch/{script}.py", *words])
+        with pytest.raises(SystemExit) as end:
+            run_command({"generate": generate.main, "score": score.main}[script])
+        assert not end.value.code, line

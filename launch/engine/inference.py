@@ -27,6 +27,8 @@ from model.sampling import window_start
 class DeepSpeedInference:
     """The next token's logits of texts: a `model.sampling.NextLogits`, of always the same number of texts.
 
+    Where documents are kept apart, a text is over when its document is: the kernels know one beginning for all rows.
+
     Args:
         model: on the device, in the dtype in which it is to be computed. Its weights are given to DeepSpeed.
         slide: tokens by which a full context moves on.
@@ -69,11 +71,9 @@ class DeepSpeedInference:
         assert len(texts) == self._rows, (len(texts), self._rows)
         start = window_start(length, self.config.seq_len, self._slide)
         if end is not None:
-            # The kernels see a whole text: what belongs to an earlier document is not given to them.
-            starts = {max((place + 1 for place, token in enumerate(ids[:-1]) if token == end), default=0) for ids in texts}
-            if len(starts) > 1:
-                raise UsageError("--engine deepspeed: samples that go on behind the end of a document part here; leave out --ignore_eos")
-            start = max(start, starts.pop())
+            # The kernels see a whole text: what belongs to an earlier document is not given to them. A sample that is over has ended one
+            # since, and nobody reads how its row goes on.
+            start = max(start, min(max((place + 1 for place, token in enumerate(ids[:-1]) if token == end), default=0) for ids in texts))
         if start != self._start or self._start + self._read != length - 1 or not self._read:
             self._start, self._read = start, 0
             self._forget()

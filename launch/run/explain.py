@@ -155,6 +155,8 @@ def bytes_of(config: RunConfig, model: GPTConfig) -> int:
 def _run_values(config: RunConfig) -> Iterator[tuple[str, Any]]:
     for name in RUN_VALUES:
         yield name, _valued(getattr(config, name), config.origins[name])
+        if name == "data" and config.init_from is not None:
+            yield "init_from", _valued(config.init_from, config.origins["init_from"])
         if name == "preset":
             for size, value in asdict(config.shape).items():
                 yield size, _valued(value, config.origins[size])

@@ -2,12 +2,13 @@
 
 GPT-2's names (`h.0.attn.c_attn.weight`), every matrix (out, in) so that a layer is `x @ weight.T + bias`, the vocabulary without its padded
 rows, no head, which is `wte.weight`. The sizes are strings in the file's metadata: n_layer, n_head, d_model, seq_len, vocab_size, eot_id.
+With int8, a matrix is `weight * weight_scale[:, None]`.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from launch.trained.hf_folder import CONV1D, hf_shapes
 from launch.trained.safetensors_file import TORCH_NAMES, write_tensors
@@ -16,20 +17,35 @@ from model.presets import GPTConfig
 if TYPE_CHECKING:
     from model.gpt import GPT
 
+#: Behind the name of a matrix in int8: its scales.
+SCALE = "_scale"
 
-def write_plain(model: GPT, config: GPTConfig, file: Path, dtype: str, eot_id: int | None) -> None:
-    """Write the file; `dtype` is safetensors' word."""
+
+def write_plain(model: GPT, config: GPTConfig, file: Path, dtype: str, eot_id: int | None, int8: bool = False) -> None:
+    """Write the file.
+
+    Args:
+        dtype: of the weights, in safetensors' word.
+        int8: the blocks' matrices have been through `launch.trained.int8.quantize`; beside each, `NAME_scale` holds a factor for each row.
+    """
     import torch
 
-    parameters = dict(model.named_parameters())
+    parameters: dict[str, Any] = dict(model.named_parameters())
     target = getattr(torch, TORCH_NAMES[dtype])
-    shapes = {name: shape[::-1] if CONV1D.search(name) else shape for name, shape in hf_shapes(config).items()}
+    described: dict[str, tuple[str, tuple[int, ...]]] = {}
+    for name, shape in hf_shapes(config).items():
+        matrix = bool(CONV1D.search(name))
+        described[name] = ("I8" if matrix and int8 else dtype, shape[::-1] if matrix else shape)
+        if matrix and int8:
+            described[name + SCALE] = ("F32", (shape[1],))
     sizes = {"n_layer": config.n_layer, "n_head": config.n_head, "d_model": config.d_model, "seq_len": config.seq_len}
     sizes |= {"vocab_size": config.vocab_size} | ({} if eot_id is None else {"eot_id": eot_id})
 
     def tensor_of(name: str) -> list[torch.Tensor]:
-        return [parameters[name].detach()[: shapes[name][0]].to(target)]
+        if name.endswith(SCALE):
+            return [parameters[name.removesuffix(SCALE)].scale.float()]
+        if described[name][0] == "I8":
+            return [parameters[name].qdata]
+        return [parameters[name].detach()[: described[name][1][0]].to(target)]
 
-    write_tensors(
-        file, {name: (dtype, shape) for name, shape in shapes.items()}, tensor_of, {key: str(size) for key, size in sizes.items()}
-    )
+    write_tensors(file, described, tensor_of, {key: str(size) for key, size in sizes.items()})

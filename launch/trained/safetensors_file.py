@@ -54,7 +54,8 @@ def read_header(file: Path) -> tuple[dict[str, Entry], dict[str, str]]:
             text = stream.read(length) if length <= min(MAX_HEADER_BYTES, size - 8) else b""
     except OSError as reason:
         raise UsageError(f"{file}: {'missing' if not file.exists() else f'cannot be read ({reason.strerror})'}; {fix}") from None
-    if start[:2] in (b"PK", b"\x80\x02", b"\x80\x04"):
+    # A length may begin with the same two bytes: 640 does, and 19,280. As lengths, what pickles and zip files go on with are beyond any.
+    if not text and start[:2] in (b"PK", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05"):
         raise UsageError(f"{file}: is a pickle under the name of a safetensors file, and is not loaded; {fix}")
     if len(start) < 8 or not text:
         raise UsageError(f"{file}: is no safetensors file, or cut off in its header ({size:,} bytes); {fix}")

@@ -1,0 +1,51 @@
+"""The blocks' matrices as int8, one scale for each row of (out, in), by torchao; and what that costs, on validation text.
+
+Embeddings, norms and biases stay: the head is the token embedding, whose rows a softmax compares with each other.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import TYPE_CHECKING
+
+from launch.run.errors import UsageError
+
+if TYPE_CHECKING:
+    from data_pipeline.shards import Corpus
+    from model.gpt import GPT
+
+#: Of validation text, tokens at most: 12 s on two cores for `gpt2`.
+MEASURED_TOKENS = 65_536
+MEASURED_BATCH = 8
+
+
+def check_int8() -> None:
+    """Raises UsageError where torchao is not installed."""
+    if importlib.util.find_spec("torchao") is None:
+        raise UsageError("--int8: needs torchao, which is not installed: pip install -c constraints.txt torchao")
+
+
+def quantize(model: GPT) -> None:
+    """Put int8 weights in place of the blocks' matrices: `weight.qdata` int8 (out, in), `weight.scale` (out, 1)."""
+    from torch import nn
+    from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
+    quantize_(model, Int8WeightOnlyConfig(version=2), filter_fn=lambda module, name: isinstance(module, nn.Linear))
+
+
+def measured_windows(corpus: Corpus, seq_len: int, asked: int) -> int:
+    """How many windows of validation text are read: `asked`, as far as there are so many, and `MEASURED_TOKENS`."""
+    return max(1, min(asked, corpus.val.windows(seq_len), MEASURED_TOKENS // seq_len))
+
+
+def validation_loss(model: GPT, corpus: Corpus, seq_len: int, windows: int) -> float:
+    """Mean cross-entropy, nats a token, over `windows` windows spread evenly over the validation split."""
+    import torch
+
+    from data_pipeline.loader import Loader
+
+    total = 0.0
+    with torch.no_grad():
+        for tokens, rows in Loader(corpus.val, None, seq_len, corpus.vocab_size, 0, 1, "cpu").validation_batches(windows, MEASURED_BATCH):
+            total += float(model(tokens[:, :-1], tokens[:, 1:])) * rows
+    return total / windows
