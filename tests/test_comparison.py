@@ -141,7 +141,7 @@ def test_every_value_at_any_depth_is_found_to_differ(make):
             if value is None and other in (None, {"deeper": None}):
                 continue  # null says what an absent key does
             at[path[-1]] = other
-            assert differences([run], [with_description(run, changed)]), path
+            assert differences([run], [with_description(run, changed)]), (path, other)
 
 
 def with_description(run, description):

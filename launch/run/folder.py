@@ -41,7 +41,9 @@ SAME_PRECISION = {
     ("fp32", "bf16"): "give --set bf16.enabled=false, or another --run_name",
 }
 #: What a resume changes without changing the run: not worth a line in the log.
-INCIDENTAL = ("created", "command", "resume", "quiet", "turns", "init_from")
+INCIDENTAL = ("created", "command", "resume", "quiet", "turns")
+#: What a resume leaves as it was, whatever it says: its weights are those of the checkpoint.
+OF_THE_START = "init_from"
 LOCK_PATIENCE_SECONDS = 60.0
 
 
@@ -197,10 +199,13 @@ class RunFolder:
         if wrong:
             raise UsageError(*wrong)
         self.changes = [
-            change for key, value in description.items() if key not in INCIDENTAL for change in _changes(key, before.get(key), value)
+            change
+            for key, value in description.items()
+            if key not in (*INCIDENTAL, OF_THE_START)
+            for change in _changes(key, before.get(key), value)
         ]
         resume = {key: description.get(key) for key in ("created", "command")}
-        kept = [*resume, *(["init_from"] if any((self.path / "checkpoints").glob("step-*/state.json")) else [])]
+        kept = [*resume, *([OF_THE_START] if any((self.path / "checkpoints").glob("step-*/state.json")) else [])]
         return {**description, **{key: before.get(key) for key in kept}, "resumes": [*before.get("resumes", []), resume]}
 
     # --- the log and the metrics --------------------------------------------------------------------------------------------------
