@@ -112,7 +112,7 @@ class Command:
 
 def ended(command: Command) -> None:
     deadline = time.monotonic() + PATIENCE_SECONDS
-    while any("launch/pretrain.py" in one.info["cmdline"] for one in command.trained_by()):
+    while any(word.endswith("launch/pretrain.py") for one in command.trained_by() for word in one.info["cmdline"]):
         assert time.monotonic() < deadline
         time.sleep(0.1)
 
