@@ -15,11 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from recipes.claims import CLAIMS
+from recipes.overview import draw_overview
 from recipes.registry import ROOT, Recipe, both_decide, read_recipe, recipe_names, technique_classes
 
 INDEX = ROOT / "recipes" / "README.md"
 README = ROOT / "README.md"
 RESULTS = ROOT / "recipes" / "results.json"
+PICTURE = ROOT / "recipes" / "overview.png"
 
 BEGIN = "<!-- what launch/compare.py measured, written by `make recipes_table`: -->\n"
 END = "<!-- the rest is written by hand -->\n"
@@ -63,7 +65,15 @@ def _claim(name: str, x: float, found: dict[str, Any]) -> str:
     if verdict is None:
         return f"`{name}` {x:g}: not measured"
     measured = "" if verdict["estimate"] is None else f" ({_estimate(name, verdict['estimate'])})"
-    return f"`{name}` {x:g}: {SIGNS[verdict['outcome']]} {verdict['outcome']}{measured}"
+    return f"`{name}` {x:g}: {SIGNS[verdict['outcome']]} {verdict['outcome']}{measured}{_would_tell(verdict)}"
+
+
+def _would_tell(verdict: dict[str, Any]) -> str:
+    """Of what cannot be told, how many seeds would tell."""
+    if verdict["outcome"] != "cannot be told" or verdict["p_holds"] is None:  # None: nothing could be tested
+        return ""
+    seeds = verdict["seeds_needed"]
+    return f"; about {seeds:,} seeds would tell" if seeds else "; more than 1,000 seeds would tell"
 
 
 def _estimate(claim: str, value: float) -> str:
@@ -91,7 +101,7 @@ def measured_part(recipe: Recipe, found: dict[str, Any] | None) -> str:
         kind = CLAIMS[one["claim"]]
         interval = "" if one["interval"] is None else " ({} to {})".format(*(_estimate(one["claim"], bound) for bound in one["interval"]))
         measured = "-" if one["estimate"] is None else _estimate(one["claim"], one["estimate"]) + interval
-        lines.append(f"| {kind.says(one['threshold'])} | {SIGNS[one['outcome']]} **{one['outcome']}** | {measured} |")
+        lines.append(f"| {kind.says(one['threshold'])} | {SIGNS[one['outcome']]} **{one['outcome']}**{_would_tell(one)} | {measured} |")
     lines += ["", f"| mean of the seeds | {control} | {recipe.name} | recipe against control (95% interval) |", "|---|---|---|---|"]
     for name, title, unit, form, scale in FIGURES:
         figure = found["figures"].get(name)
@@ -143,12 +153,14 @@ def combination_table() -> str:
 
 def index_page(results: dict[str, dict[str, Any]]) -> str:
     """The whole of recipes/README.md, of which the tables are generated and the rest is constant."""
+    picture = f"![What each recipe does to loss, time, memory and bytes; the table has the claims]({PICTURE.name})\n\n" if results else ""
     claims = "\n".join(f"| `{name}` x | {kind.says('x')} |" for name, kind in CLAIMS.items())
     return (
         "# Recipes\n\n"
         "One folder per technique. Each names the engine JSON that switches it on, the control that it is compared with, the keys in\n"
         "which the two differ, and what it claims. This page is written by `make recipes_table` from the folders and from `results.json`,\n"
         "what `launch/compare.py --publish` measured last; a test holds it.\n\n"
+        + picture
         + index_table(results)
         + "\nRun one with `deepspeed launch/pretrain.py --recipe recipes/<name>`; compare it with its control, over seeds, with\n"
         "`python launch/compare.py --recipe recipes/<name>`. A claim is about the mean over pairs of runs, control and recipe with the\n"
@@ -180,9 +192,16 @@ def pages() -> dict[Path, str]:
     return made
 
 
+def write_pages() -> None:
+    """Write every page, and the picture of all recipes."""
+    if results := read_results():
+        draw_overview(results, PICTURE)
+    for page, text in pages().items():
+        page.write_text(text, encoding="utf-8")
+
+
 if __name__ == "__main__":
     if sys.argv[1:] == ["--write"]:
-        for page, text in pages().items():
-            page.write_text(text, encoding="utf-8")
+        write_pages()
     else:
         print(index_table(read_results()), end="")

@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 
 import pytest
+from matplotlib import image
 
 from recipes import pages
+from recipes.overview import digest, draw_overview, drawn_from
 from recipes.registry import ROOT, Recipe, read_recipe, recipe_names
 from tests.helpers import ROOT as CHECKOUT
 
@@ -14,6 +16,22 @@ from tests.helpers import ROOT as CHECKOUT
 def test_every_page_is_what_the_folders_and_the_results_say():
     for page, text in pages.pages().items():
         assert page.read_text(encoding="utf-8") == text, f"{page.relative_to(CHECKOUT)}: run `make recipes_table`"
+
+
+def test_the_picture_of_all_recipes_was_drawn_from_the_results():
+    if results := pages.read_results():
+        assert drawn_from(pages.PICTURE) == digest(results), "run `make recipes_table`"
+
+
+def test_the_picture_has_a_row_for_each_measured_recipe(tmp_path):
+    found = {"x": FOUND, "longer": FOUND, "fp8": {"absent": "needs a GPU", "machine": "a CPU"}}
+    sizes = []
+    for number, results in enumerate((found, {"x": FOUND})):
+        draw_overview(results, tmp_path / f"{number}.png")
+        assert drawn_from(tmp_path / f"{number}.png") == digest(results)
+        sizes.append(image.imread(tmp_path / f"{number}.png").shape[0])
+    assert sizes[0] > sizes[1]
+    assert digest(found) != digest({"x": FOUND})
 
 
 @pytest.mark.parametrize("name", recipe_names())
@@ -47,7 +65,15 @@ FOUND = {
         "spikes": {"control": 0.0, "other": 0.0, "difference": [0.0, 0.0, 0.0], "ratio": None},
     },
     "claims": [
-        {"claim": "loss_within", "threshold": 0.02, "outcome": "cannot be told", "estimate": 0.01, "interval": [-0.005, 0.025]},
+        {
+            "claim": "loss_within",
+            "threshold": 0.02,
+            "outcome": "cannot be told",
+            "estimate": 0.01,
+            "interval": [-0.005, 0.025],
+            "p_holds": 0.2,
+            "seeds_needed": 12,
+        },
         {"claim": "bytes_ratio", "threshold": 0.5, "outcome": "holds", "estimate": 0.25, "interval": None},
     ],
 }
@@ -57,7 +83,8 @@ def test_a_recipes_page_says_what_was_found():
     part = pages.measured_part(RECIPE, FOUND)
     for line in (
         "    python launch/compare.py --recipe recipes/x --seeds 5",
-        "| the final validation loss is at most 0.02 above the control's | ? **cannot be told** | +0.0100 (-0.0050 to +0.0250) |",
+        "| the final validation loss is at most 0.02 above the control's | ? **cannot be told**; about 12 seeds would tell "
+        "| +0.0100 (-0.0050 to +0.0250) |",
         "| a rank sends at most 0.5 of the control's bytes over the run | ✓ **holds** | 0.250 |",
         "| final validation loss | 5.5000 | 5.5100 | +0.0100 (-0.0050 to +0.0250) |",
         "| a step, ms (median) | 200.0 | 100.0 | x 0.500 (0.490 to 0.510) |",
@@ -75,7 +102,10 @@ def test_a_recipes_page_says_what_was_found():
 
 def test_the_index_has_the_verdict_of_each_claim_as_it_stands():
     table = pages.index_table({"zero_2": {**FOUND, "claims": [{**FOUND["claims"][0], "threshold": 0.005}]}})
-    assert "`loss_within` 0.005: ? cannot be told (+0.0100)" in table
+    assert "`loss_within` 0.005: ? cannot be told (+0.0100); about 12 seeds would tell" in table
+    beyond = {**FOUND["claims"][0], "threshold": 0.005, "seeds_needed": None}
+    assert "(+0.0100); more than 1,000 seeds would tell" in pages.index_table({"zero_2": {**FOUND, "claims": [beyond]}})
+    assert "cannot be told (+0.0100) |" in pages.index_table({"zero_2": {**FOUND, "claims": [beyond | {"p_holds": None}]}})
     assert "`loss_within` 0.005: not measured" in pages.index_table({"zero_2": FOUND}), "a verdict on another number is none"
 
 

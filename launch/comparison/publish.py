@@ -15,7 +15,7 @@ from launch.comparison.page import draw_losses
 from launch.run.errors import UsageError
 from launch.run.folder import write_atomically
 from launch.run.provenance import machine, repository_commit
-from recipes.pages import FIGURES, RESULTS, pages, read_results
+from recipes.pages import FIGURES, RESULTS, read_results, write_pages
 from recipes.registry import ROOT, recipe_names
 
 
@@ -58,8 +58,7 @@ def publish(comparison: Comparison, flags: Sequence[str]) -> None:
     for absent in comparison.absent:
         results[absent.recipe] = {"absent": absent.reason, "machine": _machine(machine())}
     write_atomically(RESULTS, json.dumps(dict(sorted(results.items())), indent=1, allow_nan=False) + "\n")
-    for page, text in pages().items():
-        write_atomically(page, text)
+    write_pages()
 
 
 def _entry(pair: Pair, flags: Sequence[str]) -> dict[str, Any]:
