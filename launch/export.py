@@ -26,10 +26,11 @@ import numpy as np
 
 from data_pipeline.errors import DataError
 from data_pipeline.shards import Corpus, open_corpus
-from launch.run.errors import UsageError, nearest, run_command, say
+from launch.run.errors import UsageError, run_command, say
 from launch.run.flags import Parser
 from launch.run.metrics import read_good_lines
 from launch.trained.card import model_card
+from launch.trained.flags import add_source_flags, check_choice
 from launch.trained.hf_folder import hf_shapes, other_ids, write_config, write_tokenizer, write_weights
 from launch.trained.int8 import check_int8
 from launch.trained.load import Source, open_trained
@@ -52,7 +53,7 @@ def build_parser() -> Parser:
         epilog="Example: python launch/export.py runs/first --out exported/first",
         allow_abbrev=False,
     )
-    parser.add_argument("source", metavar="RUN|DIR", help="run folder, such as runs/first, or a Hugging Face folder of GPT2LMHeadModel")
+    add_source_flags(parser)
     parser.add_argument("--out", required=True, metavar="DIR", help="folder to be made; one that is there is never written to")
     parser.add_argument(
         "--format", metavar="NAME", help="hf (what transformers reads) or plain (weights.safetensors alone) (hf; plain with --int8)"
@@ -61,9 +62,7 @@ def build_parser() -> Parser:
     parser.add_argument(
         "--int8", action="store_true", help="the blocks' matrices as int8 with a scale a row; says what it costs on validation text"
     )
-    parser.add_argument("--checkpoint", metavar="NAME", help="of a run: step-00000300, or newest (the newest, which must be the run's end)")
     parser.add_argument("--data", metavar="DIR", help="where the corpus is now, for its tokenizer and for --int8 (where it was)")
-    parser.add_argument("--allow_pickle", action="store_true", help="also read weights in pickles, which can run any code that they bring")
     parser.add_argument("--quiet", action="store_true", help="the last line only")
     return parser
 
@@ -115,7 +114,6 @@ def export_hf(source: Source, folder: Path, dtype: str, name: str) -> list[str]:
     if source.config.document_end is not None:
         notes.append(
             "it was trained with attention within documents (--no_cross_document), which transformers does not mask: give it one document"
-            " at a time"
             " at a time"
         )
     trained = source.load()
@@ -204,8 +202,8 @@ def _line(source: Source) -> dict[str, object] | None:
 def _check_choices(flags: argparse.Namespace) -> None:
     for name, allowed in (("format", FORMATS), ("dtype", tuple(DTYPES))):
         value = getattr(flags, name)
-        if value is not None and value not in allowed:
-            raise UsageError(f"--{name} {value}: no such choice{nearest(value, allowed)}; there are {', '.join(allowed)}")
+        if value is not None:
+            check_choice(name, value, allowed)
     if flags.int8:
         if flags.format == "hf":
             raise UsageError(

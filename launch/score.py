@@ -2,7 +2,7 @@
 
     python launch/score.py runs/demo
     python launch/score.py exported --data data/texts
-    python launch/score.py runs/demo --tasks lambada_openai,hellaswag     # pip install lm_eval
+    python launch/score.py runs/demo --tasks lambada_openai,hellaswag     # pip install -e ".[harness]" -c constraints.txt
 
 Of a run it also compares with its own log: the windows that training evaluated are among those scored here. Bits per byte does not depend
 on the tokenizer, so that models of different ones can be compared on the same text.
@@ -34,6 +34,7 @@ from launch.trained.load import Source, open_trained
 if TYPE_CHECKING:
     from launch.trained.load import Trained
 
+INSTALL = 'pip install -e ".[harness]" -c constraints.txt'
 PLAIN_SECONDS = 10.0  # between two plain lines of progress
 #: Ids of the corpus whose text both tokenizers are asked for.
 COMPARED_IDS = 4096
@@ -54,7 +55,7 @@ def build_parser() -> Parser:
     parser.add_argument("--windows", type=positive, metavar="N", help="windows of the model's context, spread evenly (all of them)")
     parser.add_argument("--batch_size", type=positive, metavar="N", help="windows, or texts of a task, at once (by the device)")
     parser.add_argument("--dtype", default="fp32", metavar="NAME", help=f"the weights while it computes: {', '.join(DTYPES)} (fp32)")
-    tasks = parser.add_argument_group("lm-evaluation-harness (pip install lm_eval)")
+    tasks = parser.add_argument_group(f"lm-evaluation-harness ({INSTALL})")
     tasks.add_argument("--tasks", metavar="NAMES", help="tasks to run instead, separated by commas; they fetch their texts by themselves")
     tasks.add_argument("--tasks_dir", metavar="DIR", help="a folder with tasks of your own, as YAML files")
     tasks.add_argument("--num_fewshot", type=whole_number(0), metavar="N", help="solved examples before each question (the task's)")
@@ -81,7 +82,7 @@ def main() -> int:
         if flags.windows is not None:
             raise UsageError("--windows is of the validation text, and --tasks brings texts of its own; leave out one of the two")
         if importlib.util.find_spec("lm_eval") is None:
-            raise UsageError("--tasks: lm-evaluation-harness is not installed; pip install lm_eval")
+            raise UsageError(f"--tasks: lm-evaluation-harness is not installed; {INSTALL}")
         source = open_trained(flags.source, checkpoint=flags.checkpoint, data=flags.data, allow_pickle=flags.allow_pickle)
         if source.tokenizer is None:
             raise UsageError(f"--tasks: there is no tokenizer for their texts: {source.no_tokenizer}")

@@ -204,7 +204,7 @@ def test_a_folder_does_not_say_what_it_is_scored_on(exported, command):
 def test_tasks_without_the_harness_are_refused(runs, command, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     code, _, err = command(runs / "zero1_fp32", "--tasks", "lambada_openai")
-    assert code == 2 and "lm-evaluation-harness is not installed; pip install lm_eval" in err
+    assert code == 2 and 'lm-evaluation-harness is not installed; pip install -e ".[harness]" -c constraints.txt' in err
 
 
 TASKS = {
@@ -243,7 +243,10 @@ metric_list: [{metric: exact_match}]
 }
 
 
-@pytest.mark.skipif(importlib.util.find_spec("lm_eval") is None, reason="lm-evaluation-harness is not installed (pip install lm_eval)")
+@pytest.mark.skipif(
+    importlib.util.find_spec("lm_eval") is None,
+    reason='lm-evaluation-harness is not installed (pip install -e ".[harness]" -c constraints.txt)',
+)
 def test_tasks_of_the_harness(runs, command, tmp_path, monkeypatch):
     """Three small tasks, each of its own kind, against what the model says by itself."""
     import torch

@@ -1,4 +1,4 @@
-"""The flags that name a trained model, and how it is loaded: the same in `launch/generate.py` and `launch/score.py`. Imports no torch."""
+"""The flags that name a trained model, the same in `launch/export.py`, `launch/generate.py` and `launch/score.py`. Imports no torch."""
 
 from __future__ import annotations
 
@@ -18,11 +18,9 @@ DTYPES = ("fp32", "bf16", "fp16")
 
 def add_source_flags(parser: Parser) -> None:
     """The flags that say which model."""
-    parser.add_argument("source", metavar="RUN|DIR", help="a run's folder, such as runs/demo, or a Hugging Face folder of GPT2LMHeadModel")
-    parser.add_argument(
-        "--checkpoint", metavar="NAME", help="of a run, one of its checkpoints, such as step-00000300, or newest (the last)"
-    )
-    parser.add_argument("--allow_pickle", action="store_true", help="unpickle files, which may run any code that they bring")
+    parser.add_argument("source", metavar="RUN|DIR", help="a run's folder, such as runs/first, or a Hugging Face folder of GPT2LMHeadModel")
+    parser.add_argument("--checkpoint", metavar="NAME", help="of a run: step-00000300, or newest, be the run over or not (the run's end)")
+    parser.add_argument("--allow_pickle", action="store_true", help="also unpickle weights, which can run any code that they bring")
 
 
 def check_choice(flag: str, value: str, allowed: Iterable[str]) -> None:

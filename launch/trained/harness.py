@@ -1,6 +1,6 @@
 """Tasks of lm-evaluation-harness (Gao et al., https://github.com/EleutherAI/lm-evaluation-harness) on a trained model.
 
-    pip install lm_eval
+    pip install -e ".[harness]" -c constraints.txt
     python launch/score.py runs/demo --tasks lambada_openai --limit 100
 
 The harness brings the questions and the metrics; here is what it asks of a model: how likely a text is after another, and how one goes on.

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from data_pipeline.shards import Corpus
     from model.gpt import GPT
 
+INSTALL = 'pip install -e ".[int8]" -c constraints.txt'
 #: Of validation text, tokens at most: 12 s on two cores for `gpt2`.
 MEASURED_TOKENS = 65_536
 MEASURED_BATCH = 8
@@ -22,7 +23,7 @@ MEASURED_BATCH = 8
 def check_int8() -> None:
     """Raises UsageError where torchao is not installed."""
     if importlib.util.find_spec("torchao") is None:
-        raise UsageError("--int8: needs torchao, which is not installed: pip install -c constraints.txt torchao")
+        raise UsageError(f"--int8: needs torchao, which is not installed; {INSTALL}")
 
 
 def quantize(model: GPT) -> None:
