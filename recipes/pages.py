@@ -61,11 +61,15 @@ def index_table(results: dict[str, dict[str, Any]]) -> str:
 
 def _claim(name: str, x: float, found: dict[str, Any]) -> str:
     """One claim with its verdict, for the index."""
-    verdict = next((one for one in found.get("claims", ()) if (one["claim"], one["threshold"]) == (name, x)), None)
-    if verdict is None:
+    if (verdict := _verdict(name, x, found)) is None:
         return f"`{name}` {x:g}: not measured"
     measured = "" if verdict["estimate"] is None else f" ({_estimate(name, verdict['estimate'])})"
     return f"`{name}` {x:g}: {SIGNS[verdict['outcome']]} {verdict['outcome']}{measured}{_would_tell(verdict)}"
+
+
+def _verdict(name: str, x: float, found: dict[str, Any]) -> dict[str, Any] | None:
+    """What was found of a claim as it stands; None where nothing was, or of another number."""
+    return next((one for one in found.get("claims", ()) if (one["claim"], one["threshold"]) == (name, x)), None)
 
 
 def _would_tell(verdict: dict[str, Any]) -> str:
@@ -175,10 +179,22 @@ def index_page(results: dict[str, dict[str, Any]]) -> str:
     )
 
 
+def short_table(results: dict[str, dict[str, Any]]) -> str:
+    """The recipes for the project's README: what each does, and of its claims the verdicts alone."""
+    rows = ["| recipe | what it does | claims |", "|---|---|---|"]
+    for name in recipe_names():
+        recipe = read_recipe(ROOT / "recipes" / name)
+        verdicts = (_verdict(key, value, results.get(name, {})) for key, value in recipe.claims.items())
+        claims = ", ".join(
+            f"`{key}` {SIGNS[found['outcome']] if found else '-'}" for key, found in zip(recipe.claims, verdicts, strict=True)
+        )
+        rows.append(f"| [{name}](recipes/{name}/README.md) | {recipe.title} | {claims} |")
+    return "\n".join(rows) + "\n"
+
+
 def with_table(readme: str, results: dict[str, dict[str, Any]]) -> str:
     """The text of the project's README with its table of recipes written anew; unchanged where it has none."""
-    table = index_table(results).replace("](", "](recipes/")
-    return re.sub(r"^\| recipe \|.*\n(\|.*\n)*", lambda _: table, readme, count=1, flags=re.MULTILINE)
+    return re.sub(r"^\| recipe \|.*\n(\|.*\n)*", lambda _: short_table(results), readme, count=1, flags=re.MULTILINE)
 
 
 def pages() -> dict[Path, str]:

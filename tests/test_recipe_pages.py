@@ -107,6 +107,10 @@ def test_the_index_has_the_verdict_of_each_claim_as_it_stands():
     assert "(+0.0100); more than 1,000 seeds would tell" in pages.index_table({"zero_2": {**FOUND, "claims": [beyond]}})
     assert "cannot be told (+0.0100) |" in pages.index_table({"zero_2": {**FOUND, "claims": [beyond | {"p_holds": None}]}})
     assert "`loss_within` 0.005: not measured" in pages.index_table({"zero_2": FOUND}), "a verdict on another number is none"
+    readme = pages.with_table("a\n\n| recipe | b |\n|---|---|\n| c | d |\n\ne\n", {"zero_2": {**FOUND, "claims": [beyond]}})
+    assert readme.startswith("a\n\n| recipe | what it does | claims |\n") and readme.endswith(" |\n\ne\n")
+    assert "| [zero_2](recipes/zero_2/README.md) |" in readme and "partitioned over the ranks | `loss_within` ? |" in readme
+    assert "| `loss_within` - |" in readme, "what was not measured"
 
 
 def test_a_part_is_written_in_its_place_once():
