@@ -159,7 +159,7 @@ def _make_tokenizer(args: argparse.Namespace, documents: Documents, folder: Path
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="prepare.py",
+        prog="python data_pipeline/prepare.py",
         description="Turns text into token shards: trains or loads a tokenizer, encodes everything, writes --out.",
         epilog="--out appears whole or not at all. Exit codes: 0 done or already there, 1 failed, 2 user's mistake, 130 interrupted.",
         allow_abbrev=False,

@@ -70,7 +70,7 @@ def _printable(text: str, allowed: str = "") -> str:
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="show.py",
+        prog="python data_pipeline/show.py",
         description="Shows what is in a corpus: counts by split and source, the lengths of its documents as a picture, decoded samples.",
         epilog="Exit codes: 0 done, 2 user's mistake, 130 interrupted.",
         allow_abbrev=False,

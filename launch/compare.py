@@ -118,6 +118,8 @@ def main() -> int:
         comparison = compare([read_run(Path(run)) for run in flags.runs], flags.force)
     else:
         if flags.publish:
+            if flags.seeds < 2:
+                raise UsageError("--publish --seeds 1: the noise shows with 2 seeds or more, and a page without says nothing; give 5")
             from launch.comparison.publish import check_checkout
 
             check_checkout()
@@ -173,8 +175,7 @@ def _make_folder(flags: argparse.Namespace) -> Path:
         _check_folder(flags.out)
         Path(flags.out).mkdir(parents=True, exist_ok=True)
         return Path(flags.out)
-    recipes = "+".join(Path(recipe).resolve().name for recipe in flags.recipe)
-    name = ("all" if flags.all else recipes or "runs")[:80]
+    name = "all" if flags.all else "+".join(Path(folder).resolve().name for folder in flags.recipe or flags.runs)[:60]
     out, number = Path("runs/reports") / name, 2
     while True:
         try:
@@ -290,6 +291,13 @@ def _is_finished(run: Path) -> bool:
     return os.path.exists(run / "run.json") and read_run(run).finished
 
 
+def _steps_made(run: Path) -> int:
+    """The steps of a run that was begun, as far as its metrics go."""
+    from launch.comparison.runs import read_run
+
+    return int(max(read_run(run).columns["step"], default=0)) if os.path.exists(run / "run.json") else 0
+
+
 @contextlib.contextmanager
 def _alone_in(runs_dir: Path) -> Iterator[None]:
     """Refuse to train where another command does, whose finished runs would be begun anew, and where nothing can be written."""
@@ -319,7 +327,7 @@ class _Progress:
     """A bar over the optimizer steps of all missing runs on a terminal, plain lines elsewhere."""
 
     def __init__(self, trials: Sequence[Trial], runs_dir: Path, quiet: bool):
-        self._left = {trial.name: trial.config.steps_to_make for trial in trials}
+        self._left = {trial.name: max(0, trial.config.steps_to_make - _steps_made(runs_dir / trial.name)) for trial in trials}
         self._total, self._start, self._last = sum(self._left.values()), time.monotonic(), time.monotonic()
         self._bar: Any = None
         self._quiet = quiet
@@ -337,8 +345,8 @@ class _Progress:
         elif not self._quiet and time.monotonic() - self._last > PLAIN_SECONDS:
             self._last = time.monotonic()
             done = self._total - sum(self._left.values())
-            left = (self._last - self._start) * (self._total - done) / max(done, 1) / 60
-            say(f"{done:,} of {self._total:,} steps of all runs, now {trial.name}; {left:.0f} minutes left")
+            left = f"{(self._last - self._start) * (self._total - done) / done / 60:.0f} minutes left" if done else "starting"
+            say(f"{done:,} of {self._total:,} steps of all runs, now {trial.name}; {left}")
 
     def __enter__(self) -> _Progress:
         return self
@@ -370,9 +378,31 @@ def _write(comparison: Any, flags: argparse.Namespace) -> None:
     for pair in comparison.pairs:
         for verdict in pair.verdicts:
             say(f"{pair.recipe.name}: {verdict.claim} {verdict.threshold:g} {verdict.outcome}: {verdict.reason}")
+        if not pair.verdicts:
+            say(one_line(f"{pair.side.name} against {pair.control.name}: {_in_short(pair)}"))
     for missing in comparison.absent:
         say(one_line(f"{missing.recipe} was not run: {missing.reason}"))
     say(one_line(f"the report is {out / 'report.html'}"))
+
+
+def _in_short(pair: Any) -> str:
+    """What was found of a pair of which nothing is claimed, on a line."""
+    parts = []
+    for name, title, scale in (
+        ("final_val_loss", "final validation loss", "difference"),
+        ("step_seconds", "time of a step", "ratio"),
+        ("peak_memory_bytes", "peak memory of a rank", "ratio"),
+        ("bytes_per_step", "sent in a step", "ratio"),
+    ):
+        found = getattr(pair.figures.get(name), scale, None)
+        if found is not None and found.mean is not None:
+            between = "" if found.low is None else " ({} to {})".format(*(_shown(value, scale) for value in (found.low, found.high)))
+            parts.append(f"{title} {_shown(found.mean, scale)}{between}")
+    return ", ".join(parts) or "there is nothing that both have"
+
+
+def _shown(value: float, scale: str) -> str:
+    return f"{value:+.4f}" if scale == "difference" else f"x{value:.3f}"
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
     python launch/generate.py runs/demo --prompt "def "
     python launch/generate.py runs/demo --prompt "import " --samples 3 --temperature 0.7 --top_p 0.9 --seed 5
-    python launch/generate.py exported --temperature 0 --no_repeat_ngram_size 4
+    python launch/generate.py exported/first --temperature 0 --no_repeat_ngram_size 4
 
 The text appears as it comes, on the standard output; how fast it came, on the standard error. Keys and values of what has been read are
 kept, so that a token costs one token's work; beyond the model's context its window slides, and is read anew with each move.

@@ -108,6 +108,8 @@ def train(config: RunConfig, folder: RunFolder | NoFolder, stop: StopRequest) ->
         folder.write_metrics({"step": 0, "tokens": 0, "seconds": meter.seconds(), "val_loss": state["val_loss"]})
         weights = f"the weights of {config.init_from}" if config.init_from else "untrained"
         folder.log(f"step 0, {weights}: validation {state['val_loss']:.4f}")
+    elif state["step"] == 0 and config.init_from:
+        folder.log(f"step 0, the weights of {config.init_from}")
 
     whole_step = BatchPlan(config.micro_batch_size, config.gradient_accumulation_steps)
     stopped = 0

@@ -92,9 +92,10 @@ def measured_part(recipe: Recipe, found: dict[str, Any] | None) -> str:
     if "absent" in found:
         return f"{BEGIN}\n**Compared.** Not on {found['machine']}: {_escaped(found['absent'])}.\n\n{END}"
     seeds, control = found["seeds"], Path(recipe.control).stem
+    turns = "in turns of ten steps" if found["in_turns"] else "partly at different times"
     lines = [
-        f"**Compared.** Control and recipe with the same {len(seeds)} seeds, step by step in turns, on {found['ranks']} rank(s) of",
-        f"{found['machine']}, {found['tokens']:,} tokens a run, commit {found['commit']}:",
+        f"**Compared.** Control and recipe with the same {len(seeds)} seeds, {turns}, on {found['ranks']} rank(s) of {found['machine']},",
+        f"{found['tokens']:,} tokens a run, commit {found['commit']}:",
         "",
         f"    {found['command']}",
         "",

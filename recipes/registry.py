@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import json
 from dataclasses import dataclass, field
@@ -51,7 +52,9 @@ def read_recipe(folder: str | Path) -> Recipe:
     path = folder / "recipe.json"
     names = ", ".join(recipe_names())
     if not path.is_file():
-        raise ValueError(f"--recipe {folder}: no recipe.json in it; the recipes are: {names} (recipes/<name>)")
+        close = difflib.get_close_matches(folder.name, recipe_names(), n=1)
+        meant = f"; did you mean recipes/{close[0]}" if close else ""
+        raise ValueError(f"--recipe {folder}: no recipe.json in it{meant}; the recipes are: {names} (recipes/<name>)")
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as reason:

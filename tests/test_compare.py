@@ -53,6 +53,19 @@ def test_runs_are_compared_into_a_page_numbers_and_a_picture(runs, tmp_path):
     assert again.returncode == 2 and "holds a report already; give another folder" in again.stderr
 
 
+def test_of_runs_without_claims_the_figures_are_said(corpus, tmp_path):
+    names = []
+    for stage, final in ((1, 4.0), (2, 4.3)):
+        for seed in (1, 2):
+            names.append(f"runs/stage{stage}_{seed}")
+            flags = ("--deepspeed_config", f"ds_configs/zero{stage}_bf16.json")
+            write_run(tmp_path / names[-1], description(corpus, *flags, seed=seed), lines(final=final))
+    done = compare(*names, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "zero2_bf16 against zero1_bf16: final validation loss +0.3000 (+0.3000 to +0.3000), time of a step x1.000" in done.stdout
+    assert "the report is runs/reports/stage1_1+stage1_2+stage2_1+stage2_2/report.html" in done.stdout
+
+
 def test_what_is_no_experiment_is_refused_or_marked(runs, tmp_path):
     file = runs[3] / "run.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"total_tokens": 999}))
@@ -74,8 +87,12 @@ def test_what_is_no_experiment_is_refused_or_marked(runs, tmp_path):
         (["nowhere/run"], "nowhere/run: no such folder; give run folders"),
         (["recipes", "tests"], "recipes: holds no run.json, so it is not a run folder"),
         (["runs/a", "--steps", "3"], "--steps says how runs are trained, and runs/a is one that exists; leave it out, or give --recipe"),
-        (["--recipe", "recipes/zero2"], "--recipe recipes/zero2: no recipe.json in it; the recipes are: activation_checkpointing"),
+        (
+            ["--recipe", "recipes/zero2"],
+            "--recipe recipes/zero2: no recipe.json in it; did you mean recipes/zero_2; the recipes are: activation_checkpointing",
+        ),
         (["--recipe", "recipes/tf32", "--data", "CORPUS"], "'tf32' needs CUDA"),
+        (["--recipe", "recipes/zero_2", "--seeds", "1", "--publish"], "--publish --seeds 1: the noise shows with 2 seeds or more"),
         (["--recipe", "recipes/zero_2", "--seeds", "0"], "--seeds: 0 is out of range"),
         (["--recipe", "recipes/zero_2", "--data", "nowhere"], "nowhere"),
         (["--recipe", "recipes/zero_2", "--data", "CORPUS", "--preset", "nanno"], "--preset nanno: no such preset; did you mean 'nano'?"),

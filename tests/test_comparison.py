@@ -223,7 +223,11 @@ def test_more_than_the_recipe_says_is_remarked(make):
 
 def test_pairs_that_made_their_steps_at_other_times_are_remarked(make):
     alone = {"turns": None}
-    for own, control in ((alone, alone), (alone, {}), ({"turns": "turns-2"}, {}), ({"turns": ["no text"]}, {})):
+    resumed = {"resumes": [{"turns": "turns-3"}]}
+    assert compare([make("a", ZERO_1, change=resumed), make("b", PLD, change=resumed)]).remarks == ()
+    others = ({"resumes": [{"turns": None}]}, {"resumes": [{}]}, {"resumes": [{"turns": "turns-4"}]}, {"resumes": [resumed, "no object"]})
+    cases = ((alone, alone), (alone, {}), ({"turns": "turns-2"}, {}), ({"turns": ["no text"]}, {}), (resumed, {}))
+    for own, control in (*cases, *((resumed, other) for other in others)):
         name = json.dumps([own, control])
         (remark,) = compare([make(f"a{name}", ZERO_1, change=control), make(f"b{name}", PLD, change=own)]).remarks
         assert "not all pairs made their steps in turns" in remark

@@ -207,7 +207,7 @@ def test_the_commands_of_the_page_run(script, run, monkeypatch):
         if "deepspeed" in words or "--tasks" in words:
             continue
         own = load_trained(run).description["corpus"]["path"]
-        words = [str(run) if word in ("exported", "runs/demo") else own if word.startswith("data/") else word for word in words]
+        words = [str(run) if word in ("exported/first", "runs/demo") else own if word.startswith("data/") else word for word in words]
         monkeypatch.setattr(sys, "argv", [f"launch/{script}.py", *words])
         with pytest.raises(SystemExit) as end:
             run_command({"generate": generate.main, "score": score.main}[script])

@@ -113,6 +113,19 @@ def test_make_pretrain_does_everything_from_the_corpus_to_the_picture(checkout):
         assert "a sample after" in done.stdout
 
 
+def test_what_it_shows_of_a_plan_is_what_the_command_prints(checkout):
+    """Each line of the excerpt, wherever it stands, with the corpus that it names."""
+    subprocess.run(["make", "-o", ".venv/.installed", "data"], cwd=checkout, capture_output=True, check=True)
+    (command,) = [line for line in COMMANDS if line.endswith("--explain")]
+    words = [sys.executable, *shlex.split(command)[1:]]
+    printed = subprocess.run(words, cwd=checkout, capture_output=True, text=True, check=True).stdout
+    found = [" ".join(line.split()) for line in printed.splitlines()]
+    excerpt = README.partition("An excerpt, with the corpus of `make data`:\n")[2].partition("\nModel states alone")[0]
+    shown = [" ".join(line.split()) for line in excerpt.splitlines() if line.startswith("    ") and line.strip() != "..."]
+    assert len(shown) > 25
+    assert [line for line in shown if line not in found] == []
+
+
 def test_the_refusals_that_it_shows_are_real(tmp_path, corpus):
     shown = re.findall(r"^    error: my\.json: line \d+: ('[\w.]+': .*)$", README, re.MULTILINE)
     assert len(shown) == 4

@@ -55,6 +55,7 @@ FOUND = {
     "command": "python launch/compare.py --recipe recipes/x --seeds 5",
     "commit": "abc1234",
     "machine": "AMD EPYC, 2 cores",
+    "in_turns": True,
     "ranks": 2,
     "tokens": 204800,
     "seeds": [1, 2, 3, 4, 5],
@@ -93,6 +94,8 @@ def test_a_recipes_page_says_what_was_found():
     ):
         assert line in part.splitlines()
     assert "spike" not in part, "nothing happened"
+    assert "with the same 5 seeds, in turns of ten steps, on 2 rank(s) of AMD EPYC, 2 cores," in part
+    assert "partly at different times" in pages.measured_part(RECIPE, {**FOUND, "in_turns": False})
     changed = copy.deepcopy(FOUND)
     changed["figures"]["final_val_loss"]["control"] += 0.001
     assert pages.measured_part(RECIPE, changed) != part

@@ -141,6 +141,12 @@ class Pair:
     figures: dict[str, Figure]
     verdicts: tuple[Verdict, ...]
 
+    @property
+    def in_turns(self) -> bool:
+        """Whether the runs of every seed made all their steps in turns with each other, also those after a resume."""
+        moments = [[_moments(_by_seed(side)[seed]) for side in (self.control, self.side)] for seed in self.seeds]
+        return all(theirs == ours and None not in theirs for theirs, ours in moments)
+
 
 @dataclass(frozen=True)
 class Absent:
@@ -398,6 +404,12 @@ def _by_seed(side: Side) -> dict[int, Run]:
     return {run.seed: run for run in reversed(side.runs)}
 
 
+def _moments(run: Run) -> list[Any]:
+    """With whom a run took turns, at its start and from each resume on; None where it ran alone."""
+    resumes = run.description.get("resumes", [])
+    return [start.get("turns") for start in (run.description, *(one for one in resumes if isinstance(one, dict)))]
+
+
 def _pair(control: Side, side: Side, recipe: Recipe | None) -> Pair:
     theirs, ours = _by_seed(control), _by_seed(side)
     seeds = tuple(sorted(theirs.keys() & ours.keys()))
@@ -440,8 +452,7 @@ def _pair_remarks(pair: Pair) -> Iterator[str]:
                 yield f"{title}: seed {seed} is left out of the difference of the final loss{sums}, as {run.folder} diverged{judged}"
             elif sums:
                 yield f"{title}: seed {seed} is left out of the final loss{sums}, as {run.folder} is unfinished"
-    moments = [(theirs[seed].description.get("turns"), ours[seed].description.get("turns")) for seed in pair.seeds]
-    if any(one is None or one != other for one, other in moments):
+    if not pair.in_turns:
         yield f"{title}: not all pairs made their steps in turns, so that figures of time are of different hours of a machine too"
     if any(_section(one.key) == "machine" for one in pair.differences):
         yield f"{title}: not all on one machine, so that figures of time and memory are of machines too"

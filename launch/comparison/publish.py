@@ -68,6 +68,7 @@ def _entry(pair: Pair, flags: Sequence[str]) -> dict[str, Any]:
         "command": " ".join(["python launch/compare.py --recipe", f"recipes/{pair.recipe.name}", *flags]),
         "commit": description["commit"][:7],
         "machine": _machine(description["machine"]),
+        "in_turns": pair.in_turns,
         "ranks": description["ranks"],
         "tokens": description["total_tokens"],
         "seeds": list(pair.seeds),

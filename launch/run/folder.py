@@ -204,19 +204,19 @@ class RunFolder:
             if key not in (*INCIDENTAL, OF_THE_START)
             for change in _changes(key, before.get(key), value)
         ]
-        resume = {key: description.get(key) for key in ("created", "command")}
+        resume = {key: description.get(key) for key in ("created", "command", "turns")}
         kept = [*resume, *([OF_THE_START] if any((self.path / "checkpoints").glob("step-*/state.json")) else [])]
         return {**description, **{key: before.get(key) for key in kept}, "resumes": [*before.get("resumes", []), resume]}
 
     # --- the log and the metrics --------------------------------------------------------------------------------------------------
 
-    def log(self, line: str, silent: bool = False) -> None:
-        """One line into `log.txt`, and onto the terminal unless the run is quiet or `silent` says not this one."""
+    def log(self, line: str, silent: bool = False, always: bool = False) -> None:
+        """One line into `log.txt`, and onto the terminal unless `silent` says not this one, or the run is quiet and not `always` does."""
         assert self._log is not None, "a folder that is closed"
         with _writable(self.path):
             self._log.write(time.strftime("%Y-%m-%d %H:%M:%S ") + line + "\n")
             self._log.flush()
-        if not silent and not self.quiet:
+        if always or not (silent or self.quiet):
             say(line)
 
     def log_start(self, config: RunConfig, engine: Engine, meter: Meter, state: dict[str, Any], evaluation: Evaluation) -> None:
@@ -263,10 +263,11 @@ class RunFolder:
             self.log(f"loss scale {line['loss_scale']:,.10g} at the end; {line['skipped_steps']} updates skipped for overflow")
         if stopped:
             self.log(
-                f"stopped by {signal.Signals(stopped).name} after step {state['step']}; the same command with --resume goes on from there"
+                f"stopped by {signal.Signals(stopped).name} after step {state['step']}; the same command with --resume goes on from there",
+                always=True,
             )
         loss = "" if state["val_loss"] is None else f", validation loss {state['val_loss']:.4f}"
-        self.log(f"{self.path}: step {state['step']}, {state['tokens']:,} tokens{loss}; the curve is {picture}")
+        self.log(f"{self.path}: step {state['step']}, {state['tokens']:,} tokens{loss}; the curve is {picture}", always=True)
 
     def _draw(self, config: RunConfig) -> Path:
         title = f"{config.run_name}: {config.preset}, ZeRO {config.zero_stage}, {config.precision}"
