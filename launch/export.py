@@ -96,7 +96,8 @@ def main() -> int:
             say(f"note: {note}")
     parameters = sum(math.prod(shape) for shape in hf_shapes(source.config).values())
     where = f"step {source.state['step']:,}" if source.state else "the folder's weights"
-    say(f"{out}: {parameters / 1e6:,.1f} M parameters in {TORCH_NAMES[dtype]}, {where} of {source.folder}")
+    kinds = f"int8 and {TORCH_NAMES[dtype]}" if flags.int8 else TORCH_NAMES[dtype]
+    say(f"{out}: {parameters / 1e6:,.1f} M parameters in {kinds}, {where} of {source.folder}")
     return 0
 
 

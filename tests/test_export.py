@@ -136,7 +136,8 @@ def test_int8_says_what_it_costs(run, folder, corpus, tmp_path, capsys):
     from safetensors.numpy import load_file
 
     exported(run, tmp_path / "int8", "--int8")
-    said = capsys.readouterr().out.splitlines()[0]
+    (said, last), noise = (text.splitlines() for text in capsys.readouterr())
+    assert "M parameters in int8 and float32, step 6" in last and noise == []
     logged = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])["val_loss"]
     assert f"and {logged:.5f} in fp32 (8 windows of 32 tokens)" in said
     assert abs(float(said.split()[3])) < 1e-3

@@ -29,8 +29,11 @@ def check_int8() -> None:
 def quantize(model: GPT) -> None:
     """Put int8 weights in place of the blocks' matrices: `weight.qdata` int8 (out, in), `weight.scale` (out, 1)."""
     from torch import nn
-    from torchao.quantization import Int8WeightOnlyConfig, quantize_
 
+    from recipes.fp8.technique import quiet_import
+
+    with quiet_import():
+        from torchao.quantization import Int8WeightOnlyConfig, quantize_
     quantize_(model, Int8WeightOnlyConfig(version=2), filter_fn=lambda module, name: isinstance(module, nn.Linear))
 
 

@@ -10,8 +10,10 @@ and whatever is no linear layer of a block stay as they are in bf16.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import re
+from collections.abc import Iterator
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
@@ -73,16 +75,22 @@ class Fp8(Technique):
 
     def prepare(self, model: GPT) -> None:
         """Put torchao's layers in the place of the blocks' own: around the same parameters, under the same names."""
-        # It warns of kernels that it cannot load (of mxfp8 and sparsity, which are not used here), and torch of what torchao calls.
-        before = logging.root.manager.disable
-        logging.disable(logging.WARNING)
-        try:
+        with quiet_import():
             from torchao.float8 import Float8LinearConfig, convert_to_float8_training
-        finally:
-            logging.disable(before)
         # Padding acts where the tokens of a micro-batch, the inner dimension of the weights' gradients, are no multiple of 16.
         config = replace(Float8LinearConfig.from_recipe_name(self.recipe), emulate=self.emulate, pad_inner_dim=True)
         convert_to_float8_training(model.h, config=config)
+
+
+@contextlib.contextmanager
+def quiet_import() -> Iterator[None]:
+    """For imports of torchao: it warns of kernels that it cannot load and that are not used here, and torch of what torchao calls."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(before)
 
 
 def _missing_torchao() -> str | None:
