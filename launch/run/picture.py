@@ -186,8 +186,9 @@ def _through(places: list[tuple[float, float]]) -> Callable[[Any], Any]:
     return at
 
 
-def _smooth(values: list[float], weight: float = 0.9) -> list[float]:
-    """Exponential mean, corrected for its start as Adam corrects its moments."""
+def _smooth(values: list[float]) -> list[float]:
+    """Exponential mean over ten steps, fewer of a short run, corrected for its start as Adam corrects its moments."""
+    weight = min(0.9, max(0.0, 1 - 10 / len(values))) if values else 0.0  # a mean over ten of 40 steps would lag far behind
     mean, out = 0.0, []
     for count, value in enumerate(values, 1):
         mean = weight * mean + (1 - weight) * value
