@@ -312,6 +312,25 @@ def test_a_head_of_its_own_is_refused(folder, tmp_path):
     assert "a head of its own is another architecture" in fault(copy)
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_weights_that_are_not_finite_are_named(value, run, folder, tmp_path):
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    copy = copied(folder, tmp_path)
+    weights = load_file(copy / "model.safetensors")
+    weights["transformer.h.1.mlp.c_fc.weight"][3, 5] = value
+    save_file(weights, copy / "model.safetensors")
+    assert "h.1.mlp.c_fc.weight holds values that are not finite; give" in fault(copy)
+    of_run = Path(shutil.copytree(run, tmp_path / "run"))
+    file = of_run / "checkpoints" / "step-00000006" / "engine" / "mp_rank_00_model_states.pt"
+    states = torch.load(file, weights_only=False)
+    states["module"]["ln_f.bias"][0] = value
+    torch.save(states, file)
+    edit(of_run / "checkpoints" / "step-00000006" / "state.json", files={})
+    assert "ln_f.bias holds values that are not finite; take an earlier --checkpoint" in fault(of_run)
+
+
 # --- --init_from ---------------------------------------------------------------------------------------------------------------------
 
 
