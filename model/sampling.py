@@ -151,7 +151,7 @@ def stream(
 
     A text that has drawn `end`, which is yielded, has None from then on, and when all have, it is over; else after `n_tokens`. A text
     depends on its own generator alone, not on how many others there are (but for the rounding of larger matrix products).
-    Raises ValueError, one line, for a prompt without tokens.
+    Raises ValueError, one line, for a prompt without tokens, and for logits that are not finite: nothing can be drawn from them.
     """
     if not prompt_ids:
         raise ValueError("the prompt is empty: begin with at least one token (the end-of-text token will do)")
@@ -160,6 +160,8 @@ def stream(
     going = [True] * len(texts)
     for _ in range(n_tokens):
         logits = next_logits(texts).float().cpu()  # (B, V)
+        if not bool(logits[going].isfinite().all()):
+            raise ValueError("the logits of the next token are not finite")
         drawn: list[int | None] = []
         for row, (ids, seen, generator) in enumerate(zip(texts, followers, generators, strict=True)):
             if going[row]:

@@ -152,6 +152,25 @@ def test_mistakes_are_one_line(run, command, flags, words):
     assert line.startswith("error: ") and words in line
 
 
+@pytest.mark.parametrize("temperature", ["0", "0.8"])
+def test_logits_that_are_not_finite_are_one_line(temperature, run, command, monkeypatch):
+    """Finite weights whose products are beyond the dtype."""
+    load = generate.Source.load
+
+    def overflowing(source):
+        trained = load(source)
+        trained.model.ln_f.weight.fill_(3e38)
+        trained.model.ln_f.bias.fill_(3e38)
+        return trained
+
+    monkeypatch.setattr(generate.Source, "load", overflowing)
+    code, _, err = command(run, "--prompt", "def ", "--temperature", temperature)
+    assert (code, err) == (
+        2,
+        "error: small: the logits of the next token are not finite in fp32; try --dtype fp32, or an earlier --checkpoint\n",
+    )
+
+
 @pytest.mark.parametrize("content", [b"\xff\xfe", None])
 def test_a_prompt_that_is_no_text_is_refused(run, command, tmp_path, content):
     file = tmp_path / "prompt"
