@@ -113,7 +113,10 @@ def _prompt(flags: argparse.Namespace) -> str:
     if flags.prompt is not None and flags.prompt_file is not None:
         raise UsageError("--prompt and --prompt_file both say what the text begins with; give one of them")
     if flags.prompt_file is None:
-        return flags.prompt or ""
+        prompt: str = flags.prompt or ""
+        if any("\ud800" <= char <= "\udfff" for char in prompt):  # what Python makes of bytes that are no character
+            raise UsageError("--prompt: is not UTF-8; give text")
+        return prompt
     name = "the standard input" if flags.prompt_file == "-" else flags.prompt_file
     try:
         if flags.prompt_file == "-":

@@ -140,6 +140,7 @@ def test_an_earlier_checkpoint_is_another_model(run, command):
         (["--engine", "deepspeed"], "its kernels are for CUDA GPUs"),
         (["--dtype", "bf61"], "did you mean 'bf16'?"),
         (["--prompt", "a", "--prompt_file", "b"], "give one of them"),
+        (["--prompt", "caf\udce9"], "--prompt: is not UTF-8"),
         (["--prompt_file", "missing.txt"], "missing.txt: cannot be read (No such file or directory)"),
         (["--checkpoint", "step-00000003"], "it has step-00000002, step-00000004"),
         (["--slide", "33"], "--slide 33: the model's context is 32 tokens"),
