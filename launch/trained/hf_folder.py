@@ -120,10 +120,14 @@ class HFFolder:
             parameters = dict(model.named_parameters())
             for name, parameter in parameters.items():
                 self.read_into(name, parameter.data)
-            if self.head is not None and not torch.equal(
-                read_tensor(self.head).to(model.wte.weight.dtype), model.wte.weight[: self.config.vocab_size]
-            ):
-                raise UsageError(f"{self.head.file}: {HEAD} is not the token embedding; a head of its own is another architecture")
+            self.check_head(model.wte.weight[: self.config.vocab_size])
+
+    def check_head(self, embedding: torch.Tensor) -> None:
+        """Raises UsageError where the files have a head that is not `embedding`, the folder's own (vocab_size, d_model)."""
+        import torch
+
+        if self.head is not None and not torch.equal(read_tensor(self.head).to(embedding.dtype), embedding):
+            raise UsageError(f"{self.head.file}: {HEAD} is not the token embedding; a head of its own is another architecture")
 
     def read_into(self, name: str, parameter: torch.Tensor) -> None:
         """The weight called `name` in our names, whole, into `parameter`, in our layout."""
