@@ -234,6 +234,29 @@ def test_no_pickle_is_loaded_without_being_asked_for(run, folder, tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("added", "said"),
+    [
+        ({"epoch": 3}, "epoch is no tensor under a name"),
+        ({"model": {}}, "model is no tensor under a name"),
+        ({3: "wpe.weight"}, "3 is no tensor under a name"),
+        ({"wpe.weight": "int32"}, "wpe.weight is of dtype torch.int32, not of floating point"),
+        ({"wpe.weight": "sparse"}, "wpe.weight is no tensor under a name"),
+    ],
+    ids=str,
+)
+def test_a_pickle_of_what_is_no_weight_is_one_line(added, said, folder, tmp_path):
+    import torch
+
+    copy = copied(folder, tmp_path)
+    (copy / "model.safetensors").unlink()
+    weights = {name: torch.ones(shape) for name, shape in hf_shapes(open_hf_folder(folder).config).items()}
+    made = {"int32": weights["wpe.weight"].int(), "sparse": weights["wpe.weight"].to_sparse()}
+    values = {name: made.get(value, value) if isinstance(value, str) else value for name, value in added.items()}
+    torch.save(weights | values, copy / "pytorch_model.bin")
+    assert said in fault(copy, allow_pickle=True)
+
+
+@pytest.mark.parametrize(
     ("values", "said"),
     [
         ({"model_type": "llama", "architectures": ["LlamaForCausalLM"]}, "is a model of 'llama'"),

@@ -166,6 +166,13 @@ class HFFolder:
             except Exception as reason:
                 text = " ".join(str(reason).split())[:120]
                 raise UsageError(f"{file}: holds more than weights, or is damaged ({type(reason).__name__}: {text})") from None
+        for key, value in found.items():
+            if not (
+                isinstance(key, str) and isinstance(value, torch.Tensor) and value.layout == torch.strided and value.device.type == "cpu"
+            ):
+                raise UsageError(f"{self.pickles[0]}: {key} is no tensor under a name; only a state_dict of GPT-2 can be read")
+            if value.dtype not in (torch.float64, torch.float32, torch.float16, torch.bfloat16) and not CAUSAL_MASK.search(key):
+                raise UsageError(f"{self.pickles[0]}: {key} is of dtype {value.dtype}, not of floating point")
         shapes = {name: (tuple(tensor.shape), self.pickles[0]) for name, tensor in found.items()}
         names = check_shapes(shapes, self.config, self.folder)
         if names.get(HEAD) and not torch.equal(found[names[HEAD]], found[names["wte.weight"]]):
