@@ -133,7 +133,11 @@ def test_plain_weights_are_what_their_page_says(run, tmp_path):
 
 
 def test_int8_says_what_it_costs(run, folder, corpus, tmp_path, capsys):
+    import torch
     from safetensors.numpy import load_file
+    from safetensors.torch import load_file as load_tensors
+
+    from launch.trained.int8 import validation_loss
 
     exported(run, tmp_path / "int8", "--int8")
     said = capsys.readouterr().out.splitlines()[0]
@@ -148,6 +152,14 @@ def test_int8_says_what_it_costs(run, folder, corpus, tmp_path, capsys):
         else:
             assert np.array_equal(weights[name], parameter[:1024].numpy())
     assert sum(array.dtype == np.int8 for array in weights.values()) == 8
+    # What stays is rounded by --dtype, and the loss is that of the file.
+    exported(run, tmp_path / "rounded", "--int8", "--dtype", "bf16")
+    said = capsys.readouterr().out.splitlines()[0]
+    for name, tensor in load_tensors(tmp_path / "rounded" / "weights.safetensors").items():
+        if not name.endswith("_scale"):
+            whole = tensor.float() * weights[f"{name}_scale"][:, None] if tensor.dtype == torch.int8 else tensor.float()
+            trained.model.get_parameter(name)[:1024] = whole
+    assert f"the validation loss is {validation_loss(trained.model, open_corpus(corpus), 32, 8):.5f}, and {logged:.5f} in fp32" in said
     exported(folder, tmp_path / "of_folder", "--int8", "--data", str(corpus))
     for arguments, fault in ((("--format", "hf"), "its GPT-2 has Conv1D"), ((), "--data says where a corpus is")):
         with pytest.raises(UsageError, match=fault):
