@@ -293,6 +293,13 @@ def test_another_architecture_or_shape_is_named(values, said, folder, tmp_path):
     assert any(said in line for line in refused.value.faults)
 
 
+def test_an_index_of_a_name_that_no_file_can_have_is_one_line(folder, tmp_path):
+    copy = copied(folder, tmp_path)
+    (copy / "model.safetensors").unlink()
+    (copy / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"transformer.wpe.weight": "x" * 5000}}))
+    assert fault(copy).endswith("missing, and model.safetensors.index.json names it; copy or export the folder again")
+
+
 def test_a_damaged_file_of_weights_is_one_line(folder, tmp_path):
     copy = copied(folder, tmp_path)
     file, content = copy / "model.safetensors", (folder / "model.safetensors").read_bytes()

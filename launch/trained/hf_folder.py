@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -337,7 +338,7 @@ def _of_index(index: Path) -> list[Path]:
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) and "/" not in name for name in weight_map.values()):
         raise UsageError(f"{index}: weight_map is no object of file names; copy or export the folder again")
     files = [index.parent / name for name in dict.fromkeys(weight_map.values())]
-    missing = [file for file in files if not file.is_file()]
+    missing = [file for file in files if not os.path.isfile(file)]  # False for names that no file can have, of which is_file() raises
     if missing:
         raise UsageError(*(f"{file}: missing, and {index.name} names it; copy or export the folder again" for file in missing[:8]))
     return files
