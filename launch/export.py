@@ -116,7 +116,6 @@ def export_hf(source: Source, folder: Path, dtype: str, name: str) -> list[str]:
         notes.append(
             "it was trained with attention within documents (--no_cross_document), which transformers does not mask: give it one document"
             " at a time"
-            " at a time"
         )
     trained = source.load()
     write_weights(trained.model, source.config, folder, dtype)

@@ -109,6 +109,13 @@ def test_nothing_is_overwritten_and_nothing_is_left_of_a_failure(run, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["there"]
 
 
+def test_what_transformers_does_not_do_is_said_once(run, tmp_path):
+    copy = copied(run, tmp_path)
+    edit(copy / "run.json", no_cross_document=True)
+    exported(copy, tmp_path / "model")
+    assert (tmp_path / "model" / "README.md").read_text().endswith("which transformers does not mask: give it one document at a time\n")
+
+
 def test_another_checkpoint_another_dtype(run, tmp_path):
     import torch
 
