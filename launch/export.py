@@ -136,7 +136,7 @@ def export_plain(source: Source, folder: Path, dtype: str) -> list[str]:
 
 def export_int8(source: Source, folder: Path, dtype: str, data: str | None) -> list[str]:
     """Write `weights.safetensors` into `folder`, the blocks' matrices in int8; what that costs."""
-    from launch.trained.int8 import measured_windows, quantize, validation_loss
+    from launch.trained.int8 import measured_windows, quantize, round_others, validation_loss
     from launch.trained.plain import write_plain
 
     corpus = _corpus_for_int8(source, data)
@@ -147,6 +147,7 @@ def export_int8(source: Source, folder: Path, dtype: str, data: str | None) -> l
     model = source.load().model.float()
     before = validation_loss(model, corpus, seq_len, windows)
     quantize(model)
+    round_others(model, dtype)
     after = validation_loss(model, corpus, seq_len, windows)
     write_plain(model, source.config, folder / "weights.safetensors", dtype, source.eot_id, int8=True)
     return [

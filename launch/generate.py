@@ -113,7 +113,10 @@ def _prompt(flags: argparse.Namespace) -> str:
     if flags.prompt is not None and flags.prompt_file is not None:
         raise UsageError("--prompt and --prompt_file both say what the text begins with; give one of them")
     if flags.prompt_file is None:
-        return flags.prompt or ""
+        prompt: str = flags.prompt or ""
+        if any("\ud800" <= char <= "\udfff" for char in prompt):  # what Python makes of bytes that are no character
+            raise UsageError("--prompt: is not UTF-8; give text")
+        return prompt
     name = "the standard input" if flags.prompt_file == "-" else flags.prompt_file
     try:
         if flags.prompt_file == "-":
@@ -237,15 +240,18 @@ def _tokens(
         for first in range(0, len(seeds), at_once):
             generators = [torch.Generator().manual_seed(seed) for seed in seeds[first : first + at_once]]
             going = set(range(len(generators)))
-            for drawn in stream(next_logits, ids, flags.max_new_tokens, _sampling(flags), generators, end):
-                for row, token in enumerate(drawn):
-                    if token is None:
-                        continue
-                    if token == end:
-                        going.remove(row)
-                        yield first + row, None
-                    else:
-                        yield first + row, token
+            try:
+                for drawn in stream(next_logits, ids, flags.max_new_tokens, _sampling(flags), generators, end):
+                    for row, token in enumerate(drawn):
+                        if token is None:
+                            continue
+                        if token == end:
+                            going.remove(row)
+                            yield first + row, None
+                        else:
+                            yield first + row, token
+            except ValueError as reason:  # weights that are too large for the dtype
+                raise UsageError(f"{trained.name}: {reason} in {flags.dtype}; try --dtype fp32, or an earlier --checkpoint") from None
             for row in sorted(going):
                 yield first + row, None
 

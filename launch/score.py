@@ -226,8 +226,9 @@ def _as_training(flags: argparse.Namespace, trained: Trained, corpus: Corpus, lo
     precision = run.get("precision", flags.dtype)
     if precision == flags.dtype and len(losses) == total:
         loss = float(losses[chosen].mean())
-    else:  # as training did: in its precision
-        model = trained.model.to(dtype=torch_dtype(precision))
+    else:  # as training did: in its precision, of its own weights and not of what --dtype has made of them
+        own = trained if flags.dtype == "fp32" else trained.source.load()
+        model = own.model.to(trained.model.wte.weight.device, torch_dtype(precision))
         loss = float(window_losses(model, corpus, corpus.val, asked, run.get("micro_batch_size")).mean())
     return {"windows": len(chosen), "dtype": precision, "loss": loss, "logged": state["val_loss"]}
 

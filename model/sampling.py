@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 #: Texts of equal length -> logits (texts, vocab_size) of the token that follows each.
 NextLogits = Callable[[Sequence[list[int]]], torch.Tensor]
+#: Temperatures below are this one: logits divided by less leave fp32, and the likeliest token is all that is left long before.
+COLDEST = 1e-30
 
 
 @dataclass(frozen=True)
@@ -56,10 +58,10 @@ class Sampling:
         if self.temperature == 0:
             return int(logits.argmax())
         logits, ids = logits.topk(min(self.top_k or len(logits), len(logits)))  # (k,), likeliest first
-        probabilities = torch.softmax(logits / self.temperature, dim=0)
+        probabilities = torch.softmax(logits / max(self.temperature, COLDEST), dim=0)
         if self.top_p is not None:
             likelier = probabilities.cumsum(0) - probabilities  # than this one, in sum: below p for those that are needed to reach it
-            likelier[0] = 0  # the likeliest is always one of them, whatever a rounding made of its own difference
+            likelier[0] = -1  # the likeliest is always one of them, whatever a rounding made of its own difference, and of a tiny top_p
             probabilities = probabilities.masked_fill(likelier >= self.top_p, 0)
         return int(ids[torch.multinomial(probabilities, 1, generator=generator)])
 
@@ -151,7 +153,7 @@ def stream(
 
     A text that has drawn `end`, which is yielded, has None from then on, and when all have, it is over; else after `n_tokens`. A text
     depends on its own generator alone, not on how many others there are (but for the rounding of larger matrix products).
-    Raises ValueError, one line, for a prompt without tokens.
+    Raises ValueError, one line, for a prompt without tokens, and for logits that are not finite: nothing can be drawn from them.
     """
     if not prompt_ids:
         raise ValueError("the prompt is empty: begin with at least one token (the end-of-text token will do)")
@@ -160,6 +162,8 @@ def stream(
     going = [True] * len(texts)
     for _ in range(n_tokens):
         logits = next_logits(texts).float().cpu()  # (B, V)
+        if not bool(logits[going].isfinite().all()):
+            raise ValueError("the logits of the next token are not finite")
         drawn: list[int | None] = []
         for row, (ids, seen, generator) in enumerate(zip(texts, followers, generators, strict=True)):
             if going[row]:

@@ -109,6 +109,13 @@ def test_nothing_is_overwritten_and_nothing_is_left_of_a_failure(run, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["there"]
 
 
+def test_what_transformers_does_not_do_is_said_once(run, tmp_path):
+    copy = copied(run, tmp_path)
+    edit(copy / "run.json", no_cross_document=True)
+    exported(copy, tmp_path / "model")
+    assert (tmp_path / "model" / "README.md").read_text().endswith("which transformers does not mask: give it one document at a time\n")
+
+
 def test_another_checkpoint_another_dtype(run, tmp_path):
     import torch
 
@@ -133,7 +140,11 @@ def test_plain_weights_are_what_their_page_says(run, tmp_path):
 
 
 def test_int8_says_what_it_costs(run, folder, corpus, tmp_path, capsys):
+    import torch
     from safetensors.numpy import load_file
+    from safetensors.torch import load_file as load_tensors
+
+    from launch.trained.int8 import validation_loss
 
     exported(run, tmp_path / "int8", "--int8")
     (said, last), noise = (text.splitlines() for text in capsys.readouterr())
@@ -149,6 +160,14 @@ def test_int8_says_what_it_costs(run, folder, corpus, tmp_path, capsys):
         else:
             assert np.array_equal(weights[name], parameter[:1024].numpy())
     assert sum(array.dtype == np.int8 for array in weights.values()) == 8
+    # What stays is rounded by --dtype, and the loss is that of the file.
+    exported(run, tmp_path / "rounded", "--int8", "--dtype", "bf16")
+    said = capsys.readouterr().out.splitlines()[0]
+    for name, tensor in load_tensors(tmp_path / "rounded" / "weights.safetensors").items():
+        if not name.endswith("_scale"):
+            whole = tensor.float() * weights[f"{name}_scale"][:, None] if tensor.dtype == torch.int8 else tensor.float()
+            trained.model.get_parameter(name)[:1024] = whole
+    assert f"the validation loss is {validation_loss(trained.model, open_corpus(corpus), 32, 8):.5f}, and {logged:.5f} in fp32" in said
     exported(folder, tmp_path / "of_folder", "--int8", "--data", str(corpus))
     for arguments, fault in ((("--format", "hf"), "its GPT-2 has Conv1D"), ((), "--data says where a corpus is")):
         with pytest.raises(UsageError, match=fault):
@@ -235,6 +254,29 @@ def test_no_pickle_is_loaded_without_being_asked_for(run, folder, tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("added", "said"),
+    [
+        ({"epoch": 3}, "epoch is no tensor under a name"),
+        ({"model": {}}, "model is no tensor under a name"),
+        ({3: "wpe.weight"}, "3 is no tensor under a name"),
+        ({"wpe.weight": "int32"}, "wpe.weight is of dtype torch.int32, not of floating point"),
+        ({"wpe.weight": "sparse"}, "wpe.weight is no tensor under a name"),
+    ],
+    ids=str,
+)
+def test_a_pickle_of_what_is_no_weight_is_one_line(added, said, folder, tmp_path):
+    import torch
+
+    copy = copied(folder, tmp_path)
+    (copy / "model.safetensors").unlink()
+    weights = {name: torch.ones(shape) for name, shape in hf_shapes(open_hf_folder(folder).config).items()}
+    made = {"int32": weights["wpe.weight"].int(), "sparse": weights["wpe.weight"].to_sparse()}
+    values = {name: made.get(value, value) if isinstance(value, str) else value for name, value in added.items()}
+    torch.save(weights | values, copy / "pytorch_model.bin")
+    assert said in fault(copy, allow_pickle=True)
+
+
+@pytest.mark.parametrize(
     ("values", "said"),
     [
         ({"model_type": "llama", "architectures": ["LlamaForCausalLM"]}, "is a model of 'llama'"),
@@ -257,6 +299,13 @@ def test_another_architecture_or_shape_is_named(values, said, folder, tmp_path):
     with pytest.raises(UsageError) as refused:
         open_trained(copy)
     assert any(said in line for line in refused.value.faults)
+
+
+def test_an_index_of_a_name_that_no_file_can_have_is_one_line(folder, tmp_path):
+    copy = copied(folder, tmp_path)
+    (copy / "model.safetensors").unlink()
+    (copy / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"transformer.wpe.weight": "x" * 5000}}))
+    assert fault(copy).endswith("missing, and model.safetensors.index.json names it; copy or export the folder again")
 
 
 def test_a_damaged_file_of_weights_is_one_line(folder, tmp_path):
@@ -311,6 +360,25 @@ def test_a_head_of_its_own_is_refused(folder, tmp_path):
     weights["lm_head.weight"][7, 7] += 1
     save_file(weights, copy / "model.safetensors")
     assert "a head of its own is another architecture" in fault(copy)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_weights_that_are_not_finite_are_named(value, run, folder, tmp_path):
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    copy = copied(folder, tmp_path)
+    weights = load_file(copy / "model.safetensors")
+    weights["transformer.h.1.mlp.c_fc.weight"][3, 5] = value
+    save_file(weights, copy / "model.safetensors")
+    assert "h.1.mlp.c_fc.weight holds values that are not finite; give" in fault(copy)
+    of_run = Path(shutil.copytree(run, tmp_path / "run"))
+    file = of_run / "checkpoints" / "step-00000006" / "engine" / "mp_rank_00_model_states.pt"
+    states = torch.load(file, weights_only=False)
+    states["module"]["ln_f.bias"][0] = value
+    torch.save(states, file)
+    edit(of_run / "checkpoints" / "step-00000006" / "state.json", files={})
+    assert "ln_f.bias holds values that are not finite; take an earlier --checkpoint" in fault(of_run)
 
 
 # --- --init_from ---------------------------------------------------------------------------------------------------------------------

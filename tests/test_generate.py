@@ -140,6 +140,7 @@ def test_an_earlier_checkpoint_is_another_model(run, command):
         (["--engine", "deepspeed"], "its kernels are for CUDA GPUs"),
         (["--dtype", "bf61"], "did you mean 'bf16'?"),
         (["--prompt", "a", "--prompt_file", "b"], "give one of them"),
+        (["--prompt", "caf\udce9"], "--prompt: is not UTF-8"),
         (["--prompt_file", "missing.txt"], "missing.txt: cannot be read (No such file or directory)"),
         (["--checkpoint", "step-00000003"], "it has step-00000002, step-00000004"),
         (["--slide", "33"], "--slide 33: the model's context is 32 tokens"),
@@ -150,6 +151,25 @@ def test_mistakes_are_one_line(run, command, flags, words):
     assert (code, out) == (2, "")
     (line,) = err.splitlines()
     assert line.startswith("error: ") and words in line
+
+
+@pytest.mark.parametrize("temperature", ["0", "0.8"])
+def test_logits_that_are_not_finite_are_one_line(temperature, run, command, monkeypatch):
+    """Finite weights whose products are beyond the dtype."""
+    load = generate.Source.load
+
+    def overflowing(source):
+        trained = load(source)
+        trained.model.ln_f.weight.fill_(3e38)
+        trained.model.ln_f.bias.fill_(3e38)
+        return trained
+
+    monkeypatch.setattr(generate.Source, "load", overflowing)
+    code, _, err = command(run, "--prompt", "def ", "--temperature", temperature)
+    assert (code, err) == (
+        2,
+        "error: small: the logits of the next token are not finite in fp32; try --dtype fp32, or an earlier --checkpoint\n",
+    )
 
 
 @pytest.mark.parametrize("content", [b"\xff\xfe", None])

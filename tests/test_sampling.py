@@ -214,6 +214,11 @@ def test_a_token_without_a_choice_left_is_drawn_nevertheless():
     assert Sampling(1.0, 3, 0.9).pick(logits, [0, 1]) == 2
 
 
+@pytest.mark.parametrize("options", [{"temperature": 1e-39}, {"temperature": 1e-320}, {"top_p": 1e-300}], ids=str)
+def test_the_least_that_is_allowed_takes_the_likeliest(options):
+    assert Sampling(**options).pick(torch.tensor([0.0, 2.0, 1.0])) == 1
+
+
 @pytest.mark.parametrize(("length", "slide", "start"), [(16, 1, 0), (17, 1, 1), (30, 1, 14), (17, 5, 5), (21, 5, 5), (22, 5, 10)])
 def test_the_window_moves_by_what_it_is_told(length, slide, start):
     assert window_start(length, 16, slide) == start

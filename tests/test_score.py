@@ -106,6 +106,12 @@ def test_a_run_in_bf16_is_scored_as_training_did(runs, command):
     assert abs(found["training"]["logged_bits_per_byte"] - logged * found["bits_per_byte"] / found["loss"]) < 1e-9
 
 
+@pytest.mark.parametrize("run", list(EVALUATIONS))
+def test_the_runs_own_evaluation_does_not_depend_on_dtype(run, runs, command):
+    """fp32 weights are not had back from what bf16 left of them."""
+    assert scored(command, runs / run, "--dtype", "fp16")["training"]["loss"] == scored(command, runs / run)["training"]["loss"]
+
+
 def test_some_windows_are_spread_evenly(runs, command):
     some, all_of_them = (scored(command, runs / "zero1_fp32", *more) for more in (["--windows", "60", "--batch_size", "7"], []))
     assert some["windows"] == 60

@@ -8,6 +8,7 @@ import torch
 
 from launch.engine.distributed import Collectives
 from launch.trained.hf_folder import HFFolder
+from launch.trained.safetensors_file import read_tensor
 from model.gpt import GPT
 
 
@@ -22,6 +23,7 @@ def fill_model(model: GPT, folder: HFFolder, zero_stage: int, collectives: Colle
     if zero_stage < 3:
         folder.fill(model)
         return
+    folder.check_head(read_tensor(folder.entries["wte.weight"]))  # by every rank: one that raised below would leave the others waiting
     for name, parameter in model.named_parameters():
         # Inside, the parameter is whole on every rank; what rank 0 has in the end is sent to the others, and partitioned again.
         with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):

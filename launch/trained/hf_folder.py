@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -120,10 +121,14 @@ class HFFolder:
             parameters = dict(model.named_parameters())
             for name, parameter in parameters.items():
                 self.read_into(name, parameter.data)
-            if self.head is not None and not torch.equal(
-                read_tensor(self.head).to(model.wte.weight.dtype), model.wte.weight[: self.config.vocab_size]
-            ):
-                raise UsageError(f"{self.head.file}: {HEAD} is not the token embedding; a head of its own is another architecture")
+            self.check_head(model.wte.weight[: self.config.vocab_size])
+
+    def check_head(self, embedding: torch.Tensor) -> None:
+        """Raises UsageError where the files have a head that is not `embedding`, the folder's own (vocab_size, d_model)."""
+        import torch
+
+        if self.head is not None and not torch.equal(read_tensor(self.head).to(embedding.dtype), embedding):
+            raise UsageError(f"{self.head.file}: {HEAD} is not the token embedding; a head of its own is another architecture")
 
     def read_into(self, name: str, parameter: torch.Tensor) -> None:
         """The weight called `name` in our names, whole, into `parameter`, in our layout."""
@@ -162,6 +167,13 @@ class HFFolder:
             except Exception as reason:
                 text = " ".join(str(reason).split())[:120]
                 raise UsageError(f"{file}: holds more than weights, or is damaged ({type(reason).__name__}: {text})") from None
+        for key, value in found.items():
+            if not (
+                isinstance(key, str) and isinstance(value, torch.Tensor) and value.layout == torch.strided and value.device.type == "cpu"
+            ):
+                raise UsageError(f"{self.pickles[0]}: {key} is no tensor under a name; only a state_dict of GPT-2 can be read")
+            if value.dtype not in (torch.float64, torch.float32, torch.float16, torch.bfloat16) and not CAUSAL_MASK.search(key):
+                raise UsageError(f"{self.pickles[0]}: {key} is of dtype {value.dtype}, not of floating point")
         shapes = {name: (tuple(tensor.shape), self.pickles[0]) for name, tensor in found.items()}
         names = check_shapes(shapes, self.config, self.folder)
         if names.get(HEAD) and not torch.equal(found[names[HEAD]], found[names["wte.weight"]]):
@@ -326,7 +338,7 @@ def _of_index(index: Path) -> list[Path]:
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) and "/" not in name for name in weight_map.values()):
         raise UsageError(f"{index}: weight_map is no object of file names; copy or export the folder again")
     files = [index.parent / name for name in dict.fromkeys(weight_map.values())]
-    missing = [file for file in files if not file.is_file()]
+    missing = [file for file in files if not os.path.isfile(file)]  # False for names that no file can have, of which is_file() raises
     if missing:
         raise UsageError(*(f"{file}: missing, and {index.name} names it; copy or export the folder again" for file in missing[:8]))
     return files

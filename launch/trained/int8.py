@@ -9,6 +9,8 @@ import importlib.util
 from typing import TYPE_CHECKING
 
 from launch.run.errors import UsageError
+from launch.trained.hf_folder import CONV1D
+from launch.trained.safetensors_file import TORCH_NAMES
 
 if TYPE_CHECKING:
     from data_pipeline.shards import Corpus
@@ -35,6 +37,16 @@ def quantize(model: GPT) -> None:
     with quiet_import():
         from torchao.quantization import Int8WeightOnlyConfig, quantize_
     quantize_(model, Int8WeightOnlyConfig(version=2), filter_fn=lambda module, name: isinstance(module, nn.Linear))
+
+
+def round_others(model: GPT, dtype: str) -> None:
+    """Round what is not int8 to `dtype`, safetensors' word of that in which it is written, so that the loss is that of the file."""
+    import torch
+
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if not CONV1D.search(name):
+                parameter.copy_(parameter.to(getattr(torch, TORCH_NAMES[dtype])))
 
 
 def measured_windows(corpus: Corpus, seq_len: int, asked: int) -> int:

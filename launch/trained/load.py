@@ -95,7 +95,8 @@ def load_trained(
         allow_pickle: unpickle what holds more than tensors, which can run any code that the file brings.
 
     Raises:
-        UsageError: one line: neither of the two, an unfinished run, files that are missing, damaged or of another model.
+        UsageError: one line: neither of the two, an unfinished run, files that are missing, damaged or of another model, weights
+            that are not finite.
     """
     return open_trained(source, checkpoint=checkpoint, data=data, allow_pickle=allow_pickle).load()
 
@@ -240,4 +241,8 @@ def _load(source: Source) -> Trained:
         model.requires_grad_(True)  # the groups of the optimizer are those of what is trained
         fill_from_checkpoint(model, source.checkpoint, source.state["ranks"], source.allow_pickle)
         model.requires_grad_(False)
+    for name, parameter in model.named_parameters():
+        if not all(bool(bound.isfinite()) for bound in parameter.aminmax()):  # which pass on NaN, and need no memory
+            fix = "take an earlier --checkpoint" if source.checkpoint else "give a folder of a model that has not diverged"
+            raise UsageError(f"{source.checkpoint or source.folder}: {name} holds values that are not finite; {fix}")
     return Trained(model, source.config, source.tokenizer, source.eot_id, source.name, source.description, source.folder, source)

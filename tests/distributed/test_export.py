@@ -132,3 +132,16 @@ def test_there_and_back_nothing_changes(ranks, pools, two_ranks, corpus, tmp_pat
         assert (again / "model.safetensors").read_bytes() == weights, name
         assert (again / "config.json").read_bytes() == (first / "config.json").read_bytes()
     assert json.loads((tmp_path / "back" / names[0] / "run.json").read_text())["init_from"] == str(first)
+
+
+def test_a_start_from_a_head_of_its_own_is_refused_at_every_stage(two_ranks, corpus, tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    assert two_ranks.run(JOB, runs=[flags(corpus, tmp_path, "zero1_fp32")])[0] == [""]
+    folder = exported(tmp_path / "zero1_fp32", tmp_path / "folder")
+    weights = load_file(folder / "model.safetensors")
+    weights["lm_head.weight"] = weights["transformer.wte.weight"] + 1
+    save_file(weights, folder / "model.safetensors")
+    starts = [flags(corpus, tmp_path / "refused", f"zero{stage}_fp32", "--init_from", str(folder)) for stage in (1, 3)]
+    for refused in two_ranks.run(JOB, runs=starts):
+        assert all("lm_head.weight is not the token embedding" in reason for reason in refused)
