@@ -12,9 +12,11 @@ whole or not at all, and nothing is overwritten.
 from __future__ import annotations
 
 import argparse
+import glob
 import math
 import os
 import shutil
+import signal
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,6 +25,7 @@ from typing import TYPE_CHECKING
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import numpy as np
+import psutil
 
 from data_pipeline.errors import DataError
 from data_pipeline.shards import Corpus, open_corpus
@@ -73,11 +76,14 @@ def main() -> int:
     _check_choices(flags)
     out = Path(flags.out)
     _check_out(out)
-    source = open_trained(flags.source, checkpoint=flags.checkpoint, data=flags.data, allow_pickle=flags.allow_pickle)
+    # With --int8, of a Hugging Face folder too: the corpus on which it is measured.
+    of_run = None if flags.int8 and not (Path(flags.source) / "run.json").exists() else flags.data
+    source = open_trained(flags.source, checkpoint=flags.checkpoint, data=of_run, allow_pickle=flags.allow_pickle)
     if flags.int8:
         _corpus_for_int8(source, flags.data)
     dtype = DTYPES[flags.dtype] if flags.dtype else source.hf.dtype_name if source.hf else "F32"
     _check_room(out, source, dtype)
+    _remove_left_over(out)
     temporary = out.with_name(f".{out.name}.{os.getpid()}.tmp")
     try:
         temporary.mkdir(parents=True)
@@ -238,6 +244,14 @@ def _check_room(out: Path, source: Source, dtype: str) -> None:
         raise UsageError(f"--out {out}: takes {needed / 2**30:,.2f} GiB, and {above} has {free / 2**30:,.2f} left; give another folder")
 
 
+def _remove_left_over(out: Path) -> None:
+    """Remove what exports into `out` had begun and were killed over."""
+    for path in out.absolute().parent.glob(f".{glob.escape(out.name)}.*.tmp"):
+        number = path.suffixes[-2][1:] if len(path.suffixes) > 1 else ""
+        if number.isdecimal() and not psutil.pid_exists(int(number)):
+            shutil.rmtree(path, ignore_errors=True)
+
+
 def _sync(folder: Path) -> None:
     for path in (*folder.iterdir(), folder):
         descriptor = os.open(path, os.O_RDONLY)
@@ -248,4 +262,5 @@ def _sync(folder: Path) -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that what was begun is removed
     run_command(main)

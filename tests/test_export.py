@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -137,6 +140,29 @@ def test_plain_weights_are_what_their_page_says(run, tmp_path):
     for name, parameter in trained.model.named_parameters():
         assert np.array_equal(weights.pop(name), parameter[:1024].numpy() if name == "wte.weight" else parameter.numpy())
     assert not weights
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_an_export_that_is_stopped_leaves_no_folder(number, run, tmp_path):
+    """Nothing at all where it can clean up, else what the next export into the same folder removes."""
+    command = [sys.executable, "launch/export.py", str(run), "--out", str(tmp_path / "out")]
+    # Ctrl-C is ignored by what a shell without job control has started, and these tests may be.
+    process = subprocess.Popen(command, cwd=ROOT, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler))
+    while process.poll() is None and not list(tmp_path.iterdir()):
+        time.sleep(0.01)
+    process.send_signal(number)
+    assert process.wait(60) == (-9 if number == signal.SIGKILL else 128 + number)
+    left = [path.name for path in tmp_path.iterdir()]
+    assert left == ([f".out.{process.pid}.tmp"] if number == signal.SIGKILL else [])
+    (tmp_path / f".out.{os.getpid()}.tmp").mkdir()  # of one that is still at work
+    assert export(run, "--out", tmp_path / "out").returncode == 0
+    assert {path.name for path in tmp_path.iterdir()} == {"out", f".out.{os.getpid()}.tmp"}
+
+
+def test_a_folder_has_no_corpus(folder, corpus, tmp_path):
+    done = export(folder, "--out", tmp_path / "out", "--data", corpus)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == f"error: --data {corpus}: is of a run, and {folder} brings its own tokenizer; leave it out\n"
 
 
 def test_int8_says_what_it_costs(run, folder, corpus, tmp_path, capsys):
@@ -512,6 +538,7 @@ def load_tokenizer(folder: Path) -> Tokenizer:
 
 IN_AND_OUT = """
 import sys
+import time
 sys.path.insert(0, {root!r})
 import torch, transformers
 from launch import export

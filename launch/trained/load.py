@@ -117,6 +117,8 @@ def open_trained(
         raise UsageError(
             f"{folder}: holds neither run.json nor {CONFIG_FILE}; give a run folder, such as runs/first, or a Hugging Face folder"
         )
+    if data is not None:
+        raise UsageError(f"--data {data}: is of a run, and {folder} brings its own tokenizer; leave it out")
     hf = open_hf_folder(folder, allow_pickle=allow_pickle)
     tokenizer, why = _tokenizer_of_folder(hf)
     eot = hf.eos_token_id if hf.eos_token_id is not None else getattr(tokenizer, "eot_id", None)
