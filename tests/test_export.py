@@ -313,6 +313,7 @@ def test_a_pickle_of_what_is_no_weight_is_one_line(added, said, folder, tmp_path
         ({"n_embd": "36"}, 'n_embd is "36", must be a whole number'),
         ({"n_layer": 1}, "which a GPT-2 of 1 layers has not"),
         ({"n_layer": 3}, "lacks h.2."),
+        ({"n_layer": 10**9}, "config.json says n_layer 1,000,000,000, the files hold 28 tensors in all"),
         ({"n_positions": 64}, "wpe.weight is [32, 36], config.json says [64, 36]"),
         ({"n_head": 5}, "d_model must be a multiple of n_head"),
         ({"quantization_config": {"quant_method": "gptq"}}, "its weights are quantized"),
@@ -348,6 +349,7 @@ def test_a_damaged_file_of_weights_is_one_line(folder, tmp_path):
         (content + b"\0", "is too long"),
         (content[:100], "cut off in its header"),
         (b"", "cut off in its header"),
+        (content[:8] + b"[]".ljust(length) + content[8 + length :], "its header is none of a safetensors file (a list, must be an object)"),
         (content[:8] + b"x" * length + content[8 + length :], "its header is none"),
         (len(damaged).to_bytes(8, "little") + damaged + content[8 + length :], "its header is none"),
     ):

@@ -248,6 +248,10 @@ def check_shapes(found: dict[str, tuple[tuple[int, ...], Path]], config: GPTConf
     Raises:
         UsageError: a line for each tensor that is missing, of another shape, or not GPT-2's.
     """
+    if config.n_layer > len(found):  # before a name is made for each tensor of each layer
+        raise UsageError(
+            f"{folder}: {CONFIG_FILE} says n_layer {config.n_layer:,}, the files hold {len(found):,} tensors in all; copy it again"
+        )
     expected = hf_shapes(config) | {HEAD: (config.vocab_size, config.d_model)}
     names, faults = {}, []
     for theirs, (shape, file) in found.items():
@@ -304,7 +308,7 @@ def _config(said: dict[str, Any], file: Path) -> GPTConfig:
     ):
         sizes[ours] = said.get(theirs)
         if type(sizes[ours]) is not int:
-            faults.append(f"{file}: {theirs} is {json.dumps(said.get(theirs))}, must be a whole number")
+            faults.append(f"{file}: {theirs} is {json.dumps(said.get(theirs))}, must be a whole number; copy or export the folder again")
     if not faults and said.get("n_inner") not in (None, 4 * sizes["d_model"]):
         faults.append(f"{file}: n_inner is {said['n_inner']}, this GPT-2 has 4 x n_embd = {4 * sizes['d_model']}")
     if faults:

@@ -61,6 +61,8 @@ def read_header(file: Path) -> tuple[dict[str, Entry], dict[str, str]]:
         raise UsageError(f"{file}: is no safetensors file, or cut off in its header ({size:,} bytes); {fix}")
     try:
         header = json.loads(text)
+        if not isinstance(header, dict):
+            raise ValueError(f"a {type(header).__name__}, must be an object")
         metadata = header.pop("__metadata__", {})
         entries = {name: _entry(file, described, 8 + length) for name, described in header.items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as reason:
