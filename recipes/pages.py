@@ -171,7 +171,7 @@ def index_page(results: dict[str, dict[str, Any]]) -> str:
         "`python launch/compare.py --recipe recipes/<name>`. A claim is about the mean over pairs of runs, control and recipe with the\n"
         "same flags and seed, and is judged by one-sided paired t-tests at 5%: ✓ **holds** where the contrary is rejected, ✗ **fails**\n"
         "where the claim itself is, and ? **cannot be told** where neither is. The figures are of short runs of a small model, which\n"
-        "any machine can repeat.\n\n"
+        "any machine can repeat; where a claim is about longer runs or larger models, the recipe's page has measurements of those too.\n\n"
         "| claim | of a recipe against its control |\n|---|---|\n" + claims + "\n\n## Which go together\n\n"
         "Recipes that change only DeepSpeed's own sections go with all others that the engine can run; what it cannot is refused before\n"
         "a run starts. Two together are one recipe and a section more, such as `--recipe recipes/progressive_layer_drop --set\n"
