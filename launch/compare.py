@@ -22,13 +22,11 @@ import time
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 # As in launch/pretrain.py: this script's folder is not where its modules are.
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from launch.comparison.in_turns import Interrupted, train_in_turns
-from launch.comparison.trials import CannotRun, Experiment, Trial, fitting_groups, in_order, plan_experiment
 from launch.run.errors import TrainingFailed, UsageError, one_line, run_command, say
 from launch.run.flags import (
     Parser,
@@ -43,6 +41,9 @@ from launch.run.flags import (
 from launch.run.folder import write_atomically
 from launch.run.hardware import compute_capabilities, device_type
 from recipes.registry import ROOT, read_recipe, recipe_names
+
+if TYPE_CHECKING:
+    from launch.comparison.trials import Experiment, Trial
 
 PLAIN_SECONDS = 30.0  # between two plain lines of progress
 REPORT = ("report.html", "report.json", "loss.png")
@@ -209,6 +210,7 @@ def _experiments(flags: argparse.Namespace, passed_on: list[str]) -> tuple[Any, 
     """
     from launch.comparison.comparison import Absent, compare_pairs
     from launch.comparison.runs import Run, read_run
+    from launch.comparison.trials import CannotRun, plan_experiment
 
     os.environ.setdefault("DS_ACCELERATOR", device_type())
     runs_dir = Path(flags.runs_dir)
@@ -259,6 +261,9 @@ def _train_missing(flags: argparse.Namespace, experiments: Sequence[Experiment],
 
 def _train(flags: argparse.Namespace, seeds: list[list[Trial]], runs_dir: Path, failures: dict[str, str]) -> None:
     """Train `seeds`, the missing runs of each seed; `failures` gets why those that failed did."""
+    from launch.comparison.in_turns import Interrupted, train_in_turns
+    from launch.comparison.trials import fitting_groups
+
     missing = [trial for trials in seeds for trial in trials]
     groups = [group for trials in seeds for group in fitting_groups(trials, flags.at_once)]
     say(f"{len(missing)} runs to train, in turns of at most {max(map(len, groups))}; into {runs_dir}")
@@ -282,6 +287,8 @@ def _train(flags: argparse.Namespace, seeds: list[list[Trial]], runs_dir: Path, 
 
 def _missing(experiments: Sequence[Experiment], runs_dir: Path) -> list[list[Trial]]:
     """The runs of each seed that are not finished."""
+    from launch.comparison.trials import in_order
+
     return [[trial for trial in trials if not _is_finished(runs_dir / trial.name)] for trials in in_order(experiments)]
 
 
