@@ -372,7 +372,10 @@ def test_a_folder_that_is_no_run_is_not_resumed(tmp_path):
 
 
 def test_run_json_keeps_how_the_run_was_first_started(tmp_path):
-    first, later, latest = ({"created": f"day {day}", "command": ["pretrain.py", str(day)]} for day in (1, 2, 3))
+    """And of each resume when, by which command, and in whose turns."""
+    first, later, latest = (
+        {"created": f"day {day}", "command": ["pretrain.py", str(day)], "turns": None if day == 2 else f"turns-{day}"} for day in (1, 2, 3)
+    )
     RunFolder(tmp_path / "r", description(resume=False) | first).close()
     for resume in (later, latest):
         RunFolder(tmp_path / "r", description(resume=True) | resume).close()
