@@ -394,13 +394,10 @@ def _write(comparison: Any, flags: argparse.Namespace) -> None:
 
 def _in_short(pair: Any) -> str:
     """What was found of a pair of which nothing is claimed, on a line."""
+    from recipes.overview import PANELS
+
     parts = []
-    for name, title, scale in (
-        ("final_val_loss", "final validation loss", "difference"),
-        ("step_seconds", "time of a step", "ratio"),
-        ("peak_memory_bytes", "peak memory of a rank", "ratio"),
-        ("bytes_per_step", "sent in a step", "ratio"),
-    ):
+    for name, title, scale, _ in PANELS:
         found = getattr(pair.figures.get(name), scale, None)
         if found is not None and found.mean is not None:
             between = "" if found.low is None else " ({} to {})".format(*(_shown(value, scale) for value in (found.low, found.high)))

@@ -31,7 +31,7 @@ def flops_per_token(config: GPTConfig, seq_len: int | None = None, kept_blocks: 
 
     N: all parameters but the position embedding (a lookup), the tied head once. Padded rows are left out: they are work, but
     not the model's. Attention is not halved for causality, as in the paper.
-    seq_len: tokens in the rows really trained on, where a curriculum cuts them; the model's own by default.
+    seq_len: tokens in the rows really trained on, where those are shorter; the model's own by default.
     kept_blocks: how many blocks really ran (a mean over steps may be a fraction); all by default. Dropped FLOPs are not done.
     gpt2 with 50,257 tokens at 1,024: 6 x 123,653,376 + 12 x 12 x 768 x 1,024 = 855,166,464.
     """

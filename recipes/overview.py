@@ -16,13 +16,18 @@ from recipes.claims import CLAIMS
 
 #: Panels: (name of the figure, its title, difference or ratio, the claims about it).
 PANELS = (
-    ("final_val_loss", "final validation loss\nrecipe − control", "difference", ("loss_within", "loss_lower_by")),
-    ("step_seconds", "time of a step\nrecipe / control", "ratio", ("step_time_ratio",)),
-    ("peak_memory_bytes", "peak memory of a rank\nrecipe / control", "ratio", ("peak_memory_ratio",)),
-    ("bytes_per_step", "sent by a rank in a step\nrecipe / control", "ratio", ("bytes_ratio",)),
+    ("final_val_loss", "final validation loss", "difference", ("loss_within", "loss_lower_by")),
+    ("step_seconds", "time of a step", "ratio", ("step_time_ratio",)),
+    ("peak_memory_bytes", "peak memory of a rank", "ratio", ("peak_memory_ratio",)),
+    ("bytes_per_step", "sent by a rank in a step", "ratio", ("bytes_ratio",)),
 )
 #: By verdict, and of what is not claimed: Okabe and Ito's hues, told apart with the common colour blindnesses, and by their marks.
-LOOKS = {"holds": ("#007a5e", "o"), "fails": ("#c8500a", "X"), "cannot be told": ("#0b62b0", "D"), None: ("#8a9199", "o")}
+LOOKS = {
+    "holds": ("#007a5e", "o", "a claim holds"),
+    "fails": ("#c8500a", "X", "a claim fails"),
+    "cannot be told": ("#0b62b0", "D", "a claim that cannot be told"),
+    None: ("#8a9199", "o", "not claimed"),
+}
 NUMBER: dict[str, Any] = {"color": "#3d4349", "marker": "|", "markersize": 11, "markeredgewidth": 2}
 KEYWORD = "Source"  # of a PNG's text, by its specification
 
@@ -54,7 +59,7 @@ def draw_overview(results: dict[str, dict[str, Any]], picture: Path) -> None:
             1, len(PANELS), figsize=(12, 1.9 + 0.27 * len(measured)), dpi=120, sharey=True, layout="constrained"
         )
         for axes, (quantity, title, scale, kinds) in zip(panels, PANELS, strict=True):
-            axes.set_title(title, fontsize=10)
+            axes.set_title(f"{title}\nrecipe {'−' if scale == 'difference' else '/'} control", fontsize=10)
             axes.axvline(0 if scale == "difference" else 1, color="#3d4349", linewidth=0.8)
             for row, name in enumerate(measured):
                 _draw_row(axes, row, results[name], quantity, scale, kinds)
@@ -64,11 +69,7 @@ def draw_overview(results: dict[str, dict[str, Any]], picture: Path) -> None:
                 axes.set_xlim(left=0)
         panels[0].set_yticks(range(len(measured)), measured)
         panels[0].set_ylim(len(measured) - 0.5, -0.5)
-        handles = [
-            Line2D([], [], color=color, marker=mark, linestyle="none", label=f"a claim {said}" if said else "not claimed")
-            for said, (color, mark) in LOOKS.items()
-        ]
-        handles[2].set_label("a claim that cannot be told")
+        handles = [Line2D([], [], color=color, marker=mark, linestyle="none", label=label) for color, mark, label in LOOKS.values()]
         handles.append(Line2D([], [], **NUMBER, linestyle="none", label="the claim's number"))
         figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False, fontsize=9)
         figure.savefig(picture, metadata={KEYWORD: digest(results)})
@@ -81,7 +82,7 @@ def _draw_row(axes: Any, row: int, found: dict[str, Any], quantity: str, scale: 
         return
     mean, low, high = compared
     claim = next((one for one in found["claims"] if one["claim"] in kinds), None)
-    color, mark = LOOKS[claim["outcome"] if claim else None]
+    color, mark, _ = LOOKS[claim["outcome"] if claim else None]
     if low is not None:
         axes.plot([low, high], [row, row], color=color, linewidth=1.6)
     axes.plot(mean, row, marker=mark, color=color, markersize=6)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -209,16 +210,16 @@ def pages() -> dict[Path, str]:
     return made
 
 
-def write_pages() -> None:
-    """Write every page, and the picture of all recipes."""
+def write_pages(write: Callable[[Path, str], object]) -> None:
+    """Write every page by `write`, and the picture of all recipes."""
     if results := read_results():
         draw_overview(results, PICTURE)
     for page, text in pages().items():
-        page.write_text(text, encoding="utf-8")
+        write(page, text)
 
 
 if __name__ == "__main__":
     if sys.argv[1:] == ["--write"]:
-        write_pages()
+        write_pages(lambda page, text: page.write_text(text, encoding="utf-8"))
     else:
         print(index_table(read_results()), end="")

@@ -144,8 +144,8 @@ class Pair:
     @property
     def in_turns(self) -> bool:
         """Whether the runs of every seed made all their steps in turns with each other, also those after a resume."""
-        moments = [[_moments(_by_seed(side)[seed]) for side in (self.control, self.side)] for seed in self.seeds]
-        return all(theirs == ours and None not in theirs for theirs, ours in moments)
+        theirs, ours = ({seed: _moments(run) for seed, run in _by_seed(side).items()} for side in (self.control, self.side))
+        return all(theirs[seed] == ours[seed] and None not in theirs[seed] for seed in self.seeds)
 
 
 @dataclass(frozen=True)

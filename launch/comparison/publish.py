@@ -58,7 +58,7 @@ def publish(comparison: Comparison, flags: Sequence[str]) -> None:
     for absent in comparison.absent:
         results[absent.recipe] = {"absent": absent.reason, "machine": _machine(machine())}
     write_atomically(RESULTS, json.dumps(dict(sorted(results.items())), indent=1, allow_nan=False) + "\n")
-    write_pages()
+    write_pages(write_atomically)
 
 
 def _entry(pair: Pair, flags: Sequence[str]) -> dict[str, Any]:

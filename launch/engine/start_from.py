@@ -23,7 +23,8 @@ def fill_model(model: GPT, folder: HFFolder, zero_stage: int, collectives: Colle
     if zero_stage < 3:
         folder.fill(model)
         return
-    folder.check_head(read_tensor(folder.entries["wte.weight"]))  # by every rank: one that raised below would leave the others waiting
+    if folder.head is not None:  # by every rank: one that raised below would leave the others waiting
+        folder.check_head(read_tensor(folder.entries["wte.weight"]))
     for name, parameter in model.named_parameters():
         # Inside, the parameter is whole on every rank; what rank 0 has in the end is sent to the others, and partitioned again.
         with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):

@@ -50,6 +50,8 @@ MUST_BE: dict[str, tuple[Any, ...]] = {
     "tie_word_embeddings": (True,),
 }
 ARCHITECTURES = ("GPT2LMHeadModel", "GPT2Model")
+#: What weights may be in, in safetensors' words.
+FLOATING = ("F64", "F32", "F16", "BF16")
 #: Of a file of weights: what the hub and its mirrors carry well.
 SHARD_BYTES = 5_000_000_000
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json")
@@ -172,7 +174,7 @@ class HFFolder:
                 isinstance(key, str) and isinstance(value, torch.Tensor) and value.layout == torch.strided and value.device.type == "cpu"
             ):
                 raise UsageError(f"{self.pickles[0]}: {key} is no tensor under a name; only a state_dict of GPT-2 can be read")
-            if value.dtype not in (torch.float64, torch.float32, torch.float16, torch.bfloat16) and not CAUSAL_MASK.search(key):
+            if value.dtype not in (getattr(torch, TORCH_NAMES[name]) for name in FLOATING) and not CAUSAL_MASK.search(key):
                 raise UsageError(f"{self.pickles[0]}: {key} is of dtype {value.dtype}, not of floating point")
         shapes = {name: (tuple(tensor.shape), self.pickles[0]) for name, tensor in found.items()}
         names = check_shapes(shapes, self.config, self.folder)
@@ -231,7 +233,7 @@ def open_hf_folder(folder: str | Path, allow_pickle: bool = False) -> HFFolder:
     wrong = [
         f"{entry.file}: {names[name]} is of dtype {entry.dtype}, not of floating point"
         for name, entry in ours.items()
-        if entry.dtype not in ("F64", "F32", "F16", "BF16")
+        if entry.dtype not in FLOATING
     ]
     if wrong:
         raise UsageError(*wrong[:8])
