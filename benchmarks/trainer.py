@@ -107,7 +107,7 @@ def train_with_trainer(arguments: argparse.Namespace, folder: str) -> float:
     config = resolved(arguments, PEER_JSON)
     collectives = start_ranks()  # as ours: threads, no extension that nobody uses
     quiet_deepspeed()
-    from transformers import GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
+    from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
 
     from model.gpt import GPT
     from model.hf import hf_config, to_hf_state_dict
@@ -136,7 +136,7 @@ def train_with_trainer(arguments: argparse.Namespace, folder: str) -> float:
 
     # The vocabulary padded as ours, so that both multiply the same matrices.
     shape = replace(config.model_config, vocab_size=config.model_config.padded_vocab_size)
-    model = GPT2LMHeadModel(hf_config(shape))
+    model = GPT2LMHeadModel(GPT2Config.from_dict(hf_config(shape)))
     model.load_state_dict(to_hf_state_dict(GPT(config.model_config).state_dict(), shape))
     model.config.use_cache = False
     engine = {

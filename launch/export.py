@@ -34,10 +34,11 @@ from launch.run.flags import Parser
 from launch.run.metrics import read_good_lines
 from launch.trained.card import model_card
 from launch.trained.flags import add_source_flags, check_choice
-from launch.trained.hf_folder import hf_shapes, other_ids, write_config, write_tokenizer, write_weights
+from launch.trained.hf_folder import other_ids, write_config, write_tokenizer, write_weights
 from launch.trained.int8 import check_int8
 from launch.trained.load import Source, open_trained
 from launch.trained.safetensors_file import ITEMSIZE, TORCH_NAMES
+from model.hf import hf_shapes
 
 if TYPE_CHECKING:
     from data_pipeline.tokenizer import Tokenizer

@@ -53,6 +53,9 @@ def main() -> int:
         await_first_rank(Path(config.runs_dir) / config.run_name)
     try:
         code = train(config, folder, stop)
+    except UsageError:
+        folder.abandon()
+        raise
     finally:
         folder.close()
         if config.uses_nvme:

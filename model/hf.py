@@ -1,93 +1,90 @@
-"""The same weights as transformers' GPT2LMHeadModel: how a run leaves this project, and how a published GPT-2 enters it.
+"""The same model as transformers' GPT2LMHeadModel: its names, shapes, layouts and configuration. Imports torch only where there are tensors.
 
-Three things differ: the names' prefix, the matrices' layout (transformers keeps GPT-2's Conv1D, (in, out)), and our
-vocabulary's padding.
+Three things differ: the names' prefix, the matrices' layout (transformers keeps GPT-2's Conv1D, (in, out)), and our vocabulary's padding.
 
-    model = GPT2LMHeadModel(hf_config(config)); model.load_state_dict(to_hf_state_dict(gpt.state_dict(), config))
+    model = GPT2LMHeadModel(GPT2Config.from_dict(hf_config(config))); model.load_state_dict(to_hf_state_dict(gpt.state_dict(), config))
 """
 
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from model.presets import GPTConfig
 
 if TYPE_CHECKING:
-    from transformers import GPT2Config
+    import torch
 
-_PREFIX = "transformer."
-_CONV1D = re.compile(r"(c_attn|c_proj|c_fc)\.weight$")  # GPT-2's matrices in the blocks, all of them
-_CAUSAL_MASK = re.compile(r"\.attn\.(masked_)?bias$")  # a buffer in old checkpoints, not a weight
+PREFIX = "transformer."
+EMBEDDING = "wte.weight"
+HEAD = "lm_head.weight"
+#: GPT-2's matrices in the blocks, all of them, which transformers keeps as (in, out).
+CONV1D = re.compile(r"(c_attn|c_proj|c_fc)\.weight$")
 
 
-def hf_config(config: GPTConfig, eos_token_id: int | None = None) -> GPT2Config:
-    """transformers.GPT2Config of the same model, with the vocabulary unpadded. `eos_token_id` also begins a text, as in GPT-2."""
-    from transformers import GPT2Config  # some seconds, and only for export
+def hf_shapes(config: GPTConfig) -> dict[str, tuple[int, ...]]:
+    """The weights of GPT2LMHeadModel without its head: our names (theirs without the prefix), transformers' shapes, unpadded."""
+    width = config.d_model
+    shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (config.vocab_size, width), "wpe.weight": (config.seq_len, width)}
+    for index in range(config.n_layer):
+        block = f"h.{index}."
+        for norm in ("ln_1", "ln_2"):
+            shapes |= {f"{block}{norm}.weight": (width,), f"{block}{norm}.bias": (width,)}
+        for name, n_in, n_out in (
+            ("attn.c_attn", width, 3 * width),
+            ("attn.c_proj", width, width),
+            ("mlp.c_fc", width, 4 * width),
+            ("mlp.c_proj", 4 * width, width),
+        ):
+            shapes |= {f"{block}{name}.weight": (n_in, n_out), f"{block}{name}.bias": (n_out,)}
+    return shapes | {"ln_f.weight": (width,), "ln_f.bias": (width,)}
 
-    return GPT2Config(
-        vocab_size=config.vocab_size,
-        n_positions=config.seq_len,
-        n_embd=config.d_model,
-        n_layer=config.n_layer,
-        n_head=config.n_head,
-        resid_pdrop=config.dropout,
-        embd_pdrop=config.dropout,
-        attn_pdrop=config.dropout,
-        bos_token_id=eos_token_id,
-        eos_token_id=eos_token_id,
-    )
+
+def hf_config(config: GPTConfig, eot_id: int | None = None, dtype: str = "float32") -> dict[str, Any]:
+    """The config.json of a model, as any version of transformers reads it, with the vocabulary unpadded.
+
+    Args:
+        eot_id: the token that ends a text, and begins one too, as in GPT-2.
+        dtype: of the weights, such as "float32".
+    """
+    own = {} if config.document_end is None else {"document_end": config.document_end}
+    return {
+        "architectures": ["GPT2LMHeadModel"],
+        "model_type": "gpt2",
+        "activation_function": "gelu_new",
+        "attn_pdrop": config.dropout,
+        "embd_pdrop": config.dropout,
+        "resid_pdrop": config.dropout,
+        "bos_token_id": eot_id,
+        "eos_token_id": eot_id,
+        "initializer_range": 0.02,
+        "layer_norm_epsilon": 1e-5,
+        "n_ctx": config.seq_len,
+        "n_positions": config.seq_len,
+        "n_embd": config.d_model,
+        "n_head": config.n_head,
+        "n_inner": None,
+        "n_layer": config.n_layer,
+        "scale_attn_weights": True,
+        "scale_attn_by_inverse_layer_idx": False,
+        "reorder_and_upcast_attn": False,
+        "tie_word_embeddings": True,
+        "use_cache": True,
+        "vocab_size": config.vocab_size,
+        "dtype": dtype,
+        "torch_dtype": dtype,  # transformers from 5 on, and before
+        **own,
+    }
+
+
+def to_hf_layout(name: str, tensor: torch.Tensor, config: GPTConfig) -> torch.Tensor:
+    """The weight of our name `name` as transformers lays it out: a view, without the padded rows of the vocabulary."""
+    if CONV1D.search(name):
+        return tensor.t()  # (out, in) -> (in, out)
+    return tensor[: config.vocab_size] if name == EMBEDDING else tensor
 
 
 def to_hf_state_dict(state_dict: dict[str, torch.Tensor], config: GPTConfig) -> dict[str, torch.Tensor]:
     """Our `GPT.state_dict()` under GPT2LMHeadModel's names and layouts. The head stays the embedding's own tensor."""
-    hf = {}
-    for name, tensor in state_dict.items():
-        if name == "lm_head.weight":
-            continue
-        if _CONV1D.search(name):
-            tensor = tensor.t().contiguous()  # (out, in) -> (in, out)
-        elif name == "wte.weight":
-            tensor = tensor[: config.vocab_size].clone()  # a view would take the padded rows along when it is saved
-        hf[_PREFIX + name] = tensor
-    hf["lm_head.weight"] = hf["transformer.wte.weight"]
-    return hf
-
-
-def from_hf_state_dict(hf_state_dict: dict[str, torch.Tensor], config: GPTConfig) -> dict[str, torch.Tensor]:
-    """GPT2LMHeadModel's (or GPT2Model's, without the prefix) state_dict under our names and layouts; padded rows are zero.
-
-    Raises ValueError, one line, where names or shapes are not those of `config`.
-    """
-    ours = {}
-    for name, tensor in hf_state_dict.items():
-        name = name.removeprefix(_PREFIX)
-        if name == "lm_head.weight" or _CAUSAL_MASK.search(name):
-            continue
-        if _CONV1D.search(name):
-            tensor = tensor.t().contiguous()  # (in, out) -> (out, in)
-        elif name == "wte.weight":
-            if len(tensor) != config.vocab_size:
-                raise ValueError(f"the checkpoint has {len(tensor)} tokens: vocab_size is {config.vocab_size}")
-            # (vocab_size, C) -> (padded_vocab_size, C)
-            tensor = torch.nn.functional.pad(tensor, (0, 0, 0, config.padded_vocab_size - config.vocab_size))
-        ours[name] = tensor
-    _check(ours, config)
-    ours["lm_head.weight"] = ours["wte.weight"]
-    return ours
-
-
-def _check(state_dict: dict[str, torch.Tensor], config: GPTConfig) -> None:
-    """Raises ValueError, one line, for the first name or shape that is not the model's."""
-    from model.gpt import GPT
-
-    with torch.device("meta"):
-        expected = {name: tuple(parameter.shape) for name, parameter in GPT(config).named_parameters()}
-    for name in sorted(expected.keys() ^ state_dict.keys()):
-        where = "lacks" if name in expected else "has"
-        raise ValueError(f"the checkpoint {where} {name}: it is not a GPT-2 of {config.n_layer} layers")
-    for name, shape in expected.items():
-        if tuple(state_dict[name].shape) != shape:
-            raise ValueError(f"the checkpoint's {name} is {tuple(state_dict[name].shape)}: this model's is {shape}")
+    hf = {PREFIX + name: to_hf_layout(name, tensor, config).contiguous() for name, tensor in state_dict.items() if name != HEAD}
+    return hf | {HEAD: hf[PREFIX + EMBEDDING]}

@@ -19,8 +19,9 @@ import pytest
 from data_pipeline.shards import open_corpus
 from data_pipeline.tokenizer import Tiktoken, Tokenizer
 from launch.run.errors import UsageError
-from launch.trained.hf_folder import hf_shapes, open_hf_folder
+from launch.trained.hf_folder import open_hf_folder
 from launch.trained.load import load_trained, open_trained
+from model.hf import hf_shapes
 from tests.helpers import ROOT, explain, exported, refusal
 
 SIZES = {"n_layer": 2, "n_head": 2, "d_model": 36, "seq_len": 32}
@@ -344,6 +345,7 @@ def test_a_damaged_file_of_weights_is_one_line(folder, tmp_path):
     header[first]["shape"] = [1, *header[first]["shape"]]
     header[first]["data_offsets"][1] += 4
     damaged = json.dumps(header).encode()
+    doubled = content[8 : 8 + length].replace(b'"transformer.ln_f.weight"', b'"transformer.ln_f.bias"')
     for broken, said in (
         (content[:-1], "is cut off"),
         (content + b"\0", "is too long"),
@@ -352,6 +354,7 @@ def test_a_damaged_file_of_weights_is_one_line(folder, tmp_path):
         (content[:8] + b"[]".ljust(length) + content[8 + length :], "its header is none of a safetensors file (a list, must be an object)"),
         (content[:8] + b"x" * length + content[8 + length :], "its header is none"),
         (len(damaged).to_bytes(8, "little") + damaged + content[8 + length :], "its header is none"),
+        (len(doubled).to_bytes(8, "little") + doubled + content[8 + length :], "transformer.ln_f.bias is there twice"),
     ):
         file.write_bytes(broken)
         assert said in fault(copy)
@@ -388,6 +391,22 @@ def test_a_head_of_its_own_is_refused(folder, tmp_path):
     weights["lm_head.weight"][7, 7] += 1
     save_file(weights, copy / "model.safetensors")
     assert "a head of its own is another architecture" in fault(copy)
+
+
+def test_a_weight_that_is_there_twice_is_refused(folder, tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    copy = copied(folder, tmp_path)
+    weights = load_file(copy / "model.safetensors")
+    save_file({**weights, "ln_f.bias": weights["transformer.ln_f.bias"] + 1}, copy / "model.safetensors")
+    assert "which is " in fault(copy) and "ln_f.bias under another name; take one of them out" in fault(copy)
+    (copy / "model.safetensors").unlink()
+    files = [f"model-0000{number}-of-00002.safetensors" for number in (1, 2)]
+    for file in files:
+        save_file(weights, copy / file)
+    weight_map = {**dict.fromkeys(weights, files[0]), "transformer.wpe.weight": files[1]}
+    (copy / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    assert f"{files[0]} holds it too" in fault(copy)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])

@@ -190,13 +190,13 @@ def test_no_tokens_in_a_row_occur_twice(size):
 
 
 def test_greedy_text_without_repetition_is_that_of_transformers():
-    from transformers import GPT2LMHeadModel
+    from transformers import GPT2Config, GPT2LMHeadModel
 
     from model.hf import hf_config, to_hf_state_dict
 
     config = GPTConfig(**TINY | {"seq_len": 64})
     model = model_of(config)
-    theirs = GPT2LMHeadModel(hf_config(config)).eval()
+    theirs = GPT2LMHeadModel(GPT2Config.from_dict(hf_config(config))).eval()
     theirs.load_state_dict(to_hf_state_dict(model.state_dict(), config))
     prompt = [1, 2, 3]
     for size in (None, 2):

@@ -44,10 +44,10 @@ class DeepSpeedInference:
         self._start, self._read = 0, 0  # the window's beginning in the texts, and how many of its tokens have been read
         os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(ROOT / ".cache" / "torch_extensions"))
         quiet_deepspeed()
-        from transformers import GPT2LMHeadModel
+        from transformers import GPT2Config, GPT2LMHeadModel
 
         with torch.device("meta"):
-            theirs = GPT2LMHeadModel(hf_config(config))
+            theirs = GPT2LMHeadModel(GPT2Config.from_dict(hf_config(config)))
         theirs.load_state_dict(to_hf_state_dict(model.state_dict(), config), assign=True)
         theirs.tie_weights()
         try:

@@ -7,16 +7,18 @@ from typing import Any
 import torch
 
 from launch.engine.distributed import Collectives
+from launch.run.errors import UsageError
 from launch.trained.hf_folder import HFFolder
 from launch.trained.safetensors_file import read_tensor
 from model.gpt import GPT
+from model.hf import EMBEDDING
 
 
 def fill_model(model: GPT, folder: HFFolder, zero_stage: int, collectives: Collectives) -> None:
     """Write the folder's weights into `model`, before there is an engine; a tensor at a time. All ranks call this together.
 
     Raises:
-        UsageError: the files have changed since they were checked, or their head is not the embedding.
+        UsageError: the files have changed since they were checked, their head is not the embedding, or a weight is not finite.
     """
     import deepspeed
 
@@ -24,13 +26,19 @@ def fill_model(model: GPT, folder: HFFolder, zero_stage: int, collectives: Colle
         folder.fill(model)
         return
     if folder.head is not None:  # by every rank: one that raised below would leave the others waiting
-        folder.check_head(read_tensor(folder.entries["wte.weight"]))
+        folder.check_head(read_tensor(folder.entries[EMBEDDING]))
+    fault: UsageError | None = None
     for name, parameter in model.named_parameters():
         # Inside, the parameter is whole on every rank; what rank 0 has in the end is sent to the others, and partitioned again.
         with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
-            if collectives.rank == 0:
-                with torch.no_grad():
-                    folder.read_into(name, parameter.data)
+            if collectives.rank == 0 and fault is None:
+                try:
+                    with torch.no_grad():
+                        folder.read_into(name, parameter.data)
+                except UsageError as reason:  # the others wait for this parameter and for the next ones
+                    fault = reason
+    if collectives.any(fault is not None):
+        raise fault or UsageError(f"{folder.folder}: rank 0 could not read its weights")
 
 
 def fill_masters(engine: Any, folder: HFFolder, collectives: Collectives) -> None:

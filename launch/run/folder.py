@@ -123,6 +123,7 @@ class RunFolder:
         self._writer: Any = None
         self._last_line: dict[str, Any] = {}
         self.changes: list[str] = []
+        self._made = False
         try:
             path.mkdir(parents=True, exist_ok=True)
             (path / "checkpoints").mkdir(exist_ok=True)
@@ -170,6 +171,7 @@ class RunFolder:
         """`description` with its predecessors, when it may go on with the run that is here."""
         file = self.path / "run.json"
         if not file.exists():
+            self._made = True
             return description
         if not description["resume"]:  # made by another job since `check_run_folder` looked
             raise UsageError(f"{self.path}: this run exists; give another --run_name, or go on with it by --resume")
@@ -334,6 +336,11 @@ class RunFolder:
         with open(self.path / name, "a", encoding="utf-8") as stream:
             stream.write(json.dumps(line) + "\n")
 
+    def abandon(self) -> None:
+        """Remove what a start that was refused has made here, so that its name is free; nothing of a run that has begun."""
+        if self._made and self._metrics is None:
+            shutil.rmtree(self.path, ignore_errors=True)
+
     def close(self) -> None:
         """Flush and close everything; the lock goes last."""
         for stream in (self._metrics, self._writer, self._log, self._lock):
@@ -350,7 +357,7 @@ class NoFolder:
     def log(self, *_: Any, **__: Any) -> None:
         pass
 
-    log_start = log_end = log_failure = open_metrics = write_metrics = write_histograms = write_similarity = close = log
+    log_start = log_end = log_failure = open_metrics = write_metrics = write_histograms = write_similarity = abandon = close = log
 
 
 @contextlib.contextmanager

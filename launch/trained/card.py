@@ -8,7 +8,7 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from launch.trained.hf_folder import hf_shapes
+from model.hf import hf_shapes
 from model.presets import GPTConfig
 
 _USE = """\

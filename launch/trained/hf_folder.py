@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from launch.run.errors import UsageError
 from launch.trained.safetensors_file import ITEMSIZE, TORCH_NAMES, Entry, read_header, read_tensor, write_tensors
+from model.hf import CONV1D, EMBEDDING, HEAD, PREFIX, hf_config, hf_shapes, to_hf_layout
 from model.presets import GPTConfig
 
 if TYPE_CHECKING:
@@ -34,10 +35,6 @@ CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
-PREFIX = "transformer."
-HEAD = "lm_head.weight"
-#: GPT-2's matrices in the blocks, which transformers keeps as (in, out).
-CONV1D = re.compile(r"(c_attn|c_proj|c_fc)\.weight$")
 #: A buffer in old files, no weight.
 CAUSAL_MASK = re.compile(r"\.attn\.(masked_)?bias$")
 #: What a GPT2Config may say, and what it must say where it says anything, for the model to be the one of `model/gpt.py`.
@@ -115,7 +112,7 @@ class HFFolder:
         """Read the weights into `model`, a tensor at a time, in the model's dtype and our layout; padded rows become zero.
 
         Raises:
-            UsageError: the head is not the embedding; of pickles, what they hold is not this model.
+            UsageError: the head is not the embedding, or a weight not finite; of pickles, what they hold is not this model.
         """
         import torch
 
@@ -133,7 +130,16 @@ class HFFolder:
             raise UsageError(f"{self.head.file}: {HEAD} is not the token embedding; a head of its own is another architecture")
 
     def read_into(self, name: str, parameter: torch.Tensor) -> None:
-        """The weight called `name` in our names, whole, into `parameter`, in our layout."""
+        """The weight called `name` in our names, whole, into `parameter`, in our layout.
+
+        Raises:
+            UsageError: it holds a NaN or an infinity; what `fill` says of files.
+        """
+        self._read_into(name, parameter)
+        if not is_finite(parameter):
+            raise UsageError(f"{self.folder}: {name} holds values that are not finite; give a folder of a model that has not diverged")
+
+    def _read_into(self, name: str, parameter: torch.Tensor) -> None:
         import torch
 
         if self.pickles:
@@ -178,27 +184,14 @@ class HFFolder:
                 raise UsageError(f"{self.pickles[0]}: {key} is of dtype {value.dtype}, not of floating point")
         shapes = {name: (tuple(tensor.shape), self.pickles[0]) for name, tensor in found.items()}
         names = check_shapes(shapes, self.config, self.folder)
-        if names.get(HEAD) and not torch.equal(found[names[HEAD]], found[names["wte.weight"]]):
+        if names.get(HEAD) and not torch.equal(found[names[HEAD]], found[names[EMBEDDING]]):
             raise UsageError(f"{self.pickles[0]}: {HEAD} is not the token embedding; a head of its own is another architecture")
         return {ours: found[theirs] for ours, theirs in names.items() if ours != HEAD}
 
 
-def hf_shapes(config: GPTConfig) -> dict[str, tuple[int, ...]]:
-    """The weights of GPT2LMHeadModel without its head: our names (theirs without the prefix), transformers' shapes, unpadded."""
-    width = config.d_model
-    shapes: dict[str, tuple[int, ...]] = {"wte.weight": (config.vocab_size, width), "wpe.weight": (config.seq_len, width)}
-    for index in range(config.n_layer):
-        block = f"h.{index}."
-        for norm in ("ln_1", "ln_2"):
-            shapes |= {f"{block}{norm}.weight": (width,), f"{block}{norm}.bias": (width,)}
-        for name, n_in, n_out in (
-            ("attn.c_attn", width, 3 * width),
-            ("attn.c_proj", width, width),
-            ("mlp.c_fc", width, 4 * width),
-            ("mlp.c_proj", 4 * width, width),
-        ):
-            shapes |= {f"{block}{name}.weight": (n_in, n_out), f"{block}{name}.bias": (n_out,)}
-    return shapes | {"ln_f.weight": (width,), "ln_f.bias": (width,)}
+def is_finite(weight: torch.Tensor) -> bool:
+    """Whether it holds neither a NaN nor an infinity."""
+    return all(bool(bound.isfinite()) for bound in weight.aminmax())  # which pass on NaN, and need no memory
 
 
 def open_hf_folder(folder: str | Path, allow_pickle: bool = False) -> HFFolder:
@@ -226,7 +219,10 @@ def open_hf_folder(folder: str | Path, allow_pickle: bool = False) -> HFFolder:
         return HFFolder(folder, config, said, {}, pickles=tuple(pickles))
     entries: dict[str, Entry] = {}
     for file in files:
-        entries |= read_header(file)[0]
+        for name, entry in read_header(file)[0].items():
+            if name in entries:
+                raise UsageError(f"{file}: holds {name}, and {entries[name].file.name} holds it too; copy or export the folder again")
+            entries[name] = entry
     shapes = {name: (entry.shape, entry.file) for name, entry in entries.items()}
     names = check_shapes(shapes, config, folder)
     ours = {name: entries[theirs] for name, theirs in names.items()}
@@ -264,6 +260,8 @@ def check_shapes(found: dict[str, tuple[tuple[int, ...], Path]], config: GPTConf
             faults.append(f"{file}: holds {theirs}, which a GPT-2 of {config.n_layer} layers has not")
         elif shape != expected[name]:
             faults.append(f"{file}: {theirs} is {list(shape)}, {CONFIG_FILE} says {list(expected[name])}")
+        elif name in names:
+            faults.append(f"{file}: holds {theirs}, which is {names[name]} under another name; take one of them out")
         names[name] = theirs
     missing = [name for name in expected if name not in names and name != HEAD]
     if missing:
@@ -350,38 +348,6 @@ def _of_index(index: Path) -> list[Path]:
     return files
 
 
-def hf_config(config: GPTConfig, eot_id: int | None, dtype: str) -> dict[str, Any]:
-    """The config.json of a model, as any version of transformers reads it. `dtype`: its weights', such as "float32"."""
-    own = {} if config.document_end is None else {"document_end": config.document_end}
-    return {
-        "architectures": ["GPT2LMHeadModel"],
-        "model_type": "gpt2",
-        "activation_function": "gelu_new",
-        "attn_pdrop": config.dropout,
-        "embd_pdrop": config.dropout,
-        "resid_pdrop": config.dropout,
-        "bos_token_id": eot_id,
-        "eos_token_id": eot_id,
-        "initializer_range": 0.02,
-        "layer_norm_epsilon": 1e-5,
-        "n_ctx": config.seq_len,
-        "n_positions": config.seq_len,
-        "n_embd": config.d_model,
-        "n_head": config.n_head,
-        "n_inner": None,
-        "n_layer": config.n_layer,
-        "scale_attn_weights": True,
-        "scale_attn_by_inverse_layer_idx": False,
-        "reorder_and_upcast_attn": False,
-        "tie_word_embeddings": True,
-        "use_cache": True,
-        "vocab_size": config.vocab_size,
-        "dtype": dtype,
-        "torch_dtype": dtype,  # transformers from 5 on, and before
-        **own,
-    }
-
-
 def write_weights(model: GPT, config: GPTConfig, folder: Path, dtype: str, shard_bytes: int = SHARD_BYTES) -> int:
     """Write the weights as GPT2LMHeadModel's, in one file or in several of at most `shard_bytes` with their index; the bytes of all.
 
@@ -393,12 +359,8 @@ def write_weights(model: GPT, config: GPTConfig, folder: Path, dtype: str, shard
     target = getattr(torch, TORCH_NAMES[dtype])
 
     def tensor_of(theirs: str) -> list[torch.Tensor]:
-        tensor = parameters[theirs.removeprefix(PREFIX)].detach()
-        if CONV1D.search(theirs):
-            tensor = tensor.t()  # (out, in) -> (in, out)
-        elif theirs == f"{PREFIX}wte.weight":
-            tensor = tensor[: config.vocab_size]
-        return [tensor.to(target)]
+        name = theirs.removeprefix(PREFIX)
+        return [to_hf_layout(name, parameters[name].detach(), config).to(target)]
 
     shards: list[dict[str, tuple[str, tuple[int, ...]]]] = [{}]
     room = shard_bytes

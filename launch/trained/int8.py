@@ -9,8 +9,8 @@ import importlib.util
 from typing import TYPE_CHECKING
 
 from launch.run.errors import UsageError
-from launch.trained.hf_folder import CONV1D
 from launch.trained.safetensors_file import TORCH_NAMES
+from model.hf import CONV1D
 
 if TYPE_CHECKING:
     from data_pipeline.shards import Corpus

@@ -17,7 +17,7 @@ from data_pipeline.tokenizer import HuggingFaceFolder, Tokenizer
 from launch.run.checkpoint import PREFIX, check_files, complete_checkpoints, read_state
 from launch.run.config import ROOT
 from launch.run.errors import UsageError
-from launch.trained.hf_folder import CONFIG_FILE, HFFolder, open_hf_folder
+from launch.trained.hf_folder import CONFIG_FILE, HFFolder, is_finite, open_hf_folder
 from model.presets import GPTConfig
 
 if TYPE_CHECKING:
@@ -243,8 +243,7 @@ def _load(source: Source) -> Trained:
         model.requires_grad_(True)  # the groups of the optimizer are those of what is trained
         fill_from_checkpoint(model, source.checkpoint, source.state["ranks"], source.allow_pickle)
         model.requires_grad_(False)
-    for name, parameter in model.named_parameters():
-        if not all(bool(bound.isfinite()) for bound in parameter.aminmax()):  # which pass on NaN, and need no memory
-            fix = "take an earlier --checkpoint" if source.checkpoint else "give a folder of a model that has not diverged"
-            raise UsageError(f"{source.checkpoint or source.folder}: {name} holds values that are not finite; {fix}")
+        for name, parameter in model.named_parameters():
+            if not is_finite(parameter):
+                raise UsageError(f"{source.checkpoint}: {name} holds values that are not finite; take an earlier --checkpoint")
     return Trained(model, source.config, source.tokenizer, source.eot_id, source.name, source.description, source.folder, source)

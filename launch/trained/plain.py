@@ -10,8 +10,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from launch.trained.hf_folder import CONV1D, hf_shapes
 from launch.trained.safetensors_file import TORCH_NAMES, write_tensors
+from model.hf import CONV1D, hf_shapes
 from model.presets import GPTConfig
 
 if TYPE_CHECKING:

@@ -60,7 +60,7 @@ def read_header(file: Path) -> tuple[dict[str, Entry], dict[str, str]]:
     if len(start) < 8 or not text:
         raise UsageError(f"{file}: is no safetensors file, or cut off in its header ({size:,} bytes); {fix}")
     try:
-        header = json.loads(text)
+        header = json.loads(text, object_pairs_hook=_without_repetition)
         if not isinstance(header, dict):
             raise ValueError(f"a {type(header).__name__}, must be an object")
         metadata = header.pop("__metadata__", {})
@@ -77,6 +77,14 @@ def read_header(file: Path) -> tuple[dict[str, Entry], dict[str, str]]:
             f"{file}: has {size:,} bytes, its header tells of {here:,}: it is {'cut off' if size < here else 'too long'}; {fix}"
         )
     return entries, metadata
+
+
+def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON. Raises ValueError for a name that is there twice, of which any reader would take the one or the other."""
+    made = dict(pairs)
+    if len(made) != len(pairs):
+        raise ValueError(f"{next(name for index, (name, _) in enumerate(pairs) if name in dict(pairs[:index]))} is there twice")
+    return made
 
 
 def _entry(file: Path, described: dict[str, Any], offset: int) -> Entry:

@@ -89,8 +89,9 @@ def text_bytes(corpus: Corpus, split: Split, tokenizer: Tokenizer | None) -> int
     if tokenizer is None:
         return None
     total = 0
-    one_token = split.windows(1)  # every window of one token and its successor, so every token but the last
-    for start in range(0, one_token, DECODED_TOKENS):
-        ids = split.read(np.arange(start, min(start + DECODED_TOKENS, one_token)), 1)[:, 1]
+    pairs = split.windows(1)  # a token and its successor, begun at every token but the last
+    for start in range(0, pairs, DECODED_TOKENS):
+        rows = split.read(np.arange(start, min(start + DECODED_TOKENS, pairs)), 1)  # (pairs, 2)
+        ids = rows[:, 1] if start else np.concatenate([rows[0, :1], rows[:, 1]])
         total += len(tokenizer.decode(ids[ids != corpus.eot_id] if corpus.eot_id is not None else ids).encode())
     return total or None

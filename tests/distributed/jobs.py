@@ -32,6 +32,9 @@ def pretrain(flags: list[str]) -> list[dict[str, Any]]:
     torch.set_float32_matmul_precision("highest")  # a job before this one may have switched TF32 on, which lasts
     try:
         assert train(config, folder, StopRequest()) == 0
+    except UsageError:
+        folder.abandon()
+        raise
     finally:
         folder.close()
         torch.nn.functional.linear = linear  # stage 3 replaces it, for good, by one that rounds before it adds the bias

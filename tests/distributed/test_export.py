@@ -134,14 +134,26 @@ def test_there_and_back_nothing_changes(ranks, pools, two_ranks, corpus, tmp_pat
     assert json.loads((tmp_path / "back" / names[0] / "run.json").read_text())["init_from"] == str(first)
 
 
-def test_a_start_from_a_head_of_its_own_is_refused_at_every_stage(two_ranks, corpus, tmp_path):
+def test_a_start_from_what_is_no_model_is_refused_at_every_stage(two_ranks, corpus, tmp_path):
+    """A head of its own, and a weight that is not finite; by every rank, so that none waits for another."""
     from safetensors.torch import load_file, save_file
 
     assert two_ranks.run(JOB, runs=[flags(corpus, tmp_path, "zero1_fp32")])[0] == [""]
     folder = exported(tmp_path / "zero1_fp32", tmp_path / "folder")
     weights = load_file(folder / "model.safetensors")
+
+    def refusals() -> list[list[str]]:
+        """Of each rank, of stages 1 and 3; a refused run's name is free again."""
+        save_file(weights, folder / "model.safetensors")
+        starts = [flags(corpus, tmp_path / "refused", f"zero{stage}_fp32", "--init_from", str(folder)) for stage in (1, 3)]
+        refused = two_ranks.run(JOB, runs=starts)
+        assert list((tmp_path / "refused").iterdir()) == []
+        return refused
+
     weights["lm_head.weight"] = weights["transformer.wte.weight"] + 1
-    save_file(weights, folder / "model.safetensors")
-    starts = [flags(corpus, tmp_path / "refused", f"zero{stage}_fp32", "--init_from", str(folder)) for stage in (1, 3)]
-    for refused in two_ranks.run(JOB, runs=starts):
-        assert all("lm_head.weight is not the token embedding" in reason for reason in refused)
+    assert all("lm_head.weight is not the token embedding" in reason for refused in refusals() for reason in refused)
+    del weights["lm_head.weight"]
+    weights["transformer.h.1.attn.c_proj.bias"][7] = float("nan")
+    (*of_first, at_stage_3) = [reason for refused in refusals() for reason in refused]
+    assert all("h.1.attn.c_proj.bias holds values that are not finite" in reason for reason in of_first)
+    assert "rank 0 could not read its weights" in at_stage_3
