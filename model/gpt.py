@@ -26,6 +26,7 @@ INIT_STD = 0.02  # Radford et al. 2018, section 4.1, and GPT-2's code, for every
 LOSS_ROWS = 512
 BlockRunner = Callable[[nn.ModuleList, torch.Tensor], torch.Tensor]
 Attend = Callable[[torch.Tensor, torch.Tensor | None, float], torch.Tensor]
+Product = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
 HeadLoss = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor], torch.Tensor]
 
 
@@ -199,10 +200,16 @@ class TiedHead(nn.Module):
 
     def forward(self, x: torch.Tensor, targets: torch.Tensor | None = None) -> torch.Tensor:
         """x (B, T, C); targets int64 (B, T) or None. Returns the scalar fp32 mean loss, or the logits (B, T, vocab_size)."""
-        bias = None if self.padding_bias is None else self.padding_bias.to(x.dtype)
         if targets is None:
-            return F.linear(x, self.weight, bias)[..., : self.vocab_size]  # (B, T, padded_vocab_size) -> (B, T, vocab_size)
-        return self.loss(x.flatten(0, 1), self.weight, bias, targets.flatten())  # (B, T, C) -> (B T, C), (B, T) -> (B T)
+            return self.logits(x)
+        return self.loss(x.flatten(0, 1), self.weight, self._bias(x), targets.flatten())  # (B, T, C) -> (B T, C), (B, T) -> (B T)
+
+    def logits(self, x: torch.Tensor, linear: Product = F.linear) -> torch.Tensor:
+        """x (..., C) -> (..., vocab_size)."""
+        return linear(x, self.weight, self._bias(x))[..., : self.vocab_size]  # (..., padded_vocab_size) -> (..., vocab_size)
+
+    def _bias(self, x: torch.Tensor) -> torch.Tensor | None:
+        return None if self.padding_bias is None else self.padding_bias.to(x.dtype)
 
 
 def run_all_blocks(blocks: nn.ModuleList, x: torch.Tensor) -> torch.Tensor:

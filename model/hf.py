@@ -1,4 +1,4 @@
-"""The same model as transformers' GPT2LMHeadModel: its names, shapes, layouts and configuration. Imports torch only where there are tensors.
+"""The same model as transformers' GPT2LMHeadModel: its names, shapes, layouts and configuration. Torch is imported where there are tensors.
 
 Three things differ: the names' prefix, the matrices' layout (transformers keeps GPT-2's Conv1D, (in, out)), and our vocabulary's padding.
 

@@ -251,7 +251,8 @@ def check_shapes(found: dict[str, tuple[tuple[int, ...], Path]], config: GPTConf
             f"{folder}: {CONFIG_FILE} says n_layer {config.n_layer:,}, the files hold {len(found):,} tensors in all; copy it again"
         )
     expected = hf_shapes(config) | {HEAD: (config.vocab_size, config.d_model)}
-    names, faults = {}, []
+    names: dict[str, str] = {}
+    faults = []
     for theirs, (shape, file) in found.items():
         name = theirs.removeprefix(PREFIX)
         if CAUSAL_MASK.search(name):
