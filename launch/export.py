@@ -37,6 +37,7 @@ from launch.trained.flags import add_source_flags, check_choice
 from launch.trained.hf_folder import other_ids, write_config, write_tokenizer, write_weights
 from launch.trained.int8 import check_int8
 from launch.trained.load import Source, open_trained
+from launch.trained.plain import PLAIN_FILE, write_plain
 from launch.trained.safetensors_file import ITEMSIZE, TORCH_NAMES
 from model.hf import hf_shapes
 
@@ -133,18 +134,15 @@ def export_hf(source: Source, folder: Path, dtype: str, name: str) -> list[str]:
 
 
 def export_plain(source: Source, folder: Path, dtype: str) -> list[str]:
-    """Write `weights.safetensors` into `folder`: GPT-2's names, every matrix (out, in), no padded rows, the sizes in the metadata."""
-    from launch.trained.plain import write_plain
-
+    """Write `PLAIN_FILE` into `folder`: GPT-2's names, every matrix (out, in), no padded rows, the sizes in the metadata."""
     trained = source.load()
-    write_plain(trained.model, source.config, folder / "weights.safetensors", dtype, source.eot_id)
+    write_plain(trained.model, source.config, folder / PLAIN_FILE, dtype, source.eot_id)
     return []
 
 
 def export_int8(source: Source, folder: Path, dtype: str, data: str | None) -> list[str]:
-    """Write `weights.safetensors` into `folder`, the blocks' matrices in int8; what that costs."""
+    """Write `PLAIN_FILE` into `folder`, the blocks' matrices in int8; what that costs."""
     from launch.trained.int8 import measured_windows, quantize, round_others, validation_loss
-    from launch.trained.plain import write_plain
 
     corpus = _corpus_for_int8(source, data)
     seq_len, asked = source.config.seq_len, 128
@@ -156,7 +154,7 @@ def export_int8(source: Source, folder: Path, dtype: str, data: str | None) -> l
     quantize(model)
     round_others(model, dtype)
     after = validation_loss(model, corpus, seq_len, windows)
-    write_plain(model, source.config, folder / "weights.safetensors", dtype, source.eot_id, int8=True)
+    write_plain(model, source.config, folder / PLAIN_FILE, dtype, source.eot_id, int8=True)
     return [
         f"int8 costs {after - before:+.5f} nats a token: the validation loss is {after:.5f}, and {before:.5f} in fp32"
         f" ({windows:,} windows of {seq_len:,} tokens)"

@@ -29,8 +29,8 @@ def linear_of_few_rows(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor
     """`F.linear` in another order of computation: (..., in) -> (..., out), weight (out, in), bias (out,) or None.
 
     A row or a few against a large matrix is bound by how fast the matrix is read, and MKL's plain product reads it at a fraction of what
-    its batched one does. The matrices of `micro` and `gpt2` in fp32, two cores of an AMD EPYC, torch 2.13: 2.9 and 2.3 times as fast for one
-    row, 2.6 for four, 1.5 for eight. In bf16 it is slower.
+    its batched one does. The matrices of `micro` and `gpt2` in fp32, two cores of an AMD EPYC, torch 2.13: 2.9 and 2.3 times as fast for
+    one row, 2.6 and 2.5 for four, 1.5 and 1.4 for eight. In bf16 it is slower.
     """
     n_out, n_in = weight.shape
     parts = math.gcd(n_out, PARTS)

@@ -141,6 +141,7 @@ def test_plain_weights_are_what_their_page_says(run, tmp_path):
     for name, parameter in trained.model.named_parameters():
         assert np.array_equal(weights.pop(name), parameter[:1024].numpy() if name == "wte.weight" else parameter.numpy())
     assert not weights
+    assert "holds weights.safetensors alone, which is for other programs" in fault(tmp_path / "plain")
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])

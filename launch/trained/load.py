@@ -18,6 +18,7 @@ from launch.run.checkpoint import PREFIX, check_files, complete_checkpoints, rea
 from launch.run.config import ROOT
 from launch.run.errors import UsageError
 from launch.trained.hf_folder import CONFIG_FILE, HFFolder, is_finite, open_hf_folder
+from launch.trained.plain import PLAIN_FILE
 from model.presets import GPTConfig
 
 if TYPE_CHECKING:
@@ -113,6 +114,8 @@ def open_trained(
         return replace(_open_run(folder, checkpoint, data), allow_pickle=allow_pickle)
     if checkpoint is not None:
         raise UsageError(f"--checkpoint {checkpoint}: {folder} is not a run folder; leave it out")
+    if (folder / PLAIN_FILE).exists():
+        raise UsageError(f"{folder}: holds {PLAIN_FILE} alone, which is for other programs; give the run, or export it as hf")
     if not (folder / CONFIG_FILE).exists():
         raise UsageError(
             f"{folder}: holds neither run.json nor {CONFIG_FILE}; give a run folder, such as runs/first, or a Hugging Face folder"

@@ -17,6 +17,7 @@ from model.presets import GPTConfig
 if TYPE_CHECKING:
     from model.gpt import GPT
 
+PLAIN_FILE = "weights.safetensors"
 #: Behind the name of a matrix in int8: its scales.
 SCALE = "_scale"
 
