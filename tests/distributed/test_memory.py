@@ -35,7 +35,7 @@ def test_the_sizes_of_the_kernels_are_theirs():
     assert (memory.QUERIES, memory.KEPT_LENGTH) == (attention.QUERIES, attention.KEPT_LENGTH)
 
 
-@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("accumulation", [pytest.param(1, marks=pytest.mark.long), 2])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_model_states_are_those_of_the_engine(two_ranks, corpus, tmp_path, stage, precision, accumulation):
@@ -63,7 +63,7 @@ def test_model_states_are_what_the_zero_paper_says(two_ranks, corpus, tmp_path, 
         assert sum(states.values()) == pytest.approx(parameters * bytes_per_parameter(stage, 2, precision), rel=0.1)
 
 
-@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("accumulation", [pytest.param(1, marks=pytest.mark.long), 2])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_bytes_on_the_wire_are_those_counted(two_ranks, corpus, tmp_path, stage, precision, accumulation):

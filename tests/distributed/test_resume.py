@@ -122,8 +122,8 @@ def test_a_run_killed_at_many_moments_resumes_bit_for_bit(seed, stage, ranks, tr
 @pytest.mark.parametrize(
     ("stage", "more"),
     [
-        *((stage, []) for stage in (0, 1, 2, 3)),
-        *((stage, ["--set", 'bf16={"enabled": true}']) for stage in (0, 1, 3)),
+        *(pytest.param(stage, [], marks=pytest.mark.long if stage == 1 else []) for stage in (0, 1, 2, 3)),
+        *(pytest.param(stage, ["--set", 'bf16={"enabled": true}'], marks=[] if stage else pytest.mark.long) for stage in (0, 1, 3)),
         (2, ["--dropout", "0.2"]),
     ],
 )

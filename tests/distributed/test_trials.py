@@ -118,7 +118,8 @@ def ended(command: Command) -> None:
 
 
 @pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.long), (signal.SIGKILL, -9)]
+    ("number", "code"),
+    [(signal.SIGINT, 130), *(pytest.param(*case, marks=pytest.mark.long) for case in ((signal.SIGTERM, 143), (signal.SIGKILL, -9)))],
 )
 def test_an_interrupted_comparison_goes_on_where_it_was(number, code, corpus, tmp_path):
     steps = 40 * STEPS
