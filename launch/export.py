@@ -12,6 +12,7 @@ whole or not at all, and nothing is overwritten.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import glob
 import math
 import os
@@ -77,7 +78,7 @@ def main() -> int:
     flags = build_parser().parse(sys.argv[1:])
     _check_choices(flags)
     out = Path(flags.out)
-    _check_out(out)
+    _check_out(out, Path(flags.source))
     # With --int8, of a Hugging Face folder too: the corpus on which it is measured.
     of_run = None if flags.int8 and not (Path(flags.source) / "run.json").exists() else flags.data
     source = open_trained(flags.source, checkpoint=flags.checkpoint, data=of_run, allow_pickle=flags.allow_pickle)
@@ -87,6 +88,7 @@ def main() -> int:
     _check_room(out, source, dtype)
     _remove_left_over(out)
     temporary = out.with_name(f".{out.name}.{os.getpid()}.tmp")
+    made = [folder for folder in out.absolute().parents if not folder.exists()]  # innermost first
     try:
         temporary.mkdir(parents=True)
         if flags.int8:
@@ -99,6 +101,9 @@ def main() -> int:
         raise UsageError(f"--out {out}: cannot be written ({reason.strerror}); give another folder") from None
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+        for folder in made:
+            with contextlib.suppress(OSError):  # what is not empty stays
+                folder.rmdir()
     for note in notes:
         if not flags.quiet or flags.int8:
             say(f"note: {note}")
@@ -178,11 +183,11 @@ def _corpus_for_int8(source: Source, data: str | None) -> Corpus:
 
 
 def _write_tokenizer(source: Source, tokenizer: Tokenizer, folder: Path, notes: list[str]) -> None:
-    """The tokenizer's files, compared with what they were made of."""
+    """The tokenizer's files, compared with what they were made of. Raises DataError before there are any."""
+    texts = _texts(source, tokenizer)
     write_tokenizer(tokenizer, folder, source.config.seq_len)
     # AutoTokenizer looks for the model's type, unless the tokenizer's class is enough for it.
     write_config(folder, source.config, source.eot_id, "float32")
-    texts = _texts(source, tokenizer)
     if other := other_ids(tokenizer, folder, texts):
         notes.append(f"AutoTokenizer gives other ids than the corpus's tokenizer in {other} of {len(texts)} texts of its validation split")
 
@@ -220,12 +225,14 @@ def _check_choices(flags: argparse.Namespace) -> None:
         check_int8()
 
 
-def _check_out(out: Path) -> None:
-    """Refuse a folder that is there, or that cannot be made. Creates nothing."""
+def _check_out(out: Path, source: Path) -> None:
+    """Refuse a folder that is there, that cannot be made, or that is within the source. Creates nothing."""
     if not out.name or out.name in (".", ".."):
         raise UsageError(f"--out {out}: give the name of a folder to be made")
     if os.path.lexists(out):
         raise UsageError(f"--out {out}: {'exists' if out.is_dir() else 'is a file'}, and nothing is overwritten; give another folder")
+    if source.resolve() in out.resolve().parents:
+        raise UsageError(f"--out {out}: is within {source}, which is only read; give another folder")
     above = out.absolute().parent
     while not above.exists():
         above = above.parent

@@ -22,13 +22,12 @@ from typing import TYPE_CHECKING, Any
 # As in launch/pretrain.py: this script's folder is not where its modules are.
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from data_pipeline.errors import DataError
 from data_pipeline.shards import Corpus, open_corpus
-from data_pipeline.tokenizer import Tokenizer
 from launch.run.errors import UsageError, is_speaker, run_command, say
 from launch.run.flags import Parser, whole_number
 from launch.run.hardware import device_type
 from launch.trained.flags import DTYPES, add_source_flags, check_dtype, torch_dtype
+from launch.trained.folder_tokenizer import difference, tokenizer_of_corpus
 from launch.trained.load import Source, open_trained
 
 if TYPE_CHECKING:
@@ -36,8 +35,6 @@ if TYPE_CHECKING:
 
 INSTALL = 'pip install -e ".[harness]" -c constraints.txt'
 PLAIN_SECONDS = 10.0  # between two plain lines of progress
-#: Ids of the corpus whose text both tokenizers are asked for.
-COMPARED_IDS = 4096
 
 
 def build_parser() -> Parser:
@@ -117,45 +114,15 @@ def _corpus(flags: argparse.Namespace, source: Source) -> tuple[Corpus, list[str
         if source.description is not None:
             raise UsageError(f"--data {flags.data}: is not the run's own corpus, and its tokenizer is not to be had: {source.no_tokenizer}")
         return corpus, [f"whether {flags.data} was made with the model's tokenizer is not known: {source.no_tokenizer}"]
-    try:
-        own = Tokenizer.load(corpus.path, corpus.manifest["tokenizer"])
-    except DataError as reason:
-        return corpus, [f"whether {flags.data} was made with the model's tokenizer is not known: {reason}"]
-    if (difference := _difference(corpus, own, source.tokenizer)) is not None:
+    own, why = tokenizer_of_corpus(corpus)
+    if own is None:
+        return corpus, [f"whether {flags.data} was made with the model's tokenizer is not known: {why}"]
+    if (differs := difference(corpus, own, source.tokenizer)) is not None:
         raise UsageError(
-            f"--data {flags.data}: was made with another tokenizer than the model's: {difference}; prepare the text again with --tokenizer"
+            f"--data {flags.data}: was made with another tokenizer than the model's: {differs}; prepare the text again with --tokenizer"
             f" and the model's own"
         )
     return corpus, []
-
-
-def _difference(corpus: Corpus, own: Tokenizer, of_model: Tokenizer) -> str | None:
-    """Where two tokenizers disagree about the beginning of a corpus, one line; None where they do not."""
-    import numpy as np
-
-    count = min(COMPARED_IDS, corpus.val.windows(1))
-    ids = corpus.val.read(np.arange(count), 1)[:, 0]
-    ids = ids[ids != corpus.eot_id] if corpus.eot_id is not None else ids
-    if ids.size and int(ids.max()) >= of_model.vocab_size:
-        return f"id {int(ids.max())} is not in its vocabulary"
-    text = own.decode(ids)
-    if of_model.decode(ids) != text:
-        for token in dict.fromkeys(ids.tolist()):
-            if (one := own.decode([token])) != (other := of_model.decode([token])):
-                return f"id {token} is {one!r}, and {other!r} there"
-        return "the same ids give another text"
-    if not np.array_equal(own.encode(text), of_model.encode(text)):
-        return "the same text gives other ids"
-    if corpus.eot_id is not None and corpus.eot_id != of_model.eot_id:
-        return f"a text ends with id {corpus.eot_id}, and with {of_model.eot_id} there"
-    return None
-
-
-def _tokenizer_of(corpus: Corpus) -> Tokenizer | None:
-    try:
-        return Tokenizer.load(corpus.path, corpus.manifest["tokenizer"])
-    except DataError:
-        return None
 
 
 # --- the score ------------------------------------------------------------------------------------------------------------------------
@@ -181,7 +148,7 @@ def _score(flags: argparse.Namespace, trained: Trained, corpus: Corpus, notes: l
     found = estimate(losses)
     if not math.isfinite(found.loss):
         raise UsageError(f"{trained.name}: its loss is {found.loss} in {flags.dtype}; try --dtype fp32, or an earlier --checkpoint")
-    n_bytes = text_bytes(corpus, split, _tokenizer_of(corpus))
+    n_bytes = text_bytes(corpus, split, tokenizer_of_corpus(corpus)[0])
     # Of the split as a whole, so that everyone who has a loss of it (a training log, another program) comes to the same figure.
     per_byte = None if n_bytes is None else split.n_tokens / n_bytes / math.log(2)
     state = trained.source.state

@@ -57,13 +57,16 @@ class Sampling:
             logits = logits.index_fill(0, torch.tensor(banned), -torch.inf)
         if self.temperature == 0:
             return int(logits.argmax())
-        logits, ids = logits.topk(min(self.top_k or len(logits), len(logits)))  # (k,), likeliest first
+        n_ids = len(logits)
+        logits, ids = logits.topk(min(self.top_k or n_ids, n_ids))  # (k,), likeliest first
         probabilities = torch.softmax(logits / max(self.temperature, COLDEST), dim=0)
         if self.top_p is not None:
             likelier = probabilities.cumsum(0) - probabilities  # than this one, in sum: below p for those that are needed to reach it
             likelier[0] = -1  # the likeliest is always one of them, whatever a rounding made of its own difference, and of a tiny top_p
             probabilities = probabilities.masked_fill(likelier >= self.top_p, 0)
-        return int(ids[torch.multinomial(probabilities, 1, generator=generator)])
+        # In the order of ids and not of probabilities: where two are alike, a rounding of the logits would change which one a draw means.
+        of_ids = torch.zeros(n_ids).index_copy(0, ids, probabilities)  # (V,)
+        return int(torch.multinomial(of_ids, 1, generator=generator))
 
 
 class Followers:

@@ -410,6 +410,77 @@ def test_a_weight_that_is_there_twice_is_refused(folder, tmp_path):
     assert f"{files[0]} holds it too" in fault(copy)
 
 
+@pytest.mark.parametrize(
+    ("file", "values", "said"),
+    [
+        ("run.json", {"total_tokens": "x"}, 'run.json: total_tokens is "x", must be a whole number'),
+        ("run.json", {"eval_batches": -3}, "run.json: eval_batches is -3, must be a whole number"),
+        ("run.json", {"precision": "x"}, "run.json: precision is 'x', must be one of fp32, bf16, fp16"),
+        ("run.json", {"techniques": 3}, "run.json: techniques is 3, must be an object"),
+        ("run.json", {"corpus": {"vocab_size": 1000, "path": 3}}, "run.json: path is 3, must be a text"),
+        (
+            "run.json",
+            {"shape": {"n_layer": 10**9, "n_head": 2, "d_model": 36, "seq_len": 32}},
+            "parameters, and the files of step-00000006",
+        ),
+        ("checkpoints/step-00000006/state.json", {"files": None}, "state.json says files = null, which no run wrote"),
+        ("checkpoints/step-00000006/state.json", {"ranks": 0}, "state.json says ranks = 0, which no run wrote"),
+        ("checkpoints/step-00000006/state.json", {"tokens": "x"}, 'state.json says tokens = "x", which no run wrote'),
+    ],
+)
+def test_a_run_that_was_edited_is_one_line(file, values, said, run, tmp_path):
+    copy = copied(run, tmp_path)
+    edit(copy / file, **values)
+    assert said in fault(copy)
+
+
+def test_a_vocabulary_that_is_not_the_corpuss_is_one_line(run, tmp_path):
+    copy = copied(run, tmp_path)
+    described = json.loads((copy / "run.json").read_text())
+    described["corpus"]["vocab_size"] -= 1
+    (copy / "run.json").write_text(json.dumps(described))
+    assert "its corpus has" in fault(copy)
+
+
+def test_files_of_deepspeeds_with_other_content_are_one_line(run, tmp_path):
+    import torch
+
+    copy = copied(run, tmp_path)
+    engine = copy / "checkpoints" / "step-00000006" / "engine"
+    edit(engine.parent / "state.json", files={})
+    whole = torch.load(engine / "mp_rank_00_model_states.pt", weights_only=False)
+    for content in (
+        {key: value for key, value in whole.items() if key != "module"},
+        {**whole, "module": [1]},
+        {**whole, "module": {"a": 1}},
+    ):
+        torch.save(content, engine / "mp_rank_00_model_states.pt")
+        assert "its files are not as DeepSpeed writes them" in fault(copy)
+
+
+def test_weights_too_large_for_fp16_are_refused_and_nothing_is_left(folder, tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    copy = copied(folder, tmp_path)
+    weights = load_file(copy / "model.safetensors")
+    weights["transformer.h.1.mlp.c_fc.weight"][3, 5] = 70_000
+    save_file(weights, copy / "model.safetensors")
+    for form in ("hf", "plain"):
+        command = [sys.executable, "launch/export.py", str(copy), "--out", str(tmp_path / "a" / "b"), "--dtype", "fp16", "--format", form]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == 2 and "h.1.mlp.c_fc.weight holds numbers that float16 has not; take bf16 or fp32" in done.stderr
+        assert len(done.stderr.splitlines()) == 1 and not (tmp_path / "a").exists()
+
+
+def test_a_path_of_no_use_is_one_line(folder, tmp_path):
+    for out in (tmp_path / ("x" * 300), folder / "inside"):
+        done = subprocess.run(
+            [sys.executable, "launch/export.py", str(folder), "--out", str(out)], cwd=ROOT, capture_output=True, text=True
+        )
+        assert done.returncode == 2 and len(done.stderr.splitlines()) == 1 and done.stderr.startswith("error: ")
+        assert not (folder / "inside").exists()
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_weights_that_are_not_finite_are_named(value, run, folder, tmp_path):
     import torch

@@ -62,9 +62,28 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
         UsageError: somebody has damaged it since.
     """
     try:
-        return json.loads((checkpoint / "state.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as reason:
+        state = json.loads((checkpoint / "state.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as reason:
         raise UsageError(f"{checkpoint}: state.json cannot be read ({reason}); {_REMEDY}") from None
+    if not isinstance(state, dict):
+        raise UsageError(f"{checkpoint}: state.json holds a {type(state).__name__}, must be an object; {_REMEDY}")
+    for key, is_right in _STATE.items():
+        if not is_right(state.get(key)):
+            raise UsageError(f"{checkpoint}: state.json says {key} = {json.dumps(state.get(key))[:60]}, which no run wrote; {_REMEDY}")
+    return state
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and value >= 0  # bool is an int, so not isinstance
+
+
+#: What a state must say.
+_STATE: dict[str, Callable[[Any], bool]] = {
+    **dict.fromkeys(("step", "tokens", "samples"), _is_count),
+    "ranks": lambda value: _is_count(value) and value > 0,
+    "val_loss": lambda value: value is None or isinstance(value, (int, float)),
+    "files": lambda value: isinstance(value, dict) and all(map(_is_count, value.values())),
+}
 
 
 #: What to do about a checkpoint that cannot be loaded.

@@ -7,6 +7,7 @@ Every command's `main` is run through `run_command`, which maps what can happen 
 from __future__ import annotations
 
 import difflib
+import errno
 import os
 import signal
 import sys
@@ -14,6 +15,9 @@ from collections.abc import Callable, Iterable
 from typing import TextIO
 
 from data_pipeline.errors import DataError
+
+#: Errors of the operating system about a path that somebody gave.
+_OF_A_PATH = (errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR)
 
 
 class UsageError(ValueError):
@@ -71,9 +75,14 @@ def run_command(main: Callable[[], int | None]) -> None:
     except TrainingFailed as reason:
         say(f"error: {one_line(str(reason))}", sys.stderr)
         code = 1
-    except KeyboardInterrupt:
-        code = 130
     except BrokenPipeError:  # the reader of our output has gone, as `| head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left to flush goes nowhere
         code = 128 + signal.SIGPIPE
+    except KeyboardInterrupt:
+        code = 130
+    except OSError as reason:  # a path of the user's that cannot be gone into; whatever else fails is a fault of ours, with its traceback
+        if reason.errno not in _OF_A_PATH or reason.filename is None:
+            raise
+        say(f"error: {one_line(str(reason.filename))[:200]}: {reason.strerror}; give another path, or mend that", sys.stderr)
+        code = 2
     sys.exit(code)

@@ -59,13 +59,19 @@ def fill_from_checkpoint(model: GPT, checkpoint: Path, ranks: int, allow_pickle:
     """
     weights = {name: parameter.data for name, parameter in model.named_parameters()}
     left = set(weights)
-    for name, place, values in _parts(model, checkpoint / ENGINE_TAG, ranks, allow_pickle):
-        whole = weights.get(name)
-        if whole is None or place + values.numel() > whole.numel():
-            raise UsageError(f"{checkpoint}: holds {name}, which is not this model's; the run's run.json was changed")
-        whole.view(-1)[place : place + values.numel()].copy_(values)
-        if place + values.numel() == whole.numel():
-            left.discard(name)
+    try:
+        for name, place, values in _parts(model, checkpoint / ENGINE_TAG, ranks, allow_pickle):
+            whole = weights.get(name)
+            if whole is None or place + values.numel() > whole.numel():
+                raise UsageError(f"{checkpoint}: holds {name}, which is not this model's; the run's run.json was changed")
+            whole.view(-1)[place : place + values.numel()].copy_(values)
+            if place + values.numel() == whole.numel():
+                left.discard(name)
+    except UsageError:
+        raise
+    except (KeyError, IndexError, TypeError, AttributeError, ValueError, RuntimeError) as reason:  # of files that hold something else
+        text = " ".join(f"{type(reason).__name__}: {reason}".split())[:120]
+        raise UsageError(f"{checkpoint}: its files are not as DeepSpeed writes them ({text}); copy the checkpoint again") from None
     if left:
         raise UsageError(f"{checkpoint}: lacks {', '.join(sorted(left)[:3])}; the run's run.json was changed")
 
@@ -79,7 +85,10 @@ def _parts(model: GPT, folder: Path, ranks: int, allow_pickle: bool) -> Iterator
     if not whole.exists() and not of_optimizer:
         raise UsageError(f"{folder}: holds no weights of DeepSpeed's; copy the checkpoint again")
     if not whole.exists():
-        shapes = _load(next(iter(sorted(folder.glob("zero_pp_rank_*_model_states.pt"), key=_rank))), allow_pickle)["param_shapes"]
+        of_models = sorted(folder.glob("zero_pp_rank_*_model_states.pt"), key=_rank)
+        if not of_models:
+            raise UsageError(f"{folder}: lacks the files of model states; copy the checkpoint again")
+        shapes = _load(of_models[0], allow_pickle)["param_shapes"]
         yield from _parts_of_stage_3(shapes, of_optimizer, allow_pickle)
         return
     state = _load(whole, allow_pickle)

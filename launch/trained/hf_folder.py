@@ -20,14 +20,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from launch.run.errors import UsageError
-from launch.trained.safetensors_file import ITEMSIZE, TORCH_NAMES, Entry, read_header, read_tensor, write_tensors
+from launch.trained.safetensors_file import ITEMSIZE, TORCH_NAMES, Entry, is_finite, read_header, read_tensor, rounded, write_tensors
 from model.hf import CONV1D, EMBEDDING, HEAD, PREFIX, hf_config, hf_shapes, to_hf_layout
 from model.presets import GPTConfig
 
 if TYPE_CHECKING:
     import torch
 
-    from data_pipeline.shards import Corpus
     from data_pipeline.tokenizer import Tokenizer
     from model.gpt import GPT
 
@@ -189,11 +188,6 @@ class HFFolder:
         return {ours: found[theirs] for ours, theirs in names.items() if ours != HEAD}
 
 
-def is_finite(weight: torch.Tensor) -> bool:
-    """Whether it holds neither a NaN nor an infinity."""
-    return all(bool(bound.isfinite()) for bound in weight.aminmax())  # which pass on NaN, and need no memory
-
-
 def open_hf_folder(folder: str | Path, allow_pickle: bool = False) -> HFFolder:
     """A Hugging Face folder, after every check that needs no torch.
 
@@ -353,15 +347,13 @@ def write_weights(model: GPT, config: GPTConfig, folder: Path, dtype: str, shard
     """Write the weights as GPT2LMHeadModel's, in one file or in several of at most `shard_bytes` with their index; the bytes of all.
 
     The padded rows of the vocabulary are left out, and so is the head, which is the embedding. dtype: safetensors' word for the files'.
+    Raises UsageError where a weight is too large for it.
     """
-    import torch
-
     parameters = dict(model.named_parameters())
-    target = getattr(torch, TORCH_NAMES[dtype])
 
     def tensor_of(theirs: str) -> list[torch.Tensor]:
         name = theirs.removeprefix(PREFIX)
-        return [to_hf_layout(name, parameters[name].detach(), config).to(target)]
+        return [rounded(name, to_hf_layout(name, parameters[name].detach(), config), dtype)]
 
     shards: list[dict[str, tuple[str, tuple[int, ...]]]] = [{}]
     room = shard_bytes
@@ -419,27 +411,3 @@ def other_ids(tokenizer: Tokenizer, folder: Path, texts: list[str]) -> int:
     written = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
     theirs = written(texts, return_attention_mask=False, verbose=False)["input_ids"]
     return sum(own.tolist() != found for own, found in zip(tokenizer.encode_many(texts), theirs, strict=True))
-
-
-#: Letters, digits, code, blanks and another script: tokenizers that agree on this are the same, or of the same text.
-PROBE = "def __init__(self, value=None):\n    return self.value + 12345  # the quick brown fox's naïve 世界\n\n\tif not x: raise ValueError"
-
-
-def has_other_ids(hf: HFFolder, corpus: Corpus) -> bool:
-    """Whether the folder's tokenizer is known to be another one than the corpus's; not so where either is missing. Imports no torch."""
-    from tokenizers import Tokenizer as HuggingFaceTokenizer
-
-    from data_pipeline.errors import DataError
-    from data_pipeline.tokenizer import Tokenizer
-
-    file = hf.folder / "tokenizer.json"
-    if not file.exists():
-        return False
-    try:
-        theirs = HuggingFaceTokenizer.from_file(str(file))
-        ours = Tokenizer.load(corpus.path, corpus.manifest["tokenizer"]).encode(PROBE)
-    except DataError:  # the corpus brings none, or its characters are not among these
-        return False
-    except Exception:  # `tokenizers` raises a bare one: of a newer version, or damaged, and not needed here
-        return False
-    return theirs.encode(PROBE, add_special_tokens=False).ids != ours.tolist()

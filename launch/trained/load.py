@@ -13,12 +13,16 @@ from typing import TYPE_CHECKING, Any
 
 from data_pipeline.errors import DataError
 from data_pipeline.shards import Corpus, open_corpus
-from data_pipeline.tokenizer import HuggingFaceFolder, Tokenizer
+from data_pipeline.tokenizer import Tokenizer
 from launch.run.checkpoint import PREFIX, check_files, complete_checkpoints, read_state
 from launch.run.config import ROOT
 from launch.run.errors import UsageError
-from launch.trained.hf_folder import CONFIG_FILE, HFFolder, is_finite, open_hf_folder
+from launch.trained.flags import DTYPES
+from launch.trained.folder_tokenizer import tokenizer_of_corpus, tokenizer_of_folder
+from launch.trained.hf_folder import CONFIG_FILE, HFFolder, open_hf_folder
 from launch.trained.plain import PLAIN_FILE
+from launch.trained.safetensors_file import is_finite
+from model.accounting import parameter_count
 from model.presets import GPTConfig
 
 if TYPE_CHECKING:
@@ -123,7 +127,7 @@ def open_trained(
     if data is not None:
         raise UsageError(f"--data {data}: is of a run, and {folder} brings its own tokenizer; leave it out")
     hf = open_hf_folder(folder, allow_pickle=allow_pickle)
-    tokenizer, why = _tokenizer_of_folder(hf)
+    tokenizer, why = tokenizer_of_folder(hf)
     eot = hf.eos_token_id if hf.eos_token_id is not None else getattr(tokenizer, "eot_id", None)
     return Source(folder, hf.config, tokenizer, why, eot, hf=hf, allow_pickle=allow_pickle)
 
@@ -134,6 +138,8 @@ def _open_run(folder: Path, asked: str | None, data: str | Path | None) -> Sourc
     corpus, tokenizer, why = _corpus_of(description, data)
     # Every tokenizer of ours, and GPT-2's, has the end of text last; where the corpus is gone no more is known.
     vocab_size = description["corpus"]["vocab_size"]
+    if corpus is not None and corpus.vocab_size != vocab_size:
+        raise UsageError(f"{folder / 'run.json'}: vocab_size is {vocab_size:,}, its corpus has {corpus.vocab_size:,}; it was changed")
     eot = corpus.eot_id if corpus else description["corpus"].get("eot_id", vocab_size - 1)
     config = GPTConfig(
         **description["shape"],
@@ -141,6 +147,13 @@ def _open_run(folder: Path, asked: str | None, data: str | Path | None) -> Sourc
         init_seed=description.get("seed", 0),
         document_end=eot if description.get("no_cross_document") else None,
     )
+    written = sum(state["files"].values())
+    # Before the memory is taken, where it is much: the engine's files hold 16 bits of each parameter at least.
+    if parameter_count(config) * 2 > max(written, 2**30):
+        raise UsageError(
+            f"{folder / 'run.json'}: says {parameter_count(config):,} parameters, and the files of {checkpoint.name} are of"
+            f" {written:,} bytes; it was changed since the run wrote it"
+        )
     return Source(folder, config, tokenizer, why, eot, description, checkpoint, state, corpus=corpus)
 
 
@@ -149,14 +162,33 @@ def read_description(folder: Path) -> dict[str, Any]:
     file = folder / "run.json"
     try:
         description = json.loads(file.read_text(encoding="utf-8"))
-        GPTConfig(**description["shape"], vocab_size=description["corpus"]["vocab_size"])
+        corpus = description["corpus"]
+        GPTConfig(**description["shape"], vocab_size=corpus["vocab_size"])
     except OSError as reason:
         raise UsageError(f"{file}: cannot be read ({reason.strerror}); give a run folder that can") from None
     except (KeyError, TypeError, AttributeError) as reason:
         raise UsageError(f"{file}: says no model ({type(reason).__name__}: {reason}); it is not the run.json of a run") from None
     except (ValueError, RecursionError) as reason:
         raise UsageError(f"{file}: is damaged ({reason}); it cannot be told which model this is") from None
+    for said, kinds in ((description, _DESCRIPTION), (corpus, _CORPUS)):
+        for key, kind in kinds.items():
+            value = said.get(key)
+            if value is not None and (type(value) is not kind or (isinstance(value, int) and value < 0)):
+                word = {int: "a whole number", str: "a text", dict: "an object", list: "a list"}[kind]
+                raise UsageError(f"{file}: {key} is {json.dumps(value)[:60]}, must be {word}; it was changed since the run wrote it")
+    if description.get("precision") not in (None, *DTYPES):
+        raise UsageError(f"{file}: precision is {description['precision']!r}, must be one of {', '.join(DTYPES)}; it was changed")
     return dict(description)
+
+
+#: What is read of a run.json and its corpus, of which an older one may lack some.
+_DESCRIPTION: dict[str, type] = {
+    **dict.fromkeys(("total_tokens", "global_batch_size", "micro_batch_size", "eval_batches", "ranks", "seed"), int),
+    **dict.fromkeys(("techniques", "optimizer", "machine", "versions"), dict),
+    **dict.fromkeys(("corpus_fingerprint", "precision"), str),
+    "command": list,
+}
+_CORPUS: dict[str, type] = {"vocab_size": int, "eot_id": int, "path": str, "sources": list}
 
 
 def choose_checkpoint(folder: Path, description: dict[str, Any], asked: str | None) -> tuple[Path, dict[str, Any]]:
@@ -203,20 +235,7 @@ def _corpus_of(description: dict[str, Any], data: str | Path | None) -> tuple[Co
         if data is not None:
             raise UsageError(f"--data {data}: is not the corpus that the run was trained on; prepare that one again")
         return None, None, f"{path} is not the corpus any more that it was trained on; --data says where that is now"
-    try:
-        return corpus, Tokenizer.load(corpus.path, corpus.manifest["tokenizer"]), ""
-    except DataError as reason:
-        return corpus, None, str(reason)
-
-
-def _tokenizer_of_folder(hf: HFFolder) -> tuple[Tokenizer | None, str]:
-    if not hf.has_tokenizer:
-        return None, f"{hf.folder} holds no tokenizer"
-    try:
-        tokenizer = HuggingFaceFolder(hf.folder, hf.end_of_text, str(hf.folder))
-    except DataError as reason:
-        return None, str(reason)
-    return tokenizer, ""
+    return corpus, *tokenizer_of_corpus(corpus)
 
 
 def empty_model(config: GPTConfig, dtype: torch.dtype) -> GPT:

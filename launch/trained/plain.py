@@ -10,11 +10,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from launch.trained.safetensors_file import TORCH_NAMES, write_tensors
+from launch.trained.safetensors_file import rounded, write_tensors
 from model.hf import CONV1D, hf_shapes
 from model.presets import GPTConfig
 
 if TYPE_CHECKING:
+    import torch
+
     from model.gpt import GPT
 
 PLAIN_FILE = "weights.safetensors"
@@ -29,10 +31,7 @@ def write_plain(model: GPT, config: GPTConfig, file: Path, dtype: str, eot_id: i
         dtype: of the weights, in safetensors' word.
         int8: the blocks' matrices have been through `launch.trained.int8.quantize`; beside each, `NAME_scale` holds a factor for each row.
     """
-    import torch
-
     parameters: dict[str, Any] = dict(model.named_parameters())
-    target = getattr(torch, TORCH_NAMES[dtype])
     described: dict[str, tuple[str, tuple[int, ...]]] = {}
     for name, shape in hf_shapes(config).items():
         matrix = bool(CONV1D.search(name))
@@ -47,6 +46,6 @@ def write_plain(model: GPT, config: GPTConfig, file: Path, dtype: str, eot_id: i
             return [parameters[name.removesuffix(SCALE)].scale.float()]
         if described[name][0] == "I8":
             return [parameters[name].qdata]
-        return [parameters[name].detach()[: described[name][1][0]].to(target)]
+        return [rounded(name, parameters[name].detach()[: described[name][1][0]], dtype)]
 
     write_tensors(file, described, tensor_of, {key: str(size) for key, size in sizes.items()})

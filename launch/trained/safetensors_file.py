@@ -115,6 +115,21 @@ def read_tensor(entry: Entry, out: torch.Tensor | None = None) -> torch.Tensor:
     return out
 
 
+def rounded(name: str, tensor: torch.Tensor, dtype: str) -> torch.Tensor:
+    """`tensor` in `dtype`, safetensors' word. Raises UsageError where it becomes infinite, as fp16 does above 65,504."""
+    import torch
+
+    tensor = tensor.to(getattr(torch, TORCH_NAMES[dtype]))
+    if not is_finite(tensor):
+        raise UsageError(f"--dtype: {name} holds numbers that {TORCH_NAMES[dtype]} has not; take bf16 or fp32")
+    return tensor
+
+
+def is_finite(weight: torch.Tensor) -> bool:
+    """Whether it holds neither a NaN nor an infinity."""
+    return all(bool(bound.isfinite()) for bound in weight.aminmax())  # which pass on NaN, and need no memory
+
+
 def write_tensors(
     file: Path,
     described: dict[str, tuple[str, tuple[int, ...]]],
