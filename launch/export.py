@@ -108,9 +108,8 @@ def main() -> int:
         if not flags.quiet or flags.int8:
             say(f"note: {note}")
     parameters = sum(math.prod(shape) for shape in hf_shapes(source.config).values())
-    where = f"step {source.state['step']:,}" if source.state else "the folder's weights"
     kinds = f"int8 and {TORCH_NAMES[dtype]}" if flags.int8 else TORCH_NAMES[dtype]
-    say(f"{out}: {parameters / 1e6:,.1f} M parameters in {kinds}, {where} of {source.folder}")
+    say(f"{out}: {parameters / 1e6:,.1f} M parameters in {kinds}, {_where(source)}")
     return 0
 
 
@@ -133,7 +132,7 @@ def export_hf(source: Source, folder: Path, dtype: str, name: str) -> list[str]:
     trained = source.load()
     write_weights(trained.model, source.config, folder, dtype)
     write_config(folder, source.config, source.eot_id, TORCH_NAMES[dtype])
-    card = model_card(name, source.config, TORCH_NAMES[dtype], source.description, source.state, _line(source), notes)
+    card = model_card(name, source.config, TORCH_NAMES[dtype], source.description, source.state, _line(source), source.corpus, notes)
     (folder / "README.md").write_text(card, encoding="utf-8")
     return notes
 
@@ -141,13 +140,14 @@ def export_hf(source: Source, folder: Path, dtype: str, name: str) -> list[str]:
 def export_plain(source: Source, folder: Path, dtype: str) -> list[str]:
     """Write `PLAIN_FILE` into `folder`: GPT-2's names, every matrix (out, in), no padded rows, the sizes in the metadata."""
     trained = source.load()
-    write_plain(trained.model, source.config, folder / PLAIN_FILE, dtype, source.eot_id)
+    write_plain(trained.model, source.config, folder / PLAIN_FILE, dtype, source.eot_id, _where(source))
     return []
 
 
 def export_int8(source: Source, folder: Path, dtype: str, data: str | None) -> list[str]:
     """Write `PLAIN_FILE` into `folder`, the blocks' matrices in int8; what that costs."""
-    from launch.trained.int8 import measured_windows, quantize, round_others, validation_loss
+    from launch.trained.int8 import measured_windows, quantize, round_others
+    from launch.trained.scoring import estimate, window_losses
 
     corpus = _corpus_for_int8(source, data)
     seq_len, asked = source.config.seq_len, 128
@@ -155,15 +155,23 @@ def export_int8(source: Source, folder: Path, dtype: str, data: str | None) -> l
         asked = source.description.get("eval_batches", 16) * source.description.get("global_batch_size", 8)
     windows = measured_windows(corpus, seq_len, asked)
     model = source.load().model.float()
-    before = validation_loss(model, corpus, seq_len, windows)
+    before = window_losses(model, corpus, corpus.val, windows)
     quantize(model)
     round_others(model, dtype)
-    after = validation_loss(model, corpus, seq_len, windows)
-    write_plain(model, source.config, folder / PLAIN_FILE, dtype, source.eot_id, int8=True)
+    after = window_losses(model, corpus, corpus.val, windows)
+    write_plain(model, source.config, folder / PLAIN_FILE, dtype, source.eot_id, _where(source), int8=True)
+    cost = estimate(after - before)  # window by window: of the difference, whose error is far below that of either loss
+    spread = "" if cost.error is None else f" +- {cost.error:.1g}"
     return [
-        f"int8 costs {after - before:+.5f} nats a token: the validation loss is {after:.5f}, and {before:.5f} in fp32"
+        f"int8 costs {cost.loss:+.2g}{spread} nats a token: the validation loss is {after.mean():.5f}, and {before.mean():.5f} in fp32"
         f" ({windows:,} windows of {seq_len:,} tokens)"
     ]
+
+
+def _where(source: Source) -> str:
+    """Whose weights they are."""
+    step = f"step {source.state['step']:,}" if source.state else "the folder's weights"
+    return f"{step} of {source.folder}"
 
 
 def _corpus_for_int8(source: Source, data: str | None) -> Corpus:

@@ -210,10 +210,15 @@ def _write(flags: argparse.Namespace, trained: Trained, prompt: str, ids: list[i
     tokens = sum(map(len, made))
     figures = {"tokens": tokens, "seconds": round(seconds, 3), "tokens_per_second": round(tokens / seconds, 1)}
     if flags.json:
+        # All that the text depends on, so that it can be written again.
+        how = {"model": str(trained.folder), "checkpoint": trained.source.checkpoint.name if trained.source.checkpoint else None}
+        how |= {
+            name: getattr(flags, name) for name in ("temperature", "top_k", "top_p", "no_repeat_ngram_size", "slide", "dtype", "engine")
+        }
         for number, seed in enumerate(seeds):
             reason = "length" if len(made[number]) == flags.max_new_tokens else "end of text"
-            own = {"sample": number, "seed": seed, "prompt": prompt, "text": texts[number], "ids": made[number], "ended_by": reason}
-            say(json.dumps(own | {"prompt_tokens": len(ids), **figures}))
+            own = {"sample": number + 1, "seed": seed, "prompt": prompt, "text": texts[number], "ids": made[number], "ended_by": reason}
+            say(json.dumps(own | {"prompt_tokens": len(ids), **how, **figures}))
     else:
         _out("\n")
     if not flags.quiet:

@@ -260,6 +260,8 @@ def _table(report: dict[str, Any]) -> list[str]:
 
 def _task_table(report: dict[str, Any]) -> list[str]:
     lines = [f"{report['model']}, {report['dtype']}, lm-evaluation-harness {report['lm_eval']}"]
+    if report["cut"]:
+        lines.append(f"{report['cut']:,} texts were longer than the model's context and lost their beginning")
     for task, found in report["tasks"].items():
         for metric, value in found["metrics"].items():
             error = "" if value["stderr"] is None else f" +- {value['stderr']:.4f}"

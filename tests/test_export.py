@@ -172,7 +172,7 @@ def test_int8_says_what_it_costs(run, folder, corpus, tmp_path, capsys):
     from safetensors.numpy import load_file
     from safetensors.torch import load_file as load_tensors
 
-    from launch.trained.int8 import validation_loss
+    from launch.trained.scoring import window_losses
 
     exported(run, tmp_path / "int8", "--int8")
     (said, last), noise = (text.splitlines() for text in capsys.readouterr())
@@ -195,7 +195,8 @@ def test_int8_says_what_it_costs(run, folder, corpus, tmp_path, capsys):
         if not name.endswith("_scale"):
             whole = tensor.float() * weights[f"{name}_scale"][:, None] if tensor.dtype == torch.int8 else tensor.float()
             trained.model.get_parameter(name)[:1024] = whole
-    assert f"the validation loss is {validation_loss(trained.model, open_corpus(corpus), 32, 8):.5f}, and {logged:.5f} in fp32" in said
+    opened = open_corpus(corpus)
+    assert f"the validation loss is {window_losses(trained.model, opened, opened.val, 8).mean():.5f}, and {logged:.5f} in fp32" in said
     exported(folder, tmp_path / "of_folder", "--int8", "--data", str(corpus))
     for arguments, fault in ((("--format", "hf"), "its GPT-2 has Conv1D"), ((), "--data says where a corpus is")):
         with pytest.raises(UsageError, match=fault):

@@ -336,7 +336,12 @@ def _marks(groups: Iterable[Sequence[Run]], force: bool) -> tuple[str, ...]:
                     said.add((kind, value))
                     marks[f"{run.folder}: its {kind} is {value}, that of {runs[0].folder} is {first}"] = None
     if marks and not force:
-        raise UsageError(*(f"{mark}; give runs that have the same, or --force, which marks the report" for mark in marks))
+        others = (
+            "; losses of different ids are compared in bits per byte: launch/score.py"
+            if any("vocabulary" in mark for mark in marks)
+            else ""
+        )
+        raise UsageError(*(f"{mark}; give runs that have the same, or --force, which marks the report{others}" for mark in marks))
     return tuple(marks)
 
 

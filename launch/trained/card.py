@@ -6,10 +6,13 @@ import json
 import math
 import shlex
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from model.hf import hf_shapes
 from model.presets import GPTConfig
+
+if TYPE_CHECKING:
+    from data_pipeline.shards import Corpus
 
 _USE = """\
 ```python
@@ -28,6 +31,7 @@ def model_card(
     description: dict[str, Any] | None,
     state: dict[str, Any] | None,
     line: dict[str, Any] | None,
+    corpus: Corpus | None,
     notes: list[str],
 ) -> str:
     """Markdown with the front matter that the hub reads.
@@ -37,6 +41,7 @@ def model_card(
         dtype: of the weights.
         description, state, line: the run's `run.json`, its checkpoint's `state.json` and the line of `metrics.jsonl` of that step; None
             where the model is of no run.
+        corpus: of the run, where it is still there.
         notes: what should be known, a sentence each.
     """
     parameters = sum(math.prod(shape) for shape in hf_shapes(config).values())
@@ -54,11 +59,14 @@ def model_card(
     ]
     parts = ["\n".join([*meta, "---"]), f"# {name}", f"A GPT-2 (`GPT2LMHeadModel`) of {parameters / 1e6:,.1f} M parameters.", _table(rows)]
     if description:
-        parts += ["## The run", _table(_of_run(description, state, line))]
-        if loss is not None:
+        parts += ["## The run", _table(_of_run(description, state, line, corpus))]
+        if loss is None:
+            parts.append("This step was not evaluated, so that its validation loss is not known: `launch/score.py` measures it.")
+        else:
+            more = f"perplexity {math.exp(min(loss, 700)):,.2f}" + ("" if corpus is None else _bits_per_byte(loss, corpus))
             parts.append(
-                f"The validation loss, {loss:.4f} nats a token (perplexity {math.exp(min(loss, 700)):,.2f}), is that of the run's log: the"
-                f" mean over {description.get('eval_batches', '?')} global batches of its validation text, in the run's own precision."
+                f"The validation loss, {loss:.4f} nats a token ({more}), is that of the run's log:"
+                f" the mean over {_windows(description, config, corpus)} of its validation text, in the run's own precision."
             )
         parts += ["## Train it again", "```sh\n" + _command(description) + "\n```"]
     parts += ["## Use it", _USE.format(name=name).rstrip()]
@@ -67,9 +75,35 @@ def model_card(
     return "\n\n".join(parts) + "\n"
 
 
-def _of_run(description: dict[str, Any], state: dict[str, Any], line: dict[str, Any]) -> list[tuple[str, str]]:
-    corpus, machine, versions = (description.get(key) or {} for key in ("corpus", "machine", "versions"))
-    sources = [str(source.get("name", source)) if isinstance(source, dict) else str(source) for source in corpus.get("sources", [])]
+def _bits_per_byte(loss: float, corpus: Corpus) -> str:
+    split, n_bytes = corpus.val, corpus.manifest["splits"]["val"].get("bytes")
+    return f", {loss / math.log(2) * split.n_tokens / n_bytes:.4f} bits per byte" if n_bytes else ""
+
+
+def _windows(description: dict[str, Any], config: GPTConfig, corpus: Corpus | None) -> str:
+    """What an evaluation of the run reads."""
+    asked = description.get("eval_batches", 0) * description.get("global_batch_size", 0)
+    if corpus is None:
+        return f"at most {asked:,} windows"
+    total = corpus.val.windows(config.seq_len)
+    return f"{min(asked, total):,} of the {total:,} windows of {config.seq_len:,} tokens"
+
+
+def _tokenizer(corpus: Corpus) -> str:
+    said = corpus.manifest["tokenizer"]
+    return f"{said.get('name') or said.get('kind')}, {corpus.vocab_size:,} ids"
+
+
+def _schedule(description: dict[str, Any]) -> str | None:
+    if description.get("lr") is None:
+        return None
+    kind = (description.get("scheduler") or {}).get("type")
+    return f"{description['lr']} after {description.get('warmup_steps', 0):,} steps, down to {description.get('min_lr')} ({kind})"
+
+
+def _of_run(description: dict[str, Any], state: dict[str, Any], line: dict[str, Any], corpus: Corpus | None) -> list[tuple[str, str]]:
+    text, machine, versions = (description.get(key) or {} for key in ("corpus", "machine", "versions"))
+    sources = [str(source.get("name", source)) if isinstance(source, dict) else str(source) for source in text.get("sources", [])]
     optimizer = description.get("optimizer") or {}
     loss, val_loss = line.get("loss"), state.get("val_loss")
     seconds = line.get("seconds")
@@ -77,19 +111,23 @@ def _of_run(description: dict[str, Any], state: dict[str, Any], line: dict[str, 
         ("step", f"{state.get('step', 0):,}"),
         ("tokens seen", f"{state.get('tokens', 0):,} of {description.get('total_tokens', 0):,}"),
         ("validation loss", None if val_loss is None else f"{val_loss:.4f}"),
-        ("training loss of the last step", None if loss is None else f"{loss:.4f}"),
+        ("training loss of the last step, one batch", None if loss is None else f"{loss:.4f}"),
         ("corpus", f"{', '.join(sources)} (`{description.get('corpus_fingerprint', '')[:16]}`)"),
+        ("training text", None if corpus is None else f"{corpus.train.n_tokens:,} tokens"),
+        ("validation text", None if corpus is None else f"{corpus.val.n_tokens:,} tokens"),
+        ("tokenizer", None if corpus is None else _tokenizer(corpus)),
         ("recipe", description.get("recipe")),
         ("engine JSON", f"`{_in_checkout(str(description.get('config_file')))}`"),
         ("ZeRO stage, precision, ranks", ", ".join(str(description.get(key)) for key in ("zero_stage", "precision", "ranks"))),
         ("techniques", ", ".join(description.get("techniques") or {})),
         ("optimizer", f"{optimizer.get('type')} `{json.dumps(optimizer.get('params', {}))}`"),
         ("sequences a step", f"{description.get('global_batch_size', 0):,}"),
-        ("peak learning rate", description.get("lr")),
+        ("learning rate", _schedule(description)),
+        ("gradient clipping", (description.get("engine") or {}).get("gradient_clipping")),
         ("started from", description.get("init_from")),
         ("attention within documents", "yes" if description.get("no_cross_document") else None),
         ("seed", description.get("seed")),
-        ("time", None if seconds is None else f"{seconds:,.0f} s"),
+        ("time of training", None if seconds is None else f"{seconds:,.0f} s"),
         ("machine", ", ".join(map(str, machine.get("gpus") or [machine.get("processor")]))),
         ("versions", ", ".join(f"{key} {value}" for key, value in versions.items() if value)),
         ("commit", description.get("commit")),

@@ -42,6 +42,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # the harness is an extra
         self._model = trained.model.to(self._device, torch_dtype(dtype))
         self._tokenizer_of_corpus, self._config, self._eot_id, self._quiet = trained.tokenizer, trained.config, trained.eot_id, quiet
         self._batch_size = batch_size
+        self.cut = 0  # texts that were longer than the model's context, and lost their beginning
 
     @property
     def eot_token_id(self) -> int:
@@ -72,6 +73,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # the harness is an extra
         """
         found: list[tuple[float, bool]] = [(0.0, True)] * len(requests)
         rows = [(context + continuation)[-(self._config.seq_len + 1) :] for _, context, continuation in requests]
+        self.cut += sum(len(context) + len(continuation) > len(row) for (_, context, continuation), row in zip(requests, rows, strict=True))
         # Rows of like length share a pass; the longest first, so that too little memory shows at once.
         order = sorted((index for index, (_, _, continuation) in enumerate(requests) if continuation), key=lambda index: -len(rows[index]))
         with self._progress(len(order), disable_tqdm) as done:
@@ -101,7 +103,9 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # the harness is an extra
         sampling = Sampling(temperature, options.get("top_k"), options.get("top_p"))
         prompt = self.tok_encode(context) or [self.prefix_token_id]
         # Room for what is to come, as the harness's own models leave it: the context loses its beginning, once.
-        prompt = prompt[-max(1, self._config.seq_len - length) :]
+        room = max(1, self._config.seq_len - length)
+        self.cut += len(prompt) > room
+        prompt = prompt[-room:]
         ids: list[int] = []
         generator = torch.Generator().manual_seed(1)
         for (token,) in stream(Cached(self._model), prompt, length, sampling, [generator], self._eot_id):
@@ -171,7 +175,10 @@ def run_tasks(trained: Trained, flags: argparse.Namespace) -> dict[str, Any]:
         "model": str(trained.folder),
         "checkpoint": trained.source.checkpoint.name if trained.source.checkpoint else None,
         "dtype": flags.dtype,
+        "step": trained.source.state["step"] if trained.source.state else None,
+        "limit": flags.limit,
         "lm_eval": lm_eval.__version__,
+        "cut": model.cut,
         "tasks": {name: _task(name, found) for name in found["results"]},
     }
 

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 INSTALL = 'pip install -e ".[int8]" -c constraints.txt'
 #: Of validation text, tokens at most: 12 s on two cores for `gpt2`.
 MEASURED_TOKENS = 65_536
-MEASURED_BATCH = 8
 
 
 def check_int8() -> None:
@@ -52,16 +51,3 @@ def round_others(model: GPT, dtype: str) -> None:
 def measured_windows(corpus: Corpus, seq_len: int, asked: int) -> int:
     """How many windows of validation text are read: `asked`, as far as there are so many, and `MEASURED_TOKENS`."""
     return max(1, min(asked, corpus.val.windows(seq_len), MEASURED_TOKENS // seq_len))
-
-
-def validation_loss(model: GPT, corpus: Corpus, seq_len: int, windows: int) -> float:
-    """Mean cross-entropy, nats a token, over `windows` windows spread evenly over the validation split."""
-    import torch
-
-    from data_pipeline.loader import Loader
-
-    total = 0.0
-    with torch.no_grad():
-        for tokens, rows in Loader(corpus.val, None, seq_len, corpus.vocab_size, 0, 1, "cpu").validation_batches(windows, MEASURED_BATCH):
-            total += float(model(tokens[:, :-1], tokens[:, 1:])) * rows
-    return total / windows
