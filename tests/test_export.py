@@ -523,6 +523,14 @@ def test_a_start_from_another_shape_names_each_mismatch(folder, corpus, tmp_path
     described["model"]["merges"] = described["model"]["merges"][:50]
     (copy / "tokenizer.json").write_text(json.dumps(described))
     assert "its tokenizer gives other ids than that of" in starting(copy, corpus, *SHAPE)
+    described = json.loads((folder / "tokenizer.json").read_text())
+    ids = described["model"]["vocab"]
+    ids["e"], ids["t"] = ids["t"], ids["e"]
+    (copy / "tokenizer.json").write_text(json.dumps(described))
+    assert "' in the corpus, and '" in starting(copy, corpus, *SHAPE)
+    (copy / "tokenizer.json").write_text("{")
+    told = explain("--deepspeed_config", "ds_configs/zero1_fp32.json", "--data", str(corpus), "--init_from", str(copy), *SHAPE)
+    assert any("was made with its tokenizer is not known" in note for note in json.loads(told.stdout)["notes"])
     resolved = explain(*flags, *SHAPE)
     assert json.loads(resolved.stdout)["run"]["init_from"]["value"] == str(folder)
 

@@ -338,8 +338,12 @@ class RunFolder:
 
     def abandon(self) -> None:
         """Remove what a start that was refused has made here, so that its name is free; nothing of a run that has begun."""
-        if self._made and self._metrics is None:
-            shutil.rmtree(self.path, ignore_errors=True)
+        if self._made and self._metrics is None and not any((self.path / "checkpoints").iterdir()):
+            with contextlib.suppress(OSError):  # what somebody else has put there stays, and so does the folder
+                for name in ("run.json", "log.txt", ".lock"):
+                    (self.path / name).unlink()
+                (self.path / "checkpoints").rmdir()
+                self.path.rmdir()
 
     def close(self) -> None:
         """Flush and close everything; the lock goes last."""

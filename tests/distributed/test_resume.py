@@ -371,6 +371,19 @@ def test_a_folder_that_is_no_run_is_not_resumed(tmp_path):
         run_folder.check_run_folder(str(tmp_path), "r", resume=True)
 
 
+def test_a_refused_start_leaves_what_it_did_not_make(tmp_path):
+    description = {"resume": True, "created": "now", "command": []}
+    refused = RunFolder(tmp_path / "new", description, quiet=True)
+    refused.abandon()
+    refused.close()
+    assert not (tmp_path / "new").exists()
+    (tmp_path / "old" / "checkpoints" / "step-00000003").mkdir(parents=True)
+    refused = RunFolder(tmp_path / "old", description, quiet=True)
+    refused.abandon()
+    refused.close()
+    assert (tmp_path / "old" / "checkpoints" / "step-00000003").exists()
+
+
 def test_run_json_keeps_how_the_run_was_first_started(tmp_path):
     """And of each resume when, by which command, and in whose turns."""
     first, later, latest = (
