@@ -10,6 +10,7 @@ from deepspeed.utils import safe_get_full_fp32_param
 
 from launch.run.checkpoint import Checkpoints
 from launch.run.errors import UsageError
+from tests.distributed.correction_jobs import fp16_allowed
 from tests.distributed.jobs import pretrain
 
 #: Beside the checkpoints, in the run's folder.
@@ -41,7 +42,8 @@ def pretrain_and_keep(runs: list[list[str]]) -> list[str]:
 
 def _refusal(flags: list[str]) -> str:
     try:
-        pretrain(flags)
+        with fp16_allowed():
+            pretrain(flags)
     except UsageError as refused:
         return str(refused)
     return ""
