@@ -60,12 +60,17 @@ def torch_builds() -> dict[str, str | None]:
 
 
 def forget_engines() -> None:
-    """Let go of the engines of earlier jobs: stage 3 keeps them in an `lru_cache` of its coordinator's class."""
+    """Let go of the engines of earlier jobs: stage 3 keeps them in an `lru_cache` of its coordinator's class.
+
+    What is left of the first job are modules and their caches, a million objects, which no later collection looks through again.
+    """
     from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 
     decisions = vars(PartitionedParameterCoordinator).get("_PartitionedParameterCoordinator__params_to_release")
     getattr(decisions, "cache_clear", lambda: None)()
     gc.collect()
+    if not gc.get_freeze_count():
+        gc.freeze()
 
 
 class ChangingPlan(Technique):

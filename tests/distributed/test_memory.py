@@ -95,7 +95,7 @@ def check_peak(runs: Path, config: str, preset: str, ranks: int, micro: int, che
     ("config", "preset", "ranks", "micro", "checkpoints"),
     [
         pytest.param("zero0_fp32", "nano", 1, 8, "off", marks=pytest.mark.long),
-        ("zero2_bf16", "micro", 2, 4, "off"),
+        pytest.param("zero2_bf16", "micro", 2, 4, "off", marks=pytest.mark.long),
         pytest.param("zero1_bf16", "micro", 1, 16, "each", marks=pytest.mark.long),
         pytest.param("zero1_fp32", "micro", 2, 8, "2", marks=pytest.mark.long),
         pytest.param("zero1_bf16", "micro", 1, 16, "off", marks=pytest.mark.long),
