@@ -282,6 +282,7 @@ def test_tasks_of_the_harness(runs, command, tmp_path, monkeypatch):
         command, runs / "zero1_fp32", "--tasks", "own_choice,own_rolling,own_until", "--tasks_dir", tmp_path, "--batch_size", "2"
     )
     tasks = found["tasks"]
+    assert found["cut"] == 2  # the long text, with each word behind it
     right = 0
     for text in texts:
         stripped = text.rstrip(" ")

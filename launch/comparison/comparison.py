@@ -336,12 +336,9 @@ def _marks(groups: Iterable[Sequence[Run]], force: bool) -> tuple[str, ...]:
                     said.add((kind, value))
                     marks[f"{run.folder}: its {kind} is {value}, that of {runs[0].folder} is {first}"] = None
     if marks and not force:
-        others = (
-            "; losses of different ids are compared in bits per byte: launch/score.py"
-            if any("vocabulary" in mark for mark in marks)
-            else ""
-        )
-        raise UsageError(*(f"{mark}; give runs that have the same, or --force, which marks the report{others}" for mark in marks))
+        fix = "give runs that have the same, or --force, which marks the report"
+        of_ids = f"{fix}; losses of different ids are compared in bits per byte, by launch/score.py"
+        raise UsageError(*(f"{mark}; {of_ids if 'vocabulary' in mark else fix}" for mark in marks))
     return tuple(marks)
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -83,7 +84,7 @@ def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """An object of JSON. Raises ValueError for a name that is there twice, of which any reader would take the one or the other."""
     made = dict(pairs)
     if len(made) != len(pairs):
-        raise ValueError(f"{next(name for index, (name, _) in enumerate(pairs) if name in dict(pairs[:index]))} is there twice")
+        raise ValueError(f"{Counter(name for name, _ in pairs).most_common(1)[0][0]} is there twice")
     return made
 
 
