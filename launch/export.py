@@ -170,7 +170,7 @@ def export_int8(source: Source, folder: Path, dtype: str, data: str | None) -> l
 
 def _where(source: Source) -> str:
     """Whose weights they are."""
-    step = f"step {source.state['step']:,}" if source.state else "the folder's weights"
+    step = "the folder's weights" if source.step is None else f"step {source.step:,}"
     return f"{step} of {source.folder}"
 
 

@@ -211,7 +211,7 @@ def _write(flags: argparse.Namespace, trained: Trained, prompt: str, ids: list[i
     figures = {"tokens": tokens, "seconds": round(seconds, 3), "tokens_per_second": round(tokens / seconds, 1)}
     if flags.json:
         # All that the text depends on, so that it can be written again.
-        how = {"model": str(trained.folder), "checkpoint": trained.source.checkpoint.name if trained.source.checkpoint else None}
+        how = {"model": str(trained.folder), "checkpoint": trained.source.checkpoint_name}
         how |= {
             name: getattr(flags, name) for name in ("temperature", "top_k", "top_p", "no_repeat_ngram_size", "slide", "dtype", "engine")
         }

@@ -151,11 +151,10 @@ def _score(flags: argparse.Namespace, trained: Trained, corpus: Corpus, notes: l
     n_bytes = text_bytes(corpus, split, tokenizer_of_corpus(corpus)[0])
     # Of the split as a whole, so that everyone who has a loss of it (a training log, another program) comes to the same figure.
     per_byte = None if n_bytes is None else split.n_tokens / n_bytes / math.log(2)
-    state = trained.source.state
     report: dict[str, Any] = {
         "model": str(trained.folder),
-        "checkpoint": trained.source.checkpoint.name if trained.source.checkpoint else None,
-        "step": state["step"] if state else None,
+        "checkpoint": trained.source.checkpoint_name,
+        "step": trained.source.step,
         "data": str(corpus.path),
         "split": flags.split,
         "dtype": flags.dtype,

@@ -173,9 +173,9 @@ def run_tasks(trained: Trained, flags: argparse.Namespace) -> dict[str, Any]:
             raise UsageError(f"--tasks {flags.tasks}: {type(reason).__name__}: {one_line(str(reason))[:300]}") from None
     return {
         "model": str(trained.folder),
-        "checkpoint": trained.source.checkpoint.name if trained.source.checkpoint else None,
+        "checkpoint": trained.source.checkpoint_name,
         "dtype": flags.dtype,
-        "step": trained.source.state["step"] if trained.source.state else None,
+        "step": trained.source.step,
         "limit": flags.limit,
         "lm_eval": lm_eval.__version__,
         "cut": model.cut,

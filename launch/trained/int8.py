@@ -9,7 +9,7 @@ import importlib.util
 from typing import TYPE_CHECKING
 
 from launch.run.errors import UsageError
-from launch.trained.safetensors_file import TORCH_NAMES
+from launch.trained.safetensors_file import rounded
 from model.hf import CONV1D
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def round_others(model: GPT, dtype: str) -> None:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if not CONV1D.search(name):
-                parameter.copy_(parameter.to(getattr(torch, TORCH_NAMES[dtype])))
+                parameter.copy_(rounded(name, parameter, dtype))
 
 
 def measured_windows(corpus: Corpus, seq_len: int, asked: int) -> int:

@@ -62,6 +62,15 @@ class Source:
     def name(self) -> str:
         return self.folder.resolve().name
 
+    @property
+    def checkpoint_name(self) -> str | None:
+        return self.checkpoint.name if self.checkpoint else None
+
+    @property
+    def step(self) -> int | None:
+        """Of the checkpoint."""
+        return int(self.state["step"]) if self.state else None
+
     def load(self) -> Trained:
         """Read the weights. Raises UsageError, one line, for files that are not what they should be."""
         return _load(self)
