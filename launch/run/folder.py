@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
+from launch.run.checkpoint_files import complete_checkpoints
 from launch.run.errors import UsageError, say
 from launch.run.exponents import overall
 from launch.run.metrics import read_metrics
@@ -41,7 +42,7 @@ SAME_PRECISION = {
     ("fp32", "bf16"): "give --set bf16.enabled=false, or another --run_name",
 }
 #: What a resume changes without changing the run: not worth a line in the log.
-INCIDENTAL = ("created", "command", "resume", "quiet", "turns")
+INCIDENTAL = ("created", "command", "resume", "quiet", "turns", "run_id")
 #: What a resume leaves as it was, whatever it says: its weights are those of the checkpoint.
 OF_THE_START = "init_from"
 LOCK_PATIENCE_SECONDS = 60.0
@@ -123,6 +124,7 @@ class RunFolder:
         self._writer: Any = None
         self._last_line: dict[str, Any] = {}
         self.changes: list[str] = []
+        self.run_id: str | None = None
         self._made = False
         try:
             path.mkdir(parents=True, exist_ok=True)
@@ -133,6 +135,7 @@ class RunFolder:
         try:
             self._acquire_lock(patience=LOCK_PATIENCE_SECONDS if description["resume"] else 0.0)
             description = self._compare(json.loads(json.dumps(description)))
+            self.run_id = description.get("run_id")
             for leftover in path.glob(".*.tmp"):  # of `write_atomically`, after a kill
                 leftover.unlink()
             with _writable(path):
@@ -207,7 +210,7 @@ class RunFolder:
             for change in _changes(key, before.get(key), value)
         ]
         resume = {key: description.get(key) for key in ("created", "command", "turns")}
-        kept = [*resume, *([OF_THE_START] if any((self.path / "checkpoints").glob("step-*/state.json")) else [])]
+        kept = [*resume, "run_id", *([OF_THE_START] if complete_checkpoints(self.path / "checkpoints") else [])]
         return {**description, **{key: before.get(key) for key in kept}, "resumes": [*before.get("resumes", []), resume]}
 
     # --- the log and the metrics --------------------------------------------------------------------------------------------------
@@ -357,6 +360,7 @@ class NoFolder:
     """What the other ranks have in place of the run's folder: everything is said and written by global rank 0."""
 
     seconds_before = 0.0
+    run_id = None
 
     def log(self, *_: Any, **__: Any) -> None:
         pass
