@@ -11,6 +11,7 @@ forged runs no code either, since `launch/engine/tensor_files.py` reads all of t
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -24,6 +25,8 @@ from launch.run.errors import UsageError
 STATE_FILE = "state.json"
 #: What is said of a checkpoint without digests, which is loaded all the same.
 NO_DIGESTS = "was written before checkpoints had digests; only the sizes of its files were checked"
+#: Of the files that DeepSpeed and our readers look for by pattern.
+READ_SUFFIXES = (".pt", ".swp")
 _NAME = re.compile(r"step-([0-9]{8,18})")
 _BLOCK_BYTES = 1 << 20
 #: Threads that read files at the same time; reading and digesting both release the GIL.
@@ -46,8 +49,8 @@ def is_checkpoint_name(name: str) -> bool:
 
 
 def complete_checkpoints(folder: Path) -> list[Path]:
-    """The folders in `folder` with a checkpoint's name and a `state.json`, by step."""
-    found = (path.parent for path in folder.glob(f"step-*/{STATE_FILE}") if is_checkpoint_name(path.parent.name))
+    """The folders in `folder` with a checkpoint's name, which a run gives to complete ones only, by step."""
+    found = (path for path in folder.glob("step-*") if is_checkpoint_name(path.name) and path.is_dir())
     return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
 
 
@@ -77,7 +80,7 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
     """
     file = checkpoint / STATE_FILE
     if not file.is_file():  # a FIFO would be waited for
-        raise DamagedCheckpoint(f"{file}: is not a file")
+        raise DamagedCheckpoint(f"{file}: {'is not a file' if os.path.lexists(file) else 'is missing'}")
     try:
         state = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as reason:
@@ -174,11 +177,11 @@ def check_files(checkpoint: Path, state: dict[str, Any], share: slice = slice(No
         share: the part of the files that is read, of their list by falling size: rank i of n takes `slice(i, None, n)`.
 
     Raises:
-        DamagedCheckpoint: one is missing, has another size or other content, or is a `.pt` file that the run did not write.
+        DamagedCheckpoint: one is missing, has another size or other content, or is a `.pt` or `.swp` file that the run did not write.
     """
     listed = state["files"]
-    for file in checkpoint.rglob("*.pt"):
-        if str(file.relative_to(checkpoint)) not in listed:
+    for file in checkpoint.rglob("*"):
+        if file.suffix in READ_SUFFIXES and str(file.relative_to(checkpoint)) not in listed:
             raise DamagedCheckpoint(f"{file}: the run did not write this file")
     sizes = file_sizes(state)
     for name, size in sizes.items():
