@@ -6,8 +6,8 @@
         technique-00000.pt   per rank, only where a technique has state that cannot be derived
 
 The newest `keep` stay, and the best by validation loss. What has another name is never touched, and a link or a checkpoint of another run
-is never removed. A resume takes the newest checkpoint that verifies (launch/run/checkpoint_files.py). When the run has written its next one,
-those that were passed over are renamed `step-00000300.unusable`.
+is never removed. A resume takes the newest checkpoint that verifies (launch/run/checkpoint_files.py). When the run has written its next
+one, those that were passed over are renamed `step-00000300.unusable`.
 
 The loop stands still for a copy of everything into the host's memory; a thread of each rank writes the copy. These threads make no
 collectives, which would come between the loop's: a rank marks in the temporary folder that its files are on the disk, and rank 0,
