@@ -5,7 +5,8 @@
 
 Two runs of `launch/pretrain.py`'s own loop, each in a fresh process: one that saves every few steps, and one that saves at its end only.
 Writing is timed twice: in the thread beside training, from the first file to the rename, and with the loop standing still, which is how
-the last checkpoint of a run is written. Peaks are of the process (`ru_maxrss`), in each run after its last step. The text is random
+the last checkpoint of a run is written. Verification, as a resume makes it, is timed against reading the same files, interleaved, from the
+page cache, where reading is fastest. Peaks are of the process (`ru_maxrss`), in each run after its last step. The text is random
 numbers in nanoGPT's form, with GPT-2's vocabulary.
 """
 
@@ -39,7 +40,11 @@ def rows(record: dict[str, Any]) -> list[Row]:
     stalls = sorted(record["stall_ratios"])
     middle = statistics.quantiles(stalls, n=4)
     what = f"the loop's stall / writing a checkpoint, {record['preset']}; the first {100 * record['stall_ratios'][0]:.1f}%"
-    return [Row(what, f"{100 * statistics.median(stalls):.1f}%", [middle[0], middle[2]], "under 15%")]
+    found = [Row(what, f"{100 * statistics.median(stalls):.1f}%", [middle[0], middle[2]], "under 15%")]
+    if ratios := record.get("verification_ratios"):
+        low, median, high = statistics.quantiles(ratios, n=4)
+        found.append(Row(f"verifying a checkpoint / reading its files, {record['preset']}", f"{median:.2f}", [low, high], "under 1.2"))
+    return found
 
 
 def train(flags: list[str]) -> dict[str, Any]:
@@ -96,6 +101,26 @@ def train(flags: list[str]) -> dict[str, Any]:
     }
 
 
+def verification_ratios(checkpoint: Path, rounds: int = 7) -> list[float]:
+    """Seconds of verifying a checkpoint by one rank over seconds of reading its files a MiB at a time, in pairs."""
+    from launch.run.checkpoint_files import check_files, read_state
+
+    def read() -> None:
+        block = bytearray(1 << 20)
+        for name in read_state(checkpoint)["files"]:
+            with open(checkpoint / name, "rb", buffering=0) as stream:
+                while stream.readinto(block):
+                    pass
+
+    def seconds(work: Any) -> float:
+        start = time.perf_counter()
+        work()
+        return time.perf_counter() - start
+
+    read()  # into the page cache
+    return [seconds(lambda: check_files(checkpoint, read_state(checkpoint))) / seconds(read) for _ in range(rounds)]
+
+
 def write_corpus(folder: Path) -> None:
     """Random tokens in nanoGPT's form."""
     import numpy as np
@@ -130,6 +155,7 @@ def main() -> int:
             with ProcessPoolExecutor(1, context) as process:
                 found[name] = process.submit(train, [*flags, "--run_name", name, "--save_every", str(save_every)]).result()
             size = sum(path.stat().st_size for path in (folder / name / "checkpoints").rglob("*") if path.is_file())
+            verification = verification_ratios(next((folder / name / "checkpoints").iterdir()))
             shutil.rmtree(folder / name)
     finally:
         shutil.rmtree(folder)
@@ -155,6 +181,7 @@ def main() -> int:
         times = report.spread(seconds)
         quartiles = f"{times['lower_quartile_ms']:.0f} to {times['upper_quartile_ms']:.0f}"
         print(f"steps {name}: {times['median_ms']:.0f} ms, quartiles {quartiles}, {times['count']} steps")
+    print(f"verifying the checkpoint takes {statistics.median(verification):.2f} times as long as reading its files")
     print(f"peak: {beside['peak'] / 2**20:,.0f} MiB, {alone['peak'] / 2**20:,.0f} MiB without saves beside training")
     if not arguments.no_record:
         report.append(
@@ -167,6 +194,7 @@ def main() -> int:
                 "stall_seconds": stalls,
                 "stall_ratios": [stall / still for stall in stalls],
                 "write_seconds_beside": writes,
+                "verification_ratios": verification,
                 "steps_in_flight": report.spread(during) if len(during) > 1 else None,
                 "steps_between": report.spread(between),
                 "steps_without_saves": report.spread(without),

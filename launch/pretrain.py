@@ -98,6 +98,7 @@ def train(config: RunConfig, folder: RunFolder | NoFolder, stop: StopRequest) ->
         config.saves_beside_training,
         on_failure=stop.request,
         log=folder.log,
+        run_id=folder.run_id,
     )
 
     # Where the run stands: optimizer steps done, tokens and samples consumed, the last validation loss and the step it belongs to.

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from launch.run.checkpoint_files import file_entry, state_text
 from launch.run.config import RunConfig, needs_cuda, resolve
 from launch.run.errors import run_command
 from launch.run.explain import explain as explained_run
@@ -140,6 +141,15 @@ def sparse_corpus(folder: Path, shards: int = 20, shard_tokens: int = 100_000_00
     }
     (folder / "manifest.json").write_text(json.dumps(manifest))
     return folder
+
+
+def reseal(checkpoint: Path, **values: Any) -> None:
+    """Write the `state.json` of a checkpoint anew, with `values`, for the files that it has now: what somebody could forge."""
+    state = json.loads((checkpoint / "state.json").read_text()) | values
+    files = (path for path in checkpoint.rglob("*") if path.is_file() and path.name != "state.json")
+    entries = {str(path.relative_to(checkpoint)): file_entry(path) for path in files}
+    where = {key: state[key] for key in ("step", "tokens", "samples", "val_loss")}
+    (checkpoint / "state.json").write_text(state_text(where, state["run_id"], state["ranks"], entries))
 
 
 def resumed_after(run: Path) -> int:

@@ -23,7 +23,7 @@ from launch.run.metrics import read_metrics
 from launch.trained.hf_folder import open_hf_folder
 from launch.trained.load import load_trained, open_trained
 from model.hf import hf_shapes
-from tests.helpers import ROOT, explain, exported, refusal
+from tests.helpers import ROOT, explain, exported, refusal, reseal
 
 SIZES = {"n_layer": 2, "n_head": 2, "d_model": 36, "seq_len": 32}
 SHAPE = [word for key, value in SIZES.items() for word in (f"--{key}", str(value))]
@@ -243,11 +243,16 @@ def test_a_damaged_checkpoint_is_one_line(run, tmp_path):
     weights = engine / "mp_rank_00_model_states.pt"
     content = weights.read_bytes()
     weights.write_bytes(content[:-100])
-    assert "bytes" in fault(copy)
+    assert str(weights) in fault(copy, checkpoint="6")
+    with pytest.raises(UsageError) as refused:  # the checkpoint before it is good, and not the end of the run
+        load_trained(copy)
+    assert str(weights) in refused.value.faults[0] and "--checkpoint step-00000003" in refused.value.faults[1]
     weights.unlink()
-    assert "is missing" in fault(copy)
+    assert str(weights) in fault(copy, checkpoint="6")
     # Of the size that it had, and no checkpoint of DeepSpeed's.
     weights.write_bytes(b"\0" * len(content))
+    assert str(weights) in fault(copy, checkpoint="6")
+    reseal(engine.parent)
     assert "cannot be read" in fault(copy)
     edit(copy / "run.json", shape={"n_layer": 3})
     assert "says no model" in fault(copy)
@@ -269,8 +274,8 @@ def test_no_pickle_is_loaded_without_being_asked_for(run, folder, tmp_path):
     copy, mark = copied(run, tmp_path), tmp_path / "attacked"
     file = copy / "checkpoints" / "step-00000006" / "engine" / "mp_rank_00_model_states.pt"
     torch.save({"module": {}, "attack": Attack(mark)}, file)
-    edit(copy / "checkpoints" / "step-00000006" / "state.json", files={})
-    assert "is not loaded" in fault(copy)
+    reseal(file.parents[1])
+    assert f"{file}: holds " in fault(copy)
     theirs = Path(shutil.copytree(folder, tmp_path / "theirs"))
     (theirs / "model.safetensors").write_bytes(pickle.dumps(Attack(mark)) + b"\0" * 10_000)
     assert "a pickle under the name of a safetensors file" in fault(theirs)
@@ -278,7 +283,7 @@ def test_no_pickle_is_loaded_without_being_asked_for(run, folder, tmp_path):
     assert "holds no model.safetensors" in fault(theirs)
     torch.save({"attack": Attack(mark)}, theirs / "pytorch_model.bin")
     assert "a pickle (pytorch_model.bin)" in fault(theirs)
-    assert "holds more than weights" in fault(theirs, allow_pickle=True)
+    assert "pytorch_model.bin: holds " in fault(theirs, allow_pickle=True)
     assert not mark.exists()
     weights = {f"transformer.{name}": torch.ones(shape) for name, shape in hf_shapes(open_hf_folder(folder).config).items()}
     torch.save(weights, theirs / "pytorch_model.bin")
@@ -427,15 +432,15 @@ def test_a_weight_that_is_there_twice_is_refused(folder, tmp_path):
             {"shape": {"n_layer": 10**9, "n_head": 2, "d_model": 36, "seq_len": 32}},
             "parameters, and the files of step-00000006",
         ),
-        ("checkpoints/step-00000006/state.json", {"files": None}, "state.json says files = null, which no run wrote"),
-        ("checkpoints/step-00000006/state.json", {"ranks": 0}, "state.json says ranks = 0, which no run wrote"),
-        ("checkpoints/step-00000006/state.json", {"tokens": "x"}, 'state.json says tokens = "x", which no run wrote'),
+        ("checkpoints/step-00000006/state.json", {"files": None}, "state.json: files = null"),
+        ("checkpoints/step-00000006/state.json", {"ranks": 0}, "state.json: ranks = 0"),
+        ("checkpoints/step-00000006/state.json", {"tokens": "x"}, 'state.json: tokens = "x"'),
     ],
 )
 def test_a_run_that_was_edited_is_one_line(file, values, said, run, tmp_path):
     copy = copied(run, tmp_path)
     edit(copy / file, **values)
-    assert said in fault(copy)
+    assert said in fault(copy, checkpoint="step-00000006")
 
 
 def test_a_vocabulary_that_is_not_the_corpuss_is_one_line(run, tmp_path):
@@ -451,7 +456,6 @@ def test_files_of_deepspeeds_with_other_content_are_one_line(run, tmp_path):
 
     copy = copied(run, tmp_path)
     engine = copy / "checkpoints" / "step-00000006" / "engine"
-    edit(engine.parent / "state.json", files={})
     whole = torch.load(engine / "mp_rank_00_model_states.pt", weights_only=False)
     for content in (
         {key: value for key, value in whole.items() if key != "module"},
@@ -459,6 +463,7 @@ def test_files_of_deepspeeds_with_other_content_are_one_line(run, tmp_path):
         {**whole, "module": {"a": 1}},
     ):
         torch.save(content, engine / "mp_rank_00_model_states.pt")
+        reseal(engine.parent)
         assert "its files are not as DeepSpeed writes them" in fault(copy)
 
 
@@ -500,7 +505,7 @@ def test_weights_that_are_not_finite_are_named(value, run, folder, tmp_path):
     states = torch.load(file, weights_only=False)
     states["module"]["ln_f.bias"][0] = value
     torch.save(states, file)
-    edit(of_run / "checkpoints" / "step-00000006" / "state.json", files={})
+    reseal(file.parents[1])
     assert "ln_f.bias holds values that are not finite; take an earlier --checkpoint" in fault(of_run)
 
 

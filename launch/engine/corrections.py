@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from launch.engine.tensor_files import load_tensors
+
 if TYPE_CHECKING:
     from launch.engine.distributed import Collectives
 
@@ -447,8 +449,7 @@ def load_optimizer_on_drive(engine: Any) -> None:
         loaded = load(load_dir, tag=tag, **options)
         rank = engine.local_rank if engine.use_node_local_storage() else engine.global_rank
         file = engine._get_zero_ckpt_name(load_dir, tag)
-        # Written by DeepSpeed with its own classes in it (the loss scaler), hence not weights_only.
-        saved = torch.load(file, weights_only=False, map_location="cpu")["optimizer_state_dict"]
+        saved = load_tensors(file, deepspeed_objects=True)["optimizer_state_dict"]
         _take_optimizer_state(engine.optimizer, saved, Path(load_dir) / tag / "offloaded_tensors" / f"rank{rank:02d}")
         return loaded
 

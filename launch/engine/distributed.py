@@ -243,6 +243,12 @@ class Collectives:
         values[self.rank] = value
         return self.all_reduce(values).tolist()
 
+    def gather(self, value: Any) -> list[Any]:
+        """The `value` of every rank, of any type that pickles."""
+        values: list[Any] = [None] * self.world_size
+        self._comm.all_gather_object(values, value)
+        return values
+
     def any(self, flag: bool) -> bool:
         """Whether `flag` is true on any rank."""
         return bool(self.all_reduce(torch.tensor([float(flag)], device=self.device)).item())

@@ -8,18 +8,23 @@ load. So the files stay DeepSpeed's, written by its plain writer, from copies th
 from __future__ import annotations
 
 import contextlib
+import io
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+import xxhash
 from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
 
 from launch.engine.distributed import Collectives, stager
+from launch.engine.tensor_files import load_tensors
 
 
 class Snapshots(TorchCheckpointEngine):  # type: ignore[misc] # DeepSpeed has no types
-    """DeepSpeed's plain writer, put into `engine`, which can keep a copy of what it is to write and write that later.
+    """DeepSpeed's plain writer and reader, put into `engine`.
+
+    The writer can keep a copy of what it is to write and write that later, and digests what it writes. The reader loads tensors only.
 
     The copies are in the host's memory (pinned where there is a GPU), and are used again by the next snapshot: the first pays for page
     faults, which take three times as long as copying.
@@ -30,12 +35,12 @@ class Snapshots(TorchCheckpointEngine):  # type: ignore[misc] # DeepSpeed has no
         self._engine, self._stager = engine, stager(collectives.device)
         self._kept: list[tuple[Any, str]] = []
         self.later = False  # whether `save` keeps what it is given for `write`
-        self.written: list[Path] = []  # since `take`
+        self.written: dict[Path, dict[str, Any]] = {}  # since `take`, with size and digest as `state.json` lists them
         engine.checkpoint_engine = self
 
     def take(self, later: bool) -> None:
         """Begin a checkpoint, whose files are written at once or `later`."""
-        self.later, self._kept, self.written = later, [], []
+        self.later, self._kept, self.written = later, [], {}
 
     def save(self, state_dict: Any, path: str) -> None:
         """Called by DeepSpeed for each of its files."""
@@ -50,8 +55,14 @@ class Snapshots(TorchCheckpointEngine):  # type: ignore[misc] # DeepSpeed has no
             self._write(*self._kept.pop(0))
 
     def _write(self, state_dict: Any, path: str) -> None:
-        self.written.append(Path(path))
-        super().save(state_dict, path)
+        self.written[Path(path)] = {}
+        with _DigestedFile(path) as file:
+            torch.save(state_dict, file)
+        self.written[Path(path)] = file.entry()
+
+    def load(self, path: str, map_location: Any = None) -> Any:
+        """Called by DeepSpeed for each of its files; on the CPU, which is all that it asks for."""
+        return load_tensors(path, deepspeed_objects=True)
 
     def rehearsal(self, *more: Any) -> Callable[[], None]:
         """What has the memory of this rank's snapshots ready before the first one; for another thread, while training goes on.
@@ -82,6 +93,24 @@ class Snapshots(TorchCheckpointEngine):  # type: ignore[misc] # DeepSpeed has no
         if engine.save_zero_checkpoint or (engine.save_non_zero_checkpoint and not engine.zero_optimization()):
             states.append(engine.optimizer.state_dict())
         return states
+
+
+class _DigestedFile(io.BufferedWriter):
+    """A file that is written from its first byte to its last, with the size and the digest of what it was given."""
+
+    def __init__(self, path: str):
+        super().__init__(io.FileIO(path, "wb"))
+        self._digest, self._size = xxhash.xxh3_128(), 0
+
+    def write(self, data: Any) -> int:
+        """Called by torch for each header, and for the memory of each tensor as a whole."""
+        self._digest.update(data)
+        self._size += len(data)
+        return super().write(data)
+
+    def entry(self) -> dict[str, Any]:
+        """As `launch.run.checkpoint_files.file_entry` would read it."""
+        return {"bytes": self._size, "xxh128": self._digest.hexdigest()}
 
 
 def _tensors(holder: Any) -> Iterator[torch.Tensor]:

@@ -1,11 +1,13 @@
-"""Checkpoints: written beside training under a temporary name, renamed when complete, so that what has a checkpoint's name is one.
+"""Checkpoints: written beside training under a temporary name, renamed when complete, verified before they are loaded.
 
     runs/<name>/checkpoints/step-00000300/
         engine/       what DeepSpeed wrote (`latest` beside it, so that its own zero_to_fp32.py works on the folder)
-        state.json    step, tokens, samples, validation loss, ranks, and the size of every file
+        state.json    step, tokens, samples, validation loss, ranks, the run's id, size and digest of every file
         technique-00000.pt   per rank, only where a technique has state that cannot be derived
 
-The newest `keep` stay, and the best by validation loss.
+The newest `keep` stay, and the best by validation loss. Other names in the folder, and checkpoints of other runs, are never touched.
+A resume takes the newest checkpoint that verifies (launch/run/checkpoint_files.py). When the run has written the next one, those that were
+passed over are renamed `step-00000300.unusable`.
 
 The loop stands still for a copy of everything into the host's memory; a thread of each rank writes the copy. These threads make no
 collectives, which would come between the loop's: a rank marks in the temporary folder that its files are on the disk, and rank 0,
@@ -16,6 +18,7 @@ run needs no copy, since nothing goes on beside it.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import math
 import os
@@ -28,6 +31,21 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from launch.run.checkpoint_files import (
+    NO_DIGESTS,
+    STATE_FILE,
+    DamagedCheckpoint,
+    check_files,
+    check_run,
+    checkpoint_name,
+    complete_checkpoints,
+    file_entry,
+    has_digests,
+    is_checkpoint_name,
+    newest_good,
+    read_state,
+    state_text,
+)
 from launch.run.errors import TrainingFailed, UsageError
 from launch.run.folder import write_atomically
 
@@ -36,8 +54,11 @@ if TYPE_CHECKING:
     from launch.engine.snapshot import Snapshots
     from recipes.technique import Technique
 
-PREFIX = "step-"
 ENGINE_TAG = "engine"
+#: Before a checkpoint's name, while it is written or removed.
+TEMPORARY, TRASH = ".tmp-", ".trash-"
+#: Behind the name of a checkpoint that a resume passed over.
+UNUSABLE = ".unusable"
 #: Of an optimizer's groups of parameters: what the JSON sets and no state depends on (amsgrad and momentum have some), beside the learning
 #: rate, which follows the schedule.
 SETTINGS = ("betas", "eps", "weight_decay", "dampening", "alpha", "lr_decay")
@@ -48,60 +69,6 @@ POLL_SECONDS = 0.02
 LAST_PATIENCE_SECONDS = 10.0
 #: Of waiting for a checkpoint before the next one, from which on it is worth a line in the log.
 NOTED_WAIT_SECONDS = 1.0
-
-
-def complete_checkpoints(folder: Path) -> list[Path]:
-    """The complete checkpoints in `folder`, oldest first."""
-    return sorted(path.parent for path in folder.glob(f"{PREFIX}*/state.json"))
-
-
-def read_state(checkpoint: Path) -> dict[str, Any]:
-    """The `state.json` of a checkpoint.
-
-    Raises:
-        UsageError: somebody has damaged it since.
-    """
-    try:
-        state = json.loads((checkpoint / "state.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as reason:
-        raise UsageError(f"{checkpoint}: state.json cannot be read ({reason}); {_REMEDY}") from None
-    if not isinstance(state, dict):
-        raise UsageError(f"{checkpoint}: state.json holds a {type(state).__name__}, must be an object; {_REMEDY}")
-    for key, is_right in _STATE.items():
-        if not is_right(state.get(key)):
-            raise UsageError(f"{checkpoint}: state.json says {key} = {json.dumps(state.get(key))[:60]}, which no run wrote; {_REMEDY}")
-    return state
-
-
-def _is_count(value: object) -> bool:
-    return type(value) is int and value >= 0  # bool is an int, so not isinstance
-
-
-#: What a state must say.
-_STATE: dict[str, Callable[[Any], bool]] = {
-    **dict.fromkeys(("step", "tokens", "samples"), _is_count),
-    "ranks": lambda value: _is_count(value) and value > 0,
-    "val_loss": lambda value: value is None or isinstance(value, (int, float)),
-    "files": lambda value: isinstance(value, dict) and all(map(_is_count, value.values())),
-}
-
-
-#: What to do about a checkpoint that cannot be loaded.
-_REMEDY = "remove this checkpoint to resume from the one before"
-
-
-def check_files(checkpoint: Path) -> None:
-    """Compare the files of a complete checkpoint with the sizes noted when it was written.
-
-    Raises:
-        UsageError: one is missing, or has another size.
-    """
-    for name, size in read_state(checkpoint)["files"].items():
-        file = checkpoint / name
-        found = file.stat().st_size if file.exists() else None
-        if found != size:
-            fault = "is missing" if found is None else f"has {found:,} bytes, {size:,} were written"
-            raise UsageError(f"{checkpoint}: {name} {fault}; {_REMEDY}")
 
 
 class Checkpoints:
@@ -117,6 +84,7 @@ class Checkpoints:
         beside_training: whether any checkpoint comes before the run's last one, and needs a copy in the host's memory.
         on_failure: called in the writing thread when it could not write, for a stop at the next step boundary.
         log: takes a line for the log.
+        run_id: of the run's `run.json`, needed on rank 0 only.
     """
 
     def __init__(
@@ -129,12 +97,15 @@ class Checkpoints:
         beside_training: bool,
         on_failure: Callable[[], None],
         log: Callable[[str], None],
+        run_id: str | None = None,
     ):
         from launch.engine.snapshot import Snapshots
 
         self.folder, self.keep, self.engine, self.technique, self.collectives = folder, keep, engine, technique, collectives
         self._snapshots: Snapshots = Snapshots(engine, collectives)
-        self._beside_training, self._on_failure, self._log = beside_training, on_failure, log
+        self._beside_training, self._on_failure, self._log, self._run_id = beside_training, on_failure, log, run_id
+        self._current: Path | None = None  # the one that was loaded, or written last
+        self._passed_over: list[Path] = []  # by the resume, until the next one is complete
         self._asked_for_room = self._told_of_waiting = self._failed = False
         self._leaving, self._own_part_done = threading.Event(), threading.Event()
         self._own_part_done.set()
@@ -165,17 +136,15 @@ class Checkpoints:
         if (waited := time.monotonic() - start) > NOTED_WAIT_SECONDS and not self._told_of_waiting:
             self._told_of_waiting = True
             self._log(f"step {state['step']}: waited {waited:.1f} s for the checkpoint before this one; a larger --save_every waits less")
-        final = self.folder / f"{PREFIX}{state['step']:08d}"
-        temporary = self.folder / f".tmp-{final.name}"
-        complete = final in complete_checkpoints(self.folder)
-        self.collectives.barrier()  # all ranks have looked before anything changes
-        if complete:
+        final = self.folder / checkpoint_name(state["step"])
+        temporary = self.folder / f"{TEMPORARY}{final.name}"
+        if final == self._current:
             return final
         with self._ending_on_failure(*self._cannot_write(final)):
             if self.collectives.rank == 0:
                 _remove_leftovers(self.folder)
-                if final.exists():  # without a state.json: somebody took files away
-                    _remove(final)
+                if os.path.lexists(temporary):  # a file of somebody's
+                    _set_aside(temporary)
             self.collectives.barrier()
             self._snapshots.take(later=not last and self._has_room())
             with self.technique.agreed_weights():
@@ -183,6 +152,7 @@ class Checkpoints:
             if of_technique := self.technique.state_dict():
                 self._snapshots.save(of_technique, str(temporary / self._technique_file()))
         self._own_part_done.clear()
+        self._current = final
         self._in_flight = self._thread.submit(self._write, temporary, final, state)
         if last:
             self._finish()
@@ -221,14 +191,17 @@ class Checkpoints:
                 for path in temporary.rglob("*"):
                     with contextlib.suppress(FileNotFoundError):  # a rank that fails takes its files away
                         _sync(path)
+            entries = {str(path.relative_to(temporary)): entry for path, entry in self._snapshots.written.items()}
+            for path in (temporary / ENGINE_TAG / "offloaded_tensors" / f"rank{rank:02d}").glob("*"):  # copied by DeepSpeed
+                entries[str(path.relative_to(temporary))] = file_entry(path)
             if rank:
-                (temporary / f"{WRITTEN}{rank:05d}").touch()
+                write_atomically(temporary / f"{WRITTEN}{rank:05d}", json.dumps(entries))
             self._own_part_done.set()
             if rank == 0:
-                if self._all_have_written(temporary):
-                    self._complete(temporary, final, state)
-                else:
+                if (of_others := self._entries_of_others(temporary)) is None:
                     self._fail()
+                else:
+                    self._complete(temporary, final, state, entries | of_others)
         except Exception as reason:
             self._say(*self._cannot_write(final), reason)
             with contextlib.suppress(OSError):
@@ -243,30 +216,43 @@ class Checkpoints:
         self._failed = True
         self._on_failure()
 
-    def _all_have_written(self, temporary: Path) -> bool:
-        """Wait for the other ranks' marks and take them away; False if one has failed, or is not heard of when this one ends."""
+    def _entries_of_others(self, temporary: Path) -> dict[str, Any] | None:
+        """Wait for the other ranks' marks, remove them, and return the files that they list.
+
+        None if a rank has failed, or is not heard of when this one ends.
+        """
         deadline = math.inf
         while True:
             marks = [name for name in os.listdir(temporary) if name.startswith((WRITTEN, FAILED))]
             if any(name.startswith(FAILED) for name in marks) or time.monotonic() > deadline:
-                return False
+                return None
             if len(marks) == self.collectives.world_size - 1:
+                entries: dict[str, Any] = {}
                 for name in marks:
+                    entries |= json.loads((temporary / name).read_text(encoding="utf-8"))
                     (temporary / name).unlink()
-                return True
+                return entries
             if self._leaving.is_set() and deadline == math.inf:
                 deadline = time.monotonic() + LAST_PATIENCE_SECONDS
             time.sleep(POLL_SECONDS)
 
-    def _complete(self, temporary: Path, final: Path, state: dict[str, Any]) -> None:
-        files = {str(path.relative_to(temporary)): path.stat().st_size for path in temporary.rglob("*") if path.is_file()}
-        complete_state = {**state, "ranks": self.collectives.world_size, "files": dict(sorted(files.items()))}
-        write_atomically(temporary / "state.json", json.dumps(complete_state, indent=2) + "\n")
+    def _complete(self, temporary: Path, final: Path, state: dict[str, Any], entries: dict[str, Any]) -> None:
+        for path in filter(Path.is_file, temporary.rglob("*")):  # and what DeepSpeed wrote beside the ranks' files: `latest`, its script
+            if (name := str(path.relative_to(temporary))) not in entries:
+                entries[name] = file_entry(path)
+        write_atomically(temporary / STATE_FILE, state_text(state, self._run_id, self.collectives.world_size, entries))
         for folder in (*filter(Path.is_dir, temporary.rglob("*")), temporary):
             _sync(folder)
+        for path in {*self._passed_over, final}:
+            if os.path.lexists(path):
+                _set_aside(path)
+        self._passed_over.clear()
         os.rename(temporary, final)
         _sync(self.folder)
-        self._prune()
+        try:
+            self._prune()
+        except OSError as reason:  # the new checkpoint is complete all the same
+            self._log(f"{reason.filename}: an older checkpoint could not be removed ({reason.strerror})")
 
     # --- in the loop's thread ----------------------------------------------------------------------------------------------------------
 
@@ -285,35 +271,68 @@ class Checkpoints:
         return next(reversed(complete_checkpoints(self.folder)), None)
 
     def load_newest(self) -> dict[str, Any] | None:
-        """Load the newest complete checkpoint into the engine and the techniques; its state, or None where there is none.
+        """Load the newest checkpoint that verifies into the engine and the techniques; its state, or None where there is no checkpoint.
 
+        Each rank reads its share of the files; all agree on the checkpoint. Those that are passed over are logged with the reason and stay.
         Another number of ranks cannot use the ranks' own states: the techniques that have some go on without.
 
         Raises:
-            UsageError: a file of it is missing or has lost bytes, or a technique cannot go on without what other ranks have saved.
-            SystemExit: its bytes are not what was written (exit code 1, one line from each rank that saw it).
+            UsageError: there are checkpoints and none verifies, or a technique cannot go on without what other ranks have saved.
+            SystemExit: it could not be loaded (exit code 1, one line from each rank that saw it).
         """
-        newest = self.newest()
-        if newest is None:
+        checkpoints: list[Path] = self.collectives.gather(complete_checkpoints(self.folder))[0]
+        if not checkpoints:
             return None
-        check_files(newest)  # by every rank, so that all of them end on what any of them would
+        newest, faults = newest_good(checkpoints, self._agreed_fault)
+        if newest is None:
+            raise UsageError(f"{self.folder}: no checkpoint can be used; move them away to start at step 0", *faults)
+        for fault in faults:
+            self._log(f"warning: passed over a checkpoint: {fault}")
+        self._passed_over = checkpoints[checkpoints.index(newest) + 1 :]
         state = read_state(newest)
+        if not has_digests(state):
+            self._log(f"warning: {newest}: {NO_DIGESTS}")
         others = state["ranks"] != self.collectives.world_size
         if others and any(newest.glob("technique-*.pt")):
             try:
                 self.technique.forget_state(f"written by {state['ranks']} rank(s), and this job has {self.collectives.world_size}")
             except ValueError as reason:
                 raise UsageError(f"{newest}: a technique's state belongs to its rank, {reason}; start {state['ranks']} ranks") from None
-        with self._ending_on_failure(f"{newest}: could not be loaded", _REMEDY):
+        with self._ending_on_failure(f"{newest}: could not be loaded", "move it away to resume from the one before"):
             with _own_settings(self.engine):
                 path, _ = self.engine.load_checkpoint(str(newest), tag=ENGINE_TAG)
             if path is None:
                 raise RuntimeError("DeepSpeed found nothing in it")
-            if not others and (file := newest / self._technique_file()).exists():
-                import torch
+            if not others and self._technique_file() in state["files"]:
+                from launch.engine.tensor_files import load_tensors
 
-                self.technique.load_state_dict(torch.load(file, weights_only=True, map_location="cpu"))
+                self.technique.load_state_dict(load_tensors(newest / self._technique_file()))
+        self._current = newest
         return state
+
+    def _agreed_fault(self, checkpoint: Path) -> str | None:
+        """What any rank found wrong with `checkpoint`."""
+        rank, ranks = self.collectives.rank, self.collectives.world_size
+        fault = None
+        try:
+            state = read_state(checkpoint)
+            if rank == 0:
+                check_run(checkpoint, state, self._run_id)
+            check_files(checkpoint, state, slice(rank, None, ranks))
+            self._check_loads(checkpoint, state, slice(rank, None, ranks))
+        except (DamagedCheckpoint, OSError) as reason:
+            fault = str(reason)
+        return next(filter(None, self.collectives.gather(fault)), None)
+
+    def _check_loads(self, checkpoint: Path, state: dict[str, Any], share: slice) -> None:
+        """Raises DamagedCheckpoint where a file holds more than tensors. Its tensors are not read."""
+        from launch.engine.tensor_files import UnreadableFile, load_tensors
+
+        for name in [name for name in state["files"] if name.endswith(".pt")][share]:
+            try:
+                load_tensors(checkpoint / name, mapped=True)
+            except UnreadableFile as reason:
+                raise DamagedCheckpoint(str(reason)) from None
 
     @contextlib.contextmanager
     def _ending_on_failure(self, failure: str, remedy: str) -> Iterator[None]:
@@ -328,10 +347,8 @@ class Checkpoints:
             raise SystemExit(1) from None
 
     def _cannot_write(self, checkpoint: Path) -> tuple[str, str]:
-        return (
-            f"{checkpoint}: could not be written",
-            "{free} MiB are free; the older checkpoints are intact: --resume goes on from them",
-        )
+        left = "--resume goes on from the checkpoint before it" if self.newest() else "there is no checkpoint before it"
+        return f"{checkpoint}: could not be written", f"{{free}} MiB are free; {left}"
 
     def _say(self, failure: str, remedy: str, reason: Exception) -> None:
         text = " ".join(str(reason).split())
@@ -343,14 +360,16 @@ class Checkpoints:
         return f"technique-{self.collectives.rank:05d}.pt"
 
     def _prune(self) -> None:
-        checkpoints = complete_checkpoints(self.folder)
-        try:
-            losses = {path: loss for path in checkpoints if (loss := read_state(path).get("val_loss")) is not None and math.isfinite(loss)}
-        except UsageError as reason:  # somebody's file; which one is the best cannot be said
-            self._log(f"the older checkpoints stay: {reason}")
-            return
-        best = min(losses, key=losses.__getitem__) if losses else None
-        for path in checkpoints[: -self.keep]:
+        """Remove this run's checkpoints but the newest `keep` and the best."""
+        own: dict[Path, float | None] = {}
+        for path in complete_checkpoints(self.folder):
+            with contextlib.suppress(DamagedCheckpoint):  # it stays, like a link and a checkpoint of another run
+                state = read_state(path)
+                if state.get("run_id") == self._run_id and not path.is_symlink():
+                    own[path] = state["val_loss"]
+        losses = {path: loss for path, loss in own.items() if loss is not None and math.isfinite(loss)}
+        best = min(losses, key=losses.__getitem__, default=None)
+        for path in list(own)[: -self.keep]:
             if path != best:
                 _remove(path)
 
@@ -366,15 +385,23 @@ def _own_settings(engine: Any) -> Iterator[None]:
 
 def _remove(checkpoint: Path) -> None:
     """Remove a checkpoint. Renamed first: half of a removal must not look like one."""
-    trash = checkpoint.with_name(f".trash-{checkpoint.name}")
+    trash = checkpoint.with_name(f"{TRASH}{checkpoint.name}")
     os.rename(checkpoint, trash)
     shutil.rmtree(trash)
 
 
+def _set_aside(path: Path) -> None:
+    """Rename what has the name of a checkpoint that it cannot be, to the first of `.unusable`, `.unusable-2`, ... that is free."""
+    names = (path.with_name(f"{path.name}{UNUSABLE}" + (f"-{number}" if number > 1 else "")) for number in itertools.count(1))
+    os.rename(path, next(name for name in names if not os.path.lexists(name)))
+
+
 def _remove_leftovers(folder: Path) -> None:
-    """What a kill left half-written or half-removed."""
-    for path in (*folder.glob(".tmp-*"), *folder.glob(".trash-*")):
-        shutil.rmtree(path)
+    """Remove what a kill left half-written or half-removed."""
+    for prefix in (TEMPORARY, TRASH):
+        for path in folder.glob(f"{prefix}*"):
+            if is_checkpoint_name(path.name.removeprefix(prefix)) and path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
 
 
 def _sync(path: Path) -> None:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from data_pipeline.errors import DataError
 from data_pipeline.shards import Corpus, open_corpus
+from launch.run.checkpoint_files import complete_checkpoints
 from launch.run.combinations import CUDA_ONLY, ZERO_AUTO, adopt_other_forms, check_combinations
 from launch.run.engine_json import EngineJson
 from launch.run.engine_keys import section_rule
@@ -385,7 +386,7 @@ def _start(flags: argparse.Namespace, run_name: str, shape: ModelShape, corpus: 
         UsageError: a line for each value in which the folder's model is another one, or the folder's own faults.
     """
     checkpoints = Path(flags.runs_dir) / run_name / "checkpoints"
-    if flags.init_from is None or (flags.resume and any(checkpoints.glob("step-*/state.json"))):
+    if flags.init_from is None or (flags.resume and complete_checkpoints(checkpoints)):
         return None
     folder = open_hf_folder(flags.init_from)
     where = f"--init_from {flags.init_from}"

@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
+from launch.run.checkpoint_files import complete_checkpoints
 from launch.run.errors import UsageError, nearest, say
 from launch.run.exponents import overall
 from launch.run.flags import MUST
@@ -48,7 +49,7 @@ SAME_PRECISION = {
     ("fp32", "bf16"): "give --set bf16.enabled=false, or another --run_name",
 }
 #: What a resume changes without changing the run: not worth a line in the log.
-INCIDENTAL = ("created", "command", "resume", "quiet", "turns", "finished")
+INCIDENTAL = ("created", "command", "resume", "quiet", "turns", "finished", "run_id")
 #: What a resume leaves as it was, whatever it says: its weights are those of the checkpoint.
 OF_THE_START = "init_from"
 LOCK_PATIENCE_SECONDS = 60.0
@@ -62,7 +63,7 @@ def check_run_folder(runs_dir: str, run_name: str, resume: bool | str) -> Path:
         UsageError: the name is taken, there is nothing to go on from and `resume` is `MUST`, or the folder cannot be made.
     """
     path = Path(runs_dir) / run_name
-    if resume == MUST and not has_checkpoint(path):
+    if resume == MUST and not complete_checkpoints(path / "checkpoints"):
         raise UsageError(nothing_to_resume(path))
     if path.exists() and not resume:
         raise UsageError(f"{path}: this run exists; give another --run_name, go on with it by --resume, or remove it yourself")
@@ -79,11 +80,6 @@ def check_run_folder(runs_dir: str, run_name: str, resume: bool | str) -> Path:
     if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
         raise UsageError(f"{path}: cannot be made, {above} is {'not writable' if above.is_dir() else 'a file'}; give another --runs_dir")
     return path
-
-
-def has_checkpoint(path: Path) -> bool:
-    """Whether the run in `path` has a complete checkpoint."""
-    return any((path / "checkpoints").glob("step-*/state.json"))
 
 
 def nothing_to_resume(path: Path) -> str:
@@ -193,6 +189,7 @@ class RunFolder:
         self._last_line: dict[str, Any] = {}
         self.changes: list[str] = []
         self.notes: list[str] = []
+        self.run_id: str | None = None
         self._before: str | None = None  # run.json, as a resume found it
         try:
             path.mkdir(parents=True, exist_ok=True)
@@ -204,6 +201,7 @@ class RunFolder:
             # Two writers would mix their steps.
             _wait_while(self._held, description["resume"], "stop it, or give another --run_name")
             self._description = self._compare(json.loads(json.dumps(description)))
+            self.run_id = self._description.get("run_id")
             for leftover in path.glob(".*.tmp"):  # of `write_atomically`, after a kill
                 leftover.unlink()
             with _writable(path):
@@ -275,7 +273,7 @@ class RunFolder:
             for change in _changes(key, before.get(key), value)
         ]
         resume = {key: description.get(key) for key in ("created", "command", "turns")}
-        kept = [*resume, *([OF_THE_START] if has_checkpoint(self.path) else [])]
+        kept = [*resume, "run_id", *([OF_THE_START] if complete_checkpoints(self.path / "checkpoints") else [])]
         return {**description, **{key: before.get(key) for key in kept}, "resumes": [*before["resumes"], resume]}
 
     # --- the log and the metrics --------------------------------------------------------------------------------------------------
@@ -463,6 +461,7 @@ class NoFolder:
     """What the other ranks have in place of the run's folder: everything is said and written by global rank 0."""
 
     seconds_before = 0.0
+    run_id = None
 
     def log(self, *_: Any, **__: Any) -> None:
         pass
@@ -477,7 +476,11 @@ def _writable(path: Path) -> Iterator[None]:
         yield
     except OSError as reason:
         existing = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
-        goes_on = "the checkpoints are intact: --resume goes on from the newest" if has_checkpoint(path) else "there is no checkpoint yet"
+        goes_on = (
+            "the checkpoints are intact: --resume goes on from the newest"
+            if complete_checkpoints(path / "checkpoints")
+            else "there is no checkpoint yet"
+        )
         print(
             f"error: {reason.filename or path}: could not be written ({reason.strerror}; "
             f"{shutil.disk_usage(existing).free / 2**20:,.0f} MiB free); {goes_on}",

@@ -8,6 +8,7 @@ import platform
 import subprocess
 import sys
 import time
+import uuid
 from typing import Any
 
 from launch.run import turns
@@ -21,6 +22,7 @@ def describe_run(config: RunConfig) -> dict[str, Any]:
     """The resolved configuration, the corpus, versions, commit, machine and command. Imports no torch."""
     manifest = config.corpus.manifest
     return {
+        "run_id": uuid.uuid4().hex,
         "created": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "command": sys.argv,
         **config.as_json(),

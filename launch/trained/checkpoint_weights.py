@@ -8,9 +8,7 @@ mapped and not read, to its place in the model.
     stages 1, 2  mp_rank_00_model_states.pt, and of each rank a part of the flat fp32 weights of each group of parameters
     stage 3      of each rank a part of each parameter, flat in its sub-groups; those on a drive are files of their own
 
-DeepSpeed's files are pickles. They are the user's own run, and even so no code of theirs is run: `torch.load(weights_only=True)` makes
-tensors and containers, and puts an empty object of ours in the place of the four classes of DeepSpeed's that stand beside the weights. A
-file that holds another class is refused, unless the caller allows to unpickle it.
+DeepSpeed's files are pickles; `launch/engine/tensor_files.py` loads them without running their code.
 """
 
 from __future__ import annotations
@@ -23,35 +21,16 @@ from typing import Any
 
 import torch
 
+from launch.engine.tensor_files import UnreadableFile, load_tensors
 from launch.run.checkpoint import ENGINE_TAG
 from launch.run.errors import UsageError
 from model.gpt import GPT, weight_decay_groups
 
-#: Beside the weights, and of no use here.
-DEEPSPEED_CLASSES = (
-    "deepspeed.runtime.fp16.loss_scaler.LossScaler",
-    "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
-    "deepspeed.runtime.zero.config.ZeroStageEnum",
-    "deepspeed.utils.tensor_fragment.fragment_address",
-)
 #: DeepSpeed's default for `zero_optimization.sub_group_size`, elements.
 SUB_GROUP_SIZE = 1_000_000_000
 
 
-class Ignored:
-    """In the place of an object of DeepSpeed's: takes whatever it is made of and keeps nothing."""
-
-    def __new__(cls, *_: Any, **__: Any) -> Ignored:
-        return object.__new__(cls)
-
-    def __init__(self, *_: Any, **__: Any) -> None:
-        pass
-
-    def __setstate__(self, _: Any) -> None:
-        pass
-
-
-def fill_from_checkpoint(model: GPT, checkpoint: Path, ranks: int, allow_pickle: bool = False) -> None:
+def fill_from_checkpoint(model: GPT, checkpoint: Path, ranks: int) -> None:
     """Write the weights of `checkpoint`, which `ranks` ranks wrote, into `model`.
 
     Raises:
@@ -60,7 +39,7 @@ def fill_from_checkpoint(model: GPT, checkpoint: Path, ranks: int, allow_pickle:
     weights = {name: parameter.data for name, parameter in model.named_parameters()}
     left = set(weights)
     try:
-        for name, place, values in _parts(model, checkpoint / ENGINE_TAG, ranks, allow_pickle):
+        for name, place, values in _parts(model, checkpoint / ENGINE_TAG, ranks):
             whole = weights.get(name)
             if whole is None or place + values.numel() > whole.numel():
                 raise UsageError(f"{checkpoint}: holds {name}, which is not this model's; the run's run.json was changed")
@@ -76,7 +55,7 @@ def fill_from_checkpoint(model: GPT, checkpoint: Path, ranks: int, allow_pickle:
         raise UsageError(f"{checkpoint}: lacks {', '.join(sorted(left)[:3])}; the run's run.json was changed")
 
 
-def _parts(model: GPT, folder: Path, ranks: int, allow_pickle: bool) -> Iterator[tuple[str, int, torch.Tensor]]:
+def _parts(model: GPT, folder: Path, ranks: int) -> Iterator[tuple[str, int, torch.Tensor]]:
     """Every parameter in parts that rise: (its name, the place of the part in it, flat values)."""
     of_optimizer = sorted(folder.glob("*zero_pp_rank_*_optim_states.pt"), key=_rank)
     whole = folder / "mp_rank_00_model_states.pt"
@@ -88,16 +67,16 @@ def _parts(model: GPT, folder: Path, ranks: int, allow_pickle: bool) -> Iterator
         of_models = sorted(folder.glob("zero_pp_rank_*_model_states.pt"), key=_rank)
         if not of_models:
             raise UsageError(f"{folder}: lacks the files of model states; copy the checkpoint again")
-        shapes = _load(of_models[0], allow_pickle)["param_shapes"]
-        yield from _parts_of_stage_3(shapes, of_optimizer, allow_pickle)
+        shapes = _load(of_models[0])["param_shapes"]
+        yield from _parts_of_stage_3(shapes, of_optimizer)
         return
-    state = _load(whole, allow_pickle)
+    state = _load(whole)
     module = {name: tensor for name, tensor in state["module"].items() if name != "lm_head.weight"}  # the embedding again
     masters: dict[str, torch.Tensor] = {}
     if all(tensor.dtype == torch.float32 for tensor in module.values()):
         masters = module
     elif of_optimizer:
-        yield from _parts_of_stages_1_and_2(state["param_shapes"], of_optimizer, allow_pickle)
+        yield from _parts_of_stages_1_and_2(state["param_shapes"], of_optimizer)
         return
     elif "fp32_groups" in (state.get("optimizer") or {}):
         masters = _masters_of_stage_0(model, state["optimizer"]["fp32_groups"], module, whole)
@@ -125,11 +104,9 @@ def _masters_of_stage_0(
     return found
 
 
-def _parts_of_stages_1_and_2(
-    shapes: list[dict[str, torch.Size]], files: list[Path], allow_pickle: bool
-) -> Iterator[tuple[str, int, torch.Tensor]]:
+def _parts_of_stages_1_and_2(shapes: list[dict[str, torch.Size]], files: list[Path]) -> Iterator[tuple[str, int, torch.Tensor]]:
     """The parameters of a group lie one behind the other in one flat tensor, of which every rank has a part, padded at the end."""
-    states = [_load(file, allow_pickle)["optimizer_state_dict"] for file in files]
+    states = [_load(file)["optimizer_state_dict"] for file in files]
     aligned = states[0].get("param_alignment_paddings")
     for group, names in enumerate(shapes):
         flat = [state["single_partition_of_fp32_groups"][group].detach() for state in states]
@@ -140,12 +117,10 @@ def _parts_of_stages_1_and_2(
             begin += math.prod(shape) + padding
 
 
-def _parts_of_stage_3(
-    shapes: list[dict[str, torch.Size]], files: list[Path], allow_pickle: bool
-) -> Iterator[tuple[str, int, torch.Tensor]]:
+def _parts_of_stage_3(shapes: list[dict[str, torch.Size]], files: list[Path]) -> Iterator[tuple[str, int, torch.Tensor]]:
     """Every rank has a part of each parameter, the last one padded; its parts lie one behind the other in its sub-groups."""
     ranks = len(files)
-    flat = [_sub_groups(_load(file, allow_pickle), shapes, file, rank, ranks) for rank, file in enumerate(files)]
+    flat = [_sub_groups(_load(file), shapes, file, rank, ranks) for rank, file in enumerate(files)]
     begin = 0
     for name, shape in (item for group in shapes for item in group.items()):
         numel, each = math.prod(shape), -(-math.prod(shape) // ranks)
@@ -204,16 +179,12 @@ def _rank(file: Path) -> int:
     return int(found[1]) if found else 0
 
 
-def _load(file: Path, allow_pickle: bool) -> dict[str, Any]:
+def _load(file: Path) -> dict[str, Any]:
     """A file of DeepSpeed's, mapped: what is not used is not read."""
     try:
-        with torch.serialization.safe_globals([(Ignored, name) for name in DEEPSPEED_CLASSES]):
-            loaded = torch.load(file, map_location="cpu", mmap=True, weights_only=not allow_pickle)
-    except Exception as reason:  # of the zip file, the unpickler, the operating system
-        text = " ".join(str(reason).split())
-        if found := re.search(r"Unsupported global: GLOBAL (\S+)", text):
-            raise UsageError(f"{file}: holds {found[1]}, which is not loaded unless you trust the file: --allow_pickle") from None
-        raise UsageError(f"{file}: cannot be read ({type(reason).__name__}: {text[:120]}); copy the checkpoint again") from None
+        loaded = load_tensors(file, mapped=True)
+    except UnreadableFile as reason:
+        raise UsageError(f"{reason}; copy the checkpoint again") from None
     if not isinstance(loaded, dict):
         raise UsageError(f"{file}: holds no state of DeepSpeed's; copy the checkpoint again")
     return loaded

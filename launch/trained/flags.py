@@ -20,7 +20,9 @@ def add_source_flags(parser: Parser) -> None:
     """The flags that say which model."""
     parser.add_argument("source", metavar="RUN|DIR", help="a run's folder, such as runs/first, or a Hugging Face folder of GPT2LMHeadModel")
     parser.add_argument("--checkpoint", metavar="NAME", help="of a run: step-00000300, or newest, be the run over or not (the run's end)")
-    parser.add_argument("--allow_pickle", action="store_true", help="also unpickle weights, which can run any code that they bring")
+    parser.add_argument(
+        "--allow_pickle", action="store_true", help="of a Hugging Face folder: also read pytorch_model.bin (safetensors only)"
+    )
 
 
 def check_choice(flag: str, value: str, allowed: Iterable[str]) -> None:

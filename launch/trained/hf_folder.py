@@ -163,17 +163,19 @@ class HFFolder:
     @cached_property
     def _pickled(self) -> dict[str, torch.Tensor]:
         """The weights in pickles, by our names."""
-        import zipfile
-
         import torch
+
+        from launch.engine.tensor_files import UnreadableFile, load_tensors
 
         found: dict[str, torch.Tensor] = {}
         for file in self.pickles:
             try:
-                found |= torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
-            except Exception as reason:
-                text = " ".join(str(reason).split())[:120]
-                raise UsageError(f"{file}: holds more than weights, or is damaged ({type(reason).__name__}: {text})") from None
+                loaded = load_tensors(file, mapped=True)
+            except UnreadableFile as reason:
+                raise UsageError(f"{reason}; give a file of weights alone, as torch.save writes it") from None
+            if not isinstance(loaded, dict):
+                raise UsageError(f"{file}: holds a {type(loaded).__name__}; only a state_dict of GPT-2 can be read")
+            found |= loaded
         for key, value in found.items():
             if not (
                 isinstance(key, str) and isinstance(value, torch.Tensor) and value.layout == torch.strided and value.device.type == "cpu"

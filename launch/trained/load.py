@@ -7,16 +7,28 @@ trained.model(tokens)
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
+import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from data_pipeline.errors import DataError
 from data_pipeline.shards import Corpus, open_corpus
 from data_pipeline.tokenizer import Tokenizer
-from launch.run.checkpoint import PREFIX, check_files, complete_checkpoints, read_state
+from launch.run.checkpoint_files import (
+    NO_DIGESTS,
+    DamagedCheckpoint,
+    check_files,
+    check_run,
+    checkpoint_name,
+    complete_checkpoints,
+    file_sizes,
+    has_digests,
+    newest_good,
+    read_state,
+)
 from launch.run.config import ROOT
-from launch.run.errors import UsageError
+from launch.run.errors import UsageError, say
 from launch.trained.flags import DTYPES
 from launch.trained.folder_tokenizer import tokenizer_of_corpus, tokenizer_of_folder
 from launch.trained.hf_folder import CONFIG_FILE, HFFolder, open_hf_folder
@@ -56,7 +68,6 @@ class Source:
     state: dict[str, Any] | None = None
     hf: HFFolder | None = None
     corpus: Corpus | None = None
-    allow_pickle: bool = False
 
     @property
     def name(self) -> str:
@@ -106,7 +117,7 @@ def load_trained(
         source: `runs/<name>`, or a folder of GPT2LMHeadModel in safetensors, such as `launch/export.py` writes and GPT-2's published ones.
         checkpoint: of a run, the name of one (`step-00000300`), or "newest". None: the newest, which must be the end of the run.
         data: where the corpus of a run is now, for its tokenizer; None: where it was.
-        allow_pickle: unpickle what holds more than tensors, which can run any code that the file brings.
+        allow_pickle: of a Hugging Face folder without safetensors, read `pytorch_model.bin`. No code of its runs.
 
     Raises:
         UsageError: one line: neither of the two, an unfinished run, files that are missing, damaged or of another model, weights
@@ -124,7 +135,7 @@ def open_trained(
         found = "is a file" if folder.exists() else "no such folder"
         raise UsageError(f"{folder}: {found}; give a run folder, such as runs/first, or a Hugging Face folder of GPT2LMHeadModel")
     if (folder / "run.json").exists():
-        return replace(_open_run(folder, checkpoint, data), allow_pickle=allow_pickle)
+        return _open_run(folder, checkpoint, data)
     if checkpoint is not None:
         raise UsageError(f"--checkpoint {checkpoint}: {folder} is not a run folder; leave it out")
     if (folder / PLAIN_FILE).exists():
@@ -138,7 +149,7 @@ def open_trained(
     hf = open_hf_folder(folder, allow_pickle=allow_pickle)
     tokenizer, why = tokenizer_of_folder(hf)
     eot = hf.eos_token_id if hf.eos_token_id is not None else getattr(tokenizer, "eot_id", None)
-    return Source(folder, hf.config, tokenizer, why, eot, hf=hf, allow_pickle=allow_pickle)
+    return Source(folder, hf.config, tokenizer, why, eot, hf=hf)
 
 
 def _open_run(folder: Path, asked: str | None, data: str | Path | None) -> Source:
@@ -156,7 +167,7 @@ def _open_run(folder: Path, asked: str | None, data: str | Path | None) -> Sourc
         init_seed=description.get("seed", 0),
         document_end=eot if description.get("no_cross_document") else None,
     )
-    written = sum(state["files"].values())
+    written = sum(file_sizes(state).values())
     # Before the memory is taken, where it is much: the engine's files hold 16 bits of each parameter at least.
     if parameter_count(config) * 2 > max(written, 2**30):
         raise UsageError(
@@ -201,29 +212,50 @@ _CORPUS: dict[str, type] = {"vocab_size": int, "eot_id": int, "path": str, "sour
 
 
 def choose_checkpoint(folder: Path, description: dict[str, Any], asked: str | None) -> tuple[Path, dict[str, Any]]:
-    """The checkpoint to be used and its `state.json`, all its files there.
+    """The checkpoint to be used and its `state.json`. All its files have been read and are as the run wrote them.
+
+    Warns on stderr of newer checkpoints that are damaged, and of one without digests.
 
     Raises:
-        UsageError: there is none, none of the name asked for, or the newest is not the end of the run and was not asked for.
+        UsageError: there is none, none of the name asked for, it is damaged, or the newest good one is not the end of the run and was not
+            asked for.
     """
     checkpoints = complete_checkpoints(folder / "checkpoints")
     if not checkpoints:
         raise UsageError(f"{folder}: has no complete checkpoint, its training has not come so far; go on with it by --resume")
-    chosen = checkpoints[-1]
     if asked not in (None, "newest"):
         named = {path.name: path for path in checkpoints}
-        name = f"{PREFIX}{int(asked):08d}" if asked.isdecimal() and len(asked) < 12 else asked
+        name = checkpoint_name(int(asked)) if asked.isdecimal() and len(asked) < 12 else asked
         if name not in named:
             raise UsageError(f"--checkpoint {asked}: no complete one of {folder}; it has {', '.join(named)}")
-        chosen = named[name]
+        checkpoints = [named[name]]
+
+    def find_fault(checkpoint: Path) -> str | None:
+        try:
+            state = read_state(checkpoint)
+            check_run(checkpoint, state, description.get("run_id"))
+            check_files(checkpoint, state)
+        except DamagedCheckpoint as reason:
+            return str(reason)
+        return None
+
+    chosen, faults = newest_good(checkpoints, find_fault)
+    if chosen is None:
+        remedy = "copy the run again" if asked in (None, "newest") else "take another --checkpoint"
+        raise UsageError(*(f"{fault}; {remedy}" for fault in faults))
     state = read_state(chosen)
     total = description.get("total_tokens")
-    if asked is None and isinstance(total, int) and state.get("tokens", 0) < total:
+    if asked is None and isinstance(total, int) and state["tokens"] < total:
+        which = "newest good checkpoint" if faults else "newest checkpoint"
         raise UsageError(
-            f"{folder}: an unfinished run, its newest checkpoint has {state.get('tokens', 0):,} of {total:,} tokens; go on with it by"
-            f" --resume, or use it as it is: --checkpoint {chosen.name}"
+            *faults,
+            f"{folder}: an unfinished run, its {which} has {state['tokens']:,} of {total:,} tokens; go on with it by"
+            f" --resume, or use it as it is: --checkpoint {chosen.name}",
         )
-    check_files(chosen)
+    for fault in faults:
+        say(f"warning: passed over a checkpoint: {fault}", sys.stderr)
+    if not has_digests(state):
+        say(f"warning: {chosen}: {NO_DIGESTS}", sys.stderr)
     return chosen, state
 
 
@@ -272,7 +304,7 @@ def _load(source: Source) -> Trained:
         assert source.checkpoint is not None and source.state is not None, "a run has a checkpoint"
         model = empty_model(source.config, torch.float32)
         model.requires_grad_(True)  # the groups of the optimizer are those of what is trained
-        fill_from_checkpoint(model, source.checkpoint, source.state["ranks"], source.allow_pickle)
+        fill_from_checkpoint(model, source.checkpoint, source.state["ranks"])
         model.requires_grad_(False)
         for name, parameter in model.named_parameters():
             if not is_finite(parameter):

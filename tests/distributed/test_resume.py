@@ -265,30 +265,12 @@ def test_a_resume_that_is_another_run_is_refused_and_changes_nothing(flags, fini
 # --- damaged checkpoints, full disks -----------------------------------------------------------------------------------------------
 
 
-def test_a_checkpoint_without_its_state_is_none(train, flags, finished):
+def test_a_checkpoint_without_its_state_is_passed_over(train, flags, finished):
     (finished / "checkpoints/step-00000006/state.json").unlink()
     train(finished.parent, "r", [*flags, "--steps", "6", "--eval_every", "0", "--resume"])
-    assert "resuming after step 3" in (finished / "log.txt").read_text()
+    log = (finished / "log.txt").read_text()
+    assert "resuming after step 3" in log and "step-00000006/state.json: is missing" in log
     assert [read_state(path)["step"] for path in complete_checkpoints(finished / "checkpoints")] == [3, 6]
-
-
-@pytest.mark.parametrize("damage", ["truncated", pytest.param("overwritten", marks=pytest.mark.long)])
-def test_a_damaged_checkpoint_is_named_with_what_to_do(damage, train, flags, finished):
-    checkpoint = finished / "checkpoints/step-00000006"
-    file = next((checkpoint / "engine").glob("*rank_1*optim_states.pt"))
-    if damage == "truncated":
-        os.truncate(file, file.stat().st_size // 2)
-    else:
-        file.write_bytes(b"\0" * file.stat().st_size)
-    run = LaunchedRun(finished.parent, "r", 1, 2, [*flags, "--steps", "6", "--resume"])
-    # What its size tells is the user's to mend, before anything is loaded; the rest shows only when torch reads it.
-    assert run.wait() == (1 if damage == "overwritten" else 2), run.output()
-    faults = [line for line in run.output().splitlines() if line.startswith("error: ")]
-    assert faults and all(str(checkpoint) in line and "remove this checkpoint" in line for line in faults)
-    assert "Traceback" not in run.output()
-    shutil.rmtree(checkpoint)
-    train(finished.parent, "r", [*flags, "--steps", "6", "--eval_every", "0", "--resume"])
-    assert "resuming after step 3" in (finished / "log.txt").read_text()
 
 
 @pytest.mark.parametrize("steps", ["12", pytest.param("9", marks=pytest.mark.long)], ids=["beside-training", "at-the-end"])

@@ -1,0 +1,218 @@
+"""A checkpoint as files: its name, its `state.json`, and the check that its files are those that the run wrote. Imports no torch.
+
+    step-00000300/
+        engine/, technique-00000.pt, ...
+        state.json    step, tokens, samples, val_loss, ranks, the run's id, size and digest of every file, and a digest of all this
+
+The digests are XXH3 in 128 bits (`xxhsum -H2` prints them). They detect damage and mixed-up files, not forgery: a file that somebody
+forged runs no code either, since `launch/engine/tensor_files.py` reads all of them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from launch.run.errors import UsageError
+
+STATE_FILE = "state.json"
+#: What is said of a checkpoint without digests, which is loaded all the same.
+NO_DIGESTS = "was written before checkpoints had digests; only the sizes of its files were checked"
+#: Of the files that DeepSpeed and our readers look for by pattern.
+READ_SUFFIXES = (".pt", ".swp")
+_NAME = re.compile(r"step-([0-9]{8,18})")
+_BLOCK_BYTES = 1 << 20
+#: Threads that read files at the same time; reading and digesting both release the GIL.
+_READERS = 4
+
+
+class DamagedCheckpoint(UsageError):
+    """A checkpoint that is not as its run wrote it: one line with the file and what is wrong with it."""
+
+
+def checkpoint_name(step: int) -> str:
+    """The folder's name of the checkpoint after `step` optimizer steps."""
+    return f"step-{step:08d}"
+
+
+def is_checkpoint_name(name: str) -> bool:
+    """Whether `name` is one that `checkpoint_name` gives; `step-best` and `step-00000300.bak` are not."""
+    found = _NAME.fullmatch(name)
+    return found is not None and checkpoint_name(int(found[1])) == name
+
+
+def complete_checkpoints(folder: Path) -> list[Path]:
+    """The folders in `folder` with a checkpoint's name, which a run gives to complete ones only, by step."""
+    found = (path for path in folder.glob("step-*") if is_checkpoint_name(path.name) and path.is_dir())
+    return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
+
+
+# --- state.json -----------------------------------------------------------------------------------------------------------------------
+
+
+def state_text(state: dict[str, Any], run_id: str | None, ranks: int, files: dict[str, dict[str, Any]]) -> str:
+    """The content of `state.json`.
+
+    Args:
+        state: step, tokens, samples, val_loss.
+        run_id: of the run, None where its `run.json` has none.
+        ranks: how many wrote the checkpoint.
+        files: `{"bytes": size, "xxh128": digest}` by path relative to the checkpoint.
+    """
+    whole = {**state, "ranks": ranks, "run_id": run_id, "files": dict(sorted(files.items()))}
+    return json.dumps({**whole, "xxh128": _digest_of(whole)}, indent=2) + "\n"
+
+
+def read_state(checkpoint: Path) -> dict[str, Any]:
+    """The `state.json` of a checkpoint.
+
+    A checkpoint from before there were digests has neither `run_id` nor `xxh128`; its `files` hold sizes only.
+
+    Raises:
+        DamagedCheckpoint: it cannot be read, has other content than the run wrote, or belongs to another step.
+    """
+    file = checkpoint / STATE_FILE
+    if not file.is_file():  # a FIFO would be waited for
+        raise DamagedCheckpoint(f"{file}: {'is not a file' if os.path.lexists(file) else 'is missing'}")
+    try:
+        state = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as reason:
+        raise DamagedCheckpoint(f"{file}: cannot be read ({' '.join(str(reason).split())[:120]})") from None
+    if not isinstance(state, dict) or set(state) not in (set(_STATE), set(_STATE) | set(_SINCE_DIGESTS)):
+        raise DamagedCheckpoint(f"{file}: does not have the keys of a checkpoint's state")
+    for key, is_right in (_STATE | _SINCE_DIGESTS).items():
+        if key in state and not is_right(state[key]):
+            raise DamagedCheckpoint(f"{file}: {key} = {json.dumps(state[key])[:60]} is not a value that a run writes")
+    if has_digests(state) and state["xxh128"] != _digest_of({key: value for key, value in state.items() if key != "xxh128"}):
+        raise DamagedCheckpoint(f"{file}: its digest does not match its content")
+    sizes = [isinstance(entry, int) for entry in state["files"].values()]
+    if any(sizes) if has_digests(state) else not all(sizes):
+        raise DamagedCheckpoint(f"{file}: its list of files is not one that a run writes")
+    if checkpoint.name != checkpoint_name(state["step"]):
+        raise DamagedCheckpoint(f"{file}: is of step {state['step']}, in a folder named {checkpoint.name}")
+    return state
+
+
+def has_digests(state: dict[str, Any]) -> bool:
+    """Whether the checkpoint of this `read_state` was written with digests."""
+    return "xxh128" in state
+
+
+def file_sizes(state: dict[str, Any]) -> dict[str, int]:
+    """Bytes of each file of a checkpoint, by path relative to it."""
+    return {name: entry if isinstance(entry, int) else entry["bytes"] for name, entry in state["files"].items()}
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and value >= 0  # bool is an int, so not isinstance
+
+
+def _is_file_entry(value: object) -> bool:
+    return _is_count(value) or (
+        isinstance(value, dict) and set(value) == {"bytes", "xxh128"} and _is_count(value["bytes"]) and isinstance(value["xxh128"], str)
+    )
+
+
+def _is_inside(name: str) -> bool:
+    return not Path(name).is_absolute() and ".." not in Path(name).parts
+
+
+_STATE: dict[str, Callable[[Any], bool]] = {
+    **dict.fromkeys(("step", "tokens", "samples"), _is_count),
+    "ranks": lambda value: _is_count(value) and value > 0,
+    "val_loss": lambda value: value is None or type(value) in (int, float),
+    "files": lambda value: isinstance(value, dict) and all(map(_is_file_entry, value.values())) and all(map(_is_inside, value)),
+}
+_SINCE_DIGESTS: dict[str, Callable[[Any], bool]] = {
+    "run_id": lambda value: value is None or isinstance(value, str),
+    "xxh128": lambda value: isinstance(value, str),
+}
+
+
+def _digest_of(state: dict[str, Any]) -> str:
+    return xxhash.xxh3_128_hexdigest(json.dumps(state, sort_keys=True).encode())
+
+
+# --- the files ------------------------------------------------------------------------------------------------------------------------
+
+
+def file_entry(file: Path) -> dict[str, Any]:
+    """Size and digest of `file`, as `state.json` lists it; reads the whole file."""
+    digest, size = xxhash.xxh3_128(), 0
+    block = memoryview(bytearray(_BLOCK_BYTES))
+    with open(file, "rb", buffering=0) as stream:
+        while count := stream.readinto(block):
+            digest.update(block[:count])
+            size += count
+    return {"bytes": size, "xxh128": digest.hexdigest()}
+
+
+def check_run(checkpoint: Path, state: dict[str, Any], run_id: object) -> None:
+    """Compare the run that wrote a checkpoint with the one that is to use it.
+
+    Args:
+        run_id: of the run's `run.json`; None for a run from before there were ids, whose checkpoints have none.
+
+    Raises:
+        DamagedCheckpoint: it is of another run.
+    """
+    if state.get("run_id") != run_id:
+        raise DamagedCheckpoint(
+            f"{checkpoint}: run_id in {STATE_FILE} is {state.get('run_id')}, in run.json {run_id}: it is of another run"
+        )
+
+
+def check_files(checkpoint: Path, state: dict[str, Any], share: slice = slice(None)) -> None:
+    """Compare the files of a checkpoint with what `state` says of them.
+
+    Args:
+        state: from `read_state`. Without digests, sizes are compared.
+        share: the part of the files that is read, of their list by falling size: rank i of n takes `slice(i, None, n)`.
+
+    Raises:
+        DamagedCheckpoint: one is missing, has another size or other content, or is a `.pt` or `.swp` file that the run did not write.
+    """
+    listed = state["files"]
+    for file in checkpoint.rglob("*"):
+        if file.suffix in READ_SUFFIXES and str(file.relative_to(checkpoint)) not in listed:
+            raise DamagedCheckpoint(f"{file}: the run did not write this file")
+    sizes = file_sizes(state)
+    for name, size in sizes.items():
+        try:
+            found = (checkpoint / name).stat().st_size
+        except OSError as reason:
+            raise DamagedCheckpoint(f"{checkpoint / name}: cannot be read ({reason.strerror})") from None
+        if found != size:
+            raise DamagedCheckpoint(f"{checkpoint / name}: has {found:,} bytes, {size:,} were written")
+    if not has_digests(state):
+        return
+    with ThreadPoolExecutor(_READERS) as readers:
+        share_of = sorted(sizes, key=lambda name: (-sizes[name], name))[share]
+        for fault in readers.map(lambda name: _content_fault(checkpoint / name, listed[name]), share_of):
+            if fault:
+                raise DamagedCheckpoint(fault)
+
+
+def _content_fault(file: Path, entry: dict[str, Any]) -> str | None:
+    try:
+        found = file_entry(file)
+    except OSError as reason:
+        return f"{file}: cannot be read ({reason.strerror})"
+    return None if found == entry else f"{file}: its digest is {found['xxh128']}, {entry['xxh128']} was written"
+
+
+def newest_good(checkpoints: Iterable[Path], find_fault: Callable[[Path], str | None]) -> tuple[Path | None, list[str]]:
+    """The newest of `checkpoints` (oldest first) without a fault, None where all have one; and the faults of those passed over."""
+    passed_over: list[str] = []
+    for checkpoint in reversed(list(checkpoints)):
+        if (fault := find_fault(checkpoint)) is None:
+            return checkpoint, passed_over
+        passed_over.append(fault)
+    return None, passed_over

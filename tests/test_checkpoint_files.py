@@ -1,0 +1,151 @@
+"""What counts as a checkpoint, and what its `state.json` protects."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from launch.run.checkpoint_files import (
+    DamagedCheckpoint,
+    check_files,
+    checkpoint_name,
+    complete_checkpoints,
+    file_entry,
+    read_state,
+    state_text,
+)
+
+STATE = {"step": 20, "tokens": 5120, "samples": 160, "val_loss": 6.123456789012345}
+#: Names beside checkpoints that are not ours: a user's copies, notes and tries.
+FOREIGN = [
+    *("step-best", "step-last", "step-", "step", "step-20", "step-0020", "step-0000020", "step-000000020", "step-00000020.bak"),
+    *("step-00000020.unusable", "step-00000020.old", "step-00000020~", "step-00000020 (copy)", "step-00000020_", "step-00000020-1"),
+    *("step-+0000020", "step--0000020", "step-0000_0020", "step-000000x0", "step-0x000020", "step-2e000001", "step-٠٠٠٠٠٠٢٠"),
+    *("Step-00000020", "STEP-00000020", "step_00000020", "xstep-00000020", "step-00000020\n", " step-00000020", "step-00000020 "),
+    *(".step-00000020", "step-00000020.tar", "step-00000020.json", "checkpoint-20", "latest", "best", "note.txt"),
+    *(".tmp-note.txt", ".tmp-", ".tmp-step-best", ".tmp-step-00000020.bak", ".trash-note", ".trash-step-", ".trash-step-20"),
+]
+
+
+def written(folder: Path, step: int = 20, run_id: str | None = "a run") -> Path:
+    checkpoint = folder / checkpoint_name(step)
+    (checkpoint / "engine").mkdir(parents=True)
+    for name, content in (("engine/a.pt", b"weights" * 99), ("engine/b.pt", b"moments" * 99), ("latest", b"engine")):
+        (checkpoint / name).write_bytes(content)
+    entries = {name: file_entry(checkpoint / name) for name in ("engine/a.pt", "engine/b.pt", "latest")}
+    (checkpoint / "state.json").write_text(state_text(STATE | {"step": step}, run_id, 2, entries))
+    return checkpoint
+
+
+def test_only_names_that_a_run_gives_are_checkpoints_in_the_order_of_their_steps(tmp_path):
+    assert len(FOREIGN) >= 40
+    ours = [written(tmp_path, step) for step in (20, 3, 100_000_000, 99_999_999)]
+    for name in FOREIGN:
+        written(tmp_path / "other" / name)
+        os.rename(tmp_path / "other" / name / "step-00000020", tmp_path / name)
+    assert complete_checkpoints(tmp_path) == [ours[1], ours[0], ours[3], ours[2]]
+
+
+def test_no_flipped_bit_of_state_json_changes_what_is_read(tmp_path):
+    checkpoint = written(tmp_path)
+    good, content = read_state(checkpoint), (checkpoint / "state.json").read_bytes()
+    assert {key: good[key] for key in STATE} == STATE
+    refused = 0
+    for bit in range(8 * len(content)):
+        changed = bytearray(content)
+        changed[bit // 8] ^= 1 << bit % 8
+        (checkpoint / "state.json").write_bytes(changed)
+        try:
+            assert read_state(checkpoint) == good  # white space
+        except DamagedCheckpoint as reason:
+            refused += "state.json" in str(reason)
+    assert refused > 7 * len(content)
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        *(
+            {key: value}
+            for key, value in (("step", 21), ("tokens", 0), ("samples", 161), ("val_loss", 1.0), ("val_loss", None), ("ranks", 1))
+        ),
+        *({"run_id": value} for value in ("another run", None)),
+        *({"xxh128": value} for value in ("", "0" * 32, None)),
+        *({"files": value} for value in ({}, [], {"../../x": 3}, {"engine/a.pt": 693, "engine/b.pt": 693, "latest": 6})),
+        {"more": 1},
+    ],
+    ids=str,
+)
+def test_an_edited_state_is_refused(edit, tmp_path):
+    checkpoint = written(tmp_path)
+    state = json.loads((checkpoint / "state.json").read_text())
+    (checkpoint / "state.json").write_text(json.dumps(state | edit))
+    with pytest.raises(DamagedCheckpoint, match=r"state\.json"):
+        read_state(checkpoint)
+
+
+@pytest.mark.parametrize("key", ["xxh128", "run_id", "files", "step", "val_loss"])
+def test_a_state_without_one_of_its_keys_is_refused(key, tmp_path):
+    checkpoint = written(tmp_path)
+    state = json.loads((checkpoint / "state.json").read_text())
+    del state[key]
+    (checkpoint / "state.json").write_text(json.dumps(state))
+    with pytest.raises(DamagedCheckpoint, match=r"state\.json"):
+        read_state(checkpoint)
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"[]", b"null", b"\xff\xfe", b"[" * 100_000, b'{"step": 1e400}'], ids=lambda content: str(content[:9])
+)
+def test_a_state_that_is_none_is_refused(content, tmp_path):
+    checkpoint = written(tmp_path)
+    (checkpoint / "state.json").write_bytes(content)
+    with pytest.raises(DamagedCheckpoint, match=r"state\.json"):
+        read_state(checkpoint)
+    (checkpoint / "state.json").unlink()
+    os.mkfifo(checkpoint / "state.json")  # which a reader would wait at
+    with pytest.raises(DamagedCheckpoint, match=r"state\.json"):
+        read_state(checkpoint)
+
+
+def test_every_file_is_compared_by_one_of_the_ranks(tmp_path):
+    for name in ("engine/a.pt", "engine/b.pt", "latest"):
+        checkpoint = written(tmp_path / name.replace("/", "-"))
+        state = read_state(checkpoint)
+        check_files(checkpoint, state)
+        content = bytearray((checkpoint / name).read_bytes())
+        content[len(content) // 2] ^= 1
+        (checkpoint / name).write_bytes(content)
+        found = []
+        for rank in range(2):
+            try:
+                check_files(checkpoint, state, slice(rank, None, 2))
+            except DamagedCheckpoint as reason:
+                found.append(str(reason))
+        assert len(found) == 1 and str(checkpoint / name) in found[0]
+
+
+@pytest.mark.parametrize("name", ["engine/c.pt", "technique-00000.pt", "engine/offloaded_tensors/rank00/1_2.tensor.swp"])
+def test_a_file_that_a_reader_would_find_and_the_run_did_not_write_is_a_fault(name, tmp_path):
+    checkpoint = written(tmp_path)
+    (checkpoint / "pytorch_model.bin").write_bytes(b"of zero_to_fp32.py")  # which no reader of ours looks for
+    check_files(checkpoint, read_state(checkpoint))
+    (checkpoint / name).parent.mkdir(parents=True, exist_ok=True)
+    (checkpoint / name).write_bytes(b"x")
+    with pytest.raises(DamagedCheckpoint, match=name):
+        check_files(checkpoint, read_state(checkpoint))
+
+
+def test_a_checkpoint_of_before_there_were_digests_is_read_by_its_sizes(tmp_path):
+    checkpoint = written(tmp_path)
+    (checkpoint / "state.json").write_text(
+        json.dumps({**STATE, "ranks": 2, "files": {"engine/a.pt": 693, "engine/b.pt": 693, "latest": 6}})
+    )
+    state = read_state(checkpoint)
+    check_files(checkpoint, state)
+    os.truncate(checkpoint / "engine/b.pt", 3)
+    with pytest.raises(DamagedCheckpoint, match=r"b\.pt"):
+        check_files(checkpoint, state)
