@@ -20,7 +20,7 @@ import shutil
 import signal
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 # As in launch/pretrain.py: this script's folder is not where its modules are.
 sys.path[0] = str(Path(__file__).resolve().parents[1])
@@ -32,7 +32,7 @@ from data_pipeline.errors import DataError
 from data_pipeline.shards import Corpus, open_corpus
 from launch.run.errors import UsageError, run_command, say
 from launch.run.flags import Parser
-from launch.run.metrics import read_good_lines
+from launch.run.metrics import read_metrics
 from launch.trained.card import model_card
 from launch.trained.flags import add_source_flags, check_choice
 from launch.trained.hf_folder import other_ids, write_config, write_tokenizer, write_weights
@@ -132,7 +132,7 @@ def export_hf(source: Source, folder: Path, dtype: str, name: str) -> list[str]:
     trained = source.load()
     write_weights(trained.model, source.config, folder, dtype)
     write_config(folder, source.config, source.eot_id, TORCH_NAMES[dtype])
-    card = model_card(name, source.config, TORCH_NAMES[dtype], source.description, source.state, _line(source), source.corpus, notes)
+    card = model_card(name, source.config, TORCH_NAMES[dtype], source.description, source.state, _lines(source), source.corpus, notes)
     (folder / "README.md").write_text(card, encoding="utf-8")
     return notes
 
@@ -211,12 +211,12 @@ def _texts(source: Source, tokenizer: Tokenizer) -> list[str]:
     return texts
 
 
-def _line(source: Source) -> dict[str, object] | None:
-    """The line of the run's metrics of the step that is exported."""
+def _lines(source: Source) -> list[dict[str, Any]]:
+    """The lines of the run's metrics up to the step that is exported."""
     file = source.folder / "metrics.jsonl"
     if source.state is None or not file.exists():
-        return None
-    return next((line for line in reversed(read_good_lines(file)[0]) if line["step"] == source.state["step"]), None)
+        return []
+    return [line for line in read_metrics(file) if line["step"] <= source.state["step"]]
 
 
 def _check_choices(flags: argparse.Namespace) -> None:

@@ -22,9 +22,10 @@ from typing import Any
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from launch.run.config import RunConfig, resolve
-from launch.run.errors import TrainingFailed, UsageError, run_command, say
+from launch.run.errors import TrainingFailed, UsageError, outlast_readers, run_command, say
 from launch.run.explain import as_text, explain
-from launch.run.folder import NoFolder, RunFolder, await_first_rank, check_run_folder
+from launch.run.flags import MUST
+from launch.run.folder import NoFolder, RunFolder, await_first_rank, await_port, check_run_folder, nothing_to_resume
 from launch.run.provenance import describe_run
 from launch.run.signals import StopRequest
 
@@ -37,6 +38,7 @@ def main() -> int:
         explained = explain(config)
         say(json.dumps(explained, indent=2) if flags.explain == "json" else as_text(explained))
         return 0
+    outlast_readers()
     if config.lacks:
         raise UsageError(*config.lacks)
     if config.asks_the_device:  # before the run's folder is made
@@ -48,6 +50,7 @@ def main() -> int:
     if rank == "0":
         path = check_run_folder(config.runs_dir, config.run_name, config.resume)
         config.corpus.verify()
+        await_port(config.resume)
         folder = RunFolder(path, describe_run(config), config.quiet)
     elif rank == os.environ.get("LOCAL_RANK"):  # on the host of rank 0
         await_first_rank(Path(config.runs_dir) / config.run_name)
@@ -102,6 +105,8 @@ def train(config: RunConfig, folder: RunFolder | NoFolder, stop: StopRequest) ->
     state: dict[str, Any] = {"step": 0, "tokens": 0, "samples": 0, "val_loss": None}
     if config.resume and (found := checkpoints.load_newest()):
         state = {key: found[key] for key in state}
+    elif config.resume == MUST:
+        raise UsageError(nothing_to_resume(Path(config.runs_dir) / config.run_name))
     folder.open_metrics(state["step"])
     meter = Meter(engine, collectives, folder.seconds_before, Turns(on_end=stop.request))
     histograms = GradientHistograms(engine, collectives, folder, config.histogram_every)

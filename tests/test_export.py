@@ -19,6 +19,7 @@ import pytest
 from data_pipeline.shards import open_corpus
 from data_pipeline.tokenizer import Tiktoken, Tokenizer
 from launch.run.errors import UsageError
+from launch.run.metrics import read_metrics
 from launch.trained.hf_folder import open_hf_folder
 from launch.trained.load import load_trained, open_trained
 from model.hf import hf_shapes
@@ -91,6 +92,8 @@ def test_the_folder_has_what_others_read(folder, run):
 def test_the_card_has_the_runs_figures(folder, run):
     card = (folder / "README.md").read_text()
     last = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
+    losses = [line["loss"] for line in read_metrics(run / "metrics.jsonl") if "loss" in line]
+    assert f"| training loss at that step | {sum(losses) / len(losses):.4f} (mean of {len(losses)} steps) |" in card
     for figure in (f"| validation loss | {last['val_loss']:.4f} |", f"| tokens seen | {last['tokens']:,} of {last['tokens']:,} |", "AdamW"):
         assert figure in card
     assert card.startswith("---\nlibrary_name: transformers\n")

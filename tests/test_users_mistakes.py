@@ -7,8 +7,11 @@ import hashlib
 import json
 import os
 import shutil
+import signal
+import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +20,12 @@ import pytest
 
 from data_pipeline.errors import DataError
 from data_pipeline.shards import open_corpus
+from launch.run import errors
 from launch.run.config import resolve
 from launch.run.errors import UsageError
+from launch.run.folder import await_port
 from model.presets import PRESETS, ModelShape, Preset
+from tests.helpers import free_port
 
 ROOT = Path(__file__).resolve().parents[1]
 BASE = json.loads((ROOT / "ds_configs" / "zero1_bf16.json").read_text())
@@ -86,7 +92,8 @@ WRONG_FLAGS = {
     "--eval_batches": ["0"],
     "--save_every": ["x"],
     "--keep": ["0"],
-    "--sample_tokens": ["-1"],
+    "--sample_tokens": ["-1", "1000000000"],
+    "--resume": ["maybe", "", "true"],
     "--ranks": ["0"],
     "--local_rank": ["a"],
     "--run_name": ["", ".", "..", "a/b", "/abs", "a\nb", " ", "a ", "x" * 300],
@@ -189,6 +196,26 @@ def test_file_that_is_not_there_or_a_folder(tmp_path):
     ):
         with pytest.raises(UsageError, match=names):
             resolve(["--deepspeed_config", str(path)])
+
+
+def test_a_file_that_may_never_end_is_not_read(command, config, tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    with open(tmp_path / "large", "w") as large:
+        large.truncate(2**36)
+    for file in (tmp_path / "pipe", tmp_path / "large", "/dev/zero"):
+        assert f"error: {file}: " in command(*config[2:], "--deepspeed_config", file)
+
+
+def test_a_message_is_short_whatever_the_file_holds(faults):
+    (fault,) = faults({**BASE, "a" * 1_000_000: 1})
+    assert "engine.json: line " in fault and "unknown key" in fault
+    (fault,) = faults(changed("zero_optimization.stage", "\n" * 1_000_000))
+    assert "zero_optimization.stage" in fault and "must be one of 0, 1, 2, 3" in fault
+
+
+def test_a_micro_batch_larger_than_the_corpus_is_refused(faults):
+    (fault,) = faults(BASE, "--micro_batch_size", "1e9", "--global_batch_size", "2e9")
+    assert "train_micro_batch_size_per_gpu" in fault and "lower --micro_batch_size" in fault
 
 
 def test_a_key_with_a_line_break_stays_in_one_line(faults):
@@ -474,10 +501,8 @@ def test_a_wrong_json_ends_the_command_with_a_line_for_each_fault(command, confi
     assert "'nonsense': unknown key" in printed
 
 
-def test_only_local_rank_0_speaks(command, config):
-    wrong = [*config, "--steps", "0"]
-    assert command(*wrong, RANK="4", LOCAL_RANK="0", WORLD_SIZE="8") != ""
-    assert command(*wrong, RANK="5", LOCAL_RANK="1", WORLD_SIZE="8", lines=0) == ""
+def test_local_rank_0_speaks_on_every_host(command, config):
+    assert "--steps" in command(*config, "--steps", "0", RANK="4", LOCAL_RANK="0", WORLD_SIZE="8")
 
 
 def test_a_run_that_exists_is_not_touched(command, config):
@@ -487,6 +512,23 @@ def test_a_run_that_exists_is_not_touched(command, config):
     assert "taken: this run exists; give another --run_name" in command(*config, "--run_name", "taken")
     (command.work / "runs" / "file").write_text("")
     assert "file: " in command(*config, "--run_name", "file")
+
+
+@pytest.mark.parametrize("exists", [False, True])
+def test_a_resume_that_must_go_on_needs_a_checkpoint(exists, command, config):
+    (command.work / "runs" / "demo").mkdir(parents=True)
+    (command.work / "runs" / "demo" / "run.json").write_text("{}")
+    printed = command(*config, "--resume=must", "--run_name", "demo" if exists else "dmeo")
+    assert ("no complete checkpoint" in printed) if exists else ("no such run; did you mean 'demo'?" in printed)
+
+
+@pytest.mark.parametrize("content", ["[]", "null", '{"ranks": 1}', "[" * 100_000, "{", '{"optimizer": NaN}'])
+def test_a_resume_of_a_run_whose_description_is_damaged(content, command, config):
+    run = command.work / "runs" / "demo"
+    (run / "checkpoints").mkdir(parents=True)
+    (run / ".lock").touch()
+    (run / "run.json").write_text(content)
+    assert f"{Path('runs/demo/run.json')}: " in command(*config, "--resume", "--run_name", "demo")
 
 
 def test_a_runs_dir_that_is_a_file(command, config):
@@ -541,21 +583,71 @@ def test_a_corpus_that_cannot_be_read(command, config, copied):
         (copied / name).chmod(0o644)
 
 
-def test_a_mistake_through_the_launcher(config, tmp_path):
-    """All ranks end with 2, one of them speaks, and the launcher hands the exit code on."""
-    launcher = [
-        str(Path(sys.executable).with_name("deepspeed")),
-        "--num_gpus",
-        "2",
-        "--log_level",
-        "error",
-        str(ROOT / "launch/pretrain.py"),
-    ]
-    environment = {key: value for key, value in os.environ.items() if key not in LAUNCHER_NAMES}
-    done = subprocess.run([*launcher, *config, "--lr", "nan"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=100)
-    assert done.returncode == 2
-    assert [line for line in done.stderr.splitlines() if line.startswith("error:")] == [
-        "error: --lr: nan is out of range: it must be above 0 and at most 100; see --help"
-    ]
+#: Keeps a rank from starting for longer than the launcher takes to notice that another has ended.
+SLOW_RANK = """
+import os, time
+
+if os.environ.get("LOCAL_RANK") == "{rank}":
+    time.sleep(6)
+"""
+
+
+def launched_refusal(flags: list[str], folder: Path, slow_rank: int, port: int) -> str:
+    """The one error of `deepspeed launch/pretrain.py` on two ranks, of which one starts late."""
+    (folder / "hook").mkdir()
+    (folder / "hook" / "sitecustomize.py").write_text(SLOW_RANK.format(rank=slow_rank))
+    (folder / "work").mkdir()
+    launcher = [Path(sys.executable).with_name("deepspeed"), "--num_gpus", "2", "--log_level", "error", "--master_port", str(port)]
+    environment = {key: value for key, value in os.environ.items() if key not in LAUNCHER_NAMES} | {"PYTHONPATH": str(folder / "hook")}
+    command = [*launcher, ROOT / "launch/pretrain.py", *flags]
+    done = subprocess.run(command, cwd=folder / "work", env=environment, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 2, done.stdout + done.stderr
     assert "Traceback" not in done.stdout + done.stderr
-    assert list(tmp_path.iterdir()) == []
+    assert not list((folder / "work").rglob("run.json"))
+    (line,) = (line for line in done.stderr.splitlines() if line.startswith("error:"))
+    return line
+
+
+@pytest.mark.parametrize("slow_rank", [0, 1])
+def test_a_mistake_through_the_launcher_is_said_once_whichever_rank_is_first(slow_rank, config, tmp_path):
+    """All ranks end with 2, one of them speaks, and the launcher hands the exit code on."""
+    assert "--lr: nan is out of range" in launched_refusal([*config, "--lr", "nan"], tmp_path, slow_rank, free_port())
+
+
+def test_a_rank_whose_mistake_nobody_else_has_speaks_after_a_while(monkeypatch, capsys):
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setattr(errors, "SPEAKER_PATIENCE_SECONDS", 0.0)
+    handler = signal.getsignal(signal.SIGTERM)
+
+    def mistaken() -> int:
+        raise UsageError("of this rank")
+
+    with pytest.raises(SystemExit) as end:
+        errors.run_command(mistaken)
+    signal.signal(signal.SIGTERM, handler)
+    assert (end.value.code, capsys.readouterr().err) == (2, "error: of this rank\n")
+
+
+def test_a_port_in_use_is_refused_before_anything_is_made(config, tmp_path):
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        assert f"port {port}" in launched_refusal(config, tmp_path, slow_rank=0, port=port)
+    assert list((tmp_path / "work").iterdir()) == []
+
+
+def test_a_port_that_a_predecessor_holds_is_waited_for(monkeypatch, capsys):
+    monkeypatch.setenv("RANK", "0")
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        monkeypatch.setenv("MASTER_PORT", str(other.getsockname()[1]))
+        with pytest.raises(UsageError, match="in use"):
+            await_port(resume=False)
+        threading.Timer(0.5, other.close).start()
+        await_port(resume=True)
+    assert "waiting" in capsys.readouterr().out
+    monkeypatch.setenv("MASTER_PORT", "70000")
+    with pytest.raises(UsageError, match="MASTER_PORT"):
+        await_port(resume=False)

@@ -11,13 +11,13 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from launch.run.errors import UsageError
-from launch.run.metrics import read_good_lines
+from launch.run.metrics import read_good_lines, read_run_json
 from launch.run.steps import trained_flops_per_token
 from model.presets import GPTConfig
 
@@ -125,15 +125,17 @@ def read_run(folder: str | Path) -> Run:
     file = folder / "metrics.jsonl"
     remarks: list[str] = []
     lines: list[dict[str, Any]] = []
+    damaged: list[int] = []
     try:
-        lines, unread = read_good_lines(file)
+        lines, damaged = read_good_lines(file)
     except FileNotFoundError:
-        unread = 0
+        pass
     except OSError as reason:
         raise UsageError(f"{file}: cannot be read ({reason.strerror}); give a run folder that can") from None
-    if unread:
-        damaged = f"line {len(lines) + 1} of metrics.jsonl is damaged, and was left out with the {unread - 1} after it"
-        remarks.append(damaged if unread > 1 else "the last line of metrics.jsonl is torn, and was left out")
+    if damaged == [len(lines) + 1]:
+        remarks.append("the last line of metrics.jsonl is torn, and was left out")
+    elif damaged:
+        remarks.append(f"{len(damaged)} damaged line{'s' * (len(damaged) > 1)} of metrics.jsonl, the first is line {damaged[0]}, left out")
     lines, rewound = _without_rewound(lines)
     if rewound:
         remarks.append(f"{rewound} lines were left out, of steps that a resume went back behind: each step counts as it was written last")
@@ -160,15 +162,9 @@ def _read_description(folder: Path) -> tuple[dict[str, Any], GPTConfig]:
     if found:
         raise UsageError(f"{folder}: {found}; give run folders, such as runs/first")
     try:
-        description = json.loads(file.read_text(encoding="utf-8"), parse_constant=_refuse)
+        description = read_run_json(file)
     except FileNotFoundError:
         raise UsageError(f"{folder}: holds no run.json, so it is not a run folder; give folders such as runs/first") from None
-    except OSError as reason:
-        raise UsageError(f"{file}: cannot be read ({reason.strerror}); give a run folder that can") from None
-    except (ValueError, RecursionError) as reason:
-        raise UsageError(f"{file}: is not JSON ({reason}); it cannot be told which run this is") from None
-    if not isinstance(description, dict):
-        raise UsageError(f"{file}: holds a {type(description).__name__}, must be an object; it cannot be told which run this is")
     for key, kind in NEEDED.items():
         if type(description.get(key)) is not kind:
             found = f"'{key}' is {json.dumps(description[key])[:40]}" if key in description else f"lacks '{key}'"
@@ -180,10 +176,6 @@ def _read_description(folder: Path) -> tuple[dict[str, Any], GPTConfig]:
         return description, model
     except (TypeError, ValueError, OverflowError) as reason:
         raise UsageError(f"{file}: 'shape' and 'corpus.vocab_size' are no model ({reason}); the run cannot be compared without") from None
-
-
-def _refuse(constant: str) -> NoReturn:
-    raise ValueError(f"it holds {constant}")
 
 
 def _without_rewound(lines: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], int]:

@@ -6,18 +6,25 @@ Every command's `main` is run through `run_command`, which maps what can happen 
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import errno
+import io
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterable
-from typing import TextIO
+from typing import Any, TextIO
 
 from data_pipeline.errors import DataError
 
 #: Errors of the operating system about a path that somebody gave.
 _OF_A_PATH = (errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR)
+#: The longest message, and how much stays of the beginning (where and what) and of the end (the fix) of a longer one, in characters.
+MESSAGE_LENGTH, MESSAGE_START, MESSAGE_END = 850, 500, 250
+#: How long a rank that may not speak leaves the word to local rank 0 of its host.
+SPEAKER_PATIENCE_SECONDS = 20.0
 
 
 class UsageError(ValueError):
@@ -29,8 +36,15 @@ class UsageError(ValueError):
 
 
 def one_line(text: str) -> str:
-    """`text` with everything escaped that does not print: a file's name or a key may hold a line break."""
-    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
+    """`text` as one line of bounded length: what does not print is escaped, and the middle of a long text is left out.
+
+    A key, a value or a file's name in it may hold line breaks, or a megabyte.
+    """
+    text = "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
+    if len(text) <= MESSAGE_LENGTH:
+        return text
+    left_out = len(text) - MESSAGE_START - MESSAGE_END
+    return f"{text[:MESSAGE_START]}... ({left_out:,} characters left out) ...{text[-MESSAGE_END:]}"
 
 
 class TrainingFailed(Exception):
@@ -60,20 +74,69 @@ def say(line: str, file: TextIO | None = None) -> None:
     """Print one line from local rank 0 only."""
     if is_speaker():
         stream = file or sys.stdout
-        encoding = stream.encoding or "utf-8"
-        print(line.encode(encoding, "backslashreplace").decode(encoding), file=stream, flush=True)
+        print(_encodable(line, stream), file=stream, flush=True)
+
+
+def _encodable(line: str, stream: TextIO) -> str:
+    encoding = stream.encoding or "utf-8"
+    return line.encode(encoding, "backslashreplace").decode(encoding)
+
+
+def _complain(*faults: str) -> None:
+    """Print each fault as a line on standard error. A standard error that nobody reads changes no exit code.
+
+    A launcher ends all ranks when the first one ends, so a rank that may not speak first leaves the word to local rank 0, which comes to
+    the same mistake and ends the job. When that takes too long, or the mistake is this rank's alone, it speaks itself.
+    """
+    if not is_speaker():
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the launcher's, when local rank 0 has spoken
+        time.sleep(SPEAKER_PATIENCE_SECONDS)
+    with contextlib.suppress(OSError):
+        for fault in faults:
+            print(_encodable(f"error: {one_line(fault)}", sys.stderr), file=sys.stderr, flush=True)
+
+
+def open_standard_streams() -> None:
+    """Open standard input, output and error that are closed (`>&-`) as /dev/null; else the next file that is opened takes their place."""
+    for number in (0, 1, 2):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest free number, which is this one
+    sys.stdout = sys.stdout or open(1, "w", closefd=False)  # noqa: SIM115 - as long as the process
+    sys.stderr = sys.stderr or open(2, "w", closefd=False)  # noqa: SIM115
+
+
+def outlast_readers() -> None:
+    """From now on drop what standard output and error cannot take: their reader has gone (`| head`), or their disk is full."""
+    sys.stdout, sys.stderr = (
+        io.TextIOWrapper(
+            io.BufferedWriter(_Lasting(stream.fileno(), "w", closefd=False)), stream.encoding, stream.errors, line_buffering=True
+        )
+        for stream in (sys.stdout, sys.stderr)
+    )
+
+
+class _Lasting(io.FileIO):
+    """A file that drops what it cannot write."""
+
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data)
+        except OSError:
+            return len(data)
 
 
 def run_command(main: Callable[[], int | None]) -> None:
     """Run `main` and leave the process with the exit code that its outcome has; a user's mistake leaves no traceback."""
+    open_standard_streams()
     try:
         code = main() or 0
     except (UsageError, DataError) as mistake:
-        for fault in getattr(mistake, "faults", None) or (one_line(str(mistake)),):
-            say(f"error: {fault}", sys.stderr)
+        _complain(*(getattr(mistake, "faults", None) or (str(mistake),)))
         code = 2
     except TrainingFailed as reason:
-        say(f"error: {one_line(str(reason))}", sys.stderr)
+        _complain(str(reason))
         code = 1
     except BrokenPipeError:  # the reader of our output has gone, as `| head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left to flush goes nowhere
@@ -83,6 +146,6 @@ def run_command(main: Callable[[], int | None]) -> None:
     except OSError as reason:  # a path of the user's that cannot be gone into; whatever else fails is a fault of ours, with its traceback
         if reason.errno not in _OF_A_PATH or reason.filename is None:
             raise
-        say(f"error: {one_line(str(reason.filename))[:200]}: {reason.strerror}; give another path, or mend that", sys.stderr)
+        _complain(f"{str(reason.filename)[:200]}: {reason.strerror}; give another path, or mend that")
         code = 2
     sys.exit(code)

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 DEFAULT_DATA = "data/stdlib"
 #: The largest learning rate: above it stands a typing error (3e3 for 3e-3), and nothing but NaN comes of it.
 MAX_LR = 100.0
+#: `--resume=must`: without a checkpoint to go on from the run is refused; plain `--resume` starts it at step 0.
+MUST = "must"
 
 
 class Parser(argparse.ArgumentParser):
@@ -79,6 +81,12 @@ def real_number(minimum: float, maximum: float = math.inf, above: bool = False, 
     return parse
 
 
+def _must(text: str) -> str:
+    if text != MUST:
+        raise argparse.ArgumentTypeError(f"{text!r} must be '{MUST}', or left out")
+    return text
+
+
 def build_parser() -> Parser:
     """The flags of `launch/pretrain.py`."""
     positive, natural = whole_number(1), whole_number(0)
@@ -106,7 +114,15 @@ def build_parser() -> Parser:
         metavar="DIR",
         help="start from the weights of a Hugging Face folder of GPT2LMHeadModel of the same sizes: an export's, or a published GPT-2",
     )
-    run.add_argument("--resume", action="store_true", help="go on from the run's newest complete checkpoint; from step 0 if it has none")
+    run.add_argument(
+        "--resume",
+        nargs="?",
+        const=True,
+        default=False,
+        type=_must,
+        metavar="must",
+        help="go on from the run's newest complete checkpoint; from step 0 if it has none, which --resume=must refuses",
+    )
     add_evaluation_flags(run)
     run.add_argument("--save_every", type=natural, help="steps between checkpoints; 0 saves at the end only (a quarter of the run)")
     run.add_argument("--keep", type=positive, default=3, help="newest checkpoints that stay, beside the best by validation (3)")
@@ -121,7 +137,9 @@ def build_parser() -> Parser:
         action="store_true",
         help="at every evaluation, how near each block's output is to its input, in norm and direction, into blocks.jsonl and blocks.png",
     )
-    run.add_argument("--sample_tokens", type=natural, default=0, help="length of the text sampled at the end; 0 is off (0)")
+    # Token by token, on all ranks: 100,000 of `nano` take minutes.
+    sampled = whole_number(0, 100_000)
+    run.add_argument("--sample_tokens", type=sampled, default=0, help="length of the text sampled at the end; 0 is off (0)")
     run.add_argument("--prompt", default="def ", help="what the sample starts with ('def ')")
     run.add_argument("--ranks", type=positive, help="number of ranks to check and explain the run for, where no launcher says it")
     run.add_argument(

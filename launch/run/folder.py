@@ -2,28 +2,35 @@
 `blocks.jsonl`.
 
 Everything downstream reads these files only. One process writes them: global rank 0. `metrics.jsonl` holds one object a step;
-a line is on the operating system's side before the next step begins, so that a killed run loses none.
+a line is on the operating system's side before the next step begins, so that a killed run loses none. What a resume cuts off
+a `.jsonl` file is appended to the file of the same name with `.cut` behind it.
+
+`finished` in `run.json` is null from the start, or a resume, until the run has reached its end; then it says when, with step and tokens.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import math
 import os
 import shutil
 import signal
+import socket
 import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from launch.run.checkpoint_files import complete_checkpoints
-from launch.run.errors import UsageError, say
+from launch.run.errors import UsageError, nearest, say
 from launch.run.exponents import overall
-from launch.run.metrics import read_metrics
+from launch.run.flags import MUST
+from launch.run.metrics import parse_line, read_run_json, split_lines
 from launch.run.picture import draw_blocks, draw_exponents, draw_loss
 from model.accounting import parameter_count
 
@@ -42,19 +49,22 @@ SAME_PRECISION = {
     ("fp32", "bf16"): "give --set bf16.enabled=false, or another --run_name",
 }
 #: What a resume changes without changing the run: not worth a line in the log.
-INCIDENTAL = ("created", "command", "resume", "quiet", "turns", "run_id")
+INCIDENTAL = ("created", "command", "resume", "quiet", "turns", "finished", "run_id")
 #: What a resume leaves as it was, whatever it says: its weights are those of the checkpoint.
 OF_THE_START = "init_from"
 LOCK_PATIENCE_SECONDS = 60.0
+MAX_SECONDS = 1e12  # a line that says more, or NaN, is not a clock
 
 
-def check_run_folder(runs_dir: str, run_name: str, resume: bool) -> Path:
-    """The run's folder, which must be free (or exist, for a resume), in a place that can be written. Creates nothing.
+def check_run_folder(runs_dir: str, run_name: str, resume: bool | str) -> Path:
+    """The run's folder, which must be free (or may exist, for a resume), in a place that can be written. Creates nothing.
 
     Raises:
-        UsageError: the name is taken, or the folder cannot be made.
+        UsageError: the name is taken, there is nothing to go on from and `resume` is `MUST`, or the folder cannot be made.
     """
     path = Path(runs_dir) / run_name
+    if resume == MUST and not complete_checkpoints(path / "checkpoints"):
+        raise UsageError(nothing_to_resume(path))
     if path.exists() and not resume:
         raise UsageError(f"{path}: this run exists; give another --run_name, go on with it by --resume, or remove it yourself")
     if path.exists() and not path.is_dir():
@@ -70,6 +80,60 @@ def check_run_folder(runs_dir: str, run_name: str, resume: bool) -> Path:
     if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
         raise UsageError(f"{path}: cannot be made, {above} is {'not writable' if above.is_dir() else 'a file'}; give another --runs_dir")
     return path
+
+
+def nothing_to_resume(path: Path) -> str:
+    """Why `--resume=must` is refused for the run in `path`."""
+    what = "has no complete checkpoint to go on from" if path.exists() else f"there is no such run{_nearest_run(path)}"
+    return f"--resume=must: {path}: {what}; give another --run_name, or --resume to start at step 0"
+
+
+def _nearest_run(path: Path) -> str:
+    others = [run.parent.name for run in path.parent.glob("*/run.json") if run.parent != path]
+    return nearest(path.name, others)
+
+
+def await_port(resume: bool | str) -> None:
+    """Check, as global rank 0, that the port on which the ranks are to meet is free; on a resume a predecessor that is ending may hold it.
+
+    Raises:
+        UsageError: another process listens there.
+    """
+    port = os.environ.get("MASTER_PORT")
+    # torchrun listens on the port itself, for its ranks.
+    if port is None or "RANK" not in os.environ or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return
+    if not port.isdecimal() or not 0 < int(port) < 65_536:
+        raise UsageError(f"the environment variable MASTER_PORT is {port!r}: it must be the number of a port, or not set")
+
+    def in_use() -> str:
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections of an ended job that linger there do not count
+            try:
+                probe.bind(("", int(port)))
+            except OSError as reason:
+                if reason.errno == errno.EADDRINUSE:
+                    return f"port {port}, on which the ranks are to meet, is in use on this host"
+        return ""
+
+    _wait_while(in_use, resume, "give another: deepspeed --master_port N")
+
+
+def _wait_while(busy: Callable[[], str], resume: bool | str, fix: str) -> None:
+    """Wait for what a predecessor that is still ending holds; only a resume has a predecessor.
+
+    busy: in words, what is held; an empty string once it is free.
+    """
+    patience = LOCK_PATIENCE_SECONDS if resume else 0.0
+    deadline = time.monotonic() + patience
+    told = False
+    while held := busy():
+        if time.monotonic() >= deadline:
+            raise UsageError(f"{held}; {fix}")
+        if not told:
+            say(f"{held}; waiting up to {patience:.0f} s for it to end")
+            told = True
+        time.sleep(0.2)
 
 
 def await_first_rank(path: Path) -> None:
@@ -124,8 +188,9 @@ class RunFolder:
         self._writer: Any = None
         self._last_line: dict[str, Any] = {}
         self.changes: list[str] = []
+        self.notes: list[str] = []
         self.run_id: str | None = None
-        self._made = False
+        self._before: str | None = None  # run.json, as a resume found it
         try:
             path.mkdir(parents=True, exist_ok=True)
             (path / "checkpoints").mkdir(exist_ok=True)
@@ -133,35 +198,31 @@ class RunFolder:
         except OSError as reason:
             raise UsageError(f"{path}: cannot be written ({reason.strerror}); give another --runs_dir") from None
         try:
-            self._acquire_lock(patience=LOCK_PATIENCE_SECONDS if description["resume"] else 0.0)
-            description = self._compare(json.loads(json.dumps(description)))
-            self.run_id = description.get("run_id")
+            # Two writers would mix their steps.
+            _wait_while(self._held, description["resume"], "stop it, or give another --run_name")
+            self._description = self._compare(json.loads(json.dumps(description)))
+            self.run_id = self._description.get("run_id")
             for leftover in path.glob(".*.tmp"):  # of `write_atomically`, after a kill
                 leftover.unlink()
             with _writable(path):
-                write_atomically(path / "run.json", json.dumps(description, indent=2) + "\n")
+                self._describe(finished=None)
                 self._log = open(path / "log.txt", "a", encoding="utf-8")  # noqa: SIM115
                 self._write_lock()
         except BaseException:
             self.close()
             raise
 
-    def _acquire_lock(self, patience: float) -> None:
-        """Wait for a predecessor that is still ending: two writers would mix their steps."""
-        deadline = time.monotonic() + patience
-        told = False
-        while True:
-            try:
-                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                return
-            except BlockingIOError:
-                holder = _read_lock(self.path) or "another process"
-                if time.monotonic() >= deadline:
-                    raise UsageError(f"{self.path}: {holder} is still writing into this run; stop it, or give another --run_name") from None
-                if not told:
-                    say(f"{self.path}: {holder} is still writing into this run; waiting up to {patience:.0f} s for it to end")
-                    told = True
-                time.sleep(0.2)
+    def _describe(self, finished: dict[str, Any] | None) -> None:
+        """Write `run.json`. finished: when, at which step and after how many tokens the run reached its end; None before."""
+        write_atomically(self.path / "run.json", json.dumps({**self._description, "finished": finished}, indent=2) + "\n")
+
+    def _held(self) -> str:
+        """Take the lock; in words, who holds it if that fails."""
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return f"{self.path}: {_read_lock(self.path) or 'another process'} is still writing into this run"
+        return ""
 
     def _write_lock(self) -> None:
         """Say who holds the lock: for a successor's message, and for the other ranks, which wait for it."""
@@ -174,26 +235,28 @@ class RunFolder:
         """`description` with its predecessors, when it may go on with the run that is here."""
         file = self.path / "run.json"
         if not file.exists():
-            self._made = True
             return description
         if not description["resume"]:  # made by another job since `check_run_folder` looked
             raise UsageError(f"{self.path}: this run exists; give another --run_name, or go on with it by --resume")
-        try:
-            before = json.loads(file.read_text(encoding="utf-8"))
-        except ValueError as reason:
-            raise UsageError(f"{file}: is not JSON ({reason}); it cannot be told which run this is: give another --run_name") from None
+        before: dict[str, Any] = read_run_json(file)
+        self._before = file.read_text(encoding="utf-8")
         before.setdefault("no_cross_document", False)  # a run from before there was this flag
+        before.setdefault("resumes", [])
+        for key, kind in {**dict.fromkeys(IDENTITY, object), "optimizer": dict, "ranks": int, "resumes": list}.items():
+            if key not in before or not isinstance(before[key], kind):
+                what = f"'{key}' is {json.dumps(before[key])[:40]}" if key in before else f"lacks '{key}'"
+                raise UsageError(f"{file}: {what}: it cannot be told which run this is; give another --run_name")
         advice = "give the run's own value, or another --run_name"
-        how = {"precision": SAME_PRECISION.get((before.get("precision"), description["precision"]), advice)}
+        how = {"precision": SAME_PRECISION.get((str(before["precision"]), str(description["precision"])), advice)}
         wrong = [
-            f"{self.path}: this run has {key} = {json.dumps(before.get(key))}, the command says {json.dumps(description[key])}; "
+            f"{self.path}: this run has {key} = {json.dumps(before[key])}, the command says {json.dumps(description[key])}; "
             + how.get(key, advice)
             for key in IDENTITY
-            if before.get(key) != description[key]
+            if before[key] != description[key]
         ]
-        if before["optimizer"]["type"] != description["optimizer"]["type"]:
+        if before["optimizer"].get("type") != description["optimizer"]["type"]:
             wrong.append(
-                f"{self.path}: this run has optimizer.type = {json.dumps(before['optimizer']['type'])}, the JSON says "
+                f"{self.path}: this run has optimizer.type = {json.dumps(before['optimizer'].get('type'))}, the JSON says "
                 f"{json.dumps(description['optimizer']['type'])}; {advice}"
             )
         if before["ranks"] != description["ranks"] and description["zero_stage"] > 0:
@@ -211,7 +274,7 @@ class RunFolder:
         ]
         resume = {key: description.get(key) for key in ("created", "command", "turns")}
         kept = [*resume, "run_id", *([OF_THE_START] if complete_checkpoints(self.path / "checkpoints") else [])]
-        return {**description, **{key: before.get(key) for key in kept}, "resumes": [*before.get("resumes", []), resume]}
+        return {**description, **{key: before.get(key) for key in kept}, "resumes": [*before["resumes"], resume]}
 
     # --- the log and the metrics --------------------------------------------------------------------------------------------------
 
@@ -227,6 +290,11 @@ class RunFolder:
     def log_start(self, config: RunConfig, engine: Engine, meter: Meter, state: dict[str, Any], evaluation: Evaluation) -> None:
         """What is about to be trained, in a few lines."""
         shape, model = config.shape, engine.model_config
+        if config.resume and state["step"]:
+            self.log(f"resuming after step {state['step']}")
+        elif config.resume:
+            new = "" if self._before else f"; {self.path} is a new run{_nearest_run(self.path)}"
+            self.log(f"no complete checkpoint to resume from: starting at step 0{new}", always=True)
         self.log(
             f"{self.path}: {parameter_count(model) / 1e6:.1f} M parameters ({shape.n_layer} layers, {shape.d_model} wide, "
             f"{shape.seq_len} tokens), ZeRO {config.zero_stage}, {config.precision}, {config.ranks} rank(s) on {meter.device_name}"
@@ -235,9 +303,11 @@ class RunFolder:
         self.log(
             f"{config.micro_batch_size} sequences x {config.gradient_accumulation_steps} accumulation x {config.ranks} rank(s) x "
             f"{shape.seq_len} tokens = {config.tokens_per_step:,} tokens a {step}, {config.steps_to_make:,} steps, "
-            f"{config.total_tokens:,} tokens ({config.total_tokens / config.corpus.train.n_tokens:.2f} epochs); "
-            f"{evaluation.windows} validation sequences"
+            f"{config.total_tokens:,} tokens ({config.total_tokens / config.corpus.train.n_tokens:.2f} epochs)"
         )
+        if config.eval_every:
+            unseen = "text" if config.corpus.eot_id is None else "whole documents"
+            self.log(f"validation loss: the mean over {evaluation.windows:,} sequences of {unseen} that the run is not trained on")
         if meter.collectives.device.type == "cpu":
             cores = f"{len(os.sched_getaffinity(0))} of {os.cpu_count()}"
             self.log(f"{' or '.join(map(str, dict.fromkeys(meter.threads)))} thread(s) a rank, which may use {cores} core(s) of this host")
@@ -245,14 +315,10 @@ class RunFolder:
             self.log(f"no peak FLOP/s is known for '{meter.device_name}' in {meter.matmul_dtype}: mfu is left out of the metrics")
         if engine.corrections:
             self.log(f"corrected faults of this DeepSpeed: {', '.join(engine.corrections)} (launch/engine/corrections.py)")
-        for note in (*config.notes, *engine.notes):
+        for note in (*config.notes, *engine.notes, *self.notes):
             self.log(f"note: {note}")
         for change in self.changes:
             self.log(f"changed since this run was last started: {change}")
-        if config.resume:
-            self.log(
-                f"resuming after step {state['step']}" if state["step"] else "no complete checkpoint to resume from: starting at step 0"
-            )
 
     def log_failure(self, config: RunConfig, reason: str) -> None:
         """Why the run could not go on: into `log.txt` (the command itself says it on the terminal), with the picture up to there."""
@@ -271,32 +337,61 @@ class RunFolder:
                 f"stopped by {signal.Signals(stopped).name} after step {state['step']}; the same command with --resume goes on from there",
                 always=True,
             )
+        else:
+            with _writable(self.path):
+                self._describe({"at": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "step": state["step"], "tokens": state["tokens"]})
         loss = "" if state["val_loss"] is None else f", validation loss {state['val_loss']:.4f}"
         self.log(f"{self.path}: step {state['step']}, {state['tokens']:,} tokens{loss}; the curve is {picture}", always=True)
 
     def _draw(self, config: RunConfig) -> Path:
         title = f"{config.run_name}: {config.preset}, ZeRO {config.zero_stage}, {config.precision}"
-        return draw_loss(self.path, title, math.log(config.corpus.vocab_size))
+        with _writable(self.path):
+            return draw_loss(self.path, title, math.log(config.corpus.vocab_size))
 
     def open_metrics(self, step: int) -> None:
-        """Cut `metrics.jsonl` and what is beside it back to `step`: later lines are written again, and a torn last line is dropped.
+        """Cut what is beyond `step` off `metrics.jsonl` and the files beside it, since it is written again; a copy of it stays.
 
-        `seconds_before` becomes the `seconds` of the last line that stays: the clock of the run goes on from there.
+        `seconds_before` becomes the `seconds` of the last line that stays and has them: the clock of the run goes on from there.
         """
         from torch.utils.tensorboard import SummaryWriter
 
         file = self.path / "metrics.jsonl"
         with _writable(self.path):
             for name in ("histograms.jsonl", "blocks.jsonl"):
-                if (self.path / name).exists():
-                    _cut_back(self.path / name, step)
-            kept = _cut_back(file, step)
+                self._cut_back(self.path / name, step)
+            kept = self._cut_back(file, step)
             self._metrics = open(file, "a", encoding="utf-8")  # noqa: SIM115
+            threading.excepthook = _say_no_more_of_writers
             # Purges what a killed run left there of later steps.
             self._writer = SummaryWriter(str(self.path), purge_step=step + 1 if step else 0)
-        self.seconds_before = kept[-1]["seconds"] if kept else 0.0
+        seconds = (line.get("seconds") for line in reversed(kept))
+        self.seconds_before = next((one for one in seconds if type(one) in (int, float) and 0 <= one < MAX_SECONDS), 0.0)
         if step and (not kept or kept[-1]["step"] < step):  # not by a kill: a line is on the disk before its checkpoint is
-            self.log(f"{file} lacks the lines up to step {step}, which the checkpoint holds; the curve will have a gap")
+            self.notes.append(f"{file} lacks the lines up to step {step}, which the checkpoint holds; the curve will have a gap")
+
+    def _cut_back(self, file: Path, step: int) -> list[dict[str, Any]]:
+        """Cut the lines beyond `step` off `file`, and damaged ones at its end; return the good ones that stay.
+
+        At step 0 all go: a run that starts there writes its line of step 0 again. What is cut is appended to `<file>.cut`.
+        """
+        if not file.exists():
+            return []
+        texts = split_lines(file.read_bytes())
+        lines = [parse_line(text) for text in texts]
+        within = [line is not None and step > 0 and line["step"] <= step for line in lines]
+        end = max((number for number, good in enumerate(within, 1) if good), default=0)
+        stays = [good or (line is None and number < end) for number, (good, line) in enumerate(zip(within, lines, strict=True), 1)]
+        if cut := [text for text, kept in zip(texts, stays, strict=True) if not kept]:
+            copy = file.with_name(f"{file.name}.cut")
+            with open(copy, "ab") as stream:
+                stream.write(b"".join(text + b"\n" for text in cut))
+                stream.flush()
+                os.fsync(stream.fileno())
+            self.notes.append(f"{len(cut)} line(s) beyond step {step} were cut off {file}; {copy.name} keeps them")
+        if damaged := [number for number, (line, kept) in enumerate(zip(lines, stays, strict=True), 1) if kept and line is None]:
+            self.notes.append(f"{file} has {len(damaged)} damaged line(s), the first is line {damaged[0]}; they stay, and are skipped")
+        write_atomically(file, b"".join(text + b"\n" for text, kept in zip(texts, stays, strict=True) if kept))
+        return [line for line, good in zip(lines, within, strict=True) if good and line is not None]
 
     def write_metrics(self, line: dict[str, Any], durable: bool = False) -> None:
         """Append one step's line, and the same numbers as TensorBoard scalars.
@@ -311,6 +406,8 @@ class RunFolder:
             self._last_line = line
             self._metrics.write(json.dumps(line, allow_nan=False) + "\n")
             self._metrics.flush()
+            if not os.fstat(self._metrics.fileno()).st_nlink:  # writing into a removed file goes on without an error
+                raise FileNotFoundError(errno.ENOENT, "the file was removed while the run was writing it", self._metrics.name)
             for key, value in line.items():
                 if key != "step" and isinstance(value, (int, float)):
                     self._writer.add_scalar(key, value, line["step"])
@@ -340,8 +437,12 @@ class RunFolder:
             stream.write(json.dumps(line) + "\n")
 
     def abandon(self) -> None:
-        """Remove what a start that was refused has made here, so that its name is free; nothing of a run that has begun."""
-        if self._made and self._metrics is None and not any((self.path / "checkpoints").iterdir()):
+        """Undo what a start that was refused has made here; nothing of a run that has begun."""
+        if self._metrics is not None:
+            return
+        if self._before is not None:
+            write_atomically(self.path / "run.json", self._before)
+        elif not any((self.path / "checkpoints").iterdir()):
             with contextlib.suppress(OSError):  # what somebody else has put there stays, and so does the folder
                 for name in ("run.json", "log.txt", ".lock"):
                     (self.path / name).unlink()
@@ -374,28 +475,32 @@ def _writable(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as reason:
-        free = shutil.disk_usage(path).free
+        existing = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
+        goes_on = (
+            "the checkpoints are intact: --resume goes on from the newest"
+            if complete_checkpoints(path / "checkpoints")
+            else "there is no checkpoint yet"
+        )
         print(
-            f"error: {reason.filename or path}: could not be written ({reason.strerror}; {free / 2**20:,.0f} MiB free); "
-            "the checkpoints are intact: --resume goes on from the newest",
+            f"error: {reason.filename or path}: could not be written ({reason.strerror}; "
+            f"{shutil.disk_usage(existing).free / 2**20:,.0f} MiB free); {goes_on}",
             file=sys.stderr,
             flush=True,
         )
         raise SystemExit(1) from None
 
 
-def _cut_back(file: Path, step: int) -> list[dict[str, Any]]:
-    """Keep the lines of `file` up to `step`, none at step 0 (a run that starts there writes its line of step 0 again), and return them."""
-    kept = [line for line in read_metrics(file) if line["step"] <= step] if step and file.exists() else []
-    write_atomically(file, "".join(json.dumps(line) + "\n" for line in kept))
-    return kept
+def _say_no_more_of_writers(failed: threading.ExceptHookArgs) -> None:
+    """TensorBoard's thread hands its error on to `SummaryWriter`, where `_writable` reports it, and then raises it with a traceback."""
+    if type(failed.thread).__name__ != "_AsyncWriterThread":
+        threading.__excepthook__(failed)
 
 
-def write_atomically(file: Path, text: str) -> None:
+def write_atomically(file: Path, content: str | bytes) -> None:
     """Write a small file so that a reader, or a kill, sees the old or the new one and nothing between."""
     temporary = file.with_name(f".{file.name}.{os.getpid()}.tmp")
-    with open(temporary, "w", encoding="utf-8") as stream:
-        stream.write(text)
+    with open(temporary, "wb") as stream:
+        stream.write(content.encode() if isinstance(content, str) else content)
         stream.flush()
         os.fsync(stream.fileno())
     os.replace(temporary, file)

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ _STRINGS = json.JSONDecoder()
 _WHITESPACE = re.compile(r"[ \t\r\n]*")
 _ATOM = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?|true|false|null")
 LARGEST = 2**63  # what follows computes in int64 and in doubles
+MAX_CHARACTERS = 4_000_000
 
 KeyPath = tuple[str | int, ...]
 
@@ -32,7 +35,11 @@ def read_json(path: str | Path) -> tuple[dict[str, Any], dict[KeyPath, int]]:
             holds no object.
     """
     try:
-        text = Path(path).read_text(encoding="utf-8-sig")  # an editor may have put a byte order mark first
+        kind = os.stat(path).st_mode
+        if not stat.S_ISREG(kind) and not stat.S_ISDIR(kind):  # a pipe or a device may never end
+            raise UsageError(f"{path}: is not a regular file; give a JSON file such as those in ds_configs/")
+        with open(path, encoding="utf-8-sig") as file:  # an editor may have put a byte order mark first
+            text = file.read(MAX_CHARACTERS + 1)
     except FileNotFoundError:
         raise UsageError(f"{path}: no such file; the engine configurations that ship are in ds_configs/") from None
     except IsADirectoryError:
@@ -41,6 +48,10 @@ def read_json(path: str | Path) -> tuple[dict[str, Any], dict[KeyPath, int]]:
         raise UsageError(f"{path}: not a text file in UTF-8 (byte {fault.start}); give a JSON file") from None
     except OSError as reason:
         raise UsageError(f"{path}: cannot be read ({reason.strerror}); give a JSON file that can") from None
+    if len(text) > MAX_CHARACTERS:
+        raise UsageError(
+            f"{path}: has more than {MAX_CHARACTERS:,} characters, and an engine configuration a few thousand; give another file"
+        )
     value, lines = parse_json(text, str(path))
     if not isinstance(value, dict):
         raise UsageError(f'{path}: holds {json.dumps(value)[:40]}, must be an object: {{"zero_optimization": ...}}')

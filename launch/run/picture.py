@@ -24,8 +24,7 @@ def draw_loss(run: Path, title: str, initial_loss: float) -> Path:
     from matplotlib.ticker import FuncFormatter
 
     lines = read_metrics(run / "metrics.jsonl")
-    train = [line for line in lines if line.get("loss") is not None]
-    val = [line for line in lines if line.get("val_loss") is not None]
+    train, val = ([line for line in lines if _is_number(line.get(key)) and _is_number(line.get("tokens"))] for key in ("loss", "val_loss"))
     figure, axes = pyplot.subplots(figsize=(9, 5), dpi=120, layout="constrained")
     if train:
         tokens, loss = [line["tokens"] for line in train], [line["loss"] for line in train]
@@ -133,7 +132,8 @@ def draw_blocks(run: Path) -> Path:
     from matplotlib.colors import LogNorm
 
     lines = read_metrics(run / "blocks.jsonl")
-    n_layer = len(lines[0]["norm_ratio"])
+    n_layer = len(lines[-1]["norm_ratio"])  # the line that was just written
+    lines = [line for line in lines if all(_are_numbers(line.get(key), n_layer) for key in ("norm_ratio", "cosine_similarity"))]
     figure, axes = pyplot.subplots(1, 2, figsize=(13, 2.2 + 0.32 * max(6, n_layer)), dpi=110, sharey=True, layout="constrained")
     # Both are a matter of powers: a first block may multiply the norm by hundreds, a late one turn by a thousandth.
     panels = {
@@ -171,6 +171,14 @@ def _shares(layers: dict[str, dict[str, Any]], low: int, high: int) -> list[list
         exponents = {int(exponent): count for exponent, count in layer["exponents"].items()}
         rows.append([exponents.get(exponent, 0) / max(1, layer["elements"]) for exponent in range(low, high)])
     return rows
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and abs(value) < 1e300
+
+
+def _are_numbers(values: Any, count: int) -> bool:
+    return isinstance(values, list) and len(values) == count and all(map(_is_number, values))
 
 
 def _through(places: list[tuple[float, float]]) -> Callable[[Any], Any]:

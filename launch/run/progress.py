@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import sys
 import time
+from collections import deque
 from typing import Any
 
 from launch.run.config import RunConfig
 from launch.run.errors import is_speaker
 from launch.run.folder import NoFolder, RunFolder
+from launch.run.metrics import MEAN_STEPS, recent_loss
 
 PLAIN_SECONDS = 10.0  # between two plain lines
 
 
 class Progress:
-    """Shows loss, tokens/s and the time left. Every step goes to `metrics.jsonl` anyway; this is for eyes."""
+    """Shows the mean loss of the last steps, tokens/s and the time left. Every step goes to `metrics.jsonl` anyway; this is for eyes."""
 
     def __init__(self, config: RunConfig, state: dict[str, Any], folder: RunFolder | NoFolder):
         self.config, self.folder = config, folder
         self._first_tokens, self._start, self._last_line = state["tokens"], time.monotonic(), 0.0
+        self._losses: deque[float] = deque(maxlen=MEAN_STEPS)
         self._bar = None
         if is_speaker() and not config.quiet and sys.stderr.isatty():
             from tqdm import tqdm
@@ -32,10 +35,12 @@ class Progress:
 
     def update(self, line: dict[str, Any], state: dict[str, Any]) -> None:
         """Show the step that `line` describes."""
+        self._losses.append(line["loss"])
+        loss = f"loss {recent_loss(self._losses)}"
         evaluated = "" if state["val_loss"] is None else f", validation {state['val_loss']:.4f}"
         if self._bar is not None:
             self._bar.update(line["tokens"] - self._bar.n)
-            self._bar.set_postfix_str(f"step {line['step']}, loss {line['loss']:.3f}{evaluated}", refresh=False)
+            self._bar.set_postfix_str(f"step {line['step']}, {loss}{evaluated}", refresh=False)
         if line.get("overflow"):
             self.folder.log(
                 f"step {line['step']}: overflow in fp16 at loss scale {line['loss_scale']:,.10g}, the update is skipped",
@@ -47,7 +52,7 @@ class Progress:
             self._last_line = now
             left = (now - self._start) * max(0, self.config.total_tokens - line["tokens"]) / max(1, line["tokens"] - self._first_tokens)
             text = (
-                f"step {line['step']:>5}/{self.config.steps_to_make}  loss {line['loss']:.4f}{evaluated}  lr {line['lr']:.2e}  "
+                f"step {line['step']:>5}/{self.config.steps_to_make}  {loss}{evaluated}  lr {line['lr']:.2e}  "
                 + (f"scale {line['loss_scale']:,.10g}, {line['skipped_steps']} skipped  " if "overflow" in line else "")
                 + f"{line['tokens_per_second']:,.0f} tok/s  {_duration(left)} left"
             )

@@ -8,6 +8,7 @@ import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from launch.run.metrics import recent_loss
 from model.hf import hf_shapes
 from model.presets import GPTConfig
 
@@ -30,7 +31,7 @@ def model_card(
     dtype: str,
     description: dict[str, Any] | None,
     state: dict[str, Any] | None,
-    line: dict[str, Any] | None,
+    lines: list[dict[str, Any]],
     corpus: Corpus | None,
     notes: list[str],
 ) -> str:
@@ -39,13 +40,13 @@ def model_card(
     Args:
         name: of the folder.
         dtype: of the weights.
-        description, state, line: the run's `run.json`, its checkpoint's `state.json` and the line of `metrics.jsonl` of that step; None
-            where the model is of no run.
+        description, state: the run's `run.json` and its checkpoint's `state.json`; None where the model is of no run.
+        lines: of the run's `metrics.jsonl`, up to that step.
         corpus: of the run, where it is still there.
         notes: what should be known, a sentence each.
     """
     parameters = sum(math.prod(shape) for shape in hf_shapes(config).values())
-    state, line = state or {}, line or {}
+    state = state or {}
     loss = state.get("val_loss")
     meta = ["---", "library_name: transformers", "pipeline_tag: text-generation", "tags:", "- gpt2", "- causal-lm"]
     if description:
@@ -59,7 +60,7 @@ def model_card(
     ]
     parts = ["\n".join([*meta, "---"]), f"# {name}", f"A GPT-2 (`GPT2LMHeadModel`) of {parameters / 1e6:,.1f} M parameters.", _table(rows)]
     if description:
-        parts += ["## The run", _table(_of_run(description, state, line, corpus))]
+        parts += ["## The run", _table(_of_run(description, state, lines, corpus))]
         if loss is None:
             parts.append("This step was not evaluated, so that its validation loss is not known: `launch/score.py` measures it.")
         else:
@@ -68,6 +69,8 @@ def model_card(
                 f"The validation loss, {loss:.4f} nats a token ({more}), is that of the run's log:"
                 f" the mean over {_windows(description, config, corpus)} of its validation text, in the run's own precision."
             )
+            if corpus is None or corpus.eot_id is not None:
+                parts.append("These are whole documents that the model was not trained on.")
         parts += ["## Train it again", "```sh\n" + _command(description) + "\n```"]
     parts += ["## Use it", _USE.format(name=name).rstrip()]
     if notes:
@@ -101,17 +104,20 @@ def _schedule(description: dict[str, Any]) -> str | None:
     return f"{description['lr']} after {description.get('warmup_steps', 0):,} steps, down to {description.get('min_lr')} ({kind})"
 
 
-def _of_run(description: dict[str, Any], state: dict[str, Any], line: dict[str, Any], corpus: Corpus | None) -> list[tuple[str, str]]:
+def _of_run(
+    description: dict[str, Any], state: dict[str, Any], lines: list[dict[str, Any]], corpus: Corpus | None
+) -> list[tuple[str, str]]:
     text, machine, versions = (description.get(key) or {} for key in ("corpus", "machine", "versions"))
     sources = [str(source.get("name", source)) if isinstance(source, dict) else str(source) for source in text.get("sources", [])]
     optimizer = description.get("optimizer") or {}
-    loss, val_loss = line.get("loss"), state.get("val_loss")
-    seconds = line.get("seconds")
+    val_loss = state.get("val_loss")
+    seconds = lines[-1].get("seconds") if lines and lines[-1]["step"] == state.get("step") else None
+    losses = [line["loss"] for line in lines if "loss" in line]
     rows: list[tuple[str, Any]] = [
         ("step", f"{state.get('step', 0):,}"),
         ("tokens seen", f"{state.get('tokens', 0):,} of {description.get('total_tokens', 0):,}"),
         ("validation loss", None if val_loss is None else f"{val_loss:.4f}"),
-        ("training loss of the last step, one batch", None if loss is None else f"{loss:.4f}"),
+        ("training loss at that step", recent_loss(losses) if losses else None),
         ("corpus", f"{', '.join(sources)} (`{description.get('corpus_fingerprint', '')[:16]}`)"),
         ("training text", None if corpus is None else f"{corpus.train.n_tokens:,} tokens"),
         ("validation text", None if corpus is None else f"{corpus.val.n_tokens:,} tokens"),

@@ -29,9 +29,20 @@ class LaunchedRun:
         flags: of `launch/pretrain.py`, without those of `TINY`.
         ranks: how many the launcher starts.
         under: a command that runs the `deepspeed` command, e.g. `prlimit --fsize=...`.
+        pass_fds: files that the command inherits.
     """
 
-    def __init__(self, runs: Path, name: str, stage: int, ranks: int, flags: list[str], under: tuple[str, ...] = (), **environment: str):
+    def __init__(
+        self,
+        runs: Path,
+        name: str,
+        stage: int,
+        ranks: int,
+        flags: list[str],
+        under: tuple[str, ...] = (),
+        pass_fds: tuple[int, ...] = (),
+        **environment: str,
+    ):
         self.folder = runs / name
         self.log = runs / f"{name}.{time.monotonic_ns()}.out"
         runs.mkdir(parents=True, exist_ok=True)
@@ -47,6 +58,7 @@ class LaunchedRun:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
+                pass_fds=pass_fds,
             )
 
     # --- looking ------------------------------------------------------------------------------------------------------------------

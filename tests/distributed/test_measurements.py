@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+import re
 
 import pytest
 
 from data_pipeline.shards import open_corpus
+from launch.run.metrics import recent_loss
 from model.accounting import parameter_count
 from model.presets import GPTConfig
 
@@ -121,3 +123,17 @@ def test_every_step_has_the_documented_fields(one_rank, corpus, tmp_path):
     folder = tmp_path / "r"
     assert {"run.json", "metrics.jsonl", "log.txt", "loss.png", "checkpoints"} <= {path.name for path in folder.iterdir()}
     assert any(path.name.startswith("events.out.tfevents") for path in folder.iterdir())
+
+
+def test_the_log_shows_the_mean_loss_of_the_last_steps(one_rank, corpus, tmp_path):
+    lines = pretrain(one_rank, corpus, tmp_path, "zero0_fp32", "--run_name", "r", "--steps", "60", "--eval_every", "60")
+    losses = [line["loss"] for line in lines if "loss" in line]
+    log = (tmp_path / "r" / "log.txt").read_text()
+    shown = re.findall(r"step +(\d+)/60  loss ([\d.]+) \(mean of (\d+) steps?\)", log)
+    assert ("60", f"{sum(losses[-50:]) / 50:.4f}", "50") in shown and shown[0] == ("1", f"{losses[0]:.4f}", "1")
+    assert "sequences of whole documents that the run is not trained on" in log
+
+
+def test_a_mean_loss_is_that_of_the_finite_ones():
+    assert recent_loss([math.nan, 2.0, None, math.inf, 4, "5", 10**400]) == "3.0000 (mean of 2 steps)"
+    assert recent_loss([math.nan]) == "not finite"

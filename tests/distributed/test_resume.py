@@ -307,6 +307,91 @@ def test_the_newest_and_the_best_checkpoints_stay(train, flags, tmp_path):
     assert best < 21 and [state["step"] for state in states] == [best, 21, 24]
 
 
+# --- what a run has written, damaged or removed -----------------------------------------------------------------------------------
+
+
+def test_a_damaged_line_costs_a_resume_no_other_line(train, flags, finished):
+    """Only what the checkpoint does not have is cut, and a copy of it stays."""
+    metrics = finished / "metrics.jsonl"
+    texts = metrics.read_bytes().split(b"\n")[:6]
+    texts[1] = texts[1].replace(b"step", b"st\xffep")
+    texts[2] = json.dumps({key: value for key, value in json.loads(texts[2]).items() if key != "seconds"}).encode()
+    metrics.write_bytes(b"\n".join([*texts, b'{"step": 7, "tok']))
+    rewind(finished, 3)
+    lines = train(finished.parent, "r", [*flags, "--steps", "6", "--eval_every", "0", "--resume"])
+    assert [line["step"] for line in lines] == [1, 3, 4, 5, 6]
+    assert metrics.read_bytes().split(b"\n")[:3] == texts[:3]
+    assert (finished / "metrics.jsonl.cut").read_bytes().split(b"\n") == [*texts[3:], b'{"step": 7, "tok', b""]
+    log = (finished / "log.txt").read_text()
+    assert "4 line(s) beyond step 3 were cut off" in log and "metrics.jsonl.cut" in log and "1 damaged line(s), the first is line 2" in log
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "histograms.jsonl", "blocks.jsonl"])
+def test_only_what_lies_beyond_the_checkpoint_is_cut(name, tmp_path):
+    folder = RunFolder(tmp_path / "r", description(resume=False))
+    file, cut = folder.path / name, folder.path / f"{name}.cut"
+    texts = [b'{"step": 0}', b"\x00\x00", b'{"step": 1, "seconds": 4}', b'{"step": 2, "seconds": 1e999}', b"{}", b'{"step": 3}', b"torn"]
+    file.write_bytes(b"\n".join(texts))
+    folder.open_metrics(2)
+    assert file.read_bytes().splitlines() == texts[:4] and cut.read_bytes().splitlines() == texts[4:]
+    assert folder.seconds_before == (4 if name == "metrics.jsonl" else 0)
+    folder.close()
+    again = RunFolder(tmp_path / "r", description(resume=True))
+    again.open_metrics(2)  # with nothing beyond
+    assert cut.read_bytes().splitlines() == texts[4:]
+    again.open_metrics(0)  # no checkpoint: a run that starts anew
+    assert file.read_bytes() == b"" and cut.read_bytes().splitlines() == [*texts[4:], *texts[:4]]
+    again.close()
+
+
+def test_without_anything_beyond_the_checkpoint_nothing_is_kept_aside(train, flags, finished):
+    train(finished.parent, "r", [*flags, "--steps", "7", "--eval_every", "0", "--resume"])
+    assert not list(finished.glob("*.cut"))
+
+
+def test_a_run_whose_folder_is_removed_ends_in_one_line(flags, tmp_path):
+    run = LaunchedRun(tmp_path, "r", 1, 1, [*flags, "--steps", "100000", "--save_every", "0"]).wait_for_step(2)
+    shutil.rmtree(run.folder)
+    assert run.wait() == 1, run.output()
+    (fault,) = (line for line in run.output().splitlines() if line.startswith("error: "))
+    assert str(run.folder / "metrics.jsonl") in fault and "there is no checkpoint yet" in fault
+    assert "Traceback" not in run.output() and not run.folder.exists()
+
+
+def test_a_disk_that_is_full_before_the_first_checkpoint_promises_none(flags, tmp_path):
+    run = LaunchedRun(tmp_path, "r", 1, 1, [*flags, "--steps", "1000", "--save_every", "0"], under=("prlimit", "--fsize=12000"))
+    assert run.wait() == 1, run.output()
+    (fault,) = (line for line in run.output().splitlines() if line.startswith("error: "))
+    assert "could not be written" in fault and "there is no checkpoint yet" in fault
+    assert "Traceback" not in run.output()
+
+
+# --- whether a run has reached its end -------------------------------------------------------------------------------------------
+
+
+def finish_of(run: Path) -> dict | None:
+    return json.loads((run / "run.json").read_text())["finished"]
+
+
+def test_run_json_says_whether_the_run_has_reached_its_end(train, flags, finished):
+    assert (finish_of(finished)["step"], finish_of(finished)["tokens"]) == (6, 6 * 4 * 32)
+    before = (finished / "run.json").read_bytes()
+    again = RunFolder(finished, json.loads(before) | {"resume": True}, quiet=True)
+    assert finish_of(finished) is None
+    again.abandon()  # a resume that was refused after the folder was opened
+    again.close()
+    assert (finished / "run.json").read_bytes() == before
+    train(finished.parent, "r", [*flags, "--steps", "8", "--eval_every", "0", "--resume=must"])
+    assert finish_of(finished)["step"] == 8
+
+
+def test_a_name_of_which_there_is_no_run_is_said_in_the_first_line(train, flags, finished):
+    train(finished.parent, "rr", [*flags, "--steps", "2", "--eval_every", "0", "--resume"])
+    first = (finished.parent / "rr" / "log.txt").read_text().splitlines()[0]
+    assert f"{finished.parent / 'rr'} is a new run; did you mean 'r'?" in first
+    assert "new run" not in (finished / "log.txt").read_text()
+
+
 # --- two jobs on one folder ------------------------------------------------------------------------------------------------------
 
 

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
+import shlex
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from launch.run.checkpoint import complete_checkpoints
-from tests.distributed.launched import TINY, LaunchedRun, curve
+from tests.distributed.launched import ROOT, TINY, LaunchedRun, curve
 
 STEPS = 12
 
@@ -124,6 +129,33 @@ def test_a_rank_that_waits_in_a_collective_can_be_stopped_during_start_up(flags,
     waiting.wait(5.0)
     stuck.resume()
     assert run.wait() == 143, run.output()
+
+
+def test_deepspeed_succeeds_when_its_launcher_is_killed_but_run_json_says_that_the_run_has_not(flags, tmp_path):
+    run = LaunchedRun(tmp_path, "r", stage=1, ranks=2, flags=[*flags, "--steps", "100000"]).wait_for_step(2)
+    run.launcher().kill()
+    assert run.wait() == 0, "DeepSpeed hands the failure on: the README need not warn of it any more"
+    (check,) = re.findall(r"^    (python -c .*run\.json.*)$", (ROOT / "README.md").read_text(), re.MULTILINE)
+    _, option, code = shlex.split(check)
+    check_of_run = [sys.executable, option, code.replace("runs/demo", str(run.folder))]
+    assert subprocess.run(check_of_run, capture_output=True).returncode == 1
+    described = json.loads((run.folder / "run.json").read_text())
+    (run.folder / "run.json").write_text(json.dumps(described | {"finished": {"step": 12}}))
+    assert subprocess.run(check_of_run).returncode == 0
+
+
+@pytest.mark.parametrize("closed", [False, True], ids=["reader-gone", "closed"])
+def test_output_that_nobody_reads_does_not_end_a_run(closed, flags, tmp_path):
+    """`| head` and `>&-`, for standard output and standard error of all ranks and of the launchers."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    under = ("bash", "-c", '"$@" >&- 2>&-' if closed else f'"$@" >&{writer} 2>&{writer}', "bash")
+    run = LaunchedRun(tmp_path, "r", stage=1, ranks=2, flags=[*flags, "--eval_every", "3"], under=under, pass_fds=(writer,))
+    os.close(writer)
+    assert run.wait() in (0, 120), "120 is what Python ends with where its last output goes nowhere"
+    log = (run.folder / "log.txt").read_text()
+    assert log.count(" validation ") > 3 and f"step {STEPS}, " in log.splitlines()[-1]
+    assert json.loads((run.folder / "run.json").read_text())["finished"]["step"] == STEPS
 
 
 def test_ranks_stop_when_their_launchers_were_killed_and_a_resume_waits_for_them(flags, uninterrupted, tmp_path):
