@@ -47,7 +47,7 @@ from launch.run.checkpoint_files import (
     state_text,
 )
 from launch.run.errors import TrainingFailed, UsageError
-from launch.run.folder import write_atomically
+from launch.run.folder import free_bytes, write_atomically
 
 if TYPE_CHECKING:
     from launch.engine.distributed import Collectives
@@ -352,7 +352,7 @@ class Checkpoints:
 
     def _say(self, failure: str, remedy: str, reason: Exception) -> None:
         text = " ".join(str(reason).split())
-        free = shutil.disk_usage(self.folder).free // 2**20  # torch does not say that a disk is full
+        free = free_bytes(self.folder) // 2**20  # torch does not say that a disk is full
         line = f"error: {failure} by rank {self.collectives.rank} ({type(reason).__name__}: {text[:200]}); {remedy.format(free=free)}"
         print(line, file=sys.stderr, flush=True)
 

@@ -475,7 +475,6 @@ def _writable(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as reason:
-        existing = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
         goes_on = (
             "the checkpoints are intact: --resume goes on from the newest"
             if complete_checkpoints(path / "checkpoints")
@@ -483,11 +482,16 @@ def _writable(path: Path) -> Iterator[None]:
         )
         print(
             f"error: {reason.filename or path}: could not be written ({reason.strerror}; "
-            f"{shutil.disk_usage(existing).free / 2**20:,.0f} MiB free); {goes_on}",
+            f"{free_bytes(path) / 2**20:,.0f} MiB free); {goes_on}",
             file=sys.stderr,
             flush=True,
         )
         raise SystemExit(1) from None
+
+
+def free_bytes(path: Path) -> int:
+    """Bytes that are free on the disk of `path`, which may have been removed."""
+    return shutil.disk_usage(next(folder for folder in (path, *path.absolute().parents) if folder.exists())).free
 
 
 def _say_no_more_of_writers(failed: threading.ExceptHookArgs) -> None:
