@@ -129,7 +129,7 @@ def test_every_value_at_any_depth_is_found_to_differ(make):
         else:
             yield path, value
 
-    names = {"seed", "run_name", "runs_dir", "created", "command", "resume", "quiet", "turns", "recipe", "config_file"}
+    names = {"seed", "run_name", "runs_dir", "created", "command", "resume", "quiet", "turns", "recipe", "config_file", "run_id"}
     every = list(places({key: value for key, value in run.description.items() if key not in names}))
     assert len(every) > 60
     for path, value in every:
