@@ -35,11 +35,12 @@ def test_the_picture_has_a_row_for_each_measured_recipe(tmp_path):
 
 
 @pytest.mark.parametrize("name", recipe_names())
-def test_every_recipe_was_compared_or_says_what_it_needs(name):
+def test_every_recipe_was_compared_or_says_why_not(name):
     """Of each claim as it stands now; the picture is there; nothing was measured with changes that no commit holds."""
-    if not pages.read_results():
-        pytest.skip("nothing has been published yet by launch/compare.py --all --publish")
-    found = pages.read_results()[name]
+    found = pages.read_results().get(name)
+    if found is None:  # a new recipe
+        assert "Not yet compared" in (ROOT / "recipes" / name / "README.md").read_text(encoding="utf-8")
+        return
     if "absent" in found:
         assert found["absent"] and found["machine"]
         return

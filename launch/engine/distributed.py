@@ -104,7 +104,13 @@ def quiet_deepspeed() -> None:
     import deepspeed.utils
 
     deepspeed.utils.logger.setLevel(logging.WARNING)
+    deepspeed.utils.logger.addFilter(_is_news)
     warnings.filterwarnings("ignore", message=r"`torch\.distributed\..*` is deprecated", category=FutureWarning)
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    """Not that a schedule's rate was asked for before its first step, which DeepSpeed's schedules do themselves at every start."""
+    return "before it has started" not in record.getMessage()
 
 
 def _free_port() -> int:

@@ -20,7 +20,7 @@ from launch.run.config import RunConfig, needs_cuda
 from launch.run.errors import TrainingFailed, UsageError
 from launch.run.hardware import bf16_arithmetic
 from launch.run.optimizer import ADAM_TYPES
-from launch.run.schedule import TOKEN_SCHEDULE, warmup_cosine
+from launch.run.schedule import TOKEN_SCHEDULE, engine_iteration, warmup_cosine
 from model.gpt import GPT, weight_decay_groups
 from model.presets import GPTConfig
 from recipes.technique import LATE_STEP, Technique, decouples_weight_decay
@@ -117,12 +117,14 @@ class Engine:
         raise TrainingFailed(f"step {step}: {what} in {self.config.precision}; lower --lr, raise --warmup_steps, or look at the data")
 
     def set_learning_rate(self, tokens: int) -> float:
-        """Set the rate for the step after which `tokens` have been consumed; DeepSpeed's own schedules set theirs themselves."""
+        """Set the rate for the step after which `tokens` have been consumed."""
         if self.config.scheduler["type"] == TOKEN_SCHEDULE:
             per_step, params = self.config.tokens_per_step, self.config.scheduler["params"]
             rate = warmup_cosine(tokens, self.config.lr, params["min_lr"], params["warmup_steps"] * per_step, params["total_tokens"])
             for group in self.deepspeed.optimizer.param_groups:
                 group["lr"] = rate
+        else:
+            self.deepspeed.lr_scheduler.step(engine_iteration(self.config.scheduler["type"], self.deepspeed.global_steps + 1))
         return float(self.deepspeed.optimizer.param_groups[0]["lr"])
 
     def step_metrics(self) -> dict[str, float | None]:

@@ -8,7 +8,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from typing import Any
 
@@ -18,7 +18,7 @@ from launch.run.engine_keys import defaults_left_open
 from launch.run.errors import one_line
 from launch.run.memory import bytes_sent_per_step, memory_per_rank
 from launch.run.optimizer import state_tensors
-from launch.run.schedule import TOKEN_SCHEDULE, warmup_cosine
+from launch.run.schedule import TOKEN_SCHEDULE, engine_iteration, warmup_cosine
 from launch.run.steps import planned_steps, trained_flops_per_token
 from model.accounting import flops_per_token, parameter_count
 from model.presets import GPTConfig
@@ -206,6 +206,7 @@ def _over_the_run(config: RunConfig, model: GPTConfig) -> tuple[list[dict[str, A
     rows: list[dict[str, Any]] = []
     flops: float = 0
     before = 0
+    rate: Callable[[int], float] | None = None
     stride = -(-config.steps_to_make // MOST_ASKED) if techniques.members else config.steps
     for steps in planned_steps(config, techniques, stride):
         flops += steps.repeats * steps.tokens * trained_flops_per_token(model, steps.reported)[0]
@@ -217,9 +218,31 @@ def _over_the_run(config: RunConfig, model: GPTConfig) -> tuple[list[dict[str, A
             if config.scheduler["type"] == TOKEN_SCHEDULE:
                 warmup = config.warmup_steps * config.tokens_per_step
                 row["lr"] = warmup_cosine(tokens, config.lr, config.min_lr, warmup, config.total_tokens)
+            else:
+                rate = rate or _engine_rate(config)
+                row["lr"] = rate(row["step"])
             rows.append(row | steps.reported)
         before = steps.consumed
     return rows, round(flops)
+
+
+def _engine_rate(config: RunConfig) -> Callable[[int], float]:
+    """The learning rate of a step, from 1, by DeepSpeed's own schedule; it imports DeepSpeed."""
+    import torch
+
+    from launch.engine.distributed import quiet_deepspeed
+
+    quiet_deepspeed()
+    from deepspeed.runtime import lr_schedules
+
+    optimizer = torch.optim.Adam([torch.zeros(1)], lr=config.lr)  # OneCycle sets betas too
+    schedule = getattr(lr_schedules, config.scheduler["type"])(optimizer, **config.scheduler["params"])
+
+    def rate(step: int) -> float:
+        schedule.step(engine_iteration(config.scheduler["type"], step))
+        return float(optimizer.param_groups[0]["lr"])
+
+    return rate
 
 
 # --- the page -----------------------------------------------------------------------------------------------------------------------
