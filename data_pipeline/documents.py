@@ -17,10 +17,14 @@ from data_pipeline.sources import Source
 
 #: Characters of a document that are tokenized at once; a longer one is cut, where that changes no id.
 PIECE = 2**20
+#: Characters after which a document is cut anywhere, where no such place was found: encoding takes up to 60 times their memory.
+MAX_PIECE = 4 * PIECE
 CHUNK_BYTES = 2**20
 #: Text that a tokenizer is trained on, at most: its merges change little with more, and memory grows with the distinct words.
 TRAINING_BYTES = 64_000_000
 TRAINING_PART = 2**14
+#: A longer word is cut: training takes the square of its length, 11 seconds for so many equal characters.
+TRAINING_WORD = 4 * TRAINING_PART
 # Between a line and the next, neither of which begins or ends with a space; or, where there are no lines, in front of a lone space.
 _LINE_END = re.compile(r"(?<=\S\n)(?=\S)")
 _WORD_END = re.compile(r"(?<=\S)(?= \S)")
@@ -156,16 +160,16 @@ def _part(text: str | LargeText, begin: int, end: int) -> Iterator[str]:
 
 
 def _in_parts(blocks: Iterable[str]) -> Iterator[str]:
-    """The same text in parts of TRAINING_PART characters and more, cut where no word is: a trainer needs 60 times the memory of a text."""
+    """The same text in parts of TRAINING_PART characters and more, cut between words: a trainer needs 60 times a text's memory."""
     rest = ""
     for block in blocks:
         rest, begin = rest + block, 0
         while len(rest) - begin > 2 * TRAINING_PART:
-            place = begin + TRAINING_PART, len(rest) - 1
+            place = begin + TRAINING_PART, min(begin + TRAINING_WORD, len(rest) - 1)
             match = _LINE_END.search(rest, *place) or _WORD_END.search(rest, *place)
-            if match is None and len(rest) - begin < PIECE:
+            if match is None and len(rest) - begin <= TRAINING_WORD:
                 break  # a word so long that only the next block tells its end
-            end = match.start() if match else len(rest)
+            end = match.start() if match else begin + TRAINING_WORD
             yield rest[begin:end]
             begin = end
         rest = rest[begin:]
@@ -209,7 +213,11 @@ def _cut(blocks: Iterable[str], tokenizer: Encoder) -> Iterator[str]:
     for block in blocks:
         for start in range(0, len(block), PIECE) if len(block) > 2 * PIECE else (0,):
             rest += block[start : start + PIECE] if len(block) > 2 * PIECE else block
-            while tokenizer.cuttable and len(rest) > 2 * PIECE and (position := _find_cut(rest, tokenizer)):
+            while len(rest) > 2 * PIECE:
+                position = _find_cut(rest, tokenizer) if tokenizer.cuttable else 0
+                if not position and len(rest) <= MAX_PIECE:
+                    break
+                position = position or MAX_PIECE
                 yield rest[:position]
                 rest = rest[position:]
     if rest:

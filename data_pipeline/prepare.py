@@ -26,7 +26,7 @@ from data_pipeline.documents import TRAINING_BYTES, Documents, chunks, pieces, t
 from data_pipeline.encoding import encode_chunks
 from data_pipeline.errors import DataError, print_line
 from data_pipeline.progress import Progress
-from data_pipeline.records import Problems
+from data_pipeline.records import MAX_RECORD_MIB, Problems
 from data_pipeline.shards import MAX_SHARD_TOKENS, SPLITS, Corpus, open_corpus
 from data_pipeline.sources import ALLOWED, open_sources
 from data_pipeline.staging import staged_folder
@@ -35,6 +35,9 @@ from data_pipeline.writing import CorpusWriter, forget_progress, read_progress, 
 
 # Below this much text, starting processes (half a second) costs more than they save (a core encodes about 15 MB/s).
 BYTES_THAT_PAY_FOR_WORKERS = 64 * 2**20
+MOST_RECORD_MIB = 2**20
+#: The flags that decide what the corpus holds, recorded in its manifest.
+OPTIONS = ("tokenizer", "end_of_text", "val_fraction", "shard_tokens", "text_column", "max_docs", "max_record_mib", "dedup", "on_error")
 Say = Callable[[str], None]
 
 
@@ -63,13 +66,10 @@ def prepare(args: argparse.Namespace, say: Say) -> None:
     """Prepares the corpus that `args` describe, or finds that it is there already. DataError for what the user can mend."""
     started = time.monotonic()
     _check(args)
-    problems = Problems(args.on_error)
+    problems = Problems(args.on_error, args.max_record_mib * 2**20)
     sources, weights = open_sources(args.source, args.text_column, args.max_docs, problems)
     described = [source.describe() for source in sources]
-    options = {
-        key: getattr(args, key)
-        for key in ("tokenizer", "end_of_text", "val_fraction", "shard_tokens", "text_column", "max_docs", "dedup", "on_error")
-    }
+    options = {key: getattr(args, key) for key in OPTIONS}
     mixture = weights or [1.0]
     if os.path.lexists(args.out):
         _check_same(args.out, {**options, "sources": described, "mixture": mixture})
@@ -191,6 +191,13 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         help="a record that cannot be used (not UTF-8, no text column, broken JSON): stop with its place, or count it; default stop",
     )
     parser.add_argument(
+        "--max_record_mib",
+        type=int,
+        default=MAX_RECORD_MIB,
+        metavar="N",
+        help="the largest record of .jsonl, .json, .csv, .parquet in MiB, decompressed; a larger one cannot be used; default %(default)s",
+    )
+    parser.add_argument(
         "--val_fraction", type=float, default=0.05, help="share of the documents (of a lone file's text) to validate; default %(default)s"
     )
     parser.add_argument("--workers", type=int, help="encoding processes, the result is the same; default: 1 below 64 MB, else one a core")
@@ -215,7 +222,9 @@ def _check(args: argparse.Namespace) -> None:
         raise DataError(f"--val_fraction {args.val_fraction}: not a share; allowed: above 0 and below 1, such as 0.05")
     if not 0 < args.shard_tokens <= MAX_SHARD_TOKENS:
         raise DataError(f"--shard_tokens {args.shard_tokens}: allowed: 1 or more, up to {MAX_SHARD_TOKENS}, such as 100000000")
-    for name in ("workers", "max_docs"):
+    if args.max_record_mib > MOST_RECORD_MIB:
+        raise DataError(f"--max_record_mib {args.max_record_mib}: allowed: 1 to {MOST_RECORD_MIB}, such as {MAX_RECORD_MIB}")
+    for name in ("workers", "max_docs", "max_record_mib"):
         if getattr(args, name) is not None and getattr(args, name) <= 0:
             raise DataError(f"--{name} {getattr(args, name)}: allowed: 1 or more; or leave it out")
     if not args.out.name:
@@ -228,6 +237,7 @@ def _check_same(out: Path, asked: dict[str, Any]) -> None:
     except DataError as error:
         raise DataError(f"--out {out} is there and no complete corpus; remove it or choose another --out ({error})") from None
     found = {**manifest["options"], "sources": manifest["sources"], "mixture": manifest["mixture"]}
+    found.setdefault("max_record_mib", asked["max_record_mib"])  # older corpora do not say it
     for key in asked:
         if asked[key] != found.get(key):
             raise DataError(f"--out {out} is there and was prepared otherwise ({_difference(key, found.get(key), asked[key])});"

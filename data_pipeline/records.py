@@ -6,8 +6,10 @@
     .csv                            a line is a row under the names of the first
     .parquet                        a row of a column file
 
-All but .parquet may be compressed: .gz or .zst follows. Nothing is held but the record at hand, and what `pyarrow` buffers; a
-plain file above LARGE is handed out as a `LargeText`, which is read again in blocks.
+All but .parquet may be compressed: .gz or .zst follows. Only the record at hand is in memory, and of a .parquet one page. A record is
+limited (`Problems.max_record`) and a page to PAGE_RECORDS times as much: both are checked before they are read, since a small
+compressed file can hold a record of any size. A plain file has no limit: above LARGE it is handed out as a `LargeText`, which is read
+again in blocks.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from data_pipeline.errors import DataError, one_line
+from data_pipeline.parquet_pages import largest_page
 
 PLAIN = (".txt", ".md", ".py")
 TABLES = (".jsonl", ".json", ".csv", ".parquet")
@@ -37,21 +40,33 @@ SUFFIXES = (*PLAIN, *(name + end for name in (*PLAIN, ".jsonl", ".json", ".csv")
 #: Bytes of a plain file that are still read at once.
 LARGE = 4 * 2**20
 BLOCK = 2**20
-# Compressed bytes that are decompressed at once: repetitive text is a thousand times as long.
-_COMPRESSED_BLOCK = 4096
+# Bytes of a .zst that are decompressed at once: four of them can stand for 128 KiB of one repeated byte, so this is up to 32 MiB.
+_COMPRESSED_BLOCK = 1024
+#: Largest record, in MiB. Parsed JSON can take 24 times as much memory: `{},` becomes an object of 72 bytes.
+MAX_RECORD_MIB = 16
+#: Largest page of a Parquet file, in records of the largest size. Writers put up to 1,024 values on a page, however long they are.
+PAGE_RECORDS = 16
+#: Rows of a Parquet file that are decoded at once, where they are not large.
+PARQUET_ROWS = 64
 #: How many bad records of a kind are named.
 CASES = 3
+REST_LOST = "; what follows in this file is lost"
 _BLANK = re.compile(r"[ \t\r\n]*")
+
+
+class RecordTooLarge(ValueError):
+    """A record is larger than the limit; it has not been read to its end."""
 
 
 class Problems:
     """What is done with a record that cannot be used: the first ends everything, or all are counted and the first few named.
 
-    `counts` and `cases` are by kind, of the latest pass; `start` begins a pass.
+    `max_record` is the largest record that can be used, in bytes. `counts` and `cases` are by kind, of the latest pass; `start` begins
+    a pass.
     """
 
-    def __init__(self, on_error: str):
-        self.on_error = on_error
+    def __init__(self, on_error: str, max_record: int = MAX_RECORD_MIB * 2**20):
+        self.on_error, self.max_record = on_error, max_record
         self.start()
 
     def start(self) -> None:
@@ -67,9 +82,17 @@ class Problems:
         line = f"{place}: {kind}" + (f" ({detail})" if detail else "")
         if self.on_error == "stop":
             raise DataError(f"{line}; mend it, or leave such records out with --on_error skip")
+        self.count(kind, line)
+
+    def count(self, kind: str, line: str) -> None:
+        """Count something that is left out, whatever --on_error is; `line` says what and where."""
         self.counts[kind] += 1
         if len(self.cases.setdefault(kind, [])) < CASES:
             self.cases[kind].append(line)
+
+    def too_large(self, place: str, rest: str = "") -> None:
+        """A record above `max_record`. Raises as a call does."""
+        self("record too large", place, f"above the {self.max_record / 2**20:g} MiB of --max_record_mib{rest}")
 
 
 class LargeText(NamedTuple):
@@ -218,10 +241,19 @@ def _not_utf8(file: Path, line: int, reason: UnicodeDecodeError, problems: Probl
 
 
 def _json_lines(file: Path, stream: BinaryIO, text_column: str, problems: Problems) -> Iterator[tuple[str, str]]:
-    for number, line in enumerate(stream, 1):
+    limit = problems.max_record
+    for number in count(1):
+        line = stream.readline(limit + 1)
+        if not line:
+            return
+        place = f"{file}:{number}"
+        if len(line) > limit:
+            problems.too_large(place)
+            while line and not line.endswith(b"\n"):
+                line = stream.readline(BLOCK)
+            continue
         if not line.strip():
             continue
-        place = f"{file}:{number}"
         try:
             record = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
         except UnicodeDecodeError as reason:
@@ -238,23 +270,27 @@ def _json(file: Path, stream: BinaryIO, text_column: str, problems: Problems) ->
     if not array and _is_json_lines(start):
         yield from _json_lines(file, stream, text_column, problems)
         return
-    values = _JsonValues(stream).values(array)
+    values = _JsonValues(stream, problems.max_record).values(array)
     for number in count(1):
         place = f"{file}: record {number}"
         try:
             record = next(values)
         except StopIteration:
             return
+        except RecordTooLarge:
+            problems.too_large(place, REST_LOST)
+            return
         except (ValueError, RecursionError) as reason:
-            problems("broken JSON", place, f"{one_line(reason)}; what follows in this file is lost")
+            problems("broken JSON", place, f"{one_line(reason)}{REST_LOST}")
             return
         yield from text_of(record, text_column, place, problems)
 
 
 class _JsonValues:
-    """JSON values in a stream: each is read as json.loads does when enough of it is there."""
+    """JSON values in a stream, of `limit` characters at most: each is read as json.loads does when enough of it is there."""
 
-    def __init__(self, stream: BinaryIO):
+    def __init__(self, stream: BinaryIO, limit: int):
+        self._limit = limit
         # What is not UTF-8 becomes a half of a surrogate pair, which `text_of` finds: a strict decoder would end the whole file.
         self._characters = io.TextIOWrapper(stream, "utf-8-sig", errors="surrogateescape", newline="")
         self._decode = json.JSONDecoder().raw_decode
@@ -264,6 +300,7 @@ class _JsonValues:
         """The elements of one array, or values one after the other.
 
         Raises:
+            RecordTooLarge: the next value has more characters than the limit.
             ValueError, RecursionError: what follows is broken.
         """
         if not array:
@@ -306,8 +343,11 @@ class _JsonValues:
                     return value
 
     def _more(self) -> bool:
-        """Read on, as much again as is there; whether there was anything."""
-        more = self._characters.read(max(BLOCK, len(self._text) - self._position))
+        """Read on, as much again as is there, up to the limit; whether there was anything."""
+        held = len(self._text) - self._position
+        if held > self._limit:
+            raise RecordTooLarge
+        more = self._characters.read(min(max(BLOCK, held), self._limit + 1 - held))
         if more:
             self._text, self._position = self._text[self._position :] + more, 0
         return bool(more)
@@ -321,17 +361,42 @@ def _is_json_lines(start: bytes) -> bool:
         return False
 
 
+class _CsvLines:
+    """The lines of a .csv, for `csv.reader`; `left` is how many characters the row at hand may still have."""
+
+    def __init__(self, stream: BinaryIO):
+        # What is not UTF-8 becomes a half of a surrogate pair, which `text_of` finds: a strict decoder would end the whole file.
+        self._characters = io.TextIOWrapper(stream, "utf-8-sig", errors="surrogateescape", newline="")
+        self.left = 0
+
+    def __iter__(self) -> Iterator[str]:
+        return self
+
+    def __next__(self) -> str:
+        line = self._characters.readline(self.left + 1)
+        if not line:
+            raise StopIteration
+        if len(line) > self.left:
+            raise RecordTooLarge
+        self.left -= len(line)
+        return line
+
+
 def _csv(file: Path, stream: BinaryIO, text_column: str, problems: Problems) -> Iterator[tuple[str, str]]:
     csv.field_size_limit(sys.maxsize)
-    # What is not UTF-8 becomes a half of a surrogate pair, which `text_of` finds: a strict decoder would end the whole file.
+    lines = _CsvLines(stream)
     # Strict: without, a quote that is never closed silently makes one text of the rest of the file.
-    rows = csv.reader(io.TextIOWrapper(stream, "utf-8-sig", errors="surrogateescape", newline=""), strict=True)
+    rows = csv.reader(lines, strict=True)
     columns: list[str] | None = None
     while True:
         line = rows.line_num + 1
+        lines.left = problems.max_record
         try:
             row = next(rows)
         except StopIteration:
+            return
+        except RecordTooLarge:  # within quotes or not: where the next row begins is not known
+            problems.too_large(f"{file}:{line}", REST_LOST)
             return
         except csv.Error as reason:
             problems("broken CSV", f"{file}:{rows.line_num}", one_line(reason))
@@ -353,8 +418,17 @@ def _parquet(file: Path, text_column: str, problems: Problems, watch: Callable[[
         with parquet.ParquetFile(file, memory_map=False, pre_buffer=False, buffer_size=BLOCK) as table:
             if not _has_column(file, table.schema_arrow.names, text_column, problems):
                 return
-            rows = table.metadata.num_rows
-            for batch in table.iter_batches(batch_size=64, columns=[text_column], use_threads=False):
+            if pyarrow.types.is_nested(kind := table.schema_arrow.field(text_column).type):
+                problems(f"text column {text_column!r} is no text", str(file), f"it is a {kind}; none of its records is taken")
+                return
+            rows, page = table.metadata.num_rows, largest_page(file, table.metadata, text_column)
+            if page > PAGE_RECORDS * problems.max_record:
+                limit = f"{PAGE_RECORDS} times the {problems.max_record / 2**20:g} MiB of --max_record_mib"
+                problems("record too large", str(file), f"a page of {page / 2**20:,.0f} MiB, above {limit}; none of its records is taken")
+                return
+            # A batch of large values, which a dictionary may repeat, has no more bytes than a record may have.
+            n = min(PARQUET_ROWS, max(1, problems.max_record // max(1, page)))
+            for batch in table.iter_batches(batch_size=n, columns=[text_column], use_threads=False):
                 column = batch.column(0)
                 for place in range(len(column)):
                     number += 1
@@ -370,7 +444,7 @@ def _parquet(file: Path, text_column: str, problems: Problems, watch: Callable[[
     except (pyarrow.ArrowException, OSError, ValueError, LookupError, ArithmeticError, MemoryError) as reason:  # it raises them all
         if isinstance(reason, OSError) and reason.errno:
             raise
-        problems("broken Parquet file", f"{file}: row {number + 1}", f"{one_line(reason)}; what follows in this file is lost")
+        problems("broken Parquet file", f"{file}: row {number + 1}", f"{one_line(reason)}{REST_LOST}")
 
 
 def _has_column(file: Path, columns: list[str], text_column: str, problems: Problems) -> bool:
@@ -397,8 +471,11 @@ def text_of(record: object, text_column: str, place: str, problems: Problems) ->
         problems(f"text column {text_column!r} is no text", place, f"it is a {type(text).__name__}")
         return
     try:
-        text.encode("utf-8")
+        n_bytes = len(text.encode("utf-8"))
     except UnicodeEncodeError:
         problems("not UTF-8", place, "a byte that is none, or half of a surrogate pair")
+        return
+    if n_bytes > problems.max_record:
+        problems.too_large(place)
         return
     yield place, text

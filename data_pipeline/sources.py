@@ -4,7 +4,8 @@ A source is what one `--source` names:
 
     stdlib              the running Python's own *.py files, without tests: about 730 files, 12 MB, on every machine, no download
     FILE                .txt .md .py .jsonl .json .csv (each also .gz or .zst) or .parquet
-    FOLDER, 'GLOB'      all files of these kinds below it, or that match, in the order of their paths
+    FOLDER, 'GLOB'      all files of these kinds below it, or that match, in the order of their paths; a symbolic link that leads out of the
+                        folder (of a glob: out of what stands before the first wildcard) is left out and counted
     hf:NAME[:CONFIG][:SPLIT]    a dataset of the Hugging Face hub, or a folder laid out like one, streamed by `datasets`;
                         hf:json:FILES and the like name the builder and its files
     ...@0.7             any of them with its weight in a mixture
@@ -31,6 +32,8 @@ from data_pipeline.torch_hidden import torch_hidden
 # Tests more than double the size (31.5 MB) with repetitive text; installed packages would make the corpus the machine's own.
 STDLIB_EXCLUDED = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
 ALLOWED = f"stdlib, a file, folder or glob of {' '.join(SUFFIXES)}, or hf:NAME[:CONFIG][:SPLIT]; each with @WEIGHT behind it or none"
+#: What a link that is left out is counted as.
+LINK_OUT = "link out of the source's folder"
 #: Builders of `datasets` that take files instead of a name on the hub.
 BUILDERS = ("json", "parquet", "csv", "text")
 
@@ -67,11 +70,11 @@ class Source:
 
 
 class Files(Source):
-    """Files, in the order of their paths relative to `root`."""
+    """Files, in the order of their paths relative to `root`; `links` lead out of it and are not read."""
 
-    def __init__(self, identity: dict[str, Any], root: Path, files: list[Path], *options: Any):
+    def __init__(self, identity: dict[str, Any], root: Path, files: list[Path], links: list[Path], *options: Any):
         super().__init__(identity["name"], *options)
-        self.root, self.files, self._identity = root, files, identity
+        self.root, self.files, self.links, self._identity = root, files, links, identity
         self._stats = [file.stat() for file in files]
         self.n_bytes = sum(stat.st_size for stat in self._stats)
 
@@ -88,6 +91,8 @@ class Files(Source):
         return file.relative_to(self.root).as_posix()
 
     def _documents(self) -> Iterator[tuple[str, str | LargeText]]:
+        for link in self.links:
+            self.problems.count(LINK_OUT, f"{link}: {LINK_OUT} (to {os.path.realpath(link)})")
         behind = 0
         for file, stat in zip(self.files, self._stats, strict=True):
 
@@ -115,6 +120,11 @@ class HubDataset(Source):
             files = _datasets().load_dataset_builder(**arguments).config.data_files or {}
         except Exception as reason:
             raise self._unreadable("it cannot be opened", reason) from None
+        local = self._arguments.get("data_files", self._arguments["path"])
+        if os.path.isdir(local) or glob.has_magic(local):
+            root = Path(os.path.realpath(local if os.path.isdir(local) else _fixed_part(local)))
+            for file in (file for of_split in files.values() for file in of_split if os.path.exists(file) and _leads_out(file, root)):
+                raise DataError(f"--source {self.name}: {file} is a {LINK_OUT}; remove it, or copy what it leads to")
         # Of each file its time on the disk, the commit of the hub, or the ETag of a server.
         versions = {split: [list(of_split), of_split.origin_metadata] for split, of_split in files.items()}
         return hashlib.sha256(repr((self.describe(), versions)).encode("utf-8", "surrogateescape")).hexdigest()
@@ -186,22 +196,22 @@ def _split_weight(spec: str) -> tuple[str, float | None]:
 def _open(spec: str, options: tuple[Any, ...]) -> Source:
     if spec == "stdlib":
         root = Path(sysconfig.get_paths()["stdlib"])
-        return Files({"name": "stdlib", "python": platform.python_version()}, root, _find(root, (".py",), STDLIB_EXCLUDED, spec), *options)
+        return Files({"name": "stdlib", "python": platform.python_version()}, root, *_find(root, (".py",), STDLIB_EXCLUDED, spec), *options)
     if spec.startswith("hf:"):
         return HubDataset(spec, _hub_arguments(spec), *options)
     path = Path(spec)
     if path.is_dir():
-        return Files({"name": str(path.resolve())}, path, _find(path, SUFFIXES, frozenset(), spec), *options)
+        return Files({"name": str(path.resolve())}, path, *_find(path, SUFFIXES, frozenset(), spec), *options)
     if path.is_file():
         _check_kind(path, spec)
-        return Files({"name": str(path.resolve())}, path.parent, [path], *options)
+        return Files({"name": str(path.resolve())}, path.parent, [path], [], *options)
     if glob.has_magic(spec):
-        files = sorted(file for file in map(Path, glob.glob(spec, recursive=True)) if file.is_file())
+        files, links = _match(spec)
         if not files:
-            raise DataError(f"--source {spec}: no file matches; put a glob in quotes, ** goes into folders")
+            raise DataError(f"--source {spec}: no file matches{_of_links(links)}; put a glob in quotes, ** goes into folders")
         for file in files:
             _check_kind(file, spec)
-        return Files({"name": spec}, Path(os.path.commonpath([file.parent for file in files])), files, *options)
+        return Files({"name": spec}, Path(os.path.commonpath([file.parent for file in files])), files, links, *options)
     raise DataError(f"--source {spec}: no such source; allowed: {ALLOWED}")
 
 
@@ -225,15 +235,65 @@ def _hub_arguments(spec: str) -> dict[str, Any]:
     return {"path": name, **({"name": rest[0]} if rest else {}), "split": rest[1] if len(rest) > 1 else "train"}
 
 
-def _find(root: Path, suffixes: tuple[str, ...], excluded: frozenset[str], spec: str) -> list[Path]:
+def _find(root: Path, suffixes: tuple[str, ...], excluded: frozenset[str], spec: str) -> tuple[list[Path], list[Path]]:
+    """The files below `root`, and the links that lead out of it. Links to folders are not followed: what they lead to inside is there."""
+
     def cannot(reason: OSError) -> None:
         raise DataError(f"--source {spec}: {reason.filename} cannot be read ({reason.strerror}); mend that, or move it away")
 
-    files = []
+    files, links = list[Path](), list[Path]()
+    real_root = Path(os.path.realpath(root))
     for folder, subfolders, names in os.walk(root, onerror=cannot):
         subfolders[:] = [name for name in subfolders if name not in excluded and not name.startswith(".")]
-        files += [Path(folder, name) for name in names if name.endswith(suffixes) and not name.startswith(".")]
-    files = [file for file in files if file.is_file()]  # neither dangling links nor pipes
+        links += (path for name in subfolders if (path := Path(folder, name)).is_symlink() and _leads_out(path, real_root))
+        for name in names:
+            path = Path(folder, name)
+            if name.endswith(suffixes) and not name.startswith(".") and path.is_file():  # neither dangling links nor pipes
+                (links if path.is_symlink() and _leads_out(path, real_root) else files).append(path)
     if not files:
-        raise DataError(f"--source {spec}: no {' '.join(suffixes)} file below {root}; name a file, or a folder that holds some")
-    return sorted(files, key=str)  # below one root the order of their relative paths
+        kinds = " ".join(suffixes)
+        raise DataError(f"--source {spec}: no {kinds} file below {root}{_of_links(links)}; name a file, or a folder that holds some")
+    return sorted(files, key=str), sorted(links, key=str)  # below one root the order of their relative paths
+
+
+def _match(pattern: str) -> tuple[list[Path], list[Path]]:
+    """The files that a glob matches, and what it matches that links lead to out of the folder before the first wildcard."""
+    root = _fixed_part(pattern)
+    real_root = Path(os.path.realpath(root))
+    files, links = list[Path](), list[Path]()
+    for path in sorted(set(_expand(root, Path(pattern).parts[len(root.parts) :]))):
+        if path.is_file() or (path.is_dir() and path.is_symlink()):
+            if _leads_out(path, real_root):
+                links.append(path)
+            elif path.is_file():
+                files.append(path)
+    return files, links
+
+
+def _fixed_part(pattern: str) -> Path:
+    """The folder before the first wildcard."""
+    parts = Path(pattern).parts
+    return Path(*parts[: next(number for number, part in enumerate(parts) if glob.has_magic(part))])
+
+
+def _expand(folder: Path, parts: tuple[str, ...]) -> Iterator[Path]:
+    """What `parts` match below `folder`, as by `glob.glob`, but that ** gives links to folders without going into them."""
+    before = parts[: parts.index("**")] if "**" in parts else parts
+    found = map(Path, glob.glob(str(Path(glob.escape(str(folder)), *before))))
+    if before == parts:
+        yield from found
+        return
+    for start in found:
+        for below, subfolders, _ in os.walk(start):
+            subfolders[:] = [name for name in subfolders if not name.startswith(".")]
+            yield from (path for name in subfolders if (path := Path(below, name)).is_symlink())
+            yield from _expand(Path(below), parts[len(before) + 1 :] or ("*",))
+
+
+def _leads_out(path: str | Path, real_root: Path) -> bool:
+    return not Path(os.path.realpath(path)).is_relative_to(real_root)
+
+
+def _of_links(links: list[Path]) -> str:
+    """Why nothing was found, where there are links that are not followed."""
+    return f" (not followed: {len(links):,} links out of it, such as {links[0]}; name what they lead to, or copy it)" if links else ""

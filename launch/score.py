@@ -2,16 +2,15 @@
 
     python launch/score.py runs/demo
     python launch/score.py exported --data data/texts
-    python launch/score.py runs/demo --tasks lambada_openai,hellaswag     # pip install -e ".[harness]" -c constraints.txt
 
 Of a run it also compares with its own log: the windows that training evaluated are among those scored here. Bits per byte does not depend
-on the tokenizer, so that models of different ones can be compared on the same text.
+on the tokenizer, so that models of different ones can be compared on the same text. Benchmarks such as HellaSwag and LAMBADA are run by
+lm-evaluation-harness on an exported model: `lm_eval --model hf --model_args pretrained=exported --tasks hellaswag,lambada_openai`.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import math
 import sys
@@ -33,7 +32,6 @@ from launch.trained.load import Source, open_trained
 if TYPE_CHECKING:
     from launch.trained.load import Trained
 
-INSTALL = 'pip install -e ".[harness]" -c constraints.txt'
 PLAIN_SECONDS = 10.0  # between two plain lines of progress
 
 
@@ -42,7 +40,7 @@ def build_parser() -> Parser:
     positive = whole_number(1)
     parser = Parser(
         prog="python launch/score.py",
-        description="Loss, perplexity and bits per byte of a trained model on validation text; tasks of lm-evaluation-harness.",
+        description="Loss, perplexity and bits per byte of a trained model on validation text.",
         epilog="Example: python launch/score.py runs/demo",
         allow_abbrev=False,
     )
@@ -50,13 +48,8 @@ def build_parser() -> Parser:
     parser.add_argument("--data", metavar="DIR", help="corpus written by data_pipeline/prepare.py, or nanoGPT's (of a run: its own)")
     parser.add_argument("--split", default="val", metavar="NAME", help="which text of it: val or train (val)")
     parser.add_argument("--windows", type=positive, metavar="N", help="windows of the model's context, spread evenly (all of them)")
-    parser.add_argument("--batch_size", type=positive, metavar="N", help="windows, or texts of a task, at once (by the device)")
+    parser.add_argument("--batch_size", type=positive, metavar="N", help="windows at once (by the device)")
     parser.add_argument("--dtype", default="fp32", metavar="NAME", help=f"the weights while it computes: {', '.join(DTYPES)} (fp32)")
-    tasks = parser.add_argument_group(f"lm-evaluation-harness ({INSTALL})")
-    tasks.add_argument("--tasks", metavar="NAMES", help="tasks to run instead, separated by commas; they fetch their texts by themselves")
-    tasks.add_argument("--tasks_dir", metavar="DIR", help="a folder with tasks of your own, as YAML files")
-    tasks.add_argument("--num_fewshot", type=whole_number(0), metavar="N", help="solved examples before each question (the task's)")
-    tasks.add_argument("--limit", type=positive, metavar="N", help="the first N questions of each task (all)")
     parser.add_argument("--json", action="store_true", help="one JSON object in place of the table")
     parser.add_argument("--quiet", action="store_true", help="no progress and no notes")
     return parser
@@ -68,28 +61,10 @@ def main() -> int:
     check_dtype(flags)
     if flags.split not in ("val", "train"):
         raise UsageError(f"--split {flags.split}: no such split; there are val, train")
-    if flags.tasks is None:
-        for name in ("tasks_dir", "num_fewshot", "limit"):
-            if getattr(flags, name) is not None:
-                raise UsageError(f"--{name} belongs to --tasks; name some tasks, or leave it out")
-        source = open_trained(flags.source, checkpoint=flags.checkpoint, allow_pickle=flags.allow_pickle)
-        corpus, notes = _corpus(flags, source)
-        report = _score(flags, source.load(), corpus, notes)
-    else:
-        if flags.windows is not None:
-            raise UsageError("--windows is of the validation text, and --tasks brings texts of its own; leave out one of the two")
-        if importlib.util.find_spec("lm_eval") is None:
-            raise UsageError(f"--tasks: lm-evaluation-harness is not installed; {INSTALL}")
-        source = open_trained(flags.source, checkpoint=flags.checkpoint, data=flags.data, allow_pickle=flags.allow_pickle)
-        if source.tokenizer is None:
-            raise UsageError(f"--tasks: there is no tokenizer for their texts: {source.no_tokenizer}")
-        from launch.trained.harness import run_tasks
-
-        report = run_tasks(source.load(), flags)
-    if flags.json:
-        say(json.dumps(report, allow_nan=False))
-    else:
-        say("\n".join(_task_table(report) if flags.tasks else _table(report)))
+    source = open_trained(flags.source, checkpoint=flags.checkpoint, allow_pickle=flags.allow_pickle)
+    corpus, notes = _corpus(flags, source)
+    report = _score(flags, source.load(), corpus, notes)
+    say(json.dumps(report, allow_nan=False) if flags.json else "\n".join(_table(report)))
     return 0
 
 
@@ -254,19 +229,6 @@ def _table(report: dict[str, Any]) -> list[str]:
             f"the {training['windows']:,} windows of the run's evaluations, in {training['dtype']}: loss {training['loss']:.4f}, "
             f"its log says {training['logged']:.4f}{in_bits}"
         )
-    return lines
-
-
-def _task_table(report: dict[str, Any]) -> list[str]:
-    lines = [f"{report['model']}, {report['dtype']}, lm-evaluation-harness {report['lm_eval']}"]
-    if report["cut"]:
-        lines.append(f"{report['cut']:,} texts were longer than the model's context and lost their beginning")
-    for task, found in report["tasks"].items():
-        for metric, value in found["metrics"].items():
-            error = "" if value["stderr"] is None else f" +- {value['stderr']:.4f}"
-            lines.append(
-                f"{task:24}  {metric:24}  {value['value']:.4f}{error}  ({found['samples']:,} questions, {found['num_fewshot']} shot)"
-            )
     return lines
 
 

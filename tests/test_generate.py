@@ -218,13 +218,13 @@ def test_text_as_it_comes_is_the_text(spec, corpus):
 
 @pytest.mark.parametrize("script", ["generate", "score"])
 def test_the_commands_of_the_page_run(script, run, monkeypatch):
-    """As they stand in README, but on a small model; what wants a GPU, the harness or the network is left to its own test."""
+    """As they stand in README, but on a small model; what needs a GPU is left to its own test."""
     from launch import score
 
     lines = re.findall(rf"^    python launch/{script}\.py (.*)$", (ROOT / "README.md").read_text(encoding="utf-8"), re.MULTILINE)
     for line in lines:
         words = shlex.split(line.partition("  #")[0])
-        if "deepspeed" in words or "--tasks" in words:
+        if "deepspeed" in words:
             continue
         own = load_trained(run).description["corpus"]["path"]
         words = [str(run) if word in ("exported/first", "runs/demo") else own if word.startswith("data/") else word for word in words]

@@ -53,7 +53,7 @@ def starts_fast(file: str) -> bool:
         return rest != "loader.py"
     return (
         file.startswith(("launch/run/", "launch/comparison/"))
-        or (file.startswith("launch/trained/") and not file.endswith(("/checkpoint_weights.py", "/scoring.py", "/harness.py")))
+        or (file.startswith("launch/trained/") and not file.endswith(("/checkpoint_weights.py", "/scoring.py")))
         or file in ("launch/pretrain.py", "launch/compare.py", "launch/export.py", "launch/generate.py", "launch/score.py")
         or (package == "recipes" and rest.endswith(("registry.py", "technique.py", "claims.py", "pages.py")))
     )

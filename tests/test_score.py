@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
+import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -20,6 +22,8 @@ from launch.trained.load import load_trained
 from launch.trained.scoring import estimate, text_bytes, training_windows
 
 ROOT = Path(__file__).resolve().parents[1]
+#: Where the commands of this environment are.
+PATH = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
 TINY = ["--n_layer", "2", "--n_head", "2", "--d_model", "32", "--seq_len", "32", "--steps", "4", "--lr", "0.01"]
 #: What reads all windows of the tests' validation text, and what reads a part of them.
 EVALUATIONS = {"zero1_fp32": "1000000", "zero3_bf16": "2"}
@@ -187,8 +191,6 @@ def test_another_corpus_of_the_same_tokenizer_is_scored(runs, exported, corpus, 
         (["--split", "test"], "--split test: no such split"),
         (["--dtype", "fp8"], "--dtype fp8: no such choice"),
         (["--windows", "0"], "--windows: 0 is out of range"),
-        (["--limit", "3"], "--limit belongs to --tasks"),
-        (["--tasks", "x", "--windows", "3"], "leave out one of the two"),
     ],
 )
 def test_mistakes_are_one_line(runs, command, flags, words):
@@ -203,17 +205,21 @@ def test_a_folder_does_not_say_what_it_is_scored_on(exported, command):
     assert code == 2 and "give --data DIR" in err
 
 
-# --- lm-evaluation-harness
+# --- lm-evaluation-harness on an exported model
 
-
-def test_tasks_without_the_harness_are_refused(runs, command, monkeypatch):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    code, _, err = command(runs / "zero1_fp32", "--tasks", "lambada_openai")
-    assert code == 2 and 'lm-evaluation-harness is not installed; pip install -e ".[harness]" -c constraints.txt' in err
-
-
+#: Two tasks, as in LAMBADA and HellaSwag: log-likelihoods of texts, and the likelier of two continuations.
 TASKS = {
-    "choice": """
+    "own_rolling": """
+task: own_rolling
+dataset_path: json
+dataset_kwargs: {data_files: {test: FILE}}
+test_split: test
+output_type: loglikelihood_rolling
+doc_to_text: ""
+doc_to_target: "{{text}}"
+metric_list: [{metric: bits_per_byte}]
+""",
+    "own_choice": """
 task: own_choice
 dataset_path: json
 dataset_kwargs: {data_files: {test: FILE}}
@@ -224,84 +230,56 @@ doc_to_choice: ["pass", "yield"]
 doc_to_target: 0
 metric_list: [{metric: acc}]
 """,
-    "rolling": """
-task: own_rolling
-dataset_path: json
-dataset_kwargs: {data_files: {test: FILE}}
-test_split: test
-output_type: loglikelihood_rolling
-doc_to_text: ""
-doc_to_target: "{{text}}"
-metric_list: [{metric: bits_per_byte}]
-""",
-    "until": """
-task: own_until
-dataset_path: json
-dataset_kwargs: {data_files: {test: FILE}}
-test_split: test
-output_type: generate_until
-doc_to_text: "{{text}}"
-doc_to_target: "{{answer}}"
-generation_kwargs: {until: ["\\n"], max_gen_toks: 8}
-metric_list: [{metric: exact_match}]
-""",
 }
 
 
 @pytest.mark.skipif(
-    importlib.util.find_spec("lm_eval") is None,
-    reason='lm-evaluation-harness is not installed (pip install -e ".[harness]" -c constraints.txt)',
+    not all(map(importlib.util.find_spec, ("lm_eval", "accelerate"))),
+    reason="lm-evaluation-harness is not installed (pip install lm_eval accelerate -c constraints.txt)",
 )
-def test_tasks_of_the_harness(runs, command, tmp_path, monkeypatch):
-    """Three small tasks, each of its own kind, against what the model says by itself."""
+def test_the_harness_evaluates_an_exported_model(runs, tmp_path):
+    """By the two commands of README, with tasks of the test's own: the figures are those of the model's own logits."""
     import torch
 
-    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    trained = load_trained(runs / "zero1_fp32")
-    texts = ["def f():\n    ", "", "x = 1\nfor x in range(10):\n    print(x)\n" * 6]
-
-    def logprobs(ids: list[int], count: int) -> tuple[float, bool]:
-        logits = trained.model(torch.tensor([ids[:-1]]))[0, -count:].log_softmax(-1)
-        targets = torch.tensor(ids[-count:])
-        return float(logits.gather(1, targets[:, None]).sum()), bool((logits.argmax(-1) == targets).all())
-
-    encode = lambda text: trained.tokenizer.encode(text).tolist()  # noqa: E731
-    ids = [trained.eot_id, *encode("def f():")]
-    for _ in range(8):
-        ids.append(int(trained.model(torch.tensor([ids[1:]]))[0, -1].argmax()))
-    answer = trained.tokenizer.decode(ids[-8:]).split("\n")[0]
+    lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
+    evaluate = next(number for number, line in enumerate(lines) if line.startswith("    lm_eval "))
+    texts = ["def f():\n    return", "import", "x = 1\nfor x in range(10):\n    print(x)\n"]
+    (tmp_path / "docs.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    (tmp_path / "tasks").mkdir()
     for name, yaml in TASKS.items():
-        docs = (
-            [{"text": "def f():", "answer": answer}]
-            if name == "until"
-            else [{"text": text, "answer": ""} for text in texts if text or name == "choice"]
-        )
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(doc) + "\n" for doc in docs))
-        (tmp_path / f"{name}.yaml").write_text(yaml.replace("FILE", str(tmp_path / f"{name}.jsonl")))
-    found = scored(
-        command, runs / "zero1_fp32", "--tasks", "own_choice,own_rolling,own_until", "--tasks_dir", tmp_path, "--batch_size", "2"
-    )
-    tasks = found["tasks"]
-    assert found["cut"] == 2  # the long text, with each word behind it
-    right = 0
-    for text in texts:
-        stripped = text.rstrip(" ")
-        values = []
-        for word in ("pass", "yield"):
-            context = encode(stripped) or [trained.eot_id]
-            whole = encode(text + " " + word) if text else [trained.eot_id, *encode(" " + word)]
-            whole, count = whole, len(whole) - len(context)
-            values.append(logprobs(whole[-33:], count)[0])
-        right += values[0] > values[1]
-    assert tasks["own_choice"]["metrics"]["acc"]["value"] == pytest.approx(right / 3)
-    total = bits = 0.0
-    for text in texts[0], texts[2]:
-        of_text = [trained.eot_id, *encode(text)]
-        for start in range(0, len(of_text) - 1, 32):
-            end = min(start + 33, len(of_text))
-            total += logprobs(of_text[max(0, end - 33) : end], end - start - 1)[0] if start else logprobs(of_text[:end], end - 1)[0]
-        bits += len(text.encode())
-    assert tasks["own_rolling"]["metrics"]["bits_per_byte"]["value"] == pytest.approx(-total / bits / math.log(2), rel=1e-3)
-    assert tasks["own_until"]["metrics"]["exact_match"]["value"] == 1.0
-    code, _, err = command(runs / "zero1_fp32", "--tasks", "own_choise", "--tasks_dir", tmp_path)
-    assert code == 2 and "did you mean 'own_choice'?" in err
+        (tmp_path / "tasks" / f"{name}.yaml").write_text(yaml.replace("FILE", str(tmp_path / "docs.jsonl")))
+    places = {
+        "exported/first": str(tmp_path / "model"),
+        "runs/first": str(runs / "zero1_fp32"),
+        "lambada_openai,hellaswag": ",".join(TASKS),
+    }
+    environment = {**os.environ, "HF_DATASETS_CACHE": str(tmp_path / "cache"), "HF_HUB_OFFLINE": "1", "PATH": PATH}
+    more = ["--include_path", str(tmp_path / "tasks"), "--output_path", str(tmp_path / "out"), "--device", "cpu"]
+    for line, flags in ((lines[evaluate - 1], []), (lines[evaluate], more)):
+        for place, own in places.items():
+            line = line.replace(place, own)
+        done = subprocess.run([*shlex.split(line), *flags], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
+        assert done.returncode == 0, done.stderr
+    (file,) = (tmp_path / "out").rglob("results*.json")
+    results = json.loads(file.read_text())["results"]
+
+    trained = load_trained(runs / "zero1_fp32")
+
+    def logprob(context: list[int], text: str) -> float:
+        """ln P of `text` after `context`; what is longer than the model's context is read in windows side by side."""
+        ids = trained.tokenizer.encode(text).tolist()
+        assert len(ids) + len(context) <= 33
+        logits = trained.model(torch.tensor([[*context, *ids][:-1]]))[0, -len(ids) :].log_softmax(-1)
+        return float(logits.gather(1, torch.tensor(ids)[:, None]).sum())
+
+    of_texts = sum(logprob([trained.eot_id], text) for text in texts)
+    assert results["own_rolling"]["bits_per_byte,none"] == pytest.approx(-of_texts / sum(map(len, texts)) / math.log(2), rel=1e-5)
+    encode = trained.tokenizer.encode
+    right = [logprob(encode(text).tolist(), " pass") > logprob(encode(text).tolist(), " yield") for text in texts]
+    assert results["own_choice"]["acc,none"] == pytest.approx(sum(right) / 3)
+
+
+def test_tasks_are_not_run_by_score(runs, command):
+    """Their YAML files can run code."""
+    code, _, err = command(runs / "zero1_fp32", "--tasks_dir", "x")
+    assert code == 2 and "--tasks_dir" in err

@@ -7,6 +7,7 @@ import io
 import json
 import os
 import random
+import sys
 import zlib
 from contextlib import suppress
 from pathlib import Path
@@ -22,6 +23,7 @@ from pyarrow import parquet
 from data_pipeline import documents, records
 from data_pipeline.prepare import main
 from data_pipeline.shards import open_corpus
+from tests.helpers import ROOT
 
 TEXTS = [f"document {number}: größer, 日本\n" * (1 + number % 3) for number in range(20)]
 
@@ -513,3 +515,135 @@ def test_damage_far_into_compressed_lines_keeps_what_is_in_front_of_it(run, tmp_
         n = sum(map(len, found.values()))
         assert 250 < n < 310
         assert found == all_of(texts[:n])
+
+
+# Links
+
+
+def test_links_out_of_the_folder_are_left_out_and_counted(run, tmp_path):
+    outside, root = tmp_path / "outside", tmp_path / "root"
+    (outside / "below").mkdir(parents=True)
+    (root / "in").mkdir(parents=True)
+    for name in ("secret.txt", "below/secret.txt"):
+        (outside / name).write_text("secret")
+    for number, text in enumerate(TEXTS):
+        (root / "in" / f"{number:02d}.txt").write_text(text)
+    (root / "z.txt").symlink_to("in/00.txt")
+    (root / "inside").symlink_to("in")
+    for name in ("loop", "in/loop"):
+        (root / name).symlink_to(root)
+    (root / "loop.txt").symlink_to("loop.txt")
+    (root / "chain.txt").symlink_to("secret.txt")
+    (root / "secret.txt").symlink_to("../outside/secret.txt")
+    (root / "folder").symlink_to(outside)
+    (tmp_path / "named").symlink_to(root)
+    for source, n_links in (
+        (root, 3),
+        (tmp_path / "named", 3),
+        (f"{root}/**/*.txt", 3),
+        (f"{tmp_path}/named/**", 3),
+        (f"{root}/[a-z]*.txt", 2),
+    ):
+        texts = [TEXTS[0]] if n_links == 2 else [*TEXTS, TEXTS[0]]
+        _, found, manifest, out, _ = run(source)
+        assert manifest["dropped"] == {"link out of the source's folder": n_links}, source
+        assert sorted(text for split in found.values() for text in split) == sorted(texts) or n_links == 2
+        assert "secret" not in str(found)
+        assert f"left out: {n_links} link" in out and "outside/secret.txt)" in out
+    _, found, manifest, *_ = run(root / "secret.txt")
+    assert "".join(found["train"] + found["val"]) == "secret" and not manifest["dropped"], "a file that is named is read"
+    for folder in (root / "in").iterdir():
+        folder.unlink()
+    (root / "z.txt").unlink()
+    code, *_, err = run(root)
+    assert code == 2 and "3 links out of it" in err and str(root) in err
+
+
+def test_datasets_refuses_links_out_of_a_local_folder(run, tmp_path):
+    (tmp_path / "secret.jsonl").write_bytes(jsonl(TEXTS))
+    (tmp_path / "hub").mkdir()
+    (tmp_path / "hub" / "a.jsonl").symlink_to(tmp_path / "secret.jsonl")
+    for source in (f"hf:{tmp_path}/hub", f"hf:json:{tmp_path}/hub/*.jsonl"):
+        code, *_, err = run(source)
+        assert code == 2 and "hub/a.jsonl is a link" in err
+    assert run(f"hf:json:{tmp_path}/hub/a.jsonl")[1] == all_of(TEXTS)
+
+
+# Large records
+
+
+LARGE = 2**20 + 1
+#: Files with one record above 1 MiB, the texts that can be used, and the place.
+TOO_LARGE = {
+    "a.jsonl": (line_of(3, b'{"text": "' + b"a" * LARGE + b'"}\n'), TEXTS, "a.jsonl:4"),
+    "blank.jsonl": (line_of(3, b" " * LARGE + b"\n"), TEXTS, "blank.jsonl:4"),
+    "end.jsonl.gz": (gzip.compress(line_of(20, b'{"x": "' + b"a" * LARGE)), TEXTS, "end.jsonl.gz:21"),
+    "a.jsonl.zst": (zst(line_of(0, b'{"text": "x", "y": [1' + b", 1" * LARGE + b"]}\n")), TEXTS, "a.jsonl.zst:1"),
+    "a.json": (WHOLE[:-1] + b', {"text": "' + b"a" * LARGE + b'"}, {"text": "lost"}]', TEXTS[:3], "a.json: record 4"),
+    "b.json": (b'{"text":\n"a"}\n{"text": "' + "日".encode() * LARGE + b'"}', ["a"], "b.json: record 2"),
+    "a.csv": (rows(TEXTS[:5]) + b"9," + b"a" * LARGE + b"\r\n9,lost\r\n", TEXTS[:5], "a.csv:"),
+    "quoted.csv.gz": (gzip.compress(rows(TEXTS[:5]) + b'9,"' + b"line\n" * LARGE), TEXTS[:5], "quoted.csv.gz:"),
+    "a.parquet": (table([*TEXTS, "a" * LARGE], use_dictionary=False), TEXTS, "a.parquet: row 21"),
+    "page.parquet": (table([*TEXTS, "a" * (16 * LARGE)], compression="zstd"), [], "page.parquet"),
+}
+
+
+@pytest.mark.parametrize("name", TOO_LARGE)
+def test_a_record_above_the_limit_is_a_bad_record(run, tmp_path, name):
+    data, good, place = TOO_LARGE[name]
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / name).write_bytes(data)
+    behind = [f"behind {number}" for number in range(12)]
+    (tmp_path / "in" / "z.jsonl").write_bytes(jsonl(behind))
+    options = ("--max_record_mib", "1", "--on_error", "skip")
+    _, found, manifest, out, _ = run(tmp_path / "in", options=options)
+    assert found == all_of([*good, *behind])
+    assert manifest["dropped"] == {"record too large": 1} and manifest["options"]["max_record_mib"] == 1
+    assert f"{tmp_path}/in/{place}" in out
+    code, _, _, _, err = run(tmp_path / "in", options=options[:2])
+    assert code == 2 and f"{tmp_path}/in/{place}" in err and "--max_record_mib" in err and "--on_error skip" in err
+    if not name.startswith(("blank", "end", "quoted")):
+        assert run(tmp_path / "in", options=("--max_record_mib", "64"))[0] == 0
+    assert run(tmp_path / "in", options=("--max_record_mib", "0"))[0] == 2
+
+
+def test_a_text_column_of_lists_is_refused_before_it_is_read(run, tmp_path):
+    (tmp_path / "a.parquet").write_bytes(table([["a", "b"]] * 3))
+    code, *_, err = run(tmp_path / "a.parquet")
+    assert code == 2 and "a.parquet: text column 'text' is no text (it is a list" in err
+
+
+def test_a_record_of_any_size_takes_no_memory(tmp_path):
+    """128 MiB in one record, of which a compressed file holds a few hundred KB: the peak of the process stays where it is without."""
+    n = 2**27
+
+    def fill(name: str, before: bytes, unit: bytes = b"a" * 2**20) -> None:
+        with open(tmp_path / name, "wb") as file:
+            compress = (
+                gzip.GzipFile(fileobj=file, mode="wb", compresslevel=1) if ".gz" in name else zstandard.ZstdCompressor().stream_writer(file)
+            )
+            with compress as stream:
+                stream.write(before)
+                for _ in range(n // len(unit)):
+                    stream.write(unit)
+
+    (tmp_path / "behind.jsonl").write_bytes(jsonl(TEXTS))
+    fill("a.jsonl.gz", b'{"text": "')
+    fill("a.jsonl.zst", b'{"text": "')
+    fill("a.json.gz", b'[{"text": "')
+    fill("a.csv.gz", b"id,text\n1,")
+    fill("b.csv.gz", b'id,text\n1,"', b"line\n" * 2**18)
+    with parquet.ParquetWriter(tmp_path / "a.parquet", pyarrow.schema({"text": pyarrow.string()}), compression="zstd") as writer:
+        writer.write_table(pyarrow.table({"text": ["a" * (n * 2 + 1)]}))  # above 16 records
+    peaks = {}
+    for name in ("none", "a.jsonl.gz", "a.jsonl.zst", "a.json.gz", "a.csv.gz", "b.csv.gz", "a.parquet"):
+        sources = [tmp_path / "behind.jsonl", *([] if name == "none" else [tmp_path / name])]
+        command = [sys.executable, ROOT / "data_pipeline/prepare.py", "--source", *sources, "--out", tmp_path / f"out-{name}"]
+        command += ["--tokenizer", "bytes", "--val_fraction", "0.3", "--on_error", "skip", "--workers", "1", "--quiet"]
+        child = os.posix_spawn(sys.executable, [os.fspath(part) for part in command], os.environ)
+        _, status, usage = os.wait4(child, 0)
+        assert status == 0
+        peaks[name] = usage.ru_maxrss / 1024
+        if name != "none":
+            assert json.loads((tmp_path / f"out-{name}" / "manifest.json").read_text())["dropped"] == {"record too large": 1}
+    assert max(peaks.values()) < peaks["none"] + 100, peaks  # MiB

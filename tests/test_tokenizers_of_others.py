@@ -220,6 +220,24 @@ def test_a_long_document_is_cut_where_no_id_changes(kind, of_others, monkeypatch
         assert n_pieces > 200
 
 
+@pytest.mark.parametrize("kind", ["bytes", "unigram_of_whole_texts"])
+def test_a_document_without_a_place_for_a_cut_is_cut_nevertheless(kind, of_others, monkeypatch):
+    """So that neither memory nor time depends on how long a word a document has."""
+    monkeypatch.setattr(documents, "PIECE", 1000)
+    monkeypatch.setattr(documents, "MAX_PIECE", 4000)
+    tokenizer = make_tokenizer("bytes" if kind == "bytes" else of_others(kind)[0], [])
+    text = "a" * 50_000
+    for size in (len(text), 700):
+        blocks = [text[start : start + size] for start in range(0, len(text), size)]
+        pieces = list(documents.pieces([documents.Document("train", 0, lambda blocks=blocks: blocks, b"")], tokenizer))
+        assert "".join(piece.text for piece in pieces) == text
+        assert max(len(piece.text) for piece in pieces) <= 4000
+        assert [piece.ends for piece in pieces] == [False] * (len(pieces) - 1) + [True]
+    parts = list(documents._in_parts(["some words\n", "a" * 10**6, " word" * 10**5]))
+    assert "".join(parts) == "some words\n" + "a" * 10**6 + " word" * 10**5
+    assert max(map(len, parts)) <= documents.TRAINING_WORD
+
+
 @pytest.fixture(scope="module")
 def lone_text() -> str:
     """250 kB of lines, with a line of 60 kB in the place where a validation share of 0.3 begins."""
