@@ -82,7 +82,7 @@ def test_on_several_ranks_it_is_the_papers_algorithm(ranks, accumulation, pools,
 
 
 def test_all_ranks_clip_by_the_norm_of_the_mean_gradient(two_ranks, corpus, expected, tmp_path):
-    """Also in steps alone; estimated with a standard deviation of 3%."""
+    """Also in steps alone; estimated with a standard deviation of 2%."""
     lines = trained(two_ranks, [*flags(corpus, tmp_path, 2), "--set", "gradient_clipping=0.1"])
     reference = expected(2, clip=0.1)
     ratios = [line["grad_norm"] / step.norm for line, step in zip(lines, reference, strict=True)]
