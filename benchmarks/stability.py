@@ -37,7 +37,7 @@ SWEPT = ("control", "curriculum")
 #: spikes are common, and not the 0.95 of the shipped JSONs.
 BETAS = "optimizer.params.betas=[0.9, 0.999]"
 RUN = {"n_layer": 4, "n_head": 4, "d_model": 128, "seq_len": 256, "global_batch_size": 16, "micro_batch_size": 16, "steps": 300}
-RUN |= {"eval_every": 25, "eval_batches": 4, "save_every": 0}
+RUN |= {"warmup_steps": 30, "eval_every": 25, "eval_batches": 4, "save_every": 0}
 TOKENS = RUN["steps"] * RUN["global_batch_size"] * RUN["seq_len"]
 RATES = (1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2)
 

@@ -6,7 +6,7 @@ holds, that it fails, or that it cannot be told; this file says what it means, a
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
 class ClaimKind(NamedTuple):
@@ -55,3 +55,25 @@ CLAIMS: dict[str, ClaimKind] = {
     "bytes_ratio": ClaimKind("bytes_sent", SENT, "ratio", "at most", 1, "a rank sends at most {x} of the control's bytes over the run"),
     "throughput_ratio": ClaimKind("tokens_per_second", SPEED, "ratio", "at least", 1, "tokens a second are at least {x} of the control's"),
 }
+
+#: Settings, (peak learning rate of the control, its steps of warm-up), at which the control is unstable: AdamW's, and LAMB's.
+UNSTABLE = {(0.002, 20), (0.016, 20)}
+WITHDRAWN = "withdrawn"
+#: Why, for the top of a page.
+NOTICE = (
+    "> **The verdicts on the loss are withdrawn.** They were measured with 20 steps of warm-up, too few for the control: AdamW on `nano`,\n"
+    "> 200 steps at 2e-3, ends at 5.82 with them and at 5.50 with 80. The verdicts on time, memory and bytes stand.\n"
+)
+
+
+def standing(found: dict[str, Any]) -> dict[str, Any]:
+    """What was `found` of a recipe; at an `UNSTABLE` setting with the outcome `WITHDRAWN` for each claim about the loss."""
+    if (found.get("lr"), found.get("warmup_steps")) not in UNSTABLE:
+        return found
+    claims = [one | {"outcome": WITHDRAWN} if CLAIMS[one["claim"]].quantity == LOSS else one for one in found["claims"]]
+    return {**found, "claims": claims}
+
+
+def is_withdrawn(found: dict[str, Any]) -> bool:
+    """Whether an outcome of what was found of a recipe is."""
+    return any(one["outcome"] == WITHDRAWN for one in found.get("claims", ()))

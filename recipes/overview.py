@@ -2,7 +2,7 @@
 
 make recipes_table                   # python -m recipes.pages --write
 
-Drawn from `results.json`, whose digest the picture carries: a test holds that the two belong together.
+Drawn from `results.json` and the verdicts that stand; the picture carries their digest, and a test holds that they belong together.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from recipes.claims import CLAIMS
+from recipes.claims import CLAIMS, WITHDRAWN
 
 #: Panels: (name of the figure, its title, difference or ratio, the claims about it).
 PANELS = (
@@ -26,6 +26,7 @@ LOOKS = {
     "holds": ("#007a5e", "o", "a claim holds"),
     "fails": ("#c8500a", "X", "a claim fails"),
     "cannot be told": ("#0b62b0", "D", "a claim that cannot be told"),
+    WITHDRAWN: ("#8a9199", "x", "verdict withdrawn: unstable control"),
     None: ("#8a9199", "o", "not claimed"),
 }
 NUMBER: dict[str, Any] = {"color": "#3d4349", "marker": "|", "markersize": 11, "markeredgewidth": 2}

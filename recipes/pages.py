@@ -2,8 +2,8 @@
 
 make recipes_table                   # python -m recipes.pages --write
 
-The index in recipes/README.md, the README's own table of recipes, and in each recipe's page the part below `BEGIN`. A test holds that the
-pages are what this writes.
+The index in recipes/README.md, the README's own table of recipes, and in each recipe's page the part below `BEGIN`; above each of them a
+notice where verdicts are withdrawn. A test holds that the pages are what this writes.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from recipes.claims import CLAIMS
+from recipes.claims import CLAIMS, NOTICE, WITHDRAWN, is_withdrawn, standing
 from recipes.overview import draw_overview
 from recipes.registry import ROOT, Recipe, both_decide, read_recipe, recipe_names, technique_classes
 
@@ -26,9 +26,11 @@ PICTURE = ROOT / "recipes" / "overview.png"
 
 BEGIN = "<!-- what launch/compare.py measured, written by `make recipes_table`: -->\n"
 END = "<!-- the rest is written by hand -->\n"
+#: The first line below a page's title.
+BELOW_TITLE = "[^#\n]"
 #: The part of a recipe's page that follows what was measured.
 NEXT_PART = "**When it does not help.**"
-SIGNS = {"holds": "✓", "fails": "✗", "cannot be told": "?"}
+SIGNS = {"holds": "✓", "fails": "✗", "cannot be told": "?", WITHDRAWN: "withdrawn"}
 #: Rows of a page's table of figures: (name of the figure, how it is called, divided by, format, compared as).
 FIGURES = (
     ("final_val_loss", "final validation loss", 1, ".4f", "difference"),
@@ -48,6 +50,11 @@ def read_results() -> dict[str, dict[str, Any]]:
     return json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
 
 
+def standing_results() -> dict[str, dict[str, Any]]:
+    """What was measured of each recipe, with the verdicts that stand."""
+    return {name: standing(found) for name, found in read_results().items()}
+
+
 def index_table(results: dict[str, dict[str, Any]]) -> str:
     """The index of all recipes as a Markdown table."""
     rows = ["| recipe | what it does | engine JSON | control | claims, and what was found | needs |", "|---|---|---|---|---|---|"]
@@ -65,7 +72,12 @@ def _claim(name: str, x: float, found: dict[str, Any]) -> str:
     if (verdict := _verdict(name, x, found)) is None:
         return f"`{name}` {x:g}: not measured"
     measured = "" if verdict["estimate"] is None else f" ({_estimate(name, verdict['estimate'])})"
-    return f"`{name}` {x:g}: {SIGNS[verdict['outcome']]} {verdict['outcome']}{measured}{_would_tell(verdict)}"
+    return f"`{name}` {x:g}: {_outcome(verdict, verdict['outcome'])}{measured}{_would_tell(verdict)}"
+
+
+def _outcome(verdict: dict[str, Any], shown: str) -> str:
+    """A verdict's outcome, `shown` as it is to be, with its sign or its reason."""
+    return f"{shown}: unstable control" if verdict["outcome"] == WITHDRAWN else f"{SIGNS[verdict['outcome']]} {shown}"
 
 
 def _verdict(name: str, x: float, found: dict[str, Any]) -> dict[str, Any] | None:
@@ -107,7 +119,8 @@ def measured_part(recipe: Recipe, found: dict[str, Any] | None) -> str:
         kind = CLAIMS[one["claim"]]
         interval = "" if one["interval"] is None else " ({} to {})".format(*(_estimate(one["claim"], bound) for bound in one["interval"]))
         measured = "-" if one["estimate"] is None else _estimate(one["claim"], one["estimate"]) + interval
-        lines.append(f"| {kind.says(one['threshold'])} | {SIGNS[one['outcome']]} **{one['outcome']}**{_would_tell(one)} | {measured} |")
+        outcome = _outcome(one, f"**{one['outcome']}**")
+        lines.append(f"| {kind.says(one['threshold'])} | {outcome}{_would_tell(one)} | {measured} |")
     lines += ["", f"| mean of the seeds | {control} | {recipe.name} | recipe against control (95% interval) |", "|---|---|---|---|"]
     for name, title, unit, form, scale in FIGURES:
         figure = found["figures"].get(name)
@@ -142,6 +155,14 @@ def with_measured_part(page: str, part: str) -> str:
     before, next_part, rest = page.partition(NEXT_PART)
     assert next_part, f"the page has no part {NEXT_PART}"
     return f"{before}{part}\n{next_part}{rest}"
+
+
+def with_notice(page: str, results: Iterable[dict[str, Any]], place: str) -> str:
+    """A page with `NOTICE` before the first line that matches `place` where one of `results` has verdicts withdrawn, else without it."""
+    begin = re.escape(NOTICE.partition(".")[0])
+    without = re.sub(rf"^{begin}.*\n(>.*\n)*\n", "", page, flags=re.MULTILINE)
+    notice = f"{NOTICE}\n" if any(map(is_withdrawn, results)) else ""
+    return re.sub(rf"^(?={place})", lambda _: notice, without, count=1, flags=re.MULTILINE)
 
 
 def combination_table() -> str:
@@ -201,18 +222,23 @@ def with_table(readme: str, results: dict[str, dict[str, Any]]) -> str:
 
 def pages() -> dict[Path, str]:
     """What every page that is written from the folders and the results must hold."""
-    results = read_results()
-    made = {INDEX: index_page(results), README: with_table(README.read_text(encoding="utf-8"), results)}
+    results = standing_results()
+    readme = with_table(README.read_text(encoding="utf-8"), results)
+    made = {
+        INDEX: with_notice(index_page(results), results.values(), BELOW_TITLE),
+        README: with_notice(readme, results.values(), r"\| recipe \|"),
+    }
     for name in recipe_names():
         page = ROOT / "recipes" / name / "README.md"
         part = measured_part(read_recipe(page.parent), results.get(name))
-        made[page] = with_measured_part(page.read_text(encoding="utf-8"), part)
+        text = with_measured_part(page.read_text(encoding="utf-8"), part)
+        made[page] = with_notice(text, [results.get(name, {})], BELOW_TITLE)
     return made
 
 
 def write_pages(write: Callable[[Path, str], object]) -> None:
     """Write every page by `write`, and the picture of all recipes."""
-    if results := read_results():
+    if results := standing_results():
         draw_overview(results, PICTURE)
     for page, text in pages().items():
         write(page, text)
@@ -222,4 +248,4 @@ if __name__ == "__main__":
     if sys.argv[1:] == ["--write"]:
         write_pages(lambda page, text: page.write_text(text, encoding="utf-8"))
     else:
-        print(index_table(read_results()), end="")
+        print(index_table(standing_results()), end="")

@@ -139,13 +139,15 @@ def test_tokens_are_rounded_up_to_whole_steps(tokens, steps, resolved):
     assert (in_the_json.steps, in_the_json.total_tokens) == (steps, steps * 2048)
 
 
-def test_warm_up_of_a_short_run_is_a_tenth_of_it(resolved):
-    assert [resolved("--steps", str(steps)).warmup_steps for steps in (1, 20, 100, 300, 3000)] == [1, 2, 10, 30, 30]
+def test_warm_up_of_a_short_run_is_at_most_40_percent_of_it(resolved):
+    configs = [resolved("--steps", str(steps)) for steps in (1, 20, 74, 75, 3000)]  # the preset's is 30
+    assert [config.warmup_steps for config in configs] == [1, 8, 29, 30, 30]
+    assert [config.origins["scheduler.params.warmup_steps"] for config in configs[2:4]] == ["40% of the run", "preset nano"]
 
 
 def test_deepspeeds_own_schedules_are_filled_as_transformers_fills_them(resolved):
     config = resolved("--steps", "40", "--lr", "0.01", scheduler={"type": "WarmupLR", "params": AUTO_WARMUP})
-    assert config.scheduler == {"type": "WarmupLR", "params": {"warmup_min_lr": 0.0, "warmup_max_lr": 0.01, "warmup_num_steps": 4}}
+    assert config.scheduler == {"type": "WarmupLR", "params": {"warmup_min_lr": 0.0, "warmup_max_lr": 0.01, "warmup_num_steps": 16}}
     decay = {"type": "WarmupDecayLR", "params": AUTO_WARMUP | {"total_num_steps": "auto"}}
     assert resolved("--steps", "40", scheduler=decay).scheduler["params"]["total_num_steps"] == 40
     left_out = {"type": "WarmupCosineLR", "params": {"warmup_num_steps": 5}}

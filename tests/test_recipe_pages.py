@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import copy
+import re
 
 import pytest
 from matplotlib import image
 
 from recipes import pages
+from recipes.claims import NOTICE, standing
+from recipes.claims import UNSTABLE as UNSTABLE_SETTINGS
 from recipes.overview import digest, draw_overview, drawn_from
 from recipes.registry import ROOT, Recipe, read_recipe, recipe_names
 from tests.helpers import ROOT as CHECKOUT
@@ -19,7 +22,7 @@ def test_every_page_is_what_the_folders_and_the_results_say():
 
 
 def test_the_picture_of_all_recipes_was_drawn_from_the_results():
-    if results := pages.read_results():
+    if results := pages.standing_results():
         assert drawn_from(pages.PICTURE) == digest(results), "run `make recipes_table`"
 
 
@@ -115,6 +118,38 @@ def test_the_index_has_the_verdict_of_each_claim_as_it_stands():
     assert readme.startswith("a\n\n| recipe | what it does | claims |\n") and readme.endswith(" |\n\ne\n")
     assert "| [zero_2](recipes/zero_2/README.md) |" in readme and "partitioned over the ranks | `loss_within` ? |" in readme
     assert "| `loss_within` - |" in readme, "what was not measured"
+
+
+UNSTABLE = {**FOUND, "lr": 0.002, "warmup_steps": 20, "claims": [{**FOUND["claims"][0], "outcome": "holds"}, FOUND["claims"][1]]}
+
+
+def test_verdicts_on_the_loss_of_an_unstable_control_are_withdrawn():
+    """Those on bytes stand, and what is measured at another setting counts again."""
+    found = standing(UNSTABLE)
+    assert [one["outcome"] for one in found["claims"]] == ["withdrawn", "holds"]
+    assert found["figures"] == UNSTABLE["figures"] and UNSTABLE["claims"][0]["outcome"] == "holds"
+    part = pages.measured_part(RECIPE, found)
+    assert "| **withdrawn**: unstable control | +0.0100 (-0.0050 to +0.0250) |" in part
+    assert part.count("✓") == 1 and "✓ **holds** | 0.250 |" in part
+    assert standing({**UNSTABLE, "warmup_steps": 80})["claims"] == UNSTABLE["claims"]
+    assert standing(absent := {"absent": "needs a GPU", "machine": "a CPU"}) == absent
+
+
+def test_a_page_says_at_its_top_that_verdicts_are_withdrawn_until_they_are_measured_anew():
+    page = "# T\n\n**What it does.** This.\n\n| recipe | a |\n|---|---|\n"
+    once = pages.with_notice(page, [standing(UNSTABLE)], pages.BELOW_TITLE)
+    assert once == page.replace("**What", f"{NOTICE}\n**What")
+    assert pages.with_notice(once, [FOUND, standing(UNSTABLE)], pages.BELOW_TITLE) == once
+    assert pages.with_notice(once, [FOUND], pages.BELOW_TITLE) == page
+    assert pages.with_notice(page, [standing(UNSTABLE)], r"\| recipe \|") == page.replace("| recipe", f"{NOTICE}\n| recipe")
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_no_page_shows_a_verdict_of_an_unstable_control(name):
+    found, page = pages.read_results().get(name, {}), (ROOT / "recipes" / name / "README.md").read_text(encoding="utf-8")
+    unstable = (found.get("lr"), found.get("warmup_steps")) in UNSTABLE_SETTINGS
+    assert (NOTICE in page.split("**What it does.**")[0]) == unstable
+    assert not unstable or not re.search("the final validation loss.*(holds|fails|cannot be told)", page)
 
 
 def test_a_part_is_written_in_its_place_once():

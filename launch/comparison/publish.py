@@ -71,6 +71,8 @@ def _entry(pair: Pair, flags: Sequence[str]) -> dict[str, Any]:
         "in_turns": pair.in_turns,
         "ranks": description["ranks"],
         "tokens": description["total_tokens"],
+        "lr": description["lr"],
+        "warmup_steps": description["warmup_steps"],
         "seeds": list(pair.seeds),
         "figures": {name: _figure(pair.figures[name]) for name, *_ in FIGURES if name in pair.figures},
         "claims": [asdict(verdict) for verdict in pair.verdicts],

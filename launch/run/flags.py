@@ -199,7 +199,7 @@ def add_value_flags(parser: Parser) -> None:
     values.add_argument("--global_batch_size", type=whole_number(1), help="sequences an optimizer step takes over all ranks (preset)")
     values.add_argument("--lr", type=real_number(0, MAX_LR, above=True), help="peak learning rate (preset)")
     values.add_argument("--min_lr", type=real_number(0, MAX_LR), help="learning rate at the end (a tenth of the peak)")
-    values.add_argument("--warmup_steps", type=whole_number(0), help="steps of linear warm-up (preset; at most a tenth of the run)")
+    values.add_argument("--warmup_steps", type=whole_number(0), help="steps of linear warm-up (preset; at most 40%% of the run)")
 
 
 def add_evaluation_flags(group: argparse._ArgumentGroup) -> argparse._ArgumentGroup:

@@ -154,7 +154,10 @@ def memory_per_rank(
     states = _states(model, precision, stage, sizes, ranks, accumulation, optimizer_states)
     block = _block_activations(model, precision, micro_batch_size, device, "attention" in fused)
     acts = _activations(model, precision, micro_batch_size, checkpoints, device, block)
-    head = (_fused_loss_head if "cross_entropy" in fused else _loss_head)(model, precision, micro_batch_size)
+    if "cross_entropy" in fused:
+        head = _fused_loss_head(model, precision, micro_batch_size, device)
+    else:
+        head = _loss_head(model, precision, micro_batch_size)
     buckets, gathered, reduction = _buffers(model, precision, stage, sizes, ranks, device)
     away, host, drive = _offload(states, sizes, stage, model, precision, accumulation)
     lasting = {name: blocks for name, blocks in states.lasting.items() if name not in away}
@@ -440,11 +443,15 @@ def _loss_head(model: GPTConfig, precision: str, B: int) -> Blocks:
     return max(forward, backward, key=lambda blocks: blocks.total)
 
 
-def _fused_loss_head(model: GPTConfig, precision: str, B: int) -> Blocks:
-    """Logits, or a part of them, some rows of it in fp32, and the gradients of the head's two factors; of several parts summed in fp32."""
+def _fused_loss_head(model: GPTConfig, precision: str, B: int, device: str) -> Blocks:
+    """Logits, or a part of them, some rows of it in fp32, and the gradients of the head's two factors; of several parts summed in fp32.
+
+    A product for the weight's gradient is fp32; on a CPU it is bf16 in bf16 (`recipes/fused_kernels/cross_entropy.py`).
+    """
     w, tokens, V, C = WIDTH[precision], B * model.seq_len, model.padded_vocab_size, model.d_model
     rows = min(tokens, max(1, LOGITS_BYTES // (V * w)))
-    sizes = [(rows * V * w, 1), (min(FUSED_ROWS, tokens) * V * FP32, 1), (tokens * C * w, 1), (V * C * w, 1)]
+    sizes = [(rows * V * w, 1), (min(FUSED_ROWS, tokens) * V * FP32, 1), (tokens * C * w, 1)]
+    sizes.append((V * C * (w if device == "cpu" and precision == "bf16" else FP32), 1))
     return Blocks((*sizes, *([(V * C * FP32, 1)] if rows < tokens else [])))
 
 

@@ -17,6 +17,8 @@ import torch.nn.functional as F
 
 #: Logits that exist at a time. The gradients of several parts are summed in fp32, so parts should be few.
 LOGITS_BYTES = 2**29
+#: Columns of fp16 logits that become fp32 at a time on a processor: 5,336 x 2,048 x 4 bytes = 44 MB.
+COLUMNS = 2048
 #: Rows that are fp32 at a time: 64 x 8,192 x 4 bytes = 2 MB stay in a processor's cache from one pass to the next.
 ROWS = 64
 #: Below it a probability in fp32 has lost bits, or is 0, and its logarithm is taken from the logits.
@@ -69,8 +71,27 @@ def linear_cross_entropy(
     return _LinearCrossEntropy.apply(x, weight, bias, targets, wanted, kernel) / (targets != IGNORED).sum()
 
 
+def _weight_gradient(gradient: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """gradient.T @ x, (N, V), (N, C) -> (V, C), in fp32; for bf16 on a processor in bf16, where torch has no product with another result.
+
+    In fp16 a sum over many rows can exceed 65,504 although it is in range once it is multiplied by 1/N. bf16 has the range of fp32: its
+    products are summed in fp32 and rounded once.
+    """
+    if x.is_cuda:
+        return torch.mm(gradient.t(), x, out_dtype=torch.float32)
+    if x.dtype != torch.float16:
+        return torch.mm(gradient.t(), x)
+    result, wide = torch.empty(gradient.shape[1], x.shape[1]), x.float()
+    for rows, columns in zip(result.split(COLUMNS), gradient.split(COLUMNS, dim=1), strict=True):
+        torch.mm(columns.float().t(), wide, out=rows)
+    return result
+
+
 class _LinearCrossEntropy(torch.autograd.Function):
-    """The sum of the rows' losses. The gradients are those of the sum, too: a mean's, 1/N of it, would vanish in fp16."""
+    """The sum of the rows' losses. The gradients are those of the sum, too: a mean's, 1/N of it, would vanish in fp16.
+
+    The weight's is kept in fp32 until the backward pass has multiplied it by 1/N and the loss scale.
+    """
 
     @staticmethod
     def forward(
@@ -86,14 +107,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
             total += kernel(logits, part_targets)
             if dx is not None:
                 torch.mm(logits, weight, out=dx[index * rows : index * rows + len(part)])
-                of_part = torch.mm(logits.t(), part)  # (V, C)
+                of_part = _weight_gradient(logits, part)
                 dweight = of_part if dweight is None else dweight.add_(of_part)
         if dx is not None and dweight is not None:
-            ctx.gradients = dx, dweight.to(weight.dtype)
+            ctx.gradients = dx, dweight
         return total
 
     @staticmethod
     def backward(ctx: Any, scale: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         dx, dweight = ctx.gradients
         del ctx.gradients  # scaled in place: they are good once
-        return dx.mul_(scale), dweight.mul_(scale), None, None, None, None
+        return dx.mul_(scale), dweight.mul_(scale).to(dx.dtype), None, None, None, None

@@ -9,6 +9,8 @@ import torch
 
 from launch.engine.distributed import start_ranks
 from launch.engine.mean_norm import MeanNorm
+from model.gpt import GPT
+from model.presets import GPTConfig
 from recipes.compressed_all_reduce import BLOCK, CompressedAllReduce
 
 
@@ -54,3 +56,16 @@ def norms_of_mean(shapes: list[list[int]], draws: int) -> list[tuple[float, floa
         mean = collectives.all_reduce(torch.cat([gradient.flatten() for gradient in gradients]).double()) / collectives.world_size
         found.append((estimate, float(mean.norm())))
     return found
+
+
+def norms_of_first_gradients(width: int, seeds: int) -> list[float]:
+    """Estimates of the norm of a GPT's first gradient as parts of that norm, with the signs of the seeds 0 (a run's own), 1, ..."""
+    collectives = start_ranks()
+    model = GPT(GPTConfig(n_layer=2, n_head=width // 16, d_model=width, seq_len=64, vocab_size=2048, init_seed=width))
+    # Frequencies as 1 / rank, as those of words.
+    frequencies, generator = 1 / torch.arange(1, 2049), torch.Generator().manual_seed(width)
+    tokens = torch.multinomial(frequencies, 8 * 65, replacement=True, generator=generator).view(8, 65)
+    model(tokens[:, :-1], tokens[:, 1:]).backward()
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    norm = float(torch.cat([gradient.flatten() for gradient in gradients]).double().norm())
+    return [MeanNorm(collectives, seed).of(gradients) / norm for seed in range(seeds)]

@@ -13,7 +13,7 @@ import pytest
 from launch.run.config import resolve
 
 SHAPE = {"n_layer": 2, "n_head": 2, "d_model": 64, "seq_len": 64}
-BATCH, STEPS, LR, WARMUP = 16, 20, 1e-3, 2
+BATCH, STEPS, LR, WARMUP = 16, 20, 5e-4, 2
 SECTION = {"min_batch_size": 4, "increment": 4, "warmup_tokens": 10_240}
 #: (steps, sequences): a third of 10,240 tokens each. 14 x 256 = 3,584 tokens; 7 x 512 more are 7,168; 4 x 768 more are 10,240.
 TABLE = [(14, 4), (7, 8), (4, 12), (10, 16)]
@@ -57,7 +57,7 @@ def test_sizes_tokens_and_learning_rate_are_those_of_a_table(first, two_ranks, c
         assert [after - before for before, after in pairwise(consumed)] == [size * 64 for size in SIZES]
         assert consumed[-1] == STEPS * BATCH * 64, "the tokens that were asked for, in more steps"
         assert [line["lr"] for line in lines] == pytest.approx([rate(tokens) for tokens in consumed[1:]], rel=1e-9)
-        assert lines[-1]["loss"] < lines[0]["loss"] - 0.5
+        assert lines[-1]["loss"] < lines[0]["loss"] - 0.3
     log = (tmp_path / "r" / "log.txt").read_text(encoding="utf-8")
     assert "1,024 tokens a full step, 35 steps, 20,480 tokens" in log
     assert "step    35/35  loss" in log
@@ -69,7 +69,7 @@ GRID = [(ranks, stage) for ranks in (1, 2) for stage in range(4) if (ranks, stag
 @pytest.mark.parametrize(("ranks", "stage"), [pytest.param(*at, marks=() if at == (2, 3) else pytest.mark.long) for at in GRID])
 def test_stages_and_ranks_give_the_same_losses(ranks, stage, first, one_rank, two_ranks, corpus, tmp_path):
     lines = trained({1: one_rank, 2: two_ranks}[ranks], flags(corpus, tmp_path, stage, "r"))
-    assert losses(lines) == pytest.approx(losses(first), abs=1e-5)
+    assert losses(lines) == pytest.approx(losses(first), abs=5e-6)
 
 
 @pytest.mark.parametrize("stage", [2, *(pytest.param(stage, marks=pytest.mark.long) for stage in (0, 1, 3))])
@@ -83,7 +83,7 @@ def test_a_resumed_run_has_the_sizes_and_losses_of_an_uninterrupted_one(stage, f
         lines = trained(two_ranks, [*run, "--resume"])
         assert [line["batch_size"] for line in lines] == SIZES
         assert losses(lines) == losses(whole), "bit for bit"
-    assert losses(whole) == pytest.approx(losses(first), abs=1e-5)
+    assert losses(whole) == pytest.approx(losses(first), abs=5e-6)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -118,4 +118,4 @@ def test_it_works_with_the_curriculum_and_with_layers_dropped(mode, one_rank, tw
     log = (tmp_path / "r" / "log.txt").read_text(encoding="utf-8")
     assert f"step {len(lines):>5}/{len(lines)}  loss" in log
     other = trained(one_rank, flags(corpus, tmp_path, 0, "other", *more))
-    assert losses(other) == pytest.approx(losses(lines), abs=1e-5)
+    assert losses(other) == pytest.approx(losses(lines), abs=5e-6)

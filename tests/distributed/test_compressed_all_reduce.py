@@ -113,5 +113,13 @@ def test_the_norm_of_the_mean_gradient_is_estimated_within_percents(ranks, pools
     found = pools.of(ranks).run("tests.distributed.one_bit_jobs:norms_of_mean", shapes=shapes, draws=30)
     assert all(rank == found[0] for rank in found), "the same on all ranks"
     ratios = torch.tensor([estimate / norm for estimate, norm in found[0]])
-    assert abs(float(ratios.mean()) - 1) < 0.03
-    assert float(ratios.std()) < 0.06  # 0.031 where rows are not alike
+    assert abs(float(ratios.mean()) - 1) < 0.015
+    assert float(ratios.std()) < 0.03
+
+
+@pytest.mark.parametrize("width", [32, 48, 64, 96, 128, 256])
+def test_the_norm_of_a_models_first_gradient_is_estimated_within_percents(width, one_rank):
+    """Biases and columns of matrices hold much of it: in numbers that stay the same for all rows and tensors they were off by 7% to 20%."""
+    ratios = torch.tensor(one_rank.run("tests.distributed.one_bit_jobs:norms_of_first_gradients", width=width, seeds=40)[0])
+    assert abs(float(ratios[0]) - 1) < 0.06, "with a run's own signs"
+    assert float((ratios - 1).square().mean().sqrt()) < 0.03

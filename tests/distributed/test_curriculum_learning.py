@@ -14,7 +14,7 @@ from tests.distributed.test_engine_follows_plain_pytorch import largest_differen
 from tests.helpers import resumed_after
 
 SHAPE = {"n_layer": 2, "n_head": 2, "d_model": 64, "seq_len": 64}
-BATCH, STEPS, LR, WARMUP, SEED = 8, 50, 1e-3, 5, 3
+BATCH, STEPS, LR, WARMUP, SEED = 8, 50, 5e-4, 5, 3
 SECTION = {"min_difficulty": 8, "max_difficulty": 64, "schedule_type": "fixed_linear"}
 SECTION |= {"schedule_config": {"total_curriculum_step": 40, "difficulty_step": 8}}
 #: By hand: 8 + 56 s / 40 = 8 + 1.4 s reaches 16 at step 6 (16.4), 24 at 12 (24.8), 32 at 18 (33.2), 40 at 23 (40.2), 48 at 29 (48.6),
@@ -23,7 +23,7 @@ LENGTHS = [8] * 5 + [16] * 6 + [24] * 6 + [32] * 5 + [40] * 6 + [48] * 6 + [56] 
 #: The run has 50 x 8 x 64 = 25,600 tokens. The first 39 steps hold 8 x (40 + 96 + 144 + 160 + 240 + 288 + 280) = 9,984 of them, and
 #: 30.5 steps of 512 the rest: it ends in step 70, after 9,984 + 31 x 512 = 25,856.
 LAST_STEP, LAST_TOKENS = 70, 25_856
-TOLERANCE = 1e-5
+TOLERANCE = 5e-6
 
 
 def flags(corpus, tmp_path, stage: int, name: str, *more: str, precision: str = "fp32", section: dict | None = None) -> list[str]:
@@ -77,7 +77,7 @@ def test_every_step_is_that_of_a_table_and_of_a_plain_loop(stage, ranks, pools, 
     lines = trained(pools.of(ranks, "cpu"), flags(corpus, tmp_path, stage, "r"))
     check_table(lines)
     assert largest_difference([line["loss"] for line in lines], expected) <= TOLERANCE
-    assert expected[-1] < expected[0] - 1
+    assert expected[-1] < expected[0] - 0.5
 
 
 @pytest.mark.parametrize("stage", [0, pytest.param(3, marks=pytest.mark.long)])

@@ -8,12 +8,12 @@ from functools import cache
 
 import pytest
 
-from tests.distributed.test_engine_follows_plain_pytorch import BF16_LR, largest_difference
 from tests.distributed.test_engine_follows_plain_pytorch import flags as engine_flags
+from tests.distributed.test_engine_follows_plain_pytorch import largest_difference
 
 #: 160 tokens: two blocks of queries.
 SHAPE = {"n_layer": 3, "n_head": 2, "d_model": 64, "seq_len": 160}
-WITHIN = {"fp32": 1e-5, "bf16": 1e-2}
+WITHIN = {"fp32": 5e-6, "bf16": 1e-3}
 JOB = "tests.distributed.jobs:pretrain"
 long = pytest.mark.long
 EVERY = dict.fromkeys(("adamw", "attention", "cross_entropy", "layer_norm", "gelu", "compile", "tf32", "cuda_graphs"), "auto")
@@ -37,8 +37,6 @@ def losses(pools, corpus, tmp_path_factory):
     @cache
     def trained(form: str, precision: str, kernels: str = "", other: str = "", ranks: int = 2, device: str = "cpu") -> list[float]:
         run = engine_flags(corpus, tmp_path_factory.mktemp("run"), SHAPE, form, ranks, 2, precision)
-        if precision == "bf16":
-            run += ["--lr", str(BF16_LR)]
         if kernels:
             run += ["--set", f"fused_kernels={kernels}"]
         if other == "no_cross_document":

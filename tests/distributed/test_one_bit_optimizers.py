@@ -19,9 +19,9 @@ from tests.helpers import resumed_after
 SHAPE = {"n_layer": 2, "n_head": 2, "d_model": 64, "seq_len": 32}
 FREEZE = 10
 #: On one rank nothing is compressed, and the losses differ by what the order of sums does.
-TOLERANCE = 1e-5
+TOLERANCE = 5e-6
 #: On several, an element whose sum is 0 to fp32 may get the other sign, which moves it by twice its tensor's scale in that step.
-COMPRESSED = 1e-3
+COMPRESSED = 3e-4
 PUBLISHED = {"OneBitAdam": PublishedOneBitAdam, "OneBitLamb": PublishedOneBitLamb}
 #: LAMB's rate is a share of each tensor's norm.
 LRS = {"OneBitAdam": LR, "OneBitLamb": 0.05}
@@ -146,7 +146,7 @@ def test_an_overflow_on_one_rank_is_skipped_by_all(kind, two_ranks, corpus, tmp_
     assert [line["loss_scale"] for line in lines] == [2.0 ** (16 - sum(step < line["step"] for step in overflows)) for line in lines]
     assert [line["compressed"] for line in lines] == [0] * (FREEZE + 1) + [1] * (STEPS - FREEZE - 1)
     assert len({rank["digest"] for rank in found}) == 1
-    assert lines[-1]["loss"] < lines[0]["loss"] - 0.5
+    assert lines[-1]["loss"] < lines[0]["loss"] - 0.2
 
 
 @cases("precision", [("fp32",), ("bf16",)])
@@ -220,7 +220,7 @@ def test_rows_that_cannot_have_gradients_gather_no_error(kind, two_ranks, corpus
     # A weight begins at N(0, 0.02), a norm's at 1, and 40 steps at 1e-3 are 0.04; LAMB's, of a share of 0.05 of what there is, are
     # 1.05^40, which is 7. Nothing is thrown about.
     assert lines[-1]["largest_weight"] < {"OneBitAdam": 1.5, "OneBitLamb": 7}[kind]
-    assert lines[-1]["loss"] < lines[0]["loss"] - 0.5
+    assert lines[-1]["loss"] < lines[0]["loss"] - 0.2
 
 
 @cases("precision", [("fp32",), ("bf16",)], lamb=[("fp32",)])

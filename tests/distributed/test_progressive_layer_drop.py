@@ -17,7 +17,7 @@ from tests.helpers import resumed_after
 
 SHAPE = {"n_layer": 4, "n_head": 2, "d_model": 64, "seq_len": 32}
 THETA, GAMMA = 0.4, 0.5
-TOLERANCE, STAGES, BF16_FP32, FP16_FP32 = 1e-5, 5e-3, 1e-2, 1e-2
+TOLERANCE, STAGES, BF16_FP32, FP16_FP32 = 5e-6, 2e-3, 3e-3, 1e-3
 
 
 @pytest.fixture(scope="module")
@@ -25,10 +25,10 @@ def expected(corpus, device) -> Callable[..., list[float]]:
     """The losses of the reference, by its options; each is computed once."""
 
     @cache
-    def losses(drops: bool = True, accumulation: int = 1, each_micro_batch: bool = False, lr: float = LR) -> list[float]:
+    def losses(drops: bool = True, accumulation: int = 1, each_micro_batch: bool = False) -> list[float]:
         runner_of = progressive_layer_drop(SEED, SHAPE["n_layer"], THETA if drops else 1.0, GAMMA, each_micro_batch)
         steps = reference_steps(
-            corpus, SHAPE, STEPS, BATCH, lr, WARMUP, SEED, accumulation=accumulation, runner_of=runner_of, device=device
+            corpus, SHAPE, STEPS, BATCH, LR, WARMUP, SEED, accumulation=accumulation, runner_of=runner_of, device=device
         )
         return [step.loss for step in steps]
 
@@ -81,9 +81,9 @@ def test_a_draw_for_each_micro_batch_is_another_trajectory_and_exact_too(form, r
 
 @grid(is_quick)
 def test_in_bf16_the_stages_agree_and_follow_fp32(form, accumulation, ranks, pool, corpus, expected, seen, tmp_path):  # noqa: F811
-    losses = trained(pool, [*flags(corpus, tmp_path, form, ranks, accumulation, "bf16"), "--lr", str(LR / 2)])
-    assert largest_difference(losses, expected(lr=LR / 2)) <= BF16_FP32
-    assert largest_difference(expected(drops=False, lr=LR / 2), expected(lr=LR / 2)) > BF16_FP32, "what is dropped must show"
+    losses = trained(pool, flags(corpus, tmp_path, form, ranks, accumulation, "bf16"))
+    assert largest_difference(losses, expected()) <= BF16_FP32
+    assert largest_difference(expected(drops=False), expected()) > BF16_FP32, "what is dropped must show"
     assert all(largest_difference(losses, other) <= STAGES for other in seen["bf16"])
     seen["bf16"].append(losses)
 

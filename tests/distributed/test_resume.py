@@ -228,12 +228,12 @@ def test_a_finished_run_goes_on_to_more_steps(train, flags, finished):
 
 
 def test_ranks_may_change_at_stage_0(train, flags, tmp_path):
-    flags = [*flags, "--eval_every", "0", "--steps", "12", "--keep", "9"]
+    flags = [*flags, "--eval_every", "0", "--steps", "12", "--lr", "5e-4", "--keep", "9"]
     whole = train(tmp_path, "r", flags, stage=0)
     rewind(tmp_path / "r", 6)
     lines = train(tmp_path, "r", [*flags, "--resume"], stage=0, ranks=1)
     # One rank sums the gradients of the same samples in another order.
-    assert [loss for _, loss in losses(lines)] == pytest.approx([loss for _, loss in losses(whole)], abs=1e-4)
+    assert [loss for _, loss in losses(lines)] == pytest.approx([loss for _, loss in losses(whole)], abs=5e-6)
 
 
 @pytest.mark.parametrize("config", ["zero0_bf16", "zero2_fp32", "zero3_bf16", "lamb", "one_bit_lamb", "zero_one_adam"])

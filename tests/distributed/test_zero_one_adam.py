@@ -82,7 +82,7 @@ def test_on_several_ranks_it_is_the_papers_algorithm(ranks, accumulation, pools,
 
 
 def test_all_ranks_clip_by_the_norm_of_the_mean_gradient(two_ranks, corpus, expected, tmp_path):
-    """Also in steps alone; estimated with a standard deviation of 3%."""
+    """Also in steps alone; estimated with a standard deviation of 2%."""
     lines = trained(two_ranks, [*flags(corpus, tmp_path, 2), "--set", "gradient_clipping=0.1"])
     reference = expected(2, clip=0.1)
     ratios = [line["grad_norm"] / step.norm for line, step in zip(lines, reference, strict=True)]
@@ -97,8 +97,8 @@ def test_all_ranks_clip_by_the_norm_of_the_mean_gradient(two_ranks, corpus, expe
 def test_in_half_precision_it_follows_fp32(precision, two_ranks, corpus, expected, tmp_path):
     run = flags(corpus, tmp_path, 2, precision=precision)
     lines = trained(two_ranks, run, "tests.distributed.failure_jobs:pretrain_in_fp16")
-    assert largest_difference(losses(lines), losses_of(expected(2, clip=1.0))) <= 0.02
-    assert largest_difference(losses(lines), losses_of(expected(1, clip=1.0, renewed=frozenset(EVERY_STEP)))) > 0.03
+    assert largest_difference(losses(lines), losses_of(expected(2, clip=1.0))) <= 0.005
+    assert largest_difference(losses(lines), losses_of(expected(1, clip=1.0, renewed=frozenset(EVERY_STEP)))) > 0.015
 
 
 def test_an_overflow_on_one_rank_is_skipped_by_all(two_ranks, corpus, tmp_path):
@@ -112,7 +112,7 @@ def test_an_overflow_on_one_rank_is_skipped_by_all(two_ranks, corpus, tmp_path):
         update = line["step"] - sum(step < line["step"] for step in overflows)
         if not line["overflow"]:
             assert (line["variance_updated"], line["exchanged"]) == (update in RENEWED, update in EXCHANGED)
-    assert lines[-1]["loss"] < lines[0]["loss"] - 0.5
+    assert lines[-1]["loss"] < lines[0]["loss"] - 0.2
 
 
 @pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.long), "bf16"])
@@ -195,7 +195,7 @@ def test_rows_that_cannot_have_gradients_gather_no_error(two_ranks, corpus, tmp_
         assert (line["errors"] > 0.0) == (line["step"] > 3)
     # A weight begins at N(0, 0.02), a norm's at 1, and 40 steps at 1e-3 are 0.04.
     assert lines[-1]["largest_weight"] < 1.5
-    assert lines[-1]["loss"] < lines[0]["loss"] - 0.5
+    assert lines[-1]["loss"] < lines[0]["loss"] - 0.2
 
 
 def exchanged_alike(found: list[dict]) -> list[dict]:
@@ -214,9 +214,9 @@ def test_a_step_at_a_rate_of_zero_is_alone(two_ranks, corpus, tmp_path):
     lines = exchanged_alike(two_ranks.run("tests.distributed.zero_one_jobs:weights_over_the_run", flags=run))
     assert [(line["lr"] > 0, line["variance_updated"]) for line in lines[:3]] == [(False, 1), (False, 0), (True, 1)]
     assert [line["exchanged"] for line in lines[:4]] == [1, 0, 1, 1]
-    assert lines[1]["bytes_sent"] < 3000 < lines[3]["bytes_sent"] < lines[0]["bytes_sent"] / 25
+    assert lines[1]["bytes_sent"] < 5000 < lines[3]["bytes_sent"] < lines[0]["bytes_sent"] / 25
     assert lines[2]["bytes_sent"] > lines[0]["bytes_sent"] * 1.03
-    assert lines[-1]["loss"] < lines[0]["loss"] - 0.5
+    assert lines[-1]["loss"] < lines[0]["loss"] - 0.2
 
 
 def test_a_variance_may_be_renewed_again_after_a_resume_between_exchanges(two_ranks, corpus, tmp_path):
