@@ -30,6 +30,8 @@ END = "<!-- the rest is written by hand -->\n"
 BELOW_TITLE = "[^#\n]"
 #: The part of a recipe's page that follows what was measured.
 NEXT_PART = "**When it does not help.**"
+#: Of a recipe, or a claim, of which `launch/compare.py --publish` has published nothing.
+UNMEASURED = "not measured yet"
 SIGNS = {"holds": "✓", "fails": "✗", "cannot be told": "?", WITHDRAWN: "withdrawn"}
 #: Rows of a page's table of figures: (name of the figure, how it is called, divided by, format, compared as).
 FIGURES = (
@@ -70,7 +72,7 @@ def index_table(results: dict[str, dict[str, Any]]) -> str:
 def _claim(name: str, x: float, found: dict[str, Any]) -> str:
     """One claim with its verdict, for the index."""
     if (verdict := _verdict(name, x, found)) is None:
-        return f"`{name}` {x:g}: not measured"
+        return f"`{name}` {x:g}: {UNMEASURED}"
     measured = "" if verdict["estimate"] is None else f" ({_estimate(name, verdict['estimate'])})"
     return f"`{name}` {x:g}: {_outcome(verdict, verdict['outcome'])}{measured}{_would_tell(verdict)}"
 
@@ -101,7 +103,7 @@ def _estimate(claim: str, value: float) -> str:
 def measured_part(recipe: Recipe, found: dict[str, Any] | None) -> str:
     """What a recipe's page says of the last comparison, between `BEGIN` and `END`."""
     if found is None:
-        return f"{BEGIN}\nNot yet compared by `launch/compare.py --publish`.\n\n{END}"
+        return f"{BEGIN}\n**Compared.** {UNMEASURED.capitalize()}.\n\n{END}"
     if "absent" in found:
         return f"{BEGIN}\n**Compared.** Not on {found['machine']}: {_escaped(found['absent'])}.\n\n{END}"
     seeds, control = found["seeds"], Path(recipe.control).stem

@@ -82,6 +82,16 @@ def test_the_index_picks_the_recipe_up(indexed):
     assert [line for line in after if NAME not in line] == [line for line in before if NAME not in line], "the rest is as it was"
 
 
+def test_every_test_of_the_recipe_passes_before_it_was_measured(indexed, run):
+    for page in ("recipes/README.md", f"recipes/{NAME}/README.md"):
+        lines = (indexed / page).read_text(encoding="utf-8").splitlines()
+        assert any("not measured yet" in line.lower() for line in lines if NAME in page or NAME in line)
+    (command,) = commands("python -m pytest tests -k")
+    said = run(f"{command} -rp").stdout
+    for case in ("test_every_recipe_was_compared_or_says_what_it_needs", "test_it_trains_on_two_ranks"):
+        assert re.search(rf"PASSED \S+::{case}\[{NAME}\]", said)
+
+
 @pytest.mark.long
 def test_the_checks_of_the_page_pass_with_the_recipe_in(indexed, run):
     for command in commands("python -m pytest tests/test_"):
