@@ -103,7 +103,7 @@ def train(flags: list[str]) -> dict[str, Any]:
 
 def verification_ratios(checkpoint: Path, rounds: int = 7) -> list[float]:
     """Seconds of verifying a checkpoint by one rank over seconds of reading its files a MiB at a time, in pairs."""
-    from launch.run.checkpoint_files import check_files, read_state
+    from launch.run.checkpoint_files import read_state, verify
 
     def read() -> None:
         block = bytearray(1 << 20)
@@ -117,8 +117,9 @@ def verification_ratios(checkpoint: Path, rounds: int = 7) -> list[float]:
         work()
         return time.perf_counter() - start
 
+    run_id = read_state(checkpoint)["run_id"]
     read()  # into the page cache
-    return [seconds(lambda: check_files(checkpoint, read_state(checkpoint))) / seconds(read) for _ in range(rounds)]
+    return [seconds(lambda: verify(checkpoint, run_id)) / seconds(read) for _ in range(rounds)]
 
 
 def write_corpus(folder: Path) -> None:

@@ -10,15 +10,16 @@ import pytest
 
 from launch.run.checkpoint_files import (
     DamagedCheckpoint,
-    check_files,
     checkpoint_name,
     complete_checkpoints,
     file_entry,
     read_state,
     state_text,
+    verify,
 )
 
 STATE = {"step": 20, "tokens": 5120, "samples": 160, "val_loss": 6.123456789012345}
+EMPTY = {"bytes": 0, "xxh128": "99aa06d3014798d86001c324468d497f"}
 #: Names beside checkpoints that are not ours: a user's copies, notes and tries.
 FOREIGN = [
     *("step-best", "step-last", "step-", "step", "step-20", "step-0020", "step-0000020", "step-000000020", "step-00000020.bak"),
@@ -114,15 +115,14 @@ def test_a_state_that_is_none_is_refused(content, tmp_path):
 def test_every_file_is_compared_by_one_of_the_ranks(tmp_path):
     for name in ("engine/a.pt", "engine/b.pt", "latest"):
         checkpoint = written(tmp_path / name.replace("/", "-"))
-        state = read_state(checkpoint)
-        check_files(checkpoint, state)
+        verify(checkpoint, "a run")
         content = bytearray((checkpoint / name).read_bytes())
         content[len(content) // 2] ^= 1
         (checkpoint / name).write_bytes(content)
         found = []
         for rank in range(2):
             try:
-                check_files(checkpoint, state, slice(rank, None, 2))
+                verify(checkpoint, "a run", slice(rank, None, 2))
             except DamagedCheckpoint as reason:
                 found.append(str(reason))
         assert len(found) == 1 and str(checkpoint / name) in found[0]
@@ -132,11 +132,43 @@ def test_every_file_is_compared_by_one_of_the_ranks(tmp_path):
 def test_a_file_that_a_reader_would_find_and_the_run_did_not_write_is_a_fault(name, tmp_path):
     checkpoint = written(tmp_path)
     (checkpoint / "pytorch_model.bin").write_bytes(b"of zero_to_fp32.py")  # which no reader of ours looks for
-    check_files(checkpoint, read_state(checkpoint))
+    verify(checkpoint, "a run")
     (checkpoint / name).parent.mkdir(parents=True, exist_ok=True)
     (checkpoint / name).write_bytes(b"x")
     with pytest.raises(DamagedCheckpoint, match=name):
-        check_files(checkpoint, read_state(checkpoint))
+        verify(checkpoint, "a run")
+
+
+def test_what_cannot_be_read_is_a_fault_and_not_waited_for(tmp_path):
+    fresh = (written(tmp_path / str(number)) for number in range(9))
+    (dangling := next(fresh)).rename(tmp_path / "elsewhere")
+    dangling.symlink_to(tmp_path / "not mounted")
+    os.truncate((large := next(fresh)) / "state.json", 2**40)
+    (pipe := next(fresh) / "engine/a.pt").unlink()
+    os.mkfifo(pipe)
+    (empty := next(fresh) / "engine/b.pt").unlink()  # of the size of a pipe
+    state = json.loads((empty.parents[1] / "state.json").read_text())
+    (empty.parents[1] / "state.json").write_text(state_text(STATE, "a run", 2, state["files"] | {"engine/b.pt": EMPTY}))
+    os.mkfifo(empty)
+    names = []
+    for name in ("engine/\0.pt", "engine/\ud800.pt", "/etc/passwd", "../x"):
+        names.append(next(fresh) / "state.json")
+        names[-1].write_text(state_text(STATE, "a run", 2, {name: EMPTY}))
+    for place in (dangling / "state.json", large / "state.json", pipe, empty, *names):
+        checkpoint = next(path for path in place.parents if path.name == "step-00000020")
+        assert complete_checkpoints(checkpoint.parent) == [checkpoint]
+        with pytest.raises(DamagedCheckpoint, match=str(place)):
+            verify(checkpoint, "a run")
+
+
+def test_a_folder_of_a_checkpoint_may_be_a_link_and_hides_nothing(tmp_path):
+    checkpoint = written(tmp_path)
+    (checkpoint / "engine").rename(tmp_path / "engine")
+    (checkpoint / "engine").symlink_to(tmp_path / "engine")
+    verify(checkpoint, "a run")
+    (tmp_path / "engine" / "mp_rank_01_model_states.pt").touch()
+    with pytest.raises(DamagedCheckpoint, match="mp_rank_01"):
+        verify(checkpoint, "a run")
 
 
 def test_a_checkpoint_of_before_there_were_digests_is_read_by_its_sizes(tmp_path):
@@ -144,8 +176,9 @@ def test_a_checkpoint_of_before_there_were_digests_is_read_by_its_sizes(tmp_path
     (checkpoint / "state.json").write_text(
         json.dumps({**STATE, "ranks": 2, "files": {"engine/a.pt": 693, "engine/b.pt": 693, "latest": 6}})
     )
-    state = read_state(checkpoint)
-    check_files(checkpoint, state)
+    verify(checkpoint, None)
+    with pytest.raises(DamagedCheckpoint, match="run_id"):  # of a run that writes digests
+        verify(checkpoint, "a run")
     os.truncate(checkpoint / "engine/b.pt", 3)
     with pytest.raises(DamagedCheckpoint, match=r"b\.pt"):
-        check_files(checkpoint, state)
+        verify(checkpoint, None)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import re
+import warnings
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -52,7 +53,8 @@ def load_tensors(file: str | Path, *, mapped: bool = False, deepspeed_objects: b
     """
     allowed: list[Any] = [(_deepspeed_class(name) if deepspeed_objects else Ignored, name) for name in DEEPSPEED_CLASSES]
     try:
-        with torch.serialization.safe_globals(allowed):
+        with torch.serialization.safe_globals(allowed), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch warns of formats that it then refuses
             return torch.load(file, map_location="cpu", weights_only=True, mmap=mapped and zipfile.is_zipfile(file))
     except Exception as reason:  # of the zip file, the unpickler, the operating system
         text = " ".join(str(reason).split())

@@ -35,8 +35,6 @@ from launch.run.checkpoint_files import (
     NO_DIGESTS,
     STATE_FILE,
     DamagedCheckpoint,
-    check_files,
-    check_run,
     checkpoint_name,
     complete_checkpoints,
     file_entry,
@@ -45,6 +43,7 @@ from launch.run.checkpoint_files import (
     newest_good,
     read_state,
     state_text,
+    verify,
 )
 from launch.run.errors import TrainingFailed, UsageError
 from launch.run.folder import free_bytes, write_atomically
@@ -84,7 +83,7 @@ class Checkpoints:
         beside_training: whether any checkpoint comes before the run's last one, and needs a copy in the host's memory.
         on_failure: called in the writing thread when it could not write, for a stop at the next step boundary.
         log: takes a line for the log.
-        run_id: of the run's `run.json`, needed on rank 0 only.
+        run_id: of the run's `run.json`, on rank 0.
     """
 
     def __init__(
@@ -105,6 +104,7 @@ class Checkpoints:
         self._snapshots: Snapshots = Snapshots(engine, collectives)
         self._beside_training, self._on_failure, self._log, self._run_id = beside_training, on_failure, log, run_id
         self._current: Path | None = None  # the one that was loaded, or written last
+        self._good: set[Path] = set()  # that were loaded, written or verified by this process
         self._passed_over: list[Path] = []  # by the resume, until the next one is complete
         self._asked_for_room = self._told_of_waiting = self._failed = False
         self._leaving, self._own_part_done = threading.Event(), threading.Event()
@@ -249,10 +249,11 @@ class Checkpoints:
         self._passed_over.clear()
         os.rename(temporary, final)
         _sync(self.folder)
+        self._good.add(final)
         try:
             self._prune()
         except OSError as reason:  # the new checkpoint is complete all the same
-            self._log(f"{reason.filename}: an older checkpoint could not be removed ({reason.strerror})")
+            self._log(f"an older checkpoint could not be removed: {reason}")
 
     # --- in the loop's thread ----------------------------------------------------------------------------------------------------------
 
@@ -280,7 +281,8 @@ class Checkpoints:
             UsageError: there are checkpoints and none verifies, or a technique cannot go on without what other ranks have saved.
             SystemExit: it could not be loaded (exit code 1, one line from each rank that saw it).
         """
-        checkpoints: list[Path] = self.collectives.gather(complete_checkpoints(self.folder))[0]
+        # As rank 0 sees them: only it has the run's folder.
+        checkpoints, self._run_id = self.collectives.gather((complete_checkpoints(self.folder), self._run_id))[0]
         if not checkpoints:
             return None
         newest, faults = newest_good(checkpoints, self._agreed_fault)
@@ -308,18 +310,14 @@ class Checkpoints:
 
                 self.technique.load_state_dict(load_tensors(newest / self._technique_file()))
         self._current = newest
+        self._good.add(newest)
         return state
 
     def _agreed_fault(self, checkpoint: Path) -> str | None:
         """What any rank found wrong with `checkpoint`."""
-        rank, ranks = self.collectives.rank, self.collectives.world_size
-        fault = None
+        share, fault = slice(self.collectives.rank, None, self.collectives.world_size), None
         try:
-            state = read_state(checkpoint)
-            if rank == 0:
-                check_run(checkpoint, state, self._run_id)
-            check_files(checkpoint, state, slice(rank, None, ranks))
-            self._check_loads(checkpoint, state, slice(rank, None, ranks))
+            self._check_loads(checkpoint, verify(checkpoint, self._run_id, share), share)
         except (DamagedCheckpoint, OSError) as reason:
             fault = str(reason)
         return next(filter(None, self.collectives.gather(fault)), None)
@@ -368,7 +366,13 @@ class Checkpoints:
                 if state.get("run_id") == self._run_id and not path.is_symlink():
                     own[path] = state["val_loss"]
         losses = {path: loss for path, loss in own.items() if loss is not None and math.isfinite(loss)}
-        best = min(losses, key=losses.__getitem__, default=None)
+        while (best := min(losses, key=losses.__getitem__, default=None)) and best not in self._good and len(own) > self.keep:
+            try:  # of an earlier process: it must not be kept in place of a good one
+                verify(best, self._run_id)
+                self._good.add(best)
+            except DamagedCheckpoint as reason:
+                self._log(f"warning: the best checkpoint is damaged, and stays: {reason}")
+                del own[best], losses[best]
         for path in list(own)[: -self.keep]:
             if path != best:
                 _remove(path)

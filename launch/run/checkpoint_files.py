@@ -11,8 +11,8 @@ forged runs no code either, since `launch/engine/tensor_files.py` reads all of t
 from __future__ import annotations
 
 import json
-import os
 import re
+import stat
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -21,6 +21,7 @@ from typing import Any
 import xxhash
 
 from launch.run.errors import UsageError
+from launch.run.metrics import read_text
 
 STATE_FILE = "state.json"
 #: What is said of a checkpoint without digests, which is loaded all the same.
@@ -49,8 +50,8 @@ def is_checkpoint_name(name: str) -> bool:
 
 
 def complete_checkpoints(folder: Path) -> list[Path]:
-    """The folders in `folder` with a checkpoint's name, which a run gives to complete ones only, by step."""
-    found = (path for path in folder.glob("step-*") if is_checkpoint_name(path.name) and path.is_dir())
+    """What has a checkpoint's name in `folder`, which a run gives to complete ones only, by step. Links count, also broken ones."""
+    found = (path for path in folder.glob("step-*") if is_checkpoint_name(path.name))
     return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
 
 
@@ -79,10 +80,10 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
         DamagedCheckpoint: it cannot be read, has other content than the run wrote, or belongs to another step.
     """
     file = checkpoint / STATE_FILE
-    if not file.is_file():  # a FIFO would be waited for
-        raise DamagedCheckpoint(f"{file}: {'is not a file' if os.path.lexists(file) else 'is missing'}")
     try:
-        state = json.loads(file.read_text(encoding="utf-8"))
+        state = json.loads(read_text(file))
+    except FileNotFoundError:
+        raise DamagedCheckpoint(f"{file}: is missing") from None
     except (OSError, ValueError, RecursionError) as reason:
         raise DamagedCheckpoint(f"{file}: cannot be read ({' '.join(str(reason).split())[:120]})") from None
     if not isinstance(state, dict) or set(state) not in (set(_STATE), set(_STATE) | set(_SINCE_DIGESTS)):
@@ -121,13 +122,13 @@ def _is_file_entry(value: object) -> bool:
 
 
 def _is_inside(name: str) -> bool:
-    return not Path(name).is_absolute() and ".." not in Path(name).parts
+    return name.isascii() and name.isprintable() and not Path(name).is_absolute() and ".." not in Path(name).parts
 
 
 _STATE: dict[str, Callable[[Any], bool]] = {
     **dict.fromkeys(("step", "tokens", "samples"), _is_count),
     "ranks": lambda value: _is_count(value) and value > 0,
-    "val_loss": lambda value: value is None or type(value) in (int, float),
+    "val_loss": lambda value: value is None or type(value) is float or (_is_count(value) and value < 2**63),
     "files": lambda value: isinstance(value, dict) and all(map(_is_file_entry, value.values())) and all(map(_is_inside, value)),
 }
 _SINCE_DIGESTS: dict[str, Callable[[Any], bool]] = {
@@ -154,50 +155,44 @@ def file_entry(file: Path) -> dict[str, Any]:
     return {"bytes": size, "xxh128": digest.hexdigest()}
 
 
-def check_run(checkpoint: Path, state: dict[str, Any], run_id: object) -> None:
-    """Compare the run that wrote a checkpoint with the one that is to use it.
+def verify(checkpoint: Path, run_id: object, share: slice = slice(None)) -> dict[str, Any]:
+    """Compare a checkpoint with what its run wrote, and return its `read_state`. Without digests, only sizes are compared.
 
     Args:
         run_id: of the run's `run.json`; None for a run from before there were ids, whose checkpoints have none.
-
-    Raises:
-        DamagedCheckpoint: it is of another run.
-    """
-    if state.get("run_id") != run_id:
-        raise DamagedCheckpoint(
-            f"{checkpoint}: run_id in {STATE_FILE} is {state.get('run_id')}, in run.json {run_id}: it is of another run"
-        )
-
-
-def check_files(checkpoint: Path, state: dict[str, Any], share: slice = slice(None)) -> None:
-    """Compare the files of a checkpoint with what `state` says of them.
-
-    Args:
-        state: from `read_state`. Without digests, sizes are compared.
         share: the part of the files that is read, of their list by falling size: rank i of n takes `slice(i, None, n)`.
 
     Raises:
-        DamagedCheckpoint: one is missing, has another size or other content, or is a `.pt` or `.swp` file that the run did not write.
+        DamagedCheckpoint: it is of another run; a file is missing, has another size or other content; or a `.pt` or `.swp` file is there
+            that the run did not write.
     """
-    listed = state["files"]
-    for file in checkpoint.rglob("*"):
-        if file.suffix in READ_SUFFIXES and str(file.relative_to(checkpoint)) not in listed:
-            raise DamagedCheckpoint(f"{file}: the run did not write this file")
-    sizes = file_sizes(state)
-    for name, size in sizes.items():
-        try:
-            found = (checkpoint / name).stat().st_size
-        except OSError as reason:
-            raise DamagedCheckpoint(f"{checkpoint / name}: cannot be read ({reason.strerror})") from None
-        if found != size:
-            raise DamagedCheckpoint(f"{checkpoint / name}: has {found:,} bytes, {size:,} were written")
-    if not has_digests(state):
-        return
-    with ThreadPoolExecutor(_READERS) as readers:
-        share_of = sorted(sizes, key=lambda name: (-sizes[name], name))[share]
-        for fault in readers.map(lambda name: _content_fault(checkpoint / name, listed[name]), share_of):
-            if fault:
-                raise DamagedCheckpoint(fault)
+    state = read_state(checkpoint)
+    if state.get("run_id") != run_id:
+        raise DamagedCheckpoint(
+            f"{checkpoint / STATE_FILE}: run_id is {state.get('run_id')}, and {run_id} in run.json: of another run, or edited"
+        )
+    listed, sizes = state["files"], file_sizes(state)
+    try:
+        # As its readers look: a folder in it may be a link.
+        places = {(checkpoint / name).parent for name in listed}
+        for file in (*checkpoint.rglob("*"), *(file for place in places for file in place.iterdir())):
+            if file.suffix in READ_SUFFIXES and str(file.relative_to(checkpoint)) not in listed:
+                raise DamagedCheckpoint(f"{file}: the run did not write this file")
+        for name, size in sizes.items():
+            found = (checkpoint / name).stat()
+            if not stat.S_ISREG(found.st_mode):
+                raise DamagedCheckpoint(f"{checkpoint / name}: is not a regular file")
+            if found.st_size != size:
+                raise DamagedCheckpoint(f"{checkpoint / name}: has {found.st_size:,} bytes, {size:,} were written")
+    except OSError as reason:
+        raise DamagedCheckpoint(f"{reason.filename}: cannot be read ({reason.strerror})") from None
+    if has_digests(state):
+        with ThreadPoolExecutor(_READERS) as readers:
+            share_of = sorted(sizes, key=lambda name: (-sizes[name], name))[share]
+            for fault in readers.map(lambda name: _content_fault(checkpoint / name, listed[name]), share_of):
+                if fault:
+                    raise DamagedCheckpoint(fault)
+    return state
 
 
 def _content_fault(file: Path, entry: dict[str, Any]) -> str | None:

@@ -85,7 +85,7 @@ def check_run_folder(runs_dir: str, run_name: str, resume: bool | str) -> Path:
 def nothing_to_resume(path: Path) -> str:
     """Why `--resume=must` is refused for the run in `path`."""
     what = "has no complete checkpoint to go on from" if path.exists() else f"there is no such run{_nearest_run(path)}"
-    return f"--resume=must: {path}: {what}; give another --run_name, or --resume to start at step 0"
+    return f"--resume=must: {path}: {what}{'' if what.endswith('?') else ';'} give another --run_name, or --resume to start at step 0"
 
 
 def _nearest_run(path: Path) -> str:

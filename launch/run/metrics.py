@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+import stat
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NoReturn
@@ -11,6 +14,7 @@ from launch.run.errors import UsageError
 
 #: Steps over whose batches the training loss that people are shown is a mean. One batch of a small model says little.
 MEAN_STEPS = 50
+MAX_TEXT_BYTES = 2**26
 MAX_LOSS = 1e30  # a larger one is no loss: NaN, infinity, an integer of hundreds of digits
 
 
@@ -45,6 +49,22 @@ def recent_loss(losses: Iterable[Any]) -> str:
     return f"{sum(finite) / len(finite):.4f} (mean of {len(finite)} step{'s' * (len(finite) > 1)})" if finite else "not finite"
 
 
+def read_text(file: Path) -> str:
+    """The text of a `run.json` or a `state.json`.
+
+    Raises:
+        OSError: it is missing, not a regular file (a pipe may never end), or larger than any of them.
+        UnicodeDecodeError: it is not UTF-8.
+    """
+    if not stat.S_ISREG(os.stat(file).st_mode):
+        raise OSError(errno.EINVAL, "not a regular file", str(file))
+    with open(file, "rb") as stream:
+        content = stream.read(MAX_TEXT_BYTES + 1)
+    if len(content) > MAX_TEXT_BYTES:
+        raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), str(file))
+    return content.decode()
+
+
 def read_run_json(file: Path) -> dict[str, Any]:
     """The object in a `run.json`.
 
@@ -53,7 +73,7 @@ def read_run_json(file: Path) -> dict[str, Any]:
         UsageError: it cannot be read, or holds no object of JSON.
     """
     try:
-        description = json.loads(file.read_text(encoding="utf-8"), parse_constant=_refuse)
+        description = json.loads(read_text(file), parse_constant=_refuse)
     except FileNotFoundError:
         raise
     except OSError as reason:

@@ -18,17 +18,17 @@ from data_pipeline.tokenizer import Tokenizer
 from launch.run.checkpoint_files import (
     NO_DIGESTS,
     DamagedCheckpoint,
-    check_files,
-    check_run,
     checkpoint_name,
     complete_checkpoints,
     file_sizes,
     has_digests,
     newest_good,
     read_state,
+    verify,
 )
 from launch.run.config import ROOT
 from launch.run.errors import UsageError, say
+from launch.run.metrics import read_run_json
 from launch.trained.flags import DTYPES
 from launch.trained.folder_tokenizer import tokenizer_of_corpus, tokenizer_of_folder
 from launch.trained.hf_folder import CONFIG_FILE, HFFolder, open_hf_folder
@@ -181,15 +181,15 @@ def read_description(folder: Path) -> dict[str, Any]:
     """The `run.json` of a run. Raises UsageError where it is none from which a model can be built."""
     file = folder / "run.json"
     try:
-        description = json.loads(file.read_text(encoding="utf-8"))
+        description = read_run_json(file)
         corpus = description["corpus"]
         GPTConfig(**description["shape"], vocab_size=corpus["vocab_size"])
-    except OSError as reason:
-        raise UsageError(f"{file}: cannot be read ({reason.strerror}); give a run folder that can") from None
+    except UsageError:
+        raise
     except (KeyError, TypeError, AttributeError) as reason:
         raise UsageError(f"{file}: says no model ({type(reason).__name__}: {reason}); it is not the run.json of a run") from None
-    except (ValueError, RecursionError) as reason:
-        raise UsageError(f"{file}: is damaged ({reason}); it cannot be told which model this is") from None
+    except ValueError as reason:
+        raise UsageError(f"{file}: says no model ({reason}); it is not the run.json of a run") from None
     for said, kinds in ((description, _DESCRIPTION), (corpus, _CORPUS)):
         for key, kind in kinds.items():
             value = said.get(key)
@@ -232,9 +232,7 @@ def choose_checkpoint(folder: Path, description: dict[str, Any], asked: str | No
 
     def find_fault(checkpoint: Path) -> str | None:
         try:
-            state = read_state(checkpoint)
-            check_run(checkpoint, state, description.get("run_id"))
-            check_files(checkpoint, state)
+            verify(checkpoint, description.get("run_id"))
         except DamagedCheckpoint as reason:
             return str(reason)
         return None
