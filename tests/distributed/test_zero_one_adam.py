@@ -208,9 +208,13 @@ def exchanged_alike(found: list[dict]) -> list[dict]:
 
 
 def test_a_step_at_a_rate_of_zero_is_alone(two_ranks, corpus, tmp_path):
-    """DeepSpeed's WarmupLR begins with two steps of it; the second does not renew the variance, and the third does and exchanges too."""
-    schedule = {"type": "WarmupLR", "params": {"warmup_num_steps": "auto"}}
+    """A OneCycle in stairs begins with two steps of it; the second does not renew the variance, and the third does and exchanges too."""
+    cycle = {"cycle_min_lr": 0.0, "cycle_max_lr": LR, "cycle_first_step_size": 8, "cycle_first_stair_count": 4, "cycle_momentum": False}
+    schedule = {"type": "OneCycle", "params": cycle | {"cycle_second_step_size": STEPS}}
     run = [*flags(corpus, tmp_path, 2, var_update_scaler=1), "--set", f"scheduler={json.dumps(schedule)}"]
+    for flag in ("--lr", "--warmup_steps"):  # the cycle has rates of its own
+        place = run.index(flag)
+        del run[place : place + 2]
     lines = exchanged_alike(two_ranks.run("tests.distributed.zero_one_jobs:weights_over_the_run", flags=run))
     assert [(line["lr"] > 0, line["variance_updated"]) for line in lines[:3]] == [(False, 1), (False, 0), (True, 1)]
     assert [line["exchanged"] for line in lines[:4]] == [1, 0, 1, 1]
