@@ -20,7 +20,7 @@ from tests.distributed.reference import Step, UncorrectedAdam, reference_steps, 
 SHAPE = {"n_layer": 2, "n_head": 2, "d_model": 384, "seq_len": 64}  # 4 M parameters: large enough for the fp32 norm to go wrong
 STEPS, BATCH, LR, WARMUP, SEED = 30, 12, 5e-4, 3, 5
 SMALL = {"n_layer": 2, "n_head": 2, "d_model": 64, "seq_len": 32}
-#: fp32: above what the order of sums does (1e-6; at twice the rate 2e-6), below the smallest fault that was found (3.7e-5, a norm summed in fp32).
+#: fp32: above what the order of sums does (1e-6), below the smallest fault that was found (3.7e-5, a norm summed in fp32).
 TOLERANCE = 5e-6
 #: bf16 keeps 8 bits: the order of sums moves the loss by up to 1.3e-3, rounding by 4e-3, an uncorrected fault by 4.8e-2.
 BF16_STAGES, BF16_FP32 = 3e-3, 1e-2

@@ -54,7 +54,7 @@ def test_it_acts_at_the_steps_of_the_papers_rule(two_ranks, corpus, tmp_path):
         if line["variance_updated"]:
             assert line["bytes_sent"] == pytest.approx(gradients, rel=1e-3)
         else:
-            assert line["bytes_sent"] < (gradients / 30 if line["exchanged"] else 3000)
+            assert line["bytes_sent"] < (gradients / 30 if line["exchanged"] else 5000)
             assert line["bytes_sent"] > (gradients / 32 if line["exchanged"] else 0)
 
 
@@ -193,7 +193,7 @@ def test_rows_that_cannot_have_gradients_gather_no_error(two_ranks, corpus, tmp_
     for line in lines:
         assert line["dead_values"] == line["dead_errors"] == 0.0
         assert (line["errors"] > 0.0) == (line["step"] > 3)
-    # A weight begins at N(0, 0.02), a norm's at 1, and 40 steps at 1e-3 are 0.04.
+    # A weight begins at N(0, 0.02), a norm's at 1, and 30 steps at 5e-4 are 0.015.
     assert lines[-1]["largest_weight"] < 1.5
     assert lines[-1]["loss"] < lines[0]["loss"] - 0.2
 
