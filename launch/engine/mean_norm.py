@@ -4,7 +4,7 @@ The norms of the ranks' own gradients do not tell it: where these are mostly noi
 would shrink every step. Instead each rank sums its gradient, with random signs, into 1,021 numbers, 4 KB a step: element i of the whole
 gradient into number i mod 1,021. Summed over the ranks they are the same sketch of the summed gradient, and the expectation of its squared
 norm is that gradient's (Alon, Matias and Szegedy, The space complexity of approximating the frequency moments, STOC 1996, section 2.2;
-Charikar, Chen and Farach-Colton, Finding frequent items in data streams, ICALP 2002).The standard deviation of the norm over random signs
+Charikar, Chen and Farach-Colton, Finding frequent items in data streams, ICALP 2002). The standard deviation of the norm over random signs
 is at most sqrt(2 / 1,021) / 2 = 2.2% where the squares spread evenly over the numbers. Measured on first gradients of models 32 to 384
 wide: 1.4% to 2.3%. The signs are the same in every step and every run, so that one gradient is always judged alike; with them the
 estimates of 41 such gradients were off by 1.8% (root mean square), 4.4% at most.
