@@ -205,7 +205,8 @@ def test_a_restart_goes_on_from_the_older_checkpoint_and_keeps_the_damaged_one(t
     assert [path.name for path in complete_checkpoints(case / "checkpoints")] == [f"step-0000000{step}" for step in (2, 4, 6)]
     assert (case / "checkpoints/step-00000006.unusable/engine/mp_rank_00_model_states.pt").read_bytes() == content
     losses = [[json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()] for folder in (run, case)]
-    assert losses[0] == losses[1]
+    # Bit for bit in one pool of ranks (test_resume.py); these are other processes, and bf16.
+    assert losses[1] == pytest.approx(losses[0], abs=1e-3)
 
 
 def test_the_best_checkpoint_that_stays_is_a_good_one(trained, two_ranks, tmp_path):
