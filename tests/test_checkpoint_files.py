@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from launch.run import checkpoint_files
 from launch.run.checkpoint_files import (
     DamagedCheckpoint,
     checkpoint_name,
@@ -126,6 +127,20 @@ def test_every_file_is_compared_by_one_of_the_ranks(tmp_path):
             except DamagedCheckpoint as reason:
                 found.append(str(reason))
         assert len(found) == 1 and str(checkpoint / name) in found[0]
+
+
+@pytest.mark.parametrize("size", [0, 1, 999, 1000, 1001, 3000, 3456])
+def test_what_a_writer_digests_is_what_a_reader_finds(size, tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoint_files, "BLOCK_BYTES", 1000)
+    monkeypatch.setattr(checkpoint_files, "_PIECE_BYTES", 300)
+    content, digest = os.urandom(size), checkpoint_files.Digest()
+    for start in range(0, size, 777):
+        digest.update(content[start : start + 777])
+    (tmp_path / "file").write_bytes(content)
+    assert digest.entry() == file_entry(tmp_path / "file")
+    if size > 1000:  # blocks that change places
+        (tmp_path / "file").write_bytes(content[1000:] + content[:1000])
+        assert digest.entry() != file_entry(tmp_path / "file")
 
 
 @pytest.mark.parametrize("name", ["engine/c.pt", "technique-00000.pt", "engine/offloaded_tensors/rank00/1_2.tensor.swp"])

@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import xxhash
 from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
 
 from launch.engine.distributed import Collectives, stager
 from launch.engine.tensor_files import load_tensors
+from launch.run.checkpoint_files import Digest
 
 
 class Snapshots(TorchCheckpointEngine):  # type: ignore[misc] # DeepSpeed has no types
@@ -100,17 +100,16 @@ class _DigestedFile(io.BufferedWriter):
 
     def __init__(self, path: str):
         super().__init__(io.FileIO(path, "wb"))
-        self._digest, self._size = xxhash.xxh3_128(), 0
+        self._digest = Digest()
 
     def write(self, data: Any) -> int:
         """Called by torch for each header, and for the memory of each tensor as a whole."""
         self._digest.update(data)
-        self._size += len(data)
         return super().write(data)
 
     def entry(self) -> dict[str, Any]:
         """As `launch.run.checkpoint_files.file_entry` would read it."""
-        return {"bytes": self._size, "xxh128": self._digest.hexdigest()}
+        return self._digest.entry()
 
 
 def _tensors(holder: Any) -> Iterator[torch.Tensor]:
