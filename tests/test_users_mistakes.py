@@ -25,7 +25,7 @@ from launch.run.config import resolve
 from launch.run.errors import UsageError
 from launch.run.folder import await_port
 from model.presets import PRESETS, ModelShape, Preset
-from tests.helpers import free_port
+from tests.helpers import free_port, refused_start
 
 ROOT = Path(__file__).resolve().parents[1]
 BASE = json.loads((ROOT / "ds_configs" / "zero1_bf16.json").read_text())
@@ -213,8 +213,9 @@ def test_a_message_is_short_whatever_the_file_holds(faults):
     assert "zero_optimization.stage" in fault and "must be one of 0, 1, 2, 3" in fault
 
 
-def test_a_micro_batch_larger_than_the_corpus_is_refused(faults):
-    (fault,) = faults(BASE, "--micro_batch_size", "1e9", "--global_batch_size", "2e9")
+def test_a_micro_batch_larger_than_the_corpus_is_refused(corpus, tmp_path):
+    size = ["--micro_batch_size", "1000000000", "--global_batch_size", "2000000000"]
+    fault = refused_start(tmp_path / "runs", "--deepspeed_config", "ds_configs/zero1_fp32.json", "--data", str(corpus), *size)
     assert "train_micro_batch_size_per_gpu" in fault and "lower --micro_batch_size" in fault
 
 

@@ -270,10 +270,10 @@ def resolve(argv: list[str], ranks: int | None = None) -> tuple[RunConfig, argpa
 
     corpus, missing = _corpus(flags, shape)
     if corpus is not None and not missing and micro_batch > (sequences := corpus.train.windows(shape.seq_len)):
-        raise UsageError(
+        missing = [  # as for a missing corpus: --explain works, training is refused
             f"{engine.where(('train_micro_batch_size_per_gpu',))}: a micro-batch of {micro_batch:,} sequences is more than "
             f"the {sequences:,} of {shape.seq_len} tokens that the training text of {flags.data} has; lower --micro_batch_size"
-        )
+        ]
     start = _start(flags, run_name, shape, corpus, engine.notes)
     own = {key: engine.values[key] for key in claimed if key in engine.values}
     config = RunConfig(
