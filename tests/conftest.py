@@ -94,7 +94,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason=f"needs {needed} CUDA GPU(s), this machine has {gpus()}"))
 
 
-def _on_this_machine(expression: str) -> bool:
+def on_this_machine(expression: str) -> bool:
     """The value of an expression about DeepSpeed's accelerator `accelerator`, asked in a process of its own: this one imports no torch."""
     code = f"from deepspeed.accelerator import get_accelerator; accelerator = get_accelerator(); print(bool({expression}))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -104,13 +104,13 @@ def _on_this_machine(expression: str) -> bool:
 @pytest.fixture(scope="session")
 def has_fp16() -> bool:
     """Whether this machine's processor or GPU computes in fp16, as DeepSpeed sees it."""
-    return _on_this_machine("accelerator.is_fp16_supported()")
+    return on_this_machine("accelerator.is_fp16_supported()")
 
 
 @pytest.fixture(scope="session")
 def has_libaio() -> bool:
     """Whether DeepSpeed's async_io can be built here, with which it offloads to a drive."""
-    return _on_this_machine("accelerator.create_op_builder('AsyncIOBuilder').is_compatible()")
+    return on_this_machine("accelerator.create_op_builder('AsyncIOBuilder').is_compatible()")
 
 
 @pytest.fixture

@@ -28,7 +28,6 @@ def pretrain(flags: list[str]) -> list[dict[str, Any]]:
     config, _ = resolve([*flags, "--quiet"])
     path = Path(config.runs_dir) / config.run_name
     folder = RunFolder(path, describe_run(config), quiet=True) if os.environ["RANK"] == "0" else NoFolder()
-    linear = torch.nn.functional.linear
     torch.set_float32_matmul_precision("highest")  # a job before this one may have switched TF32 on, which lasts
     try:
         assert train(config, folder, StopRequest()) == 0
@@ -37,7 +36,6 @@ def pretrain(flags: list[str]) -> list[dict[str, Any]]:
         raise
     finally:
         folder.close()
-        torch.nn.functional.linear = linear  # stage 3 replaces it, for good, by one that rounds before it adds the bias
         forget_engines()
     return read_metrics(path / "metrics.jsonl")
 

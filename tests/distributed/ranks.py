@@ -82,6 +82,9 @@ def _serve(rank: int, size: int, device: str, port: int, pipe: Connection) -> No
     from tests.distributed.correction_jobs import remember_engine_as_shipped
 
     remember_engine_as_shipped()
+    import torch
+
+    linear = torch.nn.functional.linear
     while True:
         try:
             job, arguments = pipe.recv()
@@ -92,3 +95,4 @@ def _serve(rank: int, size: int, device: str, port: int, pipe: Connection) -> No
             pipe.send((True, getattr(importlib.import_module(module), function)(**arguments)))
         except BaseException:
             pipe.send((False, traceback.format_exc()))
+        torch.nn.functional.linear = linear  # stage 3 replaces it, for good, by one that rounds before it adds the bias
