@@ -11,7 +11,7 @@ endif
 CORPUS := data/stdlib
 INSTALLED := $(VENV)/.installed
 
-.PHONY: setup data pretrain test test_all lint bench recipes_table slow_network clean
+.PHONY: setup data pretrain test test_all lint bench gpu recipes_table slow_network clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -56,6 +56,9 @@ lint: $(INSTALLED)  ## ruff, the types, and the rule that imports run one way
 
 bench: $(INSTALLED) $(CORPUS)/manifest.json  ## the benchmarks, and one table of what they found; ARGS="..." goes through
 	$(BIN)/python -m benchmarks $(ARGS)
+
+gpu: $(INSTALLED)  ## correctness, utilization, loss curves and kernels on a GPU (benchmarks/gpu/README.md); ARGS="..." goes through
+	$(BIN)/python -m benchmarks.gpu $(ARGS)
 
 recipes_table: $(INSTALLED)  ## the tables of recipes and their pages' figures, from the folders and recipes/results.json
 	$(BIN)/python -m recipes.pages --write

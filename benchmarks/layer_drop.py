@@ -134,8 +134,7 @@ def measure(stage: int, arguments: argparse.Namespace) -> dict[str, Any]:
 def main() -> int:
     from benchmarks.report import append, device_name, step_parser
 
-    parser = step_parser(__doc__)
-    parser.set_defaults(deepspeed_config="ds_configs/zero1_bf16.json")
+    parser = step_parser(__doc__, deepspeed_config="ds_configs/zero1_bf16.json")
     parser.add_argument("--stages", default="0,1,2,3", help="ZeRO stages, a list with commas (0,1,2,3; the JSON's own with --schedule)")
     parser.add_argument("--schedule", type=int, default=0, metavar="N", help="the gates of a run of N steps in place of a fixed share")
     parser.add_argument("--local_rank", help=argparse.SUPPRESS)  # the launcher's

@@ -35,8 +35,7 @@ def rows(record: dict[str, Any]) -> list[Row]:
 def main() -> int:
     from benchmarks.report import WARM_UP_STEPS, append, device_name, ratio, spread, step_parser, train_step
 
-    parser = step_parser(__doc__)
-    parser.set_defaults(deepspeed_config="ds_configs/zero1_bf16.json")
+    parser = step_parser(__doc__, deepspeed_config="ds_configs/zero1_bf16.json")
     parser.add_argument("--reserved", default="64,128,192", help="how many tokens are kept, a list with commas (64,128,192)")
     arguments = parser.parse_args()
     os.chdir(ROOT)

@@ -13,15 +13,19 @@ import argparse
 import json
 import os
 import statistics
+import sys
 import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from launch.run.errors import nearest
 from launch.run.provenance import machine, repository_commit, versions
 
 #: Another file, where the figures are not to be kept beside the others.
 RESULTS = Path(os.environ.get("BENCHMARK_RESULTS") or Path(__file__).with_name("results.json"))
+#: What `append` puts before the benchmark's own values.
+HEAD = ("benchmark", "date", "commit", "device", "machine", "versions")
 #: Steps of each side that are not counted, where two sides train in turns.
 WARM_UP_STEPS = 10
 
@@ -42,14 +46,32 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     return made
 
 
-def step_parser(description: str | None) -> argparse.ArgumentParser:
+def step_parser(description: str | None, deepspeed_config: str = "ds_configs/zero0_bf16.json") -> argparse.ArgumentParser:
     """The flags of a benchmark that trains two sides in turns, step by step."""
     made = parser(description)
     made.add_argument("--preset", default="micro", help="model size (micro)")
-    made.add_argument("--deepspeed_config", default="ds_configs/zero0_bf16.json", help="the engine's JSON (ds_configs/zero0_bf16.json)")
+    made.add_argument("--deepspeed_config", default=deepspeed_config, help="the engine's JSON (%(default)s)")
     made.add_argument("--steps", type=int, default=60, help=f"steps of each side, the first {WARM_UP_STEPS} not counted (60)")
     made.add_argument("--data", default="data/stdlib", help="corpus (data/stdlib)")
     return made
+
+
+def cells_parser(description: str | None) -> argparse.ArgumentParser:
+    """The flags of a benchmark that measures one cell after another, each with a record of its own."""
+    made = parser(description)
+    made.add_argument("--only", metavar="CELL", help="this cell (all)")
+    made.add_argument("--tiny", action="store_true", help="a few cells at sizes for a CPU, to try the benchmark out")
+    return made
+
+
+def chosen(cells: dict[str, Any], only: str | None) -> dict[str, Any]:
+    """The cell named `only`, or all. Ends the program with exit code 2 where there is no such cell."""
+    if only is None:
+        return cells
+    if only not in cells:
+        print(f"error: --only {only}: no such cell{nearest(only, cells)}; there are: {'; '.join(cells)}", file=sys.stderr)
+        raise SystemExit(2)
+    return {only: cells[only]}
 
 
 def device_name() -> str:
@@ -93,12 +115,23 @@ def train_step(engine: Any, batches: list[Any], tokens: int) -> tuple[float, flo
 
 
 def records() -> list[dict[str, Any]]:
-    """All that was ever appended, oldest first."""
+    """All that was ever appended, oldest first, and then what `python -m benchmarks.gpu` measured."""
+    on_gpu = [json.loads(file.read_text(encoding="utf-8")) for file in sorted(Path(__file__).parent.glob("gpu/*.json"))]
+    return appended() + [record for cells in on_gpu for cell in cells.values() for record in cell if record["benchmark"] != "setup"]
+
+
+def appended() -> list[dict[str, Any]]:
+    """The records of results.json."""
     return json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else []
 
 
 def append(name: str, results: dict[str, Any], device: str) -> None:
     """Append one result of the benchmark `name` to `benchmarks/results.json`."""
-    head = {"benchmark": name, "date": time.strftime("%Y-%m-%d"), "commit": repository_commit(), "device": device}
+    head = {
+        "benchmark": name,
+        "date": time.strftime("%Y-%m-%d"),
+        "commit": os.environ.get("BENCHMARK_COMMIT") or repository_commit(),
+        "device": device,
+    }
     record = {**head, "machine": machine(), "versions": versions(), **results}
-    RESULTS.write_text(json.dumps([*records(), record], indent=1) + "\n", encoding="utf-8")
+    RESULTS.write_text(json.dumps([*appended(), record], indent=1) + "\n", encoding="utf-8")

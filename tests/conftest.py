@@ -14,7 +14,6 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-os.environ.setdefault("DS_ACCELERATOR", "cpu")  # the tests of CUDA paths set their own
 # Two cores and two ranks: one thread each, so that neither waits for the other's threads.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -36,42 +35,65 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out / "tokens"
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--device", default="cpu", choices=["cpu", "cuda"], help="where the ranks train: cpu (default) or cuda, a GPU each")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """DeepSpeed's accelerator, in this process and in all that it starts."""
+    os.environ["DS_ACCELERATOR"] = config.getoption("--device")
+
+
 class Pools:
-    """Pools of ranks by device and size, each started when it is first asked for and kept for the whole session."""
+    """Pools of ranks by size, each started when it is first asked for and kept for the whole session.
 
-    def __init__(self) -> None:
+    Attributes:
+        few: two ranks, or one where there is one GPU: for tests to which the number does not matter.
+    """
+
+    def __init__(self, device: str) -> None:
+        self.device, self.few = device, min(2, gpus()) if device == "cuda" else 2
         self._exit = contextlib.ExitStack()
-        self._pools: dict[tuple[str, int], Any] = {}
+        self._pools: dict[int, Any] = {}
 
-    def of(self, size: int, device: str = "cpu") -> Any:
+    def of(self, size: int) -> Any:
+        """The pool of `size` ranks. Skips the test where there are fewer GPUs: a rank needs one of its own."""
         from tests.distributed.ranks import Ranks
 
-        if (device, size) not in self._pools:
-            self._pools[device, size] = self._exit.enter_context(Ranks(size, device))
-        return self._pools[device, size]
+        if self.device == "cuda" and gpus() < size:
+            pytest.skip(f"needs {size} GPUs, this machine has {gpus()}")
+        if size not in self._pools:
+            self._pools[size] = self._exit.enter_context(Ranks(size, self.device))
+        return self._pools[size]
 
     def close(self) -> None:
         self._exit.close()
 
 
 @pytest.fixture(scope="session")
-def pools():
+def pools(device):
     """All pools of ranks."""
-    every = Pools()
+    every = Pools(device)
     yield every
     every.close()
 
 
 @pytest.fixture(scope="session")
 def one_rank(pools):
-    """A pool of one rank, on the CPU."""
+    """A pool of one rank."""
     return pools.of(1)
 
 
 @pytest.fixture(scope="session")
 def two_ranks(pools):
-    """A pool of two ranks, on the CPU."""
+    """A pool of two ranks."""
     return pools.of(2)
+
+
+@pytest.fixture(scope="session")
+def few_ranks(pools):
+    """A pool of two ranks, or of one where there is one GPU."""
+    return pools.of(pools.few)
 
 
 def gpus() -> int:
@@ -79,19 +101,18 @@ def gpus() -> int:
     return len(list(Path("/dev").glob("nvidia[0-9]*")))
 
 
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """A test that asks for `device` runs on the CPU, and on CUDA where there is a GPU."""
-    if "device" in metafunc.fixturenames:
-        metafunc.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)], scope="session")
+@pytest.fixture(scope="session")
+def device(pytestconfig) -> str:
+    """Where the ranks train, "cpu" or "cuda": pytest's option --device."""
+    return pytestconfig.getoption("--device")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what needs more GPUs than there are: a rank needs one of its own."""
-    for item in items:
-        if item.get_closest_marker("cuda"):
-            needed = item.callspec.params.get("ranks", 1) if hasattr(item, "callspec") else 1
-            if gpus() < needed:
-                item.add_marker(pytest.mark.skip(reason=f"needs {needed} CUDA GPU(s), this machine has {gpus()}"))
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Skip what runs on a GPU only."""
+    if config.getoption("--device") == "cpu":
+        for item in items:
+            if item.get_closest_marker("cuda"):
+                item.add_marker(pytest.mark.skip(reason="runs on a GPU (pytest --device cuda)"))
 
 
 def on_this_machine(expression: str) -> bool:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import configparser
 import json
+import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from benchmarks import __main__ as benchmarks
 from benchmarks import report, stages, utilization
+from benchmarks.gpu import __main__ as gpu
+from benchmarks.gpu import rehearsal
 from recipes.fused_kernels.technique import FusedKernels
 from tests.helpers import explained
 
@@ -68,24 +73,51 @@ def test_ratios_are_taken_pair_by_pair():
     assert report.ratio([2.0, 2.0, 20.0, 20.0], [1.0, 1.0, 10.0, 10.0]) == (2.0, [2.0, 2.0])
 
 
-def test_shares_of_kernels_add_up_where_they_do_not_interact():
-    saved = {key: number + 1.0 for number, key in enumerate(utilization.KERNELS)}
-    none = 100.0
-    seconds = {"none": none, "all": none - sum(saved.values())}
-    seconds |= {f"without {key}": seconds["all"] + one for key, one in saved.items()}
-    seconds |= {f"only {key}": none - one for key, one in saved.items()}
-    assert seconds.keys() == utilization.variants().keys()
-    shares = utilization.shares_of(seconds)
-    assert sum(shares["lost_without"].values()) == pytest.approx(1)
-    assert shares["lost_without"] == pytest.approx(shares["gained_alone"])
-    assert shares["gain"] == pytest.approx(100 / 64)
-
-
-def test_every_variant_of_the_kernels_is_a_run():
+def test_utilization_leaves_out_each_kernel_in_turn():
     assert tuple(FusedKernels.keys) == utilization.KERNELS
-    for name, changes in utilization.variants().items():
-        found = explained("--deepspeed_config", "ds_configs/fused_kernels.json", *(text for one in changes for text in ("--set", one)))
-        assert bool(found["techniques"]) == (name != "none"), name
+    for name, flags in utilization.cells().items():
+        sets = [text for change in flags if "fused_kernels" in change and "=" in change for text in ("--set", change)]
+        config = flags[flags.index("--deepspeed_config") + 1]
+        assert explained("--deepspeed_config", config, *sets)["techniques"], name
+
+
+def requirements(file: str) -> set[str]:
+    return {re.split("[=<>]", name)[0].replace("_", "-").lower() for name in rehearsal.names(file)}
+
+
+def test_a_gpu_machine_has_or_is_brought_what_the_project_requires():
+    has, carried = requirements("image.txt"), requirements("carried.txt")
+    assert not has & carried
+    config = configparser.ConfigParser()
+    config.read(ROOT / "setup.cfg")
+    asked = config["options"]["install_requires"] + config["options.extras_require"]["fp8"] + config["options.extras_require"]["liger"]
+    assert {re.split("[=<>]", line)[0].lower() for line in asked.split()} <= has | carried
+
+
+def test_every_part_has_cells_and_a_smaller_form():
+    for part in gpu.PARTS:
+        every, tiny = gpu.commands(part, tiny=False), gpu.commands(part, tiny=True)
+        assert every and 0 < len(tiny) <= len(every)
+        for command in (*every.values(), *tiny.values()):
+            assert (ROOT / command[0]).is_file()
+
+
+def test_a_part_that_is_out_of_time_goes_on_with_what_is_left(tmp_path, monkeypatch, capfd):
+    """A cell that fails is measured again; one that is not over at the deadline is ended."""
+    program = "import sys, json, os, time; sys.path[0] = sys.argv[1]; from benchmarks import report; n = sys.argv[2]; print('runs', n);"
+    program += "report.append('utilization', {'cell': n, 'failed': {'t': 'x'} if n == 'b' and not os.path.exists('again') else {}}, 'cpu');"
+    program += "time.sleep(60 if n == 'c' and not os.path.exists('again') else 0)"
+    cells = {name: ["-c", program, str(ROOT), name] for name in "abc"}
+    monkeypatch.setattr(gpu, "commands", lambda part, tiny: cells)
+    monkeypatch.setattr(gpu, "WORK", tmp_path)
+    monkeypatch.chdir(tmp_path)
+    assert gpu.run_part("utilization", True, time.monotonic() + 8) == gpu.TIME_IS_OVER
+    assert list(gpu.read(tmp_path / "tiny" / "utilization.json")) == ["a", "b"]
+    (tmp_path / "again").touch()
+    assert gpu.run_part("utilization", True, time.monotonic() + 60) == 0
+    records = gpu.read(tmp_path / "tiny" / "utilization.json")
+    assert not any(one["failed"] for (one,) in records.values()) and list(records) == ["a", "b", "c"]
+    assert [line for line in capfd.readouterr().out.splitlines() if line.startswith("runs")] == [f"runs {name}" for name in "abcbc"]
 
 
 def test_records_of_stages_are_read():

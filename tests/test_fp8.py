@@ -137,14 +137,14 @@ def test_emulated_it_trains_as_bf16(stage, changes, torchao, two_ranks, corpus, 
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_the_tensor_cores_round_as_the_emulation_does(recipe, torchao, pools, corpus, tmp_path):
+def test_the_tensor_cores_round_as_the_emulation_does(recipe, torchao, one_rank, corpus, tmp_path):
     """Of micro-batches of 31 tokens, which are padded."""
     run = ["--recipe", "recipes/fp8", "--set", f"fp8.recipe={recipe}", *TINY, "--data", str(corpus), "--runs_dir", str(tmp_path)]
     run += ["--seq_len", "31", "--micro_batch_size", "1"]
     run += ["--steps", "12", "--lr", "1e-3", "--warmup_steps", "2", "--eval_every", "6", "--save_every", "0"]
     helpers.skip_unless_the_device_can(resolve([*run, "--explain"])[0])
     real, emulated = (
-        pools.of(1, "cuda").run("tests.distributed.jobs:pretrain", flags=[*run, "--run_name", name, *more])[0]
+        one_rank.run("tests.distributed.jobs:pretrain", flags=[*run, "--run_name", name, *more])[0]
         for name, more in (("real", ()), ("emulated", ("--set", EMULATED)))
     )
     assert [line["loss"] for line in real[1:]] == pytest.approx([line["loss"] for line in emulated[1:]], abs=0.01)

@@ -117,7 +117,7 @@ def test_those_that_need_cuda_are_those_that_say_so():
 def test_it_trains_on_cuda(name, ranks, corpus, tmp_path, pools):
     run = flags(name, corpus, tmp_path)
     skip_unless_the_device_can(resolve([*run, "--explain"], ranks=ranks)[0])
-    lines = pools.of(ranks, "cuda").run("tests.distributed.jobs:pretrain", flags=run)[0]
+    lines = pools.of(ranks).run("tests.distributed.jobs:pretrain", flags=run)[0]
     assert abs(lines[0]["loss"] - math.log(1024)) < 0.2
     assert lines[-1]["loss"] < lines[0]["loss"] - 0.1
 

@@ -101,12 +101,12 @@ LARGE = {"n_layer": 4, "n_head": 8, "d_model": 1024, "seq_len": 512, "micro_batc
 
 
 @pytest.mark.cuda
-def test_it_trains_as_fp32_does_in_half_of_the_time(pools, corpus, tmp_path):
+def test_it_trains_as_fp32_does_in_half_of_the_time(one_rank, corpus, tmp_path):
     values = {**LARGE, "steps": 20, "eval_every": 0, "save_every": 0, "data": corpus, "runs_dir": tmp_path}
     run = [text for key, value in values.items() for text in (f"--{key}", str(value))]
     helpers.skip_unless_the_device_can(resolve(["--recipe", "recipes/tf32", *run])[0])
     tf32, fp32 = (
-        pools.of(1, "cuda").run("tests.distributed.jobs:pretrain", flags=[*kind, *run, "--run_name", name])[0]
+        one_rank.run("tests.distributed.jobs:pretrain", flags=[*kind, *run, "--run_name", name])[0]
         for name, kind in (("tf32", ["--recipe", "recipes/tf32"]), ("fp32", ["--deepspeed_config", "ds_configs/zero1_fp32.json"]))
     )
     assert tf32[-1]["loss"] == pytest.approx(fp32[-1]["loss"], abs=0.01)

@@ -21,7 +21,7 @@ JOB_SECONDS = 240.0
 class Ranks:
     """`size` ranks on "cpu" or "cuda". `run("module:function", **arguments)` runs a function on all of them; its results by rank."""
 
-    def __init__(self, size: int, device: str = "cpu"):
+    def __init__(self, size: int, device: str):
         self.size, self.device = size, device
         self._processes: list[multiprocessing.Process] = []
         self._pipes: list[Connection] = []

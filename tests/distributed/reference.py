@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -372,8 +373,9 @@ class PublishedAllReduce:
             ]
             for start, size in zip(starts, sizes, strict=False)
         ]
-        self.worker_errors = [[torch.zeros(size, dtype=torch.float64) for size in sizes] for _ in range(ranks)]
-        self.server_errors = [torch.zeros(size, dtype=torch.float64) for size in sizes]
+        options: dict[str, Any] = {"dtype": torch.float64, "device": os.environ["DS_ACCELERATOR"]}
+        self.worker_errors = [[torch.zeros(size, **options) for size in sizes] for _ in range(ranks)]
+        self.server_errors = [torch.zeros(size, **options) for size in sizes]
         #: Of the last round: each rank's (sign, scale) of each tensor; each part's of the result.
         self.sent: list[list[tuple[torch.Tensor, float]]] = []
 
@@ -387,7 +389,7 @@ class PublishedAllReduce:
             self.sent.append([_published(error[:n], tensor[:n]) for error, tensor, n in zip(errors, tensors, live, strict=True)])
         for tensor, (size, n) in enumerate(zip(self.sizes, live, strict=True)):
             mean = sum(sign * scale for sign, scale in (rank[tensor] for rank in self.sent)) / self.ranks
-            result = torch.zeros(size, dtype=torch.float64)
+            result = torch.zeros_like(self.server_errors[tensor])
             for part in self.parts[tensor]:
                 here = slice(part.start, min(part.stop, n))
                 if here.start < here.stop:
@@ -428,7 +430,6 @@ def reference_steps(
     loss_of: Callable[[GPT, torch.Tensor, int], torch.Tensor] = whole_windows,
     adam: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW,
     cut: Callable[[int, torch.Tensor], torch.Tensor] = lambda step, windows: windows,
-    device: str = "cpu",
 ) -> list[Step]:
     """`steps` steps in fp32 over the whole global batch, or more with as many tokens, the gradient norm taken in fp64.
 
@@ -438,8 +439,10 @@ def reference_steps(
     skips: steps whose update is not made; the learning rate goes on.
     cut: what is trained on of the (step, windows (B, T + 1)).
     loss_of: the mean loss of (model, micro-batch, the id that ends a document).
+
+    It computes where the ranks of the tests do.
     """
-    corpus = open_corpus(corpus_path)
+    corpus, device = open_corpus(corpus_path), os.environ["DS_ACCELERATOR"]
     length = shape["seq_len"]
     data = np.concatenate(
         [np.fromfile(corpus.path / shard["file"], dtype=corpus.manifest["dtype"]) for shard in corpus.manifest["splits"]["train"]["shards"]]

@@ -74,7 +74,7 @@ def expected(corpus) -> list[float]:
     [(0, 1), (1, 2), (2, 2), (3, 2), *(pytest.param(*case, marks=pytest.mark.long) for case in ((0, 2), (1, 1), (2, 1), (3, 1)))],
 )
 def test_every_step_is_that_of_a_table_and_of_a_plain_loop(stage, ranks, pools, corpus, expected, tmp_path):
-    lines = trained(pools.of(ranks, "cpu"), flags(corpus, tmp_path, stage, "r"))
+    lines = trained(pools.of(ranks), flags(corpus, tmp_path, stage, "r"))
     check_table(lines)
     assert largest_difference([line["loss"] for line in lines], expected) <= TOLERANCE
     assert expected[-1] < expected[0] - 0.5

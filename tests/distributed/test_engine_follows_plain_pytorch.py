@@ -1,7 +1,7 @@
 """Every ZeRO stage and offload, on one and two ranks, with and without accumulation, trains what a plain PyTorch loop trains.
 
-In fp32 within what the order of sums does; in TF32, bf16 and fp16 within what their rounding does. On the CPU, and on CUDA where there is
-a GPU (a rank needs one of its own).
+In fp32 within what the order of sums does; in TF32, bf16 and fp16 within what their rounding does. On the CPU, or with --device cuda on
+GPUs (a rank needs one of its own).
 """
 
 from __future__ import annotations
@@ -55,12 +55,12 @@ def is_plain(form: str, accumulation: int, ranks: int) -> bool:
 
 
 @pytest.fixture(scope="module")
-def reference(corpus, device) -> list[Step]:
-    return reference_steps(corpus, SHAPE, STEPS, BATCH, LR, WARMUP, SEED, device=device)
+def reference(corpus) -> list[Step]:
+    return reference_steps(corpus, SHAPE, STEPS, BATCH, LR, WARMUP, SEED)
 
 
 @pytest.fixture(scope="module")
-def small_reference(corpus, device) -> Callable[..., list[Step]]:
+def small_reference(corpus) -> Callable[..., list[Step]]:
     """The reference of a small model, by its options; each is computed once."""
 
     @cache
@@ -70,14 +70,14 @@ def small_reference(corpus, device) -> Callable[..., list[Step]]:
         def runner_of(step: int, micro_step: int) -> BlockRunner:
             return run_all_but(1) if drops and drops_block_1(step, micro_step, accumulation) else run_all_blocks
 
-        options = {"accumulation": accumulation, "runner_of": runner_of, "skips": skips, "device": device}
+        options = {"accumulation": accumulation, "runner_of": runner_of, "skips": skips}
         return reference_steps(corpus, SMALL, STEPS, BATCH, LR, WARMUP, SEED, **options)
 
     return steps
 
 
 @pytest.fixture(scope="module")
-def seen(device) -> dict[str, list[list[float]]]:
+def seen() -> dict[str, list[list[float]]]:
     """The losses of the runs so far, by precision: the stages are held against each other too."""
     return {"fp32": [], "bf16": []}
 
@@ -104,11 +104,11 @@ def flags(corpus, tmp_path, shape: dict, form: str, ranks: int, accumulation: in
 
 
 @pytest.fixture
-def pool(request, pools, form, ranks, device):
+def pool(request, pools, form, ranks):
     """The ranks that train `form`; skips where this machine cannot."""
     if "drive" in form:
         request.getfixturevalue("drive")
-    return pools.of(ranks, device)
+    return pools.of(ranks)
 
 
 def largest_difference(losses: list[float], others: list[float]) -> float:
@@ -149,10 +149,10 @@ def test_a_layer_without_a_gradient_is_stepped_with_zero(form, accumulation, ran
 
 @pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.long), 2])
 @pytest.mark.parametrize("form", [pytest.param(form, marks=[] if form in ("stage 1", "stage 3") else pytest.mark.long) for form in FORMS])
-def test_adam_without_bias_correction(form, ranks, pool, corpus, small_reference, tmp_path, device):
+def test_adam_without_bias_correction(form, ranks, pool, corpus, small_reference, tmp_path):
     run = [*flags(corpus, tmp_path, SMALL, form, ranks, 1), "--set", "optimizer.params.bias_correction=false"]
     losses = [line["loss"] for line in pool.run("tests.distributed.jobs:pretrain", flags=run)[0]]
-    expected = losses_of(reference_steps(corpus, SMALL, STEPS, BATCH, LR, WARMUP, SEED, adam=UncorrectedAdam, device=device))
+    expected = losses_of(reference_steps(corpus, SMALL, STEPS, BATCH, LR, WARMUP, SEED, adam=UncorrectedAdam))
     assert largest_difference(losses, expected) <= TOLERANCE
     assert largest_difference(losses_of(small_reference()), expected) > 0.03
 
@@ -162,9 +162,9 @@ def test_adam_without_bias_correction(form, ranks, pool, corpus, small_reference
 @pytest.mark.parametrize("form", ["stage 0", "stage 3"])
 def test_in_tf32_the_losses_follow_fp32(form, ranks, pools, corpus, tmp_path):
     """TF32 keeps 11 bits of what is multiplied."""
-    steps = reference_steps(corpus, SHAPE, STEPS, BATCH, LR, WARMUP, SEED, device="cuda")
+    steps = reference_steps(corpus, SHAPE, STEPS, BATCH, LR, WARMUP, SEED)
     run = [*flags(corpus, tmp_path, SHAPE, form, ranks, 1), "--set", "tf32.enabled=true"]
-    losses = trained(pools.of(ranks, "cuda"), flags=run)
+    losses = trained(pools.of(ranks), flags=run)
     assert 1e-6 < largest_difference(losses, losses_of(steps)) <= FP16_FP32
 
 

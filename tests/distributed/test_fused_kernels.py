@@ -35,7 +35,7 @@ def losses(pools, corpus, tmp_path_factory):
     """The losses of 30 steps in a form and precision, with `kernels` and other sections; each run is made once."""
 
     @cache
-    def trained(form: str, precision: str, kernels: str = "", other: str = "", ranks: int = 2, device: str = "cpu") -> list[float]:
+    def trained(form: str, precision: str, kernels: str = "", other: str = "", ranks: int = 2) -> list[float]:
         run = engine_flags(corpus, tmp_path_factory.mktemp("run"), SHAPE, form, ranks, 2, precision)
         if kernels:
             run += ["--set", f"fused_kernels={kernels}"]
@@ -43,7 +43,7 @@ def losses(pools, corpus, tmp_path_factory):
             run += ["--no_cross_document"]
         elif other:
             run += ["--set", f"{other}={json.dumps(EARLIER[other])}"]
-        lines = pools.of(ranks, device).run(JOB, flags=run)[0]
+        lines = pools.of(ranks).run(JOB, flags=run)[0]
         found = [line["loss"] for line in lines if "loss" in line]
         assert len(found) >= 30  # more where a curriculum makes steps smaller
         return found
@@ -53,9 +53,8 @@ def losses(pools, corpus, tmp_path_factory):
 
 @pytest.mark.parametrize("precision", WITHIN)
 @pytest.mark.parametrize("name", ["attention", "cross_entropy", *(pytest.param(name, marks=long) for name in ("gelu", "compile"))])
-def test_a_kernel_trains_what_the_plain_operations_train(name, precision, losses, device):
-    ranks = 1 if device == "cuda" else 2
-    plain, fused = (losses("stage 0", precision, kernels, ranks=ranks, device=device) for kernels in ("", json.dumps({name: True})))
+def test_a_kernel_trains_what_the_plain_operations_train(name, precision, losses, pools):
+    plain, fused = (losses("stage 0", precision, kernels, ranks=pools.few) for kernels in ("", json.dumps({name: True})))
     assert largest_difference(plain, fused) <= WITHIN[precision]
     if name != "compile":
         assert plain != fused, "another kernel rounds otherwise"
@@ -68,9 +67,8 @@ def test_a_kernel_trains_what_the_plain_operations_train(name, precision, losses
         for form, precision in itertools.product((f"stage {stage}" for stage in range(4)), WITHIN)
     ],
 )
-def test_all_of_them_train_what_the_plain_operations_train(form, precision, losses, device):
-    ranks = 1 if device == "cuda" else 2
-    plain, fused = (losses(form, precision, kernels, ranks=ranks, device=device) for kernels in ("", json.dumps(EVERY)))
+def test_all_of_them_train_what_the_plain_operations_train(form, precision, losses, pools):
+    plain, fused = (losses(form, precision, kernels, ranks=pools.few) for kernels in ("", json.dumps(EVERY)))
     assert largest_difference(plain, fused) <= WITHIN[precision]
     assert plain != fused
 

@@ -77,13 +77,13 @@ def reference(short_documents) -> list[float]:
     "form",
     [pytest.param(form, marks=[] if form in ("stage 0", "stage 3", "stage 3, all offloaded") else pytest.mark.long) for form in FORMS],
 )
-def test_losses_are_those_of_the_documents_one_by_one(form, request, two_ranks, short_documents, reference, tmp_path):
+def test_losses_are_those_of_the_documents_one_by_one(form, request, few_ranks, short_documents, reference, tmp_path):
     """With accumulation, and evaluations between the steps, whose loss is that of the documents one by one too."""
     if "drive" in form:
         request.getfixturevalue("drive")
     stage, changes = FORMS[form]
     sections = [part for key, value in changes.items() for part in ("--set", f"zero_optimization.{key}={json.dumps(value)}")]
-    lines = two_ranks.run(JOB, flags=flags(short_documents, tmp_path, "r", f"zero{stage}_fp32", WITHIN, *sections))[0]
+    lines = few_ranks.run(JOB, flags=flags(short_documents, tmp_path, "r", f"zero{stage}_fp32", WITHIN, *sections))[0]
     assert largest_difference(losses(lines), reference) <= TOLERANCE
     assert reference[-1] < reference[0] - 1.0
     corpus = open_corpus(short_documents)

@@ -21,22 +21,20 @@ TOLERANCE, STAGES, BF16_FP32, FP16_FP32 = 5e-6, 2e-3, 3e-3, 1e-3
 
 
 @pytest.fixture(scope="module")
-def expected(corpus, device) -> Callable[..., list[float]]:
+def expected(corpus) -> Callable[..., list[float]]:
     """The losses of the reference, by its options; each is computed once."""
 
     @cache
     def losses(drops: bool = True, accumulation: int = 1, each_micro_batch: bool = False) -> list[float]:
         runner_of = progressive_layer_drop(SEED, SHAPE["n_layer"], THETA if drops else 1.0, GAMMA, each_micro_batch)
-        steps = reference_steps(
-            corpus, SHAPE, STEPS, BATCH, LR, WARMUP, SEED, accumulation=accumulation, runner_of=runner_of, device=device
-        )
+        steps = reference_steps(corpus, SHAPE, STEPS, BATCH, LR, WARMUP, SEED, accumulation=accumulation, runner_of=runner_of)
         return [step.loss for step in steps]
 
     return losses
 
 
 @pytest.fixture(scope="module")
-def seen(device) -> dict[str, list[list[float]]]:
+def seen() -> dict[str, list[list[float]]]:
     """The losses of the runs so far, by precision: the stages are held against each other."""
     return {"bf16": [], "fp16": []}
 

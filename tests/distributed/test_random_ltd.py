@@ -33,19 +33,19 @@ def runner_of(drops: bool) -> Callable[[int, int], BlockRunner]:
 
 
 @pytest.fixture(scope="module")
-def expected(corpus, device) -> Callable[..., list[float]]:
+def expected(corpus) -> Callable[..., list[float]]:
     """The losses of the reference, with and without dropping; each is computed once."""
 
     @cache
     def losses(drops: bool = True) -> list[float]:
-        steps = reference_steps(corpus, SHAPE, STEPS, BATCH, LR, WARMUP, SEED, runner_of=runner_of(drops), device=device)
+        steps = reference_steps(corpus, SHAPE, STEPS, BATCH, LR, WARMUP, SEED, runner_of=runner_of(drops))
         return [step.loss for step in steps]
 
     return losses
 
 
 @pytest.fixture(scope="module")
-def seen(device) -> list[list[float]]:
+def seen() -> list[list[float]]:
     """The losses of the runs in bf16 so far."""
     return []
 
@@ -125,7 +125,7 @@ def test_rows_that_a_curriculum_cuts_lose_no_more_than_they_have(one_rank, corpu
 @pytest.fixture(scope="module")
 def documents(short_documents) -> list[float]:  # noqa: F811
     """The losses of the reference over windows whose documents are run one by one; they differ from those of whole windows."""
-    options = {"runner_of": runner_of(True), "device": "cpu"}
+    options = {"runner_of": runner_of(True)}
     apart, whole = (
         losses_of(
             [step._asdict() for step in reference_steps(short_documents, SHAPE, 12, BATCH, LR, WARMUP, SEED, loss_of=loss, **options)]

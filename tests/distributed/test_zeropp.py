@@ -83,7 +83,7 @@ def test_int8_weights_train_to_nearly_the_same_loss(pools, corpus, tmp_path):
 @pytest.mark.parametrize("ranks", [2])
 def test_the_kernels_train_to_nearly_the_same_loss(ranks, pools, corpus, tmp_path):
     plain, quantized = (
-        pools.of(ranks, "cuda").run(
+        pools.of(ranks).run(
             "tests.distributed.jobs:pretrain", flags=flags(corpus, tmp_path, name, *own, precision="bf16", more=("--eval_every", "3"))
         )[0]
         for name, own in (("plain", ()), ("quantized", (INT8,)))

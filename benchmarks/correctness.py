@@ -1,0 +1,93 @@
+"""The tests that train on real ranks, with the ranks on a GPU: each stage, precision, kernel and recipe against its plain reference.
+
+    python benchmarks/correctness.py                       # all cells, on one GPU
+    python benchmarks/correctness.py --only parity
+
+A cell is `pytest --device cuda` on some test files, long grids included. A rank needs a GPU of its own: on one GPU the tests of several
+ranks are skipped. A record counts what passed, failed and was skipped, with the message of each failure. Exit code 1 if a test failed.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+if __name__ == "__main__":
+    sys.path[0] = str(ROOT)
+
+from benchmarks import report
+from benchmarks.report import Row
+
+ALONE = "needs a GPU"
+#: Processes of a cell; each holds one rank on the GPU and loads its own CUDA context.
+PROCESSES = 6
+FILES = {
+    "parity": ["tests/distributed/test_engine_follows_plain_pytorch.py"],
+    "fused kernels": ["tests/test_fused_kernels.py", "tests/distributed/test_fused_kernels.py"],
+    "fp8, tf32, ZeRO++": ["tests/test_fp8.py", "tests/test_tf32.py", "tests/test_shipped_configs.py", "tests/distributed/test_zeropp.py"],
+    "layers and tokens dropped": ["tests/distributed/test_progressive_layer_drop.py", "tests/distributed/test_random_ltd.py"],
+    "batches and lengths": ["tests/distributed/test_curriculum_learning.py", "tests/distributed/test_batch_size_warmup.py"],
+    "LAMB and 1-bit optimizers": [
+        "tests/distributed/test_lamb.py",
+        "tests/distributed/test_one_bit_optimizers.py",
+        "tests/distributed/test_zero_one_adam.py",
+    ],
+    "activations and documents": ["tests/test_activation_checkpointing.py", "tests/distributed/test_no_cross_document.py"],
+    "resume and export": ["tests/distributed/test_schedules.py", "tests/distributed/test_export.py"],
+    "DeepSpeed's inference kernels": ["tests/test_sampling.py"],
+}
+
+
+def cells(tiny: bool = False) -> dict[str, list[str]]:
+    """The arguments of pytest by the cell's name; `tiny`: some tests of two of them, on the CPU."""
+    if tiny:
+        return {
+            "parity": [*FILES["parity"], "--device", "cpu", "-m", "not long", "-k", "without_bias_correction"],
+            "LAMB and 1-bit optimizers": ["tests/distributed/test_lamb.py", "--device", "cpu", "-m", "not long", "-k", "parameters_act"],
+        }
+    return {name: [*files, "--device", "cuda", "-n", str(PROCESSES)] for name, files in FILES.items()}
+
+
+def rows(record: dict[str, Any]) -> list[Row]:
+    passed, failed = record["passed"], len(record["failed"])
+    return [Row(f"tests with ranks on the GPU: {record['cell']}", f"{passed} of {passed + failed} pass", bar="all")]
+
+
+def measure(name: str, arguments: list[str]) -> dict[str, Any]:
+    """Run one cell's tests; its record."""
+    with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
+        report_file = Path(folder) / "report.xml"
+        command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *arguments, f"--junitxml={report_file}"]
+        code = subprocess.run(command, cwd=ROOT).returncode
+        if code not in (0, 1):
+            raise SystemExit(f"error: {' '.join(command)}: exit code {code}")
+        cases = list(ElementTree.parse(report_file).iter("testcase"))
+    failed, skipped = {}, {}
+    for case in cases:
+        test = f"{case.get('classname')}::{case.get('name')}"
+        for problem in (*case.iter("failure"), *case.iter("error")):
+            failed[test] = (problem.text or problem.get("message") or "")[-1500:]
+        for reason in case.iter("skipped"):
+            skipped[test] = reason.get("message") or ""
+    reasons = {reason: sum(one == reason for one in skipped.values()) for reason in sorted(set(skipped.values()))}
+    return {"cell": name, "passed": len(cases) - len(failed) - len(skipped), "failed": failed, "skipped": reasons}
+
+
+def main() -> int:
+    arguments = report.cells_parser(__doc__).parse_args()
+    found = []
+    for name, options in report.chosen(cells(arguments.tiny), arguments.only).items():
+        found.append(record := measure(name, options))
+        print(f"{name}: {record['passed']} passed, {len(record['failed'])} failed, {sum(record['skipped'].values())} skipped", flush=True)
+        if not arguments.no_record:
+            report.append("correctness", record, report.device_name())
+    return int(any(record["failed"] for record in found))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

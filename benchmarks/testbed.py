@@ -1,0 +1,92 @@
+"""The testbed of a GPU: what control runs of gpt2 reach in a few minutes, at three learning rates and with three seeds.
+
+    python benchmarks/testbed.py                           # all cells; each trains for one to two minutes on one GPU
+    python benchmarks/testbed.py --only "control, lr 6e-4, seed 1"
+
+Every cell is one run of launch/pretrain.py: 32.8 M tokens (500 steps of 64 x 1,024) of `--data` in bf16. The rates show where the optimum
+is, the seeds how far runs of one setting part, and `zero_2`, which trains the same mathematics, how far two configurations do. A record
+keeps the curve: each validation loss, and the mean training loss of every 20 steps.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+if __name__ == "__main__":
+    sys.path[0] = str(ROOT)
+
+from benchmarks import report
+from benchmarks.report import Row
+
+ALONE = "needs a GPU"
+FULL = {"preset": "gpt2", "steps": 500, "warmup_steps": 100, "global_batch_size": 64, "micro_batch_size": 64, "eval_every": 100}
+TINY = {"preset": "nano", "steps": 20, "warmup_steps": 8, "global_batch_size": 4, "micro_batch_size": 4, "eval_every": 10}
+#: Steps whose mean training loss is one point of the curve.
+POINT = 20
+
+
+def cells(tiny: bool = False) -> dict[str, list[str]]:
+    """The flags of launch/pretrain.py by the cell's name."""
+    shape = [text for key, value in (TINY if tiny else FULL).items() for text in (f"--{key}", str(value))]
+    runs = {f"control, lr {lr}, seed 1": ("zero1_bf16", lr, 1) for lr in ("6e-4", "3e-4", "1.2e-3")}
+    runs |= {f"control, lr 6e-4, seed {seed}": ("zero1_bf16", "6e-4", seed) for seed in (2, 3)}
+    runs |= {"zero_2, lr 6e-4, seed 1": ("zero2_bf16", "6e-4", 1)}
+    chosen = list(runs.items())[: 2 if tiny else None]
+    return {
+        name: ["--deepspeed_config", f"ds_configs/{config}.json", *shape, "--lr", lr, "--seed", str(seed)]
+        for name, (config, lr, seed) in chosen
+    }
+
+
+def rows(record: dict[str, Any]) -> list[Row]:
+    return [Row(f"validation loss after {record['tokens'] / 1e6:.1f} M tokens, {record['cell']}", f"{record['val_losses'][-1][1]:.4f}")]
+
+
+def measure(name: str, flags: list[str]) -> dict[str, Any]:
+    """Train one cell; its record."""
+    from launch.run.metrics import read_metrics
+
+    with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
+        command = [sys.executable, "launch/pretrain.py", *flags, "--save_every", "0", "--runs_dir", folder, "--run_name", "r", "--quiet"]
+        done = subprocess.run(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+        if done.returncode:
+            raise SystemExit(f"error: {' '.join(command)}: exit code {done.returncode}\n{done.stderr[-3000:]}")
+        lines = read_metrics(Path(folder) / "r" / "metrics.jsonl")
+    steps = [line for line in lines if "loss" in line]
+    points = [steps[first : first + POINT] for first in range(0, len(steps), POINT)]
+    return {
+        "cell": name,
+        "flags": flags,
+        "tokens": steps[-1]["tokens"],
+        "seconds": steps[-1]["seconds"],
+        "mfu": steps[-1].get("mfu"),
+        "losses": [[point[-1]["tokens"], sum(line["loss"] for line in point) / len(point)] for point in points],
+        "val_losses": [[line["tokens"], line["val_loss"]] for line in lines if "val_loss" in line],
+    }
+
+
+def main() -> int:
+    parser = report.cells_parser(__doc__)
+    parser.add_argument("--data", default="data/stdlib", help="corpus (data/stdlib)")
+    arguments = parser.parse_args()
+
+    import torch
+
+    if not torch.cuda.is_available() and not arguments.tiny:
+        print("error: testbed.py: there is no GPU here; --tiny tries the cells on a CPU", file=sys.stderr)
+        return 2
+    for name, flags in report.chosen(cells(arguments.tiny), arguments.only).items():
+        record = measure(name, [*flags, "--data", arguments.data])
+        print(f"{name}: validation {record['val_losses'][-1][1]:.4f} in {record['seconds']:.0f} s", flush=True)
+        if not arguments.no_record:
+            report.append("testbed", record, report.device_name())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
