@@ -91,15 +91,20 @@ def make_image(python: str) -> Path:
 
 def rehearse(python: str) -> int:
     """Run every part in the machine's environment, each killed once and then resumed. Returns the exit code."""
+    try:
+        asked = subprocess.run([python, "--version"], capture_output=True, text=True)
+        version = asked.stdout.strip()
+    except OSError as error:
+        version = str(error)
+    if not version.startswith("Python 3.12."):
+        print(
+            f"error: --python {python}: {version or 'does not run'}; name an interpreter of Python 3.12, which the GPU machine has",
+            file=sys.stderr,
+        )
+        return 2
     if not WHEELS.exists() and (code := pack()):
         return code
     image = make_image(python)
-    version = subprocess.run(
-        [image, "-c", "import sys; print(*sys.version_info[:2])"], capture_output=True, text=True, check=True
-    ).stdout.split()
-    if version != ["3", "12"]:
-        print(f"error: --python {python} is Python {'.'.join(version)}; the GPU machine has 3.12", file=sys.stderr)
-        return 2
     with tempfile.TemporaryDirectory(prefix="rehearsal-") as folder:
         there = Path(folder) / "checkout"
         for name in checkout():

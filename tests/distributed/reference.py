@@ -387,7 +387,7 @@ class PublishedAllReduce:
                 error[n:] = 0
         for errors, tensors in zip(self.worker_errors, values, strict=True):
             self.sent.append([_published(error[:n], tensor[:n]) for error, tensor, n in zip(errors, tensors, live, strict=True)])
-        for tensor, (size, n) in enumerate(zip(self.sizes, live, strict=True)):
+        for tensor, n in enumerate(live):
             mean = sum(sign * scale for sign, scale in (rank[tensor] for rank in self.sent)) / self.ranks
             result = torch.zeros_like(self.server_errors[tensor])
             for part in self.parts[tensor]:
