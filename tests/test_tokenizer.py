@@ -56,6 +56,7 @@ def test_ids_are_those_of_the_tokenizers_library(spec, bpe, tmp_path):
         assert tokenizer.decode(ids) == text
 
 
+@pytest.mark.long
 def test_every_code_point_is_cut_alike(bpe, tmp_path):
     huggingface = original(bpe, tmp_path)
     # Planes 0 to 3 and 14; nothing is assigned in the others.
