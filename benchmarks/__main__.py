@@ -24,7 +24,7 @@ from types import ModuleType
 from typing import Any
 
 from benchmarks import report
-from launch.run.errors import nearest
+from launch.errors import nearest
 
 ROOT = Path(__file__).resolve().parents[1]
 README = Path(__file__).with_name("README.md")

@@ -53,13 +53,13 @@ def train(flags: list[str]) -> dict[str, Any]:
     Returns seconds of each: `saves` (the loop stands still), `writes` (the thread, or for the last one the loop), `steps`, and of the
     steps whether a checkpoint was `in_flight` at their beginning; with the `peak` of the process in bytes.
     """
+    from launch.config.run_config import resolve
+    from launch.formats.metrics import read_metrics
     from launch.pretrain import train
-    from launch.run.checkpoint import Checkpoints
-    from launch.run.config import resolve
-    from launch.run.folder import RunFolder
-    from launch.run.metrics import read_metrics
-    from launch.run.provenance import describe_run
-    from launch.run.signals import StopRequest
+    from launch.training.checkpoint import Checkpoints
+    from launch.training.folder import RunFolder
+    from launch.training.provenance import describe_run
+    from launch.training.signals import StopRequest
     from recipes import registry
     from recipes.technique import Technique, Techniques
 
@@ -103,7 +103,7 @@ def train(flags: list[str]) -> dict[str, Any]:
 
 def verification_ratios(checkpoint: Path, rounds: int = 7) -> list[float]:
     """Seconds of verifying a checkpoint by one rank over seconds of reading its files a MiB at a time, in pairs."""
-    from launch.run.checkpoint_files import read_state, verify
+    from launch.formats.checkpoint_files import read_state, verify
 
     def read() -> None:
         block = bytearray(1 << 20)

@@ -42,7 +42,7 @@ def sides(arguments: Any, device: Any) -> dict[str, Callable[[], list[int]]]:
     """What writes the text, by name: each call writes it once and returns its tokens."""
     import torch
 
-    from launch.trained.flags import torch_dtype
+    from launch.trained_model.flags import torch_dtype
     from model.gpt import GPT
     from model.hf import hf_config, to_hf_state_dict
     from model.presets import PRESETS, GPTConfig
@@ -76,7 +76,7 @@ def sides(arguments: Any, device: Any) -> dict[str, Callable[[], list[int]]]:
     if device.type == "cuda":
         import copy
 
-        from launch.engine.inference import DeepSpeedInference
+        from launch.trained_model.inference import DeepSpeedInference
 
         kernels = DeepSpeedInference(copy.deepcopy(model), slide=1, rows=1)
         found["DeepSpeed's kernels"] = lambda: ours(kernels)
@@ -92,7 +92,7 @@ def main() -> int:
     arguments = parser.parse_args()
     import torch
 
-    from launch.run.hardware import device_type
+    from launch.config.hardware import device_type
 
     device = torch.device(device_type())
     seconds: dict[str, list[float]] = {}

@@ -43,9 +43,9 @@ def measure(stage: int, arguments: argparse.Namespace) -> dict[str, Any]:
     import torch
 
     from benchmarks.report import WARM_UP_STEPS, spread
-    from launch.engine.distributed import start_ranks
-    from launch.engine.engine import start_engine
-    from launch.run.config import resolve
+    from launch.config.run_config import resolve
+    from launch.training.distributed import start_ranks
+    from launch.training.engine import start_engine
     from recipes.progressive_layer_drop.technique import ProgressiveLayerDrop
     from recipes.technique import Techniques
 

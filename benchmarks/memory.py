@@ -4,7 +4,7 @@
     python benchmarks/memory.py --presets gpt2 --micro_batch_sizes 1,2 --ranks 1
 
 Each row is `deepspeed launch/pretrain.py` for a few steps without evaluation: `peak_memory_bytes` of rank 0 at the end (ru_maxrss) beside
-the plan of `launch/run/memory.py`, with the plan's parts. `--process` measures the constant that no arithmetic gives: the resident set of a
+the plan of `launch/config/memory.py`, with its parts. `--process` measures the constant that no arithmetic gives: the resident set of a
 rank whose model has a few thousand parameters.
 """
 

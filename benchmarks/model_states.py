@@ -52,7 +52,7 @@ def main() -> int:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
     from benchmarks.report import append
-    from launch.run.config import resolve
+    from launch.config.run_config import resolve
     from model.accounting import parameter_count
     from tests.distributed.memory_jobs import PARTS
     from tests.distributed.ranks import Ranks

@@ -36,9 +36,9 @@ def main() -> int:
     arguments = parser.parse_args()
     os.chdir(ROOT)
 
-    from launch.engine.distributed import start_ranks
-    from launch.engine.engine import start_engine
-    from launch.run.config import resolve
+    from launch.config.run_config import resolve
+    from launch.training.distributed import start_ranks
+    from launch.training.engine import start_engine
     from recipes.technique import Techniques
 
     run = ["--deepspeed_config", arguments.deepspeed_config, "--preset", arguments.preset, "--data", arguments.data, "--quiet"]

@@ -40,9 +40,9 @@ def main() -> int:
     arguments = parser.parse_args()
     os.chdir(ROOT)
 
-    from launch.engine.distributed import start_ranks
-    from launch.engine.engine import start_engine
-    from launch.run.config import resolve
+    from launch.config.run_config import resolve
+    from launch.training.distributed import start_ranks
+    from launch.training.engine import start_engine
     from model.accounting import flops_per_token
     from recipes.random_ltd.technique import RandomLTD
     from recipes.technique import Techniques

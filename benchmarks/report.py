@@ -19,8 +19,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from launch.run.errors import nearest
-from launch.run.provenance import machine, repository_commit, versions
+from launch.errors import nearest
+from launch.training.provenance import machine, repository_commit, versions
 
 #: Another file, where the figures are not to be kept beside the others.
 RESULTS = Path(os.environ.get("BENCHMARK_RESULTS") or Path(__file__).with_name("results.json"))
@@ -104,7 +104,7 @@ def show_times(name: str, seconds: list[float]) -> None:
 
 
 def train_step(engine: Any, batches: list[Any], tokens: int) -> tuple[float, float]:
-    """Seconds of one step of `engine` (launch/engine/engine.py) over `batches`, after which `tokens` are consumed; and its loss."""
+    """Seconds of one step of `engine` (launch/training/engine.py) over `batches`, after which `tokens` are consumed; and its loss."""
     start = time.perf_counter()
     engine.set_learning_rate(tokens)
     for batch in batches:

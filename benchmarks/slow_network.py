@@ -138,7 +138,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 def main() -> int:
     from benchmarks.report import append
-    from launch.run.provenance import machine, repository_commit
+    from launch.training.provenance import machine, repository_commit
     from tests.distributed.two_hosts import missing
 
     parser = report.parser(__doc__)

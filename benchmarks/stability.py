@@ -44,7 +44,7 @@ RATES = (1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2)
 
 def train(side: str, rate: float, seed: int, runs_dir: Path, *more: str) -> dict[str, Any]:
     """One run, unless it is there: its training and validation loss over tokens, and its gradient norms."""
-    from launch.run.metrics import read_metrics
+    from launch.formats.metrics import read_metrics
 
     name = f"{side.replace(' ', '_')}_{rate:g}_{seed}"
     flags = [text for key, value in RUN.items() for text in (f"--{key}", str(value))]
@@ -117,7 +117,7 @@ def draw(results: dict[str, Any]) -> None:
 
 
 def main() -> int:
-    from launch.run.provenance import machine, repository_commit, versions
+    from launch.training.provenance import machine, repository_commit, versions
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lr", type=float, help="where the seeds are compared (where the sweep's difference is largest)")

@@ -97,21 +97,21 @@ def report_parts(began: float, flags: list[str]) -> None:
     mark("the interpreter")
     sys.argv = ["launch/pretrain.py", *flags]
     from launch import pretrain
-    from launch.run.folder import RunFolder
+    from launch.training.folder import RunFolder
 
     mark("our own imports")
     import torch  # noqa: F401
 
     mark("import torch")
-    from launch.engine.distributed import quiet_deepspeed
+    from launch.config.hardware import quiet_deepspeed
 
     quiet_deepspeed()
     import deepspeed
 
     mark("import deepspeed")
-    from launch.engine import distributed, engine
-    from launch.engine.evaluation import Evaluation
-    from launch.engine.meter import Meter
+    from launch.training import distributed, engine
+    from launch.training.evaluation import Evaluation
+    from launch.training.meter import Meter
 
     mark("our own imports")
 

@@ -49,7 +49,7 @@ def rows(record: dict[str, Any]) -> list[Row]:
 
 def measure(name: str, flags: list[str]) -> dict[str, Any]:
     """Train one cell; its record."""
-    from launch.run.metrics import read_metrics
+    from launch.formats.metrics import read_metrics
 
     with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
         command = [sys.executable, "launch/pretrain.py", *flags, "--save_every", "0", "--runs_dir", folder, "--run_name", "r", "--quiet"]

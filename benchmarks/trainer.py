@@ -71,10 +71,10 @@ class Turns:
 def train_ours(arguments: argparse.Namespace, folder: str) -> float:
     """The steps through `launch/pretrain.py`'s loop; returns their mean loss."""
     from launch import pretrain
-    from launch.run.folder import RunFolder
-    from launch.run.metrics import read_metrics
-    from launch.run.provenance import describe_run
-    from launch.run.signals import StopRequest
+    from launch.formats.metrics import read_metrics
+    from launch.training.folder import RunFolder
+    from launch.training.provenance import describe_run
+    from launch.training.signals import StopRequest
     from recipes import registry
     from recipes.technique import Technique, Techniques
 
@@ -102,7 +102,8 @@ def train_with_trainer(arguments: argparse.Namespace, folder: str) -> float:
     import numpy as np
     import torch
 
-    from launch.engine.distributed import quiet_deepspeed, start_ranks
+    from launch.config.hardware import quiet_deepspeed
+    from launch.training.distributed import start_ranks
 
     config = resolved(arguments, PEER_JSON)
     collectives = start_ranks()  # as ours: threads, no extension that nobody uses
@@ -185,7 +186,7 @@ def train_with_trainer(arguments: argparse.Namespace, folder: str) -> float:
 
 def resolved(arguments: argparse.Namespace, file: str, *flags: str) -> Any:
     """The run of one side: a step more than is timed, whose begin ends the last one."""
-    from launch.run.config import resolve
+    from launch.config.run_config import resolve
 
     run = ["--deepspeed_config", file, "--preset", arguments.preset, "--data", arguments.data, "--quiet", *flags]
     for key in ("micro_batch_size", "global_batch_size"):
@@ -201,7 +202,7 @@ def _synchronize() -> None:
 
 
 def _peak_memory() -> int:
-    """As launch/engine/meter.py has it: the allocator's on a GPU, the process's on a CPU."""
+    """As launch/training/meter.py has it: the allocator's on a GPU, the process's on a CPU."""
     import resource
 
     import torch

@@ -101,12 +101,12 @@ def interleave(arguments: argparse.Namespace) -> dict[str, Any]:
 
     from data_pipeline.loader import Loader
     from launch import pretrain
-    from launch.run.config import resolve
-    from launch.run.explain import explain
-    from launch.run.folder import RunFolder
-    from launch.run.metrics import read_metrics
-    from launch.run.provenance import describe_run
-    from launch.run.signals import StopRequest
+    from launch.config.explain import explain
+    from launch.config.run_config import resolve
+    from launch.formats.metrics import read_metrics
+    from launch.training.folder import RunFolder
+    from launch.training.provenance import describe_run
+    from launch.training.signals import StopRequest
     from model.accounting import flops_per_token, peak_flops
     from recipes import registry
     from recipes.technique import Technique, Techniques

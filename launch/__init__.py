@@ -1,1 +1,4 @@
-"""The commands people run (`launch/*.py`) and their parts (`launch/run`, `launch/engine`)."""
+"""The commands (`launch/*.py`) and their parts.
+
+Imports run one way: commands -> comparison, trained_model -> training -> config -> formats -> errors.
+"""

@@ -27,8 +27,7 @@ from typing import TYPE_CHECKING, Any
 # As in launch/pretrain.py: this script's folder is not where its modules are.
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from launch.run.errors import TrainingFailed, UsageError, one_line, run_command, say
-from launch.run.flags import (
+from launch.config.flags import (
     Parser,
     add_evaluation_flags,
     add_length_flags,
@@ -38,8 +37,9 @@ from launch.run.flags import (
     given,
     whole_number,
 )
-from launch.run.folder import write_atomically
-from launch.run.hardware import compute_capabilities, device_type
+from launch.config.hardware import compute_capabilities, device_type
+from launch.errors import TrainingFailed, UsageError, one_line, run_command, say
+from launch.training.folder import write_atomically
 from recipes.registry import ROOT, read_recipe, recipe_names
 
 if TYPE_CHECKING:

@@ -30,16 +30,16 @@ import psutil
 
 from data_pipeline.errors import DataError
 from data_pipeline.shards import Corpus, open_corpus
-from launch.run.errors import UsageError, run_command, say
-from launch.run.flags import Parser
-from launch.run.metrics import read_metrics
-from launch.trained.card import model_card
-from launch.trained.flags import add_source_flags, check_choice
-from launch.trained.hf_folder import other_ids, write_config, write_tokenizer, write_weights
-from launch.trained.int8 import check_int8
-from launch.trained.load import Source, open_trained
-from launch.trained.plain import PLAIN_FILE, write_plain
-from launch.trained.safetensors_file import ITEMSIZE, TORCH_NAMES
+from launch.config.flags import Parser
+from launch.errors import UsageError, run_command, say
+from launch.formats.hf_folder import other_ids, write_config, write_tokenizer, write_weights
+from launch.formats.metrics import read_metrics
+from launch.formats.safetensors_file import ITEMSIZE, TORCH_NAMES
+from launch.trained_model.card import model_card
+from launch.trained_model.flags import add_source_flags, check_choice
+from launch.trained_model.int8 import check_int8
+from launch.trained_model.load import Source, open_trained
+from launch.trained_model.plain import PLAIN_FILE, write_plain
 from model.hf import hf_shapes
 
 if TYPE_CHECKING:
@@ -146,8 +146,8 @@ def export_plain(source: Source, folder: Path, dtype: str) -> list[str]:
 
 def export_int8(source: Source, folder: Path, dtype: str, data: str | None) -> list[str]:
     """Write `PLAIN_FILE` into `folder`, the blocks' matrices in int8; what that costs."""
-    from launch.trained.int8 import measured_windows, quantize, round_others
-    from launch.trained.scoring import estimate, window_losses
+    from launch.trained_model.int8 import measured_windows, quantize, round_others
+    from launch.trained_model.scoring import estimate, window_losses
 
     corpus = _corpus_for_int8(source, data)
     seq_len, asked = source.config.seq_len, 128

@@ -21,16 +21,16 @@ from typing import TYPE_CHECKING
 # As in launch/pretrain.py: this script's folder is not where its modules are.
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from launch.run.errors import UsageError, run_command, say
-from launch.run.flags import Parser, real_number, whole_number
-from launch.run.hardware import device_type
-from launch.trained.flags import DTYPES, add_source_flags, check_choice, check_dtype, torch_dtype
-from launch.trained.load import Source, open_trained
+from launch.config.flags import Parser, real_number, whole_number
+from launch.config.hardware import device_type
+from launch.errors import UsageError, run_command, say
+from launch.trained_model.flags import DTYPES, add_source_flags, check_choice, check_dtype, torch_dtype
+from launch.trained_model.load import Source, open_trained
 
 if TYPE_CHECKING:
     import torch
 
-    from launch.trained.load import Trained
+    from launch.trained_model.load import Trained
     from model.presets import GPTConfig
     from model.sampling import NextLogits, Sampling
 
@@ -161,7 +161,7 @@ def _engine(flags: argparse.Namespace, trained: Trained) -> tuple[NextLogits, to
     device = torch.device(device_type())
     model = trained.model.to(device, torch_dtype(flags.dtype))
     if flags.engine == "deepspeed":
-        from launch.engine.inference import DeepSpeedInference
+        from launch.trained_model.inference import DeepSpeedInference
 
         return DeepSpeedInference(model, flags.slide, rows=flags.samples), device
     if flags.no_kv_cache:
@@ -171,7 +171,7 @@ def _engine(flags: argparse.Namespace, trained: Trained) -> tuple[NextLogits, to
 
 def _write(flags: argparse.Namespace, trained: Trained, prompt: str, ids: list[int], next_logits: NextLogits, device: torch.device) -> None:
     """The samples, the first one as it comes and the others after it."""
-    from launch.trained.streaming import TextStream
+    from launch.trained_model.streaming import TextStream
 
     assert trained.tokenizer is not None
     seeds = [flags.seed + number for number in range(flags.samples)]

@@ -5,7 +5,7 @@
     python launch/plan.py --preset gpt2 --ranks 8 --d_model 1024 --n_head 16 --json
 
 A column is a stage as `ds_configs/zero<stage>_<precision>.json` runs it, with the batch that `launch/pretrain.py` would take; a row is
-a part, as `launch/run/memory.py` derives it. It takes a tenth of a second and imports no torch.
+a part, as `launch/config/memory.py` derives it. It takes a tenth of a second and imports no torch.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from typing import Any
 # As in launch/pretrain.py: this script's folder is not where its modules are.
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from launch.run.config import ROOT, RunConfig, resolve
-from launch.run.errors import UsageError, nearest, run_command, say
-from launch.run.explain import bytes_of, memory_of, memory_table
-from launch.run.flags import DEFAULT_DATA, Parser, add_model_flags, whole_number
+from launch.config.explain import bytes_of, memory_of, memory_table
+from launch.config.flags import DEFAULT_DATA, Parser, add_model_flags, whole_number
+from launch.config.run_config import ROOT, RunConfig, resolve
+from launch.errors import UsageError, nearest, run_command, say
 from model.accounting import parameter_count
 from model.presets import GPTConfig
 

@@ -17,17 +17,17 @@ import sys
 from pathlib import Path
 from typing import Any
 
-# A launched script's folder comes first on the path, where `launch/run` and `launch/engine` would be found as top-level modules; and
+# A launched script's folder comes first on the path, where `launch/config` and `launch/training` would be found as top-level modules; and
 # the checkout must be importable where it was not installed.
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from launch.run.config import RunConfig, resolve
-from launch.run.errors import TrainingFailed, UsageError, outlast_readers, run_command, say
-from launch.run.explain import as_text, explain
-from launch.run.flags import MUST
-from launch.run.folder import NoFolder, RunFolder, await_first_rank, await_port, check_run_folder, nothing_to_resume
-from launch.run.provenance import describe_run
-from launch.run.signals import StopRequest
+from launch.config.explain import as_text, explain
+from launch.config.flags import MUST
+from launch.config.run_config import RunConfig, resolve
+from launch.errors import TrainingFailed, UsageError, outlast_readers, run_command, say
+from launch.training.folder import NoFolder, RunFolder, await_first_rank, await_port, check_run_folder, nothing_to_resume
+from launch.training.provenance import describe_run
+from launch.training.signals import StopRequest
 
 
 def main() -> int:
@@ -42,7 +42,7 @@ def main() -> int:
     if config.lacks:
         raise UsageError(*config.lacks)
     if config.asks_the_device:  # before the run's folder is made
-        from launch.engine.engine import check_device
+        from launch.training.engine import check_device
 
         check_device(config)
     folder: RunFolder | NoFolder = NoFolder()
@@ -63,7 +63,7 @@ def main() -> int:
         folder.close()
         if config.uses_nvme:
             shutil.rmtree(config.scratch, ignore_errors=True)
-    from launch.engine.distributed import leave_ranks
+    from launch.training.distributed import leave_ranks
 
     leave_ranks()
     # Everything is written. A rank has been seen to abort while its interpreter shut down, which made a finished run a failed one.
@@ -73,15 +73,15 @@ def main() -> int:
 
 def train(config: RunConfig, folder: RunFolder | NoFolder, stop: StopRequest) -> int:
     """The run, on this rank. Returns the exit code."""
-    from launch.engine.distributed import start_ranks
-    from launch.engine.engine import start_engine
-    from launch.engine.evaluation import Evaluation, sample_text
-    from launch.engine.histograms import GradientHistograms
-    from launch.engine.meter import Meter
-    from launch.engine.similarity import BlockSimilarity
-    from launch.run.checkpoint import Checkpoints
-    from launch.run.progress import Progress
-    from launch.run.turns import Turns
+    from launch.training.checkpoint import Checkpoints
+    from launch.training.distributed import start_ranks
+    from launch.training.engine import start_engine
+    from launch.training.evaluation import Evaluation, sample_text
+    from launch.training.histograms import GradientHistograms
+    from launch.training.meter import Meter
+    from launch.training.progress import Progress, describe_start
+    from launch.training.similarity import BlockSimilarity
+    from launch.training.turns import Turns
     from recipes.registry import make_techniques
     from recipes.technique import BatchPlan
 
@@ -111,7 +111,7 @@ def train(config: RunConfig, folder: RunFolder | NoFolder, stop: StopRequest) ->
     meter = Meter(engine, collectives, folder.seconds_before, Turns(on_end=stop.request))
     histograms = GradientHistograms(engine, collectives, folder, config.histogram_every)
     evaluation = Evaluation(config, collectives, BlockSimilarity(collectives, folder, config.block_similarity))
-    folder.log_start(config, engine, meter, state, evaluation)
+    folder.log_start(describe_start(config, engine, meter, evaluation), state["step"], config.resume)
     if state["step"] == 0 and config.eval_every:
         state["val_loss"] = evaluation.loss(engine, 0)
         folder.write_metrics({"step": 0, "tokens": 0, "seconds": meter.seconds(), "val_loss": state["val_loss"]})

@@ -22,15 +22,15 @@ from typing import TYPE_CHECKING, Any
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from data_pipeline.shards import Corpus, open_corpus
-from launch.run.errors import UsageError, is_speaker, run_command, say
-from launch.run.flags import Parser, whole_number
-from launch.run.hardware import device_type
-from launch.trained.flags import DTYPES, add_source_flags, check_dtype, torch_dtype
-from launch.trained.folder_tokenizer import difference, tokenizer_of_corpus
-from launch.trained.load import Source, open_trained
+from launch.config.flags import Parser, whole_number
+from launch.config.hardware import device_type
+from launch.errors import UsageError, is_speaker, run_command, say
+from launch.formats.folder_tokenizer import difference, tokenizer_of_corpus
+from launch.trained_model.flags import DTYPES, add_source_flags, check_dtype, torch_dtype
+from launch.trained_model.load import Source, open_trained
 
 if TYPE_CHECKING:
-    from launch.trained.load import Trained
+    from launch.trained_model.load import Trained
 
 PLAIN_SECONDS = 10.0  # between two plain lines of progress
 
@@ -107,7 +107,7 @@ def _score(flags: argparse.Namespace, trained: Trained, corpus: Corpus, notes: l
     """What is printed, as an object."""
     import torch
 
-    from launch.trained.scoring import estimate, text_bytes, window_losses
+    from launch.trained_model.scoring import estimate, text_bytes, window_losses
 
     config, split = trained.config, getattr(corpus, flags.split)
     total = split.windows(config.seq_len)
@@ -155,7 +155,7 @@ def _score(flags: argparse.Namespace, trained: Trained, corpus: Corpus, notes: l
 
 def _as_training(flags: argparse.Namespace, trained: Trained, corpus: Corpus, losses: Any, total: int) -> dict[str, Any] | None:
     """Of a run on its own corpus, the loss on the windows that its evaluations read, and what its log says of them."""
-    from launch.trained.scoring import training_windows, window_losses
+    from launch.trained_model.scoring import training_windows, window_losses
 
     run, state = trained.description, trained.source.state
     if run is None or state is None or flags.split != "val" or run.get("corpus_fingerprint") != corpus.fingerprint:

@@ -137,7 +137,7 @@ def has_libaio() -> bool:
 @pytest.fixture
 def processor(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., None]:
     """A function that gives this process a processor of which Linux names these flags."""
-    from launch.run import hardware
+    from launch.config import hardware
 
     def become(*flags: str, name: str = "flags") -> None:
         (tmp_path / "cpuinfo").write_text(

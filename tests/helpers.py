@@ -17,10 +17,10 @@ from typing import Any
 
 import pytest
 
-from launch.run.checkpoint_files import file_entry, state_text
-from launch.run.config import RunConfig, needs_cuda, resolve
-from launch.run.errors import run_command
-from launch.run.explain import explain as explained_run
+from launch.config.explain import explain as explained_run
+from launch.config.run_config import RunConfig, needs_cuda, resolve
+from launch.errors import run_command
+from launch.formats.checkpoint_files import file_entry, state_text
 from recipes.registry import read_recipe, recipe_names
 
 ROOT = Path(__file__).resolve().parents[1]

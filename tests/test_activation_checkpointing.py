@@ -6,8 +6,8 @@ import itertools
 
 import pytest
 
-from launch.run.config import resolve
-from launch.run.errors import UsageError
+from launch.config.run_config import resolve
+from launch.errors import UsageError
 from recipes.activation_checkpointing.technique import ActivationCheckpointing, segment_bounds
 from recipes.registry import make_techniques
 

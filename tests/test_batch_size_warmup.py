@@ -112,7 +112,7 @@ def test_a_mistake_stops_the_run_before_torch(corpus):
     code = (
         "import sys; sys.argv = ['launch/pretrain.py', *sys.argv[1:]]; sys.path.insert(0, 'launch')\n"
         "from launch.pretrain import main\n"
-        "from launch.run.errors import UsageError\n"
+        "from launch.errors import UsageError\n"
         "try:\n    main()\nexcept UsageError:\n    assert 'torch' not in sys.modules\nelse:\n    raise AssertionError"
     )
     flags = ["--recipe", "recipes/batch_size_warmup", "--data", str(corpus), "--set", "batch_size_warmup.min_batch_size=64"]

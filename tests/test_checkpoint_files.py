@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from launch.run import checkpoint_files
-from launch.run.checkpoint_files import (
+from launch.formats import checkpoint_files
+from launch.formats.checkpoint_files import (
     DamagedCheckpoint,
     checkpoint_name,
     complete_checkpoints,

@@ -12,7 +12,7 @@ import pytest
 
 from launch.comparison.comparison import Absent, compare, compare_pairs, differences, group, reached_at, settings
 from launch.comparison.runs import read_run
-from launch.run.errors import UsageError
+from launch.errors import UsageError
 from recipes.registry import ROOT, read_recipe
 from tests.run_folders import description, line, lines, write_run
 

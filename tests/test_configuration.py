@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from launch.run.config import RunConfig, resolve
-from launch.run.engine_schema import FILE
-from launch.run.errors import UsageError
-from launch.run.json_lines import read_json
+from launch.config.engine_schema import FILE
+from launch.config.run_config import RunConfig, resolve
+from launch.errors import UsageError
+from launch.formats.json_lines import read_json
 from model.presets import PRESETS, ModelShape, Preset
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -303,10 +303,10 @@ def test_positions_of_keys_are_known(tmp_path):
 
 
 def test_committed_schema_is_that_of_the_installed_deepspeed():
-    code = "import json; from launch.run.engine_schema import generate; print('SCHEMA' + json.dumps(generate()))"
+    code = "import json; from launch.config.engine_schema import generate; print('SCHEMA' + json.dumps(generate()))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     generated = json.loads(done.stdout.partition("SCHEMA")[2])
-    assert json.loads(FILE.read_text()) == generated, "write it anew: python -m launch.run.engine_schema --write"
+    assert json.loads(FILE.read_text()) == generated, "write it anew: python -m launch.config.engine_schema --write"
 
 
 def test_the_peak_of_a_schedule_of_deepspeed_is_the_runs(resolved):

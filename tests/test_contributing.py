@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.run.metrics import read_metrics
+from launch.formats.metrics import read_metrics
 from tests.helpers import copy_checkout, free_port
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -106,7 +106,7 @@ def test_a_schedule_by_steps_is_refused():
 def test_each_token_is_a_target_once_at_most_behind_the_one_before_it(mode, length):
     import torch
 
-    from launch.run.config import resolve
+    from launch.config.run_config import resolve
     from recipes.registry import make_techniques
 
     schedule = ["--set", "curriculum_learning.schedule_type=fixed_discrete", "--set", f"curriculum_learning.mode={mode}"]

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from launch.run.config import resolve
-from launch.run.engine_schema import engine_schema
-from launch.run.errors import UsageError
-from launch.run.json_lines import read_json
+from launch.config.engine_schema import engine_schema
+from launch.config.run_config import resolve
+from launch.errors import UsageError
+from launch.formats.json_lines import read_json
 from recipes.registry import technique_classes
 
 ROOT = Path(__file__).resolve().parents[1]

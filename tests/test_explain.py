@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from launch.run.config import GPT2_VOCAB_SIZE, resolve
-from launch.run.explain import as_text, explain
+from launch.config.explain import as_text, explain
+from launch.config.run_config import GPT2_VOCAB_SIZE, resolve
 from model.accounting import flops_per_token, parameter_count
 from model.presets import PRESETS, GPTConfig
 from recipes import registry
@@ -131,7 +131,7 @@ class Ramp(Technique):
 
 
 def test_the_table_over_the_run_asks_the_techniques(explained, monkeypatch):
-    monkeypatch.setattr("launch.run.explain.make_techniques", lambda run: Techniques([Ramp({}, run)]))
+    monkeypatch.setattr("launch.config.explain.make_techniques", lambda run: Techniques([Ramp({}, run)]))
     rows = explained("--steps", "100", "--lr", "0.01", "--warmup_steps", "10")["over_the_run"]
     assert [row["percent"] for row in rows] == [0, 25, 50, 75, 100]
     assert [row["step"] for row in rows] == [1, 25, 50, 75, 100]

@@ -18,10 +18,10 @@ import pytest
 
 from data_pipeline.shards import open_corpus
 from data_pipeline.tokenizer import Tiktoken, Tokenizer
-from launch.run.errors import UsageError
-from launch.run.metrics import read_metrics
-from launch.trained.hf_folder import open_hf_folder
-from launch.trained.load import load_trained, open_trained
+from launch.errors import UsageError
+from launch.formats.hf_folder import open_hf_folder
+from launch.formats.metrics import read_metrics
+from launch.trained_model.load import load_trained, open_trained
 from model.hf import hf_shapes
 from tests.helpers import ROOT, explain, exported, refusal, reseal
 
@@ -175,7 +175,7 @@ def test_int8_says_what_it_costs(run, folder, corpus, tmp_path, capsys):
     from safetensors.numpy import load_file
     from safetensors.torch import load_file as load_tensors
 
-    from launch.trained.scoring import window_losses
+    from launch.trained_model.scoring import window_losses
 
     exported(run, tmp_path / "int8", "--int8")
     (said, last), noise = (text.splitlines() for text in capsys.readouterr())
@@ -210,7 +210,7 @@ def test_weights_are_cut_into_several_files_and_read_again(folder, tmp_path):
     import torch
     from transformers import AutoModelForCausalLM
 
-    from launch.trained.hf_folder import write_config, write_weights
+    from launch.formats.hf_folder import write_config, write_weights
 
     trained = load_trained(folder)
     write_weights(trained.model, trained.config, tmp_path, "F32", shard_bytes=60_000)
@@ -376,7 +376,7 @@ def test_a_damaged_file_of_weights_is_one_line(folder, tmp_path):
 def test_a_header_whose_length_looks_like_a_pickle_is_read(length, tmp_path):
     import torch
 
-    from launch.trained.safetensors_file import read_header, read_tensor, write_tensors
+    from launch.formats.safetensors_file import read_header, read_tensor, write_tensors
 
     for padding in range(length):
         write_tensors(
@@ -620,7 +620,7 @@ def all_tokenizers(corpus: Path) -> dict[str, Tokenizer]:
 def test_auto_tokenizer_gives_the_ids_of_the_corpus(name, corpus, tmp_path):
     from transformers import AutoTokenizer
 
-    from launch.trained.hf_folder import other_ids, write_config, write_tokenizer
+    from launch.formats.hf_folder import other_ids, write_config, write_tokenizer
     from model.presets import GPTConfig
 
     tokenizer = all_tokenizers(corpus)[name]
@@ -667,7 +667,7 @@ def published(folder: Path, sizes: dict[str, int], vocab_size: int) -> int:
     """A folder as GPT-2's published ones, with random weights: names without a prefix, the causal masks among them; its bytes."""
     import torch
 
-    from launch.trained.safetensors_file import write_tensors
+    from launch.formats.safetensors_file import write_tensors
     from model.presets import GPTConfig
 
     config = GPTConfig(**sizes, vocab_size=vocab_size)

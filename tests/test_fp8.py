@@ -8,7 +8,7 @@ from importlib import metadata
 import pytest
 import torch
 
-from launch.run.config import resolve
+from launch.config.run_config import resolve
 from model.gpt import GPT
 from recipes.fp8.technique import RECIPES
 from recipes.registry import make_techniques

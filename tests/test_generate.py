@@ -16,9 +16,9 @@ import pytest
 from data_pipeline.shards import open_corpus
 from data_pipeline.tokenizer import Tokenizer, train_tokenizer
 from launch import generate
-from launch.run.errors import run_command
-from launch.trained.load import load_trained
-from launch.trained.streaming import TextStream
+from launch.errors import run_command
+from launch.trained_model.load import load_trained
+from launch.trained_model.streaming import TextStream
 
 ROOT = Path(__file__).resolve().parents[1]
 TINY = ["--n_layer", "2", "--n_head", "2", "--d_model", "32", "--seq_len", "32", "--steps", "4", "--lr", "0.01"]

@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 
-from launch.run import hardware, provenance
-from launch.run.config import RunConfig, resolve
-from launch.run.explain import as_text, explain
+from launch.config import hardware
+from launch.config.explain import as_text, explain
+from launch.config.run_config import RunConfig, resolve
+from launch.training import provenance
 from tests.helpers import refusal
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -144,7 +145,9 @@ def test_plan_and_arithmetic_are_those_of_what_auto_came_out_as(flag, config, ru
 
 
 def test_the_machine_is_asked_without_torch():
-    code = "import sys; from launch.run import hardware as it; it.bf16_arithmetic(), it._torch_build('cuda'); print('torch' in sys.modules)"
+    code = (
+        "import sys; from launch.config import hardware as it; it.bf16_arithmetic(), it._torch_build('cuda'); print('torch' in sys.modules)"
+    )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["False"]
 

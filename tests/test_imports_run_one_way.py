@@ -1,9 +1,11 @@
-"""Imports run one way: launch -> recipes -> model, launch -> data_pipeline; and what must start fast imports no torch."""
+"""Imports run one way: between the folders, between the parts of `launch/`, and between files; and `--help` imports no torch."""
 
 from __future__ import annotations
 
 import ast
+import graphlib
 import importlib.metadata
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,69 +13,75 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-PACKAGES = ("launch", "recipes", "model", "data_pipeline")
+PACKAGES = ("launch", "recipes", "model", "data_pipeline", "benchmarks")
 #: What each package may import of the others.
-BELOW = {"launch": {"launch", "recipes", "model", "data_pipeline"}, "recipes": {"recipes", "model"}}
-BELOW |= {"model": {"model"}, "data_pipeline": {"data_pipeline"}}
-HEAVY = {"torch", "deepspeed", "transformers"}
+BELOW = {
+    "benchmarks": {"launch", "recipes", "model", "data_pipeline"},
+    "launch": {"recipes", "model", "data_pipeline"},
+    "recipes": {"model"},
+    "model": set(),
+    "data_pipeline": set(),
+}
+#: The parts of `launch/`, each of which imports those below it: a command is on the floor above all parts.
+FLOORS = {"errors": 0, "formats": 1, "config": 2, "training": 3, "comparison": 4, "trained_model": 4}
+COMMANDS = 5
 #: The one place for the other ranks.
-DISTRIBUTED = "launch/engine/distributed.py"
+DISTRIBUTED = "launch/training/distributed.py"
+HELPS = [f"launch/{name}.py" for name in ("pretrain", "compare", "export", "generate", "score", "plan")] + ["data_pipeline/prepare.py"]
 
 
-def imports(tree: ast.Module, package: str) -> Iterator[tuple[str, int, bool]]:
-    """(module, line, whether it is imported when the file is) of every import, `from a import b` as a and as a.b.
+def modules(root: Path) -> dict[str, Path]:
+    """Every module of the packages below `root`, by its dotted name."""
+    files = sorted(file for package in PACKAGES for file in (root / package).rglob("*.py"))
+    return {".".join(file.relative_to(root).with_suffix("").parts).removesuffix(".__init__"): file for file in files}
 
-    Inside a function it is not; nor is it under `if TYPE_CHECKING`.
-    """
 
-    def walk(node: ast.AST, at_start: bool) -> Iterator[tuple[str, int, bool]]:
+def imports(name: str, file: Path) -> Iterator[tuple[str, int]]:
+    """(module, line) of every import of a file, inside functions too; `from a import b` as a.b."""
+    package = name if file.name == "__init__.py" else name.rpartition(".")[0]
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
-            for alias in node.names:
-                yield alias.name, node.lineno, at_start
+            yield from ((alias.name, node.lineno) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            parts = package.split(".")
-            base = [*parts[: len(parts) - node.level + 1]] if node.level else []
+            base = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
             module = ".".join([*base, *([node.module] if node.module else [])])
-            yield module, node.lineno, at_start
-            for alias in node.names:
-                yield f"{module}.{alias.name}", node.lineno, at_start
-        else:
-            function = isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
-            typing = isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
-            for child in ast.iter_child_nodes(node):
-                yield from walk(child, at_start and not function and not typing)
-
-    yield from walk(tree, True)
+            yield from ((f"{module}.{alias.name}", node.lineno) for alias in node.names)
 
 
-def starts_fast(file: str) -> bool:
-    """Whether `file` is imported before a user's mistake has been looked for."""
-    package, _, rest = file.partition("/")
-    if package == "data_pipeline":
-        return rest != "loader.py"
-    return (
-        file.startswith(("launch/run/", "launch/comparison/"))
-        or (file.startswith("launch/trained/") and not file.endswith(("/checkpoint_weights.py", "/scoring.py")))
-        or file in ("launch/pretrain.py", "launch/compare.py", "launch/export.py", "launch/generate.py", "launch/score.py")
-        or (package == "recipes" and rest.endswith(("registry.py", "technique.py", "claims.py", "pages.py")))
-    )
+def floor(name: str) -> int | None:
+    """On which floor of `launch/` a module is; None outside it."""
+    parts = name.split(".")
+    return FLOORS.get(parts[1], COMMANDS) if parts[0] == "launch" and len(parts) > 1 else None
 
 
 def faults(root: Path) -> list[str]:
-    """Every import that runs the wrong way, as `file:line: what`."""
-    found = []
-    for path in sorted(path for package in PACKAGES for path in (root / package).rglob("*.py")):
-        file = path.relative_to(root).as_posix()
-        package = file.split("/")[0]
-        for module, line, at_start in imports(ast.parse(path.read_text(encoding="utf-8")), ".".join(Path(file).parent.parts)):
-            top = module.split(".")[0]
-            here = f"{file}:{line}: "
-            if top in PACKAGES and top not in BELOW[package]:
-                found.append(f"{here}{package} imports {module}")
-            if module.startswith(("torch.distributed", "deepspeed.comm")) and file != DISTRIBUTED:
-                found.append(f"{here}{module} is for {DISTRIBUTED} alone")
-            if at_start and top in HEAVY and starts_fast(file):
-                found.append(f"{here}{module} at the start of a module that must load fast")
+    """Every import that runs the wrong way, as `file:line: what`, and every circle of files."""
+    known, found = modules(root), []
+    graph: dict[str, set[str]] = {name: set() for name in known}
+    for name, file in known.items():
+        package = name.split(".")[0]
+        for imported, line in imports(name, file):
+            here = f"{file.relative_to(root).as_posix()}:{line}: "
+            top = imported.split(".")[0]
+            if top in PACKAGES and top != package and top not in BELOW[package]:
+                found.append(f"{here}{package} imports {imported}")
+            if (
+                imported.startswith(("torch.distributed", "deepspeed.comm"))
+                and package != "benchmarks"
+                and not here.startswith(DISTRIBUTED)
+            ):
+                found.append(f"{here}{imported} is for {DISTRIBUTED} alone")
+            module = next((one for one in (imported, imported.rpartition(".")[0]) if one in known and one != name), None)
+            own, theirs = floor(name), floor(imported)
+            same_part = imported.split(".")[:2] == name.split(".")[:2]
+            if own is not None and theirs is not None and (theirs > own or (theirs == own and own > 3 and not same_part)):
+                found.append(f"{here}{name} imports {imported}, which is not below it")
+            if module:
+                graph[name].add(module)
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as circle:
+        found.append(f"a circle of imports: {' <- '.join(circle.args[1])}")
     return sorted(set(found))
 
 
@@ -92,24 +100,31 @@ def test_no_script_carries_the_name_of_a_module():
     assert unsafe_names(ROOT) == []
 
 
+@pytest.mark.parametrize("script", HELPS)
+def test_help_imports_no_torch(script):
+    done = subprocess.run([sys.executable, "-X", "importtime", script, "--help"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0
+    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+    assert "argparse" in imported
+    assert not imported & {"torch", "deepspeed", "transformers"}
+
+
 @pytest.mark.parametrize(
     ("file", "text", "fault"),
     [
-        ("recipes/x/technique.py", "from launch.run import config", "recipes imports launch.run"),
+        ("recipes/x/technique.py", "from launch.config import flags", "recipes imports launch.config"),
         ("recipes/x/technique.py", "def f():\n    import launch", "recipes imports launch"),
         ("model/x.py", "from recipes.registry import read_recipe", "model imports recipes.registry"),
         ("model/x.py", "import data_pipeline.shards", "model imports data_pipeline.shards"),
         ("data_pipeline/x.py", "from model import gpt", "data_pipeline imports model"),
-        ("data_pipeline/x.py", "import torch", "must load fast"),
-        ("data_pipeline/x.py", "class A:\n    from torch import nn", "must load fast"),
-        ("recipes/x/technique.py", "import torch", "must load fast"),
-        ("recipes/x/kernel.py", "import torch.distributed as dist", "for launch/engine/distributed.py alone"),
-        ("launch/engine/x.py", "from torch import distributed", "for launch/engine/distributed.py alone"),
-        ("launch/engine/x.py", "def f():\n    from deepspeed.comm import comm", "for launch/engine/distributed.py alone"),
-        ("launch/run/x.py", "try:\n    import deepspeed\nexcept ImportError:\n    pass", "must load fast"),
-        ("launch/run/x.py", "from transformers import AutoModel", "must load fast"),
-        ("launch/pretrain.py", "import torch", "must load fast"),
-        ("launch/comparison/x.py", "import torch", "must load fast"),
+        ("recipes/x/kernel.py", "import torch.distributed as dist", f"for {DISTRIBUTED} alone"),
+        ("launch/training/x.py", "from torch import distributed", f"for {DISTRIBUTED} alone"),
+        ("launch/training/x.py", "def f():\n    from deepspeed.comm import comm", f"for {DISTRIBUTED} alone"),
+        ("launch/config/x.py", "def f():\n    from launch.training import engine", "which is not below it"),
+        ("launch/formats/x.py", "from launch.config.flags import MUST", "which is not below it"),
+        ("launch/comparison/x.py", "from launch.trained_model import load", "which is not below it"),
+        ("launch/training/x.py", "from launch import pretrain", "which is not below it"),
+        ("launch/export.py", "from launch import score", "which is not below it"),
     ],
 )
 def test_a_wrong_import_is_found(file, text, fault, tmp_path):
@@ -119,15 +134,21 @@ def test_a_wrong_import_is_found(file, text, fault, tmp_path):
     assert any(fault in line for line in faults(tmp_path)), faults(tmp_path)
 
 
+def test_a_circle_is_found(tmp_path):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "a.py").write_text("from model import b")
+    (tmp_path / "model" / "b.py").write_text("def f():\n    from model.a import x")
+    assert "a circle of imports" in "".join(faults(tmp_path))
+
+
 @pytest.mark.parametrize(
     ("file", "text"),
     [
-        ("launch/run/x.py", "def f():\n    import torch"),
-        ("launch/run/x.py", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import torch\n    from launch.engine import engine"),
+        ("launch/pretrain.py", "from launch.comparison import page\nfrom launch.training.engine import Engine\nimport torch"),
+        ("launch/training/x.py", "from launch.errors import UsageError\nfrom launch.config.flags import MUST"),
         ("data_pipeline/loader.py", "import torch\nfrom . import shards"),
-        ("launch/engine/distributed.py", "import torch.distributed\nfrom deepspeed import comm"),
+        (DISTRIBUTED, "import torch.distributed\nfrom deepspeed import comm"),
         ("recipes/x/technique.py", "from model.gpt import GPT\nfrom recipes.technique import Technique"),
-        ("recipes/x/kernel.py", "import torch"),
     ],
 )
 def test_a_right_import_is_not(file, text, tmp_path):

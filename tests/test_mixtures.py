@@ -15,7 +15,7 @@ from data_pipeline.errors import DataError
 from data_pipeline.loader import Loader
 from data_pipeline.sampler import BLOCK, DENOMINATOR, GlobalSampler, mixture_pattern, parts_of, shuffled_positions
 from data_pipeline.shards import Corpus, open_corpus
-from launch.run.config import resolve
+from launch.config.run_config import resolve
 
 FIXED = settings(max_examples=40, deadline=None, derandomize=True, database=None)
 

@@ -19,10 +19,10 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from launch.run.config import resolve
-from launch.run.engine_keys import section_rule
-from launch.run.engine_schema import engine_schema
-from launch.run.errors import UsageError
+from launch.config.engine_keys import section_rule
+from launch.config.engine_schema import engine_schema
+from launch.config.run_config import resolve
+from launch.errors import UsageError
 from recipes.registry import technique_classes
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -22,8 +22,8 @@ from data_pipeline.nanogpt import BLOCK_BYTES, BLOCKS
 from data_pipeline.sampler import GlobalSampler
 from data_pipeline.shards import SPLITS, open_corpus
 from data_pipeline.tokenizer import Tokenizer
-from launch.engine.evaluation import sample_text
-from launch.run.config import resolve
+from launch.config.run_config import resolve
+from launch.training.evaluation import sample_text
 
 ROOT = Path(__file__).resolve().parents[1]
 TEXT = "def of(x):\n    return x + 1\n\nprint(of(2))  # größer\n" * 60

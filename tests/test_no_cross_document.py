@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from launch.run.config import resolve
-from launch.run.explain import as_text, explain
+from launch.config.explain import as_text, explain
+from launch.config.run_config import resolve
 from model import gpt
 from model.gpt import GPT, document_mask, document_starts
 from model.presets import GPTConfig

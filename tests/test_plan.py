@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from launch.run.config import resolve
-from launch.run.explain import explain
-from launch.run.memory import bytes_sent_per_step, memory_per_rank, parameter_sizes
+from launch.config.explain import explain
+from launch.config.memory import bytes_sent_per_step, memory_per_rank, parameter_sizes
+from launch.config.run_config import resolve
 from model.accounting import parameter_count
 from model.presets import PRESETS, GPTConfig
 

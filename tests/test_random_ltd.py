@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from launch.run.config import resolve
-from launch.run.errors import UsageError
+from launch.config.run_config import resolve
+from launch.errors import UsageError
 from model.accounting import flops_per_token
 from model.presets import GPTConfig
 from recipes.random_ltd.technique import RandomLTD, draw_positions, reserved_length, run_on

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from launch.run.config import resolve
-from launch.run.metrics import read_metrics
+from launch.config.run_config import resolve
+from launch.formats.metrics import read_metrics
 from model.presets import PRESETS
 from tests.helpers import copy_checkout, free_port
 from tests.run_folders import description, lines, write_run

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from launch.run.errors import UsageError
-from launch.run.flags import build_parser, parse_flags
+from launch.config.flags import build_parser, parse_flags
+from launch.errors import UsageError
 from recipes import registry
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -144,7 +144,7 @@ def recipes_with_a_technique(tmp_path, monkeypatch) -> Path:
 
 
 def resolve_with(tmp_path: Path, corpus: Path, section: Any, **changes: Any):
-    from launch.run.config import resolve
+    from launch.config.run_config import resolve
 
     values = json.loads((ROOT / "ds_configs/zero1_bf16.json").read_text()) | {"curriculum_learning": section} | changes
     file = tmp_path / "engine.json"
@@ -196,7 +196,7 @@ def test_a_technique_tells_its_schedule_without_torch_and_hides_nothing(corpus):
     """What `--explain` asks: `on_step`, `batch_plan` and `metrics` at any step, in any order, before there is an engine."""
     code = """
 import json, sys
-from launch.run.config import resolve
+from launch.config.run_config import resolve
 from recipes.registry import ROOT, make_techniques, recipe_names
 
 for name in recipe_names():

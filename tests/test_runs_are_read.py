@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from launch.comparison.runs import read_run
-from launch.run.errors import UsageError
+from launch.errors import UsageError
 from model.accounting import flops_per_token
 from model.presets import GPTConfig
 from tests.run_folders import TOKENS, description, line, lines, write_run

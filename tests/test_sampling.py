@@ -252,7 +252,7 @@ def test_deepspeeds_blocks_give_the_same_logits(monkeypatch):
     """
     from deepspeed.ops.transformer.inference.op_binding.base import BaseOp
 
-    from launch.engine.inference import DeepSpeedInference
+    from launch.trained_model.inference import DeepSpeedInference
 
     monkeypatch.setattr(BaseOp, "inference_module", object())  # has no kernel
     for config in CONFIGS:
@@ -270,7 +270,7 @@ def test_deepspeeds_blocks_give_the_same_logits(monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_deepspeeds_kernels_give_the_same_logits(dtype):
     """fp16 rounds activations of order 10 to 1e-2."""
-    from launch.engine.inference import DeepSpeedInference
+    from launch.trained_model.inference import DeepSpeedInference
 
     config = GPTConfig(2, 4, 256, 64, vocab_size=1000)
     model = model_of(config).cuda()

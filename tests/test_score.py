@@ -16,10 +16,10 @@ import pytest
 
 from data_pipeline.shards import open_corpus
 from launch import score
-from launch.run.errors import run_command
-from launch.run.metrics import read_metrics
-from launch.trained.load import load_trained
-from launch.trained.scoring import estimate, text_bytes, training_windows
+from launch.errors import run_command
+from launch.formats.metrics import read_metrics
+from launch.trained_model.load import load_trained
+from launch.trained_model.scoring import estimate, text_bytes, training_windows
 
 ROOT = Path(__file__).resolve().parents[1]
 #: Where the commands of this environment are.

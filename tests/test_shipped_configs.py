@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from launch.run.config import resolve
-from launch.run.json_lines import read_json
+from launch.config.run_config import resolve
+from launch.formats.json_lines import read_json
 from recipes.registry import read_recipe, recipe_names
 from tests.helpers import recipe_flags, skip_unless_the_device_can
 

@@ -16,7 +16,7 @@ UNNEEDED = ("matplotlib", "transformers", "datasets", "pandas", "pyarrow", "torc
 COMMAND = f"""
 import sys
 from launch import pretrain
-from launch.engine.meter import Meter
+from launch.training.meter import Meter
 
 end_step = Meter.end_step
 

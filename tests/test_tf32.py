@@ -9,10 +9,10 @@ from functools import partial
 import pytest
 import torch
 
-from launch.engine.engine import check_device
-from launch.engine.meter import Meter
-from launch.run.config import resolve
-from launch.run.errors import UsageError
+from launch.config.run_config import resolve
+from launch.errors import UsageError
+from launch.training.engine import check_device
+from launch.training.meter import Meter
 from model.accounting import peak_flops
 from recipes.registry import make_techniques
 from tests import helpers

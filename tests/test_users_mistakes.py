@@ -20,10 +20,10 @@ import pytest
 
 from data_pipeline.errors import DataError
 from data_pipeline.shards import open_corpus
-from launch.run import errors
-from launch.run.config import resolve
-from launch.run.errors import UsageError
-from launch.run.folder import await_port
+from launch import errors
+from launch.config.run_config import resolve
+from launch.errors import UsageError
+from launch.training.folder import await_port
 from model.presets import PRESETS, ModelShape, Preset
 from tests.helpers import free_port, refused_start
 

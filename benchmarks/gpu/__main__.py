@@ -12,7 +12,6 @@ its record is in benchmarks/gpu/PART.json as soon as it ends. Exit codes: 0 ever
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
 import os
 import subprocess
@@ -21,14 +20,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
-FOLDER = Path(__file__).parent
-#: What is brought along and made on the way; ignored by git.
-WORK = ROOT / ".gpu"
-WHEELS, SITE = WORK / "wheels", WORK / "site"
-PARTS = ("setup", "correctness", "utilization", "testbed", "kernels")
-#: The largest sum of what travels to the GPU machine: the checkout and the wheels.
-MOST_BYTES = 64 * 2**20
+from benchmarks.gpu import rehearsal
+from benchmarks.gpu.parts import FOLDER, PARTS, ROOT, SITE, WORK, commands
+
 TIME_IS_OVER = 3
 
 
@@ -40,8 +34,6 @@ def main() -> int:
     parser.add_argument("--python", default="python3.12", help="rehearse: the interpreter of the GPU machine's version (python3.12)")
     arguments = parser.parse_args()
     if arguments.parts in (["pack"], ["rehearse"]):
-        from benchmarks.gpu import rehearsal
-
         return rehearsal.pack() if arguments.parts == ["pack"] else rehearsal.rehearse(arguments.python)
     for name in arguments.parts:
         if name not in PARTS:
@@ -62,24 +54,6 @@ def prepare_environment(tiny: bool) -> None:
     os.environ["DS_ACCELERATOR"] = "cpu" if tiny else "cuda"
     if not (ROOT / ".git").exists() and (commit := WORK / "commit").exists():
         os.environ["BENCHMARK_COMMIT"] = commit.read_text(encoding="utf-8").strip()
-
-
-def corpus(tiny: bool) -> Path:
-    """Where set-up prepares the text."""
-    return ROOT / "data" / ("packages_tiny" if tiny else "packages")
-
-
-def commands(part: str, tiny: bool) -> dict[str, list[str]]:
-    """The command of each cell of `part`, by the cell's name."""
-    small = ["--tiny"] if tiny else []
-    if part == "setup":
-        return {"setup": ["benchmarks/gpu/setup.py", *small]}
-    if part == "kernels":
-        families = ("gelu", "adamw") if tiny else ("head", "gelu", "compiled block", "adamw", "layer_norm")
-        return {name: ["benchmarks/kernels.py", "--only", name, *(["--turns", "3"] if tiny else [])] for name in families}
-    data = [] if part == "correctness" else ["--data", str(corpus(tiny).relative_to(ROOT))]
-    cells = importlib.import_module(f"benchmarks.{part}").cells(tiny)
-    return {name: [f"benchmarks/{part}.py", "--only", name, *small, *data] for name in cells}
 
 
 def run_part(part: str, tiny: bool, deadline: float) -> int:

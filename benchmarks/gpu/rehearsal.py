@@ -19,8 +19,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from benchmarks.gpu.__main__ import FOLDER, MOST_BYTES, PARTS, ROOT, WHEELS, WORK, commands
-from launch.run.provenance import repository_commit
+from benchmarks.gpu.parts import FOLDER, MOST_BYTES, PARTS, ROOT, WHEELS, WORK, commands
+from launch.training.provenance import repository_commit
 
 CONSTRAINTS = ROOT / "constraints.txt"
 #: Tags of wheels that a machine with Python 3.12 on Linux x86-64 takes; manylinux up to glibc 2.28.

@@ -23,7 +23,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[0] = str(ROOT)
 
-from benchmarks.gpu.__main__ import SITE, WHEELS, corpus
+from benchmarks.gpu.parts import SITE, WHEELS, corpus
 
 #: Distributions whose module has another name.
 MODULES = {"liger-kernel": "liger_kernel", "lm_eval": "lm_eval"}

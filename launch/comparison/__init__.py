@@ -1,1 +1,1 @@
-"""Runs as controlled experiments: running what is missing, reading run folders, statistics, and the report."""
+"""Runs compared as controlled experiments: missing runs, statistics, the report."""

@@ -17,10 +17,10 @@ import numpy as np
 
 from launch.comparison.runs import Column, Run
 from launch.comparison.verdicts import Verdict, judge, paired_interval
-from launch.run.config import SCRATCH
-from launch.run.errors import UsageError
-from launch.run.folder import INCIDENTAL
-from launch.run.json_lines import dotted
+from launch.config.run_config import SCRATCH
+from launch.errors import UsageError
+from launch.formats.json_lines import dotted
+from launch.training.folder import INCIDENTAL
 from recipes.claims import CLAIMS
 from recipes.registry import ROOT, Recipe, read_recipe, recipe_names
 

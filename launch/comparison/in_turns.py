@@ -1,7 +1,7 @@
 """Training the runs of an experiment side by side, in turns of a few steps, so that a machine that drifts hits all of them alike.
 
 Each run is a whole `launch/pretrain.py`, under DeepSpeed's launcher where it has several ranks. They are started one after another, so
-that none makes steps while another starts up; then each in turn makes `launch.run.turns.STEPS` steps while the others wait.
+that none makes steps while another starts up; then each in turn makes `launch.training.turns.STEPS` steps while the others wait.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from types import FrameType
 import psutil
 
 from launch.comparison.trials import Trial
-from launch.run import turns
+from launch.training import turns
 from recipes.registry import ROOT
 
 #: How often it is looked whether a run that should make steps has ended.

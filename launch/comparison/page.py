@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from launch.run.errors import one_line
+from launch.errors import one_line
 from recipes.claims import CLAIMS
 
 if TYPE_CHECKING:

@@ -12,9 +12,9 @@ from typing import Any
 
 from launch.comparison.comparison import Comparison, Figure, Pair, Spread
 from launch.comparison.page import draw_losses
-from launch.run.errors import UsageError
-from launch.run.folder import write_atomically
-from launch.run.provenance import machine, repository_commit
+from launch.errors import UsageError
+from launch.training.folder import write_atomically
+from launch.training.provenance import machine, repository_commit
 from recipes.pages import FIGURES, RESULTS, read_results, write_pages
 from recipes.registry import ROOT, recipe_names
 

@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from launch.run.errors import UsageError
-from launch.run.metrics import read_good_lines, read_run_json
-from launch.run.steps import trained_flops_per_token
+from launch.config.steps import trained_flops_per_token
+from launch.errors import UsageError
+from launch.formats.metrics import read_good_lines, read_run_json
 from model.presets import GPTConfig
 
 Column = npt.NDArray[np.float64]

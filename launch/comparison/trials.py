@@ -15,12 +15,12 @@ from pathlib import Path
 import psutil
 
 from data_pipeline.errors import DataError
-from launch.run.config import RunConfig, resolve
-from launch.run.errors import UsageError
-from launch.run.explain import memory_of
-from launch.run.flags import suggested_flags
-from launch.run.folder import INCIDENTAL
-from launch.run.hardware import device_type, gpu_memory
+from launch.config.explain import memory_of
+from launch.config.flags import suggested_flags
+from launch.config.hardware import device_type, gpu_memory
+from launch.config.run_config import RunConfig, resolve
+from launch.errors import UsageError
+from launch.training.folder import INCIDENTAL
 from recipes.registry import ROOT, Recipe
 
 #: How much of a device's memory, or of what is free of the host's, runs that take turns may fill.
@@ -81,7 +81,7 @@ def _trial(config_file: str, flags: list[str], ranks: int) -> Trial:
     try:
         config, _ = resolve(flags, ranks)
         if config.asks_the_device:
-            from launch.engine.engine import check_device
+            from launch.training.engine import check_device
 
             check_device(config)
     except DataError:

@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
-from launch.engine.distributed import start_ranks
-from launch.engine.engine import start_engine
-from launch.run.checkpoint import Checkpoints
-from launch.run.config import resolve
-from launch.run.errors import UsageError
+from launch.config.run_config import resolve
+from launch.errors import UsageError
+from launch.training.checkpoint import Checkpoints
+from launch.training.distributed import start_ranks
+from launch.training.engine import start_engine
 from recipes.registry import make_techniques
 from tests.distributed.correction_jobs import fp16_allowed
 from tests.distributed.jobs import forget_engines

@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
-from launch.engine import corrections
-from launch.engine.distributed import start_ranks
-from launch.engine.engine import Engine, start_engine
-from launch.run.config import resolve
-from launch.run.errors import TrainingFailed
+from launch.config.run_config import resolve
+from launch.errors import TrainingFailed
+from launch.training import corrections
+from launch.training.distributed import start_ranks
+from launch.training.engine import Engine, start_engine
 from model.gpt import run_all_blocks
 from recipes.technique import Techniques
 from tests.distributed.reference import run_all_but

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from deepspeed.utils import safe_get_full_fp32_param
 
-from launch.run.checkpoint import Checkpoints
-from launch.run.errors import UsageError
+from launch.errors import UsageError
+from launch.training.checkpoint import Checkpoints
 from tests.distributed.correction_jobs import fp16_allowed
 from tests.distributed.jobs import pretrain
 

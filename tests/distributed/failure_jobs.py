@@ -15,11 +15,10 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.staging import DefaultStager
 
-from launch.engine import engine, snapshot
-from launch.engine.engine import Engine
-from launch.engine.snapshot import Snapshots
-from launch.run import checkpoint
-from launch.run.errors import TrainingFailed
+from launch.errors import TrainingFailed
+from launch.training import checkpoint, engine, snapshot
+from launch.training.engine import Engine
+from launch.training.snapshot import Snapshots
 from recipes import registry
 from recipes.technique import Technique, Techniques
 from tests.distributed.correction_jobs import fp16_allowed

@@ -9,14 +9,14 @@ from typing import Any
 
 import torch
 
+from launch.config import hardware
+from launch.config.run_config import resolve
+from launch.errors import UsageError
+from launch.formats.metrics import read_metrics
 from launch.pretrain import train
-from launch.run import hardware
-from launch.run.config import resolve
-from launch.run.errors import UsageError
-from launch.run.folder import NoFolder, RunFolder
-from launch.run.metrics import read_metrics
-from launch.run.provenance import describe_run
-from launch.run.signals import StopRequest
+from launch.training.folder import NoFolder, RunFolder
+from launch.training.provenance import describe_run
+from launch.training.signals import StopRequest
 from model.gpt import GPT, run_all_blocks
 from recipes import registry
 from recipes.technique import BatchPlan, Run, Technique, Techniques

@@ -13,7 +13,7 @@ from typing import Any
 
 import psutil
 
-from launch.run.metrics import read_metrics
+from launch.formats.metrics import read_metrics
 from tests.helpers import free_port
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -1,4 +1,4 @@
-"""Measuring what `launch/run/memory.py` predicts: model states in a live engine, peaks of fresh processes."""
+"""Measuring what `launch/config/memory.py` predicts: model states in a live engine, peaks of fresh processes."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from launch.run.config import RunConfig, resolve
-from launch.run.folder import NoFolder
-from launch.run.memory import MemoryPlan, memory_per_rank
-from launch.run.metrics import read_metrics
+from launch.config.memory import MemoryPlan, memory_per_rank
+from launch.config.run_config import RunConfig, resolve
+from launch.formats.metrics import read_metrics
+from launch.training.folder import NoFolder
 from recipes import registry
 from recipes.technique import Technique, Techniques
 from tests.distributed.correction_jobs import fp16_allowed
@@ -118,7 +118,7 @@ def tensors_in(holder: Any) -> Iterator[Any]:
 def states_in_step(flags: list[str]) -> tuple[RunConfig, list[dict[str, int]]]:
     """Train two steps in this pool of ranks; this rank's model states after each backward pass of the second."""
     from launch.pretrain import train
-    from launch.run.signals import StopRequest
+    from launch.training.signals import StopRequest
 
     config, _ = resolve([*flags, "--steps", "2", "--eval_every", "0", "--save_every", "0", "--quiet"])
     technique = _StatesInStep({}, config)

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from launch.engine.distributed import start_ranks
-from launch.engine.mean_norm import MeanNorm
+from launch.training.distributed import start_ranks
+from launch.training.mean_norm import MeanNorm
 from model.gpt import GPT
 from model.presets import GPTConfig
 from recipes.compressed_all_reduce import BLOCK, CompressedAllReduce

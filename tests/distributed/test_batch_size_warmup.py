@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from launch.run.config import resolve
+from launch.config.run_config import resolve
 
 SHAPE = {"n_layer": 2, "n_head": 2, "d_model": 64, "seq_len": 64}
 BATCH, STEPS, LR, WARMUP = 16, 20, 5e-4, 2

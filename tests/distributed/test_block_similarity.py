@@ -38,7 +38,7 @@ def test_it_is_what_the_blocks_do():
     import torch
     from torch import nn
 
-    from launch.engine.similarity import BlockSimilarity
+    from launch.training.similarity import BlockSimilarity
 
     class Doubling(nn.Module):
         def forward(self, x):
@@ -73,8 +73,8 @@ def test_it_is_what_the_blocks_do():
 
 
 def test_it_wants_evaluations(tmp_path):
-    from launch.run.config import resolve
-    from launch.run.errors import UsageError
+    from launch.config.run_config import resolve
+    from launch.errors import UsageError
 
     with pytest.raises(UsageError, match="--block_similarity is measured at evaluations, and --eval_every 0 makes none"):
         resolve(["--deepspeed_config", "ds_configs/zero1_bf16.json", "--eval_every", "0", "--block_similarity", "--explain"])

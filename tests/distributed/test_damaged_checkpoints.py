@@ -19,9 +19,9 @@ from typing import Any
 import pytest
 import torch
 
-from launch.run.checkpoint_files import complete_checkpoints, read_state
-from launch.run.errors import UsageError
-from launch.trained.load import load_trained
+from launch.errors import UsageError
+from launch.formats.checkpoint_files import complete_checkpoints, read_state
+from launch.trained_model.load import load_trained
 from tests.distributed.launched import TINY, LaunchedRun
 from tests.helpers import reseal
 
@@ -386,4 +386,4 @@ def test_only_one_place_unpickles():
         for file in (ROOT / folder).rglob("*.py")
         if any(call in file.read_text() for call in ("torch.load(", "pickle.load", "pickle.Unpickler("))
     }
-    assert found == {"launch/engine/tensor_files.py"}
+    assert found == {"launch/formats/tensor_files.py"}

@@ -67,7 +67,7 @@ def check(two_ranks: Any, corpus: Path, tmp_path: Path, names: list[str]) -> Non
     """Train each, export it, read it elsewhere: the live engine's own numbers, bit for bit, and its text."""
     import torch
 
-    from launch.trained.load import load_trained
+    from launch.trained_model.load import load_trained
 
     refused = two_ranks.run(JOB, runs=[flags(corpus, tmp_path, name) for name in names])[0]
     assert refused == [""] * len(names)
@@ -109,7 +109,7 @@ def test_of_weights_and_optimizer_on_a_drive(drive, two_ranks, corpus, tmp_path)
     assert two_ranks.run(JOB, runs=[run])[0] == [""]
     import torch
 
-    from launch.trained.load import load_trained
+    from launch.trained_model.load import load_trained
 
     live = torch.load(tmp_path / "zero_infinity" / "live.pt")
     assert list((tmp_path / "zero_infinity").rglob("offloaded_tensors/rank01/*.swp"))

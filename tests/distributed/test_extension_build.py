@@ -14,7 +14,8 @@ import pytest
 from tests.distributed.launched import ROOT, LaunchedRun
 
 NAME = "deepspeed_shm_comm"  # the smallest of DeepSpeed's extensions for CPUs
-LOAD = "from launch.engine.distributed import load_extension, quiet_deepspeed; quiet_deepspeed(); load_extension('ShareMemCommBuilder')"
+LOAD = "from launch.config.hardware import quiet_deepspeed; from launch.training.distributed import load_extension; quiet_deepspeed();"
+LOAD += "load_extension('ShareMemCommBuilder')"
 
 
 def load(extensions: Path) -> subprocess.Popen:

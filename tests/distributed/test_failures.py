@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from launch.run.checkpoint import complete_checkpoints
+from launch.training.checkpoint import complete_checkpoints
 
 JOBS = "tests.distributed.failure_jobs"
 SHAPE = ["--n_layer", "2", "--n_head", "2", "--d_model", "64", "--seq_len", "32", "--global_batch_size", "8", "--micro_batch_size", "2"]

@@ -8,7 +8,7 @@ import shutil
 import numpy as np
 import pytest
 
-from launch.run.exponents import BINS, KINDS, LOWEST, overall, summary
+from launch.training.exponents import BINS, KINDS, LOWEST, overall, summary
 
 SHAPE = ["--n_layer", "3", "--n_head", "2", "--d_model", "64", "--seq_len", "32", "--global_batch_size", "8", "--micro_batch_size", "2"]
 LAYERS = ["embedding", "block 0", "block 1", "block 2", "final norm"]
@@ -39,7 +39,7 @@ def histograms(tmp_path, name: str) -> list[dict]:
 def test_the_shares_are_those_of_a_conversion_to_fp16(scale):
     import torch
 
-    from launch.engine.histograms import count_exponents
+    from launch.training.histograms import count_exponents
 
     rng = np.random.default_rng(0)
     values = rng.choice([-1, 1], 20_000) * np.exp2(rng.uniform(-60, 20, 20_000)).astype(np.float32)
@@ -62,7 +62,7 @@ def test_the_shares_are_those_of_a_conversion_to_fp16(scale):
 def test_the_ends_are_open_and_what_is_not_finite_is_counted_apart():
     import torch
 
-    from launch.engine.histograms import count_exponents
+    from launch.training.histograms import count_exponents
 
     counts = count_exponents(torch.tensor([1e-45, 3e38, 0.0, torch.inf, torch.nan, 1.0])).tolist()
     assert (counts[0], counts[BINS - 1], counts[-LOWEST]) == (1, 1, 1)

@@ -8,7 +8,7 @@ import re
 import pytest
 
 from data_pipeline.shards import open_corpus
-from launch.run.metrics import recent_loss
+from launch.formats.metrics import recent_loss
 from model.accounting import parameter_count
 from model.presets import GPTConfig
 

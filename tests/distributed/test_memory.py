@@ -9,9 +9,9 @@ import pytest
 
 from benchmarks.model_states import bytes_per_parameter
 from data_pipeline.shards import open_corpus
-from launch.run import memory
-from launch.run.config import resolve
-from launch.run.memory import bytes_sent_per_step
+from launch.config import memory
+from launch.config.memory import bytes_sent_per_step
+from launch.config.run_config import resolve
 from model.accounting import parameter_count
 from model.presets import GPTConfig
 from tests.distributed.memory_jobs import PARTS, ROOT, run_and_plan

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from launch.run.config import resolve
-from launch.run.errors import UsageError
-from launch.run.metrics import read_metrics
+from launch.config.run_config import resolve
+from launch.errors import UsageError
+from launch.formats.metrics import read_metrics
 
 ROOT = Path(__file__).resolve().parents[2]
 #: c_fc and c_proj are large enough for the drive (1 MiB of fp32), biases and norms are not.

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from launch.run import folder as run_folder
-from launch.run.checkpoint import complete_checkpoints, read_state
-from launch.run.errors import UsageError
-from launch.run.folder import RunFolder
+from launch.errors import UsageError
+from launch.training import folder as run_folder
+from launch.training.checkpoint import complete_checkpoints, read_state
+from launch.training.folder import RunFolder
 from tests.distributed.launched import TINY, LaunchedRun
 from tests.distributed.ranks import Ranks
 
@@ -201,7 +201,7 @@ def test_a_rehearsal_that_fails_costs_nothing_but_itself(one_rank, flags, tmp_pa
 
 
 def test_the_room_for_copies_is_what_the_tightest_limit_leaves_each_rank(tmp_path, monkeypatch):
-    from launch.engine import snapshot
+    from launch.training import snapshot
 
     for place, limit in (("job", "5000"), ("job/step", "max"), ("job/step/task", "9000")):
         folder = tmp_path / place

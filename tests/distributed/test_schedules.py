@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.run.checkpoint_files import complete_checkpoints
+from launch.formats.checkpoint_files import complete_checkpoints
 from tests.distributed.launched import TINY
 from tests.helpers import explained
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.run.checkpoint import complete_checkpoints
+from launch.training.checkpoint import complete_checkpoints
 from tests.distributed.launched import ROOT, TINY, LaunchedRun, curve
 
 STEPS = 12

@@ -7,9 +7,9 @@ import json
 
 import pytest
 
-from launch.run.config import resolve
-from launch.run.errors import UsageError
-from launch.run.steps import planned_steps
+from launch.config.run_config import resolve
+from launch.config.steps import planned_steps
+from launch.errors import UsageError
 from recipes.curriculum_learning.technique import length_at
 from recipes.progressive_layer_drop.technique import draws, keep_probabilities, theta_at
 from recipes.random_ltd.technique import reserved_length

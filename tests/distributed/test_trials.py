@@ -16,8 +16,8 @@ import pytest
 
 from launch.comparison.in_turns import Member, train_in_turns
 from launch.comparison.trials import CannotRun, Trial, fitting_groups, in_order, plan_experiment
-from launch.run.metrics import read_metrics
-from launch.run.turns import STEPS
+from launch.formats.metrics import read_metrics
+from launch.training.turns import STEPS
 from recipes.registry import ROOT, read_recipe
 from tests.helpers import resumed_after
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from launch.run.config import resolve
-from launch.run.explain import bytes_of
+from launch.config.explain import bytes_of
+from launch.config.run_config import resolve
 
 SHAPE = ["--n_layer", "3", "--n_head", "2", "--d_model", "64", "--seq_len", "32", "--global_batch_size", "16", "--micro_batch_size", "2"]
 #: Everything but biases and norms is gathered.

@@ -30,7 +30,7 @@ from typing import Any
 
 import psutil
 
-from launch.run.metrics import read_metrics
+from launch.formats.metrics import read_metrics
 
 ROOT = Path(__file__).resolve().parents[2]
 #: Name and address of each host. No other machine sees them, so they are the same in every job.

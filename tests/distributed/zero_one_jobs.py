@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from launch.run.config import resolve
+from launch.config.run_config import resolve
 from recipes import registry
 from recipes.technique import Run, Technique, Techniques
 from tests.distributed.correction_jobs import fp16_allowed

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from launch.engine import engine
+from launch.training import engine
 from tests.distributed.jobs import pretrain
 
 

@@ -1,0 +1,192 @@
+"""The engine JSON while it is resolved: its values, where each came from, and the faults found so far.
+
+A value with a fault is taken out, so that the checks behind it go on as if it had been left out: all faults of a file are reported
+at once, and none twice. What the file leaves open is filled in by `choose` and `settle`, which note the origin of each value; that is
+what `--explain` prints.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import Any
+
+from launch.config.engine_keys import Faults, check_engine_keys
+from launch.config.engine_schema import Rule
+from launch.errors import UsageError
+from launch.formats.json_lines import KeyPath, dotted, parse_json, read_json
+
+
+class EngineJson:
+    """The JSON in `file`, changed by `overrides` (`--set key.path=value`).
+
+    Attributes:
+        values: the JSON as it stands now.
+        notes: what was accepted with a word: a line each, with the place in the file.
+        lacks: what the JSON needs and this machine does not have: a line each.
+    """
+
+    def __init__(self, file: str, overrides: list[str]):
+        self.file = file
+        self.values, self._lines = read_json(file)
+        self.notes: list[str] = []
+        self.lacks: list[str] = []
+        self._faults: list[str] = []
+        self._faulty: list[KeyPath] = []
+        self._overrides: list[KeyPath] = []
+        self._settled: dict[KeyPath, str] = {}
+        self._old_names: dict[KeyPath, KeyPath] = {}
+        for override in overrides:
+            self._override(override)
+
+    def _override(self, text: str) -> None:
+        """Apply `--set key.path=value`; the value is JSON, or a string where it is none."""
+        keys, equals, raw = text.partition("=")
+        path = tuple(keys.split("."))
+        if not equals or not raw or not all(path):
+            raise UsageError(f"--set {text}: must be KEY=VALUE, e.g. --set zero_optimization.stage=2")
+        value: Any = raw
+        if raw[0] in '{["-0123456789' or raw in ("true", "false", "null", "NaN", "Infinity"):
+            value, _ = parse_json(raw, f"--set {keys}")
+        section = self.values
+        for depth, part in enumerate(path[:-1], start=1):
+            section = section.setdefault(part, {})
+            if not isinstance(section, dict):
+                above = dotted(path[:depth])
+                whose = "another --set" if self._is_overridden(path[:depth]) else self.file
+                raise UsageError(f"--set {text}: '{above}' is a value in {whose}, not a section; --set {above}=VALUE changes it")
+        section[path[-1]] = value
+        self._overrides.append(path)
+
+    def check_keys(self, sections: dict[str, Rule], auto: set[str]) -> None:
+        """Note every unknown or removed key and every value of a wrong type; `sections` are the rules of our own techniques' sections.
+
+        `auto` are the dotted keys for which `"auto"` has a meaning.
+        """
+        self.note_faults(check_engine_keys(self.values, sections, auto))
+
+    # --- where a value came from ----------------------------------------------------------------------------------------------------
+
+    def where(self, path: KeyPath) -> str:
+        """Where the value at `path` stands, for a message: under the name that the user wrote."""
+        for end in range(len(path), 0, -1):
+            if path[:end] in self._old_names:
+                path = (*self._old_names[path[:end]], *path[end:])
+                break
+        if self._is_overridden(path) or (path not in self._lines and any(override[: len(path)] == path for override in self._overrides)):
+            return f"--set {dotted(path)}"
+        line = self._lines.get(path)
+        return f"{self.file}: " + (f"line {line}: " if line else "") + f"'{dotted(path)}'"
+
+    def origin(self, path: KeyPath) -> str | None:
+        """Where the value at `path` came from, in a word: what `settle` noted, `--set`, `line 12`; None where nobody gave one."""
+        for end in range(len(path), 0, -1):
+            if (settled := self._settled.get(path[:end])) is not None:
+                return settled
+            if self._is_overridden(path[:end]):
+                return "--set"
+            if (line := self._lines.get(path[:end])) is not None:
+                return f"line {line}"
+        return None
+
+    def _is_overridden(self, path: KeyPath) -> bool:
+        return any(path[: len(override)] == override for override in self._overrides)
+
+    def settle(self, path: KeyPath, value: Any, origin: str) -> None:
+        """Fill in what the file left open at `path`; sections on the way are made."""
+        section: dict[Any, Any] = self.values
+        for part in path[:-1]:
+            section = section.setdefault(part, {})
+        section[path[-1]] = value
+        self._settled[path] = origin
+
+    def rename(self, old: KeyPath, new: KeyPath, value: Any) -> None:
+        """Write `value` at `new` in the place of what the file has at `old`, an older name for it."""
+        origin = self.origin(old) or "line ?"
+        self.get(*old[:-1]).pop(old[-1])
+        self.settle(new, value, f"{origin}, '{old[-1]}'")
+        self._old_names[new] = old
+
+    # --- faults and notes -----------------------------------------------------------------------------------------------------------
+
+    def fault(self, path: KeyPath, message: str) -> None:
+        """Note a fault, and take the value out."""
+        self._faults.append(f"{self.where(path)}: {message}")
+        self._faulty.append(path)
+        section = self.get(*path[:-1])
+        if isinstance(section, dict):
+            section.pop(path[-1], None)
+
+    def note_faults(self, faults: Faults) -> None:
+        """Note faults of keys. What a misspelt key stands for is known: nobody is told beside it that something is missing."""
+        for path, message, meant in faults:
+            self.fault(path, message)
+            if meant is not None:
+                self._faulty.append((*path[:-1], meant))
+
+    def fault_of_run(self, message: str) -> None:
+        """Note a fault that no single value of the file has alone."""
+        self._faults.append(message)
+
+    def note(self, path: KeyPath, message: str) -> None:
+        """Accept the value at `path` with a word, which the run's log and `--explain` print."""
+        self.notes.append(f"{self.where(path)}: {message}")
+
+    def lack(self, path: KeyPath, message: str) -> None:
+        """Note what the value at `path` needs and this machine does not have: the run can be explained here, and not trained."""
+        self.lacks.append(f"{self.where(path)}: {message}")
+
+    def is_faulty(self, *path: str | int) -> bool:
+        """Whether a fault was noted at `path`, above it or below it."""
+        return any(path[: len(other)] == other[: len(path)] for other in self._faulty)
+
+    def raise_faults(self) -> None:
+        """Raise all faults that were noted, if any."""
+        if self._faults:
+            raise UsageError(*self._faults)
+
+    # --- values ---------------------------------------------------------------------------------------------------------------------
+
+    def get(self, *path: str | int) -> Any:
+        """The value at `path`, or None where it is missing or `"auto"`."""
+        value: Any = self.values
+        for part in path:
+            if not isinstance(value, dict) or part not in value:
+                return None
+            value = value[part]
+        return None if value == "auto" else value
+
+    def number(
+        self, *path: str, minimum: float, maximum: float | None = None, whole: bool = False, above: bool = False
+    ) -> int | float | None:
+        """The number at `path`, checked, or None where it is missing, `"auto"` or wrong (then a fault is noted)."""
+        value = self.get(*path)
+        section = self.get(*path[:-1])
+        if value is None and not (isinstance(section, dict) and path[-1] in section and section[path[-1]] is None):
+            return None
+        right_type = isinstance(value, (int, float)) and not isinstance(value, bool) and (not whole or float(value).is_integer())
+        if not right_type or value < minimum or (above and value == minimum) or (maximum is not None and value > maximum):
+            bound = f"{'above' if above else 'of at least'} {minimum:g}" + (f" and at most {maximum:g}" if maximum is not None else "")
+            self.fault(path, f'is {json.dumps(value)}, must be a {"whole " if whole else ""}number {bound}, or "auto"')
+            return None
+        return int(value) if whole else value
+
+    def agree(self, path: KeyPath, flag: str, given: Any) -> Any:
+        """The value at `path` or the flag's, which must not contradict each other; None where neither is there."""
+        value = self.get(*path)
+        if value is not None and given is not None and value != given:
+            self.fault(path, f'is {json.dumps(value)}, but --{flag} says {given}; write "auto" in the JSON or leave the flag out')
+        return given if value is None else value
+
+    def choose(self, path: KeyPath, flag: str, flags: argparse.Namespace, fallback: Any, origin: str, settle: bool = True) -> Any:
+        """The value at `path`: the file's own where it gives one, which must not contradict the flag; else the flag's; else `fallback`.
+
+        origin: where the fallback comes from. settle: whether the value is written into the JSON where the file leaves it open.
+        """
+        given = getattr(flags, flag)
+        value = self.agree(path, flag, given)
+        if value is None:
+            value = fallback
+        if settle and self.get(*path) is None and not self.is_faulty(*path):
+            self.settle(path, value, origin if given is None else flags.origins[flag])
+        return value

@@ -1,0 +1,196 @@
+"""Checks the keys and values of an engine JSON against the committed schema, at every depth, before torch is imported.
+
+An unknown key is told its nearest name or, where the name is right and the place wrong, where it belongs.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator
+from functools import cache
+from typing import Any, NamedTuple
+
+from launch.config.engine_schema import Rule, engine_schema
+from launch.errors import nearest_name
+from launch.formats.json_lines import KeyPath, dotted
+from recipes.registry import technique_classes
+from recipes.technique import Technique
+
+#: The parameters of what this project builds itself, which are not in DeepSpeed's schema.
+ADAM_PARAMS: dict[str, Rule] = {
+    **{key: {} for key in ("lr", "betas", "eps", "weight_decay")},
+    **{key: {"types": ["boolean"]} for key in ("amsgrad", "bias_correction", "adam_w_mode", "torch_adam")},
+}
+TOKEN_PARAMS: dict[str, Rule] = {"min_lr": {}, "warmup_steps": {}, "total_tokens": {}}
+#: What to write instead of a removed key, where DeepSpeed's own words point to something that does nothing here.
+INSTEAD = {
+    "amp": "Write 'bf16' or 'fp16' instead.",
+    "sparse_gradients": "The gradients of the embedding are dense.",
+}
+#: More allowed names than this are no help in a message.
+MANY = 16
+
+
+class KeyFault(NamedTuple):
+    """A fault of an engine JSON: where, what is wrong and what to write instead, and for a misspelt key the name that was meant."""
+
+    path: KeyPath
+    message: str
+    meant: str | None = None
+
+
+Faults = list[KeyFault]
+
+
+def check_engine_keys(config: dict[str, Any], ours: dict[str, Rule], auto: set[str]) -> Faults:
+    """Faults of an engine JSON.
+
+    Two things are put right in place: a whole number written as `5e8` becomes one, and a section of a removed feature that is
+    switched off (`"enabled": false`) is taken out, which DeepSpeed would refuse even so.
+
+    Args:
+        ours: the rules of the top-level sections that the project's own techniques claim.
+        auto: the dotted keys for which `"auto"` has a meaning.
+    """
+    schema = engine_schema()
+    removed, rules = schema["removed"], {**schema["keys"], **ours}
+    for key, value in list(config.items()):
+        if key in removed and key not in ours and (value is False or (isinstance(value, dict) and value.get("enabled") is False)):
+            del config[key]
+    faults: Faults = []
+    for fault in check_section((), config, {"keys": rules}, auto):
+        if (key := dotted(fault.path)) in removed and key not in ours:
+            fault = KeyFault(fault.path, f"is gone from DeepSpeed {schema['deepspeed']}; remove it. {INSTEAD.get(key) or removed[key]}")
+        faults.append(fault)
+    for key, value in config.items():
+        config[key] = _whole(value, rules.get(key, {}))
+    return faults
+
+
+def section_rule(technique: type[Technique]) -> Rule:
+    """The rule of a section that `technique` claims."""
+    auto = any(rule.get("auto") for rule in technique.keys.values())  # then of the section too
+    return {"types": ["object"], "keys": {"enabled": {"types": ["boolean"]}, **technique.keys}, "auto": auto}
+
+
+def check_section(path: KeyPath, section: Any, rule: Rule, auto: set[str]) -> Faults:
+    """Faults of the object `section` at `path`, all the way down."""
+    faults: Faults = []
+    rules = rule["keys"]
+    for key, value in section.items():
+        here = (*path, key)
+        takes_auto = dotted(here) in auto or rules.get(key, {}).get("auto", False)
+        if key not in rules:
+            faults.append(_unknown(here, value, section, rules))
+        elif value == "auto":
+            if not takes_auto:
+                faults.append(KeyFault(here, '"auto" has no meaning here; write a value or leave the key out'))
+        elif (wrong := value_fault(value, rules[key] | {"auto": takes_auto})) is not None:
+            faults.append(KeyFault(here, wrong))
+        elif isinstance(value, dict) and "keys" in rules[key]:
+            faults += check_section(here, value, rules[key], auto)
+    return faults
+
+
+def _unknown(path: KeyPath, value: Any, section: dict[str, Any], rules: dict[str, Rule]) -> KeyFault:
+    """The fault of an unknown key: the nearest name that is still free and takes such a value, else any, else where the name belongs."""
+    key = str(path[-1])
+    home = _homes().get(key)
+    free = [name for name in rules if name not in section]
+    fitting = [name for name in free if value == "auto" or value_fault(value, rules[name]) is None]
+    meant = nearest_name(key, fitting) or nearest_name(key, free) or nearest_name(key, rules)
+    ignored = ", which DeepSpeed would ignore" if len(path) == 1 else ""
+    if home is not None and home != dotted(path):
+        return KeyFault(path, f"unknown key{ignored}; it belongs to '{home}'", home.rpartition(".")[2])
+    if meant is not None:
+        return KeyFault(path, f"unknown key{ignored}; did you mean '{meant}'?", meant)
+    return KeyFault(path, f"unknown key{ignored}; " + (f"allowed are {', '.join(sorted(rules))}" if len(rules) <= MANY else "remove it"))
+
+
+@cache
+def _homes() -> dict[str, str]:
+    """The one place of every key that has only one, by its name."""
+    schema, places = engine_schema(), Counter[str]()
+    found: dict[str, str] = {}
+
+    def walk(rules: dict[str, Rule], path: KeyPath) -> None:
+        for key, rule in rules.items():
+            here = dotted((*path, key))
+            if found.get(key) != here:
+                places[key] += 1
+                found[key] = here
+            walk(rule.get("keys", {}), (*path, key))
+
+    walk(schema["keys"], ())
+    brought = (cls.keys for cls in technique_classes() if cls.optimizer_types)
+    for params in (ADAM_PARAMS, *schema["optimizers"].values(), *brought):
+        walk(params, ("optimizer", "params"))
+    for params in (TOKEN_PARAMS, *schema["schedulers"].values()):
+        walk(params, ("scheduler", "params"))
+    return {key: place for key, place in found.items() if places[key] == 1}
+
+
+def defaults_left_open(config: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """The dotted keys that `config` leaves out, with the value that DeepSpeed takes: at the top level, and in the sections it has."""
+
+    def walk(section: dict[str, Any], rules: dict[str, Rule], path: KeyPath) -> Iterator[tuple[str, Any]]:
+        for key, rule in rules.items():
+            if key not in section and "default" in rule:
+                yield dotted((*path, key)), rule["default"]
+            elif isinstance(section.get(key), dict):
+                yield from walk(section[key], rule.get("keys", {}), (*path, key))
+
+    return walk(config, engine_schema()["keys"], ())
+
+
+def value_fault(value: Any, rule: Rule) -> str | None:
+    """What is wrong with `value` under `rule`, or None."""
+    auto = ' or "auto"' if rule.get("auto") else ""
+    if "enum" in rule:
+        if any(value == choice and isinstance(value, bool) == isinstance(choice, bool) for choice in rule["enum"]):
+            return None
+        return (
+            f"is {json.dumps(value)}, must be {'one of ' if len(rule['enum']) > 1 else ''}{', '.join(map(json.dumps, rule['enum']))}{auto}"
+        )
+    types = rule.get("types", ())
+    if types and not any(_fits(value, kind) for kind in types):
+        keys = f" with keys such as {', '.join(list(rule['keys'])[:3])}" if "keys" in rule else ""
+        return f"is {json.dumps(value)}, must be {_with_article(types)}{keys}{auto}"
+    if "items" in rule and isinstance(value, list) and not all(any(_fits(item, kind) for kind in rule["items"]) for item in value):
+        return f"is {json.dumps(value)}, must be a list of {' or '.join(rule['items'])}s"
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        if "minimum" in rule and value < rule["minimum"]:
+            return f"is {json.dumps(value)}, must be at least {rule['minimum']}"
+        if "maximum" in rule and value > rule["maximum"]:
+            return f"is {json.dumps(value)}, must be at most {rule['maximum']}"
+    return None
+
+
+def _fits(value: Any, kind: str) -> bool:
+    if kind == "integer":  # 5e8 is how DeepSpeed's own examples write a bucket size
+        return isinstance(value, (int, float)) and not isinstance(value, bool) and float(value).is_integer()
+    if kind == "number":
+        return isinstance(value, (int, float)) and not isinstance(value, bool)
+    return isinstance(value, {"boolean": bool, "string": str, "object": dict, "array": list, "null": type(None)}[kind])
+
+
+def _with_article(types: list[str]) -> str:
+    words = {
+        "integer": "a whole number",
+        "number": "a number",
+        "boolean": "true or false",
+        "string": "a string",
+        "object": "an object",
+        "array": "a list",
+        "null": "null",
+    }
+    return " or ".join(words[kind] for kind in types)
+
+
+def _whole(value: Any, rule: Rule) -> Any:
+    """`value` with every float that stands for a whole number made one."""
+    if isinstance(value, dict) and "keys" in rule:
+        return {key: _whole(item, rule["keys"].get(key, {})) for key, item in value.items()}
+    whole = "integer" in rule.get("types", ()) or isinstance(rule.get("enum", [None])[0], int)
+    return int(value) if isinstance(value, float) and whole and value.is_integer() else value

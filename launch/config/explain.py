@@ -1,0 +1,337 @@
+"""`--explain`: the run as resolved, each value with where it came from, and what it will take; without torch, and without training.
+
+    python launch/pretrain.py --deepspeed_config ds_configs/zero3_bf16.json --preset gpt3-13b --ranks 64 --explain
+    python launch/pretrain.py --recipe recipes/zero_2 --explain json
+
+`explain` makes one dictionary, which `--explain json` prints as it is and `as_text` lays out as tables.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from typing import Any
+
+from launch.config.combinations import NOT_DRIVEN
+from launch.config.engine_keys import defaults_left_open
+from launch.config.memory import bytes_sent_per_step, memory_per_rank
+from launch.config.optimizer import state_tensors
+from launch.config.run_config import RunConfig, needs_cuda
+from launch.config.schedule import TOKEN_SCHEDULE, engine_iteration, warmup_cosine
+from launch.config.steps import planned_steps, trained_flops_per_token
+from launch.errors import one_line
+from model.accounting import flops_per_token, parameter_count
+from model.presets import GPTConfig
+from recipes.registry import make_techniques
+
+#: Where in the run the techniques are asked what they do.
+PERCENTS = (0, 25, 50, 75, 100)
+#: Of more steps than these not every one is looked at.
+MOST_ASKED = 200_000
+DEVICES = {"cuda": "on a GPU", "cpu": "on a CPU"}
+#: What follows the parts in a table of plans.
+LAST = {
+    "peak": "peak",
+    "checkpointed_activations": "activations, checkpointed",
+    "checkpointed_peak": "peak, checkpointed",
+    "sent": "sent a step",
+}
+MOMENTS = {"build": "building", "forward": "forward", "recompute": "recomputing", "backward": "backward", "update": "updating"}
+#: The parts of a rank's memory, and how the page calls them.
+PARTS = {
+    "weights": "weights",
+    "gradients": "gradients",
+    "master_weights": "master weights",
+    "optimizer_states": "optimizer's states",
+    "buffers": "buffers",
+    "update": "of the update alone",
+    "loss_head": "loss head",
+    "activations": "activations",
+    "host": "offloaded, in the host's memory",
+    "drive": "offloaded, on the drive",
+    "snapshot": "copy for checkpoints, in the host's memory",
+    "process": "the process",
+    "allocator": "kept by the allocator",
+}
+#: How the entries of `flops` are called.
+FLOPS = {"per_token": "a token", "per_step": "a step", "per_step_and_rank": "a step and rank", "run": "the run"}
+#: The run's own values, in the order of the flags' help; those with a home in the engine's JSON are shown there.
+RUN_VALUES = (
+    "preset",
+    "data",
+    "steps",
+    "seed",
+    "run_name",
+    "runs_dir",
+    "resume",
+    "eval_every",
+    "eval_batches",
+    "save_every",
+    "keep",
+    "histogram_every",
+    "block_similarity",
+    "ranks",
+)
+
+
+def explain(config: RunConfig) -> dict[str, Any]:
+    """Everything that `--explain` says of `config`, as JSON values; bytes and FLOPs are whole numbers, of one rank where it says so."""
+    model = config.model_config
+    parameters, per_token = parameter_count(model), flops_per_token(model)
+    flops_per_step = round(per_token * config.tokens_per_step)
+    over_the_run, run_flops = _over_the_run(config, model)
+    return {
+        "config_file": config.config_file,
+        "recipe": config.recipe,
+        "run": dict(_run_values(config)),
+        "engine": dict(_engine_values(config)),
+        "batch": {
+            "micro_batch_size": config.micro_batch_size,
+            "gradient_accumulation_steps": config.gradient_accumulation_steps,
+            "ranks": config.ranks,
+            "global_batch_size": config.global_batch_size,
+            "seq_len": config.shape.seq_len,
+            "tokens_per_step": config.tokens_per_step,
+        },
+        "length": {
+            "steps": over_the_run[-1]["step"],
+            "total_tokens": config.total_tokens,
+            "corpus_tokens": config.corpus.train.n_tokens if config.found_corpus else None,
+            "tokens_per_parameter": config.total_tokens / parameters,
+        },
+        "model": {"parameters": parameters, "vocab_size": config.vocab_size, "padded_vocab_size": model.padded_vocab_size},
+        "flops": {
+            "per_token": round(per_token),
+            "per_step": flops_per_step,
+            "per_step_and_rank": flops_per_step // config.ranks,
+            "run": run_flops,
+        },
+        "memory_per_rank": {device: memory_of(config, model, device) for device in DEVICES},
+        "bytes_sent_per_step": bytes_of(config, model),
+        "techniques": [_name(member) for member in make_techniques(config).members],
+        "over_the_run": over_the_run,
+        "notes": list(config.notes),
+        "needs": [needs_cuda(f"'{path}'", capability) for path, capability in config.cuda_only.items()],
+        "lacks": list(config.lacks),
+    }
+
+
+def memory_of(config: RunConfig, model: GPTConfig, device: str) -> dict[str, Any]:
+    """The memory of a rank by part, bytes, on "cuda" or on a "cpu"; and where activations are not checkpointed, its peak if they were."""
+    techniques = make_techniques(config)
+    checkpoints = techniques.checkpoints
+    plan, checkpointed = (
+        memory_per_rank(
+            model,
+            config.precision,
+            config.engine["zero_optimization"],
+            config.ranks,
+            config.micro_batch_size,
+            config.gradient_accumulation_steps,
+            segments,
+            device,
+            techniques.state_tensors or state_tensors(config.optimizer),
+            techniques.fused,
+            config.saves_beside_training,
+        )
+        for segments in (checkpoints, model.n_layer)
+    )
+    return {
+        **{part: getattr(plan, part) for part in PARTS},
+        "model_states": plan.model_states,
+        "peak": plan.peak,
+        "peak_moment": plan.peak_moment,
+        "checkpointed_activations": 0 if checkpoints else checkpointed.activations,
+        "checkpointed_peak": 0 if checkpoints else checkpointed.peak,
+    }
+
+
+def bytes_of(config: RunConfig, model: GPTConfig) -> int:
+    """What a rank sends in a step."""
+    zero = config.engine["zero_optimization"]
+    return bytes_sent_per_step(model, config.precision, zero, config.ranks, config.gradient_accumulation_steps)
+
+
+def _run_values(config: RunConfig) -> Iterator[tuple[str, Any]]:
+    for name in RUN_VALUES:
+        yield name, _valued(getattr(config, name), config.origins[name])
+        if name == "data" and config.init_from is not None:
+            yield "init_from", _valued(config.init_from, config.origins["init_from"])
+        if name == "preset":
+            for size, value in asdict(config.shape).items():
+                yield size, _valued(value, config.origins[size])
+            yield "no_cross_document", _valued(config.no_cross_document, config.origins["no_cross_document"])
+
+
+def _engine_values(config: RunConfig) -> Iterator[tuple[str, Any]]:
+    """The values of the whole JSON by dotted path, DeepSpeed's defaults for what is left open among them."""
+    sections = {"optimizer": config.optimizer, "scheduler": config.scheduler, **config.engine, **config.techniques}
+    written = {path: _valued(value, config.origins.get(path, "default")) for path, value in _leaves(sections)}
+    open_ends = defaults_left_open(config.engine)
+    defaults = {path: _valued(value, "DeepSpeed's default") for path, value in open_ends if path not in NOT_DRIVEN}
+
+    def place(path: str) -> tuple[bool, str, bool]:
+        section = path.partition(".")[0]
+        # Single values first, then section by section; what was written before what was not.
+        return ("." in path, section if "." in path else "", path in defaults)
+
+    every = {**written, **{path: value for path, value in defaults.items() if path not in written}}
+    yield from sorted(every.items(), key=lambda item: place(item[0]))
+
+
+def _leaves(section: dict[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]:
+    for key, value in section.items():
+        if isinstance(value, dict) and value:
+            yield from _leaves(value, (*path, key))
+        else:
+            yield ".".join((*path, key)), value
+
+
+def _valued(value: Any, origin: str) -> dict[str, Any]:
+    return {"value": value, "from": origin}
+
+
+def _name(technique: Any) -> str:
+    """The recipe that a technique belongs to: its folder."""
+    return type(technique).__module__.split(".")[-2]
+
+
+def _over_the_run(config: RunConfig, model: GPTConfig) -> tuple[list[dict[str, Any]], int]:
+    """What the schedules say at 0, 25, 50, 75 and 100% of the run's tokens, and the FLOPs of the run, without those left out.
+
+    Each technique is asked through `on_step` and `metrics`: for every step, or in a very long run for every few.
+    """
+    techniques = make_techniques(config)
+    marks = [(percent, -(-config.total_tokens * percent // 100)) for percent in PERCENTS]
+    rows: list[dict[str, Any]] = []
+    flops: float = 0
+    before = 0
+    rate: Callable[[int], float] | None = None
+    stride = -(-config.steps_to_make // MOST_ASKED) if techniques.members else config.steps
+    for steps in planned_steps(config, techniques, stride):
+        flops += steps.repeats * steps.tokens * trained_flops_per_token(model, steps.reported)[0]
+        while marks and steps.consumed >= marks[0][1]:
+            percent, mark = marks.pop(0)
+            place = max(1, -(-(mark - before) // steps.tokens))  # of the mark's step among these
+            tokens = before + place * steps.tokens
+            row: dict[str, Any] = {"percent": percent, "step": steps.number + place - 1, "tokens": tokens}
+            if config.scheduler["type"] == TOKEN_SCHEDULE:
+                warmup = config.warmup_steps * config.tokens_per_step
+                row["lr"] = warmup_cosine(tokens, config.lr, config.min_lr, warmup, config.total_tokens)
+            else:
+                rate = rate or _engine_rate(config)
+                row["lr"] = rate(row["step"])
+            rows.append(row | steps.reported)
+        before = steps.consumed
+    return rows, round(flops)
+
+
+def _engine_rate(config: RunConfig) -> Callable[[int], float]:
+    """The learning rate of a step, from 1, by DeepSpeed's own schedule; it imports DeepSpeed."""
+    import torch
+
+    from launch.config.hardware import quiet_deepspeed
+
+    quiet_deepspeed()
+    from deepspeed.runtime import lr_schedules
+
+    optimizer = torch.optim.Adam([torch.zeros(1)], lr=config.lr)  # OneCycle sets betas too
+    schedule = getattr(lr_schedules, config.scheduler["type"])(optimizer, **config.scheduler["params"])
+
+    def rate(step: int) -> float:
+        schedule.step(engine_iteration(config.scheduler["type"], step))
+        return float(optimizer.param_groups[0]["lr"])
+
+    return rate
+
+
+# --- the page -----------------------------------------------------------------------------------------------------------------------
+
+
+def as_text(explained: dict[str, Any]) -> str:
+    """`explained` for a reader: short tables, at most about 120 columns wide."""
+    batch, length, model, flops = (explained[key] for key in ("batch", "length", "model", "flops"))
+    lines = [f"{explained['config_file']}" + (f" (recipes/{explained['recipe']})" if explained["recipe"] else "")]
+    lines += ["", "The run", *_value_rows(explained["run"])]
+    lines += ["", "The engine's JSON", *_value_rows(explained["engine"])]
+    lines += [
+        "",
+        "Batch, length and arithmetic",
+        f"  {batch['global_batch_size']:,} sequences a step = micro-batch {batch['micro_batch_size']} x accumulation "
+        f"{batch['gradient_accumulation_steps']} x {batch['ranks']} rank(s)",
+        f"  {batch['tokens_per_step']:,} tokens a step = {batch['global_batch_size']:,} x {batch['seq_len']:,}",
+        f"  {length['total_tokens']:,} tokens in {length['steps']:,} steps: {length['tokens_per_parameter']:.2g} a parameter"
+        + (f", {length['total_tokens'] / length['corpus_tokens']:.2f} epochs of the corpus" if length["corpus_tokens"] else ""),
+        f"  {model['parameters']:,} parameters, with a vocabulary of {model['vocab_size']:,} padded to {model['padded_vocab_size']:,}",
+        "  " + ", ".join(f"{_si(flops[key])}FLOP {what}" for key, what in FLOPS.items()),
+    ]
+    lines += ["", "Memory of a rank, and what it sends", *_memory_rows(explained)]
+    lines += ["", f"Over the run ({', '.join(explained['techniques']) or 'no technique of our own'})", *_columns(explained["over_the_run"])]
+    for key, title in (("notes", "Note"), ("needs", "Needs"), ("lacks", "Missing on this machine (training would be refused)")):
+        if explained[key]:
+            lines += ["", title, *(f"  {line}" for line in explained[key])]
+    return "\n".join(lines)
+
+
+def _memory_rows(explained: dict[str, Any]) -> list[str]:
+    """A column for a GPU and one for a CPU, where the process itself counts too."""
+    columns = {heading: explained["memory_per_rank"][device] for device, heading in DEVICES.items()}
+    return memory_table({heading: plan | {"sent": explained["bytes_sent_per_step"]} for heading, plan in columns.items()})
+
+
+def memory_table(columns: dict[str, dict[str, Any]]) -> list[str]:
+    """Plans side by side, a row for each part that any of them has: the lines of a table."""
+    rows = [["", *columns]]
+    for part, name in (*PARTS.items(), ("model_states", "model states, the first four"), *LAST.items()):
+        if any(plan.get(part) for plan in columns.values()):
+            rows.append([name, *(_bytes(plan[part]) for plan in columns.values())])
+    rows.append(["peak while", *(MOMENTS[plan["peak_moment"]] for plan in columns.values())])
+    lines = _aligned(rows)
+    return [*lines, "  The parts do not all live at once: the peak is less than their sum."]
+
+
+def _bytes(number: int) -> str:
+    if not number:
+        return "-"
+    return f"{number / 2**30:,.2f} GiB" if number >= 2**30 else f"{number / 2**20:,.1f} MiB"
+
+
+def _value_rows(values: dict[str, dict[str, Any]]) -> list[str]:
+    name_width = max(map(len, values))
+    rows = [(name, _shown(item["value"]), item["from"]) for name, item in values.items()]
+    value_width = min(24, max(len(value) for _, value, _ in rows))
+    return [f"  {name:<{name_width}}  {value:<{value_width}}  {origin}" for name, value, origin in rows]
+
+
+def _columns(rows: list[dict[str, Any]]) -> list[str]:
+    """One line a quantity, one column a point of the run."""
+    names = list(dict.fromkeys(name for row in rows for name in row if name != "percent"))
+    table = [["", *(f"{row['percent']}%" for row in rows)]]
+    table += [[name, *(_shown(row.get(name, "-")) for row in rows)] for name in names]
+    return _aligned(table)
+
+
+def _aligned(rows: list[list[str]]) -> list[str]:
+    """The lines of a table: the first column to the left, the others to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for name, *cells in rows:
+        lines.append(f"  {name:<{widths[0]}}" + "".join(f"  {cell:>{width}}" for cell, width in zip(cells, widths[1:], strict=True)))
+    return lines
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, bool) or value is None:
+        return {True: "true", False: "false", None: "null"}[value]
+    if isinstance(value, int):
+        return f"{value:,}"
+    return f"{value:.6g}" if isinstance(value, float) else one_line(str(value)) if value != "" else '""'
+
+
+def _si(value: float) -> str:
+    """`1.23 P`, ready for its unit."""
+    for prefix in ("", "k", "M", "G", "T", "P", "E", "Z", "Y"):
+        if value < 999.5 or prefix == "Y":
+            return f"{value:.3g} {prefix}"
+        value /= 1000
+    raise AssertionError

@@ -1,0 +1,297 @@
+"""The flags of `launch/pretrain.py`: their help texts are the documentation, and each checks its own value.
+
+What a value means together with the engine JSON and the preset is decided in `launch.config.run_config`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+from launch.errors import UsageError, is_speaker, nearest
+from model.presets import PRESETS
+from recipes.registry import Recipe, read_recipe
+
+if TYPE_CHECKING:
+    from _typeshed import SupportsWrite
+
+DEFAULT_DATA = "data/stdlib"
+#: The largest learning rate: above it stands a typing error (3e3 for 3e-3), and nothing but NaN comes of it.
+MAX_LR = 100.0
+#: `--resume=must`: without a checkpoint to go on from the run is refused; plain `--resume` starts it at step 0.
+MUST = "must"
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse with our errors (one line, exit code 2, no usage text, the nearest flag), and with a help that one rank prints."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message.removeprefix('argument ')}; see --help")
+
+    def parse(self, arguments: list[str]) -> argparse.Namespace:
+        """`parse_args`, but an unknown argument is told the nearest one."""
+        namespace, unknown = self.parse_known_args(arguments)
+        if unknown:
+            known = [option for action in self._actions for option in action.option_strings]
+            raise UsageError(f"unknown argument {unknown[0]!r}{nearest(unknown[0].split('=')[0], known)}; see --help")
+        return namespace
+
+    def _print_message(self, message: str, file: SupportsWrite[str] | None = None) -> None:
+        if is_speaker():
+            super()._print_message(message, file)
+
+
+def whole_number(minimum: int, maximum: int = 10**12) -> Callable[[str], int]:
+    def parse(text: str) -> int:
+        exponent = re.fullmatch(r"([0-9]{1,18})[eE]\+?([0-9]{1,2})", text)  # 1e9
+        if exponent:
+            value = int(exponent[1]) * 10 ** int(exponent[2])
+        elif re.fullmatch(r"-?[0-9]{1,40}", text):
+            value = int(text)
+        else:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least {minimum}")
+        if not minimum <= value <= maximum:
+            raise argparse.ArgumentTypeError(
+                f"{text} is out of range: it must be a whole number of at least {minimum} and at most {maximum:,}"
+            )
+        return value
+
+    return parse
+
+
+def real_number(minimum: float, maximum: float = math.inf, above: bool = False, below: bool = False) -> Callable[[str], float]:
+    bounds = f"{'above' if above else 'at least'} {minimum:g}" + (
+        f" and {'below' if below else 'at most'} {maximum:g}" if maximum < math.inf else ""
+    )
+
+    def parse(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a number {bounds}") from None
+        if not math.isfinite(value) or not minimum <= value <= maximum or (above and value == minimum) or (below and value == maximum):
+            raise argparse.ArgumentTypeError(f"{text} is out of range: it must be {bounds}")
+        return value
+
+    return parse
+
+
+def _must(text: str) -> str:
+    if text != MUST:
+        raise argparse.ArgumentTypeError(f"{text!r} must be '{MUST}', or left out")
+    return text
+
+
+def build_parser() -> Parser:
+    """The flags of `launch/pretrain.py`."""
+    positive, natural = whole_number(1), whole_number(0)
+    parser = Parser(
+        prog="deepspeed launch/pretrain.py",
+        description="Train a GPT through the DeepSpeed engine. The JSON says how, the preset and the flags say what and how long.",
+        epilog="Example: deepspeed launch/pretrain.py --deepspeed_config ds_configs/zero1_bf16.json --preset nano --run_name demo",
+        allow_abbrev=False,
+    )
+    what = parser.add_argument_group("what is switched on (one of the two)")
+    what.add_argument("--deepspeed_config", metavar="FILE", help="engine JSON; those that ship are in ds_configs/")
+    what.add_argument("--recipe", metavar="DIR", help="a recipe folder: its JSON and its suggested flags (recipes/README.md)")
+    add_set_flag(what)
+
+    add_model_flags(parser)
+    data = add_length_flags(parser)
+    data.add_argument("--seed", type=whole_number(0, 2**63 - 1), default=1, help="of the weights and of the order of the data (1)")
+    add_value_flags(parser)
+
+    run = parser.add_argument_group("run")
+    run.add_argument("--run_name", metavar="NAME", help="folder of the run in --runs_dir (the JSON's or the recipe's name)")
+    run.add_argument("--runs_dir", default="runs", metavar="DIR", help="where run folders are made (runs)")
+    run.add_argument(
+        "--init_from",
+        metavar="DIR",
+        help="start from the weights of a Hugging Face folder of GPT2LMHeadModel of the same sizes: an export's, or a published GPT-2",
+    )
+    run.add_argument(
+        "--resume",
+        nargs="?",
+        const=True,
+        default=False,
+        type=_must,
+        metavar="must",
+        help="go on from the run's newest complete checkpoint; from step 0 if it has none, which --resume=must refuses",
+    )
+    add_evaluation_flags(run)
+    run.add_argument("--save_every", type=natural, help="steps between checkpoints; 0 saves at the end only (a quarter of the run)")
+    run.add_argument("--keep", type=positive, default=3, help="newest checkpoints that stay, beside the best by validation (3)")
+    run.add_argument(
+        "--histogram_every",
+        type=natural,
+        default=0,
+        help="steps between histograms of the gradients' exponents, per layer, with what fp16 would make zero; 0 is off (0)",
+    )
+    run.add_argument(
+        "--block_similarity",
+        action="store_true",
+        help="at every evaluation, how near each block's output is to its input, in norm and direction, into blocks.jsonl and blocks.png",
+    )
+    # Token by token, on all ranks: 100,000 of `nano` take minutes.
+    sampled = whole_number(0, 100_000)
+    run.add_argument("--sample_tokens", type=sampled, default=0, help="length of the text sampled at the end; 0 is off (0)")
+    run.add_argument("--prompt", default="def ", help="what the sample starts with ('def ')")
+    run.add_argument("--ranks", type=positive, help="number of ranks to check and explain the run for, where no launcher says it")
+    run.add_argument(
+        "--explain",
+        nargs="?",
+        const="text",
+        choices=("text", "json"),
+        help="print the resolved run and stop: text, or json; needs no launcher, no corpus and no GPU",
+    )
+    run.add_argument("--quiet", action="store_true", help="no progress bar; warnings and how it ended only")
+    run.add_argument("--local_rank", type=int, default=0, help=argparse.SUPPRESS)  # the launcher appends it
+    return parser
+
+
+def add_model_flags(parser: Parser) -> None:
+    """The flags that say which model: a preset, and sizes over it."""
+    model = parser.add_argument_group("model")
+    model.add_argument("--preset", default="nano", metavar="NAME", help=f"size and suggested training values: {', '.join(PRESETS)} (nano)")
+    size = whole_number(1, 100_000)
+    model.add_argument("--n_layer", type=size, help="blocks, over the preset's")
+    model.add_argument("--n_head", type=size, help="attention heads, over the preset's")
+    model.add_argument("--d_model", type=size, help="width, a multiple of n_head, over the preset's")
+    model.add_argument("--seq_len", type=whole_number(1), help="context length in tokens, over the preset's")
+    model.add_argument("--dropout", type=real_number(0, 1, below=True), help="dropout probability, over the preset's (0)")
+    model.add_argument(
+        "--no_cross_document",
+        action="store_true",
+        help="attention stays within a document, and positions begin at 0 with each; without it a window is one text",
+    )
+
+
+def add_set_flag(group: argparse._ArgumentGroup) -> None:
+    """The flag that changes a value of the JSON."""
+    group.add_argument(
+        "--set",
+        metavar="KEY=VALUE",
+        action="append",
+        default=[],
+        dest="overrides",
+        help="change one value of the JSON, e.g. --set gradient_clipping=0.5 or --set zero_optimization.stage=2; may be repeated",
+    )
+
+
+def add_length_flags(parser: Parser) -> argparse._ArgumentGroup:
+    """The flags that say on what, and how long."""
+    data = parser.add_argument_group("data and length")
+    data.add_argument("--data", default=DEFAULT_DATA, metavar="DIR", help=f"corpus written by data_pipeline/prepare.py ({DEFAULT_DATA})")
+    data.add_argument("--steps", type=whole_number(1), help="optimizer steps (preset)")
+    data.add_argument("--tokens", type=whole_number(1, 10**18), help="tokens to train on, instead of --steps; rounded up to whole steps")
+    return data
+
+
+def add_value_flags(parser: Parser) -> None:
+    """The flags that fill in what the JSON leaves open."""
+    values = parser.add_argument_group('values that the JSON leaves "auto"')
+    values.add_argument("--micro_batch_size", type=whole_number(1), help="sequences a rank takes at once (preset)")
+    values.add_argument("--global_batch_size", type=whole_number(1), help="sequences an optimizer step takes over all ranks (preset)")
+    values.add_argument("--lr", type=real_number(0, MAX_LR, above=True), help="peak learning rate (preset)")
+    values.add_argument("--min_lr", type=real_number(0, MAX_LR), help="learning rate at the end (a tenth of the peak)")
+    values.add_argument("--warmup_steps", type=whole_number(0), help="steps of linear warm-up (preset; at most 40%% of the run)")
+
+
+def add_evaluation_flags(group: argparse._ArgumentGroup) -> argparse._ArgumentGroup:
+    """The flags that say when and on how much a run is evaluated."""
+    natural, positive = whole_number(0), whole_number(1)
+    group.add_argument("--eval_every", type=natural, help="steps between evaluations on validation text; 0 is off (a tenth of the run)")
+    group.add_argument("--eval_batches", type=positive, default=16, help="global batches of validation text an evaluation reads (16)")
+    return group
+
+
+def parse_flags(argv: list[str]) -> tuple[argparse.Namespace, Recipe | None]:
+    """Parse `argv`; a recipe's suggested flags come first, so that the user's own win.
+
+    The namespace has one entry more, `origins`: where each value that somebody gave came from (`--lr`, or the recipe's file).
+
+    Raises:
+        UsageError: an unknown flag (with the nearest one), a value out of range, a recipe that is none.
+    """
+    parser = build_parser()
+
+    def parse(arguments: list[str]) -> argparse.Namespace:
+        namespace = parser.parse(arguments)
+        if namespace.steps is not None and namespace.tokens is not None:
+            raise UsageError(f"--steps {namespace.steps} and --tokens {namespace.tokens} both say how long the run is; give one of them")
+        return namespace
+
+    if sum(argument.partition("=")[0] == "--recipe" for argument in argv) > 1:
+        raise UsageError("--recipe is given twice; give one, and add the other's section with --set, as recipes/README.md says")
+    flags = own = parse(argv)
+    origins = {name: f"--{name}" for name in given(build_parser(), argv)}
+    if (flags.deepspeed_config is None) == (flags.recipe is None):
+        raise UsageError("give one of --deepspeed_config FILE (those that ship are in ds_configs/) and --recipe DIR (recipes/README.md)")
+    recipe = None
+    if flags.recipe is not None:
+        try:
+            recipe = read_recipe(flags.recipe)
+            parse(recipe.flags)
+        except UsageError as reason:
+            raise UsageError(f"{Path(flags.recipe) / 'recipe.json'}: 'flags': {reason}") from None
+        except ValueError as reason:
+            raise UsageError(str(reason)) from None
+        suggestions = suggested_flags(recipe, bool(own.steps or own.tokens))
+        flags = parse([*suggestions, *argv])
+        origins = {**dict.fromkeys(given(build_parser(), suggestions), f"{Path(flags.recipe) / 'recipe.json'}"), **origins}
+    _check_names(flags)
+    flags.origins = origins
+    return flags, recipe
+
+
+def suggested_flags(recipe: Recipe, length_given: bool) -> list[str]:
+    """The recipe's suggestions; without its length where the user gives one, maybe in the other unit."""
+    return _without(recipe.flags, "--steps", "--tokens") if length_given else recipe.flags
+
+
+def given(parser: argparse.ArgumentParser, arguments: list[str]) -> set[str]:
+    """The names of the flags that `arguments` holds. The parser has no defaults afterwards."""
+    for action in parser._actions:
+        action.default = argparse.SUPPRESS
+    return set(vars(parser.parse_args(arguments)))
+
+
+def _without(arguments: list[str], *names: str) -> list[str]:
+    """`arguments` without the flags `names` and their values, in either form (`--steps 5`, `--steps=5`)."""
+    kept, dropping = [], False
+    for argument in arguments:
+        if dropping:
+            dropping = False
+        elif argument in names:
+            dropping = True
+        elif argument.partition("=")[0] not in names:
+            kept.append(argument)
+    return kept
+
+
+def _check_names(flags: argparse.Namespace) -> None:
+    """What the operating system would refuse, or what nobody means, as a name of a folder."""
+    for name in ("data", "runs_dir", "deepspeed_config", "recipe", "init_from"):
+        if getattr(flags, name) == "":
+            raise UsageError(f"--{name} is empty; give a path")
+    name = flags.run_name or "run"
+    if flags.run_name == "" or name.strip() in ("", ".", "..") or name != name.strip() or "/" in name or not name.isprintable():
+        raise UsageError(f"--run_name {name!r}: must be a plain folder name; --runs_dir says where it is made")
+    if len(os.fsencode(name)) > 200:
+        raise UsageError(f"--run_name {name[:40]}...: has {len(name)} characters; give a name of at most 200 bytes")
+    for flag, path in (
+        ("data", flags.data),
+        ("runs_dir", os.path.join(flags.runs_dir, name)),
+        ("deepspeed_config", flags.deepspeed_config),
+    ):
+        try:
+            os.stat(path or ".")
+        except (FileNotFoundError, NotADirectoryError):
+            pass  # what is missing is made, or named by its reader
+        except (OSError, ValueError) as reason:  # a folder that may not be entered, a name that is too long
+            raise UsageError(f"--{flag} {path}: {getattr(reason, 'strerror', reason)}; give another path") from None

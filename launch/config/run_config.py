@@ -1,0 +1,542 @@
+"""The configuration of a run: flags and engine JSON in, one resolved `RunConfig` out, before torch is imported.
+
+Order of authority for a value that the JSON leaves `"auto"` (or leaves out): the flag, then the preset. A concrete value in the JSON
+that disagrees with a flag is an error that names both. What cannot work is refused here, in one line for each fault.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, fields, replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from data_pipeline.errors import DataError
+from data_pipeline.shards import Corpus, open_corpus
+from launch.config.combinations import CUDA_ONLY, ZERO_AUTO, adopt_other_forms, check_combinations
+from launch.config.engine_json import EngineJson
+from launch.config.engine_keys import section_rule
+from launch.config.flags import parse_flags
+from launch.config.optimizer import optimizer_auto_keys, resolve_optimizer
+from launch.config.schedule import TOKEN_SCHEDULE, resolve_schedule, schedule_auto_keys
+from launch.config.steps import steps_to_make
+from launch.errors import UsageError, nearest
+from launch.formats.checkpoint_files import complete_checkpoints
+from launch.formats.hf_folder import HFFolder, open_hf_folder
+from launch.formats.json_lines import KeyPath, dotted
+from model.presets import PRESETS, GPTConfig, ModelShape, Preset
+from recipes.registry import make_techniques, technique_classes
+from recipes.technique import largest_divisor
+
+if TYPE_CHECKING:
+    from data_pipeline.loader import Loader
+
+ROOT = Path(__file__).resolve().parents[2]
+#: The sections of `zero_optimization` that say what is kept outside of the device.
+OFFLOADS = ("offload_optimizer", "offload_param")
+#: Every key for which `"auto"` has a meaning.
+AUTO_KEYS = {
+    "train_batch_size",
+    "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps",
+    "gradient_clipping",
+    "fp16.enabled",
+    "bf16.enabled",
+    "checkpoint.use_node_local_storage",
+    "data_types.keep_in_fp32_modules",  # DeepSpeed's own "auto"
+    *optimizer_auto_keys(),
+    *schedule_auto_keys(),
+    *(f"zero_optimization.{key}.nvme_path" for key in OFFLOADS),
+    "zero_optimization.zero_hpz_partition_size",
+    *(f"zero_optimization.{name}" for key in ZERO_AUTO for name in (key, key.removeprefix("stage3_"))),
+}
+#: Where an `"nvme_path": "auto"` is: in the run's folder, for as long as the run lasts.
+SCRATCH = "nvme"
+REST = "what is left of the global batch"
+BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+#: What is assumed where a run is explained without its corpus.
+GPT2_VOCAB_SIZE = 50_257
+#: DeepSpeed's default for `offload_param.buffer_size`, elements.
+BUFFER_SIZE = 100_000_000
+MAX_TOKENS = 10**18  # positions in the data are int64
+
+
+#: Where each value came from, in a word: by the name of a flag, and by the dotted path of a value in the engine JSON.
+Origins = dict[str, str]
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """A run as resolved: what is here is what happens. Batch sizes count sequences, lengths and budgets count tokens."""
+
+    run_name: str
+    runs_dir: str
+    resume: bool | str  # or `MUST`
+    data: str
+    seed: int
+    preset: str
+    shape: ModelShape
+    no_cross_document: bool
+    init_from: str | None
+    recipe: str | None
+    config_file: str
+    engine: dict[str, Any]  # the JSON for DeepSpeed, complete: no "auto", none of our own sections
+    optimizer: dict[str, Any]
+    scheduler: dict[str, Any]
+    techniques: dict[str, dict[str, Any]]  # our own sections, by name
+    ranks: int
+    micro_batch_size: int
+    gradient_accumulation_steps: int
+    global_batch_size: int
+    steps: int
+    total_tokens: int
+    lr: float
+    min_lr: float
+    warmup_steps: int
+    eval_every: int
+    eval_batches: int
+    save_every: int
+    keep: int
+    histogram_every: int
+    block_similarity: bool
+    sample_tokens: int
+    prompt: str
+    quiet: bool
+    found_corpus: Corpus | None = field(repr=False, compare=False)  # None where a run is explained without it
+    start: HFFolder | None = field(default=None, repr=False, compare=False)  # whose weights are taken; None too where a checkpoint's are
+    notes: tuple[str, ...] = ()  # what was accepted with a word
+    lacks: tuple[str, ...] = ()  # what it needs and this machine does not have
+    origins: Origins = field(default_factory=dict, repr=False, compare=False)
+    #: Where the key at a path stands, for a message: the file with its line, or `--set`.
+    where: Callable[[KeyPath], str] = field(default=dotted, repr=False, compare=False)
+
+    @property
+    def vocab_size(self) -> int:
+        return self.found_corpus.vocab_size if self.found_corpus else GPT2_VOCAB_SIZE
+
+    @property
+    def corpus(self) -> Corpus:
+        assert self.found_corpus is not None, "a run is trained with its corpus only"
+        return self.found_corpus
+
+    @property
+    def model_config(self) -> GPTConfig:
+        """The model that is trained, with the vocabulary of the corpus."""
+        # Every tokenizer of ours, and GPT-2's, has the end of text last; of a corpus that is not there no more is known.
+        end = self.found_corpus.eot_id if self.found_corpus else self.vocab_size - 1
+        return GPTConfig(
+            **asdict(self.shape),
+            vocab_size=self.vocab_size,
+            init_seed=self.seed,
+            document_end=end if self.no_cross_document else None,
+        )
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.global_batch_size * self.shape.seq_len
+
+    @cached_property
+    def steps_to_make(self) -> int:
+        """Optimizer steps that the run's tokens take: `steps`, or more where techniques make steps of less than a whole batch."""
+        return steps_to_make(self, make_techniques(self))
+
+    @property
+    def saves_beside_training(self) -> bool:
+        """Whether a checkpoint comes before the last one, so that training goes on while it is written."""
+        return 0 < self.save_every < self.steps_to_make
+
+    @property
+    def zero_stage(self) -> int:
+        return self.engine["zero_optimization"]["stage"]
+
+    @property
+    def precision(self) -> str:
+        """`fp16`, `bf16` or `fp32`."""
+        return next((name for name in ("fp16", "bf16") if self.engine.get(name, {}).get("enabled")), "fp32")
+
+    def offload(self, key: str) -> str:
+        """Where `offload_optimizer` or `offload_param` puts its tensors: "none", "cpu" or "nvme"."""
+        return (self.engine["zero_optimization"].get(key) or {}).get("device") or "none"
+
+    @property
+    def uses_nvme(self) -> bool:
+        """Whether anything is offloaded to a drive."""
+        return any(self.offload(key) == "nvme" for key in OFFLOADS)
+
+    @property
+    def quantizes_weights(self) -> bool:
+        """Whether weights are gathered as int8."""
+        return bool(self.engine["zero_optimization"].get("zero_quantized_weights"))
+
+    @property
+    def scratch(self) -> Path:
+        """The folder that an `"nvme_path": "auto"` stands for; what is in it is of no use after the run."""
+        return Path(self.runs_dir) / self.run_name / SCRATCH
+
+    @property
+    def cuda_only(self) -> dict[str, tuple[int, int]]:
+        """The dotted keys that are switched on and that only CUDA can do, with the least compute capability of the device."""
+        return {path: (0, 0) for path in CUDA_ONLY if _at(self.engine, path)} | make_techniques(self).needs_cuda
+
+    @property
+    def asks_the_device(self) -> bool:
+        """Whether the run needs what only torch can say of this machine (`launch.training.engine.check_device`)."""
+        return self.precision == "fp16" or bool(self.cuda_only) or self.uses_nvme
+
+    def training_loader(self, collectives: Any) -> Loader:
+        """This rank's loader of the training split, in the run's order. collectives: has rank, world_size and device."""
+        from data_pipeline.loader import Loader
+        from data_pipeline.sampler import GlobalSampler
+
+        groups = self.corpus.train.group_windows(self.shape.seq_len, len(self.corpus.mixture))
+        sampler = GlobalSampler(groups, self.seed, self.corpus.fingerprint, self.corpus.mixture)
+        return Loader(
+            self.corpus.train,
+            sampler,
+            self.shape.seq_len,
+            self.corpus.vocab_size,
+            collectives.rank,
+            collectives.world_size,
+            collectives.device,
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        """What `run.json` records."""
+        kept = [
+            one.name for one in fields(self) if one.name not in ("found_corpus", "start", "shape", "notes", "lacks", "origins", "where")
+        ]
+        own = {name: getattr(self, name) for name in kept}
+        return {**own, "shape": asdict(self.shape), "zero_stage": self.zero_stage, "precision": self.precision}
+
+
+def needs_cuda(place: str, capability: tuple[int, int]) -> str:
+    """What a key of `RunConfig.cuda_only` needs of the device; `place` is its name, or where it stands."""
+    return f"{place} needs CUDA" + (f" and compute capability {capability[0]}.{capability[1]} or higher" if any(capability) else "")
+
+
+def _placed(engine: EngineJson, reason: str) -> str:
+    """A technique's reason, which begins with the key in quotes, with the key's place in the file."""
+    key = re.match(r"'([\w.]+)'", reason)
+    return engine.where(tuple(key[1].split("."))) + reason[key.end() :] if key else f"{engine.file}: {reason}"
+
+
+def _at(values: dict[str, Any], path: str) -> Any:
+    """The value at a dotted path, or None."""
+    value: Any = values
+    for key in path.split("."):
+        value = value.get(key) if isinstance(value, dict) else None
+    return value
+
+
+def resolve(argv: list[str], ranks: int | None = None) -> tuple[RunConfig, argparse.Namespace]:
+    """Resolve flags and JSON into a `RunConfig`. Imports no torch.
+
+    Args:
+        argv: the flags of `launch/pretrain.py`.
+        ranks: how many ranks the launcher started; default: WORLD_SIZE, else `--ranks`, else 1.
+
+    Raises:
+        UsageError: every fault of the file, a line each, or the first of the flags.
+        DataError: the corpus is missing or damaged.
+    """
+    flags, recipe = parse_flags(argv)
+    ranks = ranks or _ranks(flags)
+    preset, shape = _model(flags)
+    file = str(ROOT / recipe.config) if recipe else flags.deepspeed_config
+    run_name = flags.run_name or (recipe.name if recipe else Path(file).stem)
+    engine = EngineJson(file, flags.overrides)
+    claimed = {name: cls for cls in technique_classes() for name in cls.sections}
+    adopt_other_forms(engine, technique_classes())
+    engine.check_keys({name: section_rule(cls) for name, cls in claimed.items()}, AUTO_KEYS)
+    for key in OFFLOADS:
+        if (engine.get("zero_optimization", key) or {}).get("nvme_path") == "auto":
+            path = ("zero_optimization", key, "nvme_path")
+            engine.settle(path, str(Path(flags.runs_dir) / run_name / SCRATCH), "auto: in the run's folder")
+    check_combinations(engine, ranks, shape.d_model, claimed)
+    optimizer, lr = resolve_optimizer(engine, flags, preset)
+    global_batch, micro_batch, accumulation = _batch(engine, flags, preset, ranks)
+    steps, total_tokens, length_from = _length(engine, flags, preset, global_batch * shape.seq_len)
+    schedule = resolve_schedule(engine, flags, preset, lr, steps, total_tokens)
+    if engine.get("gradient_clipping") is None:
+        engine.settle(("gradient_clipping",), 1.0, "DeepSpeed's default")
+    if flags.block_similarity and flags.eval_every == 0:
+        engine.fault_of_run("--block_similarity is measured at evaluations, and --eval_every 0 makes none; leave out one of the two")
+    engine.raise_faults()
+
+    corpus, missing = _corpus(flags, shape)
+    if corpus is not None and not missing and micro_batch > (sequences := corpus.train.windows(shape.seq_len)):
+        missing = [  # as for a missing corpus: --explain works, training is refused
+            f"{engine.where(('train_micro_batch_size_per_gpu',))}: a micro-batch of {micro_batch:,} sequences is more than "
+            f"the {sequences:,} of {shape.seq_len} tokens that the training text of {flags.data} has; lower --micro_batch_size"
+        ]
+    start = _start(flags, run_name, shape, corpus, engine.notes)
+    own = {key: engine.values[key] for key in claimed if key in engine.values}
+    config = RunConfig(
+        run_name=run_name,
+        runs_dir=flags.runs_dir,
+        resume=flags.resume,
+        data=flags.data,
+        seed=flags.seed,
+        preset=flags.preset,
+        shape=shape,
+        no_cross_document=flags.no_cross_document,
+        init_from=flags.init_from,
+        recipe=recipe.name if recipe else None,
+        config_file=file,
+        engine={key: value for key, value in engine.values.items() if key not in own and key not in ("optimizer", "scheduler")},
+        optimizer=optimizer,
+        scheduler=schedule.scheduler,
+        techniques={key: value for key, value in own.items() if claimed[key].is_on(value)},
+        ranks=ranks,
+        micro_batch_size=micro_batch,
+        gradient_accumulation_steps=accumulation,
+        global_batch_size=global_batch,
+        steps=steps,
+        total_tokens=total_tokens,
+        lr=schedule.lr,
+        min_lr=schedule.min_lr,
+        warmup_steps=schedule.warmup_steps,
+        eval_every=flags.eval_every if flags.eval_every is not None else -(-steps // 10),
+        eval_batches=flags.eval_batches,
+        save_every=flags.save_every if flags.save_every is not None else -(-steps // 4),
+        keep=flags.keep,
+        histogram_every=flags.histogram_every,
+        block_similarity=flags.block_similarity,
+        sample_tokens=flags.sample_tokens,
+        prompt=flags.prompt,
+        quiet=flags.quiet,
+        found_corpus=corpus,
+        start=start,
+        notes=tuple(engine.notes),
+        lacks=(*engine.lacks, *missing),
+        origins=_origins(engine, flags) | {"steps": length_from},
+        where=engine.where,
+    )
+    _check_swap_buffers(engine, config)
+    try:
+        techniques = make_techniques(config)  # each checks its own section when it is built
+    except ValueError as reasons:
+        raise UsageError(*(_placed(engine, str(reason)) for reason in reasons.args)) from None
+    late = []
+    for member in techniques.members:
+        for key, (value, origin) in member.resolved.items():
+            config.optimizer["params"][key] = value
+            config.origins[f"optimizer.params.{key}"] = origin
+        if member.arrives_at <= config.steps or member.arrives_at <= config.steps_to_make:
+            continue
+        ends = f"the run ends at step {config.steps_to_make:,}"
+        if member.must_arrive:
+            place = engine.where(tuple(member.must_arrive.split(".")))
+            raise UsageError(f'{place}: acts from step {member.arrives_at:,} on, but {ends}; lower it, write "auto", or train longer')
+        late.append(f"{member.name()}: its schedule arrives at step {member.arrives_at:,}, and {ends}")
+    missing = [_placed(engine, lack) for member in techniques.members for lack in member.lacks]
+    return replace(config, notes=(*config.notes, *techniques.notes, *late), lacks=(*config.lacks, *missing)), flags
+
+
+def _check_swap_buffers(engine: EngineJson, config: RunConfig) -> None:
+    """On a drive, each rank's part of a weight goes through a buffer that holds it whole."""
+    path = ("zero_optimization", "offload_param", "buffer_size")
+    model = config.model_config
+    largest = -(-max(model.padded_vocab_size, 4 * model.d_model, model.seq_len) * model.d_model // config.ranks)
+    size = engine.get(*path)
+    if config.offload("offload_param") == "nvme" and largest > (BUFFER_SIZE if size is None else size):
+        raise UsageError(
+            f"{engine.where(path)}: is {size if size is not None else f'left out, which is {BUFFER_SIZE}'}, but a rank's part of the "
+            f"largest weight has {largest:,} elements; write {largest} or more, or use more ranks"
+        )
+
+
+def _corpus(flags: argparse.Namespace, shape: ModelShape) -> tuple[Corpus | None, list[str]]:
+    """The corpus, and what is wrong with it: to explain a run it need not be there.
+
+    Raises:
+        DataError: it is missing, damaged or too small, and the run is to be trained.
+        UsageError: `--no_cross_document` of a corpus in which nothing ends a document.
+    """
+    corpus = None
+    try:
+        corpus = open_corpus(flags.data)
+        if flags.no_cross_document and corpus.eot_id is None:
+            raise UsageError(
+                f"--no_cross_document: nothing ends a document in {flags.data}, whose ids are characters; leave the flag out, or prepare"
+                " the text with data_pipeline/prepare.py"
+            )
+        # Refuse a split, or a group of a mixture, that is too small for one sequence, by name.
+        corpus.train.windows(shape.seq_len)
+        corpus.train.group_windows(shape.seq_len, len(corpus.mixture))
+        corpus.val.windows(shape.seq_len)
+    except DataError as reason:
+        if flags.explain is None:
+            raise
+        return corpus, [str(reason) if corpus else f"{reason} (a vocabulary of {GPT2_VOCAB_SIZE:,} is assumed)"]
+    return corpus, []
+
+
+def _start(flags: argparse.Namespace, run_name: str, shape: ModelShape, corpus: Corpus | None, notes: list[str]) -> HFFolder | None:
+    """The folder whose weights the run starts from, of this model and of these ids; None where a checkpoint has them.
+
+    What cannot be known of its ids is added to `notes`.
+
+    Raises:
+        UsageError: a line for each value in which the folder's model is another one, or the folder's own faults.
+    """
+    checkpoints = Path(flags.runs_dir) / run_name / "checkpoints"
+    if flags.init_from is None or (flags.resume and complete_checkpoints(checkpoints)):
+        return None
+    folder = open_hf_folder(flags.init_from)
+    where = f"--init_from {flags.init_from}"
+    same = next((name for name, preset in PRESETS.items() if _sizes(preset.shape) == _sizes(folder.config)), None)
+    faults = [
+        f"{where}: {name} is {theirs:,} there, and {getattr(shape, name):,} in this run; give --{name} {theirs}"
+        + (f" or --preset {same}" if same else "")
+        for name, theirs in _sizes(folder.config).items()
+        if theirs != getattr(shape, name)
+    ]
+    again = f"prepare the text with the folder's tokenizer: data_pipeline/prepare.py --tokenizer {flags.init_from}"
+    if corpus is not None and folder.config.vocab_size != corpus.vocab_size:
+        faults.append(f"{where}: vocab_size is {folder.config.vocab_size:,} there, and {corpus.vocab_size:,} in {flags.data}; {again}")
+    elif corpus is not None and not faults and folder.has_tokenizer:
+        from launch.formats.folder_tokenizer import difference, tokenizer_of_corpus, tokenizer_of_folder  # a tenth of a second
+
+        (theirs, why), (own, why_own) = tokenizer_of_folder(folder), tokenizer_of_corpus(corpus)
+        if theirs is None or own is None:
+            notes.append(f"{where}: whether {flags.data} was made with its tokenizer is not known: {why or why_own}")
+        elif (differs := difference(corpus, own, theirs)) is not None:
+            faults.append(f"{where}: its tokenizer gives other ids than that of {flags.data}: {differs}; {again}")
+    if faults:
+        raise UsageError(*faults)
+    return folder
+
+
+def _sizes(shape: ModelShape) -> dict[str, int]:
+    """What a model's weights have the shapes of."""
+    return {name: getattr(shape, name) for name in ("n_layer", "n_head", "d_model", "seq_len")}
+
+
+def _origins(engine: EngineJson, flags: argparse.Namespace) -> Origins:
+    """Where the run's own values and all of the JSON's came from."""
+    origins: Origins = {name: flags.origins.get(name, "default") for name in vars(flags)}
+    origins |= {name: flags.origins.get(name, f"preset {flags.preset}") for name in asdict(PRESETS[flags.preset].shape)}
+    origins["run_name"] = flags.origins.get("run_name", "the JSON's name" if flags.recipe is None else "the recipe's name")
+    origins["eval_every"] = flags.origins.get("eval_every", "a tenth of the run")
+    origins["save_every"] = flags.origins.get("save_every", "a quarter of the run")
+    origins["ranks"] = "the launcher" if "WORLD_SIZE" in os.environ else flags.origins.get("ranks", "default")
+
+    def walk(section: dict[str, Any], path: tuple[str, ...]) -> None:
+        for key, value in section.items():
+            if isinstance(value, dict) and value:
+                walk(value, (*path, key))
+            else:
+                origins[".".join((*path, key))] = engine.origin((*path, key)) or "default"
+
+    walk(engine.values, ())
+    return origins
+
+
+def _ranks(flags: argparse.Namespace) -> int:
+    """How many ranks there are: what the launcher says, else `--ranks`, else 1."""
+    launched = os.environ.get("WORLD_SIZE")
+    if launched is None:
+        return flags.ranks or 1
+    if not launched.isdecimal() or int(launched) < 1:
+        raise UsageError(f"the environment variable WORLD_SIZE is {launched!r}: it must be the number of ranks, or not set")
+    if flags.ranks not in (None, int(launched)):
+        raise UsageError(f"--ranks {flags.ranks}: the launcher started {launched} ranks; leave the flag out")
+    return int(launched)
+
+
+def _model(flags: argparse.Namespace) -> tuple[Preset, ModelShape]:
+    if flags.preset not in PRESETS:
+        raise UsageError(f"--preset {flags.preset}: no such preset{nearest(flags.preset, PRESETS)}; there are {', '.join(PRESETS)}")
+    preset = PRESETS[flags.preset]
+    given = {key: value for key in asdict(preset.shape) if (value := getattr(flags, key)) is not None}
+    try:
+        return preset, ModelShape(**{**asdict(preset.shape), **given})
+    except ValueError as reason:
+        given_flags = ", ".join(f"--{key} {value}" for key, value in given.items())
+        raise UsageError(f"--preset {flags.preset} with {given_flags}: {reason}") from None
+
+
+def _batch(engine: EngineJson, flags: argparse.Namespace, preset: Preset, ranks: int) -> tuple[int, int, int]:
+    """Global batch, micro-batch, accumulation: global = micro x accumulation x ranks. What is not given follows from the rest."""
+    written = [(key,) for key in BATCH_KEYS if engine.get(key) is not None]
+    total = engine.agree(("train_batch_size",), "global_batch_size", flags.global_batch_size)
+    micro = engine.agree(("train_micro_batch_size_per_gpu",), "micro_batch_size", flags.micro_batch_size)
+    accumulation = engine.get("gradient_accumulation_steps")
+    origins = {
+        "train_batch_size": flags.origins.get("global_batch_size", f"preset {flags.preset}"),
+        "train_micro_batch_size_per_gpu": flags.origins.get("micro_batch_size", f"preset {flags.preset}, at most"),
+        "gradient_accumulation_steps": REST,
+    }
+
+    def refused(message: str) -> tuple[int, int, int]:
+        """The fault, at the first of the keys that the file gives a number for; what is checked after it gets a batch that works."""
+        if written:
+            engine.fault(written[0], message)
+        else:
+            engine.fault_of_run(f"{engine.file}, flags and --preset {flags.preset}: {message}")
+        return ranks, 1, 1
+
+    if total is None:
+        total = micro * accumulation * ranks if micro and accumulation else preset.global_batch_size
+        if micro and accumulation:
+            origins["train_batch_size"] = "micro-batch x accumulation x ranks"
+    per_rank, rest = divmod(total, ranks)
+    if rest:
+        sizes = " or ".join(str(size) for size in (total - rest, total - rest + ranks) if size)
+        return refused(f"a global batch of {total} sequences cannot be shared evenly by {ranks} ranks; --global_batch_size {sizes} can")
+    if micro is None and accumulation is not None:
+        micro, rest = divmod(per_rank, accumulation)
+        origins["train_micro_batch_size_per_gpu"] = REST
+        if rest or not micro:
+            return refused(
+                f"{total} sequences over {ranks} ranks are {per_rank} a rank, which {accumulation} accumulation steps do not "
+                "divide; change 'gradient_accumulation_steps' or --global_batch_size"
+            )
+    if micro is None:  # the largest micro-batch up to the preset's that divides a rank's share
+        micro = largest_divisor(per_rank, min(preset.micro_batch_size, per_rank))
+    if accumulation is None:
+        accumulation = max(1, per_rank // micro)
+    if micro * accumulation * ranks != total:
+        return refused(
+            f"micro-batch {micro} x accumulation {accumulation} x {ranks} ranks = {micro * accumulation * ranks} sequences, "
+            f"but the global batch is {total}; change --global_batch_size or --micro_batch_size so that they multiply"
+        )
+    for (key, origin), value in zip(origins.items(), (total, micro, accumulation), strict=True):
+        if (key,) not in written and not engine.is_faulty(key):
+            engine.settle((key,), value, origin)
+    return total, micro, accumulation
+
+
+def _length(engine: EngineJson, flags: argparse.Namespace, preset: Preset, tokens_per_step: int) -> tuple[int, int, str]:
+    """Steps and tokens of the run, and where from: --steps, --tokens, the JSON's total_tokens, the preset. Tokens make whole steps."""
+    tokens = flags.tokens
+    origin = flags.origins.get("tokens") or flags.origins.get("steps", f"preset {flags.preset}")
+    if engine.get("scheduler", "type") == TOKEN_SCHEDULE:
+        path = ("scheduler", "params", "total_tokens")
+        planned = engine.number(*path, minimum=1, whole=True)
+        if planned is not None and flags.steps is not None and -(-planned // tokens_per_step) != flags.steps:
+            engine.fault(
+                path,
+                f"is {planned}, {-(-planned // tokens_per_step)} steps of {tokens_per_step} tokens, but --steps says {flags.steps}; "
+                'write "auto" in the JSON or leave the flag out',
+            )
+        tokens = engine.agree(path, "tokens", flags.tokens)
+        if flags.tokens is None and tokens is not None:
+            origin = f"{engine.origin(path)}, 'total_tokens'"
+    steps = -(-tokens // tokens_per_step) if tokens is not None else flags.steps or preset.steps
+    if steps * tokens_per_step > MAX_TOKENS:
+        message = (
+            f"{steps:,} steps of {tokens_per_step:,} tokens are more than 10^18 tokens; lower --steps, --tokens or --global_batch_size"
+        )
+        written = {path: engine.origin(path) or "" for path in (("scheduler", "params", "total_tokens"), ("train_batch_size",))}
+        given = [path for path, origin in written.items() if engine.get(*path) is not None and origin.startswith(("line", "--set"))]
+        if given:
+            engine.fault(given[0], f"makes the run too long: {message}")
+        else:
+            engine.fault_of_run(f"{engine.file} and flags: {message}")
+    return steps, steps * tokens_per_step, origin

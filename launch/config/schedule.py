@@ -1,0 +1,227 @@
+"""The `scheduler` section resolved, and our own schedule: the learning rate as a pure function of tokens, with nothing to save."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from typing import Any, NamedTuple
+
+from launch.config.engine_json import EngineJson
+from launch.config.engine_keys import TOKEN_PARAMS, check_section
+from launch.config.engine_schema import engine_schema
+from launch.config.flags import MAX_LR
+from launch.errors import nearest
+from model.presets import Preset
+
+#: Our own schedule: linear warm-up, then cosine over tokens (`warmup_cosine`). The others are DeepSpeed's, by steps.
+TOKEN_SCHEDULE = "WarmupCosineTokens"
+#: Parameters of DeepSpeed's schedules for which `"auto"` has a meaning, as transformers fills them.
+ENGINE_AUTO = ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "total_num_steps")
+PATH = ("scheduler", "params")
+DEEPSPEED = "DeepSpeed's default"
+
+
+def warmup_cosine(tokens: int, lr: float, min_lr: float, warmup_tokens: int, total_tokens: int) -> float:
+    """Linear warm-up, then cosine decay, over tokens (GPT-3, arXiv 2005.14165, appendix B).
+
+    Args:
+        tokens: tokens consumed when the step is done, its own included; so the first step of a warm-up of w steps has lr / w
+            and the last step of the run has min_lr.
+        lr: the peak, reached at `warmup_tokens`.
+        min_lr: the value at `total_tokens` and after it.
+    """
+    if tokens < warmup_tokens:
+        return lr * tokens / warmup_tokens
+    if tokens >= total_tokens:
+        return min_lr
+    progress = (tokens - warmup_tokens) / (total_tokens - warmup_tokens)
+    return min_lr + (lr - min_lr) * 0.5 * (1.0 + math.cos(math.pi * progress))
+
+
+def engine_iteration(kind: str, step: int) -> int:
+    """The iteration at which DeepSpeed's schedule `kind` has the rate of optimizer step `step`, from 1.
+
+    DeepSpeed 0.19.8 makes the first step before iteration 0 and the second step at it. A warm-up from 0 then has two steps at rate 0, and
+    a decay does not reach its end. Here step k of a linear warm-up of w steps has k / w of the peak, as in `warmup_cosine`, and the last
+    step of the run has the end of the decay. OneCycle and LRRangeTest add 1 to the iteration themselves and are right.
+    """
+    return step - 2 if kind in OWN_RATES else step
+
+
+class Schedule(NamedTuple):
+    """The scheduler with all of its parameters, the peak learning rate and that at the end, and the steps of warm-up."""
+
+    scheduler: dict[str, Any]
+    lr: float
+    min_lr: float
+    warmup_steps: int
+
+
+def schedule_auto_keys() -> set[str]:
+    """The dotted keys of the section for which `"auto"` has a meaning."""
+    return {f"scheduler.params.{key}" for key in (*TOKEN_PARAMS, *ENGINE_AUTO)}
+
+
+def resolve_schedule(engine: EngineJson, flags: argparse.Namespace, preset: Preset, lr: float, steps: int, total_tokens: int) -> Schedule:
+    """Resolve the `scheduler` section for a run of `steps` steps and `total_tokens` tokens; without one the schedule is ours."""
+    if "scheduler" not in engine.values and not engine.is_faulty("scheduler"):
+        engine.settle(("scheduler",), {"type": TOKEN_SCHEDULE}, "default")
+    engine_schedules = engine_schema()["schedulers"]
+    kinds = (TOKEN_SCHEDULE, *engine_schedules)
+    kind = engine.get("scheduler", "type")
+    if kind not in kinds:
+        if not engine.is_faulty("scheduler", "type"):
+            wrong = "is missing" if kind is None else f"is {json.dumps(kind)}{nearest(kind, kinds)}"
+            engine.fault(("scheduler", "type"), f"{wrong}; there are {', '.join(kinds)}")
+        return Schedule({}, lr, 0.0, 0)
+    rules = TOKEN_PARAMS if kind == TOKEN_SCHEDULE else engine_schedules[kind]
+    engine.note_faults(check_section(PATH, engine.get(*PATH) or {}, {"keys": rules}, schedule_auto_keys()))
+    # A preset's warm-up is meant for the preset's rate and length. A shorter run at that rate needs nearly as many steps: `nano` over 200
+    # steps ends at a validation loss of 5.82 with 20 of them and at 5.50 with 80.
+    most = max(1, steps * 2 // 5)
+    warmup = (preset.warmup_steps, f"preset {flags.preset}") if preset.warmup_steps <= most else (most, "40% of the run")
+    if kind == TOKEN_SCHEDULE:
+        return _token_schedule(engine, flags, lr, steps, total_tokens, *warmup)
+    return _engine_schedule(engine, flags, kind, rules, lr, steps, *warmup)
+
+
+def _token_schedule(
+    engine: EngineJson, flags: argparse.Namespace, lr: float, steps: int, total_tokens: int, warmup: int, warmup_from: str
+) -> Schedule:
+    engine.number(*PATH, "min_lr", minimum=0, maximum=MAX_LR)
+    engine.number(*PATH, "warmup_steps", minimum=0, whole=True)
+    min_lr = engine.choose((*PATH, "min_lr"), "min_lr", flags, lr / 10, "a tenth of the peak")
+    if min_lr > lr:
+        fix = "lower it, or raise --lr"
+        if flags.min_lr is None:
+            engine.fault((*PATH, "min_lr"), f"is {min_lr:g}, above the peak learning rate of {lr:g}; {fix}")
+        else:
+            engine.fault_of_run(f"--min_lr {min_lr:g} is above the peak learning rate of {lr:g}; {fix}")
+    asked = engine.agree((*PATH, "warmup_steps"), "warmup_steps", flags.warmup_steps)
+    if asked is not None and asked >= steps:
+        fix = f"but the run has {steps} steps; lower it, or raise --steps"
+        if flags.warmup_steps is None:
+            engine.fault((*PATH, "warmup_steps"), f"is {asked}, {fix}")
+        elif asked:
+            engine.fault_of_run(f"--warmup_steps is {asked}, {fix}")
+    warmup = int(engine.choose((*PATH, "warmup_steps"), "warmup_steps", flags, warmup, warmup_from))
+    if engine.get(*PATH, "total_tokens") is None and not engine.is_faulty(*PATH, "total_tokens"):
+        engine.settle((*PATH, "total_tokens"), total_tokens, "the run's length")
+    params = {"min_lr": min_lr, "warmup_steps": warmup, "total_tokens": total_tokens}
+    return Schedule({"type": TOKEN_SCHEDULE, "params": params}, lr, min_lr, warmup)
+
+
+def _engine_schedule(
+    engine: EngineJson,
+    flags: argparse.Namespace,
+    kind: str,
+    rules: dict[str, Any],
+    lr: float,
+    steps: int,
+    warmup: int,
+    warmup_from: str,
+) -> Schedule:
+    """A schedule of DeepSpeed's own, by steps; `"auto"` is filled as transformers fills it, and so is a default that exceeds the run."""
+    given = engine.get(*PATH) or {}
+    for key, (whole, minimum, maximum) in BOUNDS.items():
+        if key in rules and not (key in MAY_BE_NULL and given.get(key, 0) is None):
+            engine.number(*PATH, key, minimum=minimum, maximum=maximum, whole=whole, above=key in ABOVE)
+    for key in ("cycle_min_mom", "cycle_max_mom"):
+        if engine.get(*PATH, key) == 1:
+            engine.fault((*PATH, key), "is 1, with which the optimizer never forgets; write a number below 1")
+    if (form := engine.get(*PATH, "warmup_type")) not in (None, "log", "linear"):
+        engine.fault((*PATH, "warmup_type"), f'is {json.dumps(form)}, must be "log" or "linear"')
+    for key, flag in (("warmup_num_steps", "warmup_steps"), ("total_num_steps", "steps"), ("warmup_max_lr", "lr")):
+        if key in rules:
+            engine.agree((*PATH, key), flag, getattr(flags, flag))
+    if flags.min_lr is not None:
+        engine.fault_of_run(
+            f"--min_lr {flags.min_lr:g}: {kind} ends where its own parameters say; leave the flag out, or use {TOKEN_SCHEDULE}"
+        )
+    if flags.lr is not None and kind in OWN_RATES:
+        engine.fault_of_run(f"--lr {flags.lr:g}: {kind} sets the rate by its own parameters; leave the flag out, or use {TOKEN_SCHEDULE}")
+    if flags.warmup_steps is not None and "warmup_num_steps" not in rules:
+        engine.fault_of_run(f"--warmup_steps {flags.warmup_steps}: {kind} has no warm-up; leave the flag out, or use {TOKEN_SCHEDULE}")
+    _check_length(engine, rules, steps)
+    _check_cycle(engine, rules)
+
+    rate_from = engine.origin(("optimizer", "params", "lr")) or "default"
+    fill = {
+        "warmup_num_steps": (max(1, warmup if flags.warmup_steps is None else flags.warmup_steps), warmup_from, "warmup_steps"),
+        "total_num_steps": (steps, "the run's length", "steps"),
+        "warmup_max_lr": (lr, rate_from, "lr"),
+        "warmup_min_lr": (0.0, "as transformers fills it", ""),
+    }
+    for key, (value, origin, flag) in fill.items():
+        if key in rules and (given.get(key) == "auto" or (key not in given and rules[key].get("default", math.inf) > steps)):
+            engine.settle((*PATH, key), value, flags.origins.get(flag, origin))
+    for low, high in (("warmup_min_lr", "warmup_max_lr"), ("cycle_min_lr", "cycle_max_lr"), ("cycle_min_mom", "cycle_max_mom")):
+        least, most = engine.get(*PATH, low), engine.get(*PATH, high)
+        if least is not None and most is not None and least > most:
+            engine.fault((*PATH, low), f"is {least:g}, above '{high}' of {most:g}; lower it")
+    params = engine.values["scheduler"].get("params") or {}
+    if "warmup_max_lr" in rules and not engine.is_faulty(*PATH, "warmup_max_lr"):
+        lr = _peak(engine, kind, lr, params.get("warmup_max_lr", rules["warmup_max_lr"].get("default", lr)))
+    return Schedule({"type": kind, "params": params}, lr, 0.0, params.get("warmup_num_steps", 0))
+
+
+#: Of the parameters of DeepSpeed's schedules: whether whole, the least, the most. It computes with anything, negative rates included.
+BOUNDS: dict[str, tuple[bool, float, float | None]] = {
+    **dict.fromkeys(("warmup_num_steps", "total_num_steps", "lr_range_test_step_size", "cycle_first_step_size"), (True, 1, None)),
+    **dict.fromkeys(("cycle_first_stair_count", "cycle_second_stair_count", "decay_step_size", "cycle_second_step_size"), (True, 0, None)),
+    **dict.fromkeys(("warmup_min_lr", "warmup_max_lr", "cycle_min_lr", "cycle_max_lr", "lr_range_test_min_lr"), (False, 0, MAX_LR)),
+    **dict.fromkeys(("warmup_min_ratio", "cos_min_ratio", "cycle_min_mom", "cycle_max_mom"), (False, 0, 1)),
+    **dict.fromkeys(("lr_range_test_step_rate", "decay_lr_rate", "decay_mom_rate"), (False, 0, None)),
+}
+
+
+#: Null is DeepSpeed's own default of these: as the first half of the cycle.
+MAY_BE_NULL = ("cycle_second_step_size", "cycle_second_stair_count")
+#: Schedules that overwrite the optimizer's rate by rates of their own.
+OWN_RATES = ("OneCycle", "LRRangeTest")
+#: Rates that must not be 0.
+ABOVE = ("warmup_max_lr", "cycle_max_lr", "lr_range_test_min_lr")
+
+
+def _peak(engine: EngineJson, kind: str, lr: float, peak: float) -> float:
+    """The peak that the schedule sets, which is the run's: the optimizer's own rate is overwritten at the first step."""
+    where, rate = (*PATH, "warmup_max_lr"), ("optimizer", "params", "lr")
+    if peak != lr:
+        origin = engine.origin(rate) or ""
+        if origin.startswith(("line", "--")):
+            engine.note(rate, f"is {lr:g} and is not used: {kind} sets the rate, up to its 'warmup_max_lr' of {peak:g}")
+        engine.settle(rate, peak, f"scheduler.params.warmup_max_lr, {engine.origin(where) or DEEPSPEED}")
+    return peak
+
+
+def _check_length(engine: EngineJson, rules: dict[str, Any], steps: int) -> None:
+    """A schedule must fit into the run."""
+    for key, what in (("total_num_steps", "the schedule"), ("warmup_num_steps", "the warm-up")):
+        asked = engine.get(*PATH, key)
+        if key in rules and asked is not None and asked > steps:
+            engine.fault((*PATH, key), f'is {asked}: {what} is longer than the run of {steps} steps; write "auto", or raise --steps')
+    total, warmup = engine.get(*PATH, "total_num_steps"), engine.get(*PATH, "warmup_num_steps")
+    if "total_num_steps" in rules and warmup is not None and warmup >= (total or steps):
+        engine.fault((*PATH, "warmup_num_steps"), f"is {warmup}, and the schedule ends at step {total or steps}; lower it")
+    elif total is not None and total < steps:
+        engine.note((*PATH, "total_num_steps"), f"is {total}: the rate stays at its end for the other {steps - total} of {steps} steps")
+
+
+def _check_cycle(engine: EngineJson, rules: dict[str, Any]) -> None:
+    """What OneCycle needs, and what it does to the optimizer."""
+    if "cycle_min_lr" not in rules:
+        return
+    params = engine.get(*PATH) or {}
+    for key in ("cycle_min_lr", "cycle_max_lr"):
+        if key not in params and not engine.is_faulty(*PATH, key):
+            engine.fault((*PATH, key), "is missing, and OneCycle needs it; add it, a learning rate")
+    if params.get("decay_lr_rate") and not params.get("decay_step_size") and not engine.is_faulty(*PATH, "decay_step_size"):
+        engine.fault((*PATH, "decay_lr_rate"), "does nothing without 'decay_step_size', the steps of a decay; add it, or leave this out")
+    has_betas = "betas" in (engine.get("optimizer", "params") or {})
+    if params.get("cycle_momentum") is True and not has_betas:
+        engine.fault((*PATH, "cycle_momentum"), "cycles the betas of Adam, which this optimizer does not have; write false")
+    elif params.get("cycle_momentum", True) and has_betas:
+        engine.note(
+            ("scheduler",), 'OneCycle sets the betas at every step, the second to 0.99; "cycle_momentum": false keeps the optimizer\'s'
+        )

@@ -1,0 +1,1 @@
+"""The files that runs leave and read: configuration, metrics, checkpoints, weights, and Hugging Face folders."""

@@ -1,0 +1,497 @@
+"""Faults of the DeepSpeed engine that change training in silence, each corrected by one small function.
+
+Every correction has a probe, which runs the engine's own code at start-up and looks for the fault: where the engine has been
+mended, the probe stays quiet and nothing is corrected twice. `before_initialize` and `after_initialize` apply what is needed
+and return the names of what they applied, which the run's log shows.
+
+The faults were measured on DeepSpeed 0.19.8; `tests/distributed/test_corrections.py` shows each of them with and without its correction.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from launch.formats.tensor_files import load_tensors
+
+if TYPE_CHECKING:
+    from launch.training.distributed import Collectives
+
+#: Elements of the tensor on which the gradient norm is probed. The error of an fp32 sum grows with its length: 2.8e-5 at 2 M.
+PROBE_ELEMENTS = 2**21
+#: Elements whose squares are summed in fp32: the errors of the sums, 1e-7 at most, are of either sign, and 1e-8 in what they add up to.
+NORM_ROW = 384
+
+
+class NormNotFinite(ArithmeticError):
+    """The norm of the step's gradients is not finite, on all ranks, and the update was not made."""
+
+
+def before_initialize(zero_stage: int, precision: str, collectives: Collectives) -> list[str]:
+    """Corrections of the engine's classes, before an engine is built. Called by all ranks; what one of them finds, all correct."""
+    if zero_stage != 0:
+        return []
+    candidates: list[tuple[Callable[[], bool], Callable[[], None]]] = [(engine_norm_is_inaccurate, take_norms_in_fp64)]
+    if precision != "fp32":
+        candidates.append((unfused_optimizer_steps_at_start, keep_weights_at_start))
+    if precision == "fp16":
+        candidates.append((unfused_loss_scale_misbehaves, scale_like_zero))
+    applied = []
+    for probe, correct in candidates:
+        if collectives.any(probe()):
+            correct()
+            applied.append(correct.__name__)
+    return applied
+
+
+def after_initialize(engine: Any, collectives: Collectives) -> list[str]:
+    """Corrections of one engine, after it was built. Called by all ranks."""
+    applied = []
+    if engine.zero_optimization_stage() == 0 and engine.fp16_enabled() and collectives.any(loss_is_not_scaled(engine)):
+        scale_loss(engine)
+        applied.append("scale_loss")
+    if (engine.zero_optimization_stage() == 3 or engine.zero_use_cpu_optimizer()) and collectives.any(gradients_go_stale(engine)):
+        forget_gradients(engine)
+        applied.append("forget_gradients")
+    if engine.zero_nvme_offload_optimizer() and collectives.any(optimizer_on_drive_is_not_loaded(engine, collectives)):
+        load_optimizer_on_drive(engine)
+        applied.append("load_optimizer_on_drive")
+    return applied
+
+
+# --- stage 0, bf16 and fp16: an optimizer step on zero gradients at start ------------------------------------------------------------
+
+
+def unfused_optimizer_steps_at_start() -> bool:
+    """Fault: `FP16_UnfusedOptimizer` allocates the optimizer's state by a real step on zero gradients.
+
+    Adam then starts at step 1, and weight decay shrinks the fp32 weights by a factor of (1 - lr x weight_decay) before training.
+    Seen in deepspeed/runtime/fp16/unfused_optimizer.py, `initialize_optimizer_states`. Probe: wrap one weight and see if it moves.
+    """
+    from deepspeed.accelerator import get_accelerator
+    from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+
+    weight = torch.nn.Parameter(torch.ones(1, dtype=torch.bfloat16, device=get_accelerator().current_device_name()))
+    wrapper = FP16_UnfusedOptimizer(
+        torch.optim.AdamW([weight], lr=0.5, weight_decay=0.5), low_precision_dtype=torch.bfloat16, verbose=False
+    )
+    return float(wrapper.fp32_groups[0][0].detach()) != 1.0
+
+
+def keep_weights_at_start() -> None:
+    """Correction: allocate nothing at start; torch's optimizers allocate their state in their first real step."""
+    from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+
+    FP16_UnfusedOptimizer.initialize_optimizer_states = _allocate_nothing
+
+
+def _allocate_nothing(self: Any) -> None:
+    """Stands in for `FP16_UnfusedOptimizer.initialize_optimizer_states`."""
+
+
+# --- stage 0: the gradient norm, summed in fp32 --------------------------------------------------------------------------------------
+
+
+def engine_norm_is_inaccurate(elements: int = PROBE_ELEMENTS) -> bool:
+    """Fault: at stage 0 the norm used for clipping is summed in fp32, which on a CPU is off by 3e-5 at 2 M elements.
+
+    Stages 1, 2, 3 sum in fp64, so the stages drift apart (3.7e-5 in the loss after 30 steps). Seen in deepspeed/runtime/utils.py,
+    `clip_grad_norm_` and `get_weight_norm`. Probe: both of them on a known tensor against the norm in fp64. All ranks must call this
+    together: the engine's `clip_grad_norm_` averages over them.
+    """
+    from deepspeed.accelerator import get_accelerator
+    from deepspeed.runtime import utils
+
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.nn.Parameter(torch.randn(elements, generator=generator).to(get_accelerator().current_device_name()))
+    weight.grad = weight.data.clone()
+    exact = float(torch.linalg.vector_norm(weight.data, dtype=torch.float64))
+    found = (float(utils.get_weight_norm([weight])), float(utils.clip_grad_norm_([weight], max_norm=2 * exact)))
+    return any(abs(norm - exact) > 1e-6 * exact for norm in found)
+
+
+def take_norms_in_fp64() -> None:
+    """Correction: both functions sum in fp64, wherever the engine imported them."""
+    from deepspeed.runtime import engine, utils
+    from deepspeed.runtime.fp16 import fused_optimizer, unfused_optimizer
+
+    for module in (utils, engine, fused_optimizer, unfused_optimizer):
+        for name, correct in (("clip_grad_norm_", clip_grad_norm), ("get_weight_norm", weight_norm)):
+            if hasattr(module, name):
+                setattr(module, name, correct)
+
+
+def norm_in_fp64(tensors: list[torch.Tensor]) -> torch.Tensor:
+    """The 2-norm of all tensors together, to 1e-7; an fp64 scalar.
+
+    Sums of `NORM_ROW` squares are in fp32 and the sum of these sums in fp64: to convert every element takes eight times as long (14 M
+    elements on two cores: 8 ms). Where squares are beyond fp32's range, that is done.
+    """
+    rows = [torch.linalg.vector_norm(row, dim=-1, dtype=_at_least_fp32(row)).double() for tensor in tensors for row in _in_rows(tensor)]
+    norm = torch.cat([row.view(-1) for row in rows]).norm()
+    if torch.isfinite(norm):
+        return norm
+    return torch.stack([torch.linalg.vector_norm(tensor, dtype=torch.float64) for tensor in tensors]).norm()
+
+
+def _in_rows(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The elements of `tensor` as (n, NORM_ROW), and the rest (fewer,); views, where it is in one piece."""
+    flat = tensor.reshape(-1)
+    whole = len(flat) // NORM_ROW * NORM_ROW
+    return [part for part in (flat[:whole].view(-1, NORM_ROW), flat[whole:]) if part.numel()]
+
+
+def _at_least_fp32(tensor: torch.Tensor) -> torch.dtype:
+    return torch.promote_types(tensor.dtype, torch.float32)
+
+
+def clip_grad_norm(parameters: Any, max_norm: float, norm_type: float = 2, mpu: Any = None) -> torch.Tensor:
+    """Stands in for `deepspeed.runtime.utils.clip_grad_norm_` where gradients are the same on all ranks (stage 0, no model parallelism).
+
+    Scales the gradients in place so that their norm is at most `max_norm`; returns the norm before that, in fp64.
+    """
+    assert norm_type == 2 and mpu is None, "this project clips by the 2-norm, without model parallelism"
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    norm = norm_in_fp64(gradients)
+    clip_gradients(gradients, float(norm), max_norm)
+    return norm
+
+
+def clip_gradients(gradients: list[torch.Tensor], norm: float, max_norm: float) -> None:
+    """Scale gradients whose norm is `norm` in place, so that it is at most `max_norm`."""
+    scale = max_norm / (norm + 1e-6)
+    if scale < 1:
+        torch._foreach_mul_(gradients, scale)
+
+
+def weight_norm(parameters: list[torch.Tensor], norm_type: float = 2, mpu: Any = None) -> float:
+    """Stands in for `deepspeed.runtime.utils.get_weight_norm`: the 2-norm, or -1 where it is not finite, as the engine expects."""
+    assert norm_type == 2 and mpu is None, "this project clips by the 2-norm, without model parallelism"
+    norm = float(norm_in_fp64([parameter.data for parameter in parameters]))
+    return norm if norm < float("inf") else -1.0  # NaN compares false
+
+
+# --- stage 0, fp16: the rule of the loss scale --------------------------------------------------------------------------------------
+
+
+def unfused_loss_scale_misbehaves() -> bool:
+    """Fault: `FP16_UnfusedOptimizer` has a loss scale of its own making, and three things are wrong with it.
+
+    The scale grows before the gradients are divided by it, so that every `loss_scale_window` steps one update is half of the right one;
+    `hysteresis` and `consecutive_hysteresis` are ignored; and at `min_loss_scale` it skips steps for ever, where stages 1, 2, 3 stop.
+    Seen in deepspeed/runtime/fp16/unfused_optimizer.py, `step` and `_update_scale`. Probe: one weight with gradient 1 through two steps,
+    the second of which grows the scale; the second update must be 1 too. Then an overflow at the minimum, which must raise.
+    All ranks must call this together: the engine looks for overflows among them.
+    """
+    from deepspeed.accelerator import get_accelerator
+    from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+
+    weight = torch.nn.Parameter(torch.zeros(1, dtype=torch.float16, device=get_accelerator().current_device_name()))
+    rule = {"init_scale": 4.0, "scale_window": 1, "min_scale": 8.0, "delayed_shift": 1, "consecutive_hysteresis": False}
+    wrapper = FP16_UnfusedOptimizer(torch.optim.SGD([weight], lr=1.0), dynamic_loss_scale=True, dynamic_loss_args=rule, verbose=False)
+    for _ in range(2):
+        weight.grad = torch.full_like(weight, wrapper.loss_scale)
+        wrapper.step()
+    if float(wrapper.fp32_groups[0][0].detach()) != -2.0:
+        return True
+    weight.grad = torch.full_like(weight, float("inf"))
+    try:
+        wrapper.step()
+    except Exception:  # what stages 1, 2, 3 raise is a bare Exception
+        return False
+    return True
+
+
+def scale_like_zero() -> None:
+    """Correction: the loss scale of stage 0 follows `DynamicLossScaler`, the rule of stages 1, 2, 3, and changes after the update."""
+    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
+    from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+
+    build, unscale = FP16_UnfusedOptimizer.__init__, FP16_UnfusedOptimizer.unscale_and_clip_grads
+    save, load = FP16_UnfusedOptimizer.state_dict, FP16_UnfusedOptimizer.load_state_dict
+
+    def build_with_rule(
+        self: Any, *args: Any, deepspeed: Any = None, dynamic_loss_args: dict[str, Any] | None = None, **options: Any
+    ) -> None:
+        arguments = dynamic_loss_args or (deepspeed.dynamic_loss_scale_args() if deepspeed is not None else None)
+        build(self, *args, deepspeed=deepspeed, dynamic_loss_args=dynamic_loss_args, **options)
+        self.rule = DynamicLossScaler(**arguments) if arguments and self.loss_scale_config.dynamic_loss_scale else None
+
+    def update_scale(self: Any, overflow: bool) -> None:
+        config, rule = self.loss_scale_config, self.rule
+        self.scale_in_force = config.cur_scale
+        if rule is not None:
+            rule.cur_scale, rule.cur_iter, rule.last_overflow_iter = config.cur_scale, config.cur_iter, config.last_overflow_iter
+            rule.update_scale(overflow)
+            config.cur_scale, config.last_overflow_iter = rule.cur_scale, rule.last_overflow_iter
+        config.cur_iter += 1
+
+    def unscale_by_scale_in_force(self: Any, total_norm: float, apply_scale: bool = True) -> float:
+        new, self.loss_scale_config.cur_scale = self.loss_scale_config.cur_scale, self.scale_in_force
+        try:
+            return unscale(self, total_norm, apply_scale)
+        finally:
+            self.loss_scale_config.cur_scale = new
+
+    def save_with_rule(self: Any) -> dict[str, Any]:
+        return {**save(self), "cur_hysteresis": self.rule.cur_hysteresis if self.rule else None}
+
+    def load_with_rule(self: Any, state: dict[str, Any], load_optimizer_states: bool = True) -> None:
+        load(self, state, load_optimizer_states)
+        if self.rule and state.get("cur_hysteresis") is not None:
+            self.rule.cur_hysteresis = state["cur_hysteresis"]
+
+    FP16_UnfusedOptimizer.__init__ = build_with_rule
+    FP16_UnfusedOptimizer._update_scale = update_scale
+    FP16_UnfusedOptimizer.unscale_and_clip_grads = unscale_by_scale_in_force
+    FP16_UnfusedOptimizer.state_dict = save_with_rule
+    FP16_UnfusedOptimizer.load_state_dict = load_with_rule
+
+
+# --- stage 0, fp16: the loss is not scaled -------------------------------------------------------------------------------------------
+
+
+def loss_is_not_scaled(engine: Any) -> bool:
+    """Fault: `engine.backward` multiplies the loss by the loss scale for ZeRO's optimizers only; at stage 0 the gradients are divided
+    by it all the same.
+
+    At a scale of 1024 the applied update was 1/1024 of the right one, and clipping did nothing. Seen in deepspeed/runtime/engine.py,
+    `backward`. Probe: the gradient of a loss that is one weight, through the engine's own backward.
+    """
+    from deepspeed.utils.timer import NoopTimer
+
+    weight = torch.ones((), device=engine.device, requires_grad=True)
+    # Local (the model has no gradients to reduce), at a scale that shows, and without timers, which only a forward pass starts.
+    before = engine.enable_backward_allreduce, engine.timers, engine.optimizer.loss_scale
+    engine.enable_backward_allreduce, engine.timers, engine.optimizer.loss_scale = False, NoopTimer(), 4.0
+    try:
+        engine.backward(weight * 1.0, scale_wrt_gas=False)
+    finally:
+        engine.enable_backward_allreduce, engine.timers, engine.optimizer.loss_scale = before
+    assert weight.grad is not None, "the engine's backward leaves a gradient"
+    return float(weight.grad) != 4.0
+
+
+def scale_loss(engine: Any) -> None:
+    """Correction: `engine.backward` gets the loss multiplied by the scale in force."""
+    backward = engine.backward
+
+    def scaled_backward(loss: torch.Tensor, **options: Any) -> torch.Tensor:
+        return backward(loss.float() * engine.optimizer.loss_scale, **options)
+
+    engine.backward = scaled_backward
+
+
+# --- stage 3, and offload at stages 1, 2 and 3: gradients of earlier steps ---------------------------------------------------------------
+
+
+def gradients_go_stale(engine: Any) -> bool:
+    """Fault: a parameter that gets no gradient in a step is updated by the gradient of an earlier one.
+
+    Stage 3 keeps gradients in one flat buffer that is never zeroed, and copies into it what the first micro-batch brings; with an
+    offloaded optimizer, stages 1, 2 and 3 keep them in fp32 on the host, and put there only what the last micro-batch brings. The norm
+    used for clipping contains the old gradients too. With layers dropped, losses were off by 0.67 after 12 steps. Seen in
+    deepspeed/runtime/zero/stage3.py, `partition_grads`, and stage_1_and_2.py, `copy_grads_in_partition`. Probe: an engine of two
+    weights with plain SGD, one of which is left out of the second step; it must not move. All ranks must call this together.
+    """
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    with _probe_engine(engine, {"device": "cpu", "pin_memory": False} if engine.zero_use_cpu_optimizer() else None) as probe:
+        places = []
+        for used in (probe.module, probe.module[:1]):
+            _step(probe, used)
+            places.append(safe_get_full_fp32_param(probe.module[1].weight).clone())
+    return not torch.equal(*places)
+
+
+@contextlib.contextmanager
+def _probe_engine(engine: Any, offload_optimizer: dict[str, Any] | None) -> Iterator[Any]:
+    """An engine of two small weights and plain SGD, of the stage and precision of `engine`, offloaded as `offload_optimizer` says."""
+    import deepspeed
+    from deepspeed.utils import logger
+
+    # Small buckets: stage 3 allocates its own as soon as it is built.
+    stage = engine.zero_optimization_stage()
+    section: dict[str, Any] = {"stage": stage, "reduce_bucket_size": 64, "stage3_prefetch_bucket_size": 64}
+    if offload_optimizer is not None:
+        section["offload_optimizer"] = offload_optimizer
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": section,
+        "bf16": {"enabled": engine.bfloat16_enabled()},
+        "fp16": {"enabled": engine.fp16_enabled(), "loss_scale": 1},
+        "gradient_clipping": 0.0,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+    }
+    model = torch.nn.ModuleList(torch.nn.Linear(8, 8, bias=False) for _ in range(2))
+    level = logger.level
+    logger.setLevel("ERROR")  # a warning that ZeRO has not been tested with this optimizer, which nobody but a probe uses
+    try:
+        probe, *_ = deepspeed.initialize(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=1.0), config=config)
+        yield probe
+        probe.destroy()
+    finally:
+        logger.setLevel(level)
+
+
+def _step(probe: Any, used: Any) -> None:
+    """A step of a probe's engine in which the layers `used` get a gradient, and the others none."""
+    values = torch.ones(1, 8, device=probe.device, dtype=next(probe.module.parameters()).dtype)
+    # The engine's own forward pass is not needed: its hooks are on the modules and the parameters.
+    probe.optimizer.clear_backward_seen_flag()
+    probe.backward(sum(layer(values).float().sum() for layer in used))
+    probe.step()
+
+
+def forget_gradients(engine: Any) -> None:
+    """Correction: before the update, every gradient that no micro-batch of this step brought is zero, and every one that only an earlier
+    micro-batch brought is where the update looks for it; after the update, nothing is left for the next step."""
+    optimizer = engine.optimizer
+    step = optimizer.step
+    complete, clear = (_complete_stage_3, _clear_stage_3) if engine.zero_optimization_stage() == 3 else (_complete_offload, _clear_offload)
+
+    def step_and_forget(*args: Any, **options: Any) -> Any:
+        complete(optimizer)
+        try:
+            return step(*args, **options)
+        finally:
+            clear(optimizer)
+
+    optimizer.step = step_and_forget
+
+
+def _complete_stage_3(optimizer: Any) -> None:
+    """Offload: hand over what `partition_grads` has not, from the flat buffer: zeros, or what earlier micro-batches left there."""
+    if not optimizer.offload_optimizer:
+        return
+    partitions = optimizer._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition
+    to_swap: tuple[dict[int, Any], dict[int, Any]] = ({}, {})
+    for group in optimizer.fp16_groups:
+        for parameter in group:
+            if optimizer.get_param_id(parameter) not in optimizer.norm_for_param_grads and parameter.ds_id in partitions:
+                optimizer._offload_grad_partition_at_boundary(parameter, partitions[parameter.ds_id], *to_swap)
+    optimizer._swap_out_offload_fp32_gradients(*to_swap)
+
+
+def _clear_stage_3(optimizer: Any) -> None:
+    optimizer.grad_partitions_flat_buffer.zero_()
+    if optimizer.offload_optimizer:
+        optimizer.norm_for_param_grads.clear()
+
+
+def _complete_offload(optimizer: Any) -> None:
+    """Stages 1 and 2: zero what got no gradient, copy what got one in earlier micro-batches only."""
+    missing = set()
+    for index, group in enumerate(optimizer.params_in_partition):
+        for parameter in group:
+            identity = optimizer.get_param_id(parameter)
+            if identity in optimizer.norm_for_param_grads:
+                continue
+            if identity in optimizer._offload_accumulated_param_ids:
+                missing.add(identity)
+            else:
+                _, _, offset, elements = optimizer.grad_position[identity]
+                optimizer.single_partition_of_fp32_groups[index].grad.view(-1).narrow(0, offset, elements).zero_()
+    if missing:
+        accumulated, optimizer._offload_accumulated_param_ids = optimizer._offload_accumulated_param_ids, missing
+        optimizer._finalize_cpu_offload_gradient_accumulation()
+        optimizer._offload_accumulated_param_ids = accumulated
+
+
+def _clear_offload(optimizer: Any) -> None:
+    optimizer.norm_for_param_grads.clear()
+    for gradient in optimizer.accumulated_grads_in_cpu.values():
+        gradient.zero_()
+
+
+# --- an optimizer on a drive: its state is not loaded ---------------------------------------------------------------------------------
+
+
+def optimizer_on_drive_is_not_loaded(engine: Any, collectives: Collectives) -> bool:
+    """Fault: with the optimizer on a drive, `load_checkpoint` copies the files of the drive back, and does no more.
+
+    The moments in them are never registered again, so that Adam begins with zeros and at step 1; what is too small for the drive (biases
+    and norms) stays at its initial values, the fp32 weights too; nor does the loss scale come back. Seen in deepspeed/runtime/engine.py,
+    `load_checkpoint` ("not self.zero_nvme_offload_optimizer()"). Probe: an engine of two small weights is saved, stepped and loaded; its
+    weights must be those that were saved. All ranks must call this together.
+    """
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    section = dict(engine.config["zero_optimization"]["offload_optimizer"])
+    folder = os.path.join(section["nvme_path"], "probe")
+    shutil.rmtree(folder, ignore_errors=True)  # of a start that was killed
+    collectives.barrier()
+    with _probe_engine(engine, {**section, "nvme_path": folder}) as probe:
+        weight = probe.module[0].weight
+        _step(probe, probe.module)
+        saved = safe_get_full_fp32_param(weight).clone()
+        probe.save_checkpoint(folder, tag="probe")
+        _step(probe, probe.module)
+        probe.load_checkpoint(folder, tag="probe")
+        lost = not torch.equal(saved, safe_get_full_fp32_param(weight))
+    collectives.barrier()
+    shutil.rmtree(folder, ignore_errors=True)
+    return lost
+
+
+def load_optimizer_on_drive(engine: Any) -> None:
+    """Correction: `load_checkpoint` takes everything from this rank's files of the checkpoint, and registers the moments on the drive."""
+    load = engine.load_checkpoint
+
+    def load_all(load_dir: str, tag: str, **options: Any) -> Any:
+        loaded = load(load_dir, tag=tag, **options)
+        rank = engine.local_rank if engine.use_node_local_storage() else engine.global_rank
+        file = engine._get_zero_ckpt_name(load_dir, tag)
+        saved = load_tensors(file, deepspeed_objects=True)["optimizer_state_dict"]
+        _take_optimizer_state(engine.optimizer, saved, Path(load_dir) / tag / "offloaded_tensors" / f"rank{rank:02d}")
+        return loaded
+
+    engine.load_checkpoint = load_all
+
+
+def _take_optimizer_state(optimizer: Any, saved: dict[str, Any], folder: Path) -> None:
+    """Put into a stage 3 optimizer what it has saved; `folder` holds the files that were on the drive then.
+
+    A file is named by the numbers of the first and the last parameter in it, `12_48.tensor.swp`, and `exp_avg-12_48.tensor.swp`. DeepSpeed
+    counts parameters through the life of a process, so that the names may be others now; their order is the same.
+    """
+    optimizer.checkpoint_event_prologue()  # frees the weights that every rank holds whole, which are gathered anew below
+    optimizer.loss_scaler, optimizer.dynamic_loss_scale = saved["loss_scaler"], saved["dynamic_loss_scale"]
+    optimizer._set_fp32_optimizer_param_groups()
+    parameters = [parameter for group in optimizer.optimizer.param_groups for parameter in group["params"]]
+    optimizer._clear_fp32_optimizer_param_groups()
+    states = {id(parameter): saved["optimizer_state_dict"]["state"].get(index, {}) for index, parameter in enumerate(parameters)}
+    names = iter(sorted((file.name for file in folder.glob("[0-9]*.tensor.swp")), key=lambda name: int(name.split("_")[0])))
+    for index, (parameter, weights) in enumerate(zip(optimizer.fp32_partitioned_groups_flat, saved["fp32_flat_groups"], strict=True)):
+        state = optimizer.optimizer.state[parameter]
+        if on_drive := optimizer._swappable_optimizer_subgroup(index):
+            name = next(names)
+            optimizer._optimizer_states_and_gradient_swap_in(index)
+            weights = _read(folder / name, parameter)
+        parameter.data.copy_(weights)
+        for key, value in states[id(parameter)].items():
+            if torch.is_tensor(value):
+                value = _read(folder / f"{key}-{name}", parameter) if on_drive else value.to(parameter.device)
+                if key in state:  # of an engine that has made steps: the tensor that is registered stays
+                    state[key].data.copy_(value)
+                    continue
+            state[key] = value
+        optimizer._reassign_or_swap_out_partitioned_parameters(index)
+        if on_drive:
+            optimizer._optimizer_states_and_gradient_swap_out(index)
+            if name != f"{parameter.ds_id}.tensor.swp":  # what DeepSpeed has copied under a name that means nothing now
+                for file in Path(optimizer.optimizer_swapper.swap_folder).glob(f"*{name}"):
+                    file.unlink()
+    optimizer.checkpoint_event_epilogue()
+
+
+def _read(file: Path, like: torch.Tensor) -> torch.Tensor:
+    """The tensor in a file of the drive; behind it the file is padded."""
+    return torch.from_file(str(file), size=like.numel(), dtype=like.dtype).clone()

@@ -1,0 +1,372 @@
+"""From a resolved configuration to a DeepSpeed engine that trains what the configuration says."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import math
+import os
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+
+from launch.config.hardware import bf16_arithmetic, quiet_deepspeed
+from launch.config.optimizer import ADAM_TYPES
+from launch.config.run_config import RunConfig, needs_cuda
+from launch.config.schedule import TOKEN_SCHEDULE, engine_iteration, warmup_cosine
+from launch.errors import TrainingFailed, UsageError
+from launch.training import corrections
+from launch.training.distributed import Collectives, load_extension, without_compiled_muon
+from launch.training.mean_norm import MeanNorm
+from launch.training.start_from import fill_masters, fill_model
+from model.gpt import GPT, weight_decay_groups
+from model.presets import GPTConfig
+from recipes.technique import LATE_STEP, Technique, decouples_weight_decay
+
+
+@dataclass
+class Engine:
+    """A DeepSpeed engine with the model in it, and the few things that the training loop asks of it.
+
+    `loss_scale` is that of the last backward pass.
+    """
+
+    deepspeed: Any
+    model_config: GPTConfig
+    config: RunConfig
+    corrections: list[str]
+    collectives: Collectives
+    technique: Technique
+    loss_scale: float = 1.0
+    _micro_step: int = 0
+    _loss: torch.Tensor | float = 0.0
+
+    @property
+    def notes(self) -> list[str]:
+        """What was found out since the configuration was resolved: by the techniques, and of the device."""
+        notes = [note for note in self.technique.notes if note not in self.config.notes]
+        if self.config.precision == "bf16" and self.collectives.device.type == "cpu" and not (bf16 := bf16_arithmetic()).found:
+            # A step of `nano` takes 1.3 times as long as in fp32 with AVX512 alone, and 13 times with AVX2 (recipes/bf16/README.md).
+            fp32 = f"ds_configs/zero{self.config.zero_stage}_fp32.json"
+            notes.append(f"bf16 is emulated, {bf16.why}: the fp32 JSON of the same stage ({fp32}) is probably faster")
+        return notes
+
+    def loss(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Mean cross-entropy of (B, T + 1) token ids, each position predicting the next; fp32 scalar."""
+        if self.config.shape.dropout and self.deepspeed.training:
+            # Masks are a function of (seed, step, micro-step, rank): a resumed run draws those of the uninterrupted one.
+            place = f"{self.config.seed}/{self.deepspeed.global_steps}/{self._micro_step}/{self.collectives.rank}"
+            torch.manual_seed(int.from_bytes(hashlib.sha256(place.encode()).digest()[:8], "big", signed=True))
+        return self.deepspeed(tokens[:, :-1], tokens[:, 1:])
+
+    def backward_and_step(self, loss: torch.Tensor, accumulation: int) -> torch.Tensor:
+        """Accumulate the gradients of `loss`, one of `accumulation` micro-batches; on the last of them, clip and update.
+
+        The engine counts micro-batches by its JSON; a technique may plan a step with another number of them.
+
+        Returns the mean loss of the step's micro-batches so far, on this rank.
+
+        Raises:
+            TrainingFailed: on all ranks, with the weights as they were before the step: the gradients overflow in fp16 and the loss scale
+                is at its minimum, or they are not finite in bf16 or fp32.
+        """
+        usual = self.config.gradient_accumulation_steps
+        self._loss = loss.detach() / accumulation + (self._loss if self._micro_step else 0.0)
+        self._micro_step = (self._micro_step + 1) % accumulation
+        self.deepspeed.set_gradient_accumulation_boundary(self._micro_step == 0)
+        self.deepspeed.backward(loss if accumulation == usual else loss * (usual / accumulation))
+        self.loss_scale = float(getattr(self.deepspeed.optimizer, "loss_scale", 1.0))  # `step` may change it
+        counters = self.deepspeed.global_steps, self.deepspeed.skipped_steps
+        try:
+            self.deepspeed.step()
+            if self._micro_step == 0 and self.config.precision != "fp16" and not self.deepspeed.was_step_applied():
+                raise corrections.NormNotFinite
+        except Exception as reason:
+            # DynamicLossScaler raises a bare Exception.
+            if not isinstance(reason, corrections.NormNotFinite) and "already at minimum" not in str(reason):
+                raise
+            self.deepspeed.global_steps, self.deepspeed.skipped_steps = counters  # a checkpoint of now is one of the step before
+            self._fail(counters[0] + 1)
+        return self._loss
+
+    def require_finite(self, loss: float) -> None:
+        """Stop where the step's mean loss is not a number to go on from, although its gradients were; fp16 has its loss scale for that."""
+        if not math.isfinite(loss) and self.config.precision != "fp16":
+            self._fail(self.deepspeed.global_steps)
+
+    def weights_are_finite(self) -> bool:
+        """Whether all weights of all ranks are numbers, at stage 3 each rank's part of them. All ranks call this together."""
+        weights = (getattr(parameter, "ds_tensor", parameter) for parameter in self.deepspeed.module.parameters())
+        return not self.collectives.any(any(not bool(torch.isfinite(weight.detach()).all()) for weight in weights))
+
+    def _fail(self, step: int) -> NoReturn:
+        """Say what was not finite, where, and what to change. Called by all ranks: clipping and overflow are theirs together."""
+        losses = self.collectives.of_each(self._loss)
+        bad = [f"{loss:g} on rank {rank}" for rank, loss in enumerate(losses) if not math.isfinite(loss)]
+        if bad:
+            what = f"the loss is {', '.join(bad[:4])}" + (f" and {len(bad) - 4} more" if len(bad) > 4 else "")
+        else:
+            what = f"the gradients are not finite, while the loss is {sum(losses) / len(losses):.4f}"
+        if self.config.precision == "fp16":
+            raise TrainingFailed(
+                f"step {step}: {what}: an overflow in fp16 at the minimum loss scale of {self.loss_scale:g} (fp16.min_loss_scale); "
+                "lower --lr, raise --warmup_steps or use the bf16 JSON"
+            )
+        raise TrainingFailed(f"step {step}: {what} in {self.config.precision}; lower --lr, raise --warmup_steps, or look at the data")
+
+    def set_learning_rate(self, tokens: int) -> float:
+        """Set the rate for the step after which `tokens` have been consumed."""
+        if self.config.scheduler["type"] == TOKEN_SCHEDULE:
+            per_step, params = self.config.tokens_per_step, self.config.scheduler["params"]
+            rate = warmup_cosine(tokens, self.config.lr, params["min_lr"], params["warmup_steps"] * per_step, params["total_tokens"])
+            for group in self.deepspeed.optimizer.param_groups:
+                group["lr"] = rate
+        else:
+            self.deepspeed.lr_scheduler.step(engine_iteration(self.config.scheduler["type"], self.deepspeed.global_steps + 1))
+        return float(self.deepspeed.optimizer.param_groups[0]["lr"])
+
+    def step_metrics(self) -> dict[str, float | None]:
+        """Of the step just done: gradient norm before clipping, the loss scale it ran with; and the updates skipped so far."""
+        norm = self.deepspeed.get_global_grad_norm()
+        if norm is not None and self.config.zero_stage == 0:
+            norm = norm / self.loss_scale  # stages 1, 2, 3 report it unscaled
+        return {
+            # Infinite where fp16 overflowed, and JSON has no such number.
+            "grad_norm": float(norm) if norm is not None and math.isfinite(norm) else None,
+            "loss_scale": self.loss_scale,
+            "skipped_steps": self.deepspeed.skipped_steps,
+            **({"overflow": int(not self.deepspeed.was_step_applied())} if self.config.precision == "fp16" else {}),
+        }
+
+
+def start_engine(config: RunConfig, technique: Technique, collectives: Collectives) -> Engine:
+    """Build the model and the engine around it.
+
+    Raises:
+        UsageError: hosts differ in what `"auto"` came out as.
+    """
+    import deepspeed
+
+    _agree_on_precision(config, collectives)
+    model_config = config.model_config
+    engine_json = _engine_json(config)
+    if config.quantizes_weights:
+        load_extension("QuantizerBuilder")
+    # At stage 3 every module is partitioned as soon as it is built: the whole model is never on one rank.
+    with deepspeed.zero.Init(config_dict_or_path=engine_json, enabled=config.zero_stage == 3):
+        model = GPT(model_config)
+    if config.start is not None:
+        fill_model(model, config.start, config.zero_stage, collectives)
+    technique.prepare(model)
+    for extension in technique.extensions:
+        load_extension(extension)
+
+    groups = weight_decay_groups(model, config.optimizer["params"].get("weight_decay", 0.0))
+    optimizer = technique.optimizer(groups) or _adam(config, groups)
+    if optimizer is None:
+        engine_json["optimizer"] = config.optimizer
+    if config.offload("offload_optimizer") != "none" and config.optimizer["type"] in ADAM_TYPES:
+        load_extension("CPUAdamBuilder")
+    if config.uses_nvme:
+        load_extension("PinMemoryBuilder")
+        load_extension("AsyncIOBuilder")
+    if config.zero_stage:
+        without_compiled_muon()
+    applied = corrections.before_initialize(config.zero_stage, config.precision, collectives)
+    with contextlib.redirect_stdout(io.StringIO()):  # prints of DeepSpeed's own start
+        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, model_parameters=groups, config=engine_json)
+    applied += corrections.after_initialize(engine, collectives)
+    if config.start is not None and config.precision != "fp32":
+        fill_masters(engine, config.start, collectives)
+    if config.zero_stage == 0:
+        if collectives.world_size == 1:
+            # The engine would copy all gradients into one tensor, reduce it among one rank, and copy it back: 3 ms for 14 M parameters.
+            # What comes before must stay: a parameter without a gradient gets one of zeros.
+            engine._reduce_non_expert_gradients = lambda gradients, elements_per_buffer: None
+        (_log_norm if config.precision == "fp32" else _share_norm)(engine, collectives)
+    technique.attach(engine, collectives)
+    return Engine(engine, model_config, config, applied, collectives, technique)
+
+
+def _agree_on_precision(config: RunConfig, collectives: Collectives) -> None:
+    """Refuse ranks of different precisions, which would send each other gradients that are not alike.
+
+    Each host has asked its own processor what `"bf16": {"enabled": "auto"}` is, before there was a group in which to agree, and all of its
+    configuration follows from the answer.
+    """
+    precisions = ("fp32", "bf16", "fp16")
+    ranks: dict[str, list[str]] = {}
+    for rank, number in enumerate(collectives.of_each(precisions.index(config.precision))):
+        ranks.setdefault(precisions[int(number)], []).append(str(rank))
+    if len(ranks) > 1:
+        found = " and ".join(f"{precision} on rank(s) {', '.join(those)}" for precision, those in ranks.items())
+        raise UsageError(f"{config.config_file}: 'bf16.enabled' is {found}, whose hosts differ; write true or false instead of \"auto\"")
+
+
+def check_device(config: RunConfig) -> None:
+    """Refuse what this device cannot do; DeepSpeed would raise after the model was built.
+
+    Raises:
+        UsageError: a line for each value of the JSON that needs another device.
+    """
+    quiet_deepspeed()
+    from deepspeed.accelerator import get_accelerator
+
+    device, faults = get_accelerator().device_name(), []
+    if config.precision == "fp16" and not get_accelerator().is_fp16_supported():
+        faults.append(
+            f"{config.config_file}: fp16 is enabled, but this {device} has no fp16 arithmetic; "
+            f"use the bf16 or the fp32 JSON of the same stage (ds_configs/zero{config.zero_stage}_bf16.json)"
+        )
+    for path, capability in config.cuda_only.items():
+        if (lacking := _lacking(device, capability)) is not None:
+            place = config.where(tuple(path.split(".")))
+            faults.append(f"{needs_cuda(place, capability)}, and this is {lacking}; leave it out")
+    if config.quantizes_weights and device == "cuda" and not can_quantize():
+        faults.append(
+            f"{config.config_file}: 'zero_optimization.zero_quantized_weights' needs the CUDA toolkit (nvcc), with which DeepSpeed builds "
+            "its kernels; install it and set CUDA_HOME, or leave the key out"
+        )
+    if config.uses_nvme and not can_swap():
+        faults.append(
+            f'{config.config_file}: device "nvme" needs libaio with its headers, which DeepSpeed\'s async_io is built with; '
+            'install it (apt install libaio-dev, dnf install libaio-devel, pacman -S libaio), or write "cpu"'
+        )
+    if faults:
+        raise UsageError(*faults)
+
+
+def _lacking(device: str, capability: tuple[int, int]) -> str | None:
+    """What this device is, where it is not CUDA of at least `capability`; else None.
+
+    AMD's GPUs, which torch also calls "cuda", number their capabilities otherwise.
+    """
+    if device != "cuda":
+        return f"a {device}"
+    if not any(capability):
+        return None
+    index = int(os.environ.get("LOCAL_RANK", 0))
+    name = torch.cuda.get_device_name(index)
+    if torch.version.hip:
+        return f"{name}, which is not NVIDIA's"
+    found = torch.cuda.get_device_capability(index)
+    return f"{name} ({found[0]}.{found[1]})" if found < capability else None
+
+
+def can_quantize() -> bool:
+    """Whether DeepSpeed's quantizer is there or can be built here."""
+    from deepspeed.git_version_info import installed_ops
+    from torch.utils.cpp_extension import CUDA_HOME
+
+    return bool(installed_ops.get("quantizer")) or CUDA_HOME is not None
+
+
+def can_swap() -> bool:
+    """Whether DeepSpeed's async_io can be built here: whether a program that calls libaio compiles and links."""
+    from deepspeed.accelerator import get_accelerator
+
+    return bool(get_accelerator().create_op_builder("AsyncIOBuilder").is_compatible(verbose=False))
+
+
+def _engine_json(config: RunConfig) -> dict[str, Any]:
+    """The JSON that DeepSpeed gets: our own sections, our schedule and our optimizer are not in it."""
+    # DeepSpeed's throughput timer waits for the device twice a micro-batch, to print what our log has already.
+    engine_json = {"timers": {"throughput": {"enabled": False}}, **config.engine}
+    if config.scheduler["type"] != TOKEN_SCHEDULE:
+        engine_json["scheduler"] = config.scheduler
+    return engine_json
+
+
+def _adam(config: RunConfig, groups: list[dict[str, Any]]) -> torch.optim.Optimizer | None:
+    """torch's fused Adam(W), which needs no build on any device; None where DeepSpeed must choose (other types, offload)."""
+    if config.optimizer["type"] not in ADAM_TYPES or config.offload("offload_optimizer") != "none":
+        return None
+    params = config.optimizer["params"]
+    optimizer = torch.optim.Adam(
+        groups,
+        lr=params["lr"],
+        betas=(float(params["betas"][0]), float(params["betas"][1])),  # torch takes no 0 for 0.0
+        eps=params["eps"],
+        weight_decay=params["weight_decay"],
+        amsgrad=params.get("amsgrad", False),
+        decoupled_weight_decay=decouples_weight_decay(config.optimizer),
+        fused=True,
+    )
+    if params.get("bias_correction", True) is False:
+        optimizer.register_step_pre_hook(_leave_bias)
+    return optimizer
+
+
+def _leave_bias(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """Before each step: Adam whose moments count as those of a late step, when 1 - beta^step is 1 and nothing is left to correct."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            state = optimizer.state[parameter]
+            if not state and parameter.grad is not None:  # as torch makes it in the step
+                state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
+                for moment in ("exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if group["amsgrad"] else ())):
+                    state[moment] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+            if state:
+                state["step"].fill_(LATE_STEP)
+
+
+def _share_norm(engine: Any, collectives: Collectives) -> None:
+    """At stage 0 in bf16 and fp16 the engine's wrapper takes the norm of this rank's gradients and clips by it. Make it that of the ranks'
+    mean gradient where a technique has switched the engine's reduction off.
+
+    The wrapper has looked for overflows before, on all ranks together; in bf16 only where their gradients differ: the norm of those that
+    all ranks have is infinite, or none, where one of them is.
+    """
+    wrapper, mean_norm = engine.optimizer, MeanNorm(collectives)
+    unscale, checker = wrapper.unscale_and_clip_grads, wrapper.overflow_checker
+    look_for_overflows = checker.check
+    if engine.bfloat16_enabled():  # two passes over all gradients
+        checker.check = lambda: not engine.enable_backward_allreduce and look_for_overflows()
+
+    def unscale_by_mean(total_norm: float, apply_scale: bool = True) -> float:
+        if not engine.enable_backward_allreduce:
+            total_norm = wrapper._global_grad_norm = mean_norm.of(_gradients(engine))
+            if not math.isfinite(total_norm):  # by all ranks together
+                raise corrections.NormNotFinite
+        return unscale(total_norm, apply_scale)
+
+    wrapper.unscale_and_clip_grads = unscale_by_mean
+
+
+def _log_norm(engine: Any, collectives: Collectives) -> None:
+    """At stage 0 in fp32 the engine drives torch's optimizer bare and keeps no gradient norm: note it before each update.
+
+    Raises `NormNotFinite`, before the update, where it is none.
+    """
+    clipping, mean_norm = engine.gradient_clipping(), MeanNorm(collectives)
+
+    def note(norm: torch.Tensor | float) -> None:
+        engine._global_grad_norm = float(norm)
+        if not math.isfinite(engine._global_grad_norm):  # the other stages and precisions make no update then; this one would
+            raise corrections.NormNotFinite
+
+    def own_norm() -> torch.Tensor | float:
+        own = _gradients(engine)
+        return corrections.norm_in_fp64(own) if engine.enable_backward_allreduce else mean_norm.of(own)
+
+    def clip() -> None:
+        if engine.enable_backward_allreduce:
+            # The engine's own method, with the value that it throws away.
+            from deepspeed.runtime import engine as engine_module
+
+            note(engine_module.clip_grad_norm_(parameters=engine.module.parameters(), max_norm=clipping))
+        else:
+            note(own_norm())
+            corrections.clip_gradients(_gradients(engine), engine._global_grad_norm, clipping)
+
+    if clipping > 0:
+        engine.clip_fp32_gradients = clip
+    else:
+        engine.optimizer.register_step_pre_hook(lambda optimizer, args, kwargs: note(own_norm()))
+
+
+def _gradients(engine: Any) -> list[torch.Tensor]:
+    """The model's gradients on this rank."""
+    return [parameter.grad for parameter in engine.module.parameters() if parameter.grad is not None]

@@ -1,0 +1,102 @@
+"""What a run shows while it trains: its sizes at the start, then a bar on a terminal, or plain lines elsewhere."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+from launch.config.run_config import RunConfig
+from launch.errors import is_speaker
+from launch.formats.metrics import MEAN_STEPS, recent_loss
+from launch.training.engine import Engine
+from launch.training.evaluation import Evaluation
+from launch.training.folder import NoFolder, RunFolder
+from launch.training.meter import Meter
+from model.accounting import parameter_count
+
+PLAIN_SECONDS = 10.0  # between two plain lines
+
+
+def describe_start(config: RunConfig, engine: Engine, meter: Meter, evaluation: Evaluation) -> Iterator[str]:
+    """Lines that name the model, the batch, the device, and the corrected faults of this DeepSpeed."""
+    shape, where = config.shape, f"{config.ranks} rank(s) on {meter.device_name}"
+    yield (
+        f"{config.runs_dir}/{config.run_name}: {parameter_count(engine.model_config) / 1e6:.1f} M parameters ({shape.n_layer} layers, "
+        f"{shape.d_model} wide, {shape.seq_len} tokens), ZeRO {config.zero_stage}, {config.precision}, {where}"
+    )
+    step = "step" if config.steps_to_make == config.steps else "full step"
+    yield (
+        f"{config.micro_batch_size} sequences x {config.gradient_accumulation_steps} accumulation x {config.ranks} rank(s) x "
+        f"{shape.seq_len} tokens = {config.tokens_per_step:,} tokens a {step}, {config.steps_to_make:,} steps, "
+        f"{config.total_tokens:,} tokens ({config.total_tokens / config.corpus.train.n_tokens:.2f} epochs)"
+    )
+    if config.eval_every:
+        unseen = "text" if config.corpus.eot_id is None else "whole documents"
+        yield f"validation loss: the mean over {evaluation.windows:,} sequences of {unseen} that the run is not trained on"
+    if meter.collectives.device.type == "cpu":
+        cores = f"{len(os.sched_getaffinity(0))} of {os.cpu_count()}"
+        yield f"{' or '.join(map(str, dict.fromkeys(meter.threads)))} thread(s) a rank, which may use {cores} core(s) of this host"
+    if meter.peak_flops is None:
+        yield f"no peak FLOP/s is known for '{meter.device_name}' in {meter.matmul_dtype}: mfu is left out of the metrics"
+    if engine.corrections:
+        yield f"corrected faults of this DeepSpeed: {', '.join(engine.corrections)} (launch/training/corrections.py)"
+    for note in (*config.notes, *engine.notes):
+        yield f"note: {note}"
+
+
+class Progress:
+    """Shows the mean loss of the last steps, tokens/s and the time left. Every step goes to `metrics.jsonl` anyway; this is for eyes."""
+
+    def __init__(self, config: RunConfig, state: dict[str, Any], folder: RunFolder | NoFolder):
+        self.config, self.folder = config, folder
+        self._first_tokens, self._start, self._last_line = state["tokens"], time.monotonic(), 0.0
+        self._losses: deque[float] = deque(maxlen=MEAN_STEPS)
+        self._bar = None
+        if is_speaker() and not config.quiet and sys.stderr.isatty():
+            from tqdm import tqdm
+
+            self._bar = tqdm(
+                total=config.total_tokens, initial=state["tokens"], unit="tok", unit_scale=True, desc=config.run_name, dynamic_ncols=True
+            )
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def update(self, line: dict[str, Any], state: dict[str, Any]) -> None:
+        """Show the step that `line` describes."""
+        self._losses.append(line["loss"])
+        loss = f"loss {recent_loss(self._losses)}"
+        evaluated = "" if state["val_loss"] is None else f", validation {state['val_loss']:.4f}"
+        if self._bar is not None:
+            self._bar.update(line["tokens"] - self._bar.n)
+            self._bar.set_postfix_str(f"step {line['step']}, {loss}{evaluated}", refresh=False)
+        if line.get("overflow"):
+            self.folder.log(
+                f"step {line['step']}: overflow in fp16 at loss scale {line['loss_scale']:,.10g}, the update is skipped",
+                silent=self._bar is not None,
+            )
+        now = time.monotonic()
+        done = state["tokens"] >= self.config.total_tokens
+        if evaluated or done or now - self._last_line > PLAIN_SECONDS:
+            self._last_line = now
+            left = (now - self._start) * max(0, self.config.total_tokens - line["tokens"]) / max(1, line["tokens"] - self._first_tokens)
+            text = (
+                f"step {line['step']:>5}/{self.config.steps_to_make}  {loss}{evaluated}  lr {line['lr']:.2e}  "
+                + (f"scale {line['loss_scale']:,.10g}, {line['skipped_steps']} skipped  " if "overflow" in line else "")
+                + f"{line['tokens_per_second']:,.0f} tok/s  {_duration(left)} left"
+            )
+            self.folder.log(text, silent=self._bar is not None)
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+
+def _duration(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"

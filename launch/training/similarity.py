@@ -1,0 +1,58 @@
+"""How much each block changes what passes through it, on the validation set: why blocks can be dropped late in depth and late in time.
+
+    deepspeed launch/pretrain.py --recipe recipes/progressive_layer_drop --block_similarity
+
+Zhang and He, arXiv 2010.13369, section 3: blocks whose output has nearly the norm and the direction of their input do little.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from launch.training.distributed import Collectives
+from launch.training.folder import NoFolder, RunFolder
+
+
+class BlockSimilarity:
+    """Writes for each block ||out|| / ||in|| and cos(in, out), means over the tokens of an evaluation, where `on`; else nothing."""
+
+    def __init__(self, collectives: Collectives, folder: RunFolder | NoFolder, on: bool):
+        self.collectives, self.folder, self.on = collectives, folder, on
+
+    @contextmanager
+    def watching(self, blocks: nn.ModuleList, step: int) -> Iterator[None]:
+        """The evaluation of `step` inside, by all ranks. What a batch adds counts once it is `taken`."""
+        if not self.on:
+            yield
+            return
+        # (blocks, (sum of norm ratios, sum of cosines, tokens)), of the batch and of all batches taken
+        self._batch = torch.zeros(len(blocks), 3, dtype=torch.float64, device=self.collectives.device)
+        self._total = torch.zeros_like(self._batch)
+        hooks = [block.register_forward_hook(partial(self._watch, index)) for index, block in enumerate(blocks)]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+        ratios, cosines, tokens = self.collectives.all_reduce(self._total).T.tolist()
+        line = {"norm_ratio": ratios, "cosine_similarity": cosines}
+        means = {key: [value / count for value, count in zip(sums, tokens, strict=True)] for key, sums in line.items()}
+        self.folder.write_similarity({"step": step, **means})
+
+    def taken(self) -> None:
+        """The batch that just ran is one of the evaluation's own, not a filler."""
+        if self.on:
+            self._total += self._batch
+
+    def _watch(self, index: int, block: nn.Module, inputs: Any, output: torch.Tensor) -> None:
+        before, after = inputs[0].float(), output.float()  # (B, T, C)
+        before_norm, after_norm = (x.norm(dim=-1) for x in (before, after))
+        cosine = (before * after).sum(-1) / (before_norm * after_norm).clamp_min(1e-20)
+        sums = [(after_norm / before_norm.clamp_min(1e-20)).double().sum(), cosine.double().sum()]
+        self._batch[index] = torch.stack([*sums, torch.full_like(sums[0], cosine.numel())])

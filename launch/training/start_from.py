@@ -1,0 +1,71 @@
+"""A run that starts from the weights of a Hugging Face folder in place of its own draw (`--init_from`)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from launch.errors import UsageError
+from launch.formats.hf_folder import HFFolder
+from launch.formats.safetensors_file import read_tensor
+from launch.training.distributed import Collectives
+from model.gpt import GPT
+from model.hf import EMBEDDING
+
+
+def fill_model(model: GPT, folder: HFFolder, zero_stage: int, collectives: Collectives) -> None:
+    """Write the folder's weights into `model`, before there is an engine; a tensor at a time. All ranks call this together.
+
+    Raises:
+        UsageError: the files have changed since they were checked, their head is not the embedding, or a weight is not finite.
+    """
+    import deepspeed
+
+    if zero_stage < 3:
+        folder.fill(model)
+        return
+    if folder.head is not None:  # by every rank: one that raised below would leave the others waiting
+        folder.check_head(read_tensor(folder.entries[EMBEDDING]))
+    fault: UsageError | None = None
+    for name, parameter in model.named_parameters():
+        # Inside, the parameter is whole on every rank; what rank 0 has in the end is sent to the others, and partitioned again.
+        with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
+            if collectives.rank == 0 and fault is None:
+                try:
+                    with torch.no_grad():
+                        folder.read_into(name, parameter.data)
+                except UsageError as reason:  # the others wait for this parameter and for the next ones
+                    fault = reason
+    if collectives.any(fault is not None):
+        raise fault or UsageError(f"{folder.folder}: rank 0 could not read its weights")
+
+
+def fill_masters(engine: Any, folder: HFFolder, collectives: Collectives) -> None:
+    """In bf16 and fp16: the fp32 master weights become the folder's own numbers.
+
+    DeepSpeed makes them of the model's weights, which it has rounded before: eight bits would be left of a weight that was trained to 24.
+    What is written back by an export is then what was read.
+    """
+    from deepspeed.utils import safe_set_full_fp32_param, safe_set_local_fp32_param
+
+    wrapper, model = engine.optimizer, engine.module
+    masters = {}
+    if hasattr(wrapper, "fp32_groups"):  # stage 0
+        halves = [parameter for group in wrapper.fp16_groups for parameter in group]
+        fulls = [parameter for group in wrapper.fp32_groups for parameter in group]
+        masters = {id(half): full for half, full in zip(halves, fulls, strict=True)}
+    for name, parameter in model.named_parameters():
+        shape = getattr(parameter, "ds_shape", parameter.shape)
+        weight = torch.empty(shape, dtype=torch.float32)
+        folder.read_into(name, weight)
+        if id(parameter) in masters:
+            masters[id(parameter)].data.copy_(weight)
+        elif hasattr(parameter, "ds_id"):  # stage 3: a part of each parameter on each rank, the last one padded
+            each = -(-weight.numel() // collectives.world_size)
+            part = torch.zeros(each)
+            mine = weight.view(-1)[collectives.rank * each :][:each]
+            part[: len(mine)] = mine
+            safe_set_local_fp32_param(parameter, part)
+        else:
+            safe_set_full_fp32_param(parameter, weight)
