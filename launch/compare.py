@@ -18,7 +18,6 @@ import json
 import os
 import shutil
 import sys
-import time
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -43,11 +42,11 @@ from launch.training.folder import write_atomically
 from recipes.registry import ROOT, read_recipe, recipe_names
 
 if TYPE_CHECKING:
-    from launch.comparison.comparison import Comparison, Pair
+    from launch.comparison.comparison import Comparison
     from launch.comparison.trials import Experiment, Trial
 
-PLAIN_SECONDS = 30.0  # between two plain lines of progress
 REPORT = ("report.html", "report.json", "loss.png")
+SUMMARY = ("final_val_loss", "step_seconds", "peak_memory_bytes", "bytes_per_step")  # printed for pairs without claims
 CPU_RANKS = 2  # with one rank nothing is partitioned and nothing is sent
 
 
@@ -218,6 +217,8 @@ def _run_experiments(flags: argparse.Namespace, passed_on: list[str]) -> tuple[C
 
 def _train_missing(flags: argparse.Namespace, experiments: Sequence[Experiment], runs_dir: Path) -> dict[str, str]:
     """Train the runs that are not finished. Returns the reasons of those that failed, by name."""
+    from tqdm import tqdm
+
     from launch.comparison.interleaved import Interrupted, train_interleaved
     from launch.comparison.trials import fitting_groups, in_order
 
@@ -232,22 +233,26 @@ def _train_missing(flags: argparse.Namespace, experiments: Sequence[Experiment],
         groups = [group for trials in missing() for group in fitting_groups(trials, flags.at_once)]
         trials = [trial for group in groups for trial in group]
         say(f"training {len(trials)} runs, at most {max(map(len, groups), default=0)} of them interleaved, in {runs_dir}")
-        progress = _Progress(trials, runs_dir, flags.quiet)
-        for group in groups:
-            outputs = {trial.name: runs_dir / f"{trial.name}.out" for trial in group}
-            sizes = {name: output.stat().st_size if output.exists() else 0 for name, output in outputs.items()}
-            try:
-                codes = train_interleaved(group, runs_dir, progress.update)
-            except Interrupted as interrupted:
-                progress.close()
-                say(f"{interrupted}; the same command resumes the runs", sys.stderr)
-                raise SystemExit(128 + interrupted.number) from None
-            for name, code in codes.items():
-                if code:
-                    failures[name] = _reason(outputs[name], sizes[name], code)
-                    say(one_line(f"{name} failed: {failures[name]}"), sys.stderr)
-                elif not flags.keep_checkpoints:
-                    shutil.rmtree(runs_dir / name / "checkpoints", ignore_errors=True)
+        steps = sum(trial.config.steps_to_make for trial in trials)
+        done = sum(_steps_done(runs_dir / trial.name) for trial in trials)
+        with tqdm(total=steps, initial=done, unit="step", dynamic_ncols=True, disable=flags.quiet or None) as bar:  # None: off a terminal
+            for number, group in enumerate(groups, 1):
+                outputs = {trial.name: runs_dir / f"{trial.name}.out" for trial in group}
+                sizes = {name: output.stat().st_size if output.exists() else 0 for name, output in outputs.items()}
+                try:
+                    codes = train_interleaved(group, runs_dir, lambda trial, made: bar.update(made))
+                except Interrupted as interrupted:
+                    bar.close()
+                    say(f"{interrupted}; the same command resumes the runs", sys.stderr)
+                    raise SystemExit(128 + interrupted.number) from None
+                for name, code in codes.items():
+                    if code:
+                        failures[name] = _reason(outputs[name], sizes[name], code)
+                        say(one_line(f"{name} failed: {failures[name]}"), sys.stderr)
+                    elif not flags.keep_checkpoints:
+                        shutil.rmtree(runs_dir / name / "checkpoints", ignore_errors=True)
+                if bar.disable and not flags.quiet:
+                    say(f"{sum(map(len, groups[:number]))} of {len(trials)} runs have ended")
     return failures
 
 
@@ -255,6 +260,12 @@ def _is_finished(run: Path) -> bool:
     from launch.comparison.runs import read_run
 
     return os.path.exists(run / "run.json") and read_run(run).finished
+
+
+def _steps_done(run: Path) -> int:
+    from launch.comparison.runs import read_run
+
+    return int(max(read_run(run).columns["step"], default=0)) if os.path.exists(run / "run.json") else 0
 
 
 @contextlib.contextmanager
@@ -280,39 +291,6 @@ def _reason(output: Path, before: int, code: int) -> str:
     return errors[-1] if errors else f"exit code {code}, see {output}"
 
 
-class _Progress:
-    """Shows the optimizer steps of all missing runs: a bar on a terminal, plain lines elsewhere."""
-
-    def __init__(self, trials: Sequence[Trial], runs_dir: Path, quiet: bool):
-        from tqdm import tqdm
-
-        from launch.comparison.runs import read_run
-
-        self._left = {}
-        for trial in trials:
-            run = runs_dir / trial.name
-            done = max(read_run(run).columns["step"], default=0) if (run / "run.json").exists() else 0
-            self._left[trial.name] = max(0, trial.config.steps_to_make - int(done))
-        self._bar = tqdm(total=sum(self._left.values()), unit="step", dynamic_ncols=True, disable=quiet or not sys.stderr.isatty())
-        self._plain = not quiet and self._bar.disable
-        self._total, self._start, self._last = sum(self._left.values()), time.monotonic(), time.monotonic()
-
-    def close(self) -> None:
-        self._bar.close()
-
-    def update(self, trial: Trial, steps: int) -> None:
-        """Count `steps` that a run has made; the last ones of a run may be fewer."""
-        steps = min(steps, self._left[trial.name])
-        self._left[trial.name] -= steps
-        self._bar.set_postfix_str(trial.name, refresh=False)
-        self._bar.update(steps)
-        now, done = time.monotonic(), self._total - sum(self._left.values())
-        if self._plain and done and now - self._last > PLAIN_SECONDS:
-            self._last = now
-            minutes = (now - self._start) * (self._total - done) / done / 60
-            say(f"{done:,} of {self._total:,} steps of all runs, now {trial.name}; {minutes:.0f} minutes left")
-
-
 # --- the report -----------------------------------------------------------------------------------------------------------------------
 
 
@@ -334,7 +312,7 @@ def _make_folder(flags: argparse.Namespace) -> Path:
 
 def _write_report(comparison: Comparison, flags: argparse.Namespace) -> None:
     """Write the files of the report and print its main results."""
-    from launch.comparison.page import draw_losses, write_page
+    from launch.comparison.page import draw_losses, figure_row, write_page
 
     try:
         out = _make_folder(flags)
@@ -349,27 +327,11 @@ def _write_report(comparison: Comparison, flags: argparse.Namespace) -> None:
         for verdict in pair.verdicts:
             say(f"{pair.recipe and pair.recipe.name}: {verdict.claim} {verdict.threshold:g} {verdict.outcome}: {verdict.reason}")
         if not pair.verdicts:
-            say(one_line(f"{pair.title}: {_summary(pair)}"))
+            rows = [figure_row(name, pair.figures[name]) for name in SUMMARY if name in pair.figures]
+            say(one_line(f"{pair.title}: " + "; ".join(f"{label}: {difference}" for label, _, _, difference, _ in rows)))
     for missing in comparison.absent:
         say(one_line(f"{missing.recipe} was not run: {missing.reason}"))
     say(one_line(f"report: {out / 'report.html'}"))
-
-
-def _summary(pair: Pair) -> str:
-    """The main figures of a pair without claims, in one line."""
-    from recipes.overview import PANELS
-
-    parts = []
-    for name, title, scale, _ in PANELS:
-        found = getattr(pair.figures.get(name), scale, None)
-        if found is not None:
-            values = [
-                f"{value:+.4f}" if scale == "difference" else f"x{value:.3f}"
-                for value in (found.mean, found.low, found.high)
-                if value is not None
-            ]
-            parts.append(f"{title} {values[0]}" + (f" ({values[1]} to {values[2]})" if values[1:] else ""))
-    return ", ".join(parts) or "no figure was measured on both sides"
 
 
 if __name__ == "__main__":

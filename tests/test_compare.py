@@ -62,7 +62,7 @@ def test_of_runs_without_claims_the_figures_are_said(corpus, tmp_path):
             write_run(tmp_path / names[-1], description(corpus, *flags, seed=seed), lines(final=final))
     done = compare(*names, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert "zero2_bf16 against zero1_bf16: final validation loss +0.3000 (+0.3000 to +0.3000), time of a step x1.000" in done.stdout
+    assert "zero2_bf16 against zero1_bf16: final validation loss (nats): +0.3000 [+0.3000, +0.3000]; step time" in done.stdout
     assert "report: runs/reports/stage1_1+stage1_2+stage2_1+stage2_2/report.html" in done.stdout
 
 

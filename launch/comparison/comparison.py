@@ -31,18 +31,9 @@ Group = tuple[Run, ...]  # runs of one configuration, in the order of their seed
 NAMES = {*INCIDENTAL, "resumes", "seed", "run_name", "runs_dir", "recipe", "config_file"}
 #: Top-level keys that may differ between the runs of a side: where and with what they ran, and names of resolved settings.
 CIRCUMSTANCES = {"preset", "data", "corpus", "commit", "versions", "machine"}
-#: Settings that repeat another setting; if both differ in the same way, only the other one is shown.
-REPEATED = {
-    "zero_stage": "engine.zero_optimization.stage",
-    "global_batch_size": "engine.train_batch_size",
-    "micro_batch_size": "engine.train_micro_batch_size_per_gpu",
-    "gradient_accumulation_steps": "engine.gradient_accumulation_steps",
-    "lr": "optimizer.params.lr",
-    "min_lr": "scheduler.params.min_lr",
-    "warmup_steps": "scheduler.params.warmup_steps",
-    "scheduler.params.total_tokens": "total_tokens",
-    "corpus.path": "data",
-}
+#: Settings that repeat one of the sections `engine`, `optimizer` and `scheduler`, and are not compared.
+REPEATED = {"zero_stage", "global_batch_size", "micro_batch_size", "gradient_accumulation_steps", "lr", "min_lr", "warmup_steps"}
+REPEATED |= {"scheduler.params.total_tokens", "corpus.path"}
 #: Settings that follow from others: the precision from the enabled section, accumulation from the micro-batch.
 DERIVED = {"precision", "engine.gradient_accumulation_steps"}
 LOSS = "final_val_loss"
@@ -198,8 +189,7 @@ def compare(runs: Sequence[Run], force: bool = False) -> Comparison:
     """Groups runs by configuration, finds the control of each configuration, and compares.
 
     The control of a side is the side whose engine JSON its recipe names as control. If two sides name each other, as `bf16` and `fp32` do,
-    the one started with `--recipe` is the recipe, else the one given later. A side without a control is compared with the first one given,
-    by figures only.
+    the one given first is the control. A side without a control is compared with the first one given, by figures only.
 
     Raises:
         UsageError: a folder is given twice; or, without `force`, corpora, vocabularies, validation sets or token budgets differ.
@@ -214,13 +204,7 @@ def compare(runs: Sequence[Run], force: bool = False) -> Comparison:
             if (control := _nearest_group(groups, at, recipe.control)) is not None:
                 candidates.append((control, at, recipe))
     links = {(control, at) for control, at, _ in candidates}
-
-    def priority(at: int) -> tuple[bool, int]:
-        return bool(groups[at][0].description.get("recipe")), at
-
-    pairings: list[tuple[int, int, Recipe | None]] = [
-        (control, at, recipe) for control, at, recipe in candidates if (at, control) not in links or priority(at) > priority(control)
-    ]
+    pairings: list[tuple[int, int, Recipe | None]] = [*(one for one in candidates if one[0] < one[1] or (one[1], one[0]) not in links)]
     paired = {at for control, side, _ in pairings for at in (control, side)}
     pairings += [(0, at, None) for at in range(1, len(groups)) if at not in paired]
     pairings.sort(key=lambda pairing: pairing[:2])
@@ -272,7 +256,8 @@ def settings(run: Run) -> dict[str, Any]:
     description = {key: value for key, value in run.description.items() if key not in NAMES}
     # "nvme_path": "auto" is resolved to a folder that contains the run's name.
     scratch = str(Path(str(run.description.get("runs_dir"))) / str(run.description.get("run_name")) / SCRATCH)
-    return {dotted(path): "auto" if value == scratch else value for path, value in _leaves(description, ())}
+    leaves = {dotted(path): "auto" if value == scratch else value for path, value in _leaves(description, ())}
+    return {key: value for key, value in leaves.items() if key not in REPEATED}
 
 
 def _leaves(value: Any, path: tuple[str | int, ...]) -> Iterator[tuple[tuple[str | int, ...], Any]]:
@@ -306,12 +291,7 @@ def differences(control: Sequence[Run], other: Sequence[Run]) -> tuple[Differenc
         values = [[(seed, own.get(key)) for seed, own in side] for side in sides]
         if len({_hashable(value) for side in values for _, value in side}) > 1:
             found[key] = Difference(key, *map(_value_of_side, values))
-    shown = [
-        one
-        for key, one in found.items()
-        if (same := found.get(REPEATED.get(key, ""))) is None or (same.control, same.other) != (one.control, one.other)
-    ]
-    return tuple(sorted(shown, key=lambda one: _section(one.key) in CIRCUMSTANCES))
+    return tuple(sorted(found.values(), key=lambda one: _section(one.key) in CIRCUMSTANCES))
 
 
 def _value_of_side(values: list[tuple[int, Any]]) -> Any:

@@ -146,13 +146,15 @@ def _differences(pair: Pair) -> list[list[str]]:
 def _figures(pair: Pair) -> list[list[str]]:
     """The table of figures: label, control, recipe, difference and ratio."""
     return [
-        _figure_row(name, figure)
+        figure_row(name, figure)
         for name, figure in pair.figures.items()
         if name != "non_finite_losses" or any(figure.control.values + figure.other.values)
     ]
 
 
-def _figure_row(name: str, figure: Figure) -> list[str]:
+def figure_row(name: str, figure: Figure) -> list[str]:
+    """A row of a pair's table: label, control, recipe, difference and ratio, with 95% confidence intervals."""
+
     def interval(spread: Spread | None, write: Any) -> str:
         if spread is None or spread.mean is None:
             return "–"
