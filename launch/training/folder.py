@@ -94,6 +94,9 @@ class RunFolder:
                 if not description["resume"]:  # another job has made it since `check_run_folder`
                     raise UsageError(f"{path}: this run exists; give another --run_name, or continue it with --resume")
                 self._description, self._changes = resume_description(path, self._description)
+            self._lock.truncate(0)
+            self._lock.write(f"process {os.getpid()} on {os.uname().nodename}")  # for the message of another job
+            self._lock.flush()
         except BaseException:
             self.close()
             raise
@@ -105,9 +108,6 @@ class RunFolder:
         except BlockingIOError:
             holder = (self.path / ".lock").read_text(encoding="utf-8") or "another process"
             raise UsageError(f"{self.path}: {holder} is still writing into this run; wait until it has ended, or stop it") from None
-        self._lock.truncate(0)
-        self._lock.write(f"process {os.getpid()} on {os.uname().nodename}")
-        self._lock.flush()
 
     def begin(self, step: int) -> None:
         """Write `run.json` and open the metrics: the run starts, or continues, after `step`. Later steps are cut off the metrics."""
