@@ -233,7 +233,7 @@ class Checkpoints:
                 self.technique.forget_state(f"written by {state['ranks']} rank(s), and this job has {self.collectives.world_size}")
             except ValueError as reason:
                 raise UsageError(f"{newest}: a technique's state belongs to its rank, {reason}; start {state['ranks']} ranks") from None
-        with self._ending_on_failure(f"{newest}: could not be loaded"):
+        with self._ending_on_failure(f"{newest}: could not be loaded", "move it away to resume from an older one"):
             with _own_settings(self.engine):
                 path, _ = self.engine.load_checkpoint(str(newest), tag=ENGINE_TAG)
             if path is None:
@@ -257,26 +257,26 @@ class Checkpoints:
     # --- both -----------------------------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def _reporting_failure(self, failure: str) -> Iterator[None]:
+    def _reporting_failure(self, failure: str, fix: str | None = None) -> Iterator[None]:
         """Print one line if something inside fails, and continue after it."""
         try:
             yield
         except Exception as reason:
             text = " ".join(str(reason).split())[:200]
             older = self.newest()
-            left = f"the newest complete checkpoint is {older.name}" if older else "there is no complete checkpoint"
+            fix = fix or (f"--resume continues from {older.name}" if older else "there is no checkpoint yet")
             free = free_bytes(self.folder) // 2**20  # torch does not say that a disk is full
-            line = f"error: {failure} by rank {self.collectives.rank} ({type(reason).__name__}: {text}); {free} MiB are free; {left}"
+            line = f"error: {failure} by rank {self.collectives.rank} ({type(reason).__name__}: {text}); {free} MiB are free; {fix}"
             print(line, file=sys.stderr, flush=True)
             self._failed = True
 
     @contextlib.contextmanager
-    def _ending_on_failure(self, failure: str) -> Iterator[None]:
+    def _ending_on_failure(self, failure: str, fix: str | None = None) -> Iterator[None]:
         """Print one line if something inside fails, and end this rank; the launcher ends the others.
 
         It cannot wait for them, because they may be in a collective of the engine that this rank will not enter.
         """
-        with self._reporting_failure(failure):
+        with self._reporting_failure(failure, fix):
             yield
         if self._failed:
             raise SystemExit(1)

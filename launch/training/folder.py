@@ -248,7 +248,7 @@ def _one_line_on_os_error(path: Path) -> Iterator[None]:
         newest = next(reversed(complete_checkpoints(path / "checkpoints")), None)
         what = f"--resume continues from {newest.name}" if newest else "there is no checkpoint yet"
         free = f"{free_bytes(path) / 2**20:,.0f} MiB free"
-        fault = f"error: {reason.filename or path}: could not be written ({reason.strerror}; {free}); {what}"
+        fault = f"error: {os.fsdecode(reason.filename or path)}: could not be written ({reason.strerror}; {free}); {what}"
         print(fault, file=sys.stderr, flush=True)
         raise SystemExit(1) from None
 
