@@ -146,16 +146,14 @@ class Checkpoints:
         with self._reporting_failure(f"{final}: could not be written"):
             entries = {str(path.relative_to(temporary)): entry for path, entry in self._snapshots.write().items()}
         of_ranks = self._gather_in_thread(entries)
-        complete = all(of_rank is not None for of_rank in of_ranks)
+        failed = None in of_ranks
         if self.collectives.rank == 0:
-            if complete:
-                complete = False
+            if not failed:
                 with self._reporting_failure(f"{final}: could not be written"):
                     self._complete(temporary, final, state, {name: entry for of_rank in of_ranks for name, entry in of_rank.items()})
-                    complete = True
-            if not complete:
+            if failed or self._failed:
                 shutil.rmtree(temporary, ignore_errors=True)
-        if not all(self._gather_in_thread(complete)):
+        if any(self._gather_in_thread(failed or self._failed)):
             self._failed = True
             self._on_failure()
 
@@ -258,7 +256,7 @@ class Checkpoints:
 
     @contextlib.contextmanager
     def _reporting_failure(self, failure: str, fix: str | None = None) -> Iterator[None]:
-        """Print one line if something inside fails, and continue after it."""
+        """If something inside fails, print one line, set `_failed`, and continue after it."""
         try:
             yield
         except Exception as reason:
