@@ -38,7 +38,7 @@ from launch.config.flags import (
 )
 from launch.config.hardware import compute_capabilities, device_type
 from launch.errors import TrainingFailed, UsageError, one_line, run_command, say
-from launch.training.folder import write_atomically
+from launch.formats.files import write_atomically
 from recipes.registry import ROOT, read_recipe, recipe_names
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from launch.comparison.verdicts import Verdict, judge, paired_interval
 from launch.config.run_config import SCRATCH
 from launch.errors import UsageError
 from launch.formats.json_lines import dotted
-from launch.training.folder import INCIDENTAL
+from launch.training.run_json import INCIDENTAL
 from recipes.claims import CLAIMS
 from recipes.registry import ROOT, Recipe, read_recipe, recipe_names
 

@@ -13,7 +13,7 @@ from typing import Any
 from launch.comparison.comparison import Comparison, Figure, Pair, Spread
 from launch.comparison.page import draw_losses
 from launch.errors import UsageError
-from launch.training.folder import write_atomically
+from launch.formats.files import write_atomically
 from launch.training.provenance import machine, repository_commit
 from recipes.pages import FIGURES, RESULTS, read_results, write_pages
 from recipes.registry import ROOT, recipe_names

@@ -20,7 +20,7 @@ from launch.config.flags import suggested_flags
 from launch.config.hardware import device_type, gpu_memory
 from launch.config.run_config import RunConfig, resolve
 from launch.errors import UsageError
-from launch.training.folder import INCIDENTAL
+from launch.training.run_json import INCIDENTAL
 from recipes.registry import ROOT, Recipe
 
 #: The fraction of a GPU's memory, or of the host's free memory, that interleaved runs may use.
