@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from launch.config.steps import trained_flops_per_token
 from launch.errors import UsageError
 from launch.formats.metrics import read_good_lines, read_run_json
+from model.accounting import flops_per_token
 from model.presets import GPTConfig
 
 Column = npt.NDArray[np.float64]
@@ -172,7 +172,7 @@ def _read_description(folder: Path) -> tuple[dict[str, Any], GPTConfig]:
     description.setdefault("no_cross_document", False)  # a run from before there was this flag
     try:
         model = GPTConfig(**description["shape"], vocab_size=description["corpus"].get("vocab_size"))
-        trained_flops_per_token(model, {"kept_blocks": float(model.n_layer), "seq_len": float(model.seq_len)})
+        flops_per_token(model, int(model.seq_len), float(model.n_layer))
         return description, model
     except (TypeError, ValueError, OverflowError) as reason:
         raise UsageError(f"{file}: 'shape' and 'corpus.vocab_size' are no model ({reason}); the run cannot be compared without") from None
@@ -235,7 +235,7 @@ def _flops_per_token(columns: dict[str, Column], model: GPTConfig) -> Column:
         for name, value in (("seq_len", model.seq_len), ("kept_blocks", model.n_layer))
     )
     shapes = list(zip(lengths, blocks, strict=True))
-    flops = {(length, kept): trained_flops_per_token(model, {"seq_len": length, "kept_blocks": kept})[0] for length, kept in set(shapes)}
+    flops = {(length, kept): flops_per_token(model, int(length), kept) for length, kept in set(shapes)}
     return np.array([flops[shape] for shape in shapes], dtype=np.float64)
 
 
