@@ -89,7 +89,7 @@ def test_what_is_no_experiment_is_refused_or_marked(runs, tmp_path):
         (["runs/a", "--steps", "3"], "--steps applies to runs that are trained, but runs/a exists; leave it out, or give --recipe"),
         (
             ["--recipe", "recipes/zero2"],
-            "--recipe recipes/zero2: no recipe.json in it; did you mean recipes/zero_2; the recipes are: activation_checkpointing",
+            "--recipe recipes/zero2: has no recipe.json; did you mean recipes/zero_2; the recipes are: activation_checkpointing",
         ),
         (["--recipe", "recipes/tf32", "--data", "CORPUS"], "'tf32' needs CUDA"),
         (["--recipe", "recipes/zero_2", "--seeds", "1", "--publish"], "--publish --seeds 1: one seed shows no noise"),

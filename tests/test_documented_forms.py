@@ -47,7 +47,7 @@ LTD = {"total_layer_num": 24, "random_ltd_layer_num": 22, "model_type": "decoder
 MONITOR = {"enabled": True, "output_path": "output/ds_logs/", "job_name": "train_bert"}
 
 #: What DeepSpeed has dropped and a recipe brings back.
-OURS = {name for cls in technique_classes() for name in cls.sections}
+OURS = {name for cls in technique_classes() if (name := cls.declaration.section)}
 SECTIONS = {
     "optimizer": {"optimizer": {"type": "Adam", "params": {"lr": 0.001, "betas": [0.8, 0.999], "eps": 1e-8, "weight_decay": 3e-7}}},
     "scheduler": {

@@ -123,8 +123,9 @@ class Ramp(Technique):
     def __init__(self, section, run):
         self.steps, self.at = run.steps, 0.0
 
-    def on_step(self, step: int) -> None:
+    def on_step(self, step, plan):
         self.at = step / self.steps
+        return plan
 
     def metrics(self) -> dict[str, float]:
         return {"ramp": self.at}

@@ -29,17 +29,17 @@ ROOT = Path(__file__).resolve().parents[1]
 SHIPPED = {path.stem: json.loads(path.read_text()) for path in sorted((ROOT / "ds_configs").glob("*.json"))}
 SCHEMA = engine_schema()
 #: Top-level keys that a recipe of this project claims; no mutant of DeepSpeed's keys touches them.
-CLAIMED = {name for cls in technique_classes() for name in cls.sections}
-OURS = {name: section_rule(cls) for cls in technique_classes() for name in cls.sections}
+CLAIMED = {name for cls in technique_classes() if (name := cls.declaration.section)}
+OURS = {name: section_rule(cls) for cls in technique_classes() if (name := cls.declaration.section)}
 #: The parameters of what this project builds itself, which are not in DeepSpeed's schema.
 TOKEN_SCHEDULE_PARAMS = {"min_lr": {}, "warmup_steps": {}, "total_tokens": {}}
 SWITCH = {"types": ["boolean"]}
 ADAM_PARAMS = {"lr": {}, "betas": {}, "eps": {}, "weight_decay": {}, "amsgrad": SWITCH, "adam_w_mode": SWITCH, "torch_adam": SWITCH}
 #: What may stand in the params of the optimizers that recipes bring.
 BROUGHT = {
-    kind: {**{key: {} for key in ("lr", "betas", "eps", "weight_decay")}, **cls.keys}
+    kind: {**{key: {} for key in ("lr", "betas", "eps", "weight_decay")}, **cls.declaration.keys}
     for cls in technique_classes()
-    for kind in cls.optimizer_types
+    if (kind := cls.declaration.optimizer_type)
 }
 #: What may be refused as a whole, because nothing in this project drives it: a fault in it may name the section instead of the key.
 UNDRIVEN = {

@@ -394,16 +394,17 @@ def adopt_other_forms(engine: EngineJson, techniques: Iterable[type[Technique]])
     The sections on the way have DeepSpeed's default for `enabled`, which is false. A section that is "auto" is one whose keys all are.
     """
     for cls in techniques:
-        for section in cls.sections:
-            if engine.values.get(section) == "auto" and (keys := [key for key, rule in cls.keys.items() if rule.get("auto")]):
-                engine.settle((section,), dict.fromkeys(keys, "auto"), '"auto"')
+        declared = cls.declaration
+        section = declared.section
+        if engine.values.get(section) == "auto" and (keys := [key for key, rule in declared.keys.items() if rule.get("auto")]):
+            engine.settle((section,), dict.fromkeys(keys, "auto"), '"auto"')
         places: list[KeyPath] = []
-        for place, convert in cls.other_forms.items():
+        for place, convert in declared.other_forms.items():
             *above, key = path = tuple(place.split("."))
-            holder, section = engine.get(*above), cls.sections[0]
+            holder = engine.get(*above)
             if not isinstance(holder, dict):
                 continue
-            known = [form.rpartition(".")[2] for form in cls.other_forms if form.rpartition(".")[0] == dotted(tuple(above))]
+            known = [form.rpartition(".")[2] for form in declared.other_forms if form.rpartition(".")[0] == dotted(tuple(above))]
             for name in [name for name in holder if name not in known]:
                 if (meant := nearest_name(name, known)) is not None:
                     engine.fault((*above, name), f"unknown key; did you mean '{meant}'?")
@@ -453,8 +454,8 @@ def _precision(engine: EngineJson) -> str:
 def _drop_what_does_nothing(engine: EngineJson, claimed: Mapping[str, type[Technique]]) -> None:
     """Take out what cannot do here what it says: sections that none of our techniques claims, and keys in those that one does."""
     for section, cls in claimed.items():
-        for key, reason in cls.without_effect.items():
-            if (value := engine.get(section, key)) is not None and _is_active(value) and cls.is_on(engine.values[section]):
+        for key, reason in cls.declaration.ignored.items():
+            if (value := engine.get(section, key)) is not None and _is_active(value) and cls.declaration.is_on(engine.values[section]):
                 engine.note((section, key), f"has no effect here and is left out: {reason}")
     for key, reason in NOT_DRIVEN.items():
         if key not in claimed and key in engine.values:

@@ -70,8 +70,8 @@ def check_engine_keys(config: dict[str, Any], ours: dict[str, Rule], auto: set[s
 
 def section_rule(technique: type[Technique]) -> Rule:
     """The rule of a section that `technique` claims."""
-    auto = any(rule.get("auto") for rule in technique.keys.values())  # then of the section too
-    return {"types": ["object"], "keys": {"enabled": {"types": ["boolean"]}, **technique.keys}, "auto": auto}
+    auto = any(rule.get("auto") for rule in technique.declaration.keys.values())  # then of the section too
+    return {"types": ["object"], "keys": {"enabled": {"types": ["boolean"]}, **technique.declaration.keys}, "auto": auto}
 
 
 def check_section(path: KeyPath, section: Any, rule: Rule, auto: set[str]) -> Faults:
@@ -123,7 +123,7 @@ def _homes() -> dict[str, str]:
             walk(rule.get("keys", {}), (*path, key))
 
     walk(schema["keys"], ())
-    brought = (cls.keys for cls in technique_classes() if cls.optimizer_types)
+    brought = (cls.declaration.keys for cls in technique_classes() if cls.declaration.optimizer_type)
     for params in (ADAM_PARAMS, *schema["optimizers"].values(), *brought):
         walk(params, ("optimizer", "params"))
     for params in (TOKEN_PARAMS, *schema["schedulers"].values()):

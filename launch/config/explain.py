@@ -18,7 +18,7 @@ from launch.config.memory import bytes_sent_per_step, memory_per_rank
 from launch.config.optimizer import state_tensors
 from launch.config.run_config import RunConfig, needs_cuda
 from launch.config.schedule import TOKEN_SCHEDULE, engine_iteration, warmup_cosine
-from launch.config.steps import planned_steps, trained_flops_per_token
+from launch.config.steps import planned_steps
 from launch.errors import one_line
 from model.accounting import flops_per_token, parameter_count
 from model.presets import GPTConfig
@@ -119,7 +119,7 @@ def explain(config: RunConfig) -> dict[str, Any]:
 def memory_of(config: RunConfig, model: GPTConfig, device: str) -> dict[str, Any]:
     """The memory of a rank by part, bytes, on "cuda" or on a "cpu"; and where activations are not checkpointed, its peak if they were."""
     techniques = make_techniques(config)
-    checkpoints = techniques.checkpoints
+    checkpoints = techniques.costs.checkpointed_segments
     plan, checkpointed = (
         memory_per_rank(
             model,
@@ -130,8 +130,8 @@ def memory_of(config: RunConfig, model: GPTConfig, device: str) -> dict[str, Any
             config.gradient_accumulation_steps,
             segments,
             device,
-            techniques.state_tensors or state_tensors(config.optimizer),
-            techniques.fused,
+            techniques.costs.optimizer_tensors or state_tensors(config.optimizer),
+            techniques.costs.fused,
             config.saves_beside_training,
         )
         for segments in (checkpoints, model.n_layer)
@@ -199,7 +199,7 @@ def _name(technique: Any) -> str:
 def _over_the_run(config: RunConfig, model: GPTConfig) -> tuple[list[dict[str, Any]], int]:
     """What the schedules say at 0, 25, 50, 75 and 100% of the run's tokens, and the FLOPs of the run, without those left out.
 
-    Each technique is asked through `on_step` and `metrics`: for every step, or in a very long run for every few.
+    The techniques compute every step by `on_step` and `metrics`, or in a very long run one of several.
     """
     techniques = make_techniques(config)
     marks = [(percent, -(-config.total_tokens * percent // 100)) for percent in PERCENTS]
@@ -209,7 +209,7 @@ def _over_the_run(config: RunConfig, model: GPTConfig) -> tuple[list[dict[str, A
     rate: Callable[[int], float] | None = None
     stride = -(-config.steps_to_make // MOST_ASKED) if techniques.members else config.steps
     for steps in planned_steps(config, techniques, stride):
-        flops += steps.repeats * steps.tokens * trained_flops_per_token(model, steps.reported)[0]
+        flops += steps.repeats * steps.tokens * flops_per_token(model, steps.plan.seq_len, steps.plan.kept_blocks)
         while marks and steps.consumed >= marks[0][1]:
             percent, mark = marks.pop(0)
             place = max(1, -(-(mark - before) // steps.tokens))  # of the mark's step among these

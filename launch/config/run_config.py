@@ -48,7 +48,6 @@ AUTO_KEYS = {
     "bf16.enabled",
     "checkpoint.use_node_local_storage",
     "data_types.keep_in_fp32_modules",  # DeepSpeed's own "auto"
-    *optimizer_auto_keys(),
     *schedule_auto_keys(),
     *(f"zero_optimization.{key}.nvme_path" for key in OFFLOADS),
     "zero_optimization.zero_hpz_partition_size",
@@ -249,9 +248,9 @@ def resolve(argv: list[str], ranks: int | None = None) -> tuple[RunConfig, argpa
     file = str(ROOT / recipe.config) if recipe else flags.deepspeed_config
     run_name = flags.run_name or (recipe.name if recipe else Path(file).stem)
     engine = EngineJson(file, flags.overrides)
-    claimed = {name: cls for cls in technique_classes() for name in cls.sections}
+    claimed = {cls.declaration.section: cls for cls in technique_classes() if cls.declaration.section}
     adopt_other_forms(engine, technique_classes())
-    engine.check_keys({name: section_rule(cls) for name, cls in claimed.items()}, AUTO_KEYS)
+    engine.check_keys({name: section_rule(cls) for name, cls in claimed.items()}, AUTO_KEYS | optimizer_auto_keys())
     for key in OFFLOADS:
         if (engine.get("zero_optimization", key) or {}).get("nvme_path") == "auto":
             path = ("zero_optimization", key, "nvme_path")
@@ -290,7 +289,7 @@ def resolve(argv: list[str], ranks: int | None = None) -> tuple[RunConfig, argpa
         engine={key: value for key, value in engine.values.items() if key not in own and key not in ("optimizer", "scheduler")},
         optimizer=optimizer,
         scheduler=schedule.scheduler,
-        techniques={key: value for key, value in own.items() if claimed[key].is_on(value)},
+        techniques={key: value for key, value in own.items() if claimed[key].declaration.is_on(value)},
         ranks=ranks,
         micro_batch_size=micro_batch,
         gradient_accumulation_steps=accumulation,
@@ -323,17 +322,18 @@ def resolve(argv: list[str], ranks: int | None = None) -> tuple[RunConfig, argpa
         raise UsageError(*(_placed(engine, str(reason)) for reason in reasons.args)) from None
     late = []
     for member in techniques.members:
-        for key, (value, origin) in member.resolved.items():
+        for key, (value, origin) in member.resolved_params.items():
             config.optimizer["params"][key] = value
             config.origins[f"optimizer.params.{key}"] = origin
-        if member.arrives_at <= config.steps or member.arrives_at <= config.steps_to_make:
+        last = member.stages[-1] if member.stages else 1
+        if last <= config.steps or last <= config.steps_to_make:
             continue
         ends = f"the run ends at step {config.steps_to_make:,}"
-        if member.must_arrive:
-            place = engine.where(tuple(member.must_arrive.split(".")))
-            raise UsageError(f'{place}: acts from step {member.arrives_at:,} on, but {ends}; lower it, write "auto", or train longer')
-        late.append(f"{member.name()}: its schedule arrives at step {member.arrives_at:,}, and {ends}")
-    missing = [_placed(engine, lack) for member in techniques.members for lack in member.lacks]
+        if member.schedule_key:
+            place = engine.where(tuple(member.schedule_key.split(".")))
+            raise UsageError(f'{place}: acts from step {last:,} on, but {ends}; lower it, write "auto", or train longer')
+        late.append(f"{member.declaration.name}: the last stage of its schedule begins at step {last:,}, and {ends}")
+    missing = [_placed(engine, line) for member in techniques.members for line in member.missing_packages]
     return replace(config, notes=(*config.notes, *techniques.notes, *late), lacks=(*config.lacks, *missing)), flags
 
 

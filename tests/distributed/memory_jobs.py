@@ -14,9 +14,10 @@ from typing import Any
 from launch.config.memory import MemoryPlan, memory_per_rank
 from launch.config.run_config import RunConfig, resolve
 from launch.formats.metrics import read_metrics
+from launch.training.engine import TrainingEngine
 from launch.training.folder import NoFolder
+from launch.training.observers import Observer
 from recipes import registry
-from recipes.technique import Technique, Techniques
 from tests.distributed.correction_jobs import fp16_allowed
 from tests.helpers import free_port
 
@@ -29,17 +30,18 @@ def plan_of(config: RunConfig) -> MemoryPlan:
     zero = config.engine["zero_optimization"]
     batch = config.micro_batch_size, config.gradient_accumulation_steps
     techniques = registry.make_techniques(config)
-    shape = (config.model_config, config.precision, zero, config.ranks, *batch, techniques.checkpoints)
-    return memory_per_rank(*shape, fused=techniques.fused)
+    shape = (config.model_config, config.precision, zero, config.ranks, *batch, techniques.costs.checkpointed_segments)
+    return memory_per_rank(*shape, fused=techniques.costs.fused)
 
 
 # --- model states ------------------------------------------------------------------------------------------------------------------------
 
 
-class _StatesInStep(Technique):
+class _StatesInStep(Observer):
     """Counts the engine's tensors at the end of each backward pass of the second step, when all model states are there."""
 
-    def attach(self, engine: Any, collectives: Any) -> None:
+    def start(self, training: TrainingEngine) -> None:
+        engine = training.deepspeed
         self.calls, self.found, step = 0, [], engine.step
 
         def counted_step(*arguments: Any, **options: Any) -> Any:
@@ -121,16 +123,13 @@ def states_in_step(flags: list[str]) -> tuple[RunConfig, list[dict[str, int]]]:
     from launch.training.signals import StopRequest
 
     config, _ = resolve([*flags, "--steps", "2", "--eval_every", "0", "--save_every", "0", "--quiet"])
-    technique = _StatesInStep({}, config)
-    make = registry.make_techniques
-    registry.make_techniques = lambda run: Techniques([*make(run).members, technique])
+    states = _StatesInStep()
     try:
-        assert train(config, NoFolder(), StopRequest()) == 0
+        assert train(config, NoFolder(), StopRequest(), [states]) == 0
     finally:
-        registry.make_techniques = make
         gc.collect()
-    assert technique.found, "no second step"
-    return config, technique.found
+    assert states.found, "no second step"
+    return config, states.found
 
 
 def model_states(flags: list[str]) -> dict[str, Any]:
