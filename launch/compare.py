@@ -37,7 +37,7 @@ from launch.config.flags import (
     given,
     whole_number,
 )
-from launch.config.hardware import compute_capabilities, device_type
+from launch.config.hardware import device_type, gpus
 from launch.errors import TrainingFailed, UsageError, one_line, run_command, say
 from launch.training.folder import write_atomically
 from recipes.registry import ROOT, read_recipe, recipe_names
@@ -214,7 +214,7 @@ def _experiments(flags: argparse.Namespace, passed_on: list[str]) -> tuple[Any, 
 
     os.environ.setdefault("DS_ACCELERATOR", device_type())
     runs_dir = Path(flags.runs_dir)
-    ranks = flags.ranks or (len(compute_capabilities()) if device_type() == "cuda" else RANKS_ON_A_CPU)
+    ranks = flags.ranks or (len(gpus()) if device_type() == "cuda" else RANKS_ON_A_CPU)
     experiments: list[Experiment] = []
     absent = []
     for folder in [ROOT / "recipes" / name for name in recipe_names()] if flags.all else flags.recipe:

@@ -17,7 +17,7 @@ import psutil
 from data_pipeline.errors import DataError
 from launch.config.explain import memory_of
 from launch.config.flags import suggested_flags
-from launch.config.hardware import device_type, gpu_memory
+from launch.config.hardware import device_type, gpus
 from launch.config.run_config import RunConfig, resolve
 from launch.errors import UsageError
 from launch.training.folder import INCIDENTAL
@@ -100,7 +100,7 @@ def fitting_groups(trials: Sequence[Trial], at_once: int | None) -> list[list[Tr
     """`trials` in groups whose runs are all in memory at the same time: of `at_once`, or of what the plans of their memory say."""
     device = device_type()
     on_gpu = device == "cuda"
-    free = min(gpu_memory(), default=0) if on_gpu else psutil.virtual_memory().available
+    free = min((gpu.total_memory for gpu in gpus()), default=0) if on_gpu else psutil.virtual_memory().available
     groups: list[list[Trial]] = []
     taken = 0.0
     for trial in trials:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from typing import Any
 
-from launch.config.combinations import NOT_DRIVEN
+from launch.config.combinations import WITHOUT_EFFECT
 from launch.config.engine_keys import defaults_left_open
 from launch.config.memory import bytes_sent_per_step, memory_per_rank
 from launch.config.optimizer import state_tensors
@@ -168,7 +168,7 @@ def _engine_values(config: RunConfig) -> Iterator[tuple[str, Any]]:
     sections = {"optimizer": config.optimizer, "scheduler": config.scheduler, **config.engine, **config.techniques}
     written = {path: _valued(value, config.origins.get(path, "default")) for path, value in _leaves(sections)}
     open_ends = defaults_left_open(config.engine)
-    defaults = {path: _valued(value, "DeepSpeed's default") for path, value in open_ends if path not in NOT_DRIVEN}
+    defaults = {path: _valued(value, "DeepSpeed's default") for path, value in open_ends if path not in WITHOUT_EFFECT}
 
     def place(path: str) -> tuple[bool, str, bool]:
         section = path.partition(".")[0]

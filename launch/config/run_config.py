@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from data_pipeline.errors import DataError
 from data_pipeline.shards import Corpus, open_corpus
-from launch.config.combinations import CUDA_ONLY, ZERO_AUTO, adopt_other_forms, check_combinations
+from launch.config.combinations import CUDA_ONLY, ZERO_AUTO, adopt_other_forms, check_combinations, check_with_deepspeed
 from launch.config.engine_json import EngineJson
 from launch.config.engine_keys import section_rule
 from launch.config.flags import parse_flags
@@ -265,6 +265,8 @@ def resolve(argv: list[str], ranks: int | None = None) -> tuple[RunConfig, argpa
         engine.settle(("gradient_clipping",), 1.0, "DeepSpeed's default")
     if flags.block_similarity and flags.eval_every == 0:
         engine.fault_of_run("--block_similarity is measured at evaluations, and --eval_every 0 makes none; leave out one of the two")
+    engine.raise_faults()
+    check_with_deepspeed(engine, claimed)
     engine.raise_faults()
 
     corpus, missing = _corpus(flags, shape)
