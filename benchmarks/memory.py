@@ -28,7 +28,6 @@ QUICK = ("--presets", "nano", "--stages", "1", "--precisions", "bf16")
 MIB = 2**20
 TINY = ["--n_layer", "1", "--n_head", "1", "--d_model", "8", "--seq_len", "8"]
 PARTS = (
-    "process",
     "weights",
     "gradients",
     "master_weights",
@@ -37,7 +36,6 @@ PARTS = (
     "update",
     "activations",
     "loss_head",
-    "allocator",
 )
 
 

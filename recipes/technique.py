@@ -181,8 +181,6 @@ class Technique:
     state_tensors: float = 0
     #: DeepSpeed's extensions that its optimizer needs, e.g. "FusedAdamBuilder"; filled in by `prepare`.
     extensions: tuple[str, ...] = ()
-    #: Of the model's parts, which have a kernel of the technique's own: "attention", "cross_entropy". For the plan of the run's memory.
-    fused: frozenset[str] = frozenset()
     #: Into how many segments the blocks are cut of which only the inputs are kept for the backward pass; 0: all activations are kept.
     #: For the plan of the run's memory.
     checkpoints: int = 0
@@ -242,6 +240,11 @@ class Technique:
         """What belongs into the step's line of `metrics.jsonl`; before there is an engine, what follows from the schedule alone."""
         return {}
 
+    def memory_terms(self, model: GPTConfig, device: str) -> dict[str, int]:
+        """Bytes on one rank that replace terms in the plan of the run's memory: "attention" (what it saves in one block beside its inputs
+        and output), "loss_head" (at its largest). `device` is "cuda" or "cpu"."""
+        return {}
+
     def state_dict(self) -> dict[str, Any]:
         """What cannot be derived from the step; saved by every rank."""
         return {}
@@ -265,7 +268,6 @@ class Techniques(Technique):
         self.members = tuple(members)
         self.checkpoints = max((member.checkpoints for member in self.members), default=0)
         self.state_tensors = max((member.state_tensors for member in self.members), default=0)
-        self.fused = frozenset().union(*(member.fused for member in self.members))
         self.needs_cuda = {key: capability for member in self.members for key, capability in member.needs_cuda.items()}
 
     @property
@@ -321,6 +323,9 @@ class Techniques(Technique):
 
     def metrics(self) -> dict[str, float]:
         return {key: value for member in self.members for key, value in member.metrics().items()}
+
+    def memory_terms(self, model: GPTConfig, device: str) -> dict[str, int]:
+        return {name: size for member in self.members for name, size in member.memory_terms(model, device).items()}
 
     def state_dict(self) -> dict[str, Any]:
         return {type(member).__name__: state for member in self.members if (state := member.state_dict())}

@@ -27,6 +27,8 @@ from recipes.registry import ROOT, Recipe
 FILLED = 0.75
 #: What a process has on a GPU before it allocates anything.
 CUDA_CONTEXT = 600 * 2**20
+#: What a rank has on a CPU before it builds a model: Python, torch and DeepSpeed.
+PROCESS = 400 * 2**20
 #: Of a resolved run, what its numbers do not depend on; the seed stands in the name by itself.
 NOT_ITS_OWN = {*INCIDENTAL, "run_name", "runs_dir", "recipe", "config_file", "preset", "data", "seed", "save_every", "keep"}
 
@@ -106,7 +108,7 @@ def fitting_groups(trials: Sequence[Trial], at_once: int | None) -> list[list[Tr
     for trial in trials:
         # Each rank has a GPU, a CPU's ranks share one memory.
         peak = memory_of(trial.config, trial.config.model_config, device)["peak"]
-        size = peak + CUDA_CONTEXT if on_gpu else trial.config.ranks * peak
+        size = peak + CUDA_CONTEXT if on_gpu else trial.config.ranks * (peak + PROCESS)
         full = len(groups[-1]) >= at_once if groups and at_once else taken + size > FILLED * free
         if not groups or full:
             groups.append([])

@@ -173,7 +173,6 @@ def engine_schema() -> EngineSchema:
     quiet_deepspeed()
     import deepspeed
     import torch
-    from deepspeed.comm.config import CommsLoggerConfig
     from deepspeed.compile.config import CompileConfig
     from deepspeed.monitor.config import CometConfig, CSVConfig, TensorBoardConfig, WandbConfig
     from deepspeed.runtime import config, lr_schedules
@@ -185,7 +184,7 @@ def engine_schema() -> EngineSchema:
         "bf16": DeepSpeedBF16Config,
         "bfloat16": DeepSpeedBF16Config,
         "fp16": DeepSpeedFP16Config,
-        "comms_logger": CommsLoggerConfig,
+        "comms_logger": type(config.DeepSpeedCommsConfig({"comms_logger": {}}).comms_logger),
         "compile": CompileConfig,
         "hybrid_engine": config.HybridEngineConfig,
         "tensorboard": TensorBoardConfig,

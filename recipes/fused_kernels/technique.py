@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     import torch
 
     from model.gpt import GPT, Block
+    from model.presets import GPTConfig
 
 SWITCH = {"enum": [True, False], "auto": True}
 #: The oldest GPUs that Triton compiles for, in which Liger's kernels and those of torch.compile are written.
@@ -89,8 +90,6 @@ class FusedKernels(Technique):
             by_hand["attention"] = (0, 0)
         self.needs_cuda = {f"fused_kernels.{name}": capability for name, capability in by_hand.items() if self.asked[name] is True}
         self.lacks = tuple(self._missing())
-        # Blocks are compiled on a CPU only where that is asked for by hand, and the plan of a GPU asks nothing of it.
-        self.fused = frozenset(name for name, value in self.asked.items() if value and (name, value) != ("compile", "auto"))
         self._said: list[str] = []
 
     def _missing(self) -> Iterator[str]:
@@ -109,6 +108,24 @@ class FusedKernels(Technique):
         for name in WALKERS:
             if name in self.run.techniques:
                 raise ValueError(f"{key} '{name}' goes through the blocks in another way in every step; write \"blocks\"")
+
+    def memory_terms(self, model: GPTConfig, device: str) -> dict[str, int]:
+        """Attention in blocks of queries keeps the probabilities of each block, if the sequence is short; the head some of its logits,
+        some rows in fp32, and the gradients of its two factors, which are summed in fp32 where there are several parts."""
+        from recipes.fused_kernels.attention import KEPT_LENGTH, attention_blocks
+        from recipes.fused_kernels.cross_entropy import LOGITS_BYTES, ROWS
+
+        w, B, T = 4 if self.run.precision == "fp32" else 2, self.run.micro_batch_size, model.seq_len
+        terms = {}
+        if self.asked["attention"] and device == "cpu" and not model.dropout:
+            pairs = sum((end - start) * end for start, end in attention_blocks(T))  # of queries and keys
+            terms["attention"] = B * model.n_head * pairs * w if T <= KEPT_LENGTH else 0
+        if self.asked["cross_entropy"]:
+            tokens, V, C = B * T, model.padded_vocab_size, model.d_model
+            rows = min(tokens, max(1, LOGITS_BYTES // (V * w)))
+            weight = V * C * (w if device == "cpu" and self.run.precision == "bf16" else 4) + (V * C * 4 if rows < tokens else 0)
+            terms["loss_head"] = rows * V * w + min(ROWS, tokens) * V * 4 + tokens * C * w + weight
+        return terms
 
     @property
     def notes(self) -> tuple[str, ...]:  # type: ignore[override]

@@ -30,7 +30,7 @@ def plan_of(config: RunConfig) -> MemoryPlan:
     batch = config.micro_batch_size, config.gradient_accumulation_steps
     techniques = registry.make_techniques(config)
     shape = (config.model_config, config.precision, zero, config.ranks, *batch, techniques.checkpoints)
-    return memory_per_rank(*shape, fused=techniques.fused)
+    return memory_per_rank(*shape, terms=techniques.memory_terms(config.model_config, "cpu"))
 
 
 # --- model states ------------------------------------------------------------------------------------------------------------------------
