@@ -36,7 +36,7 @@ from launch.config.flags import (
     given,
     whole_number,
 )
-from launch.config.hardware import compute_capabilities, device_type
+from launch.config.hardware import device_type, gpus
 from launch.errors import TrainingFailed, UsageError, one_line, run_command, say
 from launch.formats.files import write_atomically
 from recipes.registry import ROOT, read_recipe, recipe_names
@@ -184,7 +184,7 @@ def _run_experiments(flags: argparse.Namespace, passed_on: list[str]) -> tuple[C
     from launch.comparison.trials import CannotRun, plan_experiment
 
     os.environ.setdefault("DS_ACCELERATOR", device_type())
-    ranks = flags.ranks or (len(compute_capabilities()) if device_type() == "cuda" else CPU_RANKS)
+    ranks = flags.ranks or (len(gpus()) if device_type() == "cuda" else CPU_RANKS)
     planned: list[Experiment] = []
     absent = []
     for folder in [ROOT / "recipes" / name for name in recipe_names()] if flags.all else flags.recipe:

@@ -147,13 +147,11 @@ class Costs:
 
     Attributes:
         optimizer_tensors: fp32 tensors of the parameters' size that its optimizer keeps; 0: it has no optimizer.
-        fused: parts of the model with a kernel of its own, such as "attention" and "cross_entropy".
         checkpointed_segments: number of segments of blocks whose inputs alone are kept for the backward pass; 0: all activations are kept.
         matmul_dtype: the arithmetic of the matrix products; empty: the run's precision.
     """
 
     optimizer_tensors: float = 0
-    fused: frozenset[str] = frozenset()
     checkpointed_segments: int = 0
     matmul_dtype: str = ""
 
@@ -269,6 +267,11 @@ class Technique:
         """Values for the step's line in `metrics.jsonl`; before `attach`, those that follow from the schedule alone."""
         return {}
 
+    def memory_terms(self, model: GPTConfig, device: str) -> dict[str, int]:
+        """Return bytes on one rank that replace terms of the plan of memory: "attention" (saved in one block beside its inputs and output)
+        and "loss_head" (at its largest). `device` is "cuda" or "cpu"."""
+        return {}
+
     def state_dict(self) -> dict[str, Any]:
         """State that cannot be computed from the step. Every rank saves its own."""
         return {}
@@ -296,7 +299,6 @@ class Techniques(Technique):
         every = [member.costs for member in self.members]
         return Costs(
             max((costs.optimizer_tensors for costs in every), default=0),
-            frozenset().union(*(costs.fused for costs in every)),
             max((costs.checkpointed_segments for costs in every), default=0),
             next((costs.matmul_dtype for costs in every if costs.matmul_dtype), ""),
         )
@@ -347,6 +349,9 @@ class Techniques(Technique):
 
     def metrics(self) -> dict[str, float]:
         return {key: value for member in self.members for key, value in member.metrics().items()}
+
+    def memory_terms(self, model: GPTConfig, device: str) -> dict[str, int]:
+        return {name: size for member in self.members for name, size in member.memory_terms(model, device).items()}
 
     def state_dict(self) -> dict[str, Any]:
         return {type(member).__name__: state for member in self.members if (state := member.state_dict())}

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from typing import Any
 
-from launch.config.combinations import NOT_DRIVEN
+from launch.config.combinations import WITHOUT_EFFECT
 from launch.config.engine_keys import defaults_left_open
 from launch.config.memory import bytes_sent_per_step, memory_per_rank
 from launch.config.optimizer import state_tensors
@@ -36,7 +36,7 @@ LAST = {
     "checkpointed_peak": "peak, checkpointed",
     "sent": "sent a step",
 }
-MOMENTS = {"build": "building", "forward": "forward", "recompute": "recomputing", "backward": "backward", "update": "updating"}
+MOMENTS = {"forward": "forward", "recompute": "recomputing", "backward": "backward", "update": "updating"}
 #: The parts of a rank's memory, and how the page calls them.
 PARTS = {
     "weights": "weights",
@@ -48,10 +48,8 @@ PARTS = {
     "loss_head": "loss head",
     "activations": "activations",
     "host": "offloaded, in the host's memory",
-    "drive": "offloaded, on the drive",
+    "drive": "offloaded, on NVMe",
     "snapshot": "copy for checkpoints, in the host's memory",
-    "process": "the process",
-    "allocator": "kept by the allocator",
 }
 #: How the entries of `flops` are called.
 FLOPS = {"per_token": "a token", "per_step": "a step", "per_step_and_rank": "a step and rank", "run": "the run"}
@@ -131,7 +129,7 @@ def memory_of(config: RunConfig, model: GPTConfig, device: str) -> dict[str, Any
             segments,
             device,
             techniques.costs.optimizer_tensors or state_tensors(config.optimizer),
-            techniques.costs.fused,
+            techniques.memory_terms(model, device),
             config.saves_beside_training,
         )
         for segments in (checkpoints, model.n_layer)
@@ -168,7 +166,7 @@ def _engine_values(config: RunConfig) -> Iterator[tuple[str, Any]]:
     sections = {"optimizer": config.optimizer, "scheduler": config.scheduler, **config.engine, **config.techniques}
     written = {path: _valued(value, config.origins.get(path, "default")) for path, value in _leaves(sections)}
     open_ends = defaults_left_open(config.engine)
-    defaults = {path: _valued(value, "DeepSpeed's default") for path, value in open_ends if path not in NOT_DRIVEN}
+    defaults = {path: _valued(value, "DeepSpeed's default") for path, value in open_ends if path not in WITHOUT_EFFECT}
 
     def place(path: str) -> tuple[bool, str, bool]:
         section = path.partition(".")[0]
@@ -274,7 +272,7 @@ def as_text(explained: dict[str, Any]) -> str:
 
 
 def _memory_rows(explained: dict[str, Any]) -> list[str]:
-    """A column for a GPU and one for a CPU, where the process itself counts too."""
+    """A column for a GPU and one for a CPU."""
     columns = {heading: explained["memory_per_rank"][device] for device, heading in DEVICES.items()}
     return memory_table({heading: plan | {"sent": explained["bytes_sent_per_step"]} for heading, plan in columns.items()})
 

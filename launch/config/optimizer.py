@@ -53,7 +53,7 @@ def resolve_optimizer(engine: EngineJson, flags: argparse.Namespace, preset: Pre
     if "optimizer" not in engine.values and not engine.is_faulty("optimizer"):  # as in files for a trainer that brings its own
         engine.settle(("optimizer",), {"type": "AdamW", "params": dict.fromkeys(("lr", *OPTIMIZER_AUTO), "auto")}, "default")
     engine.number(*PATH, "lr", minimum=0, maximum=MAX_LR, above=True)
-    builtin = engine_schema()["optimizers"]
+    builtin = engine_schema().optimizers
     brought = {cls.declaration.optimizer_type: cls.declaration for cls in technique_classes() if cls.declaration.optimizer_type}
     canonical = {name.lower(): name for name in (*ADAM_TYPES, *builtin, *brought)}
     asked = engine.get("optimizer", "type")

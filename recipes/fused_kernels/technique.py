@@ -21,10 +21,11 @@ from torch.nn.attention import SDPBackend
 from torch.utils.cpp_extension import CUDA_HOME
 
 from model.gpt import GPT, Block
-from recipes.fused_kernels.attention import QUERIES, blockwise_attention
-from recipes.fused_kernels.cross_entropy import in_one, in_rows, linear_cross_entropy
+from model.presets import GPTConfig
+from recipes.fused_kernels.attention import KEPT_LENGTH, QUERIES, attention_blocks, blockwise_attention
+from recipes.fused_kernels.cross_entropy import LOGITS_BYTES, ROWS, in_one, in_rows, linear_cross_entropy
 from recipes.fused_kernels.gelu import CompiledGELU
-from recipes.technique import Costs, Declaration, Run, Technique, adam_arguments, decouples_weight_decay
+from recipes.technique import Declaration, Run, Technique, adam_arguments, decouples_weight_decay
 from recipes.tf32.technique import CAPABILITY as TF32_CAPABILITY
 from recipes.tf32.technique import use_tf32
 
@@ -95,8 +96,6 @@ class FusedKernels(Technique):
             by_hand["attention"] = (0, 0)
         self._needs_cuda = {f"fused_kernels.{name}": capability for name, capability in by_hand.items() if self.asked[name] is True}
         self.missing_packages = tuple(self._missing())
-        # "auto" compiles on a GPU only, where the estimate of memory does not depend on it.
-        self.costs = Costs(fused=frozenset(name for name, value in self.asked.items() if value and (name, value) != ("compile", "auto")))
         self._said: list[str] = []
 
     @property
@@ -119,6 +118,24 @@ class FusedKernels(Technique):
         for name in WALKERS:
             if name in self.run.techniques:
                 raise ValueError(f"{key} '{name}' goes through the blocks in another way in every step; write \"blocks\"")
+
+    def memory_terms(self, model: GPTConfig, device: str) -> dict[str, int]:
+        """Return what attention in blocks of queries and the loss head keep.
+
+        Attention keeps the probabilities of each block, if the sequence is short. The loss head holds some of its logits, some rows in fp32,
+        and the gradients of its two factors, which are summed in fp32 if there are several parts.
+        """
+        w, B, T = 4 if self.run.precision == "fp32" else 2, self.run.micro_batch_size, model.seq_len
+        terms = {}
+        if self.asked["attention"] and device == "cpu" and not model.dropout:
+            pairs = sum((end - start) * end for start, end in attention_blocks(T))  # of queries and keys
+            terms["attention"] = B * model.n_head * pairs * w if T <= KEPT_LENGTH else 0
+        if self.asked["cross_entropy"]:
+            tokens, V, C = B * T, model.padded_vocab_size, model.d_model
+            rows = min(tokens, max(1, LOGITS_BYTES // (V * w)))
+            weight = V * C * (w if device == "cpu" and self.run.precision == "bf16" else 4) + (V * C * 4 if rows < tokens else 0)
+            terms["loss_head"] = rows * V * w + min(ROWS, tokens) * V * 4 + tokens * C * w + weight
+        return terms
 
     @property
     def notes(self) -> tuple[str, ...]:  # type: ignore[override]

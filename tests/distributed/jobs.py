@@ -55,11 +55,6 @@ def pretrain_on(processors: list[str], folder: str, flags: list[str]) -> list[di
         hardware.CPUINFO = cpuinfo
 
 
-def torch_builds() -> dict[str, str | None]:
-    """What this torch says itself that it is built with."""
-    return {name: getattr(torch.version, name) for name in ("cuda", "hip")}
-
-
 def forget_engines() -> None:
     """Let go of the engines of earlier jobs: stage 3 keeps them in an `lru_cache` of its coordinator's class.
 

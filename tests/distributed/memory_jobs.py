@@ -31,7 +31,7 @@ def plan_of(config: RunConfig) -> MemoryPlan:
     batch = config.micro_batch_size, config.gradient_accumulation_steps
     techniques = registry.make_techniques(config)
     shape = (config.model_config, config.precision, zero, config.ranks, *batch, techniques.costs.checkpointed_segments)
-    return memory_per_rank(*shape, fused=techniques.costs.fused)
+    return memory_per_rank(*shape, terms=techniques.memory_terms(config.model_config, "cpu"))
 
 
 # --- model states ------------------------------------------------------------------------------------------------------------------------
@@ -155,11 +155,21 @@ def largest_states(flags: list[str]) -> dict[str, int]:
 # --- peaks ------------------------------------------------------------------------------------------------------------------------
 
 
-def run_and_plan(runs: Path, name: str, flags: list[str], ranks: int) -> tuple[int, MemoryPlan]:
-    """`deepspeed launch/pretrain.py FLAGS` in fresh processes: rank 0's `peak_memory_bytes` at the end of its last step, and the plan.
+#: A model of a few thousand parameters.
+TINY = ["--n_layer", "1", "--n_head", "1", "--d_model", "8", "--seq_len", "8"]
+_process: dict[int, int] = {}  # its peak, by the number of ranks: Python, torch and DeepSpeed, which the plan leaves out
 
-    ru_maxrss grows only, and glibc does not give all freed memory back, so that a peak can be measured only once in a process.
-    """
+
+def run_and_plan(runs: Path, name: str, flags: list[str], ranks: int) -> tuple[int, MemoryPlan]:
+    """`deepspeed launch/pretrain.py FLAGS` in fresh processes: the peak of rank 0 less that of a run of a tiny model, and the plan."""
+    if ranks not in _process:
+        _process[ranks] = _peak(runs, f"{name}-tiny", [*flags, *TINY], ranks)
+    measured = _peak(runs, name, flags, ranks)
+    return measured - _process[ranks], plan_of(resolve(flags, ranks=ranks)[0])
+
+
+def _peak(runs: Path, name: str, flags: list[str], ranks: int) -> int:
+    """Rank 0's `peak_memory_bytes` at the end. ru_maxrss only grows, so that it can be measured once in a process."""
     arguments = [*flags, "--runs_dir", str(runs), "--run_name", name, "--save_every", "0", "--eval_every", "0", "--quiet"]
     launcher = [
         str(Path(sys.executable).with_name("deepspeed")),
@@ -175,6 +185,5 @@ def run_and_plan(runs: Path, name: str, flags: list[str], ranks: int) -> tuple[i
         [*launcher, "launch/pretrain.py", *arguments], cwd=ROOT, env={**os.environ, "PATH": path}, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    config, _ = resolve(arguments, ranks=ranks)
     lines = [line for line in read_metrics(runs / name / "metrics.jsonl") if "peak_memory_bytes" in line]
-    return lines[-1]["peak_memory_bytes"], plan_of(config)
+    return int(lines[-1]["peak_memory_bytes"])
