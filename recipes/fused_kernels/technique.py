@@ -122,8 +122,8 @@ class FusedKernels(Technique):
     def memory_terms(self, model: GPTConfig, device: str) -> dict[str, int]:
         """Return what attention in blocks of queries and the loss head keep.
 
-        Attention keeps the probabilities of each block, if the sequence is short. The loss head holds some of its logits, some rows in fp32,
-        and the gradients of its two factors, which are summed in fp32 if there are several parts.
+        Attention keeps the probabilities of each block, if the sequence is short. The loss head holds some of its logits, some rows in
+        fp32, and the gradients of its two factors, which are summed in fp32 if there are several parts.
         """
         w, B, T = 4 if self.run.precision == "fp32" else 2, self.run.micro_batch_size, model.seq_len
         terms = {}
