@@ -25,8 +25,8 @@ sys.path[0] = str(Path(__file__).resolve().parents[1])
 from launch.config.explain import as_text, explain
 from launch.config.flags import MUST
 from launch.config.run_config import RunConfig, resolve
-from launch.errors import TrainingFailed, UsageError, outlast_readers, run_command, say
-from launch.training.folder import NoFolder, RunFolder, await_first_rank, await_port, check_run_folder, nothing_to_resume
+from launch.errors import TrainingFailed, UsageError, ignore_output_errors, run_command, say
+from launch.training.folder import NoFolder, RunFolder, check_run_folder, nothing_to_resume
 from launch.training.provenance import describe_run
 from launch.training.signals import StopRequest
 from recipes import registry
@@ -44,7 +44,7 @@ def main() -> int:
         explained = explain(config)
         say(json.dumps(explained, indent=2) if flags.explain == "json" else as_text(explained))
         return 0
-    outlast_readers()
+    ignore_output_errors()
     if config.lacks:
         raise UsageError(*config.lacks)
     if config.asks_the_device:  # before the run's folder is made
@@ -52,14 +52,13 @@ def main() -> int:
 
         check_device(config)
     folder: RunFolder | NoFolder = NoFolder()
-    rank = os.environ.get("RANK", "0")
-    if rank == "0":
+    if os.environ.get("RANK", "0") == "0":
+        from launch.training.distributed import check_port
+
         path = check_run_folder(config.runs_dir, config.run_name, config.resume)
         config.corpus.verify()
-        await_port(config.resume)
+        check_port()
         folder = RunFolder(path, describe_run(config), config.quiet)
-    elif rank == os.environ.get("LOCAL_RANK"):  # on the host of rank 0
-        await_first_rank(Path(config.runs_dir) / config.run_name)
     try:
         code = train(config, folder, stop)
     except UsageError:
@@ -88,11 +87,11 @@ def train(config: RunConfig, folder: RunFolder | NoFolder, stop: StopRequest, ob
     from launch.training.engine import start_engine
     from launch.training.evaluation import Evaluation, sample_text
     from launch.training.histograms import GradientHistograms
+    from launch.training.interleaving import Interleaving
     from launch.training.meter import Meter
     from launch.training.observers import Observers
     from launch.training.progress import Progress, describe_start
     from launch.training.similarity import BlockSimilarity
-    from launch.training.turns import Turns
 
     collectives = start_ranks()
     techniques = registry.make_techniques(config)
@@ -104,7 +103,6 @@ def train(config: RunConfig, folder: RunFolder | NoFolder, stop: StopRequest, ob
         engine.deepspeed,
         techniques,
         collectives,
-        config.saves_beside_training,
         on_failure=stop.request,
         log=folder.log,
         run_id=folder.run_id,
@@ -116,8 +114,8 @@ def train(config: RunConfig, folder: RunFolder | NoFolder, stop: StopRequest, ob
         state = {key: found[key] for key in state}
     elif config.resume == MUST:
         raise UsageError(nothing_to_resume(Path(config.runs_dir) / config.run_name))
-    folder.open_metrics(state["step"])
-    meter = Meter(engine, collectives, folder.seconds_before, Turns(on_end=stop.request))
+    folder.begin(state["step"])
+    meter = Meter(engine, collectives, folder.seconds_before, Interleaving(on_lost=stop.request))
     histograms = [GradientHistograms(folder, config.histogram_every)] if config.histogram_every else []
     similarity = [BlockSimilarity(folder)] if config.block_similarity else []
     observer = Observers([*histograms, *similarity, *observers])
@@ -172,8 +170,6 @@ def train(config: RunConfig, folder: RunFolder | NoFolder, stop: StopRequest, ob
                 if saving:
                     with collectives.uncounted():
                         checkpoints.save(state, last=bool(stopped or last))
-                else:
-                    checkpoints.make_room()
     except TrainingFailed as reason:
         # Raised before an update with non-finite gradients, or after a step with a non-finite loss: the weights are good, unless the
         # update before made them NaN or Inf.
