@@ -146,4 +146,4 @@ def test_explain_counts_the_steps_and_says_what_grows():
     assert page["flops"]["run"] == page["flops"]["per_token"] * (129_024 + 94 * 4096)
     assert any("8 sequences a step at first, growing by 8, all 32 from step 78 on" in note for note in page["notes"])
     done = explain("--ranks", "32")
-    assert any("nothing grows" in note for note in json.loads(done.stdout)["notes"])
+    assert any("does not grow" in note for note in json.loads(done.stdout)["notes"])

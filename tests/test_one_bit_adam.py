@@ -63,7 +63,7 @@ def test_what_is_sent_follows_the_type_that_gradients_are_reduced_in():
 
 def test_a_variance_that_is_frozen_while_the_rate_rises_gets_a_word():
     said = explained("--steps", "400", "--warmup_steps", "100")
-    assert any("frozen after step 80, while the learning rate still rises, to step 100" in note for note in said["notes"])
+    assert any("frozen after step 80, while the learning rate rises until step 100" in note for note in said["notes"])
 
 
 def test_one_rank_is_told_that_nothing_is_compressed():
