@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +12,6 @@ import pytest
 from recipes.batch_size_warmup.technique import BatchSizeWarmup, stages
 from recipes.technique import StepPlan
 from tests import helpers
-from tests.helpers import ROOT
 
 explain = partial(helpers.explain, "--recipe", "recipes/batch_size_warmup")
 
@@ -116,17 +113,6 @@ def test_a_bad_value_is_one_line(settings, said):
     assert done.returncode == 2
     assert said.replace("'", "") in done.stderr.replace("'", "")
     assert done.stderr.count("\n") == 1
-
-
-def test_a_mistake_stops_the_run_before_torch(corpus):
-    code = (
-        "import sys; sys.argv = ['launch/pretrain.py', *sys.argv[1:]]; sys.path.insert(0, 'launch')\n"
-        "from launch.pretrain import main\n"
-        "from launch.errors import UsageError\n"
-        "try:\n    main()\nexcept UsageError:\n    assert 'torch' not in sys.modules\nelse:\n    raise AssertionError"
-    )
-    flags = ["--recipe", "recipes/batch_size_warmup", "--data", str(corpus), "--set", "batch_size_warmup.min_batch_size=64"]
-    subprocess.run([sys.executable, "-c", code, *flags], cwd=ROOT, check=True)
 
 
 def test_a_schedule_by_steps_is_refused():
