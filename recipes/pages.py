@@ -49,8 +49,7 @@ FIGURES = (
 
 def read_results() -> dict[str, dict[str, Any]]:
     """The measurements of each recipe, by name, or why there are none: `{"absent": reason}`."""
-    # "cannot be told": in results that were published before the outcome was renamed.
-    return json.loads(RESULTS.read_text(encoding="utf-8").replace('"cannot be told"', '"inconclusive"')) if RESULTS.exists() else {}
+    return json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
 
 
 def standing_results() -> dict[str, dict[str, Any]]:
