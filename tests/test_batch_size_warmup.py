@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from recipes.batch_size_warmup.technique import BatchSizeWarmup, stages
+from recipes.technique import StepPlan
 from tests import helpers
 from tests.helpers import ROOT
 
@@ -73,15 +74,24 @@ def test_what_is_left_auto_is_valid_for_any_batch(given, ranks):
         if not given:
             assert sizes[0] <= ranks * per_rank / 4 or per_rank < 4
         for step in (1, 10, 100, 1999):
-            plan = technique.batch_plan(step)
-            assert plan.micro_batch_size * plan.accumulation * ranks == sizes[step - 1]
+            plan = technique.on_step(step, StepPlan(0, 0, 64))
+            assert plan.sequences * ranks == sizes[step - 1]
             assert plan.micro_batch_size <= technique.micro_batch_size
 
 
 def test_the_micro_batch_is_the_largest_divisor_up_to_the_runs():
     technique = made({"min_batch_size": 2, "increment": 2}, 2, 8, micro_batch_size=4)
-    plans = dict.fromkeys(technique.batch_plan(step) for step in range(1, 1000))
-    assert [tuple(plan) for plan in plans] == [(1, 1), (2, 1), (3, 1), (4, 1), (1, 5), (3, 2), (1, 7), (4, 2)]
+    plans = dict.fromkeys(technique.on_step(step, StepPlan(0, 0, 64)) for step in range(1, 1000))
+    assert [plan[:2] for plan in plans] == [
+        (1, 1),
+        (2, 1),
+        (3, 1),
+        (4, 1),
+        (1, 5),
+        (3, 2),
+        (1, 7),
+        (4, 2),
+    ]
 
 
 @pytest.mark.parametrize(

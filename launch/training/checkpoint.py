@@ -130,7 +130,7 @@ class Checkpoints:
                 _remove_leftovers(self.folder)
             self.collectives.barrier()
             self._snapshots.begin(copying=not last)
-            with self.technique.agreed_weights():
+            with self.technique.evaluation_weights():
                 self.engine.save_checkpoint(str(temporary), tag=ENGINE_TAG)
             if of_technique := self.technique.state_dict():
                 self._snapshots.save(of_technique, str(temporary / self._technique_file()))
@@ -228,7 +228,7 @@ class Checkpoints:
         other_ranks = state["ranks"] != self.collectives.world_size
         if other_ranks and any(newest.glob("technique-*.pt")):
             try:
-                self.technique.forget_state(f"written by {state['ranks']} rank(s), and this job has {self.collectives.world_size}")
+                self.technique.discard_state(f"written by {state['ranks']} rank(s), and this job has {self.collectives.world_size}")
             except ValueError as reason:
                 raise UsageError(f"{newest}: a technique's state belongs to its rank, {reason}; start {state['ranks']} ranks") from None
         with self._ending_on_failure(f"{newest}: could not be loaded", "move it away to resume from an older one"):

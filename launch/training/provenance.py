@@ -11,9 +11,9 @@ import time
 import uuid
 from typing import Any
 
-from launch.config.hardware import gpu_names
+from launch.config.hardware import gpus
 from launch.config.run_config import ROOT, RunConfig
-from launch.training import turns
+from launch.training.interleaving import interleaved_group
 
 PACKAGES = ("torch", "deepspeed", "numpy", "tiktoken", "tokenizers", "transformers")
 
@@ -31,7 +31,7 @@ def describe_run(config: RunConfig) -> dict[str, Any]:
         "commit": repository_commit(),
         "versions": versions(),
         "machine": machine(),
-        "turns": turns.circle(),
+        "interleaved": interleaved_group(),
     }
 
 
@@ -43,7 +43,7 @@ def versions() -> dict[str, str | None]:
 def machine() -> dict[str, Any]:
     """The host, its processor and cores, and the GPUs that a run may use."""
     of_host = {"host": platform.node(), "system": platform.platform(), "processor": _processor(), "cores": os.cpu_count()}
-    return of_host | ({"gpus": names} if (names := gpu_names()) else {})
+    return of_host | ({"gpus": names} if (names := [gpu.name for gpu in gpus()]) else {})
 
 
 def _version(package: str) -> str | None:

@@ -14,7 +14,7 @@ from launch.formats.metrics import read_run_json
 #: how often to evaluate and to save) may change; the log lists the changes.
 IDENTITY = ("seed", "shape", "no_cross_document", "corpus_fingerprint", "global_batch_size", "precision", "zero_stage")
 #: Values that differ between two starts of the same run; not listed as changes.
-INCIDENTAL = ("created", "command", "resume", "quiet", "turns", "finished", "run_id")
+INCIDENTAL = ("created", "command", "resume", "quiet", "interleaved", "finished", "run_id")
 #: Ignored on resume: the weights come from the checkpoint.
 INITIAL_WEIGHTS = "init_from"
 
@@ -46,10 +46,10 @@ def resume_description(run: Path, description: dict[str, Any]) -> tuple[dict[str
         if key not in (*INCIDENTAL, INITIAL_WEIGHTS)
         for change in _changes(key, before.get(key), value)
     ]
-    first_start = ["created", "command", "turns", "run_id"]
+    first_start = ["created", "command", "interleaved", "run_id"]
     if complete_checkpoints(run / "checkpoints"):
         first_start.append(INITIAL_WEIGHTS)
-    resume = {key: description.get(key) for key in ("created", "command", "turns")}
+    resume = {key: description.get(key) for key in ("created", "command", "interleaved")}
     kept = {key: before.get(key) for key in first_start}
     return {**description, **kept, "resumes": [*before.get("resumes", []), resume]}, changes
 
