@@ -78,10 +78,10 @@ def train(config: RunConfig, folder: RunFolder | NoFolder, stop: StopRequest) ->
     from launch.training.engine import start_engine
     from launch.training.evaluation import Evaluation, sample_text
     from launch.training.histograms import GradientHistograms
+    from launch.training.interleaving import Interleaving
     from launch.training.meter import Meter
     from launch.training.progress import Progress, describe_start
     from launch.training.similarity import BlockSimilarity
-    from launch.training.turns import Turns
     from recipes.registry import make_techniques
     from recipes.technique import BatchPlan
 
@@ -108,7 +108,7 @@ def train(config: RunConfig, folder: RunFolder | NoFolder, stop: StopRequest) ->
     elif config.resume == MUST:
         raise UsageError(nothing_to_resume(Path(config.runs_dir) / config.run_name))
     folder.open_metrics(state["step"])
-    meter = Meter(engine, collectives, folder.seconds_before, Turns(on_end=stop.request))
+    meter = Meter(engine, collectives, folder.seconds_before, Interleaving(on_lost=stop.request))
     histograms = GradientHistograms(engine, collectives, folder, config.histogram_every)
     evaluation = Evaluation(config, collectives, BlockSimilarity(collectives, folder, config.block_similarity))
     folder.log_start(describe_start(config, engine, meter, evaluation), state["step"], config.resume)

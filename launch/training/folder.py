@@ -45,7 +45,7 @@ SAME_PRECISION = {
     ("fp32", "bf16"): "give --set bf16.enabled=false, or another --run_name",
 }
 #: What a resume changes without changing the run: not worth a line in the log.
-INCIDENTAL = ("created", "command", "resume", "quiet", "turns", "finished", "run_id")
+INCIDENTAL = ("created", "command", "resume", "quiet", "interleaved", "finished", "run_id")
 #: What a resume leaves as it was, whatever it says: its weights are those of the checkpoint.
 OF_THE_START = "init_from"
 LOCK_PATIENCE_SECONDS = 60.0
@@ -268,7 +268,7 @@ class RunFolder:
             if key not in (*INCIDENTAL, OF_THE_START)
             for change in _changes(key, before.get(key), value)
         ]
-        resume = {key: description.get(key) for key in ("created", "command", "turns")}
+        resume = {key: description.get(key) for key in ("created", "command", "interleaved")}
         kept = [*resume, "run_id", *([OF_THE_START] if complete_checkpoints(self.path / "checkpoints") else [])]
         return {**description, **{key: before.get(key) for key in kept}, "resumes": [*before["resumes"], resume]}
 

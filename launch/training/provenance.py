@@ -13,7 +13,7 @@ from typing import Any
 
 from launch.config.hardware import gpu_names
 from launch.config.run_config import ROOT, RunConfig
-from launch.training import turns
+from launch.training.interleaving import interleaved_group
 
 PACKAGES = ("torch", "deepspeed", "numpy", "tiktoken", "tokenizers", "transformers")
 
@@ -31,7 +31,7 @@ def describe_run(config: RunConfig) -> dict[str, Any]:
         "commit": repository_commit(),
         "versions": versions(),
         "machine": machine(),
-        "turns": turns.circle(),
+        "interleaved": interleaved_group(),
     }
 
 

@@ -452,9 +452,10 @@ def test_a_refused_start_leaves_what_it_did_not_make(tmp_path):
 
 
 def test_run_json_keeps_how_the_run_was_first_started(tmp_path):
-    """And of each resume when, by which command, and in whose turns."""
+    """And of each resume when, by which command, and with which runs it was interleaved."""
     first, later, latest = (
-        {"created": f"day {day}", "command": ["pretrain.py", str(day)], "turns": None if day == 2 else f"turns-{day}"} for day in (1, 2, 3)
+        {"created": f"day {day}", "command": ["pretrain.py", str(day)], "interleaved": None if day == 2 else f"group-{day}"}
+        for day in (1, 2, 3)
     )
     RunFolder(tmp_path / "r", description(resume=False) | first).close()
     for resume in (later, latest):
