@@ -127,5 +127,5 @@ def test_decoding_an_unknown_id_names_it(bpe, ids):
 
 @pytest.mark.parametrize("spec", ["", "bpe", "bpe:", "bpe:256", "bpe:1000001", "bpe:-5", "bpe:8k", "bpe:²", "word", "bytes:300"])
 def test_unknown_specification_is_refused(spec):
-    with pytest.raises(DataError, match="allowed: bytes, or bpe:N"):
+    with pytest.raises(DataError, match="allowed: bytes, bpe:N"):
         parse_spec(spec)

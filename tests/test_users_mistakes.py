@@ -404,7 +404,7 @@ DAMAGES = {
     "no manifest": (lambda folder: (folder / "manifest.json").unlink(), "manifest.json: missing"),
     "the manifest is a folder": (
         lambda folder: [(folder / "manifest.json").unlink(), (folder / "manifest.json").mkdir()],
-        "manifest.json: not a file, so this is no corpus",
+        "manifest.json: not a file, so this is not a corpus",
     ),
     "the manifest is no JSON": (lambda folder: (folder / "manifest.json").write_text("{"), "manifest.json: not JSON at line 1"),
     "the manifest is nested": (lambda folder: (folder / "manifest.json").write_text("[" * 100_000), "manifest.json: not a manifest"),
