@@ -266,30 +266,30 @@ def _check_same(out: Path, wanted: dict[str, Any]) -> None:
         raise DataError(f"--out {out} exists and is not a complete corpus; remove it or choose another --out ({error})") from None
     found = {**manifest["options"], "sources": manifest["sources"], "mixture": manifest["mixture"]}
     found.setdefault("max_record_mib", wanted["max_record_mib"])  # older corpora did not record it
-    for key in wanted:
-        if wanted[key] != found.get(key):
-            difference = _difference(key, found.get(key), wanted[key])
-            raise DataError(f"--out {out} exists and was prepared differently ({difference}); remove it or choose another --out")
+    if difference := _difference(found, wanted):
+        raise DataError(f"--out {out} exists and was prepared differently ({difference}); remove it or choose another --out")
 
 
 def _check_resumable(out: Path, wanted: dict[str, Any], found: dict[str, Any]) -> None:
     """DataError unless the interrupted run had the same sources and options."""
-    for key in wanted:
-        if wanted[key] != found.get(key):
-            what = "a source has changed since" if key == "state" else _difference(key, found.get(key), wanted[key])
-            raise DataError(
-                f"--resume: the interrupted run was different ({what}); use its values, or remove {partial_folder(out)} and start again"
-            )
+    if difference := _difference(found, wanted):
+        what = "a source has changed since" if difference.startswith("state ") else difference
+        raise DataError(
+            f"--resume: the interrupted run was different ({what}); use its values, or remove {partial_folder(out)} and start again"
+        )
 
 
-def _difference(key: str, found: Any, wanted: Any) -> str:
-    """The first difference between two values of an option or of the sources."""
-    if isinstance(found, list) and isinstance(wanted, list) and len(found) == len(wanted):
-        found, wanted = next(pair for pair in zip(found, wanted, strict=True) if pair[0] != pair[1])
-        if isinstance(found, dict) and isinstance(wanted, dict):
-            key = next(name for name in {**found, **wanted} if found.get(name) != wanted.get(name))
-            found, wanted = found.get(key), wanted.get(key)
-    return f"{key} was {found}, now {wanted}"
+def _difference(found: dict[str, Any], wanted: dict[str, Any]) -> str:
+    """The first value of `wanted` that differs in `found`, also in dicts within lists of the same length; "" if there is none."""
+    for key, value in wanted.items():
+        before = found.get(key)
+        if isinstance(value, list) and isinstance(before, list) and len(value) == len(before):
+            pairs = [pair for pair in zip(before, value, strict=True) if isinstance(pair[0], dict) and isinstance(pair[1], dict)]
+            if inner := next(filter(None, (_difference(*pair) for pair in pairs)), ""):
+                return inner
+        if before != value:
+            return f"{key} was {before}, now {value}"
+    return ""
 
 
 def _has_progress(folder: Path) -> bool:

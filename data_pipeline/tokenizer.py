@@ -22,7 +22,6 @@ import re
 import tempfile
 from binascii import a2b_base64, b2a_base64
 from collections.abc import Iterable, Sequence
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +40,6 @@ RANKS_FILE = "tokenizer.tiktoken"
 # GPT-2's pattern that splits text before merging. Possessive (++) and with \s++$ first, it splits the same and backtracks less.
 GPT2_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
 MIN_VOCAB_SIZE, MAX_VOCAB_SIZE = 257, 1_000_000
-# The regex's \s, spelled out: Python's own \s also holds \x1c-\x1f.
-_LONG_SPACE = re.compile(r"[\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000]{10000,}")
 # The same ranks under another name: gpt2 of tiktoken is two files in an older format, r50k_base one.
 TIKTOKEN_ALIASES = {"gpt2": "r50k_base"}
 #: Where tiktoken downloads the ranks of an encoding from, and the encodings that use the ranks of another.
@@ -218,18 +215,9 @@ class Tiktoken(Tokenizer):
             return self.library.encode_to_numpy(text, disallowed_special=())
         except UnicodeEncodeError:  # half of a surrogate pair, which UTF-8 cannot hold
             return self.encode(text.encode("utf-16", "surrogatepass").decode("utf-16", "replace"))
-        except ValueError as reason:
-            # The regex fails on runs of about a million spaces. It would split them one character before their end. Split there
-            # first, and `\s++$` matches the end of each part without backtracking. Some patterns lack it, or join spaces with
-            # a following line end.
-            runs = list(_LONG_SPACE.finditer(text))
-            known = self._pattern == GPT2_PATTERN or (r"\s++$" in self._pattern and not any(re.search(r"[\r\n]", run[0]) for run in runs))
-            if not (runs and known):
-                raise DataError(
-                    f"--tokenizer: cannot encode a text that begins with {text[:40]!r} ({one_line(reason)}); leave it out"
-                ) from None
-            parts = [text[start:end] for start, end in pairwise([0, *(run.end() - 1 for run in runs), len(text)])]
-            return np.concatenate([self.library.encode_to_numpy(part, disallowed_special=()) for part in parts])
+        except ValueError:  # the regex fails on runs of about a million spaces
+            middle = len(text) // 2
+            return np.concatenate([self.encode(text[:middle]), self.encode(text[middle:])])
 
     def _decode(self, ids: list[int]) -> str:
         known = self.library.decode_bytes

@@ -166,7 +166,7 @@ UGLY = [
 ]  # fmt: skip
 
 
-@settings(max_examples=230, **FIXED)
+@settings(max_examples=120, **FIXED)
 @given(data=st.data())
 def test_a_changed_manifest_is_refused_or_means_the_same_tokens(sound, place, data):
     kind = data.draw(st.sampled_from(sorted(sound)))
@@ -284,7 +284,7 @@ def damage_file(data: st.DataObject, folder: Path) -> bool:
     return True
 
 
-@settings(max_examples=130, **FIXED)
+@settings(max_examples=80, **FIXED)
 @given(data=st.data())
 def test_no_damaged_file_passes_verify(sound, place, data):
     kind = data.draw(st.sampled_from(sorted(sound)))
@@ -416,7 +416,7 @@ METAS = st.one_of(
 )  # fmt: skip
 
 
-@settings(max_examples=100, **FIXED)
+@settings(max_examples=60, **FIXED)
 @given(
     sizes=st.tuples(*[st.sampled_from([0, 1, 2, 33, 34, 35, 200, 2001, 4000])] * 2),
     largest=st.sampled_from([64, 64, 65, 50_256, 50_257, 65_535]),

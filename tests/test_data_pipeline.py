@@ -96,7 +96,7 @@ def test_the_standard_library_is_a_corpus_on_every_machine(tmp_path):
     assert 0.01 < corpus.val.n_tokens / corpus.train.n_tokens < 0.1
     for word in ("bytes/token", "train", "val", "tokenizer.json", f"{corpus.train.n_tokens:,}"):
         assert word in done.stdout
-    assert "%" not in done.stderr  # no bar where nobody watches
+    assert "%" not in done.stderr  # no bar without a terminal
 
 
 def read_split(corpus, name) -> np.ndarray:
@@ -254,7 +254,7 @@ def alive(session: int) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_killed_at_once_leaves_nothing_to_keep_and_the_next_run_cleans_up(tmp_path, workers):
     """What comes later, which is kept, is tested in test_interrupted_preparation.py."""
     arguments = ("--source", "stdlib", "--out", tmp_path / "out", "--tokenizer", "bytes", "--workers", workers)
@@ -272,7 +272,7 @@ def test_killed_at_once_leaves_nothing_to_keep_and_the_next_run_cleans_up(tmp_pa
     open_corpus(tmp_path / "out").verify()
 
 
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_interrupted_at_once_leaves_nothing_behind(tmp_path, workers):
     process = start("--source", "stdlib", "--out", tmp_path / "new" / "out", "--tokenizer", "bpe:8192", "--workers", workers)
     wait_for((tmp_path / "new" / ".out.partial").exists)

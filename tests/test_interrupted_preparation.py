@@ -158,7 +158,7 @@ def kill_and_resume(command, expected: dict[str, bytes], out: Path, seed: int, k
     assert os.listdir(out.parent) == [out.name]
 
 
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_killed_at_random_again_and_again_it_ends_with_the_same_bytes(command, uninterrupted, tmp_path, workers):
     kill_and_resume(command, contents(uninterrupted), tmp_path / "out", workers, kills=4, workers=workers)
 
@@ -169,7 +169,15 @@ def test_twenty_kills_in_a_row_end_with_the_same_bytes(command, uninterrupted, t
     kill_and_resume(command, contents(uninterrupted), tmp_path / "out", 10 + workers, kills=20, workers=workers)
 
 
-@pytest.mark.parametrize("where", ["before the manifest", "after the manifest", "before the rename", "after the rename"])
+@pytest.mark.parametrize(
+    "where",
+    [
+        pytest.param("before the manifest", marks=pytest.mark.long),
+        pytest.param("after the manifest", marks=pytest.mark.long),
+        "before the rename",
+        "after the rename",
+    ],
+)
 def test_killed_in_its_last_moments_it_loses_nothing(command, uninterrupted, tmp_path, where):
     arguments = [*command, "--out", tmp_path / "out"]
     done = run(*arguments, where=where)
@@ -182,7 +190,7 @@ def test_killed_in_its_last_moments_it_loses_nothing(command, uninterrupted, tmp
     assert contents(tmp_path / "out") == contents(uninterrupted)
 
 
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_ctrl_c_ends_in_one_line_and_goes_on_by_resume(command, uninterrupted, tmp_path, workers):
     arguments = [*command, "--out", tmp_path / "out", "--workers", workers]
     process = start(*arguments)

@@ -462,7 +462,7 @@ def mutate(data: bytes, mutations: list) -> bytes:
     return data
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], derandomize=True)
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], derandomize=True)
 @given(
     st.sampled_from(sorted(CONTENTS)),
     st.sampled_from(["", "", ".gz", ".zst"]),
@@ -627,15 +627,13 @@ def test_a_record_of_any_size_takes_no_memory(tmp_path):
                     stream.write(unit)
 
     (tmp_path / "behind.jsonl").write_bytes(jsonl(TEXTS))
-    fill("a.jsonl.gz", b'{"text": "')
     fill("a.jsonl.zst", b'{"text": "')
     fill("a.json.gz", b'[{"text": "')
-    fill("a.csv.gz", b"id,text\n1,")
     fill("b.csv.gz", b'id,text\n1,"', b"line\n" * 2**18)
     with parquet.ParquetWriter(tmp_path / "a.parquet", pyarrow.schema({"text": pyarrow.string()}), compression="zstd") as writer:
         writer.write_table(pyarrow.table({"text": ["a" * (n * 2 + 1)]}))  # above 16 records
     peaks = {}
-    for name in ("none", "a.jsonl.gz", "a.jsonl.zst", "a.json.gz", "a.csv.gz", "b.csv.gz", "a.parquet"):
+    for name in ("none", "a.jsonl.zst", "a.json.gz", "b.csv.gz", "a.parquet"):
         sources = [tmp_path / "behind.jsonl", *([] if name == "none" else [tmp_path / name])]
         command = [sys.executable, ROOT / "data_pipeline/prepare.py", "--source", *sources, "--out", tmp_path / f"out-{name}"]
         command += ["--tokenizer", "bytes", "--val_fraction", "0.3", "--on_error", "skip", "--workers", "1", "--quiet"]

@@ -18,12 +18,9 @@ from data_pipeline.tokenizer import Tokenizer
 from launch.config.run_config import ROOT
 from launch.errors import UsageError, say
 from launch.formats.checkpoint_files import (
-    NO_DIGESTS,
     DamagedCheckpoint,
     checkpoint_name,
     complete_checkpoints,
-    file_sizes,
-    has_digests,
     newest_good,
     read_state,
     verify,
@@ -167,7 +164,7 @@ def _open_run(folder: Path, asked: str | None, data: str | Path | None) -> Sourc
         init_seed=description.get("seed", 0),
         document_end=eot if description.get("no_cross_document") else None,
     )
-    written = sum(file_sizes(state).values())
+    written = sum(entry["bytes"] for entry in state["files"].values())
     # Before the memory is taken, where it is much: the engine's files hold 16 bits of each parameter at least.
     if parameter_count(config) * 2 > max(written, 2**30):
         raise UsageError(
@@ -214,7 +211,7 @@ _CORPUS: dict[str, type] = {"vocab_size": int, "eot_id": int, "path": str, "sour
 def choose_checkpoint(folder: Path, description: dict[str, Any], asked: str | None) -> tuple[Path, dict[str, Any]]:
     """The checkpoint to be used and its `state.json`. All its files have been read and are as the run wrote them.
 
-    Warns on stderr of newer checkpoints that are damaged, and of one without digests.
+    Warns on stderr of newer checkpoints that are damaged.
 
     Raises:
         UsageError: there is none, none of the name asked for, it is damaged, or the newest good one is not the end of the run and was not
@@ -252,8 +249,6 @@ def choose_checkpoint(folder: Path, description: dict[str, Any], asked: str | No
         )
     for fault in faults:
         say(f"warning: passed over a checkpoint: {fault}", sys.stderr)
-    if not has_digests(state):
-        say(f"warning: {chosen}: {NO_DIGESTS}", sys.stderr)
     return chosen, state
 
 
