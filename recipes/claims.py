@@ -61,8 +61,8 @@ UNSTABLE = {(0.002, 20), (0.016, 20)}
 WITHDRAWN = "withdrawn"
 #: Why, for the top of a page.
 NOTICE = (
-    "> **The verdicts on the loss are withdrawn.** They were measured with 20 steps of warm-up, too few for the control: AdamW on `nano`,\n"
-    "> 200 steps at 2e-3, ends at 5.82 with them and at 5.50 with 80. The verdicts on time, memory and bytes stand.\n"
+    "> **The verdicts on the loss are withdrawn.** They were measured with 20 warm-up steps, too few for the control: AdamW on `nano`\n"
+    "> (200 steps at 2e-3) ends at a loss of 5.82 with 20 warm-up steps and 5.50 with 80. The verdicts on time, memory and bytes stand.\n"
 )
 
 

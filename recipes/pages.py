@@ -204,14 +204,12 @@ def index_page(results: dict[str, dict[str, Any]]) -> str:
 
 
 def short_table(results: dict[str, dict[str, Any]]) -> str:
-    """The recipes for the project's README: what each does, and of its claims the verdicts alone."""
+    """The recipes for the project's README: what each does, and the claims that have a verdict."""
     rows = ["| recipe | what it does | claims |", "|---|---|---|"]
     for name in recipe_names():
         recipe = read_recipe(ROOT / "recipes" / name)
-        verdicts = (_verdict(key, value, results.get(name, {})) for key, value in recipe.claims.items())
-        claims = ", ".join(
-            f"`{key}` {SIGNS[found['outcome']] if found else '-'}" for key, found in zip(recipe.claims, verdicts, strict=True)
-        )
+        verdicts = {key: found for key, value in recipe.claims.items() if (found := _verdict(key, value, results.get(name, {})))}
+        claims = ", ".join(f"`{key}` {SIGNS[found['outcome']]}" for key, found in verdicts.items() if found["outcome"] != WITHDRAWN)
         rows.append(f"| [{name}](recipes/{name}/README.md) | {recipe.title} | {claims} |")
     return "\n".join(rows) + "\n"
 

@@ -134,8 +134,8 @@ def test_a_rank_that_waits_in_a_collective_can_be_stopped_during_start_up(flags,
 def test_deepspeed_succeeds_when_its_launcher_is_killed_but_run_json_says_that_the_run_has_not(flags, tmp_path):
     run = LaunchedRun(tmp_path, "r", stage=1, ranks=2, flags=[*flags, "--steps", "100000"]).wait_for_step(2)
     run.launcher().kill()
-    assert run.wait() == 0, "DeepSpeed hands the failure on: the README need not warn of it any more"
-    (check,) = re.findall(r"^    (python -c .*run\.json.*)$", (ROOT / "README.md").read_text(), re.MULTILINE)
+    assert run.wait() == 0, "DeepSpeed hands the failure on: docs/checkpoints.md need not warn of it any more"
+    (check,) = re.findall(r"^    (python -c .*run\.json.*)$", (ROOT / "docs" / "checkpoints.md").read_text(), re.MULTILINE)
     _, option, code = shlex.split(check)
     check_of_run = [sys.executable, option, code.replace("runs/demo", str(run.folder))]
     assert subprocess.run(check_of_run, capture_output=True).returncode == 1
