@@ -1,7 +1,7 @@
-"""Text from a model: with the cache of keys and values, without it, and by transformers' `generate`; DeepSpeed's kernels on a GPU.
+"""Text from a model: with the KV cache, without it, and by transformers' `generate`.
 
     python benchmarks/generation.py                                   # micro, 100 tokens: under a minute on two cores
-    python benchmarks/generation.py --preset gpt2 --dtype fp16        # on a GPU, with `--engine deepspeed` beside
+    python benchmarks/generation.py --preset gpt2 --dtype fp16        # on a GPU
 
 In turns, each round one text of each side: the same random weights, prompt and seed, so that the tokens must be the same too. Seconds are
 of the text alone, not of loading. transformers samples by the same rules (temperature 0.8, the 50 likeliest), with draws of its own.
@@ -42,25 +42,25 @@ def sides(arguments: Any, device: Any) -> dict[str, Callable[[], list[int]]]:
     """What writes the text, by name: each call writes it once and returns its tokens."""
     import torch
 
-    from launch.trained_model.flags import torch_dtype
+    from launch.trained_model.flags import DTYPES
+    from model.cache import KVCache
     from model.gpt import GPT
     from model.hf import hf_config, to_hf_state_dict
     from model.presets import PRESETS, GPTConfig
-    from model.sampling import Cached, Recomputing, Sampling, stream
+    from model.sampling import Sampling, recomputed, stream
 
     config = GPTConfig(**vars(PRESETS[arguments.preset].shape), vocab_size=VOCAB_SIZE)
-    model = GPT(config).eval().requires_grad_(False).to(device, torch_dtype(arguments.dtype))
+    model = GPT(config).eval().requires_grad_(False).to(device, getattr(torch, DTYPES[arguments.dtype]))
     prompt, count = [1, 2, 3, 4], arguments.new_tokens
 
     def ours(next_logits: Any) -> list[int]:
-        drawn = stream(next_logits, prompt, count, Sampling(0.8, 50), [torch.Generator().manual_seed(1)])
-        return [token for (token,) in drawn if token is not None]
+        return list(stream(next_logits, prompt, count, Sampling(0.8, 50), torch.Generator().manual_seed(1)))
 
     from transformers import GPT2Config, GPT2LMHeadModel
 
     theirs = GPT2LMHeadModel(GPT2Config.from_dict(hf_config(config))).eval()
     theirs.load_state_dict(to_hf_state_dict(model.state_dict(), config))
-    theirs.to(device, torch_dtype(arguments.dtype))
+    theirs.to(device, getattr(torch, DTYPES[arguments.dtype]))
     ids = torch.tensor([prompt], device=device)
     options = {"max_new_tokens": count, "min_new_tokens": count, "do_sample": True, "temperature": 0.8, "top_k": 50, "pad_token_id": 0}
 
@@ -69,17 +69,10 @@ def sides(arguments: Any, device: Any) -> dict[str, Callable[[], list[int]]]:
         return theirs.generate(ids, attention_mask=torch.ones_like(ids), **options)[0, len(prompt) :].tolist()
 
     found = {
-        CACHED: lambda: ours(Cached(model)),
-        RECOMPUTED: lambda: ours(Recomputing(lambda tokens: model(tokens.to(device)), config.seq_len)),
+        CACHED: lambda: ours(KVCache(model)),
+        RECOMPUTED: lambda: ours(recomputed(lambda tokens: model(tokens.to(device)), config.seq_len)),
         "transformers": transformers,
     }
-    if device.type == "cuda":
-        import copy
-
-        from launch.trained_model.inference import DeepSpeedInference
-
-        kernels = DeepSpeedInference(copy.deepcopy(model), slide=1, rows=1)
-        found["DeepSpeed's kernels"] = lambda: ours(kernels)
     return found
 
 
