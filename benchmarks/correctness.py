@@ -3,12 +3,13 @@
     python benchmarks/correctness.py                       # all cells, on one GPU
     python benchmarks/correctness.py --only parity
 
-A cell is `pytest --device cuda` on some test files, long grids included. A rank needs a GPU of its own: on one GPU the tests of several
+A cell is `pytest --device cuda` on some test files, long grids included. Each rank needs its own GPU: on one GPU the tests of several
 ranks are skipped. A record counts what passed, failed and was skipped, with the message of each failure. Exit code 1 if a test failed.
 """
 
 from __future__ import annotations
 
+import argparse
 import subprocess
 import sys
 import tempfile
@@ -16,14 +17,13 @@ import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
 if __name__ == "__main__":
-    sys.path[0] = str(ROOT)
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from benchmarks import report
-from benchmarks.report import Row
+from benchmarks.report import ROOT, Row
 
-ALONE = "needs a GPU"
+ONLY_BY_NAME = "it needs a GPU"
 #: Processes of a cell; each holds one rank on the GPU and loads its own CUDA context.
 PROCESSES = 6
 FILES = {
@@ -53,12 +53,7 @@ def cells(tiny: bool = False) -> dict[str, list[str]]:
     return {name: [*files, "--device", "cuda", "-n", str(PROCESSES)] for name, files in FILES.items()}
 
 
-def rows(record: dict[str, Any]) -> list[Row]:
-    passed, failed = record["passed"], len(record["failed"])
-    return [Row(f"tests with ranks on the GPU: {record['cell']}", f"{passed} of {passed + failed} pass", bar="all")]
-
-
-def measure(name: str, arguments: list[str]) -> dict[str, Any]:
+def test(name: str, arguments: list[str]) -> dict[str, Any]:
     """Run one cell's tests; its record."""
     with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
         report_file = Path(folder) / "report.xml"
@@ -78,16 +73,18 @@ def measure(name: str, arguments: list[str]) -> dict[str, Any]:
     return {"cell": name, "passed": len(cases) - len(failed) - len(skipped), "failed": failed, "skipped": reasons}
 
 
-def main() -> int:
-    arguments = report.cells_parser(__doc__).parse_args()
-    found = []
+def measure(arguments: argparse.Namespace) -> report.Measured:
+    """Run the tests of the chosen cells; a record for each."""
     for name, options in report.chosen(cells(arguments.tiny), arguments.only).items():
-        found.append(record := measure(name, options))
-        print(f"{name}: {record['passed']} passed, {len(record['failed'])} failed, {sum(record['skipped'].values())} skipped", flush=True)
-        if not arguments.no_record:
-            report.append("correctness", record, report.device_name())
-    return int(any(record["failed"] for record in found))
+        record = test(name, options)
+        passed, failed = record["passed"], len(record["failed"])
+        print(f"{name}: {sum(record['skipped'].values())} skipped")
+        yield [Row(f"tests with ranks on the GPU: {name}", f"{passed} of {passed + failed} pass", bar="all")], record
+
+
+def main() -> None:
+    report.run(__file__, report.cells_parser(__doc__), measure)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

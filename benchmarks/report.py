@@ -1,10 +1,10 @@
-"""What the benchmarks share: flags, steps, spreads and ratios, and the JSON file where figures go, with commit and machine.
+"""What all benchmarks share: flags, interleaved sides, the record in results.json, and the lines on the terminal.
 
-A benchmark is a module of this folder with a `main`. Beside it the module may have
+A benchmark is a script `benchmarks/<name>.py` or `recipes/<name>/benchmark.py` with a function `main`. It passes `run` its flags and a
+function `measure(arguments)`, which yields the rows and the details of each record. The script may also define
 
-    rows(record)    what a record of its own in results.json says, a `Row` for each comparison: for the last table and the README
-    QUICK           flags that make a run short enough to try it out
-    ALONE           why `python -m benchmarks` runs it only if it is named
+    QUICK           flags that shorten it, to check that it runs
+    ONLY_BY_NAME    why `python -m benchmarks` runs it only when it is named
 """
 
 from __future__ import annotations
@@ -15,28 +15,37 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from launch.errors import nearest
+from launch.config.flags import whole_number
+from launch.errors import UsageError, nearest, run_command
 from launch.training.provenance import machine, repository_commit, versions
 
-#: Another file, where the figures are not to be kept beside the others.
+ROOT = Path(__file__).resolve().parents[1]
+#: `BENCHMARK_RESULTS` names another file.
 RESULTS = Path(os.environ.get("BENCHMARK_RESULTS") or Path(__file__).with_name("results.json"))
-#: What `append` puts before the benchmark's own values.
-HEAD = ("benchmark", "date", "commit", "device", "machine", "versions")
-#: Steps of each side that are not counted, where two sides train in turns.
+#: What `append` writes beside the details.
+HEAD = ("benchmark", "date", "commit", "device", "machine", "versions", "rows")
+#: Steps at the start of each side that are not counted.
 WARM_UP_STEPS = 10
 
 
 class Row(NamedTuple):
-    """One comparison: which two things, the figure, its quartiles where it has a spread, and what it must reach where that is settled."""
+    """One figure: what it is of, its quartiles if it has a spread, and the bar if there is one."""
 
-    sides: str
+    what: str
     figure: str
-    quartiles: tuple[float, float] | list[float] | None = None
+    quartiles: Sequence[float] | None = None
     bar: str = ""
+
+    def __str__(self) -> str:
+        spread = f", quartiles {self.quartiles[0]:.3f} to {self.quartiles[1]:.3f}" if self.quartiles else ""
+        return f"{self.what}: {self.figure}{spread}{f' (bar: {self.bar})' if self.bar else ''}"
+
+
+Measured = Iterator[tuple[list[Row], dict[str, Any]]]
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:
@@ -46,92 +55,207 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     return made
 
 
-def step_parser(description: str | None, deepspeed_config: str = "ds_configs/zero0_bf16.json") -> argparse.ArgumentParser:
-    """The flags of a benchmark that trains two sides in turns, step by step."""
+def run_parser(
+    description: str | None, preset: str = "micro", deepspeed_config: str | None = None, steps: int = 0
+) -> argparse.ArgumentParser:
+    """The flags of a benchmark that trains, with its defaults; without `deepspeed_config` or `steps` it has no such flag."""
     made = parser(description)
-    made.add_argument("--preset", default="micro", help="model size (micro)")
-    made.add_argument("--deepspeed_config", default=deepspeed_config, help="the engine's JSON (%(default)s)")
-    made.add_argument("--steps", type=int, default=60, help=f"steps of each side, the first {WARM_UP_STEPS} not counted (60)")
-    made.add_argument("--data", default="data/stdlib", help="corpus (data/stdlib)")
+    made.add_argument("--preset", default=preset, help="model size (%(default)s)")
+    made.add_argument("--data", default="data/stdlib", help="corpus (%(default)s)")
+    if deepspeed_config:
+        made.add_argument("--deepspeed_config", default=deepspeed_config, help="DeepSpeed's JSON (%(default)s)")
+    if steps:
+        counted = f"steps of each side, the first {WARM_UP_STEPS} not counted (%(default)s)"
+        made.add_argument("--steps", type=whole_number(WARM_UP_STEPS + 2), default=steps, help=counted)
     return made
 
 
+def run_flags(arguments: argparse.Namespace, **more: object) -> list[str]:
+    """The flags of launch/pretrain.py that `arguments` of `run_parser` and `more` give."""
+    values = {name: getattr(arguments, name, None) for name in ("deepspeed_config", "preset", "data", "steps")} | more
+    given = [text for name, value in values.items() if value is not None for text in (f"--{name}", str(value))]
+    return [*given, "--eval_every", "0", "--save_every", "0", "--quiet"]
+
+
+def sides_of(texts: Iterable[str]) -> dict[str, list[str]]:
+    """The flags of launch/pretrain.py by the side's name. Raises UsageError for a text that is not 'NAME: FLAGS'."""
+    found: dict[str, list[str]] = {}
+    for text in texts:
+        name, colon, flags = text.partition(": ")
+        if not (name and colon and flags.strip()) or name in found:
+            raise UsageError(f"--side {text!r}: must be 'NAME: FLAGS', with a name that no other side has")
+        found[name] = flags.split()
+    return found
+
+
 def cells_parser(description: str | None) -> argparse.ArgumentParser:
-    """The flags of a benchmark that measures one cell after another, each with a record of its own."""
+    """The flags of a benchmark that measures cells, each with its own record."""
     made = parser(description)
-    made.add_argument("--only", metavar="CELL", help="this cell (all)")
-    made.add_argument("--tiny", action="store_true", help="a few cells at sizes for a CPU, to try the benchmark out")
+    made.add_argument("--only", metavar="CELL", help="measure this cell (all)")
+    made.add_argument("--tiny", action="store_true", help="measure a few small cells that a CPU can train")
+    made.add_argument("--data", default="data/stdlib", help="corpus (%(default)s)")
     return made
 
 
 def chosen(cells: dict[str, Any], only: str | None) -> dict[str, Any]:
-    """The cell named `only`, or all. Ends the program with exit code 2 where there is no such cell."""
-    if only is None:
-        return cells
-    if only not in cells:
-        print(f"error: --only {only}: no such cell{nearest(only, cells)}; there are: {'; '.join(cells)}", file=sys.stderr)
-        raise SystemExit(2)
-    return {only: cells[only]}
+    """The cell named `only`, or all cells. Raises UsageError if there is no such cell."""
+    if only is not None and only not in cells:
+        raise UsageError(f"--only {only}: no such cell{nearest(only, cells)}; allowed are: {'; '.join(cells)}")
+    return cells if only is None else {only: cells[only]}
+
+
+def require_gpu(arguments: argparse.Namespace) -> None:
+    """Raises UsageError if there is no GPU and --tiny is not given."""
+    if device_name() == "cpu" and not arguments.tiny:
+        raise UsageError("this benchmark needs a GPU; --tiny runs a few small cells on a CPU")
+
+
+def run(file: str, parser: argparse.ArgumentParser, measure: Callable[[argparse.Namespace], Measured]) -> None:
+    """Parse the flags, measure, print the rows and append the records, then exit.
+
+    A mistake of the user's is one line on standard error and exit code 2; a record with failures is exit code 1.
+    """
+
+    def main() -> int:
+        arguments = parser.parse_args()
+        os.chdir(ROOT)
+        failed = False
+        for rows, details in measure(arguments):
+            print(*rows, sep="\n", flush=True)
+            failed |= bool(details.get("failed"))
+            if not arguments.no_record:
+                append(name_of(Path(file)), rows, details)
+        return int(failed)
+
+    run_command(main)
+
+
+def name_of(file: Path) -> str:
+    """The name of a benchmark: of its file, or of the recipe that it is in."""
+    return file.resolve().parent.name if file.stem == "benchmark" else file.stem
 
 
 def device_name() -> str:
-    """As records name it: that of the GPU, or cpu."""
+    """The GPU's name, or cpu."""
     import torch
 
     return torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
 
 
+def interleave(sides: dict[str, Callable[[], Any]], rounds: int, warm_up: int) -> dict[str, list[float]]:
+    """Seconds of each side in each of `rounds` rounds, after `warm_up` rounds that are not counted. The order of the sides rotates."""
+    seconds: dict[str, list[float]] = {name: [] for name in sides}
+    names = list(sides)
+    for number in range(warm_up + rounds):
+        first = number % len(names)
+        for name in names[first:] + names[:first]:
+            start = time.perf_counter()
+            sides[name]()
+            if (torch := sys.modules.get("torch")) and torch.cuda.is_available():
+                torch.cuda.synchronize()
+            seconds[name].append(time.perf_counter() - start)
+    return {name: times[warm_up:] for name, times in seconds.items()}
+
+
 def spread(seconds: list[float]) -> dict[str, float]:
-    """Median and quartiles of a list of times, in milliseconds."""
+    """Median and quartiles of times, in milliseconds."""
     lower, median, upper = statistics.quantiles(seconds, n=4)
     return {"median_ms": 1e3 * median, "lower_quartile_ms": 1e3 * lower, "upper_quartile_ms": 1e3 * upper, "count": len(seconds)}
 
 
 def ratio(over: Iterable[float], under: Iterable[float]) -> tuple[float, list[float]]:
-    """Median and quartiles of the ratios of times that were taken in turns, pair by pair."""
+    """Median and quartiles of the ratios of interleaved times, pair by pair."""
     lower, median, upper = statistics.quantiles([a / b for a, b in zip(over, under, strict=True)], n=4)
     return median, [lower, upper]
 
 
-def show_times(name: str, seconds: list[float]) -> None:
-    """A side's line on the terminal."""
-    times = spread(seconds)
-    print(
-        f"{name:24} {times['median_ms']:8.1f} ms a step, "
-        f"quartiles {times['lower_quartile_ms']:.1f} to {times['upper_quartile_ms']:.1f}, {times['count']} steps",
-        flush=True,
-    )
+def ratio_row(what: str, over: Iterable[float], under: Iterable[float], bar: str = "") -> Row:
+    """The row of the ratio of two sides."""
+    median, quartiles = ratio(over, under)
+    return Row(what, f"{median:.3f}", quartiles, bar)
 
 
-def train_step(engine: Any, batches: list[Any], tokens: int) -> tuple[float, float]:
-    """Seconds of one step of `engine` (launch/training/engine.py) over `batches`, after which `tokens` are consumed; and its loss."""
-    start = time.perf_counter()
-    engine.set_learning_rate(tokens)
-    for batch in batches:
-        loss = engine.backward_and_step(engine.loss(batch), len(batches))
-    value = float(loss)  # waits for the forward passes
-    engine.collectives.wait()
-    return time.perf_counter() - start, value
+def train(flags: list[str], folder: str | Path, observer: Callable[[Any], Any]) -> list[dict[str, Any]]:
+    """Train in this process through the loop of launch/pretrain.py; `observer(config)` is a technique that takes part.
+
+    The run is in `folder`/r. Returns the lines of `metrics.jsonl` that have a loss.
+    """
+    from launch import pretrain
+    from launch.config.run_config import resolve
+    from launch.formats.metrics import read_metrics
+    from launch.training.folder import RunFolder
+    from launch.training.provenance import describe_run
+    from launch.training.signals import StopRequest
+    from recipes import registry
+    from recipes.technique import Techniques
+
+    config, _ = resolve([*flags, "--runs_dir", str(folder), "--run_name", "r"])
+    make_techniques = registry.make_techniques
+    registry.make_techniques = lambda run: Techniques([*make_techniques(run).members, observer(config)])
+    run_folder = RunFolder(Path(folder, "r"), describe_run(config), quiet=True)
+    try:
+        pretrain.train(config, run_folder, StopRequest())
+    finally:
+        registry.make_techniques = make_techniques
+        run_folder.close()
+    return [line for line in read_metrics(Path(folder, "r", "metrics.jsonl")) if "loss" in line]
+
+
+class Training:
+    """A run in this process that is trained one step at a time.
+
+    Args:
+        flags: of launch/pretrain.py.
+        on_step: called with the number of the step (from 1) after the techniques' own `on_step`.
+    """
+
+    def __init__(self, flags: list[str], on_step: Callable[[int], None] = lambda step: None):
+        from launch.config.run_config import resolve
+        from launch.training.distributed import start_ranks
+        from launch.training.engine import start_engine
+        from recipes.registry import make_techniques
+
+        self.config, _ = resolve(flags)
+        self.techniques, self.on_step, self.steps = make_techniques(self.config), on_step, 0
+        self.losses: list[float] = []
+        self.collectives = start_ranks()
+        self.engine: Any = start_engine(self.config, self.techniques, self.collectives)
+        self.loader = self.config.training_loader(self.collectives)
+
+    def step(self) -> None:
+        """Train one step."""
+        config, self.steps = self.config, self.steps + 1
+        self.techniques.on_step(self.steps)
+        self.on_step(self.steps)
+        self.engine.set_learning_rate(self.steps * config.tokens_per_step)
+        place = (self.steps - 1) * config.global_batch_size, config.micro_batch_size, config.gradient_accumulation_steps
+        for batch in self.loader.micro_batches(*place):
+            loss = self.engine.backward_and_step(self.engine.loss(self.techniques.on_batch(batch)), config.gradient_accumulation_steps)
+        self.losses.append(float(loss))  # waits for the forward pass
+        self.collectives.wait()
 
 
 def records() -> list[dict[str, Any]]:
-    """All that was ever appended, oldest first, and then what `python -m benchmarks.gpu` measured."""
+    """All records of results.json, oldest first, then those of `python -m benchmarks.gpu`."""
     on_gpu = [json.loads(file.read_text(encoding="utf-8")) for file in sorted(Path(__file__).parent.glob("gpu/*.json"))]
-    return appended() + [record for cells in on_gpu for cell in cells.values() for record in cell if record["benchmark"] != "setup"]
+    return read_records(RESULTS) + [record for cells in on_gpu for cell in cells.values() for record in cell]
 
 
-def appended() -> list[dict[str, Any]]:
-    """The records of results.json."""
-    return json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else []
+def read_records(file: Path) -> list[dict[str, Any]]:
+    """The records in `file`, none if it does not exist."""
+    return json.loads(file.read_text(encoding="utf-8")) if file.exists() else []
 
 
-def append(name: str, results: dict[str, Any], device: str) -> None:
-    """Append one result of the benchmark `name` to `benchmarks/results.json`."""
-    head = {
+def append(name: str, rows: list[Row], details: dict[str, Any]) -> None:
+    """Append a record of the benchmark `name` to results.json. `details` may name another `device` than this machine's."""
+    record = {
         "benchmark": name,
         "date": time.strftime("%Y-%m-%d"),
         "commit": os.environ.get("BENCHMARK_COMMIT") or repository_commit(),
-        "device": device,
+        "device": details.get("device") or device_name(),
+        "machine": machine(),
+        "versions": versions(),
+        "rows": [row._asdict() for row in rows],
+        **{key: value for key, value in details.items() if key != "device"},
     }
-    record = {**head, "machine": machine(), "versions": versions(), **results}
-    RESULTS.write_text(json.dumps([*appended(), record], indent=1) + "\n", encoding="utf-8")
+    RESULTS.write_text(json.dumps([*read_records(RESULTS), record], indent=1) + "\n", encoding="utf-8")

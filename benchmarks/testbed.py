@@ -1,29 +1,29 @@
-"""The testbed of a GPU: what control runs of gpt2 reach in a few minutes, at three learning rates and with three seeds.
+"""Control runs of gpt2 on a GPU for a few minutes each: the loss at three learning rates and with three seeds.
 
     python benchmarks/testbed.py                           # all cells; each trains for one to two minutes on one GPU
     python benchmarks/testbed.py --only "control, lr 6e-4, seed 1"
 
-Every cell is one run of launch/pretrain.py: 32.8 M tokens (500 steps of 64 x 1,024) of `--data` in bf16. The rates show where the optimum
-is, the seeds how far runs of one setting part, and `zero_2`, which trains the same mathematics, how far two configurations do. A record
-keeps the curve: each validation loss, and the mean training loss of every 20 steps.
+A cell is one run of launch/pretrain.py: 32.8 M tokens (500 steps of 64 x 1,024) of `--data` in bf16. The learning rates show where the
+optimum is, the seeds the variance of one configuration, and `zero_2`, which is mathematically the same, the variance between two. A record
+holds the curve: each validation loss, and the mean training loss of every 20 steps.
 """
 
 from __future__ import annotations
 
+import argparse
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
 if __name__ == "__main__":
-    sys.path[0] = str(ROOT)
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from benchmarks import report
-from benchmarks.report import Row
+from benchmarks.report import ROOT, Row
 
-ALONE = "needs a GPU"
+ONLY_BY_NAME = "it needs a GPU"
 FULL = {"preset": "gpt2", "steps": 500, "warmup_steps": 100, "global_batch_size": 64, "micro_batch_size": 64, "eval_every": 100}
 TINY = {"preset": "nano", "steps": 20, "warmup_steps": 8, "global_batch_size": 4, "micro_batch_size": 4, "eval_every": 10}
 #: Steps whose mean training loss is one point of the curve.
@@ -43,11 +43,7 @@ def cells(tiny: bool = False) -> dict[str, list[str]]:
     }
 
 
-def rows(record: dict[str, Any]) -> list[Row]:
-    return [Row(f"validation loss after {record['tokens'] / 1e6:.1f} M tokens, {record['cell']}", f"{record['val_losses'][-1][1]:.4f}")]
-
-
-def measure(name: str, flags: list[str]) -> dict[str, Any]:
+def train(name: str, flags: list[str]) -> dict[str, Any]:
     """Train one cell; its record."""
     from launch.formats.metrics import read_metrics
 
@@ -70,23 +66,19 @@ def measure(name: str, flags: list[str]) -> dict[str, Any]:
     }
 
 
-def main() -> int:
-    parser = report.cells_parser(__doc__)
-    parser.add_argument("--data", default="data/stdlib", help="corpus (data/stdlib)")
-    arguments = parser.parse_args()
-
-    import torch
-
-    if not torch.cuda.is_available() and not arguments.tiny:
-        print("error: testbed.py: there is no GPU here; --tiny tries the cells on a CPU", file=sys.stderr)
-        return 2
+def measure(arguments: argparse.Namespace) -> report.Measured:
+    """Train the chosen cells; a record for each."""
+    report.require_gpu(arguments)
     for name, flags in report.chosen(cells(arguments.tiny), arguments.only).items():
-        record = measure(name, [*flags, "--data", arguments.data])
-        print(f"{name}: validation {record['val_losses'][-1][1]:.4f} in {record['seconds']:.0f} s", flush=True)
-        if not arguments.no_record:
-            report.append("testbed", record, report.device_name())
-    return 0
+        record = train(name, [*flags, "--data", arguments.data])
+        print(f"{name}: {record['seconds']:.0f} s", flush=True)
+        what = f"validation loss after {record['tokens'] / 1e6:.1f} M tokens, {name}"
+        yield [Row(what, f"{record['val_losses'][-1][1]:.4f}")], record
+
+
+def main() -> None:
+    report.run(__file__, report.cells_parser(__doc__), measure)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -1,4 +1,4 @@
-"""From sources to pieces of text, ready for a tokenizer: which split a document belongs to, what is left out, where long ones are cut."""
+"""From sources to pieces of text for a tokenizer: assigns documents to splits, drops empty ones and duplicates, cuts long ones."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ import numpy as np
 from data_pipeline.records import LargeText
 from data_pipeline.sources import Source
 
-#: Characters of a document that are tokenized at once; a longer one is cut, where that changes no id.
+#: Characters that are tokenized at once; a longer document is cut, if possible where no id changes.
 PIECE = 2**20
-#: Characters after which a document is cut anywhere, where no such place was found: encoding takes up to 60 times their memory.
+#: Characters after which a document is cut even if ids may change, since encoding takes up to 60 times their memory.
 MAX_PIECE = 4 * PIECE
 CHUNK_BYTES = 2**20
-#: Text that a tokenizer is trained on, at most: its merges change little with more, and memory grows with the distinct words.
+#: Maximum size of the text that a tokenizer is trained on. More text changes few merges, and memory grows with the distinct words.
 TRAINING_BYTES = 64_000_000
 TRAINING_PART = 2**14
-#: A longer word is cut: training takes the square of its length, 11 seconds for so many equal characters.
+#: Longer words are cut, since training time is quadratic in their length: 11 seconds for this many equal characters.
 TRAINING_WORD = 4 * TRAINING_PART
-# Between a line and the next, neither of which begins or ends with a space; or, where there are no lines, in front of a lone space.
+# Between two lines without a space at the end or the beginning; or, in text without lines, before a single space.
 _LINE_END = re.compile(r"(?<=\S\n)(?=\S)")
 _WORD_END = re.compile(r"(?<=\S)(?= \S)")
 _CONTEXT = 200
 
 
 class Encoder(Protocol):
-    """What finding a cut needs of a tokenizer."""
+    """The methods of a tokenizer that are needed to cut documents."""
 
     cuttable: bool
 
@@ -41,7 +41,7 @@ class Encoder(Protocol):
 
 
 class Document(NamedTuple):
-    """A document of one split and group. `text` reads it in blocks, anew at every call; `key` is a hash of the whole."""
+    """A document. `text` reads its text in blocks, from the beginning at every call; `key` is a hash of the whole text."""
 
     split: str
     group: int
@@ -50,7 +50,7 @@ class Document(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """A part of a document of one split and group: its text, the bytes of it in UTF-8, and whether the document ends with it."""
+    """A part of a document. `n_bytes` is its size in UTF-8; `ends` tells whether it is the last part."""
 
     split: str
     group: int
@@ -60,16 +60,16 @@ class Piece(NamedTuple):
 
 
 class Documents:
-    """The documents of all sources in turn; the same at every pass.
+    """The documents of all sources, one source after the other; the same in every pass.
 
-    The split depends on a document's text alone, so it survives reordering, renaming and additions, and two copies of one text can
-    never end up on both sides. Where a source has but one document, that is cut in two at a line end instead, the tail being "val".
+    The split depends on a document's text alone, so it does not change with reordering, renaming and additions, and copies of one text
+    are in the same split. If a source has only one document, that is cut in two at a line end, and the tail is the validation split.
 
     Args:
         grouped: whether each source is a group of its own, as in a mixture.
-        dedup: leave out a document whose text came before. Remembers 16 bytes of hash a document: about 100 bytes of memory.
+        dedup: drop documents with the same text as an earlier one. Keeps a hash of 16 bytes, about 100 bytes of memory, per document.
 
-    `dropped` counts what the latest pass left out, by reason.
+    `dropped` counts the documents that the current pass has dropped, by reason.
     """
 
     def __init__(self, sources: list[Source], val_fraction: float, grouped: bool = False, dedup: bool = False):
@@ -78,13 +78,13 @@ class Documents:
 
     @property
     def n_bytes(self) -> int:
-        """The size of what a pass reads; 0 where a source's is not known."""
+        """The size of all sources; 0 if that of a source is not known."""
         sizes = [source.n_bytes for source in self.sources]
         return sum(sizes) if all(sizes) else 0
 
     @property
     def n_read(self) -> int:
-        """How much of `n_bytes` the latest pass has behind it."""
+        """How much of `n_bytes` the current pass has read."""
         return sum(source.n_read for source in self.sources)
 
     def __iter__(self) -> Iterator[Document]:
@@ -132,7 +132,7 @@ def _blocks(text: str | LargeText) -> Iterable[str]:
 
 
 def _cut_in_two(blocks: Iterable[str], n_bytes: int, val_fraction: float) -> int:
-    """The byte where a lone document is cut: behind the last line end before a share of `val_fraction` is left, or there."""
+    """Where to cut a single document, in bytes: after the last line end before the last `val_fraction` of it, or exactly there."""
     bound = int(n_bytes * (1 - val_fraction))
     line_end = character = read = 0
     for block in blocks:
@@ -147,7 +147,7 @@ def _cut_in_two(blocks: Iterable[str], n_bytes: int, val_fraction: float) -> int
 
 
 def _part(text: str | LargeText, begin: int, end: int) -> Iterator[str]:
-    """What of `text` lies between two places, counted in bytes."""
+    """The text between two positions in bytes."""
     read = 0
     for block in _blocks(text):
         data = block.encode()
@@ -160,7 +160,7 @@ def _part(text: str | LargeText, begin: int, end: int) -> Iterator[str]:
 
 
 def _in_parts(blocks: Iterable[str]) -> Iterator[str]:
-    """The same text in parts of TRAINING_PART characters and more, cut between words: a trainer needs 60 times a text's memory."""
+    """The same text in parts of TRAINING_PART characters or more, cut between words, since training takes 60 times a part's memory."""
     rest = ""
     for block in blocks:
         rest, begin = rest + block, 0
@@ -168,7 +168,7 @@ def _in_parts(blocks: Iterable[str]) -> Iterator[str]:
             place = begin + TRAINING_PART, min(begin + TRAINING_WORD, len(rest) - 1)
             match = _LINE_END.search(rest, *place) or _WORD_END.search(rest, *place)
             if match is None and len(rest) - begin <= TRAINING_WORD:
-                break  # a word so long that only the next block tells its end
+                break  # the end of this word is in the next block
             end = match.start() if match else begin + TRAINING_WORD
             yield rest[begin:end]
             begin = end
@@ -178,8 +178,8 @@ def _in_parts(blocks: Iterable[str]) -> Iterator[str]:
 
 
 def training_texts(documents: Documents) -> Iterator[str]:
-    """What a tokenizer is trained on: the training documents, or a sample of them by hash, of TRAINING_BYTES of what is read."""
-    # Where only the first documents are taken, nobody knows their share of the bytes.
+    """Text to train a tokenizer on: the training documents, or a random sample of them if the sources are larger than TRAINING_BYTES."""
+    # With max_docs, the size of the documents is not known.
     all_taken = documents.n_bytes > 0 and all(source.max_docs is None for source in documents.sources)
     share = TRAINING_BYTES / documents.n_bytes if all_taken else 1.0
     left = TRAINING_BYTES
@@ -187,7 +187,7 @@ def training_texts(documents: Documents) -> Iterator[str]:
         if document.split != "train":
             continue
         for number, part in enumerate(_in_parts(document.text())):
-            # Its own bits of the hash: the first eight bytes have chosen the split. A long document is sampled part by part.
+            # A hash of its own, as the key has determined the split. A long document is sampled part by part.
             draw = int.from_bytes(hashlib.sha256(document.key + number.to_bytes(8, "big")).digest()[:8], "big")
             if draw < share * 2**64 and left > 0:
                 left -= len(part)
@@ -197,7 +197,7 @@ def training_texts(documents: Documents) -> Iterator[str]:
 
 
 def pieces(documents: Iterable[Document], tokenizer: Encoder) -> Iterator[Piece]:
-    """The documents' text, the long ones cut in pieces whose ids in a row are those of the whole."""
+    """The text of documents, long ones cut into pieces whose concatenated ids are those of the whole document."""
     for document in documents:
         earlier = None
         for text in _cut(document.text(), tokenizer):
@@ -225,10 +225,10 @@ def _cut(blocks: Iterable[str], tokenizer: Encoder) -> Iterator[str]:
 
 
 def _find_cut(text: str, tokenizer: Encoder) -> int:
-    """A place behind PIECE characters where the tokenizer itself ends a token, whatever follows; 0 where none is found.
+    """A position after PIECE characters where a token ends whatever follows; 0 if none is found.
 
-    A tokenizer that cuts text into words before it merges has a border at every line end like these. Others (a Unigram model, a
-    space put in front of every text) may not: so the ids around the place must be those of both sides, taken apart.
+    A tokenizer that splits text into words before it merges has a boundary at every such line end. Others (a Unigram model, or one that
+    puts a space before every text) may not, so the text around the position must have the same ids when encoded in two parts.
     """
     for pattern in (_LINE_END, _WORD_END):
         for tries, match in enumerate(pattern.finditer(text, PIECE, len(text) - _CONTEXT)):
@@ -243,7 +243,7 @@ def _find_cut(text: str, tokenizer: Encoder) -> int:
 
 
 def chunks(parts: Iterable[Piece]) -> Iterator[list[Piece]]:
-    """Pieces gathered to about CHUNK_BYTES: the unit that is tokenized at once, and that an interrupted run goes on from."""
+    """Pieces in lists of about CHUNK_BYTES: the unit of encoding, and of resuming an interrupted run."""
     chunk, size = list[Piece](), 0
     for piece in parts:
         chunk.append(piece)

@@ -1,7 +1,7 @@
-"""Pieces of text to ids, in this process or in several, in the same order either way.
+"""Encodes pieces of text, in this process or in several, with the same result.
 
-Threads lose here (tiktoken holds the interpreter's lock while it hands over its results), so more than one core means more
-than one process: chunks of about 1 MB of text go out, ids come back.
+Threads do not help, since tiktoken holds the interpreter's lock while it converts its results. So worker processes get chunks of about
+1 MB of text and return ids.
 """
 
 import os
@@ -18,14 +18,14 @@ import numpy as np
 
 from data_pipeline.documents import Piece
 from data_pipeline.errors import DataError
-from data_pipeline.shards import token_dtype
+from data_pipeline.manifest import token_dtype
 from data_pipeline.tokenizer import Tokenizer
 
 _worker_tokenizer: Tokenizer  # in a worker only
 
 
 class Encoded(NamedTuple):
-    """Ids of one split and group within one chunk: the bytes of text they stand for, and one past each document's end of text."""
+    """The ids of one split and group in a chunk, the size of their text in UTF-8, and the positions after each document's end of text."""
 
     split: str
     group: int
@@ -37,17 +37,17 @@ class Encoded(NamedTuple):
 def encode_chunks(
     chunks: Iterable[list[Piece]], tokenizer: Tokenizer, folder: Path, entry: dict[str, Any], workers: int
 ) -> Iterator[list[Encoded]]:
-    """The ids of each chunk in turn. `folder` and `entry` are where `tokenizer` was saved."""
+    """The ids of each chunk, in order. `entry` is what `tokenizer.save(folder)` returned, from which workers load it."""
     if workers == 1:
         yield from (encode_chunk(tokenizer, chunk) for chunk in chunks)
         return
-    # spawn, not fork: `tokenizers` has started threads by now, and a fork copies their locks but not the threads.
+    # spawn, not fork: `tokenizers` has started threads, and a fork copies their locks but not the threads.
     pool = ProcessPoolExecutor(workers, get_context("spawn"), _start_worker, (folder, entry))
     pending: deque[Future[list[Encoded]]] = deque()
     try:
         for chunk in chunks:
             pending.append(_submit(pool, chunk))
-            if len(pending) >= 4 * workers:  # this much text is in memory, however large the source
+            if len(pending) >= 4 * workers:  # limits the text in memory
                 yield pending.popleft().result()
         while pending:
             yield pending.popleft().result()
@@ -56,10 +56,7 @@ def encode_chunks(
 
 
 def _submit(pool: ProcessPoolExecutor, chunk: list[Piece]) -> Future[list[Encoded]]:
-    """Submits `chunk`, which starts a worker as long as none is idle; the worker is deaf to Ctrl-C, the parent's to handle.
-
-    A blocked signal stays blocked in a process started meanwhile, from its first instruction on, and reaches this one after.
-    """
+    """Submit `chunk`, which may start a worker. SIGINT is blocked meanwhile, and so in the worker: only the parent handles Ctrl-C."""
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         return pool.submit(_encode_in_worker, chunk)
@@ -78,8 +75,8 @@ def encode_chunk(tokenizer: Tokenizer, chunk: list[Piece]) -> list[Encoded]:
         for piece, ids in zip(mine, tokenizer.encode_many([piece.text for piece in mine]), strict=True):
             if (ids == tokenizer.eot_id).any():
                 raise DataError(
-                    f"--tokenizer: a text of {split} holds {tokenizer.decode([tokenizer.eot_id])!r}, which this tokenizer takes for the"
-                    " token that ends texts; name another one with --end_of_text"
+                    f"--tokenizer: a text of {split} contains {tokenizer.decode([tokenizer.eot_id])!r}, which this tokenizer encodes as its"
+                    " end of text; name another one with --end_of_text"
                 )
             parts.append(ids.astype(dtype))
             position += len(ids)
@@ -93,9 +90,9 @@ def encode_chunk(tokenizer: Tokenizer, chunk: list[Piece]) -> list[Encoded]:
 
 def _start_worker(folder: Path, entry: dict[str, Any]) -> None:
     global _worker_tokenizer
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a worker is one core
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one core per worker
     _worker_tokenizer = Tokenizer.load(folder, entry)
-    # Killed, the parent cannot stop its workers, and they would wait for work for ever.
+    # If the parent is killed, it cannot stop its workers, and they would wait forever.
     threading.Thread(target=_die_with_parent, daemon=True).start()
 
 

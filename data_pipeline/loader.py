@@ -1,9 +1,8 @@
 """This rank's share of every global batch, as int64 tensors.
 
-Which samples form a global batch depends neither on the number of ranks nor on accumulation; who computes which does:
-sample j of the batch belongs to micro-step j // (world_size x micro_batch_size) and, within it, to rank
-(j // micro_batch_size) % world_size. There are no worker processes: a strided view of the memory map yields 8 x 257 tokens
-in about 2 us, and the tensor is there after 8.
+The samples of a global batch do not depend on the number of ranks or on accumulation; only their assignment does: sample j of the batch
+belongs to micro-step j // (world_size x micro_batch_size) and, within it, to rank (j // micro_batch_size) % world_size. There are no
+worker processes: reading 8 x 257 tokens from a strided view of the memory map takes about 2 us, and the tensor is ready after 8 us.
 """
 
 from collections.abc import Iterator
@@ -22,7 +21,7 @@ class Loader:
     def __init__(
         self,
         split: Split,
-        sampler: GlobalSampler | None,  # None where only validation_batches is used
+        sampler: GlobalSampler | None,  # None if only validation_batches is used
         seq_len: int,
         vocab_size: int,
         rank: int,
@@ -47,8 +46,8 @@ class Loader:
     def validation_batches(self, n_windows: int, micro_batch_size: int) -> Iterator[tuple[torch.Tensor, int]]:
         """(tensor, weight) pairs that cover, over all ranks, `n_windows` windows spread evenly over the split, each once.
 
-        The windows (at most what the split has) are the same for every world size. Every rank yields equally many pairs, as
-        collectives need; weight is the number of rows, 0 for a filler row where this rank has nothing left.
+        The windows (at most all of the split) are the same for every world size. Every rank yields the same number of pairs, as
+        collectives require. The weight is the number of rows, or 0 for a filler row if this rank has no windows left.
         """
         n_windows = min(n_windows, self.n_windows)
         windows = np.arange(n_windows, dtype=np.int64) * self.n_windows // n_windows
@@ -59,14 +58,14 @@ class Loader:
 
     def _tensor(self, indices: np.ndarray) -> torch.Tensor:
         on_gpu = self.device.type == "cuda"
-        # Pinned memory lets the copy overlap the step before; torch keeps it until the copy is done.
+        # The copy from pinned memory overlaps the previous step; torch keeps the memory until the copy is done.
         tensor = torch.empty((len(indices), self.seq_len + 1), dtype=torch.int64, pin_memory=on_gpu)
         tokens = self.split.read(indices, self.seq_len, out=tensor.numpy())
-        if tokens.max() >= self.vocab_size:  # 2 us; the embedding would fail far from the cause, on a GPU without a name
+        if tokens.max() >= self.vocab_size:  # takes 2 us; otherwise the embedding fails, on a GPU without naming the cause
             row, column = np.unravel_index(tokens.argmax(), tokens.shape)
             file, position = self.split.locate(int(indices[row]), self.seq_len)
             raise DataError(
                 f"{file}: token id {tokens[row, column]} at token {position + column} (window {indices[row]} of {self.split.name});"
-                f" allowed: 0 to {self.vocab_size - 1}; train with the corpus's own vocab_size, or prepare the corpus again"
+                f" allowed: 0 to {self.vocab_size - 1}; train with the vocab_size of the corpus, or prepare the corpus again"
             )
         return tensor.to(self.device, non_blocking=on_gpu)

@@ -1,6 +1,6 @@
 """Text to token shards: `python data_pipeline/prepare.py --source stdlib --out data/stdlib`
 
-Reads the sources twice where a tokenizer is trained: once for that, on the training documents, once to encode everything. The standard
+Reads the sources once to train a tokenizer on the training documents, if one is trained, and once to encode everything. The standard
 library (731 documents, 12 MB) becomes 3.2 M tokens of `bpe:8192`, 6.4 MB of shards, in three seconds.
 """
 
@@ -9,34 +9,37 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures.process import BrokenProcessPool
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 if not __package__:
-    # Run as a script, Python puts this folder first on the path. The root there instead makes `data_pipeline` importable
-    # without an installation, and keeps `tokenizer`, `errors` and so on from shadowing anybody's modules.
+    # For a script, Python puts this folder first on the path. With the root instead, `data_pipeline` can be imported without an
+    # installation, and `tokenizer`, `errors` and so on shadow no other modules.
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from tqdm import tqdm
 
 from data_pipeline.documents import TRAINING_BYTES, Documents, chunks, pieces, training_texts
 from data_pipeline.encoding import encode_chunks
-from data_pipeline.errors import DataError, print_line
-from data_pipeline.progress import Progress
+from data_pipeline.errors import DataError, print_line, printable
+from data_pipeline.manifest import MAX_SHARD_TOKENS, SPLITS
 from data_pipeline.records import MAX_RECORD_MIB, Problems
-from data_pipeline.shards import MAX_SHARD_TOKENS, SPLITS, Corpus, open_corpus
+from data_pipeline.shards import Corpus, open_corpus
+from data_pipeline.show import counts, show
 from data_pipeline.sources import ALLOWED, open_sources
-from data_pipeline.staging import staged_folder
+from data_pipeline.staging import partial_folder, staged_folder
 from data_pipeline.tokenizer import Tokenizer, make_tokenizer, parse_spec
-from data_pipeline.writing import CorpusWriter, forget_progress, read_progress, write_manifest
+from data_pipeline.writing import CorpusWriter, read_progress, remove_progress, write_manifest
 
-# Below this much text, starting processes (half a second) costs more than they save (a core encodes about 15 MB/s).
-BYTES_THAT_PAY_FOR_WORKERS = 64 * 2**20
-MOST_RECORD_MIB = 2**20
-#: The flags that decide what the corpus holds, recorded in its manifest.
+# With less text, starting processes (half a second) costs more time than they save (a core encodes about 15 MB/s).
+MIN_BYTES_FOR_WORKERS = 64 * 2**20
+LARGEST_MAX_RECORD_MIB = 2**20
+#: Seconds between two progress reports if standard error is not a terminal.
+SECONDS_BETWEEN_REPORTS = 15.0
+#: The flags that determine the content of the corpus, recorded in its manifest.
 OPTIONS = ("tokenizer", "end_of_text", "val_fraction", "shard_tokens", "text_column", "max_docs", "max_record_mib", "dedup", "on_error")
 Say = Callable[[str], None]
 
@@ -45,25 +48,38 @@ def main(argv: list[str] | None = None) -> int:
     args = _parse(argv)
     say: Say = (lambda line: None) if args.quiet else (lambda line: print_line(line, sys.stdout))
     try:
-        verify(args, say) if args.verify else prepare(args, say)
+        if args.show:
+            _print_all(show(open_corpus(args.show)))
+        elif args.verify:
+            verify(args, say)
+        else:
+            prepare(args, say)
         return 0
     except DataError as error:
-        print_line(f"error: {error}", sys.stderr)
+        print_line(f"error: {printable(str(error))}", sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print_line(f"interrupted: nothing was written to {args.out}{_kept(args)}", sys.stderr)
+        print_line(f"interrupted: nothing was written to {args.out}{_resume_hint(args)}", sys.stderr)
         return 130
     except BrokenProcessPool:
-        why = "most likely for lack of memory; run again with fewer --workers"
-        print_line(f"failed: a worker process died, {why}{_kept(args)}", sys.stderr)
+        why = "most likely out of memory; run again with fewer --workers"
+        print_line(f"failed: a worker process died, {why}{_resume_hint(args)}", sys.stderr)
         return 1
     except OSError as error:
-        print_line(f"failed: {error}; nothing was written to {args.out}{_kept(args)}", sys.stderr)
+        print_line(f"failed: {error}; nothing was written to {args.out}{_resume_hint(args)}", sys.stderr)
         return 1
+
+
+def _print_all(lines: Iterable[str]) -> None:
+    try:
+        for line in lines:
+            print_line(line, sys.stdout)
+    except BrokenPipeError:  # the reader, such as `head`, has closed the pipe
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def prepare(args: argparse.Namespace, say: Say) -> None:
-    """Prepares the corpus that `args` describe, or finds that it is there already. DataError for what the user can mend."""
+    """Prepares the corpus that `args` describe, unless it exists already. DataError for a user's mistake."""
     started = time.monotonic()
     _check(args)
     problems = Problems(args.on_error, args.max_record_mib * 2**20)
@@ -73,13 +89,13 @@ def prepare(args: argparse.Namespace, say: Say) -> None:
     mixture = weights or [1.0]
     if os.path.lexists(args.out):
         _check_same(args.out, {**options, "sources": described, "mixture": mixture})
-        forget_progress(args.out)  # a run that was killed when it had done all but this
-        say(f"{args.out} is already prepared from this source with these options: nothing to do")
+        remove_progress(args.out)  # left by a run that was killed just before this step
+        say(f"{args.out} is already prepared from this source with these options; nothing to do")
         return
     documents = Documents(sources, args.val_fraction, grouped=weights is not None, dedup=args.dedup == "exact")
     identity = {**options, "sources": described, "state": [source.state() for source in sources], "mixture": mixture}
-    del identity["on_error"]  # no record that was passed over was bad
-    with staged_folder(args.out, _worth_keeping, args.resume) as folder:
+    del identity["on_error"]  # may change on resume: the run stopped at the first bad record, so none was skipped before
+    with staged_folder(args.out, _has_progress, args.resume) as folder:
         progress = read_progress(folder)
         if progress is None:
             tokenizer, entry = _make_tokenizer(args, documents, folder, say)
@@ -87,33 +103,31 @@ def prepare(args: argparse.Namespace, say: Say) -> None:
             _check_resumable(args.out, identity, progress["identity"])
             entry = progress["tokenizer"]
             tokenizer = Tokenizer.load(folder, entry)
-        workers = args.workers or (len(os.sched_getaffinity(0)) if documents.n_bytes >= BYTES_THAT_PAY_FOR_WORKERS else 1)
+        workers = args.workers or (len(os.sched_getaffinity(0)) if documents.n_bytes >= MIN_BYTES_FOR_WORKERS else 1)
         writer = CorpusWriter(folder, tokenizer.vocab_size, args.shard_tokens, identity, entry, progress)
         try:
-            behind = writer.chunks
-            if behind:
-                say(f"going on behind the first {behind:,} chunks of text")
+            done = writer.chunks
+            if done:
+                say(f"resuming after {done:,} chunks of text")
             say(f"encoding with {workers} process{'es' if workers > 1 else ''}")
-            todo = islice(chunks(pieces(documents, tokenizer)), behind, None)  # what is behind is read again, and not encoded
-            with Progress(documents.n_bytes, args.quiet) as bar:
+            todo = islice(chunks(pieces(documents, tokenizer)), done, None)  # reads the finished chunks again, without encoding them
+            with _progress_bar(documents.n_bytes, args.quiet) as bar:
                 for chunk in encode_chunks(todo, tokenizer, folder, entry, workers):
                     writer.write(chunk)
-                    counts = [(len(part.ends), len(part.ids), part.n_bytes) for part in chunk]
-                    bar.update(documents.n_read, *map(sum, zip(*counts, strict=True)))
+                    bar.set_postfix_str(f"{writer.documents:,} documents, {writer.tokens:,} tokens", refresh=False)
+                    bar.update(documents.n_read - bar.n)
             splits = writer.finish()
         except DataError as reason:
-            if not _worth_keeping(folder):
+            if not _has_progress(folder):
                 raise
-            raise DataError(
-                f"{reason}; what came before it is kept: --resume goes on there, past bad records with --on_error skip"
-            ) from None
+            raise DataError(f"{reason}; the work so far is kept: continue with --resume, and --on_error skip to skip bad records") from None
         finally:
             writer.close()
         dropped = documents.dropped + problems.counts
         try:
             _check_splits(splits, args, len(mixture), dropped)
         except DataError:
-            forget_progress(folder)  # with these options nothing comes of it
+            remove_progress(folder)  # resuming with these options would fail again
             raise
         write_manifest(
             folder,
@@ -126,42 +140,48 @@ def prepare(args: argparse.Namespace, say: Say) -> None:
             dropped=dict(sorted(dropped.items())),
             splits=splits,
         )
-    forget_progress(args.out)
+    remove_progress(args.out)
     _summarize(open_corpus(args.out), dropped, problems, time.monotonic() - started, say)
 
 
 def verify(args: argparse.Namespace, say: Say) -> None:
-    """Reads every byte of a corpus that is there; DataError on the first that is not what the manifest says."""
+    """Reads every byte of an existing corpus; DataError for the first file that differs from its manifest."""
     corpus = open_corpus(args.out)
     total = sum(shard["tokens"] for split in SPLITS for shard in corpus.manifest["splits"][split]["shards"]) * corpus.dtype.itemsize
-    hidden = args.quiet or not sys.stderr.isatty()
-    with tqdm(total=total, unit="B", unit_scale=True, desc="verifying", leave=False, disable=hidden) as bar:
+    with _progress_bar(total, args.quiet, "verifying") as bar:
         corpus.verify(bar.update)
     for split in SPLITS:
         entry = corpus.manifest["splits"][split]
-        documents = f"{entry['documents']:,} documents, " if "documents" in entry else ""  # nobody counted nanoGPT's
+        documents = f"{entry['documents']:,} documents, " if "documents" in entry else ""  # nanoGPT's are not counted
         shards = f"{len(entry['shards'])} shard{'s' if len(entry['shards']) > 1 else ''}"
-        say(f"{corpus.path}: {split}: {documents}{entry['tokens']:,} tokens in {shards}, as written")
+        say(f"{corpus.path}: {split}: {documents}{entry['tokens']:,} tokens in {shards}, intact")
+
+
+def _progress_bar(n_bytes: int, quiet: bool, description: str = "encoding") -> tqdm:
+    """A bar on a terminal, and a line now and then otherwise; without a percentage if `n_bytes` is 0, not known."""
+    seconds = 0.1 if sys.stderr.isatty() else SECONDS_BETWEEN_REPORTS
+    options: dict[str, Any] = {"mininterval": seconds, "maxinterval": 2 * seconds, "delay": seconds, "leave": False, "disable": quiet}
+    return tqdm(total=n_bytes or None, unit="B", unit_scale=True, desc=description, **options)
 
 
 def _make_tokenizer(args: argparse.Namespace, documents: Documents, folder: Path, say: Say) -> tuple[Tokenizer, dict[str, Any]]:
     """The tokenizer, saved in `folder`, and its entry of the manifest."""
-    kind, asked = parse_spec(args.tokenizer)
+    kind, wanted = parse_spec(args.tokenizer)
     if kind == "bpe":
         size = f"{documents.n_bytes / 1e6:,.1f} MB" if documents.n_bytes else "a stream"
         sample = f"{TRAINING_BYTES / 1e6:,.0f} MB of " if not 0 < documents.n_bytes <= TRAINING_BYTES else ""
-        say(f"training the tokenizer {args.tokenizer} on {sample}the training documents of {', '.join(args.source)} ({size} in all)")
+        say(f"training the tokenizer {args.tokenizer} on {sample}the training documents of {', '.join(args.source)} ({size} in total)")
     tokenizer = make_tokenizer(args.tokenizer, training_texts(documents), args.end_of_text)
-    if kind == "bpe" and tokenizer.vocab_size < asked:
-        say(f"the text has no more pairs to merge: the vocabulary has {tokenizer.vocab_size:,} ids instead of {asked:,}")
+    if kind == "bpe" and tokenizer.vocab_size < wanted:
+        say(f"the text has no more pairs to merge: the vocabulary has {tokenizer.vocab_size:,} ids instead of {wanted:,}")
     return tokenizer, tokenizer.save(folder)
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python data_pipeline/prepare.py",
-        description="Turns text into token shards: trains or loads a tokenizer, encodes everything, writes --out.",
-        epilog="--out appears whole or not at all. Exit codes: 0 done or already there, 1 failed, 2 user's mistake, 130 interrupted.",
+        description="Turns text into token shards: trains or loads a tokenizer, encodes all documents, and writes the corpus folder --out.",
+        epilog="--out appears when it is complete. Exit codes: 0 done or nothing to do, 1 failed, 2 user's mistake, 130 interrupted.",
         allow_abbrev=False,
     )
     parser.add_argument(
@@ -170,47 +190,54 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         action="extend",
         default=[],
         metavar="SOURCE",
-        help=f"where the text is, one or several: {ALLOWED}. stdlib is the Python standard library, no download. With weights, such as"
-        " a.txt@0.7 b@0.3, training draws from each by its weight at every moment",
+        help=f"one or several sources of text: {ALLOWED}. stdlib is the Python standard library and needs no download. With weights, such"
+        " as a.txt@0.7 b@0.3, training draws from each source in proportion to its weight",
     )
-    parser.add_argument("--out", type=Path, help="the corpus folder to make; must not exist, or be this very corpus")
+    parser.add_argument("--out", type=Path, help="corpus folder to create; if it exists, it must be the same corpus")
     parser.add_argument(
         "--tokenizer",
         default="bpe:8192",
-        help="bpe:N (byte-level BPE of N ids, trained on the source), bytes (257 ids), an encoding of tiktoken (gpt2, cl100k_base, ...),"
+        help="bpe:N (byte-level BPE with N ids, trained on the source), bytes (257 ids), a tiktoken encoding (gpt2, cl100k_base, ...),"
         " a tokenizer.json, or a folder that AutoTokenizer reads; default %(default)s",
     )
-    parser.add_argument("--end_of_text", metavar="TOKEN", help="the token that ends a document; default: the tokenizer's own")
-    parser.add_argument("--text_column", default="text", help="the column of tables and JSON that holds the text; default %(default)s")
-    parser.add_argument("--max_docs", type=int, metavar="N", help="take the first N documents of each source")
-    parser.add_argument("--dedup", choices=["none", "exact"], default="none", help="exact: leave out documents whose text came before")
+    parser.add_argument("--end_of_text", metavar="TOKEN", help="token that ends a document; default: the tokenizer's own")
+    parser.add_argument("--text_column", default="text", help="column (or JSON key) that holds the text; default %(default)s")
+    parser.add_argument("--max_docs", type=int, metavar="N", help="use only the first N documents of each source")
+    parser.add_argument("--dedup", choices=["none", "exact"], default="none", help="exact: drop documents that repeat an earlier one")
     parser.add_argument(
         "--on_error",
         choices=["stop", "skip"],
         default="stop",
-        help="a record that cannot be used (not UTF-8, no text column, broken JSON): stop with its place, or count it; default stop",
+        help="bad record (not UTF-8, no text column, broken JSON): stop and print its place, or skip and count it; default %(default)s",
     )
     parser.add_argument(
         "--max_record_mib",
         type=int,
         default=MAX_RECORD_MIB,
         metavar="N",
-        help="the largest record of .jsonl, .json, .csv, .parquet in MiB, decompressed; a larger one cannot be used; default %(default)s",
+        help="largest record of .jsonl, .json, .csv and .parquet in MiB, decompressed; a larger one is a bad record; default %(default)s",
     )
     parser.add_argument(
-        "--val_fraction", type=float, default=0.05, help="share of the documents (of a lone file's text) to validate; default %(default)s"
+        "--val_fraction",
+        type=float,
+        default=0.05,
+        help="fraction of the documents (of the text, if there is one document) for validation; default %(default)s",
     )
-    parser.add_argument("--workers", type=int, help="encoding processes, the result is the same; default: 1 below 64 MB, else one a core")
-    parser.add_argument("--shard_tokens", type=int, default=100_000_000, help="tokens in each shard file; default %(default)s (200 MB)")
-    parser.add_argument("--resume", action="store_true", help="go on where an interrupted run of the same command stopped")
     parser.add_argument(
-        "--verify", nargs="?", type=Path, const=True, metavar="DIR", help="read every byte of the corpus DIR (or --out), and write nothing"
+        "--workers", type=int, help="encoding processes; any number gives the same files; default: 1 below 64 MiB, else one per core"
     )
+    parser.add_argument("--shard_tokens", type=int, default=100_000_000, help="tokens per shard file; default %(default)s (200 MB)")
+    parser.add_argument("--resume", action="store_true", help="continue an interrupted run of the same command")
+    parser.add_argument(
+        "--verify", nargs="?", type=Path, const=True, metavar="DIR", help="check every byte of the corpus DIR (or --out); write nothing"
+    )
+    parser.add_argument("--show", type=Path, metavar="DIR", help="print counts and a few documents of the corpus DIR; write nothing")
     parser.add_argument("--quiet", action="store_true", help="print errors only")
     args = parser.parse_args(argv)
     if args.verify:
         args.out = args.out if args.verify is True else args.verify
-    missing = [name for name, value in (("--source", args.source or args.verify), ("--out", args.out)) if not value]
+    args.out = args.show or args.out
+    missing = [name for name, value in (("--source", args.source or args.verify), ("--out", args.out)) if not value and not args.show]
     if missing:
         parser.error(f"the following arguments are required: {', '.join(missing)}")
     return args
@@ -219,81 +246,80 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
 def _check(args: argparse.Namespace) -> None:
     parse_spec(args.tokenizer)
     if not 0 < args.val_fraction < 1:
-        raise DataError(f"--val_fraction {args.val_fraction}: not a share; allowed: above 0 and below 1, such as 0.05")
+        raise DataError(f"--val_fraction {args.val_fraction}: allowed: above 0 and below 1, such as 0.05")
     if not 0 < args.shard_tokens <= MAX_SHARD_TOKENS:
         raise DataError(f"--shard_tokens {args.shard_tokens}: allowed: 1 or more, up to {MAX_SHARD_TOKENS}, such as 100000000")
-    if args.max_record_mib > MOST_RECORD_MIB:
-        raise DataError(f"--max_record_mib {args.max_record_mib}: allowed: 1 to {MOST_RECORD_MIB}, such as {MAX_RECORD_MIB}")
+    if args.max_record_mib > LARGEST_MAX_RECORD_MIB:
+        raise DataError(f"--max_record_mib {args.max_record_mib}: allowed: 1 to {LARGEST_MAX_RECORD_MIB}, such as {MAX_RECORD_MIB}")
     for name in ("workers", "max_docs", "max_record_mib"):
         if getattr(args, name) is not None and getattr(args, name) <= 0:
-            raise DataError(f"--{name} {getattr(args, name)}: allowed: 1 or more; or leave it out")
+            raise DataError(f"--{name} {getattr(args, name)}: allowed: 1 or more, or omit the flag")
     if not args.out.name:
-        raise DataError(f"--out {args.out}: not the name of a new folder; give one, such as data/stdlib")
+        raise DataError(f"--out {args.out}: not a folder name; give one, such as data/stdlib")
 
 
-def _check_same(out: Path, asked: dict[str, Any]) -> None:
+def _check_same(out: Path, wanted: dict[str, Any]) -> None:
+    """DataError unless the corpus at `out` was prepared from the same sources with the same options."""
     try:
         manifest = open_corpus(out).manifest
     except DataError as error:
-        raise DataError(f"--out {out} is there and no complete corpus; remove it or choose another --out ({error})") from None
+        raise DataError(f"--out {out} exists and is not a complete corpus; remove it or choose another --out ({error})") from None
     found = {**manifest["options"], "sources": manifest["sources"], "mixture": manifest["mixture"]}
-    found.setdefault("max_record_mib", asked["max_record_mib"])  # older corpora do not say it
-    for key in asked:
-        if asked[key] != found.get(key):
-            raise DataError(f"--out {out} is there and was prepared otherwise ({_difference(key, found.get(key), asked[key])});"
-                " remove it or choose another --out")  # fmt: skip
+    found.setdefault("max_record_mib", wanted["max_record_mib"])  # older corpora did not record it
+    if difference := _difference(found, wanted):
+        raise DataError(f"--out {out} exists and was prepared differently ({difference}); remove it or choose another --out")
 
 
-def _check_resumable(out: Path, asked: dict[str, Any], found: dict[str, Any]) -> None:
-    for key in asked:
-        if asked[key] != found.get(key):
-            what = "a source was changed meanwhile" if key == "state" else _difference(key, found.get(key), asked[key])
-            partial = out.parent / f".{out.name}.partial"
-            raise DataError(f"--resume: the interrupted run was another ({what}); give its own values, or remove {partial} and start anew")
+def _check_resumable(out: Path, wanted: dict[str, Any], found: dict[str, Any]) -> None:
+    """DataError unless the interrupted run had the same sources and options."""
+    if difference := _difference(found, wanted):
+        what = "a source has changed since" if difference.startswith("state ") else difference
+        raise DataError(
+            f"--resume: the interrupted run was different ({what}); use its values, or remove {partial_folder(out)} and start again"
+        )
 
 
-def _difference(key: str, found: Any, asked: Any) -> str:
-    """The first thing in which two values of an option or of the sources differ."""
-    if isinstance(found, list) and isinstance(asked, list) and len(found) == len(asked):
-        found, asked = next(pair for pair in zip(found, asked, strict=True) if pair[0] != pair[1])
-        if isinstance(found, dict) and isinstance(asked, dict):
-            key = next(name for name in {**found, **asked} if found.get(name) != asked.get(name))
-            found, asked = found.get(key), asked.get(key)
-    return f"{key} was {found}, now {asked}"
+def _difference(found: dict[str, Any], wanted: dict[str, Any]) -> str:
+    """The first value of `wanted` that differs in `found`, also in dicts within lists of the same length; "" if there is none."""
+    for key, value in wanted.items():
+        before = found.get(key)
+        if isinstance(value, list) and isinstance(before, list) and len(value) == len(before):
+            pairs = [pair for pair in zip(before, value, strict=True) if isinstance(pair[0], dict) and isinstance(pair[1], dict)]
+            if inner := next(filter(None, (_difference(*pair) for pair in pairs)), ""):
+                return inner
+        if before != value:
+            return f"{key} was {before}, now {value}"
+    return ""
 
 
-def _worth_keeping(folder: Path) -> bool:
-    """Whether an interrupted run has written anything that would not be there again in a moment."""
+def _has_progress(folder: Path) -> bool:
+    """Whether an interrupted run has encoded at least one chunk."""
     progress = read_progress(folder)
     return progress is not None and progress["chunks"] > 0
 
 
-def _kept(args: argparse.Namespace) -> str:
-    partial = args.out.parent / f".{args.out.name}.partial"
-    return "; the same command with --resume goes on from here" if partial.exists() and _worth_keeping(partial) else ""
+def _resume_hint(args: argparse.Namespace) -> str:
+    return "; continue with the same command and --resume" if _has_progress(partial_folder(args.out)) else ""
 
 
 def _check_splits(splits: dict[str, Any], args: argparse.Namespace, n_groups: int, dropped: Counter[str]) -> None:
+    """DataError if a split, or a group's part of the training split, is empty."""
     documents = {split: splits[split]["documents"] for split in SPLITS}
-    for split, way in (("train", "lower"), ("val", "raise")):
+    for split, fix in (("train", "lower"), ("val", "raise")):
         if not documents[split]:
             left_out = f", {sum(dropped.values())} left out" if dropped else ""
             raise DataError(
-                f"--source {' '.join(args.source)}: no document for {split} ({sum(documents.values())} in all{left_out}, --val_fraction"
-                f" {args.val_fraction}); {way} --val_fraction, or give more documents (a single file is cut in two)"
+                f"--source {' '.join(args.source)}: no document for {split} ({sum(documents.values())} in total{left_out}, --val_fraction"
+                f" {args.val_fraction}); {fix} --val_fraction, or add documents (a single document is cut in two)"
             )
     for group in range(n_groups):
         if not any(shard["group"] == group for shard in splits["train"]["shards"]):
-            raise DataError(f"--source {args.source[group]}: no document for train, so its weight cannot be kept; give more of it")
+            raise DataError(f"--source {args.source[group]}: no document for train, so its weight cannot be reached; add documents")
 
 
 def _summarize(corpus: Corpus, dropped: Counter[str], problems: Problems, seconds: float, say: Say) -> None:
-    say(f"{'split':8}{'documents':>12}{'tokens':>16}{'bytes/token':>14}{'shards':>9}{'MB':>12}")
-    for split in SPLITS:
-        entry = corpus.manifest["splits"][split]
-        size = entry["tokens"] * corpus.dtype.itemsize / 1e6
-        ratio = entry["bytes"] / entry["tokens"]
-        say(f"{split:8}{entry['documents']:>12,}{entry['tokens']:>16,}{ratio:>14.2f}{len(entry['shards']):>9,}{size:>12,.1f}")
+    for line in counts(corpus):
+        say(line)
     if dropped:
         say("left out: " + ", ".join(f"{count:,} {reason}" for reason, count in sorted(dropped.items())))
     for cases in problems.cases.values():

@@ -1,15 +1,14 @@
-"""Records of one file, whatever its format, each with the place that a message names.
+"""Reads the records of one file of any format, each with its place in the file for error messages.
 
     .txt .md .py                    the file is one document
-    .jsonl                          a line is an object; its text is in the text column
-    .json                           objects one after the other, or one array of them
-    .csv                            a line is a row under the names of the first
-    .parquet                        a row of a column file
+    .jsonl                          each line is an object; its text is in the text column
+    .json                           consecutive objects, or one array of objects
+    .csv                            a row is a record; the first row names the columns
+    .parquet                        a row is a record
 
-All but .parquet may be compressed: .gz or .zst follows. Only the record at hand is in memory, and of a .parquet one page. A record is
-limited (`Problems.max_record`) and a page to PAGE_RECORDS times as much: both are checked before they are read, since a small
-compressed file can hold a record of any size. A plain file has no limit: above LARGE it is handed out as a `LargeText`, which is read
-again in blocks.
+All but .parquet may be compressed: .gz or .zst follows. Only one record is in memory at a time, and of a .parquet file one page. The
+size of a record is limited (`Problems.max_record`) and checked before the record is read whole, since a small compressed file can hold a
+record of any size. Text files have no limit: one above LARGE becomes a `LargeText`, which is read in blocks.
 """
 
 from __future__ import annotations
@@ -30,39 +29,42 @@ from itertools import count
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
+import zstandard
+
 from data_pipeline.errors import DataError, one_line
-from data_pipeline.parquet_pages import largest_page
 
 PLAIN = (".txt", ".md", ".py")
 TABLES = (".jsonl", ".json", ".csv", ".parquet")
 COMPRESSED = (".gz", ".zst")
 SUFFIXES = (*PLAIN, *(name + end for name in (*PLAIN, ".jsonl", ".json", ".csv") for end in COMPRESSED), *TABLES)
-#: Bytes of a plain file that are still read at once.
+#: Text files up to this size, in bytes, are read at once.
 LARGE = 4 * 2**20
 BLOCK = 2**20
-# Bytes of a .zst that are decompressed at once: four of them can stand for 128 KiB of one repeated byte, so this is up to 32 MiB.
+# Bytes of a .zst that are decompressed at once: four bytes can decompress to 128 KiB, so this is up to 32 MiB.
 _COMPRESSED_BLOCK = 1024
 #: Largest record, in MiB. Parsed JSON can take 24 times as much memory: `{},` becomes an object of 72 bytes.
 MAX_RECORD_MIB = 16
-#: Largest page of a Parquet file, in records of the largest size. Writers put up to 1,024 values on a page, however long they are.
+#: Values that writers put on a page of a Parquet file, at most, if these are longer than 1 KiB on average.
+PAGE_VALUES = 1024
+#: Largest page of a Parquet file, in records of the largest size.
 PAGE_RECORDS = 16
-#: Rows of a Parquet file that are decoded at once, where they are not large.
+#: Rows of a Parquet file that are decoded at once, unless they are large.
 PARQUET_ROWS = 64
 #: How many bad records of a kind are named.
 CASES = 3
-REST_LOST = "; what follows in this file is lost"
+REST_LOST = "; the rest of this file is lost"
 _BLANK = re.compile(r"[ \t\r\n]*")
 
 
 class RecordTooLarge(ValueError):
-    """A record is larger than the limit; it has not been read to its end."""
+    """A record is larger than the limit; its end has not been read."""
 
 
 class Problems:
-    """What is done with a record that cannot be used: the first ends everything, or all are counted and the first few named.
+    """What to do with bad records: stop at the first, or count all of them and describe the first few.
 
-    `max_record` is the largest record that can be used, in bytes. `counts` and `cases` are by kind, of the latest pass; `start` begins
-    a pass.
+    `max_record` is the size of the largest good record, in bytes. `counts` and `cases` hold the number and the first few descriptions of
+    each kind, since the last call of `start`.
     """
 
     def __init__(self, on_error: str, max_record: int = MAX_RECORD_MIB * 2**20):
@@ -70,33 +72,34 @@ class Problems:
         self.start()
 
     def start(self) -> None:
+        """Begin a new pass over the sources."""
         self.counts: Counter[str] = Counter()
         self.cases: dict[str, list[str]] = {}
 
     def __call__(self, kind: str, place: str, detail: str = "") -> None:
-        """A bad record of `kind` at `place`.
+        """Report a bad record of `kind` at `place`.
 
         Raises:
-            DataError: under `--on_error stop`.
+            DataError: with `--on_error stop`.
         """
         line = f"{place}: {kind}" + (f" ({detail})" if detail else "")
         if self.on_error == "stop":
-            raise DataError(f"{line}; mend it, or leave such records out with --on_error skip")
+            raise DataError(f"{line}; fix it, or leave out such records with --on_error skip")
         self.count(kind, line)
 
     def count(self, kind: str, line: str) -> None:
-        """Count something that is left out, whatever --on_error is; `line` says what and where."""
+        """Count something that is left out, for any --on_error; `line` describes what and where."""
         self.counts[kind] += 1
         if len(self.cases.setdefault(kind, [])) < CASES:
             self.cases[kind].append(line)
 
     def too_large(self, place: str, rest: str = "") -> None:
-        """A record above `max_record`. Raises as a call does."""
+        """Report a record above `max_record`."""
         self("record too large", place, f"above the {self.max_record / 2**20:g} MiB of --max_record_mib{rest}")
 
 
 class LargeText(NamedTuple):
-    """A document of more than LARGE bytes of UTF-8: its bytes are counted and hashed, its text is read in blocks."""
+    """A document of more than LARGE bytes: its size and hash, and its text in blocks."""
 
     file: Path
     n_bytes: int
@@ -110,18 +113,21 @@ class LargeText(NamedTuple):
                 yield decoder.decode(data)
 
 
-def records(file: Path, text_column: str, problems: Problems, watch: Callable[[int], None]) -> Iterator[tuple[str, str | LargeText]]:
-    """(place, text) of each record that can be used; `watch` is told how many bytes of the file are behind.
+def records(file: Path, text_column: str, problems: Problems, on_read: Callable[[int], None]) -> Iterator[tuple[str, str | LargeText]]:
+    """Yields (place, text) of each good record.
+
+    Args:
+        on_read: is called with the number of bytes of the file that have been read.
 
     Raises:
-        DataError: the file cannot be read; or a bad record, or no `text_column` at all, where `problems` says so.
+        DataError: the file cannot be read; or, with `--on_error stop`, a record is bad.
     """
     kind = suffix_of(file)
     try:
         if kind == ".parquet":
-            yield from _parquet(file, text_column, problems, watch)
+            yield from _parquet(file, text_column, problems, on_read)
             return
-        with _opened(file, watch) as stream:
+        with _opened(file, on_read) as stream:
             if kind.startswith(PLAIN):
                 yield from _plain(file, stream, problems)
             elif kind.startswith(".jsonl"):
@@ -133,19 +139,19 @@ def records(file: Path, text_column: str, problems: Problems, watch: Callable[[i
     except (EOFError, gzip.BadGzipFile, zlib.error) as reason:
         problems("compressed file damaged", str(file), one_line(reason))
     except OSError as reason:
-        raise DataError(f"--source: {file} cannot be read ({reason.strerror or reason}); mend that, or move it away") from None
+        raise DataError(f"--source: {file} cannot be read ({reason.strerror or reason}); fix that, or move it away") from None
 
 
 def suffix_of(file: Path) -> str:
-    """Which of SUFFIXES the file's name ends in, or ""."""
-    return next((suffix for suffix in SUFFIXES if file.name.endswith(suffix)), "")  # none is the end of another
+    """The one of SUFFIXES that the file's name ends in, or ""."""
+    return next((suffix for suffix in SUFFIXES if file.name.endswith(suffix)), "")  # no suffix is the end of another
 
 
-class _Watched(io.RawIOBase):
-    """A file that says after each read how far it has been read."""
+class _Monitored(io.RawIOBase):
+    """A file that reports after each read how many bytes have been read."""
 
-    def __init__(self, file: BinaryIO, watch: Callable[[int], None]):
-        self.file, self.watch, self.done = file, watch, 0
+    def __init__(self, file: BinaryIO, on_read: Callable[[int], None]):
+        self.file, self.on_read, self.done = file, on_read, 0
 
     def readable(self) -> bool:
         return True
@@ -153,7 +159,7 @@ class _Watched(io.RawIOBase):
     def readinto(self, buffer: Any) -> int:
         n = self.file.readinto(buffer)  # type: ignore[attr-defined]
         self.done += n
-        self.watch(self.done)
+        self.on_read(self.done)
         return int(n)
 
     def close(self) -> None:
@@ -162,9 +168,9 @@ class _Watched(io.RawIOBase):
 
 
 @contextmanager
-def _opened(file: Path, watch: Callable[[int], None] = lambda done: None) -> Iterator[BinaryIO]:
+def _opened(file: Path, on_read: Callable[[int], None] = lambda done: None) -> Iterator[BinaryIO]:
     """The bytes of `file`, decompressed."""
-    with io.BufferedReader(_Watched(open(file, "rb", buffering=0), watch), BLOCK) as raw:
+    with io.BufferedReader(_Monitored(open(file, "rb", buffering=0), on_read), BLOCK) as raw:
         if file.name.endswith(".gz"):
             with gzip.open(raw) as stream:
                 yield stream  # type: ignore[misc]
@@ -175,12 +181,10 @@ def _opened(file: Path, watch: Callable[[int], None] = lambda done: None) -> Ite
 
 
 class _Frames(io.RawIOBase):
-    """The frames of a .zst file in a row. zstandard's own reader takes a file that is torn within a frame for a whole one."""
+    """The decompressed frames of a .zst file. zstandard's own reader does not notice a file that ends within a frame."""
 
     def __init__(self, raw: BinaryIO):
-        import zstandard
-
-        self._raw, self._new_frame, self._error = raw, zstandard.ZstdDecompressor().decompressobj, zstandard.ZstdError
+        self._raw, self._decompressor = raw, zstandard.ZstdDecompressor()
         self._frame: Any = None
         self._compressed = self._text = b""
 
@@ -194,10 +198,10 @@ class _Frames(io.RawIOBase):
                 return 0
             if not self._compressed:
                 raise EOFError("the file ends within a frame")
-            self._frame = self._frame or self._new_frame()
+            self._frame = self._frame or self._decompressor.decompressobj()
             try:
                 self._text = self._frame.decompress(self._compressed)
-            except self._error as reason:
+            except zstandard.ZstdError as reason:
                 raise zlib.error(one_line(reason)) from None
             self._compressed = self._frame.unused_data if self._frame.eof else b""
             if self._frame.eof:
@@ -235,7 +239,7 @@ def _plain(file: Path, stream: BinaryIO, problems: Problems) -> Iterator[tuple[s
 
 
 def _not_utf8(file: Path, line: int, reason: UnicodeDecodeError, problems: Problems) -> None:
-    """Tell of a byte in data that begins at `line`."""
+    """Report an invalid byte in data that begins at `line`."""
     line += reason.object.count(b"\n", 0, reason.start)
     problems("not UTF-8", f"{file}:{line}", f"byte 0x{reason.object[reason.start]:02x}")
 
@@ -287,21 +291,21 @@ def _json(file: Path, stream: BinaryIO, text_column: str, problems: Problems) ->
 
 
 class _JsonValues:
-    """JSON values in a stream, of `limit` characters at most: each is read as json.loads does when enough of it is there."""
+    """Reads JSON values of at most `limit` characters from a stream, which is never in memory as a whole."""
 
     def __init__(self, stream: BinaryIO, limit: int):
         self._limit = limit
-        # What is not UTF-8 becomes a half of a surrogate pair, which `text_of` finds: a strict decoder would end the whole file.
+        # Invalid UTF-8 becomes lone surrogates, which `text_of` reports for the one record; a strict decoder would fail for the whole file.
         self._characters = io.TextIOWrapper(stream, "utf-8-sig", errors="surrogateescape", newline="")
         self._decode = json.JSONDecoder().raw_decode
         self._text, self._position = "", 0
 
     def values(self, array: bool) -> Iterator[Any]:
-        """The elements of one array, or values one after the other.
+        """Yields the elements of one array, or consecutive values.
 
         Raises:
             RecordTooLarge: the next value has more characters than the limit.
-            ValueError, RecursionError: what follows is broken.
+            ValueError, RecursionError: the JSON is invalid.
         """
         if not array:
             while self._next():
@@ -312,16 +316,16 @@ class _JsonValues:
         first = True
         while (mark := self._next()) != "]":
             if not first and mark != ",":
-                raise ValueError(f"{mark!r} where a comma or the end of the array belongs")
+                raise ValueError(f"{mark!r} instead of a comma or the end of the array")
             self._position += not first
             first = False
             yield self._value()
         self._position += 1
         if mark := self._next():
-            raise ValueError(f"{mark!r} behind the end of the array")
+            raise ValueError(f"{mark!r} after the end of the array")
 
     def _next(self) -> str:
-        """The next character that is no space, "" at the end."""
+        """The next non-blank character, or "" at the end."""
         while True:
             self._position = _BLANK.match(self._text, self._position).end()  # type: ignore[union-attr]
             if self._position < len(self._text) or not self._more():
@@ -333,17 +337,17 @@ class _JsonValues:
             try:
                 value, end = self._decode(self._text, self._position)
             except json.JSONDecodeError as reason:
-                # Broken; or cut off by the end of what has been read, which is noticed there, a dozen characters before, or at a quote.
-                cut_off = reason.pos > len(self._text) - 16 or reason.msg.startswith("Unterminated string")
-                if not (cut_off and self._more()):
+                # Invalid; or incomplete, which is reported near the end of the text read so far, or at an opening quote.
+                incomplete = reason.pos > len(self._text) - 16 or reason.msg.startswith("Unterminated string")
+                if not (incomplete and self._more()):
                     raise ValueError(reason.msg) from None
             else:
-                if end < len(self._text) or not self._more():  # else 12 may be the beginning of 123
+                if end < len(self._text) or not self._more():  # 12 may be the beginning of 123
                     self._position = end
                     return value
 
     def _more(self) -> bool:
-        """Read on, as much again as is there, up to the limit; whether there was anything."""
+        """Double the text in memory, up to the limit; False at the end of the stream."""
         held = len(self._text) - self._position
         if held > self._limit:
             raise RecordTooLarge
@@ -354,7 +358,7 @@ class _JsonValues:
 
 
 def _is_json_lines(start: bytes) -> bool:
-    """Whether a file that begins like this has an object a line: what many call .json is that."""
+    """Whether a file with this beginning is JSON lines, which are often named .json."""
     try:
         return isinstance(json.loads(start.lstrip().partition(b"\n")[0]), dict)
     except (ValueError, RecursionError):
@@ -362,10 +366,10 @@ def _is_json_lines(start: bytes) -> bool:
 
 
 class _CsvLines:
-    """The lines of a .csv, for `csv.reader`; `left` is how many characters the row at hand may still have."""
+    """The lines of a .csv for `csv.reader`; `left` is the number of characters that the current row may still have."""
 
     def __init__(self, stream: BinaryIO):
-        # What is not UTF-8 becomes a half of a surrogate pair, which `text_of` finds: a strict decoder would end the whole file.
+        # Invalid UTF-8 becomes lone surrogates, which `text_of` reports for the one record; a strict decoder would fail for the whole file.
         self._characters = io.TextIOWrapper(stream, "utf-8-sig", errors="surrogateescape", newline="")
         self.left = 0
 
@@ -385,7 +389,7 @@ class _CsvLines:
 def _csv(file: Path, stream: BinaryIO, text_column: str, problems: Problems) -> Iterator[tuple[str, str]]:
     csv.field_size_limit(sys.maxsize)
     lines = _CsvLines(stream)
-    # Strict: without, a quote that is never closed silently makes one text of the rest of the file.
+    # Strict: otherwise, an unclosed quote silently turns the rest of the file into one text.
     rows = csv.reader(lines, strict=True)
     columns: list[str] | None = None
     while True:
@@ -395,7 +399,7 @@ def _csv(file: Path, stream: BinaryIO, text_column: str, problems: Problems) -> 
             row = next(rows)
         except StopIteration:
             return
-        except RecordTooLarge:  # within quotes or not: where the next row begins is not known
+        except RecordTooLarge:  # possibly within quotes, so the start of the next row is unknown
             problems.too_large(f"{file}:{line}", REST_LOST)
             return
         except csv.Error as reason:
@@ -409,7 +413,8 @@ def _csv(file: Path, stream: BinaryIO, text_column: str, problems: Problems) -> 
             yield from text_of(dict(zip(columns, row, strict=False)), text_column, f"{file}:{line}", problems)
 
 
-def _parquet(file: Path, text_column: str, problems: Problems, watch: Callable[[int], None]) -> Iterator[tuple[str, str]]:
+def _parquet(file: Path, text_column: str, problems: Problems, on_read: Callable[[int], None]) -> Iterator[tuple[str, str]]:
+    # Imported here: it takes a quarter of a second, and only .parquet files need it.
     import pyarrow
     from pyarrow import parquet
 
@@ -419,15 +424,15 @@ def _parquet(file: Path, text_column: str, problems: Problems, watch: Callable[[
             if not _has_column(file, table.schema_arrow.names, text_column, problems):
                 return
             if pyarrow.types.is_nested(kind := table.schema_arrow.field(text_column).type):
-                problems(f"text column {text_column!r} is no text", str(file), f"it is a {kind}; none of its records is taken")
+                problems(f"text column {text_column!r} is not text", str(file), f"it is a {kind}; none of its records is used")
                 return
-            rows, page = table.metadata.num_rows, largest_page(file, table.metadata, text_column)
+            rows, (page, mean) = table.metadata.num_rows, _largest_page(table.metadata, text_column)
             if page > PAGE_RECORDS * problems.max_record:
                 limit = f"{PAGE_RECORDS} times the {problems.max_record / 2**20:g} MiB of --max_record_mib"
-                problems("record too large", str(file), f"a page of {page / 2**20:,.0f} MiB, above {limit}; none of its records is taken")
+                detail = f"a row group has pages of about {page / 2**20:,.0f} MiB, above {limit}; none of its records is used"
+                problems("record too large", str(file), detail)
                 return
-            # A batch of large values, which a dictionary may repeat, has no more bytes than a record may have.
-            n = min(PARQUET_ROWS, max(1, problems.max_record // max(1, page)))
+            n = min(PARQUET_ROWS, max(1, problems.max_record // max(1, mean)))
             for batch in table.iter_batches(batch_size=n, columns=[text_column], use_threads=False):
                 column = batch.column(0)
                 for place in range(len(column)):
@@ -438,24 +443,46 @@ def _parquet(file: Path, text_column: str, problems: Problems, watch: Callable[[
                         problems("not UTF-8", f"{file}: row {number}")
                         continue
                     yield from text_of(record, text_column, f"{file}: row {number}", problems)
-                watch(size * number // rows)
+                on_read(size * number // rows)
     except DataError:
         raise
-    except (pyarrow.ArrowException, OSError, ValueError, LookupError, ArithmeticError, MemoryError) as reason:  # it raises them all
+    except (
+        pyarrow.ArrowException,
+        OSError,
+        ValueError,
+        LookupError,
+        ArithmeticError,
+        MemoryError,
+    ) as reason:  # pyarrow raises all of these
         if isinstance(reason, OSError) and reason.errno:
             raise
         problems("broken Parquet file", f"{file}: row {number + 1}", f"{one_line(reason)}{REST_LOST}")
 
 
+def _largest_page(metadata: Any, column: str) -> tuple[int, int]:
+    """The sizes of the largest page and of the largest mean record of a column, in bytes, estimated from the sizes of its row groups.
+
+    pyarrow decompresses one page at a time, but does not show its size. A row group has at least one page, and a page at most about
+    PAGE_VALUES long values.
+    """
+    page = mean = 0
+    number = next(number for number in range(metadata.num_columns) if metadata.schema.column(number).path == column)
+    for group in range(metadata.num_row_groups):
+        chunk = metadata.row_group(group).column(number)
+        of_group = chunk.total_uncompressed_size // max(1, chunk.num_values)
+        page, mean = max(page, min(chunk.total_uncompressed_size, PAGE_VALUES * of_group)), max(mean, of_group)
+    return page, mean
+
+
 def _has_column(file: Path, columns: list[str], text_column: str, problems: Problems) -> bool:
     if text_column not in columns:
         has = f"it has {', '.join(map(repr, columns[:20]))}: name one with --text_column"
-        problems(f"no text column {text_column!r}", str(file), f"{has}; none of its records is taken")
+        problems(f"no text column {text_column!r}", str(file), f"{has}; none of its records is used")
     return text_column in columns
 
 
 def text_of(record: object, text_column: str, place: str, problems: Problems) -> Iterator[tuple[str, str]]:
-    """(place, text) of a record that has a text of whole characters; else the problem is told."""
+    """Yields (place, text) of a good record, and reports a bad one."""
     if not isinstance(record, dict) or record.get(text_column) is None:
         has = f"it has {', '.join(map(repr, list(record)[:8]))}" if isinstance(record, dict) else f"it is a {type(record).__name__}"
         problems(f"no text column {text_column!r}", place, has)
@@ -468,12 +495,12 @@ def text_of(record: object, text_column: str, place: str, problems: Problems) ->
             problems("not UTF-8", place, f"byte 0x{reason.object[reason.start]:02x}")
             return
     if not isinstance(text, str):
-        problems(f"text column {text_column!r} is no text", place, f"it is a {type(text).__name__}")
+        problems(f"text column {text_column!r} is not text", place, f"it is a {type(text).__name__}")
         return
     try:
         n_bytes = len(text.encode("utf-8"))
     except UnicodeEncodeError:
-        problems("not UTF-8", place, "a byte that is none, or half of a surrogate pair")
+        problems("not UTF-8", place, "an invalid byte, or half of a surrogate pair")
         return
     if n_bytes > problems.max_record:
         problems.too_large(place)

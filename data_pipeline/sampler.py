@@ -1,8 +1,8 @@
 """The global order of samples: a pure function of (corpus fingerprint, seed, position), also over a mixture of sources.
 
-Position i is in epoch i // n_windows, and every epoch is a permutation of the windows, computed place by place instead of
-shuffled: position 10**12 costs as much as position 0, nothing is stored, and a resumed run asks for the position it reached.
-Integer arithmetic only, so the order is the same on every platform and with every numpy.
+Position i is in epoch i // n_windows. Every epoch is a permutation of the windows, computed position by position: position 10**12 costs
+as much as position 0, nothing is stored, and a resumed run continues at the position that it had reached. It uses integer arithmetic only,
+so the order is the same on every platform and with every version of numpy.
 """
 
 import hashlib
@@ -15,18 +15,18 @@ import numpy as np
 
 BLOCK = 4096  # positions computed at once: 0.3 ms, or 0.07 us a sample
 ROUNDS = 8
-#: The most parts that a mixture's weights are cut into: one is 0.01%.
+#: Maximum number of parts that the weights of a mixture are divided into; one part is 0.01%.
 DENOMINATOR = 10_000
 
 
 class GlobalSampler:
-    """Windows in the order in which a whole run, all ranks together, sees them.
+    """The order in which a run reads the windows, over all ranks.
 
     Args:
-        groups: how many windows each group of shards has; they stand one group behind the other.
-        weights: the share of each group, in whole parts (`parts_of`): exact where they are fractions of up to DENOMINATOR parts, such as
-            0.7 and 0.3 or a third and two thirds, else rounded to 1 / DENOMINATOR. After every prefix of n samples the number from each is
-            within 1 of its parts x n / all parts. A group that has been seen whole begins its next epoch, in another order.
+        groups: the number of windows of each group of shards. Windows are numbered group by group.
+        weights: the weight of each group, converted to whole parts (`parts_of`): exactly if they are fractions of up to DENOMINATOR parts,
+            such as 0.7 and 0.3 or one third and two thirds, else rounded to 1 / DENOMINATOR. In every prefix of n samples, the number from
+            each group is within 1 of n x its parts / all parts. After all windows of a group, its next epoch begins in another order.
     """
 
     def __init__(self, groups: Sequence[int], seed: int, fingerprint: str, weights: Sequence[float] = (1.0,)):
@@ -34,7 +34,7 @@ class GlobalSampler:
         self.n_windows = sum(groups)
         self._groups = groups
         self._offsets = np.cumsum([0, *groups[:-1]])
-        # A lone group's key has no number, and its order is that of a corpus without mixture.
+        # The key of a single group has no number, so its order is that of a corpus without mixture.
         key = f"{fingerprint}:{seed}"
         self._keys = [key] if len(groups) == 1 else [f"{key}:{number}" for number in range(len(groups))]
         self._parts = parts_of(weights)
@@ -67,20 +67,20 @@ class GlobalSampler:
         for group, (n_windows, key) in enumerate(zip(self._groups, self._keys, strict=True)):
             mine = np.flatnonzero(groups == group)
             if len(mine):
-                # The group's own positions are consecutive, from the number of its samples before the first on.
+                # The group's positions are consecutive, starting from the number of its samples before.
                 first = int(periods[mine[0]]) * self._parts[group] + int(self._before[places[mine[0]]])
                 out[mine] = self._offsets[group] + shuffled_positions(n_windows, key, first, len(mine))
         return out
 
 
 def parts_of(weights: Sequence[float]) -> list[int]:
-    """Weights as whole parts, at least one each, in the smallest numbers: [0.7, 0.3] is [7, 3], [1/3, 2/3] is [1, 2].
+    """Weights as whole parts, at least one each, in lowest terms: [0.7, 0.3] is [7, 3], [1/3, 2/3] is [1, 2].
 
-    Weights whose nearest fractions have no common denominator up to DENOMINATOR become parts of DENOMINATOR, the largest remainders up.
+    Weights whose nearest fractions have no common denominator up to DENOMINATOR are rounded to DENOMINATOR parts by largest remainders.
     """
     total = sum(Fraction(weight) for weight in weights)
     shares = [Fraction(weight) / total for weight in weights]
-    # The nearest fraction of a share is at least as near as any rounding to DENOMINATOR parts, so nothing is lost by taking it.
+    # The nearest fraction is at least as close as rounding to DENOMINATOR parts.
     nearest = [share.limit_denominator(DENOMINATOR) for share in shares]
     common = lcm(*(share.denominator for share in nearest))
     if common <= DENOMINATOR and sum(nearest) == 1 and min(nearest) > 0:
@@ -89,18 +89,18 @@ def parts_of(weights: Sequence[float]) -> list[int]:
     remainders = sorted(range(len(parts)), key=lambda i: shares[i] * DENOMINATOR - parts[i], reverse=True)
     for i in remainders[: max(0, DENOMINATOR - sum(parts))]:
         parts[i] += 1
-    while sum(parts) > DENOMINATOR:  # what was raised to one part is taken from the largest, where it shows least
+    while sum(parts) > DENOMINATOR:  # parts that were raised to one are taken from the largest, where it matters least
         parts[parts.index(max(parts))] -= 1
     divisor = gcd(*parts)
     return [part // divisor for part in parts]
 
 
 def mixture_pattern(parts: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-    """Which group each of D = sum(parts) samples is from, and how many from that group come before it: both int64, (D,).
+    """The group of each of D = sum(parts) samples, and the number of samples from that group before it: both int64, (D,).
 
-    Repeated for ever, the number from group i among the first n differs from n x parts[i] / D by at most 1 - 1 / (2 k - 2) for k groups
-    (Tijdeman, "The chairman assignment problem", Discrete Mathematics 32, 1980): of the groups that may have the next sample without
-    running ahead, the one comes that would first fall behind. After D samples every group is at its share exactly, and it begins anew.
+    If it is repeated, the number from group i among the first n differs from n x parts[i] / D by at most 1 - 1 / (2 k - 2) for k groups
+    (Tijdeman, "The chairman assignment problem", Discrete Mathematics 32, 1980): of the groups that are not ahead, the next sample is from
+    the one with the earliest deadline. After D samples every group has exactly its share, and the pattern repeats.
     """
     k, total = len(parts), sum(parts)
     slack = max(1, 2 * k - 2)
@@ -112,7 +112,7 @@ def mixture_pattern(parts: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
         for j in range(1, part + 1)
     )
     pattern, before = np.empty(total, dtype=np.int64), np.empty(total, dtype=np.int64)
-    ready: list[tuple[int, int, int]] = []  # by deadline, then by group: the order of equals is fixed too
+    ready: list[tuple[int, int, int]] = []  # by deadline, then by group, so that ties are ordered too
     arrived = 0
     for n in range(1, total + 1):
         while arrived < total and windows[arrived][0] <= n:
@@ -128,8 +128,8 @@ def shuffled_positions(n: int, key: str, start: int, count: int) -> np.ndarray:
 
     A Feistel network over a grid of a x b >= n places, where a and b are near sqrt(n) (Black and Rogaway, "Ciphers with
     arbitrary finite domains", 2002, section 4): each round adds to one coordinate a keyed hash of the other, which is a
-    permutation of the grid. Places from n on are sent through again until they land below n (cycle walking), which leaves a
-    permutation of range(n); fewer than a of the a x b places need that.
+    permutation of the grid. Places from n on are mapped again until they are below n (cycle walking), which gives a permutation of
+    range(n); fewer than a of the a x b places need that.
     """
     a = isqrt(n - 1) + 1
     b = -(-n // a)

@@ -1,13 +1,13 @@
-"""Where documents come from.
+"""Sources of documents.
 
-A source is what one `--source` names:
+A source is one value of `--source`:
 
     stdlib              the running Python's own *.py files, without tests: about 730 files, 12 MB, on every machine, no download
     FILE                .txt .md .py .jsonl .json .csv (each also .gz or .zst) or .parquet
-    FOLDER, 'GLOB'      all files of these kinds below it, or that match, in the order of their paths; a symbolic link that leads out of the
-                        folder (of a glob: out of what stands before the first wildcard) is left out and counted
-    hf:NAME[:CONFIG][:SPLIT]    a dataset of the Hugging Face hub, or a folder laid out like one, streamed by `datasets`;
-                        hf:json:FILES and the like name the builder and its files
+    FOLDER, 'GLOB'      all files of these kinds in the folder and below, or all that match, ordered by path; a symbolic link that leads
+                        out of the folder (of a glob: the folder before the first wildcard) is left out and counted
+    hf:NAME[:CONFIG][:SPLIT]    a dataset of the Hugging Face hub, or a folder with the same layout, streamed by `datasets`;
+                        hf:json:FILES and the like name a builder and its files
     ...@0.7             any of them with its weight in a mixture
 """
 
@@ -27,12 +27,11 @@ from typing import Any
 
 from data_pipeline.errors import DataError, one_line
 from data_pipeline.records import SUFFIXES, LargeText, Problems, records, suffix_of, text_of
-from data_pipeline.torch_hidden import torch_hidden
 
-# Tests more than double the size (31.5 MB) with repetitive text; installed packages would make the corpus the machine's own.
+# Tests more than double the size (31.5 MB) with repetitive text, and installed packages differ between machines.
 STDLIB_EXCLUDED = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
-ALLOWED = f"stdlib, a file, folder or glob of {' '.join(SUFFIXES)}, or hf:NAME[:CONFIG][:SPLIT]; each with @WEIGHT behind it or none"
-#: What a link that is left out is counted as.
+ALLOWED = f"stdlib, a file, folder or glob of {' '.join(SUFFIXES)}, or hf:NAME[:CONFIG][:SPLIT]; optionally followed by @WEIGHT"
+#: The reason under which links are counted.
 LINK_OUT = "link out of the source's folder"
 #: Builders of `datasets` that take files instead of a name on the hub.
 BUILDERS = ("json", "parquet", "csv", "text")
@@ -41,7 +40,7 @@ BUILDERS = ("json", "parquet", "csv", "text")
 class Source:
     """Documents in an order that is the same at every call of `documents`.
 
-    `n_bytes` is the size of what is read, 0 where nobody knows it, and `n_read` how much of it the latest pass has behind it.
+    `n_bytes` is the size of the source, 0 if it is not known, and `n_read` how much of it has been read in the current pass.
     """
 
     def __init__(self, name: str, text_column: str, max_docs: int | None, problems: Problems):
@@ -49,18 +48,18 @@ class Source:
         self.n_bytes = self.n_read = 0
 
     def describe(self) -> dict[str, Any]:
-        """What the manifest records of it: enough to notice that it has changed since, and nothing that a copy would change."""
+        """The entry in the manifest: what tells that the source has changed, but is the same for a copy of it."""
         raise NotImplementedError
 
     def state(self) -> str:
-        """A hash that changes with any change of what is read, for an interrupted run that goes on."""
+        """A hash that changes with any change of the source, for a run that resumes."""
         raise NotImplementedError
 
     def documents(self) -> Iterator[tuple[str, str | LargeText]]:
-        """(place, text) of each document, at most `max_docs`.
+        """Yields (place, text) of each document, at most `max_docs`.
 
         Raises:
-            DataError: a bad record under `--on_error stop`, or something that cannot be read.
+            DataError: a record is bad and `--on_error` is stop, or something cannot be read.
         """
         self.n_read = 0
         return islice(self._documents(), self.max_docs)
@@ -70,7 +69,7 @@ class Source:
 
 
 class Files(Source):
-    """Files, in the order of their paths relative to `root`; `links` lead out of it and are not read."""
+    """Files, ordered by their paths relative to `root`; `links` lead out of it and are not read."""
 
     def __init__(self, identity: dict[str, Any], root: Path, files: list[Path], links: list[Path], *options: Any):
         super().__init__(identity["name"], *options)
@@ -93,19 +92,19 @@ class Files(Source):
     def _documents(self) -> Iterator[tuple[str, str | LargeText]]:
         for link in self.links:
             self.problems.count(LINK_OUT, f"{link}: {LINK_OUT} (to {os.path.realpath(link)})")
-        behind = 0
+        before = 0
         for file, stat in zip(self.files, self._stats, strict=True):
 
-            def watch(done: int, behind: int = behind) -> None:
-                self.n_read = behind + done
+            def on_read(done: int, before: int = before) -> None:
+                self.n_read = before + done
 
-            yield from records(file, self.text_column, self.problems, watch)
-            behind += stat.st_size
-            self.n_read = behind
+            yield from records(file, self.text_column, self.problems, on_read)
+            before += stat.st_size
+            self.n_read = before
 
 
 class HubDataset(Source):
-    """A dataset that `datasets` streams: nothing but the rows at hand is in memory or on the disk."""
+    """A dataset that `datasets` streams; only the current rows are in memory."""
 
     def __init__(self, name: str, arguments: dict[str, Any], *options: Any):
         super().__init__(name, *options)
@@ -124,8 +123,8 @@ class HubDataset(Source):
         if os.path.isdir(local) or glob.has_magic(local):
             root = Path(os.path.realpath(local if os.path.isdir(local) else _fixed_part(local)))
             for file in (file for of_split in files.values() for file in of_split if os.path.exists(file) and _leads_out(file, root)):
-                raise DataError(f"--source {self.name}: {file} is a {LINK_OUT}; remove it, or copy what it leads to")
-        # Of each file its time on the disk, the commit of the hub, or the ETag of a server.
+                raise DataError(f"--source {self.name}: {file} is a {LINK_OUT}; remove it, or replace it by a copy of its target")
+        # For each file its modification time, the commit on the hub, or the ETag of a server.
         versions = {split: [list(of_split), of_split.origin_metadata] for split, of_split in files.items()}
         return hashlib.sha256(repr((self.describe(), versions)).encode("utf-8", "surrogateescape")).hexdigest()
 
@@ -133,7 +132,7 @@ class HubDataset(Source):
         number = 0
         try:
             dataset = _datasets().load_dataset(**self._arguments, streaming=True)
-            columns = dataset.column_names  # None where only the rows would tell
+            columns = dataset.column_names  # None if they are not known before the first row
             if columns:
                 if self.text_column not in columns:
                     raise DataError(
@@ -145,18 +144,19 @@ class HubDataset(Source):
                 yield from text_of(row, self.text_column, f"{self.name}: row {number}", self.problems)
         except (DataError, MemoryError):
             raise
-        except Exception as reason:  # whatever the builder, the file system or the network of `datasets` raises
+        except Exception as reason:  # exceptions of any type, from builders, file systems and the network
             raise self._unreadable(f"row {number + 1}" if number else "it cannot be opened", reason) from None
 
     def _unreadable(self, where: str, reason: Exception) -> DataError:
         line = one_line(reason, 300)
-        return DataError(f"--source {self.name}: {where}: {line}; look at its name, configuration and split")
+        return DataError(f"--source {self.name}: {where}: {line}; check its name, configuration and split")
 
 
 def _datasets() -> Any:
-    """The library `datasets`, quiet."""
-    with torch_hidden():
-        import datasets
+    """The library `datasets`, without its log messages and progress bars."""
+    os.environ.setdefault("USE_TORCH", "0")  # it would import torch: two seconds and 300 MB
+    import datasets  # here, as it takes a second and only hf: needs it
+
     datasets.utils.logging.set_verbosity_error()
     datasets.utils.logging.disable_progress_bar()
     return datasets
@@ -165,17 +165,17 @@ def _datasets() -> Any:
 def open_sources(
     specs: list[str], text_column: str = "text", max_docs: int | None = None, problems: Problems | None = None
 ) -> tuple[list[Source], list[float] | None]:
-    """The sources that `specs` name, and their weights, which sum to 1; None where no spec has one.
+    """The sources that `specs` name, and their weights, which sum to 1, or None if no spec has a weight.
 
     Raises:
-        DataError: there is no such source, nothing in it, or only some have a weight.
+        DataError: a source does not exist or is empty, or only some have weights.
     """
     options = (text_column, max_docs, problems or Problems("stop"))
     pairs = [_split_weight(spec) for spec in specs]
     weights = [weight for _, weight in pairs if weight is not None]
     if weights and len(weights) < len(pairs):
         missing = next(spec for spec, weight in pairs if weight is None)
-        raise DataError(f"--source {missing}: has no weight where others have one; write {missing}@WEIGHT, or no weight at all")
+        raise DataError(f"--source {missing}: has no weight, but others have one; write {missing}@WEIGHT, or no weights")
     total = sum(weights)
     return [_open(spec, options) for spec, _ in pairs], [weight / total for weight in weights] or None
 
@@ -188,8 +188,8 @@ def _split_weight(spec: str) -> tuple[str, float | None]:
         value = float(weight)
     except ValueError:
         value = math.nan
-    if not 1e-9 <= value <= 1e9:  # so that every share of their sum is above 0
-        raise DataError(f"--source {spec}: {weight} is no weight; allowed: a number from 1e-9 to 1e9, such as 0.7")
+    if not 1e-9 <= value <= 1e9:  # so that every fraction of their sum is above 0
+        raise DataError(f"--source {spec}: {weight} is not a weight; allowed: a number from 1e-9 to 1e9, such as 0.7")
     return name, value
 
 
@@ -208,7 +208,7 @@ def _open(spec: str, options: tuple[Any, ...]) -> Source:
     if glob.has_magic(spec):
         files, links = _match(spec)
         if not files:
-            raise DataError(f"--source {spec}: no file matches{_of_links(links)}; put a glob in quotes, ** goes into folders")
+            raise DataError(f"--source {spec}: no file matches{_of_links(links)}; put a glob in quotes, and use ** for subfolders")
         for file in files:
             _check_kind(file, spec)
         return Files({"name": spec}, Path(os.path.commonpath([file.parent for file in files])), files, links, *options)
@@ -221,25 +221,25 @@ def _check_kind(file: Path, spec: str) -> None:
 
 
 def _hub_arguments(spec: str) -> dict[str, Any]:
-    """What `datasets.load_dataset` is called with."""
+    """The arguments of `datasets.load_dataset`."""
     name, *rest = spec.removeprefix("hf:").split(":")
     form = "hf:NAME[:CONFIG][:SPLIT], or hf:json:FILES[:SPLIT] and the like"
     if not name or len(rest) > 2 or "" in rest:
-        raise DataError(f"--source {spec}: not the name of a dataset; allowed: {form}")
+        raise DataError(f"--source {spec}: not a dataset name; allowed: {form}")
     if name in BUILDERS:
         if not rest:
             raise DataError(f"--source {spec}: the builder {name} needs files; allowed: {form}")
         return {"path": name, "data_files": rest[0], "split": rest[1] if len(rest) > 1 else "train"}
-    if len(rest) == 1 and re.match(r"(train|validation|val|test)\b", rest[0]):  # the usual names of a split, where one part is given
+    if len(rest) == 1 and re.match(r"(train|validation|val|test)\b", rest[0]):  # a single part is a split if it has the usual name of one
         return {"path": name, "split": rest[0]}
     return {"path": name, **({"name": rest[0]} if rest else {}), "split": rest[1] if len(rest) > 1 else "train"}
 
 
 def _find(root: Path, suffixes: tuple[str, ...], excluded: frozenset[str], spec: str) -> tuple[list[Path], list[Path]]:
-    """The files below `root`, and the links that lead out of it. Links to folders are not followed: what they lead to inside is there."""
+    """The files below `root`, and the links that lead out of it. Links to folders are not followed."""
 
     def cannot(reason: OSError) -> None:
-        raise DataError(f"--source {spec}: {reason.filename} cannot be read ({reason.strerror}); mend that, or move it away")
+        raise DataError(f"--source {spec}: {reason.filename} cannot be read ({reason.strerror}); fix that, or move it away")
 
     files, links = list[Path](), list[Path]()
     real_root = Path(os.path.realpath(root))
@@ -252,12 +252,12 @@ def _find(root: Path, suffixes: tuple[str, ...], excluded: frozenset[str], spec:
                 (links if path.is_symlink() and _leads_out(path, real_root) else files).append(path)
     if not files:
         kinds = " ".join(suffixes)
-        raise DataError(f"--source {spec}: no {kinds} file below {root}{_of_links(links)}; name a file, or a folder that holds some")
-    return sorted(files, key=str), sorted(links, key=str)  # below one root the order of their relative paths
+        raise DataError(f"--source {spec}: no {kinds} file below {root}{_of_links(links)}; name a file, or a folder with such files")
+    return sorted(files, key=str), sorted(links, key=str)  # below one root this is the order of their relative paths
 
 
 def _match(pattern: str) -> tuple[list[Path], list[Path]]:
-    """The files that a glob matches, and what it matches that links lead to out of the folder before the first wildcard."""
+    """The files that a glob matches, and the matches that links lead to outside of the folder before the first wildcard."""
     root = _fixed_part(pattern)
     real_root = Path(os.path.realpath(root))
     files, links = list[Path](), list[Path]()
@@ -277,7 +277,7 @@ def _fixed_part(pattern: str) -> Path:
 
 
 def _expand(folder: Path, parts: tuple[str, ...]) -> Iterator[Path]:
-    """What `parts` match below `folder`, as by `glob.glob`, but that ** gives links to folders without going into them."""
+    """The matches of `parts` below `folder`, as by `glob.glob`, except that ** yields links to folders without following them."""
     before = parts[: parts.index("**")] if "**" in parts else parts
     found = map(Path, glob.glob(str(Path(glob.escape(str(folder)), *before))))
     if before == parts:
@@ -295,5 +295,5 @@ def _leads_out(path: str | Path, real_root: Path) -> bool:
 
 
 def _of_links(links: list[Path]) -> str:
-    """Why nothing was found, where there are links that are not followed."""
-    return f" (not followed: {len(links):,} links out of it, such as {links[0]}; name what they lead to, or copy it)" if links else ""
+    """A hint for error messages that nothing was found because links are not followed."""
+    return f" (not followed: {len(links):,} links out of it, such as {links[0]}; name their targets, or copy them)" if links else ""

@@ -1,4 +1,4 @@
-"""A folder that appears at its place whole or not at all, and that an interrupted run can go on filling."""
+"""A folder that gets its final name when it is complete, and that an interrupted run can resume."""
 
 import fcntl
 import os
@@ -13,27 +13,26 @@ from data_pipeline.errors import DataError
 
 @contextmanager
 def staged_folder(out: Path, worth_keeping: Callable[[Path], bool], resume: bool) -> Iterator[Path]:
-    """Yields a folder beside `out`; it is on the disk and renamed to `out` when the block ends well.
+    """Yields the folder `.NAME.partial` beside `out`, and renames it to `out`, synchronized to disk, when the block succeeds.
 
-    Otherwise, by an error or a kill, `.NAME.partial` stays if it is `worth_keeping`, for a run with `resume`, which is given it as it is;
-    there is never anything at `out`. The lock file `.NAME.lock` tells a dead process from a living one, which a process id in the name
-    could not across hosts.
+    If the block fails or is killed, nothing is at `out`. The partial folder stays if it is `worth_keeping`, and a later run with `resume`
+    gets it as it is. A lock on the file `.NAME.lock` excludes other processes; it ends with its process, on any host.
 
     Raises:
-        DataError: the folder cannot be made; another process is at work on the same `out`; or an interrupted run left something worth
-            keeping, and `resume` is not given.
+        DataError: the folder cannot be created; another process prepares the same `out`; or an interrupted run left a folder worth keeping
+            and `resume` is false.
     """
     created = [folder for folder in out.parents if not folder.exists()]  # innermost first
-    partial = out.parent / f".{out.name}.partial"
+    partial = partial_folder(out)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         lock = _lock(out.parent / f".{out.name}.lock", out)
     except OSError as error:
-        raise DataError(f"--out {out}: cannot write to {out.parent} ({error.strerror}); choose a folder that you may write to") from None
+        raise DataError(f"--out {out}: cannot write to {out.parent} ({error.strerror}); choose a writable folder") from None
     try:
         keep = partial.exists() and worth_keeping(partial)
         if keep and not resume:
-            raise DataError(f"--out {out}: an interrupted run left its work in {partial}; go on with it by --resume, or remove that folder")
+            raise DataError(f"--out {out}: an interrupted run left its work in {partial}; continue with --resume, or remove that folder")
         if partial.exists() and not keep:
             shutil.rmtree(partial)
         try:
@@ -46,7 +45,9 @@ def staged_folder(out: Path, worth_keeping: Callable[[Path], bool], resume: bool
                 os.rename(partial, out)
             except OSError:
                 if out.exists():
-                    raise DataError(f"--out {out}: appeared in the meantime, nothing was overwritten; choose another --out") from None
+                    raise DataError(
+                        f"--out {out}: was created by another process meanwhile and not overwritten; choose another --out"
+                    ) from None
                 raise
             fsync(out.parent)
         finally:
@@ -57,20 +58,25 @@ def staged_folder(out: Path, worth_keeping: Callable[[Path], bool], resume: bool
         lock.close()
         if not out.exists() and not partial.exists():
             for folder in created:
-                with suppress(OSError):  # someone else may have begun to use it
+                with suppress(OSError):  # another process may use it by now
                     folder.rmdir()
 
 
+def partial_folder(out: Path) -> Path:
+    """The folder that holds the corpus `out` while it is incomplete."""
+    return out.parent / f".{out.name}.partial"
+
+
 def _lock(path: Path, out: Path) -> TextIO:
-    """The open and locked file `path`. The lock dies with its process, however that ends."""
+    """The open and locked file `path`. The lock ends with the process."""
     while True:
-        file = open(path, "w")  # noqa: SIM115 (the caller closes it: closing is what unlocks)
+        file = open(path, "w")  # noqa: SIM115 (the caller closes the file to unlock it)
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             file.close()
             raise DataError(f"--out {out}: another process is preparing it; wait for it, or choose another --out") from None
-        # Its holder may have unlinked the file between our open and our lock; then nobody else would see this lock.
+        # The previous holder may have unlinked the file after it was opened here; then no other process would see this lock.
         with suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(file.fileno()), os.stat(path)):
                 return file
@@ -78,7 +84,7 @@ def _lock(path: Path, out: Path) -> TextIO:
 
 
 def fsync(path: Path) -> None:
-    """Bring a file, or a folder's list of names, to the disk."""
+    """Synchronize a file, or the entries of a folder, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,8 +1,8 @@
-"""Writing a corpus: shards of a fixed number of tokens, where documents end in them, the manifest, and what `--resume` goes on from.
+"""Writes a corpus: shards of a fixed number of tokens, the ends of documents in them, the manifest, and the progress for `--resume`.
 
 train-00000.bin     ids, little-endian
-train-00000.ends    for each document that ends in the shard, one past its end of text: little-endian uint32
-.progress.json      how far all of it is known to be on the disk; gone when the corpus is at its place
+train-00000.ends    for each document that ends in the shard, the position after its end of text: little-endian uint32
+.progress.json      how much of all files is on the disk; removed when the corpus is complete
 """
 
 from __future__ import annotations
@@ -18,30 +18,31 @@ import numpy as np
 
 from data_pipeline.encoding import Encoded
 from data_pipeline.errors import DataError
-from data_pipeline.shards import ENDS_DTYPE, FORMAT_VERSION, MANIFEST_FILE, SPLITS, token_dtype
+from data_pipeline.manifest import FORMAT_VERSION, MANIFEST_FILE, SPLITS, token_dtype
+from data_pipeline.shards import ENDS_DTYPE
 
 PROGRESS_FILE = ".progress.json"
-#: Seconds between two states that an interrupted run can go on from: an fsync of every open file each.
+#: Seconds between two commits. Each synchronizes all open files to disk.
 SECONDS_BETWEEN_COMMITS = 1.0
 
 
 class _File:
-    """A file that is appended to, hashed as it grows."""
+    """A file to append to, with the hash of its content."""
 
     def __init__(self, path: Path, size: int = 0):
         self.path, self.size = path, size
         self._sha256 = hashlib.sha256()
         self._file: BinaryIO = open(path, "r+b" if size else "wb")  # noqa: SIM115 (it outlives this call)
-        while size:  # what an interrupted run left, up to what it is known to have written
+        while size:  # hash what an interrupted run has committed
             data = self._file.read(min(size, 2**20))
             if not data:
-                raise DataError(f"{path}: shorter than it was when the run was interrupted; remove {path.parent} and prepare anew")
+                raise DataError(f"{path}: shorter than when the run was interrupted; remove {path.parent} and prepare again")
             self._sha256.update(data)
             size -= len(data)
         self._file.truncate()
 
     def append(self, values: np.ndarray) -> None:
-        if not len(values):  # no memoryview of nothing can be cast
+        if not len(values):  # an empty memoryview cannot be cast
             return
         data = values.data.cast("B")
         self._file.write(data)
@@ -53,7 +54,7 @@ class _File:
         os.fsync(self._file.fileno())
 
     def finish(self) -> str:
-        """Close it, on the disk, and return its hash."""
+        """Synchronize and close the file; return its hash."""
         self.sync()
         self._file.close()
         return self._sha256.hexdigest()
@@ -63,9 +64,9 @@ class _File:
 
 
 class ShardWriter:
-    """Writes one split as shards of `shard_tokens` tokens each, the last of a group shorter. Documents may cross from one to the next.
+    """Writes one split as shards of `shard_tokens` tokens, except the last one of each group. Documents may continue in the next shard.
 
-    `state` is what a writer made anew goes on from: everything up to the last `commit`.
+    `state` is what an earlier writer's `commit` returned, to continue from there.
     """
 
     def __init__(self, folder: Path, split: str, dtype: np.dtype, shard_tokens: int, state: dict[str, Any] | None = None):
@@ -103,19 +104,19 @@ class ShardWriter:
                 self._finish_shard()
 
     def commit(self) -> dict[str, Any]:
-        """Bring all of it to the disk; what a writer made with it goes on from."""
+        """Synchronize to disk and return the state that a new writer continues from."""
         for file in self._files or ():
             file.sync()
         return {"bytes": self.bytes, "shards": self._shards, "open": self._files is not None}
 
     def finish(self) -> dict[str, Any]:
-        """Finish the last shard and return the manifest's entry of this split."""
+        """Finish the last shard and return the manifest entry of this split."""
         self._finish_shard()
         total = {key: sum(shard[key] for shard in self._shards) for key in ("tokens", "documents")}
         return {**total, "bytes": self.bytes, "shards": self._shards}
 
     def close(self) -> None:
-        """Let go of the files; what is in them stays."""
+        """Close the files and keep them."""
         for file in self._files or ():
             file.close()
 
@@ -130,11 +131,11 @@ class ShardWriter:
 
 
 class CorpusWriter:
-    """Both splits of a corpus in a folder that is not yet the corpus, and the file that an interrupted run goes on from.
+    """Writes both splits of a corpus to a partial folder, and the progress from which an interrupted run resumes.
 
     Args:
-        identity: what must be the same for a run to go on: sources and their state, options.
-        progress: what `read_progress` found, for a run that goes on.
+        identity: sources, their state, and options, which must be the same on resume.
+        progress: the result of `read_progress`, to resume from.
     """
 
     def __init__(
@@ -151,42 +152,45 @@ class CorpusWriter:
         states = progress["writers"] if progress else {}
         self.dtype = token_dtype(vocab_size)
         self.splits = {split: ShardWriter(folder, split, self.dtype, shard_tokens, states.get(split)) for split in SPLITS}
+        self.documents = self.tokens = 0  # written by this process
         self._committed = 0.0
         if progress is None:
             self.commit()
 
     def write(self, chunk: list[Encoded]) -> None:
-        """Append one chunk."""
+        """Append one chunk of text, encoded."""
         for encoded in chunk:
             self.splits[encoded.split].write(encoded)
+            self.documents += len(encoded.ends)
+            self.tokens += len(encoded.ids)
         self.chunks += 1
         if time.monotonic() - self._committed >= SECONDS_BETWEEN_COMMITS:
             self.commit()
 
     def commit(self) -> None:
-        """Make what has been written so far what an interrupted run goes on from."""
+        """Record what has been written so far, for an interrupted run to resume from."""
         writers = {name: writer.commit() for name, writer in self.splits.items()}
         progress = {"identity": self._identity, "tokenizer": self._tokenizer_entry, "chunks": self.chunks, "writers": writers}
         _write_json(self.folder / PROGRESS_FILE, progress)
         self._committed = time.monotonic()
 
     def finish(self) -> dict[str, Any]:
-        """Finish the shards; the manifest's entry of each split."""
+        """Finish the shards and return the manifest entries of the splits."""
         splits = {name: writer.finish() for name, writer in self.splits.items()}
         mentioned = {file for split in splits.values() for shard in split["shards"] for file in (shard["file"], shard["ends"]["file"])}
-        for file in self.folder.glob("*-*.*"):  # begun after the last commit of an interrupted run, and not needed any more
+        for file in self.folder.glob("*-*.*"):  # started after the last commit of an interrupted run, and not needed
             if file.suffix in (".bin", ".ends") and file.name not in mentioned:
                 file.unlink()
         return splits
 
     def close(self) -> None:
-        """Let go of the files."""
+        """Close the files and keep them."""
         for writer in self.splits.values():
             writer.close()
 
 
 def read_progress(folder: Path) -> dict[str, Any] | None:
-    """How far an interrupted run in `folder` has come; None where it has not begun to write."""
+    """The last commit of an interrupted run in `folder`; None if there is none."""
     try:
         progress = json.loads((folder / PROGRESS_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -198,14 +202,14 @@ def write_manifest(folder: Path, vocab_size: int, eot_id: int, **rest: Any) -> N
     """Write `manifest.json`, the last file of a corpus.
 
     Args:
-        rest: `tokenizer` (what Tokenizer.save returned), `sources`, `options`, `mixture` (a weight for each group), `dropped`, `splits`.
+        rest: `tokenizer` (the result of Tokenizer.save), `sources`, `options`, `mixture` (a weight per group), `dropped`, `splits`.
     """
     known = {"format_version": FORMAT_VERSION, "dtype": token_dtype(vocab_size).name, "vocab_size": vocab_size, "eot_id": eot_id}
     _write_json(folder / MANIFEST_FILE, {**known, **rest})
 
 
-def forget_progress(folder: Path) -> None:
-    """Remove what an interrupted run goes on from: all is done, or nothing will come of it."""
+def remove_progress(folder: Path) -> None:
+    """Remove the file from which an interrupted run would resume."""
     (folder / PROGRESS_FILE).unlink(missing_ok=True)
 
 

@@ -1,7 +1,7 @@
-"""A user's mistake, and how a command ends on it: one line, exit code 2, printed by one process of a host.
+"""Errors of users, and how every command ends: one line, printed by one process of a host, and an exit code.
 
-Every command's `main` is run through `run_command`, which maps what can happen to the exit codes that all commands share:
-0 done, 1 failed, 2 the user's mistake, 128 + n stopped by signal n (130 Ctrl-C, 143 SIGTERM).
+Every command runs its `main` through `run_command`, which sets the exit code: 0 done, 1 failed, 2 the user's mistake, 128 + n stopped by
+signal n (130 Ctrl-C, 143 SIGTERM).
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from typing import Any, TextIO
 
 from data_pipeline.errors import DataError
 
-#: Errors of the operating system about a path that somebody gave.
-_OF_A_PATH = (errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR)
-#: The longest message, and how much stays of the beginning (where and what) and of the end (the fix) of a longer one, in characters.
+#: Errors of the operating system that are about a path, which the user gave.
+_PATH_ERRORS = (errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR)
+#: Characters of the longest message, and how many stay of the start (where and what) and of the end (the fix) of a longer one.
 MESSAGE_LENGTH, MESSAGE_START, MESSAGE_END = 850, 500, 250
-#: How long a rank that may not speak leaves the word to local rank 0 of its host.
+#: How long the other ranks of a host wait for local rank 0 to print the error.
 SPEAKER_PATIENCE_SECONDS = 20.0
 
 
 class UsageError(ValueError):
-    """A user's mistake: one line for each fault, which says what is wrong, where, what is allowed, and the fix."""
+    """A user's mistake. Each fault is one line: what is wrong, where, what is allowed, and the fix."""
 
     def __init__(self, *faults: str):
         self.faults = tuple(one_line(fault) for fault in faults)
@@ -36,10 +36,7 @@ class UsageError(ValueError):
 
 
 def one_line(text: str) -> str:
-    """`text` as one line of bounded length: what does not print is escaped, and the middle of a long text is left out.
-
-    A key, a value or a file's name in it may hold line breaks, or a megabyte.
-    """
+    """`text` on one line of bounded length: escapes what is not printable, and leaves out the middle of a long text."""
     text = "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
     if len(text) <= MESSAGE_LENGTH:
         return text
@@ -48,7 +45,7 @@ def one_line(text: str) -> str:
 
 
 class TrainingFailed(Exception):
-    """The run cannot go on, by no fault of its command line: one line, exit code 1."""
+    """The run cannot continue, though its configuration is valid: one line, exit code 1."""
 
 
 def nearest(name: object, allowed: Iterable[str]) -> str:
@@ -60,64 +57,45 @@ def nearest(name: object, allowed: Iterable[str]) -> str:
 def nearest_name(name: str, allowed: Iterable[str]) -> str | None:
     """The closest of `allowed`, or None when nothing is close."""
     folded = {item.lower(): item for item in allowed}
-    # One wrong letter of two leaves a similarity of a half.
+    # With one wrong letter of two the similarity is 0.5.
     matches = difflib.get_close_matches(name.lower(), folded, n=1, cutoff=0.6 if len(name) > 3 else 0.5)
     return folded[matches[0]] if matches else None
 
 
 def is_speaker() -> bool:
-    """Whether this process speaks for its host: local rank 0, or a process that no launcher started."""
+    """Whether this process prints for its host: local rank 0, or a process without a launcher."""
     return os.environ.get("LOCAL_RANK", "0") == "0"
 
 
 def say(line: str, file: TextIO | None = None) -> None:
     """Print one line from local rank 0 only."""
     if is_speaker():
-        stream = file or sys.stdout
-        print(_encodable(line, stream), file=stream, flush=True)
+        print(line, file=file or sys.stdout, flush=True)
 
 
-def _encodable(line: str, stream: TextIO) -> str:
-    encoding = stream.encoding or "utf-8"
-    return line.encode(encoding, "backslashreplace").decode(encoding)
+def _print_errors(*faults: str) -> None:
+    """Print each fault as a line on standard error, from local rank 0.
 
-
-def _complain(*faults: str) -> None:
-    """Print each fault as a line on standard error. A standard error that nobody reads changes no exit code.
-
-    A launcher ends all ranks when the first one ends, so a rank that may not speak first leaves the word to local rank 0, which comes to
-    the same mistake and ends the job. When that takes too long, or the mistake is this rank's alone, it speaks itself.
+    The launcher ends all ranks when the first one ends. So the other ranks wait, for local rank 0 to find the same mistake and end the job;
+    they print only a mistake that it does not find.
     """
     if not is_speaker():
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the launcher's, when local rank 0 has spoken
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the launcher ends this rank after local rank 0
         time.sleep(SPEAKER_PATIENCE_SECONDS)
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError):  # nobody reads standard error
         for fault in faults:
-            print(_encodable(f"error: {one_line(fault)}", sys.stderr), file=sys.stderr, flush=True)
+            print(f"error: {one_line(fault)}", file=sys.stderr, flush=True)
 
 
-def open_standard_streams() -> None:
-    """Open standard input, output and error that are closed (`>&-`) as /dev/null; else the next file that is opened takes their place."""
-    for number in (0, 1, 2):
-        try:
-            os.fstat(number)
-        except OSError:
-            os.open(os.devnull, os.O_RDWR)  # gets the lowest free number, which is this one
-    sys.stdout = sys.stdout or open(1, "w", closefd=False)  # noqa: SIM115 - as long as the process
-    sys.stderr = sys.stderr or open(2, "w", closefd=False)  # noqa: SIM115
+def ignore_output_errors() -> None:
+    """Continue when standard output or error cannot be written: the terminal was closed, a pipe has no reader, the disk is full."""
+    for name in ("stdout", "stderr"):
+        if stream := getattr(sys, name):  # None where it is closed
+            file = io.BufferedWriter(_ForgivingFile(stream.fileno(), "w", closefd=False))
+            setattr(sys, name, io.TextIOWrapper(file, stream.encoding, stream.errors, line_buffering=True))
 
 
-def outlast_readers() -> None:
-    """From now on drop what standard output and error cannot take: their reader has gone (`| head`), or their disk is full."""
-    sys.stdout, sys.stderr = (
-        io.TextIOWrapper(
-            io.BufferedWriter(_Lasting(stream.fileno(), "w", closefd=False)), stream.encoding, stream.errors, line_buffering=True
-        )
-        for stream in (sys.stdout, sys.stderr)
-    )
-
-
-class _Lasting(io.FileIO):
+class _ForgivingFile(io.FileIO):
     """A file that drops what it cannot write."""
 
     def write(self, data: Any) -> int:
@@ -128,24 +106,26 @@ class _Lasting(io.FileIO):
 
 
 def run_command(main: Callable[[], int | None]) -> None:
-    """Run `main` and leave the process with the exit code that its outcome has; a user's mistake leaves no traceback."""
-    open_standard_streams()
+    """Run `main` and exit with the code of its outcome. A user's mistake is printed without a traceback."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a character that the terminal's encoding lacks
+            stream.reconfigure(errors="backslashreplace")
     try:
         code = main() or 0
     except (UsageError, DataError) as mistake:
-        _complain(*(getattr(mistake, "faults", None) or (str(mistake),)))
+        _print_errors(*(getattr(mistake, "faults", None) or (str(mistake),)))
         code = 2
     except TrainingFailed as reason:
-        _complain(str(reason))
+        _print_errors(str(reason))
         code = 1
     except BrokenPipeError:  # the reader of our output has gone, as `| head` does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left to flush goes nowhere
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is flushed at exit
         code = 128 + signal.SIGPIPE
     except KeyboardInterrupt:
         code = 130
-    except OSError as reason:  # a path of the user's that cannot be gone into; whatever else fails is a fault of ours, with its traceback
-        if reason.errno not in _OF_A_PATH or reason.filename is None:
+    except OSError as reason:  # other errors are bugs and keep their traceback
+        if reason.errno not in _PATH_ERRORS or reason.filename is None:
             raise
-        _complain(f"{str(reason.filename)[:200]}: {reason.strerror}; give another path, or mend that")
+        _print_errors(f"{str(reason.filename)[:200]}: {reason.strerror}; give another path, or correct that")
         code = 2
     sys.exit(code)

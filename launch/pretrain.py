@@ -24,8 +24,8 @@ sys.path[0] = str(Path(__file__).resolve().parents[1])
 from launch.config.explain import as_text, explain
 from launch.config.flags import MUST
 from launch.config.run_config import RunConfig, resolve
-from launch.errors import TrainingFailed, UsageError, outlast_readers, run_command, say
-from launch.training.folder import NoFolder, RunFolder, await_first_rank, await_port, check_run_folder, nothing_to_resume
+from launch.errors import TrainingFailed, UsageError, ignore_output_errors, run_command, say
+from launch.training.folder import NoFolder, RunFolder, check_run_folder, nothing_to_resume
 from launch.training.provenance import describe_run
 from launch.training.signals import StopRequest
 
@@ -38,7 +38,7 @@ def main() -> int:
         explained = explain(config)
         say(json.dumps(explained, indent=2) if flags.explain == "json" else as_text(explained))
         return 0
-    outlast_readers()
+    ignore_output_errors()
     if config.lacks:
         raise UsageError(*config.lacks)
     if config.asks_the_device:  # before the run's folder is made
@@ -46,14 +46,13 @@ def main() -> int:
 
         check_device(config)
     folder: RunFolder | NoFolder = NoFolder()
-    rank = os.environ.get("RANK", "0")
-    if rank == "0":
+    if os.environ.get("RANK", "0") == "0":
+        from launch.training.distributed import check_port
+
         path = check_run_folder(config.runs_dir, config.run_name, config.resume)
         config.corpus.verify()
-        await_port(config.resume)
+        check_port()
         folder = RunFolder(path, describe_run(config), config.quiet)
-    elif rank == os.environ.get("LOCAL_RANK"):  # on the host of rank 0
-        await_first_rank(Path(config.runs_dir) / config.run_name)
     try:
         code = train(config, folder, stop)
     except UsageError:
@@ -78,10 +77,10 @@ def train(config: RunConfig, folder: RunFolder | NoFolder, stop: StopRequest) ->
     from launch.training.engine import start_engine
     from launch.training.evaluation import Evaluation, sample_text
     from launch.training.histograms import GradientHistograms
+    from launch.training.interleaving import Interleaving
     from launch.training.meter import Meter
     from launch.training.progress import Progress, describe_start
     from launch.training.similarity import BlockSimilarity
-    from launch.training.turns import Turns
     from recipes.registry import make_techniques
     from recipes.technique import BatchPlan
 
@@ -95,7 +94,6 @@ def train(config: RunConfig, folder: RunFolder | NoFolder, stop: StopRequest) ->
         engine.deepspeed,
         techniques,
         collectives,
-        config.saves_beside_training,
         on_failure=stop.request,
         log=folder.log,
         run_id=folder.run_id,
@@ -107,8 +105,8 @@ def train(config: RunConfig, folder: RunFolder | NoFolder, stop: StopRequest) ->
         state = {key: found[key] for key in state}
     elif config.resume == MUST:
         raise UsageError(nothing_to_resume(Path(config.runs_dir) / config.run_name))
-    folder.open_metrics(state["step"])
-    meter = Meter(engine, collectives, folder.seconds_before, Turns(on_end=stop.request))
+    folder.begin(state["step"])
+    meter = Meter(engine, collectives, folder.seconds_before, Interleaving(on_lost=stop.request))
     histograms = GradientHistograms(engine, collectives, folder, config.histogram_every)
     evaluation = Evaluation(config, collectives, BlockSimilarity(collectives, folder, config.block_similarity))
     folder.log_start(describe_start(config, engine, meter, evaluation), state["step"], config.resume)
@@ -163,8 +161,6 @@ def train(config: RunConfig, folder: RunFolder | NoFolder, stop: StopRequest) ->
                 if saving:
                     with collectives.uncounted():
                         checkpoints.save(state, last=bool(stopped or last))
-                else:
-                    checkpoints.make_room()
     except TrainingFailed as reason:
         # Before the update of a step that cannot be made, or after a step whose loss is none: the weights are good, unless the update
         # before made them what they are.

@@ -17,9 +17,9 @@ TOKENS = 1024
 def description(corpus: Path, *flags: str, seed: int = 1) -> dict[str, Any]:
     """What `run.json` holds of a run of 20 steps of `nano` on two ranks; `flags` come after, with the engine JSON or the recipe.
 
-    Runs of one seed have made their steps in turns.
+    Runs of one seed were interleaved.
     """
-    return json.loads(_described(corpus, flags)) | {"seed": seed, "turns": f"turns-{seed}"}
+    return json.loads(_described(corpus, flags)) | {"seed": seed, "interleaved": f"group-{seed}"}
 
 
 @cache

@@ -1,9 +1,8 @@
-"""The benchmarks are discovered, say what their records mean, and the table of benchmarks/README.md is the one of results.json."""
+"""The benchmarks are discovered, a mistake is one line, and the tables of benchmarks/README.md are made from results.json."""
 
 from __future__ import annotations
 
 import configparser
-import json
 import re
 import subprocess
 import sys
@@ -13,10 +12,11 @@ from pathlib import Path
 import pytest
 
 from benchmarks import __main__ as benchmarks
-from benchmarks import report, stages, utilization
+from benchmarks import report, utilization
 from benchmarks.gpu import __main__ as gpu
 from benchmarks.gpu import rehearsal
 from recipes.fused_kernels.technique import FusedKernels
+from tests.conftest import gpus
 from tests.helpers import explained
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -26,9 +26,24 @@ def test_the_readme_has_the_newest_figures():
     assert benchmarks.README.read_text(encoding="utf-8") == benchmarks.readme(), "python -m benchmarks --readme"
 
 
-def test_every_record_is_read_by_its_benchmark():
+def test_every_record_has_rows_and_a_benchmark():
     for record in report.records():
-        assert benchmarks.rows_of(record), record["benchmark"]
+        assert record["benchmark"] in benchmarks.benchmarks(), record["benchmark"]
+        assert [report.Row(**row) for row in record["rows"]], record["benchmark"]
+
+
+def test_a_mistake_is_one_line_and_exit_code_2(tmp_path):
+    wrong = tmp_path / "wrong.json"
+    wrong.write_text('{"zero_optimisation": {}}')
+    for command, key in (
+        (["benchmarks/training_step.py", "--deepspeed_config", "ds_configs/nope.json"], "ds_configs/nope.json"),
+        (["recipes/progressive_layer_drop/benchmark.py", "--deepspeed_config", str(wrong), "--stages", "1"], "zero_optimisation"),
+        (["benchmarks/step_time.py", "--side", "a side"], "--side 'a side'"),
+        (["benchmarks/testbed.py", "--only", "controll"], "--tiny" if not gpus() else "no such cell"),
+    ):
+        done = subprocess.run([sys.executable, *command, "--no_record"], cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
+        assert key in done.stderr
 
 
 def test_benchmarks_are_imported_without_torch():
@@ -41,14 +56,13 @@ def test_benchmarks_are_imported_without_torch():
 def test_one_that_cannot_run_does_not_stop_the_next(tmp_path, monkeypatch, capfd):
     programs = {
         "a": "print('error: no GPU', file=sys.stderr); sys.exit(2)",
-        "b": "from benchmarks.report import append; append('b', {'ratio': 0.5}, 'cpu')",
+        "b": "from benchmarks import report as r; r.append('b', [r.Row('one / other', '0.5', (0.4, 0.6), 'below 1')], {'device': 'cpu'})",
     }
     modules = {}
     for name, program in programs.items():
         (tmp_path / "benchmarks").mkdir(exist_ok=True)
         (tmp_path / "benchmarks" / f"{name}.py").write_text(f"import sys; sys.path[0] = {str(ROOT)!r}\n{program}\n")
-        modules[name] = type(sys)(name)
-    modules["b"].rows = lambda record: [report.Row("one / other", str(record["ratio"]), (0.4, 0.6), "below 1")]
+        modules[name] = type(sys)(f"benchmarks.{name}")
     monkeypatch.setattr(benchmarks, "benchmarks", lambda: modules)
     monkeypatch.setattr(benchmarks, "ROOT", tmp_path)
     monkeypatch.setattr(sys, "argv", ["benchmarks", "--quick"])
@@ -57,7 +71,7 @@ def test_one_that_cannot_run_does_not_stop_the_next(tmp_path, monkeypatch, capfd
     output, errors = capfd.readouterr()
     assert "error: no GPU" in errors
     assert "| `b` | one / other | 0.5 | 0.400 to 0.600 | below 1 |" in output
-    assert "a: could not run here, exit code 2" in output
+    assert "a: cannot run here, exit code 2" in output
     assert report.RESULTS.read_text(encoding="utf-8") == kept
 
 
@@ -71,6 +85,13 @@ def test_an_unknown_name_is_told_the_nearest(monkeypatch, capsys):
 def test_ratios_are_taken_pair_by_pair():
     # The machine became ten times slower in the middle: the ratio did not.
     assert report.ratio([2.0, 2.0, 20.0, 20.0], [1.0, 1.0, 10.0, 10.0]) == (2.0, [2.0, 2.0])
+
+
+def test_sides_are_interleaved_in_a_rotating_order():
+    calls: list[str] = []
+    sides = {name: lambda name=name: calls.append(name) for name in "ab"}
+    seconds = report.interleave(sides, rounds=2, warm_up=1)
+    assert calls == ["a", "b", "b", "a", "a", "b"] and {len(times) for times in seconds.values()} == {2}
 
 
 def test_utilization_leaves_out_each_kernel_in_turn():
@@ -105,7 +126,8 @@ def test_every_part_has_cells_and_a_smaller_form():
 def test_a_part_that_is_out_of_time_goes_on_with_what_is_left(tmp_path, monkeypatch, capfd):
     """A cell that fails is measured again; one that is not over at the deadline is ended."""
     program = "import sys, json, os, time; sys.path[0] = sys.argv[1]; from benchmarks import report; n = sys.argv[2]; print('runs', n);"
-    program += "report.append('utilization', {'cell': n, 'failed': {'t': 'x'} if n == 'b' and not os.path.exists('again') else {}}, 'cpu');"
+    program += "report.append('utilization', [report.Row(n, '1')], {'device': 'cpu', "
+    program += "'failed': {'t': 'x'} if n == 'b' and not os.path.exists('again') else {}});"
     program += "time.sleep(60 if n == 'c' and not os.path.exists('again') else 0)"
     cells = {name: ["-c", program, str(ROOT), name] for name in "abc"}
     monkeypatch.setattr(gpu, "commands", lambda part, tiny: cells)
@@ -118,9 +140,3 @@ def test_a_part_that_is_out_of_time_goes_on_with_what_is_left(tmp_path, monkeypa
     records = gpu.read(tmp_path / "tiny" / "utilization.json")
     assert not any(one["failed"] for (one,) in records.values()) and list(records) == ["a", "b", "c"]
     assert [line for line in capfd.readouterr().out.splitlines() if line.startswith("runs")] == [f"runs {name}" for name in "abcbc"]
-
-
-def test_records_of_stages_are_read():
-    one = {"ratio": 1.1, "ratio_quartiles": [1.0, 1.2]}
-    record = json.loads(json.dumps({"preset": "nano", "precisions": {"bf16": {str(stage): one for stage in stages.STAGES}}}))
-    assert [row.figure for row in stages.rows(record)] == ["1.100"] * 3

@@ -41,8 +41,8 @@ def runs(corpus, tmp_path) -> list[Path]:
 def test_runs_are_compared_into_a_page_numbers_and_a_picture(runs, tmp_path):
     done = compare(*runs, "--out", tmp_path / "out")
     assert (done.returncode, done.stderr) == (0, "")
-    assert "progressive_layer_drop: loss_within 0.25 fails: +0.3 with each of 2 seeds, without noise" in done.stdout
-    assert f"the report is {tmp_path / 'out' / 'report.html'}" in done.stdout
+    assert "progressive_layer_drop: loss_within 0.25 fails: +0.3" in done.stdout
+    assert f"report: {tmp_path / 'out' / 'report.html'}" in done.stdout
     report = json.loads((tmp_path / "out" / "report.json").read_text())
     (pair,) = report["pairs"]
     assert pair["figures"]["final_val_loss"]["difference"]["mean"] == pytest.approx(0.3)
@@ -50,7 +50,7 @@ def test_runs_are_compared_into_a_page_numbers_and_a_picture(runs, tmp_path):
     assert (tmp_path / "out" / "loss.png").read_bytes()[:4] == b"\x89PNG"
     assert "<script>x" not in (tmp_path / "out" / "report.html").read_text()
     again = compare(*runs, "--out", tmp_path / "out")
-    assert again.returncode == 2 and "holds a report already; give another folder" in again.stderr
+    assert again.returncode == 2 and "already contains report.html" in again.stderr
 
 
 def test_of_runs_without_claims_the_figures_are_said(corpus, tmp_path):
@@ -62,8 +62,8 @@ def test_of_runs_without_claims_the_figures_are_said(corpus, tmp_path):
             write_run(tmp_path / names[-1], description(corpus, *flags, seed=seed), lines(final=final))
     done = compare(*names, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert "zero2_bf16 against zero1_bf16: final validation loss +0.3000 (+0.3000 to +0.3000), time of a step x1.000" in done.stdout
-    assert "the report is runs/reports/stage1_1+stage1_2+stage2_1+stage2_2/report.html" in done.stdout
+    assert "zero2_bf16 against zero1_bf16: final validation loss (nats): +0.3000 [+0.3000, +0.3000]; step time" in done.stdout
+    assert "report: runs/reports/stage1_1+stage1_2+stage2_1+stage2_2/report.html" in done.stdout
 
 
 def test_what_is_no_experiment_is_refused_or_marked(runs, tmp_path):
@@ -75,8 +75,8 @@ def test_what_is_no_experiment_is_refused_or_marked(runs, tmp_path):
     assert "its token budget (total_tokens) is 999, that of" in line and "--force" in line
     done = compare(*runs, "--out", tmp_path / "out", "--force", "--quiet")
     assert done.returncode == 0
-    assert "marked: " in done.stdout
-    assert "total_tokens" in json.loads((tmp_path / "out" / "report.json").read_text())["marks"][0]
+    assert "not a controlled comparison: " in done.stdout
+    assert "total_tokens" in json.loads((tmp_path / "out" / "report.json").read_text())["mismatches"][0]
 
 
 @pytest.mark.parametrize(
@@ -85,25 +85,25 @@ def test_what_is_no_experiment_is_refused_or_marked(runs, tmp_path):
         ([], "give one of: run folders, --recipe DIR, --all"),
         (["runs/a", "--all"], "give one of: run folders, --recipe DIR, --all; given are run folders and --all"),
         (["nowhere/run"], "nowhere/run: no such folder; give run folders"),
-        (["recipes", "tests"], "recipes: holds no run.json, so it is not a run folder"),
-        (["runs/a", "--steps", "3"], "--steps says how runs are trained, and runs/a is one that exists; leave it out, or give --recipe"),
+        (["recipes", "tests"], "recipes: contains no run.json, so it is not a run folder"),
+        (["runs/a", "--steps", "3"], "--steps applies to runs that are trained, but runs/a exists; leave it out, or give --recipe"),
         (
             ["--recipe", "recipes/zero2"],
             "--recipe recipes/zero2: no recipe.json in it; did you mean recipes/zero_2; the recipes are: activation_checkpointing",
         ),
         (["--recipe", "recipes/tf32", "--data", "CORPUS"], "'tf32' needs CUDA"),
-        (["--recipe", "recipes/zero_2", "--seeds", "1", "--publish"], "--publish --seeds 1: the noise shows with 2 seeds or more"),
+        (["--recipe", "recipes/zero_2", "--seeds", "1", "--publish"], "--publish --seeds 1: one seed shows no noise"),
         (["--recipe", "recipes/zero_2", "--seeds", "0"], "--seeds: 0 is out of range"),
         (["--recipe", "recipes/zero_2", "--data", "nowhere"], "nowhere"),
         (["--recipe", "recipes/zero_2", "--data", "CORPUS", "--preset", "nanno"], "--preset nanno: no such preset; did you mean 'nano'?"),
         (["--recipe", "recipes/zero_2", "--data", "CORPUS", "--set", "zero_optimization.stgae=1"], "did you mean 'stage'?"),
         (["--recipe", "recipes/zero_2", "--data", "CORPUS", "--global_batch_size", "3"], "cannot be shared evenly by 2 ranks"),
         (["--recipe", "recipes/zero_2", "--stepz", "3"], "unknown argument '--stepz'; did you mean '--steps'?"),
-        (["--recipe", "recipes/zero_2", "--out", "setup.cfg"], "--out setup.cfg: is a file; give a folder"),
-        (["--recipe", "recipes/zero_2", "--out", "setup.cfg/x"], "--out setup.cfg/x: "),
-        (["--recipe", "recipes/zero_2", "--out", ""], "--out is empty; give a folder"),
+        (["--recipe", "recipes/zero_2", "--out", "setup.cfg"], "--out 'setup.cfg': cannot be written"),
+        (["--recipe", "recipes/zero_2", "--out", "setup.cfg/x"], "--out 'setup.cfg/x': cannot be written"),
+        (["--recipe", "recipes/zero_2", "--out", ""], "--out '': cannot be written"),
         (["--recipe", "recipes/zero_2", "--out", "n" * 300], "cannot be written (File name too long); give another folder"),
-        (["--recipe", "recipes/zero_2", "--out", "recipes/zero_2/FULL"], "holds a loss.png already; give another folder"),
+        (["--recipe", "recipes/zero_2", "--out", "recipes/zero_2/FULL"], "already contains loss.png; give another folder"),
         (["--recipe", "recipes/zero_2", "--recipe", "recipes/../recipes/zero_2"], "recipes/zero_2: this recipe is given twice"),
         (["n" * 300], "cannot be read (File name too long); give run folders"),
     ],
@@ -162,7 +162,7 @@ def test_where_one_command_trains_another_does_not(corpus, tmp_path):
         done = compare("--recipe", "recipes/zero_1", "--data", corpus, "--runs_dir", tmp_path / "trials", "--out", tmp_path / "out")
     assert done.returncode == 2
     (line,) = done.stderr.splitlines()
-    assert f"--runs_dir {tmp_path / 'trials'}: another launch/compare.py trains there; wait for its end, or give another" in line
+    assert f"--runs_dir {tmp_path / 'trials'}: another launch/compare.py is training there; wait" in line
     assert [path.name for path in (tmp_path / "trials").iterdir()] == [".lock"] and not (tmp_path / "out").exists()
 
 
@@ -187,7 +187,7 @@ def test_runs_that_cannot_start_are_in_the_report_and_fail_the_command(corpus, t
     words = ["--recipe", ROOT / "recipes/zero_1", "--seeds", 1, "--ranks", 1, "--runs_dir", "trials", "--out", "out", *flags]
     done = compare(*words, cwd=tmp_path)
     assert done.returncode == 1 and "Traceback" not in done.stderr
-    assert done.stderr.splitlines()[-1].startswith(f"error: not all runs came to their end, as the report says: {', '.join(names)}; ")
+    assert done.stderr.splitlines()[-1].startswith(f"error: not all runs finished: {', '.join(names)}; ")
     (absent,) = json.loads((tmp_path / "out" / "report.json").read_text())["absent"]
     assert absent["recipe"] == "zero_1" and absent["reason"].startswith(f"trials/{names[0]}: is a file, not a run folder")
     assert (tmp_path / "out" / "loss.png").exists() and (tmp_path / "trials" / names[0]).read_text() == "no run"

@@ -1,4 +1,4 @@
-"""A preparation that is killed, interrupted or out of disk goes on by --resume to the same bytes, and never leaves half a corpus."""
+"""A preparation that is killed, interrupted or out of disk resumes to the same bytes, and never leaves an incomplete corpus."""
 
 import gzip
 import json
@@ -158,7 +158,7 @@ def kill_and_resume(command, expected: dict[str, bytes], out: Path, seed: int, k
     assert os.listdir(out.parent) == [out.name]
 
 
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_killed_at_random_again_and_again_it_ends_with_the_same_bytes(command, uninterrupted, tmp_path, workers):
     kill_and_resume(command, contents(uninterrupted), tmp_path / "out", workers, kills=4, workers=workers)
 
@@ -169,7 +169,15 @@ def test_twenty_kills_in_a_row_end_with_the_same_bytes(command, uninterrupted, t
     kill_and_resume(command, contents(uninterrupted), tmp_path / "out", 10 + workers, kills=20, workers=workers)
 
 
-@pytest.mark.parametrize("where", ["before the manifest", "after the manifest", "before the rename", "after the rename"])
+@pytest.mark.parametrize(
+    "where",
+    [
+        pytest.param("before the manifest", marks=pytest.mark.long),
+        pytest.param("after the manifest", marks=pytest.mark.long),
+        "before the rename",
+        "after the rename",
+    ],
+)
 def test_killed_in_its_last_moments_it_loses_nothing(command, uninterrupted, tmp_path, where):
     arguments = [*command, "--out", tmp_path / "out"]
     done = run(*arguments, where=where)
@@ -177,12 +185,12 @@ def test_killed_in_its_last_moments_it_loses_nothing(command, uninterrupted, tmp
     assert (tmp_path / "out").exists() == (where == "after the rename")
     done = run(*arguments, "--resume")
     assert done.returncode == 0, done.stderr
-    assert ("nothing to do" if where == "after the rename" else "going on behind the first") in done.stdout
+    assert ("nothing to do" if where == "after the rename" else "resuming after") in done.stdout
     assert "training" not in done.stdout
     assert contents(tmp_path / "out") == contents(uninterrupted)
 
 
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_ctrl_c_ends_in_one_line_and_goes_on_by_resume(command, uninterrupted, tmp_path, workers):
     arguments = [*command, "--out", tmp_path / "out", "--workers", workers]
     process = start(*arguments)
@@ -190,7 +198,7 @@ def test_ctrl_c_ends_in_one_line_and_goes_on_by_resume(command, uninterrupted, t
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does, workers included
     _, err = process.communicate(timeout=30)
     assert process.returncode == 130
-    assert err.startswith(f"interrupted: nothing was written to {tmp_path / 'out'}; the same command with --resume goes on from here")
+    assert err.startswith(f"interrupted: nothing was written to {tmp_path / 'out'}") and "--resume" in err
     assert err.count("\n") == 1
     wait_for_end(process)
     done = run(*arguments, "--resume")
@@ -205,7 +213,7 @@ def test_a_full_disk_is_one_line_and_goes_on_by_resume(command, uninterrupted, t
     assert done.returncode == 1
     assert done.stderr.startswith("failed: ")
     assert "File too large" in done.stderr
-    assert "--resume goes on from here" in done.stderr
+    assert "--resume" in done.stderr
     assert done.stderr.count("\n") == 1
     done = run(*arguments, "--resume")
     assert done.returncode == 0, done.stderr
@@ -220,7 +228,7 @@ def test_a_killed_worker_is_one_line_and_goes_on_by_resume(command, uninterrupte
     _, err = process.communicate(timeout=30)
     assert process.returncode == 1
     assert err.startswith("failed: a worker process died")
-    assert "--resume goes on from here" in err
+    assert "--resume" in err
     assert err.count("\n") == 1
     done = run(*arguments, "--resume")
     assert done.returncode == 0, done.stderr
@@ -255,7 +263,7 @@ def test_only_the_same_command_with_resume_goes_on(command, uninterrupted, tmp_p
     times = file.stat().st_atime_ns, file.stat().st_mtime_ns
     text = file.read_text()
     file.write_text(text[::-1])  # as long as before
-    refused(run(*arguments, "--resume"), "a source was changed meanwhile")
+    refused(run(*arguments, "--resume"), "a source has changed")
     file.write_text(text)
     os.utime(file, ns=times)
     assert sorted(os.listdir(tmp_path / ".out.partial")) == kept
@@ -274,7 +282,7 @@ def test_a_changed_file_behind_a_dataset_is_noticed(tmp_path):
     arguments = ["--source", f"hf:json:{file}", "--out", tmp_path / "out", "--tokenizer", "bytes"]
     assert run(*arguments, where="before the rename").returncode == -signal.SIGKILL
     file.write_text(file.read_text().replace("model", "MODEL"))
-    refused(run(*arguments, "--resume"), "a source was changed meanwhile")
+    refused(run(*arguments, "--resume"), "a source has changed")
 
 
 def test_a_bad_record_far_behind_stops_and_goes_on_by_skipping_it(tmp_path):
@@ -284,9 +292,9 @@ def test_a_bad_record_far_behind_stops_and_goes_on_by_skipping_it(tmp_path):
     arguments = ["--source", tmp_path / "records.jsonl", "--tokenizer", "bytes"]
     done = run(*arguments, "--out", tmp_path / "out")
     refused(done, "records.jsonl:251: broken JSON line")
-    assert "--resume goes on there" in done.stderr
+    assert "--resume" in done.stderr
     done = run(*arguments, "--out", tmp_path / "out", "--resume", "--on_error", "skip")
-    assert "going on behind the first" in done.stdout, done.stderr
+    assert "resuming after" in done.stdout, done.stderr
     assert run(*arguments, "--out", tmp_path / "whole", "--on_error", "skip").returncode == 0
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
 

@@ -78,13 +78,13 @@ def test_a_run_without_a_step_is_read(remove, said, tmp_path):
         (folder / "metrics.jsonl").unlink()
     run = read_run(folder)
     assert len(run.columns["loss"]) == len(run.columns["flops"]) == 0 and run.measures() == {}
-    assert run.remarks[0] == "no step is in metrics.jsonl" and not run.finished
+    assert run.remarks[0] == "metrics.jsonl contains no step" and not run.finished
 
 
 def test_a_run_that_is_still_going_has_no_final_loss(said, tmp_path):
     run = read_run(write_run(tmp_path / "r", said, lines()[:13]))
     assert run.state == "unfinished"
-    assert run.remarks == ("unfinished, still going or stopped: step 12, 12,288 of 20,480 tokens",)
+    assert run.remarks == ("unfinished (still training, or stopped): step 12, 12,288 of 20,480 tokens",)
     assert "final_val_loss" not in run.measures() and run.measures()["bytes_sent"] == 1200
 
 
@@ -96,7 +96,7 @@ def test_a_file_cut_at_any_byte_is_read_up_to_there(said, tmp_path):
         (folder / "metrics.jsonl").write_bytes(whole[:end])
         run = read_run(folder)
         assert run.columns["step"][-1] == 19
-        assert "the last line of metrics.jsonl is torn, and was left out" in run.remarks
+        assert "the last line of metrics.jsonl is incomplete and was ignored" in run.remarks
 
 
 @pytest.mark.parametrize(
@@ -110,7 +110,7 @@ def test_a_damaged_line_is_left_out_and_the_good_ones_after_it_are_read(damage, 
     run = read_run(folder)
     np.testing.assert_array_equal(run.columns["step"], [*range(8), *range(9, 21)])
     assert "1 damaged line of metrics.jsonl" in run.remarks[0] and "line 9" in run.remarks[0]
-    assert run.remarks[1].startswith("no lines of step 8")
+    assert "lacks step 8" in run.remarks[1]
 
 
 def test_a_loss_that_is_no_number_ends_a_run_in_bf16(said, tmp_path):
@@ -162,7 +162,7 @@ def test_a_run_that_is_not_evaluated_has_no_final_loss(corpus, said, tmp_path):
     steps = [{key: value for key, value in one.items() if key != "val_loss"} for one in lines()]
     off = read_run(write_run(tmp_path / "off", description(corpus, *ZERO_1, "--eval_every", "0"), steps))
     assert off.finished and off.remarks == () and "final_val_loss" not in off.measures()
-    assert read_run(write_run(tmp_path / "stopped", said, steps)).remarks == ("its end was not evaluated",)
+    assert read_run(write_run(tmp_path / "stopped", said, steps)).remarks == ("the run was not evaluated at its end",)
 
 
 def test_rewound_steps_count_once_as_they_were_written_last(said, tmp_path):
@@ -171,13 +171,13 @@ def test_rewound_steps_count_once_as_they_were_written_last(said, tmp_path):
     np.testing.assert_array_equal(run.columns["step"], range(12))  # 12 was not written again
     np.testing.assert_array_equal(run.columns["loss"][1:], [5.0] * 8 + [3.0] * 3)
     assert run.measures()["bytes_sent"] == 1100
-    assert run.remarks[0] == "4 lines were left out, of steps that a resume went back behind: each step counts as it was written last"
+    assert run.remarks[0].startswith("4 lines were ignored because a resume repeated")
 
 
 def test_missing_steps_are_said(said, tmp_path):
     steps = [one for one in lines() if one["step"] not in (3, 10, 11, 12)]
     run = read_run(write_run(tmp_path / "r", said, steps))
-    assert run.remarks == ("no lines of step 3, steps 10 to 12: sums over the run lack them",)
+    assert run.remarks == ("metrics.jsonl lacks step 3, steps 10 to 12, and so do sums over the run",)
     assert run.measures()["bytes_sent"] == 1600
 
 
@@ -189,18 +189,18 @@ def test_a_name_is_any_text(said, tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda file: file.unlink(), "holds no run.json"),
+        (lambda file: file.unlink(), "contains no run.json"),
         (lambda file: file.write_text("{"), "is not JSON"),
         (lambda file: file.write_bytes(b"\xff"), "is not JSON"),
         (lambda file: file.write_text("[" * 100_000), "is not JSON"),
         (lambda file: file.write_text('{"lr": NaN}'), "it holds NaN"),
         (lambda file: file.write_text("[1]"), "must be an object"),
-        (lambda file: alter(file, seed="1"), "'seed' is \"1\", must be a int"),
-        (lambda file: alter(file, seed=True), "'seed' is true, must be a int"),
-        (lambda file: alter(file, corpus_fingerprint=None), "'corpus_fingerprint' is null, must be a str"),
-        (lambda file: alter(file, shape={"n_layer": 2}), "are no model"),
-        (lambda file: alter(file, corpus={}), "are no model"),
-        (lambda file: alter(file, corpus={"vocab_size": 10**400}), "are no model"),
+        (lambda file: alter(file, seed="1"), "'seed' is \"1\", must be of type int"),
+        (lambda file: alter(file, seed=True), "'seed' is true, must be of type int"),
+        (lambda file: alter(file, corpus_fingerprint=None), "'corpus_fingerprint' is null, must be of type str"),
+        (lambda file: alter(file, shape={"n_layer": 2}), "do not describe a model"),
+        (lambda file: alter(file, corpus={}), "do not describe a model"),
+        (lambda file: alter(file, corpus={"vocab_size": 10**400}), "do not describe a model"),
     ],
 )
 def test_what_is_no_run_is_refused_in_one_line(change, message, said, tmp_path):

@@ -23,6 +23,7 @@ from pyarrow import parquet
 from data_pipeline import documents, records
 from data_pipeline.prepare import main
 from data_pipeline.shards import open_corpus
+from data_pipeline.sources import open_sources
 from tests.helpers import ROOT
 
 TEXTS = [f"document {number}: größer, 日本\n" * (1 + number % 3) for number in range(20)]
@@ -181,10 +182,8 @@ def test_max_docs_counts_the_documents_of_each_source(run, tmp_path):
 
 
 def test_a_sample_of_the_first_documents_is_of_all_of_them(tmp_path, monkeypatch):
-    """With --max_docs nobody knows which share of the bytes is read, so the tokenizer is trained on what comes first."""
+    """With --max_docs the size of the text is not known, so the tokenizer is trained on the first documents."""
     monkeypatch.setattr(documents, "TRAINING_BYTES", 2000)
-    from data_pipeline.sources import open_sources
-
     (tmp_path / "a.jsonl").write_bytes(jsonl([f"{number} " * 10 for number in range(20_000)]))
     sources, _ = open_sources([f"{tmp_path}/a.jsonl"], max_docs=100)
     texts = list(documents.training_texts(documents.Documents(sources, 0.1)))
@@ -207,15 +206,15 @@ def test_weights_are_kept_as_groups_that_no_document_crosses(run, tmp_path):
 @pytest.mark.parametrize(
     ("sources", "said"),
     [
-        (["{a}@0.7", "{a}"], "has no weight where others have one"),
-        (["{a}@0"], "0 is no weight; allowed: a number from"),
-        (["{a}@-1"], "-1 is no weight"),
-        (["{a}@nan"], "nan is no weight"),
-        (["{a}@1e999"], "1e999 is no weight"),
-        (["{a}@1e308", "{a}@1e308"], "1e308 is no weight"),
-        (["hf:"], "not the name of a dataset"),
+        (["{a}@0.7", "{a}"], "has no weight, but others"),
+        (["{a}@0"], "0 is not a weight; allowed: a number from"),
+        (["{a}@-1"], "-1 is not a weight"),
+        (["{a}@nan"], "nan is not a weight"),
+        (["{a}@1e999"], "1e999 is not a weight"),
+        (["{a}@1e308", "{a}@1e308"], "1e308 is not a weight"),
+        (["hf:"], "not a dataset name"),
         (["hf:json"], "the builder json needs files"),
-        (["hf:json:{a}:train:more"], "not the name of a dataset"),
+        (["hf:json:{a}:train:more"], "not a dataset name"),
         (["hf:json:{a}:test"], "it cannot be opened"),
         (["hf:json:nowhere.jsonl"], "it cannot be opened"),
         (["x\0y"], "no such source"),
@@ -296,7 +295,7 @@ BAD = {
     "a.jsonl": (line_of(3, b'{"text": "broken\n'), TEXTS, "broken JSON line", "a.jsonl:4"),
     "b.jsonl": (line_of(0, b'{"text": "gr\xf6"}\n'), TEXTS, "not UTF-8", "b.jsonl:1"),
     "c.jsonl": (line_of(5, b'{"body": "x"}\n'), TEXTS, "no text column 'text'", "c.jsonl:6"),
-    "d.jsonl": (line_of(20, b'{"text": 3}\n'), TEXTS, "text column 'text' is no text", "d.jsonl:21"),
+    "d.jsonl": (line_of(20, b'{"text": 3}\n'), TEXTS, "text column 'text' is not text", "d.jsonl:21"),
     "e.jsonl": (line_of(2, b'{"text": "half \\ud83d"}\n'), TEXTS, "not UTF-8", "e.jsonl:3"),
     "f.jsonl": (line_of(2, b"[" * 100_000 + b"\n"), TEXTS, "broken JSON line", "f.jsonl:3"),
     "g.jsonl": (line_of(2, b'{"text": "x", "n": ' + b"1" * 5000 + b"}\n"), TEXTS, "broken JSON line", "g.jsonl:3"),
@@ -463,7 +462,7 @@ def mutate(data: bytes, mutations: list) -> bytes:
     return data
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], derandomize=True)
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], derandomize=True)
 @given(
     st.sampled_from(sorted(CONTENTS)),
     st.sampled_from(["", "", ".gz", ".zst"]),
@@ -610,7 +609,7 @@ def test_a_record_above_the_limit_is_a_bad_record(run, tmp_path, name):
 def test_a_text_column_of_lists_is_refused_before_it_is_read(run, tmp_path):
     (tmp_path / "a.parquet").write_bytes(table([["a", "b"]] * 3))
     code, *_, err = run(tmp_path / "a.parquet")
-    assert code == 2 and "a.parquet: text column 'text' is no text (it is a list" in err
+    assert code == 2 and "a.parquet: text column 'text' is not text (it is a list" in err
 
 
 def test_a_record_of_any_size_takes_no_memory(tmp_path):
@@ -628,15 +627,13 @@ def test_a_record_of_any_size_takes_no_memory(tmp_path):
                     stream.write(unit)
 
     (tmp_path / "behind.jsonl").write_bytes(jsonl(TEXTS))
-    fill("a.jsonl.gz", b'{"text": "')
     fill("a.jsonl.zst", b'{"text": "')
     fill("a.json.gz", b'[{"text": "')
-    fill("a.csv.gz", b"id,text\n1,")
     fill("b.csv.gz", b'id,text\n1,"', b"line\n" * 2**18)
     with parquet.ParquetWriter(tmp_path / "a.parquet", pyarrow.schema({"text": pyarrow.string()}), compression="zstd") as writer:
         writer.write_table(pyarrow.table({"text": ["a" * (n * 2 + 1)]}))  # above 16 records
     peaks = {}
-    for name in ("none", "a.jsonl.gz", "a.jsonl.zst", "a.json.gz", "a.csv.gz", "b.csv.gz", "a.parquet"):
+    for name in ("none", "a.jsonl.zst", "a.json.gz", "b.csv.gz", "a.parquet"):
         sources = [tmp_path / "behind.jsonl", *([] if name == "none" else [tmp_path / name])]
         command = [sys.executable, ROOT / "data_pipeline/prepare.py", "--source", *sources, "--out", tmp_path / f"out-{name}"]
         command += ["--tokenizer", "bytes", "--val_fraction", "0.3", "--on_error", "skip", "--workers", "1", "--quiet"]

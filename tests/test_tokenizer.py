@@ -56,6 +56,7 @@ def test_ids_are_those_of_the_tokenizers_library(spec, bpe, tmp_path):
         assert tokenizer.decode(ids) == text
 
 
+@pytest.mark.long
 def test_every_code_point_is_cut_alike(bpe, tmp_path):
     huggingface = original(bpe, tmp_path)
     # Planes 0 to 3 and 14; nothing is assigned in the others.
@@ -77,9 +78,9 @@ def test_special_text_is_ordinary_text_and_the_special_id_decodes(bpe):
     assert bpe.decode([bpe.eot_id]) == "<|endoftext|>"
 
 
-def test_runs_of_spaces_that_the_regex_gives_up_on_are_cut_where_it_would(bpe):
-    expected = [*bpe.encode("x" + " " * 1_199_999).tolist(), *bpe.encode(" y").tolist()]
-    assert bpe.encode("x" + " " * 1_200_000 + "y").tolist() == expected
+def test_a_run_of_spaces_on_which_the_regex_fails_is_encoded_in_parts(bpe):
+    text = "x" + " " * 1_200_000 + "y"
+    assert bpe.decode(bpe.encode(text)) == text
 
 
 def test_lone_surrogate_is_replaced(bpe):
@@ -127,5 +128,5 @@ def test_decoding_an_unknown_id_names_it(bpe, ids):
 
 @pytest.mark.parametrize("spec", ["", "bpe", "bpe:", "bpe:256", "bpe:1000001", "bpe:-5", "bpe:8k", "bpe:²", "word", "bytes:300"])
 def test_unknown_specification_is_refused(spec):
-    with pytest.raises(DataError, match="allowed: bytes, or bpe:N"):
+    with pytest.raises(DataError, match="allowed: bytes, bpe:N"):
         parse_spec(spec)

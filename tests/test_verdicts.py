@@ -1,4 +1,4 @@
-"""Verdicts: figures as published or computed another way, what each case is told, and what is refused."""
+"""Verdicts: figures as published or computed another way, each kind of case, and what is refused."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SECOND_DRUG = [1.9, 0.8, 1.1, 0.1, -0.1, 4.4, 5.5, 1.6, 4.6, 3.4]
 FIRST_DRUG = [0.7, -1.6, -0.2, -1.2, -0.1, 3.4, 3.7, 0.8, 0.0, 2.0]
 
 
-def test_students_sleep_is_told_as_published():
+def test_students_sleep_has_the_published_verdict():
     verdict = judge("loss_within", 0.0, SECOND_DRUG, FIRST_DRUG)
     assert (verdict.outcome, verdict.pairs, verdict.seeds_needed) == ("holds", 10, None)
     assert verdict.estimate == pytest.approx(-1.58)
@@ -41,7 +41,7 @@ def test_the_verdict_turns_where_the_t_table_says(pairs, critical, side):
     noise = np.arange(pairs) - (pairs - 1) / 2
     noise /= noise.std(ddof=1)
     for claim, bound in (("loss_within", 0.02), ("loss_lower_by", -0.02)):
-        for t, outcome in ((critical - 0.002, "cannot be told"), (critical + 0.002, "holds" if side < 0 else "fails")):
+        for t, outcome in ((critical - 0.002, "inconclusive"), (critical + 0.002, "holds" if side < 0 else "fails")):
             differences = bound + 0.01 * (noise + side * t / math.sqrt(pairs))
             verdict = judge(claim, 0.02, control, np.add(control, differences))
             assert verdict.outcome == outcome
@@ -66,7 +66,7 @@ def test_p_values_and_intervals_are_those_of_scipys_paired_tests(seed, pairs, sh
         assert verdict.p_fails == pytest.approx(stats.ttest_rel(after, before + bound, alternative=fails).pvalue, rel=1e-9)
         interval = np.array(stats.ttest_rel(after, before).confidence_interval(0.95))
         assert verdict.interval == pytest.approx(tuple(np.exp(interval) if "ratio" in claim else interval), rel=1e-9)
-        if verdict.outcome == "cannot be told":
+        if verdict.outcome == "inconclusive":
             assert verdict.seeds_needed is None or verdict.seeds_needed > pairs
 
 
@@ -86,13 +86,13 @@ def test_at_least_is_at_most_mirrored():
     assert judge("throughput_ratio", 1.3, slow, fast).outcome == "fails"
 
 
-def test_what_cannot_be_told_says_how_many_seeds_would():
+def test_an_inconclusive_verdict_says_how_many_seeds_would_decide():
     verdict = judge("loss_within", 0.02, [4.50, 4.52, 4.49], [4.515, 4.55, 4.491])
-    assert verdict.outcome == "cannot be told"
+    assert verdict.outcome == "inconclusive"
     assert verdict.seeds_needed == seeds_needed(0.0153333 - 0.02, np.std([0.015, 0.03, 0.001], ddof=1))
     assert (
         verdict.reason
-        == "mean +0.0153, 95% interval -0.0207 to +0.0514 from 3 seeds; the claim says at most +0.02; about 62 seeds would tell"
+        == "mean +0.0153, 95% interval -0.0207 to +0.0514 from 3 seeds; the claim says at most +0.02; about 62 seeds would decide"
     )
     assert verdict.null == (
         "Neither is rejected at 5%: that the mean over seeds of the difference of the final validation loss (recipe - control) is "
@@ -102,15 +102,15 @@ def test_what_cannot_be_told_says_how_many_seeds_would():
 
 def test_more_seeds_than_anybody_runs_are_said_to_be():
     verdict = judge("loss_within", 0.0, [1.0, 2.0], [1.125, 1.875])
-    assert (verdict.outcome, verdict.seeds_needed, verdict.p_holds) == ("cannot be told", None, 0.5)
-    assert verdict.reason.endswith("; to tell would take more than 1,000 seeds")
+    assert (verdict.outcome, verdict.seeds_needed, verdict.p_holds) == ("inconclusive", None, 0.5)
+    assert verdict.reason.endswith("; more than 1,000 seeds would decide")
 
 
-@pytest.mark.parametrize(("pairs", "estimate", "begin"), [(0, None, "no seed was run by both"), (1, 0.25, "+0.25 from 1 seed")])
-def test_fewer_than_two_pairs_cannot_tell(pairs, estimate, begin):
+@pytest.mark.parametrize(("pairs", "estimate", "begin"), [(0, None, "no seed was run on both sides"), (1, 0.25, "+0.25 from 1 seed")])
+def test_fewer_than_two_pairs_are_inconclusive(pairs, estimate, begin):
     verdict = judge("loss_within", 0.5, [4.0][:pairs], [4.25][:pairs])
-    assert verdict.outcome == "cannot be told"
-    assert verdict.reason == f"{begin}; the claim says at most +0.5; the noise shows with 2 seeds or more, so run {2 - pairs} more"
+    assert verdict.outcome == "inconclusive"
+    assert verdict.reason == f"{begin}; the claim says at most +0.5; a test needs 2 seeds or more, so run {2 - pairs} more"
     assert (verdict.estimate, verdict.interval, verdict.p_holds, verdict.p_fails, verdict.seeds_needed) == (
         estimate,
         None,
@@ -142,14 +142,14 @@ def test_without_noise_the_number_itself_decides(claim, threshold, control, othe
     assert (verdict.outcome, verdict.seeds_needed) == (outcome, None)
     assert (verdict.p_holds, verdict.p_fails) == ((0.0, 1.0) if outcome == "holds" else (1.0, 0.0))
     assert f"with each of {len(control)} seeds, without noise; the claim says at" in verdict.reason
-    assert verdict.null.startswith("None, as there is no noise to test against: ")
+    assert verdict.null.startswith("None, because there is no noise: ")
     assert verdict.interval == pytest.approx((verdict.estimate, verdict.estimate), abs=1e-12)
 
 
 def test_small_noise_is_noise():
     """A thousand times rounding is tested, and decides for as long as it is small beside the gap."""
     verdict = judge("loss_within", 0.1, [1.0, 1.0, 1.0], [1.1 + 1e-9, 1.1 + 2e-9, 1.1 - 3e-9])
-    assert verdict.outcome == "cannot be told"
+    assert verdict.outcome == "inconclusive"
     assert verdict.p_holds == pytest.approx(0.5, abs=0.01)
 
 
@@ -159,13 +159,13 @@ def test_a_diverged_seed_fails_a_claim_about_the_loss(claim, other):
     verdict = judge(claim, 0.5, [4.0] * len(other), other)
     assert (verdict.outcome, verdict.p_holds, verdict.p_fails, verdict.estimate, verdict.interval) == ("fails", 1.0, 0.0, None, None)
     seeds = "1 seed" if len(other) == 1 else "3 seeds"
-    assert verdict.reason == f"1 of {seeds} diverged under the recipe and not under the control, which is no noise"
+    assert verdict.reason == f"1 of {seeds} diverged under the recipe but not under the control"
 
 
 @pytest.mark.parametrize(("control", "other"), [([0.0, 0.0], [0.0, 0.0]), ([5.0], [0.0]), ([5.0, 5.0], [1.0, -1.0])])
-def test_ratios_of_what_is_not_positive_cannot_be_told(control, other):
+def test_ratios_of_numbers_that_are_not_positive_are_inconclusive(control, other):
     verdict = judge("bytes_ratio", 0.5, control, other)
-    assert (verdict.outcome, verdict.estimate, verdict.interval, verdict.p_holds) == ("cannot be told", None, None, None)
+    assert (verdict.outcome, verdict.estimate, verdict.interval, verdict.p_holds) == ("inconclusive", None, None, None)
     assert verdict.reason == f"the bytes that a rank sends: a run has {min(control + other):g}, and a ratio needs numbers above 0"
     assert paired_interval(control, other, "ratio") is None
 
@@ -198,7 +198,7 @@ def test_neither_huge_nor_tiny_numbers_change_a_verdict(scale):
     for claim, threshold, outcome in (
         ("loss_within", 0.9 * scale, "holds"),
         ("loss_within", 0.3 * scale, "fails"),
-        ("loss_within", 0.65 * scale, "cannot be told"),
+        ("loss_within", 0.65 * scale, "inconclusive"),
         ("step_time_ratio", 1.25, "holds"),
     ):
         plain = judge(claim, threshold / (scale if claim == "loss_within" else 1), control / scale, other / scale)
@@ -208,7 +208,7 @@ def test_neither_huge_nor_tiny_numbers_change_a_verdict(scale):
         assert scaled.seeds_needed == plain.seeds_needed
         assert len(scaled.reason) < 200
     wide = judge("step_time_ratio", 1, [1e-300, 1e300, 1.0], [1e300, 1e-300, 1.1])
-    assert (wide.outcome, wide.interval) == ("cannot be told", (0.0, math.inf))
+    assert (wide.outcome, wide.interval) == ("inconclusive", (0.0, math.inf))
 
 
 def test_seeds_needed_is_as_published():

@@ -27,7 +27,7 @@ def commands(part: str, tiny: bool) -> dict[str, list[str]]:
         return {"setup": ["benchmarks/gpu/setup.py", *small]}
     if part == "kernels":
         families = ("gelu", "adamw") if tiny else ("head", "gelu", "compiled block", "adamw", "layer_norm")
-        return {name: ["benchmarks/kernels.py", "--only", name, *(["--turns", "3"] if tiny else [])] for name in families}
+        return {name: ["recipes/fused_kernels/benchmark.py", "--only", name, *(["--rounds", "3"] if tiny else [])] for name in families}
     data = [] if part == "correctness" else ["--data", str(corpus(tiny).relative_to(ROOT))]
     cells = importlib.import_module(f"benchmarks.{part}").cells(tiny)
     return {name: [f"benchmarks/{part}.py", "--only", name, *small, *data] for name in cells}

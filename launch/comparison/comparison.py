@@ -1,14 +1,14 @@
-"""Compares runs as controlled experiments: sides, pairs of a recipe and its control, what differs, figures and verdicts.
+"""Compares runs as controlled experiments: groups them by configuration, pairs each configuration with its control, computes differences.
 
-A side is a set of runs of one configuration with different seeds. A pair is a side with its control; a number of the one is compared with
-the number of the other of the same seed. `Comparison` holds everything that the page and `report.json` say.
+A side is a set of runs of one configuration with different seeds. A pair is a side and its control; their runs are compared seed by seed.
+`Comparison` holds everything that `report.html` and `report.json` show.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -20,50 +20,41 @@ from launch.comparison.verdicts import Verdict, judge, paired_interval
 from launch.config.run_config import SCRATCH
 from launch.errors import UsageError
 from launch.formats.json_lines import dotted
-from launch.training.folder import INCIDENTAL
+from launch.training.run_json import INCIDENTAL
 from recipes.claims import CLAIMS
 from recipes.registry import ROOT, Recipe, read_recipe, recipe_names
 
 Role = Literal["control", "recipe", "run"]
-Settings = dict[str, Any]  # by dotted path
+Group = tuple[Run, ...]  # runs of one configuration, in the order of their seeds
 
-#: Of run.json, what is no part of an experiment: the seed, by which runs are paired, and what only names and places a run.
-NAMES = {*INCIDENTAL, "resumes", "turns", "seed", "run_name", "runs_dir", "recipe", "config_file"}
-#: What may differ between the runs of one side: where and with what they ran, and names of what stands there resolved as well.
+#: Keys of run.json that do not belong to the configuration: the seed, by which runs are paired, and names and places.
+NAMES = {*INCIDENTAL, "resumes", "seed", "run_name", "runs_dir", "recipe", "config_file"}
+#: Top-level keys that may differ between the runs of a side: where and with what they ran, and names of resolved settings.
 CIRCUMSTANCES = {"preset", "data", "corpus", "commit", "versions", "machine"}
-#: Settings that say again what another one says; where both differ alike, one is shown.
-RESTATED = {
-    "zero_stage": "engine.zero_optimization.stage",
-    "global_batch_size": "engine.train_batch_size",
-    "micro_batch_size": "engine.train_micro_batch_size_per_gpu",
-    "gradient_accumulation_steps": "engine.gradient_accumulation_steps",
-    "lr": "optimizer.params.lr",
-    "min_lr": "scheduler.params.min_lr",
-    "warmup_steps": "scheduler.params.warmup_steps",
-    "scheduler.params.total_tokens": "total_tokens",
-    "corpus.path": "data",
-}
-#: Settings that follow from others: the precision from which section is on, accumulation from the micro-batch.
-FOLLOWING = {"precision", "engine.gradient_accumulation_steps"}
+#: Settings that repeat one of the sections `engine`, `optimizer` and `scheduler`, and are not compared.
+REPEATED = {"zero_stage", "global_batch_size", "micro_batch_size", "gradient_accumulation_steps", "lr", "min_lr", "warmup_steps"}
+REPEATED |= {"scheduler.params.total_tokens", "corpus.path"}
+#: Settings that follow from others: the precision from the enabled section, accumulation from the micro-batch.
+DERIVED = {"precision", "engine.gradient_accumulation_steps"}
 LOSS = "final_val_loss"
-#: Every figure, in the order in which they are read.
-FIGURES = (
-    LOSS,
-    "tokens_per_second",
-    "step_seconds",
-    "mfu",
-    "seconds",
-    "seconds_to_reach",
-    "tokens_to_reach",
-    "peak_memory_bytes",
-    "bytes_per_step",
-    "bytes_sent",
-    "flops",
-    "skipped_steps",
-    "spikes",
-    "non_finite_losses",
-)
-#: Figures that add up over a run, and are those of another experiment where it ended early.
+#: Every figure in the order of the report: its label with the unit, the value of one unit, and the decimals shown.
+FIGURES = {
+    LOSS: ("final validation loss (nats)", 1, 4),
+    "tokens_per_second": ("tokens per second, median", 1, 0),
+    "step_seconds": ("step time, median (ms)", 1e-3, 1),
+    "mfu": ("MFU, median (%)", 0.01, 2),
+    "seconds": ("run time (s)", 1, 1),
+    "seconds_to_reach": ("time to the control's final loss (s)", 1, 1),
+    "tokens_to_reach": ("tokens to the control's final loss", 1, 0),
+    "peak_memory_bytes": ("peak memory per rank (MiB)", 2**20, 1),
+    "bytes_per_step": ("sent per rank and step (MiB)", 2**20, 3),
+    "bytes_sent": ("sent per rank in the run (MiB)", 2**20, 1),
+    "flops": ("TFLOPs of all ranks", 1e12, 2),
+    "skipped_steps": ("skipped steps", 1, 1),
+    "spikes": ("loss spikes", 1, 1),
+    "non_finite_losses": ("steps with a non-finite loss", 1, 1),
+}
+#: Figures that are sums over a run, and so cannot be compared if the run ended early.
 SUMS = {"seconds", "bytes_sent", "flops", "skipped_steps", "spikes", "non_finite_losses"}
 
 
@@ -71,21 +62,28 @@ SUMS = {"seconds", "bytes_sent", "flops", "skipped_steps", "spikes", "non_finite
 class Side:
     """Runs of one configuration, in the order of their seeds.
 
-    name: of its engine JSON, with a setting in which it differs where several sides have the same. Made of file names: to be escaped.
-    role: "control" where it is the control of any pair, "recipe" where claims are judged of it, else "run".
+    name: the name of its engine JSON, with a setting that differs where several sides have the same. It is text of unknown origin.
+    role: "control" if it is the control of any pair, "recipe" if claims about it are judged, else "run".
     """
 
     name: str
     role: Role
-    runs: tuple[Run, ...]
+    runs: Group
+
+    def by_seed(self) -> dict[int, Run]:
+        """The run of each seed that is compared: the first one."""
+        first: dict[int, Run] = {}
+        for run in self.runs:
+            first.setdefault(run.seed, run)
+        return first
 
 
 @dataclass(frozen=True)
 class Difference:
-    """A setting, or a circumstance, that is not the same in all runs of a pair.
+    """A setting or a circumstance that is not the same in all runs of a pair.
 
-    key: dotted path in `run.json`. control, other: the value on each side, None where there is none; where runs of one side differ, a text
-    that has each value with its seeds.
+    key: dotted path in `run.json`. control, other: the value on each side, None where the key is absent; if the runs of one side differ, a
+    text with each value and its seeds.
     """
 
     key: str
@@ -95,11 +93,11 @@ class Difference:
 
 @dataclass(frozen=True)
 class Spread:
-    """Numbers of several seeds; entry i of `values` is that of seed i of `seeds`.
+    """The values of several seeds; `values[i]` belongs to `seeds[i]`.
 
-    mean: None without values; +inf where a run diverged, whose loss is +inf. deviation: of the sample; None with fewer than two values, or
-    where one is +inf. low, high: of a side the least and the greatest value; of a paired difference or ratio the two-sided 95% interval of
-    the mean, None with fewer than two pairs.
+    mean: None without values; +inf if a run diverged, whose loss is +inf. deviation: sample standard deviation; None with fewer than two
+    values or an infinite one. low, high: of a side the smallest and the largest value; of a paired difference or ratio the two-sided 95%
+    confidence interval of the mean, None with fewer than two pairs.
     """
 
     seeds: tuple[int, ...]
@@ -112,10 +110,10 @@ class Spread:
 
 @dataclass(frozen=True)
 class Figure:
-    """One number of the runs of a pair, on both sides.
+    """One quantity of the runs of a pair.
 
-    difference: other - control, of the seeds that both have, its mean the arithmetic one; ratio: other / control, its mean the geometric
-    one. None without pairs; the ratio also where a value is not above 0, and of losses.
+    difference: other - control over the seeds that both sides have, with the arithmetic mean. ratio: other / control, with the geometric
+    mean. Both are None without pairs; the ratio also if a value is not positive, and for losses.
     """
 
     control: Spread
@@ -128,9 +126,9 @@ class Figure:
 class Pair:
     """A side and its control.
 
-    recipe: whose claims are judged; None: there are only figures. seeds: that both have. figures: those of `FIGURES` that a side has, as
-    `Run.measures` names them, and "seconds_to_reach" and "tokens_to_reach", when the validation loss was first at or below the mean of the
-    control's final ones, by linear interpolation between evaluations. verdicts: one for each claim, in the order of the recipe.
+    recipe: whose claims are judged; None if there are only figures. seeds: those that both sides have. figures: those of `FIGURES` that
+    any run has. "seconds_to_reach" and "tokens_to_reach" are where the validation loss first is at or below the mean final loss of the
+    control, by linear interpolation between evaluations. verdicts: one per claim of the recipe.
     """
 
     control: Side
@@ -142,10 +140,14 @@ class Pair:
     verdicts: tuple[Verdict, ...]
 
     @property
-    def in_turns(self) -> bool:
-        """Whether the runs of every seed made all their steps in turns with each other, also those after a resume."""
-        theirs, ours = ({seed: _moments(run) for seed, run in _by_seed(side).items()} for side in (self.control, self.side))
-        return all(theirs[seed] == ours[seed] and None not in theirs[seed] for seed in self.seeds)
+    def title(self) -> str:
+        return f"{self.side.name} against {self.control.name}"
+
+    @property
+    def interleaved(self) -> bool:
+        """Whether the two runs of every seed were interleaved with each other, also after each resume."""
+        control, own = ({seed: _interleaved_with(run) for seed, run in side.by_seed().items()} for side in (self.control, self.side))
+        return all(control[seed] == own[seed] and None not in control[seed] for seed in self.seeds)
 
 
 @dataclass(frozen=True)
@@ -158,23 +160,23 @@ class Absent:
 
 @dataclass(frozen=True)
 class Comparison:
-    """All that is compared.
+    """A whole report.
 
-    marks: why it would have been refused without --force, in sentences; what they touch is no experiment. remarks: what a reader must know
-    of how runs were paired. What concerns one run alone is in its own remarks.
+    mismatches: why the comparison would have been refused without --force. remarks: what a reader must know about how runs were paired;
+    remarks about one run are in `Run.remarks`.
     """
 
     sides: tuple[Side, ...]
     pairs: tuple[Pair, ...]
-    marks: tuple[str, ...]
+    mismatches: tuple[str, ...]
     absent: tuple[Absent, ...]
     remarks: tuple[str, ...]
 
     def as_json(self) -> dict[str, Any]:
-        """What `report.json` holds: plain numbers, null for one that is not finite; no curves."""
+        """The content of `report.json`: plain numbers, null for one that is not finite; no curves."""
         return _plain(
             {
-                "marks": self.marks,
+                "mismatches": self.mismatches,
                 "remarks": self.remarks,
                 "pairs": [_pair_as_json(pair) for pair in self.pairs],
                 "sides": [{"name": side.name, "role": side.role, "runs": [_run_as_json(run) for run in side.runs]} for side in self.sides],
@@ -184,90 +186,82 @@ class Comparison:
 
 
 def compare(runs: Sequence[Run], force: bool = False) -> Comparison:
-    """Compares runs as they are given: those of one configuration are a side, and each side has a control.
+    """Groups runs by configuration, finds the control of each configuration, and compares.
 
-    That is the side of the engine JSON that its recipe names as its control, if it is among them. Where two name each other, as `bf16` and
-    `fp32` do, the one started by `--recipe` is the recipe, else the one given later. A side without is compared with the first one given,
-    by figures only.
+    The control of a side is the side whose engine JSON its recipe names as control. If two sides name each other, as `bf16` and `fp32` do,
+    the one given first is the control. A side without a control is compared with the first one given, by figures only.
 
     Raises:
         UsageError: a folder is given twice; or, without `force`, corpora, vocabularies, validation sets or token budgets differ.
     """
-    marks = _marks([runs], force)
+    mismatches = _mismatches([runs], force)
     groups = group(runs)
-    known = [read_recipe(ROOT / "recipes" / name) for name in recipe_names()]
-    wanted: list[list[tuple[int, Recipe]]] = []  # for each side: its recipes, each with the place of its control
+    recipes = [read_recipe(ROOT / "recipes" / name) for name in recipe_names()]
+    candidates: list[tuple[int, int, Recipe]] = []  # places of a control and of a side in `groups`, and the side's recipe
     for at, (run, *_) in enumerate(groups):
-        found = [recipe for recipe in known if recipe.name == run.description.get("recipe")]
-        found = found or [recipe for recipe in known if recipe.config == _engine_json(run)]
-        controls = [_nearest_side(groups, at, recipe.control) for recipe in found]
-        wanted.append([(control, recipe) for control, recipe in zip(controls, found, strict=True) if control is not None])
-    priority = [(bool(side[0].description.get("recipe")), at) for at, side in enumerate(groups)]
-    pairings: list[tuple[int, int, Recipe | None]] = []
-    for at, own in enumerate(wanted):
-        for control, recipe in own:
-            mutual = any(place == at for place, _ in wanted[control])
-            if not mutual or priority[at] > priority[control]:
-                pairings.append((control, at, recipe))
+        own = [recipe for recipe in recipes if recipe.name == run.description.get("recipe")]
+        for recipe in own or [recipe for recipe in recipes if recipe.config == _engine_json(run)]:
+            if (control := _nearest_group(groups, at, recipe.control)) is not None:
+                candidates.append((control, at, recipe))
+    links = {(control, at) for control, at, _ in candidates}
+    pairings: list[tuple[int, int, Recipe | None]] = [*(one for one in candidates if one[0] < one[1] or (one[1], one[0]) not in links)]
     paired = {at for control, side, _ in pairings for at in (control, side)}
     pairings += [(0, at, None) for at in range(1, len(groups)) if at not in paired]
-    return _compared(groups, sorted(pairings, key=lambda pairing: pairing[:2]), marks, ())
+    pairings.sort(key=lambda pairing: pairing[:2])
+    return _compared(groups, [(groups[control], groups[at], recipe) for control, at, recipe in pairings], mismatches, ())
 
 
-def compare_pairs(
+def compare_experiments(
     experiments: Iterable[tuple[Recipe, Sequence[Run], Sequence[Run]]], absent: Sequence[Absent] = (), force: bool = False
 ) -> Comparison:
-    """Compares each recipe's own runs, the last of the three, with those of its control. Raises UsageError as `compare` does."""
-    experiments = list(experiments)
-    marks = _marks([[*control, *own] for _, control, own in experiments], force)
-    groups: list[tuple[Run, ...]] = []
-    pairings: list[tuple[int, int, Recipe | None]] = []
-    places: dict[tuple[Path, ...], int] = {}
-
-    def place(runs: Sequence[Run]) -> int:
-        """Where the side of these runs is; several recipes may share one."""
-        side = tuple(sorted(runs, key=lambda run: run.seed))
-        at = places.setdefault(tuple(run.folder.resolve() for run in side), len(groups))
-        if at == len(groups):
-            groups.append(side)
-        return at
-
-    for recipe, control, own in experiments:
-        pairings.append((place(control), place(own), recipe))
-    return _compared(groups, pairings, marks, absent)
+    """Compares the runs of each recipe, the last of the three, with those of its control. Raises UsageError as `compare` does."""
+    pairings = [(_in_order(control), _in_order(own), recipe) for recipe, control, own in experiments]
+    mismatches = _mismatches([(*control, *own) for control, own, _ in pairings], force)
+    groups = dict.fromkeys(group for control, own, _ in pairings for group in (control, own))
+    return _compared(list(groups), pairings, mismatches, absent)
 
 
-def group(runs: Iterable[Run]) -> list[tuple[Run, ...]]:
-    """The runs of each configuration, in the order of their seeds; configurations in the order in which they are given."""
-    groups: dict[frozenset[tuple[str, Any]], list[Run]] = {}
+def group(runs: Iterable[Run]) -> list[Group]:
+    """The runs of each configuration. Where a seed occurs twice, runs of another commit or other package versions are another group."""
+
+    def configuration(run: Run) -> Any:
+        own = {key: _hashable(value) for key, value in settings(run).items() if value is not None and _section(key) not in CIRCUMSTANCES}
+        return frozenset(own.items())
+
+    def code(run: Run) -> str:
+        return json.dumps([run.description.get("commit"), run.description.get("versions")], sort_keys=True)
+
+    groups: list[Group] = []
+    for same in _grouped(runs, configuration):
+        groups += _grouped(same, code) if len({run.seed for run in same}) < len(same) else [same]
+    return groups
+
+
+def _grouped(runs: Iterable[Run], key: Callable[[Run], Any]) -> list[Group]:
+    groups: dict[Any, list[Run]] = {}
     for run in runs:
-        own = {key: _value(value) for key, value in settings(run).items() if value is not None and _section(key) not in CIRCUMSTANCES}
-        groups.setdefault(frozenset(own.items()), []).append(run)
-    sides = (part for side in groups.values() for part in _by_code(side))
-    return [tuple(sorted(side, key=lambda run: run.seed)) for side in sides]
+        groups.setdefault(key(run), []).append(run)
+    return [_in_order(members) for members in groups.values()]
 
 
-def _by_code(side: list[Run]) -> list[list[Run]]:
-    """The runs of one configuration; where a seed is there more than once, those of each commit and each set of versions for themselves."""
-    parts: dict[str, list[Run]] = {}
-    for run in side:
-        parts.setdefault(json.dumps([run.description.get("commit"), run.description.get("versions")], sort_keys=True), []).append(run)
-    return list(parts.values()) if len({run.seed for run in side}) < len(side) else [side]
+def _in_order(runs: Iterable[Run]) -> Group:
+    return tuple(sorted(runs, key=lambda run: run.seed))
 
 
 # --- what differs ---------------------------------------------------------------------------------------------------------------------
 
 
-def settings(run: Run) -> Settings:
-    """Everything that `run.json` says of how the run was made, by dotted path; without its seed and its names."""
+def settings(run: Run) -> dict[str, Any]:
+    """The configuration and the circumstances of a run as `run.json` records them, by dotted path."""
     description = {key: value for key, value in run.description.items() if key not in NAMES}
-    # An "nvme_path": "auto" is resolved to a folder that has the run's name.
+    # "nvme_path": "auto" is resolved to a folder that contains the run's name.
     scratch = str(Path(str(run.description.get("runs_dir"))) / str(run.description.get("run_name")) / SCRATCH)
-    return {dotted(path): "auto" if value == scratch else value for path, value in _leaves(description, ())}
+    leaves = {dotted(path): "auto" if value == scratch else value for path, value in _leaves(description, ())}
+    return {key: value for key, value in leaves.items() if key not in REPEATED}
 
 
 def _leaves(value: Any, path: tuple[str | int, ...]) -> Iterator[tuple[tuple[str | int, ...], Any]]:
-    """Each value at its path. A list of numbers or texts is one value; so is an empty section, but for the one of all techniques."""
+    """Each value with its path. A list of numbers or texts is one value; so is an empty section other than the top and `techniques`."""
     if isinstance(value, dict) and (value or path in ((), ("techniques",))):
         for key, member in value.items():
             yield from _leaves(member, (*path, key))
@@ -282,87 +276,83 @@ def _section(key: str) -> str:
     return key.partition(".")[0]
 
 
-def _value(value: Any) -> Any:
-    """Equal, and hashed alike, where two values of a JSON are the same: 50000000 and 5e7 are, 1 and true are not."""
+def _hashable(value: Any) -> Any:
+    """Equal for values that are the same in JSON: 50000000 and 5e7 are, 1 and true are not."""
     if isinstance(value, list):
-        return tuple(_value(item) for item in value)
+        return tuple(_hashable(item) for item in value)
     return type(value) is bool, "{}" if value == {} else value
 
 
 def differences(control: Sequence[Run], other: Sequence[Run]) -> tuple[Difference, ...]:
     """Every setting and circumstance that is not the same in all of these runs: settings first, in the order of `run.json`."""
     sides = [[(run.seed, settings(run)) for run in runs] for runs in (control, other)]
-    keys = dict.fromkeys(key for side in sides for _, own in side for key in own)
     found = {}
-    for key in keys:
-        seen = [[(seed, own.get(key)) for seed, own in side] for side in sides]
-        if len({_value(value) for side in seen for _, value in side}) > 1:
-            found[key] = Difference(key, *(_of_side(side) for side in seen))
-    shown = [
-        one
-        for key, one in found.items()
-        if (said := found.get(RESTATED.get(key, ""))) is None or (said.control, said.other) != (one.control, one.other)
-    ]
-    return tuple(sorted(shown, key=lambda one: _section(one.key) in CIRCUMSTANCES))
+    for key in dict.fromkeys(key for side in sides for _, own in side for key in own):
+        values = [[(seed, own.get(key)) for seed, own in side] for side in sides]
+        if len({_hashable(value) for side in values for _, value in side}) > 1:
+            found[key] = Difference(key, *map(_value_of_side, values))
+    return tuple(sorted(found.values(), key=lambda one: _section(one.key) in CIRCUMSTANCES))
 
 
-def _of_side(seen: list[tuple[int, Any]]) -> Any:
-    """The value that the runs of a side have; where they differ, each with its seeds, as a text."""
-    seeds: dict[Any, list[int]] = {}
-    for seed, value in seen:
-        seeds.setdefault(_value(value), []).append(seed)
-    if len(seeds) == 1:
-        return seen[0][1]
-    values = {_value(value): value for _, value in seen}
-    return "; ".join(f"{values[key]} (seed {', '.join(map(str, of))})" for key, of in seeds.items())
+def _value_of_side(values: list[tuple[int, Any]]) -> Any:
+    """The value of the runs of a side; where they differ, a text with each value and its seeds."""
+    groups: dict[Any, tuple[Any, list[int]]] = {}
+    for seed, value in values:
+        groups.setdefault(_hashable(value), (value, []))[1].append(seed)
+    if len(groups) == 1:
+        return values[0][1]
+    return "; ".join(f"{value} (seed {', '.join(map(str, seeds))})" for value, seeds in groups.values())
 
 
 # --- what may be compared, and with what ----------------------------------------------------------------------------------------------
 
 
-def _marks(groups: Iterable[Sequence[Run]], force: bool) -> tuple[str, ...]:
-    """Why the runs of a group are no experiment together. Raises UsageError for them without `force`, and for a folder given twice."""
-    marks: dict[str, None] = {}
-    for runs in groups:
-        folders: set[Path] = set()
-        for run in runs:
-            if run.folder.resolve() in folders:
+def _mismatches(experiments: Iterable[Sequence[Run]], force: bool) -> tuple[str, ...]:
+    """Why the losses of an experiment's runs cannot be compared.
+
+    Raises:
+        UsageError: there are reasons and no `force`, or a folder is given twice.
+    """
+    found: dict[str, None] = {}
+    for runs in experiments:
+        folders = [run.folder.resolve() for run in runs]
+        for run, folder in zip(runs, folders, strict=True):
+            if folders.count(folder) > 1:
                 raise UsageError(f"{run.folder}: this run is given twice; leave one out")
-            folders.add(run.folder.resolve())
-        said: set[tuple[str, str]] = set()
+        seen: set[tuple[str, str]] = set()
         for run in runs:
-            for (kind, first), value in zip(_terms(runs[0]).items(), _terms(run).values(), strict=True):
-                if value != first and (kind, value) not in said:
-                    said.add((kind, value))
-                    marks[f"{run.folder}: its {kind} is {value}, that of {runs[0].folder} is {first}"] = None
-    if marks and not force:
-        fix = "give runs that have the same, or --force, which marks the report"
-        of_ids = f"{fix}; losses of different ids are compared in bits per byte, by launch/score.py"
-        raise UsageError(*(f"{mark}; {of_ids if 'vocabulary' in mark else fix}" for mark in marks))
-    return tuple(marks)
+            for (kind, first), value in zip(_losses_are_of(runs[0]).items(), _losses_are_of(run).values(), strict=True):
+                if value != first and (kind, value) not in seen:
+                    seen.add((kind, value))
+                    found[f"{run.folder}: its {kind} is {value}, that of {runs[0].folder} is {first}"] = None
+    if found and not force:
+        fix = "give runs that agree, or --force, which marks the report"
+        vocabularies = f"{fix}; launch/score.py compares models of different vocabularies in bits per byte"
+        raise UsageError(*(f"{one}; {vocabularies if 'vocabulary' in one else fix}" for one in found))
+    return tuple(found)
 
 
-def _terms(run: Run) -> dict[str, str]:
-    """What must be the same for losses to be of the same thing."""
-    said = run.description
-    sequences = said["eval_batches"] * said["global_batch_size"]
-    apart = ", documents apart" if said["no_cross_document"] else ""
+def _losses_are_of(run: Run) -> dict[str, str]:
+    """What must be equal for the losses of two runs to be comparable."""
+    described = run.description
+    sequences = described["eval_batches"] * described["global_batch_size"]
+    masked = ", attention within documents" if described["no_cross_document"] else ""
     return {
-        "corpus_fingerprint": said["corpus_fingerprint"][:16],
-        "vocabulary": f"{said['corpus']['vocab_size']:,} ids",
-        "validation set": f"{sequences:,} sequences of {said['shape']['seq_len']:,} tokens{apart}",
-        "token budget (total_tokens)": f"{said['total_tokens']:,}",
+        "corpus_fingerprint": described["corpus_fingerprint"][:16],
+        "vocabulary": f"{described['corpus']['vocab_size']:,} ids",
+        "validation set": f"{sequences:,} sequences of {described['shape']['seq_len']:,} tokens{masked}",
+        "token budget (total_tokens)": f"{described['total_tokens']:,}",
     }
 
 
 def _engine_json(run: Run) -> str:
-    """`ds_configs/<name>.json`, as recipes name it; the run may have been made in another checkout."""
+    """`ds_configs/<name>.json`, as recipes name it; the run may come from another checkout."""
     return "/".join(Path(run.description["config_file"]).parts[-2:])
 
 
-def _nearest_side(groups: Sequence[tuple[Run, ...]], at: int, config: str) -> int | None:
-    """Which other side is of the engine JSON `config`; of several, the one that differs least."""
-    found = [place for place, side in enumerate(groups) if place != at and _engine_json(side[0]) == config]
+def _nearest_group(groups: Sequence[Group], at: int, config: str) -> int | None:
+    """The place of another group with the engine JSON `config`; of several, the one with the fewest differences."""
+    found = [place for place, runs in enumerate(groups) if place != at and _engine_json(runs[0]) == config]
     return min(found, key=lambda place: len(differences(groups[place], groups[at])), default=None)
 
 
@@ -370,106 +360,96 @@ def _nearest_side(groups: Sequence[tuple[Run, ...]], at: int, config: str) -> in
 
 
 def _compared(
-    groups: Sequence[tuple[Run, ...]],
-    pairings: Iterable[tuple[int, int, Recipe | None]],
-    marks: tuple[str, ...],
-    absent: Sequence[Absent],
+    groups: Sequence[Group], pairings: Sequence[tuple[Group, Group, Recipe | None]], mismatches: tuple[str, ...], absent: Sequence[Absent]
 ) -> Comparison:
-    pairings = list(pairings)
-    roles: dict[int, Role] = {side: "recipe" for _, side, recipe in pairings if recipe}
+    roles: dict[Group, Role] = {side: "recipe" for _, side, recipe in pairings if recipe}
     roles |= {control: "control" for control, _, _ in pairings}
-    names = _side_names(groups)
-    sides = [Side(name, roles.get(at, "run"), runs) for at, (name, runs) in enumerate(zip(names, groups, strict=True))]
-    pairs = [_pair(sides[control], sides[side], recipe) for control, side, recipe in pairings]
-    remarks = [remark for side in sides for remark in _side_remarks(side)] + [remark for pair in pairs for remark in _pair_remarks(pair)]
+    sides = {runs: Side(name, roles.get(runs, "run"), runs) for name, runs in zip(_side_names(groups), groups, strict=True)}
+    pairs = [_pair(sides[control], sides[own], recipe) for control, own, recipe in pairings]
+    remarks = [remark for side in sides.values() for remark in _side_remarks(side)]
+    remarks += [f"{pair.title}: {remark}" for pair in pairs for remark in _pair_remarks(pair)]
     if len(sides) == 1:
-        remarks.append("all runs are of one configuration, and so one side: there is nothing to compare it with")
-    return Comparison(tuple(sides), tuple(pairs), marks, tuple(absent), tuple(dict.fromkeys(remarks)))
+        remarks.append("all runs have the same configuration, so there is nothing to compare them with")
+    return Comparison(tuple(sides.values()), tuple(pairs), mismatches, tuple(absent), tuple(dict.fromkeys(remarks)))
 
 
-def _side_names(groups: Sequence[tuple[Run, ...]]) -> list[str]:
-    """The name of each side's engine JSON; where several sides have the same, with a setting that tells them apart, or a number."""
-    stems = [Path(side[0].description["config_file"]).stem for side in groups]
+def _side_names(groups: Sequence[Group]) -> list[str]:
+    """The name of each group's engine JSON; where several have the same, with a setting that tells them apart, or a number."""
+    stems = [Path(runs[0].description["config_file"]).stem for runs in groups]
     names = list(stems)
     for stem in dict.fromkeys(stem for stem in stems if stems.count(stem) > 1):
         places = [place for place, one in enumerate(stems) if one == stem]
         own = [settings(groups[place][0]) for place in places]
         keys = dict.fromkeys(key for one in own for key in one if _section(key) not in CIRCUMSTANCES - {"commit", "versions"})
-        telling = next((key for key in keys if len({_value(one.get(key)) for one in own}) == len(places)), None)
+        telling = next((key for key in keys if len({_hashable(one.get(key)) for one in own}) == len(places)), None)
         for number, (place, one) in enumerate(zip(places, own, strict=True), 1):
             names[place] = f"{stem}, {telling.rpartition('.')[2]} {one.get(telling)}" if telling else f"{stem} ({number})"
     return names
 
 
-def _by_seed(side: Side) -> dict[int, Run]:
-    """The run of each seed that counts: the first."""
-    return {run.seed: run for run in reversed(side.runs)}
-
-
-def _moments(run: Run) -> list[Any]:
-    """With whom a run took turns, at its start and from each resume on; None where it ran alone."""
+def _interleaved_with(run: Run) -> list[Any]:
+    """The group that a run was interleaved with, at its start and after each resume; None where it trained alone."""
     resumes = run.description.get("resumes", [])
-    return [start.get("turns") for start in (run.description, *(one for one in resumes if isinstance(one, dict)))]
+    return [start.get("interleaved") for start in (run.description, *(one for one in resumes if isinstance(one, dict)))]
 
 
 def _pair(control: Side, side: Side, recipe: Recipe | None) -> Pair:
-    theirs, ours = _by_seed(control), _by_seed(side)
-    seeds = tuple(sorted(theirs.keys() & ours.keys()))
-    finals = [value for run in theirs.values() if math.isfinite(value := run.measures().get(LOSS, math.inf))]
+    runs = [one.by_seed() for one in (control, side)]
+    seeds = tuple(sorted(runs[0].keys() & runs[1].keys()))
+    finals = [value for run in runs[0].values() if math.isfinite(value := run.measures().get(LOSS, math.inf))]
     target = float(np.mean(finals)) if finals else None
-    numbers = [{seed: _numbers(runs[seed], target) for seed in sorted(runs)} for runs in (theirs, ours)]
+    numbers = [{seed: _numbers(one[seed], target) for seed in sorted(one)} for one in runs]
     figures = {}
     for name in FIGURES:
-        before, after = ({seed: own[name] for seed, own in side.items() if name in own} for side in numbers)
+        before, after = ({seed: own[name] for seed, own in one.items() if name in own} for one in numbers)
         if before or after:
             ratio = None if name == LOSS else _paired(before, after, "ratio")
             figures[name] = Figure(_spread(before), _spread(after), _paired(before, after, "difference"), ratio)
     verdicts = []
     for claim, threshold in recipe.claims.items() if recipe else ():
         measure = CLAIMS[claim].measure
-        # A loss of a control that diverged is nothing to compare with; one of a recipe that did is evidence.
-        known = [seed for seed in seeds if math.isfinite(numbers[0][seed].get(measure, math.inf)) and measure in numbers[1][seed]]
-        verdicts.append(judge(claim, threshold, *([side[seed][measure] for seed in known] for side in numbers)))
+        # A diverged run of the recipe is evidence; a diverged run of the control leaves nothing to compare with.
+        usable = [seed for seed in seeds if math.isfinite(numbers[0][seed].get(measure, math.inf)) and measure in numbers[1][seed]]
+        verdicts.append(judge(claim, threshold, *([one[seed][measure] for seed in usable] for one in numbers)))
     return Pair(control, side, recipe, differences(control.runs, side.runs), seeds, figures, tuple(verdicts))
 
 
 def _side_remarks(side: Side) -> Iterator[str]:
-    counted = _by_seed(side)
+    compared = side.by_seed()
     for run in side.runs:
-        if (first := counted[run.seed]) is not run:
-            yield f"{side.name}: seed {run.seed} was run more than once; {first.folder} counts, {run.folder} is only drawn"
+        if (first := compared[run.seed]) is not run:
+            yield f"{side.name}: seed {run.seed} was run more than once; {first.folder} is compared, {run.folder} is only plotted"
 
 
 def _pair_remarks(pair: Pair) -> Iterator[str]:
-    """What was left out, and what else than the recipe differs."""
-    title = f"{pair.side.name} against {pair.control.name}"
-    theirs, ours = _by_seed(pair.control), _by_seed(pair.side)
-    if alone := sorted(theirs.keys() ^ ours.keys()):
-        yield f"{title}: seed {', '.join(map(str, alone))} was run on one side only, and is in no difference and no verdict"
+    """What was excluded, and what differs besides the recipe."""
+    control, own = pair.control.by_seed(), pair.side.by_seed()
+    if alone := sorted(control.keys() ^ own.keys()):
+        yield f"seed {', '.join(map(str, alone))} was run on one side only, and is excluded from differences and verdicts"
     for seed in pair.seeds:
-        for run in (theirs[seed], ours[seed]):
+        for run in (control[seed], own[seed]):
             sums = "" if run.finished else " and of sums over the run"
             if run.diverged:
-                judged = "" if run is theirs[seed] else "; for a claim about the loss it counts as infinite"
-                yield f"{title}: seed {seed} is left out of the difference of the final loss{sums}, as {run.folder} diverged{judged}"
+                judged = "" if run is control[seed] else "; in claims about the loss it counts as infinite"
+                yield f"seed {seed} is excluded from the difference of the final loss{sums}, because {run.folder} diverged{judged}"
             elif sums:
-                yield f"{title}: seed {seed} is left out of the final loss{sums}, as {run.folder} is unfinished"
-    if not pair.in_turns:
-        yield f"{title}: not all pairs made their steps in turns, so that figures of time are of different hours of a machine too"
+                yield f"seed {seed} is excluded from the difference of the final loss{sums}, because {run.folder} is unfinished"
+    if not pair.interleaved:
+        yield "not all runs were interleaved, so differences in time may come from the load of the machine at different times"
     if any(_section(one.key) == "machine" for one in pair.differences):
-        yield f"{title}: not all on one machine, so that figures of time and memory are of machines too"
-    if pair.recipe and (others := [one.key for one in pair.differences if not _is_named(one.key, pair.recipe)]):
-        yield f"{title}: more differs than the recipe says, and what is seen may be its doing: {', '.join(others)}"
+        yield "not all runs used the same machine, so differences in time and memory may come from the machine"
+    if pair.recipe and (others := [one.key for one in pair.differences if not _is_expected(one.key, pair.recipe)]):
+        yield f"settings that the recipe does not name differ too, and may cause the effect: {', '.join(others)}"
 
 
-def _is_named(key: str, recipe: Recipe) -> bool:
-    """Whether a recipe says that its runs differ at `key`, or that follows from what it says, or is no setting."""
+def _is_expected(key: str, recipe: Recipe) -> bool:
+    """Whether a recipe names `key` as a difference to its control, or it is a circumstance or follows from other settings."""
     in_json = key.removeprefix("engine.").removeprefix("techniques.")
-    return _section(key) in CIRCUMSTANCES or key in FOLLOWING or any(f"{in_json}.".startswith(f"{named}.") for named in recipe.differs)
+    return _section(key) in CIRCUMSTANCES or key in DERIVED or any(f"{in_json}.".startswith(f"{named}.") for named in recipe.differs)
 
 
 def _numbers(run: Run, target: float | None) -> dict[str, float]:
-    """The run's figures, as far as they can be compared; `target` is the loss that is to be reached."""
+    """The figures of a run that can be compared; `target` is the loss of `seconds_to_reach` and `tokens_to_reach`."""
     numbers = {name: value for name, value in run.measures().items() if run.finished or name not in SUMS}
     if target is not None:
         for name in ("seconds", "tokens"):
@@ -479,10 +459,7 @@ def _numbers(run: Run, target: float | None) -> dict[str, float]:
 
 
 def reached_at(x: Column, loss: Column, target: float) -> float | None:
-    """The `x` at which `loss`, (rows,) both, is first at or below `target`, on straight lines between the rows that have a loss.
-
-    None where it never is.
-    """
+    """The `x` at which `loss`, (rows,) both, is first at or below `target`, by linear interpolation; None where it never is."""
     known = np.isfinite(loss) & np.isfinite(x)
     x, loss = x[known], loss[known]
     below = np.flatnonzero(loss <= target)
@@ -496,14 +473,14 @@ def reached_at(x: Column, loss: Column, target: float) -> float | None:
 
 
 def _spread(values: Mapping[int, float]) -> Spread:
-    numbers = list(values.values())
+    numbers = tuple(values.values())
     if not numbers:
         return Spread((), (), None, None, None, None)
-    return Spread(tuple(values), tuple(numbers), float(np.mean(numbers)), _deviation(numbers), min(numbers), max(numbers))
+    return Spread(tuple(values), numbers, float(np.mean(numbers)), _deviation(numbers), min(numbers), max(numbers))
 
 
 def _paired(control: Mapping[int, float], other: Mapping[int, float], scale: Literal["difference", "ratio"]) -> Spread | None:
-    """What other has over control, seed by seed, of the seeds of which both are finite."""
+    """The differences or ratios of the seeds whose values are finite on both sides."""
     seeds = tuple(seed for seed in control if seed in other and math.isfinite(control[seed]) and math.isfinite(other[seed]))
     before, after = ([side[seed] for seed in seeds] for side in (control, other))
     if not seeds or (scale == "ratio" and min(*before, *after) <= 0):
@@ -533,7 +510,7 @@ def _pair_as_json(pair: Pair) -> dict[str, Any]:
 
 
 def _run_as_json(run: Run) -> dict[str, Any]:
-    origin = ("created", "command", "config_file", "recipe", "commit", "machine", "versions", "turns")
+    origin = ("created", "command", "config_file", "recipe", "commit", "machine", "versions", "interleaved")
     return {
         "name": run.name,
         "folder": str(run.folder),
@@ -546,7 +523,7 @@ def _run_as_json(run: Run) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """`value` as JSON has it: lists for tuples, null for a number that is not finite."""
+    """`value` as JSON can hold it: lists for tuples, null for a number that is not finite."""
     if isinstance(value, dict):
         return {key: _plain(member) for key, member in value.items()}
     if isinstance(value, (list, tuple)):

@@ -1,4 +1,4 @@
-"""Keeps what a comparison found: recipes/results.json and each recipe's picture, from which the pages are written.
+"""Saves the results of a comparison in recipes/results.json, with each recipe's picture, and updates the recipes' pages from them.
 
 python launch/compare.py --all --seeds 5 --preset nano --steps 200 --publish
 """
@@ -13,34 +13,30 @@ from typing import Any
 from launch.comparison.comparison import Comparison, Figure, Pair, Spread
 from launch.comparison.page import draw_losses
 from launch.errors import UsageError
-from launch.training.folder import write_atomically
+from launch.formats.files import write_atomically
 from launch.training.provenance import machine, repository_commit
 from recipes.pages import FIGURES, RESULTS, read_results, write_pages
 from recipes.registry import ROOT, recipe_names
 
 
 def check_checkout() -> None:
-    """Refuse, before anything is trained, what `check_publishable` would refuse of every run."""
+    """Refuse to publish from a checkout whose results nobody could reproduce, before anything is trained."""
     commit = repository_commit()
     if commit is None or "+" in commit:
-        what = "this checkout has changes that no commit holds" if commit else "this is no checkout of a commit"
-        raise UsageError(f"--publish: {what}, and its figures could not be had again; commit first, or leave out --publish")
+        what = "this checkout has uncommitted changes" if commit else "this is not a git checkout"
+        raise UsageError(f"--publish: {what}, so its results could not be reproduced; commit first, or leave out --publish")
 
 
-def check_publishable(comparison: Comparison) -> None:
-    """Refuse what would put into the pages a figure that cannot be had again.
-
-    Raises:
-        UsageError: runs of changes that no commit holds, runs of several commits, or a comparison that is none.
-    """
-    if comparison.marks:
-        raise UsageError(f"--publish: {comparison.marks[0]}; publish a comparison that needs no --force")
+def _check_publishable(comparison: Comparison) -> None:
+    """Refuse runs of uncommitted changes or of several commits, and comparisons that needed --force."""
+    if comparison.mismatches:
+        raise UsageError(f"--publish: {comparison.mismatches[0]}; publish a comparison that needs no --force")
     for pair in comparison.pairs:
         commits = {str(run.description.get("commit")) for side in (pair.control, pair.side) for run in side.runs}
         if len(commits) > 1 or "+" in next(iter(commits)) or "None" in commits:
             raise UsageError(
-                f"--publish: the runs of {pair.side.name} are of {' and '.join(sorted(commits))}; train them anew on one commit, in another"
-                " --runs_dir"
+                f"--publish: the runs of {pair.side.name} are of {' and '.join(sorted(commits))}; train them again on one commit, in"
+                " another --runs_dir"
             )
 
 
@@ -48,8 +44,12 @@ def publish(comparison: Comparison, flags: Sequence[str]) -> None:
     """Write recipes/results.json, the pictures, and the pages.
 
     Args:
-        flags: how the runs were trained, and with how many seeds, as `launch/compare.py` was told.
+        flags: of `launch/compare.py`: how the runs were trained, and the number of seeds.
+
+    Raises:
+        UsageError: the results could not be reproduced.
     """
+    _check_publishable(comparison)
     results = {name: found for name, found in read_results().items() if name in recipe_names()}
     for pair in comparison.pairs:
         if pair.recipe is not None:
@@ -68,7 +68,7 @@ def _entry(pair: Pair, flags: Sequence[str]) -> dict[str, Any]:
         "command": " ".join(["python launch/compare.py --recipe", f"recipes/{pair.recipe.name}", *flags]),
         "commit": description["commit"][:7],
         "machine": _machine(description["machine"]),
-        "in_turns": pair.in_turns,
+        "in_turns": pair.interleaved,
         "ranks": description["ranks"],
         "tokens": description["total_tokens"],
         "lr": description["lr"],
@@ -80,7 +80,7 @@ def _entry(pair: Pair, flags: Sequence[str]) -> dict[str, Any]:
 
 
 def _figure(figure: Figure) -> dict[str, Any]:
-    """Means of both sides; of the pairs `[mean, low, high]` of the difference and of the ratio."""
+    """The means of both sides, and `[mean, low, high]` of the difference and of the ratio."""
 
     def compared(spread: Spread | None) -> list[float | None] | None:
         return None if spread is None else [spread.mean, spread.low, spread.high]

@@ -1,6 +1,6 @@
-"""Reads a run's folder, finished or not, into arrays: one entry for each optimizer step, and the numbers that stand for the whole run.
+"""Reads the folder of a run, finished or not, into arrays with an entry per optimizer step, and summarizes the run in a few numbers.
 
-Only `run.json`, `metrics.jsonl` and the last line of `log.txt` are read; nothing here needs torch, DeepSpeed or the corpus.
+Only `run.json`, `metrics.jsonl` and the last line of `log.txt` are read.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,9 +23,9 @@ from model.presets import GPTConfig
 
 Column = npt.NDArray[np.float64]
 
-#: The columns that every run has, of NaN where its lines have none.
+#: The columns that every run has, filled with NaN if its lines lack them.
 COLUMNS = ("step", "tokens", "seconds", "loss", "val_loss", "step_seconds", "tokens_per_second", "peak_memory_bytes", "bytes_sent")
-#: What `run.json` must say for a run to be compared with others.
+#: Keys of `run.json` that a comparison needs.
 NEEDED = {
     "seed": int,
     "config_file": str,
@@ -37,9 +37,9 @@ NEEDED = {
     "corpus": dict,
     "shape": dict,
 }
-#: Steps before the medians of time begin: the first ones compile, allocate and fill caches.
+#: Steps that the medians of time exclude: the first ones compile, allocate and fill caches.
 WARM_UP_STEPS = 10
-#: A step whose loss is above the lowest before it by this factor is a spike: the "loss ratio" of Li et al., arXiv 2108.06084, section 3.
+#: A step whose loss exceeds the lowest one before it by this factor is a spike: the "loss ratio" of Li et al., arXiv 2108.06084, section 3.
 SPIKE_RATIO = 1.2
 
 
@@ -49,14 +49,14 @@ class Run:
 
     Attributes:
         folder: where it was read.
-        name: the folder's name: any text, to be escaped wherever it is shown.
+        name: the folder's name; text of unknown origin.
         description: its `run.json`.
-        columns: float64, an entry for each line that was read, all of one length. Beside `COLUMNS` and every other numeric metric of the
-            lines: "flops" (of all ranks) and "bytes" (sent by rank 0), both summed from the start. NaN where a line lacks the key, or had a
-            number that was not finite. The line of step 0, the untrained model's validation, has no loss.
-        finished: the last step has reached the run's tokens.
-        diverged: it ended, or could not go on, because a loss or a gradient was no number.
-        remarks: how it was read, in sentences without a full stop: what is missing, torn, rewound or not finite.
+        columns: float64, an entry for each line, all of one length: `COLUMNS`, every other numeric metric, and the running sums "flops" (of
+            all ranks) and "bytes" (sent by rank 0). NaN where a line lacks the key or its number is not finite. The line of step 0, the
+            validation of the untrained model, has no loss.
+        finished: the run has trained on all its tokens.
+        diverged: the run ended or failed because of a non-finite loss or gradient.
+        remarks: what is missing, damaged, repeated or not finite, in sentences without a full stop.
     """
 
     folder: Path
@@ -73,17 +73,17 @@ class Run:
 
     @property
     def state(self) -> str:
-        """In a word: "finished", "failed" (it could not go on) or "unfinished" (still going, or stopped)."""
+        """ "finished", "failed" (it diverged before its end) or "unfinished" (still training, or stopped)."""
         return "finished" if self.finished else "failed" if self.diverged else "unfinished"
 
     def measures(self) -> dict[str, float]:
-        """The numbers that stand for the run up to its last line, each left out where there is none.
+        """The numbers that summarize the run up to its last line; those that it lacks are absent.
 
-        final_val_loss: nats a token; +inf for a run that diverged, left out for one that is unfinished or was not evaluated at its end.
+        final_val_loss: nats per token; +inf if the run diverged, absent if it is unfinished or was not evaluated at its end.
         step_seconds, tokens_per_second, mfu: medians over the steps after the first `WARM_UP_STEPS`.
         seconds, flops (of all ranks), bytes_sent (by rank 0): sums. bytes_per_step: the mean. peak_memory_bytes: of rank 0, the largest.
-        skipped_steps: updates skipped for an overflow in fp16. spikes: steps with a loss above `SPIKE_RATIO` x the lowest before, or none
-        that is finite. non_finite_losses: the latter alone.
+        skipped_steps: updates skipped for an overflow in fp16. spikes: steps with a loss above `SPIKE_RATIO` x the lowest before, or a
+        non-finite one. non_finite_losses: only the latter.
         """
         columns = self.columns
         measures: dict[str, float] = {}
@@ -94,18 +94,19 @@ class Run:
         trained = columns["step"] > 0
         if not trained.any():
             return measures
-        warm = columns["step"] > WARM_UP_STEPS
-        for name in ("step_seconds", "tokens_per_second", "mfu"):
-            if name in columns and len(values := _finite(columns[name][warm])):
-                measures[name] = float(np.median(values))
-        if len(values := _finite(columns["seconds"])):
-            measures["seconds"] = float(values[-1])
-        if len(values := _finite(columns["peak_memory_bytes"])):
-            measures["peak_memory_bytes"] = float(values.max())
-        if len(values := _finite(columns["bytes_sent"])):
-            measures |= {"bytes_per_step": float(values.mean()), "bytes_sent": float(values.sum())}
-        if "skipped_steps" in columns and len(values := _finite(columns["skipped_steps"])):
-            measures["skipped_steps"] = float(values[-1])
+
+        def finite(name: str, rows: Any = slice(None)) -> Column:
+            column = columns.get(name, np.zeros(len(trained)) + np.nan)[rows]
+            return column[np.isfinite(column)]
+
+        summaries: dict[str, tuple[Callable[[Column], Any], Column]] = {}
+        summaries |= {
+            name: (np.median, finite(name, columns["step"] > WARM_UP_STEPS)) for name in ("step_seconds", "tokens_per_second", "mfu")
+        }
+        summaries |= {name: (_last, finite(name)) for name in ("seconds", "skipped_steps")}
+        summaries |= {"peak_memory_bytes": (np.max, finite("peak_memory_bytes"))}
+        summaries |= {"bytes_per_step": (np.mean, finite("bytes_sent")), "bytes_sent": (np.sum, finite("bytes_sent"))}
+        measures |= {name: float(summarize(values)) for name, (summarize, values) in summaries.items() if len(values)}
         loss = np.nan_to_num(columns["loss"][trained], nan=np.inf)
         lowest_before = np.minimum.accumulate([np.inf, *loss[:-1]])
         measures["spikes"] = float(np.count_nonzero((loss > SPIKE_RATIO * lowest_before) | np.isinf(loss)))
@@ -115,10 +116,10 @@ class Run:
 
 
 def read_run(folder: str | Path) -> Run:
-    """The run in `folder`, as far as its files are good.
+    """Read the run in `folder`; damaged lines of its metrics are ignored and remarked.
 
     Raises:
-        UsageError: this is no run folder, or its `run.json` is damaged or lacks what a comparison needs.
+        UsageError: this is not a run folder, or its `run.json` is damaged or lacks keys that a comparison needs.
     """
     folder = Path(folder)
     description, model = _read_description(folder)
@@ -131,19 +132,19 @@ def read_run(folder: str | Path) -> Run:
     except FileNotFoundError:
         pass
     except OSError as reason:
-        raise UsageError(f"{file}: cannot be read ({reason.strerror}); give a run folder that can") from None
+        raise UsageError(f"{file}: cannot be read ({reason.strerror}); give a readable run folder") from None
     if damaged == [len(lines) + 1]:
-        remarks.append("the last line of metrics.jsonl is torn, and was left out")
+        remarks.append("the last line of metrics.jsonl is incomplete and was ignored")
     elif damaged:
-        remarks.append(f"{len(damaged)} damaged line{'s' * (len(damaged) > 1)} of metrics.jsonl, the first is line {damaged[0]}, left out")
-    lines, rewound = _without_rewound(lines)
-    if rewound:
-        remarks.append(f"{rewound} lines were left out, of steps that a resume went back behind: each step counts as it was written last")
+        remarks.append(f"{len(damaged)} damaged line{'s' * (len(damaged) > 1)} of metrics.jsonl ignored, the first is line {damaged[0]}")
+    lines, repeated = _without_repeated(lines)
+    if repeated:
+        remarks.append(f"{repeated} lines were ignored because a resume repeated their steps or went back before them")
     if not lines:
-        remarks.append("no step is in metrics.jsonl")
+        remarks.append("metrics.jsonl contains no step")
     columns = _columns(lines, model)
     if gaps := _gaps(columns["step"]):
-        remarks.append(f"no lines of {gaps}: sums over the run lack them")
+        remarks.append(f"metrics.jsonl lacks {gaps}, and so do sums over the run")
     for key, name in (("loss", "training loss"), ("val_loss", "validation loss")):
         steps = [line["step"] for line in lines if key in line and not _is_finite(line[key])]
         if steps:
@@ -153,33 +154,33 @@ def read_run(folder: str | Path) -> Run:
 
 
 def _read_description(folder: Path) -> tuple[dict[str, Any], GPTConfig]:
-    """`run.json`, and the model that it names."""
+    """`run.json`, and the model that it describes."""
     file = folder / "run.json"
     try:
         found = "" if folder.is_dir() else "is a file" if folder.exists() else "no such folder"
-    except OSError as reason:  # a name that is too long, a folder above that may not be searched
+    except OSError as reason:  # a name that is too long, or a parent folder without permission
         found = f"cannot be read ({reason.strerror})"
     if found:
         raise UsageError(f"{folder}: {found}; give run folders, such as runs/first")
     try:
         description = read_run_json(file)
     except FileNotFoundError:
-        raise UsageError(f"{folder}: holds no run.json, so it is not a run folder; give folders such as runs/first") from None
+        raise UsageError(f"{folder}: contains no run.json, so it is not a run folder; give folders such as runs/first") from None
     for key, kind in NEEDED.items():
         if type(description.get(key)) is not kind:
             found = f"'{key}' is {json.dumps(description[key])[:40]}" if key in description else f"lacks '{key}'"
-            raise UsageError(f"{file}: {found}, must be a {kind.__name__}; the run cannot be compared without")
-    description.setdefault("no_cross_document", False)  # a run from before there was this flag
+            raise UsageError(f"{file}: {found}, must be of type {kind.__name__} for a comparison")
+    description.setdefault("no_cross_document", False)  # runs older than this flag lack it
     try:
         model = GPTConfig(**description["shape"], vocab_size=description["corpus"].get("vocab_size"))
         trained_flops_per_token(model, {"kept_blocks": float(model.n_layer), "seq_len": float(model.seq_len)})
         return description, model
     except (TypeError, ValueError, OverflowError) as reason:
-        raise UsageError(f"{file}: 'shape' and 'corpus.vocab_size' are no model ({reason}); the run cannot be compared without") from None
+        raise UsageError(f"{file}: 'shape' and 'corpus.vocab_size' do not describe a model ({reason}), which a comparison needs") from None
 
 
-def _without_rewound(lines: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], int]:
-    """The lines of the run as it went in the end, and how many of steps that a resume went back behind."""
+def _without_repeated(lines: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], int]:
+    """The last line of each step, without later steps that a resume discarded; and how many lines were left out."""
     kept: list[dict[str, Any]] = []
     lowest_after = math.inf
     for line in reversed(lines):
@@ -203,23 +204,16 @@ def _columns(lines: list[dict[str, Any]], model: GPTConfig) -> dict[str, Column]
 
 
 def _column(values: Sequence[Any]) -> Column:
-    """Numbers as they are; everything else, and what is not finite, as NaN."""
-    try:
-        column = np.array(values, dtype=np.float64)
-    except (TypeError, ValueError, OverflowError):  # texts, or integers of hundreds of digits, are among them
-        column = np.empty((0, 0))
-    if column.ndim != 1:
-        column = np.array([value if _is_finite(value) else np.nan for value in values], dtype=np.float64)
-    column[~np.isfinite(column)] = np.nan
-    return column
+    """Finite numbers as they are, everything else as NaN."""
+    return np.array([value if _is_finite(value) else np.nan for value in values], dtype=np.float64)
 
 
-def _finite(column: Column) -> Column:
-    return column[np.isfinite(column)]
+def _last(values: Column) -> float:
+    return float(values[-1])
 
 
 def _is_finite(value: Any) -> bool:
-    """Whether a value of a JSON is a number that a float64 holds."""
+    """Whether a JSON value is a number in the range of float64."""
     try:
         return isinstance(value, (int, float)) and math.isfinite(value)
     except OverflowError:
@@ -227,20 +221,17 @@ def _is_finite(value: Any) -> bool:
 
 
 def _flops_per_token(columns: dict[str, Column], model: GPTConfig) -> Column:
-    """FLOPs of a token in each step: of the blocks that ran, on rows of the length that they had."""
-    rows = len(columns["step"])
-    # A technique that is not on reports nothing, which is all blocks on rows of the model's length.
-    lengths, blocks = (
-        np.nan_to_num(columns.get(name, np.full(rows, np.nan)), nan=value).tolist()
-        for name, value in (("seq_len", model.seq_len), ("kept_blocks", model.n_layer))
-    )
+    """FLOPs per token in each step, of the blocks and the sequence length that the step used: all blocks and the full length by default."""
+    defaults = {"seq_len": model.seq_len, "kept_blocks": model.n_layer}
+    missing = np.full(len(columns["step"]), np.nan)
+    lengths, blocks = (np.nan_to_num(columns.get(name, missing), nan=value).tolist() for name, value in defaults.items())
     shapes = list(zip(lengths, blocks, strict=True))
     flops = {(length, kept): trained_flops_per_token(model, {"seq_len": length, "kept_blocks": kept})[0] for length, kept in set(shapes)}
     return np.array([flops[shape] for shape in shapes], dtype=np.float64)
 
 
 def _gaps(steps: Column) -> str:
-    """The steps of which there is no line, in words."""
+    """The steps without a line, in words."""
     before = np.concatenate([[0.0], steps])
     gaps = [(int(low) + 1, int(high) - 1) for low, high in zip(before, steps, strict=False) if high - low > 1]
     named = [f"step {low}" if low == high else f"steps {low} to {high}" for low, high in gaps[:3]]
@@ -248,27 +239,27 @@ def _gaps(steps: Column) -> str:
 
 
 def _ending(folder: Path, description: dict[str, Any], lines: list[dict[str, Any]], remarks: list[str]) -> tuple[bool, bool]:
-    """Whether the run has finished, and whether it diverged; says so among the remarks where it has not, or did."""
+    """Whether the run has finished, and whether it diverged; adds a remark if it has not finished."""
     last = lines[-1] if lines else {"step": 0, "tokens": 0}
     tokens, total = last.get("tokens"), description["total_tokens"]
     tokens = tokens if _is_finite(tokens) else 0
     if lines and tokens >= total:
         diverged = "val_loss" in last and not _is_finite(last["val_loss"])
         if not diverged and description["eval_every"] and "val_loss" not in last:
-            remarks.append("its end was not evaluated")
+            remarks.append("the run was not evaluated at its end")
         return True, diverged
     error = _last_error(folder)
-    # A loss that is no number ends a run, but in fp16, where the loss scale is there for that.
+    # A non-finite loss ends a run, except in fp16, where the step is skipped and the loss scale lowered.
     lost = "loss" in last and not _is_finite(last["loss"]) and description.get("precision") != "fp16"
     if error or lost:
         remarks.append(f"failed after step {last['step']}, {tokens:,} of {total:,} tokens" + (f": {error}" if error else ""))
         return False, True
-    remarks.append(f"unfinished, still going or stopped: step {last['step']}, {tokens:,} of {total:,} tokens")
+    remarks.append(f"unfinished (still training, or stopped): step {last['step']}, {tokens:,} of {total:,} tokens")
     return False, False
 
 
 def _last_error(folder: Path) -> str:
-    """Why the run could not go on, where that is the last that its log says."""
+    """The error in the last line of the log, if it is one."""
     try:
         lines = (folder / "log.txt").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:

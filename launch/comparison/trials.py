@@ -1,7 +1,7 @@
-"""Which runs an experiment consists of: control and recipe with the same flags and seeds, each run once.
+"""Plans the runs of an experiment: control and recipe with the same flags and seeds.
 
-A run is named by what decides its numbers, so that a control that several recipes share, or a recipe that is another's control, is one
-run, and one that is there already is not made again.
+A run is named after a hash of everything that affects its numbers. A control that several recipes share, or a recipe that is another's
+control, is therefore run only once, and existing runs are reused.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from launch.config.flags import suggested_flags
 from launch.config.hardware import device_type, gpu_memory
 from launch.config.run_config import RunConfig, resolve
 from launch.errors import UsageError
-from launch.training.folder import INCIDENTAL
+from launch.training.run_json import INCIDENTAL
 from recipes.registry import ROOT, Recipe
 
-#: How much of a device's memory, or of what is free of the host's, runs that take turns may fill.
+#: The fraction of a GPU's memory, or of the host's free memory, that interleaved runs may use.
 FILLED = 0.75
-#: What a process has on a GPU before it allocates anything.
+#: Memory that a process uses on a GPU before it allocates anything.
 CUDA_CONTEXT = 600 * 2**20
-#: Of a resolved run, what its numbers do not depend on; the seed stands in the name by itself.
-NOT_ITS_OWN = {*INCIDENTAL, "run_name", "runs_dir", "recipe", "config_file", "preset", "data", "seed", "save_every", "keep"}
+#: Keys of a resolved run that do not affect its numbers, and the seed, which is in the name itself.
+NOT_HASHED = {*INCIDENTAL, "run_name", "runs_dir", "recipe", "config_file", "preset", "data", "seed", "save_every", "keep"}
 
 
 @dataclass(frozen=True)
 class Trial:
     """One run of an experiment.
 
-    flags: of `launch/pretrain.py`, without the run's name and place. config: the run as they resolve, for `ranks` ranks.
+    flags: of `launch/pretrain.py`, without the run's name and folder. config: what they resolve to.
     """
 
     name: str
@@ -49,7 +49,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class Experiment:
-    """A recipe and its control; entry i of both has seed i."""
+    """The runs of a recipe and of its control; entry i of both has the same seed."""
 
     recipe: Recipe
     control: tuple[Trial, ...]
@@ -57,14 +57,14 @@ class Experiment:
 
 
 class CannotRun(Exception):
-    """Why a recipe, or its control, cannot be run here: what it needs."""
+    """A recipe or its control cannot be run here; the message says what it needs."""
 
 
 def plan_experiment(recipe: Recipe, flags: Sequence[str], seeds: Iterable[int], ranks: int) -> Experiment:
-    """The runs of a recipe and of its control: the recipe's suggested flags for both, over which the user's own win.
+    """The runs of a recipe and of its control, both with the recipe's suggested flags, which `flags` override.
 
     Raises:
-        CannotRun: this machine lacks what one of them needs, or the recipe is refused with these flags.
+        CannotRun: this machine lacks what one of them needs, or the flags are refused.
         DataError: the corpus is missing or damaged.
     """
     both = [*suggested_flags(recipe, length_given="--steps" in flags or "--tokens" in flags), *flags]
@@ -90,21 +90,21 @@ def _trial(config_file: str, flags: list[str], ranks: int) -> Trial:
         raise CannotRun(reason.faults[0].removeprefix(f"{ROOT}/")) from None
     if config.lacks:
         raise CannotRun(config.lacks[0].removeprefix(f"{ROOT}/"))
-    numbers = {key: value for key, value in config.as_json().items() if key not in NOT_ITS_OWN}
+    numbers = {key: value for key, value in config.as_json().items() if key not in NOT_HASHED}
     numbers["corpus"] = config.corpus.fingerprint
     key = hashlib.sha256(json.dumps(numbers, sort_keys=True).encode()).hexdigest()[:8]
     return Trial(f"{Path(config_file).stem}-{key}-seed{config.seed}", tuple(flags), config)
 
 
 def fitting_groups(trials: Sequence[Trial], at_once: int | None) -> list[list[Trial]]:
-    """`trials` in groups whose runs are all in memory at the same time: of `at_once`, or of what the plans of their memory say."""
+    """`trials` in groups of runs that are interleaved: of `at_once` runs, or of as many as fit in memory by their plans."""
     device = device_type()
     on_gpu = device == "cuda"
     free = min(gpu_memory(), default=0) if on_gpu else psutil.virtual_memory().available
     groups: list[list[Trial]] = []
     taken = 0.0
     for trial in trials:
-        # Each rank has a GPU, a CPU's ranks share one memory.
+        # On GPUs each rank has its own memory; on a CPU all ranks share it.
         peak = memory_of(trial.config, trial.config.model_config, device)["peak"]
         size = peak + CUDA_CONTEXT if on_gpu else trial.config.ranks * peak
         full = len(groups[-1]) >= at_once if groups and at_once else taken + size > FILLED * free
@@ -117,7 +117,7 @@ def fitting_groups(trials: Sequence[Trial], at_once: int | None) -> list[list[Tr
 
 
 def in_order(experiments: Iterable[Experiment]) -> list[list[Trial]]:
-    """The distinct runs, seed by seed: each control is followed by the recipes that are compared with it."""
+    """The distinct runs of each seed: each control is followed by the recipes that are compared with it."""
     by_control: dict[str, list[Experiment]] = {}
     for experiment in experiments:
         by_control.setdefault(experiment.control[0].name, []).append(experiment)

@@ -22,8 +22,8 @@ from typing import Any
 import torch
 
 from launch.errors import UsageError
+from launch.formats.checkpoint_files import ENGINE_TAG
 from launch.formats.tensor_files import UnreadableFile, load_tensors
-from launch.training.checkpoint import ENGINE_TAG
 from model.gpt import GPT
 from model.hf import HEAD
 

@@ -20,12 +20,9 @@ from data_pipeline.tokenizer import Tokenizer
 from launch.config.run_config import ROOT
 from launch.errors import UsageError, say
 from launch.formats.checkpoint_files import (
-    NO_DIGESTS,
     DamagedCheckpoint,
     checkpoint_name,
     complete_checkpoints,
-    file_sizes,
-    has_digests,
     newest_good,
     read_state,
     verify,
@@ -163,7 +160,7 @@ def _open_run(folder: Path, asked: str | None, data: str | Path | None) -> Train
         init_seed=description.get("seed", 0),
         document_end=eot if description.get("no_cross_document") else None,
     )
-    written = sum(file_sizes(state).values())
+    written = sum(entry["bytes"] for entry in state["files"].values())
     # Before much memory is taken: the engine's files hold at least 16 bits of each parameter.
     if parameter_count(config) * 2 > max(written, 2**30):
         raise UsageError(
@@ -198,7 +195,7 @@ def _read_description(file: Path) -> dict[str, Any]:
 def _choose_checkpoint(folder: Path, description: dict[str, Any], asked: str | None) -> tuple[Path, dict[str, Any]]:
     """The checkpoint to be used and its `state.json`. All of its files have been compared with their digests.
 
-    Warns on stderr about newer checkpoints that are damaged, and about a checkpoint without digests.
+    Warns on stderr about newer checkpoints that are damaged.
 
     Raises:
         UsageError: there is no such checkpoint, it is damaged, or it is not the end of the run and was not asked for.
@@ -234,8 +231,6 @@ def _choose_checkpoint(folder: Path, description: dict[str, Any], asked: str | N
         )
     for fault in faults:
         say(f"warning: skipped a damaged checkpoint: {fault}", sys.stderr)
-    if not has_digests(state):
-        say(f"warning: {chosen}: {NO_DIGESTS}", sys.stderr)
     return chosen, state
 
 

@@ -1,23 +1,24 @@
-"""The one place for torch.distributed: start-up of the ranks, and the counted collectives that everything else goes through.
+"""The one place for torch.distributed: starts the ranks, and counts the bytes of all collectives.
 
-DeepSpeed builds extensions just in time, which takes a minute or more in silence, and a build that is killed leaves a lock behind on which
-every later start hangs for ever. Here a build has a lock of its own, which dies with its process, a line that says what is going
-on, and a folder of the project's own. The one extension that DeepSpeed would build at every first start on a CPU is not built at all.
+It also builds DeepSpeed's extensions. DeepSpeed builds them just in time, which takes a minute or more without a message, and a build
+that is killed leaves a lock file on which later starts wait forever. Here a lock of the operating system, which ends with its process,
+protects a build, and a line announces it. The extension that DeepSpeed builds at the first start on a CPU is not built; it is not used.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
+import functools
 import importlib
 import io
 import os
 import shutil
 import socket
 import sys
-import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,28 @@ import torch
 from torch.distributed import ProcessGroup
 
 from launch.config.hardware import quiet_deepspeed
+from launch.errors import UsageError
 
 ROOT = Path(__file__).resolve().parents[2]
+
+
+def check_port() -> None:
+    """Check, as global rank 0, that no other job listens on the port where the ranks of this job meet.
+
+    Raises:
+        UsageError: another process listens there.
+    """
+    port = os.environ.get("MASTER_PORT")
+    # torchrun listens on the port itself.
+    if port is None or "RANK" not in os.environ or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections of a job that has ended may linger
+        try:
+            probe.bind(("", int(port)))
+        except OSError as reason:
+            if reason.errno == errno.EADDRINUSE:
+                raise UsageError(f"port {port} (MASTER_PORT) is in use on this host; give another: deepspeed --master_port N") from None
 
 
 def start_ranks() -> Collectives:
@@ -36,8 +57,7 @@ def start_ranks() -> Collectives:
     of the host divided by its ranks.
     """
     os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(ROOT / ".cache" / "torch_extensions"))
-    # Always this environment's ninja: another version (a system's, where the environment is not activated) takes what this one has built
-    # for out of date, and builds it again.
+    # Always this environment's ninja: another version, such as the system's, builds everything again.
     if shutil.which("ninja", path=Path(sys.executable).parent):
         os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
     if "RANK" not in os.environ:
@@ -49,10 +69,8 @@ def start_ranks() -> Collectives:
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(_free_port()),
         }
-    # Ranks are not bound to cores of their own. On two cores it gained nothing: two ranks made a step of `nano` in 126.7 ms free and 127.8
-    # bound (medians of 4 runs each, in turns), of `micro` in 428.4 and 428.8 (3 each); blocks of 4 steps in turns within one run took 127.5
-    # and 125.2, and 450 and 446. And a bound rank cannot leave a core that another job works on, for which all ranks then wait. On a host
-    # of several sockets `deepspeed --bind_cores_to_rank` binds, by numactl, with the memory of the socket.
+    # Ranks are not bound to cores: on two cores it made no step faster, and a bound rank cannot leave a core that another job uses. On a
+    # host of several sockets `deepspeed --bind_cores_to_rank` binds them, together with the memory of the socket.
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks_of_host()))
 
@@ -71,7 +89,7 @@ def start_ranks() -> Collectives:
 
 
 def ranks_of_host() -> int:
-    """How many ranks of this job run on this host, as its launcher says."""
+    """How many ranks of this job run on this host, from the launcher's environment."""
     return int(os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or 1)
 
 
@@ -83,10 +101,7 @@ def leave_ranks() -> None:
 
 
 def stager(device: torch.device) -> Any:
-    """torch's maker of copies in the host's memory, which it keeps for the next copy of the same tensor: `stager.stage(state)`.
-
-    Nothing of it is distributed but its place.
-    """
+    """torch's stager: `stager.stage(state)` copies tensors into host memory, which it uses again for the next copy of the same tensors."""
     from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
     pinned = device.type == "cuda"
@@ -100,10 +115,10 @@ def _free_port() -> int:
 
 
 def without_shared_memory_extension() -> None:
-    """Keep DeepSpeed from building and starting `deepspeed_shm_comm` for CPU ranks.
+    """Prevent DeepSpeed from building and starting `deepspeed_shm_comm` for CPU ranks.
 
-    It serves tensor-parallel inference only (`inference_all_reduce`), takes half a minute to build, and every start leaves 66 MB a rank in
-    /dev/shm for ever, under the name of its port: a few hundred starts fill the memory of a machine.
+    Only tensor-parallel inference uses it (`inference_all_reduce`). It takes half a minute to build, and every start leaves 66 MB a rank in
+    /dev/shm: a few hundred starts fill the memory of a machine.
     """
     import deepspeed.ops
 
@@ -111,10 +126,10 @@ def without_shared_memory_extension() -> None:
 
 
 def without_compiled_muon() -> None:
-    """Import DeepSpeed's Muon with its kernels as they are written.
+    """Import DeepSpeed's Muon without compiling its kernels.
 
-    At stages 1, 2 and 3 every start imports it, to ask whether the optimizer is one; its kernels are decorated with `torch.compile`, which
-    imports torch's whole compiler for them: a sixth of a start. No JSON can ask for Muon (launch/config/optimizer.py).
+    Every start at stages 1, 2 and 3 imports it for an `isinstance`. Its kernels are decorated with `torch.compile`, which imports torch's
+    compiler: a sixth of the time of a start. No configuration can select Muon (launch/config/optimizer.py).
     """
     from deepspeed.runtime import compiler
 
@@ -127,54 +142,29 @@ def without_compiled_muon() -> None:
 
 
 def load_extension(builder_name: str) -> None:
-    """Build, where it is not built yet, and load one of DeepSpeed's extensions, e.g. "CPUAdamBuilder".
-
-    One process of the host at a time; the one that builds, of any rank, says so on stderr.
-    """
+    """Load one of DeepSpeed's extensions, e.g. "CPUAdamBuilder". Builds it first if it is not built yet, in one process of the host."""
     from deepspeed.accelerator import get_accelerator
 
     builder = get_accelerator().create_op_builder(builder_name)
     folder = Path(os.environ["TORCH_EXTENSIONS_DIR"])
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / f".{builder.name}.lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # released by the kernel when its process dies
-        for baton in folder.rglob(f"{builder.name}/lock"):
-            if _is_open_somewhere(baton):  # torch keeps it open while it builds
-                continue
-            print(f"Removing {baton}: the build that made it was killed", file=sys.stderr, flush=True)
-            while _is_worked_in(baton.parent):  # by compilers that outlived it: two writers of one file
-                time.sleep(0.2)
-            baton.unlink()
+        fcntl.flock(lock, fcntl.LOCK_EX)  # the kernel releases it when its process ends
+        for left_behind in folder.rglob(f"{builder.name}/lock"):  # torch's own lock: its process has ended, or it would hold ours
+            print(f"Removing {left_behind}: the build that made it was killed", file=sys.stderr, flush=True)
+            left_behind.unlink()
         if not list(folder.rglob(f"{builder.name}.so")):
             print(f"Building DeepSpeed's extension {builder.name} into {folder} (a minute or so, once)", file=sys.stderr, flush=True)
         with contextlib.redirect_stdout(io.StringIO()):
             builder.load(verbose=False)
 
 
-def _is_open_somewhere(path: Path) -> bool:
-    """Whether any process of this host has `path` open."""
-    for descriptor in Path("/proc").glob("[0-9]*/fd/*"):
-        with contextlib.suppress(OSError):  # processes end, and other users' are not ours to read
-            if descriptor.samefile(path):
-                return True
-    return False
-
-
-def _is_worked_in(folder: Path) -> bool:
-    """Whether any process of this host has `folder` as its working directory."""
-    for directory in Path("/proc").glob("[0-9]*/cwd"):
-        with contextlib.suppress(OSError):
-            if directory.samefile(folder):
-                return True
-    return False
-
-
 class Collectives:
-    """The ranks of the run, and what this rank sends to the others.
+    """The collectives of the ranks of the run. `bytes_sent` counts what this rank sends.
 
-    `bytes_sent` grows with every collective of the engine, of the techniques and of the loop alike. It counts what this rank must put
-    on the wire under the bandwidth-optimal algorithm for N ranks: all_reduce 2(N-1)/N x size; reduce_scatter, all_to_all and reduce
-    (N-1)/N x input; all_gather (N-1)/N x gathered output; broadcast (N-1)/N x size, the mean over the ranks.
+    It includes every collective of the engine, the techniques and the training loop, with the bytes that the bandwidth-optimal algorithm
+    sends for N ranks: all_reduce 2(N-1)/N x size; reduce_scatter, all_to_all and reduce (N-1)/N x input; all_gather (N-1)/N x gathered
+    output; broadcast (N-1)/N x size, the mean over the ranks.
     """
 
     def __init__(self, device: torch.device):
@@ -205,18 +195,18 @@ class Collectives:
         self._comm.barrier()
 
     def enter_thread(self) -> None:
-        """Make this rank's device that of the calling thread, which begins with the first one."""
+        """Select this rank's device in the calling thread, where the first device is the default."""
         if self.device.type != "cpu":
             torch.accelerator.set_device_index(self.device)
 
     def wait(self) -> None:
-        """Wait for this rank's own device to have done what it was given."""
+        """Wait until this rank's device has finished its work."""
         if self.device.type != "cpu":
             torch.accelerator.synchronize(self.device)
 
     @contextlib.contextmanager
     def uncounted(self) -> Iterator[None]:
-        """What is sent inside does not belong to the training step: evaluation, checkpoints."""
+        """Do not count what is sent inside: evaluation and checkpoints are not part of a training step."""
         before = self.bytes_sent
         try:
             yield
@@ -235,14 +225,26 @@ class Collectives:
         self._comm.all_gather_object(values, value)
         return values
 
+    def thread_gather(self) -> Callable[[Any], list[Any]]:
+        """Return a `gather` for a thread beside the training loop, with a process group of its own. All ranks call this together."""
+        group = _thread_group()
+
+        def gather(value: Any) -> list[Any]:
+            values: list[Any] = [None] * self.world_size
+            torch.distributed.all_gather_object(values, value, group=group)
+            return values
+
+        return gather
+
     def any(self, flag: bool) -> bool:
         """Whether `flag` is true on any rank."""
         return bool(self.all_reduce(torch.tensor([float(flag)], device=self.device)).item())
 
 
-def _size(tensors: Any) -> int:
-    """Bytes of a tensor or of all tensors of a list."""
-    return tensors.nbytes if isinstance(tensors, torch.Tensor) else sum(tensor.nbytes for tensor in tensors)
+@functools.cache
+def _thread_group() -> Any:
+    # Ranks may wait long for the one that writes most.
+    return torch.distributed.new_group(backend="gloo", timeout=timedelta(days=1))
 
 
 #: Collective of DeepSpeed's backend -> (position and name of the argument that is measured, its weight in units of (N-1)/N).
@@ -263,28 +265,22 @@ _WIRE = {
 }
 
 
-@dataclass(frozen=True)
-class _Counted:
-    """`function`, a collective of `backend`, which adds to `counter` what this rank sends by it."""
-
-    function: Callable[..., Any]
-    backend: Any
-    counter: Collectives
-    position: int  # of the argument that is measured
-    name: str
-    weight: int
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        measured = kwargs[self.name] if self.name in kwargs else args[self.position]
-        group = next((item for item in (*args, *kwargs.values()) if isinstance(item, ProcessGroup)), None)
-        ranks = self.backend.get_world_size(group=group)
-        self.counter.bytes_sent += self.weight * (ranks - 1) / ranks * _size(measured)
-        return self.function(*args, **kwargs)
-
-
 def _count_collectives(backend: Any, counter: Collectives) -> None:
-    """Count every collective that passes through `backend`, DeepSpeed's one instance that all of its modules use."""
+    """Count every collective of `backend`, the one instance that all modules of DeepSpeed use."""
     for name, (position, argument, weight) in _WIRE.items():
         if (function := getattr(backend, name, None)) is not None:
-            bare = function.function if isinstance(function, _Counted) else function  # a former Collectives counts no more
-            setattr(backend, name, _Counted(bare, backend, counter, position, argument, weight))
+            uncounted = getattr(function, "uncounted", function)  # an earlier Collectives may have wrapped it
+            setattr(backend, name, _counted(uncounted, backend, counter, position, argument, weight))
+
+
+def _counted(function: Callable[..., Any], backend: Any, counter: Collectives, position: int, argument: str, weight: int) -> Any:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        measured = kwargs[argument] if argument in kwargs else args[position]
+        size = measured.nbytes if isinstance(measured, torch.Tensor) else sum(tensor.nbytes for tensor in measured)
+        group = next((item for item in (*args, *kwargs.values()) if isinstance(item, ProcessGroup)), None)
+        ranks = backend.get_world_size(group=group)
+        counter.bytes_sent += weight * (ranks - 1) / ranks * size
+        return function(*args, **kwargs)
+
+    call.uncounted = function  # type: ignore[attr-defined]
+    return call

@@ -1,4 +1,4 @@
-"""The exponents of gradients as a run records them: the bins, and what fp16 makes of each; without torch."""
+"""Histograms of the exponents of gradients, as `histograms.jsonl` holds them, and the share of values that fp16 cannot represent."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 LOWEST, HIGHEST = -80, 40
 BINS = HIGHEST - LOWEST + 1
 KINDS = ("activation_gradients", "weight_gradients")
-#: fp16: the smallest number is 2^-24, and what is below half of it is rounded to zero; from 2^16 on it is infinite.
+#: fp16: the smallest number is 2^-24, values below half of it are rounded to zero, values from 2^16 on are infinite.
 FP16_ZERO, FP16_SMALLEST, FP16_INFINITE = -25, -24, 16
-#: Where an fp16 JSON of ds_configs/ begins: the scale that a run without one is compared with.
+#: The initial loss scale of the fp16 JSONs in ds_configs/; shown for runs without a loss scale.
 INITIAL_SCALE = 2.0**16
 
 
@@ -19,15 +19,15 @@ def summary(step: int, precision: str, loss_scale: float | None, layers: list[st
     """One line of `histograms.jsonl`.
 
     Args:
-        loss_scale: what the gradients were multiplied by; None where there is none.
+        loss_scale: by which the gradients were multiplied, if any.
         counts: kinds x layers x (BINS exponents, zeros, not finite).
 
-    Returns the step, the scale that the shares are for, and for each kind and layer: `exponents` (unscaled: of the gradient itself, as
-    {exponent: count}), `elements`, `zero`, `not_finite`, and the shares of all elements that fp16 holds as zero at scale 1
-    (`fp16_zero_at_1`) and at the run's scale (`fp16_zero_at_scale`), and as infinite at that scale.
+    Returns the step, the scale of the shares, and for each kind and layer: `exponents` (of the gradient without its loss scale, as
+    {exponent: count}), `elements`, `zero`, `not_finite`, and the shares of all elements that are zero in fp16 at scale 1
+    (`fp16_zero_at_1`) and at the run's scale (`fp16_zero_at_scale`), and that are infinite at that scale.
     """
     scale = loss_scale or INITIAL_SCALE
-    # Dynamic scales are powers of two. A fixed one that is none is taken for the nearest: its shares are those of up to half a bin beside.
+    # Dynamic scales are powers of two. A fixed scale is rounded to the nearest one, an error of half a bin at most.
     shift = round(math.log2(loss_scale or 1.0))
     line: dict[str, Any] = {"step": step, "precision": precision, "loss_scale": loss_scale, "scale": scale}
     for kind, rows in zip(KINDS, counts, strict=True):
@@ -57,7 +57,7 @@ def _layer(row: list[int], shift: int, scale_exponent: int) -> dict[str, Any]:
 
 
 def overall(line: dict[str, Any], kind: str, key: str) -> float:
-    """The share `key` of all layers' elements together."""
+    """The share `key` over the elements of all layers."""
     layers = line[kind].values()
     elements = sum(layer["elements"] for layer in layers)
     return sum(layer[key] * layer["elements"] for layer in layers) / elements if elements else 0.0

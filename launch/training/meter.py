@@ -12,7 +12,7 @@ import torch
 from launch.config.steps import trained_flops_per_token
 from launch.training.distributed import Collectives
 from launch.training.engine import Engine
-from launch.training.turns import Turns
+from launch.training.interleaving import Interleaving
 from model.accounting import peak_flops
 
 
@@ -21,14 +21,14 @@ class Meter:
 
     Args:
         seconds_before: what earlier parts of a resumed run took; `seconds()` goes on from there.
-        turns: with other runs; what this one waits for its own is not its time.
+        interleaving: with other runs; the time that this run waits for them is not counted.
 
     Attributes:
         threads: with how many each rank computes on a CPU.
     """
 
-    def __init__(self, engine: Engine, collectives: Collectives, seconds_before: float, turns: Turns):
-        self.engine, self.collectives, self.turns = engine, collectives, turns
+    def __init__(self, engine: Engine, collectives: Collectives, seconds_before: float, interleaving: Interleaving):
+        self.engine, self.collectives, self.interleaving = engine, collectives, interleaving
         self._start = time.monotonic() - seconds_before
         on_gpu = collectives.device.type == "cuda"
         self.device_name = torch.cuda.get_device_name(collectives.device) if on_gpu else "cpu"
@@ -37,12 +37,12 @@ class Meter:
         self.threads = [round(threads) for threads in collectives.of_each(torch.get_num_threads())]
 
     def seconds(self) -> float:
-        """Since the start of the run, over resumes, without the turns of other runs."""
+        """Since the start of the run, over resumes, without the time spent waiting for interleaved runs."""
         return time.monotonic() - self._start
 
     def start_step(self) -> None:
-        """Call before a step's first micro-batch. Waits for the run's turn."""
-        self._start += self.turns.wait()
+        """Call before a step's first micro-batch. Waits for the runs that it is interleaved with."""
+        self._start += self.interleaving.wait()
         self._step_start, self._bytes_before = time.perf_counter(), self.collectives.bytes_sent
 
     def agree(self, loss: torch.Tensor, stop_signal: int) -> tuple[float, int]:

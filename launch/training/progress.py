@@ -1,4 +1,4 @@
-"""What a run shows while it trains: its sizes at the start, then a bar on a terminal, or plain lines elsewhere."""
+"""What a run prints: its sizes at the start, then a progress bar on a terminal, or plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
+from tqdm import tqdm
+
 from launch.config.run_config import RunConfig
 from launch.errors import is_speaker
 from launch.formats.metrics import MEAN_STEPS, recent_loss
@@ -18,11 +20,11 @@ from launch.training.folder import NoFolder, RunFolder
 from launch.training.meter import Meter
 from model.accounting import parameter_count
 
-PLAIN_SECONDS = 10.0  # between two plain lines
+LINE_SECONDS = 10.0  # between two plain lines
 
 
 def describe_start(config: RunConfig, engine: Engine, meter: Meter, evaluation: Evaluation) -> Iterator[str]:
-    """Lines that name the model, the batch, the device, and the corrected faults of this DeepSpeed."""
+    """Yield lines that name the model, the batch, the device, and the DeepSpeed bugs that are corrected."""
     shape, where = config.shape, f"{config.ranks} rank(s) on {meter.device_name}"
     yield (
         f"{config.runs_dir}/{config.run_name}: {parameter_count(engine.model_config) / 1e6:.1f} M parameters ({shape.n_layer} layers, "
@@ -41,15 +43,15 @@ def describe_start(config: RunConfig, engine: Engine, meter: Meter, evaluation: 
         cores = f"{len(os.sched_getaffinity(0))} of {os.cpu_count()}"
         yield f"{' or '.join(map(str, dict.fromkeys(meter.threads)))} thread(s) a rank, which may use {cores} core(s) of this host"
     if meter.peak_flops is None:
-        yield f"no peak FLOP/s is known for '{meter.device_name}' in {meter.matmul_dtype}: mfu is left out of the metrics"
+        yield f"the peak FLOP/s of '{meter.device_name}' in {meter.matmul_dtype} is unknown: the metrics have no mfu"
     if engine.corrections:
-        yield f"corrected faults of this DeepSpeed: {', '.join(engine.corrections)} (launch/training/corrections.py)"
+        yield f"corrected bugs of this DeepSpeed: {', '.join(engine.corrections)} (launch/training/corrections.py)"
     for note in (*config.notes, *engine.notes):
         yield f"note: {note}"
 
 
 class Progress:
-    """Shows the mean loss of the last steps, tokens/s and the time left. Every step goes to `metrics.jsonl` anyway; this is for eyes."""
+    """Prints the mean loss of the last steps, tokens/s and the remaining time. `metrics.jsonl` has every step."""
 
     def __init__(self, config: RunConfig, state: dict[str, Any], folder: RunFolder | NoFolder):
         self.config, self.folder = config, folder
@@ -57,8 +59,6 @@ class Progress:
         self._losses: deque[float] = deque(maxlen=MEAN_STEPS)
         self._bar = None
         if is_speaker() and not config.quiet and sys.stderr.isatty():
-            from tqdm import tqdm
-
             self._bar = tqdm(
                 total=config.total_tokens, initial=state["tokens"], unit="tok", unit_scale=True, desc=config.run_name, dynamic_ncols=True
             )
@@ -67,7 +67,7 @@ class Progress:
         return self
 
     def update(self, line: dict[str, Any], state: dict[str, Any]) -> None:
-        """Show the step that `line` describes."""
+        """Print the step that `line` describes, if it is time."""
         self._losses.append(line["loss"])
         loss = f"loss {recent_loss(self._losses)}"
         evaluated = "" if state["val_loss"] is None else f", validation {state['val_loss']:.4f}"
@@ -81,7 +81,7 @@ class Progress:
             )
         now = time.monotonic()
         done = state["tokens"] >= self.config.total_tokens
-        if evaluated or done or now - self._last_line > PLAIN_SECONDS:
+        if evaluated or done or now - self._last_line > LINE_SECONDS:
             self._last_line = now
             left = (now - self._start) * max(0, self.config.total_tokens - line["tokens"]) / max(1, line["tokens"] - self._first_tokens)
             text = (

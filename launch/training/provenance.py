@@ -1,4 +1,4 @@
-"""What `run.json` records beside the configuration: where a number comes from, so that it can be had again."""
+"""What `run.json` records beside the configuration: versions, commit, machine and command, so that a run can be reproduced."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from typing import Any
 
 from launch.config.hardware import gpu_names
 from launch.config.run_config import ROOT, RunConfig
-from launch.training import turns
+from launch.training.interleaving import interleaved_group
 
 PACKAGES = ("torch", "deepspeed", "numpy", "tiktoken", "tokenizers", "transformers")
 
 
 def describe_run(config: RunConfig) -> dict[str, Any]:
-    """The resolved configuration, the corpus, versions, commit, machine and command. Imports no torch."""
+    """The content of `run.json`: the resolved configuration, the corpus, versions, commit, machine and command."""
     manifest = config.corpus.manifest
     return {
         "run_id": uuid.uuid4().hex,
@@ -31,17 +31,17 @@ def describe_run(config: RunConfig) -> dict[str, Any]:
         "commit": repository_commit(),
         "versions": versions(),
         "machine": machine(),
-        "turns": turns.circle(),
+        "interleaved": interleaved_group(),
     }
 
 
 def versions() -> dict[str, str | None]:
-    """Of Python and of the packages that decide numbers."""
+    """The versions of Python and of the packages that affect results."""
     return {"python": platform.python_version()} | {name: _version(name) for name in PACKAGES}
 
 
 def machine() -> dict[str, Any]:
-    """The host, its processor and its cores, and the GPUs that a run may use."""
+    """The host, its processor and cores, and the GPUs that a run may use."""
     of_host = {"host": platform.node(), "system": platform.platform(), "processor": _processor(), "cores": os.cpu_count()}
     return of_host | ({"gpus": names} if (names := gpu_names()) else {})
 
@@ -54,7 +54,7 @@ def _version(package: str) -> str | None:
 
 
 def repository_commit() -> str | None:
-    """The checkout's commit, with `+changes` where tracked files differ from it; None where this is no checkout."""
+    """The commit of the checkout, with `+changes` if tracked files differ from it; None if this is not a checkout."""
     try:
         commit = subprocess.run(["git", "-C", str(ROOT), "rev-parse", "HEAD"], capture_output=True, text=True, timeout=10)
         changes = subprocess.run(["git", "-C", str(ROOT), "status", "--porcelain", "-uno"], capture_output=True, text=True, timeout=10)

@@ -1,115 +1,102 @@
-"""What DeepSpeed saves, copied while the training loop stands still and written while it goes on.
+"""Writes the files of a checkpoint from copies in host memory, so that training continues meanwhile.
 
-DeepSpeed's own decoupled writer (0.19.8) waits for the files before the next update, so that the loop stands still for all that one
-forward and backward pass does not cover, and torch's `torch.distributed.checkpoint.async_save` writes a form that DeepSpeed cannot
-load. So the files stay DeepSpeed's, written by its plain writer, from copies that torch's stager makes.
+DeepSpeed's own decoupled writer (0.19.8) blocks the next update until its files are written, and torch's `async_save`
+(`torch.distributed.checkpoint`) writes a format that DeepSpeed cannot load. So DeepSpeed's plain writer writes DeepSpeed's files, from
+copies made by torch's stager.
 """
 
 from __future__ import annotations
 
 import contextlib
 import io
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+import xxhash
 from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
 
-from launch.formats.checkpoint_files import Digest
 from launch.formats.tensor_files import load_tensors
-from launch.training.distributed import Collectives, stager
+from launch.training.distributed import Collectives, ranks_of_host, stager
+
+#: Of the free memory of a host, what copies may take.
+USABLE_MEMORY = 0.9
 
 
 class Snapshots(TorchCheckpointEngine):  # type: ignore[misc] # DeepSpeed has no types
-    """DeepSpeed's plain writer and reader, put into `engine`.
+    """DeepSpeed's writer and reader of checkpoint files, installed in `engine`.
 
-    The writer can keep a copy of what it is to write and write that later, and digests what it writes. The reader loads tensors only.
+    The writer copies what it is given and writes it when `write` is called, or writes it at once; it computes digests. The reader loads
+    tensors only. Copies stay allocated (pinned where there is a GPU) and are used again by the next checkpoint.
 
-    The copies are in the host's memory (pinned where there is a GPU), and are used again by the next snapshot: the first pays for page
-    faults, which take three times as long as copying.
+    Args:
+        log: takes a line for the log.
     """
 
-    def __init__(self, engine: Any, collectives: Collectives):
+    def __init__(self, engine: Any, collectives: Collectives, log: Callable[[str], None]):
         super().__init__(engine._config)
-        self._engine, self._stager = engine, stager(collectives.device)
-        self._kept: list[tuple[Any, str]] = []
-        self.later = False  # whether `save` keeps what it is given for `write`
-        self.written: dict[Path, dict[str, Any]] = {}  # since `take`, with size and digest as `state.json` lists them
+        self._engine, self._stager, self._log = engine, stager(collectives.device), log
+        self._copies: list[tuple[Any, str]] = []
+        self._entries: dict[Path, dict[str, Any]] = {}
+        self._copying = False
+        self._fits: bool | None = None  # whether the copies fit into host memory, once that is known
         engine.checkpoint_engine = self
 
-    def take(self, later: bool) -> None:
-        """Begin a checkpoint, whose files are written at once or `later`."""
-        self.later, self._kept, self.written = later, [], {}
+    def begin(self, copying: bool) -> None:
+        """Begin a checkpoint. With `copying`, and memory for it, `save` copies and `write` writes; otherwise `save` writes."""
+        self._copying, self._copies, self._entries = copying and self._fits is not False, [], {}
 
     def save(self, state_dict: Any, path: str) -> None:
         """Called by DeepSpeed for each of its files."""
-        if self.later:
-            self._kept.append((self._stager.stage(state_dict), path))
+        if self._copying and self._fits is None:  # before the first copy, whose memory is used again by the next ones
+            self._fits = self._copying = self._fit(state_dict)
+        if self._copying:
+            self._copies.append((self._stager.stage(state_dict), path))
         else:
             self._write(state_dict, path)
 
-    def write(self) -> None:
-        """Write what `save` has kept, in any thread."""
-        while self._kept:
-            self._write(*self._kept.pop(0))
+    def write(self) -> dict[Path, dict[str, Any]]:
+        """Write what was copied. Called in any thread. Returns size and digest of all files since `begin`, as `state.json` lists them."""
+        while self._copies:
+            self._write(*self._copies.pop(0))
+        return self._entries
 
     def _write(self, state_dict: Any, path: str) -> None:
-        self.written[Path(path)] = {}
         with _DigestedFile(path) as file:
             torch.save(state_dict, file)
-        self.written[Path(path)] = file.entry()
+            file.flush()
+            os.fsync(file.fileno())
+            self._entries[Path(path)] = {"bytes": file.tell(), "xxh128": file.digest.hexdigest()}
 
     def load(self, path: str, map_location: Any = None) -> Any:
-        """Called by DeepSpeed for each of its files; on the CPU, which is all that it asks for."""
+        """Called by DeepSpeed for each of its files; it asks for the CPU only."""
         return load_tensors(path, deepspeed_objects=True)
 
-    def rehearsal(self, *more: Any) -> Callable[[], None]:
-        """What has the memory of this rank's snapshots ready before the first one; for another thread, while training goes on.
-
-        It copies, and nobody reads what it copied. Where it cannot, the first snapshot cannot either, and says so.
-
-        Args:
-            more: what is saved beside the engine's state.
-        """
-        states = self._states(*more)
-
-        def rehearse() -> None:
-            with contextlib.suppress(Exception):
-                self._stager.stage(states)
-
-        return rehearse
-
-    def bytes(self, *more: Any) -> int:
-        """Of this rank's snapshot: every storage once and whole, as torch saves it."""
-        storages = [tensor.untyped_storage() for tensor in _tensors(self._states(*more))]
-        return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
-
-    def _states(self, *more: Any) -> list[Any]:
-        """What of the engine's state this rank's files will hold."""
-        engine, states = self._engine, list(more)
-        if engine.save_non_zero_checkpoint:
-            states.append(engine.module.state_dict())
-        if engine.save_zero_checkpoint or (engine.save_non_zero_checkpoint and not engine.zero_optimization()):
-            states.append(engine.optimizer.state_dict())
-        return states
+    def _fit(self, state_dict: Any) -> bool:
+        storages = [tensor.untyped_storage() for tensor in (*_tensors(state_dict), *_tensors(self._engine.optimizer.state_dict()))]
+        needed = sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+        room = USABLE_MEMORY * free_host_memory() / ranks_of_host()
+        if needed > room:
+            self._log(
+                f"training will wait while checkpoints are written: the host has {room / 2**30:,.2f} GiB of memory for the copy of a rank, "
+                f"which needs {needed / 2**30:,.2f}"
+            )
+        return needed <= room
 
 
 class _DigestedFile(io.BufferedWriter):
-    """A file that is written from its first byte to its last, with the size and the digest of what it was given."""
+    """A file that is written from start to end, with the digest of its content."""
 
     def __init__(self, path: str):
         super().__init__(io.FileIO(path, "wb"))
-        self._digest = Digest()
+        self.digest = xxhash.xxh3_128()
 
     def write(self, data: Any) -> int:
-        """Called by torch for each header, and for the memory of each tensor as a whole."""
-        self._digest.update(data)
+        """Called by torch for each header and for the memory of each tensor."""
+        self.digest.update(data)
         return super().write(data)
-
-    def entry(self) -> dict[str, Any]:
-        """As `launch.formats.checkpoint_files.file_entry` would read it."""
-        return self._digest.entry()
 
 
 def _tensors(holder: Any) -> Iterator[torch.Tensor]:
@@ -121,33 +108,25 @@ def _tensors(holder: Any) -> Iterator[torch.Tensor]:
             yield from _tensors(item)
 
 
-def room_for_snapshots(ranks: int) -> int:
-    """Bytes of this host's memory that each of its `ranks` can have, less what this process takes again at the peak of its next step.
-
-    Under a limit (cgroup v2: of a container, or of a job of Slurm or systemd), of that.
-    """
-    free = 1024 * _field("/proc/meminfo", "MemAvailable:")
-    again = 1024 * (_field("/proc/self/status", "VmHWM:") - _field("/proc/self/status", "VmRSS:"))
+def free_host_memory() -> int:
+    """Bytes of memory that this process can still take: of the host, or of the tightest cgroup (v2) around it."""
+    free = 1024 * _field(Path("/proc/meminfo"), "MemAvailable:")  # KiB
     with contextlib.suppress(OSError, StopIteration):  # no cgroup v2
-        free = min([free, *_left_by_limits(Path("/sys/fs/cgroup"), _own_group())])
-    return free // ranks - again
+        group = next(line[3:] for line in Path("/proc/self/cgroup").read_text().splitlines() if line.startswith("0::"))
+        free = min([free, *_left_by_cgroups(Path("/sys/fs/cgroup"), group)])
+    return free
 
 
-def _own_group() -> str:
-    return next(line[3:] for line in Path("/proc/self/cgroup").read_text().splitlines() if line.startswith("0::"))
-
-
-def _left_by_limits(mount: Path, group: str) -> Iterator[int]:
-    """What each limit leaves under which `group` stands: its own, and those of the groups around it."""
-    folder = mount / group.lstrip("/")
-    for place in (folder, *folder.parents):
-        with contextlib.suppress(OSError, ValueError):  # seen from a container there is no such place; or "max"
-            limit, used = (int((place / name).read_text()) for name in ("memory.max", "memory.current"))
-            yield limit - used + _field(place / "memory.stat", "inactive_file")
-        if place == mount:
+def _left_by_cgroups(mount: Path, group: str) -> Iterator[int]:
+    """What the limits of `group` and of the groups around it leave."""
+    for folder in (mount / group.lstrip("/"), *(mount / group.lstrip("/")).parents):
+        with contextlib.suppress(OSError, ValueError):  # a container does not see the groups around it; "max" is no limit
+            limit, used = (int((folder / name).read_text()) for name in ("memory.max", "memory.current"))
+            yield limit - used + _field(folder / "memory.stat", "inactive_file")
+        if folder == mount:
             return
 
 
-def _field(file: str | Path, name: str) -> int:
-    """The number behind `name` at the start of a line; sizes in /proc are in KiB."""
-    return next(int(line.split()[1]) for line in Path(file).read_text().splitlines() if line.split()[0] == name)
+def _field(file: Path, name: str) -> int:
+    """The number after `name` at the start of a line."""
+    return next(int(line.split()[1]) for line in file.read_text().splitlines() if line.split()[0] == name)

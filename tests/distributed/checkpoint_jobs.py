@@ -35,9 +35,7 @@ def load_each(flags: list[str], runs: list[str]) -> list[dict[str, Any]]:
         for run in map(Path, runs):
             log: list[str] = []
             run_id = json.loads((run / "run.json").read_text()).get("run_id")
-            checkpoints = Checkpoints(
-                run / "checkpoints", 9, engine.deepspeed, techniques, collectives, False, lambda: None, log.append, run_id
-            )
+            checkpoints = Checkpoints(run / "checkpoints", 9, engine.deepspeed, techniques, collectives, lambda: None, log.append, run_id)
             try:
                 state = checkpoints.load_newest()
                 content = _content([engine.deepspeed.module.state_dict(), engine.deepspeed.optimizer.state_dict(), techniques.state_dict()])

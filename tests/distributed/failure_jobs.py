@@ -7,13 +7,11 @@ import errno
 import hashlib
 import os
 import signal
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.staging import DefaultStager
 
 from launch.errors import TrainingFailed
 from launch.training import checkpoint, engine, snapshot
@@ -145,10 +143,10 @@ def writes_after(wait: Callable[[Snapshots], None], **constants: float) -> Itera
     """Each thread that writes beside training waits before it begins; `constants` of the checkpoints' module."""
     usual, former = Snapshots.write, {name: getattr(checkpoint, name) for name in constants}
 
-    def write(self: Snapshots) -> None:
-        if self.later:
+    def write(self: Snapshots) -> Any:
+        if self._copies:
             wait(self)
-        usual(self)
+        return usual(self)
 
     Snapshots.write = write
     vars(checkpoint).update(constants)
@@ -175,7 +173,7 @@ def pretrain_with_held_writes(flags: list[str]) -> list[dict[str, Any]]:
 
 def pretrain_with_slow_writes(flags: list[str], seconds: float) -> list[dict[str, Any]]:
     """`pretrain` on a disk that takes `seconds` for a checkpoint, where waiting for half of that is worth a line."""
-    with writes_after(lambda _: time.sleep(seconds), NOTED_WAIT_SECONDS=seconds / 2):
+    with writes_after(lambda _: time.sleep(seconds), LOGGED_WAIT_SECONDS=seconds / 2):
         return pretrain(flags)
 
 
@@ -212,21 +210,19 @@ class EndsAtStepSix(Technique):
 
 
 def end_in_the_middle_of_a_write(flags: list[str], how: str) -> str:
-    """`pretrain` that ends at step 6 by a "signal", or on an "error", also where rank 1 is "gone": writes nothing and says nothing."""
-    make, write = registry.make_techniques, checkpoint.Checkpoints._write
+    """`pretrain` that ends at step 6 by a "signal", or on an "error"."""
+    make = registry.make_techniques
     registry.make_techniques = lambda run: Techniques([*make(run).members, EndsAtStepSix({}, run)])
     EndsAtStepSix.how = how
-    if how == "gone" and int(os.environ["RANK"]) == 1:
-        checkpoint.Checkpoints._write = lambda *_: None  # type: ignore[method-assign]
     try:
-        with writes_after(lambda _: time.sleep(0.5), LAST_PATIENCE_SECONDS=0.3):
+        with writes_after(lambda _: time.sleep(0.5)):
             pretrain(flags)
     except AssertionError:
         return "stopped"
     except RuntimeError as reason:
         return str(reason)
     finally:
-        registry.make_techniques, checkpoint.Checkpoints._write = make, write  # type: ignore[method-assign]
+        registry.make_techniques = make
     return ""
 
 
@@ -238,7 +234,7 @@ def lose_rank_1_in_a_write(flags: list[str]) -> str:
         if os.environ["RANK"] == "1":
             os.kill(os.getpid(), signal.SIGKILL)
 
-    with writes_after(wait, LAST_PATIENCE_SECONDS=0.3):
+    with writes_after(wait):
         try:
             pretrain(flags)
         except RuntimeError as reason:
@@ -248,25 +244,9 @@ def lose_rank_1_in_a_write(flags: list[str]) -> str:
 
 def pretrain_without_room(flags: list[str]) -> list[dict[str, Any]]:
     """`pretrain` on a host whose memory is taken."""
-    usual = snapshot.room_for_snapshots
-    snapshot.room_for_snapshots = lambda ranks: 0
+    usual = snapshot.free_host_memory
+    snapshot.free_host_memory = lambda: 0
     try:
         return pretrain(flags)
     finally:
-        snapshot.room_for_snapshots = usual
-
-
-def pretrain_where_no_thread_can_copy(flags: list[str]) -> list[dict[str, Any]]:
-    """`pretrain` where the rehearsal of a snapshot fails: more memory than there is, or than may be pinned."""
-    usual = DefaultStager.stage
-
-    def stage(self: DefaultStager, *arguments: Any) -> Any:
-        if threading.current_thread() is not threading.main_thread():
-            raise RuntimeError("cudaHostRegister failed")
-        return usual(self, *arguments)
-
-    DefaultStager.stage = stage  # type: ignore[method-assign]
-    try:
-        return pretrain(flags)
-    finally:
-        DefaultStager.stage = usual  # type: ignore[method-assign]
+        snapshot.free_host_memory = usual

@@ -209,37 +209,6 @@ def test_a_restart_goes_on_from_the_older_checkpoint_and_keeps_the_damaged_one(t
     assert losses[1] == pytest.approx(losses[0], abs=1e-3)
 
 
-def test_the_best_checkpoint_that_stays_is_a_good_one(trained, two_ranks, tmp_path):
-    """One of before the resume is verified before it is kept in place of the others."""
-    flags, run, _ = trained("zero1_bf16")
-    case = Path(shutil.copytree(run, tmp_path / "a"))
-    for step, loss in ((2, 4.0), (4, 3.0), (6, 5.0)):
-        reseal(case / f"checkpoints/step-{step:08d}", val_loss=loss)
-    file = case / "checkpoints/step-00000004/engine/mp_rank_00_model_states.pt"
-    file.write_bytes(bytes(file.stat().st_size))
-    more = ["--runs_dir", str(tmp_path), "--run_name", "a", "--seed", "1", "--resume", "--steps", "10", "--keep", "1"]
-    two_ranks.run("tests.distributed.jobs:pretrain", flags=[*flags, *more])
-    assert [int(path.name[5:]) for path in complete_checkpoints(case / "checkpoints")] == [2, 4, 10]
-    assert str(file) in (case / "log.txt").read_text()
-
-
-def test_a_checkpoint_without_digests_is_loaded_with_a_warning(trained, two_ranks, tmp_path):
-    flags, run, _ = trained("zero1_bf16")
-    case = Path(shutil.copytree(run, tmp_path / "old"))
-    described = json.loads((case / "run.json").read_text())
-    del described["run_id"]
-    (case / "run.json").write_text(json.dumps(described))
-    for checkpoint in complete_checkpoints(case / "checkpoints"):
-        state = read_state(checkpoint)
-        old = {key: state[key] for key in ("step", "tokens", "samples", "val_loss", "ranks")}
-        (checkpoint / "state.json").write_text(json.dumps(old | {"files": {name: one["bytes"] for name, one in state["files"].items()}}))
-    good, found = load_each(two_ranks, flags, [run, case])
-    assert [rank["content"] for rank in found] == [rank["content"] for rank in good] and found[0]["step"] == 6
-    (line,) = found[0]["log"]
-    assert line.startswith("warning: ") and str(case / "checkpoints/step-00000006") in line
-    assert open_trained(case).step == 6
-
-
 # --- names beside checkpoints ---------------------------------------------------------------------------------------------------------
 
 

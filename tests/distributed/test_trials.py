@@ -1,4 +1,4 @@
-"""The runs of an experiment take turns, train as they would alone, and go on where they were interrupted."""
+"""The runs of an experiment are interleaved, train as they would alone, and are resumed after an interruption."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from typing import Any
 import psutil
 import pytest
 
-from launch.comparison.in_turns import Member, train_in_turns
+from launch.comparison.interleaved import InterleavedRun, train_interleaved
 from launch.comparison.trials import CannotRun, Trial, fitting_groups, in_order, plan_experiment
 from launch.formats.metrics import read_metrics
-from launch.training.turns import STEPS
+from launch.training.interleaving import STEPS
 from recipes.registry import ROOT, read_recipe
 from tests.helpers import resumed_after
 
@@ -46,15 +46,15 @@ def numbers(run: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.long)])
-def test_runs_take_turns_and_train_as_they_would_alone(ranks, corpus, tmp_path):
+def test_interleaved_runs_train_as_they_would_alone(ranks, corpus, tmp_path):
     control, own = trials(corpus, ranks)
-    turns: list[tuple[str, int]] = []
+    made: list[tuple[str, int]] = []
     start = time.monotonic()
-    codes = train_in_turns([control, own], tmp_path, lambda trial: False, lambda trial, steps: turns.append((trial.name, steps)))
+    codes = train_interleaved([control, own], tmp_path, lambda trial, steps: made.append((trial.name, steps)))
     wall = time.monotonic() - start
     assert codes == {control.name: 0, own.name: 0}
-    # Both start, then change after each turn; the last turn ends with the run.
-    assert turns == [(one.name, steps) for steps in (0, STEPS, STEPS) for one in (control, own)]
+    # Both start, then alternate; the last steps end the run.
+    assert made == [(one.name, steps) for steps in (0, STEPS, STEPS) for one in (control, own)]
     ended = [read_metrics(tmp_path / one.name / "metrics.jsonl")[-1] for one in (control, own)]
     assert [line["step"] for line in ended] == [STEPS_OF_A_RUN] * 2
     assert sum(line["seconds"] for line in ended) < wall, "a run's clock stands still while it waits"
@@ -121,18 +121,18 @@ def ended(command: Command) -> None:
     ("number", "code"),
     [(signal.SIGINT, 130), *(pytest.param(*case, marks=pytest.mark.long) for case in ((signal.SIGTERM, 143), (signal.SIGKILL, -9)))],
 )
-def test_an_interrupted_comparison_goes_on_where_it_was(number, code, corpus, tmp_path):
+def test_an_interrupted_comparison_is_resumed(number, code, corpus, tmp_path):
     steps = 40 * STEPS
     command = Command(corpus, tmp_path, "first", steps)
     command.wait_for_steps(STEPS)
     os.kill(command.process.pid, number)
     output = command.process.communicate(timeout=PATIENCE_SECONDS)[0]
     assert command.process.returncode == code, output
-    ended(command)  # no rank outlives the command that gives it turns
+    ended(command)  # no rank outlives the command that started it
     stopped = [command.steps_of(run) for run in command.folders()]
     assert all(STEPS <= step < steps for step in stopped)
     if number != signal.SIGKILL:
-        assert "the same command goes on from there" in output
+        assert "the same command" in output
     again = Command(corpus, tmp_path, "second", steps)
     output = again.process.communicate(timeout=PATIENCE_SECONDS)[0]
     assert again.process.returncode == 0, output
@@ -143,9 +143,9 @@ def test_an_interrupted_comparison_goes_on_where_it_was(number, code, corpus, tm
 
 
 def test_what_outlives_its_launcher_writes_its_checkpoint(tmp_path):
-    member = object.__new__(Member)
-    member.process = subprocess.Popen(["sh", "-c", f"(sleep 1; touch {tmp_path}/checkpoint) & exit 0"], start_new_session=True)
-    member.end()
+    run = object.__new__(InterleavedRun)
+    run.process = subprocess.Popen(["sh", "-c", f"(sleep 1; touch {tmp_path}/checkpoint) & exit 0"], start_new_session=True)
+    run.end()
     assert (tmp_path / "checkpoint").exists()
 
 

@@ -1,53 +1,39 @@
-"""Each kernel of recipes/fused_kernels alone against the plain operations: time of both passes in turns, and the memory that they add.
+"""Each fused kernel alone against the plain operations: the time of forward and backward pass, interleaved, and the memory that they add.
 
-    python benchmarks/kernels.py                         # about two minutes on two cores
-    python benchmarks/kernels.py --only head --turns 9
+    python recipes/fused_kernels/benchmark.py                         # about two minutes on two cores
+    python recipes/fused_kernels/benchmark.py --only head --rounds 9
 
-A turn is a forward and a backward pass of each side on the same values. A ratio below 1 says that the kernel is faster. Memory is measured
-in a process of its own for each side: the resident set's peak during the first turn (VmHWM, reset before it) less what was resident
-before; on CUDA torch's own count. The gradients that the passes leave are in it.
+A ratio below 1 means that the kernel is faster. Memory is measured in a process of its own for each side: the peak of the resident set
+during the first call (VmHWM, reset before it) minus the resident set before; on CUDA torch's own count. It includes the gradients.
 """
 
 from __future__ import annotations
 
+import argparse
 import gc
-import os
-import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
 if __name__ == "__main__":
-    sys.path[0] = str(ROOT)
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 from benchmarks import report
-from benchmarks.report import Row
+from launch.config.flags import whole_number
+from launch.errors import UsageError
 
-QUICK = ("--only", "attention", "--turns", "5")
+QUICK = ("--only", "attention", "--rounds", "5")
 #: The loss head of GPT-2 over 4,096 tokens, in bf16.
 LARGE_HEAD = (4096, 768, 50_304)
 BARS = {"head, 4,096 x 768 x 50,304": "at most 1.15, and 0.6 GB"}
-WARM_UP_TURNS = 2
+WARM_UP_ROUNDS = 2
 Side = Callable[[], None]
 
 
-def rows(record: dict[str, Any]) -> list[Row]:
-    found = []
-    for name, one in record["cases"].items():
-        memory = " / ".join(f"{one[side]['added_bytes'] / 1e9:.2f}" for side in ("fused", "plain"))
-        sides = (
-            f"{name}, {record['dtype']}: fused / plain, ms {one['fused']['median_ms']:.2f} / {one['plain']['median_ms']:.2f}, GB {memory}"
-        )
-        found.append(Row(sides, f"{one['ratio']:.3f}", one["ratio_quartiles"], BARS.get(name, "")))
-    return found
-
-
 def cases(dtype: Any, device: str) -> dict[str, Callable[[], tuple[Side, Side]]]:
-    """What is compared: by its name, how to make the plain side and the fused one. Nothing is allocated before that."""
+    """What makes the plain side and the fused side of each case, by the case's name."""
     import torch
 
     from model import gpt
@@ -109,7 +95,7 @@ def cases(dtype: Any, device: str) -> dict[str, Callable[[], tuple[Side, Side]]]
         return tuple(both_passes(one, random(B, T, width)) for one in (plain, compiled))  # type: ignore[return-value]
 
     def adamw(parameters: int) -> tuple[Side, Side]:
-        def side(**kind: bool) -> Side:
+        def side(**kind: Any) -> Side:
             weights = [torch.zeros(parameters // 50, device=device, requires_grad=True) for _ in range(50)]
             for weight in weights:
                 weight.grad = torch.full_like(weight, 1e-3)
@@ -118,7 +104,7 @@ def cases(dtype: Any, device: str) -> dict[str, Callable[[], tuple[Side, Side]]]
 
         return side(foreach=True), side(fused=True)
 
-    chosen: dict[str, Callable[[], tuple[Side, Side]]] = {
+    every: dict[str, Callable[[], tuple[Side, Side]]] = {
         "head, 2,048 x 384 x 8,192": lambda: head(2048, 384, 8192),
         "head, {:,} x {} x {:,}".format(*LARGE_HEAD): lambda: head(*LARGE_HEAD),
         "gelu, 2,048 x 1,536": lambda: gelu(2048, 1536),
@@ -126,15 +112,15 @@ def cases(dtype: Any, device: str) -> dict[str, Callable[[], tuple[Side, Side]]]
         "adamw, 13.9 M parameters in fp32, against foreach": lambda: adamw(13_900_000),
     }
     if device == "cpu":
-        chosen["attention, 8 x 256, 6 heads of 64"] = lambda: attention(8, 256, 6)
-        chosen["attention, 4 x 1,024, 12 heads of 64"] = lambda: attention(4, 1024, 12)
+        every["attention, 8 x 256, 6 heads of 64"] = lambda: attention(8, 256, 6)
+        every["attention, 4 x 1,024, 12 heads of 64"] = lambda: attention(4, 1024, 12)
     else:
-        chosen["layer_norm, 16,384 x 768"] = lambda: layer_norm(16384, 768)
-    return chosen
+        every["layer_norm, 16,384 x 768"] = lambda: layer_norm(16384, 768)
+    return every
 
 
 def added_bytes(side: Side, device: str) -> int:
-    """The memory at the peak of the first run of `side`, less what there was before."""
+    """The peak of memory during the first call of `side`, minus the memory before."""
     import torch
 
     gc.collect()
@@ -155,62 +141,46 @@ def resident(name: str) -> int:
     return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(name))
 
 
-def main() -> int:
-    parser = report.parser(__doc__)
-    parser.add_argument("--turns", type=int, default=21, help=f"turns of both sides, after {WARM_UP_TURNS} that are not counted (21)")
-    parser.add_argument("--only", default="", help="the cases whose names begin so (all)")
-    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32", "float16"], help="of all but adamw (bfloat16)")
-    parser.add_argument("--memory", nargs=2, metavar=("CASE", "SIDE"), help="print the bytes that SIDE, 0 plain or 1 fused, adds, and stop")
-    arguments = parser.parse_args()
-
+def measure(arguments: argparse.Namespace) -> report.Measured:
+    """Measure the chosen cases; one record."""
     import torch
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     every = cases(getattr(torch, arguments.dtype), device)
     if arguments.memory:
         name, number = arguments.memory
-        print(added_bytes(every[name]()[int(number)], device))
-        return 0
-    found: dict[str, Any] = {}
-    for name in [name for name in every if name.startswith(arguments.only)]:
-        sides, seconds = every[name](), ([], [])  # type: ignore[var-annotated]
-        for turn in range(WARM_UP_TURNS + arguments.turns):
-            for side in (turn % 2, 1 - turn % 2):
-                start = time.perf_counter()
-                sides[side]()
-                if device != "cpu":
-                    torch.cuda.synchronize()
-                seconds[side].append(time.perf_counter() - start)
-        plain, fused = (times[WARM_UP_TURNS:] for times in seconds)
-        median, quartiles = report.ratio(fused, plain)
-        del sides
-        added = [
-            int(
-                subprocess.run(
-                    [sys.executable, __file__, "--dtype", arguments.dtype, "--memory", name, str(side)],
-                    check=True,
-                    capture_output=True,
-                    text=True,
-                    env={**os.environ, "PYTHONPATH": str(ROOT)},
-                ).stdout
-            )
-            for side in (0, 1)
-        ]
-        found[name] = {
-            "plain": {**report.spread(plain), "added_bytes": added[0]},
-            "fused": {**report.spread(fused), "added_bytes": added[1]},
-            "ratio": median,
-            "ratio_quartiles": quartiles,
-        }
-        said = [
-            f"{side} {1e3 * statistics.median(times):8.2f} ms, {size / 1e9:.2f} GB"
-            for side, times, size in zip(("plain", "fused"), (plain, fused), added, strict=True)
-        ]
-        print(f"{name:50} {'; '.join(said)}; ratio {median:.3f} ({quartiles[0]:.3f} to {quartiles[1]:.3f})", flush=True)
-    if not arguments.no_record:
-        report.append("kernels", {"dtype": arguments.dtype, "cases": found}, report.device_name())
-    return 0
+        print(added_bytes(every[name]()[int(number)], device), flush=True)
+        return
+    chosen = [name for name in every if name.startswith(arguments.only)]
+    if not chosen:
+        raise UsageError(f"--only {arguments.only}: no case begins so; allowed are: {'; '.join(every)}")
+    rows, found = [], {}
+    for name in chosen:
+        plain, fused = every[name]()
+        seconds = report.interleave({"plain": plain, "fused": fused}, arguments.rounds, WARM_UP_ROUNDS)
+        del plain, fused
+        command = [sys.executable, __file__, "--dtype", arguments.dtype, "--memory", name]
+        outputs = [subprocess.run([*command, str(side)], check=True, capture_output=True, text=True).stdout for side in (0, 1)]
+        added = dict(zip(("plain", "fused"), map(int, outputs), strict=True))
+        found[name] = {side: {**report.spread(times), "added_bytes": added[side]} for side, times in seconds.items()}
+        median, quartiles = report.ratio(seconds["fused"], seconds["plain"])
+        times = " / ".join(f"{found[name][side]['median_ms']:.2f}" for side in ("fused", "plain"))
+        memory = " / ".join(f"{added[side] / 1e9:.2f}" for side in ("fused", "plain"))
+        figure = f"{median:.3f} ({times} ms, {memory} GB)"
+        rows.append(report.Row(f"{name}, {arguments.dtype}: fused / plain", figure, quartiles, BARS.get(name, "")))
+        print(f"{len(rows)} of {len(chosen)} cases are measured", flush=True)
+    yield rows, {"dtype": arguments.dtype, "cases": found}
+
+
+def main() -> None:
+    parser = report.parser(__doc__)
+    parser.add_argument("--rounds", type=whole_number(2), default=21, help="rounds that are counted (%(default)s)")
+    parser.add_argument("--only", default="", metavar="CASE", help="the cases whose names begin so (all)")
+    dtypes = ["bfloat16", "float32", "float16"]
+    parser.add_argument("--dtype", default="bfloat16", choices=dtypes, help="of all cases but adamw (%(default)s)")
+    parser.add_argument("--memory", nargs=2, metavar=("CASE", "SIDE"), help=argparse.SUPPRESS)  # print the bytes that a side adds
+    report.run(__file__, parser, measure)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -1,0 +1,189 @@
+"""`manifest.json` of a corpus: its fields, and the checks of everything that can be checked without reading tokens."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from itertools import pairwise
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import numpy as np
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from data_pipeline.errors import DataError, printable
+
+FORMAT_VERSION = 2
+MANIFEST_FILE = "manifest.json"
+SPLITS = ("train", "val")
+PREPARE_COMMAND = "python data_pipeline/prepare.py --source stdlib --out {}"
+#: Tolerance for the sum of the mixture's weights, which is 1 up to rounding.
+SUM_TOLERANCE = 1e-6
+#: A tenth of the parts that weights are rounded to (`sampler.DENOMINATOR`), so that rounding up never takes more than there is.
+MAX_GROUPS = 1000
+#: A manifest has about 350 bytes a shard; a file larger than this is not a manifest.
+MAX_MANIFEST_BYTES = 2**28
+#: Ends of documents are positions in a shard, stored as uint32.
+MAX_SHARD_TOKENS = 2**32 - 1
+
+
+def _is_file_name(name: str) -> str:
+    if name in ("", ".", "..", MANIFEST_FILE) or "/" in name or "\\" in name or not name.isprintable() or len(name.encode()) > 255:
+        raise ValueError("must be the name of a file in this folder")
+    return name
+
+
+Count = Annotated[int, Field(ge=0, lt=2**63)]
+FileName = Annotated[str, AfterValidator(_is_file_name)]
+Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+Weight = Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)]
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(strict=True)
+
+
+class Ends(_Strict):
+    """The file with the ends of a shard's documents."""
+
+    file: FileName
+    sha256: Sha256
+
+
+class Shard(_Strict):
+    """One file of tokens. `group` is the index of its source in a mixture, else 0."""
+
+    file: FileName
+    tokens: Annotated[int, Field(ge=0, le=MAX_SHARD_TOKENS)]
+    sha256: Sha256
+    group: Count
+    documents: Count
+    ends: Ends
+
+
+class SplitTotals(_Strict):
+    """One split: its shards, and the sums over them. `bytes` is the size of the text in UTF-8."""
+
+    tokens: Count
+    documents: Count
+    bytes: Count
+    shards: list[Shard]
+
+    @model_validator(mode="after")
+    def _check(self) -> SplitTotals:
+        for key in ("tokens", "documents"):
+            total = sum(getattr(shard, key) for shard in self.shards)
+            if total != getattr(self, key):
+                raise ValueError(f"{key} is {getattr(self, key)}, but its shards have {total}")
+        if any(before.group > after.group for before, after in pairwise(self.shards)):
+            raise ValueError("the groups of its shards must not decrease")
+        return self
+
+
+class BothSplits(_Strict):
+    """The two splits of a corpus."""
+
+    train: SplitTotals
+    val: SplitTotals
+
+
+class TokenizerFiles(_Strict):
+    """The tokenizer's files and their hashes; `tokenizer` reads the other fields."""
+
+    files: dict[FileName, Sha256]
+
+
+class Manifest(_Strict):
+    """All fields that the reader of a corpus needs. `sources`, `options` and `dropped` only describe how it was prepared."""
+
+    dtype: Literal["uint16", "uint32"]
+    vocab_size: Annotated[int, Field(gt=0, le=2**32)]
+    eot_id: Count
+    tokenizer: TokenizerFiles
+    sources: list[Any]
+    options: dict[Any, Any]
+    mixture: Annotated[list[Weight], Field(min_length=1, max_length=MAX_GROUPS)]
+    dropped: dict[Any, Any]
+    splits: BothSplits
+
+    @model_validator(mode="after")
+    def _check(self) -> Manifest:
+        if self.vocab_size > 2 ** (8 * np.dtype(self.dtype).itemsize):
+            raise ValueError(f"vocab_size is {self.vocab_size}, too large for {self.dtype}")
+        if self.eot_id >= self.vocab_size:
+            raise ValueError(f"eot_id is {self.eot_id}, but must be below vocab_size, {self.vocab_size}")
+        if abs(sum(self.mixture) - 1) > SUM_TOLERANCE:
+            raise ValueError(f"mixture sums to {sum(self.mixture):g}, but must sum to 1")
+        shards = [*self.splits.train.shards, *self.splits.val.shards]
+        if any(shard.group >= len(self.mixture) for shard in shards):
+            raise ValueError(f"the group of a shard must be below {len(self.mixture)}, the number of weights of the mixture")
+        names = [*self.tokenizer.files, *(name for shard in shards for name in (shard.file, shard.ends.file))]
+        if len(set(names)) < len(names):
+            raise ValueError(f"the file {next(name for name in names if names.count(name) > 1)} is named twice")
+        return self
+
+
+def token_dtype(vocab_size: int) -> np.dtype:
+    """The smallest dtype of the format that holds every id."""
+    return np.dtype("<u2") if vocab_size <= 2**16 else np.dtype("<u4")
+
+
+def read_manifest(file: Path) -> dict[str, Any]:
+    """The checked content of `manifest.json`.
+
+    Raises:
+        DataError: there is no such file, or a field is missing, invalid, or inconsistent with others.
+    """
+    fix = "prepare the corpus again"
+    if not file.is_file():
+        problem = "not a file" if file.exists() else "missing"
+        raise DataError(f"{file}: {problem}, so this is not a corpus; prepare one with: {PREPARE_COMMAND.format(file.parent)}")
+    if file.stat().st_size > MAX_MANIFEST_BYTES:
+        raise DataError(f"{file}: {file.stat().st_size:,} bytes, too large for a manifest; {fix}")
+    try:
+        manifest = json.loads(file.read_text(encoding="utf-8"))
+    except (RecursionError, ValueError) as error:  # not UTF-8, not JSON, nested too deep, or a number of thousands of digits
+        raise DataError(f"{file}: not valid JSON ({error}); {fix}") from None
+    version = manifest.get("format_version") if isinstance(manifest, dict) else None
+    if type(version) is not int or version != FORMAT_VERSION:
+        raise DataError(f"{file}: format_version is {shown(version)}; allowed: {FORMAT_VERSION}; {fix} with this version")
+    try:
+        Manifest.model_validate(manifest)
+    except ValidationError as error:
+        raise DataError(f"{file}: {_first_problem(error)}; {fix}") from None
+    return manifest
+
+
+def _first_problem(error: ValidationError) -> str:
+    first = error.errors(include_url=False)[0]
+    place = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"])[1:]
+    message = first["msg"].removeprefix("Value error, ").replace("Input should", "must")
+    if first["type"] == "missing":
+        return f"{printable(place)} is missing"
+    if first["type"] == "value_error" and isinstance(first["input"], dict):  # a check of several fields together
+        return f"{place}{': ' if place else ''}{message}"
+    return f"{printable(place)} is {shown(first['input'])}, but {message[0].lower()}{message[1:]}"
+
+
+def shown(value: object) -> str:
+    """A value of a JSON file, short and on one line."""
+    try:
+        text = json.dumps(value)
+    except RecursionError:
+        return "nested too deep"
+    return text if len(text) <= 200 else f"{text[:200]}..."
+
+
+def sha256_of(file: Path) -> str:
+    """The hash of a file's content."""
+    sha256 = hashlib.sha256()
+    with open(file, "rb") as stream:
+        while data := stream.read(2**20):
+            sha256.update(data)
+    return sha256.hexdigest()
+
+
+def check_sha256(file: Path, found: str, expected: str) -> None:
+    """DataError unless the hash found of `file` is the one in the manifest."""
+    if found != expected:
+        raise DataError(f"{file}: changed: its sha256 is {found[:16]}..., the manifest has {expected[:16]}...; prepare the corpus again")

@@ -1,0 +1,89 @@
+"""Writes the numbers of a run: `metrics.jsonl` with one line a step, and the same numbers as TensorBoard events."""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+from launch.formats.files import write_atomically
+from launch.formats.metrics import is_finite_number, parse_line, split_lines
+
+METRICS_FILE = "metrics.jsonl"
+#: Files with lines of some steps only, which a resume cuts back too.
+OTHER_FILES = ("histograms.jsonl", "blocks.jsonl")
+
+
+class MetricsWriter:
+    """Opens the files of the run in `folder`, which starts or continues after `step`.
+
+    Attributes:
+        seconds_before: what the run took up to `step`.
+        notes: lines for the log.
+    """
+
+    def __init__(self, folder: Path, step: int):
+        from torch.utils.tensorboard import SummaryWriter  # takes a second, and only global rank 0 needs it
+
+        self.notes: list[str] = []
+        for name in OTHER_FILES:
+            self._cut_back(folder / name, step)
+        kept = self._cut_back(folder / METRICS_FILE, step)
+        seconds = (line.get("seconds") for line in reversed(kept))
+        self.seconds_before: float = next((value for value in seconds if is_finite_number(value)), 0.0)
+        self._file = open(folder / METRICS_FILE, "a", encoding="utf-8")  # noqa: SIM115 - open as long as the run
+        threading.excepthook = _ignore_tensorboard_thread
+        self._events: Any = SummaryWriter(str(folder), purge_step=step + 1 if step else 0)
+
+    def _cut_back(self, file: Path, step: int) -> list[dict[str, Any]]:
+        """Move the lines of the steps after `step`, which are made again, to `<file>.cut`. Returns the valid lines that stay.
+
+        At step 0 all lines are moved: the line of step 0 is written again too.
+        """
+        if not file.exists():
+            return []
+        texts = split_lines(file.read_bytes())
+        lines = [parse_line(text) for text in texts]
+        end = max((number for number, line in enumerate(lines, 1) if line and step and line["step"] <= step), default=0)
+        if cut := texts[end:]:
+            copy = file.with_name(f"{file.name}.cut")
+            with open(copy, "ab") as stream:
+                stream.write(b"".join(text + b"\n" for text in cut))
+                stream.flush()
+                os.fsync(stream.fileno())
+            self.notes.append(f"{len(cut)} line(s) beyond step {step} were cut off {file}; {copy.name} keeps them")
+        write_atomically(file, b"".join(text + b"\n" for text in texts[:end]))
+        return [line for line in lines[:end] if line is not None]
+
+    def write(self, line: dict[str, Any], durable: bool = False) -> None:
+        """Append the line of one step. It has reached the operating system on return, so that a killed run loses none.
+
+        Args:
+            durable: wait until it is on the disk. A checkpoint must not outlive the line of its step.
+        """
+        # JSON has no NaN and no infinity: they become null.
+        line = {key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in line.items()}
+        self._file.write(json.dumps(line, allow_nan=False) + "\n")
+        self._file.flush()
+        if not os.fstat(self._file.fileno()).st_nlink:  # writing to a removed file raises no error
+            raise FileNotFoundError(errno.ENOENT, "the file was removed during the run", self._file.name)
+        for key, value in line.items():
+            if key != "step" and isinstance(value, (int, float)):
+                self._events.add_scalar(key, value, line["step"])
+        if durable:
+            os.fsync(self._file.fileno())
+            self._events.flush()
+
+    def close(self) -> None:
+        self._file.close()
+        self._events.close()
+
+
+def _ignore_tensorboard_thread(failed: threading.ExceptHookArgs) -> None:
+    """Print no traceback from TensorBoard's thread: `SummaryWriter` raises its error again in the main thread."""
+    if type(failed.thread).__name__ != "_AsyncWriterThread":
+        threading.__excepthook__(failed)

@@ -1,0 +1,77 @@
+"""Compares the `run.json` of a run with the command that resumes it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from launch.errors import UsageError
+from launch.formats.checkpoint_files import complete_checkpoints
+from launch.formats.metrics import read_run_json
+
+#: Values that a resume must not change, because they decide what the next step computes. The others (length, learning rate, micro-batch,
+#: how often to evaluate and to save) may change; the log lists the changes.
+IDENTITY = ("seed", "shape", "no_cross_document", "corpus_fingerprint", "global_batch_size", "precision", "zero_stage")
+#: Values that differ between two starts of the same run; not listed as changes.
+INCIDENTAL = ("created", "command", "resume", "quiet", "interleaved", "finished", "run_id")
+#: Ignored on resume: the weights come from the checkpoint.
+INITIAL_WEIGHTS = "init_from"
+
+
+def resume_description(run: Path, description: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """What the `run.json` of the run in folder `run` holds after a resume, and what the resume changes, a line for each value.
+
+    Args:
+        description: of the command that resumes the run, as `launch.training.provenance.describe_run` returns it.
+
+    Raises:
+        UsageError: `run.json` is damaged, or the run in the folder differs from `description` in a value that a resume must not change.
+    """
+    file = run / "run.json"
+    before = read_run_json(file)
+    try:
+        identity, now = _identity(before), _identity(description)
+    except (KeyError, TypeError) as reason:
+        raise UsageError(f"{file}: is not the description of a run ({reason}); give another --run_name") from None
+    if faults := [
+        f"{run}: this run has {key} = {json.dumps(identity[key])}, the command says {json.dumps(now[key])}; {_fix(key, identity[key])}"
+        for key in now
+        if key in identity and identity[key] != now[key]
+    ]:
+        raise UsageError(*faults)
+    changes = [
+        change
+        for key, value in description.items()
+        if key not in (*INCIDENTAL, INITIAL_WEIGHTS)
+        for change in _changes(key, before.get(key), value)
+    ]
+    first_start = ["created", "command", "interleaved", "run_id"]
+    if complete_checkpoints(run / "checkpoints"):
+        first_start.append(INITIAL_WEIGHTS)
+    resume = {key: description.get(key) for key in ("created", "command", "interleaved")}
+    kept = {key: before.get(key) for key in first_start}
+    return {**description, **kept, "resumes": [*before.get("resumes", []), resume]}, changes
+
+
+def _identity(description: dict[str, Any]) -> dict[str, Any]:
+    values = {key: description[key] for key in IDENTITY} | {"optimizer.type": description["optimizer"]["type"]}
+    if description["zero_stage"] > 0:  # the optimizer state is partitioned over the ranks
+        values["ranks"] = description["ranks"]
+    return values
+
+
+def _fix(key: str, value: Any) -> str:
+    if key == "ranks":
+        return f"start {value} ranks, over which ZeRO has partitioned the optimizer state"
+    if key == "precision" and value in ("bf16", "fp32"):  # `"auto"` depends on the machine
+        return f"give --set bf16.enabled={'true' if value == 'bf16' else 'false'}, or another --run_name"
+    return "give the run's own value, or another --run_name"
+
+
+def _changes(key: str, before: Any, after: Any) -> list[str]:
+    """The differences between two values of `key`, as lines; sections are compared key by key."""
+    if isinstance(before, dict) and isinstance(after, dict):
+        names = sorted({*before, *after})
+        return [change for name in names for change in _changes(f"{key}.{name}", before.get(name), after.get(name))]
+    return [] if before == after else [f"{key}: {json.dumps(before)} -> {json.dumps(after)}"]
