@@ -26,7 +26,7 @@ from launch.config.explain import as_text, explain
 from launch.config.flags import MUST
 from launch.config.run_config import RunConfig, resolve
 from launch.errors import TrainingFailed, UsageError, ignore_output_errors, run_command, say
-from launch.training.folder import NoFolder, RunFolder, check_run_folder, nothing_to_resume
+from launch.training.folder import NoFolder, RunFolder, check_port, check_run_folder, nothing_to_resume
 from launch.training.provenance import describe_run
 from launch.training.signals import StopRequest
 from recipes import registry
@@ -53,11 +53,9 @@ def main() -> int:
         check_device(config)
     folder: RunFolder | NoFolder = NoFolder()
     if os.environ.get("RANK", "0") == "0":
-        from launch.training.distributed import check_port
-
         path = check_run_folder(config.runs_dir, config.run_name, config.resume)
         config.corpus.verify()
-        check_port()
+        check_port(config.resume)
         folder = RunFolder(path, describe_run(config), config.quiet)
     try:
         code = train(config, folder, stop)

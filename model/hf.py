@@ -1,4 +1,4 @@
-"""The same model as transformers' GPT2LMHeadModel: its names, shapes, layouts and configuration. Torch is imported where there are tensors.
+"""The model as transformers' GPT2LMHeadModel: names, shapes, layouts and configuration.
 
 Three things differ: the names' prefix, the matrices' layout (transformers keeps GPT-2's Conv1D, (in, out)), and our vocabulary's padding.
 
@@ -8,12 +8,11 @@ Three things differ: the names' prefix, the matrices' layout (transformers keeps
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from model.presets import GPTConfig
-
-if TYPE_CHECKING:
-    import torch
 
 PREFIX = "transformer."
 EMBEDDING = "wte.weight"

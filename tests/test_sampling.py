@@ -1,4 +1,4 @@
-"""Tokens are drawn as the flags say, and keys and values that are kept change none of them."""
+"""Tokens are drawn as documented, and the KV cache changes none of them."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ import math
 import pytest
 import torch
 
-from model import gpt
-from model.cache import Reader, linear_of_few_rows
+from model.cache import KVCache, linear_of_one_row
 from model.gpt import GPT
 from model.presets import GPTConfig
-from model.sampling import Cached, Followers, Recomputing, Sampling, stream, window_start
+from model.sampling import Sampling, recomputed, repeated_by, stream
 
 END = 7
 TINY = {"n_layer": 2, "n_head": 2, "d_model": 32, "seq_len": 16, "vocab_size": 100}
@@ -31,94 +30,80 @@ def model_of(config: GPTConfig) -> GPT:
     return model
 
 
-def seeded(*seeds: int) -> list[torch.Generator | None]:
-    return [torch.Generator().manual_seed(seed) for seed in seeds]
+def seeded(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
 
 
-# --- keys and values that are kept
+# --- the KV cache
 
 
-@pytest.mark.parametrize("parts", [[16], [1] * 16, [5, 1, 1, 4, 5], [1, 15]], ids=str)
+@pytest.mark.parametrize("ends", [[16], list(range(1, 17)), [5, 6, 7, 11, 16], [1, 16], [9, 4, 12, 12]], ids=str)
 @pytest.mark.parametrize("config", CONFIGS, ids=IDS)
-def test_what_is_read_in_parts_is_what_is_read_at_once(config, parts):
+def test_the_logits_are_those_of_the_whole_text(config, ends):
+    """Read in parts; the last list also goes back to an earlier length, and repeats one."""
     model = model_of(config)
     tokens = torch.randint(0, 100, (3, 16), generator=torch.Generator().manual_seed(1))
     tokens[0, 4] = tokens[0, 5] = tokens[1, 0] = tokens[2, 15] = END
-    reader, end = Reader(model), 0
-    for size in parts:
-        end += size
-        logits = reader.read(tokens[:, end - size : end])
-        torch.testing.assert_close(logits, model(tokens[:, :end])[:, -1], rtol=0, atol=TOLERANCE)
-    with pytest.raises(ValueError, match="17 tokens: this model has positions for 16"):
-        reader.read(tokens[:, :1])
+    tokens[2, :3] = tokens[1, :3]
+    cache = KVCache(model)
+    for row in tokens:
+        for end in ends:
+            torch.testing.assert_close(cache(row[:end].tolist()), model(row[None, :end])[0, -1], rtol=0, atol=TOLERANCE)
 
 
-@pytest.mark.parametrize("slide", [1, 5, 16])
 @pytest.mark.parametrize("sampling", [Sampling(0.0), Sampling(1.0, 20, 0.9, 3)], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("prompt", [[3], [1, 2, END, 4], list(range(20, 60))], ids=["one", "short", "longer_than_the_context"])
 @pytest.mark.parametrize("config", CONFIGS, ids=IDS)
-def test_the_tokens_are_the_same_with_and_without_it(config, prompt, sampling, slide):
+def test_the_tokens_are_the_same_with_and_without_it(config, prompt, sampling):
     model = model_of(config)
     texts = [
-        list(stream(engine, prompt, 40, sampling, seeded(1, 2, 3), END))
-        for engine in (Cached(model, slide), Recomputing(model, config.seq_len, slide))
+        list(stream(next_logits, prompt, 40, sampling, seeded(1), END))
+        for next_logits in (KVCache(model), recomputed(model, config.seq_len))
     ]
     assert texts[0] == texts[1]
 
 
-def test_it_leaves_the_model_as_it_was():
-    model = model_of(CONFIGS[0])
-    reader = Reader(model)
-    reader.read(torch.tensor([[1, 2, 3]]))
-    assert all(block.attn.attend is gpt.attend for block in model.h)
-    with pytest.raises(IndexError):
-        reader.read(torch.tensor([[1000]]))
-    model.block_runner = lambda blocks, x: 1 / 0
-    with pytest.raises(ZeroDivisionError):
-        reader.read(torch.tensor([[1]]))
-    assert all(block.attn.attend is gpt.attend for block in model.h)
-
-
 def test_every_token_is_computed_once():
-    """The prompt once for all samples, then one token a sample and step."""
+    """The prompt once for all samples, then one token a step."""
     model, rows = model_of(CONFIGS[0]), []
-    model.h[0].attn.c_attn.register_forward_hook(lambda module, inputs, output: rows.append(inputs[0].shape[:2].numel()))
-    list(stream(Cached(model), [1, 2, 3, 4, 5], 10, Sampling(), seeded(1, 2, 3)))
-    assert rows == [5] + 9 * [3]
+    model.h[0].ln_1.register_forward_hook(lambda module, inputs, output: rows.append(inputs[0].shape[1]))
+    cache = KVCache(model)
+    for seed in (1, 2):
+        list(stream(cache, [1, 2, 3, 4, 5], 10, Sampling(), seeded(seed)))
+    assert rows == [5] + 9 * [1] + 10 * [1]
 
 
-@pytest.mark.parametrize("shape", [(1, 35, 35), (3, 36, 105), (8, 48, 64), (2, 7, 1)], ids=str)
-def test_few_rows_are_multiplied_as_many(shape):
-    rows, n_in, n_out = shape
+@pytest.mark.parametrize("shape", [(35, 35), (36, 105), (48, 64), (7, 1)], ids=str)
+def test_one_row_is_multiplied_as_many_are(shape):
+    n_in, n_out = shape
     generator = torch.Generator().manual_seed(3)
-    x, weight, bias = (torch.randn(size, generator=generator) for size in ((rows, 1, n_in), (n_out, n_in), (n_out,)))
+    x, weight, bias = (torch.randn(size, generator=generator) for size in ((1, 1, n_in), (n_out, n_in), (n_out,)))
     for b in (bias, None):
-        torch.testing.assert_close(linear_of_few_rows(x, weight, b), torch.nn.functional.linear(x, weight, b), atol=1e-5, rtol=0)
+        torch.testing.assert_close(linear_of_one_row(x, weight, b), torch.nn.functional.linear(x, weight, b), atol=1e-5, rtol=0)
 
 
-# --- samples
+@pytest.mark.cuda
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-3), (torch.float16, 0.3)], ids=str)
+def test_the_cache_on_a_gpu(dtype, tolerance):
+    """fp16 rounds activations of order 10 to 1e-2."""
+    config = GPTConfig(2, 4, 256, 64, vocab_size=1000)
+    model, other = model_of(config).cuda(), model_of(config).to("cuda", dtype)
+    plain, cache, ids = recomputed(lambda tokens: model(tokens.cuda()), 64), KVCache(other), [1, 2, 3, 4]
+    for token in torch.randint(1000, (80,), generator=seeded(0)).tolist():
+        torch.testing.assert_close(cache(ids).float(), plain(ids), rtol=0, atol=tolerance)
+        ids.append(token)
 
 
-def test_a_sample_depends_on_its_own_seed_alone():
-    model = model_of(CONFIGS[0])
-
-    def texts(*seeds: int) -> list[list[int]]:
-        drawn = list(stream(Cached(model), [1, 2], 30, Sampling(1.0, 50), seeded(*seeds)))
-        return [[tokens[row] for tokens in drawn] for row in range(len(seeds))]
-
-    together = texts(5, 6, 7)
-    assert [texts(seed)[0] for seed in (5, 6, 7)] == together
-    assert together[0] != together[1] != together[2]
+# --- a text
 
 
-def test_a_sample_ends_with_its_end_and_all_of_it_when_all_have():
-    order = iter([[1, END, 3], [END, 9, 3], [9, 9, END], [9, 9, 9]])
+def test_a_text_ends_with_its_end():
+    order = iter([1, END, 3])
 
-    def next_logits(texts):
+    def next_logits(ids):
         return torch.nn.functional.one_hot(torch.tensor(next(order)), 10).float()
 
-    drawn = list(stream(next_logits, [1], 100, Sampling(0.0), seeded(1, 2, 3), END))
-    assert drawn == [[1, END, 3], [END, None, 3], [None, None, END]]
+    assert list(stream(next_logits, [1], 100, Sampling(0.0), end=END)) == [1, END]
 
 
 # --- how a token is drawn
@@ -129,7 +114,7 @@ def test_top_p_keeps_the_fewest_likeliest_that_reach_it():
 
     def drawn(**options) -> set[int]:
         generator = torch.Generator().manual_seed(0)
-        return {Sampling(**options).pick(logits, generator=generator) for _ in range(500)}
+        return {Sampling(**options).pick(logits, [], generator) for _ in range(500)}
 
     assert drawn(top_p=1.0) == {0, 1, 2, 3}
     assert drawn(top_p=0.9001) == {0, 1, 2, 3}
@@ -159,7 +144,7 @@ def test_what_can_be_drawn_is_what_transformers_would_draw(top_k, top_p, tempera
         expected = logits[None]
         for warper in chain:
             expected = warper(None, expected)
-        Sampling(temperature, top_k, top_p).pick(logits)
+        Sampling(temperature, top_k, top_p).pick(logits, [])
         found = seen["probabilities"] / seen["probabilities"].sum()
         torch.testing.assert_close(found, expected.softmax(-1)[0])
 
@@ -171,7 +156,7 @@ def test_a_rounding_that_swaps_two_tokens_changes_no_draw():
     other = logits.clone()
     other[20] += 1e-6
     for seed in range(200):
-        first, second = (Sampling(1.0, 50, 0.95).pick(one, generator=torch.Generator().manual_seed(seed)) for one in (logits, other))
+        first, second = (Sampling(1.0, 50, 0.95).pick(one, [], seeded(seed)) for one in (logits, other))
         assert first == second
 
 
@@ -181,14 +166,9 @@ def test_no_tokens_in_a_row_occur_twice(size):
 
     theirs = NoRepeatNGramLogitsProcessor(size)
     ids = torch.randint(0, 6, (40,), generator=torch.Generator().manual_seed(size)).tolist()
-    text: list[int] = []
-    followers = Followers(size, text)
-    for token in ids:
-        text.append(token)
-        followers.grown()
-        banned = followers.banned()
-        assert banned == Followers(size, text).banned()  # as for a prompt
-        assert banned == (theirs(torch.tensor([text]), torch.zeros(1, 6)) == -math.inf)[0].nonzero().flatten().tolist()
+    for length in range(1, len(ids) + 1):
+        text = ids[:length]
+        assert repeated_by(text, size) == (theirs(torch.tensor([text]), torch.zeros(1, 6)) == -math.inf)[0].nonzero().flatten().tolist()
 
 
 def test_greedy_text_without_repetition_is_that_of_transformers():
@@ -202,7 +182,7 @@ def test_greedy_text_without_repetition_is_that_of_transformers():
     theirs.load_state_dict(to_hf_state_dict(model.state_dict(), config))
     prompt = [1, 2, 3]
     for size in (None, 2):
-        ours = [tokens[0] for tokens in stream(Cached(model), prompt, 50, Sampling(0.0, no_repeat_ngram_size=size), seeded(0))]
+        ours = list(stream(KVCache(model), prompt, 50, Sampling(0.0, no_repeat_ngram_size=size)))
         expected = theirs.generate(
             torch.tensor([prompt]), max_new_tokens=50, do_sample=False, no_repeat_ngram_size=size or 0, eos_token_id=None, pad_token_id=0
         )
@@ -211,19 +191,14 @@ def test_greedy_text_without_repetition_is_that_of_transformers():
 
 def test_a_token_without_a_choice_left_is_drawn_nevertheless():
     logits = torch.tensor([0.0, 2.0, 1.0])
-    assert Sampling(0.0).pick(logits, [1]) == 2
-    assert Sampling(0.0).pick(logits, [0, 1, 2]) == 1
-    assert Sampling(1.0, 3, 0.9).pick(logits, [0, 1]) == 2
+    assert Sampling(0.0, no_repeat_ngram_size=1).pick(logits, [1]) == 2
+    assert Sampling(0.0, no_repeat_ngram_size=1).pick(logits, [0, 1, 2]) == 1
+    assert Sampling(1.0, 3, 0.9, 1).pick(logits, [0, 1]) == 2
 
 
 @pytest.mark.parametrize("options", [{"temperature": 1e-39}, {"temperature": 1e-320}, {"top_p": 1e-300}], ids=str)
 def test_the_least_that_is_allowed_takes_the_likeliest(options):
-    assert Sampling(**options).pick(torch.tensor([0.0, 2.0, 1.0])) == 1
-
-
-@pytest.mark.parametrize(("length", "slide", "start"), [(16, 1, 0), (17, 1, 1), (30, 1, 14), (17, 5, 5), (21, 5, 5), (22, 5, 10)])
-def test_the_window_moves_by_what_it_is_told(length, slide, start):
-    assert window_start(length, 16, slide) == start
+    assert Sampling(**options).pick(torch.tensor([0.0, 2.0, 1.0]), []) == 1
 
 
 @pytest.mark.parametrize(
@@ -240,45 +215,3 @@ def test_the_window_moves_by_what_it_is_told(length, slide, start):
 def test_nonsense_is_refused(options, words):
     with pytest.raises(ValueError, match=words):
         Sampling(**options)
-
-
-# --- DeepSpeed's blocks
-
-
-def test_deepspeeds_blocks_give_the_same_logits(monkeypatch):
-    """Its own blocks and its own cache, with what it computes in place of kernels where it has none: those want CUDA.
-
-    There GELU is the exact one, which moves these logits of order 10 by at most 1e-3; a token at a wrong position moves them by 1 and more.
-    """
-    from deepspeed.ops.transformer.inference.op_binding.base import BaseOp
-
-    from launch.trained_model.inference import DeepSpeedInference
-
-    monkeypatch.setattr(BaseOp, "inference_module", object())  # has no kernel
-    for config in CONFIGS:
-        model = model_of(config)
-        texts = [[9, END, 2, 3], [9, END, 2, 3]]
-        plain, theirs = Recomputing(model, 16, 4), DeepSpeedInference(model_of(config), 4, rows=2)
-        generator = torch.Generator().manual_seed(0)
-        for _ in range(24):
-            torch.testing.assert_close(theirs(texts), plain(texts), rtol=0, atol=5e-3)
-            for ids in texts:
-                ids.append(int(torch.randint(8, 100, (1,), generator=generator)))
-
-
-@pytest.mark.cuda
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_deepspeeds_kernels_give_the_same_logits(dtype):
-    """fp16 rounds activations of order 10 to 1e-2."""
-    from launch.trained_model.inference import DeepSpeedInference
-
-    config = GPTConfig(2, 4, 256, 64, vocab_size=1000)
-    model = model_of(config).cuda()
-    plain = Recomputing(lambda tokens: model(tokens.cuda()), 64, 16)
-    theirs = DeepSpeedInference(model_of(config).to("cuda", dtype), 16, rows=1)
-    for prompt in ([5], [1, 2, 3, 4]):
-        texts = [list(prompt)]
-        generator = torch.Generator().manual_seed(0)
-        for _ in range(80):
-            torch.testing.assert_close(theirs(texts).float(), plain(texts).float(), rtol=0, atol=2e-2 if dtype is torch.float32 else 0.3)
-            texts[0].append(int(torch.randint(1000, (1,), generator=generator)))

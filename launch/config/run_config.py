@@ -26,7 +26,6 @@ from launch.config.schedule import TOKEN_SCHEDULE, resolve_schedule, schedule_au
 from launch.config.steps import steps_to_make
 from launch.errors import UsageError, nearest
 from launch.formats.checkpoint_files import complete_checkpoints
-from launch.formats.hf_folder import HFFolder, open_hf_folder
 from launch.formats.json_lines import KeyPath, dotted
 from model.presets import PRESETS, GPTConfig, ModelShape, Preset
 from recipes.registry import make_techniques, technique_classes
@@ -34,6 +33,7 @@ from recipes.technique import largest_divisor
 
 if TYPE_CHECKING:
     from data_pipeline.loader import Loader
+    from launch.formats.hf_folder import HFFolder
 
 ROOT = Path(__file__).resolve().parents[2]
 #: The sections of `zero_optimization` that say what is kept outside of the device.
@@ -395,6 +395,8 @@ def _start(flags: argparse.Namespace, run_name: str, shape: ModelShape, corpus: 
     checkpoints = Path(flags.runs_dir) / run_name / "checkpoints"
     if flags.init_from is None or (flags.resume and complete_checkpoints(checkpoints)):
         return None
+    from launch.formats.hf_folder import open_hf_folder  # imports torch, which only --init_from needs here
+
     folder = open_hf_folder(flags.init_from)
     where = f"--init_from {flags.init_from}"
     same = next((name for name, preset in PRESETS.items() if _sizes(preset.shape) == _sizes(folder.config)), None)

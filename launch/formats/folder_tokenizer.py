@@ -1,4 +1,4 @@
-"""The tokenizer of a Hugging Face folder, and whether a corpus was made with it. Imports no torch."""
+"""The tokenizers of a Hugging Face folder and of a corpus, and whether they are the same."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from data_pipeline.shards import Corpus
 from data_pipeline.tokenizer import HuggingFaceFolder, Tokenizer
 from launch.formats.hf_folder import HFFolder
 
-#: Ids of the corpus whose text both tokenizers are asked for.
+#: Ids of the corpus on which two tokenizers are compared.
 COMPARED_IDS = 4096
 
 
 def tokenizer_of_folder(hf: HFFolder) -> tuple[Tokenizer | None, str]:
-    """The folder's tokenizer, or None and why there is none."""
+    """The folder's tokenizer, or None and the reason."""
     if not hf.has_tokenizer:
         return None, f"{hf.folder} holds no tokenizer"
     try:
@@ -24,7 +24,7 @@ def tokenizer_of_folder(hf: HFFolder) -> tuple[Tokenizer | None, str]:
 
 
 def tokenizer_of_corpus(corpus: Corpus) -> tuple[Tokenizer | None, str]:
-    """The corpus's tokenizer, or None and why there is none."""
+    """The corpus's tokenizer, or None and the reason."""
     try:
         return Tokenizer.load(corpus.path, corpus.manifest["tokenizer"]), ""
     except DataError as reason:
@@ -32,7 +32,7 @@ def tokenizer_of_corpus(corpus: Corpus) -> tuple[Tokenizer | None, str]:
 
 
 def difference(corpus: Corpus, own: Tokenizer, of_model: Tokenizer) -> str | None:
-    """Where two tokenizers disagree about the beginning of a corpus's validation text, one line; None where they do not."""
+    """The first difference of two tokenizers on the beginning of a corpus's validation text, one line, or None."""
     count = min(COMPARED_IDS, corpus.val.windows(1))
     ids = corpus.val.read(np.arange(count), 1)[:, 0]
     ids = ids[ids != corpus.eot_id] if corpus.eot_id is not None else ids
@@ -42,10 +42,10 @@ def difference(corpus: Corpus, own: Tokenizer, of_model: Tokenizer) -> str | Non
     if of_model.decode(ids) != text:
         for token in dict.fromkeys(ids.tolist()):
             if (one := own.decode([token])) != (other := of_model.decode([token])):
-                return f"id {token} is {one!r} in the corpus, and {other!r} in the model"
-        return "the same ids give another text"
+                return f"id {token} is {one!r} in the corpus, but {other!r} in the model"
+        return "the same ids decode to another text"
     if not np.array_equal(own.encode(text), of_model.encode(text)):
-        return "the same text gives other ids"
+        return "the same text is encoded to other ids"
     if corpus.eot_id is not None and corpus.eot_id != of_model.eot_id:
-        return f"a text ends with id {corpus.eot_id} in the corpus, and with {of_model.eot_id} in the model"
+        return f"a text ends with id {corpus.eot_id} in the corpus, but with {of_model.eot_id} in the model"
     return None

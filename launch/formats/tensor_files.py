@@ -1,7 +1,8 @@
-"""The one place that calls `torch.load`: every file that torch has pickled is read here, and none of them can run code.
+"""Files of tensors: what torch has pickled, and safetensors. Reading them never runs code.
 
-DeepSpeed 0.19.8 loads with `weights_only=False`, which executes whatever a file asks for. `weights_only=True` makes tensors, containers and
-numbers only; beside them DeepSpeed's files hold objects of four of its own classes, which are allowed by name.
+This is the one place that calls `torch.load`. DeepSpeed 0.19.8 loads with `weights_only=False`, which executes whatever a file contains.
+`weights_only=True` makes only tensors, containers and numbers. DeepSpeed's files also hold objects of four of its classes, which are
+allowed by name.
 """
 
 from __future__ import annotations
@@ -10,12 +11,16 @@ import importlib
 import re
 import warnings
 import zipfile
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 
-#: Classes whose objects are in DeepSpeed's files: the loss scaler of fp16, the ZeRO stage, and where a parameter lies in a flat buffer.
+from launch.errors import UsageError
+
+#: Classes whose objects are in DeepSpeed's files: the loss scaler of fp16, the ZeRO stage, and the place of a parameter in a flat buffer.
 DEEPSPEED_CLASSES = (
     "deepspeed.runtime.fp16.loss_scaler.LossScaler",
     "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
@@ -25,11 +30,67 @@ DEEPSPEED_CLASSES = (
 
 
 class UnreadableFile(ValueError):
-    """A file that holds no tensors, or more than tensors: one line with the file and the reason."""
+    """A file that is damaged, or that holds objects other than tensors: one line with the file and the reason."""
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor in a file. `mapped` is the tensor itself, for pickles; tensors of safetensors are read on demand."""
+
+    file: Path
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    mapped: torch.Tensor | None = None
+
+    def read(self) -> torch.Tensor:
+        """The tensor, mapped from the file.
+
+        A mapping of its own for each tensor: with one for the file, the pages of all tensors read so far would stay in memory.
+        """
+        if self.mapped is not None:
+            return self.mapped
+        try:
+            with safe_open(self.file, framework="pt") as file:
+                tensor: torch.Tensor = file.get_tensor(self.name)
+        except (SafetensorError, OSError) as reason:
+            raise UsageError(f"{self.file}: cannot be read ({reason}); copy or export it again") from None
+        if tuple(tensor.shape) != self.shape:
+            raise UsageError(f"{self.file}: {self.name} has changed since it was checked; copy or export it again")
+        return tensor
+
+
+def safetensors_tensors(file: Path) -> list[StoredTensor]:
+    """The tensors of a safetensors file. Raises UsageError where it is missing, cut off, or of another format."""
+    try:
+        with safe_open(file, framework="pt") as opened:
+            found = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 - not a dict
+    except (SafetensorError, OSError) as reason:
+        raise UsageError(f"{file}: is not a complete safetensors file ({reason}); copy or export it again") from None
+    return [StoredTensor(file, name, tuple(tensor.shape), tensor.dtype) for name, tensor in found.items()]
+
+
+def pickled_tensors(file: Path) -> list[StoredTensor]:
+    """The tensors of a pickled state_dict. Raises UsageError where it holds anything else; none of its code runs."""
+    try:
+        loaded = load_tensors(file, mapped=True)
+    except UnreadableFile as reason:
+        raise UsageError(f"{reason}; give a file of weights alone, as torch.save writes it") from None
+    if not isinstance(loaded, dict):
+        raise UsageError(f"{file}: holds a {type(loaded).__name__}, must be a state_dict")
+    for name, value in loaded.items():
+        if not (isinstance(name, str) and isinstance(value, torch.Tensor) and value.layout == torch.strided and value.device.type == "cpu"):
+            raise UsageError(f"{file}: {name} is not a dense tensor with a name; give a state_dict of weights alone")
+    return [StoredTensor(file, name, tuple(tensor.shape), tensor.dtype, tensor) for name, tensor in loaded.items()]
+
+
+def is_finite(tensor: torch.Tensor) -> bool:
+    """Whether it holds neither NaN nor infinity. Needs no memory: minimum and maximum propagate NaN."""
+    return all(bool(bound.isfinite()) for bound in tensor.aminmax())
 
 
 class Ignored:
-    """Takes the place of an object of DeepSpeed's that the caller does not need: accepts any state and keeps none."""
+    """Stands in for an object of DeepSpeed's that the caller does not need: accepts any state and keeps none."""
 
     def __new__(cls, *_: Any, **__: Any) -> Ignored:
         return object.__new__(cls)
@@ -45,22 +106,22 @@ def load_tensors(file: str | Path, *, mapped: bool = False, deepspeed_objects: b
     """What `torch.save` wrote into `file`, on the CPU.
 
     Args:
-        mapped: map the tensors into memory where the format allows it, so that only what is used is read.
-        deepspeed_objects: make DeepSpeed's own objects, for its `load_checkpoint`; otherwise each is `Ignored`.
+        mapped: map the tensors into memory where the format allows it, so that only those used are read.
+        deepspeed_objects: make DeepSpeed's own objects, for its `load_checkpoint`; by default each is `Ignored`.
 
     Raises:
-        UnreadableFile: it is damaged, or holds an object of another class. None of its code has run.
+        UnreadableFile: it is damaged, or holds an object of another class. None of its code runs.
     """
     allowed: list[Any] = [(_deepspeed_class(name) if deepspeed_objects else Ignored, name) for name in DEEPSPEED_CLASSES]
     try:
         with torch.serialization.safe_globals(allowed), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch warns of formats that it then refuses
+            warnings.simplefilter("ignore")  # torch warns about formats that it then refuses
             return torch.load(file, map_location="cpu", weights_only=True, mmap=mapped and zipfile.is_zipfile(file))
-    except Exception as reason:  # of the zip file, the unpickler, the operating system
+    except Exception as reason:  # from the zip file, the unpickler or the operating system
         text = " ".join(str(reason).split())
         if found := re.search(r"GLOBAL (\S+)", text):
             raise UnreadableFile(f"{file}: holds {found[1]}, and only tensors are loaded") from None
-        text = text.partition("WeightsUnpickler error: ")[2] or text  # behind advice to load it all the same
+        text = text.partition("WeightsUnpickler error: ")[2] or text  # after advice to load it anyway
         raise UnreadableFile(f"{file}: cannot be read ({type(reason).__name__}: {text[:120]})") from None
 
 

@@ -1,12 +1,12 @@
-"""The weights in a run's checkpoint, put together from DeepSpeed's own files on one process: no ranks, no engine, no DeepSpeed.
+"""The weights of a run's checkpoint, assembled from DeepSpeed's files by one process, without ranks or an engine.
 
-Where training kept fp32 master weights beside bf16 or fp16 ones, those are taken. DeepSpeed's `zero_to_fp32.py` does the like for ZeRO
-stages 1 to 3, imports DeepSpeed, unpickles whatever a file holds, and holds the weights twice. Here every part goes from the file, which is
-mapped and not read, to its place in the model.
+fp32 master weights are taken where training kept them beside bf16 or fp16 weights. DeepSpeed's `zero_to_fp32.py` does similar work for ZeRO
+stages 1 to 3, but unpickles whatever a file holds, keeps the weights in memory twice, and reads no weights offloaded to NVMe. Here every
+piece goes from the mapped file to its place in the model.
 
     stage 0      mp_rank_00_model_states.pt: the weights, and in bf16 and fp16 the optimizer's `fp32_groups`
     stages 1, 2  mp_rank_00_model_states.pt, and of each rank a part of the flat fp32 weights of each group of parameters
-    stage 3      of each rank a part of each parameter, flat in its sub-groups; those on a drive are files of their own
+    stage 3      of each rank a part of each parameter, flat in its sub-groups; those offloaded to NVMe are files of their own
 
 DeepSpeed's files are pickles; `launch/formats/tensor_files.py` loads them without running their code.
 """
@@ -24,7 +24,8 @@ import torch
 from launch.errors import UsageError
 from launch.formats.checkpoint_files import ENGINE_TAG
 from launch.formats.tensor_files import UnreadableFile, load_tensors
-from model.gpt import GPT, weight_decay_groups
+from model.gpt import GPT
+from model.hf import HEAD
 
 #: DeepSpeed's default for `zero_optimization.sub_group_size`, elements.
 SUB_GROUP_SIZE = 1_000_000_000
@@ -39,73 +40,64 @@ def fill_from_checkpoint(model: GPT, checkpoint: Path, ranks: int) -> None:
     weights = {name: parameter.data for name, parameter in model.named_parameters()}
     left = set(weights)
     try:
-        for name, place, values in _parts(model, checkpoint / ENGINE_TAG, ranks):
-            whole = weights.get(name)
-            if whole is None or place + values.numel() > whole.numel():
-                raise UsageError(f"{checkpoint}: holds {name}, which is not this model's; the run's run.json was changed")
-            whole.view(-1)[place : place + values.numel()].copy_(values)
-            if place + values.numel() == whole.numel():
+        for name, offset, values in _pieces(model, checkpoint / ENGINE_TAG, ranks):
+            weight = weights.get(name)
+            if weight is None or offset + values.numel() > weight.numel():
+                raise UsageError(f"{checkpoint}: {name} is not a weight of the model in run.json, which was changed")
+            weight.view(-1)[offset : offset + values.numel()].copy_(values)
+            if offset + values.numel() == weight.numel():
                 left.discard(name)
     except UsageError:
         raise
-    except (KeyError, IndexError, TypeError, AttributeError, ValueError, RuntimeError) as reason:  # of files that hold something else
+    except (KeyError, IndexError, TypeError, AttributeError, ValueError, RuntimeError) as reason:  # files with other content
         text = " ".join(f"{type(reason).__name__}: {reason}".split())[:120]
         raise UsageError(f"{checkpoint}: its files are not as DeepSpeed writes them ({text}); copy the checkpoint again") from None
     if left:
-        raise UsageError(f"{checkpoint}: lacks {', '.join(sorted(left)[:3])}; the run's run.json was changed")
+        raise UsageError(f"{checkpoint}: lacks {', '.join(sorted(left)[:3])} of the model in run.json, which was changed")
 
 
-def _parts(model: GPT, folder: Path, ranks: int) -> Iterator[tuple[str, int, torch.Tensor]]:
-    """Every parameter in parts that rise: (its name, the place of the part in it, flat values)."""
-    of_optimizer = sorted(folder.glob("*zero_pp_rank_*_optim_states.pt"), key=_rank)
+def _pieces(model: GPT, folder: Path, ranks: int) -> Iterator[tuple[str, int, torch.Tensor]]:
+    """Every parameter in consecutive pieces: (its name, the offset of the piece in it, flat values)."""
+    optimizer_files = sorted(folder.glob("*zero_pp_rank_*_optim_states.pt"), key=_rank)
     whole = folder / "mp_rank_00_model_states.pt"
-    if of_optimizer and len(of_optimizer) != ranks:
-        raise UsageError(f"{folder}: has the files of {len(of_optimizer)} rank(s), {ranks} wrote; copy the checkpoint again")
-    if not whole.exists() and not of_optimizer:
-        raise UsageError(f"{folder}: holds no weights of DeepSpeed's; copy the checkpoint again")
+    if optimizer_files and len(optimizer_files) != ranks:
+        raise UsageError(f"{folder}: has the files of {len(optimizer_files)} rank(s), but {ranks} wrote it; copy the checkpoint again")
     if not whole.exists():
-        of_models = sorted(folder.glob("zero_pp_rank_*_model_states.pt"), key=_rank)
-        if not of_models:
-            raise UsageError(f"{folder}: lacks the files of model states; copy the checkpoint again")
-        shapes = _load(of_models[0])["param_shapes"]
-        yield from _parts_of_stage_3(shapes, of_optimizer)
+        model_files = sorted(folder.glob("zero_pp_rank_*_model_states.pt"), key=_rank)
+        if not optimizer_files or not model_files:
+            raise UsageError(f"{folder}: lacks DeepSpeed's files of weights; copy the checkpoint again")
+        yield from _pieces_of_stage_3(_load(model_files[0])["param_shapes"], optimizer_files)
         return
     state = _load(whole)
-    module = {name: tensor for name, tensor in state["module"].items() if name != "lm_head.weight"}  # the embedding again
-    masters: dict[str, torch.Tensor] = {}
-    if all(tensor.dtype == torch.float32 for tensor in module.values()):
-        masters = module
-    elif of_optimizer:
-        yield from _parts_of_stages_1_and_2(state["param_shapes"], of_optimizer)
-        return
-    elif "fp32_groups" in (state.get("optimizer") or {}):
-        masters = _masters_of_stage_0(model, state["optimizer"]["fp32_groups"], module, whole)
-    else:  # no optimizer of DeepSpeed's that is known keeps fp32 weights elsewhere
-        masters = module
-    for name, tensor in masters.items():
-        if name in dict(model.named_parameters()) and tuple(tensor.shape) != tuple(model.get_parameter(name).shape):
-            raise UsageError(f"{whole}: {name} is {tuple(tensor.shape)}, this model's is {tuple(model.get_parameter(name).shape)}")
+    weights = {name: tensor for name, tensor in state["module"].items() if name != HEAD}  # the head is the embedding
+    if any(tensor.dtype != torch.float32 for tensor in weights.values()):
+        if optimizer_files:
+            yield from _pieces_of_stages_1_and_2(state["param_shapes"], optimizer_files)
+            return
+        if "fp32_groups" in (state.get("optimizer") or {}):
+            weights = _masters_of_stage_0(model, state["optimizer"]["fp32_groups"], weights, whole)
+    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+    for name, tensor in weights.items():
+        if name in shapes and tensor.shape != shapes[name]:
+            raise UsageError(f"{whole}: {name} is {tuple(tensor.shape)}, the model in run.json has {tuple(shapes[name])}")
         yield name, 0, tensor.detach().reshape(-1)
 
 
 def _masters_of_stage_0(
-    model: GPT, groups: list[list[torch.Tensor]], module: dict[str, torch.Tensor], file: Path
+    model: GPT, groups: list[list[torch.Tensor]], halves: dict[str, torch.Tensor], file: Path
 ) -> dict[str, torch.Tensor]:
-    """The fp32 weights by name: the engine's wrapper of the optimizer keeps them in the order of the groups that it was given."""
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    of_groups = [[names[id(parameter)] for parameter in group["params"]] for group in weight_decay_groups(model, 0.0)]
-    found: dict[str, torch.Tensor] = {}
-    for in_group, tensors in zip(of_groups, groups, strict=False):
-        found |= dict(zip(in_group, tensors, strict=False))
-    for name, half in module.items():
-        # The rounding of its master weight. An order that is not ours would give another tensor of maybe the same shape.
+    """The fp32 master weights by name. DeepSpeed keeps them in the order of the optimizer's groups: matrices, then biases and norms."""
+    names = [name for matrix in (True, False) for name, parameter in model.named_parameters() if (parameter.ndim >= 2) == matrix]
+    found = dict(zip(names, (master for group in groups for master in group), strict=False))
+    for name, half in halves.items():
+        # The rounded master weight. In another order there could be another tensor of the same shape.
         if name not in found or found[name].shape != half.shape or not torch.equal(found[name].to(half.dtype), half):
             raise UsageError(f"{file}: the optimizer's fp32 weights of {name} are not those of the model; copy the checkpoint again")
     return found
 
 
-def _parts_of_stages_1_and_2(shapes: list[dict[str, torch.Size]], files: list[Path]) -> Iterator[tuple[str, int, torch.Tensor]]:
-    """The parameters of a group lie one behind the other in one flat tensor, of which every rank has a part, padded at the end."""
+def _pieces_of_stages_1_and_2(shapes: list[dict[str, torch.Size]], files: list[Path]) -> Iterator[tuple[str, int, torch.Tensor]]:
+    """The parameters of a group are concatenated in one flat tensor; every rank has a part of it, padded at the end."""
     states = [_load(file)["optimizer_state_dict"] for file in files]
     aligned = states[0].get("param_alignment_paddings")
     for group, names in enumerate(shapes):
@@ -113,12 +105,12 @@ def _parts_of_stages_1_and_2(shapes: list[dict[str, torch.Size]], files: list[Pa
         paddings = aligned[group] if aligned else [0] * len(names)
         begin = 0
         for (name, shape), padding in zip(names.items(), paddings, strict=True):
-            yield from ((name, place, values) for place, values in _cut(flat, begin, math.prod(shape), files[0]))
+            yield from ((name, offset, values) for offset, values in _cut(flat, begin, math.prod(shape), files[0]))
             begin += math.prod(shape) + padding
 
 
-def _parts_of_stage_3(shapes: list[dict[str, torch.Size]], files: list[Path]) -> Iterator[tuple[str, int, torch.Tensor]]:
-    """Every rank has a part of each parameter, the last one padded; its parts lie one behind the other in its sub-groups."""
+def _pieces_of_stage_3(shapes: list[dict[str, torch.Size]], files: list[Path]) -> Iterator[tuple[str, int, torch.Tensor]]:
+    """Every rank has a part of each parameter, the last one padded; its parts are concatenated in its sub-groups."""
     ranks = len(files)
     flat = [_sub_groups(_load(file), shapes, file, rank, ranks) for rank, file in enumerate(files)]
     begin = 0
@@ -126,17 +118,17 @@ def _parts_of_stage_3(shapes: list[dict[str, torch.Size]], files: list[Path]) ->
         numel, each = math.prod(shape), -(-math.prod(shape) // ranks)
         for rank in range(ranks):
             first = rank * each
-            for place, values in _cut(flat[rank], begin, max(0, min(each, numel - first)), files[rank]):
-                yield name, first + place, values
+            for offset, values in _cut(flat[rank], begin, max(0, min(each, numel - first)), files[rank]):
+                yield name, first + offset, values
         begin += each
 
 
 def _sub_groups(state: dict[str, Any], shapes: list[dict[str, torch.Size]], file: Path, rank: int, ranks: int) -> list[torch.Tensor]:
-    """A rank's sub-groups of stage 3, flat, in their order; those that were on a drive are mapped from their copies."""
+    """A rank's sub-groups of stage 3, flat and in order; those offloaded to NVMe are mapped from their copies."""
     groups: list[torch.Tensor] = [tensor.detach() for tensor in state["optimizer_state_dict"]["fp32_flat_groups"]]
     if all(group.numel() for group in groups):
         return groups
-    # As DeepSpeed cuts them (zero/stage3.py, `_create_fp16_sub_groups`).
+    # As DeepSpeed's `_create_fp16_sub_groups` (zero/stage3.py) cuts them.
     limit = (state.get("ds_config") or {}).get("zero_optimization", {}).get("sub_group_size") or SUB_GROUP_SIZE
     sizes = []
     for names in shapes:
@@ -147,23 +139,23 @@ def _sub_groups(state: dict[str, Any], shapes: list[dict[str, torch.Size]], file
                 sizes.append(size)
                 size = 0
         sizes += [size] if size else []
-    # A file is named by the numbers of the first and the last parameter in it, `12_48.tensor.swp`; behind the tensor it is padded.
+    # A file is named by the numbers of the first and the last parameter in it, `12_48.tensor.swp`. It is padded after the tensor.
     folder = file.parent / "offloaded_tensors" / f"rank{rank:02d}"
-    drive = iter(sorted(folder.glob("[0-9]*.tensor.swp"), key=lambda path: int(path.name.split("_")[0])))
+    swapped_files = iter(sorted(folder.glob("[0-9]*.tensor.swp"), key=lambda path: int(path.name.split("_")[0])))
     found = []
     for group, size in zip(groups, sizes, strict=False):
         if group.numel():
             found.append(group)
             continue
-        swapped = next(drive, None)
+        swapped = next(swapped_files, None)
         if swapped is None or swapped.stat().st_size < 4 * size:
-            raise UsageError(f"{folder}: lacks weights that were on the drive; copy the checkpoint again")
+            raise UsageError(f"{folder}: lacks weights that were offloaded to NVMe; copy the checkpoint again")
         found.append(torch.from_file(str(swapped), size=size, dtype=torch.float32))
     return found
 
 
 def _cut(flat: list[torch.Tensor], begin: int, length: int, file: Path) -> Iterator[tuple[int, torch.Tensor]]:
-    """The elements [begin, begin + length) of tensors that lie one behind the other, as (place from `begin` on, values)."""
+    """The elements [begin, begin + length) of concatenated tensors, as (offset from `begin`, values)."""
     end, here = begin + length, 0
     for tensor in flat:
         low, high = max(begin, here), min(end, here + tensor.numel())
@@ -171,7 +163,7 @@ def _cut(flat: list[torch.Tensor], begin: int, length: int, file: Path) -> Itera
             yield low - begin, tensor[low - here : high - here]
         here += tensor.numel()
     if here < end:
-        raise UsageError(f"{file}: holds fewer weights than its parameters have; copy the checkpoint again")
+        raise UsageError(f"{file}: holds fewer weights than the model has; copy the checkpoint again")
 
 
 def _rank(file: Path) -> int:
@@ -180,11 +172,11 @@ def _rank(file: Path) -> int:
 
 
 def _load(file: Path) -> dict[str, Any]:
-    """A file of DeepSpeed's, mapped: what is not used is not read."""
+    """A file of DeepSpeed's, mapped, so that only the tensors used are read."""
     try:
         loaded = load_tensors(file, mapped=True)
     except UnreadableFile as reason:
         raise UsageError(f"{reason}; copy the checkpoint again") from None
     if not isinstance(loaded, dict):
-        raise UsageError(f"{file}: holds no state of DeepSpeed's; copy the checkpoint again")
+        raise UsageError(f"{file}: is not a file of DeepSpeed's; copy the checkpoint again")
     return loaded

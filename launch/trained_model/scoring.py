@@ -1,50 +1,155 @@
-"""The loss of a model on the windows of a split, window by window: what `launch/score.py` prints, as numbers."""
+"""Score a trained model on the windows of a corpus: what `launch/score.py` prints, as numbers."""
 
 from __future__ import annotations
 
+import argparse
 import math
+import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from tqdm import tqdm
 
 from data_pipeline.loader import Loader
-from data_pipeline.shards import Corpus, Split
+from data_pipeline.shards import Corpus, Split, open_corpus
 from data_pipeline.tokenizer import Tokenizer
+from launch.config.hardware import device_type
+from launch.errors import UsageError, say
+from launch.formats.folder_tokenizer import difference, tokenizer_of_corpus
+from launch.trained_model.flags import DTYPES
+from launch.trained_model.load import TrainedModel, open_trained
 from model.gpt import GPT
 
-#: Tokens of a pass, about: on a CPU the logits of 2,048 tokens and 50,304 ids are 412 MB; a GPU wants more at once.
+#: Tokens of a forward pass. On a CPU the fp32 logits of 2,048 tokens and 50,304 ids take 412 MB; a GPU needs larger passes.
 PASS_TOKENS = {"cpu": 2048, "cuda": 16384}
-#: Tokens that are decoded at a time to count the bytes of a text whose corpus has not counted them.
+#: Tokens decoded at a time to count the bytes of a text whose corpus has not counted them.
 DECODED_TOKENS = 1 << 20
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean loss, nats a token, and its standard error; None where one window gives none."""
+    """A mean loss, nats a token, and its standard error, which is None for a single window."""
 
     loss: float
     error: float | None
 
-    @property
-    def perplexity(self) -> float:
-        return math.exp(self.loss) if self.loss < 700 else math.inf
+    def scaled(self, factor: float | None) -> tuple[float | None, float | None]:
+        """Loss and error times `factor`; None where the factor is not known."""
+        return (None, None) if factor is None else (self.loss * factor, None if self.error is None else self.error * factor)
 
-    @property
-    def perplexity_error(self) -> float | None:
-        """To first order: the derivative of exp is itself."""
-        return None if self.error is None else self.perplexity * self.error
+
+def score(flags: argparse.Namespace) -> dict[str, Any]:
+    """The score that the flags of `launch/score.py` ask for, as a JSON object. Raises UsageError, one line."""
+    trained = open_trained(flags.source, checkpoint=flags.checkpoint, allow_pickle=flags.allow_pickle)
+    corpus, notes = _corpus(trained, flags.data)
+    for note in notes if not flags.quiet else ():
+        say(f"note: {note}", sys.stderr)
+    split: Split = getattr(corpus, flags.split)
+    seq_len, device = trained.config.seq_len, torch.device(device_type())
+    total = split.windows(seq_len)
+    windows = min(flags.windows or total, total)
+    model = trained.load_model().to(device, getattr(torch, DTYPES[flags.dtype]))
+    start = time.monotonic()
+    # disable=None: no bar where standard error is not a terminal
+    with tqdm(total=windows, unit="window", dynamic_ncols=True, leave=False, disable=True if flags.quiet else None) as bar:
+        losses = window_losses(model, corpus, split, windows, flags.batch_size, bar.update)
+    seconds = time.monotonic() - start
+    found = estimate(losses)
+    if not math.isfinite(found.loss):
+        raise UsageError(f"{trained.folder}: the loss is {found.loss} in {flags.dtype}; try --dtype fp32, or an earlier --checkpoint")
+    n_bytes = text_bytes(corpus, split, tokenizer_of_corpus(corpus)[0])
+    # The ratio of the whole split, so that a loss from a log or another program gives the same figure.
+    to_bits = None if n_bytes is None else split.n_tokens / n_bytes / math.log(2)
+    perplexity = math.exp(found.loss) if found.loss < 700 else None
+    bits, bits_error = found.scaled(to_bits)
+    evaluation = _training_evaluation(trained, model, corpus, flags, losses)
+    if evaluation is not None and to_bits is not None:
+        evaluation |= {f"{name}_bits_per_byte": evaluation[name] * to_bits for name in ("loss", "logged")}
+    return {
+        "model": str(trained.folder),
+        "checkpoint": trained.checkpoint_name,
+        "step": trained.step,
+        "data": str(corpus.path),
+        "split": flags.split,
+        "dtype": flags.dtype,
+        "seq_len": seq_len,
+        "windows": windows,
+        "tokens": windows * seq_len,
+        "split_tokens": split.n_tokens,
+        "split_bytes": n_bytes,
+        "loss": found.loss,
+        "loss_stderr": found.error,
+        "perplexity": perplexity,
+        "perplexity_stderr": found.scaled(perplexity)[1],
+        "bits_per_byte": bits,
+        "bits_per_byte_stderr": bits_error,
+        "seconds": round(seconds, 2),
+        "notes": notes,
+        "training": evaluation,
+    }
+
+
+def _corpus(trained: TrainedModel, data: str | None) -> tuple[Corpus, list[str]]:
+    """The corpus, whose ids must be those of the model, and notes. Raises UsageError without a corpus, or for another tokenizer's."""
+    run = trained.description
+    if data is None:
+        if trained.corpus is None:
+            reason = "a Hugging Face folder names no corpus" if run is None else trained.no_tokenizer
+            raise UsageError(f"{trained.folder}: {reason}; give --data DIR, a corpus with the model's tokenizer")
+        return trained.corpus, []
+    corpus, vocab_size = open_corpus(data), trained.config.vocab_size
+    if run is not None and run.get("corpus_fingerprint") == corpus.fingerprint:
+        return corpus, []
+    if corpus.vocab_size > vocab_size:
+        raise UsageError(f"--data {data}: has {corpus.vocab_size:,} ids, but the model {vocab_size:,}; use the model's tokenizer")
+    if trained.tokenizer is None and run is not None:
+        raise UsageError(f"--data {data}: is not the run's corpus, and the run's tokenizer cannot be loaded: {trained.no_tokenizer}")
+    own, reason = tokenizer_of_corpus(corpus)
+    if trained.tokenizer is None or own is None:
+        return corpus, [f"whether {data} was made with the model's tokenizer is unknown: {trained.no_tokenizer or reason}"]
+    if (differs := difference(corpus, own, trained.tokenizer)) is not None:
+        raise UsageError(
+            f"--data {data}: was made with another tokenizer than the model's: {differs}; prepare the text again with --tokenizer and the"
+            " model's tokenizer"
+        )
+    return corpus, []
+
+
+def _training_evaluation(
+    trained: TrainedModel, model: GPT, corpus: Corpus, flags: argparse.Namespace, losses: np.ndarray
+) -> dict[str, Any] | None:
+    """The loss on the windows that the run's own evaluations read, beside the loss in its log; None without a run or its corpus."""
+    run, state = trained.description, trained.state
+    if run is None or state is None or flags.split != "val" or run.get("corpus_fingerprint") != corpus.fingerprint:
+        return None
+    windows = run.get("eval_batches", 0) * run.get("global_batch_size", 0)
+    if not windows or state.get("val_loss") is None:
+        return None
+    total, precision = corpus.val.windows(trained.config.seq_len), run.get("precision", flags.dtype)
+    chosen = training_windows(total, windows)
+    if precision == flags.dtype and len(losses) == total:
+        loss = float(losses[chosen].mean())
+    else:  # in training's precision, from the fp32 weights: `model` may have been rounded by --dtype
+        if flags.dtype != "fp32":
+            model = trained.load_model().to(model.wte.weight.device)
+        model = model.to(getattr(torch, DTYPES[precision]))
+        loss = float(window_losses(model, corpus, corpus.val, windows, run.get("micro_batch_size")).mean())
+    return {"windows": len(chosen), "dtype": precision, "loss": loss, "logged": state["val_loss"]}
 
 
 @torch.inference_mode()
 def window_losses(
-    model: GPT, corpus: Corpus, split: Split, windows: int, batch_size: int | None = None, watch: Callable[[int], None] = lambda done: None
+    model: GPT, corpus: Corpus, split: Split, windows: int, batch_size: int | None = None, watch: Callable[[int], Any] = lambda done: None
 ) -> np.ndarray:
     """The mean loss of each of `windows` windows of seq_len + 1 tokens, spread evenly over `split`: float64 (windows,), nats a token.
 
-    They are those, in their order, that training evaluates where it evaluates so many. watch: is told how many more are done.
+    They are the windows, in order, that training evaluates where it evaluates as many. watch: called with the number of windows done since
+    the last call.
     """
     device, seq_len = model.wte.weight.device, model.config.seq_len
     batch_size = batch_size or max(1, PASS_TOKENS.get(device.type, PASS_TOKENS["cpu"]) // seq_len)
@@ -59,10 +164,10 @@ def window_losses(
 
 
 def estimate(losses: np.ndarray) -> Estimate:
-    """The mean of the windows' losses, with the standard error that their spread gives.
+    """The mean of the windows' losses and its standard error.
 
-    Neighbours of one document are alike, and the windows say less than as many independent ones would: the error is that of means of
-    runs of consecutive windows (batch means, Flegal and Jones, arXiv 0811.1729: about sqrt(n) runs), where it is the larger one.
+    Neighbouring windows of one document are correlated. The error is therefore that of batch means (Flegal and Jones, arXiv 0811.1729:
+    about sqrt(n) batches of consecutive windows) if it is larger than that of independent windows.
     """
     n = len(losses)
     if n < 2:
@@ -76,20 +181,20 @@ def estimate(losses: np.ndarray) -> Estimate:
 
 
 def training_windows(total: int, asked: int) -> np.ndarray:
-    """Which of `total` windows an evaluation reads that asks for `asked` of them: `Loader.validation_batches`'s choice."""
+    """The indices of the windows, `asked` of `total`, that an evaluation reads: as `Loader.validation_batches` chooses them."""
     count = min(asked, total)
     return np.arange(count, dtype=np.int64) * total // count
 
 
 def text_bytes(corpus: Corpus, split: Split, tokenizer: Tokenizer | None) -> int | None:
-    """How many bytes the text of `split` has, ends of documents not counted: as its manifest says, else decoded; None: not to be known."""
+    """The bytes of the text of `split`, without ends of documents: from its manifest, otherwise decoded; None without a tokenizer."""
     counted = corpus.manifest["splits"][split.name].get("bytes")
     if isinstance(counted, int) and counted > 0:
         return counted
     if tokenizer is None:
         return None
     total = 0
-    pairs = split.windows(1)  # a token and its successor, begun at every token but the last
+    pairs = split.windows(1)  # one begins at every token but the last
     for start in range(0, pairs, DECODED_TOKENS):
         rows = split.read(np.arange(start, min(start + DECODED_TOKENS, pairs)), 1)  # (pairs, 2)
         ids = rows[:, 1] if start else np.concatenate([rows[0, :1], rows[:, 1]])

@@ -1,54 +1,49 @@
-"""A run that starts from the weights of a Hugging Face folder in place of its own draw (`--init_from`)."""
+"""Start a run from the weights of a Hugging Face folder (`--init_from`)."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import deepspeed
 import torch
+from deepspeed.utils import safe_set_full_fp32_param, safe_set_local_fp32_param
 
 from launch.errors import UsageError
 from launch.formats.hf_folder import HFFolder
-from launch.formats.safetensors_file import read_tensor
 from launch.training.distributed import Collectives
 from model.gpt import GPT
-from model.hf import EMBEDDING
 
 
 def fill_model(model: GPT, folder: HFFolder, zero_stage: int, collectives: Collectives) -> None:
-    """Write the folder's weights into `model`, before there is an engine; a tensor at a time. All ranks call this together.
+    """Write the folder's weights into `model`, one tensor at a time, before the engine is built. All ranks call this together.
 
     Raises:
         UsageError: the files have changed since they were checked, their head is not the embedding, or a weight is not finite.
     """
-    import deepspeed
-
     if zero_stage < 3:
         folder.fill(model)
         return
-    if folder.head is not None:  # by every rank: one that raised below would leave the others waiting
-        folder.check_head(read_tensor(folder.entries[EMBEDDING]))
+    folder.check_head()  # by every rank: the others would wait for a rank that raised below
     fault: UsageError | None = None
     for name, parameter in model.named_parameters():
-        # Inside, the parameter is whole on every rank; what rank 0 has in the end is sent to the others, and partitioned again.
+        # Inside, the parameter is whole on every rank; on leaving, rank 0's values are broadcast and partitioned again.
         with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
             if collectives.rank == 0 and fault is None:
                 try:
                     with torch.no_grad():
                         folder.read_into(name, parameter.data)
-                except UsageError as reason:  # the others wait for this parameter and for the next ones
+                except UsageError as reason:  # the others wait for rank 0 at this parameter and at the next ones
                     fault = reason
     if collectives.any(fault is not None):
         raise fault or UsageError(f"{folder.folder}: rank 0 could not read its weights")
 
 
 def fill_masters(engine: Any, folder: HFFolder, collectives: Collectives) -> None:
-    """In bf16 and fp16: the fp32 master weights become the folder's own numbers.
+    """In bf16 and fp16: set the fp32 master weights to the folder's values.
 
-    DeepSpeed makes them of the model's weights, which it has rounded before: eight bits would be left of a weight that was trained to 24.
-    What is written back by an export is then what was read.
+    DeepSpeed copies them from the model's weights after rounding those, which keeps 8 of 24 bits. With this, an export after zero steps
+    writes the values that were read.
     """
-    from deepspeed.utils import safe_set_full_fp32_param, safe_set_local_fp32_param
-
     wrapper, model = engine.optimizer, engine.module
     masters = {}
     if hasattr(wrapper, "fp32_groups"):  # stage 0

@@ -21,7 +21,7 @@ import torch
 
 from launch.errors import UsageError
 from launch.formats.checkpoint_files import complete_checkpoints, read_state
-from launch.trained_model.load import load_trained
+from launch.trained_model.load import open_trained
 from tests.distributed.launched import TINY, LaunchedRun
 from tests.helpers import reseal
 
@@ -248,7 +248,7 @@ def test_what_a_run_did_not_write_stays_through_saves_and_prunes(trained, two_ra
     own = {path.name for path in checkpoints.iterdir()} - set(FOREIGN)
     assert own == {"step-00000001", "step-00000002", "step-00000003", "step-00000012"}
     assert "warning" not in (case / "log.txt").read_text()
-    assert load_trained(case).source.step == 12
+    assert open_trained(case).step == 12
 
 
 # --- hostile pickles ------------------------------------------------------------------------------------------------------------------
@@ -338,7 +338,7 @@ def test_no_pickle_in_a_checkpoint_runs_code(kind, trained, two_ranks, tmp_path)
         assert str(target) in ranks[0]["log"][0]
     for case in cases:
         with contextlib.suppress(UsageError):  # it does not read all of the files
-            load_trained(case, checkpoint="6")
+            open_trained(case, checkpoint="6").load_model()
     assert not [mark for mark in marks if mark.exists()]
     hostile(str(marks[0]))["reduce"](tmp_path / "unsafe.pt")
     torch.load(tmp_path / "unsafe.pt", weights_only=False)

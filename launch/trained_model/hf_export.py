@@ -1,0 +1,124 @@
+"""Write a trained model as a Hugging Face folder of GPT2LMHeadModel."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from huggingface_hub import save_torch_state_dict
+
+from data_pipeline.errors import DataError
+from data_pipeline.tokenizer import Tokenizer
+from launch.errors import UsageError
+from launch.formats.hf_folder import CONFIG_FILE
+from launch.formats.metrics import read_metrics
+from launch.formats.tensor_files import is_finite
+from launch.trained_model.card import model_card
+from launch.trained_model.load import TrainedModel
+from model.gpt import GPT
+from model.hf import PREFIX, hf_config, to_hf_layout
+from model.presets import GPTConfig
+
+#: The largest size of one file of weights.
+SHARD_BYTES = 5_000_000_000
+#: Windows of validation text on which the written tokenizer is compared with the corpus's.
+COMPARED_TEXTS = 100
+
+
+def write_folder(trained: TrainedModel, weights: dict[str, torch.Tensor], folder: Path, name: str) -> list[str]:
+    """Write weights, config, tokenizer and model card into `folder`; returns notes for the user.
+
+    Args:
+        weights: from `converted_weights`.
+        name: of the model, for its card.
+    """
+    dtype = str(next(iter(weights.values())).dtype).removeprefix("torch.")
+    write_config(folder, trained.config, trained.eot_id, dtype)  # AutoTokenizer reads it too
+    notes, missing = [], trained.no_tokenizer
+    if trained.tokenizer is not None:
+        texts = _sample_texts(trained, trained.tokenizer)
+        try:
+            write_tokenizer(trained.tokenizer, folder, trained.config.seq_len)
+            if differing := differing_texts(trained.tokenizer, folder, texts):
+                notes.append(f"AutoTokenizer gives other ids than the corpus's tokenizer in {differing} of {len(texts)} validation texts")
+        except DataError as reason:
+            missing = str(reason)
+    if missing:
+        notes.append(f"the folder has no tokenizer: {missing}")
+    if trained.config.document_end is not None:
+        notes.append(
+            "the model was trained with attention within documents (--no_cross_document), which transformers does not mask: give it one"
+            " document at a time"
+        )
+    save_torch_state_dict(weights, folder, max_shard_size=SHARD_BYTES)
+    metrics, state = trained.folder / "metrics.jsonl", trained.state
+    lines = [line for line in read_metrics(metrics) if line["step"] <= state["step"]] if state is not None and metrics.exists() else []
+    (folder / "README.md").write_text(model_card(name, trained, dtype, lines, notes), encoding="utf-8")
+    return notes
+
+
+def converted_weights(model: GPT, config: GPTConfig, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """The weights under GPT2LMHeadModel's names and layouts, without the padded rows of the vocabulary and the head.
+
+    `model` loses its weights one by one, so that the memory stays that of one model. Raises UsageError where a weight overflows in `dtype`.
+    """
+    weights = {}
+    for name, parameter in model.named_parameters():
+        view = to_hf_layout(name, parameter.data, config)
+        weight = torch.empty(view.shape, dtype=dtype).copy_(view)  # a storage of its own: safetensors refuses a slice of the embedding
+        if not is_finite(weight):
+            raise UsageError(f"--dtype: {name} holds values beyond the range of {dtype}; take bf16 or fp32")
+        weights[PREFIX + name] = weight
+        parameter.data = view = torch.empty(0)
+    return weights
+
+
+def write_config(folder: Path, config: GPTConfig, eot_id: int | None, dtype: str) -> None:
+    """config.json and generation_config.json. `dtype`: torch's name, such as "float32"."""
+    generation = {"_from_model_config": True, "bos_token_id": eot_id, "eos_token_id": eot_id, "pad_token_id": eot_id}
+    for name, values in ((CONFIG_FILE, hf_config(config, eot_id, dtype)), ("generation_config.json", generation)):
+        (folder / name).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+
+
+def write_tokenizer(tokenizer: Tokenizer, folder: Path, seq_len: int) -> None:
+    """tokenizer.json and tokenizer_config.json, with which AutoTokenizer gives the same ids as `tokenizer`.
+
+    Special-token strings in a text are tokenized as plain text (`split_special_tokens`), and no token is added around a text.
+
+    Raises:
+        DataError: the tokenizer cannot be written in a form that `tokenizers` reads.
+    """
+    text, end = tokenizer.hugging_face_json(), tokenizer.end_name
+    values: dict[str, Any] = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": seq_len,
+        "split_special_tokens": True,
+        "clean_up_tokenization_spaces": False,
+        "add_prefix_space": False,
+        **({} if end is None else {"bos_token": end, "eos_token": end, "pad_token": end}),
+    }
+    (folder / "tokenizer.json").write_text(text, encoding="utf-8")
+    (folder / "tokenizer_config.json").write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def differing_texts(tokenizer: Tokenizer, folder: Path, texts: list[str]) -> int:
+    """The number of `texts` for which AutoTokenizer, from `folder`, gives other ids than `tokenizer`."""
+    from transformers import AutoTokenizer  # takes a second, and a model may have no tokenizer
+
+    written = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+    theirs = written(texts, return_attention_mask=False, verbose=False)["input_ids"]
+    return sum(ours.tolist() != ids for ours, ids in zip(tokenizer.encode_many(texts), theirs, strict=True))
+
+
+def _sample_texts(trained: TrainedModel, tokenizer: Tokenizer) -> list[str]:
+    """Validation text of the run's corpus, and a text with the end-of-text string in it."""
+    texts = [f"a {tokenizer.end_name} b"] if tokenizer.end_name else []
+    if trained.corpus is not None:
+        split, seq_len = trained.corpus.val, trained.config.seq_len
+        windows = split.windows(seq_len)
+        chosen = np.unique(np.linspace(0, windows - 1, min(COMPARED_TEXTS, windows)).astype(np.int64))
+        texts += [tokenizer.decode(row[row != trained.corpus.eot_id]) for row in split.read(chosen, seq_len).astype(np.int64)]
+    return texts
