@@ -4,8 +4,8 @@
         engine/, technique-00000.pt, ...
         state.json    step, tokens, samples, val_loss, ranks, run_id, size and digest of every file, and a digest of all this
 
-Digests are XXH3 (128 bits) of the XXH3s of a file's blocks, so that several blocks can be read at once. They detect damaged and mixed-up files, not forged ones; a forged file cannot run code either, since
-`launch/formats/tensor_files.py` unpickles tensors only.
+Digests are XXH3 (128 bits) of the XXH3s of a file's blocks, so that several blocks can be read at once. They detect damaged and mixed-up
+files, not forged ones; a forged file cannot run code either, since `launch/formats/tensor_files.py` unpickles tensors only.
 """
 
 from __future__ import annotations
