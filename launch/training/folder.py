@@ -128,7 +128,6 @@ class RunFolder:
         try:
             (path / "checkpoints").mkdir(parents=True, exist_ok=True)
             self._lock = open(path / ".lock", "a+", encoding="utf-8")  # noqa: SIM115 - open as long as the run
-            self._log = open(path / "log.txt", "a", encoding="utf-8")  # noqa: SIM115
         except OSError as reason:
             raise UsageError(f"{path}: cannot be written ({reason.strerror}); give another --runs_dir") from None
         try:
@@ -140,6 +139,8 @@ class RunFolder:
                 if not description["resume"]:  # another job has made it since `check_run_folder`
                     raise UsageError(f"{path}: this run exists; give another --run_name, or continue it with --resume")
                 self._description, self._changes = resume_description(path, self._description)
+            with _one_line_on_os_error(path):
+                self._log = open(path / "log.txt", "a", encoding="utf-8")  # noqa: SIM115 - a refused resume leaves no log
             self._lock.truncate(0)
             self._lock.write(f"process {os.getpid()} on {os.uname().nodename}")  # for the message of another job
             self._lock.flush()
@@ -277,7 +278,7 @@ class RunFolder:
 
     def close(self) -> None:
         """Close all files; the lock is released last."""
-        for stream in (self._metrics, self._log, self._lock):
+        for stream in (self._metrics, vars(self).get("_log"), self._lock):
             if stream is not None:
                 with contextlib.suppress(OSError):  # a full disk was reported by the write that met it
                     stream.close()
