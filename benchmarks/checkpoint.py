@@ -27,7 +27,7 @@ if __name__ == "__main__":
 
 from benchmarks import report
 from launch.config.flags import whole_number
-from recipes.technique import Technique
+from launch.training.observers import Observer
 
 QUICK = ("--preset", "micro", "--saves", "2", "--save_every", "3")
 TOKENS = 2_000_000
@@ -35,7 +35,7 @@ TOKENS = 2_000_000
 WARM_UP_STEPS = 3
 
 
-class StepStarts(Technique):
+class StepStarts(Observer):
     """Notes when each step begins."""
 
     def __init__(self) -> None:

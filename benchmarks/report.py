@@ -176,7 +176,7 @@ def ratio_row(what: str, over: Iterable[float], under: Iterable[float], bar: str
 
 
 def train(flags: list[str], folder: str | Path, observer: Callable[[Any], Any]) -> list[dict[str, Any]]:
-    """Train in this process through the loop of launch/pretrain.py; `observer(config)` is a technique that takes part.
+    """Train in this process through the loop of launch/pretrain.py; `observer(config)` observes the run.
 
     The run is in `folder`/r. Returns the lines of `metrics.jsonl` that have a loss.
     """
@@ -186,17 +186,12 @@ def train(flags: list[str], folder: str | Path, observer: Callable[[Any], Any]) 
     from launch.training.folder import RunFolder
     from launch.training.provenance import describe_run
     from launch.training.signals import StopRequest
-    from recipes import registry
-    from recipes.technique import Techniques
 
     config, _ = resolve([*flags, "--runs_dir", str(folder), "--run_name", "r"])
-    make_techniques = registry.make_techniques
-    registry.make_techniques = lambda run: Techniques([*make_techniques(run).members, observer(config)])
     run_folder = RunFolder(Path(folder, "r"), describe_run(config), quiet=True)
     try:
-        pretrain.train(config, run_folder, StopRequest())
+        pretrain.train(config, run_folder, StopRequest(), [observer(config)])
     finally:
-        registry.make_techniques = make_techniques
         run_folder.close()
     return [line for line in read_metrics(Path(folder, "r", "metrics.jsonl")) if "loss" in line]
 
@@ -224,8 +219,10 @@ class Training:
 
     def step(self) -> None:
         """Train one step."""
+        from recipes.technique import whole_step
+
         config, self.steps = self.config, self.steps + 1
-        self.techniques.on_step(self.steps)
+        self.techniques.on_step(self.steps, whole_step(config))
         self.on_step(self.steps)
         self.engine.set_learning_rate(self.steps * config.tokens_per_step)
         place = (self.steps - 1) * config.global_batch_size, config.micro_batch_size, config.gradient_accumulation_steps

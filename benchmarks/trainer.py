@@ -6,8 +6,8 @@
 Both sides start from the same weights and read the same windows of the corpus in the same order, in micro-batches of the same size, with
 torch's fused AdamW in the same two groups, the same schedule and clipping. One side is `launch/pretrain.py` with the given JSON. The other
 is GPT2LMHeadModel in transformers' Trainer (no evaluation, checkpoints, reports or loader processes, rare logging) with the ZeRO section
-of ds_configs/zero2_bf16.json. Each side is a process; they take turns of 10 steps. A step is everything from the start of one to the start
-of the next. A ratio above 1 means that our loop is faster.
+of ds_configs/zero2_bf16.json. Each side is a process; their steps are interleaved, 10 by 10. A step is everything from the start of one to
+the start of the next. A ratio above 1 means that our loop is faster.
 Needs accelerate: pip install -e ".[bench]" -c constraints.txt
 """
 
@@ -35,14 +35,14 @@ if __name__ == "__main__":
 from benchmarks import report
 from benchmarks.report import WARM_UP_STEPS
 from launch.errors import UsageError
-from launch.training import turns
+from launch.training import interleaving
 
 QUICK = ("--preset", "nano", "--steps", "20")
 PEER_JSON = "ds_configs/zero2_bf16.json"
 
 
 def train_with_trainer(flags: list[str], folder: str) -> None:
-    """Train the run of `flags` through transformers' Trainer, in turns; writes `folder`/trainer.json."""
+    """Train the run of `flags` through transformers' Trainer, interleaved with our side; writes `folder`/trainer.json."""
     import numpy as np
     import torch
 
@@ -62,7 +62,7 @@ def train_with_trainer(flags: list[str], folder: str) -> None:
     loader, length = config.training_loader(collectives), config.shape.seq_len
     seconds: list[float] = []
     losses: list[float] = []
-    own_turns = turns.Turns(on_end=lambda: os._exit(1))
+    own = interleaving.Interleaving(on_lost=lambda: os._exit(1))
 
     class Windows(torch.utils.data.Dataset):
         """The windows that our loader reads, in its order; the model shifts the labels itself."""
@@ -75,7 +75,7 @@ def train_with_trainer(flags: list[str], folder: str) -> None:
             ids = torch.from_numpy(tokens.astype(np.int64))
             return {"input_ids": ids, "labels": ids}
 
-    class TakesTurns(TrainerCallback):
+    class Interleaved(TrainerCallback):
         since = 0.0
 
         def end_step(self) -> None:
@@ -86,7 +86,7 @@ def train_with_trainer(flags: list[str], folder: str) -> None:
 
         def on_step_begin(self, *_: Any, **__: Any) -> None:
             self.end_step()
-            own_turns.wait()
+            own.wait()
             self.since = time.perf_counter()
 
         def on_train_end(self, *_: Any, **__: Any) -> None:
@@ -132,7 +132,7 @@ def train_with_trainer(flags: list[str], folder: str) -> None:
             seed=config.seed,
         ),
         train_dataset=Windows(),
-        callbacks=[TakesTurns()],
+        callbacks=[Interleaved()],
     )
     trainer.train()
     peak = torch.cuda.max_memory_allocated() if on_gpu else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
@@ -141,13 +141,13 @@ def train_with_trainer(flags: list[str], folder: str) -> None:
 
 
 class Side:
-    """A process that trains in turns."""
+    """A process whose steps are interleaved with those of the other side."""
 
     def __init__(self, command: list[str], folder: str):
         listener = socket.socket(socket.AF_UNIX)
         listener.bind(path := f"{folder}/{len(os.listdir(folder))}.sock")
         listener.listen()
-        self.process = subprocess.Popen([sys.executable, *command], env={**os.environ, turns.VARIABLE: path}, stdout=sys.stderr)
+        self.process = subprocess.Popen([sys.executable, *command], env={**os.environ, interleaving.VARIABLE: path}, stdout=sys.stderr)
         listener.settimeout(0.2)
         while True:
             try:
@@ -170,7 +170,7 @@ class Side:
 
     def go(self) -> None:
         """Let it make the steps of one turn."""
-        self.socket.sendall(turns.GO)
+        self.socket.sendall(b"g")
         self.wait()
 
 
@@ -179,8 +179,8 @@ def measure(arguments: argparse.Namespace) -> report.Measured:
     from launch.config.run_config import resolve
     from launch.formats.metrics import read_metrics
 
-    if arguments.steps % turns.STEPS or arguments.steps < 2 * turns.STEPS:
-        raise UsageError(f"--steps {arguments.steps}: must be a multiple of {turns.STEPS}, at least {2 * turns.STEPS}")
+    if arguments.steps % interleaving.STEPS or arguments.steps < 2 * interleaving.STEPS:
+        raise UsageError(f"--steps {arguments.steps}: must be a multiple of {interleaving.STEPS}, at least {2 * interleaving.STEPS}")
     more = {"micro_batch_size": arguments.micro_batch_size, "global_batch_size": arguments.global_batch_size}
     flags, peer = (report.run_flags(arguments, deepspeed_config=file, **more) for file in (arguments.deepspeed_config, PEER_JSON))
     if arguments.side:
@@ -193,7 +193,7 @@ def measure(arguments: argparse.Namespace) -> report.Measured:
             Side(["launch/pretrain.py", *flags, "--runs_dir", folder, "--run_name", "r"], folder),
             Side([__file__, "--side", folder, *sys.argv[1:]], folder),
         ]
-        for number in range(arguments.steps // turns.STEPS):
+        for number in range(arguments.steps // interleaving.STEPS):
             for side in sides if number % 2 else sides[::-1]:
                 side.go()
         lines = [line for line in read_metrics(Path(folder, "r", "metrics.jsonl")) if "loss" in line]

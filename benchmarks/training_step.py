@@ -25,7 +25,7 @@ if __name__ == "__main__":
 
 from benchmarks import report
 from benchmarks.report import WARM_UP_STEPS
-from recipes.technique import Technique
+from launch.training.observers import Observer
 
 PROFILED_STEPS = 5
 #: Steps before the plain loop's model is built: the engine's peak memory is measured in them.
@@ -64,7 +64,7 @@ class PlainLoop:
         return float(total)
 
 
-class Interleaved(Technique):
+class Interleaved(Observer):
     """Trains a plain loop for one step before each step of the engine's, on the micro-batches of `ENGINE_ONLY_STEPS` steps before."""
 
     def __init__(self, config: Any, arguments: argparse.Namespace):
@@ -80,8 +80,8 @@ class Interleaved(Technique):
         self.profiler = torch.profiler.profile() if arguments.profile else None
         self.peak_bytes = 0
 
-    def attach(self, engine: Any, collectives: Any) -> None:
-        self.engine, self.device = engine, collectives.device
+    def start(self, engine: Any) -> None:
+        self.engine, self.device = engine.deepspeed, engine.collectives.device
 
     def on_step(self, step: int) -> None:
         ended = time.perf_counter()
@@ -104,7 +104,6 @@ class Interleaved(Technique):
 
     def on_batch(self, tokens: Any) -> Any:
         self.batches.append(tokens)
-        return tokens
 
 
 def measure(arguments: argparse.Namespace) -> report.Measured:

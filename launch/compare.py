@@ -13,13 +13,10 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import fcntl
 import json
 import os
-import shutil
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -36,18 +33,15 @@ from launch.config.flags import (
     given,
     whole_number,
 )
-from launch.config.hardware import compute_capabilities, device_type
 from launch.errors import TrainingFailed, UsageError, one_line, run_command, say
 from launch.formats.files import write_atomically
-from recipes.registry import ROOT, read_recipe, recipe_names
+from recipes.registry import ROOT, recipe_names
 
 if TYPE_CHECKING:
     from launch.comparison.comparison import Comparison
-    from launch.comparison.trials import Experiment, Trial
 
 REPORT = ("report.html", "report.json", "loss.png")
 SUMMARY = ("final_val_loss", "step_seconds", "peak_memory_bytes", "bytes_per_step")  # printed for pairs without claims
-CPU_RANKS = 2  # with one rank nothing is partitioned and nothing is sent
 
 
 def build_parser() -> Parser:
@@ -77,7 +71,7 @@ def build_parser() -> Parser:
     )
     parser.add_argument("--quiet", action="store_true", help="print no progress")
     training = parser.add_argument_group("training")
-    training.add_argument("--ranks", type=whole_number(1, 1024), help=f"ranks per run (the number of GPUs; {CPU_RANKS} on a CPU)")
+    training.add_argument("--ranks", type=whole_number(1, 1024), help="ranks per run (the number of GPUs; 2 on a CPU)")
     training.add_argument(
         "--runs_dir", default="runs/trials", metavar="DIR", help="folder of the trained runs, where they are reused (runs/trials)"
     )
@@ -122,7 +116,10 @@ def main() -> int:
             from launch.comparison.publish import check_checkout
 
             check_checkout()
-        comparison, unfinished = _run_experiments(flags, passed_on)
+        from launch.comparison.experiments import run_experiments
+
+        folders = [ROOT / "recipes" / name for name in recipe_names()] if flags.all else flags.recipe
+        comparison, unfinished = run_experiments(folders, passed_on, flags)
     _write_report(comparison, flags)
     if unfinished:
         named = ", ".join(unfinished[:3]) + (f" and {len(unfinished) - 3} more" if len(unfinished) > 3 else "")
@@ -172,123 +169,6 @@ def _passed_on(flags: argparse.Namespace, names: set[str]) -> list[str]:
         else:
             words += [f"--{name}"] if value is True else [f"--{name}", str(value)]
     return words
-
-
-# --- training -------------------------------------------------------------------------------------------------------------------------
-
-
-def _run_experiments(flags: argparse.Namespace, passed_on: list[str]) -> tuple[Comparison, list[str]]:
-    """Train the missing runs of all recipes, and compare. Also returns the names of runs that did not finish, other than by diverging."""
-    from launch.comparison.comparison import Absent, compare_experiments
-    from launch.comparison.runs import read_run
-    from launch.comparison.trials import CannotRun, plan_experiment
-
-    os.environ.setdefault("DS_ACCELERATOR", device_type())
-    ranks = flags.ranks or (len(compute_capabilities()) if device_type() == "cuda" else CPU_RANKS)
-    planned: list[Experiment] = []
-    absent = []
-    for folder in [ROOT / "recipes" / name for name in recipe_names()] if flags.all else flags.recipe:
-        try:
-            recipe = read_recipe(folder)
-        except ValueError as reason:
-            raise UsageError(str(reason)) from None
-        try:
-            planned.append(plan_experiment(recipe, passed_on, range(1, flags.seeds + 1), ranks))
-        except CannotRun as reason:
-            if not flags.all:
-                raise UsageError(f"{folder}: {reason}") from None
-            absent.append(Absent(recipe.name, str(reason)))
-            say(f"{recipe.name} cannot run here: {reason}")
-    runs_dir = Path(flags.runs_dir)
-    failures = _train_missing(flags, planned, runs_dir)
-    names = {trial.name for one in planned for trial in (*one.control, *one.own)}
-    runs = {name: read_run(runs_dir / name) for name in sorted(names) if (runs_dir / name / "run.json").exists()}
-    experiments = []
-    for one in planned:
-        control, own = ([runs[trial.name] for trial in trials if trial.name in runs] for trials in (one.control, one.own))
-        if control and own:
-            experiments.append((one.recipe, control, own))
-        else:
-            reasons = [failures[trial.name] for trial in (*one.control, *one.own) if trial.name in failures]
-            absent.append(Absent(one.recipe.name, reasons[0] if reasons else "its runs left no run.json"))
-    unfinished = [name for name in failures if name not in runs or runs[name].state == "unfinished"]
-    return compare_experiments(experiments, absent, flags.force), unfinished
-
-
-def _train_missing(flags: argparse.Namespace, experiments: Sequence[Experiment], runs_dir: Path) -> dict[str, str]:
-    """Train the runs that are not finished. Returns the reasons of those that failed, by name."""
-    from tqdm import tqdm
-
-    from launch.comparison.interleaved import Interrupted, train_interleaved
-    from launch.comparison.trials import fitting_groups, in_order
-
-    def missing() -> list[list[Trial]]:
-        by_seed = ([trial for trial in trials if not _is_finished(runs_dir / trial.name)] for trials in in_order(experiments))
-        return [trials for trials in by_seed if trials]
-
-    failures: dict[str, str] = {}
-    if not missing():
-        return failures
-    with _locked(runs_dir):
-        groups = [group for trials in missing() for group in fitting_groups(trials, flags.at_once)]
-        trials = [trial for group in groups for trial in group]
-        say(f"training {len(trials)} runs, at most {max(map(len, groups), default=0)} of them interleaved, in {runs_dir}")
-        steps = sum(trial.config.steps_to_make for trial in trials)
-        done = sum(_steps_done(runs_dir / trial.name) for trial in trials)
-        with tqdm(total=steps, initial=done, unit="step", dynamic_ncols=True, disable=flags.quiet or None) as bar:  # None: off a terminal
-            for number, group in enumerate(groups, 1):
-                outputs = {trial.name: runs_dir / f"{trial.name}.out" for trial in group}
-                sizes = {name: output.stat().st_size if output.exists() else 0 for name, output in outputs.items()}
-                try:
-                    codes = train_interleaved(group, runs_dir, lambda trial, made: bar.update(made))
-                except Interrupted as interrupted:
-                    bar.close()
-                    say(f"{interrupted}; the same command resumes the runs", sys.stderr)
-                    raise SystemExit(128 + interrupted.number) from None
-                for name, code in codes.items():
-                    if code:
-                        failures[name] = _reason(outputs[name], sizes[name], code)
-                        say(one_line(f"{name} failed: {failures[name]}"), sys.stderr)
-                    elif not flags.keep_checkpoints:
-                        shutil.rmtree(runs_dir / name / "checkpoints", ignore_errors=True)
-                if bar.disable and not flags.quiet:
-                    say(f"{sum(map(len, groups[:number]))} of {len(trials)} runs have ended")
-    return failures
-
-
-def _is_finished(run: Path) -> bool:
-    from launch.comparison.runs import read_run
-
-    return os.path.exists(run / "run.json") and read_run(run).finished
-
-
-def _steps_done(run: Path) -> int:
-    from launch.comparison.runs import read_run
-
-    return int(max(read_run(run).columns["step"], default=0)) if os.path.exists(run / "run.json") else 0
-
-
-@contextlib.contextmanager
-def _locked(runs_dir: Path) -> Iterator[None]:
-    """Hold the lock of `runs_dir`. Refuse a folder in which another command trains, or that cannot be written."""
-    try:
-        runs_dir.mkdir(parents=True, exist_ok=True)
-        lock = open(runs_dir / ".lock", "a", encoding="utf-8")  # noqa: SIM115 - closed below
-    except OSError as reason:
-        raise UsageError(f"--runs_dir {runs_dir}: cannot be written ({reason.strerror}); give another folder") from None
-    with lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UsageError(f"--runs_dir {runs_dir}: another launch/compare.py is training there; wait, or give another folder") from None
-        yield
-
-
-def _reason(output: Path, before: int, code: int) -> str:
-    """The last error in a run's output after the first `before` bytes, which are of earlier attempts; else its exit code."""
-    lines = output.read_bytes()[before:].decode("utf-8", "replace").splitlines()
-    errors = [line.removeprefix("error: ").replace(f"{ROOT}/", "") for line in lines if line.startswith("error: ")]
-    return errors[-1] if errors else f"exit code {code}, see {output}"
 
 
 # --- the report -----------------------------------------------------------------------------------------------------------------------

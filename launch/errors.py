@@ -87,12 +87,23 @@ def _print_errors(*faults: str) -> None:
             print(f"error: {one_line(fault)}", file=sys.stderr, flush=True)
 
 
+def open_standard_streams() -> None:
+    """Open standard input, output and error on /dev/null where they are closed (`>&-`), so that no other file gets their number."""
+    for number in (0, 1, 2):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest free number, which is this one
+    sys.stdout = sys.stdout or open(1, "w", closefd=False)  # noqa: SIM115 - open as long as the process
+    sys.stderr = sys.stderr or open(2, "w", closefd=False)  # noqa: SIM115
+
+
 def ignore_output_errors() -> None:
     """Continue when standard output or error cannot be written: the terminal was closed, a pipe has no reader, the disk is full."""
     for name in ("stdout", "stderr"):
-        if stream := getattr(sys, name):  # None where it is closed
-            file = io.BufferedWriter(_ForgivingFile(stream.fileno(), "w", closefd=False))
-            setattr(sys, name, io.TextIOWrapper(file, stream.encoding, stream.errors, line_buffering=True))
+        stream = getattr(sys, name)
+        file = io.BufferedWriter(_ForgivingFile(stream.fileno(), "w", closefd=False))
+        setattr(sys, name, io.TextIOWrapper(file, stream.encoding, stream.errors, line_buffering=True))
 
 
 class _ForgivingFile(io.FileIO):
@@ -107,6 +118,7 @@ class _ForgivingFile(io.FileIO):
 
 def run_command(main: Callable[[], int | None]) -> None:
     """Run `main` and exit with the code of its outcome. A user's mistake is printed without a traceback."""
+    open_standard_streams()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # a character that the terminal's encoding lacks
             stream.reconfigure(errors="backslashreplace")

@@ -5,7 +5,7 @@
     python launch/plan.py --preset gpt2 --ranks 8 --d_model 1024 --n_head 16 --json
 
 A column is a stage as `ds_configs/zero<stage>_<precision>.json` runs it, with the batch that `launch/pretrain.py` would take; a row is
-a part, as `launch/config/memory.py` derives it. It takes a tenth of a second and imports no torch.
+a part, as `launch/config/memory.py` computes it.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def build_parser() -> Parser:
     how.add_argument("--micro_batch_size", type=whole_number(1), help="sequences a rank takes at once (preset)")
     how.add_argument("--global_batch_size", type=whole_number(1), help="sequences of a step over all ranks (preset)")
     how.add_argument("--offload", metavar="WHAT", help="columns with offloading too: optimizer, or param (with the optimizer, stage 3)")
-    how.add_argument("--device", metavar="NAME", help="cuda (torch's allocator) or cpu (the whole process) (what this machine has)")
+    how.add_argument("--device", metavar="NAME", help="cuda or cpu (what this machine has)")
     parser.add_argument("--memory", type=_bytes, metavar="SIZE", help="what a rank has, e.g. 80GB or 24GiB: says which columns fit")
     parser.add_argument("--json", action="store_true", help="bytes of every part as JSON")
     return parser

@@ -4,8 +4,8 @@
     deepspeed launch/pretrain.py --recipe recipes/zero_2 --run_name demo
 
 Everything goes to `runs/<run_name>/`: `metrics.jsonl`, `log.txt`, TensorBoard events, `checkpoints/`, `loss.png`. The first loss is
-about ln(vocabulary), 9.0 for the embedded corpus. Exit codes: 0 done, 1 failed, 2 the user's mistake, 130 and 143 stopped by
-Ctrl-C and SIGTERM, after writing a checkpoint from which `--resume` goes on.
+about ln(vocab_size), 9.0 for the embedded corpus. Exit codes: 0 done, 1 failed, 2 the user's mistake, 130 and 143 stopped by
+Ctrl-C and SIGTERM, after writing a checkpoint from which `--resume` continues.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ import json
 import os
 import shutil
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 # A launched script's folder comes first on the path, where `launch/config` and `launch/training` would be found as top-level modules; and
 # the checkout must be importable where it was not installed.
@@ -25,13 +26,18 @@ from launch.config.explain import as_text, explain
 from launch.config.flags import MUST
 from launch.config.run_config import RunConfig, resolve
 from launch.errors import TrainingFailed, UsageError, ignore_output_errors, run_command, say
-from launch.training.folder import NoFolder, RunFolder, check_run_folder, nothing_to_resume
+from launch.training.folder import NoFolder, RunFolder, check_port, check_run_folder, nothing_to_resume
 from launch.training.provenance import describe_run
 from launch.training.signals import StopRequest
+from recipes import registry
+from recipes.technique import whole_step
+
+if TYPE_CHECKING:  # it imports torch
+    from launch.training.observers import Observer
 
 
 def main() -> int:
-    """Check everything that can be checked without torch, then train."""
+    """Check everything that can be checked before ranks meet, then train."""
     stop = StopRequest()
     config, flags = resolve(sys.argv[1:])
     if flags.explain:
@@ -47,11 +53,9 @@ def main() -> int:
         check_device(config)
     folder: RunFolder | NoFolder = NoFolder()
     if os.environ.get("RANK", "0") == "0":
-        from launch.training.distributed import check_port
-
         path = check_run_folder(config.runs_dir, config.run_name, config.resume)
         config.corpus.verify()
-        check_port()
+        check_port(config.resume)
         folder = RunFolder(path, describe_run(config), config.quiet)
     try:
         code = train(config, folder, stop)
@@ -65,13 +69,17 @@ def main() -> int:
     from launch.training.distributed import leave_ranks
 
     leave_ranks()
-    # Everything is written. A rank has been seen to abort while its interpreter shut down, which made a finished run a failed one.
+    # All files are written. The interpreter of a rank has aborted while it shut down, which made a finished run a failed one.
     sys.stdout.flush()
     os._exit(code)
 
 
-def train(config: RunConfig, folder: RunFolder | NoFolder, stop: StopRequest) -> int:
-    """The run, on this rank. Returns the exit code."""
+def train(config: RunConfig, folder: RunFolder | NoFolder, stop: StopRequest, observers: Sequence[Observer] = ()) -> int:
+    """Train on this rank. Returns the exit code.
+
+    observers: watch the run (`launch/training/observers.py`); the same on all ranks.
+    """
+    # Imports of DeepSpeed, which takes seconds: --help, --explain and every refusal do without.
     from launch.training.checkpoint import Checkpoints
     from launch.training.distributed import start_ranks
     from launch.training.engine import start_engine
@@ -79,13 +87,12 @@ def train(config: RunConfig, folder: RunFolder | NoFolder, stop: StopRequest) ->
     from launch.training.histograms import GradientHistograms
     from launch.training.interleaving import Interleaving
     from launch.training.meter import Meter
+    from launch.training.observers import Observers
     from launch.training.progress import Progress, describe_start
     from launch.training.similarity import BlockSimilarity
-    from recipes.registry import make_techniques
-    from recipes.technique import BatchPlan
 
     collectives = start_ranks()
-    techniques = make_techniques(config)
+    techniques = registry.make_techniques(config)
     engine = start_engine(config, techniques, collectives)
     loader = config.training_loader(collectives)
     checkpoints = Checkpoints(
@@ -99,7 +106,7 @@ def train(config: RunConfig, folder: RunFolder | NoFolder, stop: StopRequest) ->
         run_id=folder.run_id,
     )
 
-    # Where the run stands: optimizer steps done, tokens and samples consumed, the last validation loss and the step it belongs to.
+    # Optimizer steps done, tokens and samples consumed, and the validation loss after the last step, if it was evaluated.
     state: dict[str, Any] = {"step": 0, "tokens": 0, "samples": 0, "val_loss": None}
     if config.resume and (found := checkpoints.load_newest()):
         state = {key: found[key] for key in state}
@@ -107,8 +114,11 @@ def train(config: RunConfig, folder: RunFolder | NoFolder, stop: StopRequest) ->
         raise UsageError(nothing_to_resume(Path(config.runs_dir) / config.run_name))
     folder.begin(state["step"])
     meter = Meter(engine, collectives, folder.seconds_before, Interleaving(on_lost=stop.request))
-    histograms = GradientHistograms(engine, collectives, folder, config.histogram_every)
-    evaluation = Evaluation(config, collectives, BlockSimilarity(collectives, folder, config.block_similarity))
+    histograms = [GradientHistograms(folder, config.histogram_every)] if config.histogram_every else []
+    similarity = [BlockSimilarity(folder)] if config.block_similarity else []
+    observer = Observers([*histograms, *similarity, *observers])
+    observer.start(engine)
+    evaluation = Evaluation(config, collectives, observer)
     folder.log_start(describe_start(config, engine, meter, evaluation), state["step"], config.resume)
     if state["step"] == 0 and config.eval_every:
         state["val_loss"] = evaluation.loss(engine, 0)
@@ -118,42 +128,39 @@ def train(config: RunConfig, folder: RunFolder | NoFolder, stop: StopRequest) ->
     elif state["step"] == 0 and config.init_from:
         folder.log(f"step 0, the weights of {config.init_from}")
 
-    whole_step = BatchPlan(config.micro_batch_size, config.gradient_accumulation_steps)
     stopped = 0
-    stop.defer()  # from here on a signal waits for the end of its step
+    stop.defer()  # from here on a signal takes effect at the end of its step
     try:
         with checkpoints, Progress(config, state, folder) as progress:
             while state["tokens"] < config.total_tokens and not stopped:
                 step = state["step"] + 1
-                plan = techniques.batch_plan(step) or whole_step
-                techniques.on_step(step)
+                plan = techniques.on_step(step, whole_step(config))
+                tokens = state["tokens"] + plan.tokens * collectives.world_size
+                observer.on_step(step)
                 meter.start_step()
-                histograms.start_step(step)
-                tokens = 0
-                for batch in loader.micro_batches(state["samples"], *plan):
+                lr = engine.set_learning_rate(tokens)
+                for batch in loader.micro_batches(state["samples"], plan.micro_batch_size, plan.accumulation):
                     batch = techniques.on_batch(batch)
-                    if not tokens:  # every micro-batch of a step has the same shape on every rank
-                        tokens = batch.shape[0] * (batch.shape[1] - 1) * plan.accumulation * collectives.world_size
-                        lr = engine.set_learning_rate(state["tokens"] + tokens)
+                    observer.on_batch(batch)
                     own_loss = engine.backward_and_step(engine.loss(batch), plan.accumulation)
-                mean_loss, stopped = meter.agree(own_loss, stop.poll())
-                done = techniques.metrics()
-                metrics = {**meter.end_step(tokens, done), **done}
-                histograms.end_step(step)
+                mean_loss, stopped = meter.reduce_loss_and_signal(own_loss, stop.poll())
+                metrics = {**meter.end_step(plan), **techniques.metrics()}
+                observer.after_step(step)
 
-                samples = state["samples"] + plan.micro_batch_size * plan.accumulation * collectives.world_size
-                state = {"step": step, "tokens": state["tokens"] + tokens, "samples": samples, "val_loss": None}
-                last = state["tokens"] >= config.total_tokens
+                samples = state["samples"] + plan.sequences * collectives.world_size
+                state = {"step": step, "tokens": tokens, "samples": samples, "val_loss": None}
+                last = tokens >= config.total_tokens
                 saving = bool(stopped or last or (config.save_every and step % config.save_every == 0))
                 if config.eval_every and not stopped and (last or step % config.eval_every == 0):
                     state["val_loss"] = evaluation.loss(engine, step)
                 line = {
                     "step": step,
-                    "tokens": state["tokens"],
+                    "tokens": tokens,
                     "seconds": meter.seconds(),
                     "loss": mean_loss,
                     "lr": lr,
                     **metrics,
+                    **observer.metrics(),
                 }
                 folder.write_metrics(line if state["val_loss"] is None else line | {"val_loss": state["val_loss"]}, durable=saving)
                 progress.update(line, state)
@@ -162,15 +169,15 @@ def train(config: RunConfig, folder: RunFolder | NoFolder, stop: StopRequest) ->
                     with collectives.uncounted():
                         checkpoints.save(state, last=bool(stopped or last))
     except TrainingFailed as reason:
-        # Before the update of a step that cannot be made, or after a step whose loss is none: the weights are good, unless the update
-        # before made them what they are.
+        # Raised before an update with non-finite gradients, or after a step with a non-finite loss: the weights are good, unless the
+        # update before made them NaN or Inf.
         with collectives.uncounted():
             if engine.weights_are_finite():
-                reason = TrainingFailed(f"{reason}; --resume goes on from {checkpoints.save(state, last=True)}")
+                reason = TrainingFailed(f"{reason}; --resume continues from {checkpoints.save(state, last=True)}")
             else:
                 older = checkpoints.newest()
-                what = f"--resume goes on from {older}" if older else "there is no checkpoint before it, start anew"
-                reason = TrainingFailed(f"{reason}; weights are no numbers either, and were not saved: {what}")
+                what = f"--resume continues from {older}" if older else "there is no older checkpoint, start a new run"
+                reason = TrainingFailed(f"{reason}; the weights contain NaN or Inf and were not saved: {what}")
         folder.log_failure(config, str(reason))
         raise reason from None
 

@@ -18,12 +18,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from model.accounting import LOSS_ROWS
 from model.presets import GPTConfig
 
 INIT_STD = 0.02  # Radford et al. 2018, section 4.1, and GPT-2's code, for every matrix and both embeddings
-# Rows of logits that become fp32 at a time: 512 x 8,192 x 4 bytes = 16 MiB, which the allocator reuses, where the temporaries
-# of 2,048 rows at once (64 MiB each) are mapped and page-faulted anew in every step: 60 ms against 100 on two cores.
-LOSS_ROWS = 512
 BlockRunner = Callable[[nn.ModuleList, torch.Tensor], torch.Tensor]
 Attend = Callable[[torch.Tensor, torch.Tensor | None, float], torch.Tensor]
 Product = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]

@@ -1,7 +1,7 @@
 """What a recipe may claim against its control: the kinds of claim in a `recipe.json`, each a number for one measured quantity.
 
-A claim compares the runs of recipe and control with the same seed, pair by pair. `launch/comparison/verdicts.py` says of it that it
-holds, that it fails, or that it cannot be told; this file says what it means, and imports nothing.
+A claim compares the runs of recipe and control with the same seed, pair by pair. `launch/comparison/verdicts.py` decides whether it
+holds, fails or is inconclusive; this file defines what it means.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 
 class ClaimKind(NamedTuple):
-    """What the claim `name: x` says.
+    """The meaning of the claim `name: x`.
 
     Attributes:
         measure: the quantity of a run, as `launch/comparison/runs.py` names it: "final_val_loss" (nats a token), "step_seconds" and
@@ -19,7 +19,7 @@ class ClaimKind(NamedTuple):
         scale: what the claim is about: "difference", the mean over seeds of recipe - control, or "ratio", the geometric mean over seeds
             of recipe / control.
         direction: "at most" or "at least".
-        sign: the number that the mean is held against is x times this.
+        sign: the mean is compared with x times this.
         statement: the claim in words, with `{x}`.
     """
 
@@ -31,7 +31,7 @@ class ClaimKind(NamedTuple):
     statement: str
 
     def bound(self, x: float) -> float:
-        """What the mean difference, or the mean ratio, is held against."""
+        """The number that the mean difference, or the mean ratio, is compared with."""
         return self.sign * x
 
     def says(self, x: float | str) -> str:
@@ -61,13 +61,13 @@ UNSTABLE = {(0.002, 20), (0.016, 20)}
 WITHDRAWN = "withdrawn"
 #: Why, for the top of a page.
 NOTICE = (
-    "> **The verdicts on the loss are withdrawn.** They were measured with 20 steps of warm-up, too few for the control: AdamW on `nano`,\n"
-    "> 200 steps at 2e-3, ends at 5.82 with them and at 5.50 with 80. The verdicts on time, memory and bytes stand.\n"
+    "> **The verdicts on the loss are withdrawn.** They were measured with 20 warm-up steps, too few for the control: AdamW on `nano`\n"
+    "> (200 steps at 2e-3) ends at a loss of 5.82 with 20 warm-up steps and 5.50 with 80. The verdicts on time, memory and bytes stand.\n"
 )
 
 
 def standing(found: dict[str, Any]) -> dict[str, Any]:
-    """What was `found` of a recipe; at an `UNSTABLE` setting with the outcome `WITHDRAWN` for each claim about the loss."""
+    """The measurements `found` of a recipe; at an `UNSTABLE` setting with the outcome `WITHDRAWN` for each claim about the loss."""
     if (found.get("lr"), found.get("warmup_steps")) not in UNSTABLE:
         return found
     claims = [one | {"outcome": WITHDRAWN} if CLAIMS[one["claim"]].quantity == LOSS else one for one in found["claims"]]
@@ -75,5 +75,5 @@ def standing(found: dict[str, Any]) -> dict[str, Any]:
 
 
 def is_withdrawn(found: dict[str, Any]) -> bool:
-    """Whether an outcome of what was found of a recipe is."""
+    """Whether a verdict in the measurements `found` of a recipe is withdrawn."""
     return any(one["outcome"] == WITHDRAWN for one in found.get("claims", ()))

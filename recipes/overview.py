@@ -25,7 +25,7 @@ PANELS = (
 LOOKS = {
     "holds": ("#007a5e", "o", "a claim holds"),
     "fails": ("#c8500a", "X", "a claim fails"),
-    "cannot be told": ("#0b62b0", "D", "a claim that cannot be told"),
+    "inconclusive": ("#0b62b0", "D", "a claim is inconclusive"),
     WITHDRAWN: ("#8a9199", "x", "verdict withdrawn: unstable control"),
     None: ("#8a9199", "o", "not claimed"),
 }

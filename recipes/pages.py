@@ -17,7 +17,7 @@ from typing import Any
 
 from recipes.claims import CLAIMS, NOTICE, WITHDRAWN, is_withdrawn, standing
 from recipes.overview import draw_overview
-from recipes.registry import ROOT, Recipe, both_decide, read_recipe, recipe_names, technique_classes
+from recipes.registry import ROOT, Recipe, read_recipe, recipe_names, technique_classes
 
 INDEX = ROOT / "recipes" / "README.md"
 README = ROOT / "README.md"
@@ -30,9 +30,9 @@ END = "<!-- the rest is written by hand -->\n"
 BELOW_TITLE = "[^#\n]"
 #: The part of a recipe's page that follows what was measured.
 NEXT_PART = "**When it does not help.**"
-#: Of a recipe, or a claim, of which `launch/compare.py --publish` has published nothing.
+#: For a recipe or a claim for which `launch/compare.py --publish` has published nothing.
 UNMEASURED = "not measured yet"
-SIGNS = {"holds": "✓", "fails": "✗", "cannot be told": "?", WITHDRAWN: "withdrawn"}
+SIGNS = {"holds": "✓", "fails": "✗", "inconclusive": "?", WITHDRAWN: "withdrawn"}
 #: Rows of a page's table of figures: (name of the figure, how it is called, divided by, format, compared as).
 FIGURES = (
     ("final_val_loss", "final validation loss", 1, ".4f", "difference"),
@@ -48,12 +48,12 @@ FIGURES = (
 
 
 def read_results() -> dict[str, dict[str, Any]]:
-    """What was measured of each recipe, by name, or why it was not: `{"absent": reason}`."""
+    """The measurements of each recipe, by name, or why there are none: `{"absent": reason}`."""
     return json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
 
 
 def standing_results() -> dict[str, dict[str, Any]]:
-    """What was measured of each recipe, with the verdicts that stand."""
+    """The measurements of each recipe, with the verdicts that are not withdrawn."""
     return {name: standing(found) for name, found in read_results().items()}
 
 
@@ -78,21 +78,21 @@ def _claim(name: str, x: float, found: dict[str, Any]) -> str:
 
 
 def _outcome(verdict: dict[str, Any], shown: str) -> str:
-    """A verdict's outcome, `shown` as it is to be, with its sign or its reason."""
+    """The text `shown` for a verdict's outcome, with its sign, or why it is withdrawn."""
     return f"{shown}: unstable control" if verdict["outcome"] == WITHDRAWN else f"{SIGNS[verdict['outcome']]} {shown}"
 
 
 def _verdict(name: str, x: float, found: dict[str, Any]) -> dict[str, Any] | None:
-    """What was found of a claim as it stands; None where nothing was, or of another number."""
+    """The verdict on a claim; None if there is none for this number."""
     return next((one for one in found.get("claims", ()) if (one["claim"], one["threshold"]) == (name, x)), None)
 
 
 def _would_tell(verdict: dict[str, Any]) -> str:
-    """Of what cannot be told, how many seeds would tell."""
-    if verdict["outcome"] != "cannot be told" or verdict["p_holds"] is None:  # None: nothing could be tested
+    """The number of seeds that would decide an inconclusive claim."""
+    if verdict["outcome"] != "inconclusive" or verdict["p_holds"] is None:  # None: nothing could be tested
         return ""
     seeds = verdict["seeds_needed"]
-    return f"; about {seeds:,} seeds would tell" if seeds else "; more than 1,000 seeds would tell"
+    return f"; about {seeds:,} seeds would decide" if seeds else "; more than 1,000 seeds would decide"
 
 
 def _estimate(claim: str, value: float) -> str:
@@ -101,7 +101,7 @@ def _estimate(claim: str, value: float) -> str:
 
 
 def measured_part(recipe: Recipe, found: dict[str, Any] | None) -> str:
-    """What a recipe's page says of the last comparison, between `BEGIN` and `END`."""
+    """The part of a recipe's page between `BEGIN` and `END`: the last comparison."""
     if found is None:
         return f"{BEGIN}\n**Compared.** {UNMEASURED.capitalize()}.\n\n{END}"
     if "absent" in found:
@@ -173,7 +173,7 @@ def combination_table() -> str:
     rows = [f"| | {' | '.join(classes)} |", "|---" * (len(classes) + 1) + "|"]
     for name, one in classes.items():
         cells = [
-            "" if one is other else f"no: both decide {clash}" if (clash := both_decide(one, other)) else "yes"
+            "" if one is other else f"no: both control {shared}" if (shared := one.declaration.shared_with(other.declaration)) else "yes"
             for other in classes.values()
         ]
         rows.append(f"| {name} | {' | '.join(cells)} |")
@@ -193,26 +193,23 @@ def index_page(results: dict[str, dict[str, Any]]) -> str:
         + index_table(results)
         + "\nRun one with `deepspeed launch/pretrain.py --recipe recipes/<name>`; compare it with its control, over seeds, with\n"
         "`python launch/compare.py --recipe recipes/<name>`. A claim is about the mean over pairs of runs, control and recipe with the\n"
-        "same flags and seed, and is judged by one-sided paired t-tests at 5%: ✓ **holds** where the contrary is rejected, ✗ **fails**\n"
-        "where the claim itself is, and ? **cannot be told** where neither is. The figures are of short runs of a small model, which\n"
+        "same flags and seed, and is tested by one-sided paired t-tests at 5%: ✓ **holds** if its opposite is rejected, ✗ **fails**\n"
+        "if the claim itself is rejected, and ? **inconclusive** otherwise. The figures are of short runs of a small model, which\n"
         "any machine can repeat; where a claim is about longer runs or larger models, the recipe's page has measurements of those too.\n\n"
-        "| claim | of a recipe against its control |\n|---|---|\n" + claims + "\n\n## Which go together\n\n"
-        "Recipes that change only DeepSpeed's own sections go with all others that the engine can run; what it cannot is refused before\n"
-        "a run starts. Two together are one recipe and a section more, such as `--recipe recipes/progressive_layer_drop --set\n"
-        "curriculum_learning.enabled=true`, or a JSON with both sections. Those with a technique of their own, pair by pair:\n\n"
-        + combination_table()
+        "| claim | of a recipe against its control |\n|---|---|\n" + claims + "\n\n## Which can be combined\n\n"
+        "Recipes that change only DeepSpeed's own sections can be combined with all others; combinations that DeepSpeed does not support\n"
+        "are refused before a run starts. To combine two recipes, add a section to one, such as `--recipe recipes/progressive_layer_drop\n"
+        "--set curriculum_learning.enabled=true`, or write a JSON with both sections. Pair by pair:\n\n" + combination_table()
     )
 
 
 def short_table(results: dict[str, dict[str, Any]]) -> str:
-    """The recipes for the project's README: what each does, and of its claims the verdicts alone."""
+    """The recipes for the project's README: what each does, and the claims that have a verdict."""
     rows = ["| recipe | what it does | claims |", "|---|---|---|"]
     for name in recipe_names():
         recipe = read_recipe(ROOT / "recipes" / name)
-        verdicts = (_verdict(key, value, results.get(name, {})) for key, value in recipe.claims.items())
-        claims = ", ".join(
-            f"`{key}` {SIGNS[found['outcome']] if found else '-'}" for key, found in zip(recipe.claims, verdicts, strict=True)
-        )
+        verdicts = {key: found for key, value in recipe.claims.items() if (found := _verdict(key, value, results.get(name, {})))}
+        claims = ", ".join(f"`{key}` {SIGNS[found['outcome']]}" for key, found in verdicts.items() if found["outcome"] != WITHDRAWN)
         rows.append(f"| [{name}](recipes/{name}/README.md) | {recipe.title} | {claims} |")
     return "\n".join(rows) + "\n"
 
@@ -223,7 +220,7 @@ def with_table(readme: str, results: dict[str, dict[str, Any]]) -> str:
 
 
 def pages() -> dict[Path, str]:
-    """What every page that is written from the folders and the results must hold."""
+    """The text of every page that is generated from the folders and the results."""
     results = standing_results()
     readme = with_table(README.read_text(encoding="utf-8"), results)
     made = {

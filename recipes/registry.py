@@ -24,7 +24,7 @@ class Recipe:
     """A recipe as its `recipe.json` states it.
 
     Attributes:
-        name: the folder's name.
+        name: the name of the folder.
         title: what it does, in one line.
         config: its engine JSON, e.g. `ds_configs/zero2_bf16.json`.
         control: the JSON that it is compared with.
@@ -47,14 +47,18 @@ class Recipe:
 
 
 def read_recipe(folder: str | Path) -> Recipe:
-    """The recipe in `folder`. Raises ValueError, one line, where that is no recipe or its `recipe.json` is wrong."""
+    """Read the recipe in `folder`.
+
+    Raises:
+        ValueError: `folder` is not a recipe, or its `recipe.json` is wrong; one line.
+    """
     folder = Path(folder)
     path = folder / "recipe.json"
     names = ", ".join(recipe_names())
     if not path.is_file():
         close = difflib.get_close_matches(folder.name, recipe_names(), n=1)
         meant = f"; did you mean recipes/{close[0]}" if close else ""
-        raise ValueError(f"--recipe {folder}: no recipe.json in it{meant}; the recipes are: {names} (recipes/<name>)")
+        raise ValueError(f"--recipe {folder}: has no recipe.json{meant}; the recipes are: {names} (recipes/<name>)")
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as reason:
@@ -71,7 +75,7 @@ def read_recipe(folder: str | Path) -> Recipe:
         raise ValueError(f"{path}: lacks {', '.join(missing)}")
     for claim, value in fields["claims"].items():
         if claim not in CLAIMS:
-            raise ValueError(f"{path}: 'claims.{claim}' is no claim; there are {', '.join(CLAIMS)}")
+            raise ValueError(f"{path}: 'claims.{claim}' is not a claim; allowed are {', '.join(CLAIMS)}")
         if type(value) not in (int, float) or not 0 <= value < 1e9:
             raise ValueError(f"{path}: 'claims.{claim}' is {json.dumps(value)}, must be a number of at least 0")
     return Recipe(name=folder.resolve().name, **fields)
@@ -84,7 +88,7 @@ def recipe_names() -> list[str]:
 
 @cache
 def technique_classes() -> tuple[type[Technique], ...]:
-    """The `Technique` of every recipe folder that has a `technique.py`. Imports none of torch."""
+    """The `Technique` of every recipe folder that has a `technique.py`. Imports torch."""
     classes: list[type[Technique]] = []
     for path in sorted(ROOT.glob("recipes/*/technique.py")):
         module = importlib.import_module(f"recipes.{path.parent.name}.technique")
@@ -99,16 +103,19 @@ def technique_classes() -> tuple[type[Technique], ...]:
 
 
 def make_techniques(run: Run) -> Techniques:
-    """The techniques that the resolved configuration `run` switches on, each built from its JSON section.
+    """Build the techniques that the resolved configuration `run` switches on, each from its section of the JSON.
 
-    Raises ValueError, a line for each technique or pair that cannot be, which begins with the key.
-    `run.techniques` holds the sections, `run.optimizer` the optimizer with its type and parameters.
+    `run.techniques` has the sections, `run.optimizer` the optimizer with its type and parameters.
+
+    Raises:
+        ValueError: one line, which begins with the key, for each technique or pair of techniques that is refused.
     """
     members: list[Technique] = []
     faults = []
     for cls in technique_classes():
-        section = next((run.techniques[name] for name in cls.sections if name in run.techniques), None)
-        if section is None and run.optimizer["type"] in cls.optimizer_types:
+        declared = cls.declaration
+        section = run.techniques.get(declared.section)
+        if section is None and run.optimizer["type"] == declared.optimizer_type:
             section = run.optimizer["params"]
         if section is None:
             continue
@@ -117,17 +124,11 @@ def make_techniques(run: Run) -> Techniques:
         except ValueError as reason:
             faults.append(str(reason))
             continue
+        if declared.changes_tokens and run.scheduler["type"] != "WarmupCosineTokens":
+            faults.append(f"'scheduler.type' is {run.scheduler['type']}, which counts steps of equal size; use WarmupCosineTokens")
         for other in members[:-1]:
-            if clash := both_decide(cls, type(other)):
-                faults.append(f"'{cls.name()}' and '{other.name()}' both decide {clash}; switch one of them off")
+            if shared := declared.shared_with(other.declaration):
+                faults.append(f"'{declared.name}' and '{other.declaration.name}' both control {shared}; switch one of them off")
     if faults:
         raise ValueError(*faults)
     return Techniques(members)
-
-
-def both_decide(one: type[Technique], other: type[Technique]) -> str:
-    """Why two techniques cannot be in one run: what each of them decides alone. Empty where they can."""
-    shared = set(one.decides) & set(other.decides)
-    if one.optimizer_types and other.optimizer_types:
-        shared = {"the optimizer"}
-    return ", ".join(sorted(shared))

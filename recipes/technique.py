@@ -1,9 +1,8 @@
-"""The one interface through which a technique takes part in a run.
+"""The interface through which a technique takes part in a run.
 
-DeepSpeed's JSON is the switch. A section that the engine no longer knows (`progressive_layer_drop`, `curriculum_learning`, an
-optimizer of the 1-bit family, ...) is taken out of the JSON and handed to the `Technique` that claims it; the training loop calls
-all techniques of a run at the same fixed places and knows none of them by name. A recipe folder that needs no code of its
-own has no `technique.py`.
+The JSON is the switch. A section that DeepSpeed does not have (`progressive_layer_drop`, `curriculum_learning`, an optimizer of the 1-bit
+family, ...) is taken out of the JSON and passed to the `Technique` that declares it. The training loop calls all techniques of a run at
+the same places and names none of them. A recipe that needs no code of its own has no `technique.py`.
 
 A module `recipes/<name>/technique.py` defines exactly one subclass of `Technique`; `recipes.registry` finds it.
 """
@@ -11,22 +10,22 @@ A module `recipes/<name>/technique.py` defines exactly one subclass of `Techniqu
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from model.accounting import parameter_count
 from model.presets import GPTConfig, ModelShape
 
-if TYPE_CHECKING:  # this module is imported before torch is, by the validator of the configuration
+if TYPE_CHECKING:  # the commands import this module before they parse --help
     import torch
 
     from model.gpt import GPT
 
 
 class Run(Protocol):
-    """What a technique may read of the run as resolved. Batches count sequences; `steps` are steps of whole batches."""
+    """What a technique may read of the resolved run. Batches are counted in sequences, `steps` in steps of whole batches."""
 
     @property
     def shape(self) -> ModelShape: ...
@@ -47,10 +46,6 @@ class Run(Protocol):
     @property
     def total_tokens(self) -> int: ...
     @property
-    def tokens_per_step(self) -> int: ...
-    @property
-    def lr(self) -> float: ...
-    @property
     def warmup_steps(self) -> int: ...
     @property
     def zero_stage(self) -> int: ...
@@ -66,21 +61,106 @@ class Run(Protocol):
     def techniques(self) -> dict[str, dict[str, Any]]: ...
 
 
-class BatchPlan(NamedTuple):
-    """How one optimizer step is cut up on every rank: `accumulation` micro-batches of `micro_batch_size` sequences."""
+class StepPlan(NamedTuple):
+    """What one optimizer step computes on every rank. The length of the run and its FLOPs follow from it.
+
+    Attributes:
+        micro_batch_size: sequences of a micro-batch.
+        accumulation: micro-batches of the step.
+        seq_len: tokens of a row.
+        rows_per_sequence: into how many rows each sequence is cut.
+        kept_blocks: the number of whole blocks that would take the FLOPs of the blocks that run; None: no technique skips any.
+    """
 
     micro_batch_size: int
     accumulation: int
+    seq_len: int
+    rows_per_sequence: int = 1
+    kept_blocks: float | None = None
+
+    @property
+    def sequences(self) -> int:
+        """Sequences of the step, of one rank."""
+        return self.micro_batch_size * self.accumulation
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the step, of one rank."""
+        return self.sequences * self.rows_per_sequence * self.seq_len
 
 
-#: More steps than any run has.
-FOR_EVER = 10**18
+def whole_step(run: Run) -> StepPlan:
+    """The step of a run without techniques."""
+    return StepPlan(run.micro_batch_size, run.gradient_accumulation_steps, run.shape.seq_len)
+
+
+@dataclass(frozen=True)
+class Declaration:
+    """How the JSON switches a technique on and what it can be combined with. It is read before the technique is built.
+
+    Attributes:
+        section: the top-level section of the JSON that the technique reads; or
+        optimizer_type: the value of `optimizer.type`; the technique then reads the optimizer's `params`.
+        keys: a rule for each key of the section (beside `enabled`), or of `params` (beside lr, betas, eps and weight_decay):
+            `{"types": ["integer"], "minimum": 0, "maximum": 20, "auto": True}`; also `enum`, and `keys` for the keys of an object. The
+            configuration checks the section by these rules before the technique is built.
+        ignored: keys that are accepted and have no effect, with the reason. The log has a line for each one that is used.
+        auto_params: for an optimizer, what `"auto"` means for lr, betas, eps and weight_decay where it differs from AdamW's values.
+        other_forms: other documented places of the section, by dotted path, each with a function that converts what is there.
+        exclusive: what only one technique of a run can control. Two techniques that share an entry are refused.
+        needs_cuda: dotted key -> the least compute capability of the device.
+        changes_tokens: the steps hold other numbers of tokens than the run's own. `on_step` of such techniques is called first.
+        off_without_values: a section without `enabled` in which all values are false or null is off; usually it is on.
+    """
+
+    section: str = ""
+    optimizer_type: str = ""
+    keys: dict[str, dict[str, Any]] = field(default_factory=dict)
+    ignored: dict[str, str] = field(default_factory=dict)
+    auto_params: dict[str, Any] = field(default_factory=dict)
+    other_forms: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = field(default_factory=dict)
+    exclusive: tuple[str, ...] = ()
+    needs_cuda: dict[str, tuple[int, int]] = field(default_factory=dict)
+    changes_tokens: bool = False
+    off_without_values: bool = False
+
+    @property
+    def name(self) -> str:
+        """The section, or the type of the optimizer."""
+        return self.section or self.optimizer_type
+
+    def is_on(self, section: dict[str, Any]) -> bool:
+        """Whether `section` switches the technique on."""
+        return bool(section.get("enabled", any(section.values()) if self.off_without_values else True))
+
+    def shared_with(self, other: Declaration) -> str:
+        """What both techniques control, so that they cannot be in one run; empty if they can."""
+        shared = set(self.exclusive) & set(other.exclusive)
+        if self.optimizer_type and other.optimizer_type:
+            shared = {"the optimizer"}
+        return ", ".join(sorted(shared))
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What a technique changes in the estimates of memory and FLOPs.
+
+    Attributes:
+        optimizer_tensors: fp32 tensors of the parameters' size that its optimizer keeps; 0: it has no optimizer.
+        checkpointed_segments: number of segments of blocks whose inputs alone are kept for the backward pass; 0: all activations are kept.
+        matmul_dtype: the arithmetic of the matrix products; empty: the run's precision.
+    """
+
+    optimizer_tensors: float = 0
+    checkpointed_segments: int = 0
+    matmul_dtype: str = ""
+
+
 #: A step so late that no beta in use has a power left (0.999999^1e9 is 0), and that fp32 does not count on from: Adam's moments of such a
 #: step have no bias to correct.
 LATE_STEP = 1e9
 
-#: What the optimizers of recipes take beside lr, betas, eps and weight_decay. amsgrad and eps_inside_sqrt are upstream's, which refused the
-#: one and did nothing with the other.
+#: Keys of all optimizers of recipes, beside lr, betas, eps and weight_decay. Upstream refused amsgrad and ignored eps_inside_sqrt.
 ADAM_KEYS: dict[str, dict[str, Any]] = {
     "bias_correction": {"types": ["boolean"]},
     "amsgrad": {"enum": [False]},
@@ -89,12 +169,12 @@ ADAM_KEYS: dict[str, dict[str, Any]] = {
 
 
 def adam_arguments(params: dict[str, Any]) -> tuple[float, list[float], float, float, bool]:
-    """What the optimizers of recipes are all built with, beside the groups of parameters, in their order, by the JSON's `params`."""
+    """The arguments that the optimizers of all recipes take after the groups of parameters, in order, from the JSON's `params`."""
     return params["lr"], params["betas"], params["eps"], params["weight_decay"], params.get("bias_correction", True)
 
 
 def decouples_weight_decay(optimizer: dict[str, Any]) -> bool:
-    """Whether `optimizer`, of type Adam or AdamW, does: DeepSpeed's "Adam" does too, unless "adam_w_mode" says otherwise."""
+    """Whether `optimizer`, Adam or AdamW, decouples weight decay: DeepSpeed's "Adam" does, unless "adam_w_mode" is false."""
     return bool(optimizer["type"] == "AdamW" or optimizer["params"].get("adam_w_mode", True))
 
 
@@ -108,169 +188,124 @@ def largest_divisor(number: int, limit: int) -> int:
     return max(size for low in small for size in (low, number // low) if size <= limit)
 
 
-def steps_left(first_steps: Sequence[int], step: int) -> int:
-    """For how many steps from `step` on the stage lasts that it is in, of stages that begin at `first_steps`, which rise."""
-    stage = bisect_right(first_steps, step)
-    return first_steps[stage] - step if stage < len(first_steps) else FOR_EVER
-
-
-def require_token_schedule(run: Run) -> None:
-    """For techniques under which a run of the same tokens has more steps than were asked for.
-
-    Raises:
-        ValueError: the learning rate follows steps.
-    """
-    if run.scheduler["type"] != "WarmupCosineTokens":
-        raise ValueError(f"'scheduler.type' is {run.scheduler['type']}, which counts steps of equal size; use WarmupCosineTokens")
-
-
 def require_stage_0(run: Run, reason: str, state_tensors: float) -> None:
-    """For optimizers that need whole tensors on every rank, for `reason`, and keep so many fp32 tensors of the parameters' size.
+    """Refuse ZeRO for an optimizer that needs whole tensors on every rank, for `reason`, and keeps `state_tensors` fp32 copies of them.
 
     Raises:
-        ValueError: ZeRO leaves a rank a part of them.
+        ValueError: the ZeRO stage is not 0.
     """
     if run.zero_stage:
         # fp32: 4 weights + 4 gradients; 16 bits: 2 + 2 + 4 master weights.
         stage_0 = parameter_count(run.model_config) * (8 + 4 * state_tensors)
         raise ValueError(
-            f"'zero_optimization.stage' is {run.zero_stage}, but {reason}, and ZeRO leaves a rank a part of it; write 0, with which the"
+            f"'zero_optimization.stage' is {run.zero_stage}, but {reason}, and ZeRO leaves each rank a part of it; write 0, with which the"
             f" model states take {stage_0 / 2**30:.2f} GiB on each, or use AdamW"
         )
 
 
 class Technique:
-    """Base of every technique: all of it does nothing, so that a technique writes only what it changes.
+    """Base of every technique. Every method does nothing here; a technique overrides those that it needs.
 
-    Whatever depends on time is recomputed from the global step that `on_step` gets: nothing is hidden, nothing extra to save,
-    and a resumed run is the uninterrupted one. Draws come from (seed, step, layer), never from a global generator.
+    Whatever depends on time is computed from the global step that `on_step` gets, so that there is nothing to save and a resumed run
+    continues exactly. Random draws come from (seed, step, layer), never from a global generator or the rank.
     """
 
-    #: Top-level JSON sections that this technique claims.
-    sections: tuple[str, ...] = ()
-    #: Values of `optimizer.type` that this technique claims.
-    optimizer_types: tuple[str, ...] = ()
-    #: What may stand in the section (beside `enabled`), or among the optimizer's `params` (beside lr, betas, eps and weight_decay): a
-    #: rule for each key, e.g. `{"types": ["integer"], "minimum": 0, "maximum": 20, "auto": True}`; `enum`, and `keys` for what is inside
-    #: an object. The configuration checks the section by them before the technique is built.
-    keys: dict[str, dict[str, Any]] = {}
-    #: Of the optimizer that it brings: what `"auto"` means for lr, betas, eps and weight_decay, where that is not what it means for AdamW.
-    auto_params: dict[str, Any] = {}
-    #: Keys among these that are accepted and do nothing, with the reason: a word in the run's log where one of them asks for something.
-    without_effect: dict[str, str] = {}
-    #: Other documented places of the first section, by dotted path, with what makes the section of what stands there.
-    other_forms: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {}
-    #: What only one technique of a run can decide: two that have a word in common are refused.
-    decides: tuple[str, ...] = ()
-    #: What only CUDA can do: dotted key -> the least compute capability of the device. Where it depends on the section, `__init__` says.
-    needs_cuda: dict[str, tuple[int, int]] = {}
-    #: The arithmetic of the matrix products where it is not the run's precision: MFU divides by the device's peak for it.
-    matmul_dtype: str = ""
-    #: What the log and `--explain` should say of it, a line each; filled in by `__init__`.
+    declaration = Declaration()
+    #: Lines for the log and `--explain`.
     notes: tuple[str, ...] = ()
-    #: What it needs and this machine does not have, a line each that begins with the key in quotes: the run can be explained here, and not
-    #: trained; filled in by `__init__`.
-    lacks: tuple[str, ...] = ()
-    #: The optimizer step from which on its schedule stays as it is; filled in by `__init__`.
-    arrives_at: int = 1
-    #: The dotted key that says so, where a run that ends before is refused; empty: it is told so.
-    must_arrive: str = ""
-    #: Of the optimizer that it brings: what "auto" comes to among its `params`, and from what, for `--explain`; filled in by `__init__`.
-    resolved: dict[str, tuple[Any, str]] = {}
-    #: How many fp32 tensors of the parameters' size that optimizer keeps; 0: it brings none. For the same plan.
-    state_tensors: float = 0
-    #: DeepSpeed's extensions that its optimizer needs, e.g. "FusedAdamBuilder"; filled in by `prepare`.
+    #: What this machine lacks to train, a line each that begins with the key in quotes. `--explain` works without it.
+    missing_packages: tuple[str, ...] = ()
+    #: First steps of the stages of its schedule, ascending. Within a stage the tokens of a step do not change; in the last stage nothing
+    #: changes. Empty: the schedule has no stages.
+    stages: Sequence[int] = ()
+    #: The dotted key to blame, and to refuse the run for, if the run ends before the last stage begins; empty: the run gets a note.
+    schedule_key: str = ""
+    #: What "auto" became among the optimizer's `params`, and why: key -> (value, reason), for `--explain`.
+    resolved_params: dict[str, tuple[Any, str]] = {}
+    #: Extensions of DeepSpeed that its optimizer needs, such as "FusedAdamBuilder"; set by `prepare`.
     extensions: tuple[str, ...] = ()
-    #: Of the model's parts, which have a kernel of the technique's own: "attention", "cross_entropy". For the plan of the run's memory.
-    fused: frozenset[str] = frozenset()
-    #: Into how many segments the blocks are cut of which only the inputs are kept for the backward pass; 0: all activations are kept.
-    #: For the plan of the run's memory.
-    checkpoints: int = 0
-
-    @classmethod
-    def name(cls) -> str:
-        """What switches it on: its section, or the type of its optimizer."""
-        return (*cls.sections, *cls.optimizer_types)[0]
-
-    @classmethod
-    def is_on(cls, section: dict[str, Any]) -> bool:
-        """Whether a section that is there switches the technique on."""
-        return bool(section.get("enabled", True))
+    costs = Costs()
 
     def __init__(self, section: dict[str, Any], run: Run):
-        """Take the values of `section` (the JSON object claimed, right by `keys`) and check them against `run`.
+        """Read `section`, which follows the rules of `declaration.keys`, and check its values against `run`.
 
         Raises:
-            ValueError: one line for a value that cannot be with this run, with the fix; it begins with the key in quotes,
-                `'section.key'`. Runs before torch is imported.
+            ValueError: a value does not fit this run: one line that begins with the key in quotes, `'section.key'`, and names the fix.
         """
+
+    @property
+    def needs_cuda(self) -> dict[str, tuple[int, int]]:
+        """Dotted key -> the least compute capability of the device, with the values that this section has."""
+        return self.declaration.needs_cuda
 
     def prepare(self, model: GPT) -> None:
-        """Change the model before the engine exists: kernels, wrappers, `model.block_runner`."""
+        """Change the model before the engine is built: kernels, wrappers, `model.block_runner`."""
 
     def optimizer(self, param_groups: list[dict[str, Any]]) -> torch.optim.Optimizer | None:
-        """The optimizer that the engine shall drive, or None to leave the choice to others."""
+        """Return the optimizer that the engine drives, or None to leave the choice to others."""
 
     def attach(self, engine: Any, collectives: Any) -> None:
-        """Bind to the engine once it exists. `collectives` is the one counted way to the other ranks."""
+        """Keep what is needed of DeepSpeed's engine, once it is built. `collectives` reaches the other ranks and counts the bytes."""
 
-    def batch_plan(self, step: int) -> BatchPlan | None:
-        """How `step` (from 1) is cut up, or None for the run's own plan."""
+    def on_step(self, step: int, plan: StepPlan) -> StepPlan:
+        """Compute the schedule of optimizer step `step` (from 1), before its first micro-batch.
 
-    def unchanged(self, step: int) -> int:
-        """For how many steps from `step` on `batch_plan` and the rows' length surely stay as they are: the plan of a run skips these."""
-        return 1
-
-    def on_step(self, step: int) -> None:
-        """Recompute the schedule for optimizer step `step` (from 1), before its first micro-batch.
-
-        Works before there is an engine, and without torch: `--explain` asks what the schedule says at 0, 25, 50, 75 and 100% of the run.
+        `plan` is the step as the techniques before this one plan it; return it, changed where this technique changes the batch, the
+        length of the rows or the blocks that run. Steps come in any order, and before `attach` when a run is planned or explained.
         """
+        return plan
 
     def on_batch(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Crop or reshape a micro-batch of (micro_batch_size, seq_len + 1) token ids."""
+        """Crop or reshape a micro-batch of (micro_batch_size, seq_len + 1) token ids to the rows that `on_step` planned."""
         return tokens
 
-    def on_length(self, length: int) -> None:
-        """The rows of the step have `length` tokens: after all techniques' `on_batch`, and where there is no batch, as in `--explain`."""
-
-    def agreed_weights(self) -> AbstractContextManager[None]:
-        """Inside, the model has weights that all ranks agree on: those that are evaluated, saved and sampled from. Called by all ranks."""
+    def evaluation_weights(self) -> AbstractContextManager[None]:
+        """A context in which the model has weights that all ranks share: the weights that are evaluated, saved and sampled from."""
         return nullcontext()
 
     def metrics(self) -> dict[str, float]:
-        """What belongs into the step's line of `metrics.jsonl`; before there is an engine, what follows from the schedule alone."""
+        """Values for the step's line in `metrics.jsonl`; before `attach`, those that follow from the schedule alone."""
+        return {}
+
+    def memory_terms(self, model: GPTConfig, device: str) -> dict[str, int]:
+        """Return bytes on one rank that replace terms of the plan of memory: "attention" (saved in one block beside its inputs and output)
+        and "loss_head" (at its largest). `device` is "cuda" or "cpu"."""
         return {}
 
     def state_dict(self) -> dict[str, Any]:
-        """What cannot be derived from the step; saved by every rank."""
+        """State that cannot be computed from the step. Every rank saves its own."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take back what `state_dict` gave."""
+        """Load what `state_dict` returned."""
 
-    def forget_state(self, reason: str) -> None:
-        """Go on without the state that a checkpoint holds and this rank cannot use, for `reason`, and say so in `notes`.
+    def discard_state(self, reason: str) -> None:
+        """Continue without the state in a checkpoint, which this rank cannot use for `reason`, and add a note.
 
         Raises:
-            ValueError: it cannot do without; with what to do instead.
+            ValueError: it cannot; with the reason.
         """
         raise ValueError(reason)
 
 
 class Techniques(Technique):
-    """All techniques of a run behind the same interface, so that the loop calls each place once."""
+    """All techniques of a run behind the interface of one."""
 
     def __init__(self, members: Iterable[Technique] = ()):
-        self.members = tuple(members)
-        self.checkpoints = max((member.checkpoints for member in self.members), default=0)
-        self.state_tensors = max((member.state_tensors for member in self.members), default=0)
-        self.fused = frozenset().union(*(member.fused for member in self.members))
-        self.needs_cuda = {key: capability for member in self.members for key, capability in member.needs_cuda.items()}
+        self.members = tuple(sorted(members, key=lambda member: not member.declaration.changes_tokens))
 
     @property
-    def matmul_dtype(self) -> str:  # type: ignore[override]
-        return next((member.matmul_dtype for member in self.members if member.matmul_dtype), "")
+    def costs(self) -> Costs:  # type: ignore[override]
+        every = [member.costs for member in self.members]
+        return Costs(
+            max((costs.optimizer_tensors for costs in every), default=0),
+            max((costs.checkpointed_segments for costs in every), default=0),
+            next((costs.matmul_dtype for costs in every if costs.matmul_dtype), ""),
+        )
+
+    @property
+    def needs_cuda(self) -> dict[str, tuple[int, int]]:
+        return {key: capability for member in self.members for key, capability in member.needs_cuda.items()}
 
     @property
     def extensions(self) -> tuple[str, ...]:  # type: ignore[override]
@@ -286,41 +321,37 @@ class Techniques(Technique):
 
     def optimizer(self, param_groups: list[dict[str, Any]]) -> torch.optim.Optimizer | None:
         found = [optimizer for member in self.members if (optimizer := member.optimizer(param_groups)) is not None]
-        assert len(found) <= 1, "two techniques brought an optimizer; the configuration names one"
+        assert len(found) <= 1, "the configuration names one optimizer"
         return found[0] if found else None
 
     def attach(self, engine: Any, collectives: Any) -> None:
         for member in self.members:
             member.attach(engine, collectives)
 
-    def batch_plan(self, step: int) -> BatchPlan | None:
-        plans = [plan for member in self.members if (plan := member.batch_plan(step)) is not None]
-        assert len(plans) <= 1, "two techniques plan the batch; the validator refuses such a pair"
-        return plans[0] if plans else None
-
-    def on_step(self, step: int) -> None:
+    def on_step(self, step: int, plan: StepPlan) -> StepPlan:
         for member in self.members:
-            member.on_step(step)
+            plan = member.on_step(step, plan)
+        self._rows = plan.micro_batch_size * plan.rows_per_sequence, plan.seq_len + 1
+        return plan
 
     def on_batch(self, tokens: torch.Tensor) -> torch.Tensor:
         for member in self.members:
             tokens = member.on_batch(tokens)
-        self.on_length(tokens.shape[1] - 1)
+        assert tokens.shape == self._rows, f"a technique made rows of {tuple(tokens.shape)}, and the plan of the step is {self._rows}"
         return tokens
 
-    def on_length(self, length: int) -> None:
-        for member in self.members:
-            member.on_length(length)
-
     @contextmanager
-    def agreed_weights(self) -> Iterator[None]:
+    def evaluation_weights(self) -> Iterator[None]:
         with ExitStack() as inside:
             for member in self.members:
-                inside.enter_context(member.agreed_weights())
+                inside.enter_context(member.evaluation_weights())
             yield
 
     def metrics(self) -> dict[str, float]:
         return {key: value for member in self.members for key, value in member.metrics().items()}
+
+    def memory_terms(self, model: GPTConfig, device: str) -> dict[str, int]:
+        return {name: size for member in self.members for name, size in member.memory_terms(model, device).items()}
 
     def state_dict(self) -> dict[str, Any]:
         return {type(member).__name__: state for member in self.members if (state := member.state_dict())}
@@ -330,7 +361,7 @@ class Techniques(Technique):
             if type(member).__name__ in state:
                 member.load_state_dict(state[type(member).__name__])
 
-    def forget_state(self, reason: str) -> None:
+    def discard_state(self, reason: str) -> None:
         for member in self.members:
             if type(member).state_dict is not Technique.state_dict:
-                member.forget_state(reason)
+                member.discard_state(reason)

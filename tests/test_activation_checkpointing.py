@@ -90,7 +90,7 @@ def sections(corpus, tmp_path, *sets: str):
 )
 def test_it_is_on_where_the_section_asks_for_something(changes, checkpoints, corpus, tmp_path):
     config = sections(corpus, tmp_path, *changes)
-    assert make_techniques(config).checkpoints == checkpoints
+    assert make_techniques(config).costs.checkpointed_segments == checkpoints
     assert "activation_checkpointing" not in config.engine
     assert config.notes == ()
 
@@ -102,7 +102,7 @@ def test_more_segments_than_blocks_are_refused(corpus, tmp_path):
         sections(corpus, tmp_path, "activation_checkpointing.number_checkpoints=6")
 
 
-@pytest.mark.parametrize("key", ActivationCheckpointing.without_effect)
+@pytest.mark.parametrize("key", ActivationCheckpointing.declaration.ignored)
 def test_a_documented_key_without_effect_is_accepted_with_a_word(key, corpus, tmp_path):
     config = sections(corpus, tmp_path, EACH, f"activation_checkpointing.{key}=true")
     (note,) = config.notes

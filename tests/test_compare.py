@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from launch.compare import _is_finished, _make_folder, _reason
+from launch.compare import _make_folder
+from launch.comparison.experiments import error_of, is_finished
 from launch.comparison.trials import plan_experiment
 from recipes.registry import ROOT, read_recipe
 from tests.run_folders import description, lines, write_run
@@ -89,7 +90,7 @@ def test_what_is_no_experiment_is_refused_or_marked(runs, tmp_path):
         (["runs/a", "--steps", "3"], "--steps applies to runs that are trained, but runs/a exists; leave it out, or give --recipe"),
         (
             ["--recipe", "recipes/zero2"],
-            "--recipe recipes/zero2: no recipe.json in it; did you mean recipes/zero_2; the recipes are: activation_checkpointing",
+            "--recipe recipes/zero2: has no recipe.json; did you mean recipes/zero_2; the recipes are: activation_checkpointing",
         ),
         (["--recipe", "recipes/tf32", "--data", "CORPUS"], "'tf32' needs CUDA"),
         (["--recipe", "recipes/zero_2", "--seeds", "1", "--publish"], "--publish --seeds 1: one seed shows no noise"),
@@ -197,18 +198,18 @@ def test_why_a_run_ended_is_of_its_last_attempt(tmp_path):
     output = tmp_path / "run.out"
     output.write_text("error: the first time\n")
     before = output.stat().st_size
-    assert _reason(output, before, 247) == f"exit code 247, see {output}"
+    assert error_of(output, before, 247) == f"exit code 247, see {output}"
     output.write_text("error: the first time\nerror: the second time\n")
-    assert _reason(output, before, 1) == "the second time"
+    assert error_of(output, before, 1) == "the second time"
 
 
 def test_what_is_finished_is_told_by_the_whole_run(runs, tmp_path):
-    assert _is_finished(runs[0]) and not _is_finished(tmp_path / "nothing")
+    assert is_finished(runs[0]) and not is_finished(tmp_path / "nothing")
     metrics = runs[0] / "metrics.jsonl"
     metrics.write_text(metrics.read_text() + '{"step": 21}\n')
-    assert not _is_finished(runs[0])
+    assert not is_finished(runs[0])
     (runs[1] / "run.json").unlink()
-    assert not _is_finished(runs[1])
+    assert not is_finished(runs[1])
 
 
 def test_a_recipe_of_elsewhere_is_not_published(tmp_path):

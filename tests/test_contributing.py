@@ -1,10 +1,11 @@
-"""CONTRIBUTING.md is done as it stands there, in a copy of the working tree: its files are written, its commands run, its recipe trains."""
+"""docs/add-a-recipe.md and CONTRIBUTING.md are followed in a copy of the tree: files written, commands run, the recipe trained."""
 
 from __future__ import annotations
 
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -14,15 +15,17 @@ import pytest
 
 from launch.formats.metrics import read_metrics
 from tests.helpers import copy_checkout, free_port
+from tests.pages import PAGES as PAGES_BY_NAME
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGE = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
-#: File name -> contents: every block of the page that stands under a file's name.
-FILES = dict(re.findall(r"^`([\w./]+)`:\n\n```\w+\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL))
+PAGES = "\n".join(PAGES_BY_NAME[name] for name in ("docs/add-a-recipe.md", "CONTRIBUTING.md"))
+NAME = "z_loss"
+#: File name -> contents: every block that stands under a file's name.
+BLOCKS = dict(re.findall(r"^`([\w./]+)`:\n\n```\w+\n(.*?)^```$", PAGES, re.MULTILINE | re.DOTALL))
+FILES = {name: text for name, text in BLOCKS.items() if NAME in name}
 #: The lines of all blocks of commands.
-COMMANDS = [line for block in re.findall(r"^```sh\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL) for line in block.splitlines()]
-NAME = "dropout_schedule"
-STEPS = 8  # dropout acts in a quarter of them
+COMMANDS = [line for block in re.findall(r"^```sh\n(.*?)^```$", PAGES, re.MULTILINE | re.DOTALL) for line in block.splitlines()]
+SHORT = "--steps 8"
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
@@ -102,40 +105,36 @@ def test_its_code_is_formatted(indexed, run):
     run(f"ruff check recipes/{NAME} && ruff format --check recipes/{NAME}")
 
 
-def test_explain_says_what_it_will_do(indexed, run, corpus):
+def test_it_can_be_explained(indexed, run, corpus):
     (command,) = (command for command in commands("python launch/pretrain.py") if "--explain" in command)
     page = run(f"{command} --data {corpus}").stdout
     assert f"Over the run ({NAME})" in page
-    rates = [line.split()[1:] for line in page.splitlines() if line.split()[:1] == ["dropout"]]
-    assert rates == [["0.1", f"recipes/{NAME}/recipe.json"], ["0.1", "0.1", "0", "0", "0"]], "the run's own, and over the run"
 
 
 @pytest.mark.parametrize(
-    ("flags", "message"),
+    ("flags", "key", "said"),
     [
-        ("--set dropout_schedule.off_after=1.5", "--set dropout_schedule.off_after: is 1.5, must be a whole number"),
-        ("--set dropout_schedule.off=1", "--set dropout_schedule.off: unknown key; did you mean 'off_after'?"),
-        ("--dropout 0", "line 34: 'dropout_schedule' needs a run with dropout, and this one's is 0; give --dropout, such as 0.1"),
+        ("--set z_loss.coefficient='\"x\"'", "z_loss.coefficient", "number"),
+        ("--set z_loss.coeficient=0.1", "z_loss.coeficient", "'coefficient'"),
+        ("--set z_loss.coefficient=0", "z_loss.coefficient", "number above 0"),
     ],
 )
-def test_a_mistake_in_its_section_is_one_line(flags, message, indexed, run, corpus):
+def test_a_mistake_in_its_section_is_one_line(flags, key, said, indexed, run, corpus):
     done = run(f"python launch/pretrain.py --recipe recipes/{NAME} --data {corpus} {flags}", code=2)
-    assert message in done.stderr
+    assert key in done.stderr and said in done.stderr
     assert done.stderr.count("\n") == 1
 
 
 def test_the_recipe_trains_and_its_control_too(indexed, run, corpus):
     for command in commands("deepspeed"):
-        run(f"{command} --data {corpus} --steps {STEPS}")
-    early, throughout = (read_metrics(indexed / "runs" / name / "metrics.jsonl") for name in ("early_1", "throughout_1"))
-    assert [line["dropout"] for line in early if line["step"]] == [0.1] * (STEPS // 4) + [0] * (STEPS - STEPS // 4)
-    assert all("dropout" not in line for line in throughout)
-    assert [line["tokens"] for line in early] == [line["tokens"] for line in throughout]
-    alike = [one["loss"] == other["loss"] for one, other in zip(early, throughout, strict=True) if one["step"]]
-    assert alike == [True] * (STEPS // 4) + [False] * (STEPS - STEPS // 4)
-    assert early[0]["val_loss"] == throughout[0]["val_loss"], "the same weights, the same validation"
-    assert all(lines[-1]["val_loss"] < lines[0]["val_loss"] - 0.1 for lines in (early, throughout))
-    described = json.loads((indexed / "runs" / "early_1" / "run.json").read_text(encoding="utf-8"))
+        run(f"{command} --data {corpus} {SHORT}")
+    recipe, control = (read_metrics(indexed / "runs" / name / "metrics.jsonl") for name in ("z_1", "plain_1"))
+    assert all((line.get("z_loss", 0) > 0) == (line["step"] > 0) for line in recipe)
+    assert all("z_loss" not in line for line in control)
+    assert recipe[1]["loss"] > control[1]["loss"], "the same weights and tokens, and a loss with one more term"
+    assert recipe[0]["val_loss"] == control[0]["val_loss"], "the same weights and the plain loss"
+    assert all(lines[-1]["val_loss"] < lines[0]["val_loss"] - 0.1 for lines in (recipe, control))
+    described = json.loads((indexed / "runs" / "z_1" / "run.json").read_text(encoding="utf-8"))
     assert described["config_file"] == str(indexed / "ds_configs" / f"{NAME}.json")
     (command,) = commands("tail")
     assert run(command).stdout.count('"val_loss"') == 2
@@ -144,24 +143,33 @@ def test_the_recipe_trains_and_its_control_too(indexed, run, corpus):
 @pytest.mark.long
 def test_recipe_and_control_are_compared(indexed, run, corpus):
     (command,) = commands("python launch/compare.py")
-    said = run(f"{command} --data {corpus} --steps {STEPS} --seeds 2 --out report").stdout
-    assert "dropout_schedule: loss_within 0.05 " in said
+    said = run(f"{command} --data {corpus} {SHORT} --seeds 2 --out report").stdout
+    assert f"{NAME}: loss_within 0.02 " in said
     assert (indexed / "report" / "report.html").exists()
 
 
+@pytest.mark.parametrize("stage", [0, 2])
+def test_the_optimizer_of_the_page_trains(stage, tmp_path, run, checkout, corpus):
+    """Without its recipe.json the folder is no recipe; it is removed again."""
+    (name,) = (name for name in BLOCKS if name not in FILES)
+    (checkout / name).parent.mkdir()
+    (checkout / name).write_text(BLOCKS[name], encoding="utf-8")
+    try:
+        run(f"ruff check {name} && ruff format --check {name}")
+        (command,) = commands("python launch/pretrain.py --deepspeed_config ds_configs/zero0_fp32.json --set optimizer")
+        at_stage = f"--set zero_optimization.stage={stage} --set zero_allow_untested_optimizer=true"
+        run(f"{command} --data {corpus} {SHORT} --runs_dir {tmp_path} {at_stage}")
+    finally:
+        shutil.rmtree((checkout / name).parent)
+    first, *_, last = read_metrics(tmp_path / "lion_1" / "metrics.jsonl")
+    assert last["val_loss"] < first["val_loss"] - 0.1
+
+
 def test_losses_before_and_after_are_compared_bit_for_bit(indexed, run, corpus):
-    for command in commands("python launch/pretrain.py --deepspeed_config"):
+    for command in commands("python launch/pretrain.py --deepspeed_config ds_configs/zero1_fp32.json"):
         run(f"{command} --data {corpus} --steps 3")
     (command,) = commands("diff")
     assert run(command).stdout == ""
     metrics = indexed / "runs" / "after" / "metrics.jsonl"
     metrics.write_text(re.sub(r'"loss": (\d)', r'"loss": 1\1', metrics.read_text(encoding="utf-8"), count=1), encoding="utf-8")
     assert run(command, code=1).stdout.count("<") == 1
-
-
-def test_every_file_and_target_that_the_page_names_is_there(checkout):
-    for name in re.findall(r"`((?:launch|tests|recipes|model|data_pipeline|ds_configs)/[\w/]+\.\w+)`", PAGE):
-        if NAME not in name or name in FILES:
-            assert (checkout / name).exists(), name
-    targets = set(re.findall(r"^([a-z_]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
-    assert set(re.findall(r"`make (\w+)`", PAGE)) <= targets

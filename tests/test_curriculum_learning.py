@@ -73,7 +73,7 @@ def test_every_length_is_that_of_deepspeeds_own_scheduler(section):
         (["schedule_type=cubic"], 'must be one of "fixed_linear", "fixed_root", "fixed_discrete"'),
         (["curriculum_type=vocabulary"], 'is "vocabulary", must be "seqlen"'),
         (["schedule_type=fixed_root"], "root_degree' is missing"),
-        (["schedule_config.root_degree=2"], "means nothing to fixed_linear"),
+        (["schedule_config.root_degree=2"], "means nothing for fixed_linear"),
         (["schedule_type=fixed_root", "schedule_config.root_degree=0"], "root_degree is 0; allowed are numbers above 0"),
         (
             ["schedule_type=fixed_discrete", 'schedule_config={"difficulty": [8, 16], "max_step": [3, 5]}'],
@@ -108,12 +108,13 @@ def test_each_token_is_a_target_once_at_most_behind_the_one_before_it(mode, leng
 
     from launch.config.run_config import resolve
     from recipes.registry import make_techniques
+    from recipes.technique import StepPlan
 
     schedule = ["--set", "curriculum_learning.schedule_type=fixed_discrete", "--set", f"curriculum_learning.mode={mode}"]
     schedule += ["--set", f'curriculum_learning.schedule_config={{"difficulty": [{length}, 64], "max_step": [9]}}']
     flags = ["--recipe", "recipes/curriculum_learning", "--explain", "--seq_len", "64", *schedule]
     (technique,) = make_techniques(resolve(flags)[0]).members
-    technique.on_step(3)
+    technique.on_step(3, StepPlan(3, 1, 64))
     windows = torch.arange(3 * 65).view(3, 65)  # every token is another
     rows = technique.on_batch(windows)
     assert rows.shape == ((3 * (64 // length) if mode == "reshape" else 3), length + 1)
@@ -156,7 +157,7 @@ def test_the_number_of_lengths_is_said_and_takes_no_walk_over_the_steps():
     note, late = json.loads(done.stdout)["notes"]
     assert note.startswith("curriculum_learning: sequences of 16 to 128 tokens")
     assert "15 lengths" in note
-    assert late.startswith("curriculum_learning: its schedule arrives at step ")
+    assert late.startswith("curriculum_learning: the last stage of its schedule begins at step ")
     assert late.endswith("and the run ends at step 8,000")  # 1,000 steps of 128 tokens a sequence, at 16
 
 

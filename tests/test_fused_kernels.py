@@ -210,7 +210,7 @@ def test_gelu_by_the_logistic_function_is_torchs(dtype, tolerance):
 
 # --- the section -------------------------------------------------------------------------------------------------------------------------
 
-KERNELS = list(FusedKernels.keys)
+KERNELS = list(FusedKernels.declaration.keys)
 
 
 def test_auto_is_every_kernel():
@@ -224,8 +224,8 @@ def test_auto_is_every_kernel():
 @pytest.mark.parametrize(
     ("section", "line"),
     [
-        ({}, "switches none of its kernels on"),
-        (dict.fromkeys(KERNELS, False), "switches none of its kernels on"),
+        ({}, "switches no kernel on"),
+        (dict.fromkeys(KERNELS, False), "switches no kernel on"),
         ({"attention": "flash"}, 'fused_kernels.attention: is "flash", must be one of true, false or "auto"'),
         ({"compile": "whole"}, 'must be one of true, false, "blocks", "model" or "auto"'),
         ({"atention": True}, "did you mean 'attention'?"),

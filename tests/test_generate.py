@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import re
 import shlex
 import subprocess
 import sys
@@ -19,6 +18,7 @@ from launch.errors import run_command
 from launch.trained_model import text as samples_text
 from launch.trained_model.load import TrainedModel, open_trained
 from launch.trained_model.text import text_parts
+from tests.pages import commands
 
 ROOT = Path(__file__).resolve().parents[1]
 TINY = ["--n_layer", "2", "--n_head", "2", "--d_model", "32", "--seq_len", "32", "--steps", "4", "--lr", "0.01"]
@@ -195,14 +195,16 @@ def test_text_as_it_comes_is_the_text(spec, corpus):
 
 @pytest.mark.parametrize("script", ["generate", "score"])
 def test_the_commands_of_the_page_run(script, run, monkeypatch):
-    """As they stand in README, but on a small model."""
+    """As they stand in the documentation, but on a small model."""
     from launch import score
 
-    lines = re.findall(rf"^    python launch/{script}\.py (.*)$", (ROOT / "README.md").read_text(encoding="utf-8"), re.MULTILINE)
-    for line in lines:
-        words = shlex.split(line.partition("  #")[0])
+    for line in commands(f"python launch/{script}.py"):
+        words = shlex.split(line)[2:]
         own = open_trained(run).description["corpus"]["path"]
-        words = [str(run) if word in ("exported/first", "runs/demo") else own if word.startswith("data/") else word for word in words]
+        words = [
+            str(run) if word in ("exported/first", "runs/demo", "runs/first") else own if word.startswith("data/") else word
+            for word in words
+        ]
         monkeypatch.setattr(sys, "argv", [f"launch/{script}.py", *words])
         with pytest.raises(SystemExit) as end:
             run_command({"generate": generate.main, "score": score.main}[script])

@@ -29,17 +29,17 @@ ROOT = Path(__file__).resolve().parents[1]
 SHIPPED = {path.stem: json.loads(path.read_text()) for path in sorted((ROOT / "ds_configs").glob("*.json"))}
 SCHEMA = engine_schema()
 #: Top-level keys that a recipe of this project claims; no mutant of DeepSpeed's keys touches them.
-CLAIMED = {name for cls in technique_classes() for name in cls.sections}
-OURS = {name: section_rule(cls) for cls in technique_classes() for name in cls.sections}
+CLAIMED = {name for cls in technique_classes() if (name := cls.declaration.section)}
+OURS = {name: section_rule(cls) for cls in technique_classes() if (name := cls.declaration.section)}
 #: The parameters of what this project builds itself, which are not in DeepSpeed's schema.
 TOKEN_SCHEDULE_PARAMS = {"min_lr": {}, "warmup_steps": {}, "total_tokens": {}}
 SWITCH = {"types": ["boolean"]}
 ADAM_PARAMS = {"lr": {}, "betas": {}, "eps": {}, "weight_decay": {}, "amsgrad": SWITCH, "adam_w_mode": SWITCH, "torch_adam": SWITCH}
 #: What may stand in the params of the optimizers that recipes bring.
 BROUGHT = {
-    kind: {**{key: {} for key in ("lr", "betas", "eps", "weight_decay")}, **cls.keys}
+    kind: {**{key: {} for key in ("lr", "betas", "eps", "weight_decay")}, **cls.declaration.keys}
     for cls in technique_classes()
-    for kind in cls.optimizer_types
+    if (kind := cls.declaration.optimizer_type)
 }
 #: What may be refused as a whole, because nothing in this project drives it: a fault in it may name the section instead of the key.
 UNDRIVEN = {
@@ -140,10 +140,10 @@ def rules_at(values: Values, path: KeyPath) -> dict[str, Any]:
     section = path[:-1]
     if section == ("optimizer", "params"):
         kind = values["optimizer"]["type"]
-        return ADAM_PARAMS if kind in ("Adam", "AdamW") else BROUGHT.get(kind) or SCHEMA["optimizers"][kind]
+        return ADAM_PARAMS if kind in ("Adam", "AdamW") else BROUGHT.get(kind) or SCHEMA.optimizers[kind]
     if section == ("scheduler", "params"):
-        return SCHEMA["schedulers"].get(values["scheduler"]["type"], TOKEN_SCHEDULE_PARAMS)
-    rules = {**OURS, **SCHEMA["keys"]}
+        return SCHEMA.schedulers.get(values["scheduler"]["type"], TOKEN_SCHEDULE_PARAMS)
+    rules = {**OURS, **SCHEMA.keys}
     for part in section:
         rules = rules[part].get("keys", {})
     return rules
@@ -404,7 +404,7 @@ class Typo(NamedTuple):
         beside = at(self.right, self.path[:-1])
         original = self.path[-1]
         others = {key.removeprefix(prefix) for key in rules for prefix in PREFIXES if key != original}
-        return bool(self.name) and self.name not in {*rules, *beside, *others, *CLAIMED} and self.name not in SCHEMA["removed"]
+        return bool(self.name) and self.name not in {*rules, *beside, *others, *CLAIMED} and self.name not in SCHEMA.removed
 
 
 @st.composite
@@ -534,7 +534,7 @@ def test_a_key_left_out_has_its_default_or_is_asked_for(name, outcome):
         ),
         (
             "scheduler.type",
-            ("WarmupCosineTokens", *SCHEMA["schedulers"]),
+            ("WarmupCosineTokens", *SCHEMA.schedulers),
             ("WarmupCosineToken", "WarmUpDecay", "warmuplr", "Warmup_LR", "one_cycle", "LRRangetest", "WarmupCosinLR"),
         ),
         ("zero_optimization.offload_optimizer.device", ("none", "cpu", "nvme"), ("CPU", "cpus", "nvm", "NVMe", "non")),
@@ -654,20 +654,20 @@ def schema_keys() -> Iterator[tuple[Values, KeyPath, dict[str, Any]]]:
                 yield from below(rule.get("keys", {}), (*path, key))
 
     base = SHIPPED["zero3_fp32"]
-    for path, rule in below(SCHEMA["keys"], ()):
+    for path, rule in below(SCHEMA.keys, ()):
         values = base
         if path[:2] == ("zero_optimization", "zenflow"):  # it works with an offloaded optimizer only
             values = changed(base, {"zero_optimization.offload_optimizer": {"device": "cpu"}})
         if path[0] == "bfloat16":
             values = {key: value for key, value in base.items() if key != "bf16"}
         yield values, path, rule
-    for kind, rules in SCHEMA["optimizers"].items():
+    for kind, rules in SCHEMA.optimizers.items():
         for key, rule in rules.items():
             values = changed(SHIPPED["zero0_fp32"], {"optimizer": {"type": kind, "params": {"lr": "auto"}}})
             yield values, ("optimizer", "params", key), rule
     for key, rule in ADAM_PARAMS.items():
         yield SHIPPED["zero1_bf16"], ("optimizer", "params", key), rule
-    for kind, rules in SCHEMA["schedulers"].items():
+    for kind, rules in SCHEMA.schedulers.items():
         needed = {"cycle_min_lr": 1e-4, "cycle_max_lr": 1e-3} if kind == "OneCycle" else {}
         for key, rule in rules.items():
             yield changed(base, {"scheduler": {"type": kind, "params": needed}}), ("scheduler", "params", key), rule
@@ -704,7 +704,7 @@ def test_a_value_of_the_right_type_is_never_a_traceback(outcome):
 
 def test_a_section_within_itself_is_refused(outcome):
     found = troubles()
-    for key, rule in SCHEMA["keys"].items():
+    for key, rule in SCHEMA.keys.items():
         if "keys" in rule and key not in CLAIMED:
             tell(found, f"{key}.{key}", outcome(changed(SHIPPED["zero2_bf16"], {f"{key}.{key}": {}})), (key, key))
     judge(found)
@@ -905,7 +905,7 @@ GONE = {key: value for key, value in REMOVED.items() if key not in CLAIMED}
 
 
 def test_every_removed_key_is_here():
-    assert set(REMOVED) == set(SCHEMA["removed"])
+    assert set(REMOVED) == set(SCHEMA.removed)
 
 
 @pytest.mark.parametrize("key", GONE)
@@ -1089,14 +1089,14 @@ PAIRS: dict[str, Pair] = {
     ),
     **{
         f"half an optimizer offloaded at stage {stage}": pair(
-            f"zero{stage}_bf16", {f"{ZERO}.offload_optimizer": HALF}, f"{ZERO}.offload_optimizer.ratio", "zero/config.py:399"
+            f"zero{stage}_bf16", {f"{ZERO}.offload_optimizer": HALF}, f"{ZERO}.offload_optimizer.ratio {ZERO}.stage", "zero/config.py:399"
         )
         for stage in (1, 2)
     },
     "a ratio without a device": pair(
         "zero2_bf16",
         {f"{ZERO}.offload_optimizer": {"device": "none", "ratio": 0.5}},
-        f"{ZERO}.offload_optimizer.ratio",
+        f"{ZERO}.offload_optimizer.ratio {ZERO}.stage",
         "zero/config.py:399, which does not look at the device",
     ),
     **{

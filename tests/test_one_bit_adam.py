@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from functools import partial
 
 import pytest
@@ -15,7 +13,6 @@ from model.presets import GPTConfig
 from recipes.compressed_optimizer import settle_variance
 from recipes.one_bit_adam.optimizer import CompressedAdam
 from tests import helpers
-from tests.helpers import ROOT
 
 # Without a corpus GPT-2's vocabulary is assumed: `nano` has 16.1 M parameters.
 FLAGS = ("--recipe", "recipes/one_bit_adam", "--ranks", "2", "--data", "no/corpus")
@@ -30,7 +27,7 @@ def test_a_fifth_of_the_run_is_adam():
     assert [row["compressed"] for row in said["over_the_run"]] == [0, 1, 1, 1, 1]  # at steps 1, 100, 200, ...
     # 16.1 M parameters: 2 bytes each, then a bit.
     assert said["model"]["parameters"] == NANO
-    assert any("80 steps as Adam, which send 32.14 MB each and rank, then steps that send about 2.01" in note for note in said["notes"])
+    assert any("80 steps of Adam, in each of which a rank sends 32.14 MB, then steps with about 2.01 MB" in note for note in said["notes"])
 
 
 def test_the_errors_count_in_the_plan_of_memory():
@@ -58,17 +55,17 @@ def test_upstreams_documented_form_is_accepted_with_a_word():
 
 def test_what_is_sent_follows_the_type_that_gradients_are_reduced_in():
     said = explained("--steps", "400", "--set", 'communication_data_type="fp32"')
-    assert any("which send 64.28 MB each and rank" in note for note in said["notes"])
+    assert any("a rank sends 64.28 MB" in note for note in said["notes"])
 
 
 def test_a_variance_that_is_frozen_while_the_rate_rises_gets_a_word():
     said = explained("--steps", "400", "--warmup_steps", "100")
-    assert any("frozen after step 80, while the learning rate still rises, to step 100" in note for note in said["notes"])
+    assert any("frozen after step 80, while the learning rate rises until step 100" in note for note in said["notes"])
 
 
 def test_one_rank_is_told_that_nothing_is_compressed():
     said = helpers.explained("--recipe", "recipes/one_bit_adam", "--data", "no/corpus")
-    assert any("one rank has nobody to send to" in note for note in said["notes"])
+    assert any("one rank sends nothing" in note for note in said["notes"])
 
 
 @pytest.mark.parametrize(
@@ -108,25 +105,6 @@ def test_a_curriculum_makes_the_run_long_enough():
     flags = ("--steps", "400", "--set", f"{PARAMS}.freeze_step=450")
     assert "freeze_step" in refusal(*flags)
     explained(*flags, "--set", f"curriculum_learning={json.dumps(section)}")
-
-
-def test_it_is_refused_before_torch_is_imported():
-    code = "import sys, runpy\ntry: runpy.run_path('launch/pretrain.py', run_name='__main__')\n"
-    code += "except SystemExit as end: print(end.code, 'torch' in sys.modules)"
-    command = [
-        sys.executable,
-        "-c",
-        code,
-        "--recipe",
-        "recipes/one_bit_adam",
-        "--data",
-        "no/corpus",
-        "--explain",
-        "--set",
-        "zero_optimization.stage=1",
-    ]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.stdout.split() == ["2", "False"], done.stderr
 
 
 # --- the variance that stays --------------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ explained = partial(helpers.explained, "--steps", "400", "--ranks", "2", "--data
 def test_three_tenths_of_the_run_are_lamb():
     said = explained("recipes/one_bit_lamb")
     assert said["engine"][f"{PARAMS}.freeze_step"] == {"value": 120, "from": "0.3 of the run's steps, of whole batches"}
-    assert any("120 steps as LAMB, which send 32.14 MB each and rank, then steps that send about 2.01" in note for note in said["notes"])
+    assert any("120 steps of LAMB, in each of which a rank sends 32.14 MB, then steps with about 2.01 MB" in note for note in said["notes"])
 
 
 def test_the_errors_and_the_fresh_variance_count_in_the_plan_of_memory():

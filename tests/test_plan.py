@@ -1,4 +1,4 @@
-"""`launch/plan.py` explains any size at once, without torch, and refuses mistakes in one line."""
+"""`launch/plan.py` explains any size at once, and refuses mistakes in one line."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from model.presets import PRESETS, GPTConfig
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def plan(*arguments: str, python: tuple[str, ...] = ()) -> subprocess.CompletedProcess:
-    return subprocess.run([sys.executable, *python, "launch/plan.py", *arguments], cwd=ROOT, capture_output=True, text=True)
+def plan(*arguments: str) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, "launch/plan.py", *arguments], cwd=ROOT, capture_output=True, text=True)
 
 
 def test_a_plan_has_a_column_for_every_stage_and_says_what_fits():
@@ -34,9 +34,9 @@ def test_a_plan_has_a_column_for_every_stage_and_says_what_fits():
     assert done.stdout.splitlines()[-1].startswith("In 80 GB a rank: ZeRO 1, ZeRO 2, ZeRO 3")
 
 
-def test_a_plan_imports_no_torch():
-    done = plan("--preset", "nano", "--json", python=("-X", "importtime"))
-    assert not any(line.split("|")[-1].strip().split(".")[0] in ("torch", "deepspeed") for line in done.stderr.splitlines())
+def test_a_plan_as_json_has_a_column_for_every_stage():
+    done = plan("--preset", "nano", "--json")
+    assert done.stderr == ""
     assert set(json.loads(done.stdout)["columns"]) == {"ZeRO 0", "ZeRO 1", "ZeRO 2", "ZeRO 3"}
 
 

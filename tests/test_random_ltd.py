@@ -15,6 +15,7 @@ from model.accounting import flops_per_token
 from model.presets import GPTConfig
 from recipes.random_ltd.technique import RandomLTD, draw_positions, reserved_length, run_on
 from recipes.registry import make_techniques
+from recipes.technique import StepPlan, whole_step
 from tests.helpers import ROOT
 
 
@@ -133,19 +134,21 @@ def test_a_model_of_two_blocks_drops_nothing_and_says_so():
     config, _ = resolve(flags(shape=("--n_layer", "2")))
     assert "random_ltd: no token is dropped" in config.notes[-1]
     (member,) = make_techniques(config).members
+    assert member.on_step(1, whole_step(config)).kept_blocks == 2
     assert member.metrics() == {"reserved_length": 64, "kept_blocks": 2}
 
 
 def test_the_log_says_what_will_be_dropped():
     (note,) = technique("random_ltd_layer_id=[0,3]", shape=("--steps", "100")).notes
     assert "2 of 4 blocks see 64 of 128 tokens at first, 128 from step 71 on; up to 5 lengths" in note
-    assert technique("random_ltd_schedule.schedule_config.require_steps=1e3").arrives_at == 1001
+    assert technique("random_ltd_schedule.schedule_config.require_steps=1e3").stages[-1] == 1001
 
 
 def test_kept_blocks_are_the_flops_that_were_done():
     """By the arithmetic of model.accounting: blocks that run on a row of 64 tokens beside blocks that run on 128."""
     run = technique(shape=("--n_layer", "6"))
     config = GPTConfig(6, 4, 256, 128, vocab_size=8192)
+    kept_blocks = run.on_step(1, StepPlan(8, 1, 128)).kept_blocks
     metrics = run.metrics()
     assert metrics["reserved_length"] == 64
 
@@ -154,16 +157,16 @@ def test_kept_blocks_are_the_flops_that_were_done():
 
     rest = 128 * flops_per_token(config, 128, 0)
     expected = rest + of_blocks(128, 2) + of_blocks(64, 4)
-    assert 128 * flops_per_token(config, kept_blocks=metrics["kept_blocks"]) == pytest.approx(expected, rel=1e-12)
-    run.on_step(10**6)
+    assert 128 * flops_per_token(config, kept_blocks=kept_blocks) == pytest.approx(expected, rel=1e-12)
+    run.on_step(10**6, StepPlan(8, 1, 128))
     assert run.metrics() == {"reserved_length": 128, "kept_blocks": 6}
 
 
 def test_metrics_follow_rows_that_a_curriculum_cuts():
     run = technique()
-    run.on_length(32)
+    run.on_step(1, StepPlan(8, 1, 32))
     assert run.metrics() == {"reserved_length": 32, "kept_blocks": 4}
-    run.on_step(2)
+    run.on_step(2, StepPlan(8, 1, 128))
     assert run.metrics()["reserved_length"] == 64
 
 
@@ -207,7 +210,7 @@ def test_a_bad_value_ends_the_command_with_one_line_and_code_2():
 
 
 def test_it_cannot_be_with_dropped_blocks():
-    with pytest.raises(UsageError, match="both decide which blocks see which tokens"):
+    with pytest.raises(UsageError, match="both control which blocks see which tokens"):
         resolve([*flags(), "--set", "progressive_layer_drop.theta=0.5"])
 
 

@@ -1,4 +1,4 @@
-"""The commands of the README are real: each is run as it stands there, or explained where this machine has not what it needs."""
+"""The commands of README.md, CONTRIBUTING.md and docs/ are run, or explained if they need GPUs, hosts or a large corpus."""
 
 from __future__ import annotations
 
@@ -14,19 +14,39 @@ import pytest
 from launch.config.run_config import resolve
 from launch.formats.metrics import read_metrics
 from model.presets import PRESETS
-from tests.helpers import copy_checkout, free_port
+from tests.helpers import copy_checkout, explained, free_port
+from tests.pages import PAGES, ROOT, commands
 from tests.run_folders import description, lines, write_run
 
-ROOT = Path(__file__).resolve().parents[1]
-README = (ROOT / "README.md").read_text(encoding="utf-8")
-COMMANDS = [line.strip() for line in README.splitlines() if re.match(r"    (deepspeed|python|make) ", line)]
-TRAINING = [line for line in COMMANDS if line.startswith("deepspeed")]
-#: What trains here in seconds: a small model on one or two CPU ranks. The others want GPUs, hosts, or a corpus of billions of tokens.
+README = PAGES["README.md"]
+TRAINING = commands("deepspeed")
+#: Trained here in seconds: a small model on one CPU rank.
 SMALL = [line for line in TRAINING if "gpt" not in line and "data/texts" not in line]
+#: Beginning of a command -> the test that runs it.
+RUN_BY = {
+    "deepspeed launch/pretrain.py ": "test_training_commands_are_explained, test_training_commands_train",
+    "deepspeed --": "test_training_commands_are_explained",
+    "python launch/plan.py ": "test_commands_that_start_nothing_run_as_they_stand",
+    "python launch/pretrain.py ": "test_commands_that_start_nothing_run_as_they_stand",
+    "python launch/compare.py ": "test_comparing_commands_compare",
+    "python launch/generate.py ": "tests/test_generate.py",
+    "python launch/score.py ": "tests/test_generate.py",
+    "python launch/export.py ": "tests/test_score.py",
+    "lm_eval ": "tests/test_score.py",
+    "python data_pipeline/prepare.py ": "test_the_data_command_runs",
+    "python benchmarks/": "test_benchmarks_exist",
+    "python -c ": "tests/distributed/test_signals.py",
+    "make ": "test_make_targets_exist, test_make_pretrain_does_everything_from_the_corpus_to_the_picture",
+}
 
 
 def ranks_of(words: list[str]) -> int:
     return int(words[words.index("--num_gpus") + 1]) if "--num_gpus" in words else 16 if "--hostfile" in words else 1
+
+
+def test_every_command_is_run_by_a_test():
+    assert len(commands()) > 20
+    assert [line for line in commands() if not line.startswith(tuple(RUN_BY))] == []
 
 
 @pytest.mark.parametrize("command", TRAINING)
@@ -34,11 +54,8 @@ def test_training_commands_are_explained(command):
     if "--init_from" in command:
         pytest.skip("a published GPT-2 is not here; tests/test_export.py starts from folders like it")
     words = shlex.split(command)
-    script = words.index("launch/pretrain.py")
-    explain = [sys.executable, *words[script:], "--ranks", str(ranks_of(words)), "--explain"]
-    done = subprocess.run(explain, cwd=ROOT, capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert f"x {ranks_of(words)} rank(s)" in done.stdout
+    flags = words[words.index("launch/pretrain.py") + 1 :]
+    assert explained(*flags, "--ranks", str(ranks_of(words)))
 
 
 @pytest.mark.parametrize("command", SMALL)
@@ -46,14 +63,14 @@ def test_training_commands_train(command, corpus, tmp_path):
     """As they stand, but for three steps, on the tests' corpus, into a folder of the test."""
     words = shlex.split(command)
     launcher = [f"{Path(sys.executable).parent}/deepspeed", "--master_port", str(free_port()), "--log_level", "error"]
-    flags = ["--data", str(corpus), "--runs_dir", str(tmp_path), "--steps", "3"]
+    flags = ["--data", str(corpus), "--runs_dir", str(tmp_path), "--steps", "3", "--eval_batches", "1"]
     done = subprocess.run([*launcher, *words[1:], *flags], cwd=ROOT, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     name = words[words.index("--run_name") + 1]
     assert len(read_metrics(tmp_path / name / "metrics.jsonl")) == 4  # with the untrained validation loss at step 0
 
 
-@pytest.mark.parametrize("command", [line for line in COMMANDS if re.match(r"python launch/(plan|pretrain)\.py", line)])
+@pytest.mark.parametrize("command", [line for line in commands() if re.match(r"python launch/(plan|pretrain)\.py", line)])
 def test_commands_that_start_nothing_run_as_they_stand(command):
     done = subprocess.run([sys.executable, *shlex.split(command)[1:]], cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
@@ -62,8 +79,8 @@ def test_commands_that_start_nothing_run_as_they_stand(command):
 
 def test_comparing_commands_compare(corpus, tmp_path):
     """On runs with the names that the page gives them, and with a recipe, trained for seconds only."""
-    by_recipe, by_runs = (shlex.split(line)[1:] for line in COMMANDS if line.startswith("python launch/compare.py"))
-    for words in (shlex.split(line) for line in SMALL):
+    by_recipe, by_runs = (shlex.split(line)[1:] for line in commands("python launch/compare.py"))
+    for words in (shlex.split(line) for line in SMALL if "--resume" not in line):
         name = words[words.index("--run_name") + 1]
         flags = words[words.index("launch/pretrain.py") + 1 : words.index("--run_name")]
         write_run(tmp_path / "runs" / name, description(corpus, *flags, "--preset", "nano"), lines())
@@ -77,7 +94,7 @@ def test_comparing_commands_compare(corpus, tmp_path):
 
 
 def test_the_data_command_runs(tmp_path):
-    (command,) = [line for line in COMMANDS if line.startswith("python data_pipeline/prepare.py")]
+    (command,) = commands("python data_pipeline/prepare.py")
     source = tmp_path / "texts"
     source.mkdir()
     for number in range(200):  # enough for the documents' hashes to fill both splits
@@ -100,9 +117,9 @@ def checkout(tmp_path_factory) -> Path:
 
 
 def test_make_pretrain_does_everything_from_the_corpus_to_the_picture(checkout):
-    """Both of the README's lines, but for the set-up and for fewer steps; `-o` keeps make from installing again into the shared .venv."""
-    for number, command in enumerate(line for line in COMMANDS if line.startswith("make pretrain")):
-        arguments = shlex.split(command.partition("#")[0])[1:]
+    """Each command, but for the set-up and for fewer steps; `-o` keeps make from installing again into the shared .venv."""
+    for number, command in enumerate(commands("make pretrain")):
+        arguments = shlex.split(command)[1:]
         asked = next((word.removeprefix("ARGS=") for word in arguments if word.startswith("ARGS=")), "")
         make = ["make", "-o", ".venv/.installed", "pretrain", f"ARGS={asked} --steps 4 --eval_batches 1"]
         done = subprocess.run(make, cwd=checkout, capture_output=True, text=True, timeout=300, env=os.environ | {"DS_ACCELERATOR": "cpu"})
@@ -113,28 +130,51 @@ def test_make_pretrain_does_everything_from_the_corpus_to_the_picture(checkout):
         assert "a sample after" in done.stdout
 
 
-def test_what_it_shows_of_a_plan_is_what_the_command_prints(checkout):
+@pytest.mark.parametrize(("page", "script"), [("docs/configuration.md", "launch/pretrain.py"), ("docs/memory.md", "launch/plan.py")])
+def test_an_excerpt_is_what_the_command_prints(page, script, checkout):
     """Each line of the excerpt, wherever it stands, with the corpus that it names."""
     subprocess.run(["make", "-o", ".venv/.installed", "data"], cwd=checkout, capture_output=True, check=True)
-    (command,) = [line for line in COMMANDS if line.endswith("--explain")]
-    words = [sys.executable, *shlex.split(command)[1:]]
+    before, _, after = PAGES[page].partition("An excerpt, with the corpus of")
+    command = re.findall(rf"^    python ({script} .*)$", before, re.MULTILINE)[-1]
+    words = [sys.executable, *shlex.split(command)]
     printed = subprocess.run(words, cwd=checkout, capture_output=True, text=True, check=True).stdout
     found = [" ".join(line.split()) for line in printed.splitlines()]
-    excerpt = README.partition("An excerpt, with the corpus of `make data`:\n")[2].partition("\nModel states alone")[0]
-    shown = [" ".join(line.split()) for line in excerpt.splitlines() if line.startswith("    ") and line.strip() != "..."]
-    assert len(shown) > 25
+    excerpt = re.search(r"\n\n((?: {4}.*\n|\n)+)", after)
+    assert excerpt
+    shown = [" ".join(line.split()) for line in excerpt[1].splitlines() if line.strip()]
+    assert len(shown) > 5
     assert [line for line in shown if line not in found] == []
 
 
-def test_the_refusals_that_it_shows_are_real(tmp_path, corpus):
-    shown = re.findall(r"^    error: my\.json: line \d+: ('[\w.]+': .*)$", README, re.MULTILINE)
-    assert len(shown) == 4
+def test_the_refusals_that_it_shows_are_real(corpus):
+    shown = re.findall(r"^    error: my\.json: line \d+: ('[\w.]+': .*)$", PAGES["docs/configuration.md"], re.MULTILINE)
     keys = {"zero_optimization.stgae": "1", "lr": "0.1", "amp": '{"enabled": true}', "zero_optimization.offload_param": '{"device": "cpu"}'}
     assert [line.split("'")[1] for line in shown] == list(keys)
     for line, (key, value) in zip(shown, keys.items(), strict=True):
         with pytest.raises(ValueError) as mistake:
             resolve(["--deepspeed_config", "ds_configs/zero2_bf16.json", "--data", str(corpus), "--set", f"{key}={value}"])
         assert str(mistake.value) == f"--set {key}: {line.partition(': ')[2]}"
+
+
+def test_the_loop_is_quoted_from_the_script():
+    (quoted,) = re.findall(r"^```python\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+    script = iter(line.strip() for line in (ROOT / "launch" / "pretrain.py").read_text(encoding="utf-8").splitlines())
+    for line in (line.strip() for line in quoted.splitlines()):
+        assert line == "..." or line in script, f"not in launch/pretrain.py, or not in this order: {line}"  # `in` consumes the iterator
+
+
+def test_the_functions_that_architecture_names_exist():
+    page = PAGES["docs/architecture.md"]
+    named = [(name, file) for name, file in re.findall(r"`(\w+)`\s(?:in|of)\s`([\w/]+\.py)`", page)]
+    for file, names in re.findall(r"^\| \d+ \| `([\w/]+\.py)` \| ([^|]+) \|", page, re.MULTILINE):
+        named += [(name, file) for name in re.findall(r"`(\w+)`", names)]
+    assert len(named) > 15
+    for name, file in named:
+        assert re.search(rf"\b(def|class) {name}\b", (ROOT / file).read_text(encoding="utf-8")), f"{name} in {file}"
+
+
+def test_the_readme_is_short():
+    assert len([line for line in README.splitlines() if not line.startswith("| [")]) <= 127  # 150 with the rows of the recipes
 
 
 def test_no_place_is_left_to_fill_in():
@@ -145,12 +185,31 @@ def test_no_place_is_left_to_fill_in():
 
 def test_make_targets_exist():
     targets = set(re.findall(r"^([a-z_]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
-    assert {command.split()[1] for command in COMMANDS if command.startswith("make")} <= targets
+    named = {command.split()[1] for command in commands("make")}
+    assert named | {name for text in PAGES.values() for name in re.findall(r"`make (\w+)`", text)} <= targets
 
 
-def test_every_file_and_preset_it_names_exists():
-    for name in re.findall(r"`((?:launch|tests|recipes|model|data_pipeline|benchmarks)/[\w/]+\.(?:py|md|png))`", README):
-        assert (ROOT / name).exists(), name
-    for link in re.findall(r"\]\(([^)#:]+)\)", README):
-        assert (ROOT / link).exists(), link
-    assert all(f"`{name}`" in README for name in PRESETS)
+def test_benchmarks_exist():
+    for command in commands("python benchmarks/"):
+        assert (ROOT / command.split()[1]).exists(), command
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_file_and_link_it_names_exists(page):
+    text = PAGES[page]
+    example = page == "docs/add-a-recipe.md"  # whose own files tests/test_contributing.py writes
+    for name in re.findall(
+        r"`((?:launch|tests|recipes|model|data_pipeline|benchmarks|ds_configs|docs)/[\w/-]+\.(?:py|md|png|json))`", text
+    ):
+        assert (ROOT / name).exists() or (example and re.search("z_loss|lion", name)), name
+    prose = re.sub(r"^```\w*\n.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
+    for link, anchor in re.findall(r"\]\(([^)#:]*)#?([^):]*)\)", prose):
+        target = (ROOT / page).parent / link if link else ROOT / page
+        assert target.exists(), link
+        if anchor:
+            headings = re.findall(r"^#+ (.*)$", target.read_text(encoding="utf-8"), re.MULTILINE)
+            assert anchor in [re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings], f"{link}#{anchor}"
+
+
+def test_every_preset_is_named():
+    assert all(f"`{name}`" in PAGES["docs/configuration.md"] for name in PRESETS)

@@ -75,7 +75,7 @@ FOUND = {
         {
             "claim": "loss_within",
             "threshold": 0.02,
-            "outcome": "cannot be told",
+            "outcome": "inconclusive",
             "estimate": 0.01,
             "interval": [-0.005, 0.025],
             "p_holds": 0.2,
@@ -90,7 +90,7 @@ def test_a_recipes_page_says_what_was_found():
     part = pages.measured_part(RECIPE, FOUND)
     for line in (
         "    python launch/compare.py --recipe recipes/x --seeds 5",
-        "| the final validation loss is at most 0.02 above the control's | ? **cannot be told**; about 12 seeds would tell "
+        "| the final validation loss is at most 0.02 above the control's | ? **inconclusive**; about 12 seeds would decide "
         "| +0.0100 (-0.0050 to +0.0250) |",
         "| a rank sends at most 0.5 of the control's bytes over the run | ✓ **holds** | 0.250 |",
         "| final validation loss | 5.5000 | 5.5100 | +0.0100 (-0.0050 to +0.0250) |",
@@ -111,15 +111,15 @@ def test_a_recipes_page_says_what_was_found():
 
 def test_the_index_has_the_verdict_of_each_claim_as_it_stands():
     table = pages.index_table({"zero_2": {**FOUND, "claims": [{**FOUND["claims"][0], "threshold": 0.005}]}})
-    assert "`loss_within` 0.005: ? cannot be told (+0.0100); about 12 seeds would tell" in table
+    assert "`loss_within` 0.005: ? inconclusive (+0.0100); about 12 seeds would decide" in table
     beyond = {**FOUND["claims"][0], "threshold": 0.005, "seeds_needed": None}
-    assert "(+0.0100); more than 1,000 seeds would tell" in pages.index_table({"zero_2": {**FOUND, "claims": [beyond]}})
-    assert "cannot be told (+0.0100) |" in pages.index_table({"zero_2": {**FOUND, "claims": [beyond | {"p_holds": None}]}})
+    assert "(+0.0100); more than 1,000 seeds would decide" in pages.index_table({"zero_2": {**FOUND, "claims": [beyond]}})
+    assert "inconclusive (+0.0100) |" in pages.index_table({"zero_2": {**FOUND, "claims": [beyond | {"p_holds": None}]}})
     assert "`loss_within` 0.005: not measured" in pages.index_table({"zero_2": FOUND}), "a verdict on another number is none"
     readme = pages.with_table("a\n\n| recipe | b |\n|---|---|\n| c | d |\n\ne\n", {"zero_2": {**FOUND, "claims": [beyond]}})
     assert readme.startswith("a\n\n| recipe | what it does | claims |\n") and readme.endswith(" |\n\ne\n")
     assert "| [zero_2](recipes/zero_2/README.md) |" in readme and "partitioned over the ranks | `loss_within` ? |" in readme
-    assert "| `loss_within` - |" in readme, "what was not measured"
+    assert "| `loss_within` - |" not in readme, "what was not measured has no verdict"
 
 
 UNSTABLE = {**FOUND, "lr": 0.002, "warmup_steps": 20, "claims": [{**FOUND["claims"][0], "outcome": "holds"}, FOUND["claims"][1]]}
@@ -151,7 +151,7 @@ def test_no_page_shows_a_verdict_of_an_unstable_control(name):
     found, page = pages.read_results().get(name, {}), (ROOT / "recipes" / name / "README.md").read_text(encoding="utf-8")
     unstable = (found.get("lr"), found.get("warmup_steps")) in UNSTABLE_SETTINGS
     assert (NOTICE in page.split("**What it does.**")[0]) == unstable
-    assert not unstable or not re.search("the final validation loss.*(holds|fails|cannot be told)", page)
+    assert not unstable or not re.search("the final validation loss.*(holds|fails|inconclusive)", page)
 
 
 def test_a_part_is_written_in_its_place_once():

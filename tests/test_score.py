@@ -238,10 +238,10 @@ metric_list: [{metric: acc}]
     reason="lm-evaluation-harness is not installed (pip install lm_eval accelerate -c constraints.txt)",
 )
 def test_the_harness_evaluates_an_exported_model(runs, tmp_path):
-    """By the two commands of README, with tasks of the test's own: the figures are those of the model's own logits."""
+    """By the two commands of docs/export.md, with tasks of the test's own: the figures are those of the model's own logits."""
     import torch
 
-    lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
+    lines = (ROOT / "docs" / "export.md").read_text(encoding="utf-8").splitlines()
     evaluate = next(number for number, line in enumerate(lines) if line.startswith("    lm_eval "))
     texts = ["def f():\n    return", "import", "x = 1\nfor x in range(10):\n    print(x)\n"]
     (tmp_path / "docs.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))

@@ -86,7 +86,7 @@ def test_it_is_the_switch_that_torch_documents():
 def test_mfu_is_of_the_peak_of_tf32(changes, tera, monkeypatch):
     class Stub:
         config = resolve([*RUN, "--explain", *changes])[0]
-        technique = make_techniques(config)
+        techniques = make_techniques(config)
         device = torch.device("cuda")
 
         def of_each(self, value: float) -> list[float]:

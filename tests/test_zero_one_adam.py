@@ -73,7 +73,9 @@ def test_the_run_is_told_what_it_sends():
         "local_step_clipper": (16, "the paper's"),
     }.items():
         assert said["engine"][f"{PARAMS}.{key}"] == {"value": value, "from": origin}
-    expected = "of 400 steps of whole batches 27 send 32.14 MB each and rank, to renew the variance, 203 send about 2.01, and 170 a few KB"
+    expected = (
+        "of 400 steps of whole batches, 27 update the variance, for which a rank sends 32.14 MB, 203 send about 2.01 MB, and 170 a few KB"
+    )
     assert any(expected in note for note in said["notes"])
     assert [row["variance_updated"] for row in said["over_the_run"]] == [1, 0, 0, 0, 0]
     assert [row["exchanged"] for row in said["over_the_run"]] == [1, 1, 1, 1, 1]  # at steps 1, 100, 200, ...
@@ -81,12 +83,12 @@ def test_the_run_is_told_what_it_sends():
 
 def test_a_run_that_ends_between_exchanges_is_told():
     said = explained("--steps", "403")
-    assert any("the last exchange is that of step 401" in note for note in said["notes"]), said["notes"]
+    assert any("the last exchange is in step 401" in note for note in said["notes"]), said["notes"]
 
 
 def test_one_rank_is_told_that_nothing_is_compressed():
     said = helpers.explained("--recipe", "recipes/zero_one_adam", "--data", "no/corpus")
-    assert any("one rank has nobody to send to" in note for note in said["notes"])
+    assert any("one rank sends nothing" in note for note in said["notes"])
 
 
 @pytest.mark.parametrize(("flags", "tensors"), [((), 3.5), (("--set", f"{PARAMS}.local_step_clipper=1"), 2.5), (("--ranks", "1"), 1)])
@@ -106,7 +108,7 @@ def test_upstreams_documented_form_is_accepted_with_a_word():
     assert said["engine"][f"{PARAMS}.betas"] == {"value": [0.9, 0.999], "from": "what ZeroOneAdam wants"}
     # 16 renewals one step apart, 16 each 2, 4 and 8 apart, and 10 of 16: 240 + 160.
     assert any("of 400 steps of whole batches 74 send" in note for note in said["notes"])
-    assert any("its schedule arrives at step 100,001, and the run ends at step 400" in note for note in said["notes"])
+    assert any("the last stage of its schedule begins at step 100,001, and the run ends at step 400" in note for note in said["notes"])
     for key in ("cuda_aware", "comm_backend_name"):
         assert any(f"{PARAMS}.{key}: has no effect here" in note for note in said["notes"])
 

@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from launch.config.steps import trained_flops_per_token
 from launch.errors import UsageError
 from launch.formats.metrics import read_good_lines, read_run_json
+from model.accounting import flops_per_token
 from model.presets import GPTConfig
 
 Column = npt.NDArray[np.float64]
@@ -173,7 +173,7 @@ def _read_description(folder: Path) -> tuple[dict[str, Any], GPTConfig]:
     description.setdefault("no_cross_document", False)  # runs older than this flag lack it
     try:
         model = GPTConfig(**description["shape"], vocab_size=description["corpus"].get("vocab_size"))
-        trained_flops_per_token(model, {"kept_blocks": float(model.n_layer), "seq_len": float(model.seq_len)})
+        flops_per_token(model, int(model.seq_len), float(model.n_layer))
         return description, model
     except (TypeError, ValueError, OverflowError) as reason:
         raise UsageError(f"{file}: 'shape' and 'corpus.vocab_size' do not describe a model ({reason}), which a comparison needs") from None
@@ -226,7 +226,7 @@ def _flops_per_token(columns: dict[str, Column], model: GPTConfig) -> Column:
     missing = np.full(len(columns["step"]), np.nan)
     lengths, blocks = (np.nan_to_num(columns.get(name, missing), nan=value).tolist() for name, value in defaults.items())
     shapes = list(zip(lengths, blocks, strict=True))
-    flops = {(length, kept): trained_flops_per_token(model, {"seq_len": length, "kept_blocks": kept})[0] for length, kept in set(shapes)}
+    flops = {(length, kept): flops_per_token(model, int(length), kept) for length, kept in set(shapes)}
     return np.array([flops[shape] for shape in shapes], dtype=np.float64)
 
 

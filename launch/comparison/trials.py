@@ -17,7 +17,7 @@ import psutil
 from data_pipeline.errors import DataError
 from launch.config.explain import memory_of
 from launch.config.flags import suggested_flags
-from launch.config.hardware import device_type, gpu_memory
+from launch.config.hardware import device_type, gpus
 from launch.config.run_config import RunConfig, resolve
 from launch.errors import UsageError
 from launch.training.run_json import INCIDENTAL
@@ -27,6 +27,8 @@ from recipes.registry import ROOT, Recipe
 FILLED = 0.75
 #: Memory that a process uses on a GPU before it allocates anything.
 CUDA_CONTEXT = 600 * 2**20
+#: Memory of a rank on a CPU before it builds a model: Python, torch and DeepSpeed.
+PROCESS = 400 * 2**20
 #: Keys of a resolved run that do not affect its numbers, and the seed, which is in the name itself.
 NOT_HASHED = {*INCIDENTAL, "run_name", "runs_dir", "recipe", "config_file", "preset", "data", "seed", "save_every", "keep"}
 
@@ -100,13 +102,13 @@ def fitting_groups(trials: Sequence[Trial], at_once: int | None) -> list[list[Tr
     """`trials` in groups of runs that are interleaved: of `at_once` runs, or of as many as fit in memory by their plans."""
     device = device_type()
     on_gpu = device == "cuda"
-    free = min(gpu_memory(), default=0) if on_gpu else psutil.virtual_memory().available
+    free = min((gpu.total_memory for gpu in gpus()), default=0) if on_gpu else psutil.virtual_memory().available
     groups: list[list[Trial]] = []
     taken = 0.0
     for trial in trials:
         # On GPUs each rank has its own memory; on a CPU all ranks share it.
         peak = memory_of(trial.config, trial.config.model_config, device)["peak"]
-        size = peak + CUDA_CONTEXT if on_gpu else trial.config.ranks * peak
+        size = peak + CUDA_CONTEXT if on_gpu else trial.config.ranks * (peak + PROCESS)
         full = len(groups[-1]) >= at_once if groups and at_once else taken + size > FILLED * free
         if not groups or full:
             groups.append([])

@@ -1,19 +1,20 @@
-"""What cannot work together in an engine JSON, and what does nothing in this training loop.
+"""What cannot work together in an engine JSON, and what has no effect in this training loop.
 
-DeepSpeed finds most of these late, by an assertion in the middle of its start, or never. Each is one row of a table here: the key to
-name, when it is wrong, and the line that says why and what to write instead. Old names of keys are put right on the way.
+DeepSpeed checks some pairs of values when it reads its JSON (`check_with_deepspeed`); the ones here it finds later, after the model is
+built, or never. Older names of keys are replaced by the current ones.
 """
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from launch.config.engine_json import EngineJson
-from launch.config.hardware import bf16_arithmetic
+from launch.config.hardware import bf16_arithmetic, deepspeed_silenced
 from launch.errors import nearest_name
 from launch.formats.json_lines import KeyPath, dotted
 from recipes.technique import Technique, largest_divisor
@@ -24,22 +25,22 @@ ZERO_AUTO: dict[str, Callable[[int], int]] = {
     "stage3_prefetch_bucket_size": lambda d: d * d * 9 // 10,
     "stage3_param_persistence_threshold": lambda d: 10 * d,
 }
-#: Sections that DeepSpeed documents and that do nothing in this training loop: taken out, with a word, when they are switched on.
-NOT_DRIVEN = {
-    "autotuning": "the autotuner acts under `deepspeed --autotuning` only, which starts runs of its own",
+#: Sections that DeepSpeed documents and that have no effect in this training loop: removed, with a note if they are switched on.
+WITHOUT_EFFECT = {
+    "autotuning": "the autotuner runs under `deepspeed --autotuning` only",
     "compile": "the engine is not compiled",
     "datastates_ckpt": "checkpoints are written beside training already, by DeepSpeed's plain writer",
-    "data_efficiency": "the batches come from data_pipeline/; of it only a seqlen curriculum and random_ltd act, where they are on",
+    "data_efficiency": "the batches come from data_pipeline/; of this section only what a recipe reads has an effect",
     "dataloader_drop_last": "the batches come from data_pipeline/, which has no short ones",
     "expert_parallel": "the model has no experts",
-    "hybrid_engine": "there is nothing to generate during training",
+    "hybrid_engine": "training generates no text",
     "pipeline": "the ranks share the data, not the model",
     "sequence_parallel_size": "the ranks share the data, not the sequences",
-    "tensor_parallel": "the ranks share the data, not the model, which each of them must hold (ZeRO-3 partitions it)",
+    "tensor_parallel": "the ranks share the data, not the model; use ZeRO-3 to partition the model",
     "use_data_before_expert_parallelism": "the model has no experts",
     "weight_quantization": "it is for inference",
 }
-#: Sections that have no `enabled` of their own, on the way to another form of a technique's section.
+#: Sections on the way to another form of a technique's section that have no `enabled` of their own.
 WITHOUT_SWITCH = ("curriculum_metrics",)
 #: Keys of ZeRO that DeepSpeed reads without their prefix `stage3_` too.
 UNPREFIXED = (
@@ -74,277 +75,149 @@ DTYPES = {"float32": "fp32", "float": "fp32", "float16": "fp16", "half": "fp16",
 MONITORS = {"wandb": "wandb", "comet": "comet_ml"}
 
 
+#: Keys that cannot be used in this project: not switched on, or not switched off.
+NOT_ON = {
+    "zero_optimization.zenflow": "trains to other losses, or to NaN, from the first step on (DeepSpeed 0.19.8, measured); leave it out",
+    # csrc/quantization/pt_binding.cpp casts the pointer to __half; quant_reduce.cu divides by no number of GPUs, and
+    # runtime/comm/coalesced_collectives.py by that of the hosts alone. On one host stage3.py does not come there.
+    "zero_optimization.zero_quantized_gradients": "gives wrong gradients over several hosts in DeepSpeed 0.19.8 (bf16 and fp32 bits are "
+    "read as fp16, and a host's GPUs are summed instead of averaged), and has no effect on one host; leave it out",
+    "zero_optimization.zero_quantized_nontrainable_weights": "is for frozen weights, and this project trains all weights; leave it out",
+    "zero_optimization.stage3_module_granularity_threshold": "releases parameters that the backward pass still needs; leave it out",
+    "zero_optimization.legacy_stage1": "is gone from DeepSpeed; leave it out",
+    **dict.fromkeys(
+        ("checkpoint.writer", "checkpoint.load_universal"),
+        "is not supported: a checkpoint must be complete when the engine returns; leave it out",
+    ),
+}
+NOT_OFF = {
+    "zero_optimization.compute_grad_norm": "is false, but the norm is clipped and logged at every step; leave it out",
+    "managed_gradient_accumulation": "is false, but the loop steps the engine once a micro-batch; leave it out",
+    "bf16.check_grad_overflow": "is false, with which a gradient that is not finite ruins the weights; leave it out",
+}
+#: The stages at which a key has an effect.
+STAGES: dict[str, tuple[int, ...]] = {
+    "zero_optimization.offload_optimizer.super_offload": (3,),
+    "zero_optimization.zero_hpz_partition_size": (3,),
+    "zero_optimization.zero_quantized_weights": (3,),
+    "prescale_gradients": (0, 1),  # with reduce_scatter, at stages 2 and 3, DeepSpeed refuses it when the engine starts
+}
+OFFLOAD_STAGES = {"offload_optimizer": (1, 2, 3), "offload_param": (3,)}
+
+
 class Facts(NamedTuple):
-    """What the rules below ask of a JSON."""
+    """What the rules below read of a JSON."""
 
     engine: EngineJson
     ranks: int
     d_model: int
     stage: int
     precision: str  # fp32, bf16 or fp16
-    offload_optimizer: str  # none, cpu or nvme
-    offload_param: str
-
-    def zero(self, key: str) -> Any:
-        return self.engine.get("zero_optimization", key)
 
     def dtype(self, key: str) -> str | None:
         """`fp32`, `bf16` or `fp16` for an entry of `data_types` in any of its spellings."""
         name = self.engine.get("data_types", key)
         return DTYPES.get(str(name).removeprefix("torch."), str(name)) if name is not None else None
 
-    def on(self, *path: str) -> bool:
-        return bool(self.engine.get(*path))
 
+def impossible_values(facts: Facts) -> Iterator[tuple[str, str]]:
+    """Each key that cannot be used, or cannot be used with the others, as a dotted path, and the reason with the fix."""
+    get = facts.engine.get
 
-class Combination(NamedTuple):
-    """A pair of values that cannot stand together; `path` is named, `why` is filled in with the facts."""
+    def value(path: str) -> Any:
+        return get(*path.split("."))
 
-    path: str
-    broken: Callable[[Facts], Any]
-    why: str
-
-
-def _has_no_use_below_stage_3(key: str) -> Combination:
-    path = f"zero_optimization.{key}"
-    return Combination(
-        path, lambda f: _is_active(f.zero(key)) and f.stage != 3, "works at stage 3 only, and this JSON is at stage {f.stage}; leave it out"
-    )
-
-
-def _nvme_needs_a_path(key: str) -> Combination:
-    section = ("zero_optimization", key)
-    return Combination(
-        ".".join(section),
-        lambda f: f.engine.get(*section, "device") == "nvme" and not f.on(*section, "nvme_path"),
-        'device "nvme" needs "nvme_path", a folder on the drive, or "auto" for one in the run\'s own folder; add it',
-    )
-
-
-def _master_weights_at_stage_0(precision: str) -> Combination:
-    return Combination(
-        f"{precision}.{precision}_master_weights_and_grads",
-        lambda f: _master_weights(f, precision) and f.stage == 0,
-        "works at stage 1, 2 or 3, and this JSON is at stage 0; change one of them",
-    )
-
-
-def _master_weights_without_offload(precision: str) -> Combination:
-    return Combination(
-        f"{precision}.{precision}_master_weights_and_grads",
-        lambda f: _master_weights(f, precision) and f.offload_optimizer == "none" and not f.on("bf16", "bf16_optimizer_states"),
-        'needs the optimizer on the CPU; add "offload_optimizer": {{"device": "cpu"}}, or remove it',
-    )
-
-
-def _incomplete_checkpoint(key: str) -> Combination:
-    return Combination(
-        f"checkpoint.{key}",
-        lambda f: _is_active(f.engine.get("checkpoint", key)),
-        "has no place here: a checkpoint must be complete when the engine returns; remove it",
-    )
-
-
-def _reduces_by_scatter(f: Facts) -> bool:
-    return f.stage in (2, 3) and f.zero("reduce_scatter") is not False
-
-
-def _initial_scale(f: Facts) -> float:
-    power = f.engine.get("fp16", "initial_scale_power")
-    return 2.0 ** (16 if power is None else power)
-
-
-def _master_weights(f: Facts, precision: str) -> bool:
-    return f.on(precision, f"{precision}_master_weights_and_grads")
-
-
-#: Sources, in deepspeed/runtime: config.py, engine.py (_configure_optimizer, get_data_types), base_optimizer.py, zero/config.py,
-#: zero/stage_1_and_2.py, zero/stage3.py, precision_config.py, torch_autocast.py.
-COMBINATIONS = [
-    Combination(
-        "fp16.enabled",
-        lambda f: f.on("fp16", "enabled") and f.on("bf16", "enabled"),
-        "fp16 and bf16 are both enabled; set one of them to false",
-    ),
-    Combination(
-        "torch_autocast.enabled",
-        lambda f: f.on("torch_autocast", "enabled") and f.precision != "fp32",
-        "casts fp32 weights, and {f.precision} is enabled too; set one of them to false",
-    ),
-    Combination(
-        "torch_autocast.dtype",
-        lambda f: (
-            f.on("torch_autocast", "enabled")
-            and str(f.engine.get("torch_autocast", "dtype")).endswith(("fp16", "float16"))
-            and "bfloat16" not in f.engine.get("torch_autocast", "dtype")
-        ),
-        "is half precision, whose gradients need a loss scale; use the 'fp16' section, or \"bfloat16\"",
-    ),
-    Combination(
-        "torch_autocast.enabled",
-        lambda f: f.on("torch_autocast", "enabled") and f.zero("zero_quantized_weights"),
-        "does not go with 'zero_quantized_weights'; switch one of them off",
-    ),
-    # --- offload
-    Combination(
-        "zero_optimization.offload_optimizer",
-        lambda f: f.offload_optimizer != "none" and f.stage == 0,
-        "offload works at stage 1 or 2 or 3, and this JSON is at stage 0; change one of them",
-    ),
-    Combination(
-        "zero_optimization.offload_param",
-        lambda f: f.offload_param != "none" and f.stage != 3,
-        "offload works at stage 3, and this JSON is at stage {f.stage}; change one of them",
-    ),
-    Combination(
-        "zero_optimization.offload_optimizer.device",
-        lambda f: f.offload_optimizer == "nvme" and f.stage in (1, 2),
-        'is "nvme", which stage {f.stage} does not have; write "cpu", or use stage 3',
-    ),
-    _nvme_needs_a_path("offload_optimizer"),
-    _nvme_needs_a_path("offload_param"),
-    Combination(
-        "zero_optimization.offload_optimizer.buffer_count",
-        lambda f: f.offload_optimizer == "nvme" and (f.engine.get("zero_optimization", "offload_optimizer", "buffer_count") or 4) < 4,
-        "is too small for Adam, which has four tensors on the drive at a time (weights, two moments, gradients); write 4 or more",
-    ),
-    Combination(
-        "zero_optimization.offload_optimizer.ratio",
-        lambda f: (1 if (ratio := f.engine.get("zero_optimization", "offload_optimizer", "ratio")) is None else ratio) < 1 and f.stage != 3,
-        "is below 1: a part of the optimizer on the CPU works at stage 3 only, and this JSON is at stage {f.stage}; leave it out",
-    ),
-    Combination(
-        "zero_optimization.offload_optimizer.super_offload",
-        lambda f: f.on("zero_optimization", "offload_optimizer", "super_offload") and f.stage != 3,
-        "works at stage 3 only, and this JSON is at stage {f.stage}; leave it out",
-    ),
-    Combination(
-        "zero_optimization.zenflow",
-        lambda f: f.zero("zenflow") is not None,
-        "trains to other losses, or to NaN, from the first step on (DeepSpeed 0.19.8, measured); leave it out",
-    ),
+    stage, precision = facts.stage, facts.precision
+    yield from ((path, why) for path, why in NOT_ON.items() if value(path) not in (None, False, 0))
+    yield from ((path, why) for path, why in NOT_OFF.items() if value(path) is False)
+    for path, stages in STAGES.items():
+        if _is_active(value(path)) and stage not in stages:
+            yield path, f"works at stage {_or(stages)} only, and this JSON is at stage {stage}; leave it out, or change the stage"
+    yield from _impossible_offload(facts)
     # --- ZeRO
-    *map(_has_no_use_below_stage_3, ("zero_hpz_partition_size", "zero_quantized_weights")),
-    Combination(
-        "zero_optimization.zero_hpz_partition_size",
-        lambda f: f.ranks % min(f.zero("zero_hpz_partition_size") or 1, f.ranks),
-        'does not divide the {f.ranks} ranks; write a divisor of it, such as the GPUs of a host, or "auto"',
-    ),
-    Combination(
-        "zero_optimization.zero_quantized_weights",
-        # Otherwise an assertion in the first forward pass, or from padded partitions other weights (zero/partition_parameters.py).
-        lambda f: f.on("zero_optimization", "zero_quantized_weights") and f.d_model % (QUANTIZED_TOGETHER * f.ranks),
-        f"takes {QUANTIZED_TOGETHER} weights at a time, of which a rank's part of each parameter must be a multiple; make d_model, which "
-        f"is {{f.d_model}}, a multiple of {QUANTIZED_TOGETHER} x {{f.ranks}} ranks, or leave the key out",
-    ),
-    Combination(
-        "zero_optimization.zero_quantized_gradients",
-        # csrc/quantization/pt_binding.cpp casts the pointer to __half; quant_reduce.cu divides by no number of GPUs, and
-        # runtime/comm/coalesced_collectives.py by that of the hosts alone. On one host stage3.py does not come there.
-        lambda f: f.on("zero_optimization", "zero_quantized_gradients"),
-        "is wrong over several hosts in DeepSpeed 0.19.8, which takes the bits of bf16 and fp32 gradients for fp16, and adds up those of a "
-        "host's GPUs where it should average them; on one host it does nothing; leave it out",
-    ),
-    Combination(
-        "zero_optimization.zero_quantized_nontrainable_weights",
-        lambda f: f.on("zero_optimization", "zero_quantized_nontrainable_weights"),
-        "is for weights that are not trained, and all are; leave it out",
-    ),
-    Combination(
-        "zero_optimization.compute_grad_norm",
-        lambda f: f.zero("compute_grad_norm") is False,
-        "is false, but the norm is clipped and logged at every step; leave the key out",
-    ),
-    Combination(
-        "zero_optimization.stage3_module_granularity_threshold",
-        lambda f: (f.zero("stage3_module_granularity_threshold") or 0) > 0 and f.stage == 3,
-        "releases parameters that the backward pass still needs; leave it out",
-    ),
-    Combination("zero_optimization.legacy_stage1", lambda f: f.zero("legacy_stage1"), "is gone from DeepSpeed; leave the key out"),
-    Combination(
-        "zero_optimization.allgather_bucket_size",
-        lambda f: f.stage in (1, 2) and (f.zero("allgather_bucket_size") or 0) % 2,
-        "is odd, and stage {f.stage} aligns its buckets to 2 elements; write an even number",
-    ),
-    Combination(
-        "prescale_gradients",
-        lambda f: f.on("prescale_gradients") and _reduces_by_scatter(f),
-        'does not go with "reduce_scatter" at stage {f.stage}; leave it out, or set "reduce_scatter": false',
-    ),
-    Combination(
-        "gradient_predivide_factor",
-        lambda f: f.engine.get("gradient_predivide_factor") not in (None, 1) and _reduces_by_scatter(f),
-        'other than 1 does not go with "reduce_scatter" at stage {f.stage}; leave it out, or set "reduce_scatter": false',
-    ),
-    Combination(
-        "gradient_predivide_factor",
-        lambda f: f.engine.get("gradient_predivide_factor") not in (None, 1) and f.stage == 3,
-        "other than 1 is not multiplied back at stage 3, so that the gradients are wrong by it; leave it out",
-    ),
-    Combination(
-        "gradient_allreduce_op",
-        lambda f: f.engine.get("gradient_allreduce_op") == "sum" and f.stage == 3,
-        'is "sum", which stage 3 does not do; write "mean"',
-    ),
+    zero = "zero_optimization."
+    if facts.ranks % min(value(zero + "zero_hpz_partition_size") or 1, facts.ranks):
+        why = f'does not divide the {facts.ranks} ranks; write a divisor of it, such as the GPUs of a host, or "auto"'
+        yield zero + "zero_hpz_partition_size", why
+    # Otherwise an assertion in the first forward pass, or from padded partitions other weights (zero/partition_parameters.py).
+    if value(zero + "zero_quantized_weights") and facts.d_model % (QUANTIZED_TOGETHER * facts.ranks):
+        yield (
+            zero + "zero_quantized_weights",
+            f"quantizes {QUANTIZED_TOGETHER} weights at a time, which must divide a rank's part of each parameter; make d_model, which is "
+            f"{facts.d_model}, a multiple of {QUANTIZED_TOGETHER} x {facts.ranks} ranks, or leave the key out",
+        )
+    if stage in (1, 2) and (value(zero + "allgather_bucket_size") or 0) % 2:
+        yield zero + "allgather_bucket_size", f"is odd, and stage {stage} aligns its buckets to 2 elements; write an even number"
+    if value("gradient_predivide_factor") not in (None, 1) and stage > 1:
+        # Stage 3 does not multiply the gradients back, and with reduce_scatter stages 2 and 3 fail when the engine starts.
+        yield "gradient_predivide_factor", f"is not 1, which is wrong at stage {stage}; leave it out, or use stage 0 or 1"
     # --- precision
-    *map(_master_weights_at_stage_0, ("fp16", "bf16")),
-    Combination(
-        "fp16.fp16_master_weights_and_grads",
-        lambda f: _master_weights(f, "fp16") and _master_weights(f, "bf16"),
-        "and bf16_master_weights_and_grads exclude each other; remove one of them",
-    ),
-    *map(_master_weights_without_offload, ("fp16", "bf16")),
-    Combination(
-        "bf16.bf16_optimizer_states",
-        lambda f: (
-            f.on("bf16", "bf16_optimizer_states")
-            and not _master_weights(f, "bf16")
-            and not f.engine.is_faulty("bf16", "bf16_master_weights_and_grads")
-        ),
-        "needs 'bf16_master_weights_and_grads': true beside it",
-    ),
-    Combination(
-        "fp16.min_loss_scale",
-        lambda f: not f.engine.get("fp16", "loss_scale") and (f.engine.get("fp16", "min_loss_scale") or 1) > _initial_scale(f),
-        "is above the initial scale, 2^initial_scale_power; lower it, or raise 'initial_scale_power'",
-    ),
-    Combination(
-        "bf16.check_grad_overflow",
-        lambda f: f.engine.get("bf16", "check_grad_overflow") is False and f.on("bf16", "enabled"),
-        "is false, with which a gradient that is not finite is applied and ruins the weights; leave it out",
-    ),
-    Combination(
-        "data_types.param_dtype",
-        lambda f: f.dtype("param_dtype") not in (None, f.precision),
-        "is not the {f.precision} that this JSON trains in; leave it out",
-    ),
-    Combination(
-        "data_types.grad_accum_dtype",
-        lambda f: f.dtype("grad_accum_dtype") not in (None, f.precision) and f.stage == 0,
-        "is not the {f.precision} that this JSON trains in, which stage 0 cannot mix; leave it out, or use stage 1, 2 or 3",
-    ),
-    Combination(
-        "data_types.grad_accum_dtype",
-        lambda f: f.dtype("grad_accum_dtype") == "fp16" and f.precision != "fp16",
-        'is fp16 without its loss scale, so that small gradients vanish; write "fp32"',
-    ),
-    Combination(
-        "communication_data_type",
-        lambda f: f.engine.get("communication_data_type") == "fp16" and f.precision != "fp16",
-        'is fp16 without its loss scale, so that small gradients vanish; write "bf16" or "fp32"',
-    ),
-    # --- what this loop does not leave to the engine
-    Combination(
-        "managed_gradient_accumulation",
-        lambda f: f.engine.get("managed_gradient_accumulation") is False,
-        "is false, but the loop steps the engine once a micro-batch; remove it",
-    ),
-    *map(_incomplete_checkpoint, ("writer", "load_universal")),
-]
+    masters = [name for name in ("fp16", "bf16") if get(name, f"{name}_master_weights_and_grads")]
+    offloaded = (value(zero + "offload_optimizer.device") or "none") != "none"
+    for name in masters:
+        path = f"{name}.{name}_master_weights_and_grads"
+        if len(masters) == 2 and name == "fp16":
+            yield path, "excludes bf16_master_weights_and_grads; remove one of them"
+        if stage and not offloaded and not value("bf16.bf16_optimizer_states"):
+            yield path, 'needs the optimizer on the CPU; add "offload_optimizer": {"device": "cpu"}, or remove it'
+    autocast = get("torch_autocast") or {}
+    if autocast.get("enabled") and precision != "fp32":
+        yield "torch_autocast.enabled", f"casts fp32 weights, and {precision} is enabled too; set one of them to false"
+    if autocast.get("enabled") and autocast.get("dtype") in ("fp16", "float16", "torch.float16"):
+        yield "torch_autocast.dtype", "is fp16, whose gradients need a loss scale; use the 'fp16' section, or \"bfloat16\""
+    power = value("fp16.initial_scale_power")
+    if not value("fp16.loss_scale") and (value("fp16.min_loss_scale") or 1) > 2.0 ** (16 if power is None else power):
+        yield "fp16.min_loss_scale", "is above the initial scale, 2^initial_scale_power; lower it, or raise 'initial_scale_power'"
+    if facts.dtype("param_dtype") not in (None, precision):
+        yield "data_types.param_dtype", f"is not the {precision} that this JSON trains in; leave it out"
+    accumulated = facts.dtype("grad_accum_dtype")
+    if accumulated not in (None, precision) and stage == 0:
+        yield "data_types.grad_accum_dtype", f"must be {precision}, as the weights, at stage 0; leave it out, or use stage 1, 2 or 3"
+    for path, dtype in (("data_types.grad_accum_dtype", accumulated), ("communication_data_type", value("communication_data_type"))):
+        if dtype == "fp16" != precision:
+            yield path, 'is fp16 without its loss scale, so that small gradients vanish; write "fp32"'
+
+
+def _impossible_offload(facts: Facts) -> Iterator[tuple[str, str]]:
+    for key, stages in OFFLOAD_STAGES.items():
+        path, section = f"zero_optimization.{key}", facts.engine.get("zero_optimization", key) or {}
+        device = section.get("device") or "none"
+        if device != "none" and facts.stage not in stages:
+            yield path, f"offload works at stage {_or(stages)}, and this JSON is at stage {facts.stage}; change one of them"
+        if device == "nvme" and key == "offload_optimizer" and facts.stage in (1, 2):
+            yield f"{path}.device", f'is "nvme", which works at stage 3 only; write "cpu", or use stage 3 instead of {facts.stage}'
+        if device == "nvme" and not section.get("nvme_path"):
+            yield path, 'device "nvme" needs "nvme_path": a folder on the drive, or "auto" for one in the run\'s folder; add it'
+        if device == "nvme" and key == "offload_optimizer" and section.get("buffer_count", 4) < 4:
+            yield f"{path}.buffer_count", "must be at least 4: Adam has four tensors on the drive (weights, two moments, gradients)"
+
+
+def _or(stages: tuple[int, ...]) -> str:
+    return " or ".join(map(str, stages))
+
+
+def check_with_deepspeed(engine: EngineJson, ours: Iterable[str]) -> None:
+    """Note the first fault that DeepSpeed itself finds in `engine`, if any. `ours` are the top-level sections that it does not get."""
+    from deepspeed.runtime.config import DeepSpeedConfig  # after the schema, which has imported DeepSpeed
+
+    # DeepSpeed would compare the global batch with the ranks of this process's group, which may not exist yet.
+    left_out = {*ours, "optimizer", "scheduler", "train_batch_size"}
+    values = copy.deepcopy({key: value for key, value in engine.values.items() if key not in left_out})
+    try:
+        with deepspeed_silenced():
+            DeepSpeedConfig(values)
+    except Exception as reason:  # assertions, errors of pydantic, a DeepSpeedConfigError
+        details: list[dict[str, Any]] = getattr(reason, "errors", list)()
+        message = details[0]["msg"].partition(", ")[2] if details else str(reason)
+        named = [path for path in engine.paths() if str(path[-1]) in message.lower()]
+        if named:
+            engine.fault(max(named, key=lambda path: len(str(path[-1]))), f"DeepSpeed refuses this: {message}")
+        else:
+            engine.fault_of_run(f"{engine.file}: DeepSpeed refuses this: {message}")
 
 
 def check_combinations(engine: EngineJson, ranks: int, d_model: int, claimed: Mapping[str, type[Technique]]) -> None:
-    """Note what cannot work together in `engine`, put old names right, fill in the stage and the sizes of ZeRO's buffers.
+    """Note what cannot work together in `engine`, replace old names, and fill in the stage and the sizes of ZeRO's buffers.
 
     Args:
         ranks: how many share the run.
@@ -357,14 +230,12 @@ def check_combinations(engine: EngineJson, ranks: int, d_model: int, claimed: Ma
         engine.settle(("zero_optimization",), {}, "DeepSpeed's default")
     if "stage" not in engine.values["zero_optimization"] and not engine.is_faulty("zero_optimization", "stage"):
         engine.settle(("zero_optimization", "stage"), 0, "DeepSpeed's default")
-    _drop_what_does_nothing(engine, claimed)
+    _drop_without_effect(engine, claimed)
     if not engine.is_faulty("zero_optimization", "stage"):  # else what the stage allows cannot be said
-        devices = [engine.get("zero_optimization", key, "device") or "none" for key in ("offload_optimizer", "offload_param")]
-        facts = Facts(engine, ranks, d_model, engine.get("zero_optimization", "stage"), precision, *devices)
-        for path, broken, why in COMBINATIONS:
-            keys = tuple(path.split("."))
-            if not engine.is_faulty(*keys) and broken(facts):
-                engine.fault(keys, why.format(f=facts))
+        facts = Facts(engine, ranks, d_model, engine.get("zero_optimization", "stage"), precision)
+        for path, why in list(impossible_values(facts)):
+            if not engine.is_faulty(*path.split(".")):
+                engine.fault(tuple(path.split(".")), why)
     for key, size in ZERO_AUTO.items():
         if engine.values["zero_optimization"].get(key) == "auto":
             engine.settle(("zero_optimization", key), size(d_model), f"from d_model {d_model}")
@@ -373,7 +244,7 @@ def check_combinations(engine: EngineJson, ranks: int, d_model: int, claimed: Ma
 
 
 def _settle_second_partition(engine: EngineJson, ranks: int) -> None:
-    """`zero_hpz_partition_size`: "auto" is the ranks of a host where there are several; and a word where a size does nothing."""
+    """`zero_hpz_partition_size`: "auto" is the ranks of a host if there are several hosts; a size without effect gets a note."""
     path = ("zero_optimization", "zero_hpz_partition_size")
     size = engine.values["zero_optimization"].get(path[-1])
     if size == "auto":
@@ -389,21 +260,22 @@ def _settle_second_partition(engine: EngineJson, ranks: int) -> None:
 
 
 def adopt_other_forms(engine: EngineJson, techniques: Iterable[type[Technique]]) -> None:
-    """Move what stands at another documented place of a technique's section to the place where the technique looks for it.
+    """Move a technique's section from another documented place in the JSON to the section that the technique claims.
 
-    The sections on the way have DeepSpeed's default for `enabled`, which is false. A section that is "auto" is one whose keys all are.
+    The sections around such a place are off by default, as in DeepSpeed. A section that is "auto" stands for one with "auto" at each key.
     """
     for cls in techniques:
-        for section in cls.sections:
-            if engine.values.get(section) == "auto" and (keys := [key for key, rule in cls.keys.items() if rule.get("auto")]):
-                engine.settle((section,), dict.fromkeys(keys, "auto"), '"auto"')
+        declared = cls.declaration
+        section = declared.section
+        if engine.values.get(section) == "auto" and (keys := [key for key, rule in declared.keys.items() if rule.get("auto")]):
+            engine.settle((section,), dict.fromkeys(keys, "auto"), '"auto"')
         places: list[KeyPath] = []
-        for place, convert in cls.other_forms.items():
+        for place, convert in declared.other_forms.items():
             *above, key = path = tuple(place.split("."))
-            holder, section = engine.get(*above), cls.sections[0]
+            holder = engine.get(*above)
             if not isinstance(holder, dict):
                 continue
-            known = [form.rpartition(".")[2] for form in cls.other_forms if form.rpartition(".")[0] == dotted(tuple(above))]
+            known = [form.rpartition(".")[2] for form in declared.other_forms if form.rpartition(".")[0] == dotted(tuple(above))]
             for name in [name for name in holder if name not in known]:
                 if (meant := nearest_name(name, known)) is not None:
                     engine.fault((*above, name), f"unknown key; did you mean '{meant}'?")
@@ -437,7 +309,7 @@ def _rename(engine: EngineJson) -> None:
 
 
 def _precision(engine: EngineJson) -> str:
-    """fp32, bf16 or fp16; `"auto"` is bf16 where the machine has arithmetic for it and fp16, in a file that serves both, is not on."""
+    """fp32, bf16 or fp16; `"auto"` is bf16 if the device has bf16 arithmetic and fp16 is not enabled."""
     if engine.values.get("fp16", {}).get("enabled") == "auto":
         engine.settle(("fp16", "enabled"), False, "auto: fp16 only where it says true")
     if engine.values.get("bf16", {}).get("enabled") == "auto":
@@ -450,13 +322,13 @@ def _precision(engine: EngineJson) -> str:
     return "fp16" if engine.get("fp16", "enabled") else "bf16" if engine.get("bf16", "enabled") else "fp32"
 
 
-def _drop_what_does_nothing(engine: EngineJson, claimed: Mapping[str, type[Technique]]) -> None:
-    """Take out what cannot do here what it says: sections that none of our techniques claims, and keys in those that one does."""
+def _drop_without_effect(engine: EngineJson, claimed: Mapping[str, type[Technique]]) -> None:
+    """Remove sections and keys that have no effect in this training loop, with a note for each that is switched on."""
     for section, cls in claimed.items():
-        for key, reason in cls.without_effect.items():
-            if (value := engine.get(section, key)) is not None and _is_active(value) and cls.is_on(engine.values[section]):
+        for key, reason in cls.declaration.ignored.items():
+            if (value := engine.get(section, key)) is not None and _is_active(value) and cls.declaration.is_on(engine.values[section]):
                 engine.note((section, key), f"has no effect here and is left out: {reason}")
-    for key, reason in NOT_DRIVEN.items():
+    for key, reason in WITHOUT_EFFECT.items():
         if key not in claimed and key in engine.values:
             if _is_active(engine.values[key]):
                 engine.note((key,), f"has no effect here and is left out: {reason}")
@@ -466,7 +338,7 @@ def _drop_what_does_nothing(engine: EngineJson, claimed: Mapping[str, type[Techn
 
 
 def _check_machine(engine: EngineJson) -> None:
-    """What a valid JSON asks for and this machine does not have; `--explain` prints it, training is refused."""
+    """Note what a valid JSON needs and this machine does not have; `--explain` prints it, training is refused."""
     for key, package in MONITORS.items():
         if engine.get(key, "enabled") and importlib.util.find_spec(package) is None:
             engine.lack((key, "enabled"), f"needs the package {package}, which is not installed; pip install {package}")
@@ -478,7 +350,7 @@ def _check_machine(engine: EngineJson) -> None:
 
 
 def _is_active(value: Any) -> bool:
-    """Whether a section, or a value in it, asks for something: `{"enabled": false}`, `false`, 0 and 1 (of a group's size) do not."""
+    """Whether a section, or a value in it, is switched on: `{"enabled": false}`, `false`, 0 and 1 (a group of one) are not."""
     if isinstance(value, dict):
         return value["enabled"] is True if "enabled" in value else any(map(_is_active, value.values()))
     return value > 1 if isinstance(value, (int, float)) and not isinstance(value, bool) else bool(value)

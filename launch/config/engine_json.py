@@ -89,6 +89,10 @@ class EngineJson:
                 return f"line {line}"
         return None
 
+    def paths(self) -> list[KeyPath]:
+        """The paths of all keys that the user wrote."""
+        return [*self._lines, *self._overrides]
+
     def _is_overridden(self, path: KeyPath) -> bool:
         return any(path[: len(override)] == override for override in self._overrides)
 

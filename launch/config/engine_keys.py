@@ -1,6 +1,6 @@
-"""Checks the keys and values of an engine JSON against the committed schema, at every depth, before torch is imported.
+"""Checks the keys and values of an engine JSON at every depth.
 
-An unknown key is told its nearest name or, where the name is right and the place wrong, where it belongs.
+The message for an unknown key names the nearest key or, for a known key in the wrong section, where it belongs.
 """
 
 from __future__ import annotations
@@ -11,29 +11,29 @@ from collections.abc import Iterator
 from functools import cache
 from typing import Any, NamedTuple
 
-from launch.config.engine_schema import Rule, engine_schema
+from launch.config.engine_schema import Rule, Rules, engine_schema
 from launch.errors import nearest_name
 from launch.formats.json_lines import KeyPath, dotted
 from recipes.registry import technique_classes
 from recipes.technique import Technique
 
-#: The parameters of what this project builds itself, which are not in DeepSpeed's schema.
-ADAM_PARAMS: dict[str, Rule] = {
+#: The parameters of the optimizers and the schedule that this project builds itself.
+ADAM_PARAMS: Rules = {
     **{key: {} for key in ("lr", "betas", "eps", "weight_decay")},
     **{key: {"types": ["boolean"]} for key in ("amsgrad", "bias_correction", "adam_w_mode", "torch_adam")},
 }
-TOKEN_PARAMS: dict[str, Rule] = {"min_lr": {}, "warmup_steps": {}, "total_tokens": {}}
-#: What to write instead of a removed key, where DeepSpeed's own words point to something that does nothing here.
+TOKEN_PARAMS: Rules = {"min_lr": {}, "warmup_steps": {}, "total_tokens": {}}
+#: What to write instead of a removed key, where the advice of DeepSpeed's own message does not apply here.
 INSTEAD = {
     "amp": "Write 'bf16' or 'fp16' instead.",
     "sparse_gradients": "The gradients of the embedding are dense.",
 }
-#: More allowed names than this are no help in a message.
+#: A message lists at most this many allowed names.
 MANY = 16
 
 
 class KeyFault(NamedTuple):
-    """A fault of an engine JSON: where, what is wrong and what to write instead, and for a misspelt key the name that was meant."""
+    """A fault of an engine JSON: where, what is wrong and what to write instead, and for a misspelt key the suggested name."""
 
     path: KeyPath
     message: str
@@ -43,25 +43,25 @@ class KeyFault(NamedTuple):
 Faults = list[KeyFault]
 
 
-def check_engine_keys(config: dict[str, Any], ours: dict[str, Rule], auto: set[str]) -> Faults:
+def check_engine_keys(config: dict[str, Any], ours: Rules, auto: set[str]) -> Faults:
     """Faults of an engine JSON.
 
-    Two things are put right in place: a whole number written as `5e8` becomes one, and a section of a removed feature that is
-    switched off (`"enabled": false`) is taken out, which DeepSpeed would refuse even so.
+    Changes `config` in two ways: a whole number written as `5e8` becomes an integer, and a removed section that is switched off
+    (`"enabled": false`), which DeepSpeed would refuse, is deleted.
 
     Args:
         ours: the rules of the top-level sections that the project's own techniques claim.
         auto: the dotted keys for which `"auto"` has a meaning.
     """
     schema = engine_schema()
-    removed, rules = schema["removed"], {**schema["keys"], **ours}
+    removed, rules = schema.removed, schema.keys | ours
     for key, value in list(config.items()):
         if key in removed and key not in ours and (value is False or (isinstance(value, dict) and value.get("enabled") is False)):
             del config[key]
     faults: Faults = []
     for fault in check_section((), config, {"keys": rules}, auto):
         if (key := dotted(fault.path)) in removed and key not in ours:
-            fault = KeyFault(fault.path, f"is gone from DeepSpeed {schema['deepspeed']}; remove it. {INSTEAD.get(key) or removed[key]}")
+            fault = KeyFault(fault.path, f"is gone from DeepSpeed {schema.version}; remove it. {INSTEAD.get(key) or removed[key]}")
         faults.append(fault)
     for key, value in config.items():
         config[key] = _whole(value, rules.get(key, {}))
@@ -70,8 +70,8 @@ def check_engine_keys(config: dict[str, Any], ours: dict[str, Rule], auto: set[s
 
 def section_rule(technique: type[Technique]) -> Rule:
     """The rule of a section that `technique` claims."""
-    auto = any(rule.get("auto") for rule in technique.keys.values())  # then of the section too
-    return {"types": ["object"], "keys": {"enabled": {"types": ["boolean"]}, **technique.keys}, "auto": auto}
+    auto = any(rule.get("auto") for rule in technique.declaration.keys.values())  # then of the section too
+    return {"types": ["object"], "keys": {"enabled": {"types": ["boolean"]}, **technique.declaration.keys}, "auto": auto}
 
 
 def check_section(path: KeyPath, section: Any, rule: Rule, auto: set[str]) -> Faults:
@@ -93,8 +93,8 @@ def check_section(path: KeyPath, section: Any, rule: Rule, auto: set[str]) -> Fa
     return faults
 
 
-def _unknown(path: KeyPath, value: Any, section: dict[str, Any], rules: dict[str, Rule]) -> KeyFault:
-    """The fault of an unknown key: the nearest name that is still free and takes such a value, else any, else where the name belongs."""
+def _unknown(path: KeyPath, value: Any, section: dict[str, Any], rules: Rules) -> KeyFault:
+    """The fault of an unknown key, with where it belongs, or the nearest name: unused ones that take such a value are preferred."""
     key = str(path[-1])
     home = _homes().get(key)
     free = [name for name in rules if name not in section]
@@ -114,7 +114,7 @@ def _homes() -> dict[str, str]:
     schema, places = engine_schema(), Counter[str]()
     found: dict[str, str] = {}
 
-    def walk(rules: dict[str, Rule], path: KeyPath) -> None:
+    def walk(rules: Rules, path: KeyPath) -> None:
         for key, rule in rules.items():
             here = dotted((*path, key))
             if found.get(key) != here:
@@ -122,11 +122,11 @@ def _homes() -> dict[str, str]:
                 found[key] = here
             walk(rule.get("keys", {}), (*path, key))
 
-    walk(schema["keys"], ())
-    brought = (cls.keys for cls in technique_classes() if cls.optimizer_types)
-    for params in (ADAM_PARAMS, *schema["optimizers"].values(), *brought):
+    walk(schema.keys, ())
+    brought = (cls.declaration.keys for cls in technique_classes() if cls.declaration.optimizer_type)
+    for params in (ADAM_PARAMS, *schema.optimizers.values(), *brought):
         walk(params, ("optimizer", "params"))
-    for params in (TOKEN_PARAMS, *schema["schedulers"].values()):
+    for params in (TOKEN_PARAMS, *schema.schedulers.values()):
         walk(params, ("scheduler", "params"))
     return {key: place for key, place in found.items() if places[key] == 1}
 
@@ -134,14 +134,14 @@ def _homes() -> dict[str, str]:
 def defaults_left_open(config: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     """The dotted keys that `config` leaves out, with the value that DeepSpeed takes: at the top level, and in the sections it has."""
 
-    def walk(section: dict[str, Any], rules: dict[str, Rule], path: KeyPath) -> Iterator[tuple[str, Any]]:
+    def walk(section: dict[str, Any], rules: Rules, path: KeyPath) -> Iterator[tuple[str, Any]]:
         for key, rule in rules.items():
             if key not in section and "default" in rule:
                 yield dotted((*path, key)), rule["default"]
             elif isinstance(section.get(key), dict):
                 yield from walk(section[key], rule.get("keys", {}), (*path, key))
 
-    return walk(config, engine_schema()["keys"], ())
+    return walk(config, engine_schema().keys, ())
 
 
 def value_fault(value: Any, rule: Rule) -> str | None:

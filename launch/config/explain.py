@@ -12,13 +12,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from typing import Any
 
-from launch.config.combinations import NOT_DRIVEN
+from launch.config.combinations import WITHOUT_EFFECT
 from launch.config.engine_keys import defaults_left_open
 from launch.config.memory import bytes_sent_per_step, memory_per_rank
 from launch.config.optimizer import state_tensors
 from launch.config.run_config import RunConfig, needs_cuda
 from launch.config.schedule import TOKEN_SCHEDULE, engine_iteration, warmup_cosine
-from launch.config.steps import planned_steps, trained_flops_per_token
+from launch.config.steps import planned_steps
 from launch.errors import one_line
 from model.accounting import flops_per_token, parameter_count
 from model.presets import GPTConfig
@@ -36,7 +36,7 @@ LAST = {
     "checkpointed_peak": "peak, checkpointed",
     "sent": "sent a step",
 }
-MOMENTS = {"build": "building", "forward": "forward", "recompute": "recomputing", "backward": "backward", "update": "updating"}
+MOMENTS = {"forward": "forward", "recompute": "recomputing", "backward": "backward", "update": "updating"}
 #: The parts of a rank's memory, and how the page calls them.
 PARTS = {
     "weights": "weights",
@@ -48,10 +48,8 @@ PARTS = {
     "loss_head": "loss head",
     "activations": "activations",
     "host": "offloaded, in the host's memory",
-    "drive": "offloaded, on the drive",
+    "drive": "offloaded, on NVMe",
     "snapshot": "copy for checkpoints, in the host's memory",
-    "process": "the process",
-    "allocator": "kept by the allocator",
 }
 #: How the entries of `flops` are called.
 FLOPS = {"per_token": "a token", "per_step": "a step", "per_step_and_rank": "a step and rank", "run": "the run"}
@@ -119,7 +117,7 @@ def explain(config: RunConfig) -> dict[str, Any]:
 def memory_of(config: RunConfig, model: GPTConfig, device: str) -> dict[str, Any]:
     """The memory of a rank by part, bytes, on "cuda" or on a "cpu"; and where activations are not checkpointed, its peak if they were."""
     techniques = make_techniques(config)
-    checkpoints = techniques.checkpoints
+    checkpoints = techniques.costs.checkpointed_segments
     plan, checkpointed = (
         memory_per_rank(
             model,
@@ -130,8 +128,8 @@ def memory_of(config: RunConfig, model: GPTConfig, device: str) -> dict[str, Any
             config.gradient_accumulation_steps,
             segments,
             device,
-            techniques.state_tensors or state_tensors(config.optimizer),
-            techniques.fused,
+            techniques.costs.optimizer_tensors or state_tensors(config.optimizer),
+            techniques.memory_terms(model, device),
             config.saves_beside_training,
         )
         for segments in (checkpoints, model.n_layer)
@@ -168,7 +166,7 @@ def _engine_values(config: RunConfig) -> Iterator[tuple[str, Any]]:
     sections = {"optimizer": config.optimizer, "scheduler": config.scheduler, **config.engine, **config.techniques}
     written = {path: _valued(value, config.origins.get(path, "default")) for path, value in _leaves(sections)}
     open_ends = defaults_left_open(config.engine)
-    defaults = {path: _valued(value, "DeepSpeed's default") for path, value in open_ends if path not in NOT_DRIVEN}
+    defaults = {path: _valued(value, "DeepSpeed's default") for path, value in open_ends if path not in WITHOUT_EFFECT}
 
     def place(path: str) -> tuple[bool, str, bool]:
         section = path.partition(".")[0]
@@ -199,7 +197,7 @@ def _name(technique: Any) -> str:
 def _over_the_run(config: RunConfig, model: GPTConfig) -> tuple[list[dict[str, Any]], int]:
     """What the schedules say at 0, 25, 50, 75 and 100% of the run's tokens, and the FLOPs of the run, without those left out.
 
-    Each technique is asked through `on_step` and `metrics`: for every step, or in a very long run for every few.
+    The techniques compute every step by `on_step` and `metrics`, or in a very long run one of several.
     """
     techniques = make_techniques(config)
     marks = [(percent, -(-config.total_tokens * percent // 100)) for percent in PERCENTS]
@@ -209,7 +207,7 @@ def _over_the_run(config: RunConfig, model: GPTConfig) -> tuple[list[dict[str, A
     rate: Callable[[int], float] | None = None
     stride = -(-config.steps_to_make // MOST_ASKED) if techniques.members else config.steps
     for steps in planned_steps(config, techniques, stride):
-        flops += steps.repeats * steps.tokens * trained_flops_per_token(model, steps.reported)[0]
+        flops += steps.repeats * steps.tokens * flops_per_token(model, steps.plan.seq_len, steps.plan.kept_blocks)
         while marks and steps.consumed >= marks[0][1]:
             percent, mark = marks.pop(0)
             place = max(1, -(-(mark - before) // steps.tokens))  # of the mark's step among these
@@ -274,7 +272,7 @@ def as_text(explained: dict[str, Any]) -> str:
 
 
 def _memory_rows(explained: dict[str, Any]) -> list[str]:
-    """A column for a GPU and one for a CPU, where the process itself counts too."""
+    """A column for a GPU and one for a CPU."""
     columns = {heading: explained["memory_per_rank"][device] for device, heading in DEVICES.items()}
     return memory_table({heading: plan | {"sent": explained["bytes_sent_per_step"]} for heading, plan in columns.items()})
 

@@ -1,103 +1,44 @@
-"""What a training step needs on one rank: bytes of memory by part and moment, and bytes on the wire. Derived, without torch.
+"""What a training step needs on one rank: bytes of memory by part and moment, and bytes on the wire, by formula.
 
     python launch/plan.py --preset gpt3-13b --ranks 64 --precision bf16 --memory 80GB
 
-Parts do not all live at once: gradients appear while activations go, and the fp32 gradients of an update come when both have gone. So
-the plan has moments (`build`, `forward`, `recompute`, `backward`, `update`), each with the parts alive in it, and the peak is the largest
-moment. The terms are read off DeepSpeed 0.19.8 (`runtime/zero/stage_1_and_2.py`, `stage3.py`, `fp16/unfused_optimizer.py`) and
-`model/gpt.py`, and held against real engines by `tests/distributed/test_memory.py` and `benchmarks/memory.py`.
+Not all parts are alive at once: gradients appear while activations are freed, and the fp32 gradients of an update come after both. So
+the plan has moments (`forward`, `recompute`, `backward`, `update`), each with the parts alive in it, and the peak is the largest moment.
+The terms follow DeepSpeed 0.19.8 (`runtime/zero/stage_1_and_2.py`, `stage3.py`, `fp16/unfused_optimizer.py`) and `model/gpt.py`;
+`tests/distributed/test_memory.py` compares the model states with those of live engines, byte by byte.
 
-Not a part, because they never exceed the training step's own peak: evaluation (a training forward that saves nothing) and generation.
+Not in the plan: Python and its libraries, the CUDA context, and what an allocator keeps. Evaluation and generation need less than a step.
 Letters: N parameters, R ranks, w bytes of the working precision, B sequences, T tokens, C width, L blocks, V padded vocabulary.
 """
 
 from __future__ import annotations
 
-import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from model.accounting import parameter_count
+from launch.config.engine_schema import engine_schema
+from model.accounting import LOSS_ROWS, parameter_count
 from model.presets import GPTConfig
 
-MIB = 2**20
 WIDTH = {"fp32": 4, "bf16": 2, "fp16": 2}
 FP32 = 4
-#: Rows of logits that become fp32 at a time (`model.gpt.LOSS_ROWS`, which cannot be imported without torch; a test compares them).
-LOSS_ROWS = 512
-#: Of recipes/fused_kernels, by the same test: bytes of logits and rows in fp32 at a time (`cross_entropy.py`), queries of a block and the
-#: length up to which probabilities are kept (`attention.py`).
-LOGITS_BYTES, FUSED_ROWS, QUERIES, KEPT_LENGTH = 2**29, 64, 128, 512
 #: Elements that stage 0 flattens and all-reduces at a time (`deepspeed/runtime/engine.py`, MEMORY_OPT_ALLREDUCE_SIZE).
 ALLREDUCE_ELEMENTS = 500_000_000
-#: Resident set of a rank that trains a model of a few thousand parameters on a CPU: Python, torch, DeepSpeed and what their first step
-#: loads. Measured (`python benchmarks/memory.py --process`) with torch 2.13.0 and DeepSpeed 0.19.8 on Linux x86-64, two ranks: 365 to 375
-#: MiB at every stage. One rank: 5 to 10 MiB less.
-PROCESS = 366 * MIB
-#: What torch's compiler adds to it, by the same measurement of one rank: 83 MiB with kernels that were compiled before, 96 without.
-COMPILER = 90 * MIB
-#: glibc, on a CPU. A block from here on is a mapping of its own, which goes back to the system when it is freed (M_MMAP_THRESHOLD adapts
-#: to the largest freed block, but never beyond 32 MiB). Smaller blocks live on the heap, which does not shrink below its high-water
-#: mark while anything stands above a hole.
-MMAP_THRESHOLD = 32 * MIB
-#: The heap's free top stays, up to M_TRIM_THRESHOLD, which is twice the threshold above.
-HEAP_TOP = 2 * MMAP_THRESHOLD
-#: Holes, as a share of the heap: torch asks for aligned blocks (posix_memalign), and glibc 2.36 serves an aligned request only from a
-#: free block that is larger than it, so that a freed block is not taken again by its like. One of two numbers here that are fitted, to the
-#: peaks of 61 runs (`benchmarks/memory.py`; with it they are predicted within 14.6%, on average within 4.7%). With fixed
-#: MALLOC_MMAP_THRESHOLD_=1048576 there are no holes and no top, and a peak is the process and its live blocks.
-HEAP_HOLES = 0.16
-
-#: And of the loss's log-probabilities, where their blocks are on the heap: freed in the backward pass, they are not taken again by the
-#: gradients of the logits, which are blocks of the same size. Of the blocks beyond the first two; fitted to 8 runs with 4 to 32 of them
-#: (narrow models on 8 x 512, 8 x 1,024 and 8 x 2,048 tokens, `micro` on 32 x 256, each in fp32 and bf16), then predicted within 8%.
-LOSS_HOLES = 0.65
-
-# The default values of DeepSpeed's `zero_optimization` (deepspeed/runtime/zero/config.py) that decide sizes.
-_DEFAULTS = {
-    "reduce_bucket_size": 500_000_000,
-    "overlap_comm": None,
-    "contiguous_gradients": True,
-    "reduce_scatter": True,
-    "use_multi_rank_bucket_allreduce": True,
-    "stage3_param_persistence_threshold": 100_000,
-    "stage3_max_live_parameters": 1_000_000_000,
-    "stage3_max_reuse_distance": 1_000_000_000,
-    "stage3_prefetch_bucket_size": 50_000_000,
-}
-
-
-@dataclass(frozen=True)
-class Blocks:
-    """Memory that is allocated in blocks: (bytes of one, how many). On a CPU small blocks and large ones behave differently."""
-
-    sizes: tuple[tuple[int, int], ...] = ()
-
-    @property
-    def total(self) -> int:
-        return sum(size * count for size, count in self.sizes)
-
-    @property
-    def on_heap(self) -> int:
-        return sum(size * count for size, count in self.sizes if size < MMAP_THRESHOLD)
-
-    def __add__(self, other: Blocks) -> Blocks:
-        return Blocks(self.sizes + other.sizes)
 
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes of one rank's device (on a CPU: of its process), by part. The rank that holds the most, where they differ.
+    """Bytes of one rank's device, by part; the rank that holds the most, where they differ.
 
     weights, gradients, master_weights, optimizer_states: the model states at the end of the last backward pass, from the second step on.
     buffers: reduction buckets, gathered weights and copies of both, at their largest. activations: of the blocks, the embedding and the
     last norm, as the forward pass leaves them, and the mask of the documents. loss_head: logits and their softmax, at most. update: what
     only the optimizer step has.
-    snapshot: what the rank with the largest files copies into the host's memory for a checkpoint that is written beside training; on a CPU
-    it is there from the first step on, and counts in every moment.
-    process, allocator: a CPU's only; Python with its libraries, and what glibc keeps. host: offloaded states in the host's memory, and the
-    buffers of what is on a drive; drive: what is there.
-    moments: what is alive when, without process and allocator; peak: the largest of them, with both; peak_moment: its name.
+    host: offloaded states in the host's memory, and the buffers of what is offloaded to NVMe (a CPU has them among its `moments`);
+    drive: bytes on NVMe. snapshot: what the rank with the largest files copies into the host's memory for a checkpoint that is written
+    during training; on a CPU it is in every moment.
+    moments: what is alive when; peak: the largest sum; peak_moment: its name.
     """
 
     weights: int
@@ -108,8 +49,6 @@ class MemoryPlan:
     activations: int
     loss_head: int
     update: int
-    process: int
-    allocator: int
     host: int
     drive: int
     snapshot: int
@@ -132,7 +71,7 @@ def memory_per_rank(
     checkpoints: int = 0,
     device: str = "cpu",
     optimizer_states: float = 2,
-    fused: frozenset[str] = frozenset(),
+    terms: Mapping[str, int] | None = None,
     snapshot: bool = False,
 ) -> MemoryPlan:
     """The plan of one rank.
@@ -141,121 +80,85 @@ def memory_per_rank(
         precision: "fp32", "bf16" or "fp16".
         zero: the resolved `zero_optimization` section; only `stage` is required.
         micro_batch_size: sequences a rank takes at once, of `model.seq_len` tokens.
-        checkpoints: segments of blocks that are recomputed, of which only the inputs are kept; `model.n_layer` is every block for itself,
+        checkpoints: segments of blocks that are recomputed, of which only the inputs are kept; `model.n_layer` is each block by itself,
             0 is no activation checkpointing.
-        device: "cpu" or "cuda". On "cuda" bytes are those of torch's allocator (`max_memory_allocated`), without its cache and the
-            CUDA context.
-        optimizer_states: fp32 numbers the optimizer keeps for a parameter: 2 for Adam, 3 with amsgrad, 1 for Lion or momentum; at stage 0
-            not necessarily a whole number.
-        fused: what `recipes/fused_kernels` gives kernels: "attention", "cross_entropy"; "gelu" and "compile" bring torch's compiler.
-        snapshot: whether checkpoints are written beside training.
+        device: "cpu" or "cuda". On "cuda" bytes are those of torch's allocator (`max_memory_allocated`).
+        optimizer_states: fp32 numbers the optimizer keeps for a parameter: 2 for Adam, 3 with amsgrad, 1 for momentum; at stage 0 not
+            necessarily a whole number.
+        terms: `Technique.memory_terms`.
+        snapshot: whether checkpoints are written during training.
     """
-    stage, sizes = zero["stage"], {**_DEFAULTS, **zero}
+    stage, sizes, terms = zero["stage"], _with_defaults(zero), terms or {}
     states = _states(model, precision, stage, sizes, ranks, accumulation, optimizer_states)
-    block = _block_activations(model, precision, micro_batch_size, device, "attention" in fused)
-    acts = _activations(model, precision, micro_batch_size, checkpoints, device, block)
-    if "cross_entropy" in fused:
-        head = _fused_loss_head(model, precision, micro_batch_size, device)
-    else:
-        head = _loss_head(model, precision, micro_batch_size)
+    block = _block_activations(model, precision, micro_batch_size, device, terms.get("attention"))
+    activations = _activations(model, precision, micro_batch_size, checkpoints, device, block)
+    head = terms.get("loss_head", _loss_head(model, precision, micro_batch_size))
     buckets, gathered, reduction = _buffers(model, precision, stage, sizes, ranks, device)
     away, host, drive = _offload(states, sizes, stage, model, precision, accumulation)
-    lasting = {name: blocks for name, blocks in states.lasting.items() if name not in away}
-    gradients = Blocks() if "gradients" in away else states.gradients
-    carried = Blocks() if "gradients" in away and stage != 0 else states.carried
-    update = Blocks() if "optimizer_states" in away else states.update
-    if device == "cpu" and away:  # the host's memory is the rank's own
-        lasting["host"] = host
-    copied = _snapshot(states, sizes, stage) if snapshot else Blocks()
-    if device == "cpu":
-        lasting["snapshot"] = copied
+    lasting = {name: size for name, size in states.lasting.items() if name not in away}
+    gradients = 0 if "gradients" in away else states.gradients
+    carried = 0 if "gradients" in away and stage != 0 else states.carried
+    update = 0 if "optimizer_states" in away else states.update
+    copied = _snapshot(states, sizes, stage) if snapshot else 0
+    if device == "cpu":  # whose memory is the host's
+        lasting |= {"host": host, "snapshot": copied}
 
-    # Stage 3 holds its bucket always, stages 1 and 2 from the first gradient on.
-    standing = {"buffers": buckets + gathered} if stage == 3 else {}
     mask = _document_mask(model, precision, micro_batch_size)
-    elements = micro_batch_size * model.seq_len * model.d_model * WIDTH[precision]
-    # In a block's backward pass, the gradients of the 4C-wide input and output of the GELU and of the residual stream: 9 B T C.
-    in_flight = Blocks(((4 * elements, 2), (elements, 1)))
-    # The tied weight's gradient: that of the head waits for that of the embedding, which is dense: one more than the sum.
-    tied = Blocks(((model.padded_vocab_size * model.d_model * WIDTH[precision], 1),))
-    # Stage 1 without overlap_comm reduces when the backward pass is over: what the bucket does not hold waits as it came.
-    waiting = Blocks()
+    unit = micro_batch_size * model.seq_len * model.d_model * WIDTH[precision]
+    # In a block's backward pass, the gradients of the 4C-wide input and output of the GELU and of the residual stream; and the tied
+    # weight's gradient: that of the head waits for that of the embedding, which is dense.
+    in_flight = 9 * unit + model.padded_vocab_size * model.d_model * WIDTH[precision]
+    # Stage 1 without overlap_comm reduces when the backward pass is over: what exceeds the bucket waits.
+    waiting = 0
     if stage == 1 and not sizes["overlap_comm"]:
-        waiting = Blocks(((WIDTH[precision] * max(0, parameter_count(model) - int(sizes["reduce_bucket_size"])), 1),))
+        waiting = WIDTH[precision] * max(0, parameter_count(model) - int(sizes["reduce_bucket_size"]))
+    # Stage 3 holds its bucket always, stages 1 and 2 from the first gradient on.
     moments = {
-        "build": _build(model, precision, stage, ranks) if device == "cpu" else {},
-        "forward": {**lasting, "gradients": carried, **standing, "activations": acts, "loss_head": head},
+        "forward": {
+            **lasting,
+            "gradients": carried,
+            "buffers": buckets + gathered if stage == 3 else 0,
+            "activations": activations,
+            "loss_head": head,
+        },
         "backward": {
             **lasting,
             "gradients": (gradients if stage else states.gradients) + waiting,
             "buffers": buckets + gathered + reduction,
-            "activations": block + mask + in_flight + tied,
+            "activations": block + mask + in_flight,
         },
-        "update": {**lasting, "gradients": gradients, **({"buffers": buckets} if stage == 3 else {}), "update": update},
+        "update": {**lasting, "gradients": gradients, "buffers": buckets if stage == 3 else 0, "update": update},
     }
     if checkpoints:
-        longest = -(-model.n_layer // checkpoints)
         moments["recompute"] = {
             **lasting,
             "gradients": carried,
-            "buffers": buckets + gathered if stage else Blocks(),
-            "activations": acts + Blocks(tuple((size, count * longest) for size, count in block.sizes)) + in_flight + tied,
+            "buffers": buckets + gathered if stage else 0,
+            "activations": activations + block * -(-model.n_layer // checkpoints) + in_flight,
         }
-    totals = {name: sum(blocks.total for blocks in parts.values()) for name, parts in moments.items()}
+    totals = {name: sum(parts.values()) for name, parts in moments.items()}
     peak_moment = max(totals, key=totals.__getitem__)
-    process, allocator = 0, 0
-    if device == "cpu":
-        process = PROCESS + (COMPILER if fused & {"gelu", "compile"} else 0)
-        allocator = _heap_slack(moments, stage, totals[peak_moment])
-        if "cross_entropy" not in fused:
-            allocator += _loss_holes(model, micro_batch_size)
-    everything = [blocks for parts in moments.values() for name, blocks in parts.items() if name == "buffers"]
     return MemoryPlan(
-        weights=states.lasting["weights"].total,
-        gradients=states.gradients.total,
-        master_weights=states.lasting["master_weights"].total,
-        optimizer_states=states.lasting["optimizer_states"].total,
-        buffers=max((blocks.total for blocks in everything), default=0),
-        activations=acts.total,
-        loss_head=head.total,
-        update=update.total,
-        process=process,
-        allocator=allocator,
-        host=host.total if device == "cuda" else 0,
+        weights=states.lasting["weights"],
+        gradients=states.gradients,
+        master_weights=states.lasting["master_weights"],
+        optimizer_states=states.lasting["optimizer_states"],
+        buffers=max(parts.get("buffers", 0) for parts in moments.values()),
+        activations=activations,
+        loss_head=head,
+        update=update,
+        host=host if device == "cuda" else 0,
         drive=drive,
-        snapshot=copied.total,
-        moments={name: {part: blocks.total for part, blocks in parts.items() if blocks.total} for name, parts in moments.items() if parts},
+        snapshot=copied,
+        moments={name: {part: size for part, size in parts.items() if size} for name, parts in moments.items()},
         peak_moment=peak_moment,
-        peak=totals[peak_moment] + process + allocator,
+        peak=totals[peak_moment],
     )
 
 
-def _heap_slack(moments: dict[str, dict[str, Blocks]], stage: int, peak: int) -> int:
-    """What glibc keeps beyond the live blocks of the peak: holes, and the free top of its heap.
-
-    At stages 1 to 3 what lasts is large, and the heap, once grown by a forward pass, is still there when the update allocates large
-    blocks: its high-water mark and the most large blocks add up, whenever they were. At stage 0 gradients, master weights and optimizer
-    states are small blocks themselves, and take the place of the activations before a large one comes: moments do not mix.
-    """
-    heap = {name: round(sum(blocks.on_heap for blocks in parts.values()) * (1 + HEAP_HOLES)) for name, parts in moments.items()}
-    if "recompute" in heap:  # what the loss has freed is not taken by the activations that are made anew
-        heap["recompute"] += round(moments["forward"]["loss_head"].on_heap * (1 + HEAP_HOLES))
-    large = {name: sum(blocks.total - blocks.on_heap for blocks in parts.values()) for name, parts in moments.items()}
-    if stage == 0:
-        resident = max(heap[name] + large[name] for name in moments)
-    else:
-        resident = max(heap.values()) + max(large.values())
-    if stage == 3:
-        # zero.Init leaves the pieces of each parameter between the others' drawings; once flattened, they are holes that nothing fits.
-        resident += sum(size for size, _ in moments["build"]["pieces"].sizes if size < MMAP_THRESHOLD)
-    small = (size for blocks in moments["forward"].values() for size, _ in blocks.sizes if size < MMAP_THRESHOLD)
-    return resident - peak + min(HEAP_TOP, 2 * max(small, default=0))
-
-
-def _loss_holes(model: GPTConfig, B: int) -> int:
-    """What the loss leaves on glibc's heap when its backward pass begins."""
-    block = LOSS_ROWS * model.padded_vocab_size * FP32
-    return round(LOSS_HOLES * block * max(0, math.ceil(B * model.seq_len / LOSS_ROWS) - 2)) if block < MMAP_THRESHOLD else 0
+def _with_defaults(zero: dict[str, Any]) -> dict[str, Any]:
+    """`zero_optimization` with DeepSpeed's defaults for what it leaves out."""
+    return {key: rule.get("default") for key, rule in engine_schema().keys["zero_optimization"]["keys"].items()} | zero
 
 
 # --- the model's parameters, in the order in which the engine flattens them ------------------------------------------------------------
@@ -272,17 +175,14 @@ def parameter_sizes(model: GPTConfig) -> tuple[list[int], list[int]]:
 
 @dataclass(frozen=True)
 class _States:
-    """lasting: alive always. gradients: at the end of the last backward pass. carried: those that a forward pass finds there.
-    update: what the optimizer step adds to all of these."""
+    """lasting: alive always. gradients: at the end of the last backward pass. carried: gradients that a forward pass starts with.
+    update: what the optimizer step adds to all of these. largest_master: bytes of the largest tensor of master weights."""
 
-    lasting: dict[str, Blocks]
-    gradients: Blocks
-    carried: Blocks
-    update: Blocks
-
-    @property
-    def all(self) -> dict[str, Blocks]:
-        return {**self.lasting, "gradients": self.gradients}
+    lasting: dict[str, int]
+    gradients: int
+    carried: int
+    update: int
+    largest_master: int
 
 
 def _states(
@@ -290,64 +190,46 @@ def _states(
 ) -> _States:
     w, groups = WIDTH[precision], parameter_sizes(model)
     flat = [n for group in groups for n in group]
-
-    def each(width: int, count: int = 1) -> Blocks:
-        return Blocks(tuple((width * n, count) for n in flat))
-
+    N = sum(flat)
     if stage == 0:
-        master = Blocks() if precision == "fp32" else each(FP32)
-        # A part of one is a buffer over all parameters, as for the errors of a compression.
-        rest = Blocks(((round(FP32 * (per_parameter % 1) * sum(flat)), 1),))
-        lasting = {"weights": each(w), "master_weights": master, "optimizer_states": each(FP32, int(per_parameter)) + rest}
+        lasting = {
+            "weights": w * N,
+            "master_weights": 0 if precision == "fp32" else FP32 * N,
+            "optimizer_states": round(FP32 * per_parameter * N),
+        }
         # fp32: torch's optimizer on the gradients themselves; the norm is taken in fp64, a parameter at a time. bf16, fp16:
-        # FP16_UnfusedOptimizer copies every gradient to fp32 beside the one it has.
-        update = Blocks(((8 * max(flat), 1),)) if precision == "fp32" else each(FP32)
-        return _States(lasting, each(w), each(w) if accumulation > 1 else Blocks(), update)
+        # FP16_UnfusedOptimizer copies every gradient to fp32.
+        update = 8 * max(flat) if precision == "fp32" else FP32 * N
+        return _States(lasting, w * N, w * N if accumulation > 1 else 0, update, FP32 * max(flat))
     if stage == 3:
         # Every parameter is cut into R pieces of ceil(n / R); the pieces of a group are flat. Master weights are a copy at fp32 too.
         parts = [sum(-(-n // ranks) for n in group) for group in groups]
-        whole = sum(parts)
-        lasting = {
-            "weights": Blocks(((w * whole, 1),)),
-            "master_weights": Blocks(tuple((FP32 * n, 1) for n in parts)),
-            "optimizer_states": Blocks(tuple((FP32 * n, int(per_parameter)) for n in parts)),
-        }
+        weights = w * sum(parts)
         if (group := second_group(sizes, ranks)) > 1:  # a second part of whatever does not persist, from the forward pass to the update
             persists = int(sizes["stage3_param_persistence_threshold"])
-            lasting["weights"] += Blocks(tuple((w * -(-n // ranks) * ranks // group, 1) for n in flat if n > persists))
-        gradients = Blocks(((w * whole, 1),))  # one flat buffer, never freed
-        return _States(lasting, gradients, gradients, _flat_update(parts, w))
-    # Stages 1 and 2: a group's weights are flat, padded to a multiple of 2 R elements; a rank owns 1/R of it.
-    padded = [-(-sum(group) // (2 * ranks)) * 2 * ranks for group in groups]
-    parts = [n // ranks for n in padded]
+            weights += sum(w * -(-n // ranks) * ranks // group for n in flat if n > persists)
+        gradients = carried = w * sum(parts)  # one flat buffer, never freed
+    else:
+        # A group's weights are flat, padded to a multiple of 2 R elements; a rank owns 1/R of it.
+        padded = [-(-sum(group) // (2 * ranks)) * 2 * ranks for group in groups]
+        parts = [n // ranks for n in padded]
+        weights = w * sum(padded)
+        # Whole gradients of all parameters that touch the rank's partition, `grads_in_partition`; or of all parameters.
+        gradients = w * (N if stage == 1 and not sizes["contiguous_gradients"] else _largest_share(groups, parts, ranks))
+        carried = 0 if accumulation == 1 else w * N if stage == 1 else gradients  # stage 1 reduces in the last micro-batch only
     lasting = {
-        "weights": Blocks(tuple((w * n, 1) for n in padded)),
-        "master_weights": Blocks(tuple((FP32 * n, 1) for n in parts)),
-        "optimizer_states": Blocks(tuple((FP32 * n, int(per_parameter)) for n in parts)),
+        "weights": weights,
+        "master_weights": FP32 * sum(parts),
+        "optimizer_states": FP32 * int(per_parameter) * sum(parts),
     }
-    if sizes["contiguous_gradients"]:
-        # Whole gradients of all parameters that touch the rank's partition, `grads_in_partition`.
-        gradients = Blocks(((w * _largest_share(groups, parts, ranks), 1),))
-    else:
-        gradients = each(w) if stage == 1 else Blocks(((w * _largest_share(groups, parts, ranks), 1),))
-    if accumulation == 1:
-        carried = Blocks()
-    elif stage == 1:
-        carried = each(w)  # reduced in the last micro-batch only
-    else:
-        carried = gradients
-    return _States(lasting, gradients, carried, _flat_update(parts, w))
+    # A group at a time: its gradients flattened, and again in fp32 if they are not fp32 yet.
+    update = max(parts) * (FP32 if w == FP32 else FP32 + w)
+    return _States(lasting, gradients, carried, update, FP32 * max(parts))
 
 
 def second_group(zero: dict[str, Any], ranks: int) -> int:
-    """Ranks of the second copy of the weights (hpZ), which is gathered in the place of the first until the update; 1: there is none."""
+    """Ranks of the second partition of the weights (hpZ), from which they are gathered until the update; 1: there is none."""
     return min(zero.get("zero_hpz_partition_size") or 1, ranks)
-
-
-def _flat_update(parts: list[int], w: int) -> Blocks:
-    """Stages 1, 2, 3, a group at a time: its gradients flattened, and where that is not fp32 yet, again in fp32."""
-    largest = max(parts)
-    return Blocks(((FP32 * largest, 1),) if w == FP32 else ((FP32 * largest, 1), (w * largest, 1)))
 
 
 def _largest_share(groups: tuple[list[int], list[int]], parts: list[int], ranks: int) -> int:
@@ -362,103 +244,58 @@ def _largest_share(groups: tuple[list[int], list[int]], parts: list[int], ranks:
     return max(shares)
 
 
-def _build(model: GPTConfig, precision: str, stage: int, ranks: int) -> dict[str, Blocks]:
-    """A CPU's start: the model is drawn in fp32, converted a parameter at a time, and at stages 1 and 2 flattened into new memory."""
-    groups = parameter_sizes(model)
-    w, flat = WIDTH[precision], [n for group in groups for n in group]
-    if stage == 3:  # partitioned as it is drawn, then flattened
-        pieces = [w * -(-n // ranks) for n in flat]
-        return {
-            "pieces": Blocks(tuple((size, 1) for size in pieces)),
-            "weights": Blocks(((sum(pieces), 1),)),
-            "drawn": Blocks(((FP32 * max(flat), 2),)),
-        }
-    drawn = Blocks(tuple((FP32 * n, 1) for n in flat))
-    if stage == 0:
-        return {"drawn": drawn, "weights": Blocks(((w * max(flat), 1),))}
-    converted = Blocks(tuple((w * n, 1) for n in flat)) if w < FP32 else Blocks()
-    return {"drawn": drawn, "converted": converted, "weights": Blocks(((w * sum(groups[0]), 1), (w * sum(groups[1]), 1)))}
-
-
 # --- activations -----------------------------------------------------------------------------------------------------------------------
 
 
-def _block_activations(model: GPTConfig, precision: str, B: int, device: str, fused_attention: bool) -> Blocks:
+def _block_activations(model: GPTConfig, precision: str, B: int, device: str, attention: int | None) -> int:
     """What one block saves for its backward pass, its input excepted: 16 B T C elements, and a few numbers a token.
 
-    Attention in blocks of queries, on a CPU: the probabilities of each block in place of statistics, if the sequence is not long.
-
-    1 the norm's output, 3 queries, keys and values (one tensor), 1 attention's output, 1 the stream between the branches, 1 the second
-    norm's output, 4 the GELU's input, 4 its output, 1 the block's output. fp32 statistics: 2 a token and norm, 1 a token and head.
+    1 the norm's output, 3 queries, keys and values, 1 attention's output, 1 the stream between the branches, 1 the second norm's output,
+    4 the GELU's input, 4 its output, 1 the block's output. fp32 statistics: 2 a token and norm, 1 a token and head for attention unless
+    `attention` says another number of bytes.
     """
     w, tokens = WIDTH[precision], B * model.seq_len
     unit = tokens * model.d_model * w
-    sizes = [(unit, 5), (3 * unit, 1), (4 * unit, 2), (tokens * 4, 4), (tokens * model.n_head * 4, 1)]
-    if fused_attention and device == "cpu" and not model.dropout:
-        sizes = [(unit, 8), (4 * unit, 2), (tokens * 4, 4)]  # queries, keys and values each in one piece
-        if model.seq_len <= KEPT_LENGTH:
-            ends = range(QUERIES, model.seq_len + QUERIES, QUERIES)
-            met = [min(QUERIES, model.seq_len - end + QUERIES) * min(end, model.seq_len) for end in ends]  # pairs of query and key
-            sizes += [(B * model.n_head * pairs * w, 1) for pairs in met]
-    if model.dropout:
-        # A mask for each branch: in the working precision on a CPU (noise that is multiplied), one byte an element on a GPU.
-        sizes += [(unit if device == "cpu" else unit // w, 2)]
-        if device == "cpu":
-            # No fused attention with dropout on a CPU: everything in fp32, copies of queries, keys and values where they are not, the
-            # scaled queries and keys where they are, and T x T for every head three times: softmax, mask, their product.
-            copies = (unit, 2) if w == FP32 else (tokens * model.d_model * FP32, 3)
-            sizes += [copies, (B * model.n_head * model.seq_len**2 * FP32, 3)]
-            if w < FP32:
-                sizes.remove((3 * unit, 1))  # only its copies are saved
-    return Blocks(tuple(sizes))
+    size = 16 * unit + 4 * tokens * FP32 + (tokens * model.n_head * FP32 if attention is None else attention)
+    if model.dropout and device == "cpu":
+        # A mask in the working precision for each branch. Attention with dropout is not fused on a CPU: it saves copies of queries, keys
+        # and values in fp32 in the place of one tensor, and T x T for every head three times: softmax, mask, their product.
+        size += 2 * unit + 3 * (tokens * model.d_model * FP32 - unit) + 3 * B * model.n_head * model.seq_len**2 * FP32
+    elif model.dropout:
+        size += 2 * unit // w  # a byte an element
+    return size
 
 
-def _activations(model: GPTConfig, precision: str, B: int, checkpoints: int, device: str, block: Blocks) -> Blocks:
-    """As the forward pass leaves them: embedding, blocks, last norm. A checkpointed segment of blocks keeps its input alone."""
+def _activations(model: GPTConfig, precision: str, B: int, checkpoints: int, device: str, block: int) -> int:
+    """As the forward pass leaves them: embedding, blocks, last norm. A checkpointed segment of blocks keeps only its input."""
     unit = B * model.seq_len * model.d_model * WIDTH[precision]
-    ends = Blocks(((unit, 2),)) + _document_mask(model, precision, B)  # the sum of the embeddings, the last norm's output
+    ends = 2 * unit + _document_mask(model, precision, B)  # the sum of the embeddings, the last norm's output
     if model.dropout:
-        ends += Blocks(((unit if device == "cpu" else unit // WIDTH[precision], 1),))
-    if checkpoints:
-        return ends + Blocks(((unit, checkpoints),))
-    return ends + Blocks(tuple((size, count * model.n_layer) for size, count in block.sizes))
+        ends += unit if device == "cpu" else unit // WIDTH[precision]
+    return ends + (unit * checkpoints if checkpoints else block * model.n_layer)
 
 
-def _document_mask(model: GPTConfig, precision: str, B: int) -> Blocks:
+def _document_mask(model: GPTConfig, precision: str, B: int) -> int:
     """Where attention stays within documents, B T^2 elements for all blocks together, until the end of their backward pass."""
-    return Blocks(((B * model.seq_len**2 * WIDTH[precision], 1),) if model.document_end is not None else ())
+    return B * model.seq_len**2 * WIDTH[precision] if model.document_end is not None else 0
 
 
-def _loss_head(model: GPTConfig, precision: str, B: int) -> Blocks:
-    """Logits and softmax of B T tokens, 512 rows in fp32 at a time.
+def _loss_head(model: GPTConfig, precision: str, B: int) -> int:
+    """Logits and softmax of B T tokens, `LOSS_ROWS` rows in fp32 at a time; the larger of forward and backward pass.
 
     Forward, at the last rows: all logits in the working precision, all log-probabilities in fp32, and these rows as fp32 unless they are.
-    Backward, at its first rows: all log-probabilities, and two gradients of these rows in fp32. The larger of the two.
+    Backward, at its first rows: all log-probabilities, and two gradients of these rows in fp32.
     """
     w, tokens, V = WIDTH[precision], B * model.seq_len, model.padded_vocab_size
     rows = min(LOSS_ROWS, tokens)
-    chunks = math.ceil(tokens / LOSS_ROWS)
-    forward = Blocks(((tokens * V * w, 1), (rows * V * FP32, chunks + (w < FP32))))
-    backward = Blocks(((rows * V * FP32, chunks + 2),))
-    return max(forward, backward, key=lambda blocks: blocks.total)
-
-
-def _fused_loss_head(model: GPTConfig, precision: str, B: int, device: str) -> Blocks:
-    """Logits, or a part of them, some rows of it in fp32, and the gradients of the head's two factors; of several parts summed in fp32.
-
-    A product for the weight's gradient is fp32; on a CPU it is bf16 in bf16 (`recipes/fused_kernels/cross_entropy.py`).
-    """
-    w, tokens, V, C = WIDTH[precision], B * model.seq_len, model.padded_vocab_size, model.d_model
-    rows = min(tokens, max(1, LOGITS_BYTES // (V * w)))
-    sizes = [(rows * V * w, 1), (min(FUSED_ROWS, tokens) * V * FP32, 1), (tokens * C * w, 1)]
-    sizes.append((V * C * (w if device == "cpu" and precision == "bf16" else FP32), 1))
-    return Blocks((*sizes, *([(V * C * FP32, 1)] if rows < tokens else [])))
+    chunks = -(-tokens // LOSS_ROWS)
+    return max(tokens * V * w + rows * V * FP32 * (chunks + (w < FP32)), rows * V * FP32 * (chunks + 2))
 
 
 # --- buffers of the engine ---------------------------------------------------------------------------------------------------------------
 
 
-def _buffers(model: GPTConfig, precision: str, stage: int, sizes: dict[str, Any], ranks: int, device: str) -> tuple[Blocks, Blocks, Blocks]:
+def _buffers(model: GPTConfig, precision: str, stage: int, sizes: dict[str, Any], ranks: int, device: str) -> tuple[int, int, int]:
     """Reduction buckets, gathered weights, and the copy that a reduction makes of what it sends.
 
     A bucket is allocated whole; on a CPU only the pages that are written count, which are no more than there are gradients.
@@ -466,25 +303,21 @@ def _buffers(model: GPTConfig, precision: str, stage: int, sizes: dict[str, Any]
     w, flat = WIDTH[precision], [n for group in parameter_sizes(model) for n in group]
     N, bucket = sum(flat), int(sizes["reduce_bucket_size"])
     if stage == 0:
-        copy = Blocks(((w * min(N, ALLREDUCE_ELEMENTS), 1),)) if ranks > 1 else Blocks()
-        return Blocks(), Blocks(), copy
+        return 0, 0, w * min(N, ALLREDUCE_ELEMENTS) if ranks > 1 else 0
     # Parameters that are larger than the bucket are reduced where they are.
     bucketed = sum(n for n in flat if n <= bucket)
     # overlap_comm defaults to true at stage 3 and to false below; at stages 1 and 2 it is a second bucket.
-    buckets, left = [], bucketed
-    for _ in range(2 if stage < 3 and sizes["overlap_comm"] else 1):
-        buckets.append((w * (bucket if device == "cuda" else min(bucket, left)), 1))
-        left = max(0, left - bucket)
+    number = 2 if stage < 3 and sizes["overlap_comm"] else 1
+    buckets = w * (number * bucket if device == "cuda" else min(number * bucket, bucketed))
     largest_sent = max(min(bucket, bucketed), max((n for n in flat if n > bucket), default=0))
     # Slices of several ranks, or several tensors, are concatenated before they are sent.
-    copy = Blocks(((w * largest_sent, 1),)) if ranks > 1 or stage == 3 else Blocks()
-    gathered = Blocks()
+    copy = w * largest_sent if ranks > 1 or stage == 3 else 0
+    gathered = 0
     if stage == 3 and ranks > 1:
         # Whole weights, and the flat buffer of the last gather, from which they were copied.
         whole = _gathers(model, sizes)[1]
-        gathered = Blocks(tuple((w * n, 1) for n in flat)) if whole > 0.98 * N else Blocks(((w * whole, 1),))
-        gathered += Blocks(((w * min(int(sizes["stage3_prefetch_bucket_size"]), whole), 1),))
-    return Blocks(tuple(buckets)), gathered, copy
+        gathered = w * (N if whole > 0.98 * N else whole) + w * min(int(sizes["stage3_prefetch_bucket_size"]), whole)
+    return buckets, gathered, copy
 
 
 def _gathers(model: GPTConfig, sizes: dict[str, Any]) -> tuple[int, int]:
@@ -538,11 +371,11 @@ def _gathers(model: GPTConfig, sizes: dict[str, Any]) -> tuple[int, int]:
 
 def _offload(
     states: _States, sizes: dict[str, Any], stage: int, model: GPTConfig, precision: str, accumulation: int
-) -> tuple[set[str], Blocks, int]:
-    """Names of the states that are not on the device, what the host's memory holds, and bytes on a drive."""
+) -> tuple[set[str], int, int]:
+    """Names of the states that are not on the device, what the host's memory holds, and bytes on NVMe."""
     w, largest = WIDTH[precision], max(parameter_sizes(model)[0])
     away: set[str] = set()
-    host, drive = Blocks(), 0
+    host, drive = 0, 0
     section = sizes.get("offload_optimizer") or {}
     if (device := section.get("device") or "none") != "none":
         master = states.lasting["master_weights"]
@@ -550,38 +383,37 @@ def _offload(
         away |= {"master_weights", "optimizer_states"} | ({"gradients"} if stage == 3 else set())
         if device == "nvme":
             # Weights, moments and fp32 gradients there; one sub-group of each in locked buffers.
-            drive += moved.total + master.total
-            group = min(FP32 * int(sizes.get("sub_group_size") or 10**9), max(size for size, _ in master.sizes))
-            host += Blocks(((group, int(section.get("buffer_count") or 4)),)) + states.gradients
+            drive += moved + master
+            group = min(FP32 * int(sizes.get("sub_group_size") or 10**9), states.largest_master)
+            host += group * int(section.get("buffer_count") or 4) + states.gradients
         else:
-            # The fp32 gradients of the update last, beside the master weights.
-            host += moved + Blocks(master.sizes)
+            # The fp32 gradients of the update stay, beside the master weights.
+            host += moved + master
             if stage == 3:
                 host += states.gradients
             else:
                 # A working-precision copy of the updated partition, a staging buffer, and what accumulates.
-                host += Blocks(tuple((size * w // FP32, count) for size, count in master.sizes))
-                host += Blocks(((w * largest, 1),)) + (states.gradients if accumulation > 1 else Blocks())
+                host += master * w // FP32 + w * largest + (states.gradients if accumulation > 1 else 0)
     section = sizes.get("offload_param") or {}
     if (device := section.get("device") or "none") != "none":
         away |= {"weights"}
         if device == "nvme":
-            drive += states.lasting["weights"].total
-            host += Blocks(((w * int(section.get("buffer_size") or 10**8), int(section.get("buffer_count") or 5)),))
+            drive += states.lasting["weights"]
+            host += w * int(section.get("buffer_size") or 10**8) * int(section.get("buffer_count") or 5)
         else:
             host += states.lasting["weights"]
     return away, host, drive
 
 
-def _snapshot(states: _States, sizes: dict[str, Any], stage: int) -> Blocks:
+def _snapshot(states: _States, sizes: dict[str, Any], stage: int) -> int:
     """What rank 0 copies for a checkpoint: the states as it has them; at stage 3 no weights, which DeepSpeed saves in fp32 only.
 
-    What is on a drive is copied there, file by file.
+    What is on NVMe is copied there, file by file.
     """
     names = ["weights"] if stage < 3 else []
     if (sizes.get("offload_optimizer") or {}).get("device") != "nvme":
         names += ["master_weights", "optimizer_states"]
-    return Blocks(tuple(block for name in names for block in states.lasting[name].sizes))
+    return sum(states.lasting[name] for name in names)
 
 
 # --- the wire ----------------------------------------------------------------------------------------------------------------------------
@@ -595,15 +427,14 @@ def bytes_sent_per_step(model: GPTConfig, precision: str, zero: dict[str, Any], 
     Scalars included: the loss with two stop flags in fp64, the norm, the overflow flag. Not included: the scales of quantized weights, 4
     bytes for up to 8,000 of them.
     """
-    stage, sizes = zero["stage"], {**_DEFAULTS, **zero}
+    stage, sizes = zero["stage"], _with_defaults(zero)
     w, share = WIDTH[precision], (ranks - 1) / ranks
     groups = parameter_sizes(model)
     flat = [n for group in groups for n in group]
     N = sum(flat)
     agreement = 24  # fp64: loss, SIGINT, SIGTERM
     if stage == 0:
-        overflow = 0
-        return round(share * 2 * (w * N + agreement + overflow))
+        return round(share * 2 * (w * N + agreement))
     if stage in (1, 2):
         padded = sum(-(-sum(group) // (2 * ranks)) * 2 * ranks for group in groups)
         # The gradients are all-reduced, although a rank keeps its part only, unless each slice is reduced to its owner. Stage 2

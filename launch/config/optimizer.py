@@ -13,7 +13,7 @@ from launch.config.flags import MAX_LR
 from launch.errors import nearest
 from model.presets import Preset
 from recipes.registry import technique_classes
-from recipes.technique import Technique
+from recipes.technique import Declaration
 
 #: Optimizers that this project builds itself, with the fused kernel of torch; the others are left to DeepSpeed.
 ADAM_TYPES = ("Adam", "AdamW")
@@ -43,7 +43,8 @@ PATH = ("optimizer", "params")
 
 def optimizer_auto_keys() -> set[str]:
     """The dotted keys of the section for which `"auto"` has a meaning."""
-    own = {key for cls in technique_classes() for key, rule in cls.keys.items() if cls.optimizer_types and rule.get("auto")}
+    declared = [cls.declaration for cls in technique_classes() if cls.declaration.optimizer_type]
+    own = {key for one in declared for key, rule in one.keys.items() if rule.get("auto")}
     return {f"optimizer.params.{key}" for key in ("lr", *OPTIMIZER_AUTO, *own)}
 
 
@@ -52,12 +53,12 @@ def resolve_optimizer(engine: EngineJson, flags: argparse.Namespace, preset: Pre
     if "optimizer" not in engine.values and not engine.is_faulty("optimizer"):  # as in files for a trainer that brings its own
         engine.settle(("optimizer",), {"type": "AdamW", "params": dict.fromkeys(("lr", *OPTIMIZER_AUTO), "auto")}, "default")
     engine.number(*PATH, "lr", minimum=0, maximum=MAX_LR, above=True)
-    builtin = engine_schema()["optimizers"]
-    brought = {name: cls for cls in technique_classes() for name in cls.optimizer_types}
+    builtin = engine_schema().optimizers
+    brought = {cls.declaration.optimizer_type: cls.declaration for cls in technique_classes() if cls.declaration.optimizer_type}
     canonical = {name.lower(): name for name in (*ADAM_TYPES, *builtin, *brought)}
     asked = engine.get("optimizer", "type")
     kind = canonical.get(str(asked).lower())
-    brings = brought.get(kind or "", Technique)
+    brings = brought.get(kind or "", Declaration())
     usual_lr, origin = preset.lr, f"preset {flags.preset}"
     if "lr" in brings.auto_params:
         usual_lr, origin = brings.auto_params["lr"], f"what {kind} wants"
@@ -99,7 +100,7 @@ def resolve_optimizer(engine: EngineJson, flags: argparse.Namespace, preset: Pre
         engine.fault((*PATH, "adam_w_mode"), 'is false, and AdamW is Adam in that mode; write "type": "Adam", or leave it out')
     _check_stage(engine, kind, kind in brought)
     engine.choose((*PATH, "lr"), "lr", flags, usual_lr, origin)
-    for key, reason in brings.without_effect.items():
+    for key, reason in brings.ignored.items():
         if key in params:
             engine.note((*PATH, key), f"has no effect here: {reason}")
     for key, value in (OPTIMIZER_AUTO | brings.auto_params).items():

@@ -1,7 +1,7 @@
-"""The configuration of a run: flags and engine JSON in, one resolved `RunConfig` out, before torch is imported.
+"""The configuration of a run: flags and engine JSON in, one resolved and immutable `RunConfig` out, before ranks meet.
 
-Order of authority for a value that the JSON leaves `"auto"` (or leaves out): the flag, then the preset. A concrete value in the JSON
-that disagrees with a flag is an error that names both. What cannot work is refused here, in one line for each fault.
+A value that the JSON leaves `"auto"` (or leaves out) comes from the flag, or else from the preset. A concrete value in the JSON that
+disagrees with a flag is an error that names both. What cannot work is refused here, in one line for each fault.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from data_pipeline.errors import DataError
 from data_pipeline.shards import Corpus, open_corpus
-from launch.config.combinations import CUDA_ONLY, ZERO_AUTO, adopt_other_forms, check_combinations
+from launch.config.combinations import CUDA_ONLY, ZERO_AUTO, adopt_other_forms, check_combinations, check_with_deepspeed
 from launch.config.engine_json import EngineJson
 from launch.config.engine_keys import section_rule
 from launch.config.flags import parse_flags
@@ -48,7 +48,6 @@ AUTO_KEYS = {
     "bf16.enabled",
     "checkpoint.use_node_local_storage",
     "data_types.keep_in_fp32_modules",  # DeepSpeed's own "auto"
-    *optimizer_auto_keys(),
     *schedule_auto_keys(),
     *(f"zero_optimization.{key}.nvme_path" for key in OFFLOADS),
     "zero_optimization.zero_hpz_partition_size",
@@ -56,7 +55,7 @@ AUTO_KEYS = {
 }
 #: Where an `"nvme_path": "auto"` is: in the run's folder, for as long as the run lasts.
 SCRATCH = "nvme"
-REST = "what is left of the global batch"
+FROM_THE_BATCH = "from the global batch"
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 #: What is assumed where a run is explained without its corpus.
 GPT2_VOCAB_SIZE = 50_257
@@ -65,13 +64,13 @@ BUFFER_SIZE = 100_000_000
 MAX_TOKENS = 10**18  # positions in the data are int64
 
 
-#: Where each value came from, in a word: by the name of a flag, and by the dotted path of a value in the engine JSON.
+#: Where each value came from, in a few words: by the name of a flag, and by the dotted path of a value in the engine JSON.
 Origins = dict[str, str]
 
 
 @dataclass(frozen=True)
 class RunConfig:
-    """A run as resolved: what is here is what happens. Batch sizes count sequences, lengths and budgets count tokens."""
+    """A resolved run. Batch sizes count sequences, lengths and budgets count tokens."""
 
     run_name: str
     runs_dir: str
@@ -108,8 +107,8 @@ class RunConfig:
     quiet: bool
     found_corpus: Corpus | None = field(repr=False, compare=False)  # None where a run is explained without it
     start: HFFolder | None = field(default=None, repr=False, compare=False)  # whose weights are taken; None too where a checkpoint's are
-    notes: tuple[str, ...] = ()  # what was accepted with a word
-    lacks: tuple[str, ...] = ()  # what it needs and this machine does not have
+    notes: tuple[str, ...] = ()  # for the log and --explain
+    lacks: tuple[str, ...] = ()  # what the run needs and this machine does not have
     origins: Origins = field(default_factory=dict, repr=False, compare=False)
     #: Where the key at a path stands, for a message: the file with its line, or `--set`.
     where: Callable[[KeyPath], str] = field(default=dotted, repr=False, compare=False)
@@ -164,7 +163,7 @@ class RunConfig:
 
     @property
     def uses_nvme(self) -> bool:
-        """Whether anything is offloaded to a drive."""
+        """Whether anything is offloaded to NVMe."""
         return any(self.offload(key) == "nvme" for key in OFFLOADS)
 
     @property
@@ -174,7 +173,7 @@ class RunConfig:
 
     @property
     def scratch(self) -> Path:
-        """The folder that an `"nvme_path": "auto"` stands for; what is in it is of no use after the run."""
+        """The folder for `"nvme_path": "auto"`; it is deleted after the run."""
         return Path(self.runs_dir) / self.run_name / SCRATCH
 
     @property
@@ -184,7 +183,7 @@ class RunConfig:
 
     @property
     def asks_the_device(self) -> bool:
-        """Whether the run needs what only torch can say of this machine (`launch.training.engine.check_device`)."""
+        """Whether `launch.training.engine.check_device` has something to check for this run."""
         return self.precision == "fp16" or bool(self.cuda_only) or self.uses_nvme
 
     def training_loader(self, collectives: Any) -> Loader:
@@ -233,7 +232,7 @@ def _at(values: dict[str, Any], path: str) -> Any:
 
 
 def resolve(argv: list[str], ranks: int | None = None) -> tuple[RunConfig, argparse.Namespace]:
-    """Resolve flags and JSON into a `RunConfig`. Imports no torch.
+    """Resolve flags and JSON into a `RunConfig`.
 
     Args:
         argv: the flags of `launch/pretrain.py`.
@@ -249,9 +248,9 @@ def resolve(argv: list[str], ranks: int | None = None) -> tuple[RunConfig, argpa
     file = str(ROOT / recipe.config) if recipe else flags.deepspeed_config
     run_name = flags.run_name or (recipe.name if recipe else Path(file).stem)
     engine = EngineJson(file, flags.overrides)
-    claimed = {name: cls for cls in technique_classes() for name in cls.sections}
+    claimed = {cls.declaration.section: cls for cls in technique_classes() if cls.declaration.section}
     adopt_other_forms(engine, technique_classes())
-    engine.check_keys({name: section_rule(cls) for name, cls in claimed.items()}, AUTO_KEYS)
+    engine.check_keys({name: section_rule(cls) for name, cls in claimed.items()}, AUTO_KEYS | optimizer_auto_keys())
     for key in OFFLOADS:
         if (engine.get("zero_optimization", key) or {}).get("nvme_path") == "auto":
             path = ("zero_optimization", key, "nvme_path")
@@ -265,6 +264,8 @@ def resolve(argv: list[str], ranks: int | None = None) -> tuple[RunConfig, argpa
         engine.settle(("gradient_clipping",), 1.0, "DeepSpeed's default")
     if flags.block_similarity and flags.eval_every == 0:
         engine.fault_of_run("--block_similarity is measured at evaluations, and --eval_every 0 makes none; leave out one of the two")
+    engine.raise_faults()
+    check_with_deepspeed(engine, claimed)
     engine.raise_faults()
 
     corpus, missing = _corpus(flags, shape)
@@ -290,7 +291,7 @@ def resolve(argv: list[str], ranks: int | None = None) -> tuple[RunConfig, argpa
         engine={key: value for key, value in engine.values.items() if key not in own and key not in ("optimizer", "scheduler")},
         optimizer=optimizer,
         scheduler=schedule.scheduler,
-        techniques={key: value for key, value in own.items() if claimed[key].is_on(value)},
+        techniques={key: value for key, value in own.items() if claimed[key].declaration.is_on(value)},
         ranks=ranks,
         micro_batch_size=micro_batch,
         gradient_accumulation_steps=accumulation,
@@ -321,24 +322,31 @@ def resolve(argv: list[str], ranks: int | None = None) -> tuple[RunConfig, argpa
         techniques = make_techniques(config)  # each checks its own section when it is built
     except ValueError as reasons:
         raise UsageError(*(_placed(engine, str(reason)) for reason in reasons.args)) from None
-    late = []
+    notes, origins, params = [*engine.notes, *techniques.notes], dict(config.origins), dict(config.optimizer["params"])
     for member in techniques.members:
-        for key, (value, origin) in member.resolved.items():
-            config.optimizer["params"][key] = value
-            config.origins[f"optimizer.params.{key}"] = origin
-        if member.arrives_at <= config.steps or member.arrives_at <= config.steps_to_make:
+        for key, (value, origin) in member.resolved_params.items():
+            params[key] = value
+            origins[f"optimizer.params.{key}"] = origin
+        last = member.stages[-1] if member.stages else 1
+        if last <= config.steps or last <= config.steps_to_make:
             continue
         ends = f"the run ends at step {config.steps_to_make:,}"
-        if member.must_arrive:
-            place = engine.where(tuple(member.must_arrive.split(".")))
-            raise UsageError(f'{place}: acts from step {member.arrives_at:,} on, but {ends}; lower it, write "auto", or train longer')
-        late.append(f"{member.name()}: its schedule arrives at step {member.arrives_at:,}, and {ends}")
-    missing = [_placed(engine, lack) for member in techniques.members for lack in member.lacks]
-    return replace(config, notes=(*config.notes, *techniques.notes, *late), lacks=(*config.lacks, *missing)), flags
+        if member.schedule_key:
+            place = engine.where(tuple(member.schedule_key.split(".")))
+            raise UsageError(f'{place}: acts from step {last:,} on, but {ends}; lower it, write "auto", or train longer')
+        notes.append(f"{member.declaration.name}: the last stage of its schedule begins at step {last:,}, and {ends}")
+    missing = [_placed(engine, line) for member in techniques.members for line in member.missing_packages]
+    return replace(
+        config,
+        optimizer={**config.optimizer, "params": params},
+        origins=origins,
+        notes=tuple(notes),
+        lacks=(*config.lacks, *missing),
+    ), flags
 
 
 def _check_swap_buffers(engine: EngineJson, config: RunConfig) -> None:
-    """On a drive, each rank's part of a weight goes through a buffer that holds it whole."""
+    """Refuse a swap buffer of NVMe that is smaller than a rank's part of the largest weight."""
     path = ("zero_optimization", "offload_param", "buffer_size")
     model = config.model_config
     largest = -(-max(model.padded_vocab_size, 4 * model.d_model, model.seq_len) * model.d_model // config.ranks)
@@ -472,7 +480,7 @@ def _batch(engine: EngineJson, flags: argparse.Namespace, preset: Preset, ranks:
     origins = {
         "train_batch_size": flags.origins.get("global_batch_size", f"preset {flags.preset}"),
         "train_micro_batch_size_per_gpu": flags.origins.get("micro_batch_size", f"preset {flags.preset}, at most"),
-        "gradient_accumulation_steps": REST,
+        "gradient_accumulation_steps": FROM_THE_BATCH,
     }
 
     def refused(message: str) -> tuple[int, int, int]:
@@ -493,7 +501,7 @@ def _batch(engine: EngineJson, flags: argparse.Namespace, preset: Preset, ranks:
         return refused(f"a global batch of {total} sequences cannot be shared evenly by {ranks} ranks; --global_batch_size {sizes} can")
     if micro is None and accumulation is not None:
         micro, rest = divmod(per_rank, accumulation)
-        origins["train_micro_batch_size_per_gpu"] = REST
+        origins["train_micro_batch_size_per_gpu"] = FROM_THE_BATCH
         if rest or not micro:
             return refused(
                 f"{total} sequences over {ranks} ranks are {per_rank} a rank, which {accumulation} accumulation steps do not "

@@ -67,7 +67,7 @@ def resolve_schedule(engine: EngineJson, flags: argparse.Namespace, preset: Pres
     """Resolve the `scheduler` section for a run of `steps` steps and `total_tokens` tokens; without one the schedule is ours."""
     if "scheduler" not in engine.values and not engine.is_faulty("scheduler"):
         engine.settle(("scheduler",), {"type": TOKEN_SCHEDULE}, "default")
-    engine_schedules = engine_schema()["schedulers"]
+    engine_schedules = engine_schema().schedulers
     kinds = (TOKEN_SCHEDULE, *engine_schedules)
     kind = engine.get("scheduler", "type")
     if kind not in kinds:

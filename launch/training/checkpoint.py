@@ -92,6 +92,7 @@ class Checkpoints:
         self._snapshots = Snapshots(engine, collectives, log)
         self._on_failure, self._log, self._run_id = on_failure, log, run_id
         self._current: Path | None = None  # the checkpoint that was loaded, or saved last
+        self._verified: set[Path] = set()  # by this process, which loaded, wrote or checked them
         self._passed_over: list[Path] = []  # by the resume, until the next checkpoint is complete
         self._failed = False
         self._gather_in_thread = collectives.thread_gather()
@@ -130,7 +131,7 @@ class Checkpoints:
                 _remove_leftovers(self.folder)
             self.collectives.barrier()
             self._snapshots.begin(copying=not last)
-            with self.technique.agreed_weights():
+            with self.technique.evaluation_weights():
                 self.engine.save_checkpoint(str(temporary), tag=ENGINE_TAG)
             if of_technique := self.technique.state_dict():
                 self._snapshots.save(of_technique, str(temporary / self._technique_file()))
@@ -170,6 +171,7 @@ class Checkpoints:
                 _set_aside(path)
         self._passed_over.clear()
         os.rename(temporary, final)
+        self._verified.add(final)
         _sync(self.folder)
         try:
             self._prune()
@@ -185,7 +187,13 @@ class Checkpoints:
                 if state["run_id"] == self._run_id and not path.is_symlink():
                     own[path] = state["val_loss"]
         losses = {path: loss for path, loss in own.items() if loss is not None and math.isfinite(loss)}
-        best = min(losses, key=losses.__getitem__, default=None)
+        while (best := min(losses, key=losses.__getitem__, default=None)) and best not in self._verified and len(own) > self.keep:
+            try:  # written before this process started: a damaged one must not be kept in place of a good one
+                verify(best, self._run_id)
+                self._verified.add(best)
+            except DamagedCheckpoint as reason:
+                self._log(f"warning: the best checkpoint is damaged and is not counted: {reason}")
+                del own[best], losses[best]
         for path in list(own)[: -self.keep]:
             if path != best:
                 _remove(path)
@@ -228,7 +236,7 @@ class Checkpoints:
         other_ranks = state["ranks"] != self.collectives.world_size
         if other_ranks and any(newest.glob("technique-*.pt")):
             try:
-                self.technique.forget_state(f"written by {state['ranks']} rank(s), and this job has {self.collectives.world_size}")
+                self.technique.discard_state(f"written by {state['ranks']} rank(s), and this job has {self.collectives.world_size}")
             except ValueError as reason:
                 raise UsageError(f"{newest}: a technique's state belongs to its rank, {reason}; start {state['ranks']} ranks") from None
         with self._ending_on_failure(f"{newest}: could not be loaded", "move it away to resume from an older one"):
@@ -239,6 +247,7 @@ class Checkpoints:
             if not other_ranks and self._technique_file() in state["files"]:
                 self.technique.load_state_dict(load_tensors(newest / self._technique_file()))
         self._current = newest
+        self._verified.add(newest)
         return state
 
     def _agreed_fault(self, checkpoint: Path) -> str | None:

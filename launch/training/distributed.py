@@ -8,7 +8,6 @@ protects a build, and a line announces it. The extension that DeepSpeed builds a
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import functools
 import importlib
@@ -26,28 +25,8 @@ import torch
 from torch.distributed import ProcessGroup
 
 from launch.config.hardware import quiet_deepspeed
-from launch.errors import UsageError
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-def check_port() -> None:
-    """Check, as global rank 0, that no other job listens on the port where the ranks of this job meet.
-
-    Raises:
-        UsageError: another process listens there.
-    """
-    port = os.environ.get("MASTER_PORT")
-    # torchrun listens on the port itself.
-    if port is None or "RANK" not in os.environ or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        return
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections of a job that has ended may linger
-        try:
-            probe.bind(("", int(port)))
-        except OSError as reason:
-            if reason.errno == errno.EADDRINUSE:
-                raise UsageError(f"port {port} (MASTER_PORT) is in use on this host; give another: deepspeed --master_port N") from None
 
 
 def start_ranks() -> Collectives:

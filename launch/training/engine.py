@@ -1,4 +1,7 @@
-"""From a resolved configuration to a DeepSpeed engine that trains what the configuration says."""
+"""Builds DeepSpeed's engine from a resolved configuration, and wraps it in a `TrainingEngine`, which the loop drives.
+
+The names: `deepspeed_engine` is DeepSpeed's own, `deepspeed_config` the JSON that it gets, `engine` a `TrainingEngine`.
+"""
 
 from __future__ import annotations
 
@@ -27,10 +30,13 @@ from recipes.technique import LATE_STEP, Technique, decouples_weight_decay
 
 
 @dataclass
-class Engine:
-    """A DeepSpeed engine with the model in it, and the few things that the training loop asks of it.
+class TrainingEngine:
+    """DeepSpeed's engine with the model in it, and what the training loop needs of it.
 
-    `loss_scale` is that of the last backward pass.
+    Attributes:
+        deepspeed: DeepSpeed's engine.
+        corrections: the names of the applied corrections of DeepSpeed.
+        loss_scale: the loss scale of the last backward pass.
     """
 
     deepspeed: Any
@@ -38,15 +44,15 @@ class Engine:
     config: RunConfig
     corrections: list[str]
     collectives: Collectives
-    technique: Technique
+    techniques: Technique
     loss_scale: float = 1.0
     _micro_step: int = 0
     _loss: torch.Tensor | float = 0.0
 
     @property
     def notes(self) -> list[str]:
-        """What was found out since the configuration was resolved: by the techniques, and of the device."""
-        notes = [note for note in self.technique.notes if note not in self.config.notes]
+        """Lines for the log that the configuration does not have: of the techniques, and about the device."""
+        notes = [note for note in self.techniques.notes if note not in self.config.notes]
         if self.config.precision == "bf16" and self.collectives.device.type == "cpu" and not (bf16 := bf16_arithmetic()).found:
             # A step of `nano` takes 1.3 times as long as in fp32 with AVX512 alone, and 13 times with AVX2 (recipes/bf16/README.md).
             fp32 = f"ds_configs/zero{self.config.zero_stage}_fp32.json"
@@ -56,7 +62,7 @@ class Engine:
     def loss(self, tokens: torch.Tensor) -> torch.Tensor:
         """Mean cross-entropy of (B, T + 1) token ids, each position predicting the next; fp32 scalar."""
         if self.config.shape.dropout and self.deepspeed.training:
-            # Masks are a function of (seed, step, micro-step, rank): a resumed run draws those of the uninterrupted one.
+            # Dropout masks are a function of (seed, step, micro-step, rank), so that a resumed run draws the same ones.
             place = f"{self.config.seed}/{self.deepspeed.global_steps}/{self._micro_step}/{self.collectives.rank}"
             torch.manual_seed(int.from_bytes(hashlib.sha256(place.encode()).digest()[:8], "big", signed=True))
         return self.deepspeed(tokens[:, :-1], tokens[:, 1:])
@@ -64,19 +70,19 @@ class Engine:
     def backward_and_step(self, loss: torch.Tensor, accumulation: int) -> torch.Tensor:
         """Accumulate the gradients of `loss`, one of `accumulation` micro-batches; on the last of them, clip and update.
 
-        The engine counts micro-batches by its JSON; a technique may plan a step with another number of them.
+        A technique may plan a step with another number of micro-batches than DeepSpeed's JSON has.
 
         Returns the mean loss of the step's micro-batches so far, on this rank.
 
         Raises:
-            TrainingFailed: on all ranks, with the weights as they were before the step: the gradients overflow in fp16 and the loss scale
-                is at its minimum, or they are not finite in bf16 or fp32.
+            TrainingFailed: on all ranks, and the weights are not changed: the gradients overflow in fp16 at the minimum loss scale, or
+                are not finite in bf16 or fp32.
         """
-        usual = self.config.gradient_accumulation_steps
+        configured = self.config.gradient_accumulation_steps
         self._loss = loss.detach() / accumulation + (self._loss if self._micro_step else 0.0)
         self._micro_step = (self._micro_step + 1) % accumulation
         self.deepspeed.set_gradient_accumulation_boundary(self._micro_step == 0)
-        self.deepspeed.backward(loss if accumulation == usual else loss * (usual / accumulation))
+        self.deepspeed.backward(loss if accumulation == configured else loss * (configured / accumulation))
         self.loss_scale = float(getattr(self.deepspeed.optimizer, "loss_scale", 1.0))  # `step` may change it
         counters = self.deepspeed.global_steps, self.deepspeed.skipped_steps
         try:
@@ -87,28 +93,28 @@ class Engine:
             # DynamicLossScaler raises a bare Exception.
             if not isinstance(reason, corrections.NormNotFinite) and "already at minimum" not in str(reason):
                 raise
-            self.deepspeed.global_steps, self.deepspeed.skipped_steps = counters  # a checkpoint of now is one of the step before
+            self.deepspeed.global_steps, self.deepspeed.skipped_steps = counters  # a checkpoint is then one of the step before
             self._fail(counters[0] + 1)
         return self._loss
 
     def require_finite(self, loss: float) -> None:
-        """Stop where the step's mean loss is not a number to go on from, although its gradients were; fp16 has its loss scale for that."""
+        """Raise TrainingFailed if the step's mean loss is not finite. In fp16 the loss scale handles it."""
         if not math.isfinite(loss) and self.config.precision != "fp16":
             self._fail(self.deepspeed.global_steps)
 
     def weights_are_finite(self) -> bool:
-        """Whether all weights of all ranks are numbers, at stage 3 each rank's part of them. All ranks call this together."""
+        """Whether no weight of any rank is NaN or Inf; at stage 3 each rank checks its part. All ranks call this together."""
         weights = (getattr(parameter, "ds_tensor", parameter) for parameter in self.deepspeed.module.parameters())
         return not self.collectives.any(any(not bool(torch.isfinite(weight.detach()).all()) for weight in weights))
 
     def _fail(self, step: int) -> NoReturn:
-        """Say what was not finite, where, and what to change. Called by all ranks: clipping and overflow are theirs together."""
+        """Raise TrainingFailed with what is not finite, on which ranks, and what to change. All ranks call this together."""
         losses = self.collectives.of_each(self._loss)
         bad = [f"{loss:g} on rank {rank}" for rank, loss in enumerate(losses) if not math.isfinite(loss)]
         if bad:
             what = f"the loss is {', '.join(bad[:4])}" + (f" and {len(bad) - 4} more" if len(bad) > 4 else "")
         else:
-            what = f"the gradients are not finite, while the loss is {sum(losses) / len(losses):.4f}"
+            what = f"the gradients are not finite, but the loss is {sum(losses) / len(losses):.4f}"
         if self.config.precision == "fp16":
             raise TrainingFailed(
                 f"step {step}: {what}: an overflow in fp16 at the minimum loss scale of {self.loss_scale:g} (fp16.min_loss_scale); "
@@ -117,7 +123,7 @@ class Engine:
         raise TrainingFailed(f"step {step}: {what} in {self.config.precision}; lower --lr, raise --warmup_steps, or look at the data")
 
     def set_learning_rate(self, tokens: int) -> float:
-        """Set the rate for the step after which `tokens` have been consumed."""
+        """Set the learning rate of the step after which `tokens` have been consumed, and return it."""
         if self.config.scheduler["type"] == TOKEN_SCHEDULE:
             per_step, params = self.config.tokens_per_step, self.config.scheduler["params"]
             rate = warmup_cosine(tokens, self.config.lr, params["min_lr"], params["warmup_steps"] * per_step, params["total_tokens"])
@@ -128,7 +134,7 @@ class Engine:
         return float(self.deepspeed.optimizer.param_groups[0]["lr"])
 
     def step_metrics(self) -> dict[str, float | None]:
-        """Of the step just done: gradient norm before clipping, the loss scale it ran with; and the updates skipped so far."""
+        """The step's gradient norm before clipping and its loss scale, and the updates skipped so far."""
         norm = self.deepspeed.get_global_grad_norm()
         if norm is not None and self.config.zero_stage == 0:
             norm = norm / self.loss_scale  # stages 1, 2, 3 report it unscaled
@@ -141,32 +147,32 @@ class Engine:
         }
 
 
-def start_engine(config: RunConfig, technique: Technique, collectives: Collectives) -> Engine:
-    """Build the model and the engine around it.
+def start_engine(config: RunConfig, techniques: Technique, collectives: Collectives) -> TrainingEngine:
+    """Build the model and the engine.
 
     Raises:
-        UsageError: hosts differ in what `"auto"` came out as.
+        UsageError: the hosts resolved `"bf16": {"enabled": "auto"}` differently.
     """
     import deepspeed
 
     _agree_on_precision(config, collectives)
     model_config = config.model_config
-    engine_json = _engine_json(config)
+    deepspeed_config = _deepspeed_config(config)
     if config.quantizes_weights:
         load_extension("QuantizerBuilder")
     # At stage 3 every module is partitioned as soon as it is built: the whole model is never on one rank.
-    with deepspeed.zero.Init(config_dict_or_path=engine_json, enabled=config.zero_stage == 3):
+    with deepspeed.zero.Init(config_dict_or_path=deepspeed_config, enabled=config.zero_stage == 3):
         model = GPT(model_config)
     if config.start is not None:
         fill_model(model, config.start, config.zero_stage, collectives)
-    technique.prepare(model)
-    for extension in technique.extensions:
+    techniques.prepare(model)
+    for extension in techniques.extensions:
         load_extension(extension)
 
     groups = weight_decay_groups(model, config.optimizer["params"].get("weight_decay", 0.0))
-    optimizer = technique.optimizer(groups) or _adam(config, groups)
+    optimizer = techniques.optimizer(groups) or _adam(config, groups)
     if optimizer is None:
-        engine_json["optimizer"] = config.optimizer
+        deepspeed_config["optimizer"] = config.optimizer
     if config.offload("offload_optimizer") != "none" and config.optimizer["type"] in ADAM_TYPES:
         load_extension("CPUAdamBuilder")
     if config.uses_nvme:
@@ -176,25 +182,24 @@ def start_engine(config: RunConfig, technique: Technique, collectives: Collectiv
         without_compiled_muon()
     applied = corrections.before_initialize(config.zero_stage, config.precision, collectives)
     with contextlib.redirect_stdout(io.StringIO()):  # prints of DeepSpeed's own start
-        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, model_parameters=groups, config=engine_json)
-    applied += corrections.after_initialize(engine, collectives)
+        deepspeed_engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, model_parameters=groups, config=deepspeed_config)
+    applied += corrections.after_initialize(deepspeed_engine, collectives)
     if config.start is not None and config.precision != "fp32":
-        fill_masters(engine, config.start, collectives)
+        fill_masters(deepspeed_engine, config.start, collectives)
     if config.zero_stage == 0:
         if collectives.world_size == 1:
-            # The engine would copy all gradients into one tensor, reduce it among one rank, and copy it back: 3 ms for 14 M parameters.
-            # What comes before must stay: a parameter without a gradient gets one of zeros.
-            engine._reduce_non_expert_gradients = lambda gradients, elements_per_buffer: None
-        (_log_norm if config.precision == "fp32" else _share_norm)(engine, collectives)
-    technique.attach(engine, collectives)
-    return Engine(engine, model_config, config, applied, collectives, technique)
+            # The engine would copy all gradients into one tensor, reduce it over one rank, and copy it back: 3 ms for 14 M parameters.
+            # The code before it must run: it gives a parameter without a gradient one of zeros.
+            deepspeed_engine._reduce_non_expert_gradients = lambda gradients, elements_per_buffer: None
+        (_log_norm if config.precision == "fp32" else _share_norm)(deepspeed_engine, collectives)
+    techniques.attach(deepspeed_engine, collectives)
+    return TrainingEngine(deepspeed_engine, model_config, config, applied, collectives, techniques)
 
 
 def _agree_on_precision(config: RunConfig, collectives: Collectives) -> None:
-    """Refuse ranks of different precisions, which would send each other gradients that are not alike.
+    """Refuse ranks of different precisions, whose gradients have different types.
 
-    Each host has asked its own processor what `"bf16": {"enabled": "auto"}` is, before there was a group in which to agree, and all of its
-    configuration follows from the answer.
+    Each host resolves `"bf16": {"enabled": "auto"}` by its own processor, before there is a process group.
     """
     precisions = ("fp32", "bf16", "fp16")
     ranks: dict[str, list[str]] = {}
@@ -206,10 +211,10 @@ def _agree_on_precision(config: RunConfig, collectives: Collectives) -> None:
 
 
 def check_device(config: RunConfig) -> None:
-    """Refuse what this device cannot do; DeepSpeed would raise after the model was built.
+    """Refuse values that this device does not support; DeepSpeed would raise after the model was built.
 
     Raises:
-        UsageError: a line for each value of the JSON that needs another device.
+        UsageError: a line for each such value of the JSON.
     """
     quiet_deepspeed()
     from deepspeed.accelerator import get_accelerator
@@ -239,9 +244,9 @@ def check_device(config: RunConfig) -> None:
 
 
 def _lacking(device: str, capability: tuple[int, int]) -> str | None:
-    """What this device is, where it is not CUDA of at least `capability`; else None.
+    """The name of this device if it is not CUDA of at least `capability`; else None.
 
-    AMD's GPUs, which torch also calls "cuda", number their capabilities otherwise.
+    torch calls AMD's GPUs "cuda" too, but their compute capabilities mean something else.
     """
     if device != "cuda":
         return f"a {device}"
@@ -256,7 +261,7 @@ def _lacking(device: str, capability: tuple[int, int]) -> str | None:
 
 
 def can_quantize() -> bool:
-    """Whether DeepSpeed's quantizer is there or can be built here."""
+    """Whether DeepSpeed's quantizer is installed or can be built here."""
     from deepspeed.git_version_info import installed_ops
     from torch.utils.cpp_extension import CUDA_HOME
 
@@ -270,17 +275,17 @@ def can_swap() -> bool:
     return bool(get_accelerator().create_op_builder("AsyncIOBuilder").is_compatible(verbose=False))
 
 
-def _engine_json(config: RunConfig) -> dict[str, Any]:
-    """The JSON that DeepSpeed gets: our own sections, our schedule and our optimizer are not in it."""
-    # DeepSpeed's throughput timer waits for the device twice a micro-batch, to print what our log has already.
-    engine_json = {"timers": {"throughput": {"enabled": False}}, **config.engine}
+def _deepspeed_config(config: RunConfig) -> dict[str, Any]:
+    """The JSON that DeepSpeed gets, without this project's own sections, schedule and optimizer."""
+    # DeepSpeed's throughput timer waits for the device twice a micro-batch, and prints what the log has already.
+    deepspeed_config = {"timers": {"throughput": {"enabled": False}}, **config.engine}
     if config.scheduler["type"] != TOKEN_SCHEDULE:
-        engine_json["scheduler"] = config.scheduler
-    return engine_json
+        deepspeed_config["scheduler"] = config.scheduler
+    return deepspeed_config
 
 
 def _adam(config: RunConfig, groups: list[dict[str, Any]]) -> torch.optim.Optimizer | None:
-    """torch's fused Adam(W), which needs no build on any device; None where DeepSpeed must choose (other types, offload)."""
+    """torch's fused Adam(W), which needs no build on any device; None if DeepSpeed must choose (other types, offload)."""
     if config.optimizer["type"] not in ADAM_TYPES or config.offload("offload_optimizer") != "none":
         return None
     params = config.optimizer["params"]
@@ -300,7 +305,7 @@ def _adam(config: RunConfig, groups: list[dict[str, Any]]) -> torch.optim.Optimi
 
 
 def _leave_bias(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    """Before each step: Adam whose moments count as those of a late step, when 1 - beta^step is 1 and nothing is left to correct."""
+    """Before each step: set Adam's step count to a late one, for which 1 - beta^step is 1, so that no bias is corrected."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             state = optimizer.state[parameter]
@@ -313,11 +318,10 @@ def _leave_bias(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
 
 
 def _share_norm(engine: Any, collectives: Collectives) -> None:
-    """At stage 0 in bf16 and fp16 the engine's wrapper takes the norm of this rank's gradients and clips by it. Make it that of the ranks'
-    mean gradient where a technique has switched the engine's reduction off.
+    """Stage 0, bf16 and fp16: clip by the norm of the ranks' mean gradient if a technique has switched the engine's reduction off.
 
-    The wrapper has looked for overflows before, on all ranks together; in bf16 only where their gradients differ: the norm of those that
-    all ranks have is infinite, or none, where one of them is.
+    The engine's wrapper clips by the norm of this rank's gradients. Before that it looks for overflows on all ranks together; in bf16 that
+    is needed only if the gradients of the ranks differ: the norm of shared gradients is not finite if one of them is not.
     """
     wrapper, mean_norm = engine.optimizer, MeanNorm(collectives)
     unscale, checker = wrapper.unscale_and_clip_grads, wrapper.overflow_checker
@@ -336,15 +340,12 @@ def _share_norm(engine: Any, collectives: Collectives) -> None:
 
 
 def _log_norm(engine: Any, collectives: Collectives) -> None:
-    """At stage 0 in fp32 the engine drives torch's optimizer bare and keeps no gradient norm: note it before each update.
-
-    Raises `NormNotFinite`, before the update, where it is none.
-    """
+    """Stage 0, fp32: record the gradient norm before each update, which the engine does not; raise `NormNotFinite` if it is not finite."""
     clipping, mean_norm = engine.gradient_clipping(), MeanNorm(collectives)
 
     def note(norm: torch.Tensor | float) -> None:
         engine._global_grad_norm = float(norm)
-        if not math.isfinite(engine._global_grad_norm):  # the other stages and precisions make no update then; this one would
+        if not math.isfinite(engine._global_grad_norm):  # the other stages and precisions make no update then
             raise corrections.NormNotFinite
 
     def own_norm() -> torch.Tensor | float:
@@ -353,7 +354,7 @@ def _log_norm(engine: Any, collectives: Collectives) -> None:
 
     def clip() -> None:
         if engine.enable_backward_allreduce:
-            # The engine's own method, with the value that it throws away.
+            # As in the engine's own method, which discards the norm.
             from deepspeed.runtime import engine as engine_module
 
             note(engine_module.clip_grad_norm_(parameters=engine.module.parameters(), max_norm=clipping))

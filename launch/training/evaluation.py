@@ -1,4 +1,4 @@
-"""The validation loss, and a sample of text: always the full model at full length, on all ranks in step."""
+"""The validation loss, and a sample of text, by the full model at full length. All ranks call these functions together."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from data_pipeline.loader import Loader
 from data_pipeline.tokenizer import Tokenizer
 from launch.config.run_config import RunConfig
 from launch.training.distributed import Collectives
-from launch.training.engine import Engine
-from launch.training.similarity import BlockSimilarity
+from launch.training.engine import TrainingEngine
+from launch.training.observers import Observer
 from model.sampling import generate
 
 
 class Evaluation:
     """The loss on a fixed set of validation windows: `eval_batches` global batches, the same for every number of ranks."""
 
-    def __init__(self, config: RunConfig, collectives: Collectives, similarity: BlockSimilarity):
-        self.config, self.collectives, self.similarity = config, collectives, similarity
+    def __init__(self, config: RunConfig, collectives: Collectives, observer: Observer):
+        self.config, self.collectives, self.observer = config, collectives, observer
         corpus = config.corpus
         self.loader = Loader(
             corpus.val, None, config.shape.seq_len, corpus.vocab_size, collectives.rank, collectives.world_size, collectives.device
@@ -26,25 +26,25 @@ class Evaluation:
         self.windows = min(config.eval_batches * config.global_batch_size, corpus.val.windows(config.shape.seq_len))
 
     @torch.no_grad()
-    def loss(self, engine: Engine, step: int) -> float:
-        """Mean cross-entropy in nats a token. Neither its traffic nor its gradients (there are none) touch the training step."""
+    def loss(self, engine: TrainingEngine, step: int) -> float:
+        """Mean cross-entropy in nats per token. Its traffic is not counted."""
         engine.deepspeed.eval()
         total = torch.zeros(2, dtype=torch.float64, device=self.collectives.device)  # sum over windows, windows
-        with self.collectives.uncounted(), engine.technique.agreed_weights(), self.similarity.watching(engine.deepspeed.module.h, step):
+        with self.collectives.uncounted(), engine.techniques.evaluation_weights(), self.observer.evaluation(step):
             for tokens, weight in self.loader.validation_batches(self.windows, self.config.micro_batch_size):
                 loss = engine.loss(tokens)
                 if weight:
-                    self.similarity.taken()
+                    self.observer.after_evaluated_batch()
                     total += torch.stack([loss.double() * weight, torch.full_like(total[0], weight)])
             self.collectives.all_reduce(total)
         engine.deepspeed.train()
         return float(total[0] / total[1])
 
 
-def sample_text(engine: Engine, config: RunConfig, collectives: Collectives) -> str:
-    """`config.prompt` and `config.sample_tokens` sampled tokens after it (temperature 0.8, the 50 likeliest), as text.
+def sample_text(engine: TrainingEngine, config: RunConfig, collectives: Collectives) -> str:
+    """`config.prompt` and `config.sample_tokens` tokens sampled after it (temperature 0.8, top-k 50), as text.
 
-    Where the corpus brings no tokenizer and a rank's host has none, or it lacks a character of the prompt, that is said instead.
+    If a host has no tokenizer for the corpus, or the tokenizer cannot encode the prompt, the text is the reason.
     """
     missing = ""
     try:
@@ -58,7 +58,7 @@ def sample_text(engine: Engine, config: RunConfig, collectives: Collectives) -> 
             return f"(none: {missing or 'another host lacks the tokenizer'})"
     generator = torch.Generator().manual_seed(config.seed)
     engine.deepspeed.eval()
-    with collectives.uncounted(), engine.technique.agreed_weights():
+    with collectives.uncounted(), engine.techniques.evaluation_weights():
         ids = generate(
             lambda tokens: engine.deepspeed(tokens.to(collectives.device)),
             prompt,

@@ -8,15 +8,17 @@ then it holds the time, the step and the tokens.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import math
 import os
 import shutil
 import signal
+import socket
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +35,8 @@ if TYPE_CHECKING:
 
 #: What a start that was killed, or refused, may leave in a folder that has no run.json yet.
 BEFORE_RUN_JSON = (".lock", "log.txt", "checkpoints")
+#: How long a resume waits for the job before it to end.
+WAIT_SECONDS = 60.0
 
 
 def check_run_folder(runs_dir: str, run_name: str, resume: bool | str) -> Path:
@@ -65,6 +69,48 @@ def _nearest_run(path: Path) -> str:
     return nearest(path.name, [run.parent.name for run in path.parent.glob("*/run.json") if run.parent != path])
 
 
+def check_port(resume: bool | str) -> None:
+    """Check, as global rank 0, that no other job listens on the port where the ranks of this job meet.
+
+    Raises:
+        UsageError: another process listens there, or MASTER_PORT is not the number of a port.
+    """
+    port = os.environ.get("MASTER_PORT")
+    # torchrun listens on the port itself.
+    if port is None or "RANK" not in os.environ or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return
+    if not port.isdecimal() or not 0 < int(port) < 65_536:
+        raise UsageError(f"the environment variable MASTER_PORT is {port!r}: it must be the number of a port, or not set")
+
+    def listener() -> str:
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections of a job that has ended may linger
+            try:
+                probe.bind(("", int(port)))
+            except OSError as reason:
+                if reason.errno == errno.EADDRINUSE:
+                    return f"port {port} (MASTER_PORT) is in use on this host"
+        return ""
+
+    _wait_until_free(listener, resume, "give another: deepspeed --master_port N")
+
+
+def _wait_until_free(holder: Callable[[], str], resume: bool | str, fix: str) -> None:
+    """Wait until `holder` returns an empty string. Only a resume waits: the ranks of a job that was killed end some seconds after it.
+
+    Raises:
+        UsageError: what `holder` returned last, with `fix`.
+    """
+    deadline, reported = time.monotonic() + (WAIT_SECONDS if resume else 0.0), False
+    while held := holder():
+        if time.monotonic() >= deadline:
+            raise UsageError(f"{held}; {fix}")
+        if not reported:
+            say(f"{held}; waiting up to {WAIT_SECONDS:.0f} s")
+            reported = True
+        time.sleep(0.2)
+
+
 class RunFolder:
     """The run folder of global rank 0, locked against other jobs.
 
@@ -86,7 +132,7 @@ class RunFolder:
         except OSError as reason:
             raise UsageError(f"{path}: cannot be written ({reason.strerror}); give another --runs_dir") from None
         try:
-            self._take_lock()
+            self._take_lock(bool(description["resume"]))
             self._description = json.loads(json.dumps(description))
             self._changes: list[str] = []
             self._is_new = not (path / "run.json").exists()
@@ -102,12 +148,22 @@ class RunFolder:
             raise
         self.run_id: str | None = self._description.get("run_id")
 
-    def _take_lock(self) -> None:
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # released by the kernel when this process ends
-        except BlockingIOError:
-            holder = (self.path / ".lock").read_text(encoding="utf-8") or "another process"
-            raise UsageError(f"{self.path}: {holder} is still writing into this run; wait until it has ended, or stop it") from None
+    def _take_lock(self, resume: bool) -> None:
+        """Lock the folder.
+
+        Raises:
+            UsageError: another process has the lock.
+        """
+
+        def holder() -> str:
+            try:
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # released by the kernel when this process ends
+            except BlockingIOError:
+                other = (self.path / ".lock").read_text(encoding="utf-8") or "another process"
+                return f"{self.path}: {other} is still writing into this run"
+            return ""
+
+        _wait_until_free(holder, resume, "wait until it has ended, or stop it")
 
     def begin(self, step: int) -> None:
         """Write `run.json` and open the metrics: the run starts, or continues, after `step`. Later steps are cut off the metrics."""

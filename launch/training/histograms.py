@@ -1,10 +1,10 @@
-"""Exponents of the gradients of a step, layer by layer: what fp16 holds of them, and what it would turn into zero.
+"""Histograms of the exponents of a step's gradients, layer by layer: which of them fp16 can represent, and which would become zero.
 
     deepspeed launch/pretrain.py --deepspeed_config ds_configs/zero1_bf16.json --histogram_every 100
 
-Micikevicius et al., Mixed Precision Training, arXiv 1710.03740, section 3.2 and figure 3: without a loss scale much of a gradient is below
-fp16's smallest number. Counted are the gradients as the backward pass makes them, in the run's precision and times its loss scale, of all
-micro-batches and ranks of the step, before accumulation and reduction.
+Micikevicius et al., Mixed Precision Training, arXiv 1710.03740, section 3.2 and figure 3: without a loss scale many elements of a
+gradient are below fp16's smallest number. The gradients are counted as the backward pass computes them, in the run's precision and times
+its loss scale, for all micro-batches and ranks of the step, before accumulation and reduction.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from typing import Any
 import torch
 from torch import nn
 
-from launch.training.distributed import Collectives
-from launch.training.engine import Engine
+from launch.training.engine import TrainingEngine
 from launch.training.exponents import BINS, KINDS, LOWEST, summary
 from launch.training.folder import NoFolder, RunFolder
+from launch.training.observers import Observer
 
-#: Behind the bins of the exponents: how many are zero, and how many are not finite.
+#: The two bins after those of the exponents: elements that are zero, and that are not finite.
 ZERO, NOT_FINITE = BINS, BINS + 1
 
 
 def count_exponents(values: torch.Tensor) -> torch.Tensor:
-    """int64 (BINS + 2): how many of `values` have the exponent LOWEST, LOWEST + 1, ..., are zero, are not finite.
+    """Count the `values` that have the exponent LOWEST, LOWEST + 1, ..., are zero, are not finite: int64 (BINS + 2,).
 
-    The exponent of x is floor(log2 |x|); what is below or above the bins is counted in the first or the last.
+    The exponent of x is floor(log2 |x|); values below or above the bins are counted in the first or the last.
     """
     values = values.detach().float()
     # x = m 2^e with m in [0.5, 1): the exponent is e - 1.
@@ -36,20 +36,22 @@ def count_exponents(values: torch.Tensor) -> torch.Tensor:
     return torch.bincount(places.flatten(), minlength=BINS + 2)
 
 
-class GradientHistograms:
-    """Counts the exponents of every `every`-th step's gradients and hands them to the run's folder; with 0 it does nothing.
+class GradientHistograms(Observer):
+    """Counts the exponents of the gradients of every `every`-th step and writes them to the run's folder.
 
     A layer is the embedding, a block, or the final norm. Its activation gradient is that of its output, its weight gradients those of all
     its parameters; the head's weight is the embedding's.
     """
 
-    def __init__(self, engine: Engine, collectives: Collectives, folder: RunFolder | NoFolder, every: int):
-        self.engine, self.collectives, self.folder, self.every = engine, collectives, folder, every
+    def __init__(self, folder: RunFolder | NoFolder, every: int):
+        self.folder, self.every = folder, every
         self._hooks: list[Any] = []
 
-    def start_step(self, step: int) -> None:
-        """Begin to count, if it is time. Called before the step's first micro-batch."""
-        if not self.every or step % self.every:
+    def start(self, engine: TrainingEngine) -> None:
+        self.engine, self.collectives = engine, engine.collectives
+
+    def on_step(self, step: int) -> None:
+        if step % self.every:
             return
         layers = self._layers()
         self._counts = torch.zeros(len(KINDS), len(layers), BINS + 2, dtype=torch.int64, device=self.collectives.device)
@@ -58,8 +60,7 @@ class GradientHistograms:
             for parameter in owner:
                 self._hooks.append(parameter.register_hook(partial(self._count, 1, index)))
 
-    def end_step(self, step: int) -> None:
-        """Add up what the ranks counted, and write it. Called by all ranks, after the step's update."""
+    def after_step(self, step: int) -> None:
         if not self._hooks:
             return
         for hook in self._hooks:

@@ -1,4 +1,4 @@
-"""What a step took: time, memory, bytes on the wire, arithmetic; and the one reduction that a step makes for the log."""
+"""Measures each step: time, memory, bytes sent, FLOPs. Makes the one reduction of a step that is not part of the training itself."""
 
 from __future__ import annotations
 
@@ -9,30 +9,30 @@ from typing import Any
 
 import torch
 
-from launch.config.steps import trained_flops_per_token
 from launch.training.distributed import Collectives
-from launch.training.engine import Engine
+from launch.training.engine import TrainingEngine
 from launch.training.interleaving import Interleaving
-from model.accounting import peak_flops
+from model.accounting import flops_per_token, peak_flops
+from recipes.technique import StepPlan
 
 
 class Meter:
     """Measures the steps of one run on this rank.
 
     Args:
-        seconds_before: what earlier parts of a resumed run took; `seconds()` goes on from there.
+        seconds_before: the seconds of the run before it was resumed.
         interleaving: with other runs; the time that this run waits for them is not counted.
 
     Attributes:
-        threads: with how many each rank computes on a CPU.
+        threads: the number of threads that each rank computes with on a CPU.
     """
 
-    def __init__(self, engine: Engine, collectives: Collectives, seconds_before: float, interleaving: Interleaving):
+    def __init__(self, engine: TrainingEngine, collectives: Collectives, seconds_before: float, interleaving: Interleaving):
         self.engine, self.collectives, self.interleaving = engine, collectives, interleaving
         self._start = time.monotonic() - seconds_before
         on_gpu = collectives.device.type == "cuda"
         self.device_name = torch.cuda.get_device_name(collectives.device) if on_gpu else "cpu"
-        self.matmul_dtype = engine.technique.matmul_dtype or engine.config.precision
+        self.matmul_dtype = engine.techniques.costs.matmul_dtype or engine.config.precision
         self.peak_flops = peak_flops(self.device_name, self.matmul_dtype)
         self.threads = [round(threads) for threads in collectives.of_each(torch.get_num_threads())]
 
@@ -45,10 +45,10 @@ class Meter:
         self._start += self.interleaving.wait()
         self._step_start, self._bytes_before = time.perf_counter(), self.collectives.bytes_sent
 
-    def agree(self, loss: torch.Tensor, stop_signal: int) -> tuple[float, int]:
-        """Mean of `loss` over the ranks, and the signal on which all of them stop after this step (0: none).
+    def reduce_loss_and_signal(self, loss: torch.Tensor, stop_signal: int) -> tuple[float, int]:
+        """The mean of `loss` over the ranks, and the signal for which all of them stop after this step (0: none).
 
-        Ctrl-C comes before SIGTERM where ranks saw different ones: the launcher turns the one into the other.
+        If ranks got different signals, it is SIGINT: the launcher sends SIGTERM when it gets Ctrl-C.
         """
         shared = torch.stack(
             [
@@ -63,15 +63,10 @@ class Meter:
         stopped = signal.SIGINT if interrupted else signal.SIGTERM if terminated else 0
         return total / self.collectives.world_size, int(stopped)
 
-    def end_step(self, tokens: int, technique: dict[str, float]) -> dict[str, Any]:
-        """The step's measurements. Call after `agree`, whose result waited for the device.
-
-        Args:
-            tokens: of all ranks in this step.
-            technique: what the techniques report of the step.
-        """
+    def end_step(self, plan: StepPlan) -> dict[str, Any]:
+        """The measurements of a step that followed `plan`. Call after `reduce_loss_and_signal`, which waits for the device."""
         seconds = time.perf_counter() - self._step_start
-        rate = tokens / seconds
+        rate = plan.tokens * self.collectives.world_size / seconds
         metrics = {
             **self.engine.step_metrics(),
             "tokens_per_second": rate,
@@ -79,15 +74,15 @@ class Meter:
             "peak_memory_bytes": self._peak_memory(),
             "bytes_sent": round(self.collectives.bytes_sent - self._bytes_before),
         }
-        per_token, of_all_blocks = trained_flops_per_token(self.engine.model_config, technique)
-        if "kept_blocks" in technique:
-            metrics["skipped_flops"] = 1 - per_token / of_all_blocks
+        per_token = flops_per_token(self.engine.model_config, plan.seq_len, plan.kept_blocks)
+        if plan.kept_blocks is not None:
+            metrics["skipped_flops"] = 1 - per_token / flops_per_token(self.engine.model_config, plan.seq_len)
         if self.peak_flops is not None:
             metrics["mfu"] = rate * per_token / (self.peak_flops * self.collectives.world_size)
         return metrics
 
     def _peak_memory(self) -> int:
-        """Of this rank, since its start: the device's allocator on a GPU, the process on a CPU (ru_maxrss is in KiB on Linux)."""
+        """Peak bytes of this rank since its start: of the device's allocator on a GPU, of the process on a CPU (ru_maxrss is in KiB)."""
         if self.collectives.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.collectives.device)
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -14,7 +14,7 @@ from tqdm import tqdm
 from launch.config.run_config import RunConfig
 from launch.errors import is_speaker
 from launch.formats.metrics import MEAN_STEPS, recent_loss
-from launch.training.engine import Engine
+from launch.training.engine import TrainingEngine
 from launch.training.evaluation import Evaluation
 from launch.training.folder import NoFolder, RunFolder
 from launch.training.meter import Meter
@@ -23,7 +23,7 @@ from model.accounting import parameter_count
 LINE_SECONDS = 10.0  # between two plain lines
 
 
-def describe_start(config: RunConfig, engine: Engine, meter: Meter, evaluation: Evaluation) -> Iterator[str]:
+def describe_start(config: RunConfig, engine: TrainingEngine, meter: Meter, evaluation: Evaluation) -> Iterator[str]:
     """Yield lines that name the model, the batch, the device, and the DeepSpeed bugs that are corrected."""
     shape, where = config.shape, f"{config.ranks} rank(s) on {meter.device_name}"
     yield (

@@ -11,7 +11,7 @@ import time
 import uuid
 from typing import Any
 
-from launch.config.hardware import gpu_names
+from launch.config.hardware import gpus
 from launch.config.run_config import ROOT, RunConfig
 from launch.training.interleaving import interleaved_group
 
@@ -43,7 +43,7 @@ def versions() -> dict[str, str | None]:
 def machine() -> dict[str, Any]:
     """The host, its processor and cores, and the GPUs that a run may use."""
     of_host = {"host": platform.node(), "system": platform.platform(), "processor": _processor(), "cores": os.cpu_count()}
-    return of_host | ({"gpus": names} if (names := gpu_names()) else {})
+    return of_host | ({"gpus": names} if (names := [gpu.name for gpu in gpus()]) else {})
 
 
 def _version(package: str) -> str | None:

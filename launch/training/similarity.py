@@ -1,8 +1,8 @@
-"""How much each block changes what passes through it, on the validation set: why blocks can be dropped late in depth and late in time.
+"""How much each block changes its input on the validation set: the reason why deep blocks can be dropped late in a run.
 
     deepspeed launch/pretrain.py --recipe recipes/progressive_layer_drop --block_similarity
 
-Zhang and He, arXiv 2010.13369, section 3: blocks whose output has nearly the norm and the direction of their input do little.
+Zhang and He, arXiv 2010.13369, section 3: a block whose output has nearly the norm and the direction of its input does little.
 """
 
 from __future__ import annotations
@@ -15,23 +15,24 @@ from typing import Any
 import torch
 from torch import nn
 
-from launch.training.distributed import Collectives
+from launch.training.engine import TrainingEngine
 from launch.training.folder import NoFolder, RunFolder
+from launch.training.observers import Observer
 
 
-class BlockSimilarity:
-    """Writes for each block ||out|| / ||in|| and cos(in, out), means over the tokens of an evaluation, where `on`; else nothing."""
+class BlockSimilarity(Observer):
+    """Writes ||out|| / ||in|| and cos(in, out) of each block to the run's folder, means over the tokens of an evaluation."""
 
-    def __init__(self, collectives: Collectives, folder: RunFolder | NoFolder, on: bool):
-        self.collectives, self.folder, self.on = collectives, folder, on
+    def __init__(self, folder: RunFolder | NoFolder):
+        self.folder = folder
+
+    def start(self, engine: TrainingEngine) -> None:
+        self.blocks, self.collectives = engine.deepspeed.module.h, engine.collectives
 
     @contextmanager
-    def watching(self, blocks: nn.ModuleList, step: int) -> Iterator[None]:
-        """The evaluation of `step` inside, by all ranks. What a batch adds counts once it is `taken`."""
-        if not self.on:
-            yield
-            return
-        # (blocks, (sum of norm ratios, sum of cosines, tokens)), of the batch and of all batches taken
+    def evaluation(self, step: int) -> Iterator[None]:
+        blocks = self.blocks
+        # (blocks, (sum of norm ratios, sum of cosines, tokens)), of the batch and of all batches that count
         self._batch = torch.zeros(len(blocks), 3, dtype=torch.float64, device=self.collectives.device)
         self._total = torch.zeros_like(self._batch)
         hooks = [block.register_forward_hook(partial(self._watch, index)) for index, block in enumerate(blocks)]
@@ -45,10 +46,8 @@ class BlockSimilarity:
         means = {key: [value / count for value, count in zip(sums, tokens, strict=True)] for key, sums in line.items()}
         self.folder.write_similarity({"step": step, **means})
 
-    def taken(self) -> None:
-        """The batch that just ran is one of the evaluation's own, not a filler."""
-        if self.on:
-            self._total += self._batch
+    def after_evaluated_batch(self) -> None:
+        self._total += self._batch
 
     def _watch(self, index: int, block: nn.Module, inputs: Any, output: torch.Tensor) -> None:
         before, after = inputs[0].float(), output.float()  # (B, T, C)

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import xxhash
 from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
 
+from launch.formats.checkpoint_files import Digest
 from launch.formats.tensor_files import load_tensors
 from launch.training.distributed import Collectives, ranks_of_host, stager
 
@@ -68,7 +68,7 @@ class Snapshots(TorchCheckpointEngine):  # type: ignore[misc] # DeepSpeed has no
             torch.save(state_dict, file)
             file.flush()
             os.fsync(file.fileno())
-            self._entries[Path(path)] = {"bytes": file.tell(), "xxh128": file.digest.hexdigest()}
+            self._entries[Path(path)] = file.digest.entry()
 
     def load(self, path: str, map_location: Any = None) -> Any:
         """Called by DeepSpeed for each of its files; it asks for the CPU only."""
@@ -91,7 +91,7 @@ class _DigestedFile(io.BufferedWriter):
 
     def __init__(self, path: str):
         super().__init__(io.FileIO(path, "wb"))
-        self.digest = xxhash.xxh3_128()
+        self.digest = Digest()
 
     def write(self, data: Any) -> int:
         """Called by torch for each header and for the memory of each tensor."""

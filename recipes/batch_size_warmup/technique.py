@@ -11,7 +11,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from typing import Any
 
-from recipes.technique import BatchPlan, Run, Technique, largest_divisor, require_token_schedule, steps_left
+from recipes.technique import Declaration, Run, StepPlan, Technique, largest_divisor
 
 
 def stages(start: int, increment: int, full: int, warmup_tokens: int, seq_len: int) -> list[tuple[int, int]]:
@@ -40,35 +40,31 @@ class BatchSizeWarmup(Technique):
     increment: by how many sequences the batch grows; "auto" is min_batch_size, or the largest below it that leads to the global batch.
     warmup_tokens: after how many tokens the batch is full; "auto" is a quarter of the run's. Sequences count at the model's full length.
 
-    The run ends on tokens, so it has more steps, and the learning rate follows tokens.
+    The run ends on tokens, so that it has more steps, and the learning rate follows tokens.
     """
 
-    sections = ("batch_size_warmup",)
-    decides = ("how many sequences a step has",)
-    keys = {
-        "min_batch_size": {"types": ["integer"], "minimum": 1, "auto": True},
-        "increment": {"types": ["integer"], "minimum": 1, "auto": True},
-        "warmup_tokens": {"types": ["integer"], "minimum": 1, "auto": True},
-    }
+    declaration = Declaration(
+        section="batch_size_warmup",
+        keys={key: {"types": ["integer"], "minimum": 1, "auto": True} for key in ("min_batch_size", "increment", "warmup_tokens")},
+        exclusive=("how many sequences a step has",),
+        changes_tokens=True,
+    )
 
     def __init__(self, section: dict[str, Any], run: Run):
         self.ranks, self.micro_batch_size = run.ranks, run.micro_batch_size
         start, increment, warmup_tokens = self._resolved(section, run)
-        require_token_schedule(run)
         found = stages(start, increment, run.global_batch_size, warmup_tokens, run.shape.seq_len)
-        self._first_steps, self._sizes = zip(*found, strict=True)
-        self.arrives_at = found[-1][0]
-        self.on_step(1)
+        self.stages, self._sizes = zip(*found, strict=True)
         if len(found) > 1:
             last = f"all {found[-1][1]:,} from step {found[-1][0]:,} on"
             grows = f"{start:,} sequences a step at first, growing by {increment:,}, {last}"
         else:
-            grows = f"the global batch of {run.global_batch_size} sequences is that of the first step already, and nothing grows"
+            grows = f"the global batch of {run.global_batch_size} sequences is that of the first step already, and does not grow"
         self.notes = (f"batch_size_warmup: {grows}",)
 
     def _resolved(self, section: dict[str, Any], run: Run) -> tuple[int, int, int]:
-        """The three values. Raises ValueError: see `Technique.__init__`."""
-        given = {key: value for key in self.keys if (value := section.get(key, "auto")) != "auto"}
+        """The three values. Raises ValueError, see `Technique.__init__`."""
+        given = {key: value for key in self.declaration.keys if (value := section.get(key, "auto")) != "auto"}
         full, ranks = run.global_batch_size, run.ranks
         name = "'batch_size_warmup"
 
@@ -104,18 +100,13 @@ class BatchSizeWarmup(Technique):
 
     def batch_size_at(self, step: int) -> int:
         """Sequences of all ranks in optimizer step `step` (from 1)."""
-        return int(self._sizes[bisect_right(self._first_steps, step) - 1])
+        return int(self._sizes[bisect_right(self.stages, step) - 1])
 
-    def unchanged(self, step: int) -> int:
-        return steps_left(self._first_steps, step)
-
-    def batch_plan(self, step: int) -> BatchPlan:
-        sequences = self.batch_size_at(step) // self.ranks
-        micro_batch_size = largest_divisor(sequences, self.micro_batch_size)
-        return BatchPlan(micro_batch_size, sequences // micro_batch_size)
-
-    def on_step(self, step: int) -> None:
+    def on_step(self, step: int, plan: StepPlan) -> StepPlan:
         self.batch_size = self.batch_size_at(step)
+        sequences = self.batch_size // self.ranks
+        micro_batch_size = largest_divisor(sequences, self.micro_batch_size)
+        return plan._replace(micro_batch_size=micro_batch_size, accumulation=sequences // micro_batch_size)
 
     def metrics(self) -> dict[str, float]:
         return {"batch_size": self.batch_size}

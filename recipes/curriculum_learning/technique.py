@@ -12,22 +12,21 @@ import math
 from bisect import bisect_left, bisect_right
 from functools import partial
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from recipes.technique import Run, Technique, require_token_schedule, steps_left
+import torch
 
-if TYPE_CHECKING:
-    import torch
+from recipes.technique import Declaration, Run, StepPlan, Technique
 
-#: Of the steps of a run of whole batches, how many the curriculum takes where "auto" is asked for: a little more than a third, as for the
-#: paper's GPT-2 of 1.5 B parameters (110 of 300 thousand steps).
+#: "auto": the share of the run's steps of whole batches that the curriculum takes, a little more than for the paper's GPT-2 of 1.5 B
+#: parameters (110 of 300 thousand steps).
 AUTO_SHARE = 0.4
-#: More lengths than anybody means.
+#: The largest number of lengths of a schedule.
 MANY_LENGTHS = 100_000
 
 
 def length_at(step: int, section: dict[str, Any]) -> int:
-    """The length at optimizer step `step` (from 1) by a resolved section: what DeepSpeed's CurriculumScheduler computes, without torch.
+    """The length at optimizer step `step` (from 1) by a resolved section: what DeepSpeed's CurriculumScheduler computes.
 
     floor(min + (max - min) (step / total)^(1 / degree)), rounded down to `difficulty_step`, at least the first multiple of it that is not
     below min, at most max; or for `fixed_discrete` the entry of `difficulty` whose `max_step` has not passed.
@@ -42,7 +41,7 @@ def length_at(step: int, section: dict[str, Any]) -> int:
 
 
 def stages(section: dict[str, Any]) -> list[tuple[int, int]]:
-    """(first step, length) of every length that a resolved section goes through, in their order: so many shapes are compiled."""
+    """(first step, length) of every length that a resolved section goes through, in order; a compiled model compiles as many shapes."""
     schedule = section["schedule_config"]
     if section["schedule_type"] == "fixed_discrete":
         firsts, lengths = [1, *(last + 1 for last in schedule["max_step"])], schedule["difficulty"]
@@ -78,8 +77,8 @@ METRICS = "data_efficiency.data_sampling.curriculum_learning.curriculum_metrics"
 
 
 def usual_multiple(most: int) -> int:
-    """Of what lengths up to `most` are multiples where nobody says it: 8, which tensor cores want, or what of it divides `most`; more
-    where there would be too many lengths."""
+    """The default of `difficulty_step` for lengths up to `most`: 8, which tensor cores need, or the largest divisor of it that divides
+    `most`; a larger one where there would be too many lengths."""
     if most <= 8 * MANY_LENGTHS:
         return math.gcd(8, most)
     return next((multiple for multiple in range(-(-most // MANY_LENGTHS), 10**6) if most % multiple == 0), most)
@@ -94,56 +93,55 @@ class CurriculumLearning(Technique):
     schedule_type: "fixed_linear", "fixed_root" (with `root_degree`) or "fixed_discrete" (`difficulty` and `max_step`, lists of which the
         second is one shorter).
     schedule_config.total_curriculum_step: optimizer steps until the last length; "auto" is 0.4 of the run's steps of whole batches.
-    schedule_config.difficulty_step: lengths are multiples of it; "auto" is 8, which tensor cores want. So many shapes less are compiled.
+    schedule_config.difficulty_step: lengths are multiples of it; "auto" is 8, which tensor cores need; fewer shapes are compiled.
     mode: "truncate" keeps the first tokens of each sequence and leaves the rest out, so that early steps hold fewer tokens (the paper's
-        way); "reshape" cuts each sequence in rows of that length, so that a step holds as many tokens as ever, but for a remainder
-        shorter than a row.
+        way); "reshape" cuts each sequence into rows of that length, so that a step keeps its tokens, except for a remainder shorter
+        than a row.
 
     The run ends on tokens and the learning rate follows tokens. Evaluation is at full length.
     """
 
-    sections = ("curriculum_learning",)
-    other_forms = {
-        f"{METRICS}.seqlen": section_of_metric,
-        f"{METRICS}.seqlen_truncate": section_of_metric,
-        f"{METRICS}.seqlen_reshape": partial(section_of_metric, mode="reshape"),
-    }
-    keys = {
-        "curriculum_type": {"types": ["string"], "enum": ["seqlen"]},
-        "min_difficulty": {"types": ["integer"], "minimum": 1, "auto": True},
-        "max_difficulty": {"types": ["integer"], "minimum": 1, "auto": True},
-        "schedule_type": {"types": ["string"], "enum": ["fixed_linear", "fixed_root", "fixed_discrete"]},
-        "schedule_config": {
-            "types": ["object"],
-            "keys": {
-                "total_curriculum_step": {"types": ["integer"], "minimum": 1, "auto": True},
-                "difficulty_step": {"types": ["integer"], "minimum": 1, "auto": True},
-                "root_degree": {"types": ["number"]},
-                "difficulty": {"types": ["array"], "items": ["integer"]},
-                "max_step": {"types": ["array"], "items": ["integer"]},
+    declaration = Declaration(
+        section="curriculum_learning",
+        keys={
+            "curriculum_type": {"types": ["string"], "enum": ["seqlen"]},
+            "min_difficulty": {"types": ["integer"], "minimum": 1, "auto": True},
+            "max_difficulty": {"types": ["integer"], "minimum": 1, "auto": True},
+            "schedule_type": {"types": ["string"], "enum": ["fixed_linear", "fixed_root", "fixed_discrete"]},
+            "schedule_config": {
+                "types": ["object"],
+                "keys": {
+                    "total_curriculum_step": {"types": ["integer"], "minimum": 1, "auto": True},
+                    "difficulty_step": {"types": ["integer"], "minimum": 1, "auto": True},
+                    "root_degree": {"types": ["number"]},
+                    "difficulty": {"types": ["array"], "items": ["integer"]},
+                    "max_step": {"types": ["array"], "items": ["integer"]},
+                },
             },
+            "mode": {"types": ["string"], "enum": ["truncate", "reshape"]},
         },
-        "mode": {"types": ["string"], "enum": ["truncate", "reshape"]},
-    }
+        other_forms={
+            f"{METRICS}.seqlen": section_of_metric,
+            f"{METRICS}.seqlen_truncate": section_of_metric,
+            f"{METRICS}.seqlen_reshape": partial(section_of_metric, mode="reshape"),
+        },
+        changes_tokens=True,
+    )
 
     def __init__(self, section: dict[str, Any], run: Run):
         self.seq_len, self.steps = run.shape.seq_len, run.steps
         self.section = self._resolved(section)
         self.reshapes = section.get("mode") == "reshape"
-        require_token_schedule(run)
         self._scheduler: Any = None
-        self.on_step(1)
-        lengths = stages(self.section)
-        self._firsts = [first for first, _ in lengths]
-        self.arrives_at = self._firsts[-1]
-        self.notes = (self._note([length for _, length in lengths]),)
+        self.stages, lengths = zip(*stages(self.section), strict=True)
+        shapes = len({*lengths, self.seq_len})
+        self.notes = (
+            f"curriculum_learning: sequences of {lengths[0]} to {lengths[-1]} tokens, the last from step {self.stages[-1]:,} on; "
+            f"{shapes} lengths with that of the evaluation, and a compiled model compiles as many shapes",
+        )
 
     def _resolved(self, section: dict[str, Any]) -> dict[str, Any]:
-        """The section with every value in it.
-
-        Raises:
-            ValueError: see `Technique.__init__`.
-        """
+        """The section with all values. Raises ValueError, see `Technique.__init__`."""
 
         def value(key: str, default: Any, place: dict[str, Any] = section) -> Any:
             return default if place.get(key, "auto") == "auto" else place[key]
@@ -166,17 +164,17 @@ class CurriculumLearning(Technique):
             if wrong := [length for length in lengths if not 1 <= length <= self.seq_len]:
                 raise ValueError(f"{name}.difficulty' has {wrong[0]}; allowed are lengths from 1 to the model's seq_len, {self.seq_len}")
             if stray := [key for key in ("total_curriculum_step", "difficulty_step", "root_degree") if key in given]:
-                raise ValueError(f"{name}.{stray[0]}' means nothing to fixed_discrete; leave it out, or choose fixed_linear or fixed_root")
+                raise ValueError(f"{name}.{stray[0]}' means nothing for fixed_discrete; leave it out, or choose fixed_linear or fixed_root")
             schedule = {"difficulty": [int(length) for length in lengths], "max_step": [int(end) for end in ends]}
             return {"min_difficulty": min(lengths), "max_difficulty": max(lengths), "schedule_type": kind, "schedule_config": schedule}
         if stray := [key for key in ("difficulty", "max_step") if key in given]:
-            raise ValueError(f"{name}.{stray[0]}' means nothing to {kind}; leave it out, or choose fixed_discrete")
+            raise ValueError(f"{name}.{stray[0]}' means nothing for {kind}; leave it out, or choose fixed_discrete")
         if kind == "fixed_root" and "root_degree" not in given:
             raise ValueError(f"{name}.root_degree' is missing, and fixed_root needs it; add it, such as 2 for the square root")
         if kind == "fixed_root" and given["root_degree"] <= 0:
             raise ValueError(f"{name}.root_degree' is {given['root_degree']}; allowed are numbers above 0, such as 2 for the square root")
         if kind == "fixed_linear" and "root_degree" in given:
-            raise ValueError(f"{name}.root_degree' means nothing to fixed_linear; leave it out, or choose fixed_root")
+            raise ValueError(f"{name}.root_degree' means nothing for fixed_linear; leave it out, or choose fixed_root")
         multiple = value("difficulty_step", usual_multiple(most), given)
         least = value("min_difficulty", max(multiple, most // 8 // multiple * multiple))
         if most > self.seq_len:
@@ -200,24 +198,19 @@ class CurriculumLearning(Technique):
         schedule |= {"difficulty_step": multiple} | ({"root_degree": given["root_degree"]} if kind == "fixed_root" else {})
         return {"min_difficulty": least, "max_difficulty": most, "schedule_type": kind, "schedule_config": schedule}
 
-    def _note(self, lengths: list[int]) -> str:
-        shapes = len({*lengths, self.seq_len})
-        return (
-            f"curriculum_learning: sequences of {lengths[0]} to {lengths[-1]} tokens, the last from step {self.arrives_at:,} on; "
-            f"{shapes} lengths with that of the evaluation, and a compiled model compiles as many shapes"
-        )
-
-    def unchanged(self, step: int) -> int:
-        return steps_left(self._firsts, step)
-
     def attach(self, engine: Any, collectives: Any) -> None:
+        # Here, because the import takes a second, and --explain does without.
         from deepspeed.runtime.data_pipeline.curriculum_scheduler import CurriculumScheduler
 
         self._scheduler = CurriculumScheduler(self.section)
 
-    def on_step(self, step: int) -> None:
-        # Behind the last step DeepSpeed's formula goes on, to overflow for a small degree.
-        self.length = int(self._scheduler.get_difficulty(min(step, self.arrives_at))) if self._scheduler else length_at(step, self.section)
+    def on_step(self, step: int, plan: StepPlan) -> StepPlan:
+        if self._scheduler:
+            # After the last stage DeepSpeed's formula continues, and overflows for a small degree.
+            self.length = int(self._scheduler.get_difficulty(min(step, self.stages[-1])))
+        else:
+            self.length = length_at(step, self.section)
+        return plan._replace(seq_len=self.length, rows_per_sequence=self.seq_len // self.length if self.reshapes else 1)
 
     def on_batch(self, tokens: torch.Tensor) -> torch.Tensor:
         """(B, T + 1) -> (B, length + 1), or -> (B k, length + 1) with k = T // length rows of each sequence."""
@@ -229,6 +222,6 @@ class CurriculumLearning(Technique):
         return tokens.unfold(1, self.length + 1, self.length).flatten(0, 1)
 
     def metrics(self) -> dict[str, float]:
-        """The length, and where sequences are cut up into how many rows of it."""
+        """The length, and the number of rows per sequence if sequences are reshaped."""
         rows: dict[str, float] = {"rows_per_sequence": self.seq_len // self.length} if self.reshapes else {}
         return {"seq_len": self.length} | rows

@@ -16,12 +16,10 @@ import re
 from collections.abc import Iterator
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from recipes.technique import Run, Technique
-
-if TYPE_CHECKING:
-    from model.gpt import GPT
+from model.gpt import GPT
+from recipes.technique import Costs, Declaration, Run, Technique
 
 #: Ada, the first of NVIDIA's with fp8.
 CAPABILITY = (8, 9)
@@ -44,16 +42,18 @@ class Fp8(Technique):
         than without.
     """
 
-    sections = ("fp8",)
-    keys = {"recipe": {"enum": list(RECIPES), "auto": True}, "emulate": {"types": ["boolean"]}}
-    decides = ("the arithmetic of matrix products",)
-    needs_cuda = {"fp8": CAPABILITY}
-    matmul_dtype = "fp8"
+    declaration = Declaration(
+        section="fp8",
+        keys={"recipe": {"enum": list(RECIPES), "auto": True}, "emulate": {"types": ["boolean"]}},
+        exclusive=("the arithmetic of matrix products",),
+        needs_cuda={"fp8": CAPABILITY},
+    )
 
     def __init__(self, section: dict[str, Any], run: Run):
         recipe = section.get("recipe", "auto")
         self.recipe = RECIPES[0] if recipe == "auto" else recipe
         self.emulate = section.get("emulate", False)
+        self.costs = Costs(matmul_dtype="" if self.emulate else "fp8")
         if run.precision != "bf16":
             raise ValueError(f"'fp8' casts from bf16, and this run is in {run.precision}; use the bf16 JSON of the same stage")
         if run.shape.d_model % MULTIPLE:
@@ -63,18 +63,21 @@ class Fp8(Technique):
         if run.zero_stage == 3 and "activation_checkpointing" not in run.techniques:
             # Its layers save the gathered weight itself, which is then on the device until the backward pass has come to it.
             raise ValueError(
-                "'fp8' at stage 3 keeps the gathered weights of all blocks from the forward to the backward pass, so that nothing is left "
-                'of what stage 3 saves; add "activation_checkpointing": {"enabled": true}, or use stage 2'
+                "'fp8' at stage 3 keeps the gathered weights of all blocks from the forward to the backward pass, so that stage 3 "
+                'saves no memory; add "activation_checkpointing": {"enabled": true}, or use stage 2'
             )
         self.notes = (f"fp8: {self.recipe} scaling in the 4 linear layers of each block; embeddings, attention and head stay bf16",)
         if self.emulate:
-            self.needs_cuda, self.matmul_dtype = {}, ""
             self.notes = (f"{self.notes[0]}; emulated, and slower than bf16",)
         if (missing := _missing_torchao()) is not None:
-            self.lacks = (f"'fp8' needs torchao {TORCHAO[0]}.{TORCHAO[1]} or later, {missing}; {INSTALL}",)
+            self.missing_packages = (f"'fp8' needs torchao {TORCHAO[0]}.{TORCHAO[1]} or later, {missing}; {INSTALL}",)
+
+    @property
+    def needs_cuda(self) -> dict[str, tuple[int, int]]:
+        return {} if self.emulate else self.declaration.needs_cuda
 
     def prepare(self, model: GPT) -> None:
-        """Put torchao's layers in the place of the blocks' own: around the same parameters, under the same names."""
+        """Replace the linear layers of the blocks by torchao's, with the same parameters under the same names."""
         with quiet_import():
             from torchao.float8 import Float8LinearConfig, convert_to_float8_training
         # Padding acts where the tokens of a micro-batch, the inner dimension of the weights' gradients, are no multiple of 16.
@@ -84,7 +87,7 @@ class Fp8(Technique):
 
 @contextlib.contextmanager
 def quiet_import() -> Iterator[None]:
-    """For imports of torchao: it warns of kernels that it cannot load and that are not used here, and torch of what torchao calls."""
+    """Silence the warnings of torchao's import, which are about kernels that it cannot load and that are not used here."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
@@ -94,7 +97,7 @@ def quiet_import() -> Iterator[None]:
 
 
 def _missing_torchao() -> str | None:
-    """What there is in the place of a torchao that will do; None where it is there."""
+    """Why the installed torchao cannot be used; None where it can."""
     try:
         found = version("torchao")
     except PackageNotFoundError:

@@ -29,7 +29,7 @@ def blockwise_attention(qkv: torch.Tensor, mask: torch.Tensor | None, dropout: f
     return _BlockwiseAttention.apply(qkv, mask)
 
 
-def _blocks(length: int) -> list[tuple[int, int]]:
+def attention_blocks(length: int) -> list[tuple[int, int]]:
     """The first query of each block and the one after its last."""
     return [(start, min(start + QUERIES, length)) for start in range(0, length, QUERIES)]
 
@@ -59,7 +59,7 @@ class _BlockwiseAttention(torch.autograd.Function):
         # (B, T, 3, H, D) -> 3 x (B H, T, D), each in one piece, as batched products want it
         q, k, v = (part.transpose(1, 2).reshape(B * H, T, D) for part in qkv.unbind(2))
         y, kept = torch.empty_like(q), []
-        for start, end in _blocks(T):
+        for start, end in attention_blocks(T):
             p = _probabilities(q, k, mask, start, end)
             torch.bmm(p, v[:, :end], out=y[:, start:end])
             if T <= KEPT_LENGTH:
@@ -74,7 +74,7 @@ class _BlockwiseAttention(torch.autograd.Function):
         B = len(gradient)
         dy = gradient.view(B, T, -1, D).transpose(1, 2).reshape(BH, T, D)  # (B, T, H D) -> (B H, T, D)
         dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-        for block, (start, end) in reversed([*enumerate(_blocks(T))]):
+        for block, (start, end) in reversed([*enumerate(attention_blocks(T))]):
             p = kept[block] if kept else _probabilities(q, k, mask, start, end)
             dp = torch.bmm(dy[:, start:end], v[:, :end].transpose(1, 2))
             ds = torch._softmax_backward_data(dp, p, -1, p.dtype)

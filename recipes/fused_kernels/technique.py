@@ -9,58 +9,65 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
-from recipes.technique import Run, Technique, adam_arguments, decouples_weight_decay
+import torch
+from torch import nn
+from torch.nn.attention import SDPBackend
+from torch.utils.cpp_extension import CUDA_HOME
+
+from model.gpt import GPT, Block
+from model.presets import GPTConfig
+from recipes.fused_kernels.attention import KEPT_LENGTH, QUERIES, attention_blocks, blockwise_attention
+from recipes.fused_kernels.cross_entropy import LOGITS_BYTES, ROWS, in_one, in_rows, linear_cross_entropy
+from recipes.fused_kernels.gelu import CompiledGELU
+from recipes.technique import Declaration, Run, Technique, adam_arguments, decouples_weight_decay
 from recipes.tf32.technique import CAPABILITY as TF32_CAPABILITY
 from recipes.tf32.technique import use_tf32
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
-
-    import torch
-
-    from model.gpt import GPT, Block
 
 SWITCH = {"enum": [True, False], "auto": True}
 #: The oldest GPUs that Triton compiles for, in which Liger's kernels and those of torch.compile are written.
 TRITON_CAPABILITY = (7, 0)
 #: How to get Liger-Kernel, in the project's folder.
 INSTALL = 'pip install -e ".[liger]" -c constraints.txt'
-#: Techniques that walk the blocks in a way of their own, which a compiled whole would have to be compiled for anew in every step.
+#: Techniques that run other blocks in every step, for which a model compiled as a whole would be compiled again each time.
 WALKERS = ("activation_checkpointing", "progressive_layer_drop", "random_ltd")
 
 
 class FusedKernels(Technique):
     """`"fused_kernels": {"adamw": "auto", "attention": true, ...}`, or `"fused_kernels": "auto"` for all of them: a section of our own.
 
-    A key is true (and refused where the device cannot), false (as if left out) or "auto": on where the device has it and it pays. What
-    is skipped gets a line in the log.
+    A key is true (refused if the device does not support it), false (as if left out) or "auto": on if the device supports it and it is
+    faster. The log has a line for each kernel that is skipped.
 
     adamw: the optimizer's update in one pass: DeepSpeed's FusedAdam on CUDA at stages 1 to 3 where it can be built, else torch's.
     attention: causal attention without the T x T scores in memory: torch's flash kernels on CUDA, blocks of queries on a CPU.
-    cross_entropy: the output layer and its loss in one, whose gradient is written over the logits.
+    cross_entropy: the output layer and its loss in one kernel, which writes the gradient over the logits.
     layer_norm: Liger-Kernel's, on CUDA.
-    gelu: compiled by torch.compile, where the blocks are not compiled whole.
-    compile: torch.compile; true and "blocks" compile a block at a time, which goes with every stage and technique, "model" the whole.
-    tf32: TF32 in what is left of fp32 matrix products, on CUDA.
+    gelu: compiled by torch.compile, if the blocks are not.
+    compile: torch.compile; true and "blocks" compile one block at a time, for every stage and technique; "model" compiles the whole model.
+    tf32: TF32 in the remaining fp32 matrix products, on CUDA.
     cuda_graphs: launch a compiled block's kernels as one CUDA graph.
     """
 
-    sections = ("fused_kernels",)
-    keys = {
-        **dict.fromkeys(("adamw", "attention", "cross_entropy", "layer_norm", "gelu"), SWITCH),
-        "compile": {"enum": [True, False, "blocks", "model"], "auto": True},
-        **dict.fromkeys(("tf32", "cuda_graphs"), SWITCH),
-    }
+    declaration = Declaration(
+        section="fused_kernels",
+        keys={
+            **dict.fromkeys(("adamw", "attention", "cross_entropy", "layer_norm", "gelu"), SWITCH),
+            "compile": {"enum": [True, False, "blocks", "model"], "auto": True},
+            **dict.fromkeys(("tf32", "cuda_graphs"), SWITCH),
+        },
+    )
 
     def __init__(self, section: dict[str, Any], run: Run):
         self.run = run
-        self.asked = {name: section.get(name, False) for name in self.keys}
+        self.asked = {name: section.get(name, False) for name in self.declaration.keys}
         if not any(self.asked.values()):
-            raise ValueError(f"'fused_kernels' switches none of its kernels on; write \"auto\", or true at some of {', '.join(self.keys)}")
+            raise ValueError(f"'fused_kernels' switches no kernel on; write \"auto\", or true for some of {', '.join(self.asked)}")
         if self.asked["compile"] == "model":
             self._check_whole()
         if self.asked["cuda_graphs"] is True and not self.asked["compile"]:
@@ -87,14 +94,16 @@ class FusedKernels(Technique):
         by_hand = {"tf32": TF32_CAPABILITY, "cuda_graphs": TRITON_CAPABILITY, "layer_norm": TRITON_CAPABILITY}
         if run.shape.dropout:
             by_hand["attention"] = (0, 0)
-        self.needs_cuda = {f"fused_kernels.{name}": capability for name, capability in by_hand.items() if self.asked[name] is True}
-        self.lacks = tuple(self._missing())
-        # Blocks are compiled on a CPU only where that is asked for by hand, and the plan of a GPU asks nothing of it.
-        self.fused = frozenset(name for name, value in self.asked.items() if value and (name, value) != ("compile", "auto"))
+        self._needs_cuda = {f"fused_kernels.{name}": capability for name, capability in by_hand.items() if self.asked[name] is True}
+        self.missing_packages = tuple(self._missing())
         self._said: list[str] = []
 
+    @property
+    def needs_cuda(self) -> dict[str, tuple[int, int]]:
+        return self._needs_cuda
+
     def _missing(self) -> Iterator[str]:
-        """What is asked for by hand and needs what is not installed."""
+        """Packages that keys set to true need and that are not installed."""
         if self.asked["layer_norm"] is True and not _has_liger():
             yield f"'fused_kernels.layer_norm' needs liger-kernel, which is not installed; {INSTALL}, or write \"auto\""
         for name in ("gelu", "compile"):
@@ -110,6 +119,24 @@ class FusedKernels(Technique):
             if name in self.run.techniques:
                 raise ValueError(f"{key} '{name}' goes through the blocks in another way in every step; write \"blocks\"")
 
+    def memory_terms(self, model: GPTConfig, device: str) -> dict[str, int]:
+        """Return what attention in blocks of queries and the loss head keep.
+
+        Attention keeps the probabilities of each block, if the sequence is short. The loss head holds some of its logits, some rows in
+        fp32, and the gradients of its two factors, which are summed in fp32 if there are several parts.
+        """
+        w, B, T = 4 if self.run.precision == "fp32" else 2, self.run.micro_batch_size, model.seq_len
+        terms = {}
+        if self.asked["attention"] and device == "cpu" and not model.dropout:
+            pairs = sum((end - start) * end for start, end in attention_blocks(T))  # of queries and keys
+            terms["attention"] = B * model.n_head * pairs * w if T <= KEPT_LENGTH else 0
+        if self.asked["cross_entropy"]:
+            tokens, V, C = B * T, model.padded_vocab_size, model.d_model
+            rows = min(tokens, max(1, LOGITS_BYTES // (V * w)))
+            weight = V * C * (w if device == "cpu" and self.run.precision == "bf16" else 4) + (V * C * 4 if rows < tokens else 0)
+            terms["loss_head"] = rows * V * w + min(ROWS, tokens) * V * 4 + tokens * C * w + weight
+        return terms
+
     @property
     def notes(self) -> tuple[str, ...]:  # type: ignore[override]
         return tuple(self._said)
@@ -121,7 +148,7 @@ class FusedKernels(Technique):
         self._say(name, f"skipped, {why}")
 
     def prepare(self, model: GPT) -> None:
-        from deepspeed.accelerator import get_accelerator
+        from deepspeed.accelerator import get_accelerator  # here, because the import takes a second, and --explain does without
 
         self.device = get_accelerator().device_name()
         self._said.clear()
@@ -137,15 +164,13 @@ class FusedKernels(Technique):
             return self._skip("adamw", f"the optimizer is {self.run.optimizer['type']}")
         if offloads != "none":
             return self._say("adamw", "DeepSpeed's CPUAdam, as for every offloaded optimizer")
-        if self.device == "cuda" and self.run.zero_stage and _has_nvcc() and not self.run.optimizer["params"].get("amsgrad"):
+        if self.device == "cuda" and self.run.zero_stage and CUDA_HOME is not None and not self.run.optimizer["params"].get("amsgrad"):
             self.extensions = ("FusedAdamBuilder",)
             return self._say("adamw", "DeepSpeed's FusedAdam")
         self._say("adamw", "torch's fused kernel, as without this key")
 
     def _use_attention(self, model: GPT) -> None:
         if self.device == "cpu" and not self.run.shape.dropout:
-            from recipes.fused_kernels.attention import QUERIES, blockwise_attention
-
             for block in cast("Iterable[Block]", model.h):
                 block.attn.attend = blockwise_attention
             return self._say("attention", f"blocks of {QUERIES} queries")
@@ -153,10 +178,6 @@ class FusedKernels(Technique):
         self._say("attention", f"torch's, as without this key; of its kernels it takes {backend} for this model")
 
     def _use_cross_entropy(self, model: GPT) -> None:
-        import torch
-
-        from recipes.fused_kernels.cross_entropy import in_one, in_rows, linear_cross_entropy
-
         compiled = self.device == "cuda" and find_spec("triton") is not None
         model.lm_head.loss = partial(linear_cross_entropy, kernel=torch.compile(in_one) if compiled else in_rows)
         self._say("cross_entropy", f"the gradient is written over the logits{', by a compiled kernel' if compiled else ''}")
@@ -166,8 +187,7 @@ class FusedKernels(Technique):
             return self._skip("layer_norm", f"torch's is one kernel on a {self.device} already, and Liger-Kernel's needs CUDA")
         if not _has_liger():
             return self._skip("layer_norm", f"liger-kernel is not installed ({INSTALL})")
-        from liger_kernel.ops.layer_norm import LigerLayerNormFunction
-        from torch import nn
+        from liger_kernel.ops.layer_norm import LigerLayerNormFunction  # optional
 
         for module in model.modules():
             if isinstance(module, nn.LayerNorm):
@@ -179,8 +199,6 @@ class FusedKernels(Technique):
             return self._skip("gelu", "it is compiled with its block")
         if not _has_compiler():
             return self._skip("gelu", "there is no C++ compiler")
-        from recipes.fused_kernels.gelu import CompiledGELU
-
         for block in cast("Iterable[Block]", model.h):
             block.mlp.act = CompiledGELU()  # type: ignore[assignment]
         self._say("gelu", "compiled by torch.compile; the first step waits for it")
@@ -192,7 +210,7 @@ class FusedKernels(Technique):
 
     def _use_compile(self, model: GPT) -> None:
         if not self._compiles():
-            return self._skip("compile", "on a CPU it gains nothing beside the other kernels")
+            return self._skip("compile", "on a CPU it is not faster than the other kernels")
         graphs = self.asked["cuda_graphs"] is True
         mode = "reduce-overhead" if graphs else None
         whole = self.asked["compile"] == "model"
@@ -203,8 +221,6 @@ class FusedKernels(Technique):
         )
 
     def _use_tf32(self, model: GPT) -> None:
-        import torch
-
         if self.run.precision != "fp32":
             return self._skip("tf32", f"products are in {self.run.precision}")
         if (self.run.engine.get("torch_autocast") or {}).get("enabled"):
@@ -212,17 +228,17 @@ class FusedKernels(Technique):
         if self.device != "cuda" or torch.version.hip or torch.cuda.get_device_capability() < TF32_CAPABILITY:
             return self._skip("tf32", f"this {self.device} has none")
         use_tf32()
-        self.matmul_dtype = "tf32"
+        self.costs = replace(self.costs, matmul_dtype="tf32")
         self._say("tf32", "on")
 
     def _use_cuda_graphs(self, model: GPT) -> None:
         if self.asked["cuda_graphs"] == "auto":
-            self._skip("cuda_graphs", "it has not been measured to pay" if self.device == "cuda" else f"a {self.device} has none")
+            self._skip("cuda_graphs", "no speed-up has been measured" if self.device == "cuda" else f"a {self.device} has none")
 
     # --- the optimizer -----------------------------------------------------------------------------------------------------------------
 
     def optimizer(self, param_groups: list[dict[str, Any]]) -> torch.optim.Optimizer | None:
-        """DeepSpeed's FusedAdam where `prepare` has decided for it."""
+        """DeepSpeed's FusedAdam if `prepare` has chosen it."""
         if "FusedAdamBuilder" not in self.extensions:
             return None
         from deepspeed.ops.adam import FusedAdam
@@ -248,17 +264,8 @@ def _has_compiler() -> bool:
     return any(shutil.which(name) for name in (os.environ.get("CXX", "g++"), "g++", "clang++"))
 
 
-def _has_nvcc() -> bool:
-    from torch.utils.cpp_extension import CUDA_HOME
-
-    return CUDA_HOME is not None
-
-
 def _sdpa_backend(run: Run, device: str) -> str:
     """The kernel that torch's scaled_dot_product_attention takes for the run's shapes, by the name of its SDPBackend in small letters."""
-    import torch
-    from torch.nn.attention import SDPBackend
-
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[run.precision]
     shape, B = run.shape, run.micro_batch_size
     q = torch.empty(B, shape.n_head, shape.seq_len, shape.d_model // shape.n_head, dtype=dtype, device=device, requires_grad=True)

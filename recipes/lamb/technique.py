@@ -8,14 +8,10 @@ kernel for CUDA; here it is plain torch, on any device.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from recipes.technique import ADAM_KEYS, Run, Technique, adam_arguments, require_stage_0
-
-if TYPE_CHECKING:
-    import torch
-
-    from recipes.lamb.optimizer import Lamb
+from recipes.lamb.optimizer import Lamb
+from recipes.technique import ADAM_KEYS, Costs, Declaration, Run, Technique, adam_arguments, require_stage_0
 
 #: What LAMB takes beside lr, betas, eps and weight_decay, in both recipes.
 LAMB_KEYS: dict[str, dict[str, Any]] = {
@@ -23,7 +19,7 @@ LAMB_KEYS: dict[str, dict[str, Any]] = {
     "min_coeff": {"types": ["number"], "minimum": 0, "maximum": 1_000_000},
     **ADAM_KEYS,
 }
-#: The rate is a share of a tensor's norm, not a length, and so does not follow the preset's, which is AdamW's.
+#: The learning rate is relative to a tensor's norm, so that the preset's, which is for AdamW, does not fit.
 LAMB_AUTO: dict[str, Any] = {"lr": 0.016, "betas": [0.9, 0.999]}
 #: Of the trust ratio: DeepSpeed's defaults.
 LIMITS = (0.01, 10.0)
@@ -33,11 +29,11 @@ def limits(section: dict[str, Any], least: str, most: str, defaults: tuple[float
     """The two limits of a factor of the step, in order, or their defaults.
 
     Raises:
-        ValueError: they cannot be, see `Technique.__init__`.
+        ValueError: the upper limit is 0 or below the lower one, see `Technique.__init__`.
     """
     low, high = float(section.get(least, defaults[0])), float(section.get(most, defaults[1]))
     if not high:
-        raise ValueError(f"'optimizer.params.{most}' is 0, with which no weight moves; write a number above 0")
+        raise ValueError(f"'optimizer.params.{most}' is 0, and then no weight moves; write a number above 0")
     if low > high:
         key, fix = (
             (least, f"{most} is {high:g}; lower it, or raise {most}")
@@ -56,20 +52,16 @@ class LambTechnique(Technique):
     bias_correction: as for Adam.
     """
 
-    optimizer_types = ("Lamb",)
-    keys = LAMB_KEYS
-    auto_params = LAMB_AUTO
-    state_tensors = 2
+    declaration = Declaration(optimizer_type="Lamb", keys=LAMB_KEYS, auto_params=LAMB_AUTO)
+    costs = Costs(optimizer_tensors=2)
 
     def __init__(self, section: dict[str, Any], run: Run):
         self.params = section
         self.limits = limits(section, "min_coeff", "max_coeff", LIMITS)
-        require_stage_0(run, "Lamb takes the norms of whole tensors", self.state_tensors)
+        require_stage_0(run, "Lamb takes the norms of whole tensors", self.costs.optimizer_tensors)
         self._optimizer: Lamb | None = None
 
-    def optimizer(self, param_groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-        from recipes.lamb.optimizer import Lamb
-
+    def optimizer(self, param_groups: list[dict[str, Any]]) -> Lamb:
         self._optimizer = Lamb(param_groups, *adam_arguments(self.params), self.limits)
         return self._optimizer
 

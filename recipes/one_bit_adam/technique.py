@@ -1,4 +1,4 @@
-"""1-bit Adam: after a warm-up the variance of Adam stays as it is, and the ranks exchange one bit a parameter instead of gradients.
+"""1-bit Adam: after a warm-up the variance of Adam is frozen, and the ranks exchange one bit per parameter instead of gradients.
 
     deepspeed launch/pretrain.py --recipe recipes/one_bit_adam
 
@@ -8,29 +8,25 @@ up to 0.19.6 at least, for GPUs with cupy or MPI; here it is plain torch, on any
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from recipes.compressed_technique import FreezingTechnique
+from recipes.compressed_technique import FREEZE_STEP, FreezingTechnique, declare
+from recipes.one_bit_adam.optimizer import CompressedAdam
 from recipes.technique import adam_arguments
-
-if TYPE_CHECKING:
-    from recipes.compressed_optimizer import CompressedOptimizer
 
 
 class OneBitAdam(FreezingTechnique):
     """DeepSpeed's documented `"optimizer": {"type": "OneBitAdam", "params": {..., "freeze_step": 400}}`.
 
-    freeze_step: optimizer steps (updates that fp16 did not skip) of plain Adam, after which the variance stays and the momentum is
+    freeze_step: optimizer steps (updates that fp16 did not skip) of plain Adam, after which the variance is frozen and the momentum
         compressed; "auto", or left out: 0.2 of the run's steps of whole batches.
-    lr, betas, eps, weight_decay: as for AdamW, but "auto" for the second beta is 0.999: what the variance has seen is to last.
+    lr, betas, eps, weight_decay: as for AdamW, but "auto" for the second beta is 0.999, because the frozen variance must last.
     bias_correction: as for Adam; upstream read it and corrected nothing.
     cuda_aware, comm_backend_name: accepted and without effect.
     """
 
-    optimizer_types = ("OneBitAdam",)
+    declaration = declare("OneBitAdam", FREEZE_STEP)
     uncompressed = "Adam"
 
-    def build_optimizer(self, param_groups: list[dict[str, Any]]) -> CompressedOptimizer:
-        from recipes.one_bit_adam.optimizer import CompressedAdam
-
+    def build_optimizer(self, param_groups: list[dict[str, Any]]) -> CompressedAdam:
         return CompressedAdam(param_groups, *adam_arguments(self.params))

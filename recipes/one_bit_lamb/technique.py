@@ -1,4 +1,4 @@
-"""1-bit LAMB: after a warm-up LAMB's variance and its tensors' trust ratios stay, and the ranks exchange one bit a parameter.
+"""1-bit LAMB: after a warm-up LAMB's variance and trust ratios are frozen, and the ranks exchange one bit per parameter.
 
     deepspeed launch/pretrain.py --recipe recipes/one_bit_lamb
 
@@ -8,20 +8,18 @@ had it, up to 0.19.6 at least, for GPUs with cupy or MPI; here it is plain torch
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from recipes.compressed_technique import FreezingTechnique
+from recipes.compressed_technique import FREEZE_STEP, FreezingTechnique, declare
 from recipes.lamb.technique import LAMB_AUTO, LAMB_KEYS, LIMITS, limits
+from recipes.one_bit_lamb.optimizer import CompressedLamb
 from recipes.technique import Run, adam_arguments
-
-if TYPE_CHECKING:
-    from recipes.one_bit_lamb.optimizer import CompressedLamb
 
 
 class OneBitLamb(FreezingTechnique):
     """DeepSpeed's documented `"optimizer": {"type": "OneBitLamb", "params": {..., "freeze_step": 400}}`.
 
-    freeze_step: optimizer steps (updates that fp16 did not skip) of LAMB, after which the variance stays and the momentum is compressed;
+    freeze_step: optimizer steps (updates that fp16 did not skip) of LAMB, after which the variance is frozen and the momentum compressed;
         "auto", or left out: 0.3 of the run's steps of whole batches.
     lr, betas, eps, weight_decay, bias_correction, max_coeff, min_coeff: as for Lamb; max_coeff and min_coeff act in the first phase.
     coeff_beta: the memory of each tensor's mean trust ratio, which it keeps in the second phase; 1 / (1 - coeff_beta) steps.
@@ -30,20 +28,20 @@ class OneBitLamb(FreezingTechnique):
     cuda_aware, comm_backend_name: accepted and without effect.
     """
 
-    optimizer_types = ("OneBitLamb",)
+    declaration = declare(
+        "OneBitLamb",
+        {
+            **FREEZE_STEP,
+            **LAMB_KEYS,
+            "coeff_beta": {"types": ["number"], "minimum": 0, "maximum": 0.999999},
+            **{key: {"types": ["number"], "minimum": 0, "maximum": 1_000_000} for key in ("factor_max", "factor_min", "factor_threshold")},
+        },
+        LAMB_AUTO,
+    )
     uncompressed = "LAMB"
-    auto_params = LAMB_AUTO
-    keys = {
-        **FreezingTechnique.keys,
-        **LAMB_KEYS,
-        "coeff_beta": {"types": ["number"], "minimum": 0, "maximum": 0.999999},
-        "factor_max": {"types": ["number"], "minimum": 0, "maximum": 1_000_000},
-        "factor_min": {"types": ["number"], "minimum": 0, "maximum": 1_000_000},
-        "factor_threshold": {"types": ["number"], "minimum": 0, "maximum": 1_000_000},
-    }
     #: At 0.2 the ratios still move, see README.md.
     auto_share = 0.3
-    #: The variance of the reconstructed gradients is one more.
+    #: With the variance of the reconstructed gradients.
     kept_tensors = 3
     _optimizer: CompressedLamb
 
@@ -53,8 +51,6 @@ class OneBitLamb(FreezingTechnique):
         super().__init__(section, run)
 
     def build_optimizer(self, param_groups: list[dict[str, Any]]) -> CompressedLamb:
-        from recipes.one_bit_lamb.optimizer import CompressedLamb
-
         params = self.params
         return CompressedLamb(
             param_groups,

@@ -1,4 +1,4 @@
-"""Progressive Layer Dropping: blocks are left out at random, the more the longer the run lasts and the deeper they lie.
+"""Progressive Layer Dropping: blocks are skipped at random, more of them later in the run and deeper in the model.
 
     deepspeed launch/pretrain.py --recipe recipes/progressive_layer_drop
 
@@ -11,22 +11,21 @@ from __future__ import annotations
 import hashlib
 import math
 import struct
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Iterable
+from typing import Any, cast
 
-from recipes.technique import Run, Technique
+import torch
+from torch import nn
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    import torch
-    from torch import nn
-
-    from model.gpt import GPT, Block
+from model.gpt import GPT, Block
+from recipes.technique import Declaration, Run, StepPlan, Technique
 
 #: What the paper uses, and DeepSpeed's documentation.
 THETA = 0.5
 #: "auto" is this over the steps of the run (section 4.2): at its end theta has come to within e^-100 of its limit.
 GAMMA_TIMES_STEPS = 100
+#: Micro-batches over which the kept blocks of a step are averaged, at most: a step may have millions when a run is planned.
+MOST_DRAWN = 64
 
 
 def theta_at(step: int, theta: float, gamma: float) -> float:
@@ -42,7 +41,7 @@ def mean_theta(steps: int, theta: float, gamma: float) -> float:
 
 
 def keep_probabilities(theta: float, n_layer: int) -> list[float]:
-    """With which probability each block runs: 1 - i / n_layer (1 - theta). The first always does, the last nearly with theta."""
+    """The probability that each block runs: 1 - i / n_layer (1 - theta), which is 1 for the first block."""
     return [1 - i / n_layer * (1 - theta) for i in range(n_layer)]
 
 
@@ -60,17 +59,19 @@ class ProgressiveLayerDrop(Technique):
     gamma: how fast it gets there; "auto" is 100 over the steps of the run. At 0 nothing is dropped.
     draw: "step" (each block once an optimizer step) or "micro_batch" (anew for each of its micro-batches, the same on all ranks).
 
-    A block that is dropped does not run, and its residual branches are scaled by one over the probability of which it was kept. Its
-    parameters have no gradient then, and Adam steps them as with a gradient of zero. Evaluation runs all blocks, unscaled.
+    A dropped block does not run. The residual branches of a block that runs are scaled by one over its probability. The parameters of a
+    dropped block have no gradient, and Adam updates them as with a gradient of zero. Evaluation runs all blocks, unscaled.
     """
 
-    sections = ("progressive_layer_drop",)
-    decides = ("which blocks see which tokens",)
-    keys = {
-        "theta": {"types": ["number"], "minimum": 0, "maximum": 1, "auto": True},
-        "gamma": {"types": ["number"], "minimum": 0, "auto": True},
-        "draw": {"types": ["string"], "enum": ["step", "micro_batch"]},
-    }
+    declaration = Declaration(
+        section="progressive_layer_drop",
+        keys={
+            "theta": {"types": ["number"], "minimum": 0, "maximum": 1, "auto": True},
+            "gamma": {"types": ["number"], "minimum": 0, "auto": True},
+            "draw": {"types": ["string"], "enum": ["step", "micro_batch"]},
+        },
+        exclusive=("which blocks see which tokens",),
+    )
 
     def __init__(self, section: dict[str, Any], run: Run):
         auto = {"theta": THETA, "gamma": GAMMA_TIMES_STEPS / run.steps}
@@ -84,8 +85,6 @@ class ProgressiveLayerDrop(Technique):
                 'micro-batch has; write "step", or do not offload'
             )
         self.seed, self.n_layer = run.seed, run.shape.n_layer
-        self.micro_steps = run.gradient_accumulation_steps
-        self.on_step(1)
         last = theta_at(run.steps, self.theta, self.gamma)
         mean = mean_theta(run.steps, self.theta, self.gamma)
         share = sum(keep_probabilities(mean, self.n_layer)) / self.n_layer
@@ -93,12 +92,15 @@ class ProgressiveLayerDrop(Technique):
             f"progressive_layer_drop: theta falls to {last:.3g} in {run.steps:,} steps; {100 * share:.0f}% of the blocks run on average",
         )
 
-    def on_step(self, step: int) -> None:
+    def on_step(self, step: int, plan: StepPlan) -> StepPlan:
         self.step, self.micro_step = step, -1
         self.current_theta = theta_at(step, self.theta, self.gamma)
         self.probabilities = keep_probabilities(self.current_theta, self.n_layer)
+        micro_steps = range(min(MOST_DRAWN, plan.accumulation) if self.each_micro_batch else 1)
+        counts = [sum(self._draw(micro_step)) for micro_step in micro_steps]
+        self.kept_blocks = sum(counts) / len(counts)
         self.keeps = self._draw(0)
-        self._kept: list[int] = []
+        return plan._replace(kept_blocks=self.kept_blocks)
 
     def _draw(self, micro_step: int) -> list[bool]:
         numbers = draws(self.seed, self.step, self.n_layer, micro_step)
@@ -108,7 +110,6 @@ class ProgressiveLayerDrop(Technique):
         self.micro_step += 1
         if self.each_micro_batch:
             self.keeps = self._draw(self.micro_step)
-        self._kept.append(sum(self.keeps))
         return tokens
 
     def prepare(self, model: GPT) -> None:
@@ -124,7 +125,5 @@ class ProgressiveLayerDrop(Technique):
         return x
 
     def metrics(self) -> dict[str, float]:
-        """theta, and how many blocks ran: a mean over micro-batches that drew for themselves."""
-        others = range(1, min(64, self.micro_steps) if self.each_micro_batch else 1)  # before there are batches, a sample of them
-        counts = self._kept or [sum(self.keeps), *(sum(self._draw(micro_step)) for micro_step in others)]
-        return {"theta": self.current_theta, "kept_blocks": sum(counts) / len(counts)}
+        """theta, and how many blocks run: a mean over the (first 64) micro-batches if each draws its own."""
+        return {"theta": self.current_theta, "kept_blocks": self.kept_blocks}

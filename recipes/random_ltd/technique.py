@@ -10,23 +10,20 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Iterable
+from typing import Any, cast
+
+import torch
+from torch import nn
 
 from model.accounting import block_parameter_count
-from recipes.technique import Run, Technique
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    import torch
-    from torch import nn
-
-    from model.gpt import GPT, Block
+from model.gpt import GPT, Block, generator_for
+from recipes.technique import Declaration, Run, StepPlan, Technique
 
 #: "auto", of the paper's GPT: it begins with 128 of 2,048 tokens, and drops none after 200 of 286 thousand steps, 0.7 of the run.
 FIRST_LENGTH = 128
 AUTO_SHARE = 0.7
-#: Lengths are multiples of it, as in DeepSpeed's documentation: tensor cores want 8, and fewer shapes are compiled.
+#: Lengths are multiples of it, as in DeepSpeed's documentation: tensor cores need 8, and fewer shapes are compiled.
 MULTIPLE = 16
 
 
@@ -34,7 +31,7 @@ def reserved_length(step: int, schedule: dict[str, Any]) -> int:
     """How many tokens of a sequence a block sees at optimizer step `step` (from 1), by a resolved `random_ltd_schedule`.
 
     min + (max - min) (step - 1) / require_steps, rounded down to `seq_per_step`, at most max: what the engine's RandomLTDScheduler computes
-    from the steps that are done, without torch.
+    from the steps that are done.
     """
     least, most, config = schedule["min_value"], schedule["max_value"], schedule["schedule_config"]
     if least >= most:
@@ -48,10 +45,6 @@ def draw_positions(seed: int, step: int, layer: int, reserved: int, length: int)
 
     A pure function of its arguments, drawn on the CPU: the same on every rank and device, in a resumed run, and when a block is recomputed.
     """
-    import torch
-
-    from model.gpt import generator_for
-
     generator = generator_for(f"{seed}/random_ltd/{step}/{layer}")
     return torch.randperm(length, generator=generator, device="cpu")[:reserved].sort().values
 
@@ -91,45 +84,47 @@ class RandomLTD(Technique):
     tokens.
     """
 
-    sections = ("random_ltd",)
-    other_forms = {"data_efficiency.data_routing.random_ltd": lambda section: {"enabled": False, **section}}  # as there by default
-    decides = ("which blocks see which tokens",)
-    keys = {
-        "total_layer_num": {"types": ["integer"], "minimum": 1, "auto": True},
-        "random_ltd_layer_num": {"types": ["integer"], "minimum": 0, "auto": True},
-        "random_ltd_layer_id": {"types": ["array"], "items": ["integer"], "auto": True},
-        "model_mask_name": {"types": ["string", "null"]},
-        "model_type": {"types": ["string"], "enum": ["decoder"]},
-        "hidden_state_order": {"types": ["string"], "enum": ["batch_seq_dim", "seq_batch_dim"]},
-        "random_ltd_schedule": {
-            "types": ["object"],
-            "keys": {
-                "min_value": {"types": ["integer"], "minimum": 1, "auto": True},
-                "max_value": {"types": ["integer"], "minimum": 1, "auto": True},
-                "schedule_type": {"types": ["string"], "enum": ["fixed_linear"]},
-                "schedule_config": {
-                    "types": ["object"],
-                    "keys": {
-                        "require_steps": {"types": ["integer"], "minimum": 1, "auto": True},
-                        "seq_per_step": {"types": ["integer"], "minimum": 1, "auto": True},
+    declaration = Declaration(
+        section="random_ltd",
+        other_forms={"data_efficiency.data_routing.random_ltd": lambda section: {"enabled": False, **section}},  # the default there
+        exclusive=("which blocks see which tokens",),
+        ignored={
+            "model_mask_name": "the mask of --no_cross_document is cut automatically, and there is no other",
+            "hidden_state_order": "the order of the model, batch before sequence, is known",
+        },
+        keys={
+            "total_layer_num": {"types": ["integer"], "minimum": 1, "auto": True},
+            "random_ltd_layer_num": {"types": ["integer"], "minimum": 0, "auto": True},
+            "random_ltd_layer_id": {"types": ["array"], "items": ["integer"], "auto": True},
+            "model_mask_name": {"types": ["string", "null"]},
+            "model_type": {"types": ["string"], "enum": ["decoder"]},
+            "hidden_state_order": {"types": ["string"], "enum": ["batch_seq_dim", "seq_batch_dim"]},
+            "random_ltd_schedule": {
+                "types": ["object"],
+                "keys": {
+                    "min_value": {"types": ["integer"], "minimum": 1, "auto": True},
+                    "max_value": {"types": ["integer"], "minimum": 1, "auto": True},
+                    "schedule_type": {"types": ["string"], "enum": ["fixed_linear"]},
+                    "schedule_config": {
+                        "types": ["object"],
+                        "keys": {
+                            "require_steps": {"types": ["integer"], "minimum": 1, "auto": True},
+                            "seq_per_step": {"types": ["integer"], "minimum": 1, "auto": True},
+                        },
                     },
                 },
             },
-        },
-        "layer_token_lr_schedule": {
-            "types": ["object"],
-            "keys": {
-                "enabled": {"types": ["boolean"]},
-                "total_layer_tokens": {"types": ["integer"]},
-                "warmup_type": {"types": ["string"]},
-                "warmup_layer_tokens": {"types": ["integer"]},
+            "layer_token_lr_schedule": {
+                "types": ["object"],
+                "keys": {
+                    "enabled": {"types": ["boolean"]},
+                    "total_layer_tokens": {"types": ["integer"]},
+                    "warmup_type": {"types": ["string"]},
+                    "warmup_layer_tokens": {"types": ["integer"]},
+                },
             },
         },
-    }
-    without_effect = {
-        "model_mask_name": "the mask of --no_cross_document is cut by itself, and there is no other",
-        "hidden_state_order": "the model's order, batch before sequence, is known",
-    }
+    )
 
     def __init__(self, section: dict[str, Any], run: Run):
         self.shape, self.seed = run.shape, run.seed
@@ -141,9 +136,9 @@ class RandomLTD(Technique):
                 " the learning rate follows 'scheduler'"
             )
         least, most = self.schedule["min_value"], self.schedule["max_value"]
-        self.arrives_at = 1 if least == most or not self.layers else self.schedule["schedule_config"]["require_steps"] + 1
+        grows = least < most and self.layers
+        self.stages = (1, self.schedule["schedule_config"]["require_steps"] + 1) if grows else (1,)
         self.notes = (self._note(),)
-        self.on_step(1)
 
     def _layers(self, section: dict[str, Any]) -> frozenset[int]:
         """The indices of the blocks that drop tokens. Raises ValueError, see `Technique.__init__`."""
@@ -195,22 +190,25 @@ class RandomLTD(Technique):
         lengths = 1 + (most - least) // config["seq_per_step"]
         return (
             f"random_ltd: {len(self.layers)} of {self.shape.n_layer} blocks see {least} of {self.shape.seq_len} tokens at first, {most}"
-            f" from step {self.arrives_at:,} on; up to {lengths} lengths, and a compiled model compiles as many shapes"
+            f" from step {self.stages[-1]:,} on; up to {lengths} lengths, and a compiled model compiles as many shapes"
         )
 
-    def on_step(self, step: int) -> None:
-        self.step, self.length = step, self.shape.seq_len
-        self.reserved = reserved_length(step, self.schedule)
+    def on_step(self, step: int, plan: StepPlan) -> StepPlan:
+        self.step, self.reserved = step, min(reserved_length(step, self.schedule), plan.seq_len)
         self._drawn: dict[tuple[int, int, torch.device], torch.Tensor] = {}
 
-    def on_length(self, length: int) -> None:
-        self.length = length  # less than seq_len where a curriculum cuts the rows
+        def flops(row: int) -> int:  # of a token in one block, see model.accounting.flops_per_token
+            return 6 * block_parameter_count(self.shape) + 12 * self.shape.d_model * row
+
+        share = self.reserved * flops(self.reserved) / (plan.seq_len * flops(plan.seq_len))
+        self.kept_blocks = self.shape.n_layer - len(self.layers) * (1 - share)
+        return plan._replace(kept_blocks=self.kept_blocks)
 
     def prepare(self, model: GPT) -> None:
         model.block_runner = self.run_dropping_tokens
 
     def run_dropping_tokens(self, blocks: nn.ModuleList, x: torch.Tensor) -> torch.Tensor:
-        """x (B, T, C) through all blocks, in training through those that drop tokens with the step's tokens alone."""
+        """x (B, T, C) through all blocks; in training, blocks that drop tokens get the tokens of the step only."""
         drops = blocks.training and self.reserved < x.shape[1]
         for block in cast("Iterable[Block]", blocks):
             x = run_on(block, x, self._positions(block.index, x)) if drops and block.index in self.layers else block(x)
@@ -224,11 +222,5 @@ class RandomLTD(Technique):
         return self._drawn[key]
 
     def metrics(self) -> dict[str, float]:
-        """How many tokens of a row are kept, and the number of whole blocks that would have cost the FLOPs of those that ran."""
-        reserved = min(self.reserved, self.length)
-
-        def flops(row: int) -> int:  # of a token in one block, see model.accounting.flops_per_token
-            return 6 * block_parameter_count(self.shape) + 12 * self.shape.d_model * row
-
-        share = reserved * flops(reserved) / (self.length * flops(self.length))
-        return {"reserved_length": reserved, "kept_blocks": self.shape.n_layer - len(self.layers) * (1 - share)}
+        """The tokens of a row that are kept, and the number of whole blocks that would take the FLOPs of the blocks that run."""
+        return {"reserved_length": self.reserved, "kept_blocks": self.kept_blocks}

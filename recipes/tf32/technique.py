@@ -8,12 +8,12 @@ are fp32, and so is everything else: weights, activations, gradients, the optimi
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from recipes.technique import Run, Technique
+import torch
 
-if TYPE_CHECKING:
-    from model.gpt import GPT
+from model.gpt import GPT
+from recipes.technique import Costs, Declaration, Run, Technique
 
 #: Ampere, the first with TF32.
 CAPABILITY = (8, 0)
@@ -25,18 +25,14 @@ def use_tf32() -> None:
     torch's one documented switch (2.11 to 2.13): it sets cuBLAS's older name for it (`allow_tf32`) and the newer (`fp32_precision`) alike,
     one of which torch.compile asks, and torch raises where they differ. cuDNN has none of this model's products.
     """
-    import torch
-
     torch.set_float32_matmul_precision("high")
 
 
 class Tf32(Technique):
     """`"tf32": {"enabled": true}`: a section of this project's own. In fp32 only, where there is something to round."""
 
-    sections = ("tf32",)
-    decides = ("the arithmetic of matrix products",)
-    needs_cuda = {"tf32": CAPABILITY}
-    matmul_dtype = "tf32"
+    declaration = Declaration(section="tf32", exclusive=("the arithmetic of matrix products",), needs_cuda={"tf32": CAPABILITY})
+    costs = Costs(matmul_dtype="tf32")
 
     def __init__(self, section: dict[str, Any], run: Run):
         if run.precision != "fp32":

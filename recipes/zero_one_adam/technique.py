@@ -1,4 +1,4 @@
-"""0/1 Adam: Adam whose variance is renewed at steps ever farther apart, and whose ranks, later on, do not even exchange bits in each step.
+"""0/1 Adam: the variance of Adam is updated at intervals that grow, and later the ranks make local steps between compressed exchanges.
 
     deepspeed launch/pretrain.py --recipe recipes/zero_one_adam
 
@@ -10,13 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
-from recipes.compressed_technique import COMMON_KEYS, CompressedTechnique
-from recipes.technique import Run, adam_arguments
+import torch
 
-if TYPE_CHECKING:
-    from recipes.zero_one_adam.optimizer import LocalStepAdam
+from recipes.compressed_technique import CompressedTechnique, declare
+from recipes.technique import Run, StepPlan, adam_arguments
+from recipes.zero_one_adam.optimizer import LocalStepAdam
+
+KEYS = ("var_freeze_step", "var_update_scaler", "local_step_scaler", "local_step_clipper")
 
 
 class Schedule(NamedTuple):
@@ -75,23 +77,16 @@ class ZeroOneAdam(CompressedTechnique):
         fiftieth of the run's steps, 4 to 16.
     local_step_scaler: after how many steps the distance between exchanges doubles; "auto", or left out: a fourth of what is left.
     local_step_clipper: the largest distance between exchanges (H); "auto", or left out: 16.
-    lr, betas, eps, weight_decay: as for AdamW, but "auto" for the second beta is 0.999: what the variance has seen is to last.
+    lr, betas, eps, weight_decay: as for AdamW, but "auto" for the second beta is 0.999, because the frozen variance must last.
     bias_correction: as for Adam; upstream read it and corrected nothing.
     cuda_aware, comm_backend_name: accepted and without effect.
     """
 
-    optimizer_types = ("ZeroOneAdam",)
-    keys = {
-        "var_freeze_step": {"types": ["integer"], "minimum": 1, "auto": True},
-        "var_update_scaler": {"types": ["integer"], "minimum": 1, "auto": True},
-        "local_step_scaler": {"types": ["integer"], "minimum": 1, "auto": True},
-        "local_step_clipper": {"types": ["integer"], "minimum": 1, "auto": True},
-        **COMMON_KEYS,
-    }
+    declaration = declare("ZeroOneAdam", {key: {"types": ["integer"], "minimum": 1, "auto": True} for key in KEYS})
     _optimizer: LocalStepAdam
 
     def __init__(self, section: dict[str, Any], run: Run):
-        self.params, self.resolved = section, {}
+        self.params, self.resolved_params = section, {}
         freeze = self._of("var_freeze_step", *self._share_of(run))
         self.schedule = Schedule(
             freeze,
@@ -103,73 +98,69 @@ class ZeroOneAdam(CompressedTechnique):
         # Momentum, variance, the way since the last exchange, and where that was.
         self.kept_tensors = 3 + goes_alone
         super().__init__(section, run)
-        # From here on the variance stays, and the ranks go steps alone.
-        self.arrives_at = freeze + 1
-        self._note_all(self._says(run))
-        self.on_step(1)
+        # In the second stage the variance is frozen, and the ranks make local steps.
+        self.stages = 1, freeze + 1
+        self._note_all(self._traffic(run))
 
     def _of(self, key: str, auto: int, reason: str) -> int:
         if (asked := self.params.get(key, "auto")) != "auto":
             return int(asked)
-        self.resolved[key] = auto, reason
+        self.resolved_params[key] = auto, reason
         return auto
 
-    def _says(self, run: Run) -> Iterator[str]:
+    def _traffic(self, run: Run) -> Iterator[str]:
         if run.ranks == 1:
             yield (
-                "one rank has nobody to send to; Adam whose variance is renewed at the steps of the schedule, and stays after step"
+                "one rank sends nothing; Adam whose variance is updated at the steps of the schedule, and frozen after step"
                 f" {self.schedule.var_freeze_step:,}"
             )
             return
         (whole, compressed), renewals = self._megabytes(run), self.schedule.renewals(run.steps)
         last, exchanges = self.schedule.last_exchange(run.steps)
         yield (
-            f"of {run.steps:,} steps of whole batches {renewals:,} send {whole:,.2f} MB each and rank, to renew the variance,"
-            f" {exchanges - renewals:,} send about {compressed:,.2f}, and {run.steps - exchanges:,} a few KB"
+            f"of {run.steps:,} steps of whole batches, {renewals:,} update the variance, for which a rank sends {whole:,.2f} MB,"
+            f" {exchanges - renewals:,} send about {compressed:,.2f} MB, and {run.steps - exchanges:,} a few KB"
         )
         if last < run.steps:
             lost = run.steps - last
             yield (
-                f"the last exchange is that of step {last:,}; what the ranks go alone in the {lost:,} step(s) after it is in no weights"
-                " that are saved; lower local_step_clipper to lose less"
+                f"the last exchange is in step {last:,}; the local steps of the {lost:,} step(s) after it are not in the saved weights;"
+                " lower local_step_clipper to lose fewer"
             )
 
     def build_optimizer(self, param_groups: list[dict[str, Any]]) -> LocalStepAdam:
-        from recipes.zero_one_adam.optimizer import LocalStepAdam
-
         return LocalStepAdam(param_groups, *adam_arguments(self.params))
 
-    def on_step(self, step: int) -> None:
+    def on_step(self, step: int, plan: StepPlan) -> StepPlan:
         update = self._updates_before(step) + 1
         self.updates_variance, self.exchanges = self.schedule.updates_variance(update), self.schedule.exchanges(update)
         if self._engine is not None:
             self._optimizer.renews = self.updates_variance
             self._optimizer.exchanges = self.exchanges or self._ranks == 1
-        self._reduce_gradients(self.updates_variance)
+        self._set_up_step(plan, whole_gradients=self.updates_variance)
+        return plan
 
     def metrics(self) -> dict[str, float]:
         agreed = self.exchanges if self._engine is None else not self._optimizer.alone
         return {"variance_updated": int(self.updates_variance), "exchanged": int(agreed and self._ranks > 1)}
 
-    def agreed_weights(self) -> AbstractContextManager[None]:
+    def evaluation_weights(self) -> AbstractContextManager[None]:
         return self._optimizer.agreed_weights(self._copy_weights)
 
     def _copy_weights(self) -> None:
-        """In bf16 and fp16, what the model computes with becomes what the optimizer has in fp32."""
-        import torch
-
+        """In bf16 and fp16, copy the optimizer's fp32 weights to the model's."""
         wrapper = self._engine.optimizer
         for half, full in zip(getattr(wrapper, "fp16_groups", ()), getattr(wrapper, "fp32_groups", ()), strict=True):
             torch._foreach_copy_([parameter.data for parameter in half], [parameter.data for parameter in full])
 
-    def forget_state(self, reason: str) -> None:
+    def discard_state(self, reason: str) -> None:
         if self._ranks > 1:
-            self._note(f"the errors of the compression, and what ranks went since the last exchange, start at zero: {reason}")
+            self._note(f"the errors of the compression and the local steps since the last exchange are lost: {reason}")
         else:
-            self._note(f"nothing is compressed, and what ranks went since the last exchange is lost: {reason}")
+            self._note(f"nothing is compressed, and the local steps since the last exchange are lost: {reason}")
 
     def state_dict(self) -> dict[str, Any]:
-        """The errors of this rank's compressions, and between exchanges what else is its own."""
+        """The errors of this rank's compressions, and between exchanges its local steps."""
         return super().state_dict() | self._optimizer.own_state()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -14,7 +14,7 @@ from launch.config.run_config import resolve
 from launch.errors import TrainingFailed
 from launch.training import corrections
 from launch.training.distributed import start_ranks
-from launch.training.engine import Engine, start_engine
+from launch.training.engine import TrainingEngine, start_engine
 from model.gpt import run_all_blocks
 from recipes.technique import Techniques
 from tests.distributed.reference import run_all_but
@@ -78,7 +78,7 @@ def fp16_allowed() -> Iterator[None]:
         kind.is_fp16_supported = original
 
 
-def start(corpus: str, stage: int, precision: str, *flags: str, without: str | None = None) -> Engine:
+def start(corpus: str, stage: int, precision: str, *flags: str, without: str | None = None) -> TrainingEngine:
     """Start an engine with all corrections, or without the one named. Only inside `engine_as_shipped`."""
     if without:
         setattr(corrections, without, lambda *_: None)
@@ -86,7 +86,7 @@ def start(corpus: str, stage: int, precision: str, *flags: str, without: str | N
     return start_engine(config, Techniques(), start_ranks())
 
 
-def one_batch(engine: Engine) -> torch.Tensor:
+def one_batch(engine: TrainingEngine) -> torch.Tensor:
     generator = torch.Generator().manual_seed(1)
     return torch.randint(0, 1000, (engine.config.micro_batch_size, engine.config.shape.seq_len + 1), generator=generator)
 
@@ -292,10 +292,10 @@ def resumed_from_a_drive(corpus: str, runs: str, without: str | None = None) -> 
     section = {"device": "nvme", "nvme_path": f"{runs}/{without}"}
     flags = ["--d_model", "256", "--set", f"zero_optimization.offload_optimizer={json.dumps(section)}"]
 
-    def started() -> Engine:
+    def started() -> TrainingEngine:
         return start(corpus, 3, "fp32", *flags, without=without)
 
-    def losses(engine: Engine, steps: range) -> list[float]:
+    def losses(engine: TrainingEngine, steps: range) -> list[float]:
         seen = []
         for step in steps:
             engine.set_learning_rate(step * engine.config.tokens_per_step)

@@ -15,10 +15,9 @@ import torch
 
 from launch.errors import TrainingFailed
 from launch.training import checkpoint, engine, snapshot
-from launch.training.engine import Engine
+from launch.training.engine import TrainingEngine
+from launch.training.observers import Observer
 from launch.training.snapshot import Snapshots
-from recipes import registry
-from recipes.technique import Technique, Techniques
 from tests.distributed.correction_jobs import fp16_allowed
 from tests.distributed.jobs import pretrain
 
@@ -26,9 +25,9 @@ from tests.distributed.jobs import pretrain
 @contextlib.contextmanager
 def loss_times(factor: float, steps: Sequence[int], rank: int, micro_step: int = 0, gradient_only: bool = False) -> Iterator[None]:
     """Multiply the loss, or only its gradient, of one micro-batch of `steps` by `factor`, on one rank, after the forward pass."""
-    usual = Engine.loss
+    usual = TrainingEngine.loss
 
-    def loss(self: Engine, tokens: Any) -> Any:
+    def loss(self: TrainingEngine, tokens: Any) -> Any:
         computed = usual(self, tokens)
         here = self.deepspeed.training and self._micro_step == micro_step and int(os.environ["RANK"]) == rank
         if not here or self.deepspeed.global_steps + 1 not in steps:
@@ -37,11 +36,11 @@ def loss_times(factor: float, steps: Sequence[int], rank: int, micro_step: int =
             computed.register_hook(lambda gradient: gradient * factor)
         return computed if gradient_only else computed * factor
 
-    Engine.loss = loss
+    TrainingEngine.loss = loss
     try:
         yield
     finally:
-        Engine.loss = usual
+        TrainingEngine.loss = usual
 
 
 def pretrain_until_it_fails(flags: list[str], **disturbed: Any) -> str:
@@ -55,11 +54,11 @@ def pretrain_until_it_fails(flags: list[str], **disturbed: Any) -> str:
 
 
 @contextlib.contextmanager
-def started_engines() -> Iterator[list[Engine]]:
+def started_engines() -> Iterator[list[TrainingEngine]]:
     """The engines that runs start inside, in their order."""
-    start, started = engine.start_engine, list[Engine]()
+    start, started = engine.start_engine, list[TrainingEngine]()
 
-    def recorded(*arguments: Any) -> Engine:
+    def recorded(*arguments: Any) -> TrainingEngine:
         started.append(start(*arguments))
         return started[-1]
 
@@ -196,7 +195,7 @@ def pretrain_until_a_write_fails(flags: list[str], rank: int, step: int) -> Any:
     return 0
 
 
-class EndsAtStepSix(Technique):
+class EndsAtStepSix(Observer):
     """Ends the run when its sixth step begins, on all ranks."""
 
     how = ""
@@ -211,18 +210,14 @@ class EndsAtStepSix(Technique):
 
 def end_in_the_middle_of_a_write(flags: list[str], how: str) -> str:
     """`pretrain` that ends at step 6 by a "signal", or on an "error"."""
-    make = registry.make_techniques
-    registry.make_techniques = lambda run: Techniques([*make(run).members, EndsAtStepSix({}, run)])
     EndsAtStepSix.how = how
     try:
         with writes_after(lambda _: time.sleep(0.5)):
-            pretrain(flags)
+            pretrain(flags, [EndsAtStepSix()])
     except AssertionError:
         return "stopped"
     except RuntimeError as reason:
         return str(reason)
-    finally:
-        registry.make_techniques = make
     return ""
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,23 +15,25 @@ from launch.config.run_config import resolve
 from launch.errors import UsageError
 from launch.formats.metrics import read_metrics
 from launch.pretrain import train
+from launch.training.engine import TrainingEngine
 from launch.training.folder import NoFolder, RunFolder
+from launch.training.observers import Observer
 from launch.training.provenance import describe_run
 from launch.training.signals import StopRequest
 from model.gpt import GPT, run_all_blocks
 from recipes import registry
-from recipes.technique import BatchPlan, Run, Technique, Techniques
+from recipes.technique import Run, StepPlan, Technique, Techniques
 from tests.distributed.reference import run_all_but
 
 
-def pretrain(flags: list[str]) -> list[dict[str, Any]]:
+def pretrain(flags: list[str], observers: Sequence[Observer] = ()) -> list[dict[str, Any]]:
     """`launch/pretrain.py` with `flags`, in this process group; the lines of its metrics."""
     config, _ = resolve([*flags, "--quiet"])
     path = Path(config.runs_dir) / config.run_name
     folder = RunFolder(path, describe_run(config), quiet=True) if os.environ["RANK"] == "0" else NoFolder()
     torch.set_float32_matmul_precision("highest")  # a job before this one may have switched TF32 on, which lasts
     try:
-        assert train(config, folder, StopRequest()) == 0
+        assert train(config, folder, StopRequest(), observers) == 0
     except UsageError:
         folder.abandon()
         raise
@@ -52,11 +55,6 @@ def pretrain_on(processors: list[str], folder: str, flags: list[str]) -> list[di
         hardware.CPUINFO = cpuinfo
 
 
-def torch_builds() -> dict[str, str | None]:
-    """What this torch says itself that it is built with."""
-    return {name: getattr(torch.version, name) for name in ("cuda", "hip")}
-
-
 def forget_engines() -> None:
     """Let go of the engines of earlier jobs: stage 3 keeps them in an `lru_cache` of its coordinator's class.
 
@@ -74,8 +72,9 @@ def forget_engines() -> None:
 class ChangingPlan(Technique):
     """Cuts the same sequences of a step into other micro-batches, in turns."""
 
-    def batch_plan(self, step: int) -> BatchPlan | None:
-        return BatchPlan(1, 8) if step % 2 else BatchPlan(8, 1) if step % 3 == 0 else None
+    def on_step(self, step: int, plan: StepPlan) -> StepPlan:
+        micro_batch_size = 1 if step % 2 else 8 if step % 3 == 0 else plan.micro_batch_size
+        return plan._replace(micro_batch_size=micro_batch_size, accumulation=8 // micro_batch_size)
 
 
 class DroppedBlock(Technique):
@@ -93,8 +92,9 @@ class DroppedBlock(Technique):
 
         model.block_runner = run
 
-    def on_step(self, step: int) -> None:
+    def on_step(self, step: int, plan: StepPlan) -> StepPlan:
         self.step, self.micro_step = step, -1
+        return plan
 
     def on_batch(self, tokens: torch.Tensor) -> torch.Tensor:
         self.micro_step += 1
@@ -107,22 +107,27 @@ def drops_block_1(step: int, micro_step: int, accumulation: int) -> bool:
 
 
 def pretrain_with(technique: str, flags: list[str]) -> list[dict[str, Any]]:
-    """`pretrain` with a technique of this module, by its name, beside those that the flags switch on."""
+    """`pretrain` with an observer or a technique of this module, by its name, besides those that the flags switch on."""
+    extra = globals()[technique]
+    if issubclass(extra, Observer):
+        return pretrain(flags, [extra()])
     make = registry.make_techniques
-    registry.make_techniques = lambda run: Techniques([*make(run).members, globals()[technique]({}, run)])
+    registry.make_techniques = lambda run: Techniques([*make(run).members, extra({}, run)])
     try:
         return pretrain(flags)
     finally:
         registry.make_techniques = make
 
 
-class CountedBlocks(Technique):
+class CountedBlocks(Observer):
     """Counts how often blocks run: in the step's training, and whole and unscaled in the passes of evaluations so far."""
 
-    def __init__(self, section: dict[str, Any], run: Run):
+    def __init__(self) -> None:
         self.training = self.evaluation = self.passes = 0
 
-    def prepare(self, model: GPT) -> None:
+    def start(self, engine: TrainingEngine) -> None:
+        model = engine.deepspeed.module
+
         def count(block: torch.nn.Module, inputs: Any, output: Any) -> None:
             self.training += block.training
             self.evaluation += not block.training and len(inputs) == 1  # without a scale
@@ -157,20 +162,19 @@ class CompiledBlocks(Technique):
         return {"compiled_graphs": torch._dynamo.utils.counters["stats"]["unique_graphs"]}
 
 
-class SeenWindows(Technique):
+class SeenWindows(Observer):
     """Keeps what this rank is given: for each step its windows."""
 
     steps: list[list[list[int]]] = []
 
-    def __init__(self, section: dict[str, Any], run: Run):
+    def __init__(self) -> None:
         self.steps.clear()
 
     def on_step(self, step: int) -> None:
         self.steps.append([])
 
-    def on_batch(self, tokens: torch.Tensor) -> torch.Tensor:
+    def on_batch(self, tokens: torch.Tensor) -> None:
         self.steps[-1].extend(tokens.tolist())
-        return tokens
 
 
 def windows_seen(flags: list[str]) -> list[list[list[int]]]:
@@ -179,20 +183,20 @@ def windows_seen(flags: list[str]) -> list[list[list[int]]]:
     return list(SeenWindows.steps)
 
 
-class WatchedLengths(Technique):
+class WatchedLengths(Observer):
     """The longest sequence that the model has been given in the step's training, and in the latest evaluation."""
 
-    def __init__(self, section: dict[str, Any], run: Run):
+    def __init__(self) -> None:
         self.trained = self.evaluated = 0
 
-    def prepare(self, model: GPT) -> None:
+    def start(self, engine: TrainingEngine) -> None:
         def note(module: torch.nn.Module, inputs: Any) -> None:
             if module.training:
                 self.trained = max(self.trained, inputs[0].shape[1])
             else:
                 self.evaluated = inputs[0].shape[1]
 
-        model.register_forward_pre_hook(note)
+        engine.deepspeed.module.register_forward_pre_hook(note)
 
     def on_step(self, step: int) -> None:
         self.trained = 0
@@ -201,17 +205,17 @@ class WatchedLengths(Technique):
         return {"trained_length": self.trained, "evaluated_length": self.evaluated}
 
 
-class WatchedTokens(Technique):
+class WatchedTokens(Observer):
     """On how many tokens of a row each block has run: the fewest and the most in the step's training, and in evaluations so far."""
 
-    def __init__(self, section: dict[str, Any], run: Run):
+    def __init__(self) -> None:
         self.lengths: dict[str, list[int]] = {"training": [], "evaluation": []}
 
-    def prepare(self, model: GPT) -> None:
+    def start(self, engine: TrainingEngine) -> None:
         def note(block: torch.nn.Module, inputs: Any) -> None:
             self.lengths["training" if block.training else "evaluation"].append(inputs[0].shape[1])
 
-        for block in model.h:
+        for block in engine.deepspeed.module.h:
             block.register_forward_pre_hook(note)
 
     def on_step(self, step: int) -> None:
@@ -221,19 +225,15 @@ class WatchedTokens(Technique):
         return {f"{pick.__name__}_{when}": pick(lengths) for when, lengths in self.lengths.items() if lengths for pick in (min, max)}
 
 
-class WatchedPositions(Technique):
+class WatchedPositions(Observer):
     """How many positions' embeddings have been moved by more than weight decay."""
 
-    def __init__(self, section: dict[str, Any], run: Run):
-        self.model: Any = None
-
-    def prepare(self, model: GPT) -> None:
-        self.model, self.start = model, model.wpe.weight.detach().clone()
+    def start(self, engine: TrainingEngine) -> None:
+        self.model = engine.deepspeed.module
+        self.initial = self.model.wpe.weight.detach().clone()
 
     def metrics(self) -> dict[str, float]:
-        if self.model is None:
-            return {}
-        ratio = self.model.wpe.weight.detach() / self.start
+        ratio = self.model.wpe.weight.detach() / self.initial
         spread = (ratio - ratio.median(dim=1, keepdim=True).values).abs().amax(dim=1)
         return {"moved_up_to": int((spread > 1e-4).nonzero().max()) + 1 if (spread > 1e-4).any() else 0}
 
@@ -250,8 +250,9 @@ class WatchedErrors(Technique):
     def attach(self, engine: Any, collectives: Any) -> None:
         self.engine = engine
 
-    def on_length(self, length: int) -> None:
-        self.length = length
+    def on_step(self, step: int, plan: StepPlan) -> StepPlan:
+        self.length = plan.seq_len
+        return plan
 
     def metrics(self) -> dict[str, float]:
         if self.engine is None:

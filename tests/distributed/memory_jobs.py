@@ -14,9 +14,10 @@ from typing import Any
 from launch.config.memory import MemoryPlan, memory_per_rank
 from launch.config.run_config import RunConfig, resolve
 from launch.formats.metrics import read_metrics
+from launch.training.engine import TrainingEngine
 from launch.training.folder import NoFolder
+from launch.training.observers import Observer
 from recipes import registry
-from recipes.technique import Technique, Techniques
 from tests.distributed.correction_jobs import fp16_allowed
 from tests.helpers import free_port
 
@@ -29,17 +30,18 @@ def plan_of(config: RunConfig) -> MemoryPlan:
     zero = config.engine["zero_optimization"]
     batch = config.micro_batch_size, config.gradient_accumulation_steps
     techniques = registry.make_techniques(config)
-    shape = (config.model_config, config.precision, zero, config.ranks, *batch, techniques.checkpoints)
-    return memory_per_rank(*shape, fused=techniques.fused)
+    shape = (config.model_config, config.precision, zero, config.ranks, *batch, techniques.costs.checkpointed_segments)
+    return memory_per_rank(*shape, terms=techniques.memory_terms(config.model_config, "cpu"))
 
 
 # --- model states ------------------------------------------------------------------------------------------------------------------------
 
 
-class _StatesInStep(Technique):
+class _StatesInStep(Observer):
     """Counts the engine's tensors at the end of each backward pass of the second step, when all model states are there."""
 
-    def attach(self, engine: Any, collectives: Any) -> None:
+    def start(self, training: TrainingEngine) -> None:
+        engine = training.deepspeed
         self.calls, self.found, step = 0, [], engine.step
 
         def counted_step(*arguments: Any, **options: Any) -> Any:
@@ -121,16 +123,13 @@ def states_in_step(flags: list[str]) -> tuple[RunConfig, list[dict[str, int]]]:
     from launch.training.signals import StopRequest
 
     config, _ = resolve([*flags, "--steps", "2", "--eval_every", "0", "--save_every", "0", "--quiet"])
-    technique = _StatesInStep({}, config)
-    make = registry.make_techniques
-    registry.make_techniques = lambda run: Techniques([*make(run).members, technique])
+    states = _StatesInStep()
     try:
-        assert train(config, NoFolder(), StopRequest()) == 0
+        assert train(config, NoFolder(), StopRequest(), [states]) == 0
     finally:
-        registry.make_techniques = make
         gc.collect()
-    assert technique.found, "no second step"
-    return config, technique.found
+    assert states.found, "no second step"
+    return config, states.found
 
 
 def model_states(flags: list[str]) -> dict[str, Any]:
@@ -156,11 +155,21 @@ def largest_states(flags: list[str]) -> dict[str, int]:
 # --- peaks ------------------------------------------------------------------------------------------------------------------------
 
 
-def run_and_plan(runs: Path, name: str, flags: list[str], ranks: int) -> tuple[int, MemoryPlan]:
-    """`deepspeed launch/pretrain.py FLAGS` in fresh processes: rank 0's `peak_memory_bytes` at the end of its last step, and the plan.
+#: A model of a few thousand parameters.
+TINY = ["--n_layer", "1", "--n_head", "1", "--d_model", "8", "--seq_len", "8"]
+_process: dict[int, int] = {}  # its peak, by the number of ranks: Python, torch and DeepSpeed, which the plan leaves out
 
-    ru_maxrss grows only, and glibc does not give all freed memory back, so that a peak can be measured only once in a process.
-    """
+
+def run_and_plan(runs: Path, name: str, flags: list[str], ranks: int) -> tuple[int, MemoryPlan]:
+    """`deepspeed launch/pretrain.py FLAGS` in fresh processes: the peak of rank 0 less that of a run of a tiny model, and the plan."""
+    if ranks not in _process:
+        _process[ranks] = _peak(runs, f"{name}-tiny", [*flags, *TINY], ranks)
+    measured = _peak(runs, name, flags, ranks)
+    return measured - _process[ranks], plan_of(resolve(flags, ranks=ranks)[0])
+
+
+def _peak(runs: Path, name: str, flags: list[str], ranks: int) -> int:
+    """Rank 0's `peak_memory_bytes` at the end. ru_maxrss only grows, so that it can be measured once in a process."""
     arguments = [*flags, "--runs_dir", str(runs), "--run_name", name, "--save_every", "0", "--eval_every", "0", "--quiet"]
     launcher = [
         str(Path(sys.executable).with_name("deepspeed")),
@@ -176,6 +185,5 @@ def run_and_plan(runs: Path, name: str, flags: list[str], ranks: int) -> tuple[i
         [*launcher, "launch/pretrain.py", *arguments], cwd=ROOT, env={**os.environ, "PATH": path}, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    config, _ = resolve(arguments, ranks=ranks)
     lines = [line for line in read_metrics(runs / name / "metrics.jsonl") if "peak_memory_bytes" in line]
-    return lines[-1]["peak_memory_bytes"], plan_of(config)
+    return int(lines[-1]["peak_memory_bytes"])

@@ -35,6 +35,8 @@ def test_it_is_the_same_on_one_and_two_ranks_and_changes_no_loss(config, one_ran
 
 def test_it_is_what_the_blocks_do():
     """By hand: a block that doubles and one that turns by 90 degrees."""
+    from types import SimpleNamespace
+
     import torch
     from torch import nn
 
@@ -59,14 +61,15 @@ def test_it_is_what_the_blocks_do():
 
     alone = Alone()
     blocks = nn.ModuleList([Doubling(), Turning()])
-    similarity = BlockSimilarity(alone, alone, True)
-    with similarity.watching(blocks, 7):
+    similarity = BlockSimilarity(alone)
+    similarity.start(SimpleNamespace(deepspeed=SimpleNamespace(module=SimpleNamespace(h=blocks)), collectives=alone))
+    with similarity.evaluation(7):
         for taken in (True, False):  # the second is a filler
             x = torch.randn(3, 5, 2) if taken else torch.full((1, 5, 2), torch.nan)
             for block in blocks:
                 x = block(x)
             if taken:
-                similarity.taken()
+                similarity.after_evaluated_batch()
     assert alone.line["step"] == 7
     assert alone.line["norm_ratio"] == pytest.approx([2, 1])
     assert alone.line["cosine_similarity"] == pytest.approx([1, 0], abs=1e-6)

@@ -41,7 +41,7 @@ def test_a_loss_that_is_no_number_stops_the_run_before_its_update(config, factor
     precision = "fp32" if config.endswith("fp32") else "bf16"
     for reason in two_ranks.run(f"{JOBS}:pretrain_until_it_fails", flags=run, **disturbed):
         assert reason.startswith(f"step 4: the loss is {factor:g} on rank 1 in {precision}; lower --lr")
-        assert reason.endswith(f"--resume goes on from {tmp_path}/r/checkpoints/step-00000003")
+        assert reason.endswith(f"--resume continues from {tmp_path}/r/checkpoints/step-00000003")
     folder = tmp_path / "r"
     assert [path.name for path in complete_checkpoints(folder / "checkpoints")] == ["step-00000003"]
     assert "error: step 4: the loss is" in (folder / "log.txt").read_text()
@@ -66,7 +66,7 @@ def test_weights_that_an_update_made_no_numbers_are_not_saved(config, two_ranks,
     run = [*flags(corpus, tmp_path, config), "--set", "optimizer.params.eps=1e-320"]
     for reason in two_ranks.run(f"{JOBS}:pretrain_until_it_fails", flags=run, factor=1, steps=(), rank=0):
         assert reason.startswith("step 2: the loss is nan on rank 0")
-        assert reason.endswith("; weights are no numbers either, and were not saved: there is no checkpoint before it, start anew")
+        assert reason.endswith("; the weights contain NaN or Inf and were not saved: there is no older checkpoint, start a new run")
     assert complete_checkpoints(tmp_path / "r" / "checkpoints") == []
 
 
@@ -74,7 +74,7 @@ def test_weights_that_an_update_made_no_numbers_are_not_saved(config, two_ranks,
 def test_gradients_that_are_no_numbers_stop_the_run_too(config, two_ranks, corpus, tmp_path):
     disturbed = {"factor": math.nan, "steps": (2,), "rank": 0, "gradient_only": True}
     for reason in two_ranks.run(f"{JOBS}:pretrain_until_it_fails", flags=flags(corpus, tmp_path, config), **disturbed):
-        assert reason.startswith("step 2: the gradients are not finite, while the loss is 6.")
+        assert reason.startswith("step 2: the gradients are not finite, but the loss is 6.")
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])

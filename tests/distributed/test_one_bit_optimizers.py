@@ -154,8 +154,8 @@ def test_a_gradient_that_is_not_finite_on_one_rank_ends_the_run_on_all(kind, pre
     job = {"factor": float("inf"), "steps": [FREEZE + 5], "rank": 1, "gradient_only": True}
     run = flags(kind, corpus, tmp_path, 2, precision=precision)
     for line in two_ranks.run("tests.distributed.failure_jobs:pretrain_until_it_fails", flags=run, **job):
-        assert line.startswith(f"step {FREEZE + 5}: the gradients are not finite, while the loss is")
-        assert f"--resume goes on from {tmp_path / 'r' / 'checkpoints'}/step-{FREEZE + 4:08d}" in line
+        assert line.startswith(f"step {FREEZE + 5}: the gradients are not finite, but the loss is")
+        assert f"--resume continues from {tmp_path / 'r' / 'checkpoints'}/step-{FREEZE + 4:08d}" in line
 
 
 @cases()
@@ -202,7 +202,7 @@ def test_a_variance_that_is_frozen_stays_so(kind, two_ranks, corpus, tmp_path):
     lines = trained(two_ranks, [*flags(kind, corpus, tmp_path, 2, freeze_step=20), *steps, "--resume"])
     assert losses(lines) == losses(whole)
     log = (tmp_path / "r" / "log.txt").read_text(encoding="utf-8")
-    assert f"note: {kind}: the variance was frozen after step {FREEZE}, which freeze_step, 20, does not change" in log
+    assert f"note: {kind}: the variance was frozen after step {FREEZE}; freeze_step, 20, does not change" in log
 
 
 @cases(lamb=[()])

@@ -13,7 +13,7 @@ from launch.errors import UsageError
 from recipes.curriculum_learning.technique import length_at
 from recipes.progressive_layer_drop.technique import draws, keep_probabilities, theta_at
 from recipes.random_ltd.technique import reserved_length
-from recipes.registry import both_decide, make_techniques, technique_classes
+from recipes.registry import make_techniques, technique_classes
 from tests.distributed.test_engine_follows_plain_pytorch import largest_difference
 
 STEPS, BATCH, SEED = 6, 8, 7
@@ -42,7 +42,7 @@ UNCOMPRESSED = {"lamb": "lamb", "one_bit_adam": None, "one_bit_lamb": "lamb", "z
 COMPRESSED = {name for name, other in UNCOMPRESSED.items() if name != other}
 #: A JSON has one optimizer.
 PAIRS = [pair for pair in itertools.combinations(SECTIONS, 2) if not set(pair) <= set(UNCOMPRESSED)]
-TOGETHER = [pair for pair in PAIRS if not both_decide(*(CLASSES[name] for name in pair))]
+TOGETHER = [pair for pair in PAIRS if not CLASSES[pair[0]].declaration.shared_with(CLASSES[pair[1]].declaration)]
 
 
 def flags(corpus, tmp_path, run_name: str, *names: str, stage: int = 2, micro_batch_size: int = 2) -> list[str]:
@@ -60,7 +60,7 @@ def trained(pool, run: list[str]) -> list[dict]:
 
 def test_every_technique_is_here():
     """What only CUDA can do is held by its own tests, with the others where it can be emulated."""
-    assert set(SECTIONS) == {name for name, cls in CLASSES.items() if not cls.needs_cuda}
+    assert set(SECTIONS) == {name for name, cls in CLASSES.items() if not cls.declaration.needs_cuda}
 
 
 def is_double(pair: tuple[str, ...]) -> bool:
@@ -119,11 +119,11 @@ def test_two_techniques_both_act(pair, one_rank, two_ranks, corpus, tmp_path):
 
 
 @pytest.mark.parametrize("pair", [pair for pair in PAIRS if pair not in TOGETHER], ids=" and ".join)
-def test_two_that_decide_the_same_are_refused(pair, corpus, tmp_path):
+def test_two_that_control_the_same_are_refused(pair, corpus, tmp_path):
     with pytest.raises(UsageError) as mistake:
         resolve(flags(corpus, tmp_path, "r", *pair))
     (fault,) = mistake.value.faults
-    assert "both decide which blocks see which tokens; switch one of them off" in fault
+    assert "both control which blocks see which tokens; switch one of them off" in fault
     assert all(name in fault for name in pair)
 
 

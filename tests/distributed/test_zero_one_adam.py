@@ -121,8 +121,8 @@ def test_a_gradient_that_is_not_finite_on_one_rank_ends_the_run_on_all(precision
     job = {"factor": float("inf"), "steps": [20], "rank": 1, "gradient_only": True}
     run = flags(corpus, tmp_path, 2, precision=precision)
     for line in two_ranks.run("tests.distributed.failure_jobs:pretrain_until_it_fails", flags=run, **job):
-        assert line.startswith("step 20: the gradients are not finite, while the loss is")
-        assert f"--resume goes on from {tmp_path / 'r' / 'checkpoints'}/step-00000019" in line
+        assert line.startswith("step 20: the gradients are not finite, but the loss is")
+        assert f"--resume continues from {tmp_path / 'r' / 'checkpoints'}/step-00000019" in line
 
 
 def test_without_bias_correction(one_rank, corpus, expected, tmp_path):
@@ -175,9 +175,9 @@ def test_another_number_of_ranks_goes_on_from_what_was_agreed(ranks, two_ranks, 
     assert resumed_after(tmp_path / "r") == 20
     log = (tmp_path / "r" / "log.txt").read_text(encoding="utf-8")
     word = (
-        "nothing is compressed, and what ranks went since the last exchange is lost"
+        "nothing is compressed, and the local steps since the last exchange are lost"
         if ranks == 1
-        else "the errors of the compression, and what ranks went since the last exchange, start at zero"
+        else "the errors of the compression and the local steps since the last exchange are lost"
     )
     assert f"note: ZeroOneAdam: {word}: written by 2 rank(s), and this job has {ranks}" in log
     assert 1e-5 < largest_difference(losses(lines), losses(whole)) < 0.1

@@ -1,0 +1,79 @@
+"""Observers watch a training run without changing it: `train(config, folder, stop, observers=[...])`.
+
+Gradient histograms and block similarity are observers; tests and benchmarks pass their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # benchmarks are observers, and their --help imports no torch
+    import torch
+
+    from launch.training.engine import TrainingEngine
+
+
+class Observer:
+    """Base of every observer. Every method does nothing here. All ranks call all methods, at the same time."""
+
+    def start(self, engine: TrainingEngine) -> None:
+        """Called once, before the first step. The model has its initial weights, or those of the checkpoint."""
+
+    def on_step(self, step: int) -> None:
+        """Called before the first micro-batch of optimizer step `step` (from 1). Its time is not counted as time of the step."""
+
+    def on_batch(self, tokens: torch.Tensor) -> None:
+        """Called before the forward pass of each micro-batch, (rows, length + 1) token ids."""
+
+    def after_step(self, step: int) -> None:
+        """Called after the update of `step`."""
+
+    def metrics(self) -> dict[str, float]:
+        """Values for the step's line in `metrics.jsonl`, after `after_step`."""
+        return {}
+
+    def evaluation(self, step: int) -> AbstractContextManager[None]:
+        """The context in which the model is evaluated after `step`."""
+        return nullcontext()
+
+    def after_evaluated_batch(self) -> None:
+        """Called in an evaluation after the forward pass of a batch that counts. Ranks may run others, to keep up with the rest."""
+
+
+class Observers(Observer):
+    """Several observers behind the interface of one."""
+
+    def __init__(self, members: Sequence[Observer]):
+        self.members = tuple(members)
+
+    def start(self, engine: TrainingEngine) -> None:
+        for member in self.members:
+            member.start(engine)
+
+    def on_step(self, step: int) -> None:
+        for member in self.members:
+            member.on_step(step)
+
+    def on_batch(self, tokens: torch.Tensor) -> None:
+        for member in self.members:
+            member.on_batch(tokens)
+
+    def after_step(self, step: int) -> None:
+        for member in self.members:
+            member.after_step(step)
+
+    def metrics(self) -> dict[str, float]:
+        return {key: value for member in self.members for key, value in member.metrics().items()}
+
+    @contextmanager
+    def evaluation(self, step: int) -> Iterator[None]:
+        with ExitStack() as inside:
+            for member in self.members:
+                inside.enter_context(member.evaluation(step))
+            yield
+
+    def after_evaluated_batch(self) -> None:
+        for member in self.members:
+            member.after_evaluated_batch()
