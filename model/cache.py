@@ -28,7 +28,8 @@ def linear_of_one_row(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor 
     """
     n_out, n_in = weight.shape
     parts = math.gcd(n_out, PARTS)
-    y = torch.bmm(weight.view(parts, -1, n_in), x.reshape(-1, 1).expand(parts, -1, -1))  # (parts, out / parts, 1)
+    column = x.reshape(1, n_in).t()  # (in, 1) as a transposed row: with the strides of a column the product is ten times slower
+    y = torch.bmm(weight.view(parts, -1, n_in), column.expand(parts, -1, -1))  # (parts, out / parts, 1)
     y = y.view(*x.shape[:-1], n_out)
     return y if bias is None else y + bias
 
