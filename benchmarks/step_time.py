@@ -29,7 +29,8 @@ SIDES = (
 
 def measure(arguments: argparse.Namespace) -> report.Measured:
     """Train all sides; one record."""
-    from launch.config.steps import trained_flops_per_token
+    from model.accounting import flops_per_token
+    from recipes.technique import whole_step
 
     sides = report.sides_of(arguments.side or SIDES)
     trainings = {name: report.Training([*report.run_flags(arguments), *flags]) for name, flags in sides.items()}
@@ -38,7 +39,10 @@ def measure(arguments: argparse.Namespace) -> report.Measured:
     (first, base), *others = seconds.items()
     rows = []
     for name, times in others:
-        done, whole = trained_flops_per_token(trainings[name].config.model_config, trainings[name].techniques.metrics())
+        training = trainings[name]
+        plan = training.techniques.on_step(training.steps, whole_step(training.config))
+        model = training.config.model_config
+        done, whole = flops_per_token(model, plan.seq_len, plan.kept_blocks), flops_per_token(model)
         bar = f"{done / whole:.3f}, the FLOPs'" if done < whole else ""
         rows.append(report.ratio_row(f"a step of {name} / {first}, {arguments.preset}", times, base, bar))
     apart = max(max(losses) - min(losses) for losses in zip(*(one.losses for one in trainings.values()), strict=True))

@@ -123,14 +123,14 @@ class CountedBlocks(Observer):
     """Counts how often blocks run: in the step's training, and whole and unscaled in the passes of evaluations so far."""
 
     def __init__(self) -> None:
-        self.training = self.evaluation = self.passes = 0
+        self.training = self.evaluated = self.passes = 0
 
     def start(self, engine: TrainingEngine) -> None:
         model = engine.deepspeed.module
 
         def count(block: torch.nn.Module, inputs: Any, output: Any) -> None:
             self.training += block.training
-            self.evaluation += not block.training and len(inputs) == 1  # without a scale
+            self.evaluated += not block.training and len(inputs) == 1  # without a scale
 
         def count_pass(model: torch.nn.Module, inputs: Any, output: Any) -> None:
             self.passes += not model.training
@@ -143,7 +143,7 @@ class CountedBlocks(Observer):
         self.training = 0
 
     def metrics(self) -> dict[str, float]:
-        return {"training_calls": self.training, "evaluation_calls": self.evaluation, "evaluation_passes": self.passes}
+        return {"training_calls": self.training, "evaluation_calls": self.evaluated, "evaluation_passes": self.passes}
 
 
 class CompiledBlocks(Technique):

@@ -175,6 +175,6 @@ def test_groups_are_what_fits_in_memory(corpus, monkeypatch):
     group = trials(corpus, ranks=2) * 3
     assert [len(part) for part in fitting_groups(group, 4)] == [4, 2]
     assert [len(part) for part in fitting_groups(group, 1)] == [1] * 6
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: type("Memory", (), {"available": 4 * 2**30})())
-    # Two ranks of 366 MiB and a small model each, in three quarters of 4 GiB.
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: type("Memory", (), {"available": 5 * 2**30})())
+    # Two ranks of 400 MiB and a small model each, in three quarters of 5 GiB.
     assert [len(part) for part in fitting_groups(group, None)] == [4, 2]
