@@ -21,6 +21,7 @@ sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import psutil
 
+from data_pipeline.staging import fsync
 from launch.config.flags import Parser
 from launch.errors import UsageError, run_command, say
 from launch.trained_model.flags import DTYPES, add_source_flags, one_of
@@ -64,7 +65,7 @@ def main() -> int:
         temporary.mkdir(parents=True)
         notes = write_folder(trained, weights, temporary, out.name)
         for path in (*temporary.iterdir(), temporary):
-            _sync(path)
+            fsync(path)
         os.rename(temporary, out)  # fails where somebody has made a folder with files in it meanwhile
     except OSError as reason:
         raise UsageError(f"--out {out}: cannot be written ({reason.strerror}); give another folder") from None
@@ -97,14 +98,6 @@ def _remove_left_over(out: Path) -> None:
         number = path.suffixes[-2][1:] if len(path.suffixes) > 1 else ""
         if number.isdecimal() and not psutil.pid_exists(int(number)):
             shutil.rmtree(path, ignore_errors=True)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 if __name__ == "__main__":

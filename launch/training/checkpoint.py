@@ -28,6 +28,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from data_pipeline.staging import fsync
 from launch.errors import UsageError
 from launch.formats.checkpoint_files import (
     ENGINE_TAG,
@@ -161,18 +162,18 @@ class Checkpoints:
     def _complete(self, temporary: Path, final: Path, state: dict[str, Any], entries: dict[str, Any]) -> None:
         for path in filter(Path.is_file, temporary.rglob("*")):  # files that DeepSpeed writes itself: `latest`, its script, swapped tensors
             if (name := str(path.relative_to(temporary))) not in entries:
-                _sync(path)
+                fsync(path)
                 entries[name] = file_entry(path)
         write_atomically(temporary / STATE_FILE, state_text(state, self._run_id, self.collectives.world_size, entries))
         for folder in (*filter(Path.is_dir, temporary.rglob("*")), temporary):
-            _sync(folder)
+            fsync(folder)
         for path in {*self._passed_over, final}:
             if os.path.lexists(path):
                 _set_aside(path)
         self._passed_over.clear()
         os.rename(temporary, final)
         self._verified.add(final)
-        _sync(self.folder)
+        fsync(self.folder)
         try:
             self._prune()
         except OSError as reason:  # the new checkpoint is complete all the same
@@ -320,11 +321,3 @@ def _remove_leftovers(folder: Path) -> None:
         for path in folder.glob(f"{prefix}*"):
             if is_checkpoint_name(path.name.removeprefix(prefix)) and path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -127,12 +127,3 @@ def test_a_resume_with_the_other_value_is_refused_in_one_line(one_rank, short_do
         has, says = ("false", "true") if other else ("true", "false")
         assert f"{name}: this run has no_cross_document = {has}, the command says {says}; give the run's own value" in line
         assert (tmp_path / name / "run.json").read_bytes() == before
-
-
-def test_a_run_from_before_the_flag_is_one_without_it(one_rank, short_documents, tmp_path):
-    run = flags(short_documents, tmp_path, "r", "zero1_fp32")
-    one_rank.run(JOB, flags=[*run, "--steps", "3"])
-    file = tmp_path / "r/run.json"
-    file.write_text(json.dumps({key: value for key, value in json.loads(file.read_text()).items() if key != "no_cross_document"}))
-    assert len(losses(one_rank.run(JOB, flags=[*run, "--steps", "4", "--resume"])[0])) == 4
-    assert "no_cross_document" not in (tmp_path / "r/log.txt").read_text()
