@@ -260,5 +260,5 @@ def _inside(root: Path, files: list[Path], spec: str) -> tuple[list[Path], list[
         (inside if Path(os.path.realpath(file)).is_relative_to(real_root) else links).append(file)
     if not inside:
         hint = f" (not read: {len(links):,} links out of {root}, such as {links[0]}; name or copy their targets)" if links else ""
-        raise DataError(f"--source {spec}: no file matches{hint}; allowed: {ALLOWED}")
+        raise DataError(f"--source {spec}: no text file found{hint}; allowed: {ALLOWED}; put a glob in quotes")
     return inside, links

@@ -161,7 +161,7 @@ def test_folders_and_globs_are_read_in_the_order_of_their_paths(run, tmp_path):
     code, *_, err = run(f"{root}/*.bin")
     assert code == 2 and "n.bin is not a known kind of text file" in err
     code, *_, err = run(f"{root}/*.pdf")
-    assert code == 2 and "no file matches" in err
+    assert code == 2 and "no text file found" in err
 
 
 def test_names_that_are_not_utf8_are_read_and_told(run, tmp_path):
