@@ -63,17 +63,6 @@ def train_with_trainer(flags: list[str], folder: str) -> None:
     seconds: list[float] = []
     own = interleaving.Interleaving(on_lost=lambda: os._exit(1))
 
-    class Windows(torch.utils.data.Dataset):
-        """The windows that our loader reads, in its order; the model shifts the labels itself."""
-
-        def __len__(self) -> int:
-            return config.steps * config.global_batch_size
-
-        def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-            tokens = loader.split.read(loader.sampler.indices(index, 1), length)[0, :length]
-            ids = torch.from_numpy(tokens.astype(np.int64))
-            return {"input_ids": ids, "labels": ids}
-
     class Interleaved(TrainerCallback):
         since = 0.0
 
@@ -91,6 +80,9 @@ def train_with_trainer(flags: list[str], folder: str) -> None:
         def on_train_end(self, *_: Any, **__: Any) -> None:
             self.end_step()
 
+    # The windows that our loader reads, in its order; the model shifts the labels itself.
+    order = loader.sampler.indices(0, config.steps * config.global_batch_size)
+    windows = torch.from_numpy(loader.split.read(order, length)[:, :length].astype(np.int64))
     # The vocabulary is padded as ours, so that both multiply the same matrices.
     shape = replace(config.model_config, vocab_size=config.model_config.padded_vocab_size)
     model = GPT2LMHeadModel(GPT2Config.from_dict(hf_config(shape)))
@@ -127,7 +119,7 @@ def train_with_trainer(flags: list[str], folder: str) -> None:
             disable_tqdm=True,
             seed=config.seed,
         ),
-        train_dataset=Windows(),
+        train_dataset=[{"input_ids": ids, "labels": ids} for ids in windows],
         callbacks=[Interleaved()],
     )
     loss = trainer.train().training_loss

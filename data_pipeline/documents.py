@@ -7,7 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from itertools import chain
+from itertools import chain, islice
 from typing import NamedTuple
 
 import numpy as np
@@ -89,7 +89,7 @@ class Documents:
             yield from self._split(self._kept(source, seen), number if self.grouped else 0)
 
     def _kept(self, source: Source, seen: set[bytes]) -> Iterator[tuple[str | LargeText, bytes]]:
-        for _, text in source.documents():
+        for _, text in islice(source.documents(), source.max_docs):
             if not text:
                 self.dropped["empty"] += 1
                 continue

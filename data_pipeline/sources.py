@@ -13,6 +13,7 @@ A source is one value of `--source`:
 
 from __future__ import annotations
 
+import functools
 import glob
 import hashlib
 import math
@@ -21,7 +22,6 @@ import platform
 import re
 import sysconfig
 from collections.abc import Iterator
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -56,15 +56,11 @@ class Source:
         raise NotImplementedError
 
     def documents(self) -> Iterator[tuple[str, str | LargeText]]:
-        """Yields (place, text) of each document, at most `max_docs`.
+        """Yields (place, text) of each document, whatever `max_docs`.
 
         Raises:
             DataError: a record is bad and `--on_error` is stop, or something cannot be read.
         """
-        self.n_read = 0
-        return islice(self._documents(), self.max_docs)
-
-    def _documents(self) -> Iterator[tuple[str, str | LargeText]]:
         raise NotImplementedError
 
 
@@ -89,7 +85,7 @@ class Files(Source):
     def _relative(self, file: Path) -> str:
         return file.relative_to(self.root).as_posix()
 
-    def _documents(self) -> Iterator[tuple[str, str | LargeText]]:
+    def documents(self) -> Iterator[tuple[str, str | LargeText]]:
         for link in self.links:
             self.problems.count(LINK_OUT, f"{link}: {LINK_OUT} (to {os.path.realpath(link)})")
         before = 0
@@ -123,7 +119,7 @@ class HubDataset(Source):
         versions = {split: [list(of_split), of_split.origin_metadata] for split, of_split in files.items()}
         return hashlib.sha256(repr((self.describe(), versions)).encode("utf-8", "surrogateescape")).hexdigest()
 
-    def _documents(self) -> Iterator[tuple[str, str | LargeText]]:
+    def documents(self) -> Iterator[tuple[str, str | LargeText]]:
         number = 0
         try:
             dataset = _datasets().load_dataset(**self._arguments, streaming=True)
@@ -254,10 +250,11 @@ def _match(pattern: str) -> tuple[Path, list[Path]]:
 
 def _inside(root: Path, files: list[Path], spec: str) -> tuple[list[Path], list[Path]]:
     """The files within `root`, ordered by their paths, and those that are links to files outside."""
-    real_root = Path(os.path.realpath(root))
+    real_root, real = Path(os.path.realpath(root)), functools.cache(os.path.realpath)
     inside, links = list[Path](), list[Path]()
     for file in sorted(files, key=str):
-        (inside if Path(os.path.realpath(file)).is_relative_to(real_root) else links).append(file)
+        target = Path(real(file) if file.is_symlink() else real(file.parent))
+        (inside if target.is_relative_to(real_root) else links).append(file)
     if not inside:
         hint = f" (not read: {len(links):,} links out of {root}, such as {links[0]}; name or copy their targets)" if links else ""
         raise DataError(f"--source {spec}: no text file found{hint}; allowed: {ALLOWED}; put a glob in quotes")

@@ -140,12 +140,13 @@ def model_states(flags: list[str]) -> dict[str, Any]:
     )
 
 
-def largest_states(flags: list[str]) -> tuple[dict[str, int], int]:
-    """Bytes of each part on this rank after that backward pass of a step after which they are most, and the plan's sum of all parts.
+def largest_states(flags: list[str]) -> tuple[dict[str, int], int, int]:
+    """Bytes on this rank, in fp16 also where it is slow.
 
-    Allows fp16 also where it is slow.
+    Returns the bytes of each part after that backward pass of a step after which their sum is largest, the sum after the last backward
+    pass, and the plan's sum.
     """
     with fp16_allowed():
         config, found = states_in_step(flags)
     largest = max(found, key=lambda states: sum(states[part] for part in PARTS))
-    return {part: largest[part] for part in PARTS}, plan_of(config).model_states
+    return {part: largest[part] for part in PARTS}, sum(found[-1][part] for part in PARTS), plan_of(config).model_states
