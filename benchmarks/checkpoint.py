@@ -5,8 +5,7 @@
 
 Two runs of the loop of `launch/pretrain.py`, each in a fresh process: one saves every few steps, one only at its end. Writing is timed in
 the thread beside training, from the first file to the rename, and while the loop waits for it, which is how the last checkpoint of a run
-is written. Verification, as in a resume, is timed against reading the same files, interleaved, from the page cache. Peaks are of the
-process (`ru_maxrss`) after the last step. The text is random tokens of GPT-2's vocabulary in nanoGPT's format.
+is written. Peaks are of the process (`ru_maxrss`) after the last step. The text is random tokens of GPT-2's vocabulary in nanoGPT's format.
 """
 
 from __future__ import annotations
@@ -27,7 +26,6 @@ if __name__ == "__main__":
 
 from benchmarks import report
 from launch.config.flags import whole_number
-from launch.training.observers import Observer
 
 QUICK = ("--preset", "micro", "--saves", "2", "--save_every", "3")
 TOKENS = 2_000_000
@@ -35,64 +33,31 @@ TOKENS = 2_000_000
 WARM_UP_STEPS = 3
 
 
-class StepStarts(Observer):
-    """Notes when each step begins."""
-
-    def __init__(self) -> None:
-        self.times: list[float] = []
-
-    def on_step(self, step: int) -> None:
-        self.times.append(time.perf_counter())
-
-
 def train(flags: list[str], folder: str) -> dict[str, Any]:
     """Train one run in this process.
 
-    Returns seconds: of `saves` (the loop waits), of `writes` (in the thread, for the last one in the loop), of `steps`; whether a
-    checkpoint was being written at the start of each step (`in_flight`); and the `peak` of the process in bytes.
+    Returns seconds: of `saves` (the loop waits), of `writes` (in the thread, for the last one in the loop) and of `steps`; and the `peak`
+    of the process in bytes.
     """
     from launch.training.checkpoint import Checkpoints
 
-    def timed(method: Any, spans: list[tuple[float, float]]) -> Any:
+    def timed(method: Any, seconds: list[float]) -> Any:
         def call(*arguments: Any, **options: Any) -> Any:
             start = time.perf_counter()
             try:
                 return method(*arguments, **options)
             finally:
-                spans.append((start, time.perf_counter()))
+                seconds.append(time.perf_counter() - start)
 
         return call
 
-    saves: list[tuple[float, float]] = []
-    writes: list[tuple[float, float]] = []
+    saves: list[float] = []
+    writes: list[float] = []
     Checkpoints.save = timed(Checkpoints.save, saves)  # type: ignore[method-assign]
     Checkpoints._write = timed(Checkpoints._write, writes)  # type: ignore[method-assign]
-    starts = StepStarts()
-    lines = report.train(flags, folder, lambda config: starts)
-    return {
-        "saves": [end - start for start, end in saves],
-        "writes": [end - start for start, end in [*writes[:-1], saves[-1]]],
-        "steps": [line["step_seconds"] for line in lines],
-        "in_flight": [any(start <= at < end for start, end in writes) for at in starts.times],
-        "peak": lines[-1]["peak_memory_bytes"],
-    }
-
-
-def verification_ratios(checkpoint: Path, rounds: int = 7) -> list[float]:
-    """Seconds of verifying a checkpoint by one rank over seconds of reading its files a MiB at a time, in pairs."""
-    from launch.formats.checkpoint_files import read_state, verify
-
-    state = read_state(checkpoint)
-
-    def read() -> None:
-        block = bytearray(1 << 20)
-        for name in state["files"]:
-            with open(checkpoint / name, "rb", buffering=0) as stream:
-                while stream.readinto(block):
-                    pass
-
-    seconds = report.interleave({"verify": lambda: verify(checkpoint, state["run_id"]), "read": read}, rounds, 1)
-    return [a / b for a, b in zip(seconds["verify"], seconds["read"], strict=True)]
+    lines = report.train(flags, folder)
+    steps = [line["step_seconds"] for line in lines[WARM_UP_STEPS:]]
+    return {"saves": saves, "writes": [*writes[:-1], saves[-1]], "steps": steps, "peak": lines[-1]["peak_memory_bytes"]}
 
 
 def write_corpus(folder: Path) -> None:
@@ -110,7 +75,7 @@ def measure(arguments: argparse.Namespace) -> report.Measured:
     from launch.config.run_config import resolve
 
     context = multiprocessing.get_context("spawn")
-    found, verification, size = {}, [], 0
+    found, size = {}, 0
     with tempfile.TemporaryDirectory(prefix="benchmark-", dir=arguments.runs_dir) as folder:
         write_corpus(Path(folder, "text"))
         flags = ["--deepspeed_config", arguments.deepspeed_config, "--preset", arguments.preset, "--seq_len", str(arguments.seq_len)]
@@ -122,7 +87,6 @@ def measure(arguments: argparse.Namespace) -> report.Measured:
                 found[name] = process.submit(train, [*flags, "--save_every", str(save_every)], f"{folder}/{name}").result()
             checkpoints = Path(folder, name, "r", "checkpoints")
             size = sum(path.stat().st_size for path in checkpoints.rglob("*") if path.is_file())
-            verification = verification_ratios(next(checkpoints.iterdir()))
             shutil.rmtree(Path(folder, name))
     beside, alone = found["beside"], found["at the end"]
     stalls, writes = beside["saves"][:-1], beside["writes"][:-1]
@@ -130,25 +94,14 @@ def measure(arguments: argparse.Namespace) -> report.Measured:
     print(f"a checkpoint of {size / 1e9:.2f} GB; written while the loop waits: {waited:.2f} s")
     for number, (stall, write) in enumerate(zip(stalls, writes, strict=True), 1):
         print(f"save {number}: the loop stalls for {stall:.3f} s; written beside it in {write:.2f} s")
-    steps = list(zip(beside["steps"], beside["in_flight"], strict=True))[WARM_UP_STEPS:]
-    kinds = {"steps_in_flight": [spent for spent, flying in steps if flying]}
-    kinds["steps_between"] = [spent for spent, flying in steps if not flying]
-    kinds["steps_without_saves"] = alone["steps"][WARM_UP_STEPS:]
-    spreads = {kind: report.spread(times) for kind, times in kinds.items() if len(times) > 1}  # a short write ends before the next step
-    for kind, one in spreads.items():
-        print(f"{kind}: {one['median_ms']:.0f} ms, {one['lower_quartile_ms']:.0f} to {one['upper_quartile_ms']:.0f}, {one['count']} steps")
     print(f"peak: {beside['peak'] / 2**20:,.0f} MiB, {alone['peak'] / 2**20:,.0f} MiB without saves beside training")
     ratios = [stall / waited for stall in stalls]
-    rows = []
-    for what, values, digits, bar in (
-        ("the loop's stall / writing a checkpoint", ratios, ".1%", "under 15%"),
-        ("verifying a checkpoint / reading its files", verification, ".2f", "under 1.2"),
-    ):
-        lower, median, upper = statistics.quantiles(values, n=4)
-        rows.append(report.Row(f"{what}, {arguments.preset}", format(median, digits), [lower, upper], bar))
+    lower, median, upper = statistics.quantiles(ratios, n=4)
+    row = report.Row(f"the loop's stall / writing a checkpoint, {arguments.preset}", f"{median:.1%}", [lower, upper], "under 15%")
     details = {"config": arguments.deepspeed_config, "preset": arguments.preset, "bytes": size, "still_seconds": waited}
-    details |= {"stall_seconds": stalls, "stall_ratios": ratios, "write_seconds_beside": writes, "verification_ratios": verification}
-    yield rows, {**details, **spreads, "peak_bytes": beside["peak"], "peak_bytes_without": alone["peak"]}
+    details |= {"stall_seconds": stalls, "stall_ratios": ratios, "write_seconds_beside": writes}
+    details |= {"steps_with_saves": report.spread(beside["steps"]), "steps_without_saves": report.spread(alone["steps"])}
+    yield [row], {**details, "peak_bytes": beside["peak"], "peak_bytes_without": alone["peak"]}
 
 
 def main() -> None:

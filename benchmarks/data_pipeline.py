@@ -1,11 +1,10 @@
-"""Preparing a corpus: against the tokenizer alone, against `datasets.map`, and with two workers; and the start on a large corpus.
+"""Preparing a corpus: against the tokenizer alone, against `datasets.map`, and with two workers.
 
     python benchmarks/data_pipeline.py        # needs gpt2's ranks in tiktoken's cache; five minutes on two cores
 
 Each round times: the tokenizer's `encode_to_numpy` over all texts, in memory; the whole of `prepare.py --workers 1`, from loading the
 tokenizer to shards, hashes and manifest on disk; and nanoGPT's way (`datasets.map` with `encode_ordinary`, then ids batch by batch into a
-memory map) in one process, without reading the texts. Then the same files COPIES times, with one worker and with two. Last, the time from
-`open_corpus` to the first batch of 8 x 1,025 tokens, on a corpus of 2,000,000,000 tokens in 20 sparse shards.
+memory map) in one process, without reading the texts. Then the same files COPIES times, with one worker and with two.
 """
 
 from __future__ import annotations
@@ -60,17 +59,15 @@ def measure(arguments: argparse.Namespace) -> report.Measured:
                 (copies / f"{copy:03d}-{number:05d}.txt").write_bytes(text.encode())
         two = {name: functools.partial(_prepare, folder, ["--source", str(copies), *flags, name[0]]) for name in ("1 worker", "2 workers")}
         rates |= _rates(two, max(3, arguments.rounds // 2), size * arguments.copies)
-        start = report.spread(report.interleave({"start": _start(folder)}, arguments.rounds, 1)["start"])
     rows = [
-        report.Row(what, f"{statistics.median(b / a for a, b in zip(rates[fast]['seconds'], rates[slow]['seconds'], strict=True)):.2f}")
+        report.ratio_row(what, rates[slow]["seconds"], rates[fast]["seconds"])
         for what, fast, slow in (
             ("prepare.py / encode_to_numpy in memory, MB/s, one worker", "prepare.py, one worker", "encode_to_numpy in memory"),
             ("prepare.py / datasets.map as nanoGPT, MB/s", "prepare.py, one worker", "datasets.map as nanoGPT"),
             ("prepare.py, two workers / one, MB/s", "2 workers", "1 worker"),
         )
     ]
-    rows.append(report.Row("open_corpus to the first batch of 2,000,000,000 tokens", f"{start['median_ms']:.1f} ms"))
-    details = {"source": arguments.source, "tokenizer": arguments.tokenizer, "megabytes": size, "rates": rates, "start": start}
+    details = {"source": arguments.source, "tokenizer": arguments.tokenizer, "megabytes": size, "rates": rates}
     yield rows, {"device": "cpu", **details}
 
 
@@ -108,24 +105,6 @@ def _map(tokenizer: Tiktoken, texts: list[str], folder: Path) -> None:
         position += len(batch)
     out.flush()
     file.unlink()
-
-
-def _start(folder: Path) -> Callable[[], None]:
-    """What opens a corpus and makes the first batch."""
-    from data_pipeline.loader import Loader
-    from data_pipeline.sampler import GlobalSampler
-    from data_pipeline.shards import open_corpus
-    from tests.helpers import sparse_corpus
-
-    place = sparse_corpus(folder / "large")
-
-    def start() -> None:
-        corpus = open_corpus(place)
-        sampler = GlobalSampler([corpus.train.windows(1024)], 1, corpus.fingerprint)
-        (batch,) = Loader(corpus.train, sampler, 1024, corpus.vocab_size, 0, 1, "cpu").micro_batches(0, 8, 1)
-        assert batch.shape == (8, 1025)
-
-    return start
 
 
 def _rates(sides: dict[str, Callable[[], Any]], rounds: int, megabytes: float) -> dict[str, dict[str, Any]]:

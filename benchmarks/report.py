@@ -13,6 +13,7 @@ import argparse
 import json
 import os
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -21,6 +22,7 @@ from typing import Any, NamedTuple
 
 from launch.config.flags import whole_number
 from launch.errors import UsageError, nearest, run_command
+from launch.training.observers import Observer
 from launch.training.provenance import machine, repository_commit, versions
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -104,6 +106,16 @@ def chosen(cells: dict[str, Any], only: str | None) -> dict[str, Any]:
     return cells if only is None else {only: cells[only]}
 
 
+def run_script(command: list[str], **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run a script of this repository with this Python, its standard error captured."""
+    return subprocess.run([sys.executable, *command], cwd=ROOT, env={**os.environ, **environment}, stderr=subprocess.PIPE, text=True)
+
+
+def fail(done: subprocess.CompletedProcess[str]) -> None:
+    """Exit with the error of a script."""
+    raise SystemExit(f"error: {' '.join(done.args)}: exit code {done.returncode}\n{done.stderr[-3000:]}")
+
+
 def require_gpu(arguments: argparse.Namespace) -> None:
     """Raises UsageError if there is no GPU and --tiny is not given."""
     if device_name() == "cpu" and not arguments.tiny:
@@ -175,8 +187,8 @@ def ratio_row(what: str, over: Iterable[float], under: Iterable[float], bar: str
     return Row(what, f"{median:.3f}", quartiles, bar)
 
 
-def train(flags: list[str], folder: str | Path, observer: Callable[[Any], Any]) -> list[dict[str, Any]]:
-    """Train in this process through the loop of launch/pretrain.py; `observer(config)` observes the run.
+def train(flags: list[str], folder: str | Path, *observers: Observer) -> list[dict[str, Any]]:
+    """Train in this process through the loop of launch/pretrain.py.
 
     The run is in `folder`/r. Returns the lines of `metrics.jsonl` that have a loss.
     """
@@ -190,7 +202,7 @@ def train(flags: list[str], folder: str | Path, observer: Callable[[Any], Any]) 
     config, _ = resolve([*flags, "--runs_dir", str(folder), "--run_name", "r"])
     run_folder = RunFolder(Path(folder, "r"), describe_run(config), quiet=True)
     try:
-        pretrain.train(config, run_folder, StopRequest(), [observer(config)])
+        pretrain.train(config, run_folder, StopRequest(), observers)
     finally:
         run_folder.close()
     return [line for line in read_metrics(Path(folder, "r", "metrics.jsonl")) if "loss" in line]

@@ -6,8 +6,8 @@
 
 A side is a name and flags of launch/pretrain.py. The first side is what the others are compared with. The hosts are network namespaces of
 this machine (tests/distributed/two_hosts.py) whose link is shaped to the rate; each has one core for its rank and its half of the network
-stack. In each turn every side trains at every rate from step 1. Needs root and otherwise idle cores: how busy the machine is before each
-run is printed and recorded. Also writes benchmarks/slow_network.md.
+stack. In each turn every side trains at every rate from step 1. Needs root and otherwise idle cores. Also writes
+benchmarks/slow_network.md.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from benchmarks import report
+from launch.config.flags import whole_number
 from launch.errors import UsageError
 
 ONLY_BY_NAME = "it needs root and an idle machine, and takes about 15 minutes"
@@ -43,14 +44,12 @@ TIMES = ("median_ms", "lower_quartile_ms", "upper_quartile_ms")
 
 def train(sides: dict[str, list[str]], rates: list[int], arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """Train every side at every rate in turns. Returns a row for each, over the steps of all turns."""
-    import psutil
-
     from tests.distributed.two_hosts import TwoHosts
 
     own = sorted(os.sched_getaffinity(0))
     keys = [(rate, name) for rate in rates for name in sides]
     steps: dict[tuple[int, str], list[dict[str, Any]]] = {key: [] for key in keys}
-    busy, links = dict.fromkeys(keys, 0.0), {rate: [] for rate in rates}  # type: ignore[var-annotated]
+    links: dict[int, list[float]] = {rate: [] for rate in rates}
     common = ["--micro_batch_size", arguments.micro_batch_size, "--global_batch_size", arguments.global_batch_size]
     common = [*report.run_flags(arguments, steps=WARM_UP_STEPS + arguments.steps), *common]
     with tempfile.TemporaryDirectory() as folder, TwoHosts(Path(folder) / "hosts", rates[0], (own[0], own[-1]), 3600.0) as hosts:
@@ -59,13 +58,11 @@ def train(sides: dict[str, list[str]], rates: list[int], arguments: argparse.Nam
                 hosts.set_rate(rate)
                 links[rate].append(hosts.measured_mbit())
                 for place, (name, flags) in enumerate(sides.items()):
-                    others = psutil.cpu_percent(1.0)
-                    busy[rate, name] = max(busy[rate, name], others)
                     with tempfile.TemporaryDirectory() as runs:  # removed at once, with the checkpoint at the run's end
                         lines = hosts.pretrain(Path(runs), f"side_{place}", *flags, *common)[WARM_UP_STEPS:]
                     steps[rate, name] += lines
                     median = statistics.median(line["step_seconds"] for line in lines)
-                    print(f"turn {turn + 1}, {rate} Mbit/s, {name}: {median:.3f} s a step; machine {others:.0f}% busy before", flush=True)
+                    print(f"turn {turn + 1}, {rate} Mbit/s, {name}: {median:.3f} s a step", flush=True)
     return [
         {
             "side": name,
@@ -73,7 +70,6 @@ def train(sides: dict[str, list[str]], rates: list[int], arguments: argparse.Nam
             "mbit": rate,
             "measured_mbit": statistics.median(links[rate]),
             "step": report.spread([line["step_seconds"] for line in steps[rate, name]]),
-            "busy_percent": busy[rate, name],
             "bytes_sent": statistics.median(line["bytes_sent"] for line in steps[rate, name]),
         }
         for rate, name in keys
@@ -102,20 +98,16 @@ def measure(arguments: argparse.Namespace) -> report.Measured:
     sides = report.sides_of(arguments.side or SIDES)
     for flags in sides.values():
         resolve([*flags, "--preset", arguments.preset, "--data", arguments.data])  # a mistake is reported once, here
-    if not all(rate.isdigit() for rate in arguments.rates.split(",")):
-        raise UsageError(f"--rates {arguments.rates}: must be whole numbers separated by commas")
     if reason := missing():
         raise UsageError(reason)
-    table = train(sides, [int(rate) for rate in arguments.rates.split(",")], arguments)
+    table = train(sides, arguments.rates, arguments)
     rows = []
     for row in table:
         base = next(other for other in table if other["mbit"] == row["mbit"])
         if row is not base:
             what = f"a step of {row['side']} / {base['side']}, {row['mbit']:,} Mbit/s, {arguments.preset}"
-            median, lower, upper = (
-                row["step"][f"{key}_ms"] / base["step"]["median_ms"] for key in ("median", "lower_quartile", "upper_quartile")
-            )
-            rows.append(report.Row(what, f"{median:.2f}", [lower, upper]))
+            median, *quartiles = (row["step"][key] / base["step"]["median_ms"] for key in TIMES)
+            rows.append(report.Row(what, f"{median:.2f}", quartiles))
     print(markdown(table))
     if not arguments.no_record:
         where = f"{machine()['cores']} cores of an {machine()['processor']}, commit {repository_commit()}"
@@ -128,7 +120,7 @@ def measure(arguments: argparse.Namespace) -> report.Measured:
 def main() -> None:
     parser = report.run_parser(__doc__)
     parser.add_argument("--side", action="append", metavar="'NAME: FLAGS'", help="a configuration; may be repeated (the four above)")
-    parser.add_argument("--rates", default="100,1000", help="Mbit/s of the network, separated by commas (%(default)s)")
+    parser.add_argument("--rates", nargs="+", type=whole_number(1), default=[100, 1000], help="Mbit/s of the network (100 1000)")
     parser.add_argument("--turns", type=int, default=3, help="runs of each side at each rate (%(default)s)")
     parser.add_argument("--steps", type=int, default=8, help="steps of a run that are counted (%(default)s)")
     parser.add_argument("--micro_batch_size", default="4", help="sequences of a rank's micro-batch (%(default)s)")

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -61,10 +62,9 @@ def measure(arguments: argparse.Namespace) -> report.Measured:
             times += [spent] if number else []
     rows, name = [], Path(arguments.deepspeed_config).stem
     for launcher, times in starts.items():
-        found = {key: value / 1e3 for key, value in report.spread(times).items()}
+        lower, median, upper = statistics.quantiles(times, n=4)
         what = f"{launcher} launch/pretrain.py to the end of the first step, {arguments.preset}, {name}"
-        quartiles = found["lower_quartile_ms"], found["upper_quartile_ms"]
-        rows.append(report.Row(what, f"{found['median_ms']:.2f} s", quartiles, "under 9 s"))
+        rows.append(report.Row(what, f"{median:.2f} s", [lower, upper], "under 9 s"))
     spreads = {launcher: report.spread(times) for launcher, times in starts.items()}
     yield rows, {"device": "cpu", "config": arguments.deepspeed_config, "preset": arguments.preset, "starts": spreads}
 

@@ -29,10 +29,13 @@ SIDES = (
 
 def measure(arguments: argparse.Namespace) -> report.Measured:
     """Train all sides; one record."""
+    from launch.config.run_config import resolve
     from model.accounting import flops_per_token
     from recipes.technique import whole_step
 
     sides = report.sides_of(arguments.side or SIDES)
+    for flags in sides.values():
+        resolve([*report.run_flags(arguments), *flags])  # a mistake is reported before the first side is built
     trainings = {name: report.Training([*report.run_flags(arguments), *flags]) for name, flags in sides.items()}
     steps = {name: training.step for name, training in trainings.items()}
     seconds = report.interleave(steps, arguments.steps - report.WARM_UP_STEPS, report.WARM_UP_STEPS)

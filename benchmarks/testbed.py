@@ -11,7 +11,6 @@ holds the curve: each validation loss, and the mean training loss of every 20 st
 from __future__ import annotations
 
 import argparse
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -21,7 +20,7 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from benchmarks import report
-from benchmarks.report import ROOT, Row
+from benchmarks.report import Row
 
 ONLY_BY_NAME = "it needs a GPU"
 FULL = {"preset": "gpt2", "steps": 500, "warmup_steps": 100, "global_batch_size": 64, "micro_batch_size": 64, "eval_every": 100}
@@ -48,10 +47,10 @@ def train(name: str, flags: list[str]) -> dict[str, Any]:
     from launch.formats.metrics import read_metrics
 
     with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
-        command = [sys.executable, "launch/pretrain.py", *flags, "--save_every", "0", "--runs_dir", folder, "--run_name", "r", "--quiet"]
-        done = subprocess.run(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+        run = ["--save_every", "0", "--runs_dir", folder, "--run_name", "r", "--quiet"]
+        done = report.run_script(["launch/pretrain.py", *flags, *run])
         if done.returncode:
-            raise SystemExit(f"error: {' '.join(command)}: exit code {done.returncode}\n{done.stderr[-3000:]}")
+            report.fail(done)
         lines = read_metrics(Path(folder) / "r" / "metrics.jsonl")
     steps = [line for line in lines if "loss" in line]
     points = [steps[first : first + POINT] for first in range(0, len(steps), POINT)]

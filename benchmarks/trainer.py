@@ -61,19 +61,7 @@ def train_with_trainer(flags: list[str], folder: str) -> None:
     on_gpu = collectives.device.type != "cpu"
     loader, length = config.training_loader(collectives), config.shape.seq_len
     seconds: list[float] = []
-    losses: list[float] = []
     own = interleaving.Interleaving(on_lost=lambda: os._exit(1))
-
-    class Windows(torch.utils.data.Dataset):
-        """The windows that our loader reads, in its order; the model shifts the labels itself."""
-
-        def __len__(self) -> int:
-            return config.steps * config.global_batch_size
-
-        def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-            tokens = loader.split.read(loader.sampler.indices(index, 1), length)[0, :length]
-            ids = torch.from_numpy(tokens.astype(np.int64))
-            return {"input_ids": ids, "labels": ids}
 
     class Interleaved(TrainerCallback):
         since = 0.0
@@ -92,9 +80,9 @@ def train_with_trainer(flags: list[str], folder: str) -> None:
         def on_train_end(self, *_: Any, **__: Any) -> None:
             self.end_step()
 
-        def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **_: Any) -> None:
-            losses.extend([logs["loss"]] if logs and "loss" in logs else [])
-
+    # The windows that our loader reads, in its order; the model shifts the labels itself.
+    order = loader.sampler.indices(0, config.steps * config.global_batch_size)
+    windows = torch.from_numpy(loader.split.read(order, length)[:, :length].astype(np.int64))
     # The vocabulary is padded as ours, so that both multiply the same matrices.
     shape = replace(config.model_config, vocab_size=config.model_config.padded_vocab_size)
     model = GPT2LMHeadModel(GPT2Config.from_dict(hf_config(shape)))
@@ -125,18 +113,18 @@ def train_with_trainer(flags: list[str], folder: str) -> None:
             warmup_steps=config.warmup_steps,
             train_sampling_strategy="sequential",
             dataloader_pin_memory=on_gpu,
-            logging_steps=config.steps,  # once, at the end
+            logging_strategy="no",
             save_strategy="no",
             report_to="none",
             disable_tqdm=True,
             seed=config.seed,
         ),
-        train_dataset=Windows(),
+        train_dataset=[{"input_ids": ids, "labels": ids} for ids in windows],
         callbacks=[Interleaved()],
     )
-    trainer.train()
+    loss = trainer.train().training_loss
     peak = torch.cuda.max_memory_allocated() if on_gpu else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    Path(folder, "trainer.json").write_text(json.dumps({"seconds": seconds, "peak_memory_bytes": peak, "loss": losses[0]}))
+    Path(folder, "trainer.json").write_text(json.dumps({"seconds": seconds, "peak_memory_bytes": peak, "loss": loss}))
     os._exit(0)  # an interpreter with two process groups may abort while it shuts down
 
 

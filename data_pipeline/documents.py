@@ -7,13 +7,14 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from itertools import chain
-from typing import NamedTuple, Protocol
+from itertools import chain, islice
+from typing import NamedTuple
 
 import numpy as np
 
 from data_pipeline.records import LargeText
 from data_pipeline.sources import Source
+from data_pipeline.tokenizer import Tokenizer
 
 #: Characters that are tokenized at once; a longer document is cut, if possible where no id changes.
 PIECE = 2**20
@@ -29,15 +30,6 @@ TRAINING_WORD = 4 * TRAINING_PART
 _LINE_END = re.compile(r"(?<=\S\n)(?=\S)")
 _WORD_END = re.compile(r"(?<=\S)(?= \S)")
 _CONTEXT = 200
-
-
-class Encoder(Protocol):
-    """The methods of a tokenizer that are needed to cut documents."""
-
-    cuttable: bool
-
-    def encode(self, text: str) -> np.ndarray:
-        """The ids of `text`, (n,)."""
 
 
 class Document(NamedTuple):
@@ -97,7 +89,7 @@ class Documents:
             yield from self._split(self._kept(source, seen), number if self.grouped else 0)
 
     def _kept(self, source: Source, seen: set[bytes]) -> Iterator[tuple[str | LargeText, bytes]]:
-        for _, text in source.documents():
+        for _, text in islice(source.documents(), source.max_docs):
             if not text:
                 self.dropped["empty"] += 1
                 continue
@@ -196,7 +188,7 @@ def training_texts(documents: Documents) -> Iterator[str]:
             return
 
 
-def pieces(documents: Iterable[Document], tokenizer: Encoder) -> Iterator[Piece]:
+def pieces(documents: Iterable[Document], tokenizer: Tokenizer) -> Iterator[Piece]:
     """The text of documents, long ones cut into pieces whose concatenated ids are those of the whole document."""
     for document in documents:
         earlier = None
@@ -208,7 +200,7 @@ def pieces(documents: Iterable[Document], tokenizer: Encoder) -> Iterator[Piece]
             yield Piece(document.split, document.group, earlier, len(earlier.encode()), True)
 
 
-def _cut(blocks: Iterable[str], tokenizer: Encoder) -> Iterator[str]:
+def _cut(blocks: Iterable[str], tokenizer: Tokenizer) -> Iterator[str]:
     rest = ""
     for block in blocks:
         for start in range(0, len(block), PIECE) if len(block) > 2 * PIECE else (0,):
@@ -224,7 +216,7 @@ def _cut(blocks: Iterable[str], tokenizer: Encoder) -> Iterator[str]:
         yield rest
 
 
-def _find_cut(text: str, tokenizer: Encoder) -> int:
+def _find_cut(text: str, tokenizer: Tokenizer) -> int:
     """A position after PIECE characters where a token ends whatever follows; 0 if none is found.
 
     A tokenizer that splits text into words before it merges has a boundary at every such line end. Others (a Unigram model, or one that

@@ -11,19 +11,28 @@ import re
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
+# GPT-2's pattern that splits text before merging. Possessive (++) and with \s++$ first, it splits the same and backtracks less.
+GPT2_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
 
-def byte_pairs(ranks: dict[bytes, int], pattern: str, special_tokens: dict[str, int], byte_characters: list[str], gpt2_pattern: str) -> str:
+
+def byte_characters() -> list[str]:
+    """For each byte, the printable character that represents it in a vocabulary of `tokenizers` (GPT-2's table)."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = iter(range(0x100, 0x200))
+    return [chr(byte) if byte in printable else chr(next(others)) for byte in range(256)]
+
+
+def byte_pairs(ranks: dict[bytes, int], pattern: str, special_tokens: dict[str, int]) -> str:
     """The `tokenizer.json` of an encoding of tiktoken.
 
     Args:
         ranks: the rank of each token, which is its id.
         pattern: the regular expression that splits a text, in tiktoken's dialect.
-        byte_characters: for each byte, the character that represents it.
-        gpt2_pattern: the pattern that the library has built in.
     """
+    character_of = byte_characters()
 
     def shown(token: bytes) -> str:
-        return "".join(byte_characters[byte] for byte in token)
+        return "".join(character_of[byte] for byte in token)
 
     merges = []
     for token, rank in sorted(ranks.items(), key=lambda item: item[1]):
@@ -35,7 +44,7 @@ def byte_pairs(ranks: dict[bytes, int], pattern: str, special_tokens: dict[str, 
         vocabulary |= special_tokens
     # tiktoken looks up a whole piece before it merges, which yields a few tokens that no merges produce: ignore_merges.
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=True))
-    built_in = pattern == gpt2_pattern
+    built_in = pattern == GPT2_PATTERN
     to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=built_in)
     split = pre_tokenizers.Split(Regex(for_oniguruma(pattern)), "isolated")
     tokenizer.pre_tokenizer = to_bytes if built_in else pre_tokenizers.Sequence([split, to_bytes])

@@ -9,7 +9,7 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures.process import BrokenProcessPool
 from itertools import islice
 from pathlib import Path
@@ -36,7 +36,6 @@ from data_pipeline.writing import CorpusWriter, read_progress, remove_progress, 
 
 # With less text, starting processes (half a second) costs more time than they save (a core encodes about 15 MB/s).
 MIN_BYTES_FOR_WORKERS = 64 * 2**20
-LARGEST_MAX_RECORD_MIB = 2**20
 #: Seconds between two progress reports if standard error is not a terminal.
 SECONDS_BETWEEN_REPORTS = 15.0
 #: The flags that determine the content of the corpus, recorded in its manifest.
@@ -49,33 +48,29 @@ def main(argv: list[str] | None = None) -> int:
     say: Say = (lambda line: None) if args.quiet else (lambda line: print_line(line, sys.stdout))
     try:
         if args.show:
-            _print_all(show(open_corpus(args.show)))
+            for line in show(open_corpus(args.show)):
+                print_line(line, sys.stdout)
         elif args.verify:
             verify(args, say)
         else:
             prepare(args, say)
         return 0
+    except BrokenPipeError:  # the reader, such as `head`, has closed the pipe
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except DataError as error:
         print_line(f"error: {printable(str(error))}", sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print_line(f"interrupted: nothing was written to {args.out}{_resume_hint(args)}", sys.stderr)
+        print_line(f"interrupted{_what_is_left(args.out)}", sys.stderr)
         return 130
-    except BrokenProcessPool:
-        why = "most likely out of memory; run again with fewer --workers"
-        print_line(f"failed: a worker process died, {why}{_resume_hint(args)}", sys.stderr)
+    except (BrokenProcessPool, OSError) as error:
+        if isinstance(error, BrokenProcessPool):
+            reason = "a worker process died, most likely out of memory; run again with fewer --workers"
+        else:
+            reason = str(error)
+        print_line(f"failed: {reason}{_what_is_left(args.out)}", sys.stderr)
         return 1
-    except OSError as error:
-        print_line(f"failed: {error}; nothing was written to {args.out}{_resume_hint(args)}", sys.stderr)
-        return 1
-
-
-def _print_all(lines: Iterable[str]) -> None:
-    try:
-        for line in lines:
-            print_line(line, sys.stdout)
-    except BrokenPipeError:  # the reader, such as `head`, has closed the pipe
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def prepare(args: argparse.Namespace, say: Say) -> None:
@@ -84,23 +79,26 @@ def prepare(args: argparse.Namespace, say: Say) -> None:
     _check(args)
     problems = Problems(args.on_error, args.max_record_mib * 2**20)
     sources, weights = open_sources(args.source, args.text_column, args.max_docs, problems)
-    described = [source.describe() for source in sources]
     options = {key: getattr(args, key) for key in OPTIONS}
-    mixture = weights or [1.0]
+    about = {"sources": [source.describe() for source in sources], "options": options, "mixture": weights or [1.0]}
     if os.path.lexists(args.out):
-        _check_same(args.out, {**options, "sources": described, "mixture": mixture})
+        _check_same(args.out, about)
         remove_progress(args.out)  # left by a run that was killed just before this step
         say(f"{args.out} is already prepared from this source with these options; nothing to do")
         return
     documents = Documents(sources, args.val_fraction, grouped=weights is not None, dedup=args.dedup == "exact")
-    identity = {**options, "sources": described, "state": [source.state() for source in sources], "mixture": mixture}
-    del identity["on_error"]  # may change on resume: the run stopped at the first bad record, so none was skipped before
+    identity = {**about, "state": [source.state() for source in sources]}
+    # --on_error may change on resume: the run stopped at the first bad record, so none was skipped before.
+    identity["options"] = {key: value for key, value in options.items() if key != "on_error"}
     with staged_folder(args.out, _has_progress, args.resume) as folder:
         progress = read_progress(folder)
         if progress is None:
             tokenizer, entry = _make_tokenizer(args, documents, folder, say)
         else:
-            _check_resumable(args.out, identity, progress["identity"])
+            if difference := _difference(progress["identity"], identity):
+                raise DataError(
+                    f"--resume: the interrupted run was different ({difference}); use its values, or remove {folder} and start again"
+                )
             entry = progress["tokenizer"]
             tokenizer = Tokenizer.load(folder, entry)
         workers = args.workers or (len(os.sched_getaffinity(0)) if documents.n_bytes >= MIN_BYTES_FOR_WORKERS else 1)
@@ -125,28 +123,19 @@ def prepare(args: argparse.Namespace, say: Say) -> None:
             writer.close()
         dropped = documents.dropped + problems.counts
         try:
-            _check_splits(splits, args, len(mixture), dropped)
+            _check_splits(splits, args, len(about["mixture"]), dropped)
         except DataError:
             remove_progress(folder)  # resuming with these options would fail again
             raise
-        write_manifest(
-            folder,
-            tokenizer.vocab_size,
-            tokenizer.eot_id,
-            tokenizer=entry,
-            sources=described,
-            options=options,
-            mixture=mixture,
-            dropped=dict(sorted(dropped.items())),
-            splits=splits,
-        )
+        about |= {"tokenizer": entry, "dropped": dict(sorted(dropped.items())), "splits": splits}
+        write_manifest(folder, tokenizer.vocab_size, tokenizer.eot_id, **about)
     remove_progress(args.out)
     _summarize(open_corpus(args.out), dropped, problems, time.monotonic() - started, say)
 
 
 def verify(args: argparse.Namespace, say: Say) -> None:
     """Reads every byte of an existing corpus; DataError for the first file that differs from its manifest."""
-    corpus = open_corpus(args.out)
+    corpus = open_corpus(args.verify)
     total = sum(shard["tokens"] for split in SPLITS for shard in corpus.manifest["splits"][split]["shards"]) * corpus.dtype.itemsize
     with _progress_bar(total, args.quiet, "verifying") as bar:
         corpus.verify(bar.update)
@@ -166,14 +155,12 @@ def _progress_bar(n_bytes: int, quiet: bool, description: str = "encoding") -> t
 
 def _make_tokenizer(args: argparse.Namespace, documents: Documents, folder: Path, say: Say) -> tuple[Tokenizer, dict[str, Any]]:
     """The tokenizer, saved in `folder`, and its entry of the manifest."""
-    kind, wanted = parse_spec(args.tokenizer)
+    kind, size = parse_spec(args.tokenizer)
     if kind == "bpe":
-        size = f"{documents.n_bytes / 1e6:,.1f} MB" if documents.n_bytes else "a stream"
-        sample = f"{TRAINING_BYTES / 1e6:,.0f} MB of " if not 0 < documents.n_bytes <= TRAINING_BYTES else ""
-        say(f"training the tokenizer {args.tokenizer} on {sample}the training documents of {', '.join(args.source)} ({size} in total)")
+        say(f"training the tokenizer {args.tokenizer} on up to {TRAINING_BYTES / 1e6:,.0f} MB of {', '.join(args.source)}")
     tokenizer = make_tokenizer(args.tokenizer, training_texts(documents), args.end_of_text)
-    if kind == "bpe" and tokenizer.vocab_size < wanted:
-        say(f"the text has no more pairs to merge: the vocabulary has {tokenizer.vocab_size:,} ids instead of {wanted:,}")
+    if kind == "bpe" and tokenizer.vocab_size < size:
+        say(f"the text has no more pairs to merge: the vocabulary has {tokenizer.vocab_size:,} ids instead of {size:,}")
     return tokenizer, tokenizer.save(folder)
 
 
@@ -228,16 +215,11 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--shard_tokens", type=int, default=100_000_000, help="tokens per shard file; default %(default)s (200 MB)")
     parser.add_argument("--resume", action="store_true", help="continue an interrupted run of the same command")
-    parser.add_argument(
-        "--verify", nargs="?", type=Path, const=True, metavar="DIR", help="check every byte of the corpus DIR (or --out); write nothing"
-    )
+    parser.add_argument("--verify", type=Path, metavar="DIR", help="check every byte of the corpus DIR; write nothing")
     parser.add_argument("--show", type=Path, metavar="DIR", help="print counts and a few documents of the corpus DIR; write nothing")
     parser.add_argument("--quiet", action="store_true", help="print errors only")
     args = parser.parse_args(argv)
-    if args.verify:
-        args.out = args.out if args.verify is True else args.verify
-    args.out = args.show or args.out
-    missing = [name for name, value in (("--source", args.source or args.verify), ("--out", args.out)) if not value and not args.show]
+    missing = [name for name, value in (("--source", args.source), ("--out", args.out)) if not (value or args.show or args.verify)]
     if missing:
         parser.error(f"the following arguments are required: {', '.join(missing)}")
     return args
@@ -247,13 +229,10 @@ def _check(args: argparse.Namespace) -> None:
     parse_spec(args.tokenizer)
     if not 0 < args.val_fraction < 1:
         raise DataError(f"--val_fraction {args.val_fraction}: allowed: above 0 and below 1, such as 0.05")
-    if not 0 < args.shard_tokens <= MAX_SHARD_TOKENS:
-        raise DataError(f"--shard_tokens {args.shard_tokens}: allowed: 1 or more, up to {MAX_SHARD_TOKENS}, such as 100000000")
-    if args.max_record_mib > LARGEST_MAX_RECORD_MIB:
-        raise DataError(f"--max_record_mib {args.max_record_mib}: allowed: 1 to {LARGEST_MAX_RECORD_MIB}, such as {MAX_RECORD_MIB}")
-    for name in ("workers", "max_docs", "max_record_mib"):
-        if getattr(args, name) is not None and getattr(args, name) <= 0:
-            raise DataError(f"--{name} {getattr(args, name)}: allowed: 1 or more, or omit the flag")
+    for name, largest in (("shard_tokens", MAX_SHARD_TOKENS), ("max_record_mib", 2**20), ("workers", 2**20), ("max_docs", 2**63)):
+        value = getattr(args, name)
+        if value is not None and not 1 <= value <= largest:
+            raise DataError(f"--{name} {value}: allowed: 1 or more, up to {largest}, or omit the flag")
     if not args.out.name:
         raise DataError(f"--out {args.out}: not a folder name; give one, such as data/stdlib")
 
@@ -264,32 +243,23 @@ def _check_same(out: Path, wanted: dict[str, Any]) -> None:
         manifest = open_corpus(out).manifest
     except DataError as error:
         raise DataError(f"--out {out} exists and is not a complete corpus; remove it or choose another --out ({error})") from None
-    found = {**manifest["options"], "sources": manifest["sources"], "mixture": manifest["mixture"]}
-    found.setdefault("max_record_mib", wanted["max_record_mib"])  # older corpora did not record it
+    # A newer version has options that an older one did not record.
+    found = {**manifest, "options": {**wanted["options"], **manifest["options"]}}
     if difference := _difference(found, wanted):
         raise DataError(f"--out {out} exists and was prepared differently ({difference}); remove it or choose another --out")
 
 
-def _check_resumable(out: Path, wanted: dict[str, Any], found: dict[str, Any]) -> None:
-    """DataError unless the interrupted run had the same sources and options."""
-    if difference := _difference(found, wanted):
-        what = "a source has changed since" if difference.startswith("state ") else difference
-        raise DataError(
-            f"--resume: the interrupted run was different ({what}); use its values, or remove {partial_folder(out)} and start again"
-        )
-
-
-def _difference(found: dict[str, Any], wanted: dict[str, Any]) -> str:
-    """The first value of `wanted` that differs in `found`, also in dicts within lists of the same length; "" if there is none."""
-    for key, value in wanted.items():
-        before = found.get(key)
-        if isinstance(value, list) and isinstance(before, list) and len(value) == len(before):
-            pairs = [pair for pair in zip(before, value, strict=True) if isinstance(pair[0], dict) and isinstance(pair[1], dict)]
-            if inner := next(filter(None, (_difference(*pair) for pair in pairs)), ""):
-                return inner
-        if before != value:
-            return f"{key} was {before}, now {value}"
-    return ""
+def _difference(before: Any, now: Any, key: str = "") -> str:
+    """The first of the values of `now`, also in dicts and lists in it, that was another one before; "" if there is none."""
+    if isinstance(before, dict) and isinstance(now, dict):
+        pairs = [(before.get(name), value, name) for name, value in now.items()]
+    elif isinstance(before, list) and isinstance(now, list) and len(before) == len(now):
+        pairs = [(one, value, key) for one, value in zip(before, now, strict=True)]
+    elif before == now:
+        return ""
+    else:
+        return "a source has changed" if key == "state" else f"{key} was {before}, now {now}"
+    return next(filter(None, (_difference(*pair) for pair in pairs)), "")
 
 
 def _has_progress(folder: Path) -> bool:
@@ -298,8 +268,12 @@ def _has_progress(folder: Path) -> bool:
     return progress is not None and progress["chunks"] > 0
 
 
-def _resume_hint(args: argparse.Namespace) -> str:
-    return "; continue with the same command and --resume" if _has_progress(partial_folder(args.out)) else ""
+def _what_is_left(out: Path | None) -> str:
+    """What an interrupted run has left at `out`, for the user."""
+    if out is None:
+        return ""
+    resume = "; continue with the same command and --resume" if _has_progress(partial_folder(out)) else ""
+    return f": nothing was written to {out}{resume}"
 
 
 def _check_splits(splits: dict[str, Any], args: argparse.Namespace, n_groups: int, dropped: Counter[str]) -> None:
@@ -327,8 +301,6 @@ def _summarize(corpus: Corpus, dropped: Counter[str], problems: Problems, second
             say(f"  {case}")
     text_bytes = sum(corpus.manifest["splits"][split]["bytes"] for split in SPLITS)
     say(f"{corpus.path}: {corpus.vocab_size:,} ids, {corpus.dtype.name}, {seconds:.1f} s, {text_bytes / 1e6 / seconds:,.1f} MB/s")
-    for file in sorted(corpus.path.iterdir()):
-        say(f"  {file.name:22}{file.stat().st_size:>16,} bytes")
 
 
 if __name__ == "__main__":

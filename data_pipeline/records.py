@@ -15,21 +15,17 @@ from __future__ import annotations
 
 import codecs
 import csv
-import gzip
 import hashlib
 import io
 import json
 import re
 import sys
-import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
-
-import zstandard
 
 from data_pipeline.errors import DataError, one_line
 
@@ -40,8 +36,7 @@ SUFFIXES = (*PLAIN, *(name + end for name in (*PLAIN, ".jsonl", ".json", ".csv")
 #: Text files up to this size, in bytes, are read at once.
 LARGE = 4 * 2**20
 BLOCK = 2**20
-# Bytes of a .zst that are decompressed at once: four bytes can decompress to 128 KiB, so this is up to 32 MiB.
-_COMPRESSED_BLOCK = 1024
+_CODECS = {".gz": "gzip", ".zst": "zstd"}
 #: Largest record, in MiB. Parsed JSON can take 24 times as much memory: `{},` becomes an object of 72 bytes.
 MAX_RECORD_MIB = 16
 #: Values that writers put on a page of a Parquet file, at most, if these are longer than 1 KiB on average.
@@ -108,7 +103,7 @@ class LargeText(NamedTuple):
     def blocks(self) -> Iterator[str]:
         """The text, in parts of about BLOCK bytes."""
         decoder = codecs.getincrementaldecoder("utf-8")()
-        with _opened(self.file) as stream:
+        with _opened(self.file) as (_, stream):
             while data := stream.read(BLOCK):
                 yield decoder.decode(data)
 
@@ -122,24 +117,14 @@ def records(file: Path, text_column: str, problems: Problems, on_read: Callable[
     Raises:
         DataError: the file cannot be read; or, with `--on_error stop`, a record is bad.
     """
-    kind = suffix_of(file)
+    read = _parquet if suffix_of(file) == ".parquet" else _of_stream
     try:
-        if kind == ".parquet":
-            yield from _parquet(file, text_column, problems, on_read)
-            return
-        with _opened(file, on_read) as stream:
-            if kind.startswith(PLAIN):
-                yield from _plain(file, stream, problems)
-            elif kind.startswith(".jsonl"):
-                yield from _json_lines(file, stream, text_column, problems)
-            elif kind.startswith(".json"):
-                yield from _json(file, stream, text_column, problems)
-            else:
-                yield from _csv(file, stream, text_column, problems)
-    except (EOFError, gzip.BadGzipFile, zlib.error) as reason:
-        problems("compressed file damaged", str(file), one_line(reason))
+        yield from read(file, text_column, problems, on_read)
     except OSError as reason:
-        raise DataError(f"--source: {file} cannot be read ({reason.strerror or reason}); fix that, or move it away") from None
+        if reason.errno is None:  # an error of the decompressor
+            problems("compressed file damaged", str(file), one_line(reason))
+        else:
+            raise DataError(f"--source: {file} cannot be read ({reason.strerror}); fix that, or move it away") from None
 
 
 def suffix_of(file: Path) -> str:
@@ -147,101 +132,53 @@ def suffix_of(file: Path) -> str:
     return next((suffix for suffix in SUFFIXES if file.name.endswith(suffix)), "")  # no suffix is the end of another
 
 
-class _Monitored(io.RawIOBase):
-    """A file that reports after each read how many bytes have been read."""
-
-    def __init__(self, file: BinaryIO, on_read: Callable[[int], None]):
-        self.file, self.on_read, self.done = file, on_read, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        n = self.file.readinto(buffer)  # type: ignore[attr-defined]
-        self.done += n
-        self.on_read(self.done)
-        return int(n)
-
-    def close(self) -> None:
-        self.file.close()
-        super().close()
-
-
 @contextmanager
-def _opened(file: Path, on_read: Callable[[int], None] = lambda done: None) -> Iterator[BinaryIO]:
-    """The bytes of `file`, decompressed."""
-    with io.BufferedReader(_Monitored(open(file, "rb", buffering=0), on_read), BLOCK) as raw:
-        if file.name.endswith(".gz"):
-            with gzip.open(raw) as stream:
-                yield stream  # type: ignore[misc]
-        elif file.name.endswith(".zst"):
-            yield io.BufferedReader(_Frames(raw), BLOCK)
+def _opened(file: Path) -> Iterator[tuple[BinaryIO, BinaryIO]]:
+    """The bytes of `file` as stored, and decompressed."""
+    with open(file, "rb", buffering=BLOCK) as raw:
+        if file.suffix not in _CODECS:
+            yield raw, raw
+            return
+        import pyarrow  # here, as it takes a quarter of a second, and only compressed files need it
+
+        # Where the file is damaged, what is in the buffer is lost: a few KiB.
+        with io.BufferedReader(pyarrow.CompressedInputStream(raw, _CODECS[file.suffix])) as stream:
+            yield raw, stream
+
+
+def _of_stream(file: Path, text_column: str, problems: Problems, on_read: Callable[[int], None]) -> Iterator[tuple[str, str | LargeText]]:
+    kind = suffix_of(file)
+    with _opened(file) as (raw, stream):
+        found: Iterator[tuple[str, str | LargeText]]
+        if kind.startswith(PLAIN):
+            found = _plain(file, stream, problems)
+        elif kind.startswith(".jsonl"):
+            found = _json_lines(file, stream, text_column, problems)
+        elif kind.startswith(".json"):
+            found = _json(file, stream, text_column, problems)
         else:
-            yield raw
-
-
-class _Frames(io.RawIOBase):
-    """The decompressed frames of a .zst file. zstandard's own reader does not notice a file that ends within a frame."""
-
-    def __init__(self, raw: BinaryIO):
-        self._raw, self._decompressor = raw, zstandard.ZstdDecompressor()
-        self._frame: Any = None
-        self._compressed = self._text = b""
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        while not self._text:
-            self._compressed = self._compressed or self._raw.read(_COMPRESSED_BLOCK)
-            if not self._compressed and self._frame is None:
-                return 0
-            if not self._compressed:
-                raise EOFError("the file ends within a frame")
-            self._frame = self._frame or self._decompressor.decompressobj()
-            try:
-                self._text = self._frame.decompress(self._compressed)
-            except zstandard.ZstdError as reason:
-                raise zlib.error(one_line(reason)) from None
-            self._compressed = self._frame.unused_data if self._frame.eof else b""
-            if self._frame.eof:
-                self._frame = None
-        n = min(len(buffer), len(self._text))
-        buffer[:n], self._text = self._text[:n], self._text[n:]
-        return n
+            found = _csv(file, stream, text_column, problems)
+        for record in found:
+            on_read(raw.tell())
+            yield record
 
 
 def _plain(file: Path, stream: BinaryIO, problems: Problems) -> Iterator[tuple[str, str | LargeText]]:
-    data = stream.read(LARGE + 1)
-    try:
-        if len(data) <= LARGE:
-            yield str(file), data.decode("utf-8")  # not read_text: line ends stay as they are
-            return
-    except UnicodeDecodeError as reason:
-        _not_utf8(file, 1, reason, problems)
-        return
     decoder, sha256, n_bytes, line = codecs.getincrementaldecoder("utf-8")(), hashlib.sha256(), 0, 1
-    while data:
-        try:
-            decoder.decode(data)
-        except UnicodeDecodeError as reason:
-            _not_utf8(file, line, reason, problems)
-            return
-        sha256.update(data)
-        n_bytes, line = n_bytes + len(data), line + data.count(b"\n")
-        data = stream.read(BLOCK)
+    data = stream.read(LARGE + 1)
+    large = len(data) > LARGE
     try:
-        decoder.decode(b"", final=True)
-    except UnicodeDecodeError:
-        problems("not UTF-8", f"{file}:{line}", "the last character is cut")
+        text = decoder.decode(data, final=not large)  # not read_text: line ends stay as they are
+        while large and data:
+            sha256.update(data)
+            n_bytes, line = n_bytes + len(data), line + data.count(b"\n")
+            data = stream.read(BLOCK)
+            decoder.decode(data, final=not data)
+    except UnicodeDecodeError as reason:
+        line += reason.object.count(b"\n", 0, reason.start)
+        problems("not UTF-8", f"{file}:{line}", f"byte 0x{reason.object[reason.start]:02x}")
         return
-    yield str(file), LargeText(file, n_bytes, sha256.digest())
-
-
-def _not_utf8(file: Path, line: int, reason: UnicodeDecodeError, problems: Problems) -> None:
-    """Report an invalid byte in data that begins at `line`."""
-    line += reason.object.count(b"\n", 0, reason.start)
-    problems("not UTF-8", f"{file}:{line}", f"byte 0x{reason.object[reason.start]:02x}")
+    yield str(file), LargeText(file, n_bytes, sha256.digest()) if large else text
 
 
 def _json_lines(file: Path, stream: BinaryIO, text_column: str, problems: Problems) -> Iterator[tuple[str, str]]:
@@ -269,25 +206,16 @@ def _json_lines(file: Path, stream: BinaryIO, text_column: str, problems: Proble
 
 
 def _json(file: Path, stream: BinaryIO, text_column: str, problems: Problems) -> Iterator[tuple[str, str]]:
-    start = stream.peek(BLOCK)  # type: ignore[attr-defined]
-    array = start.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"[")
-    if not array and _is_json_lines(start):
-        yield from _json_lines(file, stream, text_column, problems)
-        return
-    values = _JsonValues(stream, problems.max_record).values(array)
-    for number in count(1):
-        place = f"{file}: record {number}"
-        try:
-            record = next(values)
-        except StopIteration:
-            return
-        except RecordTooLarge:
-            problems.too_large(place, REST_LOST)
-            return
-        except (ValueError, RecursionError) as reason:
-            problems("broken JSON", place, f"{one_line(reason)}{REST_LOST}")
-            return
-        yield from text_of(record, text_column, place, problems)
+    number = 0
+    try:
+        for number, record in enumerate(_JsonValues(stream, problems.max_record), 1):
+            yield from text_of(record, text_column, f"{file}: record {number}", problems)
+    except DataError:
+        raise
+    except RecordTooLarge:
+        problems.too_large(f"{file}: record {number + 1}", REST_LOST)
+    except (ValueError, RecursionError) as reason:
+        problems("broken JSON", f"{file}: record {number + 1}", f"{one_line(reason)}{REST_LOST}")
 
 
 class _JsonValues:
@@ -300,27 +228,24 @@ class _JsonValues:
         self._decode = json.JSONDecoder().raw_decode
         self._text, self._position = "", 0
 
-    def values(self, array: bool) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[Any]:
         """Yields the elements of one array, or consecutive values.
 
         Raises:
             RecordTooLarge: the next value has more characters than the limit.
             ValueError, RecursionError: the JSON is invalid.
         """
-        if not array:
-            while self._next():
-                yield self._value()
-            return
-        self._next()
-        self._position += 1  # the bracket
+        array = self._next() == "["
+        self._position += array
         first = True
-        while (mark := self._next()) != "]":
-            if not first and mark != ",":
-                raise ValueError(f"{mark!r} instead of a comma or the end of the array")
-            self._position += not first
+        while (mark := self._next()) != ("]" if array else ""):
+            if array and not first:
+                if mark != ",":
+                    raise ValueError(f"{mark!r} instead of a comma or the end of the array")
+                self._position += 1
             first = False
             yield self._value()
-        self._position += 1
+        self._position += array
         if mark := self._next():
             raise ValueError(f"{mark!r} after the end of the array")
 
@@ -357,54 +282,35 @@ class _JsonValues:
         return bool(more)
 
 
-def _is_json_lines(start: bytes) -> bool:
-    """Whether a file with this beginning is JSON lines, which are often named .json."""
-    try:
-        return isinstance(json.loads(start.lstrip().partition(b"\n")[0]), dict)
-    except (ValueError, RecursionError):
-        return False
-
-
-class _CsvLines:
-    """The lines of a .csv for `csv.reader`; `left` is the number of characters that the current row may still have."""
-
-    def __init__(self, stream: BinaryIO):
-        # Invalid UTF-8 becomes lone surrogates, which `text_of` reports for the one record; a strict decoder would fail for the whole file.
-        self._characters = io.TextIOWrapper(stream, "utf-8-sig", errors="surrogateescape", newline="")
-        self.left = 0
-
-    def __iter__(self) -> Iterator[str]:
-        return self
-
-    def __next__(self) -> str:
-        line = self._characters.readline(self.left + 1)
-        if not line:
-            raise StopIteration
-        if len(line) > self.left:
-            raise RecordTooLarge
-        self.left -= len(line)
-        return line
-
-
 def _csv(file: Path, stream: BinaryIO, text_column: str, problems: Problems) -> Iterator[tuple[str, str]]:
+    # Invalid UTF-8 becomes lone surrogates, which `text_of` reports for the one record; a strict decoder would fail for the whole file.
+    characters = io.TextIOWrapper(stream, "utf-8-sig", errors="surrogateescape", newline="")
+    left = problems.max_record  # characters that the current row may still have
+
+    def lines() -> Iterator[str]:
+        nonlocal left
+        while line := characters.readline(left + 1):
+            if len(line) > left:
+                raise RecordTooLarge
+            left -= len(line)
+            yield line
+
     csv.field_size_limit(sys.maxsize)
-    lines = _CsvLines(stream)
     # Strict: otherwise, an unclosed quote silently turns the rest of the file into one text.
-    rows = csv.reader(lines, strict=True)
+    rows = csv.reader(lines(), strict=True)
     columns: list[str] | None = None
     while True:
-        line = rows.line_num + 1
-        lines.left = problems.max_record
+        line, left = rows.line_num + 1, problems.max_record
         try:
-            row = next(rows)
-        except StopIteration:
-            return
+            row = next(rows, None)
         except RecordTooLarge:  # possibly within quotes, so the start of the next row is unknown
             problems.too_large(f"{file}:{line}", REST_LOST)
             return
         except csv.Error as reason:
             problems("broken CSV", f"{file}:{rows.line_num}", one_line(reason))
             continue
+        if row is None:
+            return
         if columns is None:
             columns = row
             if not _has_column(file, columns, text_column, problems):
@@ -446,14 +352,7 @@ def _parquet(file: Path, text_column: str, problems: Problems, on_read: Callable
                 on_read(size * number // rows)
     except DataError:
         raise
-    except (
-        pyarrow.ArrowException,
-        OSError,
-        ValueError,
-        LookupError,
-        ArithmeticError,
-        MemoryError,
-    ) as reason:  # pyarrow raises all of these
+    except Exception as reason:  # pyarrow raises many types
         if isinstance(reason, OSError) and reason.errno:
             raise
         problems("broken Parquet file", f"{file}: row {number + 1}", f"{one_line(reason)}{REST_LOST}")

@@ -15,12 +15,12 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 
 from data_pipeline.errors import DataError
-from data_pipeline.manifest import MANIFEST_FILE, PREPARE_COMMAND, SPLITS, check_sha256, read_manifest, sha256_of
+from data_pipeline.manifest import MANIFEST_FILE, PREPARE_COMMAND, SPLITS, check_sha256, read_manifest
 from data_pipeline.nanogpt import is_nanogpt, nanogpt_manifest, sampled_sha256
 
 ENDS_DTYPE = np.dtype("<u4")
@@ -143,50 +143,35 @@ class Corpus:
 
     @readable()
     def verify(self, on_read: OnRead = lambda n_bytes: None) -> None:
-        """Reads everything; DataError for the first file with another hash than the manifest's, or with a wrong id or end of text.
+        """Reads everything; DataError for the first file with another hash than the manifest's.
 
         nanoGPT's files have no hashes: their ids are checked, and that they have not changed since they were opened. Memory use does not
         grow with the corpus.
 
         Args:
-            on_read: is called with the number of bytes of tokens just read.
+            on_read: is called with the size of each file of tokens after it has been read, in bytes.
         """
         for name, expected in self.manifest["tokenizer"]["files"].items():
-            check_sha256(self.path / name, sha256_of(self.path / name), expected)
-        for split in SPLITS:
-            for shard in self.manifest["splits"][split]["shards"]:
-                with open(self.path / shard["file"], "rb") as tokens:
-                    if "ends" not in shard:
-                        self._verify_ids(shard, tokens, None, on_read)
-                        check_sha256(self.path / shard["file"], sampled_sha256(self.path / shard["file"]), shard["sha256"])
-                        continue
-                    ends = self.path / shard["ends"]["file"]
-                    check_sha256(ends, sha256_of(ends), shard["ends"]["sha256"])
-                    with open(ends, "rb") as ends_stream:
-                        self._verify_ids(shard, tokens, ends_stream, on_read)
+            check_sha256(self.path / name, expected)
+        for shard in (shard for split in SPLITS for shard in self.manifest["splits"][split]["shards"]):
+            file = self.path / shard["file"]
+            if "ends" in shard:
+                check_sha256(file, shard["sha256"])
+                check_sha256(self.path / shard["ends"]["file"], shard["ends"]["sha256"])
+            else:
+                self._check_ids(file, shard["tokens"])
+                check_sha256(file, shard["sha256"], sampled_sha256(file))
+            on_read(shard["tokens"] * self.dtype.itemsize)
 
-    def _verify_ids(self, shard: dict[str, Any], tokens_stream: BinaryIO, ends_stream: BinaryIO | None, on_read: OnRead) -> None:
-        """Check the ids of a shard and, if it has a file of ends, their hash and where documents end."""
-        file, sha256, position = self.path / shard["file"], hashlib.sha256(), 0
-        same_ends = True
-        while data := tokens_stream.read(CHUNK_TOKENS * self.dtype.itemsize):
-            sha256.update(data)
-            tokens = np.frombuffer(data[: len(data) // self.dtype.itemsize * self.dtype.itemsize], dtype=self.dtype)
-            if len(tokens) and tokens.max() >= self.vocab_size:
+    def _check_ids(self, file: Path, n_tokens: int) -> None:
+        for position in range(0, n_tokens, CHUNK_TOKENS):
+            tokens = np.fromfile(file, self.dtype, CHUNK_TOKENS, offset=position * self.dtype.itemsize)
+            if tokens.max(initial=0) >= self.vocab_size:
                 first = int(np.argmax(tokens >= self.vocab_size))
                 raise DataError(
                     f"{file}: token id {tokens[first]} at token {position + first}; allowed: 0 to {self.vocab_size - 1}; it is damaged,"
                     " prepare the corpus again"
                 )
-            if ends_stream:
-                here = (np.flatnonzero(tokens == self.eot_id) + position + 1).astype(ENDS_DTYPE).tobytes()
-                same_ends = same_ends and here == ends_stream.read(len(here))
-            position += len(tokens)
-            on_read(len(data))
-        if ends_stream:
-            check_sha256(file, sha256.hexdigest(), shard["sha256"])
-            if not same_ends or ends_stream.read(1):
-                raise DataError(f"{file}: its ends of text do not match {shard['ends']['file']}; prepare the corpus again")
 
 
 @readable()
@@ -204,24 +189,20 @@ def open_corpus(path: str | Path) -> Corpus:
         return Corpus(path, nanogpt_manifest(path))
     manifest = read_manifest(path / MANIFEST_FILE)
     for name in manifest["tokenizer"]["files"]:
-        _check_is_file(path / name)
+        _check_file(path / name)
     itemsize = np.dtype(manifest["dtype"]).itemsize
-    for split in SPLITS:
-        for shard in manifest["splits"][split]["shards"]:
-            _check_size(path / shard["file"], shard["tokens"] * itemsize)
-            _check_size(path / shard["ends"]["file"], shard["documents"] * ENDS_DTYPE.itemsize)
+    for shard in (shard for split in SPLITS for shard in manifest["splits"][split]["shards"]):
+        _check_file(path / shard["file"], shard["tokens"] * itemsize)
+        _check_file(path / shard["ends"]["file"], shard["documents"] * ENDS_DTYPE.itemsize)
     return Corpus(path, manifest)
 
 
-def _check_is_file(file: Path) -> None:
+def _check_file(file: Path, size: int | None = None) -> None:
+    """DataError unless `file` exists and, if `size` is given, has this size."""
     if not file.is_file():
         problem = "not a file" if file.exists() else "missing"
         raise DataError(f"{file}: {problem}, the corpus is incomplete; prepare it again")
-
-
-def _check_size(file: Path, expected: int) -> None:
-    _check_is_file(file)
     found = file.stat().st_size
-    if found != expected:
-        problem = "truncated" if found < expected else "too long"
-        raise DataError(f"{file}: {problem}: {found:,} bytes, but the manifest has {expected:,}; copy or prepare the corpus again")
+    if size is not None and found != size:
+        problem = "truncated" if found < size else "too long"
+        raise DataError(f"{file}: {problem}: {found:,} bytes, but the manifest has {size:,}; copy or prepare the corpus again")

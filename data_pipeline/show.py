@@ -49,22 +49,21 @@ def show(corpus: Corpus) -> Iterator[str]:
         yield printable(f"no samples: {reason}")
         return
     for split in SPLITS:
-        first_of_group = {shard["group"]: shard for shard in reversed(manifest["splits"][split]["shards"]) if shard["tokens"]}
-        for group in sorted(first_of_group):
-            yield from _samples(corpus, decoder, first_of_group[group])
+        groups = set[int]()
+        for shard in manifest["splits"][split]["shards"]:
+            if shard["tokens"] and shard["group"] not in groups:
+                groups.add(shard["group"])
+                yield from _samples(corpus, decoder, shard)
 
 
 @readable()
-def _bounds(corpus: Corpus, shard: dict[str, Any]) -> tuple[np.ndarray, list[int]]:
-    """The tokens of a shard, and where its documents begin and end; a shard without recorded ends is one document."""
+def _samples(corpus: Corpus, tokenizer: Tokenizer, shard: dict[str, Any]) -> list[str]:
+    """Evenly spaced documents of a shard; a shard without recorded ends is one document."""
     tokens = np.memmap(corpus.path / shard["file"], dtype=corpus.dtype, mode="r")
-    return tokens, [0, *(np.fromfile(corpus.path / shard["ends"]["file"], "<u4").tolist() if shard.get("documents") else [len(tokens)])]
-
-
-def _samples(corpus: Corpus, tokenizer: Tokenizer, shard: dict[str, Any]) -> Iterator[str]:
-    """Evenly spaced documents of a shard."""
-    tokens, bounds = _bounds(corpus, shard)
+    bounds = [0, *(np.fromfile(corpus.path / shard["ends"]["file"], "<u4").tolist() if shard.get("documents") else [len(tokens)])]
+    lines = []
     for number in sorted({(len(bounds) - 1) * i // SAMPLES for i in range(SAMPLES)}):
         start, stop = bounds[number : number + 2]
-        text = tokenizer.decode(tokens[start : min(stop, start + 4 * SAMPLE_CHARACTERS)])  # a character has up to 4 bytes
-        yield f"\n--- {shard['file']}, document {number:,}, {stop - start:,} tokens\n{printable(text[:SAMPLE_CHARACTERS], NEWLINE_AND_TAB)}"
+        text = tokenizer.decode(tokens[start : min(stop, start + 4 * SAMPLE_CHARACTERS)])[:SAMPLE_CHARACTERS]  # up to 4 bytes each
+        lines.append(f"\n--- {shard['file']}, document {number:,}, {stop - start:,} tokens\n{printable(text, NEWLINE_AND_TAB)}")
+    return lines

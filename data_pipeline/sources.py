@@ -4,8 +4,8 @@ A source is one value of `--source`:
 
     stdlib              the running Python's own *.py files, without tests: about 730 files, 12 MB, on every machine, no download
     FILE                .txt .md .py .jsonl .json .csv (each also .gz or .zst) or .parquet
-    FOLDER, 'GLOB'      all files of these kinds in the folder and below, or all that match, ordered by path; a symbolic link that leads
-                        out of the folder (of a glob: the folder before the first wildcard) is left out and counted
+    FOLDER, 'GLOB'      all files of these kinds in the folder and below, or all that match, ordered by path. A link to a file outside of
+                        the folder (of a glob: the folder before the first wildcard) is left out and counted
     hf:NAME[:CONFIG][:SPLIT]    a dataset of the Hugging Face hub, or a folder with the same layout, streamed by `datasets`;
                         hf:json:FILES and the like name a builder and its files
     ...@0.7             any of them with its weight in a mixture
@@ -13,6 +13,7 @@ A source is one value of `--source`:
 
 from __future__ import annotations
 
+import functools
 import glob
 import hashlib
 import math
@@ -21,7 +22,6 @@ import platform
 import re
 import sysconfig
 from collections.abc import Iterator
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -56,20 +56,16 @@ class Source:
         raise NotImplementedError
 
     def documents(self) -> Iterator[tuple[str, str | LargeText]]:
-        """Yields (place, text) of each document, at most `max_docs`.
+        """Yields (place, text) of each document, whatever `max_docs`.
 
         Raises:
             DataError: a record is bad and `--on_error` is stop, or something cannot be read.
         """
-        self.n_read = 0
-        return islice(self._documents(), self.max_docs)
-
-    def _documents(self) -> Iterator[tuple[str, str | LargeText]]:
         raise NotImplementedError
 
 
 class Files(Source):
-    """Files, ordered by their paths relative to `root`; `links` lead out of it and are not read."""
+    """Files with paths below `root`; those in `links` lead out of it and are not read."""
 
     def __init__(self, identity: dict[str, Any], root: Path, files: list[Path], links: list[Path], *options: Any):
         super().__init__(identity["name"], *options)
@@ -89,7 +85,7 @@ class Files(Source):
     def _relative(self, file: Path) -> str:
         return file.relative_to(self.root).as_posix()
 
-    def _documents(self) -> Iterator[tuple[str, str | LargeText]]:
+    def documents(self) -> Iterator[tuple[str, str | LargeText]]:
         for link in self.links:
             self.problems.count(LINK_OUT, f"{link}: {LINK_OUT} (to {os.path.realpath(link)})")
         before = 0
@@ -119,16 +115,11 @@ class HubDataset(Source):
             files = _datasets().load_dataset_builder(**arguments).config.data_files or {}
         except Exception as reason:
             raise self._unreadable("it cannot be opened", reason) from None
-        local = self._arguments.get("data_files", self._arguments["path"])
-        if os.path.isdir(local) or glob.has_magic(local):
-            root = Path(os.path.realpath(local if os.path.isdir(local) else _fixed_part(local)))
-            for file in (file for of_split in files.values() for file in of_split if os.path.exists(file) and _leads_out(file, root)):
-                raise DataError(f"--source {self.name}: {file} is a {LINK_OUT}; remove it, or replace it by a copy of its target")
         # For each file its modification time, the commit on the hub, or the ETag of a server.
         versions = {split: [list(of_split), of_split.origin_metadata] for split, of_split in files.items()}
         return hashlib.sha256(repr((self.describe(), versions)).encode("utf-8", "surrogateescape")).hexdigest()
 
-    def _documents(self) -> Iterator[tuple[str, str | LargeText]]:
+    def documents(self) -> Iterator[tuple[str, str | LargeText]]:
         number = 0
         try:
             dataset = _datasets().load_dataset(**self._arguments, streaming=True)
@@ -196,19 +187,18 @@ def _split_weight(spec: str) -> tuple[str, float | None]:
 def _open(spec: str, options: tuple[Any, ...]) -> Source:
     if spec == "stdlib":
         root = Path(sysconfig.get_paths()["stdlib"])
-        return Files({"name": "stdlib", "python": platform.python_version()}, root, *_find(root, (".py",), STDLIB_EXCLUDED, spec), *options)
+        identity = {"name": "stdlib", "python": platform.python_version()}
+        return Files(identity, root, *_inside(root, _find(root, (".py",), STDLIB_EXCLUDED, spec), spec), *options)
     if spec.startswith("hf:"):
         return HubDataset(spec, _hub_arguments(spec), *options)
     path = Path(spec)
     if path.is_dir():
-        return Files({"name": str(path.resolve())}, path, *_find(path, SUFFIXES, frozenset(), spec), *options)
+        return Files({"name": str(path.resolve())}, path, *_inside(path, _find(path, SUFFIXES, frozenset(), spec), spec), *options)
     if path.is_file():
         _check_kind(path, spec)
         return Files({"name": str(path.resolve())}, path.parent, [path], [], *options)
     if glob.has_magic(spec):
-        files, links = _match(spec)
-        if not files:
-            raise DataError(f"--source {spec}: no file matches{_of_links(links)}; put a glob in quotes, and use ** for subfolders")
+        files, links = _inside(*_match(spec), spec)
         for file in files:
             _check_kind(file, spec)
         return Files({"name": spec}, Path(os.path.commonpath([file.parent for file in files])), files, links, *options)
@@ -235,65 +225,37 @@ def _hub_arguments(spec: str) -> dict[str, Any]:
     return {"path": name, **({"name": rest[0]} if rest else {}), "split": rest[1] if len(rest) > 1 else "train"}
 
 
-def _find(root: Path, suffixes: tuple[str, ...], excluded: frozenset[str], spec: str) -> tuple[list[Path], list[Path]]:
-    """The files below `root`, and the links that lead out of it. Links to folders are not followed."""
+def _find(root: Path, suffixes: tuple[str, ...], excluded: frozenset[str], spec: str) -> list[Path]:
+    """The files below `root`, without hidden ones. Links to folders are not followed."""
 
     def cannot(reason: OSError) -> None:
         raise DataError(f"--source {spec}: {reason.filename} cannot be read ({reason.strerror}); fix that, or move it away")
 
-    files, links = list[Path](), list[Path]()
-    real_root = Path(os.path.realpath(root))
+    files = list[Path]()
     for folder, subfolders, names in os.walk(root, onerror=cannot):
         subfolders[:] = [name for name in subfolders if name not in excluded and not name.startswith(".")]
-        links += (path for name in subfolders if (path := Path(folder, name)).is_symlink() and _leads_out(path, real_root))
-        for name in names:
-            path = Path(folder, name)
-            if name.endswith(suffixes) and not name.startswith(".") and path.is_file():  # neither dangling links nor pipes
-                (links if path.is_symlink() and _leads_out(path, real_root) else files).append(path)
-    if not files:
-        kinds = " ".join(suffixes)
-        raise DataError(f"--source {spec}: no {kinds} file below {root}{_of_links(links)}; name a file, or a folder with such files")
-    return sorted(files, key=str), sorted(links, key=str)  # below one root this is the order of their relative paths
+        paths = (Path(folder, name) for name in names if name.endswith(suffixes) and not name.startswith("."))
+        files += filter(Path.is_file, paths)  # neither dangling links nor pipes
+    return files
 
 
-def _match(pattern: str) -> tuple[list[Path], list[Path]]:
-    """The files that a glob matches, and the matches that links lead to outside of the folder before the first wildcard."""
-    root = _fixed_part(pattern)
-    real_root = Path(os.path.realpath(root))
-    files, links = list[Path](), list[Path]()
-    for path in sorted(set(_expand(root, Path(pattern).parts[len(root.parts) :]))):
-        if path.is_file() or (path.is_dir() and path.is_symlink()):
-            if _leads_out(path, real_root):
-                links.append(path)
-            elif path.is_file():
-                files.append(path)
-    return files, links
-
-
-def _fixed_part(pattern: str) -> Path:
-    """The folder before the first wildcard."""
+def _match(pattern: str) -> tuple[Path, list[Path]]:
+    """The folder before the first wildcard, and the files that match, without hidden ones. `**` does not follow links to folders."""
     parts = Path(pattern).parts
-    return Path(*parts[: next(number for number, part in enumerate(parts) if glob.has_magic(part))])
+    fixed = next(number for number, part in enumerate(parts) if glob.has_magic(part))
+    root, rest = Path(*parts[:fixed]), [*parts[fixed:], *(["*"] if parts[-1] == "**" else [])]
+    found = [path for path in root.glob("/".join(rest)) if not any(part.startswith(".") for part in path.relative_to(root).parts)]
+    return root, list(filter(Path.is_file, found))
 
 
-def _expand(folder: Path, parts: tuple[str, ...]) -> Iterator[Path]:
-    """The matches of `parts` below `folder`, as by `glob.glob`, except that ** yields links to folders without following them."""
-    before = parts[: parts.index("**")] if "**" in parts else parts
-    found = map(Path, glob.glob(str(Path(glob.escape(str(folder)), *before))))
-    if before == parts:
-        yield from found
-        return
-    for start in found:
-        for below, subfolders, _ in os.walk(start):
-            subfolders[:] = [name for name in subfolders if not name.startswith(".")]
-            yield from (path for name in subfolders if (path := Path(below, name)).is_symlink())
-            yield from _expand(Path(below), parts[len(before) + 1 :] or ("*",))
-
-
-def _leads_out(path: str | Path, real_root: Path) -> bool:
-    return not Path(os.path.realpath(path)).is_relative_to(real_root)
-
-
-def _of_links(links: list[Path]) -> str:
-    """A hint for error messages that nothing was found because links are not followed."""
-    return f" (not followed: {len(links):,} links out of it, such as {links[0]}; name their targets, or copy them)" if links else ""
+def _inside(root: Path, files: list[Path], spec: str) -> tuple[list[Path], list[Path]]:
+    """The files within `root`, ordered by their paths, and those that are links to files outside."""
+    real_root, real = Path(os.path.realpath(root)), functools.cache(os.path.realpath)
+    inside, links = list[Path](), list[Path]()
+    for file in sorted(files, key=str):
+        target = Path(real(file) if file.is_symlink() else real(file.parent))
+        (inside if target.is_relative_to(real_root) else links).append(file)
+    if not inside:
+        hint = f" (not read: {len(links):,} links out of {root}, such as {links[0]}; name or copy their targets)" if links else ""
+        raise DataError(f"--source {spec}: no text file found{hint}; allowed: {ALLOWED}; put a glob in quotes")
+    return inside, links

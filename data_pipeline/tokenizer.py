@@ -32,13 +32,12 @@ from tokenizers import Tokenizer as HuggingFaceTokenizer
 
 from data_pipeline import hugging_face_form
 from data_pipeline.errors import DataError, one_line
-from data_pipeline.manifest import check_sha256, sha256_of
+from data_pipeline.hugging_face_form import GPT2_PATTERN
+from data_pipeline.manifest import check_sha256
 
 END_OF_TEXT = "<|endoftext|>"
 HUGGING_FACE_FILE = "tokenizer.json"
 RANKS_FILE = "tokenizer.tiktoken"
-# GPT-2's pattern that splits text before merging. Possessive (++) and with \s++$ first, it splits the same and backtracks less.
-GPT2_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
 MIN_VOCAB_SIZE, MAX_VOCAB_SIZE = 257, 1_000_000
 # The same ranks under another name: gpt2 of tiktoken is two files in an older format, r50k_base one.
 TIKTOKEN_ALIASES = {"gpt2": "r50k_base"}
@@ -51,7 +50,7 @@ USUAL_ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "<|im_
 
 def parse_spec(spec: str) -> tuple[str, Any]:
     """The kind of tokenizer that `spec` names, and its argument: ("bpe", 8192), ("bytes", 257), ("tiktoken", "r50k_base"),
-    ("tokenizers", path), ("transformers", path).
+    ("hugging_face", path).
 
     Raises:
         DataError: it is none of these.
@@ -63,10 +62,8 @@ def parse_spec(spec: str) -> tuple[str, Any]:
         return "bpe", int(size)
     if spec in tiktoken.list_encoding_names():
         return "tiktoken", TIKTOKEN_ALIASES.get(spec, spec)
-    if os.path.isfile(spec) and spec.endswith(".json"):
-        return "tokenizers", Path(spec)
-    if spec and os.path.isdir(spec):
-        return "transformers", Path(spec)
+    if (os.path.isfile(spec) and spec.endswith(".json")) or (spec and os.path.isdir(spec)):
+        return "hugging_face", Path(spec)
     raise DataError(
         f"--tokenizer {spec}: not a tokenizer; allowed: bytes, bpe:N with N ids in total from {MIN_VOCAB_SIZE} to {MAX_VOCAB_SIZE:,}"
         f" (such as bpe:8192), a tiktoken encoding ({', '.join(tiktoken.list_encoding_names())}), a tokenizer.json, or a folder that"
@@ -90,7 +87,7 @@ def make_tokenizer(spec: str, texts: Iterable[str], end_of_text: str | None = No
         return train_tokenizer(spec, texts)
     if kind == "tiktoken":
         return Tiktoken.from_cache(argument, end_of_text)
-    return (HuggingFaceFile if kind == "tokenizers" else HuggingFaceFolder)(argument, end_of_text, f"--tokenizer {spec}")
+    return HuggingFace.read(argument, end_of_text, f"--tokenizer {spec}")
 
 
 def train_tokenizer(spec: str, texts: Iterable[str]) -> Tokenizer:
@@ -100,7 +97,7 @@ def train_tokenizer(spec: str, texts: Iterable[str]) -> Tokenizer:
     smaller. The N ids of `bpe:N` are 256 bytes, the merges, and the end of text.
     """
     kind, vocab_size = parse_spec(spec)
-    characters = _byte_characters()
+    characters = hugging_face_form.byte_characters()
     if kind == "bytes":
         original = HuggingFaceTokenizer(models.BPE(vocab={character: byte for byte, character in enumerate(characters)}, merges=[]))
     else:
@@ -164,28 +161,21 @@ class Tokenizer:
     def load(folder: Path, manifest_entry: dict[str, Any]) -> Tokenizer:
         """The tokenizer that `save` wrote; DataError if a file is missing or differs from the manifest."""
         kind = manifest_entry.get("kind")
-        if kind == "tiktoken" and not manifest_entry["files"]:  # nanoGPT's corpora have no tokenizer files
-            return Tiktoken.from_cache(str(manifest_entry.get("name")), download=False)
-        for name in manifest_entry["files"]:
-            file = Path(folder, name)
-            try:
-                check_sha256(file, sha256_of(file), manifest_entry["files"][name])
-            except FileNotFoundError:
-                raise DataError(f"{file}: missing, the corpus is incomplete; prepare it again") from None
-        if kind in ("bpe", "bytes", "tiktoken"):
-            return Tiktoken.from_folder(folder, manifest_entry)
-        needed = {"characters": "characters", "tokenizers": "end_of_text", "transformers": "end_of_text"}.get(str(kind), "kind")
-        value = manifest_entry.get(needed)
-        if not isinstance(value, str) or not value:
-            raise DataError(
-                f"{folder}: tokenizer.{needed} in its manifest is {str(value)[:50]!r}, but must be a string; prepare the corpus again"
-            )
-        if kind == "characters":
-            return Characters(value)
-        if kind == "tokenizers":
-            return HuggingFaceFile(Path(folder, HUGGING_FACE_FILE), value, f"{folder}")
-        if kind == "transformers":
-            return HuggingFaceFolder(folder, value, f"{folder}")
+        for name, expected in manifest_entry["files"].items():
+            check_sha256(Path(folder, name), expected)
+        try:
+            if kind == "tiktoken" and not manifest_entry["files"]:  # nanoGPT's corpora have no tokenizer files
+                return Tiktoken.from_cache(manifest_entry["name"], download=False)
+            if kind in ("bpe", "bytes", "tiktoken"):
+                return Tiktoken.from_folder(folder, manifest_entry)
+            if kind == "characters":
+                return Characters(manifest_entry["characters"])
+            if kind in ("tokenizers", "transformers"):
+                return HuggingFace.read(Path(folder, HUGGING_FACE_FILE), manifest_entry["end_of_text"], str(folder))
+        except (KeyError, TypeError, ValueError, OSError) as reason:
+            if isinstance(reason, DataError):
+                raise
+            raise DataError(f"{folder}: its tokenizer cannot be read ({reason!r}); prepare the corpus again") from None
         raise DataError(f"{folder}: unknown kind of tokenizer {kind!r}; prepare the corpus again with this version")
 
 
@@ -224,7 +214,7 @@ class Tiktoken(Tokenizer):
         try:
             return known(ids).decode("utf-8", "replace")
         except KeyError:  # some encodings have gaps between their special tokens
-            return "".join(self._decode([i]) if i in self._ids else "\ufffd" for i in ids)
+            return "\ufffd" if len(ids) == 1 else "".join(self._decode([i]) for i in ids)
 
     @property
     def end_name(self) -> str:
@@ -233,11 +223,7 @@ class Tiktoken(Tokenizer):
     def hugging_face_json(self) -> str:
         if self._hugging_face_json is not None:
             return self._hugging_face_json
-        return hugging_face_form.byte_pairs(self._ranks, self._pattern, self._special_tokens, _byte_characters(), GPT2_PATTERN)
-
-    @property
-    def _ids(self) -> set[int]:
-        return {*self._ranks.values(), *(self.library.encode_single_token(name) for name in self.library.special_tokens_set)}
+        return hugging_face_form.byte_pairs(self._ranks, self._pattern, self._special_tokens)
 
     def save(self, folder: Path) -> dict[str, Any]:
         by_rank = sorted(self._ranks, key=self._ranks.__getitem__)
@@ -248,20 +234,17 @@ class Tiktoken(Tokenizer):
 
     @classmethod
     def from_folder(cls, folder: Path, entry: dict[str, Any]) -> Tiktoken:
-        """The tokenizer that `save` wrote."""
-        try:
-            pairs = (line.split() for line in Path(folder, RANKS_FILE).read_bytes().splitlines())
-            ranks = {a2b_base64(token): int(rank) for token, rank in pairs}
-            if len(set(ranks.values())) < len(ranks):  # tiktoken would panic
-                raise ValueError("a duplicate rank")
-            own_entry = {key: entry[key] for key in entry if key != "files"}
-            if entry["kind"] != "tiktoken":
-                text = Path(folder, HUGGING_FACE_FILE).read_text(encoding="utf-8")
-                return cls(own_entry, ranks, GPT2_PATTERN, {END_OF_TEXT: len(ranks)}, len(ranks), text)
-            special = entry["special_tokens"]
-            return cls(own_entry, ranks, entry["pattern"], special, special[entry["end_of_text"]])
-        except (KeyError, TypeError, ValueError, FileNotFoundError) as reason:
-            raise DataError(f"{folder}: its tokenizer cannot be read ({reason!r}); prepare the corpus again") from None
+        """The tokenizer that `save` wrote. KeyError, TypeError, ValueError or OSError if something is missing or damaged."""
+        pairs = (line.split() for line in Path(folder, RANKS_FILE).read_bytes().splitlines())
+        ranks = {a2b_base64(token): int(rank) for token, rank in pairs}
+        if len(set(ranks.values())) < len(ranks):  # tiktoken would panic
+            raise ValueError("a duplicate rank")
+        own_entry = {key: entry[key] for key in entry if key != "files"}
+        if entry["kind"] != "tiktoken":
+            text = Path(folder, HUGGING_FACE_FILE).read_text(encoding="utf-8")
+            return cls(own_entry, ranks, GPT2_PATTERN, {END_OF_TEXT: len(ranks)}, len(ranks), text)
+        special = entry["special_tokens"]
+        return cls(own_entry, ranks, entry["pattern"], special, special[entry["end_of_text"]])
 
     @classmethod
     def from_cache(cls, name: str, end_of_text: str | None = None, download: bool = True) -> Tiktoken:
@@ -322,25 +305,35 @@ class Characters(Tokenizer):
         return hugging_face_form.characters(self._characters)
 
 
-class HuggingFaceFile(Tokenizer):
-    """A tokenizer of `tokenizers`, from a `tokenizer.json`."""
+class HuggingFace(Tokenizer):
+    """A tokenizer of `tokenizers`, from the text of its `tokenizer.json`."""
 
-    def __init__(self, file: Path, end_of_text: str | None, where: str):
-        try:
-            text = file.read_text(encoding="utf-8")
-            tokenizer = HuggingFaceTokenizer.from_str(text)
-        except Exception as reason:  # `tokenizers` raises a bare Exception
-            raise DataError(f"{where}: {file} is not a valid tokenizer.json ({one_line(reason)}); use one of `tokenizers`") from None
-        self._set(tokenizer, text, end_of_text, where)
-
-    def _set(self, tokenizer: HuggingFaceTokenizer, text: str, end_of_text: str | None, where: str) -> None:
-        """Use `tokenizer`, whose JSON is `text`."""
-        self._json, self._tokenizer = text, tokenizer
-        self._encoder = _encoder(tokenizer, text)
-        self.cuttable = _cuttable(tokenizer)
-        vocabulary = tokenizer.get_vocab(with_added_tokens=True)
+    def __init__(self, text: str, end_of_text: str | None, where: str):
+        self._json, self._tokenizer = text, HuggingFaceTokenizer.from_str(text)
+        self._encoder = _encoder(self._tokenizer, text)
+        self.cuttable = _cuttable(self._tokenizer)
+        vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         self._end_of_text = _choose_end(vocabulary, end_of_text, where)
         self.eot_id, self.vocab_size = vocabulary[self._end_of_text], max(vocabulary.values()) + 1
+
+    @classmethod
+    def read(cls, path: Path, end_of_text: str | None, where: str) -> HuggingFace:
+        """The tokenizer of a `tokenizer.json`, or of a folder that AutoTokenizer reads, without running code from the folder."""
+        try:
+            if not path.is_dir():
+                return cls(path.read_text(encoding="utf-8"), end_of_text, where)
+            from transformers import AutoTokenizer  # here, as it takes two seconds and only folders need it
+
+            pretrained = AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
+            pretrained.backend_tokenizer.encode_special_tokens = False  # slow tokenizers have no backend_tokenizer
+            return cls(pretrained.backend_tokenizer.to_str(), end_of_text or pretrained.eos_token, where)
+        except DataError:
+            raise
+        except Exception as reason:  # exceptions of any type, from `tokenizers` and from the class of the folder's tokenizer
+            raise DataError(
+                f"{where}: {path} is not a valid tokenizer.json or folder of AutoTokenizer with a fast tokenizer ({one_line(reason)});"
+                " use a tokenizer.json of `tokenizers`, or a folder with tokenizer_config.json and a vocabulary"
+            ) from None
 
     def encode_many(self, texts: Sequence[str]) -> list[np.ndarray]:
         encodings = self._encoder.encode_batch_fast(list(texts), add_special_tokens=False)
@@ -358,31 +351,6 @@ class HuggingFaceFile(Tokenizer):
 
     def save(self, folder: Path) -> dict[str, Any]:
         return {"kind": "tokenizers", "end_of_text": self._end_of_text, "files": _write(folder, {HUGGING_FACE_FILE: self._json.encode()})}
-
-
-class HuggingFaceFolder(HuggingFaceFile):
-    """A fast tokenizer of `transformers`, from a folder. Never runs code from the folder."""
-
-    def __init__(self, folder: Path, end_of_text: str | None, where: str):
-        from transformers import AutoTokenizer  # here, as it takes two seconds and only such folders need it
-
-        try:
-            self._pretrained = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
-            tokenizer = self._pretrained.backend_tokenizer  # slow tokenizers have none
-            tokenizer.encode_special_tokens = False
-            text = tokenizer.to_str()
-        except Exception as reason:  # exceptions of any type, from the tokenizer's class
-            raise DataError(
-                f"{where}: AutoTokenizer has no fast tokenizer of {folder} ({one_line(reason)}); use a folder with tokenizer.json, or"
-                " with tokenizer_config.json and a vocabulary"
-            ) from None
-        self._set(tokenizer, text, end_of_text or self._pretrained.eos_token, where)
-
-    def save(self, folder: Path) -> dict[str, Any]:
-        with tempfile.TemporaryDirectory() as place:
-            self._pretrained.save_pretrained(place)
-            contents = {file.name: file.read_bytes() for file in sorted(Path(place).iterdir()) if file.is_file()}
-        return {"kind": "transformers", "end_of_text": self._end_of_text, "files": _write(folder, contents)}
 
 
 def _encoder(tokenizer: HuggingFaceTokenizer, text: str) -> HuggingFaceTokenizer:
@@ -433,10 +401,3 @@ def _write(folder: Path, contents: dict[str, bytes]) -> dict[str, str]:
     for name, content in contents.items():
         Path(folder, name).write_bytes(content)
     return {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()}
-
-
-def _byte_characters() -> list[str]:
-    """For each byte, the printable character that represents it in a vocabulary of `tokenizers` (GPT-2's table)."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = iter(range(0x100, 0x200))
-    return [chr(byte) if byte in printable else chr(next(others)) for byte in range(256)]

@@ -7,7 +7,6 @@ train-00000.ends    for each document that ends in the shard, the position after
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import time
@@ -18,7 +17,7 @@ import numpy as np
 
 from data_pipeline.encoding import Encoded
 from data_pipeline.errors import DataError
-from data_pipeline.manifest import FORMAT_VERSION, MANIFEST_FILE, SPLITS, token_dtype
+from data_pipeline.manifest import FORMAT_VERSION, MANIFEST_FILE, SPLITS, sha256_of, token_dtype
 from data_pipeline.shards import ENDS_DTYPE
 
 PROGRESS_FILE = ".progress.json"
@@ -26,41 +25,14 @@ PROGRESS_FILE = ".progress.json"
 SECONDS_BETWEEN_COMMITS = 1.0
 
 
-class _File:
-    """A file to append to, with the hash of its content."""
-
-    def __init__(self, path: Path, size: int = 0):
-        self.path, self.size = path, size
-        self._sha256 = hashlib.sha256()
-        self._file: BinaryIO = open(path, "r+b" if size else "wb")  # noqa: SIM115 (it outlives this call)
-        while size:  # hash what an interrupted run has committed
-            data = self._file.read(min(size, 2**20))
-            if not data:
-                raise DataError(f"{path}: shorter than when the run was interrupted; remove {path.parent} and prepare again")
-            self._sha256.update(data)
-            size -= len(data)
-        self._file.truncate()
-
-    def append(self, values: np.ndarray) -> None:
-        if not len(values):  # an empty memoryview cannot be cast
-            return
-        data = values.data.cast("B")
-        self._file.write(data)
-        self._sha256.update(data)
-        self.size += len(data)
-
-    def sync(self) -> None:
-        self._file.flush()
-        os.fsync(self._file.fileno())
-
-    def finish(self) -> str:
-        """Synchronize and close the file; return its hash."""
-        self.sync()
-        self._file.close()
-        return self._sha256.hexdigest()
-
-    def close(self) -> None:
-        self._file.close()
+def _open(path: Path, size: int) -> BinaryIO:
+    """The file `path` to append to, cut to its first `size` bytes."""
+    file = open(path, "r+b" if size else "wb")  # noqa: SIM115 (it outlives this call)
+    if file.seek(0, os.SEEK_END) < size:
+        raise DataError(f"{path}: shorter than when the run was interrupted; remove {path.parent} and prepare again")
+    file.seek(size)
+    file.truncate()
+    return file
 
 
 class ShardWriter:
@@ -73,10 +45,9 @@ class ShardWriter:
         self.folder, self.split, self.dtype, self.shard_tokens = folder, split, dtype, shard_tokens
         self.bytes: int = state["bytes"] if state else 0
         self._shards: list[dict[str, Any]] = state["shards"] if state else []
-        self._files: tuple[_File, _File] | None = None
+        self._files: list[BinaryIO] = []  # of the last shard while it is not full: tokens and ends
         if state and state["open"]:
-            shard = self._shards[-1]
-            self._open(shard, shard["tokens"] * dtype.itemsize, shard["documents"] * ENDS_DTYPE.itemsize)
+            self._open_shard()
 
     def write(self, encoded: Encoded) -> None:
         """Append the ids of one group, with the ends of the documents in them."""
@@ -86,17 +57,16 @@ class ShardWriter:
         while len(ids):
             if self._files and self._shards[-1]["group"] != encoded.group:
                 self._finish_shard()
-            if self._files is None:
+            if not self._files:
                 name = f"{self.split}-{len(self._shards):05d}"
                 empty = {"file": f"{name}.bin", "tokens": 0, "sha256": "", "group": encoded.group, "documents": 0}
                 self._shards.append({**empty, "ends": {"file": f"{name}.ends", "sha256": ""}})
-                self._open(self._shards[-1], 0, 0)
-            assert self._files is not None
+                self._open_shard()
             shard = self._shards[-1]
             room = self.shard_tokens - shard["tokens"]
             here = int(np.searchsorted(ends, room, side="right"))
-            self._files[0].append(ids[:room])
-            self._files[1].append((ends[:here] + shard["tokens"]).astype(ENDS_DTYPE))
+            self._files[0].write(ids[:room].data)
+            self._files[1].write((ends[:here] + shard["tokens"]).astype(ENDS_DTYPE).data)
             shard["tokens"] += len(ids[:room])
             shard["documents"] += here
             ids, ends = ids[room:], ends[here:] - room
@@ -105,9 +75,10 @@ class ShardWriter:
 
     def commit(self) -> dict[str, Any]:
         """Synchronize to disk and return the state that a new writer continues from."""
-        for file in self._files or ():
-            file.sync()
-        return {"bytes": self.bytes, "shards": self._shards, "open": self._files is not None}
+        for file in self._files:
+            file.flush()
+            os.fsync(file.fileno())
+        return {"bytes": self.bytes, "shards": self._shards, "open": bool(self._files)}
 
     def finish(self) -> dict[str, Any]:
         """Finish the last shard and return the manifest entry of this split."""
@@ -117,17 +88,23 @@ class ShardWriter:
 
     def close(self) -> None:
         """Close the files and keep them."""
-        for file in self._files or ():
+        for file in self._files:
             file.close()
 
-    def _open(self, shard: dict[str, Any], tokens_size: int, ends_size: int) -> None:
-        self._files = _File(self.folder / shard["file"], tokens_size), _File(self.folder / shard["ends"]["file"], ends_size)
+    def _open_shard(self) -> None:
+        """Open the files of the last shard, cut to what is recorded of it."""
+        shard = self._shards[-1]
+        tokens, ends = shard["tokens"] * self.dtype.itemsize, shard["documents"] * ENDS_DTYPE.itemsize
+        self._files = [_open(self.folder / shard["file"], tokens), _open(self.folder / shard["ends"]["file"], ends)]
 
     def _finish_shard(self) -> None:
-        if self._files is not None:
-            self._shards[-1]["sha256"] = self._files[0].finish()
-            self._shards[-1]["ends"]["sha256"] = self._files[1].finish()
-            self._files = None
+        """Close the files of the last shard, if they are open, and record their hashes."""
+        if self._files:
+            self.commit()
+            self.close()
+            self._files = []
+            for entry in (self._shards[-1], self._shards[-1]["ends"]):
+                entry["sha256"] = sha256_of(self.folder / entry["file"])
 
 
 class CorpusWriter:

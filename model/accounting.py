@@ -1,16 +1,14 @@
-"""How many parameters a GPT has, how many FLOPs a token costs, and what a device could do at best: the arithmetic under MFU.
+"""Parameters of a GPT, training FLOPs per token, and peak FLOP/s of devices, for MFU. Does not import torch.
 
-Nothing here imports torch, so that a run can be explained, and two runs compared, on a machine without it.
-
-    python launch/pretrain.py --deepspeed_config ds_configs/zero1_bf16.json --preset gpt2 --explain
+python launch/pretrain.py --deepspeed_config ds_configs/zero1_bf16.json --preset gpt2 --explain
 """
 
 import re
 
 from model.presets import GPTConfig, ModelShape
 
-# Rows of logits that become fp32 at a time: 512 x 8,192 x 4 bytes = 16 MiB, which the allocator reuses, where the temporaries
-# of 2,048 rows at once (64 MiB each) are mapped and page-faulted anew in every step: 60 ms against 100 on two cores.
+# Rows of logits that are converted to fp32 at once: 512 x 8,192 x 4 bytes = 16 MiB, which the allocator reuses. Temporaries of 2,048 rows
+# (64 MiB each) are mapped and page-faulted again in every step: 100 ms instead of 60 ms on two cores.
 LOSS_ROWS = 512
 
 
@@ -22,22 +20,23 @@ def block_parameter_count(config: ModelShape) -> int:
 
 
 def parameter_count(config: GPTConfig) -> int:
-    """Every parameter that the optimizer holds, the tied head once, the vocabulary's padding included.
+    """All parameters, with the tied head counted once and the padding of the vocabulary included.
 
-    gpt2 with 50,257 tokens: 124,475,904; without the 47 padded rows of 768 the well-known 124,439,808.
+    gpt2 with 50,257 tokens: 124,475,904, which is 124,439,808 and 47 padded rows of 768.
     """
     C = config.d_model
     return (config.padded_vocab_size + config.seq_len) * C + config.n_layer * block_parameter_count(config) + 2 * C
 
 
 def flops_per_token(config: GPTConfig, seq_len: int | None = None, kept_blocks: float | None = None) -> float:
-    """Training FLOPs of one token, forward and backward: 6 N + 12 n_layer d_model seq_len (PaLM, arXiv 2204.02311, appendix B).
+    """Training FLOPs per token, forward and backward: 6 N + 12 n_layer d_model seq_len (PaLM, arXiv 2204.02311, appendix B).
 
-    N: all parameters but the position embedding (a lookup), the tied head once. Padded rows are left out: they are work, but
-    not the model's. Attention is not halved for causality, as in the paper.
-    seq_len: tokens in the rows really trained on, where those are shorter; the model's own by default.
-    kept_blocks: how many blocks really ran (a mean over steps may be a fraction); all by default. Dropped FLOPs are not done.
-    gpt2 with 50,257 tokens at 1,024: 6 x 123,653,376 + 12 x 12 x 768 x 1,024 = 855,166,464.
+    N is the number of parameters without the position embedding (a lookup) and without padded rows; the tied head counts once. As in the
+    paper, attention is not halved for causality. gpt2 with 50,257 tokens at 1,024: 6 x 123,653,376 + 12 x 12 x 768 x 1,024 = 855,166,464.
+
+    Args:
+        seq_len: tokens per row, if rows are shorter than the model's seq_len.
+        kept_blocks: number of blocks that are computed, if some are dropped; a mean over steps may be a fraction.
     """
     seq_len = config.seq_len if seq_len is None else seq_len
     kept_blocks = config.n_layer if kept_blocks is None else kept_blocks
@@ -46,9 +45,9 @@ def flops_per_token(config: GPTConfig, seq_len: int | None = None, kept_blocks: 
     return 6 * parameters + 12 * kept_blocks * C * seq_len
 
 
-# Dense peaks in TFLOP/s, with fp32 accumulation, as the vendors' data sheets state them (where a sheet gives only the figure
-# "with sparsity", half of it). First match wins. A device is matched by whole words of torch.cuda.get_device_name, so that
-# "A10" is not found in "A100" and "L4" not in "L40S". Of fp8 every sheet gives twice the figure of bf16.
+# Dense peaks in TFLOP/s with fp32 accumulation, from the vendors' data sheets (half of the figure "with sparsity" if there is no other).
+# The first match is used. Names are matched by whole words of torch.cuda.get_device_name, so that "A10" does not match "A100".
+# For fp8, all data sheets have twice the figure of bf16.
 _PEAKS: list[tuple[set[str], dict[str, float]]] = [
     # Volta, Turing: fp16 tensor cores only. V100 data sheet (2020); T4 data sheet (2019).
     ({"V100", "SXM2"}, {"fp16": 125, "fp32": 15.7}),  # "Tesla V100-SXM2-16GB"
@@ -72,20 +71,20 @@ _PEAKS: list[tuple[set[str], dict[str, float]]] = [
     ({"GH200"}, {"fp8": 1979, "bf16": 989.4, "fp16": 989.4, "tf32": 494.7, "fp32": 67}),
     # HGX B200 data sheet (2024), an eighth of eight: 36 PFLOP/s with sparsity.
     ({"B200"}, {"fp8": 4500, "bf16": 2250, "fp16": 2250, "tf32": 1125, "fp32": 75}),
-    # AMD data sheets (2021, 2023), matrix cores. torch sees each of MI250X's two dies as a device: half of 383 and of 95.7.
+    # AMD data sheets (2021, 2023), matrix cores. Each of MI250X's two dies is a device in torch: half of 383 and of 95.7.
     ({"MI250X"}, {"bf16": 191.5, "fp16": 191.5, "fp32": 47.85}),
     ({"MI300X"}, {"bf16": 1307.4, "fp16": 1307.4, "tf32": 653.7, "fp32": 163.4}),
 ]
-# Other products that carry the same number: a slice of a card, "3090 Ti", "4090 D", a laptop's "4090".
+# Words of other products with the same number: a MIG slice, "3090 Ti", "4090 D", a laptop's "4090".
 _OTHER_PRODUCTS = {"MIG", "TI", "D", "LAPTOP", "MAX"}
 _DTYPES = ("fp8", "tf32", "bf16", "fp16", "fp32")
 
 
 def peak_flops(device_name: str, dtype: str) -> float | None:
-    """Dense peak of one device, FLOP/s, for matmuls in `dtype` ("fp8", "bf16", "fp16", "tf32", "fp32").
+    """Dense peak of one device in FLOP/s for matmuls in `dtype` ("fp8", "bf16", "fp16", "tf32", "fp32").
 
-    device_name: as torch.cuda.get_device_name() gives it. None where the device, or its figure for this dtype, is not in the
-    table: no MFU is better than one of 104%. Raises ValueError for a dtype of another name.
+    `device_name` is the result of torch.cuda.get_device_name(). Returns None if the device, or its figure for this dtype, is not in the
+    table. Raises ValueError for another dtype.
     """
     if dtype not in _DTYPES:
         raise ValueError(f"dtype is {dtype!r}: peaks are known for {', '.join(_DTYPES)}")

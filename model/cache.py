@@ -1,8 +1,8 @@
-"""A KV cache: the keys and values of the tokens read so far, so that the next token costs one token's work instead of the whole text's.
+"""A KV cache: keeps the keys and values of previous tokens, so that the next token costs one token's work instead of the whole text's.
 
     python launch/generate.py runs/demo --prompt "def "
 
-This is a forward pass of its own, for one text in evaluation mode; `tests/test_sampling.py` compares it with `GPT.forward`.
+It has its own forward pass, for one text in evaluation mode; `tests/test_sampling.py` compares it with `GPT.forward`.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ import torch.nn.functional as F
 
 from model.gpt import GPT, Block, document_starts
 
-#: Parts into which `linear_of_one_row` cuts a matrix; 2 to 32 measured alike.
+#: Parts into which `linear_of_one_row` splits a matrix; 2 to 32 are equally fast.
 PARTS = 16
 
 
 def linear_of_one_row(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """`F.linear` for a single row, (..., in) -> (..., out), through a batched product.
 
-    The time of one row is that of reading the matrix. MKL's batched fp32 product reads it faster than its plain one: 2.9 times for the
-    matrices of `micro`, 2.3 times for those of `gpt2`, on two cores of an AMD EPYC with torch 2.13. In bf16 it is slower.
+    The time is that of reading the matrix. MKL's batched fp32 product reads it faster than its plain product: 2.9 times for the matrices of
+    `micro`, 2.3 times for those of `gpt2`, on two cores of an AMD EPYC with torch 2.13. In bf16 it is slower.
     """
     n_out, n_in = weight.shape
     parts = math.gcd(n_out, PARTS)
@@ -37,10 +37,10 @@ def linear_of_one_row(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor 
 class KVCache:
     """The logits of the token that follows a text: a `model.sampling.NextLogits`.
 
-    A call computes only the tokens after the beginning that its text shares with the text of the last call. Beyond `seq_len` tokens the
-    window moves with every token; so do the learned positions, and the whole window is computed anew.
+    A call computes only the tokens after the prefix that its text shares with the text of the last call. Beyond `seq_len` tokens, the
+    window and its learned positions move with every token, so the whole window is recomputed.
 
-    It holds 2 n_layer seq_len d_model numbers: 75 MB for gpt2 (124 M) in fp32.
+    The cache holds 2 n_layer seq_len d_model numbers: 75 MB for gpt2 (124 M) in fp32.
     """
 
     def __init__(self, model: GPT):

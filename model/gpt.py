@@ -1,8 +1,7 @@
 """GPT-2 (Radford et al. 2019), the one model that every recipe trains.
 
-Written out here, and not taken from a library, because techniques have to reach into it: they replace the walk over the blocks
-(`GPT.block_runner`) and nothing else. The result is GPT-2 to the bit of its mathematics: a test copies the weights into
-transformers' GPT2LMHeadModel and compares logits and every gradient.
+It is not taken from a library because techniques replace parts of it, such as the loop over the blocks (`GPT.block_runner`). A test copies
+the weights into transformers' GPT2LMHeadModel and compares logits and every gradient.
 
     deepspeed launch/pretrain.py --deepspeed_config ds_configs/zero1_bf16.json --preset nano
 
@@ -29,34 +28,33 @@ HeadLoss = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tens
 
 
 def generator_for(place: str) -> torch.Generator:
-    """A generator on the CPU, whose numbers are a pure function of `place`."""
+    """A CPU generator whose seed is a hash of `place`."""
     digest = hashlib.sha256(place.encode()).digest()
     return torch.Generator(device="cpu").manual_seed(int.from_bytes(digest[:8], "big"))
 
 
 @torch.no_grad()
 def draw_normal(parameter: torch.Tensor, std: float, seed: int, name: str, rows: int | None = None) -> None:
-    """Fills `parameter` with N(0, std^2), a pure function of (seed, name); rows from `rows` on become zero.
+    """Fills `parameter` with N(0, std^2), a pure function of (seed, name); rows from `rows` on are set to zero.
 
-    Drawn in fp32 on the CPU and rounded into the parameter, so that bf16 weights are the rounding of the fp32 ones and every
-    device, rank and order of construction starts from the same model. A parameter on the meta device is left alone.
+    The numbers are drawn in fp32 on the CPU and rounded to the parameter's dtype, so all devices, ranks and orders of construction start
+    from the same model, and bf16 weights are the rounded fp32 weights. A parameter on the meta device is not changed.
     """
     if parameter.is_meta:
         return
     generator = generator_for(f"{seed}/{name}")
     rows = len(parameter) if rows is None else rows
-    # torch.normal and not torch.empty or torch.randn: deepspeed.zero.Init replaces those two, and what they return is in the
-    # engine's dtype whatever dtype is asked for.
+    # torch.normal, because deepspeed.zero.Init replaces torch.empty and torch.randn with versions that ignore the dtype argument.
     drawn = torch.normal(0.0, std, (rows, *parameter.shape[1:]), generator=generator, dtype=torch.float32, device="cpu")
     parameter[:rows].copy_(drawn)
     parameter[rows:].zero_()
 
 
 class Linear(nn.Linear):
-    """(..., n_in) -> (..., n_out) with bias, drawn by its own constructor.
+    """(..., n_in) -> (..., n_out) with bias, initialized by its constructor.
 
-    deepspeed.zero.Init partitions a module's parameters the moment its constructor returns: whoever initialises them later would
-    write into empty tensors. This is why leaves know their name.
+    deepspeed.zero.Init partitions a module's parameters when its constructor returns, so they cannot be initialized later. The constructor
+    therefore needs the parameter's name, from which its values are drawn.
     """
 
     def __init__(self, n_in: int, n_out: int, seed: int, name: str, std: float = INIT_STD):
@@ -65,24 +63,26 @@ class Linear(nn.Linear):
         nn.init.zeros_(self.bias)
 
     def reset_parameters(self) -> None:
-        """Nothing: torch's own draw would take numbers from the global generator, only to be written over."""
+        """Does nothing: torch's initialization would use the global generator, and be overwritten."""
 
 
 class Embedding(nn.Embedding):
-    """int64 (...) -> (..., d_model), drawn by its own constructor. Rows from `used_rows` on are padding, and zero."""
+    """int64 (...) -> (..., d_model), initialized by its constructor. Rows from `used_rows` on are padding, and zero."""
 
     def __init__(self, n_rows: int, d_model: int, seed: int, name: str, used_rows: int | None = None):
         super().__init__(n_rows, d_model)
         draw_normal(self.weight, INIT_STD, seed, f"{name}.weight", used_rows)
 
     def reset_parameters(self) -> None:
-        """Nothing, as in Linear."""
+        """Does nothing, as in `Linear`."""
 
 
 def attend(qkv: torch.Tensor, mask: torch.Tensor | None, dropout: float) -> torch.Tensor:
-    """Causal self-attention, qkv (B, T, 3, n_head, d_head) -> (B, T, n_head d_head), by torch's best kernel for the device.
+    """Causal self-attention by torch's best kernel for the device: qkv (B, T, 3, n_head, d_head) -> (B, T, n_head d_head).
 
-    mask: None, or what is added to the scores in place of causality alone, (B, 1, T, T). dropout: of the probabilities.
+    Args:
+        mask: added to the scores instead of the causal mask, (B, 1, T, T); None for the causal mask.
+        dropout: probability, for the attention probabilities.
     """
     q, k, v = (part.transpose(1, 2) for part in qkv.unbind(2))  # (B, T, 3, n_head, d_head) -> 3 x (B, n_head, T, d_head), views
     y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, dropout_p=dropout)
@@ -92,8 +92,9 @@ def attend(qkv: torch.Tensor, mask: torch.Tensor | None, dropout: float) -> torc
 class Attention(nn.Module):
     """Causal self-attention, (B, T, C) -> (B, T, C), with one fused projection for queries, keys and values.
 
-    `mask` is None, or what is added to the scores in place of causality alone, (B, 1, T, T): GPT puts it there for as long as a pass
-    through its blocks lasts. `attend` is what computes it, from its projections on: a technique may assign a kernel of its own.
+    Attributes:
+        mask: the mask of `attend`, set by `GPT` during a forward or backward pass.
+        attend: computes attention from the projections; a technique may assign another kernel.
     """
 
     mask: torch.Tensor | None
@@ -105,7 +106,7 @@ class Attention(nn.Module):
         self.dropout = config.dropout
         self.mask = None
         self.attend = attend
-        residual_std = INIT_STD / math.sqrt(2 * config.n_layer)  # 2 n_layer branches add up on the residual stream (GPT-2, section 2.3)
+        residual_std = INIT_STD / math.sqrt(2 * config.n_layer)  # the residual stream is a sum of 2 n_layer branches (GPT-2, section 2.3)
         self.c_attn = Linear(config.d_model, 3 * config.d_model, config.init_seed, f"{name}.c_attn")
         self.c_proj = Linear(config.d_model, config.d_model, config.init_seed, f"{name}.c_proj", residual_std)
         self.resid_dropout = nn.Dropout(config.dropout)
@@ -133,9 +134,9 @@ class MLP(nn.Module):
 
 
 def add_scaled(x: torch.Tensor, branch: torch.Tensor, scale: float) -> torch.Tensor:
-    """x + scale branch, all of them (B, T, C)."""
+    """x + scale * branch, each (B, T, C)."""
     if torch.compiler.is_compiling():
-        # torch.compile makes `alpha` a constant, and would compile anew for every scale. A factor stays an argument, and is fused.
+        # torch.compile treats `alpha` as a constant and would recompile for every scale.
         return x + scale * branch
     return torch.add(x, branch, alpha=scale)
 
@@ -143,9 +144,8 @@ def add_scaled(x: torch.Tensor, branch: torch.Tensor, scale: float) -> torch.Ten
 class Block(nn.Module):
     """One pre-LN block, (B, T, C) -> (B, T, C).
 
-    `branch_scale` multiplies both residual branches. It is 1 unless a block runner that drops blocks makes up for their absence
-    (1 / keep probability). It costs no pass over memory, and at 1 it changes no bit.
-    `index` is the block's place in the model, from 0.
+    `branch_scale` multiplies both residual branches: 1, or 1 / (keep probability) if a block runner drops blocks. A scale of 1 changes no
+    bit. `index` is the number of the block, from 0.
     """
 
     def __init__(self, config: GPTConfig, index: int):
@@ -162,7 +162,7 @@ class Block(nn.Module):
 
 
 def linear_cross_entropy(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targets: torch.Tensor) -> torch.Tensor:
-    """The mean cross-entropy, fp32, of the logits x (N, C) weight (V, C) + bias (V,) at targets int64 (N,), -100 where none is wanted."""
+    """The mean cross-entropy, fp32, of the logits x (N, C) @ weight (V, C)^T + bias (V,) for targets int64 (N,); -100 is ignored."""
     logits = F.linear(x, weight, bias)  # (N, V)
     total = sum(
         F.cross_entropy(rows.float(), row_targets, reduction="sum")  # fp32: a sum of 8,192 bf16 exponentials keeps 8 bits
@@ -172,12 +172,11 @@ def linear_cross_entropy(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tens
 
 
 class TiedHead(nn.Module):
-    """The output layer, whose weight is the token embedding itself: (B, T, C) -> logits or loss.
+    """The output layer, whose weight is the token embedding: (B, T, C) -> logits or loss.
 
-    It holds the embedding's parameter under its own name and allocates none, so that a second vocab x d_model matrix never
-    exists, and ZeRO-3, which gathers what a module holds when that module runs, gathers it here too.
-    The loss is computed inside, by `loss`, so that a kernel which fuses it with the matmul finds the weight gathered: a technique may
-    assign one of its own.
+    The embedding's parameter is registered here too, so ZeRO-3, which gathers a module's parameters when the module runs, also gathers it
+    for the head. `loss` computes the loss inside of this module, where the weight is gathered; a technique may assign a kernel that fuses
+    it with the matmul.
     """
 
     padding_bias: torch.Tensor | None
@@ -188,8 +187,8 @@ class TiedHead(nn.Module):
         self.vocab_size = vocab_size
         self.weight = embedding.weight
         self.loss = linear_cross_entropy
-        # Padded columns get the logit -inf through the matmul's own bias: probability 0, hence a gradient of exactly 0 for
-        # their rows. Writing -inf into the logits would make the backward pass copy their whole gradient (B x T x vocab fp32).
+        # The bias of the matmul sets the logits of padded columns to -inf: their probability is 0, and so is the gradient of their rows.
+        # Writing -inf into the logits would make the backward pass copy their whole gradient (B x T x vocab fp32).
         bias = None
         if vocab_size < embedding.num_embeddings:
             bias = torch.zeros(embedding.num_embeddings)
@@ -211,24 +210,25 @@ class TiedHead(nn.Module):
 
 
 def run_all_blocks(blocks: nn.ModuleList, x: torch.Tensor) -> torch.Tensor:
-    """The default block runner: every block in turn, (B, T, C) -> (B, T, C)."""
+    """The default block runner: all blocks in order, (B, T, C) -> (B, T, C)."""
     for block in blocks:
         x = block(x)
     return x
 
 
 def document_starts(tokens: torch.Tensor, document_end: int) -> torch.Tensor:
-    """Where in its row the document of each token begins: (B, T) -> int64 (B, T). `document_end` is a document's last token."""
+    """For each token, the index in its row at which its document begins: (B, T) -> int64 (B, T). `document_end` ends a document."""
     index = torch.arange(tokens.shape[1], device=tokens.device)
-    # The roll brings a row's last token before its first, where a document begins in any case: at 0.
+    # The roll moves a row's last token to index 0, where a document begins in any case.
     return torch.where(tokens.roll(1, dims=1) == document_end, index, 0).cummax(dim=1).values
 
 
 def document_mask(starts: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """What is added to the scores of attention so that a token sees its document up to itself: (B, T) -> (B, 1, T, T), 0 and -inf.
+    """The attention mask with which a token attends to its document up to itself: (B, T) -> (B, 1, T, T), 0 and -inf.
 
-    starts: from `document_starts`. In the dtype of the queries, because a boolean mask is converted to it in every block, and the
-    converted one kept for the backward pass: n_layer of them in place of one.
+    Args:
+        starts: from `document_starts`.
+        dtype: of the queries. A boolean mask would be converted in every block, and each copy kept for the backward pass.
     """
     index = torch.arange(starts.shape[1], device=starts.device)
     hidden = (index < starts.unsqueeze(-1)) | (index > index.unsqueeze(-1))  # (T,) with (B, T, 1), and with (T, 1) -> (B, T, T)
@@ -238,17 +238,17 @@ def document_mask(starts: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 class GPT(nn.Module):
     """GPT-2 with learned positions and a tied head.
 
-    Where `config.document_end` is set, a row of tokens may hold several documents: each has positions from 0 on, and its logits are those
-    of the document alone.
+    If `config.document_end` is set, a row of tokens may hold several documents. Positions start from 0 in each, and attention does not
+    cross its boundaries.
 
-    The names in its `state_dict` are GPT-2's, the matrices have nn.Linear's (out, in) layout, and no technique changes either.
+    The names in `state_dict` are GPT-2's, and matrices have the (out, in) layout of nn.Linear. No technique changes either.
 
-    `block_runner(blocks, x) -> x`, x (B, T, C), is the one hook: techniques that drop blocks or recompute activations assign
-    their own. Evaluation wants the full model, so a runner that drops blocks does so only while `blocks.training`. One runner may
-    call another with a part of the blocks, and again in the backward pass: a runner goes by `block.index`, and counts no calls.
+    `block_runner(blocks, x) -> x`, x (B, T, C), runs the blocks. Techniques that drop blocks or recompute activations assign their own.
+    Evaluation uses the full model, so a runner may drop blocks only while `blocks.training`. A runner may be called with a part of the
+    blocks, and again in the backward pass, so it must identify a block by `block.index` and not count calls.
 
-    Weights are a pure function of (config.init_seed, parameter name): N(0, 0.02^2), the projections onto the residual stream
-    divided by sqrt(2 n_layer), biases 0, norms 1, padded rows of the embedding 0. Under `deepspeed.zero.Init` too.
+    Initial weights are a pure function of (config.init_seed, parameter name), also under `deepspeed.zero.Init`: N(0, 0.02^2), divided by
+    sqrt(2 n_layer) for the projections onto the residual stream; biases 0, norms 1, padded rows of the embedding 0.
     """
 
     def __init__(self, config: GPTConfig):
@@ -263,14 +263,18 @@ class GPT(nn.Module):
         self.block_runner: BlockRunner = run_all_blocks
 
     def used_rows(self, length: int) -> dict[torch.Tensor, int]:
-        """Of the embeddings, how many rows, from the first on, can get gradients from sequences of `length` tokens."""
+        """For each embedding, the number of its first rows that sequences of `length` tokens can give gradients."""
         return {self.wte.weight: self.config.vocab_size, self.wpe.weight: length}
 
     def forward(self, tokens: torch.Tensor, targets: torch.Tensor | None = None) -> torch.Tensor:
-        """tokens int64 (B, T), T at most seq_len; targets int64 (B, T), -100 where no loss is wanted, or None.
+        """The loss, or the logits.
 
-        Returns the scalar mean cross-entropy in fp32, nats a token; without targets the logits (B, T, vocab_size).
-        Raises ValueError where T exceeds seq_len.
+        Args:
+            tokens: int64 (B, T), T at most seq_len.
+            targets: int64 (B, T), -100 is ignored; or None.
+
+        Returns the scalar mean cross-entropy in fp32, nats per token; without targets the logits (B, T, vocab_size).
+        Raises ValueError if T exceeds seq_len.
         """
         length = tokens.shape[1]
         if length > self.config.seq_len:
@@ -286,10 +290,10 @@ class GPT(nn.Module):
         return self.lm_head(self.ln_f(x), targets)
 
     def _run_masked(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        """The block runner under `mask`, which lies with the blocks while they run: forward, and again in this pass's backward.
+        """Runs the blocks with `mask` set in them, during this forward pass and its backward pass.
 
-        A runner may compute blocks again in the backward pass, by when other forward passes may have been. So the gradient that enters the
-        last block puts this pass's mask back, and the one that leaves the first takes it away.
+        A runner may recompute blocks in the backward pass, and other forward passes may have happened in between. Gradient hooks therefore
+        set this pass's mask again when the backward pass enters the last block, and remove it when it leaves the first.
         """
 
         def put(mask: torch.Tensor | None) -> None:
@@ -309,10 +313,10 @@ class GPT(nn.Module):
 
 
 def weight_decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Parameter groups for an optimizer: `weight_decay` on matrices and embeddings, 0 on biases and norms (GPT-3, appendix B).
+    """Parameter groups for an optimizer: `weight_decay` for matrices and embeddings, 0 for biases and norms (GPT-3, appendix B).
 
-    Each trainable parameter once: `parameters()` counts the tied weight once. A parameter that ZeRO-3 has partitioned is flat
-    (its own ndim is 1) and keeps its true shape in `ds_shape`.
+    Each trainable parameter is in one group; the tied weight counts once. A parameter that ZeRO-3 has partitioned is flat and has its shape
+    in `ds_shape`.
     """
     decayed: list[nn.Parameter] = []
     kept: list[nn.Parameter] = []

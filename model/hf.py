@@ -1,6 +1,7 @@
-"""The model as transformers' GPT2LMHeadModel: names, shapes, layouts and configuration.
+"""Converts the model to transformers' GPT2LMHeadModel: names, shapes, layouts and configuration.
 
-Three things differ: the names' prefix, the matrices' layout (transformers keeps GPT-2's Conv1D, (in, out)), and our vocabulary's padding.
+Three things differ: the prefix of the names, the layout of matrices (transformers has GPT-2's Conv1D, (in, out)), and the padding of the
+vocabulary.
 
     model = GPT2LMHeadModel(GPT2Config.from_dict(hf_config(config))); model.load_state_dict(to_hf_state_dict(gpt.state_dict(), config))
 """
@@ -17,12 +18,12 @@ from model.presets import GPTConfig
 PREFIX = "transformer."
 EMBEDDING = "wte.weight"
 HEAD = "lm_head.weight"
-#: GPT-2's matrices in the blocks, all of them, which transformers keeps as (in, out).
+#: The matrices of the blocks, which transformers stores as (in, out).
 CONV1D = re.compile(r"(c_attn|c_proj|c_fc)\.weight$")
 
 
 def hf_shapes(config: GPTConfig) -> dict[str, tuple[int, ...]]:
-    """The weights of GPT2LMHeadModel without its head: our names (theirs without the prefix), transformers' shapes, unpadded."""
+    """The shapes of GPT2LMHeadModel's weights without its head, under the names of `model.gpt.GPT`, unpadded."""
     width = config.d_model
     shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (config.vocab_size, width), "wpe.weight": (config.seq_len, width)}
     for index in range(config.n_layer):
@@ -40,10 +41,10 @@ def hf_shapes(config: GPTConfig) -> dict[str, tuple[int, ...]]:
 
 
 def hf_config(config: GPTConfig, eot_id: int | None = None, dtype: str = "float32") -> dict[str, Any]:
-    """The config.json of a model, as any version of transformers reads it, with the vocabulary unpadded.
+    """The config.json of a model for any version of transformers, with the unpadded vocabulary.
 
     Args:
-        eot_id: the token that ends a text, and begins one too, as in GPT-2.
+        eot_id: the token that begins and ends a text, as in GPT-2.
         dtype: of the weights, such as "float32".
     """
     own = {} if config.document_end is None else {"document_end": config.document_end}
@@ -77,13 +78,13 @@ def hf_config(config: GPTConfig, eot_id: int | None = None, dtype: str = "float3
 
 
 def to_hf_layout(name: str, tensor: torch.Tensor, config: GPTConfig) -> torch.Tensor:
-    """The weight of our name `name` as transformers lays it out: a view, without the padded rows of the vocabulary."""
+    """The weight `name` of `model.gpt.GPT` in transformers' layout: a view, without the padded rows of the vocabulary."""
     if CONV1D.search(name):
         return tensor.t()  # (out, in) -> (in, out)
     return tensor[: config.vocab_size] if name == EMBEDDING else tensor
 
 
 def to_hf_state_dict(state_dict: dict[str, torch.Tensor], config: GPTConfig) -> dict[str, torch.Tensor]:
-    """Our `GPT.state_dict()` under GPT2LMHeadModel's names and layouts. The head stays the embedding's own tensor."""
+    """`GPT.state_dict()` with GPT2LMHeadModel's names and layouts. The head and the embedding share a tensor."""
     hf = {PREFIX + name: to_hf_layout(name, tensor, config).contiguous() for name, tensor in state_dict.items() if name != HEAD}
     return hf | {HEAD: hf[PREFIX + EMBEDDING]}

@@ -1,7 +1,7 @@
 """The named model sizes, and the training values that `"auto"` takes from them.
 
-A JSON of ours says `"auto"` where the right value depends on the model; the preset is where that value comes from, so that
-one JSON serves every size. Nothing here imports torch: a wrong flag is refused before torch is loaded.
+The JSONs of `ds_configs/` have `"auto"` where the right value depends on the model, so that one JSON serves every size. This module does
+not import torch, so that `--help` is fast.
 
     deepspeed launch/pretrain.py --deepspeed_config ds_configs/zero1_bf16.json --preset micro
 """
@@ -15,8 +15,8 @@ VOCAB_MULTIPLE = 128  # rows of the token embedding; keeps the head's matmul on 
 class ModelShape:
     """The sizes of a GPT that do not depend on the tokenizer.
 
-    n_layer blocks of n_head heads, d_model wide (each head d_model / n_head), for sequences of at most seq_len tokens.
-    Raises ValueError, one line, for a shape that cannot be built.
+    n_layer blocks of n_head heads and width d_model (d_model / n_head per head), for sequences of at most seq_len tokens.
+    Raises ValueError, with a message of one line, for an impossible shape.
     """
 
     n_layer: int
@@ -31,9 +31,9 @@ class ModelShape:
 
 @dataclass(frozen=True, kw_only=True)
 class GPTConfig(ModelShape):
-    """A shape with its vocabulary and its seed: all that `model.gpt.GPT` needs, and all that its weights depend on.
+    """A shape with its vocabulary and seed: everything that `model.gpt.GPT` and its initial weights depend on.
 
-    document_end: the token that ends a document, which attention and positions then do not cross; None: a row is one text.
+    document_end: the token that ends a document, which attention then does not cross; None if each row is one text.
     """
 
     vocab_size: int
@@ -54,11 +54,13 @@ class GPTConfig(ModelShape):
 
 @dataclass(frozen=True)
 class Preset:
-    """A shape, and what `"auto"` means for it.
+    """A shape, and the values of `"auto"` for it.
 
-    lr: peak learning rate (the schedule ends at `min_lr`). global_batch_size: sequences a step over all ranks.
-    micro_batch_size: sequences a rank takes at once, at most; fewer where ranks x micro would exceed the global batch.
-    steps, warmup_steps: optimizer steps.
+    Attributes:
+        lr: peak learning rate; the schedule ends at `min_lr`.
+        global_batch_size: sequences per step over all ranks.
+        micro_batch_size: largest micro-batch of a rank, in sequences; smaller if ranks x micro_batch_size exceeds the global batch.
+        steps, warmup_steps: optimizer steps.
     """
 
     shape: ModelShape
@@ -70,7 +72,7 @@ class Preset:
 
     @property
     def min_lr(self) -> float:
-        """Cosine decay to 10% of the peak (GPT-3, appendix B)."""
+        """The final learning rate: 10% of the peak (GPT-3, appendix B)."""
         return self.lr / 10
 
 
@@ -80,7 +82,7 @@ def check_positive_int(name: str, value: object) -> None:
 
 
 def check_shape(shape: ModelShape) -> None:
-    """Raises ValueError, in one line that names the value and the fix, where no GPT of this shape can be built."""
+    """Raises ValueError, with the value and the fix in one line, for an impossible shape."""
     for name in ("n_layer", "n_head", "d_model", "seq_len"):
         check_positive_int(name, getattr(shape, name))
     if shape.d_model % shape.n_head:
@@ -95,8 +97,8 @@ def check_shape(shape: ModelShape) -> None:
 # width 2,048 (here 16 x 128), 13B has width 5,140 with 40 heads of 128 (here 5,120 = 40 x 128).
 # Batches: 0.5 M tokens = 512 x 1,024; 1 M = 1,024 x 1,024 = 512 x 2,048; 2 M = 1,024 x 2,048.
 # Warm-up: 375 M tokens (same paper, appendix B) = 715 steps of 0.5 M, 358 of 1 M, 179 of 2 M.
-# Steps: 20 tokens a parameter (Chinchilla, arXiv 2203.15556), not GPT-3's 300 B: a run that one can finish.
-# nano and micro: ours, for minutes on two cores with the 8k vocabulary; narrower than any row of that table, hence higher rates.
+# Steps: 20 tokens per parameter (Chinchilla, arXiv 2203.15556) instead of GPT-3's 300 B tokens.
+# nano and micro are for minutes on two cores with the 8k vocabulary; they are narrower than all rows of that table, so rates are higher.
 PRESETS: dict[str, Preset] = {
     # 8 x 128 = 1,024 tokens a step; 1,000 steps = 1.0 M tokens, a third of the corpus, two minutes on two cores
     "nano": Preset(ModelShape(4, 4, 256, 128), lr=2e-3, global_batch_size=8, micro_batch_size=8, steps=1_000, warmup_steps=100),

@@ -1,10 +1,10 @@
-"""Text from a model, one token at a time.
+"""Samples text from a model, one token at a time.
 
     deepspeed launch/pretrain.py --deepspeed_config ds_configs/zero1_bf16.json --sample_tokens 200     # at the end of a run
     python launch/generate.py runs/demo --prompt "def "
 
-A model is only a function from a text to the logits of the next token: a plain one, one with a KV cache (`model/cache.py`), or the engine's
-partitioned one.
+A model is given as a function from a text to the logits of the next token: `recomputed`, a KV cache (`model/cache.py`), or DeepSpeed's
+engine.
 """
 
 from __future__ import annotations
@@ -16,20 +16,24 @@ import torch
 
 #: A text, at least one token -> logits (vocab_size,) of the token that follows it.
 NextLogits = Callable[[list[int]], torch.Tensor]
-#: The lowest temperature that divides: lower ones overflow fp32, and the likeliest token has probability 1 long before.
+#: The smallest divisor of logits: smaller ones overflow fp32. The most likely token has probability 1 at far higher temperatures.
 MIN_TEMPERATURE = 1e-30
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How a token is drawn from its logits.
+    """How the next token is sampled from its logits.
 
-    temperature: divides the logits; 0 takes the likeliest token. top_k: draw from the k likeliest tokens only; None: from all.
-    top_p: of those, draw from the fewest likeliest whose probabilities sum to p (nucleus sampling, Holtzman et al., arXiv 1904.09751).
-    no_repeat_ngram_size: no sequence of n tokens occurs twice in a text, the prompt included (Paulus et al., arXiv 1705.04304,
-    section 2.5), unless no other token is left.
+    Args:
+        temperature: divides the logits; 0 selects the most likely token.
+        top_k: sample from the k most likely tokens; None for all.
+        top_p: of those, sample from the smallest set of most likely tokens whose probabilities sum to p (nucleus sampling, Holtzman et al.,
+            arXiv 1904.09751).
+        no_repeat_ngram_size: no sequence of n tokens occurs twice in a text, prompt included (Paulus et al., arXiv 1705.04304,
+            section 2.5), unless no other token is left.
 
-    Raises ValueError, one line, for values out of range.
+    Raises:
+        ValueError: a value is out of range; the message is one line.
     """
 
     temperature: float = 1.0
@@ -48,26 +52,26 @@ class Sampling:
             raise ValueError(f"no_repeat_ngram_size is {self.no_repeat_ngram_size}: it must be at least 1, or left out")
 
     def pick(self, logits: torch.Tensor, text: list[int], generator: torch.Generator | None = None) -> int:
-        """The token id that follows `text`, from logits fp32 (V,) on the CPU."""
+        """Samples the token that follows `text` from logits fp32 (V,) on the CPU."""
         banned = repeated_by(text, self.no_repeat_ngram_size) if self.no_repeat_ngram_size else []
         if 0 < len(banned) < len(logits):
             logits = logits.index_fill(0, torch.tensor(banned), -torch.inf)
         if self.temperature == 0:
             return int(logits.argmax())
         n_ids = len(logits)
-        logits, ids = logits.topk(min(self.top_k or n_ids, n_ids))  # (k,), likeliest first
+        logits, ids = logits.topk(min(self.top_k or n_ids, n_ids))  # (k,), most likely first
         probabilities = torch.softmax(logits / max(self.temperature, MIN_TEMPERATURE), dim=0)
         if self.top_p is not None:
-            before = probabilities.cumsum(0) - probabilities  # the sum of the likelier tokens
-            before[0] = -1  # the likeliest is always kept, whatever the rounding
+            before = probabilities.cumsum(0) - probabilities  # sum over more likely tokens
+            before[0] = -1  # the most likely token is always kept
             probabilities = probabilities.masked_fill(before >= self.top_p, 0)
-        # By id, not by probability: where two tokens are equally likely, the rounding of the logits must not change what a draw means.
+        # Ordered by id: ordered by probability, rounding of the logits could exchange two equally likely tokens.
         by_id = torch.zeros(n_ids).index_copy(0, ids, probabilities)  # (V,)
         return int(torch.multinomial(by_id, 1, generator=generator))
 
 
 def repeated_by(text: list[int], n: int) -> list[int]:
-    """The tokens, sorted, after which the last n tokens of `text` would occur in it twice."""
+    """The tokens, sorted, with which the last n tokens of the longer text would occur twice in it."""
     last = text[max(0, len(text) - n + 1) :]
     return sorted({text[end] for end in range(n - 1, len(text)) if text[end - n + 1 : end] == last})
 
@@ -75,8 +79,8 @@ def repeated_by(text: list[int], n: int) -> list[int]:
 def recomputed(forward: Callable[[torch.Tensor], torch.Tensor], seq_len: int) -> NextLogits:
     """The next token's logits by a forward pass over the last `seq_len` tokens, without a cache.
 
-    forward: int64 tokens (1, T) on the CPU -> logits (1, T, vocab_size). The caller moves tokens to the device and sets the model to
-    evaluation mode.
+    Args:
+        forward: int64 tokens (1, T) on the CPU -> logits (1, T, vocab_size), with the model in evaluation mode.
     """
     return lambda ids: forward(torch.tensor([ids[-seq_len:]], dtype=torch.int64))[0, -1]
 
@@ -90,9 +94,13 @@ def stream(
     generator: torch.Generator | None = None,
     end: int | None = None,
 ) -> Iterator[int]:
-    """Yields at most `n_tokens` sampled tokens that continue `prompt_ids`; stops after the token `end`, which it yields too.
+    """Yields at most `n_tokens` sampled tokens that continue `prompt_ids`; stops after the token `end`, which is yielded too.
 
-    generator: on the CPU. Raises ValueError, one line, for an empty prompt and for logits that are not finite.
+    Args:
+        generator: on the CPU.
+
+    Raises:
+        ValueError: the prompt is empty, or the logits are not finite; the message is one line.
     """
     if not prompt_ids:
         raise ValueError("the prompt is empty: begin with at least one token, such as the end-of-text token")
@@ -116,12 +124,15 @@ def generate(
     top_k: int | None = None,
     generator: torch.Generator | None = None,
 ) -> list[int]:
-    """`prompt_ids` followed by `n_tokens` sampled tokens; `forward` as in `recomputed`.
+    """Returns `prompt_ids` and `n_tokens` sampled tokens; `forward` as in `recomputed`.
 
-    generator: a CPU generator, with the same seed on every rank.
+    All ranks call `forward` n_tokens times with the same lengths and do not stop early, because ZeRO-3 gathers weights in each call, and
+    all ranks must take part.
 
-    Every rank calls `forward` exactly n_tokens times with the same lengths, and never stops early: ZeRO-3 gathers weights in each call, and
-    the other ranks would wait for a rank that stopped.
-    Raises ValueError, one line, for values out of range.
+    Args:
+        generator: a CPU generator with the same seed on every rank.
+
+    Raises:
+        ValueError: a value is out of range; the message is one line.
     """
     return [*prompt_ids, *stream(recomputed(forward, seq_len), prompt_ids, n_tokens, Sampling(temperature, top_k), generator)]

@@ -574,9 +574,9 @@ def test_auto_tokenizer_gives_the_ids_of_the_corpus(name, corpus, tmp_path):
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:
-    from data_pipeline.tokenizer import HuggingFaceFolder
+    from data_pipeline.tokenizer import HuggingFace
 
-    return HuggingFaceFolder(folder, "<|endoftext|>", str(folder))
+    return HuggingFace.read(folder, "<|endoftext|>", str(folder))
 
 
 # --- GPT-2's own size ----------------------------------------------------------------------------------------------------------------

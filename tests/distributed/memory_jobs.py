@@ -1,25 +1,21 @@
-"""Measuring what `launch/config/memory.py` predicts: model states in a live engine, peaks of fresh processes."""
+"""Measures what `launch/config/memory.py` predicts: the model states of a live engine."""
 
 from __future__ import annotations
 
 import gc
 import itertools
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from launch.config.memory import MemoryPlan, memory_per_rank
 from launch.config.run_config import RunConfig, resolve
-from launch.formats.metrics import read_metrics
 from launch.training.engine import TrainingEngine
 from launch.training.folder import NoFolder
 from launch.training.observers import Observer
 from recipes import registry
 from tests.distributed.correction_jobs import fp16_allowed
-from tests.helpers import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 PARTS = ("weights", "gradients", "master_weights", "optimizer_states")
@@ -144,46 +140,13 @@ def model_states(flags: list[str]) -> dict[str, Any]:
     )
 
 
-def largest_states(flags: list[str]) -> dict[str, int]:
-    """Bytes of each part on this rank after that backward pass of a step after which they are most; fp16 also where it is slow."""
+def largest_states(flags: list[str]) -> tuple[dict[str, int], int, int]:
+    """Bytes on this rank, in fp16 also where it is slow.
+
+    Returns the bytes of each part after that backward pass of a step after which their sum is largest, the sum after the last backward
+    pass, and the plan's sum.
+    """
     with fp16_allowed():
-        _, found = states_in_step(flags)
+        config, found = states_in_step(flags)
     largest = max(found, key=lambda states: sum(states[part] for part in PARTS))
-    return {part: largest[part] for part in PARTS}
-
-
-# --- peaks ------------------------------------------------------------------------------------------------------------------------
-
-
-#: A model of a few thousand parameters.
-TINY = ["--n_layer", "1", "--n_head", "1", "--d_model", "8", "--seq_len", "8"]
-_process: dict[int, int] = {}  # its peak, by the number of ranks: Python, torch and DeepSpeed, which the plan leaves out
-
-
-def run_and_plan(runs: Path, name: str, flags: list[str], ranks: int) -> tuple[int, MemoryPlan]:
-    """`deepspeed launch/pretrain.py FLAGS` in fresh processes: the peak of rank 0 less that of a run of a tiny model, and the plan."""
-    if ranks not in _process:
-        _process[ranks] = _peak(runs, f"{name}-tiny", [*flags, *TINY], ranks)
-    measured = _peak(runs, name, flags, ranks)
-    return measured - _process[ranks], plan_of(resolve(flags, ranks=ranks)[0])
-
-
-def _peak(runs: Path, name: str, flags: list[str], ranks: int) -> int:
-    """Rank 0's `peak_memory_bytes` at the end. ru_maxrss only grows, so that it can be measured once in a process."""
-    arguments = [*flags, "--runs_dir", str(runs), "--run_name", name, "--save_every", "0", "--eval_every", "0", "--quiet"]
-    launcher = [
-        str(Path(sys.executable).with_name("deepspeed")),
-        "--log_level",
-        "error",
-        "--num_gpus",
-        str(ranks),
-        "--master_port",
-        str(free_port()),
-    ]
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    done = subprocess.run(
-        [*launcher, "launch/pretrain.py", *arguments], cwd=ROOT, env={**os.environ, "PATH": path}, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    lines = [line for line in read_metrics(runs / name / "metrics.jsonl") if "peak_memory_bytes" in line]
-    return int(lines[-1]["peak_memory_bytes"])
+    return {part: largest[part] for part in PARTS}, sum(found[-1][part] for part in PARTS), plan_of(config).model_states

@@ -71,7 +71,7 @@ def test_model_states_are_what_the_zero_paper_says(two_ranks, corpus, tmp_path, 
     run = flags(corpus, tmp_path, f"zero{stage}_{precision}", *SHAPE, "--micro_batch_size", "1", "--global_batch_size", "4")
     config, _ = resolve(run, ranks=2)
     parameters = parameter_count(GPTConfig(**vars(config.shape), vocab_size=config.corpus.vocab_size))
-    for states in two_ranks.run("tests.distributed.memory_jobs:largest_states", flags=run):
+    for states, _, _ in two_ranks.run("tests.distributed.memory_jobs:largest_states", flags=run):
         assert sum(states.values()) == pytest.approx(parameters * bytes_per_parameter(stage, 2, precision), rel=0.1)
 
 
