@@ -1,6 +1,5 @@
 """Text from a model, one token at a time.
 
-    deepspeed launch/pretrain.py --deepspeed_config ds_configs/zero1_bf16.json --sample_tokens 200     # at the end of a run
     python launch/generate.py runs/demo --prompt "def "
 
 A model is only a function from a text to the logits of the next token: a plain one, one with a KV cache (`model/cache.py`), or the engine's
@@ -105,23 +104,3 @@ def stream(
         yield ids[-1]
         if ids[-1] == end:
             return
-
-
-def generate(
-    forward: Callable[[torch.Tensor], torch.Tensor],
-    prompt_ids: list[int],
-    n_tokens: int,
-    seq_len: int,
-    temperature: float = 1.0,
-    top_k: int | None = None,
-    generator: torch.Generator | None = None,
-) -> list[int]:
-    """`prompt_ids` followed by `n_tokens` sampled tokens; `forward` as in `recomputed`.
-
-    generator: a CPU generator, with the same seed on every rank.
-
-    Every rank calls `forward` exactly n_tokens times with the same lengths, and never stops early: ZeRO-3 gathers weights in each call, and
-    the other ranks would wait for a rank that stopped.
-    Raises ValueError, one line, for values out of range.
-    """
-    return [*prompt_ids, *stream(recomputed(forward, seq_len), prompt_ids, n_tokens, Sampling(temperature, top_k), generator)]
