@@ -25,6 +25,7 @@ from launch.errors import run_command
 from launch.formats.checkpoint_files import file_entry, state_text
 from model.sampling import Sampling, recomputed, stream
 from recipes.registry import read_recipe, recipe_names
+from tests.commands import run_script
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -90,8 +91,7 @@ def skip_unless_the_device_can(config: RunConfig) -> None:
 
 def refused_start(runs: Path, *flags: str | Path) -> str:
     """The one error of a real `launch/pretrain.py` with `flags`, exit code 2, before `runs`, its folder of runs, is made."""
-    command = [sys.executable, "launch/pretrain.py", *flags, "--runs_dir", runs]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = run_script("launch/pretrain.py", *flags, "--runs_dir", runs)
     assert done.returncode == 2
     (line,) = (line for line in done.stderr.splitlines() if line.startswith("error:"))
     assert not runs.exists()

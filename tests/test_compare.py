@@ -5,7 +5,6 @@ from __future__ import annotations
 import fcntl
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +13,7 @@ from launch.comparison.experiments import error_of, is_finished
 from launch.comparison.page import new_folder
 from launch.comparison.trials import plan_experiment
 from recipes.registry import ROOT, read_recipe
+from tests.commands import run_script
 from tests.run_folders import description, lines, write_run
 
 #: A training that would end at once, were it started.
@@ -21,8 +21,7 @@ TINY = ["--n_layer", "2", "--n_head", "2", "--d_model", "32", "--seq_len", "32",
 
 
 def compare(*words: object, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, ROOT / "launch/compare.py", *map(str, words)]
-    return subprocess.run(command, cwd=cwd, capture_output=True, text=True)
+    return run_script("launch/compare.py", *words, cwd=cwd)
 
 
 @pytest.fixture
@@ -164,7 +163,7 @@ def test_where_one_command_trains_another_does_not(corpus, tmp_path):
     assert [path.name for path in (tmp_path / "trials").iterdir()] == [".lock"] and not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("name", ["file", "file/x", "n" * 300])
+@pytest.mark.parametrize("name", ["file/x", "n" * 300])
 def test_where_runs_cannot_be_made_is_said_in_one_line(name, corpus, tmp_path):
     (tmp_path / "file").touch()
     done = compare("--recipe", "recipes/zero_1", "--data", corpus, "--runs_dir", tmp_path / name)

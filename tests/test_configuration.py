@@ -216,7 +216,11 @@ COSINE = BASE | {"scheduler": {"type": "WarmupCosineLR", "params": {"warmup_num_
 AUTOCAST = BASE | {"bf16": {"enabled": False}, "torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
 
 
-@pytest.mark.parametrize("values", [HUGGING_FACE, SGD, COSINE, AUTOCAST], ids=["hugging_face", "sgd", "cosine", "autocast"])
+@pytest.mark.parametrize(
+    "values",
+    [HUGGING_FACE, *(pytest.param(one, marks=pytest.mark.long) for one in (SGD, COSINE)), AUTOCAST],
+    ids=["hugging_face", "sgd", "cosine", "autocast"],
+)
 def test_what_is_resolved_trains(values, corpus, tmp_path, two_ranks):
     file = tmp_path / "engine.json"
     file.write_text(json.dumps(values))

@@ -148,7 +148,7 @@ def test_recipe_and_control_are_compared(indexed, run, corpus):
     assert (indexed / "report" / "report.html").exists()
 
 
-@pytest.mark.parametrize("stage", [0, 2])
+@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.long), 2])
 def test_the_optimizer_of_the_page_trains(stage, tmp_path, run, checkout, corpus):
     """Without its recipe.json the folder is no recipe; it is removed again."""
     (name,) = (name for name in BLOCKS if name not in FILES)
@@ -165,6 +165,7 @@ def test_the_optimizer_of_the_page_trains(stage, tmp_path, run, checkout, corpus
     assert last["val_loss"] < first["val_loss"] - 0.1
 
 
+@pytest.mark.long
 def test_losses_before_and_after_are_compared_bit_for_bit(indexed, run, corpus):
     for command in commands("python launch/pretrain.py --deepspeed_config ds_configs/zero1_fp32.json"):
         run(f"{command} --data {corpus} --steps 3")

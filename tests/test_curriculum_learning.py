@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from functools import partial
 
 import pytest
 
 from recipes.curriculum_learning.technique import length_at, stages
 from tests import helpers
+from tests.commands import run_script
 from tests.helpers import ROOT
 
 LINEAR = {"min_difficulty": 8, "max_difficulty": 64, "schedule_type": "fixed_linear"}
@@ -226,7 +226,7 @@ def test_both_forms_at_once_are_refused(tmp_path):
 @pytest.mark.parametrize(
     "flags",
     [
-        ("curriculum_learning", "--steps", "1000000000"),
+        pytest.param(("curriculum_learning", "--steps", "1000000000"), marks=pytest.mark.long),
         ("curriculum_learning", "--seq_len", "1000000", "--set", "curriculum_learning.schedule_config.total_curriculum_step=10000000"),
         ("progressive_layer_drop", "--steps", "1000000000"),
         ("progressive_layer_drop", "--global_batch_size", "1000000000", "--set", "progressive_layer_drop.draw=micro_batch"),
@@ -239,8 +239,7 @@ def test_both_forms_at_once_are_refused(tmp_path):
 )
 def test_a_run_of_any_size_is_explained_at_once(flags):
     recipe, *more = flags
-    command = [sys.executable, "launch/pretrain.py", "--recipe", f"recipes/{recipe}", *more, "--explain"]
-    assert subprocess.run(command, cwd=ROOT, capture_output=True, timeout=60).returncode == 0
+    assert run_script("launch/pretrain.py", "--recipe", f"recipes/{recipe}", *more, "--explain", timeout=60).returncode == 0
 
 
 def test_behind_its_last_step_a_small_degree_does_not_overflow():

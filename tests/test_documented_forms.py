@@ -7,8 +7,6 @@ A section that means nothing in this training loop is accepted with a word; one 
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -18,6 +16,7 @@ from launch.config.run_config import resolve
 from launch.errors import UsageError
 from launch.formats.json_lines import read_json
 from recipes.registry import technique_classes
+from tests.commands import run_script
 
 ROOT = Path(__file__).resolve().parents[1]
 FP32, BF16 = (read_json(ROOT / "ds_configs" / f"zero1_{precision}.json")[0] for precision in ("fp32", "bf16"))
@@ -138,11 +137,11 @@ def test_torch_autocast_is_accepted_on_fp32_weights(corpus, tmp_path):
 
 def test_what_this_machine_lacks_is_explained_and_not_trained(corpus, tmp_path):
     file = written(BF16 | SECTIONS["offload_nvme"], tmp_path)
-    command = [sys.executable, ROOT / "launch/pretrain.py", "--deepspeed_config", file, "--data", corpus, "--runs_dir", tmp_path / "runs"]
-    explained = subprocess.run([*command, "--explain"], capture_output=True, text=True)
+    command = ["launch/pretrain.py", "--deepspeed_config", file, "--data", corpus, "--runs_dir", tmp_path / "runs"]
+    explained = run_script(*command, "--explain")
     assert explained.returncode == 0
     assert "nvme_path': is '/local_nvme', which is no folder on this host" in explained.stdout
-    trained = subprocess.run(command, capture_output=True, text=True)
+    trained = run_script(*command)
     assert trained.returncode == 2
     assert len(trained.stderr.splitlines()) == 2, "a line for each of the two paths"
     assert not (tmp_path / "runs").exists()

@@ -23,6 +23,7 @@ from launch.formats.hf_folder import open_hf_folder
 from launch.formats.metrics import read_metrics
 from launch.trained_model.load import open_trained
 from model.hf import hf_shapes
+from tests.commands import run_script
 from tests.helpers import ROOT, explain, exported, refusal, reseal
 
 SIZES = {"n_layer": 2, "n_head": 2, "d_model": 36, "seq_len": 32}
@@ -51,8 +52,7 @@ def folder(run, tmp_path_factory) -> Path:
 
 
 def export(*arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "launch/export.py", *map(str, arguments)]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    return run_script("launch/export.py", *arguments)
 
 
 def copied(folder: Path, tmp_path: Path) -> Path:
@@ -139,7 +139,9 @@ def test_another_checkpoint_another_dtype(run, tmp_path):
     assert not torch.equal(again.wpe.weight, whole.wpe.weight)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, *(pytest.param(number, marks=pytest.mark.long) for number in (signal.SIGTERM, signal.SIGKILL))]
+)
 def test_an_export_that_is_stopped_leaves_no_folder(number, run, tmp_path):
     """Nothing at all where it can clean up, else what the next export into the same folder removes."""
     command = [sys.executable, "launch/export.py", str(run), "--out", str(tmp_path / "out")]

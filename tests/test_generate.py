@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from launch.errors import run_command
 from launch.trained_model import text as samples_text
 from launch.trained_model.load import TrainedModel, open_trained
 from launch.trained_model.text import text_parts
+from tests.commands import run_script
 from tests.pages import commands
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -62,7 +62,7 @@ def test_the_text_is_that_of_the_model_and_a_fresh_process_writes_it(run, comman
     code, out, err = command(*flags)
     assert (code, out) == (0, expected + "\n")
     assert "tokens/s" in err
-    done = subprocess.run([sys.executable, "launch/generate.py", *map(str, flags), "--quiet"], cwd=ROOT, capture_output=True, text=True)
+    done = run_script("launch/generate.py", *flags, "--quiet")
     assert (done.returncode, done.stdout, done.stderr) == (0, expected + "\n", "")
 
 

@@ -8,7 +8,6 @@ import os
 import pickle
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +20,7 @@ from data_pipeline.sampler import GlobalSampler
 from data_pipeline.shards import SPLITS, open_corpus
 from data_pipeline.tokenizer import Tokenizer
 from launch.config.run_config import resolve
+from tests.commands import run_script
 
 ROOT = Path(__file__).resolve().parents[1]
 TEXT = "def of(x):\n    return x + 1\n\nprint(of(2))  # größer\n" * 60
@@ -188,8 +188,7 @@ def test_a_manifest_takes_precedence(characters):
 
 
 def pretrain(*flags: object) -> subprocess.CompletedProcess:
-    command = [sys.executable, "launch/pretrain.py", "--deepspeed_config", "ds_configs/zero1_bf16.json", *map(str, flags)]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    return run_script("launch/pretrain.py", "--deepspeed_config", "ds_configs/zero1_bf16.json", *flags)
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "characters"])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,12 +14,13 @@ from launch.config.memory import bytes_sent_per_step, memory_per_rank, parameter
 from launch.config.run_config import resolve
 from model.accounting import parameter_count
 from model.presets import PRESETS, GPTConfig
+from tests.commands import run_script
 
 ROOT = Path(__file__).resolve().parents[1]
 
 
 def plan(*arguments: str) -> subprocess.CompletedProcess:
-    return subprocess.run([sys.executable, "launch/plan.py", *arguments], cwd=ROOT, capture_output=True, text=True)
+    return run_script("launch/plan.py", *arguments)
 
 
 def test_a_plan_has_a_column_for_every_stage_and_says_what_fits():

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,6 +14,7 @@ from model.presets import GPTConfig
 from recipes.random_ltd.technique import RandomLTD, draw_positions, reserved_length, run_on
 from recipes.registry import make_techniques
 from recipes.technique import StepPlan, whole_step
+from tests.commands import run_script
 from tests.helpers import ROOT
 
 
@@ -204,8 +203,7 @@ def test_a_bad_value_is_one_line(settings, said):
 
 
 def test_a_bad_value_ends_the_command_with_one_line_and_code_2():
-    command = [sys.executable, "launch/pretrain.py", *flags("total_layer_num=24")]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    done = run_script("launch/pretrain.py", *flags("total_layer_num=24"))
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
 
 

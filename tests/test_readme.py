@@ -14,6 +14,7 @@ import pytest
 from launch.config.run_config import resolve
 from launch.formats.metrics import read_metrics
 from model.presets import PRESETS
+from tests.commands import run_script
 from tests.helpers import copy_checkout, explained, free_port
 from tests.pages import PAGES, ROOT, commands
 from tests.run_folders import description, lines, write_run
@@ -72,7 +73,7 @@ def test_training_commands_train(command, corpus, tmp_path):
 
 @pytest.mark.parametrize("command", [line for line in commands() if re.match(r"python launch/(plan|pretrain)\.py", line)])
 def test_commands_that_start_nothing_run_as_they_stand(command):
-    done = subprocess.run([sys.executable, *shlex.split(command)[1:]], cwd=ROOT, capture_output=True, text=True)
+    done = run_script(*shlex.split(command)[1:])
     assert (done.returncode, done.stderr) == (0, "")
     assert len(done.stdout.splitlines()) > 5
 
@@ -88,7 +89,7 @@ def test_comparing_commands_compare(corpus, tmp_path):
     by_recipe += ["--data", str(corpus), "--runs_dir", str(tmp_path / "trials"), *tiny]
     by_runs = [str(tmp_path / word) if word.startswith("runs/") else word for word in by_runs]
     for number, words in enumerate((by_recipe, by_runs)):
-        done = subprocess.run([sys.executable, *words, "--out", str(tmp_path / str(number))], cwd=ROOT, capture_output=True, text=True)
+        done = run_script(*words, "--out", tmp_path / str(number))
         assert done.returncode == 0, done.stderr
         assert {path.name for path in (tmp_path / str(number)).iterdir()} == {"report.html", "report.json", "loss.png"}
 

@@ -190,7 +190,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [1280, 360])
+@pytest.mark.parametrize("width", [pytest.param(1280, marks=pytest.mark.long), 360])
 def test_every_axis_can_be_switched_to(page, report, scheme, width):
     page.open(report, scheme, width)
     assert page.axis() == ("tokens", 0, 2000 * TOKENS)

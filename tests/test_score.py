@@ -20,6 +20,7 @@ from launch.errors import run_command
 from launch.formats.metrics import read_metrics
 from launch.trained_model.load import open_trained
 from launch.trained_model.scoring import estimate, text_bytes, training_windows
+from tests.commands import run_script
 
 ROOT = Path(__file__).resolve().parents[1]
 #: Where the commands of this environment are.
@@ -44,8 +45,7 @@ def runs(one_rank, corpus, tmp_path_factory) -> Path:
 def exported(runs) -> Path:
     """The fp32 run as a Hugging Face folder."""
     out = runs / "exported"
-    words = [sys.executable, "launch/export.py", str(runs / "zero1_fp32"), "--out", str(out)]
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
+    done = run_script("launch/export.py", runs / "zero1_fp32", "--out", out)
     assert done.returncode == 0, done.stderr
     return out
 
@@ -237,6 +237,7 @@ metric_list: [{metric: acc}]
     not all(map(importlib.util.find_spec, ("lm_eval", "accelerate"))),
     reason="lm-evaluation-harness is not installed (pip install lm_eval accelerate -c constraints.txt)",
 )
+@pytest.mark.long
 def test_the_harness_evaluates_an_exported_model(runs, tmp_path):
     """By the two commands of docs/export.md, with tasks of the test's own: the figures are those of the model's own logits."""
     import torch

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import math
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +12,7 @@ import pytest
 from launch.config.run_config import resolve
 from launch.formats.json_lines import read_json
 from recipes.registry import read_recipe, recipe_names
+from tests.commands import run_script
 from tests.helpers import recipe_flags, skip_unless_the_device_can
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -134,8 +133,7 @@ def test_fp16_trains_where_there_is_fp16(name, has_fp16, corpus, tmp_path, two_r
 def test_fp16_is_refused_in_one_line_where_there_is_none(has_fp16, corpus, tmp_path):
     if has_fp16:
         pytest.skip("this machine has fp16 arithmetic")
-    command = [sys.executable, "launch/pretrain.py", *flags("zero2_fp16", corpus, tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = run_script("launch/pretrain.py", *flags("zero2_fp16", corpus, tmp_path))
     assert done.returncode == 2, done.stderr
     errors = [line for line in done.stderr.splitlines() if line.startswith("error:")]
     assert len(errors) == 1

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from functools import partial
 
 import pytest
 
 from tests import helpers
+from tests.commands import run_script
 
 ZERO = "zero_optimization"
 RUN = ("--preset", "gpt2", "--global_batch_size", "64", "--data", "no/corpus", "--recipe", "recipes/zeropp")
@@ -93,8 +92,7 @@ def test_what_is_sent_and_kept_is_planned():
 
 def test_it_is_explained_anywhere_and_trained_on_cuda(corpus, tmp_path):
     assert explained("--ranks", "16")["needs"] == [f"'{ZERO}.zero_quantized_weights' needs CUDA"]
-    command = [sys.executable, "launch/pretrain.py", "--recipe", "recipes/zeropp", "--data", corpus, "--runs_dir", tmp_path / "runs"]
-    done = subprocess.run(command, cwd=helpers.ROOT, capture_output=True, text=True, timeout=120)
+    done = run_script("launch/pretrain.py", "--recipe", "recipes/zeropp", "--data", corpus, "--runs_dir", tmp_path / "runs")
     assert done.returncode == 2
     (line,) = (line for line in done.stderr.splitlines() if line.startswith("error:"))
     assert f"'{ZERO}.zero_quantized_weights' needs CUDA, and this is a cpu; leave it out" in line

@@ -32,7 +32,10 @@ def worker_errors(found: torch.Tensor, sizes: list[int]) -> list[torch.Tensor]:
     return tensors
 
 
-@pytest.mark.parametrize(("ranks", "block"), [(2, 65_536), (4, 65_536), (2, 4096), (4, 32)])
+@pytest.mark.parametrize(
+    ("ranks", "block"),
+    [pytest.param(2, 65_536, marks=pytest.mark.long), pytest.param(4, 65_536, marks=pytest.mark.long), (2, 4096), (4, 32)],
+)
 def test_twenty_rounds_are_those_of_the_published_algorithm(ranks, block, pools):
     """Whatever part of a tensor is worked on at a time."""
     found = pools.of(ranks).run("tests.distributed.one_bit_jobs:reduce_rounds", sizes=SIZES, rounds=ROUNDS, block=block)

@@ -44,14 +44,12 @@ def grid(is_quick: Callable[[str, int, int], bool]) -> pytest.MarkDecorator:
 
 
 def is_hardest(form: str, accumulation: int, ranks: int) -> bool:
-    # A drive has tests of its own, in test_nvme.py; stage 2 offloads as stage 1 does, and stage 3 the optimizer alone as with all else.
-    forms = ("stage 0", "stage 2", "stage 3", "stage 1, optimizer offloaded", "stage 3, all offloaded")
-    return (accumulation, ranks) == (3, 2) and form in forms
+    return (accumulation, ranks) == (3, 2) and form in ("stage 0", "stage 2", "stage 3, all offloaded")
 
 
 def is_plain(form: str, accumulation: int, ranks: int) -> bool:
     """Without offload, of the stages that share least."""
-    return (accumulation, ranks) == (3, 2) and form in ("stage 0", "stage 1", "stage 3")
+    return (accumulation, ranks) == (3, 2) and form in ("stage 0", "stage 3")
 
 
 @pytest.fixture(scope="module")
@@ -137,7 +135,7 @@ def test_losses_are_those_of_plain_pytorch(form, accumulation, ranks, pool, corp
     seen["fp32"].append(losses)
 
 
-@grid(lambda *case: is_hardest(*case) and case[0] != "stage 3")
+@grid(is_hardest)
 def test_a_layer_without_a_gradient_is_stepped_with_zero(form, accumulation, ranks, pool, corpus, small_reference, tmp_path):
     """Block 1 is left out of every third step, and of the last micro-batch of every fourth."""
     job = {"technique": "DroppedBlock", "flags": flags(corpus, tmp_path, SMALL, form, ranks, accumulation)}
@@ -148,7 +146,7 @@ def test_a_layer_without_a_gradient_is_stepped_with_zero(form, accumulation, ran
 
 
 @pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.long), 2])
-@pytest.mark.parametrize("form", [pytest.param(form, marks=[] if form in ("stage 1", "stage 3") else pytest.mark.long) for form in FORMS])
+@pytest.mark.parametrize("form", [pytest.param(form, marks=[] if form == "stage 3" else pytest.mark.long) for form in FORMS])
 def test_adam_without_bias_correction(form, ranks, pool, corpus, small_reference, tmp_path):
     run = [*flags(corpus, tmp_path, SMALL, form, ranks, 1), "--set", "optimizer.params.bias_correction=false"]
     losses = [line["loss"] for line in pool.run("tests.distributed.jobs:pretrain", flags=run)[0]]

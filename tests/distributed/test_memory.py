@@ -48,7 +48,7 @@ def test_the_activations_of_a_block_are_what_autograd_saves(precision, dropout):
 
 
 @pytest.mark.parametrize("accumulation", [pytest.param(1, marks=pytest.mark.long), 2])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.long), "bf16"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_model_states_are_those_of_the_engine(two_ranks, corpus, tmp_path, stage, precision, accumulation):
     batch = ["--micro_batch_size", "1", "--global_batch_size", str(2 * accumulation)]
@@ -76,7 +76,7 @@ def test_model_states_are_what_the_zero_paper_says(two_ranks, corpus, tmp_path, 
 
 
 @pytest.mark.parametrize("accumulation", [pytest.param(1, marks=pytest.mark.long), 2])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.long), "bf16"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_bytes_on_the_wire_are_those_counted(two_ranks, corpus, tmp_path, stage, precision, accumulation):
     batch = ["--micro_batch_size", "1", "--global_batch_size", str(2 * accumulation), "--steps", "3", "--run_name", "r"]

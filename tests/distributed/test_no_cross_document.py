@@ -14,6 +14,7 @@ from data_pipeline.loader import Loader
 from data_pipeline.shards import open_corpus
 from model.gpt import GPT
 from model.presets import GPTConfig
+from tests.commands import run_script
 from tests.distributed.memory_jobs import ROOT
 from tests.distributed.reference import document_by_document, reference_steps
 from tests.distributed.test_engine_follows_plain_pytorch import FORMS, largest_difference, losses_of
@@ -115,8 +116,7 @@ def test_activation_checkpointing_changes_no_number(config, two_ranks, short_doc
 
 def test_a_resume_with_the_other_value_is_refused_in_one_line(one_rank, short_documents, tmp_path):
     def resume(name: str, *more: str) -> subprocess.CompletedProcess:
-        command = [sys.executable, "launch/pretrain.py", *flags(short_documents, tmp_path, name, "zero1_fp32", "--resume", *more)]
-        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        return run_script("launch/pretrain.py", *flags(short_documents, tmp_path, name, "zero1_fp32", "--resume", *more))
 
     for name, own, other in (("without", [], [WITHIN]), ("within", [WITHIN], [])):
         one_rank.run(JOB, flags=flags(short_documents, tmp_path, name, "zero1_fp32", *own, "--steps", "3"))

@@ -67,10 +67,10 @@ def to_group(run: LaunchedRun, number: int) -> None:
     [
         pytest.param(to_rank(0), signal.SIGTERM, 143, id="SIGTERM-rank-0", marks=pytest.mark.long),
         pytest.param(to_rank(1), signal.SIGTERM, 143, id="SIGTERM-rank-1", marks=pytest.mark.long),
-        pytest.param(to_command, signal.SIGTERM, 143, id="SIGTERM-deepspeed"),
+        pytest.param(to_command, signal.SIGTERM, 143, id="SIGTERM-deepspeed", marks=pytest.mark.long),
         pytest.param(to_launcher, signal.SIGTERM, 1, id="SIGTERM-launcher", marks=pytest.mark.long),  # launch.py ends with 1 on any signal
-        pytest.param(to_group, signal.SIGTERM, 143, id="SIGTERM-group", marks=pytest.mark.long),
-        pytest.param(to_group, signal.SIGINT, 130, id="SIGINT-group"),
+        pytest.param(to_group, signal.SIGTERM, 143, id="SIGTERM-group"),
+        pytest.param(to_group, signal.SIGINT, 130, id="SIGINT-group", marks=pytest.mark.long),
         pytest.param(to_group, signal.SIGHUP, 129, id="SIGHUP-group", marks=pytest.mark.long),
     ],
 )
@@ -105,7 +105,7 @@ def test_a_second_ctrl_c_ends_the_run_at_once(flags, tmp_path):
 
 @pytest.mark.parametrize(
     ("target", "code"),
-    [(to_rank(0), 143), pytest.param(to_rank(1), 143, marks=pytest.mark.long), (to_command, 143)],
+    [*(pytest.param(to_rank(rank), 143, marks=pytest.mark.long) for rank in (0, 1)), (to_command, 143)],
     ids=["rank-0", "rank-1", "deepspeed"],
 )
 def test_a_signal_during_start_up_ends_the_run_at_once_and_it_can_be_resumed(target, code, flags, finish, uninterrupted, tmp_path):

@@ -63,18 +63,19 @@ def test_every_technique_is_here():
     assert set(SECTIONS) == {name for name, cls in CLASSES.items() if not cls.declaration.needs_cuda}
 
 
-def is_double(pair: tuple[str, ...]) -> bool:
-    """Whether what it would find is mostly found elsewhere: of three that compress by one, of LAMB within one of them; of kernels, which
-    have tests of their own."""
-    if "fused_kernels" in pair:
-        return "one_bit_adam" not in pair
-    others = {"one_bit_lamb", "zero_one_adam"} & set(pair)
-    return "lamb" in pair or (bool(others) and not {"curriculum_learning", "progressive_layer_drop"} & set(pair))
+#: The pairs whose schedules meet in one place: in the shape of the batch, in the blocks, and in the compressed optimizer.
+QUICK = {
+    ("batch_size_warmup", "curriculum_learning"),
+    ("curriculum_learning", "random_ltd"),
+    ("activation_checkpointing", "progressive_layer_drop"),
+    ("fused_kernels", "one_bit_adam"),
+    ("curriculum_learning", "zero_one_adam"),
+}
 
 
 @pytest.mark.parametrize(
     "pair",
-    [pytest.param(pair, marks=[pytest.mark.long] if is_double(pair) else []) for pair in TOGETHER],
+    [pytest.param(pair, marks=[] if pair in QUICK else [pytest.mark.long]) for pair in TOGETHER],
     ids=[" and ".join(pair) for pair in TOGETHER],
 )
 def test_two_techniques_both_act(pair, one_rank, two_ranks, corpus, tmp_path):

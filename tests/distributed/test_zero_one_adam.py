@@ -165,7 +165,7 @@ def test_what_is_evaluated_and_saved_is_what_the_ranks_agree_on(precision, two_r
     assert found[0]["saved"] == steps[25]["agreed"]
 
 
-@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.long), 4])
+@pytest.mark.parametrize("ranks", [1, pytest.param(4, marks=pytest.mark.long)])
 def test_another_number_of_ranks_goes_on_from_what_was_agreed(ranks, two_ranks, pools, corpus, tmp_path):
     """A checkpoint between two exchanges: what the ranks went alone is lost with their errors."""
     run, steps = flags(corpus, tmp_path, 2), ["--save_every", "20", "--keep", "30", "--micro_batch_size", "3"]
