@@ -39,7 +39,7 @@ pretrain: $(INSTALLED) $(CORPUS)/manifest.json  ## train a nano GPT through ds_c
 	@name=first; n=2; while [ -e "runs/$$name" ]; do name=first-$$n; n=$$((n + 1)); done; \
 	port=$$($(BIN)/python -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])'); set -x; \
 	$(BIN)/deepspeed --log_level error --master_port $$port launch/pretrain.py --deepspeed_config ds_configs/zero1_bf16.json \
-	  $(if $(findstring --deepspeed_config,$(ARGS)),,--set bf16.enabled=auto) --preset nano --data $(CORPUS) --run_name $$name --sample_tokens 160 $(ARGS)
+	  $(if $(findstring --deepspeed_config,$(ARGS)),,--set bf16.enabled=auto) --preset nano --data $(CORPUS) --run_name $$name $(ARGS)
 
 # Two processes, each with files and ranks of its own: ranks wait for each other, and commands for their imports, half of the time.
 test: $(INSTALLED)  ## the tests (under 20 minutes on two cores)

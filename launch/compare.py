@@ -12,13 +12,9 @@ runs are resumed. Exit codes: 0 done, 1 failed, 2 a mistake in the command, 130 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import json
-import os
 import sys
 import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 # As in launch/pretrain.py: imports start at the repository, not at this script's folder.
 sys.path[0] = str(Path(__file__).resolve().parents[1])
@@ -33,15 +29,11 @@ from launch.config.flags import (
     given,
     whole_number,
 )
-from launch.errors import TrainingFailed, UsageError, one_line, run_command, say
-from launch.formats.files import write_atomically
+from launch.errors import TrainingFailed, UsageError, one_line, print_once, run_command
+from launch.formats.files import check_writable
 from recipes.registry import ROOT, recipe_names
 
-if TYPE_CHECKING:
-    from launch.comparison.comparison import Comparison
-
 REPORT = ("report.html", "report.json", "loss.png")
-SUMMARY = ("final_val_loss", "step_seconds", "peak_memory_bytes", "bytes_per_step")  # printed for pairs without claims
 
 
 def build_parser() -> Parser:
@@ -104,31 +96,32 @@ def main() -> int:
     # Extreme values in a run overflow in numpy and matplotlib; the report shows what came of them.
     warnings.simplefilter("ignore", RuntimeWarning)
     warnings.simplefilter("ignore", UserWarning)
-    unfinished: list[str] = []
-    passed_on = _passed_on(flags, names)
-    if flags.runs:
-        from launch.comparison.comparison import compare
-        from launch.comparison.runs import read_run
+    # After parsing: torch, scipy, matplotlib and plotly take seconds.
+    from launch.comparison import comparison, experiments, page, publish, runs
 
-        comparison = compare([read_run(run) for run in flags.runs], flags.force)
+    passed_on = _passed_on(flags, names)
+    unfinished: list[str] = []
+    if flags.runs:
+        compared = comparison.compare([runs.read_run(run) for run in flags.runs], flags.force)
     else:
         if flags.publish:
-            from launch.comparison.publish import check_checkout
-
-            check_checkout()
-        from launch.comparison.experiments import run_experiments
-
+            publish.check_checkout()
         folders = [ROOT / "recipes" / name for name in recipe_names()] if flags.all else flags.recipe
-        comparison, unfinished = run_experiments(folders, passed_on, flags)
-    _write_report(comparison, flags)
+        compared, unfinished = experiments.run_experiments(folders, passed_on, flags)
+    name = "all" if flags.all else "+".join(Path(folder).resolve().name for folder in flags.recipe or flags.runs)[:60]
+    try:
+        report = page.write_report(compared, page.new_folder(name) if flags.out is None else Path(flags.out))
+    except OSError as reason:
+        raise UsageError(f"{flags.out or page.REPORTS}: cannot be written ({reason.strerror}); give another --out") from None
+    for line in page.summary(compared):
+        print_once(one_line(line))
+    print_once(one_line(f"report: {report}"))
     if unfinished:
         named = ", ".join(unfinished[:3]) + (f" and {len(unfinished) - 3} more" if len(unfinished) > 3 else "")
         raise TrainingFailed(f"not all runs finished: {named}; the same command resumes them")
     if flags.publish:
-        from launch.comparison.publish import publish
-
-        publish(comparison, ["--seeds", str(flags.seeds), *passed_on])
-        say("written: recipes/results.json, and the pictures and pages of the recipes")
+        publish.publish(compared, ["--seeds", str(flags.seeds), *passed_on])
+        print_once("written: recipes/results.json, and the pictures and pages of the recipes")
     return 0
 
 
@@ -136,15 +129,9 @@ def _check_out(out: str | None) -> None:
     """Refuse an --out that holds a report or cannot be written, before anything is trained. Creates nothing."""
     if out is None:
         return
-    folder = Path(out)
-    try:
-        if held := [name for name in REPORT if (folder / name).exists()]:
-            raise UsageError(f"--out {out}: already contains {held[0]}; give another folder, or remove the file")
-        parent = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    except OSError as reason:
-        raise UsageError(f"--out {out}: cannot be written ({reason.strerror}); give another folder") from None
-    if not out or not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
-        raise UsageError(f"--out '{out}': cannot be written, {parent} is not a writable folder; give another folder")
+    check_writable(Path(out), "--out")
+    if held := [name for name in REPORT if (Path(out) / name).exists()]:
+        raise UsageError(f"--out {out}: already contains {held[0]}; give another folder, or remove the file")
 
 
 def _check_recipes(flags: argparse.Namespace) -> None:
@@ -169,49 +156,6 @@ def _passed_on(flags: argparse.Namespace, names: set[str]) -> list[str]:
         else:
             words += [f"--{name}"] if value is True else [f"--{name}", str(value)]
     return words
-
-
-# --- the report -----------------------------------------------------------------------------------------------------------------------
-
-
-def _make_folder(flags: argparse.Namespace) -> Path:
-    """Make the folder of the report: --out, or the next free name, also when other commands write reports at the same time."""
-    if flags.out is not None:
-        _check_out(flags.out)
-        Path(flags.out).mkdir(parents=True, exist_ok=True)
-        return Path(flags.out)
-    name = "all" if flags.all else "+".join(Path(folder).resolve().name for folder in flags.recipe or flags.runs)[:60]
-    reports, number = Path("runs/reports"), 1
-    reports.mkdir(parents=True, exist_ok=True)
-    while True:
-        with contextlib.suppress(FileExistsError):
-            (out := reports / (name if number == 1 else f"{name}-{number}")).mkdir()
-            return out
-        number += 1
-
-
-def _write_report(comparison: Comparison, flags: argparse.Namespace) -> None:
-    """Write the files of the report and print its main results."""
-    from launch.comparison.page import draw_losses, figure_row, write_page
-
-    try:
-        out = _make_folder(flags)
-        write_atomically(out / "report.json", json.dumps(comparison.as_json(), indent=1, allow_nan=False) + "\n")
-        draw_losses(comparison, out)
-        write_page(comparison, out)
-    except OSError as reason:
-        raise UsageError(f"{flags.out or 'runs/reports'}: cannot be written ({reason.strerror}); give another --out") from None
-    for mismatch in comparison.mismatches:
-        say(one_line(f"not a controlled comparison: {mismatch}"))
-    for pair in comparison.pairs:
-        for verdict in pair.verdicts:
-            say(f"{pair.recipe and pair.recipe.name}: {verdict.claim} {verdict.threshold:g} {verdict.outcome}: {verdict.reason}")
-        if not pair.verdicts:
-            rows = [figure_row(name, pair.figures[name]) for name in SUMMARY if name in pair.figures]
-            say(one_line(f"{pair.title}: " + "; ".join(f"{label}: {difference}" for label, _, _, difference, _ in rows)))
-    for missing in comparison.absent:
-        say(one_line(f"{missing.recipe} was not run: {missing.reason}"))
-    say(one_line(f"report: {out / 'report.html'}"))
 
 
 if __name__ == "__main__":

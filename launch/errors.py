@@ -24,7 +24,7 @@ _PATH_ERRORS = (errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ELOOP, errn
 #: Characters of the longest message, and how many stay of the start (where and what) and of the end (the fix) of a longer one.
 MESSAGE_LENGTH, MESSAGE_START, MESSAGE_END = 850, 500, 250
 #: How long the other ranks of a host wait for local rank 0 to print the error.
-SPEAKER_PATIENCE_SECONDS = 20.0
+OTHER_RANKS_WAIT_SECONDS = 20.0
 
 
 class UsageError(ValueError):
@@ -62,14 +62,14 @@ def nearest_name(name: str, allowed: Iterable[str]) -> str | None:
     return folded[matches[0]] if matches else None
 
 
-def is_speaker() -> bool:
+def is_local_rank_0() -> bool:
     """Whether this process prints for its host: local rank 0, or a process without a launcher."""
     return os.environ.get("LOCAL_RANK", "0") == "0"
 
 
-def say(line: str, file: TextIO | None = None) -> None:
+def print_once(line: str, file: TextIO | None = None) -> None:
     """Print one line from local rank 0 only."""
-    if is_speaker():
+    if is_local_rank_0():
         print(line, file=file or sys.stdout, flush=True)
 
 
@@ -79,9 +79,9 @@ def _print_errors(*faults: str) -> None:
     The launcher ends all ranks when the first one ends. So the other ranks wait, for local rank 0 to find the same mistake and end the job;
     they print only a mistake that it does not find.
     """
-    if not is_speaker():
+    if not is_local_rank_0():
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the launcher ends this rank after local rank 0
-        time.sleep(SPEAKER_PATIENCE_SECONDS)
+        time.sleep(OTHER_RANKS_WAIT_SECONDS)
     with contextlib.suppress(OSError):  # nobody reads standard error
         for fault in faults:
             print(f"error: {one_line(fault)}", file=sys.stderr, flush=True)

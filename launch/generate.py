@@ -33,8 +33,7 @@ def build_parser() -> Parser:
         allow_abbrev=False,
     )
     add_source_flags(parser, data_help="of a run: where its corpus is now, for the tokenizer (the path in run.json)")
-    parser.add_argument("--prompt", metavar="TEXT", help="the beginning of the text (none: the beginning of a document)")
-    parser.add_argument("--prompt_file", metavar="FILE", help="UTF-8 file with the prompt; - is standard input")
+    parser.add_argument("--prompt", metavar="TEXT", default="", help="beginning of the text; - reads standard input (none: a document)")
     parser.add_argument("--document_start", action="store_true", help="the prompt begins a document: put an end-of-text token before it")
     parser.add_argument("--max_new_tokens", type=whole_number(1), default=100, metavar="N", help="maximum tokens of a sample (100)")
     parser.add_argument("--ignore_eos", action="store_true", help="continue after an end of text, up to --max_new_tokens")
@@ -67,24 +66,17 @@ def main() -> int:
 
 
 def _prompt(flags: argparse.Namespace) -> str:
-    if flags.prompt is not None and flags.prompt_file is not None:
-        raise UsageError("--prompt and --prompt_file: give one of them")
-    if flags.prompt_file is None:
-        prompt: str = flags.prompt or ""
-        if any("\ud800" <= char <= "\udfff" for char in prompt):  # Python's surrogates for bytes that are not UTF-8
+    if flags.prompt != "-":
+        if any("\ud800" <= char <= "\udfff" for char in flags.prompt):  # Python's surrogates for bytes that are not UTF-8
             raise UsageError("--prompt: is not UTF-8; give text")
-        return prompt
-    name = "standard input" if flags.prompt_file == "-" else flags.prompt_file
+        return flags.prompt
+    data = sys.stdin.buffer.read(MAX_PROMPT_BYTES + 1)
+    if len(data) > MAX_PROMPT_BYTES:
+        raise UsageError(f"--prompt -: standard input is larger than {MAX_PROMPT_BYTES >> 20} MiB; give the end of it")
     try:
-        with sys.stdin.buffer if flags.prompt_file == "-" else open(flags.prompt_file, "rb") as stream:
-            data = stream.read(MAX_PROMPT_BYTES + 1)
-        if len(data) > MAX_PROMPT_BYTES:
-            raise UsageError(f"--prompt_file {name}: is larger than {MAX_PROMPT_BYTES >> 20} MiB; give the end of it")
         return data.decode("utf-8")
-    except OSError as reason:
-        raise UsageError(f"--prompt_file {name}: cannot be read ({reason.strerror}); give a text file") from None
     except UnicodeDecodeError as reason:
-        raise UsageError(f"--prompt_file {name}: is not UTF-8 (byte {reason.start}); give a text file") from None
+        raise UsageError(f"--prompt -: standard input is not UTF-8 (byte {reason.start}); give text") from None
 
 
 if __name__ == "__main__":

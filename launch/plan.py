@@ -25,7 +25,7 @@ sys.path[0] = str(Path(__file__).resolve().parents[1])
 from launch.config.explain import bytes_of, memory_of, memory_table
 from launch.config.flags import DEFAULT_DATA, Parser, add_model_flags, whole_number
 from launch.config.run_config import ROOT, RunConfig, resolve
-from launch.errors import UsageError, nearest, run_command, say
+from launch.errors import UsageError, nearest, print_once, run_command
 from model.accounting import parameter_count
 from model.presets import GPTConfig
 
@@ -91,17 +91,17 @@ def main() -> int:
     if flags.json:
         batch = {key: getattr(first, key) for key in ("ranks", "micro_batch_size", "gradient_accumulation_steps", "global_batch_size")}
         report = {"model": {**asdict(model), "parameters": parameter_count(model)}, "precision": flags.precision, "device": device, **batch}
-        say(json.dumps(report | {"columns": columns}, indent=2))
+        print_once(json.dumps(report | {"columns": columns}, indent=2))
         return 0
-    say(
+    print_once(
         f"{parameter_count(model) / 1e6:,.1f} M parameters ({model.n_layer} layers, {model.d_model} wide, {model.seq_len} tokens, "
         f"vocabulary {model.vocab_size:,}), {flags.precision}\n"
         f"{first.micro_batch_size} sequences x {first.gradient_accumulation_steps} accumulation x {first.ranks} rank(s); "
         f"what one rank needs on {'a GPU' if device == 'cuda' else 'a CPU'} (--device)\n"
     )
-    say("\n".join(memory_table(columns)))
+    print_once("\n".join(memory_table(columns)))
     if flags.memory:
-        say(f"\n{_fits(flags.memory, columns)}")
+        print_once(f"\n{_fits(flags.memory, columns)}")
     return 0
 
 

@@ -25,7 +25,7 @@ sys.path[0] = str(Path(__file__).resolve().parents[1])
 from launch.config.explain import as_text, explain
 from launch.config.flags import MUST
 from launch.config.run_config import RunConfig, resolve
-from launch.errors import TrainingFailed, UsageError, ignore_output_errors, run_command, say
+from launch.errors import TrainingFailed, UsageError, ignore_output_errors, print_once, run_command
 from launch.training.folder import NoFolder, RunFolder, check_port, check_run_folder, nothing_to_resume
 from launch.training.provenance import describe_run
 from launch.training.signals import StopRequest
@@ -42,14 +42,16 @@ def main() -> int:
     config, flags = resolve(sys.argv[1:])
     if flags.explain:
         explained = explain(config)
-        say(json.dumps(explained, indent=2) if flags.explain == "json" else as_text(explained))
+        print_once(json.dumps(explained, indent=2) if flags.explain == "json" else as_text(explained))
         return 0
     ignore_output_errors()
     if config.lacks:
         raise UsageError(*config.lacks)
-    if config.asks_the_device:  # before the run's folder is made
-        from launch.training.engine import check_device
+    # After parsing: imports torch and DeepSpeed.
+    from launch.training.distributed import leave_ranks
+    from launch.training.engine import check_device
 
+    if config.asks_the_device:  # before the run's folder is made
         check_device(config)
     folder: RunFolder | NoFolder = NoFolder()
     if os.environ.get("RANK", "0") == "0":
@@ -66,8 +68,6 @@ def main() -> int:
         folder.close()
         if config.uses_nvme:
             shutil.rmtree(config.scratch, ignore_errors=True)
-    from launch.training.distributed import leave_ranks
-
     leave_ranks()
     # All files are written. The interpreter of a rank has aborted while it shut down, which made a finished run a failed one.
     sys.stdout.flush()
@@ -79,13 +79,12 @@ def train(config: RunConfig, folder: RunFolder | NoFolder, stop: StopRequest, ob
 
     observers: watch the run (`launch/training/observers.py`); the same on all ranks.
     """
-    # Imports of DeepSpeed, which takes seconds: --help, --explain and every refusal do without.
+    # Here, because these import torch and DeepSpeed, which take seconds: --help does without.
     from launch.training.checkpoint import Checkpoints
     from launch.training.distributed import start_ranks
     from launch.training.engine import start_engine
-    from launch.training.evaluation import Evaluation, sample_text
+    from launch.training.evaluation import Evaluation
     from launch.training.histograms import GradientHistograms
-    from launch.training.interleaving import Interleaving
     from launch.training.meter import Meter
     from launch.training.observers import Observers
     from launch.training.progress import Progress, describe_start
@@ -113,7 +112,7 @@ def train(config: RunConfig, folder: RunFolder | NoFolder, stop: StopRequest, ob
     elif config.resume == MUST:
         raise UsageError(nothing_to_resume(Path(config.runs_dir) / config.run_name))
     folder.begin(state["step"])
-    meter = Meter(engine, collectives, folder.seconds_before, Interleaving(on_lost=stop.request))
+    meter = Meter(engine, collectives, folder.seconds_before, on_alone=stop.request)
     histograms = [GradientHistograms(folder, config.histogram_every)] if config.histogram_every else []
     similarity = [BlockSimilarity(folder)] if config.block_similarity else []
     observer = Observers([*histograms, *similarity, *observers])
@@ -181,8 +180,7 @@ def train(config: RunConfig, folder: RunFolder | NoFolder, stop: StopRequest, ob
         folder.log_failure(config, str(reason))
         raise reason from None
 
-    sample = sample_text(engine, config, collectives) if config.sample_tokens and not stopped else None
-    folder.log_end(config, state, stopped, sample)
+    folder.log_end(config, state, stopped)
     return 128 + stopped if stopped else 0
 
 

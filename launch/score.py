@@ -19,7 +19,7 @@ from typing import Any
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from launch.config.flags import Parser, whole_number
-from launch.errors import run_command, say
+from launch.errors import print_once, run_command
 from launch.trained_model.flags import DTYPES, add_source_flags, one_of
 
 
@@ -49,7 +49,7 @@ def main() -> int:
     from launch.trained_model.scoring import score  # after parsing: imports torch
 
     report = score(flags)
-    say(json.dumps(report, allow_nan=False) if flags.json else "\n".join(_table(report)))
+    print_once(json.dumps(report, allow_nan=False) if flags.json else "\n".join(_table(report)))
     return 0
 
 

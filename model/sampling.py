@@ -1,10 +1,8 @@
 """Samples text from a model, one token at a time.
 
-    deepspeed launch/pretrain.py --deepspeed_config ds_configs/zero1_bf16.json --sample_tokens 200     # at the end of a run
     python launch/generate.py runs/demo --prompt "def "
 
-A model is given as a function from a text to the logits of the next token: `recomputed`, a KV cache (`model/cache.py`), or DeepSpeed's
-engine.
+A model is given as a function from a text to the logits of the next token: `recomputed`, or a KV cache (`model/cache.py`).
 """
 
 from __future__ import annotations
@@ -113,26 +111,3 @@ def stream(
         yield ids[-1]
         if ids[-1] == end:
             return
-
-
-def generate(
-    forward: Callable[[torch.Tensor], torch.Tensor],
-    prompt_ids: list[int],
-    n_tokens: int,
-    seq_len: int,
-    temperature: float = 1.0,
-    top_k: int | None = None,
-    generator: torch.Generator | None = None,
-) -> list[int]:
-    """Returns `prompt_ids` and `n_tokens` sampled tokens; `forward` as in `recomputed`.
-
-    All ranks call `forward` n_tokens times with the same lengths and do not stop early, because ZeRO-3 gathers weights in each call, and
-    all ranks must take part.
-
-    Args:
-        generator: a CPU generator with the same seed on every rank.
-
-    Raises:
-        ValueError: a value is out of range; the message is one line.
-    """
-    return [*prompt_ids, *stream(recomputed(forward, seq_len), prompt_ids, n_tokens, Sampling(temperature, top_k), generator)]

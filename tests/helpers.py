@@ -12,15 +12,18 @@ import shutil
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from launch.config.explain import explain as explained_run
 from launch.config.run_config import RunConfig, needs_cuda, resolve
 from launch.errors import run_command
 from launch.formats.checkpoint_files import file_entry, state_text
+from model.sampling import Sampling, recomputed, stream
 from recipes.registry import read_recipe, recipe_names
 from tests.commands import run_script
 
@@ -157,3 +160,17 @@ def resumed_after(run: Path) -> int:
     said = re.findall(r"resuming after step (\d+)|no complete checkpoint to resume from", (run / "log.txt").read_text(encoding="utf-8"))
     assert said, "the run was not resumed"
     return int(said[-1] or 0)
+
+
+def generate(
+    forward: Callable[[torch.Tensor], torch.Tensor],
+    prompt_ids: list[int],
+    n_tokens: int,
+    seq_len: int,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    generator: torch.Generator | None = None,
+) -> list[int]:
+    """`prompt_ids` followed by `n_tokens` sampled tokens, each from a forward pass without a cache."""
+    sampling = Sampling(temperature, top_k)
+    return [*prompt_ids, *stream(recomputed(forward, seq_len), prompt_ids, n_tokens, sampling, generator)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import fcntl
 import json
 import subprocess
@@ -10,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from launch.compare import _make_folder
 from launch.comparison.experiments import error_of, is_finished
+from launch.comparison.page import new_folder
 from launch.comparison.trials import plan_experiment
 from recipes.registry import ROOT, read_recipe
 from tests.commands import run_script
@@ -84,8 +83,8 @@ def test_what_is_no_experiment_is_refused_or_marked(runs, tmp_path):
     [
         ([], "give one of: run folders, --recipe DIR, --all"),
         (["runs/a", "--all"], "give one of: run folders, --recipe DIR, --all; given are run folders and --all"),
-        (["nowhere/run"], "nowhere/run: no such folder; give run folders"),
-        (["recipes", "tests"], "recipes: contains no run.json, so it is not a run folder"),
+        (["nowhere/run"], "nowhere/run/run.json: cannot be read"),
+        (["recipes", "tests"], "recipes/run.json: cannot be read"),
         (["runs/a", "--steps", "3"], "--steps applies to runs that are trained, but runs/a exists; leave it out, or give --recipe"),
         (
             ["--recipe", "recipes/zero2"],
@@ -99,13 +98,12 @@ def test_what_is_no_experiment_is_refused_or_marked(runs, tmp_path):
         (["--recipe", "recipes/zero_2", "--data", "CORPUS", "--set", "zero_optimization.stgae=1"], "did you mean 'stage'?"),
         (["--recipe", "recipes/zero_2", "--data", "CORPUS", "--global_batch_size", "3"], "cannot be shared evenly by 2 ranks"),
         (["--recipe", "recipes/zero_2", "--stepz", "3"], "unknown argument '--stepz'; did you mean '--steps'?"),
-        (["--recipe", "recipes/zero_2", "--out", "setup.cfg"], "--out 'setup.cfg': cannot be written"),
-        (["--recipe", "recipes/zero_2", "--out", "setup.cfg/x"], "--out 'setup.cfg/x': cannot be written"),
-        (["--recipe", "recipes/zero_2", "--out", ""], "--out '': cannot be written"),
+        (["--recipe", "recipes/zero_2", "--out", "setup.cfg"], "--out setup.cfg: cannot be written"),
+        (["--recipe", "recipes/zero_2", "--out", "setup.cfg/x"], "--out setup.cfg/x: cannot be written"),
         (["--recipe", "recipes/zero_2", "--out", "n" * 300], "cannot be written (File name too long); give another folder"),
         (["--recipe", "recipes/zero_2", "--out", "recipes/zero_2/FULL"], "already contains loss.png; give another folder"),
         (["--recipe", "recipes/zero_2", "--recipe", "recipes/../recipes/zero_2"], "recipes/zero_2: this recipe is given twice"),
-        (["n" * 300], "cannot be read (File name too long); give run folders"),
+        (["n" * 300], "cannot be read (File name too long)"),
     ],
 )
 def test_a_mistake_is_one_line(words, message, corpus, tmp_path):
@@ -151,8 +149,7 @@ def test_numbers_beyond_all_reason_are_compared_without_a_word(runs, corpus, tmp
 
 def test_reports_that_are_written_at_the_same_time_have_folders_of_their_own(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    flags = argparse.Namespace(out=None, all=False, recipe=["recipes/zero_1", "recipes/zero_2"])
-    assert [_make_folder(flags).name for _ in range(3)] == ["zero_1+zero_2", "zero_1+zero_2-2", "zero_1+zero_2-3"]
+    assert [new_folder("zero_1").name for _ in range(3)] == ["zero_1", "zero_1-2", "zero_1-3"]
 
 
 def test_where_one_command_trains_another_does_not(corpus, tmp_path):
@@ -207,6 +204,10 @@ def test_what_is_finished_is_told_by_the_whole_run(runs, tmp_path):
     metrics = runs[0] / "metrics.jsonl"
     metrics.write_text(metrics.read_text() + '{"step": 21}\n')
     assert not is_finished(runs[0])
+    with metrics.open("a") as stream:
+        stream.write('{"step": 22, "tok')
+    done = compare(runs[0], runs[1], "--out", tmp_path / "out")
+    assert done.returncode == 0 and "control1: metrics.jsonl: 1 damaged line skipped" in done.stdout
     (runs[1] / "run.json").unlink()
     assert not is_finished(runs[1])
 

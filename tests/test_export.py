@@ -213,7 +213,7 @@ def test_a_damaged_checkpoint_is_one_line(run, tmp_path):
     reseal(engine.parent)
     assert "cannot be read" in fault(copy)
     edit(copy / "run.json", shape={"n_layer": 3})
-    assert "describes no model" in fault(copy)
+    assert "do not describe a model" in fault(copy)
 
 
 class Attack:
@@ -226,7 +226,7 @@ class Attack:
         return open, (str(self.file), "w")
 
 
-def test_no_pickle_is_loaded_without_being_asked_for(run, folder, tmp_path):
+def test_no_pickle_is_loaded(run, folder, tmp_path):
     import torch
 
     copy, mark = copied(run, tmp_path), tmp_path / "attacked"
@@ -240,35 +240,8 @@ def test_no_pickle_is_loaded_without_being_asked_for(run, folder, tmp_path):
     (theirs / "model.safetensors").unlink()
     assert "holds no model.safetensors" in fault(theirs)
     torch.save({"attack": Attack(mark)}, theirs / "pytorch_model.bin")
-    assert "a pickle (pytorch_model.bin)" in fault(theirs)
-    assert "pytorch_model.bin: holds " in fault(theirs, allow_pickle=True)
+    assert "convert pytorch_model.bin" in fault(theirs)
     assert not mark.exists()
-    weights = {f"transformer.{name}": torch.ones(shape) for name, shape in hf_shapes(open_hf_folder(folder).config).items()}
-    torch.save(weights, theirs / "pytorch_model.bin")
-    assert bool((open_trained(theirs, allow_pickle=True).load_model().wpe.weight == 1).all())
-
-
-@pytest.mark.parametrize(
-    ("added", "said"),
-    [
-        ({"epoch": 3}, "epoch is not a dense tensor with a name"),
-        ({"model": {}}, "model is not a dense tensor with a name"),
-        ({3: "wpe.weight"}, "3 is not a dense tensor with a name"),
-        ({"wpe.weight": "int32"}, "wpe.weight is of dtype torch.int32, must be floating point"),
-        ({"wpe.weight": "sparse"}, "wpe.weight is not a dense tensor with a name"),
-    ],
-    ids=str,
-)
-def test_a_pickle_of_what_is_no_weight_is_one_line(added, said, folder, tmp_path):
-    import torch
-
-    copy = copied(folder, tmp_path)
-    (copy / "model.safetensors").unlink()
-    weights = {name: torch.ones(shape) for name, shape in hf_shapes(open_hf_folder(folder).config).items()}
-    made = {"int32": weights["wpe.weight"].int(), "sparse": weights["wpe.weight"].to_sparse()}
-    values = {name: made.get(value, value) if isinstance(value, str) else value for name, value in added.items()}
-    torch.save(weights | values, copy / "pytorch_model.bin")
-    assert said in fault(copy, allow_pickle=True)
 
 
 @pytest.mark.parametrize(
@@ -360,11 +333,9 @@ def test_a_weight_that_is_there_twice_is_refused(folder, tmp_path):
 @pytest.mark.parametrize(
     ("file", "values", "said"),
     [
-        ("run.json", {"total_tokens": "x"}, 'run.json: total_tokens is "x", must be a whole number'),
-        ("run.json", {"eval_batches": -3}, "run.json: eval_batches is -3, must be a whole number"),
-        ("run.json", {"precision": "x"}, "run.json: precision is 'x', must be one of fp32, bf16, fp16"),
-        ("run.json", {"techniques": 3}, "run.json: techniques is 3, must be an object"),
-        ("run.json", {"corpus": {"vocab_size": 1000, "path": 3}}, "run.json: path is 3, must be a string"),
+        ("run.json", {"total_tokens": "x"}, "run.json: 'total_tokens' is \"x\", must be a whole number"),
+        ("run.json", {"eval_batches": -3}, "run.json: 'eval_batches' is -3, must be a whole number"),
+        ("run.json", {"techniques": 3}, "run.json: 'techniques' is 3, must be an object"),
         (
             "run.json",
             {"shape": {"n_layer": 10**9, "n_head": 2, "d_model": 36, "seq_len": 32}},
@@ -470,7 +441,7 @@ def test_a_start_from_another_shape_names_each_mismatch(folder, corpus, tmp_path
     ids = described["model"]["vocab"]
     ids["e"], ids["t"] = ids["t"], ids["e"]
     (copy / "tokenizer.json").write_text(json.dumps(described))
-    assert "' in the corpus, but '" in starting(copy, corpus, *SHAPE)
+    assert "decode to another text" in starting(copy, corpus, *SHAPE)
     (copy / "tokenizer.json").write_text("{")
     told = explain("--deepspeed_config", "ds_configs/zero1_fp32.json", "--data", str(corpus), "--init_from", str(copy), *SHAPE)
     assert any("was made with its tokenizer is not known" in note for note in json.loads(told.stdout)["notes"])
@@ -480,11 +451,11 @@ def test_a_start_from_another_shape_names_each_mismatch(folder, corpus, tmp_path
 
 def test_a_start_from_what_is_no_model_is_one_line(folder, run, corpus, tmp_path):
     assert "no such folder" in starting(tmp_path / "nowhere", corpus, *SHAPE)
-    assert "config.json: missing" in starting(run, corpus, *SHAPE)
+    assert "config.json: cannot be read" in starting(run, corpus, *SHAPE)
     assert "--init_from is empty" in starting("", corpus, *SHAPE)
     copy = copied(folder, tmp_path)
     (copy / "model.safetensors").rename(copy / "pytorch_model.bin")
-    assert "convert it: python launch/export.py" in starting(copy, corpus, *SHAPE)
+    assert "convert pytorch_model.bin" in starting(copy, corpus, *SHAPE)
 
 
 def test_a_resumed_run_keeps_where_it_began(one_rank, folder, corpus, tmp_path):

@@ -102,14 +102,13 @@ def test_the_end_of_text_begins_a_document(run, command, monkeypatch):
     assert prompts[3] == [end, *prompts[2]] and end not in prompts[2]
 
 
-def test_a_prompt_longer_than_the_context_and_from_a_file(run, command, tmp_path, monkeypatch):
+def test_a_prompt_longer_than_the_context_and_from_standard_input(run, command, monkeypatch):
     text = "the quick brown fox jumps über die Brücke " * 20
-    (tmp_path / "prompt.txt").write_text(text, encoding="utf-8")
-    code, out, err = command(run, "--prompt_file", tmp_path / "prompt.txt", "--max_new_tokens", "5", "--temperature", "0")
+    code, out, err = command(run, "--prompt", text, "--max_new_tokens", "5", "--temperature", "0")
     assert code == 0 and out.startswith(text)
     assert "the model reads the last 32" in err.splitlines()[0]
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
-    assert command(run, "--prompt_file", "-", "--max_new_tokens", "5", "--temperature", "0")[1] == out
+    assert command(run, "--prompt", "-", "--max_new_tokens", "5", "--temperature", "0")[1] == out
 
 
 def test_an_earlier_checkpoint_is_another_model(run, command):
@@ -127,9 +126,7 @@ def test_an_earlier_checkpoint_is_another_model(run, command):
         (["--samples", "0"], "--samples: 0 is out of range"),
         (["--temprature", "1"], "did you mean '--temperature'?"),
         (["--dtype", "bf61"], "did you mean 'bf16'?"),
-        (["--prompt", "a", "--prompt_file", "b"], "give one of them"),
         (["--prompt", "caf\udce9"], "--prompt: is not UTF-8"),
-        (["--prompt_file", "missing.txt"], "missing.txt: cannot be read (No such file or directory)"),
         (["--checkpoint", "step-00000003"], "it has step-00000002, step-00000004"),
     ],
 )
@@ -157,13 +154,10 @@ def test_logits_that_are_not_finite_are_one_line(temperature, run, command, monk
     assert code == 2 and "not finite in fp32" in line and "--checkpoint" in line
 
 
-@pytest.mark.parametrize("content", [b"\xff\xfe", None])
-def test_a_prompt_that_is_no_text_is_refused(run, command, tmp_path, content):
-    file = tmp_path / "prompt"
-    file.mkdir() if content is None else file.write_bytes(content)
-    code, _, err = command(run, "--prompt_file", file)
-    assert code == 2
-    assert ("is not UTF-8 (byte 0)" if content else "cannot be read (Is a directory)") in err
+def test_a_prompt_that_is_not_text_is_refused(run, command, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xff\xfe")))
+    code, _, err = command(run, "--prompt", "-")
+    assert code == 2 and "is not UTF-8 (byte 0)" in err
 
 
 def test_a_folder_without_a_model_is_one_line(command, tmp_path):

@@ -35,7 +35,7 @@ def test_deepspeeds_documented_form_is_accepted():
     assert said["engine"][f"{PARAMS}.betas"] == {"value": [0.9, 0.999], "from": "what Lamb wants"}
 
 
-NO_NUMBER = "is no finite number of a sensible size"
+NO_NUMBER = "must be finite and below 2^63"
 #: Of both; what follows is refused by either in the same words.
 LIMITS = [
     ("max_coeff=0", "is 0, and then no weight moves; write a number above 0"),

@@ -14,7 +14,7 @@ from model.accounting import flops_per_token, parameter_count, peak_flops
 from model.gpt import GPT, run_all_blocks, weight_decay_groups
 from model.hf import hf_config, hf_shapes, to_hf_layout, to_hf_state_dict
 from model.presets import PRESETS, GPTConfig, ModelShape
-from model.sampling import generate
+from tests.helpers import generate
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 TINY = {"n_layer": 2, "n_head": 2, "d_model": 32, "seq_len": 16}

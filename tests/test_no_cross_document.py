@@ -15,8 +15,8 @@ from launch.config.run_config import resolve
 from model import gpt
 from model.gpt import GPT, document_mask, document_starts
 from model.presets import GPTConfig
-from model.sampling import generate
 from recipes.activation_checkpointing.technique import ActivationCheckpointing
+from tests.helpers import generate
 
 END = 3
 CONFIG = GPTConfig(n_layer=3, n_head=2, d_model=32, seq_len=24, vocab_size=100, init_seed=1, document_end=END)

@@ -21,6 +21,7 @@ from launch.comparison.runs import read_run
 
 DESCRIPTION: dict[str, Any] = {
     "created": "2026-03-01T12:00:00+0000",
+    "command": ["launch/pretrain.py"],
     "seed": 1,
     "preset": "nano",
     "no_cross_document": False,

@@ -10,9 +10,7 @@ import pytest
 
 from launch.comparison.runs import read_run
 from launch.errors import UsageError
-from model.accounting import flops_per_token
-from model.presets import GPTConfig
-from tests.run_folders import TOKENS, description, line, lines, write_run
+from tests.run_folders import description, line, lines, write_run
 
 ZERO_1 = ("--deepspeed_config", "ds_configs/zero1_bf16.json")
 FP16 = ("--deepspeed_config", "ds_configs/zero1_fp16.json")
@@ -27,7 +25,13 @@ def said(corpus):
 def test_a_finished_run_has_the_measures_that_its_lines_have(said, tmp_path):
     steps = lines(final=4.25)
     for number, one in enumerate(steps[1:], 1):
-        one |= {"step_seconds": 9.0 if number <= 10 else 0.1 * number, "bytes_sent": 10 * number, "skipped_steps": 2, "mfu": 0.25}
+        one |= {
+            "step_seconds": 9.0 if number <= 10 else 0.1 * number,
+            "bytes_sent": 10 * number,
+            "skipped_steps": 2,
+            "mfu": 0.25,
+            "flops": 100,
+        }
     steps[5]["loss"] = 6.1  # above 1.2 x 5.0
     steps[6]["loss"] = 5.9
     run = read_run(write_run(tmp_path / "r", said, steps))
@@ -44,8 +48,7 @@ def test_a_finished_run_has_the_measures_that_its_lines_have(said, tmp_path):
             "bytes_sent": 2100,
             "skipped_steps": 2,
             "spikes": 1,
-            "non_finite_losses": 0,
-            "flops": 20 * TOKENS * flops_per_token(GPTConfig(**said["shape"], vocab_size=1024)),
+            "flops": 2000,
         }
     )
 
@@ -61,14 +64,6 @@ def test_columns_have_an_entry_for_each_line(said, tmp_path):
     np.testing.assert_array_equal(columns["theta"], [0.5, 0.5, math.nan, 0.5])
     np.testing.assert_array_equal(columns["bytes"], [0, 100, 200, 300])
     assert not {"note", "shares", "large"} & columns.keys()
-
-
-def test_flops_are_those_of_the_blocks_and_the_lengths_that_ran(said, tmp_path):
-    model = GPTConfig(**said["shape"], vocab_size=1024)
-    steps = [line(0), line(1, kept_blocks=2.5), line(2, seq_len=64), line(3)]
-    columns = read_run(write_run(tmp_path / "r", said, steps)).columns
-    each = [0, flops_per_token(model, kept_blocks=2.5), flops_per_token(model, 64), flops_per_token(model)]
-    np.testing.assert_allclose(columns["flops"], TOKENS * np.cumsum(each), rtol=1e-12)
 
 
 @pytest.mark.parametrize("remove", [False, True])
@@ -96,7 +91,7 @@ def test_a_file_cut_at_any_byte_is_read_up_to_there(said, tmp_path):
         (folder / "metrics.jsonl").write_bytes(whole[:end])
         run = read_run(folder)
         assert run.columns["step"][-1] == 19
-        assert "the last line of metrics.jsonl is incomplete and was ignored" in run.remarks
+        assert "1 damaged line skipped" in run.remarks[0]
 
 
 @pytest.mark.parametrize(
@@ -109,8 +104,7 @@ def test_a_damaged_line_is_left_out_and_the_good_ones_after_it_are_read(damage, 
     (folder / "metrics.jsonl").write_text("\n".join(texts) + "\n")
     run = read_run(folder)
     np.testing.assert_array_equal(run.columns["step"], [*range(8), *range(9, 21)])
-    assert "1 damaged line of metrics.jsonl" in run.remarks[0] and "line 9" in run.remarks[0]
-    assert "lacks step 8" in run.remarks[1]
+    assert "metrics.jsonl: 1 damaged line skipped" in run.remarks[0] and "line 9" in run.remarks[0]
 
 
 def test_a_loss_that_is_no_number_ends_a_run_in_bf16(said, tmp_path):
@@ -121,7 +115,7 @@ def test_a_loss_that_is_no_number_ends_a_run_in_bf16(said, tmp_path):
     assert run.remarks == ("the training loss is not finite in 1 step, first in step 7", "failed after step 7, 7,168 of 20,480 tokens")
     assert math.isnan(run.columns["loss"][-1])
     measures = run.measures()
-    assert (measures["final_val_loss"], measures["spikes"], measures["non_finite_losses"]) == (math.inf, 1, 1)
+    assert (measures["final_val_loss"], measures["spikes"]) == (math.inf, 1)
 
 
 def test_in_fp16_an_overflow_is_an_update_less(corpus, tmp_path):
@@ -131,7 +125,7 @@ def test_in_fp16_an_overflow_is_an_update_less(corpus, tmp_path):
     run = read_run(write_run(tmp_path / "r", description(corpus, *FP16), steps))
     assert not run.diverged and run.remarks == ("the training loss is not finite in 3 steps, first in step 1",)
     measures = run.measures()
-    assert (measures["final_val_loss"], measures["spikes"], measures["non_finite_losses"]) == (4.0, 3, 3)
+    assert (measures["final_val_loss"], measures["spikes"]) == (4.0, 3)
     assert read_run(write_run(tmp_path / "going", description(corpus, *FP16), steps[:10])).state == "unfinished"
 
 
@@ -165,22 +159,6 @@ def test_a_run_that_is_not_evaluated_has_no_final_loss(corpus, said, tmp_path):
     assert read_run(write_run(tmp_path / "stopped", said, steps)).remarks == ("the run was not evaluated at its end",)
 
 
-def test_rewound_steps_count_once_as_they_were_written_last(said, tmp_path):
-    steps = [*(line(step, 5.0) for step in range(13)), *(line(step, 3.0) for step in range(9, 12))]
-    run = read_run(write_run(tmp_path / "r", said, steps))
-    np.testing.assert_array_equal(run.columns["step"], range(12))  # 12 was not written again
-    np.testing.assert_array_equal(run.columns["loss"][1:], [5.0] * 8 + [3.0] * 3)
-    assert run.measures()["bytes_sent"] == 1100
-    assert run.remarks[0].startswith("4 lines were ignored because a resume repeated")
-
-
-def test_missing_steps_are_said(said, tmp_path):
-    steps = [one for one in lines() if one["step"] not in (3, 10, 11, 12)]
-    run = read_run(write_run(tmp_path / "r", said, steps))
-    assert run.remarks == ("metrics.jsonl lacks step 3, steps 10 to 12, and so do sums over the run",)
-    assert run.measures()["bytes_sent"] == 1600
-
-
 def test_a_name_is_any_text(said, tmp_path):
     name = "<script>alert(1)<" + "%{x}\n"
     assert read_run(write_run(tmp_path / name, said, lines())).name == name
@@ -189,18 +167,17 @@ def test_a_name_is_any_text(said, tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda file: file.unlink(), "contains no run.json"),
+        (lambda file: file.unlink(), "cannot be read"),
         (lambda file: file.write_text("{"), "is not JSON"),
         (lambda file: file.write_bytes(b"\xff"), "is not JSON"),
         (lambda file: file.write_text("[" * 100_000), "is not JSON"),
         (lambda file: file.write_text('{"lr": NaN}'), "it holds NaN"),
         (lambda file: file.write_text("[1]"), "must be an object"),
-        (lambda file: alter(file, seed="1"), "'seed' is \"1\", must be of type int"),
-        (lambda file: alter(file, seed=True), "'seed' is true, must be of type int"),
-        (lambda file: alter(file, corpus_fingerprint=None), "'corpus_fingerprint' is null, must be of type str"),
+        (lambda file: alter(file, seed="1"), "'seed' is \"1\", must be a whole number"),
+        (lambda file: alter(file, seed=True), "'seed' is true, must be a whole number"),
+        (lambda file: alter(file, corpus_fingerprint=None), "'corpus_fingerprint' is null, must be a string"),
         (lambda file: alter(file, shape={"n_layer": 2}), "do not describe a model"),
         (lambda file: alter(file, corpus={}), "do not describe a model"),
-        (lambda file: alter(file, corpus={"vocab_size": 10**400}), "do not describe a model"),
     ],
 )
 def test_what_is_no_run_is_refused_in_one_line(change, message, said, tmp_path):
@@ -218,12 +195,12 @@ def alter(file, **values):
 @pytest.mark.parametrize("key", ["seed", "config_file", "total_tokens", "corpus", "shape", "eval_batches", "global_batch_size"])
 def test_a_description_that_lacks_something_is_refused(key, said, tmp_path):
     folder = write_run(tmp_path / "r", {name: value for name, value in said.items() if name != key}, lines())
-    with pytest.raises(UsageError, match=f"lacks '{key}'"):
+    with pytest.raises(UsageError, match=f"'{key}' is missing"):
         read_run(folder)
 
 
 def test_a_place_that_is_no_folder_is_refused(tmp_path):
     (tmp_path / "file").touch()
-    for name, message in (("file", "is a file"), ("nothing", "no such folder")):
-        with pytest.raises(UsageError, match=message):
+    for name in ("file", "nothing"):
+        with pytest.raises(UsageError, match="cannot be read"):
             read_run(tmp_path / name)

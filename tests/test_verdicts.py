@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import astuple
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import integrate, stats
 
-from launch.comparison.verdicts import judge, paired_interval, seeds_needed
+from launch.comparison.verdicts import Interval, judge, paired_interval, seeds_needed
 
 # Hours of sleep that ten patients gained by two drugs, of Student, The probable error of a mean, Biometrika 6 (1908). R's `t.test(paired
 # = TRUE)` of them is in its documentation of `sleep`: t = -4.0621, df = 9, p = 0.002833, 95% interval -2.4598858 to -0.7001142, mean -1.58.
@@ -26,11 +27,7 @@ def test_students_sleep_has_the_published_verdict():
     assert verdict.p_holds == pytest.approx(0.002833 / 2, abs=3e-7)  # one-sided; published to 6 decimals
     assert verdict.p_fails == pytest.approx(1 - 0.002833 / 2, abs=3e-7)
     assert verdict.reason == "mean -1.58, 95% interval -2.46 to -0.7 from 10 seeds; the claim says at most 0 (one-sided p = 0.00142)"
-    assert (
-        verdict.null
-        == "Rejected at 5%: the mean over seeds of the difference of the final validation loss (recipe - control) is 0 or more."
-    )
-    assert paired_interval(SECOND_DRUG, FIRST_DRUG) == pytest.approx((-1.58, -2.4598858, -0.7001142), abs=1e-7)
+    assert astuple(paired_interval(SECOND_DRUG, FIRST_DRUG)) == pytest.approx((-1.58, -2.4598858, -0.7001142), abs=1e-7)
 
 
 # t tables, one-sided 5% (Fisher and Yates): 6.314, 2.920, 2.353, 2.132, 1.833 for 1, 2, 3, 4 and 9 degrees of freedom.
@@ -72,7 +69,7 @@ def test_p_values_and_intervals_are_those_of_scipys_paired_tests(seed, pairs, sh
 
 def test_ratios_have_the_geometric_mean():
     """By hand: ratios 0.5, 1 and 2 have the logarithms -ln 2, 0, ln 2, of mean 0 and deviation ln 2; t(0.975, 2) = 4.3027."""
-    mean, low, high = paired_interval([1.0, 10.0, 100.0], [0.5, 10.0, 200.0], "ratio")
+    mean, low, high = astuple(paired_interval([1.0, 10.0, 100.0], [0.5, 10.0, 200.0], "ratio"))
     assert (mean, low, high) == pytest.approx((1.0, 2 ** (-4.3027 / math.sqrt(3)), 2 ** (4.3027 / math.sqrt(3))), rel=1e-4)
 
 
@@ -81,8 +78,6 @@ def test_at_least_is_at_most_mirrored():
     speed = judge("throughput_ratio", 1.1, slow, fast)
     time = judge("step_time_ratio", 1 / 1.1, [1 / value for value in slow], [1 / value for value in fast])
     assert (speed.outcome, speed.p_holds, speed.p_fails) == ("holds", pytest.approx(time.p_holds), pytest.approx(time.p_fails))
-    assert speed.null.endswith("the ratio of the tokens a second (recipe / control) is 1.1 or less.")
-    assert time.null.endswith("the ratio of the time of a step (recipe / control) is 0.909090909091 or more.")
     assert judge("throughput_ratio", 1.3, slow, fast).outcome == "fails"
 
 
@@ -93,10 +88,6 @@ def test_an_inconclusive_verdict_says_how_many_seeds_would_decide():
     assert (
         verdict.reason
         == "mean +0.0153, 95% interval -0.0207 to +0.0514 from 3 seeds; the claim says at most +0.02; about 62 seeds would decide"
-    )
-    assert verdict.null == (
-        "Neither is rejected at 5%: that the mean over seeds of the difference of the final validation loss (recipe - control) is "
-        "+0.02 or more, or that it is +0.02 or less."
     )
 
 
@@ -118,8 +109,8 @@ def test_fewer_than_two_pairs_are_inconclusive(pairs, estimate, begin):
         None,
         None,
     )
-    assert (verdict.null[:21], verdict.pairs) == ("Neither can be tested", pairs)
-    assert paired_interval([4.0][:pairs], [4.25][:pairs]) is None
+    assert verdict.pairs == pairs
+    assert paired_interval([4.0][:pairs], [4.25][:pairs]) == (Interval(0.25, None, None) if pairs else None)
 
 
 @pytest.mark.parametrize(
@@ -142,7 +133,6 @@ def test_without_noise_the_number_itself_decides(claim, threshold, control, othe
     assert (verdict.outcome, verdict.seeds_needed) == (outcome, None)
     assert (verdict.p_holds, verdict.p_fails) == ((0.0, 1.0) if outcome == "holds" else (1.0, 0.0))
     assert f"with each of {len(control)} seeds, without noise; the claim says at" in verdict.reason
-    assert verdict.null.startswith("None, because there is no noise: ")
     assert verdict.interval == pytest.approx((verdict.estimate, verdict.estimate), abs=1e-12)
 
 
@@ -168,27 +158,6 @@ def test_ratios_of_numbers_that_are_not_positive_are_inconclusive(control, other
     assert (verdict.outcome, verdict.estimate, verdict.interval, verdict.p_holds) == ("inconclusive", None, None, None)
     assert verdict.reason == f"the bytes that a rank sends: a run has {min(control + other):g}, and a ratio needs numbers above 0"
     assert paired_interval(control, other, "ratio") is None
-
-
-@pytest.mark.parametrize(
-    ("claim", "threshold", "control", "other", "message"),
-    [
-        ("loss_winthin", 0.1, [1.0], [1.0], "unknown claim 'loss_winthin'; the kinds are loss_within, "),
-        ("loss_within", "0.1", [1.0], [1.0], "'0.1' is not a finite number"),
-        ("loss_within", True, [1.0], [1.0], "True is not a finite number"),
-        ("loss_within", math.nan, [1.0], [1.0], "nan is not a finite number"),
-        ("step_time_ratio", 0, [1.0], [1.0], "'step_time_ratio': 0 is not above 0"),
-        ("loss_within", 0.1, [1.0, 2.0], [1.0], "2 values of the control and 1 of the other"),
-        ("loss_within", 0.1, [math.inf, 1.0], [1.0, 1.0], "inf is not finite"),
-        ("loss_within", 0.1, [math.inf, 1.0], [math.inf, 1.0], "inf is not finite"),
-        ("loss_within", 0.1, [1.0, 1.0], [math.inf, math.nan], "nan is not finite"),
-        ("loss_within", 0.1, [1.0, 1.0], [-math.inf, 1.0], "-inf is not finite"),
-        ("step_time_ratio", 0.1, [1.0, 1.0], [math.inf, 1.0], "inf is not finite"),
-    ],
-)
-def test_what_has_no_meaning_is_refused(claim, threshold, control, other, message):
-    with pytest.raises(ValueError, match=message):
-        judge(claim, threshold, control, other)
 
 
 @pytest.mark.filterwarnings("error")

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import numpy as np
 
 from launch.comparison.runs import Column, Run
-from launch.comparison.verdicts import Verdict, judge, paired_interval
+from launch.comparison.verdicts import Interval, Verdict, judge, paired_interval
 from launch.config.run_config import SCRATCH
 from launch.errors import UsageError
 from launch.formats.json_lines import dotted
@@ -52,10 +52,9 @@ FIGURES = {
     "flops": ("TFLOPs of all ranks", 1e12, 2),
     "skipped_steps": ("skipped steps", 1, 1),
     "spikes": ("loss spikes", 1, 1),
-    "non_finite_losses": ("steps with a non-finite loss", 1, 1),
 }
 #: Figures that are sums over a run, and so cannot be compared if the run ended early.
-SUMS = {"seconds", "bytes_sent", "flops", "skipped_steps", "spikes", "non_finite_losses"}
+SUMS = {"seconds", "bytes_sent", "flops", "skipped_steps", "spikes"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,10 +79,10 @@ class Side:
 
 @dataclass(frozen=True)
 class Difference:
-    """A setting or a circumstance that is not the same in all runs of a pair.
+    """A setting or a circumstance that differs between the sides of a pair.
 
     key: dotted path in `run.json`. control, other: the value on each side, None where the key is absent; if the runs of one side differ, a
-    text with each value and its seeds.
+    text with all values.
     """
 
     key: str
@@ -92,34 +91,18 @@ class Difference:
 
 
 @dataclass(frozen=True)
-class Spread:
-    """The values of several seeds; `values[i]` belongs to `seeds[i]`.
-
-    mean: None without values; +inf if a run diverged, whose loss is +inf. deviation: sample standard deviation; None with fewer than two
-    values or an infinite one. low, high: of a side the smallest and the largest value; of a paired difference or ratio the two-sided 95%
-    confidence interval of the mean, None with fewer than two pairs.
-    """
-
-    seeds: tuple[int, ...]
-    values: tuple[float, ...]
-    mean: float | None
-    deviation: float | None
-    low: float | None
-    high: float | None
-
-
-@dataclass(frozen=True)
 class Figure:
     """One quantity of the runs of a pair.
 
-    difference: other - control over the seeds that both sides have, with the arithmetic mean. ratio: other / control, with the geometric
-    mean. Both are None without pairs; the ratio also if a value is not positive, and for losses.
+    control, other: the value of each seed; the loss of a run that diverged is +inf. difference: other - control over the seeds that both
+    sides have, with the arithmetic mean. ratio: other / control, with the geometric mean. Both are None without pairs; the ratio also if a
+    value is not positive, and for losses.
     """
 
-    control: Spread
-    other: Spread
-    difference: Spread | None
-    ratio: Spread | None
+    control: dict[int, float]
+    other: dict[int, float]
+    difference: Interval | None
+    ratio: Interval | None
 
 
 @dataclass(frozen=True)
@@ -284,24 +267,23 @@ def _hashable(value: Any) -> Any:
 
 
 def differences(control: Sequence[Run], other: Sequence[Run]) -> tuple[Difference, ...]:
-    """Every setting and circumstance that is not the same in all of these runs: settings first, in the order of `run.json`."""
-    sides = [[(run.seed, settings(run)) for run in runs] for runs in (control, other)]
-    found = {}
-    for key in dict.fromkeys(key for side in sides for _, own in side for key in own):
-        values = [[(seed, own.get(key)) for seed, own in side] for side in sides]
-        if len({_hashable(value) for side in values for _, value in side}) > 1:
-            found[key] = Difference(key, *map(_value_of_side, values))
-    return tuple(sorted(found.values(), key=lambda one: _section(one.key) in CIRCUMSTANCES))
+    """Every setting and circumstance that differs between two sides: settings first, in the order of `run.json`."""
+    before, after = (_settings_of_side(runs) for runs in (control, other))
+    found = [
+        Difference(key, before.get(key), after.get(key))
+        for key in before | after
+        if _hashable(before.get(key)) != _hashable(after.get(key))
+    ]
+    return tuple(sorted(found, key=lambda one: _section(one.key) in CIRCUMSTANCES))
 
 
-def _value_of_side(values: list[tuple[int, Any]]) -> Any:
-    """The value of the runs of a side; where they differ, a text with each value and its seeds."""
-    groups: dict[Any, tuple[Any, list[int]]] = {}
-    for seed, value in values:
-        groups.setdefault(_hashable(value), (value, []))[1].append(seed)
-    if len(groups) == 1:
-        return values[0][1]
-    return "; ".join(f"{value} (seed {', '.join(map(str, seeds))})" for value, seeds in groups.values())
+def _settings_of_side(runs: Sequence[Run]) -> dict[str, Any]:
+    """The `settings` of a side; a text with all values where its runs differ."""
+    values: dict[str, dict[Any, Any]] = {}
+    for run in runs:
+        for key, value in settings(run).items():
+            values.setdefault(key, {})[_hashable(value)] = value
+    return {key: next(iter(found.values())) if len(found) == 1 else "; ".join(map(str, found.values())) for key, found in values.items()}
 
 
 # --- what may be compared, and with what ----------------------------------------------------------------------------------------------
@@ -374,17 +356,9 @@ def _compared(
 
 
 def _side_names(groups: Sequence[Group]) -> list[str]:
-    """The name of each group's engine JSON; where several have the same, with a setting that tells them apart, or a number."""
+    """The name of each group's engine JSON; where several groups have the same, with the name of their first run."""
     stems = [Path(runs[0].description["config_file"]).stem for runs in groups]
-    names = list(stems)
-    for stem in dict.fromkeys(stem for stem in stems if stems.count(stem) > 1):
-        places = [place for place, one in enumerate(stems) if one == stem]
-        own = [settings(groups[place][0]) for place in places]
-        keys = dict.fromkeys(key for one in own for key in one if _section(key) not in CIRCUMSTANCES - {"commit", "versions"})
-        telling = next((key for key in keys if len({_hashable(one.get(key)) for one in own}) == len(places)), None)
-        for number, (place, one) in enumerate(zip(places, own, strict=True), 1):
-            names[place] = f"{stem}, {telling.rpartition('.')[2]} {one.get(telling)}" if telling else f"{stem} ({number})"
-    return names
+    return [f"{stem} ({runs[0].name})" if stems.count(stem) > 1 else stem for stem, runs in zip(stems, groups, strict=True)]
 
 
 def _interleaved_with(run: Run) -> list[Any]:
@@ -404,7 +378,7 @@ def _pair(control: Side, side: Side, recipe: Recipe | None) -> Pair:
         before, after = ({seed: own[name] for seed, own in one.items() if name in own} for one in numbers)
         if before or after:
             ratio = None if name == LOSS else _paired(before, after, "ratio")
-            figures[name] = Figure(_spread(before), _spread(after), _paired(before, after, "difference"), ratio)
+            figures[name] = Figure(before, after, _paired(before, after, "difference"), ratio)
     verdicts = []
     for claim, threshold in recipe.claims.items() if recipe else ():
         measure = CLAIMS[claim].measure
@@ -462,36 +436,16 @@ def reached_at(x: Column, loss: Column, target: float) -> float | None:
     """The `x` at which `loss`, (rows,) both, is first at or below `target`, by linear interpolation; None where it never is."""
     known = np.isfinite(loss) & np.isfinite(x)
     x, loss = x[known], loss[known]
-    below = np.flatnonzero(loss <= target)
-    if not len(below):
-        return None
-    at = below[0]
-    if at == 0:
-        return float(x[0])
-    part = (loss[at - 1] - target) / (loss[at - 1] - loss[at])
-    return float(x[at - 1] + part * (x[at] - x[at - 1]))
+    at = int(np.argmax(loss <= target)) if (loss <= target).any() else -1
+    if at <= 0:
+        return float(x[0]) if at == 0 else None
+    return float(np.interp(-target, -loss[at - 1 : at + 1], x[at - 1 : at + 1]))  # np.interp needs values that rise
 
 
-def _spread(values: Mapping[int, float]) -> Spread:
-    numbers = tuple(values.values())
-    if not numbers:
-        return Spread((), (), None, None, None, None)
-    return Spread(tuple(values), numbers, float(np.mean(numbers)), _deviation(numbers), min(numbers), max(numbers))
-
-
-def _paired(control: Mapping[int, float], other: Mapping[int, float], scale: Literal["difference", "ratio"]) -> Spread | None:
-    """The differences or ratios of the seeds whose values are finite on both sides."""
-    seeds = tuple(seed for seed in control if seed in other and math.isfinite(control[seed]) and math.isfinite(other[seed]))
-    before, after = ([side[seed] for seed in seeds] for side in (control, other))
-    if not seeds or (scale == "ratio" and min(*before, *after) <= 0):
-        return None
-    values = tuple(b / a if scale == "ratio" else b - a for a, b in zip(before, after, strict=True))
-    mean, low, high = paired_interval(before, after, scale) or (values[0], None, None)
-    return Spread(seeds, values, mean, _deviation(values), low, high)
-
-
-def _deviation(values: Sequence[float]) -> float | None:
-    return float(np.std(values, ddof=1)) if len(values) > 1 and all(map(math.isfinite, values)) else None
+def _paired(control: Mapping[int, float], other: Mapping[int, float], scale: Literal["difference", "ratio"]) -> Interval | None:
+    """The mean difference or ratio over the seeds whose values are finite on both sides."""
+    seeds = [seed for seed in control if seed in other and math.isfinite(control[seed]) and math.isfinite(other[seed])]
+    return paired_interval([control[seed] for seed in seeds], [other[seed] for seed in seeds], scale)
 
 
 # --- report.json ----------------------------------------------------------------------------------------------------------------------

@@ -14,11 +14,11 @@ from pathlib import Path
 from tqdm import tqdm
 
 from launch.comparison.comparison import Absent, Comparison, compare_experiments
-from launch.comparison.interleaved import Interrupted, train_interleaved
+from launch.comparison.interleaved import train_interleaved
 from launch.comparison.runs import read_run
 from launch.comparison.trials import CannotRun, Experiment, Trial, fitting_groups, in_order, plan_experiment
 from launch.config.hardware import device_type, gpus
-from launch.errors import UsageError, one_line, say
+from launch.errors import UsageError, one_line, print_once
 from recipes.registry import ROOT, read_recipe
 
 CPU_RANKS = 2  # with one rank nothing is partitioned and nothing is sent
@@ -53,7 +53,7 @@ def run_experiments(folders: Sequence[Path | str], passed_on: Sequence[str], fla
             if not flags.all:
                 raise UsageError(f"{folder}: {reason}") from None
             absent.append(Absent(recipe.name, str(reason)))
-            say(f"{recipe.name} cannot run here: {reason}")
+            print_once(f"{recipe.name} cannot run here: {reason}")
     runs_dir = Path(flags.runs_dir)
     failures = train_missing(flags, planned, runs_dir)
     names = {trial.name for one in planned for trial in (*one.control, *one.own)}
@@ -83,7 +83,7 @@ def train_missing(flags: argparse.Namespace, experiments: Sequence[Experiment], 
     with _locked(runs_dir):
         groups = [group for trials in missing() for group in fitting_groups(trials, flags.at_once)]
         trials = [trial for group in groups for trial in group]
-        say(f"training {len(trials)} runs, at most {max(map(len, groups), default=0)} of them interleaved, in {runs_dir}")
+        print_once(f"training {len(trials)} runs, at most {max(map(len, groups), default=0)} of them interleaved, in {runs_dir}")
         steps = sum(trial.config.steps_to_make for trial in trials)
         done = sum(_steps_done(runs_dir / trial.name) for trial in trials)
         with tqdm(total=steps, initial=done, unit="step", dynamic_ncols=True, disable=flags.quiet or None) as bar:  # None: off a terminal
@@ -92,18 +92,18 @@ def train_missing(flags: argparse.Namespace, experiments: Sequence[Experiment], 
                 sizes = {name: output.stat().st_size if output.exists() else 0 for name, output in outputs.items()}
                 try:
                     codes = train_interleaved(group, runs_dir, lambda trial, made: bar.update(made))
-                except Interrupted as interrupted:
+                except SystemExit:
                     bar.close()
-                    say(f"{interrupted}; the same command resumes the runs", sys.stderr)
-                    raise SystemExit(128 + interrupted.number) from None
+                    print_once("stopped; the same command resumes the runs", sys.stderr)
+                    raise
                 for name, code in codes.items():
                     if code:
                         failures[name] = error_of(outputs[name], sizes[name], code)
-                        say(one_line(f"{name} failed: {failures[name]}"), sys.stderr)
+                        print_once(one_line(f"{name} failed: {failures[name]}"), sys.stderr)
                     elif not flags.keep_checkpoints:
                         shutil.rmtree(runs_dir / name / "checkpoints", ignore_errors=True)
                 if bar.disable and not flags.quiet:
-                    say(f"{sum(map(len, groups[:number]))} of {len(trials)} runs have ended")
+                    print_once(f"{sum(map(len, groups[:number]))} of {len(trials)} runs have ended")
     return failures
 
 

@@ -31,14 +31,6 @@ POLL_SECONDS = 0.2
 STOP_SECONDS = 120.0
 
 
-class Interrupted(Exception):
-    """Raised on Ctrl-C or SIGTERM, after the runs have been stopped with checkpoints. `number` is the signal's."""
-
-    def __init__(self, number: int):
-        super().__init__(f"stopped by {signal.Signals(number).name}")
-        self.number = number
-
-
 class InterleavedRun:
     """The processes of one run, and a connection to each of its ranks. An existing run folder is resumed.
 
@@ -144,7 +136,7 @@ def train_interleaved(trials: Sequence[Trial], runs_dir: Path, on_steps: Callabl
         The exit code of each run, by name; `<runs_dir>/<name>.out` holds its output.
 
     Raises:
-        Interrupted: by Ctrl-C or SIGTERM; all runs have been stopped and can be resumed.
+        SystemExit: 128 + n for signal n, Ctrl-C or SIGTERM; all runs have been stopped with checkpoints.
     """
     runs_dir.mkdir(parents=True, exist_ok=True)
     runs: list[InterleavedRun] = []
@@ -164,9 +156,9 @@ def train_interleaved(trials: Sequence[Trial], runs_dir: Path, on_steps: Callabl
                     else:
                         active.remove(run)
                         run.disconnect()  # if its launcher was killed, its ranks stop with a checkpoint
-        except Interrupted as interrupted:
+        except SystemExit as interrupted:
             for run in runs:
-                run.stop(interrupted.number)
+                run.stop(int(interrupted.code or 0) - 128)
             raise
         finally:
             for run in runs:
@@ -178,12 +170,12 @@ def train_interleaved(trials: Sequence[Trial], runs_dir: Path, on_steps: Callabl
 
 @contextlib.contextmanager
 def _interruptible() -> Iterator[None]:
-    """Raise `Interrupted` on the first Ctrl-C or SIGTERM, and ignore further ones while the runs are being stopped."""
+    """Raise SystemExit on the first Ctrl-C or SIGTERM, and ignore further ones while the runs are being stopped."""
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         for one in handlers:
             signal.signal(one, signal.SIG_IGN)
-        raise Interrupted(number)
+        sys.exit(128 + number)
 
     handlers = {number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
     try:

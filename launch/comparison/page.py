@@ -7,28 +7,40 @@ in their files, are text of unknown origin: the template escapes them, and the p
 from __future__ import annotations
 
 import base64
+import contextlib
 import hashlib
 import json
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import count, cycle
 from pathlib import Path
 from typing import Any
 
+import jinja2
 import numpy as np
+from markupsafe import Markup
+from matplotlib import rc_context
+from matplotlib.figure import Figure as Picture
+from matplotlib.ticker import EngFormatter
+from plotly.offline import get_plotlyjs
+from scipy.ndimage import uniform_filter1d
 
-from launch.comparison.comparison import FIGURES, Comparison, Figure, Pair, Side, Spread
+from launch.comparison.comparison import FIGURES, Comparison, Figure, Pair, Side
 from launch.comparison.runs import Column, Run
-from launch.comparison.verdicts import Verdict
+from launch.comparison.verdicts import Interval, Verdict
 from launch.errors import one_line
+from launch.formats.files import write_atomically
 from recipes.claims import CLAIMS
 
 HERE = Path(__file__).resolve().parent
+#: Where reports go without --out.
+REPORTS = Path("runs/reports")
+#: Figures that are printed for pairs without claims.
+SUMMARY = ("final_val_loss", "step_seconds", "peak_memory_bytes", "bytes_per_step")
 
 #: Points per curve; fewer, but at least 200, if there are more than 30 runs, so that the page stays below 10 MB.
 POINTS = 1000
-#: Larger numbers are not drawn in `loss.png`: matplotlib overflows.
-DRAWABLE = 1e100
 #: What curves can be drawn over: column of `Run.columns` -> label.
 AXES = {"step": "steps", "tokens": "tokens", "seconds": "seconds", "flops": "FLOPs of all ranks", "bytes": "bytes sent by rank 0"}
 LOSSES = {"val_loss": "validation loss", "loss": "training loss", "val_loss-control": "validation loss − control"}
@@ -44,12 +56,42 @@ OUTCOMES = {"holds": ("holds", "✓"), "fails": ("fails", "✕"), "inconclusive"
 OVERVIEW = ("final_val_loss", "tokens_per_second", "mfu", "seconds", "peak_memory_bytes", "bytes_per_step", "skipped_steps", "spikes")
 
 
+def new_folder(name: str) -> Path:
+    """Make the folder `name` in `REPORTS`, or the first free `name-2`, `name-3`, ..., also if other commands do so at the same time."""
+    REPORTS.mkdir(parents=True, exist_ok=True)
+    for number in count(1):
+        with contextlib.suppress(FileExistsError):
+            (folder := REPORTS / (name if number == 1 else f"{name}-{number}")).mkdir()
+            return folder
+    raise AssertionError("there is always a free number")
+
+
+def write_report(comparison: Comparison, out: Path) -> Path:
+    """Write `report.html`, `report.json` and `loss.png` into the folder `out`, and return the page."""
+    out.mkdir(parents=True, exist_ok=True)
+    write_atomically(out / "report.json", json.dumps(comparison.as_json(), indent=1, allow_nan=False) + "\n")
+    draw_losses(comparison, out)
+    return write_page(comparison, out)
+
+
+def summary(comparison: Comparison) -> Iterator[str]:
+    """The lines that `launch/compare.py` prints: remarks on runs, and the verdicts of each pair, or its main figures without claims."""
+    for mismatch in comparison.mismatches:
+        yield f"not a controlled comparison: {mismatch}"
+    for side in comparison.sides:
+        yield from (f"{run.folder}: {remark}" for run in side.runs for remark in run.remarks)
+    for pair in comparison.pairs:
+        for verdict in pair.verdicts:
+            yield f"{pair.recipe and pair.recipe.name}: {verdict.claim} {verdict.threshold:g} {verdict.outcome}: {verdict.reason}"
+        if not pair.verdicts:
+            rows = [figure_row(name, pair.figures[name]) for name in SUMMARY if name in pair.figures]
+            yield f"{pair.title}: " + "; ".join(f"{label}: {difference}" for label, _, _, difference, _ in rows)
+    for missing in comparison.absent:
+        yield f"{missing.recipe} was not run: {missing.reason}"
+
+
 def write_page(comparison: Comparison, out: Path) -> Path:
     """Write `report.html` into the folder `out`; 5 MB of it are plotly.js, so that it opens without a network."""
-    import jinja2
-    from markupsafe import Markup
-    from plotly.offline import get_plotlyjs
-
     scripts = {"plotly": get_plotlyjs(), "script": (HERE / "page.js").read_text(encoding="utf-8")}
     hashes = [f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'" for text in scripts.values()]
     environment = jinja2.Environment(
@@ -93,15 +135,11 @@ def _facts(comparison: Comparison) -> dict[str, str]:
         return "; ".join(found[:3]) + (f" and {len(found) - 3} more" if len(found) > 3 else "")
 
     shapes = [run["shape"] for run in runs]
-    facts = {role: ", ".join(side.name for side in comparison.sides if side.role == role) for role in ("control", "recipe", "run")}
-    facts |= {
+    facts = {
         "seeds": _seeds(run["seed"] for run in runs),
         "tokens per run": distinct(f"{run['total_tokens']:,}" for run in runs),
         "model": distinct(f"{shape['n_layer']} layers, width {shape['d_model']}, {shape['seq_len']} tokens" for shape in shapes),
-        "ranks": distinct(run.get("ranks") for run in runs),
-        "precision": distinct(run.get("precision") for run in runs),
-        "machine": distinct(run.get("machine") for run in runs),
-        "commit": distinct(run.get("commit") for run in runs),
+        **{name: distinct(run.get(name) for run in runs) for name in ("ranks", "precision", "machine", "commit")},
         "corpus": distinct(run["corpus_fingerprint"] for run in runs),
     }
     return {name: value for name, value in facts.items() if value}
@@ -126,11 +164,9 @@ def _seeds(seeds: Iterable[int]) -> str:
 
 
 def _evidence(verdict: Verdict) -> dict[str, str]:
-    evidence = {"evidence": verdict.reason, "null hypothesis": verdict.null}
+    evidence = {"evidence": verdict.reason}
     if verdict.p_holds is not None:
-        evidence["p-values"] = (
-            f"{verdict.p_holds:.3g} for holds, {verdict.p_fails:.3g} for fails; below 0.05 the null hypothesis is rejected"
-        )
+        evidence["p-values"] = f"{verdict.p_holds:.3g} for holds, {verdict.p_fails:.3g} for fails; a value below 0.05 decides"
     return evidence
 
 
@@ -145,25 +181,21 @@ def _differences(pair: Pair) -> list[list[str]]:
 
 def _figures(pair: Pair) -> list[list[str]]:
     """The table of figures: label, control, recipe, difference and ratio."""
-    return [
-        figure_row(name, figure)
-        for name, figure in pair.figures.items()
-        if name != "non_finite_losses" or any(figure.control.values + figure.other.values)
-    ]
+    return [figure_row(name, figure) for name, figure in pair.figures.items()]
 
 
 def figure_row(name: str, figure: Figure) -> list[str]:
     """A row of a pair's table: label, control, recipe, difference and ratio, with 95% confidence intervals."""
 
-    def interval(spread: Spread | None, write: Any) -> str:
-        if spread is None or spread.mean is None:
+    def shown(interval: Interval | None, write: Callable[[float], str]) -> str:
+        if interval is None:
             return "–"
-        return write(spread.mean) + ("" if spread.low is None else f" [{write(spread.low)}, {write(spread.high)}]")
+        ends = "" if interval.low is None or interval.high is None else f" [{write(interval.low)}, {write(interval.high)}]"
+        return write(interval.mean) + ends
 
-    label, *_ = FIGURES[name]
-    sides = [_mean(name, side.values) for side in (figure.control, figure.other)]
-    difference = interval(figure.difference, lambda value: _number(name, value, "+"))
-    return [label, *sides, difference, interval(figure.ratio, lambda value: f"{value:.3f}")]
+    sides = [_mean(name, list(side.values())) for side in (figure.control, figure.other)]
+    difference = shown(figure.difference, lambda value: _number(name, value, "+"))
+    return [FIGURES[name][0], *sides, difference, shown(figure.ratio, lambda value: f"{value:.3f}")]
 
 
 def _results(sides: Sequence[Side]) -> tuple[list[str], list[list[str]]]:
@@ -202,15 +234,10 @@ def _looks(comparison: Comparison) -> list[dict[str, str]]:
     """Colour and dash of each side. A side that is only a control is grey, and no other side has its dash."""
     own = {id(pair.side) for pair in comparison.pairs}
     dashes = list(DASHES)
-    looks: list[dict[str, str]] = []
-    numbers: Counter[bool] = Counter()
-    for side in comparison.sides:
-        grey = side.role == "control" and id(side) not in own
-        number = numbers[grey]
-        numbers[grey] += 1
-        color = 0 if grey else 1 + number % (len(PALETTE) - 1)
-        looks.append({"color": PALETTE[color], "dash": dashes[number % 2 if grey else 2 + number % (len(dashes) - 2)]})
-    return looks
+    greys = zip(cycle(PALETTE[:1]), cycle(dashes[:2]), strict=False)
+    colors = zip(cycle(PALETTE[1:]), cycle(dashes[2:]), strict=False)
+    looks = [next(greys if side.role == "control" and id(side) not in own else colors) for side in comparison.sides]
+    return [{"color": color, "dash": dash} for color, dash in looks]
 
 
 def _curves(comparison: Comparison) -> dict[str, Any]:
@@ -243,15 +270,12 @@ def _curves(comparison: Comparison) -> dict[str, Any]:
 
 def _metrics(runs: Sequence[Run]) -> list[str]:
     """The logged metrics other than losses and axes, unless all runs have the same constant; the rarest first."""
-    found: dict[str, set[float]] = {}
-    count: Counter[str] = Counter()
+    found: dict[str, list[Column]] = {}
     for run in runs:
-        for name, column in run.columns.items():
-            finite = column[np.isfinite(column)]
-            if name not in AXES and name not in ("loss", "val_loss") and len(finite):
-                found.setdefault(name, set()).update((float(finite.min()), float(finite.max())))
-                count[name] += 1
-    return sorted((name for name, values in found.items() if len(values) > 1), key=lambda name: (count[name], name))
+        for name in run.columns.keys() - {*AXES, "loss", "val_loss"}:
+            found.setdefault(name, []).append(run.columns[name][np.isfinite(run.columns[name])])
+    varying = [name for name, columns in found.items() if len(np.unique(np.concatenate(columns))) > 1]
+    return sorted(varying, key=lambda name: (len(found[name]), name))
 
 
 def _curve(columns: dict[str, Column], metrics: Sequence[str], points: int) -> dict[str, Any]:
@@ -300,14 +324,11 @@ def mean_columns(runs: Sequence[Run]) -> dict[str, Column]:
 
 
 def smooth(values: Column) -> Column:
-    """A centred moving average over 1% of the finite values, over fewer near the ends."""
-    finite = np.flatnonzero(np.isfinite(values))
-    count, out = len(finite), values.copy()
-    place = np.arange(count)
-    half = np.minimum(np.minimum(place, count - 1 - place), count // 200)
-    total = np.concatenate([[0.0], np.cumsum(values[finite])])
-    out[finite] = (total[place + half + 1] - total[place - half]) / (2 * half + 1)
-    return out
+    """A centred moving average over 1% of the finite values."""
+    known, smoothed = np.isfinite(values), values.copy()
+    if known.any():
+        smoothed[known] = uniform_filter1d(values[known], 2 * (int(known.sum()) // 200) + 1, mode="nearest")
+    return smoothed
 
 
 # --- loss.png -------------------------------------------------------------------------------------------------------------------------
@@ -319,20 +340,13 @@ def draw_losses(comparison: Comparison, out: Path) -> Path:
     Each pair is a row: the whole run, and its last quarter. Without pairs all sides are one row. Thin lines are runs, thick lines the mean
     over seeds, the band its standard deviation.
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-    from matplotlib.ticker import EngFormatter
-
     looks = {id(side): look for side, look in zip(comparison.sides, _looks(comparison), strict=True)}
     evaluated = any(np.isfinite(run.columns["val_loss"]).any() for side in comparison.sides for run in side.runs)
     metric = "val_loss" if evaluated else "loss"
     rows: list[tuple[Side, ...]] = [(pair.control, pair.side) for pair in comparison.pairs] or [comparison.sides]
-    size = (12.0, 1.0 + 4.0 * len(rows))
-    with matplotlib.rc_context({"text.parse_math": False, "axes.spines.top": False, "axes.spines.right": False}):  # a name may hold dollars
-        figure, grid = pyplot.subplots(len(rows), 2, figsize=size, dpi=120, layout="constrained", squeeze=False)
-        for (whole, late), sides in zip(grid, rows, strict=True):
+    with rc_context({"text.parse_math": False, "axes.spines.top": False, "axes.spines.right": False}):  # a name may hold dollars
+        picture = Picture(figsize=(12.0, 1.0 + 4.0 * len(rows)), dpi=120, layout="constrained")
+        for (whole, late), sides in zip(picture.subplots(len(rows), 2, squeeze=False), rows, strict=True):
             for axes in (whole, late):
                 for side in sides:
                     _draw_side(axes, side, looks[id(side)], metric)
@@ -343,10 +357,9 @@ def draw_losses(comparison: Comparison, out: Path) -> Path:
                 whole.legend(fontsize=9, frameon=False)
             late.set_title("the last quarter", fontsize=10)
             _zoom_to_the_end(late, [_drawable(run.columns, metric) for side in sides for run in side.runs])
-        figure.suptitle(f"{LOSSES[metric]} over tokens; thin: each seed, thick: mean over seeds ± standard deviation", fontsize=11)
+        picture.suptitle(f"{LOSSES[metric]} over tokens; thin: each seed, thick: mean over seeds ± standard deviation", fontsize=11)
         file = out / "loss.png"
-        figure.savefig(file)
-        pyplot.close(figure)
+        picture.savefig(file)
     return file
 
 
@@ -370,7 +383,7 @@ def _drawable(columns: dict[str, Column], metric: str) -> tuple[Column, Column]:
     """Tokens and values of the rows that have both."""
     if metric not in columns:
         return np.zeros(0), np.zeros(0)
-    rows = (np.abs(columns[metric]) < DRAWABLE) & (np.abs(columns["tokens"]) < DRAWABLE)
+    rows = np.isfinite(columns[metric]) & np.isfinite(columns["tokens"])
     return columns["tokens"][rows], columns[metric][rows]
 
 

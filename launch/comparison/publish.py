@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, astuple, replace
 from typing import Any
 
-from launch.comparison.comparison import Comparison, Figure, Pair, Spread
+import numpy as np
+
+from launch.comparison.comparison import Comparison, Figure, Pair
 from launch.comparison.page import draw_losses
 from launch.errors import UsageError
 from launch.formats.files import write_atomically
@@ -81,12 +83,10 @@ def _entry(pair: Pair, flags: Sequence[str]) -> dict[str, Any]:
 
 def _figure(figure: Figure) -> dict[str, Any]:
     """The means of both sides, and `[mean, low, high]` of the difference and of the ratio."""
-
-    def compared(spread: Spread | None) -> list[float | None] | None:
-        return None if spread is None else [spread.mean, spread.low, spread.high]
-
-    means = {"control": figure.control.mean, "other": figure.other.mean}
-    return {**means, "difference": compared(figure.difference), "ratio": compared(figure.ratio)}
+    sides = {"control": figure.control, "other": figure.other}
+    means = {name: float(np.mean(list(values.values()))) if values else None for name, values in sides.items()}
+    intervals = {name: found and list(astuple(found)) for name, found in (("difference", figure.difference), ("ratio", figure.ratio))}
+    return {**means, **intervals}
 
 
 def _machine(found: dict[str, Any]) -> str:

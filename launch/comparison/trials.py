@@ -83,7 +83,7 @@ def _trial(config_file: str, flags: list[str], ranks: int) -> Trial:
     try:
         config, _ = resolve(flags, ranks)
         if config.asks_the_device:
-            from launch.training.engine import check_device
+            from launch.training.engine import check_device  # after `resolve`: imports DeepSpeed, which few recipes need here
 
             check_device(config)
     except DataError:
@@ -103,29 +103,19 @@ def fitting_groups(trials: Sequence[Trial], at_once: int | None) -> list[list[Tr
     device = device_type()
     on_gpu = device == "cuda"
     free = min((gpu.total_memory for gpu in gpus()), default=0) if on_gpu else psutil.virtual_memory().available
-    groups: list[list[Trial]] = []
-    taken = 0.0
-    for trial in trials:
-        # On GPUs each rank has its own memory; on a CPU all ranks share it.
-        peak = memory_of(trial.config, trial.config.model_config, device)["peak"]
-        size = peak + CUDA_CONTEXT if on_gpu else trial.config.ranks * (peak + PROCESS)
-        full = len(groups[-1]) >= at_once if groups and at_once else taken + size > FILLED * free
-        if not groups or full:
-            groups.append([])
-            taken = 0.0
-        groups[-1].append(trial)
-        taken += size
-    return groups
+    # On GPUs each rank has its own memory; on a CPU all ranks share it.
+    peaks = [memory_of(trial.config, trial.config.model_config, device)["peak"] for trial in trials]
+    largest = max(
+        peak + CUDA_CONTEXT if on_gpu else trial.config.ranks * (peak + PROCESS) for trial, peak in zip(trials, peaks, strict=True)
+    )
+    size = at_once or max(1, int(FILLED * free // largest))
+    return [list(trials[start : start + size]) for start in range(0, len(trials), size)]
 
 
 def in_order(experiments: Iterable[Experiment]) -> list[list[Trial]]:
     """The distinct runs of each seed: each control is followed by the recipes that are compared with it."""
-    by_control: dict[str, list[Experiment]] = {}
-    for experiment in experiments:
-        by_control.setdefault(experiment.control[0].name, []).append(experiment)
     seeds: dict[int, dict[str, Trial]] = {}
-    for members in by_control.values():
-        for trials in (members[0].control, *(member.own for member in members)):
-            for trial in trials:
-                seeds.setdefault(trial.seed, {}).setdefault(trial.name, trial)
+    for experiment in sorted(experiments, key=lambda experiment: experiment.control[0].name):
+        for trial in (*experiment.control, *experiment.own):
+            seeds.setdefault(trial.seed, {}).setdefault(trial.name, trial)
     return [list(trials.values()) for trials in seeds.values()]

@@ -30,7 +30,7 @@ import sys
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -58,7 +58,6 @@ class Verdict:
         threshold: its number in `recipe.json`.
         outcome: "holds", "fails" or "inconclusive".
         reason: one line with the evidence.
-        null: a sentence with the null hypothesis that was rejected, or the two that were not.
         estimate: the mean difference recipe - control or the geometric mean ratio recipe / control; None if there is no finite one.
         interval: the two-sided 95% confidence interval of `estimate`; None with fewer than two pairs. The upper end of a ratio may be +inf.
             The tests are one-sided, so a claim can be decided although its bound is just inside the interval.
@@ -73,64 +72,52 @@ class Verdict:
     threshold: float
     outcome: Outcome
     reason: str
-    null: str
-    estimate: float | None
-    interval: tuple[float, float] | None
-    p_holds: float | None
-    p_fails: float | None
-    pairs: int
-    seeds_needed: int | None
+    estimate: float | None = None
+    interval: tuple[float, float] | None = None
+    p_holds: float | None = None
+    p_fails: float | None = None
+    pairs: int = 0
+    seeds_needed: int | None = None
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A mean over pairs, and its two-sided 95% confidence interval, whose ends are None for a single pair."""
+
+    mean: float
+    low: float | None
+    high: float | None
 
 
 def judge(claim: str, threshold: float, control: Sequence[float], other: Sequence[float]) -> Verdict:
     """The verdict on `claim: threshold`, from the claim's measure in the runs of control and recipe; entry i of both has the same seed.
 
-    +inf in `other` is a run that diverged although its control did not. One such run makes a claim about the loss fail.
-
-    Raises:
-        ValueError: an unknown claim, a threshold that is not a number or not positive for a ratio, unequal lengths, or any other value that
-            is not finite.
+    +inf in `other` is a run that diverged although its control did not. One such run makes a claim about the loss fail. All other values
+    must be finite.
     """
-    if claim not in CLAIMS:
-        raise ValueError(f"unknown claim '{claim}'; the kinds are {', '.join(CLAIMS)}")
     kind = CLAIMS[claim]
-    if isinstance(threshold, bool) or not isinstance(threshold, (int, float)) or not math.isfinite(threshold):
-        raise ValueError(f"claim '{claim}': {threshold!r} is not a finite number")
-    if kind.scale == "ratio" and threshold <= 0:
-        raise ValueError(f"claim '{claim}': {threshold:g} is not above 0, as a ratio must be")
     before, after = _aligned(control, other)
     diverged = np.isposinf(after) if kind.measure == "final_val_loss" else np.zeros(after.shape, bool)
-    _refuse_not_finite(before, after[~diverged])
 
     pairs, bound = len(after), kind.bound(threshold)
     claimed = f"the claim says {kind.direction} {_number(bound, kind.scale)}"
 
-    def verdict(
-        outcome: Outcome,
-        reason: str,
-        null: str,
-        estimate: float | None = None,
-        interval: tuple[float, float] | None = None,
-        p_values: tuple[float | None, float | None] = (None, None),
-        seeds: int | None = None,
-    ) -> Verdict:
-        return Verdict(claim, threshold, outcome, reason, null, estimate, interval, *p_values, pairs, seeds)
+    def verdict(outcome: Outcome, reason: str, **found: Any) -> Verdict:
+        return Verdict(claim, threshold, outcome, reason, pairs=pairs, **found)
 
     if diverged.any():
         reason = f"{diverged.sum()} of {_seeds(pairs)} diverged under the recipe but not under the control"
-        return verdict("fails", reason, _null(kind, bound, "fails"), p_values=(1.0, 0.0))
+        return verdict("fails", reason, p_holds=1.0, p_fails=0.0)
     if kind.scale == "ratio" and (lowest := min([*before, *after], default=1.0)) <= 0:
-        reason = f"the {kind.quantity}: a run has {lowest:g}, and a ratio needs numbers above 0"
-        return verdict("inconclusive", reason, _null(kind, bound, None))
-    if pairs < 2:
-        estimate = _back(float(_paired(before, after, kind.scale)[0]), kind.scale) if pairs else None
+        return verdict("inconclusive", f"the {kind.quantity}: a run has {lowest:g}, and a ratio needs numbers above 0")
+    found = paired_interval(before, after, kind.scale)
+    if found is None or found.low is None or found.high is None:
+        estimate = None if found is None else found.mean
         seen = "no seed was run on both sides" if estimate is None else f"{_number(estimate, kind.scale, abs(estimate) / 100)} from 1 seed"
         reason = f"{seen}; {claimed}; a test needs 2 seeds or more, so run {2 - pairs} more"
-        return verdict("inconclusive", reason, _null(kind, bound, None), estimate)
+        return verdict("inconclusive", reason, estimate=estimate)
 
-    interval = paired_interval(before, after, kind.scale)
-    assert interval is not None, "there are two pairs or more, and values in ratios are positive"
-    mean, *ends = interval
+    mean, ends = found.mean, (found.low, found.high)
     excess, same = _excess(kind, bound, before[None], after[None])  # (1, pairs), (1,)
     p_holds, p_fails = (float(p[0]) for p in _p_values(excess, same))
     outcome: Outcome = "holds" if p_holds < LEVEL else "fails" if p_fails < LEVEL else "inconclusive"
@@ -138,12 +125,10 @@ def judge(claim: str, threshold: float, control: Sequence[float], other: Sequenc
     if same[0]:
         shown = _number(mean, kind.scale, abs(mean) / 100)
         reason = f"{shown} with each of {_seeds(pairs)}, without noise; {claimed}"
-        null = f"None, because there is no noise: {_mean_of(kind)} is {shown} with every seed."
     else:
-        middle, low, high = (_number(value, kind.scale, ends[1] - ends[0]) for value in interval)
+        middle, low, high = (_number(value, kind.scale, ends[1] - ends[0]) for value in (mean, *ends))
         called = "mean ratio" if kind.scale == "ratio" else "mean"
         reason = f"{called} {middle}, 95% interval {low} to {high} from {_seeds(pairs)}; {claimed}"
-        null = _null(kind, bound, outcome)
         if outcome == "inconclusive":
             unit = np.abs(excess).max()  # scaled, so that squares do not overflow or underflow
             seeds = seeds_needed(float((excess / unit).mean()), float((excess / unit).std(ddof=1)))
@@ -151,25 +136,24 @@ def judge(claim: str, threshold: float, control: Sequence[float], other: Sequenc
         else:
             p = min(p_holds, p_fails)
             reason += f" (one-sided p = {p:.3g})" if p >= 1e-4 else " (one-sided p < 0.0001)"
-    return verdict(outcome, reason, null, mean, (ends[0], ends[1]), (p_holds, p_fails), seeds)
+    return verdict(outcome, reason, estimate=mean, interval=ends, p_holds=p_holds, p_fails=p_fails, seeds_needed=seeds)
 
 
-def paired_interval(
-    control: Sequence[float] | Array, other: Sequence[float] | Array, scale: str = "difference"
-) -> tuple[float, float, float] | None:
-    """(mean, low, high) of other - control, or the geometric mean and its ends of other / control, at 95%, two-sided.
+def paired_interval(control: Sequence[float] | Array, other: Sequence[float] | Array, scale: str = "difference") -> Interval | None:
+    """The mean of other - control, or the geometric mean of other / control, with its interval.
 
-    None with fewer than two pairs, and for ratios of numbers that are not all positive. Raises ValueError as `judge` does.
+    None without pairs, and for ratios of numbers that are not all positive.
     """
     before, after = _aligned(control, other)
-    _refuse_not_finite(before, after)
-    if len(after) < 2 or (scale == "ratio" and min(before.min(), after.min()) <= 0):
+    if not len(after) or (scale == "ratio" and min(before.min(), after.min()) <= 0):
         return None
     values = _paired(before, after, scale)
     unit = float(np.abs(values).max()) or 1.0  # scaled, so that squares do not overflow or underflow
     mean = float((values / unit).mean())
-    half = float(stats.t.ppf(0.975, len(values) - 1) * (values / unit).std(ddof=1)) / math.sqrt(len(values))
-    return _back(unit * mean, scale), _back(unit * (mean - half), scale), _back(unit * (mean + half), scale)
+    if len(values) < 2:
+        return Interval(_back(unit * mean, scale), None, None)
+    half = float(stats.t.ppf(0.975, len(values) - 1) * stats.sem(values / unit))
+    return Interval(*(_back(unit * end, scale) for end in (mean, mean - half, mean + half)))
 
 
 def seeds_needed(gap: float, deviation: float, alpha: float = LEVEL, power: float = POWER) -> int | None:
@@ -200,15 +184,8 @@ def seeds_needed(gap: float, deviation: float, alpha: float = LEVEL, power: floa
 
 def _aligned(control: Sequence[float] | Array, other: Sequence[float] | Array) -> tuple[Array, Array]:
     """Both as fp64, of one length."""
-    if len(control) != len(other):
-        raise ValueError(f"{len(control)} values of the control and {len(other)} of the other: entry i of both must be of the same seed")
+    assert len(control) == len(other), "entry i of both is of the same seed"
     return np.asarray(control, np.float64), np.asarray(other, np.float64)
-
-
-def _refuse_not_finite(*sides: Array) -> None:
-    for side in sides:
-        if not np.isfinite(side).all():
-            raise ValueError(f"{side[~np.isfinite(side)][0]} is not finite; only a loss of the recipe may be +inf")
 
 
 def _paired(control: Array, other: Array, scale: str) -> Array:
@@ -252,23 +229,6 @@ def _p_values(excess: Array, same: npt.NDArray[np.bool_]) -> tuple[Array, Array]
     p_holds[~same] = stats.ttest_1samp(noisy, 0, axis=1, alternative="less").pvalue
     p_fails[~same] = stats.ttest_1samp(noisy, 0, axis=1, alternative="greater").pvalue
     return p_holds, p_fails
-
-
-def _mean_of(kind: ClaimKind) -> str:
-    """The quantity that the null hypotheses are about."""
-    if kind.scale == "ratio":
-        return f"the geometric mean over seeds of the ratio of the {kind.quantity} (recipe / control)"
-    return f"the mean over seeds of the difference of the {kind.quantity} (recipe - control)"
-
-
-def _null(kind: ClaimKind, bound: float, outcome: Outcome | None) -> str:
-    """The null hypotheses of a verdict in a sentence; `outcome` None means that nothing could be tested."""
-    shown = _number(bound, kind.scale)
-    against, towards = ("more", "less") if kind.direction == "at most" else ("less", "more")
-    if outcome in ("holds", "fails"):
-        return f"Rejected at 5%: {_mean_of(kind)} is {shown} or {against if outcome == 'holds' else towards}."
-    begin = "Neither is rejected at 5%" if outcome else "Neither can be tested"
-    return f"{begin}: that {_mean_of(kind)} is {shown} or {against}, or that it is {shown} or {towards}."
 
 
 def _seeds(count: int) -> str:

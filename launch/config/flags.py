@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from launch.errors import UsageError, is_speaker, nearest
+from launch.errors import UsageError, is_local_rank_0, nearest
 from model.presets import PRESETS
 from recipes.registry import Recipe, read_recipe
 
@@ -42,7 +42,7 @@ class Parser(argparse.ArgumentParser):
         return namespace
 
     def _print_message(self, message: str, file: SupportsWrite[str] | None = None) -> None:
-        if is_speaker():
+        if is_local_rank_0():
             super()._print_message(message, file)
 
 
@@ -138,9 +138,6 @@ def build_parser() -> Parser:
         help="at every evaluation, how near each block's output is to its input, in norm and direction, into blocks.jsonl and blocks.png",
     )
     # Token by token, on all ranks: 100,000 of `nano` take minutes.
-    sampled = whole_number(0, 100_000)
-    run.add_argument("--sample_tokens", type=sampled, default=0, help="length of the text sampled at the end; 0 is off (0)")
-    run.add_argument("--prompt", default="def ", help="what the sample starts with ('def ')")
     run.add_argument("--ranks", type=positive, help="number of ranks to check and explain the run for, where no launcher says it")
     run.add_argument(
         "--explain",

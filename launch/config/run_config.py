@@ -102,8 +102,6 @@ class RunConfig:
     keep: int
     histogram_every: int
     block_similarity: bool
-    sample_tokens: int
-    prompt: str
     quiet: bool
     found_corpus: Corpus | None = field(repr=False, compare=False)  # None where a run is explained without it
     start: HFFolder | None = field(default=None, repr=False, compare=False)  # whose weights are taken; None too where a checkpoint's are
@@ -307,8 +305,6 @@ def resolve(argv: list[str], ranks: int | None = None) -> tuple[RunConfig, argpa
         keep=flags.keep,
         histogram_every=flags.histogram_every,
         block_similarity=flags.block_similarity,
-        sample_tokens=flags.sample_tokens,
-        prompt=flags.prompt,
         quiet=flags.quiet,
         found_corpus=corpus,
         start=start,

@@ -179,11 +179,13 @@ def verify(checkpoint: Path, run_id: object, share: slice = slice(None)) -> dict
     return state
 
 
-def newest_good(checkpoints: Iterable[Path], find_fault: Callable[[Path], str | None]) -> tuple[Path | None, list[str]]:
-    """The newest of `checkpoints` (oldest first) for which `find_fault` returns None, if any; and the faults of those passed over."""
-    passed_over: list[str] = []
+def newest_good(checkpoints: Iterable[Path], check: Callable[[Path], object]) -> tuple[Path | None, list[str]]:
+    """The newest of `checkpoints` (oldest first) for which `check` does not raise DamagedCheckpoint, and the faults of newer ones."""
+    faults: list[str] = []
     for checkpoint in reversed(list(checkpoints)):
-        if (fault := find_fault(checkpoint)) is None:
-            return checkpoint, passed_over
-        passed_over.append(fault)
-    return None, passed_over
+        try:
+            check(checkpoint)
+            return checkpoint, faults
+        except DamagedCheckpoint as fault:
+            faults.append(str(fault))
+    return None, faults

@@ -5,7 +5,7 @@
     generation_config.json, tokenizer.json, tokenizer_config.json, README.md
 
 `open_hf_folder` checks the architecture, every value that changes the model's mathematics, and the name, shape and dtype of every tensor.
-Weights in pickles (pytorch_model.bin) are read only if the caller allows it.
+Weights in pickles (pytorch_model.bin) are never read.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from typing import Any
 import torch
 
 from launch.errors import UsageError
-from launch.formats.tensor_files import StoredTensor, is_finite, pickled_tensors, safetensors_tensors
+from launch.formats.files import read_json_object
+from launch.formats.tensor_files import StoredTensor, is_finite, safetensors_tensors
 from model.gpt import GPT
 from model.hf import CONV1D, EMBEDDING, HEAD, PREFIX, hf_shapes
 from model.presets import GPTConfig
 
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
-PICKLE_FILE = "pytorch_model.bin"
 #: A buffer in old files, not a weight.
 CAUSAL_MASK = re.compile(r"\.attn\.(masked_)?bias$")
 #: Our name of each size, and GPT2Config's.
@@ -53,13 +53,13 @@ class HFFolder:
 
     Attributes:
         config: of the model.
-        said: the content of config.json.
+        content: of config.json.
         tensors: the weights by our names, in transformers' layout; the head too where the files repeat it.
     """
 
     folder: Path
     config: GPTConfig
-    said: dict[str, Any]
+    content: dict[str, Any]
     tensors: dict[str, StoredTensor]
 
     @property
@@ -71,8 +71,8 @@ class HFFolder:
     @property
     def eos_token_id(self) -> int | None:
         """The end-of-text token of config.json, if it is in the vocabulary."""
-        said = self.said.get("eos_token_id")
-        return said if type(said) is int and 0 <= said < self.config.vocab_size else None
+        token = self.content.get("eos_token_id")
+        return token if type(token) is int and 0 <= token < self.config.vocab_size else None
 
     @property
     def has_tokenizer(self) -> bool:
@@ -83,10 +83,10 @@ class HFFolder:
         """The text of the end-of-text token, from the tokenizer's files."""
         for name in ("tokenizer_config.json", "special_tokens_map.json"):
             try:
-                said = json.loads((self.folder / name).read_text(encoding="utf-8")).get("eos_token")
+                token = json.loads((self.folder / name).read_text(encoding="utf-8")).get("eos_token")
             except (OSError, ValueError, AttributeError):
                 continue
-            token = said.get("content") if isinstance(said, dict) else said
+            token = token.get("content") if isinstance(token, dict) else token
             if isinstance(token, str):
                 return token
         return None
@@ -121,7 +121,7 @@ class HFFolder:
             raise UsageError(f"{self.folder}: {name} holds values that are not finite; give the folder of a model that has not diverged")
 
 
-def open_hf_folder(folder: str | Path, allow_pickle: bool = False) -> HFFolder:
+def open_hf_folder(folder: str | Path) -> HFFolder:
     """A Hugging Face folder, checked; the weights are not read yet.
 
     Raises:
@@ -131,20 +131,13 @@ def open_hf_folder(folder: str | Path, allow_pickle: bool = False) -> HFFolder:
     folder = Path(folder)
     if not folder.is_dir():
         raise UsageError(f"{folder}: {'is a file' if folder.exists() else 'no such folder'}; give a Hugging Face folder of GPT2LMHeadModel")
-    said = _read_json(folder / CONFIG_FILE)
-    config = _config(said, folder / CONFIG_FILE)
-    read = safetensors_tensors
-    if not (files := _files(folder / WEIGHTS_FILE)):
-        if not (files := _files(folder / PICKLE_FILE)):
-            raise UsageError(f"{folder}: holds no {WEIGHTS_FILE}; copy or export it again")
-        if not allow_pickle:
-            raise UsageError(
-                f"{folder}: its weights are a pickle ({files[0].name}), which can run any code and is not loaded; if you trust it,"
-                f" convert it: python launch/export.py {folder} --allow_pickle --out NEW"
-            )
-        read = pickled_tensors
-    tensors = [tensor for file in files for tensor in read(file)]
-    return HFFolder(folder, config, said, _by_our_names(tensors, config, folder))
+    content = read_json_object(folder / CONFIG_FILE, "give a Hugging Face folder of GPT2LMHeadModel")
+    config = _config(content, folder / CONFIG_FILE)
+    if not (files := _files(folder)):
+        fix = "convert pytorch_model.bin with transformers' save_pretrained" if list(folder.glob("*.bin")) else "copy or export it again"
+        raise UsageError(f"{folder}: holds no {WEIGHTS_FILE}; {fix}")
+    tensors = [tensor for file in files for tensor in safetensors_tensors(file)]
+    return HFFolder(folder, config, content, _by_our_names(tensors, config, folder))
 
 
 def _by_our_names(tensors: list[StoredTensor], config: GPTConfig, folder: Path) -> dict[str, StoredTensor]:
@@ -179,42 +172,29 @@ def _by_our_names(tensors: list[StoredTensor], config: GPTConfig, folder: Path) 
     return found
 
 
-def _read_json(file: Path) -> dict[str, Any]:
-    try:
-        said = json.loads(file.read_text(encoding="utf-8"))
-    except OSError as reason:
-        problem = "missing, so this is not a Hugging Face folder" if not file.exists() else f"cannot be read ({reason.strerror})"
-        raise UsageError(f"{file}: {problem}; give a folder of GPT2LMHeadModel") from None
-    except (ValueError, RecursionError) as reason:
-        raise UsageError(f"{file}: is not JSON ({reason}); copy or export the folder again") from None
-    if not isinstance(said, dict):
-        raise UsageError(f"{file}: holds a {type(said).__name__}, must be an object; copy or export the folder again")
-    return said
-
-
-def _config(said: dict[str, Any], file: Path) -> GPTConfig:
+def _config(content: dict[str, Any], file: Path) -> GPTConfig:
     """The model that a config.json describes. Raises UsageError unless it is the model of `model/gpt.py`."""
-    kind, named = said.get("model_type"), said.get("architectures") or ["GPT2LMHeadModel"]
+    kind, named = content.get("model_type"), content.get("architectures") or ["GPT2LMHeadModel"]
     if kind != "gpt2" or not isinstance(named, list) or not all(name in ARCHITECTURES for name in named):
         what = ", ".join(map(str, named)) if isinstance(named, list) and kind == "gpt2" else str(kind)
         raise UsageError(f"{file}: is a model of {what[:60]!r}; only GPT2LMHeadModel (model_type gpt2) can be read")
-    if "quantization_config" in said:
+    if "quantization_config" in content:
         raise UsageError(f"{file}: its weights are quantized, which is not supported; give the folder they were made from")
     faults = [
-        f"{file}: {key} is {json.dumps(said[key])}, must be {json.dumps(allowed[0])}"
+        f"{file}: {key} is {json.dumps(content[key])}, must be {json.dumps(allowed[0])}"
         for key, allowed in MUST_BE.items()
-        if key in said and said[key] is not None and said[key] not in allowed
+        if key in content and content[key] is not None and content[key] not in allowed
     ]
-    sizes: dict[str, Any] = {ours: said.get(theirs) for ours, theirs in SIZES.items()}
+    sizes: dict[str, Any] = {ours: content.get(theirs) for ours, theirs in SIZES.items()}
     for ours, theirs in SIZES.items():
         if type(sizes[ours]) is not int:
             faults.append(f"{file}: {theirs} is {json.dumps(sizes[ours])}, must be a whole number; copy or export the folder again")
-    if not faults and said.get("n_inner") not in (None, 4 * sizes["d_model"]):
-        faults.append(f"{file}: n_inner is {said['n_inner']}, must be 4 x n_embd = {4 * sizes['d_model']}")
+    if not faults and content.get("n_inner") not in (None, 4 * sizes["d_model"]):
+        faults.append(f"{file}: n_inner is {content['n_inner']}, must be 4 x n_embd = {4 * sizes['d_model']}")
     if faults:
         raise UsageError(*faults)
-    end = said.get("document_end")  # our key: transformers keeps unknown keys
-    dropout = said.get("resid_pdrop", 0.0)
+    end = content.get("document_end")  # our key: transformers keeps unknown keys
+    dropout = content.get("resid_pdrop", 0.0)
     try:
         return GPTConfig(
             **sizes, dropout=dropout if isinstance(dropout, (int, float)) else 0.0, document_end=end if type(end) is int else None
@@ -223,12 +203,12 @@ def _config(said: dict[str, Any], file: Path) -> GPTConfig:
         raise UsageError(f"{file}: {reason}") from None
 
 
-def _files(whole: Path) -> list[Path]:
-    """The file of weights `whole`, or the files that its index lists; empty where there is neither."""
-    index = whole.with_name(f"{whole.name}.index.json")
+def _files(folder: Path) -> list[Path]:
+    """The file of weights, or the files that its index lists; empty if there is neither."""
+    whole, index = folder / WEIGHTS_FILE, folder / f"{WEIGHTS_FILE}.index.json"
     if whole.exists() or not index.exists():
         return [whole] if whole.exists() else []
-    weight_map = _read_json(index).get("weight_map")
+    weight_map = read_json_object(index, "copy or export the folder again").get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) and "/" not in name for name in weight_map.values()):
         raise UsageError(f"{index}: weight_map must be an object of file names; copy or export the folder again")
     files = [index.parent / name for name in dict.fromkeys(weight_map.values())]

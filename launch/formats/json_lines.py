@@ -7,19 +7,17 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
-import stat
 from pathlib import Path
 from typing import Any
 
 from launch.errors import UsageError
+from launch.formats.files import read_text
 
-_STRINGS = json.JSONDecoder()
-_WHITESPACE = re.compile(r"[ \t\r\n]*")
-_ATOM = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?|true|false|null")
-LARGEST = 2**63  # what follows computes in int64 and in doubles
-MAX_CHARACTERS = 4_000_000
+#: The strings and the punctuation of valid JSON.
+_TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|[{}\[\],:]')
+LARGEST = 2**63  # later code computes in int64 and fp64
+MAX_BYTES = 2**22
 
 KeyPath = tuple[str | int, ...]
 
@@ -35,23 +33,13 @@ def read_json(path: str | Path) -> tuple[dict[str, Any], dict[KeyPath, int]]:
             holds no object.
     """
     try:
-        kind = os.stat(path).st_mode
-        if not stat.S_ISREG(kind) and not stat.S_ISDIR(kind):  # a pipe or a device may never end
-            raise UsageError(f"{path}: is not a regular file; give a JSON file such as those in ds_configs/")
-        with open(path, encoding="utf-8-sig") as file:  # an editor may have put a byte order mark first
-            text = file.read(MAX_CHARACTERS + 1)
+        text = read_text(Path(path), MAX_BYTES).removeprefix("\ufeff")  # an editor may have put a byte order mark first
     except FileNotFoundError:
         raise UsageError(f"{path}: no such file; the engine configurations that ship are in ds_configs/") from None
-    except IsADirectoryError:
-        raise UsageError(f"{path}: is a folder; give a JSON file such as those in ds_configs/") from None
     except UnicodeDecodeError as fault:
         raise UsageError(f"{path}: not a text file in UTF-8 (byte {fault.start}); give a JSON file") from None
     except OSError as reason:
-        raise UsageError(f"{path}: cannot be read ({reason.strerror}); give a JSON file that can") from None
-    if len(text) > MAX_CHARACTERS:
-        raise UsageError(
-            f"{path}: has more than {MAX_CHARACTERS:,} characters, and an engine configuration a few thousand; give another file"
-        )
+        raise UsageError(f"{path}: cannot be read ({reason.strerror}); give a JSON file such as those in ds_configs/") from None
     value, lines = parse_json(text, str(path))
     if not isinstance(value, dict):
         raise UsageError(f'{path}: holds {json.dumps(value)[:40]}, must be an object: {{"zero_optimization": ...}}')
@@ -61,60 +49,55 @@ def read_json(path: str | Path) -> tuple[dict[str, Any], dict[KeyPath, int]]:
 def parse_json(text: str, source: str) -> tuple[Any, dict[KeyPath, int]]:
     """The value that `text` holds, and the line of each key. `source` names the text in the UsageError for text that is not JSON."""
     try:
-        json.loads(text, parse_int=len)  # the standard parser's own message and position, for text that is not JSON at all
-        lines: dict[KeyPath, int] = {}
-        return _read_value(text, _skip(text, 0), (), lines, source)[0], lines
+        value = json.loads(text, parse_int=_integer)
+        lines = _lines_of_keys(text, source)
+        _check_numbers(value, (), lines, source)
+        return value, lines
     except json.JSONDecodeError as fault:
         raise UsageError(f"{source}: line {fault.lineno}, column {fault.colno}: not JSON: {fault.msg}") from None
     except RecursionError:
         raise UsageError(f"{source}: nested too deep; an engine configuration has four levels") from None
 
 
-def _skip(text: str, at: int) -> int:
-    space = _WHITESPACE.match(text, at)
-    assert space is not None, "the pattern matches no space too"
-    return space.end()
+def _integer(digits: str) -> float:
+    return int(digits) if len(digits) < 400 else math.inf  # Python refuses to convert thousands of digits
 
 
-def _read_value(text: str, at: int, path: KeyPath, lines: dict[KeyPath, int], source: str) -> tuple[Any, int]:
-    """The value that starts at `at`, and the position behind it. The text is known to be JSON."""
-    if text[at] == '"':
-        return _STRINGS.raw_decode(text, at)
-    if text[at] == "[":
-        items: list[Any] = []
-        at = _skip(text, at + 1)
-        while text[at] != "]":
-            item, at = _read_value(text, at, (*path, len(items)), lines, source)
-            items.append(item)
-            at = _skip(text, at)
-            if text[at] == ",":
-                at = _skip(text, at + 1)
-        return items, at + 1
-    if text[at] == "{":
-        members: dict[str, Any] = {}
-        at = _skip(text, at + 1)
-        while text[at] != "}":
-            line = text.count("\n", 0, at) + 1
-            key, at = _STRINGS.raw_decode(text, at)
-            here = (*path, key)
-            if key in members:
-                raise UsageError(f"{source}: line {line}: '{dotted(here)}' stands twice (first on line {lines[here]}); remove one")
-            lines[here] = line
-            at = _skip(text, _skip(text, at) + 1)  # the colon
-            members[key], at = _read_value(text, at, here, lines, source)
-            at = _skip(text, at)
-            if text[at] == ",":
-                at = _skip(text, at + 1)
-        return members, at + 1
-    atom = _ATOM.match(text, at)
-    value: Any = None
-    if atom is not None:
-        value = json.loads(atom.group()) if len(atom.group()) < 400 else math.inf
-    # No atom are NaN and Infinity, which json.loads accepts and JSON does not know.
-    if atom is None or (isinstance(value, (int, float)) and not abs(value) < LARGEST):
-        where = f"line {text.count(chr(10), 0, at) + 1}: '{dotted(path)}' is" if path else "is"
-        raise UsageError(f"{source}: {where} no finite number of a sensible size; write one below 2^63")
-    return value, atom.end()
+def _lines_of_keys(text: str, source: str) -> dict[KeyPath, int]:
+    """The line of each key of the JSON `text`. Raises UsageError for a key that an object has twice."""
+    lines: dict[KeyPath, int] = {}
+    path: list[str | int] = []  # the key or the index in each open object and list
+    line, counted, string, line_of_string = 1, 0, "", 1
+    for token in _TOKEN.finditer(text):
+        line += text.count("\n", counted, token.start())
+        counted, mark = token.start(), token[0]
+        if mark in ("{", "["):
+            path.append("" if mark == "{" else 0)
+        elif mark in ("}", "]"):
+            path.pop()
+        elif mark == ",":
+            last = path[-1]
+            path[-1] = last + 1 if isinstance(last, int) else ""
+        elif mark == ":":
+            path[-1] = string
+            key = tuple(path)
+            if key in lines:
+                raise UsageError(f"{source}: line {line_of_string}: '{dotted(key)}' is repeated (first on line {lines[key]}); remove one")
+            lines[key] = line_of_string
+        else:
+            string, line_of_string = json.loads(mark), line
+    return lines
+
+
+def _check_numbers(value: Any, path: KeyPath, lines: dict[KeyPath, int], source: str) -> None:
+    """Raise UsageError for a number that is not finite or too large; `json.loads` also reads NaN and Infinity."""
+    if isinstance(value, (dict, list)):
+        for key, member in value.items() if isinstance(value, dict) else enumerate(value):
+            _check_numbers(member, (*path, key), lines, source)
+    elif isinstance(value, (int, float)) and not abs(value) < LARGEST:
+        line = max((line for key, line in lines.items() if key == path[: len(key)]), default=1)
+        where = f"line {line}: '{dotted(path)}'" if path else "the number"
+        raise UsageError(f"{source}: {where} must be finite and below 2^63")
 
 
 def dotted(path: KeyPath) -> str:

@@ -3,26 +3,42 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-from launch.errors import UsageError
-from launch.formats.files import read_text
+from launch.errors import UsageError, print_once
+from launch.formats.files import read_json_object
+from model.presets import GPTConfig
 
+#: The keys of `run.json` that its readers need, each with its type and the type's name.
+RUN_KEYS: dict[str, tuple[type, str]] = {
+    **dict.fromkeys(("shape", "corpus", "optimizer", "techniques", "machine", "versions"), (dict, "an object")),
+    **dict.fromkeys(("config_file", "corpus_fingerprint", "precision"), (str, "a string")),
+    **dict.fromkeys(("seed", "ranks", "zero_stage", "total_tokens", "eval_every", "eval_batches"), (int, "a whole number")),
+    **dict.fromkeys(("global_batch_size", "micro_batch_size"), (int, "a whole number")),
+    "no_cross_document": (bool, "true or false"),
+    "command": (list, "a list"),
+}
 #: The training loss that people are shown is a mean over this many steps, because the loss of one batch is noisy.
 MEAN_STEPS = 50
 
 
 def read_metrics(file: Path) -> list[dict[str, Any]]:
-    """The valid lines of a `metrics.jsonl`. A line that a kill left incomplete is skipped."""
-    return read_good_lines(file)[0]
+    """The valid lines of a `metrics.jsonl`. Damaged lines are skipped, with a warning on standard error that counts them."""
+    lines, skipped = read_valid_lines(file)
+    if skipped:
+        print_once(f"warning: {skipped}", sys.stderr)
+    return lines
 
 
-def read_good_lines(file: Path) -> tuple[list[dict[str, Any]], list[int]]:
-    """The valid lines of a `metrics.jsonl`, and the numbers (from 1) of the damaged ones."""
+def read_valid_lines(file: Path) -> tuple[list[dict[str, Any]], str]:
+    """The valid lines of a `metrics.jsonl`, and a sentence that counts the damaged ones; it is empty if there are none."""
     parsed = [parse_line(text) for text in split_lines(Path(file).read_bytes())]
-    return [line for line in parsed if line is not None], [number for number, line in enumerate(parsed, 1) if line is None]
+    damaged = [number for number, line in enumerate(parsed, 1) if line is None]
+    skipped = f"{file.name}: {len(damaged)} damaged line{'s' * (len(damaged) > 1)} skipped, first line {damaged[0]}" if damaged else ""
+    return [line for line in parsed if line is not None], skipped
 
 
 def split_lines(content: bytes) -> list[bytes]:
@@ -51,24 +67,24 @@ def recent_loss(losses: Iterable[Any]) -> str:
 
 
 def read_run_json(file: Path) -> dict[str, Any]:
-    """The object in a `run.json`.
+    """The content of a `run.json`.
 
     Raises:
-        FileNotFoundError: it does not exist.
-        UsageError: it cannot be read, or is not a JSON object.
+        UsageError: it cannot be read, is not a JSON object, lacks one of `RUN_KEYS`, or does not describe a model.
     """
+    description = read_json_object(file, "give a run folder, such as runs/first")
+    for key, (kind, name) in RUN_KEYS.items():
+        value = description.get(key)
+        if type(value) is not kind or (isinstance(value, int) and value < 0):
+            found = f"is {json.dumps(description[key])[:60]}" if key in description else "is missing"
+            raise UsageError(f"{file}: '{key}' {found}, must be {name}; give a run folder that training wrote")
     try:
-        description = json.loads(read_text(file), parse_constant=_refuse)
-    except FileNotFoundError:
-        raise
-    except OSError as reason:
-        raise UsageError(f"{file}: cannot be read ({reason.strerror}); give another run") from None
-    except (ValueError, RecursionError) as reason:
-        raise UsageError(f"{file}: is not JSON ({reason}); give another run") from None
-    if not isinstance(description, dict):
-        raise UsageError(f"{file}: holds a {type(description).__name__}, must be an object; give another run")
+        model_of_run(description)
+    except (TypeError, ValueError) as reason:
+        raise UsageError(f"{file}: 'shape' and 'corpus.vocab_size' do not describe a model ({reason}); give another run") from None
     return description
 
 
-def _refuse(constant: str) -> NoReturn:
-    raise ValueError(f"it holds {constant}")
+def model_of_run(description: dict[str, Any]) -> GPTConfig:
+    """The model that a `run.json` describes."""
+    return GPTConfig(**description["shape"], vocab_size=description["corpus"].get("vocab_size"), init_seed=description["seed"])

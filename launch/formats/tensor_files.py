@@ -29,27 +29,24 @@ DEEPSPEED_CLASSES = (
 )
 
 
-class UnreadableFile(ValueError):
-    """A file that is damaged, or that holds objects other than tensors: one line with the file and the reason."""
+class UnreadableFile(UsageError):
+    """A file that is damaged, or that holds objects other than tensors."""
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor in a file. `mapped` is the tensor itself, for pickles; tensors of safetensors are read on demand."""
+    """A tensor in a safetensors file, which is read on demand."""
 
     file: Path
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
-    mapped: torch.Tensor | None = None
 
     def read(self) -> torch.Tensor:
         """The tensor, mapped from the file.
 
         A mapping of its own for each tensor: with one for the file, the pages of all tensors read so far would stay in memory.
         """
-        if self.mapped is not None:
-            return self.mapped
         try:
             with safe_open(self.file, framework="pt") as file:
                 tensor: torch.Tensor = file.get_tensor(self.name)
@@ -70,20 +67,6 @@ def safetensors_tensors(file: Path) -> list[StoredTensor]:
     return [StoredTensor(file, name, tuple(tensor.shape), tensor.dtype) for name, tensor in found.items()]
 
 
-def pickled_tensors(file: Path) -> list[StoredTensor]:
-    """The tensors of a pickled state_dict. Raises UsageError where it holds anything else; none of its code runs."""
-    try:
-        loaded = load_tensors(file, mapped=True)
-    except UnreadableFile as reason:
-        raise UsageError(f"{reason}; give a file of weights alone, as torch.save writes it") from None
-    if not isinstance(loaded, dict):
-        raise UsageError(f"{file}: holds a {type(loaded).__name__}, must be a state_dict")
-    for name, value in loaded.items():
-        if not (isinstance(name, str) and isinstance(value, torch.Tensor) and value.layout == torch.strided and value.device.type == "cpu"):
-            raise UsageError(f"{file}: {name} is not a dense tensor with a name; give a state_dict of weights alone")
-    return [StoredTensor(file, name, tuple(tensor.shape), tensor.dtype, tensor) for name, tensor in loaded.items()]
-
-
 def is_finite(tensor: torch.Tensor) -> bool:
     """Whether it holds neither NaN nor infinity. Needs no memory: minimum and maximum propagate NaN."""
     return all(bool(bound.isfinite()) for bound in tensor.aminmax())
@@ -102,8 +85,8 @@ class Ignored:
         pass
 
 
-def load_tensors(file: str | Path, *, mapped: bool = False, deepspeed_objects: bool = False) -> Any:
-    """What `torch.save` wrote into `file`, on the CPU.
+def load_tensors(file: str | Path, *, mapped: bool = False, deepspeed_objects: bool = False) -> dict[str, Any]:
+    """The dictionary that `torch.save` wrote into `file`, with its tensors on the CPU.
 
     Args:
         mapped: map the tensors into memory where the format allows it, so that only those used are read.
@@ -116,13 +99,16 @@ def load_tensors(file: str | Path, *, mapped: bool = False, deepspeed_objects: b
     try:
         with torch.serialization.safe_globals(allowed), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch warns about formats that it then refuses
-            return torch.load(file, map_location="cpu", weights_only=True, mmap=mapped and zipfile.is_zipfile(file))
+            loaded = torch.load(file, map_location="cpu", weights_only=True, mmap=mapped and zipfile.is_zipfile(file))
     except Exception as reason:  # from the zip file, the unpickler or the operating system
         text = " ".join(str(reason).split())
         if found := re.search(r"GLOBAL (\S+)", text):
-            raise UnreadableFile(f"{file}: holds {found[1]}, and only tensors are loaded") from None
+            raise UnreadableFile(f"{file}: holds {found[1]}, and only tensors are loaded; give a file of tensors") from None
         text = text.partition("WeightsUnpickler error: ")[2] or text  # after advice to load it anyway
-        raise UnreadableFile(f"{file}: cannot be read ({type(reason).__name__}: {text[:120]})") from None
+        raise UnreadableFile(f"{file}: cannot be read ({type(reason).__name__}: {text[:120]}); copy it again") from None
+    if not isinstance(loaded, dict):
+        raise UnreadableFile(f"{file}: holds a {type(loaded).__name__}, must be a dictionary of tensors; copy it again")
+    return loaded
 
 
 def _deepspeed_class(name: str) -> Any:

@@ -23,7 +23,7 @@ import torch
 
 from launch.errors import UsageError
 from launch.formats.checkpoint_files import ENGINE_TAG
-from launch.formats.tensor_files import UnreadableFile, load_tensors
+from launch.formats.tensor_files import load_tensors
 from model.gpt import GPT
 from model.hf import HEAD
 
@@ -66,9 +66,9 @@ def _pieces(model: GPT, folder: Path, ranks: int) -> Iterator[tuple[str, int, to
         model_files = sorted(folder.glob("zero_pp_rank_*_model_states.pt"), key=_rank)
         if not optimizer_files or not model_files:
             raise UsageError(f"{folder}: lacks DeepSpeed's files of weights; copy the checkpoint again")
-        yield from _pieces_of_stage_3(_load(model_files[0])["param_shapes"], optimizer_files)
+        yield from _pieces_of_stage_3(load_tensors(model_files[0], mapped=True)["param_shapes"], optimizer_files)
         return
-    state = _load(whole)
+    state = load_tensors(whole, mapped=True)
     weights = {name: tensor for name, tensor in state["module"].items() if name != HEAD}  # the head is the embedding
     if any(tensor.dtype != torch.float32 for tensor in weights.values()):
         if optimizer_files:
@@ -98,7 +98,7 @@ def _masters_of_stage_0(
 
 def _pieces_of_stages_1_and_2(shapes: list[dict[str, torch.Size]], files: list[Path]) -> Iterator[tuple[str, int, torch.Tensor]]:
     """The parameters of a group are concatenated in one flat tensor; every rank has a part of it, padded at the end."""
-    states = [_load(file)["optimizer_state_dict"] for file in files]
+    states = [load_tensors(file, mapped=True)["optimizer_state_dict"] for file in files]
     aligned = states[0].get("param_alignment_paddings")
     for group, names in enumerate(shapes):
         flat = [state["single_partition_of_fp32_groups"][group].detach() for state in states]
@@ -112,7 +112,7 @@ def _pieces_of_stages_1_and_2(shapes: list[dict[str, torch.Size]], files: list[P
 def _pieces_of_stage_3(shapes: list[dict[str, torch.Size]], files: list[Path]) -> Iterator[tuple[str, int, torch.Tensor]]:
     """Every rank has a part of each parameter, the last one padded; its parts are concatenated in its sub-groups."""
     ranks = len(files)
-    flat = [_sub_groups(_load(file), shapes, file, rank, ranks) for rank, file in enumerate(files)]
+    flat = [_sub_groups(load_tensors(file, mapped=True), shapes, file, rank, ranks) for rank, file in enumerate(files)]
     begin = 0
     for name, shape in (item for group in shapes for item in group.items()):
         numel, each = math.prod(shape), -(-math.prod(shape) // ranks)
@@ -169,14 +169,3 @@ def _cut(flat: list[torch.Tensor], begin: int, length: int, file: Path) -> Itera
 def _rank(file: Path) -> int:
     found = re.search(r"zero_pp_rank_(\d+)_", file.name)
     return int(found[1]) if found else 0
-
-
-def _load(file: Path) -> dict[str, Any]:
-    """A file of DeepSpeed's, mapped, so that only the tensors used are read."""
-    try:
-        loaded = load_tensors(file, mapped=True)
-    except UnreadableFile as reason:
-        raise UsageError(f"{reason}; copy the checkpoint again") from None
-    if not isinstance(loaded, dict):
-        raise UsageError(f"{file}: is not a file of DeepSpeed's; copy the checkpoint again")
-    return loaded

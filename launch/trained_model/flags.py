@@ -27,4 +27,3 @@ def add_source_flags(parser: Parser, data_help: str) -> None:
     parser.add_argument("source", metavar="RUN|DIR", help="run folder, such as runs/first, or Hugging Face folder of GPT2LMHeadModel")
     parser.add_argument("--checkpoint", metavar="NAME", help="of a run: step-00000300, or newest, also of an unfinished run (its end)")
     parser.add_argument("--data", metavar="DIR", help=data_help)
-    parser.add_argument("--allow_pickle", action="store_true", help="of a Hugging Face folder: read pytorch_model.bin too")

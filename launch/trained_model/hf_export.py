@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,8 @@ from launch.formats.hf_folder import CONFIG_FILE
 from launch.formats.metrics import read_metrics
 from launch.formats.tensor_files import is_finite
 from launch.trained_model.card import model_card
-from launch.trained_model.load import TrainedModel
+from launch.trained_model.flags import DTYPES
+from launch.trained_model.load import TrainedModel, open_trained
 from model.gpt import GPT
 from model.hf import PREFIX, hf_config, to_hf_layout
 from model.presets import GPTConfig
@@ -26,6 +28,15 @@ from model.presets import GPTConfig
 SHARD_BYTES = 5_000_000_000
 #: Windows of validation text on which the written tokenizer is compared with the corpus's.
 COMPARED_TEXTS = 100
+
+
+def export(flags: argparse.Namespace, folder: Path, name: str) -> tuple[TrainedModel, dict[str, torch.Tensor], list[str]]:
+    """Write the model that the flags of `launch/export.py` name into `folder`. Returns the model, its weights, and notes for the user."""
+    trained = open_trained(flags.source, checkpoint=flags.checkpoint, data=flags.data)
+    model = trained.load_model()
+    dtype = getattr(torch, DTYPES[flags.dtype]) if flags.dtype else model.wte.weight.dtype
+    weights = converted_weights(model, trained.config, dtype)
+    return trained, weights, write_folder(trained, weights, folder, name)
 
 
 def write_folder(trained: TrainedModel, weights: dict[str, torch.Tensor], folder: Path, name: str) -> list[str]:

@@ -6,9 +6,8 @@ model = trained.load_model()
 
 from __future__ import annotations
 
-import json
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +17,8 @@ from data_pipeline.errors import DataError
 from data_pipeline.shards import Corpus, open_corpus
 from data_pipeline.tokenizer import Tokenizer
 from launch.config.run_config import ROOT
-from launch.errors import UsageError, say
+from launch.errors import UsageError, print_once
 from launch.formats.checkpoint_files import (
-    DamagedCheckpoint,
     checkpoint_name,
     complete_checkpoints,
     newest_good,
@@ -29,23 +27,12 @@ from launch.formats.checkpoint_files import (
 )
 from launch.formats.folder_tokenizer import tokenizer_of_corpus, tokenizer_of_folder
 from launch.formats.hf_folder import CONFIG_FILE, HFFolder, open_hf_folder
-from launch.formats.metrics import read_run_json
+from launch.formats.metrics import model_of_run, read_run_json
 from launch.formats.tensor_files import is_finite
 from launch.trained_model.checkpoint_weights import fill_from_checkpoint
-from launch.trained_model.flags import DTYPES
 from model.accounting import parameter_count
 from model.gpt import GPT, TiedHead
 from model.presets import GPTConfig
-
-#: The type of each value of a run.json, and of its corpus, that is used here. An older run.json may lack some.
-RUN_TYPES: dict[str, type] = {
-    **dict.fromkeys(("total_tokens", "global_batch_size", "micro_batch_size", "eval_batches", "ranks", "seed"), int),
-    **dict.fromkeys(("techniques", "optimizer", "machine", "versions"), dict),
-    **dict.fromkeys(("corpus_fingerprint", "precision"), str),
-    "command": list,
-}
-CORPUS_TYPES: dict[str, type] = {"vocab_size": int, "eot_id": int, "path": str, "sources": list}
-TYPE_NAMES = {int: "a whole number", str: "a string", dict: "an object", list: "a list"}
 
 
 @dataclass(frozen=True)
@@ -111,16 +98,13 @@ def empty_model(config: GPTConfig, dtype: torch.dtype) -> GPT:
     return model.eval().requires_grad_(False)
 
 
-def open_trained(
-    source: str | Path, *, checkpoint: str | None = None, data: str | Path | None = None, allow_pickle: bool = False
-) -> TrainedModel:
+def open_trained(source: str | Path, *, checkpoint: str | None = None, data: str | Path | None = None) -> TrainedModel:
     """Check a run folder or a Hugging Face folder.
 
     Args:
         source: `runs/<name>`, or a folder of GPT2LMHeadModel in safetensors, as `launch/export.py` writes it and GPT-2 is published.
         checkpoint: of a run, its name (`step-00000300`) or "newest". None: the newest, which must be the end of the run.
         data: where the corpus of a run is now; None: the path in `run.json`.
-        allow_pickle: read `pytorch_model.bin` of a Hugging Face folder without safetensors. None of its code runs.
 
     Raises:
         UsageError: one line: neither of the two, an unfinished run, files that are missing, damaged or of another model.
@@ -139,27 +123,24 @@ def open_trained(
         )
     if data is not None:
         raise UsageError(f"--data {data}: is for a run, and {folder} has its own tokenizer; leave it out")
-    hf = open_hf_folder(folder, allow_pickle=allow_pickle)
+    hf = open_hf_folder(folder)
     tokenizer, why = tokenizer_of_folder(hf)
     eot = hf.eos_token_id if hf.eos_token_id is not None else getattr(tokenizer, "eot_id", None)
     return TrainedModel(folder, hf.config, tokenizer, why, eot, hf=hf)
 
 
 def _open_run(folder: Path, asked: str | None, data: str | Path | None) -> TrainedModel:
-    description = _read_description(folder / "run.json")
+    description = read_run_json(folder / "run.json")
     checkpoint, state = _choose_checkpoint(folder, description, asked)
     corpus, tokenizer, why = _corpus_of(description, data)
-    vocab_size = description["corpus"]["vocab_size"]
-    if corpus is not None and corpus.vocab_size != vocab_size:
-        raise UsageError(f"{folder / 'run.json'}: vocab_size is {vocab_size:,}, but its corpus has {corpus.vocab_size:,}; it was changed")
+    config = model_of_run(description)
+    if corpus is not None and corpus.vocab_size != config.vocab_size:
+        raise UsageError(
+            f"{folder / 'run.json'}: vocab_size is {config.vocab_size:,}, but its corpus has {corpus.vocab_size:,}; it was changed"
+        )
     # Without the corpus: the end of text is the last id of this project's tokenizers and of GPT-2's.
-    eot = corpus.eot_id if corpus else description["corpus"].get("eot_id", vocab_size - 1)
-    config = GPTConfig(
-        **description["shape"],
-        vocab_size=vocab_size,
-        init_seed=description.get("seed", 0),
-        document_end=eot if description.get("no_cross_document") else None,
-    )
+    eot = corpus.eot_id if corpus else config.vocab_size - 1
+    config = replace(config, document_end=eot if description["no_cross_document"] else None)
     written = sum(entry["bytes"] for entry in state["files"].values())
     # Before much memory is taken: the engine's files hold at least 16 bits of each parameter.
     if parameter_count(config) * 2 > max(written, 2**30):
@@ -168,28 +149,6 @@ def _open_run(folder: Path, asked: str | None, data: str | Path | None) -> Train
             f" {written:,} bytes; it was changed since the run wrote it"
         )
     return TrainedModel(folder, config, tokenizer, why, eot, description, checkpoint, state, corpus=corpus)
-
-
-def _read_description(file: Path) -> dict[str, Any]:
-    """A `run.json`. Raises UsageError where it does not describe a model, or a value is of another type."""
-    try:
-        description = dict(read_run_json(file))
-        corpus = description["corpus"]
-        GPTConfig(**description["shape"], vocab_size=corpus["vocab_size"])
-    except UsageError:
-        raise
-    except (KeyError, TypeError, AttributeError, ValueError) as reason:
-        raise UsageError(
-            f"{file}: describes no model ({type(reason).__name__}: {reason}); give a folder with the run.json of a run"
-        ) from None
-    for values, types in ((description, RUN_TYPES), (corpus, CORPUS_TYPES)):
-        for key, kind in types.items():
-            value = values.get(key)
-            if value is not None and (type(value) is not kind or (isinstance(value, int) and value < 0)):
-                raise UsageError(f"{file}: {key} is {json.dumps(value)[:60]}, must be {TYPE_NAMES[kind]}; it was changed")
-    if description.get("precision") not in (None, *DTYPES):
-        raise UsageError(f"{file}: precision is {description['precision']!r}, must be one of {', '.join(DTYPES)}; it was changed")
-    return description
 
 
 def _choose_checkpoint(folder: Path, description: dict[str, Any], asked: str | None) -> tuple[Path, dict[str, Any]]:
@@ -210,27 +169,20 @@ def _choose_checkpoint(folder: Path, description: dict[str, Any], asked: str | N
             raise UsageError(f"--checkpoint {asked}: {folder} has no such checkpoint; it has {', '.join(by_name)}")
         checkpoints = [by_name[name]]
 
-    def find_fault(checkpoint: Path) -> str | None:
-        try:
-            verify(checkpoint, description.get("run_id"))
-        except DamagedCheckpoint as reason:
-            return str(reason)
-        return None
-
-    chosen, faults = newest_good(checkpoints, find_fault)
+    chosen, faults = newest_good(checkpoints, lambda checkpoint: verify(checkpoint, description.get("run_id")))
     if chosen is None:
         remedy = "copy the run again" if asked in (None, "newest") else "take another --checkpoint"
         raise UsageError(*(f"{fault}; {remedy}" for fault in faults))
     state = read_state(chosen)
-    total = description.get("total_tokens")
-    if asked is None and isinstance(total, int) and state["tokens"] < total:
+    total = description["total_tokens"]
+    if asked is None and state["tokens"] < total:
         raise UsageError(
             *faults,
             f"{folder}: an unfinished run, its newest {'good ' if faults else ''}checkpoint has {state['tokens']:,} of {total:,} tokens;"
             f" continue it with --resume, or use it as it is: --checkpoint {chosen.name}",
         )
     for fault in faults:
-        say(f"warning: skipped a damaged checkpoint: {fault}", sys.stderr)
+        print_once(f"warning: skipped a damaged checkpoint: {fault}", sys.stderr)
     return chosen, state
 
 

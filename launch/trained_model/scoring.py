@@ -19,7 +19,7 @@ from data_pipeline.loader import Loader
 from data_pipeline.shards import Corpus, Split, open_corpus
 from data_pipeline.tokenizer import Tokenizer
 from launch.config.hardware import device_type
-from launch.errors import UsageError, say
+from launch.errors import UsageError, print_once
 from launch.formats.folder_tokenizer import difference, tokenizer_of_corpus
 from launch.trained_model.flags import DTYPES
 from launch.trained_model.load import TrainedModel, open_trained
@@ -38,17 +38,13 @@ class Estimate:
     loss: float
     error: float | None
 
-    def scaled(self, factor: float | None) -> tuple[float | None, float | None]:
-        """Loss and error times `factor`; None where the factor is not known."""
-        return (None, None) if factor is None else (self.loss * factor, None if self.error is None else self.error * factor)
-
 
 def score(flags: argparse.Namespace) -> dict[str, Any]:
     """The score that the flags of `launch/score.py` ask for, as a JSON object. Raises UsageError, one line."""
-    trained = open_trained(flags.source, checkpoint=flags.checkpoint, allow_pickle=flags.allow_pickle)
+    trained = open_trained(flags.source, checkpoint=flags.checkpoint)
     corpus, notes = _corpus(trained, flags.data)
     for note in notes if not flags.quiet else ():
-        say(f"note: {note}", sys.stderr)
+        print_once(f"note: {note}", sys.stderr)
     split: Split = getattr(corpus, flags.split)
     seq_len, device = trained.config.seq_len, torch.device(device_type())
     total = split.windows(seq_len)
@@ -66,7 +62,10 @@ def score(flags: argparse.Namespace) -> dict[str, Any]:
     # The ratio of the whole split, so that a loss from a log or another program gives the same figure.
     to_bits = None if n_bytes is None else split.n_tokens / n_bytes / math.log(2)
     perplexity = math.exp(found.loss) if found.loss < 700 else None
-    bits, bits_error = found.scaled(to_bits)
+
+    def scaled(value: float | None, factor: float | None) -> float | None:
+        return None if value is None or factor is None else value * factor
+
     evaluation = _training_evaluation(trained, model, corpus, flags, losses)
     if evaluation is not None and to_bits is not None:
         evaluation |= {f"{name}_bits_per_byte": evaluation[name] * to_bits for name in ("loss", "logged")}
@@ -85,9 +84,9 @@ def score(flags: argparse.Namespace) -> dict[str, Any]:
         "loss": found.loss,
         "loss_stderr": found.error,
         "perplexity": perplexity,
-        "perplexity_stderr": found.scaled(perplexity)[1],
-        "bits_per_byte": bits,
-        "bits_per_byte_stderr": bits_error,
+        "perplexity_stderr": scaled(found.error, perplexity),
+        "bits_per_byte": scaled(found.loss, to_bits),
+        "bits_per_byte_stderr": scaled(found.error, to_bits),
         "seconds": round(seconds, 2),
         "notes": notes,
         "training": evaluation,

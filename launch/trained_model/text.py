@@ -13,7 +13,7 @@ import torch
 
 from data_pipeline.tokenizer import Tokenizer
 from launch.config.hardware import device_type
-from launch.errors import UsageError, say
+from launch.errors import UsageError, print_once
 from launch.trained_model.flags import DTYPES
 from launch.trained_model.load import TrainedModel, open_trained
 from model.cache import KVCache
@@ -25,7 +25,7 @@ INCOMPLETE = "\ufffd"
 
 def print_samples(flags: argparse.Namespace, prompt: str) -> None:
     """Load the model that the flags of `launch/generate.py` name, and print its texts. Raises UsageError, one line."""
-    trained = open_trained(flags.source, checkpoint=flags.checkpoint, data=flags.data, allow_pickle=flags.allow_pickle)
+    trained = open_trained(flags.source, checkpoint=flags.checkpoint, data=flags.data)
     tokenizer, ids = _prompt_ids(flags, trained, prompt)
     device = torch.device(device_type())
     cache = KVCache(trained.load_model().to(device, getattr(torch, DTYPES[flags.dtype])))
@@ -37,13 +37,13 @@ def print_samples(flags: argparse.Namespace, prompt: str) -> None:
         drawn = stream(cache, ids, flags.max_new_tokens, sampling, torch.Generator().manual_seed(seed), end)
         if not flags.json:
             number = seed - flags.seed + 1
-            _print((f"--- sample {number} of {flags.samples}, seed {seed}\n" if flags.samples > 1 else "") + prompt)
+            print((f"--- sample {number} of {flags.samples}, seed {seed}\n" if flags.samples > 1 else "") + prompt, end="", flush=True)
         text = ""
         try:
             for part in text_parts(tokenizer, ids, _recorded(drawn, end, generated)):
                 text += part
                 if not flags.json:
-                    _print(part)
+                    print(part, end="", flush=True)
         except ValueError as reason:  # the activations overflow in this dtype
             raise UsageError(f"{trained.folder}: {reason} in {flags.dtype}; try --dtype fp32, or an earlier --checkpoint") from None
         total += len(generated)
@@ -57,12 +57,12 @@ def print_samples(flags: argparse.Namespace, prompt: str) -> None:
                 "text": text,
             }
             found |= {"ids": generated, "ended_by": "length" if len(generated) == flags.max_new_tokens else "end of text"}
-            say(json.dumps(found | {"prompt_tokens": len(ids)} | {name: getattr(flags, name) for name in names}))
+            print_once(json.dumps(found | {"prompt_tokens": len(ids)} | {name: getattr(flags, name) for name in names}))
         else:
-            _print("\n")
+            print(flush=True)
     seconds = time.perf_counter() - start
     if not flags.quiet:
-        say(f"{total:,} tokens in {seconds:.2f} s: {total / seconds:,.1f} tokens/s ({device.type}, {flags.dtype})", sys.stderr)
+        print_once(f"{total:,} tokens in {seconds:.2f} s: {total / seconds:,.1f} tokens/s ({device.type}, {flags.dtype})", sys.stderr)
 
 
 def _recorded(tokens: Iterable[int], end: int | None, record: list[int]) -> Iterator[int]:
@@ -107,11 +107,5 @@ def _prompt_ids(flags: argparse.Namespace, trained: TrainedModel, prompt: str) -
             raise UsageError(f"{fix}; this model has no end-of-text token")
         ids = [trained.eot_id, *ids]
     if len(ids) > seq_len and not flags.quiet:
-        say(f"note: the prompt has {len(ids):,} tokens; the model reads the last {seq_len:,}", sys.stderr)
+        print_once(f"note: the prompt has {len(ids):,} tokens; the model reads the last {seq_len:,}", sys.stderr)
     return tokenizer, ids
-
-
-def _print(text: str) -> None:
-    encoding = sys.stdout.encoding or "utf-8"
-    sys.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding))
-    sys.stdout.flush()

@@ -26,7 +26,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from data_pipeline.staging import fsync
 from launch.errors import UsageError
@@ -45,14 +45,13 @@ from launch.formats.checkpoint_files import (
 )
 from launch.formats.files import write_atomically
 from launch.formats.tensor_files import UnreadableFile, load_tensors
+from launch.training.distributed import Collectives
 from launch.training.folder import free_bytes
+from launch.training.snapshot import Snapshots
+from recipes.technique import Technique
 
-if TYPE_CHECKING:
-    from launch.training.distributed import Collectives
-    from recipes.technique import Technique
-
-#: Prefixes of the name of a checkpoint while it is written or removed.
-TEMPORARY, TRASH = ".tmp-", ".trash-"
+#: Prefix of the name of a checkpoint while it is written or removed.
+TEMPORARY = ".tmp-"
 #: Suffix of the name of a checkpoint that a resume passed over.
 UNUSABLE = ".unusable"
 #: The settings of an optimizer's parameter groups that a resume takes from the configuration and not from the checkpoint: those that no
@@ -87,8 +86,6 @@ class Checkpoints:
         log: Callable[[str], None],
         run_id: str | None = None,
     ):
-        from launch.training.snapshot import Snapshots  # imports deepspeed, whose noise `start_ranks` has silenced by now
-
         self.folder, self.keep, self.engine, self.technique, self.collectives = folder, keep, engine, technique, collectives
         self._snapshots = Snapshots(engine, collectives, log)
         self._on_failure, self._log, self._run_id = on_failure, log, run_id
@@ -227,7 +224,7 @@ class Checkpoints:
         checkpoints, self._run_id = self.collectives.gather((complete_checkpoints(self.folder), self._run_id))[0]
         if not checkpoints:
             return None
-        newest, faults = newest_good(checkpoints, self._agreed_fault)
+        newest, faults = newest_good(checkpoints, self._check)
         if newest is None:
             raise UsageError(f"{self.folder}: no checkpoint can be used; move them away to start at step 0", *faults)
         for fault in faults:
@@ -251,8 +248,8 @@ class Checkpoints:
         self._verified.add(newest)
         return state
 
-    def _agreed_fault(self, checkpoint: Path) -> str | None:
-        """The fault that any rank found in `checkpoint`, None if there is none."""
+    def _check(self, checkpoint: Path) -> None:
+        """Verify `checkpoint`, all ranks together. All raise DamagedCheckpoint if any finds a fault."""
         share, fault = slice(self.collectives.rank, None, self.collectives.world_size), None
         try:
             state = verify(checkpoint, self._run_id, share)
@@ -260,7 +257,8 @@ class Checkpoints:
                 load_tensors(checkpoint / name, mapped=True)  # refuses everything but tensors; maps them without reading them
         except (DamagedCheckpoint, UnreadableFile, OSError) as reason:
             fault = str(reason)
-        return next(filter(None, self.collectives.gather(fault)), None)
+        for found in filter(None, self.collectives.gather(fault)):
+            raise DamagedCheckpoint(found)
 
     # --- both -----------------------------------------------------------------------------------------------------------------------
 
@@ -304,9 +302,9 @@ def _own_settings(engine: Any) -> Iterator[None]:
 
 def _remove(checkpoint: Path) -> None:
     """Rename a checkpoint, then remove it: one that is half removed must not have the name of a complete one."""
-    trash = checkpoint.with_name(f"{TRASH}{checkpoint.name}")
-    os.rename(checkpoint, trash)
-    shutil.rmtree(trash)
+    temporary = checkpoint.with_name(f"{TEMPORARY}{checkpoint.name}")
+    os.rename(checkpoint, temporary)
+    shutil.rmtree(temporary)
 
 
 def _set_aside(path: Path) -> None:
@@ -317,7 +315,6 @@ def _set_aside(path: Path) -> None:
 
 def _remove_leftovers(folder: Path) -> None:
     """Remove checkpoints that a kill left half written or half removed."""
-    for prefix in (TEMPORARY, TRASH):
-        for path in folder.glob(f"{prefix}*"):
-            if is_checkpoint_name(path.name.removeprefix(prefix)) and path.is_dir() and not path.is_symlink():
-                shutil.rmtree(path)
+    for path in folder.glob(f"{TEMPORARY}*"):
+        if is_checkpoint_name(path.name.removeprefix(TEMPORARY)) and path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)

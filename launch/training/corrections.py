@@ -1,10 +1,9 @@
-"""Faults of the DeepSpeed engine that change training in silence, each corrected by one small function.
+"""Corrects bugs of DeepSpeed that change training without an error, each by one small function.
 
-Every correction has a probe, which runs the engine's own code at start-up and looks for the fault: where the engine has been
-mended, the probe stays quiet and nothing is corrected twice. `before_initialize` and `after_initialize` apply what is needed
-and return the names of what they applied, which the run's log shows.
+Each correction has a probe, which runs DeepSpeed's own code at start-up and returns whether it has the bug. A DeepSpeed without the bug is
+not changed. `before_initialize` and `after_initialize` apply what is needed and return the names of the applied corrections for the log.
 
-The faults were measured on DeepSpeed 0.19.8; `tests/distributed/test_corrections.py` shows each of them with and without its correction.
+The bugs were measured with DeepSpeed 0.19.8; `tests/distributed/test_corrections.py` shows each one with and without its correction.
 """
 
 from __future__ import annotations
@@ -14,18 +13,25 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import deepspeed
 import torch
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime import engine as engine_module
+from deepspeed.runtime import utils
+from deepspeed.runtime.fp16 import fused_optimizer, unfused_optimizer
+from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
+from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+from deepspeed.utils import logger, safe_get_full_fp32_param
+from deepspeed.utils.timer import NoopTimer
 
 from launch.formats.tensor_files import load_tensors
-
-if TYPE_CHECKING:
-    from launch.training.distributed import Collectives
+from launch.training.distributed import Collectives
 
 #: Elements of the tensor on which the gradient norm is probed. The error of an fp32 sum grows with its length: 2.8e-5 at 2 M.
 PROBE_ELEMENTS = 2**21
-#: Elements whose squares are summed in fp32: the errors of the sums, 1e-7 at most, are of either sign, and 1e-8 in what they add up to.
+#: Number of squares that are summed in fp32. Such a sum has an error of 1e-7 at most, of either sign; the norm of many has one of 1e-8.
 NORM_ROW = 384
 
 
@@ -34,34 +40,39 @@ class NormNotFinite(ArithmeticError):
 
 
 def before_initialize(zero_stage: int, precision: str, collectives: Collectives) -> list[str]:
-    """Corrections of the engine's classes, before an engine is built. Called by all ranks; what one of them finds, all correct."""
+    """Correct DeepSpeed's classes, before an engine is built. Called by all ranks. All correct what any of them finds."""
     if zero_stage != 0:
         return []
-    candidates: list[tuple[Callable[[], bool], Callable[[], None]]] = [(engine_norm_is_inaccurate, take_norms_in_fp64)]
+    candidates: list[Candidate] = [(engine_norm_is_inaccurate, take_norms_in_fp64)]
     if precision != "fp32":
         candidates.append((unfused_optimizer_steps_at_start, keep_weights_at_start))
     if precision == "fp16":
         candidates.append((unfused_loss_scale_misbehaves, scale_like_zero))
-    applied = []
-    for probe, correct in candidates:
-        if collectives.any(probe()):
-            correct()
-            applied.append(correct.__name__)
-    return applied
+    return _correct(candidates, collectives)
 
 
 def after_initialize(engine: Any, collectives: Collectives) -> list[str]:
-    """Corrections of one engine, after it was built. Called by all ranks."""
+    """Correct one engine, after it was built. Called by all ranks."""
+    candidates: list[Candidate] = []
+    stage = engine.zero_optimization_stage()
+    if stage == 0 and engine.fp16_enabled():
+        candidates.append((loss_is_not_scaled, scale_loss))
+    if stage == 3 or engine.zero_use_cpu_optimizer():
+        candidates.append((gradients_go_stale, forget_gradients))
+    if engine.zero_nvme_offload_optimizer():
+        candidates.append((lambda engine: optimizer_on_drive_is_not_loaded(engine, collectives), load_optimizer_on_drive))
+    return _correct(candidates, collectives, engine)
+
+
+Candidate = tuple[Callable[..., bool], Callable[..., None]]  # a probe and its correction
+
+
+def _correct(candidates: list[Candidate], collectives: Collectives, *engine: Any) -> list[str]:
     applied = []
-    if engine.zero_optimization_stage() == 0 and engine.fp16_enabled() and collectives.any(loss_is_not_scaled(engine)):
-        scale_loss(engine)
-        applied.append("scale_loss")
-    if (engine.zero_optimization_stage() == 3 or engine.zero_use_cpu_optimizer()) and collectives.any(gradients_go_stale(engine)):
-        forget_gradients(engine)
-        applied.append("forget_gradients")
-    if engine.zero_nvme_offload_optimizer() and collectives.any(optimizer_on_drive_is_not_loaded(engine, collectives)):
-        load_optimizer_on_drive(engine)
-        applied.append("load_optimizer_on_drive")
+    for probe, correct in candidates:
+        if collectives.any(probe(*engine)):
+            correct(*engine)
+            applied.append(correct.__name__)
     return applied
 
 
@@ -69,14 +80,11 @@ def after_initialize(engine: Any, collectives: Collectives) -> list[str]:
 
 
 def unfused_optimizer_steps_at_start() -> bool:
-    """Fault: `FP16_UnfusedOptimizer` allocates the optimizer's state by a real step on zero gradients.
+    """Bug: `FP16_UnfusedOptimizer` allocates the optimizer's state by a real step on zero gradients.
 
-    Adam then starts at step 1, and weight decay shrinks the fp32 weights by a factor of (1 - lr x weight_decay) before training.
-    Seen in deepspeed/runtime/fp16/unfused_optimizer.py, `initialize_optimizer_states`. Probe: wrap one weight and see if it moves.
+    Adam then starts at step 1, and weight decay shrinks the fp32 weights by a factor of (1 - lr x weight_decay) before training. The code
+    is `initialize_optimizer_states` in deepspeed/runtime/fp16/unfused_optimizer.py. Probe: wrap one weight, which must keep its value.
     """
-    from deepspeed.accelerator import get_accelerator
-    from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
-
     weight = torch.nn.Parameter(torch.ones(1, dtype=torch.bfloat16, device=get_accelerator().current_device_name()))
     wrapper = FP16_UnfusedOptimizer(
         torch.optim.AdamW([weight], lr=0.5, weight_decay=0.5), low_precision_dtype=torch.bfloat16, verbose=False
@@ -85,29 +93,20 @@ def unfused_optimizer_steps_at_start() -> bool:
 
 
 def keep_weights_at_start() -> None:
-    """Correction: allocate nothing at start; torch's optimizers allocate their state in their first real step."""
-    from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
-
-    FP16_UnfusedOptimizer.initialize_optimizer_states = _allocate_nothing
-
-
-def _allocate_nothing(self: Any) -> None:
-    """Stands in for `FP16_UnfusedOptimizer.initialize_optimizer_states`."""
+    """Correction: allocate no state in advance. torch's optimizers allocate it in their first step."""
+    FP16_UnfusedOptimizer.initialize_optimizer_states = lambda self: None
 
 
 # --- stage 0: the gradient norm, summed in fp32 --------------------------------------------------------------------------------------
 
 
 def engine_norm_is_inaccurate(elements: int = PROBE_ELEMENTS) -> bool:
-    """Fault: at stage 0 the norm used for clipping is summed in fp32, which on a CPU is off by 3e-5 at 2 M elements.
+    """Bug: at stage 0 the norm used for clipping is summed in fp32, which on a CPU is off by 3e-5 at 2 M elements.
 
-    Stages 1, 2, 3 sum in fp64, so the stages drift apart (3.7e-5 in the loss after 30 steps). Seen in deepspeed/runtime/utils.py,
-    `clip_grad_norm_` and `get_weight_norm`. Probe: both of them on a known tensor against the norm in fp64. All ranks must call this
-    together: the engine's `clip_grad_norm_` averages over them.
+    Stages 1, 2 and 3 sum in fp64, so the losses of the stages drift apart (3.7e-5 after 30 steps). The code is `clip_grad_norm_` and
+    `get_weight_norm` in deepspeed/runtime/utils.py. Probe: both functions on a known tensor, compared with the norm in fp64. All ranks must
+    call this together, because `clip_grad_norm_` averages over them.
     """
-    from deepspeed.accelerator import get_accelerator
-    from deepspeed.runtime import utils
-
     generator = torch.Generator().manual_seed(0)
     weight = torch.nn.Parameter(torch.randn(elements, generator=generator).to(get_accelerator().current_device_name()))
     weight.grad = weight.data.clone()
@@ -117,21 +116,18 @@ def engine_norm_is_inaccurate(elements: int = PROBE_ELEMENTS) -> bool:
 
 
 def take_norms_in_fp64() -> None:
-    """Correction: both functions sum in fp64, wherever the engine imported them."""
-    from deepspeed.runtime import engine, utils
-    from deepspeed.runtime.fp16 import fused_optimizer, unfused_optimizer
-
-    for module in (utils, engine, fused_optimizer, unfused_optimizer):
+    """Correction: replace both functions in every module that has imported them."""
+    for module in (utils, engine_module, fused_optimizer, unfused_optimizer):
         for name, correct in (("clip_grad_norm_", clip_grad_norm), ("get_weight_norm", weight_norm)):
             if hasattr(module, name):
                 setattr(module, name, correct)
 
 
 def norm_in_fp64(tensors: list[torch.Tensor]) -> torch.Tensor:
-    """The 2-norm of all tensors together, to 1e-7; an fp64 scalar.
+    """The 2-norm of all tensors together with a relative error of 1e-7; an fp64 scalar.
 
-    Sums of `NORM_ROW` squares are in fp32 and the sum of these sums in fp64: to convert every element takes eight times as long (14 M
-    elements on two cores: 8 ms). Where squares are beyond fp32's range, that is done.
+    `NORM_ROW` squares at a time are summed in fp32 and these sums in fp64: converting every element takes three times as long on a CPU.
+    Everything is summed in fp64 if squares overflow in fp32.
     """
     rows = [torch.linalg.vector_norm(row, dim=-1, dtype=_at_least_fp32(row)).double() for tensor in tensors for row in _in_rows(tensor)]
     norm = torch.cat([row.view(-1) for row in rows]).norm()
@@ -141,7 +137,7 @@ def norm_in_fp64(tensors: list[torch.Tensor]) -> torch.Tensor:
 
 
 def _in_rows(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """The elements of `tensor` as (n, NORM_ROW), and the rest (fewer,); views, where it is in one piece."""
+    """The elements of `tensor` as (n, NORM_ROW), and the remaining ones; views if the tensor is contiguous."""
     flat = tensor.reshape(-1)
     whole = len(flat) // NORM_ROW * NORM_ROW
     return [part for part in (flat[:whole].view(-1, NORM_ROW), flat[whole:]) if part.numel()]
@@ -152,7 +148,7 @@ def _at_least_fp32(tensor: torch.Tensor) -> torch.dtype:
 
 
 def clip_grad_norm(parameters: Any, max_norm: float, norm_type: float = 2, mpu: Any = None) -> torch.Tensor:
-    """Stands in for `deepspeed.runtime.utils.clip_grad_norm_` where gradients are the same on all ranks (stage 0, no model parallelism).
+    """Replaces `deepspeed.runtime.utils.clip_grad_norm_` at stage 0, where all ranks have the same gradients.
 
     Scales the gradients in place so that their norm is at most `max_norm`; returns the norm before that, in fp64.
     """
@@ -171,7 +167,7 @@ def clip_gradients(gradients: list[torch.Tensor], norm: float, max_norm: float) 
 
 
 def weight_norm(parameters: list[torch.Tensor], norm_type: float = 2, mpu: Any = None) -> float:
-    """Stands in for `deepspeed.runtime.utils.get_weight_norm`: the 2-norm, or -1 where it is not finite, as the engine expects."""
+    """Replaces `deepspeed.runtime.utils.get_weight_norm`: the 2-norm, or -1 if it is not finite, as the engine expects."""
     assert norm_type == 2 and mpu is None, "this project clips by the 2-norm, without model parallelism"
     norm = float(norm_in_fp64([parameter.data for parameter in parameters]))
     return norm if norm < float("inf") else -1.0  # NaN compares false
@@ -181,17 +177,14 @@ def weight_norm(parameters: list[torch.Tensor], norm_type: float = 2, mpu: Any =
 
 
 def unfused_loss_scale_misbehaves() -> bool:
-    """Fault: `FP16_UnfusedOptimizer` has a loss scale of its own making, and three things are wrong with it.
+    """Bug: `FP16_UnfusedOptimizer` has its own rule for the loss scale, with three faults.
 
-    The scale grows before the gradients are divided by it, so that every `loss_scale_window` steps one update is half of the right one;
-    `hysteresis` and `consecutive_hysteresis` are ignored; and at `min_loss_scale` it skips steps for ever, where stages 1, 2, 3 stop.
-    Seen in deepspeed/runtime/fp16/unfused_optimizer.py, `step` and `_update_scale`. Probe: one weight with gradient 1 through two steps,
-    the second of which grows the scale; the second update must be 1 too. Then an overflow at the minimum, which must raise.
-    All ranks must call this together: the engine looks for overflows among them.
+    The scale grows before the gradients are divided by it, so that every `loss_scale_window` steps one update has half its size;
+    `hysteresis` and `consecutive_hysteresis` are ignored; and at `min_loss_scale` it skips steps without end, where other stages raise.
+    The code is `step` and `_update_scale` in deepspeed/runtime/fp16/unfused_optimizer.py. Probe: two steps of one weight with gradient 1,
+    of which the second makes the scale grow; both updates must be 1. Then an overflow at the minimum, which must raise. All ranks must
+    call this together, because the engine combines their overflows.
     """
-    from deepspeed.accelerator import get_accelerator
-    from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
-
     weight = torch.nn.Parameter(torch.zeros(1, dtype=torch.float16, device=get_accelerator().current_device_name()))
     rule = {"init_scale": 4.0, "scale_window": 1, "min_scale": 8.0, "delayed_shift": 1, "consecutive_hysteresis": False}
     wrapper = FP16_UnfusedOptimizer(torch.optim.SGD([weight], lr=1.0), dynamic_loss_scale=True, dynamic_loss_args=rule, verbose=False)
@@ -203,16 +196,13 @@ def unfused_loss_scale_misbehaves() -> bool:
     weight.grad = torch.full_like(weight, float("inf"))
     try:
         wrapper.step()
-    except Exception:  # what stages 1, 2, 3 raise is a bare Exception
+    except Exception:  # stages 1, 2 and 3 raise a bare Exception
         return False
     return True
 
 
 def scale_like_zero() -> None:
-    """Correction: the loss scale of stage 0 follows `DynamicLossScaler`, the rule of stages 1, 2, 3, and changes after the update."""
-    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
-    from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
-
+    """Correction: stage 0 uses `DynamicLossScaler`, as stages 1, 2 and 3 do, and changes the scale after the update."""
     build, unscale = FP16_UnfusedOptimizer.__init__, FP16_UnfusedOptimizer.unscale_and_clip_grads
     save, load = FP16_UnfusedOptimizer.state_dict, FP16_UnfusedOptimizer.load_state_dict
 
@@ -225,15 +215,15 @@ def scale_like_zero() -> None:
 
     def update_scale(self: Any, overflow: bool) -> None:
         config, rule = self.loss_scale_config, self.rule
-        self.scale_in_force = config.cur_scale
+        self.current_scale = config.cur_scale
         if rule is not None:
             rule.cur_scale, rule.cur_iter, rule.last_overflow_iter = config.cur_scale, config.cur_iter, config.last_overflow_iter
             rule.update_scale(overflow)
             config.cur_scale, config.last_overflow_iter = rule.cur_scale, rule.last_overflow_iter
         config.cur_iter += 1
 
-    def unscale_by_scale_in_force(self: Any, total_norm: float, apply_scale: bool = True) -> float:
-        new, self.loss_scale_config.cur_scale = self.loss_scale_config.cur_scale, self.scale_in_force
+    def unscale_by_current_scale(self: Any, total_norm: float, apply_scale: bool = True) -> float:
+        new, self.loss_scale_config.cur_scale = self.loss_scale_config.cur_scale, self.current_scale
         try:
             return unscale(self, total_norm, apply_scale)
         finally:
@@ -249,7 +239,7 @@ def scale_like_zero() -> None:
 
     FP16_UnfusedOptimizer.__init__ = build_with_rule
     FP16_UnfusedOptimizer._update_scale = update_scale
-    FP16_UnfusedOptimizer.unscale_and_clip_grads = unscale_by_scale_in_force
+    FP16_UnfusedOptimizer.unscale_and_clip_grads = unscale_by_current_scale
     FP16_UnfusedOptimizer.state_dict = save_with_rule
     FP16_UnfusedOptimizer.load_state_dict = load_with_rule
 
@@ -258,16 +248,13 @@ def scale_like_zero() -> None:
 
 
 def loss_is_not_scaled(engine: Any) -> bool:
-    """Fault: `engine.backward` multiplies the loss by the loss scale for ZeRO's optimizers only; at stage 0 the gradients are divided
-    by it all the same.
+    """Bug: at stage 0 `engine.backward` does not multiply the loss by the loss scale, but the optimizer divides the gradients by it.
 
-    At a scale of 1024 the applied update was 1/1024 of the right one, and clipping did nothing. Seen in deepspeed/runtime/engine.py,
-    `backward`. Probe: the gradient of a loss that is one weight, through the engine's own backward.
+    At a scale of 1024 the update was 1/1024 of the right one, and nothing was clipped. The code is `backward` in
+    deepspeed/runtime/engine.py. Probe: the gradient of a loss that is one weight, through the engine's own backward.
     """
-    from deepspeed.utils.timer import NoopTimer
-
     weight = torch.ones((), device=engine.device, requires_grad=True)
-    # Local (the model has no gradients to reduce), at a scale that shows, and without timers, which only a forward pass starts.
+    # Without the reduction (the model has no gradients yet) and the timers (only a forward pass starts them), at a scale other than 1.
     before = engine.enable_backward_allreduce, engine.timers, engine.optimizer.loss_scale
     engine.enable_backward_allreduce, engine.timers, engine.optimizer.loss_scale = False, NoopTimer(), 4.0
     try:
@@ -279,7 +266,7 @@ def loss_is_not_scaled(engine: Any) -> bool:
 
 
 def scale_loss(engine: Any) -> None:
-    """Correction: `engine.backward` gets the loss multiplied by the scale in force."""
+    """Correction: multiply the loss by the current scale before `engine.backward`."""
     backward = engine.backward
 
     def scaled_backward(loss: torch.Tensor, **options: Any) -> torch.Tensor:
@@ -292,16 +279,14 @@ def scale_loss(engine: Any) -> None:
 
 
 def gradients_go_stale(engine: Any) -> bool:
-    """Fault: a parameter that gets no gradient in a step is updated by the gradient of an earlier one.
+    """Bug: a parameter without a gradient in a step is updated by its gradient of an earlier step.
 
-    Stage 3 keeps gradients in one flat buffer that is never zeroed, and copies into it what the first micro-batch brings; with an
-    offloaded optimizer, stages 1, 2 and 3 keep them in fp32 on the host, and put there only what the last micro-batch brings. The norm
-    used for clipping contains the old gradients too. With layers dropped, losses were off by 0.67 after 12 steps. Seen in
-    deepspeed/runtime/zero/stage3.py, `partition_grads`, and stage_1_and_2.py, `copy_grads_in_partition`. Probe: an engine of two
-    weights with plain SGD, one of which is left out of the second step; it must not move. All ranks must call this together.
+    Stage 3 keeps gradients in one flat buffer that is never set to zero, and copies the gradients of the first micro-batch into it. With an
+    offloaded optimizer, stages 1, 2 and 3 keep fp32 gradients on the host, and store only those of the last micro-batch. The norm used for
+    clipping contains the old gradients too. With layer drop, losses were off by 0.67 after 12 steps. The code is `partition_grads` in
+    deepspeed/runtime/zero/stage3.py and `copy_grads_in_partition` in stage_1_and_2.py. Probe: an engine of two weights with plain SGD; the
+    weight that is left out of the second step must not change. All ranks must call this together.
     """
-    from deepspeed.utils import safe_get_full_fp32_param
-
     with _probe_engine(engine, {"device": "cpu", "pin_memory": False} if engine.zero_use_cpu_optimizer() else None) as probe:
         places = []
         for used in (probe.module, probe.module[:1]):
@@ -312,10 +297,7 @@ def gradients_go_stale(engine: Any) -> bool:
 
 @contextlib.contextmanager
 def _probe_engine(engine: Any, offload_optimizer: dict[str, Any] | None) -> Iterator[Any]:
-    """An engine of two small weights and plain SGD, of the stage and precision of `engine`, offloaded as `offload_optimizer` says."""
-    import deepspeed
-    from deepspeed.utils import logger
-
+    """An engine of two small weights with plain SGD, of the stage and precision of `engine`; `offload_optimizer` is DeepSpeed's section."""
     # Small buckets: stage 3 allocates its own as soon as it is built.
     stage = engine.zero_optimization_stage()
     section: dict[str, Any] = {"stage": stage, "reduce_bucket_size": 64, "stage3_prefetch_bucket_size": 64}
@@ -332,7 +314,7 @@ def _probe_engine(engine: Any, offload_optimizer: dict[str, Any] | None) -> Iter
     }
     model = torch.nn.ModuleList(torch.nn.Linear(8, 8, bias=False) for _ in range(2))
     level = logger.level
-    logger.setLevel("ERROR")  # a warning that ZeRO has not been tested with this optimizer, which nobody but a probe uses
+    logger.setLevel("ERROR")  # no warning that ZeRO is not tested with SGD
     try:
         probe, *_ = deepspeed.initialize(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=1.0), config=config)
         yield probe
@@ -342,7 +324,7 @@ def _probe_engine(engine: Any, offload_optimizer: dict[str, Any] | None) -> Iter
 
 
 def _step(probe: Any, used: Any) -> None:
-    """A step of a probe's engine in which the layers `used` get a gradient, and the others none."""
+    """Make a step of a probe's engine in which only the layers `used` get a gradient."""
     values = torch.ones(1, 8, device=probe.device, dtype=next(probe.module.parameters()).dtype)
     # The engine's own forward pass is not needed: its hooks are on the modules and the parameters.
     probe.optimizer.clear_backward_seen_flag()
@@ -351,8 +333,7 @@ def _step(probe: Any, used: Any) -> None:
 
 
 def forget_gradients(engine: Any) -> None:
-    """Correction: before the update, every gradient that no micro-batch of this step brought is zero, and every one that only an earlier
-    micro-batch brought is where the update looks for it; after the update, nothing is left for the next step."""
+    """Correction: before the update, set missing gradients to zero and store those of earlier micro-batches; after it, clear all."""
     optimizer = engine.optimizer
     step = optimizer.step
     complete, clear = (_complete_stage_3, _clear_stage_3) if engine.zero_optimization_stage() == 3 else (_complete_offload, _clear_offload)
@@ -368,7 +349,7 @@ def forget_gradients(engine: Any) -> None:
 
 
 def _complete_stage_3(optimizer: Any) -> None:
-    """Offload: hand over what `partition_grads` has not, from the flat buffer: zeros, or what earlier micro-batches left there."""
+    """Offload: copy the gradients that `partition_grads` did not copy from the flat buffer: zeros, or those of earlier micro-batches."""
     if not optimizer.offload_optimizer:
         return
     partitions = optimizer._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition
@@ -387,7 +368,7 @@ def _clear_stage_3(optimizer: Any) -> None:
 
 
 def _complete_offload(optimizer: Any) -> None:
-    """Stages 1 and 2: zero what got no gradient, copy what got one in earlier micro-batches only."""
+    """Stages 1 and 2: set missing gradients to zero, and store those of earlier micro-batches."""
     missing = set()
     for index, group in enumerate(optimizer.params_in_partition):
         for parameter in group:
@@ -411,19 +392,17 @@ def _clear_offload(optimizer: Any) -> None:
         gradient.zero_()
 
 
-# --- an optimizer on a drive: its state is not loaded ---------------------------------------------------------------------------------
+# --- an optimizer on NVMe: its state is not loaded ---------------------------------------------------------------------------------
 
 
 def optimizer_on_drive_is_not_loaded(engine: Any, collectives: Collectives) -> bool:
-    """Fault: with the optimizer on a drive, `load_checkpoint` copies the files of the drive back, and does no more.
+    """Bug: with the optimizer on NVMe, `load_checkpoint` only copies the swap files back.
 
-    The moments in them are never registered again, so that Adam begins with zeros and at step 1; what is too small for the drive (biases
-    and norms) stays at its initial values, the fp32 weights too; nor does the loss scale come back. Seen in deepspeed/runtime/engine.py,
-    `load_checkpoint` ("not self.zero_nvme_offload_optimizer()"). Probe: an engine of two small weights is saved, stepped and loaded; its
-    weights must be those that were saved. All ranks must call this together.
+    The moments in them are not registered, so that Adam starts with zeros at step 1. Tensors too small for NVMe (biases and norms) keep
+    their initial values, fp32 weights included, and so does the loss scale. The code is `load_checkpoint` in deepspeed/runtime/engine.py
+    ("not self.zero_nvme_offload_optimizer()"). Probe: save, step and load an engine of two small weights; they must be the saved ones. All
+    ranks must call this together.
     """
-    from deepspeed.utils import safe_get_full_fp32_param
-
     section = dict(engine.config["zero_optimization"]["offload_optimizer"])
     folder = os.path.join(section["nvme_path"], "probe")
     shutil.rmtree(folder, ignore_errors=True)  # of a start that was killed
@@ -442,7 +421,7 @@ def optimizer_on_drive_is_not_loaded(engine: Any, collectives: Collectives) -> b
 
 
 def load_optimizer_on_drive(engine: Any) -> None:
-    """Correction: `load_checkpoint` takes everything from this rank's files of the checkpoint, and registers the moments on the drive."""
+    """Correction: after `load_checkpoint`, load the optimizer's state from this rank's file and register the moments on NVMe."""
     load = engine.load_checkpoint
 
     def load_all(load_dir: str, tag: str, **options: Any) -> Any:
@@ -457,12 +436,12 @@ def load_optimizer_on_drive(engine: Any) -> None:
 
 
 def _take_optimizer_state(optimizer: Any, saved: dict[str, Any], folder: Path) -> None:
-    """Put into a stage 3 optimizer what it has saved; `folder` holds the files that were on the drive then.
+    """Load the state `saved` into a stage 3 optimizer; `folder` holds the swap files of the checkpoint.
 
-    A file is named by the numbers of the first and the last parameter in it, `12_48.tensor.swp`, and `exp_avg-12_48.tensor.swp`. DeepSpeed
-    counts parameters through the life of a process, so that the names may be others now; their order is the same.
+    A swap file is named by the numbers of its first and last parameter, `12_48.tensor.swp` and `exp_avg-12_48.tensor.swp`. DeepSpeed
+    numbers the parameters of all engines of a process, so that the numbers may differ now; their order is the same.
     """
-    optimizer.checkpoint_event_prologue()  # frees the weights that every rank holds whole, which are gathered anew below
+    optimizer.checkpoint_event_prologue()  # frees the gathered weights, which are gathered again below
     optimizer.loss_scaler, optimizer.dynamic_loss_scale = saved["loss_scaler"], saved["dynamic_loss_scale"]
     optimizer._set_fp32_optimizer_param_groups()
     parameters = [parameter for group in optimizer.optimizer.param_groups for parameter in group["params"]]
@@ -479,19 +458,19 @@ def _take_optimizer_state(optimizer: Any, saved: dict[str, Any], folder: Path) -
         for key, value in states[id(parameter)].items():
             if torch.is_tensor(value):
                 value = _read(folder / f"{key}-{name}", parameter) if on_drive else value.to(parameter.device)
-                if key in state:  # of an engine that has made steps: the tensor that is registered stays
+                if key in state:  # after a step: keep the registered tensor
                     state[key].data.copy_(value)
                     continue
             state[key] = value
         optimizer._reassign_or_swap_out_partitioned_parameters(index)
         if on_drive:
             optimizer._optimizer_states_and_gradient_swap_out(index)
-            if name != f"{parameter.ds_id}.tensor.swp":  # what DeepSpeed has copied under a name that means nothing now
+            if name != f"{parameter.ds_id}.tensor.swp":  # DeepSpeed's copy under an outdated name
                 for file in Path(optimizer.optimizer_swapper.swap_folder).glob(f"*{name}"):
                     file.unlink()
     optimizer.checkpoint_event_epilogue()
 
 
 def _read(file: Path, like: torch.Tensor) -> torch.Tensor:
-    """The tensor in a file of the drive; behind it the file is padded."""
+    """The tensor in a swap file, which is padded at its end."""
     return torch.from_file(str(file), size=like.numel(), dtype=like.dtype).clone()

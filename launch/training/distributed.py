@@ -21,8 +21,13 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import deepspeed.ops
 import torch
+from deepspeed import comm
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime import compiler
 from torch.distributed import ProcessGroup
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from launch.config.hardware import quiet_deepspeed
 
@@ -54,10 +59,6 @@ def start_ranks() -> Collectives:
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks_of_host()))
 
     quiet_deepspeed()
-    import deepspeed
-    from deepspeed import comm
-    from deepspeed.accelerator import get_accelerator
-
     device = torch.device(get_accelerator().device_name(int(os.environ["LOCAL_RANK"])))
     if device.type != "cpu":
         get_accelerator().set_device(device.index)
@@ -74,15 +75,11 @@ def ranks_of_host() -> int:
 
 def leave_ranks() -> None:
     """Leave the process group, so that no rank ends while another still listens to it."""
-    from deepspeed import comm
-
     comm.destroy_process_group()
 
 
 def stager(device: torch.device) -> Any:
     """torch's stager: `stager.stage(state)` copies tensors into host memory, which it uses again for the next copy of the same tensors."""
-    from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
-
     pinned = device.type == "cuda"
     return DefaultStager(StagingOptions(pinned, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=pinned))
 
@@ -99,8 +96,6 @@ def without_shared_memory_extension() -> None:
     Only tensor-parallel inference uses it (`inference_all_reduce`). It takes half a minute to build, and every start leaves 66 MB a rank in
     /dev/shm: a few hundred starts fill the memory of a machine.
     """
-    import deepspeed.ops
-
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
@@ -110,8 +105,6 @@ def without_compiled_muon() -> None:
     Every start at stages 1, 2 and 3 imports it for an `isinstance`. Its kernels are decorated with `torch.compile`, which imports torch's
     compiler: a sixth of the time of a start. No configuration can select Muon (launch/config/optimizer.py).
     """
-    from deepspeed.runtime import compiler
-
     compile_kernel = compiler.compile
     compiler.compile = lambda: lambda kernel: kernel
     try:
@@ -122,8 +115,6 @@ def without_compiled_muon() -> None:
 
 def load_extension(builder_name: str) -> None:
     """Load one of DeepSpeed's extensions, e.g. "CPUAdamBuilder". Builds it first if it is not built yet, in one process of the host."""
-    from deepspeed.accelerator import get_accelerator
-
     builder = get_accelerator().create_op_builder(builder_name)
     folder = Path(os.environ["TORCH_EXTENSIONS_DIR"])
     folder.mkdir(parents=True, exist_ok=True)
@@ -147,31 +138,28 @@ class Collectives:
     """
 
     def __init__(self, device: torch.device):
-        from deepspeed.comm import comm
-
-        self._comm = comm
         self.device = device
         self.rank, self.world_size = comm.get_rank(), comm.get_world_size()
         self.local_rank = int(os.environ["LOCAL_RANK"])
         self.bytes_sent = 0.0
-        _count_collectives(comm.cdb, self)
+        _count_collectives(comm.comm.cdb, self)
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum `tensor` over all ranks, in place."""
-        self._comm.all_reduce(tensor)
+        comm.all_reduce(tensor)
         return tensor
 
     def all_to_all(self, received: torch.Tensor, sent: torch.Tensor) -> None:
         """Row i of `sent` goes to rank i, row i of `received` comes from it; both (ranks, ...)."""
-        self._comm.all_to_all_single(received, sent)
+        comm.all_to_all_single(received, sent)
 
     def all_gather(self, received: torch.Tensor, sent: torch.Tensor) -> None:
         """Row i of `received` (ranks, ...) becomes what rank i has `sent`, (1, ...)."""
-        self._comm.all_gather_into_tensor(received, sent)
+        comm.all_gather_into_tensor(received, sent)
 
     def barrier(self) -> None:
         """Wait for all ranks."""
-        self._comm.barrier()
+        comm.barrier()
 
     def enter_thread(self) -> None:
         """Select this rank's device in the calling thread, where the first device is the default."""
@@ -201,7 +189,7 @@ class Collectives:
     def gather(self, value: Any) -> list[Any]:
         """The `value` of every rank, of any type that pickles."""
         values: list[Any] = [None] * self.world_size
-        self._comm.all_gather_object(values, value)
+        comm.all_gather_object(values, value)
         return values
 
     def thread_gather(self) -> Callable[[Any], list[Any]]:

@@ -13,9 +13,14 @@ import os
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+import deepspeed
 import torch
+from deepspeed.accelerator import get_accelerator
+from deepspeed.git_version_info import installed_ops
+from deepspeed.runtime import engine as engine_module
+from torch.utils.cpp_extension import CUDA_HOME
 
-from launch.config.hardware import bf16_arithmetic, quiet_deepspeed
+from launch.config.hardware import bf16_arithmetic
 from launch.config.optimizer import ADAM_TYPES
 from launch.config.run_config import RunConfig, needs_cuda
 from launch.config.schedule import TOKEN_SCHEDULE, engine_iteration, warmup_cosine
@@ -153,8 +158,6 @@ def start_engine(config: RunConfig, techniques: Technique, collectives: Collecti
     Raises:
         UsageError: the hosts resolved `"bf16": {"enabled": "auto"}` differently.
     """
-    import deepspeed
-
     _agree_on_precision(config, collectives)
     model_config = config.model_config
     deepspeed_config = _deepspeed_config(config)
@@ -201,12 +204,9 @@ def _agree_on_precision(config: RunConfig, collectives: Collectives) -> None:
 
     Each host resolves `"bf16": {"enabled": "auto"}` by its own processor, before there is a process group.
     """
-    precisions = ("fp32", "bf16", "fp16")
-    ranks: dict[str, list[str]] = {}
-    for rank, number in enumerate(collectives.of_each(precisions.index(config.precision))):
-        ranks.setdefault(precisions[int(number)], []).append(str(rank))
-    if len(ranks) > 1:
-        found = " and ".join(f"{precision} on rank(s) {', '.join(those)}" for precision, those in ranks.items())
+    precisions = collectives.gather(config.precision)
+    if len(set(precisions)) > 1:
+        found = ", ".join(f"{precision} on rank {rank}" for rank, precision in enumerate(precisions))
         raise UsageError(f"{config.config_file}: 'bf16.enabled' is {found}, whose hosts differ; write true or false instead of \"auto\"")
 
 
@@ -216,9 +216,6 @@ def check_device(config: RunConfig) -> None:
     Raises:
         UsageError: a line for each such value of the JSON.
     """
-    quiet_deepspeed()
-    from deepspeed.accelerator import get_accelerator
-
     device, faults = get_accelerator().device_name(), []
     if config.precision == "fp16" and not get_accelerator().is_fp16_supported():
         faults.append(
@@ -229,12 +226,13 @@ def check_device(config: RunConfig) -> None:
         if (lacking := _lacking(device, capability)) is not None:
             place = config.where(tuple(path.split(".")))
             faults.append(f"{needs_cuda(place, capability)}, and this is {lacking}; leave it out")
-    if config.quantizes_weights and device == "cuda" and not can_quantize():
+    if config.quantizes_weights and device == "cuda" and not installed_ops.get("quantizer") and CUDA_HOME is None:
         faults.append(
             f"{config.config_file}: 'zero_optimization.zero_quantized_weights' needs the CUDA toolkit (nvcc), with which DeepSpeed builds "
             "its kernels; install it and set CUDA_HOME, or leave the key out"
         )
-    if config.uses_nvme and not can_swap():
+    # Compiles and links a program that calls libaio.
+    if config.uses_nvme and not get_accelerator().create_op_builder("AsyncIOBuilder").is_compatible(verbose=False):
         faults.append(
             f'{config.config_file}: device "nvme" needs libaio with its headers, which DeepSpeed\'s async_io is built with; '
             'install it (apt install libaio-dev, dnf install libaio-devel, pacman -S libaio), or write "cpu"'
@@ -258,21 +256,6 @@ def _lacking(device: str, capability: tuple[int, int]) -> str | None:
         return f"{name}, which is not NVIDIA's"
     found = torch.cuda.get_device_capability(index)
     return f"{name} ({found[0]}.{found[1]})" if found < capability else None
-
-
-def can_quantize() -> bool:
-    """Whether DeepSpeed's quantizer is installed or can be built here."""
-    from deepspeed.git_version_info import installed_ops
-    from torch.utils.cpp_extension import CUDA_HOME
-
-    return bool(installed_ops.get("quantizer")) or CUDA_HOME is not None
-
-
-def can_swap() -> bool:
-    """Whether DeepSpeed's async_io can be built here: whether a program that calls libaio compiles and links."""
-    from deepspeed.accelerator import get_accelerator
-
-    return bool(get_accelerator().create_op_builder("AsyncIOBuilder").is_compatible(verbose=False))
 
 
 def _deepspeed_config(config: RunConfig) -> dict[str, Any]:
@@ -355,8 +338,6 @@ def _log_norm(engine: Any, collectives: Collectives) -> None:
     def clip() -> None:
         if engine.enable_backward_allreduce:
             # As in the engine's own method, which discards the norm.
-            from deepspeed.runtime import engine as engine_module
-
             note(engine_module.clip_grad_norm_(parameters=engine.module.parameters(), max_norm=clipping))
         else:
             note(own_norm())

@@ -1,17 +1,14 @@
-"""The validation loss, and a sample of text, by the full model at full length. All ranks call these functions together."""
+"""The validation loss of the full model at full length."""
 
 from __future__ import annotations
 
 import torch
 
-from data_pipeline.errors import DataError
 from data_pipeline.loader import Loader
-from data_pipeline.tokenizer import Tokenizer
 from launch.config.run_config import RunConfig
 from launch.training.distributed import Collectives
 from launch.training.engine import TrainingEngine
 from launch.training.observers import Observer
-from model.sampling import generate
 
 
 class Evaluation:
@@ -39,34 +36,3 @@ class Evaluation:
             self.collectives.all_reduce(total)
         engine.deepspeed.train()
         return float(total[0] / total[1])
-
-
-def sample_text(engine: TrainingEngine, config: RunConfig, collectives: Collectives) -> str:
-    """`config.prompt` and `config.sample_tokens` tokens sampled after it (temperature 0.8, top-k 50), as text.
-
-    If a host has no tokenizer for the corpus, or the tokenizer cannot encode the prompt, the text is the reason.
-    """
-    missing = ""
-    try:
-        tokenizer = Tokenizer.load(config.corpus.path, config.corpus.manifest["tokenizer"])
-        start = 0 if config.corpus.eot_id is None else config.corpus.eot_id
-        prompt = [start, *tokenizer.encode(config.prompt).tolist()]
-    except DataError as reason:
-        missing = str(reason)
-    with collectives.uncounted():  # one host may have tiktoken's file and another not, and the model runs on all ranks or on none
-        if collectives.any(bool(missing)):
-            return f"(none: {missing or 'another host lacks the tokenizer'})"
-    generator = torch.Generator().manual_seed(config.seed)
-    engine.deepspeed.eval()
-    with collectives.uncounted(), engine.techniques.evaluation_weights():
-        ids = generate(
-            lambda tokens: engine.deepspeed(tokens.to(collectives.device)),
-            prompt,
-            config.sample_tokens,
-            config.shape.seq_len,
-            temperature=0.8,
-            top_k=50,
-            generator=generator,
-        )
-    engine.deepspeed.train()
-    return tokenizer.decode(ids[1:])

@@ -10,7 +10,7 @@ LOWEST, HIGHEST = -80, 40
 BINS = HIGHEST - LOWEST + 1
 KINDS = ("activation_gradients", "weight_gradients")
 #: fp16: the smallest number is 2^-24, values below half of it are rounded to zero, values from 2^16 on are infinite.
-FP16_ZERO, FP16_SMALLEST, FP16_INFINITE = -25, -24, 16
+FP16_ZERO, FP16_INFINITE = -25, 16
 #: The initial loss scale of the fp16 JSONs in ds_configs/; shown for runs without a loss scale.
 INITIAL_SCALE = 2.0**16
 

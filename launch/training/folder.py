@@ -20,18 +20,17 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import ModuleType
+from typing import Any
 
 from launch.config.flags import MUST
-from launch.errors import UsageError, nearest, say
+from launch.config.run_config import RunConfig
+from launch.errors import UsageError, nearest, print_once
 from launch.formats.checkpoint_files import complete_checkpoints
 from launch.formats.files import write_atomically
 from launch.training.exponents import overall
 from launch.training.metrics_writer import MetricsWriter
 from launch.training.run_json import resume_description
-
-if TYPE_CHECKING:
-    from launch.config.run_config import RunConfig
 
 #: What a start that was killed, or refused, may leave in a folder that has no run.json yet.
 BEFORE_RUN_JSON = (".lock", "log.txt", "checkpoints")
@@ -106,7 +105,7 @@ def _wait_until_free(holder: Callable[[], str], resume: bool | str, fix: str) ->
         if time.monotonic() >= deadline:
             raise UsageError(f"{held}; {fix}")
         if not reported:
-            say(f"{held}; waiting up to {WAIT_SECONDS:.0f} s")
+            print_once(f"{held}; waiting up to {WAIT_SECONDS:.0f} s")
             reported = True
         time.sleep(0.2)
 
@@ -190,7 +189,7 @@ class RunFolder:
             self._log.write(time.strftime("%Y-%m-%d %H:%M:%S ") + line + "\n")
             self._log.flush()
         if always or not (silent or self.quiet):
-            say(line)
+            print_once(line)
 
     def log_start(self, lines: Iterable[str], step: int, resume: bool | str) -> None:
         """Log whether the run is resumed, `lines`, and what the resume changes."""
@@ -211,10 +210,8 @@ class RunFolder:
         self.log(f"error: {reason}", silent=True)
         self._draw_loss(config)
 
-    def log_end(self, config: RunConfig, state: dict[str, Any], stopped: int, sample: str | None) -> None:
+    def log_end(self, config: RunConfig, state: dict[str, Any], stopped: int) -> None:
         """Log how the run ended and draw its loss. `stopped` is the number of the signal that stopped it, 0 at its end."""
-        if sample is not None:
-            self.log(f"a sample after {config.prompt!r}:\n{sample}")
         picture = self._draw_loss(config)
         if stopped:
             name = signal.Signals(stopped).name
@@ -226,11 +223,9 @@ class RunFolder:
         self.log(f"{self.path}: step {state['step']}, {state['tokens']:,} tokens{loss}; the curve is {picture}", always=True)
 
     def _draw_loss(self, config: RunConfig) -> Path:
-        from launch.training.picture import draw_loss  # imports matplotlib, which a start need not wait for
-
         title = f"{config.run_name}: {config.preset}, ZeRO {config.zero_stage}, {config.precision}"
         with _one_line_on_os_error(self.path):
-            return draw_loss(self.path, title, math.log(config.corpus.vocab_size))
+            return _picture().draw_loss(self.path, title, math.log(config.corpus.vocab_size))
 
     # --- numbers --------------------------------------------------------------------------------------------------------------------
 
@@ -242,11 +237,9 @@ class RunFolder:
 
     def write_histograms(self, line: dict[str, Any]) -> None:
         """Append the histograms of one step to `histograms.jsonl`, draw them, and log what fp16 would lose."""
-        from launch.training.picture import draw_exponents
-
         with _one_line_on_os_error(self.path):
             self._append("histograms.jsonl", line)
-            picture = draw_exponents(self.path, line)
+            picture = _picture().draw_exponents(self.path, line)
         shares = ", ".join(
             f"{100 * overall(line, 'activation_gradients', key):.3g}% at a loss scale of {scale:,.10g}"
             for key, scale in (("fp16_zero_at_1", 1), ("fp16_zero_at_scale", line["scale"]))
@@ -255,11 +248,9 @@ class RunFolder:
 
     def write_similarity(self, line: dict[str, Any]) -> None:
         """Append the similarity of each block's input and output to `blocks.jsonl`, and draw all lines."""
-        from launch.training.picture import draw_blocks
-
         with _one_line_on_os_error(self.path):
             self._append("blocks.jsonl", line)
-            draw_blocks(self.path)
+            _picture().draw_blocks(self.path)
 
     def _append(self, name: str, line: dict[str, Any]) -> None:
         with open(self.path / name, "a", encoding="utf-8") as stream:
@@ -294,6 +285,12 @@ class NoFolder:
         pass
 
     log_start = log_end = log_failure = begin = write_metrics = write_histograms = write_similarity = abandon = close = log
+
+
+def _picture() -> ModuleType:
+    from launch.training import picture  # imports matplotlib, which a start need not wait for
+
+    return picture
 
 
 @contextlib.contextmanager

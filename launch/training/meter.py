@@ -5,6 +5,7 @@ from __future__ import annotations
 import resource
 import signal
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,14 +22,14 @@ class Meter:
 
     Args:
         seconds_before: the seconds of the run before it was resumed.
-        interleaving: with other runs; the time that this run waits for them is not counted.
+        on_alone: called if the run is interleaved with others and the command that started them has ended.
 
     Attributes:
         threads: the number of threads that each rank computes with on a CPU.
     """
 
-    def __init__(self, engine: TrainingEngine, collectives: Collectives, seconds_before: float, interleaving: Interleaving):
-        self.engine, self.collectives, self.interleaving = engine, collectives, interleaving
+    def __init__(self, engine: TrainingEngine, collectives: Collectives, seconds_before: float, on_alone: Callable[[], None]):
+        self.engine, self.collectives, self.interleaving = engine, collectives, Interleaving(on_alone)
         self._start = time.monotonic() - seconds_before
         on_gpu = collectives.device.type == "cuda"
         self.device_name = torch.cuda.get_device_name(collectives.device) if on_gpu else "cpu"
@@ -50,15 +51,9 @@ class Meter:
 
         If ranks got different signals, it is SIGINT: the launcher sends SIGTERM when it gets Ctrl-C.
         """
-        shared = torch.stack(
-            [
-                loss.double(),
-                *(
-                    torch.tensor(float(stop_signal == number), dtype=torch.float64, device=loss.device)
-                    for number in (signal.SIGINT, signal.SIGTERM)
-                ),
-            ]
-        )  # (3,)
+        signals = [float(stop_signal == number) for number in (signal.SIGINT, signal.SIGTERM)]
+        shared = torch.tensor([0.0, *signals], dtype=torch.float64, device=loss.device)
+        shared[0] = loss
         total, interrupted, terminated = self.collectives.all_reduce(shared).tolist()
         stopped = signal.SIGINT if interrupted else signal.SIGTERM if terminated else 0
         return total / self.collectives.world_size, int(stopped)
@@ -75,6 +70,7 @@ class Meter:
             "bytes_sent": round(self.collectives.bytes_sent - self._bytes_before),
         }
         per_token = flops_per_token(self.engine.model_config, plan.seq_len, plan.kept_blocks)
+        metrics["flops"] = per_token * plan.tokens * self.collectives.world_size
         if plan.kept_blocks is not None:
             metrics["skipped_flops"] = 1 - per_token / flops_per_token(self.engine.model_config, plan.seq_len)
         if self.peak_flops is not None:

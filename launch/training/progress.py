@@ -12,7 +12,7 @@ from typing import Any
 from tqdm import tqdm
 
 from launch.config.run_config import RunConfig
-from launch.errors import is_speaker
+from launch.errors import is_local_rank_0
 from launch.formats.metrics import MEAN_STEPS, recent_loss
 from launch.training.engine import TrainingEngine
 from launch.training.evaluation import Evaluation
@@ -58,7 +58,7 @@ class Progress:
         self._first_tokens, self._start, self._last_line = state["tokens"], time.monotonic(), 0.0
         self._losses: deque[float] = deque(maxlen=MEAN_STEPS)
         self._bar = None
-        if is_speaker() and not config.quiet and sys.stderr.isatty():
+        if is_local_rank_0() and not config.quiet and sys.stderr.isatty():
             self._bar = tqdm(
                 total=config.total_tokens, initial=state["tokens"], unit="tok", unit_scale=True, desc=config.run_name, dynamic_ncols=True
             )
@@ -87,16 +87,10 @@ class Progress:
             text = (
                 f"step {line['step']:>5}/{self.config.steps_to_make}  {loss}{evaluated}  lr {line['lr']:.2e}  "
                 + (f"scale {line['loss_scale']:,.10g}, {line['skipped_steps']} skipped  " if "overflow" in line else "")
-                + f"{line['tokens_per_second']:,.0f} tok/s  {_duration(left)} left"
+                + f"{line['tokens_per_second']:,.0f} tok/s  {tqdm.format_interval(left)} left"
             )
             self.folder.log(text, silent=self._bar is not None)
 
     def __exit__(self, *_: object) -> None:
         if self._bar is not None:
             self._bar.close()
-
-
-def _duration(seconds: float) -> str:
-    minutes, seconds = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"

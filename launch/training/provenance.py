@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import os
 import platform
 import subprocess
@@ -37,20 +38,14 @@ def describe_run(config: RunConfig) -> dict[str, Any]:
 
 def versions() -> dict[str, str | None]:
     """The versions of Python and of the packages that affect results."""
-    return {"python": platform.python_version()} | {name: _version(name) for name in PACKAGES}
+    found = {name: importlib.metadata.version(name) if importlib.util.find_spec(name) else None for name in PACKAGES}
+    return {"python": platform.python_version(), **found}
 
 
 def machine() -> dict[str, Any]:
     """The host, its processor and cores, and the GPUs that a run may use."""
     of_host = {"host": platform.node(), "system": platform.platform(), "processor": _processor(), "cores": os.cpu_count()}
     return of_host | ({"gpus": names} if (names := [gpu.name for gpu in gpus()]) else {})
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def repository_commit() -> str | None:

@@ -30,10 +30,7 @@ def resume_description(run: Path, description: dict[str, Any]) -> tuple[dict[str
     """
     file = run / "run.json"
     before = read_run_json(file)
-    try:
-        identity, now = _identity(before), _identity(description)
-    except (KeyError, TypeError) as reason:
-        raise UsageError(f"{file}: is not the description of a run ({reason}); give another --run_name") from None
+    identity, now = _identity(before), _identity(description)
     if faults := [
         f"{run}: this run has {key} = {json.dumps(identity[key])}, the command says {json.dumps(now[key])}; {_fix(key, identity[key])}"
         for key in now
@@ -55,7 +52,7 @@ def resume_description(run: Path, description: dict[str, Any]) -> tuple[dict[str
 
 
 def _identity(description: dict[str, Any]) -> dict[str, Any]:
-    values = {key: description[key] for key in IDENTITY} | {"optimizer.type": description["optimizer"]["type"]}
+    values = {key: description[key] for key in IDENTITY} | {"optimizer.type": description["optimizer"].get("type")}
     if description["zero_stage"] > 0:  # the optimizer state is partitioned over the ranks
         values["ranks"] = description["ranks"]
     return values

@@ -25,7 +25,7 @@ import sys
 import threading
 from pathlib import Path
 
-from launch.errors import say
+from launch.errors import print_once
 
 #: SIGHUP, from a terminal that closes, is handled like SIGTERM, unless `nohup` has set it to be ignored.
 WATCHED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -76,7 +76,7 @@ class StopRequest:
         if not self._signal:
             # The first signal counts: after a Ctrl-C the launcher sends SIGTERM.
             self._signal = int(signal.SIGINT if number == signal.SIGINT else signal.SIGTERM)
-            say("stopping after this step, with a checkpoint (Ctrl-C once more: at once, without one)", sys.stderr)
+            print_once("stopping after this step, with a checkpoint (Ctrl-C once more: at once, without one)", sys.stderr)
 
     def request(self) -> None:
         """Stop as on SIGTERM, for a reason that has been printed."""

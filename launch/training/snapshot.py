@@ -14,8 +14,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
+from torch.utils._pytree import tree_leaves
 
 from launch.formats.checkpoint_files import Digest
 from launch.formats.tensor_files import load_tensors
@@ -99,18 +101,13 @@ class _DigestedFile(io.BufferedWriter):
         return super().write(data)
 
 
-def _tensors(holder: Any) -> Iterator[torch.Tensor]:
-    """Every tensor in nested lists and dictionaries."""
-    if isinstance(holder, torch.Tensor):
-        yield holder
-    elif isinstance(holder, (dict, list, tuple)):
-        for item in holder.values() if isinstance(holder, dict) else holder:
-            yield from _tensors(item)
+def _tensors(state: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(state) if isinstance(leaf, torch.Tensor)]
 
 
 def free_host_memory() -> int:
     """Bytes of memory that this process can still take: of the host, or of the tightest cgroup (v2) around it."""
-    free = 1024 * _field(Path("/proc/meminfo"), "MemAvailable:")  # KiB
+    free: int = psutil.virtual_memory().available
     with contextlib.suppress(OSError, StopIteration):  # no cgroup v2
         group = next(line[3:] for line in Path("/proc/self/cgroup").read_text().splitlines() if line.startswith("0::"))
         free = min([free, *_left_by_cgroups(Path("/sys/fs/cgroup"), group)])

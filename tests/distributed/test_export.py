@@ -50,7 +50,7 @@ def expectation(run: Path, model_config: Any) -> Path:
     import torch
 
     from model.gpt import GPT
-    from model.sampling import generate
+    from tests.helpers import generate
 
     model = GPT(model_config).eval()
     live = torch.load(run / "live.pt")

@@ -81,7 +81,7 @@ def _while_there_is(prefix: str) -> Callable[[LaunchedRun, random.Random], None]
     return wait
 
 
-MOMENTS = [within_a_step, _while_there_is(".tmp-"), _while_there_is(".trash-"), at_a_random_moment]
+MOMENTS = [within_a_step, _while_there_is(".tmp-"), at_a_random_moment]
 
 
 def kill_and_resume(train, runs: Path, flags: list[str], stage: int, ranks: int, moments: list[Callable], chance: random.Random) -> None:
