@@ -10,7 +10,7 @@ import torch
 
 from model.gpt import GPT
 from model.presets import GPTConfig
-from recipes.compressed_optimizer import settle_variance
+from recipes.one_bit import settle_variance
 from recipes.one_bit_adam.optimizer import CompressedAdam
 from tests import helpers
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from recipes.compressed_optimizer import LEAST_SHARE, CompressedOptimizer
+from recipes.one_bit import LEAST_SHARE, CompressedOptimizer
 
 
 class LocalStepAdam(CompressedOptimizer):
@@ -47,7 +47,6 @@ class LocalStepAdam(CompressedOptimizer):
         self._look_at_variance()
 
     def _update(self) -> None:
-        self._count_step()
         if self.renews:
             self._renew_variance()
         else:
