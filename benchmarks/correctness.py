@@ -39,7 +39,6 @@ FILES = {
     ],
     "activations and documents": ["tests/test_activation_checkpointing.py", "tests/distributed/test_no_cross_document.py"],
     "resume and export": ["tests/distributed/test_schedules.py", "tests/distributed/test_export.py"],
-    "DeepSpeed's inference kernels": ["tests/test_sampling.py"],
 }
 
 

@@ -20,7 +20,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu import rehearsal
 from benchmarks.gpu.parts import FOLDER, PARTS, ROOT, SITE, WORK, commands
 
 TIME_IS_OVER = 3
@@ -34,6 +33,8 @@ def main() -> int:
     parser.add_argument("--python", default="python3.12", help="rehearse: the interpreter of the GPU machine's version (python3.12)")
     arguments = parser.parse_args()
     if arguments.parts in (["pack"], ["rehearse"]):
+        from benchmarks.gpu import rehearsal  # needs the whole project, which the GPU machine has only after set-up
+
         return rehearsal.pack() if arguments.parts == ["pack"] else rehearsal.rehearse(arguments.python)
     for name in arguments.parts:
         if name not in PARTS:
@@ -46,8 +47,9 @@ def main() -> int:
 
 
 def prepare_environment(tiny: bool) -> None:
-    """For all that is started from here: the installed wheels, the tools beside this Python, the device, and the commit."""
+    """For this process and all that it starts: the installed wheels, the tools beside this Python, the device, and the commit."""
     os.chdir(ROOT)
+    sys.path.append(str(SITE))
     paths = [str(SITE), str(ROOT), os.environ.get("PYTHONPATH", "")]
     os.environ["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
     os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])

@@ -93,7 +93,7 @@ def main() -> int:
     manifest = json.loads((corpus(arguments.tiny) / "manifest.json").read_text(encoding="utf-8"))
     tokens = {split: manifest["splits"][split]["tokens"] for split in ("train", "val")}
     wheels = [wheel.name for wheel in sorted(WHEELS.glob("*.whl"))]
-    report.append("setup", {"seconds": seconds, "wheels": wheels, "tokens": tokens, "nvcc": shutil.which("nvcc")}, report.device_name())
+    report.append("setup", [], {"seconds": seconds, "wheels": wheels, "tokens": tokens, "nvcc": shutil.which("nvcc")})
     return 0
 
 
