@@ -36,8 +36,8 @@ def settle_variance(variance: torch.Tensor, steps: int, beta2: float, row_steps:
     weight far. Nor would a frozen variance rise, as Adam's does, with the first large gradient of a token that has been rare so far.
 
     row_steps: of an embedding, in how many of the steps each row could have gradients, (rows,). In k steps a row got 1 - beta2^k of its
-    mean square, and is scaled to the 1 - beta2^steps that the bias correction assumes. A row without any (a position that a curriculum has not
-    reached) gets the mean of the other rows.
+    mean square, and is scaled to the 1 - beta2^steps that the bias correction assumes. A row without any, such as a position that a
+    curriculum has not reached, gets the mean of the other rows.
     """
     if row_steps is not None:
         seen = row_steps > 0

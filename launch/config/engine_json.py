@@ -35,7 +35,6 @@ class EngineJson:
         self._faulty: list[KeyPath] = []
         self._overrides: list[KeyPath] = []
         self._settled: dict[KeyPath, str] = {}
-        self._old_names: dict[KeyPath, KeyPath] = {}
         for override in overrides:
             self._override(override)
 
@@ -68,11 +67,7 @@ class EngineJson:
     # --- where a value came from ----------------------------------------------------------------------------------------------------
 
     def where(self, path: KeyPath) -> str:
-        """Where the value at `path` stands, for a message: under the name that the user wrote."""
-        for end in range(len(path), 0, -1):
-            if path[:end] in self._old_names:
-                path = (*self._old_names[path[:end]], *path[end:])
-                break
+        """Where the value at `path` stands, for a message."""
         if self._is_overridden(path) or (path not in self._lines and any(override[: len(path)] == path for override in self._overrides)):
             return f"--set {dotted(path)}"
         line = self._lines.get(path)
@@ -103,13 +98,6 @@ class EngineJson:
             section = section.setdefault(part, {})
         section[path[-1]] = value
         self._settled[path] = origin
-
-    def rename(self, old: KeyPath, new: KeyPath, value: Any) -> None:
-        """Write `value` at `new` in the place of what the file has at `old`, an older name for it."""
-        origin = self.origin(old) or "line ?"
-        self.get(*old[:-1]).pop(old[-1])
-        self.settle(new, value, f"{origin}, '{old[-1]}'")
-        self._old_names[new] = old
 
     # --- faults and notes -----------------------------------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""`--explain`: the run as resolved, each value with where it came from, and what it will take; without torch, and without training.
+"""`--explain`: the run as resolved, each value with where it came from, and what it will take; without training.
 
     python launch/pretrain.py --deepspeed_config ds_configs/zero3_bf16.json --preset gpt3-13b --ranks 64 --explain
     python launch/pretrain.py --recipe recipes/zero_2 --explain json
@@ -14,6 +14,7 @@ from typing import Any
 
 from launch.config.combinations import WITHOUT_EFFECT
 from launch.config.engine_keys import defaults_left_open
+from launch.config.hardware import quiet_deepspeed
 from launch.config.memory import bytes_sent_per_step, memory_per_rank
 from launch.config.optimizer import state_tensors
 from launch.config.run_config import RunConfig, needs_cuda
@@ -22,7 +23,6 @@ from launch.config.steps import planned_steps
 from launch.errors import one_line
 from model.accounting import flops_per_token, parameter_count
 from model.presets import GPTConfig
-from recipes.registry import make_techniques
 
 #: Where in the run the techniques are asked what they do.
 PERCENTS = (0, 25, 50, 75, 100)
@@ -106,7 +106,7 @@ def explain(config: RunConfig) -> dict[str, Any]:
         },
         "memory_per_rank": {device: memory_of(config, model, device) for device in DEVICES},
         "bytes_sent_per_step": bytes_of(config, model),
-        "techniques": [_name(member) for member in make_techniques(config).members],
+        "techniques": [_name(member) for member in config.built_techniques.members],
         "over_the_run": over_the_run,
         "notes": list(config.notes),
         "needs": [needs_cuda(f"'{path}'", capability) for path, capability in config.cuda_only.items()],
@@ -116,7 +116,7 @@ def explain(config: RunConfig) -> dict[str, Any]:
 
 def memory_of(config: RunConfig, model: GPTConfig, device: str) -> dict[str, Any]:
     """The memory of a rank by part, bytes, on "cuda" or on a "cpu"; and where activations are not checkpointed, its peak if they were."""
-    techniques = make_techniques(config)
+    techniques = config.built_techniques
     checkpoints = techniques.costs.checkpointed_segments
     plan, checkpointed = (
         memory_per_rank(
@@ -199,7 +199,7 @@ def _over_the_run(config: RunConfig, model: GPTConfig) -> tuple[list[dict[str, A
 
     The techniques compute every step by `on_step` and `metrics`, or in a very long run one of several.
     """
-    techniques = make_techniques(config)
+    techniques = config.built_techniques
     marks = [(percent, -(-config.total_tokens * percent // 100)) for percent in PERCENTS]
     rows: list[dict[str, Any]] = []
     flops: float = 0
@@ -226,18 +226,16 @@ def _over_the_run(config: RunConfig, model: GPTConfig) -> tuple[list[dict[str, A
 
 def _engine_rate(config: RunConfig) -> Callable[[int], float]:
     """The learning rate of a step, from 1, by DeepSpeed's own schedule; it imports DeepSpeed."""
-    import torch
-
-    from launch.config.hardware import quiet_deepspeed
+    import torch  # seconds to import, which --help does without
 
     quiet_deepspeed()
-    from deepspeed.runtime import lr_schedules
+    from deepspeed.runtime import lr_schedules  # once it is silenced
 
-    optimizer = torch.optim.Adam([torch.zeros(1)], lr=config.lr)  # OneCycle sets betas too
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=config.lr)
     schedule = getattr(lr_schedules, config.scheduler["type"])(optimizer, **config.scheduler["params"])
 
     def rate(step: int) -> float:
-        schedule.step(engine_iteration(config.scheduler["type"], step))
+        schedule.step(engine_iteration(step))
         return float(optimizer.param_groups[0]["lr"])
 
     return rate

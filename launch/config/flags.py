@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 DEFAULT_DATA = "data/stdlib"
 #: The largest learning rate: above it stands a typing error (3e3 for 3e-3), and nothing but NaN comes of it.
 MAX_LR = 100.0
+#: Positions in the data are int64.
+MAX_TOKENS = 10**18
 #: `--resume=must`: without a checkpoint to go on from the run is refused; plain `--resume` starts it at step 0.
 MUST = "must"
 
@@ -188,7 +190,9 @@ def add_length_flags(parser: Parser) -> argparse._ArgumentGroup:
     data = parser.add_argument_group("data and length")
     data.add_argument("--data", default=DEFAULT_DATA, metavar="DIR", help=f"corpus written by data_pipeline/prepare.py ({DEFAULT_DATA})")
     data.add_argument("--steps", type=whole_number(1), help="optimizer steps (preset)")
-    data.add_argument("--tokens", type=whole_number(1, 10**18), help="tokens to train on, instead of --steps; rounded up to whole steps")
+    data.add_argument(
+        "--tokens", type=whole_number(1, MAX_TOKENS), help="tokens to train on, instead of --steps; rounded up to whole steps"
+    )
     return data
 
 
@@ -284,14 +288,3 @@ def _check_names(flags: argparse.Namespace) -> None:
         raise UsageError(f"--run_name {name!r}: must be a plain folder name; --runs_dir says where it is made")
     if len(os.fsencode(name)) > 200:
         raise UsageError(f"--run_name {name[:40]}...: has {len(name)} characters; give a name of at most 200 bytes")
-    for flag, path in (
-        ("data", flags.data),
-        ("runs_dir", os.path.join(flags.runs_dir, name)),
-        ("deepspeed_config", flags.deepspeed_config),
-    ):
-        try:
-            os.stat(path or ".")
-        except (FileNotFoundError, NotADirectoryError):
-            pass  # what is missing is made, or named by its reader
-        except (OSError, ValueError) as reason:  # a folder that may not be entered, a name that is too long
-            raise UsageError(f"--{flag} {path}: {getattr(reason, 'strerror', reason)}; give another path") from None

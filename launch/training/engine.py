@@ -130,7 +130,7 @@ class TrainingEngine:
             for group in self.deepspeed.optimizer.param_groups:
                 group["lr"] = rate
         else:
-            self.deepspeed.lr_scheduler.step(engine_iteration(self.config.scheduler["type"], self.deepspeed.global_steps + 1))
+            self.deepspeed.lr_scheduler.step(engine_iteration(self.deepspeed.global_steps + 1))
         return float(self.deepspeed.optimizer.param_groups[0]["lr"])
 
     def step_metrics(self) -> dict[str, float | None]:
@@ -151,7 +151,7 @@ def start_engine(config: RunConfig, techniques: Technique, collectives: Collecti
     """Build the model and the engine.
 
     Raises:
-        UsageError: the hosts resolved `"bf16": {"enabled": "auto"}` differently.
+        UsageError: the hosts resolved `"bf16": {"enabled": "auto"}` differently, or DeepSpeed does not combine two values of the JSON.
     """
     import deepspeed
 
@@ -182,7 +182,10 @@ def start_engine(config: RunConfig, techniques: Technique, collectives: Collecti
         without_compiled_muon()
     applied = corrections.before_initialize(config.zero_stage, config.precision, collectives)
     with contextlib.redirect_stdout(io.StringIO()):  # prints of DeepSpeed's own start
-        deepspeed_engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, model_parameters=groups, config=deepspeed_config)
+        try:
+            deepspeed_engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, model_parameters=groups, config=deepspeed_config)
+        except (AssertionError, NotImplementedError) as reason:  # values that DeepSpeed does not combine
+            raise UsageError(f"{config.config_file}: DeepSpeed refuses this: {reason}") from reason
     applied += corrections.after_initialize(deepspeed_engine, collectives)
     if config.start is not None and config.precision != "fp32":
         fill_masters(deepspeed_engine, config.start, collectives)
