@@ -135,11 +135,11 @@ def memory_of(config: RunConfig, model: GPTConfig, device: str) -> dict[str, Any
         for segments in (checkpoints, model.n_layer)
     )
     return {
-        **{part: getattr(plan, part) for part in PARTS},
+        **{part: plan.parts[part] for part in PARTS},
         "model_states": plan.model_states,
         "peak": plan.peak,
         "peak_moment": plan.peak_moment,
-        "checkpointed_activations": 0 if checkpoints else checkpointed.activations,
+        "checkpointed_activations": 0 if checkpoints else checkpointed.parts["activations"],
         "checkpointed_peak": 0 if checkpoints else checkpointed.peak,
     }
 

@@ -93,18 +93,11 @@ def _token_schedule(
     engine.number(*PATH, "warmup_steps", minimum=0, whole=True)
     min_lr = engine.choose((*PATH, "min_lr"), "min_lr", flags, lr / 10, "a tenth of the peak")
     if min_lr > lr:
-        fix = "lower it, or raise --lr"
-        if flags.min_lr is None:
-            engine.fault((*PATH, "min_lr"), f"is {min_lr:g}, above the peak learning rate of {lr:g}; {fix}")
-        else:
-            engine.fault_of_run(f"--min_lr {min_lr:g} is above the peak learning rate of {lr:g}; {fix}")
+        engine.fault((*PATH, "min_lr"), f"is {min_lr:g}, above the peak learning rate of {lr:g}; lower it (--min_lr), or raise --lr")
     asked = engine.agree((*PATH, "warmup_steps"), "warmup_steps", flags.warmup_steps)
-    if asked is not None and asked >= steps:
-        fix = f"but the run has {steps} steps; lower it, or raise --steps"
-        if flags.warmup_steps is None:
-            engine.fault((*PATH, "warmup_steps"), f"is {asked}, {fix}")
-        elif asked:
-            engine.fault_of_run(f"--warmup_steps is {asked}, {fix}")
+    if asked and asked >= steps:
+        why = f"is {asked}, but the run has {steps} steps; lower it (--warmup_steps), or raise --steps"
+        engine.fault((*PATH, "warmup_steps"), why)
     warmup = int(engine.choose((*PATH, "warmup_steps"), "warmup_steps", flags, warmup, warmup_from))
     if engine.get(*PATH, "total_tokens") is None and not engine.is_faulty(*PATH, "total_tokens"):
         engine.settle((*PATH, "total_tokens"), total_tokens, "the run's length")
