@@ -32,7 +32,7 @@ def test_an_auto_rate_is_lambs_in_every_preset(recipe):
 def test_deepspeeds_documented_form_is_accepted():
     params = {"lr": 2e-3, "weight_decay": 0.01, "bias_correction": True, "max_coeff": 0.3, "min_coeff": 0.01, "amsgrad": False}
     said = explained("recipes/lamb", "--set", f"optimizer={json.dumps({'type': 'lamb', 'params': params})}")
-    assert said["engine"][f"{PARAMS}.betas"] == {"value": [0.9, 0.999], "from": "what Lamb wants"}
+    assert said["engine"][f"{PARAMS}.betas"] == {"value": [0.9, 0.999], "from": "the default of Lamb"}
 
 
 NO_NUMBER = "is no finite number of a sensible size"

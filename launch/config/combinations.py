@@ -46,7 +46,7 @@ CUDA_ONLY = (
 )
 #: Weights that DeepSpeed's quantizer takes at a time: a rank's part of each parameter must be a multiple.
 QUANTIZED_TOGETHER = 8
-#: Ranks of a host where no launcher says: the GPUs of a DGX or HGX.
+#: Ranks of a host without a launcher: the GPUs of a DGX or HGX.
 GPUS_OF_A_HOST = 8
 #: The spellings of fp16 in the JSON.
 FP16 = ("fp16", "float16", "half", "torch.float16")
@@ -198,7 +198,7 @@ def _refuse_other_places(engine: EngineJson, techniques: Iterable[type[Technique
 def _precision(engine: EngineJson) -> str:
     """fp32, bf16 or fp16; `"auto"` is bf16 if the device has bf16 arithmetic and fp16 is not enabled."""
     if engine.values.get("fp16", {}).get("enabled") == "auto":
-        engine.settle(("fp16", "enabled"), False, "auto: fp16 only where it says true")
+        engine.settle(("fp16", "enabled"), False, "auto: fp16 is on only if it is true")
     if engine.values.get("bf16", {}).get("enabled") == "auto":
         if engine.get("fp16", "enabled"):
             engine.settle(("bf16", "enabled"), False, "auto: fp16 is on")
@@ -225,7 +225,7 @@ def _drop_without_effect(engine: EngineJson, claimed: Mapping[str, type[Techniqu
 
 
 def _check_machine(engine: EngineJson) -> None:
-    """Note what a valid JSON needs and this machine does not have; `--explain` prints it, training is refused."""
+    """Note what the JSON needs and this machine lacks. `--explain` prints it; training is refused."""
     for key, package in MONITORS.items():
         if engine.get(key, "enabled") and importlib.util.find_spec(package) is None:
             engine.lack((key, "enabled"), f"needs the package {package}, which is not installed; pip install {package}")

@@ -74,7 +74,7 @@ class EngineJson:
         return f"{self.file}: " + (f"line {line}: " if line else "") + f"'{dotted(path)}'"
 
     def origin(self, path: KeyPath) -> str | None:
-        """Where the value at `path` came from, in a word: what `settle` noted, `--set`, `line 12`; None where nobody gave one."""
+        """Where the value at `path` came from: what `settle` noted, `--set`, or `line 12`; None if there is no value."""
         for end in range(len(path), 0, -1):
             if (settled := self._settled.get(path[:end])) is not None:
                 return settled
@@ -110,7 +110,7 @@ class EngineJson:
             section.pop(path[-1], None)
 
     def note_faults(self, faults: Faults) -> None:
-        """Note faults of keys. What a misspelt key stands for is known: nobody is told beside it that something is missing."""
+        """Note faults of keys. The key that a misspelt one stands for counts as faulty too, so that it is not reported as missing."""
         for path, message, meant in faults:
             self.fault(path, message)
             if meant is not None:

@@ -24,12 +24,12 @@ from launch.errors import one_line
 from model.accounting import flops_per_token, parameter_count
 from model.presets import GPTConfig
 
-#: Where in the run the techniques are asked what they do.
+#: The places in the run at which the table over the run has a column.
 PERCENTS = (0, 25, 50, 75, 100)
-#: Of more steps than these not every one is looked at.
+#: The largest number of steps that are planned one by one.
 MOST_ASKED = 200_000
 DEVICES = {"cuda": "on a GPU", "cpu": "on a CPU"}
-#: What follows the parts in a table of plans.
+#: The rows below the parts in a table of plans.
 LAST = {
     "peak": "peak",
     "checkpointed_activations": "activations, checkpointed",
@@ -37,7 +37,7 @@ LAST = {
     "sent": "sent a step",
 }
 MOMENTS = {"forward": "forward", "recompute": "recomputing", "backward": "backward", "update": "updating"}
-#: The parts of a rank's memory, and how the page calls them.
+#: The parts of a rank's memory, with their names in the table.
 PARTS = {
     "weights": "weights",
     "gradients": "gradients",
@@ -51,7 +51,7 @@ PARTS = {
     "drive": "offloaded, on NVMe",
     "snapshot": "copy for checkpoints, in the host's memory",
 }
-#: How the entries of `flops` are called.
+#: The names of the entries of `flops`.
 FLOPS = {"per_token": "a token", "per_step": "a step", "per_step_and_rank": "a step and rank", "run": "the run"}
 #: The run's own values, in the order of the flags' help; those with a home in the engine's JSON are shown there.
 RUN_VALUES = (
@@ -73,7 +73,7 @@ RUN_VALUES = (
 
 
 def explain(config: RunConfig) -> dict[str, Any]:
-    """Everything that `--explain` says of `config`, as JSON values; bytes and FLOPs are whole numbers, of one rank where it says so."""
+    """Everything that `--explain` prints, as JSON values. Bytes and FLOPs are whole numbers."""
     model = config.model_config
     parameters, per_token = parameter_count(model), flops_per_token(model)
     flops_per_step = round(per_token * config.tokens_per_step)
@@ -195,7 +195,7 @@ def _name(technique: Any) -> str:
 
 
 def _over_the_run(config: RunConfig, model: GPTConfig) -> tuple[list[dict[str, Any]], int]:
-    """What the schedules say at 0, 25, 50, 75 and 100% of the run's tokens, and the FLOPs of the run, without those left out.
+    """The schedules' values at 0, 25, 50, 75 and 100% of the run's tokens, and the FLOPs of the run, without skipped blocks.
 
     The techniques compute every step by `on_step` and `metrics`, or in a very long run one of several.
     """

@@ -1,4 +1,4 @@
-"""The flags of `launch/pretrain.py`: their help texts are the documentation, and each checks its own value.
+"""The flags of `launch/pretrain.py`. Each checks its own value.
 
 What a value means together with the engine JSON and the preset is decided in `launch.config.run_config`.
 """
@@ -36,7 +36,7 @@ class Parser(argparse.ArgumentParser):
         raise UsageError(f"{message.removeprefix('argument ')}; see --help")
 
     def parse(self, arguments: list[str]) -> argparse.Namespace:
-        """`parse_args`, but an unknown argument is told the nearest one."""
+        """`parse_args`, with the nearest flag in the error for an unknown argument."""
         namespace, unknown = self.parse_known_args(arguments)
         if unknown:
             known = [option for action in self._actions for option in action.option_strings]
@@ -143,7 +143,7 @@ def build_parser() -> Parser:
     sampled = whole_number(0, 100_000)
     run.add_argument("--sample_tokens", type=sampled, default=0, help="length of the text sampled at the end; 0 is off (0)")
     run.add_argument("--prompt", default="def ", help="what the sample starts with ('def ')")
-    run.add_argument("--ranks", type=positive, help="number of ranks to check and explain the run for, where no launcher says it")
+    run.add_argument("--ranks", type=positive, help="number of ranks to check and explain the run for, without a launcher")
     run.add_argument(
         "--explain",
         nargs="?",
@@ -279,7 +279,7 @@ def _without(arguments: list[str], *names: str) -> list[str]:
 
 
 def _check_names(flags: argparse.Namespace) -> None:
-    """What the operating system would refuse, or what nobody means, as a name of a folder."""
+    """Refuse empty paths, and run names that are not plain folder names."""
     for name in ("data", "runs_dir", "deepspeed_config", "recipe", "init_from"):
         if getattr(flags, name) == "":
             raise UsageError(f"--{name} is empty; give a path")

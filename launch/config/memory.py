@@ -241,8 +241,8 @@ def _block_activations(model: GPTConfig, precision: str, B: int, device: str, at
     """What one block saves for its backward pass, its input excepted: 16 B T C elements, and a few numbers a token.
 
     1 the norm's output, 3 queries, keys and values, 1 attention's output, 1 the stream between the branches, 1 the second norm's output,
-    4 the GELU's input, 4 its output, 1 the block's output. fp32 statistics: 2 a token and norm, 1 a token and head for attention unless
-    `attention` says another number of bytes.
+    4 the GELU's input, 4 its output, 1 the block's output. fp32 statistics: 2 a token and norm, 1 a token and head for attention, or
+    `attention` bytes if given.
     """
     w, tokens = WIDTH[precision], B * model.seq_len
     unit = tokens * model.d_model * w

@@ -19,7 +19,7 @@ ADAM_TYPES = ("Adam", "AdamW")
 #: What `"auto"` means for an optimizer's parameters, beside `lr` (GPT-3, appendix B).
 OPTIMIZER_AUTO: dict[str, Any] = {"betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1}
 GPT_3 = "GPT-3, appendix B"
-#: Keys that other projects write, and where they belong here.
+#: Keys that other projects write, with what to write here.
 MOVED = {
     "max_grad_norm": 'write "gradient_clipping" at the top level instead',
     "learning_rate": "write 'lr'",
@@ -53,7 +53,7 @@ def resolve_optimizer(engine: EngineJson, flags: argparse.Namespace, preset: Pre
     brings = brought.get(kind or "", Declaration())
     usual_lr, origin = preset.lr, f"preset {flags.preset}"
     if "lr" in brings.auto_params:
-        usual_lr, origin = brings.auto_params["lr"], f"what {kind} wants"
+        usual_lr, origin = brings.auto_params["lr"], f"the default of {kind}"
     lr = engine.choose((*PATH, "lr"), "lr", flags, usual_lr, origin, settle=False)
     if kind is None:
         if asked is not None:
@@ -91,12 +91,12 @@ def resolve_optimizer(engine: EngineJson, flags: argparse.Namespace, preset: Pre
             engine.note((*PATH, key), f"has no effect here: {reason}")
     for key, value in (OPTIMIZER_AUTO | brings.auto_params).items():
         if params.get(key) == "auto" or (kind in (*ADAM_TYPES, *brought) and key not in params):
-            engine.settle((*PATH, key), value, f"what {kind} wants" if key in brings.auto_params else GPT_3)
+            engine.settle((*PATH, key), value, f"the default of {kind}" if key in brings.auto_params else GPT_3)
     return {"type": kind, "params": engine.values["optimizer"]["params"]}, lr
 
 
 def _check_stage(engine: EngineJson, kind: str, is_ours: bool) -> None:
-    """What the type cannot do at this ZeRO stage. Of an optimizer that a recipe brings, the recipe itself checks the stage."""
+    """Refuse a type that does not work at this ZeRO stage. A recipe checks the stage of its own optimizer."""
     path, tested = ("optimizer", "type"), ("zero_allow_untested_optimizer",)
     offloaded = (engine.get("zero_optimization", "offload_optimizer", "device") or "none") != "none"
     if offloaded and engine.get(*PATH, "amsgrad"):

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from launch.formats.hf_folder import HFFolder
 
 ROOT = Path(__file__).resolve().parents[2]
-#: The sections of `zero_optimization` that say what is kept outside of the device.
+#: The sections of `zero_optimization` that keep states outside of the device.
 OFFLOADS = ("offload_optimizer", "offload_param")
 #: Every key for which `"auto"` has a meaning.
 AUTO_KEYS = {
@@ -362,9 +362,9 @@ def _corpus(flags: argparse.Namespace, shape: ModelShape) -> tuple[Corpus | None
 
 
 def _start(flags: argparse.Namespace, run_name: str, shape: ModelShape, corpus: Corpus | None, notes: list[str]) -> HFFolder | None:
-    """The folder whose weights the run starts from, of this model and of these ids; None where a checkpoint has them.
+    """The folder whose weights the run starts from; None if there is none, or if a checkpoint has newer weights.
 
-    What cannot be known of its ids is added to `notes`.
+    If the tokenizers cannot be compared, a line is added to `notes`.
 
     Raises:
         UsageError: the folder's model or tokenizer is not that of the run, or the folder's own faults.
@@ -416,7 +416,7 @@ def _origins(engine: EngineJson, flags: argparse.Namespace) -> Origins:
 
 
 def _ranks(flags: argparse.Namespace) -> int:
-    """How many ranks there are: what the launcher says, else `--ranks`, else 1."""
+    """The number of ranks: the launcher's, else `--ranks`, else 1."""
     launched = os.environ.get("WORLD_SIZE")
     if launched is None:
         return flags.ranks or 1

@@ -2,7 +2,7 @@
 
     deepspeed launch/pretrain.py --recipe recipes/fused_kernels
 
-What a kernel is depends on the device: the page of this recipe says which is taken where, and what was measured.
+The kernels depend on the device; README.md has a table, and the measurements.
 """
 
 from __future__ import annotations

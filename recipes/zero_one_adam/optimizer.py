@@ -149,7 +149,7 @@ class LocalStepAdam(CompressedOptimizer):
         self._look_at_variance()
 
     def _look_at_variance(self) -> None:
-        """Take from the state how often it was renewed, which rows it knows, and the least of each tensor."""
+        """Read from the state the number of renewals, the rows that have a variance, and the least value of each tensor."""
         self._renewals = int(self.param_groups[0]["renewals"])
         means, self._known = list[float](), dict[int, int]()
         for place, parameter in enumerate(self._parameters):
