@@ -213,6 +213,8 @@ def test_a_step_at_a_rate_of_zero_is_alone(two_ranks, corpus, tmp_path):
     run = [*flags(corpus, tmp_path, 2), "--set", f"scheduler={json.dumps({'type': 'WarmupDecayLR', 'params': params})}"]
     place = run.index("--warmup_steps")
     del run[place : place + 2]
+    place = run.index("--steps")  # with which the end of the schedule must agree
+    run[place : place + 2] = ["--tokens", str(STEPS * BATCH * SHAPE["seq_len"])]
     lines = exchanged_alike(two_ranks.run("tests.distributed.zero_one_jobs:weights_over_the_run", flags=run))
     still = [line for line in lines if line["lr"] == 0]
     assert [line["step"] for line in still] == list(range(STEPS - 5, STEPS + 1))
