@@ -18,7 +18,7 @@ from launch.config.hardware import quiet_deepspeed
 from launch.config.memory import bytes_sent_per_step, memory_per_rank
 from launch.config.optimizer import state_tensors
 from launch.config.run_config import RunConfig, needs_cuda
-from launch.config.schedule import TOKEN_SCHEDULE, engine_iteration, warmup_cosine
+from launch.config.schedule import TOKEN_SCHEDULE, warmup_cosine
 from launch.config.steps import planned_steps
 from launch.errors import one_line
 from model.accounting import flops_per_token, parameter_count
@@ -235,7 +235,7 @@ def _engine_rate(config: RunConfig) -> Callable[[int], float]:
     schedule = getattr(lr_schedules, config.scheduler["type"])(optimizer, **config.scheduler["params"])
 
     def rate(step: int) -> float:
-        schedule.step(engine_iteration(step))
+        schedule.step(step)  # as the engine does, see launch/training/engine.py
         return float(optimizer.param_groups[0]["lr"])
 
     return rate

@@ -39,16 +39,6 @@ def warmup_cosine(tokens: int, lr: float, min_lr: float, warmup_tokens: int, tot
     return min_lr + (lr - min_lr) * 0.5 * (1.0 + math.cos(math.pi * progress))
 
 
-def engine_iteration(step: int) -> int:
-    """The iteration at which DeepSpeed's schedules have the rate of optimizer step `step`, from 1.
-
-    DeepSpeed 0.19.8 makes the first step before iteration 0 and the second step at it. A warm-up from 0 then has two steps at rate 0, and
-    a decay does not reach its end. Here step k of a linear warm-up of w steps has k / w of the peak, as in `warmup_cosine`, and the last
-    step of the run has the end of the decay.
-    """
-    return step - 2
-
-
 class Schedule(NamedTuple):
     """The scheduler with all of its parameters, the peak learning rate and that at the end, and the steps of warm-up."""
 

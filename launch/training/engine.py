@@ -18,7 +18,7 @@ import torch
 from launch.config.hardware import bf16_arithmetic, quiet_deepspeed
 from launch.config.optimizer import ADAM_TYPES
 from launch.config.run_config import RunConfig, needs_cuda
-from launch.config.schedule import TOKEN_SCHEDULE, engine_iteration, warmup_cosine
+from launch.config.schedule import TOKEN_SCHEDULE, warmup_cosine
 from launch.errors import TrainingFailed, UsageError
 from launch.training import corrections
 from launch.training.distributed import Collectives, load_extension, without_compiled_muon
@@ -130,7 +130,9 @@ class TrainingEngine:
             for group in self.deepspeed.optimizer.param_groups:
                 group["lr"] = rate
         else:
-            self.deepspeed.lr_scheduler.step(engine_iteration(self.deepspeed.global_steps + 1))
+            # DeepSpeed 0.19.8 makes the first step before iteration 0: a warm-up from 0 then has two steps at rate 0, and a decay does not
+            # reach its end. At iteration k of step k a linear warm-up of w steps has k / w of the peak.
+            self.deepspeed.lr_scheduler.step(self.deepspeed.global_steps + 1)
         return float(self.deepspeed.optimizer.param_groups[0]["lr"])
 
     def step_metrics(self) -> dict[str, float | None]:
