@@ -19,8 +19,8 @@ PARAMS = "optimizer.params"
 @pytest.mark.parametrize("recipe", ["lamb", "one_bit_lamb"])
 def test_an_auto_rate_is_lambs_in_every_preset(recipe):
     for flags, value, origin in (
-        (["--preset", "nano"], 0.016, "what"),
-        (["--preset", "gpt2"], 0.016, "what"),
+        (["--preset", "nano"], 0.016, "the default of"),
+        (["--preset", "gpt2"], 0.016, "the default of"),
         (["--lr", "0.5"], 0.5, "--lr"),
     ):
         said = explained(f"recipes/{recipe}", *flags)["engine"]
