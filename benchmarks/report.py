@@ -220,10 +220,9 @@ class Training:
         from launch.config.run_config import resolve
         from launch.training.distributed import start_ranks
         from launch.training.engine import start_engine
-        from recipes.registry import make_techniques
 
         self.config, _ = resolve(flags)
-        self.techniques, self.on_step, self.steps = make_techniques(self.config), on_step, 0
+        self.techniques, self.on_step, self.steps = self.config.built_techniques, on_step, 0
         self.losses: list[float] = []
         self.collectives = start_ranks()
         self.engine: Any = start_engine(self.config, self.techniques, self.collectives)

@@ -1,7 +1,7 @@
 """Compare runs as controlled experiments: existing runs, or recipes with their controls, which are trained first where they are missing.
 
     python launch/compare.py runs/dropping_1 runs/whole_1
-    python launch/compare.py --recipe recipes/one_bit_adam --seeds 3 --preset nano --steps 400
+    python launch/compare.py --recipe recipes/zero_2 --seeds 3 --preset nano --steps 400
     python launch/compare.py --all --seeds 5 --preset nano --steps 200
 
 Writes `report.html` (a single file that works offline), `report.json` and `loss.png`. With `--recipe`, control and recipe are trained

@@ -29,7 +29,6 @@ from launch.errors import TrainingFailed, UsageError, ignore_output_errors, prin
 from launch.training.folder import NoFolder, RunFolder, check_port, check_run_folder, nothing_to_resume
 from launch.training.provenance import describe_run
 from launch.training.signals import StopRequest
-from recipes import registry
 from recipes.technique import whole_step
 
 if TYPE_CHECKING:  # it imports torch
@@ -91,7 +90,7 @@ def train(config: RunConfig, folder: RunFolder | NoFolder, stop: StopRequest, ob
     from launch.training.similarity import BlockSimilarity
 
     collectives = start_ranks()
-    techniques = registry.make_techniques(config)
+    techniques = config.built_techniques
     engine = start_engine(config, techniques, collectives)
     loader = config.training_loader(collectives)
     checkpoints = Checkpoints(

@@ -6,6 +6,7 @@ holds, fails or is inconclusive; this file defines what it means.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 
@@ -56,24 +57,16 @@ CLAIMS: dict[str, ClaimKind] = {
     "throughput_ratio": ClaimKind("tokens_per_second", SPEED, "ratio", "at least", 1, "tokens a second are at least {x} of the control's"),
 }
 
-#: Settings, (peak learning rate of the control, its steps of warm-up), at which the control is unstable: AdamW's, and LAMB's.
-UNSTABLE = {(0.002, 20), (0.016, 20)}
+#: The outcome in `results.json` of a claim whose verdict does not count any more.
 WITHDRAWN = "withdrawn"
-#: Why, for the top of a page.
+#: Why the verdicts on the loss in `results.json` are withdrawn; above the tables that show them.
 NOTICE = (
     "> **The verdicts on the loss are withdrawn.** They were measured with 20 warm-up steps, too few for the control: AdamW on `nano`\n"
-    "> (200 steps at 2e-3) ends at a loss of 5.82 with 20 warm-up steps and 5.50 with 80. The verdicts on time, memory and bytes stand.\n"
+    "> (200 steps at 2e-3) ends at a loss of 5.82 with 20 warm-up steps and 5.50 with 80. The verdicts on time, memory and bytes stand.\n\n"
 )
 
 
-def standing(found: dict[str, Any]) -> dict[str, Any]:
-    """The measurements `found` of a recipe; at an `UNSTABLE` setting with the outcome `WITHDRAWN` for each claim about the loss."""
-    if (found.get("lr"), found.get("warmup_steps")) not in UNSTABLE:
-        return found
-    claims = [one | {"outcome": WITHDRAWN} if CLAIMS[one["claim"]].quantity == LOSS else one for one in found["claims"]]
-    return {**found, "claims": claims}
-
-
-def is_withdrawn(found: dict[str, Any]) -> bool:
-    """Whether a verdict in the measurements `found` of a recipe is withdrawn."""
-    return any(one["outcome"] == WITHDRAWN for one in found.get("claims", ()))
+def notice(results: Iterable[dict[str, Any]]) -> str:
+    """`NOTICE` if a verdict in one of `results`, measurements of recipes, is withdrawn, else nothing."""
+    withdrawn = any(one["outcome"] == WITHDRAWN for found in results for one in found.get("claims", ()))
+    return NOTICE if withdrawn else ""

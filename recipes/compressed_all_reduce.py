@@ -1,4 +1,4 @@
-"""The mean of a large buffer over all ranks, sent as one bit an element: what 1-bit Adam and its relatives communicate with.
+"""The mean of a large buffer over all ranks, sent as one bit an element: the communication of 1-bit Adam and its relatives.
 
 Tang et al., 1-bit Adam, arXiv 2102.02888, algorithm 1 and section 4.2. Each rank compresses what it has, with the error of its last
 compression added, to signs and one scale a tensor, ||c||_2 / sqrt(numel). The owner of a chunk of the buffer averages what all ranks sent
@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-#: Elements that are worked on at a time. On a CPU all that is done to a block is done while it is in the cache: over a whole buffer of 11 M
-#: elements an operation takes 4 ms, and one that allocates its result 18 to 40; block by block, 1 to 3. On a GPU the launches count.
+#: Elements of a block, on which all operations run in turn. On a CPU a block stays in the cache: over a whole buffer of 11 M elements an
+#: operation takes 4 ms, and one that allocates its result 18 to 40; block by block, 1 to 3. On a GPU fewer launches are faster.
 BLOCK = {"cpu": 2**16, "cuda": 2**22}
 #: A chunk's bits are whole fp32 numbers, so that its scales can lie behind them.
 CHUNK_MULTIPLE = 32
@@ -44,7 +44,7 @@ class CompressedAllReduce:
 
     Args:
         sizes: elements of each tensor in the buffer.
-        collectives: the way to the other ranks. On one rank nothing is compressed: the mean is what there is.
+        collectives: the connection to the other ranks. On one rank nothing is compressed.
         device: of all buffers.
 
     Attributes:
@@ -52,8 +52,8 @@ class CompressedAllReduce:
         views: the elements of each tensor in it, (size,).
         live: how many elements of each tensor take part, from its first on. On several ranks the others are 0 after each `reduce`, here and
             in the errors: a sign has no zero, so that elements which never have a value would gather error instead.
-        worker_error: what the compressions of this rank have left out so far; like the buffer, empty on one rank.
-        scratch: numbers that nobody needs between two calls; as many as are worked on at a time.
+        worker_error: what the compressions of this rank have left out so far; empty on one rank.
+        scratch: memory that is free between two calls, of one block.
         ranks: of the run.
         server_error: what the compressions of this rank's chunk of the mean have; (chunk,), empty on one rank.
     """
@@ -73,7 +73,7 @@ class CompressedAllReduce:
         self.server_error = torch.zeros(self.chunk if several else 0, device=device)
 
         self._pieces = [self._tensors_in_chunk(rank) for rank in range(self.ranks)]
-        # A message is the bits of a chunk and a scale for each tensor in it; as long as the longest, as a gather wants it.
+        # A message is the bits of a chunk and a scale for each tensor in it; as long as the longest, because a gather has one size.
         self._slots = max(map(len, self._pieces))
         shape = self.ranks, self.chunk // 8 + 4 * self._slots
         self._outgoing, self._incoming = (torch.zeros(shape, dtype=torch.uint8, device=device) for _ in range(2))
@@ -129,7 +129,7 @@ class CompressedAllReduce:
     def _compress(
         self, segments: list[Segment], error: torch.Tensor, messages: torch.Tensor, values: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Compress `error`, to which `values` are added before, and leave in it what the bits and the scales do not say.
+        """Add `values` to `error`, compress it, and leave the error of the compression in it.
 
         Writes the bits into `messages` (n, bytes), those of one chunk after the other. Returns the scale of each segment.
         """

@@ -2,8 +2,8 @@
 
 make recipes_table                   # python -m recipes.pages --write
 
-The index in recipes/README.md, the README's own table of recipes, and in each recipe's page the part below `BEGIN`; above each of them a
-notice where verdicts are withdrawn. A test holds that the pages are what this writes.
+The index in recipes/README.md, the README's own table of recipes, and in each recipe's page the part below `BEGIN`. A test holds that the
+pages are what this writes.
 """
 
 from __future__ import annotations
@@ -11,28 +11,25 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-from recipes.claims import CLAIMS, NOTICE, WITHDRAWN, is_withdrawn, standing
-from recipes.overview import draw_overview
+from recipes.claims import CLAIMS, NOTICE, WITHDRAWN, notice
 from recipes.registry import ROOT, Recipe, read_recipe, recipe_names, technique_classes
 
 INDEX = ROOT / "recipes" / "README.md"
 README = ROOT / "README.md"
 RESULTS = ROOT / "recipes" / "results.json"
-PICTURE = ROOT / "recipes" / "overview.png"
 
 BEGIN = "<!-- what launch/compare.py measured, written by `make recipes_table`: -->\n"
 END = "<!-- the rest is written by hand -->\n"
-#: The first line below a page's title.
-BELOW_TITLE = "[^#\n]"
 #: The part of a recipe's page that follows what was measured.
 NEXT_PART = "**When it does not help.**"
 #: For a recipe or a claim for which `launch/compare.py --publish` has published nothing.
 UNMEASURED = "not measured yet"
-SIGNS = {"holds": "✓", "fails": "✗", "inconclusive": "?", WITHDRAWN: "withdrawn"}
+SIGNS = {"holds": "✓", "fails": "✗", "inconclusive": "?", WITHDRAWN: "–"}
 #: Rows of a page's table of figures: (name of the figure, how it is called, divided by, format, compared as).
 FIGURES = (
     ("final_val_loss", "final validation loss", 1, ".4f", "difference"),
@@ -52,11 +49,6 @@ def read_results() -> dict[str, dict[str, Any]]:
     return json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
 
 
-def standing_results() -> dict[str, dict[str, Any]]:
-    """The measurements of each recipe, with the verdicts that are not withdrawn."""
-    return {name: standing(found) for name, found in read_results().items()}
-
-
 def index_table(results: dict[str, dict[str, Any]]) -> str:
     """The index of all recipes as a Markdown table."""
     rows = ["| recipe | what it does | engine JSON | control | claims, and what was found | needs |", "|---|---|---|---|---|---|"]
@@ -74,12 +66,7 @@ def _claim(name: str, x: float, found: dict[str, Any]) -> str:
     if (verdict := _verdict(name, x, found)) is None:
         return f"`{name}` {x:g}: {UNMEASURED}"
     measured = "" if verdict["estimate"] is None else f" ({_estimate(name, verdict['estimate'])})"
-    return f"`{name}` {x:g}: {_outcome(verdict, verdict['outcome'])}{measured}{_would_tell(verdict)}"
-
-
-def _outcome(verdict: dict[str, Any], shown: str) -> str:
-    """The text `shown` for a verdict's outcome, with its sign, or why it is withdrawn."""
-    return f"{shown}: unstable control" if verdict["outcome"] == WITHDRAWN else f"{SIGNS[verdict['outcome']]} {shown}"
+    return f"`{name}` {x:g}: {SIGNS[verdict['outcome']]} {verdict['outcome']}{measured}{_would_tell(verdict)}"
 
 
 def _verdict(name: str, x: float, found: dict[str, Any]) -> dict[str, Any] | None:
@@ -121,8 +108,8 @@ def measured_part(recipe: Recipe, found: dict[str, Any] | None) -> str:
         kind = CLAIMS[one["claim"]]
         interval = "" if one["interval"] is None else " ({} to {})".format(*(_estimate(one["claim"], bound) for bound in one["interval"]))
         measured = "-" if one["estimate"] is None else _estimate(one["claim"], one["estimate"]) + interval
-        outcome = _outcome(one, f"**{one['outcome']}**")
-        lines.append(f"| {kind.says(one['threshold'])} | {outcome}{_would_tell(one)} | {measured} |")
+        outcome = f"{SIGNS[one['outcome']]} **{one['outcome']}**{_would_tell(one)}"
+        lines.append(f"| {kind.says(one['threshold'])} | {outcome} | {measured} |")
     lines += ["", f"| mean of the seeds | {control} | {recipe.name} | recipe against control (95% interval) |", "|---|---|---|---|"]
     for name, title, unit, form, scale in FIGURES:
         figure = found["figures"].get(name)
@@ -133,7 +120,7 @@ def measured_part(recipe: Recipe, found: dict[str, Any] | None) -> str:
     loss = found["figures"].get("final_val_loss")
     ends = f": {loss['control']:.3f} and {loss['other']:.3f} at the end" if loss and None not in (loss["control"], loss["other"]) else ""
     lines += ["", f"![Validation loss of {control} and {recipe.name} over tokens, {len(seeds)} seeds each{ends}](loss.png)", ""]
-    return BEGIN + "\n" + "\n".join(lines) + "\n" + END
+    return BEGIN + "\n" + notice([found]) + "\n".join(lines) + "\n" + END
 
 
 def _against(compared: list[float | None] | None, scale: str, unit: float, form: str) -> str:
@@ -159,37 +146,22 @@ def with_measured_part(page: str, part: str) -> str:
     return f"{before}{part}\n{next_part}{rest}"
 
 
-def with_notice(page: str, results: Iterable[dict[str, Any]], place: str) -> str:
-    """A page with `NOTICE` before the first line that matches `place` where one of `results` has verdicts withdrawn, else without it."""
-    begin = re.escape(NOTICE.partition(".")[0])
-    without = re.sub(rf"^{begin}.*\n(>.*\n)*\n", "", page, flags=re.MULTILINE)
-    notice = f"{NOTICE}\n" if any(map(is_withdrawn, results)) else ""
-    return re.sub(rf"^(?={place})", lambda _: notice, without, count=1, flags=re.MULTILINE)
-
-
-def combination_table() -> str:
-    """Which recipes with a technique of their own go together, pair by pair, as a Markdown table."""
-    classes = {cls.__module__.split(".")[1]: cls for cls in technique_classes()}
-    rows = [f"| | {' | '.join(classes)} |", "|---" * (len(classes) + 1) + "|"]
-    for name, one in classes.items():
-        cells = [
-            "" if one is other else f"no: both control {shared}" if (shared := one.declaration.shared_with(other.declaration)) else "yes"
-            for other in classes.values()
-        ]
-        rows.append(f"| {name} | {' | '.join(cells)} |")
-    return "\n".join(rows) + "\n"
+def excluded_pairs() -> str:
+    """The pairs of recipes that cannot be combined, with what both control, as a Markdown table."""
+    classes = {cls.__module__.split(".")[1]: cls.declaration for cls in technique_classes()}
+    pairs = [(one, other, classes[one].shared_with(classes[other])) for one, other in combinations(classes, 2)]
+    rows = [f"| {one} | {other} | {shared} |" for one, other, shared in pairs if shared]
+    return "\n".join(["| recipe | recipe | both control |", "|---|---|---|", *rows]) + "\n"
 
 
 def index_page(results: dict[str, dict[str, Any]]) -> str:
     """The whole of recipes/README.md, of which the tables are generated and the rest is constant."""
-    picture = f"![What each recipe does to loss, time, memory and bytes; the table has the claims]({PICTURE.name})\n\n" if results else ""
     claims = "\n".join(f"| `{name}` x | {kind.says('x')} |" for name, kind in CLAIMS.items())
     return (
-        "# Recipes\n\n"
+        f"# Recipes\n\n{notice(results.values())}"
         "One folder per technique. Each names the engine JSON that switches it on, the control that it is compared with, the keys in\n"
         "which the two differ, and what it claims. This page is written by `make recipes_table` from the folders and from `results.json`,\n"
         "what `launch/compare.py --publish` measured last; a test holds it.\n\n"
-        + picture
         + index_table(results)
         + "\nRun one with `deepspeed launch/pretrain.py --recipe recipes/<name>`; compare it with its control, over seeds, with\n"
         "`python launch/compare.py --recipe recipes/<name>`. A claim is about the mean over pairs of runs, control and recipe with the\n"
@@ -199,7 +171,8 @@ def index_page(results: dict[str, dict[str, Any]]) -> str:
         "| claim | of a recipe against its control |\n|---|---|\n" + claims + "\n\n## Which can be combined\n\n"
         "Recipes that change only DeepSpeed's own sections can be combined with all others; combinations that DeepSpeed does not support\n"
         "are refused before a run starts. To combine two recipes, add a section to one, such as `--recipe recipes/progressive_layer_drop\n"
-        "--set curriculum_learning.enabled=true`, or write a JSON with both sections. Pair by pair:\n\n" + combination_table()
+        "--set curriculum_learning.enabled=true`, or write a JSON with both sections. Recipes with code of their own can be combined too,\n"
+        "except for these pairs:\n\n" + excluded_pairs()
     )
 
 
@@ -215,30 +188,24 @@ def short_table(results: dict[str, dict[str, Any]]) -> str:
 
 
 def with_table(readme: str, results: dict[str, dict[str, Any]]) -> str:
-    """The text of the project's README with its table of recipes written anew; unchanged where it has none."""
-    return re.sub(r"^\| recipe \|.*\n(\|.*\n)*", lambda _: short_table(results), readme, count=1, flags=re.MULTILINE)
+    """The text of the project's README with its table of recipes, and the notice above it, written anew; unchanged without a table."""
+    table = notice(results.values()) + short_table(results)
+    return re.sub(rf"^({re.escape(NOTICE)})?\| recipe \|.*\n(\|.*\n)*", lambda _: table, readme, count=1, flags=re.MULTILINE)
 
 
 def pages() -> dict[Path, str]:
     """The text of every page that is generated from the folders and the results."""
-    results = standing_results()
-    readme = with_table(README.read_text(encoding="utf-8"), results)
-    made = {
-        INDEX: with_notice(index_page(results), results.values(), BELOW_TITLE),
-        README: with_notice(readme, results.values(), r"\| recipe \|"),
-    }
+    results = read_results()
+    made = {INDEX: index_page(results), README: with_table(README.read_text(encoding="utf-8"), results)}
     for name in recipe_names():
         page = ROOT / "recipes" / name / "README.md"
         part = measured_part(read_recipe(page.parent), results.get(name))
-        text = with_measured_part(page.read_text(encoding="utf-8"), part)
-        made[page] = with_notice(text, [results.get(name, {})], BELOW_TITLE)
+        made[page] = with_measured_part(page.read_text(encoding="utf-8"), part)
     return made
 
 
 def write_pages(write: Callable[[Path, str], object]) -> None:
-    """Write every page by `write`, and the picture of all recipes."""
-    if results := standing_results():
-        draw_overview(results, PICTURE)
+    """Write every page by `write`."""
     for page, text in pages().items():
         write(page, text)
 
@@ -247,4 +214,4 @@ if __name__ == "__main__":
     if sys.argv[1:] == ["--write"]:
         write_pages(lambda page, text: page.write_text(text, encoding="utf-8"))
     else:
-        print(index_table(standing_results()), end="")
+        print(index_table(read_results()), end="")

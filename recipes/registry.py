@@ -65,14 +65,14 @@ def read_recipe(folder: str | Path) -> Recipe:
         raise ValueError(f"{path}: not a readable JSON file: {reason}") from None
     if not isinstance(fields, dict):
         raise ValueError(f"{path}: holds a {type(fields).__name__}, must be an object with {', '.join(REQUIRED)}")
+    if unknown := sorted(fields.keys() - REQUIRED.keys() - OPTIONAL.keys()):
+        raise ValueError(f"{path}: unknown key '{unknown[0]}'; allowed are {', '.join([*REQUIRED, *OPTIONAL])}")
+    if missing := sorted(REQUIRED.keys() - fields.keys()):
+        raise ValueError(f"{path}: lacks {', '.join(missing)}")
     for key, value in fields.items():
-        kind = {**REQUIRED, **OPTIONAL}.get(key)
-        if kind is None:
-            raise ValueError(f"{path}: unknown key '{key}'; allowed are {', '.join([*REQUIRED, *OPTIONAL])}")
+        kind = (REQUIRED | OPTIONAL)[key]
         if not isinstance(value, kind):
             raise ValueError(f"{path}: '{key}' is a {type(value).__name__}, must be a {kind.__name__}")
-    if missing := [key for key in REQUIRED if key not in fields]:
-        raise ValueError(f"{path}: lacks {', '.join(missing)}")
     for claim, value in fields["claims"].items():
         if claim not in CLAIMS:
             raise ValueError(f"{path}: 'claims.{claim}' is not a claim; allowed are {', '.join(CLAIMS)}")

@@ -10,7 +10,7 @@ A module `recipes/<name>/technique.py` defines exactly one subclass of `Techniqu
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -106,7 +106,7 @@ class Declaration:
             configuration checks the section by these rules before the technique is built.
         ignored: keys that are accepted and have no effect, with the reason. The log has a line for each one that is used.
         auto_params: for an optimizer, what `"auto"` means for lr, betas, eps and weight_decay where it differs from AdamW's values.
-        other_forms: other documented places of the section, by dotted path, each with a function that converts what is there.
+        other_places: other places where DeepSpeed documents the section, as dotted paths; a section there is refused.
         exclusive: what only one technique of a run can control. Two techniques that share an entry are refused.
         needs_cuda: dotted key -> the least compute capability of the device.
         changes_tokens: the steps hold other numbers of tokens than the run's own. `on_step` of such techniques is called first.
@@ -118,7 +118,7 @@ class Declaration:
     keys: dict[str, dict[str, Any]] = field(default_factory=dict)
     ignored: dict[str, str] = field(default_factory=dict)
     auto_params: dict[str, Any] = field(default_factory=dict)
-    other_forms: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = field(default_factory=dict)
+    other_places: tuple[str, ...] = ()
     exclusive: tuple[str, ...] = ()
     needs_cuda: dict[str, tuple[int, int]] = field(default_factory=dict)
     changes_tokens: bool = False

@@ -134,7 +134,7 @@ class Ramp(Technique):
 
 
 def test_the_table_over_the_run_asks_the_techniques(explained, monkeypatch):
-    monkeypatch.setattr("launch.config.explain.make_techniques", lambda run: Techniques([Ramp({}, run)]))
+    monkeypatch.setattr("recipes.registry.make_techniques", lambda run: Techniques([Ramp({}, run)]))
     rows = explained("--steps", "100", "--lr", "0.01", "--warmup_steps", "10")["over_the_run"]
     assert [row["percent"] for row in rows] == [0, 25, 50, 75, 100]
     assert [row["step"] for row in rows] == [1, 25, 50, 75, 100]

@@ -423,15 +423,11 @@ def starting(folder: object, corpus: Path, *more: str) -> str:
     return refusal("--deepspeed_config", "ds_configs/zero1_fp32.json", "--data", str(corpus), "--init_from", str(folder), *more)
 
 
-def test_a_start_from_another_shape_names_each_mismatch(folder, corpus, tmp_path):
+def test_a_start_from_another_shape_names_each_size(folder, corpus, tmp_path):
     flags = ["--deepspeed_config", "ds_configs/zero1_fp32.json", "--data", str(corpus), "--init_from", str(folder)]
     done = explain(*flags, "--preset", "micro", *SHAPE[:2])
     assert done.returncode == 2
-    assert [line.split(": ")[2] for line in done.stderr.splitlines()] == [
-        "n_head is 2 there, and 6 in this run; give --n_head 2",
-        "d_model is 36 there, and 384 in this run; give --d_model 36",
-        "seq_len is 32 there, and 256 in this run; give --seq_len 32",
-    ]
+    assert "has other sizes than this run's; give --n_head 2 --d_model 36 --seq_len 32" in done.stderr
     copy = copied(folder, tmp_path)
     described = json.loads((copy / "tokenizer.json").read_text())
     described["model"]["merges"] = described["model"]["merges"][:50]

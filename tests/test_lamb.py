@@ -19,8 +19,8 @@ PARAMS = "optimizer.params"
 @pytest.mark.parametrize("recipe", ["lamb", "one_bit_lamb"])
 def test_an_auto_rate_is_lambs_in_every_preset(recipe):
     for flags, value, origin in (
-        (["--preset", "nano"], 0.016, "what"),
-        (["--preset", "gpt2"], 0.016, "what"),
+        (["--preset", "nano"], 0.016, "the default of"),
+        (["--preset", "gpt2"], 0.016, "the default of"),
         (["--lr", "0.5"], 0.5, "--lr"),
     ):
         said = explained(f"recipes/{recipe}", *flags)["engine"]
@@ -32,15 +32,15 @@ def test_an_auto_rate_is_lambs_in_every_preset(recipe):
 def test_deepspeeds_documented_form_is_accepted():
     params = {"lr": 2e-3, "weight_decay": 0.01, "bias_correction": True, "max_coeff": 0.3, "min_coeff": 0.01, "amsgrad": False}
     said = explained("recipes/lamb", "--set", f"optimizer={json.dumps({'type': 'lamb', 'params': params})}")
-    assert said["engine"][f"{PARAMS}.betas"] == {"value": [0.9, 0.999], "from": "what Lamb wants"}
+    assert said["engine"][f"{PARAMS}.betas"] == {"value": [0.9, 0.999], "from": "the default of Lamb"}
 
 
 NO_NUMBER = "must be finite and below 2^63"
 #: Of both; what follows is refused by either in the same words.
 LIMITS = [
-    ("max_coeff=0", "is 0, and then no weight moves; write a number above 0"),
+    ("max_coeff=0", "is 0; max_coeff must be above 0"),
     ("max_coeff=-1", "is -1, must be at least 0"),
-    ("min_coeff=11", "is 11, but max_coeff is 10; lower it, or raise max_coeff"),
+    ("min_coeff=11", "is 11; max_coeff must be above 0 and at least min_coeff"),
     ("min_coeff=1e7", "must be at most 1000000"),
     ("max_coeff=1e308", NO_NUMBER),
     ("max_coeff=Infinity", NO_NUMBER),
@@ -55,8 +55,8 @@ LIMITS = [
 REFUSED = [
     *(("lamb", setting, message) for setting, message in LIMITS),
     *(("one_bit_lamb", setting, message) for setting, message in LIMITS[:2]),
-    ("one_bit_lamb", "factor_max=0", "is 0, and then no weight moves"),
-    ("one_bit_lamb", "factor_min=5", "is 5, but factor_max is 4; lower it, or raise factor_max"),
+    ("one_bit_lamb", "factor_max=0", "is 0; factor_max must be above 0"),
+    ("one_bit_lamb", "factor_min=5", "is 5; factor_max must be above 0 and at least factor_min"),
     ("one_bit_lamb", "factor_max=-4", "is -4, must be at least 0"),
     ("one_bit_lamb", "factor_max=NaN", NO_NUMBER),
     ("one_bit_lamb", "factor_threshold=-0.1", "is -0.1, must be at least 0"),

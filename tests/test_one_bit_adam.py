@@ -10,7 +10,7 @@ import torch
 
 from model.gpt import GPT
 from model.presets import GPTConfig
-from recipes.compressed_optimizer import settle_variance
+from recipes.one_bit import settle_variance
 from recipes.one_bit_adam.optimizer import CompressedAdam
 from tests import helpers
 
@@ -48,7 +48,7 @@ def test_upstreams_documented_form_is_accepted_with_a_word():
     }
     said = explained("--steps", "400", "--set", f"optimizer={json.dumps({'type': 'OneBitAdam', 'params': params})}")
     assert said["engine"][f"{PARAMS}.freeze_step"]["value"] == 100
-    assert said["engine"][f"{PARAMS}.betas"] == {"value": [0.9, 0.999], "from": "what OneBitAdam wants"}
+    assert said["engine"][f"{PARAMS}.betas"] == {"value": [0.9, 0.999], "from": "the default of OneBitAdam"}
     for key in ("cuda_aware", "comm_backend_name"):
         assert any(f"{PARAMS}.{key}: has no effect here" in note for note in said["notes"])
 

@@ -172,18 +172,14 @@ def test_metrics_follow_rows_that_a_curriculum_cuts():
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        (["total_layer_num=24"], 'total_layer_num is 24, but the model has 4 blocks; write 4 or "auto"'),
-        (["random_ltd_layer_num=3"], "random_ltd_layer_num is 3, but all but the first and the last are 2 blocks"),
-        (["random_ltd_layer_num=3", "random_ltd_layer_id=[1,2]"], "random_ltd_layer_num is 3, but random_ltd_layer_id names 2 blocks"),
-        (["random_ltd_layer_id=[1,4]"], "random_ltd_layer_id has 4; allowed are the model's blocks, from 0 to 3"),
-        (["random_ltd_layer_id=[-1]"], "random_ltd_layer_id has -1; allowed"),
-        (["random_ltd_layer_id=[1,2,1]"], "random_ltd_layer_id has 1 more than once"),
-        (["random_ltd_layer_id=[]"], "random_ltd_layer_id is [], so that no block drops tokens"),
+        (["random_ltd_layer_id=[1,4]"], "random_ltd_layer_id is [1, 4]; name some of the blocks 0 to 3, each once"),
+        (["random_ltd_layer_id=[-1]"], "name some of the blocks 0 to 3"),
+        (["random_ltd_layer_id=[1,2,1]"], "each once"),
+        (["random_ltd_layer_id=[]"], "name some of the blocks 0 to 3"),
         (["random_ltd_layer_id=[1.5]"], "must be a list of integers"),
         (["random_ltd_layer_id=3"], "random_ltd_layer_id: is 3, must be a list"),
         (["model_type=encoder"], 'model_type: is "encoder", must be "decoder"'),
         (["hidden_state_order=batch"], 'must be one of "batch_seq_dim", "seq_batch_dim"'),
-        (["layer_token_lr_schedule.enabled=true"], "layer_token_lr_schedule.enabled is true, but DeepSpeed announces this schedule"),
         (["random_ltd_schedule.min_value=256"], "min_value is 256, above max_value, 128; lower it"),
         (["random_ltd_schedule.min_value=0"], "min_value: is 0, must be at least 1"),
         (["random_ltd_schedule.max_value=256"], "max_value is 256, but a sequence has 128 tokens"),
@@ -203,7 +199,7 @@ def test_a_bad_value_is_one_line(settings, said):
 
 
 def test_a_bad_value_ends_the_command_with_one_line_and_code_2():
-    done = run_script("launch/pretrain.py", *flags("total_layer_num=24"))
+    done = run_script("launch/pretrain.py", *flags("random_ltd_layer_id=[24]"))
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
 
 
@@ -225,34 +221,23 @@ DOCUMENTED = {
 }
 
 
-def with_data_routing(folder: Path, section: dict, *more: str, **switches: bool) -> list[str]:
-    """The flags of a run whose JSON has the section where DeepSpeed documents it."""
-    values = json.loads((ROOT / "ds_configs/zero1_bf16.json").read_text())
-    routing = {"enabled": switches.get("data_routing", True), "random_ltd": section}
-    values["data_efficiency"] = {"enabled": switches.get("data_efficiency", True), "seed": 1234, "data_routing": routing}
+def with_section(folder: Path, values: dict) -> list[str]:
+    """The flags of a run whose JSON has `values` beside those of ZeRO-1."""
     file = folder / "documented.json"
-    file.write_text(json.dumps(values))
-    return ["--deepspeed_config", str(file), "--preset", "gpt3-1.3b", "--explain", *more]
+    file.write_text(json.dumps(json.loads((ROOT / "ds_configs/zero1_bf16.json").read_text()) | values))
+    return ["--deepspeed_config", str(file), "--preset", "gpt3-1.3b", "--tokens", "300000000000", "--explain"]
 
 
-def test_the_documented_form_is_accepted_where_it_is_documented(tmp_path):
-    config, _ = resolve(with_data_routing(tmp_path, DOCUMENTED, "--tokens", "300000000000"))
-    (member,) = make_techniques(config).members
+def test_the_documented_section_is_accepted_at_the_top_level(tmp_path):
+    config, _ = resolve(with_section(tmp_path, {"random_ltd": DOCUMENTED}))
+    (member,) = config.built_techniques.members
     assert isinstance(member, RandomLTD)
     assert member.layers == set(range(1, 23))
     assert member.schedule == DOCUMENTED["random_ltd_schedule"]
-    words = [note for note in config.notes if "random_ltd.model_mask_name" in note or "random_ltd.hidden_state_order" in note]
-    assert len(words) == 2
-    assert all("has no effect here and is left out" in note for note in words)
+    assert sum("has no effect here and is left out" in note for note in config.notes) == 4
 
 
-@pytest.mark.parametrize("off", ["data_efficiency", "data_routing", "random_ltd"])
-def test_the_documented_form_is_off_where_one_of_its_switches_is(off, tmp_path):
-    run = with_data_routing(tmp_path, DOCUMENTED | {"enabled": off != "random_ltd"}, **{off: False})
-    assert make_techniques(resolve(run)[0]).members == ()
-
-
-def test_a_fault_of_the_documented_form_is_named_where_it_stands(tmp_path):
-    with pytest.raises(UsageError) as mistake:
-        resolve(with_data_routing(tmp_path, DOCUMENTED | {"total_layer_num": 12}))
-    assert "'data_efficiency.data_routing.random_ltd.total_layer_num' is 12, but the model has 24 blocks" in str(mistake.value)
+def test_the_documented_section_is_refused_in_data_efficiency(tmp_path):
+    section = {"enabled": True, "data_routing": {"enabled": True, "random_ltd": DOCUMENTED}}
+    with pytest.raises(UsageError, match="random_ltd': is read at the top level only; move it to 'random_ltd'"):
+        resolve(with_section(tmp_path, {"data_efficiency": section}))

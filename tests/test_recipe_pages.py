@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import copy
-import re
 
 import pytest
-from matplotlib import image
 
 from recipes import pages
-from recipes.claims import NOTICE, standing
-from recipes.claims import UNSTABLE as UNSTABLE_SETTINGS
-from recipes.overview import digest, draw_overview, drawn_from
+from recipes.claims import NOTICE
 from recipes.registry import ROOT, Recipe, read_recipe, recipe_names
 from tests.helpers import ROOT as CHECKOUT
 
@@ -19,22 +15,6 @@ from tests.helpers import ROOT as CHECKOUT
 def test_every_page_is_what_the_folders_and_the_results_say():
     for page, text in pages.pages().items():
         assert page.read_text(encoding="utf-8") == text, f"{page.relative_to(CHECKOUT)}: run `make recipes_table`"
-
-
-def test_the_picture_of_all_recipes_was_drawn_from_the_results():
-    if results := pages.standing_results():
-        assert drawn_from(pages.PICTURE) == digest(results), "run `make recipes_table`"
-
-
-def test_the_picture_has_a_row_for_each_measured_recipe(tmp_path):
-    found = {"x": FOUND, "longer": FOUND, "fp8": {"absent": "needs a GPU", "machine": "a CPU"}}
-    sizes = []
-    for number, results in enumerate((found, {"x": FOUND})):
-        draw_overview(results, tmp_path / f"{number}.png")
-        assert drawn_from(tmp_path / f"{number}.png") == digest(results)
-        sizes.append(image.imread(tmp_path / f"{number}.png").shape[0])
-    assert sizes[0] > sizes[1]
-    assert digest(found) != digest({"x": FOUND})
 
 
 @pytest.mark.parametrize("name", recipe_names())
@@ -122,36 +102,18 @@ def test_the_index_has_the_verdict_of_each_claim_as_it_stands():
     assert "| `loss_within` - |" not in readme, "what was not measured has no verdict"
 
 
-UNSTABLE = {**FOUND, "lr": 0.002, "warmup_steps": 20, "claims": [{**FOUND["claims"][0], "outcome": "holds"}, FOUND["claims"][1]]}
+WITHDRAWN = {**FOUND, "claims": [{**FOUND["claims"][0], "outcome": "withdrawn"}, FOUND["claims"][1]]}
 
 
-def test_verdicts_on_the_loss_of_an_unstable_control_are_withdrawn():
-    """Those on bytes stand, and what is measured at another setting counts again."""
-    found = standing(UNSTABLE)
-    assert [one["outcome"] for one in found["claims"]] == ["withdrawn", "holds"]
-    assert found["figures"] == UNSTABLE["figures"] and UNSTABLE["claims"][0]["outcome"] == "holds"
-    part = pages.measured_part(RECIPE, found)
-    assert "| **withdrawn**: unstable control | +0.0100 (-0.0050 to +0.0250) |" in part
+def test_a_withdrawn_verdict_gets_a_notice_and_the_others_stand():
+    part = pages.measured_part(RECIPE, WITHDRAWN)
+    assert "| – **withdrawn** | +0.0100 (-0.0050 to +0.0250) |" in part and NOTICE in part
     assert part.count("✓") == 1 and "✓ **holds** | 0.250 |" in part
-    assert standing({**UNSTABLE, "warmup_steps": 80})["claims"] == UNSTABLE["claims"]
-    assert standing(absent := {"absent": "needs a GPU", "machine": "a CPU"}) == absent
-
-
-def test_a_page_says_at_its_top_that_verdicts_are_withdrawn_until_they_are_measured_anew():
-    page = "# T\n\n**What it does.** This.\n\n| recipe | a |\n|---|---|\n"
-    once = pages.with_notice(page, [standing(UNSTABLE)], pages.BELOW_TITLE)
-    assert once == page.replace("**What", f"{NOTICE}\n**What")
-    assert pages.with_notice(once, [FOUND, standing(UNSTABLE)], pages.BELOW_TITLE) == once
-    assert pages.with_notice(once, [FOUND], pages.BELOW_TITLE) == page
-    assert pages.with_notice(page, [standing(UNSTABLE)], r"\| recipe \|") == page.replace("| recipe", f"{NOTICE}\n| recipe")
-
-
-@pytest.mark.parametrize("name", recipe_names())
-def test_no_page_shows_a_verdict_of_an_unstable_control(name):
-    found, page = pages.read_results().get(name, {}), (ROOT / "recipes" / name / "README.md").read_text(encoding="utf-8")
-    unstable = (found.get("lr"), found.get("warmup_steps")) in UNSTABLE_SETTINGS
-    assert (NOTICE in page.split("**What it does.**")[0]) == unstable
-    assert not unstable or not re.search("the final validation loss.*(holds|fails|inconclusive)", page)
+    assert NOTICE not in pages.measured_part(RECIPE, FOUND)
+    page = "# T\n\n| recipe | a |\n|---|---|\n"
+    once = pages.with_table(page, {"zero_2": WITHDRAWN})
+    assert once.startswith(f"# T\n\n{NOTICE}| recipe |") and pages.with_table(once, {"zero_2": WITHDRAWN}) == once
+    assert NOTICE not in pages.with_table(once, {"zero_2": FOUND})
 
 
 def test_a_part_is_written_in_its_place_once():

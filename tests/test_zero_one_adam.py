@@ -105,7 +105,7 @@ def test_upstreams_documented_form_is_accepted_with_a_word():
     params |= {"local_step_scaler": 32_678, "local_step_clipper": 16, "cuda_aware": False, "comm_backend_name": "nccl"}
     said = explained("--steps", "400", "--set", f"optimizer={json.dumps({'type': 'ZeroOneAdam', 'params': params})}")
     assert said["engine"][f"{PARAMS}.var_freeze_step"]["value"] == 100_000
-    assert said["engine"][f"{PARAMS}.betas"] == {"value": [0.9, 0.999], "from": "what ZeroOneAdam wants"}
+    assert said["engine"][f"{PARAMS}.betas"] == {"value": [0.9, 0.999], "from": "the default of ZeroOneAdam"}
     # 16 renewals one step apart, 16 each 2, 4 and 8 apart, and 10 of 16: 240 + 160.
     assert any("400" in note and "74" in note for note in said["notes"])
     assert any("the last stage of its schedule begins at step 100,001, and the run ends at step 400" in note for note in said["notes"])

@@ -17,12 +17,12 @@ explained, refusal = partial(helpers.explained, *RUN), partial(helpers.refusal, 
 @pytest.mark.parametrize(
     ("ranks", "local", "size", "origin"),
     [
-        (16, None, 8, "auto: 8 GPUs a host, without a launcher"),
-        (12, None, 6, "auto: 8 GPUs a host, without a launcher"),
-        (8, None, 1, "auto: off, all ranks are on one host"),
-        (1, None, 1, "auto: off, all ranks are on one host"),
-        (16, "4", 4, "auto: the ranks of a host"),
-        (4, "4", 1, "auto: off, all ranks are on one host"),
+        (16, None, 8, "auto: 8 ranks a host"),
+        (12, None, 6, "auto: 8 ranks a host"),
+        (8, None, 1, "auto: off below stage 3 and on one host"),
+        (1, None, 1, "auto: off below stage 3 and on one host"),
+        (16, "4", 4, "auto: 4 ranks a host"),
+        (4, "4", 1, "auto: off below stage 3 and on one host"),
     ],
 )
 def test_auto_is_the_ranks_of_a_host(ranks, local, size, origin, monkeypatch):
@@ -39,7 +39,7 @@ def test_below_stage_3_auto_is_off():
         *("--deepspeed_config", "ds_configs/zero1_bf16.json", "--ranks", "16", "--global_batch_size", "16", "--data", "no/corpus"),
         *("--set", f"{ZERO}.zero_hpz_partition_size=auto"),
     )
-    assert said["engine"][f"{ZERO}.zero_hpz_partition_size"] == {"value": 1, "from": "auto: off below stage 3"}
+    assert said["engine"][f"{ZERO}.zero_hpz_partition_size"] == {"value": 1, "from": "auto: off below stage 3 and on one host"}
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,6 @@ def test_below_stage_3_auto_is_off():
             "over several hosts in DeepSpeed 0.19.8",
         ),
         ((f"{ZERO}.zero_quantized_nontrainable_weights=true",), 16, "is for frozen weights"),
-        ((f"{ZERO}.zero_hpz_partition_size=3",), 16, "does not divide the 16 ranks; write a divisor of it, such as the GPUs of a host"),
         ((f"{ZERO}.zero_hpz_partition_size=-1",), 16, "is -1, must be at least 0"),
         ((f"{ZERO}.zero_quantized_weights=1",), 16, "is 1, must be true or false"),
         ((f"{ZERO}.zero_quantized_weights=auto",), 16, '"auto" has no meaning here'),
@@ -60,11 +59,6 @@ def test_below_stage_3_auto_is_off():
 )
 def test_a_bad_value_is_one_line(changes, ranks, words):
     assert words in refusal("--ranks", str(ranks), *(text for change in changes for text in ("--set", change)))
-
-
-def test_a_group_of_all_ranks_is_told_so():
-    (note,) = explained("--ranks", "8", "--set", f"{ZERO}.zero_hpz_partition_size=8")["notes"]
-    assert "takes memory and saves nothing: the 8 ranks are one group" in note
 
 
 def test_what_is_sent_and_kept_is_planned():

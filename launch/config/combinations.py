@@ -1,7 +1,7 @@
 """What cannot work together in an engine JSON, and what has no effect in this training loop.
 
-DeepSpeed checks some pairs of values when it reads its JSON (`check_with_deepspeed`); the ones here it finds later, after the model is
-built, or never. Older names of keys are replaced by the current ones.
+DeepSpeed checks some pairs of values when it reads its JSON (`check_with_deepspeed`), and others when its engine starts. The ones here it
+finds after steps of training, or never.
 """
 
 from __future__ import annotations
@@ -11,12 +11,10 @@ import importlib.util
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from launch.config.engine_json import EngineJson
 from launch.config.hardware import bf16_arithmetic, deepspeed_silenced
-from launch.errors import nearest_name
-from launch.formats.json_lines import KeyPath, dotted
 from recipes.technique import Technique, largest_divisor
 
 #: What `"auto"` means for the sizes of ZeRO's buffers, from the model's width d: what transformers fills in.
@@ -30,7 +28,7 @@ WITHOUT_EFFECT = {
     "autotuning": "the autotuner runs under `deepspeed --autotuning` only",
     "compile": "the engine is not compiled",
     "datastates_ckpt": "checkpoints are written beside training already, by DeepSpeed's plain writer",
-    "data_efficiency": "the batches come from data_pipeline/; of this section only what a recipe reads has an effect",
+    "data_efficiency": "the batches come from data_pipeline/",
     "dataloader_drop_last": "the batches come from data_pipeline/, which has no short ones",
     "expert_parallel": "the model has no experts",
     "hybrid_engine": "training generates no text",
@@ -40,26 +38,6 @@ WITHOUT_EFFECT = {
     "use_data_before_expert_parallelism": "the model has no experts",
     "weight_quantization": "it is for inference",
 }
-#: Sections on the way to another form of a technique's section that have no `enabled` of their own.
-WITHOUT_SWITCH = ("curriculum_metrics",)
-#: Keys of ZeRO that DeepSpeed reads without their prefix `stage3_` too.
-UNPREFIXED = (
-    *("allgather_sequential", "gather_16bit_weights_on_model_save", "max_live_parameters", "max_reuse_distance"),
-    *("model_persistence_threshold", "module_granularity_threshold", "param_persistence_threshold", "prefetch_bucket_size"),
-    "use_all_reduce_for_fetch_params",
-)
-#: Older names that DeepSpeed still documents, by section: the new name, and the value there for a value here.
-RENAMED: dict[KeyPath, tuple[KeyPath, Callable[[Any], Any]]] = {
-    **{("zero_optimization", key): (("zero_optimization", f"stage3_{key}"), lambda value: value) for key in UNPREFIXED},
-    ("bfloat16",): (("bf16",), lambda section: section),
-    ("aio", "thread_count"): (("aio", "intra_op_parallelism"), lambda count: count),
-    ("zero_optimization", "cpu_offload"): (("zero_optimization", "offload_optimizer"), lambda on: {"device": "cpu"} if on else None),
-    ("zero_optimization", "cpu_offload_param"): (("zero_optimization", "offload_param"), lambda on: {"device": "cpu"} if on else None),
-    ("zero_optimization", "stage3_gather_fp16_weights_on_model_save"): (
-        ("zero_optimization", "stage3_gather_16bit_weights_on_model_save"),
-        lambda on: on,
-    ),
-}
 #: What DeepSpeed has kernels for on CUDA only.
 CUDA_ONLY = (
     "zero_optimization.zero_quantized_weights",
@@ -68,9 +46,10 @@ CUDA_ONLY = (
 )
 #: Weights that DeepSpeed's quantizer takes at a time: a rank's part of each parameter must be a multiple.
 QUANTIZED_TOGETHER = 8
-#: Ranks of a host where no launcher says: the GPUs of a DGX or HGX.
+#: Ranks of a host without a launcher: the GPUs of a DGX or HGX.
 GPUS_OF_A_HOST = 8
-DTYPES = {"float32": "fp32", "float": "fp32", "float16": "fp16", "half": "fp16", "bfloat16": "bf16"}
+#: The spellings of fp16 in the JSON.
+FP16 = ("fp16", "float16", "half", "torch.float16")
 #: Packages that a monitor needs.
 MONITORS = {"wandb": "wandb", "comet": "comet_ml"}
 
@@ -105,91 +84,47 @@ STAGES: dict[str, tuple[int, ...]] = {
 OFFLOAD_STAGES = {"offload_optimizer": (1, 2, 3), "offload_param": (3,)}
 
 
-class Facts(NamedTuple):
-    """What the rules below read of a JSON."""
-
-    engine: EngineJson
-    ranks: int
-    d_model: int
-    stage: int
-    precision: str  # fp32, bf16 or fp16
-
-    def dtype(self, key: str) -> str | None:
-        """`fp32`, `bf16` or `fp16` for an entry of `data_types` in any of its spellings."""
-        name = self.engine.get("data_types", key)
-        return DTYPES.get(str(name).removeprefix("torch."), str(name)) if name is not None else None
-
-
-def impossible_values(facts: Facts) -> Iterator[tuple[str, str]]:
+def impossible_values(engine: EngineJson, ranks: int, d_model: int, stage: int, precision: str) -> Iterator[tuple[str, str]]:
     """Each key that cannot be used, or cannot be used with the others, as a dotted path, and the reason with the fix."""
-    get = facts.engine.get
+    zero = "zero_optimization."
 
     def value(path: str) -> Any:
-        return get(*path.split("."))
+        return engine.get(*path.split("."))
 
-    stage, precision = facts.stage, facts.precision
     yield from ((path, why) for path, why in NOT_ON.items() if value(path) not in (None, False, 0))
     yield from ((path, why) for path, why in NOT_OFF.items() if value(path) is False)
     for path, stages in STAGES.items():
         if _is_active(value(path)) and stage not in stages:
             yield path, f"works at stage {_or(stages)} only, and this JSON is at stage {stage}; leave it out, or change the stage"
-    yield from _impossible_offload(facts)
-    # --- ZeRO
-    zero = "zero_optimization."
-    if facts.ranks % min(value(zero + "zero_hpz_partition_size") or 1, facts.ranks):
-        why = f'does not divide the {facts.ranks} ranks; write a divisor of it, such as the GPUs of a host, or "auto"'
-        yield zero + "zero_hpz_partition_size", why
-    # Otherwise an assertion in the first forward pass, or from padded partitions other weights (zero/partition_parameters.py).
-    if value(zero + "zero_quantized_weights") and facts.d_model % (QUANTIZED_TOGETHER * facts.ranks):
+    for key, stages in OFFLOAD_STAGES.items():
+        section = value(zero + key) or {}
+        device = section.get("device") or "none"
+        if device != "none" and stage not in stages:
+            yield zero + key, f"offload works at stage {_or(stages)}, and this JSON is at stage {stage}; change one of them"
+        if device == "nvme" and key == "offload_optimizer" and stage in (1, 2):
+            yield f"{zero}{key}.device", f'is "nvme", which works at stage 3 only; write "cpu", or use stage 3 instead of {stage}'
+        if device == "nvme" and not section.get("nvme_path"):
+            yield zero + key, 'device "nvme" needs "nvme_path": a folder on the drive, or "auto" for one in the run\'s folder; add it'
+    # From padded partitions other weights, or an assertion in the first forward pass (zero/partition_parameters.py).
+    if value(zero + "zero_quantized_weights") and d_model % (QUANTIZED_TOGETHER * ranks):
         yield (
             zero + "zero_quantized_weights",
             f"quantizes {QUANTIZED_TOGETHER} weights at a time, which must divide a rank's part of each parameter; make d_model, which is "
-            f"{facts.d_model}, a multiple of {QUANTIZED_TOGETHER} x {facts.ranks} ranks, or leave the key out",
+            f"{d_model}, a multiple of {QUANTIZED_TOGETHER} x {ranks} ranks, or leave the key out",
         )
-    if stage in (1, 2) and (value(zero + "allgather_bucket_size") or 0) % 2:
-        yield zero + "allgather_bucket_size", f"is odd, and stage {stage} aligns its buckets to 2 elements; write an even number"
-    if value("gradient_predivide_factor") not in (None, 1) and stage > 1:
-        # Stage 3 does not multiply the gradients back, and with reduce_scatter stages 2 and 3 fail when the engine starts.
+    if value("gradient_predivide_factor") not in (None, 1) and stage > 1:  # stage 3 does not multiply the gradients back
         yield "gradient_predivide_factor", f"is not 1, which is wrong at stage {stage}; leave it out, or use stage 0 or 1"
-    # --- precision
-    masters = [name for name in ("fp16", "bf16") if get(name, f"{name}_master_weights_and_grads")]
-    offloaded = (value(zero + "offload_optimizer.device") or "none") != "none"
-    for name in masters:
-        path = f"{name}.{name}_master_weights_and_grads"
-        if len(masters) == 2 and name == "fp16":
-            yield path, "excludes bf16_master_weights_and_grads; remove one of them"
-        if stage and not offloaded and not value("bf16.bf16_optimizer_states"):
-            yield path, 'needs the optimizer on the CPU; add "offload_optimizer": {"device": "cpu"}, or remove it'
-    autocast = get("torch_autocast") or {}
+    autocast = value("torch_autocast") or {}
     if autocast.get("enabled") and precision != "fp32":
         yield "torch_autocast.enabled", f"casts fp32 weights, and {precision} is enabled too; set one of them to false"
-    if autocast.get("enabled") and autocast.get("dtype") in ("fp16", "float16", "torch.float16"):
+    if autocast.get("enabled") and autocast.get("dtype") in FP16:
         yield "torch_autocast.dtype", "is fp16, whose gradients need a loss scale; use the 'fp16' section, or \"bfloat16\""
     power = value("fp16.initial_scale_power")
     if not value("fp16.loss_scale") and (value("fp16.min_loss_scale") or 1) > 2.0 ** (16 if power is None else power):
         yield "fp16.min_loss_scale", "is above the initial scale, 2^initial_scale_power; lower it, or raise 'initial_scale_power'"
-    if facts.dtype("param_dtype") not in (None, precision):
-        yield "data_types.param_dtype", f"is not the {precision} that this JSON trains in; leave it out"
-    accumulated = facts.dtype("grad_accum_dtype")
-    if accumulated not in (None, precision) and stage == 0:
-        yield "data_types.grad_accum_dtype", f"must be {precision}, as the weights, at stage 0; leave it out, or use stage 1, 2 or 3"
-    for path, dtype in (("data_types.grad_accum_dtype", accumulated), ("communication_data_type", value("communication_data_type"))):
-        if dtype == "fp16" != precision:
+    for path in ("data_types.grad_accum_dtype", "communication_data_type"):
+        if value(path) in FP16 and precision != "fp16":
             yield path, 'is fp16 without its loss scale, so that small gradients vanish; write "fp32"'
-
-
-def _impossible_offload(facts: Facts) -> Iterator[tuple[str, str]]:
-    for key, stages in OFFLOAD_STAGES.items():
-        path, section = f"zero_optimization.{key}", facts.engine.get("zero_optimization", key) or {}
-        device = section.get("device") or "none"
-        if device != "none" and facts.stage not in stages:
-            yield path, f"offload works at stage {_or(stages)}, and this JSON is at stage {facts.stage}; change one of them"
-        if device == "nvme" and key == "offload_optimizer" and facts.stage in (1, 2):
-            yield f"{path}.device", f'is "nvme", which works at stage 3 only; write "cpu", or use stage 3 instead of {facts.stage}'
-        if device == "nvme" and not section.get("nvme_path"):
-            yield path, 'device "nvme" needs "nvme_path": a folder on the drive, or "auto" for one in the run\'s folder; add it'
-        if device == "nvme" and key == "offload_optimizer" and section.get("buffer_count", 4) < 4:
-            yield f"{path}.buffer_count", "must be at least 4: Adam has four tensors on the drive (weights, two moments, gradients)"
 
 
 def _or(stages: tuple[int, ...]) -> str:
@@ -198,7 +133,7 @@ def _or(stages: tuple[int, ...]) -> str:
 
 def check_with_deepspeed(engine: EngineJson, ours: Iterable[str]) -> None:
     """Note the first fault that DeepSpeed itself finds in `engine`, if any. `ours` are the top-level sections that it does not get."""
-    from deepspeed.runtime.config import DeepSpeedConfig  # after the schema, which has imported DeepSpeed
+    from deepspeed.runtime.config import DeepSpeedConfig  # here, because --help does without DeepSpeed
 
     # DeepSpeed would compare the global batch with the ranks of this process's group, which may not exist yet.
     left_out = {*ours, "optimizer", "scheduler", "train_batch_size"}
@@ -217,14 +152,14 @@ def check_with_deepspeed(engine: EngineJson, ours: Iterable[str]) -> None:
 
 
 def check_combinations(engine: EngineJson, ranks: int, d_model: int, claimed: Mapping[str, type[Technique]]) -> None:
-    """Note what cannot work together in `engine`, replace old names, and fill in the stage and the sizes of ZeRO's buffers.
+    """Note what cannot work together in `engine`, and fill in the stage and the sizes of ZeRO's buffers.
 
     Args:
         ranks: how many share the run.
         d_model: the model's width, from which `"auto"` sizes follow.
         claimed: the top-level sections that our own techniques take, with the technique.
     """
-    _rename(engine)
+    _refuse_other_places(engine, claimed.values())
     precision = _precision(engine)
     if engine.get("zero_optimization") is None:
         engine.settle(("zero_optimization",), {}, "DeepSpeed's default")
@@ -232,8 +167,7 @@ def check_combinations(engine: EngineJson, ranks: int, d_model: int, claimed: Ma
         engine.settle(("zero_optimization", "stage"), 0, "DeepSpeed's default")
     _drop_without_effect(engine, claimed)
     if not engine.is_faulty("zero_optimization", "stage"):  # else what the stage allows cannot be said
-        facts = Facts(engine, ranks, d_model, engine.get("zero_optimization", "stage"), precision)
-        for path, why in list(impossible_values(facts)):
+        for path, why in list(impossible_values(engine, ranks, d_model, engine.get("zero_optimization", "stage"), precision)):
             if not engine.is_faulty(*path.split(".")):
                 engine.fault(tuple(path.split(".")), why)
     for key, size in ZERO_AUTO.items():
@@ -244,74 +178,27 @@ def check_combinations(engine: EngineJson, ranks: int, d_model: int, claimed: Ma
 
 
 def _settle_second_partition(engine: EngineJson, ranks: int) -> None:
-    """`zero_hpz_partition_size`: "auto" is the ranks of a host if there are several hosts; a size without effect gets a note."""
+    """`zero_hpz_partition_size`: "auto" is the ranks of a host if there are several hosts, else off."""
     path = ("zero_optimization", "zero_hpz_partition_size")
-    size = engine.values["zero_optimization"].get(path[-1])
-    if size == "auto":
-        local = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE")
-        of_a_host = int(local) if local and local.isdecimal() and int(local) else GPUS_OF_A_HOST
-        if engine.get("zero_optimization", "stage") != 3 or ranks <= of_a_host:
-            engine.settle(path, 1, "auto: off, all ranks are on one host" if ranks <= of_a_host else "auto: off below stage 3")
-        else:
-            whose = "the ranks of a host" if local else f"{GPUS_OF_A_HOST} GPUs a host, without a launcher"
-            engine.settle(path, largest_divisor(ranks, of_a_host), f"auto: {whose}")
-    elif size is not None and 1 < ranks <= size:
-        engine.note(path, f"takes memory and saves nothing: the {ranks} ranks are one group, and each keeps its part of the weights twice")
+    if engine.values["zero_optimization"].get(path[-1]) == "auto":
+        of_a_host = int(os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or GPUS_OF_A_HOST)
+        several = engine.get("zero_optimization", "stage") == 3 and ranks > of_a_host
+        origin = f"auto: {of_a_host} ranks a host" if several else "auto: off below stage 3 and on one host"
+        engine.settle(path, largest_divisor(ranks, of_a_host) if several else 1, origin)
 
 
-def adopt_other_forms(engine: EngineJson, techniques: Iterable[type[Technique]]) -> None:
-    """Move a technique's section from another documented place in the JSON to the section that the technique claims.
-
-    The sections around such a place are off by default, as in DeepSpeed. A section that is "auto" stands for one with "auto" at each key.
-    """
+def _refuse_other_places(engine: EngineJson, techniques: Iterable[type[Technique]]) -> None:
+    """Refuse a technique's section at another place where DeepSpeed documents it."""
     for cls in techniques:
-        declared = cls.declaration
-        section = declared.section
-        if engine.values.get(section) == "auto" and (keys := [key for key, rule in declared.keys.items() if rule.get("auto")]):
-            engine.settle((section,), dict.fromkeys(keys, "auto"), '"auto"')
-        places: list[KeyPath] = []
-        for place, convert in declared.other_forms.items():
-            *above, key = path = tuple(place.split("."))
-            holder = engine.get(*above)
-            if not isinstance(holder, dict):
-                continue
-            known = [form.rpartition(".")[2] for form in declared.other_forms if form.rpartition(".")[0] == dotted(tuple(above))]
-            for name in [name for name in holder if name not in known]:
-                if (meant := nearest_name(name, known)) is not None:
-                    engine.fault((*above, name), f"unknown key; did you mean '{meant}'?")
-            if key not in holder:
-                continue
-            switches = [path[:end] for end in range(1, len(path)) if path[end - 1] not in WITHOUT_SWITCH]
-            off = [switch for switch in switches if engine.get(*switch, "enabled") is not True]
-            if off:
-                if not any("enabled" in engine.get(*switch) for switch in off):
-                    engine.note(path, f"is off: '{dotted(off[0])}' has no \"enabled\": true, and DeepSpeed's default is false")
-            elif section in engine.values:
-                other = dotted(places[0]) if places else section
-                engine.fault(path, f"is another form of '{other}', and both are there; keep one of them")
-            else:
-                value = holder[key]
-                engine.rename(path, (section,), convert(value) if isinstance(value, dict) else value)
-                places.append(path)
-
-
-def _rename(engine: EngineJson) -> None:
-    for old, (new, convert) in RENAMED.items():
-        section: Any = engine.get(*old[:-1])
-        if not isinstance(section, dict) or old[-1] not in section:
-            continue
-        if new[-1] in section:
-            engine.fault(old, f"is the old name of '{new[-1]}', and both are there; keep '{new[-1]}'")
-        elif (value := convert(section[old[-1]])) is None:
-            section.pop(old[-1])
-        else:
-            engine.rename(old, new, value)
+        for place in cls.declaration.other_places:
+            if _is_active(engine.get(*place.split("."))):
+                engine.fault(tuple(place.split(".")), f"is read at the top level only; move it to '{cls.declaration.section}'")
 
 
 def _precision(engine: EngineJson) -> str:
     """fp32, bf16 or fp16; `"auto"` is bf16 if the device has bf16 arithmetic and fp16 is not enabled."""
     if engine.values.get("fp16", {}).get("enabled") == "auto":
-        engine.settle(("fp16", "enabled"), False, "auto: fp16 only where it says true")
+        engine.settle(("fp16", "enabled"), False, "auto: fp16 is on only if it is true")
     if engine.values.get("bf16", {}).get("enabled") == "auto":
         if engine.get("fp16", "enabled"):
             engine.settle(("bf16", "enabled"), False, "auto: fp16 is on")
@@ -338,7 +225,7 @@ def _drop_without_effect(engine: EngineJson, claimed: Mapping[str, type[Techniqu
 
 
 def _check_machine(engine: EngineJson) -> None:
-    """Note what a valid JSON needs and this machine does not have; `--explain` prints it, training is refused."""
+    """Note what the JSON needs and this machine lacks. `--explain` prints it; training is refused."""
     for key, package in MONITORS.items():
         if engine.get(key, "enabled") and importlib.util.find_spec(package) is None:
             engine.lack((key, "enabled"), f"needs the package {package}, which is not installed; pip install {package}")

@@ -35,7 +35,6 @@ class EngineJson:
         self._faulty: list[KeyPath] = []
         self._overrides: list[KeyPath] = []
         self._settled: dict[KeyPath, str] = {}
-        self._old_names: dict[KeyPath, KeyPath] = {}
         for override in overrides:
             self._override(override)
 
@@ -68,18 +67,14 @@ class EngineJson:
     # --- where a value came from ----------------------------------------------------------------------------------------------------
 
     def where(self, path: KeyPath) -> str:
-        """Where the value at `path` stands, for a message: under the name that the user wrote."""
-        for end in range(len(path), 0, -1):
-            if path[:end] in self._old_names:
-                path = (*self._old_names[path[:end]], *path[end:])
-                break
+        """Where the value at `path` stands, for a message."""
         if self._is_overridden(path) or (path not in self._lines and any(override[: len(path)] == path for override in self._overrides)):
             return f"--set {dotted(path)}"
         line = self._lines.get(path)
         return f"{self.file}: " + (f"line {line}: " if line else "") + f"'{dotted(path)}'"
 
     def origin(self, path: KeyPath) -> str | None:
-        """Where the value at `path` came from, in a word: what `settle` noted, `--set`, `line 12`; None where nobody gave one."""
+        """Where the value at `path` came from: what `settle` noted, `--set`, or `line 12`; None if there is no value."""
         for end in range(len(path), 0, -1):
             if (settled := self._settled.get(path[:end])) is not None:
                 return settled
@@ -104,13 +99,6 @@ class EngineJson:
         section[path[-1]] = value
         self._settled[path] = origin
 
-    def rename(self, old: KeyPath, new: KeyPath, value: Any) -> None:
-        """Write `value` at `new` in the place of what the file has at `old`, an older name for it."""
-        origin = self.origin(old) or "line ?"
-        self.get(*old[:-1]).pop(old[-1])
-        self.settle(new, value, f"{origin}, '{old[-1]}'")
-        self._old_names[new] = old
-
     # --- faults and notes -----------------------------------------------------------------------------------------------------------
 
     def fault(self, path: KeyPath, message: str) -> None:
@@ -122,7 +110,7 @@ class EngineJson:
             section.pop(path[-1], None)
 
     def note_faults(self, faults: Faults) -> None:
-        """Note faults of keys. What a misspelt key stands for is known: nobody is told beside it that something is missing."""
+        """Note faults of keys. The key that a misspelt one stands for counts as faulty too, so that it is not reported as missing."""
         for path, message, meant in faults:
             self.fault(path, message)
             if meant is not None:

@@ -23,10 +23,20 @@ ADAM_PARAMS: Rules = {
     **{key: {"types": ["boolean"]} for key in ("amsgrad", "bias_correction", "adam_w_mode", "torch_adam")},
 }
 TOKEN_PARAMS: Rules = {"min_lr": {}, "warmup_steps": {}, "total_tokens": {}}
+#: The parameters of torch's SGD that are read.
+SGD_PARAMS: Rules = {"lr": {}, "momentum": {}, "weight_decay": {}}
 #: What to write instead of a removed key, where the advice of DeepSpeed's own message does not apply here.
 INSTEAD = {
     "amp": "Write 'bf16' or 'fp16' instead.",
     "sparse_gradients": "The gradients of the embedding are dense.",
+}
+#: Old names that DeepSpeed still reads: what to write instead.
+OLD_NAMES = {
+    "bfloat16": "'bf16'",
+    "aio.thread_count": "'intra_op_parallelism'",
+    "zero_optimization.cpu_offload": '"offload_optimizer": {"device": "cpu"}',
+    "zero_optimization.cpu_offload_param": '"offload_param": {"device": "cpu"}',
+    "zero_optimization.stage3_gather_fp16_weights_on_model_save": "'stage3_gather_16bit_weights_on_model_save'",
 }
 #: A message lists at most this many allowed names.
 MANY = 16
@@ -62,6 +72,8 @@ def check_engine_keys(config: dict[str, Any], ours: Rules, auto: set[str]) -> Fa
     for fault in check_section((), config, {"keys": rules}, auto):
         if (key := dotted(fault.path)) in removed and key not in ours:
             fault = KeyFault(fault.path, f"is gone from DeepSpeed {schema.version}; remove it. {INSTEAD.get(key) or removed[key]}")
+        elif key in OLD_NAMES:
+            fault = KeyFault(fault.path, f"is an old name; write {OLD_NAMES[key]} instead")
         faults.append(fault)
     for key, value in config.items():
         config[key] = _whole(value, rules.get(key, {}))
@@ -123,8 +135,11 @@ def _homes() -> dict[str, str]:
             walk(rule.get("keys", {}), (*path, key))
 
     walk(schema.keys, ())
+    for cls in technique_classes():
+        if cls.declaration.section:
+            walk(cls.declaration.keys, (cls.declaration.section,))
     brought = (cls.declaration.keys for cls in technique_classes() if cls.declaration.optimizer_type)
-    for params in (ADAM_PARAMS, *schema.optimizers.values(), *brought):
+    for params in (ADAM_PARAMS, SGD_PARAMS, *brought):
         walk(params, ("optimizer", "params"))
     for params in (TOKEN_PARAMS, *schema.schedulers.values()):
         walk(params, ("scheduler", "params"))

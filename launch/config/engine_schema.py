@@ -21,11 +21,10 @@ Rules = dict[str, Rule]
 
 
 class EngineSchema(NamedTuple):
-    """The rules of every top-level key, of the parameters of each optimizer and scheduler, and the removed keys with the reason."""
+    """The rules of every top-level key, of the parameters of each schedule, and the removed keys with the reason."""
 
     version: str
     keys: Rules
-    optimizers: dict[str, Rules]
     schedulers: dict[str, Rules]
     removed: dict[str, str]
 
@@ -51,7 +50,9 @@ DTYPES = (*["fp32", "float32", "float", "fp16", "float16", "half", "bf16", "bflo
 
 #: What DeepSpeed reads key by key from the JSON, without a model (deepspeed/runtime/config.py).
 READ_BY_HAND: Rules = {
-    **{key: _count() for key in ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")},
+    **{
+        key: _count() | {"maximum": 10**12} for key in ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    },
     "sequence_parallel_size": _count(),
     **dict.fromkeys(("steps_per_print", "vocabulary_size"), COUNT_OR_NULL),
     **dict.fromkeys(("dataloader_drop_last", "disable_allgather", "disable_python_gc", "dump_state", "memory_breakdown"), OFF),
@@ -66,24 +67,6 @@ READ_BY_HAND: Rules = {
     "log_level": _choice("debug", "info", "warning", "error", "critical", None),
     "optimizer": _section({"type": {"types": ["string"]}, "params": _section(), "legacy_fusion": {"types": ["boolean"]}}),
     "scheduler": _section({"type": {"types": ["string"]}, "params": _section()}),
-    "activation_checkpointing": _section(
-        {
-            "number_checkpoints": COUNT_OR_NULL,
-            **dict.fromkeys(("contiguous_memory_optimization", "cpu_checkpointing", "partition_activations"), OFF),
-            **dict.fromkeys(("profile", "synchronize_checkpoint_boundary"), OFF),
-        }
-    ),
-    "aio": _section(
-        {
-            "block_size": _count(2**20),
-            "queue_depth": _count(8),
-            "intra_op_parallelism": _count(1),
-            "thread_count": _count(),
-            "single_submit": OFF,
-            "overlap_events": ON,
-            "use_gds": OFF,
-        }
-    ),
     "checkpoint": _section(
         {
             "tag_validation": _choice(*(f(word) for word in ("warn", "ignore", "fail") for f in (str.title, str.lower, str.upper))),
@@ -92,25 +75,6 @@ READ_BY_HAND: Rules = {
             "checkpoint_serialization": ON,
             "parallel_write": _section({"pipeline_stage": {"types": ["boolean"]}}),
             "writer": _section(None, "null"),
-        }
-    ),
-    "data_efficiency": _section(
-        {
-            "enabled": OFF,
-            "seed": {"types": ["integer"]},
-            "data_routing": _section({"enabled": OFF, "random_ltd": _section()}),
-            "data_sampling": _section(
-                {
-                    "enabled": OFF,
-                    "pin_memory": OFF,
-                    "num_epochs": _count(minimum=0),
-                    "num_workers": _count(minimum=0),
-                    "curriculum_learning": _section(
-                        {"enabled": OFF, "data_cluster_path": {"types": ["string"]}, "curriculum_metrics": _section()}
-                    ),
-                    "dynamic_batching": _section(),
-                }
-            ),
         }
     ),
     "data_types": _section(
@@ -139,7 +103,7 @@ READ_BY_HAND: Rules = {
         }
     ),
     # Features that have no effect in this training loop (launch.config.combinations.WITHOUT_EFFECT).
-    **dict.fromkeys(("autotuning", "expert_parallel", "pipeline", "tensor_parallel", "weight_quantization"), _section()),
+    **dict.fromkeys(("autotuning", "data_efficiency", "expert_parallel", "pipeline", "tensor_parallel", "weight_quantization"), _section()),
     "datastates_ckpt": _section(None, "null"),
 }
 #: Added to the models, which leave these out: what the engine asserts later in its code, or does not check at all.
@@ -147,15 +111,16 @@ BOUNDS: dict[str, Rule] = {
     # In elements, and allocated whole: more than 10^11 fit on no device.
     **{f"zero_optimization.{key}": {"minimum": 1, "maximum": 10**11} for key in ("reduce_bucket_size", "allgather_bucket_size")},
     **{f"zero_optimization.{key}.nvme_path": STRING_OR_NULL for key in ("offload_optimizer", "offload_param")},
+    # On the drive Adam has four tensors: weights, two moments, gradients.
+    "zero_optimization.offload_optimizer.buffer_count": {"minimum": 4},
     **{f"zero_optimization.leaf_module.{key}": {"items": ["string"]} for key in ("classes", "names", "name_suffixes")},
     "fp16.loss_scale": {"minimum": 0, "maximum": 2**24},  # at 2^24 a gradient of 0.004 exceeds fp16's largest number
     "fp16.initial_scale_power": {"minimum": 0, "maximum": 32},
     **{f"fp16.{key}": {"minimum": 1} for key in ("loss_scale_window", "hysteresis", "min_loss_scale")},
     "comet.samples_log_interval": {"minimum": 1},
+    **{f"aio.{key}": {"minimum": 1} for key in ("block_size", "queue_depth", "intra_op_parallelism")},
     "comms_logger.prof_ops": {"items": ["string"]},
 }
-#: Parameters of torch's optimizers that choose an implementation, or that break a training loop.
-SWITCHES_OF_TORCH = ("capturable", "differentiable", "foreach", "fused", "maximize")
 TYPES: dict[Any, str] = {
     bool: "boolean",
     int: "integer",
@@ -171,18 +136,18 @@ TYPES: dict[Any, str] = {
 def engine_schema() -> EngineSchema:
     """The rules of the installed DeepSpeed."""
     quiet_deepspeed()
+    # DeepSpeed takes a second to import: not for --help, and only when it has been silenced.
     import deepspeed
-    import torch
     from deepspeed.compile.config import CompileConfig
     from deepspeed.monitor.config import CometConfig, CSVConfig, TensorBoardConfig, WandbConfig
     from deepspeed.runtime import config, lr_schedules
     from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
+    from deepspeed.runtime.swap_tensor.aio_config import AIO_DEFAULT_DICT
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
     models = {
         "zero_optimization": DeepSpeedZeroConfig,
         "bf16": DeepSpeedBF16Config,
-        "bfloat16": DeepSpeedBF16Config,
         "fp16": DeepSpeedFP16Config,
         "comms_logger": type(config.DeepSpeedCommsConfig({"comms_logger": {}}).comms_logger),
         "compile": CompileConfig,
@@ -193,6 +158,7 @@ def engine_schema() -> EngineSchema:
         "comet": CometConfig,
     }
     keys = READ_BY_HAND | {name: _section(_model_rules(model)) for name, model in models.items()}
+    keys["aio"] = _section({key: {"types": [TYPES[type(default)]], "default": default} for key, default in AIO_DEFAULT_DICT.items()})
     for path, bounds in BOUNDS.items():
         *sections, last = path.split(".")
         rules = keys
@@ -202,21 +168,19 @@ def engine_schema() -> EngineSchema:
     removed = config._REMOVED_TOP_LEVEL_CONFIG_KEYS | {
         f"zero_optimization.{key}": reason for key, reason in config._REMOVED_ZERO_CONFIG_KEYS.items()
     }
-    schedulers = ("LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR")
     return EngineSchema(
         deepspeed.__version__.split("+")[0],
         keys,
-        {name: _parameter_rules(getattr(torch.optim, name), SWITCHES_OF_TORCH) for name in ("Adagrad", "RMSprop", "SGD")},
-        {name: _parameter_rules(getattr(lr_schedules, name)) for name in schedulers},
+        {name: _parameter_rules(getattr(lr_schedules, name)) for name in ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR")},
         {key: " ".join(reason.split()) for key, reason in removed.items()},
     )
 
 
-def _parameter_rules(function: Any, but: tuple[str, ...] = ()) -> Rules:
-    """The rules of the keyword parameters of `function`, but some of them, by their annotations and defaults."""
+def _parameter_rules(function: Any) -> Rules:
+    """The rules of the keyword parameters of a schedule, by their annotations and defaults."""
     rules: Rules = {}
     for name, parameter in inspect.signature(function).parameters.items():
-        if name not in ("self", "params", "optimizer", "last_batch_iteration", *but):
+        if name not in ("self", "optimizer", "last_batch_iteration"):
             default = parameter.default
             rules[name] = {"types": [TYPES[type(default)]], "default": default} if type(default) in (bool, int, float, str) else {}
             if parameter.annotation is int or "float" in str(parameter.annotation):
@@ -225,22 +189,22 @@ def _parameter_rules(function: Any, but: tuple[str, ...] = ()) -> Rules:
 
 
 def _model_rules(model: Any) -> Rules:
-    """The rules of a pydantic model's fields, under their names and their aliases."""
+    """The rules of a pydantic model's fields, under their documented names; deprecated fields are left out."""
     rules: Rules = {}
     for name, item in model.model_fields.items():
+        if (item.json_schema_extra or {}).get("deprecated"):
+            continue
         rule = _annotation_rule(item.annotation)
         for constraint in item.metadata:
             if getattr(constraint, "ge", None) is not None:
                 rule["minimum"] = constraint.ge
             if getattr(constraint, "le", None) is not None:
                 rule["maximum"] = constraint.le
-        rules[name] = rule
         default = getattr(item.default, "value", item.default)  # of an enum
-        if isinstance(default, (bool, int, float, str)) and not (item.json_schema_extra or {}).get("deprecated"):
+        if isinstance(default, (bool, int, float, str)):
             # DeepSpeed's integers of a kind that prints itself as 5e8 become plain ones.
-            rules[item.alias or name] = rule | {"default": default if type(default) in (bool, float, str) else int(default)}
-        elif item.alias:
-            rules[item.alias] = rule
+            rule["default"] = default if type(default) in (bool, float, str) else int(default)
+        rules[item.alias or name] = rule
     return rules
 
 

@@ -1,4 +1,4 @@
-"""`--explain`: the run as resolved, each value with where it came from, and what it will take; without torch, and without training.
+"""`--explain`: the run as resolved, each value with where it came from, and what it will take; without training.
 
     python launch/pretrain.py --deepspeed_config ds_configs/zero3_bf16.json --preset gpt3-13b --ranks 64 --explain
     python launch/pretrain.py --recipe recipes/zero_2 --explain json
@@ -14,22 +14,22 @@ from typing import Any
 
 from launch.config.combinations import WITHOUT_EFFECT
 from launch.config.engine_keys import defaults_left_open
+from launch.config.hardware import quiet_deepspeed
 from launch.config.memory import bytes_sent_per_step, memory_per_rank
 from launch.config.optimizer import state_tensors
 from launch.config.run_config import RunConfig, needs_cuda
-from launch.config.schedule import TOKEN_SCHEDULE, engine_iteration, warmup_cosine
+from launch.config.schedule import TOKEN_SCHEDULE, warmup_cosine
 from launch.config.steps import planned_steps
 from launch.errors import one_line
 from model.accounting import flops_per_token, parameter_count
 from model.presets import GPTConfig
-from recipes.registry import make_techniques
 
-#: Where in the run the techniques are asked what they do.
+#: The places in the run at which the table over the run has a column.
 PERCENTS = (0, 25, 50, 75, 100)
-#: Of more steps than these not every one is looked at.
+#: The largest number of steps that are planned one by one.
 MOST_ASKED = 200_000
 DEVICES = {"cuda": "on a GPU", "cpu": "on a CPU"}
-#: What follows the parts in a table of plans.
+#: The rows below the parts in a table of plans.
 LAST = {
     "peak": "peak",
     "checkpointed_activations": "activations, checkpointed",
@@ -37,7 +37,7 @@ LAST = {
     "sent": "sent a step",
 }
 MOMENTS = {"forward": "forward", "recompute": "recomputing", "backward": "backward", "update": "updating"}
-#: The parts of a rank's memory, and how the page calls them.
+#: The parts of a rank's memory, with their names in the table.
 PARTS = {
     "weights": "weights",
     "gradients": "gradients",
@@ -51,7 +51,7 @@ PARTS = {
     "drive": "offloaded, on NVMe",
     "snapshot": "copy for checkpoints, in the host's memory",
 }
-#: How the entries of `flops` are called.
+#: The names of the entries of `flops`.
 FLOPS = {"per_token": "a token", "per_step": "a step", "per_step_and_rank": "a step and rank", "run": "the run"}
 #: The run's own values, in the order of the flags' help; those with a home in the engine's JSON are shown there.
 RUN_VALUES = (
@@ -73,7 +73,7 @@ RUN_VALUES = (
 
 
 def explain(config: RunConfig) -> dict[str, Any]:
-    """Everything that `--explain` says of `config`, as JSON values; bytes and FLOPs are whole numbers, of one rank where it says so."""
+    """Everything that `--explain` prints, as JSON values. Bytes and FLOPs are whole numbers."""
     model = config.model_config
     parameters, per_token = parameter_count(model), flops_per_token(model)
     flops_per_step = round(per_token * config.tokens_per_step)
@@ -106,7 +106,7 @@ def explain(config: RunConfig) -> dict[str, Any]:
         },
         "memory_per_rank": {device: memory_of(config, model, device) for device in DEVICES},
         "bytes_sent_per_step": bytes_of(config, model),
-        "techniques": [_name(member) for member in make_techniques(config).members],
+        "techniques": [_name(member) for member in config.built_techniques.members],
         "over_the_run": over_the_run,
         "notes": list(config.notes),
         "needs": [needs_cuda(f"'{path}'", capability) for path, capability in config.cuda_only.items()],
@@ -116,7 +116,7 @@ def explain(config: RunConfig) -> dict[str, Any]:
 
 def memory_of(config: RunConfig, model: GPTConfig, device: str) -> dict[str, Any]:
     """The memory of a rank by part, bytes, on "cuda" or on a "cpu"; and where activations are not checkpointed, its peak if they were."""
-    techniques = make_techniques(config)
+    techniques = config.built_techniques
     checkpoints = techniques.costs.checkpointed_segments
     plan, checkpointed = (
         memory_per_rank(
@@ -135,11 +135,11 @@ def memory_of(config: RunConfig, model: GPTConfig, device: str) -> dict[str, Any
         for segments in (checkpoints, model.n_layer)
     )
     return {
-        **{part: getattr(plan, part) for part in PARTS},
+        **{part: plan.parts[part] for part in PARTS},
         "model_states": plan.model_states,
         "peak": plan.peak,
         "peak_moment": plan.peak_moment,
-        "checkpointed_activations": 0 if checkpoints else checkpointed.activations,
+        "checkpointed_activations": 0 if checkpoints else checkpointed.parts["activations"],
         "checkpointed_peak": 0 if checkpoints else checkpointed.peak,
     }
 
@@ -195,11 +195,11 @@ def _name(technique: Any) -> str:
 
 
 def _over_the_run(config: RunConfig, model: GPTConfig) -> tuple[list[dict[str, Any]], int]:
-    """What the schedules say at 0, 25, 50, 75 and 100% of the run's tokens, and the FLOPs of the run, without those left out.
+    """The schedules' values at 0, 25, 50, 75 and 100% of the run's tokens, and the FLOPs of the run, without skipped blocks.
 
     The techniques compute every step by `on_step` and `metrics`, or in a very long run one of several.
     """
-    techniques = make_techniques(config)
+    techniques = config.built_techniques
     marks = [(percent, -(-config.total_tokens * percent // 100)) for percent in PERCENTS]
     rows: list[dict[str, Any]] = []
     flops: float = 0
@@ -226,18 +226,16 @@ def _over_the_run(config: RunConfig, model: GPTConfig) -> tuple[list[dict[str, A
 
 def _engine_rate(config: RunConfig) -> Callable[[int], float]:
     """The learning rate of a step, from 1, by DeepSpeed's own schedule; it imports DeepSpeed."""
-    import torch
-
-    from launch.config.hardware import quiet_deepspeed
+    import torch  # seconds to import, which --help does without
 
     quiet_deepspeed()
-    from deepspeed.runtime import lr_schedules
+    from deepspeed.runtime import lr_schedules  # once it is silenced
 
-    optimizer = torch.optim.Adam([torch.zeros(1)], lr=config.lr)  # OneCycle sets betas too
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=config.lr)
     schedule = getattr(lr_schedules, config.scheduler["type"])(optimizer, **config.scheduler["params"])
 
     def rate(step: int) -> float:
-        schedule.step(engine_iteration(config.scheduler["type"], step))
+        schedule.step(step)  # as the engine does, see launch/training/engine.py
         return float(optimizer.param_groups[0]["lr"])
 
     return rate

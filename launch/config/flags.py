@@ -1,4 +1,4 @@
-"""The flags of `launch/pretrain.py`: their help texts are the documentation, and each checks its own value.
+"""The flags of `launch/pretrain.py`. Each checks its own value.
 
 What a value means together with the engine JSON and the preset is decided in `launch.config.run_config`.
 """
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 DEFAULT_DATA = "data/stdlib"
 #: The largest learning rate: above it stands a typing error (3e3 for 3e-3), and nothing but NaN comes of it.
 MAX_LR = 100.0
+#: Positions in the data are int64.
+MAX_TOKENS = 10**18
 #: `--resume=must`: without a checkpoint to go on from the run is refused; plain `--resume` starts it at step 0.
 MUST = "must"
 
@@ -34,7 +36,7 @@ class Parser(argparse.ArgumentParser):
         raise UsageError(f"{message.removeprefix('argument ')}; see --help")
 
     def parse(self, arguments: list[str]) -> argparse.Namespace:
-        """`parse_args`, but an unknown argument is told the nearest one."""
+        """`parse_args`, with the nearest flag in the error for an unknown argument."""
         namespace, unknown = self.parse_known_args(arguments)
         if unknown:
             known = [option for action in self._actions for option in action.option_strings]
@@ -138,7 +140,7 @@ def build_parser() -> Parser:
         help="at every evaluation, how near each block's output is to its input, in norm and direction, into blocks.jsonl and blocks.png",
     )
     # Token by token, on all ranks: 100,000 of `nano` take minutes.
-    run.add_argument("--ranks", type=positive, help="number of ranks to check and explain the run for, where no launcher says it")
+    run.add_argument("--ranks", type=positive, help="number of ranks to check and explain the run for, without a launcher")
     run.add_argument(
         "--explain",
         nargs="?",
@@ -185,7 +187,9 @@ def add_length_flags(parser: Parser) -> argparse._ArgumentGroup:
     data = parser.add_argument_group("data and length")
     data.add_argument("--data", default=DEFAULT_DATA, metavar="DIR", help=f"corpus written by data_pipeline/prepare.py ({DEFAULT_DATA})")
     data.add_argument("--steps", type=whole_number(1), help="optimizer steps (preset)")
-    data.add_argument("--tokens", type=whole_number(1, 10**18), help="tokens to train on, instead of --steps; rounded up to whole steps")
+    data.add_argument(
+        "--tokens", type=whole_number(1, MAX_TOKENS), help="tokens to train on, instead of --steps; rounded up to whole steps"
+    )
     return data
 
 
@@ -272,7 +276,7 @@ def _without(arguments: list[str], *names: str) -> list[str]:
 
 
 def _check_names(flags: argparse.Namespace) -> None:
-    """What the operating system would refuse, or what nobody means, as a name of a folder."""
+    """Refuse empty paths, and run names that are not plain folder names."""
     for name in ("data", "runs_dir", "deepspeed_config", "recipe", "init_from"):
         if getattr(flags, name) == "":
             raise UsageError(f"--{name} is empty; give a path")
@@ -281,14 +285,3 @@ def _check_names(flags: argparse.Namespace) -> None:
         raise UsageError(f"--run_name {name!r}: must be a plain folder name; --runs_dir says where it is made")
     if len(os.fsencode(name)) > 200:
         raise UsageError(f"--run_name {name[:40]}...: has {len(name)} characters; give a name of at most 200 bytes")
-    for flag, path in (
-        ("data", flags.data),
-        ("runs_dir", os.path.join(flags.runs_dir, name)),
-        ("deepspeed_config", flags.deepspeed_config),
-    ):
-        try:
-            os.stat(path or ".")
-        except (FileNotFoundError, NotADirectoryError):
-            pass  # what is missing is made, or named by its reader
-        except (OSError, ValueError) as reason:  # a folder that may not be entered, a name that is too long
-            raise UsageError(f"--{flag} {path}: {getattr(reason, 'strerror', reason)}; give another path") from None

@@ -31,14 +31,14 @@ class Bf16(NamedTuple):
 
 def device_type() -> str:
     """The accelerator that DeepSpeed will choose: DS_ACCELERATOR, else "cuda" where torch can use a GPU, else "cpu"."""
-    import torch
+    import torch  # seconds to import, which --help does without
 
     return os.environ.get("DS_ACCELERATOR") or ("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def gpus() -> list[Any]:
     """torch's properties of each GPU that this process may use (CUDA_VISIBLE_DEVICES counts): `name`, `major`, `minor`, `total_memory`."""
-    import torch
+    import torch  # as above
 
     return [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
 
@@ -72,12 +72,12 @@ def quiet_deepspeed() -> None:
     Where torch finds no accelerator, DS_ACCELERATOR is set to "cpu": DeepSpeed would warn at every start that it may have missed a GPU.
     torch's deprecation warnings about collectives that DeepSpeed calls are silenced too.
     """
-    import torch
+    import torch  # as above
 
     if not torch.accelerator.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     with deepspeed_silenced():
-        import deepspeed.utils
+        import deepspeed.utils  # here, because it logs when it is imported
     deepspeed.utils.logger.setLevel(logging.WARNING)
     deepspeed.utils.logger.addFilter(_is_actionable)
     warnings.filterwarnings("ignore", message=r"`torch\.distributed\..*` is deprecated", category=FutureWarning)

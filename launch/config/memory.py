@@ -29,36 +29,32 @@ ALLREDUCE_ELEMENTS = 500_000_000
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes of one rank's device, by part; the rank that holds the most, where they differ.
+    """Bytes of one rank's device; the rank that holds the most, where they differ.
 
-    weights, gradients, master_weights, optimizer_states: the model states at the end of the last backward pass, from the second step on.
-    buffers: reduction buckets, gathered weights and copies of both, at their largest. activations: of the blocks, the embedding and the
-    last norm, as the forward pass leaves them, and the mask of the documents. loss_head: logits and their softmax, at most. update: what
-    only the optimizer step has.
-    host: offloaded states in the host's memory, and the buffers of what is offloaded to NVMe (a CPU has them among its `moments`);
-    drive: bytes on NVMe. snapshot: what the rank with the largest files copies into the host's memory for a checkpoint that is written
-    during training; on a CPU it is in every moment.
-    moments: what is alive when; peak: the largest sum; peak_moment: its name.
+    parts, by name. weights, gradients, master_weights, optimizer_states: the model states at the end of the last backward pass, from the
+    second step on. buffers: reduction buckets, gathered weights and copies of both, at their largest. activations: of the blocks, the
+    embedding and the last norm, as the forward pass leaves them, and the mask of the documents. loss_head: logits and their softmax, at
+    most. update: what only the optimizer step has. host: offloaded states in the host's memory, and the buffers of what is offloaded to
+    NVMe (a CPU has them among its `moments`). drive: bytes on NVMe. snapshot: what the rank with the largest files copies into the host's
+    memory for a checkpoint that is written during training; on a CPU it is in every moment.
+    moments: the parts that are alive together, by moment.
     """
 
-    weights: int
-    gradients: int
-    master_weights: int
-    optimizer_states: int
-    buffers: int
-    activations: int
-    loss_head: int
-    update: int
-    host: int
-    drive: int
-    snapshot: int
+    parts: dict[str, int]
     moments: dict[str, dict[str, int]]
-    peak_moment: str
-    peak: int
 
     @property
     def model_states(self) -> int:
-        return self.weights + self.gradients + self.master_weights + self.optimizer_states
+        return sum(self.parts[name] for name in ("weights", "gradients", "master_weights", "optimizer_states"))
+
+    @property
+    def peak_moment(self) -> str:
+        """The moment with the largest sum."""
+        return max(self.moments, key=lambda name: sum(self.moments[name].values()))
+
+    @property
+    def peak(self) -> int:
+        return sum(self.moments[self.peak_moment].values())
 
 
 def memory_per_rank(
@@ -136,24 +132,18 @@ def memory_per_rank(
             "buffers": buckets + gathered if stage else 0,
             "activations": activations + block * -(-model.n_layer // checkpoints) + in_flight,
         }
-    totals = {name: sum(parts.values()) for name, parts in moments.items()}
-    peak_moment = max(totals, key=totals.__getitem__)
-    return MemoryPlan(
-        weights=states.lasting["weights"],
-        gradients=states.gradients,
-        master_weights=states.lasting["master_weights"],
-        optimizer_states=states.lasting["optimizer_states"],
-        buffers=max(parts.get("buffers", 0) for parts in moments.values()),
-        activations=activations,
-        loss_head=head,
-        update=update,
-        host=host if device == "cuda" else 0,
-        drive=drive,
-        snapshot=copied,
-        moments={name: {part: size for part, size in parts.items() if size} for name, parts in moments.items()},
-        peak_moment=peak_moment,
-        peak=totals[peak_moment],
-    )
+    parts = {
+        **states.lasting,
+        "gradients": states.gradients,
+        "buffers": max(alive.get("buffers", 0) for alive in moments.values()),
+        "update": update,
+        "loss_head": head,
+        "activations": activations,
+        "host": host if device == "cuda" else 0,
+        "drive": drive,
+        "snapshot": copied,
+    }
+    return MemoryPlan(parts, moments)
 
 
 def _with_defaults(zero: dict[str, Any]) -> dict[str, Any]:
@@ -251,8 +241,8 @@ def _block_activations(model: GPTConfig, precision: str, B: int, device: str, at
     """What one block saves for its backward pass, its input excepted: 16 B T C elements, and a few numbers a token.
 
     1 the norm's output, 3 queries, keys and values, 1 attention's output, 1 the stream between the branches, 1 the second norm's output,
-    4 the GELU's input, 4 its output, 1 the block's output. fp32 statistics: 2 a token and norm, 1 a token and head for attention unless
-    `attention` says another number of bytes.
+    4 the GELU's input, 4 its output, 1 the block's output. fp32 statistics: 2 a token and norm, 1 a token and head for attention, or
+    `attention` bytes if given.
     """
     w, tokens = WIDTH[precision], B * model.seq_len
     unit = tokens * model.d_model * w

@@ -7,36 +7,29 @@ import json
 from typing import Any
 
 from launch.config.engine_json import EngineJson
-from launch.config.engine_keys import ADAM_PARAMS, check_section
-from launch.config.engine_schema import engine_schema
+from launch.config.engine_keys import ADAM_PARAMS, SGD_PARAMS, check_section
 from launch.config.flags import MAX_LR
 from launch.errors import nearest
 from model.presets import Preset
 from recipes.registry import technique_classes
 from recipes.technique import Declaration
 
-#: Optimizers that this project builds itself, with the fused kernel of torch; the others are left to DeepSpeed.
+#: Optimizers that this project builds itself, with the fused kernel of torch; SGD is left to DeepSpeed.
 ADAM_TYPES = ("Adam", "AdamW")
 #: What `"auto"` means for an optimizer's parameters, beside `lr` (GPT-3, appendix B).
 OPTIMIZER_AUTO: dict[str, Any] = {"betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1}
 GPT_3 = "GPT-3, appendix B"
-#: Keys that other projects write, and where they belong here.
+#: Keys that other projects write, with what to write here.
 MOVED = {
     "max_grad_norm": 'write "gradient_clipping" at the top level instead',
     "learning_rate": "write 'lr'",
-    "wd": "write 'weight_decay'",
-    "beta1": "write 'betas', a list of two",
-    "beta2": "write 'betas', a list of two",
-    "epsilon": "write 'eps'",
     "fused": "leave it out: torch's fused kernel is taken where the type has one",
-    "foreach": "leave it out: torch chooses the form of its loop",
 }
 #: Types that DeepSpeed has and that are not taken here, with the reason (measured on 0.19.8).
 NOT_TAKEN = {
     # gradient norms of 87 at stages 1 and 2 for 1.6 at stage 0; stage 3 refuses it beside reduce_scatter, its default
     "muon": "which clips the orthogonalised update instead of the gradient at stages 1 and 2, and so trains otherwise than at stage 0",
     "lion": "whose kernel exists on CUDA only and is not held by any test here",
-    **dict.fromkeys(("muadam", "muadamw", "musgd"), "which needs a model parametrised by mup"),
 }
 PATH = ("optimizer", "params")
 
@@ -53,15 +46,14 @@ def resolve_optimizer(engine: EngineJson, flags: argparse.Namespace, preset: Pre
     if "optimizer" not in engine.values and not engine.is_faulty("optimizer"):  # as in files for a trainer that brings its own
         engine.settle(("optimizer",), {"type": "AdamW", "params": dict.fromkeys(("lr", *OPTIMIZER_AUTO), "auto")}, "default")
     engine.number(*PATH, "lr", minimum=0, maximum=MAX_LR, above=True)
-    builtin = engine_schema().optimizers
     brought = {cls.declaration.optimizer_type: cls.declaration for cls in technique_classes() if cls.declaration.optimizer_type}
-    canonical = {name.lower(): name for name in (*ADAM_TYPES, *builtin, *brought)}
+    canonical = {name.lower(): name for name in (*ADAM_TYPES, "SGD", *brought)}
     asked = engine.get("optimizer", "type")
     kind = canonical.get(str(asked).lower())
     brings = brought.get(kind or "", Declaration())
     usual_lr, origin = preset.lr, f"preset {flags.preset}"
     if "lr" in brings.auto_params:
-        usual_lr, origin = brings.auto_params["lr"], f"what {kind} wants"
+        usual_lr, origin = brings.auto_params["lr"], f"the default of {kind}"
     lr = engine.choose((*PATH, "lr"), "lr", flags, usual_lr, origin, settle=False)
     if kind is None:
         if asked is not None:
@@ -76,7 +68,7 @@ def resolve_optimizer(engine: EngineJson, flags: argparse.Namespace, preset: Pre
     if kind in brought:
         rules = {**{key: {} for key in ("lr", *OPTIMIZER_AUTO)}, **brings.keys}
     else:
-        rules = ADAM_PARAMS if kind in ADAM_TYPES else {**builtin[kind], "lr": {}, "weight_decay": {}}
+        rules = ADAM_PARAMS if kind in ADAM_TYPES else SGD_PARAMS
     faults = check_section(PATH, params, {"keys": rules}, optimizer_auto_keys())
     engine.note_faults(
         [fault._replace(message=MOVED[key]) if (key := str(fault.path[-1])) in MOVED and key not in rules else fault for fault in faults]
@@ -86,16 +78,10 @@ def resolve_optimizer(engine: EngineJson, flags: argparse.Namespace, preset: Pre
         isinstance(betas, list) and len(betas) == 2 and all(type(beta) in (int, float) and 0 <= beta < 1 for beta in betas)
     ):
         engine.fault((*PATH, "betas"), f"is {json.dumps(betas)}, must be two numbers from 0 to below 1")
-    for key, above in (("eps", True), ("weight_decay", False), ("dampening", False), ("alpha", False)):
+    for key, above in (("eps", True), ("weight_decay", False)):
         engine.number(*PATH, key, minimum=0, maximum=1, above=above)
-    for key in ("lr_decay", "initial_accumulator_value"):
-        engine.number(*PATH, key, minimum=0)
-    if (momentum := engine.number(*PATH, "momentum", minimum=0, maximum=1)) == 1:
+    if engine.number(*PATH, "momentum", minimum=0, maximum=1) == 1:
         engine.fault((*PATH, "momentum"), "is 1, with which the update never forgets; write a number below 1")
-    if engine.get(*PATH, "alpha") == 1:
-        engine.fault((*PATH, "alpha"), "is 1, with which the mean square never changes; write a number below 1")
-    if engine.get(*PATH, "nesterov") is True and (not momentum or engine.get(*PATH, "dampening")):
-        engine.fault((*PATH, "nesterov"), "needs a momentum above 0 and a dampening of 0; change these, or leave it out")
     if kind == "AdamW" and params.get("adam_w_mode") is False:
         engine.fault((*PATH, "adam_w_mode"), 'is false, and AdamW is Adam in that mode; write "type": "Adam", or leave it out')
     _check_stage(engine, kind, kind in brought)
@@ -105,34 +91,27 @@ def resolve_optimizer(engine: EngineJson, flags: argparse.Namespace, preset: Pre
             engine.note((*PATH, key), f"has no effect here: {reason}")
     for key, value in (OPTIMIZER_AUTO | brings.auto_params).items():
         if params.get(key) == "auto" or (kind in (*ADAM_TYPES, *brought) and key not in params):
-            engine.settle((*PATH, key), value, f"what {kind} wants" if key in brings.auto_params else GPT_3)
+            engine.settle((*PATH, key), value, f"the default of {kind}" if key in brings.auto_params else GPT_3)
     return {"type": kind, "params": engine.values["optimizer"]["params"]}, lr
 
 
 def _check_stage(engine: EngineJson, kind: str, is_ours: bool) -> None:
-    """What the type cannot do at this ZeRO stage or precision."""
-    path, stage = ("optimizer", "type"), engine.get("zero_optimization", "stage")
-    if kind == "Adagrad" and (stage or engine.get("fp16", "enabled") or engine.get("bf16", "enabled")):
-        # It makes its state for the parameters it is given, which DeepSpeed then replaces by master weights.
-        engine.fault(path, "is Adagrad, which works at stage 0 in fp32 only; change these, or use another type")
+    """Refuse a type that does not work at this ZeRO stage. A recipe checks the stage of its own optimizer."""
+    path, tested = ("optimizer", "type"), ("zero_allow_untested_optimizer",)
     offloaded = (engine.get("zero_optimization", "offload_optimizer", "device") or "none") != "none"
     if offloaded and engine.get(*PATH, "amsgrad"):
         engine.fault((*PATH, "amsgrad"), "has no form for an offloaded optimizer; leave it out, or do not offload it")
-    if kind in ADAM_TYPES or is_ours or not stage or kind == "Adagrad":
+    if kind in ADAM_TYPES or not engine.get("zero_optimization", "stage"):
         return
     if offloaded:
         engine.fault(path, f"is {kind}, which has no form for an offloaded optimizer; use AdamW, or do not offload it")
-    elif not engine.get("zero_allow_untested_optimizer") and not engine.is_faulty("zero_allow_untested_optimizer"):
-        engine.fault(
-            path, f'is {kind}, which DeepSpeed has not tested with ZeRO; add "zero_allow_untested_optimizer": true, or use stage 0'
-        )
+    elif is_ours and tested[0] not in engine.values:
+        engine.settle(tested, True, f"{kind} is an optimizer of a recipe")
+    elif not engine.get(*tested) and not engine.is_faulty(*tested):
+        engine.fault(path, f'is {kind}, which DeepSpeed has not tested with ZeRO; write "{tested[0]}": true, or use stage 0')
 
 
 def state_tensors(optimizer: dict[str, Any]) -> int:
     """How many fp32 tensors of a parameter's size the optimizer keeps for it."""
     params = optimizer["params"]
-    if optimizer["type"] == "SGD":
-        return int(bool(params.get("momentum")))
-    if optimizer["type"] == "RMSprop":
-        return 1 + bool(params.get("momentum")) + bool(params.get("centered"))
-    return 1 if optimizer["type"] == "Adagrad" else 2 + bool(params.get("amsgrad"))
+    return int(bool(params.get("momentum"))) if optimizer["type"] == "SGD" else 2 + bool(params.get("amsgrad"))

@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 from data_pipeline.errors import DataError
 from data_pipeline.shards import Corpus, open_corpus
-from launch.config.combinations import CUDA_ONLY, ZERO_AUTO, adopt_other_forms, check_combinations, check_with_deepspeed
+from launch.config.combinations import CUDA_ONLY, ZERO_AUTO, check_combinations, check_with_deepspeed
 from launch.config.engine_json import EngineJson
 from launch.config.engine_keys import section_rule
-from launch.config.flags import parse_flags
+from launch.config.flags import MAX_TOKENS, parse_flags
 from launch.config.optimizer import optimizer_auto_keys, resolve_optimizer
 from launch.config.schedule import TOKEN_SCHEDULE, resolve_schedule, schedule_auto_keys
 from launch.config.steps import steps_to_make
@@ -28,15 +28,15 @@ from launch.errors import UsageError, nearest
 from launch.formats.checkpoint_files import complete_checkpoints
 from launch.formats.json_lines import KeyPath, dotted
 from model.presets import PRESETS, GPTConfig, ModelShape, Preset
-from recipes.registry import make_techniques, technique_classes
-from recipes.technique import largest_divisor
+from recipes import registry
+from recipes.technique import Techniques, largest_divisor
 
 if TYPE_CHECKING:
     from data_pipeline.loader import Loader
     from launch.formats.hf_folder import HFFolder
 
 ROOT = Path(__file__).resolve().parents[2]
-#: The sections of `zero_optimization` that say what is kept outside of the device.
+#: The sections of `zero_optimization` that keep states outside of the device.
 OFFLOADS = ("offload_optimizer", "offload_param")
 #: Every key for which `"auto"` has a meaning.
 AUTO_KEYS = {
@@ -51,17 +51,19 @@ AUTO_KEYS = {
     *schedule_auto_keys(),
     *(f"zero_optimization.{key}.nvme_path" for key in OFFLOADS),
     "zero_optimization.zero_hpz_partition_size",
-    *(f"zero_optimization.{name}" for key in ZERO_AUTO for name in (key, key.removeprefix("stage3_"))),
+    *(f"zero_optimization.{key}" for key in ZERO_AUTO),
 }
+#: Flags that a run takes as they are.
+AS_GIVEN = (
+    *("runs_dir", "resume", "data", "seed", "preset", "no_cross_document", "init_from", "eval_batches", "keep", "histogram_every"),
+    *("block_similarity", "quiet"),
+)
 #: Where an `"nvme_path": "auto"` is: in the run's folder, for as long as the run lasts.
 SCRATCH = "nvme"
 FROM_THE_BATCH = "from the global batch"
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 #: What is assumed where a run is explained without its corpus.
 GPT2_VOCAB_SIZE = 50_257
-#: DeepSpeed's default for `offload_param.buffer_size`, elements.
-BUFFER_SIZE = 100_000_000
-MAX_TOKENS = 10**18  # positions in the data are int64
 
 
 #: Where each value came from, in a few words: by the name of a flag, and by the dotted path of a value in the engine JSON.
@@ -104,6 +106,7 @@ class RunConfig:
     block_similarity: bool
     quiet: bool
     found_corpus: Corpus | None = field(repr=False, compare=False)  # None where a run is explained without it
+    built_techniques: Techniques = field(default_factory=Techniques, repr=False, compare=False)  # of the sections, once for the run
     start: HFFolder | None = field(default=None, repr=False, compare=False)  # whose weights are taken; None too where a checkpoint's are
     notes: tuple[str, ...] = ()  # for the log and --explain
     lacks: tuple[str, ...] = ()  # what the run needs and this machine does not have
@@ -139,7 +142,7 @@ class RunConfig:
     @cached_property
     def steps_to_make(self) -> int:
         """Optimizer steps that the run's tokens take: `steps`, or more where techniques make steps of less than a whole batch."""
-        return steps_to_make(self, make_techniques(self))
+        return steps_to_make(self, self.built_techniques)
 
     @property
     def saves_beside_training(self) -> bool:
@@ -177,7 +180,7 @@ class RunConfig:
     @property
     def cuda_only(self) -> dict[str, tuple[int, int]]:
         """The dotted keys that are switched on and that only CUDA can do, with the least compute capability of the device."""
-        return {path: (0, 0) for path in CUDA_ONLY if _at(self.engine, path)} | make_techniques(self).needs_cuda
+        return {path: (0, 0) for path in CUDA_ONLY if _at(self.engine, path)} | self.built_techniques.needs_cuda
 
     @property
     def asks_the_device(self) -> bool:
@@ -186,7 +189,7 @@ class RunConfig:
 
     def training_loader(self, collectives: Any) -> Loader:
         """This rank's loader of the training split, in the run's order. collectives: has rank, world_size and device."""
-        from data_pipeline.loader import Loader
+        from data_pipeline.loader import Loader  # imports torch, which --help does without
         from data_pipeline.sampler import GlobalSampler
 
         groups = self.corpus.train.group_windows(self.shape.seq_len, len(self.corpus.mixture))
@@ -203,10 +206,8 @@ class RunConfig:
 
     def as_json(self) -> dict[str, Any]:
         """What `run.json` records."""
-        kept = [
-            one.name for one in fields(self) if one.name not in ("found_corpus", "start", "shape", "notes", "lacks", "origins", "where")
-        ]
-        own = {name: getattr(self, name) for name in kept}
+        left_out = ("built_techniques", "found_corpus", "start", "shape", "notes", "lacks", "origins", "where")
+        own = {one.name: getattr(self, one.name) for one in fields(self) if one.name not in left_out}
         return {**own, "shape": asdict(self.shape), "zero_stage": self.zero_stage, "precision": self.precision}
 
 
@@ -246,8 +247,10 @@ def resolve(argv: list[str], ranks: int | None = None) -> tuple[RunConfig, argpa
     file = str(ROOT / recipe.config) if recipe else flags.deepspeed_config
     run_name = flags.run_name or (recipe.name if recipe else Path(file).stem)
     engine = EngineJson(file, flags.overrides)
-    claimed = {cls.declaration.section: cls for cls in technique_classes() if cls.declaration.section}
-    adopt_other_forms(engine, technique_classes())
+    claimed = {cls.declaration.section: cls for cls in registry.technique_classes() if cls.declaration.section}
+    for section, cls in claimed.items():
+        if engine.values.get(section) == "auto" and (keys := [key for key, rule in cls.declaration.keys.items() if rule.get("auto")]):
+            engine.settle((section,), dict.fromkeys(keys, "auto"), '"auto"')
     engine.check_keys({name: section_rule(cls) for name, cls in claimed.items()}, AUTO_KEYS | optimizer_auto_keys())
     for key in OFFLOADS:
         if (engine.get("zero_optimization", key) or {}).get("nvme_path") == "auto":
@@ -275,15 +278,9 @@ def resolve(argv: list[str], ranks: int | None = None) -> tuple[RunConfig, argpa
     start = _start(flags, run_name, shape, corpus, engine.notes)
     own = {key: engine.values[key] for key in claimed if key in engine.values}
     config = RunConfig(
+        **{name: getattr(flags, name) for name in AS_GIVEN},
         run_name=run_name,
-        runs_dir=flags.runs_dir,
-        resume=flags.resume,
-        data=flags.data,
-        seed=flags.seed,
-        preset=flags.preset,
         shape=shape,
-        no_cross_document=flags.no_cross_document,
-        init_from=flags.init_from,
         recipe=recipe.name if recipe else None,
         config_file=file,
         engine={key: value for key, value in engine.values.items() if key not in own and key not in ("optimizer", "scheduler")},
@@ -300,12 +297,7 @@ def resolve(argv: list[str], ranks: int | None = None) -> tuple[RunConfig, argpa
         min_lr=schedule.min_lr,
         warmup_steps=schedule.warmup_steps,
         eval_every=flags.eval_every if flags.eval_every is not None else -(-steps // 10),
-        eval_batches=flags.eval_batches,
         save_every=flags.save_every if flags.save_every is not None else -(-steps // 4),
-        keep=flags.keep,
-        histogram_every=flags.histogram_every,
-        block_similarity=flags.block_similarity,
-        quiet=flags.quiet,
         found_corpus=corpus,
         start=start,
         notes=tuple(engine.notes),
@@ -313,11 +305,11 @@ def resolve(argv: list[str], ranks: int | None = None) -> tuple[RunConfig, argpa
         origins=_origins(engine, flags) | {"steps": length_from},
         where=engine.where,
     )
-    _check_swap_buffers(engine, config)
     try:
-        techniques = make_techniques(config)  # each checks its own section when it is built
+        techniques = registry.make_techniques(config)  # each checks its own section when it is built
     except ValueError as reasons:
         raise UsageError(*(_placed(engine, str(reason)) for reason in reasons.args)) from None
+    config = replace(config, built_techniques=techniques)
     notes, origins, params = [*engine.notes, *techniques.notes], dict(config.origins), dict(config.optimizer["params"])
     for member in techniques.members:
         for key, (value, origin) in member.resolved_params.items():
@@ -339,19 +331,6 @@ def resolve(argv: list[str], ranks: int | None = None) -> tuple[RunConfig, argpa
         notes=tuple(notes),
         lacks=(*config.lacks, *missing),
     ), flags
-
-
-def _check_swap_buffers(engine: EngineJson, config: RunConfig) -> None:
-    """Refuse a swap buffer of NVMe that is smaller than a rank's part of the largest weight."""
-    path = ("zero_optimization", "offload_param", "buffer_size")
-    model = config.model_config
-    largest = -(-max(model.padded_vocab_size, 4 * model.d_model, model.seq_len) * model.d_model // config.ranks)
-    size = engine.get(*path)
-    if config.offload("offload_param") == "nvme" and largest > (BUFFER_SIZE if size is None else size):
-        raise UsageError(
-            f"{engine.where(path)}: is {size if size is not None else f'left out, which is {BUFFER_SIZE}'}, but a rank's part of the "
-            f"largest weight has {largest:,} elements; write {largest} or more, or use more ranks"
-        )
 
 
 def _corpus(flags: argparse.Namespace, shape: ModelShape) -> tuple[Corpus | None, list[str]]:
@@ -381,32 +360,28 @@ def _corpus(flags: argparse.Namespace, shape: ModelShape) -> tuple[Corpus | None
 
 
 def _start(flags: argparse.Namespace, run_name: str, shape: ModelShape, corpus: Corpus | None, notes: list[str]) -> HFFolder | None:
-    """The folder whose weights the run starts from, of this model and of these ids; None where a checkpoint has them.
+    """The folder whose weights the run starts from; None if there is none, or if a checkpoint has newer weights.
 
-    What cannot be known of its ids is added to `notes`.
+    If the tokenizers cannot be compared, a line is added to `notes`.
 
     Raises:
-        UsageError: a line for each value in which the folder's model is another one, or the folder's own faults.
+        UsageError: the folder's model or tokenizer is not that of the run, or the folder's own faults.
     """
     checkpoints = Path(flags.runs_dir) / run_name / "checkpoints"
     if flags.init_from is None or (flags.resume and complete_checkpoints(checkpoints)):
         return None
-    from launch.formats.hf_folder import open_hf_folder  # imports torch, which only --init_from needs here
+    from launch.formats.hf_folder import open_hf_folder  # imports torch, which --help does without
 
     folder = open_hf_folder(flags.init_from)
     where = f"--init_from {flags.init_from}"
-    same = next((name for name, preset in PRESETS.items() if _sizes(preset.shape) == _sizes(folder.config)), None)
-    faults = [
-        f"{where}: {name} is {theirs:,} there, and {getattr(shape, name):,} in this run; give --{name} {theirs}"
-        + (f" or --preset {same}" if same else "")
-        for name, theirs in _sizes(folder.config).items()
-        if theirs != getattr(shape, name)
-    ]
+    sizes = {name: getattr(folder.config, name) for name in ("n_layer", "n_head", "d_model", "seq_len")}
+    other = [f"--{name} {theirs}" for name, theirs in sizes.items() if theirs != getattr(shape, name)]
+    faults = [f"{where}: its model has other sizes than this run's; give {' '.join(other)}"] if other else []
     again = f"prepare the text with the folder's tokenizer: data_pipeline/prepare.py --tokenizer {flags.init_from}"
     if corpus is not None and folder.config.vocab_size != corpus.vocab_size:
         faults.append(f"{where}: vocab_size is {folder.config.vocab_size:,} there, and {corpus.vocab_size:,} in {flags.data}; {again}")
     elif corpus is not None and not faults and folder.has_tokenizer:
-        from launch.formats.folder_tokenizer import difference, tokenizer_of_corpus, tokenizer_of_folder  # a tenth of a second
+        from launch.formats.folder_tokenizer import difference, tokenizer_of_corpus, tokenizer_of_folder  # as above
 
         (theirs, why), (own, why_own) = tokenizer_of_folder(folder), tokenizer_of_corpus(corpus)
         if theirs is None or own is None:
@@ -416,11 +391,6 @@ def _start(flags: argparse.Namespace, run_name: str, shape: ModelShape, corpus: 
     if faults:
         raise UsageError(*faults)
     return folder
-
-
-def _sizes(shape: ModelShape) -> dict[str, int]:
-    """What a model's weights have the shapes of."""
-    return {name: getattr(shape, name) for name in ("n_layer", "n_head", "d_model", "seq_len")}
 
 
 def _origins(engine: EngineJson, flags: argparse.Namespace) -> Origins:
@@ -444,7 +414,7 @@ def _origins(engine: EngineJson, flags: argparse.Namespace) -> Origins:
 
 
 def _ranks(flags: argparse.Namespace) -> int:
-    """How many ranks there are: what the launcher says, else `--ranks`, else 1."""
+    """The number of ranks: the launcher's, else `--ranks`, else 1."""
     launched = os.environ.get("WORLD_SIZE")
     if launched is None:
         return flags.ranks or 1
@@ -496,21 +466,16 @@ def _batch(engine: EngineJson, flags: argparse.Namespace, preset: Preset, ranks:
         sizes = " or ".join(str(size) for size in (total - rest, total - rest + ranks) if size)
         return refused(f"a global batch of {total} sequences cannot be shared evenly by {ranks} ranks; --global_batch_size {sizes} can")
     if micro is None and accumulation is not None:
-        micro, rest = divmod(per_rank, accumulation)
+        micro = max(1, per_rank // accumulation)
         origins["train_micro_batch_size_per_gpu"] = FROM_THE_BATCH
-        if rest or not micro:
-            return refused(
-                f"{total} sequences over {ranks} ranks are {per_rank} a rank, which {accumulation} accumulation steps do not "
-                "divide; change 'gradient_accumulation_steps' or --global_batch_size"
-            )
-    if micro is None:  # the largest micro-batch up to the preset's that divides a rank's share
+    elif micro is None:  # the largest micro-batch up to the preset's that divides a rank's share
         micro = largest_divisor(per_rank, min(preset.micro_batch_size, per_rank))
     if accumulation is None:
         accumulation = max(1, per_rank // micro)
     if micro * accumulation * ranks != total:
         return refused(
             f"micro-batch {micro} x accumulation {accumulation} x {ranks} ranks = {micro * accumulation * ranks} sequences, "
-            f"but the global batch is {total}; change --global_batch_size or --micro_batch_size so that they multiply"
+            f"but the global batch is {total}; change one of them so that they multiply"
         )
     for (key, origin), value in zip(origins.items(), (total, micro, accumulation), strict=True):
         if (key,) not in written and not engine.is_faulty(key):
@@ -524,7 +489,7 @@ def _length(engine: EngineJson, flags: argparse.Namespace, preset: Preset, token
     origin = flags.origins.get("tokens") or flags.origins.get("steps", f"preset {flags.preset}")
     if engine.get("scheduler", "type") == TOKEN_SCHEDULE:
         path = ("scheduler", "params", "total_tokens")
-        planned = engine.number(*path, minimum=1, whole=True)
+        planned = engine.number(*path, minimum=1, maximum=MAX_TOKENS, whole=True)
         if planned is not None and flags.steps is not None and -(-planned // tokens_per_step) != flags.steps:
             engine.fault(
                 path,
@@ -536,13 +501,7 @@ def _length(engine: EngineJson, flags: argparse.Namespace, preset: Preset, token
             origin = f"{engine.origin(path)}, 'total_tokens'"
     steps = -(-tokens // tokens_per_step) if tokens is not None else flags.steps or preset.steps
     if steps * tokens_per_step > MAX_TOKENS:
-        message = (
+        engine.fault_of_run(
             f"{steps:,} steps of {tokens_per_step:,} tokens are more than 10^18 tokens; lower --steps, --tokens or --global_batch_size"
         )
-        written = {path: engine.origin(path) or "" for path in (("scheduler", "params", "total_tokens"), ("train_batch_size",))}
-        given = [path for path, origin in written.items() if engine.get(*path) is not None and origin.startswith(("line", "--set"))]
-        if given:
-            engine.fault(given[0], f"makes the run too long: {message}")
-        else:
-            engine.fault_of_run(f"{engine.file} and flags: {message}")
     return steps, steps * tokens_per_step, origin

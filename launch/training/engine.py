@@ -23,7 +23,7 @@ from torch.utils.cpp_extension import CUDA_HOME
 from launch.config.hardware import bf16_arithmetic
 from launch.config.optimizer import ADAM_TYPES
 from launch.config.run_config import RunConfig, needs_cuda
-from launch.config.schedule import TOKEN_SCHEDULE, engine_iteration, warmup_cosine
+from launch.config.schedule import TOKEN_SCHEDULE, warmup_cosine
 from launch.errors import TrainingFailed, UsageError
 from launch.training import corrections
 from launch.training.distributed import Collectives, load_extension, without_compiled_muon
@@ -135,7 +135,9 @@ class TrainingEngine:
             for group in self.deepspeed.optimizer.param_groups:
                 group["lr"] = rate
         else:
-            self.deepspeed.lr_scheduler.step(engine_iteration(self.config.scheduler["type"], self.deepspeed.global_steps + 1))
+            # DeepSpeed 0.19.8 makes the first step before iteration 0: a warm-up from 0 then has two steps at rate 0, and a decay does not
+            # reach its end. At iteration k of step k a linear warm-up of w steps has k / w of the peak.
+            self.deepspeed.lr_scheduler.step(self.deepspeed.global_steps + 1)
         return float(self.deepspeed.optimizer.param_groups[0]["lr"])
 
     def step_metrics(self) -> dict[str, float | None]:
@@ -156,7 +158,7 @@ def start_engine(config: RunConfig, techniques: Technique, collectives: Collecti
     """Build the model and the engine.
 
     Raises:
-        UsageError: the hosts resolved `"bf16": {"enabled": "auto"}` differently.
+        UsageError: the hosts resolved `"bf16": {"enabled": "auto"}` differently, or DeepSpeed does not combine two values of the JSON.
     """
     _agree_on_precision(config, collectives)
     model_config = config.model_config
@@ -185,7 +187,10 @@ def start_engine(config: RunConfig, techniques: Technique, collectives: Collecti
         without_compiled_muon()
     applied = corrections.before_initialize(config.zero_stage, config.precision, collectives)
     with contextlib.redirect_stdout(io.StringIO()):  # prints of DeepSpeed's own start
-        deepspeed_engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, model_parameters=groups, config=deepspeed_config)
+        try:
+            deepspeed_engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, model_parameters=groups, config=deepspeed_config)
+        except (AssertionError, NotImplementedError) as reason:  # values that DeepSpeed does not combine
+            raise UsageError(f"{config.config_file}: DeepSpeed refuses this: {reason}") from reason
     applied += corrections.after_initialize(deepspeed_engine, collectives)
     if config.start is not None and config.precision != "fp32":
         fill_masters(deepspeed_engine, config.start, collectives)

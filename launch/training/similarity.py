@@ -1,6 +1,6 @@
 """How much each block changes its input on the validation set: the reason why deep blocks can be dropped late in a run.
 
-    deepspeed launch/pretrain.py --recipe recipes/progressive_layer_drop --block_similarity
+    deepspeed launch/pretrain.py --deepspeed_config ds_configs/zero1_bf16.json --block_similarity
 
 Zhang and He, arXiv 2010.13369, section 3: a block whose output has nearly the norm and the direction of its input does little.
 """

@@ -37,8 +37,7 @@ class ActivationCheckpointing(Technique):
 
     number_checkpoints: into how many segments the blocks are cut, whose inputs are kept; null (or left out): every block is one.
     cpu_checkpointing: keep these inputs in the host's memory (page-locked, on a GPU).
-    enabled: left out, it is on where one of the other keys asks for something, as DeepSpeed's own section with nothing but false in it
-    switches nothing on.
+    enabled: left out, it is on if one of the other keys is switched on; DeepSpeed's section with only false values is off.
     """
 
     declaration = Declaration(

@@ -79,7 +79,7 @@ class Fp8(Technique):
     def prepare(self, model: GPT) -> None:
         """Replace the linear layers of the blocks by torchao's, with the same parameters under the same names."""
         with quiet_import():
-            from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+            from torchao.float8 import Float8LinearConfig, convert_to_float8_training  # an optional dependency
         # Padding acts where the tokens of a micro-batch, the inner dimension of the weights' gradients, are no multiple of 16.
         config = replace(Float8LinearConfig.from_recipe_name(self.recipe), emulate=self.emulate, pad_inner_dim=True)
         convert_to_float8_training(model.h, config=config)

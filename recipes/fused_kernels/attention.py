@@ -23,7 +23,7 @@ def blockwise_attention(qkv: torch.Tensor, mask: torch.Tensor | None, dropout: f
     """Causal self-attention, qkv (B, T, 3, n_head, d_head) -> (B, T, n_head d_head): what `model.gpt.attend` computes.
 
     mask: None, or what is added to the scores in place of causality alone, (B, 1, T, T), causality in it.
-    dropout: of the probabilities; there is none here, and whoever has some must take `model.gpt.attend`.
+    dropout: of the probabilities; must be 0, `model.gpt.attend` supports others.
     """
     assert not dropout, "the technique leaves models with dropout to torch"
     return _BlockwiseAttention.apply(qkv, mask)

@@ -34,10 +34,13 @@ Side = Callable[[], None]
 
 def cases(dtype: Any, device: str) -> dict[str, Callable[[], tuple[Side, Side]]]:
     """What makes the plain side and the fused side of each case, by the case's name."""
-    import torch
+    import torch  # seconds to import, with what imports it: --help does without
 
     from model import gpt
+    from model.presets import GPTConfig
+    from recipes.fused_kernels.attention import blockwise_attention
     from recipes.fused_kernels.cross_entropy import in_one, in_rows, linear_cross_entropy
+    from recipes.fused_kernels.gelu import CompiledGELU
 
     def random(*shape: int, scale: float = 1.0) -> torch.Tensor:
         generator = torch.Generator().manual_seed(0)
@@ -57,8 +60,6 @@ def cases(dtype: Any, device: str) -> dict[str, Callable[[], tuple[Side, Side]]]
         return side
 
     def attention(B: int, T: int, heads: int) -> tuple[Side, Side]:
-        from recipes.fused_kernels.attention import blockwise_attention
-
         qkv = random(B, T, 3, heads, 64)
         return tuple(both_passes(lambda x, f=f: f(x, None, 0.0), qkv) for f in (gpt.attend, blockwise_attention))  # type: ignore[return-value]
 
@@ -72,13 +73,11 @@ def cases(dtype: Any, device: str) -> dict[str, Callable[[], tuple[Side, Side]]]
         )
 
     def gelu(*shape: int) -> tuple[Side, Side]:
-        from recipes.fused_kernels.gelu import CompiledGELU
-
         x = random(*shape)
         return both_passes(torch.nn.GELU(approximate="tanh"), x), both_passes(CompiledGELU(), x)
 
     def layer_norm(*shape: int) -> tuple[Side, Side]:
-        from liger_kernel.ops.layer_norm import LigerLayerNormFunction
+        from liger_kernel.ops.layer_norm import LigerLayerNormFunction  # an optional dependency
 
         x, weight, bias = random(*shape), random(shape[-1]), random(shape[-1])
         return (
@@ -87,8 +86,6 @@ def cases(dtype: Any, device: str) -> dict[str, Callable[[], tuple[Side, Side]]]
         )
 
     def block(B: int, T: int, width: int, heads: int) -> tuple[Side, Side]:
-        from model.presets import GPTConfig
-
         config = GPTConfig(n_layer=1, n_head=heads, d_model=width, seq_len=T, vocab_size=256)
         plain, compiled = (gpt.Block(config, 0).to(device, dtype) for _ in range(2))
         compiled.compile()
@@ -121,7 +118,7 @@ def cases(dtype: Any, device: str) -> dict[str, Callable[[], tuple[Side, Side]]]
 
 def added_bytes(side: Side, device: str) -> int:
     """The peak of memory during the first call of `side`, minus the memory before."""
-    import torch
+    import torch  # as in `cases`
 
     gc.collect()
     if device != "cpu":
@@ -143,7 +140,7 @@ def resident(name: str) -> int:
 
 def measure(arguments: argparse.Namespace) -> report.Measured:
     """Measure the chosen cases; one record."""
-    import torch
+    import torch  # as in `cases`
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     every = cases(getattr(torch, arguments.dtype), device)

@@ -2,7 +2,7 @@
 
     deepspeed launch/pretrain.py --recipe recipes/fused_kernels
 
-What a kernel is depends on the device: the page of this recipe says which is taken where, and what was measured.
+The kernels depend on the device; README.md has a table, and the measurements.
 """
 
 from __future__ import annotations
@@ -10,14 +10,12 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from typing import Any, cast
 
 import torch
 from torch import nn
-from torch.nn.attention import SDPBackend
 from torch.utils.cpp_extension import CUDA_HOME
 
 from model.gpt import GPT, Block
@@ -26,16 +24,12 @@ from recipes.fused_kernels.attention import KEPT_LENGTH, QUERIES, attention_bloc
 from recipes.fused_kernels.cross_entropy import LOGITS_BYTES, ROWS, in_one, in_rows, linear_cross_entropy
 from recipes.fused_kernels.gelu import CompiledGELU
 from recipes.technique import Declaration, Run, Technique, adam_arguments, decouples_weight_decay
-from recipes.tf32.technique import CAPABILITY as TF32_CAPABILITY
-from recipes.tf32.technique import use_tf32
 
 SWITCH = {"enum": [True, False], "auto": True}
 #: The oldest GPUs that Triton compiles for, in which Liger's kernels and those of torch.compile are written.
 TRITON_CAPABILITY = (7, 0)
 #: How to get Liger-Kernel, in the project's folder.
 INSTALL = 'pip install -e ".[liger]" -c constraints.txt'
-#: Techniques that run other blocks in every step, for which a model compiled as a whole would be compiled again each time.
-WALKERS = ("activation_checkpointing", "progressive_layer_drop", "random_ltd")
 
 
 class FusedKernels(Technique):
@@ -49,18 +43,12 @@ class FusedKernels(Technique):
     cross_entropy: the output layer and its loss in one kernel, which writes the gradient over the logits.
     layer_norm: Liger-Kernel's, on CUDA.
     gelu: compiled by torch.compile, if the blocks are not.
-    compile: torch.compile; true and "blocks" compile one block at a time, for every stage and technique; "model" compiles the whole model.
-    tf32: TF32 in the remaining fp32 matrix products, on CUDA.
-    cuda_graphs: launch a compiled block's kernels as one CUDA graph.
+    compile: torch.compile, one block at a time, which works at every stage and with every technique.
     """
 
     declaration = Declaration(
         section="fused_kernels",
-        keys={
-            **dict.fromkeys(("adamw", "attention", "cross_entropy", "layer_norm", "gelu"), SWITCH),
-            "compile": {"enum": [True, False, "blocks", "model"], "auto": True},
-            **dict.fromkeys(("tf32", "cuda_graphs"), SWITCH),
-        },
+        keys=dict.fromkeys(("adamw", "attention", "cross_entropy", "layer_norm", "gelu", "compile"), SWITCH),
     )
 
     def __init__(self, section: dict[str, Any], run: Run):
@@ -68,33 +56,11 @@ class FusedKernels(Technique):
         self.asked = {name: section.get(name, False) for name in self.declaration.keys}
         if not any(self.asked.values()):
             raise ValueError(f"'fused_kernels' switches no kernel on; write \"auto\", or true for some of {', '.join(self.asked)}")
-        if self.asked["compile"] == "model":
-            self._check_whole()
-        if self.asked["cuda_graphs"] is True and not self.asked["compile"]:
-            raise ValueError(
-                "'fused_kernels.cuda_graphs' records compiled blocks, and 'compile' is false; write \"blocks\" there, or false here"
-            )
-        if self.asked["cuda_graphs"] is True and run.zero_stage == 3:
-            raise ValueError(
-                "'fused_kernels.cuda_graphs' needs weights that stay at their address, and stage 3 gathers them anew; write false, or use"
-                " stage 2"
-            )
-        if self.asked["tf32"] is True and run.precision != "fp32":
-            raise ValueError(
-                f"'fused_kernels.tf32' acts on products of fp32 matrices, and this run has them in {run.precision}; write false"
-            )
-        if self.asked["tf32"] is True and (run.engine.get("torch_autocast") or {}).get("enabled"):
-            raise ValueError(
-                "'fused_kernels.tf32' acts on products of fp32 matrices, which torch_autocast casts to 16 bits; write false, or leave"
-                " torch_autocast out"
-            )
         if self.asked["adamw"] is True and run.optimizer["type"] not in ("Adam", "AdamW"):
             raise ValueError(f"'fused_kernels.adamw' is a kernel of Adam, and the optimizer is {run.optimizer['type']}; write false")
         # With dropout only CUDA has a fused kernel for attention.
-        by_hand = {"tf32": TF32_CAPABILITY, "cuda_graphs": TRITON_CAPABILITY, "layer_norm": TRITON_CAPABILITY}
-        if run.shape.dropout:
-            by_hand["attention"] = (0, 0)
-        self._needs_cuda = {f"fused_kernels.{name}": capability for name, capability in by_hand.items() if self.asked[name] is True}
+        cuda_only = {"layer_norm": TRITON_CAPABILITY} | ({"attention": (0, 0)} if run.shape.dropout else {})
+        self._needs_cuda = {f"fused_kernels.{name}": capability for name, capability in cuda_only.items() if self.asked[name] is True}
         self.missing_packages = tuple(self._missing())
         self._said: list[str] = []
 
@@ -107,17 +73,8 @@ class FusedKernels(Technique):
         if self.asked["layer_norm"] is True and not _has_liger():
             yield f"'fused_kernels.layer_norm' needs liger-kernel, which is not installed; {INSTALL}, or write \"auto\""
         for name in ("gelu", "compile"):
-            if self.asked[name] not in (False, "auto") and not _has_compiler():
+            if self.asked[name] is True and not _has_compiler():
                 yield f"'fused_kernels.{name}' needs a C++ compiler, which is not on the path; install g++, or write \"auto\""
-
-    def _check_whole(self) -> None:
-        """Raises ValueError, see `Technique.__init__`."""
-        key = "'fused_kernels.compile' is \"model\", but"
-        if self.run.zero_stage == 3:
-            raise ValueError(f'{key} stage 3 gathers and releases the weights of each layer between them; write "blocks"')
-        for name in WALKERS:
-            if name in self.run.techniques:
-                raise ValueError(f"{key} '{name}' goes through the blocks in another way in every step; write \"blocks\"")
 
     def memory_terms(self, model: GPTConfig, device: str) -> dict[str, int]:
         """Return what attention in blocks of queries and the loss head keep.
@@ -148,7 +105,7 @@ class FusedKernels(Technique):
         self._say(name, f"skipped, {why}")
 
     def prepare(self, model: GPT) -> None:
-        from deepspeed.accelerator import get_accelerator  # here, because the import takes a second, and --explain does without
+        from deepspeed.accelerator import get_accelerator  # a second to import, for which --help should not wait
 
         self.device = get_accelerator().device_name()
         self._said.clear()
@@ -174,8 +131,7 @@ class FusedKernels(Technique):
             for block in cast("Iterable[Block]", model.h):
                 block.attn.attend = blockwise_attention
             return self._say("attention", f"blocks of {QUERIES} queries")
-        backend = _sdpa_backend(self.run, self.device)
-        self._say("attention", f"torch's, as without this key; of its kernels it takes {backend} for this model")
+        self._say("attention", "torch's, as without this key")
 
     def _use_cross_entropy(self, model: GPT) -> None:
         compiled = self.device == "cuda" and find_spec("triton") is not None
@@ -187,7 +143,7 @@ class FusedKernels(Technique):
             return self._skip("layer_norm", f"torch's is one kernel on a {self.device} already, and Liger-Kernel's needs CUDA")
         if not _has_liger():
             return self._skip("layer_norm", f"liger-kernel is not installed ({INSTALL})")
-        from liger_kernel.ops.layer_norm import LigerLayerNormFunction  # optional
+        from liger_kernel.ops.layer_norm import LigerLayerNormFunction  # an optional dependency
 
         for module in model.modules():
             if isinstance(module, nn.LayerNorm):
@@ -204,36 +160,15 @@ class FusedKernels(Technique):
         self._say("gelu", "compiled by torch.compile; the first step waits for it")
 
     def _compiles(self) -> bool:
-        """Whether blocks, or the whole, are compiled."""
-        asked = self.asked["compile"]
-        return self.device == "cuda" if asked == "auto" else bool(asked)
+        """Whether blocks are compiled."""
+        return self.device == "cuda" if self.asked["compile"] == "auto" else self.asked["compile"]
 
     def _use_compile(self, model: GPT) -> None:
         if not self._compiles():
             return self._skip("compile", "on a CPU it is not faster than the other kernels")
-        graphs = self.asked["cuda_graphs"] is True
-        mode = "reduce-overhead" if graphs else None
-        whole = self.asked["compile"] == "model"
-        for module in [model] if whole else model.h:
-            module.compile(mode=mode)
-        self._say(
-            "compile", f"{'the model' if whole else 'a block at a time'}{', as CUDA graphs' if graphs else ''}; the first step takes longer"
-        )
-
-    def _use_tf32(self, model: GPT) -> None:
-        if self.run.precision != "fp32":
-            return self._skip("tf32", f"products are in {self.run.precision}")
-        if (self.run.engine.get("torch_autocast") or {}).get("enabled"):
-            return self._skip("tf32", "torch_autocast casts products to 16 bits")
-        if self.device != "cuda" or torch.version.hip or torch.cuda.get_device_capability() < TF32_CAPABILITY:
-            return self._skip("tf32", f"this {self.device} has none")
-        use_tf32()
-        self.costs = replace(self.costs, matmul_dtype="tf32")
-        self._say("tf32", "on")
-
-    def _use_cuda_graphs(self, model: GPT) -> None:
-        if self.asked["cuda_graphs"] == "auto":
-            self._skip("cuda_graphs", "no speed-up has been measured" if self.device == "cuda" else f"a {self.device} has none")
+        for block in model.h:
+            block.compile()
+        self._say("compile", "a block at a time; the first step takes longer")
 
     # --- the optimizer -----------------------------------------------------------------------------------------------------------------
 
@@ -241,7 +176,7 @@ class FusedKernels(Technique):
         """DeepSpeed's FusedAdam if `prepare` has chosen it."""
         if "FusedAdamBuilder" not in self.extensions:
             return None
-        from deepspeed.ops.adam import FusedAdam
+        from deepspeed.ops.adam import FusedAdam  # a second to import, for which --help should not wait
 
         lr, betas, eps, weight_decay, bias_correction = adam_arguments(self.run.optimizer["params"])
         return FusedAdam(
@@ -262,17 +197,6 @@ def _has_liger() -> bool:
 def _has_compiler() -> bool:
     """Whether torch.compile finds a C++ compiler, with which it also builds what launches its kernels on a GPU."""
     return any(shutil.which(name) for name in (os.environ.get("CXX", "g++"), "g++", "clang++"))
-
-
-def _sdpa_backend(run: Run, device: str) -> str:
-    """The kernel that torch's scaled_dot_product_attention takes for the run's shapes, by the name of its SDPBackend in small letters."""
-    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[run.precision]
-    shape, B = run.shape, run.micro_batch_size
-    q = torch.empty(B, shape.n_head, shape.seq_len, shape.d_model // shape.n_head, dtype=dtype, device=device, requires_grad=True)
-    masked = run.model_config.document_end is not None
-    mask = torch.zeros(B, 1, shape.seq_len, shape.seq_len, dtype=dtype, device=device) if masked else None
-    choice = torch._fused_sdp_choice(q, q, q, attn_mask=mask, dropout_p=shape.dropout, is_causal=not masked)
-    return SDPBackend(choice).name.lower()
 
 
 def _liger_forward(norm: Any, function: Any) -> Any:

@@ -32,15 +32,9 @@ def limits(section: dict[str, Any], least: str, most: str, defaults: tuple[float
         ValueError: the upper limit is 0 or below the lower one, see `Technique.__init__`.
     """
     low, high = float(section.get(least, defaults[0])), float(section.get(most, defaults[1]))
-    if not high:
-        raise ValueError(f"'optimizer.params.{most}' is 0, and then no weight moves; write a number above 0")
-    if low > high:
-        key, fix = (
-            (least, f"{most} is {high:g}; lower it, or raise {most}")
-            if least in section
-            else (most, f"{least} is {low:g}; raise it, or lower {least}")
-        )
-        raise ValueError(f"'optimizer.params.{key}' is {section[key]}, but {fix}")
+    if not high or low > high:
+        key = least if least in section and high else most
+        raise ValueError(f"'optimizer.params.{key}' is {section[key]}; {most} must be above 0 and at least {least}, which is {low:g}")
     return low, high
 
 

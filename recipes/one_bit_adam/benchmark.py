@@ -53,7 +53,7 @@ def tensors(parameters: int) -> list[tuple[int, ...]]:
 
 def measure(arguments: argparse.Namespace) -> report.Measured:
     """Time all sides; one record."""
-    import torch
+    import torch  # seconds to import, with what imports it: --help does without
 
     from recipes.compressed_all_reduce import CompressedAllReduce
     from recipes.lamb.optimizer import Lamb

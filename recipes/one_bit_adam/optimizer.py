@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.optim.adam import adam
 
-from recipes.compressed_optimizer import FreezingOptimizer
+from recipes.one_bit import FreezingOptimizer
 from recipes.technique import LATE_STEP
 
 
@@ -43,7 +43,9 @@ class CompressedAdam(FreezingOptimizer):
             )
 
     def _step_compressed(self) -> None:
-        self._take_gradients()
+        for group, parameter, momentum in self._momenta():
+            assert parameter.grad is not None
+            momentum.lerp_(parameter.grad.view(-1), 1 - group["betas"][0])
         self.reduction.reduce()
         for group, parameter, momentum in self._momenta():
             lr, bias1 = group["lr"], self._biases(group)[0]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from recipes.compressed_technique import FREEZE_STEP, FreezingTechnique, declare
+from recipes.one_bit import FREEZE_STEP, FreezingTechnique, declare
 from recipes.one_bit_adam.optimizer import CompressedAdam
 from recipes.technique import adam_arguments
 

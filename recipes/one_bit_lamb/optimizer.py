@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from recipes.compressed_optimizer import FreezingOptimizer
 from recipes.lamb.optimizer import block_norm, lamb_step, mean_ratio, norm_of
+from recipes.one_bit import FreezingOptimizer
 
 
 class CompressedLamb(FreezingOptimizer):
@@ -63,24 +63,21 @@ class CompressedLamb(FreezingOptimizer):
             ratios.append(ratio)
         self.trust_ratio = mean_ratio(ratios)
 
-    def _freeze(self) -> None:
-        super()._freeze()
+    def _freeze(self, steps: int) -> None:
+        super()._freeze(steps)
         for group, parameter, _ in self._momenta():
             state = self.state[parameter]
             state["exp_avg_sq_fresh"] = state["exp_avg_sq"] / self._biases(group)[1]
 
-    def _put_into_momentum(self, gradient: torch.Tensor, momentum: torch.Tensor, beta1: float) -> None:
-        """In the gradient's place the last momentum stays, which the gradient is reconstructed by."""
-        for g, m in self._blocks(gradient, momentum):
-            last = self.reduction.scratch[: m.numel()].copy_(m)
-            m.lerp_(g, 1 - beta1)
-            g.copy_(last)
-
     def _step_compressed(self) -> None:
-        self._take_gradients()
-        # What is exchanged is the momentum over the deviations, which all ranks have alike.
+        # The momentum is exchanged divided by the deviations, which are the same on all ranks. The memory of the gradient keeps the last
+        # momentum, by which the gradient is reconstructed.
         for group, parameter, momentum in self._momenta():
-            for m, variance in self._blocks(momentum, self.state[parameter]["exp_avg_sq"]):
+            assert parameter.grad is not None
+            for m, gradient, variance in self._blocks(momentum, parameter.grad, self.state[parameter]["exp_avg_sq"]):
+                last = self.reduction.scratch[: m.numel()].copy_(m)
+                m.lerp_(gradient, 1 - group["betas"][0])
+                gradient.copy_(last)
                 m.div_(self._divisor(variance, group))
         self.reduction.reduce()
         for group, parameter, momentum in self._momenta():

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from recipes.compressed_technique import FREEZE_STEP, FreezingTechnique, declare
 from recipes.lamb.technique import LAMB_AUTO, LAMB_KEYS, LIMITS, limits
+from recipes.one_bit import FREEZE_STEP, FreezingTechnique, declare
 from recipes.one_bit_lamb.optimizer import CompressedLamb
 from recipes.technique import Run, adam_arguments
 

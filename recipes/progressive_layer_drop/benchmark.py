@@ -28,7 +28,7 @@ QUICK = ("--preset", "nano", "--stages", "1", "--steps", "25")
 
 def now() -> float:
     """Seconds, after the GPU has finished."""
-    import torch
+    import torch  # seconds to import, which --help does without
 
     if torch.cuda.is_available():
         torch.cuda.synchronize()

@@ -9,7 +9,6 @@ section 3. DeepSpeed has it for CUDA alone, in wrappers that rename the weights;
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterable
 from typing import Any, cast
 
@@ -68,11 +67,10 @@ def run_on(block: nn.Module, x: torch.Tensor, positions: torch.Tensor) -> torch.
 class RandomLTD(Technique):
     """DeepSpeed's documented `"random_ltd": {"enabled": true, "random_ltd_layer_id": [1, 2], "random_ltd_schedule": {...}, ...}`.
 
-    It may stand in `data_efficiency.data_routing`, as DeepSpeed has it. What is "auto", or left out, follows from the model and the length
+    It stands at the top level, not in `data_efficiency.data_routing`. What is "auto", or left out, follows from the model and the length
     of the run.
 
-    total_layer_num: the model's blocks.
-    random_ltd_layer_id: which blocks drop tokens, from 0; "auto": all but the first and the last. random_ltd_layer_num: how many these are.
+    random_ltd_layer_id: which blocks drop tokens, from 0; "auto": all but the first and the last.
     random_ltd_schedule.min_value, max_value: the first and the last number of tokens; "auto": 128, or half of max_value where that is less,
         and the model's seq_len.
     random_ltd_schedule.schedule_config.require_steps: optimizer steps until max_value; "auto": 0.7 of the run's steps of whole batches.
@@ -86,15 +84,18 @@ class RandomLTD(Technique):
 
     declaration = Declaration(
         section="random_ltd",
-        other_forms={"data_efficiency.data_routing.random_ltd": lambda section: {"enabled": False, **section}},  # the default there
+        other_places=("data_efficiency.data_routing.random_ltd",),
         exclusive=("which blocks see which tokens",),
         ignored={
+            "total_layer_num": "the blocks of the model are counted",
+            "random_ltd_layer_num": "the blocks in random_ltd_layer_id are counted",
+            "layer_token_lr_schedule": "DeepSpeed documents this schedule and has none; the learning rate follows 'scheduler'",
             "model_mask_name": "the mask of --no_cross_document is cut automatically, and there is no other",
             "hidden_state_order": "the order of the model, batch before sequence, is known",
         },
         keys={
-            "total_layer_num": {"types": ["integer"], "minimum": 1, "auto": True},
-            "random_ltd_layer_num": {"types": ["integer"], "minimum": 0, "auto": True},
+            "total_layer_num": {"types": ["integer"], "auto": True},
+            "random_ltd_layer_num": {"types": ["integer"], "auto": True},
             "random_ltd_layer_id": {"types": ["array"], "items": ["integer"], "auto": True},
             "model_mask_name": {"types": ["string", "null"]},
             "model_type": {"types": ["string"], "enum": ["decoder"]},
@@ -114,15 +115,7 @@ class RandomLTD(Technique):
                     },
                 },
             },
-            "layer_token_lr_schedule": {
-                "types": ["object"],
-                "keys": {
-                    "enabled": {"types": ["boolean"]},
-                    "total_layer_tokens": {"types": ["integer"]},
-                    "warmup_type": {"types": ["string"]},
-                    "warmup_layer_tokens": {"types": ["integer"]},
-                },
-            },
+            "layer_token_lr_schedule": {"types": ["object"]},
         },
     )
 
@@ -130,11 +123,6 @@ class RandomLTD(Technique):
         self.shape, self.seed = run.shape, run.seed
         self.layers = self._layers(section)
         self.schedule = self._schedule(section.get("random_ltd_schedule", {}), run.steps)
-        if section.get("layer_token_lr_schedule", {}).get("enabled"):
-            raise ValueError(
-                "'random_ltd.layer_token_lr_schedule.enabled' is true, but DeepSpeed announces this schedule and has none; write false, and"
-                " the learning rate follows 'scheduler'"
-            )
         least, most = self.schedule["min_value"], self.schedule["max_value"]
         grows = least < most and self.layers
         self.stages = (1, self.schedule["schedule_config"]["require_steps"] + 1) if grows else (1,)
@@ -142,25 +130,13 @@ class RandomLTD(Technique):
 
     def _layers(self, section: dict[str, Any]) -> frozenset[int]:
         """The indices of the blocks that drop tokens. Raises ValueError, see `Technique.__init__`."""
-        n_layer = self.shape.n_layer
-        total, number, ids = (section.get(key, "auto") for key in ("total_layer_num", "random_ltd_layer_num", "random_ltd_layer_id"))
-        if total not in ("auto", n_layer):
-            raise ValueError(f"'random_ltd.total_layer_num' is {total}, but the model has {n_layer} blocks; write {n_layer} or \"auto\"")
-        layers = list(range(1, n_layer - 1)) if ids == "auto" else [int(index) for index in ids]
-        name = "'random_ltd.random_ltd_layer_id'"
-        if ids != "auto" and not layers:
-            raise ValueError(f'{name} is [], so that no block drops tokens; name blocks, write "auto", or switch random_ltd off')
-        if wrong := [index for index in layers if not 0 <= index < n_layer]:
-            raise ValueError(f"{name} has {wrong[0]}; allowed are the model's blocks, from 0 to {n_layer - 1}")
-        if twice := [index for index, count in Counter(layers).items() if count > 1]:
-            raise ValueError(f"{name} has {twice[0]} more than once; name each block once")
-        if number not in ("auto", len(layers)):
-            which = "all but the first and the last are" if ids == "auto" else "random_ltd_layer_id names"
-            raise ValueError(
-                f"'random_ltd.random_ltd_layer_num' is {number}, but {which} {len(layers)} blocks; write {len(layers)}, or other blocks"
-                " into random_ltd_layer_id"
-            )
-        return frozenset(layers)
+        n_layer, ids = self.shape.n_layer, section.get("random_ltd_layer_id", "auto")
+        if ids == "auto":
+            return frozenset(range(1, n_layer - 1))
+        layers = frozenset(int(index) for index in ids)
+        if not layers or len(layers) < len(ids) or not layers <= set(range(n_layer)):
+            raise ValueError(f"'random_ltd.random_ltd_layer_id' is {ids}; name some of the blocks 0 to {n_layer - 1}, each once")
+        return layers
 
     def _schedule(self, given: dict[str, Any], steps: int) -> dict[str, Any]:
         """`random_ltd_schedule` with every value in it. Raises ValueError, see `Technique.__init__`."""

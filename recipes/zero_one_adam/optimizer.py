@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from recipes.compressed_optimizer import LEAST_SHARE, CompressedOptimizer
+from recipes.one_bit import LEAST_SHARE, CompressedOptimizer
 
 
 class LocalStepAdam(CompressedOptimizer):
@@ -47,7 +47,6 @@ class LocalStepAdam(CompressedOptimizer):
         self._look_at_variance()
 
     def _update(self) -> None:
-        self._count_step()
         if self.renews:
             self._renew_variance()
         else:
@@ -150,7 +149,7 @@ class LocalStepAdam(CompressedOptimizer):
         self._look_at_variance()
 
     def _look_at_variance(self) -> None:
-        """Take from the state how often it was renewed, which rows it knows, and the least of each tensor."""
+        """Read from the state the number of renewals, the rows that have a variance, and the least value of each tensor."""
         self._renewals = int(self.param_groups[0]["renewals"])
         means, self._known = list[float](), dict[int, int]()
         for place, parameter in enumerate(self._parameters):

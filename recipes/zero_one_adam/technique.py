@@ -8,13 +8,12 @@ up to 0.19.6 at least, for GPUs with cupy or MPI; here it is plain torch, on any
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
 
-from recipes.compressed_technique import CompressedTechnique, declare
+from recipes.one_bit import CompressedTechnique, declare
 from recipes.technique import Run, StepPlan, adam_arguments
 from recipes.zero_one_adam.optimizer import LocalStepAdam
 
@@ -87,7 +86,7 @@ class ZeroOneAdam(CompressedTechnique):
 
     def __init__(self, section: dict[str, Any], run: Run):
         self.params, self.resolved_params = section, {}
-        freeze = self._of("var_freeze_step", *self._share_of(run))
+        freeze = self._of("var_freeze_step", *self._steps_of_share(run))
         self.schedule = Schedule(
             freeze,
             self._of("var_update_scaler", min(16, max(4, run.steps // 50)), "a fiftieth of the run's steps, 4 to 16"),
@@ -100,7 +99,7 @@ class ZeroOneAdam(CompressedTechnique):
         super().__init__(section, run)
         # In the second stage the variance is frozen, and the ranks make local steps.
         self.stages = 1, freeze + 1
-        self._note_all(self._traffic(run))
+        self._note_traffic(run)
 
     def _of(self, key: str, auto: int, reason: str) -> int:
         if (asked := self.params.get(key, "auto")) != "auto":
@@ -108,23 +107,22 @@ class ZeroOneAdam(CompressedTechnique):
         self.resolved_params[key] = auto, reason
         return auto
 
-    def _traffic(self, run: Run) -> Iterator[str]:
+    def _note_traffic(self, run: Run) -> None:
         if run.ranks == 1:
-            yield (
+            self._note(
                 "one rank sends nothing; Adam whose variance is updated at the steps of the schedule, and frozen after step"
                 f" {self.schedule.var_freeze_step:,}"
             )
             return
-        (whole, compressed), renewals = self._megabytes(run), self.schedule.renewals(run.steps)
+        renewals = self.schedule.renewals(run.steps)
         last, exchanges = self.schedule.last_exchange(run.steps)
-        yield (
-            f"of {run.steps:,} steps of whole batches, {renewals:,} update the variance, for which a rank sends {whole:,.2f} MB,"
-            f" {exchanges - renewals:,} send about {compressed:,.2f} MB, and {run.steps - exchanges:,} a few KB"
+        self._note(
+            f"of {run.steps:,} steps of whole batches, {renewals:,} update the variance, for which a rank sends {self._whole:,.2f} MB,"
+            f" {exchanges - renewals:,} send about {self._compressed:,.2f} MB, and {run.steps - exchanges:,} a few KB"
         )
         if last < run.steps:
-            lost = run.steps - last
-            yield (
-                f"the last exchange is in step {last:,}; the local steps of the {lost:,} step(s) after it are not in the saved weights;"
+            self._note(
+                f"the last exchange is in step {last:,}; the {run.steps - last:,} local step(s) after it are not in the saved weights;"
                 " lower local_step_clipper to lose fewer"
             )
 

@@ -14,7 +14,6 @@ from launch.config.run_config import RunConfig, resolve
 from launch.training.engine import TrainingEngine
 from launch.training.folder import NoFolder
 from launch.training.observers import Observer
-from recipes import registry
 from tests.distributed.correction_jobs import fp16_allowed
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -25,7 +24,7 @@ def plan_of(config: RunConfig) -> MemoryPlan:
     """The plan of a resolved run on CPU ranks."""
     zero = config.engine["zero_optimization"]
     batch = config.micro_batch_size, config.gradient_accumulation_steps
-    techniques = registry.make_techniques(config)
+    techniques = config.built_techniques
     shape = (config.model_config, config.precision, zero, config.ranks, *batch, techniques.costs.checkpointed_segments)
     return memory_per_rank(*shape, terms=techniques.memory_terms(config.model_config, "cpu"))
 
@@ -134,9 +133,9 @@ def model_states(flags: list[str]) -> dict[str, Any]:
     config, (*_, found) = states_in_step(flags)
     plan = plan_of(config)
     return (
-        {"not in a part": found["not in a part"] - before, "buffers": plan.buffers}
+        {"not in a part": found["not in a part"] - before, "buffers": plan.parts["buffers"]}
         | {"rank": int(os.environ["RANK"])}
-        | {name: (found[name], getattr(plan, name)) for name in PARTS}
+        | {name: (found[name], plan.parts[name]) for name in PARTS}
     )
 
 

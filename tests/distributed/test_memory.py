@@ -43,7 +43,10 @@ def test_the_activations_of_a_block_are_what_autograd_saves(precision, dropout):
     for known in (x, *block.parameters()):
         saved.pop(known.untyped_storage().data_ptr(), None)
     saved[output.untyped_storage().data_ptr()] = output.untyped_storage().nbytes()  # which the next block saves
-    plans = [memory_per_rank(replace(model, n_layer=layers), precision, {"stage": 0}, 1, B, device="cpu").activations for layers in (2, 3)]
+    plans = [
+        memory_per_rank(replace(model, n_layer=layers), precision, {"stage": 0}, 1, B, device="cpu").parts["activations"]
+        for layers in (2, 3)
+    ]
     assert sum(saved.values()) == pytest.approx(plans[1] - plans[0], rel=STATES_WITHIN)
 
 

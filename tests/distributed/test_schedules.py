@@ -34,22 +34,12 @@ def cosine(step: int) -> float:
     return PEAK * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * min(1.0, (step - WARMUP + 1) / (STEPS - WARMUP)))))
 
 
-def cycle(step: int) -> float:
-    return PEAK * (0.1 + 0.9 * (step - 1) / 5 if step <= 6 else 1.0 - 0.9 * (step - 6) / 5)
-
-
-def ramp(step: int) -> float:
-    return 0.001 * (1 + 0.5 * (step - 1) / 2)
-
-
 WARM = {"warmup_num_steps": WARMUP}
 KINDS = {
     "WarmupLR-log": (WARM | {"warmup_max_lr": PEAK, "warmup_type": "log"}, log_warmup),
     "WarmupLR-linear": (WARM | {"warmup_max_lr": PEAK, "warmup_type": "linear"}, linear_warmup),
     "WarmupDecayLR": (WARM | {"warmup_max_lr": PEAK, "warmup_type": "linear", "total_num_steps": STEPS}, decay),
     "WarmupCosineLR": (WARM | {"warmup_type": "linear", "total_num_steps": STEPS, "cos_min_ratio": 0.1}, cosine),
-    "OneCycle": ({"cycle_min_lr": PEAK / 10, "cycle_max_lr": PEAK, "cycle_first_step_size": 5, "cycle_momentum": False}, cycle),
-    "LRRangeTest": ({"lr_range_test_min_lr": 0.001, "lr_range_test_step_size": 2, "lr_range_test_step_rate": 0.5}, ramp),
 }
 
 

@@ -1,0 +1,351 @@
+"""What 1-bit Adam, 1-bit LAMB and 0/1 Adam share: optimizers that exchange compressed momenta, and the techniques that drive them.
+
+Between `backward` and the optimizer's step the engine reduces nothing: each rank has its own gradients, and the optimizer exchanges what
+it makes of them by `recipes.compressed_all_reduce`.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from model.accounting import parameter_count
+from model.gpt import GPT
+from recipes.compressed_all_reduce import CompressedAllReduce, blocks
+from recipes.technique import ADAM_KEYS, Costs, Declaration, Run, StepPlan, Technique, require_stage_0
+
+#: The smallest value of an element of a frozen variance, as a share of the mean of its tensor.
+LEAST_SHARE = 0.1
+#: Bytes of a parameter's gradient as the engine reduces it.
+GRADIENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+#: The key of the recipes that freeze the variance once.
+FREEZE_STEP: dict[str, dict[str, Any]] = {"freeze_step": {"types": ["integer"], "minimum": 1, "auto": True}}
+
+
+# --- the optimizers -----------------------------------------------------------------------------------------------------------------
+
+
+def settle_variance(variance: torch.Tensor, steps: int, beta2: float, row_steps: torch.Tensor | None = None) -> None:
+    """Prepare the variance of one tensor, after `steps` steps, for being frozen, in place.
+
+    No element stays below a tenth of the mean. The momentum is sent as plus or minus the root mean square of its tensor. Divided by a
+    deviation that is a thousandth of the others', as that of the keys' biases, whose gradient is 0 but for rounding, it would move the
+    weight far. Nor would a frozen variance rise, as Adam's does, with the first large gradient of a token that has been rare so far.
+
+    row_steps: of an embedding, in how many of the steps each row could have gradients, (rows,). In k steps a row got 1 - beta2^k of its
+    mean square, and is scaled to the 1 - beta2^steps that the bias correction assumes. A row without any, such as a position that a
+    curriculum has not reached, gets the mean of the other rows.
+    """
+    if row_steps is not None:
+        seen = row_steps > 0
+        powers = torch.pow(beta2, row_steps[seen].double())
+        variance[seen] *= ((1 - beta2**steps) / (1 - powers)).to(variance.dtype)[:, None]
+        if seen.any():
+            variance[~seen] = variance[seen].mean(0)
+    variance.clamp_(min=LEAST_SHARE * float(variance.mean(dtype=torch.float64)))
+
+
+class CompressedOptimizer(torch.optim.Optimizer):
+    """Base of the optimizers whose ranks exchange their own momenta, compressed, instead of gradients.
+
+    `state_dict` has the state that all ranks share. The state of one rank (`reduction`'s errors and, between exchanges, more) is saved by
+    the technique.
+
+    Attributes:
+        used_rows: by the place of a parameter among all, how many of its rows, from the first on, can have gradients in this step. What is
+            exchanged of the others, and the errors, are 0.
+        reduction: the exchanged tensors of all parameters, and the errors of their compressions.
+    """
+
+    #: The state that is exchanged, and whose memory is `reduction.buffer`; empty: what is exchanged is not part of the state.
+    exchanged = "exp_avg"
+    #: Other states of a parameter's shape.
+    kept: tuple[str, ...] = ("exp_avg_sq",)
+
+    def __init__(
+        self,
+        param_groups: list[dict[str, Any]],
+        lr: float,
+        betas: Sequence[float],
+        eps: float,
+        weight_decay: float,
+        bias_correction: bool = True,
+        **defaults: Any,
+    ):
+        super().__init__(param_groups, {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay, **defaults})
+        self._parameters: list[torch.Tensor] = []
+        self.used_rows: dict[int, int] = {}
+        self._bias_correction = bias_correction
+
+    def bind(self, collectives: Any) -> None:
+        """Make the state, for the parameters as they are now: in bf16 and fp16 the engine has put fp32 copies in the model's place."""
+        self._parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        self.reduction = CompressedAllReduce([p.numel() for p in self._parameters], collectives, self._parameters[0].device)
+        self._take_state()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what `state_dict` returned."""
+        super().load_state_dict(state_dict)
+        self._take_state()
+
+    def _take_state(self) -> None:
+        """Add zeros for missing state, and move the exchanged state of all parameters into one buffer."""
+        for parameter, view in zip(self._parameters, self.reduction.views, strict=True):
+            state = self.state[parameter]
+            if self.exchanged:
+                if self.exchanged in state:
+                    view.copy_(state[self.exchanged].view(-1))
+                state[self.exchanged] = view.view_as(parameter)
+            for name in self.kept:
+                state.setdefault(name, torch.zeros_like(parameter, requires_grad=False))
+            state.setdefault("step", torch.zeros((), device=parameter.device))
+        self._steps = int(self.state[self._parameters[0]]["step"])
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Update the parameters by their gradients; a missing gradient is zero. All ranks call this together.
+
+        It does nothing before `bind`, because DeepSpeed may step an optimizer while the engine is built.
+        """
+        if not self._parameters:
+            return
+        for parameter in self._parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        for place, rows in self.used_rows.items():
+            self.reduction.live[place] = rows * self._parameters[place].shape[1]
+        self._steps += 1
+        torch._foreach_add_([self.state[parameter]["step"] for parameter in self._parameters], 1.0)
+        self._update()
+
+    @abstractmethod
+    def _update(self) -> None:
+        """Make step number `_steps`; every parameter has a gradient."""
+
+    def _row_steps(self, place: int) -> torch.Tensor:
+        """In how many steps each row of an embedding could have gradients: (rows,), a part of its state."""
+        parameter = self._parameters[place]
+        return self.state[parameter].setdefault("row_steps", torch.zeros(parameter.shape[0], device=parameter.device))
+
+    def _count_rows(self) -> None:
+        for place, rows in self.used_rows.items():
+            self._row_steps(place)[:rows] += 1
+
+    def _blocks(self, *tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
+        """Flat parts of tensors of one size, as many elements at a time as `reduction.scratch` has."""
+        return blocks(self.reduction.scratch.numel(), *tensors)
+
+    def _momenta(self) -> Iterator[tuple[dict[str, Any], torch.Tensor, torch.Tensor]]:
+        """Group, parameter and the flat view of what is exchanged of it, for every parameter."""
+        views = iter(self.reduction.views)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                yield group, parameter, next(views)
+
+
+class FreezingOptimizer(CompressedOptimizer):
+    """Base of the optimizers with two phases: on whole gradients, then with a frozen variance, as `settle_variance` leaves it.
+
+    Attributes:
+        compressing: set before a step; once it has frozen the variance, the variance stays frozen.
+    """
+
+    def __init__(self, param_groups: list[dict[str, Any]], *arguments: Any):
+        # `variance_steps`: after how many steps the variance was frozen, 0: it is not; in the groups, which a checkpoint holds.
+        super().__init__(param_groups, *arguments, variance_steps=0)
+        self.compressing = False
+
+    @property
+    def frozen(self) -> int:
+        """After how many steps the variance was frozen; 0: it is not."""
+        return int(self.param_groups[0]["variance_steps"])
+
+    def _update(self) -> None:
+        if self.compressing and not self.frozen:
+            self._freeze(self._steps - 1)
+        if self.frozen:
+            self._step_compressed()
+        else:
+            self._count_rows()
+            self._step_whole()
+
+    @abstractmethod
+    def _step_whole(self) -> None:
+        """Update by gradients that are the means over all ranks."""
+
+    @abstractmethod
+    def _step_compressed(self) -> None:
+        """Update by each rank's own gradients."""
+
+    def _freeze(self, steps: int) -> None:
+        """Freeze the variance of `steps` steps. Where it is 0, for the block was dropped in each of them, it becomes the others' mean."""
+        some: list[torch.Tensor] = []
+        none: list[torch.Tensor] = []
+        for place, (group, parameter, _) in enumerate(self._momenta()):
+            group["variance_steps"] = steps
+            variance = self.state[parameter]["exp_avg_sq"]
+            settle_variance(variance, steps, group["betas"][1], self._row_steps(place) if place in self.used_rows else None)
+            (some if variance.any() else none).append(variance)
+        mean = sum(float(variance.sum(dtype=torch.float64)) for variance in some) / max(1, sum(variance.numel() for variance in some))
+        for variance in none:
+            variance.fill_(mean)
+
+    def _biases(self, group: dict[str, Any]) -> tuple[float, float]:
+        """What the two moments are divided by; for a frozen variance, by the number of its own steps."""
+        beta1, beta2 = group["betas"]
+        variance_steps = group["variance_steps"] or self._steps
+        return (1 - beta1**self._steps, 1 - beta2**variance_steps) if self._bias_correction else (1.0, 1.0)
+
+    def _divisor(self, variance: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
+        """What the momentum is divided by, for a block of the variance; in `reduction.scratch`."""
+        root = torch.sqrt(variance, out=self.reduction.scratch[: variance.numel()])
+        return root.mul_(self._biases(group)[1] ** -0.5).add_(group["eps"])
+
+
+# --- the techniques -----------------------------------------------------------------------------------------------------------------
+
+
+def declare(optimizer_type: str, keys: dict[str, dict[str, Any]], auto_params: dict[str, Any] | None = None) -> Declaration:
+    """The declaration of a `CompressedTechnique` with the optimizer `optimizer_type` and `keys` of its own."""
+    return Declaration(
+        optimizer_type=optimizer_type,
+        keys={**keys, **ADAM_KEYS, "cuda_aware": {"types": ["boolean"]}, "comm_backend_name": {"types": ["string"]}},
+        auto_params={"betas": [0.9, 0.999]} if auto_params is None else auto_params,
+        ignored={
+            "cuda_aware": "it is for MPI, and torch.distributed's own backend is used",
+            "comm_backend_name": "the backend of the run's process group is used",
+        },
+    )
+
+
+class CompressedTechnique(Technique):
+    """Base of the techniques that have a `CompressedOptimizer` and switch the engine's own reduction of gradients off."""
+
+    #: "auto" for the length of the first phase, as a share of the run's steps; 1-bit Adam's paper takes 0.15 to 0.25.
+    auto_share = 0.2
+    #: fp32 tensors of the parameters' size that the optimizer keeps on each rank, besides the errors of the compression.
+    kept_tensors = 2
+
+    def __init__(self, section: dict[str, Any], run: Run):
+        self.params, self._ranks, name = section, run.ranks, self.declaration.name
+        # Each rank has an error of its own, and one for the part of the mean that it owns.
+        self.costs = Costs(optimizer_tensors=self.kept_tensors + (0 if run.ranks == 1 else 1 + 1 / run.ranks))
+        require_stage_0(run, f"{name} compresses the momentum of the whole model on every rank", self.costs.optimizer_tensors)
+        if run.engine.get("gradient_allreduce_op") == "sum":
+            raise ValueError(f'\'gradient_allreduce_op\' is "sum", but {name} sends the mean; write "mean", or leave it out')
+        # MB that a rank sends in a step with whole gradients, and in one with compressed momentum.
+        elements = 2 * (run.ranks - 1) / run.ranks * parameter_count(run.model_config) / 1e6
+        self._whole = elements * GRADIENT_BYTES[run.engine.get("communication_data_type") or run.precision]
+        self._compressed = elements / 8
+        self._engine: Any = None
+
+    def _steps_of_share(self, run: Run) -> tuple[int, str]:
+        """The steps of the first phase for "auto", and the reason."""
+        return max(1, round(self.auto_share * run.steps)), f"{self.auto_share} of the run's steps, of whole batches"
+
+    def prepare(self, model: GPT) -> None:
+        self._model = model
+
+    @abstractmethod
+    def build_optimizer(self, param_groups: list[dict[str, Any]]) -> CompressedOptimizer:
+        """The optimizer for `param_groups` with the values of `self.params`."""
+
+    def optimizer(self, param_groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        self._optimizer = self.build_optimizer(param_groups)
+        # By place, because in bf16 and fp16 the engine replaces the model's own parameters in the groups by fp32 copies.
+        self._place = {id(p): place for place, p in enumerate(p for group in param_groups for p in group["params"])}
+        return self._optimizer
+
+    def attach(self, engine: Any, collectives: Any) -> None:
+        self._engine = engine
+        self._optimizer.bind(collectives)
+
+    def _updates_before(self, step: int) -> int:
+        """The number of updates before `step`: fp16 skips some steps."""
+        return step - 1 - (self._engine.skipped_steps if self._engine is not None else 0)
+
+    def _set_up_step(self, plan: StepPlan, whole_gradients: bool) -> None:
+        """Set whether the engine reduces the gradients of the step, and which rows of embeddings have gradients.
+
+        On one rank reducing changes nothing, and the norm of the gradients is exact.
+        """
+        if self._engine is not None:
+            self._engine.enable_backward_allreduce = whole_gradients or self._ranks == 1
+            used = self._model.used_rows(plan.seq_len)
+            self._optimizer.used_rows = {self._place[id(parameter)]: rows for parameter, rows in used.items()}
+
+    def state_dict(self) -> dict[str, Any]:
+        """The errors of this rank's compressions."""
+        reduction = self._optimizer.reduction
+        return {"worker_error": reduction.worker_error, "server_error": reduction.server_error}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for name in ("worker_error", "server_error"):
+            if name in state:
+                getattr(self._optimizer.reduction, name).copy_(state[name])
+
+    def discard_state(self, reason: str) -> None:
+        self._note(f"the errors of the compression start at zero: {reason}" if self._ranks > 1 else f"nothing is compressed: {reason}")
+
+    def _note(self, text: str) -> None:
+        self.notes = (*self.notes, f"{self.declaration.name}: {text}")
+
+
+class FreezingTechnique(CompressedTechnique):
+    """Base of 1-bit Adam and 1-bit LAMB: after `freeze_step` steps on whole gradients the variance is frozen and the momentum compressed.
+
+    freeze_step: optimizer steps (updates that fp16 did not skip); "auto", or left out: `auto_share` of the run's steps of whole batches.
+    """
+
+    #: The optimizer of the first phase, for the notes.
+    uncompressed = ""
+    compressing = False
+    _optimizer: FreezingOptimizer
+
+    def __init__(self, section: dict[str, Any], run: Run):
+        super().__init__(section, run)
+        freeze = section.get("freeze_step", "auto")
+        if freeze == "auto":
+            self.resolved_params = {"freeze_step": self._steps_of_share(run)}
+            freeze = self.resolved_params["freeze_step"][0]
+        else:
+            self.schedule_key = "optimizer.params.freeze_step"
+        self.freeze_step = int(freeze)
+        self.stages = 1, self.freeze_step + 1
+        if run.ranks == 1:
+            self._note(f"one rank sends nothing; the variance of {self.uncompressed} is frozen after step {self.freeze_step:,}")
+        else:
+            self._note(
+                f"{self.freeze_step:,} steps of {self.uncompressed}, in each of which a rank sends {self._whole:,.2f} MB, then steps with"
+                f" about {self._compressed:,.2f} MB"
+            )
+        if self.freeze_step < run.warmup_steps:
+            self._note(
+                f"the variance is frozen after step {self.freeze_step:,}, while the learning rate rises until step"
+                f" {run.warmup_steps:,}; freeze it later"
+            )
+
+    def on_step(self, step: int, plan: StepPlan) -> StepPlan:
+        self.compressing = self._updates_before(step) >= self.freeze_step
+        if self._engine is not None:
+            self.compressing |= bool(self._optimizer.frozen)
+            self._optimizer.compressing = self.compressing
+        self._set_up_step(plan, whole_gradients=not self.compressing)
+        return plan
+
+    def metrics(self) -> dict[str, float]:
+        return {"compressed": int(self.compressing and self._ranks > 1)}
+
+    def state_dict(self) -> dict[str, Any]:
+        """The errors of this rank's compressions, once it compresses."""
+        return super().state_dict() if self.compressing else {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        if self._optimizer.frozen != self.freeze_step:
+            self._note(
+                f"the variance was frozen after step {self._optimizer.frozen:,}; freeze_step, {self.freeze_step:,}, does not change that"
+            )
