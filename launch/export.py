@@ -21,7 +21,7 @@ from data_pipeline.staging import staged_folder
 from launch.config.flags import Parser
 from launch.errors import UsageError, print_once, run_command
 from launch.formats.files import check_writable
-from launch.trained_model.flags import DTYPES, add_source_flags, one_of
+from launch.trained_model.flags import DTYPES, add_source_flags
 
 
 def build_parser() -> Parser:
@@ -34,9 +34,7 @@ def build_parser() -> Parser:
     )
     add_source_flags(parser, data_help="of a run: where its corpus is now, for the tokenizer (the path in run.json)")
     parser.add_argument("--out", required=True, metavar="DIR", help="new folder; an existing one is never written to")
-    parser.add_argument(
-        "--dtype", type=one_of(*DTYPES), metavar="NAME", help="of the weights: fp32, bf16 or fp16 (run: fp32; folder: its own)"
-    )
+    parser.add_argument("--dtype", choices=DTYPES, metavar="NAME", help="of the weights: fp32, bf16 or fp16 (run: fp32; folder: its own)")
     parser.add_argument("--quiet", action="store_true", help="print the last line only")
     return parser
 

@@ -19,7 +19,7 @@ sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from launch.config.flags import Parser, real_number, whole_number
 from launch.errors import UsageError, run_command
-from launch.trained_model.flags import DTYPES, add_source_flags, one_of
+from launch.trained_model.flags import DTYPES, add_source_flags
 
 MAX_PROMPT_BYTES = 2**26
 
@@ -48,7 +48,7 @@ def build_parser() -> Parser:
     )
     parser.add_argument("--seed", type=whole_number(0, 2**62), default=1, help="of the first sample; each further one adds 1 (1)")
     parser.add_argument(
-        "--dtype", type=one_of(*DTYPES), default="fp32", metavar="NAME", help="of weights and activations: fp32, bf16 or fp16 (fp32)"
+        "--dtype", choices=DTYPES, default="fp32", metavar="NAME", help="of weights and activations: fp32, bf16 or fp16 (fp32)"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object a sample")
     parser.add_argument("--quiet", action="store_true", help="no notes and no speed")

@@ -25,7 +25,7 @@ sys.path[0] = str(Path(__file__).resolve().parents[1])
 from launch.config.explain import bytes_of, memory_of, memory_table
 from launch.config.flags import DEFAULT_DATA, Parser, add_model_flags, whole_number
 from launch.config.run_config import ROOT, RunConfig, resolve
-from launch.errors import UsageError, nearest, print_once, run_command
+from launch.errors import print_once, run_command
 from model.accounting import parameter_count
 from model.presets import GPTConfig
 
@@ -57,11 +57,11 @@ def build_parser() -> Parser:
     parser.add_argument("--vocab_size", type=whole_number(1, 10**9), help="tokens of the vocabulary (the corpus's, else GPT-2's 50257)")
     how = parser.add_argument_group("how it is trained")
     how.add_argument("--ranks", type=whole_number(1, 1_000_000), default=1, help="processes that share the batch (1)")
-    how.add_argument("--precision", default="bf16", metavar="NAME", help=f"{', '.join(PRECISIONS)} (bf16)")
+    how.add_argument("--precision", default="bf16", choices=PRECISIONS, help="(bf16)")
     how.add_argument("--micro_batch_size", type=whole_number(1), help="sequences a rank takes at once (preset)")
     how.add_argument("--global_batch_size", type=whole_number(1), help="sequences of a step over all ranks (preset)")
-    how.add_argument("--offload", metavar="WHAT", help="columns with offloading too: optimizer, or param (with the optimizer, stage 3)")
-    how.add_argument("--device", metavar="NAME", help="cuda or cpu (what this machine has)")
+    how.add_argument("--offload", choices=OFFLOADS, help="columns with offloading too; param offloads the optimizer too (stage 3)")
+    how.add_argument("--device", choices=("cuda", "cpu"), help="(what this machine has)")
     parser.add_argument("--memory", type=_bytes, metavar="SIZE", help="what a rank has, e.g. 80GB or 24GiB: says which columns fit")
     parser.add_argument("--json", action="store_true", help="bytes of every part as JSON")
     return parser
@@ -77,10 +77,6 @@ def _bytes(text: str) -> int:
 def main() -> int:
     """Print the plan."""
     flags = build_parser().parse(sys.argv[1:])
-    for name, allowed in (("precision", PRECISIONS), ("device", ("cuda", "cpu")), ("offload", tuple(OFFLOADS))):
-        value = getattr(flags, name)
-        if value is not None and value not in allowed:
-            raise UsageError(f"--{name} {value}: no such choice{nearest(value, allowed)}; there are {', '.join(allowed)}")
     device = flags.device or ("cuda" if os.path.exists("/dev/nvidiactl") else "cpu")
     runs = _runs(flags)
     first = next(iter(runs.values()))

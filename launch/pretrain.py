@@ -50,8 +50,7 @@ def main() -> int:
     from launch.training.distributed import leave_ranks
     from launch.training.engine import check_device
 
-    if config.asks_the_device:  # before the run's folder is made
-        check_device(config)
+    check_device(config)  # before the run's folder is made
     folder: RunFolder | NoFolder = NoFolder()
     if os.environ.get("RANK", "0") == "0":
         path = check_run_folder(config.runs_dir, config.run_name, config.resume)

@@ -20,7 +20,7 @@ sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from launch.config.flags import Parser, whole_number
 from launch.errors import print_once, run_command
-from launch.trained_model.flags import DTYPES, add_source_flags, one_of
+from launch.trained_model.flags import DTYPES, add_source_flags
 
 
 def build_parser() -> Parser:
@@ -32,11 +32,11 @@ def build_parser() -> Parser:
         allow_abbrev=False,
     )
     add_source_flags(parser, data_help="corpus from data_pipeline/prepare.py, or nanoGPT's (of a run: its own)")
-    parser.add_argument("--split", type=one_of("val", "train"), default="val", metavar="NAME", help="text to score: val or train (val)")
+    parser.add_argument("--split", choices=("val", "train"), default="val", metavar="NAME", help="text to score: val or train (val)")
     parser.add_argument("--windows", type=whole_number(1), metavar="N", help="windows of the model's context, spread evenly (all)")
     parser.add_argument("--batch_size", type=whole_number(1), metavar="N", help="windows per forward pass (depends on the device)")
     parser.add_argument(
-        "--dtype", type=one_of(*DTYPES), default="fp32", metavar="NAME", help="of weights and activations: fp32, bf16 or fp16 (fp32)"
+        "--dtype", choices=DTYPES, default="fp32", metavar="NAME", help="of weights and activations: fp32, bf16 or fp16 (fp32)"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
     parser.add_argument("--quiet", action="store_true", help="no progress bar and no notes")
@@ -70,11 +70,6 @@ def _table(report: dict[str, Any]) -> list[str]:
     else:
         ratio = report["split_bytes"] / report["split_tokens"]
         lines.append(f"bits per byte   {figure('bits_per_byte', 4)}  ({ratio:.3f} bytes a token)")
-    if (training := report["training"]) is not None:
-        lines.append(
-            f"the {training['windows']:,} windows of the run's evaluations, in {training['dtype']}: loss {training['loss']:.4f}, "
-            f"its log has {training['logged']:.4f}"
-        )
     return lines
 
 

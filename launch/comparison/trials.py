@@ -20,6 +20,7 @@ from launch.config.flags import suggested_flags
 from launch.config.hardware import device_type, gpus
 from launch.config.run_config import RunConfig, resolve
 from launch.errors import UsageError
+from launch.training.engine import check_device
 from launch.training.run_json import INCIDENTAL
 from recipes.registry import ROOT, Recipe
 
@@ -82,10 +83,7 @@ def _trial(config_file: str, flags: list[str], ranks: int) -> Trial:
     flags = ["--deepspeed_config", config_file, "--save_every", "0", *flags]
     try:
         config, _ = resolve(flags, ranks)
-        if config.asks_the_device:
-            from launch.training.engine import check_device  # after `resolve`: imports DeepSpeed, which few recipes need here
-
-            check_device(config)
+        check_device(config)
     except DataError:
         raise
     except UsageError as reason:

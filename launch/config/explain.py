@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from typing import Any
 
+from tqdm import tqdm
+
 from launch.config.combinations import WITHOUT_EFFECT
 from launch.config.engine_keys import defaults_left_open
 from launch.config.hardware import quiet_deepspeed
@@ -55,20 +57,8 @@ PARTS = {
 FLOPS = {"per_token": "a token", "per_step": "a step", "per_step_and_rank": "a step and rank", "run": "the run"}
 #: The run's own values, in the order of the flags' help; those with a home in the engine's JSON are shown there.
 RUN_VALUES = (
-    "preset",
-    "data",
-    "steps",
-    "seed",
-    "run_name",
-    "runs_dir",
-    "resume",
-    "eval_every",
-    "eval_batches",
-    "save_every",
-    "keep",
-    "histogram_every",
-    "block_similarity",
-    "ranks",
+    *("preset", "data", "steps", "seed", "run_name", "runs_dir", "resume", "eval_every", "eval_batches", "save_every", "keep"),
+    *("histogram_every", "block_similarity", "ranks"),
 )
 
 
@@ -259,7 +249,7 @@ def as_text(explained: dict[str, Any]) -> str:
         f"  {length['total_tokens']:,} tokens in {length['steps']:,} steps: {length['tokens_per_parameter']:.2g} a parameter"
         + (f", {length['total_tokens'] / length['corpus_tokens']:.2f} epochs of the corpus" if length["corpus_tokens"] else ""),
         f"  {model['parameters']:,} parameters, with a vocabulary of {model['vocab_size']:,} padded to {model['padded_vocab_size']:,}",
-        "  " + ", ".join(f"{_si(flops[key])}FLOP {what}" for key, what in FLOPS.items()),
+        "  " + ", ".join(f"{tqdm.format_sizeof(flops[key])}FLOP {what}" for key, what in FLOPS.items()),
     ]
     lines += ["", "Memory of a rank, and what it sends", *_memory_rows(explained)]
     lines += ["", f"Over the run ({', '.join(explained['techniques']) or 'no technique of our own'})", *_columns(explained["over_the_run"])]
@@ -322,12 +312,3 @@ def _shown(value: Any) -> str:
     if isinstance(value, int):
         return f"{value:,}"
     return f"{value:.6g}" if isinstance(value, float) else one_line(str(value)) if value != "" else '""'
-
-
-def _si(value: float) -> str:
-    """`1.23 P`, ready for its unit."""
-    for prefix in ("", "k", "M", "G", "T", "P", "E", "Z", "Y"):
-        if value < 999.5 or prefix == "Y":
-            return f"{value:.3g} {prefix}"
-        value /= 1000
-    raise AssertionError

@@ -182,11 +182,6 @@ class RunConfig:
         """The dotted keys that are switched on and that only CUDA can do, with the least compute capability of the device."""
         return {path: (0, 0) for path in CUDA_ONLY if _at(self.engine, path)} | self.built_techniques.needs_cuda
 
-    @property
-    def asks_the_device(self) -> bool:
-        """Whether `launch.training.engine.check_device` has something to check for this run."""
-        return self.precision == "fp16" or bool(self.cuda_only) or self.uses_nvme
-
     def training_loader(self, collectives: Any) -> Loader:
         """This rank's loader of the training split, in the run's order. collectives: has rank, world_size and device."""
         from data_pipeline.loader import Loader  # imports torch, which --help does without

@@ -2,24 +2,9 @@
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Callable
-
 from launch.config.flags import Parser
-from launch.errors import nearest
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-
-
-def one_of(*names: str) -> Callable[[str], str]:
-    """For argparse: a parser of one of `names`, whose error names the nearest one."""
-
-    def parse(text: str) -> str:
-        if text not in names:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a choice{nearest(text, names)}; choose from {', '.join(names)}")
-        return text
-
-    return parse
 
 
 def add_source_flags(parser: Parser, data_help: str) -> None:

@@ -7,7 +7,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from huggingface_hub import save_torch_state_dict
 
@@ -26,8 +25,6 @@ from model.presets import GPTConfig
 
 #: The largest size of one file of weights.
 SHARD_BYTES = 5_000_000_000
-#: Windows of validation text on which the written tokenizer is compared with the corpus's.
-COMPARED_TEXTS = 100
 
 
 def export(flags: argparse.Namespace, folder: Path, name: str) -> tuple[TrainedModel, dict[str, torch.Tensor], list[str]]:
@@ -50,11 +47,8 @@ def write_folder(trained: TrainedModel, weights: dict[str, torch.Tensor], folder
     write_config(folder, trained.config, trained.eot_id, dtype)  # AutoTokenizer reads it too
     notes, missing = [], trained.no_tokenizer
     if trained.tokenizer is not None:
-        texts = _sample_texts(trained, trained.tokenizer)
         try:
             write_tokenizer(trained.tokenizer, folder, trained.config.seq_len)
-            if differing := differing_texts(trained.tokenizer, folder, texts):
-                notes.append(f"AutoTokenizer gives other ids than the corpus's tokenizer in {differing} of {len(texts)} validation texts")
         except DataError as reason:
             missing = str(reason)
     if missing:
@@ -113,23 +107,3 @@ def write_tokenizer(tokenizer: Tokenizer, folder: Path, seq_len: int) -> None:
     }
     (folder / "tokenizer.json").write_text(text, encoding="utf-8")
     (folder / "tokenizer_config.json").write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-
-
-def differing_texts(tokenizer: Tokenizer, folder: Path, texts: list[str]) -> int:
-    """The number of `texts` for which AutoTokenizer, from `folder`, gives other ids than `tokenizer`."""
-    from transformers import AutoTokenizer  # takes a second, and a model may have no tokenizer
-
-    written = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
-    theirs = written(texts, return_attention_mask=False, verbose=False)["input_ids"]
-    return sum(ours.tolist() != ids for ours, ids in zip(tokenizer.encode_many(texts), theirs, strict=True))
-
-
-def _sample_texts(trained: TrainedModel, tokenizer: Tokenizer) -> list[str]:
-    """Validation text of the run's corpus, and a text with the end-of-text string in it."""
-    texts = [f"a {tokenizer.end_name} b"] if tokenizer.end_name else []
-    if trained.corpus is not None:
-        split, seq_len = trained.corpus.val, trained.config.seq_len
-        windows = split.windows(seq_len)
-        chosen = np.unique(np.linspace(0, windows - 1, min(COMPARED_TEXTS, windows)).astype(np.int64))
-        texts += [tokenizer.decode(row[row != trained.corpus.eot_id]) for row in split.read(chosen, seq_len).astype(np.int64)]
-    return texts

@@ -134,10 +134,6 @@ def _open_run(folder: Path, asked: str | None, data: str | Path | None) -> Train
     checkpoint, state = _choose_checkpoint(folder, description, asked)
     corpus, tokenizer, why = _corpus_of(description, data)
     config = model_of_run(description)
-    if corpus is not None and corpus.vocab_size != config.vocab_size:
-        raise UsageError(
-            f"{folder / 'run.json'}: vocab_size is {config.vocab_size:,}, but its corpus has {corpus.vocab_size:,}; it was changed"
-        )
     # Without the corpus: the end of text is the last id of this project's tokenizers and of GPT-2's.
     eot = corpus.eot_id if corpus else config.vocab_size - 1
     config = replace(config, document_end=eot if description["no_cross_document"] else None)

@@ -66,9 +66,6 @@ def score(flags: argparse.Namespace) -> dict[str, Any]:
     def scaled(value: float | None, factor: float | None) -> float | None:
         return None if value is None or factor is None else value * factor
 
-    evaluation = _training_evaluation(trained, model, corpus, flags, losses)
-    if evaluation is not None and to_bits is not None:
-        evaluation |= {f"{name}_bits_per_byte": evaluation[name] * to_bits for name in ("loss", "logged")}
     return {
         "model": str(trained.folder),
         "checkpoint": trained.checkpoint_name,
@@ -89,7 +86,6 @@ def score(flags: argparse.Namespace) -> dict[str, Any]:
         "bits_per_byte_stderr": scaled(found.error, to_bits),
         "seconds": round(seconds, 2),
         "notes": notes,
-        "training": evaluation,
     }
 
 
@@ -119,36 +115,14 @@ def _corpus(trained: TrainedModel, data: str | None) -> tuple[Corpus, list[str]]
     return corpus, []
 
 
-def _training_evaluation(
-    trained: TrainedModel, model: GPT, corpus: Corpus, flags: argparse.Namespace, losses: np.ndarray
-) -> dict[str, Any] | None:
-    """The loss on the windows that the run's own evaluations read, beside the loss in its log; None without a run or its corpus."""
-    run, state = trained.description, trained.state
-    if run is None or state is None or flags.split != "val" or run.get("corpus_fingerprint") != corpus.fingerprint:
-        return None
-    windows = run.get("eval_batches", 0) * run.get("global_batch_size", 0)
-    if not windows or state.get("val_loss") is None:
-        return None
-    total, precision = corpus.val.windows(trained.config.seq_len), run.get("precision", flags.dtype)
-    chosen = training_windows(total, windows)
-    if precision == flags.dtype and len(losses) == total:
-        loss = float(losses[chosen].mean())
-    else:  # in training's precision, from the fp32 weights: `model` may have been rounded by --dtype
-        if flags.dtype != "fp32":
-            model = trained.load_model().to(model.wte.weight.device)
-        model = model.to(getattr(torch, DTYPES[precision]))
-        loss = float(window_losses(model, corpus, corpus.val, windows, run.get("micro_batch_size")).mean())
-    return {"windows": len(chosen), "dtype": precision, "loss": loss, "logged": state["val_loss"]}
-
-
 @torch.inference_mode()
 def window_losses(
     model: GPT, corpus: Corpus, split: Split, windows: int, batch_size: int | None = None, watch: Callable[[int], Any] = lambda done: None
 ) -> np.ndarray:
     """The mean loss of each of `windows` windows of seq_len + 1 tokens, spread evenly over `split`: float64 (windows,), nats a token.
 
-    They are the windows, in order, that training evaluates where it evaluates as many. watch: called with the number of windows done since
-    the last call.
+    A training run that evaluates as many windows computes its validation loss on the same ones. watch: called with the number of windows
+    done since the last call.
     """
     device, seq_len = model.wte.weight.device, model.config.seq_len
     batch_size = batch_size or max(1, PASS_TOKENS.get(device.type, PASS_TOKENS["cpu"]) // seq_len)
@@ -177,12 +151,6 @@ def estimate(losses: np.ndarray) -> Estimate:
         means = np.array([part.mean() for part in np.array_split(losses, batches)])
         error = max(error, float(means.std(ddof=1)) / math.sqrt(batches))
     return Estimate(float(losses.mean()), error)
-
-
-def training_windows(total: int, asked: int) -> np.ndarray:
-    """The indices of the windows, `asked` of `total`, that an evaluation reads: as `Loader.validation_batches` chooses them."""
-    count = min(asked, total)
-    return np.arange(count, dtype=np.int64) * total // count
 
 
 def text_bytes(corpus: Corpus, split: Split, tokenizer: Tokenizer | None) -> int | None:

@@ -9,8 +9,8 @@ from typing import Any
 LOWEST, HIGHEST = -80, 40
 BINS = HIGHEST - LOWEST + 1
 KINDS = ("activation_gradients", "weight_gradients")
-#: fp16: the smallest number is 2^-24, values below half of it are rounded to zero, values from 2^16 on are infinite.
-FP16_ZERO, FP16_INFINITE = -25, 16
+#: fp16: the smallest number is 2^-24, and values below half of it are rounded to zero.
+FP16_ZERO = -25
 #: The initial loss scale of the fp16 JSONs in ds_configs/; shown for runs without a loss scale.
 INITIAL_SCALE = 2.0**16
 
@@ -24,7 +24,7 @@ def summary(step: int, precision: str, loss_scale: float | None, layers: list[st
 
     Returns the step, the scale of the shares, and for each kind and layer: `exponents` (of the gradient without its loss scale, as
     {exponent: count}), `elements`, `zero`, `not_finite`, and the shares of all elements that are zero in fp16 at scale 1
-    (`fp16_zero_at_1`) and at the run's scale (`fp16_zero_at_scale`), and that are infinite at that scale.
+    (`fp16_zero_at_1`) and at the run's scale (`fp16_zero_at_scale`).
     """
     scale = loss_scale or INITIAL_SCALE
     # Dynamic scales are powers of two. A fixed scale is rounded to the nearest one, an error of half a bin at most.
@@ -49,9 +49,6 @@ def _layer(row: list[int], shift: int, scale_exponent: int) -> dict[str, Any]:
         "not_finite": not_finite,
         "fp16_zero_at_1": share(zero + sum(count for exponent, count in exponents.items() if exponent < FP16_ZERO)),
         "fp16_zero_at_scale": share(zero + sum(count for exponent, count in exponents.items() if exponent + scale_exponent < FP16_ZERO)),
-        "fp16_infinite_at_scale": share(
-            not_finite + sum(count for exponent, count in exponents.items() if exponent + scale_exponent >= FP16_INFINITE)
-        ),
         "exponents": exponents,
     }
 

@@ -10,6 +10,7 @@ import numpy as np
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, MaxNLocator
+from scipy.signal import lfilter
 
 from launch.formats.metrics import is_finite_number, read_metrics
 from launch.training.exponents import FP16_ZERO, KINDS, overall
@@ -104,11 +105,7 @@ def _save(figure: Figure, file: Path) -> Path:
     return file
 
 
-def _smooth(values: list[float]) -> list[float]:
+def _smooth(values: list[float]) -> np.ndarray:
     """Exponential mean over ten steps (fewer in a short run), corrected for its start as Adam corrects its moments."""
     weight = min(0.9, max(0.0, 1 - 10 / len(values)))
-    mean, out = 0.0, []
-    for count, value in enumerate(values, 1):
-        mean = weight * mean + (1 - weight) * value
-        out.append(mean / (1 - weight**count))
-    return out
+    return lfilter([1 - weight], [1, -weight], values) / (1 - weight ** np.arange(1, len(values) + 1))
