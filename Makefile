@@ -41,12 +41,15 @@ pretrain: $(INSTALLED) $(CORPUS)/manifest.json  ## train a nano GPT through ds_c
 	$(BIN)/deepspeed --log_level error --master_port $$port launch/pretrain.py --deepspeed_config ds_configs/zero1_bf16.json \
 	  $(if $(findstring --deepspeed_config,$(ARGS)),,--set bf16.enabled=auto) --preset nano --data $(CORPUS) --run_name $$name $(ARGS)
 
-# Two processes, each with files and ranks of its own: ranks wait for each other, and commands for their imports, half of the time.
-test: $(INSTALLED)  ## the tests (under 20 minutes on two cores)
-	$(BIN)/python -m pytest -m "not long" -n 2 --dist loadfile
+# Three processes, each with files and ranks of its own: ranks wait for each other, and commands for their imports, part of the time.
+# In the order of the folders: tests/distributed, which takes longest, comes first.
+PARALLEL := -n 3 --dist loadfile --no-loadscope-reorder
+
+test: $(INSTALLED)  ## the tests (under 10 minutes on two cores)
+	$(BIN)/python -m pytest -m "not long" $(PARALLEL)
 
 test_all: $(INSTALLED) $(CORPUS)/manifest.json  ## the tests with the long grids
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(PARALLEL)
 
 lint: $(INSTALLED)  ## ruff, the types, and the rule that imports run one way
 	$(BIN)/ruff check .

@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-_CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["torch", "transformers", "deepspeed"])
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(["torch", "transformers", "deepspeed", "scipy.stats", "matplotlib.figure", "plotly.graph_objects"])
 
 
 def run_script(
@@ -28,7 +28,7 @@ def run_script(
     with tempfile.TemporaryDirectory(prefix="command-") as folder:
         printed = [Path(folder) / name for name in ("stdout", "stderr")]
         values = dict(os.environ if environment is None else environment)
-        process = _CONTEXT.Process(target=_run, args=(words, str(cwd), values, [str(file) for file in printed]))
+        process = CONTEXT.Process(target=_run, args=(words, str(cwd), values, [str(file) for file in printed]))
         process.start()
         process.join(timeout)
         if process.exitcode is None:

@@ -16,6 +16,7 @@ from benchmarks import report, utilization
 from benchmarks.gpu import __main__ as gpu
 from benchmarks.gpu import rehearsal
 from recipes.fused_kernels.technique import FusedKernels
+from tests.commands import run_script
 from tests.conftest import gpus
 from tests.helpers import explained
 
@@ -41,7 +42,7 @@ def test_a_mistake_is_one_line_and_exit_code_2(tmp_path):
         (["benchmarks/step_time.py", "--side", "a side"], "--side 'a side'"),
         (["benchmarks/testbed.py", "--only", "controll"], "--tiny" if not gpus() else "no such cell"),
     ):
-        done = subprocess.run([sys.executable, *command, "--no_record"], cwd=ROOT, capture_output=True, text=True)
+        done = run_script(*command, "--no_record")
         assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
         assert key in done.stderr
 
@@ -123,6 +124,7 @@ def test_every_part_has_cells_and_a_smaller_form():
             assert (ROOT / command[0]).is_file()
 
 
+@pytest.mark.long
 def test_a_part_that_is_out_of_time_goes_on_with_what_is_left(tmp_path, monkeypatch, capfd):
     """A cell that fails is measured again; one that is not over at the deadline is ended."""
     program = "import sys, json, os, time; sys.path[0] = sys.argv[1]; from benchmarks import report; n = sys.argv[2]; print('runs', n);"

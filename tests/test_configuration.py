@@ -219,7 +219,7 @@ AUTOCAST = BASE | {"bf16": {"enabled": False}, "torch_autocast": {"enabled": Tru
 
 @pytest.mark.parametrize(
     "values",
-    [HUGGING_FACE, *(pytest.param(one, marks=pytest.mark.long) for one in (SGD, COSINE)), AUTOCAST],
+    [HUGGING_FACE, *(pytest.param(one, marks=pytest.mark.long) for one in (SGD, COSINE, AUTOCAST))],
     ids=["hugging_face", "sgd", "cosine", "autocast"],
 )
 def test_what_is_resolved_trains(values, corpus, tmp_path, two_ranks):

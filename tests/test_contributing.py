@@ -85,6 +85,7 @@ def test_the_index_picks_the_recipe_up(indexed):
     assert [line for line in after if NAME not in line] == [line for line in before if NAME not in line], "the rest is as it was"
 
 
+@pytest.mark.long
 def test_every_test_of_the_recipe_passes_before_it_was_measured(indexed, run):
     for page in ("recipes/README.md", f"recipes/{NAME}/README.md"):
         lines = (indexed / page).read_text(encoding="utf-8").splitlines()
@@ -148,7 +149,8 @@ def test_recipe_and_control_are_compared(indexed, run, corpus):
     assert (indexed / "report" / "report.html").exists()
 
 
-@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.long), 2])
+@pytest.mark.long
+@pytest.mark.parametrize("stage", [0, 2])
 def test_the_optimizer_of_the_page_trains(stage, tmp_path, run, checkout, corpus):
     """Without its recipe.json the folder is no recipe; it is removed again."""
     (name,) = (name for name in BLOCKS if name not in FILES)

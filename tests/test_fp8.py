@@ -117,7 +117,12 @@ CHECKPOINTED = ("activation_checkpointing.enabled=true",)
 
 @pytest.mark.parametrize(
     ("stage", "changes"),
-    [(0, ()), pytest.param(1, (), marks=pytest.mark.long), (2, ALL), pytest.param(3, CHECKPOINTED, marks=pytest.mark.long)],
+    [
+        pytest.param(0, (), marks=pytest.mark.long),
+        pytest.param(1, (), marks=pytest.mark.long),
+        (2, ALL),
+        pytest.param(3, CHECKPOINTED, marks=pytest.mark.long),
+    ],
     ids=["stage 0", "stage 1", "stage 2, with blocks and tokens left out", "stage 3, checkpointed"],
 )
 def test_emulated_it_trains_as_bf16(stage, changes, torchao, two_ranks, corpus, tmp_path):

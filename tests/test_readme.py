@@ -59,7 +59,7 @@ def test_training_commands_are_explained(command):
     assert explained(*flags, "--ranks", str(ranks_of(words)))
 
 
-@pytest.mark.parametrize("command", SMALL)
+@pytest.mark.parametrize("command", [line if "--recipe" in line else pytest.param(line, marks=pytest.mark.long) for line in SMALL])
 def test_training_commands_train(command, corpus, tmp_path):
     """As they stand, but for three steps, on the tests' corpus, into a folder of the test."""
     words = shlex.split(command)
@@ -78,6 +78,7 @@ def test_commands_that_start_nothing_run_as_they_stand(command):
     assert len(done.stdout.splitlines()) > 5
 
 
+@pytest.mark.long
 def test_comparing_commands_compare(corpus, tmp_path):
     """On runs with the names that the page gives them, and with a recipe, trained for seconds only."""
     by_recipe, by_runs = (shlex.split(line)[1:] for line in commands("python launch/compare.py"))

@@ -545,7 +545,7 @@ def test_a_folder_that_cannot_be_entered(command, config):
     closed = command.work / "closed"
     closed.mkdir(mode=0o000)
     try:
-        for flag in ("--runs_dir", "--data", "--deepspeed_config"):
+        for flag in ("--runs_dir", "--data"):
             arguments = [*config, flag, "closed/inside"]
             assert "Permission denied" in command(*arguments, before=without_roots_privileges())
     finally:
@@ -553,7 +553,7 @@ def test_a_folder_that_cannot_be_entered(command, config):
 
 
 def test_a_corpus_that_cannot_be_read(command, config, copied):
-    for name in ("manifest.json", "train-00000.bin", "tokenizer.json"):
+    for name in ("manifest.json", "train-00000.bin"):
         (copied / name).chmod(0o000)
         printed = command(*config[:2], "--data", copied, before=without_roots_privileges())
         assert f"{name}: cannot be read (Permission denied)" in printed

@@ -1,6 +1,6 @@
 """A pool of ranks: real processes in one real process group, started once and given one job after another.
 
-Starting a rank (Python, torch, deepspeed, the group) takes some five seconds; a small configuration trains in one.
+A rank is forked from a process that has imported torch and DeepSpeed, and joins the group; a small configuration then trains in a second.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import traceback
 from multiprocessing.connection import Connection
 from typing import Any
 
+from tests.commands import CONTEXT
 from tests.helpers import free_port
 
 JOB_SECONDS = 240.0
@@ -56,11 +57,10 @@ class Ranks:
         return results
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("spawn")
         port = free_port()
         for rank in range(self.size):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, self.size, self.device, port, theirs), daemon=True)
+            ours, theirs = CONTEXT.Pipe()
+            process = CONTEXT.Process(target=_serve, args=(rank, self.size, self.device, port, theirs), daemon=True)
             process.start()
             theirs.close()
             self._processes.append(process)

@@ -34,7 +34,12 @@ def worker_errors(found: torch.Tensor, sizes: list[int]) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize(
     ("ranks", "block"),
-    [pytest.param(2, 65_536, marks=pytest.mark.long), pytest.param(4, 65_536, marks=pytest.mark.long), (2, 4096), (4, 32)],
+    [
+        pytest.param(2, 65_536, marks=pytest.mark.long),
+        pytest.param(4, 65_536, marks=pytest.mark.long),
+        pytest.param(2, 4096, marks=pytest.mark.long),
+        (4, 32),
+    ],
 )
 def test_twenty_rounds_are_those_of_the_published_algorithm(ranks, block, pools):
     """Whatever part of a tensor is worked on at a time."""

@@ -35,7 +35,7 @@ KINDS = {
     "zero_offload": [],
     "zero_one_adam": [],
 }
-IN_MAKE_TEST = ("zero3_fp16", "zero_one_adam")
+IN_MAKE_TEST = ("zero3_fp16",)
 CASES = {name: 60 if name == "zero1_bf16" else 25 for name in KINDS}
 
 
@@ -317,7 +317,7 @@ def hostile(mark: str) -> dict[str, Callable[[Path], None]]:
     }
 
 
-@pytest.mark.parametrize("kind", ["zero3_fp16", "zero_one_adam"])
+@pytest.mark.parametrize("kind", ["zero3_fp16", pytest.param("zero_one_adam", marks=pytest.mark.long)])
 def test_no_pickle_in_a_checkpoint_runs_code(kind, trained, two_ranks, tmp_path):
     """Sealed with good digests, in every file that a resume, an export, a score or a generation unpickles."""
     flags, run, _ = trained(kind)

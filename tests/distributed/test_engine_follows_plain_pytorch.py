@@ -44,12 +44,12 @@ def grid(is_quick: Callable[[str, int, int], bool]) -> pytest.MarkDecorator:
 
 
 def is_hardest(form: str, accumulation: int, ranks: int) -> bool:
-    return (accumulation, ranks) == (3, 2) and form in ("stage 0", "stage 2", "stage 3, all offloaded")
+    return (accumulation, ranks) == (3, 2) and form in ("stage 0", "stage 3, all offloaded")
 
 
 def is_plain(form: str, accumulation: int, ranks: int) -> bool:
-    """Without offload, of the stages that share least."""
-    return (accumulation, ranks) == (3, 2) and form in ("stage 0", "stage 3")
+    """Without offload, at the stage that partitions everything."""
+    return (accumulation, ranks) == (3, 2) and form == "stage 3"
 
 
 @pytest.fixture(scope="module")
@@ -135,7 +135,7 @@ def test_losses_are_those_of_plain_pytorch(form, accumulation, ranks, pool, corp
     seen["fp32"].append(losses)
 
 
-@grid(is_hardest)
+@grid(is_plain)
 def test_a_layer_without_a_gradient_is_stepped_with_zero(form, accumulation, ranks, pool, corpus, small_reference, tmp_path):
     """Block 1 is left out of every third step, and of the last micro-batch of every fourth."""
     job = {"technique": "DroppedBlock", "flags": flags(corpus, tmp_path, SMALL, form, ranks, accumulation)}

@@ -75,7 +75,7 @@ def reference(short_documents) -> list[float]:
 
 @pytest.mark.parametrize(
     "form",
-    [pytest.param(form, marks=[] if form in ("stage 0", "stage 3", "stage 3, all offloaded") else pytest.mark.long) for form in FORMS],
+    [pytest.param(form, marks=[] if form == "stage 3" else pytest.mark.long) for form in FORMS],
 )
 def test_losses_are_those_of_the_documents_one_by_one(form, request, few_ranks, short_documents, reference, tmp_path):
     """With accumulation, and evaluations between the steps, whose loss is that of the documents one by one too."""

@@ -180,7 +180,11 @@ def test_a_resume_is_bit_identical(kind, precision, interrupted, two_ranks, corp
         assert [line[key] for line in lines] == [line[key] for line in whole]
 
 
-@cases("ranks word", [(1, "nothing is compressed"), (4, "the errors of the compression start at zero")])
+@cases(
+    "ranks word",
+    [(1, "nothing is compressed"), (4, "the errors of the compression start at zero")],
+    adam=[(1, "nothing is compressed")],
+)
 def test_another_number_of_ranks_goes_on_without_the_errors(kind, ranks, word, two_ranks, pools, corpus, tmp_path):
     run, steps = flags(kind, corpus, tmp_path, 2), ["--save_every", "15", "--keep", "30", "--micro_batch_size", "3"]
     whole = trained(two_ranks, run + steps)

@@ -20,7 +20,6 @@ from tests.distributed.test_engine_follows_plain_pytorch import (
     STEPS,
     WARMUP,
     grid,
-    is_hardest,
     is_plain,
     largest_difference,
 )
@@ -80,7 +79,7 @@ def by_quickness(is_quick: Callable[[str, bool], bool]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize(("form", "checkpointed"), marked)
 
 
-@grid(lambda form, accumulation, ranks: is_hardest(form, accumulation, ranks) and "off" not in form)
+@grid(is_plain)
 def test_losses_are_those_of_plain_pytorch(form, accumulation, ranks, pool, corpus, expected, tmp_path):
     lines = trained(pool, flags(corpus, tmp_path, form, ranks, accumulation))
     assert [line["reserved_length"] for line in lines] == [length_of(line["step"]) for line in lines]

@@ -347,6 +347,7 @@ def test_without_anything_beyond_the_checkpoint_nothing_is_kept_aside(train, fla
     assert not list(finished.glob("*.cut"))
 
 
+@pytest.mark.long
 def test_a_run_whose_folder_is_removed_ends_in_one_line(flags, tmp_path):
     run = LaunchedRun(tmp_path, "r", 1, 1, [*flags, "--steps", "100000", "--save_every", "0"]).wait_for_step(2)
     shutil.rmtree(run.folder)
@@ -356,6 +357,7 @@ def test_a_run_whose_folder_is_removed_ends_in_one_line(flags, tmp_path):
     assert "Traceback" not in run.output() and not run.folder.exists()
 
 
+@pytest.mark.long
 def test_a_disk_that_is_full_before_the_first_checkpoint_promises_none(flags, tmp_path):
     run = LaunchedRun(tmp_path, "r", 1, 1, [*flags, "--steps", "1000", "--save_every", "0"], under=("prlimit", "--fsize=12000"))
     assert run.wait() == 1, run.output()
