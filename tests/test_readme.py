@@ -129,7 +129,6 @@ def test_make_pretrain_does_everything_from_the_corpus_to_the_picture(checkout):
         folder = checkout / "runs" / ("first" if number == 0 else f"first-{number + 1}")
         assert {"run.json", "metrics.jsonl", "loss.png", "log.txt"} <= {path.name for path in folder.iterdir()}
         assert f"the curve is runs/{folder.name}/loss.png" in done.stdout
-        assert "a sample after" in done.stdout
 
 
 @pytest.mark.parametrize(("page", "script"), [("docs/configuration.md", "launch/pretrain.py"), ("docs/memory.md", "launch/plan.py")])

@@ -33,7 +33,9 @@ class Parser(argparse.ArgumentParser):
     """argparse with our errors (one line, exit code 2, no usage text, the nearest flag), and with a help that one rank prints."""
 
     def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{message.removeprefix('argument ')}; see --help")
+        choice = re.search(r"invalid choice: '(.*)' \(choose from (.*)\)", message)
+        hint = nearest(choice[1], re.findall(r"\w+", choice[2])) if choice else ""
+        raise UsageError(f"{message.removeprefix('argument ')}{hint}; see --help")
 
     def parse(self, arguments: list[str]) -> argparse.Namespace:
         """`parse_args`, with the nearest flag in the error for an unknown argument."""

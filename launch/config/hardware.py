@@ -13,20 +13,13 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 CPUINFO = Path("/proc/cpuinfo")
 #: What /proc/cpuinfo calls bf16 arithmetic: AMX and AVX512 of x86-64 ("flags"), 64-bit Arm ("Features").
 CPU_FLAGS = ("amx_bf16", "avx512_bf16", "bf16")
 #: Ampere, the first with bf16 (CUDA C++ Programming Guide, "Arithmetic Instructions").
 FIRST_WITH_BF16 = (8, 0)
-
-
-class Bf16(NamedTuple):
-    """Whether the device has bf16 arithmetic, and the reason in a few words."""
-
-    found: bool
-    why: str
 
 
 def device_type() -> str:
@@ -43,27 +36,27 @@ def gpus() -> list[Any]:
     return [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
 
 
-def bf16_arithmetic() -> Bf16:
-    """Whether the device that DeepSpeed will choose computes in bf16; with several GPUs, whether all do."""
+def bf16_arithmetic() -> tuple[bool, str]:
+    """Whether the device that DeepSpeed will choose computes in bf16 (of several GPUs, whether all do), and the reason in a few words."""
     device = device_type()
     if device == "cpu":
-        found = [flag for flag in CPU_FLAGS if flag in cpu_flags()]
-        return Bf16(bool(found), f"this processor has {found[0] if found else 'no bf16 arithmetic'}")
+        found = [flag for flag in CPU_FLAGS if flag in cpuinfo("flags", "Features").split()]
+        return bool(found), f"this processor has {found[0] if found else 'no bf16 arithmetic'}"
     if device == "cuda" and (found_gpus := gpus()):
         least = min((gpu.major, gpu.minor) for gpu in found_gpus)
         has_bf16 = least >= FIRST_WITH_BF16
         needed = "" if has_bf16 else ", bf16 arithmetic needs {}.{}".format(*FIRST_WITH_BF16)
-        return Bf16(has_bf16, "this machine has a GPU of compute capability {}.{}".format(*least) + needed)
-    return Bf16(True, f"assumed, no '{device}' device was found to check")
+        return has_bf16, "this machine has a GPU of compute capability {}.{}".format(*least) + needed
+    return True, f"assumed, no '{device}' device was found to check"
 
 
-def cpu_flags() -> set[str]:
-    """What the first core can do, as Linux names it; empty where there is no /proc/cpuinfo."""
+def cpuinfo(*names: str) -> str:
+    """What Linux says of the first core under one of `names`; empty where there is no /proc/cpuinfo."""
     try:
         lines = CPUINFO.read_text(encoding="utf-8").splitlines()
     except OSError:
-        return set()
-    return next((set(line.partition(":")[2].split()) for line in lines if line.startswith(("flags", "Features"))), set())
+        return ""
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith(names)), "")
 
 
 def quiet_deepspeed() -> None:

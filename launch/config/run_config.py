@@ -58,6 +58,8 @@ AS_GIVEN = (
     *("runs_dir", "resume", "data", "seed", "preset", "no_cross_document", "init_from", "eval_batches", "keep", "histogram_every"),
     *("block_similarity", "quiet"),
 )
+#: DeepSpeed's default for `offload_param.buffer_size`, elements.
+BUFFER_SIZE = 100_000_000
 #: Where an `"nvme_path": "auto"` is: in the run's folder, for as long as the run lasts.
 SCRATCH = "nvme"
 FROM_THE_BATCH = "from the global batch"
@@ -318,6 +320,7 @@ def resolve(argv: list[str], ranks: int | None = None) -> tuple[RunConfig, argpa
             place = engine.where(tuple(member.schedule_key.split(".")))
             raise UsageError(f'{place}: acts from step {last:,} on, but {ends}; lower it, write "auto", or train longer')
         notes.append(f"{member.declaration.name}: the last stage of its schedule begins at step {last:,}, and {ends}")
+    _check_swap_buffers(engine, config)
     missing = [_placed(engine, line) for member in techniques.members for line in member.missing_packages]
     return replace(
         config,
@@ -326,6 +329,18 @@ def resolve(argv: list[str], ranks: int | None = None) -> tuple[RunConfig, argpa
         notes=tuple(notes),
         lacks=(*config.lacks, *missing),
     ), flags
+
+
+def _check_swap_buffers(engine: EngineJson, config: RunConfig) -> None:
+    """Refuse a buffer for weights on NVMe that is smaller than a rank's part of the largest weight: the first step would fail."""
+    path, model = ("zero_optimization", "offload_param", "buffer_size"), config.model_config
+    size = engine.get(*path) or BUFFER_SIZE
+    largest = -(-max(model.padded_vocab_size, 4 * model.d_model, model.seq_len) * model.d_model // config.ranks)
+    if config.offload("offload_param") == "nvme" and largest > size:
+        raise UsageError(
+            f"{engine.where(path)}: is {size}, but a rank's part of the largest weight has {largest:,} elements; write {largest} or more, "
+            "or use more ranks"
+        )
 
 
 def _corpus(flags: argparse.Namespace, shape: ModelShape) -> tuple[Corpus | None, list[str]]:

@@ -18,13 +18,7 @@ from data_pipeline.shards import Corpus, open_corpus
 from data_pipeline.tokenizer import Tokenizer
 from launch.config.run_config import ROOT
 from launch.errors import UsageError, print_once
-from launch.formats.checkpoint_files import (
-    checkpoint_name,
-    complete_checkpoints,
-    newest_good,
-    read_state,
-    verify,
-)
+from launch.formats.checkpoint_files import checkpoint_name, complete_checkpoints, newest_good, read_state, verify
 from launch.formats.folder_tokenizer import tokenizer_of_corpus, tokenizer_of_folder
 from launch.formats.hf_folder import CONFIG_FILE, HFFolder, open_hf_folder
 from launch.formats.metrics import model_of_run, read_run_json
@@ -134,6 +128,10 @@ def _open_run(folder: Path, asked: str | None, data: str | Path | None) -> Train
     checkpoint, state = _choose_checkpoint(folder, description, asked)
     corpus, tokenizer, why = _corpus_of(description, data)
     config = model_of_run(description)
+    if corpus is not None and corpus.vocab_size != config.vocab_size:
+        raise UsageError(
+            f"{folder / 'run.json'}: vocab_size is {config.vocab_size:,}, but its corpus has {corpus.vocab_size:,}; it was changed"
+        )
     # Without the corpus: the end of text is the last id of this project's tokenizers and of GPT-2's.
     eot = corpus.eot_id if corpus else config.vocab_size - 1
     config = replace(config, document_end=eot if description["no_cross_document"] else None)

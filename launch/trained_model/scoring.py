@@ -7,8 +7,7 @@ import math
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -31,8 +30,7 @@ PASS_TOKENS = {"cpu": 2048, "cuda": 16384}
 DECODED_TOKENS = 1 << 20
 
 
-@dataclass(frozen=True)
-class Estimate:
+class Estimate(NamedTuple):
     """A mean loss, nats a token, and its standard error, which is None for a single window."""
 
     loss: float

@@ -49,13 +49,8 @@ def print_samples(flags: argparse.Namespace, prompt: str) -> None:
         total += len(generated)
         if flags.json:  # with everything that the text depends on
             names = ("temperature", "top_k", "top_p", "no_repeat_ngram_size", "dtype")
-            found: dict[str, Any] = {
-                "model": str(trained.folder),
-                "checkpoint": trained.checkpoint_name,
-                "seed": seed,
-                "prompt": prompt,
-                "text": text,
-            }
+            found: dict[str, Any] = {"model": str(trained.folder), "checkpoint": trained.checkpoint_name, "seed": seed}
+            found |= {"prompt": prompt, "text": text}
             found |= {"ids": generated, "ended_by": "length" if len(generated) == flags.max_new_tokens else "end of text"}
             print_once(json.dumps(found | {"prompt_tokens": len(ids)} | {name: getattr(flags, name) for name in names}))
         else:

@@ -58,10 +58,10 @@ class TrainingEngine:
     def notes(self) -> list[str]:
         """Lines for the log that the configuration does not have: of the techniques, and about the device."""
         notes = [note for note in self.techniques.notes if note not in self.config.notes]
-        if self.config.precision == "bf16" and self.collectives.device.type == "cpu" and not (bf16 := bf16_arithmetic()).found:
+        if self.config.precision == "bf16" and self.collectives.device.type == "cpu" and not (bf16 := bf16_arithmetic())[0]:
             # A step of `nano` takes 1.3 times as long as in fp32 with AVX512 alone, and 13 times with AVX2 (recipes/bf16/README.md).
             fp32 = f"ds_configs/zero{self.config.zero_stage}_fp32.json"
-            notes.append(f"bf16 is emulated, {bf16.why}: the fp32 JSON of the same stage ({fp32}) is probably faster")
+            notes.append(f"bf16 is emulated, {bf16[1]}: the fp32 JSON of the same stage ({fp32}) is probably faster")
         return notes
 
     def loss(self, tokens: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,7 @@ import time
 import uuid
 from typing import Any
 
-from launch.config.hardware import gpus
+from launch.config.hardware import cpuinfo, gpus
 from launch.config.run_config import ROOT, RunConfig
 from launch.training.interleaving import interleaved_group
 
@@ -44,7 +44,12 @@ def versions() -> dict[str, str | None]:
 
 def machine() -> dict[str, Any]:
     """The host, its processor and cores, and the GPUs that a run may use."""
-    of_host = {"host": platform.node(), "system": platform.platform(), "processor": _processor(), "cores": os.cpu_count()}
+    of_host = {
+        "host": platform.node(),
+        "system": platform.platform(),
+        "processor": cpuinfo("model name") or platform.processor(),
+        "cores": os.cpu_count(),
+    }
     return of_host | ({"gpus": names} if (names := [gpu.name for gpu in gpus()]) else {})
 
 
@@ -56,11 +61,3 @@ def repository_commit() -> str | None:
     except (OSError, subprocess.TimeoutExpired):
         return None
     return (commit.stdout.strip() + ("+changes" if changes.stdout.strip() else "")) if commit.returncode == 0 else None
-
-
-def _processor() -> str:
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as file:
-            return next((line.split(":", 1)[1].strip() for line in file if line.startswith("model name")), platform.processor())
-    except OSError:
-        return platform.processor()

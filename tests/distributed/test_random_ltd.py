@@ -13,16 +13,7 @@ import pytest
 from model.gpt import BlockRunner, run_all_blocks
 from recipes.random_ltd.technique import reserved_length
 from tests.distributed.reference import document_by_document, random_ltd, reference_steps, whole_windows
-from tests.distributed.test_engine_follows_plain_pytorch import (
-    BATCH,
-    LR,
-    SEED,
-    STEPS,
-    WARMUP,
-    grid,
-    is_plain,
-    largest_difference,
-)
+from tests.distributed.test_engine_follows_plain_pytorch import BATCH, LR, SEED, STEPS, WARMUP, grid, is_plain, largest_difference, pool  # noqa: F401 (a fixture)
 from tests.distributed.test_engine_follows_plain_pytorch import flags as engine_flags
 from tests.distributed.test_no_cross_document import short_documents  # noqa: F401 (a fixture)
 
@@ -64,8 +55,8 @@ def flags(corpus, tmp_path, form: str, ranks: int, accumulation: int, *more: str
     return [*run, "--set", f"random_ltd={json.dumps(SECTION)}", *more]
 
 
-def trained(pool, run: list[str], job: str = JOB, **more) -> list[dict]:
-    return pool.run(job, flags=run, **more)[0]
+def trained(ranks, run: list[str], job: str = JOB, **more) -> list[dict]:
+    return ranks.run(job, flags=run, **more)[0]
 
 
 def losses_of(lines: list[dict]) -> list[float]:
@@ -80,7 +71,7 @@ def by_quickness(is_quick: Callable[[str, bool], bool]) -> pytest.MarkDecorator:
 
 
 @grid(is_plain)
-def test_losses_are_those_of_plain_pytorch(form, accumulation, ranks, pool, corpus, expected, tmp_path):
+def test_losses_are_those_of_plain_pytorch(form, accumulation, ranks, pool, corpus, expected, tmp_path):  # noqa: F811
     lines = trained(pool, flags(corpus, tmp_path, form, ranks, accumulation))
     assert [line["reserved_length"] for line in lines] == [length_of(line["step"]) for line in lines]
     assert largest_difference(losses_of(lines), expected()) <= TOLERANCE
@@ -89,13 +80,13 @@ def test_losses_are_those_of_plain_pytorch(form, accumulation, ranks, pool, corp
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.long)])
 @by_quickness(lambda form, checkpointed: checkpointed and form == "stage 3")
-def test_a_block_that_is_computed_again_sees_the_same_tokens(form, checkpointed, ranks, pool, corpus, expected, tmp_path):
+def test_a_block_that_is_computed_again_sees_the_same_tokens(form, checkpointed, ranks, pool, corpus, expected, tmp_path):  # noqa: F811
     lines = trained(pool, flags(corpus, tmp_path, form, ranks, 1, *(CHECKPOINTED if checkpointed else [])))
     assert largest_difference(losses_of(lines), expected()) <= TOLERANCE
 
 
 @grid(is_plain)
-def test_in_bf16_the_stages_agree(form, accumulation, ranks, pool, corpus, seen, tmp_path):
+def test_in_bf16_the_stages_agree(form, accumulation, ranks, pool, corpus, seen, tmp_path):  # noqa: F811
     lines = trained(pool, flags(corpus, tmp_path, form, ranks, accumulation, precision="bf16"))
     assert all(largest_difference(losses_of(lines), other) <= BF16_STAGES for other in seen)
     seen.append(losses_of(lines))

@@ -14,9 +14,10 @@ import pytest
 
 from launch.errors import UsageError
 from launch.formats.checkpoint_files import complete_checkpoints, read_state
+from launch.formats.metrics import RUN_KEYS
 from launch.training import folder as run_folder
 from launch.training.folder import RunFolder
-from launch.training.run_json import IDENTITY
+from model.presets import PRESETS
 from tests.distributed.launched import TINY, LaunchedRun
 from tests.distributed.ranks import Ranks
 
@@ -397,8 +398,9 @@ def test_a_name_of_which_there_is_no_run_is_said_in_the_first_line(train, flags,
 
 
 def description(resume: bool) -> dict:
-    identity = dict.fromkeys(IDENTITY, 1)
-    return {"created": "now", "resume": resume, "ranks": 1, "optimizer": {"type": "AdamW"}, **identity}
+    empty = {key: kind() for key, (kind, _) in RUN_KEYS.items()}
+    model = {"shape": vars(PRESETS["nano"].shape), "corpus": {"vocab_size": 1024}}
+    return {**empty, **model, "created": "now", "resume": resume, "ranks": 1, "optimizer": {"type": "AdamW"}}
 
 
 def begin_run(path: Path, description: dict) -> None:

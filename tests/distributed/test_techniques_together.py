@@ -136,7 +136,7 @@ def test_all_that_go_together_go_together(two_ranks, corpus, tmp_path):
 
 
 def test_a_fault_of_each_technique_is_a_line_of_its_own(corpus, tmp_path):
-    wrong = ["batch_size_warmup.min_batch_size=64", "curriculum_learning.min_difficulty=9999", "random_ltd.total_layer_num=99"]
+    wrong = ["batch_size_warmup.min_batch_size=64", "curriculum_learning.min_difficulty=9999", "random_ltd.random_ltd_layer_id=[99]"]
     with pytest.raises(UsageError) as mistake:
         resolve([*flags(corpus, tmp_path, "r"), *(text for setting in wrong for text in ("--set", setting))])
     assert len(mistake.value.faults) == 3
