@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,6 @@ import numpy as np
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, MaxNLocator
-from scipy.signal import lfilter
 
 from launch.formats.metrics import is_finite_number, read_metrics
 from launch.training.exponents import FP16_ZERO, KINDS, overall
@@ -105,7 +105,8 @@ def _save(figure: Figure, file: Path) -> Path:
     return file
 
 
-def _smooth(values: list[float]) -> np.ndarray:
+def _smooth(values: list[float]) -> list[float]:
     """Exponential mean over ten steps (fewer in a short run), corrected for its start as Adam corrects its moments."""
     weight = min(0.9, max(0.0, 1 - 10 / len(values)))
-    return lfilter([1 - weight], [1, -weight], values) / (1 - weight ** np.arange(1, len(values) + 1))
+    means = itertools.accumulate(values, lambda mean, value: weight * mean + (1 - weight) * value, initial=0.0)
+    return [mean / (1 - weight**count) for count, mean in enumerate(means) if count]
