@@ -1,8 +1,8 @@
 """The global order of samples: a pure function of (corpus fingerprint, seed, position), also over a mixture of sources.
 
-Position i is in epoch i // n_windows. Every epoch is a permutation of the windows, computed position by position: position 10**12 costs
-as much as position 0, nothing is stored, and a resumed run continues at the position that it had reached. It uses integer arithmetic only,
-so the order is the same on every platform and with every version of numpy.
+Without a mixture, position i is in epoch i // n_windows; in a mixture each group counts its own epochs. Every epoch is a permutation of the
+windows, computed position by position: position 10**12 costs as much as position 0, nothing is stored, and a resumed run continues at the
+position that it had reached. It uses integer arithmetic only, so the order is the same on every platform and with every version of numpy.
 """
 
 import hashlib

@@ -110,7 +110,7 @@ def train(config: RunConfig, folder: RunFolder | NoFolder, stop: StopRequest, ob
     elif config.resume == MUST:
         raise UsageError(nothing_to_resume(Path(config.runs_dir) / config.run_name))
     folder.begin(state["step"])
-    meter = Meter(engine, collectives, folder.seconds_before, on_alone=stop.request)
+    meter = Meter(engine, collectives, folder.seconds_before, on_lost=stop.request)
     histograms = [GradientHistograms(folder, config.histogram_every)] if config.histogram_every else []
     similarity = [BlockSimilarity(folder)] if config.block_similarity else []
     observer = Observers([*histograms, *similarity, *observers])
@@ -166,8 +166,8 @@ def train(config: RunConfig, folder: RunFolder | NoFolder, stop: StopRequest, ob
                     with collectives.uncounted():
                         checkpoints.save(state, last=bool(stopped or last))
     except TrainingFailed as reason:
-        # Raised before an update with non-finite gradients, or after a step with a non-finite loss: the weights are good, unless the
-        # update before made them NaN or Inf.
+        # Either the gradients were not finite and no update was made, or the loss was not finite. Save only if the weights are finite: an
+        # earlier update may have broken them.
         with collectives.uncounted():
             if engine.weights_are_finite():
                 reason = TrainingFailed(f"{reason}; --resume continues from {checkpoints.save(state, last=True)}")

@@ -25,7 +25,7 @@ if TYPE_CHECKING:  # the commands import this module before they parse --help
 
 
 class Run(Protocol):
-    """What a technique may read of the resolved run. Batches are counted in sequences, `steps` in steps of whole batches."""
+    """What a technique may read of the resolved run. Batches are in sequences; `steps` are those of a run with whole batches."""
 
     @property
     def shape(self) -> ModelShape: ...
@@ -99,8 +99,8 @@ class Declaration:
     """How the JSON switches a technique on and what it can be combined with. It is read before the technique is built.
 
     Attributes:
-        section: the top-level section of the JSON that the technique reads; or
-        optimizer_type: the value of `optimizer.type`; the technique then reads the optimizer's `params`.
+        section: the top-level section of the JSON that the technique reads.
+        optimizer_type: the value of `optimizer.type`; the technique then reads `optimizer.params`. Exactly one of the two is set.
         keys: a rule for each key of the section (beside `enabled`), or of `params` (beside lr, betas, eps and weight_decay):
             `{"types": ["integer"], "minimum": 0, "maximum": 20, "auto": True}`; also `enum`, and `keys` for the keys of an object. The
             configuration checks the section by these rules before the technique is built.
@@ -156,8 +156,7 @@ class Costs:
     matmul_dtype: str = ""
 
 
-#: A step so late that no beta in use has a power left (0.999999^1e9 is 0), and that fp32 does not count on from: Adam's moments of such a
-#: step have no bias to correct.
+#: A step count so large that beta^step is 0 for every beta in use, and that fp32 cannot increase by 1: Adam then corrects no bias.
 LATE_STEP = 1e9
 
 #: Keys of all optimizers of recipes, beside lr, betas, eps and weight_decay. Upstream refused amsgrad and ignored eps_inside_sqrt.
@@ -268,8 +267,8 @@ class Technique:
         return {}
 
     def memory_terms(self, model: GPTConfig, device: str) -> dict[str, int]:
-        """Return bytes on one rank that replace terms of the plan of memory: "attention" (saved in one block beside its inputs and output)
-        and "loss_head" (at its largest). `device` is "cuda" or "cpu"."""
+        """Bytes on one rank that replace terms of the memory plan: "attention", what one block saves besides its inputs and output, and
+        "loss_head", its peak. `device` is "cuda" or "cpu"."""
         return {}
 
     def state_dict(self) -> dict[str, Any]:

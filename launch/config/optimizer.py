@@ -46,14 +46,14 @@ def resolve_optimizer(engine: EngineJson, flags: argparse.Namespace, preset: Pre
     if "optimizer" not in engine.values and not engine.is_faulty("optimizer"):  # as in files for a trainer that brings its own
         engine.settle(("optimizer",), {"type": "AdamW", "params": dict.fromkeys(("lr", *OPTIMIZER_AUTO), "auto")}, "default")
     engine.number(*PATH, "lr", minimum=0, maximum=MAX_LR, above=True)
-    brought = {cls.declaration.optimizer_type: cls.declaration for cls in technique_classes() if cls.declaration.optimizer_type}
-    canonical = {name.lower(): name for name in (*ADAM_TYPES, "SGD", *brought)}
+    declared = {cls.declaration.optimizer_type: cls.declaration for cls in technique_classes() if cls.declaration.optimizer_type}
+    canonical = {name.lower(): name for name in (*ADAM_TYPES, "SGD", *declared)}
     asked = engine.get("optimizer", "type")
     kind = canonical.get(str(asked).lower())
-    brings = brought.get(kind or "", Declaration())
+    declaration = declared.get(kind or "", Declaration())
     usual_lr, origin = preset.lr, f"preset {flags.preset}"
-    if "lr" in brings.auto_params:
-        usual_lr, origin = brings.auto_params["lr"], f"the default of {kind}"
+    if "lr" in declaration.auto_params:
+        usual_lr, origin = declaration.auto_params["lr"], f"the default of {kind}"
     lr = engine.choose((*PATH, "lr"), "lr", flags, usual_lr, origin, settle=False)
     if kind is None:
         if asked is not None:
@@ -65,8 +65,8 @@ def resolve_optimizer(engine: EngineJson, flags: argparse.Namespace, preset: Pre
             engine.fault(("optimizer", "type"), 'must name an optimizer: "optimizer": {"type": "AdamW", "params": {"lr": "auto"}}')
         return {}, lr
     params = engine.get(*PATH) or {}
-    if kind in brought:
-        rules = {**{key: {} for key in ("lr", *OPTIMIZER_AUTO)}, **brings.keys}
+    if kind in declared:
+        rules = {**{key: {} for key in ("lr", *OPTIMIZER_AUTO)}, **declaration.keys}
     else:
         rules = ADAM_PARAMS if kind in ADAM_TYPES else SGD_PARAMS
     faults = check_section(PATH, params, {"keys": rules}, optimizer_auto_keys())
@@ -84,20 +84,20 @@ def resolve_optimizer(engine: EngineJson, flags: argparse.Namespace, preset: Pre
         engine.fault((*PATH, "momentum"), "is 1, with which the update never forgets; write a number below 1")
     if kind == "AdamW" and params.get("adam_w_mode") is False:
         engine.fault((*PATH, "adam_w_mode"), 'is false, and AdamW is Adam in that mode; write "type": "Adam", or leave it out')
-    _check_stage(engine, kind, kind in brought)
+    _check_stage(engine, kind, kind in declared)
     engine.choose((*PATH, "lr"), "lr", flags, usual_lr, origin)
-    for key, reason in brings.ignored.items():
+    for key, reason in declaration.ignored.items():
         if key in params:
             engine.note((*PATH, key), f"has no effect here: {reason}")
-    for key, value in (OPTIMIZER_AUTO | brings.auto_params).items():
-        if params.get(key) == "auto" or (kind in (*ADAM_TYPES, *brought) and key not in params):
-            engine.settle((*PATH, key), value, f"the default of {kind}" if key in brings.auto_params else GPT_3)
+    for key, value in (OPTIMIZER_AUTO | declaration.auto_params).items():
+        if params.get(key) == "auto" or (kind in (*ADAM_TYPES, *declared) and key not in params):
+            engine.settle((*PATH, key), value, f"the default of {kind}" if key in declaration.auto_params else GPT_3)
     return {"type": kind, "params": engine.values["optimizer"]["params"]}, lr
 
 
-def _check_stage(engine: EngineJson, kind: str, is_ours: bool) -> None:
+def _check_stage(engine: EngineJson, kind: str, is_from_recipe: bool) -> None:
     """Refuse a type that does not work at this ZeRO stage. A recipe checks the stage of its own optimizer."""
-    path, tested = ("optimizer", "type"), ("zero_allow_untested_optimizer",)
+    path, allow_untested = ("optimizer", "type"), ("zero_allow_untested_optimizer",)
     offloaded = (engine.get("zero_optimization", "offload_optimizer", "device") or "none") != "none"
     if offloaded and engine.get(*PATH, "amsgrad"):
         engine.fault((*PATH, "amsgrad"), "has no form for an offloaded optimizer; leave it out, or do not offload it")
@@ -105,10 +105,10 @@ def _check_stage(engine: EngineJson, kind: str, is_ours: bool) -> None:
         return
     if offloaded:
         engine.fault(path, f"is {kind}, which has no form for an offloaded optimizer; use AdamW, or do not offload it")
-    elif is_ours and tested[0] not in engine.values:
-        engine.settle(tested, True, f"{kind} is an optimizer of a recipe")
-    elif not engine.get(*tested) and not engine.is_faulty(*tested):
-        engine.fault(path, f'is {kind}, which DeepSpeed has not tested with ZeRO; write "{tested[0]}": true, or use stage 0')
+    elif is_from_recipe and allow_untested[0] not in engine.values:
+        engine.settle(allow_untested, True, f"{kind} is an optimizer of a recipe")
+    elif not engine.get(*allow_untested) and not engine.is_faulty(*allow_untested):
+        engine.fault(path, f'is {kind}, which DeepSpeed has not tested with ZeRO; write "{allow_untested[0]}": true, or use stage 0')
 
 
 def state_tensors(optimizer: dict[str, Any]) -> int:

@@ -10,7 +10,7 @@ from recipes.technique import Run, StepPlan, Techniques, whole_step
 
 
 class Steps(NamedTuple):
-    """`repeats` steps from `number` on, of `tokens` each, of all ranks; `consumed`: by the end of them, with all steps before."""
+    """`repeats` steps from `number` on, of `tokens` tokens each over all ranks; `consumed`: the run's tokens after them."""
 
     number: int
     repeats: int

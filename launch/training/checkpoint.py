@@ -109,8 +109,8 @@ class Checkpoints:
     def save(self, state: dict[str, Any], last: bool) -> Path:
         """Write the checkpoint of `state["step"]`. A kill at any moment leaves it complete or absent.
 
-        On return it is complete if it is the `last`; otherwise it is copied, and written while training continues. Waits until the previous
-        one is written.
+        If `last`, the checkpoint is complete on return. Otherwise only the copy is made, and a thread writes it while training continues.
+        Waits first until the previous checkpoint is written.
 
         Raises:
             SystemExit: this one or the previous one cannot be written (exit code 1, one line from each rank that could not). Older ones are
@@ -143,7 +143,7 @@ class Checkpoints:
         """In the writing thread: write this rank's files, and complete the checkpoint when all ranks have written theirs."""
         entries = None
         with self._reporting_failure(f"{final}: could not be written"):
-            entries = {str(path.relative_to(temporary)): entry for path, entry in self._snapshots.write().items()}
+            entries = {str(path.relative_to(temporary)): entry for path, entry in self._snapshots.write_copies().items()}
         of_ranks = self._gather_in_thread(entries)
         failed = None in of_ranks
         if self.collectives.rank == 0:

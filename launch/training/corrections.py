@@ -202,7 +202,7 @@ def unfused_loss_scale_misbehaves() -> bool:
 
 
 def scale_like_zero() -> None:
-    """Correction: stage 0 uses `DynamicLossScaler`, as stages 1, 2 and 3 do, and changes the scale after the update."""
+    """Correction: stage 0 uses `DynamicLossScaler`, as stages 1, 2 and 3 do, and divides the gradients by the scale of their loss."""
     build, unscale = FP16_UnfusedOptimizer.__init__, FP16_UnfusedOptimizer.unscale_and_clip_grads
     save, load = FP16_UnfusedOptimizer.state_dict, FP16_UnfusedOptimizer.load_state_dict
 

@@ -1,6 +1,7 @@
 """Builds DeepSpeed's engine from a resolved configuration, and wraps it in a `TrainingEngine`, which the loop drives.
 
-The names: `deepspeed_engine` is DeepSpeed's own, `deepspeed_config` the JSON that it gets, `engine` a `TrainingEngine`.
+In this file `deepspeed_engine` is DeepSpeed's engine. In the loop and the meter `engine` is a `TrainingEngine`; in techniques, checkpoints
+and corrections it is DeepSpeed's.
 """
 
 from __future__ import annotations
@@ -103,7 +104,7 @@ class TrainingEngine:
         return self._loss
 
     def require_finite(self, loss: float) -> None:
-        """Raise TrainingFailed if the step's mean loss is not finite. In fp16 the loss scale handles it."""
+        """Raise TrainingFailed if the step's mean loss is not finite; not in fp16, in which the gradients then overflow too."""
         if not math.isfinite(loss) and self.config.precision != "fp16":
             self._fail(self.deepspeed.global_steps)
 
@@ -199,7 +200,7 @@ def start_engine(config: RunConfig, techniques: Technique, collectives: Collecti
             # The engine would copy all gradients into one tensor, reduce it over one rank, and copy it back: 3 ms for 14 M parameters.
             # The code before it must run: it gives a parameter without a gradient one of zeros.
             deepspeed_engine._reduce_non_expert_gradients = lambda gradients, elements_per_buffer: None
-        (_log_norm if config.precision == "fp32" else _share_norm)(deepspeed_engine, collectives)
+        (_check_and_clip_fp32 if config.precision == "fp32" else _clip_by_mean_norm)(deepspeed_engine, collectives)
     techniques.attach(deepspeed_engine, collectives)
     return TrainingEngine(deepspeed_engine, model_config, config, applied, collectives, techniques)
 
@@ -305,21 +306,21 @@ def _leave_bias(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
                 state["step"].fill_(LATE_STEP)
 
 
-def _share_norm(engine: Any, collectives: Collectives) -> None:
-    """Stage 0, bf16 and fp16: clip by the norm of the ranks' mean gradient if a technique has switched the engine's reduction off.
+def _clip_by_mean_norm(deepspeed_engine: Any, collectives: Collectives) -> None:
+    """Stage 0, bf16 and fp16: if a technique has switched off the reduction of gradients, clip by the estimated norm of the mean gradient.
 
-    The engine's wrapper clips by the norm of this rank's gradients. Before that it looks for overflows on all ranks together; in bf16 that
-    is needed only if the gradients of the ranks differ: the norm of shared gradients is not finite if one of them is not.
+    DeepSpeed clips by the norm of this rank's gradients. In bf16, its search for overflows is skipped while gradients are reduced, because
+    then their norm shows an overflow.
     """
-    wrapper, mean_norm = engine.optimizer, MeanNorm(collectives)
+    wrapper, mean_norm = deepspeed_engine.optimizer, MeanNorm(collectives)
     unscale, checker = wrapper.unscale_and_clip_grads, wrapper.overflow_checker
     look_for_overflows = checker.check
-    if engine.bfloat16_enabled():  # two passes over all gradients
-        checker.check = lambda: not engine.enable_backward_allreduce and look_for_overflows()
+    if deepspeed_engine.bfloat16_enabled():  # two passes over all gradients
+        checker.check = lambda: not deepspeed_engine.enable_backward_allreduce and look_for_overflows()
 
     def unscale_by_mean(total_norm: float, apply_scale: bool = True) -> float:
-        if not engine.enable_backward_allreduce:
-            total_norm = wrapper._global_grad_norm = mean_norm.of(_gradients(engine))
+        if not deepspeed_engine.enable_backward_allreduce:
+            total_norm = wrapper._global_grad_norm = mean_norm.of(_gradients(deepspeed_engine))
             if not math.isfinite(total_norm):  # by all ranks together
                 raise corrections.NormNotFinite
         return unscale(total_norm, apply_scale)
@@ -327,33 +328,33 @@ def _share_norm(engine: Any, collectives: Collectives) -> None:
     wrapper.unscale_and_clip_grads = unscale_by_mean
 
 
-def _log_norm(engine: Any, collectives: Collectives) -> None:
-    """Stage 0, fp32: record the gradient norm before each update, which the engine does not; raise `NormNotFinite` if it is not finite."""
-    clipping, mean_norm = engine.gradient_clipping(), MeanNorm(collectives)
+def _check_and_clip_fp32(deepspeed_engine: Any, collectives: Collectives) -> None:
+    """Stage 0, fp32: before each update, record the gradient norm, raise `NormNotFinite` if it is not finite, and clip."""
+    clipping, mean_norm = deepspeed_engine.gradient_clipping(), MeanNorm(collectives)
 
     def note(norm: torch.Tensor | float) -> None:
-        engine._global_grad_norm = float(norm)
-        if not math.isfinite(engine._global_grad_norm):  # the other stages and precisions make no update then
+        deepspeed_engine._global_grad_norm = float(norm)
+        if not math.isfinite(deepspeed_engine._global_grad_norm):  # the other stages and precisions make no update then
             raise corrections.NormNotFinite
 
     def own_norm() -> torch.Tensor | float:
-        own = _gradients(engine)
-        return corrections.norm_in_fp64(own) if engine.enable_backward_allreduce else mean_norm.of(own)
+        own = _gradients(deepspeed_engine)
+        return corrections.norm_in_fp64(own) if deepspeed_engine.enable_backward_allreduce else mean_norm.of(own)
 
     def clip() -> None:
-        if engine.enable_backward_allreduce:
+        if deepspeed_engine.enable_backward_allreduce:
             # As in the engine's own method, which discards the norm.
-            note(engine_module.clip_grad_norm_(parameters=engine.module.parameters(), max_norm=clipping))
+            note(engine_module.clip_grad_norm_(parameters=deepspeed_engine.module.parameters(), max_norm=clipping))
         else:
             note(own_norm())
-            corrections.clip_gradients(_gradients(engine), engine._global_grad_norm, clipping)
+            corrections.clip_gradients(_gradients(deepspeed_engine), deepspeed_engine._global_grad_norm, clipping)
 
     if clipping > 0:
-        engine.clip_fp32_gradients = clip
+        deepspeed_engine.clip_fp32_gradients = clip
     else:
-        engine.optimizer.register_step_pre_hook(lambda optimizer, args, kwargs: note(own_norm()))
+        deepspeed_engine.optimizer.register_step_pre_hook(lambda optimizer, args, kwargs: note(own_norm()))
 
 
-def _gradients(engine: Any) -> list[torch.Tensor]:
+def _gradients(deepspeed_engine: Any) -> list[torch.Tensor]:
     """The model's gradients on this rank."""
-    return [parameter.grad for parameter in engine.module.parameters() if parameter.grad is not None]
+    return [parameter.grad for parameter in deepspeed_engine.module.parameters() if parameter.grad is not None]

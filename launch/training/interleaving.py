@@ -21,7 +21,7 @@ class Interleaving:
     """This rank's side of the socket. Without `PRETRAIN_INTERLEAVE` the run trains alone and never waits.
 
     Args:
-        on_lost: called when the connection is lost, because the command that started the run has ended.
+        on_lost: called when the connection is lost, because the command that interleaves the runs has ended.
     """
 
     def __init__(self, on_lost: Callable[[], None]):

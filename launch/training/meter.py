@@ -1,4 +1,4 @@
-"""Measures each step: time, memory, bytes sent, FLOPs. Makes the one reduction of a step that is not part of the training itself."""
+"""Measures each step: time, memory, bytes sent, FLOPs. Also makes the one reduction per step that is for the log and the stop signal."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ class Meter:
 
     Args:
         seconds_before: the seconds of the run before it was resumed.
-        on_alone: called if the run is interleaved with others and the command that started them has ended.
+        on_lost: called when the command that interleaves the runs has ended.
 
     Attributes:
         threads: the number of threads that each rank computes with on a CPU.
     """
 
-    def __init__(self, engine: TrainingEngine, collectives: Collectives, seconds_before: float, on_alone: Callable[[], None]):
-        self.engine, self.collectives, self.interleaving = engine, collectives, Interleaving(on_alone)
+    def __init__(self, engine: TrainingEngine, collectives: Collectives, seconds_before: float, on_lost: Callable[[], None]):
+        self.engine, self.collectives, self.interleaving = engine, collectives, Interleaving(on_lost)
         self._start = time.monotonic() - seconds_before
         on_gpu = collectives.device.type == "cuda"
         self.device_name = torch.cuda.get_device_name(collectives.device) if on_gpu else "cpu"

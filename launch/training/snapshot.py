@@ -30,8 +30,8 @@ USABLE_MEMORY = 0.9
 class Snapshots(TorchCheckpointEngine):  # type: ignore[misc] # DeepSpeed has no types
     """DeepSpeed's writer and reader of checkpoint files, installed in `engine`.
 
-    The writer copies what it is given and writes it when `write` is called, or writes it at once; it computes digests. The reader loads
-    tensors only. Copies stay allocated (pinned where there is a GPU) and are used again by the next checkpoint.
+    The writer copies what it is given and writes it when `write_copies` is called, or writes it at once; it computes digests. The reader
+    loads tensors only. The memory of the copies (pinned where there is a GPU) is allocated once and reused.
 
     Args:
         log: takes a line for the log.
@@ -47,25 +47,25 @@ class Snapshots(TorchCheckpointEngine):  # type: ignore[misc] # DeepSpeed has no
         engine.checkpoint_engine = self
 
     def begin(self, copying: bool) -> None:
-        """Begin a checkpoint. With `copying`, and memory for it, `save` copies and `write` writes; otherwise `save` writes."""
+        """Begin a checkpoint. If `copying` and memory suffices, `save` keeps copies for `write_copies`; otherwise it writes at once."""
         self._copying, self._copies, self._entries = copying and self._fits is not False, [], {}
 
     def save(self, state_dict: Any, path: str) -> None:
         """Called by DeepSpeed for each of its files."""
-        if self._copying and self._fits is None:  # before the first copy, whose memory is used again by the next ones
+        if self._copying and self._fits is None:  # only before the first copy: its memory is reused
             self._fits = self._copying = self._fit(state_dict)
         if self._copying:
             self._copies.append((self._stager.stage(state_dict), path))
         else:
-            self._write(state_dict, path)
+            self._write_file(state_dict, path)
 
-    def write(self) -> dict[Path, dict[str, Any]]:
-        """Write what was copied. Called in any thread. Returns size and digest of all files since `begin`, as `state.json` lists them."""
+    def write_copies(self) -> dict[Path, dict[str, Any]]:
+        """Write the copies. Called in any thread. Returns size and digest of all files since `begin`, as `state.json` lists them."""
         while self._copies:
-            self._write(*self._copies.pop(0))
+            self._write_file(*self._copies.pop(0))
         return self._entries
 
-    def _write(self, state_dict: Any, path: str) -> None:
+    def _write_file(self, state_dict: Any, path: str) -> None:
         with _DigestedFile(path) as file:
             torch.save(state_dict, file)
             file.flush()
