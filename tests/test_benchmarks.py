@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import configparser
 import re
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -45,13 +44,6 @@ def test_a_mistake_is_one_line_and_exit_code_2(tmp_path):
         done = run_script(*command, "--no_record")
         assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
         assert key in done.stderr
-
-
-def test_benchmarks_are_imported_without_torch():
-    code = "import sys; from benchmarks.__main__ import benchmarks; print(len(benchmarks())); sys.exit('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert int(done.stdout) > 10
 
 
 def test_one_that_cannot_run_does_not_stop_the_next(tmp_path, monkeypatch, capfd):

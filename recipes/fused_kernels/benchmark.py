@@ -20,9 +20,16 @@ from typing import Any
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
+import torch
+
 from benchmarks import report
 from launch.config.flags import whole_number
 from launch.errors import UsageError
+from model import gpt
+from model.presets import GPTConfig
+from recipes.fused_kernels.attention import blockwise_attention
+from recipes.fused_kernels.cross_entropy import in_one, in_rows, linear_cross_entropy
+from recipes.fused_kernels.gelu import CompiledGELU
 
 QUICK = ("--only", "attention", "--rounds", "5")
 #: The loss head of GPT-2 over 4,096 tokens, in bf16.
@@ -34,13 +41,6 @@ Side = Callable[[], None]
 
 def cases(dtype: Any, device: str) -> dict[str, Callable[[], tuple[Side, Side]]]:
     """What makes the plain side and the fused side of each case, by the case's name."""
-    import torch  # seconds to import, with what imports it: --help does without
-
-    from model import gpt
-    from model.presets import GPTConfig
-    from recipes.fused_kernels.attention import blockwise_attention
-    from recipes.fused_kernels.cross_entropy import in_one, in_rows, linear_cross_entropy
-    from recipes.fused_kernels.gelu import CompiledGELU
 
     def random(*shape: int, scale: float = 1.0) -> torch.Tensor:
         generator = torch.Generator().manual_seed(0)
@@ -118,8 +118,6 @@ def cases(dtype: Any, device: str) -> dict[str, Callable[[], tuple[Side, Side]]]
 
 def added_bytes(side: Side, device: str) -> int:
     """The peak of memory during the first call of `side`, minus the memory before."""
-    import torch  # as in `cases`
-
     gc.collect()
     if device != "cpu":
         before = torch.cuda.memory_allocated()
@@ -140,8 +138,6 @@ def resident(name: str) -> int:
 
 def measure(arguments: argparse.Namespace) -> report.Measured:
     """Measure the chosen cases; one record."""
-    import torch  # as in `cases`
-
     device = "cuda" if torch.cuda.is_available() else "cpu"
     every = cases(getattr(torch, arguments.dtype), device)
     if arguments.memory:

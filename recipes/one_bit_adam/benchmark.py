@@ -21,7 +21,14 @@ from typing import Any
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
+import torch
+
 from benchmarks import report
+from recipes.compressed_all_reduce import CompressedAllReduce
+from recipes.lamb.optimizer import Lamb
+from recipes.one_bit_adam.optimizer import CompressedAdam
+from recipes.one_bit_lamb.optimizer import CompressedLamb
+from recipes.zero_one_adam.optimizer import LocalStepAdam
 
 QUICK = ("--rounds", "10", "--parameters", "2000000")
 
@@ -53,14 +60,6 @@ def tensors(parameters: int) -> list[tuple[int, ...]]:
 
 def measure(arguments: argparse.Namespace) -> report.Measured:
     """Time all sides; one record."""
-    import torch  # seconds to import, with what imports it: --help does without
-
-    from recipes.compressed_all_reduce import CompressedAllReduce
-    from recipes.lamb.optimizer import Lamb
-    from recipes.one_bit_adam.optimizer import CompressedAdam
-    from recipes.one_bit_lamb.optimizer import CompressedLamb
-    from recipes.zero_one_adam.optimizer import LocalStepAdam
-
     torch.set_num_threads(arguments.threads)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     generator = torch.Generator(device).manual_seed(0)

@@ -409,7 +409,8 @@ def begin_run(path: Path, description: dict) -> None:
     folder.close()
 
 
-def test_a_second_job_on_a_run_folder_is_refused_while_the_first_goes_on(tmp_path):
+def test_a_second_job_on_a_run_folder_is_refused_while_the_first_goes_on(tmp_path, monkeypatch):
+    monkeypatch.setattr(run_folder, "WAIT_SECONDS", 1.0)
     first = RunFolder(tmp_path / "r", description(resume=False))
     first.begin(0)
     before = (tmp_path / "r/run.json").read_text(), (tmp_path / "r/.lock").read_text()
