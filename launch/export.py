@@ -3,8 +3,8 @@
     python launch/export.py runs/first --out exported/first
     python launch/export.py runs/first --out exported/first_bf16 --dtype bf16
 
-One process, whatever ranks, ZeRO stage, offload, precision and recipe trained the model, in the memory of its fp32 weights. The folder
-appears complete or not at all, and nothing is overwritten.
+Runs in one process, for any number of training ranks, ZeRO stage, offload, precision and recipe. Needs memory for the model's fp32 weights.
+The folder appears complete or not at all, and nothing is overwritten.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def build_parser() -> Parser:
         epilog="Example: python launch/export.py runs/first --out exported/first",
         allow_abbrev=False,
     )
-    add_source_flags(parser, data_help="of a run: where its corpus is now, for the tokenizer (the path in run.json)")
+    add_source_flags(parser, data_help="current path of a run's corpus, for the tokenizer (the path in run.json)")
     parser.add_argument("--out", required=True, metavar="DIR", help="new folder; an existing one is never written to")
     parser.add_argument("--dtype", choices=DTYPES, metavar="NAME", help="of the weights: fp32, bf16 or fp16 (run: fp32; folder: its own)")
     parser.add_argument("--quiet", action="store_true", help="print the last line only")

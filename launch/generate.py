@@ -4,8 +4,8 @@
     python launch/generate.py runs/demo --prompt "import " --samples 3 --temperature 0.7 --top_p 0.9 --seed 5
     python launch/generate.py exported/first --temperature 0 --no_repeat_ngram_size 4
 
-The text is printed while it is generated, the speed on standard error. A KV cache makes a token cost one token's work; beyond the model's
-context the window moves with every token and is computed anew.
+The text is printed while it is generated, the speed on standard error. A KV cache reduces the work per token
+to that of one token. Beyond the model's context, the window moves with every token and is recomputed.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def build_parser() -> Parser:
         epilog='Example: python launch/generate.py runs/demo --prompt "def " --temperature 0.7 --samples 3',
         allow_abbrev=False,
     )
-    add_source_flags(parser, data_help="of a run: where its corpus is now, for the tokenizer (the path in run.json)")
-    parser.add_argument("--prompt", metavar="TEXT", default="", help="beginning of the text; - reads standard input (none: a document)")
+    add_source_flags(parser, data_help="current path of a run's corpus, for the tokenizer (the path in run.json)")
+    parser.add_argument("--prompt", metavar="TEXT", default="", help="beginning of the text; - reads standard input (a new document)")
     parser.add_argument("--document_start", action="store_true", help="the prompt begins a document: put an end-of-text token before it")
     parser.add_argument("--max_new_tokens", type=whole_number(1), default=100, metavar="N", help="maximum tokens of a sample (100)")
     parser.add_argument("--ignore_eos", action="store_true", help="continue after an end of text, up to --max_new_tokens")
@@ -46,7 +46,7 @@ def build_parser() -> Parser:
     parser.add_argument(
         "--no_repeat_ngram_size", type=whole_number(0), default=0, metavar="N", help="no sequence of N tokens occurs twice; 0: off (0)"
     )
-    parser.add_argument("--seed", type=whole_number(0, 2**62), default=1, help="of the first sample; each further one adds 1 (1)")
+    parser.add_argument("--seed", type=whole_number(0, 2**62), default=1, help="seed of the first sample; each further sample adds 1 (1)")
     parser.add_argument(
         "--dtype", choices=DTYPES, default="fp32", metavar="NAME", help="of weights and activations: fp32, bf16 or fp16 (fp32)"
     )

@@ -60,9 +60,9 @@ def build_parser() -> Parser:
     how.add_argument("--precision", default="bf16", choices=PRECISIONS, help="(bf16)")
     how.add_argument("--micro_batch_size", type=whole_number(1), help="sequences a rank takes at once (preset)")
     how.add_argument("--global_batch_size", type=whole_number(1), help="sequences of a step over all ranks (preset)")
-    how.add_argument("--offload", choices=OFFLOADS, help="columns with offloading too; param offloads the optimizer too (stage 3)")
+    how.add_argument("--offload", choices=OFFLOADS, help="add columns with offload; param offloads the optimizer too (stage 3)")
     how.add_argument("--device", choices=("cuda", "cpu"), help="(what this machine has)")
-    parser.add_argument("--memory", type=_bytes, metavar="SIZE", help="what a rank has, e.g. 80GB or 24GiB: says which columns fit")
+    parser.add_argument("--memory", type=_bytes, metavar="SIZE", help="memory of one rank, e.g. 80GB or 24GiB; prints which columns fit")
     parser.add_argument("--json", action="store_true", help="bytes of every part as JSON")
     return parser
 

@@ -1,9 +1,10 @@
 """The mean of a large buffer over all ranks, sent as one bit an element: the communication of 1-bit Adam and its relatives.
 
-Tang et al., 1-bit Adam, arXiv 2102.02888, algorithm 1 and section 4.2. Each rank compresses what it has, with the error of its last
-compression added, to signs and one scale a tensor, ||c||_2 / sqrt(numel). The owner of a chunk of the buffer averages what all ranks sent
-of it, adds the error of its own last compression, compresses again, with a scale for each tensor's part in the chunk, and sends that to
-all. One exchange and one gather, in which the scales lie behind the bits; it runs wherever torch.distributed has both (NCCL, gloo).
+Tang et al., 1-bit Adam, arXiv 2102.02888, algorithm 1 and section 4.2. Each rank adds the error of its last compression
+to its buffer and compresses the sum to signs and one scale per tensor, ||c||_2 / sqrt(numel). The owner of a chunk of the buffer averages
+what all ranks sent of this chunk and adds the error of its own last compression. It compresses the result again, with one scale for each
+tensor's part in the chunk, and sends it to all ranks. This takes one exchange and one gather, in which the scales follow the bits. It runs
+on every backend of torch.distributed that has both (NCCL, gloo).
 
 A rank sends 2 (N-1)/N x numel / 8 bytes and the scales: 1/32 of an all-reduce in fp32.
 """

@@ -31,9 +31,9 @@ FREEZE_STEP: dict[str, dict[str, Any]] = {"freeze_step": {"types": ["integer"], 
 def settle_variance(variance: torch.Tensor, steps: int, beta2: float, row_steps: torch.Tensor | None = None) -> None:
     """Prepare the variance of one tensor, after `steps` steps, for being frozen, in place.
 
-    No element stays below a tenth of the mean. The momentum is sent as plus or minus the root mean square of its tensor. Divided by a
-    deviation that is a thousandth of the others', as that of the keys' biases, whose gradient is 0 but for rounding, it would move the
-    weight far. Nor would a frozen variance rise, as Adam's does, with the first large gradient of a token that has been rare so far.
+    Each element becomes at least a tenth of the mean. The momentum is sent as plus or minus the root mean square of its tensor. If it is
+    divided by a deviation that is a thousandth of the others', the weight moves far; this happens for the key biases, whose gradient is 0
+    except for rounding. A frozen variance also does not rise, as Adam's does, with the first large gradient of a token that was rare.
 
     row_steps: of an embedding, in how many of the steps each row could have gradients, (rows,). In k steps a row got 1 - beta2^k of its
     mean square, and is scaled to the 1 - beta2^steps that the bias correction assumes. A row without any, such as a position that a

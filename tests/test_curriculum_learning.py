@@ -72,7 +72,7 @@ def test_every_length_is_that_of_deepspeeds_own_scheduler(section):
         (["schedule_type=cubic"], 'must be one of "fixed_linear", "fixed_root", "fixed_discrete"'),
         (["curriculum_type=vocabulary"], 'is "vocabulary", must be "seqlen"'),
         (["schedule_type=fixed_root"], "root_degree must be a number above 0"),
-        (["schedule_config.root_degree=2"], "means nothing for fixed_linear"),
+        (["schedule_config.root_degree=2"], "has no effect with fixed_linear"),
         (["schedule_type=fixed_root", "schedule_config.root_degree=0"], "root_degree must be a number above 0"),
         (
             ["schedule_type=fixed_discrete", 'schedule_config={"difficulty": [8, 16], "max_step": [3, 5]}'],

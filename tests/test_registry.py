@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from launch.config import engine_keys
 from launch.config.flags import build_parser, parse_flags
 from launch.errors import UsageError
 from recipes import registry
@@ -139,8 +140,10 @@ def recipes_with_a_technique(tmp_path, monkeypatch) -> Path:
     monkeypatch.setattr(registry, "ROOT", tmp_path)
     monkeypatch.setattr(recipes, "__path__", [*recipes.__path__, str(tmp_path / "recipes")])
     registry.technique_classes.cache_clear()
+    engine_keys._homes.cache_clear()
     yield folder
     registry.technique_classes.cache_clear()
+    engine_keys._homes.cache_clear()
     sys.modules.pop("recipes.nothing_at_all.technique", None)
     sys.modules.pop("recipes.nothing_at_all", None)
 

@@ -72,7 +72,7 @@ NOT_ON = {
 NOT_OFF = {
     "zero_optimization.compute_grad_norm": "is false, but the norm is clipped and logged at every step; leave it out",
     "managed_gradient_accumulation": "is false, but the loop steps the engine once a micro-batch; leave it out",
-    "bf16.check_grad_overflow": "is false, with which a gradient that is not finite ruins the weights; leave it out",
+    "bf16.check_grad_overflow": "is false, so a non-finite gradient would corrupt the weights; leave it out",
 }
 #: The stages at which a key has an effect.
 STAGES: dict[str, tuple[int, ...]] = {

@@ -22,7 +22,7 @@ class EngineJson:
 
     Attributes:
         values: the JSON as it stands now.
-        notes: what was accepted with a word: a line each, with the place in the file.
+        notes: notes on accepted values: one line each, with the place in the file.
         lacks: what the JSON needs and this machine does not have: a line each.
     """
 
@@ -121,7 +121,7 @@ class EngineJson:
         self._faults.append(message)
 
     def note(self, path: KeyPath, message: str) -> None:
-        """Accept the value at `path` with a word, which the run's log and `--explain` print."""
+        """Accept the value at `path`, and add a note that the run's log and `--explain` print."""
         self.notes.append(f"{self.where(path)}: {message}")
 
     def lack(self, path: KeyPath, message: str) -> None:

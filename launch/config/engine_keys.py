@@ -122,7 +122,7 @@ def _unknown(path: KeyPath, value: Any, section: dict[str, Any], rules: Rules) -
 
 @cache
 def _homes() -> dict[str, str]:
-    """The one place of every key that has only one, by its name."""
+    """The path of every key that occurs in only one place, by the name of the key."""
     schema, places = engine_schema(), Counter[str]()
     found: dict[str, str] = {}
 
@@ -138,8 +138,8 @@ def _homes() -> dict[str, str]:
     for cls in technique_classes():
         if cls.declaration.section:
             walk(cls.declaration.keys, (cls.declaration.section,))
-    brought = (cls.declaration.keys for cls in technique_classes() if cls.declaration.optimizer_type)
-    for params in (ADAM_PARAMS, SGD_PARAMS, *brought):
+    declared = (cls.declaration.keys for cls in technique_classes() if cls.declaration.optimizer_type)
+    for params in (ADAM_PARAMS, SGD_PARAMS, *declared):
         walk(params, ("optimizer", "params"))
     for params in (TOKEN_PARAMS, *schema.schedulers.values()):
         walk(params, ("scheduler", "params"))

@@ -96,18 +96,18 @@ def build_parser() -> Parser:
     positive, natural = whole_number(1), whole_number(0)
     parser = Parser(
         prog="deepspeed launch/pretrain.py",
-        description="Train a GPT through the DeepSpeed engine. The JSON says how, the preset and the flags say what and how long.",
+        description="Train a GPT with the DeepSpeed engine. The JSON sets the technique; the preset and the flags set size and length.",
         epilog="Example: deepspeed launch/pretrain.py --deepspeed_config ds_configs/zero1_bf16.json --preset nano --run_name demo",
         allow_abbrev=False,
     )
-    what = parser.add_argument_group("what is switched on (one of the two)")
+    what = parser.add_argument_group("technique (give --deepspeed_config or --recipe)")
     what.add_argument("--deepspeed_config", metavar="FILE", help="engine JSON; those that ship are in ds_configs/")
     what.add_argument("--recipe", metavar="DIR", help="a recipe folder: its JSON and its suggested flags (recipes/README.md)")
     add_set_flag(what)
 
     add_model_flags(parser)
     data = add_length_flags(parser)
-    data.add_argument("--seed", type=whole_number(0, 2**63 - 1), default=1, help="of the weights and of the order of the data (1)")
+    data.add_argument("--seed", type=whole_number(0, 2**63 - 1), default=1, help="random seed of the weights and of the data order (1)")
     add_value_flags(parser)
 
     run = parser.add_argument_group("run")
@@ -125,21 +125,21 @@ def build_parser() -> Parser:
         default=False,
         type=_must,
         metavar="must",
-        help="go on from the run's newest complete checkpoint; from step 0 if it has none, which --resume=must refuses",
+        help="continue from the run's newest complete checkpoint, or from step 0 if it has none; --resume=must refuses to start at step 0",
     )
     add_evaluation_flags(run)
     run.add_argument("--save_every", type=natural, help="steps between checkpoints; 0 saves at the end only (a quarter of the run)")
-    run.add_argument("--keep", type=positive, default=3, help="newest checkpoints that stay, beside the best by validation (3)")
+    run.add_argument("--keep", type=positive, default=3, help="newest checkpoints to keep, besides that with the best validation loss (3)")
     run.add_argument(
         "--histogram_every",
         type=natural,
         default=0,
-        help="steps between histograms of the gradients' exponents, per layer, with what fp16 would make zero; 0 is off (0)",
+        help="steps between histograms of gradient exponents per layer, with the share that fp16 would flush to zero; 0 is off (0)",
     )
     run.add_argument(
         "--block_similarity",
         action="store_true",
-        help="at every evaluation, how near each block's output is to its input, in norm and direction, into blocks.jsonl and blocks.png",
+        help="at every evaluation, write how much each block changes its input, in norm and direction, to blocks.jsonl and blocks.png",
     )
     # Token by token, on all ranks: 100,000 of `nano` take minutes.
     run.add_argument("--ranks", type=positive, help="number of ranks to check and explain the run for, without a launcher")
@@ -150,7 +150,7 @@ def build_parser() -> Parser:
         choices=("text", "json"),
         help="print the resolved run and stop: text, or json; needs no launcher, no corpus and no GPU",
     )
-    run.add_argument("--quiet", action="store_true", help="no progress bar; warnings and how it ended only")
+    run.add_argument("--quiet", action="store_true", help="no progress bar; print only warnings and the final result")
     run.add_argument("--local_rank", type=int, default=0, help=argparse.SUPPRESS)  # the launcher appends it
     return parser
 
@@ -160,15 +160,15 @@ def add_model_flags(parser: Parser) -> None:
     model = parser.add_argument_group("model")
     model.add_argument("--preset", default="nano", metavar="NAME", help=f"size and suggested training values: {', '.join(PRESETS)} (nano)")
     size = whole_number(1, 100_000)
-    model.add_argument("--n_layer", type=size, help="blocks, over the preset's")
-    model.add_argument("--n_head", type=size, help="attention heads, over the preset's")
-    model.add_argument("--d_model", type=size, help="width, a multiple of n_head, over the preset's")
-    model.add_argument("--seq_len", type=whole_number(1), help="context length in tokens, over the preset's")
-    model.add_argument("--dropout", type=real_number(0, 1, below=True), help="dropout probability, over the preset's (0)")
+    model.add_argument("--n_layer", type=size, help="number of blocks (preset)")
+    model.add_argument("--n_head", type=size, help="number of attention heads (preset)")
+    model.add_argument("--d_model", type=size, help="width, a multiple of n_head (preset)")
+    model.add_argument("--seq_len", type=whole_number(1), help="context length in tokens (preset)")
+    model.add_argument("--dropout", type=real_number(0, 1, below=True), help="dropout probability (preset: 0)")
     model.add_argument(
         "--no_cross_document",
         action="store_true",
-        help="attention stays within a document, and positions begin at 0 with each; without it a window is one text",
+        help="restrict attention to one document and start positions at 0 in each; default: attention crosses document boundaries",
     )
 
 
@@ -198,8 +198,8 @@ def add_length_flags(parser: Parser) -> argparse._ArgumentGroup:
 def add_value_flags(parser: Parser) -> None:
     """The flags that fill in what the JSON leaves open."""
     values = parser.add_argument_group('values that the JSON leaves "auto"')
-    values.add_argument("--micro_batch_size", type=whole_number(1), help="sequences a rank takes at once (preset)")
-    values.add_argument("--global_batch_size", type=whole_number(1), help="sequences an optimizer step takes over all ranks (preset)")
+    values.add_argument("--micro_batch_size", type=whole_number(1), help="sequences per rank and forward pass (preset)")
+    values.add_argument("--global_batch_size", type=whole_number(1), help="sequences per optimizer step, over all ranks (preset)")
     values.add_argument("--lr", type=real_number(0, MAX_LR, above=True), help="peak learning rate (preset)")
     values.add_argument("--min_lr", type=real_number(0, MAX_LR), help="learning rate at the end (a tenth of the peak)")
     values.add_argument("--warmup_steps", type=whole_number(0), help="steps of linear warm-up (preset; at most 40%% of the run)")

@@ -81,9 +81,9 @@ def resolve_optimizer(engine: EngineJson, flags: argparse.Namespace, preset: Pre
     for key, above in (("eps", True), ("weight_decay", False)):
         engine.number(*PATH, key, minimum=0, maximum=1, above=above)
     if engine.number(*PATH, "momentum", minimum=0, maximum=1) == 1:
-        engine.fault((*PATH, "momentum"), "is 1, with which the update never forgets; write a number below 1")
+        engine.fault((*PATH, "momentum"), "is 1, so old gradients never decay; write a number below 1")
     if kind == "AdamW" and params.get("adam_w_mode") is False:
-        engine.fault((*PATH, "adam_w_mode"), 'is false, and AdamW is Adam in that mode; write "type": "Adam", or leave it out')
+        engine.fault((*PATH, "adam_w_mode"), 'is false, which turns AdamW into Adam; write "type": "Adam", or leave the key out')
     _check_stage(engine, kind, kind in declared)
     engine.choose((*PATH, "lr"), "lr", flags, usual_lr, origin)
     for key, reason in declaration.ignored.items():
@@ -104,7 +104,7 @@ def _check_stage(engine: EngineJson, kind: str, is_from_recipe: bool) -> None:
     if kind in ADAM_TYPES or not engine.get("zero_optimization", "stage"):
         return
     if offloaded:
-        engine.fault(path, f"is {kind}, which has no form for an offloaded optimizer; use AdamW, or do not offload it")
+        engine.fault(path, f"is {kind}, which is not available as an offloaded optimizer; use AdamW, or do not offload it")
     elif is_from_recipe and allow_untested[0] not in engine.values:
         engine.settle(allow_untested, True, f"{kind} is an optimizer of a recipe")
     elif not engine.get(*allow_untested) and not engine.is_faulty(*allow_untested):

@@ -404,7 +404,7 @@ def _start(flags: argparse.Namespace, run_name: str, shape: ModelShape, corpus: 
 
 
 def _origins(engine: EngineJson, flags: argparse.Namespace) -> Origins:
-    """Where the run's own values and all of the JSON's came from."""
+    """The origin of each of the run's own values, and of each value of the JSON."""
     origins: Origins = {name: flags.origins.get(name, "default") for name in vars(flags)}
     origins |= {name: flags.origins.get(name, f"preset {flags.preset}") for name in asdict(PRESETS[flags.preset].shape)}
     origins["run_name"] = flags.origins.get("run_name", "the JSON's name" if flags.recipe is None else "the recipe's name")

@@ -116,7 +116,7 @@ class CurriculumLearning(Technique):
         name = "'curriculum_learning.schedule_config"
         most = value("max_difficulty", self.seq_len)
         if stray := [key for key in given if key not in ALLOWED[kind]]:
-            raise ValueError(f"{name}.{stray[0]}' means nothing for {kind}, which has {', '.join(ALLOWED[kind])}; leave it out")
+            raise ValueError(f"{name}.{stray[0]}' has no effect with {kind}, whose keys are {', '.join(ALLOWED[kind])}; leave it out")
         if kind == "fixed_discrete":
             lengths, ends = given.get("difficulty"), given.get("max_step")
             if not lengths or ends is None or len(lengths) != len(ends) + 1:

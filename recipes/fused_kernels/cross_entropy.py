@@ -1,10 +1,11 @@
-"""The output layer and its loss in one: logits that turn into their own gradient where they lie.
+"""The output layer and its loss in one kernel, which writes the gradient of the logits over the logits.
 
-The plain head keeps logits in the working precision, their log-softmax in fp32, and makes the gradient of both: 14 bytes a logit in 16
-bits, 2.9 GB for 4,096 tokens of 50,304. But the gradient of a cross-entropy is known as soon as its softmax is, so that the forward pass
-can write it over the logits, a few rows at a time, and multiply it out at once: 2 bytes a logit, of so many tokens at once as
-`LOGITS_BYTES` allow. The same idea as Liger-Kernel's fused linear cross-entropy (Hsu et al., arXiv 2410.10989, section 3.2), which
-makes its parts so small that their products leave a GPU half idle, sums them in 16 bits, and waits for the device.
+The plain head keeps the logits in the working precision and their log-softmax in fp32, and computes the gradients of both. In 16 bits this
+takes 14 bytes per logit: 2.9 GB for 4,096 tokens and a vocabulary of 50,304. But the gradient of a cross-entropy is known as soon as its
+softmax is. The forward pass can therefore write the gradient over the logits, a few rows at a time, and multiply it out at once. This takes
+2 bytes per logit, for as many tokens at a time as `LOGITS_BYTES` allows. Liger-Kernel's fused linear cross-entropy (Hsu et al., arXiv
+2410.10989, section 3.2) has the same idea, but its parts are so small that their products leave a GPU half idle. It also sums the parts in
+16 bits, and waits for the device.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ def lamb_step(
     limits: tuple[float, float],
     scratch: torch.Tensor,
 ) -> torch.Tensor:
-    """Algorithm 2 of arXiv 1904.00962 for one tensor, whose gradient makes way for the update.
+    """Algorithm 2 of arXiv 1904.00962 for one tensor. Overwrites its gradient with the update.
 
     Args:
         moments: exp_avg and exp_avg_sq, before the step.
