@@ -197,8 +197,8 @@ def require_stage_0(run: Run, reason: str, state_tensors: float) -> None:
         # fp32: 4 weights + 4 gradients; 16 bits: 2 + 2 + 4 master weights.
         stage_0 = parameter_count(run.model_config) * (8 + 4 * state_tensors)
         raise ValueError(
-            f"'zero_optimization.stage' is {run.zero_stage}, but {reason}, and ZeRO leaves each rank a part of it; write 0, with which the"
-            f" model states take {stage_0 / 2**30:.2f} GiB on each, or use AdamW"
+            f"'zero_optimization.stage' is {run.zero_stage}, but {reason}, and ZeRO leaves each rank a part of it; write 0 (the"
+            f" model states then take {stage_0 / 2**30:.2f} GiB per rank), or use AdamW"
         )
 
 

@@ -132,7 +132,7 @@ def test_upstreams_documented_form_is_accepted_with_a_word():
         (f"{PARAMS}.comm_backend_name=7", "is 7, must be a string"),
         (f"{PARAMS}.max_grad_norm=1", 'write "gradient_clipping" at the top level instead'),
         # 30 bytes a parameter on two ranks: weights, gradients and master weights 8, and 5.5 tensors in fp32.
-        *((f"zero_optimization.stage={stage}", "with which the model states take 0.45 GiB on each") for stage in (1, 2, 3)),
+        *((f"zero_optimization.stage={stage}", "the model states then take 0.45 GiB per rank") for stage in (1, 2, 3)),
         ('gradient_allreduce_op="sum"', 'is "sum", but ZeroOneAdam sends the mean'),
     ],
 )

@@ -96,7 +96,7 @@ def explain(config: RunConfig) -> dict[str, Any]:
         },
         "memory_per_rank": {device: memory_of(config, model, device) for device in DEVICES},
         "bytes_sent_per_step": bytes_of(config, model),
-        "techniques": [_name(member) for member in config.built_techniques.members],
+        "techniques": [type(member).__module__.split(".")[-2] for member in config.built_techniques.members],  # their folders
         "over_the_run": over_the_run,
         "notes": list(config.notes),
         "needs": [needs_cuda(f"'{path}'", capability) for path, capability in config.cuda_only.items()],
@@ -177,11 +177,6 @@ def _leaves(section: dict[str, Any], path: tuple[str, ...] = ()) -> Iterator[tup
 
 def _valued(value: Any, origin: str) -> dict[str, Any]:
     return {"value": value, "from": origin}
-
-
-def _name(technique: Any) -> str:
-    """The recipe that a technique belongs to: its folder."""
-    return type(technique).__module__.split(".")[-2]
 
 
 def _over_the_run(config: RunConfig, model: GPTConfig) -> tuple[list[dict[str, Any]], int]:
