@@ -88,7 +88,7 @@ def test_one_rank_is_told_that_nothing_is_compressed():
         (f"{PARAMS}.freezestep=80", (), "did you mean 'freeze_step'?"),
         # 22 bytes a parameter on two ranks: weights, gradients and master weights 8, moments 8, errors 4 and 4 / 2.
         *((f"zero_optimization.stage={stage}", (), "the model states then take 0.33 GiB per rank") for stage in (1, 2, 3)),
-        ("zero_optimization.stage=2", ("--preset", "gpt3-1.3b"), "with which the model states take 26.96 GiB on each"),
+        ("zero_optimization.stage=2", ("--preset", "gpt3-1.3b"), "the model states then take 26.96 GiB per rank"),
         ('gradient_allreduce_op="sum"', (), 'is "sum", but OneBitAdam sends the mean'),
     ],
 )
