@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 
 from launch.config.engine_keys import section_rule
 from launch.config.engine_schema import engine_schema
+from launch.config.optimizer import ADAM_TYPES
 from launch.config.run_config import resolve
 from launch.errors import UsageError
 from recipes.registry import technique_classes
@@ -301,6 +302,8 @@ def fits(name: str, addition: str) -> bool:
         return False
     if SHIPPED[name]["zero_optimization"].get("offload_optimizer") and "optimizer" in ADDITIONS[addition][0]:
         return False  # an offloaded optimizer is Adam
+    if addition == "offload_optimizer" and SHIPPED[name]["optimizer"]["type"] not in ADAM_TYPES:
+        return False
     return SHIPPED[name]["zero_optimization"]["stage"] in ADDITIONS[addition][1]
 
 
