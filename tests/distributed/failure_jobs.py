@@ -140,19 +140,19 @@ class _HalfLinear(torch.autograd.Function):
 @contextlib.contextmanager
 def writes_after(wait: Callable[[Snapshots], None], **constants: float) -> Iterator[None]:
     """Each thread that writes beside training waits before it begins; `constants` of the checkpoints' module."""
-    usual, former = Snapshots.write, {name: getattr(checkpoint, name) for name in constants}
+    usual, former = Snapshots.write_copies, {name: getattr(checkpoint, name) for name in constants}
 
     def write(self: Snapshots) -> Any:
         if self._copies:
             wait(self)
         return usual(self)
 
-    Snapshots.write = write
+    Snapshots.write_copies = write
     vars(checkpoint).update(constants)
     try:
         yield
     finally:
-        Snapshots.write = usual
+        Snapshots.write_copies = usual
         vars(checkpoint).update(former)
 
 
@@ -178,20 +178,20 @@ def pretrain_with_slow_writes(flags: list[str], seconds: float) -> list[dict[str
 
 def pretrain_until_a_write_fails(flags: list[str], rank: int, step: int) -> Any:
     """`pretrain` where the disk of one rank is full when the checkpoint of `step` is written; the exit code it ends with."""
-    usual = Snapshots._write
+    usual = Snapshots._write_file
 
     def write(self: Snapshots, state: Any, path: str) -> None:
         if int(os.environ["RANK"]) == rank and f"{step:08d}" in path:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
         usual(self, state, path)
 
-    Snapshots._write = write
+    Snapshots._write_file = write
     try:
         pretrain(flags)
     except SystemExit as end:
         return end.code
     finally:
-        Snapshots._write = usual
+        Snapshots._write_file = usual
     return 0
 
 
