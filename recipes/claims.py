@@ -1,4 +1,4 @@
-"""What a recipe may claim against its control: the kinds of claim in a `recipe.json`, each a number for one measured quantity.
+"""What a recipe may claim against its control: a number for one measured quantity on one testbed.
 
 A claim compares the runs of recipe and control with the same seed, pair by pair. `launch/comparison/verdicts.py` decides whether it
 holds, fails or is inconclusive; this file defines what it means.
@@ -6,67 +6,94 @@ holds, fails or is inconclusive; this file defines what it means.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import NamedTuple
 
 
-class ClaimKind(NamedTuple):
-    """The meaning of the claim `name: x`.
+class Measure(NamedTuple):
+    """A quantity of a run.
+
+    key: its name in `launch.comparison.runs.Run.measures`. words: the quantity in words.
+    """
+
+    key: str
+    words: str
+
+
+class Question(NamedTuple):
+    """What is asked about a quantity.
+
+    scale: "difference", the mean over seeds of recipe - control, or "ratio", the geometric mean over seeds of recipe / control.
+    statement: the claim in words, with `{what}` and `{x}`.
+    """
+
+    scale: str
+    statement: str
+
+
+#: The final validation loss is in nats per token. Memory is that of rank 0, and so are the bytes sent.
+MEASURES = {
+    "loss": Measure("final_val_loss", "final validation loss"),
+    "step_time": Measure("step_seconds", "mean time per step"),
+    "peak_memory": Measure("peak_memory_bytes", "peak memory per rank"),
+    "bytes": Measure("bytes_sent", "bytes sent per rank over the run"),
+}
+QUESTIONS = {
+    "equal": Question("difference", "the {what} differs from the control's by at most {x}"),
+    "within": Question("difference", "the {what} is at most {x} above the control's"),
+    "lower_by": Question("difference", "the {what} is at least {x} below the control's"),
+    "ratio": Question("ratio", "the {what} is at most {x} times the control's"),
+}
+#: The largest numbers of claims about the loss: a wider margin would say nothing.
+LARGEST = {"equal": 0.01, "within": 0.05}
+
+
+@dataclass(frozen=True)
+class Claim:
+    """One claim of a recipe on a testbed.
 
     Attributes:
-        measure: the quantity of a run, as `launch/comparison/runs.py` names it: "final_val_loss" (nats a token), "step_seconds" and
-            "tokens_per_second" (of the median step), "peak_memory_bytes" (of rank 0), "bytes_sent" (of rank 0, all steps).
-        quantity: the same in words.
-        scale: what the claim is about: "difference", the mean over seeds of recipe - control, or "ratio", the geometric mean over seeds
-            of recipe / control.
-        direction: "at most" or "at least".
-        sign: the mean is compared with x times this.
-        statement: the claim in words, with `{x}`.
+        measure: a key of `MEASURES`.
+        question: a key of `QUESTIONS`; "ratio" for every measure but the loss.
+        number: nats per token for the loss, else the ratio.
+        expected: the true difference or ratio for which the number of seeds was planned.
+        power: the probability of "holds" that was planned, if the truth is `expected`.
     """
 
     measure: str
-    quantity: str
-    scale: str
-    direction: str
-    sign: int
-    statement: str
+    question: str
+    number: float
+    expected: float = 0.0
+    power: float = 0.9
 
-    def bound(self, x: float) -> float:
-        """The number that the mean difference, or the mean ratio, is compared with."""
-        return self.sign * x
+    def __post_init__(self) -> None:
+        for name, value, allowed in (("measure", self.measure, MEASURES), ("question", self.question, QUESTIONS)):
+            if value not in allowed:
+                raise ValueError(f"'{name}' is {value!r}; allowed are {', '.join(allowed)}")
+        if (self.scale == "ratio") == (self.measure == "loss"):
+            raise ValueError(f"'question' is {self.question!r} for {self.measure!r}; ratios are for all measures but the loss")
+        for name, number in (("number", self.number), ("expected", self.expected), ("power", self.power)):
+            if type(number) not in (int, float) or not abs(number) < 1e9:
+                raise ValueError(f"'{name}' is {number!r}; it must be a number")
+        if self.number < 0 or not 0 < self.power < 1:
+            raise ValueError("'number' must be at least 0, and 'power' between 0 and 1")
+        if self.number > LARGEST.get(self.question, self.number):
+            raise ValueError(f"'number' is {self.number:g} for {self.question!r}; allowed are at most {LARGEST[self.question]:g}")
 
-    def says(self, x: float | str) -> str:
-        """The claim in words, of a number or of a letter that stands for one."""
-        return self.statement.format(x=x if isinstance(x, str) else f"{x:g}")
+    @property
+    def scale(self) -> str:
+        """ "difference" or "ratio"."""
+        return QUESTIONS[self.question].scale
 
+    @property
+    def key(self) -> str:
+        """The measure's name in `Run.measures`."""
+        return MEASURES[self.measure].key
 
-LOSS, STEP = "final validation loss", "time of a step"
-MEMORY, SENT, SPEED = "peak memory of a rank", "bytes that a rank sends", "tokens a second"
-CLAIMS: dict[str, ClaimKind] = {
-    "loss_within": ClaimKind(
-        "final_val_loss", LOSS, "difference", "at most", 1, "the final validation loss is at most {x} above the control's"
-    ),
-    "loss_lower_by": ClaimKind(
-        "final_val_loss", LOSS, "difference", "at most", -1, "the final validation loss is at least {x} below the control's"
-    ),
-    "step_time_ratio": ClaimKind("step_seconds", STEP, "ratio", "at most", 1, "a step takes at most {x} of the control's time"),
-    "peak_memory_ratio": ClaimKind(
-        "peak_memory_bytes", MEMORY, "ratio", "at most", 1, "a rank's peak of memory is at most {x} of the control's"
-    ),
-    "bytes_ratio": ClaimKind("bytes_sent", SENT, "ratio", "at most", 1, "a rank sends at most {x} of the control's bytes over the run"),
-    "throughput_ratio": ClaimKind("tokens_per_second", SPEED, "ratio", "at least", 1, "tokens a second are at least {x} of the control's"),
-}
+    @property
+    def label(self) -> str:
+        """The claim in short, e.g. "loss within 0.03"."""
+        return f"{self.measure} {self.question} {self.number:g}"
 
-#: The outcome in `results.json` of a claim whose verdict does not count any more.
-WITHDRAWN = "withdrawn"
-#: Why the verdicts on the loss in `results.json` are withdrawn; above the tables that show them.
-NOTICE = (
-    "> **The verdicts on the loss are withdrawn.** They were measured with 20 warm-up steps, too few for the control: AdamW on `nano`\n"
-    "> (200 steps at 2e-3) ends at a loss of 5.82 with 20 warm-up steps and 5.50 with 80. The verdicts on time, memory and bytes stand.\n\n"
-)
-
-
-def notice(results: Iterable[dict[str, Any]]) -> str:
-    """`NOTICE` if a verdict in one of `results`, measurements of recipes, is withdrawn, else nothing."""
-    withdrawn = any(one["outcome"] == WITHDRAWN for found in results for one in found.get("claims", ()))
-    return NOTICE if withdrawn else ""
+    def __str__(self) -> str:
+        return QUESTIONS[self.question].statement.format(what=MEASURES[self.measure].words, x=f"{self.number:g}")

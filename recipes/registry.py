@@ -1,22 +1,72 @@
-"""Finds the recipes: every folder beside this file that holds a `recipe.json`. Adding a recipe touches its own folder only."""
+"""Finds the recipes and the testbeds: every folder beside this file that holds a `recipe.json`, and those in `testbeds`.
+
+Adding a recipe touches its own folder only.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import importlib
 import json
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
+from typing import Any, TypeVar
 
-from recipes.claims import CLAIMS
+from recipes.claims import Claim
 from recipes.technique import Run, Technique, Techniques
 
 ROOT = Path(__file__).resolve().parent.parent
+TESTBEDS = ROOT / "recipes" / "testbeds"
 
-#: The fields of a recipe.json; the optional ones have their default beside them.
-REQUIRED = {"title": str, "config": str, "control": str, "differs": list, "claims": dict}
-OPTIONAL = {"paper": str, "needs": str, "flags": list}
+#: Flags of `launch/pretrain.py`, by name without the dashes.
+Flags = dict[str, Any]
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Testbed:
+    """A model and a token budget on which recipes are compared, as `recipes/testbeds/<name>/testbed.json` states it.
+
+    Attributes:
+        name: the name of the folder.
+        title: the model and the budget in one line.
+        device: "cpu" or "cuda"; the testbed is used only there.
+        flags: of `launch/pretrain.py`, the same for all runs: model, corpus, tokens, batch, evaluations.
+        sweep: flag -> the values of the control's sweep.
+        tuned: flag -> the value chosen from the sweep. Runs take it unless their recipe is tuned itself.
+        target_loss: nats per token of validation text; times and tokens are compared where a run first reaches it.
+        ranks: of each run, unless the recipe states another number.
+        reason: why these values were chosen, where the sweep alone does not say it.
+    """
+
+    name: str
+    title: str
+    device: str
+    flags: Flags
+    sweep: dict[str, list[float]]
+    tuned: Flags
+    target_loss: float
+    ranks: int = 1
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """What a recipe claims on a testbed.
+
+    Attributes:
+        seeds: planned before the first run; the runs have the seeds 1 to this.
+        claims: each is judged; none before the recipe is tuned.
+        sweep: flag -> the values of the recipe's sweep. Empty for a recipe that does not change the optimization.
+        tuned: flag -> the value chosen from the sweep, in place of the testbed's.
+    """
+
+    seeds: int
+    claims: list[Claim] = field(default_factory=list)
+    sweep: dict[str, list[float]] = field(default_factory=dict)
+    tuned: Flags = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -29,10 +79,12 @@ class Recipe:
         config: its engine JSON, e.g. `ds_configs/zero2_bf16.json`.
         control: the JSON that it is compared with.
         differs: dotted keys in which `config` and `control` differ, all of them (a test holds this).
-        claims: what it should show against its control, as numbers, e.g. `{"loss_within": 0.02}`.
+        experiments: what it should show against its control, by the name of the testbed.
         paper: where the technique comes from.
         needs: what it takes to see the effect: ranks, a slow network, a GPU.
         flags: suggested flags of `launch/pretrain.py`, used by `--recipe` unless the user gives the same flag.
+        ranks: of each run in its experiments; None for the testbed's.
+        history: claims that were changed after a result was known, a sentence each; the page shows them.
     """
 
     name: str
@@ -40,10 +92,12 @@ class Recipe:
     config: str
     control: str
     differs: list[str]
-    claims: dict[str, float]
+    experiments: dict[str, Experiment]
     paper: str = ""
     needs: str = ""
     flags: list[str] = field(default_factory=list)
+    ranks: int | None = None
+    history: list[str] = field(default_factory=list)
 
 
 def read_recipe(folder: str | Path) -> Recipe:
@@ -59,31 +113,70 @@ def read_recipe(folder: str | Path) -> Recipe:
         close = difflib.get_close_matches(folder.name, recipe_names(), n=1)
         meant = f"; did you mean recipes/{close[0]}" if close else ""
         raise ValueError(f"--recipe {folder}: has no recipe.json{meant}; the recipes are: {names} (recipes/<name>)")
+    fields = _read_object(path)
+    experiments = fields.get("experiments")
+    if isinstance(experiments, dict):
+        fields["experiments"] = {name: _experiment(f"{path}: 'experiments.{name}'", name, one) for name, one in experiments.items()}
+    return _made(Recipe, str(path), {"name": folder.resolve().name, **fields})
+
+
+def read_testbed(name: str) -> Testbed:
+    """Read the testbed `name`. Raises ValueError, one line, if there is none of this name, or if its file is wrong."""
+    path = TESTBEDS / name / "testbed.json"
+    if not path.is_file():
+        raise ValueError(f"testbed {name}: unknown; the testbeds are: {', '.join(testbed_names())}")
+    return _made(Testbed, str(path), {"name": name, **_read_object(path)})
+
+
+def _experiment(where: str, testbed: str, fields: Any) -> Experiment:
+    if testbed not in testbed_names():
+        raise ValueError(f"{where}: unknown testbed; allowed are {', '.join(testbed_names())}")
+    if isinstance(fields, dict) and isinstance(fields.get("claims"), list):
+        claims = [_made(Claim, f"{where}.claims[{place}]", claim) for place, claim in enumerate(fields["claims"])]
+        fields = {**fields, "claims": claims}
+    return _made(Experiment, where, fields)
+
+
+def _read_object(path: Path) -> dict[str, Any]:
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as reason:
         raise ValueError(f"{path}: not a readable JSON file: {reason}") from None
     if not isinstance(fields, dict):
-        raise ValueError(f"{path}: holds a {type(fields).__name__}, must be an object with {', '.join(REQUIRED)}")
-    if unknown := sorted(fields.keys() - REQUIRED.keys() - OPTIONAL.keys()):
-        raise ValueError(f"{path}: unknown key '{unknown[0]}'; allowed are {', '.join([*REQUIRED, *OPTIONAL])}")
-    if missing := sorted(REQUIRED.keys() - fields.keys()):
-        raise ValueError(f"{path}: lacks {', '.join(missing)}")
+        raise ValueError(f"{path}: contains a {type(fields).__name__}; it must be an object")
+    return fields
+
+
+def _made(cls: type[T], where: str, fields: Any) -> T:
+    """An object of the dataclass `cls` from `fields`, whose names and types are checked."""
+    if not isinstance(fields, dict):
+        raise ValueError(f"{where}: is a {type(fields).__name__}; it must be an object")
+    known = {one.name: one for one in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    allowed = ", ".join(name for name in known if name != "name")
+    if unknown := sorted(fields.keys() - known.keys()):
+        raise ValueError(f"{where}: unknown key '{unknown[0]}'; allowed are {allowed}")
+    required = {name for name, one in known.items() if one.default is dataclasses.MISSING and one.default_factory is dataclasses.MISSING}
+    if missing := sorted(required - fields.keys()):
+        raise ValueError(f"{where}: lacks {', '.join(missing)}")
     for key, value in fields.items():
-        kind = (REQUIRED | OPTIONAL)[key]
-        if not isinstance(value, kind):
-            raise ValueError(f"{path}: '{key}' is a {type(value).__name__}, must be a {kind.__name__}")
-    for claim, value in fields["claims"].items():
-        if claim not in CLAIMS:
-            raise ValueError(f"{path}: 'claims.{claim}' is not a claim; allowed are {', '.join(CLAIMS)}")
-        if type(value) not in (int, float) or not 0 <= value < 1e9:
-            raise ValueError(f"{path}: 'claims.{claim}' is {json.dumps(value)}, must be a number of at least 0")
-    return Recipe(name=folder.resolve().name, **fields)
+        kind = str(known[key].type).partition("[")[0].removesuffix(" | None")
+        kinds = {"float": (int, float), "int": int, "str": str, "list": list, "dict": dict, "Flags": dict}[kind]
+        if not isinstance(value, kinds) or isinstance(value, bool):
+            raise ValueError(f"{where}: '{key}' is a {type(value).__name__}; it must be a {'dict' if kind == 'Flags' else kind}")
+    try:
+        return cls(**fields)
+    except ValueError as reason:
+        raise ValueError(f"{where}: {reason}") from None
 
 
 def recipe_names() -> list[str]:
     """Names of all recipe folders, in alphabetical order."""
     return sorted(path.parent.name for path in ROOT.glob("recipes/*/recipe.json"))
+
+
+def testbed_names() -> list[str]:
+    """Names of all testbeds, in alphabetical order."""
+    return sorted(path.parent.name for path in TESTBEDS.glob("*/testbed.json"))
 
 
 @cache
