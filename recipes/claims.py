@@ -14,7 +14,7 @@ class ClaimKind(NamedTuple):
     """The meaning of the claim `name: x`.
 
     Attributes:
-        measure: the quantity of a run, as `launch/comparison/runs.py` names it: "final_val_loss" (nats a token), "step_seconds" and
+        measure: the quantity of a run, as `launch/comparison/runs.py` names it: "final_val_loss" (nats per token), "step_seconds" and
             "tokens_per_second" (of the median step), "peak_memory_bytes" (of rank 0), "bytes_sent" (of rank 0, all steps).
         quantity: the same in words.
         scale: what the claim is about: "difference", the mean over seeds of recipe - control, or "ratio", the geometric mean over seeds
@@ -41,7 +41,7 @@ class ClaimKind(NamedTuple):
 
 
 LOSS, STEP = "final validation loss", "time of a step"
-MEMORY, SENT, SPEED = "peak memory of a rank", "bytes that a rank sends", "tokens a second"
+MEMORY, SENT, SPEED = "peak memory of a rank", "bytes that a rank sends", "tokens per second"
 CLAIMS: dict[str, ClaimKind] = {
     "loss_within": ClaimKind(
         "final_val_loss", LOSS, "difference", "at most", 1, "the final validation loss is at most {x} above the control's"
@@ -51,10 +51,10 @@ CLAIMS: dict[str, ClaimKind] = {
     ),
     "step_time_ratio": ClaimKind("step_seconds", STEP, "ratio", "at most", 1, "a step takes at most {x} of the control's time"),
     "peak_memory_ratio": ClaimKind(
-        "peak_memory_bytes", MEMORY, "ratio", "at most", 1, "a rank's peak of memory is at most {x} of the control's"
+        "peak_memory_bytes", MEMORY, "ratio", "at most", 1, "a rank's peak memory is at most {x} of the control's"
     ),
     "bytes_ratio": ClaimKind("bytes_sent", SENT, "ratio", "at most", 1, "a rank sends at most {x} of the control's bytes over the run"),
-    "throughput_ratio": ClaimKind("tokens_per_second", SPEED, "ratio", "at least", 1, "tokens a second are at least {x} of the control's"),
+    "throughput_ratio": ClaimKind("tokens_per_second", SPEED, "ratio", "at least", 1, "at least {x} of the control's tokens per second"),
 }
 
 #: The outcome in `results.json` of a claim whose verdict does not count any more.

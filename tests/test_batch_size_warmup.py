@@ -130,6 +130,6 @@ def test_explain_counts_the_steps_and_says_what_grows():
     assert [row["batch_size"] for row in page["over_the_run"]] == [8, 24, 32, 32, 32]
     assert page["over_the_run"][-1]["tokens"] == 129_024 + 94 * 4096
     assert page["flops"]["run"] == page["flops"]["per_token"] * (129_024 + 94 * 4096)
-    assert any("8 sequences a step at first, growing by 8, all 32 from step 78 on" in note for note in page["notes"])
+    assert any("8 sequences per step at first, growing by 8, all 32 from step 78 on" in note for note in page["notes"])
     done = explain("--ranks", "32")
     assert any("does not grow" in note for note in json.loads(done.stdout)["notes"])

@@ -133,7 +133,7 @@ def test_batch_arithmetic(ranks, given, expected, resolved):
 
 @pytest.mark.parametrize(("tokens", "steps"), [(1, 1), (2047, 1), (2048, 1), (2049, 2), (20480, 10)])
 def test_tokens_are_rounded_up_to_whole_steps(tokens, steps, resolved):
-    config = resolved("--tokens", str(tokens))  # 16 x 128 = 2,048 tokens a step
+    config = resolved("--tokens", str(tokens))  # 16 x 128 = 2,048 tokens per step
     assert (config.steps, config.total_tokens) == (steps, steps * 2048)
     assert config.scheduler["params"]["total_tokens"] == steps * 2048
     in_the_json = resolved(**{"scheduler.params.total_tokens": tokens})

@@ -326,7 +326,7 @@ def test_wrong_value_in_the_json(key, faults):
         ("zero_optimization.stage", "auto", '"auto" has no meaning here'),
         ("torch_autocast", {"enabled": True, "dtype": "bfloat16"}, "casts fp32 weights, and bf16 is enabled too"),
         ("optimizer.type", "OneBitLam", "did you mean 'OneBitLamb'?"),
-        ("managed_gradient_accumulation", False, "is false, but the loop steps the engine once a micro-batch"),
+        ("managed_gradient_accumulation", False, "is false, but the loop steps the engine once per micro-batch"),
         ("checkpoint", {"load_universal": True}, "a checkpoint must be complete when the engine returns"),
         ("optimizer", {"type": "SGD", "params": {"lr": "auto"}}, 'write "zero_allow_untested_optimizer": true, or use stage 0'),
         ("scheduler", {"type": "OneCycle"}, 'is "OneCycle"; there are WarmupCosineTokens'),

@@ -17,11 +17,11 @@ explained, refusal = partial(helpers.explained, *RUN), partial(helpers.refusal, 
 @pytest.mark.parametrize(
     ("ranks", "local", "size", "origin"),
     [
-        (16, None, 8, "auto: 8 ranks a host"),
-        (12, None, 6, "auto: 8 ranks a host"),
+        (16, None, 8, "auto: 8 ranks per host"),
+        (12, None, 6, "auto: 8 ranks per host"),
         (8, None, 1, "auto: off below stage 3 and on one host"),
         (1, None, 1, "auto: off below stage 3 and on one host"),
-        (16, "4", 4, "auto: 4 ranks a host"),
+        (16, "4", 4, "auto: 4 ranks per host"),
         (4, "4", 1, "auto: off below stage 3 and on one host"),
     ],
 )
