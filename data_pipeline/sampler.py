@@ -13,7 +13,7 @@ from math import gcd, isqrt, lcm
 
 import numpy as np
 
-BLOCK = 4096  # positions computed at once: 0.3 ms, or 0.07 us a sample
+BLOCK = 4096  # positions computed at once: 0.3 ms, or 0.07 us per sample
 ROUNDS = 8
 #: Maximum number of parts that the weights of a mixture are divided into; one part is 0.01%.
 DENOMINATOR = 10_000

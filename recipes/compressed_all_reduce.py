@@ -1,4 +1,4 @@
-"""The mean of a large buffer over all ranks, sent as one bit an element: the communication of 1-bit Adam and its relatives.
+"""The mean of a large buffer over all ranks, sent as one bit per element: the communication of 1-bit Adam and its relatives.
 
 Tang et al., 1-bit Adam, arXiv 2102.02888, algorithm 1 and section 4.2. Each rank adds the error of its last compression
 to its buffer and compresses the sum to signs and one scale per tensor, ||c||_2 / sqrt(numel). The owner of a chunk of the buffer averages

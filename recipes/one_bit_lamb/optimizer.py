@@ -1,4 +1,4 @@
-"""LAMB whose variance and trust ratios stay after a number of steps, so that its momentum can be exchanged as one bit an element."""
+"""LAMB whose variance and trust ratios stay after a number of steps, so that its momentum can be exchanged as one bit per element."""
 
 from __future__ import annotations
 
