@@ -1,6 +1,7 @@
 """Reads the folder of a run, finished or not, into arrays with an entry per optimizer step, and summarizes the run in a few numbers.
 
-Only `run.json`, `metrics.jsonl` and the last line of `log.txt` are read.
+Only `run.json`, `metrics.jsonl` and the last line of `log.txt` are read. A published run is stored in a `results.json` in a short form,
+which is read into the same object.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ class Run:
         finished: the run has trained on all its tokens.
         diverged: the run ended or failed because of a non-finite loss or gradient.
         remarks: what is missing, damaged or not finite, in sentences without a full stop.
+        published: the `measures` of a run that was read from a `results.json`, whose columns hold evaluations only; None otherwise.
     """
 
     folder: Path
@@ -51,6 +53,7 @@ class Run:
     finished: bool
     diverged: bool
     remarks: tuple[str, ...]
+    published: dict[str, float] | None = None
 
     @property
     def seed(self) -> int:
@@ -70,6 +73,8 @@ class Run:
         skipped_steps: updates skipped for an overflow in fp16. spikes: steps with a loss above `SPIKE_RATIO` x the lowest before, or a
         non-finite one.
         """
+        if self.published is not None:
+            return dict(self.published)
         columns = self.columns
         measures: dict[str, float] = {}
         if self.diverged and self.description["eval_every"]:
@@ -168,3 +173,42 @@ def _last_error(folder: Path) -> str:
         return ""
     error = re.fullmatch(r"\S+ \S+ error: (.*?)(; .*)?", lines[-1]) if lines else None
     return error[1] if error else ""
+
+
+# --- published runs -------------------------------------------------------------------------------------------------------------------
+
+#: Columns of a published run, at its evaluations, and the decimals that are kept.
+CURVE = {"step": 0, "tokens": 0, "seconds": 2, "val_loss": 5}
+#: Keys of `run.json` that are not published: places and names of this machine.
+NOT_PUBLISHED = {"command", "data", "quiet", "resume", "runs_dir"}
+
+
+def stored_run(run: Run) -> dict[str, Any]:
+    """`run` as a `results.json` holds it: what a comparison needs of its description, its measures, and its evaluations."""
+    description = {key: value for key, value in run.description.items() if key not in NOT_PUBLISHED}
+    description["config_file"] = "/".join(Path(description["config_file"]).parts[-2:])
+    description["corpus"] = {key: value for key, value in description["corpus"].items() if key != "path"}
+    description["machine"] = {key: value for key, value in (description.get("machine") or {}).items() if key != "host"}
+    description["resumes"] = [{"interleaved": one.get("interleaved")} for one in description.get("resumes", [])]
+    rows = np.isfinite(run.columns["val_loss"])
+    curve = {name: _numbers(run.columns[name][rows], decimals) for name, decimals in CURVE.items()}
+    measures = {name: value if math.isfinite(value) else None for name, value in run.measures().items()}
+    state = {"name": run.name, "seed": run.seed, "finished": run.finished, "diverged": run.diverged}
+    return {**state, "description": description, "measures": measures, "curve": curve}
+
+
+def read_stored_run(stored: dict[str, Any]) -> Run:
+    """The run that `stored_run` wrote; a measure that is null is +inf."""
+    curve = {name: np.array([np.nan if value is None else value for value in stored["curve"][name]], np.float64) for name in CURVE}
+    missing = {name: np.full(len(curve["step"]), np.nan) for name in COLUMNS}
+    sums = {name: np.zeros(len(curve["step"])) for name in ("flops", "bytes")}
+    measures = {name: math.inf if value is None else float(value) for name, value in stored["measures"].items()}
+    name = stored["name"]
+    return Run(
+        Path(name), name, stored["description"], {**missing, **sums, **curve}, stored["finished"], stored["diverged"], (), measures
+    )
+
+
+def _numbers(values: Column, decimals: int) -> list[float | int | None]:
+    rounded = [round(value, decimals) if math.isfinite(value) else None for value in values.tolist()]
+    return [int(value) if value is not None and not decimals else value for value in rounded]
