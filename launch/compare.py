@@ -2,11 +2,15 @@
 
     python launch/compare.py runs/dropping_1 runs/whole_1
     python launch/compare.py --recipe recipes/zero_2 --seeds 3 --preset nano --steps 400
-    python launch/compare.py --all --seeds 5 --preset nano --steps 200
+    python launch/compare.py --recipe recipes/lamb --testbed nano-0.5M
+    python launch/compare.py --recipe recipes/lamb --testbed nano-0.5M --tune
 
-Writes `report.html` (a single file that works offline), `report.json` and `loss.png`. With `--recipe`, control and recipe are trained
-with the same seeds and interleaved steps, so that a slow moment of the machine affects both alike. Finished runs are reused, interrupted
-runs are resumed. Exit codes: 0 done, 1 failed, 2 a mistake in the command, 130 and 143 stopped by Ctrl-C and SIGTERM.
+A recipe's claims are judged on its testbeds, with the planned seeds; at other settings the figures are shown without verdicts. `--tune`
+sweeps a testbed's settings for control and recipe, `--noise` measures its noise.
+
+Writes `report.html` (a single file that works offline), `report.json` and `loss.png`. Control and recipe are trained with the same seeds
+and interleaved steps, so that a slow moment of the machine affects both alike. Finished runs are reused, interrupted runs are resumed.
+Exit codes: 0 done, 1 failed, 2 a mistake in the command, 130 and 143 stopped by Ctrl-C and SIGTERM.
 """
 
 from __future__ import annotations
@@ -52,7 +56,25 @@ def build_parser() -> Parser:
     )
     parser.add_argument("--all", action="store_true", help="compare every recipe that this machine can run, and list what the others need")
     parser.add_argument(
-        "--seeds", type=whole_number(1, 1000), default=3, help="number of seeds: each configuration is run with seeds 1 to N (3)"
+        "--testbed",
+        metavar="NAME",
+        action="append",
+        default=[],
+        help="a testbed of recipes/testbeds: model, budget and tuned values; repeatable (all of the recipe's, unless flags below give a"
+        " setting)",
+    )
+    parser.add_argument(
+        "--seeds",
+        type=whole_number(1, 1000),
+        help="number of seeds: each configuration is run with seeds 1 to N (on a testbed as the recipe plans, else 3)",
+    )
+    parser.add_argument(
+        "--tune",
+        action="store_true",
+        help="sweep the testbed's settings, such as the learning rate, for its control, or for a recipe and its control",
+    )
+    parser.add_argument(
+        "--noise", action="store_true", help="measure the noise of the testbed: differences of configurations that are equal in truth"
     )
     parser.add_argument("--out", metavar="DIR", help="folder of the report (runs/reports/<name>, or the next free <name>-N)")
     parser.add_argument("--publish", action="store_true", help="save the results in recipes/results.json and update the recipes' pages")
@@ -78,19 +100,18 @@ def build_parser() -> Parser:
 
 #: Flags that are passed on to `launch/pretrain.py` unchanged.
 PASSED_ON = sorted({action.dest for action in build_parser()._actions} - {
-    "help", "runs", "recipe", "all", "seeds", "out", "publish", "force", "quiet", "ranks", "runs_dir", "at_once", "keep_checkpoints"
+    "help", "runs", "recipe", "all", "testbed", "tune", "noise", "seeds", "out", "publish", "force", "quiet", "ranks", "runs_dir",
+    "at_once", "keep_checkpoints"
 })  # fmt: skip
+#: Those that a testbed leaves open: they change no number.
+NOT_OF_TESTBED = {"data", "save_every"}
 
 
 def main() -> int:
     """Train the missing runs, compare, and write the report."""
     flags = build_parser().parse(sys.argv[1:])
     names = given(build_parser(), sys.argv[1:])
-    sources = [word for word, value in (("run folders", flags.runs), ("--recipe", flags.recipe), ("--all", flags.all)) if value]
-    if len(sources) != 1:
-        raise UsageError(f"give one of: run folders, --recipe DIR, --all{'; given are ' + ' and '.join(sources) if sources else ''}")
-    if flags.runs and (training := sorted(names & {*PASSED_ON, "seeds", "publish", "ranks", "runs_dir", "at_once", "keep_checkpoints"})):
-        raise UsageError(f"--{training[0]} applies to runs that are trained, but {flags.runs[0]} exists; leave it out, or give --recipe")
+    _check_sources(flags, names)
     _check_out(flags.out)
     _check_recipes(flags)
     # Extreme values in a run overflow in numpy and matplotlib; the report shows what came of them.
@@ -100,17 +121,18 @@ def main() -> int:
     from launch.comparison import comparison, experiments, page, publish, runs
 
     passed_on = _passed_on(flags, names)
+    if flags.publish:
+        publish.check_checkout()
+    if flags.tune or flags.noise:
+        return _set_up_testbeds(flags, passed_on)
     unfinished: list[str] = []
     if flags.runs:
         compared = comparison.compare([runs.read_run(run) for run in flags.runs], flags.force)
     else:
-        if flags.publish:
-            publish.check_checkout()
         folders = [ROOT / "recipes" / name for name in recipe_names()] if flags.all else flags.recipe
         compared, unfinished = experiments.run_experiments(folders, passed_on, flags)
-    name = "all" if flags.all else "+".join(Path(folder).resolve().name for folder in flags.recipe or flags.runs)[:60]
     try:
-        report = page.write_report(compared, page.new_folder(name) if flags.out is None else Path(flags.out))
+        report = page.write_report(compared, _out(flags))
     except OSError as reason:
         raise UsageError(f"{flags.out or page.REPORTS}: cannot be written ({reason.strerror}); give another --out") from None
     for line in page.summary(compared):
@@ -120,9 +142,55 @@ def main() -> int:
         named = ", ".join(unfinished[:3]) + (f" and {len(unfinished) - 3} more" if len(unfinished) > 3 else "")
         raise TrainingFailed(f"not all runs finished: {named}; the same command resumes them")
     if flags.publish:
-        publish.publish(compared, ["--seeds", str(flags.seeds), *passed_on])
-        print_once("written: recipes/results.json, and the pictures and pages of the recipes")
+        publish.publish(compared)
+        print_once("written: results.json of each recipe, and the pictures and pages")
     return 0
+
+
+def _set_up_testbeds(flags: argparse.Namespace, passed_on: list[str]) -> int:
+    """`--tune` and `--noise`."""
+    from launch.comparison import tuning  # as above
+
+    if flags.tune:
+        found, lines = tuning.tune(flags, passed_on)
+        recipe = Path(flags.recipe[0]).resolve().name if flags.recipe else None
+        written = tuning.write_tuning(found, recipe, _out(flags), flags.publish)
+    else:
+        noise = tuning.measure_noise(flags, passed_on)
+        lines, written = tuning.noise_lines(noise), tuning.write_noise(noise, _out(flags), flags.publish)
+    for line in [*lines, *(f"written: {file}" for file in written)]:
+        print_once(one_line(line))
+    return 0
+
+
+def _out(flags: argparse.Namespace) -> Path:
+    """The folder of the report: --out, or a new one named after what is compared."""
+    from launch.comparison import page  # as above
+
+    name = "all" if flags.all else "+".join([Path(folder).resolve().name for folder in flags.recipe or flags.runs] or flags.testbed)[:60]
+    return Path(flags.out) if flags.out else page.new_folder(name + "-tuning" * flags.tune + "-noise" * flags.noise)
+
+
+def _check_sources(flags: argparse.Namespace, names: set[str]) -> None:
+    """Refuse flags that contradict each other."""
+    sources = [word for word, value in (("run folders", flags.runs), ("--recipe", flags.recipe), ("--all", flags.all)) if value]
+    if flags.tune or flags.noise:
+        word = "--tune" if flags.tune else "--noise"
+        if not flags.testbed:
+            raise UsageError(f"{word} needs --testbed NAME")
+        if (flags.tune and flags.noise) or flags.runs or flags.all or len(flags.recipe) > (1 if flags.tune else 0):
+            raise UsageError(f"{word} takes --testbed{' and at most one --recipe' if flags.tune else ''}; leave out the rest")
+        if flags.seeds:
+            raise UsageError(f"--seeds: {word} has seeds of its own, which no verdict uses; leave it out")
+    elif len(sources) != 1:
+        raise UsageError(f"give one of: run folders, --recipe DIR, --all{'; given are ' + ' and '.join(sources) if sources else ''}")
+    trains = {*PASSED_ON, "testbed", "seeds", "publish", "ranks", "runs_dir", "at_once", "keep_checkpoints"}
+    if flags.runs and (training := sorted(names & trains)):
+        raise UsageError(f"--{training[0]} applies to runs that are trained, but {flags.runs[0]} exists; leave it out, or give --recipe")
+    setting = sorted(names & {*PASSED_ON} - NOT_OF_TESTBED)
+    if setting and (flags.testbed or flags.publish):
+        why = f"--testbed {flags.testbed[0]} sets it" if flags.testbed else "--publish is for the recipe's testbeds"
+        raise UsageError(f"--{'set' if setting[0] == 'overrides' else setting[0]}: {why}; leave out one of the two")
 
 
 def _check_out(out: str | None) -> None:
@@ -135,9 +203,9 @@ def _check_out(out: str | None) -> None:
 
 
 def _check_recipes(flags: argparse.Namespace) -> None:
-    """Refuse a recipe that is given twice, and --publish for results without a page or without noise."""
-    if flags.publish and flags.seeds < 2:
-        raise UsageError("--publish --seeds 1: one seed shows no noise, so no verdict is possible; give at least 2, better 5")
+    """Refuse a recipe that is given twice, and --publish for results without a page."""
+    if flags.publish and flags.seeds:
+        raise UsageError("--publish --seeds: the recipe plans the number of seeds; leave out --seeds")
     folders = [Path(recipe).resolve() for recipe in flags.recipe]
     for recipe, folder in zip(flags.recipe, folders, strict=True):
         if folders.count(folder) > 1:

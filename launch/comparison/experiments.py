@@ -8,20 +8,30 @@ import fcntl
 import os
 import shutil
 import sys
+import timeit
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import numpy as np
 from tqdm import tqdm
 
 from launch.comparison.comparison import Absent, Comparison, compare_experiments
 from launch.comparison.interleaved import train_interleaved
 from launch.comparison.runs import read_run
-from launch.comparison.trials import CannotRun, Experiment, Trial, fitting_groups, in_order, plan_experiment
+from launch.comparison.trials import CannotRun, PlannedExperiment, Trial, fitting_groups, in_order, plan_experiment
 from launch.config.hardware import device_type, gpus
 from launch.errors import UsageError, one_line, print_once
-from recipes.registry import ROOT, read_recipe
+from model.accounting import flops_per_token, parameter_count
+from recipes.registry import ROOT, Recipe, Testbed, read_recipe, read_testbed
 
-CPU_RANKS = 2  # with one rank nothing is partitioned and nothing is sent
+#: Ranks of runs that are on no testbed: with one rank nothing is partitioned and nothing is sent.
+CPU_RANKS = 2
+#: Seeds of runs that are on no testbed.
+SEEDS = 3
+#: Bytes of a run's folder per optimizer step, and of a checkpoint per parameter.
+LINE, CHECKPOINT = 600, 14
+#: For estimates of time: the size of a matrix product, the fraction of its speed that training reaches on a CPU, FLOP/s per GPU.
+SIZE, UTILIZATION, GPU_SPEED = 1024, 0.5, 2e14
 
 
 def run_experiments(folders: Sequence[Path | str], passed_on: Sequence[str], flags: argparse.Namespace) -> tuple[Comparison, list[str]]:
@@ -39,30 +49,26 @@ def run_experiments(folders: Sequence[Path | str], passed_on: Sequence[str], fla
         UsageError: a recipe is damaged or cannot run here, or `runs_dir` cannot be used.
     """
     os.environ.setdefault("DS_ACCELERATOR", device_type())
-    ranks = flags.ranks or (len(gpus()) if device_type() == "cuda" else CPU_RANKS)
-    planned: list[Experiment] = []
+    planned: list[PlannedExperiment] = []
     absent = []
     for folder in folders:
+        recipe = recipe_in(folder)
         try:
-            recipe = read_recipe(folder)
-        except ValueError as reason:
-            raise UsageError(str(reason)) from None
-        try:
-            planned.append(plan_experiment(recipe, passed_on, range(1, flags.seeds + 1), ranks))
+            planned += [_plan(recipe, testbed, passed_on, flags) for testbed in _testbeds(recipe, passed_on, flags)]
         except CannotRun as reason:
             if not flags.all:
                 raise UsageError(f"{folder}: {reason}") from None
             absent.append(Absent(recipe.name, str(reason)))
             print_once(f"{recipe.name} cannot run here: {reason}")
     runs_dir = Path(flags.runs_dir)
-    failures = train_missing(flags, planned, runs_dir)
+    failures = train_missing(flags, in_order(planned), runs_dir)
     names = {trial.name for one in planned for trial in (*one.control, *one.own)}
     runs = {name: read_run(runs_dir / name) for name in sorted(names) if (runs_dir / name / "run.json").exists()}
     experiments = []
     for one in planned:
         control, own = ([runs[trial.name] for trial in trials if trial.name in runs] for trials in (one.control, one.own))
         if control and own:
-            experiments.append((one.recipe, control, own))
+            experiments.append((one.recipe, one.testbed, control, own))
         else:
             reasons = [failures[trial.name] for trial in (*one.control, *one.own) if trial.name in failures]
             absent.append(Absent(one.recipe.name, reasons[0] if reasons else "its runs left no run.json"))
@@ -70,12 +76,60 @@ def run_experiments(folders: Sequence[Path | str], passed_on: Sequence[str], fla
     return compare_experiments(experiments, absent, flags.force), unfinished
 
 
-def train_missing(flags: argparse.Namespace, experiments: Sequence[Experiment], runs_dir: Path) -> dict[str, str]:
-    """Train the runs that are not finished. Returns the reasons of those that failed, by name."""
+def recipe_in(folder: Path | str) -> Recipe:
+    """`read_recipe`, which raises UsageError."""
+    try:
+        return read_recipe(folder)
+    except ValueError as reason:
+        raise UsageError(str(reason)) from None
+
+
+def testbed_named(name: str) -> Testbed:
+    """`read_testbed`, which raises UsageError, also if the testbed is for another device."""
+    try:
+        testbed = read_testbed(name)
+    except ValueError as reason:
+        raise UsageError(f"--{reason}") from None
+    if testbed.device != device_type():
+        raise UsageError(f"--testbed {name}: it is for {testbed.device}, and this machine has {device_type()}")
+    return testbed
+
+
+def _testbeds(recipe: Recipe, passed_on: Sequence[str], flags: argparse.Namespace) -> list[Testbed | None]:
+    """Where a recipe is compared: on the testbeds that are given, else on all its own for this device; with flags of a setting on none."""
+    if flags.testbed:
+        testbeds = [testbed_named(name) for name in flags.testbed if name in recipe.experiments]
+        wanted = ", ".join(flags.testbed)
+    elif passed_on:
+        return [None]
+    else:
+        testbeds = [testbed for testbed in map(read_testbed, recipe.experiments) if testbed.device == device_type()]
+        wanted = f"a testbed for {device_type()}"
+    if not testbeds:
+        raise CannotRun(
+            f"it has no experiment on {wanted}; its testbeds are: {', '.join(recipe.experiments) or 'none'}; or give a setting, as in"
+            " --preset nano --steps 200"
+        )
+    return [*testbeds]
+
+
+def _plan(recipe: Recipe, testbed: Testbed | None, passed_on: Sequence[str], flags: argparse.Namespace) -> PlannedExperiment:
+    seeds = flags.seeds or (recipe.experiments[testbed.name].seeds if testbed else SEEDS)
+    return plan_experiment(recipe, passed_on, range(1, seeds + 1), ranks_of(recipe, testbed, flags), testbed)
+
+
+def ranks_of(recipe: Recipe | None, testbed: Testbed | None, flags: argparse.Namespace) -> int:
+    """The ranks of each run: those given; on a testbed those of the recipe, else of the testbed; else a rank per GPU, or two on a CPU."""
+    planned = (recipe and recipe.ranks) or testbed.ranks if testbed else None
+    return int(flags.ranks or planned or (len(gpus()) if device_type() == "cuda" else CPU_RANKS))
+
+
+def train_missing(flags: argparse.Namespace, batches: Sequence[Sequence[Trial]], runs_dir: Path) -> dict[str, str]:
+    """Train the runs that are not finished, those of a batch interleaved. Returns the reasons of those that failed, by name."""
 
     def missing() -> list[list[Trial]]:
-        by_seed = ([trial for trial in trials if not is_finished(runs_dir / trial.name)] for trials in in_order(experiments))
-        return [trials for trials in by_seed if trials]
+        left = ([trial for trial in trials if not is_finished(runs_dir / trial.name)] for trials in batches)
+        return [trials for trials in left if trials]
 
     failures: dict[str, str] = {}
     if not missing():
@@ -83,7 +137,8 @@ def train_missing(flags: argparse.Namespace, experiments: Sequence[Experiment], 
     with _locked(runs_dir):
         groups = [group for trials in missing() for group in fitting_groups(trials, flags.at_once)]
         trials = [trial for group in groups for trial in group]
-        print_once(f"training {len(trials)} runs, at most {max(map(len, groups), default=0)} of them interleaved, in {runs_dir}")
+        interleaved = max(map(len, groups), default=0)
+        print_once(f"training {len(trials)} runs, at most {interleaved} of them interleaved, in {runs_dir}: {_estimate(groups)}")
         steps = sum(trial.config.steps_to_make for trial in trials)
         done = sum(_steps_done(runs_dir / trial.name) for trial in trials)
         with tqdm(total=steps, initial=done, unit="step", dynamic_ncols=True, disable=flags.quiet or None) as bar:  # None: off a terminal
@@ -105,6 +160,20 @@ def train_missing(flags: argparse.Namespace, experiments: Sequence[Experiment], 
                 if bar.disable and not flags.quiet:
                     print_once(f"{sum(map(len, groups[:number]))} of {len(trials)} runs have ended")
     return failures
+
+
+def _estimate(groups: Sequence[Sequence[Trial]]) -> str:
+    """The time and the disk space that runs will take, in words. On a CPU the time is estimated from the speed of a matrix product."""
+    configs = [[trial.config for trial in group] for group in groups]
+    speed, sharing = GPU_SPEED, lambda ranks: ranks
+    if device_type() == "cpu":
+        matrix = np.ones((SIZE, SIZE), np.float32)
+        seconds = min(timeit.repeat(lambda: matrix @ matrix, number=1, repeat=3))
+        speed, sharing = UTILIZATION * 2 * SIZE**3 / seconds, lambda ranks: 1
+    work = sum(flops_per_token(one.model_config) * one.total_tokens / sharing(one.ranks) for own in configs for one in own)
+    checkpoints = max(sum(CHECKPOINT * parameter_count(one.model_config) for one in own) for own in configs)
+    disk = checkpoints + sum(LINE * one.steps_to_make for own in configs for one in own)
+    return f"about {work / speed / 60:,.0f} minutes and {disk / 2**20:,.0f} MiB of disk (a rough estimate)"
 
 
 def is_finished(run: Path) -> bool:

@@ -1,4 +1,4 @@
-"""Plans the runs of an experiment: control and recipe with the same flags and seeds.
+"""Plans the runs of an experiment: control and recipe on a testbed, or with flags of the user, with the same seeds.
 
 A run is named after a hash of everything that affects its numbers. A control that several recipes share, or a recipe that is another's
 control, is therefore run only once, and existing runs are reused.
@@ -22,7 +22,7 @@ from launch.config.run_config import RunConfig, resolve
 from launch.errors import UsageError
 from launch.training.engine import check_device
 from launch.training.run_json import INCIDENTAL
-from recipes.registry import ROOT, Recipe
+from recipes.registry import ROOT, Flags, Recipe, Testbed, read_recipe, recipe_names
 
 #: The fraction of a GPU's memory, or of the host's free memory, that interleaved runs may use.
 FILLED = 0.75
@@ -51,36 +51,60 @@ class Trial:
 
 
 @dataclass(frozen=True)
-class Experiment:
-    """The runs of a recipe and of its control; entry i of both has the same seed."""
+class PlannedExperiment:
+    """The runs of a recipe and of its control; entry i of both has the same seed. testbed: None for a setting of the user."""
 
     recipe: Recipe
+    testbed: Testbed | None
     control: tuple[Trial, ...]
     own: tuple[Trial, ...]
+
+    @property
+    def title(self) -> str:
+        return f"{self.recipe.name} on {self.testbed.name}" if self.testbed else self.recipe.name
 
 
 class CannotRun(Exception):
     """A recipe or its control cannot be run here; the message says what it needs."""
 
 
-def plan_experiment(recipe: Recipe, flags: Sequence[str], seeds: Iterable[int], ranks: int) -> Experiment:
-    """The runs of a recipe and of its control, both with the recipe's suggested flags, which `flags` override.
+def plan_experiment(
+    recipe: Recipe, flags: Sequence[str], seeds: Iterable[int], ranks: int, testbed: Testbed | None = None
+) -> PlannedExperiment:
+    """The runs of a recipe and of its control.
+
+    On a testbed, each side has the testbed's flags with the values that were tuned for it. Otherwise, both sides have the recipe's
+    suggested flags. `flags` override both.
 
     Raises:
         CannotRun: this machine lacks what one of them needs, or the flags are refused.
         DataError: the corpus is missing or damaged.
     """
-    both = [*suggested_flags(recipe, length_given="--steps" in flags or "--tokens" in flags), *flags]
+    suggested = suggested_flags(recipe, length_given="--steps" in flags or "--tokens" in flags)
     seeds = list(seeds)
 
     def trials(config: str) -> tuple[Trial, ...]:
-        return tuple(_trial(str(ROOT / config), [*both, "--seed", str(seed)], ranks) for seed in seeds)
+        first = as_words(settings_on(testbed, config)) if testbed else suggested
+        return tuple(plan_trial(config, [*first, *flags, "--seed", str(seed)], ranks) for seed in seeds)
 
-    return Experiment(recipe, trials(recipe.control), trials(recipe.config))
+    return PlannedExperiment(recipe, testbed, trials(recipe.control), trials(recipe.config))
 
 
-def _trial(config_file: str, flags: list[str], ranks: int) -> Trial:
-    flags = ["--deepspeed_config", config_file, "--save_every", "0", *flags]
+def settings_on(testbed: Testbed, config: str) -> Flags:
+    """The flags of the runs of `config` on a testbed: the testbed's own, with the tuned values of the recipe whose engine JSON it is."""
+    recipes = (read_recipe(ROOT / "recipes" / name) for name in recipe_names())
+    tuned = (recipe.experiments[testbed.name].tuned for recipe in recipes if recipe.config == config and testbed.name in recipe.experiments)
+    return {**testbed.flags, **testbed.tuned, **next(tuned, {})}
+
+
+def as_words(flags: Flags) -> list[str]:
+    """Flags as on a command line; those that are True take no value."""
+    return [word for name, value in flags.items() for word in ([f"--{name}"] if value is True else [f"--{name}", str(value)])]
+
+
+def plan_trial(config_file: str, flags: Sequence[str], ranks: int) -> Trial:
+    """The run of an engine JSON (a path within the repository) with flags of `launch/pretrain.py`. Raises as `plan_experiment` does."""
+    flags = ["--deepspeed_config", str(ROOT / config_file), "--save_every", "0", *flags]
     try:
         config, _ = resolve(flags, ranks)
         check_device(config)
@@ -110,7 +134,7 @@ def fitting_groups(trials: Sequence[Trial], at_once: int | None) -> list[list[Tr
     return [list(trials[start : start + size]) for start in range(0, len(trials), size)]
 
 
-def in_order(experiments: Iterable[Experiment]) -> list[list[Trial]]:
+def in_order(experiments: Iterable[PlannedExperiment]) -> list[list[Trial]]:
     """The distinct runs of each seed: each control is followed by the recipes that are compared with it."""
     seeds: dict[int, dict[str, Trial]] = {}
     for experiment in sorted(experiments, key=lambda experiment: experiment.control[0].name):
