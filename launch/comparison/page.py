@@ -26,12 +26,12 @@ from matplotlib.ticker import EngFormatter
 from plotly.offline import get_plotlyjs
 from scipy.ndimage import uniform_filter1d
 
-from launch.comparison.comparison import FIGURES, Comparison, Figure, Pair, Side
+from launch.comparison.comparison import FIGURES, LOSS, Comparison, Figure, Pair, Side
+from launch.comparison.forest import PANELS, forest_data, row
 from launch.comparison.runs import Column, Run
 from launch.comparison.verdicts import Interval, Verdict
 from launch.errors import one_line
 from launch.formats.files import write_atomically
-from recipes.claims import CLAIMS
 
 HERE = Path(__file__).resolve().parent
 #: Where reports go without --out.
@@ -43,7 +43,7 @@ SUMMARY = ("final_val_loss", "step_seconds", "peak_memory_bytes", "bytes_per_ste
 POINTS = 1000
 #: What curves can be drawn over: column of `Run.columns` -> label.
 AXES = {"step": "steps", "tokens": "tokens", "seconds": "seconds", "flops": "FLOPs of all ranks", "bytes": "bytes sent by rank 0"}
-LOSSES = {"val_loss": "validation loss", "loss": "training loss", "val_loss-control": "validation loss − control"}
+LOSSES = {"val_loss-control": "validation loss − control's", "val_loss": "validation loss", "loss": "training loss"}
 #: Metrics that are measured in each step; their mean over seeds is smoothed over 1% of the run.
 NOISY = ("loss", "grad_norm", "step_seconds", "tokens_per_second", "mfu")
 #: Colours of the sides, the first for controls. They differ for colour-blind readers, and have a contrast of 3:1 with white and black.
@@ -82,10 +82,11 @@ def summary(comparison: Comparison) -> Iterator[str]:
         yield from (f"{run.folder}: {remark}" for run in side.runs for remark in run.remarks)
     for pair in comparison.pairs:
         for verdict in pair.verdicts:
-            yield f"{pair.recipe and pair.recipe.name}: {verdict.claim} {verdict.threshold:g} {verdict.outcome}: {verdict.reason}"
+            yield f"{pair.recipe and pair.recipe.name}: {verdict.claim.label} {verdict.outcome}: {verdict.reason}"
         if not pair.verdicts:
             rows = [figure_row(name, pair.figures[name]) for name in SUMMARY if name in pair.figures]
             yield f"{pair.title}: " + "; ".join(f"{label}: {difference}" for label, _, _, difference, _ in rows)
+        yield " ".join([*answers(pair), trust(pair)])
     for missing in comparison.absent:
         yield f"{missing.recipe} was not run: {missing.reason}"
 
@@ -104,12 +105,15 @@ def write_page(comparison: Comparison, out: Path) -> Path:
         facts=_facts(comparison),
         outcomes=Counter(verdict.outcome for pair in comparison.pairs for verdict in pair.verdicts),
         signs=OUTCOMES,
-        claims=CLAIMS,
+        answers=answers,
+        trust=trust,
+        by_seed=_by_seed,
+        forest=forest_data([_forest_row(pair) for pair in comparison.pairs], _shown_in_forest),
         results=_results(comparison.sides),
         evidence=_evidence,
         differences=_differences,
         figures=_figures,
-        losses={name: label for name, label in LOSSES.items() if comparison.pairs or "-" not in name},
+        losses={name: label for name, label in LOSSES.items() if "-" not in name or any(pair.seeds for pair in comparison.pairs)},
         axes={name: label for name, label in AXES.items() if name != "bytes" or any(run.columns[name].any() for run in runs)},
         metrics=_metrics(runs),
         noisy=NOISY,
@@ -124,6 +128,68 @@ def write_page(comparison: Comparison, out: Path) -> Path:
 
 
 # --- text and tables ------------------------------------------------------------------------------------------------------------------
+
+
+def answers(pair: Pair) -> list[str]:
+    """Which side is better and by how much, in sentences: on the loss, and on the time per step."""
+    name, control, found = pair.side.name, pair.control.name, []
+    loss = pair.figures[LOSS].difference if LOSS in pair.figures else None
+    if loss is not None:
+        size = f"{abs(loss.mean):.4f} nats"
+        if loss.low is None or loss.high is None:
+            found.append(f"{name} ends {size} {'above' if loss.mean > 0 else 'below'} {control} with the only seed.")
+        elif loss.low > 0 or loss.high < 0:
+            low, high = sorted((abs(loss.low), abs(loss.high)))
+            found.append(f"{name} ends {'worse' if loss.low > 0 else 'better'} than {control}, by {size} (95%: {low:.4f} to {high:.4f}).")
+        else:
+            ends = (f"{end:+.4f}".replace("-", "−") for end in (loss.low, loss.high))
+            found.append(f"No difference in the final loss of {name} and {control} is shown: it is between {' and '.join(ends)} nats (95%).")
+    time = pair.figures["step_seconds"].ratio if "step_seconds" in pair.figures else None
+    if time is not None:
+        interval = "" if time.low is None or time.high is None else f" (95%: {time.low:.3f} to {time.high:.3f})"
+        found.append(f"A step takes {time.mean:.3f} times as long{interval}.")
+    return found or [f"{name} and {control} have no seed in common that can be compared."]
+
+
+def trust(pair: Pair) -> str:
+    """What the answer rests on: seeds, testbed, and what makes it weaker."""
+    count = len(pair.seeds)
+    found = [f"{count} pair{'s' * (count != 1)} of runs with the same seed" + (", interleaved." if pair.interleaved else ", not interleaved.")]
+    if pair.verdicts and pair.testbed is not None:
+        found.append(f"Claims judged on testbed {pair.testbed.name}, whose control is tuned.")
+    else:
+        found.append("Exploratory: no claim is judged.")
+    if count < 2:
+        found.append("One seed shows no noise.")
+    return " ".join(found)
+
+
+def _forest_row(pair: Pair) -> Any:
+    claims = [verdict.claim for verdict in pair.verdicts]
+    return row(pair.testbed.name if pair.testbed else "", pair.title, pair.figures, claims, pair.verdicts)
+
+
+def _shown_in_forest(panel: str, interval: Interval | None) -> str:
+    key, scale, _ = PANELS[panel]
+    return "–" if interval is None else _shown(interval, (lambda x: _number(key, x, "+")) if scale == "difference" else "{:.3f}".format)
+
+
+def _by_seed(pair: Pair) -> list[tuple[int, str, str, str, str, float | None]]:
+    """The pairs: seed, both final losses, difference, ratio of the step times, and the place of the difference in percent of the plot."""
+    loss, time = (pair.figures.get(name, Figure({}, {}, None, None)) for name in (LOSS, "step_seconds"))
+
+    def both(figure: Figure, seed: int) -> bool:
+        return all(math.isfinite(side.get(seed, math.nan)) for side in (figure.control, figure.other))
+
+    gaps = {seed: loss.other[seed] - loss.control[seed] for seed in pair.seeds if both(loss, seed)}
+    largest = max(map(abs, gaps.values()), default=0.0) or 1.0
+    rows = []
+    for seed in pair.seeds:
+        sides = (_mean(LOSS, [side[seed]] if seed in side else []) for side in (loss.control, loss.other))
+        gap = _number(LOSS, gaps[seed], "+") if seed in gaps else "–"
+        ratio = f"{time.other[seed] / time.control[seed]:.3f}" if both(time, seed) and time.control[seed] > 0 else "–"
+        rows.append((seed, *sides, gap, ratio, round(50 + 45 * gaps[seed] / largest, 2) if seed in gaps else None))
+    return rows
 
 
 def _facts(comparison: Comparison) -> dict[str, str]:
@@ -187,15 +253,16 @@ def _figures(pair: Pair) -> list[list[str]]:
 def figure_row(name: str, figure: Figure) -> list[str]:
     """A row of a pair's table: label, control, recipe, difference and ratio, with 95% confidence intervals."""
 
-    def shown(interval: Interval | None, write: Callable[[float], str]) -> str:
-        if interval is None:
-            return "–"
-        ends = "" if interval.low is None or interval.high is None else f" [{write(interval.low)}, {write(interval.high)}]"
-        return write(interval.mean) + ends
-
     sides = [_mean(name, list(side.values())) for side in (figure.control, figure.other)]
-    difference = shown(figure.difference, lambda value: _number(name, value, "+"))
-    return [FIGURES[name][0], *sides, difference, shown(figure.ratio, lambda value: f"{value:.3f}")]
+    difference = _shown(figure.difference, lambda value: _number(name, value, "+"))
+    return [FIGURES[name][0], *sides, difference, _shown(figure.ratio, "{:.3f}".format)]
+
+
+def _shown(interval: Interval | None, write: Callable[[float], str]) -> str:
+    if interval is None:
+        return "–"
+    ends = "" if interval.low is None or interval.high is None else f" [{write(interval.low)}, {write(interval.high)}]"
+    return write(interval.mean) + ends
 
 
 def _results(sides: Sequence[Side]) -> tuple[list[str], list[list[str]]]:
@@ -335,32 +402,63 @@ def smooth(values: Column) -> Column:
 
 
 def draw_losses(comparison: Comparison, out: Path) -> Path:
-    """Draw `loss.png` into the folder `out`: the validation loss over tokens, or the training loss if there were no evaluations.
+    """Draw `loss.png` into the folder `out`, or into the file `out`: the validation loss over tokens, or the training loss without
+    evaluations.
 
-    Each pair is a row: the whole run, and its last quarter. Without pairs all sides are one row. Thin lines are runs, thick lines the mean
-    over seeds, the band its standard deviation.
+    Each pair is a row: the losses, and the recipe's difference to its control with the same seed. Without pairs all sides are one picture.
+    Thin lines are runs, thick lines the mean over seeds, the band its standard deviation.
     """
     looks = {id(side): look for side, look in zip(comparison.sides, _looks(comparison), strict=True)}
     evaluated = any(np.isfinite(run.columns["val_loss"]).any() for side in comparison.sides for run in side.runs)
     metric = "val_loss" if evaluated else "loss"
-    rows: list[tuple[Side, ...]] = [(pair.control, pair.side) for pair in comparison.pairs] or [comparison.sides]
+    pairs = comparison.pairs
     with rc_context({"text.parse_math": False, "axes.spines.top": False, "axes.spines.right": False}):  # a name may hold dollars
-        picture = Picture(figsize=(12.0, 1.0 + 4.0 * len(rows)), dpi=120, layout="constrained")
-        for (whole, late), sides in zip(picture.subplots(len(rows), 2, squeeze=False), rows, strict=True):
-            for axes in (whole, late):
-                for side in sides:
-                    _draw_side(axes, side, looks[id(side)], metric)
-                axes.set(xlabel="tokens", ylabel=LOSSES[metric])
+        picture = Picture(figsize=(12.0 if pairs else 8.0, 1.0 + 4.0 * (len(pairs) or 1)), dpi=120, layout="constrained")
+        grid = picture.subplots(len(pairs) or 1, 2 if pairs else 1, squeeze=False)
+        for number, row_of_axes in enumerate(grid):
+            pair = pairs[number] if pairs else None
+            for side in (pair.control, pair.side) if pair else comparison.sides:
+                _draw_side(row_of_axes[0], side, looks[id(side)], metric)
+            if pair:
+                _draw_difference(row_of_axes[1], pair, looks[id(pair.side)], metric)
+            for axes, label in zip(row_of_axes, (LOSSES[metric], f"{LOSSES[metric]} − control's"), strict=False):
+                axes.set(xlabel="tokens", ylabel=label)
                 axes.xaxis.set_major_formatter(EngFormatter(sep=" "))
                 axes.grid(alpha=0.25)
-            if whole.get_legend_handles_labels()[0]:
-                whole.legend(fontsize=9, frameon=False)
-            late.set_title("the last quarter", fontsize=10)
-            _zoom_to_the_end(late, [_drawable(run.columns, metric) for side in sides for run in side.runs])
+            if row_of_axes[0].get_legend_handles_labels()[0]:
+                row_of_axes[0].legend(fontsize=9, frameon=False)
+            if pair and pair.testbed:
+                row_of_axes[0].set_title(f"on {pair.testbed.name}", fontsize=10)
         picture.suptitle(f"{LOSSES[metric]} over tokens; thin: each seed, thick: mean over seeds ± standard deviation", fontsize=11)
-        file = out / "loss.png"
-        picture.savefig(file)
+        file = out / "loss.png" if out.is_dir() else out
+        picture.savefig(file, metadata={"Software": None})
     return file
+
+
+def _draw_difference(axes: Any, pair: Pair, look: dict[str, str], metric: str) -> None:
+    """The differences of the runs of a pair with the same seed. The first quarter, where losses fall fast, does not set the scale."""
+    control, own = pair.control.by_seed(), pair.side.by_seed()
+    curves = []
+    for seed in pair.seeds:
+        base, (tokens, loss) = _drawable(control[seed].columns, metric), _drawable(own[seed].columns, metric)
+        if len(base[0]) and len(tokens):
+            gap = loss - np.interp(tokens, *base, left=np.nan, right=np.nan)
+            curves.append((tokens[np.isfinite(gap)], gap[np.isfinite(gap)]))
+    axes.axhline(0, color=PALETTE[0], linewidth=1)
+    for tokens, gap in curves:
+        axes.plot(tokens, smooth(gap) if metric == "loss" else gap, color=look["color"], linewidth=0.6, alpha=0.6)
+    if not any(len(tokens) for tokens, _ in curves):
+        return
+    shared = min((tokens for tokens, _ in curves if len(tokens)), key=len)
+    gaps = np.array([np.interp(shared, *curve) for curve in curves if len(curve[0])])  # (seeds, tokens)
+    mean = gaps.mean(axis=0)
+    if len(gaps) > 1:
+        deviation = gaps.std(axis=0, ddof=1)
+        axes.fill_between(shared, mean - deviation, mean + deviation, color=look["color"], alpha=0.15, linewidth=0)
+    axes.plot(shared, mean, color=look["color"], linewidth=1.8, linestyle=DASHES[look["dash"]])
+    late = np.abs(gaps[:, shared >= 0.25 * shared[-1]])
+    limit = 1.2 * float(late.max()) if late.size and late.max() > 0 else 0.01
+    axes.set_ylim(-limit, limit)
 
 
 def _draw_side(axes: Any, side: Side, look: dict[str, str], metric: str) -> None:
@@ -385,11 +483,3 @@ def _drawable(columns: dict[str, Column], metric: str) -> tuple[Column, Column]:
         return np.zeros(0), np.zeros(0)
     rows = np.isfinite(columns[metric]) & np.isfinite(columns["tokens"])
     return columns["tokens"][rows], columns[metric][rows]
-
-
-def _zoom_to_the_end(axes: Any, curves: Sequence[tuple[Column, Column]]) -> None:
-    end = max((tokens[-1] for tokens, _ in curves if len(tokens)), default=0.0)
-    late = np.concatenate([np.zeros(0), *(loss[tokens >= 0.75 * end] for tokens, loss in curves)])
-    if end > 0 and len(late):
-        margin = 0.05 * float(np.ptp(late)) or 0.01
-        axes.set(xlim=(0.75 * end, 1.005 * end), ylim=(late.min() - margin, late.max() + margin))

@@ -1,24 +1,21 @@
-"""Saves the results of a comparison in recipes/results.json, with each recipe's picture, and updates the recipes' pages from them.
+"""Saves the runs of a comparison in the results.json of each recipe, and updates the pages and pictures from them.
 
-python launch/compare.py --all --seeds 5 --preset nano --steps 200 --publish
+python launch/compare.py --recipe recipes/zero_1 --publish
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import asdict, astuple, replace
+import subprocess
 from typing import Any
 
-import numpy as np
-
-from launch.comparison.comparison import Comparison, Figure, Pair
-from launch.comparison.page import draw_losses
+from launch.comparison.comparison import Comparison, Pair
+from launch.comparison.pages import RESULTS, plan_in, planned, read_json, write_pages
+from launch.comparison.runs import stored_run
 from launch.errors import UsageError
 from launch.formats.files import write_atomically
-from launch.training.provenance import machine, repository_commit
-from recipes.pages import FIGURES, RESULTS, read_results, write_pages
-from recipes.registry import ROOT, recipe_names
+from launch.training.provenance import repository_commit
+from recipes.registry import ROOT
 
 
 def check_checkout() -> None:
@@ -29,66 +26,111 @@ def check_checkout() -> None:
         raise UsageError(f"--publish: {what}, so its results could not be reproduced; commit first, or leave out --publish")
 
 
-def _check_publishable(comparison: Comparison) -> None:
-    """Refuse runs of uncommitted changes or of several commits, and comparisons that needed --force."""
-    if comparison.mismatches:
-        raise UsageError(f"--publish: {comparison.mismatches[0]}; publish a comparison that needs no --force")
-    for pair in comparison.pairs:
-        commits = {str(run.description.get("commit")) for side in (pair.control, pair.side) for run in side.runs}
-        if len(commits) > 1 or "+" in next(iter(commits)) or "None" in commits:
-            raise UsageError(
-                f"--publish: the runs of {pair.side.name} are of {' and '.join(sorted(commits))}; train them again on one commit, in"
-                " another --runs_dir"
-            )
-
-
-def publish(comparison: Comparison, flags: Sequence[str]) -> None:
-    """Write recipes/results.json, the pictures, and the pages.
-
-    Args:
-        flags: of `launch/compare.py`: how the runs were trained, and the number of seeds.
+def publish(comparison: Comparison) -> None:
+    """Write results.json of each recipe, the pictures, and the pages.
 
     Raises:
-        UsageError: the results could not be reproduced.
+        UsageError: the results could not be reproduced, or are not those of the experiment as it was planned.
     """
-    _check_publishable(comparison)
-    results = {name: found for name, found in read_results().items() if name in recipe_names()}
-    for pair in comparison.pairs:
-        if pair.recipe is not None:
-            results[pair.recipe.name] = _entry(pair, flags)
-            draw_losses(replace(comparison, sides=(pair.control, pair.side), pairs=(pair,)), ROOT / "recipes" / pair.recipe.name)
-    for absent in comparison.absent:
-        results[absent.recipe] = {"absent": absent.reason, "machine": _machine(machine())}
-    write_atomically(RESULTS, json.dumps(dict(sorted(results.items())), indent=1, allow_nan=False) + "\n")
+    if comparison.mismatches:
+        raise UsageError(f"--publish: {comparison.mismatches[0]}; publish a comparison that needs no --force")
+    entries = [(pair, _entry(pair)) for pair in comparison.pairs if pair.recipe is not None]
+    for pair, entry in entries:
+        assert pair.recipe is not None and pair.testbed is not None
+        file = ROOT / "recipes" / pair.recipe.name / RESULTS
+        results = {**read_json(file), pair.testbed.name: entry}
+        write_atomically(file, _as_text({name: one for name, one in sorted(results.items()) if name in pair.recipe.experiments}))
     write_pages(write_atomically)
 
 
-def _entry(pair: Pair, flags: Sequence[str]) -> dict[str, Any]:
-    assert pair.recipe is not None
-    description = pair.control.runs[0].description
-    return {
-        "command": " ".join(["python launch/compare.py --recipe", f"recipes/{pair.recipe.name}", *flags]),
-        "commit": description["commit"][:7],
-        "machine": _machine(description["machine"]),
-        "in_turns": pair.interleaved,
-        "ranks": description["ranks"],
-        "tokens": description["total_tokens"],
-        "lr": description["lr"],
-        "warmup_steps": description["warmup_steps"],
-        "seeds": list(pair.seeds),
-        "figures": {name: _figure(pair.figures[name]) for name, *_ in FIGURES if name in pair.figures},
-        "claims": [asdict(verdict) for verdict in pair.verdicts],
+def _entry(pair: Pair) -> dict[str, Any]:
+    """What results.json holds about a pair. Raises UsageError if it may not be published."""
+    recipe, testbed = pair.recipe, pair.testbed
+    assert recipe is not None
+    if testbed is None or pair.experiment is None:
+        raise UsageError(f"--publish: {pair.title} is on none of the recipe's testbeds; leave out the flags that change the setting")
+    where = f"--publish: {recipe.name} on {testbed.name}"
+    runs = (*pair.control.runs, *pair.side.runs)
+    commits = {str(run.description.get("commit")) for run in runs}
+    commit = next(iter(commits))
+    if len(commits) > 1 or "+" in commit or commit == "None":
+        told = " and ".join(sorted(commits))
+        raise UsageError(f"{where}: its runs are of {told}; train them again on one commit, in another --runs_dir")
+    if pair.seeds != tuple(range(1, pair.experiment.seeds + 1)) or len(runs) != 2 * len(pair.seeds):
+        raise UsageError(f"{where}: {pair.experiment.seeds} seeds are planned, and the pairs have seeds {pair.seeds}; give no --seeds")
+    if unfinished := [run.name for run in runs if run.state == "unfinished"]:
+        raise UsageError(f"{where}: {unfinished[0]} is unfinished; the same command without --publish resumes it")
+    now = planned(recipe.name, testbed.name)
+    if plan_at(commit, recipe.name, testbed.name) != now:
+        raise UsageError(
+            f"{where}: its runs are of commit {commit[:7]}, which does not contain the claims and the setting as they stand now; commit"
+            " them first, then train again in another --runs_dir"
+        )
+    claims_commit = first_commit(recipe.name, testbed.name)
+    earlier = read_json(ROOT / "recipes" / recipe.name / RESULTS).get(testbed.name)
+    entry = {
+        "command": f"python launch/compare.py --recipe recipes/{recipe.name} --testbed {testbed.name}",
+        "commit": commit,
+        "claims_commit": claims_commit,
+        "machine": machine_in_words(runs[0].description["machine"]),
+        "looks": 1,
+        "planned": now,
+        "control": [stored_run(run) for run in pair.control.runs],
+        "recipe": [stored_run(run) for run in pair.side.runs],
     }
+    if earlier is not None and earlier["planned"] == now:
+        same = all(earlier[side] == json.loads(json.dumps(entry[side])) for side in ("control", "recipe"))
+        entry["looks"] = earlier["looks"] + (not same)
+    elif earlier is not None and not any(earlier["claims_commit"][:7] in sentence for sentence in recipe.history):
+        raise UsageError(
+            f"{where}: the claims or the setting were changed after a result was published; add a sentence to 'history' in recipe.json"
+            f" that names commit {earlier['claims_commit'][:7]} and what was claimed there"
+        )
+    return entry
 
 
-def _figure(figure: Figure) -> dict[str, Any]:
-    """The means of both sides, and `[mean, low, high]` of the difference and of the ratio."""
-    sides = {"control": figure.control, "other": figure.other}
-    means = {name: float(np.mean(list(values.values()))) if values else None for name, values in sides.items()}
-    intervals = {name: found and list(astuple(found)) for name, found in (("difference", figure.difference), ("ratio", figure.ratio))}
-    return {**means, **intervals}
+def plan_at(commit: str, recipe: str, testbed: str) -> dict[str, Any]:
+    """What `planned` returned at a commit; empty if the files were not there."""
+    files = [_git("show", f"{commit}:recipes/{path}") for path in (f"{recipe}/recipe.json", f"testbeds/{testbed}/testbed.json")]
+    try:
+        own, setting = (json.loads(file or "null") for file in files)
+    except json.JSONDecodeError:
+        return {}
+    return plan_in(own, setting, testbed) if isinstance(own, dict) and isinstance(setting, dict) else {}
 
 
-def _machine(found: dict[str, Any]) -> str:
+def first_commit(recipe: str, testbed: str) -> str:
+    """The commit since which the claims of a recipe on a testbed, and its setting, stand unchanged."""
+    now, found = planned(recipe, testbed), ""
+    commits = _git("log", "--format=%H", "--", f"recipes/{recipe}/recipe.json", f"recipes/testbeds/{testbed}/testbed.json") or ""
+    for commit in commits.split():  # the newest first
+        if plan_at(commit, recipe, testbed) != now:
+            break
+        found = commit
+    if not found:
+        raise UsageError(f"--publish: no commit contains the claims of {recipe} on {testbed} as they stand now; commit them first")
+    return found
+
+
+def _git(*words: str) -> str | None:
+    """What git prints; None if it fails."""
+    done = subprocess.run(["git", "-C", str(ROOT), *words], capture_output=True, text=True, check=False)
+    return done.stdout if done.returncode == 0 else None
+
+
+def _as_text(results: dict[str, Any]) -> str:
+    """JSON with a line per run."""
+    lines = []
+    for name, entry in results.items():
+        fields = [f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in entry.items() if key not in ("control", "recipe")]
+        for side in ("control", "recipe"):
+            runs = ",\n".join(f"   {json.dumps(run, allow_nan=False, separators=(',', ':'))}" for run in entry[side])
+            fields.append(f"  {json.dumps(side)}: [\n{runs}\n  ]")
+        lines.append(f" {json.dumps(name)}: {{\n" + ",\n".join(fields) + "\n }")
+    return "{\n" + ",\n".join(lines) + "\n}\n"
+
+
+def machine_in_words(found: dict[str, Any]) -> str:
+    """The GPUs, or the processor and its cores."""
     gpus = found.get("gpus", [])
     return f"{len(gpus)} x {gpus[0]}" if gpus else f"{found['processor']}, {found['cores']} cores"

@@ -204,9 +204,7 @@ def read_stored_run(stored: dict[str, Any]) -> Run:
     sums = {name: np.zeros(len(curve["step"])) for name in ("flops", "bytes")}
     measures = {name: math.inf if value is None else float(value) for name, value in stored["measures"].items()}
     name = stored["name"]
-    return Run(
-        Path(name), name, stored["description"], {**missing, **sums, **curve}, stored["finished"], stored["diverged"], (), measures
-    )
+    return Run(Path(name), name, stored["description"], {**missing, **sums, **curve}, stored["finished"], stored["diverged"], (), measures)
 
 
 def _numbers(values: Column, decimals: int) -> list[float | int | None]:

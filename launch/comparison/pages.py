@@ -1,0 +1,384 @@
+"""The pages and pictures that are written from the committed data: recipe.json, testbed.json, results.json, tuning.json and noise.json.
+
+make pages                   # python -m launch.comparison.pages --write
+
+These are the index (recipes/README.md) with its forest plot, the table of recipes in README.md, in each recipe's page the part between
+`BEGIN` and `END` with its pictures, and the page of the testbeds. Nothing on them is stored: verdicts are judged anew from the measures
+of the published runs. A test compares what stands there with what this writes.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+from launch.comparison.comparison import LOSS, Comparison, Pair, compare_experiments
+from launch.comparison.forest import draw_forest, row
+from launch.comparison.page import draw_losses, figure_row
+from launch.comparison.runs import Run, read_stored_run
+from launch.comparison.tuning import deviation, draw_tuning
+from launch.comparison.verdicts import Verdict
+from recipes.claims import QUESTIONS, Claim
+from recipes.registry import ROOT, TESTBEDS, Experiment, Recipe, Testbed, read_recipe, read_testbed, recipe_names, technique_classes
+from recipes.registry import testbed_names as names_of_testbeds
+
+INDEX = ROOT / "recipes" / "README.md"
+README = ROOT / "README.md"
+RESULTS = "results.json"
+
+BEGIN = "<!-- measured by `launch/compare.py --publish`, written by `make pages`: -->\n"
+END = "<!-- the rest is written by hand -->\n"
+UNMEASURED = "not measured yet"
+#: For results whose claims or testbed were changed after they were published: they are not judged.
+OUTDATED = "measured before the claims or the testbed were changed, so not judged"
+SIGNS = {"holds": "✓", "fails": "✗", "inconclusive": "?"}
+NULLS = {
+    "precision": "fp32 instead of bf16",
+    "accumulation": "four micro-batches instead of one",
+    "trajectory": "initial weights perturbed by 1e-3",
+}
+#: Fields of a testbed.json on which the numbers of its runs depend.
+SETTING = ("flags", "tuned", "target_loss", "ranks")
+
+
+# --- the published data ---------------------------------------------------------------------------------------------------------------
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """The object in `file`; empty without the file."""
+    found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    return found
+
+
+def planned(recipe: str, testbed: str) -> dict[str, Any]:
+    """What decides how a recipe is judged on a testbed, as the files state it now: the experiment, and the setting of the testbed."""
+    return plan_in(read_json(ROOT / "recipes" / recipe / "recipe.json"), read_json(TESTBEDS / testbed / "testbed.json"), testbed)
+
+
+def plan_in(recipe: dict[str, Any], testbed: dict[str, Any], name: str) -> dict[str, Any]:
+    """As `planned`, from the content of the two files; empty if the recipe has no experiment on the testbed."""
+    experiment = recipe.get("experiments", {}).get(name)
+    return {} if experiment is None else {"experiment": experiment, "setting": {key: testbed.get(key) for key in SETTING}}
+
+
+@dataclass(frozen=True)
+class Published:
+    """A recipe on a testbed.
+
+    entry: what results.json holds; None if nothing was published. pair: its runs, compared; None if nothing was published for the claims
+    as they stand.
+    """
+
+    recipe: Recipe
+    testbed: Testbed
+    experiment: Experiment
+    entry: dict[str, Any] | None
+    pair: Pair | None
+
+    @property
+    def verdicts(self) -> tuple[Verdict, ...]:
+        """One per claim, corrected for all claims on testbeds of the device; empty without a pair."""
+        return self.pair.verdicts if self.pair else ()
+
+    @property
+    def note(self) -> str:
+        """Why there are no verdicts; empty if there are."""
+        return "" if self.pair else OUTDATED if self.entry else UNMEASURED
+
+
+def published() -> list[Published]:
+    """Every recipe on each of its testbeds, ordered by testbed, with the verdicts."""
+    testbeds = {name: read_testbed(name) for name in names_of_testbeds()}
+    recipes = [read_recipe(ROOT / "recipes" / name) for name in recipe_names()]
+    cells = [(recipe, testbeds[name], experiment) for recipe in recipes for name, experiment in recipe.experiments.items()]
+    cells.sort(key=lambda cell: (cell[1].device, cell[1].name, cell[0].name))
+    entries = [read_json(ROOT / "recipes" / recipe.name / RESULTS).get(testbed.name) for recipe, testbed, _ in cells]
+    valid = [
+        entry is not None and entry["planned"] == planned(recipe.name, testbed.name)
+        for (recipe, testbed, _), entry in zip(cells, entries, strict=True)
+    ]
+    stored = [
+        (recipe, testbed, *_runs(entry)) for (recipe, testbed, _), entry, is_valid in zip(cells, entries, valid, strict=True) if is_valid
+    ]
+    pairs = iter(compare_experiments(stored, force=True).pairs)  # their verdicts are corrected for all claims of the table
+    return [Published(*cell, entry, next(pairs) if is_valid else None) for cell, entry, is_valid in zip(cells, entries, valid, strict=True)]
+
+
+def _runs(entry: dict[str, Any]) -> tuple[list[Run], list[Run]]:
+    control, recipe = ([read_stored_run(run) for run in entry[side]] for side in ("control", "recipe"))
+    return control, recipe
+
+
+# --- a recipe's page ------------------------------------------------------------------------------------------------------------------
+
+
+def measured_part(recipe: Recipe, own: list[Published]) -> str:
+    """The part of a recipe's page between `BEGIN` and `END`: what it claims, what was measured, and which claims were changed."""
+    blocks = [block for one in own for block in _measured_on(one)]
+    if not own:
+        blocks.append("It has no experiment of its own.")
+    if any(one.pair for one in own):
+        blocks.append(f"![Validation loss over tokens, and the difference to the control, of {recipe.name} on each testbed](loss.png)")
+    if (ROOT / "recipes" / recipe.name / "tuning.json").exists():
+        blocks.append("![Final validation loss over the learning rate, of the recipe and its control](tuning.png)")
+    if recipe.history:
+        blocks.append("**Changed claims.**")
+        blocks.append("\n".join(f"- {sentence}" for sentence in recipe.history))
+    return BEGIN + "\n" + "\n\n".join(blocks) + "\n\n" + END
+
+
+def _measured_on(one: Published) -> Iterator[str]:
+    testbed, entry, pair = one.testbed, one.entry, one.pair
+    yield f"**On [{testbed.name}]({_link(testbed)}).** {testbed.title}; {one.experiment.seeds} seeds planned."
+    if entry is None or pair is None:
+        claims = " ".join(f"\n- {claim} ({_plan(claim)})" for claim in one.experiment.claims)
+        rest = f" The claims:\n{claims}" if claims else " It claims nothing on this testbed before it is tuned there."
+        yield f"{one.note.capitalize()}.{rest}"
+        return
+    description = pair.side.runs[0].description
+    look = "" if entry["looks"] == 1 else f" This is look number {entry['looks']} at these claims; only the first was planned."
+    turns = "interleaved" if pair.interleaved else "partly at different times"
+    yield (
+        f"Seeds {_listed(pair.seeds)}, {turns}, on {description['ranks']} rank(s) of {entry['machine']}; learning rate"
+        f" {description['lr']:g} (control: {pair.control.runs[0].description['lr']:g}). The claims are of commit"
+        f" {entry['claims_commit'][:7]}, the runs of commit {entry['commit'][:7]}.{look}"
+    )
+    yield f"    {entry['command']}"
+    if one.verdicts:
+        yield "\n".join(
+            [
+                "| claim | planned for | verdict | measured (95% interval) | p |",
+                "|---|---|---|---|---|",
+                *(_claim_row(claim, verdict) for claim, verdict in zip(one.experiment.claims, one.verdicts, strict=True)),
+            ]
+        )
+    heads = f"| mean over seeds ± standard deviation | {pair.control.name} | {one.recipe.name} | difference | ratio |"
+    rows = ["| " + " | ".join(figure_row(name, figure)) + " |" for name, figure in pair.figures.items()]
+    yield "\n".join([heads, "|---|---|---|---|---|", *rows])
+    figure = pair.figures.get(LOSS)
+    if figure is not None and figure.difference is not None:
+        values = [f"{figure.other[seed] - figure.control[seed]:+.4f}" for seed in pair.seeds if seed in figure.control and seed in figure.other]
+        yield f"Difference of the final loss by seed: {', '.join(values)}."
+
+
+def _claim_row(claim: Claim, verdict: Verdict) -> str:
+    measured = "-" if verdict.estimate is None else _number(claim, verdict.estimate)
+    if verdict.interval is not None:
+        measured += " ({} to {})".format(*(_number(claim, end) for end in verdict.interval))
+    p = "-" if verdict.p_holds is None or verdict.p_fails is None else f"{min(1.0, 2 * min(verdict.p_holds, verdict.p_fails)):.2g}"
+    return f"| {claim} | {_plan(claim)} | {SIGNS[verdict.outcome]} **{verdict.outcome}** | {measured} | {p} |"
+
+
+def _plan(claim: Claim) -> str:
+    return f"a true value of {_number(claim, claim.expected)} and power {claim.power:g}"
+
+
+def _number(claim: Claim, value: float) -> str:
+    """A mean difference with its sign, or a mean ratio."""
+    return f"{value:.3f}" if claim.scale == "ratio" else f"{value:+.4f}" if value else "0"
+
+
+def _listed(seeds: Iterable[int]) -> str:
+    return ", ".join(map(str, seeds))
+
+
+def _link(testbed: Testbed) -> str:
+    return f"../testbeds/README.md#{_anchor(testbed)}"
+
+
+def _anchor(testbed: Testbed) -> str:
+    """The anchor that GitHub gives to the testbed's heading."""
+    return re.sub(r"[^\w -]", "", testbed.name.lower()).replace(" ", "-")
+
+
+def with_measured_part(page: str, part: str) -> str:
+    """A recipe's page with `part` in place of the one that it has, or below its opening lines."""
+    if BEGIN in page and END in page:
+        before, _, rest = page.partition(BEGIN)
+        return before + part + rest.partition(END)[2]
+    before, next_part, rest = page.partition("**What it does.**")
+    assert next_part, "the page has no part **What it does.**"
+    return f"{before}{part}\n{next_part}{rest}"
+
+
+# --- the index, the README and the testbeds -------------------------------------------------------------------------------------------
+
+
+def index_page(cells: list[Published]) -> str:
+    """The whole of recipes/README.md."""
+    questions = "\n".join(
+        f"| `{name}` x | {kind.statement.format(what='loss' if kind.scale == 'difference' else 'quantity', x='x')} |"
+        for name, kind in QUESTIONS.items()
+    )
+    claims = [claim for one in cells for claim in one.experiment.claims]
+    judged = sum(len(one.verdicts) for one in cells)
+    return (
+        "# Recipes\n\n"
+        "Each technique has one folder. The folder names the engine JSON that switches the technique on, its control, the keys\n"
+        "in which the two JSONs differ, and the claims. `make pages` writes this page from the folders and their published\n"
+        "results, and a test checks that it is up to date.\n\n"
+        f"Of {len(claims)} claims, {judged} are measured. All verdicts on the loss that were published before the controls were tuned are\n"
+        "withdrawn; the pages list them under \"Changed claims\".\n\n"
+        "![The 95% interval of each recipe's difference to its control, by testbed, with the region in which its claim holds](forest.png)\n\n"
+        + index_table(cells)
+        + "\n`deepspeed launch/pretrain.py --recipe recipes/<name>` runs a recipe. `python launch/compare.py --recipe\n"
+        "recipes/<name>` trains it and its control on its [testbeds](testbeds/README.md) with the planned seeds and judges its claims.\n"
+        "A claim is about the mean over pairs of runs with the same seed. ✓ **holds** if its opposite is rejected, ✗ **fails** if the claim\n"
+        "itself is rejected, and ? **inconclusive** otherwise, at 5% for all claims of one kind of device together (Holm).\n"
+        "[docs/compare.md](../docs/compare.md) has the tests and their limits.\n\n"
+        "| claim | of a recipe against its control |\n|---|---|\n" + questions + "\n\n## Which can be combined\n\n"
+        "Recipes that change only DeepSpeed's own sections can be combined with all others; combinations that DeepSpeed does not support\n"
+        "are refused before a run starts. To combine two recipes, add a section to one, such as `--recipe recipes/progressive_layer_drop\n"
+        "--set curriculum_learning.enabled=true`, or write a JSON with both sections. Recipes with code of their own can be combined too,\n"
+        "except for these pairs:\n\n" + excluded_pairs()
+    )
+
+
+def index_table(cells: list[Published]) -> str:
+    """All recipes as a Markdown table."""
+    rows = ["| recipe | what it does | engine JSON | control | claims, and what was found | needs |", "|---|---|---|---|---|---|"]
+    for name in recipe_names():
+        recipe = read_recipe(ROOT / "recipes" / name)
+        found = "; ".join(_found(one) for one in cells if one.recipe.name == name) or "-"
+        rows.append(f"| [{name}]({name}/README.md) | {recipe.title} | `{recipe.config}` | `{recipe.control}` | {found} | {recipe.needs or '-'} |")
+    return "\n".join(rows) + "\n"
+
+
+def _found(one: Published) -> str:
+    """The claims of a recipe on a testbed with their verdicts."""
+    texts = []
+    for claim, verdict in zip(one.experiment.claims, one.verdicts, strict=False):
+        estimate = "" if verdict.estimate is None else f" ({_number(claim, verdict.estimate)})"
+        texts.append(f"`{claim.label}` {SIGNS[verdict.outcome]} {verdict.outcome}{estimate}")
+    if not texts:
+        texts = [f"`{claim.label}`" for claim in one.experiment.claims]
+        texts = [", ".join([*texts, one.note]) if texts else one.note]
+    return f"{one.testbed.name}: {', '.join(texts)}"
+
+
+def short_table(cells: list[Published]) -> str:
+    """The recipes for the project's README: what each does, and the claims that have a verdict."""
+    rows = ["| recipe | what it does | claims |", "|---|---|---|"]
+    for name in recipe_names():
+        recipe = read_recipe(ROOT / "recipes" / name)
+        own = [one for one in cells if one.recipe.name == name and one.verdicts]
+        verdicts = [(one, claim, verdict) for one in own for claim, verdict in zip(one.experiment.claims, one.verdicts, strict=True)]
+        claims = ", ".join(
+            f"`{claim.label}` {SIGNS[verdict.outcome]}" + (f" ({one.testbed.name})" if len(own) > 1 else "") for one, claim, verdict in verdicts
+        )
+        rows.append(f"| [{name}](recipes/{name}/README.md) | {recipe.title} | {claims or UNMEASURED} |")
+    return "\n".join(rows) + "\n"
+
+
+def with_table(readme: str, table: str) -> str:
+    """The text of the project's README with its table of recipes written anew."""
+    return re.sub(r"^\| recipe \|.*\n(\|.*\n)*", lambda _: table, readme, count=1, flags=re.MULTILINE)
+
+
+def excluded_pairs() -> str:
+    """The pairs of recipes that cannot be combined, with what both control, as a Markdown table."""
+    classes = {cls.__module__.split(".")[1]: cls.declaration for cls in technique_classes()}
+    pairs = [(one, other, classes[one].shared_with(classes[other])) for one, other in combinations(classes, 2)]
+    rows = [f"| {one} | {other} | {shared} |" for one, other, shared in pairs if shared]
+    return "\n".join(["| recipe | recipe | both control |", "|---|---|---|", *rows]) + "\n"
+
+
+def testbeds_page(cells: list[Published]) -> str:
+    """The whole of recipes/testbeds/README.md."""
+    blocks = [
+        "# Testbeds",
+        "A testbed is a model with a token budget on which recipes are compared. Its learning rate and warm-up are the best of a sweep of\n"
+        "the control (seed 0, which no verdict uses). Recipes that change the optimization are swept over a grid of the same size. The noise\n"
+        "of a testbed is the standard deviation, over seeds, of the difference of two runs that have no true difference. `make pages` writes\n"
+        "this page.",
+    ]
+    for name in names_of_testbeds():
+        testbed = read_testbed(name)
+        blocks += [f"## {name}", f"{testbed.title}. {'On a GPU.' if testbed.device == 'cuda' else 'On a CPU.'} {testbed.reason}".rstrip()]
+        rows = [f"| {key} | {value} |" for key, value in testbed.flags.items()]
+        rows += [f"| {key}, tuned | {value:g} (swept: {_listed(testbed.sweep.get(key, []))}) |" for key, value in testbed.tuned.items()]
+        rows += [f"| ranks | {testbed.ranks} |", f"| target loss | {testbed.target_loss:g} |"]
+        blocks.append("\n".join(["| setting | value |", "|---|---|", *rows]))
+        blocks += _noise(name)
+        if (TESTBEDS / name / "tuning.json").exists():
+            blocks.append(f"![Final validation loss of the control over the learning rate on {name}]({name}/tuning.png)")
+        else:
+            blocks.append(f"The sweep: {UNMEASURED}.")
+        own = ", ".join(f"[{one.recipe.name}](../{one.recipe.name}/README.md)" for one in cells if one.testbed.name == name)
+        blocks.append(f"Recipes: {own}." if own else "No recipe is compared on it yet.")
+    return "\n\n".join(blocks) + "\n"
+
+
+def _noise(testbed: str) -> Iterator[str]:
+    noise = read_json(TESTBEDS / testbed / "noise.json")
+    if not noise:
+        yield f"The noise: {UNMEASURED}."
+        return
+    rows = [
+        f"| {NULLS.get(name, name)} | {deviation(null):.5f} | {len(null['seeds'])} |" for name, null in noise["nulls"].items()
+    ]
+    yield "\n".join(["| no true difference | standard deviation of the difference (nats) | seeds |", "|---|---|---|", *rows])
+    yield f"Measured on {noise['machine']}, commit {str(noise['commit'])[:7]}."
+
+
+# --- all of it ------------------------------------------------------------------------------------------------------------------------
+
+
+def pages(cells: list[Published] | None = None) -> dict[Path, str]:
+    """The text of every page."""
+    cells = published() if cells is None else cells
+    made = {
+        INDEX: index_page(cells),
+        README: with_table(README.read_text(encoding="utf-8"), short_table(cells)),
+        TESTBEDS / "README.md": testbeds_page(cells),
+    }
+    for name in recipe_names():
+        page = ROOT / "recipes" / name / "README.md"
+        part = measured_part(read_recipe(page.parent), [one for one in cells if one.recipe.name == name])
+        made[page] = with_measured_part(page.read_text(encoding="utf-8"), part)
+    return made
+
+
+def pictures(cells: list[Published] | None = None) -> dict[Path, Callable[[Path], object]]:
+    """Every picture, with the function that draws it into a file."""
+    cells = published() if cells is None else cells
+    rows = [
+        row(one.testbed.name, one.recipe.name, one.pair.figures if one.pair else {}, one.experiment.claims, one.verdicts, one.note)
+        for one in cells
+    ]
+    made: dict[Path, Callable[[Path], object]] = {ROOT / "recipes" / "forest.png": partial(draw_forest, rows)}
+    for name in recipe_names():
+        pairs = tuple(one.pair for one in cells if one.recipe.name == name and one.pair)
+        if pairs:
+            sides = tuple(side for pair in pairs for side in (pair.control, pair.side))
+            made[ROOT / "recipes" / name / "loss.png"] = partial(draw_losses, Comparison(sides, pairs, (), (), ()))
+    for file in ROOT.glob("recipes/**/tuning.json"):
+        made[file.with_suffix(".png")] = partial(draw_tuning, read_json(file))
+    return made
+
+
+def write_pages(write: Callable[[Path, str], object]) -> None:
+    """Write every page by `write`, draw every picture, and remove the picture of a recipe that has no results any more."""
+    cells = published()
+    drawn = pictures(cells)
+    for file in ROOT.glob("recipes/*/loss.png"):
+        if file not in drawn:
+            file.unlink()
+    for file, draw in drawn.items():
+        draw(file)
+    for page, text in pages(cells).items():
+        write(page, text)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] == ["--write"]:
+        write_pages(lambda page, text: page.write_text(text, encoding="utf-8"))
+    else:
+        print(index_table(published()), end="")
