@@ -11,7 +11,7 @@ endif
 CORPUS := data/stdlib
 INSTALLED := $(VENV)/.installed
 
-.PHONY: setup data pretrain test test_all lint bench gpu recipes_table slow_network clean
+.PHONY: setup data pretrain test test_all lint bench gpu pages slow_network clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -63,8 +63,8 @@ bench: $(INSTALLED) $(CORPUS)/manifest.json  ## the benchmarks, and one table of
 gpu: $(INSTALLED)  ## correctness, utilization, loss curves and kernels on a GPU (benchmarks/gpu/README.md); ARGS="..." goes through
 	$(BIN)/python -m benchmarks.gpu $(ARGS)
 
-recipes_table: $(INSTALLED)  ## the tables of recipes and their pages' figures, from the folders and recipes/results.json
-	$(BIN)/python -m recipes.pages --write
+pages: $(INSTALLED)  ## the pages, tables and pictures of recipes and testbeds, from the committed results
+	$(BIN)/python -m launch.comparison.pages --write
 
 slow_network: $(INSTALLED) $(CORPUS)/manifest.json  ## step times over two hosts at 100 Mbit/s and 1 Gbit/s (Linux, root, pdsh, sshd)
 	$(BIN)/python benchmarks/slow_network.py

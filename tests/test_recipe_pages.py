@@ -1,124 +1,225 @@
-"""What is written into the pages from the recipe folders and from recipes/results.json is what stands there."""
+"""What stands on the pages and pictures of recipes and testbeds is what the committed data give; published runs are read as they were."""
 
 from __future__ import annotations
 
-import copy
+import json
+import math
+import shutil
+import subprocess
+from pathlib import Path
 
+import numpy as np
 import pytest
+from PIL import Image
 
-from recipes import pages
-from recipes.claims import NOTICE
-from recipes.registry import ROOT, Recipe, read_recipe, recipe_names
+from launch.comparison import comparison, pages, publish
+from launch.comparison.comparison import compare_experiments
+from launch.comparison.runs import read_run, read_stored_run, stored_run
+from launch.errors import UsageError
+from recipes import registry
+from recipes.registry import read_recipe, read_testbed, recipe_names, technique_classes
 from tests.helpers import ROOT as CHECKOUT
+from tests.run_folders import description, line, write_run
 
 
-def test_every_page_is_what_the_folders_and_the_results_say():
-    for page, text in pages.pages().items():
-        assert page.read_text(encoding="utf-8") == text, f"{page.relative_to(CHECKOUT)}: run `make recipes_table`"
+@pytest.fixture(scope="module")
+def cells():
+    return pages.published()
+
+
+def test_every_page_is_what_the_committed_data_give(cells):
+    for page, text in pages.pages(cells).items():
+        assert page.read_text(encoding="utf-8") == text, f"{page.relative_to(CHECKOUT)}: run `make pages`"
+
+
+def test_every_picture_is_what_the_committed_data_give(cells, tmp_path):
+    """The same bytes, or with another matplotlib nearly the same pixels."""
+    drawn = pages.pictures(cells)
+    assert {path for path in CHECKOUT.glob("recipes/*/loss.png")} <= set(drawn)
+    for number, (picture, draw) in enumerate(drawn.items()):
+        draw(file := tmp_path / f"{number}.png")
+        if file.read_bytes() != picture.read_bytes():
+            one, other = (np.asarray(Image.open(path).convert("RGB"), np.float64) for path in (file, picture))
+            assert one.shape == other.shape and np.abs(one - other).mean() < 2, f"{picture.relative_to(CHECKOUT)}: run `make pages`"
+
+
+def test_the_published_data_are_small():
+    files = [path for name in ("results.json", "tuning.json", "noise.json") for path in CHECKOUT.glob(f"recipes/**/{name}")]
+    assert sum(path.stat().st_size for path in files) < 3e6
 
 
 @pytest.mark.parametrize("name", recipe_names())
-def test_every_recipe_was_compared_or_says_why_not(name):
-    """Of each claim as it stands now; the picture is there; nothing was measured with changes that no commit holds."""
-    found = pages.read_results().get(name)
-    if found is None:
-        (row,) = (line for line in pages.INDEX.read_text(encoding="utf-8").splitlines() if line.startswith(f"| [{name}]("))
-        assert pages.UNMEASURED in row
-        assert pages.UNMEASURED.capitalize() in (ROOT / "recipes" / name / "README.md").read_text(encoding="utf-8")
-        return
-    if "absent" in found:
-        assert found["absent"] and found["machine"]
-        return
-    recipe = read_recipe(ROOT / "recipes" / name)
-    assert {one["claim"]: one["threshold"] for one in found["claims"]} == recipe.claims
-    assert len(found["seeds"]) >= 5
-    assert "+" not in found["commit"]
-    assert (ROOT / "recipes" / name / "loss.png").stat().st_size > 10_000
+def test_every_page_opens_with_what_it_buys_and_costs(name):
+    text = (CHECKOUT / "recipes" / name / "README.md").read_text(encoding="utf-8")
+    parts = ["**What it buys.**", "**What it costs.**", "**When not to use it.**", pages.BEGIN, pages.END, "**What it does.**"]
+    parts += ["**Switch.**", "**Run.**", "**Details.**", "**Limits.**", "**Source.**"]
+    places = [text.index(part) for part in parts]
+    assert places == sorted(places)
 
 
-RECIPE = Recipe("x", "t", "ds_configs/zero2_bf16.json", "ds_configs/zero1_bf16.json", [], {"loss_within": 0.02, "bytes_ratio": 0.5})
-FOUND = {
-    "command": "python launch/compare.py --recipe recipes/x --seeds 5",
-    "commit": "abc1234",
-    "machine": "AMD EPYC, 2 cores",
-    "in_turns": True,
-    "ranks": 2,
-    "tokens": 204800,
-    "seeds": [1, 2, 3, 4, 5],
-    "figures": {
-        "final_val_loss": {"control": 5.5, "other": 5.51, "difference": [0.01, -0.005, 0.025], "ratio": None},
-        "step_seconds": {"control": 0.2, "other": 0.1, "difference": [-0.1, -0.1, -0.1], "ratio": [0.5, 0.49, 0.51]},
-        "seconds_to_reach": {"control": 20.0, "other": None, "difference": None, "ratio": None},
-        "spikes": {"control": 0.0, "other": 0.0, "difference": [0.0, 0.0, 0.0], "ratio": None},
-    },
-    "claims": [
-        {
-            "claim": "loss_within",
-            "threshold": 0.02,
-            "outcome": "inconclusive",
-            "estimate": 0.01,
-            "interval": [-0.005, 0.025],
-            "p_holds": 0.2,
-            "seeds_needed": 12,
-        },
-        {"claim": "bytes_ratio", "threshold": 0.5, "outcome": "holds", "estimate": 0.25, "interval": None},
-    ],
-}
+def test_the_six_changed_claims_are_told():
+    for name in ("progressive_layer_drop", "activation_checkpointing", "batch_size_warmup", "lamb", "one_bit_lamb", "random_ltd"):
+        recipe = read_recipe(CHECKOUT / "recipes" / name)
+        assert "after a first result" in recipe.history[0]
+        page = (CHECKOUT / "recipes" / name / "README.md").read_text(encoding="utf-8")
+        assert all(sentence in page for sentence in recipe.history)
 
 
-def test_a_recipes_page_says_what_was_found():
-    part = pages.measured_part(RECIPE, FOUND)
-    for line in (
-        "    python launch/compare.py --recipe recipes/x --seeds 5",
-        "| the final validation loss is at most 0.02 above the control's | ? **inconclusive**; about 12 seeds would decide "
-        "| +0.0100 (-0.0050 to +0.0250) |",
-        "| a rank sends at most 0.5 of the control's bytes over the run | ✓ **holds** | 0.250 |",
-        "| final validation loss | 5.5000 | 5.5100 | +0.0100 (-0.0050 to +0.0250) |",
-        "| step time, ms (median) | 200.0 | 100.0 | x 0.500 (0.490 to 0.510) |",
-        "| seconds to the control's final loss | 20.0 | not reached | - |",
-        "![Validation loss of zero1_bf16 and x over tokens, 5 seeds each: 5.500 and 5.510 at the end](loss.png)",
-    ):
-        assert line in part.splitlines()
-    assert "spike" not in part, "nothing happened"
-    assert "with the same 5 seeds, interleaved ten steps at a time, on 2 rank(s) of AMD EPYC, 2 cores," in part
-    assert "partly at different times" in pages.measured_part(RECIPE, {**FOUND, "in_turns": False})
-    changed = copy.deepcopy(FOUND)
-    changed["figures"]["final_val_loss"]["control"] += 0.001
-    assert pages.measured_part(RECIPE, changed) != part
-    absent = pages.measured_part(RECIPE, {"absent": "needs 'a|b' <c>", "machine": "AMD EPYC, 2 cores"})
-    assert "Not on AMD EPYC, 2 cores: needs 'a\\|b' \\<c\\>." in absent
+# --- with made-up results -------------------------------------------------------------------------------------------------------------
+
+RECIPE, TESTBED, SEEDS = "zero_1", "nano-0.5M", 5
 
 
-def test_the_index_has_the_verdict_of_each_claim_as_it_stands():
-    table = pages.index_table({"zero_2": {**FOUND, "claims": [{**FOUND["claims"][0], "threshold": 0.005}]}})
-    assert "`loss_within` 0.005: ? inconclusive (+0.0100); about 12 seeds would decide" in table
-    beyond = {**FOUND["claims"][0], "threshold": 0.005, "seeds_needed": None}
-    assert "(+0.0100); more than 1,000 seeds would decide" in pages.index_table({"zero_2": {**FOUND, "claims": [beyond]}})
-    assert "inconclusive (+0.0100) |" in pages.index_table({"zero_2": {**FOUND, "claims": [beyond | {"p_holds": None}]}})
-    assert "`loss_within` 0.005: not measured" in pages.index_table({"zero_2": FOUND}), "a verdict on another number is none"
-    readme = pages.with_table("a\n\n| recipe | b |\n|---|---|\n| c | d |\n\ne\n", {"zero_2": {**FOUND, "claims": [beyond]}})
-    assert readme.startswith("a\n\n| recipe | what it does | claims |\n") and readme.endswith(" |\n\ne\n")
-    assert "| [zero_2](recipes/zero_2/README.md) |" in readme and "partitioned over the ranks | `loss_within` ? |" in readme
-    assert "| `loss_within` - |" not in readme, "what was not measured has no verdict"
+@pytest.fixture
+def tree(tmp_path, monkeypatch):
+    """The recipes and pages in a git repository of their own, in place of the checkout, without results."""
+    technique_classes()  # of the checkout
+    copy = tmp_path / "tree"
+    left_out = shutil.ignore_patterns("*.py", "*.png", "__pycache__", "results.json", "tuning.json", "noise.json")
+    shutil.copytree(CHECKOUT / "recipes", copy / "recipes", ignore=left_out)
+    shutil.copy(CHECKOUT / "README.md", copy)
+    for module in (registry, comparison, pages, publish):
+        monkeypatch.setattr(module, "ROOT", copy)
+    for module in (registry, pages):
+        monkeypatch.setattr(module, "TESTBEDS", copy / "recipes" / "testbeds")
+    monkeypatch.setattr(pages, "INDEX", copy / "recipes" / "README.md")
+    monkeypatch.setattr(pages, "README", copy / "README.md")
+    commit(copy, "init", "-q")
+    return copy
 
 
-WITHDRAWN = {**FOUND, "claims": [{**FOUND["claims"][0], "outcome": "withdrawn"}, FOUND["claims"][1]]}
+def commit(tree: Path, *first: str) -> str:
+    """Commit all of the tree, and return the commit."""
+    name = ("-c", "user.name=t", "-c", "user.email=t@t")
+    for words in (*([first] if first else []), ("add", "-A"), (*name, "commit", "-qm", "t")):
+        subprocess.run(["git", "-C", str(tree), *words], check=True, capture_output=True)
+    return subprocess.run(["git", "-C", str(tree), "rev-parse", "HEAD"], check=True, capture_output=True, text=True).stdout.strip()
 
 
-def test_a_withdrawn_verdict_gets_a_notice_and_the_others_stand():
-    part = pages.measured_part(RECIPE, WITHDRAWN)
-    assert "| – **withdrawn** | +0.0100 (-0.0050 to +0.0250) |" in part and NOTICE in part
-    assert part.count("✓") == 1 and "✓ **holds** | 0.250 |" in part
-    assert NOTICE not in pages.measured_part(RECIPE, FOUND)
-    page = "# T\n\n| recipe | a |\n|---|---|\n"
-    once = pages.with_table(page, {"zero_2": WITHDRAWN})
-    assert once.startswith(f"# T\n\n{NOTICE}| recipe |") and pages.with_table(once, {"zero_2": WITHDRAWN}) == once
-    assert NOTICE not in pages.with_table(once, {"zero_2": FOUND})
+@pytest.fixture
+def make(tree, corpus, tmp_path):
+    """Compares runs of control and recipe that differ by `gap` and by noise; `at` is their commit."""
+    made = iter(range(1000))
+
+    def comparison_of(at=None, gap=0.0, seeds=SEEDS, diverged=None):
+        at = at or commit(tree)
+        folder, sides = tmp_path / f"runs-{next(made)}", []
+        for side, config in enumerate(("ds_configs/zero0_bf16.json", "ds_configs/zero1_bf16.json")):
+            runs = []
+            for seed in range(1, seeds + 1):
+                end = 4.5 + 0.01 * seed + side * (gap + 0.0005 * (-1) ** seed)
+                lost = diverged == seed and side == 1
+                steps = [line(step, step_seconds=0.5 + 0.1 * side) for step in range(21)]
+                for step in range(0, 21, 4):
+                    steps[step]["val_loss"] = None if lost and step == 20 else end + 2 * math.exp(-step / 6)
+                said = description(corpus, "--deepspeed_config", config, seed=seed) | {"commit": at}
+                runs.append(read_run(write_run(folder / f"{side}-{seed}", said, steps)))
+            sides.append(runs)
+        return compare_experiments([(read_recipe(pages.ROOT / "recipes" / RECIPE), read_testbed(TESTBED), *sides)])
+
+    return comparison_of
+
+
+def entry(tree: Path) -> dict:
+    return json.loads((tree / "recipes" / RECIPE / "results.json").read_text())[TESTBED]
+
+
+def test_a_published_run_is_read_as_it_was(make):
+    for diverged in (None, 2):
+        for run in make(diverged=diverged).pairs[0].side.runs:
+            text = json.dumps(stored_run(run), allow_nan=False)
+            again = read_stored_run(json.loads(text))
+            assert again.measures() == run.measures()
+            assert (again.seed, again.state, again.description["ranks"]) == (run.seed, run.state, run.description["ranks"])
+            evaluated = np.isfinite(run.columns["val_loss"])
+            for name in ("step", "tokens", "seconds", "val_loss"):
+                np.testing.assert_allclose(again.columns[name], run.columns[name][evaluated], atol=1e-5)
+            assert "host" not in again.description["machine"] and str(run.folder.parent) not in text
+
+
+def test_what_is_published_stands_on_every_page(tree, make):
+    compared = make()
+    (verdict,) = compared.pairs[0].verdicts
+    publish.publish(compared)
+    found = entry(tree)
+    head = commit(tree)
+    assert found["looks"] == 1 and found["claims_commit"] == found["commit"] != head
+    (one,) = (cell for cell in pages.published() if cell.pair)
+    assert one.verdicts == (verdict,), "the same verdict from the folders and from the committed data"
+    assert one.pair.figures == {**compared.pairs[0].figures, **{name: one.pair.figures[name] for name in ("seconds_to_target",)}}
+    page = (tree / "recipes" / RECIPE / "README.md").read_text()
+    assert f"| {pages.SIGNS[verdict.outcome]} **{verdict.outcome}** |" in page and "Difference of the final loss by seed: -0.0005, +0.0005" in page
+    assert "![Validation loss" in page and "look number" not in page
+    assert f"`loss equal 0.01` {pages.SIGNS[verdict.outcome]}" in (tree / "README.md").read_text()
+    assert f"`loss equal 0.01` {pages.SIGNS[verdict.outcome]} {verdict.outcome}" in pages.INDEX.read_text()
+    for picture in (f"{RECIPE}/loss.png", "forest.png"):
+        assert (tree / "recipes" / picture).stat().st_size > 10_000
+    for picture, draw in pages.pictures().items():
+        draw(again := tree / "again.png")
+        assert again.read_bytes() == picture.read_bytes(), "drawn alike each time"
+
+
+def test_a_second_look_is_marked(tree, make):
+    first = make()
+    publish.publish(first)
+    publish.publish(first)
+    assert entry(tree)["looks"] == 1, "the same runs again are the same look"
+    publish.publish(make(gap=0.001))
+    assert entry(tree)["looks"] == 2
+    assert "This is look number 2" in (tree / "recipes" / RECIPE / "README.md").read_text()
+
+
+def change_claim(tree: Path, number: float) -> None:
+    path = tree / "recipes" / RECIPE / "recipe.json"
+    recipe = json.loads(path.read_text())
+    recipe["experiments"][TESTBED]["claims"][0]["number"] = number
+    path.write_text(json.dumps(recipe))
+
+
+def test_results_of_other_claims_are_not_judged(tree, make):
+    publish.publish(make())
+    change_claim(tree, 0.005)
+    (one,) = (cell for cell in pages.published() if cell.entry)
+    assert one.pair is None and one.note == pages.OUTDATED
+    later = make()
+    with pytest.raises(UsageError, match="changed after a result was published; add a sentence to 'history'"):
+        publish.publish(later)
+    recipe = json.loads((tree / "recipes" / RECIPE / "recipe.json").read_text())
+    recipe["history"] = [f"Commit {entry(tree)['claims_commit'][:7]}: it was 0.01."]
+    (tree / "recipes" / RECIPE / "recipe.json").write_text(json.dumps(recipe))
+    publish.publish(make())
+    assert entry(tree)["looks"] == 1
+    assert "it was 0.01." in (tree / "recipes" / RECIPE / "README.md").read_text()
+
+
+def test_only_planned_experiments_are_published(tree, make):
+    with pytest.raises(UsageError, match="5 seeds are planned"):
+        publish.publish(make(seeds=4))
+    with pytest.raises(UsageError, match="train them again on one commit"):
+        publish.publish(make(at="0" * 40 + "+changes"))
+    with pytest.raises(UsageError, match="does not contain the claims"):
+        publish.publish(make(at="0" * 40))
+    before = commit(tree)
+    change_claim(tree, 0.008)
+    after = commit(tree)
+    with pytest.raises(UsageError, match="does not contain the claims"):
+        publish.publish(make(at=before))
+    publish.publish(make(at=after))
+    assert entry(tree)["claims_commit"] == after
+    assert not (tree / "recipes" / "zero_2" / "results.json").exists()
+
+
+def test_a_diverged_run_is_published(tree, make):
+    publish.publish(make(diverged=3))
+    assert entry(tree)["recipe"][2]["measures"]["final_val_loss"] is None
+    assert "✗ **fails**" in (tree / "recipes" / RECIPE / "README.md").read_text()
 
 
 def test_a_part_is_written_in_its_place_once():
-    page = "# T\n\n**Measured.** By hand.\n\n**When it does not help.** Never.\n"
+    page = "# T\n\n**What it buys.** Time.\n\n**What it does.** Nothing.\n"
     once = pages.with_measured_part(page, f"{pages.BEGIN}a\n{pages.END}")
     twice = pages.with_measured_part(once, f"{pages.BEGIN}b\n{pages.END}")
-    assert once == f"# T\n\n**Measured.** By hand.\n\n{pages.BEGIN}a\n{pages.END}\n**When it does not help.** Never.\n"
+    assert once == f"# T\n\n**What it buys.** Time.\n\n{pages.BEGIN}a\n{pages.END}\n**What it does.** Nothing.\n"
     assert twice == once.replace("a\n<", "b\n<")
+    table = pages.with_table("a\n\n| recipe | b |\n|---|---|\n| c | d |\n\ne\n", "| recipe | x |\n")
+    assert table == "a\n\n| recipe | x |\n\ne\n"

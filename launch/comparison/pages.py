@@ -138,8 +138,8 @@ def _measured_on(one: Published) -> Iterator[str]:
     testbed, entry, pair = one.testbed, one.entry, one.pair
     yield f"**On [{testbed.name}]({_link(testbed)}).** {testbed.title}; {one.experiment.seeds} seeds planned."
     if entry is None or pair is None:
-        claims = " ".join(f"\n- {claim} ({_plan(claim)})" for claim in one.experiment.claims)
-        rest = f" The claims:\n{claims}" if claims else " It claims nothing on this testbed before it is tuned there."
+        claims = "\n".join(f"- {claim} (planned for a {_plan(claim)})" for claim in one.experiment.claims)
+        rest = f" The claims:\n\n{claims}" if claims else " It claims nothing on this testbed before it is tuned there."
         yield f"{one.note.capitalize()}.{rest}"
         return
     description = pair.side.runs[0].description
@@ -177,7 +177,7 @@ def _claim_row(claim: Claim, verdict: Verdict) -> str:
 
 
 def _plan(claim: Claim) -> str:
-    return f"a true value of {_number(claim, claim.expected)} and power {claim.power:g}"
+    return f"power {claim.power:g} if the true {claim.scale} is {_number(claim, claim.expected)}"
 
 
 def _number(claim: Claim, value: float) -> str:
@@ -303,7 +303,9 @@ def testbeds_page(cells: list[Published]) -> str:
         testbed = read_testbed(name)
         blocks += [f"## {name}", f"{testbed.title}. {'On a GPU.' if testbed.device == 'cuda' else 'On a CPU.'} {testbed.reason}".rstrip()]
         rows = [f"| {key} | {value} |" for key, value in testbed.flags.items()]
-        rows += [f"| {key}, tuned | {value:g} (swept: {_listed(testbed.sweep.get(key, []))}) |" for key, value in testbed.tuned.items()]
+        tuned = "tuned" if (TESTBEDS / name / "tuning.json").exists() else "before the sweep"
+        rows += [f"| {key}, {tuned} | {value:g} |" for key, value in testbed.tuned.items()]
+        rows += [f"| {key}, swept over | {', '.join(f'{value:g}' for value in values)} |" for key, values in testbed.sweep.items()]
         rows += [f"| ranks | {testbed.ranks} |", f"| target loss | {testbed.target_loss:g} |"]
         blocks.append("\n".join(["| setting | value |", "|---|---|", *rows]))
         blocks += _noise(name)
