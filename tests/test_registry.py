@@ -208,10 +208,10 @@ def test_a_technique_is_found_and_its_section_taken_out(recipes_with_a_technique
 @pytest.mark.parametrize(
     ("section", "message"),
     [
-        (5, "line 37: 'curriculum_learning': is 5, must be an object"),
+        (5, "line 37: 'curriculum_learning' is 5; write an object"),
         ({"wrong": True}, "line 38: 'curriculum_learning.wrong' is true; it must be false"),
         ({"enable": True}, "line 38: 'curriculum_learning.enable': unknown key; did you mean 'enabled'?"),
-        ({"params": {"min_difficulty": 7}}, "line 39: 'curriculum_learning.params.min_difficulty': is 7, must be at least 8"),
+        ({"params": {"min_difficulty": 7}}, "line 39: 'curriculum_learning.params.min_difficulty' is 7; write 8 or more"),
         (
             {"params": {"min_dificulty": 8}},
             "line 39: 'curriculum_learning.params.min_dificulty': unknown key; did you mean 'min_difficulty'?",
