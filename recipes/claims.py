@@ -53,22 +53,11 @@ class Claim:
     """One claim of a recipe on a testbed.
 
     Attributes:
-<<<<<<< HEAD
         measure: a key of `MEASURES`.
         question: a key of `QUESTIONS`; "ratio" for every measure but the loss.
         number: nats per token for the loss, else the ratio.
         expected: the true difference or ratio for which the number of seeds was planned.
         power: the probability of "holds" that was planned, if the truth is `expected`.
-=======
-        measure: the quantity of a run, as `launch/comparison/runs.py` names it: "final_val_loss" (nats per token), "step_seconds" and
-            "tokens_per_second" (of the median step), "peak_memory_bytes" (of rank 0), "bytes_sent" (of rank 0, all steps).
-        quantity: the same in words.
-        scale: what the claim is about: "difference", the mean over seeds of recipe - control, or "ratio", the geometric mean over seeds
-            of recipe / control.
-        direction: "at most" or "at least".
-        sign: the mean is compared with x times this.
-        statement: the claim in words, with `{x}`.
->>>>>>> main
     """
 
     measure: str
@@ -101,29 +90,10 @@ class Claim:
         """The measure's name in `Run.measures`."""
         return MEASURES[self.measure].key
 
-<<<<<<< HEAD
     @property
     def label(self) -> str:
         """The claim in short, e.g. "loss within 0.03"."""
         return f"{self.measure} {self.question} {self.number:g}"
-=======
-LOSS, STEP = "final validation loss", "time of a step"
-MEMORY, SENT, SPEED = "peak memory of a rank", "bytes that a rank sends", "tokens per second"
-CLAIMS: dict[str, ClaimKind] = {
-    "loss_within": ClaimKind(
-        "final_val_loss", LOSS, "difference", "at most", 1, "the final validation loss is at most {x} above the control's"
-    ),
-    "loss_lower_by": ClaimKind(
-        "final_val_loss", LOSS, "difference", "at most", -1, "the final validation loss is at least {x} below the control's"
-    ),
-    "step_time_ratio": ClaimKind("step_seconds", STEP, "ratio", "at most", 1, "a step takes at most {x} of the control's time"),
-    "peak_memory_ratio": ClaimKind(
-        "peak_memory_bytes", MEMORY, "ratio", "at most", 1, "a rank's peak memory is at most {x} of the control's"
-    ),
-    "bytes_ratio": ClaimKind("bytes_sent", SENT, "ratio", "at most", 1, "a rank sends at most {x} of the control's bytes over the run"),
-    "throughput_ratio": ClaimKind("tokens_per_second", SPEED, "ratio", "at least", 1, "at least {x} of the control's tokens per second"),
-}
->>>>>>> main
 
     def __str__(self) -> str:
         return QUESTIONS[self.question].statement.format(what=MEASURES[self.measure].words, x=f"{self.number:g}")
