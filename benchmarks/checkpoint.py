@@ -110,7 +110,7 @@ def main() -> None:
     parser.add_argument("--deepspeed_config", default="ds_configs/zero0_bf16.json", help="DeepSpeed's JSON (%(default)s)")
     parser.add_argument("--saves", type=whole_number(2), default=4, help="checkpoints beside training (%(default)s)")
     parser.add_argument("--save_every", type=whole_number(1), default=6, help="steps between checkpoints (%(default)s)")
-    parser.add_argument("--seq_len", type=int, default=512, help="tokens of a step, a single sequence (%(default)s)")
+    parser.add_argument("--seq_len", type=int, default=512, help="tokens per step, in a single sequence (%(default)s)")
     parser.add_argument("--runs_dir", help="where the runs are written, and removed (a temporary folder)")
     report.run(__file__, parser, measure)
 

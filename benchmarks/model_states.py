@@ -7,7 +7,7 @@ The paper (Rajbhandari et al., arXiv 1910.02054, section 3.1 and figure 1), for 
 gradients and 12 of optimizer states (fp32 weights and two moments) a parameter. Stage 1 divides the optimizer states by N, stage 2 the
 gradients too, stage 3 all. Every tensor that the engine keeps is counted, each storage once, at the backward pass of a step after which the
 sum is largest: there are two micro-batches, because stage 1 holds whole gradients only between them. In fp32 (4 + 4 + 8 bytes) DeepSpeed
-keeps master weights at stages 1 to 3: 4 bytes a parameter over N, which the paper's column includes.
+keeps master weights at stages 1 to 3: 4 bytes per parameter over N, which the paper's column includes.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def measure(arguments: argparse.Namespace) -> report.Measured:
         flags += ["--data", arguments.data, "--micro_batch_size", "1", "--global_batch_size", str(2 * arguments.ranks)]
         config, _ = resolve(flags, ranks=arguments.ranks)  # a mistake is reported before ranks start
         runs[precision, stage] = flags, parameter_count(config.model_config)
-    print(f"bytes a parameter: {', '.join(PARTS)}", flush=True)
+    print(f"bytes per parameter: {', '.join(PARTS)}", flush=True)
     with Ranks(arguments.ranks, "cpu") as pool:
         for (precision, stage), (flags, parameters) in runs.items():
             paper = bytes_per_parameter(stage, arguments.ranks, precision)

@@ -62,7 +62,7 @@ def train(sides: dict[str, list[str]], rates: list[int], arguments: argparse.Nam
                         lines = hosts.pretrain(Path(runs), f"side_{place}", *flags, *common)[WARM_UP_STEPS:]
                     steps[rate, name] += lines
                     median = statistics.median(line["step_seconds"] for line in lines)
-                    print(f"turn {turn + 1}, {rate} Mbit/s, {name}: {median:.3f} s a step", flush=True)
+                    print(f"turn {turn + 1}, {rate} Mbit/s, {name}: {median:.3f} s per step", flush=True)
     return [
         {
             "side": name,
@@ -124,7 +124,7 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=3, help="runs of each side at each rate (%(default)s)")
     parser.add_argument("--steps", type=int, default=8, help="steps of a run that are counted (%(default)s)")
     parser.add_argument("--micro_batch_size", default="4", help="sequences of a rank's micro-batch (%(default)s)")
-    parser.add_argument("--global_batch_size", default="8", help="sequences of a step on both ranks (%(default)s)")
+    parser.add_argument("--global_batch_size", default="8", help="sequences per step on both ranks (%(default)s)")
     report.run(__file__, parser, measure)
 
 

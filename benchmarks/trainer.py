@@ -206,7 +206,7 @@ def measure(arguments: argparse.Namespace) -> report.Measured:
 def main() -> None:
     parser = report.run_parser(__doc__, deepspeed_config="ds_configs/fused_kernels.json", steps=60)
     parser.add_argument("--micro_batch_size", type=int, help="sequences of a micro-batch (the preset's)")
-    parser.add_argument("--global_batch_size", type=int, help="sequences of a step (the preset's)")
+    parser.add_argument("--global_batch_size", type=int, help="sequences per step (the preset's)")
     parser.add_argument("--side", metavar="FOLDER", help=argparse.SUPPRESS)  # train with the Trainer, in a process of its own
     report.run(__file__, parser, measure)
 

@@ -145,7 +145,7 @@ def measure(arguments: argparse.Namespace) -> report.Measured:
         found |= {"mfu": least / seconds, "plain_mfu": least / statistics.median(plain)}
     if both.peak_bytes:
         found |= {"peak_bytes": both.peak_bytes, "planned_bytes": explain(config)["memory_per_rank"]["cuda"]["peak"]}
-    print(f"{1e3 * seconds:.1f} ms a step; losses differ by at most {found['largest_loss_difference']:.4f}")
+    print(f"{1e3 * seconds:.1f} ms per step; losses differ by at most {found['largest_loss_difference']:.4f}")
     what = f"{'compiled' if arguments.compile else 'plain'} PyTorch loop / engine's loop, {arguments.preset}"
     name = Path(arguments.deepspeed_config).stem
     yield [report.ratio_row(f"{what}, {name}", plain, engine, "at least 1.15" if "fused" in name else "")], found
@@ -163,7 +163,7 @@ def profile_of(profiler: Any) -> dict[str, float]:
 
 def main() -> None:
     parser = report.run_parser(__doc__, deepspeed_config="ds_configs/fused_kernels.json", steps=60)
-    parser.add_argument("--micro_batch_size", type=int, help="sequences of a micro-batch, one micro-batch a step (the preset's)")
+    parser.add_argument("--micro_batch_size", type=int, help="sequences of a micro-batch, one micro-batch per step (the preset's)")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="change a value of the JSON")
     parser.add_argument("--compile", action="store_true", help="compile the plain loop's model with torch.compile")
     parser.add_argument("--profile", action="store_true", help="also print where the engine's steps spend their time (torch.profiler)")

@@ -1,4 +1,4 @@
-"""`manifest.json` of a corpus: its fields, and the checks of everything that can be checked without reading tokens."""
+"""`manifest.json` of a corpus: its fields, and all checks that do not need to read tokens."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PREPARE_COMMAND = "python data_pipeline/prepare.py --source stdlib --out {}"
 SUM_TOLERANCE = 1e-6
 #: A tenth of the parts that weights are rounded to (`sampler.DENOMINATOR`), so that rounding up never takes more than there is.
 MAX_GROUPS = 1000
-#: A manifest has about 350 bytes a shard; a file larger than this is not a manifest.
+#: A manifest has about 350 bytes per shard; a file larger than this is not a manifest.
 MAX_MANIFEST_BYTES = 2**28
 #: Ends of documents are positions in a shard, stored as uint32.
 MAX_SHARD_TOKENS = 2**32 - 1

@@ -69,7 +69,7 @@ def _table(report: dict[str, Any]) -> list[str]:
         lines.append("bits per byte   -  (the bytes of the text are unknown)")
     else:
         ratio = report["split_bytes"] / report["split_tokens"]
-        lines.append(f"bits per byte   {figure('bits_per_byte', 4)}  ({ratio:.3f} bytes a token)")
+        lines.append(f"bits per byte   {figure('bits_per_byte', 4)}  ({ratio:.3f} bytes per token)")
     return lines
 
 

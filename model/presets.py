@@ -100,9 +100,9 @@ def check_shape(shape: ModelShape) -> None:
 # Steps: 20 tokens per parameter (Chinchilla, arXiv 2203.15556) instead of GPT-3's 300 B tokens.
 # nano and micro are for minutes on two cores with the 8k vocabulary; they are narrower than all rows of that table, so rates are higher.
 PRESETS: dict[str, Preset] = {
-    # 8 x 128 = 1,024 tokens a step; 1,000 steps = 1.0 M tokens, a third of the corpus, two minutes on two cores
+    # 8 x 128 = 1,024 tokens per step; 1,000 steps = 1.0 M tokens, a third of the corpus, two minutes on two cores
     "nano": Preset(ModelShape(4, 4, 256, 128), lr=2e-3, global_batch_size=8, micro_batch_size=8, steps=1_000, warmup_steps=100),
-    # 8 x 256 = 2,048 tokens a step; 1,000 steps = 2.0 M tokens
+    # 8 x 256 = 2,048 tokens per step; 1,000 steps = 2.0 M tokens
     "micro": Preset(ModelShape(6, 6, 384, 256), lr=1.5e-3, global_batch_size=8, micro_batch_size=8, steps=1_000, warmup_steps=100),
     # 20 x 124 M = 2.49 B tokens
     "gpt2": Preset(ModelShape(12, 12, 768, 1024), 6e-4, global_batch_size=512, micro_batch_size=8, steps=4_750, warmup_steps=715),

@@ -33,12 +33,12 @@ SIGNS = {"holds": "✓", "fails": "✗", "inconclusive": "?", WITHDRAWN: "–"}
 #: Rows of a page's table of figures: (name of the figure, how it is called, divided by, format, compared as).
 FIGURES = (
     ("final_val_loss", "final validation loss", 1, ".4f", "difference"),
-    ("step_seconds", "a step, ms (median)", 1e-3, ",.1f", "ratio"),
-    ("tokens_per_second", "tokens a second (median)", 1, ",.0f", "ratio"),
+    ("step_seconds", "step time, ms (median)", 1e-3, ",.1f", "ratio"),
+    ("tokens_per_second", "tokens per second (median)", 1, ",.0f", "ratio"),
     ("seconds_to_reach", "seconds to the control's final loss", 1, ",.1f", "ratio"),
     ("tokens_to_reach", "tokens to the control's final loss", 1, ",.0f", "ratio"),
-    ("peak_memory_bytes", "peak memory of a rank, MB", 1e6, ",.0f", "ratio"),
-    ("bytes_per_step", "sent by a rank in a step, MB", 1e6, ",.2f", "ratio"),
+    ("peak_memory_bytes", "peak memory per rank, MB", 1e6, ",.0f", "ratio"),
+    ("bytes_per_step", "sent per rank and step, MB", 1e6, ",.2f", "ratio"),
     ("skipped_steps", "updates skipped for overflow", 1, ",.1f", "difference"),
     ("spikes", "steps with a spike of the loss", 1, ",.1f", "difference"),
 )
@@ -94,10 +94,10 @@ def measured_part(recipe: Recipe, found: dict[str, Any] | None) -> str:
     if "absent" in found:
         return f"{BEGIN}\n**Compared.** Not on {found['machine']}: {_escaped(found['absent'])}.\n\n{END}"
     seeds, control = found["seeds"], Path(recipe.control).stem
-    turns = "in turns of ten steps" if found["in_turns"] else "partly at different times"
+    turns = "interleaved ten steps at a time" if found["in_turns"] else "partly at different times"
     lines = [
         f"**Compared.** Control and recipe with the same {len(seeds)} seeds, {turns}, on {found['ranks']} rank(s) of {found['machine']},",
-        f"{found['tokens']:,} tokens a run, commit {found['commit']}:",
+        f"{found['tokens']:,} tokens per run, commit {found['commit']}:",
         "",
         f"    {found['command']}",
         "",

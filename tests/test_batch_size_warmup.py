@@ -102,9 +102,9 @@ def test_the_micro_batch_is_the_largest_divisor_up_to_the_runs():
             "increment' is 10, which does not divide the 24 sequences from 8 to the global batch of 32; write 8",
         ),
         (["warmup_tokens=512001"], "warmup_tokens' is 512001, but the run has 512000; lower it, or raise --steps"),
-        (["warmup_tokens=0"], "warmup_tokens: is 0, must be at least 1"),
-        (["min_batch_size=0"], "min_batch_size: is 0, must be at least 1"),
-        (["min_batch_size=2.5"], "min_batch_size: is 2.5, must be a whole number"),
+        (["warmup_tokens=0"], "warmup_tokens is 0; write 1 or more"),
+        (["min_batch_size=0"], "min_batch_size is 0; write 1 or more"),
+        (["min_batch_size=2.5"], "min_batch_size is 2.5; write a whole number"),
         (["increments=8"], "increments: unknown key; did you mean 'increment'?"),
     ],
 )
@@ -130,6 +130,6 @@ def test_explain_counts_the_steps_and_says_what_grows():
     assert [row["batch_size"] for row in page["over_the_run"]] == [8, 24, 32, 32, 32]
     assert page["over_the_run"][-1]["tokens"] == 129_024 + 94 * 4096
     assert page["flops"]["run"] == page["flops"]["per_token"] * (129_024 + 94 * 4096)
-    assert any("8 sequences a step at first, growing by 8, all 32 from step 78 on" in note for note in page["notes"])
+    assert any("8 sequences per step at first, growing by 8, all 32 from step 78 on" in note for note in page["notes"])
     done = explain("--ranks", "32")
     assert any("does not grow" in note for note in json.loads(done.stdout)["notes"])

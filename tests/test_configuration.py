@@ -80,15 +80,15 @@ def test_a_concrete_value_stands(resolved):
 @pytest.mark.parametrize(
     ("key", "value", "flags", "names"),
     [
-        ("optimizer.params.lr", 1e-3, ["--lr", "0.002"], "'optimizer.params.lr': is 0.001, but --lr says 0.002"),
-        ("train_batch_size", 8, ["--global_batch_size", "4"], "'train_batch_size': is 8, but --global_batch_size says 4"),
-        ("train_micro_batch_size_per_gpu", 8, ["--micro_batch_size", "4"], "is 8, but --micro_batch_size says 4"),
-        ("scheduler.params.min_lr", 0, ["--min_lr", "0.001"], "'scheduler.params.min_lr': is 0, but --min_lr says 0.001"),
-        ("scheduler.params.warmup_steps", 3, ["--warmup_steps", "4"], "is 3, but --warmup_steps says 4"),
-        ("scheduler.params.total_tokens", 4096, ["--tokens", "8192"], "is 4096, but --tokens says 8192"),
-        ("scheduler.params.total_tokens", 4096, ["--steps", "3"], "is 4096, 2 steps of 2048 tokens, but --steps says 3"),
-        ("scheduler", {"type": "WarmupLR", "params": {"warmup_max_lr": 0.1}}, ["--lr", "0.2"], "is 0.1, but --lr says 0.2"),
-        ("scheduler", {"type": "WarmupDecayLR", "params": {"total_num_steps": 5}}, ["--steps", "6"], "is 5, but --steps says 6"),
+        ("optimizer.params.lr", 1e-3, ["--lr", "0.002"], "'optimizer.params.lr' is 0.001, but --lr is 0.002"),
+        ("train_batch_size", 8, ["--global_batch_size", "4"], "'train_batch_size' is 8, but --global_batch_size is 4"),
+        ("train_micro_batch_size_per_gpu", 8, ["--micro_batch_size", "4"], "is 8, but --micro_batch_size is 4"),
+        ("scheduler.params.min_lr", 0, ["--min_lr", "0.001"], "'scheduler.params.min_lr' is 0, but --min_lr is 0.001"),
+        ("scheduler.params.warmup_steps", 3, ["--warmup_steps", "4"], "is 3, but --warmup_steps is 4"),
+        ("scheduler.params.total_tokens", 4096, ["--tokens", "8192"], "is 4096, but --tokens is 8192"),
+        ("scheduler.params.total_tokens", 4096, ["--steps", "3"], "is 4096, 2 steps of 2048 tokens, but --steps is 3"),
+        ("scheduler", {"type": "WarmupLR", "params": {"warmup_max_lr": 0.1}}, ["--lr", "0.2"], "is 0.1, but --lr is 0.2"),
+        ("scheduler", {"type": "WarmupDecayLR", "params": {"total_num_steps": 5}}, ["--steps", "6"], "is 5, but --steps is 6"),
     ],
 )
 def test_json_and_flag_that_disagree_are_both_named(key, value, flags, names, resolved):
@@ -133,7 +133,7 @@ def test_batch_arithmetic(ranks, given, expected, resolved):
 
 @pytest.mark.parametrize(("tokens", "steps"), [(1, 1), (2047, 1), (2048, 1), (2049, 2), (20480, 10)])
 def test_tokens_are_rounded_up_to_whole_steps(tokens, steps, resolved):
-    config = resolved("--tokens", str(tokens))  # 16 x 128 = 2,048 tokens a step
+    config = resolved("--tokens", str(tokens))  # 16 x 128 = 2,048 tokens per step
     assert (config.steps, config.total_tokens) == (steps, steps * 2048)
     assert config.scheduler["params"]["total_tokens"] == steps * 2048
     in_the_json = resolved(**{"scheduler.params.total_tokens": tokens})
@@ -340,6 +340,6 @@ def test_the_peak_of_a_schedule_of_deepspeed_is_the_runs(resolved):
     config = resolved(scheduler=schedule, **{"optimizer.params.lr": 0.001})
     assert (config.lr, config.optimizer["params"]["lr"]) == (0.01, 0.01)
     (note,) = config.notes
-    assert "'optimizer.params.lr': is 0.001 and is not used: WarmupLR sets the rate, up to its 'warmup_max_lr' of 0.01" in note
+    assert "'optimizer.params.lr' is 0.001 and is not used: WarmupLR sets the rate, up to its 'warmup_max_lr' of 0.01" in note
     assert resolved(scheduler=schedule).notes == ()  # "auto" follows the schedule
     assert resolved(scheduler={"type": "WarmupLR", "params": {"warmup_num_steps": 5}}, **{"optimizer.params.lr": 0.5}).lr == 0.5

@@ -66,11 +66,11 @@ def test_every_length_is_that_of_deepspeeds_own_scheduler(section):
     [
         (["min_difficulty=200"], "min_difficulty is 200, above max_difficulty, 128"),
         (["max_difficulty=256"], "the model has positions for 128 tokens"),
-        (["min_difficulty=0"], "min_difficulty: is 0, must be at least 1"),
+        (["min_difficulty=0"], "min_difficulty is 0; write 1 or more"),
         (["schedule_config.difficulty_step=24"], "does not divide max_difficulty, 128"),
-        (["schedule_config.total_curriculum_step=0"], "total_curriculum_step: is 0, must be at least 1"),
-        (["schedule_type=cubic"], 'must be one of "fixed_linear", "fixed_root", "fixed_discrete"'),
-        (["curriculum_type=vocabulary"], 'is "vocabulary", must be "seqlen"'),
+        (["schedule_config.total_curriculum_step=0"], "total_curriculum_step is 0; write 1 or more"),
+        (["schedule_type=cubic"], 'write one of "fixed_linear", "fixed_root", "fixed_discrete"'),
+        (["curriculum_type=vocabulary"], 'is "vocabulary"; write "seqlen"'),
         (["schedule_type=fixed_root"], "root_degree must be a number above 0"),
         (["schedule_config.root_degree=2"], "has no effect with fixed_linear"),
         (["schedule_type=fixed_root", "schedule_config.root_degree=0"], "root_degree must be a number above 0"),
@@ -83,7 +83,7 @@ def test_every_length_is_that_of_deepspeeds_own_scheduler(section):
             ["schedule_type=fixed_discrete", 'schedule_config={"difficulty": [8, 160], "max_step": [5]}'],
             "lie from 1 to the model's seq_len, 128",
         ),
-        (["mode=crop"], 'must be one of "truncate", "reshape"'),
+        (["mode=crop"], 'write one of "truncate", "reshape"'),
     ],
 )
 def test_a_bad_value_is_one_line(settings, said):
@@ -168,7 +168,7 @@ def test_the_section_of_data_efficiency_is_refused_with_its_place(tmp_path):
     file.write_text(json.dumps(values, indent=2))
     done = helpers.explain("--deepspeed_config", str(file))
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
-    assert "curriculum_metrics': is read at the top level only; move it to 'curriculum_learning'" in done.stderr
+    assert "curriculum_metrics' is read at the top level only; move it to 'curriculum_learning'" in done.stderr
 
 
 @pytest.mark.parametrize(

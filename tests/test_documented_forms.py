@@ -140,7 +140,7 @@ def test_what_this_machine_lacks_is_explained_and_not_trained(corpus, tmp_path):
     command = ["launch/pretrain.py", "--deepspeed_config", file, "--data", corpus, "--runs_dir", tmp_path / "runs"]
     explained = run_script(*command, "--explain")
     assert explained.returncode == 0
-    assert "nvme_path': is '/local_nvme', which is no folder on this host" in explained.stdout
+    assert "nvme_path' is '/local_nvme', which is no folder on this host" in explained.stdout
     trained = run_script(*command)
     assert trained.returncode == 2
     assert len(trained.stderr.splitlines()) == 2, "a line for each of the two paths"
@@ -155,7 +155,7 @@ def test_a_file_full_of_keys_that_are_gone_gets_one_list(corpus, tmp_path):
         resolve(["--deepspeed_config", file, "--data", str(corpus)])
     assert len(mistake.value.faults) == len(gone)
     for key, fault in zip(gone, sorted(mistake.value.faults, key=lambda fault: fault.split("'")[1]), strict=True):
-        assert f"'{key}': is gone from DeepSpeed {schema.version}; remove it." in fault
+        assert f"'{key}' is gone from DeepSpeed {schema.version}; remove it." in fault
         assert ": line " in fault
 
 

@@ -115,7 +115,7 @@ def test_a_run_is_explained_without_its_corpus(tmp_path):
 
 def test_what_is_accepted_with_a_word_is_in_the_page(explained):
     (note,) = explained(autotuning={"enabled": True})["notes"]
-    assert "'autotuning': has no effect here" in note
+    assert "'autotuning' has no effect here" in note
     assert note in as_text(explained(autotuning={"enabled": True}))
 
 

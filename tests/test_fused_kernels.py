@@ -226,10 +226,10 @@ def test_auto_is_every_kernel():
     [
         ({}, "switches no kernel on"),
         (dict.fromkeys(KERNELS, False), "switches no kernel on"),
-        ({"attention": "flash"}, 'fused_kernels.attention: is "flash", must be one of true, false or "auto"'),
-        ({"compile": "whole"}, 'must be one of true, false or "auto"'),
+        ({"attention": "flash"}, 'fused_kernels.attention is "flash"; write one of true, false, or "auto"'),
+        ({"compile": "whole"}, 'write one of true, false, or "auto"'),
         ({"atention": True}, "did you mean 'attention'?"),
-        ({"enabled": 1, "attention": True}, "must be true or false"),
+        ({"enabled": 1, "attention": True}, "write true or false"),
     ],
 )
 def test_a_wrong_value_is_one_line(section, line):
@@ -239,9 +239,7 @@ def test_a_wrong_value_is_one_line(section, line):
 @pytest.mark.parametrize("section", ["on", 3, None, ["auto"], True])
 def test_a_section_of_another_type_is_told_what_it_may_be(section):
     line = refusal("--set", f"fused_kernels={json.dumps(section)}")
-    assert line.endswith(
-        f'fused_kernels: is {json.dumps(section)}, must be an object with keys such as enabled, adamw, attention or "auto"'
-    )
+    assert line.endswith(f'fused_kernels is {json.dumps(section)}; write an object with keys such as enabled, adamw, attention, or "auto"')
 
 
 @pytest.mark.parametrize(

@@ -109,7 +109,7 @@ def test_an_accelerator_that_cannot_be_asked_is_taken_to_have_it(run, processor,
 
 def test_another_value_is_told_of_auto():
     flags = ("--deepspeed_config", "ds_configs/zero1_bf16.json", "--set")
-    assert refusal(*flags, "bf16.enabled=1").endswith('bf16.enabled: is 1, must be true or false or "auto"')
+    assert refusal(*flags, "bf16.enabled=1").endswith('bf16.enabled is 1; write true or false, or "auto"')
 
 
 def test_fp16_leaves_no_room_for_bf16(run, processor):

@@ -50,7 +50,7 @@ def test_upstreams_documented_form_is_accepted_with_a_word():
     assert said["engine"][f"{PARAMS}.freeze_step"]["value"] == 100
     assert said["engine"][f"{PARAMS}.betas"] == {"value": [0.9, 0.999], "from": "the default of OneBitAdam"}
     for key in ("cuda_aware", "comm_backend_name"):
-        assert any(f"{PARAMS}.{key}: has no effect here" in note for note in said["notes"])
+        assert any(f"{PARAMS}.{key} has no effect here" in note for note in said["notes"])
 
 
 def test_what_is_sent_follows_the_type_that_gradients_are_reduced_in():
@@ -73,18 +73,18 @@ def test_one_rank_is_told_that_nothing_is_compressed():
     [
         (f"{PARAMS}.freeze_step=400", (), "acts from step 401 on, but the run ends at step 400; lower it"),
         (f"{PARAMS}.freeze_step=100000", (), "acts from step 100,001 on"),
-        (f"{PARAMS}.freeze_step=0", (), "is 0, must be at least 1"),
-        (f"{PARAMS}.freeze_step=-3", (), "is -3, must be at least 1"),
-        (f"{PARAMS}.freeze_step=1.5", (), "is 1.5, must be a whole number"),
-        (f'{PARAMS}.freeze_step="Auto"', (), 'is "Auto", must be a whole number'),
-        (f"{PARAMS}.freeze_step=true", (), "is true, must be a whole number"),
-        (f"{PARAMS}.betas=[0.9,1.0]", (), "must be two numbers from 0 to below 1"),
-        (f"{PARAMS}.betas=[-0.1,0.99]", (), "must be two numbers from 0 to below 1"),
-        (f"{PARAMS}.betas=[0.9]", (), "must be two numbers from 0 to below 1"),
+        (f"{PARAMS}.freeze_step=0", (), "is 0; write 1 or more"),
+        (f"{PARAMS}.freeze_step=-3", (), "is -3; write 1 or more"),
+        (f"{PARAMS}.freeze_step=1.5", (), "is 1.5; write a whole number"),
+        (f'{PARAMS}.freeze_step="Auto"', (), 'is "Auto"; write a whole number'),
+        (f"{PARAMS}.freeze_step=true", (), "is true; write a whole number"),
+        (f"{PARAMS}.betas=[0.9,1.0]", (), "write two numbers from 0 to below 1"),
+        (f"{PARAMS}.betas=[-0.1,0.99]", (), "write two numbers from 0 to below 1"),
+        (f"{PARAMS}.betas=[0.9]", (), "write two numbers from 0 to below 1"),
         (f"{PARAMS}.eps=0", (), "is 0"),
         (f"{PARAMS}.max_grad_norm=1", (), 'write "gradient_clipping" at the top level instead'),
-        (f"{PARAMS}.cuda_aware=3", (), "is 3, must be true or false"),
-        (f"{PARAMS}.comm_backend_name=7", (), "is 7, must be a string"),
+        (f"{PARAMS}.cuda_aware=3", (), "is 3; write true or false"),
+        (f"{PARAMS}.comm_backend_name=7", (), "is 7; write a string"),
         (f"{PARAMS}.freezestep=80", (), "did you mean 'freeze_step'?"),
         # 22 bytes a parameter on two ranks: weights, gradients and master weights 8, moments 8, errors 4 and 4 / 2.
         *((f"zero_optimization.stage={stage}", (), "the model states then take 0.33 GiB per rank") for stage in (1, 2, 3)),

@@ -42,12 +42,12 @@ def test_draws_are_even_and_depend_on_all_of_their_arguments():
 @pytest.mark.parametrize(
     ("setting", "said"),
     [
-        ("theta=1.5", "theta: is 1.5, must be at most 1"),
-        ("theta=-0.1", "theta: is -0.1, must be at least 0"),
-        ("theta=true", "theta: is true, must be a number"),
-        ("gamma=-0.001", "gamma: is -0.001, must be at least 0"),
-        ("gamma=[1]", "gamma: is [1], must be a number"),
-        ("draw=layer", 'draw: is "layer", must be one of "step", "micro_batch"'),
+        ("theta=1.5", "theta is 1.5; write 1 or less"),
+        ("theta=-0.1", "theta is -0.1; write 0 or more"),
+        ("theta=true", "theta is true; write a number"),
+        ("gamma=-0.001", "gamma is -0.001; write 0 or more"),
+        ("gamma=[1]", "gamma is [1]; write a number"),
+        ("draw=layer", 'draw is "layer"; write one of "step", "micro_batch"'),
         ("thetta=0.5", "did you mean 'theta'?"),
     ],
 )

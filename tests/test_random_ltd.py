@@ -176,15 +176,15 @@ def test_metrics_follow_rows_that_a_curriculum_cuts():
         (["random_ltd_layer_id=[-1]"], "name some of the blocks 0 to 3"),
         (["random_ltd_layer_id=[1,2,1]"], "each once"),
         (["random_ltd_layer_id=[]"], "name some of the blocks 0 to 3"),
-        (["random_ltd_layer_id=[1.5]"], "must be a list of integers"),
-        (["random_ltd_layer_id=3"], "random_ltd_layer_id: is 3, must be a list"),
-        (["model_type=encoder"], 'model_type: is "encoder", must be "decoder"'),
-        (["hidden_state_order=batch"], 'must be one of "batch_seq_dim", "seq_batch_dim"'),
+        (["random_ltd_layer_id=[1.5]"], "write a list of integers"),
+        (["random_ltd_layer_id=3"], "random_ltd_layer_id is 3; write a list"),
+        (["model_type=encoder"], 'model_type is "encoder"; write "decoder"'),
+        (["hidden_state_order=batch"], 'write one of "batch_seq_dim", "seq_batch_dim"'),
         (["random_ltd_schedule.min_value=256"], "min_value is 256, above max_value, 128; lower it"),
-        (["random_ltd_schedule.min_value=0"], "min_value: is 0, must be at least 1"),
+        (["random_ltd_schedule.min_value=0"], "min_value is 0; write 1 or more"),
         (["random_ltd_schedule.max_value=256"], "max_value is 256, but a sequence has 128 tokens"),
-        (["random_ltd_schedule.schedule_type=fixed_root"], 'must be "fixed_linear"'),
-        (["random_ltd_schedule.schedule_config.require_steps=0"], "require_steps: is 0, must be at least 1"),
+        (["random_ltd_schedule.schedule_type=fixed_root"], 'write "fixed_linear"'),
+        (["random_ltd_schedule.schedule_config.require_steps=0"], "require_steps is 0; write 1 or more"),
         (["random_ltd_schedule.schedule_config.seq_per_step=48"], "does not divide max_value, 128; write a divisor of it, such as 16"),
         (["random_ltd_schedule.schedule_config.seq_per_step=16", "random_ltd_schedule.min_value=40"], "does not divide min_value, 40"),
         (["random_ltd_schedule.minvalue=64"], "did you mean 'min_value'?"),
@@ -239,5 +239,5 @@ def test_the_documented_section_is_accepted_at_the_top_level(tmp_path):
 
 def test_the_documented_section_is_refused_in_data_efficiency(tmp_path):
     section = {"enabled": True, "data_routing": {"enabled": True, "random_ltd": DOCUMENTED}}
-    with pytest.raises(UsageError, match="random_ltd': is read at the top level only; move it to 'random_ltd'"):
+    with pytest.raises(UsageError, match="random_ltd' is read at the top level only; move it to 'random_ltd'"):
         resolve(with_section(tmp_path, {"data_efficiency": section}))

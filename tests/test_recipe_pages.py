@@ -74,13 +74,13 @@ def test_a_recipes_page_says_what_was_found():
         "| +0.0100 (-0.0050 to +0.0250) |",
         "| a rank sends at most 0.5 of the control's bytes over the run | ✓ **holds** | 0.250 |",
         "| final validation loss | 5.5000 | 5.5100 | +0.0100 (-0.0050 to +0.0250) |",
-        "| a step, ms (median) | 200.0 | 100.0 | x 0.500 (0.490 to 0.510) |",
+        "| step time, ms (median) | 200.0 | 100.0 | x 0.500 (0.490 to 0.510) |",
         "| seconds to the control's final loss | 20.0 | not reached | - |",
         "![Validation loss of zero1_bf16 and x over tokens, 5 seeds each: 5.500 and 5.510 at the end](loss.png)",
     ):
         assert line in part.splitlines()
     assert "spike" not in part, "nothing happened"
-    assert "with the same 5 seeds, in turns of ten steps, on 2 rank(s) of AMD EPYC, 2 cores," in part
+    assert "with the same 5 seeds, interleaved ten steps at a time, on 2 rank(s) of AMD EPYC, 2 cores," in part
     assert "partly at different times" in pages.measured_part(RECIPE, {**FOUND, "in_turns": False})
     changed = copy.deepcopy(FOUND)
     changed["figures"]["final_val_loss"]["control"] += 0.001

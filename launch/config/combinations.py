@@ -71,7 +71,7 @@ NOT_ON = {
 }
 NOT_OFF = {
     "zero_optimization.compute_grad_norm": "is false, but the norm is clipped and logged at every step; leave it out",
-    "managed_gradient_accumulation": "is false, but the loop steps the engine once a micro-batch; leave it out",
+    "managed_gradient_accumulation": "is false, but the loop steps the engine once per micro-batch; leave it out",
     "bf16.check_grad_overflow": "is false, so a non-finite gradient would corrupt the weights; leave it out",
 }
 #: The stages at which a key has an effect.
@@ -183,7 +183,7 @@ def _settle_second_partition(engine: EngineJson, ranks: int) -> None:
     if engine.values["zero_optimization"].get(path[-1]) == "auto":
         of_a_host = int(os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or GPUS_OF_A_HOST)
         several = engine.get("zero_optimization", "stage") == 3 and ranks > of_a_host
-        origin = f"auto: {of_a_host} ranks a host" if several else "auto: off below stage 3 and on one host"
+        origin = f"auto: {of_a_host} ranks per host" if several else "auto: off below stage 3 and on one host"
         engine.settle(path, largest_divisor(ranks, of_a_host) if several else 1, origin)
 
 

@@ -67,7 +67,7 @@ class EngineJson:
     # --- where a value came from ----------------------------------------------------------------------------------------------------
 
     def where(self, path: KeyPath) -> str:
-        """Where the value at `path` stands, for a message."""
+        """The file, line and key of the value at `path`, or its `--set`, for a message."""
         if self._is_overridden(path) or (path not in self._lines and any(override[: len(path)] == path for override in self._overrides)):
             return f"--set {dotted(path)}"
         line = self._lines.get(path)
@@ -103,7 +103,7 @@ class EngineJson:
 
     def fault(self, path: KeyPath, message: str) -> None:
         """Note a fault, and take the value out."""
-        self._faults.append(f"{self.where(path)}: {message}")
+        self._faults.append(self._line(path, message))
         self._faulty.append(path)
         section = self.get(*path[:-1])
         if isinstance(section, dict):
@@ -122,11 +122,15 @@ class EngineJson:
 
     def note(self, path: KeyPath, message: str) -> None:
         """Accept the value at `path`, and add a note that the run's log and `--explain` print."""
-        self.notes.append(f"{self.where(path)}: {message}")
+        self.notes.append(self._line(path, message))
 
     def lack(self, path: KeyPath, message: str) -> None:
         """Note what the value at `path` needs and this machine does not have: the run can be explained here, and not trained."""
-        self.lacks.append(f"{self.where(path)}: {message}")
+        self.lacks.append(self._line(path, message))
+
+    def _line(self, path: KeyPath, message: str) -> str:
+        """`message` after the place of `path`; a message that does not begin with "is" or "has" follows a colon."""
+        return f"{self.where(path)}{' ' if message.startswith(('is ', 'has ')) else ': '}{message}"
 
     def is_faulty(self, *path: str | int) -> bool:
         """Whether a fault was noted at `path`, above it or below it."""
@@ -159,7 +163,7 @@ class EngineJson:
         right_type = isinstance(value, (int, float)) and not isinstance(value, bool) and (not whole or float(value).is_integer())
         if not right_type or value < minimum or (above and value == minimum) or (maximum is not None and value > maximum):
             bound = f"{'above' if above else 'of at least'} {minimum:g}" + (f" and at most {maximum:g}" if maximum is not None else "")
-            self.fault(path, f'is {json.dumps(value)}, must be a {"whole " if whole else ""}number {bound}, or "auto"')
+            self.fault(path, f'is {json.dumps(value)}; write a {"whole " if whole else ""}number {bound}, or "auto"')
             return None
         return int(value) if whole else value
 
@@ -167,7 +171,7 @@ class EngineJson:
         """The value at `path` or the flag's, which must not contradict each other; None where neither is there."""
         value = self.get(*path)
         if value is not None and given is not None and value != given:
-            self.fault(path, f'is {json.dumps(value)}, but --{flag} says {given}; write "auto" in the JSON or leave the flag out')
+            self.fault(path, f'is {json.dumps(value)}, but --{flag} is {given}; write "auto" in the JSON or leave the flag out')
         return given if value is None else value
 
     def choose(self, path: KeyPath, flag: str, flags: argparse.Namespace, fallback: Any, origin: str, settle: bool = True) -> Any:

@@ -160,25 +160,22 @@ def defaults_left_open(config: dict[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def value_fault(value: Any, rule: Rule) -> str | None:
-    """What is wrong with `value` under `rule`, or None."""
-    auto = ' or "auto"' if rule.get("auto") else ""
+    """What is wrong with `value` under `rule`, and what to write instead; None if it is allowed."""
+    wrong, auto = f"is {json.dumps(value)}; write", ', or "auto"' if rule.get("auto") else ""
     if "enum" in rule:
         if any(value == choice and isinstance(value, bool) == isinstance(choice, bool) for choice in rule["enum"]):
             return None
-        return (
-            f"is {json.dumps(value)}, must be {'one of ' if len(rule['enum']) > 1 else ''}{', '.join(map(json.dumps, rule['enum']))}{auto}"
-        )
-    types = rule.get("types", ())
-    if types and not any(_fits(value, kind) for kind in types):
+        return f"{wrong} {'one of ' if len(rule['enum']) > 1 else ''}{', '.join(map(json.dumps, rule['enum']))}{auto}"
+    if (types := rule.get("types")) and not any(_fits(value, kind) for kind in types):
         keys = f" with keys such as {', '.join(list(rule['keys'])[:3])}" if "keys" in rule else ""
-        return f"is {json.dumps(value)}, must be {_with_article(types)}{keys}{auto}"
+        return f"{wrong} {_with_article(types)}{keys}{auto}"
     if "items" in rule and isinstance(value, list) and not all(any(_fits(item, kind) for kind in rule["items"]) for item in value):
-        return f"is {json.dumps(value)}, must be a list of {' or '.join(rule['items'])}s"
+        return f"{wrong} a list of {' or '.join(rule['items'])}s"
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         if "minimum" in rule and value < rule["minimum"]:
-            return f"is {json.dumps(value)}, must be at least {rule['minimum']}"
+            return f"{wrong} {rule['minimum']} or more{auto}"
         if "maximum" in rule and value > rule["maximum"]:
-            return f"is {json.dumps(value)}, must be at most {rule['maximum']}"
+            return f"{wrong} {rule['maximum']} or less{auto}"
     return None
 
 

@@ -238,9 +238,9 @@ def as_text(explained: dict[str, Any]) -> str:
     lines += [
         "",
         "Batch, length and arithmetic",
-        f"  {batch['global_batch_size']:,} sequences a step = micro-batch {batch['micro_batch_size']} x accumulation "
+        f"  {batch['global_batch_size']:,} sequences per step = micro-batch {batch['micro_batch_size']} x accumulation "
         f"{batch['gradient_accumulation_steps']} x {batch['ranks']} rank(s)",
-        f"  {batch['tokens_per_step']:,} tokens a step = {batch['global_batch_size']:,} x {batch['seq_len']:,}",
+        f"  {batch['tokens_per_step']:,} tokens per step = {batch['global_batch_size']:,} x {batch['seq_len']:,}",
         f"  {length['total_tokens']:,} tokens in {length['steps']:,} steps: {length['tokens_per_parameter']:.2g} a parameter"
         + (f", {length['total_tokens'] / length['corpus_tokens']:.2f} epochs of the corpus" if length["corpus_tokens"] else ""),
         f"  {model['parameters']:,} parameters, with a vocabulary of {model['vocab_size']:,} padded to {model['padded_vocab_size']:,}",

@@ -77,7 +77,7 @@ def resolve_optimizer(engine: EngineJson, flags: argparse.Namespace, preset: Pre
     if betas != "auto" and not (
         isinstance(betas, list) and len(betas) == 2 and all(type(beta) in (int, float) and 0 <= beta < 1 for beta in betas)
     ):
-        engine.fault((*PATH, "betas"), f"is {json.dumps(betas)}, must be two numbers from 0 to below 1")
+        engine.fault((*PATH, "betas"), f"is {json.dumps(betas)}; write two numbers from 0 to below 1")
     for key, above in (("eps", True), ("weight_decay", False)):
         engine.number(*PATH, key, minimum=0, maximum=1, above=above)
     if engine.number(*PATH, "momentum", minimum=0, maximum=1) == 1:

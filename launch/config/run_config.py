@@ -334,12 +334,12 @@ def resolve(argv: list[str], ranks: int | None = None) -> tuple[RunConfig, argpa
 def _check_swap_buffers(engine: EngineJson, config: RunConfig) -> None:
     """Refuse a buffer for weights on NVMe that is smaller than a rank's part of the largest weight: the first step would fail."""
     path, model = ("zero_optimization", "offload_param", "buffer_size"), config.model_config
-    size = engine.get(*path) or BUFFER_SIZE
+    size = (written := engine.get(*path)) or BUFFER_SIZE
     largest = -(-max(model.padded_vocab_size, 4 * model.d_model, model.seq_len) * model.d_model // config.ranks)
     if config.offload("offload_param") == "nvme" and largest > size:
         raise UsageError(
-            f"{engine.where(path)}: is {size}, but a rank's part of the largest weight has {largest:,} elements; write {largest} or more, "
-            "or use more ranks"
+            f"{engine.where(path)} is {size if written else f'left out, which means {size}'}, but a rank's part of the largest weight has "
+            f"{largest:,} elements; write {largest} or more, or use more ranks"
         )
 
 
@@ -503,7 +503,7 @@ def _length(engine: EngineJson, flags: argparse.Namespace, preset: Preset, token
         if planned is not None and flags.steps is not None and -(-planned // tokens_per_step) != flags.steps:
             engine.fault(
                 path,
-                f"is {planned}, {-(-planned // tokens_per_step)} steps of {tokens_per_step} tokens, but --steps says {flags.steps}; "
+                f"is {planned}, {-(-planned // tokens_per_step)} steps of {tokens_per_step} tokens, but --steps is {flags.steps}; "
                 'write "auto" in the JSON or leave the flag out',
             )
         tokens = engine.agree(path, "tokens", flags.tokens)

@@ -114,7 +114,7 @@ def _engine_schedule(
     for key in ("warmup_min_ratio", "cos_min_ratio"):
         engine.number(*PATH, key, minimum=0, maximum=1)
     if (form := engine.get(*PATH, "warmup_type")) not in (None, "log", "linear"):
-        engine.fault((*PATH, "warmup_type"), f'is {json.dumps(form)}, must be "log" or "linear"')
+        engine.fault((*PATH, "warmup_type"), f'is {json.dumps(form)}; write "log" or "linear"')
     for key, flag in (("warmup_num_steps", "warmup_steps"), ("total_num_steps", "steps"), ("warmup_max_lr", "lr")):
         if key in rules:
             engine.agree((*PATH, key), flag, getattr(flags, flag))

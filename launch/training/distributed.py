@@ -93,8 +93,8 @@ def _free_port() -> int:
 def without_shared_memory_extension() -> None:
     """Prevent DeepSpeed from building and starting `deepspeed_shm_comm` for CPU ranks.
 
-    Only tensor-parallel inference uses it (`inference_all_reduce`). It takes half a minute to build, and every start leaves 66 MB a rank in
-    /dev/shm: a few hundred starts fill the memory of a machine.
+    Only tensor-parallel inference uses it (`inference_all_reduce`). It takes half a minute to build, and every start leaves 66 MB per rank
+    in /dev/shm: a few hundred starts fill the memory of a machine.
     """
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 

@@ -1,4 +1,4 @@
-"""Writes the numbers of a run: `metrics.jsonl` with one line a step, and the same numbers as TensorBoard events."""
+"""Writes the numbers of a run: `metrics.jsonl` with one line per step, and the same numbers as TensorBoard events."""
 
 from __future__ import annotations
 

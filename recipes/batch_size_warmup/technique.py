@@ -46,7 +46,7 @@ class BatchSizeWarmup(Technique):
     declaration = Declaration(
         section="batch_size_warmup",
         keys={key: {"types": ["integer"], "minimum": 1, "auto": True} for key in ("min_batch_size", "increment", "warmup_tokens")},
-        exclusive=("how many sequences a step has",),
+        exclusive=("the number of sequences per step",),
         changes_tokens=True,
     )
 
@@ -57,7 +57,7 @@ class BatchSizeWarmup(Technique):
         self.stages, self._sizes = zip(*found, strict=True)
         if len(found) > 1:
             last = f"all {found[-1][1]:,} from step {found[-1][0]:,} on"
-            grows = f"{start:,} sequences a step at first, growing by {increment:,}, {last}"
+            grows = f"{start:,} sequences per step at first, growing by {increment:,}, {last}"
         else:
             grows = f"the global batch of {run.global_batch_size} sequences is that of the first step already, and does not grow"
         self.notes = (f"batch_size_warmup: {grows}",)

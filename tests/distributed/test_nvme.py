@@ -89,7 +89,7 @@ def test_without_libaio_one_line_names_the_package(corpus, tmp_path):
     ("key", "values", "message"),
     [
         ("offload_optimizer", {"device": "nvme"}, 'device "nvme" needs "nvme_path"'),
-        ("offload_optimizer", {"device": "nvme", "nvme_path": "auto", "buffer_count": 3}, "buffer_count: is 3, must be at least 4"),
+        ("offload_optimizer", {"device": "nvme", "nvme_path": "auto", "buffer_count": 3}, "buffer_count is 3; write 4 or more"),
         (
             "offload_param",
             {"device": "nvme", "nvme_path": "auto", "buffer_size": 1000},
