@@ -124,7 +124,7 @@ def _blocks(text: str | LargeText) -> Iterable[str]:
 
 
 def _cut_in_two(blocks: Iterable[str], n_bytes: int, val_fraction: float) -> int:
-    """Where to cut a single document, in bytes: after the last line end before the last `val_fraction` of it, or exactly there."""
+    """The position, in bytes, at which to cut a single document: the last line end before the last `val_fraction`, or exactly there."""
     bound = int(n_bytes * (1 - val_fraction))
     line_end = character = read = 0
     for block in blocks:
@@ -152,7 +152,7 @@ def _part(text: str | LargeText, begin: int, end: int) -> Iterator[str]:
 
 
 def _in_parts(blocks: Iterable[str]) -> Iterator[str]:
-    """The same text in parts of TRAINING_PART characters or more, cut between words, since training takes 60 times a part's memory."""
+    """The text in parts of at least TRAINING_PART characters, cut between words. Training takes 60 times the memory of a part."""
     rest = ""
     for block in blocks:
         rest, begin = rest + block, 0

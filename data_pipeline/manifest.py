@@ -1,4 +1,4 @@
-"""`manifest.json` of a corpus: its fields, and the checks of everything that can be checked without reading tokens."""
+"""`manifest.json` of a corpus: its fields, and all checks that do not need to read tokens."""
 
 from __future__ import annotations
 

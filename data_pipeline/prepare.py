@@ -147,7 +147,7 @@ def verify(args: argparse.Namespace, say: Say) -> None:
 
 
 def _progress_bar(n_bytes: int, quiet: bool, description: str = "encoding") -> tqdm:
-    """A bar on a terminal, and a line now and then otherwise; without a percentage if `n_bytes` is 0, not known."""
+    """A progress bar on a terminal, otherwise an occasional line. Without a percentage if `n_bytes` is 0 (not known)."""
     seconds = 0.1 if sys.stderr.isatty() else SECONDS_BETWEEN_REPORTS
     options: dict[str, Any] = {"mininterval": seconds, "maxinterval": 2 * seconds, "delay": seconds, "leave": False, "disable": quiet}
     return tqdm(total=n_bytes or None, unit="B", unit_scale=True, desc=description, **options)
@@ -250,7 +250,7 @@ def _check_same(out: Path, wanted: dict[str, Any]) -> None:
 
 
 def _difference(before: Any, now: Any, key: str = "") -> str:
-    """The first of the values of `now`, also in dicts and lists in it, that was another one before; "" if there is none."""
+    """The first value of `now` that differs from `before`, also in nested dicts and lists; "" if there is none."""
     if isinstance(before, dict) and isinstance(now, dict):
         pairs = [(before.get(name), value, name) for name, value in now.items()]
     elif isinstance(before, list) and isinstance(now, list) and len(before) == len(now):
@@ -269,7 +269,7 @@ def _has_progress(folder: Path) -> bool:
 
 
 def _what_is_left(out: Path | None) -> str:
-    """What an interrupted run has left at `out`, for the user."""
+    """A message about what an interrupted run has left at `out`."""
     if out is None:
         return ""
     resume = "; continue with the same command and --resume" if _has_progress(partial_folder(out)) else ""

@@ -83,7 +83,7 @@ class Problems:
         self.count(kind, line)
 
     def count(self, kind: str, line: str) -> None:
-        """Count something that is left out, for any --on_error; `line` describes what and where."""
+        """Count something that is left out, whatever --on_error is; `line` describes what and where."""
         self.counts[kind] += 1
         if len(self.cases.setdefault(kind, [])) < CASES:
             self.cases[kind].append(line)
@@ -128,7 +128,7 @@ def records(file: Path, text_column: str, problems: Problems, on_read: Callable[
 
 
 def suffix_of(file: Path) -> str:
-    """The one of SUFFIXES that the file's name ends in, or ""."""
+    """The suffix of the file's name, if it is in SUFFIXES, else ""."""
     return next((suffix for suffix in SUFFIXES if file.name.endswith(suffix)), "")  # no suffix is the end of another
 
 
@@ -359,7 +359,7 @@ def _parquet(file: Path, text_column: str, problems: Problems, on_read: Callable
 
 
 def _largest_page(metadata: Any, column: str) -> tuple[int, int]:
-    """The sizes of the largest page and of the largest mean record of a column, in bytes, estimated from the sizes of its row groups.
+    """Estimates of a column's largest page and of its largest mean record, in bytes, from the sizes of its row groups.
 
     pyarrow decompresses one page at a time, but does not show its size. A row group has at least one page, and a page at most about
     PAGE_VALUES long values.

@@ -24,9 +24,10 @@ class GlobalSampler:
 
     Args:
         groups: the number of windows of each group of shards. Windows are numbered group by group.
-        weights: the weight of each group, converted to whole parts (`parts_of`): exactly if they are fractions of up to DENOMINATOR parts,
-            such as 0.7 and 0.3 or one third and two thirds, else rounded to 1 / DENOMINATOR. In every prefix of n samples, the number from
-            each group is within 1 of n x its parts / all parts. After all windows of a group, its next epoch begins in another order.
+        weights: the weight of each group, converted to whole parts (`parts_of`). The conversion is exact if the weights are fractions of up
+            to DENOMINATOR parts, such as 0.7 and 0.3, or one third and two thirds; otherwise they are rounded to 1 / DENOMINATOR. Among the
+            first n samples, for every n, the number from each group is within 1 of n x its parts / all parts. When all windows of a group
+            have been used, its next epoch begins in another order.
     """
 
     def __init__(self, groups: Sequence[int], seed: int, fingerprint: str, weights: Sequence[float] = (1.0,)):
@@ -98,9 +99,9 @@ def parts_of(weights: Sequence[float]) -> list[int]:
 def mixture_pattern(parts: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
     """The group of each of D = sum(parts) samples, and the number of samples from that group before it: both int64, (D,).
 
-    If it is repeated, the number from group i among the first n differs from n x parts[i] / D by at most 1 - 1 / (2 k - 2) for k groups
-    (Tijdeman, "The chairman assignment problem", Discrete Mathematics 32, 1980): of the groups that are not ahead, the next sample is from
-    the one with the earliest deadline. After D samples every group has exactly its share, and the pattern repeats.
+    The next sample is from the group with the earliest deadline, among the groups that are not ahead. With the pattern repeated, the number
+    from group i among the first n differs from n x parts[i] / D by at most 1 - 1 / (2 k - 2) for k groups (Tijdeman, "The chairman
+    assignment problem", Discrete Mathematics 32, 1980). After D samples every group has exactly its share, and the pattern repeats.
     """
     k, total = len(parts), sum(parts)
     slack = max(1, 2 * k - 2)

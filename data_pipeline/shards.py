@@ -89,7 +89,7 @@ class Split:
 
     @readable()
     def _strided(self, seq_len: int) -> tuple[np.ndarray, list[np.ndarray]]:
-        """The number of the first window of each shard, with the total last, and each shard's windows as a view: (windows, seq_len + 1)."""
+        """The first window number of each shard, followed by the total; and the windows of each shard, as views (windows, seq_len + 1)."""
         if seq_len not in self._views:
             counts = [max(0, (shard["tokens"] - 1) // seq_len) for shard in self._shards]
             if not sum(counts):

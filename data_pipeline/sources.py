@@ -38,7 +38,7 @@ BUILDERS = ("json", "parquet", "csv", "text")
 
 
 class Source:
-    """Documents in an order that is the same at every call of `documents`.
+    """Documents, in the same order at every call of `documents`.
 
     `n_bytes` is the size of the source, 0 if it is not known, and `n_read` how much of it has been read in the current pass.
     """
@@ -48,11 +48,11 @@ class Source:
         self.n_bytes = self.n_read = 0
 
     def describe(self) -> dict[str, Any]:
-        """The entry in the manifest: what tells that the source has changed, but is the same for a copy of it."""
+        """The entry in the manifest. It differs if the source has changed, and is equal for a copy of the source."""
         raise NotImplementedError
 
     def state(self) -> str:
-        """A hash that changes with any change of the source, for a run that resumes."""
+        """A hash that differs after any change of the source; checked on resume."""
         raise NotImplementedError
 
     def documents(self) -> Iterator[tuple[str, str | LargeText]]:
@@ -65,7 +65,7 @@ class Source:
 
 
 class Files(Source):
-    """Files with paths below `root`; those in `links` lead out of it and are not read."""
+    """Files below `root`. The files in `links` are links to paths outside `root` and are not read."""
 
     def __init__(self, identity: dict[str, Any], root: Path, files: list[Path], links: list[Path], *options: Any):
         super().__init__(identity["name"], *options)

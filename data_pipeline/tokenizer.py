@@ -154,7 +154,7 @@ class Tokenizer:
         raise NotImplementedError
 
     def hugging_face_json(self) -> str:
-        """A `tokenizer.json` with the same ids, if its user tokenizes special-token strings as plain text (`split_special_tokens`)."""
+        """A `tokenizer.json` that gives the same ids if special-token strings are tokenized as plain text (`split_special_tokens`)."""
         raise NotImplementedError
 
     @staticmethod
@@ -381,7 +381,7 @@ def _encoder(tokenizer: HuggingFaceTokenizer, text: str) -> HuggingFaceTokenizer
 
 
 def _cuttable(tokenizer: HuggingFaceTokenizer) -> bool:
-    """See `Tokenizer.cuttable`. False for a Unigram model of whole texts: rounding of the sum of scores from the beginning breaks ties."""
+    """See `Tokenizer.cuttable`. False for a Unigram model of whole texts, where rounding in the running sum of scores breaks ties."""
     whole = tokenizer.pre_tokenizer is None or len(tokenizer.pre_tokenizer.pre_tokenize_str("a b")) == 1
     return not (whole and isinstance(tokenizer.model, models.Unigram))
 

@@ -103,8 +103,6 @@ PASSED_ON = sorted({action.dest for action in build_parser()._actions} - {
     "help", "runs", "recipe", "all", "testbed", "tune", "noise", "seeds", "out", "publish", "force", "quiet", "ranks", "runs_dir",
     "at_once", "keep_checkpoints"
 })  # fmt: skip
-#: Those that a testbed leaves open: they change no number.
-NOT_OF_TESTBED = {"data", "save_every"}
 
 
 def main() -> int:
@@ -187,7 +185,7 @@ def _check_sources(flags: argparse.Namespace, names: set[str]) -> None:
     trains = {*PASSED_ON, "testbed", "seeds", "publish", "ranks", "runs_dir", "at_once", "keep_checkpoints"}
     if flags.runs and (training := sorted(names & trains)):
         raise UsageError(f"--{training[0]} applies to runs that are trained, but {flags.runs[0]} exists; leave it out, or give --recipe")
-    setting = sorted(names & {*PASSED_ON} - NOT_OF_TESTBED)
+    setting = sorted(names & {*PASSED_ON} - {"save_every"})  # which changes no number
     if setting and (flags.testbed or flags.publish):
         why = f"--testbed {flags.testbed[0]} sets it" if flags.testbed else "--publish is for the recipe's testbeds"
         raise UsageError(f"--{'set' if setting[0] == 'overrides' else setting[0]}: {why}; leave out one of the two")

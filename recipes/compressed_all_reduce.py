@@ -17,22 +17,23 @@ from typing import Any, NamedTuple
 
 import torch
 
-#: Elements of a block, on which all operations run in turn. On a CPU a block stays in the cache: over a whole buffer of 11 M elements an
-#: operation takes 4 ms, and one that allocates its result 18 to 40; block by block, 1 to 3. On a GPU fewer launches are faster.
+#: Elements per block. All operations run on one block before the next, so that it stays in a CPU's cache: on a whole buffer of 11 M
+#: elements an operation takes 4 ms, or 18 to 40 ms if it allocates its result; block by block, 1 to 3 ms. A GPU is faster with fewer
+#: launches.
 BLOCK = {"cpu": 2**16, "cuda": 2**22}
-#: A chunk's bits are whole fp32 numbers, so that its scales can lie behind them.
+#: The bits of a chunk fill whole fp32 numbers, so that its scales can follow them.
 CHUNK_MULTIPLE = 32
-#: Eight bytes of 0 or 1, read as one little-endian number: times this, their bits stand in the topmost byte, the first of them lowest.
+#: Multiplying eight bytes of 0 or 1, as one little-endian number, by this puts their bits into the highest byte, the first one lowest.
 GATHER_BITS = 0x0102040810204080
 
 
 def blocks(size: int, *tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
-    """Flat parts of tensors that have as many elements each, `size` elements at a time."""
+    """Tensors of equal size in flat parts of `size` elements each."""
     return zip(*(tensor.view(-1).split(size) for tensor in tensors), strict=True)
 
 
 class Segment(NamedTuple):
-    """Elements [start, stop) of a buffer, which are those of tensor number `tensor` from its element `first` on."""
+    """Elements [start, stop) of a buffer; they belong to tensor number `tensor`, starting at its element `first`."""
 
     tensor: int
     first: int
@@ -41,7 +42,7 @@ class Segment(NamedTuple):
 
 
 class CompressedAllReduce:
-    """A flat fp32 buffer that lives as long as the run, and `reduce`, which replaces it by its compressed mean over the ranks.
+    """A flat fp32 buffer, and `reduce`, which replaces its content with the compressed mean over the ranks.
 
     Args:
         sizes: elements of each tensor in the buffer.
@@ -50,13 +51,13 @@ class CompressedAllReduce:
 
     Attributes:
         buffer: (ranks x chunk,); tensors begin at multiples of 8 elements, so that no byte of signs belongs to two scales.
-        views: the elements of each tensor in it, (size,).
-        live: how many elements of each tensor take part, from its first on. On several ranks the others are 0 after each `reduce`, here and
-            in the errors: a sign has no zero, so that elements which never have a value would gather error instead.
-        worker_error: what the compressions of this rank have left out so far; empty on one rank.
-        scratch: memory that is free between two calls, of one block.
-        ranks: of the run.
-        server_error: what the compressions of this rank's chunk of the mean have; (chunk,), empty on one rank.
+        views: the elements of each tensor in `buffer`, (size,).
+        live: the number of first elements of each tensor that take part. With several ranks, the others are set to 0 by each `reduce`, in
+            `buffer` and in the errors. A sign cannot be zero, so elements that never have a value would accumulate error instead.
+        worker_error: the accumulated compression error of this rank; empty on one rank.
+        scratch: memory of one block, which the optimizer may use between two calls.
+        ranks: the number of ranks.
+        server_error: the accumulated compression error of this rank's chunk of the mean, (chunk,); empty on one rank.
     """
 
     def __init__(self, sizes: Sequence[int], collectives: Any, device: torch.device):
@@ -74,21 +75,21 @@ class CompressedAllReduce:
         self.server_error = torch.zeros(self.chunk if several else 0, device=device)
 
         self._pieces = [self._tensors_in_chunk(rank) for rank in range(self.ranks)]
-        # A message is the bits of a chunk and a scale for each tensor in it; as long as the longest, because a gather has one size.
+        # A message is the bits of a chunk and a scale for each tensor in it. All are as long as the longest, because a gather has one size.
         self._slots = max(map(len, self._pieces))
         shape = self.ranks, self.chunk // 8 + 4 * self._slots
         self._outgoing, self._incoming = (torch.zeros(shape, dtype=torch.uint8, device=device) for _ in range(2))
         self._result = torch.zeros(1, shape[1], dtype=torch.uint8, device=device)
-        # A block is that of one rank, or of all ranks at once: eight elements of each at least.
+        # A block holds elements of one rank, or of all ranks at once: at least eight of each.
         block = max(min(BLOCK.get(device.type, BLOCK["cuda"]), self.chunk), 8 * self.ranks)
         self.scratch = torch.empty(block, device=device)
         self._negative = torch.empty(block, dtype=torch.bool, device=device)
         self._bytes = torch.empty(block // 8, dtype=torch.int32, device=device)
-        # The signs that each byte stands for: a bit that is set is a minus. (256, 8)
+        # The eight signs of each possible byte, (256, 8): a set bit is a minus.
         self._signs = 1.0 - 2.0 * (torch.arange(256, device=device)[:, None] >> torch.arange(8, device=device) & 1)
 
     def _tensors_in_chunk(self, rank: int) -> list[Segment]:
-        """The parts of tensors that lie in the chunk of `rank`, by their place in the chunk."""
+        """The parts of tensors in the chunk of `rank`, with positions within the chunk."""
         begin, end = rank * self.chunk, (rank + 1) * self.chunk
         return [
             Segment(tensor, max(0, begin - start), max(start, begin) - begin, min(stop, end) - begin)
@@ -98,7 +99,7 @@ class CompressedAllReduce:
 
     @torch.no_grad()
     def reduce(self) -> None:
-        """Replace the buffer by its mean over all ranks, as compressed. All ranks call this together."""
+        """Replace the content of the buffer with its compressed mean over all ranks. All ranks must call this together."""
         if self.ranks == 1:
             return
         mine = self._pieces[self._collectives.rank]
@@ -130,9 +131,9 @@ class CompressedAllReduce:
     def _compress(
         self, segments: list[Segment], error: torch.Tensor, messages: torch.Tensor, values: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Add `values` to `error`, compress it, and leave the error of the compression in it.
+        """Add `values` to `error`, compress the sum, and store the compression error in `error`.
 
-        Writes the bits into `messages` (n, bytes), those of one chunk after the other. Returns the scale of each segment.
+        Writes the bits of all chunks into `messages`, (n, bytes), one chunk after another. Returns the scale of each segment.
         """
         scales = torch.zeros(len(segments), device=error.device)
         for scale, segment in zip(scales, segments, strict=True):
@@ -157,14 +158,14 @@ class CompressedAllReduce:
         return scales
 
     def _expand(self, packed: torch.Tensor, table: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        """The numbers that bytes stand for by `table`, (256, 8): eight for each, written to the beginning of `out`."""
+        """Write the eight numbers that `table`, (256, 8), has for each byte to the beginning of `out`."""
         indices, numbers = self._bytes[: packed.numel()], out[: 8 * packed.numel()]
         indices.view(packed.shape).copy_(packed)
         torch.index_select(table, 0, indices, out=numbers.view(-1, 8))
         return numbers
 
     def _blocks(self, segment: Segment, rows: int = 1) -> Iterator[tuple[int, int]]:
-        """A segment block by block, `rows` of which fit into `scratch`; none reaches from one chunk into the next."""
+        """The blocks of a segment, each within one chunk; `rows` blocks fit into `scratch`."""
         start, size = segment.start, self.scratch.numel() // (8 * rows) * 8
         while start < segment.stop:
             stop = min(start + size, (start // self.chunk + 1) * self.chunk, segment.stop)
@@ -172,10 +173,10 @@ class CompressedAllReduce:
             start = stop
 
     def _scales(self, messages: torch.Tensor) -> torch.Tensor:
-        """The scales in messages (n, bytes): (n, slots), fp32."""
+        """The scales in `messages`, (n, bytes), as an fp32 view (n, slots)."""
         return messages.view(torch.float32)[:, self.chunk // 32 :]
 
     def _dead(self, segment: Segment, buffer: torch.Tensor) -> torch.Tensor:
-        """The elements of a segment of `buffer` that take no part, with those that fill its last byte."""
+        """The elements of a segment of `buffer` that do not take part, including the padding of its last byte."""
         live = segment.start + self.live[segment.tensor] - segment.first
         return buffer[max(segment.start, min(segment.stop, live)) : segment.stop]

@@ -1,7 +1,7 @@
 """What 1-bit Adam, 1-bit LAMB and 0/1 Adam share: optimizers that exchange compressed momenta, and the techniques that drive them.
 
-Between `backward` and the optimizer's step the engine reduces nothing: each rank has its own gradients, and the optimizer exchanges what
-it makes of them by `recipes.compressed_all_reduce`.
+In compressed steps, the engine does not reduce gradients: each rank keeps its own, and the optimizer exchanges what it computes from them
+through `recipes.compressed_all_reduce`.
 """
 
 from __future__ import annotations
@@ -29,15 +29,16 @@ FREEZE_STEP: dict[str, dict[str, Any]] = {"freeze_step": {"types": ["integer"], 
 
 
 def settle_variance(variance: torch.Tensor, steps: int, beta2: float, row_steps: torch.Tensor | None = None) -> None:
-    """Prepare the variance of one tensor, after `steps` steps, for being frozen, in place.
+    """Prepare the variance of one tensor for freezing after `steps` steps, in place.
 
-    Each element becomes at least a tenth of the mean. The momentum is sent as plus or minus the root mean square of its tensor. If it is
-    divided by a deviation that is a thousandth of the others', the weight moves far; this happens for the key biases, whose gradient is 0
-    except for rounding. A frozen variance also does not rise, as Adam's does, with the first large gradient of a token that was rare.
+    Each element becomes at least a tenth of the mean. The momentum is sent as plus or minus the root mean square of its tensor, so a
+    weight whose deviation is a thousandth of the others' would move far. This happens for the key biases, whose gradient is 0 except for
+    rounding. It would also happen at the first large gradient of a rare token, because a frozen variance does not rise with it.
 
-    row_steps: of an embedding, in how many of the steps each row could have gradients, (rows,). In k steps a row got 1 - beta2^k of its
-    mean square, and is scaled to the 1 - beta2^steps that the bias correction assumes. A row without any, such as a position that a
-    curriculum has not reached, gets the mean of the other rows.
+    Args:
+        row_steps: for an embedding, the number of steps in which each row could have gradients, (rows,). In k steps the variance of a row
+            reaches 1 - beta2^k of the mean square, and is scaled to the 1 - beta2^steps that the bias correction assumes. A row without
+            such steps, for example a position that a curriculum has not reached, gets the mean of the other rows.
     """
     if row_steps is not None:
         seen = row_steps > 0
@@ -51,18 +52,18 @@ def settle_variance(variance: torch.Tensor, steps: int, beta2: float, row_steps:
 class CompressedOptimizer(torch.optim.Optimizer):
     """Base of the optimizers whose ranks exchange their own momenta, compressed, instead of gradients.
 
-    `state_dict` has the state that all ranks share. The state of one rank (`reduction`'s errors and, between exchanges, more) is saved by
-    the technique.
+    `state_dict` has the state that is the same on all ranks. The technique saves the state of each rank: the errors in `reduction`, and
+    more between exchanges.
 
     Attributes:
-        used_rows: by the place of a parameter among all, how many of its rows, from the first on, can have gradients in this step. What is
-            exchanged of the others, and the errors, are 0.
-        reduction: the exchanged tensors of all parameters, and the errors of their compressions.
+        used_rows: index of a parameter -> the number of its first rows that can have gradients in this step. For the other rows, the
+            exchanged values and the errors are 0.
+        reduction: the exchanged tensors of all parameters, and their compression errors.
     """
 
-    #: The state that is exchanged, and whose memory is `reduction.buffer`; empty: what is exchanged is not part of the state.
+    #: The name of the state that is exchanged, stored in `reduction.buffer`; empty if the exchanged values are not part of the state.
     exchanged = "exp_avg"
-    #: Other states of a parameter's shape.
+    #: The names of other states with the shape of the parameter.
     kept: tuple[str, ...] = ("exp_avg_sq",)
 
     def __init__(
@@ -81,7 +82,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
         self._bias_correction = bias_correction
 
     def bind(self, collectives: Any) -> None:
-        """Make the state, for the parameters as they are now: in bf16 and fp16 the engine has put fp32 copies in the model's place."""
+        """Allocate the state for the current parameters: in bf16 and fp16, the engine's fp32 copies of the model's."""
         self._parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         self.reduction = CompressedAllReduce([p.numel() for p in self._parameters], collectives, self._parameters[0].device)
         self._take_state()
@@ -106,9 +107,9 @@ class CompressedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Update the parameters by their gradients; a missing gradient is zero. All ranks call this together.
+        """Update the parameters with their gradients; a missing gradient counts as zero. All ranks must call this together.
 
-        It does nothing before `bind`, because DeepSpeed may step an optimizer while the engine is built.
+        Does nothing before `bind`, because DeepSpeed may step an optimizer while it builds the engine.
         """
         if not self._parameters:
             return
@@ -123,10 +124,10 @@ class CompressedOptimizer(torch.optim.Optimizer):
 
     @abstractmethod
     def _update(self) -> None:
-        """Make step number `_steps`; every parameter has a gradient."""
+        """Perform step number `_steps`. Every parameter has a gradient."""
 
     def _row_steps(self, place: int) -> torch.Tensor:
-        """In how many steps each row of an embedding could have gradients: (rows,), a part of its state."""
+        """The number of steps in which each row of an embedding could have gradients, (rows,); part of its state."""
         parameter = self._parameters[place]
         return self.state[parameter].setdefault("row_steps", torch.zeros(parameter.shape[0], device=parameter.device))
 
@@ -135,11 +136,11 @@ class CompressedOptimizer(torch.optim.Optimizer):
             self._row_steps(place)[:rows] += 1
 
     def _blocks(self, *tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
-        """Flat parts of tensors of one size, as many elements at a time as `reduction.scratch` has."""
+        """Tensors of equal size in flat parts, each with at most as many elements as `reduction.scratch`."""
         return blocks(self.reduction.scratch.numel(), *tensors)
 
     def _momenta(self) -> Iterator[tuple[dict[str, Any], torch.Tensor, torch.Tensor]]:
-        """Group, parameter and the flat view of what is exchanged of it, for every parameter."""
+        """(group, parameter, flat view of its exchanged values) for every parameter."""
         views = iter(self.reduction.views)
         for group in self.param_groups:
             for parameter in group["params"]:
@@ -147,20 +148,20 @@ class CompressedOptimizer(torch.optim.Optimizer):
 
 
 class FreezingOptimizer(CompressedOptimizer):
-    """Base of the optimizers with two phases: on whole gradients, then with a frozen variance, as `settle_variance` leaves it.
+    """Base of the optimizers with two phases: first with mean gradients, then with the variance frozen by `settle_variance`.
 
     Attributes:
-        compressing: set before a step; once it has frozen the variance, the variance stays frozen.
+        compressing: whether the next step is in the second phase; set before each step. A frozen variance stays frozen.
     """
 
     def __init__(self, param_groups: list[dict[str, Any]], *arguments: Any):
-        # `variance_steps`: after how many steps the variance was frozen, 0: it is not; in the groups, which a checkpoint holds.
+        # `variance_steps`: the step after which the variance was frozen, or 0. It is in the groups because checkpoints contain them.
         super().__init__(param_groups, *arguments, variance_steps=0)
         self.compressing = False
 
     @property
     def frozen(self) -> int:
-        """After how many steps the variance was frozen; 0: it is not."""
+        """The step after which the variance was frozen; 0 if it is not frozen."""
         return int(self.param_groups[0]["variance_steps"])
 
     def _update(self) -> None:
@@ -174,14 +175,14 @@ class FreezingOptimizer(CompressedOptimizer):
 
     @abstractmethod
     def _step_whole(self) -> None:
-        """Update by gradients that are the means over all ranks."""
+        """Update with gradients that are averaged over all ranks."""
 
     @abstractmethod
     def _step_compressed(self) -> None:
-        """Update by each rank's own gradients."""
+        """Update with each rank's own gradients."""
 
     def _freeze(self, steps: int) -> None:
-        """Freeze the variance of `steps` steps. Where it is 0, for the block was dropped in each of them, it becomes the others' mean."""
+        """Freeze the variance after `steps` steps. A variance of 0, of a block that was dropped in every step, becomes the others' mean."""
         some: list[torch.Tensor] = []
         none: list[torch.Tensor] = []
         for place, (group, parameter, _) in enumerate(self._momenta()):
@@ -194,13 +195,13 @@ class FreezingOptimizer(CompressedOptimizer):
             variance.fill_(mean)
 
     def _biases(self, group: dict[str, Any]) -> tuple[float, float]:
-        """What the two moments are divided by; for a frozen variance, by the number of its own steps."""
+        """The bias corrections by which the two moments are divided. A frozen variance uses the number of its own steps."""
         beta1, beta2 = group["betas"]
         variance_steps = group["variance_steps"] or self._steps
         return (1 - beta1**self._steps, 1 - beta2**variance_steps) if self._bias_correction else (1.0, 1.0)
 
     def _divisor(self, variance: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
-        """What the momentum is divided by, for a block of the variance; in `reduction.scratch`."""
+        """The divisor of the momentum for a block of the variance: sqrt(variance / bias) + eps, in `reduction.scratch`."""
         root = torch.sqrt(variance, out=self.reduction.scratch[: variance.numel()])
         return root.mul_(self._biases(group)[1] ** -0.5).add_(group["eps"])
 
@@ -222,7 +223,7 @@ def declare(optimizer_type: str, keys: dict[str, dict[str, Any]], auto_params: d
 
 
 class CompressedTechnique(Technique):
-    """Base of the techniques that have a `CompressedOptimizer` and switch the engine's own reduction of gradients off."""
+    """Base of the techniques that use a `CompressedOptimizer` and switch off the engine's own reduction of gradients."""
 
     #: "auto" for the length of the first phase, as a share of the run's steps; 1-bit Adam's paper takes 0.15 to 0.25.
     auto_share = 0.2
@@ -231,12 +232,12 @@ class CompressedTechnique(Technique):
 
     def __init__(self, section: dict[str, Any], run: Run):
         self.params, self._ranks, name = section, run.ranks, self.declaration.name
-        # Each rank has an error of its own, and one for the part of the mean that it owns.
+        # Each rank keeps the error of its own compression, and that of its part of the mean.
         self.costs = Costs(optimizer_tensors=self.kept_tensors + (0 if run.ranks == 1 else 1 + 1 / run.ranks))
         require_stage_0(run, f"{name} compresses the momentum of the whole model on every rank", self.costs.optimizer_tensors)
         if run.engine.get("gradient_allreduce_op") == "sum":
             raise ValueError(f'\'gradient_allreduce_op\' is "sum", but {name} sends the mean; write "mean", or leave it out')
-        # MB that a rank sends in a step with whole gradients, and in one with compressed momentum.
+        # MB that a rank sends in a step with mean gradients, and in a step with compressed momentum.
         elements = 2 * (run.ranks - 1) / run.ranks * parameter_count(run.model_config) / 1e6
         self._whole = elements * GRADIENT_BYTES[run.engine.get("communication_data_type") or run.precision]
         self._compressed = elements / 8
@@ -255,7 +256,7 @@ class CompressedTechnique(Technique):
 
     def optimizer(self, param_groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         self._optimizer = self.build_optimizer(param_groups)
-        # By place, because in bf16 and fp16 the engine replaces the model's own parameters in the groups by fp32 copies.
+        # By index, because in bf16 and fp16 the engine replaces the model's parameters in the groups with fp32 copies.
         self._place = {id(p): place for place, p in enumerate(p for group in param_groups for p in group["params"])}
         return self._optimizer
 
@@ -264,13 +265,13 @@ class CompressedTechnique(Technique):
         self._optimizer.bind(collectives)
 
     def _updates_before(self, step: int) -> int:
-        """The number of updates before `step`: fp16 skips some steps."""
+        """The number of updates before `step`, without the steps that fp16 skipped."""
         return step - 1 - (self._engine.skipped_steps if self._engine is not None else 0)
 
     def _set_up_step(self, plan: StepPlan, whole_gradients: bool) -> None:
         """Set whether the engine reduces the gradients of the step, and which rows of embeddings have gradients.
 
-        On one rank reducing changes nothing, and the norm of the gradients is exact.
+        On one rank the engine always reduces: this changes no gradient, and their norm is then exact.
         """
         if self._engine is not None:
             self._engine.enable_backward_allreduce = whole_gradients or self._ranks == 1
@@ -278,7 +279,7 @@ class CompressedTechnique(Technique):
             self._optimizer.used_rows = {self._place[id(parameter)]: rows for parameter, rows in used.items()}
 
     def state_dict(self) -> dict[str, Any]:
-        """The errors of this rank's compressions."""
+        """The compression errors of this rank."""
         reduction = self._optimizer.reduction
         return {"worker_error": reduction.worker_error, "server_error": reduction.server_error}
 
@@ -295,9 +296,10 @@ class CompressedTechnique(Technique):
 
 
 class FreezingTechnique(CompressedTechnique):
-    """Base of 1-bit Adam and 1-bit LAMB: after `freeze_step` steps on whole gradients the variance is frozen and the momentum compressed.
+    """Base of 1-bit Adam and 1-bit LAMB: `freeze_step` steps with mean gradients, then a frozen variance and compressed momentum.
 
-    freeze_step: optimizer steps (updates that fp16 did not skip); "auto", or left out: `auto_share` of the run's steps of whole batches.
+    freeze_step: a number of updates, without the steps that fp16 skips; "auto", or left out: `auto_share` of the run's steps of whole
+        batches.
     """
 
     #: The optimizer of the first phase, for the notes.
@@ -340,7 +342,7 @@ class FreezingTechnique(CompressedTechnique):
         return {"compressed": int(self.compressing and self._ranks > 1)}
 
     def state_dict(self) -> dict[str, Any]:
-        """The errors of this rank's compressions, once it compresses."""
+        """The compression errors of this rank; empty in the first phase."""
         return super().state_dict() if self.compressing else {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -11,13 +11,24 @@ from typing import Any
 
 import pytest
 
+from launch.comparison.trials import as_words, settings_on
 from launch.config import engine_keys
 from launch.config.flags import build_parser, parse_flags
 from launch.errors import UsageError
 from recipes import registry
 
 ROOT = Path(__file__).resolve().parents[1]
-GOOD = {"title": "t", "config": "ds_configs/zero2_bf16.json", "control": "ds_configs/zero1_bf16.json", "differs": [], "claims": {}}
+GOOD = {"title": "t", "config": "ds_configs/zero2_bf16.json", "control": "ds_configs/zero1_bf16.json", "differs": [], "experiments": {}}
+
+
+def experiments(found: dict[str, Any]) -> str:
+    """A recipe.json with these experiments."""
+    return json.dumps({**GOOD, "experiments": found})
+
+
+def claim(**changed: Any) -> str:
+    """A recipe.json with one claim."""
+    return experiments({"nano-0.5M": {"seeds": 5, "claims": [{"measure": "loss", "question": "equal", "number": 0.01, **changed}]}})
 
 
 def differences(one: dict[str, Any], other: dict[str, Any], prefix: str = "") -> set[str]:
@@ -37,7 +48,9 @@ def differing(config: str, control: str) -> set[str]:
 
 def test_every_recipe_folder_is_discovered_and_has_its_files():
     folders = sorted(
-        path.name for path in (ROOT / "recipes").iterdir() if path.is_dir() and path.name != "__pycache__" and any(path.iterdir())
+        path.name
+        for path in (ROOT / "recipes").iterdir()
+        if path.is_dir() and path.name not in ("__pycache__", "testbeds") and any(path.iterdir())
     )
     assert registry.recipe_names() == folders
     assert [name for name in folders if not (ROOT / "recipes" / name / "README.md").is_file()] == []
@@ -52,7 +65,11 @@ def test_recipe_says_exactly_what_it_changes(name):
     assert recipe.config != recipe.control
     assert set(recipe.differs) == differing(recipe.config, recipe.control)
     assert len(recipe.differs) == len(set(recipe.differs))
-    assert recipe.claims, "a recipe claims something that can fail"
+    for testbed, experiment in recipe.experiments.items():
+        assert experiment.seeds >= 2
+        assert experiment.claims or experiment.sweep, "a recipe claims something that can fail, once it is tuned"
+        build_parser().parse_args(as_words(settings_on(registry.read_testbed(testbed), recipe.config)))
+        assert experiment.tuned.keys() <= experiment.sweep.keys()
     build_parser().parse_args(recipe.flags)
 
 
@@ -67,13 +84,20 @@ def test_a_changed_key_is_noticed():
     [
         (None, "no recipe.json; the recipes are"),
         ("{", "not a readable JSON file"),
-        ("[]", "must be an object with title"),
+        ("[]", "it must be an object"),
         (json.dumps({**GOOD, "titel": "x"}), "unknown key 'titel'"),
-        (json.dumps({**GOOD, "differs": "stage"}), "'differs' is a str, must be a list"),
-        (json.dumps({key: value for key, value in GOOD.items() if key != "claims"}), "lacks claims"),
-        (json.dumps({**GOOD, "claims": {"los_within": 1}}), "'claims.los_within' is not a claim; allowed are loss_within"),
-        (json.dumps({**GOOD, "claims": {"loss_within": "1"}}), "'claims.loss_within' is \"1\", must be a number of at least 0"),
-        (json.dumps({**GOOD, "claims": {"bytes_ratio": math.nan}}), "'claims.bytes_ratio' is NaN, must be a number of at least 0"),
+        (json.dumps({**GOOD, "differs": "stage"}), "'differs' is a str; it must be a list"),
+        (json.dumps({key: value for key, value in GOOD.items() if key != "experiments"}), "lacks experiments"),
+        (experiments({"nano-9M": {}}), "'experiments.nano-9M': unknown testbed; allowed are gpt2-33M"),
+        (experiments({"nano-0.5M": {}}), "'experiments.nano-0.5M': lacks seeds"),
+        (experiments({"nano-0.5M": {"seeds": "5"}}), "'seeds' is a str; it must be a int"),
+        (claim(measure="los"), "claims[0]: 'measure' is 'los'; allowed are loss, step_time, peak_memory, bytes"),
+        (claim(question="below"), "'question' is 'below'; allowed are equal, within, lower_by, ratio"),
+        (claim(measure="bytes"), "'question' is 'equal' for 'bytes'; ratios are for all measures but the loss"),
+        (claim(number="1"), "'number' is a str; it must be a float"),
+        (claim(number=math.nan), "'number' is nan; it must be a number"),
+        (claim(number=0.02), "'number' is 0.02 for 'equal'; allowed are at most 0.01"),
+        (claim(power=1), "'power' between 0 and 1"),
         (json.dumps({**GOOD, "flags": ["--stepz", "3"]}), "'flags': unknown argument '--stepz'; did you mean '--steps'"),
         (json.dumps({**GOOD, "flags": ["--steps", "0"]}), "'flags': --steps: 0 is out of range"),
     ],

@@ -1,17 +1,17 @@
-"""Checkpoints: written while training continues, under a temporary name, renamed when complete, verified before they are loaded.
+"""Checkpoints: written under a temporary name while training continues, renamed when complete, verified before they are loaded.
 
     runs/<name>/checkpoints/step-00000300/
-        engine/       what DeepSpeed writes (`latest` beside it, so that its own zero_to_fp32.py works on the folder)
+        engine/       DeepSpeed's files (with `latest` next to it, so that its zero_to_fp32.py works on the folder)
         state.json    step, tokens, samples, validation loss, ranks, the run's id, size and digest of every file
-        technique-00000.pt   per rank, only where a technique has state that cannot be derived
+        technique-00000.pt   per rank, only if a technique has state that cannot be computed from the step
 
-Any folder named `step-` and eight digits is complete. The newest `keep` stay, and the best by validation loss. Paths with other names,
-links and checkpoints of other runs are never removed. A resume loads the newest checkpoint that verifies; newer ones are renamed
-`step-00000300.unusable` when the run has written its next one.
+Any folder named `step-` and eight digits is complete. The newest `keep` checkpoints are kept, and the best by validation loss. Paths with
+other names, links and checkpoints of other runs are never removed. A resume loads the newest checkpoint that passes verification. Newer
+ones are renamed to `step-00000300.unusable` after the run has written its next checkpoint.
 
-Training stops only while the state is copied into host memory. A thread of each rank writes the copy. When all ranks have written
-theirs, which their threads tell each other through a process group of their own, rank 0 makes the checkpoint complete. One write is in
-flight at a time. The last checkpoint of a run is written without a copy.
+Training stops only while the state is copied into host memory. A thread on each rank writes the copy. The threads communicate through their
+own process group; when all ranks have written their copies, rank 0 completes the checkpoint. Only one write is in flight at a time. The
+last checkpoint of a run is written without a copy.
 """
 
 from __future__ import annotations
@@ -54,25 +54,25 @@ from recipes.technique import Technique
 TEMPORARY = ".tmp-"
 #: Suffix of the name of a checkpoint that a resume passed over.
 UNUSABLE = ".unusable"
-#: The settings of an optimizer's parameter groups that a resume takes from the configuration and not from the checkpoint: those that no
-#: state depends on. The learning rate follows its schedule.
+#: The optimizer settings that a resume takes from the configuration, not from the checkpoint: those that do not affect the saved state.
+#: The learning rate follows its schedule.
 SETTINGS = ("betas", "eps", "weight_decay", "dampening", "alpha", "lr_decay")
-#: A wait for the previous checkpoint is logged from this length on.
+#: A wait for the previous checkpoint is logged if it is longer than this.
 LOGGED_WAIT_SECONDS = 1.0
 
 
 class Checkpoints:
-    """Writes, prunes and reads the checkpoints of one run. All ranks call every method together.
+    """Writes, prunes and reads the checkpoints of one run. All ranks must call every method together.
 
-    Use it as a context manager around training, which leaves no write in flight.
+    Use it as a context manager around training; on exit it waits for the write in flight.
 
     Args:
         folder: `runs/<name>/checkpoints`.
-        keep: how many of the newest stay.
-        engine: DeepSpeed's.
-        on_failure: called when a checkpoint could not be written while training continued; should stop the run after its step.
-        log: takes a line for the log.
-        run_id: from the run's `run.json`, on rank 0.
+        keep: the number of newest checkpoints to keep.
+        engine: DeepSpeed's engine.
+        on_failure: called when a checkpoint could not be written in the background; should stop the run after the current step.
+        log: writes one line to the log.
+        run_id: the id in the run's `run.json`; only needed on rank 0.
     """
 
     def __init__(
@@ -107,10 +107,10 @@ class Checkpoints:
     # --- writing --------------------------------------------------------------------------------------------------------------------
 
     def save(self, state: dict[str, Any], last: bool) -> Path:
-        """Write the checkpoint of `state["step"]`. A kill at any moment leaves it complete or absent.
+        """Write the checkpoint of `state["step"]`. If the process is killed at any moment, the checkpoint is complete or absent.
 
-        If `last`, the checkpoint is complete on return. Otherwise only the copy is made, and a thread writes it while training continues.
-        Waits first until the previous checkpoint is written.
+        If `last`, the checkpoint is complete on return. Otherwise only the copy is complete, and a thread writes it while training
+        continues. Waits first for the previous checkpoint to be written.
 
         Raises:
             SystemExit: this one or the previous one cannot be written (exit code 1, one line from each rank that could not). Older ones are
@@ -140,7 +140,7 @@ class Checkpoints:
         return final
 
     def _write(self, temporary: Path, final: Path, state: dict[str, Any]) -> None:
-        """In the writing thread: write this rank's files, and complete the checkpoint when all ranks have written theirs."""
+        """Write this rank's files, and complete the checkpoint when all ranks have written theirs. Runs in the writing thread."""
         entries = None
         with self._reporting_failure(f"{final}: could not be written"):
             entries = {str(path.relative_to(temporary)): entry for path, entry in self._snapshots.write_copies().items()}
@@ -197,7 +197,7 @@ class Checkpoints:
                 _remove(path)
 
     def _finish(self) -> None:
-        """Wait for the write in flight. The threads of all ranks have agreed on whether it failed."""
+        """Wait for the write in flight. Exits if it failed on any rank."""
         if self._in_flight:
             self._in_flight.result()
             self._in_flight = None
@@ -211,13 +211,14 @@ class Checkpoints:
         return next(reversed(complete_checkpoints(self.folder)), None)
 
     def load_newest(self) -> dict[str, Any] | None:
-        """Load the newest checkpoint that verifies into the engine and the techniques; its state, or None if there is no checkpoint.
+        """Load the newest checkpoint that passes verification into the engine and the techniques, and return its state.
 
-        The ranks share the work of reading the files and agree on the checkpoint. Those that are passed over are logged with the reason.
-        A different number of ranks cannot use the state that techniques keep per rank: the techniques go on without it, or refuse.
+        Returns None if there is no checkpoint. The ranks share the work of reading the files and agree on the checkpoint. Checkpoints that
+        are passed over are logged with the reason. With a different number of ranks, the per-rank state of techniques cannot be used: a
+        technique continues without it, or refuses.
 
         Raises:
-            UsageError: no checkpoint verifies, or a technique cannot go on without its state.
+            UsageError: no checkpoint passes verification, or a technique cannot continue without its state.
             SystemExit: it could not be loaded (exit code 1, one line from each rank that could not).
         """
         # Only rank 0 has the run's folder, so its view holds for all ranks.
@@ -264,7 +265,7 @@ class Checkpoints:
 
     @contextlib.contextmanager
     def _reporting_failure(self, failure: str, fix: str | None = None) -> Iterator[None]:
-        """If something inside fails, print one line, set `_failed`, and continue after it."""
+        """If the body raises, print one line, set `_failed`, and continue after the `with` statement."""
         try:
             yield
         except Exception as reason:
@@ -278,9 +279,9 @@ class Checkpoints:
 
     @contextlib.contextmanager
     def _ending_on_failure(self, failure: str, fix: str | None = None) -> Iterator[None]:
-        """Print one line if something inside fails, and end this rank; the launcher ends the others.
+        """If the body raises, print one line and exit this rank; the launcher ends the other ranks.
 
-        It cannot wait for them, because they may be in a collective of the engine that this rank will not enter.
+        This rank cannot wait for the others, because they may be in a collective of the engine that it will not enter.
         """
         with self._reporting_failure(failure, fix):
             yield
@@ -293,7 +294,7 @@ class Checkpoints:
 
 @contextlib.contextmanager
 def _own_settings(engine: Any) -> Iterator[None]:
-    """Keep this run's `SETTINGS` of the optimizer, which torch loads from the checkpoint together with its state."""
+    """Restore this run's `SETTINGS` after the body: torch loads those of the checkpoint together with the optimizer state."""
     own = [{key: group[key] for key in SETTINGS if key in group} for group in engine.optimizer.param_groups]
     yield
     for group, settings in zip(engine.optimizer.param_groups, own, strict=True):
@@ -301,20 +302,20 @@ def _own_settings(engine: Any) -> Iterator[None]:
 
 
 def _remove(checkpoint: Path) -> None:
-    """Rename a checkpoint, then remove it: one that is half removed must not have the name of a complete one."""
+    """Rename a checkpoint, then remove it, so that a half-removed one does not have the name of a complete one."""
     temporary = checkpoint.with_name(f"{TEMPORARY}{checkpoint.name}")
     os.rename(checkpoint, temporary)
     shutil.rmtree(temporary)
 
 
 def _set_aside(path: Path) -> None:
-    """Rename a checkpoint that cannot be used to the first of `.unusable`, `.unusable-2`, ... that is free."""
+    """Rename an unusable checkpoint: append the first of `.unusable`, `.unusable-2`, ... that is free."""
     names = (path.with_name(f"{path.name}{UNUSABLE}" + (f"-{number}" if number > 1 else "")) for number in itertools.count(1))
     os.rename(path, next(name for name in names if not os.path.lexists(name)))
 
 
 def _remove_leftovers(folder: Path) -> None:
-    """Remove checkpoints that a kill left half written or half removed."""
+    """Remove half-written and half-removed checkpoints of a process that was killed."""
     for path in folder.glob(f"{TEMPORARY}*"):
         if is_checkpoint_name(path.name.removeprefix(TEMPORARY)) and path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)

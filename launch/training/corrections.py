@@ -1,7 +1,7 @@
-"""Corrects bugs of DeepSpeed that change training without an error, each by one small function.
+"""Corrects DeepSpeed bugs that change training without an error. Each correction is one small function.
 
 Each correction has a probe, which runs DeepSpeed's own code at start-up and returns whether it has the bug. A DeepSpeed without the bug is
-not changed. `before_initialize` and `after_initialize` apply what is needed and return the names of the applied corrections for the log.
+not changed. `before_initialize` and `after_initialize` apply the corrections that are needed and return their names for the log.
 
 The bugs were measured with DeepSpeed 0.19.8; `tests/distributed/test_corrections.py` shows each one with and without its correction.
 """
@@ -31,16 +31,16 @@ from launch.training.distributed import Collectives
 
 #: Elements of the tensor on which the gradient norm is probed. The error of an fp32 sum grows with its length: 2.8e-5 at 2 M.
 PROBE_ELEMENTS = 2**21
-#: Number of squares that are summed in fp32. Such a sum has an error of 1e-7 at most, of either sign; the norm of many has one of 1e-8.
+#: Number of squares that are summed in fp32. Each such sum has an error of at most 1e-7, of either sign, and a norm of many sums 1e-8.
 NORM_ROW = 384
 
 
 class NormNotFinite(ArithmeticError):
-    """The norm of the step's gradients is not finite, on all ranks, and the update was not made."""
+    """The gradient norm of the step is not finite, and the update was not made. Raised on all ranks."""
 
 
 def before_initialize(zero_stage: int, precision: str, collectives: Collectives) -> list[str]:
-    """Correct DeepSpeed's classes, before an engine is built. Called by all ranks. All correct what any of them finds."""
+    """Correct DeepSpeed's classes before an engine is built. All ranks must call this together; a bug found by one is corrected on all."""
     if zero_stage != 0:
         return []
     candidates: list[Candidate] = [(engine_norm_is_inaccurate, take_norms_in_fp64)]
@@ -52,7 +52,7 @@ def before_initialize(zero_stage: int, precision: str, collectives: Collectives)
 
 
 def after_initialize(engine: Any, collectives: Collectives) -> list[str]:
-    """Correct one engine, after it was built. Called by all ranks."""
+    """Correct one engine after it is built. All ranks must call this together."""
     candidates: list[Candidate] = []
     stage = engine.zero_optimization_stage()
     if stage == 0 and engine.fp16_enabled():
@@ -80,7 +80,7 @@ def _correct(candidates: list[Candidate], collectives: Collectives, *engine: Any
 
 
 def unfused_optimizer_steps_at_start() -> bool:
-    """Bug: `FP16_UnfusedOptimizer` allocates the optimizer's state by a real step on zero gradients.
+    """Bug: `FP16_UnfusedOptimizer` allocates the optimizer state with a real step on zero gradients.
 
     Adam then starts at step 1, and weight decay shrinks the fp32 weights by a factor of (1 - lr x weight_decay) before training. The code
     is `initialize_optimizer_states` in deepspeed/runtime/fp16/unfused_optimizer.py. Probe: wrap one weight, which must keep its value.
@@ -124,10 +124,10 @@ def take_norms_in_fp64() -> None:
 
 
 def norm_in_fp64(tensors: list[torch.Tensor]) -> torch.Tensor:
-    """The 2-norm of all tensors together with a relative error of 1e-7; an fp64 scalar.
+    """The 2-norm of all tensors together, with a relative error of 1e-7, as an fp64 scalar.
 
-    `NORM_ROW` squares at a time are summed in fp32 and these sums in fp64: converting every element takes three times as long on a CPU.
-    Everything is summed in fp64 if squares overflow in fp32.
+    `NORM_ROW` squares at a time are summed in fp32, and these sums in fp64, because converting every element to fp64 takes three times as
+    long on a CPU. If squares overflow in fp32, everything is summed in fp64.
     """
     rows = [torch.linalg.vector_norm(row, dim=-1, dtype=_at_least_fp32(row)).double() for tensor in tensors for row in _in_rows(tensor)]
     norm = torch.cat([row.view(-1) for row in rows]).norm()
@@ -177,13 +177,13 @@ def weight_norm(parameters: list[torch.Tensor], norm_type: float = 2, mpu: Any =
 
 
 def unfused_loss_scale_misbehaves() -> bool:
-    """Bug: `FP16_UnfusedOptimizer` has its own rule for the loss scale, with three faults.
+    """Bug: `FP16_UnfusedOptimizer` updates the loss scale by its own rule, which has three faults.
 
-    The scale grows before the gradients are divided by it, so that every `loss_scale_window` steps one update has half its size;
-    `hysteresis` and `consecutive_hysteresis` are ignored; and at `min_loss_scale` it skips steps without end, where other stages raise.
-    The code is `step` and `_update_scale` in deepspeed/runtime/fp16/unfused_optimizer.py. Probe: two steps of one weight with gradient 1,
-    of which the second makes the scale grow; both updates must be 1. Then an overflow at the minimum, which must raise. All ranks must
-    call this together, because the engine combines their overflows.
+    The scale grows before the gradients are divided by it, so one update in every `loss_scale_window` steps has half its size. `hysteresis`
+    and `consecutive_hysteresis` are ignored. At `min_loss_scale` it skips steps forever, where the other stages raise. The code is `step`
+    and `_update_scale` in deepspeed/runtime/fp16/unfused_optimizer.py. Probe: two steps of one weight with gradient 1, the second of which
+    makes the scale grow; both updates must be 1. Then an overflow at the minimum, which must raise. All ranks must call this together,
+    because the engine combines their overflows.
     """
     weight = torch.nn.Parameter(torch.zeros(1, dtype=torch.float16, device=get_accelerator().current_device_name()))
     rule = {"init_scale": 4.0, "scale_window": 1, "min_scale": 8.0, "delayed_shift": 1, "consecutive_hysteresis": False}
@@ -250,11 +250,11 @@ def scale_like_zero() -> None:
 def loss_is_not_scaled(engine: Any) -> bool:
     """Bug: at stage 0 `engine.backward` does not multiply the loss by the loss scale, but the optimizer divides the gradients by it.
 
-    At a scale of 1024 the update was 1/1024 of the right one, and nothing was clipped. The code is `backward` in
-    deepspeed/runtime/engine.py. Probe: the gradient of a loss that is one weight, through the engine's own backward.
+    At a scale of 1024, the update was 1/1024 of the correct one, and nothing was clipped. The code is `backward` in
+    deepspeed/runtime/engine.py. Probe: the engine's own `backward` on a loss that is a single weight; its gradient must be the scale.
     """
     weight = torch.ones((), device=engine.device, requires_grad=True)
-    # Without the reduction (the model has no gradients yet) and the timers (only a forward pass starts them), at a scale other than 1.
+    # At a scale other than 1, without the reduction (the model has no gradients yet) and the timers (only a forward pass starts them).
     before = engine.enable_backward_allreduce, engine.timers, engine.optimizer.loss_scale
     engine.enable_backward_allreduce, engine.timers, engine.optimizer.loss_scale = False, NoopTimer(), 4.0
     try:
@@ -279,7 +279,7 @@ def scale_loss(engine: Any) -> None:
 
 
 def gradients_go_stale(engine: Any) -> bool:
-    """Bug: a parameter without a gradient in a step is updated by its gradient of an earlier step.
+    """Bug: a parameter without a gradient in a step is updated with its gradient of an earlier step.
 
     Stage 3 keeps gradients in one flat buffer that is never set to zero, and copies the gradients of the first micro-batch into it. With an
     offloaded optimizer, stages 1, 2 and 3 keep fp32 gradients on the host, and store only those of the last micro-batch. The norm used for
@@ -297,7 +297,7 @@ def gradients_go_stale(engine: Any) -> bool:
 
 @contextlib.contextmanager
 def _probe_engine(engine: Any, offload_optimizer: dict[str, Any] | None) -> Iterator[Any]:
-    """An engine of two small weights with plain SGD, of the stage and precision of `engine`; `offload_optimizer` is DeepSpeed's section."""
+    """An engine with two small weights and plain SGD, with the stage and precision of `engine`; `offload_optimizer` is its section."""
     # Small buckets: stage 3 allocates its own as soon as it is built.
     stage = engine.zero_optimization_stage()
     section: dict[str, Any] = {"stage": stage, "reduce_bucket_size": 64, "stage3_prefetch_bucket_size": 64}
@@ -324,7 +324,7 @@ def _probe_engine(engine: Any, offload_optimizer: dict[str, Any] | None) -> Iter
 
 
 def _step(probe: Any, used: Any) -> None:
-    """Make a step of a probe's engine in which only the layers `used` get a gradient."""
+    """Run one step of the probe engine in which only the layers `used` get a gradient."""
     values = torch.ones(1, 8, device=probe.device, dtype=next(probe.module.parameters()).dtype)
     # The engine's own forward pass is not needed: its hooks are on the modules and the parameters.
     probe.optimizer.clear_backward_seen_flag()
@@ -398,14 +398,14 @@ def _clear_offload(optimizer: Any) -> None:
 def optimizer_on_drive_is_not_loaded(engine: Any, collectives: Collectives) -> bool:
     """Bug: with the optimizer on NVMe, `load_checkpoint` only copies the swap files back.
 
-    The moments in them are not registered, so that Adam starts with zeros at step 1. Tensors too small for NVMe (biases and norms) keep
-    their initial values, fp32 weights included, and so does the loss scale. The code is `load_checkpoint` in deepspeed/runtime/engine.py
-    ("not self.zero_nvme_offload_optimizer()"). Probe: save, step and load an engine of two small weights; they must be the saved ones. All
-    ranks must call this together.
+    The moments in them are not registered, so Adam starts with zeros at step 1. Tensors too small for NVMe (biases and norms) keep their
+    initial values, including their fp32 weights, and so does the loss scale. The code is `load_checkpoint` in deepspeed/runtime/engine.py
+    ("not self.zero_nvme_offload_optimizer()"). Probe: save, step and load an engine with two small weights, which must then be the saved
+    ones. All ranks must call this together.
     """
     section = dict(engine.config["zero_optimization"]["offload_optimizer"])
     folder = os.path.join(section["nvme_path"], "probe")
-    shutil.rmtree(folder, ignore_errors=True)  # of a start that was killed
+    shutil.rmtree(folder, ignore_errors=True)  # left by a start that was killed
     collectives.barrier()
     with _probe_engine(engine, {**section, "nvme_path": folder}) as probe:
         weight = probe.module[0].weight
@@ -438,8 +438,8 @@ def load_optimizer_on_drive(engine: Any) -> None:
 def _take_optimizer_state(optimizer: Any, saved: dict[str, Any], folder: Path) -> None:
     """Load the state `saved` into a stage 3 optimizer; `folder` holds the swap files of the checkpoint.
 
-    A swap file is named by the numbers of its first and last parameter, `12_48.tensor.swp` and `exp_avg-12_48.tensor.swp`. DeepSpeed
-    numbers the parameters of all engines of a process, so that the numbers may differ now; their order is the same.
+    A swap file is named after the numbers of its first and last parameter: `12_48.tensor.swp`, `exp_avg-12_48.tensor.swp`. DeepSpeed
+    numbers the parameters of all engines in a process together, so the numbers may differ in this process. Their order is the same.
     """
     optimizer.checkpoint_event_prologue()  # frees the gathered weights, which are gathered again below
     optimizer.loss_scaler, optimizer.dynamic_loss_scale = saved["loss_scaler"], saved["dynamic_loss_scale"]

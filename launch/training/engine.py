@@ -1,4 +1,4 @@
-"""Builds DeepSpeed's engine from a resolved configuration, and wraps it in a `TrainingEngine`, which the loop drives.
+"""Builds DeepSpeed's engine from a resolved configuration, and wraps it in a `TrainingEngine`, which the loop uses.
 
 In this file `deepspeed_engine` is DeepSpeed's engine. In the loop and the meter `engine` is a `TrainingEngine`; in techniques, checkpoints
 and corrections it is DeepSpeed's.
@@ -37,7 +37,7 @@ from recipes.technique import LATE_STEP, Technique, decouples_weight_decay
 
 @dataclass
 class TrainingEngine:
-    """DeepSpeed's engine with the model in it, and what the training loop needs of it.
+    """DeepSpeed's engine and the model, with the operations that the training loop needs.
 
     Attributes:
         deepspeed: DeepSpeed's engine.
@@ -57,7 +57,7 @@ class TrainingEngine:
 
     @property
     def notes(self) -> list[str]:
-        """Lines for the log that the configuration does not have: of the techniques, and about the device."""
+        """Lines for the log from the techniques and about the device, in addition to those of the configuration."""
         notes = [note for note in self.techniques.notes if note not in self.config.notes]
         if self.config.precision == "bf16" and self.collectives.device.type == "cpu" and not (bf16 := bf16_arithmetic())[0]:
             # A step of `nano` takes 1.3 times as long as in fp32 with AVX512 alone, and 13 times with AVX2 (recipes/bf16/README.md).
@@ -66,7 +66,7 @@ class TrainingEngine:
         return notes
 
     def loss(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Mean cross-entropy of (B, T + 1) token ids, each position predicting the next; fp32 scalar."""
+        """The mean cross-entropy of (B, T + 1) token ids, where each position predicts the next one; an fp32 scalar."""
         if self.config.shape.dropout and self.deepspeed.training:
             # Dropout masks are a function of (seed, step, micro-step, rank), so that a resumed run draws the same ones.
             place = f"{self.config.seed}/{self.deepspeed.global_steps}/{self._micro_step}/{self.collectives.rank}"
@@ -74,15 +74,15 @@ class TrainingEngine:
         return self.deepspeed(tokens[:, :-1], tokens[:, 1:])
 
     def backward_and_step(self, loss: torch.Tensor, accumulation: int) -> torch.Tensor:
-        """Accumulate the gradients of `loss`, one of `accumulation` micro-batches; on the last of them, clip and update.
+        """Accumulate the gradients of `loss`, one of `accumulation` micro-batches. After the last one, clip and update.
 
         A technique may plan a step with another number of micro-batches than DeepSpeed's JSON has.
 
         Returns the mean loss of the step's micro-batches so far, on this rank.
 
         Raises:
-            TrainingFailed: on all ranks, and the weights are not changed: the gradients overflow in fp16 at the minimum loss scale, or
-                are not finite in bf16 or fp32.
+            TrainingFailed: the gradients overflow in fp16 at the minimum loss scale, or are not finite in bf16 or fp32. It is raised on
+                all ranks, and the weights are not changed.
         """
         configured = self.config.gradient_accumulation_steps
         self._loss = loss.detach() / accumulation + (self._loss if self._micro_step else 0.0)
@@ -104,7 +104,7 @@ class TrainingEngine:
         return self._loss
 
     def require_finite(self, loss: float) -> None:
-        """Raise TrainingFailed if the step's mean loss is not finite; not in fp16, in which the gradients then overflow too."""
+        """Raise TrainingFailed if the step's mean loss is not finite. In fp16 the gradients then overflow too, so nothing is raised."""
         if not math.isfinite(loss) and self.config.precision != "fp16":
             self._fail(self.deepspeed.global_steps)
 
@@ -129,15 +129,15 @@ class TrainingEngine:
         raise TrainingFailed(f"step {step}: {what} in {self.config.precision}; lower --lr, raise --warmup_steps, or look at the data")
 
     def set_learning_rate(self, tokens: int) -> float:
-        """Set the learning rate of the step after which `tokens` have been consumed, and return it."""
+        """Set and return the learning rate of the step that ends after `tokens` tokens of the run."""
         if self.config.scheduler["type"] == TOKEN_SCHEDULE:
             per_step, params = self.config.tokens_per_step, self.config.scheduler["params"]
             rate = warmup_cosine(tokens, self.config.lr, params["min_lr"], params["warmup_steps"] * per_step, params["total_tokens"])
             for group in self.deepspeed.optimizer.param_groups:
                 group["lr"] = rate
         else:
-            # DeepSpeed 0.19.8 makes the first step before iteration 0: a warm-up from 0 then has two steps at rate 0, and a decay does not
-            # reach its end. At iteration k of step k a linear warm-up of w steps has k / w of the peak.
+            # DeepSpeed 0.19.8 makes the first step before iteration 0, so a warm-up from 0 has two steps at rate 0, and a decay does not
+            # reach its end. Here step k uses iteration k, at which a linear warm-up of w steps has k / w of the peak.
             self.deepspeed.lr_scheduler.step(self.deepspeed.global_steps + 1)
         return float(self.deepspeed.optimizer.param_groups[0]["lr"])
 
@@ -147,7 +147,7 @@ class TrainingEngine:
         if norm is not None and self.config.zero_stage == 0:
             norm = norm / self.loss_scale  # stages 1, 2, 3 report it unscaled
         return {
-            # Infinite where fp16 overflowed, and JSON has no such number.
+            # The norm is infinite if fp16 overflowed; JSON has no infinity.
             "grad_norm": float(norm) if norm is not None and math.isfinite(norm) else None,
             "loss_scale": self.loss_scale,
             "skipped_steps": self.deepspeed.skipped_steps,
@@ -159,14 +159,14 @@ def start_engine(config: RunConfig, techniques: Technique, collectives: Collecti
     """Build the model and the engine.
 
     Raises:
-        UsageError: the hosts resolved `"bf16": {"enabled": "auto"}` differently, or DeepSpeed does not combine two values of the JSON.
+        UsageError: the hosts resolved `"bf16": {"enabled": "auto"}` differently, or DeepSpeed does not support a combination of values.
     """
     _agree_on_precision(config, collectives)
     model_config = config.model_config
     deepspeed_config = _deepspeed_config(config)
     if config.quantizes_weights:
         load_extension("QuantizerBuilder")
-    # At stage 3 every module is partitioned as soon as it is built: the whole model is never on one rank.
+    # At stage 3 every module is partitioned as soon as it is built, so the whole model is never on one rank.
     with deepspeed.zero.Init(config_dict_or_path=deepspeed_config, enabled=config.zero_stage == 3):
         model = GPT(model_config)
     if config.start is not None:
@@ -206,9 +206,9 @@ def start_engine(config: RunConfig, techniques: Technique, collectives: Collecti
 
 
 def _agree_on_precision(config: RunConfig, collectives: Collectives) -> None:
-    """Refuse ranks of different precisions, whose gradients have different types.
+    """Refuse ranks with different precisions: their gradients have different types.
 
-    Each host resolves `"bf16": {"enabled": "auto"}` by its own processor, before there is a process group.
+    Each host resolves `"bf16": {"enabled": "auto"}` for its own processor, before there is a process group.
     """
     precisions = collectives.gather(config.precision)
     if len(set(precisions)) > 1:
@@ -248,7 +248,7 @@ def check_device(config: RunConfig) -> None:
 
 
 def _lacking(device: str, capability: tuple[int, int]) -> str | None:
-    """The name of this device if it is not CUDA of at least `capability`; else None.
+    """The name of this device if it is not a CUDA device with at least `capability`; else None.
 
     torch calls AMD's GPUs "cuda" too, but their compute capabilities mean something else.
     """
@@ -274,7 +274,7 @@ def _deepspeed_config(config: RunConfig) -> dict[str, Any]:
 
 
 def _adam(config: RunConfig, groups: list[dict[str, Any]]) -> torch.optim.Optimizer | None:
-    """torch's fused Adam(W), which needs no build on any device; None if DeepSpeed must choose (other types, offload)."""
+    """torch's fused Adam(W), which needs no compilation on any device; None if DeepSpeed chooses (other types, offload)."""
     if config.optimizer["type"] not in ADAM_TYPES or config.offload("offload_optimizer") != "none":
         return None
     params = config.optimizer["params"]
@@ -294,7 +294,7 @@ def _adam(config: RunConfig, groups: list[dict[str, Any]]) -> torch.optim.Optimi
 
 
 def _leave_bias(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    """Before each step: set Adam's step count to a late one, for which 1 - beta^step is 1, so that no bias is corrected."""
+    """Step hook: set Adam's step count so high that 1 - beta^step is 1, which switches bias correction off."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             state = optimizer.state[parameter]
@@ -307,10 +307,10 @@ def _leave_bias(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
 
 
 def _clip_by_mean_norm(deepspeed_engine: Any, collectives: Collectives) -> None:
-    """Stage 0, bf16 and fp16: if a technique has switched off the reduction of gradients, clip by the estimated norm of the mean gradient.
+    """Stage 0, bf16 and fp16: clip by the estimated norm of the mean gradient if a technique has switched off the reduction of gradients.
 
-    DeepSpeed clips by the norm of this rank's gradients. In bf16, its search for overflows is skipped while gradients are reduced, because
-    then their norm shows an overflow.
+    DeepSpeed would clip by the norm of this rank's gradients. In bf16, DeepSpeed's search for overflows is skipped while gradients are
+    reduced, because their norm shows an overflow too.
     """
     wrapper, mean_norm = deepspeed_engine.optimizer, MeanNorm(collectives)
     unscale, checker = wrapper.unscale_and_clip_grads, wrapper.overflow_checker

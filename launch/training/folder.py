@@ -32,17 +32,17 @@ from launch.training.exponents import overall
 from launch.training.metrics_writer import MetricsWriter
 from launch.training.run_json import resume_description
 
-#: What a start that was killed, or refused, may leave in a folder that has no run.json yet.
+#: Files that a killed or refused start may leave in a folder that has no run.json yet.
 BEFORE_RUN_JSON = (".lock", "log.txt", "checkpoints")
-#: How long a resume waits for the job before it to end.
+#: How long a resume waits for the previous job to end.
 WAIT_SECONDS = 60.0
 
 
 def check_run_folder(runs_dir: str, run_name: str, resume: bool | str) -> Path:
-    """The run's folder, which must be free, or may hold a run on a resume. Creates nothing.
+    """The path of the run folder. It must not exist yet, except on a resume. Creates nothing.
 
     Raises:
-        UsageError: the name is taken, or `resume` is `MUST` and there is no checkpoint.
+        UsageError: the name is in use, or `resume` is `MUST` and there is no checkpoint.
     """
     path = Path(runs_dir) / run_name
     if resume == MUST and not complete_checkpoints(path / "checkpoints"):
@@ -59,7 +59,7 @@ def check_run_folder(runs_dir: str, run_name: str, resume: bool | str) -> Path:
 
 
 def nothing_to_resume(path: Path) -> str:
-    """The fault of `--resume=must` where the run in `path` has no checkpoint."""
+    """The error message of `--resume=must` if the run in `path` has no checkpoint."""
     what = "has no complete checkpoint" if path.exists() else f"no such run{_nearest_run(path)}"
     return f"--resume=must: {path}: {what}; give another --run_name, or --resume to start at step 0"
 
@@ -69,7 +69,7 @@ def _nearest_run(path: Path) -> str:
 
 
 def check_port(resume: bool | str) -> None:
-    """Check, as global rank 0, that no other job listens on the port where the ranks of this job meet.
+    """Check, on global rank 0, that no other job listens on this job's rendezvous port.
 
     Raises:
         UsageError: another process listens there, or MASTER_PORT is not the number of a port.
@@ -95,10 +95,10 @@ def check_port(resume: bool | str) -> None:
 
 
 def _wait_until_free(holder: Callable[[], str], resume: bool | str, fix: str) -> None:
-    """Wait until `holder` returns an empty string. Only a resume waits: the ranks of a job that was killed end some seconds after it.
+    """Wait until `holder` returns an empty string. Only a resume waits, because the ranks of a killed job end some seconds after it.
 
     Raises:
-        UsageError: what `holder` returned last, with `fix`.
+        UsageError: `holder` still returned a message after the wait; its text is that message and `fix`.
     """
     deadline, reported = time.monotonic() + (WAIT_SECONDS if resume else 0.0), False
     while held := holder():
@@ -118,7 +118,7 @@ class RunFolder:
         description: the content of `run.json`, from `launch.training.provenance.describe_run`.
 
     Raises:
-        UsageError: it cannot be written, another process is writing into it, or it holds a different run. `run.json` is unchanged.
+        UsageError: the folder cannot be written, another process writes to it, or it holds a different run. `run.json` is unchanged.
     """
 
     def __init__(self, path: Path, description: dict[str, Any], quiet: bool = False):
@@ -166,7 +166,7 @@ class RunFolder:
         _wait_until_free(holder, resume, "wait until it has ended, or stop it")
 
     def begin(self, step: int) -> None:
-        """Write `run.json` and open the metrics: the run starts, or continues, after `step`. Later steps are cut off the metrics."""
+        """Write `run.json` and open the metrics. The run starts or continues after `step`; later steps are removed from the metrics."""
         with _one_line_on_os_error(self.path):
             for leftover in self.path.glob(".*.tmp"):  # of `write_atomically` in a process that was killed
                 leftover.unlink()
@@ -175,7 +175,7 @@ class RunFolder:
 
     @property
     def seconds_before(self) -> float:
-        """What the run took before this start."""
+        """The duration of the run before this start, in seconds."""
         return self._metrics.seconds_before if self._metrics else 0.0
 
     def _write_run_json(self, finished: dict[str, Any] | None) -> None:
@@ -192,7 +192,7 @@ class RunFolder:
             print_once(line)
 
     def log_start(self, lines: Iterable[str], step: int, resume: bool | str) -> None:
-        """Log whether the run is resumed, `lines`, and what the resume changes."""
+        """Log whether the run is resumed, then `lines`, then the changes since the last start."""
         if resume and step:
             self.log(f"resuming after step {step}")
         elif resume:
@@ -259,7 +259,7 @@ class RunFolder:
     # --- the end --------------------------------------------------------------------------------------------------------------------
 
     def abandon(self) -> None:
-        """Remove the folder of a start that was refused before `begin`, unless it holds anything else."""
+        """Remove the folder if the start was refused before `begin`, unless it contains other files."""
         if self._is_new and self._metrics is None and not any((self.path / "checkpoints").iterdir()):
             with contextlib.suppress(OSError):  # rmdir: somebody else has put a file there
                 (self.path / "checkpoints").rmdir()
@@ -276,7 +276,7 @@ class RunFolder:
 
 
 class NoFolder:
-    """Takes the place of `RunFolder` on the other ranks, where it does nothing."""
+    """Replaces `RunFolder` on the other ranks. All methods do nothing."""
 
     seconds_before = 0.0
     run_id = None
@@ -295,7 +295,7 @@ def _picture() -> ModuleType:
 
 @contextlib.contextmanager
 def _one_line_on_os_error(path: Path) -> Iterator[None]:
-    """End the process with one line and exit code 1 if a file inside cannot be written, for example because the disk is full."""
+    """If a file cannot be written in the body, for example because the disk is full, print one line and exit with code 1."""
     try:
         yield
     except OSError as reason:

@@ -1,8 +1,8 @@
 """Writes the files of a checkpoint from copies in host memory, so that training continues meanwhile.
 
-DeepSpeed's own decoupled writer (0.19.8) blocks the next update until its files are written, and torch's `async_save`
-(`torch.distributed.checkpoint`) writes a format that DeepSpeed cannot load. So DeepSpeed's plain writer writes DeepSpeed's files, from
-copies made by torch's stager.
+DeepSpeed's own decoupled writer (0.19.8) blocks the next update until its files are written. torch's `async_save`
+(`torch.distributed.checkpoint`) writes a format that DeepSpeed cannot load. So torch's stager makes the copies here, and DeepSpeed's plain
+writer writes them as DeepSpeed's files.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from launch.formats.checkpoint_files import Digest
 from launch.formats.tensor_files import load_tensors
 from launch.training.distributed import Collectives, ranks_of_host, stager
 
-#: Of the free memory of a host, what copies may take.
+#: The share of a host's free memory that copies may take.
 USABLE_MEMORY = 0.9
 
 
 class Snapshots(TorchCheckpointEngine):  # type: ignore[misc] # DeepSpeed has no types
     """DeepSpeed's writer and reader of checkpoint files, installed in `engine`.
 
-    The writer copies what it is given and writes it when `write_copies` is called, or writes it at once; it computes digests. The reader
-    loads tensors only. The memory of the copies (pinned where there is a GPU) is allocated once and reused.
+    The writer either copies its input, to be written by `write_copies`, or writes it at once. It computes digests. The reader loads only
+    tensors. The memory of the copies (pinned if there is a GPU) is allocated once and reused.
 
     Args:
-        log: takes a line for the log.
+        log: writes one line to the log.
     """
 
     def __init__(self, engine: Any, collectives: Collectives, log: Callable[[str], None]):
@@ -60,7 +60,7 @@ class Snapshots(TorchCheckpointEngine):  # type: ignore[misc] # DeepSpeed has no
             self._write_file(state_dict, path)
 
     def write_copies(self) -> dict[Path, dict[str, Any]]:
-        """Write the copies. Called in any thread. Returns size and digest of all files since `begin`, as `state.json` lists them."""
+        """Write the copies; any thread may call this. Returns the size and digest of all files since `begin`, for `state.json`."""
         while self._copies:
             self._write_file(*self._copies.pop(0))
         return self._entries
@@ -73,7 +73,7 @@ class Snapshots(TorchCheckpointEngine):  # type: ignore[misc] # DeepSpeed has no
             self._entries[Path(path)] = file.digest.entry()
 
     def load(self, path: str, map_location: Any = None) -> Any:
-        """Called by DeepSpeed for each of its files; it asks for the CPU only."""
+        """Called by DeepSpeed for each of its files, always with the CPU as `map_location`."""
         return load_tensors(path, deepspeed_objects=True)
 
     def _fit(self, state_dict: Any) -> bool:
@@ -96,7 +96,7 @@ class _DigestedFile(io.BufferedWriter):
         self.digest = Digest()
 
     def write(self, data: Any) -> int:
-        """Called by torch for each header and for the memory of each tensor."""
+        """Called by torch with each header and with the memory of each tensor."""
         self.digest.update(data)
         return super().write(data)
 
@@ -106,7 +106,7 @@ def _tensors(state: Any) -> list[torch.Tensor]:
 
 
 def free_host_memory() -> int:
-    """Bytes of memory that this process can still take: of the host, or of the tightest cgroup (v2) around it."""
+    """Bytes of memory that this process can still allocate, limited by the host or by its tightest cgroup (v2)."""
     free: int = psutil.virtual_memory().available
     with contextlib.suppress(OSError, StopIteration):  # no cgroup v2
         group = next(line[3:] for line in Path("/proc/self/cgroup").read_text().splitlines() if line.startswith("0::"))
@@ -115,7 +115,7 @@ def free_host_memory() -> int:
 
 
 def _left_by_cgroups(mount: Path, group: str) -> Iterator[int]:
-    """What the limits of `group` and of the groups around it leave."""
+    """The free bytes under the limit of `group` and of each group around it."""
     for folder in (mount / group.lstrip("/"), *(mount / group.lstrip("/")).parents):
         with contextlib.suppress(OSError, ValueError):  # a container does not see the groups around it; "max" is no limit
             limit, used = (int((folder / name).read_text()) for name in ("memory.max", "memory.current"))

@@ -1,8 +1,8 @@
 """Causal attention in blocks of queries, from batched matrix products, for processors.
 
-torch's flash kernel for CPUs multiplies one small tile of one head after another, which without AMX runs at a fraction of what a product
-over all heads reaches. Here the queries are cut into blocks, and a block meets the keys up to its own end only, so that most of what
-causality hides is never computed. Dao et al., FlashAttention-2, arXiv 2307.08691, section 3.3 skips the same blocks.
+torch's flash kernel for CPUs multiplies small tiles of one head after another. Without AMX, this reaches only a fraction of the speed of
+one product over all heads. Here the queries are divided into blocks, and each block reads only the keys up to its own end, so most of the
+scores that the causal mask hides are never computed. Dao et al., FlashAttention-2, arXiv 2307.08691, section 3.3 skips the same blocks.
 """
 
 from __future__ import annotations
@@ -15,27 +15,27 @@ import torch
 #: Queries of a block. Forward and backward, bf16, two cores without AMX, in blocks of 64 and of 128: 8 x 256 tokens, 6 heads of 64, 7.3 and
 #: 6.8 ms, torch's flash kernel 18; 4 x 1,024 tokens, 12 heads, 112 and 111 ms, torch's 138.
 QUERIES = 128
-#: Up to this length the probabilities are kept for the backward pass; beyond they are computed again.
+#: Up to this length the probabilities are kept for the backward pass; for longer sequences they are recomputed.
 KEPT_LENGTH = 512
 
 
 def blockwise_attention(qkv: torch.Tensor, mask: torch.Tensor | None, dropout: float) -> torch.Tensor:
     """Causal self-attention, qkv (B, T, 3, n_head, d_head) -> (B, T, n_head d_head): what `model.gpt.attend` computes.
 
-    mask: None, or what is added to the scores in place of causality alone, (B, 1, T, T), causality in it.
-    dropout: of the probabilities; must be 0, `model.gpt.attend` supports others.
+    mask: added to the scores, (B, 1, T, T), and includes the causal mask; None for the causal mask alone.
+    dropout: must be 0; `model.gpt.attend` supports other rates.
     """
     assert not dropout, "the technique leaves models with dropout to torch"
     return _BlockwiseAttention.apply(qkv, mask)
 
 
 def attention_blocks(length: int) -> list[tuple[int, int]]:
-    """The first query of each block and the one after its last."""
+    """(start, end) of the queries of each block."""
     return [(start, min(start + QUERIES, length)) for start in range(0, length, QUERIES)]
 
 
 def _probabilities(q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor | None, start: int, end: int) -> torch.Tensor:
-    """The attention of the queries from `start` to `end`: q, k (B H, T, D) -> (B H, end - start, end), in their dtype.
+    """The attention probabilities of queries `start` to `end`: q, k (B H, T, D) -> (B H, end - start, end), in their dtype.
 
     Scores and softmax are in fp32, as in torch's kernels: a score of 20 in bf16 is off by up to 0.06, and its probability by 6%.
     """
@@ -51,7 +51,7 @@ def _probabilities(q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor | None, 
 
 
 class _BlockwiseAttention(torch.autograd.Function):
-    """The two passes by hand: autograd would copy every slice's gradient into a tensor of the whole."""
+    """Hand-written forward and backward: autograd would copy the gradient of every slice into a tensor of full size."""
 
     @staticmethod
     def forward(ctx: Any, qkv: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:

@@ -1,10 +1,10 @@
-"""Each fused kernel alone against the plain operations: the time of forward and backward pass, interleaved, and the memory that they add.
+"""Compares each fused kernel with the plain operations: time of the forward and backward pass, interleaved, and additional memory.
 
     python recipes/fused_kernels/benchmark.py                         # about two minutes on two cores
     python recipes/fused_kernels/benchmark.py --only head --rounds 9
 
-A ratio below 1 means that the kernel is faster. Memory is measured in a process of its own for each side: the peak of the resident set
-during the first call (VmHWM, reset before it) minus the resident set before; on CUDA torch's own count. It includes the gradients.
+A ratio below 1 means that the kernel is faster. Memory is measured in a separate process for each side: the peak resident set during
+the first call (VmHWM, reset before it) minus the resident set before it; on CUDA, torch's own count. It includes the gradients.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Side = Callable[[], None]
 
 
 def cases(dtype: Any, device: str) -> dict[str, Callable[[], tuple[Side, Side]]]:
-    """What makes the plain side and the fused side of each case, by the case's name."""
+    """Name of a case -> a function that builds its plain side and its fused side."""
 
     def random(*shape: int, scale: float = 1.0) -> torch.Tensor:
         generator = torch.Generator().manual_seed(0)

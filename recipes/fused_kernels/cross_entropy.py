@@ -2,8 +2,8 @@
 
 The plain head keeps the logits in the working precision and their log-softmax in fp32, and computes the gradients of both. In 16 bits this
 takes 14 bytes per logit: 2.9 GB for 4,096 tokens and a vocabulary of 50,304. But the gradient of a cross-entropy is known as soon as its
-softmax is. The forward pass can therefore write the gradient over the logits, a few rows at a time, and multiply it out at once. This takes
-2 bytes per logit, for as many tokens at a time as `LOGITS_BYTES` allows. Liger-Kernel's fused linear cross-entropy (Hsu et al., arXiv
+softmax is. So the forward pass can write it over the logits, a few rows at a time, and compute the gradients of x and the weight. This
+takes 2 bytes per logit, for as many tokens at a time as `LOGITS_BYTES` allows. Liger-Kernel's fused linear cross-entropy (Hsu et al., arXiv
 2410.10989, section 3.2) has the same idea, but its parts are so small that their products leave a GPU half idle. It also sums the parts in
 16 bits, and waits for the device.
 """
@@ -16,27 +16,27 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-#: Logits that exist at a time. The gradients of several parts are summed in fp32, so parts should be few.
+#: Bytes of logits in memory at a time. The gradients of several parts are summed in fp32, so parts should be few.
 LOGITS_BYTES = 2**29
-#: Columns of fp16 logits that become fp32 at a time on a processor: 5,336 x 2,048 x 4 bytes = 44 MB.
+#: Columns of fp16 logits that are converted to fp32 at a time on a processor: 5,336 x 2,048 x 4 bytes = 44 MB.
 COLUMNS = 2048
-#: Rows that are fp32 at a time: 64 x 8,192 x 4 bytes = 2 MB stay in a processor's cache from one pass to the next.
+#: Rows that are converted to fp32 at a time: 64 x 8,192 x 4 bytes = 2 MB stay in a processor's cache from one pass to the next.
 ROWS = 64
-#: Below it a probability in fp32 has lost bits, or is 0, and its logarithm is taken from the logits.
+#: A smaller probability has lost bits in fp32, or is 0; its logarithm is then computed from the logits.
 SMALLEST = 1e-37
 IGNORED = -100  # as in torch.nn.functional.cross_entropy
-#: The sum of the cross-entropies of logits (N, V) at targets (N,), fp32; the logits become its gradient by them.
+#: Returns the fp32 sum of the cross-entropies of logits (N, V) at targets (N,), and overwrites the logits with the gradient of that sum.
 Kernel = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def _counted(targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Whether a row counts, and its target's column, which must be one of the logits': (N,) -> (N, 1), (N, 1)."""
+    """Whether each row counts, and the column of its target, 0 for an ignored row: (N,) -> (N, 1), (N, 1)."""
     counts = targets != IGNORED
     return counts.unsqueeze(1), torch.where(counts, targets, 0).unsqueeze(1)
 
 
 def in_rows(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """A `Kernel` of torch's own operations, a few rows at a time, for processors."""
+    """A `Kernel` of plain torch operations for CPUs, a few rows at a time."""
     wide = torch.empty(min(ROWS, len(logits)), logits.shape[1], device=logits.device)  # fp32
     total = torch.zeros((), device=logits.device)
     every_row_counts = bool((targets != IGNORED).all())
@@ -55,7 +55,7 @@ def in_rows(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 
 def in_one(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """A `Kernel` for torch.compile, which makes one or two of it that read and write each logit once."""
+    """A `Kernel` for torch.compile, which turns it into one or two kernels that read and write each logit once."""
     z, counts, column = logits.float(), *_counted(targets)
     log_sum = z.logsumexp(1, keepdim=True)
     total = ((log_sum - z.gather(1, column)) * counts).sum()
@@ -67,15 +67,15 @@ def in_one(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 def linear_cross_entropy(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targets: torch.Tensor, kernel: Kernel = in_rows
 ) -> torch.Tensor:
-    """What `model.gpt.linear_cross_entropy` computes, by `kernel`. Its backward pass can be run once."""
+    """`model.gpt.linear_cross_entropy`, computed with `kernel`. The backward pass can run only once."""
     wanted = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
     return _LinearCrossEntropy.apply(x, weight, bias, targets, wanted, kernel) / (targets != IGNORED).sum()
 
 
 def _weight_gradient(gradient: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """gradient.T @ x, (N, V), (N, C) -> (V, C), in fp32; for bf16 on a processor in bf16, where torch has no product with another result.
+    """gradient.T @ x, (N, V), (N, C) -> (V, C), in fp32; but in bf16 for bf16 on a CPU, where torch cannot return fp32.
 
-    In fp16 a sum over many rows can exceed 65,504 although it is in range once it is multiplied by 1/N. bf16 has the range of fp32: its
+    In fp16, a sum over many rows can exceed 65,504 although it is in range after the multiplication by 1/N. bf16 has the range of fp32; its
     products are summed in fp32 and rounded once.
     """
     if x.is_cuda:
@@ -89,9 +89,9 @@ def _weight_gradient(gradient: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """The sum of the rows' losses. The gradients are those of the sum, too: a mean's, 1/N of it, would vanish in fp16.
+    """The sum of the losses of all rows. The gradients are of the sum too, because those of the mean, 1/N of it, would underflow in fp16.
 
-    The weight's is kept in fp32 until the backward pass has multiplied it by 1/N and the loss scale.
+    The gradient of the weight stays in fp32 until the backward pass has multiplied it by 1/N and the loss scale.
     """
 
     @staticmethod

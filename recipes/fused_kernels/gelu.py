@@ -1,7 +1,7 @@
 """GPT-2's GELU as one compiled kernel each for the forward and the backward pass.
 
 0.5 x (1 + tanh u) is x times the logistic function of 2u, with u = sqrt(2 / pi) (x + 0.044715 x^3) (Hendrycks and Gimpel, arXiv
-1606.08415): one exponential in place of a tanh.
+1606.08415). This takes one exponential instead of a tanh.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class _GELU(torch.autograd.Function):
 
 
 class CompiledGELU(nn.Module):
-    """(...) -> (...), `nn.GELU(approximate="tanh")` through torch.compile."""
+    """`nn.GELU(approximate="tanh")`, compiled with torch.compile: (...) -> (...)."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return _GELU.apply(x)

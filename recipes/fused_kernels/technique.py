@@ -1,8 +1,8 @@
-"""Fused kernels: the same mathematics in fewer passes over memory, each by a key of its own.
+"""Fused kernels: the same mathematics in fewer passes over memory. Each kernel has its own key.
 
     deepspeed launch/pretrain.py --recipe recipes/fused_kernels
 
-The kernels depend on the device; README.md has a table, and the measurements.
+The kernels depend on the device; README.md has a table and the measurements.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from recipes.fused_kernels.gelu import CompiledGELU
 from recipes.technique import Declaration, Run, Technique, adam_arguments, decouples_weight_decay
 
 SWITCH = {"enum": [True, False], "auto": True}
-#: The oldest GPUs that Triton compiles for, in which Liger's kernels and those of torch.compile are written.
+#: The lowest compute capability that Triton supports; Liger's kernels and those of torch.compile are written in it.
 TRITON_CAPABILITY = (7, 0)
 #: How to get Liger-Kernel, in the project's folder.
 INSTALL = 'pip install -e ".[liger]" -c constraints.txt'
@@ -38,7 +38,7 @@ class FusedKernels(Technique):
     A key is true (refused if the device does not support it), false (as if left out) or "auto": on if the device supports it and it is
     faster. The log has a line for each kernel that is skipped.
 
-    adamw: the optimizer's update in one pass: DeepSpeed's FusedAdam on CUDA at stages 1 to 3 where it can be built, else torch's.
+    adamw: the optimizer's update in one pass: DeepSpeed's FusedAdam on CUDA at stages 1 to 3 if it can be built, else torch's.
     attention: causal attention without the T x T scores in memory: torch's flash kernels on CUDA, blocks of queries on a CPU.
     cross_entropy: the output layer and its loss in one kernel, which writes the gradient over the logits.
     layer_norm: Liger-Kernel's, on CUDA.
@@ -77,10 +77,10 @@ class FusedKernels(Technique):
                 yield f"'fused_kernels.{name}' needs a C++ compiler, which is not on the path; install g++, or write \"auto\""
 
     def memory_terms(self, model: GPTConfig, device: str) -> dict[str, int]:
-        """Return what attention in blocks of queries and the loss head keep.
+        """Return the memory of blockwise attention and of the loss head.
 
-        Attention keeps the probabilities of each block, if the sequence is short. The loss head holds some of its logits, some rows in
-        fp32, and the gradients of its two factors, which are summed in fp32 if there are several parts.
+        For short sequences, attention keeps the probabilities of each block. The loss head holds a part of its logits, some rows in fp32,
+        and the gradients of its input and weight, which are summed in fp32 if there are several parts.
         """
         w, B, T = 4 if self.run.precision == "fp32" else 2, self.run.micro_batch_size, model.seq_len
         terms = {}
@@ -195,7 +195,7 @@ def _has_liger() -> bool:
 
 
 def _has_compiler() -> bool:
-    """Whether torch.compile finds a C++ compiler, with which it also builds what launches its kernels on a GPU."""
+    """Whether torch.compile finds a C++ compiler. It also needs one on a GPU, to build the code that launches its kernels."""
     return any(shutil.which(name) for name in (os.environ.get("CXX", "g++"), "g++", "clang++"))
 
 

@@ -1,4 +1,4 @@
-"""LAMB in plain torch, and its step of one tensor, which 1-bit LAMB begins with."""
+"""LAMB in plain torch, and its step for one tensor, which 1-bit LAMB uses in its first phase."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from recipes.compressed_all_reduce import BLOCK, blocks
 
 
 def norm_of(squares: list[torch.Tensor]) -> torch.Tensor:
-    """The norm of a tensor by those of its blocks, fp64: in fp32 sums over large tensors are off by 2e-6 and more."""
+    """The norm of a tensor from the norms of its blocks, in fp64: fp32 sums over large tensors are off by 2e-6 and more."""
     return torch.stack(squares).norm()
 
 
@@ -31,11 +31,11 @@ def lamb_step(
 
     Args:
         moments: exp_avg and exp_avg_sq, before the step.
-        biases: what the moments are divided by after it.
-        limits: between which the trust ratio is held.
-        scratch: as many numbers as are worked on at a time.
+        biases: the bias corrections by which the updated moments are divided.
+        limits: the lower and upper limit of the trust ratio.
+        scratch: working memory; its size is the number of elements processed at a time.
 
-    Returns the trust ratio, fp32; 0 where there is none because a norm is 0: then the update is made as it is.
+    Returns the trust ratio in fp32, or 0 if a norm is 0 and there is no ratio; the update is then not rescaled.
     """
     (beta1, beta2), decay = group["betas"], group["weight_decay"]
     of_weights, of_update = [], []
@@ -55,12 +55,12 @@ def lamb_step(
 
 
 class Lamb(torch.optim.Optimizer):
-    """Adam's update with decoupled weight decay, times the norm of the tensor over its own: You et al., arXiv 1904.00962, algorithm 2.
+    """AdamW's update, times the norm of the tensor divided by the norm of the update: You et al., arXiv 1904.00962, algorithm 2.
 
-    A gradient that is not there is zero. The state has the names and the shapes of torch's Adam.
+    A missing gradient counts as zero. The state has the names and shapes of torch's Adam.
 
     Attributes:
-        trust_ratio: the mean over the tensors in the last step, 1 for a tensor without; None before there was one.
+        trust_ratio: the mean over the tensors in the last step, with 1 for a tensor without a ratio; None before the first step.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class Lamb(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """One update of the parameters by their gradients, whose memory it uses."""
+        """Update the parameters with their gradients. Overwrites the gradients."""
         ratios = []
         for group in self.param_groups:
             for parameter in group["params"]:
@@ -103,6 +103,6 @@ class Lamb(torch.optim.Optimizer):
 
 
 def mean_ratio(ratios: list[torch.Tensor]) -> torch.Tensor:
-    """The mean of trust ratios, where 0 stands for none and so for a factor of 1."""
+    """The mean of trust ratios. A ratio of 0 means that there is none, and counts as 1."""
     found = torch.stack(ratios)
     return torch.where(found > 0, found, 1.0).mean()

@@ -1,9 +1,9 @@
-"""LAMB: every tensor of the model moves by a share of its own norm, in the direction of AdamW's step.
+"""LAMB: every tensor of the model moves by a fraction of its own norm, in the direction of AdamW's update.
 
     deepspeed launch/pretrain.py --recipe recipes/lamb
 
 You et al., Large Batch Optimization for Deep Learning: Training BERT in 76 minutes, arXiv 1904.00962, algorithm 2. DeepSpeed's own is a
-kernel for CUDA; here it is plain torch, on any device.
+CUDA kernel; this one is plain torch, on any device.
 """
 
 from __future__ import annotations
@@ -13,23 +13,23 @@ from typing import Any
 from recipes.lamb.optimizer import Lamb
 from recipes.technique import ADAM_KEYS, Costs, Declaration, Run, Technique, adam_arguments, require_stage_0
 
-#: What LAMB takes beside lr, betas, eps and weight_decay, in both recipes.
+#: The keys of LAMB besides lr, betas, eps and weight_decay, in both recipes.
 LAMB_KEYS: dict[str, dict[str, Any]] = {
     "max_coeff": {"types": ["number"], "minimum": 0, "maximum": 1_000_000},
     "min_coeff": {"types": ["number"], "minimum": 0, "maximum": 1_000_000},
     **ADAM_KEYS,
 }
-#: The learning rate is relative to a tensor's norm, so that the preset's, which is for AdamW, does not fit.
+#: The learning rate is relative to a tensor's norm, so the preset's rate, which is for AdamW, does not fit.
 LAMB_AUTO: dict[str, Any] = {"lr": 0.016, "betas": [0.9, 0.999]}
-#: Of the trust ratio: DeepSpeed's defaults.
+#: The limits of the trust ratio: DeepSpeed's defaults.
 LIMITS = (0.01, 10.0)
 
 
 def limits(section: dict[str, Any], least: str, most: str, defaults: tuple[float, float]) -> tuple[float, float]:
-    """The two limits of a factor of the step, in order, or their defaults.
+    """The lower and the upper limit of a factor: the values of keys `least` and `most`, or their defaults.
 
     Raises:
-        ValueError: the upper limit is 0 or below the lower one, see `Technique.__init__`.
+        ValueError: the upper limit is 0, or is below the lower limit; see `Technique.__init__`.
     """
     low, high = float(section.get(least, defaults[0])), float(section.get(most, defaults[1]))
     if not high or low > high:
@@ -42,7 +42,7 @@ class LambTechnique(Technique):
     """DeepSpeed's documented `"optimizer": {"type": "Lamb", "params": {..., "max_coeff": 10.0, "min_coeff": 0.01}}`.
 
     lr, betas, eps, weight_decay: as for AdamW, but "auto" is `LAMB_AUTO`'s for the first two.
-    max_coeff, min_coeff: limits of the trust ratio, a tensor's norm over that of its AdamW update.
+    max_coeff, min_coeff: limits of the trust ratio, the norm of a tensor divided by the norm of its AdamW update.
     bias_correction: as for Adam.
     """
 

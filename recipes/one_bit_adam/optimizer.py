@@ -1,4 +1,4 @@
-"""Adam whose variance stays as it is after a number of steps, so that its momentum can be exchanged as one bit per element."""
+"""Adam that freezes its variance after a number of steps, so that the momentum can be exchanged as one bit per element."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""LAMB whose variance and trust ratios stay after a number of steps, so that its momentum can be exchanged as one bit per element."""
+"""LAMB that freezes its variance and trust ratios after a number of steps, so that the momentum can be exchanged as one bit per element."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from recipes.one_bit import FreezingOptimizer
 class CompressedLamb(FreezingOptimizer):
     """1-bit LAMB: Li et al., arXiv 2104.06069, algorithm 1, with a scale for each tensor and `settle_variance`.
 
-    While `compressing` is false it is LAMB on the gradients it finds, the means over all ranks, and each tensor keeps the running mean of
-    its trust ratio. From then on it finds each rank's own, and the variance v and the mean ratio stay: with d = sqrt(v) + eps,
-    m <- d times the mean over the ranks of compressed((beta1 m + (1 - beta1) g) / d). What this makes of the gradient,
-    (m_t - beta1 m_(t-1)) / (1 - beta1), goes on into a variance w that starts from v, and the ratio is multiplied by the largest of all
-    d / (sqrt(w) + eps) of the tensor, held within limits and to small changes.
+    In the first phase, while `compressing` is false, it is LAMB with gradients averaged over all ranks, and each tensor keeps the running
+    mean of its trust ratio. In the second phase, each rank has its own gradients g, and the variance v and the mean ratio are frozen. With
+    d = sqrt(v) + eps, the momentum becomes m <- d x mean over the ranks of compressed((beta1 m + (1 - beta1) g) / d). The gradient
+    reconstructed from it, (m_t - beta1 m_(t-1)) / (1 - beta1), updates a second variance w, which starts from v. The mean ratio is
+    multiplied by a factor: the largest d / (sqrt(w) + eps) in the tensor. Limits bound the factor and its change per step.
 
-    State beside Adam's, of each parameter: `trust_ratio`, its mean, and `factor`, both fp32 scalars; `exp_avg_sq_fresh`, in the second
-    phase, which is w with its bias corrected.
+    State of each parameter in addition to Adam's: `trust_ratio`, the mean ratio, and `factor`, both fp32 scalars; in the second phase also
+    `exp_avg_sq_fresh`, which is w after bias correction.
 
     Attributes:
-        trust_ratio: the mean over the tensors of what the last step multiplied the update by; None before there was one.
+        trust_ratio: the mean over the tensors of the ratio by which the last step multiplied the update; None before the first step.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class CompressedLamb(FreezingOptimizer):
             moments = (momentum, state["exp_avg_sq"])
             ratio = lamb_step(parameter, moments, group, self._biases(group), self._limits, self.reduction.scratch)
             mean = torch.where(state["trust_ratio"] > 0, state["trust_ratio"].lerp(ratio, 1 - self._coeff_beta), ratio)
-            state["trust_ratio"].copy_(torch.where(ratio > 0, mean, state["trust_ratio"]))  # a step without a ratio tells nothing
+            state["trust_ratio"].copy_(torch.where(ratio > 0, mean, state["trust_ratio"]))  # a step without a ratio does not count
             ratios.append(ratio)
         self.trust_ratio = mean_ratio(ratios)
 
@@ -70,8 +70,8 @@ class CompressedLamb(FreezingOptimizer):
             state["exp_avg_sq_fresh"] = state["exp_avg_sq"] / self._biases(group)[1]
 
     def _step_compressed(self) -> None:
-        # The momentum is exchanged divided by the deviations, which are the same on all ranks. The memory of the gradient keeps the last
-        # momentum, by which the gradient is reconstructed.
+        # The momentum is exchanged divided by the deviations, which are the same on all ranks. `parameter.grad` then holds the last
+        # momentum, from which the mean gradient is reconstructed.
         for group, parameter, momentum in self._momenta():
             assert parameter.grad is not None
             for m, gradient, variance in self._blocks(momentum, parameter.grad, self.state[parameter]["exp_avg_sq"]):
@@ -87,10 +87,10 @@ class CompressedLamb(FreezingOptimizer):
         self.trust_ratio = mean_ratio(ratios)
 
     def _step_of(self, place: int, group: dict[str, Any], parameter: torch.Tensor, momentum: torch.Tensor) -> torch.Tensor:
-        """One tensor's, whose gradient is its last momentum. Returns what the update is multiplied by."""
+        """Update one tensor; its `grad` holds its last momentum. Returns the ratio by which the update was multiplied."""
         state, (beta1, beta2), eps, decay = self.state[parameter], group["betas"], group["eps"], group["weight_decay"]
         bias1 = self._biases(group)[0]
-        # The running mean whose bias is corrected moves by this share to the new value.
+        # The bias-corrected running mean moves by this share towards the new value.
         share = (1 - beta2) / (1 - beta2**self._steps if self._bias_correction else 1.0)
         live = self.reduction.live[place]
         quotients, of_adam, of_update = [], [], []
@@ -111,7 +111,7 @@ class CompressedLamb(FreezingOptimizer):
                 of_update.append(block_norm(update))
         factor = torch.stack(quotients).amax()
         if decay:
-            # Of the update only the part that is Adam's follows the variance.
+            # Only Adam's part of the update depends on the variance; weight decay does not.
             part = (norm_of(of_adam) / norm_of(of_update)).nan_to_num(nan=1.0).clamp(max=1.0).float()
             factor = factor * part + 1 - part
         last_factor = state["factor"]

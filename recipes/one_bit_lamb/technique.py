@@ -19,13 +19,14 @@ from recipes.technique import Run, adam_arguments
 class OneBitLamb(FreezingTechnique):
     """DeepSpeed's documented `"optimizer": {"type": "OneBitLamb", "params": {..., "freeze_step": 400}}`.
 
-    freeze_step: optimizer steps (updates that fp16 did not skip) of LAMB, after which the variance is frozen and the momentum compressed;
-        "auto", or left out: 0.3 of the run's steps of whole batches.
-    lr, betas, eps, weight_decay, bias_correction, max_coeff, min_coeff: as for Lamb; max_coeff and min_coeff act in the first phase.
-    coeff_beta: the memory of each tensor's mean trust ratio, which it keeps in the second phase; 1 / (1 - coeff_beta) steps.
-    factor_max, factor_min: limits of the factor by which that is adapted to the variance that the reconstructed gradients have.
-    factor_threshold: by which share of itself the factor may change in a step.
-    cuda_aware, comm_backend_name: accepted and without effect.
+    freeze_step: the number of LAMB updates, without the steps that fp16 skips, after which the variance is frozen and the momentum
+        compressed; "auto", or left out: 0.3 of the run's steps of whole batches.
+    lr, betas, eps, weight_decay, bias_correction, max_coeff, min_coeff: as for Lamb; max_coeff and min_coeff apply in the first phase.
+    coeff_beta: the decay rate of each tensor's mean trust ratio, an average over about 1 / (1 - coeff_beta) steps. The mean is frozen in
+        the second phase.
+    factor_max, factor_min: limits of the factor that adapts the frozen ratio to the variance of the reconstructed gradients.
+    factor_threshold: the largest relative change of the factor in a step.
+    cuda_aware, comm_backend_name: accepted without effect.
     """
 
     declaration = declare(
@@ -39,9 +40,9 @@ class OneBitLamb(FreezingTechnique):
         LAMB_AUTO,
     )
     uncompressed = "LAMB"
-    #: At 0.2 the ratios still move, see README.md.
+    #: At 0.2 the ratios are still changing; see README.md.
     auto_share = 0.3
-    #: With the variance of the reconstructed gradients.
+    #: One more than 1-bit Adam: the variance of the reconstructed gradients.
     kept_tensors = 3
     _optimizer: CompressedLamb
 

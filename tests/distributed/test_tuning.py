@@ -1,0 +1,98 @@
+"""`launch/compare.py --tune` and `--noise` on a testbed so small that its sweeps take seconds."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from launch.comparison import tuning
+from launch.comparison.trials import settings_on
+from launch.errors import UsageError
+from recipes import registry
+from recipes.registry import ROOT, Experiment, read_recipe, read_testbed
+
+SHAPE = {"n_layer": 1, "n_head": 2, "d_model": 32, "seq_len": 32, "preset": "nano"}
+RATES = [1e-4, 1e-2, 5.0]
+
+
+@pytest.fixture
+def tiny(corpus, tmp_path, monkeypatch) -> str:
+    """The name of a testbed of a model with one block, four steps and three learning rates, of which the second is best."""
+    flags = {**SHAPE, "data": str(corpus), "global_batch_size": 4, "micro_batch_size": 4, "steps": 4, "eval_every": 2, "eval_batches": 1}
+    testbed = {
+        "title": "tiny",
+        "device": "cpu",
+        "flags": flags,
+        "sweep": {"lr": RATES, "warmup_steps": [0]},
+        "tuned": {"lr": 1e-2, "warmup_steps": 1},
+        "target_loss": 1.0,
+    }
+    (tmp_path / "testbeds" / "tiny").mkdir(parents=True)
+    (tmp_path / "testbeds" / "tiny" / "testbed.json").write_text(json.dumps(testbed))
+    monkeypatch.setattr(registry, "TESTBEDS", tmp_path / "testbeds")
+    return "tiny"
+
+
+def flags(testbed: str, folder: Path, *recipes: str) -> argparse.Namespace:
+    given = {"recipe": list(recipes), "testbed": [testbed], "runs_dir": str(folder / "trials"), "ranks": 1, "at_once": None}
+    return argparse.Namespace(**given, quiet=True, keep_checkpoints=False)
+
+
+def test_a_sweep_chooses_the_lowest_loss_and_reuses_its_runs(tiny, tmp_path, capfd):
+    found, lines = tuning.tune(flags(tiny, tmp_path), [])
+    arm = found["tiny"]["arms"]["zero0_bf16"]
+    assert [point["lr"] for point in arm["grid"]] == RATES and found["tiny"]["seed"] == tuning.SWEEP_SEED
+    losses = {point["lr"]: point["loss"] for point in arm["grid"]}
+    assert arm["chosen"] == {"lr": min(losses, key=losses.__getitem__), "warmup_steps": 0}
+    assert lines == [f"tiny, zero0_bf16: {arm['chosen']} is best"]
+    (file,) = tuning.write_tuning(found, None, tmp_path, publish=False)
+    assert json.loads(file.read_text()) == found and (tmp_path / "tuning.png").read_bytes()[:4] == b"\x89PNG"
+    assert "training 3 runs" in capfd.readouterr().out
+    assert tuning.tune(flags(tiny, tmp_path), [])[0]["tiny"]["arms"] == found["tiny"]["arms"]
+    assert "training" not in capfd.readouterr().out
+
+
+def test_an_optimum_at_the_edge_is_said():
+    grid = [{"lr": lr, "loss": loss, "spikes": 0} for lr, loss in ((1e-3, 4.0), (2e-3, 3.9), (4e-3, None))]
+    assert tuning.edges(grid, {"lr": 1e-3}) == ["lr 0.001 is at the edge of the grid, extend it"]
+    assert tuning.edges(grid, {"lr": 2e-3}) == []
+    assert tuning.edges(grid, None) == ["every run diverged"]
+
+
+def test_both_sides_have_grids_of_one_size(tiny, tmp_path, monkeypatch):
+    recipe = read_recipe(ROOT / "recipes/curriculum_learning")
+    swept = dataclasses.replace(recipe, experiments={"tiny": Experiment(seeds=2, sweep={"lr": [1e-3, 1e-2]})})
+    monkeypatch.setattr(tuning, "recipe_in", lambda folder: swept)
+    with pytest.raises(UsageError, match=r"different numbers of points \(ds_configs/zero0_bf16.json 3 and .*curriculum_learning.json 2\)"):
+        tuning.tune(flags(tiny, tmp_path, "recipes/curriculum_learning"), [])
+    assert not (tmp_path / "trials").exists()
+
+
+def test_a_recipe_that_is_tuned_itself_has_its_own_values_also_as_a_control(tiny, monkeypatch):
+    testbed, lamb = read_testbed(tiny), read_recipe(ROOT / "recipes/lamb")
+    tuned = dataclasses.replace(lamb, experiments={"tiny": Experiment(seeds=2, sweep={"lr": [0.1]}, tuned={"lr": 0.1})})
+    for module in ("trials", "tuning"):
+        monkeypatch.setattr(
+            f"launch.comparison.{module}.read_recipe", lambda folder: tuned if folder.name == "lamb" else read_recipe(folder)
+        )
+    assert settings_on(testbed, "ds_configs/lamb.json") == {**testbed.flags, "lr": 0.1, "warmup_steps": 1}
+    assert settings_on(testbed, "ds_configs/zero0_bf16.json") == {**testbed.flags, **testbed.tuned}
+    assert tuning.tuned_control(read_recipe(ROOT / "recipes/one_bit_lamb"), testbed) == ("ds_configs/lamb.json", {"lr": [0.1]})
+    assert tuning.tuned_control(read_recipe(ROOT / "recipes/curriculum_learning"), testbed) is None
+
+
+def test_the_noise_of_equal_configurations(tiny, tmp_path, monkeypatch):
+    monkeypatch.setattr(tuning, "NOISE_SEEDS", range(101, 103))
+    found = tuning.measure_noise(flags(tiny, tmp_path), [])
+    nulls = found["tiny"]["nulls"]
+    assert nulls.keys() == {"precision", "accumulation", "trajectory"}
+    for null in nulls.values():
+        assert null["seeds"] == [101, 102]
+        assert null["control"] != null["other"] == pytest.approx(null["control"], abs=0.05)
+    assert len(tuning.noise_lines(found)) == 3
+    (file,) = tuning.write_noise(found, tmp_path, publish=False)
+    assert json.loads(file.read_text()) == found
