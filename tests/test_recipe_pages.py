@@ -35,7 +35,7 @@ def test_every_page_is_what_the_committed_data_give(cells):
 def test_every_picture_is_what_the_committed_data_give(cells, tmp_path):
     """The same bytes, or with another matplotlib nearly the same pixels."""
     drawn = pages.pictures(cells)
-    assert {path for path in CHECKOUT.glob("recipes/*/loss.png")} <= set(drawn)
+    assert set(CHECKOUT.glob("recipes/*/loss.png")) <= set(drawn)
     for number, (picture, draw) in enumerate(drawn.items()):
         draw(file := tmp_path / f"{number}.png")
         if file.read_bytes() != picture.read_bytes():
@@ -148,9 +148,10 @@ def test_what_is_published_stands_on_every_page(tree, make):
     (one,) = (cell for cell in pages.published() if cell.pair)
     assert one.verdicts == (verdict,), "the same verdict from the folders and from the committed data"
     for name, figure in compared.pairs[0].figures.items():
-        assert one.pair.figures[name].other == pytest.approx(figure.other), name
+        assert one.pair.figures[name].other == pytest.approx(figure.other, rel=1e-4), name
     page = (tree / "recipes" / RECIPE / "README.md").read_text()
-    assert f"| {pages.SIGNS[verdict.outcome]} **{verdict.outcome}** |" in page and "Difference of the final loss by seed: -0.0005, +0.0005" in page
+    assert f"| {pages.SIGNS[verdict.outcome]} **{verdict.outcome}** |" in page
+    assert "Difference of the final loss by seed: -0.0005, +0.0005, -0.0005, +0.0005, -0.0005." in page
     assert "![Validation loss" in page and "look number" not in page
     assert f"`loss equal 0.01` {pages.SIGNS[verdict.outcome]}" in (tree / "README.md").read_text()
     assert f"`loss equal 0.01` {pages.SIGNS[verdict.outcome]} {verdict.outcome}" in pages.INDEX.read_text()

@@ -24,6 +24,7 @@ from recipes.registry import ROOT, Experiment, Recipe, Testbed, read_recipe, rea
 
 Role = Literal["control", "recipe", "run"]
 Group = tuple[Run, ...]  # runs of one configuration, in the order of their seeds
+Pairing = tuple[Group, Group, Recipe | None, Testbed | None]  # control, side, the side's recipe, the testbed
 
 #: Keys of run.json that do not belong to the configuration: the seed, by which runs are paired, and names and places.
 NAMES = {*INCIDENTAL, "resumes", "seed", "run_name", "runs_dir", "recipe", "config_file"}
@@ -203,7 +204,8 @@ def compare_experiments(
     absent: Sequence[Absent] = (),
     force: bool = False,
 ) -> Comparison:
-    """Compares the runs of each recipe with those of its control, and judges the claims on testbeds.
+    """Compares the runs of each recipe with those of its control, and judges the claims on testbeds. Two recipes on one testbed are also
+    compared with each other, in the last pair.
 
     Args:
         experiments: a recipe, a testbed, the runs of the control and those of the recipe. The testbed is None unless the runs were planned
@@ -212,10 +214,23 @@ def compare_experiments(
     Raises:
         UsageError: as by `compare`.
     """
-    pairings = [(_in_order(control), _in_order(own), recipe, testbed) for recipe, testbed, control, own in experiments]
+    pairings: list[Pairing] = [(_in_order(control), _in_order(own), recipe, testbed) for recipe, testbed, control, own in experiments]
     mismatches = _mismatches([(*control, *own) for control, own, *_ in pairings], force)
     groups = dict.fromkeys(group for control, own, *_ in pairings for group in (control, own))
-    return _compared(list(groups), pairings, mismatches, absent)
+    return _compared(list(groups), [*pairings, *_direct(pairings)], mismatches, absent)
+
+
+def _direct(pairings: Sequence[Pairing]) -> Iterator[Pairing]:
+    """Two recipes on one testbed, or at one setting, are also compared with each other, by figures only."""
+    by_testbed: dict[str, list[Pairing]] = {}
+    for pairing in pairings:
+        by_testbed.setdefault(pairing[3].name if pairing[3] else "", []).append(pairing)
+    known = {pairing[:2] for pairing in pairings}
+    for found in by_testbed.values():
+        if len(found) == 2 and not {(found[0][1], found[1][1]), (found[1][1], found[0][1])} & known:
+            (_, one, *_), (_, other, _, testbed) = found
+            if one and other and one is not other and _losses_are_of(one[0]) == _losses_are_of(other[0]):
+                yield one, other, None, testbed
 
 
 def claims_in_table(device: str) -> int:
@@ -363,7 +378,7 @@ def _nearest_group(groups: Sequence[Group], at: int, config: str) -> int | None:
 
 def _compared(
     groups: Sequence[Group],
-    pairings: Sequence[tuple[Group, Group, Recipe | None, Testbed | None]],
+    pairings: Sequence[Pairing],
     mismatches: tuple[str, ...],
     absent: Sequence[Absent],
 ) -> Comparison:

@@ -74,7 +74,9 @@ def row(group: str, label: str, figures: dict[str, Figure], claims: Iterable[Cla
     for name, (key, scale, _) in PANELS.items():
         figure, claim = figures.get(key), claimed.get(name)
         interval = None if figure is None else figure.difference if scale == "difference" else figure.ratio
-        marks[name] = Mark(interval, claim, claim and outcomes.get((claim.measure, claim.question)))
+        if figure is not None and figure.to_target is not None and figure.to_target.bound:
+            interval = None  # runs that did not reach the target leave a bound only
+        marks[name] = Mark(interval, claim, None if claim is None else outcomes.get((claim.measure, claim.question)))
     return Row(group, label, marks, note)
 
 

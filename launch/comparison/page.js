@@ -35,7 +35,8 @@ function points(curve, metric, axis) {
 
 // A recipe's curve minus that of its control with the same seed, at the same place of the axis.
 function difference(curve, metric, axis) {
-  const control = data.controls[curve.side];
+  const pair = shownPair();
+  const control = !pair ? data.controls[curve.side] : curve.side === pair[1] ? pair[0] : null;
   const base = data.curves.find(one => one.side === control && one.seed === curve.seed);
   const [mine, its] = [points(curve, metric, axis), base && points(base, metric, axis)];
   if (!mine || !its) return null;
@@ -43,10 +44,13 @@ function difference(curve, metric, axis) {
   return { x: mine.x, y: mine.y.map((value, i) => value - at[i]) };
 }
 
-function visible(side) {
+// The sides of the pair that is shown, [control, other]; null if all are.
+function shownPair() {
   const show = view.elements.show ? view.elements.show.value : "all";
-  return show === "all" || data.pairs[Number(show)].includes(side);
+  return show === "all" ? null : data.pairs[Number(show)];
 }
+
+const visible = side => shownPair()?.includes(side) ?? true;
 
 function traces(metric, axis, minus) {
   const drawn = [];

@@ -27,7 +27,7 @@ from plotly.offline import get_plotlyjs
 from scipy.ndimage import uniform_filter1d
 
 from launch.comparison.comparison import FIGURES, LOSS, Comparison, Figure, Pair, Side
-from launch.comparison.forest import PANELS, forest_data, row
+from launch.comparison.forest import PANELS, Row, forest_data, row
 from launch.comparison.runs import Column, Run
 from launch.comparison.verdicts import Interval, Verdict
 from launch.errors import one_line
@@ -108,7 +108,7 @@ def write_page(comparison: Comparison, out: Path) -> Path:
         answers=answers,
         trust=trust,
         by_seed=_by_seed,
-        forest=forest_data([_forest_row(pair) for pair in comparison.pairs], _shown_in_forest),
+        forest=forest_data(_forest_rows(comparison.pairs), _shown_in_forest),
         results=_results(comparison.sides),
         evidence=_evidence,
         differences=_differences,
@@ -132,7 +132,8 @@ def write_page(comparison: Comparison, out: Path) -> Path:
 
 def answers(pair: Pair) -> list[str]:
     """Which side is better and by how much, in sentences: on the loss, and on the time per step."""
-    name, control, found = pair.side.name, pair.control.name, []
+    name, control = _names(pair)
+    found = []
     loss = pair.figures[LOSS].difference if LOSS in pair.figures else None
     if loss is not None:
         size = f"{abs(loss.mean):.4f} nats"
@@ -141,9 +142,13 @@ def answers(pair: Pair) -> list[str]:
         elif loss.low > 0 or loss.high < 0:
             low, high = sorted((abs(loss.low), abs(loss.high)))
             found.append(f"{name} ends {'worse' if loss.low > 0 else 'better'} than {control}, by {size} (95%: {low:.4f} to {high:.4f}).")
+        elif loss.low == loss.high:
+            found.append(f"{name} and {control} end at the same loss.")
         else:
             ends = (f"{end:+.4f}".replace("-", "−") for end in (loss.low, loss.high))
-            found.append(f"No difference in the final loss of {name} and {control} is shown: it is between {' and '.join(ends)} nats (95%).")
+            found.append(
+                f"No difference in the final loss of {name} and {control} is shown: it is between {' and '.join(ends)} nats (95%)."
+            )
     time = pair.figures["step_seconds"].ratio if "step_seconds" in pair.figures else None
     if time is not None:
         interval = "" if time.low is None or time.high is None else f" (95%: {time.low:.3f} to {time.high:.3f})"
@@ -151,22 +156,40 @@ def answers(pair: Pair) -> list[str]:
     return found or [f"{name} and {control} have no seed in common that can be compared."]
 
 
+def _names(pair: Pair) -> tuple[str, str]:
+    return (pair.recipe.name, "its control") if pair.recipe else (pair.side.name, pair.control.name)
+
+
 def trust(pair: Pair) -> str:
     """What the answer rests on: seeds, testbed, and what makes it weaker."""
     count = len(pair.seeds)
-    found = [f"{count} pair{'s' * (count != 1)} of runs with the same seed" + (", interleaved." if pair.interleaved else ", not interleaved.")]
+    found = [
+        f"{count} pair{'s' * (count != 1)} of runs with the same seed" + (", interleaved." if pair.interleaved else ", not interleaved.")
+    ]
     if pair.verdicts and pair.testbed is not None:
-        found.append(f"Claims judged on testbed {pair.testbed.name}, whose control is tuned.")
+        found.append(f"The claims are judged on testbed {pair.testbed.name}, with the planned seeds.")
+    elif pair.recipe is None and pair.testbed is not None:
+        found.append(f"Both are recipes on testbed {pair.testbed.name}. No claim compares them.")
     else:
         found.append("Exploratory: no claim is judged.")
-    if count < 2:
+    if count == 1:
         found.append("One seed shows no noise.")
     return " ".join(found)
 
 
-def _forest_row(pair: Pair) -> Any:
-    claims = [verdict.claim for verdict in pair.verdicts]
-    return row(pair.testbed.name if pair.testbed else "", pair.title, pair.figures, claims, pair.verdicts)
+def _forest_rows(pairs: Iterable[Pair]) -> list[Row]:
+    """A row per pair, those of a testbed together."""
+    ordered = sorted(pairs, key=lambda pair: pair.testbed.name if pair.testbed else "")
+    return [
+        row(
+            pair.testbed.name if pair.testbed else "",
+            pair.recipe.name if pair.recipe else pair.title,
+            pair.figures,
+            [verdict.claim for verdict in pair.verdicts],
+            pair.verdicts,
+        )
+        for pair in ordered
+    ]
 
 
 def _shown_in_forest(panel: str, interval: Interval | None) -> str:
@@ -185,10 +208,10 @@ def _by_seed(pair: Pair) -> list[tuple[int, str, str, str, str, float | None]]:
     largest = max(map(abs, gaps.values()), default=0.0) or 1.0
     rows = []
     for seed in pair.seeds:
-        sides = (_mean(LOSS, [side[seed]] if seed in side else []) for side in (loss.control, loss.other))
+        before, after = (_mean(LOSS, [side[seed]] if seed in side else []) for side in (loss.control, loss.other))
         gap = _number(LOSS, gaps[seed], "+") if seed in gaps else "–"
         ratio = f"{time.other[seed] / time.control[seed]:.3f}" if both(time, seed) and time.control[seed] > 0 else "–"
-        rows.append((seed, *sides, gap, ratio, round(50 + 45 * gaps[seed] / largest, 2) if seed in gaps else None))
+        rows.append((seed, before, after, gap, ratio, round(50 + 45 * gaps[seed] / largest, 2) if seed in gaps else None))
     return rows
 
 
@@ -255,7 +278,12 @@ def figure_row(name: str, figure: Figure) -> list[str]:
 
     sides = [_mean(name, list(side.values())) for side in (figure.control, figure.other)]
     difference = _shown(figure.difference, lambda value: _number(name, value, "+"))
-    return [FIGURES[name][0], *sides, difference, _shown(figure.ratio, "{:.3f}".format)]
+    ratio = _shown(figure.ratio, "{:.3f}".format)
+    if figure.to_target is not None:
+        counts = [f"{reached} of {figure.to_target.seeds}" for reached in figure.to_target.reached]
+        sides = [f"{text} ({count})" if text != "∞" else f"reached by {count}" for text, count in zip(sides, counts, strict=True)]
+        ratio = f"{ {'>=': '≥ ', '<=': '≤ '}.get(figure.to_target.bound, '') }{ratio}"
+    return [FIGURES[name][0], *sides, difference, ratio]
 
 
 def _shown(interval: Interval | None, write: Callable[[float], str]) -> str:
@@ -417,6 +445,8 @@ def draw_losses(comparison: Comparison, out: Path) -> Path:
         grid = picture.subplots(len(pairs) or 1, 2 if pairs else 1, squeeze=False)
         for number, row_of_axes in enumerate(grid):
             pair = pairs[number] if pairs else None
+            if pair:  # each row has the same two looks
+                looks = {id(pair.side): {"color": PALETTE[1], "dash": "dot"}, id(pair.control): {"color": PALETTE[0], "dash": "solid"}}
             for side in (pair.control, pair.side) if pair else comparison.sides:
                 _draw_side(row_of_axes[0], side, looks[id(side)], metric)
             if pair:

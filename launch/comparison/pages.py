@@ -13,7 +13,7 @@ import json
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import combinations
 from pathlib import Path
@@ -104,11 +104,16 @@ def published() -> list[Published]:
         entry is not None and entry["planned"] == planned(recipe.name, testbed.name)
         for (recipe, testbed, _), entry in zip(cells, entries, strict=True)
     ]
-    stored = [
-        (recipe, testbed, *_runs(entry)) for (recipe, testbed, _), entry, is_valid in zip(cells, entries, valid, strict=True) if is_valid
-    ]
-    pairs = iter(compare_experiments(stored, force=True).pairs)  # their verdicts are corrected for all claims of the table
+    stored = [(*cell[:2], *_runs(entry)) for cell, entry, is_valid in zip(cells, entries, valid, strict=True) if entry and is_valid]
+    pairs = (_with_short_names(pair) for pair in compare_experiments(stored, force=True).pairs)
     return [Published(*cell, entry, next(pairs) if is_valid else None) for cell, entry, is_valid in zip(cells, entries, valid, strict=True)]
+
+
+def _with_short_names(pair: Pair) -> Pair:
+    """Where several recipes have the same control, the names of their sides contain the name of a run; here they do not."""
+    name = pair.recipe.name if pair.recipe else pair.side.name
+    control = Path(pair.control.runs[0].description["config_file"]).stem
+    return replace(pair, control=replace(pair.control, name=control), side=replace(pair.side, name=name))
 
 
 def _runs(entry: dict[str, Any]) -> tuple[list[Run], list[Run]]:
@@ -154,7 +159,7 @@ def _measured_on(one: Published) -> Iterator[str]:
     if one.verdicts:
         yield "\n".join(
             [
-                "| claim | planned for | verdict | measured (95% interval) | p |",
+                "| claim | planned for | verdict | measured (95% interval) | p, after Holm |",
                 "|---|---|---|---|---|",
                 *(_claim_row(claim, verdict) for claim, verdict in zip(one.experiment.claims, one.verdicts, strict=True)),
             ]
@@ -164,7 +169,9 @@ def _measured_on(one: Published) -> Iterator[str]:
     yield "\n".join([heads, "|---|---|---|---|---|", *rows])
     figure = pair.figures.get(LOSS)
     if figure is not None and figure.difference is not None:
-        values = [f"{figure.other[seed] - figure.control[seed]:+.4f}" for seed in pair.seeds if seed in figure.control and seed in figure.other]
+        values = [
+            f"{figure.other[seed] - figure.control[seed]:+.4f}" for seed in pair.seeds if seed in figure.control and seed in figure.other
+        ]
         yield f"Difference of the final loss by seed: {', '.join(values)}."
 
 
@@ -172,7 +179,7 @@ def _claim_row(claim: Claim, verdict: Verdict) -> str:
     measured = "-" if verdict.estimate is None else _number(claim, verdict.estimate)
     if verdict.interval is not None:
         measured += " ({} to {})".format(*(_number(claim, end) for end in verdict.interval))
-    p = "-" if verdict.p_holds is None or verdict.p_fails is None else f"{min(1.0, 2 * min(verdict.p_holds, verdict.p_fails)):.2g}"
+    p = "-" if verdict.p_holds is None else f"{verdict.adjusted:.2g}"
     return f"| {claim} | {_plan(claim)} | {SIGNS[verdict.outcome]} **{verdict.outcome}** | {measured} | {p} |"
 
 
@@ -225,13 +232,13 @@ def index_page(cells: list[Published]) -> str:
         "in which the two JSONs differ, and the claims. `make pages` writes this page from the folders and their published\n"
         "results, and a test checks that it is up to date.\n\n"
         f"Of {len(claims)} claims, {judged} are measured. All verdicts on the loss that were published before the controls were tuned are\n"
-        "withdrawn; the pages list them under \"Changed claims\".\n\n"
-        "![The 95% interval of each recipe's difference to its control, by testbed, with the region in which its claim holds](forest.png)\n\n"
+        'withdrawn; the pages list them under "Changed claims".\n\n'
+        "![The 95% interval of each recipe's difference to its control, by testbed, and the region in which its claim holds](forest.png)\n\n"
         + index_table(cells)
         + "\n`deepspeed launch/pretrain.py --recipe recipes/<name>` runs a recipe. `python launch/compare.py --recipe\n"
         "recipes/<name>` trains it and its control on its [testbeds](testbeds/README.md) with the planned seeds and judges its claims.\n"
-        "A claim is about the mean over pairs of runs with the same seed. ✓ **holds** if its opposite is rejected, ✗ **fails** if the claim\n"
-        "itself is rejected, and ? **inconclusive** otherwise, at 5% for all claims of one kind of device together (Holm).\n"
+        "A claim is about the mean over pairs of runs with the same seed. ✓ **holds** if its opposite is rejected, ✗ **fails** if the\n"
+        "claim itself is rejected, and ? **inconclusive** otherwise, at 5% for all claims of one kind of device together (Holm).\n"
         "[docs/compare.md](../docs/compare.md) has the tests and their limits.\n\n"
         "| claim | of a recipe against its control |\n|---|---|\n" + questions + "\n\n## Which can be combined\n\n"
         "Recipes that change only DeepSpeed's own sections can be combined with all others; combinations that DeepSpeed does not support\n"
@@ -247,7 +254,9 @@ def index_table(cells: list[Published]) -> str:
     for name in recipe_names():
         recipe = read_recipe(ROOT / "recipes" / name)
         found = "; ".join(_found(one) for one in cells if one.recipe.name == name) or "-"
-        rows.append(f"| [{name}]({name}/README.md) | {recipe.title} | `{recipe.config}` | `{recipe.control}` | {found} | {recipe.needs or '-'} |")
+        rows.append(
+            f"| [{name}]({name}/README.md) | {recipe.title} | `{recipe.config}` | `{recipe.control}` | {found} | {recipe.needs or '-'} |"
+        )
     return "\n".join(rows) + "\n"
 
 
@@ -271,7 +280,8 @@ def short_table(cells: list[Published]) -> str:
         own = [one for one in cells if one.recipe.name == name and one.verdicts]
         verdicts = [(one, claim, verdict) for one in own for claim, verdict in zip(one.experiment.claims, one.verdicts, strict=True)]
         claims = ", ".join(
-            f"`{claim.label}` {SIGNS[verdict.outcome]}" + (f" ({one.testbed.name})" if len(own) > 1 else "") for one, claim, verdict in verdicts
+            f"`{claim.label}` {SIGNS[verdict.outcome]}" + (f" ({one.testbed.name})" if len(own) > 1 else "")
+            for one, claim, verdict in verdicts
         )
         rows.append(f"| [{name}](recipes/{name}/README.md) | {recipe.title} | {claims or UNMEASURED} |")
     return "\n".join(rows) + "\n"
@@ -294,10 +304,10 @@ def testbeds_page(cells: list[Published]) -> str:
     """The whole of recipes/testbeds/README.md."""
     blocks = [
         "# Testbeds",
-        "A testbed is a model with a token budget on which recipes are compared. Its learning rate and warm-up are the best of a sweep of\n"
-        "the control (seed 0, which no verdict uses). Recipes that change the optimization are swept over a grid of the same size. The noise\n"
-        "of a testbed is the standard deviation, over seeds, of the difference of two runs that have no true difference. `make pages` writes\n"
-        "this page.",
+        "A testbed is a model with a token budget on which recipes are compared. Its learning rate and warm-up are the best of a sweep\n"
+        "of the control (seed 0, which no verdict uses). Recipes that change the optimization are swept over a grid of the same size. The\n"
+        "noise of a testbed is the standard deviation, over seeds, of the difference of two runs that have no true difference. `make\n"
+        "pages` writes this page.",
     ]
     for name in names_of_testbeds():
         testbed = read_testbed(name)
@@ -323,9 +333,7 @@ def _noise(testbed: str) -> Iterator[str]:
     if not noise:
         yield f"The noise: {UNMEASURED}."
         return
-    rows = [
-        f"| {NULLS.get(name, name)} | {deviation(null):.5f} | {len(null['seeds'])} |" for name, null in noise["nulls"].items()
-    ]
+    rows = [f"| {NULLS.get(name, name)} | {deviation(null):.5f} | {len(null['seeds'])} |" for name, null in noise["nulls"].items()]
     yield "\n".join(["| no true difference | standard deviation of the difference (nats) | seeds |", "|---|---|---|", *rows])
     yield f"Measured on {noise['machine']}, commit {str(noise['commit'])[:7]}."
 
