@@ -11,9 +11,12 @@ from pathlib import Path
 
 import pytest
 
+from launch.compare import build_parser
+from launch.comparison.trials import plan_experiment
 from launch.config.run_config import resolve
 from launch.formats.metrics import read_metrics
 from model.presets import PRESETS
+from recipes.registry import read_recipe, read_testbed
 from tests.commands import run_script
 from tests.helpers import copy_checkout, explained, free_port
 from tests.pages import PAGES, ROOT, commands
@@ -23,13 +26,14 @@ README = PAGES["README.md"]
 TRAINING = commands("deepspeed")
 #: Trained here in seconds: a small model on one CPU rank.
 SMALL = [line for line in TRAINING if "gpt" not in line and "data/texts" not in line]
+COMPARING = commands("python launch/compare.py")
 #: Beginning of a command -> the test that runs it.
 RUN_BY = {
     "deepspeed launch/pretrain.py ": "test_training_commands_are_explained, test_training_commands_train",
     "deepspeed --": "test_training_commands_are_explained",
     "python launch/plan.py ": "test_commands_that_start_nothing_run_as_they_stand",
     "python launch/pretrain.py ": "test_commands_that_start_nothing_run_as_they_stand",
-    "python launch/compare.py ": "test_comparing_commands_compare",
+    "python launch/compare.py ": "test_comparing_commands_compare, test_experiments_on_testbeds_are_planned",
     "python launch/generate.py ": "tests/test_generate.py",
     "python launch/score.py ": "tests/test_generate.py",
     "python launch/export.py ": "tests/test_score.py",
@@ -81,7 +85,7 @@ def test_commands_that_start_nothing_run_as_they_stand(command):
 @pytest.mark.long
 def test_comparing_commands_compare(corpus, tmp_path):
     """On runs with the names that the page gives them, and with a recipe, trained for seconds only."""
-    by_recipe, by_runs = (shlex.split(line)[1:] for line in commands("python launch/compare.py"))
+    by_recipe, by_runs = (shlex.split(line)[1:] for line in COMPARING if "--preset" in line or "runs/" in line)
     for words in (shlex.split(line) for line in SMALL if "--resume" not in line):
         name = words[words.index("--run_name") + 1]
         flags = words[words.index("launch/pretrain.py") + 1 : words.index("--run_name")]
@@ -93,6 +97,17 @@ def test_comparing_commands_compare(corpus, tmp_path):
         done = run_script(*words, "--out", tmp_path / str(number))
         assert done.returncode == 0, done.stderr
         assert {path.name for path in (tmp_path / str(number)).iterdir()} == {"report.html", "report.json", "loss.png"}
+
+
+@pytest.mark.parametrize("command", [line for line in COMPARING if "--preset" not in line and "runs/" not in line])
+def test_experiments_on_testbeds_are_planned(command, corpus):
+    """These take hours, so their runs are only planned: recipe and control on each testbed, or the sweep's testbed."""
+    flags = build_parser().parse(shlex.split(command)[2:])
+    for recipe in map(read_recipe, flags.recipe):
+        for name in flags.testbed or recipe.experiments:
+            found = plan_experiment(recipe, ["--data", str(corpus)], [1], recipe.ranks or 1, read_testbed(name))
+            assert found.control[0].config.total_tokens == found.own[0].config.total_tokens
+    assert flags.recipe or [read_testbed(name).sweep for name in flags.testbed]
 
 
 def test_the_data_command_runs(tmp_path):

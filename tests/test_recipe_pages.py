@@ -151,7 +151,7 @@ def test_what_is_published_stands_on_every_page(tree, make):
         assert one.pair.figures[name].other == pytest.approx(figure.other, rel=1e-4), name
     page = (tree / "recipes" / RECIPE / "README.md").read_text()
     assert f"| {pages.SIGNS[verdict.outcome]} **{verdict.outcome}** |" in page
-    assert "Difference of the final loss by seed: -0.0005, +0.0005, -0.0005, +0.0005, -0.0005." in page
+    assert "Difference of the final loss by seed: −0.0005, +0.0005, −0.0005, +0.0005, −0.0005." in page
     assert "![Validation loss" in page and "look number" not in page
     assert f"`loss equal 0.01` {pages.SIGNS[verdict.outcome]}" in (tree / "README.md").read_text()
     assert f"`loss equal 0.01` {pages.SIGNS[verdict.outcome]} {verdict.outcome}" in pages.INDEX.read_text()

@@ -35,6 +35,8 @@ REPEATED = {"zero_stage", "global_batch_size", "micro_batch_size", "gradient_acc
 REPEATED |= {"scheduler.params.total_tokens", "corpus.path"}
 #: Settings that follow from others: the precision from the enabled section, accumulation from the micro-batch.
 DERIVED = {"precision", "engine.gradient_accumulation_steps"}
+#: Settings that are tuned on a testbed for each side on its own.
+TUNED = {"optimizer.params.lr", "scheduler.params.min_lr", "scheduler.params.warmup_steps"}
 LOSS = "final_val_loss"
 #: Every figure in the order of the report: its label with the unit, the value of one unit, and the decimals shown.
 FIGURES = {
@@ -473,7 +475,8 @@ def _pair_remarks(pair: Pair) -> Iterator[str]:
         yield "not all runs were interleaved, so differences in time may come from the load of the machine at different times"
     if any(_section(one.key) == "machine" for one in pair.differences):
         yield "not all runs used the same machine, so differences in time and memory may come from the machine"
-    if pair.recipe and (others := [one.key for one in pair.differences if not _is_expected(one.key, pair.recipe)]):
+    tuned = TUNED if pair.testbed else set()
+    if pair.recipe and (others := [one.key for one in pair.differences if one.key not in tuned and not _is_expected(one.key, pair.recipe)]):
         yield f"settings that the recipe does not name differ too, and may cause the effect: {', '.join(others)}"
 
 

@@ -10,6 +10,7 @@ of the published runs. A test compares what stands there with what this writes.
 from __future__ import annotations
 
 import json
+import math
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -169,10 +170,9 @@ def _measured_on(one: Published) -> Iterator[str]:
     yield "\n".join([heads, "|---|---|---|---|---|", *rows])
     figure = pair.figures.get(LOSS)
     if figure is not None and figure.difference is not None:
-        values = [
-            f"{figure.other[seed] - figure.control[seed]:+.4f}" for seed in pair.seeds if seed in figure.control and seed in figure.other
-        ]
-        yield f"Difference of the final loss by seed: {', '.join(values)}."
+        gaps = {seed: figure.other.get(seed, math.nan) - figure.control.get(seed, math.nan) for seed in pair.seeds}
+        values = ", ".join(_signed(gap) for gap in gaps.values() if math.isfinite(gap))
+        yield f"Difference of the final loss by seed: {values}."
 
 
 def _claim_row(claim: Claim, verdict: Verdict) -> str:
@@ -189,7 +189,11 @@ def _plan(claim: Claim) -> str:
 
 def _number(claim: Claim, value: float) -> str:
     """A mean difference with its sign, or a mean ratio."""
-    return f"{value:.3f}" if claim.scale == "ratio" else f"{value:+.4f}" if value else "0"
+    return f"{value:.3f}" if claim.scale == "ratio" else _signed(value) if value else "0"
+
+
+def _signed(value: float) -> str:
+    return f"{value:+.4f}".replace("-", "−")
 
 
 def _listed(seeds: Iterable[int]) -> str:
@@ -233,7 +237,7 @@ def index_page(cells: list[Published]) -> str:
         "results, and a test checks that it is up to date.\n\n"
         f"Of {len(claims)} claims, {judged} are measured. All verdicts on the loss that were published before the controls were tuned are\n"
         'withdrawn; the pages list them under "Changed claims".\n\n'
-        "![The 95% interval of each recipe's difference to its control, by testbed, and the region in which its claim holds](forest.png)\n\n"
+        "![The 95% interval of each recipe's difference to its control, by testbed, and the region where its claim holds](forest.png)\n\n"
         + index_table(cells)
         + "\n`deepspeed launch/pretrain.py --recipe recipes/<name>` runs a recipe. `python launch/compare.py --recipe\n"
         "recipes/<name>` trains it and its control on its [testbeds](testbeds/README.md) with the planned seeds and judges its claims.\n"
