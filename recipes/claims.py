@@ -77,6 +77,8 @@ class Claim:
                 raise ValueError(f"'{name}' is {number!r}; it must be a number")
         if self.number < 0 or not 0 < self.power < 1:
             raise ValueError("'number' must be at least 0, and 'power' between 0 and 1")
+        if self.scale == "ratio" and min(self.number, self.expected) <= 0:
+            raise ValueError("'number' and 'expected' of a ratio must be above 0")
         if self.number > LARGEST.get(self.question, self.number):
             raise ValueError(f"'number' is {self.number:g} for {self.question!r}; allowed are at most {LARGEST[self.question]:g}")
 

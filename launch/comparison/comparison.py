@@ -9,20 +9,18 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
-
-from launch.comparison.runs import Column, Run
-from launch.comparison.verdicts import Interval, Verdict, judge, paired_interval
+from launch.comparison.runs import Run
+from launch.comparison.time_to_target import RatioToTarget, Reached, ratio_to_target, reached_at
+from launch.comparison.verdicts import Interval, Verdict, decide, judge, paired_interval
 from launch.config.run_config import SCRATCH
 from launch.errors import UsageError
 from launch.formats.json_lines import dotted
 from launch.training.run_json import INCIDENTAL
-from recipes.claims import CLAIMS
-from recipes.registry import ROOT, Recipe, read_recipe, recipe_names
+from recipes.registry import ROOT, Experiment, Recipe, Testbed, read_recipe, read_testbed, recipe_names
 
 Role = Literal["control", "recipe", "run"]
 Group = tuple[Run, ...]  # runs of one configuration, in the order of their seeds
@@ -44,8 +42,8 @@ FIGURES = {
     "step_seconds": ("step time, mean (ms)", 1e-3, 1),
     "mfu": ("MFU (%)", 0.01, 2),
     "seconds": ("run time (s)", 1, 1),
-    "seconds_to_reach": ("time to the control's final loss (s)", 1, 1),
-    "tokens_to_reach": ("tokens to the control's final loss", 1, 0),
+    "seconds_to_target": ("time to the target loss (s)", 1, 1),
+    "tokens_to_target": ("tokens to the target loss", 1, 0),
     "peak_memory_bytes": ("peak memory per rank (MiB)", 2**20, 1),
     "bytes_per_step": ("sent per rank and step (MiB)", 2**20, 3),
     "bytes_sent": ("sent per rank in the run (MiB)", 2**20, 1),
@@ -94,29 +92,34 @@ class Difference:
 class Figure:
     """One quantity of the runs of a pair.
 
-    control, other: the value of each seed; the loss of a run that diverged is +inf. difference: other - control over the seeds that both
-    sides have, with the arithmetic mean. ratio: other / control, with the geometric mean. Both are None without pairs; the ratio also if a
-    value is not positive, and for losses.
+    control, other: the value of each seed; +inf for the loss of a run that diverged, and for the time of one that did not reach the target.
+    difference: other - control over the seeds that both sides have, with the arithmetic mean. ratio: other / control, with the geometric
+    mean. Both are None without pairs; the ratio also if a value is not positive, and for losses. to_target: of times and tokens to the
+    target loss; if runs did not reach it, there is no difference, and the ratio is at most a bound.
     """
 
     control: dict[int, float]
     other: dict[int, float]
     difference: Interval | None
     ratio: Interval | None
+    to_target: RatioToTarget | None = None
 
 
 @dataclass(frozen=True)
 class Pair:
     """A side and its control.
 
-    recipe: whose claims are judged; None if there are only figures. seeds: those that both sides have. figures: those of `FIGURES` that
-    any run has. "seconds_to_reach" and "tokens_to_reach" are where the validation loss first is at or below the mean final loss of the
-    control, by linear interpolation between evaluations. verdicts: one per claim of the recipe.
+    recipe: the recipe of the side, if it has one. testbed: on which the runs were made; None for all other settings. experiment: the
+    recipe's on the testbed. seeds: those that both sides have. figures: those of `FIGURES` that any run has; "seconds_to_target" and
+    "tokens_to_target" are of the testbed's target loss. verdicts: one per claim of the experiment, if the runs are of exactly the planned
+    seeds and have ended; their outcomes are corrected for all claims of `claims_in_table`.
     """
 
     control: Side
     side: Side
     recipe: Recipe | None
+    testbed: Testbed | None
+    experiment: Experiment | None
     differences: tuple[Difference, ...]
     seeds: tuple[int, ...]
     figures: dict[str, Figure]
@@ -172,7 +175,8 @@ def compare(runs: Sequence[Run], force: bool = False) -> Comparison:
     """Groups runs by configuration, finds the control of each configuration, and compares.
 
     The control of a side is the side whose engine JSON its recipe names as control. If two sides name each other, as `bf16` and `fp32` do,
-    the one given first is the control. A side without a control is compared with the first one given, by figures only.
+    the one given first is the control. A side without a control is compared with the first one given. Claims are not judged, because the
+    runs may be of any setting.
 
     Raises:
         UsageError: a folder is given twice; or, without `force`, corpora, vocabularies, validation sets or token budgets differ.
@@ -191,17 +195,33 @@ def compare(runs: Sequence[Run], force: bool = False) -> Comparison:
     paired = {at for control, side, _ in pairings for at in (control, side)}
     pairings += [(0, at, None) for at in range(1, len(groups)) if at not in paired]
     pairings.sort(key=lambda pairing: pairing[:2])
-    return _compared(groups, [(groups[control], groups[at], recipe) for control, at, recipe in pairings], mismatches, ())
+    return _compared(groups, [(groups[control], groups[at], recipe, None) for control, at, recipe in pairings], mismatches, ())
 
 
 def compare_experiments(
-    experiments: Iterable[tuple[Recipe, Sequence[Run], Sequence[Run]]], absent: Sequence[Absent] = (), force: bool = False
+    experiments: Iterable[tuple[Recipe, Testbed | None, Sequence[Run], Sequence[Run]]],
+    absent: Sequence[Absent] = (),
+    force: bool = False,
 ) -> Comparison:
-    """Compares the runs of each recipe, the last of the three, with those of its control. Raises UsageError as `compare` does."""
-    pairings = [(_in_order(control), _in_order(own), recipe) for recipe, control, own in experiments]
-    mismatches = _mismatches([(*control, *own) for control, own, _ in pairings], force)
-    groups = dict.fromkeys(group for control, own, _ in pairings for group in (control, own))
+    """Compares the runs of each recipe with those of its control, and judges the claims on testbeds.
+
+    Args:
+        experiments: a recipe, a testbed, the runs of the control and those of the recipe. The testbed is None unless the runs were planned
+            with its setting, unchanged; this is not checked here, `launch.comparison.trials` names runs by their whole configuration.
+
+    Raises:
+        UsageError: as by `compare`.
+    """
+    pairings = [(_in_order(control), _in_order(own), recipe, testbed) for recipe, testbed, control, own in experiments]
+    mismatches = _mismatches([(*control, *own) for control, own, *_ in pairings], force)
+    groups = dict.fromkeys(group for control, own, *_ in pairings for group in (control, own))
     return _compared(list(groups), pairings, mismatches, absent)
+
+
+def claims_in_table(device: str) -> int:
+    """The number of claims of all recipes on the testbeds of `device`, "cpu" or "cuda", measured or not."""
+    experiments = [item for name in recipe_names() for item in read_recipe(ROOT / "recipes" / name).experiments.items()]
+    return sum(len(experiment.claims) for testbed, experiment in experiments if read_testbed(testbed).device == device)
 
 
 def group(runs: Iterable[Run]) -> list[Group]:
@@ -343,12 +363,15 @@ def _nearest_group(groups: Sequence[Group], at: int, config: str) -> int | None:
 
 
 def _compared(
-    groups: Sequence[Group], pairings: Sequence[tuple[Group, Group, Recipe | None]], mismatches: tuple[str, ...], absent: Sequence[Absent]
+    groups: Sequence[Group],
+    pairings: Sequence[tuple[Group, Group, Recipe | None, Testbed | None]],
+    mismatches: tuple[str, ...],
+    absent: Sequence[Absent],
 ) -> Comparison:
-    roles: dict[Group, Role] = {side: "recipe" for _, side, recipe in pairings if recipe}
-    roles |= {control: "control" for control, _, _ in pairings}
+    roles: dict[Group, Role] = {side: "recipe" for _, side, recipe, _ in pairings if recipe}
+    roles |= {control: "control" for control, *_ in pairings}
     sides = {runs: Side(name, roles.get(runs, "run"), runs) for name, runs in zip(_side_names(groups), groups, strict=True)}
-    pairs = [_pair(sides[control], sides[own], recipe) for control, own, recipe in pairings]
+    pairs = _decided([_pair(sides[control], sides[own], recipe, testbed) for control, own, recipe, testbed in pairings])
     remarks = [remark for side in sides.values() for remark in _side_remarks(side)]
     remarks += [f"{pair.title}: {remark}" for pair in pairs for remark in _pair_remarks(pair)]
     if len(sides) == 1:
@@ -368,25 +391,43 @@ def _interleaved_with(run: Run) -> list[Any]:
     return [start.get("interleaved") for start in (run.description, *(one for one in resumes if isinstance(one, dict)))]
 
 
-def _pair(control: Side, side: Side, recipe: Recipe | None) -> Pair:
+def _pair(control: Side, side: Side, recipe: Recipe | None, testbed: Testbed | None) -> Pair:
     runs = [one.by_seed() for one in (control, side)]
     seeds = tuple(sorted(runs[0].keys() & runs[1].keys()))
-    finals = [value for run in runs[0].values() if math.isfinite(value := run.measures().get(LOSS, math.inf))]
-    target = float(np.mean(finals)) if finals else None
-    numbers = [{seed: _numbers(one[seed], target) for seed in sorted(one)} for one in runs]
+    numbers = [{seed: _numbers(one[seed]) for seed in sorted(one)} for one in runs]
     figures = {}
     for name in FIGURES:
         before, after = ({seed: own[name] for seed, own in one.items() if name in own} for one in numbers)
         if before or after:
             ratio = None if name == LOSS else _paired(before, after, "ratio")
             figures[name] = Figure(before, after, _paired(before, after, "difference"), ratio)
+        elif testbed and name.endswith("_to_target") and (found := _to_target(runs, name.partition("_")[0], testbed.target_loss)):
+            figures[name] = found
+    experiment = recipe.experiments.get(testbed.name) if recipe and testbed else None
     verdicts = []
-    for claim, threshold in recipe.claims.items() if recipe else ():
-        measure = CLAIMS[claim].measure
+    for claim in experiment.claims if experiment and _as_planned(experiment, *runs) else ():
         # A diverged run of the recipe is evidence; a diverged run of the control leaves nothing to compare with.
-        usable = [seed for seed in seeds if math.isfinite(numbers[0][seed].get(measure, math.inf)) and measure in numbers[1][seed]]
-        verdicts.append(judge(claim, threshold, *([one[seed][measure] for seed in usable] for one in numbers)))
-    return Pair(control, side, recipe, differences(control.runs, side.runs), seeds, figures, tuple(verdicts))
+        usable = [seed for seed in seeds if math.isfinite(numbers[0][seed].get(claim.key, math.inf)) and claim.key in numbers[1][seed]]
+        verdicts.append(judge(claim, *([one[seed][claim.key] for seed in usable] for one in numbers)))
+    return Pair(control, side, recipe, testbed, experiment, differences(control.runs, side.runs), seeds, figures, tuple(verdicts))
+
+
+def _as_planned(experiment: Experiment, *sides: Mapping[int, Run]) -> bool:
+    """Whether both sides have the planned seeds, no other, and all their runs have ended."""
+    planned = set(range(1, experiment.seeds + 1))
+    return all(set(runs) == planned and all(run.finished or run.diverged for run in runs.values()) for runs in sides)
+
+
+def _decided(pairs: Sequence[Pair]) -> list[Pair]:
+    """The pairs with verdicts that are corrected for all claims on testbeds of the same device."""
+    decided = list(pairs)
+    for device in ("cpu", "cuda"):
+        places = [place for place, pair in enumerate(pairs) if pair.verdicts and pair.testbed and pair.testbed.device == device]
+        found = [verdict for place in places for verdict in pairs[place].verdicts]
+        corrected = iter(decide(found, max(0, claims_in_table(device) - len(found))) if found else ())
+        for place in places:
+            decided[place] = replace(pairs[place], verdicts=tuple(next(corrected) for _ in pairs[place].verdicts))
+    return decided
 
 
 def _side_remarks(side: Side) -> Iterator[str]:
@@ -409,6 +450,11 @@ def _pair_remarks(pair: Pair) -> Iterator[str]:
                 yield f"seed {seed} is excluded from the difference of the final loss{sums}, because {run.folder} diverged{judged}"
             elif sums:
                 yield f"seed {seed} is excluded from the difference of the final loss{sums}, because {run.folder} is unfinished"
+    if pair.testbed and pair.experiment and pair.experiment.claims and not pair.verdicts:
+        yield f"exploratory, without verdicts: {pair.experiment.seeds} seeds, from 1 on, are planned on {pair.testbed.name}"
+    for name, figure in pair.figures.items():
+        if figure.to_target and min(figure.to_target.reached) < figure.to_target.seeds:
+            yield f"{FIGURES[name][0]}: recipe / control {figure.to_target}"
     if not pair.interleaved:
         yield "not all runs were interleaved, so differences in time may come from the load of the machine at different times"
     if any(_section(one.key) == "machine" for one in pair.differences):
@@ -423,24 +469,25 @@ def _is_expected(key: str, recipe: Recipe) -> bool:
     return _section(key) in CIRCUMSTANCES or key in DERIVED or any(f"{in_json}.".startswith(f"{named}.") for named in recipe.differs)
 
 
-def _numbers(run: Run, target: float | None) -> dict[str, float]:
-    """The figures of a run that can be compared; `target` is the loss of `seconds_to_reach` and `tokens_to_reach`."""
-    numbers = {name: value for name, value in run.measures().items() if run.finished or name not in SUMS}
-    if target is not None:
-        for name in ("seconds", "tokens"):
-            if (reached := reached_at(run.columns[name], run.columns["val_loss"], target)) is not None:
-                numbers[f"{name}_to_reach"] = reached
-    return numbers
+def _numbers(run: Run) -> dict[str, float]:
+    """The measures of a run that can be compared."""
+    return {name: value for name, value in run.measures().items() if run.finished or name not in SUMS}
 
 
-def reached_at(x: Column, loss: Column, target: float) -> float | None:
-    """The `x` at which `loss`, (rows,) both, is first at or below `target`, by linear interpolation; None where it never is."""
-    known = np.isfinite(loss) & np.isfinite(x)
-    x, loss = x[known], loss[known]
-    at = int(np.argmax(loss <= target)) if (loss <= target).any() else -1
-    if at <= 0:
-        return float(x[0]) if at == 0 else None
-    return float(np.interp(-target, -loss[at - 1 : at + 1], x[at - 1 : at + 1]))  # np.interp needs values that rise
+def _to_target(sides: Sequence[Mapping[int, Run]], column: str, target: float) -> Figure | None:
+    """Where the runs of control and recipe reach the target loss, in "seconds" or "tokens"; None if none was evaluated."""
+
+    def reached(runs: Mapping[int, Run]) -> dict[int, Reached]:
+        found = ((seed, reached_at(runs[seed].columns[column], runs[seed].columns["val_loss"], target)) for seed in sorted(runs))
+        return {seed: one for seed, one in found if one is not None}
+
+    control, other = (reached(runs) for runs in sides)
+    if not control and not other:
+        return None
+    before, after = ({seed: math.inf if one.censored else one.at for seed, one in side.items()} for side in (control, other))
+    if (found := ratio_to_target(control, other)) is None:
+        return Figure(before, after, None, None)
+    return Figure(before, after, _paired(before, after, "difference") if min(found.reached) == found.seeds else None, found.ratio, found)
 
 
 def _paired(control: Mapping[int, float], other: Mapping[int, float], scale: Literal["difference", "ratio"]) -> Interval | None:
@@ -460,7 +507,10 @@ def _pair_as_json(pair: Pair) -> dict[str, Any]:
         "seeds": pair.seeds,
         "differences": [asdict(one) for one in pair.differences],
         "figures": {name: asdict(figure) for name, figure in pair.figures.items()},
-        "claims": [{**asdict(verdict), "statement": CLAIMS[verdict.claim].says(verdict.threshold)} for verdict in pair.verdicts],
+        "testbed": pair.testbed and pair.testbed.name,
+        "claims": [
+            {**asdict(one), "statement": str(one.claim), "outcome": one.outcome, "reason": one.reason, "p": one.p} for one in pair.verdicts
+        ],
     }
 
 
