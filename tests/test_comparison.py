@@ -10,15 +10,24 @@ import math
 import numpy as np
 import pytest
 
-from launch.comparison.comparison import REPEATED, Absent, compare, compare_experiments, differences, group, reached_at, settings
+from launch.comparison.comparison import REPEATED, Absent, claims_in_table, compare, compare_experiments, differences, group, settings
 from launch.comparison.runs import read_run
 from launch.errors import UsageError
-from recipes.registry import ROOT, read_recipe
+from recipes.claims import Claim
+from recipes.registry import ROOT, Experiment, read_recipe, read_testbed
 from tests.run_folders import description, line, lines, write_run
 
 ZERO_1 = ("--deepspeed_config", "ds_configs/zero1_bf16.json")
 FP32 = ("--deepspeed_config", "ds_configs/zero1_fp32.json")
 PLD = ("--recipe", "recipes/progressive_layer_drop")
+TESTBED = dataclasses.replace(read_testbed("nano-0.5M"), target_loss=4.5)
+CLAIMS = [Claim("loss", "within", 0.05), Claim("step_time", "ratio", 0.85, 0.8)]
+
+
+def on_testbed(control, own, seeds):
+    """The comparison of these runs with `CLAIMS`, for which `seeds` seeds were planned."""
+    recipe = dataclasses.replace(read_recipe(ROOT / PLD[1]), experiments={TESTBED.name: Experiment(seeds, CLAIMS)})
+    return compare_experiments([(recipe, TESTBED, control, own)])
 
 
 @pytest.fixture
@@ -59,10 +68,7 @@ def test_figures_are_of_pairs_with_the_same_seed(make):
     assert loss.ratio is None
     time = pair.figures["step_seconds"]
     assert time.difference and time.ratio and (time.difference.mean, time.ratio.mean) == pytest.approx((-0.1, 0.8))
-    assert [(verdict.claim, verdict.outcome) for verdict in pair.verdicts] == [
-        ("loss_within", "inconclusive"),
-        ("step_time_ratio", "holds"),
-    ]
+    assert pair.verdicts == ()  # of no testbed
     title = "progressive_layer_drop against zero1_bf16"
     assert comparison.remarks == (f"{title}: seed 3 was run on one side only, and is excluded from differences and verdicts",)
 
@@ -71,28 +77,50 @@ def test_one_pair_has_a_difference_without_an_interval(make):
     (pair,) = compare([make("a", ZERO_1), make("b", PLD, final=4.5)]).pairs
     difference = pair.figures["final_val_loss"].difference
     assert difference and (difference.mean, difference.low, difference.high) == (0.5, None, None)
-    assert {verdict.outcome for verdict in pair.verdicts} == {"inconclusive"}
 
 
-def test_the_controls_final_loss_is_reached_between_two_evaluations(make):
-    faster = lines(final=3.0)
-    faster[10]["val_loss"] = 5.0
-    (pair,) = compare([make("a", ZERO_1, final=4.0), make("b", PLD, of_steps=faster)]).pairs
-    # 5.0 after 10 steps and 3.0 after 20: 4.0 after 15, of 1,024 tokens and 0.5 s, after 1 s
-    assert pair.figures["tokens_to_reach"].other == {1: 15 * 1024}
-    assert pair.figures["seconds_to_reach"].other == {1: 8.5}
-    assert pair.figures["tokens_to_reach"].control == {1: 20 * 1024}
-    (never,) = compare([make("c", ZERO_1, final=4.0), make("d", PLD, final=4.5)]).pairs
-    reached = never.figures["tokens_to_reach"]
-    assert (reached.other, reached.difference, reached.ratio) == ({}, None, None)
+def test_claims_are_judged_with_the_planned_seeds_only(make):
+    control = [make(f"a{seed}", ZERO_1, seed, step_seconds=0.5 + 0.001 * seed) for seed in (1, 2, 3)]
+    own = [make(f"b{seed}", PLD, seed, final=4 + 1e-4 * seed, step_seconds=0.4) for seed in (1, 2, 3)]
+    comparison = on_testbed(control, own, seeds=3)
+    (pair,) = comparison.pairs
+    assert [(verdict.claim, verdict.pairs) for verdict in pair.verdicts] == [(claim, 3) for claim in CLAIMS]
+    assert {verdict.outcome for verdict in pair.verdicts} == {"holds"} and comparison.remarks == ()
+    assert {verdict.table for verdict in pair.verdicts} == {claims_in_table("cpu")} != {2}
+    assert pair.verdicts[1].adjusted > pair.verdicts[1].p > 0
+    unfinished = make("c3", PLD, 3, of_steps=lines()[:15])
+    for seeds, runs in ((2, own), (4, own), (3, own[:2]), (3, [*own[:2], unfinished])):
+        other = on_testbed(control, runs, seeds)
+        assert other.pairs[0].verdicts == () and other.pairs[0].figures["final_val_loss"].difference
+        assert any(f"exploratory, without verdicts: {seeds} seeds" in remark for remark in other.remarks)
 
 
-def test_a_loss_is_reached_at_the_first_crossing():
-    x, loss = np.arange(6.0), np.array([math.nan, 6, 4, math.nan, 5, 2])
-    assert reached_at(x, loss, 5.0) == 1.5
-    assert reached_at(x, loss, 3.0) == 4 + 2 / 3
-    assert reached_at(x, loss, 7.0) == 1.0
-    assert reached_at(x, loss, 1.0) is None
+def test_a_recipe_without_claims_on_the_testbed_is_not_judged(make):
+    recipe = dataclasses.replace(read_recipe(ROOT / PLD[1]), experiments={})
+    comparison = compare_experiments([(recipe, TESTBED, [make("a", ZERO_1)], [make("b", PLD)])])
+    assert (comparison.pairs[0].experiment, comparison.pairs[0].verdicts, comparison.remarks) == (None, (), ())
+
+
+def test_the_target_is_the_testbeds_and_no_run_is_dropped(make):
+    def falling(final):
+        found = lines(final=final)
+        found[10]["val_loss"] = 5.0
+        return found
+
+    control = [make(f"a{seed}", ZERO_1, seed, of_steps=falling(4.0)) for seed in (1, 2)]
+    own = [make(f"b{seed}", PLD, seed, of_steps=falling(final)) for seed, final in ((1, 4.0), (2, 4.75))]
+    comparison = on_testbed(control, own, seeds=2)
+    tokens = comparison.pairs[0].figures["tokens_to_target"]
+    # 5.0 after 10 steps and 4.0 after 20: 4.5 after 15 of 1,024 tokens
+    assert tokens.control == {1: 15 * 1024, 2: 15 * 1024} and tokens.other == {1: 15 * 1024, 2: math.inf}
+    assert tokens.difference is None and tokens.to_target.bound == ">="
+    assert (tokens.ratio.mean, tokens.ratio.low) == (pytest.approx(math.sqrt(20 / 15)), None)
+    assert comparison.pairs[0].figures["seconds_to_target"].control[1] == 8.5
+    assert any("tokens to the target loss: recipe / control >= 1.155 (2 of 2 control runs and 1" in one for one in comparison.remarks)
+    json.dumps(comparison.as_json(), allow_nan=False)
+    complete = on_testbed(control[:1], own[:1], seeds=1).pairs[0].figures["tokens_to_target"]
+    assert (complete.difference.mean, complete.ratio.mean) == (0.0, 1.0)
+    assert not any("target" in name for name in compare([*control, *own]).pairs[0].figures)
 
 
 # --- sides and their controls ---------------------------------------------------------------------------------------------------------
@@ -264,7 +292,7 @@ def test_recipes_that_share_runs_share_a_side(make):
     zero_0 = ("--deepspeed_config", "ds_configs/zero0_bf16.json")
     control, zero_1, pld = make("zero0", zero_0), make("zero1", ZERO_1), make("pld", PLD)
     recipes = {name: read_recipe(ROOT / "recipes" / name) for name in ("zero_1", "progressive_layer_drop")}
-    experiments = [(recipes["progressive_layer_drop"], [zero_1], [pld]), (recipes["zero_1"], [control], [zero_1])]
+    experiments = [(recipes["progressive_layer_drop"], None, [zero_1], [pld]), (recipes["zero_1"], None, [control], [zero_1])]
     comparison = compare_experiments(experiments, [Absent("fp8", "needs a GPU")])
     assert [(side.name, side.role) for side in comparison.sides] == [
         ("zero1_bf16", "control"),
@@ -284,6 +312,7 @@ def test_recipes_that_share_runs_share_a_side(make):
         ({"corpus_fingerprint": "f" * 64}, ("corpus_fingerprint", "f" * 16)),
         ({"corpus": {"vocab_size": 512}}, ("vocabulary", "512 ids", "1,024 ids")),
         ({"eval_batches": 8}, ("validation set", "64 sequences of 128", "128 sequences of 128")),
+        ({"whole_eval": True}, ("validation set", "and the whole split at the end")),
         ({"shape": {"seq_len": 64}}, ("validation set", "128 sequences of 64", "128 sequences of 128")),
         ({"no_cross_document": True}, ("validation set", "attention within documents")),
         ({"total_tokens": 40_960}, ("token budget (total_tokens)", "40,960", "20,480")),
@@ -292,7 +321,10 @@ def test_recipes_that_share_runs_share_a_side(make):
 def test_losses_of_different_things_are_refused_or_marked(change, values, make):
     runs = [make("a", ZERO_1, 1), make("b", ZERO_1, 2), make("c", PLD, 1, change=change), make("d", PLD, 2, change=change)]
     recipe = read_recipe(ROOT / "recipes/progressive_layer_drop")
-    for compared in (lambda force: compare(runs, force), lambda force: compare_experiments([(recipe, runs[:2], runs[2:])], (), force)):
+    for compared in (
+        lambda force: compare(runs, force),
+        lambda force: compare_experiments([(recipe, None, runs[:2], runs[2:])], (), force),
+    ):
         with pytest.raises(UsageError) as refusal:
             compared(False)
         (fault,) = refusal.value.faults
@@ -316,7 +348,7 @@ def test_a_recipe_that_diverges_fails_its_claim_about_the_loss(make):
     runs = [make(f"a{seed}", ZERO_1, seed) for seed in (1, 2, 3)]
     runs += [make(f"b{seed}", PLD, seed) for seed in (1, 2)]
     runs.append(make("b3", PLD, 3, of_steps=[*lines()[:7], line(7, None)]))
-    comparison = compare(runs)
+    comparison = on_testbed(runs[:3], runs[3:], seeds=3)
     (pair,) = comparison.pairs
     assert pair.verdicts[0].outcome == "fails" and "diverged" in pair.verdicts[0].reason
     loss = pair.figures["final_val_loss"]
@@ -332,7 +364,7 @@ def test_a_recipe_that_diverges_fails_its_claim_about_the_loss(make):
 
 def test_a_control_that_diverges_is_left_out(make):
     runs = [make("a1", ZERO_1, 1), make("a2", ZERO_1, 2, final=None), make("b1", PLD, 1), make("b2", PLD, 2)]
-    comparison = compare(runs)
+    comparison = on_testbed(runs[:2], runs[2:], seeds=2)
     (pair,) = comparison.pairs
     assert pair.verdicts[0].pairs == 1 and pair.verdicts[1].pairs == 2
     difference = pair.figures["final_val_loss"].difference
@@ -351,14 +383,13 @@ def test_an_unfinished_run_is_in_no_pair_of_the_final_loss_or_of_sums(make):
     of_both = {name for name, figure in pair.figures.items() if figure.difference and figure.difference.low is not None}
     assert of_both == {"tokens_per_second", "step_seconds", "peak_memory_bytes", "bytes_per_step"}
     assert all(figure.difference for figure in pair.figures.values())  # of seed 1
-    assert pair.verdicts[0].pairs == 1
     assert any(f"of the final loss and of sums over the run, because {runs[3].folder} is unfinished" in one for one in comparison.remarks)
 
 
 @pytest.mark.parametrize("of_steps", [[], lines()[:1], lines()[:3]])
 def test_a_run_that_has_hardly_begun_is_compared(of_steps, make):
     (pair,) = compare([make("a", ZERO_1, of_steps=of_steps), make("b", PLD, of_steps=of_steps)]).pairs
-    assert "final_val_loss" not in pair.figures and [verdict.pairs for verdict in pair.verdicts] == [0, 0]
+    assert "final_val_loss" not in pair.figures
 
 
 # --- report.json ----------------------------------------------------------------------------------------------------------------------
@@ -367,7 +398,7 @@ def test_a_run_that_has_hardly_begun_is_compared(of_steps, make):
 def test_the_report_is_plain_json_with_where_each_number_comes_from(make):
     name = "<script>alert(1)<" + "script>"
     runs = [make("a", ZERO_1), make(name, PLD, final=4.5)]
-    comparison = compare(runs)
+    comparison = on_testbed(runs[:1], runs[1:], seeds=1)
     written = comparison.as_json()
     json.dumps(written, allow_nan=False)
     (pair,) = written["pairs"]
@@ -379,19 +410,9 @@ def test_the_report_is_plain_json_with_where_each_number_comes_from(make):
     )
     assert {"key": "techniques.progressive_layer_drop.theta", "control": None, "other": 0.5} in pair["differences"]
     assert pair["figures"]["final_val_loss"]["difference"]["mean"] == 0.5
-    assert [claim["claim"] for claim in pair["claims"]] == ["loss_within", "step_time_ratio"]
+    assert pair["testbed"] == "nano-0.5M" and [claim["claim"]["question"] for claim in pair["claims"]] == ["within", "ratio"]
     for claim in pair["claims"]:
-        assert {
-            "outcome",
-            "reason",
-            "estimate",
-            "interval",
-            "p_holds",
-            "p_fails",
-            "pairs",
-            "seeds_needed",
-            "statement",
-        } <= claim.keys()
+        assert {"outcome", "reason", "estimate", "interval", "p_holds", "p_fails", "p", "adjusted", "pairs", "statement"} <= claim.keys()
     (run,) = written["sides"][1]["runs"]
     assert (run["name"], run["folder"], run["seed"], run["state"]) == (name, str(runs[1].folder), 1, "finished")
     assert run["commit"] == runs[1].description["commit"] and run["machine"] == runs[1].description["machine"]
