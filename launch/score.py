@@ -2,10 +2,12 @@
 
     python launch/score.py runs/demo
     python launch/score.py exported --data data/texts
+    python launch/score.py runs/demo --against runs/other
 
-For a run it also compares with the run's log: the windows that training evaluated are among those scored here. Bits per byte does not
-depend on the tokenizer, so models with different tokenizers can be compared on the same text. lm-evaluation-harness runs benchmarks such as
-HellaSwag and LAMBADA on an exported model: `lm_eval --model hf --model_args pretrained=exported --tasks hellaswag,lambada_openai`.
+Bits per byte does not depend on the tokenizer, so models with different tokenizers can be compared on the same text. `--against` scores a
+second model on the same windows; the standard error of their difference, taken window by window, is much smaller than those of the losses.
+lm-evaluation-harness runs benchmarks such as HellaSwag and LAMBADA on an exported model: `lm_eval --model hf --model_args
+pretrained=exported --tasks hellaswag,lambada_openai`.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ def build_parser() -> Parser:
         allow_abbrev=False,
     )
     add_source_flags(parser, data_help="corpus from data_pipeline/prepare.py, or nanoGPT's (of a run: its own)")
+    parser.add_argument("--against", metavar="RUN|DIR", help="second model, with the same tokenizer: the difference on the same windows")
     parser.add_argument("--split", choices=("val", "train"), default="val", metavar="NAME", help="text to score: val or train (val)")
     parser.add_argument("--windows", type=whole_number(1), metavar="N", help="windows of the model's context, spread evenly (all)")
     parser.add_argument("--batch_size", type=whole_number(1), metavar="N", help="windows per forward pass (depends on the device)")
@@ -70,7 +73,22 @@ def _table(report: dict[str, Any]) -> list[str]:
     else:
         ratio = report["split_bytes"] / report["split_tokens"]
         lines.append(f"bits per byte   {figure('bits_per_byte', 4)}  ({ratio:.3f} bytes per token)")
-    return lines
+    return [*lines, *_difference(report)]
+
+
+def _difference(report: dict[str, Any]) -> list[str]:
+    """The lines of `--against`."""
+    if (other := report.get("against")) is None:
+        return []
+    mean, error, interval = other["difference"], other["difference_stderr"], other["difference_interval"]
+    noise = "" if error is None else f" +- {error:.4f}"
+    inside = "" if interval is None else f" (95%: {interval[0]:+.4f} to {interval[1]:+.4f})"
+    bits = "" if other["difference_bits_per_byte"] is None else f", {other['difference_bits_per_byte']:+.4f} bits per byte"
+    at = "" if other["step"] is None else f", step {other['step']:,}"
+    return [
+        f"against         {other['loss']:.4f}  {other['model']}{at}",
+        f"difference      {mean:+.4f}{noise}  nats per token{inside}{bits}, {report['model']} - {other['model']} on the same windows",
+    ]
 
 
 if __name__ == "__main__":

@@ -34,18 +34,26 @@ def generator_for(place: str) -> torch.Generator:
 
 
 @torch.no_grad()
-def draw_normal(parameter: torch.Tensor, std: float, seed: int, name: str, rows: int | None = None) -> None:
-    """Fills `parameter` with N(0, std^2), a pure function of (seed, name); rows from `rows` on are set to zero.
+def draw_normal(parameter: torch.Tensor, std: float, config: GPTConfig, name: str, rows: int | None = None) -> None:
+    """Fills `parameter` with N(0, std^2), a pure function of (config.init_seed, name); rows from `rows` on are set to zero.
+
+    Noise N(0, (config.init_noise x std)^2) is added. It has its own generator: the weights without it are the same.
 
     The numbers are drawn in fp32 on the CPU and rounded to the parameter's dtype, so all devices, ranks and orders of construction start
     from the same model, and bf16 weights are the rounded fp32 weights. A parameter on the meta device is not changed.
     """
     if parameter.is_meta:
         return
-    generator = generator_for(f"{seed}/{name}")
     rows = len(parameter) if rows is None else rows
-    # torch.normal, because deepspeed.zero.Init replaces torch.empty and torch.randn with versions that ignore the dtype argument.
-    drawn = torch.normal(0.0, std, (rows, *parameter.shape[1:]), generator=generator, dtype=torch.float32, device="cpu")
+
+    def normal(std: float, place: str) -> torch.Tensor:
+        # torch.normal, because deepspeed.zero.Init replaces torch.empty and torch.randn with versions that ignore the dtype argument.
+        size, generator = (rows, *parameter.shape[1:]), generator_for(f"{config.init_seed}/{place}")
+        return torch.normal(0.0, std, size, generator=generator, dtype=torch.float32, device="cpu")
+
+    drawn = normal(std, name)
+    if config.init_noise:
+        drawn += normal(config.init_noise * std, f"{name}/noise")
     parameter[:rows].copy_(drawn)
     parameter[rows:].zero_()
 
@@ -57,9 +65,9 @@ class Linear(nn.Linear):
     therefore needs the parameter's name, from which its values are drawn.
     """
 
-    def __init__(self, n_in: int, n_out: int, seed: int, name: str, std: float = INIT_STD):
+    def __init__(self, n_in: int, n_out: int, config: GPTConfig, name: str, std: float = INIT_STD):
         super().__init__(n_in, n_out)
-        draw_normal(self.weight, std, seed, f"{name}.weight")
+        draw_normal(self.weight, std, config, f"{name}.weight")
         nn.init.zeros_(self.bias)
 
     def reset_parameters(self) -> None:
@@ -69,9 +77,9 @@ class Linear(nn.Linear):
 class Embedding(nn.Embedding):
     """int64 (...) -> (..., d_model), initialized by its constructor. Rows from `used_rows` on are padding, and zero."""
 
-    def __init__(self, n_rows: int, d_model: int, seed: int, name: str, used_rows: int | None = None):
-        super().__init__(n_rows, d_model)
-        draw_normal(self.weight, INIT_STD, seed, f"{name}.weight", used_rows)
+    def __init__(self, n_rows: int, config: GPTConfig, name: str, used_rows: int | None = None):
+        super().__init__(n_rows, config.d_model)
+        draw_normal(self.weight, INIT_STD, config, f"{name}.weight", used_rows)
 
     def reset_parameters(self) -> None:
         """Does nothing, as in `Linear`."""
@@ -107,8 +115,8 @@ class Attention(nn.Module):
         self.mask = None
         self.attend = attend
         residual_std = INIT_STD / math.sqrt(2 * config.n_layer)  # the residual stream is a sum of 2 n_layer branches (GPT-2, section 2.3)
-        self.c_attn = Linear(config.d_model, 3 * config.d_model, config.init_seed, f"{name}.c_attn")
-        self.c_proj = Linear(config.d_model, config.d_model, config.init_seed, f"{name}.c_proj", residual_std)
+        self.c_attn = Linear(config.d_model, 3 * config.d_model, config, f"{name}.c_attn")
+        self.c_proj = Linear(config.d_model, config.d_model, config, f"{name}.c_proj", residual_std)
         self.resid_dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -124,9 +132,9 @@ class MLP(nn.Module):
     def __init__(self, config: GPTConfig, name: str):
         super().__init__()
         residual_std = INIT_STD / math.sqrt(2 * config.n_layer)
-        self.c_fc = Linear(config.d_model, 4 * config.d_model, config.init_seed, f"{name}.c_fc")
+        self.c_fc = Linear(config.d_model, 4 * config.d_model, config, f"{name}.c_fc")
         self.act = nn.GELU(approximate="tanh")
-        self.c_proj = Linear(4 * config.d_model, config.d_model, config.init_seed, f"{name}.c_proj", residual_std)
+        self.c_proj = Linear(4 * config.d_model, config.d_model, config, f"{name}.c_proj", residual_std)
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -248,14 +256,15 @@ class GPT(nn.Module):
     blocks, and again in the backward pass, so it must identify a block by `block.index` and not count calls.
 
     Initial weights are a pure function of (config.init_seed, parameter name), also under `deepspeed.zero.Init`: N(0, 0.02^2), divided by
-    sqrt(2 n_layer) for the projections onto the residual stream; biases 0, norms 1, padded rows of the embedding 0.
+    sqrt(2 n_layer) for the projections onto the residual stream; biases 0, norms 1, padded rows of the embedding 0. `config.init_noise`
+    adds noise to what is drawn.
     """
 
     def __init__(self, config: GPTConfig):
         super().__init__()
         self.config = config
-        self.wte = Embedding(config.padded_vocab_size, config.d_model, config.init_seed, "wte", config.vocab_size)
-        self.wpe = Embedding(config.seq_len, config.d_model, config.init_seed, "wpe")
+        self.wte = Embedding(config.padded_vocab_size, config, "wte", config.vocab_size)
+        self.wpe = Embedding(config.seq_len, config, "wpe")
         self.drop = nn.Dropout(config.dropout)
         self.h = nn.ModuleList(Block(config, i) for i in range(config.n_layer))
         self.ln_f = nn.LayerNorm(config.d_model)

@@ -316,6 +316,7 @@ def test_recipes_that_share_runs_share_a_side(make):
         ({"corpus_fingerprint": "f" * 64}, ("corpus_fingerprint", "f" * 16)),
         ({"corpus": {"vocab_size": 512}}, ("vocabulary", "512 ids", "1,024 ids")),
         ({"eval_batches": 8}, ("validation set", "64 sequences of 128", "128 sequences of 128")),
+        ({"whole_eval": True}, ("validation set", "and the whole split at the end")),
         ({"shape": {"seq_len": 64}}, ("validation set", "128 sequences of 64", "128 sequences of 128")),
         ({"no_cross_document": True}, ("validation set", "attention within documents")),
         ({"total_tokens": 40_960}, ("token budget (total_tokens)", "40,960", "20,480")),

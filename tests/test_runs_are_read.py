@@ -29,28 +29,58 @@ def test_a_finished_run_has_the_measures_that_its_lines_have(said, tmp_path):
             "step_seconds": 9.0 if number <= 10 else 0.1 * number,
             "bytes_sent": 10 * number,
             "skipped_steps": 2,
-            "mfu": 0.25,
+            "mfu": 0.25 if number <= 15 else 0.5,
             "flops": 100,
+            "grad_norm": 1.0,
         }
-    steps[5]["loss"] = 6.1  # above 1.2 x 5.0
-    steps[6]["loss"] = 5.9
+    steps[20]["tokens_per_second"] = 4096
     run = read_run(write_run(tmp_path / "r", said, steps))
     assert run.finished and not run.diverged and run.state == "finished" and run.remarks == ()
     assert run.measures() == pytest.approx(
         {
             "final_val_loss": 4.25,
-            "step_seconds": 1.55,  # the middle of 1.1, 1.2, ..., 2.0
-            "tokens_per_second": 2048,
-            "mfu": 0.25,
+            "step_seconds": 1.55,  # the mean of 1.1, 1.2, ..., 2.0
+            "tokens_per_second": (2048 * 13.5 + 4096 * 2.0) / 15.5,  # all tokens over all seconds
+            "mfu": (0.25 * 6.5 + 0.5 * 9.0) / 15.5,
             "seconds": 11,
             "peak_memory_bytes": 1020,
             "bytes_per_step": 105,
             "bytes_sent": 2100,
             "skipped_steps": 2,
-            "spikes": 1,
+            "spikes": 0,
             "flops": 2000,
         }
     )
+
+
+def test_spikes_are_large_gradient_norms_after_the_warm_up(said, tmp_path):
+    """Above 4 x the median of the 32 steps before; `said` has a warm-up of 8 steps."""
+    assert said["warmup_steps"] == 8
+    steps = lines(steps=60, grad_norm=1.0)
+    for number, norm in {3: 9.0, 8: 9.0, 9: 4.1, 20: 4.0, 30: 4.1, 31: 7.0}.items():  # in the warm-up, at the limit, above it
+        steps[number]["grad_norm"] = norm
+    for one in steps[41:]:
+        one["grad_norm"] = 3.0  # a new level, which is the median after 17 steps
+    steps[58]["grad_norm"] = 11.9
+    assert read_run(write_run(tmp_path / "r", said, steps)).measures()["spikes"] == 3
+    steps[59]["grad_norm"] = 12.1
+    steps[50]["loss"] = None
+    steps[52]["grad_norm"] = None  # an overflow in fp16
+    assert read_run(write_run(tmp_path / "more", said, steps)).measures()["spikes"] == 5
+    assert "spikes" not in read_run(write_run(tmp_path / "no_norms", said, lines())).measures()
+
+
+def test_the_final_loss_is_that_of_the_whole_split_where_it_was_evaluated(said, tmp_path):
+    whole = said | {"whole_eval": True}
+    steps = lines(final=4.0)
+    left_out = read_run(write_run(tmp_path / "left_out", whole, steps))
+    assert "final_val_loss" not in left_out.measures() and left_out.remarks == ("the run was not evaluated at its end",)
+    steps[-1]["whole_val_loss"] = 4.5
+    run = read_run(write_run(tmp_path / "r", whole, steps))
+    assert run.measures()["final_val_loss"] == 4.5 and run.remarks == () and run.columns["val_loss"][-1] == 4.0
+    steps[-1]["whole_val_loss"] = None
+    run = read_run(write_run(tmp_path / "lost", whole | {"eval_every": 0}, steps))
+    assert run.diverged and run.measures()["final_val_loss"] == math.inf
 
 
 def test_columns_have_an_entry_for_each_line(said, tmp_path):
@@ -108,7 +138,7 @@ def test_a_damaged_line_is_left_out_and_the_good_ones_after_it_are_read(damage, 
 
 
 def test_a_loss_that_is_no_number_ends_a_run_in_bf16(said, tmp_path):
-    steps = lines()[:8]
+    steps = lines(grad_norm=1.0)[:8]
     steps[-1]["loss"] = None
     run = read_run(write_run(tmp_path / "r", said, steps))
     assert run.diverged and run.state == "failed"
@@ -119,7 +149,7 @@ def test_a_loss_that_is_no_number_ends_a_run_in_bf16(said, tmp_path):
 
 
 def test_in_fp16_an_overflow_is_an_update_less(corpus, tmp_path):
-    steps = lines()
+    steps = lines(grad_norm=1.0)
     for number in (1, 2, 9):
         steps[number]["loss"] = None
     run = read_run(write_run(tmp_path / "r", description(corpus, *FP16), steps))

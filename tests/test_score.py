@@ -19,7 +19,7 @@ from launch import score
 from launch.errors import run_command
 from launch.formats.metrics import read_metrics
 from launch.trained_model.load import open_trained
-from launch.trained_model.scoring import estimate, text_bytes
+from launch.trained_model.scoring import estimate, text_bytes, window_losses
 from tests.commands import run_script
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -111,6 +111,51 @@ def test_some_windows_are_spread_evenly(runs, command):
     some, all_of_them = (scored(command, runs / "zero1_fp32", *more) for more in (["--windows", "60", "--batch_size", "7"], []))
     assert some["windows"] == 60
     assert abs(some["loss"] - all_of_them["loss"]) < 4 * some["loss_stderr"]
+
+
+def test_two_models_are_compared_on_the_same_windows(runs, exported, corpus, command):
+    """The fp32 run with the bf16 run, whose losses are computed here as those of each alone."""
+    one, other = runs / "zero1_fp32", runs / "zero3_bf16"
+    opened = open_corpus(corpus)
+    losses, theirs = (window_losses(open_trained(run).load_model(), opened, opened.val, 60) for run in (one, other))
+    found = scored(command, one, "--against", other, "--windows", "60")
+    against = found["against"]
+    assert (against["model"], against["step"], found["windows"]) == (str(other), 4, 60)
+    assert against["difference"] == pytest.approx((losses - theirs).mean(), abs=1e-6)
+    assert against["loss"] == pytest.approx(theirs.mean(), abs=1e-6) and found["loss"] == pytest.approx(losses.mean(), abs=1e-6)
+    assert against["difference_stderr"] < found["loss_stderr"], "the windows' own spread cancels"
+    low, high = against["difference_interval"]
+    assert low < against["difference"] < high
+    ratio = found["bits_per_byte"] / found["loss"]
+    assert against["difference_bits_per_byte"] == pytest.approx(against["difference"] * ratio)
+    back = scored(command, other, "--against", one, "--windows", "60")["against"]
+    assert back["difference"] == pytest.approx(-against["difference"], abs=1e-9)
+    code, out, _ = command(one, "--against", other, "--windows", "60")
+    assert code == 0 and f"difference      {against['difference']:+.4f} +- " in out
+
+
+def test_a_model_against_itself_is_exactly_equal(runs, exported, corpus, command):
+    for other in (runs / "zero1_fp32", exported):
+        against = scored(command, runs / "zero1_fp32", "--against", other, "--windows", "60")["against"]
+        assert (against["difference"], against["difference_stderr"], against["difference_interval"]) == (0, 0, [0, 0])
+
+
+def test_a_model_with_another_context_or_tokenizer_is_not_compared(runs, exported, others, one_rank, corpus, tmp_path, command):
+    flags = ["--deepspeed_config", "ds_configs/zero1_fp32.json", "--runs_dir", str(tmp_path), *TINY, "--steps", "1", "--eval_every", "0"]
+    for name, data, length in (("short", corpus, "16"), ("bytes", others / "same", "32")):
+        run = ["--run_name", name, "--data", str(data), "--seq_len", length]
+        one_rank.run("tests.distributed.jobs:pretrain", flags=[*flags, *run])
+    for name, words in (("short", "its context is 16 tokens"), ("bytes", "has 1,024 ids, but the model 300"), ("none", "no such folder")):
+        code, out, err = command(runs / "zero1_fp32", "--against", tmp_path / name)
+        (line,) = err.splitlines()
+        assert (code, out) == (2, "") and name in line and words in line
+
+
+def test_the_interval_of_a_difference_by_hand():
+    """Of four windows: mean 2, deviation sqrt(20/3), standard error sqrt(5/3), and Student's 3.18245 for 3 degrees of freedom."""
+    found = estimate(np.array([1.0, -1.0, 5.0, 3.0]))
+    assert (found.loss, found.error) == (2.0, pytest.approx(math.sqrt(5 / 3)))
+    assert found.interval == pytest.approx((2 - 3.18245 * math.sqrt(5 / 3), 2 + 3.18245 * math.sqrt(5 / 3)), rel=1e-5)
 
 
 def test_the_error_is_that_of_the_mean():

@@ -38,9 +38,9 @@ LOSS = "final_val_loss"
 #: Every figure in the order of the report: its label with the unit, the value of one unit, and the decimals shown.
 FIGURES = {
     LOSS: ("final validation loss (nats)", 1, 4),
-    "tokens_per_second": ("tokens per second, median", 1, 0),
-    "step_seconds": ("step time, median (ms)", 1e-3, 1),
-    "mfu": ("MFU, median (%)", 0.01, 2),
+    "tokens_per_second": ("tokens per second", 1, 0),
+    "step_seconds": ("step time, mean (ms)", 1e-3, 1),
+    "mfu": ("MFU (%)", 0.01, 2),
     "seconds": ("run time (s)", 1, 1),
     "seconds_to_target": ("time to the target loss (s)", 1, 1),
     "tokens_to_target": ("tokens to the target loss", 1, 0),
@@ -49,7 +49,7 @@ FIGURES = {
     "bytes_sent": ("sent per rank in the run (MiB)", 2**20, 1),
     "flops": ("TFLOPs of all ranks", 1e12, 2),
     "skipped_steps": ("skipped steps", 1, 1),
-    "spikes": ("loss spikes", 1, 1),
+    "spikes": ("spikes of the gradient norm", 1, 1),
 }
 #: Figures that are sums over a run, and so cannot be compared if the run ended early.
 SUMS = {"seconds", "bytes_sent", "flops", "skipped_steps", "spikes"}
@@ -339,10 +339,11 @@ def _losses_are_of(run: Run) -> dict[str, str]:
     described = run.description
     sequences = described["eval_batches"] * described["global_batch_size"]
     masked = ", attention within documents" if described["no_cross_document"] else ""
+    whole = ", and the whole split at the end" if described.get("whole_eval") else ""
     return {
         "corpus_fingerprint": described["corpus_fingerprint"][:16],
         "vocabulary": f"{described['corpus']['vocab_size']:,} ids",
-        "validation set": f"{sequences:,} sequences of {described['shape']['seq_len']:,} tokens{masked}",
+        "validation set": f"{sequences:,} sequences of {described['shape']['seq_len']:,} tokens{masked}{whole}",
         "token budget (total_tokens)": f"{described['total_tokens']:,}",
     }
 

@@ -272,7 +272,7 @@ def _metrics(runs: Sequence[Run]) -> list[str]:
     """The logged metrics other than losses and axes, unless all runs have the same constant; the rarest first."""
     found: dict[str, list[Column]] = {}
     for run in runs:
-        for name in run.columns.keys() - {*AXES, "loss", "val_loss"}:
+        for name in run.columns.keys() - {*AXES, "loss", "val_loss", "whole_val_loss"}:
             found.setdefault(name, []).append(run.columns[name][np.isfinite(run.columns[name])])
     varying = [name for name, columns in found.items() if len(np.unique(np.concatenate(columns))) > 1]
     return sorted(varying, key=lambda name: (len(found[name]), name))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import re
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,10 +23,11 @@ Column = npt.NDArray[np.float64]
 
 #: The columns that every run has, filled with NaN if its lines lack them.
 COLUMNS = ("step", "tokens", "seconds", "loss", "val_loss", "step_seconds", "tokens_per_second", "peak_memory_bytes", "bytes_sent", "flops")
-#: Steps that the medians of time exclude: the first ones compile, allocate and fill caches.
+#: Steps that the means of time exclude: the first ones compile, allocate and fill caches.
 WARM_UP_STEPS = 10
-#: A step whose loss exceeds the lowest one before it by this factor is a spike: the "loss ratio" of Li et al., arXiv 2108.06084, section 3.
-SPIKE_RATIO = 1.2
+#: A step after the warm-up is a spike if its gradient norm exceeds this x the median of the `SPIKE_WINDOW` steps before it.
+SPIKE_RATIO = 4.0
+SPIKE_WINDOW = 32
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,18 +66,20 @@ class Run:
     def measures(self) -> dict[str, float]:
         """The numbers that summarize the run up to its last line; those that it lacks are absent.
 
-        final_val_loss: nats per token; +inf if the run diverged, absent if it is unfinished or was not evaluated at its end.
-        step_seconds, tokens_per_second, mfu: medians over the steps after the first `WARM_UP_STEPS`.
+        final_val_loss: nats per token, of the whole validation split with `--whole_eval`, otherwise of the last evaluation; +inf if the
+        run diverged, absent if it is unfinished or was not evaluated at its end.
+        step_seconds: the mean over the steps after the first `WARM_UP_STEPS`. tokens_per_second, mfu: of these steps together.
         seconds, flops (of all ranks), bytes_sent (by rank 0): sums. bytes_per_step: the mean. peak_memory_bytes: of rank 0, the largest.
-        skipped_steps: updates skipped for an overflow in fp16. spikes: steps with a loss above `SPIKE_RATIO` x the lowest before, or a
-        non-finite one.
+        skipped_steps: updates skipped for an overflow in fp16. spikes: steps after the warm-up whose gradient norm exceeds
+        `SPIKE_RATIO` x the median of the `SPIKE_WINDOW` steps before, and steps with a non-finite loss.
         """
         columns = self.columns
         measures: dict[str, float] = {}
-        if self.diverged and self.description["eval_every"]:
+        final = columns.get(_final_loss(self.description), np.full(1, np.nan))
+        if self.diverged and (self.description["eval_every"] or self.description.get("whole_eval")):
             measures["final_val_loss"] = math.inf
-        elif self.finished and math.isfinite(final := columns["val_loss"][-1]):
-            measures["final_val_loss"] = float(final)
+        elif self.finished and math.isfinite(final[-1]):
+            measures["final_val_loss"] = float(final[-1])
         trained = columns["step"] > 0
         if not trained.any():
             return measures
@@ -86,17 +90,39 @@ class Run:
             if len(values):
                 measures[measure] = float(summary(values))
 
-        for name in ("step_seconds", "tokens_per_second", "mfu"):
-            summarize(name, np.median, after=WARM_UP_STEPS)
+        summarize("step_seconds", np.mean, after=WARM_UP_STEPS)
+        seconds = columns["step_seconds"]
+        for name in ("tokens_per_second", "mfu"):  # rates: their means over time
+            values = columns.get(name, np.full(len(seconds), np.nan))
+            timed = np.isfinite(values) & (seconds > 0) & (columns["step"] > WARM_UP_STEPS)
+            if timed.any():
+                measures[name] = float(np.average(values[timed], weights=seconds[timed]))
         for name in ("seconds", "skipped_steps", "flops"):
             summarize(name, lambda values: values[-1])
         summarize("peak_memory_bytes", np.max)
         summarize("bytes_per_step", np.mean, "bytes_sent")
         summarize("bytes_sent", np.sum)
-        loss = np.nan_to_num(columns["loss"][trained], nan=np.inf)
-        lowest_before = np.minimum.accumulate([np.inf, *loss[:-1]])
-        measures["spikes"] = float(np.count_nonzero((loss > SPIKE_RATIO * lowest_before) | np.isinf(loss)))
+        if (spikes := self._spikes(trained)) is not None:
+            measures["spikes"] = spikes
         return measures
+
+    def _spikes(self, trained: npt.NDArray[np.bool_]) -> float | None:
+        """The number of spikes in the rows `trained`; None if the run has no gradient norms."""
+        if "grad_norm" not in self.columns:
+            return None
+        norm, loss, step = (self.columns[name][trained] for name in ("grad_norm", "loss", "step"))
+        before = np.lib.stride_tricks.sliding_window_view(np.concatenate([np.full(SPIKE_WINDOW, np.nan), norm[:-1]]), SPIKE_WINDOW)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)  # no norm is before the first step
+            typical = np.nanmedian(before, axis=1)
+        warmup: Any = self.description.get("warmup_steps")
+        after_warmup = step > (warmup if is_finite_number(warmup) else 0)
+        return float(np.count_nonzero((after_warmup & (norm > SPIKE_RATIO * typical)) | ~np.isfinite(loss)))
+
+
+def _final_loss(description: dict[str, Any]) -> str:
+    """The key of the loss at the end of a run, in its last line."""
+    return "whole_val_loss" if description.get("whole_eval") else "val_loss"
 
 
 def read_run(folder: str | Path) -> Run:
@@ -120,7 +146,7 @@ def read_run(folder: str | Path) -> Run:
     if not lines:
         remarks.append("metrics.jsonl contains no step")
     columns = _columns(lines)
-    for key, name in (("loss", "training loss"), ("val_loss", "validation loss")):
+    for key, name in (("loss", "training loss"), ("val_loss", "validation loss"), ("whole_val_loss", "loss of the whole validation split")):
         steps = [line["step"] for line in lines if key in line and not is_finite_number(line[key])]
         if steps:
             remarks.append(f"the {name} is not finite in {len(steps)} step{'s' * (len(steps) > 1)}, first in step {steps[0]}")
@@ -146,8 +172,8 @@ def _ending(folder: Path, description: dict[str, Any], lines: list[dict[str, Any
     tokens, total = last.get("tokens"), description["total_tokens"]
     tokens = tokens if is_finite_number(tokens) else 0
     if lines and tokens >= total:
-        diverged = "val_loss" in last and not is_finite_number(last["val_loss"])
-        if not diverged and description["eval_every"] and "val_loss" not in last:
+        diverged = any(key in last and not is_finite_number(last[key]) for key in ("val_loss", "whole_val_loss"))
+        if not diverged and (description["eval_every"] or description.get("whole_eval")) and _final_loss(description) not in last:
             remarks.append("the run was not evaluated at its end")
         return True, diverged
     error = _last_error(folder)

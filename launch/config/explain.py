@@ -57,8 +57,8 @@ PARTS = {
 FLOPS = {"per_token": "a token", "per_step": "a step", "per_step_and_rank": "a step and rank", "run": "the run"}
 #: The run's own values, in the order of the flags' help; those with a home in the engine's JSON are shown there.
 RUN_VALUES = (
-    *("preset", "data", "steps", "seed", "run_name", "runs_dir", "resume", "eval_every", "eval_batches", "save_every", "keep"),
-    *("histogram_every", "block_similarity", "ranks"),
+    *("preset", "data", "steps", "seed", "run_name", "runs_dir", "perturb_init", "resume", "eval_every", "eval_batches"),
+    *("whole_eval", "save_every", "keep", "histogram_every", "block_similarity", "ranks"),
 )
 
 

@@ -119,6 +119,14 @@ def build_parser() -> Parser:
         help="start from the weights of a Hugging Face folder of GPT2LMHeadModel of the same sizes: an export's, or a published GPT-2",
     )
     run.add_argument(
+        "--perturb_init",
+        type=real_number(0, 1),
+        default=0.0,
+        metavar="SIGMA",
+        help="add normal noise to the initial weights, SIGMA x their standard deviation, for example 1e-3: it shows how far two runs on "
+        "the same data drift apart (0)",
+    )
+    run.add_argument(
         "--resume",
         nargs="?",
         const=True,
@@ -210,6 +218,9 @@ def add_evaluation_flags(group: argparse._ArgumentGroup) -> argparse._ArgumentGr
     natural, positive = whole_number(0), whole_number(1)
     group.add_argument("--eval_every", type=natural, help="steps between evaluations on validation text; 0 is off (a tenth of the run)")
     group.add_argument("--eval_batches", type=positive, default=16, help="global batches of validation text an evaluation reads (16)")
+    group.add_argument(
+        "--whole_eval", action="store_true", help="after the last step, also evaluate the whole validation split: whole_val_loss"
+    )
     return group
 
 

@@ -55,8 +55,8 @@ AUTO_KEYS = {
 }
 #: Flags that a run takes as they are.
 AS_GIVEN = (
-    *("runs_dir", "resume", "data", "seed", "preset", "no_cross_document", "init_from", "eval_batches", "keep", "histogram_every"),
-    *("block_similarity", "quiet"),
+    *("runs_dir", "resume", "data", "seed", "preset", "no_cross_document", "init_from", "perturb_init", "eval_batches"),
+    *("whole_eval", "keep", "histogram_every", "block_similarity", "quiet"),
 )
 #: DeepSpeed's default for `offload_param.buffer_size`, elements.
 BUFFER_SIZE = 100_000_000
@@ -85,6 +85,7 @@ class RunConfig:
     shape: ModelShape
     no_cross_document: bool
     init_from: str | None
+    perturb_init: float
     recipe: str | None
     config_file: str
     engine: dict[str, Any]  # the JSON for DeepSpeed, complete: no "auto", none of our own sections
@@ -102,6 +103,7 @@ class RunConfig:
     warmup_steps: int
     eval_every: int
     eval_batches: int
+    whole_eval: bool
     save_every: int
     keep: int
     histogram_every: int
@@ -134,6 +136,7 @@ class RunConfig:
             **asdict(self.shape),
             vocab_size=self.vocab_size,
             init_seed=self.seed,
+            init_noise=self.perturb_init,
             document_end=end if self.no_cross_document else None,
         )
 
@@ -262,6 +265,8 @@ def resolve(argv: list[str], ranks: int | None = None) -> tuple[RunConfig, argpa
         engine.settle(("gradient_clipping",), 1.0, "DeepSpeed's default")
     if flags.block_similarity and flags.eval_every == 0:
         engine.fault_of_run("--block_similarity is measured at evaluations, and --eval_every 0 makes none; leave out one of the two")
+    if flags.perturb_init and flags.init_from is not None:
+        engine.fault_of_run("--perturb_init perturbs weights that are drawn, and --init_from reads them; leave out one of the two")
     engine.raise_faults()
     check_with_deepspeed(engine, claimed)
     engine.raise_faults()

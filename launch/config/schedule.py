@@ -140,7 +140,8 @@ def _engine_schedule(
     params = engine.values["scheduler"].get("params") or {}
     if "warmup_max_lr" in rules and not engine.is_faulty(*PATH, "warmup_max_lr"):
         lr = _peak(engine, kind, lr, params.get("warmup_max_lr", rules["warmup_max_lr"].get("default", lr)))
-    return Schedule({"type": kind, "params": params}, lr, 0.0, params.get("warmup_num_steps", 0))
+    steps_of_warmup = params.get("warmup_num_steps", rules.get("warmup_num_steps", {}).get("default", 0))
+    return Schedule({"type": kind, "params": params}, lr, 0.0, steps_of_warmup)
 
 
 def _peak(engine: EngineJson, kind: str, lr: float, peak: float) -> float:

@@ -7,11 +7,13 @@ import math
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from scipy import stats
 from tqdm import tqdm
 
 from data_pipeline.loader import Loader
@@ -31,31 +33,32 @@ DECODED_TOKENS = 1 << 20
 
 
 class Estimate(NamedTuple):
-    """A mean loss, nats a token, and its standard error, which is None for a single window."""
+    """A mean over windows, its standard error, and its 95% interval; the last two are None for a single window."""
 
     loss: float
     error: float | None
+    interval: tuple[float, float] | None
 
 
 def score(flags: argparse.Namespace) -> dict[str, Any]:
     """The score that the flags of `launch/score.py` ask for, as a JSON object. Raises UsageError, one line."""
     trained = open_trained(flags.source, checkpoint=flags.checkpoint)
-    corpus, notes = _corpus(trained, flags.data)
+    corpus, notes = _corpus(trained, flags.data, f"--data {flags.data}")
+    other = None
+    if flags.against is not None:
+        other, others_notes = _open_other(flags.against, trained, corpus)
+        notes = [*notes, *others_notes]
     for note in notes if not flags.quiet else ():
         print_once(f"note: {note}", sys.stderr)
     split: Split = getattr(corpus, flags.split)
-    seq_len, device = trained.config.seq_len, torch.device(device_type())
+    seq_len = trained.config.seq_len
     total = split.windows(seq_len)
     windows = min(flags.windows or total, total)
-    model = trained.load_model().to(device, getattr(torch, DTYPES[flags.dtype]))
     start = time.monotonic()
-    # disable=None: no bar where standard error is not a terminal
-    with tqdm(total=windows, unit="window", dynamic_ncols=True, leave=False, disable=True if flags.quiet else None) as bar:
-        losses = window_losses(model, corpus, split, windows, flags.batch_size, bar.update)
-    seconds = time.monotonic() - start
+    losses = _losses(trained, corpus, split, windows, flags)
     found = estimate(losses)
-    if not math.isfinite(found.loss):
-        raise UsageError(f"{trained.folder}: the loss is {found.loss} in {flags.dtype}; try --dtype fp32, or an earlier --checkpoint")
+    compared = None if other is None else (other, _losses(other, corpus, split, windows, flags))
+    seconds = time.monotonic() - start
     n_bytes = text_bytes(corpus, split, tokenizer_of_corpus(corpus)[0])
     # The ratio of the whole split, so that a loss from a log or another program gives the same figure.
     to_bits = None if n_bytes is None else split.n_tokens / n_bytes / math.log(2)
@@ -84,11 +87,55 @@ def score(flags: argparse.Namespace) -> dict[str, Any]:
         "bits_per_byte_stderr": scaled(found.error, to_bits),
         "seconds": round(seconds, 2),
         "notes": notes,
+        **({} if compared is None else {"against": _against(losses, *compared, to_bits)}),
     }
 
 
-def _corpus(trained: TrainedModel, data: str | None) -> tuple[Corpus, list[str]]:
-    """The corpus, whose ids must be those of the model, and notes. Raises UsageError without a corpus, or for another tokenizer's."""
+def _open_other(source: str, trained: TrainedModel, corpus: Corpus) -> tuple[TrainedModel, list[str]]:
+    """The model of `--against`, and notes. Raises UsageError if it cannot read the windows of `trained` in `corpus`."""
+    other, alone = open_trained(source), "compare the bits per byte of the two models, each scored alone"
+    try:
+        notes = _corpus(other, corpus.path, f"--against {source}: {corpus.path}")[1]
+    except UsageError as reason:
+        raise UsageError(f"{reason.faults[0].rpartition('; ')[0]}; {alone}") from None
+    if (theirs := other.config.seq_len) != (own := trained.config.seq_len):
+        raise UsageError(f"--against {source}: its context is {theirs:,} tokens, and that of {trained.folder} is {own:,}; {alone}")
+    return other, notes
+
+
+def _losses(trained: TrainedModel, corpus: Corpus, split: Split, windows: int, flags: argparse.Namespace) -> np.ndarray:
+    """`window_losses` of a model, with a progress bar. Raises UsageError if their mean is not finite."""
+    model = trained.load_model().to(torch.device(device_type()), getattr(torch, DTYPES[flags.dtype]))
+    # disable=None: no bar where standard error is not a terminal
+    with tqdm(total=windows, unit="window", dynamic_ncols=True, leave=False, disable=True if flags.quiet else None) as bar:
+        losses = window_losses(model, corpus, split, windows, flags.batch_size, bar.update)
+    if not math.isfinite(loss := losses.mean()):
+        raise UsageError(f"{trained.folder}: the loss is {loss} in {flags.dtype}; try --dtype fp32, or an earlier --checkpoint")
+    return losses
+
+
+def _against(losses: np.ndarray, other: TrainedModel, other_losses: np.ndarray, to_bits: float | None) -> dict[str, Any]:
+    """The paired difference of `losses` to those of another model on the same windows. to_bits: bits per byte of a nat per token."""
+    paired, theirs = estimate(losses - other_losses), estimate(other_losses)
+    return {
+        "model": str(other.folder),
+        "checkpoint": other.checkpoint_name,
+        "step": other.step,
+        "loss": theirs.loss,
+        "loss_stderr": theirs.error,
+        "difference": paired.loss,
+        "difference_stderr": paired.error,
+        "difference_interval": paired.interval,
+        "difference_bits_per_byte": None if to_bits is None else paired.loss * to_bits,
+    }
+
+
+def _corpus(trained: TrainedModel, data: str | Path | None, where: str) -> tuple[Corpus, list[str]]:
+    """The corpus, whose ids must be those of the model, and notes. where: begins messages about the corpus.
+
+    Raises:
+        UsageError: there is no corpus, or it is another tokenizer's.
+    """
     run = trained.description
     if data is None:
         if trained.corpus is None:
@@ -99,15 +146,15 @@ def _corpus(trained: TrainedModel, data: str | None) -> tuple[Corpus, list[str]]
     if run is not None and run.get("corpus_fingerprint") == corpus.fingerprint:
         return corpus, []
     if corpus.vocab_size > vocab_size:
-        raise UsageError(f"--data {data}: has {corpus.vocab_size:,} ids, but the model {vocab_size:,}; use the model's tokenizer")
+        raise UsageError(f"{where}: has {corpus.vocab_size:,} ids, but the model {vocab_size:,}; use the model's tokenizer")
     if trained.tokenizer is None and run is not None:
-        raise UsageError(f"--data {data}: is not the run's corpus, and the run's tokenizer cannot be loaded: {trained.no_tokenizer}")
+        raise UsageError(f"{where}: is not the run's corpus, and the run's tokenizer cannot be loaded: {trained.no_tokenizer}")
     own, reason = tokenizer_of_corpus(corpus)
     if trained.tokenizer is None or own is None:
         return corpus, [f"whether {data} was made with the model's tokenizer is unknown: {trained.no_tokenizer or reason}"]
     if (differs := difference(corpus, own, trained.tokenizer)) is not None:
         raise UsageError(
-            f"--data {data}: was made with another tokenizer than the model's: {differs}; prepare the text again with --tokenizer and the"
+            f"{where}: was made with another tokenizer than the model's: {differs}; prepare the text again with --tokenizer and the"
             " model's tokenizer"
         )
     return corpus, []
@@ -138,17 +185,19 @@ def estimate(losses: np.ndarray) -> Estimate:
     """The mean of the windows' losses and its standard error.
 
     Neighbouring windows of one document are correlated. The error is therefore that of batch means (Flegal and Jones, arXiv 0811.1729:
-    about sqrt(n) batches of consecutive windows) if it is larger than that of independent windows.
+    about sqrt(n) batches of consecutive windows) if it is larger than that of independent windows. The interval is Student's, with the
+    degrees of freedom of the batches, or of the windows if there are fewer than 16.
     """
-    n = len(losses)
+    n, mean = len(losses), float(losses.mean())
     if n < 2:
-        return Estimate(float(losses.mean()), None)
-    error = float(losses.std(ddof=1)) / math.sqrt(n)
+        return Estimate(mean, None, None)
+    error, freedom = float(losses.std(ddof=1)) / math.sqrt(n), n - 1
     batches = math.isqrt(n)
     if batches >= 4:
         means = np.array([part.mean() for part in np.array_split(losses, batches)])
-        error = max(error, float(means.std(ddof=1)) / math.sqrt(batches))
-    return Estimate(float(losses.mean()), error)
+        error, freedom = max(error, float(means.std(ddof=1)) / math.sqrt(batches)), batches - 1
+    half = float(stats.t.ppf(0.975, freedom)) * error
+    return Estimate(mean, error, (mean - half, mean + half))
 
 
 def text_bytes(corpus: Corpus, split: Split, tokenizer: Tokenizer | None) -> int | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import torch
 
 from data_pipeline.loader import Loader
@@ -12,7 +14,10 @@ from launch.training.observers import Observer
 
 
 class Evaluation:
-    """The loss on a fixed set of validation windows: `eval_batches` global batches, the same for every number of ranks."""
+    """The loss on fixed validation windows, the same for every number of ranks.
+
+    windows: the number that an evaluation during the run reads, at most `eval_batches` global batches. all_windows: of the whole split.
+    """
 
     def __init__(self, config: RunConfig, collectives: Collectives, observer: Observer):
         self.config, self.collectives, self.observer = config, collectives, observer
@@ -20,18 +25,21 @@ class Evaluation:
         self.loader = Loader(
             corpus.val, None, config.shape.seq_len, corpus.vocab_size, collectives.rank, collectives.world_size, collectives.device
         )
-        self.windows = min(config.eval_batches * config.global_batch_size, corpus.val.windows(config.shape.seq_len))
+        self.all_windows = corpus.val.windows(config.shape.seq_len)
+        self.windows = min(config.eval_batches * config.global_batch_size, self.all_windows)
 
     @torch.no_grad()
-    def loss(self, engine: TrainingEngine, step: int) -> float:
-        """Mean cross-entropy in nats per token. Its traffic is not counted."""
+    def loss(self, engine: TrainingEngine, step: int, whole: bool = False) -> float:
+        """Mean cross-entropy in nats per token. Its traffic is not counted. whole: of the whole split, which no observer watches."""
+        windows, watching = (self.all_windows, nullcontext()) if whole else (self.windows, self.observer.evaluation(step))
         engine.deepspeed.eval()
         total = torch.zeros(2, dtype=torch.float64, device=self.collectives.device)  # sum over windows, windows
-        with self.collectives.uncounted(), engine.techniques.evaluation_weights(), self.observer.evaluation(step):
-            for tokens, weight in self.loader.validation_batches(self.windows, self.config.micro_batch_size):
+        with self.collectives.uncounted(), engine.techniques.evaluation_weights(), watching:
+            for tokens, weight in self.loader.validation_batches(windows, self.config.micro_batch_size):
                 loss = engine.loss(tokens)
                 if weight:
-                    self.observer.after_evaluated_batch()
+                    if not whole:
+                        self.observer.after_evaluated_batch()
                     total += torch.stack([loss.double() * weight, torch.full_like(total[0], weight)])
             self.collectives.all_reduce(total)
         engine.deepspeed.train()

@@ -220,6 +220,8 @@ class RunFolder:
             with _one_line_on_os_error(self.path):
                 self._write_run_json({"at": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "step": state["step"], "tokens": state["tokens"]})
         loss = "" if state["val_loss"] is None else f", validation loss {state['val_loss']:.4f}"
+        if "whole_val_loss" in state:
+            loss += f", of the whole validation split {state['whole_val_loss']:.4f}"
         self.log(f"{self.path}: step {state['step']}, {state['tokens']:,} tokens{loss}; the curve is {picture}", always=True)
 
     def _draw_loss(self, config: RunConfig) -> Path:
@@ -234,6 +236,12 @@ class RunFolder:
         assert self._metrics is not None, "begin comes first"
         with _one_line_on_os_error(self.path):
             self._metrics.write(line, durable)
+
+    def add_to_last_metrics(self, values: dict[str, Any]) -> None:
+        """Add `values` to the last line of `metrics.jsonl`, and to TensorBoard."""
+        assert self._metrics is not None, "begin comes first"
+        with _one_line_on_os_error(self.path):
+            self._metrics.add_to_last(values)
 
     def write_histograms(self, line: dict[str, Any]) -> None:
         """Append the histograms of one step to `histograms.jsonl`, draw them, and log what fp16 would lose."""
@@ -284,7 +292,8 @@ class NoFolder:
     def log(self, *_: Any, **__: Any) -> None:
         pass
 
-    log_start = log_end = log_failure = begin = write_metrics = write_histograms = write_similarity = abandon = close = log
+    log_start = log_end = log_failure = begin = write_metrics = add_to_last_metrics = log
+    write_histograms = write_similarity = abandon = close = log
 
 
 def _picture() -> ModuleType:

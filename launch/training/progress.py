@@ -39,6 +39,8 @@ def describe_start(config: RunConfig, engine: TrainingEngine, meter: Meter, eval
     if config.eval_every:
         unseen = "text" if config.corpus.eot_id is None else "whole documents"
         yield f"validation loss: the mean over {evaluation.windows:,} sequences of {unseen} that the run is not trained on"
+    if config.whole_eval:
+        yield f"after the last step, the loss on the whole validation split is evaluated, {evaluation.all_windows:,} sequences"
     if meter.collectives.device.type == "cpu":
         cores = f"{len(os.sched_getaffinity(0))} of {os.cpu_count()}"
         yield f"{' or '.join(map(str, dict.fromkeys(meter.threads)))} thread(s) a rank, which may use {cores} core(s) of this host"

@@ -16,7 +16,7 @@ IDENTITY = ("seed", "shape", "no_cross_document", "corpus_fingerprint", "global_
 #: Values that differ between two starts of the same run; not listed as changes.
 INCIDENTAL = ("created", "command", "resume", "quiet", "interleaved", "finished", "run_id")
 #: Ignored on resume: the weights come from the checkpoint.
-INITIAL_WEIGHTS = "init_from"
+INITIAL_WEIGHTS = ("init_from", "perturb_init")
 
 
 def resume_description(run: Path, description: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
@@ -40,12 +40,12 @@ def resume_description(run: Path, description: dict[str, Any]) -> tuple[dict[str
     changes = [
         change
         for key, value in description.items()
-        if key not in (*INCIDENTAL, INITIAL_WEIGHTS)
+        if key not in (*INCIDENTAL, *INITIAL_WEIGHTS)
         for change in _changes(key, before.get(key), value)
     ]
     first_start = ["created", "command", "interleaved", "run_id"]
     if complete_checkpoints(run / "checkpoints"):
-        first_start.append(INITIAL_WEIGHTS)
+        first_start += INITIAL_WEIGHTS
     resume = {key: description.get(key) for key in ("created", "command", "interleaved")}
     kept = {key: before.get(key) for key in first_start}
     return {**description, **kept, "resumes": [*before.get("resumes", []), resume]}, changes

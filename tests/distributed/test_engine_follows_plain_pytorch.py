@@ -6,7 +6,6 @@ GPUs (a rank needs one of its own).
 
 from __future__ import annotations
 
-import itertools
 import json
 from collections.abc import Callable
 from functools import cache
@@ -37,8 +36,8 @@ FORMS = {
 
 
 def grid(is_quick: Callable[[str, int, int], bool]) -> pytest.MarkDecorator:
-    """All of (form, accumulation, ranks); what is not quick is left to `make test_all`."""
-    every = itertools.product(FORMS, (1, 3), (1, 2))
+    """Every form, plain and with accumulation on two ranks: (form, accumulation, ranks); what is not quick is left to `make test_all`."""
+    every = [(form, *at) for form in FORMS for at in ((1, 1), (3, 2))]
     marked = [pytest.param(*case, marks=[] if is_quick(*case) else pytest.mark.long) for case in every]
     return pytest.mark.parametrize(("form", "accumulation", "ranks"), marked)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 
@@ -92,6 +93,46 @@ def test_the_validation_loss_is_the_same_for_one_and_two_ranks(one_rank, two_ran
         losses.append([line["val_loss"] for line in lines if "val_loss" in line])
     assert len(losses[0]) == 3
     assert losses[0] == pytest.approx(losses[1], abs=1e-5)
+
+
+def test_the_whole_split_is_evaluated_after_the_last_step(one_rank, two_ranks, corpus, tmp_path):
+    """On any number of ranks, beside the curve; where the evaluation was missing, a resume adds it."""
+    windows = ["--eval_every", "3", "--eval_batches", "3"]
+    (reference,) = one_rank.run(
+        "tests.distributed.jobs:pretrain",
+        flags=flags(corpus, tmp_path, "zero3_fp32", "--run_name", "all", "--eval_every", "6", "--eval_batches", "1000000"),
+    )
+    for pool, more in ((one_rank, windows), (two_ranks, windows), (two_ranks, ["--eval_every", "0"])):
+        name = f"r{pool.size}{len(more)}"
+        plain = pretrain(pool, corpus, tmp_path, "zero3_fp32", "--run_name", name, *more)
+        resumed = pretrain(pool, corpus, tmp_path, "zero3_fp32", "--run_name", name, *more, "--whole_eval", "--resume")
+        assert resumed[:-1] == plain[:-1]
+        assert resumed[-1] == plain[-1] | {"whole_val_loss": pytest.approx(reference[-1]["val_loss"], abs=1e-5)}
+        lines = pretrain(pool, corpus, tmp_path, "zero3_fp32", "--run_name", f"{name}-at-once", *more, "--whole_eval")
+        assert [line.get("loss") for line in lines] == [line.get("loss") for line in plain]
+        assert lines[-1].get("val_loss") == plain[-1].get("val_loss") and lines[-1]["whole_val_loss"] == resumed[-1]["whole_val_loss"]
+        assert "whole_val_loss" not in lines[-2]
+        log = (tmp_path / f"{name}-at-once" / "log.txt").read_text().splitlines()
+        assert f"of the whole validation split {lines[-1]['whole_val_loss']:.4f}" in log[-1]
+        assert any(f"{open_corpus(corpus).val.windows(32):,} sequences" in line for line in log[:-1])
+
+
+def test_perturbed_weights_change_nothing_but_the_weights(one_rank, two_ranks, corpus, tmp_path):
+    """The same noise on every number of ranks and stage; the same batches: with frozen weights each step's loss is nearly the same."""
+
+    def losses(pool, stage: int, *sigma: str) -> list[float]:
+        still = ["--run_name", f"r{pool.size}-{stage}-{sigma}", "--lr", "1e-30", "--min_lr", "0", "--eval_every", "0"]
+        perturbed = [word for one in sigma for word in ("--perturb_init", one)]
+        return [line["loss"] for line in pretrain(pool, corpus, tmp_path, f"zero{stage}_fp32", *still, *perturbed)]
+
+    plain = losses(one_rank, 1)
+    assert losses(one_rank, 1, "0") == plain
+    noisy = losses(one_rank, 1, "1e-2")
+    changes = [abs(a - b) for a, b in zip(plain, noisy, strict=True)]
+    assert 0 < max(changes) < 1e-3 < max(plain) - min(plain)
+    for pool, stage in ((two_ranks, 0), (two_ranks, 3)):
+        assert losses(pool, stage, "1e-2") == pytest.approx(noisy, abs=2e-6)
+    assert json.loads((tmp_path / "r2-3-('1e-2',)" / "run.json").read_text())["perturb_init"] == 0.01
 
 
 def test_the_learning_rate_warms_up_and_ends_at_its_minimum(one_rank, corpus, tmp_path):
