@@ -18,6 +18,7 @@ import pytest
 from launch.comparison.comparison import Absent, Comparison, compare, compare_experiments
 from launch.comparison.page import PALETTE, draw_losses, mean_columns, started_runs, thinned, write_page
 from launch.comparison.runs import read_run
+from recipes.registry import ROOT, read_recipe, read_testbed
 
 DESCRIPTION: dict[str, Any] = {
     "created": "2026-03-01T12:00:00+0000",
@@ -103,7 +104,7 @@ def control_and_recipe(folder: Path, steps: int, seeds: int = 3, **changed: Any)
 
 
 class Page:
-    """A report in a headless Chromium."""
+    """A report in a headless Chromium, switched to the validation loss. shown_first: what the chart shows before."""
 
     def __init__(self, driver: Any):
         self.driver = driver
@@ -116,6 +117,8 @@ class Page:
     def open(self, folder: Path, scheme: str = "light", width: int = 1280) -> Page:
         self.media(scheme, width)
         self.driver.get(f"file://{folder}/report.html")
+        self.shown_first = self.js("document.querySelector('[name=loss]:checked').value")
+        self.click("[name=loss][value=val_loss]")
         return self
 
     def js(self, expression: str, *arguments: Any) -> Any:
@@ -189,13 +192,57 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
+@pytest.fixture(scope="module")
+def judged(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The report of two recipes on a testbed, with the planned seeds."""
+    out = tmp_path_factory.mktemp("judged")
+    testbed, sides = read_testbed("nano-0.5M"), {}
+    for name, recipe, better in (("control", None, 0.0), ("zero_1", "zero_1", 0.0), ("lamb", "lamb", 0.3)):
+        folders = [write_run(out / "runs" / f"{name}-{seed}", seed, 100, recipe, better, interleaved=f"{seed}") for seed in range(1, 6)]
+        sides[name] = [read_run(folder) for folder in folders]
+    recipes = [read_recipe(ROOT / "recipes" / name) for name in ("zero_1", "lamb")]
+    write_page(compare_experiments([(recipe, testbed, sides["control"], sides[recipe.name]) for recipe in recipes]), out)
+    return out
+
+
+@pytest.mark.parametrize(("scheme", "width"), [("dark", 1280), ("light", 360)])
+def test_the_first_screen_says_which_is_better_and_why_to_believe_it(page, judged, scheme, width):
+    page.open(judged, scheme, width)
+    text = page.js("document.querySelector('[aria-labelledby=answers]').innerText")
+    assert "zero_1 on nano-0.5M" in text and "The final validation loss differs from the control's by at most 0.01." in text
+    assert "lamb ends better than its control, by 0." in text and "A step takes " in text
+    assert "5 pairs of runs with the same seed, interleaved. The claims are judged on testbed nano-0.5M" in text
+    assert "lamb against zero_1 on nano-0.5M" in text and "No claim compares them." in text, "two recipes are compared directly"
+    assert page.js("document.querySelectorAll('.forest .label').length") == 3
+    assert page.js("document.querySelectorAll('.forest .region').length") == 1, "the one claim"
+    places = page.js("['answers', 'setting', 'curves', 'figures'].map(id => document.getElementById(id).getBoundingClientRect().top)")
+    assert places == sorted(places)
+    assert width < 1280 or page.js("document.querySelector('.forest').getBoundingClientRect().bottom < innerHeight")
+    assert page.is_sound()
+
+
+def test_pairs_are_shown_by_seed_and_as_differences(page, judged):
+    page.open(judged)
+    assert page.shown_first == "val_loss-control"
+    rows = page.js("Array.from(document.querySelector('.pairs tbody').rows, row => Array.from(row.cells, cell => cell.innerText.trim()))")
+    assert [row[0] for row in rows] == ["1", "2", "3", "4", "5"]
+    for _, control, own, gap, _, ratio in rows:
+        assert float(gap.replace("−", "-")) == pytest.approx(float(own) - float(control), abs=2e-4)
+        assert float(ratio) > 0
+    page.click("[name=loss][value=val_loss-control]")
+    page.choose("show", "2")  # lamb against zero_1
+    own, other = (read_run(judged / "runs" / f"{name}-1").columns["val_loss"] for name in ("lamb", "zero_1"))
+    y = page.js("Array.from(document.getElementById('loss').data.find(t => t.name.endsWith('lamb-1')).y)")
+    np.testing.assert_allclose(y, (own - other)[np.isfinite(own)], atol=1e-5)
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [pytest.param(1280, marks=pytest.mark.long), 360])
 def test_every_axis_can_be_switched_to(page, report, scheme, width):
     page.open(report, scheme, width)
     assert page.axis() == ("tokens", 0, 2000 * TOKENS)
     tables = page.js("Array.from(document.querySelectorAll('.scroll'), one => one.clientWidth <= innerWidth)")
-    assert len(tables) == 4 and all(tables)
+    assert len(tables) == 5 and all(tables)
     for axis, title, low, high in (
         ("step", "steps", 0, 2000),
         ("seconds", "seconds", 2.9, pytest.approx(623, abs=3)),
