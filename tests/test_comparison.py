@@ -7,7 +7,6 @@ import dataclasses
 import json
 import math
 
-import numpy as np
 import pytest
 
 from launch.comparison.comparison import REPEATED, Absent, claims_in_table, compare, compare_experiments, differences, group, settings
