@@ -94,6 +94,11 @@ def test_claims_are_judged_with_the_planned_seeds_only(make):
         assert any(f"exploratory, without verdicts: {seeds} seeds" in remark for remark in other.remarks)
 
 
+def test_values_that_are_tuned_for_each_side_are_expected_on_a_testbed(make):
+    tuned = make("b", (*PLD, "--lr", "0.001", "--warmup_steps", "5"))
+    assert on_testbed([make("a", ZERO_1)], [tuned], seeds=1).remarks == ()
+
+
 def test_a_recipe_without_claims_on_the_testbed_is_not_judged(make):
     recipe = dataclasses.replace(read_recipe(ROOT / PLD[1]), experiments={})
     comparison = compare_experiments([(recipe, TESTBED, [make("a", ZERO_1)], [make("b", PLD)])])
@@ -320,10 +325,8 @@ def test_recipes_that_share_runs_share_a_side(make):
 def test_losses_of_different_things_are_refused_or_marked(change, values, make):
     runs = [make("a", ZERO_1, 1), make("b", ZERO_1, 2), make("c", PLD, 1, change=change), make("d", PLD, 2, change=change)]
     recipe = read_recipe(ROOT / "recipes/progressive_layer_drop")
-    for compared in (
-        lambda force: compare(runs, force),
-        lambda force: compare_experiments([(recipe, None, runs[:2], runs[2:])], (), force),
-    ):
+    experiments = [(recipe, None, runs[:2], runs[2:])]
+    for compared in (lambda force: compare(runs, force), lambda force: compare_experiments(experiments, (), force)):
         with pytest.raises(UsageError) as refusal:
             compared(False)
         (fault,) = refusal.value.faults

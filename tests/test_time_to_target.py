@@ -37,8 +37,9 @@ def simulated(curve, at, noise, between_seeds, ratio=1.25, experiments=400, seed
         losses = losses + noise * generator.normal(size=(experiments, seeds, len(EVALUATIONS)))
         return [{seed: reached_at(EVALUATIONS, loss, target) for seed, loss in enumerate(one)} for one in losses]
 
-    found = [ratio_to_target(*sides) for sides in zip(side(1), side(ratio), strict=True)]
-    assert all(one.bound == "" for one in found)
+    everything = [ratio_to_target(*sides) for sides in zip(side(1), side(ratio), strict=True)]
+    found = [one for one in everything if one.bound == ""]
+    assert len(found) >= 0.99 * experiments
     covered = np.mean([one.ratio.low <= ratio <= one.ratio.high for one in found])
     return math.exp(np.mean([math.log(one.ratio.mean) for one in found])), covered
 

@@ -459,14 +459,17 @@ def _pair_remarks(pair: Pair) -> Iterator[str]:
         yield "not all runs were interleaved, so differences in time may come from the load of the machine at different times"
     if any(_section(one.key) == "machine" for one in pair.differences):
         yield "not all runs used the same machine, so differences in time and memory may come from the machine"
-    if pair.recipe and (others := [one.key for one in pair.differences if not _is_expected(one.key, pair.recipe)]):
+    if pair.recipe and (others := [one.key for one in pair.differences if not _is_expected(one.key, pair)]):
         yield f"settings that the recipe does not name differ too, and may cause the effect: {', '.join(others)}"
 
 
-def _is_expected(key: str, recipe: Recipe) -> bool:
-    """Whether a recipe names `key` as a difference to its control, or it is a circumstance or follows from other settings."""
+def _is_expected(key: str, pair: Pair) -> bool:
+    """Whether the recipe names `key` as a difference to its control, it is tuned for each side, a circumstance, or follows from others."""
     in_json = key.removeprefix("engine.").removeprefix("techniques.")
-    return _section(key) in CIRCUMSTANCES or key in DERIVED or any(f"{in_json}.".startswith(f"{named}.") for named in recipe.differs)
+    named = pair.recipe.differs if pair.recipe else []
+    tuned = {*(pair.testbed.tuned if pair.testbed else ()), *(pair.experiment.tuned if pair.experiment else ())}
+    is_tuned = key.rpartition(".")[2] in (tuned | {"min_lr"} if "lr" in tuned else tuned)
+    return is_tuned or _section(key) in CIRCUMSTANCES or key in DERIVED or any(f"{in_json}.".startswith(f"{one}.") for one in named)
 
 
 def _numbers(run: Run) -> dict[str, float]:

@@ -15,12 +15,16 @@ claim that is not measured yet counts with p = 1. Adjusted p-values only fall wh
 Assumptions:
 
 - Pairs are independent and roughly normal. Noise with the same skew in recipe and control, such as that of step times, cancels to a
-  symmetric distribution. Other skew does not.
-- The number of seeds was fixed in advance, by `seeds_needed` for instance. Adding seeds after a look is a second try, so no verdict says
-  how many more would decide.
-- Verdicts with a direction are proven for Holm's method if the claims are independent (Shaffer, 1980). Claims that share a control are not.
-  In 2,000 simulated tables of 35 claims with normal noise and 5 seeds, truth exactly at each bound, 0.6% to 4.9% of tables have a wrong
-  verdict, and no more than that with one control for all claims.
+  symmetric distribution. Other skew does not: with 5 seeds and an exponential tail of 5% in the control's step times and of 15% in the
+  recipe's, a claim that is exactly at its bound wrongly holds in 8% of experiments instead of 2.5%, and if only the recipe has the tail,
+  in 11%. At the level of a table of 35 claims it is 0.5% and 1.4% instead of 0.07%. Uniform noise, which has no tails, stays below 3%.
+- The number of seeds was fixed in advance, by `seeds_needed` for instance, so no verdict says how many more would decide. After a look at
+  5 seeds and, if inconclusive, another at 10, a claim at its bound has a verdict in 9% of experiments instead of 5%, and in 19% with a
+  look after each seed from 5 to 20.
+- Verdicts with a direction are proven for Holm's method if the claims are independent (Shaffer, 1980); claims that share a control are
+  not. Of 2,000 simulated tables of 35 claims with normal noise and 5 seeds, the truth at each bound and the noise of a run from 1e-4 to
+  0.5 nats, 3.4% to 4.9% have a wrong verdict, and with one control for all claims 3.2% to 4.4%. If half of the claims are not measured,
+  they are 1.6% to 2.7%.
 - Values that agree to 12 digits over all pairs, such as byte counts, have no noise and are compared with the bounds directly.
 """
 
