@@ -40,7 +40,7 @@ def tiny(corpus, tmp_path, monkeypatch) -> str:
 
 
 def flags(testbed: str, folder: Path, *recipes: str) -> argparse.Namespace:
-    given = {"recipe": list(recipes), "testbed": [testbed], "runs_dir": str(folder / "trials"), "ranks": 1, "at_once": None}
+    given = {"recipe": list(recipes), "testbed": [testbed], "runs_dir": str(folder / "trials"), "ranks": None, "at_once": None}
     return argparse.Namespace(**given, quiet=True, keep_checkpoints=False)
 
 
