@@ -185,7 +185,7 @@ def _check_sources(flags: argparse.Namespace, names: set[str]) -> None:
     trains = {*PASSED_ON, "testbed", "seeds", "publish", "ranks", "runs_dir", "at_once", "keep_checkpoints"}
     if flags.runs and (training := sorted(names & trains)):
         raise UsageError(f"--{training[0]} applies to runs that are trained, but {flags.runs[0]} exists; leave it out, or give --recipe")
-    setting = sorted(names & {*PASSED_ON} - {"save_every"})  # which changes no number
+    setting = sorted(names & {*PASSED_ON, "ranks"} - {"save_every"})  # which changes no number
     if setting and (flags.testbed or flags.publish):
         why = f"--testbed {flags.testbed[0]} sets it" if flags.testbed else "--publish is for the recipe's testbeds"
         raise UsageError(f"--{'set' if setting[0] == 'overrides' else setting[0]}: {why}; leave out one of the two")

@@ -100,7 +100,7 @@ def _testbeds(recipe: Recipe, passed_on: Sequence[str], flags: argparse.Namespac
     if flags.testbed:
         testbeds = [testbed_named(name) for name in flags.testbed if name in recipe.experiments]
         wanted = ", ".join(flags.testbed)
-    elif any(word.startswith("--") and word != "--save_every" for word in passed_on):
+    elif flags.ranks or any(word.startswith("--") and word != "--save_every" for word in passed_on):
         return [None]
     else:
         testbeds = [testbed for testbed in map(read_testbed, recipe.experiments) if testbed.device == device_type()]

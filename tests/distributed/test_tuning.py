@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -31,14 +32,15 @@ def tiny(corpus, tmp_path, monkeypatch) -> str:
         "tuned": {"lr": 1e-2, "warmup_steps": 1},
         "target_loss": 1.0,
     }
-    (tmp_path / "testbeds" / "tiny").mkdir(parents=True)
+    shutil.copytree(registry.TESTBEDS, tmp_path / "testbeds")  # the recipes name them
+    (tmp_path / "testbeds" / "tiny").mkdir()
     (tmp_path / "testbeds" / "tiny" / "testbed.json").write_text(json.dumps(testbed))
     monkeypatch.setattr(registry, "TESTBEDS", tmp_path / "testbeds")
     return "tiny"
 
 
 def flags(testbed: str, folder: Path, *recipes: str) -> argparse.Namespace:
-    given = {"recipe": list(recipes), "testbed": [testbed], "runs_dir": str(folder / "trials"), "ranks": 1, "at_once": None}
+    given = {"recipe": list(recipes), "testbed": [testbed], "runs_dir": str(folder / "trials"), "ranks": None, "at_once": None}
     return argparse.Namespace(**given, quiet=True, keep_checkpoints=False)
 
 
