@@ -34,7 +34,7 @@ from launch.config.flags import (
     whole_number,
 )
 from launch.errors import TrainingFailed, UsageError, one_line, print_once, run_command
-from launch.formats.files import check_writable
+from launch.formats.files import check_writable, write_atomically
 from recipes.registry import ROOT, recipe_names
 
 REPORT = ("report.html", "report.json", "loss.png")
@@ -77,7 +77,7 @@ def build_parser() -> Parser:
         "--noise", action="store_true", help="measure the noise of the testbed: differences of configurations that are equal in truth"
     )
     parser.add_argument("--out", metavar="DIR", help="folder of the report (runs/reports/<name>, or the next free <name>-N)")
-    parser.add_argument("--publish", action="store_true", help="save the results in recipes/results.json and update the recipes' pages")
+    parser.add_argument("--publish", action="store_true", help="store the runs in results.json of each recipe and update the pages")
     parser.add_argument(
         "--force",
         action="store_true",
@@ -147,7 +147,7 @@ def main() -> int:
 
 def _set_up_testbeds(flags: argparse.Namespace, passed_on: list[str]) -> int:
     """`--tune` and `--noise`."""
-    from launch.comparison import tuning  # as above
+    from launch.comparison import pages, tuning  # as above
 
     if flags.tune:
         found, lines = tuning.tune(flags, passed_on)
@@ -156,6 +156,8 @@ def _set_up_testbeds(flags: argparse.Namespace, passed_on: list[str]) -> int:
     else:
         noise = tuning.measure_noise(flags, passed_on)
         lines, written = tuning.noise_lines(noise), tuning.write_noise(noise, _out(flags), flags.publish)
+    if flags.publish:
+        pages.write_pages(write_atomically)
     for line in [*lines, *(f"written: {file}" for file in written)]:
         print_once(one_line(line))
     return 0

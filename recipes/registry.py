@@ -160,7 +160,7 @@ def _made(cls: type[T], where: str, fields: Any) -> T:
         raise ValueError(f"{where}: lacks {', '.join(missing)}")
     for key, value in fields.items():
         kind = str(known[key].type).partition("[")[0].removesuffix(" | None")
-        kinds = {"float": (int, float), "int": int, "str": str, "list": list, "dict": dict, "Flags": dict}[kind]
+        kinds: Any = {"float": (int, float), "int": int, "str": str, "list": list, "dict": dict, "Flags": dict}[kind]
         if not isinstance(value, kinds) or isinstance(value, bool):
             raise ValueError(f"{where}: '{key}' is a {type(value).__name__}; it must be a {'dict' if kind == 'Flags' else kind}")
     try:

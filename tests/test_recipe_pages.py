@@ -195,10 +195,20 @@ def test_results_of_other_claims_are_not_judged(tree, make):
     assert "it was 0.01." in (tree / "recipes" / RECIPE / "README.md").read_text()
 
 
+def test_runs_without_claims_have_figures_only(tree, make):
+    path = tree / "recipes" / RECIPE / "recipe.json"
+    recipe = json.loads(path.read_text())
+    recipe["experiments"][TESTBED]["claims"] = []
+    path.write_text(json.dumps(recipe))
+    publish.publish(make())
+    assert f"{TESTBED}: figures without claims (loss −0.0001)" in pages.INDEX.read_text()
+    assert "| final validation loss (nats) |" in (path.parent / "README.md").read_text()
+
+
 def test_only_planned_experiments_are_published(tree, make):
     with pytest.raises(UsageError, match="5 seeds are planned"):
         publish.publish(make(seeds=4))
-    with pytest.raises(UsageError, match="train them again on one commit"):
+    with pytest.raises(UsageError, match="do not train alike; train them again on one commit"):
         publish.publish(make(at="0" * 40 + "+changes"))
     with pytest.raises(UsageError, match="does not contain the claims"):
         publish.publish(make(at="0" * 40))
@@ -210,6 +220,25 @@ def test_only_planned_experiments_are_published(tree, make):
     publish.publish(make(at=after))
     assert entry(tree)["claims_commit"] == after
     assert not (tree / "recipes" / "zero_2" / "results.json").exists()
+
+
+def test_runs_of_commits_that_train_alike_are_published(tree, make):
+    """A control that was trained for another recipe before is used again; pages may have changed since, but no code of the training."""
+    before = commit(tree)
+    after = commit(tree)
+
+    def mixed(at):
+        compared = make(at=at)
+        for run in compared.pairs[0].control.runs:
+            run.description["commit"] = before
+        return compared
+
+    publish.publish(mixed(after))
+    assert entry(tree)["commit"] == after
+    (tree / "model").mkdir()
+    (tree / "model" / "gpt.py").write_text("changed = True\n")
+    with pytest.raises(UsageError, match="do not train alike"):
+        publish.publish(mixed(commit(tree)))
 
 
 def test_a_diverged_run_is_published(tree, make):

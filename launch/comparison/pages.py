@@ -59,14 +59,17 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def planned(recipe: str, testbed: str) -> dict[str, Any]:
-    """What decides how a recipe is judged on a testbed, as the files state it now: the experiment, and the setting of the testbed."""
+    """What decides how a recipe is judged on a testbed, as the files state it now: the experiment, the testbed's setting, both sides."""
     return plan_in(read_json(ROOT / "recipes" / recipe / "recipe.json"), read_json(TESTBEDS / testbed / "testbed.json"), testbed)
 
 
 def plan_in(recipe: dict[str, Any], testbed: dict[str, Any], name: str) -> dict[str, Any]:
     """As `planned`, from the content of the two files; empty if the recipe has no experiment on the testbed."""
     experiment = recipe.get("experiments", {}).get(name)
-    return {} if experiment is None else {"experiment": experiment, "setting": {key: testbed.get(key) for key in SETTING}}
+    if experiment is None:
+        return {}
+    sides = {key: recipe.get(key) for key in ("config", "control", "ranks")}
+    return {"experiment": experiment, "setting": {key: testbed.get(key) for key in SETTING}, "sides": sides}
 
 
 @dataclass(frozen=True)
@@ -144,7 +147,7 @@ def _measured_on(one: Published) -> Iterator[str]:
     testbed, entry, pair = one.testbed, one.entry, one.pair
     yield f"**On [{testbed.name}]({_link(testbed)}).** {testbed.title}; {one.experiment.seeds} seeds planned."
     if entry is None or pair is None:
-        claims = "\n".join(f"- {claim} (planned for a {_plan(claim)})" for claim in one.experiment.claims)
+        claims = "\n".join(f"- {claim} (planned: {_plan(claim)})" for claim in one.experiment.claims)
         rest = f" The claims:\n\n{claims}" if claims else " It claims nothing on this testbed before it is tuned there."
         yield f"{one.note.capitalize()}.{rest}"
         return
@@ -270,9 +273,11 @@ def _found(one: Published) -> str:
     for claim, verdict in zip(one.experiment.claims, one.verdicts, strict=False):
         estimate = "" if verdict.estimate is None else f" ({_number(claim, verdict.estimate)})"
         texts.append(f"`{claim.label}` {SIGNS[verdict.outcome]} {verdict.outcome}{estimate}")
-    if not texts:
-        texts = [f"`{claim.label}`" for claim in one.experiment.claims]
-        texts = [", ".join([*texts, one.note]) if texts else one.note]
+    if one.pair and not texts:
+        loss = one.pair.figures[LOSS].difference if LOSS in one.pair.figures else None
+        texts = ["figures without claims" + (f" (loss {_signed(loss.mean)})" if loss else "")]
+    elif not texts:
+        texts = [*(f"`{claim.label}`" for claim in one.experiment.claims), one.note]
     return f"{one.testbed.name}: {', '.join(texts)}"
 
 

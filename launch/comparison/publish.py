@@ -17,6 +17,19 @@ from launch.formats.files import write_atomically
 from launch.training.provenance import repository_commit
 from recipes.registry import ROOT
 
+#: What the numbers of a run depend on, as patterns of git.
+TRAINING = [
+    "launch/pretrain.py",
+    "launch/config",
+    "launch/formats",
+    "launch/training",
+    "model",
+    "data_pipeline",
+    "ds_configs",
+    "constraints.txt",
+]
+TRAINING += [":(glob)recipes/*.py", ":(glob)recipes/*/*.py", ":(exclude)recipes/claims.py"]
+
 
 def check_checkout() -> None:
     """Refuse to publish from a checkout whose results nobody could reproduce, before anything is trained."""
@@ -51,26 +64,28 @@ def _entry(pair: Pair) -> dict[str, Any]:
         raise UsageError(f"--publish: {pair.title} is on none of the recipe's testbeds; leave out the flags that change the setting")
     where = f"--publish: {recipe.name} on {testbed.name}"
     runs = (*pair.control.runs, *pair.side.runs)
-    commits = {str(run.description.get("commit")) for run in runs}
-    commit = next(iter(commits))
-    if len(commits) > 1 or "+" in commit or commit == "None":
+    commits = list(dict.fromkeys(str(run.description.get("commit")) for run in (*pair.side.runs, *pair.control.runs)))
+    if any("+" in commit or commit == "None" for commit in commits) or not all(same_code(commits[0], commit) for commit in commits):
         told = " and ".join(sorted(commits))
-        raise UsageError(f"{where}: its runs are of {told}; train them again on one commit, in another --runs_dir")
+        raise UsageError(
+            f"{where}: its runs are of {told}, which do not train alike; train them again on one commit, in another --runs_dir"
+        )
     if pair.seeds != tuple(range(1, pair.experiment.seeds + 1)) or len(runs) != 2 * len(pair.seeds):
         raise UsageError(f"{where}: {pair.experiment.seeds} seeds are planned, and the pairs have seeds {pair.seeds}; give no --seeds")
     if unfinished := [run.name for run in runs if run.state == "unfinished"]:
         raise UsageError(f"{where}: {unfinished[0]} is unfinished; the same command without --publish resumes it")
     now = planned(recipe.name, testbed.name)
-    if plan_at(commit, recipe.name, testbed.name) != now:
+    own = {str(run.description["commit"]) for run in pair.side.runs}
+    if unplanned := [commit for commit in own if plan_at(commit, recipe.name, testbed.name) != now]:
         raise UsageError(
-            f"{where}: its runs are of commit {commit[:7]}, which does not contain the claims and the setting as they stand now; commit"
-            " them first, then train again in another --runs_dir"
+            f"{where}: its runs are of commit {unplanned[0][:7]}, which does not contain the claims and the setting as they stand now;"
+            " commit them first, then train again in another --runs_dir"
         )
     claims_commit = first_commit(recipe.name, testbed.name)
     earlier = read_json(ROOT / "recipes" / recipe.name / RESULTS).get(testbed.name)
     entry = {
         "command": f"python launch/compare.py --recipe recipes/{recipe.name} --testbed {testbed.name}",
-        "commit": commit,
+        "commit": commits[0],
         "claims_commit": claims_commit,
         "machine": machine_in_words(runs[0].description["machine"]),
         "looks": 1,
@@ -97,6 +112,11 @@ def plan_at(commit: str, recipe: str, testbed: str) -> dict[str, Any]:
     except json.JSONDecodeError:
         return {}
     return plan_in(own, setting, testbed) if isinstance(own, dict) and isinstance(setting, dict) else {}
+
+
+def same_code(one: str, other: str) -> bool:
+    """Whether the files that training depends on are the same at two commits; runs of a shared control may be older than the recipe's."""
+    return one == other or _git("diff", "--quiet", one, other, "--", *TRAINING) is not None
 
 
 def first_commit(recipe: str, testbed: str) -> str:
