@@ -162,6 +162,22 @@ def test_what_is_published_stands_on_every_page(tree, make):
         assert again.read_bytes() == picture.read_bytes(), "drawn alike each time"
 
 
+def test_the_page_of_the_testbeds_shows_sweep_and_noise(tree):
+    folder = tree / "recipes" / "testbeds" / TESTBED
+    assert "The noise: not measured yet." in pages.testbeds_page([])
+    grid = [{"lr": lr, "warmup_steps": 50, "loss": loss, "spikes": 0} for lr, loss in ((0.001, 5.0), (0.002, 4.9), (0.004, None))]
+    arms = {"zero0_bf16": {"grid": grid, "chosen": {"lr": 0.002, "warmup_steps": 50}}}
+    (folder / "tuning.json").write_text(json.dumps({TESTBED: {"commit": "a" * 40, "machine": "m", "seed": 0, "arms": arms}}))
+    null = {"seeds": [1, 2, 3], "control": [5.0, 5.1, 5.2], "other": [5.01, 5.1, 5.19]}
+    (folder / "noise.json").write_text(json.dumps({"commit": "b" * 40, "machine": "AMD EPYC, 2 cores", "nulls": {"precision": null}}))
+    text = pages.testbeds_page(pages.published())
+    assert "| fp32 instead of bf16 | 0.01000 | 3 |" in text and "Measured on AMD EPYC, 2 cores, commit bbbbbbb." in text
+    assert f"]({TESTBED}/tuning.png)" in text and "| lr, tuned | 0.002 |" in text
+    draw = pages.pictures([])[folder / "tuning.png"]
+    draw(folder / "tuning.png")
+    assert (folder / "tuning.png").stat().st_size > 10_000
+
+
 def test_a_second_look_is_marked(tree, make):
     first = make()
     publish.publish(first)
