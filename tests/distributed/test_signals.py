@@ -161,6 +161,7 @@ def test_output_that_nobody_reads_does_not_end_a_run(closed, flags, tmp_path):
     assert json.loads((run.folder / "run.json").read_text())["finished"]["step"] == STEPS
 
 
+@pytest.mark.long
 def test_ranks_stop_when_their_launchers_were_killed_and_a_resume_waits_for_them(flags, uninterrupted, tmp_path):
     run = LaunchedRun(tmp_path, "r", stage=1, ranks=2, flags=flags).wait_for_step(2)
     before = run.last_step()

@@ -45,8 +45,7 @@ def numbers(run: Path) -> list[dict[str, Any]]:
     ]
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_interleaved_runs_train_as_they_would_alone(ranks, corpus, tmp_path):
     control, own = trials(corpus, ranks)
     made: list[tuple[str, int]] = []
@@ -118,10 +117,8 @@ def ended(command: Command) -> None:
         time.sleep(0.1)
 
 
-@pytest.mark.parametrize(
-    ("number", "code"),
-    [(signal.SIGINT, 130), *(pytest.param(*case, marks=pytest.mark.long) for case in ((signal.SIGTERM, 143), (signal.SIGKILL, -9)))],
-)
+@pytest.mark.long
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)])
 def test_an_interrupted_comparison_is_resumed(number, code, corpus, tmp_path):
     steps = 40 * STEPS
     command = Command(corpus, tmp_path, "first", steps)
