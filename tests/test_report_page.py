@@ -383,11 +383,9 @@ def test_what_was_forced_stands_in_red(page, tmp_path):
 @pytest.mark.long
 def test_twelve_runs_of_ten_thousand_steps(page, tmp_path):
     folders = control_and_recipe(tmp_path / "runs", 10_000, seeds=6)
-    start = time.process_time()
     comparison = compared(*folders)
     page_file = write_page(comparison, tmp_path)
     draw_losses(comparison, tmp_path)
-    assert time.process_time() - start < 5  # 2 s of one core
     assert page_file.stat().st_size < 15e6
     page.open(tmp_path)
     page.click("[name=loss][value=loss]")
