@@ -16,7 +16,7 @@ from typing import Any
 from tests.commands import CONTEXT
 from tests.helpers import free_port
 
-JOB_SECONDS = 240.0
+JOB_SECONDS = 600.0
 STOP_SECONDS = 3.0
 
 
