@@ -181,6 +181,7 @@ def test_where_runs_cannot_be_made_is_said_in_one_line(name, corpus, tmp_path):
     assert f"--runs_dir {tmp_path / name}: cannot be written (" in line
 
 
+@pytest.mark.long
 def test_runs_that_cannot_start_are_in_the_report_and_fail_the_command(corpus, tmp_path):
     """From a folder that is not the project's, to which all paths are relative."""
     flags = [*TINY, "--data", str(corpus), "--steps", "5"]

@@ -126,6 +126,7 @@ def test_a_mistake_in_its_section_is_one_line(flags, key, said, indexed, run, co
     assert done.stderr.count("\n") == 1
 
 
+@pytest.mark.long
 def test_the_recipe_trains_and_its_control_too(indexed, run, corpus):
     for command in commands("deepspeed"):
         run(f"{command} --data {corpus} {SHORT}")

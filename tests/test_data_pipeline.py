@@ -85,10 +85,8 @@ def corpus_folder(prepared, tmp_path) -> Path:
 
 
 def test_the_standard_library_is_a_corpus_on_every_machine(tmp_path):
-    began = time.monotonic()
     done = prepare("--source", "stdlib", "--out", tmp_path / "stdlib")
     assert done.returncode == 0, done.stderr
-    assert time.monotonic() - began < 20
     corpus = open_corpus(tmp_path / "stdlib")
     corpus.verify()
     assert (corpus.vocab_size, corpus.eot_id, corpus.dtype) == (8192, 8191, np.dtype("<u2"))
@@ -526,15 +524,3 @@ def test_an_id_beyond_the_vocabulary_is_stopped_with_its_place(numbered):
         list(reader.micro_batches(0, 300, 1))
     words = str(raised.value).split()
     assert int(words[3]) == 1600 + int(words[6])  # the third shard starts with id 1,600
-
-
-def test_reading_a_micro_batch_is_nothing_beside_a_step(prepared):
-    """8 x 257 tokens: about 8 us when nothing else runs; 300 us would still be under a hundredth of the smallest model's step."""
-    corpus = open_corpus(prepared)
-    reader = Loader(corpus.train, GlobalSampler([corpus.train.windows(256)], 0, corpus.fingerprint), 256, corpus.vocab_size, 0, 1, "cpu")
-    seconds = []
-    for first in range(0, 8 * 500, 8):
-        began = time.perf_counter()
-        next(reader.micro_batches(first, 8, 1))
-        seconds.append(time.perf_counter() - began)
-    assert np.median(seconds) < 300e-6

@@ -158,7 +158,8 @@ def kill_and_resume(command, expected: dict[str, bytes], out: Path, seed: int, k
     assert os.listdir(out.parent) == [out.name]
 
 
-@pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.long), 2])
+@pytest.mark.long
+@pytest.mark.parametrize("workers", [1, 2])
 def test_killed_at_random_again_and_again_it_ends_with_the_same_bytes(command, uninterrupted, tmp_path, workers):
     kill_and_resume(command, contents(uninterrupted), tmp_path / "out", workers, kills=4, workers=workers)
 

@@ -602,6 +602,7 @@ def test_a_text_column_of_lists_is_refused_before_it_is_read(run, tmp_path):
     assert code == 2 and "a.parquet: text column 'text' is not text (it is a list" in err
 
 
+@pytest.mark.long
 def test_a_record_of_any_size_takes_no_memory(tmp_path):
     """128 MiB in one record, of which a compressed file holds a few hundred KB: the peak of the process stays where it is without."""
     n = 2**27

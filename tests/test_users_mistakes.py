@@ -606,6 +606,7 @@ def test_a_rank_whose_mistake_nobody_else_has_speaks_after_a_while(monkeypatch, 
     assert (end.value.code, capsys.readouterr().err) == (2, "error: of this rank\n")
 
 
+@pytest.mark.long
 def test_a_port_in_use_is_refused_before_anything_is_made(config, tmp_path):
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))

@@ -16,7 +16,8 @@ from typing import Any
 from tests.commands import CONTEXT
 from tests.helpers import free_port
 
-JOB_SECONDS = 240.0
+JOB_SECONDS = 600.0
+STOP_SECONDS = 3.0
 
 
 class Ranks:
@@ -67,8 +68,11 @@ class Ranks:
             self._pipes.append(ours)
 
     def _stop(self) -> None:
+        for pipe in self._pipes:
+            pipe.close()  # an idle rank then ends by itself
         for process in self._processes:
-            process.kill()
+            process.join(STOP_SECONDS)
+            process.kill()  # one that waits for another does not
             process.join()
         self._processes, self._pipes = [], []
 

@@ -102,7 +102,8 @@ def test_every_sample_is_seen_once_and_in_the_samplers_order(ranks, one_rank, tw
 CURRICULUM = {"schedule_type": "fixed_discrete", "schedule_config": {"difficulty": [16, 64], "max_step": [20]}}
 
 
-@pytest.mark.parametrize("mode", ["truncate", pytest.param("reshape", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("mode", ["truncate", "reshape"])
 def test_it_works_with_the_curriculum_and_with_layers_dropped(mode, one_rank, two_ranks, corpus, tmp_path):
     """Stages count sequences at full length, so that the sizes of the first steps are the same."""
     sections = {"curriculum_learning": CURRICULUM | {"mode": mode}, "progressive_layer_drop": {"theta": 0.5, "gamma": 0.1}}

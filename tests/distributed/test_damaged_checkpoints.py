@@ -180,6 +180,7 @@ def test_all_ranks_agree_and_all_damaged_is_refused_with_each_reason(trained, tw
             assert str(cases[2] / f"checkpoints/step-{step:08d}/engine/mp_rank_00_model_states.pt") in line
 
 
+@pytest.mark.long
 def test_a_restart_goes_on_from_the_older_checkpoint_and_keeps_the_damaged_one(trained, tmp_path):
     """As people start it, to its end: the steps are trained again, and what was damaged is kept under another name."""
     flags, run, _ = trained("zero1_bf16")

@@ -134,6 +134,7 @@ def test_losses_are_those_of_plain_pytorch(form, accumulation, ranks, pool, corp
     seen["fp32"].append(losses)
 
 
+@pytest.mark.long
 @grid(is_plain)
 def test_a_layer_without_a_gradient_is_stepped_with_zero(form, accumulation, ranks, pool, corpus, small_reference, tmp_path):
     """Block 1 is left out of every third step, and of the last micro-batch of every fourth."""

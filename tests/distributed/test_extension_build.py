@@ -58,6 +58,7 @@ def test_a_build_that_is_killed_is_built_anew(tmp_path):
     assert said.count("the build that made it was killed") == said.count("Building DeepSpeed's extension") == 1
 
 
+@pytest.mark.long
 def test_a_run_on_cpu_ranks_builds_nothing_and_leaves_nothing_in_shared_memory(corpus, tmp_path):
     before = set(os.listdir("/dev/shm"))
     flags = f"--data {corpus} --global_batch_size 4 --steps 2 --eval_every 0".split()

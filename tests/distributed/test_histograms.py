@@ -93,6 +93,7 @@ def test_every_gradient_of_all_ranks_and_micro_batches_is_counted_once(config, t
     assert "activation gradients that fp16 rounds to zero" in (tmp_path / "w" / "log.txt").read_text()
 
 
+@pytest.mark.long
 def test_the_counts_are_the_same_at_every_stage_and_with_recomputation(two_ranks, corpus, tmp_path):
     def first(config: str, *more: str) -> dict:
         run = flags(corpus, tmp_path, config, "".join(filter(str.isalnum, config + "".join(more))), "--histogram_every", "1", *more)
@@ -127,6 +128,7 @@ def test_in_fp16_the_runs_own_scale_is_taken_out(two_ranks, corpus, tmp_path):
         assert overall(in_fp16, kind, "fp16_zero_at_scale") <= overall(in_fp16, kind, "fp16_zero_at_1")
 
 
+@pytest.mark.long
 def test_a_resumed_run_writes_its_histograms_again(one_rank, corpus, tmp_path):
     run = flags(corpus, tmp_path, "zero1_fp32", "r", "--histogram_every", "1")
     one_rank.run("tests.distributed.jobs:pretrain", flags=[*run, "--save_every", "2"])

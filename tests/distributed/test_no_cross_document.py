@@ -101,7 +101,8 @@ def test_the_flag_changes_the_losses_and_is_in_run_json(two_ranks, short_documen
     assert json.loads((tmp_path / "r/run.json").read_text())["no_cross_document"] is False
 
 
-@pytest.mark.parametrize("config", ["zero1_fp32", pytest.param("zero3_bf16", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("config", ["zero1_fp32", "zero3_bf16"])
 def test_activation_checkpointing_changes_no_number(config, two_ranks, short_documents, tmp_path):
     """With dropout, bit for bit; a block that is computed again finds the mask of its own micro-batch."""
 

@@ -272,7 +272,8 @@ def test_a_checkpoint_without_its_state_is_passed_over(train, flags, finished):
     assert [read_state(path)["step"] for path in complete_checkpoints(finished / "checkpoints")] == [3, 6]
 
 
-@pytest.mark.parametrize("steps", ["12", pytest.param("9", marks=pytest.mark.long)], ids=["beside-training", "at-the-end"])
+@pytest.mark.parametrize("steps", ["12", "9"], ids=["beside-training", "at-the-end"])
+@pytest.mark.long
 def test_a_checkpoint_that_cannot_be_written_ends_the_run_and_leaves_the_older_ones(steps, flags, finished):
     # Every file of the checkpoint is larger than what this job may write to a file, as on a disk that is full.
     run = LaunchedRun(

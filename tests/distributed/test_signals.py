@@ -103,9 +103,10 @@ def test_a_second_ctrl_c_ends_the_run_at_once(flags, tmp_path):
     assert not run.metrics() and not complete_checkpoints(run.folder / "checkpoints")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("target", "code"),
-    [*(pytest.param(to_rank(rank), 143, marks=pytest.mark.long) for rank in (0, 1)), (to_command, 143)],
+    [(to_rank(0), 143), (to_rank(1), 143), (to_command, 143)],
     ids=["rank-0", "rank-1", "deepspeed"],
 )
 def test_a_signal_during_start_up_ends_the_run_at_once_and_it_can_be_resumed(target, code, flags, finish, uninterrupted, tmp_path):
@@ -118,6 +119,7 @@ def test_a_signal_during_start_up_ends_the_run_at_once_and_it_can_be_resumed(tar
     assert "no complete checkpoint to resume from: starting at step 0" in (run.folder / "log.txt").read_text()
 
 
+@pytest.mark.long
 def test_a_rank_that_waits_in_a_collective_can_be_stopped_during_start_up(flags, tmp_path):
     """Rank 1 never comes; rank 0 waits for it inside torch, where no handler of Python's runs."""
     run = LaunchedRun(tmp_path, "r", stage=1, ranks=2, flags=flags)
@@ -131,6 +133,7 @@ def test_a_rank_that_waits_in_a_collective_can_be_stopped_during_start_up(flags,
     assert run.wait() == 143, run.output()
 
 
+@pytest.mark.long
 def test_deepspeed_succeeds_when_its_launcher_is_killed_but_run_json_says_that_the_run_has_not(flags, tmp_path):
     run = LaunchedRun(tmp_path, "r", stage=1, ranks=2, flags=[*flags, "--steps", "100000"]).wait_for_step(2)
     run.launcher().kill()
@@ -144,7 +147,7 @@ def test_deepspeed_succeeds_when_its_launcher_is_killed_but_run_json_says_that_t
     assert subprocess.run(check_of_run).returncode == 0
 
 
-@pytest.mark.parametrize("closed", [False, True], ids=["reader-gone", "closed"])
+@pytest.mark.parametrize("closed", [False, pytest.param(True, marks=pytest.mark.long)], ids=["reader-gone", "closed"])
 def test_output_that_nobody_reads_does_not_end_a_run(closed, flags, tmp_path):
     """`| head` and `>&-`, for standard output and standard error of all ranks and of the launchers."""
     reader, writer = os.pipe()
@@ -158,6 +161,7 @@ def test_output_that_nobody_reads_does_not_end_a_run(closed, flags, tmp_path):
     assert json.loads((run.folder / "run.json").read_text())["finished"]["step"] == STEPS
 
 
+@pytest.mark.long
 def test_ranks_stop_when_their_launchers_were_killed_and_a_resume_waits_for_them(flags, uninterrupted, tmp_path):
     run = LaunchedRun(tmp_path, "r", stage=1, ranks=2, flags=flags).wait_for_step(2)
     before = run.last_step()

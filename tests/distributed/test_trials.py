@@ -117,10 +117,8 @@ def ended(command: Command) -> None:
         time.sleep(0.1)
 
 
-@pytest.mark.parametrize(
-    ("number", "code"),
-    [(signal.SIGINT, 130), *(pytest.param(*case, marks=pytest.mark.long) for case in ((signal.SIGTERM, 143), (signal.SIGKILL, -9)))],
-)
+@pytest.mark.long
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)])
 def test_an_interrupted_comparison_is_resumed(number, code, corpus, tmp_path):
     steps = 40 * STEPS
     command = Command(corpus, tmp_path, "first", steps)

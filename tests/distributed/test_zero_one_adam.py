@@ -238,6 +238,7 @@ def test_a_variance_may_be_renewed_again_after_a_resume_between_exchanges(two_ra
         assert one["own"] == other["own"] == one["agreed"]
 
 
+@pytest.mark.long
 def test_a_rate_that_rises_again_after_a_resume_throws_nothing_about(two_ranks, corpus, tmp_path):
     """A run that has ended at a rate of nearly zero goes on as one of twice its length, whose rate is half the peak."""
     run = [*flags(corpus, tmp_path, 2), "--min_lr", "0"]

@@ -34,9 +34,10 @@ def numbers(lines: list[dict]) -> list[tuple]:
 
 @pytest.mark.parametrize(
     ("precision", "changes"),
-    [("fp32", ()), pytest.param("bf16", (), marks=pytest.mark.long), pytest.param("fp32", OFFLOAD, marks=pytest.mark.long)],
+    [("fp32", ()), ("bf16", ()), ("fp32", OFFLOAD)],
     ids=["fp32", "bf16", "offloaded"],
 )
+@pytest.mark.long
 def test_the_second_copy_changes_no_bit(precision, changes, pools, corpus, tmp_path):
     """In training and in evaluations between, of which each update makes the copy out of date."""
     plain, paired = (
@@ -70,6 +71,7 @@ def test_bytes_on_the_wire_are_those_planned(changes, scales, pools, corpus, tmp
     assert planned <= trained(pools, run)[-1]["bytes_sent"] <= planned * (1 + scales)
 
 
+@pytest.mark.long
 def test_int8_weights_train_to_nearly_the_same_loss(pools, corpus, tmp_path):
     plain, quantized = (
         trained(pools, flags(corpus, tmp_path, name, *own, precision="bf16", more=("--eval_every", "3")))
