@@ -35,7 +35,7 @@ FORMS = {
 }
 
 
-def grid(is_quick: Callable[[str, int, int], bool]) -> pytest.MarkDecorator:
+def grid(is_quick: Callable[[str, int, int], bool] = lambda *case: False) -> pytest.MarkDecorator:
     """Every form, plain and with accumulation on two ranks: (form, accumulation, ranks); what is not quick is left to `make test_all`."""
     every = [(form, *at) for form in FORMS for at in ((1, 1), (3, 2))]
     marked = [pytest.param(*case, marks=[] if is_quick(*case) else pytest.mark.long) for case in every]
@@ -134,8 +134,7 @@ def test_losses_are_those_of_plain_pytorch(form, accumulation, ranks, pool, corp
     seen["fp32"].append(losses)
 
 
-@pytest.mark.long
-@grid(is_plain)
+@grid()
 def test_a_layer_without_a_gradient_is_stepped_with_zero(form, accumulation, ranks, pool, corpus, small_reference, tmp_path):
     """Block 1 is left out of every third step, and of the last micro-batch of every fourth."""
     job = {"technique": "DroppedBlock", "flags": flags(corpus, tmp_path, SMALL, form, ranks, accumulation)}

@@ -85,8 +85,7 @@ def test_a_block_that_is_computed_again_sees_the_same_tokens(form, checkpointed,
     assert largest_difference(losses_of(lines), expected()) <= TOLERANCE
 
 
-@pytest.mark.long
-@grid(is_plain)
+@grid()
 def test_in_bf16_the_stages_agree(form, accumulation, ranks, pool, corpus, seen, tmp_path):  # noqa: F811
     lines = trained(pool, flags(corpus, tmp_path, form, ranks, accumulation, precision="bf16"))
     assert all(largest_difference(losses_of(lines), other) <= BF16_STAGES for other in seen)
