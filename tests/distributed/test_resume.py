@@ -109,7 +109,7 @@ def kill_and_resume(train, runs: Path, flags: list[str], stage: int, ranks: int,
 
 @pytest.mark.parametrize(("stage", "ranks"), [(3, 2), pytest.param(1, 1, marks=pytest.mark.long)])
 def test_a_killed_run_resumes_bit_for_bit(stage, ranks, train, flags, tmp_path):
-    kill_and_resume(train, tmp_path, flags, stage, ranks, MOMENTS[:2], random.Random(stage))
+    kill_and_resume(train, tmp_path, flags, stage, ranks, MOMENTS[1:2], random.Random(stage))
 
 
 @pytest.mark.long

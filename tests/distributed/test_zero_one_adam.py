@@ -223,6 +223,7 @@ def test_a_step_at_a_rate_of_zero_is_alone(two_ranks, corpus, tmp_path):
     assert lines[-1]["loss"] < lines[0]["loss"] - 0.2
 
 
+@pytest.mark.long
 def test_a_variance_may_be_renewed_again_after_a_resume_between_exchanges(two_ranks, corpus, tmp_path):
     """By a later var_freeze_step: the ranks, who were alone, exchange at the first renewal."""
     steps = ["--save_every", "20", "--keep", "30"]
