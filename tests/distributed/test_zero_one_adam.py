@@ -101,6 +101,7 @@ def test_in_half_precision_it_follows_fp32(precision, two_ranks, corpus, expecte
     assert largest_difference(losses(lines), losses_of(expected(1, clip=1.0, renewed=frozenset(EVERY_STEP)))) > 0.015
 
 
+@pytest.mark.long
 def test_an_overflow_on_one_rank_is_skipped_by_all(two_ranks, corpus, tmp_path):
     """In a renewal, an exchange and a step alone: what was due is done a step later."""
     overflows = (5, 12, 22)
