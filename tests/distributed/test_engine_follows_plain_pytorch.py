@@ -43,7 +43,7 @@ def grid(is_quick: Callable[[str, int, int], bool] = lambda *case: False) -> pyt
 
 
 def is_hardest(form: str, accumulation: int, ranks: int) -> bool:
-    return (accumulation, ranks) == (3, 2) and form in ("stage 0", "stage 3, all offloaded")
+    return (accumulation, ranks) == (3, 2) and form in ("stage 0", "stage 3")
 
 
 def is_plain(form: str, accumulation: int, ranks: int) -> bool:
