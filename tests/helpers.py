@@ -107,7 +107,7 @@ def free_port() -> int:
 
 def copy_checkout(folder: Path) -> Path:
     """A copy of the working tree in `folder`, without what git ignores."""
-    ignored = ("data", "runs", "__pycache__", "*.egg-info", ".git", ".venv", ".*cache", ".hypothesis")
+    ignored = ("data", "runs", "__pycache__", "*.egg-info", ".git", ".gpu", ".venv", ".*cache", ".hypothesis")
     return Path(shutil.copytree(ROOT, folder, ignore=shutil.ignore_patterns(*ignored)))
 
 

@@ -120,7 +120,7 @@ CHECKPOINTED = ("activation_checkpointing.enabled=true",)
     [
         pytest.param(0, (), marks=pytest.mark.long),
         pytest.param(1, (), marks=pytest.mark.long),
-        (2, ALL),
+        pytest.param(2, ALL, marks=pytest.mark.long),
         pytest.param(3, CHECKPOINTED, marks=pytest.mark.long),
     ],
     ids=["stage 0", "stage 1", "stage 2, with blocks and tokens left out", "stage 3, checkpointed"],

@@ -63,7 +63,8 @@ def test_training_commands_are_explained(command):
     assert explained(*flags, "--ranks", str(ranks_of(words)))
 
 
-@pytest.mark.parametrize("command", [line if "--recipe" in line else pytest.param(line, marks=pytest.mark.long) for line in SMALL])
+@pytest.mark.long
+@pytest.mark.parametrize("command", SMALL)
 def test_training_commands_train(command, corpus, tmp_path):
     """As they stand, but for three steps, on the tests' corpus, into a folder of the test."""
     words = shlex.split(command)

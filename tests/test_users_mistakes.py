@@ -542,6 +542,7 @@ def test_a_folder_that_cannot_be_written(command, config):
         locked.chmod(0o755)
 
 
+@pytest.mark.long
 def test_a_folder_that_cannot_be_entered(command, config):
     closed = command.work / "closed"
     closed.mkdir(mode=0o000)

@@ -7,7 +7,7 @@ import pytest
 STEPS = 6
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", [0, *(pytest.param(stage, marks=pytest.mark.long) for stage in (1, 2, 3))])
 def test_a_planned_accumulation_trains_what_the_usual_one_trains(stage, two_ranks, corpus, tmp_path):
     shape = [
         "--n_layer",

@@ -13,7 +13,8 @@ def lines(tmp_path, name: str) -> list[dict]:
     return [json.loads(line) for line in (tmp_path / name / "blocks.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize("config", ["zero1_fp32", pytest.param("zero3_fp32", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("config", ["zero1_fp32", "zero3_fp32"])
 def test_it_is_the_same_on_one_and_two_ranks_and_changes_no_loss(config, one_rank, two_ranks, corpus, tmp_path):
     watched = ["--eval_every", "2", "--eval_batches", "1", "--block_similarity"]
     found = {}

@@ -68,9 +68,7 @@ def test_a_loss_scale_that_starts_at_one_is_applied_too(run):
     assert right == pytest.approx([right[0]] * 5, rel=1e-2)
 
 
-@pytest.mark.parametrize(
-    ("stage", "offload"), [(3, False), *(pytest.param(stage, True, marks=pytest.mark.long) for stage in (1, 2)), (3, True)]
-)
+@pytest.mark.parametrize(("stage", "offload"), [(3, False), *(pytest.param(stage, True, marks=pytest.mark.long) for stage in (1, 2, 3))])
 def test_a_gradient_is_applied_once(run, stage, offload):
     """Without momentum, a block that is left out of a step stays where it is."""
     wrong = run("move_of_a_block_without_gradients", stage=stage, offload=offload, without="forget_gradients")

@@ -51,8 +51,9 @@ def losses(pools, corpus, tmp_path_factory):
     return trained
 
 
-@pytest.mark.parametrize("precision", ["bf16", pytest.param("fp32", marks=long)])
-@pytest.mark.parametrize("name", ["attention", "cross_entropy", *(pytest.param(name, marks=long) for name in ("gelu", "compile"))])
+@long
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+@pytest.mark.parametrize("name", ["attention", "cross_entropy", "gelu", "compile"])
 def test_a_kernel_trains_what_the_plain_operations_train(name, precision, losses, pools):
     plain, fused = (losses("stage 0", precision, kernels, ranks=pools.few) for kernels in ("", json.dumps({name: True})))
     assert largest_difference(plain, fused) <= WITHIN[precision]

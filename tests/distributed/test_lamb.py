@@ -67,6 +67,7 @@ def test_in_half_precision_it_follows_fp32(precision, two_ranks, corpus, expecte
     assert largest_difference(losses(lines), losses_of(expected(limits=(0.1, 0.3)))) > 0.05
 
 
+@pytest.mark.long
 def test_an_overflow_on_one_rank_is_skipped_by_all(two_ranks, corpus, expected, tmp_path):
     run = flags(corpus, tmp_path, 2, precision="fp16")
     found = two_ranks.run("tests.distributed.failure_jobs:fp16_run", flags=run, overflows=(4, 15), rank=1, micro_step=0)

@@ -109,7 +109,7 @@ def kill_and_resume(train, runs: Path, flags: list[str], stage: int, ranks: int,
 
 @pytest.mark.parametrize(("stage", "ranks"), [(3, 2), pytest.param(1, 1, marks=pytest.mark.long)])
 def test_a_killed_run_resumes_bit_for_bit(stage, ranks, train, flags, tmp_path):
-    kill_and_resume(train, tmp_path, flags, stage, ranks, MOMENTS[:2], random.Random(stage))
+    kill_and_resume(train, tmp_path, flags, stage, ranks, MOMENTS[1:2], random.Random(stage))
 
 
 @pytest.mark.long
@@ -231,9 +231,8 @@ def test_ranks_may_change_at_stage_0(train, flags, tmp_path):
     "config",
     [
         "zero0_bf16",
-        *(pytest.param(name, marks=pytest.mark.long) for name in ("zero2_fp32", "lamb", "one_bit_lamb")),
+        *(pytest.param(name, marks=pytest.mark.long) for name in ("zero2_fp32", "lamb", "one_bit_lamb", "zero_one_adam")),
         "zero3_bf16",
-        "zero_one_adam",
     ],
 )
 def test_changed_settings_of_the_optimizer_act_after_a_resume(config, two_ranks, corpus, tmp_path):

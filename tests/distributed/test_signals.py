@@ -90,6 +90,7 @@ def test_a_signal_stops_all_ranks_with_a_checkpoint_of_the_last_step(target, num
     assert finish(tmp_path, "r") == uninterrupted
 
 
+@pytest.mark.long
 def test_a_second_ctrl_c_ends_the_run_at_once(flags, tmp_path):
     run = LaunchedRun(tmp_path, "r", stage=1, ranks=2, flags=[*flags, "--global_batch_size", "16384"])
     run.wait_until(lambda: "a step" in run.output())
@@ -147,7 +148,8 @@ def test_deepspeed_succeeds_when_its_launcher_is_killed_but_run_json_says_that_t
     assert subprocess.run(check_of_run).returncode == 0
 
 
-@pytest.mark.parametrize("closed", [False, pytest.param(True, marks=pytest.mark.long)], ids=["reader-gone", "closed"])
+@pytest.mark.long
+@pytest.mark.parametrize("closed", [False, True], ids=["reader-gone", "closed"])
 def test_output_that_nobody_reads_does_not_end_a_run(closed, flags, tmp_path):
     """`| head` and `>&-`, for standard output and standard error of all ranks and of the launchers."""
     reader, writer = os.pipe()

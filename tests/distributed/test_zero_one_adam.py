@@ -101,6 +101,7 @@ def test_in_half_precision_it_follows_fp32(precision, two_ranks, corpus, expecte
     assert largest_difference(losses(lines), losses_of(expected(1, clip=1.0, renewed=frozenset(EVERY_STEP)))) > 0.015
 
 
+@pytest.mark.long
 def test_an_overflow_on_one_rank_is_skipped_by_all(two_ranks, corpus, tmp_path):
     """In a renewal, an exchange and a step alone: what was due is done a step later."""
     overflows = (5, 12, 22)
@@ -223,6 +224,7 @@ def test_a_step_at_a_rate_of_zero_is_alone(two_ranks, corpus, tmp_path):
     assert lines[-1]["loss"] < lines[0]["loss"] - 0.2
 
 
+@pytest.mark.long
 def test_a_variance_may_be_renewed_again_after_a_resume_between_exchanges(two_ranks, corpus, tmp_path):
     """By a later var_freeze_step: the ranks, who were alone, exchange at the first renewal."""
     steps = ["--save_every", "20", "--keep", "30"]
