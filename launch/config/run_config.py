@@ -87,7 +87,7 @@ class RunConfig:
     init_from: str | None
     recipe: str | None
     config_file: str
-    engine: dict[str, Any]  # the JSON for DeepSpeed, complete: no "auto", none of our own sections
+    engine: dict[str, Any]  # the JSON for DeepSpeed without optimizer, scheduler and our own sections; no "auto"
     optimizer: dict[str, Any]
     scheduler: dict[str, Any]
     techniques: dict[str, dict[str, Any]]  # our own sections, by name

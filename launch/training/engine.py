@@ -265,7 +265,7 @@ def _lacking(device: str, capability: tuple[int, int]) -> str | None:
 
 
 def _deepspeed_config(config: RunConfig) -> dict[str, Any]:
-    """The JSON that DeepSpeed gets, without this project's own sections, schedule and optimizer."""
+    """`config.engine`, and the `scheduler` if it is one of DeepSpeed's. `start_engine` adds the `optimizer` if DeepSpeed builds it."""
     # DeepSpeed's throughput timer waits for the device twice a micro-batch, and prints what the log has already.
     deepspeed_config = {"timers": {"throughput": {"enabled": False}}, **config.engine}
     if config.scheduler["type"] != TOKEN_SCHEDULE:
