@@ -92,7 +92,7 @@ def measured_part(recipe: Recipe, found: dict[str, Any] | None) -> str:
     if found is None:
         return f"{BEGIN}\n**Compared.** {UNMEASURED.capitalize()}.\n\n{END}"
     if "absent" in found:
-        return f"{BEGIN}\n**Compared.** Not on {found['machine']}: {_escaped(found['absent'])}.\n\n{END}"
+        return f"{BEGIN}\n**Compared.** Not possible on {found['machine']}: {_escaped(found['absent'])}.\n\n{END}"
     seeds, control = found["seeds"], Path(recipe.control).stem
     turns = "interleaved ten steps at a time" if found["in_turns"] else "partly at different times"
     lines = [

@@ -69,7 +69,7 @@ class StepPlan(NamedTuple):
         accumulation: micro-batches of the step.
         seq_len: tokens of a row.
         rows_per_sequence: into how many rows each sequence is cut.
-        kept_blocks: the number of whole blocks that would take the FLOPs of the blocks that run; None: no technique skips any.
+        kept_blocks: the FLOPs of the blocks that run, divided by the FLOPs of one whole block; None if no technique skips any.
     """
 
     micro_batch_size: int

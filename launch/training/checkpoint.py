@@ -238,7 +238,7 @@ class Checkpoints:
             try:
                 self.technique.discard_state(f"written by {state['ranks']} rank(s), and this job has {self.collectives.world_size}")
             except ValueError as reason:
-                raise UsageError(f"{newest}: a technique needs its state of each rank, {reason}; start {state['ranks']} ranks") from None
+                raise UsageError(f"{newest}: the per-rank state of a technique was {reason}; start {state['ranks']} ranks") from None
         with self._ending_on_failure(f"{newest}: could not be loaded", "move it away to resume from an older one"):
             with _own_settings(self.engine):
                 path, _ = self.engine.load_checkpoint(str(newest), tag=ENGINE_TAG)

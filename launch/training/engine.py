@@ -213,7 +213,7 @@ def _agree_on_precision(config: RunConfig, collectives: Collectives) -> None:
     precisions = collectives.gather(config.precision)
     if len(set(precisions)) > 1:
         found = ", ".join(f"{precision} on rank {rank}" for rank, precision in enumerate(precisions))
-        raise UsageError(f"{config.config_file}: 'bf16.enabled' is {found} as the hosts differ; write true or false instead of \"auto\"")
+        raise UsageError(f"{config.config_file}: 'bf16.enabled' is \"auto\", which the hosts resolve to {found}; write true or false")
 
 
 def check_device(config: RunConfig) -> None:
