@@ -118,7 +118,8 @@ def prepare(args: argparse.Namespace, say: Say) -> None:
         except DataError as reason:
             if not _has_progress(folder):
                 raise
-            raise DataError(f"{reason}; the work so far is kept: continue with --resume, and --on_error skip to skip bad records") from None
+            skip = "--resume --on_error skip continues without bad records"
+            raise DataError(f"{reason}; {skip}; if you change the file instead, remove {folder} and start again") from None
         finally:
             writer.close()
         dropped = documents.dropped + problems.counts
@@ -168,7 +169,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python data_pipeline/prepare.py",
         description="Turns text into token shards: trains or loads a tokenizer, encodes all documents, and writes the corpus folder --out.",
-        epilog="--out appears when it is complete. Exit codes: 0 done or nothing to do, 1 failed, 2 user's mistake, 130 interrupted.",
+        epilog="--out is created when the corpus is complete. Exit codes: 0 done, 1 failed, 2 user's mistake, 130 interrupted.",
         allow_abbrev=False,
     )
     parser.add_argument(

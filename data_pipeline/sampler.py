@@ -1,4 +1,4 @@
-"""The global order of samples: a pure function of (corpus fingerprint, seed, position), also over a mixture of sources.
+"""The global order of samples: a pure function of (corpus fingerprint, window length, seed, position), also over a mixture.
 
 Without a mixture, position i is in epoch i // n_windows; in a mixture each group counts its own epochs. Every epoch is a permutation of the
 windows, computed position by position: position 10**12 costs as much as position 0, nothing is stored, and a resumed run continues at the

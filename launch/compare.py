@@ -46,7 +46,6 @@ def build_parser() -> Parser:
         prog="python launch/compare.py",
         description="Compare runs as controlled experiments: paired seeds, confidence intervals, and a verdict for each claim of a recipe.",
         epilog="Example: python launch/compare.py --recipe recipes/zero_2 --seeds 3 --preset nano --steps 200",
-        allow_abbrev=False,
     )
     parser.add_argument(
         "runs", nargs="*", metavar="RUN", help="existing run folders; the first is the control, unless a recipe's own control is among them"
@@ -94,7 +93,7 @@ def build_parser() -> Parser:
     training.add_argument("--keep_checkpoints", action="store_true", help="keep the last checkpoint of finished runs")
     add_model_flags(parser)
     add_value_flags(parser)
-    add_set_flag(add_evaluation_flags(add_length_flags(parser)))
+    add_set_flag(add_evaluation_flags(add_length_flags(parser)), "the JSONs of recipe and control")
     return parser
 
 

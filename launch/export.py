@@ -30,11 +30,10 @@ def build_parser() -> Parser:
         prog="python launch/export.py",
         description="Write a trained model as a Hugging Face folder of GPT2LMHeadModel, in one process without an engine.",
         epilog="Example: python launch/export.py runs/first --out exported/first",
-        allow_abbrev=False,
     )
     add_source_flags(parser, data_help="current path of a run's corpus, for the tokenizer (the path in run.json)")
     parser.add_argument("--out", required=True, metavar="DIR", help="new folder; an existing one is never written to")
-    parser.add_argument("--dtype", choices=DTYPES, metavar="NAME", help="of the weights: fp32, bf16 or fp16 (run: fp32; folder: its own)")
+    parser.add_argument("--dtype", choices=DTYPES, metavar="NAME", help="fp32, bf16 or fp16 weights (fp32; a folder's are unchanged)")
     parser.add_argument("--quiet", action="store_true", help="print the last line only")
     return parser
 

@@ -30,7 +30,6 @@ def build_parser() -> Parser:
         prog="python launch/generate.py",
         description="Generate text with a trained model.",
         epilog='Example: python launch/generate.py runs/demo --prompt "def " --temperature 0.7 --samples 3',
-        allow_abbrev=False,
     )
     add_source_flags(parser, data_help="current path of a run's corpus, for the tokenizer (the path in run.json)")
     parser.add_argument("--prompt", metavar="TEXT", default="", help="beginning of the text; - reads standard input (a new document)")
@@ -48,7 +47,7 @@ def build_parser() -> Parser:
     )
     parser.add_argument("--seed", type=whole_number(0, 2**62), default=1, help="seed of the first sample; each further sample adds 1 (1)")
     parser.add_argument(
-        "--dtype", choices=DTYPES, default="fp32", metavar="NAME", help="of weights and activations: fp32, bf16 or fp16 (fp32)"
+        "--dtype", choices=DTYPES, default="fp32", metavar="NAME", help="dtype of weights and activations: fp32, bf16 or fp16 (fp32)"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object a sample")
     parser.add_argument("--quiet", action="store_true", help="no notes and no speed")

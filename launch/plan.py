@@ -46,22 +46,21 @@ def build_parser() -> Parser:
     """The flags of `launch/plan.py`."""
     parser = Parser(
         prog="python launch/plan.py",
-        description="Memory of each rank by part, and bytes on the wire, at every ZeRO stage. Starts nothing.",
+        description="Print the memory of each rank by part and the bytes it sends, at every ZeRO stage. Does not train.",
         epilog="Example: python launch/plan.py --preset gpt3-13b --ranks 64 --device cuda --memory 80GB",
-        allow_abbrev=False,
     )
     add_model_flags(parser)
     parser.add_argument(
-        "--data", default=DEFAULT_DATA, metavar="DIR", help=f"corpus whose vocabulary is taken, if it is there ({DEFAULT_DATA})"
+        "--data", default=DEFAULT_DATA, metavar="DIR", help=f"corpus that gives the vocabulary size; it may be missing ({DEFAULT_DATA})"
     )
-    parser.add_argument("--vocab_size", type=whole_number(1, 10**9), help="tokens of the vocabulary (the corpus's, else GPT-2's 50257)")
-    how = parser.add_argument_group("how it is trained")
+    parser.add_argument("--vocab_size", type=whole_number(1, 10**9), help="vocabulary size (the corpus's; without one, GPT-2's 50257)")
+    how = parser.add_argument_group("training")
     how.add_argument("--ranks", type=whole_number(1, 1_000_000), default=1, help="processes that share the batch (1)")
-    how.add_argument("--precision", default="bf16", choices=PRECISIONS, help="(bf16)")
+    how.add_argument("--precision", default="bf16", choices=PRECISIONS, help="precision of the run (bf16)")
     how.add_argument("--micro_batch_size", type=whole_number(1), help="sequences per rank at once (preset)")
     how.add_argument("--global_batch_size", type=whole_number(1), help="sequences per step over all ranks (preset)")
     how.add_argument("--offload", choices=OFFLOADS, help="add columns with offload; param offloads the optimizer too (stage 3)")
-    how.add_argument("--device", choices=("cuda", "cpu"), help="(what this machine has)")
+    how.add_argument("--device", choices=("cuda", "cpu"), help="device to plan for (that of this machine)")
     parser.add_argument("--memory", type=_bytes, metavar="SIZE", help="memory of one rank, e.g. 80GB or 24GiB; prints which columns fit")
     parser.add_argument("--json", action="store_true", help="bytes of every part as JSON")
     return parser

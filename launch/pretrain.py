@@ -4,7 +4,7 @@
     deepspeed launch/pretrain.py --recipe recipes/zero_2 --run_name demo
 
 Everything goes to `runs/<run_name>/`: `metrics.jsonl`, `log.txt`, TensorBoard events, `checkpoints/`, `loss.png`. The first loss is
-about ln(vocab_size), 9.0 for the embedded corpus. Exit codes: 0 done, 1 failed, 2 the user's mistake, 130 and 143 stopped by
+about ln(vocab_size), 9.0 for the corpus of `make data`. Exit codes: 0 done, 1 failed, 2 the user's mistake, 130 and 143 stopped by
 Ctrl-C and SIGTERM, after writing a checkpoint from which `--resume` continues.
 """
 

@@ -31,15 +31,14 @@ def build_parser() -> Parser:
         prog="python launch/score.py",
         description="Loss, perplexity and bits per byte of a trained model on validation text.",
         epilog="Example: python launch/score.py runs/demo",
-        allow_abbrev=False,
     )
-    add_source_flags(parser, data_help="corpus from data_pipeline/prepare.py, or nanoGPT's (of a run: its own)")
+    add_source_flags(parser, data_help="corpus folder from prepare.py or nanoGPT; a Hugging Face folder needs this flag (the run's)")
     parser.add_argument("--against", metavar="RUN|DIR", help="second model, with the same tokenizer: the difference on the same windows")
     parser.add_argument("--split", choices=("val", "train"), default="val", metavar="NAME", help="text to score: val or train (val)")
-    parser.add_argument("--windows", type=whole_number(1), metavar="N", help="windows of the model's context, spread evenly (all)")
+    parser.add_argument("--windows", type=whole_number(1), metavar="N", help="windows of one context to score, spread evenly (all)")
     parser.add_argument("--batch_size", type=whole_number(1), metavar="N", help="windows per forward pass (depends on the device)")
     parser.add_argument(
-        "--dtype", choices=DTYPES, default="fp32", metavar="NAME", help="of weights and activations: fp32, bf16 or fp16 (fp32)"
+        "--dtype", choices=DTYPES, default="fp32", metavar="NAME", help="dtype of weights and activations: fp32, bf16 or fp16 (fp32)"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
     parser.add_argument("--quiet", action="store_true", help="no progress bar and no notes")

@@ -69,7 +69,7 @@ class StepPlan(NamedTuple):
         accumulation: micro-batches of the step.
         seq_len: tokens of a row.
         rows_per_sequence: into how many rows each sequence is cut.
-        kept_blocks: the number of whole blocks that would take the FLOPs of the blocks that run; None: no technique skips any.
+        kept_blocks: the FLOPs of the blocks that run, divided by the FLOPs of one whole block; None if no technique skips any.
     """
 
     micro_batch_size: int
@@ -241,7 +241,7 @@ class Technique:
         """Change the model before the engine is built: kernels, wrappers, `model.block_runner`."""
 
     def optimizer(self, param_groups: list[dict[str, Any]]) -> torch.optim.Optimizer | None:
-        """Return the optimizer that the engine drives, or None to leave the choice to others."""
+        """Return the optimizer that the engine drives, or None: then another technique, torch or DeepSpeed provides it."""
 
     def attach(self, engine: Any, collectives: Any) -> None:
         """Keep what is needed of DeepSpeed's engine, once it is built. `collectives` reaches the other ranks and counts the bytes."""

@@ -56,7 +56,7 @@ MONITORS = {"wandb": "wandb", "comet": "comet_ml"}
 
 #: Keys that cannot be used in this project: not switched on, or not switched off.
 NOT_ON = {
-    "zero_optimization.zenflow": "trains to other losses, or to NaN, from the first step on (DeepSpeed 0.19.8, measured); leave it out",
+    "zero_optimization.zenflow": "gives wrong losses, or NaN, from the first step on (DeepSpeed 0.19.8, measured); leave it out",
     # csrc/quantization/pt_binding.cpp casts the pointer to __half; quant_reduce.cu divides by no number of GPUs, and
     # runtime/comm/coalesced_collectives.py by that of the hosts alone. On one host stage3.py does not come there.
     "zero_optimization.zero_quantized_gradients": "gives wrong gradients over several hosts in DeepSpeed 0.19.8 (bf16 and fp32 bits are "
@@ -70,7 +70,7 @@ NOT_ON = {
     ),
 }
 NOT_OFF = {
-    "zero_optimization.compute_grad_norm": "is false, but the norm is clipped and logged at every step; leave it out",
+    "zero_optimization.compute_grad_norm": "is false, but every step clips the gradients by their norm and logs it; leave it out",
     "managed_gradient_accumulation": "is false, but the loop steps the engine once per micro-batch; leave it out",
     "bf16.check_grad_overflow": "is false, so a non-finite gradient would corrupt the weights; leave it out",
 }
@@ -109,8 +109,8 @@ def impossible_values(engine: EngineJson, ranks: int, d_model: int, stage: int, 
     if value(zero + "zero_quantized_weights") and d_model % (QUANTIZED_TOGETHER * ranks):
         yield (
             zero + "zero_quantized_weights",
-            f"quantizes {QUANTIZED_TOGETHER} weights at a time, which must divide a rank's part of each parameter; make d_model, which is "
-            f"{d_model}, a multiple of {QUANTIZED_TOGETHER} x {ranks} ranks, or leave the key out",
+            f"quantizes {QUANTIZED_TOGETHER} weights at a time, so d_model must be a multiple of {QUANTIZED_TOGETHER} x {ranks} ranks; "
+            f"it is {d_model}; change --d_model, or leave the key out",
         )
     if value("gradient_predivide_factor") not in (None, 1) and stage > 1:  # stage 3 does not multiply the gradients back
         yield "gradient_predivide_factor", f"is not 1, which is wrong at stage {stage}; leave it out, or use stage 0 or 1"
@@ -233,7 +233,7 @@ def _check_machine(engine: EngineJson) -> None:
         path = ("zero_optimization", key, "nvme_path")
         folder, ours = str(engine.get(*path)), (engine.origin(path) or "").startswith("auto")  # the run makes its own
         if engine.get("zero_optimization", key, "device") == "nvme" and not ours and not os.path.isdir(folder):
-            engine.lack(path, f"is {folder!r}, which is no folder on this host; make it, on the drive to use")
+            engine.lack(path, f"is {folder!r}, which is not a folder on this host; create it on the NVMe drive")
 
 
 def _is_active(value: Any) -> bool:

@@ -32,6 +32,9 @@ MUST = "must"
 class Parser(argparse.ArgumentParser):
     """argparse with our errors (one line, exit code 2, no usage text, the nearest flag), and with a help that one rank prints."""
 
+    def __init__(self, prog: str, description: str, epilog: str):
+        super().__init__(prog=prog, description=description, epilog=f"Defaults are in parentheses. {epilog}", allow_abbrev=False)
+
     def error(self, message: str) -> NoReturn:
         choice = re.search(r"invalid choice: '(.*)' \(choose from (.*)\)", message)
         hint = nearest(choice[1], re.findall(r"\w+", choice[2])) if choice else ""
@@ -98,11 +101,10 @@ def build_parser() -> Parser:
         prog="deepspeed launch/pretrain.py",
         description="Train a GPT with the DeepSpeed engine. The JSON sets the technique; the preset and the flags set size and length.",
         epilog="Example: deepspeed launch/pretrain.py --deepspeed_config ds_configs/zero1_bf16.json --preset nano --run_name demo",
-        allow_abbrev=False,
     )
     what = parser.add_argument_group("technique (give --deepspeed_config or --recipe)")
     what.add_argument("--deepspeed_config", metavar="FILE", help="engine JSON; those that ship are in ds_configs/")
-    what.add_argument("--recipe", metavar="DIR", help="a recipe folder: its JSON and its suggested flags (recipes/README.md)")
+    what.add_argument("--recipe", metavar="DIR", help="a recipe folder: its JSON and its suggested flags; see recipes/README.md")
     add_set_flag(what)
 
     add_model_flags(parser)
@@ -116,7 +118,7 @@ def build_parser() -> Parser:
     run.add_argument(
         "--init_from",
         metavar="DIR",
-        help="start from the weights of a Hugging Face folder of GPT2LMHeadModel of the same sizes: an export's, or a published GPT-2",
+        help="start from a Hugging Face GPT2LMHeadModel folder of the same sizes: an exported run or a published GPT-2",
     )
     run.add_argument(
         "--perturb_init",
@@ -137,7 +139,7 @@ def build_parser() -> Parser:
     )
     add_evaluation_flags(run)
     run.add_argument("--save_every", type=natural, help="steps between checkpoints; 0 saves at the end only (a quarter of the run)")
-    run.add_argument("--keep", type=positive, default=3, help="newest checkpoints to keep, besides that with the best validation loss (3)")
+    run.add_argument("--keep", type=positive, default=3, help="newest checkpoints to keep, in addition to the best by validation loss (3)")
     run.add_argument(
         "--histogram_every",
         type=natural,
@@ -150,7 +152,7 @@ def build_parser() -> Parser:
         help="at every evaluation, write how much each block changes its input, in norm and direction, to blocks.jsonl and blocks.png",
     )
     # Token by token, on all ranks: 100,000 of `nano` take minutes.
-    run.add_argument("--ranks", type=positive, help="number of ranks to check and explain the run for, without a launcher")
+    run.add_argument("--ranks", type=positive, help="number of ranks to assume for --explain without a launcher")
     run.add_argument(
         "--explain",
         nargs="?",
@@ -180,7 +182,7 @@ def add_model_flags(parser: Parser) -> None:
     )
 
 
-def add_set_flag(group: argparse._ArgumentGroup) -> None:
+def add_set_flag(group: argparse._ArgumentGroup, whose: str = "the JSON") -> None:
     """The flag that changes a value of the JSON."""
     group.add_argument(
         "--set",
@@ -188,7 +190,7 @@ def add_set_flag(group: argparse._ArgumentGroup) -> None:
         action="append",
         default=[],
         dest="overrides",
-        help="change one value of the JSON, e.g. --set gradient_clipping=0.5 or --set zero_optimization.stage=2; may be repeated",
+        help=f"change one value of {whose}, e.g. --set gradient_clipping=0.5 or --set zero_optimization.stage=2; may be repeated",
     )
 
 
@@ -217,7 +219,7 @@ def add_evaluation_flags(group: argparse._ArgumentGroup) -> argparse._ArgumentGr
     """The flags that say when and on how much a run is evaluated."""
     natural, positive = whole_number(0), whole_number(1)
     group.add_argument("--eval_every", type=natural, help="steps between evaluations on validation text; 0 is off (a tenth of the run)")
-    group.add_argument("--eval_batches", type=positive, default=16, help="global batches of validation text an evaluation reads (16)")
+    group.add_argument("--eval_batches", type=positive, default=16, help="global batches of validation text per evaluation (16)")
     group.add_argument(
         "--whole_eval", action="store_true", help="after the last step, also evaluate the whole validation split: whole_val_loss"
     )

@@ -88,7 +88,7 @@ class RunConfig:
     perturb_init: float
     recipe: str | None
     config_file: str
-    engine: dict[str, Any]  # the JSON for DeepSpeed, complete: no "auto", none of our own sections
+    engine: dict[str, Any]  # the JSON for DeepSpeed without optimizer, scheduler and our own sections; no "auto"
     optimizer: dict[str, Any]
     scheduler: dict[str, Any]
     techniques: dict[str, dict[str, Any]]  # our own sections, by name
@@ -111,7 +111,7 @@ class RunConfig:
     quiet: bool
     found_corpus: Corpus | None = field(repr=False, compare=False)  # None where a run is explained without it
     built_techniques: Techniques = field(default_factory=Techniques, repr=False, compare=False)  # of the sections, once for the run
-    start: HFFolder | None = field(default=None, repr=False, compare=False)  # whose weights are taken; None too where a checkpoint's are
+    start: HFFolder | None = field(default=None, repr=False, compare=False)  # initial weights; None also if a checkpoint is loaded
     notes: tuple[str, ...] = ()  # for the log and --explain
     lacks: tuple[str, ...] = ()  # what the run needs and this machine does not have
     origins: Origins = field(default_factory=dict, repr=False, compare=False)
@@ -274,8 +274,8 @@ def resolve(argv: list[str], ranks: int | None = None) -> tuple[RunConfig, argpa
     corpus, missing = _corpus(flags, shape)
     if corpus is not None and not missing and micro_batch > (sequences := corpus.train.windows(shape.seq_len)):
         missing = [  # as for a missing corpus: --explain works, training is refused
-            f"{engine.where(('train_micro_batch_size_per_gpu',))}: a micro-batch of {micro_batch:,} sequences is more than "
-            f"the {sequences:,} of {shape.seq_len} tokens that the training text of {flags.data} has; lower --micro_batch_size"
+            f"{engine.where(('train_micro_batch_size_per_gpu',))}: a micro-batch of {micro_batch:,} sequences is too large: "
+            f"the training text of {flags.data} has {sequences:,} sequences of {shape.seq_len} tokens; lower --micro_batch_size"
         ]
     start = _start(flags, run_name, shape, corpus, engine.notes)
     own = {key: engine.values[key] for key in claimed if key in engine.values}
@@ -349,7 +349,7 @@ def _check_swap_buffers(engine: EngineJson, config: RunConfig) -> None:
 
 
 def _corpus(flags: argparse.Namespace, shape: ModelShape) -> tuple[Corpus | None, list[str]]:
-    """The corpus, and what is wrong with it: to explain a run it need not be there.
+    """The corpus, and what is wrong with it. `--explain` works without a corpus.
 
     Raises:
         DataError: it is missing, damaged or too small, and the run is to be trained.
@@ -360,7 +360,7 @@ def _corpus(flags: argparse.Namespace, shape: ModelShape) -> tuple[Corpus | None
         corpus = open_corpus(flags.data)
         if flags.no_cross_document and corpus.eot_id is None:
             raise UsageError(
-                f"--no_cross_document: nothing ends a document in {flags.data}, whose ids are characters; leave the flag out, or prepare"
+                f"--no_cross_document: {flags.data} has no end-of-text token: its ids are characters; leave the flag out, or prepare"
                 " the text with data_pipeline/prepare.py"
             )
         # Refuse a split, or a group of a mixture, that is too small for one sequence, by name.
@@ -432,6 +432,10 @@ def _ranks(flags: argparse.Namespace) -> int:
     """The number of ranks: the launcher's, else `--ranks`, else 1."""
     launched = os.environ.get("WORLD_SIZE")
     if launched is None:
+        if flags.ranks and not flags.explain:
+            raise UsageError(
+                f"--ranks {flags.ranks}: without a launcher only --explain takes it; deepspeed --num_gpus {flags.ranks} starts ranks"
+            )
         return flags.ranks or 1
     if not launched.isdecimal() or int(launched) < 1:
         raise UsageError(f"the environment variable WORLD_SIZE is {launched!r}: it must be the number of ranks, or not set")
@@ -465,7 +469,7 @@ def _batch(engine: EngineJson, flags: argparse.Namespace, preset: Preset, ranks:
     }
 
     def refused(message: str) -> tuple[int, int, int]:
-        """The fault, at the first of the keys that the file gives a number for; what is checked after it gets a batch that works."""
+        """Note a fault at the first batch key that the file sets, and return a batch that passes the later checks."""
         if written:
             engine.fault(written[0], message)
         else:
@@ -490,7 +494,7 @@ def _batch(engine: EngineJson, flags: argparse.Namespace, preset: Preset, ranks:
     if micro * accumulation * ranks != total:
         return refused(
             f"micro-batch {micro} x accumulation {accumulation} x {ranks} ranks = {micro * accumulation * ranks} sequences, "
-            f"but the global batch is {total}; change one of them so that they multiply"
+            f"but the global batch is {total}; change one of them so that the product is the global batch"
         )
     for (key, origin), value in zip(origins.items(), (total, micro, accumulation), strict=True):
         if (key,) not in written and not engine.is_faulty(key):

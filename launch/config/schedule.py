@@ -165,4 +165,4 @@ def _check_length(engine: EngineJson, rules: dict[str, Any], steps: int) -> None
     if "total_num_steps" in rules and warmup is not None and warmup >= (total or steps):
         engine.fault((*PATH, "warmup_num_steps"), f"is {warmup}, and the schedule ends at step {total or steps}; lower it")
     elif total is not None and total < steps:
-        engine.note((*PATH, "total_num_steps"), f"is {total}: the rate stays at its end for the other {steps - total} of {steps} steps")
+        engine.note((*PATH, "total_num_steps"), f"is {total}: the rate keeps its final value for the last {steps - total} of {steps} steps")

@@ -1,4 +1,4 @@
-"""The steps that a run will make. A run ends on tokens, and techniques may put fewer tokens into a step than a whole batch has."""
+"""The steps that a run will make. A run has a number of tokens, and techniques may put fewer tokens into a step than a whole batch has."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ def fill_from_checkpoint(model: GPT, checkpoint: Path, ranks: int) -> None:
         for name, offset, values in _pieces(model, checkpoint / ENGINE_TAG, ranks):
             weight = weights.get(name)
             if weight is None or offset + values.numel() > weight.numel():
-                raise UsageError(f"{checkpoint}: {name} is not a weight of the model in run.json, which was changed")
+                raise UsageError(f"{checkpoint}: {name} is not a weight of the model in run.json; restore run.json")
             weight.view(-1)[offset : offset + values.numel()].copy_(values)
             if offset + values.numel() == weight.numel():
                 left.discard(name)
@@ -53,7 +53,7 @@ def fill_from_checkpoint(model: GPT, checkpoint: Path, ranks: int) -> None:
         text = " ".join(f"{type(reason).__name__}: {reason}".split())[:120]
         raise UsageError(f"{checkpoint}: its files are not as DeepSpeed writes them ({text}); copy the checkpoint again") from None
     if left:
-        raise UsageError(f"{checkpoint}: lacks {', '.join(sorted(left)[:3])} of the model in run.json, which was changed")
+        raise UsageError(f"{checkpoint}: lacks {', '.join(sorted(left)[:3])} of the model in run.json; restore run.json")
 
 
 def _pieces(model: GPT, folder: Path, ranks: int) -> Iterator[tuple[str, int, torch.Tensor]]:

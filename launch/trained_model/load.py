@@ -130,7 +130,7 @@ def _open_run(folder: Path, asked: str | None, data: str | Path | None) -> Train
     config = model_of_run(description)
     if corpus is not None and corpus.vocab_size != config.vocab_size:
         raise UsageError(
-            f"{folder / 'run.json'}: vocab_size is {config.vocab_size:,}, but its corpus has {corpus.vocab_size:,}; it was changed"
+            f"{folder / 'run.json'}: vocab_size is {config.vocab_size:,}, but its corpus has {corpus.vocab_size:,}; restore run.json"
         )
     # Without the corpus: the end of text is the last id of this project's tokenizers and of GPT-2's.
     eot = corpus.eot_id if corpus else config.vocab_size - 1
@@ -140,7 +140,7 @@ def _open_run(folder: Path, asked: str | None, data: str | Path | None) -> Train
     if parameter_count(config) * 2 > max(written, 2**30):
         raise UsageError(
             f"{folder / 'run.json'}: describes {parameter_count(config):,} parameters, but the files of {checkpoint.name} have"
-            f" {written:,} bytes; it was changed since the run wrote it"
+            f" {written:,} bytes; restore run.json"
         )
     return TrainedModel(folder, config, tokenizer, why, eot, description, checkpoint, state, corpus=corpus)
 

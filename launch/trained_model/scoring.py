@@ -139,8 +139,8 @@ def _corpus(trained: TrainedModel, data: str | Path | None, where: str) -> tuple
     run = trained.description
     if data is None:
         if trained.corpus is None:
-            reason = "a Hugging Face folder names no corpus" if run is None else trained.no_tokenizer
-            raise UsageError(f"{trained.folder}: {reason}; give --data DIR, a corpus with the model's tokenizer")
+            none = "a Hugging Face folder names no corpus; give --data DIR, a corpus with the model's tokenizer"
+            raise UsageError(f"{trained.folder}: {none if run is None else trained.no_tokenizer}")
         return trained.corpus, []
     corpus, vocab_size = open_corpus(data), trained.config.vocab_size
     if run is not None and run.get("corpus_fingerprint") == corpus.fingerprint:

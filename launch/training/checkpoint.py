@@ -5,13 +5,14 @@
         state.json    step, tokens, samples, validation loss, ranks, the run's id, size and digest of every file
         technique-00000.pt   per rank, only if a technique has state that cannot be computed from the step
 
-Any folder named `step-` and eight digits is complete. The newest `keep` checkpoints are kept, and the best by validation loss. Paths with
-other names, links and checkpoints of other runs are never removed. A resume loads the newest checkpoint that passes verification. Newer
-ones are renamed to `step-00000300.unusable` after the run has written its next checkpoint.
+Any folder named `step-` and at least eight digits is complete. The newest `keep` checkpoints are kept, and the best by validation loss.
+Paths with other names, links and checkpoints of other runs are never removed. A resume loads the newest checkpoint that passes
+verification. Newer ones are renamed to `step-00000300.unusable` just before the run completes its next checkpoint.
 
-Training stops only while the state is copied into host memory. A thread on each rank writes the copy. The threads communicate through their
-own process group; when all ranks have written their copies, rank 0 completes the checkpoint. Only one write is in flight at a time. The
-last checkpoint of a run is written without a copy.
+Training stops while the state is copied into host memory. A thread on each rank writes the copy. The threads communicate through their own
+process group; when all ranks have written their copies, rank 0 completes the checkpoint. Only one write is in flight at a time: a save
+waits for the one before it. The last checkpoint of a run, and one whose copy does not fit into memory, are written before training
+continues.
 """
 
 from __future__ import annotations
@@ -237,7 +238,7 @@ class Checkpoints:
             try:
                 self.technique.discard_state(f"written by {state['ranks']} rank(s), and this job has {self.collectives.world_size}")
             except ValueError as reason:
-                raise UsageError(f"{newest}: a technique needs its state of each rank, {reason}; start {state['ranks']} ranks") from None
+                raise UsageError(f"{newest}: the per-rank state of a technique was {reason}; start {state['ranks']} ranks") from None
         with self._ending_on_failure(f"{newest}: could not be loaded", "move it away to resume from an older one"):
             with _own_settings(self.engine):
                 path, _ = self.engine.load_checkpoint(str(newest), tag=ENGINE_TAG)

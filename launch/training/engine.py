@@ -213,7 +213,7 @@ def _agree_on_precision(config: RunConfig, collectives: Collectives) -> None:
     precisions = collectives.gather(config.precision)
     if len(set(precisions)) > 1:
         found = ", ".join(f"{precision} on rank {rank}" for rank, precision in enumerate(precisions))
-        raise UsageError(f"{config.config_file}: 'bf16.enabled' is {found} as the hosts differ; write true or false instead of \"auto\"")
+        raise UsageError(f"{config.config_file}: 'bf16.enabled' is \"auto\", which the hosts resolve to {found}; write true or false")
 
 
 def check_device(config: RunConfig) -> None:
@@ -265,7 +265,7 @@ def _lacking(device: str, capability: tuple[int, int]) -> str | None:
 
 
 def _deepspeed_config(config: RunConfig) -> dict[str, Any]:
-    """The JSON that DeepSpeed gets, without this project's own sections, schedule and optimizer."""
+    """`config.engine`, and the `scheduler` if it is one of DeepSpeed's. `start_engine` adds the `optimizer` if DeepSpeed builds it."""
     # DeepSpeed's throughput timer waits for the device twice a micro-batch, and prints what the log has already.
     deepspeed_config = {"timers": {"throughput": {"enabled": False}}, **config.engine}
     if config.scheduler["type"] != TOKEN_SCHEDULE:

@@ -35,9 +35,9 @@ def segment_bounds(n_layer: int, segments: int) -> list[tuple[int, int]]:
 class ActivationCheckpointing(Technique):
     """DeepSpeed's documented `"activation_checkpointing": {"number_checkpoints": null, "cpu_checkpointing": false, ...}`, and `"enabled"`.
 
-    number_checkpoints: into how many segments the blocks are cut, whose inputs are kept; null (or left out): every block is one.
+    number_checkpoints: number of segments of blocks; only the inputs of segments are kept. null, or left out: one segment per block.
     cpu_checkpointing: keep these inputs in the host's memory (page-locked, on a GPU).
-    enabled: left out, it is on if one of the other keys is switched on; DeepSpeed's section with only false values is off.
+    enabled: if left out, the technique is on if one of the other keys is on; DeepSpeed's section with only false values is off.
     """
 
     declaration = Declaration(

@@ -18,7 +18,7 @@ def stages(start: int, increment: int, full: int, warmup_tokens: int, seq_len: i
     """(first step, sequences of its steps) of each stage, the last of them the full batch.
 
     Each of the (full - start) / increment sizes below `full` has an equal share of `warmup_tokens`, and a step belongs to the stage in
-    which it begins. A stage shorter than the step that runs into it has no step of its own.
+    which it begins. A stage without a step is left out: the last step of the stage before it has consumed its tokens.
     """
     sizes = (full - start) // increment  # below the full one
     found, step, tokens, stage = [], 1, 0, 0
@@ -35,12 +35,12 @@ def stages(start: int, increment: int, full: int, warmup_tokens: int, seq_len: i
 class BatchSizeWarmup(Technique):
     """`"batch_size_warmup": {"enabled": true, "min_batch_size": "auto", "increment": "auto", "warmup_tokens": "auto"}`.
 
-    min_batch_size: sequences of the first steps, of all ranks; "auto" is at most a quarter of the global batch and divides it, or all of
-        it where a rank has less than four.
-    increment: by how many sequences the batch grows; "auto" is min_batch_size, or the largest below it that leads to the global batch.
+    min_batch_size: sequences per step at the start, over all ranks; "auto" is a divisor of the global batch, at most a quarter of it, or
+        the whole global batch if a rank has fewer than four sequences.
+    increment: sequences added at each stage; "auto" is the largest number up to min_batch_size that reaches the global batch exactly.
     warmup_tokens: after how many tokens the batch is full; "auto" is a quarter of the run's. Sequences count at the model's full length.
 
-    The run ends on tokens, so that it has more steps, and the learning rate follows tokens.
+    The length of the run and the learning rate are functions of tokens, so the run has more steps than its control.
     """
 
     declaration = Declaration(

@@ -68,7 +68,7 @@ class CurriculumLearning(Technique):
         way); "reshape" cuts each sequence into rows of that length, so that a step keeps its tokens, except for a remainder shorter
         than a row.
 
-    The run ends on tokens and the learning rate follows tokens. Evaluation is at full length.
+    The length of the run and the learning rate are functions of tokens. Evaluation is at full length.
     """
 
     declaration = Declaration(
@@ -121,8 +121,8 @@ class CurriculumLearning(Technique):
             lengths, ends = given.get("difficulty"), given.get("max_step")
             if not lengths or ends is None or len(lengths) != len(ends) + 1:
                 raise ValueError(
-                    f"{name}.difficulty' has {len(lengths or ())} lengths and max_step {len(ends or ())} steps; fixed_discrete needs one"
-                    ' step less than lengths, such as "difficulty": [64, 128, 256], "max_step": [100, 200]'
+                    f"{name}.difficulty' has {len(lengths or ())} lengths and max_step has {len(ends or ())} steps; fixed_discrete needs"
+                    ' one step fewer than lengths, such as "difficulty": [64, 128, 256], "max_step": [100, 200]'
                 )
             if any(end <= before for before, end in pairwise([0, *ends])):
                 raise ValueError(f"{name}.max_step' is {ends}; the steps must rise from 1 on")

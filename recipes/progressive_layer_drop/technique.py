@@ -81,8 +81,8 @@ class ProgressiveLayerDrop(Technique):
         offloaded = any((zero.get(f"offload_{what}") or {}).get("device", "none") != "none" for what in ("optimizer", "param"))
         if self.each_micro_batch and offloaded:
             raise ValueError(
-                "'progressive_layer_drop.draw' is micro_batch, but with offload DeepSpeed takes over only gradients that the step's last "
-                'micro-batch has; write "step", or do not offload'
+                "'progressive_layer_drop.draw' is micro_batch, but with offload DeepSpeed loses the gradients of a block that the "
+                'step\'s last micro-batch skips; write "step", or do not offload'
             )
         self.seed, self.n_layer = run.seed, run.shape.n_layer
         last = theta_at(run.steps, self.theta, self.gamma)

@@ -1,4 +1,4 @@
-"""Random layerwise token dropping: the middle blocks see only some of each sequence's tokens, the more the longer the run lasts.
+"""Random layerwise token dropping: the middle blocks process only some of each sequence's tokens, and more of them later in the run.
 
     deepspeed launch/pretrain.py --recipe recipes/random_ltd
 
@@ -49,9 +49,9 @@ def draw_positions(seed: int, step: int, layer: int, reserved: int, length: int)
 
 
 def run_on(block: nn.Module, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """x (B, T, C) with the tokens at `positions` (r,), in ascending order, through `block`; the others pass it by unchanged.
+    """Run the tokens of x (B, T, C) at `positions` (r,), ascending, through `block`; the other tokens skip it unchanged.
 
-    The block sees a sequence of r tokens, each of which attends to those before it. A mask that lies with it is cut for the call.
+    The block gets a sequence of r tokens, each of which attends to those before it. A mask is reduced to these tokens during the call.
     """
     attention: Any = block.attn
     mask = attention.mask
@@ -161,7 +161,7 @@ class RandomLTD(Technique):
 
     def _note(self) -> str:
         if not self.layers:
-            return f"random_ltd: no token is dropped, for a model of {self.shape.n_layer} blocks has none between the first and the last"
+            return f"random_ltd: no token is dropped: a model of {self.shape.n_layer} blocks has none between the first and the last"
         least, most, config = self.schedule["min_value"], self.schedule["max_value"], self.schedule["schedule_config"]
         lengths = 1 + (most - least) // config["seq_per_step"]
         return (

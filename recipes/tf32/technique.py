@@ -22,8 +22,8 @@ CAPABILITY = (8, 0)
 def use_tf32() -> None:
     """Compute products of fp32 matrices on CUDA in TF32, for the rest of this process.
 
-    torch's one documented switch (2.11 to 2.13): it sets cuBLAS's older name for it (`allow_tf32`) and the newer (`fp32_precision`) alike,
-    one of which torch.compile asks, and torch raises where they differ. cuDNN has none of this model's products.
+    This is torch's one documented switch (2.11 to 2.13). It sets both the older setting (`allow_tf32`) and the newer (`fp32_precision`).
+    torch.compile reads one of them, and torch raises an error if they differ. No product of this model uses cuDNN.
     """
     torch.set_float32_matmul_precision("high")
 

@@ -1,4 +1,4 @@
-"""Adam whose variance is renewed now and then, and whose ranks go steps of their own between two exchanges of what they have gone."""
+"""Adam that updates its variance at some steps only, and whose ranks make local steps between exchanges of their accumulated updates."""
 
 from __future__ import annotations
 
@@ -14,31 +14,32 @@ from recipes.one_bit import LEAST_SHARE, CompressedOptimizer
 class LocalStepAdam(CompressedOptimizer):
     """0/1 Adam: Lu et al., arXiv 2202.06009, algorithm 1, with a scale for each tensor.
 
-    In a step that renews the variance it finds the mean gradients over all ranks, and nothing is compressed; in the others it finds each
-    rank's own. Each rank adds up its way, u <- u + lr m / (sqrt(v) + eps). At an exchange u becomes its compressed mean over the ranks, the
-    momentum what goes that way at the sum of the rates, and all weights are moved by it from where they were at the last exchange.
+    In a step that updates the variance, the gradients are averaged over the ranks, and nothing is compressed. In the other steps each rank
+    has its own gradients. Each rank accumulates its updates: u <- u + lr m / (sqrt(v) + eps). An exchange replaces u with its compressed
+    mean over the ranks and subtracts it from the weights of the last exchange. The momentum becomes u (sqrt(v) + eps), divided by the sum
+    of the bias-corrected learning rates since the last exchange.
 
-    The bias of both moments is corrected, that of the variance by the number of its renewals: it is kept corrected, so that rows of
-    embeddings can have numbers of their own. Weight decay is decoupled, and no part of what is exchanged. As soon as a step has had a
-    variance that was not its own, no element of it counts for less than a tenth of its tensor's mean (see `settle_variance`).
+    The biases of both moments are corrected. The correction of the variance counts its updates. The stored variance is already corrected,
+    so that each row of an embedding can have its own count. Weight decay is decoupled and is not exchanged. From the first step that does
+    not update the variance, each of its elements counts as at least a tenth of its tensor's mean (see `settle_variance`).
 
     Attributes:
-        renews: whether the step renews the variance; set before it.
-        exchanges: whether all ranks have the same weights after the step; set before it.
-        alone: steps since the last exchange, whose way is the buffer of `reduction`; 0: the weights are those of all ranks.
+        renews: whether the next step updates the variance; set before the step.
+        exchanges: whether all ranks have the same weights after the next step; set before the step.
+        alone: number of local steps since the last exchange; their updates are in `reduction.buffer`. 0: all ranks have the same weights.
     """
 
     exchanged = ""
     kept = ("exp_avg", "variance")
 
     def __init__(self, param_groups: list[dict[str, Any]], *arguments: Any):
-        # In the groups: how often the variance was renewed; the sum of the rates since the last exchange, and what it was for that one.
+        # In the groups: the number of variance updates, the sum of the rates since the last exchange, and that sum at the last exchange.
         super().__init__(param_groups, *arguments, renewals=0, rates=0.0, exchanged_rates=0.0)
         self.renews = self.exchanges = True
         self.alone = 0
-        #: Where all ranks were at the last exchange, but for weight decay since; made when they first go alone.
+        #: The weights of the last exchange, with the weight decay since then; allocated at the first local step.
         self._agreed: list[torch.Tensor] = []
-        #: The least that an element of each tensor's variance counts for.
+        #: The smallest value that an element of each tensor's variance counts as.
         self._least: list[float] = []
 
     def _take_state(self) -> None:
@@ -57,44 +58,44 @@ class LocalStepAdam(CompressedOptimizer):
             self.reduction.buffer.zero_()
         for (group, parameter, moved), least in zip(self._momenta(), self._least_now(), strict=True):
             assert parameter.grad is not None
-            for way, m, gradient, v in self._blocks(moved, *self._state_of(parameter, parameter.grad)):
+            for update, m, gradient, v in self._blocks(moved, *self._state_of(parameter, parameter.grad)):
                 m.lerp_(gradient, 1 - group["betas"][0])
-                way.addcdiv_(m, self._divisor(v, least, group["eps"]), value=self._rate(group))
-        # At a rate of 0 there is no way to exchange: the rank keeps its momentum, as in a step alone.
+                update.addcdiv_(m, self._divisor(v, least, group["eps"]), value=self._rate(group))
+        # At a rate of 0 there is no update to exchange: the rank keeps its momentum, as in a local step.
         if (self.renews and not self.alone) or ((self.exchanges or self.renews) and all(group["rates"] for group in self.param_groups)):
             self._exchange()
         else:
-            self._go_alone()
+            self._step_locally()
 
     def _rate(self, group: dict[str, Any]) -> float:
-        """What a momentum is multiplied by in this step."""
+        """The factor of the momentum in this step's update: lr / bias correction."""
         return float(group["lr"] / self._bias(group["betas"][0], self._steps))
 
     def _exchange(self) -> None:
-        # After a renewal the ranks have gone the same way, unless they were alone before: a resume may have moved the renewals.
+        # After a variance update all ranks have the same update, unless there were local steps before (a resume may move the updates).
         if self.reduction.ranks > 1 and (self.alone or not self.renews):
-            self._exchange_ways()
+            self._exchange_updates()
         if self.alone:
             torch._foreach_copy_(self._parameters, self._agreed)
             self.alone = 0
         self._decay(self._parameters)
         self._move_from(self._parameters)
 
-    def _exchange_ways(self) -> None:
-        """The mean way, and the momentum that goes it at the rates of this rank's."""
-        # The errors are ways as well. Where the rates have fallen since they were made, they fall too: a momentum is a way over its rates.
+    def _exchange_updates(self) -> None:
+        """Replace the accumulated updates with their mean over the ranks, and compute the momentum that gives this mean."""
+        # The errors are updates too. If the summed rates have fallen since the last exchange, the errors are scaled down with them.
         shrink = min((group["rates"] / group["exchanged_rates"] for group in self.param_groups if group["exchanged_rates"]), default=1.0)
         if shrink < 1:
             self.reduction.worker_error.mul_(shrink)
             self.reduction.server_error.mul_(shrink)
         self.reduction.reduce()
         for (group, parameter, moved), least in zip(self._momenta(), self._least_now(), strict=True):
-            for way, m, v in self._blocks(moved, *self._state_of(parameter)):
-                torch.mul(way, self._divisor(v, least, group["eps"]), out=m).div_(group["rates"])
+            for update, m, v in self._blocks(moved, *self._state_of(parameter)):
+                torch.mul(update, self._divisor(v, least, group["eps"]), out=m).div_(group["rates"])
         for group in self.param_groups:
             group["exchanged_rates"] = group["rates"]
 
-    def _go_alone(self) -> None:
+    def _step_locally(self) -> None:
         if not self._agreed:
             self._agreed = [torch.empty_like(parameter, requires_grad=False) for parameter in self._parameters]
         if not self.alone:
@@ -108,7 +109,7 @@ class LocalStepAdam(CompressedOptimizer):
             weight.mul_(1 - group["lr"] * group["weight_decay"])
 
     def _move_from(self, places: list[torch.Tensor]) -> None:
-        """The parameters become what they are, seen from `places`."""
+        """Set the parameters to `places` minus the accumulated updates."""
         for (_, parameter, moved), place in zip(self._momenta(), places, strict=True):
             torch.sub(place, moved.view_as(place), out=parameter)
 
@@ -125,7 +126,7 @@ class LocalStepAdam(CompressedOptimizer):
         return self._least if self._renewals < self._steps else [0.0] * len(self._least)
 
     def _bias(self, beta: float, steps: int) -> float:
-        """What a moment of so many steps, which began at zero, is divided by."""
+        """The bias correction of a moment after `steps` steps, by which it is divided."""
         return 1 - beta**steps if self._bias_correction else 1.0
 
     # --- the variance ---------------------------------------------------------------------------------------------------------------
@@ -174,7 +175,7 @@ class LocalStepAdam(CompressedOptimizer):
 
     @contextlib.contextmanager
     def agreed_weights(self, changed: Callable[[], None]) -> Iterator[None]:
-        """Inside, the parameters are where all ranks were at the last exchange. `changed` is called whenever they have been changed."""
+        """Inside, the parameters have the weights of the last exchange. `changed` is called after each change of the parameters."""
         if not self.alone:
             yield
             return
@@ -189,7 +190,7 @@ class LocalStepAdam(CompressedOptimizer):
             changed()
 
     def own_state(self) -> dict[str, Any]:
-        """What `state_dict` lacks of a rank that is alone; for a checkpoint whose weights are the agreed ones."""
+        """This rank's local state since the last exchange, for a checkpoint that has the weights of that exchange."""
         if not self.alone:
             return {}
         momenta = [self.state[parameter]["exp_avg"] for parameter in self._parameters]
@@ -201,7 +202,7 @@ class LocalStepAdam(CompressedOptimizer):
 
     @torch.no_grad()
     def load_own_state(self, state: dict[str, Any]) -> None:
-        """Take back what `own_state` gave, after the parameters and `state_dict`."""
+        """Load what `own_state` returned, after the parameters and `state_dict`."""
         if "alone" not in state:
             return
         self.alone = state["alone"]
