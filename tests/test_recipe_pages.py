@@ -86,7 +86,7 @@ def test_a_recipes_page_says_what_was_found():
     changed["figures"]["final_val_loss"]["control"] += 0.001
     assert pages.measured_part(RECIPE, changed) != part
     absent = pages.measured_part(RECIPE, {"absent": "needs 'a|b' <c>", "machine": "AMD EPYC, 2 cores"})
-    assert "Not on AMD EPYC, 2 cores: needs 'a\\|b' \\<c\\>." in absent
+    assert "Not possible on AMD EPYC, 2 cores: needs 'a\\|b' \\<c\\>." in absent
 
 
 def test_the_index_has_the_verdict_of_each_claim_as_it_stands():
