@@ -44,6 +44,8 @@ def main() -> int:
         print_once(json.dumps(explained, indent=2) if flags.explain == "json" else as_text(explained))
         return 0
     ignore_output_errors()
+    if config.ranks > 1 and "WORLD_SIZE" not in os.environ:
+        raise UsageError(f"--ranks {config.ranks}: only --explain takes it without a launcher; start deepspeed --num_gpus {config.ranks}")
     if config.lacks:
         raise UsageError(*config.lacks)
     # After parsing: imports torch and DeepSpeed.

@@ -76,7 +76,7 @@ def test_every_length_is_that_of_deepspeeds_own_scheduler(section):
         (["schedule_type=fixed_root", "schedule_config.root_degree=0"], "root_degree must be a number above 0"),
         (
             ["schedule_type=fixed_discrete", 'schedule_config={"difficulty": [8, 16], "max_step": [3, 5]}'],
-            "needs one step less than lengths",
+            "needs one step fewer than lengths",
         ),
         (["schedule_type=fixed_discrete", 'schedule_config={"difficulty": [8, 16, 32], "max_step": [5, 3]}'], "must rise"),
         (

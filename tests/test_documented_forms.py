@@ -140,7 +140,7 @@ def test_what_this_machine_lacks_is_explained_and_not_trained(corpus, tmp_path):
     command = ["launch/pretrain.py", "--deepspeed_config", file, "--data", corpus, "--runs_dir", tmp_path / "runs"]
     explained = run_script(*command, "--explain")
     assert explained.returncode == 0
-    assert "nvme_path' is '/local_nvme', which is no folder on this host" in explained.stdout
+    assert "nvme_path' is '/local_nvme', which is not a folder on this host" in explained.stdout
     trained = run_script(*command)
     assert trained.returncode == 2
     assert len(trained.stderr.splitlines()) == 2, "a line for each of the two paths"

@@ -206,7 +206,7 @@ def test_characters_have_no_documents_to_keep_apart(characters, gpt2, tmp_path):
         done = pretrain("--data", characters, "--seq_len", "64", "--no_cross_document", "--runs_dir", tmp_path / "runs", *more)
         assert (done.returncode, done.stdout) == (2, "")
         (line,) = done.stderr.splitlines()
-        assert line.startswith(f"error: --no_cross_document: nothing ends a document in {characters}, whose ids are characters; leave")
+        assert line.startswith(f"error: --no_cross_document: {characters} has no end-of-text token: its ids are characters; leave")
     assert not (tmp_path / "runs").exists()
     flags = ["--deepspeed_config", "ds_configs/zero1_bf16.json", "--seq_len", "64", "--no_cross_document", "--data", str(gpt2)]
     assert resolve(flags)[0].model_config.document_end == 50_256

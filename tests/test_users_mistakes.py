@@ -531,6 +531,10 @@ def without_roots_privileges() -> tuple[str, ...]:
     return before
 
 
+def test_ranks_without_a_launcher(command, config):
+    assert "--ranks 2" in command(*config, "--ranks", "2")
+
+
 def test_a_folder_that_cannot_be_written(command, config):
     assert "cannot be" in command(*config, "--runs_dir", "/proc/runs")  # for root too
     locked = command.work / "locked"

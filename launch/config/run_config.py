@@ -432,10 +432,6 @@ def _ranks(flags: argparse.Namespace) -> int:
     """The number of ranks: the launcher's, else `--ranks`, else 1."""
     launched = os.environ.get("WORLD_SIZE")
     if launched is None:
-        if flags.ranks and not flags.explain:
-            raise UsageError(
-                f"--ranks {flags.ranks}: without a launcher only --explain takes it; deepspeed --num_gpus {flags.ranks} starts ranks"
-            )
         return flags.ranks or 1
     if not launched.isdecimal() or int(launched) < 1:
         raise UsageError(f"the environment variable WORLD_SIZE is {launched!r}: it must be the number of ranks, or not set")
