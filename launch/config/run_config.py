@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from data_pipeline.errors import DataError
+from data_pipeline.sampler import GlobalSampler
 from data_pipeline.shards import Corpus, open_corpus
 from launch.config.combinations import CUDA_ONLY, ZERO_AUTO, check_combinations, check_with_deepspeed
 from launch.config.engine_json import EngineJson
@@ -187,7 +188,6 @@ class RunConfig:
     def training_loader(self, collectives: Any) -> Loader:
         """This rank's loader of the training split, in the run's order. collectives: has rank, world_size and device."""
         from data_pipeline.loader import Loader  # imports torch, which --help does without
-        from data_pipeline.sampler import GlobalSampler
 
         groups = self.corpus.train.group_windows(self.shape.seq_len, len(self.corpus.mixture))
         sampler = GlobalSampler(groups, self.seed, self.corpus.fingerprint, self.corpus.mixture)
