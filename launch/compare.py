@@ -89,7 +89,7 @@ def main() -> int:
     if len(sources) != 1:
         raise UsageError(f"give one of: run folders, --recipe DIR, --all{'; given are ' + ' and '.join(sources) if sources else ''}")
     if flags.runs and (training := sorted(names & {*PASSED_ON, "seeds", "publish", "ranks", "runs_dir", "at_once", "keep_checkpoints"})):
-        raise UsageError(f"--{training[0]} applies to runs that are trained, but {flags.runs[0]} exists; leave it out, or give --recipe")
+        raise UsageError(f"--{training[0]} applies to runs that compare.py trains; leave it out, or replace {flags.runs[0]} by --recipe")
     _check_out(flags.out)
     _check_recipes(flags)
     # Extreme values in a run overflow in numpy and matplotlib; the report shows what came of them.

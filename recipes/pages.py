@@ -51,7 +51,7 @@ def read_results() -> dict[str, dict[str, Any]]:
 
 def index_table(results: dict[str, dict[str, Any]]) -> str:
     """The index of all recipes as a Markdown table."""
-    rows = ["| recipe | what it does | engine JSON | control | claims, and what was found | needs |", "|---|---|---|---|---|---|"]
+    rows = ["| recipe | what it does | DeepSpeed JSON | control | claims, and what was found | needs |", "|---|---|---|---|---|---|"]
     for name in recipe_names():
         recipe = read_recipe(ROOT / "recipes" / name)
         claims = "; ".join(_claim(key, value, results.get(name, {})) for key, value in recipe.claims.items())
@@ -137,7 +137,7 @@ def _escaped(text: str) -> str:
 
 
 def with_measured_part(page: str, part: str) -> str:
-    """A recipe's page with `part` in place of the one that it has, or before what follows what was measured."""
+    """A recipe's page with its generated part replaced by `part`; without one, `part` is inserted before NEXT_PART."""
     if BEGIN in page and END in page:
         before, _, rest = page.partition(BEGIN)
         return before + part + rest.partition(END)[2]
@@ -159,7 +159,7 @@ def index_page(results: dict[str, dict[str, Any]]) -> str:
     claims = "\n".join(f"| `{name}` x | {kind.says('x')} |" for name, kind in CLAIMS.items())
     return (
         f"# Recipes\n\n{notice(results.values())}"
-        "Each technique has one folder. The folder names the engine JSON that switches the technique on, its control, the keys\n"
+        "Each technique has one folder. The folder names the DeepSpeed JSON that switches the technique on, its control, the keys\n"
         "in which the two JSONs differ, and the claims. `make recipes_table` writes this page from the folders and from\n"
         "`results.json`, which holds the last measurements of `launch/compare.py --publish`. A test checks that the page is up\n"
         "to date.\n\n"

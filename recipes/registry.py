@@ -26,7 +26,7 @@ class Recipe:
     Attributes:
         name: the name of the folder.
         title: what it does, in one line.
-        config: its engine JSON, e.g. `ds_configs/zero2_bf16.json`.
+        config: its DeepSpeed JSON, e.g. `ds_configs/zero2_bf16.json`.
         control: the JSON that it is compared with.
         differs: dotted keys in which `config` and `control` differ, all of them (a test holds this).
         claims: what it should show against its control, as numbers, e.g. `{"loss_within": 0.02}`.

@@ -31,7 +31,7 @@ DECODED_TOKENS = 1 << 20
 
 
 class Estimate(NamedTuple):
-    """A mean loss, nats a token, and its standard error, which is None for a single window."""
+    """A mean loss, nats per token, and its standard error, which is None for a single window."""
 
     loss: float
     error: float | None
@@ -117,7 +117,7 @@ def _corpus(trained: TrainedModel, data: str | None) -> tuple[Corpus, list[str]]
 def window_losses(
     model: GPT, corpus: Corpus, split: Split, windows: int, batch_size: int | None = None, watch: Callable[[int], Any] = lambda done: None
 ) -> np.ndarray:
-    """The mean loss of each of `windows` windows of seq_len + 1 tokens, spread evenly over `split`: float64 (windows,), nats a token.
+    """The mean loss of each of `windows` windows of seq_len + 1 tokens, spread evenly over `split`: float64 (windows,), nats per token.
 
     A training run that evaluates as many windows computes its validation loss on the same ones. watch: called with the number of windows
     done since the last call.

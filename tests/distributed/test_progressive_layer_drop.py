@@ -13,6 +13,7 @@ from recipes.progressive_layer_drop.technique import draws, keep_probabilities, 
 from tests.distributed.reference import progressive_layer_drop, reference_steps
 from tests.distributed.test_engine_follows_plain_pytorch import (  # noqa: F401 (a fixture)
     BATCH,
+    FORMS,
     LR,
     SEED,
     STEPS,
@@ -78,7 +79,7 @@ def test_under_activation_checkpointing_too(form, accumulation, ranks, pool, cor
 
 @pytest.mark.long
 @pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("form", [f"stage {stage}" for stage in range(4)])
+@pytest.mark.parametrize("form", FORMS)
 def test_a_draw_for_each_micro_batch_is_another_trajectory_and_exact_too(form, ranks, pool, corpus, expected, tmp_path):  # noqa: F811
     losses = trained(pool, flags(corpus, tmp_path, form, ranks, 3, draw="micro_batch"))
     assert largest_difference(losses, expected(accumulation=3, each_micro_batch=True)) <= TOLERANCE
