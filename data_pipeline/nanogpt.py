@@ -46,8 +46,8 @@ def nanogpt_manifest(path: Path) -> dict[str, Any]:
         if not (path / name).is_file():
             problem = "not a file" if os.path.lexists(path / name) else "missing"
             raise DataError(
-                f"{path / name}: {problem}; a nanoGPT folder has {' and '.join(FILES.values())} (one of prepare.py has {MANIFEST_FILE});"
-                " copy it there, or prepare it again"
+                f"{path / name}: {problem}; a nanoGPT folder has {' and '.join(FILES.values())} (one of prepare.py: {MANIFEST_FILE});"
+                " copy the missing file there, or prepare the folder again"
             )
         size = (path / name).stat().st_size
         if not size or size % ITEMSIZE:

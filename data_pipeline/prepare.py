@@ -289,7 +289,7 @@ def _check_splits(splits: dict[str, Any], args: argparse.Namespace, n_groups: in
             )
     for group in range(n_groups):
         if not any(shard["group"] == group for shard in splits["train"]["shards"]):
-            raise DataError(f"--source {args.source[group]}: no document for train, so its weight cannot be reached; add documents")
+            raise DataError(f"--source {args.source[group]}: no document is in the training split; add documents")
 
 
 def _summarize(corpus: Corpus, dropped: Counter[str], problems: Problems, seconds: float, say: Say) -> None:

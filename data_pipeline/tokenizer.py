@@ -381,7 +381,10 @@ def _encoder(tokenizer: HuggingFaceTokenizer, text: str) -> HuggingFaceTokenizer
 
 
 def _cuttable(tokenizer: HuggingFaceTokenizer) -> bool:
-    """See `Tokenizer.cuttable`. False for a Unigram model of whole texts, where rounding in the running sum of scores breaks ties."""
+    """See `Tokenizer.cuttable`. False for a Unigram model without pre-tokenization.
+
+    It sums scores over the whole text, and rounding breaks ties.
+    """
     whole = tokenizer.pre_tokenizer is None or len(tokenizer.pre_tokenizer.pre_tokenize_str("a b")) == 1
     return not (whole and isinstance(tokenizer.model, models.Unigram))
 

@@ -92,7 +92,7 @@ class ShardWriter:
             file.close()
 
     def _open_shard(self) -> None:
-        """Open the files of the last shard, cut to what is recorded of it."""
+        """Open the files of the last shard, truncated to their recorded length."""
         shard = self._shards[-1]
         tokens, ends = shard["tokens"] * self.dtype.itemsize, shard["documents"] * ENDS_DTYPE.itemsize
         self._files = [_open(self.folder / shard["file"], tokens), _open(self.folder / shard["ends"]["file"], ends)]

@@ -33,7 +33,7 @@ def build_parser() -> Parser:
     )
     add_source_flags(parser, data_help="current path of a run's corpus, for the tokenizer (the path in run.json)")
     parser.add_argument("--out", required=True, metavar="DIR", help="new folder; an existing one is never written to")
-    parser.add_argument("--dtype", choices=DTYPES, metavar="NAME", help="fp32, bf16 or fp16 weights (fp32; a folder's are unchanged)")
+    parser.add_argument("--dtype", choices=DTYPES, metavar="NAME", help="fp32, bf16 or fp16 weights (run: fp32; folder: unchanged)")
     parser.add_argument("--quiet", action="store_true", help="print the last line only")
     return parser
 

@@ -49,7 +49,7 @@ def build_parser() -> Parser:
     parser.add_argument(
         "--dtype", choices=DTYPES, default="fp32", metavar="NAME", help="dtype of weights and activations: fp32, bf16 or fp16 (fp32)"
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON object a sample")
+    parser.add_argument("--json", action="store_true", help="print one JSON object per sample")
     parser.add_argument("--quiet", action="store_true", help="no notes and no speed")
     return parser
 
@@ -71,7 +71,7 @@ def _prompt(flags: argparse.Namespace) -> str:
         return flags.prompt
     data = sys.stdin.buffer.read(MAX_PROMPT_BYTES + 1)
     if len(data) > MAX_PROMPT_BYTES:
-        raise UsageError(f"--prompt -: standard input is larger than {MAX_PROMPT_BYTES >> 20} MiB; give the end of it")
+        raise UsageError(f"--prompt -: standard input is larger than {MAX_PROMPT_BYTES >> 20} MiB; pass only the end of the text")
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as reason:

@@ -16,7 +16,7 @@ import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 # A launched script's folder comes first on the path, where `launch/config` and `launch/training` would be found as top-level modules; and
 # the checkout must be importable where it was not installed.
@@ -27,12 +27,10 @@ from launch.config.flags import MUST
 from launch.config.run_config import RunConfig, resolve
 from launch.errors import TrainingFailed, UsageError, ignore_output_errors, print_once, run_command
 from launch.training.folder import NoFolder, RunFolder, check_port, check_run_folder, nothing_to_resume
+from launch.training.observers import Observer, Observers
 from launch.training.provenance import describe_run
 from launch.training.signals import StopRequest
 from recipes.technique import whole_step
-
-if TYPE_CHECKING:  # it imports torch
-    from launch.training.observers import Observer
 
 
 def main() -> int:
@@ -86,7 +84,6 @@ def train(config: RunConfig, folder: RunFolder | NoFolder, stop: StopRequest, ob
     from launch.training.evaluation import Evaluation
     from launch.training.histograms import GradientHistograms
     from launch.training.meter import Meter
-    from launch.training.observers import Observers
     from launch.training.progress import Progress, describe_start
     from launch.training.similarity import BlockSimilarity
 

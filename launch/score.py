@@ -35,7 +35,7 @@ def build_parser() -> Parser:
     add_source_flags(parser, data_help="corpus folder from prepare.py or nanoGPT; a Hugging Face folder needs this flag (the run's)")
     parser.add_argument("--against", metavar="RUN|DIR", help="second model, with the same tokenizer: the difference on the same windows")
     parser.add_argument("--split", choices=("val", "train"), default="val", metavar="NAME", help="text to score: val or train (val)")
-    parser.add_argument("--windows", type=whole_number(1), metavar="N", help="windows of one context to score, spread evenly (all)")
+    parser.add_argument("--windows", type=whole_number(1), metavar="N", help="number of windows to score, spread evenly (all)")
     parser.add_argument("--batch_size", type=whole_number(1), metavar="N", help="windows per forward pass (depends on the device)")
     parser.add_argument(
         "--dtype", choices=DTYPES, default="fp32", metavar="NAME", help="dtype of weights and activations: fp32, bf16 or fp16 (fp32)"
@@ -64,7 +64,7 @@ def _table(report: dict[str, Any]) -> list[str]:
     lines = [
         f"{report['model']}{at}, {report['dtype']}, on {report['data']} ({report['split']}): "
         f"{report['windows']:,} windows of {report['seq_len']:,} tokens, {report['tokens']:,} of {report['split_tokens']:,}",
-        f"loss            {figure('loss', 4)}  nats a token",
+        f"loss            {figure('loss', 4)}  nats per token",
         f"perplexity      {figure('perplexity', 3)}",
     ]
     if report["bits_per_byte"] is None:

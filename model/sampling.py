@@ -69,7 +69,7 @@ class Sampling:
 
 
 def repeated_by(text: list[int], n: int) -> list[int]:
-    """The tokens, sorted, with which the last n tokens of the longer text would occur twice in it."""
+    """The next tokens, sorted, that would repeat an n-gram of the text."""
     last = text[max(0, len(text) - n + 1) :]
     return sorted({text[end] for end in range(n - 1, len(text)) if text[end - n + 1 : end] == last})
 

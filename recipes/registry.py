@@ -76,7 +76,7 @@ class Recipe:
     Attributes:
         name: the name of the folder.
         title: what it does, in one line.
-        config: its engine JSON, e.g. `ds_configs/zero2_bf16.json`.
+        config: its DeepSpeed JSON, e.g. `ds_configs/zero2_bf16.json`.
         control: the JSON that it is compared with.
         differs: dotted keys in which `config` and `control` differ, all of them (a test holds this).
         experiments: what it should show against its control, by the name of the testbed.

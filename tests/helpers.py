@@ -31,7 +31,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def recipe_flags(config: Path) -> list[str]:
-    """What the recipe of an engine JSON that is named like it suggests, without which it may be refused."""
+    """What the recipe of a DeepSpeed JSON that is named like it suggests, without which it may be refused."""
     return read_recipe(ROOT / "recipes" / config.stem).flags if config.stem in recipe_names() else []
 
 

@@ -15,7 +15,7 @@ TOKENS = 1024
 
 
 def description(corpus: Path, *flags: str, seed: int = 1) -> dict[str, Any]:
-    """What `run.json` holds of a run of 20 steps of `nano` on two ranks; `flags` come after, with the engine JSON or the recipe.
+    """What `run.json` holds of a run of 20 steps of `nano` on two ranks; `flags` come after, with the DeepSpeed JSON or the recipe.
 
     Runs of one seed were interleaved.
     """

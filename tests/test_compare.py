@@ -85,7 +85,7 @@ def test_what_is_no_experiment_is_refused_or_marked(runs, tmp_path):
         (["runs/a", "--all"], "give one of: run folders, --recipe DIR, --all; given are run folders and --all"),
         (["nowhere/run"], "nowhere/run/run.json: cannot be read"),
         (["recipes", "tests"], "recipes/run.json: cannot be read"),
-        (["runs/a", "--steps", "3"], "--steps applies to runs that are trained, but runs/a exists; leave it out, or give --recipe"),
+        (["runs/a", "--steps", "3"], "--steps applies to runs that compare.py trains; leave it out, or replace runs/a by --recipe"),
         (
             ["--recipe", "recipes/zero2"],
             "--recipe recipes/zero2: has no recipe.json; did you mean recipes/zero_2; the recipes are: activation_checkpointing",

@@ -1,4 +1,4 @@
-"""What flags, engine JSON and preset resolve to."""
+"""What flags, DeepSpeed JSON and preset resolve to."""
 
 from __future__ import annotations
 

@@ -58,14 +58,6 @@ def test_a_bad_value_is_one_line(setting, said):
     assert done.stderr.count("\n") == 1
 
 
-def test_a_draw_for_each_micro_batch_is_refused_with_offload():
-    offload = ["--set", 'zero_optimization.offload_optimizer={"device": "cpu"}']
-    done = explain("--set", "progressive_layer_drop.draw=micro_batch", *offload)
-    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
-    assert "progressive_layer_drop.draw is micro_batch, but with offload" in done.stderr
-    assert explain("--set", "progressive_layer_drop.draw=step", *offload).returncode == 0
-
-
 @pytest.mark.parametrize("section", [{"enabled": True, "theta": 0.5, "gamma": 0.001}, {"enabled": False, "theta": 0.5, "gamma": 0.001}])
 def test_the_documented_form_is_accepted(section):
     done = explain("--set", f"progressive_layer_drop={json.dumps(section)}")

@@ -1,4 +1,4 @@
-"""The engine JSONs that ship: named by what they are, complete, alike but for what their name says, and they train."""
+"""The DeepSpeed JSONs that ship: named by what they are, complete, alike but for what their name says, and they train."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def flags(name: str, corpus: Path, tmp_path: Path, *more: str) -> list[str]:
 
 
 #: These build an extension of DeepSpeed for minutes: CPU-Adam, async_io.
-BUILDS = ("zero_offload", "zero_infinity")
+BUILDS = ("zero_offload", "zero_3_param_offload", "zero_infinity")
 TRAINED = [file.stem for file in FILES if not file.stem.endswith("fp16") and file.stem not in CUDA_ONLY]
 
 

@@ -52,14 +52,14 @@ def test_they_are_counted_as_far_as_any_step():
     schedule = Schedule(37, 3, 5, 12)
     renewed, exchanged = by_the_papers_rule(*schedule, steps=200)
     for step in range(200):
-        assert schedule.renewals(step) == sum(other <= step for other in renewed)
+        assert schedule.variance_updates(step) == sum(other <= step for other in renewed)
         so_far = [other for other in exchanged if other <= step]
         assert schedule.last_exchange(step) == (max(so_far, default=0), len(so_far))
 
 
 def test_a_late_step_takes_no_time():
     schedule = Schedule(10**12, 16, 32_678, 16)
-    assert schedule.renewals(10**12) < 16 * 40
+    assert schedule.variance_updates(10**12) < 16 * 40
     assert sum(schedule.exchanges(step) for step in range(10**15, 10**15 + 1600)) == 100
 
 

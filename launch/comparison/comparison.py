@@ -60,7 +60,7 @@ SUMS = {"seconds", "bytes_sent", "flops", "skipped_steps", "spikes"}
 class Side:
     """Runs of one configuration, in the order of their seeds.
 
-    name: the name of its engine JSON, with a setting that differs where several sides have the same. It is text of unknown origin.
+    name: the name of its DeepSpeed JSON, with a setting that differs where several sides have the same. It is text of unknown origin.
     role: "control" if it is the control of any pair, "recipe" if claims about it are judged, else "run".
     """
 
@@ -175,7 +175,7 @@ class Comparison:
 def compare(runs: Sequence[Run], force: bool = False) -> Comparison:
     """Groups runs by configuration, finds the control of each configuration, and compares.
 
-    The control of a side is the side whose engine JSON its recipe names as control. If two sides name each other, as `bf16` and `fp32` do,
+    The control of a side is the side whose JSON its recipe names as control. If two sides name each other, as `bf16` and `fp32` do,
     the one given first is the control. A side without a control is compared with the first one given. Claims are not judged, because the
     runs may be of any setting.
 
@@ -369,7 +369,7 @@ def _engine_json(run: Run) -> str:
 
 
 def _nearest_group(groups: Sequence[Group], at: int, config: str) -> int | None:
-    """The place of another group with the engine JSON `config`; of several, the one with the fewest differences."""
+    """The place of another group with the DeepSpeed JSON `config`; of several, the one with the fewest differences."""
     found = [place for place, runs in enumerate(groups) if place != at and _engine_json(runs[0]) == config]
     return min(found, key=lambda place: len(differences(groups[place], groups[at])), default=None)
 
@@ -395,7 +395,7 @@ def _compared(
 
 
 def _side_names(groups: Sequence[Group]) -> list[str]:
-    """The name of each group's engine JSON; where several groups have the same, with the name of their first run."""
+    """The name of each group's DeepSpeed JSON; where several groups have the same, with the name of their first run."""
     stems = [Path(runs[0].description["config_file"]).stem for runs in groups]
     return [f"{stem} ({runs[0].name})" if stems.count(stem) > 1 else stem for stem, runs in zip(stems, groups, strict=True)]
 

@@ -235,7 +235,7 @@ def index_page(cells: list[Published]) -> str:
     judged = sum(len(one.verdicts) for one in cells)
     return (
         "# Recipes\n\n"
-        "Each technique has one folder. The folder names the engine JSON that switches the technique on, its control, the keys\n"
+        "Each technique has one folder. The folder names the DeepSpeed JSON that switches the technique on, its control, the keys\n"
         "in which the two JSONs differ, and the claims. `make pages` writes this page from the folders and their published\n"
         "results, and a test checks that it is up to date.\n\n"
         f"Of {len(claims)} claims, {judged} are measured. All verdicts on the loss that were published before the controls were tuned are\n"
@@ -257,7 +257,7 @@ def index_page(cells: list[Published]) -> str:
 
 def index_table(cells: list[Published]) -> str:
     """All recipes as a Markdown table."""
-    rows = ["| recipe | what it does | engine JSON | control | claims, and what was found | needs |", "|---|---|---|---|---|---|"]
+    rows = ["| recipe | what it does | DeepSpeed JSON | control | claims, and what was found | needs |", "|---|---|---|---|---|---|"]
     for name in recipe_names():
         recipe = read_recipe(ROOT / "recipes" / name)
         found = "; ".join(_found(one) for one in cells if one.recipe.name == name) or "-"

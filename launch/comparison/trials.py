@@ -91,7 +91,7 @@ def plan_experiment(
 
 
 def settings_on(testbed: Testbed, config: str) -> Flags:
-    """The flags of the runs of `config` on a testbed: the testbed's own, with the tuned values of the recipe whose engine JSON it is."""
+    """The flags of the runs of `config` on a testbed: the testbed's own, with the tuned values of the recipe whose DeepSpeed JSON it is."""
     recipes = (read_recipe(ROOT / "recipes" / name) for name in recipe_names())
     tuned = (recipe.experiments[testbed.name].tuned for recipe in recipes if recipe.config == config and testbed.name in recipe.experiments)
     return {**testbed.flags, **testbed.tuned, **next(tuned, {})}
@@ -103,7 +103,7 @@ def as_words(flags: Flags) -> list[str]:
 
 
 def plan_trial(config_file: str, flags: Sequence[str], ranks: int) -> Trial:
-    """The run of an engine JSON (a path within the repository) with flags of `launch/pretrain.py`. Raises as `plan_experiment` does."""
+    """The run of a DeepSpeed JSON (a path within the repository) with flags of `launch/pretrain.py`. Raises as `plan_experiment` does."""
     flags = ["--deepspeed_config", str(ROOT / config_file), "--save_every", "0", *flags]
     try:
         config, _ = resolve(flags, ranks)

@@ -27,7 +27,7 @@ from launch.formats.files import write_atomically
 from launch.training.provenance import machine, repository_commit
 from recipes.registry import ROOT, TESTBEDS, Flags, Recipe, Testbed, read_recipe, recipe_names
 
-#: The engine JSON whose sweep sets the values of a testbed.
+#: The DeepSpeed JSON whose sweep sets the values of a testbed.
 CONTROL = "ds_configs/zero0_bf16.json"
 #: The seed of sweeps and the seeds of null experiments; verdicts use the seeds from 1 on.
 SWEEP_SEED = 0
@@ -62,7 +62,7 @@ def tune(flags: argparse.Namespace, passed_on: Sequence[str]) -> tuple[dict[str,
 def _grids(
     testbed: Testbed, recipe: Recipe | None, flags: argparse.Namespace, passed_on: Sequence[str]
 ) -> dict[str, list[tuple[Flags, Trial]]]:
-    """The grid of each side by the name of its engine JSON: the swept values and the run of every point."""
+    """The grid of each side by the name of its DeepSpeed JSON: the swept values and the run of every point."""
     sweeps = {CONTROL: testbed.sweep}
     if recipe is not None:
         experiment = recipe.experiments.get(testbed.name)
@@ -83,7 +83,7 @@ def _grids(
 
 
 def tuned_control(recipe: Recipe, testbed: Testbed) -> tuple[str, dict[str, list[float]]] | None:
-    """The control of a recipe and its sweep, if the control is the engine JSON of another recipe that is tuned itself."""
+    """The control of a recipe and its sweep, if the control is the DeepSpeed JSON of another recipe that is tuned itself."""
     others = (read_recipe(ROOT / "recipes" / name) for name in recipe_names())
     found = (one.experiments[testbed.name].sweep for one in others if one.config == recipe.control and testbed.name in one.experiments)
     return next(((recipe.control, sweep) for sweep in found if sweep), None)

@@ -1,1 +1,1 @@
-"""From flags, an engine JSON and a preset to one resolved configuration; what is refused, and `--explain`."""
+"""From flags, a DeepSpeed JSON and a preset to one resolved configuration; what is refused, and `--explain`."""

@@ -1,4 +1,4 @@
-"""What cannot work together in an engine JSON, and what has no effect in this training loop.
+"""What cannot work together in a DeepSpeed JSON, and what has no effect in this training loop.
 
 DeepSpeed checks some pairs of values when it reads its JSON (`check_with_deepspeed`), and others when its engine starts. The ones here it
 finds after steps of training, or never.

@@ -1,4 +1,4 @@
-"""The engine JSON while it is resolved: its values, where each came from, and the faults found so far.
+"""The DeepSpeed JSON while it is resolved: its values, where each came from, and the faults found so far.
 
 A value with a fault is taken out, so that the checks behind it go on as if it had been left out: all faults of a file are reported
 at once, and none twice. What the file leaves open is filled in by `choose` and `settle`, which note the origin of each value; that is
@@ -117,7 +117,7 @@ class EngineJson:
                 self._faulty.append((*path[:-1], meant))
 
     def fault_of_run(self, message: str) -> None:
-        """Note a fault that no single value of the file has alone."""
+        """Record a fault that does not belong to a single value of the file."""
         self._faults.append(message)
 
     def note(self, path: KeyPath, message: str) -> None:

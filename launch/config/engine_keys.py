@@ -1,4 +1,4 @@
-"""Checks the keys and values of an engine JSON at every depth.
+"""Checks the keys and values of a DeepSpeed JSON at every depth.
 
 The message for an unknown key names the nearest key or, for a known key in the wrong section, where it belongs.
 """
@@ -43,7 +43,7 @@ MANY = 16
 
 
 class KeyFault(NamedTuple):
-    """A fault of an engine JSON: where, what is wrong and what to write instead, and for a misspelt key the suggested name."""
+    """A fault of a DeepSpeed JSON: where, what is wrong and what to write instead, and for a misspelt key the suggested name."""
 
     path: KeyPath
     message: str
@@ -54,7 +54,7 @@ Faults = list[KeyFault]
 
 
 def check_engine_keys(config: dict[str, Any], ours: Rules, auto: set[str]) -> Faults:
-    """Faults of an engine JSON.
+    """Faults of a DeepSpeed JSON.
 
     Changes `config` in two ways: a whole number written as `5e8` becomes an integer, and a removed section that is switched off
     (`"enabled": false`), which DeepSpeed would refuse, is deleted.

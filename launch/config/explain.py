@@ -152,7 +152,7 @@ def _run_values(config: RunConfig) -> Iterator[tuple[str, Any]]:
 
 
 def _engine_values(config: RunConfig) -> Iterator[tuple[str, Any]]:
-    """The values of the whole JSON by dotted path, DeepSpeed's defaults for what is left open among them."""
+    """All values of the JSON by dotted path, including DeepSpeed's defaults for keys that are left out."""
     sections = {"optimizer": config.optimizer, "scheduler": config.scheduler, **config.engine, **config.techniques}
     written = {path: _valued(value, config.origins.get(path, "default")) for path, value in _leaves(sections)}
     open_ends = defaults_left_open(config.engine)
@@ -234,7 +234,7 @@ def as_text(explained: dict[str, Any]) -> str:
     batch, length, model, flops = (explained[key] for key in ("batch", "length", "model", "flops"))
     lines = [f"{explained['config_file']}" + (f" (recipes/{explained['recipe']})" if explained["recipe"] else "")]
     lines += ["", "The run", *_value_rows(explained["run"])]
-    lines += ["", "The engine's JSON", *_value_rows(explained["engine"])]
+    lines += ["", "The DeepSpeed JSON", *_value_rows(explained["engine"])]
     lines += [
         "",
         "Batch, length and arithmetic",
@@ -285,7 +285,7 @@ def _value_rows(values: dict[str, dict[str, Any]]) -> list[str]:
 
 
 def _columns(rows: list[dict[str, Any]]) -> list[str]:
-    """One line a quantity, one column a point of the run."""
+    """One line per quantity, one column per point of the run."""
     names = list(dict.fromkeys(name for row in rows for name in row if name != "percent"))
     table = [["", *(f"{row['percent']}%" for row in rows)]]
     table += [[name, *(_shown(row.get(name, "-")) for row in rows)] for name in names]

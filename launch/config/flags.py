@@ -1,6 +1,6 @@
 """The flags of `launch/pretrain.py`. Each checks its own value.
 
-What a value means together with the engine JSON and the preset is decided in `launch.config.run_config`.
+What a value means together with the DeepSpeed JSON and the preset is decided in `launch.config.run_config`.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def build_parser() -> Parser:
         epilog="Example: deepspeed launch/pretrain.py --deepspeed_config ds_configs/zero1_bf16.json --preset nano --run_name demo",
     )
     what = parser.add_argument_group("technique (give --deepspeed_config or --recipe)")
-    what.add_argument("--deepspeed_config", metavar="FILE", help="engine JSON; those that ship are in ds_configs/")
+    what.add_argument("--deepspeed_config", metavar="FILE", help="DeepSpeed JSON; those that ship are in ds_configs/")
     what.add_argument("--recipe", metavar="DIR", help="a recipe folder: its JSON and its suggested flags; see recipes/README.md")
     add_set_flag(what)
 

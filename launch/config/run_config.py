@@ -1,4 +1,4 @@
-"""The configuration of a run: flags and engine JSON in, one resolved and immutable `RunConfig` out, before ranks meet.
+"""The configuration of a run: flags and DeepSpeed JSON in, one resolved and immutable `RunConfig` out, before ranks meet.
 
 A value that the JSON leaves `"auto"` (or leaves out) comes from the flag, or else from the preset. A concrete value in the JSON that
 disagrees with a flag is an error that names both. What cannot work is refused here, in one line for each fault.
@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from data_pipeline.errors import DataError
+from data_pipeline.sampler import GlobalSampler
 from data_pipeline.shards import Corpus, open_corpus
 from launch.config.combinations import CUDA_ONLY, ZERO_AUTO, check_combinations, check_with_deepspeed
 from launch.config.engine_json import EngineJson
@@ -68,7 +69,7 @@ BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_ac
 GPT2_VOCAB_SIZE = 50_257
 
 
-#: Where each value came from, in a few words: by the name of a flag, and by the dotted path of a value in the engine JSON.
+#: Where each value came from, in a few words: by the name of a flag, and by the dotted path of a value in the DeepSpeed JSON.
 Origins = dict[str, str]
 
 
@@ -190,7 +191,6 @@ class RunConfig:
     def training_loader(self, collectives: Any) -> Loader:
         """This rank's loader of the training split, in the run's order. collectives: has rank, world_size and device."""
         from data_pipeline.loader import Loader  # imports torch, which --help does without
-        from data_pipeline.sampler import GlobalSampler
 
         groups = self.corpus.train.group_windows(self.shape.seq_len, len(self.corpus.mixture))
         sampler = GlobalSampler(groups, self.seed, self.corpus.fingerprint, self.corpus.mixture)
@@ -353,7 +353,7 @@ def _corpus(flags: argparse.Namespace, shape: ModelShape) -> tuple[Corpus | None
 
     Raises:
         DataError: it is missing, damaged or too small, and the run is to be trained.
-        UsageError: `--no_cross_document` of a corpus in which nothing ends a document.
+        UsageError: `--no_cross_document` is set, but the corpus has no end-of-text token.
     """
     corpus = None
     try:
@@ -380,7 +380,7 @@ def _start(flags: argparse.Namespace, run_name: str, shape: ModelShape, corpus: 
     If the tokenizers cannot be compared, a line is added to `notes`.
 
     Raises:
-        UsageError: the folder's model or tokenizer is not that of the run, or the folder's own faults.
+        UsageError: the folder is faulty, or its model or tokenizer is not that of the run.
     """
     checkpoints = Path(flags.runs_dir) / run_name / "checkpoints"
     if flags.init_from is None or (flags.resume and complete_checkpoints(checkpoints)):

@@ -1,4 +1,4 @@
-"""Reads what a run writes: `run.json`, and `metrics.jsonl` with one JSON object a step."""
+"""Reads what a run writes: `run.json`, and `metrics.jsonl` with one JSON object per step."""
 
 from __future__ import annotations
 

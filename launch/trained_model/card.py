@@ -58,7 +58,7 @@ def model_card(name: str, trained: TrainedModel, dtype: str, lines: list[dict[st
     if run is not None:
         command = [_in_checkout(str(word)) for word in (run.get("command") or [])[1:] if not str(word).startswith("--local_rank")]
         parts += ["## The run", _table(_run_rows(run, trained.state or {}, lines, trained.corpus))]
-        parts += ["The validation loss is that of the run's log: nats a token, in the run's precision."]
+        parts += ["The validation loss is that of the run's log: nats per token, in the run's precision."]
         parts += ["## Train it again"]
         parts += [f"```sh\ndeepspeed --num_gpus {run.get('ranks', 1)} launch/pretrain.py {shlex.join(command)}\n```"]
     parts += [_USE.format(name=name), *(["\n".join(f"- {note}" for note in notes)] if notes else [])]
@@ -78,7 +78,7 @@ def _run_rows(run: dict[str, Any], state: dict[str, Any], lines: list[dict[str, 
         "corpus": f"{', '.join(sources)} (`{run.get('corpus_fingerprint', '')[:16]}`)",
         "tokenizer": tokenizer.get("name") or tokenizer.get("kind"),
         "recipe": run.get("recipe"),
-        "engine JSON": f"`{_in_checkout(str(run.get('config_file')))}`",
+        "DeepSpeed JSON": f"`{_in_checkout(str(run.get('config_file')))}`",
         "ZeRO stage, precision, ranks": ", ".join(str(run.get(key)) for key in ("zero_stage", "precision", "ranks")),
         "techniques": ", ".join(run.get("techniques") or {}),
         "optimizer": f"{optimizer.get('type')} `{json.dumps(optimizer.get('params', {}))}`",

@@ -164,7 +164,7 @@ def _corpus(trained: TrainedModel, data: str | Path | None, where: str) -> tuple
 def window_losses(
     model: GPT, corpus: Corpus, split: Split, windows: int, batch_size: int | None = None, watch: Callable[[int], Any] = lambda done: None
 ) -> np.ndarray:
-    """The mean loss of each of `windows` windows of seq_len + 1 tokens, spread evenly over `split`: float64 (windows,), nats a token.
+    """The mean loss of each of `windows` windows of seq_len + 1 tokens, spread evenly over `split`: float64 (windows,), nats per token.
 
     A training run that evaluates as many windows computes its validation loss on the same ones. watch: called with the number of windows
     done since the last call.

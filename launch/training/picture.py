@@ -43,7 +43,7 @@ def draw_loss(run: Path, title: str, initial_loss: float) -> Path:
         tokens, loss = [line["tokens"] for line in val], [line["val_loss"] for line in val]
         axes.plot(tokens, loss, color="#d95f02", marker="o", markersize=4, label=f"validation: {loss[-1]:.3f} at the end")
     axes.axhline(initial_loss, color="#888888", linestyle="--", linewidth=1, label=f"untrained: ln(vocabulary) = {initial_loss:.2f}")
-    axes.set(xlabel="tokens", ylabel="loss (nats a token)", title=title)
+    axes.set(xlabel="tokens", ylabel="loss (nats per token)", title=title)
     axes.xaxis.set_major_formatter(EngFormatter())
     axes.grid(alpha=0.3)
     axes.legend()

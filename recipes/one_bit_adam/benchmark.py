@@ -59,7 +59,7 @@ def tensors(parameters: int) -> list[tuple[int, ...]]:
 
 
 def measure(arguments: argparse.Namespace) -> report.Measured:
-    """Time all sides; one record."""
+    """Time all optimizers and return one record."""
     torch.set_num_threads(arguments.threads)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     generator = torch.Generator(device).manual_seed(0)
@@ -78,7 +78,7 @@ def measure(arguments: argparse.Namespace) -> report.Measured:
     compressed["1-bit Adam"].compressing = compressed["1-bit LAMB"].compressing = True
 
     def step_of_zero_one(exchanges: bool) -> None:
-        compressed["0/1 Adam"].renews, compressed["0/1 Adam"].exchanges = False, exchanges
+        compressed["0/1 Adam"].updates_variance, compressed["0/1 Adam"].exchanges = False, exchanges
         compressed["0/1 Adam"].step()
 
     sides: dict[str, Callable[[], Any]] = {

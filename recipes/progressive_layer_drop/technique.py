@@ -60,7 +60,7 @@ class ProgressiveLayerDrop(Technique):
     draw: "step" (each block once an optimizer step) or "micro_batch" (anew for each of its micro-batches, the same on all ranks).
 
     A dropped block does not run. The residual branches of a block that runs are scaled by one over its probability. The parameters of a
-    dropped block have no gradient, and Adam updates them as with a gradient of zero. Evaluation runs all blocks, unscaled.
+    dropped block have no gradient, and Adam updates them as if the gradient were zero. Evaluation runs all blocks, unscaled.
     """
 
     declaration = Declaration(
@@ -77,13 +77,6 @@ class ProgressiveLayerDrop(Technique):
         auto = {"theta": THETA, "gamma": GAMMA_TIMES_STEPS / run.steps}
         self.theta, self.gamma = (value if (value := section.get(key, "auto")) != "auto" else default for key, default in auto.items())
         self.each_micro_batch = section.get("draw") == "micro_batch"
-        zero = run.engine["zero_optimization"]
-        offloaded = any((zero.get(f"offload_{what}") or {}).get("device", "none") != "none" for what in ("optimizer", "param"))
-        if self.each_micro_batch and offloaded:
-            raise ValueError(
-                "'progressive_layer_drop.draw' is micro_batch, but with offload DeepSpeed loses the gradients of a block that the "
-                'step\'s last micro-batch skips; write "step", or do not offload'
-            )
         self.seed, self.n_layer = run.seed, run.shape.n_layer
         last = theta_at(run.steps, self.theta, self.gamma)
         mean = mean_theta(run.steps, self.theta, self.gamma)

@@ -3,7 +3,8 @@
     deepspeed launch/pretrain.py --recipe recipes/random_ltd
 
 Yao et al., Random-LTD: Random and Layerwise Token Dropping Brings Efficient Training for Large-scale Transformers, arXiv 2211.11586,
-section 3. DeepSpeed has it for CUDA alone, in wrappers that rename the weights; here it is plain torch, by the section it documents.
+section 3. DeepSpeed implements it for CUDA only, in wrappers that rename the weights. This is plain PyTorch and reads the section that
+DeepSpeed documents.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ class LocalStepAdam(CompressedOptimizer):
     not update the variance, each of its elements counts as at least a tenth of its tensor's mean (see `settle_variance`).
 
     Attributes:
-        renews: whether the next step updates the variance; set before the step.
+        updates_variance: whether the next step updates the variance; set before the step.
         exchanges: whether all ranks have the same weights after the next step; set before the step.
         alone: number of local steps since the last exchange; their updates are in `reduction.buffer`. 0: all ranks have the same weights.
     """
@@ -34,8 +34,8 @@ class LocalStepAdam(CompressedOptimizer):
 
     def __init__(self, param_groups: list[dict[str, Any]], *arguments: Any):
         # In the groups: the number of variance updates, the sum of the rates since the last exchange, and that sum at the last exchange.
-        super().__init__(param_groups, *arguments, renewals=0, rates=0.0, exchanged_rates=0.0)
-        self.renews = self.exchanges = True
+        super().__init__(param_groups, *arguments, variance_updates=0, rates=0.0, exchanged_rates=0.0)
+        self.updates_variance = self.exchanges = True
         self.alone = 0
         #: The weights of the last exchange, with the weight decay since then; allocated at the first local step.
         self._agreed: list[torch.Tensor] = []
@@ -48,8 +48,8 @@ class LocalStepAdam(CompressedOptimizer):
         self._look_at_variance()
 
     def _update(self) -> None:
-        if self.renews:
-            self._renew_variance()
+        if self.updates_variance:
+            self._update_variance()
         else:
             self._give_new_rows_a_variance()
         for group in self.param_groups:
@@ -62,7 +62,8 @@ class LocalStepAdam(CompressedOptimizer):
                 m.lerp_(gradient, 1 - group["betas"][0])
                 update.addcdiv_(m, self._divisor(v, least, group["eps"]), value=self._rate(group))
         # At a rate of 0 there is no update to exchange: the rank keeps its momentum, as in a local step.
-        if (self.renews and not self.alone) or ((self.exchanges or self.renews) and all(group["rates"] for group in self.param_groups)):
+        moves = all(group["rates"] for group in self.param_groups)
+        if (self.updates_variance and (moves or not self.alone)) or (self.exchanges and moves):
             self._exchange()
         else:
             self._step_locally()
@@ -73,7 +74,7 @@ class LocalStepAdam(CompressedOptimizer):
 
     def _exchange(self) -> None:
         # After a variance update all ranks have the same update, unless there were local steps before (a resume may move the updates).
-        if self.reduction.ranks > 1 and (self.alone or not self.renews):
+        if self.reduction.ranks > 1 and (self.alone or not self.updates_variance):
             self._exchange_updates()
         if self.alone:
             torch._foreach_copy_(self._parameters, self._agreed)
@@ -122,8 +123,8 @@ class LocalStepAdam(CompressedOptimizer):
         return torch.clamp(variance, min=least, out=self.reduction.scratch[: variance.numel()]).sqrt_().add_(eps)
 
     def _least_now(self) -> list[float]:
-        """The least of each tensor's variance: 0 as long as every step has renewed it."""
-        return self._least if self._renewals < self._steps else [0.0] * len(self._least)
+        """The lower limit of each tensor's variance: 0 as long as every step has updated it."""
+        return self._least if self._variance_updates < self._steps else [0.0] * len(self._least)
 
     def _bias(self, beta: float, steps: int) -> float:
         """The bias correction of a moment after `steps` steps, by which it is divided."""
@@ -131,11 +132,11 @@ class LocalStepAdam(CompressedOptimizer):
 
     # --- the variance ---------------------------------------------------------------------------------------------------------------
 
-    def _renew_variance(self) -> None:
+    def _update_variance(self) -> None:
         self._count_rows()
         for place, (group, parameter, _) in enumerate(self._momenta()):
             assert parameter.grad is not None
-            group["renewals"] = renewals = self._renewals + 1
+            group["variance_updates"] = variance_updates = self._variance_updates + 1
             beta2, variance, gradient = group["betas"][1], self.state[parameter]["variance"], parameter.grad
             # v / (1 - beta2^n) in the place of v: its n-th value is this share of the n-th square and the rest of the one before.
             if self._bias_correction and place in self.used_rows:
@@ -144,14 +145,14 @@ class LocalStepAdam(CompressedOptimizer):
                 share = (1 - beta2) / (1 - torch.pow(beta2, steps.double()))
                 rows.lerp_(gradient[: self.used_rows[place]].square(), share.to(rows.dtype))
             else:
-                share = (1 - beta2) / self._bias(beta2, renewals)
+                share = (1 - beta2) / self._bias(beta2, variance_updates)
                 variance.mul_(1 - share).addcmul_(gradient, gradient, value=share)
-        self._renewals += 1
+        self._variance_updates += 1
         self._look_at_variance()
 
     def _look_at_variance(self) -> None:
-        """Read from the state the number of renewals, the rows that have a variance, and the least value of each tensor."""
-        self._renewals = int(self.param_groups[0]["renewals"])
+        """Read from the state the number of variance updates, the rows that have a variance, and the least value of each tensor."""
+        self._variance_updates = int(self.param_groups[0]["variance_updates"])
         means, self._known = list[float](), dict[int, int]()
         for place, parameter in enumerate(self._parameters):
             state = self.state[parameter]
@@ -160,12 +161,12 @@ class LocalStepAdam(CompressedOptimizer):
                 self._known[place] = known
             variance = state["variance"][:known]
             means.append(float(variance.mean(dtype=torch.float64)) if variance.numel() else 0.0)
-        # A tensor without any, whose block was dropped in every renewal so far, has that of the others.
+        # A tensor without any, whose block was dropped in every update of the variance so far, has that of the others.
         others = sum(means) / max(1, sum(mean > 0 for mean in means))
         self._least = [LEAST_SHARE * mean or others for mean in means]
 
     def _give_new_rows_a_variance(self) -> None:
-        """Positions that a curriculum has reached since the last renewal have the mean of the others until the next."""
+        """Positions that a curriculum has reached since the last update of the variance have the mean of the others until the next."""
         for place, rows in self.used_rows.items():
             variance, known = self.state[self._parameters[place]]["variance"], self._known.get(place, 0)
             if known < rows:

@@ -23,7 +23,7 @@ KEYS = ("var_freeze_step", "var_update_scaler", "local_step_scaler", "local_step
 class Schedule(NamedTuple):
     """The two sets of steps of 0/1 Adam, counted from 1 by the updates made: section 4 of the paper.
 
-    T_v, in which the variance is renewed: k_0 = 0, k_{j+1} = k_j + 2^floor(j / var_update_scaler), as far as var_freeze_step.
+    T_v, in which the variance is updated: k_0 = 0, k_{j+1} = k_j + 2^floor(j / var_update_scaler), as far as var_freeze_step.
     T_u, after which all ranks have the same weights: every step as far as t_0 = var_freeze_step; then t_{j+1} = t_j +
     min(local_step_clipper, 2^floor((t_j - var_freeze_step) / local_step_scaler)).
     """
@@ -35,9 +35,9 @@ class Schedule(NamedTuple):
 
     def updates_variance(self, step: int) -> bool:
         """Whether `step` is one of T_v."""
-        return self.renewals(step) > self.renewals(step - 1)
+        return self.variance_updates(step) > self.variance_updates(step - 1)
 
-    def renewals(self, step: int) -> int:
+    def variance_updates(self, step: int) -> int:
         """How many steps of T_v there are as far as `step`."""
         step, found, power = min(step, self.var_freeze_step), 0, 0
         # Distances of 2^p lead from kappa (2^p - 1) to kappa (2^(p+1) - 1).
@@ -70,9 +70,9 @@ class ZeroOneAdam(CompressedTechnique):
 
     Steps are updates that fp16 did not skip.
 
-    var_freeze_step: the last step that may renew the variance; local steps begin after it. "auto", or left out: 0.2 of the run's steps of
+    var_freeze_step: the last step that may update the variance; local steps begin after it. "auto", or left out: 0.2 of the run's steps of
         whole batches, as long as 1-bit Adam's warm-up.
-    var_update_scaler: how many renewals of the variance lie one step apart, and then 2, 4, 8, ... steps (kappa); "auto", or left out: a
+    var_update_scaler: how many updates of the variance lie one step apart, and then 2, 4, 8, ... steps (kappa); "auto", or left out: a
         fiftieth of the run's steps, 4 to 16.
     local_step_scaler: after how many steps the distance between exchanges doubles; "auto", or left out: a fourth of what is left.
     local_step_clipper: the largest distance between exchanges (H); "auto", or left out: 16.
@@ -114,11 +114,11 @@ class ZeroOneAdam(CompressedTechnique):
                 f" {self.schedule.var_freeze_step:,}"
             )
             return
-        renewals = self.schedule.renewals(run.steps)
+        updates = self.schedule.variance_updates(run.steps)
         last, exchanges = self.schedule.last_exchange(run.steps)
         self._note(
-            f"of {run.steps:,} steps of whole batches, {renewals:,} update the variance, for which a rank sends {self._whole:,.2f} MB,"
-            f" {exchanges - renewals:,} send about {self._compressed:,.2f} MB, and {run.steps - exchanges:,} a few KB"
+            f"of {run.steps:,} steps of whole batches, {updates:,} update the variance, for which a rank sends {self._whole:,.2f} MB,"
+            f" {exchanges - updates:,} send about {self._compressed:,.2f} MB, and {run.steps - exchanges:,} a few KB"
         )
         if last < run.steps:
             self._note(
@@ -133,7 +133,7 @@ class ZeroOneAdam(CompressedTechnique):
         update = self._updates_before(step) + 1
         self.updates_variance, self.exchanges = self.schedule.updates_variance(update), self.schedule.exchanges(update)
         if self._engine is not None:
-            self._optimizer.renews = self.updates_variance
+            self._optimizer.updates_variance = self.updates_variance
             self._optimizer.exchanges = self.exchanges or self._ranks == 1
         self._set_up_step(plan, whole_gradients=self.updates_variance)
         return plan

@@ -311,7 +311,7 @@ class PublishedZeroOneAdam(OfEachRank):
 
     def __init__(self, *arguments: Any, renewed: Collection[int], exchanged: Collection[int], corrects: bool = True, **options: Any):
         super().__init__(*arguments, **options)
-        self.renewed, self.exchanged, self.corrects, self.renewals = renewed, exchanged, corrects, 0
+        self.renewed, self.exchanged, self.corrects, self.variance_updates = renewed, exchanged, corrects, 0
         self.v, *self.m = (self.zeros() for _ in range(1 + self.ranks))
         self.way = [self.zeros() for _ in range(self.ranks)]
         self.agreed = [p.detach().double().clone() for p in self.parameters]
@@ -324,8 +324,8 @@ class PublishedZeroOneAdam(OfEachRank):
     def divisors(self, beta2: float, eps: float) -> list[torch.Tensor]:
         found = []
         for v in self.v:
-            v = v / (1 - beta2**self.renewals) if self.corrects else v
-            found.append((v if self.renewals == self.steps else v.clamp(min=0.1 * float(v.mean()))).sqrt() + eps)
+            v = v / (1 - beta2**self.variance_updates) if self.corrects else v
+            found.append((v if self.variance_updates == self.steps else v.clamp(min=0.1 * float(v.mean()))).sqrt() + eps)
         return found
 
     @torch.no_grad()
@@ -333,7 +333,7 @@ class PublishedZeroOneAdam(OfEachRank):
         self.steps += 1
         (b1, b2), lr, eps = (self.param_groups[0][key] for key in ("betas", "lr", "eps"))
         if renews := self.steps in self.renewed:
-            self.renewals += 1
+            self.variance_updates += 1
             for v, p in zip(self.v, self.parameters, strict=True):
                 v.mul_(b2).add_((1 - b2) * p.grad.double() ** 2)
         divisors = self.divisors(b2, eps)

@@ -25,7 +25,7 @@ from launch.trained_model.load import open_trained
 from tests.distributed.launched import TINY, LaunchedRun
 from tests.helpers import reseal
 
-#: (engine JSON, more flags) of the runs that are damaged, on two ranks: every form of file that a checkpoint here can have.
+#: (DeepSpeed JSON, more flags) of the runs that are damaged, on two ranks: every form of file that a checkpoint here can have.
 KINDS = {
     "zero1_bf16": [],
     "zero0_fp32": [],

@@ -13,6 +13,7 @@ from recipes.progressive_layer_drop.technique import draws, keep_probabilities, 
 from tests.distributed.reference import progressive_layer_drop, reference_steps
 from tests.distributed.test_engine_follows_plain_pytorch import (  # noqa: F401 (a fixture)
     BATCH,
+    FORMS,
     LR,
     SEED,
     STEPS,
@@ -63,10 +64,6 @@ def trained(pool, run: list[str], job: str = "tests.distributed.jobs:pretrain") 
 CHECKPOINTED = ["--set", "activation_checkpointing.number_checkpoints=2"]
 
 
-def is_quick(form: str, accumulation: int, ranks: int) -> bool:
-    return is_hardest(form, accumulation, ranks) and "off" not in form
-
-
 @grid(is_plain)
 def test_losses_are_those_of_the_papers_algorithm(form, accumulation, ranks, pool, corpus, expected, tmp_path):  # noqa: F811
     losses = trained(pool, flags(corpus, tmp_path, form, ranks, accumulation))
@@ -74,7 +71,7 @@ def test_losses_are_those_of_the_papers_algorithm(form, accumulation, ranks, poo
     assert largest_difference(expected(), expected(drops=False)) > 0.02, "what is dropped must show"
 
 
-@grid(lambda form, accumulation, ranks: is_hardest(form, accumulation, ranks) and form == "stage 2")
+@grid()
 def test_under_activation_checkpointing_too(form, accumulation, ranks, pool, corpus, expected, tmp_path):  # noqa: F811
     losses = trained(pool, flags(corpus, tmp_path, form, ranks, accumulation) + CHECKPOINTED)
     assert largest_difference(losses, expected()) <= TOLERANCE
@@ -82,14 +79,14 @@ def test_under_activation_checkpointing_too(form, accumulation, ranks, pool, cor
 
 @pytest.mark.long
 @pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("form", [f"stage {stage}" for stage in range(4)])
+@pytest.mark.parametrize("form", FORMS)
 def test_a_draw_for_each_micro_batch_is_another_trajectory_and_exact_too(form, ranks, pool, corpus, expected, tmp_path):  # noqa: F811
     losses = trained(pool, flags(corpus, tmp_path, form, ranks, 3, draw="micro_batch"))
     assert largest_difference(losses, expected(accumulation=3, each_micro_batch=True)) <= TOLERANCE
     assert largest_difference(losses, expected()) > 0.01
 
 
-@grid(is_quick)
+@grid(is_hardest)
 def test_in_bf16_the_stages_agree_and_follow_fp32(form, accumulation, ranks, pool, corpus, expected, seen, tmp_path):  # noqa: F811
     losses = trained(pool, flags(corpus, tmp_path, form, ranks, accumulation, "bf16"))
     assert largest_difference(losses, expected()) <= BF16_FP32

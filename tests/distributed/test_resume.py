@@ -107,9 +107,13 @@ def kill_and_resume(train, runs: Path, flags: list[str], stage: int, ranks: int,
     assert not list((runs / name / "checkpoints").glob(".*"))
 
 
-@pytest.mark.parametrize(("stage", "ranks"), [(3, 2), pytest.param(1, 1, marks=pytest.mark.long)])
-def test_a_killed_run_resumes_bit_for_bit(stage, ranks, train, flags, tmp_path):
-    kill_and_resume(train, tmp_path, flags, stage, ranks, MOMENTS[1:2], random.Random(stage))
+@pytest.mark.parametrize(
+    ("stage", "ranks", "moments"),
+    [(3, 2, MOMENTS[1:2]), *(pytest.param(*case, MOMENTS[:2], marks=pytest.mark.long) for case in ((3, 2), (1, 1)))],
+    ids=["3-2", "3-2-twice", "1-1-twice"],
+)
+def test_a_killed_run_resumes_bit_for_bit(stage, ranks, moments, train, flags, tmp_path):
+    kill_and_resume(train, tmp_path, flags, stage, ranks, moments, random.Random(stage))
 
 
 @pytest.mark.long
