@@ -185,7 +185,7 @@ def _check_sources(flags: argparse.Namespace, names: set[str]) -> None:
         raise UsageError(f"give one of: run folders, --recipe DIR, --all{'; given are ' + ' and '.join(sources) if sources else ''}")
     trains = {*PASSED_ON, "testbed", "seeds", "publish", "ranks", "runs_dir", "at_once", "keep_checkpoints"}
     if flags.runs and (training := sorted(names & trains)):
-        raise UsageError(f"--{training[0]} applies only to runs that this command trains; leave it out, or give --recipe instead of {flags.runs[0]}")
+        raise UsageError(f"--{training[0]} applies to runs that compare.py trains; leave it out, or replace {flags.runs[0]} by --recipe")
     setting = sorted(names & {*PASSED_ON, "ranks"} - {"save_every"})  # which changes no number
     if setting and (flags.testbed or flags.publish):
         why = f"--testbed {flags.testbed[0]} sets it" if flags.testbed else "--publish is for the recipe's testbeds"
