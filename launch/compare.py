@@ -146,15 +146,20 @@ def main() -> int:
 
 def _set_up_testbeds(flags: argparse.Namespace, passed_on: list[str]) -> int:
     """`--tune` and `--noise`."""
-    from launch.comparison import pages, tuning  # as above
+    from launch.comparison import pages, publish, tuning  # as above
 
     if flags.tune:
-        found, lines = tuning.tune(flags, passed_on)
+        found, lines, trained = tuning.tune(flags, passed_on)
+    else:
+        found, trained = tuning.measure_noise(flags, passed_on)
+        lines = tuning.noise_lines(found)
+    if flags.publish:
+        publish.check_runs("--publish", trained)
+    if flags.tune:
         recipe = Path(flags.recipe[0]).resolve().name if flags.recipe else None
         written = tuning.write_tuning(found, recipe, _out(flags), flags.publish)
     else:
-        noise = tuning.measure_noise(flags, passed_on)
-        lines, written = tuning.noise_lines(noise), tuning.write_noise(noise, _out(flags), flags.publish)
+        written = tuning.write_noise(found, _out(flags), flags.publish)
     if flags.publish:
         pages.write_pages(write_atomically)
     for line in [*lines, *(f"written: {file}" for file in written)]:

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, TextIO
 
 from data_pipeline.errors import DataError
+from recipes.registry import RecipeError
 
 #: Errors of the operating system that are about a path, which the user gave.
 _PATH_ERRORS = (errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR)
@@ -124,7 +125,7 @@ def run_command(main: Callable[[], int | None]) -> None:
             stream.reconfigure(errors="backslashreplace")
     try:
         code = main() or 0
-    except (UsageError, DataError) as mistake:
+    except (UsageError, DataError, RecipeError) as mistake:
         _print_errors(*(getattr(mistake, "faults", None) or (str(mistake),)))
         code = 2
     except TrainingFailed as reason:

@@ -179,7 +179,6 @@ def train(config: RunConfig, folder: RunFolder | NoFolder, stop: StopRequest, ob
 
     if config.whole_eval and not stopped:  # after the checkpoint: it may take long, and a resume repeats it
         state["whole_val_loss"] = evaluation.loss(engine, state["step"], whole=True)
-        folder.add_to_last_metrics({key: state[key] for key in ("step", "tokens", "whole_val_loss")})
     folder.log_end(config, state, stopped)
     return 128 + stopped if stopped else 0
 

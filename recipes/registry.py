@@ -25,6 +25,10 @@ Flags = dict[str, Any]
 T = TypeVar("T")
 
 
+class RecipeError(Exception):
+    """A recipe.json or a testbed.json is missing or wrong; one line."""
+
+
 @dataclass(frozen=True)
 class Testbed:
     """A model and a token budget on which recipes are compared, as `recipes/testbeds/<name>/testbed.json` states it.
@@ -51,6 +55,11 @@ class Testbed:
     ranks: int = 1
     reason: str = ""
 
+    def __post_init__(self) -> None:
+        if self.device not in ("cpu", "cuda"):
+            raise ValueError(f"'device' is {self.device!r}; allowed are cpu, cuda")
+        _check_sweep(self.sweep)
+
 
 @dataclass(frozen=True)
 class Experiment:
@@ -67,6 +76,20 @@ class Experiment:
     claims: list[Claim] = field(default_factory=list)
     sweep: dict[str, list[float]] = field(default_factory=dict)
     tuned: Flags = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.seeds < 1:
+            raise ValueError(f"'seeds' is {self.seeds}; it must be at least 1")
+        if self.sweep:
+            _check_sweep(self.sweep)
+
+
+def _check_sweep(sweep: dict[str, list[float]]) -> None:
+    for name, values in sweep.items():
+        if not isinstance(values, list) or not values or not all(type(value) in (int, float) for value in values):
+            raise ValueError(f"'sweep.{name}' is {values!r}; it must be a list of numbers")
+    if "lr" not in sweep:
+        raise ValueError("'sweep' has no lr; every sweep varies the learning rate")
 
 
 @dataclass(frozen=True)
@@ -104,7 +127,7 @@ def read_recipe(folder: str | Path) -> Recipe:
     """Read the recipe in `folder`.
 
     Raises:
-        ValueError: `folder` is not a recipe, or its `recipe.json` is wrong; one line.
+        RecipeError: `folder` is not a recipe, or its `recipe.json` is wrong; one line.
     """
     folder = Path(folder)
     path = folder / "recipe.json"
@@ -112,7 +135,7 @@ def read_recipe(folder: str | Path) -> Recipe:
     if not path.is_file():
         close = difflib.get_close_matches(folder.name, recipe_names(), n=1)
         meant = f"; did you mean recipes/{close[0]}" if close else ""
-        raise ValueError(f"--recipe {folder}: has no recipe.json{meant}; the recipes are: {names} (recipes/<name>)")
+        raise RecipeError(f"--recipe {folder}: has no recipe.json{meant}; the recipes are: {names} (recipes/<name>)")
     fields = _read_object(path)
     experiments = fields.get("experiments")
     if isinstance(experiments, dict):
@@ -121,16 +144,16 @@ def read_recipe(folder: str | Path) -> Recipe:
 
 
 def read_testbed(name: str) -> Testbed:
-    """Read the testbed `name`. Raises ValueError, one line, if there is none of this name, or if its file is wrong."""
+    """Read the testbed `name`. Raises RecipeError if there is none of this name, or if its file is wrong."""
     path = TESTBEDS / name / "testbed.json"
     if not path.is_file():
-        raise ValueError(f"testbed {name}: unknown; the testbeds are: {', '.join(testbed_names())}")
+        raise RecipeError(f"--testbed {name}: unknown; the testbeds are: {', '.join(testbed_names())}")
     return _made(Testbed, str(path), {"name": name, **_read_object(path)})
 
 
 def _experiment(where: str, testbed: str, fields: Any) -> Experiment:
     if testbed not in testbed_names():
-        raise ValueError(f"{where}: unknown testbed; allowed are {', '.join(testbed_names())}")
+        raise RecipeError(f"{where}: unknown testbed; allowed are {', '.join(testbed_names())}")
     if isinstance(fields, dict) and isinstance(fields.get("claims"), list):
         claims = [_made(Claim, f"{where}.claims[{place}]", claim) for place, claim in enumerate(fields["claims"])]
         fields = {**fields, "claims": claims}
@@ -141,32 +164,32 @@ def _read_object(path: Path) -> dict[str, Any]:
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as reason:
-        raise ValueError(f"{path}: not a readable JSON file: {reason}") from None
+        raise RecipeError(f"{path}: not a readable JSON file: {reason}") from None
     if not isinstance(fields, dict):
-        raise ValueError(f"{path}: contains a {type(fields).__name__}; it must be an object")
+        raise RecipeError(f"{path}: contains a {type(fields).__name__}; it must be an object")
     return fields
 
 
 def _made(cls: type[T], where: str, fields: Any) -> T:
     """An object of the dataclass `cls` from `fields`, whose names and types are checked."""
     if not isinstance(fields, dict):
-        raise ValueError(f"{where}: is a {type(fields).__name__}; it must be an object")
+        raise RecipeError(f"{where}: is a {type(fields).__name__}; it must be an object")
     known = {one.name: one for one in dataclasses.fields(cls)}  # type: ignore[arg-type]
     allowed = ", ".join(name for name in known if name != "name")
     if unknown := sorted(fields.keys() - known.keys()):
-        raise ValueError(f"{where}: unknown key '{unknown[0]}'; allowed are {allowed}")
+        raise RecipeError(f"{where}: unknown key '{unknown[0]}'; allowed are {allowed}")
     required = {name for name, one in known.items() if one.default is dataclasses.MISSING and one.default_factory is dataclasses.MISSING}
     if missing := sorted(required - fields.keys()):
-        raise ValueError(f"{where}: lacks {', '.join(missing)}")
+        raise RecipeError(f"{where}: lacks {', '.join(missing)}")
     for key, value in fields.items():
         kind = str(known[key].type).partition("[")[0].removesuffix(" | None")
         kinds: Any = {"float": (int, float), "int": int, "str": str, "list": list, "dict": dict, "Flags": dict}[kind]
         if not isinstance(value, kinds) or isinstance(value, bool):
-            raise ValueError(f"{where}: '{key}' is a {type(value).__name__}; it must be a {'dict' if kind == 'Flags' else kind}")
+            raise RecipeError(f"{where}: '{key}' is a {type(value).__name__}; it must be a {'dict' if kind == 'Flags' else kind}")
     try:
         return cls(**fields)
-    except ValueError as reason:
-        raise ValueError(f"{where}: {reason}") from None
+    except (TypeError, ValueError) as reason:
+        raise RecipeError(f"{where}: {reason}") from None
 
 
 def recipe_names() -> list[str]:

@@ -73,13 +73,14 @@ def test_spikes_are_large_gradient_norms_after_the_warm_up(said, tmp_path):
 def test_the_final_loss_is_that_of_the_whole_split_where_it_was_evaluated(said, tmp_path):
     whole = said | {"whole_eval": True}
     steps = lines(final=4.0)
-    left_out = read_run(write_run(tmp_path / "left_out", whole, steps))
-    assert "final_val_loss" not in left_out.measures() and left_out.remarks == ("the run was not evaluated at its end",)
-    steps[-1]["whole_val_loss"] = 4.5
-    run = read_run(write_run(tmp_path / "r", whole, steps))
-    assert run.measures()["final_val_loss"] == 4.5 and run.remarks == () and run.columns["val_loss"][-1] == 4.0
-    steps[-1]["whole_val_loss"] = None
-    run = read_run(write_run(tmp_path / "lost", whole | {"eval_every": 0}, steps))
+    for end in (None, {"step": 60}):  # killed before or during the evaluation; finished without the flag
+        left_out = read_run(write_run(tmp_path / f"left_out{end}", whole | {"finished": end}, steps))
+        assert left_out.state == "unfinished" and "final_val_loss" not in left_out.measures()
+        assert left_out.remarks == ("unfinished: the whole validation split was not evaluated",)
+    run = read_run(write_run(tmp_path / "r", whole | {"finished": {"whole_val_loss": 4.5}}, steps))
+    assert run.finished and run.measures()["final_val_loss"] == 4.5 and run.remarks == () and run.columns["val_loss"][-1] == 4.0
+    lost = {"finished": {"whole_val_loss": None}, "eval_every": 0}
+    run = read_run(write_run(tmp_path / "lost", whole | lost, steps))
     assert run.diverged and run.measures()["final_val_loss"] == math.inf
 
 

@@ -20,7 +20,8 @@ from launch.config.run_config import SCRATCH
 from launch.errors import UsageError
 from launch.formats.json_lines import dotted
 from launch.training.run_json import INCIDENTAL
-from recipes.registry import ROOT, Experiment, Recipe, Testbed, read_recipe, read_testbed, recipe_names
+from recipes.claims import Claim
+from recipes.registry import ROOT, Experiment, Recipe, Testbed, read_recipe, recipe_names
 
 Role = Literal["control", "recipe", "run"]
 Group = tuple[Run, ...]  # runs of one configuration, in the order of their seeds
@@ -136,6 +137,11 @@ class Pair:
         control, own = ({seed: _interleaved_with(run) for seed, run in side.by_seed().items()} for side in (self.control, self.side))
         return all(control[seed] == own[seed] and None not in control[seed] for seed in self.seeds)
 
+    @property
+    def on_equal_terms(self) -> bool:
+        """Whether times can be compared: the runs were interleaved, on one machine."""
+        return self.interleaved and not any(_section(one.key) == "machine" for one in self.differences)
+
 
 @dataclass(frozen=True)
 class Absent:
@@ -233,10 +239,10 @@ def _direct(pairings: Sequence[Pairing]) -> Iterator[Pairing]:
                 yield one, other, None, testbed
 
 
-def claims_in_table(device: str) -> int:
-    """The number of claims of all recipes on the testbeds of `device`, "cpu" or "cuda", measured or not."""
-    experiments = [item for name in recipe_names() for item in read_recipe(ROOT / "recipes" / name).experiments.items()]
-    return sum(len(experiment.claims) for testbed, experiment in experiments if read_testbed(testbed).device == device)
+def claims_in_table() -> int:
+    """The number of claims of all recipes on all testbeds, measured or not."""
+    recipes = (read_recipe(ROOT / "recipes" / name) for name in recipe_names())
+    return sum(len(experiment.claims) for recipe in recipes for experiment in recipe.experiments.values())
 
 
 def group(runs: Iterable[Run]) -> list[Group]:
@@ -419,12 +425,20 @@ def _pair(control: Side, side: Side, recipe: Recipe | None, testbed: Testbed | N
         elif testbed and name.endswith("_to_target") and (found := _to_target(runs, name.partition("_")[0], testbed.target_loss)):
             figures[name] = found
     experiment = recipe.experiments.get(testbed.name) if recipe and testbed else None
-    verdicts = []
-    for claim in experiment.claims if experiment and _as_planned(experiment, *runs) else ():
-        # A diverged run of the recipe is evidence; a diverged run of the control leaves nothing to compare with.
-        usable = [seed for seed in seeds if math.isfinite(numbers[0][seed].get(claim.key, math.inf)) and claim.key in numbers[1][seed]]
-        verdicts.append(judge(claim, *([one[seed][claim.key] for seed in usable] for one in numbers)))
-    return Pair(control, side, recipe, testbed, experiment, differences(control.runs, side.runs), seeds, figures, tuple(verdicts))
+    pair = Pair(control, side, recipe, testbed, experiment, differences(control.runs, side.runs), seeds, figures, ())
+    claims = experiment.claims if experiment and _as_planned(experiment, *runs) else ()
+    return replace(pair, verdicts=tuple(_judged(claim, pair, *numbers) for claim in claims))
+
+
+def _judged(claim: Claim, pair: Pair, *numbers: Mapping[int, Mapping[str, float]]) -> Verdict:
+    """The verdict on a claim from the measures of control and recipe by seed: inconclusive unless all planned pairs can be compared."""
+    if claim.measure == "step_time" and not pair.on_equal_terms:
+        return Verdict(claim, "the runs of a seed were not interleaved on one machine, so their times cannot be compared")
+    before, after = ([one[seed].get(claim.key, math.nan) for seed in pair.seeds] for one in numbers)
+    # A diverged run of the recipe is evidence; a diverged run of the control leaves nothing to compare with.
+    if lacking := [seed for seed, x, y in zip(pair.seeds, before, after, strict=True) if not math.isfinite(x) or math.isnan(y)]:
+        return Verdict(claim, f"the control diverged, or a run lacks the measure, with seed {', '.join(map(str, lacking))}")
+    return judge(claim, before, after)
 
 
 def _as_planned(experiment: Experiment, *sides: Mapping[int, Run]) -> bool:
@@ -434,15 +448,10 @@ def _as_planned(experiment: Experiment, *sides: Mapping[int, Run]) -> bool:
 
 
 def _decided(pairs: Sequence[Pair]) -> list[Pair]:
-    """The pairs with verdicts that are corrected for all claims on testbeds of the same device."""
-    decided = list(pairs)
-    for device in ("cpu", "cuda"):
-        places = [place for place, pair in enumerate(pairs) if pair.verdicts and pair.testbed and pair.testbed.device == device]
-        found = [verdict for place in places for verdict in pairs[place].verdicts]
-        corrected = iter(decide(found, max(0, claims_in_table(device) - len(found))) if found else ())
-        for place in places:
-            decided[place] = replace(pairs[place], verdicts=tuple(next(corrected) for _ in pairs[place].verdicts))
-    return decided
+    """The pairs with verdicts that are corrected for all claims of all recipes."""
+    found = [verdict for pair in pairs for verdict in pair.verdicts]
+    corrected = iter(decide(found, max(0, claims_in_table() - len(found))) if found else ())
+    return [replace(pair, verdicts=tuple(next(corrected) for _ in pair.verdicts)) for pair in pairs]
 
 
 def _side_remarks(side: Side) -> Iterator[str]:

@@ -52,7 +52,7 @@ def run_experiments(folders: Sequence[Path | str], passed_on: Sequence[str], fla
     planned: list[PlannedExperiment] = []
     absent = []
     for folder in folders:
-        recipe = recipe_in(folder)
+        recipe = read_recipe(folder)
         try:
             planned += [_plan(recipe, testbed, passed_on, flags) for testbed in _testbeds(recipe, passed_on, flags)]
         except CannotRun as reason:
@@ -76,20 +76,9 @@ def run_experiments(folders: Sequence[Path | str], passed_on: Sequence[str], fla
     return compare_experiments(experiments, absent, flags.force), unfinished
 
 
-def recipe_in(folder: Path | str) -> Recipe:
-    """`read_recipe`, which raises UsageError."""
-    try:
-        return read_recipe(folder)
-    except ValueError as reason:
-        raise UsageError(str(reason)) from None
-
-
 def testbed_named(name: str) -> Testbed:
-    """`read_testbed`, which raises UsageError, also if the testbed is for another device."""
-    try:
-        testbed = read_testbed(name)
-    except ValueError as reason:
-        raise UsageError(f"--{reason}") from None
+    """`read_testbed`, but UsageError if the testbed is for another device."""
+    testbed = read_testbed(name)
     if testbed.device != device_type():
         raise UsageError(f"--testbed {name}: it is for {testbed.device}, and this machine has {device_type()}")
     return testbed
@@ -98,7 +87,7 @@ def testbed_named(name: str) -> Testbed:
 def _testbeds(recipe: Recipe, passed_on: Sequence[str], flags: argparse.Namespace) -> list[Testbed | None]:
     """Where a recipe is compared: on the testbeds that are given, else on all its own for this device; with flags of a setting on none."""
     if flags.testbed:
-        testbeds = [testbed_named(name) for name in flags.testbed if name in recipe.experiments]
+        testbeds = [testbed for testbed in map(testbed_named, flags.testbed) if testbed.name in recipe.experiments]
         wanted = ", ".join(flags.testbed)
     elif flags.ranks or any(word.startswith("--") and word != "--save_every" for word in passed_on):
         return [None]

@@ -131,24 +131,18 @@ def write_page(comparison: Comparison, out: Path) -> Path:
 
 
 def answers(pair: Pair) -> list[str]:
-    """Which side is better and by how much, in sentences: on the loss, and on the time per step."""
+    """Which side ends at the lower loss and by how much, and what a step takes, in sentences."""
     name, control = _names(pair)
     found = []
     loss = pair.figures[LOSS].difference if LOSS in pair.figures else None
     if loss is not None:
-        size = f"{abs(loss.mean):.4f} nats"
         if loss.low is None or loss.high is None:
-            found.append(f"{name} ends {size} {'above' if loss.mean > 0 else 'below'} {control} with the only seed.")
-        elif loss.low > 0 or loss.high < 0:
-            low, high = sorted((abs(loss.low), abs(loss.high)))
-            found.append(f"{name} ends {'worse' if loss.low > 0 else 'better'} than {control}, by {size} (95%: {low:.4f} to {high:.4f}).")
-        elif loss.low == loss.high:
-            found.append(f"{name} and {control} end at the same loss.")
+            interval = " with the only seed"
         else:
             ends = (f"{end:+.4f}".replace("-", "−") for end in (loss.low, loss.high))
-            found.append(
-                f"No difference in the final loss of {name} and {control} is shown: it is between {' and '.join(ends)} nats (95%)."
-            )
+            interval = f" (95% interval {' to '.join(ends)}{', which includes 0' if loss.low <= 0 <= loss.high else ''})"
+        gap = f"{abs(loss.mean):.4f} nats {'above' if loss.mean > 0 else 'below'}" if loss.mean else "at the same loss as"
+        found.append(f"{name} ends {gap} {control}{interval}.")
     time = pair.figures["step_seconds"].ratio if "step_seconds" in pair.figures else None
     if time is not None:
         interval = "" if time.low is None or time.high is None else f" (95%: {time.low:.3f} to {time.high:.3f})"
@@ -255,7 +249,8 @@ def _seeds(seeds: Iterable[int]) -> str:
 def _evidence(verdict: Verdict) -> dict[str, str]:
     evidence = {"evidence": verdict.reason}
     if verdict.p_holds is not None:
-        evidence["p-values"] = f"{verdict.p_holds:.3g} for holds, {verdict.p_fails:.3g} for fails; a value below 0.05 decides"
+        evidence["p-values"] = f"{verdict.p_holds:.3g} for holds, {verdict.p_fails:.3g} for fails; twice the smaller is {verdict.p:.3g}"
+        evidence["after Holm's correction"] = f"{verdict.adjusted:.3g} for {verdict.table} claims; below 0.05 decides"
     return evidence
 
 
@@ -367,7 +362,7 @@ def _metrics(runs: Sequence[Run]) -> list[str]:
     """The logged metrics other than losses and axes, unless all runs have the same constant; the rarest first."""
     found: dict[str, list[Column]] = {}
     for run in runs:
-        for name in run.columns.keys() - {*AXES, "loss", "val_loss", "whole_val_loss"}:
+        for name in run.columns.keys() - {*AXES, "loss", "val_loss"}:
             found.setdefault(name, []).append(run.columns[name][np.isfinite(run.columns[name])])
     varying = [name for name, columns in found.items() if len(np.unique(np.concatenate(columns))) > 1]
     return sorted(varying, key=lambda name: (len(found[name]), name))

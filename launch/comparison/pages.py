@@ -20,12 +20,14 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-from launch.comparison.comparison import LOSS, Comparison, Pair, compare_experiments
+import numpy as np
+
+from launch.comparison.comparison import LOSS, Comparison, Pair, claims_in_table, compare_experiments
 from launch.comparison.forest import draw_forest, row
 from launch.comparison.page import draw_losses, figure_row
 from launch.comparison.runs import Run, read_stored_run
 from launch.comparison.tuning import deviation, draw_tuning
-from launch.comparison.verdicts import Verdict
+from launch.comparison.verdicts import Verdict, planned_power
 from recipes.claims import QUESTIONS, Claim
 from recipes.registry import ROOT, TESTBEDS, Experiment, Recipe, Testbed, read_recipe, read_testbed, recipe_names, technique_classes
 from recipes.registry import testbed_names as names_of_testbeds
@@ -138,7 +140,7 @@ def measured_part(recipe: Recipe, own: list[Published]) -> str:
     if (ROOT / "recipes" / recipe.name / "tuning.json").exists():
         blocks.append("![Final validation loss over the learning rate, of the recipe and its control](tuning.png)")
     if recipe.history:
-        blocks.append("**Changed claims.**")
+        blocks.append("**History.**")
         blocks.append("\n".join(f"- {sentence}" for sentence in recipe.history))
     return BEGIN + "\n" + "\n\n".join(blocks) + "\n\n" + END
 
@@ -147,8 +149,8 @@ def _measured_on(one: Published) -> Iterator[str]:
     testbed, entry, pair = one.testbed, one.entry, one.pair
     yield f"**On [{testbed.name}]({_link(testbed)}).** {testbed.title}; {one.experiment.seeds} seeds planned."
     if entry is None or pair is None:
-        claims = "\n".join(f"- {claim} (planned: {_plan(claim)})" for claim in one.experiment.claims)
-        rest = f" The claims:\n\n{claims}" if claims else " It claims nothing on this testbed before it is tuned there."
+        claims = "\n".join(f"- {claim} (planned: {_plan(claim, one)})" for claim in one.experiment.claims)
+        rest = f" The claims:\n\n{claims}" if claims else " No claims yet: its learning rate is tuned first."
         yield f"{one.note.capitalize()}.{rest}"
         return
     description = pair.side.runs[0].description
@@ -165,7 +167,7 @@ def _measured_on(one: Published) -> Iterator[str]:
             [
                 "| claim | planned for | verdict | measured (95% interval) | p, after Holm |",
                 "|---|---|---|---|---|",
-                *(_claim_row(claim, verdict) for claim, verdict in zip(one.experiment.claims, one.verdicts, strict=True)),
+                *(_claim_row(claim, verdict, one) for claim, verdict in zip(one.experiment.claims, one.verdicts, strict=True)),
             ]
         )
     heads = f"| mean over seeds ± standard deviation | {pair.control.name} | {one.recipe.name} | difference | ratio |"
@@ -174,20 +176,26 @@ def _measured_on(one: Published) -> Iterator[str]:
     figure = pair.figures.get(LOSS)
     if figure is not None and figure.difference is not None:
         gaps = {seed: figure.other.get(seed, math.nan) - figure.control.get(seed, math.nan) for seed in pair.seeds}
-        values = ", ".join(_signed(gap) for gap in gaps.values() if math.isfinite(gap))
-        yield f"Difference of the final loss by seed: {values}."
+        values = (f"{seed}: {_signed(gap) if math.isfinite(gap) else 'diverged'}" for seed, gap in gaps.items())
+        yield f"Difference of the final loss by seed: {'; '.join(values)}."
 
 
-def _claim_row(claim: Claim, verdict: Verdict) -> str:
-    measured = "-" if verdict.estimate is None else _number(claim, verdict.estimate)
+def _claim_row(claim: Claim, verdict: Verdict, one: Published) -> str:
+    measured = verdict.evidence if verdict.estimate is None else _number(claim, verdict.estimate)
     if verdict.interval is not None:
         measured += " ({} to {})".format(*(_number(claim, end) for end in verdict.interval))
     p = "-" if verdict.p_holds is None else f"{verdict.adjusted:.2g}"
-    return f"| {claim} | {_plan(claim)} | {SIGNS[verdict.outcome]} **{verdict.outcome}** | {measured} | {p} |"
+    return f"| {claim} | {_plan(claim, one)} | {SIGNS[verdict.outcome]} **{verdict.outcome}** | {measured} | {p} |"
 
 
-def _plan(claim: Claim) -> str:
-    return f"power {claim.power:g} if the true {claim.scale} is {_number(claim, claim.expected)}"
+def _plan(claim: Claim, one: Published) -> str:
+    """The truth and the power for which the seeds were planned; of the loss, also the power at the noise of the testbed."""
+    plan = f"power {claim.power:g} if the true {claim.scale} is {_number(claim, claim.expected)}"
+    nulls = read_json(TESTBEDS / one.testbed.name / "noise.json").get("nulls", {})
+    if claim.measure != "loss" or not nulls:
+        return plan
+    noise = max(deviation(nulls[name]) for name in (("precision", "accumulation") if claim.question == "equal" else ("trajectory",)))
+    return f"{plan}; at the measured noise {planned_power(claim, one.experiment.seeds, noise, claims_in_table()):.2f}"
 
 
 def _number(claim: Claim, value: float) -> str:
@@ -239,13 +247,13 @@ def index_page(cells: list[Published]) -> str:
         "in which the two JSONs differ, and the claims. `make pages` writes this page from the folders and their published\n"
         "results, and a test checks that it is up to date.\n\n"
         f"Of {len(claims)} claims, {judged} are measured. All verdicts on the loss that were published before the controls were tuned are\n"
-        'withdrawn; the pages list them under "Changed claims".\n\n'
+        'withdrawn; the pages list them under "History".\n\n'
         "![The 95% interval of each recipe's difference to its control, by testbed, and the region where its claim holds](forest.png)\n\n"
         + index_table(cells)
         + "\n`deepspeed launch/pretrain.py --recipe recipes/<name>` runs a recipe. `python launch/compare.py --recipe\n"
         "recipes/<name>` trains it and its control on its [testbeds](testbeds/README.md) with the planned seeds and judges its claims.\n"
-        "A claim is about the mean over pairs of runs with the same seed. ✓ **holds** if its opposite is rejected, ✗ **fails** if the\n"
-        "claim itself is rejected, and ? **inconclusive** otherwise, at 5% for all claims of one kind of device together (Holm).\n"
+        "A claim is about the mean over pairs of runs with the same seed. ✓ **holds**: the data show the claim. ✗ **fails**: the data\n"
+        "contradict it. ? **inconclusive**: neither. At most 5% of such tables have a wrong verdict (Holm's correction for all claims).\n"
         "[docs/compare.md](../docs/compare.md) has the tests and their limits.\n\n"
         "| claim | of a recipe against its control |\n|---|---|\n" + questions + "\n\n## Which can be combined\n\n"
         "Recipes that change only DeepSpeed's own sections can be combined with all others; combinations that DeepSpeed does not support\n"
@@ -292,7 +300,8 @@ def short_table(cells: list[Published]) -> str:
             f"`{claim.label}` {SIGNS[verdict.outcome]}" + (f" ({one.testbed.name})" if len(own) > 1 else "")
             for one, claim, verdict in verdicts
         )
-        rows.append(f"| [{name}](recipes/{name}/README.md) | {recipe.title} | {claims or UNMEASURED} |")
+        claims = claims or (UNMEASURED if any(experiment.claims for experiment in recipe.experiments.values()) else "-")
+        rows.append(f"| [{name}](recipes/{name}/README.md) | {recipe.title} | {claims} |")
     return "\n".join(rows) + "\n"
 
 
@@ -313,16 +322,18 @@ def testbeds_page(cells: list[Published]) -> str:
     """The whole of recipes/testbeds/README.md."""
     blocks = [
         "# Testbeds",
-        "A testbed is a model with a token budget on which recipes are compared. Its learning rate and warm-up are the best of a sweep\n"
-        "of the control (seed 0, which no verdict uses). Recipes that change the optimization are swept over a grid of the same size. The\n"
-        "noise of a testbed is the standard deviation, over seeds, of the difference of two runs that have no true difference. `make\n"
-        "pages` writes this page.",
+        "A testbed is a model with a token budget on which recipes are compared. Its learning rate and warm-up are chosen by a sweep of\n"
+        "the control (seed 0, which no verdict uses). Recipes that change the optimization are swept over a grid of the same size. The\n"
+        "noise of a testbed is the standard deviation, over seeds, of the difference of two runs that differ only in rounding or by a\n"
+        "small perturbation of the initial weights. `make pages` writes this page.\n\n"
+        "    python launch/compare.py --tune --testbed nano-0.5M --publish\n"
+        "    python launch/compare.py --noise --testbed nano-0.5M --publish",
     ]
     for name in names_of_testbeds():
         testbed = read_testbed(name)
         blocks += [f"## {name}", f"{testbed.title}. {'On a GPU.' if testbed.device == 'cuda' else 'On a CPU.'} {testbed.reason}".rstrip()]
-        rows = [f"| {key} | {value} |" for key, value in testbed.flags.items()]
-        tuned = "tuned" if (TESTBEDS / name / "tuning.json").exists() else "before the sweep"
+        rows = [f"| {key} | {'yes' if value is True else value} |" for key, value in testbed.flags.items()]
+        tuned = "tuned" if (TESTBEDS / name / "tuning.json").exists() else "not tuned yet"
         rows += [f"| {key}, {tuned} | {value:g} |" for key, value in testbed.tuned.items()]
         rows += [f"| {key}, swept over | {', '.join(f'{value:g}' for value in values)} |" for key, values in testbed.sweep.items()]
         rows += [f"| ranks | {testbed.ranks} |", f"| target loss | {testbed.target_loss:g} |"]
@@ -343,7 +354,9 @@ def _noise(testbed: str) -> Iterator[str]:
         yield f"The noise: {UNMEASURED}."
         return
     rows = [f"| {NULLS.get(name, name)} | {deviation(null):.5f} | {len(null['seeds'])} |" for name, null in noise["nulls"].items()]
-    yield "\n".join(["| no true difference | standard deviation of the difference (nats) | seeds |", "|---|---|---|", *rows])
+    losses = next(iter(noise["nulls"].values()))["control"]
+    rows.append(f"| another seed (the losses of the control themselves) | {np.std(losses, ddof=1):.5f} | {len(losses)} |")
+    yield "\n".join(["| what differs | standard deviation of the difference (nats) | seeds |", "|---|---|---|", *rows])
     yield f"Measured on {noise['machine']}, commit {str(noise['commit'])[:7]}."
 
 

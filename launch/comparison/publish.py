@@ -7,15 +7,19 @@ from __future__ import annotations
 
 import json
 import subprocess
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from launch.comparison.comparison import Comparison, Pair
 from launch.comparison.pages import RESULTS, plan_in, planned, read_json, write_pages
-from launch.comparison.runs import stored_run
+from launch.comparison.runs import Run, stored_run
+from launch.comparison.tuning import CONTROL
 from launch.errors import UsageError
 from launch.formats.files import write_atomically
-from launch.training.provenance import repository_commit
-from recipes.registry import ROOT
+from launch.training.provenance import machine_in_words, repository_commit
+from launch.training.run_json import commits_of
+from recipes.registry import ROOT, TESTBEDS, Recipe, Testbed
 
 #: What the numbers of a run depend on, as patterns of git.
 TRAINING = [
@@ -51,8 +55,7 @@ def publish(comparison: Comparison) -> None:
     for pair, entry in entries:
         assert pair.recipe is not None and pair.testbed is not None
         file = ROOT / "recipes" / pair.recipe.name / RESULTS
-        results = {**read_json(file), pair.testbed.name: entry}
-        write_atomically(file, _as_text({name: one for name, one in sorted(results.items()) if name in pair.recipe.experiments}))
+        write_atomically(file, _as_text(dict(sorted({**read_json(file), pair.testbed.name: entry}.items()))))
     write_pages(write_atomically)
 
 
@@ -64,18 +67,15 @@ def _entry(pair: Pair) -> dict[str, Any]:
         raise UsageError(f"--publish: {pair.title} is on none of the recipe's testbeds; leave out the flags that change the setting")
     where = f"--publish: {recipe.name} on {testbed.name}"
     runs = (*pair.control.runs, *pair.side.runs)
-    commits = list(dict.fromkeys(str(run.description.get("commit")) for run in (*pair.side.runs, *pair.control.runs)))
-    if any("+" in commit or commit == "None" for commit in commits) or not all(same_code(commits[0], commit) for commit in commits):
-        told = " and ".join(sorted(commits))
-        raise UsageError(
-            f"{where}: its runs are of {told}, which do not train alike; train them again on one commit, in another --runs_dir"
-        )
+    check_runs(where, runs)
+    if fault := untuned(recipe, testbed):
+        raise UsageError(f"{where}: {fault}; run --tune --publish, and write the chosen values into 'tuned'")
     if pair.seeds != tuple(range(1, pair.experiment.seeds + 1)) or len(runs) != 2 * len(pair.seeds):
         raise UsageError(f"{where}: {pair.experiment.seeds} seeds are planned, and the pairs have seeds {pair.seeds}; give no --seeds")
     if unfinished := [run.name for run in runs if run.state == "unfinished"]:
         raise UsageError(f"{where}: {unfinished[0]} is unfinished; the same command without --publish resumes it")
     now = planned(recipe.name, testbed.name)
-    own = {str(run.description["commit"]) for run in pair.side.runs}
+    own = {commit for run in pair.side.runs for commit in commits_of(run.description)}
     if unplanned := [commit for commit in own if plan_at(commit, recipe.name, testbed.name) != now]:
         raise UsageError(
             f"{where}: its runs are of commit {unplanned[0][:7]}, which does not contain the claims and the setting as they stand now;"
@@ -85,9 +85,9 @@ def _entry(pair: Pair) -> dict[str, Any]:
     earlier = read_json(ROOT / "recipes" / recipe.name / RESULTS).get(testbed.name)
     entry = {
         "command": f"python launch/compare.py --recipe recipes/{recipe.name} --testbed {testbed.name}",
-        "commit": commits[0],
+        "commit": pair.side.runs[0].description["commit"],
         "claims_commit": claims_commit,
-        "machine": machine_in_words(runs[0].description["machine"]),
+        "machine": " and ".join(dict.fromkeys(machine_in_words(run.description["machine"]) for run in runs)),
         "looks": 1,
         "planned": now,
         "control": [stored_run(run) for run in pair.control.runs],
@@ -104,6 +104,31 @@ def _entry(pair: Pair) -> dict[str, Any]:
     return entry
 
 
+def check_runs(where: str, runs: Sequence[Run]) -> None:
+    """Refuse runs, or parts of runs before a resume, whose code was not committed or does not train like this checkout."""
+    commits = sorted({str(commit) for run in runs for commit in commits_of(run.description)})
+    if other := [commit for commit in commits if "+" in commit or commit == "None" or not same_code(commit, "HEAD")]:
+        raise UsageError(
+            f"{where}: it has runs of {other[0]}, whose code was not committed or trains differently from this checkout; train them again"
+            " in another --runs_dir"
+        )
+
+
+def untuned(recipe: Recipe, testbed: Testbed) -> str:
+    """Where the training values on a testbed are not those that the published sweeps chose; empty if they are."""
+    experiment = recipe.experiments[testbed.name]
+    sides = [] if testbed.reason else [(TESTBEDS / testbed.name, CONTROL, testbed.tuned)]
+    if experiment.sweep:
+        sides.append((ROOT / "recipes" / recipe.name, recipe.config, {**testbed.tuned, **experiment.tuned}))
+    for folder, config, used in sides:
+        arms = read_json(folder / "tuning.json").get(testbed.name, {}).get("arms", {})
+        chosen = arms.get(Path(config).stem, {}).get("chosen")
+        if not chosen or any(used.get(name) != value for name, value in chosen.items()):
+            found = f"chose {chosen}, and {used} is used" if chosen else f"has no sweep of {config} on {testbed.name}"
+            return f"{(folder / 'tuning.json').relative_to(ROOT)} {found}"
+    return ""
+
+
 def plan_at(commit: str, recipe: str, testbed: str) -> dict[str, Any]:
     """What `planned` returned at a commit; empty if the files were not there."""
     files = [_git("show", f"{commit}:recipes/{path}") for path in (f"{recipe}/recipe.json", f"testbeds/{testbed}/testbed.json")]
@@ -115,7 +140,7 @@ def plan_at(commit: str, recipe: str, testbed: str) -> dict[str, Any]:
 
 
 def same_code(one: str, other: str) -> bool:
-    """Whether the files that training depends on are the same at two commits; runs of a shared control may be older than the recipe's."""
+    """Whether the files that training depends on are the same at two commits."""
     return one == other or _git("diff", "--quiet", one, other, "--", *TRAINING) is not None
 
 
@@ -148,9 +173,3 @@ def _as_text(results: dict[str, Any]) -> str:
             fields.append(f"  {json.dumps(side)}: [\n{runs}\n  ]")
         lines.append(f" {json.dumps(name)}: {{\n" + ",\n".join(fields) + "\n }")
     return "{\n" + ",\n".join(lines) + "\n}\n"
-
-
-def machine_in_words(found: dict[str, Any]) -> str:
-    """The GPUs, or the processor and its cores."""
-    gpus = found.get("gpus", [])
-    return f"{len(gpus)} x {gpus[0]}" if gpus else f"{found['processor']}, {found['cores']} cores"

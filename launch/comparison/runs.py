@@ -42,7 +42,7 @@ class Run:
         columns: float64, an entry for each line, all of one length: `COLUMNS`, every other numeric metric, and "bytes", the running sum of
             "bytes_sent"; "flops" is a running sum too. NaN where a line lacks the key or its number is not finite. The line of step 0, the
             validation of the untrained model, has no loss.
-        finished: the run has trained on all its tokens.
+        finished: the run has trained on all its tokens, and has evaluated the whole validation split if `--whole_eval` is given.
         diverged: the run ended or failed because of a non-finite loss or gradient.
         remarks: what is missing, damaged or not finite, in sentences without a full stop.
         published: the `measures` of a run that was read from a `results.json`, whose columns hold evaluations only; None otherwise.
@@ -80,11 +80,12 @@ class Run:
             return dict(self.published)
         columns = self.columns
         measures: dict[str, float] = {}
-        final = columns.get(_final_loss(self.description), np.full(1, np.nan))
-        if self.diverged and (self.description["eval_every"] or self.description.get("whole_eval")):
+        whole = self.description.get("whole_eval")
+        final = _end(self.description).get("whole_val_loss") if whole else columns["val_loss"][-1] if len(columns["val_loss"]) else None
+        if self.diverged and (self.description["eval_every"] or whole):
             measures["final_val_loss"] = math.inf
-        elif self.finished and math.isfinite(final[-1]):
-            measures["final_val_loss"] = float(final[-1])
+        elif self.finished and final is not None and is_finite_number(final):
+            measures["final_val_loss"] = float(final)
         trained = columns["step"] > 0
         if not trained.any():
             return measures
@@ -125,9 +126,10 @@ class Run:
         return float(np.count_nonzero((after_warmup & (norm > SPIKE_RATIO * typical)) | ~np.isfinite(loss)))
 
 
-def _final_loss(description: dict[str, Any]) -> str:
-    """The key of the loss at the end of a run, in its last line."""
-    return "whole_val_loss" if description.get("whole_eval") else "val_loss"
+def _end(description: dict[str, Any]) -> dict[str, Any]:
+    """What `run.json` says about the end of the run; empty before it."""
+    end = description.get("finished")
+    return end if isinstance(end, dict) else {}
 
 
 def read_run(folder: str | Path) -> Run:
@@ -151,7 +153,7 @@ def read_run(folder: str | Path) -> Run:
     if not lines:
         remarks.append("metrics.jsonl contains no step")
     columns = _columns(lines)
-    for key, name in (("loss", "training loss"), ("val_loss", "validation loss"), ("whole_val_loss", "loss of the whole validation split")):
+    for key, name in (("loss", "training loss"), ("val_loss", "validation loss")):
         steps = [line["step"] for line in lines if key in line and not is_finite_number(line[key])]
         if steps:
             remarks.append(f"the {name} is not finite in {len(steps)} step{'s' * (len(steps) > 1)}, first in step {steps[0]}")
@@ -177,10 +179,13 @@ def _ending(folder: Path, description: dict[str, Any], lines: list[dict[str, Any
     tokens, total = last.get("tokens"), description["total_tokens"]
     tokens = tokens if is_finite_number(tokens) else 0
     if lines and tokens >= total:
-        diverged = any(key in last and not is_finite_number(last[key]) for key in ("val_loss", "whole_val_loss"))
-        if not diverged and (description["eval_every"] or description.get("whole_eval")) and _final_loss(description) not in last:
+        end, whole = _end(description), description.get("whole_eval")
+        if whole and "whole_val_loss" not in end:
+            remarks.append("unfinished: the whole validation split was not evaluated")
+            return False, False
+        if not whole and description["eval_every"] and "val_loss" not in last:
             remarks.append("the run was not evaluated at its end")
-        return True, diverged
+        return True, any(key in one and not is_finite_number(one[key]) for key, one in (("val_loss", last), ("whole_val_loss", end)))
     error = _last_error(folder)
     # A non-finite loss ends a run, except in fp16, where the step is skipped and the loss scale lowered.
     lost = "loss" in last and not is_finite_number(last["loss"]) and description.get("precision") != "fp16"
@@ -215,7 +220,7 @@ def stored_run(run: Run) -> dict[str, Any]:
     description["config_file"] = "/".join(Path(description["config_file"]).parts[-2:])
     description["corpus"] = {key: value for key, value in description["corpus"].items() if key != "path"}
     description["machine"] = {key: value for key, value in (description.get("machine") or {}).items() if key != "host"}
-    description["resumes"] = [{"interleaved": one.get("interleaved")} for one in description.get("resumes", [])]
+    description["resumes"] = [{key: one.get(key) for key in ("interleaved", "commit")} for one in description.get("resumes", [])]
     rows = np.isfinite(run.columns["val_loss"])
     curve = {name: _numbers(run.columns[name][rows], decimals) for name, decimals in CURVE.items()}
     measures = {name: value if math.isfinite(value) else None for name, value in run.measures().items()}

@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -19,12 +19,12 @@ import numpy as np
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 
-from launch.comparison.experiments import ranks_of, recipe_in, testbed_named, train_missing
-from launch.comparison.runs import read_run
+from launch.comparison.experiments import ranks_of, testbed_named, train_missing
+from launch.comparison.runs import Run, read_run
 from launch.comparison.trials import CannotRun, Trial, as_words, plan_trial, settings_on
 from launch.errors import TrainingFailed, UsageError
 from launch.formats.files import write_atomically
-from launch.training.provenance import machine, repository_commit
+from launch.training.provenance import machine_in_words
 from recipes.registry import ROOT, TESTBEDS, Flags, Recipe, Testbed, read_recipe, recipe_names
 
 #: The DeepSpeed JSON whose sweep sets the values of a testbed.
@@ -36,27 +36,27 @@ NOISE_SEEDS = range(101, 106)
 PERTURBATION = 1e-3
 
 
-def tune(flags: argparse.Namespace, passed_on: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
+def tune(flags: argparse.Namespace, passed_on: Sequence[str]) -> tuple[dict[str, Any], list[str], list[Run]]:
     """Train the sweeps of `flags.testbed` that are missing: of the control, and of the recipe if one is given.
 
     Returns:
-        The content of a `tuning.json`, by the name of the testbed, and lines that say what was chosen.
+        The content of a `tuning.json`, by the name of the testbed, lines that say what was chosen, and the runs.
 
     Raises:
         UsageError: the grids of the two sides differ in size, or the recipe is not tuned on this testbed.
         TrainingFailed: a run did not finish, other than by diverging.
     """
-    recipe = recipe_in(flags.recipe[0]) if flags.recipe else None
+    recipe = read_recipe(flags.recipe[0]) if flags.recipe else None
     planned = {name: _grids(testbed_named(name), recipe, flags, passed_on) for name in flags.testbed}
     trials = [trial for arms in planned.values() for grid in arms.values() for _, trial in grid]
-    _train(flags, [list({trial.name: trial for trial in trials}.values())])
+    runs = _train(flags, [list({trial.name: trial for trial in trials}.values())])
     found, lines = {}, []
     for name, arms in planned.items():
-        measured = {config: _measured(grid, Path(flags.runs_dir)) for config, grid in arms.items()}
-        found[name] = {**_origin(), "seed": SWEEP_SEED, "arms": measured}
+        measured = {config: _measured([(point, runs[trial.name]) for point, trial in grid]) for config, grid in arms.items()}
+        found[name] = {**_origin(runs), "seed": SWEEP_SEED, "arms": measured}
         for config, arm in measured.items():
             lines.append(f"{name}, {config}: {arm['chosen']} is best" + "".join(f"; {edge}" for edge in edges(arm["grid"], arm["chosen"])))
-    return found, lines
+    return found, lines, list(runs.values())
 
 
 def _grids(
@@ -97,12 +97,12 @@ def _trial(testbed: Testbed, config: str, changed: Flags, passed_on: Sequence[st
         raise UsageError(f"{config} on {testbed.name}: {reason}") from None
 
 
-def _measured(grid: Iterable[tuple[Flags, Trial]], runs_dir: Path) -> dict[str, Any]:
+def _measured(grid: Iterable[tuple[Flags, Run]]) -> dict[str, Any]:
     """The loss (null for a run that diverged) and the spikes of each point, and the point of the lowest loss."""
     points = []
-    for point, trial in grid:
-        measures = read_run(runs_dir / trial.name).measures()
-        loss = measures.get("final_val_loss", math.inf)
+    for point, run in grid:
+        measures = run.measures()
+        loss = measures["final_val_loss"]
         points.append({**point, "loss": loss if math.isfinite(loss) else None, "spikes": measures.get("spikes")})
     finished = [point for point in points if point["loss"] is not None]
     best = min(finished, key=lambda point: float(point["loss"]), default=None)
@@ -110,16 +110,25 @@ def _measured(grid: Iterable[tuple[Flags, Trial]], runs_dir: Path) -> dict[str, 
 
 
 def edges(grid: Sequence[dict[str, Any]], chosen: dict[str, float] | None) -> list[str]:
-    """Where the chosen learning rate is not between others of the grid, in words."""
-    rates = sorted({point["lr"] for point in grid})
+    """Which of the chosen values are not between others of the grid, in words."""
     if chosen is None:
         return ["every run diverged"]
-    return [f"lr {chosen['lr']:g} is at the edge of the grid, extend it"] if chosen["lr"] in (rates[0], rates[-1]) else []
+    swept = {name: {point[name] for point in grid} for name in chosen}
+    at_edge = [name for name, values in swept.items() if len(values) > 1 and chosen[name] in (min(values), max(values))]
+    return [f"{name} {chosen[name]:g} is at the edge of the grid, extend it" for name in at_edge]
 
 
-def measure_noise(flags: argparse.Namespace, passed_on: Sequence[str]) -> dict[str, Any]:
-    """Train the null experiments of `flags.testbed` that are missing. Returns the content of a `noise.json`, by the testbed's name."""
-    found = {}
+def measure_noise(flags: argparse.Namespace, passed_on: Sequence[str]) -> tuple[dict[str, Any], list[Run]]:
+    """Train the null experiments of `flags.testbed` that are missing.
+
+    Returns:
+        The content of a `noise.json`, by the testbed's name, and the runs.
+
+    Raises:
+        TrainingFailed: a run did not finish, or diverged.
+    """
+    found: dict[str, Any] = {}
+    every: list[Run] = []
     for name in flags.testbed:
         testbed = testbed_named(name)
         ranks = ranks_of(None, testbed, flags)
@@ -134,29 +143,32 @@ def measure_noise(flags: argparse.Namespace, passed_on: Sequence[str]) -> dict[s
             variant: [_trial(testbed, config, changed, passed_on, seed, ranks) for seed in NOISE_SEEDS]
             for variant, (config, changed) in variants.items()
         }
-        _train(flags, [list(of_seed) for of_seed in zip(*trials.values(), strict=True)])
-        losses = {
-            variant: [read_run(Path(flags.runs_dir) / trial.name).measures()["final_val_loss"] for trial in own]
-            for variant, own in trials.items()
-        }
+        runs = _train(flags, [list(of_seed) for of_seed in zip(*trials.values(), strict=True)])
+        if diverged := [run.name for run in runs.values() if run.diverged]:
+            raise TrainingFailed(f"{diverged[0]} diverged; the values of testbed {name} are not stable, tune it again")
+        losses = {variant: [runs[trial.name].measures()["final_val_loss"] for trial in own] for variant, own in trials.items()}
         control = losses.pop("control")
         nulls = {variant: {"seeds": list(NOISE_SEEDS), "control": control, "other": other} for variant, other in losses.items()}
-        found[name] = {**_origin(), "nulls": nulls}
-    return found
+        found[name] = {**_origin(runs), "nulls": nulls}
+        every += runs.values()
+    return found, every
 
 
-def _train(flags: argparse.Namespace, batches: Sequence[Sequence[Trial]]) -> None:
-    """Train the missing runs. A run that diverged counts as finished."""
-    failures = train_missing(flags, batches, Path(flags.runs_dir))
-    unfinished = [name for name in failures if not (Path(flags.runs_dir) / name / "run.json").exists()]
-    unfinished += [name for name in failures if name not in unfinished and read_run(Path(flags.runs_dir) / name).state == "unfinished"]
-    if unfinished:
-        raise TrainingFailed(f"{unfinished[0]} did not finish: {failures[unfinished[0]]}; the same command resumes it")
+def _train(flags: argparse.Namespace, batches: Sequence[Sequence[Trial]]) -> dict[str, Run]:
+    """Train the missing runs. Returns all of them by name; each has finished or diverged."""
+    runs_dir = Path(flags.runs_dir)
+    failures = train_missing(flags, batches, runs_dir)
+    runs = {}
+    for trial in (trial for batch in batches for trial in batch):
+        if not (runs_dir / trial.name / "run.json").exists() or (run := read_run(runs_dir / trial.name)).state == "unfinished":
+            raise TrainingFailed(f"{trial.name} did not finish: {failures.get(trial.name, 'stopped')}; the same command resumes it")
+        runs[trial.name] = run
+    return runs
 
 
-def _origin() -> dict[str, Any]:
-    found = machine()
-    return {"commit": repository_commit(), "machine": f"{found['processor']}, {found['cores']} cores"}
+def _origin(runs: Mapping[str, Run]) -> dict[str, Any]:
+    first = next(iter(runs.values())).description
+    return {"commit": first["commit"], "machine": machine_in_words(first["machine"])}
 
 
 def write_tuning(found: dict[str, Any], recipe: str | None, out: Path, publish: bool) -> list[Path]:
@@ -166,6 +178,7 @@ def write_tuning(found: dict[str, Any], recipe: str | None, out: Path, publish: 
         folders |= {ROOT / "recipes" / recipe: found} if recipe else {TESTBEDS / name: {name: one} for name, one in found.items()}
     written = []
     for folder, own in folders.items():
+        folder.mkdir(parents=True, exist_ok=True)
         file = folder / "tuning.json"
         merged = {**(json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}), **own}
         write_atomically(file, json.dumps(merged, indent=1, allow_nan=False) + "\n")
@@ -178,6 +191,7 @@ def write_noise(found: dict[str, Any], out: Path, publish: bool) -> list[Path]:
     """Write `noise.json` into `out`, and with `publish` into the folder of each testbed."""
     files = {out / "noise.json": found} | ({TESTBEDS / name / "noise.json": one for name, one in found.items()} if publish else {})
     for file, own in files.items():
+        file.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(file, json.dumps(own, indent=1, allow_nan=False) + "\n")
     return list(files)
 

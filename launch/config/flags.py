@@ -255,8 +255,6 @@ def parse_flags(argv: list[str]) -> tuple[argparse.Namespace, Recipe | None]:
             parse(recipe.flags)
         except UsageError as reason:
             raise UsageError(f"{Path(flags.recipe) / 'recipe.json'}: 'flags': {reason}") from None
-        except ValueError as reason:
-            raise UsageError(str(reason)) from None
         suggestions = suggested_flags(recipe, bool(own.steps or own.tokens))
         flags = parse([*suggestions, *argv])
         origins = {**dict.fromkeys(given(build_parser(), suggestions), f"{Path(flags.recipe) / 'recipe.json'}"), **origins}

@@ -217,8 +217,11 @@ class RunFolder:
             name = signal.Signals(stopped).name
             self.log(f"stopped by {name} after step {state['step']}; the same command with --resume continues from there", always=True)
         else:
+            ended: dict[str, Any] = {key: state[key] for key in ("step", "tokens", "whole_val_loss") if key in state}
+            if not math.isfinite(state.get("whole_val_loss", 0.0)):
+                ended["whole_val_loss"] = None  # JSON has no NaN
             with _one_line_on_os_error(self.path):
-                self._write_run_json({"at": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "step": state["step"], "tokens": state["tokens"]})
+                self._write_run_json({"at": time.strftime("%Y-%m-%dT%H:%M:%S%z"), **ended})
         loss = "" if state["val_loss"] is None else f", validation loss {state['val_loss']:.4f}"
         if "whole_val_loss" in state:
             loss += f", of the whole validation split {state['whole_val_loss']:.4f}"
@@ -236,12 +239,6 @@ class RunFolder:
         assert self._metrics is not None, "begin comes first"
         with _one_line_on_os_error(self.path):
             self._metrics.write(line, durable)
-
-    def add_to_last_metrics(self, values: dict[str, Any]) -> None:
-        """Add `values` to the last line of `metrics.jsonl`, and to TensorBoard."""
-        assert self._metrics is not None, "begin comes first"
-        with _one_line_on_os_error(self.path):
-            self._metrics.add_to_last(values)
 
     def write_histograms(self, line: dict[str, Any]) -> None:
         """Append the histograms of one step to `histograms.jsonl`, draw them, and log what fp16 would lose."""
@@ -292,8 +289,7 @@ class NoFolder:
     def log(self, *_: Any, **__: Any) -> None:
         pass
 
-    log_start = log_end = log_failure = begin = write_metrics = add_to_last_metrics = log
-    write_histograms = write_similarity = abandon = close = log
+    log_start = log_end = log_failure = begin = write_metrics = write_histograms = write_similarity = abandon = close = log
 
 
 def _picture() -> ModuleType:

@@ -35,13 +35,9 @@ class MetricsWriter:
         kept = self._cut_back(folder / METRICS_FILE, step)
         seconds = (line.get("seconds") for line in reversed(kept))
         self.seconds_before: float = next((value for value in seconds if is_finite_number(value)), 0.0)
-        self._path = folder / METRICS_FILE
-        self._open()
+        self._file = open(folder / METRICS_FILE, "a", encoding="utf-8")  # noqa: SIM115 - open as long as the run
         threading.excepthook = _ignore_tensorboard_thread
         self._events: Any = SummaryWriter(str(folder), purge_step=step + 1 if step else 0)
-
-    def _open(self) -> None:
-        self._file = open(self._path, "a", encoding="utf-8")  # noqa: SIM115 - open as long as the run
 
     def _cut_back(self, file: Path, step: int) -> list[dict[str, Any]]:
         """Move the lines of the steps after `step`, which are made again, to `<file>.cut`. Returns the valid lines that stay.
@@ -69,40 +65,22 @@ class MetricsWriter:
         Args:
             durable: wait until it is on the disk. A checkpoint must not outlive the line of its step.
         """
-        self._file.write(_as_json(line) + "\n")
+        # JSON has no NaN and no infinity: they become null.
+        line = {key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in line.items()}
+        self._file.write(json.dumps(line, allow_nan=False) + "\n")
         self._file.flush()
         if not os.fstat(self._file.fileno()).st_nlink:  # writing to a removed file raises no error
             raise FileNotFoundError(errno.ENOENT, "the file was removed during the run", self._file.name)
-        self._add_events(line["step"], line)
+        for key, value in line.items():
+            if key != "step" and isinstance(value, (int, float)):
+                self._events.add_scalar(key, value, line["step"])
         if durable:
             os.fsync(self._file.fileno())
             self._events.flush()
 
-    def add_to_last(self, values: dict[str, Any]) -> None:
-        """Add `values`, which hold the last step, to the last line; as a line of their own if that of the step is missing."""
-        texts = split_lines(self._path.read_bytes())
-        last = parse_line(texts[-1]) if texts else None
-        if last is None or last["step"] != values["step"]:
-            return self.write(values, durable=True)
-        self._file.close()
-        write_atomically(self._path, b"".join(text + b"\n" for text in (*texts[:-1], _as_json(last | values).encode())))
-        self._open()
-        self._add_events(values["step"], values)
-
-    def _add_events(self, step: int, values: dict[str, Any]) -> None:
-        for key, value in values.items():
-            if key != "step" and isinstance(value, (int, float)) and math.isfinite(value):
-                self._events.add_scalar(key, value, step)
-
     def close(self) -> None:
         self._file.close()
         self._events.close()
-
-
-def _as_json(line: dict[str, Any]) -> str:
-    """A line without its line break. JSON has no NaN and no infinity: they become null."""
-    finite = {key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in line.items()}
-    return json.dumps(finite, allow_nan=False)
 
 
 def _ignore_tensorboard_thread(failed: threading.ExceptHookArgs) -> None:

@@ -53,6 +53,12 @@ def machine() -> dict[str, Any]:
     return of_host | ({"gpus": names} if (names := [gpu.name for gpu in gpus()]) else {})
 
 
+def machine_in_words(found: dict[str, Any]) -> str:
+    """The GPUs of a machine, or its processor and cores."""
+    names = found.get("gpus", [])
+    return f"{len(names)} x {names[0]}" if names else f"{found['processor']}, {found['cores']} cores"
+
+
 def repository_commit() -> str | None:
     """The commit of the checkout, with `+changes` if tracked files differ from it; None if this is not a checkout."""
     try:

@@ -37,18 +37,25 @@ def resume_description(run: Path, description: dict[str, Any]) -> tuple[dict[str
         if key in identity and identity[key] != now[key]
     ]:
         raise UsageError(*faults)
+    last = {**before, "commit": commits_of(before)[-1]}
     changes = [
         change
         for key, value in description.items()
         if key not in (*INCIDENTAL, *INITIAL_WEIGHTS)
-        for change in _changes(key, before.get(key), value)
+        for change in _changes(key, last.get(key), value)
     ]
-    first_start = ["created", "command", "interleaved", "run_id"]
+    first_start = ["created", "command", "interleaved", "commit", "run_id"]
     if complete_checkpoints(run / "checkpoints"):
         first_start += INITIAL_WEIGHTS
-    resume = {key: description.get(key) for key in ("created", "command", "interleaved")}
+    resume = {key: description.get(key) for key in ("created", "command", "interleaved", "commit")}
     kept = {key: before.get(key) for key in first_start}
     return {**description, **kept, "resumes": [*before.get("resumes", []), resume]}, changes
+
+
+def commits_of(description: dict[str, Any]) -> list[Any]:
+    """The commits with which the run of a `run.json` was started and then resumed; None where there was none."""
+    resumes = (one for one in description.get("resumes", []) if isinstance(one, dict))
+    return [description.get("commit"), *(one.get("commit") for one in resumes)]
 
 
 def _identity(description: dict[str, Any]) -> dict[str, Any]:

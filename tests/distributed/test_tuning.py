@@ -12,7 +12,7 @@ import pytest
 
 from launch.comparison import tuning
 from launch.comparison.trials import settings_on
-from launch.errors import UsageError
+from launch.errors import TrainingFailed, UsageError
 from recipes import registry
 from recipes.registry import ROOT, Experiment, read_recipe, read_testbed
 
@@ -45,14 +45,15 @@ def flags(testbed: str, folder: Path, *recipes: str) -> argparse.Namespace:
 
 
 def test_a_sweep_chooses_the_lowest_loss_and_reuses_its_runs(tiny, tmp_path, capfd):
-    found, lines = tuning.tune(flags(tiny, tmp_path), [])
+    found, lines, runs = tuning.tune(flags(tiny, tmp_path), [])
+    assert [run.description["lr"] for run in runs] == RATES
     arm = found["tiny"]["arms"]["zero0_bf16"]
     assert [point["lr"] for point in arm["grid"]] == RATES and found["tiny"]["seed"] == tuning.SWEEP_SEED
     losses = {point["lr"]: point["loss"] for point in arm["grid"]}
     assert arm["chosen"] == {"lr": min(losses, key=losses.__getitem__), "warmup_steps": 0}
     assert lines == [f"tiny, zero0_bf16: {arm['chosen']} is best"]
-    (file,) = tuning.write_tuning(found, None, tmp_path, publish=False)
-    assert json.loads(file.read_text()) == found and (tmp_path / "tuning.png").read_bytes()[:4] == b"\x89PNG"
+    (file,) = tuning.write_tuning(found, None, tmp_path / "new" / "out", publish=False)
+    assert json.loads(file.read_text()) == found and file.with_suffix(".png").read_bytes()[:4] == b"\x89PNG"
     assert "training 3 runs" in capfd.readouterr().out
     assert tuning.tune(flags(tiny, tmp_path), [])[0]["tiny"]["arms"] == found["tiny"]["arms"]
     assert "training" not in capfd.readouterr().out
@@ -60,6 +61,7 @@ def test_a_sweep_chooses_the_lowest_loss_and_reuses_its_runs(tiny, tmp_path, cap
 
 def test_an_optimum_at_the_edge_is_said():
     grid = [{"lr": lr, "loss": loss, "spikes": 0} for lr, loss in ((1e-3, 4.0), (2e-3, 3.9), (4e-3, None))]
+    assert tuning.edges([one | {"warmup_steps": 50} for one in grid], {"lr": 2e-3, "warmup_steps": 50}) == [], "the only value is no edge"
     assert tuning.edges(grid, {"lr": 1e-3}) == ["lr 0.001 is at the edge of the grid, extend it"]
     assert tuning.edges(grid, {"lr": 2e-3}) == []
     assert tuning.edges(grid, None) == ["every run diverged"]
@@ -68,7 +70,7 @@ def test_an_optimum_at_the_edge_is_said():
 def test_both_sides_have_grids_of_one_size(tiny, tmp_path, monkeypatch):
     recipe = read_recipe(ROOT / "recipes/curriculum_learning")
     swept = dataclasses.replace(recipe, experiments={"tiny": Experiment(seeds=2, sweep={"lr": [1e-3, 1e-2]})})
-    monkeypatch.setattr(tuning, "recipe_in", lambda folder: swept)
+    monkeypatch.setattr(tuning, "read_recipe", lambda folder: swept)
     with pytest.raises(UsageError, match=r"different numbers of points \(ds_configs/zero0_bf16.json 3 and .*curriculum_learning.json 2\)"):
         tuning.tune(flags(tiny, tmp_path, "recipes/curriculum_learning"), [])
     assert not (tmp_path / "trials").exists()
@@ -89,12 +91,21 @@ def test_a_recipe_that_is_tuned_itself_has_its_own_values_also_as_a_control(tiny
 
 def test_the_noise_of_equal_configurations(tiny, tmp_path, monkeypatch):
     monkeypatch.setattr(tuning, "NOISE_SEEDS", range(101, 103))
-    found = tuning.measure_noise(flags(tiny, tmp_path), [])
+    found, _ = tuning.measure_noise(flags(tiny, tmp_path), [])
     nulls = found["tiny"]["nulls"]
     assert nulls.keys() == {"precision", "accumulation", "trajectory"}
     for null in nulls.values():
         assert null["seeds"] == [101, 102]
         assert null["control"] != null["other"] == pytest.approx(null["control"], abs=0.05)
     assert len(tuning.noise_lines(found)) == 3
-    (file,) = tuning.write_noise(found, tmp_path, publish=False)
+    (file,) = tuning.write_noise(found, tmp_path / "new" / "out", publish=False)
     assert json.loads(file.read_text()) == found
+
+
+def test_noise_of_a_testbed_that_diverges_is_refused(tiny, tmp_path, monkeypatch):
+    monkeypatch.setattr(tuning, "NOISE_SEEDS", range(101, 103))
+    monkeypatch.setattr(tuning, "CONTROL", "ds_configs/zero0_fp32.json")
+    testbed = dataclasses.replace(read_testbed(tiny), tuned={"lr": 1e38, "warmup_steps": 0})
+    monkeypatch.setattr(tuning, "testbed_named", lambda name: testbed)
+    with pytest.raises(TrainingFailed, match="diverged; the values of testbed tiny are not stable"):
+        tuning.measure_noise(flags(tiny, tmp_path), [])
