@@ -59,10 +59,6 @@ class PlannedExperiment:
     control: tuple[Trial, ...]
     own: tuple[Trial, ...]
 
-    @property
-    def title(self) -> str:
-        return f"{self.recipe.name} on {self.testbed.name}" if self.testbed else self.recipe.name
-
 
 class CannotRun(Exception):
     """A recipe or its control cannot be run here; the message says what it needs."""
