@@ -48,6 +48,8 @@ def main() -> int:
     try:
         with staged_folder(out, worth_keeping=lambda folder: False, resume=False) as folder:
             trained, weights, notes = export(flags, folder, out.name)
+            if _stopped_by:
+                sys.exit(128 + _stopped_by[0])
     except OSError as reason:
         raise UsageError(f"--out {out}: cannot be written ({reason.strerror}); give another folder") from None
     for note in () if flags.quiet else notes:
@@ -69,6 +71,17 @@ def _check_out(out: Path, source: Path) -> None:
     check_writable(out, "--out")
 
 
+#: The signals that have arrived. Python ignores an exception in a weakref's callback, so `main` looks here before the folder is complete.
+_stopped_by: list[int] = []
+
+
+def _stop(number: int, frame: object) -> None:
+    _stopped_by.append(number)
+    sys.exit(128 + number)  # runs the clean-up
+
+
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # runs the clean-up
+    for number in (signal.SIGINT, signal.SIGTERM):
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, _stop)
     run_command(main)

@@ -112,7 +112,7 @@ def write_page(comparison: Comparison, out: Path) -> Path:
         results=_results(comparison.sides),
         evidence=_evidence,
         differences=_differences,
-        figures=_figures,
+        figures=lambda pair: [figure_row(name, figure) for name, figure in pair.figures.items()],
         losses={name: label for name, label in LOSSES.items() if "-" not in name or any(pair.seeds for pair in comparison.pairs)},
         axes={name: label for name, label in AXES.items() if name != "bytes" or any(run.columns[name].any() for run in runs)},
         metrics=_metrics(runs),
@@ -261,11 +261,6 @@ def _differences(pair: Pair) -> list[list[str]]:
         return "–" if value is None else value if isinstance(value, str) else json.dumps(value, default=str)
 
     return [[one.key, shown(one.control), shown(one.other)] for one in pair.differences]
-
-
-def _figures(pair: Pair) -> list[list[str]]:
-    """The table of figures: label, control, recipe, difference and ratio."""
-    return [figure_row(name, figure) for name, figure in pair.figures.items()]
 
 
 def figure_row(name: str, figure: Figure) -> list[str]:
