@@ -81,7 +81,7 @@ class Run:
         columns = self.columns
         measures: dict[str, float] = {}
         whole = self.description.get("whole_eval")
-        final = _end(self.description).get("whole_val_loss") if whole else columns["val_loss"][-1] if len(columns["val_loss"]) else None
+        final = _end(self.description).get("whole_val_loss") if whole else next(reversed(columns["val_loss"].tolist()), None)
         if self.diverged and (self.description["eval_every"] or whole):
             measures["final_val_loss"] = math.inf
         elif self.finished and final is not None and is_finite_number(final):

@@ -103,9 +103,7 @@ def test_the_noise_of_equal_configurations(tiny, tmp_path, monkeypatch):
 
 
 def test_noise_of_a_testbed_that_diverges_is_refused(tiny, tmp_path, monkeypatch):
-    monkeypatch.setattr(tuning, "NOISE_SEEDS", range(101, 103))
-    monkeypatch.setattr(tuning, "CONTROL", "ds_configs/zero0_fp32.json")
-    testbed = dataclasses.replace(read_testbed(tiny), tuned={"lr": 1e38, "warmup_steps": 0})
-    monkeypatch.setattr(tuning, "testbed_named", lambda name: testbed)
+    diverged = argparse.Namespace(name="r", diverged=True)
+    monkeypatch.setattr(tuning, "_train", lambda flags, batches: {"r": diverged})
     with pytest.raises(TrainingFailed, match="diverged; the values of testbed tiny are not stable"):
         tuning.measure_noise(flags(tiny, tmp_path), [])
