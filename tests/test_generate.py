@@ -196,7 +196,7 @@ def test_the_commands_of_the_page_run(script, run, monkeypatch):
         words = shlex.split(line)[2:]
         own = open_trained(run).description["corpus"]["path"]
         words = [
-            str(run) if word in ("exported/first", "runs/demo", "runs/first") else own if word.startswith("data/") else word
+            str(run) if word in ("exported/first", "runs/demo", "runs/first", "runs/other") else own if word.startswith("data/") else word
             for word in words
         ]
         monkeypatch.setattr(sys, "argv", [f"launch/{script}.py", *words])

@@ -17,6 +17,7 @@ from launch.formats.checkpoint_files import complete_checkpoints, read_state
 from launch.formats.metrics import RUN_KEYS
 from launch.training import folder as run_folder
 from launch.training.folder import RunFolder
+from launch.training.run_json import commits_of
 from model.presets import PRESETS
 from tests.distributed.launched import TINY, LaunchedRun
 from tests.distributed.ranks import Ranks
@@ -457,9 +458,14 @@ def test_a_refused_start_leaves_what_it_did_not_make(tmp_path):
 
 
 def test_run_json_keeps_how_the_run_was_first_started(tmp_path):
-    """And of each resume when, by which command, and with which runs it was interleaved."""
+    """And of each resume when, by which command and commit, and with which runs it was interleaved."""
     first, later, latest = (
-        {"created": f"day {day}", "command": ["pretrain.py", str(day)], "interleaved": None if day == 2 else f"group-{day}"}
+        {
+            "created": f"day {day}",
+            "command": ["pretrain.py", str(day)],
+            "interleaved": None if day == 2 else f"group-{day}",
+            "commit": str(day),
+        }
         for day in (1, 2, 3)
     )
     begin_run(tmp_path / "r", description(resume=False) | first)
@@ -467,4 +473,4 @@ def test_run_json_keeps_how_the_run_was_first_started(tmp_path):
         begin_run(tmp_path / "r", description(resume=True) | resume)
     described = json.loads((tmp_path / "r" / "run.json").read_text())
     assert {key: described[key] for key in first} == first
-    assert described["resumes"] == [later, latest]
+    assert described["resumes"] == [later, latest] and commits_of(described) == ["1", "2", "3"]

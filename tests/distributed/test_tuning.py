@@ -89,6 +89,7 @@ def test_a_recipe_that_is_tuned_itself_has_its_own_values_also_as_a_control(tiny
     assert tuning.tuned_control(read_recipe(ROOT / "recipes/curriculum_learning"), testbed) is None
 
 
+@pytest.mark.long
 def test_the_noise_of_equal_configurations(tiny, tmp_path, monkeypatch):
     monkeypatch.setattr(tuning, "NOISE_SEEDS", range(101, 103))
     found, _ = tuning.measure_noise(flags(tiny, tmp_path), [])
