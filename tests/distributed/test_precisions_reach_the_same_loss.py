@@ -22,6 +22,6 @@ def test_bf16_and_fp16_end_within_002_of_fp32(two_ranks, tmp_path):
 
     fp32, bf16, fp16 = (final(precision) for precision in ("fp32", "bf16", "fp16"))
     print(f"fp32 {fp32:.4f}, bf16 {bf16 - fp32:+.4f}, fp16 {fp16 - fp32:+.4f}")
-    assert fp32 < 6.5, "a model that has not learnt agrees with anything"
+    assert fp32 < 6.0, "a model that has not learnt agrees with anything"
     assert abs(bf16 - fp32) <= WITHIN
     assert abs(fp16 - fp32) <= WITHIN
