@@ -174,14 +174,19 @@ def test_the_section_of_data_efficiency_is_refused_with_its_place(tmp_path):
 @pytest.mark.parametrize(
     "flags",
     [
-        pytest.param(("curriculum_learning", "--steps", "1000000000"), marks=pytest.mark.long),
         ("curriculum_learning", "--seq_len", "1000000", "--set", "curriculum_learning.schedule_config.total_curriculum_step=10000000"),
         ("progressive_layer_drop", "--steps", "1000000000"),
-        ("progressive_layer_drop", "--global_batch_size", "1000000000", "--set", "progressive_layer_drop.draw=micro_batch"),
         ("batch_size_warmup", "--tokens", "1000000000000000000"),
-        ("batch_size_warmup", "--global_batch_size", "1000000007"),
-        ("batch_size_warmup", "--global_batch_size", "1000000000", "--micro_batch_size", "1000000000"),
-        ("random_ltd", "--n_layer", "20000"),
+        *(
+            pytest.param(flags, marks=pytest.mark.long)
+            for flags in (
+                ("curriculum_learning", "--steps", "1000000000"),
+                ("progressive_layer_drop", "--global_batch_size", "1000000000", "--set", "progressive_layer_drop.draw=micro_batch"),
+                ("batch_size_warmup", "--global_batch_size", "1000000007"),
+                ("batch_size_warmup", "--global_batch_size", "1000000000", "--micro_batch_size", "1000000000"),
+                ("random_ltd", "--n_layer", "20000"),
+            )
+        ),
     ],
     ids=" ".join,
 )

@@ -176,7 +176,7 @@ def test_twenty_kills_in_a_row_end_with_the_same_bytes(command, uninterrupted, t
         pytest.param("before the manifest", marks=pytest.mark.long),
         pytest.param("after the manifest", marks=pytest.mark.long),
         "before the rename",
-        "after the rename",
+        pytest.param("after the rename", marks=pytest.mark.long),
     ],
 )
 def test_killed_in_its_last_moments_it_loses_nothing(command, uninterrupted, tmp_path, where):

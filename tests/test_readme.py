@@ -134,17 +134,20 @@ def checkout(tmp_path_factory) -> Path:
     return copy
 
 
-def test_make_pretrain_does_everything_from_the_corpus_to_the_picture(checkout):
-    """Each command, but for the set-up and for fewer steps; `-o` keeps make from installing again into the shared .venv."""
-    for number, command in enumerate(commands("make pretrain")):
-        arguments = shlex.split(command)[1:]
-        asked = next((word.removeprefix("ARGS=") for word in arguments if word.startswith("ARGS=")), "")
-        make = ["make", "-o", ".venv/.installed", "pretrain", f"ARGS={asked} --steps 4 --eval_batches 1"]
-        done = subprocess.run(make, cwd=checkout, capture_output=True, text=True, timeout=300, env=os.environ | {"DS_ACCELERATOR": "cpu"})
-        assert done.returncode == 0, done.stderr
-        folder = checkout / "runs" / ("first" if number == 0 else f"first-{number + 1}")
-        assert {"run.json", "metrics.jsonl", "loss.png", "log.txt"} <= {path.name for path in folder.iterdir()}
-        assert f"the curve is runs/{folder.name}/loss.png" in done.stdout
+@pytest.mark.parametrize(
+    "command", [pytest.param(line, marks=pytest.mark.long if "ARGS" in line else ()) for line in commands("make pretrain")]
+)
+def test_make_pretrain_does_everything_from_the_corpus_to_the_picture(command, checkout):
+    """As it stands, but for the set-up and for fewer steps; `-o` keeps make from installing again into the shared .venv."""
+    arguments = shlex.split(command)[1:]
+    asked = next((word.removeprefix("ARGS=") for word in arguments if word.startswith("ARGS=")), "")
+    before = len(list(checkout.glob("runs/first*")))
+    make = ["make", "-o", ".venv/.installed", "pretrain", f"ARGS={asked} --steps 4 --eval_batches 1"]
+    done = subprocess.run(make, cwd=checkout, capture_output=True, text=True, timeout=300, env=os.environ | {"DS_ACCELERATOR": "cpu"})
+    assert done.returncode == 0, done.stderr
+    folder = checkout / "runs" / (f"first-{before + 1}" if before else "first")
+    assert {"run.json", "metrics.jsonl", "loss.png", "log.txt"} <= {path.name for path in folder.iterdir()}
+    assert f"the curve is runs/{folder.name}/loss.png" in done.stdout
 
 
 @pytest.mark.parametrize(("page", "script"), [("docs/configuration.md", "launch/pretrain.py"), ("docs/memory.md", "launch/plan.py")])

@@ -87,12 +87,12 @@ def flags(name: str, corpus: Path, tmp_path: Path, *more: str) -> list[str]:
     ]
 
 
-#: These build an extension of DeepSpeed for minutes: CPU-Adam, async_io.
-BUILDS = ("zero_offload", "zero_3_param_offload", "zero_infinity")
+#: These build an extension of DeepSpeed for minutes (CPU-Adam, async_io), or are of the grid, where others show the same.
+LONG = {"zero_offload", "zero_3_param_offload", "zero_infinity", *GRID} - {"zero1_bf16", "zero3_fp32"}
 TRAINED = [file.stem for file in FILES if not file.stem.endswith("fp16") and file.stem not in CUDA_ONLY]
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.long) if name in BUILDS else name for name in TRAINED])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.long) if name in LONG else name for name in TRAINED])
 def test_it_trains_on_two_ranks(name, corpus, tmp_path, two_ranks, request):
     changes = []
     if "nvme" in (ROOT / "ds_configs" / f"{name}.json").read_text():

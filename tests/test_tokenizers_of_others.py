@@ -37,7 +37,17 @@ AWKWARD = [
 KINDS = ("byte_level", "prefix_space", "word_piece", "unigram", "unigram_of_whole_texts", "merges_without_words", "folder", "gpt2")
 has_gpt2 = cached_file("r50k_base")[0].exists()
 needs_gpt2 = pytest.mark.skipif(not has_gpt2, reason="r50k_base is not in tiktoken's cache folder, see TIKTOKEN_CACHE_DIR")
-each_kind = pytest.mark.parametrize("kind", [pytest.param(kind, marks=needs_gpt2 if kind == "gpt2" else ()) for kind in KINDS])
+#: A kind of each model: byte pairs, word pieces, unigram.
+QUICK = ("byte_level", "word_piece", "unigram")
+
+
+def kinds(quick: tuple[str, ...]) -> pytest.MarkDecorator:
+    """Every kind of tokenizer; what is not quick is left to `make test_all`."""
+    marks = {kind: [needs_gpt2] * (kind == "gpt2") + [pytest.mark.long] * (kind not in quick) for kind in KINDS}
+    return pytest.mark.parametrize("kind", [pytest.param(kind, marks=marks[kind]) for kind in KINDS])
+
+
+each_kind = kinds(KINDS)
 
 
 # What a model of whole pieces finds in a text even where its library does not look for it.
@@ -126,7 +136,7 @@ def check_ids_over(source: str, files: list[Path], kind: str, of_others, out: Pa
     assert shards(out, "val") == expected["val"]
 
 
-@each_kind
+@kinds(QUICK)
 def test_ids_in_the_shards_are_those_of_the_original_library(kind, of_others, tmp_path):
     source = tmp_path / "source"
     source.mkdir()
@@ -201,7 +211,7 @@ def test_a_special_token_of_a_unigram_model_is_read_as_the_text_beside_it(of_oth
 # Long documents
 
 
-@each_kind
+@kinds(QUICK)
 def test_a_long_document_is_cut_where_no_id_changes(kind, of_others, monkeypatch):
     monkeypatch.setattr(documents, "PIECE", 1000)
     spec, original = of_others(kind)

@@ -19,7 +19,6 @@ from tests.distributed.test_engine_follows_plain_pytorch import (  # noqa: F401 
     STEPS,
     WARMUP,
     grid,
-    is_hardest,
     is_plain,
     largest_difference,
     pool,
@@ -71,7 +70,8 @@ def test_losses_are_those_of_the_papers_algorithm(form, accumulation, ranks, poo
     assert largest_difference(expected(), expected(drops=False)) > 0.02, "what is dropped must show"
 
 
-@grid()
+@pytest.mark.long
+@pytest.mark.parametrize(("form", "accumulation", "ranks"), [(form, 3, 2) for form in FORMS])
 def test_under_activation_checkpointing_too(form, accumulation, ranks, pool, corpus, expected, tmp_path):  # noqa: F811
     losses = trained(pool, flags(corpus, tmp_path, form, ranks, accumulation) + CHECKPOINTED)
     assert largest_difference(losses, expected()) <= TOLERANCE
@@ -86,7 +86,7 @@ def test_a_draw_for_each_micro_batch_is_another_trajectory_and_exact_too(form, r
     assert largest_difference(losses, expected()) > 0.01
 
 
-@grid(is_hardest)
+@grid(is_plain)
 def test_in_bf16_the_stages_agree_and_follow_fp32(form, accumulation, ranks, pool, corpus, expected, seen, tmp_path):  # noqa: F811
     losses = trained(pool, flags(corpus, tmp_path, form, ranks, accumulation, "bf16"))
     assert largest_difference(losses, expected()) <= BF16_FP32
@@ -95,7 +95,8 @@ def test_in_bf16_the_stages_agree_and_follow_fp32(form, accumulation, ranks, poo
     seen["bf16"].append(losses)
 
 
-@grid()
+@pytest.mark.long
+@pytest.mark.parametrize(("form", "accumulation", "ranks"), [(form, 3, 2) for form in FORMS])
 def test_in_fp16_the_stages_agree_and_follow_fp32(form, accumulation, ranks, pool, corpus, expected, seen, tmp_path):  # noqa: F811
     run = flags(corpus, tmp_path, form, ranks, accumulation, "fp16")
     losses = trained(pool, run, "tests.distributed.failure_jobs:pretrain_in_fp16")

@@ -121,14 +121,14 @@ def test_a_killed_run_resumes_bit_for_bit(stage, ranks, moments, train, flags, t
 @pytest.mark.parametrize(("stage", "ranks"), [(1, 1), (1, 2), (3, 1), (3, 2)])
 def test_a_run_killed_at_many_moments_resumes_bit_for_bit(stage, ranks, train, flags, tmp_path):
     chance = random.Random(10 * stage + ranks)
-    kill_and_resume(train, tmp_path, flags, stage, ranks, chance.choices(MOMENTS, k=4), chance)
+    kill_and_resume(train, tmp_path, flags, stage, ranks, chance.choices(MOMENTS, k=2), chance)
 
 
 @pytest.mark.parametrize(
     ("stage", "more"),
     [
-        *(pytest.param(stage, [], marks=[] if stage in (0, 3) else pytest.mark.long) for stage in (0, 1, 2, 3)),
-        *(pytest.param(stage, ["--set", 'bf16={"enabled": true}'], marks=[] if stage == 1 else pytest.mark.long) for stage in (0, 1, 3)),
+        *(pytest.param(stage, [], marks=[] if stage == 3 else pytest.mark.long) for stage in (0, 1, 2, 3)),
+        *(pytest.param(stage, ["--set", 'bf16={"enabled": true}'], marks=pytest.mark.long) for stage in (0, 1, 3)),
         (2, ["--dropout", "0.2"]),
     ],
 )
@@ -234,8 +234,7 @@ def test_ranks_may_change_at_stage_0(train, flags, tmp_path):
 @pytest.mark.parametrize(
     "config",
     [
-        "zero0_bf16",
-        *(pytest.param(name, marks=pytest.mark.long) for name in ("zero2_fp32", "lamb", "one_bit_lamb", "zero_one_adam")),
+        *(pytest.param(name, marks=pytest.mark.long) for name in ("zero0_bf16", "zero2_fp32", "lamb", "one_bit_lamb", "zero_one_adam")),
         "zero3_bf16",
     ],
 )

@@ -66,9 +66,7 @@ def test_every_technique_is_here():
 #: The pairs whose schedules meet in one place: in the shape of the batch, in the blocks, and in the compressed optimizer.
 QUICK = {
     ("batch_size_warmup", "curriculum_learning"),
-    ("curriculum_learning", "random_ltd"),
     ("activation_checkpointing", "progressive_layer_drop"),
-    ("fused_kernels", "one_bit_adam"),
     ("curriculum_learning", "zero_one_adam"),
 }
 
