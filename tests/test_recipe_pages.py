@@ -50,7 +50,8 @@ def test_the_published_data_are_small():
 @pytest.mark.parametrize("name", recipe_names())
 def test_every_page_opens_with_what_it_buys_and_costs(name):
     text = (CHECKOUT / "recipes" / name / "README.md").read_text(encoding="utf-8")
-    parts = ["**What it buys.**", "**What it costs.**", "**When not to use it.**", pages.BEGIN, pages.END, "**What it does.**"]
+    parts = ["**What it buys.**", "**What it costs.**", "**When not to use it.**", pages.BEGIN.format("results"), pages.END]
+    parts += ["**What it does.**"]
     parts += ["**Switch.**", "**Run.**", "**Details.**", "**Limits.**", "**Source.**"]
     places = [text.index(part) for part in parts]
     assert places == sorted(places)
@@ -172,15 +173,15 @@ def test_what_is_published_stands_on_every_page(tree, make):
 
 def test_the_page_of_the_testbeds_shows_sweep_and_noise(tree):
     folder = tree / "recipes" / "testbeds" / TESTBED
-    assert "The noise: not measured yet." in pages.testbeds_page([])
+    assert "The noise: not measured yet." in pages.testbeds_part([])
     (folder / "tuning.json").unlink()
-    assert "| lr, not tuned yet | 0.002 |" in pages.testbeds_page([])
+    assert "| lr, not tuned yet | 0.002 |" in pages.testbeds_part([])
     grid = [{"lr": lr, "warmup_steps": 50, "loss": loss, "spikes": 0} for lr, loss in ((0.001, 5.0), (0.002, 4.9), (0.004, None))]
     arms = {"zero0_bf16": {"grid": grid, "chosen": {"lr": 0.002, "warmup_steps": 50}}}
     (folder / "tuning.json").write_text(json.dumps({TESTBED: {"commit": "a" * 40, "machine": "m", "seed": 0, "arms": arms}}))
     null = {"seeds": [1, 2, 3], "control": [5.0, 5.1, 5.2], "other": [5.01, 5.1, 5.19]}
     (folder / "noise.json").write_text(json.dumps({"commit": "b" * 40, "machine": "AMD EPYC, 2 cores", "nulls": {"precision": null}}))
-    text = pages.testbeds_page(pages.published())
+    text = pages.testbeds_part(pages.published())
     assert (
         "| fp32 instead of bf16 | 0.01000 | 3 |" in text and "| another seed (the losses of the control themselves) | 0.10000 | 3 |" in text
     )
@@ -294,10 +295,10 @@ def test_a_diverged_run_is_published(tree, make):
 
 
 def test_a_part_is_written_in_its_place_once():
-    page = "# T\n\n**What it buys.** Time.\n\n**What it does.** Nothing.\n"
-    once = pages.with_measured_part(page, f"{pages.BEGIN}a\n{pages.END}")
-    twice = pages.with_measured_part(once, f"{pages.BEGIN}b\n{pages.END}")
-    assert once == f"# T\n\n**What it buys.** Time.\n\n{pages.BEGIN}a\n{pages.END}\n**What it does.** Nothing.\n"
-    assert twice == once.replace("a\n<", "b\n<")
-    table = pages.with_table("a\n\n| recipe | b |\n|---|---|\n| c | d |\n\ne\n", "| recipe | x |\n")
-    assert table == "a\n\n| recipe | x |\n\ne\n"
+    begin, other = pages.BEGIN.format("results"), pages.BEGIN.format("pairs")
+    page = f"# T\n\n{begin}{pages.END}\nby hand\n\n{other}old\n{pages.END}end\n"
+    once = pages.with_parts(Path("p.md"), page, {"results": "a\n", "pairs": "b\n"})
+    assert once == f"# T\n\n{begin}a\n{pages.END}\nby hand\n\n{other}b\n{pages.END}end\n"
+    assert pages.with_parts(Path("p.md"), once, {"results": "a\n", "pairs": "b\n"}) == once
+    with pytest.raises(ValueError, match=r"p\.md: lacks the part 'results'; add the lines <!-- results, by `make pages` -->"):
+        pages.with_parts(Path("p.md"), "# T\n", {"results": "a\n"})

@@ -2,9 +2,9 @@
 
 make pages                   # python -m launch.comparison.pages --write
 
-These are the index (recipes/README.md) with its forest plot, the table of recipes in README.md, in each recipe's page the part between
-`BEGIN` and `END` with its pictures, and the page of the testbeds. Nothing on them is stored: verdicts are judged anew from the measures
-of the published runs. A test compares what stands there with what this writes.
+The pages are written by hand, except for the parts between the lines `BEGIN` and `END`: tables and results in README.md, in the index
+(recipes/README.md), on each recipe's page and on the page of the testbeds. Nothing in them is stored: verdicts are judged anew from the
+measures of the published runs. A test compares what stands there with what this writes.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import json
 import math
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import combinations
@@ -36,8 +36,8 @@ INDEX = ROOT / "recipes" / "README.md"
 README = ROOT / "README.md"
 RESULTS = "results.json"
 
-BEGIN = "<!-- measured by `launch/compare.py --publish`, written by `make pages`: -->\n"
-END = "<!-- the rest is written by hand -->\n"
+#: The lines around a part of a page that is written here.
+BEGIN, END = "<!-- {}, by `make pages` -->\n", "<!-- end -->\n"
 UNMEASURED = "not measured yet"
 #: For results whose claims or testbed were changed after they were published: they are not judged.
 OUTDATED = "measured before the claims or the testbed were changed, so not judged"
@@ -131,7 +131,7 @@ def _runs(entry: dict[str, Any]) -> tuple[list[Run], list[Run]]:
 
 
 def measured_part(recipe: Recipe, own: list[Published]) -> str:
-    """The part of a recipe's page between `BEGIN` and `END`: what it claims, what was measured, and which claims were changed."""
+    """The results on a recipe's page: what it claims, what was measured, and which claims were changed."""
     blocks = [block for one in own for block in _measured_on(one)]
     if not own:
         blocks.append("It has no experiment of its own.")
@@ -142,7 +142,7 @@ def measured_part(recipe: Recipe, own: list[Published]) -> str:
     if recipe.history:
         blocks.append("**History.**")
         blocks.append("\n".join(f"- {sentence}" for sentence in recipe.history))
-    return BEGIN + "\n" + "\n\n".join(blocks) + "\n\n" + END
+    return "\n" + "\n\n".join(blocks) + "\n\n"
 
 
 def _measured_on(one: Published) -> Iterator[str]:
@@ -220,52 +220,22 @@ def _anchor(testbed: Testbed) -> str:
     return re.sub(r"[^\w -]", "", testbed.name.lower()).replace(" ", "-")
 
 
-def with_measured_part(page: str, part: str) -> str:
-    """A recipe's page with `part` in place of the one that it has, or below its opening lines."""
-    if BEGIN in page and END in page:
-        before, _, rest = page.partition(BEGIN)
-        return before + part + rest.partition(END)[2]
-    before, next_part, rest = page.partition("**What it does.**")
-    assert next_part, "the page has no part **What it does.**"
-    return f"{before}{part}\n{next_part}{rest}"
-
-
 # --- the index, the README and the testbeds -------------------------------------------------------------------------------------------
 
 
-def index_page(cells: list[Published]) -> str:
-    """The whole of recipes/README.md."""
-    questions = "\n".join(
-        f"| `{name}` x | {kind.statement.format(what='loss' if kind.scale == 'difference' else 'quantity', x='x')} |"
-        for name, kind in QUESTIONS.items()
-    )
-    claims = [claim for one in cells for claim in one.experiment.claims]
-    judged = sum(len(one.verdicts) for one in cells)
-    return (
-        "# Recipes\n\n"
-        "Each technique has one folder. The folder names the DeepSpeed JSON that switches the technique on, its control, the keys\n"
-        "in which the two JSONs differ, and the claims. `make pages` writes this page from the folders and their published\n"
-        "results, and a test checks that it is up to date.\n\n"
-        f"Of {len(claims)} claims, {judged} are measured. All verdicts on the loss that were published before the controls were tuned are\n"
-        'withdrawn; the pages list them under "History".\n\n'
-        "![The 95% interval of each recipe's difference to its control, by testbed, and the region where its claim holds](forest.png)\n\n"
-        + index_table(cells)
-        + "\n`deepspeed launch/pretrain.py --recipe recipes/<name>` runs a recipe. `python launch/compare.py --recipe\n"
-        "recipes/<name>` trains it and its control on its [testbeds](testbeds/README.md) with the planned seeds and judges its claims.\n"
-        "A claim is about the mean over pairs of runs with the same seed. ✓ **holds**: the data show the claim. ✗ **fails**: the data\n"
-        "contradict it. ? **inconclusive**: neither. At most 5% of such tables have a wrong verdict (Holm's correction for all claims).\n"
-        "[docs/compare.md](../docs/compare.md) has the tests and their limits.\n\n"
-        "| claim | of a recipe against its control |\n|---|---|\n" + questions + "\n\n## Which can be combined\n\n"
-        "Recipes that change only DeepSpeed's own sections can be combined with all others; combinations that DeepSpeed does not support\n"
-        "are refused before a run starts. To combine two recipes, add a section to one, such as `--recipe recipes/progressive_layer_drop\n"
-        "--set curriculum_learning.enabled=true`, or write a JSON with both sections. Recipes with code of their own can be combined too,\n"
-        "except for these pairs:\n\n" + excluded_pairs()
-    )
+def questions() -> str:
+    """What a claim may say, as a Markdown table."""
+    rows = ["| claim | of a recipe against its control |", "|---|---|"]
+    for name, kind in QUESTIONS.items():
+        rows.append(f"| `{name}` x | {kind.statement.format(what='loss' if kind.scale == 'difference' else 'quantity', x='x')} |")
+    return "\n".join(rows) + "\n"
 
 
 def index_table(cells: list[Published]) -> str:
-    """All recipes as a Markdown table."""
-    rows = ["| recipe | what it does | DeepSpeed JSON | control | claims, and what was found | needs |", "|---|---|---|---|---|---|"]
+    """How many claims are measured, and all recipes as a Markdown table."""
+    claims, measured = sum(len(one.experiment.claims) for one in cells), sum(len(one.verdicts) for one in cells)
+    rows = [f"\nOf {claims} claims, {measured} are measured.\n"]
+    rows += ["| recipe | what it does | DeepSpeed JSON | control | claims, and what was found | needs |", "|---|---|---|---|---|---|"]
     for name in recipe_names():
         recipe = read_recipe(ROOT / "recipes" / name)
         found = "; ".join(_found(one) for one in cells if one.recipe.name == name) or "-"
@@ -305,11 +275,6 @@ def short_table(cells: list[Published]) -> str:
     return "\n".join(rows) + "\n"
 
 
-def with_table(readme: str, table: str) -> str:
-    """The text of the project's README with its table of recipes written anew."""
-    return re.sub(r"^\| recipe \|.*\n(\|.*\n)*", lambda _: table, readme, count=1, flags=re.MULTILINE)
-
-
 def excluded_pairs() -> str:
     """The pairs of recipes that cannot be combined, with what both control, as a Markdown table."""
     classes = {cls.__module__.split(".")[1]: cls.declaration for cls in technique_classes()}
@@ -318,17 +283,9 @@ def excluded_pairs() -> str:
     return "\n".join(["| recipe | recipe | both control |", "|---|---|---|", *rows]) + "\n"
 
 
-def testbeds_page(cells: list[Published]) -> str:
-    """The whole of recipes/testbeds/README.md."""
-    blocks = [
-        "# Testbeds",
-        "A testbed is a model with a token budget on which recipes are compared. Its learning rate and warm-up are chosen by a sweep of\n"
-        "the control (seed 0, which no verdict uses). Recipes that change the optimization are swept over a grid of the same size. The\n"
-        "noise of a testbed is the standard deviation, over seeds, of the difference of two runs that differ only in rounding or by a\n"
-        "small perturbation of the initial weights. `make pages` writes this page.\n\n"
-        "    python launch/compare.py --tune --testbed nano-0.5M --publish\n"
-        "    python launch/compare.py --noise --testbed nano-0.5M --publish",
-    ]
+def testbeds_part(cells: list[Published]) -> str:
+    """A section for each testbed: its setting, its noise, its sweep, and the recipes that are compared on it."""
+    blocks = []
     for name in names_of_testbeds():
         testbed = read_testbed(name)
         blocks += [f"## {name}", f"{testbed.title}. {'On a GPU.' if testbed.device == 'cuda' else 'On a CPU.'} {testbed.reason}".rstrip()]
@@ -345,7 +302,7 @@ def testbeds_page(cells: list[Published]) -> str:
             blocks.append(f"The sweep: {UNMEASURED}.")
         own = ", ".join(f"[{one.recipe.name}](../{one.recipe.name}/README.md)" for one in cells if one.testbed.name == name)
         blocks.append(f"Recipes: {own}." if own else "No recipe is compared on it yet.")
-    return "\n\n".join(blocks) + "\n"
+    return "\n" + "\n\n".join(blocks) + "\n\n"
 
 
 def _noise(testbed: str) -> Iterator[str]:
@@ -366,16 +323,27 @@ def _noise(testbed: str) -> Iterator[str]:
 def pages(cells: list[Published] | None = None) -> dict[Path, str]:
     """The text of every page."""
     cells = published() if cells is None else cells
-    made = {
-        INDEX: index_page(cells),
-        README: with_table(README.read_text(encoding="utf-8"), short_table(cells)),
-        TESTBEDS / "README.md": testbeds_page(cells),
+    parts = {
+        README: {"recipes": short_table(cells)},
+        INDEX: {"results": index_table(cells), "questions": questions(), "excluded pairs": excluded_pairs()},
+        TESTBEDS / "README.md": {"testbeds": testbeds_part(cells)},
     }
     for name in recipe_names():
-        page = ROOT / "recipes" / name / "README.md"
-        part = measured_part(read_recipe(page.parent), [one for one in cells if one.recipe.name == name])
-        made[page] = with_measured_part(page.read_text(encoding="utf-8"), part)
-    return made
+        own = [one for one in cells if one.recipe.name == name]
+        parts[ROOT / "recipes" / name / "README.md"] = {"results": measured_part(read_recipe(ROOT / "recipes" / name), own)}
+    return {page: with_parts(page, page.read_text(encoding="utf-8"), own) for page, own in parts.items()}
+
+
+def with_parts(page: Path, text: str, parts: Mapping[str, str]) -> str:
+    """`text`, which the file `page` holds, with each named part written anew. Raises ValueError if the page lacks the part's lines."""
+    for name, part in parts.items():
+        begin = BEGIN.format(name)
+        before, _, rest = text.partition(begin)
+        _, end, after = rest.partition(END)
+        if not end:
+            raise ValueError(f"{page}: lacks the part '{name}'; add the lines {begin.strip()} and {END.strip()} where it belongs")
+        text = before + begin + part + end + after
+    return text
 
 
 def pictures(cells: list[Published] | None = None) -> dict[Path, Callable[[Path], object]]:
