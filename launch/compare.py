@@ -65,7 +65,7 @@ def build_parser() -> Parser:
     parser.add_argument(
         "--seeds",
         type=whole_number(1, 1000),
-        help="number of seeds: each configuration is run with seeds 1 to N (on a testbed as the recipe plans, else 3)",
+        help="number of seeds: each configuration is run with seeds 1 to N (on a testbed as the recipe plans, else 3; --noise: 5 others)",
     )
     parser.add_argument(
         "--tune",
@@ -184,8 +184,10 @@ def _check_sources(flags: argparse.Namespace, names: set[str]) -> None:
             raise UsageError(f"{word} needs --testbed NAME")
         if (flags.tune and flags.noise) or flags.runs or flags.all or len(flags.recipe) > (1 if flags.tune else 0):
             raise UsageError(f"{word} takes --testbed{' and at most one --recipe' if flags.tune else ''}; leave out the rest")
-        if flags.seeds:
-            raise UsageError(f"--seeds: {word} has seeds of its own, which no verdict uses; leave it out")
+        if flags.seeds and (flags.tune or flags.seeds < 2):
+            raise UsageError(
+                f"--seeds: {'--tune uses one seed, which no verdict uses' if flags.tune else '--noise needs 2 or more'}; leave it out"
+            )
     elif len(sources) != 1:
         raise UsageError(f"give one of: run folders, --recipe DIR, --all{'; given are ' + ' and '.join(sources) if sources else ''}")
     trains = {*PASSED_ON, "testbed", "seeds", "publish", "ranks", "runs_dir", "at_once", "keep_checkpoints"}
@@ -208,7 +210,7 @@ def _check_out(out: str | None) -> None:
 
 def _check_recipes(flags: argparse.Namespace) -> None:
     """Refuse a recipe that is given twice, and --publish for results without a page."""
-    if flags.publish and flags.seeds:
+    if flags.publish and flags.seeds and not flags.noise:
         raise UsageError("--publish --seeds: the recipe plans the number of seeds; leave out --seeds")
     folders = [Path(recipe).resolve() for recipe in flags.recipe]
     for recipe, folder in zip(flags.recipe, folders, strict=True):

@@ -6,6 +6,7 @@ holds, fails or is inconclusive; this file defines what it means.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -86,6 +87,14 @@ class Claim:
     def scale(self) -> str:
         """ "difference" or "ratio"."""
         return QUESTIONS[self.question].scale
+
+    @property
+    def bounds(self) -> tuple[float, float]:
+        """The differences or ratios between which the claim is true; -inf or 0, and inf, where it has no bound."""
+        if self.scale == "ratio":
+            return 0.0, self.number
+        low = -self.number if self.question == "equal" else -math.inf
+        return low, -self.number if self.question == "lower_by" else self.number
 
     @property
     def key(self) -> str:

@@ -67,7 +67,7 @@ class Experiment:
 
     Attributes:
         seeds: planned before the first run; the runs have the seeds 1 to this.
-        claims: each is judged; none before the recipe is tuned.
+        claims: each is judged, and true for its `expected`; none before the recipe is tuned.
         sweep: flag -> the values of the recipe's sweep. Empty for a recipe that does not change the optimization.
         tuned: flag -> the value chosen from the sweep, in place of the testbed's.
     """
@@ -82,6 +82,12 @@ class Experiment:
             raise ValueError(f"'seeds' is {self.seeds}; it must be at least 1")
         if self.sweep:
             _check_sweep(self.sweep)
+        for claim in self.claims:
+            low, high = claim.bounds
+            if not low < claim.expected < high:
+                raise ValueError(
+                    f"'{claim.label}' is false for its 'expected' {claim.expected:g}; that must be above {low:g} and below {high:g}"
+                )
 
 
 def _check_sweep(sweep: dict[str, list[float]]) -> None:

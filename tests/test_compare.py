@@ -100,7 +100,7 @@ def test_what_is_no_experiment_is_refused_or_marked(runs, tmp_path):
         (["--recipe", "recipes/zero_2", "--publish", "--steps", "3"], "--steps: --publish is for the recipe's testbeds"),
         (["--tune"], "--tune needs --testbed NAME"),
         (["--noise", "--testbed", "nano-0.5M", "--recipe", "recipes/lamb"], "--noise takes --testbed; leave out the rest"),
-        (["--tune", "--testbed", "nano-0.5M", "--seeds", "3"], "--seeds: --tune has seeds of its own"),
+        (["--tune", "--testbed", "nano-0.5M", "--seeds", "3"], "--seeds: --tune uses one seed"),
         (["--tune", "--testbed", "nano-0.5M", "--recipe", "recipes/zero_2"], "recipes/zero_2 names no sweep on nano-0.5M"),
         (["--recipe", "recipes/zero_2", "--seeds", "0"], "--seeds: 0 is out of range"),
         (["--recipe", "recipes/zero_2", "--data", "nowhere"], "nowhere"),

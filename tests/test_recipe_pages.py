@@ -15,6 +15,7 @@ import pytest
 from launch.comparison import comparison, pages, publish
 from launch.comparison.comparison import compare_experiments
 from launch.comparison.runs import read_run, read_stored_run, stored_run
+from launch.comparison.verdicts import SIGNS
 from launch.errors import UsageError
 from recipes import registry
 from recipes.registry import read_recipe, read_testbed, recipe_names, technique_classes
@@ -159,11 +160,11 @@ def test_what_is_published_stands_on_every_page(tree, make):
     for name, figure in compared.pairs[0].figures.items():
         assert one.pair.figures[name].other == pytest.approx(figure.other, rel=1e-4), name
     page = (tree / "recipes" / RECIPE / "README.md").read_text()
-    assert f"| {pages.SIGNS[verdict.outcome]} **{verdict.outcome}** |" in page
+    assert f"| {SIGNS[verdict.outcome]} **{verdict.outcome}** |" in page
     assert "Difference of the final loss by seed: 1: −0.0005; 2: +0.0005; 3: −0.0005; 4: +0.0005; 5: −0.0005." in page
     assert "![Validation loss" in page and "look number" not in page
-    assert f"`loss equal 0.01` {pages.SIGNS[verdict.outcome]}" in (tree / "README.md").read_text()
-    assert f"`loss equal 0.01` {pages.SIGNS[verdict.outcome]} {verdict.outcome}" in pages.INDEX.read_text()
+    assert f"`loss equal 0.01` {SIGNS[verdict.outcome]}" in (tree / "README.md").read_text()
+    assert f"`loss equal 0.01` {SIGNS[verdict.outcome]} {verdict.outcome}" in pages.INDEX.read_text()
     for picture in (f"{RECIPE}/loss.png", "forest.png"):
         assert (tree / "recipes" / picture).stat().st_size > 10_000
     for picture, draw in pages.pictures().items():

@@ -21,7 +21,7 @@ from launch.errors import UsageError
 from launch.formats.json_lines import dotted
 from launch.training.run_json import INCIDENTAL
 from recipes.claims import Claim
-from recipes.registry import ROOT, Experiment, Recipe, Testbed, read_recipe, recipe_names
+from recipes.registry import ROOT, Experiment, Recipe, Testbed, read_recipe, read_testbed, recipe_names, testbed_names
 
 Role = Literal["control", "recipe", "run"]
 Group = tuple[Run, ...]  # runs of one configuration, in the order of their seeds
@@ -114,7 +114,8 @@ class Pair:
     recipe: the recipe of the side, if it has one. testbed: on which the runs were made; None for all other settings. experiment: the
     recipe's on the testbed. seeds: those that both sides have. figures: those of `FIGURES` that any run has; "seconds_to_target" and
     "tokens_to_target" are of the testbed's target loss. verdicts: one per claim of the experiment, if the runs are of exactly the planned
-    seeds and have ended; their outcomes are corrected for all claims of `claims_in_table`.
+    seeds and have ended; their outcomes are corrected for all claims of
+    `claims_in_table`.
     """
 
     control: Side
@@ -239,10 +240,11 @@ def _direct(pairings: Sequence[Pairing]) -> Iterator[Pairing]:
                 yield one, other, None, testbed
 
 
-def claims_in_table() -> int:
-    """The number of claims of all recipes on all testbeds, measured or not."""
-    recipes = (read_recipe(ROOT / "recipes" / name) for name in recipe_names())
-    return sum(len(experiment.claims) for recipe in recipes for experiment in recipe.experiments.values())
+def claims_in_table(device: str) -> int:
+    """The number of claims of all recipes on the testbeds of a device, measured or not."""
+    recipes = [read_recipe(ROOT / "recipes" / name) for name in recipe_names()]
+    testbeds = {name for name in testbed_names() if read_testbed(name).device == device}
+    return sum(len(one.claims) for recipe in recipes for testbed, one in recipe.experiments.items() if testbed in testbeds)
 
 
 def group(runs: Iterable[Run]) -> list[Group]:
@@ -448,10 +450,15 @@ def _as_planned(experiment: Experiment, *sides: Mapping[int, Run]) -> bool:
 
 
 def _decided(pairs: Sequence[Pair]) -> list[Pair]:
-    """The pairs with verdicts that are corrected for all claims of all recipes."""
-    found = [verdict for pair in pairs for verdict in pair.verdicts]
-    corrected = iter(decide(found, max(0, claims_in_table() - len(found))) if found else ())
-    return [replace(pair, verdicts=tuple(next(corrected) for _ in pair.verdicts)) for pair in pairs]
+    """The pairs with verdicts that are corrected for all claims on testbeds of the same device."""
+    corrected: dict[str, Iterator[Verdict]] = {}
+    for device in {pair.testbed.device for pair in pairs if pair.testbed}:
+        found = [verdict for pair in pairs if pair.testbed and pair.testbed.device == device for verdict in pair.verdicts]
+        corrected[device] = iter(decide(found, max(0, claims_in_table(device) - len(found))) if found else ())
+    return [
+        replace(pair, verdicts=tuple(next(corrected[pair.testbed.device]) for _ in pair.verdicts)) if pair.testbed else pair
+        for pair in pairs
+    ]
 
 
 def _side_remarks(side: Side) -> Iterator[str]:

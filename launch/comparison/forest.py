@@ -17,7 +17,7 @@ from matplotlib import rc_context
 from matplotlib.figure import Figure as Picture
 
 from launch.comparison.comparison import LOSS, Figure
-from launch.comparison.verdicts import Interval, Verdict
+from launch.comparison.verdicts import SIGNS, Interval, Verdict
 from recipes.claims import Claim
 
 #: What is drawn: measure of a claim -> (key of the figure, scale, title).
@@ -34,8 +34,8 @@ TICKS = {
 }
 #: What is always in view.
 IN_VIEW = {"difference": (-0.02, 0.02), "ratio": (0.8, 1.25)}
-#: Outcome -> colour and sign; None for a figure without a claim.
-OUTCOMES = {"holds": ("#1a7f45", "✓"), "fails": ("#c0362c", "✗"), "inconclusive": ("#a87b12", "?"), None: ("#5b6b7b", "")}
+#: Colours by outcome; None for a figure without a claim.
+COLORS = {"holds": "#1a7f45", "fails": "#c0362c", "inconclusive": "#a87b12", None: "#5b6b7b"}
 
 
 @dataclass(frozen=True)
@@ -48,12 +48,12 @@ class Mark:
 
     @property
     def region(self) -> tuple[float, float] | None:
-        """The values for which the claim holds."""
-        if self.claim is None:
-            return None
-        x = self.claim.number
-        regions = {"equal": (-x, x), "within": (-math.inf, x), "lower_by": (-math.inf, -x), "ratio": (0.0, x)}
-        return regions[self.claim.question]
+        """The values for which the claim is true."""
+        return self.claim and self.claim.bounds
+
+    @property
+    def sign(self) -> str:
+        return SIGNS.get(self.outcome or "", "")
 
 
 @dataclass(frozen=True)
@@ -160,7 +160,7 @@ def _draw_panel(axes: Any, name: str, rows: Sequence[Row], places: dict[int, flo
     axes.set_xticks([place for place, _ in scale.ticks()], [label for _, label in scale.ticks()])
     for one in rows:
         mark, y = one.marks[name], places[id(one)]
-        color, sign = OUTCOMES[mark.outcome]
+        color = COLORS[mark.outcome]
         if mark.region is not None:
             low, high = map(scale.at, mark.region)
             axes.barh(y, high - low, left=low, height=0.62, color="#2f80cf", alpha=0.16, linewidth=0, zorder=2)
@@ -169,7 +169,7 @@ def _draw_panel(axes: Any, name: str, rows: Sequence[Row], places: dict[int, flo
             if mark.interval.low is not None and mark.interval.high is not None:
                 axes.plot([scale.at(mark.interval.low), scale.at(mark.interval.high)], [y, y], color=color, linewidth=2, zorder=3)
             axes.plot([middle], [y], marker="o", markersize=5, color=color, zorder=4)
-            axes.text(1.01, y, sign, color=color, va="center", fontweight="bold")
+            axes.text(1.01, y, mark.sign, color=color, va="center", fontweight="bold")
         elif one.note and name == "loss":
             axes.text(scale.at(scale.none), y, one.note, color="#59626b", fontsize=7.5, va="center", ha="center", zorder=5)
 
@@ -183,7 +183,7 @@ def forest_data(rows: Sequence[Row], shown: Callable[[str, Interval | None], str
         values = {} if interval is None else {"mean": interval.mean, "low": interval.low, "high": interval.high}
         places = {key: round(100 * scale.at(value), 2) for key, value in values.items() if value is not None}
         region = mark.region and [round(100 * scale.at(end), 2) for end in mark.region]
-        return {**places, "region": region, "outcome": mark.outcome, "sign": OUTCOMES[mark.outcome][1], "text": shown(name, interval)}
+        return {**places, "region": region, "outcome": mark.outcome, "sign": mark.sign, "text": shown(name, interval)}
 
     return {
         "panels": [

@@ -29,7 +29,7 @@ from scipy.ndimage import uniform_filter1d
 from launch.comparison.comparison import FIGURES, LOSS, Comparison, Figure, Pair, Side
 from launch.comparison.forest import PANELS, Row, forest_data, row
 from launch.comparison.runs import Column, Run
-from launch.comparison.verdicts import Interval, Verdict
+from launch.comparison.verdicts import SIGNS, Interval, Verdict
 from launch.errors import one_line
 from launch.formats.files import write_atomically
 
@@ -50,8 +50,6 @@ NOISY = ("loss", "grad_norm", "step_seconds", "tokens_per_second", "mfu")
 PALETTE = ("#808890", "#2f80cf", "#d9601a", "#149071", "#b065ab", "#a87b12", "#d2477f", "#5b73d8")
 #: Line styles: plotly's name -> matplotlib's.
 DASHES = {"solid": "-", "dash": "--", "dot": ":", "dashdot": "-.", "longdash": (0, (9, 2.5)), "longdashdot": (0, (9, 1.5, 1, 1.5))}
-#: The class of an outcome in the page's style, and its sign.
-OUTCOMES = {"holds": ("holds", "✓"), "fails": ("fails", "✕"), "inconclusive": ("open", "?")}
 #: Figures in the table of all sides.
 OVERVIEW = ("final_val_loss", "tokens_per_second", "mfu", "seconds", "peak_memory_bytes", "bytes_per_step", "skipped_steps", "spikes")
 
@@ -104,7 +102,7 @@ def write_page(comparison: Comparison, out: Path) -> Path:
         comparison=comparison,
         facts=_facts(comparison),
         outcomes=Counter(verdict.outcome for pair in comparison.pairs for verdict in pair.verdicts),
-        signs=OUTCOMES,
+        signs=SIGNS,
         answers=answers,
         trust=trust,
         by_seed=_by_seed,

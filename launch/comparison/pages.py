@@ -27,7 +27,7 @@ from launch.comparison.forest import draw_forest, row
 from launch.comparison.page import draw_losses, figure_row
 from launch.comparison.runs import Run, read_stored_run
 from launch.comparison.tuning import deviation, draw_tuning
-from launch.comparison.verdicts import Verdict, planned_power
+from launch.comparison.verdicts import SIGNS, Verdict, planned_power
 from recipes.claims import QUESTIONS, Claim
 from recipes.registry import ROOT, TESTBEDS, Experiment, Recipe, Testbed, read_recipe, read_testbed, recipe_names, technique_classes
 from recipes.registry import testbed_names as names_of_testbeds
@@ -41,7 +41,6 @@ BEGIN, END = "<!-- {}, by `make pages` -->\n", "<!-- end -->\n"
 UNMEASURED = "not measured yet"
 #: For results whose claims or testbed were changed after they were published: they are not judged.
 OUTDATED = "measured before the claims or the testbed were changed, so not judged"
-SIGNS = {"holds": "✓", "fails": "✗", "inconclusive": "?"}
 NULLS = {
     "precision": "fp32 instead of bf16",
     "accumulation": "four micro-batches instead of one",
@@ -62,16 +61,24 @@ def read_json(file: Path) -> dict[str, Any]:
 
 def planned(recipe: str, testbed: str) -> dict[str, Any]:
     """What decides how a recipe is judged on a testbed, as the files state it now: the experiment, the testbed's setting, both sides."""
-    return plan_in(read_json(ROOT / "recipes" / recipe / "recipe.json"), read_json(TESTBEDS / testbed / "testbed.json"), testbed)
+    return plan_in(lambda file: read_json(ROOT / file), recipe, testbed)
 
 
-def plan_in(recipe: dict[str, Any], testbed: dict[str, Any], name: str) -> dict[str, Any]:
-    """As `planned`, from the content of the two files; empty if the recipe has no experiment on the testbed."""
-    experiment = recipe.get("experiments", {}).get(name)
+def plan_in(read: Callable[[str], dict[str, Any]], recipe: str, testbed: str) -> dict[str, Any]:
+    """As `planned`, from files that `read` returns, or an empty object for one that is missing; empty without such an experiment."""
+    own, control, setting = (read(file) for file in plan_files(recipe, testbed))
+    experiment = own.get("experiments", {}).get(testbed)
     if experiment is None:
         return {}
-    sides = {key: recipe.get(key) for key in ("config", "control", "ranks")}
-    return {"experiment": experiment, "setting": {key: testbed.get(key) for key in SETTING}, "sides": sides}
+    tuned = control.get("experiments", {}).get(testbed, {}).get("tuned")
+    sides = {**{key: own.get(key) for key in ("config", "control", "ranks")}, "tuned_control": tuned}
+    return {"experiment": experiment, "setting": {key: setting.get(key) for key in SETTING}, "sides": sides}
+
+
+def plan_files(recipe: str, testbed: str) -> tuple[str, str, str]:
+    """The files that `planned` reads: of the recipe, of the recipe that is its control (there need not be one), of the testbed."""
+    control = Path(read_recipe(ROOT / "recipes" / recipe).control).stem
+    return f"recipes/{recipe}/recipe.json", f"recipes/{control}/recipe.json", f"recipes/testbeds/{testbed}/testbed.json"
 
 
 @dataclass(frozen=True)
@@ -189,13 +196,20 @@ def _claim_row(claim: Claim, verdict: Verdict, one: Published) -> str:
 
 
 def _plan(claim: Claim, one: Published) -> str:
-    """The truth and the power for which the seeds were planned; of the loss, also the power at the noise of the testbed."""
+    """The truth and the power for which the seeds were planned; of the loss, also the power at the noise of the testbed.
+
+    Of "equal" the noise is that of rounding. Other claims are about techniques that train differently: the noise is that of a perturbation,
+    or of unrelated runs, whichever is larger.
+    """
     plan = f"power {claim.power:g} if the true {claim.scale} is {_number(claim, claim.expected)}"
     nulls = read_json(TESTBEDS / one.testbed.name / "noise.json").get("nulls", {})
     if claim.measure != "loss" or not nulls:
         return plan
-    noise = max(deviation(nulls[name]) for name in (("precision", "accumulation") if claim.question == "equal" else ("trajectory",)))
-    return f"{plan}; at the measured noise {planned_power(claim, one.experiment.seeds, noise, claims_in_table()):.2f}"
+    if claim.question == "equal":
+        noise = max(deviation(nulls["precision"]), deviation(nulls["accumulation"]))
+    else:
+        noise = max(deviation(nulls["trajectory"]), math.sqrt(2) * float(np.std(nulls["trajectory"]["control"], ddof=1)))
+    return f"{plan}; at the measured noise {planned_power(claim, one.experiment.seeds, noise, claims_in_table(one.testbed.device)):.2f}"
 
 
 def _number(claim: Claim, value: float) -> str:

@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from launch.comparison.comparison import Comparison, Pair
-from launch.comparison.pages import RESULTS, plan_in, planned, read_json, write_pages
+from launch.comparison.pages import RESULTS, plan_files, plan_in, planned, read_json, write_pages
 from launch.comparison.runs import Run, stored_run
-from launch.comparison.tuning import CONTROL
+from launch.comparison.trials import settings_on
+from launch.comparison.tuning import CONTROL, edges, tuned_by
 from launch.errors import UsageError
 from launch.formats.files import write_atomically
 from launch.training.provenance import machine_in_words, repository_commit
@@ -115,28 +116,36 @@ def check_runs(where: str, runs: Sequence[Run]) -> None:
 
 
 def untuned(recipe: Recipe, testbed: Testbed) -> str:
-    """Where the training values on a testbed are not those that the published sweeps chose; empty if they are."""
-    experiment = recipe.experiments[testbed.name]
-    sides = [] if testbed.reason else [(TESTBEDS / testbed.name, CONTROL, testbed.tuned)]
-    if experiment.sweep:
-        sides.append((ROOT / "recipes" / recipe.name, recipe.config, {**testbed.tuned, **experiment.tuned}))
-    for folder, config, used in sides:
+    """Where the training values of a side are not those that the published sweeps chose; empty if they are."""
+    for config in (recipe.control, recipe.config):
+        own = tuned_by(config, testbed)
+        if own is None and testbed.reason:
+            continue  # the testbed states why it takes other values than the sweep chose
+        folder, swept = (ROOT / "recipes" / own.name, config) if own else (TESTBEDS / testbed.name, CONTROL)
+        used = settings_on(testbed, config)
         arms = read_json(folder / "tuning.json").get(testbed.name, {}).get("arms", {})
-        chosen = arms.get(Path(config).stem, {}).get("chosen")
+        arm = arms.get(Path(swept).stem, {"grid": [], "chosen": None})
+        chosen = arm["chosen"] or {}
         if not chosen or any(used.get(name) != value for name, value in chosen.items()):
-            found = f"chose {chosen}, and {used} is used" if chosen else f"has no sweep of {config} on {testbed.name}"
-            return f"{(folder / 'tuning.json').relative_to(ROOT)} {found}"
+            values = {name: used.get(name) for name in chosen}
+            found = f"chose {chosen}, and {values} is used" if chosen else f"has no sweep of {swept} on {testbed.name}"
+        elif not (found := "; ".join(edges(arm["grid"], chosen))):
+            continue
+        return f"{(folder / 'tuning.json').relative_to(ROOT)}: {found}"
     return ""
 
 
 def plan_at(commit: str, recipe: str, testbed: str) -> dict[str, Any]:
     """What `planned` returned at a commit; empty if the files were not there."""
-    files = [_git("show", f"{commit}:recipes/{path}") for path in (f"{recipe}/recipe.json", f"testbeds/{testbed}/testbed.json")]
-    try:
-        own, setting = (json.loads(file or "null") for file in files)
-    except json.JSONDecodeError:
-        return {}
-    return plan_in(own, setting, testbed) if isinstance(own, dict) and isinstance(setting, dict) else {}
+
+    def read(file: str) -> dict[str, Any]:
+        try:
+            found = json.loads(_git("show", f"{commit}:{file}") or "{}")
+        except json.JSONDecodeError:
+            return {}
+        return found if isinstance(found, dict) else {}
+
+    return plan_in(read, recipe, testbed)
 
 
 def same_code(one: str, other: str) -> bool:
@@ -147,7 +156,7 @@ def same_code(one: str, other: str) -> bool:
 def first_commit(recipe: str, testbed: str) -> str:
     """The commit since which the claims of a recipe on a testbed, and its setting, stand unchanged."""
     now, found = planned(recipe, testbed), ""
-    commits = _git("log", "--format=%H", "--", f"recipes/{recipe}/recipe.json", f"recipes/testbeds/{testbed}/testbed.json") or ""
+    commits = _git("log", "--format=%H", "--", *plan_files(recipe, testbed)) or ""
     for commit in commits.split():  # the newest first
         if plan_at(commit, recipe, testbed) != now:
             break

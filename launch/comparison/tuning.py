@@ -29,9 +29,9 @@ from recipes.registry import ROOT, TESTBEDS, Flags, Recipe, Testbed, read_recipe
 
 #: The DeepSpeed JSON whose sweep sets the values of a testbed.
 CONTROL = "ds_configs/zero0_bf16.json"
-#: The seed of sweeps and the seeds of null experiments; verdicts use the seeds from 1 on.
+#: The seed of sweeps, and the first of the null experiments with their number; verdicts use the seeds from 1 on.
 SWEEP_SEED = 0
-NOISE_SEEDS = range(101, 106)
+NOISE_SEED, NOISE_SEEDS = 101, 5
 #: The relative perturbation of the initial weights in the trajectory null.
 PERTURBATION = 1e-3
 
@@ -69,7 +69,9 @@ def _grids(
         if experiment is None or not experiment.sweep:
             raise UsageError(f"--tune: recipes/{recipe.name} names no sweep on {testbed.name}; it takes the values of its control")
         # Controls that are not tuned themselves are mathematically the testbed's control, and take its sweep.
-        sweeps = dict([tuned_control(recipe, testbed) or (CONTROL, testbed.sweep)]) | {recipe.config: experiment.sweep}
+        if (other := tuned_by(recipe.control, testbed)) is not None:
+            sweeps = {recipe.control: other.experiments[testbed.name].sweep}
+        sweeps[recipe.config] = experiment.sweep
     sizes = {config: math.prod(map(len, sweep.values())) for config, sweep in sweeps.items()}
     if len(set(sizes.values())) > 1:
         told = " and ".join(f"{config} {size}" for config, size in sizes.items())
@@ -82,11 +84,11 @@ def _grids(
     return grids
 
 
-def tuned_control(recipe: Recipe, testbed: Testbed) -> tuple[str, dict[str, list[float]]] | None:
-    """The control of a recipe and its sweep, if the control is the DeepSpeed JSON of another recipe that is tuned itself."""
-    others = (read_recipe(ROOT / "recipes" / name) for name in recipe_names())
-    found = (one.experiments[testbed.name].sweep for one in others if one.config == recipe.control and testbed.name in one.experiments)
-    return next(((recipe.control, sweep) for sweep in found if sweep), None)
+def tuned_by(config: str, testbed: Testbed) -> Recipe | None:
+    """The recipe whose DeepSpeed JSON `config` is, if it is tuned on the testbed itself; None if it takes the values of the control."""
+    recipes = (read_recipe(ROOT / "recipes" / name) for name in recipe_names())
+    tuned = (one for one in recipes if one.config == config and testbed.name in one.experiments and one.experiments[testbed.name].sweep)
+    return next(tuned, None)
 
 
 def _trial(testbed: Testbed, config: str, changed: Flags, passed_on: Sequence[str], seed: int, ranks: int) -> Trial:
@@ -129,6 +131,7 @@ def measure_noise(flags: argparse.Namespace, passed_on: Sequence[str]) -> tuple[
     """
     found: dict[str, Any] = {}
     every: list[Run] = []
+    seeds = range(NOISE_SEED, NOISE_SEED + (flags.seeds or NOISE_SEEDS))
     for name in flags.testbed:
         testbed = testbed_named(name)
         ranks = ranks_of(None, testbed, flags)
@@ -140,7 +143,7 @@ def measure_noise(flags: argparse.Namespace, passed_on: Sequence[str]) -> tuple[
             "trajectory": (CONTROL, {"perturb_init": PERTURBATION}),
         }
         trials = {
-            variant: [_trial(testbed, config, changed, passed_on, seed, ranks) for seed in NOISE_SEEDS]
+            variant: [_trial(testbed, config, changed, passed_on, seed, ranks) for seed in seeds]
             for variant, (config, changed) in variants.items()
         }
         runs = _train(flags, [list(of_seed) for of_seed in zip(*trials.values(), strict=True)])
@@ -148,7 +151,7 @@ def measure_noise(flags: argparse.Namespace, passed_on: Sequence[str]) -> tuple[
             raise TrainingFailed(f"{diverged[0]} diverged; the values of testbed {name} are not stable, tune it again")
         losses = {variant: [runs[trial.name].measures()["final_val_loss"] for trial in own] for variant, own in trials.items()}
         control = losses.pop("control")
-        nulls = {variant: {"seeds": list(NOISE_SEEDS), "control": control, "other": other} for variant, other in losses.items()}
+        nulls = {variant: {"seeds": list(seeds), "control": control, "other": other} for variant, other in losses.items()}
         found[name] = {**_origin(runs), "nulls": nulls}
         every += runs.values()
     return found, every

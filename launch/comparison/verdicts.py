@@ -48,6 +48,7 @@ Array = npt.NDArray[np.float64]
 Outcome = Literal["holds", "fails", "inconclusive"]
 
 LEVEL = 0.05
+SIGNS = {"holds": "✓", "fails": "✗", "inconclusive": "?"}
 #: The largest number of seeds that `seeds_needed` considers.
 MOST_SEEDS = 1_000
 #: Differences below this fraction of the values (of 1 for logarithms of ratios) are rounding errors: 1e-16 in fp64, 1e-13 for logarithms.
@@ -118,8 +119,8 @@ def judge(claim: Claim, control: Sequence[float], other: Sequence[float]) -> Ver
     """
     before, after = _aligned(control, other)
     pairs, scale = len(after), claim.scale
-    low, high = (None if math.isinf(bound) else _number(_back(bound, scale), scale) for bound in _bounds(claim))
-    claimed = f"the claim says {'at most ' if low is None else f'{low} to '}{high}"
+    low, high = (_number(bound, scale) for bound in claim.bounds)
+    claimed = f"the claim says {f'{low} to ' if claim.question == 'equal' else 'at most '}{high}"
     if claim.measure == "loss" and (diverged := np.isposinf(after)).any():
         evidence = f"{diverged.sum()} of {_seeds(pairs)} diverged under the recipe but not under the control"
         return Verdict(claim, evidence, p_holds=1.0, p_fails=0.0, pairs=pairs, adjusted=0.0)
@@ -214,10 +215,9 @@ def seeds_needed(claim: Claim, deviation: float, claims_in_table: int) -> int | 
 
 
 def _bounds(claim: Claim) -> tuple[float, float]:
-    """The bounds of the mean difference, or of the mean logarithm of the ratio, between which a claim says that it is."""
-    if claim.question == "ratio":
-        return -math.inf, math.log(claim.number)
-    return {"equal": -claim.number}.get(claim.question, -math.inf), -claim.number if claim.question == "lower_by" else claim.number
+    """The bounds of the claim, of a ratio in logarithms."""
+    low, high = claim.bounds
+    return (-math.inf, math.log(high)) if claim.scale == "ratio" else (low, high)
 
 
 def _p_values(claim: Claim, control: Array, other: Array) -> tuple[Array, Array, npt.NDArray[np.bool_]]:
