@@ -90,10 +90,11 @@ def tree(tmp_path, monkeypatch):
     return copy
 
 
-def write_tuning(tree: Path, lr: float) -> None:
-    """A sweep of the testbed that chose `lr`."""
+def write_tuning(tree: Path, lr: float, others: tuple[float, ...] = ()) -> None:
+    """A sweep of the testbed that chose `lr`, also tried at `others`."""
     tuned = read_testbed(TESTBED).tuned | {"lr": lr}
-    arm = {"grid": [{**tuned, "loss": 4.5, "spikes": 0}], "chosen": tuned}
+    grid = [{**tuned, "lr": rate, "loss": 4.5 + (rate != lr), "spikes": 0} for rate in (lr, *others)]
+    arm = {"grid": grid, "chosen": tuned}
     found = {TESTBED: {"commit": "a" * 40, "machine": "m", "seed": 0, "arms": {"zero0_bf16": arm}}}
     (tree / "recipes" / "testbeds" / TESTBED / "tuning.json").write_text(json.dumps(found))
 
@@ -281,12 +282,17 @@ def test_a_run_that_was_begun_with_other_code_is_not_published(tree, make):
 
 def test_a_testbed_that_was_not_tuned_is_not_published(tree, make):
     write_tuning(tree, lr=0.004)
-    with pytest.raises(UsageError, match=r"tuning.json chose \{'lr': 0.004, 'warmup_steps': 100\}, and \{'lr': 0.002"):
+    with pytest.raises(UsageError, match=r"tuning.json: chose \{'lr': 0.004, 'warmup_steps': 100\}, and \{'lr': 0.002"):
         publish.publish(make())
     (tree / "recipes" / "testbeds" / TESTBED / "tuning.json").unlink()
-    with pytest.raises(UsageError, match=r"tuning\.json has no sweep of ds_configs/zero0_bf16\.json on nano-0\.5M; run --tune"):
+    with pytest.raises(UsageError, match=r"tuning\.json: has no sweep of ds_configs/zero0_bf16\.json on nano-0\.5M; run --tune"):
+        publish.publish(make())
+    write_tuning(tree, lr=0.002, others=(0.004,))
+    with pytest.raises(UsageError, match=r"tuning\.json: lr 0\.002 is at the edge of the grid, extend it; run --tune"):
         publish.publish(make())
     assert not (tree / "recipes" / RECIPE / "results.json").exists()
+    write_tuning(tree, lr=0.002, others=(0.001, 0.004))
+    publish.publish(make())
 
 
 def test_a_diverged_run_is_published(tree, make):

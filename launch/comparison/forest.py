@@ -49,7 +49,7 @@ class Mark:
     @property
     def region(self) -> tuple[float, float] | None:
         """The values for which the claim is true."""
-        return self.claim and self.claim.bounds
+        return None if self.claim is None else self.claim.bounds
 
     @property
     def sign(self) -> str:
