@@ -38,7 +38,7 @@ class Testbed:
         title: the model and the budget in one line.
         device: "cpu" or "cuda"; the testbed is used only there.
         flags: of `launch/pretrain.py`, the same for all runs: model, corpus, tokens, batch, evaluations.
-        sweep: flag -> the values of the control's sweep.
+        sweep: flag -> the values of the control's sweep, a number or a word each, in ascending order. One flag is varied after another.
         tuned: flag -> the value chosen from the sweep. Runs take it unless their recipe is tuned itself.
         target_loss: nats per token of validation text; times and tokens are compared where a run first reaches it.
         ranks: of each run, unless the recipe states another number.
@@ -49,7 +49,7 @@ class Testbed:
     title: str
     device: str
     flags: Flags
-    sweep: dict[str, list[float]]
+    sweep: dict[str, list[Any]]
     tuned: Flags
     target_loss: float
     ranks: int = 1
@@ -74,7 +74,7 @@ class Experiment:
 
     seeds: int
     claims: list[Claim] = field(default_factory=list)
-    sweep: dict[str, list[float]] = field(default_factory=dict)
+    sweep: dict[str, list[Any]] = field(default_factory=dict)
     tuned: Flags = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -90,10 +90,10 @@ class Experiment:
                 )
 
 
-def _check_sweep(sweep: dict[str, list[float]]) -> None:
+def _check_sweep(sweep: dict[str, list[Any]]) -> None:
     for name, values in sweep.items():
-        if not isinstance(values, list) or not values or not all(type(value) in (int, float) for value in values):
-            raise ValueError(f"'sweep.{name}' is {values!r}; it must be a list of numbers")
+        if not isinstance(values, list) or not values or not all(type(value) in (int, float, str) for value in values):
+            raise ValueError(f"'sweep.{name}' is {values!r}; it must be a list of numbers or words")
     if "lr" not in sweep:
         raise ValueError("'sweep' has no lr; every sweep varies the learning rate")
 

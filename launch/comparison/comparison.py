@@ -498,7 +498,8 @@ def _is_expected(key: str, pair: Pair) -> bool:
     """Whether the recipe names `key` as a difference to its control, it is tuned for each side, a circumstance, or follows from others."""
     in_json = key.removeprefix("engine.").removeprefix("techniques.")
     named = pair.recipe.differs if pair.recipe else []
-    tuned = {*(pair.testbed.tuned if pair.testbed else ()), *(pair.experiment.tuned if pair.experiment else ())}
+    flags = {**(pair.testbed.tuned if pair.testbed else {}), **(pair.experiment.tuned if pair.experiment else {})}
+    tuned = {str(flags["set"]).partition("=")[0].rpartition(".")[2] if flag == "set" else flag for flag in flags}
     is_tuned = key.rpartition(".")[2] in (tuned | {"min_lr"} if "lr" in tuned else tuned)
     return is_tuned or _section(key) in CIRCUMSTANCES or key in DERIVED or any(f"{in_json}.".startswith(f"{one}.") for one in named)
 

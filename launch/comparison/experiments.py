@@ -127,7 +127,7 @@ def train_missing(flags: argparse.Namespace, batches: Sequence[Sequence[Trial]],
         groups = [group for trials in missing() for group in fitting_groups(trials, flags.at_once)]
         trials = [trial for group in groups for trial in group]
         interleaved = max(map(len, groups), default=0)
-        print_once(f"training {len(trials)} runs, at most {interleaved} of them interleaved, in {runs_dir}: {_estimate(groups)}")
+        print_once(f"training {len(trials)} runs, at most {interleaved} of them interleaved, in {runs_dir}: {estimate(groups)}")
         steps = sum(trial.config.steps_to_make for trial in trials)
         done = sum(_steps_done(runs_dir / trial.name) for trial in trials)
         with tqdm(total=steps, initial=done, unit="step", dynamic_ncols=True, disable=flags.quiet or None) as bar:  # None: off a terminal
@@ -151,7 +151,7 @@ def train_missing(flags: argparse.Namespace, batches: Sequence[Sequence[Trial]],
     return failures
 
 
-def _estimate(groups: Sequence[Sequence[Trial]]) -> str:
+def estimate(groups: Sequence[Sequence[Trial]]) -> str:
     """The time and the disk space that runs will take, in words. On a CPU the time is estimated from the speed of a matrix product."""
     configs = [[trial.config for trial in group] for group in groups]
     speed, sharing = GPU_SPEED, lambda ranks: ranks

@@ -1,7 +1,7 @@
 """The experiments that set up a testbed, for `launch/compare.py --tune` and `--noise`: sweeps of training settings, and null experiments.
 
-A sweep trains control and recipe at every point of a grid, with a seed that no verdict uses, and chooses the point of the lowest final
-validation loss. Both sides have grids of the same size. A null experiment compares two configurations whose true difference is zero; the
+A sweep varies the flags of control and recipe one after another, with a seed that no verdict uses, and chooses the values of the lowest
+final validation loss. Both sides have the same number of runs. A null experiment compares two configurations whose true difference is zero; the
 standard deviation of their difference is the noise of the testbed.
 """
 
@@ -10,8 +10,8 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from itertools import product
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +19,10 @@ import numpy as np
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 
-from launch.comparison.experiments import ranks_of, testbed_named, train_missing
+from launch.comparison.experiments import estimate, is_finished, ranks_of, testbed_named, train_missing
 from launch.comparison.runs import Run, read_run
-from launch.comparison.trials import CannotRun, Trial, as_words, plan_trial, settings_on
-from launch.errors import TrainingFailed, UsageError
+from launch.comparison.trials import CannotRun, Trial, as_words, fitting_groups, plan_trial, settings_on
+from launch.errors import TrainingFailed, UsageError, print_once
 from launch.formats.files import write_atomically
 from launch.training.provenance import machine_in_words
 from recipes.registry import ROOT, TESTBEDS, Flags, Recipe, Testbed, read_recipe, recipe_names
@@ -32,6 +32,8 @@ CONTROL = "ds_configs/zero0_bf16.json"
 #: The seed of sweeps, and the first of the null experiments with their number; verdicts use the seeds from 1 on.
 SWEEP_SEED = 0
 NOISE_SEED, NOISE_SEEDS = 101, 5
+#: What the axes of a sweep's picture say for a flag.
+FLAGS = {"lr": "peak learning rate", "min_lr": "learning rate at the end", "warmup_steps": "steps of warm-up", "set": "--set"}
 #: The relative perturbation of the initial weights in the trajectory null.
 PERTURBATION = 1e-3
 
@@ -43,26 +45,75 @@ def tune(flags: argparse.Namespace, passed_on: Sequence[str]) -> tuple[dict[str,
         The content of a `tuning.json`, by the name of the testbed, lines that say what was chosen, and the runs.
 
     Raises:
-        UsageError: the grids of the two sides differ in size, or the recipe is not tuned on this testbed.
+        UsageError: the sweeps of the two sides differ in size, or the recipe is not tuned on this testbed.
         TrainingFailed: a run did not finish, other than by diverging.
     """
     recipe = read_recipe(flags.recipe[0]) if flags.recipe else None
-    planned = {name: _grids(testbed_named(name), recipe, flags, passed_on) for name in flags.testbed}
-    trials = [trial for arms in planned.values() for grid in arms.values() for _, trial in grid]
-    runs = _train(flags, [list({trial.name: trial for trial in trials}.values())])
-    found, lines = {}, []
-    for name, arms in planned.items():
-        measured = {config: _measured([(point, runs[trial.name]) for point, trial in grid]) for config, grid in arms.items()}
-        found[name] = {**_origin(runs), "seed": SWEEP_SEED, "arms": measured}
-        for config, arm in measured.items():
-            lines.append(f"{name}, {config}: {arm['chosen']} is best" + "".join(f"; {edge}" for edge in edges(arm["grid"], arm["chosen"])))
+    arms = [arm for name in flags.testbed for arm in _arms(testbed_named(name), recipe, flags, passed_on)]
+    rounds = max(len(arm.sweep) for arm in arms)
+    every = {trial.name: trial for number in range(rounds) for arm in arms for _, trial in arm.round(number)}
+    if left := [trial for trial in every.values() if not is_finished(Path(flags.runs_dir) / trial.name)]:
+        print_once(f"a sweep in {rounds} rounds, a flag in each; to train: {estimate(fitting_groups(left, flags.at_once))}")
+    runs: dict[str, Run] = {}
+    for number in range(rounds):
+        planned = [(arm, point, trial) for arm in arms for point, trial in arm.round(number)]
+        runs |= _train(flags, [list({trial.name: trial for _, _, trial in planned}.values())])
+        for arm, point, trial in planned:
+            arm.add(point, runs[trial.name])
+    found: dict[str, Any] = {arm.testbed.name: {**_origin(runs), "seed": SWEEP_SEED, "arms": {}} for arm in arms}
+    lines = []
+    for arm in arms:
+        name, config = arm.testbed.name, Path(arm.config).stem
+        found[name]["arms"][config] = {"grid": arm.grid, "chosen": arm.chosen}
+        lines.append(f"{name}, {config}: {arm.chosen} is best" + "".join(f"; {edge}" for edge in edges(arm.grid, arm.chosen)))
     return found, lines, list(runs.values())
 
 
-def _grids(
-    testbed: Testbed, recipe: Recipe | None, flags: argparse.Namespace, passed_on: Sequence[str]
-) -> dict[str, list[tuple[Flags, Trial]]]:
-    """The grid of each side by the name of its DeepSpeed JSON: the swept values and the run of every point."""
+@dataclass
+class _Arm:
+    """The sweep of one side on a testbed: its flags are varied one after another (coordinate descent).
+
+    The flags that come later have their middle values; those that came earlier have the values chosen so far.
+    """
+
+    testbed: Testbed
+    config: str
+    sweep: dict[str, list[Any]]
+    passed_on: Sequence[str]
+    ranks: int
+    grid: list[Flags] = field(default_factory=list)
+
+    @property
+    def size(self) -> int:
+        return 1 + sum(len(values) - 1 for values in self.sweep.values())
+
+    @property
+    def chosen(self) -> Flags | None:
+        """The point of the lowest loss; None if every run diverged."""
+        finished = [point for point in self.grid if point["loss"] is not None]
+        best = min(finished, key=lambda point: float(point["loss"]), default=None)
+        return best and {name: best[name] for name in self.sweep}
+
+    def round(self, number: int) -> list[tuple[Flags, Trial]]:
+        """The values and the run of every point of the flag with this number."""
+        start = self.chosen or {name: values[(len(values) - 1) // 2] for name, values in self.sweep.items()}
+        points = [{**start, name: value} for name, values in [*self.sweep.items()][number : number + 1] for value in values]
+        return [
+            (point, _trial(self.testbed, self.config, {**self.testbed.flags, **point}, self.passed_on, SWEEP_SEED, self.ranks))
+            for point in points
+        ]
+
+    def add(self, point: Flags, run: Run) -> None:
+        """Add the loss (null for a run that diverged) and the spikes of a point."""
+        measures = run.measures()
+        loss = measures["final_val_loss"]
+        measured = {**point, "loss": loss if math.isfinite(loss) else None, "spikes": measures.get("spikes")}
+        if measured not in self.grid:
+            self.grid.append(measured)
+
+
+def _arms(testbed: Testbed, recipe: Recipe | None, flags: argparse.Namespace, passed_on: Sequence[str]) -> list[_Arm]:
+    """The sweep of each side."""
     sweeps = {CONTROL: testbed.sweep}
     if recipe is not None:
         experiment = recipe.experiments.get(testbed.name)
@@ -72,16 +123,14 @@ def _grids(
         if (other := tuned_by(recipe.control, testbed)) is not None:
             sweeps = {recipe.control: other.experiments[testbed.name].sweep}
         sweeps[recipe.config] = experiment.sweep
-    sizes = {config: math.prod(map(len, sweep.values())) for config, sweep in sweeps.items()}
-    if len(set(sizes.values())) > 1:
-        told = " and ".join(f"{config} {size}" for config, size in sizes.items())
-        raise UsageError(f"--tune: the sweeps on {testbed.name} have different numbers of points ({told}); give both sides the same")
-    grids = {}
+    arms = []
     for config, sweep in sweeps.items():
-        points = [dict(zip(sweep, values, strict=True)) for values in product(*sweep.values())]
         ranks = ranks_of(recipe if recipe and config == recipe.config else None, testbed, flags)
-        grids[Path(config).stem] = [(point, _trial(testbed, config, point, passed_on, SWEEP_SEED, ranks)) for point in points]
-    return grids
+        arms.append(_Arm(testbed, config, sweep, passed_on, ranks))
+    if len({arm.size for arm in arms}) > 1:
+        told = " and ".join(f"{arm.config} {arm.size}" for arm in arms)
+        raise UsageError(f"--tune: the sweeps on {testbed.name} have different numbers of points ({told}); give both sides the same")
+    return arms
 
 
 def tuned_by(config: str, testbed: Testbed) -> Recipe | None:
@@ -91,31 +140,19 @@ def tuned_by(config: str, testbed: Testbed) -> Recipe | None:
     return next(tuned, None)
 
 
-def _trial(testbed: Testbed, config: str, changed: Flags, passed_on: Sequence[str], seed: int, ranks: int) -> Trial:
-    """The run of `config` on a testbed with some flags changed. Raises UsageError if it cannot run here."""
+def _trial(testbed: Testbed, config: str, settings: Flags, passed_on: Sequence[str], seed: int, ranks: int) -> Trial:
+    """The run of `config` on a testbed. Raises UsageError if it cannot run here."""
     try:
-        return plan_trial(config, [*as_words({**settings_on(testbed, config), **changed}), *passed_on, "--seed", str(seed)], ranks)
+        return plan_trial(config, [*as_words(settings), *passed_on, "--seed", str(seed)], ranks)
     except CannotRun as reason:
         raise UsageError(f"{config} on {testbed.name}: {reason}") from None
 
 
-def _measured(grid: Iterable[tuple[Flags, Run]]) -> dict[str, Any]:
-    """The loss (null for a run that diverged) and the spikes of each point, and the point of the lowest loss."""
-    points = []
-    for point, run in grid:
-        measures = run.measures()
-        loss = measures["final_val_loss"]
-        points.append({**point, "loss": loss if math.isfinite(loss) else None, "spikes": measures.get("spikes")})
-    finished = [point for point in points if point["loss"] is not None]
-    best = min(finished, key=lambda point: float(point["loss"]), default=None)
-    return {"grid": points, "chosen": best and {name: value for name, value in best.items() if name not in ("loss", "spikes")}}
-
-
-def edges(grid: Sequence[dict[str, Any]], chosen: dict[str, float] | None) -> list[str]:
-    """Which of the chosen values are not between others of the grid, in words."""
+def edges(grid: Sequence[Flags], chosen: Flags | None) -> list[str]:
+    """Which of the chosen numbers are not between others of the grid, in words. 0, which nothing is below, is no edge."""
     if chosen is None:
         return ["every run diverged"]
-    swept = {name: {point[name] for point in grid} for name in chosen}
+    swept = {name: {point[name] for point in grid} for name, value in chosen.items() if value and not isinstance(value, str)}
     at_edge = [name for name, values in swept.items() if len(values) > 1 and chosen[name] in (min(values), max(values))]
     return [f"{name} {chosen[name]:g} is at the edge of the grid, extend it" for name in at_edge]
 
@@ -134,8 +171,8 @@ def measure_noise(flags: argparse.Namespace, passed_on: Sequence[str]) -> tuple[
     seeds = range(NOISE_SEED, NOISE_SEED + (flags.seeds or NOISE_SEEDS))
     for name in flags.testbed:
         testbed = testbed_named(name)
-        ranks = ranks_of(None, testbed, flags)
-        micro_batch = _trial(testbed, CONTROL, {}, passed_on, 0, ranks).config.micro_batch_size
+        ranks, settings = ranks_of(None, testbed, flags), settings_on(testbed, CONTROL)
+        micro_batch = _trial(testbed, CONTROL, settings, passed_on, 0, ranks).config.micro_batch_size
         variants: dict[str, tuple[str, Flags]] = {
             "control": (CONTROL, {}),
             "precision": (CONTROL.replace("bf16", "fp32"), {}),
@@ -143,7 +180,7 @@ def measure_noise(flags: argparse.Namespace, passed_on: Sequence[str]) -> tuple[
             "trajectory": (CONTROL, {"perturb_init": PERTURBATION}),
         }
         trials = {
-            variant: [_trial(testbed, config, changed, passed_on, seed, ranks) for seed in seeds]
+            variant: [_trial(testbed, config, {**settings, **changed}, passed_on, seed, ranks) for seed in seeds]
             for variant, (config, changed) in variants.items()
         }
         runs = _train(flags, [list(of_seed) for of_seed in zip(*trials.values(), strict=True)])
@@ -215,26 +252,44 @@ def noise_lines(found: dict[str, Any]) -> list[str]:
 
 
 def draw_tuning(found: dict[str, Any], file: Path) -> None:
-    """Draw the final validation loss over the learning rate: a panel per testbed and side, a line per value of the other swept flag."""
-    panels = [(name, config, arm) for name, one in found.items() for config, arm in one["arms"].items()]
+    """Draw the final validation loss over the values of each swept flag: a row per testbed and side, a column per flag."""
+    rows = [(name, config, arm) for name, one in found.items() for config, arm in one["arms"].items()]
+    columns = max(len(_lines(arm["grid"])) for _, _, arm in rows)
     with rc_context({"text.parse_math": False, "axes.spines.top": False, "axes.spines.right": False}):
-        picture = Figure(figsize=(4.8 * len(panels), 3.8), dpi=110, layout="constrained")
-        row = picture.subplots(1, len(panels), squeeze=False)[0]
-        for axes, (name, config, arm) in zip(row, panels, strict=True):
-            others = [key for key in arm["grid"][0] if key not in ("lr", "loss", "spikes")]
-            lines: dict[str, list[tuple[float, float]]] = {}
-            for point in arm["grid"]:
-                label = ", ".join(f"{key} {point[key]:g}" for key in others)
-                lines.setdefault(label, []).append((point["lr"], math.nan if point["loss"] is None else point["loss"]))
-            for label, points in lines.items():
-                axes.plot(*zip(*sorted(points), strict=True), marker="o", markersize=4, linewidth=1.5, label=label)
-            if arm["chosen"]:
-                best = min(point["loss"] for point in arm["grid"] if point["loss"] is not None)
-                axes.plot(arm["chosen"]["lr"], best, marker="*", markersize=15, color="black", linestyle="", label=f"chosen: {best:.4f}")
-            axes.set_xscale("log", base=2)
-            axes.set_xticks(rates := sorted({point["lr"] for point in arm["grid"]}), [f"{rate:g}" for rate in rates])
-            axes.minorticks_off()
-            axes.set(title=f"{config}\non {name}", xlabel="peak learning rate", ylabel="final validation loss (nats per token)")
-            axes.grid(alpha=0.25)
-            axes.legend(fontsize=8, frameon=False)
+        picture = Figure(figsize=(3.2 * columns + 1, 3 * len(rows)), dpi=110, layout="constrained")
+        for row, (name, config, arm) in zip(picture.subplots(len(rows), columns, squeeze=False, sharey="row"), rows, strict=True):
+            row[0].set(title=f"{config} on {name}", ylabel="final validation loss (nats per token)")
+            row[0].title.set_horizontalalignment("left")
+            row[0].title.set_position((0, 1))
+            for axes in row[len(_lines(arm["grid"])) :]:
+                axes.set_axis_off()
+            for axes, (flag, points) in zip(row, _lines(arm["grid"]).items(), strict=False):
+                losses = [math.nan if point["loss"] is None else point["loss"] for point in points]
+                axes.plot(losses, marker="o", markersize=4, linewidth=1.5)
+                axes.set_xticks(range(len(points)), [_short(point[flag]) for point in points], rotation=20 * (len(points) > 4))
+                axes.margins(x=0.15)
+                axes.set_xlabel(FLAGS.get(flag, flag))
+                axes.grid(alpha=0.25)
+                if arm["chosen"]:
+                    place = [point[flag] for point in points].index(arm["chosen"][flag])
+                    axes.plot(place, losses[place], marker="*", markersize=14, color="black", linestyle="")
         picture.savefig(file)
+
+
+def _lines(grid: Sequence[Flags]) -> dict[str, list[Flags]]:
+    """For each flag of a sweep, its points in ascending order: those that agree in all other flags, which were varied in its turn."""
+    lines = {}
+    for flag in (key for key in grid[0] if key not in ("loss", "spikes")):
+        agreeing: dict[str, list[Flags]] = {}
+        for point in grid:
+            others = {key: value for key, value in point.items() if key not in (flag, "loss", "spikes")}
+            agreeing.setdefault(str(others), []).append(point)
+        points = max(agreeing.values(), key=len)
+        if len(points) > 1:
+            lines[flag] = sorted(points, key=lambda point: point[flag])
+    return lines
+
+
+def _short(value: Any) -> str:
+    """A value on an axis: of `KEY=VALUE`, the last part of the key and the value."""
+    return value.rpartition(".")[2].replace("=", "\n") if isinstance(value, str) else f"{value:g}"

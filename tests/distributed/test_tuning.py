@@ -28,7 +28,7 @@ def tiny(corpus, tmp_path, monkeypatch) -> str:
         "title": "tiny",
         "device": "cpu",
         "flags": flags,
-        "sweep": {"lr": RATES, "warmup_steps": [0]},
+        "sweep": {"lr": RATES, "warmup_steps": [0, 1], "set": ["gradient_clipping=1.0", "gradient_clipping=0.01"]},
         "tuned": {"lr": 1e-2, "warmup_steps": 1},
         "target_loss": 1.0,
     }
@@ -53,15 +53,20 @@ def flags(testbed: str, folder: Path, *recipes: str, seeds: int | None = None) -
 
 def test_a_sweep_chooses_the_lowest_loss_and_reuses_its_runs(tiny, tmp_path, capfd):
     found, lines, runs = tuning.tune(flags(tiny, tmp_path), [])
-    assert [run.description["lr"] for run in runs] == RATES
     arm = found["tiny"]["arms"]["zero0_bf16"]
-    assert [point["lr"] for point in arm["grid"]] == RATES and found["tiny"]["seed"] == tuning.SWEEP_SEED
-    losses = {point["lr"]: point["loss"] for point in arm["grid"]}
-    assert arm["chosen"] == {"lr": min(losses, key=losses.__getitem__), "warmup_steps": 0}
-    assert lines == [f"tiny, zero0_bf16: {arm['chosen']} is best"]
+    grid = [(point["lr"], point["warmup_steps"], point["set"]) for point in arm["grid"]]
+    assert [run.description["lr"] for run in runs[:3]] == RATES and found["tiny"]["seed"] == tuning.SWEEP_SEED
+    one, other = "gradient_clipping=1.0", "gradient_clipping=0.01"
+    assert grid[:4] == [(1e-4, 0, one), (1e-2, 0, one), (5.0, 0, one), (1e-2, 1, one)], "one flag after another, from the best so far"
+    assert len(grid) == len(runs) == 5 and grid[4] == (1e-2, grid[4][1], other)
+    best = min(arm["grid"], key=lambda point: point["loss"])
+    assert arm["chosen"] == {name: best[name] for name in ("lr", "warmup_steps", "set")}
+    assert lines[0].startswith(f"tiny, zero0_bf16: {arm['chosen']} is best")
+    assert grid[4][1] == min(arm["grid"][1], arm["grid"][3], key=lambda point: point["loss"])["warmup_steps"]
     (file,) = tuning.write_tuning(found, None, tmp_path / "new" / "out", publish=False)
     assert json.loads(file.read_text()) == found and file.with_suffix(".png").read_bytes()[:4] == b"\x89PNG"
-    assert "training 3 runs" in capfd.readouterr().out
+    said = capfd.readouterr().out
+    assert "a sweep in 3 rounds" in said and [f"training {number} runs" in said for number in (3, 1)] == [True, True]
     assert tuning.tune(flags(tiny, tmp_path), [])[0]["tiny"]["arms"] == found["tiny"]["arms"]
     assert "training" not in capfd.readouterr().out
 
@@ -71,6 +76,9 @@ def test_an_optimum_at_the_edge_is_said():
     assert tuning.edges([one | {"warmup_steps": 50} for one in grid], {"lr": 2e-3, "warmup_steps": 50}) == [], "the only value is no edge"
     assert tuning.edges(grid, {"lr": 1e-3}) == ["lr 0.001 is at the edge of the grid, extend it"]
     assert tuning.edges(grid, {"lr": 2e-3}) == []
+    assert (
+        tuning.edges([{**one, "min_lr": end, "set": "a=1"} for one, end in zip(grid, (0, 1e-4, 2e-4))], {"min_lr": 0, "set": "a=1"}) == []
+    )
     assert tuning.edges(grid, None) == ["every run diverged"]
 
 
@@ -78,7 +86,7 @@ def test_both_sides_have_grids_of_one_size(tiny, tmp_path, monkeypatch):
     recipe = read_recipe(ROOT / "recipes/curriculum_learning")
     swept = dataclasses.replace(recipe, experiments={"tiny": Experiment(seeds=2, sweep={"lr": [1e-3, 1e-2]})})
     monkeypatch.setattr(tuning, "read_recipe", lambda folder: swept)
-    with pytest.raises(UsageError, match=r"different numbers of points \(ds_configs/zero0_bf16.json 3 and .*curriculum_learning.json 2\)"):
+    with pytest.raises(UsageError, match=r"different numbers of points \(ds_configs/zero0_bf16.json 5 and .*curriculum_learning.json 2\)"):
         tuning.tune(flags(tiny, tmp_path, "recipes/curriculum_learning"), [])
     assert not (tmp_path / "trials").exists()
 
