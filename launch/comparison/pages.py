@@ -305,8 +305,8 @@ def testbeds_part(cells: list[Published]) -> str:
         blocks += [f"## {name}", f"{testbed.title}. {'On a GPU.' if testbed.device == 'cuda' else 'On a CPU.'} {testbed.reason}".rstrip()]
         rows = [f"| {key} | {'yes' if value is True else value} |" for key, value in testbed.flags.items()]
         tuned = "tuned" if (TESTBEDS / name / "tuning.json").exists() else "not tuned yet"
-        rows += [f"| {key}, {tuned} | {value:g} |" for key, value in testbed.tuned.items()]
-        rows += [f"| {key}, swept over | {', '.join(f'{value:g}' for value in values)} |" for key, values in testbed.sweep.items()]
+        rows += [f"| {key}, {tuned} | {_words(value)} |" for key, value in testbed.tuned.items()]
+        rows += [f"| {key}, swept over | {', '.join(map(_words, values))} |" for key, values in testbed.sweep.items()]
         rows += [f"| ranks | {testbed.ranks} |", f"| target loss | {testbed.target_loss:g} |"]
         blocks.append("\n".join(["| setting | value |", "|---|---|", *rows]))
         blocks += _noise(name)
@@ -317,6 +317,11 @@ def testbeds_part(cells: list[Published]) -> str:
         own = ", ".join(f"[{one.recipe.name}](../{one.recipe.name}/README.md)" for one in cells if one.testbed.name == name)
         blocks.append(f"Recipes: {own}." if own else "No recipe is compared on it yet.")
     return "\n" + "\n\n".join(blocks) + "\n\n"
+
+
+def _words(value: Any) -> str:
+    """A flag's value in a table."""
+    return f"{value:g}" if isinstance(value, (int, float)) else f"`{value}`"
 
 
 def _noise(testbed: str) -> Iterator[str]:

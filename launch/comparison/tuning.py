@@ -1,8 +1,8 @@
 """The experiments that set up a testbed, for `launch/compare.py --tune` and `--noise`: sweeps of training settings, and null experiments.
 
 A sweep varies the flags of control and recipe one after another, with a seed that no verdict uses, and chooses the values of the lowest
-final validation loss. Both sides have the same number of runs. A null experiment compares two configurations whose true difference is zero; the
-standard deviation of their difference is the noise of the testbed.
+final validation loss. Both sides have the same number of runs. A null experiment compares two configurations whose true difference is
+zero; the standard deviation of their difference is the noise of the testbed.
 """
 
 from __future__ import annotations
