@@ -285,7 +285,7 @@ def _lines(grid: Sequence[Flags]) -> dict[str, list[Flags]]:
             others = {key: value for key, value in point.items() if key not in (flag, "loss", "spikes")}
             agreeing.setdefault(str(others), []).append(point)
         points = max(agreeing.values(), key=len)
-        if len(points) > 1:
+        if len(points) > 1 or not lines:
             lines[flag] = sorted(points, key=lambda point: point[flag])
     return lines
 
