@@ -33,7 +33,7 @@ CONTROL = "ds_configs/zero0_bf16.json"
 SWEEP_SEED = 0
 NOISE_SEED, NOISE_SEEDS = 101, 5
 #: What the axes of a sweep's picture say for a flag.
-FLAGS = {"lr": "peak learning rate", "min_lr": "learning rate at the end", "warmup_steps": "steps of warm-up", "set": "--set"}
+FLAGS = {"lr": "peak learning rate", "min_lr": "learning rate at the end", "warmup_steps": "steps of warm-up"}
 #: The relative perturbation of the initial weights in the trajectory null.
 PERTURBATION = 1e-3
 
@@ -268,7 +268,8 @@ def draw_tuning(found: dict[str, Any], file: Path) -> None:
                 axes.plot(losses, marker="o", markersize=4, linewidth=1.5)
                 axes.set_xticks(range(len(points)), [_short(point[flag]) for point in points], rotation=20 * (len(points) > 4))
                 axes.margins(x=0.15)
-                axes.set_xlabel(FLAGS.get(flag, flag))
+                key = points[0][flag].partition("=")[0] if flag == "set" else FLAGS.get(flag, flag)
+                axes.set_xlabel(key)
                 axes.grid(alpha=0.25)
                 if arm["chosen"]:
                     place = [point[flag] for point in points].index(arm["chosen"][flag])
@@ -291,5 +292,5 @@ def _lines(grid: Sequence[Flags]) -> dict[str, list[Flags]]:
 
 
 def _short(value: Any) -> str:
-    """A value on an axis: of `KEY=VALUE`, the last part of the key and the value."""
-    return value.rpartition(".")[2].replace("=", "\n") if isinstance(value, str) else f"{value:g}"
+    """A value on an axis; of `KEY=VALUE`, the value."""
+    return value.partition("=")[2] if isinstance(value, str) else f"{value:g}"
