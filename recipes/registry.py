@@ -38,7 +38,8 @@ class Testbed:
         title: the model and the budget in one line.
         device: "cpu" or "cuda"; the testbed is used only there.
         flags: of `launch/pretrain.py`, the same for all runs: model, corpus, tokens, batch, evaluations.
-        sweep: flag -> the values of the control's sweep, a number or a word each, in ascending order. One flag is varied after another.
+        sweep: flag -> the values of the control's sweep, a number or a word each. One flag is varied after another; it
+            starts at its first value.
         tuned: flag -> the value chosen from the sweep. Runs take it unless their recipe is tuned itself.
         target_loss: nats per token of validation text; times and tokens are compared where a run first reaches it.
         ranks: of each run, unless the recipe states another number.

@@ -73,7 +73,7 @@ def tune(flags: argparse.Namespace, passed_on: Sequence[str]) -> tuple[dict[str,
 class _Arm:
     """The sweep of one side on a testbed: its flags are varied one after another (coordinate descent).
 
-    The flags that come later have their middle values; those that came earlier have the values chosen so far.
+    Flags that are still to come have the first of their values; those before have the values chosen so far.
     """
 
     testbed: Testbed
@@ -96,7 +96,7 @@ class _Arm:
 
     def round(self, number: int) -> list[tuple[Flags, Trial]]:
         """The values and the run of every point of the flag with this number."""
-        start = self.chosen or {name: values[(len(values) - 1) // 2] for name, values in self.sweep.items()}
+        start = self.chosen or {name: values[0] for name, values in self.sweep.items()}
         points = [{**start, name: value} for name, values in [*self.sweep.items()][number : number + 1] for value in values]
         return [
             (point, _trial(self.testbed, self.config, {**self.testbed.flags, **point}, self.passed_on, SWEEP_SEED, self.ranks))

@@ -17,12 +17,12 @@ from recipes import registry
 from recipes.registry import ROOT, Experiment, read_recipe, read_testbed
 
 SHAPE = {"n_layer": 1, "n_head": 2, "d_model": 32, "seq_len": 32, "preset": "nano"}
-RATES = [1e-4, 1e-2, 5.0]
+RATES = [1e-2, 1e-4, 5.0]
 
 
 @pytest.fixture
 def tiny(corpus, tmp_path, monkeypatch) -> str:
-    """The name of a testbed of a model with one block, four steps and three learning rates, of which the second is best."""
+    """The name of a testbed of a model with one block, four steps and three learning rates, of which the first is best."""
     flags = {**SHAPE, "data": str(corpus), "global_batch_size": 4, "micro_batch_size": 4, "steps": 4, "eval_every": 2, "eval_batches": 1}
     testbed = {
         "title": "tiny",
@@ -57,12 +57,12 @@ def test_a_sweep_chooses_the_lowest_loss_and_reuses_its_runs(tiny, tmp_path, cap
     grid = [(point["lr"], point["warmup_steps"], point["set"]) for point in arm["grid"]]
     assert [run.description["lr"] for run in runs[:3]] == RATES and found["tiny"]["seed"] == tuning.SWEEP_SEED
     one, other = "gradient_clipping=1.0", "gradient_clipping=0.01"
-    assert grid[:4] == [(1e-4, 0, one), (1e-2, 0, one), (5.0, 0, one), (1e-2, 1, one)], "one flag after another, from the best so far"
+    assert grid[:4] == [(1e-2, 0, one), (1e-4, 0, one), (5.0, 0, one), (1e-2, 1, one)], "one flag after another, from the best so far"
     assert len(grid) == len(runs) == 5 and grid[4] == (1e-2, grid[4][1], other)
     best = min(arm["grid"], key=lambda point: point["loss"])
     assert arm["chosen"] == {name: best[name] for name in ("lr", "warmup_steps", "set")}
     assert lines[0].startswith(f"tiny, zero0_bf16: {arm['chosen']} is best")
-    assert grid[4][1] == min(arm["grid"][1], arm["grid"][3], key=lambda point: point["loss"])["warmup_steps"]
+    assert grid[4][1] == min(arm["grid"][0], arm["grid"][3], key=lambda point: point["loss"])["warmup_steps"]
     (file,) = tuning.write_tuning(found, None, tmp_path / "new" / "out", publish=False)
     assert json.loads(file.read_text()) == found and file.with_suffix(".png").read_bytes()[:4] == b"\x89PNG"
     said = capfd.readouterr().out
