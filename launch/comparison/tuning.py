@@ -279,7 +279,7 @@ def draw_tuning(found: dict[str, Any], file: Path) -> None:
 
 def _lines(grid: Sequence[Flags]) -> dict[str, list[Flags]]:
     """For each flag of a sweep, its points in ascending order: those that agree in all other flags, which were varied in its turn."""
-    lines = {}
+    lines: dict[str, list[Flags]] = {}
     for flag in (key for key in grid[0] if key not in ("loss", "spikes")):
         agreeing: dict[str, list[Flags]] = {}
         for point in grid:
