@@ -51,9 +51,10 @@ def tune(flags: argparse.Namespace, passed_on: Sequence[str]) -> tuple[dict[str,
     recipe = read_recipe(flags.recipe[0]) if flags.recipe else None
     arms = [arm for name in flags.testbed for arm in _arms(testbed_named(name), recipe, flags, passed_on)]
     rounds = max(len(arm.sweep) for arm in arms)
-    every = {trial.name: trial for number in range(rounds) for arm in arms for _, trial in arm.round(number)}
-    if left := [trial for trial in every.values() if not is_finished(Path(flags.runs_dir) / trial.name)]:
-        print_once(f"a sweep in {rounds} rounds, a flag in each; to train: {estimate(fitting_groups(left, flags.at_once))}")
+    begun = [Path(flags.runs_dir) / trial.name for arm in arms for _, trial in arm.round(0)]
+    if not all(map(is_finished, begun)):
+        every = {trial.name: trial for number in range(rounds) for arm in arms for _, trial in arm.round(number)}
+        print_once(f"a sweep in {rounds} rounds, a flag in each; whole: {estimate(fitting_groups([*every.values()], flags.at_once))}")
     runs: dict[str, Run] = {}
     for number in range(rounds):
         planned = [(arm, point, trial) for arm in arms for point, trial in arm.round(number)]
