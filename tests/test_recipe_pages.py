@@ -69,6 +69,7 @@ def test_the_six_changed_claims_are_told():
 # --- with made-up results -------------------------------------------------------------------------------------------------------------
 
 RECIPE, TESTBED, SEEDS = "zero_1", "nano-0.5M", 5
+LR = read_testbed(TESTBED).tuned["lr"]
 
 
 @pytest.fixture
@@ -85,7 +86,7 @@ def tree(tmp_path, monkeypatch):
         monkeypatch.setattr(module, "TESTBEDS", copy / "recipes" / "testbeds")
     monkeypatch.setattr(pages, "INDEX", copy / "recipes" / "README.md")
     monkeypatch.setattr(pages, "README", copy / "README.md")
-    write_tuning(copy, 0.002)
+    write_tuning(copy, LR)
     commit(copy, "init", "-q")
     return copy
 
@@ -177,7 +178,7 @@ def test_the_page_of_the_testbeds_shows_sweep_and_noise(tree):
     folder = tree / "recipes" / "testbeds" / TESTBED
     assert "The noise: not measured yet." in pages.testbeds_part([])
     (folder / "tuning.json").unlink()
-    assert "| lr, not tuned yet | 0.002 |" in pages.testbeds_part([])
+    assert f"| lr, not tuned yet | {LR:g} |" in pages.testbeds_part([])
     grid = [{"lr": lr, "warmup_steps": 50, "loss": loss, "spikes": 0} for lr, loss in ((0.001, 5.0), (0.002, 4.9), (0.004, None))]
     arms = {"zero0_bf16": {"grid": grid, "chosen": {"lr": 0.002, "warmup_steps": 50}}}
     (folder / "tuning.json").write_text(json.dumps({TESTBED: {"commit": "a" * 40, "machine": "m", "seed": 0, "arms": arms}}))
@@ -188,7 +189,7 @@ def test_the_page_of_the_testbeds_shows_sweep_and_noise(tree):
         "| fp32 instead of bf16 | 0.01000 | 3 |" in text and "| another seed (the losses of the control themselves) | 0.10000 | 3 |" in text
     )
     assert "Measured on AMD EPYC, 2 cores, commit bbbbbbb." in text
-    assert f"]({TESTBED}/tuning.png)" in text and "| lr, tuned | 0.002 |" in text
+    assert f"]({TESTBED}/tuning.png)" in text and f"| lr, tuned | {LR:g} |" in text
     draw = pages.pictures([])[folder / "tuning.png"]
     draw(folder / "tuning.png")
     assert (folder / "tuning.png").stat().st_size > 10_000
@@ -282,16 +283,16 @@ def test_a_run_that_was_begun_with_other_code_is_not_published(tree, make):
 
 def test_a_testbed_that_was_not_tuned_is_not_published(tree, make):
     write_tuning(tree, lr=0.004)
-    with pytest.raises(UsageError, match=r"tuning.json: chose \{'lr': 0.004, 'warmup_steps': 100\}, and \{'lr': 0.002"):
+    with pytest.raises(UsageError, match=rf"tuning.json: chose \{{.*'lr': 0.004.*\}}, and \{{.*'lr': {LR}"):
         publish.publish(make())
     (tree / "recipes" / "testbeds" / TESTBED / "tuning.json").unlink()
     with pytest.raises(UsageError, match=r"tuning\.json: has no sweep of ds_configs/zero0_bf16\.json on nano-0\.5M; run --tune"):
         publish.publish(make())
-    write_tuning(tree, lr=0.002, others=(0.004,))
-    with pytest.raises(UsageError, match=r"tuning\.json: lr 0\.002 is at the edge of the grid, extend it; run --tune"):
+    write_tuning(tree, lr=LR, others=(2 * LR,))
+    with pytest.raises(UsageError, match=rf"tuning\.json: lr {LR:g} is at the edge of the grid, extend it; run --tune"):
         publish.publish(make())
     assert not (tree / "recipes" / RECIPE / "results.json").exists()
-    write_tuning(tree, lr=0.002, others=(0.001, 0.004))
+    write_tuning(tree, lr=LR, others=(LR / 2, 2 * LR))
     publish.publish(make())
 
 

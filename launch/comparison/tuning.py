@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -288,8 +289,12 @@ def _lines(grid: Sequence[Flags]) -> dict[str, list[Flags]]:
             agreeing.setdefault(str(others), []).append(point)
         points = max(agreeing.values(), key=len)
         if len(points) > 1 or not lines:
-            lines[flag] = sorted(points, key=lambda point: point[flag])
+            lines[flag] = sorted(points, key=lambda point: _numbers_in(point[flag]))
     return lines
+
+
+def _numbers_in(value: Any) -> list[float]:
+    return [float(number) for number in re.findall(r"\d+\.?\d*", value)] if isinstance(value, str) else [value]
 
 
 def _short(value: Any) -> str:
