@@ -145,7 +145,7 @@ def measured_part(recipe: Recipe, own: list[Published]) -> str:
     if any(one.pair for one in own):
         blocks.append(f"![Validation loss over tokens, and the difference to the control, of {recipe.name} on each testbed](loss.png)")
     if (ROOT / "recipes" / recipe.name / "tuning.json").exists():
-        blocks.append("![Final validation loss over the learning rate, of the recipe and its control](tuning.png)")
+        blocks.append("![Final validation loss over each swept setting, of the recipe and its control](tuning.png)")
     if recipe.history:
         blocks.append("**History.**")
         blocks.append("\n".join(f"- {sentence}" for sentence in recipe.history))
@@ -311,7 +311,7 @@ def testbeds_part(cells: list[Published]) -> str:
         blocks.append("\n".join(["| setting | value |", "|---|---|", *rows]))
         blocks += _noise(name)
         if (TESTBEDS / name / "tuning.json").exists():
-            blocks.append(f"![Final validation loss of the control over the learning rate on {name}]({name}/tuning.png)")
+            blocks.append(f"![Final validation loss of the control over each swept setting on {name}]({name}/tuning.png)")
         else:
             blocks.append(f"The sweep: {UNMEASURED}.")
         own = ", ".join(f"[{one.recipe.name}](../{one.recipe.name}/README.md)" for one in cells if one.testbed.name == name)
