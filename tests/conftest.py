@@ -123,12 +123,6 @@ def on_this_machine(expression: str) -> bool:
 
 
 @pytest.fixture(scope="session")
-def has_fp16() -> bool:
-    """Whether this machine's processor or GPU computes in fp16, as DeepSpeed sees it."""
-    return on_this_machine("accelerator.is_fp16_supported()")
-
-
-@pytest.fixture(scope="session")
 def has_libaio() -> bool:
     """Whether DeepSpeed's async_io can be built here, with which it offloads to a drive."""
     return on_this_machine("accelerator.create_op_builder('AsyncIOBuilder').is_compatible()")

@@ -12,7 +12,6 @@ import pytest
 from launch.config.run_config import resolve
 from launch.formats.json_lines import read_json
 from recipes.registry import read_recipe, recipe_names
-from tests.commands import run_script
 from tests.helpers import recipe_flags, skip_unless_the_device_can
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -123,21 +122,7 @@ def test_it_trains_on_cuda(name, ranks, corpus, tmp_path, pools):
 
 
 @pytest.mark.parametrize("name", [name for name in GRID if name.endswith("fp16")])
-def test_fp16_trains_where_there_is_fp16(name, has_fp16, corpus, tmp_path, two_ranks):
-    if not has_fp16:
-        pytest.skip("this processor has no fp16 arithmetic (oneDNN says so)")
+def test_fp16_trains_on_any_processor(name, corpus, tmp_path, two_ranks):
     lines, _ = two_ranks.run("tests.distributed.jobs:pretrain", flags=flags(name, corpus, tmp_path, "--set", "fp16.initial_scale_power=8"))
     assert all(math.isfinite(line["loss"]) for line in lines)
     assert lines[-1]["loss"] < lines[0]["loss"] - 0.1
-
-
-def test_fp16_is_refused_in_one_line_where_there_is_none(has_fp16, corpus, tmp_path):
-    if has_fp16:
-        pytest.skip("this machine has fp16 arithmetic")
-    done = run_script("launch/pretrain.py", *flags("zero2_fp16", corpus, tmp_path))
-    assert done.returncode == 2, done.stderr
-    errors = [line for line in done.stderr.splitlines() if line.startswith("error:")]
-    assert len(errors) == 1
-    assert "fp16 is enabled" in errors[0]
-    assert "ds_configs/zero2_bf16.json" in errors[0]
-    assert "Traceback" not in done.stderr

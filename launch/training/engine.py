@@ -28,6 +28,7 @@ from launch.config.schedule import TOKEN_SCHEDULE, warmup_cosine
 from launch.errors import TrainingFailed, UsageError
 from launch.training import corrections
 from launch.training.distributed import Collectives, load_extension, without_compiled_muon
+from launch.training.half_products import train_on_cpu_in
 from launch.training.mean_norm import MeanNorm
 from launch.training.start_from import fill_masters, fill_model
 from model.gpt import GPT, weight_decay_groups
@@ -162,6 +163,8 @@ def start_engine(config: RunConfig, techniques: Technique, collectives: Collecti
         UsageError: the hosts resolved `"bf16": {"enabled": "auto"}` differently, or DeepSpeed does not support a combination of values.
     """
     _agree_on_precision(config, collectives)
+    if collectives.device.type == "cpu":
+        train_on_cpu_in(config.precision)
     model_config = config.model_config
     deepspeed_config = _deepspeed_config(config)
     if config.quantizes_weights:
@@ -223,11 +226,6 @@ def check_device(config: RunConfig) -> None:
         UsageError: a line for each such value of the JSON.
     """
     device, faults = get_accelerator().device_name(), []
-    if config.precision == "fp16" and not get_accelerator().is_fp16_supported():
-        faults.append(
-            f"{config.config_file}: fp16 is enabled, but this {device} has no fp16 arithmetic; "
-            f"use the bf16 or the fp32 JSON of the same stage (ds_configs/zero{config.zero_stage}_bf16.json)"
-        )
     for path, capability in config.cuda_only.items():
         if (lacking := _lacking(device, capability)) is not None:
             place = config.where(tuple(path.split(".")))

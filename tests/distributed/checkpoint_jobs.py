@@ -16,7 +16,6 @@ from launch.training.checkpoint import Checkpoints
 from launch.training.distributed import start_ranks
 from launch.training.engine import start_engine
 from recipes.registry import make_techniques
-from tests.distributed.correction_jobs import fp16_allowed
 from tests.distributed.jobs import forget_engines
 
 
@@ -26,24 +25,23 @@ def load_each(flags: list[str], runs: list[str]) -> list[dict[str, Any]]:
     Of each: `step`, a digest of the `content` of this rank's engine and techniques, the `log`, and in place of the first two `refused`,
     the lines of a UsageError.
     """
-    with fp16_allowed():
-        config, _ = resolve([*flags, "--quiet"])
-        collectives = start_ranks()
-        techniques = make_techniques(config)
-        engine = start_engine(config, techniques, collectives)
-        found = []
-        for run in map(Path, runs):
-            log: list[str] = []
-            run_id = json.loads((run / "run.json").read_text()).get("run_id")
-            checkpoints = Checkpoints(run / "checkpoints", 9, engine.deepspeed, techniques, collectives, lambda: None, log.append, run_id)
-            try:
-                state = checkpoints.load_newest()
-                content = _content([engine.deepspeed.module.state_dict(), engine.deepspeed.optimizer.state_dict(), techniques.state_dict()])
-                found.append({"step": state and state["step"], "content": content, "log": log})
-            except UsageError as refused:
-                found.append({"refused": refused.faults, "log": log})
-        forget_engines()
-        return found
+    config, _ = resolve([*flags, "--quiet"])
+    collectives = start_ranks()
+    techniques = make_techniques(config)
+    engine = start_engine(config, techniques, collectives)
+    found = []
+    for run in map(Path, runs):
+        log: list[str] = []
+        run_id = json.loads((run / "run.json").read_text()).get("run_id")
+        checkpoints = Checkpoints(run / "checkpoints", 9, engine.deepspeed, techniques, collectives, lambda: None, log.append, run_id)
+        try:
+            state = checkpoints.load_newest()
+            content = _content([engine.deepspeed.module.state_dict(), engine.deepspeed.optimizer.state_dict(), techniques.state_dict()])
+            found.append({"step": state and state["step"], "content": content, "log": log})
+        except UsageError as refused:
+            found.append({"refused": refused.faults, "log": log})
+    forget_engines()
+    return found
 
 
 def _content(state: Any) -> str:

@@ -64,20 +64,6 @@ def engine_as_shipped() -> Iterator[None]:
         gc.collect()
 
 
-@contextlib.contextmanager
-def fp16_allowed() -> Iterator[None]:
-    """fp16 tensors compute on any CPU, slowly where it has no fp16 arithmetic; DeepSpeed refuses those. Tiny models can wait."""
-    from deepspeed.accelerator import get_accelerator
-
-    kind = type(get_accelerator())
-    original = kind.is_fp16_supported
-    kind.is_fp16_supported = lambda self: True
-    try:
-        yield
-    finally:
-        kind.is_fp16_supported = original
-
-
 def start(corpus: str, stage: int, precision: str, *flags: str, without: str | None = None) -> TrainingEngine:
     """Start an engine with all corrections, or without the one named. Only inside `engine_as_shipped`."""
     if without:
@@ -118,7 +104,7 @@ def norm_error(corpus: str, without: str | None = None) -> dict[str, Any]:
 
 def fp16_update(corpus: str, stage: int, clipping: float, without: str | None = None) -> dict[str, Any]:
     """Size of one plain SGD update in fp16 at a static loss scale of 1,024, and the gradient norm that was reported."""
-    with engine_as_shipped(), fp16_allowed():
+    with engine_as_shipped():
         # SGD, unlike Adam, does not hide a wrong factor in the gradient.
         engine = start(
             corpus,
@@ -144,7 +130,7 @@ def fp16_update(corpus: str, stage: int, clipping: float, without: str | None = 
 
 def update_while_the_scale_grows(corpus: str, without: str | None = None) -> list[float]:
     """Size of two plain SGD updates on one batch at stage 0 in fp16; the loss scale doubles in the second."""
-    with engine_as_shipped(), fp16_allowed():
+    with engine_as_shipped():
         engine = start(
             corpus,
             0,
@@ -224,7 +210,7 @@ def probe_on_an_engine_that_forgets(corpus: str, stage: int, offload: bool) -> b
 
 def probes_on_a_mended_engine(corpus: str) -> dict[str, Any]:
     """What the probes say, and what is applied, where the engine has already been mended (here: by our own corrections)."""
-    with engine_as_shipped(), fp16_allowed():
+    with engine_as_shipped():
         corrections.keep_weights_at_start()
         corrections.take_norms_in_fp64()
         corrections.scale_like_zero()
@@ -254,7 +240,7 @@ def bf16_losses(corpus: str, stage: int) -> list[float]:
 
 def scales_while_overflowing(corpus: str, stage: int, without: str | None = None) -> dict[str, Any]:
     """The loss scale in force over steps of which the first four overflow, from 16 down to a minimum of 4, and how it ended."""
-    with engine_as_shipped(), fp16_allowed():
+    with engine_as_shipped():
         options = {"initial_scale_power": 4, "hysteresis": 2, "min_loss_scale": 4, "loss_scale_window": 2}
         flags = [part for key, value in options.items() for part in ("--set", f"fp16.{key}={value}")]
         engine = start(corpus, stage, "fp16", *flags, without=without)
@@ -272,7 +258,7 @@ def scales_while_overflowing(corpus: str, stage: int, without: str | None = None
 
 def update_at_an_initial_scale_of_one(corpus: str, without: str | None = None) -> list[float]:
     """Gradient norms at stage 0 in fp16 while the scale grows from 1, on one batch and with a learning rate of nothing."""
-    with engine_as_shipped(), fp16_allowed():
+    with engine_as_shipped():
         flags = ["--set", "fp16.initial_scale_power=0", "--set", "fp16.loss_scale_window=1", "--set", "wall_clock_breakdown=true"]
         engine = start(corpus, 0, "fp16", *flags, without=without)
         norms = []

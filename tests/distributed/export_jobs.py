@@ -10,7 +10,6 @@ from deepspeed.utils import safe_get_full_fp32_param
 
 from launch.errors import UsageError
 from launch.training.checkpoint import Checkpoints
-from tests.distributed.correction_jobs import fp16_allowed
 from tests.distributed.jobs import pretrain
 
 #: Beside the checkpoints, in the run's folder.
@@ -42,8 +41,7 @@ def pretrain_and_keep(runs: list[list[str]]) -> list[str]:
 
 def _refusal(flags: list[str]) -> str:
     try:
-        with fp16_allowed():
-            pretrain(flags)
+        pretrain(flags)
     except UsageError as refused:
         return str(refused)
     return ""

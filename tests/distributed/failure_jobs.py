@@ -11,14 +11,11 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import torch
-
 from launch.errors import TrainingFailed
 from launch.training import checkpoint, engine, snapshot
 from launch.training.engine import TrainingEngine
 from launch.training.observers import Observer
 from launch.training.snapshot import Snapshots
-from tests.distributed.correction_jobs import fp16_allowed
 from tests.distributed.jobs import pretrain
 
 
@@ -45,7 +42,7 @@ def loss_times(factor: float, steps: Sequence[int], rank: int, micro_step: int =
 
 def pretrain_until_it_fails(flags: list[str], **disturbed: Any) -> str:
     """Train in this process group, `disturbed` as `loss_times` says, and return the line on which the run ended."""
-    with fp16_allowed(), loss_times(**disturbed):
+    with loss_times(**disturbed):
         try:
             pretrain(flags)
         except TrainingFailed as reason:
@@ -97,41 +94,8 @@ def settings_after(flags: list[str]) -> list[dict[str, Any]]:
 
 def fp16_run(flags: list[str], overflows: Sequence[int], rank: int, micro_step: int) -> dict[str, Any]:
     """`pretrain_with_digest` in fp16 while the loss of one micro-batch of the steps `overflows` is infinite on one rank."""
-    with fp16_allowed(), loss_times(float("inf"), overflows, rank, micro_step):
+    with loss_times(float("inf"), overflows, rank, micro_step):
         return pretrain_with_digest(flags)
-
-
-def pretrain_in_fp16(flags: list[str], fast: bool = False) -> list[dict[str, Any]]:
-    """`pretrain` in fp16, also on a processor that computes it slowly; `fast`: with the products of `_HalfLinear`."""
-    linear = torch.nn.functional.linear
-    with fp16_allowed():
-        if fast:
-            torch.nn.functional.linear = lambda x, *weights: (_HalfLinear.apply if x.dtype == torch.float16 else linear)(x, *weights)
-        try:
-            return pretrain(flags)
-        finally:
-            torch.nn.functional.linear = linear
-
-
-class _HalfLinear(torch.autograd.Function):
-    """torch's linear layer for fp16 as a GPU computes it: exact products of fp16 numbers, added up in fp32, and rounded once.
-
-    Torch's own kernel gives the same numbers; on a processor without fp16 arithmetic it takes 11 minutes for 200 steps of `nano`.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        ctx.save_for_backward(x, weight)
-        product = x.float() @ weight.float().t()
-        return (product if bias is None else product + bias.float()).half()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        x, weight = ctx.saved_tensors
-        gradient = gradient.float()
-        rows = gradient.flatten(0, -2)
-        of_bias = rows.sum(0).half() if ctx.needs_input_grad[2] else None
-        return (gradient @ weight.float()).half(), (rows.t() @ x.float().flatten(0, -2)).half(), of_bias
 
 
 # --- checkpoints that are written beside training --------------------------------------------------------------------------------------

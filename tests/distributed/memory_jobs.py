@@ -14,7 +14,6 @@ from launch.config.run_config import RunConfig, resolve
 from launch.training.engine import TrainingEngine
 from launch.training.folder import NoFolder
 from launch.training.observers import Observer
-from tests.distributed.correction_jobs import fp16_allowed
 
 ROOT = Path(__file__).resolve().parents[2]
 PARTS = ("weights", "gradients", "master_weights", "optimizer_states")
@@ -140,12 +139,11 @@ def model_states(flags: list[str]) -> dict[str, Any]:
 
 
 def largest_states(flags: list[str]) -> tuple[dict[str, int], int, int]:
-    """Bytes on this rank, in fp16 also where it is slow.
+    """Bytes on this rank.
 
     Returns the bytes of each part after that backward pass of a step after which their sum is largest, the sum after the last backward
     pass, and the plan's sum.
     """
-    with fp16_allowed():
-        config, found = states_in_step(flags)
+    config, found = states_in_step(flags)
     largest = max(found, key=lambda states: sum(states[part] for part in PARTS))
     return {part: largest[part] for part in PARTS}, sum(found[-1][part] for part in PARTS), plan_of(config).model_states

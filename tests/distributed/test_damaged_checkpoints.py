@@ -50,7 +50,7 @@ def trained(request, two_ranks, corpus, tmp_path_factory) -> Callable[[str], tup
             flags = ["--deepspeed_config", f"ds_configs/{kind}.json", *TINY, "--data", str(corpus), "--global_batch_size", "4"]
             flags += ["--steps", "6", "--save_every", "2", "--eval_every", "0", "--keep", "9", "--runs_dir", str(runs), *KINDS[kind]]
             for name, seed in (("a", "1"), ("b", "2")):
-                two_ranks.run("tests.distributed.failure_jobs:pretrain_in_fp16", flags=[*flags, "--run_name", name, "--seed", seed])
+                two_ranks.run("tests.distributed.jobs:pretrain", flags=[*flags, "--run_name", name, "--seed", seed])
             made[kind] = flags, runs / "a", runs / "b"
         return made[kind]
 

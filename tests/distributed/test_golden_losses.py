@@ -74,7 +74,6 @@ SWITCHES: dict[str, list[str]] = {
 }
 #: Recipe -> what the machine must have, as an expression about DeepSpeed's `accelerator`, and in words.
 NEEDS = {
-    "fp16_dynamic_loss_scale": ("accelerator.is_fp16_supported()", "fp16 arithmetic"),
     "fp8": ("__import__('importlib.util').util.find_spec('torchao')", "torchao"),
     "tf32": ("accelerator.device_name() == 'cuda'", "a GPU"),
     "zero_infinity": ("accelerator.create_op_builder('AsyncIOBuilder').is_compatible()", "libaio with its headers"),
@@ -187,7 +186,7 @@ def test_every_schedule_acts_within_the_curve(name):
 def write() -> None:
     """Record every cell that this machine can train."""
     made: dict[str, Any] = {"machine": machine(), "corpus": "", "cells": {}}
-    pools = Pools()
+    pools = Pools("cpu")
     with tempfile.TemporaryDirectory() as folder:
         corpus = make_corpus(Path(folder))
         made["corpus"] = open_corpus(corpus).fingerprint

@@ -62,7 +62,7 @@ def test_its_parameters_act(params, options, one_rank, corpus, expected, tmp_pat
 @pytest.mark.parametrize("precision", ["bf16", pytest.param("fp16", marks=pytest.mark.long)])
 def test_in_half_precision_it_follows_fp32(precision, two_ranks, corpus, expected, tmp_path):
     """The norms are those of the fp32 master weights."""
-    lines = trained(two_ranks, flags(corpus, tmp_path, 2, precision=precision), "tests.distributed.failure_jobs:pretrain_in_fp16")
+    lines = trained(two_ranks, flags(corpus, tmp_path, 2, precision=precision), "tests.distributed.jobs:pretrain")
     assert largest_difference(losses(lines), losses_of(expected())) <= 0.05
     assert largest_difference(losses(lines), losses_of(expected(limits=(0.1, 0.3)))) > 0.05
 

@@ -130,7 +130,7 @@ def test_all_ranks_clip_by_the_norm_of_the_mean_gradient(kind, two_ranks, corpus
 @cases("precision", [("bf16",), ("fp16",)], adam=[("bf16",)])
 def test_in_half_precision_it_follows_fp32(kind, precision, two_ranks, corpus, expected, tmp_path):
     run = flags(kind, corpus, tmp_path, 2, precision=precision)
-    lines = trained(two_ranks, run, "tests.distributed.failure_jobs:pretrain_in_fp16")
+    lines = trained(two_ranks, run, "tests.distributed.jobs:pretrain")
     assert largest_difference(losses(lines), losses_of(expected(kind, 2, clip=1.0))) <= 0.05
     assert largest_difference(losses(lines), losses_of(expected(kind, 1, clip=1.0, freeze_step=STEPS))) > 0.05
 

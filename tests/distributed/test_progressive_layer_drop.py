@@ -99,7 +99,7 @@ def test_in_bf16_the_stages_agree_and_follow_fp32(form, accumulation, ranks, poo
 @pytest.mark.parametrize(("form", "accumulation", "ranks"), [(form, 3, 2) for form in FORMS])
 def test_in_fp16_the_stages_agree_and_follow_fp32(form, accumulation, ranks, pool, corpus, expected, seen, tmp_path):  # noqa: F811
     run = flags(corpus, tmp_path, form, ranks, accumulation, "fp16")
-    losses = trained(pool, run, "tests.distributed.failure_jobs:pretrain_in_fp16")
+    losses = trained(pool, run, "tests.distributed.jobs:pretrain")
     assert largest_difference(losses, expected()) <= FP16_FP32
     assert all(largest_difference(losses, other) <= STAGES for other in seen["fp16"])
     seen["fp16"].append(losses)

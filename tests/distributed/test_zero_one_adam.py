@@ -96,7 +96,7 @@ def test_all_ranks_clip_by_the_norm_of_the_mean_gradient(two_ranks, corpus, expe
 @pytest.mark.parametrize("precision", ["bf16", pytest.param("fp16", marks=pytest.mark.long)])
 def test_in_half_precision_it_follows_fp32(precision, two_ranks, corpus, expected, tmp_path):
     run = flags(corpus, tmp_path, 2, precision=precision)
-    lines = trained(two_ranks, run, "tests.distributed.failure_jobs:pretrain_in_fp16")
+    lines = trained(two_ranks, run, "tests.distributed.jobs:pretrain")
     assert largest_difference(losses(lines), losses_of(expected(2, clip=1.0))) <= 0.005
     assert largest_difference(losses(lines), losses_of(expected(1, clip=1.0, renewed=frozenset(EVERY_STEP)))) > 0.015
 
@@ -142,7 +142,7 @@ RESUMES += [
 @pytest.mark.parametrize(("precision", "interrupted"), RESUMES)
 def test_a_resume_is_bit_identical(precision, interrupted, two_ranks, corpus, tmp_path):
     """Between renewals, after the last, between exchanges and after one."""
-    often, job = ["--eval_every", "5"], "tests.distributed.failure_jobs:pretrain_in_fp16"
+    often, job = ["--eval_every", "5"], "tests.distributed.jobs:pretrain"
     whole = trained(two_ranks, flags(corpus, tmp_path, 2, precision=precision) + often, job)
     run = flags(corpus, tmp_path, 2, precision=precision, run_name="resumed") + often
     lines = trained_in_two_parts(two_ranks, run, tmp_path, interrupted, job)

@@ -12,7 +12,6 @@ import torch
 from launch.config.run_config import resolve
 from launch.training.engine import TrainingEngine
 from launch.training.observers import Observer
-from tests.distributed.correction_jobs import fp16_allowed
 from tests.distributed.failure_jobs import loss_times, weights_digest
 from tests.distributed.jobs import pretrain
 
@@ -39,7 +38,7 @@ def weights_over_the_run(flags: list[str], saved_after: int = 0, overflows: Sequ
     overflows: steps at which the loss of the first micro-batch is infinite on rank 1.
     """
     watch = WatchedWeights()
-    with fp16_allowed(), loss_times(float("inf"), overflows, rank=1):
+    with loss_times(float("inf"), overflows, rank=1):
         lines = pretrain(flags, [watch])
     found = {"lines": lines, "steps": watch.steps}
     if saved_after:

@@ -1,0 +1,68 @@
+"""bf16 and fp16 on processors for which oneDNN has no such matrix products: on x86-64, without AVX512-BF16, AVX512-FP16 or AMX.
+
+PyTorch computes these products there in a scalar loop, 15 to 85 times as slow as in fp32. Here their operands are converted to fp32,
+multiplied, and the result is rounded once. The loop accumulates in fp32 too, so only the order of the sums differs.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from typing import Any
+
+import torch
+from deepspeed.accelerator import get_accelerator
+
+#: Linear layers and attention, forward and backward.
+PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
+#: Holds the replacements; torch restores its own kernels when this object is collected.
+_LIBRARY = torch.library.Library("aten", "IMPL")
+
+
+def train_on_cpu_in(precision: str) -> None:
+    """Let this process train in `precision` on any processor. DeepSpeed refuses fp16 where oneDNN has no products of it."""
+    _widen_products()
+    accelerator = get_accelerator()
+    if precision == "fp16":
+        accelerator.is_fp16_supported = lambda: True
+    else:
+        vars(accelerator).pop("is_fp16_supported", None)
+
+
+@functools.cache
+def _widen_products() -> None:
+    """Replace PyTorch's kernels of `PRODUCTS` in this process, for those of bf16 and fp16 that oneDNN does not support."""
+    if not torch.backends.mkldnn.is_available():
+        return
+    supported = torch.ops.mkldnn._is_mkldnn_bf16_supported(), torch.ops.mkldnn._is_mkldnn_fp16_supported()
+    slow = {dtype for dtype, fast in zip((torch.bfloat16, torch.float16), supported, strict=True) if not fast}
+    if not slow:
+        return
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # torch warns that a kernel is replaced
+        for name in PRODUCTS:
+            for overload, widened in ((f"{name}.out", _widened_into), (name, _widened)):
+                _LIBRARY.impl(overload, widened(name, slow), "CPU", with_keyset=True)
+
+
+def _widened(name: str, slow: set[torch.dtype]) -> Any:
+    kernel = torch.library.get_kernel(f"aten::{name}", "CPU")
+
+    def product(keys: torch.DispatchKeySet, *operands: Any, **scales: float) -> torch.Tensor:
+        if operands[0].dtype not in slow:
+            return kernel.call_boxed(keys, *operands, **scales)
+        return kernel.call_boxed(keys, *(operand.float() for operand in operands), **scales).to(operands[0].dtype)
+
+    return product
+
+
+def _widened_into(name: str, slow: set[torch.dtype]) -> Any:
+    kernel, kernel_into = (torch.library.get_kernel(f"aten::{overload}", "CPU") for overload in (name, f"{name}.out"))
+
+    def product(keys: torch.DispatchKeySet, *operands: Any, out: torch.Tensor, **scales: float) -> torch.Tensor:
+        if operands[0].dtype not in slow:
+            return kernel_into.call_boxed(keys, *operands, **scales, out=out)
+        wide = kernel.call_boxed(keys, *(operand.float() for operand in operands), **scales)
+        return out.resize_(wide.shape).copy_(wide)
+
+    return product

@@ -1,0 +1,96 @@
+"""Products of bf16 and fp16 where oneDNN has none: those of fp32, rounded once, in a process that is told that it has none."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+from tests.helpers import ROOT
+
+
+def printed(code: str, **values: object) -> list[str]:
+    """What `code` prints in a process of its own, in which oneDNN has no product of bf16 or fp16."""
+    start = f"""
+        import torch
+        from launch.training import half_products
+        for name in ("bf16", "fp16"):
+            setattr(torch.ops.mkldnn, f"_is_mkldnn_{{name}}_supported", lambda: False)
+        half_products.train_on_cpu_in("bf16")
+        globals().update({values!r})
+        torch.manual_seed(0)
+        """
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", textwrap.dedent(start) + textwrap.dedent(code)], capture_output=True, text=True, cwd=ROOT
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_products_are_those_of_fp32_rounded_once(dtype):
+    code = """
+        dtype = getattr(torch, dtype)
+        a, b, c = (torch.randn(*shape).to(dtype) for shape in ((33, 40), (40, 65), (33, 65)))
+        A, B, C = (torch.randn(3, *shape).to(dtype) for shape in ((33, 40), (40, 65), (33, 65)))
+        wide = lambda function, *operands, **scales: function(*(one.float() for one in operands), **scales).to(dtype)
+        for function, operands, scales in (
+            (torch.mm, (a, b), {}),
+            (torch.mm, (b.t(), a.t()), {}),
+            (torch.addmm, (c, a, b), {"beta": 0.5, "alpha": 2}),
+            (torch.addmm, (c[0], a, b), {}),
+            (torch.bmm, (A, B), {}),
+            (torch.bmm, (B.mT, A.mT), {}),
+            (torch.baddbmm, (C, A, B), {"beta": 0.5, "alpha": 2}),
+        ):
+            expected = wide(function, *operands, **scales)
+            found = function(*operands, **scales)
+            rows = torch.empty(0, dtype=dtype)
+            function(*operands, **scales, out=rows)
+            columns = torch.empty_like(expected.mT.contiguous()).mT
+            function(*operands, **scales, out=columns)
+            print(*(torch.equal(one, expected) for one in (found, rows, columns)))
+        """
+    assert printed(code, dtype=dtype) == ["True"] * 21
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_linear_layer_has_the_gradients_of_fp32_rounded_once(dtype):
+    code = """
+        def results(dtype, weight, bias, x):
+            leaves = [one.to(dtype).detach().requires_grad_() for one in (weight, bias, x)]
+            y = torch.nn.functional.linear(leaves[2], *leaves[:2])
+            y.backward(torch.ones_like(y))
+            return [y, *(leaf.grad for leaf in leaves)]
+
+        dtype = getattr(torch, dtype)
+        values = [torch.randn(*shape).to(dtype) for shape in ((64, 32), (64,), (2, 5, 32))]
+        for found, expected in zip(results(dtype, *values), results(torch.float32, *values), strict=True):
+            print(found.dtype == dtype and torch.equal(found, expected.to(dtype)))
+        """
+    assert printed(code, dtype=dtype) == ["True"] * 4
+
+
+def test_fp32_keeps_the_kernels_of_torch():
+    code = """
+        a, b = torch.randn(33, 40), torch.randn(40, 65)
+        print(torch.allclose(a @ b, (a.double() @ b.double()).float(), atol=1e-5))
+        out = torch.empty(33, 65)
+        print(torch.mm(a, b, out=out) is out and torch.equal(out, a @ b))
+        """
+    assert printed(code) == ["True", "True"]
+
+
+def test_deepspeed_accepts_fp16_in_runs_of_fp16_alone():
+    """DeepSpeed's Muon computes in fp16 where the accelerator claims to support it."""
+    code = """
+        from deepspeed.accelerator import get_accelerator
+        shipped = bool(get_accelerator().is_fp16_supported())
+        half_products.train_on_cpu_in("fp16")
+        print(get_accelerator().is_fp16_supported())
+        half_products.train_on_cpu_in("bf16")
+        print(bool(get_accelerator().is_fp16_supported()) == shipped)
+        """
+    assert printed(code) == ["True", "True"]
