@@ -34,7 +34,7 @@ $(CORPUS)/manifest.json: | $(INSTALLED)
 	$(BIN)/python data_pipeline/prepare.py --source stdlib --out $(CORPUS) --resume
 
 # The run's name is `first`, or the next free `first-N`: a second `make pretrain` trains again and overwrites nothing.
-# In fp32 where the processor has no bf16 arithmetic: emulated by AVX2 it takes 13 times as long. A JSON in ARGS is taken at its word.
+# In fp32 where the processor has no bf16 arithmetic: emulated bf16 is slower (recipes/bf16/README.md). A JSON in ARGS is taken at its word.
 pretrain: $(INSTALLED) $(CORPUS)/manifest.json  ## train a nano GPT through ds_configs/zero1_bf16.json; ARGS="..." goes through
 	@name=first; n=2; while [ -e "runs/$$name" ]; do name=first-$$n; n=$$((n + 1)); done; \
 	port=$$($(BIN)/python -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])'); set -x; \

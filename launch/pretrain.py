@@ -24,6 +24,7 @@ sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from launch.config.explain import as_text, explain
 from launch.config.flags import MUST
+from launch.config.ranks import learn_rank, require_launcher
 from launch.config.run_config import RunConfig, resolve
 from launch.errors import TrainingFailed, UsageError, ignore_output_errors, print_once, run_command
 from launch.training.folder import NoFolder, RunFolder, check_port, check_run_folder, nothing_to_resume
@@ -36,14 +37,14 @@ from recipes.technique import whole_step
 def main() -> int:
     """Check everything that can be checked before ranks meet, then train."""
     stop = StopRequest()
+    learn_rank()
     config, flags = resolve(sys.argv[1:])
     if flags.explain:
         explained = explain(config)
         print_once(json.dumps(explained, indent=2) if flags.explain == "json" else as_text(explained))
         return 0
     ignore_output_errors()
-    if config.ranks > 1 and "WORLD_SIZE" not in os.environ:
-        raise UsageError(f"--ranks {config.ranks}: only --explain takes it without a launcher; start deepspeed --num_gpus {config.ranks}")
+    require_launcher(config.ranks)
     if config.lacks:
         raise UsageError(*config.lacks)
     # After parsing: imports torch and DeepSpeed.

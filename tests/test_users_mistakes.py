@@ -480,7 +480,9 @@ def test_a_wrong_json_ends_the_command_with_a_line_for_each_fault(command, confi
 
 
 def test_local_rank_0_speaks_on_every_host(command, config):
-    assert "--steps" in command(*config, "--steps", "0", RANK="4", LOCAL_RANK="0", WORLD_SIZE="8")
+    assert "--steps" in command(
+        *config, "--steps", "0", RANK="4", LOCAL_RANK="0", WORLD_SIZE="8", MASTER_ADDR="127.0.0.1", MASTER_PORT="29500"
+    )
 
 
 def test_a_run_that_exists_is_not_touched(command, config):

@@ -8,19 +8,18 @@ from __future__ import annotations
 import json
 import subprocess
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from launch.comparison.comparison import Comparison, Pair
 from launch.comparison.pages import RESULTS, plan_files, plan_in, planned, read_json, write_pages
 from launch.comparison.runs import Run, stored_run
 from launch.comparison.trials import settings_on
-from launch.comparison.tuning import CONTROL, edges, tuned_by
+from launch.comparison.tuning import CONTROL, edges, published_sweep, tuned_by
 from launch.errors import UsageError
 from launch.formats.files import write_atomically
 from launch.training.provenance import machine_in_words, repository_commit
 from launch.training.run_json import commits_of
-from recipes.registry import ROOT, TESTBEDS, Recipe, Testbed
+from recipes.registry import ROOT, Recipe, Testbed
 
 #: What the numbers of a run depend on, as patterns of git.
 TRAINING = [
@@ -121,17 +120,15 @@ def untuned(recipe: Recipe, testbed: Testbed) -> str:
         own = tuned_by(config, testbed)
         if own is None and testbed.reason:
             continue  # the testbed states why it takes other values than the sweep chose
-        folder, swept = (ROOT / "recipes" / own.name, config) if own else (TESTBEDS / testbed.name, CONTROL)
         used = settings_on(testbed, config)
-        arms = read_json(folder / "tuning.json").get(testbed.name, {}).get("arms", {})
-        arm = arms.get(Path(swept).stem, {"grid": [], "chosen": None})
+        file, arm = published_sweep(config, testbed)
         chosen = arm["chosen"] or {}
         if not chosen or any(used.get(name) != value for name, value in chosen.items()):
             values = {name: used.get(name) for name in chosen}
-            found = f"chose {chosen}, and {values} is used" if chosen else f"has no sweep of {swept} on {testbed.name}"
+            found = f"chose {chosen}, and {values} is used" if chosen else f"has no sweep of {config if own else CONTROL} on {testbed.name}"
         elif not (found := "; ".join(edges(arm["grid"], chosen))):
             continue
-        return f"{(folder / 'tuning.json').relative_to(ROOT)}: {found}"
+        return f"{file.relative_to(ROOT)}: {found}"
     return ""
 
 

@@ -40,7 +40,8 @@ PERTURBATION = 1e-3
 
 
 def tune(flags: argparse.Namespace, passed_on: Sequence[str]) -> tuple[dict[str, Any], list[str], list[Run]]:
-    """Train the sweeps of `flags.testbed` that are missing: of the control, and of the recipe if one is given.
+    """Train the sweeps of `flags.testbed` that are missing: of the control, or of the recipe if one is given, and of its control if
+    that has no published sweep.
 
     Returns:
         The content of a `tuning.json`, by the name of the testbed, lines that say what was chosen, and the runs.
@@ -51,14 +52,15 @@ def tune(flags: argparse.Namespace, passed_on: Sequence[str]) -> tuple[dict[str,
     """
     recipe = read_recipe(flags.recipe[0]) if flags.recipe else None
     arms = [arm for name in flags.testbed for arm in _arms(testbed_named(name), recipe, flags, passed_on)]
-    rounds = max(len(arm.sweep) for arm in arms)
-    begun = [Path(flags.runs_dir) / trial.name for arm in arms for _, trial in arm.round(0)]
+    missing = [arm for arm in arms if not arm.grid]
+    rounds = max(len(arm.sweep) for arm in missing)
+    begun = [Path(flags.runs_dir) / trial.name for arm in missing for _, trial in arm.round(0)]
     if not all(map(is_finished, begun)):
-        every = {trial.name: trial for number in range(rounds) for arm in arms for _, trial in arm.round(number)}
+        every = {trial.name: trial for number in range(rounds) for arm in missing for _, trial in arm.round(number)}
         print_once(f"a sweep in {rounds} rounds, a flag in each; whole: {estimate(fitting_groups([*every.values()], flags.at_once))}")
     runs: dict[str, Run] = {}
     for number in range(rounds):
-        planned = [(arm, point, trial) for arm in arms for point, trial in arm.round(number)]
+        planned = [(arm, point, trial) for arm in missing for point, trial in arm.round(number)]
         runs |= _train(flags, [list({trial.name: trial for _, _, trial in planned}.values())])
         for arm, point, trial in planned:
             arm.add(point, runs[trial.name])
@@ -75,7 +77,8 @@ def tune(flags: argparse.Namespace, passed_on: Sequence[str]) -> tuple[dict[str,
 class _Arm:
     """The sweep of one side on a testbed: its flags are varied one after another (coordinate descent).
 
-    Flags that are still to come have the first of their values; those before have the values chosen so far.
+    Flags that are still to come have the first of their values; those before have the values chosen so far. `grid` is given if
+    the sweep is published.
     """
 
     testbed: Testbed
@@ -127,8 +130,9 @@ def _arms(testbed: Testbed, recipe: Recipe | None, flags: argparse.Namespace, pa
         sweeps[recipe.config] = experiment.sweep
     arms = []
     for config, sweep in sweeps.items():
-        ranks = ranks_of(recipe if recipe and config == recipe.config else None, testbed, flags)
-        arms.append(_Arm(testbed, config, sweep, passed_on, ranks))
+        own = recipe is None or config == recipe.config
+        ranks = ranks_of(recipe if own else None, testbed, flags)
+        arms.append(_Arm(testbed, config, sweep, passed_on, ranks, [] if own else published_sweep(config, testbed)[1]["grid"]))
     if len({arm.size for arm in arms}) > 1:
         told = " and ".join(f"{arm.config} {arm.size}" for arm in arms)
         raise UsageError(f"--tune: the sweeps on {testbed.name} have different numbers of points ({told}); give both sides the same")
@@ -140,6 +144,15 @@ def tuned_by(config: str, testbed: Testbed) -> Recipe | None:
     recipes = (read_recipe(ROOT / "recipes" / name) for name in recipe_names())
     tuned = (one for one in recipes if one.config == config and testbed.name in one.experiments and one.experiments[testbed.name].sweep)
     return next(tuned, None)
+
+
+def published_sweep(config: str, testbed: Testbed) -> tuple[Path, dict[str, Any]]:
+    """The `tuning.json` that chooses the values of `config` on a testbed, and that sweep: an empty grid if it is not published."""
+    own = tuned_by(config, testbed)
+    file = (ROOT / "recipes" / own.name if own else TESTBEDS / testbed.name) / "tuning.json"
+    found = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    arms = found.get(testbed.name, {}).get("arms", {})
+    return file, arms.get(Path(config if own else CONTROL).stem, {"grid": [], "chosen": None})
 
 
 def _trial(testbed: Testbed, config: str, settings: Flags, passed_on: Sequence[str], seed: int, ranks: int) -> Trial:

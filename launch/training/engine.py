@@ -61,7 +61,7 @@ class TrainingEngine:
         """Lines for the log from the techniques and about the device, in addition to those of the configuration."""
         notes = [note for note in self.techniques.notes if note not in self.config.notes]
         if self.config.precision == "bf16" and self.collectives.device.type == "cpu" and not (bf16 := bf16_arithmetic())[0]:
-            # A step of `nano` takes 1.3 times as long as in fp32 with AVX512 alone, and 13 times with AVX2 (recipes/bf16/README.md).
+            # A step of `nano` takes 1.3 times as long as in fp32 with AVX512 alone, and 1.2 times with AVX2 (recipes/bf16/README.md).
             fp32 = f"ds_configs/zero{self.config.zero_stage}_fp32.json"
             notes.append(f"bf16 is emulated, {bf16[1]}: the fp32 JSON of the same stage ({fp32}) is probably faster")
         return notes

@@ -91,7 +91,7 @@ def check_port(resume: bool | str) -> None:
                     return f"port {port} (MASTER_PORT) is in use on this host"
         return ""
 
-    _wait_until_free(listener, resume, "give another: deepspeed --master_port N")
+    _wait_until_free(listener, resume, "give another: deepspeed --master_port N, or MASTER_PORT=N with srun and mpirun")
 
 
 def _wait_until_free(holder: Callable[[], str], resume: bool | str, fix: str) -> None:

@@ -1,0 +1,143 @@
+"""Which rank a process is, from the variables of `deepspeed`, `torchrun`, `srun` and `mpirun`; one line if they contradict each other."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from launch.config.ranks import FIRST_PORT, NAMES, learn_rank, require_launcher
+from launch.errors import UsageError
+
+TORCH = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "a", "MASTER_PORT": "7"}
+OPEN_MPI = {f"OMPI_COMM_WORLD_{name}": value for name, value in (("RANK", "1"), ("SIZE", "2"), ("LOCAL_RANK", "1"), ("LOCAL_SIZE", "2"))}
+ONE_OF_EACH_HOST = {"OMPI_COMM_WORLD_LOCAL_RANK": "0", "OMPI_COMM_WORLD_LOCAL_SIZE": "1"}
+HYDRA = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
+#: The fourth of five tasks: three on the first host, and two on the second.
+SLURM = {
+    "SLURM_JOB_ID": "1002",
+    "SLURM_STEP_ID": "1",
+    "SLURM_PROCID": "3",
+    "SLURM_NTASKS": "5",
+    "SLURM_LOCALID": "0",
+    "SLURM_NODEID": "1",
+    "SLURM_TASKS_PER_NODE": "3,2",
+    "SLURM_STEP_NODELIST": "node[07-09,12],gpu1",
+}
+BATCH_SCRIPT = {"SLURM_JOB_ID": "1002", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0", "SLURM_NTASKS": "2"}
+
+
+@pytest.fixture
+def learnt(monkeypatch):
+    """A function that returns torch's names, and LOCAL_WORLD_SIZE, as `learn_rank` leaves them in an environment."""
+
+    def learn(*environments: dict[str, str], without: str = "", **names: str) -> dict[str, str]:
+        started = ("SLURM", "PMI_", "MPI_", "OMPI_", "TORCHELASTIC")
+        for name in [name for name in os.environ if name.startswith(started) or name in (*NAMES, "CROSS_RANK", "LOCAL_WORLD_SIZE")]:
+            monkeypatch.delenv(name)
+        values = {name: value for environment in (*environments, names) for name, value in environment.items() if name != without}
+        for name, value in values.items():
+            monkeypatch.setenv(name, value)
+        before = dict(os.environ)
+        try:
+            learn_rank()
+            return {name: os.environ[name] for name in (*NAMES, "LOCAL_WORLD_SIZE") if name in os.environ}
+        finally:
+            for name in (*NAMES, "LOCAL_WORLD_SIZE"):
+                if name in os.environ and name not in before:
+                    monkeypatch.setenv(name, os.environ.pop(name))  # so that it is removed after the test
+
+    return learn
+
+
+def of(rank: int, size: int, local_rank: int, local_size: int, master: str = "127.0.0.1", port: int = FIRST_PORT) -> dict[str, str]:
+    values = (rank, size, local_rank, master, port, local_size)
+    return dict(zip((*NAMES, "LOCAL_WORLD_SIZE"), map(str, values), strict=True))
+
+
+def test_a_process_without_a_launcher_is_alone(learnt):
+    assert learnt() == {}
+    require_launcher(1)
+
+
+@pytest.mark.parametrize("marker", ["TORCHELASTIC_RUN_ID", "CROSS_RANK", "NOTHING"])
+def test_torchs_names_are_taken_as_they_are(marker, learnt):
+    assert learnt(TORCH, {marker: "0"}) == TORCH
+    require_launcher(4)
+
+
+@pytest.mark.parametrize("environment", [OPEN_MPI, HYDRA])
+def test_a_rank_of_mpirun(environment, learnt):
+    assert learnt(environment) == of(1, 2, 1, 2)
+    assert learnt(environment, MASTER_ADDR="b", MASTER_PORT="9") == of(1, 2, 1, 2, "b", 9)
+
+
+def test_a_task_of_slurm(learnt):
+    assert learnt(SLURM) == of(3, 5, 0, 2, "node07", FIRST_PORT + 3)
+    one_host = {"SLURM_TASKS_PER_NODE": "5", "SLURM_NODEID": "0", "SLURM_LOCALID": "3", "SLURM_STEP_NODELIST": "n1"}
+    assert learnt(SLURM, one_host) == of(3, 5, 3, 5, port=FIRST_PORT + 3)
+    repeated = {"SLURM_NTASKS": "7", "SLURM_TASKS_PER_NODE": "2(x3),1", "SLURM_STEP_NODELIST": "gpu1,node[1-3]"}
+    assert learnt(SLURM, repeated, SLURM_LOCALID="1", SLURM_PROCID="3") == of(3, 7, 1, 2, "gpu1", FIRST_PORT + 3)
+
+
+def test_mpirun_inside_a_slurm_job_is_mpirun(learnt):
+    assert learnt(SLURM, OPEN_MPI) == of(1, 2, 1, 2)
+    assert learnt(SLURM, HYDRA)["RANK"] == "3", "srun --mpi=pmi2 sets PMI_RANK too"
+
+
+@pytest.mark.parametrize("marker", ["TORCHELASTIC_RUN_ID", "CROSS_RANK"])
+def test_a_launcher_inside_a_task_starts_ranks_of_its_own(marker, learnt):
+    assert learnt(SLURM, TORCH, {marker: "0"}) == TORCH
+
+
+def test_one_task_is_alone(learnt):
+    one = {"SLURM_PROCID": "0", "SLURM_NTASKS": "1", "SLURM_NODEID": "0", "SLURM_TASKS_PER_NODE": "1", "SLURM_STEP_NODELIST": "n1"}
+    assert learnt(SLURM, one) == {"LOCAL_RANK": "0"}
+    require_launcher(1)
+
+
+@pytest.mark.parametrize(
+    ("environments", "message"),
+    [
+        ([TORCH, {"RANK": "x"}], "RANK is 'x': it must be a number"),
+        ([TORCH, {"RANK": "4"}], "RANK is 4, and WORLD_SIZE is 4: a rank must be below"),
+        ([TORCH, {"LOCAL_RANK": "4"}], "LOCAL_RANK is 4, and WORLD_SIZE is 4"),
+        ([TORCH, {"MASTER_PORT": ""}], "RANK is set, and MASTER_PORT is not"),
+        ([{"RANK": "0"}], "RANK is set, and WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT are not"),
+        ([SLURM, TORCH], "RANK is 1, and SLURM_PROCID of srun is 3; unset RANK"),
+        ([SLURM, {"WORLD_SIZE": "1"}], "WORLD_SIZE is 1, and SLURM_NTASKS of srun is 5; unset WORLD_SIZE"),
+        ([OPEN_MPI, TORCH], "WORLD_SIZE is 4, and OMPI_COMM_WORLD_SIZE of mpirun is 2"),
+        ([SLURM, {"SLURM_PROCID": "5"}], "SLURM_PROCID is 5, and SLURM_NTASKS is 5: a rank must be below"),
+        ([SLURM, {"SLURM_NTASKS": ""}], "SLURM_NTASKS is '': it must be a number"),
+        ([SLURM, {"SLURM_LOCALID": "2"}], "local rank 2 of 2 on its host"),
+        ([SLURM, {"SLURM_TASKS_PER_NODE": "two"}], "SLURM_TASKS_PER_NODE is 'two'"),
+        ([SLURM, {"SLURM_STEP_NODELIST": ""}], "no SLURM_STEP_NODELIST; set MASTER_ADDR"),
+        ([OPEN_MPI, ONE_OF_EACH_HOST], "on several hosts, and does not name the first"),
+        ([HYDRA, {"MPI_LOCALNRANKS": "3"}], "local rank 1 of 3 on its host, and 2 ranks in all"),
+    ],
+)
+def test_contradictions_are_one_line(environments, message, learnt):
+    with pytest.raises(UsageError) as refused:
+        learnt(*environments)
+    assert message in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("name", ["OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"])
+def test_a_missing_name_is_said(name, learnt):
+    with pytest.raises(UsageError, match=f"{name} is not set"):
+        learnt(OPEN_MPI, without=name)
+
+
+@pytest.mark.parametrize(
+    ("environment", "ranks", "message"),
+    [
+        ({}, 2, "--ranks 2: only --explain takes it without a launcher"),
+        ({"WORLD_SIZE": "2"}, 2, "WORLD_SIZE is 2, and RANK is not set"),
+        (BATCH_SCRIPT, 1, "this is the batch script of a Slurm job of 2 tasks, not one of its tasks; start srun python launch/pretrain.py"),
+    ],
+)
+def test_a_run_of_several_ranks_does_not_train_alone(environment, ranks, message, learnt):
+    learnt(environment)
+    with pytest.raises(UsageError, match=message):
+        require_launcher(ranks)
