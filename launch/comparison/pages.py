@@ -198,17 +198,13 @@ def _claim_row(claim: Claim, verdict: Verdict, one: Published) -> str:
 def _plan(claim: Claim, one: Published) -> str:
     """The truth and the power for which the seeds were planned; of the loss, also the power at the noise of the testbed.
 
-    Of "equal" the noise is that of rounding. Other claims are about techniques that train differently: the noise is that of a perturbation,
-    or of unrelated runs, whichever is larger.
+    Of "equal" the noise is that of rounding. Other claims are about techniques that train differently: the noise is that of a perturbation.
     """
     plan = f"power {claim.power:g} if the true {claim.scale} is {_number(claim, claim.expected)}"
     nulls = read_json(TESTBEDS / one.testbed.name / "noise.json").get("nulls", {})
     if claim.measure != "loss" or not nulls:
         return plan
-    if claim.question == "equal":
-        noise = max(deviation(nulls["precision"]), deviation(nulls["accumulation"]))
-    else:
-        noise = max(deviation(nulls["trajectory"]), math.sqrt(2) * float(np.std(nulls["trajectory"]["control"], ddof=1)))
+    noise = max(deviation(nulls[null]) for null in (("precision", "accumulation") if claim.question == "equal" else ("trajectory",)))
     return f"{plan}; at the measured noise {planned_power(claim, one.experiment.seeds, noise, claims_in_table(one.testbed.device)):.2f}"
 
 
@@ -248,7 +244,7 @@ def questions() -> str:
 def index_table(cells: list[Published]) -> str:
     """How many claims are measured, and all recipes as a Markdown table."""
     claims, measured = sum(len(one.experiment.claims) for one in cells), sum(len(one.verdicts) for one in cells)
-    rows = [f"\nOf {claims} claims, {measured} are measured.\n"]
+    rows = [f"\nMeasured: {measured} of {claims} claims.\n"]
     rows += ["| recipe | what it does | DeepSpeed JSON | control | claims, and what was found | needs |", "|---|---|---|---|---|---|"]
     for name in recipe_names():
         recipe = read_recipe(ROOT / "recipes" / name)
