@@ -4,8 +4,9 @@
     deepspeed launch/pretrain.py --recipe recipes/zero_2 --run_name demo
 
 Everything goes to `runs/<run_name>/`: `metrics.jsonl`, `log.txt`, TensorBoard events, `checkpoints/`, `loss.png`. The first loss is
-about ln(vocab_size), 9.0 for the corpus of `make data`. Exit codes: 0 done, 1 failed, 2 the user's mistake, 130 and 143 stopped by
-Ctrl-C and SIGTERM, after writing a checkpoint from which `--resume` continues.
+about ln(vocab_size), 9.0 for the corpus of `make data`. Exit codes: 0 done, 1 failed, 2 the user's mistake; 130, 143 and 75 stopped by
+Ctrl-C, by SIGTERM, and by SIGUSR1 or SIGUSR2, which ask for the run to be requeued, after writing a checkpoint from which `--resume`
+continues.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from launch.errors import TrainingFailed, UsageError, ignore_output_errors, prin
 from launch.training.folder import NoFolder, RunFolder, check_port, check_run_folder, nothing_to_resume
 from launch.training.observers import Observer, Observers
 from launch.training.provenance import describe_run
-from launch.training.signals import StopRequest
+from launch.training.signals import StopRequest, exit_code
 from recipes.technique import whole_step
 
 
@@ -181,7 +182,7 @@ def train(config: RunConfig, folder: RunFolder | NoFolder, stop: StopRequest, ob
     if config.whole_eval and not stopped:  # after the checkpoint: it may take long, and a resume repeats it
         state["whole_val_loss"] = evaluation.loss(engine, state["step"], whole=True)
     folder.log_end(config, state, stopped)
-    return 128 + stopped if stopped else 0
+    return exit_code(stopped) if stopped else 0
 
 
 if __name__ == "__main__":
