@@ -74,7 +74,8 @@ def ranks_of_host() -> int:
 
 
 def leave_ranks() -> None:
-    """Leave the process group, so that no rank ends while another still listens to it."""
+    """Leave the process group together: a launcher ends the other ranks when one has ended, and no rank may end while another listens."""
+    comm.barrier()
     comm.destroy_process_group()
 
 
