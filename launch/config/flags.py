@@ -153,8 +153,8 @@ def build_parser() -> Parser:
     )
     run.add_argument(
         "--hang_timeout",
-        type=real_number(0),
-        default=300.0,
+        type=natural,
+        default=300,
         metavar="SECONDS",
         help="end the run, and name the rank, if one makes no progress for so long; give more than the forward or backward pass of a "
         "micro-batch takes, and than an update takes; 0 is off (300)",

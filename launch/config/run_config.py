@@ -109,7 +109,7 @@ class RunConfig:
     keep: int
     histogram_every: int
     block_similarity: bool
-    hang_timeout: float
+    hang_timeout: int
     quiet: bool
     found_corpus: Corpus | None = field(repr=False, compare=False)  # None where a run is explained without it
     built_techniques: Techniques = field(default_factory=Techniques, repr=False, compare=False)  # of the sections, once for the run

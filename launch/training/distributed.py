@@ -76,7 +76,7 @@ def start_ranks() -> Collectives:
                 rank=int(os.environ["RANK"]),
                 world_size=int(os.environ["WORLD_SIZE"]),
                 timeout=default_pg_timeout,
-                device_id=device if device.type == "cuda" else None,
+                device_id=device if device.type == "cuda" and int(os.environ["WORLD_SIZE"]) > 1 else None,  # as DeepSpeed does
             )
         deepspeed.init_distributed(auto_mpi_discovery=False)
     return Collectives(device)

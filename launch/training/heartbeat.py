@@ -25,6 +25,7 @@ import contextlib
 import json
 import mmap
 import os
+import shutil
 import signal
 import struct
 import sys
@@ -38,6 +39,7 @@ import psutil
 
 from launch.errors import UsageError
 from launch.formats.checkpoint_files import complete_checkpoints
+from launch.formats.files import write_atomically
 from launch.training.distributed import Collectives
 from launch.training.engine import TrainingEngine
 from launch.training.interleaving import interleaved_group
@@ -49,7 +51,8 @@ EVALUATION, CHECKPOINT, LEFT = "evaluation", "checkpoint", "end of the run"
 PLACES = (START, FORWARD, BACKWARD, UPDATE, END, EVALUATION, CHECKPOINT, LEFT)
 #: Between two ticks at most, in seconds; 20 ticks make a shorter `--hang_timeout`.
 TICK_SECONDS = 1.0
-VERDICT = "verdict"
+#: Files in the folder: what one rank has found, and the mark of that rank, of which there is one.
+VERDICT, JUDGE = "verdict", "judge"
 
 
 class Beat(NamedTuple):
@@ -75,7 +78,7 @@ class Heartbeat(Observer):
         UsageError: the folder cannot be written.
     """
 
-    def __init__(self, run: Path, seconds: float, step: int, collectives: Collectives, log: Callable[..., None]):
+    def __init__(self, run: Path, seconds: int, step: int, collectives: Collectives, log: Callable[..., None]):
         self.run, self.seconds, self.collectives, self._log = run, seconds, collectives, log
         self._tick = min(TICK_SECONDS, seconds / 20)
         self._half = round(seconds / self._tick / 2)
@@ -87,6 +90,7 @@ class Heartbeat(Observer):
             self._folder.mkdir(parents=True, exist_ok=True)
             if collectives.rank == 0:
                 (self._folder / VERDICT).unlink(missing_ok=True)
+                shutil.rmtree(self._folder / JUDGE, ignore_errors=True)
             with open(self._file(collectives.rank), "w+b") as file:
                 file.truncate(_RECORD.size)
                 self._memory = mmap.mmap(file.fileno(), _RECORD.size)
@@ -146,7 +150,7 @@ class Heartbeat(Observer):
             if not idle:
                 before = None
                 continue
-            if (self._folder / VERDICT).exists():
+            if os.path.exists(self._folder / VERDICT):  # False where the file system does not answer
                 self._end()
             if before is None and idle >= self._half:
                 before, looked = self._read(), idle
@@ -170,7 +174,11 @@ class Heartbeat(Observer):
     # --- the end --------------------------------------------------------------------------------------------------------------------
 
     def _judge(self, behind: dict[int, str], now: dict[int, Beat]) -> None:
-        """Write down which ranks are `behind`, and end. The rank that is the first to do so prints it."""
+        """Write down and print which ranks are `behind`, and end; unless another rank does so first."""
+        try:
+            (self._folder / JUDGE).mkdir()
+        except FileExistsError:
+            return  # its verdict will be there
         first = min(behind, default=self.collectives.rank)
         if behind:
             host, process = self._processes[first]
@@ -180,16 +188,11 @@ class Heartbeat(Observer):
             what = "no rank has made progress"
         newest = next(reversed(complete_checkpoints(self.run / "checkpoints")), None)
         resume = f"--resume continues from {newest.name}" if newest else "there is no checkpoint yet, --resume starts at step 0"
-        line = (
-            f"{what} for {self.seconds:g} s: its last step was {now[first].step}, and it is in the {PLACES[now[first].place]}; "
-            f"the run ends; {resume}"
-        )
-        own = self._folder / f"{VERDICT}-{self.collectives.rank}"
-        own.write_text(json.dumps({"line": line, "behind": list(behind)}), encoding="utf-8")
-        with contextlib.suppress(FileExistsError):
-            os.link(own, self._folder / VERDICT)
-            print(f"error: {line}", file=sys.stderr, flush=True)
-        own.unlink()
+        place = PLACES[now[first].place]
+        where = f"{'at' if place in (START, END) else 'in'} the {place}"
+        line = f"{what} for {self.seconds} s: the last step was {now[first].step}, and the rank is {where}; the run ends; {resume}"
+        print(f"error: {line}", file=sys.stderr, flush=True)
+        write_atomically(self._folder / VERDICT, json.dumps({"line": line, "behind": list(behind)}))
         self._end()
 
     def _end(self) -> None:

@@ -6,11 +6,14 @@ import re
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
-from launch.training.heartbeat import BACKWARD, CHECKPOINT, FORWARD, LEFT, PLACES, Beat, _behind
+from launch.errors import UsageError
+from launch.training.heartbeat import BACKWARD, CHECKPOINT, EVALUATION, FORWARD, LEFT, PLACES, START, UPDATE, Beat, Heartbeat, _behind
+from launch.training.interleaving import VARIABLE
 from tests.distributed.launched import TINY, LaunchedRun, curve
 from tests.distributed.test_restarts import TorchRun
 
@@ -56,7 +59,7 @@ def test_a_stopped_rank_ends_the_job_which_names_it(launcher: Callable[..., Laun
     assert not psutil.pid_exists(stopped.pid) or stopped.status() == psutil.STATUS_ZOMBIE
     (line,) = re.findall(r"^error: rank .*$", run.output(), re.MULTILINE)
     found = re.search(
-        r"rank (\d+) \((\S+), process (\d+), which does not run\) has made no progress for 15 s: its last step was (\d+), ", line
+        r"rank (\d+) \((\S+), process (\d+), which does not run\) has made no progress for 15 s: the last step was (\d+), ", line
     )
     assert found and (int(found[1]), int(found[3])) == (rank, stopped.pid)
     assert run.last_step() - 1 <= int(found[4]) <= run.last_step() + 1
@@ -93,6 +96,39 @@ def beat(ticks: int, beats: int, place: str = FORWARD, may_be_long: bool = False
 )
 def test_who_is_behind(before, now, expected):
     assert _behind(dict(enumerate(before)), dict(enumerate(now))) == expected
+
+
+class Alone:
+    """The collectives of a run of one rank."""
+
+    rank, world_size = 0, 1
+
+    def gather(self, value: Any) -> list[Any]:
+        return [value]
+
+
+def test_what_may_take_long(tmp_path, monkeypatch):
+    """The first of each place, which may compile; checkpoints; the wait for interleaved runs."""
+    heartbeat = Heartbeat(tmp_path, 60, 3, Alone(), log=print)  # type: ignore[arg-type]
+
+    def may_be_long(place: str) -> bool:
+        heartbeat.enter(place)
+        return bool(heartbeat._read()[0].may_be_long)
+
+    step = (START, FORWARD, BACKWARD, FORWARD, BACKWARD, UPDATE)
+    assert [may_be_long(place) for place in step] == [True, True, True, False, False, True]
+    heartbeat.after_step(4)
+    assert [may_be_long(place) for place in step] == [False] * 6
+    assert [may_be_long(place) for place in (EVALUATION, EVALUATION, CHECKPOINT, FORWARD, CHECKPOINT)] == [True, True, True, False, True]
+    monkeypatch.setenv(VARIABLE, "socket")
+    assert may_be_long(START) and not may_be_long(FORWARD)
+    assert heartbeat._read()[0][1:4] == (20, 4, PLACES.index(FORWARD))
+
+
+def test_a_folder_that_cannot_be_written_is_refused(tmp_path):
+    (tmp_path / ".heartbeat").touch()
+    with pytest.raises(UsageError, match=r"\.heartbeat: cannot be written \(File exists\); give a --runs_dir that all hosts share"):
+        Heartbeat(tmp_path, 60, 0, Alone(), log=print)  # type: ignore[arg-type]
 
 
 @pytest.mark.long

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
+import signal
 import subprocess
 import sys
 import time
@@ -13,6 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from launch.formats.checkpoint_files import complete_checkpoints
 from tests.distributed.launched import ROOT, TINY, LaunchedRun, curve
 from tests.helpers import free_port
 
@@ -91,15 +94,39 @@ Moment = Callable[[TorchRun], bool]
 
 
 def kill_and_finish(run: TorchRun, kills: list[tuple[int, Moment]]) -> list[tuple[int, float]]:
+    halves: list[Path] = []
     for number, (rank, moment) in enumerate(kills, start=1):
         run.wait_until(lambda number=number: run.starts() == number)
+        killed = run.rank(rank)  # found beforehand: a write takes milliseconds
         run.wait_until(lambda moment=moment: moment(run))
-        run.rank(rank).kill()
+        killed.kill()
+        if moment is a_file_is_being_written:
+            halves += list((run.folder / "checkpoints").glob(".tmp-step-*"))
     assert run.wait() == 0, run.output()
     # Each kill has led to one start, and no start has failed.
     assert run.starts() == len(kills) + 1
     assert "connectFullMesh" not in run.output()
+    assert halves or not any(moment is a_file_is_being_written for _, moment in kills), "no write was interrupted"
     return curve(run)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("number", "launcher"),
+    [
+        (signal.SIGTERM, ()),
+        (signal.SIGUSR1, ("--signals-to-handle", "SIGTERM,SIGINT,SIGHUP,SIGUSR1")),
+    ],
+)
+def test_a_signal_to_torchrun_leaves_a_checkpoint(number, launcher, flags, tmp_path):
+    run = TorchRun(tmp_path, "r", flags, restarts=1, launcher=(*launcher, "--master_port", str(free_port()))).wait_for_step(13)
+    run.process.send_signal(number)
+    assert run.wait() == 1, "torchrun says how its ranks have ended: docs/clusters.md need not warn of it any more"
+    stopped = run.last_step()
+    assert f"stopped by {number.name} after step {stopped}" in (run.folder / "log.txt").read_text()
+    assert complete_checkpoints(run.folder / "checkpoints")[-1].name == f"step-{stopped:08d}"
+    assert re.search(rf"SignalException: Process \d+ got signal: {int(number)}", run.output())
+    assert run.starts() == 1
 
 
 @pytest.mark.parametrize("rank", [1, pytest.param(0, marks=pytest.mark.long)])

@@ -19,7 +19,7 @@ from tests.helpers import free_port
 
 pytestmark = pytest.mark.long
 
-STEPS = 1500
+STEPS = 2000
 PATIENCE_SECONDS = 300.0
 #: 3 minutes, with a signal 100 s before their end. Slurm sends it up to a minute earlier: 20 to 80 s after the start.
 LIMIT = ("--time=3", "--signal=USR1@100")
