@@ -151,7 +151,7 @@ class Heartbeat(Observer):
                 before = None
                 continue
             if os.path.exists(self._folder / VERDICT):  # False where the file system does not answer
-                self._end()
+                self._end(json.loads((self._folder / VERDICT).read_text(encoding="utf-8")))
             if before is None and idle >= self._half:
                 before, looked = self._read(), idle
             elif before is not None and idle - looked >= self._half:
@@ -179,6 +179,8 @@ class Heartbeat(Observer):
             (self._folder / JUDGE).mkdir()
         except FileExistsError:
             return  # its verdict will be there
+        except OSError:  # the disk is full: every rank judges by itself
+            pass
         first = min(behind, default=self.collectives.rank)
         if behind:
             host, process = self._processes[first]
@@ -192,13 +194,14 @@ class Heartbeat(Observer):
         where = f"{'at' if place in (START, END) else 'in'} the {place}"
         line = f"{what} for {self.seconds} s: the last step was {now[first].step}, and the rank is {where}; the run ends; {resume}"
         print(f"error: {line}", file=sys.stderr, flush=True)
-        write_atomically(self._folder / VERDICT, json.dumps({"line": line, "behind": list(behind)}))
-        self._end()
+        verdict = {"line": line, "behind": list(behind)}
+        with contextlib.suppress(OSError):
+            write_atomically(self._folder / VERDICT, json.dumps(verdict))
+        self._end(verdict)
 
-    def _end(self) -> None:
+    def _end(self, verdict: dict[str, Any]) -> None:
         """End this process, and those of its host that are behind. Waits until the other ranks have seen the verdict too."""
         sys.excepthook = lambda *_: None  # the collective of the main thread fails when another rank ends
-        verdict: dict[str, Any] = json.loads((self._folder / VERDICT).read_text(encoding="utf-8"))
         with contextlib.suppress(Exception, SystemExit):
             self._log(f"error: {verdict['line']}", silent=True)
         time.sleep(3 * self._tick)

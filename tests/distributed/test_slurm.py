@@ -76,6 +76,7 @@ class Job:
     def start_again(self, restarts: int, nodes: int) -> None:
         """Wait until the job is requeued for the `restarts`-th time, and shorten the time for which Slurm holds it."""
         self.wait_until(lambda: self.field("JobState") == "PENDING" and self.field("Restarts") == str(restarts))
+        time.sleep(5.0)  # the script of the start before may still be ending
         self.command("scontrol", "update", f"JobId={self.number}", f"NumNodes={nodes}-{nodes}", "StartTime=now")
 
 
