@@ -1,7 +1,7 @@
 """Errors of users, and how every command ends: one line, printed by one process of a host, and an exit code.
 
-Every command runs its `main` through `run_command`, which sets the exit code: 0 done, 1 failed, 2 the user's mistake, 128 + n stopped by
-signal n (130 Ctrl-C, 143 SIGTERM).
+Every command runs its `main` through `run_command`, which sets the exit code: 0 done, 1 failed, 2 the user's mistake, 75 to be requeued
+(`REQUEUE`), 128 + n stopped by signal n (130 Ctrl-C, 143 SIGTERM).
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from typing import Any, TextIO
 from data_pipeline.errors import DataError
 from recipes.registry import RecipeError
 
+#: The exit code of a run that SIGUSR1 or SIGUSR2 has stopped: the batch system should start it again. EX_TEMPFAIL of sysexits.h.
+REQUEUE = os.EX_TEMPFAIL
 #: Errors of the operating system that are about a path, which the user gave.
 _PATH_ERRORS = (errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR)
 #: Characters of the longest message, and how many stay of the start (where and what) and of the end (the fix) of a longer one.

@@ -4,8 +4,9 @@
     deepspeed launch/pretrain.py --recipe recipes/zero_2 --run_name demo
 
 Everything goes to `runs/<run_name>/`: `metrics.jsonl`, `log.txt`, TensorBoard events, `checkpoints/`, `loss.png`. The first loss is
-about ln(vocab_size), 9.0 for the corpus of `make data`. Exit codes: 0 done, 1 failed, 2 the user's mistake, 130 and 143 stopped by
-Ctrl-C and SIGTERM, after writing a checkpoint from which `--resume` continues.
+about ln(vocab_size), 9.0 for the corpus of `make data`. Exit codes: 0 done, 1 failed, 2 the user's mistake; 130, 143 and 75 stopped by
+Ctrl-C, by SIGTERM, and by SIGUSR1 or SIGUSR2, which ask for the run to be requeued, after writing a checkpoint from which `--resume`
+continues.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from launch.errors import TrainingFailed, UsageError, ignore_output_errors, prin
 from launch.training.folder import NoFolder, RunFolder, check_port, check_run_folder, nothing_to_resume
 from launch.training.observers import Observer, Observers
 from launch.training.provenance import describe_run
-from launch.training.signals import StopRequest
+from launch.training.signals import StopRequest, exit_code
 from recipes.technique import whole_step
 
 
@@ -83,6 +84,7 @@ def train(config: RunConfig, folder: RunFolder | NoFolder, stop: StopRequest, ob
     from launch.training.distributed import start_ranks
     from launch.training.engine import start_engine
     from launch.training.evaluation import Evaluation
+    from launch.training.heartbeat import CHECKPOINT, Heartbeat
     from launch.training.histograms import GradientHistograms
     from launch.training.meter import Meter
     from launch.training.progress import Progress, describe_start
@@ -92,8 +94,9 @@ def train(config: RunConfig, folder: RunFolder | NoFolder, stop: StopRequest, ob
     techniques = config.built_techniques
     engine = start_engine(config, techniques, collectives)
     loader = config.training_loader(collectives)
+    path = Path(config.runs_dir) / config.run_name
     checkpoints = Checkpoints(
-        Path(config.runs_dir) / config.run_name / "checkpoints",
+        path / "checkpoints",
         config.keep,
         engine.deepspeed,
         techniques,
@@ -108,12 +111,14 @@ def train(config: RunConfig, folder: RunFolder | NoFolder, stop: StopRequest, ob
     if config.resume and (found := checkpoints.load_newest()):
         state = {key: found[key] for key in state}
     elif config.resume == MUST:
-        raise UsageError(nothing_to_resume(Path(config.runs_dir) / config.run_name))
+        raise UsageError(nothing_to_resume(path))
     folder.begin(state["step"])
     meter = Meter(engine, collectives, folder.seconds_before, on_lost=stop.request)
     histograms = [GradientHistograms(folder, config.histogram_every)] if config.histogram_every else []
     similarity = [BlockSimilarity(folder)] if config.block_similarity else []
-    observer = Observers([*histograms, *similarity, *observers])
+    watched = config.hang_timeout and collectives.world_size > 1
+    heartbeat = [Heartbeat(path, config.hang_timeout, state["step"], collectives, folder.log)] if watched else []
+    observer = Observers([*heartbeat, *histograms, *similarity, *observers])
     observer.start(engine)
     evaluation = Evaluation(config, collectives, observer)
     folder.log_start(describe_start(config, engine, meter, evaluation), state["step"], config.resume)
@@ -128,7 +133,7 @@ def train(config: RunConfig, folder: RunFolder | NoFolder, stop: StopRequest, ob
     stopped = 0
     stop.defer()  # from here on a signal takes effect at the end of its step
     try:
-        with checkpoints, Progress(config, state, folder) as progress:
+        with observer.training(), checkpoints, Progress(config, state, folder) as progress:
             while state["tokens"] < config.total_tokens and not stopped:
                 step = state["step"] + 1
                 plan = techniques.on_step(step, whole_step(config))
@@ -163,6 +168,7 @@ def train(config: RunConfig, folder: RunFolder | NoFolder, stop: StopRequest, ob
                 progress.update(line, state)
                 engine.require_finite(mean_loss)
                 if saving:
+                    engine.enter(CHECKPOINT)
                     with collectives.uncounted():
                         checkpoints.save(state, last=bool(stopped or last))
     except TrainingFailed as reason:
@@ -181,7 +187,7 @@ def train(config: RunConfig, folder: RunFolder | NoFolder, stop: StopRequest, ob
     if config.whole_eval and not stopped:  # after the checkpoint: it may take long, and a resume repeats it
         state["whole_val_loss"] = evaluation.loss(engine, state["step"], whole=True)
     folder.log_end(config, state, stopped)
-    return 128 + stopped if stopped else 0
+    return exit_code(stopped) if stopped else 0
 
 
 if __name__ == "__main__":

@@ -16,5 +16,6 @@ PAGES = {
 def commands(start: str = "") -> list[str]:
     """Every indented command of all pages that begins with `start`, each once. Fenced blocks are not among them."""
     text = "\n".join(re.sub(r"^```\w*\n.*?^```$", "", page, flags=re.MULTILINE | re.DOTALL) for page in PAGES.values())
-    lines = re.findall(r"^    ((?:deepspeed|python|make|lm_eval) .*)$", text, re.MULTILINE)
+    text = re.sub(r" *\\\n +", " ", text)  # a command on several lines
+    lines = re.findall(r"^    ((?:deepspeed|torchrun|sbatch|python|make|lm_eval) .*)$", text, re.MULTILINE)
     return [line for line in dict.fromkeys(lines) if line.startswith(start)]

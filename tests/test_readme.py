@@ -31,6 +31,8 @@ COMPARING = commands("python launch/compare.py")
 RUN_BY = {
     "deepspeed launch/pretrain.py ": "test_training_commands_are_explained, test_training_commands_train",
     "deepspeed --": "test_training_commands_are_explained",
+    "torchrun ": "test_training_commands_are_explained, tests/distributed/test_restarts.py, tests/distributed/test_two_hosts.py",
+    "sbatch ": "test_training_commands_are_explained, tests/distributed/test_slurm.py",
     "python launch/plan.py ": "test_commands_that_start_nothing_run_as_they_stand",
     "python launch/pretrain.py ": "test_commands_that_start_nothing_run_as_they_stand",
     "python launch/compare.py ": "test_comparing_commands_compare, test_experiments_on_testbeds_are_planned",
@@ -54,12 +56,13 @@ def test_every_command_is_run_by_a_test():
     assert [line for line in commands() if not line.startswith(tuple(RUN_BY))] == []
 
 
-@pytest.mark.parametrize("command", TRAINING)
+@pytest.mark.parametrize("command", [*TRAINING, *commands("torchrun"), *commands("sbatch")])
 def test_training_commands_are_explained(command):
     if "--init_from" in command:
         pytest.skip("a published GPT-2 is not here; tests/test_export.py starts from folders like it")
     words = shlex.split(command)
-    flags = words[words.index("launch/pretrain.py") + 1 :]
+    script = "launch/slurm/pretrain.sbatch" if words[0] == "sbatch" else "launch/pretrain.py"
+    flags = words[words.index(script) + 1 :]
     assert explained(*flags, "--ranks", str(ranks_of(words)))
 
 

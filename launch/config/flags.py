@@ -151,6 +151,14 @@ def build_parser() -> Parser:
         action="store_true",
         help="at every evaluation, write how much each block changes its input, in norm and direction, to blocks.jsonl and blocks.png",
     )
+    run.add_argument(
+        "--hang_timeout",
+        type=natural,
+        default=300,
+        metavar="SECONDS",
+        help="end the run, and name the rank, if one makes no progress for so long; give more than the forward or backward pass of a "
+        "micro-batch takes, and than an update takes; 0 is off (300)",
+    )
     # Token by token, on all ranks: 100,000 of `nano` take minutes.
     run.add_argument("--ranks", type=positive, help="number of ranks to assume for --explain without a launcher")
     run.add_argument(

@@ -422,15 +422,15 @@ def bytes_sent_per_step(model: GPTConfig, precision: str, zero: dict[str, Any], 
 
     In the first step, stage 3 records the order of the modules and gathers more. If a run evaluates before its first step, it gathers more
     in every step, because it then records that no weight is used twice (measured: 15.6 MB instead of 10.6 for `nano` on two ranks).
-    Scalars are included: the loss with two stop flags in fp64, the norm, the overflow flag. The scales of quantized weights, 4 bytes for up
-    to 8,000 of them, are not.
+    Scalars are included: the loss with three stop flags in fp64, the norm, the overflow flag. The scales of quantized weights, 4 bytes for
+    up to 8,000 of them, are not.
     """
     stage, sizes = zero["stage"], _with_defaults(zero)
     w, share = WIDTH[precision], (ranks - 1) / ranks
     groups = parameter_sizes(model)
     flat = [n for group in groups for n in group]
     N = sum(flat)
-    agreement = 24  # fp64: loss, SIGINT, SIGTERM
+    agreement = 32  # fp64: loss, SIGINT, SIGUSR1, SIGTERM
     if stage == 0:
         return round(share * 2 * (w * N + agreement))
     if stage in (1, 2):

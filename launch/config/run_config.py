@@ -57,7 +57,7 @@ AUTO_KEYS = {
 #: Flags that a run takes as they are.
 AS_GIVEN = (
     *("runs_dir", "resume", "data", "seed", "preset", "no_cross_document", "init_from", "perturb_init", "eval_batches"),
-    *("whole_eval", "keep", "histogram_every", "block_similarity", "quiet"),
+    *("whole_eval", "keep", "histogram_every", "block_similarity", "hang_timeout", "quiet"),
 )
 #: DeepSpeed's default for `offload_param.buffer_size`, elements.
 BUFFER_SIZE = 100_000_000
@@ -109,6 +109,7 @@ class RunConfig:
     keep: int
     histogram_every: int
     block_similarity: bool
+    hang_timeout: int
     quiet: bool
     found_corpus: Corpus | None = field(repr=False, compare=False)  # None where a run is explained without it
     built_techniques: Techniques = field(default_factory=Techniques, repr=False, compare=False)  # of the sections, once for the run

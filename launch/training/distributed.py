@@ -16,6 +16,8 @@ import os
 import shutil
 import socket
 import sys
+import time
+import uuid
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -25,11 +27,14 @@ import deepspeed.ops
 import torch
 from deepspeed import comm
 from deepspeed.accelerator import get_accelerator
+from deepspeed.constants import default_pg_timeout
 from deepspeed.runtime import compiler
+from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from launch.config.hardware import quiet_deepspeed
+from launch.errors import TrainingFailed
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -64,8 +69,58 @@ def start_ranks() -> Collectives:
         get_accelerator().set_device(device.index)
     if not comm.is_initialized():
         without_shared_memory_extension()
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            torch.distributed.init_process_group(
+                get_accelerator().communication_backend_name(),
+                store=_store_of_this_start(),
+                rank=int(os.environ["RANK"]),
+                world_size=int(os.environ["WORLD_SIZE"]),
+                timeout=default_pg_timeout,
+                device_id=device if device.type == "cuda" and int(os.environ["WORLD_SIZE"]) > 1 else None,  # as DeepSpeed does
+            )
         deepspeed.init_distributed(auto_mpi_discovery=False)
     return Collectives(device)
+
+
+def _store_of_this_start() -> PrefixStore:
+    """The store of `torchrun`, with keys of this start only.
+
+    When it restarts the ranks, `torchrun` 2.13 keeps its store, in which they find the addresses of the ranks before them: half of the
+    restarts failed ("Gloo connectFullMesh ... refused"). TORCHELASTIC_RESTART_COUNT does not tell starts apart: the hosts count their own
+    restarts, and one whose ranks had not failed does not count. So rank 0 draws a name for the start, and hands it to every rank that says
+    hello with a word of its own; a rank that has ended does not take it.
+
+    Raises:
+        TrainingFailed: a rank did not arrive within DeepSpeed's timeout.
+    """
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=default_pg_timeout)
+    own, deadline = uuid.uuid4().hex, time.monotonic() + default_pg_timeout.total_seconds()
+
+    def wait_for(what: str, condition: Callable[[], bool]) -> None:
+        while not condition():
+            if time.monotonic() > deadline:
+                raise TrainingFailed(f"{what} did not arrive within {default_pg_timeout}; look at the output of its host")
+            time.sleep(0.02)
+
+    def read(key: str) -> str:
+        return str(store.get(key), "ascii") if store.check([key]) else ""
+
+    if rank:
+        store.set(f"hello/{rank}", own)
+        wait_for("rank 0", lambda: read(f"start/{rank}").startswith(own))
+        name = read(f"start/{rank}").removeprefix(own)
+        store.set(f"taken/{rank}", name)
+        return PrefixStore(name, store)
+
+    def has_taken(other: int) -> bool:
+        if hello := read(f"hello/{other}"):
+            store.set(f"start/{other}", hello + own)
+        return read(f"taken/{other}") == own
+
+    for other in range(1, size):
+        wait_for(f"rank {other}", functools.partial(has_taken, other))
+    return PrefixStore(own, store)
 
 
 def ranks_of_host() -> int:
@@ -74,7 +129,8 @@ def ranks_of_host() -> int:
 
 
 def leave_ranks() -> None:
-    """Leave the process group, so that no rank ends while another still listens to it."""
+    """Leave the process group together: a launcher ends the other ranks when one has ended, and no rank may end while another listens."""
+    comm.barrier()
     comm.destroy_process_group()
 
 

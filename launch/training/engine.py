@@ -11,6 +11,7 @@ import hashlib
 import io
 import math
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -44,6 +45,7 @@ class TrainingEngine:
         deepspeed: DeepSpeed's engine.
         corrections: the names of the applied corrections of DeepSpeed.
         loss_scale: the loss scale of the last backward pass.
+        enter: called with the place of the step that begins, e.g. "forward pass" (`launch/training/heartbeat.py`).
     """
 
     deepspeed: Any
@@ -53,6 +55,7 @@ class TrainingEngine:
     collectives: Collectives
     techniques: Technique
     loss_scale: float = 1.0
+    enter: Callable[[str], None] = lambda place: None
     _micro_step: int = 0
     _loss: torch.Tensor | float = 0.0
 
@@ -68,6 +71,7 @@ class TrainingEngine:
 
     def loss(self, tokens: torch.Tensor) -> torch.Tensor:
         """The mean cross-entropy of (B, T + 1) token ids, where each position predicts the next one; an fp32 scalar."""
+        self.enter("forward pass" if self.deepspeed.training else "evaluation")
         if self.config.shape.dropout and self.deepspeed.training:
             # Dropout masks are a function of (seed, step, micro-step, rank), so that a resumed run draws the same ones.
             place = f"{self.config.seed}/{self.deepspeed.global_steps}/{self._micro_step}/{self.collectives.rank}"
@@ -88,10 +92,12 @@ class TrainingEngine:
         configured = self.config.gradient_accumulation_steps
         self._loss = loss.detach() / accumulation + (self._loss if self._micro_step else 0.0)
         self._micro_step = (self._micro_step + 1) % accumulation
+        self.enter("backward pass")
         self.deepspeed.set_gradient_accumulation_boundary(self._micro_step == 0)
         self.deepspeed.backward(loss if accumulation == configured else loss * (configured / accumulation))
         self.loss_scale = float(getattr(self.deepspeed.optimizer, "loss_scale", 1.0))  # `step` may change it
         counters = self.deepspeed.global_steps, self.deepspeed.skipped_steps
+        self.enter("update")
         try:
             self.deepspeed.step()
             if self._micro_step == 0 and self.config.precision != "fp16" and not self.deepspeed.was_step_applied():

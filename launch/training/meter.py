@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import resource
-import signal
 import time
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +12,7 @@ import torch
 from launch.training.distributed import Collectives
 from launch.training.engine import TrainingEngine
 from launch.training.interleaving import Interleaving
+from launch.training.signals import STOPPING
 from model.accounting import flops_per_token, peak_flops
 from recipes.technique import StepPlan
 
@@ -49,14 +49,14 @@ class Meter:
     def reduce_loss_and_signal(self, loss: torch.Tensor, stop_signal: int) -> tuple[float, int]:
         """The mean of `loss` over the ranks, and the signal for which all of them stop after this step (0: none).
 
-        If ranks got different signals, it is SIGINT: the launcher sends SIGTERM when it gets Ctrl-C.
+        If ranks got different signals, it is the first of them in `STOPPING`.
         """
-        signals = [float(stop_signal == number) for number in (signal.SIGINT, signal.SIGTERM)]
+        signals = [float(stop_signal == number) for number in STOPPING]
         shared = torch.tensor([0.0, *signals], dtype=torch.float64, device=loss.device)
         shared[0] = loss
-        total, interrupted, terminated = self.collectives.all_reduce(shared).tolist()
-        stopped = signal.SIGINT if interrupted else signal.SIGTERM if terminated else 0
-        return total / self.collectives.world_size, int(stopped)
+        total, *ranks = self.collectives.all_reduce(shared).tolist()
+        stopped = next((int(number) for number, count in zip(STOPPING, ranks, strict=True) if count), 0)
+        return total / self.collectives.world_size, stopped
 
     def end_step(self, plan: StepPlan) -> dict[str, Any]:
         """The measurements of a step that followed `plan`. Call after `reduce_loss_and_signal`, which waits for the device."""

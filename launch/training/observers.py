@@ -21,6 +21,10 @@ class Observer:
     def start(self, engine: TrainingEngine) -> None:
         """Called once, before the first step. The model has its initial weights, or those of the checkpoint."""
 
+    def training(self) -> AbstractContextManager[None]:
+        """The context of all steps."""
+        return nullcontext()
+
     def on_step(self, step: int) -> None:
         """Called before the first micro-batch of optimizer step `step` (from 1). Its time is not counted as time of the step."""
 
@@ -51,6 +55,13 @@ class Observers(Observer):
     def start(self, engine: TrainingEngine) -> None:
         for member in self.members:
             member.start(engine)
+
+    @contextmanager
+    def training(self) -> Iterator[None]:
+        with ExitStack() as inside:
+            for member in self.members:
+                inside.enter_context(member.training())
+            yield
 
     def on_step(self, step: int) -> None:
         for member in self.members:

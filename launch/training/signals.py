@@ -1,4 +1,7 @@
-"""SIGTERM and Ctrl-C stop the run after the current step, on all ranks, with a checkpoint.
+"""SIGTERM, Ctrl-C, SIGUSR1 and SIGUSR2 stop the run after the current step, on all ranks, with a checkpoint.
+
+SIGUSR1 and SIGUSR2, with which a batch system announces the end of its time, also ask for the run to be started again: the exit code is
+`launch.errors.REQUEUE` instead of 128 + n.
 
 A launcher does not signal all ranks at once: `deepspeed` signals its first rank, waits until it has ended, and then signals the next. So
 the ranks agree to stop in the reduction that every step makes anyway.
@@ -11,6 +14,8 @@ The exit code of `deepspeed` 0.19.8 (tests/distributed/test_signals.py):
     a rank                               143
     the command `deepspeed`, its group   killed by the signal, which a shell shows as 143, or 130 for Ctrl-C; the ranks end after it
     `deepspeed.launcher.launch`          1
+
+SIGUSR1 and SIGUSR2 end `deepspeed` and `torchrun` themselves. Send them to a rank: `deepspeed` then ends with `REQUEUE`.
 
 `deepspeed.launcher.launch` kills a rank that has not ended 30 seconds after a signal. If a step and a checkpoint (two, if one is being
 written) take longer, signal a rank or the command `deepspeed`, which have no such limit.
@@ -25,17 +30,20 @@ import sys
 import threading
 from pathlib import Path
 
-from launch.errors import print_once
+from launch.errors import REQUEUE, print_once
 
-#: SIGHUP, from a terminal that closes, is handled like SIGTERM, unless `nohup` has set it to be ignored.
-WATCHED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+#: The signals for which a run stops after its step. If ranks got different ones, the first in this order counts: `deepspeed` sends SIGTERM
+#: when it gets Ctrl-C, and a batch system sends it when the time that SIGUSR1 has announced is over.
+STOPPING = (signal.SIGINT, signal.SIGUSR1, signal.SIGTERM)
+#: Signals that are handled like another one. SIGHUP comes from a terminal that closes, unless `nohup` has set it to be ignored.
+LIKE = {signal.SIGUSR2: signal.SIGUSR1, signal.SIGHUP: signal.SIGTERM}
 LAUNCHER_CHECK_SECONDS = 0.5
 
 
 class StopRequest:
     """Records the signal that stops this process; `poll` returns it.
 
-    Before `defer` is called, a signal ends the process at once with exit code 128 + n. So does a second Ctrl-C at any time.
+    Before `defer` is called, a signal ends the process at once with its exit code. So does a second Ctrl-C at any time.
 
     Signals are handled in a thread, because Python runs handlers between two instructions of the main thread, which may be waiting in a
     collective.
@@ -49,7 +57,7 @@ class StopRequest:
         arrived, wakeup = os.pipe()
         os.set_blocking(wakeup, False)
         signal.set_wakeup_fd(wakeup, warn_on_full_buffer=False)
-        for number in WATCHED:
+        for number in (*STOPPING, *LIKE):
             if signal.getsignal(number) is not signal.SIG_IGN or number != signal.SIGHUP:
                 signal.signal(number, lambda number, frame: None)  # Python writes to `wakeup` as well
         threading.Thread(target=self._watch, args=(arrived,), name="signals", daemon=True).start()
@@ -58,7 +66,7 @@ class StopRequest:
         while True:
             ready, _, _ = select.select([arrived], [], [], LAUNCHER_CHECK_SECONDS)
             for number in os.read(arrived, 64) if ready else b"":
-                if number in WATCHED:
+                if number in (*STOPPING, *LIKE):
                     self._on_signal(number)
             self._check_launchers()
 
@@ -69,13 +77,13 @@ class StopRequest:
 
     def _on_signal(self, number: int) -> None:
         if not self._deferred:
-            os._exit(128 + number)
+            os._exit(exit_code(number))
         self._interrupts += number == signal.SIGINT
         if self._interrupts >= 2:
             os._exit(128 + signal.SIGINT)
         if not self._signal:
             # The first signal counts: after a Ctrl-C the launcher sends SIGTERM.
-            self._signal = int(signal.SIGINT if number == signal.SIGINT else signal.SIGTERM)
+            self._signal = int(LIKE.get(signal.Signals(number), number))
             print_once("stopping after this step, with a checkpoint (Ctrl-C once more: at once, without one)", sys.stderr)
 
     def request(self) -> None:
@@ -90,6 +98,11 @@ class StopRequest:
         """The number of the signal that stops this process, 0 for none."""
         self._check_launchers()  # takes 30 us; the thread checks twice a second, and steps may be shorter
         return self._signal
+
+
+def exit_code(number: int) -> int:
+    """The exit code of a run that signal `number` has stopped."""
+    return REQUEUE if number in (signal.SIGUSR1, signal.SIGUSR2) else 128 + number
 
 
 def _launchers() -> tuple[int, ...]:

@@ -43,8 +43,8 @@ def pretrain(pool, *arguments: str) -> list[dict]:
     return pool.run("tests.distributed.jobs:pretrain", flags=flags(*arguments))[0]
 
 
-# Loss and the two stop flags, in fp64, all-reduced: 2 (N-1)/N x 24 bytes.
-AGREEMENT = 24
+# Loss and the three stop flags, in fp64, all-reduced: 2 (N-1)/N x 32 bytes.
+AGREEMENT = 32
 
 
 @pytest.mark.parametrize(("precision", "bytes_per_gradient"), [("fp32", 4), ("bf16", 2)])

@@ -15,7 +15,9 @@ from pathlib import Path
 
 import pytest
 
+from launch.errors import REQUEUE
 from launch.formats.checkpoint_files import complete_checkpoints
+from launch.training.signals import LIKE
 from tests.distributed.launched import ROOT, TINY, LaunchedRun, curve
 
 STEPS = 12
@@ -69,6 +71,9 @@ def to_group(run: LaunchedRun, number: int) -> None:
         pytest.param(to_rank(1), signal.SIGTERM, 143, id="SIGTERM-rank-1", marks=pytest.mark.long),
         pytest.param(to_command, signal.SIGTERM, 143, id="SIGTERM-deepspeed", marks=pytest.mark.long),
         pytest.param(to_launcher, signal.SIGTERM, 1, id="SIGTERM-launcher", marks=pytest.mark.long),  # launch.py ends with 1 on any signal
+        pytest.param(to_rank(0), signal.SIGUSR1, REQUEUE, id="SIGUSR1-rank-0", marks=pytest.mark.long),
+        pytest.param(to_rank(1), signal.SIGUSR1, REQUEUE, id="SIGUSR1-rank-1"),
+        pytest.param(to_rank(1), signal.SIGUSR2, REQUEUE, id="SIGUSR2-rank-1", marks=pytest.mark.long),
         pytest.param(to_group, signal.SIGTERM, 143, id="SIGTERM-group"),
         pytest.param(to_group, signal.SIGINT, 130, id="SIGINT-group", marks=pytest.mark.long),
         pytest.param(to_group, signal.SIGHUP, 129, id="SIGHUP-group", marks=pytest.mark.long),
@@ -85,7 +90,7 @@ def test_a_signal_stops_all_ranks_with_a_checkpoint_of_the_last_step(target, num
     # Two: the step after `before` may have been decided already when the signal came.
     assert before < stopped <= before + 2 and stopped < STEPS
     assert [path.name for path in complete_checkpoints(run.folder / "checkpoints")] == [f"step-{stopped:08d}"]
-    name = signal.SIGINT.name if number == signal.SIGINT else signal.SIGTERM.name
+    name = LIKE.get(number, number).name
     assert f"stopped by {name} after step {stopped}" in (run.folder / "log.txt").read_text()
     if target is not to_group or number == signal.SIGTERM:
         assert "Traceback" not in run.output()
@@ -108,14 +113,19 @@ def test_a_second_ctrl_c_ends_the_run_at_once(flags, tmp_path):
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("target", "code"),
-    [(to_rank(0), 143), (to_rank(1), 143), (to_command, 143)],
-    ids=["rank-0", "rank-1", "deepspeed"],
+    ("target", "number", "code"),
+    [
+        (to_rank(0), signal.SIGTERM, 143),
+        (to_rank(1), signal.SIGTERM, 143),
+        (to_command, signal.SIGTERM, 143),
+        (to_rank(1), signal.SIGUSR1, REQUEUE),
+    ],
+    ids=["SIGTERM-rank-0", "SIGTERM-rank-1", "SIGTERM-deepspeed", "SIGUSR1-rank-1"],
 )
-def test_a_signal_during_start_up_ends_the_run_at_once_and_it_can_be_resumed(target, code, flags, finish, uninterrupted, tmp_path):
+def test_a_signal_during_start_up_ends_the_run_at_once_and_it_can_be_resumed(target, number, code, flags, finish, uninterrupted, tmp_path):
     run = LaunchedRun(tmp_path, "r", stage=1, ranks=2, flags=flags)
     run.wait_until(lambda: (run.folder / ".lock").exists())
-    target(run, signal.SIGTERM)
+    target(run, number)
     assert run.wait() == code, run.output()
     assert "Traceback" not in run.output()
     assert finish(tmp_path, "r") == uninterrupted

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import functools
+import os
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import psutil
 import pytest
 
+from launch.formats.metrics import read_metrics
 from tests.distributed.launched import LaunchedRun, curve
-from tests.distributed.two_hosts import ROOT, TwoHosts, missing
+from tests.distributed.two_hosts import HOSTS, ROOT, TwoHosts, missing
 
 REASON = missing()
 pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
@@ -61,6 +64,63 @@ def test_two_hosts_train_what_two_ranks_of_one_host_train(train, corpus, tmp_pat
     assert one.wait() == 0, one.output()
     assert len(two) == SHORT
     assert two == [(step, pytest.approx(loss, abs=1e-6)) for step, loss in curve(one)]
+
+
+class TorchRuns:
+    """`torchrun` on both hosts, with a rank each, which find each other on the first host (`--rdzv_backend c10d`)."""
+
+    def __init__(self, hosts: TwoHosts, folder: Path, restarts: int, *flags: object):
+        self.folder, self.out = folder / "runs" / "r", folder / "out"
+        torchrun = [Path(sys.executable).with_name("torchrun"), "--nnodes", 2, "--nproc_per_node", 1, "--max-restarts", restarts]
+        torchrun += ["--rdzv_backend", "c10d", "--rdzv_endpoint", f"{HOSTS[0][1]}:29400", "--rdzv_id", folder.name]
+        run = ["launch/pretrain.py", "--deepspeed_config", "ds_configs/zero1_fp32.json", "--runs_dir", folder / "runs", "--run_name", "r"]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+        with open(self.out, "wb") as out:
+            self.launchers = [
+                subprocess.Popen(hosts.command(number, *torchrun, *run, *MODEL, *flags), env=environment, stdout=out, stderr=out)
+                for number in range(len(HOSTS))
+            ]
+
+    def losses(self) -> list[tuple[int, float]]:
+        file = self.folder / "metrics.jsonl"
+        return [(line["step"], line["loss"]) for line in read_metrics(file) if "loss" in line] if file.exists() else []
+
+    def wait_for_step(self, step: int) -> None:
+        deadline = time.monotonic() + 120.0
+        while not self.losses() or self.losses()[-1][0] < step:
+            assert time.monotonic() < deadline and all(launcher.poll() is None for launcher in self.launchers), self.out.read_text()
+            time.sleep(0.05)
+
+    def rank(self, host: int) -> psutil.Process:
+        """The rank on a host: a process of the namespace, as this machine sees it."""
+        theirs = psutil.Process(self.launchers[host].pid).children(recursive=True)
+        return next(process for process in theirs if process.cmdline()[1:3] == ["-u", "launch/pretrain.py"])
+
+    def wait(self) -> list[int]:
+        return [launcher.wait(200.0) for launcher in self.launchers]
+
+
+@pytest.mark.long
+def test_torchrun_on_two_hosts_has_the_losses_of_one_host_bit_for_bit_also_after_a_killed_and_a_stopped_rank(hosts, corpus, tmp_path):
+    hosts.set_rate(1000)
+    flags = ["--data", str(corpus), "--steps", "60", "--eval_every", "0", "--save_every", "10"]
+    one = LaunchedRun(tmp_path, "one", stage=1, ranks=2, flags=[*flags, *MODEL])
+    assert one.wait() == 0, one.output()
+    runs = TorchRuns(hosts, tmp_path, 2, *flags, "--resume", "--hang_timeout", "15")
+    runs.wait_for_step(14)
+    runs.rank(1).kill()
+    time.sleep(2.0)
+    said = "resuming after step"
+    deadline = time.monotonic() + 120.0
+    while said not in (runs.folder / "log.txt").read_text():
+        assert time.monotonic() < deadline, runs.out.read_text()
+        time.sleep(0.1)
+    runs.wait_for_step(24)
+    runs.rank(1).suspend()
+    assert runs.wait() == [0, 0], runs.out.read_text()
+    assert runs.losses() == curve(one)
+    assert (runs.folder / "log.txt").read_text().count(said) == 2
+    assert "rank 1 (host-1, " in runs.out.read_text()
 
 
 @pytest.mark.long

@@ -1,0 +1,237 @@
+"""Ends a run that hangs, and says which rank hangs and where.
+
+In a collective every rank waits for the slowest. So when one rank stops, because its process or host was suspended, a file system does not
+answer or a program deadlocks, the others wait without a message, and the batch system goes on counting.
+
+Each rank has a file `runs/<name>/.heartbeat/rank-00001`, mapped into memory: the other ranks of its host can read what it has written
+there, also when it is stopped, and those of other hosts about a second later. It holds
+
+    beats   how often the rank has entered another place: the forward pass, the backward pass, the update, an evaluation, ...
+    ticks   how often a thread of the rank has woken up: whether its process runs
+
+A rank that has not entered another place for `--hang_timeout` looks at the files of all ranks, and ends the run if
+
+- the ticks of a rank have not changed meanwhile: its process does not run;
+- or no rank has entered another place, and none is where that may take long: in its first forward pass, backward pass, update or evaluation
+  since the start, which may compile, in a checkpoint, or where it waits for the runs that it is interleaved with. The rank with the fewest
+  beats is behind.
+
+Time is counted in ticks, so that a job that was suspended as a whole and continues does not end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import mmap
+import os
+import shutil
+import signal
+import struct
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import psutil
+
+from launch.errors import UsageError
+from launch.formats.checkpoint_files import complete_checkpoints
+from launch.formats.files import write_atomically
+from launch.training.distributed import Collectives
+from launch.training.engine import TrainingEngine
+from launch.training.interleaving import interleaved_group
+from launch.training.observers import Observer
+
+#: The places of a step, as a message names them.
+START, FORWARD, BACKWARD, UPDATE, END = "start of the step", "forward pass", "backward pass", "update", "end of the step"
+EVALUATION, CHECKPOINT, LEFT = "evaluation", "checkpoint", "end of the run"
+PLACES = (START, FORWARD, BACKWARD, UPDATE, END, EVALUATION, CHECKPOINT, LEFT)
+#: Between two ticks at most, in seconds; 20 ticks make a shorter `--hang_timeout`.
+TICK_SECONDS = 1.0
+#: Files in the folder: what one rank has found, and the mark of that rank, of which there is one.
+VERDICT, JUDGE = "verdict", "judge"
+
+
+class Beat(NamedTuple):
+    """What a rank says of itself. `step`: those that it has completed; `may_be_long`: whether `place` may take long."""
+
+    ticks: int
+    beats: int
+    step: int
+    place: int
+    may_be_long: int
+
+
+class Heartbeat(Observer):
+    """Watches the ranks while they train. All ranks make it together.
+
+    Args:
+        run: the folder of the run, which all hosts share.
+        seconds: without progress, after which the run ends.
+        step: the steps that the run has made.
+        log: writes a line to the log, as `RunFolder.log` does.
+
+    Raises:
+        UsageError: the folder cannot be written.
+    """
+
+    def __init__(self, run: Path, seconds: int, step: int, collectives: Collectives, log: Callable[..., None]):
+        self.run, self.seconds, self.collectives, self._log = run, seconds, collectives, log
+        self._tick = min(TICK_SECONDS, seconds / 20)
+        self._half = round(seconds / self._tick / 2)
+        self._folder = run / ".heartbeat"
+        self._beat = Beat(0, 0, step, PLACES.index(START), may_be_long=1)
+        self._known: set[str] = set()  # the places that this rank has left once
+        self._left = threading.Event()
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            if collectives.rank == 0:
+                (self._folder / VERDICT).unlink(missing_ok=True)
+                shutil.rmtree(self._folder / JUDGE, ignore_errors=True)
+            with open(self._file(collectives.rank), "w+b") as file:
+                file.truncate(_RECORD.size)
+                self._memory = mmap.mmap(file.fileno(), _RECORD.size)
+        except OSError as reason:
+            raise UsageError(f"{self._folder}: cannot be written ({reason.strerror}); give a --runs_dir that all hosts share") from None
+        self._write()
+        self._processes: list[tuple[str, int]] = collectives.gather((os.uname().nodename, os.getpid()))
+        self._thread = threading.Thread(target=self._watch, name="heartbeat", daemon=True)
+
+    @contextlib.contextmanager
+    def training(self) -> Iterator[None]:
+        self._thread.start()
+        try:
+            yield
+        finally:
+            self.enter(LEFT)
+            self._left.set()
+            self._thread.join()
+
+    # --- where this rank is ---------------------------------------------------------------------------------------------------------
+
+    def start(self, engine: TrainingEngine) -> None:
+        engine.enter = self.enter
+
+    def on_step(self, step: int) -> None:
+        self.enter(START)
+
+    def after_step(self, step: int) -> None:
+        self._beat = self._beat._replace(step=step)
+        self.enter(END)
+
+    def enter(self, place: str) -> None:
+        """This rank is now in `place`. Takes 2 us."""
+        if place != (before := PLACES[self._beat.place]):
+            self._known.add(before)
+        waits = place == START and interleaved_group() is not None
+        may_be_long = waits or place in (CHECKPOINT, LEFT) or place not in self._known
+        self._beat = self._beat._replace(beats=self._beat.beats + 1, place=PLACES.index(place), may_be_long=int(may_be_long))
+        self._write()
+
+    def _write(self) -> None:
+        _NUMBERS.pack_into(self._memory, _TICKS.size, *self._beat[1:])  # the thread writes the ticks
+
+    # --- where the others are -------------------------------------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        ticks = idle = looked = 0
+        beats, before = -1, None
+        several_hosts = len({host for host, _ in self._processes}) > 1
+        while not self._left.wait(self._tick):
+            ticks += 1
+            _TICKS.pack_into(self._memory, 0, ticks)
+            if several_hosts:
+                self._memory.flush()
+            idle = idle + 1 if self._beat.beats == beats else 0
+            beats = self._beat.beats
+            if not idle:
+                before = None
+                continue
+            if os.path.exists(self._folder / VERDICT):  # False where the file system does not answer
+                self._end(json.loads((self._folder / VERDICT).read_text(encoding="utf-8")))
+            if before is None and idle >= self._half:
+                before, looked = self._read(), idle
+            elif before is not None and idle - looked >= self._half:
+                now = self._read()
+                if (behind := _behind(before, now)) is not None:
+                    self._judge(behind, now)
+                before, looked = now, idle
+
+    def _read(self) -> dict[int, Beat]:
+        """What every rank says of itself. One whose file cannot be read is left out."""
+        found = {}
+        for rank in range(self.collectives.world_size):
+            with contextlib.suppress(OSError, struct.error):
+                found[rank] = Beat(*_RECORD.unpack(self._file(rank).read_bytes()))
+        return found
+
+    def _file(self, rank: int) -> Path:
+        return self._folder / f"rank-{rank:05d}"
+
+    # --- the end --------------------------------------------------------------------------------------------------------------------
+
+    def _judge(self, behind: dict[int, str], now: dict[int, Beat]) -> None:
+        """Write down and print which ranks are `behind`, and end; unless another rank does so first."""
+        try:
+            (self._folder / JUDGE).mkdir()
+        except FileExistsError:
+            return  # its verdict will be there
+        except OSError:  # the disk is full: every rank judges by itself
+            pass
+        first = min(behind, default=self.collectives.rank)
+        if behind:
+            host, process = self._processes[first]
+            others = f" and {len(behind) - 1} more have" if len(behind) > 1 else " has"
+            what = f"rank {first} ({host}, process {process}, {behind[first]}){others} made no progress"
+        else:
+            what = "no rank has made progress"
+        newest = next(reversed(complete_checkpoints(self.run / "checkpoints")), None)
+        resume = f"--resume continues from {newest.name}" if newest else "there is no checkpoint yet, --resume starts at step 0"
+        place = PLACES[now[first].place]
+        where = f"{'at' if place in (START, END) else 'in'} the {place}"
+        line = f"{what} for {self.seconds} s: the last step was {now[first].step}, and the rank is {where}; the run ends; {resume}"
+        print(f"error: {line}", file=sys.stderr, flush=True)
+        verdict = {"line": line, "behind": list(behind)}
+        with contextlib.suppress(OSError):
+            write_atomically(self._folder / VERDICT, json.dumps(verdict))
+        self._end(verdict)
+
+    def _end(self, verdict: dict[str, Any]) -> None:
+        """End this process, and those of its host that are behind. Waits until the other ranks have seen the verdict too."""
+        sys.excepthook = lambda *_: None  # the collective of the main thread fails when another rank ends
+        with contextlib.suppress(Exception, SystemExit):
+            self._log(f"error: {verdict['line']}", silent=True)
+        time.sleep(3 * self._tick)
+        for rank in verdict["behind"]:
+            host, process = self._processes[rank]
+            with contextlib.suppress(OSError, psutil.Error):
+                if rank != self.collectives.rank and host == os.uname().nodename and psutil.Process(process).ppid() == os.getppid():
+                    os.kill(process, signal.SIGKILL)  # SIGTERM waits until a stopped process continues
+        os._exit(1)
+
+
+def _behind(before: dict[int, Beat], now: dict[int, Beat]) -> dict[int, str] | None:
+    """The ranks for which the others wait, with what their processes do; empty if all ranks wait in the same place; None if none hangs.
+
+    Args:
+        before, now: what the ranks said of themselves half of `--hang_timeout` ago, and what they say.
+    """
+    if stopped := {rank: "which does not run" for rank, beat in now.items() if rank in before and _has_stopped(before[rank], beat)}:
+        return stopped
+    if any(beat.may_be_long or before.get(rank, beat).beats != beat.beats for rank, beat in now.items()):
+        return None
+    fewest = min(beat.beats for beat in now.values())
+    behind = {rank: "which runs" for rank, beat in now.items() if beat.beats == fewest}
+    return {} if len(behind) == len(now) else behind
+
+
+def _has_stopped(before: Beat, now: Beat) -> bool:
+    return now.ticks == before.ticks and PLACES[now.place] != LEFT
+
+
+_TICKS = struct.Struct("<q")
+_NUMBERS = struct.Struct("<4q")
+_RECORD = struct.Struct("<5q")

@@ -1,0 +1,157 @@
+"""A rank that is stopped (SIGSTOP) ends the job, which names the rank, its last step and its place; and the job can be resumed."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from launch.errors import UsageError
+from launch.training.heartbeat import BACKWARD, CHECKPOINT, EVALUATION, FORWARD, LEFT, PLACES, START, UPDATE, Beat, Heartbeat, _behind
+from launch.training.interleaving import VARIABLE
+from tests.distributed.launched import TINY, LaunchedRun, curve
+from tests.distributed.test_restarts import TorchRun
+
+STEPS = 40
+TIMEOUT = 15
+
+
+@pytest.fixture(scope="module")
+def flags(corpus: Path) -> list[str]:
+    return f"--data {corpus} --global_batch_size 32 --steps {STEPS} --save_every 10 --eval_every 0".split()
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(two_ranks, flags, tmp_path_factory) -> list[tuple[int, float]]:
+    runs = ["--deepspeed_config", "ds_configs/zero2_fp32.json", "--runs_dir", str(tmp_path_factory.mktemp("whole")), "--run_name", "r"]
+    lines = two_ranks.run("tests.distributed.jobs:pretrain", flags=[*runs, *TINY, *flags])[0]
+    return [(line["step"], line["loss"]) for line in lines]
+
+
+def deepspeed(runs: Path, name: str, flags: list[str]) -> LaunchedRun:
+    return LaunchedRun(runs, name, stage=2, ranks=2, flags=flags)
+
+
+def torchrun(runs: Path, name: str, flags: list[str]) -> LaunchedRun:
+    return TorchRun(runs, name, flags, restarts=0)
+
+
+@pytest.mark.parametrize(
+    ("launcher", "rank"),
+    [
+        (deepspeed, 1),
+        pytest.param(deepspeed, 0, marks=pytest.mark.long),
+        pytest.param(torchrun, 0, marks=pytest.mark.long),
+        pytest.param(torchrun, 1, marks=pytest.mark.long),
+    ],
+)
+def test_a_stopped_rank_ends_the_job_which_names_it(launcher: Callable[..., LaunchedRun], rank: int, flags, uninterrupted, tmp_path):
+    run = launcher(tmp_path, "r", [*flags, "--hang_timeout", str(TIMEOUT)]).wait_for_step(14)
+    stopped, start = run.rank(rank), time.monotonic()
+    stopped.suspend()
+    assert run.wait() != 0, run.output()
+    assert time.monotonic() - start < 60.0
+    assert not psutil.pid_exists(stopped.pid) or stopped.status() == psutil.STATUS_ZOMBIE
+    (line,) = re.findall(r"^error: rank .*$", run.output(), re.MULTILINE)
+    found = re.search(
+        r"rank (\d+) \((\S+), process (\d+), which does not run\) has made no progress for 15 s: the last step was (\d+), ", line
+    )
+    assert found and (int(found[1]), int(found[3])) == (rank, stopped.pid)
+    assert run.last_step() - 1 <= int(found[4]) <= run.last_step() + 1
+    assert line.endswith("--resume continues from step-00000010")
+    assert f"error: rank {rank} (" in (run.folder / "log.txt").read_text() or rank == 0
+    resumed = launcher(tmp_path, "r", [*flags, "--resume"])
+    assert resumed.wait() == 0, resumed.output()
+    assert "resuming after step 10" in (run.folder / "log.txt").read_text()
+    assert curve(resumed) == uninterrupted
+
+
+def beat(ticks: int, beats: int, place: str = FORWARD, may_be_long: bool = False) -> Beat:
+    return Beat(ticks, beats, step=3, place=PLACES.index(place), may_be_long=int(may_be_long))
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "expected"),
+    [
+        # Rank 1 does not run.
+        ([beat(5, 9), beat(5, 8)], [beat(9, 9), beat(5, 8)], {1: "which does not run"}),
+        # Also where a place may take long.
+        ([beat(5, 9), beat(5, 8)], [beat(9, 9, CHECKPOINT, True), beat(5, 8, FORWARD, True)], {1: "which does not run"}),
+        # Rank 1 runs, but is behind the others.
+        ([beat(5, 9, BACKWARD), beat(5, 8)], [beat(9, 9, BACKWARD), beat(9, 8)], {1: "which runs"}),
+        # Both wait in the same place.
+        ([beat(5, 9), beat(5, 9)], [beat(9, 9), beat(9, 9)], {}),
+        # Rank 1 is slow: it has made progress.
+        ([beat(5, 9), beat(5, 4)], [beat(9, 9), beat(9, 5)], None),
+        # Rank 1 is where it may take long: its first forward pass, or a checkpoint.
+        ([beat(5, 9), beat(5, 4, FORWARD, True)], [beat(9, 9), beat(9, 4, FORWARD, True)], None),
+        # Rank 1 has left the loop.
+        ([beat(5, 9), beat(5, 10, LEFT, True)], [beat(9, 9), beat(5, 10, LEFT, True)], None),
+    ],
+)
+def test_who_is_behind(before, now, expected):
+    assert _behind(dict(enumerate(before)), dict(enumerate(now))) == expected
+
+
+class Alone:
+    """The collectives of a run of one rank."""
+
+    rank, world_size = 0, 1
+
+    def gather(self, value: Any) -> list[Any]:
+        return [value]
+
+
+def test_what_may_take_long(tmp_path, monkeypatch):
+    """The first of each place, which may compile; checkpoints; the wait for interleaved runs."""
+    heartbeat = Heartbeat(tmp_path, 60, 3, Alone(), log=print)  # type: ignore[arg-type]
+
+    def may_be_long(place: str) -> bool:
+        heartbeat.enter(place)
+        return bool(heartbeat._read()[0].may_be_long)
+
+    step = (START, FORWARD, BACKWARD, FORWARD, BACKWARD, UPDATE)
+    assert [may_be_long(place) for place in step] == [True, True, True, False, False, True]
+    heartbeat.after_step(4)
+    assert [may_be_long(place) for place in step] == [False] * 6
+    assert [may_be_long(place) for place in (EVALUATION, EVALUATION, CHECKPOINT, FORWARD, CHECKPOINT)] == [True, True, True, False, True]
+    monkeypatch.setenv(VARIABLE, "socket")
+    assert may_be_long(START) and not may_be_long(FORWARD)
+    assert heartbeat._read()[0][1:4] == (20, 4, PLACES.index(FORWARD))
+
+
+def test_a_folder_that_cannot_be_written_is_refused(tmp_path):
+    (tmp_path / ".heartbeat").touch()
+    with pytest.raises(UsageError, match=r"\.heartbeat: cannot be written \(File exists\); give a --runs_dir that all hosts share"):
+        Heartbeat(tmp_path, 60, 0, Alone(), log=print)  # type: ignore[arg-type]
+
+
+@pytest.mark.long
+def test_a_slow_rank_is_not_ended(flags, tmp_path):
+    """Rank 1 is stopped and continued several times, each for less than the time."""
+    run = deepspeed(tmp_path, "r", [*flags, "--hang_timeout", str(TIMEOUT)]).wait_for_step(3)
+    slow = run.rank(1)
+    for _ in range(4):
+        slow.suspend()
+        time.sleep(0.6 * TIMEOUT)
+        slow.resume()
+        time.sleep(0.1)
+    assert run.wait() == 0, run.output()
+    assert "error:" not in run.output()
+
+
+@pytest.mark.long
+def test_a_job_that_was_suspended_as_a_whole_continues(flags, tmp_path):
+    run = deepspeed(tmp_path, "r", [*flags, "--hang_timeout", "4"]).wait_for_step(3)
+    ranks = run.rank(0), run.rank(1)
+    for rank in ranks:
+        rank.suspend()
+    time.sleep(10.0)
+    for rank in ranks:
+        rank.resume()
+    assert run.wait() == 0, run.output()

@@ -1,0 +1,123 @@
+"""`launch/slurm/pretrain.sbatch` under a real Slurm: a job that is requeued ends with the curve of an uninterrupted run."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from launch.formats.checkpoint_files import complete_checkpoints
+from launch.formats.metrics import read_metrics
+from tests.distributed.launched import ROOT, TINY
+from tests.distributed.slurm import running_slurm
+from tests.helpers import free_port
+
+pytestmark = pytest.mark.long
+
+STEPS = 2000
+PATIENCE_SECONDS = 300.0
+#: 3 minutes, with a signal 100 s before their end. Slurm sends it up to a minute earlier: 20 to 80 s after the start.
+LIMIT = ("--time=3", "--signal=USR1@100")
+
+
+@pytest.fixture
+def slurm(tmp_path):
+    (tmp_path / "slurm").mkdir()
+    with running_slurm(tmp_path / "slurm") as environment:
+        path = f"{Path(sys.executable).parent}:{environment['PATH']}"
+        yield environment | {"PATH": path, "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+
+
+class Job:
+    """A job of two tasks of `pretrain.sbatch`."""
+
+    def __init__(self, slurm: dict[str, str], corpus: Path, folder: Path, *options: str):
+        self.slurm, self.run, self.out = slurm, folder / "runs" / "r", folder / "job.out"
+        # What a user edits; this Slurm has no GPUs.
+        script = folder / "pretrain.sbatch"
+        text = (ROOT / "launch" / "slurm" / "pretrain.sbatch").read_text()
+        script.write_text(re.sub(r"#SBATCH --(ntasks|gpus|cpus)-per-.*\n", "", text))
+        self.number = self.command(
+            *("sbatch", "--parsable", "--nodes=1", "--ntasks=2", f"--output={self.out}", *options, script),
+            *("--deepspeed_config", "ds_configs/zero1_fp32.json", "--data", corpus, "--runs_dir", folder / "runs", "--run_name", "r"),
+            *(*TINY, "--global_batch_size", "32", "--steps", STEPS, "--save_every", "0", "--eval_every", "0"),
+        ).strip()
+
+    def command(self, *words: object) -> str:
+        done = subprocess.run([str(word) for word in words], cwd=ROOT, env=self.slurm, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    def field(self, name: str) -> str:
+        found = re.search(rf"\b{name}=(\S*)", self.command("scontrol", "show", "job", self.number))
+        return found[1] if found else ""
+
+    def losses(self) -> list[tuple[int, float]]:
+        file = self.run / "metrics.jsonl"
+        return [(line["step"], line["loss"]) for line in read_metrics(file) if "loss" in line] if file.exists() else []
+
+    def wait_until(self, condition: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while not condition():
+            out = self.out.read_text() if self.out.exists() else self.command("squeue")
+            assert time.monotonic() < deadline and self.field("JobState") not in ("FAILED", "NODE_FAIL", "TIMEOUT"), out
+            time.sleep(0.3)
+
+    def train(self, steps: int) -> None:
+        """Wait until the job has made more steps."""
+        before = len(self.losses())
+        self.wait_until(lambda: len(self.losses()) >= before + steps)
+
+    def start_again(self, restarts: int, nodes: int) -> None:
+        """Wait until the job is requeued for the `restarts`-th time, and shorten the time for which Slurm holds it."""
+        self.wait_until(lambda: self.field("JobState") == "PENDING" and self.field("Restarts") == str(restarts))
+        time.sleep(5.0)  # the script of the start before may still be ending
+        self.command("scontrol", "update", f"JobId={self.number}", f"NumNodes={nodes}-{nodes}", "StartTime=now")
+
+
+def test_a_requeued_job_has_the_curve_of_an_uninterrupted_one(slurm, corpus, tmp_path):
+    for name in ("whole", "requeued"):
+        (tmp_path / name).mkdir()
+    whole = Job(slurm, corpus, tmp_path / "whole", "--time=10")
+    whole.wait_until(lambda: whole.field("JobState") == "COMPLETED")
+    assert whole.field("Restarts") == "0" and len(whole.losses()) == STEPS
+
+    job = Job(slurm, corpus, tmp_path / "requeued", *LIMIT)
+    job.train(20)
+    assert job.field("NumNodes") == "1"
+    job.command("scancel", "--signal=USR1", job.number)  # to the tasks, as --signal does
+    job.start_again(1, nodes=2)
+    job.train(20)
+    assert job.field("NumNodes") == "2"
+    job.wait_until(lambda: job.field("JobState") == "PENDING")  # by the signal before the end of its time
+    job.start_again(2, nodes=1)
+    job.wait_until(lambda: job.field("JobState") == "COMPLETED")
+    assert job.field("Restarts") == "2" and job.field("ExitCode") == "0:0"
+    assert job.losses() == whole.losses()
+    said = (job.run / "log.txt").read_text()
+    assert said.count("stopped by SIGUSR1 after step") == said.count("resuming after step") == 2
+    assert said.count("no complete checkpoint to resume from: starting at step 0") == 1
+
+
+def test_a_cancelled_job_is_not_requeued(slurm, corpus, tmp_path):
+    job = Job(slurm, corpus, tmp_path, *LIMIT)
+    job.train(5)
+    job.command("scancel", job.number)
+    job.wait_until(lambda: job.field("JobState") == "CANCELLED")
+    job.wait_until(lambda: "stopped by SIGTERM" in (job.run / "log.txt").read_text())
+    time.sleep(10.0)
+    assert job.field("JobState") == "CANCELLED" and job.field("Restarts") == "0"
+    assert complete_checkpoints(job.run / "checkpoints")
+
+
+def test_a_failed_job_is_not_requeued(slurm, corpus, tmp_path):
+    job = Job(slurm, tmp_path / "no_corpus", tmp_path, *LIMIT)
+    while job.field("JobState") != "FAILED":
+        time.sleep(0.5)
+    assert job.field("Restarts") == "0"
+    assert sum(line.startswith("error:") for line in job.out.read_text().splitlines()) == 1
