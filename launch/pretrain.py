@@ -29,6 +29,7 @@ from launch.config.ranks import learn_rank, require_launcher
 from launch.config.run_config import RunConfig, resolve
 from launch.errors import TrainingFailed, UsageError, ignore_output_errors, print_once, run_command
 from launch.training.folder import NoFolder, RunFolder, check_port, check_run_folder, nothing_to_resume
+from launch.training.monitors import check_monitors
 from launch.training.observers import Observer, Observers
 from launch.training.provenance import describe_run
 from launch.training.signals import StopRequest, exit_code
@@ -56,6 +57,7 @@ def main() -> int:
     folder: RunFolder | NoFolder = NoFolder()
     if os.environ.get("RANK", "0") == "0":
         path = check_run_folder(config.runs_dir, config.run_name, config.resume)
+        check_monitors(config.engine, path)
         config.corpus.verify()
         check_port(config.resume)
         folder = RunFolder(path, describe_run(config), config.quiet)

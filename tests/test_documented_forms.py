@@ -6,6 +6,7 @@ A section that means nothing in this training loop is accepted with a word; one 
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
 
@@ -107,7 +108,7 @@ SECTIONS = {
 WITH_A_WORD = {"hybrid_engine", "tensor_parallel", "expert_parallel", "autotuning_on", "activation_checkpointing_on", "data_efficiency"}
 WITH_A_WORD |= {"compile"}
 #: What they need may not be here: accepted by --explain, refused by training where it is missing.
-NEEDING = {"wandb", "comet", "offload_nvme"}
+NEEDING = {"comet", "offload_nvme"} | ({"wandb"} if importlib.util.find_spec("wandb") is None else set())
 
 
 def written(values: dict, folder: Path) -> str:

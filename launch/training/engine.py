@@ -27,7 +27,7 @@ from launch.config.optimizer import ADAM_TYPES
 from launch.config.run_config import RunConfig, needs_cuda
 from launch.config.schedule import TOKEN_SCHEDULE, warmup_cosine
 from launch.errors import TrainingFailed, UsageError
-from launch.training import corrections
+from launch.training import corrections, monitors
 from launch.training.distributed import Collectives, load_extension, without_compiled_muon
 from launch.training.half_products import train_on_cpu_in
 from launch.training.mean_norm import MeanNorm
@@ -269,9 +269,11 @@ def _lacking(device: str, capability: tuple[int, int]) -> str | None:
 
 
 def _deepspeed_config(config: RunConfig) -> dict[str, Any]:
-    """`config.engine`, and the `scheduler` if it is one of DeepSpeed's. `start_engine` adds the `optimizer` if DeepSpeed builds it."""
+    """`config.engine` without monitors, and the `scheduler` if it is DeepSpeed's. `start_engine` adds an `optimizer` of DeepSpeed."""
     # DeepSpeed's throughput timer waits for the device twice a micro-batch, and prints what the log has already.
     deepspeed_config = {"timers": {"throughput": {"enabled": False}}, **config.engine}
+    for section in monitors.SECTIONS:  # the engine would write rows of its own, by samples
+        deepspeed_config.pop(section, None)
     if config.scheduler["type"] != TOKEN_SCHEDULE:
         deepspeed_config["scheduler"] = config.scheduler
     return deepspeed_config

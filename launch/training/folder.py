@@ -171,7 +171,7 @@ class RunFolder:
             for leftover in self.path.glob(".*.tmp"):  # of `write_atomically` in a process that was killed
                 leftover.unlink()
             self._write_run_json(finished=None)
-            self._metrics = MetricsWriter(self.path, step)
+            self._metrics = MetricsWriter(self.path, step, self._description.get("engine", {}), self.run_id)
 
     @property
     def seconds_before(self) -> float:
@@ -235,7 +235,7 @@ class RunFolder:
     # --- numbers --------------------------------------------------------------------------------------------------------------------
 
     def write_metrics(self, line: dict[str, Any], durable: bool = False) -> None:
-        """Append the line of one step to `metrics.jsonl` and TensorBoard; see `MetricsWriter.write`."""
+        """Append the line of one step to `metrics.jsonl` and the monitors; see `MetricsWriter.write`."""
         assert self._metrics is not None, "begin comes first"
         with _one_line_on_os_error(self.path):
             self._metrics.write(line, durable)

@@ -1,4 +1,4 @@
-"""Writes the numbers of a run: `metrics.jsonl` with one line per step, and the same numbers as TensorBoard events."""
+"""Writes the numbers of a run: `metrics.jsonl` with one line per step, and the same numbers to TensorBoard and the other monitors."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any
 
 from launch.formats.files import write_atomically
 from launch.formats.metrics import is_finite_number, parse_line, split_lines
+from launch.training.monitors import Monitors, events, monitor_folder
 
 METRICS_FILE = "metrics.jsonl"
 #: Files with lines of some steps only, which a resume cuts back too.
@@ -21,31 +22,37 @@ OTHER_FILES = ("histograms.jsonl", "blocks.jsonl")
 class MetricsWriter:
     """Opens the files of the run in `folder`, which starts or continues after `step`.
 
+    Args:
+        engine: the engine's JSON, of which the sections in `launch.training.monitors.SECTIONS` are used.
+        run_id: the id in `run.json`.
+
     Attributes:
         seconds_before: what the run took up to `step`.
         notes: lines for the log.
     """
 
-    def __init__(self, folder: Path, step: int):
+    def __init__(self, folder: Path, step: int, engine: dict[str, Any], run_id: str | None):
         from torch.utils.tensorboard import SummaryWriter  # takes a second, and only global rank 0 needs it
 
         self.notes: list[str] = []
         for name in OTHER_FILES:
             self._cut_back(folder / name, step)
-        kept = self._cut_back(folder / METRICS_FILE, step)
+        kept, cut = self._cut_back(folder / METRICS_FILE, step)
         seconds = (line.get("seconds") for line in reversed(kept))
         self.seconds_before: float = next((value for value in seconds if is_finite_number(value)), 0.0)
         self._file = open(folder / METRICS_FILE, "a", encoding="utf-8")  # noqa: SIM115 - open as long as the run
         threading.excepthook = _ignore_tensorboard_thread
-        self._events: Any = SummaryWriter(str(folder), purge_step=step + 1 if step else 0)
+        folders = (folder, monitor_folder(engine, "tensorboard", folder))
+        self._events: list[Any] = [SummaryWriter(str(one), purge_step=step + 1 if step else 0) for one in folders if one]
+        self._monitors = Monitors(engine, folder, run_id, kept, cut)
 
-    def _cut_back(self, file: Path, step: int) -> list[dict[str, Any]]:
-        """Move the lines of the steps after `step`, which are made again, to `<file>.cut`. Returns the valid lines that stay.
+    def _cut_back(self, file: Path, step: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+        """Move the lines of the steps after `step`, which are made again, to `<file>.cut`.
 
-        At step 0 all lines are moved: the line of step 0 is written again too.
+        At step 0 all lines are moved: the line of step 0 is written again too. Returns the valid lines that stay, and those that do not.
         """
         if not file.exists():
-            return []
+            return [], []
         texts = split_lines(file.read_bytes())
         lines = [parse_line(text) for text in texts]
         end = max((number for number, line in enumerate(lines, 1) if line and step and line["step"] <= step), default=0)
@@ -57,7 +64,7 @@ class MetricsWriter:
                 os.fsync(stream.fileno())
             self.notes.append(f"{len(cut)} line(s) beyond step {step} were cut off {file}; {copy.name} keeps them")
         write_atomically(file, b"".join(text + b"\n" for text in texts[:end]))
-        return [line for line in lines[:end] if line is not None]
+        return [line for line in lines[:end] if line], [line for line in lines[end:] if line]
 
     def write(self, line: dict[str, Any], durable: bool = False) -> None:
         """Append the line of one step. It has reached the operating system on return, so that a killed run loses none.
@@ -71,16 +78,20 @@ class MetricsWriter:
         self._file.flush()
         if not os.fstat(self._file.fileno()).st_nlink:  # writing to a removed file raises no error
             raise FileNotFoundError(errno.ENOENT, "the file was removed during the run", self._file.name)
-        for key, value in line.items():
-            if key != "step" and isinstance(value, (int, float)):
-                self._events.add_scalar(key, value, line["step"])
+        for name, value, step in events(line):
+            for writer in self._events:
+                writer.add_scalar(name, value, step)
+        self._monitors.write(line)
         if durable:
             os.fsync(self._file.fileno())
-            self._events.flush()
+            for writer in self._events:
+                writer.flush()
 
     def close(self) -> None:
         self._file.close()
-        self._events.close()
+        for writer in self._events:
+            writer.close()
+        self._monitors.close()
 
 
 def _ignore_tensorboard_thread(failed: threading.ExceptHookArgs) -> None:

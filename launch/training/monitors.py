@@ -1,0 +1,164 @@
+"""Sends the numbers of `metrics.jsonl` to the monitors that the engine's JSON switches on: "tensorboard", "csv_monitor", "wandb", "comet".
+
+The sections are DeepSpeed's. DeepSpeed's engine itself would log only the learning rate and the loss scale, by samples, so it gets none of
+them (`launch/training/engine.py`). Used on global rank 0.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import io
+import os
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from launch.errors import UsageError
+from launch.formats.files import write_atomically
+
+#: The sections of the engine's JSON that switch monitors on.
+SECTIONS = ("tensorboard", "csv_monitor", "wandb", "comet")
+#: How long wandb's process outlives the run, as a duration of Go.
+WANDB_IDLE = "15s"
+
+
+def monitor_folder(engine: dict[str, Any], name: str, run: Path) -> Path | None:
+    """The folder of the files of "tensorboard" or "csv_monitor"; None if that section is off.
+
+    It is `output_path/job_name`, as in DeepSpeed. Without `output_path` it is in the run's folder; without `job_name` it has the section's
+    name there, and the run's name elsewhere.
+    """
+    section = engine.get(name) or {}
+    if not section.get("enabled"):
+        return None
+    output = section.get("output_path")
+    return Path(output or run) / (section.get("job_name") or (run.name if output else name))
+
+
+def check_monitors(engine: dict[str, Any], run: Path) -> None:
+    """Refuse a new run whose CSV files would replace those of another one. Creates nothing.
+
+    Raises:
+        UsageError: the folder of "csv_monitor" holds CSV files.
+    """
+    folder = monitor_folder(engine, "csv_monitor", run)
+    if folder and not (run / "run.json").exists() and any(folder.glob("*.csv")):
+        raise UsageError(f"{folder}: holds CSV files, and {run.name} is a new run; give another csv_monitor.job_name, or leave it out")
+
+
+class Monitors:
+    """Writes the lines of `metrics.jsonl` to "csv_monitor", "wandb" and "comet". TensorBoard is `MetricsWriter`'s own.
+
+    A row has the number of its step. CSV files are made again from the lines that a resume keeps. wandb and comet continue the run with the
+    same id; they cannot remove rows, so steps that are trained again have two, of which the later one holds.
+
+    Args:
+        engine: the engine's JSON.
+        run: the run's folder.
+        run_id: the id in `run.json`.
+        kept: the lines of `metrics.jsonl` that stay.
+        cut: the lines that the resume has cut off.
+
+    Raises:
+        UsageError: wandb cannot start the run, for example without a key.
+    """
+
+    def __init__(self, engine: dict[str, Any], run: Path, run_id: str | None, kept: list[dict[str, Any]], cut: list[dict[str, Any]]):
+        self._csv: Any = None
+        self._wandb: Any = None
+        self._comet: Any = None
+        if folder := monitor_folder(engine, "csv_monitor", run):
+            from deepspeed.monitor.config import CSVConfig
+            from deepspeed.monitor.csv_monitor import csvMonitor
+
+            self._csv = csvMonitor(CSVConfig(enabled=True, output_path=str(folder.parent), job_name=folder.name))
+            self._csv.filenames += _write_columns(folder, kept, cut)
+        if (section := engine.get("wandb") or {}).get("enabled"):
+            import wandb
+
+            try:
+                _start_wandb_service()
+                self._wandb = wandb.init(
+                    project=section.get("project") or "deepspeed",
+                    group=section.get("group"),
+                    entity=section.get("team"),
+                    id=run_id,
+                    name=run.name,
+                    dir=str(run),
+                    resume="allow",
+                    reinit="create_new",
+                    settings=wandb.Settings(console="off"),  # log.txt has what the run prints
+                )
+            except (wandb.errors.Error, OSError) as reason:
+                raise UsageError(f"wandb: {' '.join(str(reason).split())[:200]}; log in, or set WANDB_MODE=offline") from None
+            # wandb drops rows whose step is not above the last one, as after a resume. So its own step counts rows, and ours is a metric.
+            self._wandb.define_metric("*", step_metric="step")
+        if (section := engine.get("comet") or {}).get("enabled"):
+            from deepspeed.monitor.comet import CometMonitor
+            from deepspeed.monitor.config import CometConfig
+
+            own = {"samples_log_interval": 1, "experiment_key": section.get("experiment_key") or run_id}  # every step
+            self._comet = CometMonitor(CometConfig(**{"experiment_name": run.name, **section, **own}))
+
+    def write(self, line: dict[str, Any]) -> None:
+        """Write the numbers of one line."""
+        if self._csv:
+            self._csv.write_events(list(events(line)))
+        if self._wandb:
+            self._wandb.log({"step": line["step"], **{name: value for name, value, _ in events(line)}})
+        if self._comet:
+            self._comet.write_events(list(events(line)))
+
+    def close(self) -> None:
+        """Wait until all rows are written. The process ends in `os._exit`, which would lose them."""
+        if self._wandb:
+            self._wandb.finish()
+        if self._comet:
+            self._comet.experiment.end()
+
+
+def events(line: dict[str, Any]) -> Iterator[tuple[str, float, int]]:
+    """The numbers of a line of `metrics.jsonl` with their names and the step, as DeepSpeed's monitors take them."""
+    return ((name, value, line["step"]) for name, value in line.items() if name != "step" and isinstance(value, (int, float)))
+
+
+def _start_wandb_service() -> None:
+    """Start the process that writes wandb's rows apart from this one, unless WANDB_SERVICE names one.
+
+    A launcher that is told to stop signals all processes below it, and this one must write the last rows. It ends by itself.
+
+    Raises:
+        OSError: it cannot be started.
+    """
+    if "WANDB_SERVICE" not in os.environ:
+        command = [sys.executable, "-m", "wandb", "beta", "core", "start", "--idle-timeout", WANDB_IDLE]
+        started = subprocess.run(command, capture_output=True, text=True)
+        if started.returncode:
+            raise OSError(f"its service did not start: {started.stderr.strip() or started.stdout.strip()}")
+        os.environ["WANDB_SERVICE"] = started.stdout.strip()
+
+
+def _write_columns(folder: Path, kept: Iterable[dict[str, Any]], cut: Iterable[dict[str, Any]]) -> list[str]:
+    """Write the CSV files of the lines `kept`, and remove those that only lines in `cut` had. Returns the names without suffix.
+
+    The names and headers are those of DeepSpeed's `csvMonitor`.
+    """
+    columns: dict[str, list[tuple[int, float]]] = {}
+    for line in kept:
+        for name, value, step in events(line):
+            columns.setdefault(name, []).append((step, value))
+    for name, rows in columns.items():
+        text = io.StringIO()
+        csv.writer(text).writerows([("step", name.rpartition("/")[2]), *rows])
+        write_atomically(folder / f"{_stem(name)}.csv", text.getvalue())
+    for name in {name for line in cut for name, _, _ in events(line)} - set(columns):
+        with contextlib.suppress(FileNotFoundError):
+            (folder / f"{_stem(name)}.csv").unlink()
+    return [_stem(name) for name in columns]
+
+
+def _stem(name: str) -> str:
+    return name.replace("/", "_").replace(" ", "_")
