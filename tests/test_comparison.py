@@ -12,6 +12,7 @@ import pytest
 from launch.comparison.comparison import REPEATED, Absent, claims_in_table, compare, compare_experiments, differences, group, settings
 from launch.comparison.runs import read_run
 from launch.errors import UsageError
+from launch.training.run_json import INCIDENTAL
 from recipes.claims import Claim
 from recipes.registry import ROOT, Experiment, read_recipe, read_testbed
 from tests.run_folders import description, line, lines, write_run
@@ -159,7 +160,7 @@ def test_every_value_at_any_depth_is_found_to_differ(make):
         else:
             yield path, value
 
-    names = {"seed", "run_name", "runs_dir", "created", "command", "resume", "quiet", "interleaved", "recipe", "config_file", "run_id"}
+    names = {*INCIDENTAL, "seed", "run_name", "runs_dir", "recipe", "config_file"}
     compared = {key: value for key, value in run.description.items() if key not in names}
     every = [(path, value) for path, value in places(compared) if ".".join(map(str, path)) not in REPEATED]
     assert len(every) > 50

@@ -123,13 +123,13 @@ class CountedBlocks(Observer):
     """Counts how often blocks run: in the step's training, and whole and unscaled in the passes of evaluations so far."""
 
     def __init__(self) -> None:
-        self.training = self.evaluated = self.passes = 0
+        self.trained = self.evaluated = self.passes = 0
 
     def start(self, engine: TrainingEngine) -> None:
         model = engine.deepspeed.module
 
         def count(block: torch.nn.Module, inputs: Any, output: Any) -> None:
-            self.training += block.training
+            self.trained += block.training
             self.evaluated += not block.training and len(inputs) == 1  # without a scale
 
         def count_pass(model: torch.nn.Module, inputs: Any, output: Any) -> None:
@@ -140,10 +140,10 @@ class CountedBlocks(Observer):
             block.register_forward_hook(count)
 
     def on_step(self, step: int) -> None:
-        self.training = 0
+        self.trained = 0
 
     def metrics(self) -> dict[str, float]:
-        return {"training_calls": self.training, "evaluation_calls": self.evaluated, "evaluation_passes": self.passes}
+        return {"training_calls": self.trained, "evaluation_calls": self.evaluated, "evaluation_passes": self.passes}
 
 
 class CompiledBlocks(Technique):
