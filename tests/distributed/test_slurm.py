@@ -73,11 +73,11 @@ class Job:
         before = len(self.losses())
         self.wait_until(lambda: len(self.losses()) >= before + steps)
 
-    def start_again(self, restarts: int, nodes: int) -> None:
+    def start_again(self, restarts: int, *changes: str) -> None:
         """Wait until the job is requeued for the `restarts`-th time, and shorten the time for which Slurm holds it."""
         self.wait_until(lambda: self.field("JobState") == "PENDING" and self.field("Restarts") == str(restarts))
         time.sleep(5.0)  # the script of the start before may still be ending
-        self.command("scontrol", "update", f"JobId={self.number}", f"NumNodes={nodes}-{nodes}", "StartTime=now")
+        self.command("scontrol", "update", f"JobId={self.number}", "StartTime=now", *changes)
 
 
 def test_a_requeued_job_has_the_curve_of_an_uninterrupted_one(slurm, corpus, tmp_path):
@@ -91,11 +91,11 @@ def test_a_requeued_job_has_the_curve_of_an_uninterrupted_one(slurm, corpus, tmp
     job.train(20)
     assert job.field("NumNodes") == "1"
     job.command("scancel", "--signal=USR1", job.number)  # to the tasks, as --signal does
-    job.start_again(1, nodes=2)
+    job.start_again(1, "NumNodes=2-2")
     job.train(20)
     assert job.field("NumNodes") == "2"
     job.wait_until(lambda: job.field("JobState") == "PENDING")  # by the signal before the end of its time
-    job.start_again(2, nodes=1)
+    job.start_again(2, "NumNodes=1-1", "TimeLimit=10")  # which suffices for the rest
     job.wait_until(lambda: job.field("JobState") == "COMPLETED")
     assert job.field("Restarts") == "2" and job.field("ExitCode") == "0:0"
     assert job.losses() == whole.losses()
