@@ -97,7 +97,7 @@ def write_tuning(tree: Path, lr: float, others: tuple[float, ...] = ()) -> None:
     tuned = read_testbed(TESTBED).tuned | {"lr": lr}
     grid = [{**tuned, "lr": rate, "loss": 4.5 + (rate != lr), "spikes": 0} for rate in (lr, *others)]
     arm = {"grid": grid, "chosen": tuned}
-    found = {TESTBED: {"commit": "a" * 40, "machine": "m", "seed": 0, "arms": {"zero0_bf16": arm}}}
+    found = {TESTBED: {"commits": ["a" * 40], "machine": "m", "seed": 0, "arms": {"zero0_bf16": arm}}}
     (tree / "recipes" / "testbeds" / TESTBED / "tuning.json").write_text(json.dumps(found))
 
 
@@ -183,13 +183,13 @@ def test_the_page_of_the_testbeds_shows_sweep_and_noise(tree):
     assert f"| lr, not tuned yet | {LR:g} |" in pages.testbeds_part([])
     grid = [{"lr": lr, "warmup_steps": 50, "loss": loss, "spikes": 0} for lr, loss in ((0.001, 5.0), (0.002, 4.9), (0.004, None))]
     arms = {"zero0_bf16": {"grid": grid, "chosen": {"lr": 0.002, "warmup_steps": 50}}}
-    (folder / "tuning.json").write_text(json.dumps({TESTBED: {"commit": "a" * 40, "machine": "m", "seed": 0, "arms": arms}}))
-    null = {"seeds": [1, 2, 3], "control": [5.0, 5.1, 5.2], "other": [5.01, 5.1, 5.19]}
-    (folder / "noise.json").write_text(json.dumps({"commit": "b" * 40, "machine": "AMD EPYC, 2 cores", "nulls": {"precision": null}}))
+    (folder / "tuning.json").write_text(json.dumps({TESTBED: {"commits": ["a" * 40], "machine": "m", "seed": 0, "arms": arms}}))
+    null = {"seeds": [1, 2, 3], "control": [5.0, 5.1, 5.2], "other": [5.02, 5.11, 5.2]}
+    (folder / "noise.json").write_text(json.dumps({"commits": ["b" * 40], "machine": "AMD EPYC, 2 cores", "nulls": {"precision": null}}))
     text = pages.testbeds_part(pages.published())
-    assert (
-        "| fp32 instead of bf16 | 0.01000 | 3 |" in text and "| another seed (the losses of the control themselves) | 0.10000 | 3 |" in text
-    )
+    # Of 3 values: 0.01 x sqrt(2 / 7.378) and 0.01 x sqrt(2 / 0.0506), by a table of the chi-square distribution.
+    assert "| fp32 instead of bf16 | 0.0100 (0.0052 to 0.0628) | +0.0100 | 3 |" in text
+    assert "a standard deviation of 0.1000 over these 3 seeds" in text
     assert "Measured on AMD EPYC, 2 cores, commit bbbbbbb." in text
     assert f"]({TESTBED}/tuning.png)" in text and f"| lr, tuned | {LR:g} |" in text
     draw = pages.pictures([])[folder / "tuning.png"]

@@ -47,27 +47,33 @@ def test_a_finished_run_has_the_measures_that_its_lines_have(said, tmp_path):
             "bytes_per_step": 105,
             "bytes_sent": 2100,
             "skipped_steps": 2,
+            "warmup_spikes": 0,
             "spikes": 0,
             "flops": 2000,
         }
     )
 
 
-def test_spikes_are_large_gradient_norms_after_the_warm_up(said, tmp_path):
-    """Above 4 x the median of the 32 steps before; `said` has a warm-up of 8 steps."""
-    assert said["warmup_steps"] == 8
+def spikes_of(run):
+    measures = run.measures()
+    return measures["warmup_spikes"], measures["spikes"]
+
+
+def test_spikes_are_large_gradient_norms(said, tmp_path):
+    """Above 4 x the median of the 32 steps before, from step 9 on; in the warm-up and after it."""
+    said |= {"warmup_steps": 12}
     steps = lines(steps=60, grad_norm=1.0)
-    for number, norm in {3: 9.0, 8: 9.0, 9: 4.1, 20: 4.0, 30: 4.1, 31: 7.0}.items():  # in the warm-up, at the limit, above it
+    for number, norm in {3: 9.0, 8: 9.0, 9: 9.0, 12: 4.1, 13: 4.1, 20: 4.0, 30: 4.1, 31: 7.0}.items():
         steps[number]["grad_norm"] = norm
     for one in steps[41:]:
         one["grad_norm"] = 3.0  # a new level, which is the median after 17 steps
     steps[58]["grad_norm"] = 11.9
-    assert read_run(write_run(tmp_path / "r", said, steps)).measures()["spikes"] == 3
+    assert spikes_of(read_run(write_run(tmp_path / "r", said, steps))) == (2, 3)
     steps[59]["grad_norm"] = 12.1
     steps[50]["loss"] = None
     steps[52]["grad_norm"] = None  # an overflow in fp16
-    assert read_run(write_run(tmp_path / "more", said, steps)).measures()["spikes"] == 5
-    assert "spikes" not in read_run(write_run(tmp_path / "no_norms", said, lines())).measures()
+    assert spikes_of(read_run(write_run(tmp_path / "more", said, steps))) == (2, 5)
+    assert not {"warmup_spikes", "spikes"} & set(read_run(write_run(tmp_path / "no_norms", said, lines())).measures())
 
 
 def test_the_final_loss_is_that_of_the_whole_split_where_it_was_evaluated(said, tmp_path):
@@ -146,7 +152,7 @@ def test_a_loss_that_is_no_number_ends_a_run_in_bf16(said, tmp_path):
     assert run.remarks == ("the training loss is not finite in 1 step, first in step 7", "failed after step 7, 7,168 of 20,480 tokens")
     assert math.isnan(run.columns["loss"][-1])
     measures = run.measures()
-    assert (measures["final_val_loss"], measures["spikes"]) == (math.inf, 1)
+    assert (measures["final_val_loss"], measures["warmup_spikes"], measures["spikes"]) == (math.inf, 1, 0)
 
 
 def test_in_fp16_an_overflow_is_an_update_less(corpus, tmp_path):
@@ -156,7 +162,7 @@ def test_in_fp16_an_overflow_is_an_update_less(corpus, tmp_path):
     run = read_run(write_run(tmp_path / "r", description(corpus, *FP16), steps))
     assert not run.diverged and run.remarks == ("the training loss is not finite in 3 steps, first in step 1",)
     measures = run.measures()
-    assert (measures["final_val_loss"], measures["spikes"]) == (4.0, 3)
+    assert (measures["final_val_loss"], measures["warmup_spikes"], measures["spikes"]) == (4.0, 2, 1)
     assert read_run(write_run(tmp_path / "going", description(corpus, *FP16), steps[:10])).state == "unfinished"
 
 

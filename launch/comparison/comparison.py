@@ -51,10 +51,11 @@ FIGURES = {
     "bytes_sent": ("sent per rank in the run (MiB)", 2**20, 1),
     "flops": ("TFLOPs of all ranks", 1e12, 2),
     "skipped_steps": ("skipped steps", 1, 1),
-    "spikes": ("spikes of the gradient norm", 1, 1),
+    "warmup_spikes": ("spikes of the gradient norm in the warm-up", 1, 1),
+    "spikes": ("spikes of the gradient norm after the warm-up", 1, 1),
 }
 #: Figures that are sums over a run, and so cannot be compared if the run ended early.
-SUMS = {"seconds", "bytes_sent", "flops", "skipped_steps", "spikes"}
+SUMS = {"seconds", "bytes_sent", "flops", "skipped_steps", "warmup_spikes", "spikes"}
 
 
 @dataclass(frozen=True, eq=False)

@@ -29,7 +29,7 @@ PANELS = {
 #: Differences below this are drawn on a linear scale, larger ones on a logarithmic one.
 LINEAR = 0.01
 TICKS = {
-    "difference": (-3, -1, -0.3, -0.1, -0.03, -0.01, 0, 0.01, 0.03, 0.1, 0.3, 1, 3),
+    "difference": (-3, -1, -0.3, -0.1, -0.05, -0.02, -0.01, 0, 0.01, 0.02, 0.05, 0.1, 0.3, 1, 3),
     "ratio": (0.1, 0.2, 0.33, 0.5, 0.7, 0.85, 1, 1.2, 1.5, 2, 3, 5, 10),
 }
 #: What is always in view.
@@ -110,7 +110,7 @@ class Scale:
         kept: list[tuple[float, str]] = []
         for value in sorted(inside, key=lambda value: (value != self.none, abs(self.to(value)))):  # the most important ones first
             label = f"{value:+g}" if self.kind == "difference" and value else f"{value:g}"
-            if all(abs(self.at(value) - place) > 0.13 for place, _ in kept):
+            if all(abs(self.at(value) - place) > 0.12 for place, _ in kept):
                 kept.append((self.at(value), label.replace("-", "−")))
         return sorted(kept)
 
@@ -126,7 +126,7 @@ def drawn_panels(rows: Sequence[Row]) -> list[str]:
 
 
 def draw_forest(rows: Sequence[Row], file: Path) -> None:
-    """Draw the rows, grouped, a column per panel. The shaded region is where the claim holds."""
+    """Draw the rows, grouped, a column per panel. The shaded region is where the claim holds; it is only outlined without a measurement."""
     panels = drawn_panels(rows) or ["loss"]
     places: dict[int, float] = {}
     headings: list[tuple[float, str]] = []
@@ -148,7 +148,8 @@ def draw_forest(rows: Sequence[Row], file: Path) -> None:
             axes.spines[["left", "right", "top"]].set_visible(False)
             for at, group in headings if place == 0 else ():
                 axes.text(0, at, group, fontweight="bold", va="center", ha="right", transform=axes.get_yaxis_transform())
-        picture.supxlabel("dots: mean over seeds, lines: 95% interval, shaded: where the claim holds", fontsize=8.5)
+        words = "dots: mean over seeds, lines: 95% interval, shaded: where the claim holds (outlined: not measured yet)"
+        picture.supxlabel(f"{words}; differences are logarithmic beyond ±{LINEAR}", fontsize=8.5)
         picture.savefig(file, metadata={"Software": None})
 
 
@@ -163,13 +164,15 @@ def _draw_panel(axes: Any, name: str, rows: Sequence[Row], places: dict[int, flo
         color = COLORS[mark.outcome]
         if mark.region is not None:
             low, high = map(scale.at, mark.region)
-            axes.barh(y, high - low, left=low, height=0.62, color="#2f80cf", alpha=0.16, linewidth=0, zorder=2)
+            region = {"color": "#2f80cf", "linewidth": 0} if mark.interval else {"color": "none", "edgecolor": "#2f80cf", "linewidth": 1.5}
+            axes.barh(y, high - low, left=low, height=0.62, alpha=0.16, zorder=2, **region)
         if mark.interval is not None:
             middle = scale.at(mark.interval.mean)
             if mark.interval.low is not None and mark.interval.high is not None:
                 axes.plot([scale.at(mark.interval.low), scale.at(mark.interval.high)], [y, y], color=color, linewidth=2, zorder=3)
             axes.plot([middle], [y], marker="o", markersize=5, color=color, zorder=4)
-            axes.text(1.01, y, mark.sign, color=color, va="center", fontweight="bold")
+            value = f"{mark.interval.mean:.2f}" if scale.kind == "ratio" else f"{mark.interval.mean:+.3f}".replace("-", "−")
+            axes.text(1.01, y, f"{value} {mark.sign}", color=color, va="center", fontsize=7.5)
         elif one.note and name == "loss":
             axes.text(scale.at(scale.none), y, one.note, color="#59626b", fontsize=7.5, va="center", ha="center", zorder=5)
 

@@ -51,7 +51,17 @@ PALETTE = ("#808890", "#2f80cf", "#d9601a", "#149071", "#b065ab", "#a87b12", "#d
 #: Line styles: plotly's name -> matplotlib's.
 DASHES = {"solid": "-", "dash": "--", "dot": ":", "dashdot": "-.", "longdash": (0, (9, 2.5)), "longdashdot": (0, (9, 1.5, 1, 1.5))}
 #: Figures in the table of all sides.
-OVERVIEW = ("final_val_loss", "tokens_per_second", "mfu", "seconds", "peak_memory_bytes", "bytes_per_step", "skipped_steps", "spikes")
+OVERVIEW = (
+    "final_val_loss",
+    "tokens_per_second",
+    "mfu",
+    "seconds",
+    "peak_memory_bytes",
+    "bytes_per_step",
+    "skipped_steps",
+    "warmup_spikes",
+    "spikes",
+)
 
 
 def new_folder(name: str) -> Path:
@@ -439,7 +449,10 @@ def draw_losses(comparison: Comparison, out: Path) -> Path:
                 _draw_side(row_of_axes[0], side, looks[id(side)], metric)
             if pair:
                 _draw_difference(row_of_axes[1], pair, looks[id(pair.side)], metric)
-            for axes, label in zip(row_of_axes, (LOSSES[metric], f"{LOSSES[metric]} − control's"), strict=False):
+            what = LOSSES[metric]
+            if metric == "val_loss" and (batches := _batches(pair.side if pair else comparison.sides[0])):
+                what += f" on {batches} batches"
+            for axes, label in zip(row_of_axes, (what, f"{what} − control's"), strict=False):
                 axes.set(xlabel="tokens", ylabel=label)
                 axes.xaxis.set_major_formatter(EngFormatter(sep=" "))
                 axes.grid(alpha=0.25)
@@ -451,6 +464,12 @@ def draw_losses(comparison: Comparison, out: Path) -> Path:
         file = out / "loss.png" if out.is_dir() else out
         picture.savefig(file, metadata={"Software": None})
     return file
+
+
+def _batches(side: Side) -> int | None:
+    """The number of validation batches of an evaluation during training, if the whole split is evaluated only at the end."""
+    first = side.runs[0].description
+    return first.get("eval_batches") if first.get("whole_eval") else None
 
 
 def _draw_difference(axes: Any, pair: Pair, look: dict[str, str], metric: str) -> None:

@@ -26,7 +26,7 @@ from launch.comparison.comparison import LOSS, Comparison, Pair, claims_in_table
 from launch.comparison.forest import draw_forest, row
 from launch.comparison.page import draw_losses, figure_row
 from launch.comparison.runs import Run, read_stored_run
-from launch.comparison.tuning import deviation, draw_tuning
+from launch.comparison.tuning import deviation, deviation_interval, draw_tuning
 from launch.comparison.verdicts import SIGNS, Verdict, planned_power
 from recipes.claims import QUESTIONS, Claim
 from recipes.registry import ROOT, TESTBEDS, Experiment, Recipe, Testbed, read_recipe, read_testbed, recipe_names, technique_classes
@@ -196,16 +196,23 @@ def _claim_row(claim: Claim, verdict: Verdict, one: Published) -> str:
 
 
 def _plan(claim: Claim, one: Published) -> str:
-    """The truth and the power for which the seeds were planned; of the loss, also the power at the noise of the testbed.
+    """The truth for which the seeds were planned; of the loss, also the power at the noise of the testbed and at the ends of its interval.
 
     Of "equal" the noise is that of rounding. Other claims are about techniques that train differently: the noise is that of a perturbation.
     """
-    plan = f"power {claim.power:g} if the true {claim.scale} is {_number(claim, claim.expected)}"
+    truth = f"if the true {claim.scale} is {_number(claim, claim.expected)}"
     nulls = read_json(TESTBEDS / one.testbed.name / "noise.json").get("nulls", {})
-    if claim.measure != "loss" or not nulls:
-        return plan
-    noise = max(deviation(nulls[null]) for null in (("precision", "accumulation") if claim.question == "equal" else ("trajectory",)))
-    return f"{plan}; at the measured noise {planned_power(claim, one.experiment.seeds, noise, claims_in_table(one.testbed.device)):.2f}"
+    if claim.measure != "loss":
+        return f"power {claim.power:g} {truth}"
+    if not nulls:
+        return f"power {claim.power:g} {truth}, at a noise that is not measured yet"
+    kinds = ("precision", "accumulation") if claim.question == "equal" else ("trajectory",)
+    null = max((nulls[kind] for kind in kinds), key=deviation)
+    low, middle, high = (
+        f"{planned_power(claim, one.experiment.seeds, noise, claims_in_table(one.testbed.device)):.2f}"
+        for noise in (deviation_interval(null)[1], deviation(null), deviation_interval(null)[0])
+    )
+    return f"power {middle} ({low} to {high}) at the measured noise {truth}"
 
 
 def _number(claim: Claim, value: float) -> str:
@@ -217,8 +224,8 @@ def _signed(value: float) -> str:
     return f"{value:+.4f}".replace("-", "−")
 
 
-def _listed(seeds: Iterable[int]) -> str:
-    return ", ".join(map(str, seeds))
+def _listed(values: Iterable[Any]) -> str:
+    return ", ".join(map(str, values))
 
 
 def _link(testbed: Testbed) -> str:
@@ -299,10 +306,10 @@ def testbeds_part(cells: list[Published]) -> str:
     for name in names_of_testbeds():
         testbed = read_testbed(name)
         blocks += [f"## {name}", f"{testbed.title}. {'On a GPU.' if testbed.device == 'cuda' else 'On a CPU.'} {testbed.reason}".rstrip()]
-        rows = [f"| {key} | {'yes' if value is True else value} |" for key, value in testbed.flags.items()]
+        rows = [f"| {_flag(key, value)} | {_words(value)} |" for key, value in testbed.flags.items()]
         tuned = "tuned" if (TESTBEDS / name / "tuning.json").exists() else "not tuned yet"
-        rows += [f"| {key}, {tuned} | {_words(value)} |" for key, value in testbed.tuned.items()]
-        rows += [f"| {key}, swept over | {', '.join(map(_words, values))} |" for key, values in testbed.sweep.items()]
+        rows += [f"| {_flag(key, value)}, {tuned} | {_words(value)} |" for key, value in testbed.tuned.items()]
+        rows += [f"| {_flag(key, values[0])}, swept over | {_listed(map(_words, values))} |" for key, values in testbed.sweep.items()]
         rows += [f"| ranks | {testbed.ranks} |", f"| target loss | {testbed.target_loss:g} |"]
         blocks.append("\n".join(["| setting | value |", "|---|---|", *rows]))
         blocks += _noise(name)
@@ -315,9 +322,16 @@ def testbeds_part(cells: list[Published]) -> str:
     return "\n" + "\n\n".join(blocks) + "\n\n"
 
 
+def _flag(name: str, value: Any) -> str:
+    """What a flag sets: the key of `--set KEY=VALUE`, else its name."""
+    return str(value).partition("=")[0] if name == "set" else name
+
+
 def _words(value: Any) -> str:
-    """A flag's value in a table."""
-    return f"{value:g}" if isinstance(value, (int, float)) else f"`{value}`"
+    """A flag's value in a table; of `--set KEY=VALUE`, the value."""
+    if value is True:
+        return "yes"
+    return f"{value:g}" if isinstance(value, (int, float)) else str(value).partition("=")[2] or str(value)
 
 
 def _noise(testbed: str) -> Iterator[str]:
@@ -325,11 +339,18 @@ def _noise(testbed: str) -> Iterator[str]:
     if not noise:
         yield f"The noise: {UNMEASURED}."
         return
-    rows = [f"| {NULLS.get(name, name)} | {deviation(null):.5f} | {len(null['seeds'])} |" for name, null in noise["nulls"].items()]
+    rows = []
+    for name, null in noise["nulls"].items():
+        low, high = deviation_interval(null)
+        mean = _signed(float(np.mean(np.subtract(null["other"], null["control"]))))
+        rows.append(f"| {NULLS.get(name, name)} | {deviation(null):.4f} ({low:.4f} to {high:.4f}) | {mean} | {len(null['seeds'])} |")
     losses = next(iter(noise["nulls"].values()))["control"]
-    rows.append(f"| another seed (the losses of the control themselves) | {np.std(losses, ddof=1):.5f} | {len(losses)} |")
-    yield "\n".join(["| what differs | standard deviation of the difference (nats) | seeds |", "|---|---|---|", *rows])
-    yield f"Measured on {noise['machine']}, commit {str(noise['commit'])[:7]}."
+    head = "| two runs of a seed that differ in | standard deviation of the difference, nats (95% interval) | mean difference | seeds |"
+    yield "\n".join([head, "|---|---|---|---|", *rows])
+    yield (
+        f"The loss of the control itself has a standard deviation of {np.std(losses, ddof=1):.4f} over these {len(losses)} seeds. All rows"
+        f" have the same runs of the control. Measured on {noise['machine']}, commit {_listed(one[:7] for one in noise['commits'])}."
+    )
 
 
 # --- all of it ------------------------------------------------------------------------------------------------------------------------

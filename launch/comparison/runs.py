@@ -26,9 +26,11 @@ Column = npt.NDArray[np.float64]
 COLUMNS = ("step", "tokens", "seconds", "loss", "val_loss", "step_seconds", "tokens_per_second", "peak_memory_bytes", "bytes_sent", "flops")
 #: Steps that the means of time exclude: the first ones compile, allocate and fill caches.
 WARM_UP_STEPS = 10
-#: A step after the warm-up is a spike if its gradient norm exceeds this x the median of the `SPIKE_WINDOW` steps before it.
+#: A step is a spike if its gradient norm exceeds this x the median of the `SPIKE_WINDOW` steps before it. The first `SPIKE_START` steps,
+#: in which the norm of a new model falls by a factor of 4, are not counted.
 SPIKE_RATIO = 4.0
 SPIKE_WINDOW = 32
+SPIKE_START = 8
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,8 +75,8 @@ class Run:
         run diverged, absent if it is unfinished or was not evaluated at its end.
         step_seconds: the mean over the steps after the first `WARM_UP_STEPS`. tokens_per_second, mfu: of these steps together.
         seconds, flops (of all ranks), bytes_sent (by rank 0): sums. bytes_per_step: the mean. peak_memory_bytes: of rank 0, the largest.
-        skipped_steps: updates skipped for an overflow in fp16. spikes: steps after the warm-up whose gradient norm exceeds
-        `SPIKE_RATIO` x the median of the `SPIKE_WINDOW` steps before, and steps with a non-finite loss.
+        skipped_steps: updates skipped for an overflow in fp16. warmup_spikes, spikes: steps in the warm-up and after it whose gradient
+        norm exceeds `SPIKE_RATIO` x the median of the `SPIKE_WINDOW` steps before, or whose loss is not finite.
         """
         if self.published is not None:
             return dict(self.published)
@@ -108,22 +110,21 @@ class Run:
         summarize("peak_memory_bytes", np.max)
         summarize("bytes_per_step", np.mean, "bytes_sent")
         summarize("bytes_sent", np.sum)
-        if (spikes := self._spikes(trained)) is not None:
-            measures["spikes"] = spikes
-        return measures
+        return measures | self._spikes(trained)
 
-    def _spikes(self, trained: npt.NDArray[np.bool_]) -> float | None:
-        """The number of spikes in the rows `trained`; None if the run has no gradient norms."""
+    def _spikes(self, trained: npt.NDArray[np.bool_]) -> dict[str, float]:
+        """The numbers of spikes in the rows `trained`; empty if the run has no gradient norms."""
         if "grad_norm" not in self.columns:
-            return None
+            return {}
         norm, loss, step = (self.columns[name][trained] for name in ("grad_norm", "loss", "step"))
         before = np.lib.stride_tricks.sliding_window_view(np.concatenate([np.full(SPIKE_WINDOW, np.nan), norm[:-1]]), SPIKE_WINDOW)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", RuntimeWarning)  # no norm is before the first step
             typical = np.nanmedian(before, axis=1)
         warmup: Any = self.description.get("warmup_steps")
-        after_warmup = step > (warmup if is_finite_number(warmup) else 0)
-        return float(np.count_nonzero((after_warmup & (norm > SPIKE_RATIO * typical)) | ~np.isfinite(loss)))
+        in_warmup = step <= (warmup if is_finite_number(warmup) else 0)
+        spikes = ((step > SPIKE_START) & (norm > SPIKE_RATIO * typical)) | ~np.isfinite(loss)
+        return {"warmup_spikes": float((spikes & in_warmup).sum()), "spikes": float((spikes & ~in_warmup).sum())}
 
 
 def _end(description: dict[str, Any]) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 A sweep varies the flags of control and recipe one after another, with a seed that no verdict uses, and chooses the values of the lowest
 final validation loss. Both sides have the same number of runs. A null experiment compares two configurations whose true difference is
-zero; the standard deviation of their difference is the noise of the testbed.
+assumed to be zero; the standard deviation of their difference is the noise of the testbed.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 from matplotlib import rc_context
 from matplotlib.figure import Figure
+from scipy import stats
 
 from launch.comparison.experiments import estimate, is_finished, ranks_of, testbed_named, train_missing
 from launch.comparison.runs import Run, read_run
@@ -35,6 +36,8 @@ SWEEP_SEED = 0
 NOISE_SEED, NOISE_SEEDS = 101, 5
 #: What the axes of a sweep's picture say for a flag.
 FLAGS = {"lr": "peak learning rate", "min_lr": "learning rate at the end", "warmup_steps": "steps of warm-up"}
+#: The range of losses in that picture, in nats.
+LOSSES_SHOWN = 0.25
 #: The relative perturbation of the initial weights in the trajectory null.
 PERTURBATION = 1e-3
 
@@ -222,8 +225,10 @@ def _train(flags: argparse.Namespace, batches: Sequence[Sequence[Trial]]) -> dic
 
 
 def _origin(runs: Mapping[str, Run]) -> dict[str, Any]:
-    first = next(iter(runs.values())).description
-    return {"commit": first["commit"], "machine": machine_in_words(first["machine"])}
+    """The commits and the machines of the runs."""
+    descriptions = [run.description for run in runs.values()]
+    machines = dict.fromkeys(machine_in_words(one["machine"]) for one in descriptions)
+    return {"commits": [*dict.fromkeys(one["commit"] for one in descriptions)], "machine": " and ".join(machines)}
 
 
 def write_tuning(found: dict[str, Any], recipe: str | None, out: Path, publish: bool) -> list[Path]:
@@ -256,6 +261,13 @@ def deviation(null: dict[str, Any]) -> float:
     return float(np.std(np.subtract(null["other"], null["control"]), ddof=1))
 
 
+def deviation_interval(null: dict[str, Any]) -> tuple[float, float]:
+    """The 95% confidence interval of `deviation`, for normal noise: by the chi-square distribution of the variance."""
+    freedom = len(null["other"]) - 1
+    low, high = (deviation(null) * math.sqrt(freedom / stats.chi2.ppf(share, freedom)) for share in (0.975, 0.025))
+    return low, high
+
+
 def noise_lines(found: dict[str, Any]) -> list[str]:
     """What the null experiments found, a line each."""
     lines = []
@@ -267,9 +279,16 @@ def noise_lines(found: dict[str, Any]) -> list[str]:
 
 
 def draw_tuning(found: dict[str, Any], file: Path) -> None:
-    """Draw the final validation loss over the values of each swept flag: a row per testbed and side, a column per flag."""
+    """Draw the final validation loss over the values of each swept flag: a row per testbed and side, a column per flag.
+
+    The sides of a testbed have one scale. Losses more than `LOSSES_SHOWN` above its best are triangles at the upper edge.
+    """
     rows = [(name, config, arm) for name, one in found.items() for config, arm in one["arms"].items()]
     columns = max(len(_lines(arm["grid"])) for _, _, arm in rows)
+    best = {
+        name: min(point["loss"] for arm in one["arms"].values() for point in arm["grid"] if point["loss"] is not None)
+        for name, one in found.items()
+    }
     with rc_context({"text.parse_math": False, "axes.spines.top": False, "axes.spines.right": False}):
         picture = Figure(figsize=(3.2 * columns + 1, 3 * len(rows)), dpi=110, layout="constrained")
         for row, (name, config, arm) in zip(picture.subplots(len(rows), columns, squeeze=False, sharey="row"), rows, strict=True):
@@ -278,9 +297,12 @@ def draw_tuning(found: dict[str, Any], file: Path) -> None:
             row[0].title.set_position((0, 1))
             for axes in row[len(_lines(arm["grid"])) :]:
                 axes.set_axis_off()
+            row[0].set_ylim(best[name] - 0.05 * LOSSES_SHOWN, best[name] + 1.05 * LOSSES_SHOWN)
             for axes, (flag, points) in zip(row, _lines(arm["grid"]).items(), strict=False):
-                losses = [math.nan if point["loss"] is None else point["loss"] for point in points]
-                axes.plot(losses, marker="o", markersize=4, linewidth=1.5)
+                losses = [math.inf if point["loss"] is None else point["loss"] for point in points]
+                axes.plot([loss if math.isfinite(loss) else math.nan for loss in losses], marker="o", markersize=4, linewidth=1.5)
+                above = [place for place, loss in enumerate(losses) if loss > best[name] + LOSSES_SHOWN]
+                axes.plot(above, [best[name] + LOSSES_SHOWN] * len(above), marker="^", color="C0", linestyle="")
                 axes.set_xticks(range(len(points)), [_short(point[flag]) for point in points], rotation=20 * (len(points) > 4))
                 axes.margins(x=0.15)
                 key = points[0][flag].partition("=")[0] if flag == "set" else FLAGS.get(flag, flag)
