@@ -207,9 +207,7 @@ def move_of(checkpoint: Path, ranks_before: int, engine: Any, ranks: int) -> Mov
     """
     shapes = {name: getattr(parameter, "ds_shape", parameter.shape) for name, parameter in engine.module.named_parameters()}
     files, layout = EngineFiles(checkpoint, ranks_before, shapes), Layout.of(engine.config, ranks)
-    if files.layout == layout or (files.layout.stage == layout.stage == 0 and files.layout.precision == layout.precision):
-        return None
-    return Move(files, engine, layout)
+    return None if files.layout == layout else Move(files, engine, layout)
 
 
 def _fill(flat: torch.Tensor, fragments: list[_Fragment], pieces: dict[str, list[Piece]]) -> torch.Tensor:
