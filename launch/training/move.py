@@ -80,12 +80,14 @@ class Move:
             raise UsageError(f"{self._files.checkpoint}: was written by {self._files.layout}, and this job has {self._layout}: {why}")
 
     def _refuse_state(self) -> None:
-        """Refuse what ZeRO would cut, and state that only some of the parameters have."""
-        for key, of_parameter in self._state.pieces.items():
-            if lacking := set(self._state.others) - set(of_parameter):
-                raise UsageError(f"{self._files.checkpoint}: the optimizer has no {key} of {min(lacking)}, and of others it has")
+        """At stages 1 to 3: refuse state that only some of the parameters have, and what ZeRO would cut."""
         if self._layout.stage == 0:
             return
+        for key, of_parameter in self._state.pieces.items():
+            if lacking := set(self._state.others) - set(of_parameter):
+                raise UsageError(
+                    f"{self._files.checkpoint}: the optimizer has no {key} of {min(lacking)}, and of others it has; use stage 0"
+                )
         first = next(iter(self._state.others.values()))
         for name, others in self._state.others.items():
             for key, value in others.items():
@@ -98,21 +100,19 @@ class Move:
         """Load everything into the engine. All ranks call this together."""
         if partitioned := self._layout.stage == 3:
             self._wrapper.checkpoint_event_prologue()
-        with self._files.as_deepspeed_writes():
-            masters = list(self._masters())
-            for master in masters:
-                _fill(master.tensor, master.fragments, self._weights)
-            self._load_optimizer(masters)
-            if partitioned:
-                self._take_over_weights_at_stage_3()
-            else:
-                for parameter in self._engine.module.parameters():
-                    copy_pieces(self._weights[self._names[id(parameter)]], parameter.data.view(-1))
-            self._load_counters()
+        masters = list(self._masters())
+        for master in masters:
+            _fill(master.tensor, master.fragments, self._weights)
+        self._load_optimizer(masters)
         if partitioned:
+            self._take_over_weights_at_stage_3()
             self._wrapper.checkpoint_event_epilogue()
-        elif self._layout.stage:
-            self._wrapper._link_all_hp_params()
+        else:
+            for parameter in self._engine.module.parameters():
+                copy_pieces(self._weights[self._names[id(parameter)]], parameter.data.view(-1))
+            if self._layout.stage:
+                self._wrapper._link_all_hp_params()
+        self._load_counters()
 
     def _masters(self) -> Iterator[_Master]:
         """The tensors that this rank's optimizer updates, in its order."""
@@ -148,7 +148,8 @@ class Move:
         for index, (tensor, fragments) in enumerate(masters):
             state: dict[str, Any] = {}
             for key, of_parameter in self._state.pieces.items():
-                state[key] = _fill(torch.zeros_like(tensor, requires_grad=False), fragments, of_parameter)
+                if fragments[0].name in of_parameter:
+                    state[key] = _fill(torch.zeros_like(tensor, requires_grad=False), fragments, of_parameter)
             for key, value in self._state.others[fragments[0].name].items():
                 # A tensor of its own for each: torch's optimizers count in place, and would count a shared one once for each of its owners.
                 state[key] = value.clone() if isinstance(value, torch.Tensor) else value

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -167,6 +169,15 @@ def test_another_order_of_the_parameters_is_another_layout(stage, changes, runs,
     assert runs.load(layout, back)["content"] == runs.loaded_by_deepspeed(layout, *more)["content"]
 
 
+@pytest.mark.parametrize("changes", [['offload_param={"device": "cpu"}'], ["zero_hpz_partition_size=2"]], ids=["offload_param", "hpz"])
+def test_a_run_is_moved_to_other_places_of_the_weights(changes, runs, tmp_path):
+    before, after = L(2, 2), L(3, 2)
+    more = [text for change in changes for text in ("--set", f"zero_optimization.{change}")]
+    folder = runs.copy(before, tmp_path / "moved")
+    assert runs.load(after, folder, *more)["content"] == runs.loaded_by_deepspeed(before)["content"]
+    assert losses(runs.resume(after, folder, *more)) == pytest.approx(losses(runs.unmoved(before)[1]), abs=1e-5)
+
+
 # --- precision ------------------------------------------------------------------------------------------------------------------------
 
 PRECISIONS = [
@@ -269,7 +280,7 @@ def test_the_state_of_an_optimizer_of_whole_tensors_is_moved(kind, runs, tmp_pat
     for after in (L(0, 2, precision="bf16"), L(0, 1)):
         folder = runs.copy(before, tmp_path / str(after), *more)
         found = runs.load(after, folder, *more)
-        if kind != "ZeroOneAdam" or after.ranks == 1:  # its local steps are made anew in each precision
+        if kind != "ZeroOneAdam" or after.ranks == 2:  # on other ranks, the steps since the last exchange are lost
             assert found["content"] == expected["content"]
         assert (found["steps"], found["counters"]) == (expected["steps"], expected["counters"])
         said = [note for note in found["notes"] if "written by 2 rank(s), and this job has 1" in note]
@@ -362,3 +373,33 @@ def test_a_checkpoint_is_moved_from_nvme_and_not_to_it(drive, runs, tmp_path):
     assert found["content"] == runs.loaded_by_deepspeed(L(3, 2, True), *wide)["content"] and found["steps"] == [SAVED]
     (fault,) = runs.load(L(3, 2), runs.copy(L(3, 2), tmp_path / "memory", *wide), *nvme)["refused"]
     assert "NVMe" in fault
+
+
+# --- DeepSpeed's own conversion -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("before", [L(1, 2), L(2, 4), L(3, 2), L(2, 2, precision="bf16"), L(1, 2, True)], ids=str)
+def test_deepspeeds_universal_conversion_finds_the_same(before, runs, tmp_path):
+    """`ds_to_universal` writes a file for each state of each parameter, at stage 3 without the step. It does not read stage 0."""
+    universal, saved = tmp_path / "universal", tmp_path / "states.pt"
+    source = engine_file(runs.unmoved(before)[0], "")
+    command = [
+        sys.executable,
+        "-m",
+        "deepspeed.checkpoint.ds_to_universal",
+        "--input_folder",
+        str(source),
+        "--output_folder",
+        str(universal),
+    ]
+    subprocess.run([*command, "--inject_missing_state", "--num_extract_workers", "1", "--num_merge_workers", "1"], check=True)
+    found = runs.load(L(1, 1), runs.copy(before, tmp_path / "moved"), file=str(saved))
+    for name, states in torch.load(saved).items():
+        for key, value in states.items():
+            file = universal / "zero" / name / f"{'fp32' if key == 'weight' else key}.pt"
+            theirs = torch.load(file, weights_only=False)
+            theirs = theirs["param"] if isinstance(theirs, dict) else theirs
+            assert torch.equal(theirs.reshape(-1), value.reshape(-1)), (name, key)
+    if before.stage < 3:
+        assert found["steps"] == [float(torch.load(universal / "zero" / "wte.weight" / "step.pt", weights_only=False))]
