@@ -206,7 +206,8 @@ def test_in_another_precision_it_trains_like_an_engine_that_is_filled_by_hand(be
     trained = losses(runs.resume(after, folder))
     assert trained == losses(runs.resume(after, by_hand, job=BY_HAND, file=str(saved), step=SAVED))
     assert trained != losses(runs.unmoved(before)[1])
-    assert f'precision: "{before.precision}" -> "{after.precision}"' in (folder / "r" / "log.txt").read_text()
+    if before.precision != after.precision:
+        assert f'precision: "{before.precision}" -> "{after.precision}"' in (folder / "r" / "log.txt").read_text()
 
 
 #: A scale that overflows in the first steps, and one that grows in the later ones.
@@ -225,15 +226,17 @@ SCALE = ["--set", 'fp16={"enabled": true, "initial_scale_power": 26, "loss_scale
     ids=str,
 )
 def test_the_loss_scale_of_fp16_goes_on(before, after, runs, tmp_path):
-    """Before the first update there is no optimizer state, and none is missed."""
+    """It falls by overflows until step 10 and grows in step 17. Before the first update there is no optimizer state, and none is missed."""
     lines = runs.unmoved(before, *SCALE)[1]
     assert lines[SAVED - 1]["skipped_steps"] == SAVED, "all steps before the checkpoint have overflowed"
     folder = runs.copy(before, tmp_path / "moved", *SCALE)
     assert runs.load(after, folder, *SCALE)["steps"] == []
     moved = runs.resume(after, folder, *SCALE)
+    # Stage 0 sums the gradients of the ranks before it divides by their number, so that it overflows first when the scale has grown.
+    compared = 17 if 0 in (before.stage, after.stage) else STEPS
     for key in ("loss_scale", "skipped_steps"):
-        assert [line[key] for line in moved] == [line[key] for line in lines]
-    assert len({line["loss_scale"] for line in moved[SAVED:]}) > 2
+        assert [line[key] for line in moved[:compared]] == [line[key] for line in lines[:compared]]
+    assert moved[16]["loss_scale"] == 2 * moved[15]["loss_scale"] == 2**-8 * moved[0]["loss_scale"]
 
 
 # --- techniques and optimizers ----------------------------------------------------------------------------------------------------------
@@ -241,12 +244,12 @@ def test_the_loss_scale_of_fp16_goes_on(before, after, runs, tmp_path):
 LINEAR = '"schedule_type": "fixed_linear", "schedule_config":'
 #: Section -> its content. What these do follows from the step, so nothing of theirs has to be moved.
 BY_STEP = {
-    "progressive_layer_drop": '{"enabled": true, "theta": 0.5, "gamma": 0.05}',
+    "progressive_layer_drop": '{"enabled": true, "theta": 0.1, "gamma": 0.5}',
     "curriculum_learning": '{"enabled": true, "curriculum_type": "seqlen", "min_difficulty": 8, "max_difficulty": 32, '
     f'{LINEAR} {{"total_curriculum_step": 15, "difficulty_step": 8}}}}',
     "random_ltd": '{"enabled": true, "random_ltd_layer_id": [1], "random_ltd_schedule": {"min_value": 16, "max_value": 32, '
     f'{LINEAR} {{"require_steps": 15, "seq_per_step": 8}}}}}}',
-    "batch_size_warmup": '{"enabled": true, "min_batch_size": 2, "warmup_steps": 10, "batch_size_step": 2}',
+    "batch_size_warmup": '{"enabled": true, "min_batch_size": 2, "increment": 2, "warmup_tokens": 1000}',
 }
 
 
