@@ -17,6 +17,7 @@ from launch.config.run_config import resolve
 from launch.errors import UsageError
 from launch.formats.checkpoint_files import complete_checkpoints, read_state
 from tests.conftest import Pools
+from tests.distributed.ranks import Ranks
 from tests.helpers import reseal
 
 JOB, LOADED, BY_HAND = (f"tests.distributed.{name}" for name in ("jobs:pretrain", "move_jobs:loaded", "move_jobs:trained_by_hand"))
@@ -169,13 +170,23 @@ def test_another_order_of_the_parameters_is_another_layout(stage, changes, runs,
     assert runs.load(layout, back)["content"] == runs.loaded_by_deepspeed(layout, *more)["content"]
 
 
-@pytest.mark.parametrize("changes", [['offload_param={"device": "cpu"}'], ["zero_hpz_partition_size=2"]], ids=["offload_param", "hpz"])
-def test_a_run_is_moved_to_other_places_of_the_weights(changes, runs, tmp_path):
-    before, after = L(2, 2), L(3, 2)
-    more = [text for change in changes for text in ("--set", f"zero_optimization.{change}")]
+def test_a_run_is_moved_to_offloaded_weights(runs, tmp_path):
+    before, after, more = L(2, 2), L(3, 2), ["--set", 'zero_optimization.offload_param={"device": "cpu"}']
     folder = runs.copy(before, tmp_path / "moved")
     assert runs.load(after, folder, *more)["content"] == runs.loaded_by_deepspeed(before)["content"]
     assert losses(runs.resume(after, folder, *more)) == pytest.approx(losses(runs.unmoved(before)[1]), abs=1e-5)
+
+
+@pytest.mark.long
+def test_a_run_is_moved_to_weights_with_a_second_partition(runs, tmp_path):
+    """In processes of its own, since DeepSpeed makes the groups of `zero_hpz_partition_size` once in a process, for good."""
+    before, after, more = L(2, 2), L(3, 2), ["--set", "zero_optimization.zero_hpz_partition_size=2", "--resume"]
+    folder = runs.copy(before, tmp_path / "moved")
+    flags = runs.flags(after, folder, *more)
+    with Ranks(2, "cpu") as ranks:
+        assert ranks.run(LOADED, flags=flags)[0]["content"] == runs.loaded_by_deepspeed(before)["content"]
+    with Ranks(2, "cpu") as ranks:
+        assert losses(ranks.run(JOB, flags=flags)[0]) == pytest.approx(losses(runs.unmoved(before)[1]), abs=1e-5)
 
 
 # --- precision ------------------------------------------------------------------------------------------------------------------------
