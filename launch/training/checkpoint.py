@@ -48,6 +48,7 @@ from launch.formats.files import write_atomically
 from launch.formats.tensor_files import UnreadableFile, load_tensors
 from launch.training.distributed import Collectives
 from launch.training.folder import free_bytes
+from launch.training.move import SETTINGS, move_of
 from launch.training.snapshot import Snapshots
 from recipes.technique import Technique
 
@@ -55,9 +56,6 @@ from recipes.technique import Technique
 TEMPORARY = ".tmp-"
 #: Suffix of the name of a checkpoint that a resume passed over.
 UNUSABLE = ".unusable"
-#: The optimizer settings that a resume takes from the configuration, not from the checkpoint: those that do not affect the saved state.
-#: The learning rate follows its schedule.
-SETTINGS = ("betas", "eps", "weight_decay", "dampening", "alpha", "lr_decay")
 #: A wait for the previous checkpoint is logged if it is longer than this.
 LOGGED_WAIT_SECONDS = 1.0
 
@@ -215,11 +213,13 @@ class Checkpoints:
         """Load the newest checkpoint that passes verification into the engine and the techniques, and return its state.
 
         Returns None if there is no checkpoint. The ranks share the work of reading the files and agree on the checkpoint. Checkpoints that
-        are passed over are logged with the reason. With a different number of ranks, the per-rank state of techniques cannot be used: a
-        technique continues without it, or refuses.
+        are passed over are logged with the reason. A checkpoint of another layout (ranks, stage, offload, precision) is moved into the
+        engine (`launch/training/move.py`). With a different number of ranks, the per-rank state of techniques cannot be used: a technique
+        continues without it, or refuses.
 
         Raises:
-            UsageError: no checkpoint passes verification, or a technique cannot continue without its state.
+            UsageError: no checkpoint passes verification, its state cannot be moved into this engine, or a technique cannot continue
+                without its state.
             SystemExit: it could not be loaded (exit code 1, one line from each rank that could not).
         """
         # Only rank 0 has the run's folder, so its view holds for all ranks.
@@ -239,11 +239,16 @@ class Checkpoints:
                 self.technique.discard_state(f"written by {state['ranks']} rank(s), and this job has {self.collectives.world_size}")
             except ValueError as reason:
                 raise UsageError(f"{newest}: the per-rank state of a technique was {reason}; start {state['ranks']} ranks") from None
+        move = move_of(newest, state["ranks"], self.engine, self.collectives.world_size)
         with self._ending_on_failure(f"{newest}: could not be loaded", "move it away to resume from an older one"):
-            with _own_settings(self.engine):
-                path, _ = self.engine.load_checkpoint(str(newest), tag=ENGINE_TAG)
-            if path is None:
-                raise RuntimeError("DeepSpeed found nothing in it")
+            if move is None:
+                with _own_settings(self.engine):
+                    path, _ = self.engine.load_checkpoint(str(newest), tag=ENGINE_TAG)
+                if path is None:
+                    raise RuntimeError("DeepSpeed found nothing in it")
+            else:
+                move.fill()
+                self._log(str(move))
             if not other_ranks and self._technique_file() in state["files"]:
                 self.technique.load_state_dict(load_tensors(newest / self._technique_file()))
         self._current = newest
