@@ -52,12 +52,15 @@ def main() -> int:
     # After parsing: imports torch and DeepSpeed.
     from launch.training.distributed import leave_ranks
     from launch.training.engine import check_device
+    from launch.training.store import CheckpointStore, check_store
 
     check_device(config)  # before the run's folder is made
     folder: RunFolder | NoFolder = NoFolder()
     if os.environ.get("RANK", "0") == "0":
-        path = check_run_folder(config.runs_dir, config.run_name, config.resume)
+        path = check_run_folder(config.runs_dir, config.run_name, config.resume, stored=bool(config.checkpoint_store))
         check_monitors(config.engine, path)
+        if store := CheckpointStore.of(config):
+            check_store(store, path, config.resume)
         config.corpus.verify()
         check_port(config.resume)
         folder = RunFolder(path, describe_run(config), config.quiet)
@@ -91,6 +94,8 @@ def train(config: RunConfig, folder: RunFolder | NoFolder, stop: StopRequest, ob
     from launch.training.meter import Meter
     from launch.training.progress import Progress, describe_start
     from launch.training.similarity import BlockSimilarity
+    from launch.training.spikes import SpikeRule
+    from launch.training.store import CheckpointStore
 
     collectives = start_ranks()
     techniques = config.built_techniques
@@ -106,6 +111,7 @@ def train(config: RunConfig, folder: RunFolder | NoFolder, stop: StopRequest, ob
         on_failure=stop.request,
         log=folder.log,
         run_id=folder.run_id,
+        store=CheckpointStore.of(config),
     )
 
     # Optimizer steps done, tokens and samples consumed, and the validation loss after the last step, if it was evaluated.
@@ -118,9 +124,10 @@ def train(config: RunConfig, folder: RunFolder | NoFolder, stop: StopRequest, ob
     meter = Meter(engine, collectives, folder.seconds_before, on_lost=stop.request)
     histograms = [GradientHistograms(folder, config.histogram_every)] if config.histogram_every else []
     similarity = [BlockSimilarity(folder)] if config.block_similarity else []
+    spikes = SpikeRule(config.spike_rule, folder, collectives)
     watched = config.hang_timeout and collectives.world_size > 1
     heartbeat = [Heartbeat(path, config.hang_timeout, state["step"], collectives, folder.log)] if watched else []
-    observer = Observers([*heartbeat, *histograms, *similarity, *observers])
+    observer = Observers([*heartbeat, spikes, *histograms, *similarity, *observers])
     observer.start(engine)
     evaluation = Evaluation(config, collectives, observer)
     folder.log_start(describe_start(config, engine, meter, evaluation), state["step"], config.resume)
@@ -169,6 +176,8 @@ def train(config: RunConfig, folder: RunFolder | NoFolder, stop: StopRequest, ob
                 folder.write_metrics(line if state["val_loss"] is None else line | {"val_loss": state["val_loss"]}, durable=saving)
                 progress.update(line, state)
                 engine.require_finite(mean_loss)
+                if rewound := spikes.rewind(state, checkpoints):
+                    state, saving = rewound, False
                 if saving:
                     engine.enter(CHECKPOINT)
                     with collectives.uncounted():
@@ -184,11 +193,13 @@ def train(config: RunConfig, folder: RunFolder | NoFolder, stop: StopRequest, ob
                 what = f"--resume continues from {older}" if older else "there is no older checkpoint, start a new run"
                 reason = TrainingFailed(f"{reason}; the weights contain NaN or Inf and were not saved: {what}")
         folder.log_failure(config, str(reason))
+        checkpoints.finish_uploads(stopped=True)
         raise reason from None
 
     if config.whole_eval and not stopped:  # after the checkpoint: it may take long, and a resume repeats it
         state["whole_val_loss"] = evaluation.loss(engine, state["step"], whole=True)
     folder.log_end(config, state, stopped)
+    checkpoints.finish_uploads(bool(stopped))
     return exit_code(stopped) if stopped else 0
 
 

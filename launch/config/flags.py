@@ -141,6 +141,12 @@ def build_parser() -> Parser:
     run.add_argument("--save_every", type=natural, help="steps between checkpoints; 0 saves at the end only (a quarter of the run)")
     run.add_argument("--keep", type=positive, default=3, help="newest checkpoints to keep, in addition to the best by validation loss (3)")
     run.add_argument(
+        "--checkpoint_store",
+        metavar="URL",
+        help="also upload complete checkpoints to this object store, beside training, and let --resume read from it: "
+        "s3://bucket/folder (pip install -e .[s3]) or file:///folder; other schemes of fsspec are not tested",
+    )
+    run.add_argument(
         "--histogram_every",
         type=natural,
         default=0,
@@ -158,6 +164,13 @@ def build_parser() -> Parser:
         metavar="SECONDS",
         help="end the run, and name the rank, if one makes no progress for so long; give more than the forward or backward pass of a "
         "micro-batch takes, and than an update takes; 0 is off (300)",
+    )
+    run.add_argument(
+        "--spike_rule",
+        choices=("off", "log", "skip", "rewind"),
+        default="off",
+        help="if the loss of a step is more than 6 standard deviations above the mean of the last 128 steps: log it, skip "
+        "its update, or rewind to the newest checkpoint and leave out the data up to it (off)",
     )
     # Token by token, on all ranks: 100,000 of `nano` take minutes.
     run.add_argument("--ranks", type=positive, help="number of ranks to assume for --explain without a launcher")

@@ -148,6 +148,11 @@ class TrainingEngine:
             self.deepspeed.lr_scheduler.step(self.deepspeed.global_steps + 1)
         return float(self.deepspeed.optimizer.param_groups[0]["lr"])
 
+    @property
+    def step_loss(self) -> torch.Tensor | float:
+        """The mean loss of the step's micro-batches so far, on this rank."""
+        return self._loss
+
     def step_metrics(self) -> dict[str, float | None]:
         """The step's gradient norm before clipping and its loss scale, and the updates skipped so far."""
         norm = self.deepspeed.get_global_grad_norm()

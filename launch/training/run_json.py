@@ -11,10 +11,10 @@ from launch.formats.checkpoint_files import complete_checkpoints
 from launch.formats.metrics import read_run_json
 
 #: Values that a resume must not change, because they decide what the next step computes. The others (length, learning rate, micro-batch,
-#: how often to evaluate and to save) may change; the log lists the changes.
-IDENTITY = ("seed", "shape", "no_cross_document", "corpus_fingerprint", "global_batch_size", "precision", "zero_stage")
+#: ranks, ZeRO stage, precision, how often to evaluate and to save) may change; the log lists the changes.
+IDENTITY = ("seed", "shape", "no_cross_document", "corpus_fingerprint", "global_batch_size")
 #: Values that differ between two starts of the same run; not listed as changes.
-INCIDENTAL = ("created", "command", "resume", "quiet", "hang_timeout", "interleaved", "finished", "run_id")
+INCIDENTAL = ("created", "command", "resume", "quiet", "hang_timeout", "checkpoint_store", "interleaved", "finished", "run_id")
 #: Ignored on resume: the weights come from the checkpoint.
 INITIAL_WEIGHTS = ("init_from", "perturb_init")
 
@@ -32,7 +32,8 @@ def resume_description(run: Path, description: dict[str, Any]) -> tuple[dict[str
     before = read_run_json(file)
     identity, now = _identity(before), _identity(description)
     if faults := [
-        f"{run}: this run has {key} = {json.dumps(identity[key])}, the command says {json.dumps(now[key])}; {_fix(key, identity[key])}"
+        f"{run}: this run has {key} = {json.dumps(identity[key])}, the command says {json.dumps(now[key])}; give the run's own value, or "
+        "another --run_name"
         for key in now
         if key in identity and identity[key] != now[key]
     ]:
@@ -59,18 +60,7 @@ def commits_of(description: dict[str, Any]) -> list[Any]:
 
 
 def _identity(description: dict[str, Any]) -> dict[str, Any]:
-    values = {key: description[key] for key in IDENTITY} | {"optimizer.type": description["optimizer"].get("type")}
-    if description["zero_stage"] > 0:  # the optimizer state is partitioned over the ranks
-        values["ranks"] = description["ranks"]
-    return values
-
-
-def _fix(key: str, value: Any) -> str:
-    if key == "ranks":
-        return f"start {value} ranks, over which ZeRO has partitioned the optimizer state"
-    if key == "precision" and value in ("bf16", "fp32"):  # `"auto"` depends on the machine
-        return f"give --set bf16.enabled={'true' if value == 'bf16' else 'false'}, or another --run_name"
-    return "give the run's own value, or another --run_name"
+    return {key: description[key] for key in IDENTITY} | {"optimizer.type": description["optimizer"].get("type")}
 
 
 def _changes(key: str, before: Any, after: Any) -> list[str]:

@@ -256,9 +256,8 @@ def test_a_resume_that_is_another_run_is_refused_and_changes_nothing(flags, fini
     run = LaunchedRun(finished.parent, "r", 3, 1, [*flags, "--resume", *others])
     assert run.wait() == 2
     faults = [line for line in run.output().splitlines() if line.startswith("error: ")]
-    for fault, key in zip(faults, ("seed", "shape", "global_batch_size", "zero_stage", "ranks"), strict=True):
+    for fault, key in zip(faults, ("seed", "shape", "global_batch_size"), strict=True):
         assert f"this run has {key} = " in fault
-    assert "start 2 ranks" in faults[-1]
     assert "Traceback" not in run.output()
     assert before == {path: path.read_bytes() for path in sorted(finished.rglob("*")) if path.is_file()}
 
@@ -426,14 +425,6 @@ def test_a_second_job_on_a_run_folder_is_refused_while_the_first_goes_on(tmp_pat
     with pytest.raises(UsageError, match="this run exists"):
         RunFolder(tmp_path / "r", description(resume=False))
     RunFolder(tmp_path / "r", description(resume=True)).close()
-
-
-@pytest.mark.parametrize(("before", "now", "fix"), [("bf16", "fp32", "true"), ("fp32", "bf16", "false")])
-def test_a_resume_where_auto_comes_out_differently_is_refused(before, now, fix, tmp_path):
-    """The command is the same, so the fault says what to add to it."""
-    begin_run(tmp_path / "r", description(resume=False) | {"precision": before})
-    with pytest.raises(UsageError, match=f'precision = "{before}".*"{now}"; give --set bf16.enabled={fix}'):
-        RunFolder(tmp_path / "r", description(resume=True) | {"precision": now})
 
 
 def test_a_folder_that_is_no_run_is_not_resumed(tmp_path):

@@ -1,0 +1,393 @@
+"""What DeepSpeed's files of a checkpoint hold of each parameter: its weights and its optimizer state, by name.
+
+A checkpoint of any ZeRO stage, number of ranks, precision and offload is read by one process, without ranks or an engine. fp32 master
+weights are taken where training kept them beside bf16 or fp16 weights. DeepSpeed's `zero_to_fp32.py` does similar work for the weights of
+stages 1 to 3, but unpickles whatever a file holds, keeps the weights in memory twice, and reads no weights offloaded to NVMe. Here every
+piece goes from the mapped file to its place in a model (`fill_from_checkpoint`) or in an engine (`launch/training/move.py`).
+
+    stage 0      mp_rank_00_model_states.pt: the weights, the optimizer's state of each parameter, and in bf16 and fp16 its `fp32_groups`
+    stages 1, 2  mp_rank_00_model_states.pt, and of each rank a part of the flat fp32 weights and state of each group of parameters
+    stage 3      of each rank a part of each parameter and its state, flat in its sub-groups; those offloaded to NVMe are files of their own
+
+DeepSpeed's files are pickles; `launch/formats/tensor_files.py` loads them without running their code.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from launch.errors import UsageError
+from launch.formats.checkpoint_files import ENGINE_TAG
+from launch.formats.tensor_files import load_tensors
+from model.gpt import GPT
+from model.hf import HEAD
+
+#: DeepSpeed's default for `zero_optimization.sub_group_size`, elements.
+SUB_GROUP_SIZE = 1_000_000_000
+#: Keys of `zero_optimization` that decide in which order and with which padding a stage's files hold the parameters.
+ORDER = {
+    1: ("round_robin_gradients", "parameter_alignment", "elastic_checkpoint"),
+    2: ("round_robin_gradients", "parameter_alignment", "elastic_checkpoint"),
+    3: ("sub_group_size",),
+}
+#: What files that do not have DeepSpeed's content raise when they are read.
+OTHER_CONTENT = (KeyError, IndexError, TypeError, AttributeError, ValueError, RuntimeError)
+#: The offset of a piece in its flat parameter, and its values, mapped from a file.
+Piece = tuple[int, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What decides how DeepSpeed divides weights and optimizer state among files and ranks.
+
+    Attributes:
+        offload: where the optimizer is: "none", "cpu" or "nvme".
+        others: other settings of DeepSpeed that matter at this stage.
+    """
+
+    ranks: int
+    stage: int
+    precision: str
+    offload: str
+    others: tuple[Any, ...] = ()
+
+    @classmethod
+    def of(cls, config: dict[str, Any], ranks: int) -> Layout:
+        """The layout of an engine with DeepSpeed's `config`, which each checkpoint has as `ds_config`."""
+        zero = config.get("zero_optimization") or {}
+        stage = int(zero.get("stage") or 0)
+        precision = next((name for name in ("fp16", "bf16") if (config.get(name) or {}).get("enabled")), "fp32")
+        offload = (zero.get("offload_optimizer") or {}).get("device") or "none"
+        accumulated = (config.get("data_types") or {}).get("grad_accum_dtype")
+        return cls(ranks, stage, precision, str(offload), (accumulated, *(zero.get(key) for key in ORDER.get(stage, ()))))
+
+    def __str__(self) -> str:
+        ranks = "1 rank" if self.ranks == 1 else f"{self.ranks} ranks"
+        where = {"cpu": " with the optimizer on the CPU", "nvme": " with the optimizer on NVMe"}.get(self.offload, "")
+        return f"{ranks} at stage {self.stage} in {self.precision}{where}"
+
+
+@dataclass
+class OptimizerState:
+    """The state of an optimizer.
+
+    Attributes:
+        pieces: of each state of the parameters' shape, such as "exp_avg": the pieces of each parameter, by name.
+        others: of each parameter the other states: numbers, such as "step", and at stage 0 tensors of any shape.
+        groups: the values of each group of parameters.
+    """
+
+    pieces: dict[str, dict[str, list[Piece]]]
+    others: dict[str, dict[str, Any]]
+    groups: list[dict[str, Any]]
+
+
+class _Flat(NamedTuple):
+    """A rank's part of one group (stages 1 and 2) or of one sub-group (stage 3), flat: weights, states of the same size, and numbers."""
+
+    weights: torch.Tensor
+    states: dict[str, torch.Tensor]
+    numbers: dict[str, Any]
+    padding: int = 0  # of the states, where DeepSpeed saves the weights without it
+
+
+class EngineFiles:
+    """DeepSpeed's files in `checkpoint`, which `ranks` ranks wrote. Tensors are mapped, and read only where they are used.
+
+    Args:
+        shapes: of the model's parameters, in the model's order.
+
+    Attributes:
+        engine: the state of the engine beside weights and optimizer: `global_steps`, `lr_scheduler`, `ds_config`, ...
+        layout: how the files hold the parameters.
+
+    Raises:
+        UsageError: a file is missing or cannot be read.
+    """
+
+    def __init__(self, checkpoint: Path, ranks: int, shapes: Mapping[str, Sequence[int]]):
+        self.checkpoint, self._shapes = checkpoint, {name: torch.Size(shape) for name, shape in shapes.items()}
+        folder = checkpoint / ENGINE_TAG
+        self._of_ranks = sorted(folder.glob("*zero_pp_rank_*_optim_states.pt"), key=_rank)
+        if self._of_ranks and len(self._of_ranks) != ranks:
+            raise UsageError(f"{folder}: has the files of {len(self._of_ranks)} rank(s), but {ranks} wrote it; copy the checkpoint again")
+        self._file = folder / "mp_rank_00_model_states.pt"
+        self._partitioned = not self._file.exists()
+        if self._partitioned:
+            parts = sorted(folder.glob("zero_pp_rank_*_model_states.pt"), key=_rank)
+            if not self._of_ranks or not parts:
+                raise UsageError(f"{folder}: lacks DeepSpeed's files of weights; copy the checkpoint again")
+            self._file = parts[0]
+        self.engine = load_tensors(self._file, mapped=True)
+        with self.as_deepspeed_writes():
+            self.layout = Layout.of(self.engine.get("ds_config") or {}, ranks)
+
+    @contextlib.contextmanager
+    def as_deepspeed_writes(self) -> Iterator[None]:
+        """Raise a UsageError if the body finds other content in the files than DeepSpeed writes."""
+        try:
+            yield
+        except UsageError:
+            raise
+        except OTHER_CONTENT as reason:
+            text = " ".join(f"{type(reason).__name__}: {reason}".split())[:120]
+            raise UsageError(f"{self.checkpoint}: its files are not as DeepSpeed writes them ({text}); copy the checkpoint again") from None
+
+    def weights(self) -> dict[str, list[Piece]]:
+        """The fp32 weights of each parameter, in consecutive pieces.
+
+        Raises:
+            UsageError: the files hold other parameters than the model has.
+        """
+        if self._partitioned:
+            return self._named([[flat.weights for flat in flats] for flats in self._flats()])
+        weights = {name: tensor for name, tensor in self.engine["module"].items() if name != HEAD}  # the head is the embedding
+        if any(tensor.dtype != torch.float32 for tensor in weights.values()):
+            if self._of_ranks:
+                return self._named([[flat.weights for flat in flats] for flats in self._flats()])
+            if "fp32_groups" in (self.engine.get("optimizer") or {}):
+                weights = self._masters_of_stage_0(weights)
+        self._require_shapes({name: tensor.shape for name, tensor in weights.items()})
+        return {name: [(0, tensor.detach().reshape(-1))] for name, tensor in weights.items()}
+
+    def optimizer(self) -> OptimizerState:
+        """The state of the optimizer; empty before its first update.
+
+        Raises:
+            UsageError: ZeRO has cut a state that is neither one number nor of the shape of its parameter.
+        """
+        if not self._of_ranks:
+            return self._optimizer_of_stage_0()
+        by_rank = self._flats()
+        flats = [flat for of_rank in by_rank for flat in of_rank]
+        states, numbers = list(flats[0].states), flats[0].numbers
+        if any(list(flat.states) != states or not _are_equal(flat.numbers, numbers) for flat in flats):
+            raise UsageError(
+                f"{self.checkpoint}: the optimizer has made different numbers of steps on its parts; copy the checkpoint again"
+            )
+        for flat in flats:
+            for key, value in flat.states.items():
+                if value.numel() - flat.weights.numel() not in (0, flat.padding):
+                    raise UsageError(f"{self.checkpoint}: the optimizer's {key} is not of the shape of the weights, and cannot be moved")
+        pieces = {key: self._named([[flat.states[key] for flat in of_rank] for of_rank in by_rank]) for key in states}
+        saved = self._states[0]
+        groups = saved["optimizer_state_dict"] if self._partitioned else saved["base_optimizer_state"]
+        return OptimizerState(
+            pieces,
+            {name: dict(numbers) for name in self._shapes},
+            groups["param_groups"] if isinstance(groups, dict) else [],
+        )
+
+    def loss_scale(self) -> dict[str, Any]:
+        """fp16: the state of the loss scale, under the names of DeepSpeed's `DynamicLossScaler`."""
+        if not self._of_ranks:
+            return dict(self.engine["optimizer"])
+        state = load_tensors(self._of_ranks[0], mapped=True, deepspeed_objects=True)["optimizer_state_dict"]
+        return dict(vars(state["loss_scaler"]))
+
+    # --- stage 0 ----------------------------------------------------------------------------------------------------------------------
+
+    def _names(self) -> list[str]:
+        """The parameters in the order of the optimizer's groups: matrices, then biases and norms."""
+        return [name for matrix in (True, False) for name, shape in self._shapes.items() if (len(shape) >= 2) == matrix]
+
+    def _masters_of_stage_0(self, halves: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The fp32 master weights by name. DeepSpeed keeps them in the order of the optimizer's groups."""
+        masters = (master for group in self.engine["optimizer"]["fp32_groups"] for master in group)
+        found = dict(zip(self._names(), masters, strict=False))
+        for name, half in halves.items():
+            # The rounded master weight. In another order there could be another tensor of the same shape.
+            if name not in found or found[name].shape != half.shape or not torch.equal(found[name].to(half.dtype), half):
+                raise UsageError(
+                    f"{self._file}: the optimizer's fp32 weights of {name} are not those of the model; copy the checkpoint again"
+                )
+        return found
+
+    def _optimizer_of_stage_0(self) -> OptimizerState:
+        saved = self.engine["optimizer"]
+        saved = saved.get("optimizer_state_dict", saved)
+        indices = [index for group in saved["param_groups"] for index in group["params"]]
+        pieces: dict[str, dict[str, list[Piece]]] = {}
+        others: dict[str, dict[str, Any]] = {name: {} for name in self._shapes}
+        for name, index in zip(self._names(), indices, strict=True):
+            for key, value in saved["state"].get(index, {}).items():
+                if isinstance(value, torch.Tensor) and value.dim() and value.shape == self._shapes[name]:
+                    pieces.setdefault(key, {})[name] = [(0, value.reshape(-1))]
+                elif value is not None:
+                    others[name][key] = value
+        return OptimizerState(pieces, others, saved["param_groups"])
+
+    # --- stages 1 to 3 ----------------------------------------------------------------------------------------------------------------
+
+    @functools.cached_property
+    def _states(self) -> list[dict[str, Any]]:
+        """The optimizer's file of each rank."""
+        return [load_tensors(file, mapped=True)["optimizer_state_dict"] for file in self._of_ranks]
+
+    def _flats(self) -> list[list[_Flat]]:
+        """Of each rank its flat parts, in order."""
+        cut = self._flats_of_stage_3 if self._partitioned else _flats_of_stages_1_and_2
+        return [cut(state, rank) for rank, state in enumerate(self._states)]
+
+    def _flats_of_stage_3(self, state: dict[str, Any], rank: int) -> list[_Flat]:
+        """A rank's sub-groups. Those offloaded to NVMe are mapped from their copies: `12_48.tensor.swp`, `exp_avg-12_48.tensor.swp`.
+
+        A file is named by the numbers of the first and the last parameter in it, and padded after the tensor.
+        """
+        weights = [tensor.detach() for tensor in state["fp32_flat_groups"]]
+        states = _by_index(state["optimizer_state_dict"], len(weights))
+        if all(tensor.numel() for tensor in weights):
+            return [_Flat(tensor, *_split(one)) for tensor, one in zip(weights, states, strict=True)]
+        folder = self._file.parent / "offloaded_tensors" / f"rank{rank:02d}"
+        swapped = iter(sorted(folder.glob("[0-9]*.tensor.swp"), key=lambda path: int(path.name.split("_")[0])))
+        found = []
+        for tensor, one, size in zip(weights, states, self._sizes_of_sub_groups(), strict=False):
+            flat = _Flat(tensor, *_split(one))
+            if not tensor.numel():
+                name = next(swapped, folder / "?").name
+                of_states = {key: _mapped(folder / f"{key}-{name}", size) for key in flat.states}
+                flat = _Flat(_mapped(folder / name, size), of_states, flat.numbers)
+            found.append(flat)
+        return found
+
+    def _sizes_of_sub_groups(self) -> list[int]:
+        """Elements of each sub-group on one rank, as DeepSpeed's `_create_fp16_sub_groups` (zero/stage3.py) cuts them."""
+        config, ranks, sizes = self.engine.get("ds_config") or {}, len(self._of_ranks), []
+        limit = config.get("zero_optimization", {}).get("sub_group_size") or SUB_GROUP_SIZE
+        for names in self.engine["param_shapes"]:
+            size = 0
+            for shape in names.values():
+                size += -(-math.prod(shape) // ranks)
+                if size >= limit:
+                    sizes.append(size)
+                    size = 0
+            sizes += [size] if size else []
+        return sizes
+
+    def _named(self, tensors: list[list[torch.Tensor]]) -> dict[str, list[Piece]]:
+        """The pieces of each parameter in flat `tensors`, by rank and then by group or sub-group."""
+        groups = self.engine["param_shapes"]
+        self._require_shapes({name: shape for names in groups for name, shape in names.items()})
+        cut = self._pieces_of_stage_3 if self._partitioned else self._pieces_of_stages_1_and_2
+        return {name: pieces for group, names in enumerate(groups) for name, pieces in cut(tensors, group, names)}
+
+    def _pieces_of_stages_1_and_2(
+        self, tensors: list[list[torch.Tensor]], group: int, names: dict[str, torch.Size]
+    ) -> Iterator[tuple[str, list[Piece]]]:
+        """The parameters of a group are concatenated in one flat tensor; every rank has a part of it, padded at the end."""
+        flat, aligned, begin = [of_rank[group] for of_rank in tensors], self._states[0].get("param_alignment_paddings"), 0
+        for (name, shape), padding in zip(names.items(), aligned[group] if aligned else [0] * len(names), strict=True):
+            yield name, self._cut(flat, begin, math.prod(shape))
+            begin += math.prod(shape) + padding
+
+    def _pieces_of_stage_3(
+        self, tensors: list[list[torch.Tensor]], group: int, names: dict[str, torch.Size]
+    ) -> Iterator[tuple[str, list[Piece]]]:
+        """Every rank has a part of each parameter, the last one padded; its parts are concatenated in its sub-groups."""
+        ranks = len(tensors)
+        begin = sum(-(-math.prod(shape) // ranks) for before in self.engine["param_shapes"][:group] for shape in before.values())
+        for name, shape in names.items():
+            numel, each, pieces = math.prod(shape), -(-math.prod(shape) // ranks), list[Piece]()
+            for rank, of_rank in enumerate(tensors):
+                first = rank * each
+                pieces += self._cut(of_rank, begin, max(0, min(each, numel - first)), first)
+            yield name, pieces
+            begin += each
+
+    def _cut(self, flat: list[torch.Tensor], begin: int, length: int, offset: int = 0) -> list[Piece]:
+        """The elements [begin, begin + length) of concatenated tensors; the first has `offset` in its parameter."""
+        end, here, pieces = begin + length, 0, []
+        for tensor in flat:
+            low, high = max(begin, here), min(end, here + tensor.numel())
+            if low < high:
+                pieces.append((offset + low - begin, tensor[low - here : high - here]))
+            here += tensor.numel()
+        if here < end:
+            raise UsageError(f"{self.checkpoint}: its files hold fewer weights than the model has; copy the checkpoint again")
+        return pieces
+
+    def _require_shapes(self, found: dict[str, torch.Size]) -> None:
+        for name, shape in found.items():
+            if name not in self._shapes:
+                raise UsageError(f"{self.checkpoint}: {name} is not a weight of the model in run.json; restore run.json")
+            if shape != self._shapes[name]:
+                has = f"{tuple(shape)}, the model in run.json has {tuple(self._shapes[name])}"
+                raise UsageError(f"{self._file}: {name} is {has}; restore run.json")
+        if lacking := sorted(set(self._shapes) - set(found)):
+            raise UsageError(f"{self.checkpoint}: lacks {', '.join(lacking[:3])} of the model in run.json; restore run.json")
+
+
+def fill_from_checkpoint(model: GPT, checkpoint: Path, ranks: int) -> None:
+    """Write the weights of `checkpoint`, which `ranks` ranks wrote, into `model`.
+
+    Raises:
+        UsageError: a file is missing, cannot be read, or holds other tensors than this model's.
+    """
+    parameters = dict(model.named_parameters())
+    files = EngineFiles(checkpoint, ranks, {name: parameter.shape for name, parameter in parameters.items()})
+    with files.as_deepspeed_writes():
+        for name, pieces in files.weights().items():
+            copy_pieces(pieces, parameters[name].data.view(-1))
+
+
+def copy_pieces(pieces: list[Piece], target: torch.Tensor, first: int = 0) -> None:
+    """Copy the elements [first, first + len(target)) of a parameter into the flat `target`.
+
+    Raises:
+        ValueError: the pieces do not have all of them.
+    """
+    copied, end = 0, first + target.numel()
+    for offset, values in pieces:
+        low, high = max(first, offset), min(end, offset + values.numel())
+        if low < high:
+            target[low - first : high - first].copy_(values[low - offset : high - offset])
+            copied += high - low
+    if copied != target.numel():
+        raise ValueError(f"{copied} of {target.numel()} elements were found")
+
+
+def _flats_of_stages_1_and_2(state: dict[str, Any], rank: int) -> list[_Flat]:
+    """A rank's part of each group."""
+    weights = [tensor.detach() for tensor in state["single_partition_of_fp32_groups"]]
+    states = _by_index(state["base_optimizer_state"], len(weights))
+    return [_Flat(tensor, *_split(one), padding) for tensor, one, padding in zip(weights, states, state["group_paddings"], strict=True)]
+
+
+def _by_index(saved: Any, count: int) -> list[dict[str, Any]]:
+    """The state of each of `count` flat tensors in what an optimizer has saved; {} before the first update."""
+    if isinstance(saved, list):  # `elastic_checkpoint`
+        return saved
+    groups = saved["param_groups"]
+    # FusedAdam of earlier versions of DeepSpeed counts the steps of a group.
+    steps = [{"step": group["step"]} if "step" in group else {} for group in groups for _ in group["params"]]
+    return [{**step, **saved["state"].get(index, {})} for index, step in zip(range(count), steps, strict=True)]
+
+
+def _split(state: dict[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """The tensors of a state, and its numbers."""
+    tensors = {key: value for key, value in state.items() if isinstance(value, torch.Tensor) and value.dim()}
+    return tensors, {key: value for key, value in state.items() if key not in tensors and value is not None}
+
+
+def _are_equal(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    return one.keys() == other.keys() and all(bool(one[key] == other[key]) for key in one)
+
+
+def _mapped(file: Path, size: int) -> torch.Tensor:
+    if not file.exists() or file.stat().st_size < 4 * size:
+        raise UsageError(f"{file.parent}: lacks tensors that were offloaded to NVMe; copy the checkpoint again")
+    return torch.from_file(str(file), size=size, dtype=torch.float32)
+
+
+def _rank(file: Path) -> int:
+    found = re.search(r"zero_pp_rank_(\d+)_", file.name)
+    return int(found[1]) if found else 0

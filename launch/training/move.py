@@ -1,0 +1,218 @@
+"""Moves a checkpoint into an engine of another layout: other ranks, another ZeRO stage, offload or precision.
+
+DeepSpeed loads a checkpoint only where each rank finds its own part in it. Here every rank maps the files of all ranks
+(`launch/formats/engine_files.py`) and copies what is its own, piece by piece: the fp32 weights and the optimizer's state of each parameter,
+then the weights that the model computes with. The files are not changed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from launch.errors import UsageError
+from launch.formats.engine_files import EngineFiles, Layout, Piece, copy_pieces
+
+#: The optimizer settings that a resume takes from the configuration, not from the checkpoint: those that do not affect the saved state.
+#: The learning rate follows its schedule.
+SETTINGS = ("betas", "eps", "weight_decay", "dampening", "alpha", "lr_decay")
+#: Values of a group that tell how an optimizer computes, not what it has come to.
+HOW = ("params", "lr", "initial_lr", "step", "foreach", "fused", "capturable", "differentiable", *SETTINGS)
+#: What fp16's loss scale has come to; the rule by which it goes on is the configuration's.
+LOSS_SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+
+
+class _Fragment(NamedTuple):
+    """`length` elements of parameter `name`, from its element `first`, which begin at element `start` of a flat tensor."""
+
+    name: str
+    first: int
+    start: int
+    length: int
+
+
+class _Master(NamedTuple):
+    """An fp32 tensor that the optimizer updates: a parameter at stage 0, else a rank's part of several; and what it holds."""
+
+    tensor: torch.Tensor
+    fragments: list[_Fragment]
+
+
+class Move:
+    """A checkpoint of another layout, to be loaded into `engine`, DeepSpeed's.
+
+    Args:
+        files: of the checkpoint.
+        layout: the engine's.
+
+    Raises:
+        UsageError: this state cannot be moved, or not into this engine; one line with the reason. The engine is not changed.
+    """
+
+    def __init__(self, files: EngineFiles, engine: Any, layout: Layout):
+        self._files, self._engine, self._layout, self._wrapper = files, engine, layout, engine.optimizer
+        self._names = {id(parameter): name for name, parameter in engine.module.named_parameters()}
+        self._optimizer = getattr(engine.optimizer, "optimizer", engine.optimizer)
+        self._refuse_engine()
+        with files.as_deepspeed_writes():
+            self._weights, self._state = files.weights(), files.optimizer()
+        self._refuse_state()
+
+    def __str__(self) -> str:
+        return f"resumed {self._files.checkpoint.name}, written by {self._files.layout}, on {self._layout}"
+
+    def _refuse_engine(self) -> None:
+        known = ("DeepSpeedZeroOptimizer", "DeepSpeedZeroOptimizer_Stage3", "FP16_UnfusedOptimizer")
+        kind, why = type(self._wrapper).__name__, ""
+        if any(flat is None for flat in getattr(self._wrapper, "fp16_partitioned_groups_flat", ())):
+            why = 'weights are not moved to NVMe; write "cpu" for the device of offload_param'
+        elif self._layout.offload == "nvme":
+            why = 'the optimizer is not moved to NVMe; write "cpu" for the device of offload_optimizer'
+        elif getattr(self._wrapper, "partial_offload", 1.0) != 1.0:
+            why = 'an optimizer that is offloaded in part is not filled; leave out the "ratio" of offload_optimizer'
+        elif kind not in known and not isinstance(self._wrapper, torch.optim.Optimizer):
+            why = f"the state of DeepSpeed's {kind} is not known"
+        if why:
+            raise UsageError(f"{self._files.checkpoint}: was written by {self._files.layout}, and this job has {self._layout}: {why}")
+
+    def _refuse_state(self) -> None:
+        """At stages 1 to 3: refuse state that only some of the parameters have, and what ZeRO would cut."""
+        if self._layout.stage == 0:
+            return
+        for key, of_parameter in self._state.pieces.items():
+            if lacking := set(self._state.others) - set(of_parameter):
+                raise UsageError(
+                    f"{self._files.checkpoint}: the optimizer has no {key} of {min(lacking)}, and of others it has; use stage 0"
+                )
+        first = next(iter(self._state.others.values()))
+        for name, others in self._state.others.items():
+            for key, value in others.items():
+                if getattr(value, "ndim", 0) or key not in first or bool(value != first[key]):
+                    why = f"the optimizer's {key} of {name} is of this parameter alone, and ZeRO would cut it"
+                    raise UsageError(f"{self._files.checkpoint}: {why}; use stage 0")
+
+    @torch.no_grad()
+    def fill(self) -> None:
+        """Load everything into the engine. All ranks call this together."""
+        if partitioned := self._layout.stage == 3:
+            self._wrapper.checkpoint_event_prologue()
+        masters = list(self._masters())
+        for master in masters:
+            _fill(master.tensor, master.fragments, self._weights)
+        self._load_optimizer(masters)
+        if partitioned:
+            self._take_over_weights_at_stage_3()
+            self._wrapper.checkpoint_event_epilogue()
+        else:
+            for parameter in self._engine.module.parameters():
+                copy_pieces(self._weights[self._names[id(parameter)]], parameter.data.view(-1))
+            if self._layout.stage:
+                self._wrapper._link_all_hp_params()
+        self._load_counters()
+
+    def _masters(self) -> Iterator[_Master]:
+        """The tensors that this rank's optimizer updates, in its order."""
+        wrapper, rank = self._wrapper, self._engine.global_rank
+        if self._layout.stage == 0:
+            halves = getattr(wrapper, "fp16_groups", None) or [group["params"] for group in wrapper.param_groups]
+            fulls = getattr(wrapper, "fp32_groups", None) or halves
+            for half, full in ((half, full) for group in zip(halves, fulls, strict=True) for half, full in zip(*group, strict=True)):
+                yield _Master(full.data, [_Fragment(self._names[id(half)], 0, 0, half.numel())])
+        elif self._layout.stage == 3:
+            for group, flat in zip(wrapper.fp16_groups, wrapper.fp32_partitioned_groups_flat, strict=True):
+                fragments, start = [], 0
+                for parameter in group:
+                    each = parameter.partition_numel()
+                    length = max(0, min(each, parameter.ds_numel - rank * each))
+                    fragments.append(_Fragment(self._names[id(parameter)], rank * each, start, length))
+                    start += each
+                yield _Master(flat.data, fragments)
+        else:
+            groups = zip(
+                wrapper.round_robin_bit16_groups, wrapper.round_robin_bit16_offsets, wrapper.single_partition_of_fp32_groups, strict=True
+            )
+            for group, offsets, flat in groups:
+                begin, fragments = rank * flat.numel(), []
+                for parameter, offset in zip(group, offsets, strict=True):
+                    low, high = max(begin, offset), min(begin + flat.numel(), offset + parameter.numel())
+                    fragments.append(_Fragment(self._names[id(parameter)], low - offset, low - begin, max(0, high - low)))
+                yield _Master(flat.data, fragments)
+
+    def _load_optimizer(self, masters: list[_Master]) -> None:
+        counts_in_python = type(self._optimizer).__module__.startswith("deepspeed.")
+        states: dict[int, dict[str, Any]] = {}
+        for index, (tensor, fragments) in enumerate(masters):
+            state: dict[str, Any] = {}
+            for key, of_parameter in self._state.pieces.items():
+                if fragments[0].name in of_parameter:
+                    state[key] = _fill(torch.zeros_like(tensor, requires_grad=False), fragments, of_parameter)
+            for key, value in self._state.others[fragments[0].name].items():
+                # A tensor of its own for each: torch's optimizers count in place, and would count a shared one once for each of its owners.
+                state[key] = value.clone() if isinstance(value, torch.Tensor) else value
+                if key == "step":
+                    state[key] = int(value) if counts_in_python else torch.tensor(float(value))
+            if state:
+                states[index] = state
+        with self._every_parameter():
+            own = self._optimizer.state_dict()["param_groups"]
+            for group, saved in zip(own, self._state.groups, strict=False):
+                group.update({key: value for key, value in saved.items() if key in group and key not in HOW})
+            self._optimizer.load_state_dict({"state": states, "param_groups": own})
+
+    @contextlib.contextmanager
+    def _every_parameter(self) -> Iterator[None]:
+        """Stage 3 gives its optimizer one parameter at a time; inside, it has all of them."""
+        if self._layout.stage != 3:
+            yield
+            return
+        self._wrapper._set_fp32_optimizer_param_groups()
+        try:
+            yield
+        finally:
+            self._wrapper._clear_fp32_optimizer_param_groups()
+
+    def _take_over_weights_at_stage_3(self) -> None:
+        """Have DeepSpeed copy the fp32 weights, which it has already, to the partitions that the model computes with."""
+        wrapper = self._wrapper
+        state = {name: getattr(wrapper, name) for name in ("loss_scaler", "dynamic_loss_scale", "overflow")}
+        state["fp32_flat_groups"] = wrapper.fp32_partitioned_groups_flat
+        wrapper.load_state_dict({self._engine.global_rank: state}, load_optimizer_states=False)
+
+    def _load_counters(self) -> None:
+        engine, saved = self._engine, self._files.engine
+        engine.global_steps, engine.skipped_steps = saved["global_steps"], saved["skipped_steps"]
+        engine.global_samples = saved["global_samples"]
+        if engine.lr_scheduler is not None and saved["lr_scheduler"] is not None:
+            engine.lr_scheduler.load_state_dict(saved["lr_scheduler"])
+        if self._layout.precision == self._files.layout.precision == "fp16":
+            self._load_loss_scale(self._files.loss_scale())
+
+    def _load_loss_scale(self, saved: dict[str, Any]) -> None:
+        # At stage 0, the scale and the rule by which it changes are two objects.
+        for own in (getattr(self._wrapper, name, None) for name in ("loss_scaler", "loss_scale_config", "rule")):
+            if own is not None and (getattr(own, "dynamic", False) or getattr(own, "dynamic_loss_scale", False)):
+                for key in LOSS_SCALE:
+                    if hasattr(own, key) and saved.get(key) is not None:
+                        setattr(own, key, saved[key])
+
+
+def move_of(checkpoint: Path, ranks_before: int, engine: Any, ranks: int) -> Move | None:
+    """How to load `checkpoint`, which `ranks_before` ranks wrote, into `engine` on `ranks` ranks; None if DeepSpeed can load it as it is.
+
+    Raises:
+        UsageError: it cannot be moved.
+    """
+    shapes = {name: getattr(parameter, "ds_shape", parameter.shape) for name, parameter in engine.module.named_parameters()}
+    files, layout = EngineFiles(checkpoint, ranks_before, shapes), Layout.of(engine.config, ranks)
+    return None if files.layout == layout else Move(files, engine, layout)
+
+
+def _fill(flat: torch.Tensor, fragments: list[_Fragment], pieces: dict[str, list[Piece]]) -> torch.Tensor:
+    """Copy the pieces of all fragments into `flat`, and return it."""
+    for name, first, start, length in fragments:
+        copy_pieces(pieces[name], flat.view(-1)[start : start + length], first)
+    return flat
