@@ -377,6 +377,20 @@ def test_what_cannot_be_moved_is_refused_in_a_line(before, file, edit, word, run
     assert content_of(folder) == written
 
 
+def test_a_checkpoint_is_moved_from_a_wrapper_of_deepspeeds_that_is_not_known_and_not_to_it(runs, tmp_path):
+    """In bf16 at stage 1 with gradients in fp32, DeepSpeed has an optimizer of its own kind, BF16_Optimizer."""
+    layout, own = L(1, 2, precision="bf16"), ["--set", "data_types.grad_accum_dtype=fp32"]
+    expected = runs.loaded_by_deepspeed(layout)
+    (fault,) = runs.load(layout, runs.copy(layout, tmp_path / "to"), *own)["refused"]
+    assert "BF16_Optimizer" in fault
+    folder, saved = runs.copy(layout, tmp_path / "from", *own), tmp_path / "states.pt"
+    found = runs.load(L(2, 1), folder, file=str(saved))
+    assert found["steps"] == expected["steps"] and found["content"].keys() == expected["content"].keys()
+    halves = torch.load(engine_file(folder, "mp_rank_00_model_states.pt"), weights_only=False)["module"]
+    for name, state in torch.load(saved).items():
+        assert torch.equal(state["weight"].bfloat16(), halves[name])
+
+
 @pytest.mark.long  # builds async_io
 def test_a_checkpoint_is_moved_from_nvme_and_not_to_it(drive, runs, tmp_path):
     place = {"device": "nvme", "nvme_path": "auto"}
