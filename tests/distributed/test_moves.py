@@ -377,6 +377,49 @@ def test_what_cannot_be_moved_is_refused_in_a_line(before, file, edit, word, run
     assert content_of(folder) == written
 
 
+def test_a_checkpoint_is_moved_from_a_wrapper_of_deepspeeds_that_is_not_known_and_not_to_it(runs, tmp_path):
+    """In bf16 at stage 1 with gradients in fp32, DeepSpeed has an optimizer of its own kind, BF16_Optimizer."""
+    layout, own = L(1, 2, precision="bf16"), ["--set", "data_types.grad_accum_dtype=fp32"]
+    expected = runs.loaded_by_deepspeed(layout)
+    (fault,) = runs.load(layout, runs.copy(layout, tmp_path / "to"), *own)["refused"]
+    assert "BF16_Optimizer" in fault
+    folder, saved = runs.copy(layout, tmp_path / "from", *own), tmp_path / "states.pt"
+    found = runs.load(L(2, 1), folder, file=str(saved))
+    assert found["steps"] == expected["steps"] and found["content"].keys() == expected["content"].keys()
+    halves = torch.load(engine_file(folder, "mp_rank_00_model_states.pt"), weights_only=False)["module"]
+    for name, state in torch.load(saved).items():
+        assert torch.equal(state["weight"].bfloat16(), halves[name])
+
+
+def test_tensors_are_read_from_the_files_of_nvme(runs, tmp_path):
+    """Named and padded as DeepSpeed's swapper does it, without a drive: every second sub-group is in files."""
+    before = L(3, 2)
+    folder = runs.copy(before, tmp_path / "moved")
+    for rank in range(before.ranks):
+        swapped = engine_file(folder, f"offloaded_tensors/rank{rank:02d}")
+        swapped.mkdir(parents=True)
+
+        def swap_out(content: dict, swapped: Path = swapped) -> None:
+            content = content["optimizer_state_dict"]
+            weights, states = content["fp32_flat_groups"], content["optimizer_state_dict"]["state"]
+            assert len(weights) == 4
+            for index in range(0, len(weights), 2):
+                name = f"{10 * index}_{10 * index + 9}.tensor.swp"
+                for file, of, key in (
+                    (name, weights, index),
+                    *((f"{key}-{name}", states[index], key) for key in ("exp_avg", "exp_avg_sq")),
+                ):
+                    torch.cat([of[key].detach(), torch.full((13,), 7.0)]).numpy().tofile(swapped / file)
+                    of[key] = torch.empty(0)
+
+        change(engine_file(folder, f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"), swap_out)
+    assert runs.load(L(1, 1), folder)["content"] == runs.loaded_by_deepspeed(before)["content"]
+    next(swapped.glob("exp_avg_sq-*")).unlink()
+    reseal(swapped.parents[2])
+    (fault,) = runs.load(L(1, 1), folder)["refused"]
+    assert "offloaded to NVMe" in fault
+
+
 @pytest.mark.long  # builds async_io
 def test_a_checkpoint_is_moved_from_nvme_and_not_to_it(drive, runs, tmp_path):
     place = {"device": "nvme", "nvme_path": "auto"}
