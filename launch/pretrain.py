@@ -52,12 +52,15 @@ def main() -> int:
     # After parsing: imports torch and DeepSpeed.
     from launch.training.distributed import leave_ranks
     from launch.training.engine import check_device
+    from launch.training.store import CheckpointStore, check_store
 
     check_device(config)  # before the run's folder is made
     folder: RunFolder | NoFolder = NoFolder()
     if os.environ.get("RANK", "0") == "0":
-        path = check_run_folder(config.runs_dir, config.run_name, config.resume)
+        path = check_run_folder(config.runs_dir, config.run_name, config.resume, stored=bool(config.checkpoint_store))
         check_monitors(config.engine, path)
+        if store := CheckpointStore.of(config):
+            check_store(store, path, config.resume)
         config.corpus.verify()
         check_port(config.resume)
         folder = RunFolder(path, describe_run(config), config.quiet)
@@ -91,6 +94,7 @@ def train(config: RunConfig, folder: RunFolder | NoFolder, stop: StopRequest, ob
     from launch.training.meter import Meter
     from launch.training.progress import Progress, describe_start
     from launch.training.similarity import BlockSimilarity
+    from launch.training.store import CheckpointStore
 
     collectives = start_ranks()
     techniques = config.built_techniques
@@ -106,6 +110,7 @@ def train(config: RunConfig, folder: RunFolder | NoFolder, stop: StopRequest, ob
         on_failure=stop.request,
         log=folder.log,
         run_id=folder.run_id,
+        store=CheckpointStore.of(config),
     )
 
     # Optimizer steps done, tokens and samples consumed, and the validation loss after the last step, if it was evaluated.
@@ -184,11 +189,13 @@ def train(config: RunConfig, folder: RunFolder | NoFolder, stop: StopRequest, ob
                 what = f"--resume continues from {older}" if older else "there is no older checkpoint, start a new run"
                 reason = TrainingFailed(f"{reason}; the weights contain NaN or Inf and were not saved: {what}")
         folder.log_failure(config, str(reason))
+        checkpoints.finish_uploads(stopped=True)
         raise reason from None
 
     if config.whole_eval and not stopped:  # after the checkpoint: it may take long, and a resume repeats it
         state["whole_val_loss"] = evaluation.loss(engine, state["step"], whole=True)
     folder.log_end(config, state, stopped)
+    checkpoints.finish_uploads(bool(stopped))
     return exit_code(stopped) if stopped else 0
 
 

@@ -141,6 +141,12 @@ def build_parser() -> Parser:
     run.add_argument("--save_every", type=natural, help="steps between checkpoints; 0 saves at the end only (a quarter of the run)")
     run.add_argument("--keep", type=positive, default=3, help="newest checkpoints to keep, in addition to the best by validation loss (3)")
     run.add_argument(
+        "--checkpoint_store",
+        metavar="URL",
+        help="also upload complete checkpoints to this object store, beside training, and let --resume read from it: "
+        "s3://bucket/folder (pip install -e .[s3]) or file:///folder; other schemes of fsspec are not tested",
+    )
+    run.add_argument(
         "--histogram_every",
         type=natural,
         default=0,

@@ -25,6 +25,7 @@ from launch.config.flags import MAX_TOKENS, parse_flags
 from launch.config.optimizer import optimizer_auto_keys, resolve_optimizer
 from launch.config.schedule import TOKEN_SCHEDULE, resolve_schedule, schedule_auto_keys
 from launch.config.steps import steps_to_make
+from launch.config.store_url import check_url, missing_package
 from launch.errors import UsageError, nearest
 from launch.formats.checkpoint_files import complete_checkpoints
 from launch.formats.json_lines import KeyPath, dotted
@@ -57,7 +58,7 @@ AUTO_KEYS = {
 #: Flags that a run takes as they are.
 AS_GIVEN = (
     *("runs_dir", "resume", "data", "seed", "preset", "no_cross_document", "init_from", "perturb_init", "eval_batches"),
-    *("whole_eval", "keep", "histogram_every", "block_similarity", "hang_timeout", "quiet"),
+    *("whole_eval", "keep", "checkpoint_store", "histogram_every", "block_similarity", "hang_timeout", "quiet"),
 )
 #: DeepSpeed's default for `offload_param.buffer_size`, elements.
 BUFFER_SIZE = 100_000_000
@@ -107,6 +108,7 @@ class RunConfig:
     whole_eval: bool
     save_every: int
     keep: int
+    checkpoint_store: str | None  # a URL
     histogram_every: int
     block_similarity: bool
     hang_timeout: int
@@ -268,6 +270,9 @@ def resolve(argv: list[str], ranks: int | None = None) -> tuple[RunConfig, argpa
         engine.fault_of_run("--block_similarity is measured at evaluations, and --eval_every 0 makes none; leave out one of the two")
     if flags.perturb_init and flags.init_from is not None:
         engine.fault_of_run("--perturb_init perturbs weights that are drawn, and --init_from reads them; leave out one of the two")
+    if flags.checkpoint_store is not None:
+        check_url(flags.checkpoint_store)
+        engine.lacks += filter(None, [missing_package(flags.checkpoint_store)])
     engine.raise_faults()
     check_with_deepspeed(engine, claimed)
     engine.raise_faults()

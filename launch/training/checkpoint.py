@@ -49,6 +49,7 @@ from launch.formats.tensor_files import UnreadableFile, load_tensors
 from launch.training.distributed import Collectives
 from launch.training.folder import free_bytes
 from launch.training.snapshot import Snapshots
+from launch.training.store import ANSWER_SECONDS, CheckpointStore, StoreError, Uploads, within
 from recipes.technique import Technique
 
 #: Prefix of the name of a checkpoint while it is written or removed.
@@ -74,6 +75,7 @@ class Checkpoints:
         on_failure: called when a checkpoint could not be written in the background; should stop the run after the current step.
         log: writes one line to the log.
         run_id: the id in the run's `run.json`; only needed on rank 0.
+        store: where rank 0 also uploads each complete checkpoint, and from where a resume reads.
     """
 
     def __init__(
@@ -86,6 +88,7 @@ class Checkpoints:
         on_failure: Callable[[], None],
         log: Callable[[str], None],
         run_id: str | None = None,
+        store: CheckpointStore | None = None,
     ):
         self.folder, self.keep, self.engine, self.technique, self.collectives = folder, keep, engine, technique, collectives
         self._snapshots = Snapshots(engine, collectives, log)
@@ -97,8 +100,12 @@ class Checkpoints:
         self._gather_in_thread = collectives.thread_gather()
         self._thread = ThreadPoolExecutor(1, "checkpoint", initializer=collectives.enter_thread)
         self._in_flight: Future[None] | None = None
+        self._store = store
+        self._uploads = Uploads(store, folder.parent, keep, run_id, log) if store and collectives.rank == 0 else None
 
     def __enter__(self) -> Checkpoints:
+        if self._uploads:
+            self._uploads.start()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -172,6 +179,8 @@ class Checkpoints:
         os.rename(temporary, final)
         self._verified.add(final)
         fsync(self.folder)
+        if self._uploads:
+            self._uploads.submit(final)
         try:
             self._prune()
         except OSError as reason:  # the new checkpoint is complete all the same
@@ -194,7 +203,7 @@ class Checkpoints:
                 self._log(f"warning: the best checkpoint is damaged and is not counted: {reason}")
                 del own[best], losses[best]
         for path in list(own)[: -self.keep]:
-            if path != best:
+            if path != best and not (self._uploads and self._uploads.uses(path)):
                 _remove(path)
 
     def _finish(self) -> None:
@@ -205,6 +214,16 @@ class Checkpoints:
         if self._failed:
             raise SystemExit(1)
 
+    def finish_uploads(self, stopped: bool) -> None:
+        """Wait until rank 0 has uploaded the last checkpoint, or has given up (`launch/training/store.py`).
+
+        The wait of rank 0 is bounded. The others wait for it, because a launcher that sees a rank end with an error ends all.
+        """
+        if self._uploads:
+            self._uploads.finish(stopped)
+        if self._store:
+            self._gather_in_thread(None)
+
     # --- reading --------------------------------------------------------------------------------------------------------------------
 
     def newest(self) -> Path | None:
@@ -214,24 +233,34 @@ class Checkpoints:
     def load_newest(self) -> dict[str, Any] | None:
         """Load the newest checkpoint that passes verification into the engine and the techniques, and return its state.
 
+        Those in the folder and in the store are candidates together. One that is in both is downloaded only if the one in the folder is
+        damaged.
         Returns None if there is no checkpoint. The ranks share the work of reading the files and agree on the checkpoint. Checkpoints that
         are passed over are logged with the reason. With a different number of ranks, the per-rank state of techniques cannot be used: a
         technique continues without it, or refuses.
 
         Raises:
-            UsageError: no checkpoint passes verification, or a technique cannot continue without its state.
+            UsageError: no checkpoint passes verification, the store cannot be reached and there is none in the folder, or a technique
+                cannot continue without its state.
             SystemExit: it could not be loaded (exit code 1, one line from each rank that could not).
         """
-        # Only rank 0 has the run's folder, so its view holds for all ranks.
-        checkpoints, self._run_id = self.collectives.gather((complete_checkpoints(self.folder), self._run_id))[0]
-        if not checkpoints:
+        # Only rank 0 has the run's folder and the store, so its view holds for all ranks.
+        checkpoints, (stored, unreachable), self._run_id = self.collectives.gather(
+            (complete_checkpoints(self.folder), self._list_store(), self._run_id)
+        )[0]
+        if unreachable and not checkpoints:
+            raise UsageError(f"--checkpoint_store {unreachable}; without it there is no checkpoint to resume from")
+        if unreachable:
+            self._log(f"warning: resuming from the checkpoints in {self.folder}: {unreachable}")
+        candidates = sorted({*checkpoints, *stored}, key=lambda path: int(path.name.removeprefix("step-")))
+        if not candidates:
             return None
-        newest, faults = newest_good(checkpoints, self._check)
+        newest, faults = newest_good(candidates, lambda one: self._check_or_download(one, one in checkpoints, one in stored))
         if newest is None:
             raise UsageError(f"{self.folder}: no checkpoint can be used; move them away to start at step 0", *faults)
         for fault in faults:
             self._log(f"warning: passed over a checkpoint: {fault}")
-        self._passed_over = checkpoints[checkpoints.index(newest) + 1 :]
+        self._passed_over = [path for path in checkpoints if path in candidates[candidates.index(newest) + 1 :]]
         state = read_state(newest)
         other_ranks = state["ranks"] != self.collectives.world_size
         if other_ranks and any(newest.glob("technique-*.pt")):
@@ -249,6 +278,41 @@ class Checkpoints:
         self._current = newest
         self._verified.add(newest)
         return state
+
+    def _list_store(self) -> tuple[list[Path], str]:
+        """The paths that the checkpoints in the store have in the folder, on rank 0, and why the store cannot be reached."""
+        if not self._uploads:
+            return [], ""
+        store = self._uploads.store
+        try:
+            return [self.folder / name for name in within(ANSWER_SECONDS, store.url, store.checkpoints)], ""
+        except StoreError as reason:
+            return [], str(reason)
+
+    def _check_or_download(self, checkpoint: Path, is_here: bool, is_stored: bool) -> None:
+        """`_check` a checkpoint that `is_here`, in the folder. If it is not, or is damaged, download it if it `is_stored`."""
+        if is_here:
+            try:
+                return self._check(checkpoint)
+            except DamagedCheckpoint as damage:
+                if not is_stored:
+                    raise
+                self._log(f"warning: {damage}; trying the store")
+        fault = None
+        if self._uploads:
+            self._log(f"downloading {self._uploads.store.url}/{checkpoint.name}")
+            try:
+                downloaded = self._uploads.store.download(checkpoint, self._run_id)
+                if os.path.lexists(checkpoint):
+                    _set_aside(checkpoint)
+                os.rename(downloaded, checkpoint)
+                downloaded.parent.rmdir()
+            except (DamagedCheckpoint, StoreError, OSError) as reason:
+                fault = str(reason)
+                shutil.rmtree(checkpoint.with_name(f"{TEMPORARY}{checkpoint.name}"), ignore_errors=True)
+        for found in filter(None, self._gather_in_thread(fault)):  # the ranks of this group may wait long
+            raise DamagedCheckpoint(found)
+        self._check(checkpoint)
 
     def _check(self, checkpoint: Path) -> None:
         """Verify `checkpoint`, all ranks together. All raise DamagedCheckpoint if any finds a fault."""

@@ -38,14 +38,16 @@ BEFORE_RUN_JSON = (".lock", "log.txt", "checkpoints")
 WAIT_SECONDS = 60.0
 
 
-def check_run_folder(runs_dir: str, run_name: str, resume: bool | str) -> Path:
+def check_run_folder(runs_dir: str, run_name: str, resume: bool | str, stored: bool = False) -> Path:
     """The path of the run folder. It must not exist yet, except on a resume. Creates nothing.
+
+    stored: the run may have checkpoints in a store, which `launch.training.store.check_store` looks at.
 
     Raises:
         UsageError: the name is in use, or `resume` is `MUST` and there is no checkpoint.
     """
     path = Path(runs_dir) / run_name
-    if resume == MUST and not complete_checkpoints(path / "checkpoints"):
+    if resume == MUST and not stored and not complete_checkpoints(path / "checkpoints"):
         raise UsageError(nothing_to_resume(path))
     if path.exists() and not resume:
         raise UsageError(f"{path}: this run exists; give another --run_name, continue it with --resume, or remove it yourself")

@@ -20,6 +20,7 @@ from launch.training.folder import NoFolder, RunFolder
 from launch.training.observers import Observer
 from launch.training.provenance import describe_run
 from launch.training.signals import StopRequest
+from launch.training.store import CheckpointStore, check_store
 from model.gpt import GPT, run_all_blocks
 from recipes import registry
 from recipes.technique import Run, StepPlan, Technique, Techniques
@@ -30,6 +31,8 @@ def pretrain(flags: list[str], observers: Sequence[Observer] = ()) -> list[dict[
     """`launch/pretrain.py` with `flags`, in this process group; the lines of its metrics."""
     config, _ = resolve([*flags, "--quiet"])
     path = Path(config.runs_dir) / config.run_name
+    if os.environ["RANK"] == "0" and (store := CheckpointStore.of(config)):
+        check_store(store, path, config.resume)
     folder = RunFolder(path, describe_run(config), quiet=True) if os.environ["RANK"] == "0" else NoFolder()
     torch.set_float32_matmul_precision("highest")  # a job before this one may have switched TF32 on, which lasts
     try:

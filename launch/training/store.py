@@ -1,0 +1,357 @@
+"""Copies of a run's checkpoints in an object store: `--checkpoint_store s3://bucket/folder`.
+
+    <URL>/<run_name>/run.json, metrics.jsonl      uploaded at the start, with each checkpoint, and at the end
+    <URL>/<run_name>/step-00000300/engine/...     the files of a checkpoint
+    <URL>/<run_name>/step-00000300/state.json     uploaded last: a checkpoint without it is incomplete
+
+An object store cannot rename, so the last file is what makes a checkpoint complete; and it lists the digest of every other one, so that an
+object that is truncated or has other content is found after the download. Only global rank 0 uses the store. Uploads run in a thread of
+their own, which takes part in no collective, and no error in it ends the run.
+
+The store is reached through fsspec, which reads credentials from the environment and the configuration files of the backend. `s3://` and
+`file://` are tested.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import math
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from launch.config.flags import MUST
+from launch.config.run_config import RunConfig
+from launch.errors import UsageError
+from launch.formats.checkpoint_files import STATE_FILE, DamagedCheckpoint, complete_checkpoints, is_checkpoint_name, read_state, verify
+from launch.formats.files import write_atomically
+from launch.training.folder import nothing_to_resume
+
+#: The files of a run beside its checkpoints, without which it cannot be resumed on another host.
+RUN_FILES = ("run.json", "metrics.jsonl")
+#: How long the store may take to answer at the start of a run.
+ANSWER_SECONDS = 60.0
+#: At the end of a run, the last upload is given up if no file was completed for so long; or part of a file, if the backend reports that.
+STALL_SECONDS = 600.0
+#: After a signal, the last upload is given up after so long: schedulers kill the run soon.
+STOPPED_SECONDS = 20.0
+
+
+class StoreError(Exception):
+    """The store did not do what it was asked: one line with the URL and the reason."""
+
+
+class CheckpointStore:
+    """The objects of one run in a store. Connects when it is first used.
+
+    Args:
+        url: of `--checkpoint_store`, checked by `launch.config.store_url`.
+
+    All methods raise StoreError if the store cannot be reached or refuses.
+    """
+
+    def __init__(self, url: str, run_name: str):
+        self.url = f"{url.rstrip('/')}/{run_name}"
+        self._connection: tuple[Any, str] | None = None
+
+    @classmethod
+    def of(cls, config: RunConfig) -> CheckpointStore | None:
+        """The store of a run, None if it has none."""
+        return cls(config.checkpoint_store, config.run_name) if config.checkpoint_store else None
+
+    @contextlib.contextmanager
+    def _connected(self) -> Iterator[tuple[Any, str]]:
+        """fsspec's file system, and the path of the run in it."""
+        try:
+            if self._connection is None:
+                import fsspec  # with the backend, it takes a second to import
+
+                options = {"auto_mkdir": True} if self.url.startswith("file://") else {}
+                self._connection = fsspec.core.url_to_fs(self.url, **options)
+            yield self._connection
+        except Exception as reason:  # each backend has errors of its own
+            text = " ".join(str(reason).split())[:200]
+            raise StoreError(f"{self.url}: {type(reason).__name__}: {text}") from reason
+
+    def checkpoints(self) -> list[str]:
+        """The names of the run's checkpoints, complete ones and others, oldest first."""
+        with self._connected() as (files, root):
+            files.invalidate_cache()
+            try:
+                found = [Path(path).name for path in files.ls(root, detail=False)]
+            except FileNotFoundError:  # nothing has been uploaded; or there is no such bucket
+                if bucket := root.split("/")[0]:
+                    files.info(bucket)
+                return []
+        return sorted(filter(is_checkpoint_name, found), key=lambda name: int(name.removeprefix("step-")))
+
+    def read(self, name: str) -> bytes | None:
+        """The content of a small object, None if there is none."""
+        with self._connected() as (files, root):
+            try:
+                return bytes(files.cat_file(f"{root}/{name}"))
+            except FileNotFoundError:
+                return None
+
+    def write(self, name: str, content: bytes) -> None:
+        """Write a small object."""
+        with self._connected() as (files, root):
+            if self.url.startswith("file://"):
+                files.makedirs(root, exist_ok=True)
+            files.pipe_file(f"{root}/{name}", content)
+
+    def upload(self, checkpoint: Path, moved: Callable[[], None]) -> None:
+        """Upload a complete checkpoint, `state.json` last. `moved` is called for each file or part that has arrived."""
+        names = list(read_state(checkpoint)["files"])
+        with self._connected() as (files, root):
+            from fsspec.callbacks import Callback
+
+            place, progress = f"{root}/{checkpoint.name}", Callback(hooks={"moved": lambda *_, **__: moved()})
+            with contextlib.suppress(FileNotFoundError):  # of an earlier upload, which is not complete from now on
+                files.rm_file(f"{place}/{STATE_FILE}")
+            for name in (*names, STATE_FILE):
+                files.put_file(str(checkpoint / name), f"{place}/{name}", callback=progress)
+                moved()
+
+    def state(self, name: str) -> dict[str, Any] | None:
+        """The `state.json` of a checkpoint, None if it is not complete."""
+        content = self.read(f"{name}/{STATE_FILE}")
+        try:
+            return json.loads(content) if content else None
+        except ValueError:
+            return None
+
+    def remove(self, name: str, listed: list[str]) -> None:
+        """Remove the files `listed` of a checkpoint and its `state.json`, which goes first. Other objects stay."""
+        with self._connected() as (files, root):
+            for file in (STATE_FILE, *listed):
+                with contextlib.suppress(FileNotFoundError):
+                    files.rm_file(f"{root}/{name}/{file}")
+            if self.url.startswith("file://"):  # an object store has no folders
+                for folder in [*sorted({Path(root, name, file).parent for file in listed}, reverse=True), Path(root, name)]:
+                    with contextlib.suppress(OSError):
+                        folder.rmdir()
+
+    def download(self, checkpoint: Path, run_id: str | None) -> Path:
+        """Download the checkpoint that belongs at the path `checkpoint`, and verify it. Returns where it is.
+
+        Until the caller has moved it, it is in a folder `.tmp-step-...`, which the next save removes.
+
+        Raises:
+            DamagedCheckpoint: it is incomplete or of another run, or an object is missing or differs from what the run wrote.
+        """
+        folder = checkpoint.with_name(f".tmp-{checkpoint.name}") / checkpoint.name
+        shutil.rmtree(folder.parent, ignore_errors=True)
+        folder.mkdir(parents=True)
+        if (content := self.read(f"{checkpoint.name}/{STATE_FILE}")) is None:
+            raise DamagedCheckpoint(f"{self.url}/{checkpoint.name}: has no {STATE_FILE}, because its upload was not completed")
+        (folder / STATE_FILE).write_bytes(content)
+        try:
+            for name in read_state(folder)["files"]:
+                (folder / name).parent.mkdir(parents=True, exist_ok=True)
+                with self._connected() as (files, root):
+                    try:
+                        files.get_file(f"{root}/{checkpoint.name}/{name}", str(folder / name))
+                    except FileNotFoundError:
+                        raise DamagedCheckpoint(f"{folder / name}: is missing") from None
+            verify(folder, run_id)
+        except (DamagedCheckpoint, StoreError) as fault:
+            damaged = fault if isinstance(fault, DamagedCheckpoint) else fault.__cause__
+            if not isinstance(damaged, DamagedCheckpoint):
+                raise
+            raise DamagedCheckpoint(str(damaged).replace(str(folder.parent), self.url)) from None
+        return folder
+
+
+def check_store(store: CheckpointStore, run: Path, resume: bool | str) -> None:
+    """Check at the start, on global rank 0, that the store can be used for the run in the folder `run`.
+
+    On a resume without the run's folder, it downloads `RUN_FILES` into it.
+
+    Raises:
+        UsageError: the store cannot be listed, and there is no checkpoint in the folder of the run either; it has this new run already; or
+            it has another run of this name.
+    """
+    here = complete_checkpoints(run / "checkpoints")
+    try:
+        names, content = within(ANSWER_SECONDS, store.url, lambda: (store.checkpoints(), store.read("run.json")))
+        if resume == MUST and not here and not names:
+            raise UsageError(nothing_to_resume(run))
+        if not resume and (names or content):
+            raise UsageError(f"{store.url}: this run exists; give another --run_name, or continue it with --resume")
+        if content is None:
+            return
+        if not (run / "run.json").exists():
+            metrics = store.read("metrics.jsonl")
+            run.mkdir(parents=True, exist_ok=True)
+            if metrics is not None:
+                write_atomically(run / "metrics.jsonl", metrics)
+            write_atomically(run / "run.json", content)  # last: without it, the folder would be refused
+        elif (theirs := _run_id(content)) != (ours := _run_id((run / "run.json").read_bytes())):
+            raise UsageError(
+                f"{store.url}: is another run: run_id is {theirs}, in {run / 'run.json'} {ours}; "
+                "give another --checkpoint_store, or another --run_name"
+            )
+    except StoreError as reason:
+        if not here:
+            raise UsageError(
+                f"--checkpoint_store {reason}; correct the URL, set the backend's credentials (AWS_ACCESS_KEY_ID for s3), "
+                "create the bucket, or leave the flag out"
+            ) from None
+
+
+def _run_id(content: bytes) -> Any:
+    try:
+        return json.loads(content)["run_id"]
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
+def within(seconds: float, url: str, ask: Callable[[], Any]) -> Any:
+    """What `ask` returns. Raises StoreError, also if it takes longer than `seconds`."""
+    answer: list[Any] = []
+
+    def run() -> None:
+        try:
+            answer.append((ask(), None))
+        except Exception as reason:
+            answer.append((None, reason))
+
+    thread = threading.Thread(target=run, name="store", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if not answer:
+        raise StoreError(f"{url}: has not answered for {seconds:.0f} s")
+    value, reason = answer[0]
+    if reason is not None:
+        raise reason
+    return value
+
+
+class Uploads:
+    """Uploads the checkpoints of a run in a thread beside training, one at a time. Only for global rank 0.
+
+    A checkpoint that is complete while another is being uploaded waits; a newer one replaces it. What fails is one line in the log.
+
+    Args:
+        run: the folder of the run.
+        keep: how many of the newest checkpoints to keep in the store, in addition to the best by validation loss.
+        run_id: the id in `run.json`.
+        log: writes one line to the log.
+    """
+
+    def __init__(self, store: CheckpointStore, run: Path, keep: int, run_id: str | None, log: Callable[[str], None]):
+        self.store, self.run, self.keep, self.run_id = store, run, keep, run_id
+        self._log = log
+        self._waiting: Path | None = None
+        self._current: Path | None = None
+        self._ending = self._given_up = False
+        self._moved_at = 0.0
+        self._changed = threading.Condition()
+        self._states: dict[str, dict[str, Any]] = {}  # of complete checkpoints of this run in the store, by name
+        self._thread = threading.Thread(target=self._work, name="uploads", daemon=True)  # never keeps the process alive
+
+    def start(self) -> None:
+        """Upload the run's files, which shows at the start whether the store can be written, then wait for checkpoints."""
+        self._thread.start()
+
+    def submit(self, checkpoint: Path) -> None:
+        """Upload `checkpoint` when the current upload has ended. Does not wait."""
+        with self._changed:
+            replaced, self._waiting = self._waiting, checkpoint
+            self._changed.notify_all()
+        if replaced:
+            self._say(f"{replaced.name} is not uploaded: {checkpoint.name} is newer, and the upload before it has not ended yet")
+
+    def uses(self, checkpoint: Path) -> bool:
+        """Whether `checkpoint` is being uploaded, so that it must stay."""
+        return checkpoint == self._current
+
+    def finish(self, stopped: bool) -> None:
+        """Wait until everything is uploaded, within `STOPPED_SECONDS` if a signal has `stopped` the run. A line says what is given up."""
+        with self._changed:
+            self._ending = True
+            self._changed.notify_all()
+        start = self._moved_at = time.monotonic()
+        last = self._waiting or self._current
+        while self._thread.is_alive():
+            self._thread.join(0.1)
+            now = time.monotonic()
+            if now - self._moved_at > STALL_SECONDS or (stopped and now - start > STOPPED_SECONDS):
+                what = f"the upload of {pending.name}" if (pending := self._waiting or self._current) else "the last upload"
+                self._say(f"warning: {what} to {self.store.url} was given up after {now - start:.0f} s; it is in {self.run}")
+                self._given_up = True  # the log is closed soon
+                return
+        if last and time.monotonic() - start > 1:
+            self._say(f"waited {time.monotonic() - start:.1f} s for the upload of {last.name}")
+
+    def _say(self, line: str) -> None:
+        if not self._given_up:
+            self._log(line)
+
+    # --- in the thread --------------------------------------------------------------------------------------------------------------
+
+    def _work(self) -> None:
+        works = self._attempt("run.json", self._upload_run_files)
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._waiting or self._ending)
+                self._current, self._waiting = self._waiting, None
+            if not (checkpoint := self._current):
+                break
+            works = self._attempt(checkpoint.name, functools.partial(self._upload, checkpoint))
+            self._current = None
+        if works:
+            self._attempt("run.json", self._upload_run_files)
+
+    def _attempt(self, name: str, upload: Callable[[], None]) -> bool:
+        try:
+            upload()
+            return True
+        except Exception as reason:
+            with contextlib.suppress(BaseException):  # of a full disk, on which training ends by itself
+                self._say(f"warning: {name} was not uploaded, training continues: {' '.join(str(reason).split())}")
+            return False
+
+    def _upload_run_files(self) -> None:
+        for name in RUN_FILES:
+            if (file := self.run / name).exists():
+                self.store.write(name, file.read_bytes())
+                self._has_moved()
+
+    def _upload(self, checkpoint: Path) -> None:
+        start = time.monotonic()
+        self._upload_run_files()
+        self.store.upload(checkpoint, self._has_moved)
+        self._say(f"{checkpoint.name} was uploaded to {self.store.url} in {time.monotonic() - start:.1f} s")
+        self._prune(checkpoint)
+
+    def _has_moved(self) -> None:
+        self._moved_at = time.monotonic()
+
+    def _prune(self, newest: Path) -> None:
+        """Remove this run's checkpoints except the newest `keep`, the best, and what is newer than `newest`.
+
+        Of an incomplete one, which does not say whose it is, the files that have the names of the newest one's are removed.
+        """
+        listed = list(read_state(newest)["files"])
+        names = self.store.checkpoints()
+        del names[names.index(newest.name) + 1 :]
+        for name in names:
+            if name == newest.name or name not in self._states:
+                self._states.pop(name, None)
+                if state := self.store.state(name):
+                    self._states[name] = state
+        own = [name for name in names if self._states.get(name, {}).get("run_id") == self.run_id]
+        losses = {name: loss for name in own if (loss := self._states[name].get("val_loss")) is not None and math.isfinite(loss)}
+        best = min(losses, key=losses.__getitem__, default=None)
+        for name in names:
+            if name not in self._states:
+                self.store.remove(name, listed)
+            elif name in own[: -self.keep] and name != best:
+                self.store.remove(name, list(self._states.pop(name)["files"]))

@@ -1,0 +1,287 @@
+"""Copies of checkpoints in an object store, without ranks: nothing half-written is taken, no error of the store leaves its thread."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from launch.errors import UsageError
+from launch.formats.checkpoint_files import DamagedCheckpoint, checkpoint_name, file_entry, state_text, verify
+from launch.training import store as store_module
+from launch.training.store import CheckpointStore, StoreError, Uploads, check_store
+from tests.helpers import refusal
+from tests.object_store import Proxy, environment, s3_server
+
+FILES = {"engine/mp_rank_00_model_states.pt": b"weights" * 5000, "engine/optim_states.pt": b"moments" * 9000}
+needs_s3 = pytest.mark.skipif(
+    any(importlib.util.find_spec(name) is None for name in ("s3fs", "moto", "flask_cors")),
+    reason='s3fs or moto is not installed (pip install -e ".[dev]" -c constraints.txt)',
+)
+
+
+def make_run(runs: Path, run_id: str = "id", steps: tuple[int, ...] = (2, 4, 6), losses: tuple[float, ...] = (3.0, 2.0, 2.5)) -> Path:
+    """A run with small checkpoints."""
+    run = runs / "r"
+    for step, loss in zip(steps, losses, strict=True):
+        checkpoint = run / "checkpoints" / checkpoint_name(step)
+        for name, content in FILES.items():
+            (checkpoint / name).parent.mkdir(parents=True, exist_ok=True)
+            (checkpoint / name).write_bytes(content + bytes([step]))
+        entries = {name: file_entry(checkpoint / name) for name in FILES}
+        state = {"step": step, "tokens": step, "samples": step, "val_loss": loss}
+        (checkpoint / "state.json").write_text(state_text(state, run_id, 1, entries))
+    (run / "run.json").write_text(json.dumps({"run_id": run_id}))
+    (run / "metrics.jsonl").write_text("".join(json.dumps({"step": step}) + "\n" for step in range(1, 7)))
+    return run
+
+
+def upload_all(store: CheckpointStore, run: Path, keep: int = 9) -> list[str]:
+    """Upload the checkpoints of `run` one after the other, and return the log."""
+    log: list[str] = []
+    uploads = Uploads(store, run, keep, "id", log.append)
+    uploads.start()
+    for checkpoint in sorted((run / "checkpoints").iterdir()):
+        uploads.submit(checkpoint)
+        deadline = time.monotonic() + 20
+        while uploads._waiting or uploads._current:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    uploads.finish(stopped=False)
+    return log
+
+
+@pytest.fixture(params=["file", pytest.param("s3", marks=needs_s3)])
+def store(request, tmp_path, monkeypatch) -> Iterator[CheckpointStore]:
+    if request.param == "file":
+        yield CheckpointStore(f"file://{tmp_path}/store", "r")
+        return
+    with s3_server("bucket") as port:
+        for name, value in environment(port).items():
+            monkeypatch.setenv(name, value)
+        store = CheckpointStore("s3://bucket/folder", "r")
+        yield store
+        import s3fs
+
+        s3fs.S3FileSystem.clear_instance_cache()  # the next server has another port
+
+
+def test_what_is_uploaded_is_downloaded_and_verified(store, tmp_path):
+    run = make_run(tmp_path / "runs")
+    log = upload_all(store, run)
+    assert len(log) == 3 and not any("warning" in line for line in log)
+    assert store.checkpoints() == [checkpoint_name(step) for step in (2, 4, 6)]
+    new = tmp_path / "new" / "r"
+    check_store(store, new, resume=True)  # a host that has nothing
+    assert {path.name for path in new.iterdir()} == {"run.json", "metrics.jsonl"}
+    got = store.download(new / "checkpoints" / checkpoint_name(6), "id")
+    verify(got, "id")
+    assert (got / "engine/optim_states.pt").read_bytes() == FILES["engine/optim_states.pt"] + b"\x06"
+
+
+DAMAGES = (
+    "truncated",
+    "other content of the same size",
+    "missing",
+    "no state.json",
+    "half a state.json",
+    "file of another step",
+    "of another run",
+)
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_object_is_found(store, damage, tmp_path):
+    run = make_run(tmp_path / "runs")
+    upload_all(store, run)
+    name, file = checkpoint_name(6), "engine/optim_states.pt"
+    content = store.read(f"{name}/{file}")
+    with store._connected() as (files, root):
+        put = {
+            "truncated": lambda: files.pipe_file(f"{root}/{name}/{file}", content[:-1]),
+            "other content of the same size": lambda: files.pipe_file(f"{root}/{name}/{file}", content[:-1] + b"x"),
+            "missing": lambda: files.rm_file(f"{root}/{name}/{file}"),
+            "no state.json": lambda: files.rm_file(f"{root}/{name}/state.json"),
+            "half a state.json": lambda: files.pipe_file(f"{root}/{name}/state.json", store.read(f"{name}/state.json")[:99]),
+            "file of another step": lambda: files.pipe_file(f"{root}/{name}/{file}", store.read(f"{checkpoint_name(4)}/{file}")),
+            "of another run": lambda: None,
+        }
+        put[damage]()
+    new = tmp_path / "new"
+    with pytest.raises(DamagedCheckpoint) as found:
+        store.download(new / name, "other" if damage == "of another run" else "id")
+    assert len(found.value.faults) == 1 and name in str(found.value) and store.url in str(found.value)
+    store.download(new / checkpoint_name(4), "id")
+    assert not (new / name).exists() and not (new / checkpoint_name(4)).exists()  # only under temporary names
+
+
+def test_the_newest_and_the_best_are_kept_and_what_others_put_there(store, tmp_path):
+    run = make_run(tmp_path / "runs", steps=(2, 4, 6, 8), losses=(3.0, 2.0, 2.5, 2.6))
+    others = [
+        "notes.txt",
+        f"{checkpoint_name(1)}/state.json",
+        f"{checkpoint_name(3)}/mine.txt",
+        "step-best/x",
+        f"{checkpoint_name(2)}/note",
+    ]
+    store.write("run.json", b"{}")
+    with store._connected() as (files, root):
+        for name in others:
+            if store.url.startswith("file"):
+                files.makedirs(str(Path(root, name).parent), exist_ok=True)
+            files.pipe_file(f"{root}/{name}", b'{"run_id": "other", "files": {}}')
+        if store.url.startswith("file"):
+            files.makedirs(f"{root}/{checkpoint_name(5)}/engine", exist_ok=True)
+        files.pipe_file(f"{root}/{checkpoint_name(5)}/engine/optim_states.pt", b"half of an upload")
+    assert not [line for line in upload_all(store, run, keep=1) if "warning" in line]
+    with store._connected() as (files, root):
+        files.invalidate_cache()
+        found = {path.split(root.lstrip("/") + "/")[1] for path in files.find(root)}
+    of_run = {f"{checkpoint_name(step)}/{name}" for step in (4, 8) for name in (*FILES, "state.json")}
+    assert found == {"run.json", "metrics.jsonl", *others, *of_run}
+
+
+class HeldStore(CheckpointStore):
+    """Holds each upload until `go` is set; fails it if `fails`."""
+
+    def __init__(self, folder: Path, fails: bool = False):
+        super().__init__(f"file://{folder}", "r")
+        self.go, self.fails, self.began = threading.Event(), fails, []
+
+    def upload(self, checkpoint, moved):
+        self.began.append(checkpoint.name)
+        assert self.go.wait(20)
+        if self.fails:
+            raise StoreError("the disk of the server is full\nand more")
+        super().upload(checkpoint, moved)
+
+
+def test_a_newer_checkpoint_replaces_a_waiting_one(tmp_path):
+    run, store, log = make_run(tmp_path / "runs"), HeldStore(tmp_path / "store"), []
+    uploads = Uploads(store, run, 9, "id", log.append)
+    uploads.start()
+    first, second, third = sorted((run / "checkpoints").iterdir())
+    uploads.submit(first)
+    while not store.began:
+        time.sleep(0.01)
+    assert uploads.uses(first)  # it is not pruned meanwhile
+    for checkpoint in (second, third):
+        start = time.monotonic()
+        uploads.submit(checkpoint)
+        assert time.monotonic() - start < 0.5
+    store.go.set()
+    uploads.finish(stopped=False)
+    assert store.began == [first.name, third.name] == store.checkpoints()
+    assert sum(second.name in line for line in log) == 1
+
+
+def test_an_upload_that_fails_is_one_line_and_the_next_one_is_made(tmp_path):
+    run, store, log = make_run(tmp_path / "runs", steps=(2,), losses=(1.0,)), HeldStore(tmp_path / "store", fails=True), []
+    store.go.set()
+    assert upload_all_with(store, run, log)
+    (line,) = log
+    assert "step-00000002 was not uploaded" in line and "\n" not in line
+    store.fails = False
+    log.clear()
+    assert upload_all_with(store, run, log)
+    assert store.checkpoints() == ["step-00000002"] and "warning" not in log[0]
+
+
+def upload_all_with(store: CheckpointStore, run: Path, log: list[str]) -> bool:
+    uploads = Uploads(store, run, 9, "id", log.append)
+    uploads.start()
+    uploads.submit(run / "checkpoints" / checkpoint_name(2))
+    uploads.finish(stopped=False)
+    return not uploads._thread.is_alive()
+
+
+@pytest.mark.parametrize("stopped", [True, False])
+def test_the_end_of_a_run_does_not_wait_long_for_a_store_that_hangs(stopped, tmp_path, monkeypatch):
+    monkeypatch.setattr(store_module, "STOPPED_SECONDS" if stopped else "STALL_SECONDS", 0.5)
+    run, store, log = make_run(tmp_path / "runs"), HeldStore(tmp_path / "store"), []
+    uploads = Uploads(store, run, 9, "id", log.append)
+    uploads.start()
+    uploads.submit(run / "checkpoints" / checkpoint_name(6))
+    start = time.monotonic()
+    uploads.finish(stopped)
+    assert time.monotonic() - start < 5
+    (line,) = log
+    assert checkpoint_name(6) in line and "given up" in line
+    store.go.set()
+
+
+# --- the start ------------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_new_run_is_refused_where_the_store_has_it_and_a_resume_where_it_has_another(tmp_path):
+    store, run = CheckpointStore(f"file://{tmp_path}/store", "r"), make_run(tmp_path / "runs")
+    upload_all(store, run)
+    with pytest.raises(UsageError, match="exists"):
+        check_store(store, tmp_path / "new" / "r", resume=False)
+    other = make_run(tmp_path / "other", run_id="another")
+    with pytest.raises(UsageError, match="another run"):
+        check_store(store, other, resume=True)
+    assert not (tmp_path / "new").exists()
+
+
+@needs_s3
+def test_a_store_that_cannot_be_used_is_one_line(tmp_path, monkeypatch):
+    import s3fs
+
+    def refused(run: Path, resume: bool = False, url: str = "s3://bucket/x") -> str:
+        s3fs.S3FileSystem.clear_instance_cache()
+        with pytest.raises(UsageError) as found:
+            check_store(CheckpointStore(url, "r"), run, resume)
+        (line,) = found.value.faults
+        assert url in line and "secret" not in line
+        return line
+
+    with s3_server("bucket") as port:
+        for name, value in environment(port).items():
+            monkeypatch.setenv(name, value)
+        new = tmp_path / "r"
+        refused(new, url="s3://no-such-bucket/x")
+        for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+            monkeypatch.delenv(name)
+        monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
+        monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "none"))
+        assert "redentials" in refused(new)
+        for name, value in environment(port).items():
+            monkeypatch.setenv(name, value)
+        proxy = Proxy(port)
+        proxy.frozen.set()
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{proxy.port}")
+        monkeypatch.setattr(store_module, "ANSWER_SECONDS", 1.0)
+        assert "not answered" in refused(new)
+        refused(new, resume=True)  # and no checkpoint on this host either
+        s3fs.S3FileSystem.clear_instance_cache()
+        check_store(CheckpointStore("s3://bucket/x", "r"), make_run(tmp_path / "here"), resume=True)
+        proxy.close()
+    s3fs.S3FileSystem.clear_instance_cache()
+    assert not new.exists() and os.listdir(tmp_path) == ["here"]
+
+
+@pytest.mark.parametrize("url", ["bucket/folder", "s3://", "s3//bucket", "file:", "", "s4://bucket/x", "S3 ://bucket"])
+def test_a_url_that_is_none_is_refused(url):
+    assert "--checkpoint_store" in refusal("--deepspeed_config", "ds_configs/zero1_fp32.json", "--checkpoint_store", url)
+
+
+def test_a_password_is_neither_taken_nor_printed():
+    line = refusal("--deepspeed_config", "ds_configs/zero1_fp32.json", "--checkpoint_store", "s3://me:hunter2@bucket/x")
+    assert "hunter2" not in line and "password" in line
+
+
+def test_a_missing_package_is_named(monkeypatch):
+    from launch.config import store_url
+
+    found = importlib.util.find_spec
+    monkeypatch.setattr(store_url.importlib.util, "find_spec", lambda name: None if name == "s3fs" else found(name))
+    line = store_url.missing_package("s3://bucket/x")
+    assert "s3fs" in line and ".[s3]" in line
+    assert store_url.missing_package("file:///x") is None
