@@ -14,7 +14,7 @@ from launch.formats.metrics import read_run_json
 #: how often to evaluate and to save) may change; the log lists the changes.
 IDENTITY = ("seed", "shape", "no_cross_document", "corpus_fingerprint", "global_batch_size", "precision", "zero_stage")
 #: Values that differ between two starts of the same run; not listed as changes.
-INCIDENTAL = ("created", "command", "resume", "quiet", "hang_timeout", "interleaved", "finished", "run_id")
+INCIDENTAL = ("created", "command", "resume", "quiet", "hang_timeout", "checkpoint_store", "interleaved", "finished", "run_id")
 #: Ignored on resume: the weights come from the checkpoint.
 INITIAL_WEIGHTS = ("init_from", "perturb_init")
 
