@@ -94,6 +94,7 @@ def train(config: RunConfig, folder: RunFolder | NoFolder, stop: StopRequest, ob
     from launch.training.meter import Meter
     from launch.training.progress import Progress, describe_start
     from launch.training.similarity import BlockSimilarity
+    from launch.training.spikes import SpikeRule
     from launch.training.store import CheckpointStore
 
     collectives = start_ranks()
@@ -123,9 +124,10 @@ def train(config: RunConfig, folder: RunFolder | NoFolder, stop: StopRequest, ob
     meter = Meter(engine, collectives, folder.seconds_before, on_lost=stop.request)
     histograms = [GradientHistograms(folder, config.histogram_every)] if config.histogram_every else []
     similarity = [BlockSimilarity(folder)] if config.block_similarity else []
+    spikes = [SpikeRule(config.spike_rule == "skip", path, collectives, folder.log)] if config.spike_rule != "off" else []
     watched = config.hang_timeout and collectives.world_size > 1
     heartbeat = [Heartbeat(path, config.hang_timeout, state["step"], collectives, folder.log)] if watched else []
-    observer = Observers([*heartbeat, *histograms, *similarity, *observers])
+    observer = Observers([*heartbeat, *spikes, *histograms, *similarity, *observers])
     observer.start(engine)
     evaluation = Evaluation(config, collectives, observer)
     folder.log_start(describe_start(config, engine, meter, evaluation), state["step"], config.resume)

@@ -57,6 +57,7 @@ def s3_server(bucket: str) -> Iterator[int]:
     """The port of a server with one bucket."""
     import boto3
     import requests
+    import s3fs
     from moto.server import ThreadedMotoServer
 
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
@@ -67,9 +68,11 @@ def s3_server(bucket: str) -> Iterator[int]:
         requests.post(f"{url}/moto-api/reset", timeout=10)  # its buckets are those of the process
         keys = {f"aws_{key}": value for key, value in KEYS.items()}
         boto3.client("s3", **keys, endpoint_url=url, region_name="us-east-1").create_bucket(Bucket=bucket)
+        s3fs.S3FileSystem.clear_instance_cache()  # connections to the server before
         yield port
     finally:
         server.stop()
+        s3fs.S3FileSystem.clear_instance_cache()
 
 
 KEYS = {"access_key_id": "key", "secret_access_key": "secret"}

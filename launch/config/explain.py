@@ -58,7 +58,7 @@ FLOPS = {"per_token": "a token", "per_step": "a step", "per_step_and_rank": "a s
 #: The run's own values, in the order of the flags' help; those with a home in the engine's JSON are shown there.
 RUN_VALUES = (
     *("preset", "data", "steps", "seed", "run_name", "runs_dir", "perturb_init", "resume", "eval_every", "eval_batches"),
-    *("whole_eval", "save_every", "keep", "checkpoint_store", "histogram_every", "block_similarity", "hang_timeout", "ranks"),
+    *("whole_eval", "save_every", "keep", "checkpoint_store", "histogram_every", "block_similarity", "spike_rule", "hang_timeout", "ranks"),
 )
 
 

@@ -165,6 +165,13 @@ def build_parser() -> Parser:
         help="end the run, and name the rank, if one makes no progress for so long; give more than the forward or backward pass of a "
         "micro-batch takes, and than an update takes; 0 is off (300)",
     )
+    run.add_argument(
+        "--spike_rule",
+        choices=("off", "log", "skip"),
+        default="off",
+        help="a step whose loss or gradient norm is more than 6 standard deviations above the mean of the last 128 steps is logged (log), "
+        "and its update is skipped (skip) (off)",
+    )
     # Token by token, on all ranks: 100,000 of `nano` take minutes.
     run.add_argument("--ranks", type=positive, help="number of ranks to assume for --explain without a launcher")
     run.add_argument(

@@ -58,7 +58,7 @@ AUTO_KEYS = {
 #: Flags that a run takes as they are.
 AS_GIVEN = (
     *("runs_dir", "resume", "data", "seed", "preset", "no_cross_document", "init_from", "perturb_init", "eval_batches"),
-    *("whole_eval", "keep", "checkpoint_store", "histogram_every", "block_similarity", "hang_timeout", "quiet"),
+    *("whole_eval", "keep", "checkpoint_store", "histogram_every", "block_similarity", "spike_rule", "hang_timeout", "quiet"),
 )
 #: DeepSpeed's default for `offload_param.buffer_size`, elements.
 BUFFER_SIZE = 100_000_000
@@ -111,6 +111,7 @@ class RunConfig:
     checkpoint_store: str | None  # a URL
     histogram_every: int
     block_similarity: bool
+    spike_rule: str  # "off", "log" or "skip"
     hang_timeout: int
     quiet: bool
     found_corpus: Corpus | None = field(repr=False, compare=False)  # None where a run is explained without it
@@ -273,6 +274,10 @@ def resolve(argv: list[str], ranks: int | None = None) -> tuple[RunConfig, argpa
     if flags.checkpoint_store is not None:
         check_url(flags.checkpoint_store)
         engine.lacks += filter(None, [missing_package(flags.checkpoint_store)])
+    if flags.spike_rule == "skip" and any(cls.declaration.optimizer_type == optimizer["type"] for cls in registry.technique_classes()):
+        engine.fault_of_run(
+            f"--spike_rule skip does not support {optimizer['type']}, whose own schedule counts its updates; give --spike_rule log"
+        )
     engine.raise_faults()
     check_with_deepspeed(engine, claimed)
     engine.raise_faults()

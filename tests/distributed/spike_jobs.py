@@ -1,0 +1,31 @@
+"""Runs whose data holds a stretch of garbage: rows of random token ids in place of the samples of some positions."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from data_pipeline.loader import Loader
+from tests.distributed.jobs import pretrain
+
+
+def pretrain_with_garbage(flags: list[str], first: int, last: int) -> list[dict[str, Any]]:
+    """`pretrain` where the global batches that begin at the samples `first` to `last` hold random ids; `last` is not one of them."""
+    read = Loader.micro_batches
+
+    @functools.wraps(read)
+    def micro_batches(self: Loader, first_sample: int, micro_batch_size: int, accumulation: int) -> Iterator[torch.Tensor]:
+        for number, tokens in enumerate(read(self, first_sample, micro_batch_size, accumulation)):
+            if first <= first_sample < last:
+                drawn = torch.Generator().manual_seed(first_sample * 1000 + number * 10 + self.rank)
+                tokens = torch.randint(self.vocab_size, tokens.shape, generator=drawn).to(tokens.device)
+            yield tokens
+
+    Loader.micro_batches = micro_batches  # type: ignore[method-assign]
+    try:
+        return pretrain(flags)
+    finally:
+        Loader.micro_batches = read  # type: ignore[method-assign]
