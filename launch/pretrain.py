@@ -124,10 +124,10 @@ def train(config: RunConfig, folder: RunFolder | NoFolder, stop: StopRequest, ob
     meter = Meter(engine, collectives, folder.seconds_before, on_lost=stop.request)
     histograms = [GradientHistograms(folder, config.histogram_every)] if config.histogram_every else []
     similarity = [BlockSimilarity(folder)] if config.block_similarity else []
-    spikes = [SpikeRule(config.spike_rule == "skip", path, collectives, folder.log)] if config.spike_rule != "off" else []
+    spikes = SpikeRule(config.spike_rule, folder, collectives)
     watched = config.hang_timeout and collectives.world_size > 1
     heartbeat = [Heartbeat(path, config.hang_timeout, state["step"], collectives, folder.log)] if watched else []
-    observer = Observers([*heartbeat, *spikes, *histograms, *similarity, *observers])
+    observer = Observers([*heartbeat, spikes, *histograms, *similarity, *observers])
     observer.start(engine)
     evaluation = Evaluation(config, collectives, observer)
     folder.log_start(describe_start(config, engine, meter, evaluation), state["step"], config.resume)
@@ -176,6 +176,8 @@ def train(config: RunConfig, folder: RunFolder | NoFolder, stop: StopRequest, ob
                 folder.write_metrics(line if state["val_loss"] is None else line | {"val_loss": state["val_loss"]}, durable=saving)
                 progress.update(line, state)
                 engine.require_finite(mean_loss)
+                if rewound := spikes.rewind(state, checkpoints):
+                    state, saving = rewound, False
                 if saving:
                     engine.enter(CHECKPOINT)
                     with collectives.uncounted():

@@ -167,10 +167,10 @@ def build_parser() -> Parser:
     )
     run.add_argument(
         "--spike_rule",
-        choices=("off", "log", "skip"),
+        choices=("off", "log", "skip", "rewind"),
         default="off",
-        help="a step whose loss or gradient norm is more than 6 standard deviations above the mean of the last 128 steps is logged (log), "
-        "and its update is skipped (skip) (off)",
+        help="if the loss of a step is more than 6 standard deviations above the mean of the last 128 steps: log it, skip "
+        "its update, or rewind to the newest checkpoint and leave out the data up to it (off)",
     )
     # Token by token, on all ranks: 100,000 of `nano` take minutes.
     run.add_argument("--ranks", type=positive, help="number of ranks to assume for --explain without a launcher")

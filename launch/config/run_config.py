@@ -111,7 +111,7 @@ class RunConfig:
     checkpoint_store: str | None  # a URL
     histogram_every: int
     block_similarity: bool
-    spike_rule: str  # "off", "log" or "skip"
+    spike_rule: str  # "off", "log", "skip" or "rewind"
     hang_timeout: int
     quiet: bool
     found_corpus: Corpus | None = field(repr=False, compare=False)  # None where a run is explained without it
@@ -274,9 +274,11 @@ def resolve(argv: list[str], ranks: int | None = None) -> tuple[RunConfig, argpa
     if flags.checkpoint_store is not None:
         check_url(flags.checkpoint_store)
         engine.lacks += filter(None, [missing_package(flags.checkpoint_store)])
-    if flags.spike_rule == "skip" and any(cls.declaration.optimizer_type == optimizer["type"] for cls in registry.technique_classes()):
+    if flags.spike_rule in ("skip", "rewind") and any(
+        cls.declaration.optimizer_type == optimizer["type"] for cls in registry.technique_classes()
+    ):
         engine.fault_of_run(
-            f"--spike_rule skip does not support {optimizer['type']}, whose own schedule counts its updates; give --spike_rule log"
+            f"--spike_rule {flags.spike_rule} does not support {optimizer['type']}, which counts its updates; give --spike_rule log"
         )
     engine.raise_faults()
     check_with_deepspeed(engine, claimed)

@@ -244,6 +244,7 @@ class Checkpoints:
                 cannot continue without its state.
             SystemExit: it could not be loaded (exit code 1, one line from each rank that could not).
         """
+        self._finish()
         # Only rank 0 has the run's folder and the store, so its view holds for all ranks.
         checkpoints, (stored, unreachable), self._run_id = self.collectives.gather(
             (complete_checkpoints(self.folder), self._list_store(), self._run_id)

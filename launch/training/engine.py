@@ -153,15 +153,6 @@ class TrainingEngine:
         """The mean loss of the step's micro-batches so far, on this rank."""
         return self._loss
 
-    def norm_before_update(self) -> float | None:
-        """The gradient norm of this step, for who is called where DeepSpeed calls the optimizer that it wraps; None if there is none."""
-        optimizer, stage = self.deepspeed.optimizer, self.config.zero_stage
-        if stage == 0 and self.config.precision == "fp32":
-            # Without clipping it is computed later.
-            return self.deepspeed._global_grad_norm if self.deepspeed.gradient_clipping() > 0 else None
-        norm = optimizer._global_grad_norm
-        return None if norm is None else float(norm) / (self.loss_scale if stage == 0 else 1.0)
-
     def step_metrics(self) -> dict[str, float | None]:
         """The step's gradient norm before clipping and its loss scale, and the updates skipped so far."""
         norm = self.deepspeed.get_global_grad_norm()

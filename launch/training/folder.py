@@ -28,8 +28,9 @@ from launch.config.run_config import RunConfig
 from launch.errors import UsageError, nearest, print_once
 from launch.formats.checkpoint_files import complete_checkpoints
 from launch.formats.files import write_atomically
+from launch.formats.metrics import read_metrics
 from launch.training.exponents import overall
-from launch.training.metrics_writer import MetricsWriter
+from launch.training.metrics_writer import METRICS_FILE, MetricsWriter
 from launch.training.run_json import resume_description
 
 #: Files that a killed or refused start may leave in a folder that has no run.json yet.
@@ -175,6 +176,19 @@ class RunFolder:
             self._write_run_json(finished=None)
             self._metrics = MetricsWriter(self.path, step, self._description.get("engine", {}), self.run_id)
 
+    def rewind(self, step: int) -> None:
+        """Continue the metrics after `step`, which the run has gone back to; later steps are removed from them."""
+        assert self._metrics is not None, "begin comes first"
+        with _one_line_on_os_error(self.path):
+            self._metrics.close()
+            self._metrics = MetricsWriter(self.path, step, self._description.get("engine", {}), self.run_id)
+        for note in self._metrics.notes:
+            self.log(f"note: {note}")
+
+    def read_metrics(self) -> list[dict[str, Any]]:
+        """The lines of `metrics.jsonl`."""
+        return read_metrics(self.path / METRICS_FILE)
+
     @property
     def seconds_before(self) -> float:
         """The duration of the run before this start, in seconds."""
@@ -291,7 +305,10 @@ class NoFolder:
     def log(self, *_: Any, **__: Any) -> None:
         pass
 
-    log_start = log_end = log_failure = begin = write_metrics = write_histograms = write_similarity = abandon = close = log
+    def read_metrics(self) -> list[dict[str, Any]]:
+        return []
+
+    rewind = log_start = log_end = log_failure = begin = write_metrics = write_histograms = write_similarity = abandon = close = log
 
 
 def _picture() -> ModuleType:

@@ -12,12 +12,17 @@ from data_pipeline.loader import Loader
 from tests.distributed.jobs import pretrain
 
 
-def pretrain_with_garbage(flags: list[str], first: int, last: int) -> list[dict[str, Any]]:
-    """`pretrain` where the global batches that begin at the samples `first` to `last` hold random ids; `last` is not one of them."""
+def pretrain_with_garbage(flags: list[str], first: int, last: int, left_out: tuple[int, int] = (0, 0)) -> list[dict[str, Any]]:
+    """`pretrain` where the global batches that begin at the samples `first` to `last` hold random ids; `last` is not one of them.
+
+    The samples from `left_out[0]` to `left_out[1]` do not exist: the later ones take their place.
+    """
     read = Loader.micro_batches
 
     @functools.wraps(read)
     def micro_batches(self: Loader, first_sample: int, micro_batch_size: int, accumulation: int) -> Iterator[torch.Tensor]:
+        if first_sample >= left_out[0]:
+            first_sample += left_out[1] - left_out[0]
         for number, tokens in enumerate(read(self, first_sample, micro_batch_size, accumulation)):
             if first <= first_sample < last:
                 drawn = torch.Generator().manual_seed(first_sample * 1000 + number * 10 + self.rank)

@@ -172,7 +172,7 @@ def test_a_store_at_fault_changes_nothing_in_training(fault, flags, tmp_path, mo
         else:
             proxy.frozen.set() if fault == "frozen" else proxy.close()
             run.wait_for_step(run.last_step() + 50)  # training goes on
-            os.kill(run.launcher().pid, signal.SIGTERM)
+            run.rank(0).send_signal(signal.SIGTERM)
             start = time.monotonic()
             assert run.wait(90) == 143, run.output()
             assert time.monotonic() - start < 60

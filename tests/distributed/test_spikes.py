@@ -1,0 +1,111 @@
+"""`--spike_rule`: a stretch of garbage in the data is found, and its updates are skipped or its batches left out."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from launch.formats.checkpoint_files import complete_checkpoints
+from launch.training.spikes import DEVIATIONS, LIMIT, Window
+from tests.helpers import refusal, resumed_after
+
+MODEL = "--n_layer 2 --n_head 2 --d_model 32 --seq_len 32 --micro_batch_size 2 --global_batch_size 4 --eval_every 0"
+TRAINING = "--steps 160 --save_every 70 --lr 1e-2 --min_lr 1e-2 --warmup_steps 10"
+FLAGS = [*MODEL.split(), *TRAINING.split()]
+#: The steps whose batches are garbage: two in succession.
+GARBAGE = (145, 146)
+SAMPLES = (144 * 4, 146 * 4)
+
+
+@pytest.fixture
+def train(two_ranks, corpus, tmp_path) -> Callable[..., list[dict[str, Any]]]:
+    def train(name: str, *more: str, config: str = "zero1_fp32", first: int = SAMPLES[0], last: int = SAMPLES[1], **options) -> list[dict]:
+        flags = ["--deepspeed_config", f"ds_configs/{config}.json", "--data", str(corpus), "--runs_dir", str(tmp_path), "--run_name", name]
+        job = "tests.distributed.spike_jobs:pretrain_with_garbage"
+        return two_ranks.run(job, flags=[*FLAGS, *flags, *more], first=first, last=last, **options)[0]
+
+    return train
+
+
+def losses(lines: list[dict[str, Any]]) -> list[float]:
+    return [line["loss"] for line in lines]
+
+
+def spikes(lines: list[dict[str, Any]]) -> list[int]:
+    return [line["step"] for line in lines if line.get("spike")]
+
+
+CONFIGS = [
+    "zero0_fp32",
+    "zero0_bf16",
+    "zero1_fp32",
+    "zero2_bf16",
+    "zero3_fp32",
+    "zero3_bf16",
+    "zero_offload",
+    "zero_3_param_offload",
+    "zero2_fp16",
+]
+QUICK = ("zero1_fp32",)
+
+
+@pytest.mark.parametrize("config", [pytest.param(one, marks=[] if one in QUICK else pytest.mark.long) for one in CONFIGS])
+def test_the_updates_of_garbage_are_skipped_at_every_stage(config, train):
+    """Without the updates, the next batch is trained on from the weights before them: its loss is that of a run that went on."""
+    clean = train("clean", "--spike_rule", "log", config=config, last=SAMPLES[0])
+    logged = train("log", "--spike_rule", "log", config=config)
+    skipped = train("skip", "--spike_rule", "skip", config=config)
+    assert spikes(clean) == [] and spikes(logged) == spikes(skipped) == list(GARBAGE)
+    before = GARBAGE[0] - 1
+    assert losses(skipped)[:before] == losses(logged)[:before] == losses(clean)[:before]
+    assert skipped[GARBAGE[0] - 1]["loss"] == logged[GARBAGE[0] - 1]["loss"]  # the forward pass before the update
+    assert [line["lr"] for line in skipped] == [line["lr"] for line in clean]
+    assert [line["tokens"] for line in skipped] == [line["tokens"] for line in clean]
+    assert losses(skipped)[GARBAGE[1] :] != losses(logged)[GARBAGE[1] :]
+    assert abs(skipped[GARBAGE[1]]["loss"] - clean[GARBAGE[1]]["loss"]) < 0.1  # without two updates of 146
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        pytest.param(one, marks=[] if one == "zero1_fp32" else pytest.mark.long)
+        for one in ("zero0_fp32", "zero1_fp32", "zero2_bf16", "zero3_fp32")
+    ],
+)
+def test_a_rewound_run_is_bit_for_bit_the_run_without_these_batches(config, train, tmp_path):
+    rewound = train("rewind", "--spike_rule", "rewind", config=config)
+    without = train("without", config=config, left_out=(140 * 4, SAMPLES[1]))
+    assert [line["step"] for line in rewound] == list(range(1, 161)) and spikes(rewound) == []
+    assert losses(rewound) == losses(without)
+    assert [line["grad_norm"] for line in rewound] == [line["grad_norm"] for line in without]
+    log = (tmp_path / "rewind" / "log.txt").read_text()
+    assert log.count("rewound to step 140") == 2
+
+
+@pytest.mark.parametrize("rule", ["skip", "rewind"])
+def test_a_resumed_run_with_the_rule_is_bit_for_bit(rule, train, tmp_path):
+    whole = train("r", "--spike_rule", rule)
+    for later in complete_checkpoints(tmp_path / "r" / "checkpoints")[1:]:
+        shutil.rmtree(later)
+    resumed = train("r", "--spike_rule", rule, "--resume")
+    assert resumed_after(tmp_path / "r") == 70
+    assert losses(resumed) == losses(whole) and spikes(resumed) == spikes(whole)
+
+
+def test_the_window_starts_anew_after_many_spikes_in_succession():
+    window = Window()
+    for number in range(70):
+        loss = 3 + number % 2 * 0.1
+        assert window.deviations(loss) < DEVIATIONS
+        window.add(loss, spike=False)
+    assert window.deviations(9.0) > DEVIATIONS
+    assert [window.add(9.0, spike=True) for _ in range(LIMIT)] == [False] * (LIMIT - 1) + [True]
+    assert window.deviations(9.0) == 0
+
+
+@pytest.mark.parametrize("rule", ["skip", "rewind"])
+def test_an_optimizer_that_counts_its_updates_is_refused(rule):
+    assert "--spike_rule" in refusal("--recipe", "recipes/one_bit_adam", "--spike_rule", rule)
