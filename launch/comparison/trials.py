@@ -31,7 +31,7 @@ CUDA_CONTEXT = 600 * 2**20
 #: Memory of a rank on a CPU before it builds a model: Python, torch and DeepSpeed.
 PROCESS = 400 * 2**20
 #: Keys of a resolved run that do not affect its numbers, and the seed, which is in the name itself.
-NOT_HASHED = {*INCIDENTAL, "run_name", "runs_dir", "recipe", "config_file", "preset", "data", "seed", "save_every", "keep"}
+NOT_HASHED = {*INCIDENTAL, "run_name", "runs_dir", "recipe", "config_file", "preset", "data", "seed", "save_every", "keep", "spike_rule"}
 
 
 @dataclass(frozen=True)
@@ -112,6 +112,8 @@ def plan_trial(config_file: str, flags: Sequence[str], ranks: int) -> Trial:
         raise CannotRun(config.lacks[0].removeprefix(f"{ROOT}/"))
     numbers = {key: value for key, value in config.as_json().items() if key not in NOT_HASHED}
     numbers["corpus"] = config.corpus.fingerprint
+    if config.spike_rule != "off":  # where it is off, the names of runs from before there was a rule stay
+        numbers["spike_rule"] = config.spike_rule
     key = hashlib.sha256(json.dumps(numbers, sort_keys=True).encode()).hexdigest()[:8]
     return Trial(f"{Path(config_file).stem}-{key}-seed{config.seed}", tuple(flags), config)
 
