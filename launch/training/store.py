@@ -329,7 +329,10 @@ class Uploads:
         self._upload_run_files()
         self.store.upload(checkpoint, self._has_moved)
         self._say(f"{checkpoint.name} was uploaded to {self.store.url} in {time.monotonic() - start:.1f} s")
-        self._prune(checkpoint)
+        try:
+            self._prune(checkpoint)
+        except StoreError as reason:  # the new checkpoint is complete all the same
+            self._say(f"warning: older checkpoints could not be removed from the store: {reason}")
 
     def _has_moved(self) -> None:
         self._moved_at = time.monotonic()
