@@ -73,6 +73,8 @@ class FusedKernels(Technique):
             raise ValueError(f"'fused_kernels.adamw' is a kernel of Adam, and the optimizer is {run.optimizer['type']}; write false")
         for name, (field, component) in COMPONENTS.items():
             has = getattr(run.shape, field)
+            if name == "layer_norm" and not run.shape.bias:
+                has += " without biases"  # which Liger-Kernel's does not support
             if self.asked[name] is True and has != component:
                 raise ValueError(f"'fused_kernels.{name}' is a kernel of {component}, and this model has {has}; write \"auto\" or false")
             self.asked[name] = self.asked[name] if has == component else False
