@@ -5,6 +5,7 @@ python launch/pretrain.py --deepspeed_config ds_configs/zero1_bf16.json --preset
 
 import math
 import re
+from dataclasses import replace
 
 from model.presets import GPTConfig, ModelShape
 
@@ -62,7 +63,8 @@ def parameter_count(config: GPTConfig) -> int:
 
     gpt2 with 50,257 tokens: 124,475,904, which is 124,439,808 and 47 padded rows of 768.
     """
-    return sum(map(math.prod, model_tensors(config).values()))
+    of_one_block = sum(map(math.prod, model_tensors(replace(config, n_layer=1)).values()))
+    return of_one_block + (config.n_layer - 1) * block_parameter_count(config)  # a damaged run.json may say n_layer 10^9
 
 
 def block_flops_per_token(config: ModelShape, seq_len: int) -> int:

@@ -354,10 +354,12 @@ def resolve(argv: list[str], ranks: int | None = None) -> tuple[RunConfig, argpa
 
 def _check_swap_buffers(engine: EngineJson, config: RunConfig) -> None:
     """Refuse a buffer for weights on NVMe that is smaller than a rank's part of the largest weight: the first step would fail."""
-    path, model = ("zero_optimization", "offload_param", "buffer_size"), config.model_config
+    if config.offload("offload_param") != "nvme":
+        return
+    path = ("zero_optimization", "offload_param", "buffer_size")
     size = (written := engine.get(*path)) or BUFFER_SIZE
-    largest = -(-max(map(math.prod, model_tensors(model).values())) // config.ranks)
-    if config.offload("offload_param") == "nvme" and largest > size:
+    largest = -(-max(map(math.prod, model_tensors(config.model_config).values())) // config.ranks)
+    if largest > size:
         raise UsageError(
             f"{engine.where(path)} is {size if written else f'left out, which means {size}'}, but a rank's part of the largest weight has "
             f"{largest:,} elements; write {largest} or more, or use more ranks"
