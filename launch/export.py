@@ -1,4 +1,4 @@
-"""Write a trained model as a Hugging Face folder of GPT2LMHeadModel.
+"""Write a trained model as a Hugging Face folder of a GPT-2, Llama or Qwen3.
 
     python launch/export.py runs/first --out exported/first
     python launch/export.py runs/first --out exported/first_bf16 --dtype bf16
@@ -28,7 +28,7 @@ def build_parser() -> Parser:
     """The flags of `launch/export.py`."""
     parser = Parser(
         prog="python launch/export.py",
-        description="Write a trained model as a Hugging Face folder of GPT2LMHeadModel, in one process without an engine.",
+        description="Write a trained model as a Hugging Face folder of a GPT-2, Llama or Qwen3, in one process without an engine.",
         epilog="Example: python launch/export.py runs/first --out exported/first",
     )
     add_source_flags(parser, data_help="current path of a run's corpus, for the tokenizer (the path in run.json)")

@@ -1,4 +1,4 @@
-"""Generate text with a trained model: a run's folder, or a Hugging Face folder of GPT-2.
+"""Generate text with a trained model: a run's folder, or a Hugging Face folder.
 
     python launch/generate.py runs/demo --prompt "def "
     python launch/generate.py runs/demo --prompt "import " --samples 3 --temperature 0.7 --top_p 0.9 --seed 5

@@ -2,7 +2,7 @@
 
     python launch/plan.py --preset gpt3-13b --ranks 64 --device cuda --memory 80GB
     python launch/plan.py --preset gpt2 --ranks 2 --micro_batch_size 8 --offload optimizer
-    python launch/plan.py --preset gpt2 --ranks 8 --d_model 1024 --n_head 16 --json
+    python launch/plan.py --preset gpt3-6.7b --architecture llama --ranks 8 --json
 
 A column is a stage as `ds_configs/zero<stage>_<precision>.json` runs it, with the batch that `launch/pretrain.py` would take; a row is
 a part, as `launch/config/memory.py` computes it.
@@ -27,7 +27,7 @@ from launch.config.flags import DEFAULT_DATA, Parser, add_model_flags, whole_num
 from launch.config.run_config import ROOT, RunConfig, resolve
 from launch.errors import print_once, run_command
 from model.accounting import parameter_count
-from model.presets import GPTConfig
+from model.presets import FIELDS, SIZES, GPTConfig
 
 STAGES = (0, 1, 2, 3)
 PRECISIONS = ("fp32", "bf16", "fp16")
@@ -39,7 +39,7 @@ OFFLOADS: dict[str, tuple[tuple[int, ...], list[str]]] = {
     "param": ((3,), ["--set", f"zero_optimization.offload_optimizer{ON_CPU}", "--set", f"zero_optimization.offload_param{ON_CPU}"]),
 }
 #: Flags that go to `launch/pretrain.py`'s resolution as they are.
-PASSED_ON = ("preset", "n_layer", "n_head", "d_model", "seq_len", "dropout", "data", "ranks", "micro_batch_size", "global_batch_size")
+PASSED_ON = ("preset", "architecture", *SIZES, *FIELDS, "data", "ranks", "micro_batch_size", "global_batch_size")
 
 
 def build_parser() -> Parser:
@@ -89,8 +89,8 @@ def main() -> int:
         print_once(json.dumps(report | {"columns": columns}, indent=2))
         return 0
     print_once(
-        f"{parameter_count(model) / 1e6:,.1f} M parameters ({model.n_layer} layers, {model.d_model} wide, {model.seq_len} tokens, "
-        f"vocabulary {model.vocab_size:,}), {flags.precision}\n"
+        f"{parameter_count(model) / 1e6:,.1f} M parameters ({model.n_layer} layers, {model.d_model} wide, {model.seq_len} tokens"
+        f"{model.components}, vocabulary {model.vocab_size:,}), {flags.precision}\n"
         f"{first.micro_batch_size} sequences x {first.gradient_accumulation_steps} accumulation x {first.ranks} rank(s); "
         f"what one rank needs on {'a GPU' if device == 'cuda' else 'a CPU'} (--device)\n"
     )

@@ -3,7 +3,9 @@
 python launch/pretrain.py --deepspeed_config ds_configs/zero1_bf16.json --preset gpt2 --explain
 """
 
+import math
 import re
+from dataclasses import replace
 
 from model.presets import GPTConfig, ModelShape
 
@@ -12,27 +14,72 @@ from model.presets import GPTConfig, ModelShape
 LOSS_ROWS = 512
 
 
+def block_tensors(config: ModelShape) -> dict[str, tuple[int, ...]]:
+    """The shape of each parameter of one block, by its name in the block, in the order of `model.gpt.Block`."""
+    C, qkv = config.d_model, sum(config.qkv_heads) * config.d_head
+    hidden = config.d_ff * (2 if config.mlp == "swiglu" else 1)
+
+    def linear(name: str, n_in: int, n_out: int) -> dict[str, tuple[int, ...]]:
+        return {f"{name}.weight": (n_out, n_in)} | ({f"{name}.bias": (n_out,)} if config.bias else {})
+
+    head_norms = {f"attn.{name}.weight": (config.d_head,) for name in ("q_norm", "k_norm")} if config.qk_norm else {}
+    return {
+        **norm_tensors(config, "ln_1"),
+        **linear("attn.c_attn", C, qkv),
+        **head_norms,
+        **linear("attn.c_proj", config.attention_width, C),
+        **norm_tensors(config, "ln_2"),
+        **linear("mlp.c_fc", C, hidden),
+        **linear("mlp.c_proj", config.d_ff, C),
+    }
+
+
+def norm_tensors(config: ModelShape, name: str) -> dict[str, tuple[int, ...]]:
+    """The shapes of the parameters of the norm `name`."""
+    kinds = ("weight", "bias") if config.norm == "layernorm" and config.bias else ("weight",)
+    return {f"{name}.{kind}": (config.d_model,) for kind in kinds}
+
+
+def model_tensors(config: GPTConfig) -> dict[str, tuple[int, ...]]:
+    """The shape of each parameter, by its name in `model.gpt.GPT` and in its order, with the padding of the vocabulary."""
+    embedding = (config.padded_vocab_size, config.d_model)
+    block = block_tensors(config)
+    return {
+        "wte.weight": embedding,
+        **({"wpe.weight": (config.seq_len, config.d_model)} if config.positions == "learned" else {}),
+        **{f"h.{index}.{name}": shape for index in range(config.n_layer) for name, shape in block.items()},
+        **norm_tensors(config, "ln_f"),
+        **({} if config.tied_head else {"lm_head.weight": embedding}),
+    }
+
+
 def block_parameter_count(config: ModelShape) -> int:
-    """Parameters of one block: 12 C^2 + 13 C for width C."""
-    C = config.d_model
-    # c_attn 3C^2 + 3C, attn.c_proj C^2 + C, c_fc 4C^2 + 4C, mlp.c_proj 4C^2 + C, two norms 2C each
-    return 12 * C * C + 13 * C
+    """Parameters of one block; of GPT-2 12 C^2 + 13 C for width C."""
+    return sum(map(math.prod, block_tensors(config).values()))
 
 
 def parameter_count(config: GPTConfig) -> int:
-    """All parameters, with the tied head counted once and the padding of the vocabulary included.
+    """All parameters, with a tied head counted once and the padding of the vocabulary included.
 
     gpt2 with 50,257 tokens: 124,475,904, which is 124,439,808 and 47 padded rows of 768.
     """
-    C = config.d_model
-    return (config.padded_vocab_size + config.seq_len) * C + config.n_layer * block_parameter_count(config) + 2 * C
+    of_one_block = sum(map(math.prod, model_tensors(replace(config, n_layer=1)).values()))
+    return of_one_block + (config.n_layer - 1) * block_parameter_count(config)  # a damaged run.json may say n_layer 10^9
+
+
+def block_flops_per_token(config: ModelShape, seq_len: int) -> int:
+    """Training FLOPs of one block per token of a row of `seq_len`: 6 N + 12 seq_len n_head d_head, for its N parameters.
+
+    Grouped queries reduce N only: each query head multiplies with as many keys as before.
+    """
+    return 6 * block_parameter_count(config) + 12 * config.attention_width * seq_len
 
 
 def flops_per_token(config: GPTConfig, seq_len: int | None = None, kept_blocks: float | None = None) -> float:
-    """Training FLOPs per token, forward and backward: 6 N + 12 n_layer d_model seq_len (PaLM, arXiv 2204.02311, appendix B).
+    """Training FLOPs per token, forward and backward: 6 N + 12 n_layer n_head d_head seq_len (PaLM, arXiv 2204.02311, appendix B).
 
-    N is the number of parameters without the position embedding (a lookup) and without padded rows; the tied head counts once. As in the
-    paper, attention is not halved for causality. gpt2 with 50,257 tokens at 1,024: 6 x 123,653,376 + 12 x 12 x 768 x 1,024 = 855,166,464.
+    N is the number of parameters without embeddings (lookups) and without padded rows; the head counts once, tied or not. As in the paper,
+    attention is not halved for causality. gpt2 with 50,257 tokens at 1,024: 6 x 123,653,376 + 12 x 12 x 768 x 1,024 = 855,166,464.
 
     Args:
         seq_len: tokens per row, if rows are shorter than the model's seq_len.
@@ -40,9 +87,8 @@ def flops_per_token(config: GPTConfig, seq_len: int | None = None, kept_blocks: 
     """
     seq_len = config.seq_len if seq_len is None else seq_len
     kept_blocks = config.n_layer if kept_blocks is None else kept_blocks
-    C = config.d_model
-    parameters = config.vocab_size * C + kept_blocks * block_parameter_count(config) + 2 * C
-    return 6 * parameters + 12 * kept_blocks * C * seq_len
+    ends = config.vocab_size * config.d_model + sum(map(math.prod, norm_tensors(config, "ln_f").values()))
+    return 6 * ends + kept_blocks * block_flops_per_token(config, seq_len)
 
 
 # Dense peaks in TFLOP/s with fp32 accumulation, from the vendors' data sheets (half of the figure "with sparsity" if there is no other).

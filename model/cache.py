@@ -14,7 +14,8 @@ from typing import cast
 import torch
 import torch.nn.functional as F
 
-from model.gpt import GPT, Block, document_starts
+from model.gpt import GPT, Block
+from model.layout import document_starts
 
 #: Parts into which `linear_of_one_row` splits a matrix; 2 to 32 are equally fast.
 PARTS = 16
@@ -38,14 +39,14 @@ class KVCache:
     """The logits of the token that follows a text: a `model.sampling.NextLogits`.
 
     A call computes only the tokens after the prefix that its text shares with the text of the last call. Beyond `seq_len` tokens, the
-    window and its learned positions move with every token, so the whole window is recomputed.
+    window and its positions move with every token, so the whole window is recomputed.
 
-    The cache holds 2 n_layer seq_len d_model numbers: 75 MB for gpt2 (124 M) in fp32.
+    The cache holds 2 n_layer seq_len n_kv_head d_head numbers: 75 MB for gpt2 (124 M) in fp32. Rotary keys are kept rotated.
     """
 
     def __init__(self, model: GPT):
         config, weight = model.config, model.wte.weight
-        shape = (config.n_layer, 2, 1, config.n_head, config.seq_len, config.d_model // config.n_head)
+        shape = (config.n_layer, 2, 1, config.n_kv_head, config.seq_len, config.d_head)
         self._model, self._window = model, list[int]()
         self._kept = torch.empty(shape, dtype=weight.dtype, device=weight.device)
 
@@ -61,13 +62,14 @@ class KVCache:
         positions = (index - starts)[:, start:]  # (1, T), T = end - start
         mask = (index >= starts[0, start:, None]) & (index <= index[start:, None])  # (T, end): what a token attends to
         one_row = end - start == 1 and (device.type, self._kept.dtype) == ("cpu", torch.float32)
-        linear = linear_of_one_row if one_row else F.linear
-        x = model.wte(tokens[:, start:]) + model.wpe(positions)  # (1, T, C)
+        linear, grouped = linear_of_one_row if one_row else F.linear, config.n_kv_head < config.n_head
+        x = model.embed(tokens[:, start:], positions)  # (1, T, C)
+        rotation = model.wpe.rotation(positions, x.dtype)
         for block, (keys, values) in zip(cast("Iterable[Block]", model.h), self._kept, strict=True):
             attn, mlp = block.attn, block.mlp
-            qkv = linear(block.ln_1(x), attn.c_attn.weight, attn.c_attn.bias).unflatten(-1, (3, config.n_head, -1))
-            q, keys[:, :, start:end], values[:, :, start:end] = qkv.transpose(1, 3).unbind(2)  # 3 x (1, n_head, T, d_head)
-            y = F.scaled_dot_product_attention(q, keys[:, :, :end], values[:, :, :end], attn_mask=mask)
+            heads = attn.heads(linear(block.ln_1(x), attn.c_attn.weight, attn.c_attn.bias), rotation)
+            q, keys[:, :, start:end], values[:, :, start:end] = (part.transpose(1, 2) for part in heads)  # (1, heads, T, d_head)
+            y = F.scaled_dot_product_attention(q, keys[:, :, :end], values[:, :, :end], attn_mask=mask, enable_gqa=grouped)
             x = x + linear(y.transpose(1, 2).flatten(2), attn.c_proj.weight, attn.c_proj.bias)
             hidden = mlp.act(linear(block.ln_2(x), mlp.c_fc.weight, mlp.c_fc.bias))
             x = x + linear(hidden, mlp.c_proj.weight, mlp.c_proj.bias)

@@ -1,14 +1,16 @@
-"""GPT-2 (Radford et al. 2019), the one model that every recipe trains.
+"""The GPT that every recipe trains: GPT-2 (Radford et al. 2019), or a Llama or Qwen3 by the fields of its configuration.
 
 It is not taken from a library because techniques replace parts of it, such as the loop over the blocks (`GPT.block_runner`). A test copies
-the weights into transformers' GPT2LMHeadModel and compares logits and every gradient.
+the weights into transformers' models of these names and compares logits and every gradient.
 
-    deepspeed launch/pretrain.py --deepspeed_config ds_configs/zero1_bf16.json --preset nano
+    deepspeed launch/pretrain.py --deepspeed_config ds_configs/zero1_bf16.json --preset nano --architecture llama
+
+Components are chosen by name when the model is built: `POSITIONS`, `NORMS` and `MLPS` are the places to add one. The forward passes are the
+same for all of them.
 
 At step 0 the loss is about ln(vocab_size): 9.01 for 8,192 tokens, 10.82 for 50,257.
 """
 
-import hashlib
 import math
 from collections.abc import Callable, Iterable
 from typing import Any, cast
@@ -18,123 +20,150 @@ import torch.nn.functional as F
 from torch import nn
 
 from model.accounting import LOSS_ROWS
-from model.presets import GPTConfig
+from model.layers import INIT_STD, Embedding, Linear
+from model.layout import Layout, Rotation, document_mask, document_starts, rotate, rotation_at
+from model.presets import GPTConfig, ModelShape
 
-INIT_STD = 0.02  # Radford et al. 2018, section 4.1, and GPT-2's code, for every matrix and both embeddings
 BlockRunner = Callable[[nn.ModuleList, torch.Tensor], torch.Tensor]
-Attend = Callable[[torch.Tensor, torch.Tensor | None, float], torch.Tensor]
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, float], torch.Tensor]
+Rotate = Callable[[torch.Tensor, torch.Tensor, Rotation | None], tuple[torch.Tensor, torch.Tensor]]
 Product = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
 HeadLoss = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor], torch.Tensor]
 
 
-def generator_for(place: str) -> torch.Generator:
-    """A CPU generator whose seed is a hash of `place`."""
-    digest = hashlib.sha256(place.encode()).digest()
-    return torch.Generator(device="cpu").manual_seed(int.from_bytes(digest[:8], "big"))
+# --- the components that an architecture names ------------------------------------------------------------------------------------------
 
 
-@torch.no_grad()
-def draw_normal(parameter: torch.Tensor, std: float, config: GPTConfig, name: str, rows: int | None = None) -> None:
-    """Fills `parameter` with N(0, std^2), a pure function of (config.init_seed, name); rows from `rows` on are set to zero.
+class LearnedPositions(Embedding):
+    """GPT-2's: an embedding for each position, added to the tokens'."""
 
-    Noise N(0, (config.init_noise x std)^2) is added. It has its own generator: the weights without it are the same.
+    def __init__(self, config: GPTConfig, name: str):
+        super().__init__(config.seq_len, config, name)
 
-    The numbers are drawn in fp32 on the CPU and rounded to the parameter's dtype, so all devices, ranks and orders of construction start
-    from the same model, and bf16 weights are the rounded fp32 weights. A parameter on the meta device is not changed.
-    """
-    if parameter.is_meta:
-        return
-    rows = len(parameter) if rows is None else rows
+    def add_to(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """x (B, T, C) with the positions, (T,) or (B, T), in it."""
+        return x + self(positions)
 
-    def normal(std: float, place: str) -> torch.Tensor:
-        # torch.normal, because deepspeed.zero.Init replaces torch.empty and torch.randn with versions that ignore the dtype argument.
-        size, generator = (rows, *parameter.shape[1:]), generator_for(f"{config.init_seed}/{place}")
-        return torch.normal(0.0, std, size, generator=generator, dtype=torch.float32, device="cpu")
-
-    drawn = normal(std, name)
-    if config.init_noise:
-        drawn += normal(config.init_noise * std, f"{name}/noise")
-    parameter[:rows].copy_(drawn)
-    parameter[rows:].zero_()
+    def rotation(self, positions: torch.Tensor, dtype: torch.dtype) -> Rotation | None:
+        """Of queries and keys at `positions`."""
+        return None
 
 
-class Linear(nn.Linear):
-    """(..., n_in) -> (..., n_out) with bias, initialized by its constructor.
+class RotaryPositions(nn.Module):
+    """Nothing is added to the tokens' embeddings: queries and keys are rotated. No parameters, and no buffer that bf16 would round."""
 
-    deepspeed.zero.Init partitions a module's parameters when its constructor returns, so they cannot be initialized later. The constructor
-    therefore needs the parameter's name, from which its values are drawn.
-    """
+    def __init__(self, config: GPTConfig, name: str):
+        super().__init__()
+        self.d_head, self.theta = config.d_head, config.rope_theta
 
-    def __init__(self, n_in: int, n_out: int, config: GPTConfig, name: str, std: float = INIT_STD):
-        super().__init__(n_in, n_out)
-        draw_normal(self.weight, std, config, f"{name}.weight")
-        nn.init.zeros_(self.bias)
+    def add_to(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """x (B, T, C), unchanged."""
+        return x
 
-    def reset_parameters(self) -> None:
-        """Does nothing: torch's initialization would use the global generator, and be overwritten."""
-
-
-class Embedding(nn.Embedding):
-    """int64 (...) -> (..., d_model), initialized by its constructor. Rows from `used_rows` on are padding, and zero."""
-
-    def __init__(self, n_rows: int, config: GPTConfig, name: str, used_rows: int | None = None):
-        super().__init__(n_rows, config.d_model)
-        draw_normal(self.weight, INIT_STD, config, f"{name}.weight", used_rows)
-
-    def reset_parameters(self) -> None:
-        """Does nothing, as in `Linear`."""
+    def rotation(self, positions: torch.Tensor, dtype: torch.dtype) -> Rotation | None:
+        """Of queries and keys at `positions`, (T,) or (B, T)."""
+        return rotation_at(positions, self.d_head, self.theta, dtype)
 
 
-def attend(qkv: torch.Tensor, mask: torch.Tensor | None, dropout: float) -> torch.Tensor:
-    """Causal self-attention by torch's best kernel for the device: qkv (B, T, 3, n_head, d_head) -> (B, T, n_head d_head).
+class GELU(nn.GELU):
+    """GPT-2's tanh approximation of GELU (`gelu_new`): (..., d_ff) -> (..., d_ff)."""
+
+    inputs = 1
+
+    def __init__(self) -> None:
+        super().__init__(approximate="tanh")
+
+
+class SwiGLU(nn.Module):
+    """silu(gate) x up: (..., 2 d_ff), the gate first -> (..., d_ff)."""
+
+    inputs = 2
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up = x.chunk(2, dim=-1)
+        return F.silu(gate) * up
+
+
+POSITIONS: dict[str, type[LearnedPositions | RotaryPositions]] = {"learned": LearnedPositions, "rotary": RotaryPositions}
+#: Each is called with the width and the configuration.
+NORMS: dict[str, Callable[[int, ModelShape], nn.Module]] = {
+    "layernorm": lambda width, config: nn.LayerNorm(width, eps=config.norm_eps, bias=config.bias),
+    "rmsnorm": lambda width, config: nn.RMSNorm(width, eps=config.norm_eps),
+}
+#: What is between the two products of the MLP. `inputs`: how many tensors of width d_ff it reads.
+MLPS: dict[str, type[GELU | SwiGLU]] = {"gelu": GELU, "swiglu": SwiGLU}
+
+
+def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, dropout: float) -> torch.Tensor:
+    """Causal self-attention by torch's best kernel for the device: q (B, T, n_head, d_head) -> (B, T, n_head d_head).
 
     Args:
+        k, v: (B, T, n_kv_head, d_head); n_head / n_kv_head consecutive query heads share one of theirs.
         mask: added to the scores instead of the causal mask, (B, 1, T, T); None for the causal mask.
         dropout: probability, for the attention probabilities.
     """
-    q, k, v = (part.transpose(1, 2) for part in qkv.unbind(2))  # (B, T, 3, n_head, d_head) -> 3 x (B, n_head, T, d_head), views
-    y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, dropout_p=dropout)
-    return y.transpose(1, 2).flatten(2)  # (B, n_head, T, d_head) -> (B, T, C)
+    if q.is_cuda and (mask is not None or q.dtype == torch.float32):
+        k, v = with_heads(k, q.shape[2]), with_heads(v, q.shape[2])  # there only the flash kernel takes groups: 16 bits, without a mask
+    grouped = k.shape[2] < q.shape[2]
+    q, k, v = (part.transpose(1, 2) for part in (q, k, v))  # (B, T, heads, d_head) -> (B, heads, T, d_head), views
+    y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, dropout_p=dropout, enable_gqa=grouped)
+    return y.transpose(1, 2).flatten(2)  # (B, n_head, T, d_head) -> (B, T, n_head d_head)
+
+
+def with_heads(x: torch.Tensor, n_head: int) -> torch.Tensor:
+    """Keys or values repeated for each query head that shares them: (B, T, n_kv_head, d_head) -> (B, T, n_head, d_head)."""
+    return x if x.shape[2] == n_head else x.repeat_interleave(n_head // x.shape[2], dim=2)
+
+
+# --- the model --------------------------------------------------------------------------------------------------------------------------
 
 
 class Attention(nn.Module):
     """Causal self-attention, (B, T, C) -> (B, T, C), with one fused projection for queries, keys and values.
 
     Attributes:
-        mask: the mask of `attend`, set by `GPT` during a forward or backward pass.
-        attend: computes attention from the projections; a technique may assign another kernel.
+        layout: of the rows, set by `GPT` during a forward or backward pass.
+        attend, rotate: compute attention, and the rotation of queries and keys; a technique may assign other kernels.
     """
 
-    mask: torch.Tensor | None
+    layout: Layout
     attend: Attend
+    rotate: Rotate
 
     def __init__(self, config: GPTConfig, name: str):
         super().__init__()
-        self.n_head = config.n_head
+        self.qkv_heads, self.d_head = config.qkv_heads, config.d_head
         self.dropout = config.dropout
-        self.mask = None
-        self.attend = attend
+        self.layout = Layout()
+        self.attend, self.rotate = attend, rotate
         residual_std = INIT_STD / math.sqrt(2 * config.n_layer)  # the residual stream is a sum of 2 n_layer branches (GPT-2, section 2.3)
-        self.c_attn = Linear(config.d_model, 3 * config.d_model, config, f"{name}.c_attn")
-        self.c_proj = Linear(config.d_model, config.d_model, config, f"{name}.c_proj", residual_std)
+        self.c_attn = Linear(config.d_model, sum(config.qkv_heads) * config.d_head, config, f"{name}.c_attn")
+        self.q_norm = NORMS["rmsnorm"](config.d_head, config) if config.qk_norm else nn.Identity()
+        self.k_norm = NORMS["rmsnorm"](config.d_head, config) if config.qk_norm else nn.Identity()
+        self.c_proj = Linear(config.attention_width, config.d_model, config, f"{name}.c_proj", residual_std)
         self.resid_dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        B, T, C = x.shape
-        qkv = self.c_attn(x).view(B, T, 3, self.n_head, C // self.n_head)  # (B, T, 3C) -> (B, T, 3, n_head, d_head)
-        y = self.attend(qkv, self.mask, self.dropout if self.training else 0.0)
+        mask, rotation = self.layout
+        y = self.attend(*self.heads(self.c_attn(x), rotation), mask, self.dropout if self.training else 0.0)
         return self.resid_dropout(self.c_proj(y))
+
+    def heads(self, qkv: torch.Tensor, rotation: Rotation | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Queries, keys and values, each (B, T, heads, d_head), normalized and rotated, from the output of `c_attn`."""
+        q, k, v = qkv.unflatten(-1, (-1, self.d_head)).split(self.qkv_heads, dim=2)
+        return *self.rotate(self.q_norm(q), self.k_norm(k), rotation), v
 
 
 class MLP(nn.Module):
-    """(B, T, C) -> (B, T, 4C) -> (B, T, C), with GPT-2's tanh approximation of GELU (`gelu_new`)."""
+    """(B, T, C) -> (B, T, d_ff) -> (B, T, C); `c_fc` computes all that its activation reads, for swiglu the gate and then the rest."""
 
     def __init__(self, config: GPTConfig, name: str):
         super().__init__()
         residual_std = INIT_STD / math.sqrt(2 * config.n_layer)
-        self.c_fc = Linear(config.d_model, 4 * config.d_model, config, f"{name}.c_fc")
-        self.act = nn.GELU(approximate="tanh")
-        self.c_proj = Linear(4 * config.d_model, config.d_model, config, f"{name}.c_proj", residual_std)
+        act = MLPS[config.mlp]
+        self.c_fc = Linear(config.d_model, act.inputs * config.d_ff, config, f"{name}.c_fc")
+        self.act = act()
+        self.c_proj = Linear(config.d_ff, config.d_model, config, f"{name}.c_proj", residual_std)
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -150,7 +179,7 @@ def add_scaled(x: torch.Tensor, branch: torch.Tensor, scale: float) -> torch.Ten
 
 
 class Block(nn.Module):
-    """One pre-LN block, (B, T, C) -> (B, T, C).
+    """One pre-norm block, (B, T, C) -> (B, T, C).
 
     `branch_scale` multiplies both residual branches: 1, or 1 / (keep probability) if a block runner drops blocks. A scale of 1 changes no
     bit. `index` is the number of the block, from 0.
@@ -159,9 +188,9 @@ class Block(nn.Module):
     def __init__(self, config: GPTConfig, index: int):
         super().__init__()
         self.index = index
-        self.ln_1 = nn.LayerNorm(config.d_model)
+        self.ln_1 = NORMS[config.norm](config.d_model, config)
         self.attn = Attention(config, f"h.{index}.attn")
-        self.ln_2 = nn.LayerNorm(config.d_model)
+        self.ln_2 = NORMS[config.norm](config.d_model, config)
         self.mlp = MLP(config, f"h.{index}.mlp")
 
     def forward(self, x: torch.Tensor, branch_scale: float = 1.0) -> torch.Tensor:
@@ -179,29 +208,35 @@ def linear_cross_entropy(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tens
     return total / (targets != -100).sum()
 
 
-class TiedHead(nn.Module):
-    """The output layer, whose weight is the token embedding: (B, T, C) -> logits or loss.
+class Head(nn.Module):
+    """The output layer: (B, T, C) -> logits or loss. Its weight is the token embedding, or one of its own.
 
-    The embedding's parameter is registered here too, so ZeRO-3, which gathers a module's parameters when the module runs, also gathers it
-    for the head. `loss` computes the loss inside of this module, where the weight is gathered; a technique may assign a kernel that fuses
-    it with the matmul.
+    A tied weight is registered here too, so ZeRO-3, which gathers a module's parameters when the module runs, also gathers it for the
+    head. `loss` computes the loss inside of this module, where the weight is gathered; a technique may assign a kernel that fuses it with
+    the matmul.
     """
 
     padding_bias: torch.Tensor | None
     loss: HeadLoss
 
-    def __init__(self, embedding: Embedding, vocab_size: int):
+    def __init__(self, config: GPTConfig, embedding: Embedding):
         super().__init__()
-        self.vocab_size = vocab_size
-        self.weight = embedding.weight
+        self.vocab_size = config.vocab_size
+        self.weight = (
+            embedding.weight if config.tied_head else Embedding(config.padded_vocab_size, config, "lm_head", config.vocab_size).weight
+        )
         self.loss = linear_cross_entropy
         # The bias of the matmul sets the logits of padded columns to -inf: their probability is 0, and so is the gradient of their rows.
         # Writing -inf into the logits would make the backward pass copy their whole gradient (B x T x vocab fp32).
-        bias = None
-        if vocab_size < embedding.num_embeddings:
-            bias = torch.zeros(embedding.num_embeddings)
-            bias[vocab_size:] = -torch.inf
-        self.register_buffer("padding_bias", bias, persistent=False)
+        padded = config.vocab_size < config.padded_vocab_size
+        self.register_buffer("padding_bias", torch.empty(config.padded_vocab_size) if padded else None, persistent=False)
+        self.hide_padding()
+
+    def hide_padding(self) -> None:
+        """Fill the bias; needed again for a model whose buffers are uninitialized."""
+        if self.padding_bias is not None:
+            self.padding_bias[: self.vocab_size] = 0
+            self.padding_bias[self.vocab_size :] = -torch.inf
 
     def forward(self, x: torch.Tensor, targets: torch.Tensor | None = None) -> torch.Tensor:
         """x (B, T, C); targets int64 (B, T) or None. Returns the scalar fp32 mean loss, or the logits (B, T, vocab_size)."""
@@ -224,56 +259,43 @@ def run_all_blocks(blocks: nn.ModuleList, x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-def document_starts(tokens: torch.Tensor, document_end: int) -> torch.Tensor:
-    """For each token, the index in its row at which its document begins: (B, T) -> int64 (B, T). `document_end` ends a document."""
-    index = torch.arange(tokens.shape[1], device=tokens.device)
-    # The roll moves a row's last token to index 0, where a document begins in any case.
-    return torch.where(tokens.roll(1, dims=1) == document_end, index, 0).cummax(dim=1).values
-
-
-def document_mask(starts: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The attention mask with which a token attends to its document up to itself: (B, T) -> (B, 1, T, T), 0 and -inf.
-
-    Args:
-        starts: from `document_starts`.
-        dtype: of the queries. A boolean mask would be converted in every block, and each copy kept for the backward pass.
-    """
-    index = torch.arange(starts.shape[1], device=starts.device)
-    hidden = (index < starts.unsqueeze(-1)) | (index > index.unsqueeze(-1))  # (T,) with (B, T, 1), and with (T, 1) -> (B, T, T)
-    return torch.zeros_like(hidden, dtype=dtype).masked_fill_(hidden, -torch.inf).unsqueeze(1)
-
-
 class GPT(nn.Module):
-    """GPT-2 with learned positions and a tied head.
+    """The model of a `GPTConfig`.
 
     If `config.document_end` is set, a row of tokens may hold several documents. Positions start from 0 in each, and attention does not
     cross its boundaries.
 
-    The names in `state_dict` are GPT-2's, and matrices have the (out, in) layout of nn.Linear. No technique changes either.
+    The names in `state_dict` are GPT-2's for every architecture, and matrices have the (out, in) layout of nn.Linear. No technique changes
+    either.
 
     `block_runner(blocks, x) -> x`, x (B, T, C), runs the blocks. Techniques that drop blocks or recompute activations assign their own.
     Evaluation uses the full model, so a runner may drop blocks only while `blocks.training`. A runner may be called with a part of the
     blocks, and again in the backward pass, so it must identify a block by `block.index` and not count calls.
 
     Initial weights are a pure function of (config.init_seed, parameter name), also under `deepspeed.zero.Init`: N(0, 0.02^2), divided by
-    sqrt(2 n_layer) for the projections onto the residual stream; biases 0, norms 1, padded rows of the embedding 0. `config.init_noise`
-    adds noise to what is drawn.
+    sqrt(2 n_layer) for the projections onto the residual stream; biases 0, norms 1, padded rows of the embedding and the head 0.
+    `config.init_noise` adds noise to what is drawn.
     """
 
     def __init__(self, config: GPTConfig):
         super().__init__()
         self.config = config
         self.wte = Embedding(config.padded_vocab_size, config, "wte", config.vocab_size)
-        self.wpe = Embedding(config.seq_len, config, "wpe")
+        self.wpe = POSITIONS[config.positions](config, "wpe")
         self.drop = nn.Dropout(config.dropout)
         self.h = nn.ModuleList(Block(config, i) for i in range(config.n_layer))
-        self.ln_f = nn.LayerNorm(config.d_model)
-        self.lm_head = TiedHead(self.wte, config.vocab_size)
+        self.ln_f = NORMS[config.norm](config.d_model, config)
+        self.lm_head = Head(config, self.wte)
         self.block_runner: BlockRunner = run_all_blocks
 
     def used_rows(self, length: int) -> dict[torch.Tensor, int]:
-        """For each embedding, the number of its first rows that sequences of `length` tokens can give gradients."""
-        return {self.wte.weight: self.config.vocab_size, self.wpe.weight: length}
+        """For each embedding and the head, the number of first rows that sequences of `length` tokens can give gradients."""
+        rows = dict.fromkeys((self.wte.weight, self.lm_head.weight), self.config.vocab_size)  # one of them if tied
+        return rows | dict.fromkeys(self.wpe.parameters(), length)
+
+    def embed(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """The input of the first block: (B, T) at positions (T,) or (B, T) -> (B, T, C)."""
+        return self.drop(self.wpe.add_to(self.wte(tokens), positions))
 
     def forward(self, tokens: torch.Tensor, targets: torch.Tensor | None = None) -> torch.Tensor:
         """The loss, or the logits.
@@ -288,36 +310,34 @@ class GPT(nn.Module):
         length = tokens.shape[1]
         if length > self.config.seq_len:
             raise ValueError(f"a sequence of {length} tokens: this model has positions for {self.config.seq_len} (seq_len)")
-        positions = torch.arange(length, device=tokens.device)
-        if self.config.document_end is None:
-            x = self.wte(tokens) + self.wpe(positions)  # (B, T, C) + (T, C)
-            x = self.block_runner(self.h, self.drop(x))
-        else:
+        positions, starts = torch.arange(length, device=tokens.device), None
+        if self.config.document_end is not None:
             starts = document_starts(tokens, self.config.document_end)
-            x = self.wte(tokens) + self.wpe(positions - starts)  # (B, T, C) + (B, T, C)
-            x = self._run_masked(self.drop(x), document_mask(starts, x.dtype))
-        return self.lm_head(self.ln_f(x), targets)
+            positions = positions - starts  # (T,) - (B, T)
+        x = self.embed(tokens, positions)
+        layout = Layout(None if starts is None else document_mask(starts, x.dtype), self.wpe.rotation(positions, x.dtype))
+        return self.lm_head(self.ln_f(self._run_blocks(x, layout)), targets)
 
-    def _run_masked(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        """Runs the blocks with `mask` set in them, during this forward pass and its backward pass.
+    def _run_blocks(self, x: torch.Tensor, layout: Layout) -> torch.Tensor:
+        """Runs the blocks with `layout` set in them, during this forward pass and its backward pass.
 
         A runner may recompute blocks in the backward pass, and other forward passes may have happened in between. Gradient hooks therefore
-        set this pass's mask again when the backward pass enters the last block, and remove it when it leaves the first.
+        set this pass's layout again when the backward pass enters the last block, and remove it when it leaves the first.
         """
 
-        def put(mask: torch.Tensor | None) -> None:
+        def put(layout: Layout) -> None:
             for block in cast("Iterable[Block]", self.h):
-                block.attn.mask = mask
+                block.attn.layout = layout
 
         if x.requires_grad:
-            x.register_hook(lambda gradient: put(None))
-        put(mask)
+            x.register_hook(lambda gradient: put(Layout()))
+        put(layout)
         try:
             x = self.block_runner(self.h, x)
         finally:
-            put(None)
+            put(Layout())
         if x.requires_grad:
-            x.register_hook(lambda gradient: put(mask))
+            x.register_hook(lambda gradient: put(layout))
         return x
 
 

@@ -1,90 +1,188 @@
-"""Converts the model to transformers' GPT2LMHeadModel: names, shapes, layouts and configuration.
+"""Converts the model to transformers' GPT2LMHeadModel, LlamaForCausalLM or Qwen3ForCausalLM: names, shapes, layouts and configuration.
 
-Three things differ: the prefix of the names, the layout of matrices (transformers has GPT-2's Conv1D, (in, out)), and the padding of the
-vocabulary.
+GPT-2: the names have a prefix, and matrices are (in, out), as in its Conv1D. Llama and Qwen3: the names differ, and our fused `c_attn` and
+`c_fc` are three and two matrices. All: the vocabulary is not padded. Rotary positions need no conversion: both sides rotate halves.
 
-    model = GPT2LMHeadModel(GPT2Config.from_dict(hf_config(config))); model.load_state_dict(to_hf_state_dict(gpt.state_dict(), config))
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**hf_config(config)))
+    model.load_state_dict(to_hf_state_dict(gpt.state_dict(), config))
 """
 
 from __future__ import annotations
 
-import re
-from typing import Any
+from dataclasses import fields
+from typing import Any, NamedTuple
 
 import torch
 
-from model.presets import GPTConfig
+from model.accounting import model_tensors
+from model.presets import ARCHITECTURES, FIELDS, GPTConfig, ModelShape
 
-PREFIX = "transformer."
-EMBEDDING = "wte.weight"
 HEAD = "lm_head.weight"
-#: The matrices of the blocks, which transformers stores as (in, out).
-CONV1D = re.compile(r"(c_attn|c_proj|c_fc)\.weight$")
+EMBEDDING = "wte.weight"
+CLASSES = {"gpt2": "GPT2LMHeadModel", "llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+#: What transformers' names begin with, except that of the head.
+PREFIXES = {"gpt2": "transformer.", "llama": "model.", "qwen3": "model."}
+#: Fields that each form reads from its configuration; the others must be as in `ARCHITECTURES`.
+FREE = {
+    "gpt2": ("d_ff", "tied_head", "norm_eps", "rope_theta"),  # without rotary positions, rope_theta is not used
+    "llama": ("n_kv_head", "d_head", "d_ff", "bias", "tied_head", "rope_theta", "norm_eps"),
+    "qwen3": ("n_kv_head", "d_head", "d_ff", "tied_head", "rope_theta", "norm_eps"),
+}
+#: Llama's name of each of our modules of a block, for `c_attn` and `c_fc` the names of their parts.
+_BLOCK_NAMES = {
+    "ln_1": ("input_layernorm",),
+    "attn.c_attn": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "attn.q_norm": ("self_attn.q_norm",),
+    "attn.k_norm": ("self_attn.k_norm",),
+    "attn.c_proj": ("self_attn.o_proj",),
+    "ln_2": ("post_attention_layernorm",),
+    "mlp.c_fc": ("mlp.gate_proj", "mlp.up_proj"),
+    "mlp.c_proj": ("mlp.down_proj",),
+}
+_MODEL_NAMES = {"wte": "embed_tokens", "ln_f": "norm"}
 
 
-def hf_shapes(config: GPTConfig) -> dict[str, tuple[int, ...]]:
-    """The shapes of GPT2LMHeadModel's weights without its head, under the names of `model.gpt.GPT`, unpadded."""
-    width = config.d_model
-    shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (config.vocab_size, width), "wpe.weight": (config.seq_len, width)}
-    for index in range(config.n_layer):
-        block = f"h.{index}."
-        for norm in ("ln_1", "ln_2"):
-            shapes |= {f"{block}{norm}.weight": (width,), f"{block}{norm}.bias": (width,)}
-        for name, n_in, n_out in (
-            ("attn.c_attn", width, 3 * width),
-            ("attn.c_proj", width, width),
-            ("mlp.c_fc", width, 4 * width),
-            ("mlp.c_proj", 4 * width, width),
-        ):
-            shapes |= {f"{block}{name}.weight": (n_in, n_out), f"{block}{name}.bias": (n_out,)}
-    return shapes | {"ln_f.weight": (width,), "ln_f.bias": (width,)}
+class HFTensor(NamedTuple):
+    """A tensor of transformers that holds rows of one of ours.
+
+    Attributes:
+        name: with its prefix.
+        shape: in transformers' layout.
+        start, end: the rows of our tensor.
+        transposed: whether it is (in, out), and ours (out, in).
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    start: int
+    end: int
+    transposed: bool
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """This tensor as a view of ours."""
+        return tensor[self.start : self.end].t() if self.transposed else tensor[self.start : self.end]
+
+
+def hf_form(config: ModelShape) -> str:
+    """The architecture, "gpt2", "llama" or "qwen3", with which transformers computes this model.
+
+    Raises:
+        ValueError: there is none; one line that names the field.
+    """
+    differing = {form: _differing(config, form) for form in ARCHITECTURES}
+    nearest = min(differing, key=lambda form: len(differing[form]))
+    if differing[nearest]:
+        values = ", ".join(f"--{name} {getattr(config, name)}" for name in differing[nearest])
+        raise ValueError(f"transformers has no model of this architecture; the nearest is {nearest}, but for {values}")
+    return nearest
+
+
+def _differing(config: ModelShape, form: str) -> list[str]:
+    """The fields whose values transformers' `form` does not have."""
+    expected = {field.name: field.default for field in fields(ModelShape)} | ARCHITECTURES[form]
+    expected |= {"n_kv_head": config.n_head, "d_head": config.d_model // config.n_head}
+    faults = [name for name in FIELDS if name not in FREE[form] and getattr(config, name) != expected[name]]
+    return faults + (["d_head"] if form == "llama" and config.d_model % config.n_head else [])  # LlamaConfig refuses it
+
+
+def hf_tensors(config: GPTConfig) -> dict[str, list[HFTensor]]:
+    """For each parameter of `model.gpt.GPT`, by name: the tensors of transformers that hold it, in the order of its rows."""
+    form = hf_form(config)
+    return {name: list(_parts(name, shape, form, config)) for name, shape in model_tensors(config).items()}
+
+
+def _parts(name: str, shape: tuple[int, ...], form: str, config: GPTConfig) -> list[HFTensor]:
+    rows = config.vocab_size if name in (EMBEDDING, HEAD) else shape[0]
+    rest = shape[1:]
+    if name == HEAD:
+        return [HFTensor(name, (rows, *rest), 0, rows, False)]
+    if form == "gpt2":
+        transposed = len(shape) == 2 and name.startswith("h.")
+        return [HFTensor(PREFIXES[form] + name, (*rest, rows) if transposed else (rows, *rest), 0, rows, transposed)]
+    module, kind = name.rsplit(".", 1)
+    if module in _MODEL_NAMES:
+        return [HFTensor(f"{PREFIXES[form]}{_MODEL_NAMES[module]}.{kind}", (rows, *rest), 0, rows, False)]
+    _, index, inner = module.split(".", 2)
+    sizes = [heads * config.d_head for heads in config.qkv_heads] if inner == "attn.c_attn" else [rows // len(_BLOCK_NAMES[inner])] * 2
+    parts, start = [], 0
+    for theirs, size in zip(_BLOCK_NAMES[inner], sizes, strict=False):
+        parts.append(HFTensor(f"{PREFIXES[form]}layers.{index}.{theirs}.{kind}", (size, *rest), start, start + size, False))
+        start += size
+    return parts
 
 
 def hf_config(config: GPTConfig, eot_id: int | None = None, dtype: str = "float32") -> dict[str, Any]:
     """The config.json of a model for any version of transformers, with the unpadded vocabulary.
 
     Args:
-        eot_id: the token that begins and ends a text, as in GPT-2.
+        eot_id: the token that begins and ends a text.
         dtype: of the weights, such as "float32".
+
+    Raises:
+        ValueError: transformers has no model of this architecture.
     """
-    own = {} if config.document_end is None else {"document_end": config.document_end}
+    form = hf_form(config)
     return {
-        "architectures": ["GPT2LMHeadModel"],
-        "model_type": "gpt2",
-        "activation_function": "gelu_new",
-        "attn_pdrop": config.dropout,
-        "embd_pdrop": config.dropout,
-        "resid_pdrop": config.dropout,
+        "architectures": [CLASSES[form]],
+        "model_type": form,
         "bos_token_id": eot_id,
         "eos_token_id": eot_id,
         "initializer_range": 0.02,
-        "layer_norm_epsilon": 1e-5,
-        "n_ctx": config.seq_len,
-        "n_positions": config.seq_len,
-        "n_embd": config.d_model,
-        "n_head": config.n_head,
-        "n_inner": None,
-        "n_layer": config.n_layer,
-        "scale_attn_weights": True,
-        "scale_attn_by_inverse_layer_idx": False,
-        "reorder_and_upcast_attn": False,
-        "tie_word_embeddings": True,
+        "tie_word_embeddings": config.tied_head,
         "use_cache": True,
         "vocab_size": config.vocab_size,
         "dtype": dtype,
         "torch_dtype": dtype,  # transformers from 5 on, and before
-        **own,
+        **(_gpt2_config(config) if form == "gpt2" else _llama_config(config)),
+        **({} if config.document_end is None else {"document_end": config.document_end}),
     }
 
 
-def to_hf_layout(name: str, tensor: torch.Tensor, config: GPTConfig) -> torch.Tensor:
-    """The weight `name` of `model.gpt.GPT` in transformers' layout: a view, without the padded rows of the vocabulary."""
-    if CONV1D.search(name):
-        return tensor.t()  # (out, in) -> (in, out)
-    return tensor[: config.vocab_size] if name == EMBEDDING else tensor
+def _gpt2_config(config: GPTConfig) -> dict[str, Any]:
+    return {
+        "activation_function": "gelu_new",
+        "attn_pdrop": config.dropout,
+        "embd_pdrop": config.dropout,
+        "resid_pdrop": config.dropout,
+        "layer_norm_epsilon": config.norm_eps,
+        "n_ctx": config.seq_len,
+        "n_positions": config.seq_len,
+        "n_embd": config.d_model,
+        "n_head": config.n_head,
+        "n_inner": None if config.d_ff == 4 * config.d_model else config.d_ff,
+        "n_layer": config.n_layer,
+        "scale_attn_weights": True,
+        "scale_attn_by_inverse_layer_idx": False,
+        "reorder_and_upcast_attn": False,
+    }
+
+
+def _llama_config(config: GPTConfig) -> dict[str, Any]:
+    return {
+        "hidden_act": "silu",
+        "attention_dropout": config.dropout,
+        "rms_norm_eps": config.norm_eps,
+        "max_position_embeddings": config.seq_len,
+        "hidden_size": config.d_model,
+        "num_attention_heads": config.n_head,
+        "num_key_value_heads": config.n_kv_head,
+        "head_dim": config.d_head,
+        "intermediate_size": config.d_ff,
+        "num_hidden_layers": config.n_layer,
+        "attention_bias": config.bias,
+        "rope_theta": config.rope_theta,  # transformers before 5, and from 5 on
+        "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
+        **({"use_sliding_window": False} if config.qk_norm else {"mlp_bias": config.bias}),
+    }
+
+
+def to_hf(name: str, tensor: torch.Tensor, config: GPTConfig) -> dict[str, torch.Tensor]:
+    """The parameter `name` of `model.gpt.GPT` under transformers' names and in its layout: views, without padded rows."""
+    return {part.name: part.of(tensor) for part in hf_tensors(config)[name]}
 
 
 def to_hf_state_dict(state_dict: dict[str, torch.Tensor], config: GPTConfig) -> dict[str, torch.Tensor]:
-    """`GPT.state_dict()` with GPT2LMHeadModel's names and layouts. The head and the embedding share a tensor."""
-    hf = {PREFIX + name: to_hf_layout(name, tensor, config).contiguous() for name, tensor in state_dict.items() if name != HEAD}
-    return hf | {HEAD: hf[PREFIX + EMBEDDING]}
+    """`GPT.state_dict()` with transformers' names and layouts. A tied head and the embedding share a tensor."""
+    tensors = hf_tensors(config)
+    hf = {part.name: part.of(state_dict[name]).contiguous() for name, parts in tensors.items() for part in parts}
+    return hf if HEAD in hf else hf | {HEAD: hf[tensors[EMBEDDING][0].name]}

@@ -1,22 +1,43 @@
-"""The named model sizes, and the training values that `"auto"` takes from them.
+"""The fields of a model, the architectures, and the named sizes with the training values that `"auto"` takes from them.
 
 The JSONs of `ds_configs/` have `"auto"` where the right value depends on the model, so that one JSON serves every size. This module does
 not import torch, so that `--help` is fast.
 
-    deepspeed launch/pretrain.py --deepspeed_config ds_configs/zero1_bf16.json --preset micro
+    deepspeed launch/pretrain.py --deepspeed_config ds_configs/zero1_bf16.json --preset micro --architecture llama
 """
 
-from dataclasses import dataclass
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any
 
 VOCAB_MULTIPLE = 128  # rows of the token embedding; keeps the head's matmul on tensor-core tiles (50,257 -> 50,304)
+MLP_MULTIPLE = 128  # width of a SwiGLU
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """The sizes of a GPT that do not depend on the tokenizer.
+    """The sizes and the architecture of a GPT: what does not depend on the tokenizer.
 
-    n_layer blocks of n_head heads and width d_model (d_model / n_head per head), for sequences of at most seq_len tokens.
-    Raises ValueError, with a message of one line, for an impossible shape.
+    n_layer blocks of n_head heads and width d_model, for sequences of at most seq_len tokens. The other fields are the architecture; their
+    defaults are GPT-2's.
+
+    Attributes:
+        positions: "learned" (an embedding per position, added to the tokens') or "rotary" (queries and keys are rotated by an angle that
+            grows with the position; Su et al., arXiv 2104.09864).
+        norm: "layernorm", or "rmsnorm", which subtracts no mean and has no bias (Zhang and Sennrich, arXiv 1910.07467).
+        mlp: "gelu", or "swiglu": silu(gate) x up instead of one activation (Shazeer, arXiv 2002.05202).
+        n_kv_head: heads of keys and values, each shared by n_head / n_kv_head query heads (Ainslie et al., arXiv 2305.13245); 0: n_head.
+        d_head: width of a head; 0: d_model / n_head.
+        d_ff: width of the MLP's hidden layer; 0: 4 d_model for gelu, and for swiglu 8/3 d_model, rounded up to a multiple of 128, with
+            which its three matrices have about as many parameters as gelu's two.
+        qk_norm: an RMSNorm over each head's queries and keys, before the rotation (Dehghani et al., arXiv 2302.05442; Qwen3).
+        bias: biases in the linear layers of the blocks, and in layernorms.
+        tied_head: the head's weight is the token embedding.
+        rope_theta: base of the rotary frequencies.
+        norm_eps: added to the variance in every norm.
+
+    Fields given as 0 hold their value afterwards. Raises ValueError, with a message of one line, for an impossible shape.
     """
 
     n_layer: int
@@ -24,9 +45,47 @@ class ModelShape:
     d_model: int
     seq_len: int
     dropout: float = 0.0
+    positions: str = "learned"
+    norm: str = "layernorm"
+    mlp: str = "gelu"
+    n_kv_head: int = 0
+    d_head: int = 0
+    d_ff: int = 0
+    qk_norm: bool = False
+    bias: bool = True
+    tied_head: bool = True
+    rope_theta: float = 10_000.0
+    norm_eps: float = 1e-5
 
     def __post_init__(self) -> None:
-        check_shape(self)
+        check_sizes(self)
+        hidden = 4 * self.d_model if self.mlp == "gelu" else -(-8 * self.d_model // (3 * MLP_MULTIPLE)) * MLP_MULTIPLE
+        for name, value in {"n_kv_head": self.n_head, "d_head": self.d_model // self.n_head, "d_ff": hidden}.items():
+            if getattr(self, name) == 0:
+                object.__setattr__(self, name, value)  # the class is frozen for everyone else
+        check_architecture(self)
+
+    def recorded(self) -> dict[str, Any]:
+        """The fields that `run.json` records: all, or of a GPT-2 the sizes alone, as before there were others."""
+        sizes = {name: getattr(self, name) for name in SIZES}
+        return sizes if ModelShape(**sizes) == self else asdict(self)
+
+    @property
+    def components(self) -> str:
+        """What GPT-2 has not, to continue a line: ", rotary, rmsnorm, swiglu, 2 heads of keys and values"."""
+        parts = [value for name in CHOICES if (value := getattr(self, name)) != getattr(ModelShape, name)]
+        parts += [f"{self.n_kv_head} heads of keys and values"] * (self.n_kv_head < self.n_head) + ["QK-norm"] * self.qk_norm
+        return "".join(f", {part}" for part in parts)
+
+    @property
+    def qkv_heads(self) -> tuple[int, int, int]:
+        """The heads of queries, keys and values, in the order of the rows of `c_attn`."""
+        return self.n_head, self.n_kv_head, self.n_kv_head
+
+    @property
+    def attention_width(self) -> int:
+        """Width of the output of attention, all heads together: d_model, unless d_head was given."""
+        return self.n_head * self.d_head
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,14 +142,72 @@ def check_positive_int(name: str, value: object) -> None:
         raise ValueError(f"{name} is {value!r}: it must be a positive whole number")
 
 
-def check_shape(shape: ModelShape) -> None:
-    """Raises ValueError, with the value and the fix in one line, for an impossible shape."""
+def check_sizes(shape: ModelShape) -> None:
+    """Raises ValueError, with the value and the fix in one line, for impossible sizes."""
     for name in ("n_layer", "n_head", "d_model", "seq_len"):
         check_positive_int(name, getattr(shape, name))
-    if shape.d_model % shape.n_head:
+    for name in ("n_kv_head", "d_head", "d_ff"):
+        if getattr(shape, name) != 0:
+            check_positive_int(name, getattr(shape, name))
+    if shape.d_head == 0 and shape.d_model % shape.n_head:
         raise ValueError(f"d_model is {shape.d_model} and n_head is {shape.n_head}: d_model must be a multiple of n_head")
     if not 0 <= shape.dropout < 1:
         raise ValueError(f"dropout is {shape.dropout}: it must be at least 0 and below 1")
+
+
+def check_architecture(shape: ModelShape) -> None:
+    """Raises ValueError, with the value and the fix in one line, for fields that are unknown or do not fit together."""
+    for name, known in CHOICES.items():
+        if getattr(shape, name) not in known:
+            raise ValueError(f"{name} is {getattr(shape, name)!r}: it must be {' or '.join(known)}")
+    for name in ("qk_norm", "bias", "tied_head"):
+        if not isinstance(getattr(shape, name), bool):
+            raise ValueError(f"{name} is {getattr(shape, name)!r}: it must be true or false")
+    for name in ("rope_theta", "norm_eps"):
+        value = getattr(shape, name)
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+            raise ValueError(f"{name} is {value!r}: it must be a number above 0")
+    if shape.n_head % shape.n_kv_head:
+        raise ValueError(f"n_head is {shape.n_head} and n_kv_head is {shape.n_kv_head}: n_head must be a multiple of n_kv_head")
+    if shape.positions == "rotary" and shape.d_head % 2:
+        raise ValueError(f"d_head is {shape.d_head}: rotary positions rotate pairs, so it must be even; change d_model, n_head or d_head")
+
+
+#: The values of the fields that name a component. `model/gpt.py` has a table with a class for each.
+CHOICES = {"positions": ("learned", "rotary"), "norm": ("layernorm", "rmsnorm"), "mlp": ("gelu", "swiglu")}
+_MODERN = {"positions": "rotary", "norm": "rmsnorm", "mlp": "swiglu", "bias": False}
+#: The forms that transformers reads -> the fields that differ from the defaults of `ModelShape`. llama has the constants of Llama 3, qwen3
+#: those of Qwen3, whose models of up to 4 B parameters are tied.
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "gpt2": {},
+    "llama": {**_MODERN, "tied_head": False, "rope_theta": 500_000.0, "norm_eps": 1e-5},
+    "qwen3": {**_MODERN, "qk_norm": True, "rope_theta": 1_000_000.0, "norm_eps": 1e-6},
+}
+#: The fields of `ModelShape` that a preset sets, and those that are an architecture.
+SIZES = ("n_layer", "n_head", "d_model", "seq_len", "dropout")
+FIELDS = tuple(field.name for field in fields(ModelShape) if field.name not in SIZES)
+
+
+def shared_heads(n_head: int) -> int:
+    """The heads of keys and values of llama and qwen3: the least divisor of n_head from n_head / 4 and from 2 on. 32: 8, 12: 3, 4: 2."""
+    return next(heads for heads in range(1, n_head + 1) if n_head % heads == 0 and heads >= max(n_head / 4, min(2, n_head)))
+
+
+def shape_of(sizes: ModelShape, architecture: str, given: Mapping[str, Any]) -> ModelShape:
+    """The model of a preset in an architecture, with the values that are `given` instead.
+
+    Args:
+        sizes: those of the preset.
+        architecture: a key of `ARCHITECTURES`.
+
+    Raises:
+        ValueError: the values are impossible together; one line.
+    """
+    values = {name: getattr(sizes, name) for name in SIZES}
+    values |= ARCHITECTURES[architecture] | dict(given)
+    if architecture != "gpt2" and "n_kv_head" not in given:
+        values["n_kv_head"] = shared_heads(values["n_head"])
+    return ModelShape(**values)
 
 
 # Sources. Sizes gpt2*: Radford et al. 2019, table 2, with the published checkpoints' head counts (64 wide each).

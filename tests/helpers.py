@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +24,19 @@ from launch.config.explain import explain as explained_run
 from launch.config.run_config import RunConfig, needs_cuda, resolve
 from launch.errors import run_command
 from launch.formats.checkpoint_files import file_entry, state_text
+from model.presets import FIELDS, GPTConfig, ModelShape, shape_of
 from model.sampling import Sampling, recomputed, stream
 from recipes.registry import read_recipe, recipe_names
 from tests.commands import run_script
 
 ROOT = Path(__file__).resolve().parents[1]
+
+
+def config_of(architecture: str, sizes: dict[str, Any], **more: Any) -> GPTConfig:
+    """The model of an architecture. sizes: of `ModelShape`, and fields that replace the architecture's. more: of `GPTConfig`."""
+    given = {name: value for name, value in sizes.items() if name in FIELDS}
+    plain = ModelShape(**{name: value for name, value in sizes.items() if name not in FIELDS})
+    return GPTConfig(**asdict(shape_of(plain, architecture, given)), **more)
 
 
 def recipe_flags(config: Path) -> list[str]:

@@ -88,7 +88,8 @@ def test_sides_are_interleaved_in_a_rotating_order():
 
 
 def test_utilization_leaves_out_each_kernel_in_turn():
-    assert tuple(FusedKernels.declaration.keys) == utilization.KERNELS
+    other_architectures = {"rms_norm", "swiglu", "rotary"}
+    assert set(utilization.KERNELS) == set(FusedKernels.declaration.keys) - other_architectures
     for name, flags in utilization.cells().items():
         sets = [text for change in flags if "fused_kernels" in change and "=" in change for text in ("--set", change)]
         config = flags[flags.index("--deepspeed_config") + 1]

@@ -24,7 +24,10 @@ TINY = ("--n_layer", "4", "--n_head", "2", "--d_model", "64", "--seq_len", "32",
     ("flags", "words"),
     [
         (("--set", "bf16.enabled=false"), "'fp8' casts from bf16, and this run is in fp32; use the bf16 JSON of the same stage"),
-        (("--d_model", "72"), "'fp8' multiplies matrices whose sides are multiples of 16, and d_model is 72; change --d_model"),
+        (
+            ("--d_model", "72"),
+            "multiples of 16, and attn.c_attn.weight is 216 x 72; change --d_model",
+        ),
         (("--set", "zero_optimization.stage=3"), 'add "activation_checkpointing": {"enabled": true}, or use stage 2'),
         (("--set", "fp8.recipe=blockwise"), 'is "blockwise"; write one of "tensorwise", "rowwise", "rowwise_with_gw_hp"'),
         (("--set", "fp8.emulate=auto"), '--set fp8.emulate: "auto" has no meaning here'),

@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from model import gpt
+from model.layout import rotate, rotation_at
 from recipes.fused_kernels import cross_entropy
 from recipes.fused_kernels.attention import KEPT_LENGTH, QUERIES, blockwise_attention
 from recipes.fused_kernels.gelu import _backward, _forward
-from recipes.fused_kernels.technique import FusedKernels
+from recipes.fused_kernels.technique import COMPONENTS, FusedKernels, liger_rotate
 from tests import helpers
 
 RUN = ("--deepspeed_config", "ds_configs/zero0_bf16.json", "--data", "no/corpus")
@@ -50,12 +51,41 @@ def documents(length: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("masked", [False, True])
+def test_attention_in_blocks_shares_keys_and_values(masked):
+    q = some_qkv(150, heads=6)[:, :, 0]
+    k, v = some_qkv(150, heads=2)[:, :, 1:].unbind(2)
+    mask = documents(150, torch.float64) if masked else None
+    exact, found = (passes(lambda *qkv, f=f: f(*qkv, mask, 0.0), q, k, v) for f in (gpt.attend, blockwise_attention))
+    repeated = passes(lambda q, k, v: gpt.attend(q, gpt.with_heads(k, 6), gpt.with_heads(v, 6), mask, 0.0), q, k, v)
+    assert [error(*pair) < 1e-6 for pair in zip(found, exact, strict=True)] == [True] * 4
+    assert [error(*pair) < 1e-12 for pair in zip(repeated, exact, strict=True)] == [True] * 4
+
+
+def test_ligers_rotation_gets_what_it_reads():
+    """The kernel's contract, written out: (B, heads, T, d_head), halves, cosines (1 or B, T, d_head / 2)."""
+
+    class Written:
+        @staticmethod
+        def apply(q, k, cos, sin, position_ids, unsqueeze_dim, rotary_dim):
+            assert (position_ids, unsqueeze_dim, rotary_dim) == (None, 1, 20)
+            assert cos.shape[1:] == sin.shape[1:] == (9, 10)
+            cos, sin = (torch.cat((part, part), dim=-1)[:, None] for part in (cos, sin))
+            return tuple(x * cos + torch.cat((-x[..., 10:], x[..., :10]), dim=-1) * sin for x in (q, k))
+
+    q, k, _ = some_qkv(9).unbind(2)
+    for positions in (torch.arange(9), torch.stack((torch.arange(9), torch.arange(9).flip(0)))):
+        rotation = rotation_at(positions, 20, 100.0, torch.float64)
+        for found, exact in zip(liger_rotate(Written, q, k, rotation), rotate(q, k, rotation), strict=True):
+            torch.testing.assert_close(found, exact)
+
+
+@pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("length", [1, 5, QUERIES, QUERIES + 1, 300, KEPT_LENGTH + 1])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 1e-2)])
 def test_attention_in_blocks_is_torchs(dtype, tolerance, length, masked):
     qkv = some_qkv(length)
-    exact = passes(lambda x: gpt.attend(x, documents(length, x.dtype) if masked else None, 0.0), qkv)
-    found = passes(lambda x: blockwise_attention(x, documents(length, x.dtype) if masked else None, 0.0), qkv.to(dtype))
+    exact = passes(lambda x: gpt.attend(*x.unbind(2), documents(length, x.dtype) if masked else None, 0.0), qkv)
+    found = passes(lambda x: blockwise_attention(*x.unbind(2), documents(length, x.dtype) if masked else None, 0.0), qkv.to(dtype))
     assert [error(*pair) < tolerance for pair in zip(found, exact, strict=True)] == [True, True]
 
 
@@ -63,13 +93,13 @@ def test_attention_in_blocks_is_torchs(dtype, tolerance, length, masked):
 def test_probabilities_are_kept_of_short_sequences_only(length, kept):
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(saved.append, lambda tensor: tensor):
-        blockwise_attention(some_qkv(length).float().requires_grad_(), None, 0.0)
+        blockwise_attention(*some_qkv(length).float().requires_grad_().unbind(2), None, 0.0)
     assert len(saved) == 3 + kept  # queries, keys, values
 
 
 def test_no_query_sees_a_later_key():
     qkv = some_qkv(200).float().requires_grad_()
-    blockwise_attention(qkv, None, 0.0)[:, 150].sum().backward()
+    blockwise_attention(*qkv.unbind(2), None, 0.0)[:, 150].sum().backward()
     assert qkv.grad is not None
     assert float(qkv.grad[:, 151:].abs().max()) == 0.0
     assert float(qkv.grad[:, :151, 1:].abs().amin(dim=(2, 3, 4)).min()) > 0.0
@@ -256,6 +286,14 @@ def test_a_kernel_that_would_do_nothing_is_refused_where_it_is_asked_for(more, l
     assert f"--set fused_kernels.{kernel.partition('=')[0]} " in said
     assert line in said
     explained(*flags, "--set", "fused_kernels=auto", "--set", other)
+
+
+@pytest.mark.parametrize("name", COMPONENTS)
+def test_a_kernel_of_a_component_that_the_model_lacks_is_refused_if_asked_for(name):
+    own, other = ("gpt2", "llama") if name in ("layer_norm", "gelu") else ("llama", "gpt2")
+    assert f"fused_kernels.{name} is a kernel of " in refusal("--architecture", other, "--set", f"fused_kernels.{name}=true")
+    explained("--architecture", own, "--set", f"fused_kernels.{name}=true")
+    explained("--architecture", other, "--set", f'fused_kernels={{"attention": "auto", "{name}": "auto"}}')
 
 
 def test_a_key_beside_auto_is_told_where_that_stands():

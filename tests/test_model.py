@@ -1,4 +1,4 @@
-"""The model is GPT-2, its weights depend on seed and name only, and its arithmetic is right."""
+"""The model is GPT-2, Llama or Qwen3, its weights depend on seed and name only, and its arithmetic is right."""
 
 import json
 import math
@@ -11,11 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from model.accounting import flops_per_token, parameter_count, peak_flops
+from model.accounting import flops_per_token, model_tensors, parameter_count, peak_flops
 from model.gpt import GPT, run_all_blocks, weight_decay_groups
-from model.hf import hf_config, hf_shapes, to_hf_layout, to_hf_state_dict
+from model.hf import hf_config, hf_tensors, to_hf, to_hf_state_dict
+from model.layout import rotation_at
 from model.presets import PRESETS, GPTConfig, ModelShape
-from tests.helpers import generate
+from tests.helpers import config_of, generate
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 TINY = {"n_layer": 2, "n_head": 2, "d_model": 32, "seq_len": 16}
@@ -30,31 +31,41 @@ def tokens_of(config: GPTConfig, batch: int, length: int) -> tuple[torch.Tensor,
 # --- against transformers
 
 
-@pytest.mark.parametrize("attention", ["eager", "sdpa"])
-@pytest.mark.parametrize(
-    ("config", "batch", "length"),
-    [
-        (GPTConfig(1, 1, 16, 8, vocab_size=128), 1, 1),
-        (GPTConfig(2, 4, 64, 32, vocab_size=300), 3, 32),
-        (GPTConfig(3, 3, 48, 24, vocab_size=1000), 40, 17),  # 680 rows of logits: more than the head takes at a time
-    ],
-    ids=["one_token", "padded_vocabulary", "three_heads"],
-)
-def test_logits_loss_and_every_gradient_equal_transformers(config, batch, length, attention):
-    from transformers import GPT2Config, GPT2LMHeadModel
+SMALL = {"n_layer": 3, "n_head": 4, "d_model": 64, "seq_len": 32}
+#: Name -> (the model, its batch, the length of its rows).
+MODELS: dict[str, tuple[GPTConfig, int, int]] = {
+    "gpt2, one token": (GPTConfig(1, 1, 16, 8, vocab_size=128), 1, 1),
+    "gpt2, padded vocabulary": (GPTConfig(2, 4, 64, 32, vocab_size=300), 3, 32),
+    "gpt2, three heads": (GPTConfig(3, 3, 48, 24, vocab_size=1000), 40, 17),  # 680 rows of logits: more than the head takes at a time
+    "gpt2, untied": (GPTConfig(2, 4, 64, 32, vocab_size=300, tied_head=False, d_ff=100, norm_eps=1e-6), 3, 32),
+    "llama": (config_of("llama", SMALL, vocab_size=300), 3, 32),
+    "llama, tied with biases": (config_of("llama", {**SMALL, "tied_head": True, "bias": True, "rope_theta": 123.0}, vocab_size=300), 3, 32),
+    "llama, one key head": (config_of("llama", {**SMALL, "n_kv_head": 1, "d_ff": 88, "d_head": 32}, vocab_size=300), 3, 17),
+    "qwen3": (config_of("qwen3", SMALL, vocab_size=300), 3, 32),
+    "qwen3, untied": (config_of("qwen3", {**SMALL, "tied_head": False, "d_head": 32, "n_kv_head": 4}, vocab_size=300), 3, 32),
+}
 
-    model = GPT(config)
-    # Weights 8 times larger (activations of order 1, where the two forms of GELU differ), biases and norms away from 0 and 1.
+
+def spread_weights(model: GPT) -> None:
+    """Weights 4 times larger (activations of order 1, where the two forms of GELU differ), biases and norms away from 0 and 1."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.ndim == 1:
                 generator = torch.Generator().manual_seed(len(name))
-                parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.1)
+                parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.2)
             else:
-                parameter.mul_(8)
-    theirs_config = GPT2Config.from_dict(hf_config(config))
-    theirs_config._attn_implementation = attention
-    theirs = GPT2LMHeadModel(theirs_config).eval()
+                parameter.mul_(4)
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_loss_and_every_gradient_equal_transformers(name, attention):
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config, batch, length = MODELS[name]
+    model = GPT(config)
+    spread_weights(model)
+    theirs = AutoModelForCausalLM.from_config(AutoConfig.for_model(**hf_config(config)), attn_implementation=attention).eval()
     theirs.load_state_dict(to_hf_state_dict(model.state_dict(), config))
 
     tokens, targets = tokens_of(config, batch, length)
@@ -68,10 +79,21 @@ def test_logits_loss_and_every_gradient_equal_transformers(config, batch, length
     torch.testing.assert_close(model(tokens), logits, atol=1e-5, rtol=0)
     torch.testing.assert_close(ours, loss, atol=1e-5, rtol=0)
     expected = {name: parameter.grad for name, parameter in theirs.named_parameters()}
-    for name, parameter in model.named_parameters():
-        grad = to_hf_layout(name, parameter.grad, config)
-        torch.testing.assert_close(grad, expected[f"transformer.{name}"], atol=1e-5, rtol=0, msg=lambda m, name=name: f"{name}: {m}")
+    zero = 1e-7 * max(float(gradient.norm()) for gradient in expected.values())  # such as those of the biases of GPT-2's keys
+    found = {part: grad for name, parameter in model.named_parameters() for part, grad in to_hf(name, parameter.grad, config).items()}
+    assert found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        assert float((found[name] - gradient).norm()) <= 1e-5 * float(gradient.norm()) + zero, name
     assert not model.wte.weight.grad[config.vocab_size :].any()
+    assert not model.lm_head.weight.grad[config.vocab_size :].any()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_what_is_counted_is_what_is_built(name):
+    config = MODELS[name][0]
+    model = GPT(config)
+    assert [(name, tuple(parameter.shape)) for name, parameter in model.named_parameters()] == list(model_tensors(config).items())
+    assert parameter_count(config) == sum(parameter.numel() for parameter in model.parameters())
 
 
 def test_weights_on_their_way_to_transformers():
@@ -80,9 +102,45 @@ def test_weights_on_their_way_to_transformers():
     assert hf["transformer.wte.weight"].shape == (200, 32)
     assert hf["transformer.h.1.mlp.c_fc.weight"].shape == (32, 128)  # Conv1D: (in, out)
     assert hf["lm_head.weight"] is hf["transformer.wte.weight"]
-    assert {name.removeprefix("transformer."): tuple(tensor.shape) for name, tensor in hf.items() if name != "lm_head.weight"} == hf_shapes(
-        config
-    )
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_row_has_one_place_in_transformers(name):
+    config = MODELS[name][0]
+    shapes, parts = model_tensors(config), hf_tensors(config)
+    for ours, pieces in parts.items():
+        rows = config.vocab_size if ours in ("wte.weight", "lm_head.weight") else shapes[ours][0]
+        assert [piece.start for piece in pieces] == [0, *(piece.end for piece in pieces[:-1])]
+        assert pieces[-1].end == rows
+        assert sum(math.prod(piece.shape) for piece in pieces) == rows * math.prod(shapes[ours][1:])
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"positions": "rotary"}, "the nearest is gpt2, but for --positions rotary"),
+        ({"bias": False}, "the nearest is gpt2, but for --bias False"),
+        ({"norm": "rmsnorm", "mlp": "swiglu", "bias": False}, "the nearest is llama, but for --positions learned"),
+    ],
+)
+def test_an_architecture_that_transformers_lacks_is_trained_but_not_converted(fields, said):
+    config = GPTConfig(**TINY, **fields, vocab_size=200)
+    assert GPT(config)(*tokens_of(config, 2, 16)).isfinite()
+    with pytest.raises(ValueError, match=said):
+        hf_config(config)
+
+
+def test_the_head_of_its_own_and_the_rotation_start_as_documented():
+    config = config_of("llama", TINY, vocab_size=200)
+    weights = GPT(config).state_dict()
+    head, embedding = weights["lm_head.weight"], weights["wte.weight"]
+    assert not torch.equal(head, embedding)
+    assert not head[200:].any()
+    assert abs(head[:200].std().item() / 0.02 - 1) < 0.04
+    cos, sin = rotation_at(torch.tensor([0, 1, 5000]), 8, 10_000.0, torch.float32)
+    angles = torch.tensor([[p / 10_000 ** (2 * i / 8) for i in range(4)] for p in (0, 1, 5000)], dtype=torch.float64)
+    torch.testing.assert_close(cos[0, :, 0].double(), angles.cos(), atol=5e-4, rtol=0)  # fp32 has 5,000 radians to 2.4e-4
+    torch.testing.assert_close(sin[0, :, 0].double(), angles.sin(), atol=5e-4, rtol=0)
 
 
 # --- names, shapes, numbers
@@ -453,6 +511,12 @@ def test_an_unknown_dtype_is_an_error():
         ({"d_model": 33}, "d_model is 33 and n_head is 2: d_model must be a multiple"),
         ({"dropout": 1.0}, "dropout is 1.0"),
         ({"dropout": -0.1}, "dropout is -0.1"),
+        ({"n_kv_head": 3}, "n_head is 2 and n_kv_head is 3: n_head must be a multiple"),
+        ({"n_kv_head": -1}, "n_kv_head is -1"),
+        ({"positions": "alibi"}, "positions is 'alibi': it must be learned or rotary"),
+        ({"positions": "rotary", "d_head": 5}, "d_head is 5: rotary positions rotate pairs"),
+        ({"qk_norm": 1}, "qk_norm is 1: it must be true or false"),
+        ({"rope_theta": 0.0}, "rope_theta is 0.0"),
     ],
 )
 def test_a_shape_that_cannot_be_built_is_one_line(change, message):

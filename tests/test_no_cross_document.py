@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -13,13 +14,16 @@ import torch.nn.functional as F
 from launch.config.explain import as_text, explain
 from launch.config.run_config import resolve
 from model import gpt
-from model.gpt import GPT, document_mask, document_starts
-from model.presets import GPTConfig
+from model.gpt import GPT
+from model.layout import Layout, document_mask, document_starts
+from model.presets import ARCHITECTURES, GPTConfig
 from recipes.activation_checkpointing.technique import ActivationCheckpointing
-from tests.helpers import generate
+from tests.helpers import config_of, generate
 
 END = 3
-CONFIG = GPTConfig(n_layer=3, n_head=2, d_model=32, seq_len=24, vocab_size=100, init_seed=1, document_end=END)
+SIZES = {"n_layer": 3, "n_head": 2, "d_model": 32, "seq_len": 24}
+CONFIGS = {name: config_of(name, SIZES, vocab_size=100, init_seed=1, document_end=END) for name in ARCHITECTURES}
+CONFIG = CONFIGS["gpt2"]
 #: Attention of initial weights is all but uniform and its scores all but zero: larger weights make what it sees matter.
 SCALE = 8
 TOLERANCE = 1e-5
@@ -55,11 +59,13 @@ def test_starts_and_mask_of_a_row_by_hand():
     assert set(mask.flatten().tolist()) == {0.0, -torch.inf}
 
 
-def test_logits_of_a_document_are_those_of_the_document_alone(device):
-    model = model_of(device=device)
+@pytest.mark.parametrize("architecture", CONFIGS)
+def test_logits_of_a_document_are_those_of_the_document_alone(device, architecture):
+    config = CONFIGS[architecture]
+    model = model_of(config, device)
     last, tail = document(9, 1), document(6, 2)[:-1]  # the window cuts the last document short
     alone = [model(rows(one).to(device))[0] for one in (last, tail)]
-    plain = model_of(GPTConfig(**vars(CONFIG) | {"document_end": None}), device)
+    plain = model_of(replace(config, document_end=None), device)
     torch.testing.assert_close(alone[0], plain(rows(last).to(device))[0], atol=TOLERANCE, rtol=0)
     befores = [document(7, 3), document(7, 4), document(4, 5), [*document(3, 6), *document(2, 7), END], []]
     for before in befores:
@@ -96,13 +102,14 @@ def gradients(model: GPT) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("section", [{}, {"number_checkpoints": 2}, {"number_checkpoints": 1, "cpu_checkpointing": True}], ids=str)
-def test_blocks_that_are_computed_again_are_computed_under_their_own_mask(section):
+@pytest.mark.parametrize("architecture", CONFIGS)
+def test_blocks_that_are_computed_again_are_computed_under_their_own_layout(section, architecture):
     """Forward passes of other micro-batches and an evaluation lie between a forward pass and its backward pass, in any order."""
     micro_batches = [rows(document(5, 1), document(11, 2)), rows(document(12, 3), document(4, 4)), rows(document(9, 5))]
     for order in (*itertools.permutations(range(3)), None):
         found = []
         for checkpointed in (False, True):
-            model = model_of(GPTConfig(**vars(CONFIG) | {"dropout": 0.1}))
+            model = model_of(replace(CONFIGS[architecture], dropout=0.1))
             if checkpointed:
                 technique = ActivationCheckpointing(section, SimpleNamespace(shape=model.config))
                 technique.attach(SimpleNamespace(module=model), None)
@@ -115,7 +122,7 @@ def test_blocks_that_are_computed_again_are_computed_under_their_own_mask(sectio
                 losses[place].backward()
             if order is None:
                 sum(losses).backward()
-            assert all(block.attn.mask is None for block in model.h), "nothing is kept of a step that is over"
+            assert all(block.attn.layout == Layout() for block in model.h), "nothing is kept of a step that is over"
             found.append((torch.stack(losses), gradients(model)))
         (losses, expected), (again, recomputed) = found
         assert torch.equal(losses, again)
@@ -150,7 +157,7 @@ def test_without_it_nothing_changes(monkeypatch):
     assert torch.equal(loss, expected)
     for name, gradient in gradients(model).items():
         assert torch.equal(gradient, wanted[name]), name
-    assert asked == 3 * [{"attn_mask": None, "is_causal": True, "dropout_p": 0.0}]
+    assert asked == 3 * [{"attn_mask": None, "is_causal": True, "dropout_p": 0.0, "enable_gqa": False}]
 
 
 def test_names_and_initial_weights_are_the_same():

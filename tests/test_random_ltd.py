@@ -10,12 +10,12 @@ import pytest
 from launch.config.run_config import resolve
 from launch.errors import UsageError
 from model.accounting import flops_per_token
-from model.presets import GPTConfig
+from model.presets import ARCHITECTURES, GPTConfig
 from recipes.random_ltd.technique import RandomLTD, draw_positions, reserved_length, run_on
 from recipes.registry import make_techniques
 from recipes.technique import StepPlan, whole_step
 from tests.commands import run_script
-from tests.helpers import ROOT
+from tests.helpers import ROOT, config_of
 
 
 def schedule(least: int, most: int, steps: int, multiple: int) -> dict:
@@ -68,20 +68,29 @@ def test_a_draw_leaves_the_global_generator_alone():
     assert torch.equal(torch.random.get_rng_state(), before)
 
 
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("document_end", [None, 5])
-def test_gradients_are_those_of_a_block_that_sees_each_token_by_itself(document_end):
-    """In fp64, against attention written out over all tokens of which the dropped ones are hidden, with and without a documents' mask."""
+def test_gradients_are_those_of_a_block_that_sees_each_token_by_itself(document_end, architecture):
+    """In fp64, against attention written out over all tokens of which the dropped ones are hidden, with and without a documents' mask.
+
+    Rotary positions are those in the row, or in the document.
+    """
     import torch
 
-    from model.gpt import GPT, document_mask, document_starts
+    from model.gpt import GPT
+    from model.layout import Layout, document_mask, document_starts
 
     torch.manual_seed(0)
-    model = GPT(GPTConfig(1, 2, 8, 12, vocab_size=16, init_seed=1)).double()
-    block, positions = model.h[0], draw_positions(1, 1, 0, 7, 12)
+    sizes = {"n_layer": 1, "n_head": 2, "d_model": 8, "seq_len": 12}
+    model = GPT(config_of(architecture, sizes, vocab_size=16, init_seed=1)).double()
+    block, kept_tokens = model.h[0], draw_positions(1, 1, 0, 7, 12)
+    with torch.no_grad():
+        block.attn.c_attn.weight.mul_(30)  # attention that is not uniform: positions matter
     tokens = torch.randint(0, 16, (3, 12))
     tokens[:, 4] = 5
     starts = torch.zeros_like(tokens) if document_end is None else document_starts(tokens, document_end)
     mask = document_mask(starts, torch.float64)
+    rotation = model.wpe.rotation(torch.arange(12) - starts, torch.float64)
     x = torch.randn(3, 12, 8, dtype=torch.float64)
     wanted = torch.randn_like(x)
 
@@ -91,17 +100,18 @@ def test_gradients_are_those_of_a_block_that_sees_each_token_by_itself(document_
         return [out.detach(), *torch.autograd.grad((out * wanted).sum(), [leaf, *block.parameters()])]
 
     def written_out(x: torch.Tensor) -> torch.Tensor:
-        kept = torch.zeros(12, dtype=torch.bool).index_fill(0, positions, True)
-        block.attn.mask = mask.masked_fill(~(kept | torch.eye(12, dtype=torch.bool)), -torch.inf)  # a dropped token sees itself
+        kept = torch.zeros(12, dtype=torch.bool).index_fill(0, kept_tokens, True)
+        hidden = mask.masked_fill(~(kept | torch.eye(12, dtype=torch.bool)), -torch.inf)  # a dropped token sees itself
+        block.attn.layout = Layout(hidden, rotation)
         out = torch.where(kept[:, None], block(x), x)
-        block.attn.mask = None
+        block.attn.layout = Layout()
         return out
 
     def dropping(x: torch.Tensor) -> torch.Tensor:
-        block.attn.mask = None if document_end is None else mask
-        out = run_on(block, x, positions)
-        assert block.attn.mask is (None if document_end is None else mask), "the mask is there for the next block"
-        block.attn.mask = None
+        block.attn.layout = layout = Layout(None if document_end is None else mask, rotation)
+        out = run_on(block, x, kept_tokens)
+        assert block.attn.layout is layout, "the layout is there for the next block"
+        block.attn.layout = Layout()
         return out
 
     for ours, expected in zip(gradients(dropping), gradients(written_out), strict=True):

@@ -9,13 +9,16 @@ import torch
 
 from model.cache import KVCache, linear_of_one_row
 from model.gpt import GPT
-from model.presets import GPTConfig
+from model.presets import ARCHITECTURES, GPTConfig
 from model.sampling import Sampling, recomputed, repeated_by, stream
+from tests.helpers import config_of
 
 END = 7
 TINY = {"n_layer": 2, "n_head": 2, "d_model": 32, "seq_len": 16, "vocab_size": 100}
 CONFIGS = [GPTConfig(**TINY), GPTConfig(**TINY, document_end=END)]
-IDS = ["one_text", "documents"]
+GROUPED = {"n_layer": 2, "n_head": 4, "d_model": 32, "seq_len": 16, "n_kv_head": 2}
+CONFIGS += [config_of("llama", GROUPED, vocab_size=100), config_of("qwen3", GROUPED, vocab_size=100, document_end=END)]
+IDS = ["one_text", "documents", "llama", "qwen3_documents"]
 #: Of logits of order 10 in fp32, whose sums are taken in other orders: measured 4e-6.
 TOLERANCE = 5e-5
 
@@ -171,14 +174,15 @@ def test_no_tokens_in_a_row_occur_twice(size):
         assert repeated_by(text, size) == (theirs(torch.tensor([text]), torch.zeros(1, 6)) == -math.inf)[0].nonzero().flatten().tolist()
 
 
-def test_greedy_text_without_repetition_is_that_of_transformers():
-    from transformers import GPT2Config, GPT2LMHeadModel
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_greedy_text_without_repetition_is_that_of_transformers(architecture):
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     from model.hf import hf_config, to_hf_state_dict
 
-    config = GPTConfig(**TINY | {"seq_len": 64})
+    config = config_of(architecture, {"n_layer": 2, "n_head": 2, "d_model": 32, "seq_len": 64}, vocab_size=100)
     model = model_of(config)
-    theirs = GPT2LMHeadModel(GPT2Config.from_dict(hf_config(config))).eval()
+    theirs = AutoModelForCausalLM.from_config(AutoConfig.for_model(**hf_config(config))).eval()
     theirs.load_state_dict(to_hf_state_dict(model.state_dict(), config))
     prompt = [1, 2, 3]
     for size in (None, 2):

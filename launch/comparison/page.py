@@ -32,6 +32,7 @@ from launch.comparison.runs import Column, Run
 from launch.comparison.verdicts import SIGNS, Interval, Verdict
 from launch.errors import one_line
 from launch.formats.files import write_atomically
+from model.presets import ModelShape
 
 HERE = Path(__file__).resolve().parent
 #: Where reports go without --out.
@@ -225,11 +226,11 @@ def _facts(comparison: Comparison) -> dict[str, str]:
         found = [text for text in dict.fromkeys(map(_short, values)) if text]
         return "; ".join(found[:3]) + (f" and {len(found) - 3} more" if len(found) > 3 else "")
 
-    shapes = [run["shape"] for run in runs]
+    shapes = [ModelShape(**run["shape"]) for run in runs]
     facts = {
         "seeds": _seeds(run["seed"] for run in runs),
         "tokens per run": distinct(f"{run['total_tokens']:,}" for run in runs),
-        "model": distinct(f"{shape['n_layer']} layers, width {shape['d_model']}, {shape['seq_len']} tokens" for shape in shapes),
+        "model": distinct(f"{shape.n_layer} layers, width {shape.d_model}, {shape.seq_len} tokens{shape.components}" for shape in shapes),
         **{name: distinct(run.get(name) for run in runs) for name in ("ranks", "precision", "machine", "commit")},
         "corpus": distinct(run["corpus_fingerprint"] for run in runs),
     }

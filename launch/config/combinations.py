@@ -9,12 +9,15 @@ from __future__ import annotations
 import copy
 import importlib.util
 import json
+import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from launch.config.engine_json import EngineJson
 from launch.config.hardware import bf16_arithmetic, deepspeed_silenced
+from model.accounting import block_tensors
+from model.presets import ModelShape
 from recipes.technique import Technique, largest_divisor
 
 #: What `"auto"` means for the sizes of ZeRO's buffers, from the model's width d: what transformers fills in.
@@ -84,7 +87,7 @@ STAGES: dict[str, tuple[int, ...]] = {
 OFFLOAD_STAGES = {"offload_optimizer": (1, 2, 3), "offload_param": (3,)}
 
 
-def impossible_values(engine: EngineJson, ranks: int, d_model: int, stage: int, precision: str) -> Iterator[tuple[str, str]]:
+def impossible_values(engine: EngineJson, ranks: int, shape: ModelShape, stage: int, precision: str) -> Iterator[tuple[str, str]]:
     """Each key that cannot be used, or cannot be used with the others, as a dotted path, and the reason with the fix."""
     zero = "zero_optimization."
 
@@ -106,12 +109,15 @@ def impossible_values(engine: EngineJson, ranks: int, d_model: int, stage: int, 
         if device == "nvme" and not section.get("nvme_path"):
             yield zero + key, 'device "nvme" needs "nvme_path": a folder on the drive, or "auto" for one in the run\'s folder; add it'
     # From padded partitions other weights, or an assertion in the first forward pass (zero/partition_parameters.py).
-    if value(zero + "zero_quantized_weights") and d_model % (QUANTIZED_TOGETHER * ranks):
-        yield (
-            zero + "zero_quantized_weights",
-            f"quantizes {QUANTIZED_TOGETHER} weights at a time, so d_model must be a multiple of {QUANTIZED_TOGETHER} x {ranks} ranks; "
-            f"it is {d_model}; change --d_model, or leave the key out",
-        )
+    if value(zero + "zero_quantized_weights"):
+        for name, sides in block_tensors(shape).items():
+            if math.prod(sides) % (QUANTIZED_TOGETHER * ranks):
+                yield (
+                    zero + "zero_quantized_weights",
+                    f"quantizes {QUANTIZED_TOGETHER} weights at a time, so each tensor needs a multiple of {QUANTIZED_TOGETHER} x {ranks} "
+                    f"ranks of them; {name} has {math.prod(sides)}; change {_size_of(name)}, or leave the key out",
+                )
+                break
     if value("gradient_predivide_factor") not in (None, 1) and stage > 1:  # stage 3 does not multiply the gradients back
         yield "gradient_predivide_factor", f"is not 1, which is wrong at stage {stage}; leave it out, or use stage 0 or 1"
     autocast = value("torch_autocast") or {}
@@ -125,6 +131,11 @@ def impossible_values(engine: EngineJson, ranks: int, d_model: int, stage: int, 
     for path in ("data_types.grad_accum_dtype", "communication_data_type"):
         if value(path) in FP16 and precision != "fp16":
             yield path, 'is fp16 without its loss scale, so that small gradients vanish; write "fp32"'
+
+
+def _size_of(name: str) -> str:
+    """The flag that changes the size of a norm or of a matrix."""
+    return "--qk_norm" if name.endswith(("q_norm.weight", "k_norm.weight")) else "--d_model"
 
 
 def _or(stages: tuple[int, ...]) -> str:
@@ -151,12 +162,12 @@ def check_with_deepspeed(engine: EngineJson, ours: Iterable[str]) -> None:
             engine.fault_of_run(f"{engine.file}: DeepSpeed refuses this: {message}")
 
 
-def check_combinations(engine: EngineJson, ranks: int, d_model: int, claimed: Mapping[str, type[Technique]]) -> None:
+def check_combinations(engine: EngineJson, ranks: int, shape: ModelShape, claimed: Mapping[str, type[Technique]]) -> None:
     """Note what cannot work together in `engine`, and fill in the stage and the sizes of ZeRO's buffers.
 
     Args:
         ranks: how many share the run.
-        d_model: the model's width, from which `"auto"` sizes follow.
+        shape: of the model, from whose width `"auto"` sizes follow.
         claimed: the top-level sections that our own techniques take, with the technique.
     """
     _refuse_other_places(engine, claimed.values())
@@ -167,12 +178,12 @@ def check_combinations(engine: EngineJson, ranks: int, d_model: int, claimed: Ma
         engine.settle(("zero_optimization", "stage"), 0, "DeepSpeed's default")
     _drop_without_effect(engine, claimed)
     if not engine.is_faulty("zero_optimization", "stage"):  # else what the stage allows cannot be said
-        for path, why in list(impossible_values(engine, ranks, d_model, engine.get("zero_optimization", "stage"), precision)):
+        for path, why in list(impossible_values(engine, ranks, shape, engine.get("zero_optimization", "stage"), precision)):
             if not engine.is_faulty(*path.split(".")):
                 engine.fault(tuple(path.split(".")), why)
     for key, size in ZERO_AUTO.items():
         if engine.values["zero_optimization"].get(key) == "auto":
-            engine.settle(("zero_optimization", key), size(d_model), f"from d_model {d_model}")
+            engine.settle(("zero_optimization", key), size(shape.d_model), f"from d_model {shape.d_model}")
     _settle_second_partition(engine, ranks)
     _check_machine(engine)
 

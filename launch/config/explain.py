@@ -57,7 +57,7 @@ PARTS = {
 FLOPS = {"per_token": "a token", "per_step": "a step", "per_step_and_rank": "a step and rank", "run": "the run"}
 #: The run's own values, in the order of the flags' help; those with a home in the engine's JSON are shown there.
 RUN_VALUES = (
-    *("preset", "data", "steps", "seed", "run_name", "runs_dir", "perturb_init", "resume", "eval_every", "eval_batches"),
+    *("preset", "architecture", "data", "steps", "seed", "run_name", "runs_dir", "perturb_init", "resume", "eval_every", "eval_batches"),
     *("whole_eval", "save_every", "keep", "checkpoint_store", "histogram_every", "block_similarity", "spike_rule", "hang_timeout", "ranks"),
 )
 
@@ -145,7 +145,7 @@ def _run_values(config: RunConfig) -> Iterator[tuple[str, Any]]:
         yield name, _valued(getattr(config, name), config.origins[name])
         if name == "data" and config.init_from is not None:
             yield "init_from", _valued(config.init_from, config.origins["init_from"])
-        if name == "preset":
+        if name == "architecture":
             for size, value in asdict(config.shape).items():
                 yield size, _valued(value, config.origins[size])
             yield "no_cross_document", _valued(config.no_cross_document, config.origins["no_cross_document"])

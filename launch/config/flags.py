@@ -9,12 +9,12 @@ import argparse
 import math
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from launch.errors import UsageError, is_local_rank_0, nearest
-from model.presets import PRESETS
+from model.presets import ARCHITECTURES, CHOICES, PRESETS
 from recipes.registry import Recipe, read_recipe
 
 if TYPE_CHECKING:
@@ -27,6 +27,8 @@ MAX_LR = 100.0
 MAX_TOKENS = 10**18
 #: `--resume=must`: without a checkpoint to go on from the run is refused; plain `--resume` starts it at step 0.
 MUST = "must"
+#: The values of a flag for a field that is true or false. They stay words, so that other commands can pass them on.
+TRUTH = {"true": True, "false": False}
 
 
 class Parser(argparse.ArgumentParser):
@@ -118,7 +120,7 @@ def build_parser() -> Parser:
     run.add_argument(
         "--init_from",
         metavar="DIR",
-        help="start from a Hugging Face GPT2LMHeadModel folder of the same sizes: an exported run or a published GPT-2",
+        help="start from a Hugging Face folder of the same architecture and sizes: an exported run, or a published GPT-2, Llama or Qwen3",
     )
     run.add_argument(
         "--perturb_init",
@@ -187,20 +189,46 @@ def build_parser() -> Parser:
 
 
 def add_model_flags(parser: Parser) -> None:
-    """The flags that say which model: a preset, and sizes over it."""
+    """The flags that say which model: a preset, an architecture, and values over both."""
     model = parser.add_argument_group("model")
     model.add_argument("--preset", default="nano", metavar="NAME", help=f"size and suggested training values: {', '.join(PRESETS)} (nano)")
     size = whole_number(1, 100_000)
+    model.add_argument(
+        "--architecture",
+        default="gpt2",
+        choices=ARCHITECTURES,
+        help="which form of GPT; each is a set of values of the fields below (gpt2)",
+    )
     model.add_argument("--n_layer", type=size, help="number of blocks (preset)")
     model.add_argument("--n_head", type=size, help="number of attention heads (preset)")
     model.add_argument("--d_model", type=size, help="width, a multiple of n_head (preset)")
     model.add_argument("--seq_len", type=whole_number(1), help="context length in tokens (preset)")
     model.add_argument("--dropout", type=real_number(0, 1, below=True), help="dropout probability (preset: 0)")
+    model.add_argument("--n_kv_head", type=size, help="heads of keys and values, a divisor of n_head (gpt2: n_head; else about n_head / 4)")
+    model.add_argument("--d_head", type=size, help="width of a head (d_model / n_head)")
+    model.add_argument(
+        "--d_ff", type=size, help="width of the MLP's hidden layer (gelu: 4 d_model; swiglu: 8/3 d_model, in multiples of 128)"
+    )
+    model.add_argument(
+        "--positions", choices=CHOICES["positions"], help="position embeddings, or rotation of queries and keys (architecture)"
+    )
+    model.add_argument("--norm", choices=CHOICES["norm"], help="the norms (architecture)")
+    model.add_argument("--mlp", choices=CHOICES["mlp"], help="the activation of the MLP (architecture)")
+    model.add_argument("--qk_norm", choices=TRUTH, help="an RMSNorm over each head's queries and keys (architecture)")
+    model.add_argument("--bias", choices=TRUTH, help="biases in linear layers and layernorms (architecture)")
+    model.add_argument("--tied_head", choices=TRUTH, help="the head's weight is the token embedding (architecture)")
+    model.add_argument("--rope_theta", type=real_number(0, above=True), help="base of the rotary frequencies (architecture)")
+    model.add_argument("--norm_eps", type=real_number(0, 1, above=True), help="added to the variance in norms (architecture)")
     model.add_argument(
         "--no_cross_document",
         action="store_true",
         help="restrict attention to one document and start positions at 0 in each; default: attention crosses document boundaries",
     )
+
+
+def given_fields(flags: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:
+    """The fields of the model among `names` that flags give, with their values."""
+    return {name: TRUTH.get(value, value) for name in names if (value := getattr(flags, name)) is not None}
 
 
 def add_set_flag(group: argparse._ArgumentGroup, whose: str = "the JSON") -> None:

@@ -13,12 +13,13 @@ a step. Letters: N parameters, R ranks, w bytes of the working precision, B sequ
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from launch.config.engine_schema import engine_schema
-from model.accounting import LOSS_ROWS, parameter_count
+from model.accounting import LOSS_ROWS, block_tensors, model_tensors, norm_tensors, parameter_count
 from model.presets import GPTConfig
 
 WIDTH = {"fp32": 4, "bf16": 2, "fp16": 2}
@@ -107,9 +108,12 @@ def memory_per_rank(
 
     mask = _document_mask(model, precision, micro_batch_size)
     unit = micro_batch_size * model.seq_len * model.d_model * WIDTH[precision]
-    # In the backward pass of a block: the gradients of the 4C-wide input and output of the GELU, of the residual stream, and of the tied
+    # In the backward pass of a block: the gradients of the input and output of the MLP's activation, of the residual stream, and of a tied
     # weight. The head's gradient of that weight is kept until it is added to the embedding's, which is dense.
-    in_flight = 9 * unit + model.padded_vocab_size * model.d_model * WIDTH[precision]
+    hidden = block_tensors(model)["mlp.c_fc.weight"][0] + model.d_ff
+    in_flight = unit + micro_batch_size * model.seq_len * hidden * WIDTH[precision]
+    if model.tied_head:
+        in_flight += model.padded_vocab_size * model.d_model * WIDTH[precision]
     # Stage 1 without overlap_comm reduces after the backward pass. Until then, gradients beyond the bucket stay in memory.
     waiting = 0
     if stage == 1 and not sizes["overlap_comm"]:
@@ -162,11 +166,8 @@ def _with_defaults(zero: dict[str, Any]) -> dict[str, Any]:
 
 def parameter_sizes(model: GPTConfig) -> tuple[list[int], list[int]]:
     """The sizes of all parameters in the two groups of `weight_decay_groups`: with weight decay (matrices, embeddings), and without."""
-    C = model.d_model
-    matrices = [3 * C * C, C * C, 4 * C * C, 4 * C * C]  # c_attn, attn.c_proj, c_fc, mlp.c_proj
-    vectors = [C, C, 3 * C, C, C, C, 4 * C, C]  # ln_1 weight and bias, their biases with ln_2 between
-    decayed = [model.padded_vocab_size * C, model.seq_len * C, *(matrices * model.n_layer)]
-    return decayed, [*(vectors * model.n_layer), C, C]
+    shapes = model_tensors(model).values()
+    return [math.prod(shape) for shape in shapes if len(shape) >= 2], [math.prod(shape) for shape in shapes if len(shape) < 2]
 
 
 @dataclass(frozen=True)
@@ -244,22 +245,45 @@ def _largest_share(groups: tuple[list[int], list[int]], parts: list[int], ranks:
 
 
 def _block_activations(model: GPTConfig, precision: str, B: int, device: str, attention: int | None) -> int:
-    """Bytes that one block saves for its backward pass, without its input: 16 B T C elements, and a few numbers per token.
+    """Bytes that one block saves for its backward pass, without its input. GPT-2: 16 B T C elements, and a few numbers per token.
 
     The 16 are: 1 output of the first norm, 3 queries, keys and values, 1 output of attention, 1 residual stream between the branches, 1
-    output of the second norm, 4 input of the GELU, 4 its output, 1 output of the block. fp32 statistics: 2 per token and norm, and for
-    attention 1 per token and head, or `attention` bytes if given.
+    output of the second norm, 4 input of the GELU, 4 its output, 1 output of the block. Rotation and QK-norm make other queries and keys of
+    those; swiglu has an input of 2 d_ff, and saves silu of its gate too. Attention saves 1 fp32 number per token and head, or `attention`
+    bytes if given.
     """
     w, tokens = WIDTH[precision], B * model.seq_len
     unit = tokens * model.d_model * w
-    size = 16 * unit + 4 * tokens * FP32 + (tokens * model.n_head * FP32 if attention is None else attention)
+    q, k, v = (heads * model.d_head for heads in model.qkv_heads)
+    (hidden, _) = block_tensors(model)["mlp.c_fc.weight"]
+    elements = 4 * model.d_model + (q + k + v) + q + hidden + model.d_ff
+    if model.positions == "rotary" or model.qk_norm:
+        elements += q + k
+    if model.mlp == "swiglu":
+        elements += model.d_ff
+    if model.norm == "rmsnorm" and device == "cpu" and precision != "fp32":
+        elements -= model.d_model  # of the residual stream, only the norm's fp32 copy is saved
+    if device == "cuda" and k < q and (precision == "fp32" or model.document_end is not None):
+        elements += 2 * q  # `model.gpt.attend` repeats keys and values
+    size = tokens * elements * w + (tokens * model.n_head * FP32 if attention is None else attention)
+    size += 2 * _norm_activations(model.norm, precision, tokens, model.d_model, device)
+    if model.qk_norm:
+        size += sum(_norm_activations("rmsnorm", precision, tokens * width // model.d_head, model.d_head, device) for width in (q, k))
     if model.dropout and device == "cpu":
         # A mask in the working precision for each branch. Attention with dropout is not fused on a CPU: it saves fp32 copies of queries,
         # keys and values instead of one tensor, and three tensors of T x T per head: the softmax, the mask and their product.
-        size += 2 * unit + 3 * (tokens * model.d_model * FP32 - unit) + 3 * B * model.n_head * model.seq_len**2 * FP32
+        size += 2 * unit + 3 * tokens * q * (FP32 - w) + 3 * B * model.n_head * model.seq_len**2 * FP32
     elif model.dropout:
         size += 2 * unit // w  # one byte per element
     return size
+
+
+def _norm_activations(norm: str, precision: str, rows: int, width: int, device: str) -> int:
+    """Bytes that a norm saves beside its input and output: fp32 statistics; RMSNorm, on a CPU, also its input and result in fp32."""
+    if norm == "layernorm":
+        return 2 * rows * FP32
+    copies = (1 if precision == "fp32" else 2) if device == "cpu" else 0
+    return rows * FP32 * (1 + copies * width)
 
 
 def _activations(model: GPTConfig, precision: str, B: int, checkpoints: int, device: str, block: int) -> int:
@@ -326,14 +350,9 @@ def _gathers(model: GPTConfig, sizes: dict[str, Any]) -> tuple[int, int]:
     result is exact without prefetching. With prefetching it is up to 15% too large if not all weights are kept, because the engine never
     changes its first decisions.
     """
-    C, V = model.d_model, model.padded_vocab_size
-    elements = {"wte": V * C, "wpe": model.seq_len * C, "ln_f": 2 * C}
-    modules = ["wte", "wpe"]
-    for layer in range(model.n_layer):
-        block = {"ln_1": C, "c_attn": 3 * C * C, "c_proj": C * C, "ln_2": C, "c_fc": 4 * C * C, "mlp": 4 * C * C}
-        elements |= {f"{layer}.{name}": n for name, n in block.items()}
-        modules += [f"{layer}.{name}" for name in block]
-    order = [*modules, "ln_f", "wte"]  # the head's weight is the embedding's
+    elements = {name.removesuffix(".weight"): math.prod(shape) for name, shape in model_tensors(model).items() if name.endswith(".weight")}
+    elements["ln_f"] = sum(map(math.prod, norm_tensors(model, "ln_f").values()))
+    order = list(elements) + (["wte"] if model.tied_head else [])  # a tied head's weight is the embedding's
     order += order[::-1]
     prefetch, reuse = int(sizes["stage3_prefetch_bucket_size"]), int(sizes["stage3_max_reuse_distance"])
     threshold, most = int(sizes["stage3_param_persistence_threshold"]), int(sizes["stage3_max_live_parameters"])

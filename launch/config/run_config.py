@@ -7,6 +7,7 @@ disagrees with a flag is an error that names both. What cannot work is refused h
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import re
 from collections.abc import Callable
@@ -21,7 +22,7 @@ from data_pipeline.shards import Corpus, open_corpus
 from launch.config.combinations import CUDA_ONLY, ZERO_AUTO, check_combinations, check_with_deepspeed
 from launch.config.engine_json import EngineJson
 from launch.config.engine_keys import section_rule
-from launch.config.flags import MAX_TOKENS, parse_flags
+from launch.config.flags import MAX_TOKENS, given_fields, parse_flags
 from launch.config.optimizer import optimizer_auto_keys, resolve_optimizer
 from launch.config.schedule import TOKEN_SCHEDULE, resolve_schedule, schedule_auto_keys
 from launch.config.steps import steps_to_make
@@ -29,7 +30,8 @@ from launch.config.store_url import check_url, missing_package
 from launch.errors import UsageError, nearest
 from launch.formats.checkpoint_files import complete_checkpoints
 from launch.formats.json_lines import KeyPath, dotted
-from model.presets import PRESETS, GPTConfig, ModelShape, Preset
+from model.accounting import model_tensors
+from model.presets import FIELDS, PRESETS, SIZES, GPTConfig, ModelShape, Preset, shape_of
 from recipes import registry
 from recipes.technique import Techniques, largest_divisor
 
@@ -57,7 +59,7 @@ AUTO_KEYS = {
 }
 #: Flags that a run takes as they are.
 AS_GIVEN = (
-    *("runs_dir", "resume", "data", "seed", "preset", "no_cross_document", "init_from", "perturb_init", "eval_batches"),
+    *("runs_dir", "resume", "data", "seed", "preset", "architecture", "no_cross_document", "init_from", "perturb_init", "eval_batches"),
     *("whole_eval", "keep", "checkpoint_store", "histogram_every", "block_similarity", "spike_rule", "hang_timeout", "quiet"),
 )
 #: DeepSpeed's default for `offload_param.buffer_size`, elements.
@@ -84,6 +86,7 @@ class RunConfig:
     data: str
     seed: int
     preset: str
+    architecture: str
     shape: ModelShape
     no_cross_document: bool
     init_from: str | None
@@ -210,9 +213,9 @@ class RunConfig:
 
     def as_json(self) -> dict[str, Any]:
         """What `run.json` records."""
-        left_out = ("built_techniques", "found_corpus", "start", "shape", "notes", "lacks", "origins", "where")
+        left_out = ("architecture", "built_techniques", "found_corpus", "start", "shape", "notes", "lacks", "origins", "where")
         own = {one.name: getattr(self, one.name) for one in fields(self) if one.name not in left_out}
-        return {**own, "shape": asdict(self.shape), "zero_stage": self.zero_stage, "precision": self.precision}
+        return {**own, "shape": self.shape.recorded(), "zero_stage": self.zero_stage, "precision": self.precision}
 
 
 def needs_cuda(place: str, capability: tuple[int, int]) -> str:
@@ -260,7 +263,7 @@ def resolve(argv: list[str], ranks: int | None = None) -> tuple[RunConfig, argpa
         if (engine.get("zero_optimization", key) or {}).get("nvme_path") == "auto":
             path = ("zero_optimization", key, "nvme_path")
             engine.settle(path, str(Path(flags.runs_dir) / run_name / SCRATCH), "auto: in the run's folder")
-    check_combinations(engine, ranks, shape.d_model, claimed)
+    check_combinations(engine, ranks, shape, claimed)
     optimizer, lr = resolve_optimizer(engine, flags, preset)
     global_batch, micro_batch, accumulation = _batch(engine, flags, preset, ranks)
     steps, total_tokens, length_from = _length(engine, flags, preset, global_batch * shape.seq_len)
@@ -351,10 +354,12 @@ def resolve(argv: list[str], ranks: int | None = None) -> tuple[RunConfig, argpa
 
 def _check_swap_buffers(engine: EngineJson, config: RunConfig) -> None:
     """Refuse a buffer for weights on NVMe that is smaller than a rank's part of the largest weight: the first step would fail."""
-    path, model = ("zero_optimization", "offload_param", "buffer_size"), config.model_config
+    if config.offload("offload_param") != "nvme":
+        return
+    path = ("zero_optimization", "offload_param", "buffer_size")
     size = (written := engine.get(*path)) or BUFFER_SIZE
-    largest = -(-max(model.padded_vocab_size, 4 * model.d_model, model.seq_len) * model.d_model // config.ranks)
-    if config.offload("offload_param") == "nvme" and largest > size:
+    largest = -(-max(map(math.prod, model_tensors(config.model_config).values())) // config.ranks)
+    if largest > size:
         raise UsageError(
             f"{engine.where(path)} is {size if written else f'left out, which means {size}'}, but a rank's part of the largest weight has "
             f"{largest:,} elements; write {largest} or more, or use more ranks"
@@ -402,9 +407,8 @@ def _start(flags: argparse.Namespace, run_name: str, shape: ModelShape, corpus: 
 
     folder = open_hf_folder(flags.init_from)
     where = f"--init_from {flags.init_from}"
-    sizes = {name: getattr(folder.config, name) for name in ("n_layer", "n_head", "d_model", "seq_len")}
-    other = [f"--{name} {theirs}" for name, theirs in sizes.items() if theirs != getattr(shape, name)]
-    faults = [f"{where}: its model has other sizes than this run's; give {' '.join(other)}"] if other else []
+    other = _other_flags(folder.config, flags, shape)
+    faults = [f"{where}: its model is not this run's; give {' '.join(other)}"] if other else []
     again = f"prepare the text with the folder's tokenizer: data_pipeline/prepare.py --tokenizer {flags.init_from}"
     if corpus is not None and folder.config.vocab_size != corpus.vocab_size:
         faults.append(f"{where}: vocab_size is {folder.config.vocab_size:,} there, and {corpus.vocab_size:,} in {flags.data}; {again}")
@@ -421,10 +425,35 @@ def _start(flags: argparse.Namespace, run_name: str, shape: ModelShape, corpus: 
     return folder
 
 
+def _other_flags(theirs: GPTConfig, flags: argparse.Namespace, shape: ModelShape) -> list[str]:
+    """What to give beside `flags`, which mean `shape`, to train the model `theirs`; empty if it is that. Dropout may differ.
+
+    Rotary positions have no weights, so the run's sequences may be shorter.
+    """
+    from model.hf import hf_form  # imports torch, which --help does without
+
+    form, sizes = hf_form(theirs), {name: getattr(theirs, name) for name in SIZES if name != "dropout"}
+    if theirs.positions == "rotary":
+        sizes["seq_len"] = min(theirs.seq_len, shape.seq_len)
+    wanted = sizes | {name: getattr(theirs, name) for name in FIELDS}
+    if all(getattr(shape, name) == value for name, value in wanted.items()):
+        return []
+    given = given_fields(flags, FIELDS)
+    try:
+        derived = shape_of(shape, form, sizes | given)
+    except ValueError:  # what was given does not go with their sizes
+        derived = shape_of(shape, form, sizes)
+    other = [f"--architecture {form}"] if form != flags.architecture else []
+    other += [f"--{name} {value}" for name, value in sizes.items() if getattr(shape, name) != value]
+    return other + [f"--{name} {str(wanted[name]).lower()}" for name in FIELDS if getattr(derived, name) != wanted[name]]
+
+
 def _origins(engine: EngineJson, flags: argparse.Namespace) -> Origins:
     """The origin of each of the run's own values, and of each value of the JSON."""
     origins: Origins = {name: flags.origins.get(name, "default") for name in vars(flags)}
-    origins |= {name: flags.origins.get(name, f"preset {flags.preset}") for name in asdict(PRESETS[flags.preset].shape)}
+    for name in asdict(PRESETS[flags.preset].shape):
+        origin = f"preset {flags.preset}" if name in SIZES else f"architecture {flags.architecture}"
+        origins[name] = flags.origins.get(name, origin)
     origins["run_name"] = flags.origins.get("run_name", "the JSON's name" if flags.recipe is None else "the recipe's name")
     origins["eval_every"] = flags.origins.get("eval_every", "a tenth of the run")
     origins["save_every"] = flags.origins.get("save_every", "a quarter of the run")
@@ -457,12 +486,12 @@ def _model(flags: argparse.Namespace) -> tuple[Preset, ModelShape]:
     if flags.preset not in PRESETS:
         raise UsageError(f"--preset {flags.preset}: no such preset{nearest(flags.preset, PRESETS)}; there are {', '.join(PRESETS)}")
     preset = PRESETS[flags.preset]
-    given = {key: value for key in asdict(preset.shape) if (value := getattr(flags, key)) is not None}
+    given = given_fields(flags, asdict(preset.shape))
     try:
-        return preset, ModelShape(**{**asdict(preset.shape), **given})
+        return preset, shape_of(preset.shape, flags.architecture, given)
     except ValueError as reason:
         given_flags = ", ".join(f"--{key} {value}" for key, value in given.items())
-        raise UsageError(f"--preset {flags.preset} with {given_flags}: {reason}") from None
+        raise UsageError(f"--preset {flags.preset} --architecture {flags.architecture} with {given_flags}: {reason}") from None
 
 
 def _batch(engine: EngineJson, flags: argparse.Namespace, preset: Preset, ranks: int) -> tuple[int, int, int]:

@@ -150,7 +150,8 @@ class EngineFiles:
         """
         if self._partitioned:
             return self._named([[flat.weights for flat in flats] for flats in self._flats()])
-        weights = {name: tensor for name, tensor in self.engine["module"].items() if name != HEAD}  # the head is the embedding
+        # A tied head is the embedding.
+        weights = {name: tensor for name, tensor in self.engine["module"].items() if name != HEAD or HEAD in self._shapes}
         if any(tensor.dtype != torch.float32 for tensor in weights.values()):
             if self._of_ranks:
                 return self._named([[flat.weights for flat in flats] for flats in self._flats()])

@@ -1,4 +1,4 @@
-"""A Hugging Face folder of GPT2LMHeadModel: what `launch/export.py` writes, and what transformers reads and writes.
+"""A Hugging Face folder of a GPT-2, Llama or Qwen3: what `launch/export.py` writes, and what transformers reads and writes.
 
     config.json                     the model's sizes
     model.safetensors               its weights, or several files with model.safetensors.index.json
@@ -14,6 +14,7 @@ import json
 import os
 import re
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -23,25 +24,64 @@ from launch.errors import UsageError
 from launch.formats.files import read_json_object
 from launch.formats.tensor_files import StoredTensor, is_finite, safetensors_tensors
 from model.gpt import GPT
-from model.hf import CONV1D, EMBEDDING, HEAD, PREFIX, hf_shapes
-from model.presets import GPTConfig
+from model.hf import CLASSES, EMBEDDING, HEAD, PREFIXES, HFTensor, hf_form, hf_tensors
+from model.presets import ARCHITECTURES, GPTConfig
 
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
-#: A buffer in old files, not a weight.
-CAUSAL_MASK = re.compile(r"\.attn\.(masked_)?bias$")
-#: Our name of each size, and GPT2Config's.
-SIZES = {"n_layer": "n_layer", "n_head": "n_head", "d_model": "n_embd", "seq_len": "n_positions", "vocab_size": "vocab_size"}
-#: The values of a GPT2Config with which the model is that of `model/gpt.py`; an absent key has the first one.
-MUST_BE: dict[str, tuple[Any, ...]] = {
-    "activation_function": ("gelu_new", "gelu_pytorch_tanh"),  # two names of one function
-    "layer_norm_epsilon": (1e-5,),
-    "scale_attn_weights": (True,),
-    "scale_attn_by_inverse_layer_idx": (False,),
-    "add_cross_attention": (False,),
-    "tie_word_embeddings": (True,),
+#: Buffers in old files, not weights.
+BUFFERS = re.compile(r"\.attn\.(masked_)?bias$|\.rotary_emb\.inv_freq$")
+_LLAMA_FIELDS = {
+    "n_layer": "num_hidden_layers",
+    "n_head": "num_attention_heads",
+    "d_model": "hidden_size",
+    "seq_len": "max_position_embeddings",
+    "vocab_size": "vocab_size",
+    "d_ff": "intermediate_size",
+    "n_kv_head": "num_key_value_heads",
+    "d_head": "head_dim",
+    "norm_eps": "rms_norm_eps",
+    "tied_head": "tie_word_embeddings",
+    "dropout": "attention_dropout",
+    "bias": "attention_bias",
 }
-ARCHITECTURES = ("GPT2LMHeadModel", "GPT2Model")
+#: Form -> our name of each field, and transformers'.
+FIELDS: dict[str, dict[str, str]] = {
+    "gpt2": {
+        "n_layer": "n_layer",
+        "n_head": "n_head",
+        "d_model": "n_embd",
+        "seq_len": "n_positions",
+        "vocab_size": "vocab_size",
+        "d_ff": "n_inner",
+        "norm_eps": "layer_norm_epsilon",
+        "tied_head": "tie_word_embeddings",
+        "dropout": "resid_pdrop",
+    },
+    "llama": _LLAMA_FIELDS,
+    "qwen3": {ours: theirs for ours, theirs in _LLAMA_FIELDS.items() if ours != "bias"},
+}
+#: Fields without which there is no model.
+SIZES = ("n_layer", "n_head", "d_model", "seq_len", "vocab_size")
+#: What transformers takes for a key that is absent or null, where it is not the architecture's default here.
+ABSENT: dict[str, dict[str, Any]] = {
+    "gpt2": {"dropout": 0.0},
+    "llama": {"norm_eps": 1e-6, "rope_theta": 10_000.0, "tied_head": False},
+    "qwen3": {"norm_eps": 1e-6, "rope_theta": 10_000.0, "tied_head": False, "d_head": 128},
+}
+#: Form -> the values of a configuration with which the model is that of `model/gpt.py`; an absent or null key has the first one.
+MUST_BE: dict[str, dict[str, tuple[Any, ...]]] = {
+    "gpt2": {
+        "activation_function": ("gelu_new", "gelu_pytorch_tanh"),  # two names of one function
+        "scale_attn_weights": (True,),
+        "scale_attn_by_inverse_layer_idx": (False,),
+        "add_cross_attention": (False,),
+    },
+    "llama": {"hidden_act": ("silu", "swish")},
+    "qwen3": {"hidden_act": ("silu", "swish"), "attention_bias": (False,), "use_sliding_window": (False,)},
+}
+#: Names of models without a head, whose folders hold the same weights where the head is tied.
+HEADLESS = ("GPT2Model",)
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json")
 #: At most so many faults of a folder are printed.
 MAX_FAULTS = 8
@@ -54,7 +94,7 @@ class HFFolder:
     Attributes:
         config: of the model.
         content: of config.json.
-        tensors: the weights by our names, in transformers' layout; the head too where the files repeat it.
+        tensors: the weights by transformers' names, with their prefix; a tied head too where the files repeat it.
     """
 
     folder: Path
@@ -91,6 +131,10 @@ class HFFolder:
                 return token
         return None
 
+    @cached_property
+    def _parts(self) -> dict[str, list[HFTensor]]:
+        return hf_tensors(self.config)
+
     def fill(self, model: GPT) -> None:
         """Read the weights into `model`, one tensor at a time, in the model's dtype and layout.
 
@@ -102,9 +146,13 @@ class HFFolder:
             self.read_into(name, parameter.data)
 
     def check_head(self) -> None:
-        """Raises UsageError where the files hold a head that differs from the token embedding."""
-        if HEAD in self.tensors and not torch.equal(self.tensors[HEAD].read(), self.tensors[EMBEDDING].read()):
-            raise UsageError(f"{self.tensors[HEAD].file}: {HEAD} is not the token embedding; models with an untied head are not supported")
+        """Raises UsageError where the files hold a head that differs from the token embedding, although it is tied."""
+        if self.config.tied_head and HEAD in self.tensors:
+            (embedding,) = self._parts[EMBEDDING]
+            if not torch.equal(self.tensors[HEAD].read(), self.tensors[embedding.name].read()):
+                raise UsageError(
+                    f"{self.tensors[HEAD].file}: {HEAD} is not the token embedding, but {CONFIG_FILE} has tie_word_embeddings true"
+                )
 
     def read_into(self, name: str, parameter: torch.Tensor) -> None:
         """Read the weight `name` into `parameter`, in our layout; padded rows of the vocabulary become zero.
@@ -112,11 +160,10 @@ class HFFolder:
         Raises:
             UsageError: the weight holds NaN or infinity.
         """
-        tensor = self.tensors[name].read()
-        if CONV1D.search(name):
-            tensor = tensor.t()  # (in, out) -> (out, in)
-        parameter[: len(tensor)].copy_(tensor)
-        parameter[len(tensor) :].zero_()
+        parts = self._parts[name]
+        for part in parts:
+            part.of(parameter).copy_(self.tensors[part.name].read())
+        parameter[parts[-1].end :].zero_()
         if not is_finite(parameter):
             raise UsageError(f"{self.folder}: {name} holds values that are not finite; give the folder of a model that has not diverged")
 
@@ -130,31 +177,37 @@ def open_hf_folder(folder: str | Path) -> HFFolder:
     """
     folder = Path(folder)
     if not folder.is_dir():
-        raise UsageError(f"{folder}: {'is a file' if folder.exists() else 'no such folder'}; give a Hugging Face folder of GPT2LMHeadModel")
-    content = read_json_object(folder / CONFIG_FILE, "give a Hugging Face folder of GPT2LMHeadModel")
+        raise UsageError(
+            f"{folder}: {'is a file' if folder.exists() else 'no such folder'}; give a Hugging Face folder of a GPT-2, Llama or Qwen3"
+        )
+    content = read_json_object(folder / CONFIG_FILE, "give a Hugging Face folder of a GPT-2, Llama or Qwen3")
     config = _config(content, folder / CONFIG_FILE)
     if not (files := _files(folder)):
         fix = "convert pytorch_model.bin with transformers' save_pretrained" if list(folder.glob("*.bin")) else "copy or export it again"
         raise UsageError(f"{folder}: holds no {WEIGHTS_FILE}; {fix}")
     tensors = [tensor for file in files for tensor in safetensors_tensors(file)]
-    return HFFolder(folder, config, content, _by_our_names(tensors, config, folder))
+    return HFFolder(folder, config, content, _by_name(tensors, config, folder))
 
 
-def _by_our_names(tensors: list[StoredTensor], config: GPTConfig, folder: Path) -> dict[str, StoredTensor]:
-    """The weights by our names. Raises UsageError: one line for each tensor that is missing, repeated, or of another shape or dtype."""
+def _by_name(tensors: list[StoredTensor], config: GPTConfig, folder: Path) -> dict[str, StoredTensor]:
+    """The weights by transformers' names. Raises UsageError: one line for each that is missing, repeated, or of another shape or dtype."""
     if config.n_layer > len(tensors):  # before names are made for each layer
         raise UsageError(
             f"{folder}: {CONFIG_FILE} says n_layer {config.n_layer:,}, but the files hold {len(tensors):,} tensors in all; copy it again"
         )
-    expected = hf_shapes(config) | {HEAD: (config.vocab_size, config.d_model)}
+    form = hf_form(config)
+    expected = {part.name: part.shape for parts in hf_tensors(config).values() for part in parts}
+    required = set(expected)
+    expected |= {HEAD: (config.vocab_size, config.d_model)}  # files may repeat a tied head
     found: dict[str, StoredTensor] = {}
     faults = []
     for tensor in tensors:
-        name, where = tensor.name.removeprefix(PREFIX), f"{tensor.file}: {tensor.name}"
-        if CAUSAL_MASK.search(name):
+        where = f"{tensor.file}: {tensor.name}"
+        name = tensor.name if tensor.name == HEAD else PREFIXES[form] + tensor.name.removeprefix(PREFIXES[form])
+        if BUFFERS.search(name):
             continue
         if name not in expected:
-            faults.append(f"{where} is not a weight of a GPT-2 of {config.n_layer} layers")
+            faults.append(f"{where} is not a weight of a {form} of {config.n_layer} layers")
         elif tensor.shape != expected[name]:
             faults.append(f"{where} is {list(tensor.shape)}, {CONFIG_FILE} says {list(expected[name])}")
         elif not tensor.dtype.is_floating_point:
@@ -162,7 +215,7 @@ def _by_our_names(tensors: list[StoredTensor], config: GPTConfig, folder: Path) 
         elif name in found:
             faults.append(f"{where} repeats {found[name].name} of {found[name].file.name}; remove one of them")
         found[name] = tensor
-    if missing := [name for name in expected if name not in found and name != HEAD]:
+    if missing := [name.removeprefix(PREFIXES[form]) for name in expected if name in required and name not in found]:
         more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
         faults.append(f"{folder}: lacks {', '.join(missing[:3])}{more}; copy or export it again")
     if len(faults) > MAX_FAULTS:
@@ -173,34 +226,50 @@ def _by_our_names(tensors: list[StoredTensor], config: GPTConfig, folder: Path) 
 
 
 def _config(content: dict[str, Any], file: Path) -> GPTConfig:
-    """The model that a config.json describes. Raises UsageError unless it is the model of `model/gpt.py`."""
-    kind, named = content.get("model_type"), content.get("architectures") or ["GPT2LMHeadModel"]
-    if kind != "gpt2" or not isinstance(named, list) or not all(name in ARCHITECTURES for name in named):
-        what = ", ".join(map(str, named)) if isinstance(named, list) and kind == "gpt2" else str(kind)
-        raise UsageError(f"{file}: is a model of {what[:60]!r}; only GPT2LMHeadModel (model_type gpt2) can be read")
+    """The model that a config.json describes. Raises UsageError unless it is a model of `model/gpt.py`."""
+    form = content.get("model_type")
+    if form not in ARCHITECTURES:
+        raise UsageError(f"{file}: is a model of {str(form)[:60]!r}; only {', '.join(CLASSES.values())} can be read")
+    named = content.get("architectures") or [CLASSES[form]]
+    if not isinstance(named, list) or not all(name in (CLASSES[form], *HEADLESS) for name in named):
+        raise UsageError(f"{file}: is a model of {str(named)[:60]!r}; only {', '.join(CLASSES.values())} can be read")
     if "quantization_config" in content:
         raise UsageError(f"{file}: its weights are quantized, which is not supported; give the folder they were made from")
     faults = [
         f"{file}: {key} is {json.dumps(content[key])}, must be {json.dumps(allowed[0])}"
-        for key, allowed in MUST_BE.items()
+        for key, allowed in MUST_BE[form].items()
         if key in content and content[key] is not None and content[key] not in allowed
     ]
-    sizes: dict[str, Any] = {ours: content.get(theirs) for ours, theirs in SIZES.items()}
-    for ours, theirs in SIZES.items():
-        if type(sizes[ours]) is not int:
-            faults.append(f"{file}: {theirs} is {json.dumps(sizes[ours])}, must be a whole number; copy or export the folder again")
-    if not faults and content.get("n_inner") not in (None, 4 * sizes["d_model"]):
-        faults.append(f"{file}: n_inner is {content['n_inner']}, must be 4 x n_embd = {4 * sizes['d_model']}")
+    own = ARCHITECTURES[form] | ABSENT[form]
+    own |= {ours: content[theirs] for ours, theirs in FIELDS[form].items() if content.get(theirs) is not None}
+    for ours in SIZES:
+        if type(own.get(ours)) is not int:
+            theirs = FIELDS[form][ours]
+            faults.append(f"{file}: {theirs} is {json.dumps(content.get(theirs))}, must be a whole number; copy or export the folder again")
+    if form != "gpt2":
+        faults += [f"{file}: {fault}" for fault in _read_rotary(content, own)]
+    if form == "llama" and content.get("mlp_bias", False) is not own["bias"]:
+        faults.append(f"{file}: mlp_bias and attention_bias differ, and here all linear layers have biases or none has")
     if faults:
         raise UsageError(*faults)
     end = content.get("document_end")  # our key: transformers keeps unknown keys
-    dropout = content.get("resid_pdrop", 0.0)
     try:
-        return GPTConfig(
-            **sizes, dropout=dropout if isinstance(dropout, (int, float)) else 0.0, document_end=end if type(end) is int else None
-        )
-    except ValueError as reason:
+        return GPTConfig(**own, document_end=end if type(end) is int else None)
+    except (ValueError, TypeError) as reason:  # a number out of range, or none
         raise UsageError(f"{file}: {reason}") from None
+
+
+def _read_rotary(content: dict[str, Any], own: dict[str, Any]) -> list[str]:
+    """Read `rope_theta` into `own`; what of the rotary positions is not those of `model/gpt.py`."""
+    # transformers from 5 on has `rope_parameters`, before `rope_theta` and `rope_scaling`.
+    rope = content.get("rope_parameters") or content.get("rope_scaling") or {}
+    if not isinstance(rope, dict):
+        return [f"rope_parameters is {json.dumps(rope)[:60]}, must be an object"]
+    if (kind := rope.get("rope_type", rope.get("type", "default"))) != "default":
+        return [f"its rotary positions are scaled (rope_type {json.dumps(kind)}), which is not supported"]
+    theta = rope.get("rope_theta", content.get("rope_theta"))
+    own["rope_theta"] = own["rope_theta"] if theta is None else theta
+    return [] if rope.get("partial_rotary_factor", 1.0) == 1.0 else ["it rotates a part of each head only, which is not supported"]
 
 
 def _files(folder: Path) -> list[Path]:

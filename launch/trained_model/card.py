@@ -11,20 +11,20 @@ from typing import Any
 from data_pipeline.shards import Corpus
 from launch.formats.metrics import recent_loss
 from launch.trained_model.load import TrainedModel
-from model.hf import hf_shapes
+from model.hf import CLASSES, hf_form, hf_tensors
 
 _HEAD = """\
 ---
 library_name: transformers
 pipeline_tag: text-generation
 tags:
-- gpt2
+- {form}
 - causal-lm
 ---
 
 # {name}
 
-A GPT-2 (`GPT2LMHeadModel`) of {millions:,.1f} M parameters."""
+A {kind} of {millions:,.1f} M parameters."""
 _USE = """\
 ## Use it
 
@@ -46,15 +46,17 @@ def model_card(name: str, trained: TrainedModel, dtype: str, lines: list[dict[st
         notes: what a user should know, a sentence each.
     """
     config, run = trained.config, trained.description
-    parameters = sum(math.prod(shape) for shape in hf_shapes(config).values())
+    form = hf_form(config)
+    parameters = sum(math.prod(part.shape) for parts in hf_tensors(config).values() for part in parts)
+    heads = f"{config.n_head}" if config.n_kv_head == config.n_head else f"{config.n_head} ({config.n_kv_head} of keys and values)"
     sizes = {
         "parameters": f"{parameters:,}",
-        "layers, heads, width": f"{config.n_layer}, {config.n_head}, {config.d_model}",
+        "layers, heads, width": f"{config.n_layer}, {heads}, {config.d_model}",
         "context": f"{config.seq_len:,} tokens",
         "vocabulary": f"{config.vocab_size:,}",
-        "weights": f"{dtype}, the head tied to the token embedding",
+        "weights": f"{dtype}, {'the head tied to the token embedding' if config.tied_head else 'a head of its own'}",
     }
-    parts = [_HEAD.format(name=name, millions=parameters / 1e6), _table(sizes)]
+    parts = [_HEAD.format(name=name, form=form, kind=f"`{CLASSES[form]}`", millions=parameters / 1e6), _table(sizes)]
     if run is not None:
         command = [_in_checkout(str(word)) for word in (run.get("command") or [])[1:] if not str(word).startswith("--local_rank")]
         parts += ["## The run", _table(_run_rows(run, trained.state or {}, lines, trained.corpus))]

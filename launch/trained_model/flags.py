@@ -9,6 +9,6 @@ DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 def add_source_flags(parser: Parser, data_help: str) -> None:
     """The flags that name a trained model and its corpus."""
-    parser.add_argument("source", metavar="RUN|DIR", help="run folder, such as runs/first, or Hugging Face folder of GPT2LMHeadModel")
+    parser.add_argument("source", metavar="RUN|DIR", help="run folder, such as runs/first, or Hugging Face folder")
     parser.add_argument("--checkpoint", metavar="NAME", help="step-00000300, or newest; required for an unfinished run (last)")
     parser.add_argument("--data", metavar="DIR", help=data_help)

@@ -1,4 +1,4 @@
-"""Write a trained model as a Hugging Face folder of GPT2LMHeadModel."""
+"""Write a trained model as a Hugging Face folder of a GPT-2, Llama or Qwen3."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from launch.trained_model.card import model_card
 from launch.trained_model.flags import DTYPES
 from launch.trained_model.load import TrainedModel, open_trained
 from model.gpt import GPT
-from model.hf import PREFIX, hf_config, to_hf_layout
+from model.hf import hf_config, hf_form, hf_tensors
 from model.presets import GPTConfig
 
 #: The largest size of one file of weights.
@@ -30,6 +30,10 @@ SHARD_BYTES = 5_000_000_000
 def export(flags: argparse.Namespace, folder: Path, name: str) -> tuple[TrainedModel, dict[str, torch.Tensor], list[str]]:
     """Write the model that the flags of `launch/export.py` name into `folder`. Returns the model, its weights, and notes for the user."""
     trained = open_trained(flags.source, checkpoint=flags.checkpoint, data=flags.data)
+    try:
+        hf_form(trained.config)
+    except ValueError as reason:
+        raise UsageError(f"{flags.source}: {reason}; generate.py and score.py read the run itself") from None
     model = trained.load_model()
     dtype = getattr(torch, DTYPES[flags.dtype]) if flags.dtype else model.wte.weight.dtype
     weights = converted_weights(model, trained.config, dtype)
@@ -66,18 +70,20 @@ def write_folder(trained: TrainedModel, weights: dict[str, torch.Tensor], folder
 
 
 def converted_weights(model: GPT, config: GPTConfig, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """The weights under GPT2LMHeadModel's names and layouts, without the padded rows of the vocabulary and the head.
+    """The weights under transformers' names and in its layouts, without the padded rows of the vocabulary and a tied head.
 
     `model` loses its weights one by one, so that the memory stays that of one model. Raises UsageError where a weight overflows in `dtype`.
     """
-    weights = {}
+    weights, parts = {}, hf_tensors(config)
     for name, parameter in model.named_parameters():
-        view = to_hf_layout(name, parameter.data, config)
-        weight = torch.empty(view.shape, dtype=dtype).copy_(view)  # a storage of its own: safetensors refuses a slice of the embedding
-        if not is_finite(weight):
-            raise UsageError(f"--dtype: {name} holds values beyond the range of {dtype}; take bf16 or fp32")
-        weights[PREFIX + name] = weight
-        parameter.data = view = torch.empty(0)
+        for part in parts[name]:
+            view = part.of(parameter.data)
+            weight = torch.empty(view.shape, dtype=dtype).copy_(view)  # a storage of its own: safetensors refuses a slice of the embedding
+            if not is_finite(weight):
+                raise UsageError(f"--dtype: {name} holds values beyond the range of {dtype}; take bf16 or fp32")
+            weights[part.name] = weight
+            view = torch.empty(0)
+        parameter.data = view
     return weights
 
 

@@ -25,7 +25,7 @@ from launch.formats.hf_folder import CONFIG_FILE, HFFolder, open_hf_folder
 from launch.formats.metrics import model_of_run, read_run_json
 from launch.formats.tensor_files import is_finite
 from model.accounting import parameter_count
-from model.gpt import GPT, TiedHead
+from model.gpt import GPT
 from model.presets import GPTConfig
 
 
@@ -88,7 +88,9 @@ def empty_model(config: GPTConfig, dtype: torch.dtype) -> GPT:
     with torch.device("meta"):
         model = GPT(config)
     model.to(dtype).to_empty(device="cpu")
-    model.lm_head = TiedHead(model.wte, config.vocab_size)  # ties the weight again, and fills the mask of padded columns
+    if config.tied_head:
+        model.lm_head.weight = model.wte.weight
+    model.lm_head.hide_padding()
     return model.eval().requires_grad_(False)
 
 
@@ -96,7 +98,7 @@ def open_trained(source: str | Path, *, checkpoint: str | None = None, data: str
     """Check a run folder or a Hugging Face folder.
 
     Args:
-        source: `runs/<name>`, or a folder of GPT2LMHeadModel in safetensors, as `launch/export.py` writes it and GPT-2 is published.
+        source: `runs/<name>`, or a folder of a GPT-2, Llama or Qwen3 in safetensors, as `launch/export.py` writes it.
         checkpoint: of a run, its name (`step-00000300`) or "newest". None: the newest, which must be the end of the run.
         data: where the corpus of a run is now; None: the path in `run.json`.
 
@@ -106,7 +108,7 @@ def open_trained(source: str | Path, *, checkpoint: str | None = None, data: str
     folder = Path(source)
     if not folder.is_dir():
         found = "is a file" if folder.exists() else "no such folder"
-        raise UsageError(f"{folder}: {found}; give a run folder, such as runs/first, or a Hugging Face folder of GPT2LMHeadModel")
+        raise UsageError(f"{folder}: {found}; give a run folder, such as runs/first, or a Hugging Face folder of a GPT-2, Llama or Qwen3")
     if (folder / "run.json").exists():
         return _open_run(folder, checkpoint, data)
     if checkpoint is not None:

@@ -40,7 +40,7 @@ class GradientHistograms(Observer):
     """Counts the exponents of the gradients of every `every`-th step and writes them to the run's folder.
 
     A layer is the embedding, a block, or the final norm. Its activation gradient is that of its output, its weight gradients those of all
-    its parameters; the head's weight is the embedding's.
+    its parameters; the head's weight, tied or not, counts with the embedding.
     """
 
     def __init__(self, folder: RunFolder | NoFolder, every: int):
@@ -76,7 +76,7 @@ class GradientHistograms(Observer):
         model = self.engine.deepspeed.module
         blocks = {f"block {block.index}": (block, list(block.parameters())) for block in model.h}
         return {
-            "embedding": (model.drop, [model.wte.weight, model.wpe.weight]),
+            "embedding": (model.drop, [*{model.wte.weight, model.lm_head.weight}, *model.wpe.parameters()]),
             **blocks,
             "final norm": (model.ln_f, [*model.ln_f.parameters()]),
         }

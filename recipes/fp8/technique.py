@@ -18,6 +18,7 @@ from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+from model.accounting import block_tensors
 from model.gpt import GPT
 from recipes.technique import Costs, Declaration, Run, Technique
 
@@ -56,10 +57,12 @@ class Fp8(Technique):
         self.costs = Costs(matmul_dtype="" if self.emulate else "fp8")
         if run.precision != "bf16":
             raise ValueError(f"'fp8' casts from bf16, and this run is in {run.precision}; use the bf16 JSON of the same stage")
-        if run.shape.d_model % MULTIPLE:
-            raise ValueError(
-                f"'fp8' multiplies matrices whose sides are multiples of {MULTIPLE}, and d_model is {run.shape.d_model}; change --d_model"
-            )
+        for name, sides in block_tensors(run.shape).items():
+            if len(sides) == 2 and any(side % MULTIPLE for side in sides):
+                raise ValueError(
+                    f"'fp8' multiplies matrices whose sides are multiples of {MULTIPLE}, and {name} is {sides[0]} x {sides[1]}; change "
+                    f"{'--d_ff' if run.shape.d_ff % MULTIPLE and name.startswith('mlp') else '--d_model'}"
+                )
         if run.zero_stage == 3 and "activation_checkpointing" not in run.techniques:
             # Its layers save the gathered weight itself, which is then on the device until the backward pass has come to it.
             raise ValueError(

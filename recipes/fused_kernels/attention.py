@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from model.gpt import with_heads
+
 #: Queries of a block. Forward and backward, bf16, two cores without AMX, in blocks of 64 and of 128: 8 x 256 tokens, 6 heads of 64, 7.3 and
 #: 6.8 ms, torch's flash kernel 18; 4 x 1,024 tokens, 12 heads, 112 and 111 ms, torch's 138.
 QUERIES = 128
@@ -19,14 +21,15 @@ QUERIES = 128
 KEPT_LENGTH = 512
 
 
-def blockwise_attention(qkv: torch.Tensor, mask: torch.Tensor | None, dropout: float) -> torch.Tensor:
-    """Causal self-attention, qkv (B, T, 3, n_head, d_head) -> (B, T, n_head d_head): what `model.gpt.attend` computes.
+def blockwise_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, dropout: float) -> torch.Tensor:
+    """Causal self-attention, q (B, T, n_head, d_head) -> (B, T, n_head d_head): what `model.gpt.attend` computes.
 
+    k, v: (B, T, n_kv_head, d_head). Shared ones are repeated, as the batched products need them.
     mask: added to the scores, (B, 1, T, T), and includes the causal mask; None for the causal mask alone.
     dropout: must be 0; `model.gpt.attend` supports other rates.
     """
     assert not dropout, "the technique leaves models with dropout to torch"
-    return _BlockwiseAttention.apply(qkv, mask)
+    return _BlockwiseAttention.apply(q, with_heads(k, q.shape[2]), with_heads(v, q.shape[2]), mask)
 
 
 def attention_blocks(length: int) -> list[tuple[int, int]]:
@@ -54,10 +57,11 @@ class _BlockwiseAttention(torch.autograd.Function):
     """Hand-written forward and backward: autograd would copy the gradient of every slice into a tensor of full size."""
 
     @staticmethod
-    def forward(ctx: Any, qkv: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-        B, T, _, H, D = qkv.shape
-        # (B, T, 3, H, D) -> 3 x (B H, T, D), each in one piece, as batched products want it
-        q, k, v = (part.transpose(1, 2).reshape(B * H, T, D) for part in qkv.unbind(2))
+    def forward(ctx: Any, *inputs: Any) -> torch.Tensor:
+        *qkv, mask = inputs
+        B, T, H, D = qkv[0].shape
+        # 3 x (B, T, H, D) -> 3 x (B H, T, D), each in one piece, as batched products want it
+        q, k, v = (part.transpose(1, 2).reshape(B * H, T, D) for part in qkv)
         y, kept = torch.empty_like(q), []
         for start, end in attention_blocks(T):
             p = _probabilities(q, k, mask, start, end)
@@ -68,7 +72,7 @@ class _BlockwiseAttention(torch.autograd.Function):
         return y.view(B, H, T, D).transpose(1, 2).reshape(B, T, H * D)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         q, k, v, mask, *kept = ctx.saved_tensors
         BH, T, D = q.shape
         B = len(gradient)
@@ -84,4 +88,4 @@ class _BlockwiseAttention(torch.autograd.Function):
             torch.baddbmm(dv[:, :end], p.transpose(1, 2), dy[:, start:end], beta=beta, out=dv[:, :end])
         scale = 1 / math.sqrt(D)
         parts = (dq.mul_(scale), dk.mul_(scale), dv)
-        return torch.stack([part.view(B, -1, T, D).transpose(1, 2) for part in parts], dim=2), None  # (B, T, 3, H, D)
+        return *(part.view(B, -1, T, D).transpose(1, 2) for part in parts), None  # 3 x (B, T, H, D)

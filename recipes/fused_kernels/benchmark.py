@@ -61,7 +61,7 @@ def cases(dtype: Any, device: str) -> dict[str, Callable[[], tuple[Side, Side]]]
 
     def attention(B: int, T: int, heads: int) -> tuple[Side, Side]:
         qkv = random(B, T, 3, heads, 64)
-        return tuple(both_passes(lambda x, f=f: f(x, None, 0.0), qkv) for f in (gpt.attend, blockwise_attention))  # type: ignore[return-value]
+        return tuple(both_passes(lambda x, f=f: f(*x.unbind(2), None, 0.0), qkv) for f in (gpt.attend, blockwise_attention))  # type: ignore[return-value]
 
     def head(tokens: int, width: int, vocabulary: int) -> tuple[Side, Side]:
         x, weight = random(tokens, width), random(vocabulary, width, scale=0.02)

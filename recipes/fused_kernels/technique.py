@@ -28,6 +28,16 @@ from recipes.technique import Declaration, Run, Technique, adam_arguments, decou
 SWITCH = {"enum": [True, False], "auto": True}
 #: The lowest compute capability that Triton supports; Liger's kernels and those of torch.compile are written in it.
 TRITON_CAPABILITY = (7, 0)
+#: Kernel of a component -> the field of the model that names it, and its name.
+COMPONENTS = {
+    "layer_norm": ("norm", "layernorm"),
+    "gelu": ("mlp", "gelu"),
+    "rms_norm": ("norm", "rmsnorm"),
+    "swiglu": ("mlp", "swiglu"),
+    "rotary": ("positions", "rotary"),
+}
+#: Kernels that Liger-Kernel has for CUDA only.
+LIGERS = ("layer_norm", "rms_norm", "swiglu", "rotary")
 #: How to get Liger-Kernel, in the project's folder.
 INSTALL = 'pip install -e ".[liger]" -c constraints.txt'
 
@@ -41,14 +51,17 @@ class FusedKernels(Technique):
     adamw: the optimizer's update in one pass: DeepSpeed's FusedAdam on CUDA at stages 1 to 3 if it can be built, else torch's.
     attention: causal attention without the T x T scores in memory: torch's flash kernels on CUDA, blocks of queries on a CPU.
     cross_entropy: the output layer and its loss in one kernel, which writes the gradient over the logits.
-    layer_norm: Liger-Kernel's, on CUDA.
+    layer_norm, rms_norm: Liger-Kernel's, on CUDA.
     gelu: compiled by torch.compile, if the blocks are not.
+    swiglu, rotary: Liger-Kernel's, on CUDA, if the blocks are not compiled.
     compile: torch.compile, one block at a time, which works at every stage and with every technique.
+
+    "auto" leaves out the kernels of components that the model does not have; true for one of them is refused.
     """
 
     declaration = Declaration(
         section="fused_kernels",
-        keys=dict.fromkeys(("adamw", "attention", "cross_entropy", "layer_norm", "gelu", "compile"), SWITCH),
+        keys=dict.fromkeys(("adamw", "attention", "cross_entropy", *COMPONENTS, "compile"), SWITCH),
     )
 
     def __init__(self, section: dict[str, Any], run: Run):
@@ -58,8 +71,15 @@ class FusedKernels(Technique):
             raise ValueError(f"'fused_kernels' switches no kernel on; write \"auto\", or true for some of {', '.join(self.asked)}")
         if self.asked["adamw"] is True and run.optimizer["type"] not in ("Adam", "AdamW"):
             raise ValueError(f"'fused_kernels.adamw' is a kernel of Adam, and the optimizer is {run.optimizer['type']}; write false")
+        for name, (field, component) in COMPONENTS.items():
+            has = getattr(run.shape, field)
+            if name == "layer_norm" and not run.shape.bias:
+                has += " without biases"  # which Liger-Kernel's does not support
+            if self.asked[name] is True and has != component:
+                raise ValueError(f"'fused_kernels.{name}' is a kernel of {component}, and this model has {has}; write \"auto\" or false")
+            self.asked[name] = self.asked[name] if has == component else False
         # With dropout only CUDA has a fused kernel for attention.
-        cuda_only = {"layer_norm": TRITON_CAPABILITY} | ({"attention": (0, 0)} if run.shape.dropout else {})
+        cuda_only = dict.fromkeys(LIGERS, TRITON_CAPABILITY) | ({"attention": (0, 0)} if run.shape.dropout else {})
         self._needs_cuda = {f"fused_kernels.{name}": capability for name, capability in cuda_only.items() if self.asked[name] is True}
         self.missing_packages = tuple(self._missing())
         self._said: list[str] = []
@@ -70,8 +90,9 @@ class FusedKernels(Technique):
 
     def _missing(self) -> Iterator[str]:
         """Packages that keys set to true need and that are not installed."""
-        if self.asked["layer_norm"] is True and not _has_liger():
-            yield f"'fused_kernels.layer_norm' needs liger-kernel, which is not installed; {INSTALL}, or write \"auto\""
+        for name in LIGERS:
+            if self.asked[name] is True and not _has_liger():
+                yield f"'fused_kernels.{name}' needs liger-kernel, which is not installed; {INSTALL}, or write \"auto\""
         for name in ("gelu", "compile"):
             if self.asked[name] is True and not _has_compiler():
                 yield f"'fused_kernels.{name}' needs a C++ compiler, which is not on the path; install g++, or write \"auto\""
@@ -138,17 +159,48 @@ class FusedKernels(Technique):
         model.lm_head.loss = partial(linear_cross_entropy, kernel=torch.compile(in_one) if compiled else in_rows)
         self._say("cross_entropy", f"the gradient is written over the logits{', by a compiled kernel' if compiled else ''}")
 
-    def _use_layer_norm(self, model: GPT) -> None:
+    def _can_use_liger(self, name: str, torchs: str) -> bool:
+        """Whether Liger-Kernel's kernel can be used; if not, note why. torchs: what torch computes instead on this device."""
         if self.device != "cuda":
-            return self._skip("layer_norm", f"torch's is one kernel on a {self.device} already, and Liger-Kernel's needs CUDA")
-        if not _has_liger():
-            return self._skip("layer_norm", f"liger-kernel is not installed ({INSTALL})")
-        from liger_kernel.ops.layer_norm import LigerLayerNormFunction  # an optional dependency
+            self._skip(name, f"{torchs} on a {self.device}, and Liger-Kernel's needs CUDA")
+        elif not _has_liger():
+            self._skip(name, f"liger-kernel is not installed ({INSTALL})")
+        elif name in ("swiglu", "rotary") and self._compiles():
+            self._skip(name, "it is compiled with its block")
+        else:
+            self._say(name, "Liger-Kernel's")
+            return True
+        return False
 
-        for module in model.modules():
-            if isinstance(module, nn.LayerNorm):
-                module.forward = _liger_forward(module, LigerLayerNormFunction)  # type: ignore[method-assign]
-        self._say("layer_norm", "Liger-Kernel's")
+    def _use_layer_norm(self, model: GPT) -> None:
+        if self._can_use_liger("layer_norm", "torch's is one kernel already"):
+            from liger_kernel.ops.layer_norm import LigerLayerNormFunction  # an optional dependency
+
+            for module in model.modules():
+                if isinstance(module, nn.LayerNorm):
+                    module.forward = _liger_forward(module, LigerLayerNormFunction)  # type: ignore[method-assign]
+
+    def _use_rms_norm(self, model: GPT) -> None:
+        if self._can_use_liger("rms_norm", "torch's operations are used"):
+            from liger_kernel.ops.rms_norm import LigerRMSNormFunction  # an optional dependency
+
+            for module in model.modules():
+                if isinstance(module, nn.RMSNorm):
+                    module.forward = _liger_rms_norm(module, LigerRMSNormFunction)  # type: ignore[method-assign]
+
+    def _use_swiglu(self, model: GPT) -> None:
+        if self._can_use_liger("swiglu", "torch's operations are used"):
+            from liger_kernel.ops.swiglu import LigerFusedGateUpSiLUMulFunction  # an optional dependency
+
+            for block in cast("Iterable[Block]", model.h):
+                block.mlp.act.forward = LigerFusedGateUpSiLUMulFunction.apply  # type: ignore[method-assign]
+
+    def _use_rotary(self, model: GPT) -> None:
+        if self._can_use_liger("rotary", "torch's operations are used"):
+            from liger_kernel.ops.rope import LigerRopeFunction  # an optional dependency
+
+            for block in cast("Iterable[Block]", model.h):
+                block.attn.rotate = partial(liger_rotate, LigerRopeFunction)
 
     def _use_gelu(self, model: GPT) -> None:
         if self._compiles():
@@ -202,3 +254,17 @@ def _has_compiler() -> bool:
 def _liger_forward(norm: Any, function: Any) -> Any:
     """A `forward` for `norm`, an nn.LayerNorm: x (..., C) -> (..., C)."""
     return lambda x: function.apply(x, norm.weight, norm.bias, norm.eps)
+
+
+def _liger_rms_norm(norm: Any, function: Any) -> Any:
+    """A `forward` for `norm`, an nn.RMSNorm: x (..., C) -> (..., C). In fp32 throughout, as torch's; it does not write into gradients."""
+    return lambda x: function.apply(x, norm.weight, norm.eps, 0.0, "gemma", False)
+
+
+def liger_rotate(
+    function: Any, q: torch.Tensor, k: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`model.layout.rotate` by Liger-Kernel's function, which takes (B, heads, T, d_head), and half of the cosines."""
+    cos, sin = (part.squeeze(2) for part in rotation)  # (., T, 1, d_head / 2) -> (., T, d_head / 2)
+    q, k = function.apply(q.transpose(1, 2), k.transpose(1, 2), cos, sin, None, 1, 2 * cos.shape[-1])
+    return q.transpose(1, 2), k.transpose(1, 2)

@@ -16,8 +16,9 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from model.accounting import block_parameter_count
-from model.gpt import GPT, Block, generator_for
+from model.accounting import block_flops_per_token
+from model.gpt import GPT, Block
+from model.layers import generator_for
 from recipes.technique import Declaration, Run, StepPlan, Technique
 
 #: "auto", of the paper's GPT: it begins with 128 of 2,048 tokens, and drops none after 200 of 286 thousand steps, 0.7 of the run.
@@ -52,16 +53,16 @@ def draw_positions(seed: int, step: int, layer: int, reserved: int, length: int)
 def run_on(block: nn.Module, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     """Run the tokens of x (B, T, C) at `positions` (r,), ascending, through `block`; the other tokens skip it unchanged.
 
-    The block gets a sequence of r tokens, each of which attends to those before it. A mask is reduced to these tokens during the call.
+    The block gets a sequence of r tokens, each of which attends to those before it. The layout is reduced to these tokens during the call:
+    they keep their positions and their documents.
     """
     attention: Any = block.attn
-    mask = attention.mask
-    if mask is not None:
-        attention.mask = mask.index_select(2, positions).index_select(3, positions)  # (B, 1, T, T) -> (B, 1, r, r)
+    layout = attention.layout
+    attention.layout = layout.at(positions)
     try:
         part = block(x.index_select(1, positions))  # (B, r, C)
     finally:
-        attention.mask = mask
+        attention.layout = layout
     return x.index_copy(1, positions, part)
 
 
@@ -174,11 +175,8 @@ class RandomLTD(Technique):
         self.step, self.reserved = step, min(reserved_length(step, self.schedule), plan.seq_len)
         self._drawn: dict[tuple[int, int, torch.device], torch.Tensor] = {}
 
-        def flops(row: int) -> int:  # of a token in one block, see model.accounting.flops_per_token
-            return 6 * block_parameter_count(self.shape) + 12 * self.shape.d_model * row
-
-        share = self.reserved * flops(self.reserved) / (plan.seq_len * flops(plan.seq_len))
-        self.kept_blocks = self.shape.n_layer - len(self.layers) * (1 - share)
+        flops, whole = (length * block_flops_per_token(self.shape, length) for length in (self.reserved, plan.seq_len))
+        self.kept_blocks = self.shape.n_layer - len(self.layers) * (1 - flops / whole)
         return plan._replace(kept_blocks=self.kept_blocks)
 
     def prepare(self, model: GPT) -> None:

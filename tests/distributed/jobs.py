@@ -186,6 +186,30 @@ def windows_seen(flags: list[str]) -> list[list[list[int]]]:
     return list(SeenWindows.steps)
 
 
+class CountedCompilations(Observer):
+    """How many graphs torch.compile has made after each step, in this process and since the run began."""
+
+    def __init__(self) -> None:
+        self.counts: list[int] = []
+        self.before = self._graphs()
+
+    def after_step(self, step: int) -> None:
+        self.counts.append(self._graphs() - self.before)
+
+    @staticmethod
+    def _graphs() -> int:
+        from torch._dynamo.utils import counters
+
+        return int(counters["stats"]["unique_graphs"])
+
+
+def pretrain_counting_compilations(flags: list[str]) -> tuple[list[int], list[dict[str, Any]]]:
+    """`pretrain`, and what `CountedCompilations` counts in it."""
+    observer = CountedCompilations()
+    lines = pretrain(flags, [observer])
+    return observer.counts, lines
+
+
 class WatchedLengths(Observer):
     """The longest sequence that the model has been given in the step's training, and in the latest evaluation."""
 

@@ -15,9 +15,9 @@ import torch
 from data_pipeline.sampler import shuffled_positions
 from data_pipeline.shards import open_corpus
 from model.gpt import GPT, BlockRunner, run_all_blocks
-from model.presets import GPTConfig
 from recipes.progressive_layer_drop.technique import draws
 from recipes.random_ltd.technique import draw_positions
+from tests.helpers import config_of
 
 
 def run_all_but(index: int) -> BlockRunner:
@@ -73,13 +73,23 @@ def random_ltd(seed: int, seq_len: int, layers: Collection[int], length_of: Call
             for block in blocks:
                 own = [position - start for position in kept.get(block.index, range(seq_len)) if start <= position < end]
                 if own:
-                    x, part = x.clone(), block(x[:, own])
+                    x, part = x.clone(), on_tokens(block, x, own)
                     x[:, own] = part
             return x
 
         return run
 
     return runner_of
+
+
+def on_tokens(block: torch.nn.Module, x: torch.Tensor, own: list[int]) -> torch.Tensor:
+    """The output of `block` for some tokens of x. Where positions are rotations, the tokens keep theirs."""
+    layout = block.attn.layout
+    if layout.rotation is not None:
+        block.attn.layout = layout._replace(rotation=tuple(part[:, own] for part in layout.rotation))
+    part = block(x[:, own])
+    block.attn.layout = layout
+    return part
 
 
 def whole_windows(model: GPT, windows: torch.Tensor, document_end: int) -> torch.Tensor:
@@ -433,6 +443,7 @@ def reference_steps(
 ) -> list[Step]:
     """`steps` steps in fp32 over the whole global batch, or more with as many tokens, the gradient norm taken in fp64.
 
+    shape: sizes of the model, maybe fields, and maybe its "architecture".
     accumulation: into how many micro-batches the global batch is cut; of meaning only where runners differ between them.
     runner_of: the block runner of (step, micro-step).
     A parameter without a gradient has the gradient 0, and Adam steps it.
@@ -447,7 +458,8 @@ def reference_steps(
     data = np.concatenate(
         [np.fromfile(corpus.path / shard["file"], dtype=corpus.manifest["dtype"]) for shard in corpus.manifest["splits"]["train"]["shards"]]
     )
-    model = GPT(GPTConfig(**shape, vocab_size=corpus.vocab_size, init_seed=seed)).to(device)
+    sizes = {name: value for name, value in shape.items() if name != "architecture"}
+    model = GPT(config_of(shape.get("architecture", "gpt2"), sizes, vocab_size=corpus.vocab_size, init_seed=seed)).to(device)
     matrices = [p for p in model.parameters() if p.ndim >= 2]
     vectors = [p for p in model.parameters() if p.ndim < 2]
     optimizer = adam(

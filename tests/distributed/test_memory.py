@@ -13,8 +13,10 @@ from launch.config.memory import bytes_sent_per_step, memory_per_rank
 from launch.config.run_config import resolve
 from model.accounting import parameter_count
 from model.gpt import GPT
+from model.layout import Layout
 from model.presets import GPTConfig
 from tests.distributed.memory_jobs import PARTS
+from tests.helpers import config_of
 
 SHAPE = ["--n_layer", "3", "--n_head", "2", "--d_model", "128", "--seq_len", "32"]
 STATES_WITHIN = 0.02
@@ -25,12 +27,15 @@ def flags(corpus, tmp_path, config: str, *more: str) -> list[str]:
     return [*run, "--eval_every", "0", "--save_every", "0", *more]
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize(("architecture", "dropout"), [("gpt2", 0.0), ("gpt2", 0.1), ("llama", 0.0), ("qwen3", 0.0)])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_the_activations_of_a_block_are_what_autograd_saves(precision, dropout):
-    model, B = GPTConfig(n_layer=3, n_head=4, d_model=64, seq_len=48, vocab_size=100, dropout=dropout), 2
+def test_the_activations_of_a_block_are_what_autograd_saves(precision, architecture, dropout):
+    sizes = {"n_layer": 3, "n_head": 4, "d_model": 64, "seq_len": 48, "dropout": dropout}
+    model, B = config_of(architecture, sizes, vocab_size=100), 2
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]
-    block = GPT(model).to(dtype).h[0]
+    whole = GPT(model).to(dtype)
+    block = whole.h[0]
+    block.attn.layout = Layout(None, whole.wpe.rotation(torch.arange(48), dtype))
     x = torch.randn(B, 48, 64, dtype=dtype, requires_grad=True)
     saved: dict[int, int] = {}
 
@@ -40,7 +45,7 @@ def test_the_activations_of_a_block_are_what_autograd_saves(precision, dropout):
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
         output = block(x)
-    for known in (x, *block.parameters()):
+    for known in (x, *block.parameters(), *(block.attn.layout.rotation or ())):
         saved.pop(known.untyped_storage().data_ptr(), None)
     saved[output.untyped_storage().data_ptr()] = output.untyped_storage().nbytes()  # which the next block saves
     plans = [

@@ -1,0 +1,176 @@
+"""Architectures are data: flags, presets, run.json, arithmetic, and the folders of transformers that describe one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from launch.errors import UsageError
+from launch.formats.hf_folder import open_hf_folder
+from launch.formats.metrics import model_of_run
+from model.accounting import block_flops_per_token, flops_per_token, parameter_count
+from model.gpt import GPT
+from model.hf import hf_config, hf_form, to_hf_state_dict
+from model.presets import ARCHITECTURES, FIELDS, PRESETS, SIZES, GPTConfig, ModelShape, shape_of, shared_heads
+from tests.helpers import config_of, explained, refusal
+
+RUN = ("--deepspeed_config", "ds_configs/zero1_fp32.json", "--data", "no/corpus")
+TINY = {"n_layer": 2, "n_head": 4, "d_model": 32, "seq_len": 16}
+
+
+def test_every_preset_exists_in_every_architecture():
+    for preset in PRESETS.values():
+        counts = {}
+        for architecture in ARCHITECTURES:
+            shape = shape_of(preset.shape, architecture, {})
+            assert hf_form(shape) == architecture
+            assert shape.n_head // shape.n_kv_head <= 4
+            counts[architecture] = parameter_count(GPTConfig(**vars(shape), vocab_size=256))
+        assert max(counts.values()) < 1.2 * min(counts.values()), "the same size, but for the positions, the head and the shared keys"
+
+
+def test_shared_heads_by_hand():
+    assert [shared_heads(n) for n in (1, 2, 4, 6, 9, 12, 16, 25, 32, 40)] == [1, 2, 2, 2, 3, 3, 4, 25, 8, 10]
+
+
+def test_explain_names_the_origin_of_each_field():
+    said = explained(*RUN, "--architecture", "qwen3", "--n_kv_head", "1", "--tied_head", "false")["run"]
+    assert said["n_kv_head"] == {"value": 1, "from": "--n_kv_head"}
+    assert said["tied_head"] == {"value": False, "from": "--tied_head"}
+    assert said["qk_norm"] == {"value": True, "from": "architecture qwen3"}
+    assert said["d_model"] == {"value": 256, "from": "preset nano"}
+    assert {name: explained(*RUN)["run"][name]["value"] for name in FIELDS} == {
+        name: getattr(PRESETS["nano"].shape, name) for name in FIELDS
+    }
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--architecture", "mamba"], "--architecture"),
+        (["--architecture", "llama", "--n_kv_head", "3"], "n_head must be a multiple of n_kv_head"),
+        (["--qk_norm", "yes"], "--qk_norm"),
+        (["--architecture", "llama", "--d_head", "5"], "it must be even"),
+        (["--rope_theta", "0"], "--rope_theta"),
+    ],
+)
+def test_a_field_of_no_use_is_one_line(flags, said):
+    assert said in refusal(*RUN, *flags)
+
+
+def test_run_json_of_a_gpt2_is_as_before_there_were_architectures():
+    shape = ModelShape(2, 4, 32, 16)
+    assert shape.recorded() == {**TINY, "dropout": 0.0}
+    assert tuple(shape.recorded()) == SIZES
+    old = {"shape": shape.recorded(), "corpus": {"vocab_size": 100}, "seed": 3}
+    assert model_of_run(old) == GPTConfig(2, 4, 32, 16, vocab_size=100, init_seed=3)
+    for architecture in ("llama", "qwen3"):
+        config = config_of(architecture, TINY, vocab_size=100, init_seed=3)
+        recorded = shape_of(shape, architecture, {}).recorded()
+        assert model_of_run({**old, "shape": json.loads(json.dumps(recorded))}) == config
+
+
+def test_flops_by_hand():
+    """Per token and block: 6 x its parameters, and 12 x length x the width of all query heads together, however few keys there are."""
+    config = config_of("qwen3", {**TINY, "d_head": 16, "n_kv_head": 2, "d_ff": 48}, vocab_size=100)
+    block = 32 * (64 + 32 + 32) + 64 * 32 + 2 * 16 + 2 * 32 + 3 * 32 * 48  # queries, keys, values; output; their norms; norms; MLP
+    assert block_flops_per_token(config, 16) == 6 * block + 12 * 16 * 64
+    assert flops_per_token(config) == 2 * (6 * block + 12 * 16 * 64) + 6 * (100 * 32 + 32)
+    untied = config_of("qwen3", {**TINY, "d_head": 16, "n_kv_head": 2, "d_ff": 48, "tied_head": False}, vocab_size=100)
+    assert flops_per_token(untied) == flops_per_token(config), "an embedding of its own is a lookup"
+    assert parameter_count(untied) == parameter_count(config) + 128 * 32
+
+
+def test_no_buffer_is_rounded_with_the_weights():
+    """In bf16 a table of angles would have 8 bits."""
+    model = GPT(config_of("llama", TINY, vocab_size=128)).bfloat16()
+    assert not [name for name, _ in model.named_buffers()]
+    cos, sin = model.wpe.rotation(torch.tensor([1025]), torch.bfloat16)
+    exact = GPT(config_of("llama", TINY, vocab_size=128)).wpe.rotation(torch.tensor([1025]), torch.float32)
+    assert torch.equal(cos, exact[0].bfloat16()) and torch.equal(sin, exact[1].bfloat16())
+
+
+# --- folders of transformers
+
+
+@pytest.fixture(params=["llama", "qwen3"])
+def folder(request, tmp_path) -> Path:
+    """A folder as transformers writes it."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = config_of(request.param, {**TINY, "rope_theta": 5e4}, vocab_size=100)
+    theirs = AutoModelForCausalLM.from_config(AutoConfig.for_model(**hf_config(config)))
+    theirs.load_state_dict(to_hf_state_dict(GPT(config).state_dict(), config))
+    theirs.save_pretrained(tmp_path / "theirs")
+    return tmp_path / "theirs"
+
+
+def edit(folder: Path, **values: Any) -> None:
+    file = folder / "config.json"
+    content = json.loads(file.read_text()) | values
+    file.write_text(json.dumps({key: value for key, value in content.items() if value != "absent"}))
+
+
+def faults(folder: Path) -> str:
+    with pytest.raises(UsageError) as refused:
+        open_hf_folder(folder)
+    return "\n".join(refused.value.faults)
+
+
+def test_a_configuration_of_transformers_is_read(folder):
+    found = open_hf_folder(folder)
+    architecture = found.content["model_type"]
+    assert found.config == config_of(architecture, {**TINY, "rope_theta": 5e4}, vocab_size=100)
+    model = GPT(found.config)
+    found.fill(model)
+    for name, tensor in GPT(found.config).state_dict().items():
+        assert torch.equal(model.state_dict()[name], tensor), name
+    edit(folder, rope_parameters="absent", rope_theta=5e4, rope_scaling=None)  # as before transformers 5
+    assert open_hf_folder(folder).config == found.config
+    edit(folder, rope_theta="absent", rms_norm_eps="absent")
+    assert (open_hf_folder(folder).config.rope_theta, open_hf_folder(folder).config.norm_eps) == (10_000.0, 1e-6)
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0}}, 'rope_type "llama3"'),
+        ({"rope_parameters": "absent", "rope_scaling": {"type": "linear", "factor": 2.0}}, 'rope_type "linear"'),
+        ({"hidden_act": "gelu"}, 'hidden_act is "gelu", must be "silu"'),
+        ({"intermediate_size": 64}, "config.json says [64, 32]"),
+        ({"num_key_value_heads": 4}, "config.json says [32, 32]"),
+        ({"num_key_value_heads": 3}, "n_head must be a multiple of n_kv_head"),
+        ({"hidden_size": "32"}, 'hidden_size is "32", must be a whole number'),
+        ({"architectures": ["LlamaForSequenceClassification"]}, "only GPT2LMHeadModel, LlamaForCausalLM, Qwen3ForCausalLM can be read"),
+    ],
+    ids=str,
+)
+def test_another_model_is_named(values, said, folder):
+    edit(folder, **values)
+    assert said in faults(folder)
+
+
+def test_what_only_one_of_them_has_is_refused(folder):
+    if open_hf_folder(folder).content["model_type"] == "llama":
+        edit(folder, mlp_bias=True)
+        assert "mlp_bias and attention_bias differ" in faults(folder)
+    else:
+        edit(folder, use_sliding_window=True)
+        assert "use_sliding_window is true, must be false" in faults(folder)
+        edit(folder, use_sliding_window=False, attention_bias=True)
+        assert "attention_bias is true, must be false" in faults(folder)
+
+
+def test_a_start_from_another_architecture_says_what_to_give(folder):
+    architecture = open_hf_folder(folder).content["model_type"]
+    said = refusal(*RUN, "--init_from", str(folder))
+    flags = f"--architecture {architecture} --n_layer 2 --d_model 32 --seq_len 16 --rope_theta 50000.0"
+    shorter = f"--architecture {architecture} --n_layer 2 --d_model 32 --rope_theta 50000.0"
+    assert said.endswith(f"give {flags}")
+    explained(*RUN, "--init_from", str(folder), *flags.split())
+    explained(*RUN, "--init_from", str(folder), *shorter.split(), "--seq_len", "8")
+    assert "give --seq_len 16" in refusal(*RUN, "--init_from", str(folder), *shorter.split(), "--seq_len", "32")
