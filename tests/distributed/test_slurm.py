@@ -20,7 +20,7 @@ from tests.helpers import free_port
 pytestmark = pytest.mark.long
 
 STEPS = 2000
-PATIENCE_SECONDS = 600
+PATIENCE_SECONDS = 600.0
 #: 3 minutes, with a signal 100 s before their end. Slurm sends it up to a minute earlier: 20 to 80 s after the start.
 LIMIT = ("--time=3", "--signal=USR1@100")
 
