@@ -26,7 +26,7 @@ from launch.comparison.comparison import LOSS, Comparison, Pair, claims_in_table
 from launch.comparison.forest import draw_forest, row
 from launch.comparison.page import draw_losses, figure_row
 from launch.comparison.runs import Run, read_stored_run
-from launch.comparison.tuning import deviation, deviation_interval, draw_tuning
+from launch.comparison.tuning import deviation, deviation_interval, draw_tuning, setting_name
 from launch.comparison.verdicts import SIGNS, Verdict, planned_power
 from recipes.claims import QUESTIONS, Claim
 from recipes.registry import ROOT, TESTBEDS, Experiment, Recipe, Testbed, read_recipe, read_testbed, recipe_names, technique_classes
@@ -208,9 +208,10 @@ def _plan(claim: Claim, one: Published) -> str:
         return f"power {claim.power:g} {truth}, at a noise that is not measured yet"
     kinds = ("precision", "accumulation") if claim.question == "equal" else ("trajectory",)
     null = max((nulls[kind] for kind in kinds), key=deviation)
+    least_noise, most_noise = deviation_interval(null)
     low, middle, high = (
         f"{planned_power(claim, one.experiment.seeds, noise, claims_in_table(one.testbed.device)):.2f}"
-        for noise in (deviation_interval(null)[1], deviation(null), deviation_interval(null)[0])
+        for noise in (most_noise, deviation(null), least_noise)
     )
     return f"power {middle} ({low} to {high}) at the measured noise {truth}"
 
@@ -306,10 +307,12 @@ def testbeds_part(cells: list[Published]) -> str:
     for name in names_of_testbeds():
         testbed = read_testbed(name)
         blocks += [f"## {name}", f"{testbed.title}. {'On a GPU.' if testbed.device == 'cuda' else 'On a CPU.'} {testbed.reason}".rstrip()]
-        rows = [f"| {_flag(key, value)} | {_words(value)} |" for key, value in testbed.flags.items()]
+        rows = [f"| {setting_name(key, value)} | {_words(value)} |" for key, value in testbed.flags.items()]
         tuned = "tuned" if (TESTBEDS / name / "tuning.json").exists() else "not tuned yet"
-        rows += [f"| {_flag(key, value)}, {tuned} | {_words(value)} |" for key, value in testbed.tuned.items()]
-        rows += [f"| {_flag(key, values[0])}, swept over | {_listed(map(_words, values))} |" for key, values in testbed.sweep.items()]
+        rows += [f"| {setting_name(key, value)}, {tuned} | {_words(value)} |" for key, value in testbed.tuned.items()]
+        rows += [
+            f"| {setting_name(key, values[0])}, swept over | {_listed(map(_words, values))} |" for key, values in testbed.sweep.items()
+        ]
         rows += [f"| ranks | {testbed.ranks} |", f"| target loss | {testbed.target_loss:g} |"]
         blocks.append("\n".join(["| setting | value |", "|---|---|", *rows]))
         blocks += _noise(name)
@@ -320,11 +323,6 @@ def testbeds_part(cells: list[Published]) -> str:
         own = ", ".join(f"[{one.recipe.name}](../{one.recipe.name}/README.md)" for one in cells if one.testbed.name == name)
         blocks.append(f"Recipes: {own}." if own else "No recipe is compared on it yet.")
     return "\n" + "\n\n".join(blocks) + "\n\n"
-
-
-def _flag(name: str, value: Any) -> str:
-    """What a flag sets: the key of `--set KEY=VALUE`, else its name."""
-    return str(value).partition("=")[0] if name == "set" else name
 
 
 def _words(value: Any) -> str:

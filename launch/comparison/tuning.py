@@ -305,8 +305,7 @@ def draw_tuning(found: dict[str, Any], file: Path) -> None:
                 axes.plot(above, [best[name] + LOSSES_SHOWN] * len(above), marker="^", color="C0", linestyle="")
                 axes.set_xticks(range(len(points)), [_short(point[flag]) for point in points], rotation=20 * (len(points) > 4))
                 axes.margins(x=0.15)
-                key = points[0][flag].partition("=")[0] if flag == "set" else FLAGS.get(flag, flag)
-                axes.set_xlabel(key)
+                axes.set_xlabel(FLAGS.get(flag, setting_name(flag, points[0][flag])))
                 axes.grid(alpha=0.25)
                 if arm["chosen"]:
                     place = [point[flag] for point in points].index(arm["chosen"][flag])
@@ -326,6 +325,11 @@ def _lines(grid: Sequence[Flags]) -> dict[str, list[Flags]]:
         if len(points) > 1 or not lines:
             lines[flag] = sorted(points, key=lambda point: _numbers_in(point[flag]))
     return lines
+
+
+def setting_name(flag: str, value: Any) -> str:
+    """What a flag sets: the key of `--set KEY=VALUE`, else its name."""
+    return str(value).partition("=")[0] if flag == "set" else flag
 
 
 def _numbers_in(value: Any) -> list[float]:

@@ -233,6 +233,7 @@ class Checkpoints:
 
         Those in the folder and in the store are candidates together. One that is in both is downloaded only if the one in the folder is
         damaged.
+
         Returns None if there is no checkpoint. The ranks share the work of reading the files and agree on the checkpoint. Checkpoints that
         are passed over are logged with the reason. A checkpoint of another layout (ranks, stage, offload, precision) is moved into the
         engine (`launch/training/move.py`). With a different number of ranks, the per-rank state of techniques cannot be used: a technique
