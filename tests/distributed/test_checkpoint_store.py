@@ -163,7 +163,7 @@ def test_a_store_at_fault_changes_nothing_in_training(fault, flags, tmp_path, mo
             monkeypatch.setenv(name, value)
         store = CheckpointStore("s3://bucket/x", "r")
         run = LaunchedRun(tmp_path / "runs", "r", 1, 2, [*given, "5000"], **environment(proxy.port))
-        run.wait_until(lambda: store.state("step-00000020") is not None)
+        run.wait_until(lambda: any(map(store.state, store.checkpoints())))  # the first ones may be replaced while they wait
         if fault == "killed during an upload":
             proxy.bytes_per_second = 50_000
             run.wait_until(lambda: store.state(store.checkpoints()[-1]) is None)  # its last object is not there
