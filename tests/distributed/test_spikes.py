@@ -38,6 +38,11 @@ def spikes(lines: list[dict[str, Any]]) -> list[int]:
     return [line["step"] for line in lines if line.get("spike")]
 
 
+def after(lines: list[dict[str, Any]]) -> float:
+    """The mean loss of the steps after the garbage."""
+    return sum(losses(lines)[GARBAGE[1] :]) / len(losses(lines)[GARBAGE[1] :])
+
+
 CONFIGS = [
     "zero0_fp32",
     "zero0_bf16",
@@ -64,8 +69,8 @@ def test_the_updates_of_garbage_are_skipped_at_every_stage(config, train):
     assert skipped[GARBAGE[0] - 1]["loss"] == logged[GARBAGE[0] - 1]["loss"]  # the forward pass before the update
     assert [line["lr"] for line in skipped] == [line["lr"] for line in clean]
     assert [line["tokens"] for line in skipped] == [line["tokens"] for line in clean]
-    assert losses(skipped)[GARBAGE[1] :] != losses(logged)[GARBAGE[1] :]
-    assert abs(skipped[GARBAGE[1]]["loss"] - clean[GARBAGE[1]]["loss"]) < 0.1  # without two updates of 146
+    # Over the 14 steps after the garbage. Measured: skip 0.007 to 0.014, log 0.049 to 0.089.
+    assert abs(after(skipped) - after(clean)) < 0.02 < after(logged) - after(clean)
 
 
 @pytest.mark.parametrize(
