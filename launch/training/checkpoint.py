@@ -36,6 +36,7 @@ from launch.formats.checkpoint_files import (
     STATE_FILE,
     DamagedCheckpoint,
     checkpoint_name,
+    checkpoint_step,
     complete_checkpoints,
     file_entry,
     is_checkpoint_name,
@@ -253,7 +254,7 @@ class Checkpoints:
             raise UsageError(f"--checkpoint_store {unreachable}; without it there is no checkpoint to resume from")
         if unreachable:
             self._log(f"warning: resuming from the checkpoints in {self.folder}: {unreachable}")
-        candidates = sorted({*checkpoints, *stored}, key=lambda path: int(path.name.removeprefix("step-")))
+        candidates = sorted({*checkpoints, *stored}, key=lambda path: checkpoint_step(path.name))
         if not candidates:
             return None
         newest, faults = newest_good(candidates, lambda one: self._check_or_download(one, one in checkpoints, one in stored))

@@ -217,11 +217,11 @@ def _behind(before: dict[int, Beat], now: dict[int, Beat]) -> dict[int, str] | N
     """The ranks for which the others wait, with what their processes do; empty if all ranks wait in the same place; None if none hangs.
 
     Args:
-        before, now: what the ranks said of themselves half of `--hang_timeout` ago, and what they say.
+        before, now: what the ranks said of themselves half of `--hang_timeout` ago, and what they say; empty if no file could be read.
     """
     if stopped := {rank: "which does not run" for rank, beat in now.items() if rank in before and _has_stopped(before[rank], beat)}:
         return stopped
-    if any(beat.may_be_long or before.get(rank, beat).beats != beat.beats for rank, beat in now.items()):
+    if not now or any(beat.may_be_long or before.get(rank, beat).beats != beat.beats for rank, beat in now.items()):
         return None
     fewest = min(beat.beats for beat in now.values())
     behind = {rank: "which runs" for rank, beat in now.items() if beat.beats == fewest}

@@ -28,7 +28,7 @@ from typing import Any
 from launch.config.flags import MUST
 from launch.config.run_config import RunConfig
 from launch.errors import UsageError
-from launch.formats.checkpoint_files import STATE_FILE, DamagedCheckpoint, complete_checkpoints, is_checkpoint_name, read_state, verify
+from launch.formats.checkpoint_files import STATE_FILE, DamagedCheckpoint, checkpoint_step, complete_checkpoints, is_checkpoint_name, read_state, verify
 from launch.formats.files import write_atomically
 from launch.training.folder import nothing_to_resume
 
@@ -88,7 +88,7 @@ class CheckpointStore:
                 if bucket := root.split("/")[0]:
                     files.info(bucket)
                 return []
-        return sorted(filter(is_checkpoint_name, found), key=lambda name: int(name.removeprefix("step-")))
+        return sorted(filter(is_checkpoint_name, found), key=checkpoint_step)
 
     def read(self, name: str) -> bytes | None:
         """The content of a small object, None if there is none."""
@@ -343,8 +343,7 @@ class Uploads:
         Of an incomplete one, which does not say whose it is, the files that have the names of the newest one's are removed.
         """
         listed = list(read_state(newest)["files"])
-        names = self.store.checkpoints()
-        del names[names.index(newest.name) + 1 :]
+        names = [name for name in self.store.checkpoints() if checkpoint_step(name) <= checkpoint_step(newest.name)]
         for name in names:
             if name == newest.name or name not in self._states:
                 self._states.pop(name, None)

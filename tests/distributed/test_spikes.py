@@ -90,6 +90,23 @@ def test_a_rewound_run_is_bit_for_bit_the_run_without_these_batches(config, trai
     assert log.count("rewound to step 140") == 2
 
 
+@pytest.mark.long
+def test_both_rules_end_near_the_run_without_garbage(train):
+    """Eight batches of garbage near the end of a run cost more than 0.1 of validation loss."""
+    batch, steps = 16, 300
+    first, last = ((steps - before) * batch for before in (23, 15))
+    sizes = f"--n_layer 2 --n_head 2 --d_model 64 --seq_len 64 --micro_batch_size 8 --global_batch_size {batch}"
+    length = f"--steps {steps} --save_every 200 --eval_every {steps} --eval_batches 16 --lr 5e-3 --min_lr 1e-3 --warmup_steps 30"
+
+    def final_loss(name: str, rule: str, last: int = last) -> float:
+        return train(name, *sizes.split(), *length.split(), "--spike_rule", rule, first=first, last=last)[-1]["val_loss"]
+
+    clean = final_loss("clean", "off", last=first)
+    ends = {rule: final_loss(rule, rule) - clean for rule in ("off", "skip", "rewind")}
+    assert ends["off"] > 0.1, ends
+    assert abs(ends["skip"]) < 0.02 and abs(ends["rewind"]) < 0.02, ends
+
+
 @pytest.mark.parametrize("rule", ["skip", "rewind"])
 def test_a_resumed_run_with_the_rule_is_bit_for_bit(rule, train, tmp_path):
     whole = train("r", "--spike_rule", rule)
