@@ -28,7 +28,15 @@ from typing import Any
 from launch.config.flags import MUST
 from launch.config.run_config import RunConfig
 from launch.errors import UsageError
-from launch.formats.checkpoint_files import STATE_FILE, DamagedCheckpoint, checkpoint_step, complete_checkpoints, is_checkpoint_name, read_state, verify
+from launch.formats.checkpoint_files import (
+    STATE_FILE,
+    DamagedCheckpoint,
+    checkpoint_step,
+    complete_checkpoints,
+    is_checkpoint_name,
+    read_state,
+    verify,
+)
 from launch.formats.files import write_atomically
 from launch.training.folder import nothing_to_resume
 
