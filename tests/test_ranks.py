@@ -26,6 +26,11 @@ SLURM = {
 }
 BATCH_SCRIPT = {"SLURM_JOB_ID": "1002", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0", "SLURM_NTASKS": "2"}
 
+#: The shell of `salloc`: on the login node, and on a node of the job (`LaunchParameters=use_interactive_step`). There it is a step of one
+#: task with the job's SLURM_NTASKS.
+SHELL = {"SLURM_JOB_ID": "1002", "SLURM_NTASKS": "2"}
+INTERACTIVE_STEP = BATCH_SCRIPT | {"SLURM_STEP_ID": "4294967290", "SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_NODELIST": "n1"}
+
 
 @pytest.fixture
 def learnt(monkeypatch):
@@ -103,6 +108,10 @@ def test_one_task_is_alone(learnt):
         ([TORCH, {"RANK": "4"}], "RANK is 4, and WORLD_SIZE is 4: a rank must be below"),
         ([TORCH, {"LOCAL_RANK": "4"}], "LOCAL_RANK is 4, and WORLD_SIZE is 4"),
         ([TORCH, {"MASTER_PORT": ""}], "RANK is set, and MASTER_PORT is not"),
+        ([TORCH, {"RANK": ""}], "RANK is empty"),
+        ([TORCH, {"RANK": "-1"}], "RANK is '-1': it must be a number, 0 or more"),
+        ([OPEN_MPI, {"RANK": "1"}], "unset RANK, because mpirun says which rank this is"),
+        ([OPEN_MPI, {"RANK": "0"}], "RANK is 0, and OMPI_COMM_WORLD_RANK of mpirun is 1; unset RANK"),
         ([{"RANK": "0"}], "RANK is set, and WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT are not"),
         ([SLURM, TORCH], "RANK is 1, and SLURM_PROCID of srun is 3; unset RANK"),
         ([SLURM, {"WORLD_SIZE": "1"}], "WORLD_SIZE is 1, and SLURM_NTASKS of srun is 5; unset WORLD_SIZE"),
@@ -134,7 +143,9 @@ def test_a_missing_name_is_said(name, learnt):
     [
         ({}, 2, "--ranks 2: only --explain takes it without a launcher"),
         ({"WORLD_SIZE": "2"}, 2, "WORLD_SIZE is 2, and RANK is not set"),
-        (BATCH_SCRIPT, 1, "this is the batch script of a Slurm job of 2 tasks, not one of its tasks; start srun python launch/pretrain.py"),
+        (SHELL, 1, "of a Slurm job of 2 tasks, not one of its tasks; start srun"),
+        (INTERACTIVE_STEP, 1, "of a Slurm job of 2 tasks, not one of its tasks; start srun"),
+        (BATCH_SCRIPT, 1, "of a Slurm job of 2 tasks, not one of its tasks; start srun python launch/pretrain.py"),
     ],
 )
 def test_a_run_of_several_ranks_does_not_train_alone(environment, ranks, message, learnt):
