@@ -60,15 +60,14 @@ def learn_rank() -> None:
     # A mistake is printed by one rank of a host, which `launch/errors.py` finds by this name.
     if place is not None:
         environment.setdefault("LOCAL_RANK", str(place.local_rank))
+    # `torchrun` and `deepspeed` start ranks of their own inside a task.
+    if place is not None and not {"TORCHELASTIC_RUN_ID", "CROSS_RANK"} & set(environment):
+        _compare(environment, place)
     if "RANK" in environment:
-        _check(environment)
-        # `torchrun` and `deepspeed` start ranks of their own inside a task.
-        if place is not None and not {"TORCHELASTIC_RUN_ID", "CROSS_RANK"} & set(environment):
-            _compare(environment, place)
+        _check(environment, place)
         return
     if place is None:
         return
-    _compare(environment, place)
     if place.size == 1:
         return
     if "MASTER_ADDR" not in environment and place.master is None and place.size > place.local_size:
@@ -182,12 +181,18 @@ def _valid(place: Place) -> Place:
     return place
 
 
-def _check(environment: Mapping[str, str]) -> None:
-    """Refuse torch's names where one is missing or no number, or they do not fit together."""
+def _check(environment: Mapping[str, str], place: Place | None) -> None:
+    """Refuse torch's names where one is missing or no number, or they do not fit together. `place`: what Slurm or MPI says."""
+    fix = (
+        f"unset RANK, because {place.launcher} says which rank this is"
+        if place
+        else "start with deepspeed, torchrun, srun or mpirun, or unset RANK to train on one rank"
+    )
+    if not environment["RANK"]:
+        raise UsageError(f"the environment variable RANK is empty; {fix}")
     if missing := [name for name in NAMES if not environment.get(name)]:
         raise UsageError(
-            f"the environment variable RANK is set, and {', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not; "
-            "start with deepspeed, torchrun, srun or mpirun, or unset RANK to train on one rank"
+            f"the environment variable RANK is set, and {', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not; {fix}"
         )
     rank, size, local_rank = (_number(environment, name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
     if not rank < size:
@@ -211,5 +216,7 @@ def _number(environment: Mapping[str, str], name: str, default: int | None = Non
     text = environment.get(name, "" if default is None else str(default))
     if not (text.isascii() and text.isdecimal()):
         what = f"is {text!r}" if name in environment else "is not set"
-        raise UsageError(f"the environment variable {name} {what}: it must be a number; start with deepspeed, torchrun, srun or mpirun")
+        raise UsageError(
+            f"the environment variable {name} {what}: it must be a number, 0 or more; start with deepspeed, torchrun, srun or mpirun"
+        )
     return int(text)
