@@ -50,10 +50,15 @@ def is_checkpoint_name(name: str) -> bool:
     return found is not None and checkpoint_name(int(found[1])) == name
 
 
+def step_of(checkpoint: Path) -> int:
+    """The step in the name of a checkpoint."""
+    return int(checkpoint.name.removeprefix("step-"))
+
+
 def complete_checkpoints(folder: Path) -> list[Path]:
     """The paths in `folder` with the name of a checkpoint, by step. A run gives such a name to complete checkpoints only."""
     found = (path for path in folder.glob("step-*") if is_checkpoint_name(path.name))
-    return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
+    return sorted(found, key=step_of)
 
 
 def state_text(state: dict[str, Any], run_id: str | None, ranks: int, files: dict[str, dict[str, Any]]) -> str:
