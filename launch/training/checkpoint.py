@@ -51,7 +51,7 @@ from launch.training.distributed import Collectives
 from launch.training.folder import free_bytes
 from launch.training.move import SETTINGS, move_of
 from launch.training.snapshot import Snapshots
-from launch.training.store import ANSWER_SECONDS, CheckpointStore, StoreError, Uploads, within
+from launch.training.store import ANSWER_SECONDS, CheckpointStore, StoreError, Uploads, download_metrics, within
 from recipes.technique import Technique
 
 #: Prefix of the name of a checkpoint while it is written or removed.
@@ -316,6 +316,8 @@ class Checkpoints:
             self._log(f"downloading {self._uploads.store.url}/{checkpoint.name}")
             try:
                 downloaded = self._uploads.store.download(checkpoint, self._run_id)
+                if not is_here:
+                    download_metrics(self._uploads.store, self.folder.parent)
                 if os.path.lexists(checkpoint):
                     _set_aside(checkpoint)
                 os.rename(downloaded, checkpoint)
