@@ -275,7 +275,7 @@ def resolve(argv: list[str], ranks: int | None = None) -> tuple[RunConfig, argpa
     if flags.perturb_init and flags.init_from is not None:
         engine.fault_of_run("--perturb_init perturbs weights that are drawn, and --init_from reads them; leave out one of the two")
     if flags.checkpoint_store is not None:
-        check_url(flags.checkpoint_store)
+        check_url(flags.checkpoint_store, flags.runs_dir)
         engine.lacks += filter(None, [missing_package(flags.checkpoint_store)])
     if flags.spike_rule in ("skip", "rewind") and any(
         cls.declaration.optimizer_type == optimizer["type"] for cls in registry.technique_classes()

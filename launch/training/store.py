@@ -41,7 +41,8 @@ from launch.formats.files import write_atomically
 from launch.training.folder import nothing_to_resume
 
 #: The files of a run beside its checkpoints, without which it cannot be resumed on another host.
-RUN_FILES = ("run.json", "metrics.jsonl")
+METRICS = "metrics.jsonl"
+RUN_FILES = ("run.json", METRICS)
 #: How long the store may take to answer at the start of a run.
 ANSWER_SECONDS = 60.0
 #: At the end of a run, the last upload is given up if no file was completed for so long; or part of a file, if the backend reports that.
@@ -176,10 +177,24 @@ class CheckpointStore:
         return folder
 
 
+def download_metrics(store: CheckpointStore, run: Path) -> None:
+    """Replace the metrics of the run in the folder `run` by those in the store; `metrics.jsonl.cut` keeps the lines that were there.
+
+    For a checkpoint from the store: another host wrote it, and its steps are missing in the folder.
+    """
+    content, file = store.read(METRICS), run / METRICS
+    if content is None:
+        return
+    if file.exists():
+        with open(file.with_name(f"{METRICS}.cut"), "ab") as cut:
+            cut.write(file.read_bytes())
+    write_atomically(file, content)
+
+
 def check_store(store: CheckpointStore, run: Path, resume: bool | str) -> None:
     """Check at the start, on global rank 0, that the store can be used for the run in the folder `run`.
 
-    On a resume without the run's folder, it downloads `RUN_FILES` into it.
+    On a resume without the run's folder, it downloads `run.json` into it.
 
     Raises:
         UsageError: the store cannot be listed, and there is no checkpoint in the folder of the run either; it has this new run already; or
@@ -194,13 +209,12 @@ def check_store(store: CheckpointStore, run: Path, resume: bool | str) -> None:
             raise UsageError(f"{store.url}: this run exists; give another --run_name, or continue it with --resume")
         if content is None:
             return
+        if (theirs := _run_id(content)) is None:
+            raise UsageError(f"{store.url}/run.json: is damaged; copy the run.json of the run there, or leave --checkpoint_store out")
         if not (run / "run.json").exists():
-            metrics = store.read("metrics.jsonl")
             run.mkdir(parents=True, exist_ok=True)
-            if metrics is not None:
-                write_atomically(run / "metrics.jsonl", metrics)
-            write_atomically(run / "run.json", content)  # last: without it, the folder would be refused
-        elif (theirs := _run_id(content)) != (ours := _run_id((run / "run.json").read_bytes())):
+            write_atomically(run / "run.json", content)
+        elif theirs != (ours := _run_id((run / "run.json").read_bytes())):
             raise UsageError(
                 f"{store.url}: is another run: run_id is {theirs}, in {run / 'run.json'} {ours}; "
                 "give another --checkpoint_store, or another --run_name"

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from launch.formats.checkpoint_files import complete_checkpoints
+from launch.formats.checkpoint_files import complete_checkpoints, read_state
+from launch.formats.tensor_files import load_tensors
 from launch.training.spikes import DEVIATIONS, LIMIT, Window
 from tests.helpers import refusal, resumed_after
 
@@ -21,11 +22,11 @@ SAMPLES = (144 * 4, 146 * 4)
 
 
 @pytest.fixture
-def train(two_ranks, corpus, tmp_path) -> Callable[..., list[dict[str, Any]]]:
-    def train(name: str, *more: str, config: str = "zero1_fp32", first: int = SAMPLES[0], last: int = SAMPLES[1], **options) -> list[dict]:
+def train(two_ranks, corpus, tmp_path) -> Callable[..., Any]:
+    def train(name: str, *more: str, job: str = "pretrain_with_garbage", config: str = "zero1_fp32", **options: Any) -> Any:
         flags = ["--deepspeed_config", f"ds_configs/{config}.json", "--data", str(corpus), "--runs_dir", str(tmp_path), "--run_name", name]
-        job = "tests.distributed.spike_jobs:pretrain_with_garbage"
-        return two_ranks.run(job, flags=[*FLAGS, *flags, *more], first=first, last=last, **options)[0]
+        where = {"first": SAMPLES[0], "last": SAMPLES[1], **options}
+        return two_ranks.run(f"tests.distributed.spike_jobs:{job}", flags=[*FLAGS, *flags, *more], **where)[0]
 
     return train
 
@@ -115,6 +116,23 @@ def test_a_resumed_run_with_the_rule_is_bit_for_bit(rule, train, tmp_path):
     resumed = train("r", "--spike_rule", rule, "--resume")
     assert resumed_after(tmp_path / "r") == 70
     assert losses(resumed) == losses(whole) and spikes(resumed) == spikes(whole)
+
+
+def test_a_run_that_rewinds_too_often_ends_with_the_checkpoint_that_its_name_says(train, tmp_path):
+    """Not with the weights of the checkpoint that it was about to rewind to."""
+    reason = train("r", "--spike_rule", "rewind", "--steps", "90", "--save_every", "70", job="ended_with_garbage", first=75 * 4, last=10**9)
+    newest = complete_checkpoints(tmp_path / "r" / "checkpoints")[-1]
+    engine = load_tensors(newest / "engine" / "mp_rank_00_model_states.pt")
+    assert f"{LIMIT} rewinds" in reason and newest.name in reason
+    assert engine["global_steps"] == read_state(newest)["step"] == 71
+
+
+def test_a_spike_that_has_no_good_checkpoint_before_it_is_skipped(train, tmp_path):
+    folder, short = tmp_path / "r" / "checkpoints", ["--steps", "80", "--save_every", "70"]
+    garbage = {"first": 75 * 4, "last": 76 * 4}
+    lines = train("r", "--spike_rule", "rewind", *short, job="pretrain_and_lose_checkpoints", folder=str(folder), **garbage)
+    assert losses(lines) == losses(train("skip", "--spike_rule", "skip", *short, **garbage)) and spikes(lines) == [76]
+    assert "there is no checkpoint to rewind to" in (tmp_path / "r" / "log.txt").read_text()
 
 
 def test_the_window_starts_anew_after_many_spikes_in_succession():
