@@ -108,11 +108,13 @@ class CheckpointStore:
                 return None
 
     def write(self, name: str, content: bytes) -> None:
-        """Write a small object."""
+        """Write a small object. A reader sees the old or the new one."""
         with self._connected() as (files, root):
             if self.url.startswith("file://"):
                 files.makedirs(root, exist_ok=True)
-            files.pipe_file(f"{root}/{name}", content)
+                write_atomically(Path(root, name), content)
+            else:
+                files.pipe_file(f"{root}/{name}", content)
 
     def upload(self, checkpoint: Path, moved: Callable[[], None]) -> None:
         """Upload a complete checkpoint, `state.json` last. `moved` is called for each file or part that has arrived."""
