@@ -37,7 +37,7 @@ def start_branch(config: RunConfig, run: Path, description: dict[str, Any]) -> N
             it. Nothing is written then.
     """
     checkpoint = Path(str(config.branch_from)).resolve()
-    source = checkpoint.parents[1]
+    source = checkpoint.parent.parent
     if not is_checkpoint_name(checkpoint.name) or not checkpoint.is_dir():
         raise UsageError(f"--branch_from {config.branch_from}: no such checkpoint; give runs/NAME/checkpoints/step-00000300")
     before, state = read_run_json(source / "run.json"), read_state(checkpoint)
