@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from model.accounting import block_tensors, parameter_count
-from model.presets import GPTConfig
+from model.presets import GATED, GPTConfig
 from recipes.muon.optimizer import Muon
 from recipes.technique import Costs, Declaration, Run, Technique, require_stage_0
 
@@ -77,7 +77,7 @@ def parts_of(name: str, rows: int, config: GPTConfig) -> tuple[int, ...]:
     """The numbers of rows of the matrices that the hidden matrix `name` of `rows` rows consists of."""
     if name.endswith("attn.c_attn.weight"):
         return tuple(heads * config.d_head for heads in config.qkv_heads)
-    if name.endswith("mlp.c_fc.weight") and config.mlp == "swiglu":
+    if name.endswith("mlp.c_fc.weight") and config.mlp in GATED:
         return rows // 2, rows // 2
     return (rows,)
 
