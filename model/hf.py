@@ -103,13 +103,10 @@ def _parts(name: str, shape: tuple[int, ...], form: str, config: GPTConfig) -> l
     if module in _MODEL_NAMES:
         return [HFTensor(f"{PREFIXES[form]}{_MODEL_NAMES[module]}.{kind}", (rows, *rest), 0, rows, False)]
     _, index, inner = module.split(".", 2)
-    sizes = (
-        [heads * config.d_head for heads in config.qkv_heads]
-        if inner == "attn.c_attn"
-        else [rows // len(_BLOCK_NAMES[inner])] * len(_BLOCK_NAMES[inner])
-    )
+    names = _BLOCK_NAMES[inner]
+    sizes = [heads * config.d_head for heads in config.qkv_heads] if inner == "attn.c_attn" else [rows // len(names)] * len(names)
     parts, start = [], 0
-    for theirs, size in zip(_BLOCK_NAMES[inner], sizes, strict=True):
+    for theirs, size in zip(names, sizes, strict=True):
         parts.append(HFTensor(f"{PREFIXES[form]}layers.{index}.{theirs}.{kind}", (size, *rest), start, start + size, False))
         start += size
     return parts
