@@ -78,3 +78,19 @@ def test_a_branch_that_would_be_another_run_is_refused(name, more, why, train, t
     with pytest.raises(Exception, match=why):
         train("branch", *more, "--branch_from", str(tmp_path / "long/checkpoints" / name))
     assert [path.name for path in tmp_path.iterdir()] == ["long"]
+
+
+def test_checkpoints_may_lie_behind_a_link(train, tmp_path):
+    train("long", "--steps", "15")
+    (tmp_path / "long/checkpoints").rename(tmp_path / "elsewhere")
+    (tmp_path / "long/checkpoints").symlink_to(tmp_path / "elsewhere")
+    branched = train("branch", "--steps", "12", "--branch_from", str(tmp_path / "long/checkpoints/step-00000006"))
+    assert branched[-1]["step"] == 12
+
+
+def test_a_resumed_branch_without_a_checkpoint_does_not_start_at_step_0(train, tmp_path):
+    train("long", "--steps", "15")
+    (tmp_path / "branch/checkpoints").mkdir(parents=True)  # of a start that was killed
+    with pytest.raises(Exception, match="no complete checkpoint"):
+        train("branch", "--steps", "12", "--resume", "--branch_from", str(tmp_path / "long/checkpoints/step-00000006"))
+    assert not (tmp_path / "branch/metrics.jsonl").exists()
