@@ -119,6 +119,8 @@ def train(config: RunConfig, folder: RunFolder | NoFolder, stop: StopRequest, ob
         state = {key: found[key] for key in state}
     elif config.resume == MUST:
         raise UsageError(nothing_to_resume(path))
+    elif config.branch_from:  # the folder was there, without one
+        raise UsageError(f"{path}: has no complete checkpoint to resume from; remove it, and --branch_from makes it again")
     folder.begin(state["step"])
     meter = Meter(engine, collectives, folder.seconds_before, on_lost=stop.request)
     histograms = [GradientHistograms(folder, config.histogram_every)] if config.histogram_every else []

@@ -296,7 +296,7 @@ def resolve(argv: list[str], ranks: int | None = None) -> tuple[RunConfig, argpa
         cls.declaration.optimizer_type == optimizer["type"] for cls in registry.technique_classes()
     ):
         engine.fault_of_run(
-            f"--spike_rule {flags.spike_rule} does not support {optimizer['type']}, which counts its updates; give --spike_rule log"
+            f"--spike_rule {flags.spike_rule} does not support {optimizer['type']}, an optimizer of a recipe; give --spike_rule log"
         )
     engine.raise_faults()
     check_with_deepspeed(engine, claimed)

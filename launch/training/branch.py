@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from launch.config.run_config import RunConfig
-from launch.config.token_schedule import STABLE_DECAY, token_schedule
+from launch.config.token_schedule import STABLE_DECAY
 from launch.errors import UsageError
 from launch.formats.checkpoint_files import STATE_FILE, DamagedCheckpoint, is_checkpoint_name, read_state, state_text
 from launch.formats.files import write_atomically
@@ -33,10 +33,13 @@ def start_branch(config: RunConfig, run: Path, description: dict[str, Any]) -> N
         description: of this run, as `launch.training.provenance.describe_run` returns it.
 
     Raises:
-        UsageError: it is no checkpoint of a run, the run that wrote it is another one than `config`, or the rates of the two differ up to
-            it. Nothing is written then.
+        UsageError: it is no checkpoint of a run, the run that wrote it is another one than `config`, or a step up to it had another
+            learning rate than this run has there. Nothing is written then.
     """
-    checkpoint = Path(str(config.branch_from)).resolve()
+    # Links are kept as they are: the checkpoint, or the folder of checkpoints, may lie elsewhere.
+    checkpoint = Path(os.path.abspath(str(config.branch_from)))
+    if not is_checkpoint_name(checkpoint.name):  # a link by another name
+        checkpoint = checkpoint.resolve()
     source = checkpoint.parent.parent
     if not is_checkpoint_name(checkpoint.name) or not checkpoint.is_dir():
         raise UsageError(f"--branch_from {config.branch_from}: no such checkpoint; give runs/NAME/checkpoints/step-00000300")
@@ -44,19 +47,20 @@ def start_branch(config: RunConfig, run: Path, description: dict[str, Any]) -> N
     if state["run_id"] != before.get("run_id"):
         raise DamagedCheckpoint(f"--branch_from {checkpoint}: of another run than {source / 'run.json'}")
     resume_description(source, description)
-    _check_rates(config, before, state["tokens"])
+    kept = _metrics_up_to(source / METRICS_FILE, state["step"])
+    _check_rates(config, [json.loads(text) for text in kept], state["tokens"])
 
     temporary, run_id = run.with_name(f".{run.name}.branch-{os.getpid()}"), uuid.uuid4().hex
     try:
         copy = temporary / "checkpoints" / checkpoint.name
         shutil.copytree(checkpoint, copy, copy_function=_link_or_copy)
         write_atomically(copy / STATE_FILE, state_text(_of_run(state), run_id, state["ranks"], state["files"]))
-        lines = split_lines((source / METRICS_FILE).read_bytes())
-        kept = [text for text in lines if (line := parse_line(text)) and line["step"] <= state["step"]]
         write_atomically(temporary / METRICS_FILE, b"".join(text + b"\n" for text in kept))
         begun = {**before, "run_id": run_id, "branch_from": str(checkpoint), "finished": None}
         write_atomically(temporary / "run.json", json.dumps(begun, indent=2) + "\n")
         os.rename(temporary, run)
+    except shutil.Error as reasons:  # of several files
+        raise UsageError(*(f"{file}: --branch_from could not make the run ({reason})" for file, _, reason in reasons.args[0])) from None
     except OSError as reason:
         raise UsageError(f"{reason.filename or run}: --branch_from could not make the run ({reason.strerror})") from None
     finally:
@@ -69,24 +73,37 @@ def _of_run(state: dict[str, Any]) -> dict[str, Any]:
 
 def _link_or_copy(source: str, target: str) -> None:
     try:
-        os.link(source, target)
+        os.link(os.path.realpath(source), target)
     except OSError:  # another file system, or one without links
         shutil.copy2(source, target)
 
 
-def _check_rates(config: RunConfig, before: dict[str, Any], tokens: int) -> None:
-    """Refuse a branch after `tokens` tokens of a run if its learning rate up to there is not the one that this run has."""
-    theirs = token_schedule(before["scheduler"], before["lr"], before["global_batch_size"] * before["shape"]["seq_len"])
-    where = f"--branch_from {config.branch_from}"
-    for schedule, whose in ((theirs, "the run that wrote it"), (config.token_schedule, "this run")):
-        if schedule is None:
-            raise UsageError(f"{where}: {whose} has a schedule by steps; use {STABLE_DECAY}")
-        if tokens > schedule.decay_tokens:
+def _metrics_up_to(file: Path, step: int) -> list[bytes]:
+    """The valid lines of a `metrics.jsonl` up to `step`, which must be there."""
+    try:
+        lines = [(text, parse_line(text)) for text in split_lines(file.read_bytes())]
+    except OSError as reason:
+        raise UsageError(f"{file}: cannot be read ({reason.strerror}); a branch begins with the metrics of the run") from None
+    kept = [(text, line["step"]) for text, line in lines if line and line["step"] <= step]
+    if not kept or kept[-1][1] != step:
+        raise UsageError(f"{file}: has no line of step {step}, where the branch begins; take a checkpoint whose step it has")
+    return [text for text, _ in kept]
+
+
+def _check_rates(config: RunConfig, lines: list[dict[str, Any]], tokens: int) -> None:
+    """Refuse a branch after `tokens` tokens of a run if its steps, of which `lines` are the metrics, had other rates than this run's."""
+    schedule, where = config.token_schedule, f"--branch_from {config.branch_from}"
+    if schedule is None:
+        raise UsageError(f"{where}: this run has a schedule by steps; use {STABLE_DECAY}")
+    if tokens > schedule.decay_tokens:
+        raise UsageError(
+            f"{where}: is at {tokens:,} tokens, and the decay of this run begins at {schedule.decay_tokens:,}; take an earlier "
+            f"checkpoint, train longer, or use {STABLE_DECAY}"
+        )
+    for line in lines:
+        here = schedule.rate(line.get("tokens", 0))
+        if (there := line.get("lr", here)) != here:
             raise UsageError(
-                f"{where}: is at {tokens:,} tokens, and the decay of {whose} begins at {schedule.decay_tokens:,}; take an earlier "
-                f"checkpoint, train longer, or use {STABLE_DECAY}"
+                f"{where}: step {line['step']} of the run that wrote it had a learning rate of {there:g}, and this run has {here:g} there; "
+                "give its --lr and --warmup_steps, or a checkpoint before its decay"
             )
-    assert theirs is not None and config.token_schedule is not None
-    there, here = theirs.rate(tokens), config.token_schedule.rate(tokens)
-    if there != here:
-        raise UsageError(f"{where}: has a learning rate of {there:g}, and this run {here:g} there; give its --lr and --warmup_steps")

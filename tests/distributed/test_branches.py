@@ -66,8 +66,9 @@ def test_a_branched_decay_is_the_run_that_decayed_there(config, train, tmp_path)
     ("name", "more", "why"),
     [
         ("step-00000012", ["--steps", "18"], "the decay of this run begins"),
-        ("step-00000024", ["--steps", "60"], "the decay of the run that wrote it begins"),
+        ("step-00000024", ["--steps", "60"], "before its decay"),
         ("step-00000012", ["--steps", "20", "--lr", "4e-3"], "--lr"),
+        ("step-00000012", ["--steps", "20", "--warmup_steps", "4"], "step 1 .*--warmup_steps"),  # both have the peak at step 12
         ("step-00000012", ["--steps", "20", "--seed", "2"], "seed"),
         ("step-00000013", ["--steps", "20"], "no such checkpoint"),
     ],
@@ -77,3 +78,19 @@ def test_a_branch_that_would_be_another_run_is_refused(name, more, why, train, t
     with pytest.raises(Exception, match=why):
         train("branch", *more, "--branch_from", str(tmp_path / "long/checkpoints" / name))
     assert [path.name for path in tmp_path.iterdir()] == ["long"]
+
+
+def test_checkpoints_may_lie_behind_a_link(train, tmp_path):
+    train("long", "--steps", "15")
+    (tmp_path / "long/checkpoints").rename(tmp_path / "elsewhere")
+    (tmp_path / "long/checkpoints").symlink_to(tmp_path / "elsewhere")
+    branched = train("branch", "--steps", "12", "--branch_from", str(tmp_path / "long/checkpoints/step-00000006"))
+    assert branched[-1]["step"] == 12
+
+
+def test_a_resumed_branch_without_a_checkpoint_does_not_start_at_step_0(train, tmp_path):
+    train("long", "--steps", "15")
+    (tmp_path / "branch/checkpoints").mkdir(parents=True)  # of a start that was killed
+    with pytest.raises(Exception, match="no complete checkpoint"):
+        train("branch", "--steps", "12", "--resume", "--branch_from", str(tmp_path / "long/checkpoints/step-00000006"))
+    assert not (tmp_path / "branch/metrics.jsonl").exists()
