@@ -64,7 +64,7 @@ class TokenSchedule(NamedTuple):
 
 
 def token_schedule(scheduler: dict[str, Any], lr: float, tokens_per_step: int) -> TokenSchedule | None:
-    """The schedule of a resolved `scheduler` section, in `RunConfig` or `run.json`; None if it is one of DeepSpeed's.
+    """The schedule of a resolved `scheduler` section; None if it is one of DeepSpeed's.
 
     Args:
         lr: the run's peak.

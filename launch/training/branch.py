@@ -48,14 +48,14 @@ def start_branch(config: RunConfig, run: Path, description: dict[str, Any]) -> N
         raise DamagedCheckpoint(f"--branch_from {checkpoint}: of another run than {source / 'run.json'}")
     resume_description(source, description)
     kept = _metrics_up_to(source / METRICS_FILE, state["step"])
-    _check_rates(config, [json.loads(text) for text in kept], state["tokens"])
+    _check_rates(config, [line for _, line in kept], state["tokens"])
 
     temporary, run_id = run.with_name(f".{run.name}.branch-{os.getpid()}"), uuid.uuid4().hex
     try:
         copy = temporary / "checkpoints" / checkpoint.name
         shutil.copytree(checkpoint, copy, copy_function=_link_or_copy)
-        write_atomically(copy / STATE_FILE, state_text(_of_run(state), run_id, state["ranks"], state["files"]))
-        write_atomically(temporary / METRICS_FILE, b"".join(text + b"\n" for text in kept))
+        write_atomically(copy / STATE_FILE, state_text(state, run_id, state["ranks"], state["files"]))
+        write_atomically(temporary / METRICS_FILE, b"".join(text + b"\n" for text, _ in kept))
         begun = {**before, "run_id": run_id, "branch_from": str(checkpoint), "finished": None}
         write_atomically(temporary / "run.json", json.dumps(begun, indent=2) + "\n")
         os.rename(temporary, run)
@@ -67,10 +67,6 @@ def start_branch(config: RunConfig, run: Path, description: dict[str, Any]) -> N
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _of_run(state: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in state.items() if key not in ("ranks", "run_id", "files")}
-
-
 def _link_or_copy(source: str, target: str) -> None:
     try:
         os.link(os.path.realpath(source), target)
@@ -78,16 +74,16 @@ def _link_or_copy(source: str, target: str) -> None:
         shutil.copy2(source, target)
 
 
-def _metrics_up_to(file: Path, step: int) -> list[bytes]:
-    """The valid lines of a `metrics.jsonl` up to `step`, which must be there."""
+def _metrics_up_to(file: Path, step: int) -> list[tuple[bytes, dict[str, Any]]]:
+    """The valid lines of a `metrics.jsonl` up to `step`, which must be there, as text and parsed."""
     try:
         lines = [(text, parse_line(text)) for text in split_lines(file.read_bytes())]
     except OSError as reason:
         raise UsageError(f"{file}: cannot be read ({reason.strerror}); a branch begins with the metrics of the run") from None
-    kept = [(text, line["step"]) for text, line in lines if line and line["step"] <= step]
-    if not kept or kept[-1][1] != step:
+    kept = [(text, line) for text, line in lines if line and line["step"] <= step]
+    if not kept or kept[-1][1]["step"] != step:
         raise UsageError(f"{file}: has no line of step {step}, where the branch begins; take a checkpoint whose step it has")
-    return [text for text, _ in kept]
+    return kept
 
 
 def _check_rates(config: RunConfig, lines: list[dict[str, Any]], tokens: int) -> None:

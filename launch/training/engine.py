@@ -137,8 +137,9 @@ class TrainingEngine:
     def set_learning_rate(self, tokens: int) -> float:
         """Set and return the learning rate of the step that ends after `tokens` tokens of the run."""
         if (schedule := self.config.token_schedule) is not None:
+            rate = schedule.rate(tokens)
             for group in self.deepspeed.optimizer.param_groups:
-                group["lr"] = schedule.rate(tokens)
+                group["lr"] = rate
         else:
             # DeepSpeed 0.19.8 makes the first step before iteration 0, so a warm-up from 0 has two steps at rate 0, and a decay does not
             # reach its end. Here step k uses iteration k, at which a linear warm-up of w steps has k / w of the peak.

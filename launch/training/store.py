@@ -39,10 +39,10 @@ from launch.formats.checkpoint_files import (
 )
 from launch.formats.files import write_atomically
 from launch.training.folder import nothing_to_resume
+from launch.training.metrics_writer import METRICS_FILE
 
 #: The files of a run beside its checkpoints, without which it cannot be resumed on another host.
-METRICS = "metrics.jsonl"
-RUN_FILES = ("run.json", METRICS)
+RUN_FILES = ("run.json", METRICS_FILE)
 #: How long the store may take to answer at the start of a run.
 ANSWER_SECONDS = 60.0
 #: At the end of a run, the last upload is given up if no file was completed for so long; or part of a file, if the backend reports that.
@@ -184,11 +184,11 @@ def download_metrics(store: CheckpointStore, run: Path) -> None:
 
     For a checkpoint from the store: another host wrote it, and its steps are missing in the folder.
     """
-    content, file = store.read(METRICS), run / METRICS
+    content, file = store.read(METRICS_FILE), run / METRICS_FILE
     if content is None:
         return
     if file.exists():
-        with open(file.with_name(f"{METRICS}.cut"), "ab") as cut:
+        with open(file.with_name(f"{METRICS_FILE}.cut"), "ab") as cut:
             cut.write(file.read_bytes())
     write_atomically(file, content)
 
