@@ -28,10 +28,9 @@ from launch.config.flags import MUST
 from launch.config.ranks import learn_rank, require_launcher
 from launch.config.run_config import RunConfig, resolve
 from launch.errors import TrainingFailed, UsageError, ignore_output_errors, print_once, run_command
-from launch.training.folder import NoFolder, RunFolder, check_port, check_run_folder, nothing_to_resume
+from launch.training.folder import NoFolder, RunFolder, check_port, check_run_folder, nothing_to_resume, open_run_folder
 from launch.training.monitors import check_monitors
 from launch.training.observers import Observer, Observers
-from launch.training.provenance import describe_run
 from launch.training.signals import StopRequest, exit_code
 from recipes.technique import whole_step
 
@@ -63,7 +62,7 @@ def main() -> int:
             check_store(store, path, config.resume)
         config.corpus.verify()
         check_port(config.resume)
-        folder = RunFolder(path, describe_run(config), config.quiet)
+        folder = open_run_folder(config, path)
     try:
         code = train(config, folder, stop)
     except UsageError:
@@ -116,10 +115,12 @@ def train(config: RunConfig, folder: RunFolder | NoFolder, stop: StopRequest, ob
 
     # Optimizer steps done, tokens and samples consumed, and the validation loss after the last step, if it was evaluated.
     state: dict[str, Any] = {"step": 0, "tokens": 0, "samples": 0, "val_loss": None}
-    if config.resume and (found := checkpoints.load_newest()):
+    if (config.resume or config.branch_from) and (found := checkpoints.load_newest()):
         state = {key: found[key] for key in state}
     elif config.resume == MUST:
         raise UsageError(nothing_to_resume(path))
+    elif config.branch_from:  # the folder was there, without one
+        raise UsageError(f"{path}: has no complete checkpoint to resume from; remove it, and --branch_from makes it again")
     folder.begin(state["step"])
     meter = Meter(engine, collectives, folder.seconds_before, on_lost=stop.request)
     histograms = [GradientHistograms(folder, config.histogram_every)] if config.histogram_every else []

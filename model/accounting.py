@@ -7,7 +7,7 @@ import math
 import re
 from dataclasses import replace
 
-from model.presets import GPTConfig, ModelShape
+from model.presets import GATED, GPTConfig, ModelShape
 
 # Rows of logits that are converted to fp32 at once: 512 x 8,192 x 4 bytes = 16 MiB, which the allocator reuses. Temporaries of 2,048 rows
 # (64 MiB each) are mapped and page-faulted again in every step: 100 ms instead of 60 ms on two cores.
@@ -17,7 +17,7 @@ LOSS_ROWS = 512
 def block_tensors(config: ModelShape) -> dict[str, tuple[int, ...]]:
     """The shape of each parameter of one block, by its name in the block, in the order of `model.gpt.Block`."""
     C, qkv = config.d_model, sum(config.qkv_heads) * config.d_head
-    hidden = config.d_ff * (2 if config.mlp == "swiglu" else 1)
+    hidden = config.d_ff * (2 if config.mlp in GATED else 1)
 
     def linear(name: str, n_in: int, n_out: int) -> dict[str, tuple[int, ...]]:
         return {f"{name}.weight": (n_out, n_in)} | ({f"{name}.bias": (n_out,)} if config.bias else {})

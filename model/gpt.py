@@ -5,8 +5,10 @@ the weights into transformers' models of these names and compares logits and eve
 
     deepspeed launch/pretrain.py --deepspeed_config ds_configs/zero1_bf16.json --preset nano --architecture llama
 
-Components are chosen by name when the model is built: `POSITIONS`, `NORMS` and `MLPS` are the places to add one. The forward passes are the
-same for all of them.
+Components are chosen by name when the model is built, and the forward passes are the same for all of them. To add a norm or an MLP: its
+class, in `NORMS` or `MLPS` here; its name, in `CHOICES` of model/presets.py, which makes the flag; its parameters, in `norm_tensors` or
+`block_tensors` of model/accounting.py; and, if transformers has it, its form in model/hf.py. tests/test_model.py compares the counts with
+the models that it lists in `MODELS`.
 
 At step 0 the loss is about ln(vocab_size): 9.01 for 8,192 tokens, 10.82 for 50,257.
 """
@@ -45,7 +47,7 @@ class LearnedPositions(Embedding):
         return x + self(positions)
 
     def rotation(self, positions: torch.Tensor, dtype: torch.dtype) -> Rotation | None:
-        """Of queries and keys at `positions`."""
+        """None: queries and keys are not rotated."""
         return None
 
 
@@ -181,8 +183,8 @@ def add_scaled(x: torch.Tensor, branch: torch.Tensor, scale: float) -> torch.Ten
 class Block(nn.Module):
     """One pre-norm block, (B, T, C) -> (B, T, C).
 
-    `branch_scale` multiplies both residual branches: 1, or 1 / (keep probability) if a block runner drops blocks. A scale of 1 changes no
-    bit. `index` is the number of the block, from 0.
+    `branch_scale` multiplies both residual branches: 1, or 1 / (keep probability) if a block runner drops blocks. A scale of 1 is
+    bit-identical to plain addition. `index` is the number of the block, from 0.
     """
 
     def __init__(self, config: GPTConfig, index: int):

@@ -103,9 +103,10 @@ def _parts(name: str, shape: tuple[int, ...], form: str, config: GPTConfig) -> l
     if module in _MODEL_NAMES:
         return [HFTensor(f"{PREFIXES[form]}{_MODEL_NAMES[module]}.{kind}", (rows, *rest), 0, rows, False)]
     _, index, inner = module.split(".", 2)
-    sizes = [heads * config.d_head for heads in config.qkv_heads] if inner == "attn.c_attn" else [rows // len(_BLOCK_NAMES[inner])] * 2
+    names = _BLOCK_NAMES[inner]
+    sizes = [heads * config.d_head for heads in config.qkv_heads] if inner == "attn.c_attn" else [rows // len(names)] * len(names)
     parts, start = [], 0
-    for theirs, size in zip(_BLOCK_NAMES[inner], sizes, strict=False):
+    for theirs, size in zip(names, sizes, strict=True):
         parts.append(HFTensor(f"{PREFIXES[form]}layers.{index}.{theirs}.{kind}", (size, *rest), start, start + size, False))
         start += size
     return parts
@@ -132,7 +133,7 @@ def hf_config(config: GPTConfig, eot_id: int | None = None, dtype: str = "float3
         "use_cache": True,
         "vocab_size": config.vocab_size,
         "dtype": dtype,
-        "torch_dtype": dtype,  # transformers from 5 on, and before
+        "torch_dtype": dtype,  # the name before transformers 5
         **(_gpt2_config(config) if form == "gpt2" else _llama_config(config)),
         **({} if config.document_end is None else {"document_end": config.document_end}),
     }

@@ -1,4 +1,4 @@
-"""What the blocks must know about the rows of a forward pass beside their activations: where documents begin, and positions.
+"""The inputs of attention that are the same in all blocks of a forward pass: the mask of documents, and the rotation of positions.
 
 `GPT.forward` makes a `Layout` for each pass and gives it to every attention layer.
 """

@@ -12,7 +12,8 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 VOCAB_MULTIPLE = 128  # rows of the token embedding; keeps the head's matmul on tensor-core tiles (50,257 -> 50,304)
-MLP_MULTIPLE = 128  # width of a SwiGLU
+MLP_MULTIPLE = 128  # the default width of a gated MLP is rounded up to it
+GATED = ("swiglu",)  # MLPs whose first matrix computes a gate too
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ class ModelShape:
 
     def __post_init__(self) -> None:
         check_sizes(self)
-        hidden = 4 * self.d_model if self.mlp == "gelu" else -(-8 * self.d_model // (3 * MLP_MULTIPLE)) * MLP_MULTIPLE
+        hidden = -(-8 * self.d_model // (3 * MLP_MULTIPLE)) * MLP_MULTIPLE if self.mlp in GATED else 4 * self.d_model
         for name, value in {"n_kv_head": self.n_head, "d_head": self.d_model // self.n_head, "d_ff": hidden}.items():
             if getattr(self, name) == 0:
                 object.__setattr__(self, name, value)  # the class is frozen for everyone else
@@ -194,7 +195,7 @@ def shared_heads(n_head: int) -> int:
 
 
 def shape_of(sizes: ModelShape, architecture: str, given: Mapping[str, Any]) -> ModelShape:
-    """The model of a preset in an architecture, with the values that are `given` instead.
+    """The model of a preset in an architecture. Values that are `given` override those of both.
 
     Args:
         sizes: those of the preset.

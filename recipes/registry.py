@@ -247,7 +247,7 @@ def make_techniques(run: Run) -> Techniques:
         except ValueError as reason:
             faults.append(str(reason))
             continue
-        if declared.changes_tokens and run.scheduler["type"] != "WarmupCosineTokens":
+        if declared.changes_tokens and not run.schedules_by_tokens:
             faults.append(f"'scheduler.type' is {run.scheduler['type']}, which counts steps of equal size; use WarmupCosineTokens")
         for other in members[:-1]:
             if shared := declared.shared_with(other.declaration):

@@ -16,7 +16,7 @@ from launch.errors import UsageError
 from launch.formats.checkpoint_files import DamagedCheckpoint, checkpoint_name, file_entry, state_text, verify
 from launch.training import store as store_module
 from launch.training.store import CheckpointStore, StoreError, Uploads, check_store
-from tests.helpers import refusal
+from tests.helpers import ROOT, refusal
 from tests.object_store import Proxy, environment, s3_server
 
 FILES = {"engine/mp_rank_00_model_states.pt": b"weights" * 5000, "engine/optim_states.pt": b"moments" * 9000}
@@ -75,10 +75,18 @@ def test_what_is_uploaded_is_downloaded_and_verified(store, tmp_path):
     assert store.checkpoints() == [checkpoint_name(step) for step in (2, 4, 6)]
     new = tmp_path / "new" / "r"
     check_store(store, new, resume=True)  # a host that has nothing
-    assert {path.name for path in new.iterdir()} == {"run.json", "metrics.jsonl"}
+    assert [path.name for path in new.iterdir()] == ["run.json"]
     got = store.download(new / "checkpoints" / checkpoint_name(6), "id")
     verify(got, "id")
     assert (got / "engine/optim_states.pt").read_bytes() == FILES["engine/optim_states.pt"] + b"\x06"
+
+
+def test_a_damaged_run_json_in_the_store_is_not_taken_over(tmp_path):
+    store, new = CheckpointStore(f"file://{tmp_path}/store", "r"), tmp_path / "new" / "r"
+    store.write("run.json", b'{"run_id": "id", "sha')
+    with pytest.raises(UsageError, match=f"{store.url}/run.json"):
+        check_store(store, new, resume=True)
+    assert not new.exists()
 
 
 DAMAGES = (
@@ -262,13 +270,18 @@ def test_a_store_that_cannot_be_used_is_one_line(tmp_path, monkeypatch):
     assert not new.exists() and os.listdir(tmp_path) == ["here"]
 
 
-@pytest.mark.parametrize("url", ["bucket/folder", "s3://", "s3//bucket", "file:", "", "s4://bucket/x", "S3 ://bucket"])
+#: A relative path, the home folder, `--runs_dir`, the memory of the process.
+NOWHERE = ["file://mnt/store", "file://~/store", f"file://{ROOT}/runs/", "memory://x", "local:///x"]
+
+
+@pytest.mark.parametrize("url", ["bucket/folder", "s3://", "s3//bucket", "file:", "", "s4://bucket/x", "S3 ://bucket", *NOWHERE])
 def test_a_url_that_is_none_is_refused(url):
     assert "--checkpoint_store" in refusal("--deepspeed_config", "ds_configs/zero1_fp32.json", "--checkpoint_store", url)
 
 
-def test_a_password_is_neither_taken_nor_printed():
-    line = refusal("--deepspeed_config", "ds_configs/zero1_fp32.json", "--checkpoint_store", "s3://me:hunter2@bucket/x")
+@pytest.mark.parametrize("password", ["hunter2", "hunter2/with+slash"])
+def test_a_password_is_neither_taken_nor_printed(password):
+    line = refusal("--deepspeed_config", "ds_configs/zero1_fp32.json", "--checkpoint_store", f"s3://me:{password}@bucket/x")
     assert "hunter2" not in line and "password" in line
 
 

@@ -25,6 +25,18 @@ SLURM = {
     "SLURM_STEP_NODELIST": "node[07-09,12],gpu1",
 }
 BATCH_SCRIPT = {"SLURM_JOB_ID": "1002", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0", "SLURM_NTASKS": "2"}
+#: Of `salloc --nodes 1` with `LaunchParameters=use_interactive_step`: its shell is a step, and without `--ntasks` there is no SLURM_NTASKS.
+SHELL = {
+    "SLURM_JOB_ID": "1002",
+    "SLURM_STEP_ID": "4294967290",
+    "SLURM_PROCID": "0",
+    "SLURM_LOCALID": "0",
+    "SLURM_NODEID": "0",
+    "SLURM_TASKS_PER_NODE": "1",
+    "SLURM_STEP_TASKS_PER_NODE": "1",
+    "SLURM_STEP_NUM_TASKS": "1",
+    "SLURM_STEP_NODELIST": "n1",
+}
 
 
 @pytest.fixture
@@ -82,7 +94,15 @@ def test_a_task_of_slurm(learnt):
 
 def test_mpirun_inside_a_slurm_job_is_mpirun(learnt):
     assert learnt(SLURM, OPEN_MPI) == of(1, 2, 1, 2)
-    assert learnt(SLURM, HYDRA)["RANK"] == "3", "srun --mpi=pmi2 sets PMI_RANK too"
+    assert learnt(SLURM, HYDRA) == of(1, 2, 1, 2)
+    assert learnt(SLURM, {"PMI_RANK": "3", "PMI_SIZE": "5"})["RANK"] == "3", "srun --mpi=pmi2 sets PMI_RANK too"
+
+
+def test_the_shell_of_salloc_is_not_a_task(learnt):
+    assert learnt(SHELL) == learnt(SHELL, SLURM_NTASKS="2") == {}
+    assert learnt(SHELL, TORCH) == TORCH
+    learnt(SHELL)
+    require_launcher(1)
 
 
 @pytest.mark.parametrize("marker", ["TORCHELASTIC_RUN_ID", "CROSS_RANK"])
@@ -103,6 +123,10 @@ def test_one_task_is_alone(learnt):
         ([TORCH, {"RANK": "4"}], "RANK is 4, and WORLD_SIZE is 4: a rank must be below"),
         ([TORCH, {"LOCAL_RANK": "4"}], "LOCAL_RANK is 4, and WORLD_SIZE is 4"),
         ([TORCH, {"MASTER_PORT": ""}], "RANK is set, and MASTER_PORT is not"),
+        ([TORCH, {"RANK": ""}], "RANK is empty"),
+        ([TORCH, {"RANK": "-1"}], "RANK is '-1': it must be a number, 0 or more"),
+        ([OPEN_MPI, {"RANK": "1"}], "unset RANK, because mpirun says which rank this is"),
+        ([OPEN_MPI, {"RANK": "0"}], "RANK is 0, and OMPI_COMM_WORLD_RANK of mpirun is 1; unset RANK"),
         ([{"RANK": "0"}], "RANK is set, and WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT are not"),
         ([SLURM, TORCH], "RANK is 1, and SLURM_PROCID of srun is 3; unset RANK"),
         ([SLURM, {"WORLD_SIZE": "1"}], "WORLD_SIZE is 1, and SLURM_NTASKS of srun is 5; unset WORLD_SIZE"),
@@ -134,7 +158,7 @@ def test_a_missing_name_is_said(name, learnt):
     [
         ({}, 2, "--ranks 2: only --explain takes it without a launcher"),
         ({"WORLD_SIZE": "2"}, 2, "WORLD_SIZE is 2, and RANK is not set"),
-        (BATCH_SCRIPT, 1, "this is the batch script of a Slurm job of 2 tasks, not one of its tasks; start srun python launch/pretrain.py"),
+        *((script, 1, "in a Slurm job of 2 tasks, .* start srun") for script in (BATCH_SCRIPT, SHELL | {"SLURM_NTASKS": "2"})),
     ],
 )
 def test_a_run_of_several_ranks_does_not_train_alone(environment, ranks, message, learnt):

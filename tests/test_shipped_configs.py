@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from launch.config.run_config import resolve
+from launch.config.token_schedule import TOKEN_SCHEDULES
 from launch.formats.json_lines import read_json
 from recipes.registry import read_recipe, recipe_names
 from tests.helpers import recipe_flags, skip_unless_the_device_can
@@ -51,7 +52,7 @@ def test_a_file_is_complete_and_resolves(file, ranks, corpus):
     for key in ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"):
         assert key in spelled_out
     assert {"lr", "betas", "eps", "weight_decay"} <= set(spelled_out["optimizer"]["params"])
-    assert set(spelled_out["scheduler"]["params"]) == {"min_lr", "warmup_steps", "total_tokens"}
+    assert set(spelled_out["scheduler"]["params"]) == set(TOKEN_SCHEDULES[spelled_out["scheduler"]["type"]])
     assert "stage" in spelled_out["zero_optimization"]
     config, _ = resolve(["--deepspeed_config", str(file), *recipe_flags(file), "--data", str(corpus)], ranks=ranks)
     assert config.micro_batch_size * config.gradient_accumulation_steps * ranks == config.global_batch_size

@@ -12,17 +12,17 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from launch.config.engine_schema import Rule, Rules, engine_schema
+from launch.config.token_schedule import TOKEN_SCHEDULES
 from launch.errors import nearest_name
 from launch.formats.json_lines import KeyPath, dotted
 from recipes.registry import technique_classes
 from recipes.technique import Technique
 
-#: The parameters of the optimizers and the schedule that this project builds itself.
+#: The parameters of the optimizers that this project builds itself.
 ADAM_PARAMS: Rules = {
     **{key: {} for key in ("lr", "betas", "eps", "weight_decay")},
     **{key: {"types": ["boolean"]} for key in ("amsgrad", "bias_correction", "adam_w_mode", "torch_adam")},
 }
-TOKEN_PARAMS: Rules = {"min_lr": {}, "warmup_steps": {}, "total_tokens": {}}
 #: The parameters of torch's SGD that are read.
 SGD_PARAMS: Rules = {"lr": {}, "momentum": {}, "weight_decay": {}}
 #: What to write instead of a removed key, where the advice of DeepSpeed's own message does not apply here.
@@ -141,7 +141,7 @@ def _homes() -> dict[str, str]:
     declared = (cls.declaration.keys for cls in technique_classes() if cls.declaration.optimizer_type)
     for params in (ADAM_PARAMS, SGD_PARAMS, *declared):
         walk(params, ("optimizer", "params"))
-    for params in (TOKEN_PARAMS, *schema.schedulers.values()):
+    for params in (*TOKEN_SCHEDULES.values(), *schema.schedulers.values()):
         walk(params, ("scheduler", "params"))
     return {key: place for key, place in found.items() if places[key] == 1}
 

@@ -20,7 +20,6 @@ from launch.config.hardware import quiet_deepspeed
 from launch.config.memory import bytes_sent_per_step, memory_per_rank
 from launch.config.optimizer import state_tensors
 from launch.config.run_config import RunConfig, needs_cuda
-from launch.config.schedule import TOKEN_SCHEDULE, warmup_cosine
 from launch.config.steps import planned_steps
 from launch.errors import one_line
 from model.accounting import flops_per_token, parameter_count
@@ -198,9 +197,8 @@ def _over_the_run(config: RunConfig, model: GPTConfig) -> tuple[list[dict[str, A
             place = max(1, -(-(mark - before) // steps.tokens))  # of the mark's step among these
             tokens = before + place * steps.tokens
             row: dict[str, Any] = {"percent": percent, "step": steps.number + place - 1, "tokens": tokens}
-            if config.scheduler["type"] == TOKEN_SCHEDULE:
-                warmup = config.warmup_steps * config.tokens_per_step
-                row["lr"] = warmup_cosine(tokens, config.lr, config.min_lr, warmup, config.total_tokens)
+            if (schedule := config.token_schedule) is not None:
+                row["lr"] = schedule.rate(tokens)
             else:
                 rate = rate or _engine_rate(config)
                 row["lr"] = rate(row["step"])

@@ -123,6 +123,12 @@ def build_parser() -> Parser:
         help="start from a Hugging Face folder of the same architecture and sizes: an exported run, or a published GPT-2, Llama or Qwen3",
     )
     run.add_argument(
+        "--branch_from",
+        metavar="CHECKPOINT",
+        help="start from a checkpoint of another run, before the decay of its learning rate: weights, optimizer state and position in the "
+        "data; for example runs/long/checkpoints/step-00000300",
+    )
+    run.add_argument(
         "--perturb_init",
         type=real_number(0, 1),
         default=0.0,
@@ -339,7 +345,7 @@ def _without(arguments: list[str], *names: str) -> list[str]:
 
 def _check_names(flags: argparse.Namespace) -> None:
     """Refuse empty paths, and run names that are not plain folder names."""
-    for name in ("data", "runs_dir", "deepspeed_config", "recipe", "init_from"):
+    for name in ("data", "runs_dir", "deepspeed_config", "recipe", "init_from", "branch_from"):
         if getattr(flags, name) == "":
             raise UsageError(f"--{name} is empty; give a path")
     name = flags.run_name or "run"

@@ -27,8 +27,6 @@ MOVED = {
 }
 #: Types that DeepSpeed has and that are not taken here, with the reason (measured on 0.19.8).
 NOT_TAKEN = {
-    # gradient norms of 87 at stages 1 and 2 for 1.6 at stage 0; stage 3 refuses it beside reduce_scatter, its default
-    "muon": "which clips the orthogonalised update instead of the gradient at stages 1 and 2, and so trains otherwise than at stage 0",
     "lion": "whose kernel exists on CUDA only and is not held by any test here",
 }
 PATH = ("optimizer", "params")

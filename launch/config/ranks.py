@@ -6,8 +6,9 @@
 | launcher | its names |
 |---|---|
 | `mpirun` of Open MPI | OMPI_COMM_WORLD_RANK, OMPI_COMM_WORLD_SIZE, OMPI_COMM_WORLD_LOCAL_RANK, OMPI_COMM_WORLD_LOCAL_SIZE |
-| `srun` | SLURM_PROCID, SLURM_NTASKS, SLURM_LOCALID, SLURM_TASKS_PER_NODE, SLURM_NODEID, SLURM_STEP_NODELIST |
 | `mpirun` of MPICH and Intel MPI | PMI_RANK, PMI_SIZE, MPI_LOCALRANKID, MPI_LOCALNRANKS |
+| `srun` | SLURM_PROCID, SLURM_NTASKS, SLURM_LOCALID, SLURM_NODEID, SLURM_JOB_ID, SLURM_STEP_ID, |
+|        | SLURM_STEP_NODELIST or SLURM_JOB_NODELIST, SLURM_STEP_TASKS_PER_NODE or SLURM_TASKS_PER_NODE |
 """
 
 from __future__ import annotations
@@ -23,6 +24,9 @@ from launch.errors import UsageError
 NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 #: The port where ranks meet if the user has not set MASTER_PORT: torch's default, and for Slurm a port that depends on the job.
 FIRST_PORT, SLURM_PORTS = 29_500, 1_000
+#: The largest SLURM_STEP_ID that `srun` gives. Above it are Slurm's own steps, such as the shell of `salloc` (slurm/slurm.h,
+#: SLURM_MAX_NORMAL_STEP_ID).
+LAST_STEP = 0xFFFFFFF0
 
 
 @dataclass(frozen=True)
@@ -56,15 +60,14 @@ def learn_rank() -> None:
     # A mistake is printed by one rank of a host, which `launch/errors.py` finds by this name.
     if place is not None:
         environment.setdefault("LOCAL_RANK", str(place.local_rank))
+    # `torchrun` and `deepspeed` start ranks of their own inside a task.
+    if place is not None and not {"TORCHELASTIC_RUN_ID", "CROSS_RANK"} & set(environment):
+        _compare(environment, place)
     if "RANK" in environment:
-        _check(environment)
-        # `torchrun` and `deepspeed` start ranks of their own inside a task.
-        if place is not None and not {"TORCHELASTIC_RUN_ID", "CROSS_RANK"} & set(environment):
-            _compare(environment, place)
+        _check(environment, place)
         return
     if place is None:
         return
-    _compare(environment, place)
     if place.size == 1:
         return
     if "MASTER_ADDR" not in environment and place.master is None and place.size > place.local_size:
@@ -99,11 +102,11 @@ def require_launcher(ranks: int) -> None:
             f"the environment variable WORLD_SIZE is {ranks}, and RANK is not set" if "WORLD_SIZE" in environment else f"--ranks {ranks}"
         )
         raise UsageError(f"{asked}: only --explain takes it without a launcher; start deepspeed --num_gpus {ranks}")
-    # Slurm sets SLURM_PROCID in the batch script too, and SLURM_STEP_ID in the tasks of a step only.
-    if "SLURM_PROCID" in environment and "SLURM_STEP_ID" not in environment and (tasks := _number(environment, "SLURM_NTASKS", 1)) > 1:
+    # Slurm sets SLURM_NTASKS in the batch script and in the shell of `salloc` too.
+    if _place(environment) is None and (tasks := _number(environment, "SLURM_NTASKS", 1)) > 1:
         raise UsageError(
-            f"this is the batch script of a Slurm job of {tasks} tasks, not one of its tasks; "
-            "start srun python launch/pretrain.py, or unset SLURM_PROCID to train on one rank"
+            f"this process is in a Slurm job of {tasks} tasks, and is not one of its tasks; "
+            "start srun python launch/pretrain.py, or unset SLURM_NTASKS to train on one rank"
         )
 
 
@@ -111,11 +114,18 @@ def _place(environment: Mapping[str, str]) -> Place | None:
     """What Slurm or MPI says; None for a process that neither started."""
     if "OMPI_COMM_WORLD_RANK" in environment:
         return _mpi_place(environment, *(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")))
-    if "SLURM_STEP_ID" in environment and "SLURM_PROCID" in environment:
+    # Before Slurm: inside a job, `mpirun` starts one task per host with `srun`, and the ranks inherit that task's names.
+    if "MPI_LOCALRANKID" in environment:
+        return _hydra_place(environment)
+    if "SLURM_PROCID" in environment and _number(environment, "SLURM_STEP_ID", LAST_STEP + 1) <= LAST_STEP:
         return _slurm_place(environment)
-    if "PMI_RANK" in environment:
-        return _mpi_place(environment, "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
-    return None
+    # After Slurm: `srun --mpi=pmi2` sets PMI_RANK too.
+    return _hydra_place(environment) if "PMI_RANK" in environment else None
+
+
+def _hydra_place(environment: Mapping[str, str]) -> Place:
+    """MPICH and Intel MPI."""
+    return _mpi_place(environment, "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
 
 
 def _mpi_place(environment: Mapping[str, str], *names: str) -> Place:
@@ -171,12 +181,18 @@ def _valid(place: Place) -> Place:
     return place
 
 
-def _check(environment: Mapping[str, str]) -> None:
-    """Refuse torch's names where one is missing or no number, or they do not fit together."""
+def _check(environment: Mapping[str, str], place: Place | None) -> None:
+    """Refuse torch's names where one is missing or no number, or they do not fit together. `place`: what Slurm or MPI says."""
+    fix = (
+        f"unset RANK, because {place.launcher} says which rank this is"
+        if place
+        else "start with deepspeed, torchrun, srun or mpirun, or unset RANK to train on one rank"
+    )
+    if not environment["RANK"]:
+        raise UsageError(f"the environment variable RANK is empty; {fix}")
     if missing := [name for name in NAMES if not environment.get(name)]:
         raise UsageError(
-            f"the environment variable RANK is set, and {', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not; "
-            "start with deepspeed, torchrun, srun or mpirun, or unset RANK to train on one rank"
+            f"the environment variable RANK is set, and {', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not; {fix}"
         )
     rank, size, local_rank = (_number(environment, name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
     if not rank < size:
@@ -200,5 +216,7 @@ def _number(environment: Mapping[str, str], name: str, default: int | None = Non
     text = environment.get(name, "" if default is None else str(default))
     if not (text.isascii() and text.isdecimal()):
         what = f"is {text!r}" if name in environment else "is not set"
-        raise UsageError(f"the environment variable {name} {what}: it must be a number; start with deepspeed, torchrun, srun or mpirun")
+        raise UsageError(
+            f"the environment variable {name} {what}: it must be a number, 0 or more; start with deepspeed, torchrun, srun or mpirun"
+        )
     return int(text)

@@ -24,9 +24,10 @@ from launch.config.engine_json import EngineJson
 from launch.config.engine_keys import section_rule
 from launch.config.flags import MAX_TOKENS, given_fields, parse_flags
 from launch.config.optimizer import optimizer_auto_keys, resolve_optimizer
-from launch.config.schedule import TOKEN_SCHEDULE, resolve_schedule, schedule_auto_keys
+from launch.config.schedule import resolve_schedule, schedule_auto_keys
 from launch.config.steps import steps_to_make
 from launch.config.store_url import check_url, missing_package
+from launch.config.token_schedule import TOKEN_SCHEDULES, TokenSchedule, token_schedule
 from launch.errors import UsageError, nearest
 from launch.formats.checkpoint_files import complete_checkpoints
 from launch.formats.json_lines import KeyPath, dotted
@@ -59,8 +60,9 @@ AUTO_KEYS = {
 }
 #: Flags that a run takes as they are.
 AS_GIVEN = (
-    *("runs_dir", "resume", "data", "seed", "preset", "architecture", "no_cross_document", "init_from", "perturb_init", "eval_batches"),
-    *("whole_eval", "keep", "checkpoint_store", "histogram_every", "block_similarity", "spike_rule", "hang_timeout", "quiet"),
+    *("runs_dir", "resume", "data", "seed", "preset", "architecture", "no_cross_document", "init_from", "perturb_init", "branch_from"),
+    *("eval_batches", "whole_eval", "keep", "checkpoint_store", "histogram_every", "block_similarity", "spike_rule", "hang_timeout"),
+    "quiet",
 )
 #: DeepSpeed's default for `offload_param.buffer_size`, elements.
 BUFFER_SIZE = 100_000_000
@@ -90,6 +92,7 @@ class RunConfig:
     shape: ModelShape
     no_cross_document: bool
     init_from: str | None
+    branch_from: str | None  # a checkpoint of another run
     perturb_init: float
     recipe: str | None
     config_file: str
@@ -156,6 +159,15 @@ class RunConfig:
     def steps_to_make(self) -> int:
         """Optimizer steps that the run's tokens take: `steps`, or more where techniques make steps of less than a whole batch."""
         return steps_to_make(self, self.built_techniques)
+
+    @property
+    def token_schedule(self) -> TokenSchedule | None:
+        """The learning rate by tokens; None with a schedule of DeepSpeed, by steps."""
+        return token_schedule(self.scheduler, self.lr, self.tokens_per_step)
+
+    @property
+    def schedules_by_tokens(self) -> bool:
+        return self.token_schedule is not None
 
     @property
     def saves_beside_training(self) -> bool:
@@ -274,14 +286,17 @@ def resolve(argv: list[str], ranks: int | None = None) -> tuple[RunConfig, argpa
         engine.fault_of_run("--block_similarity is measured at evaluations, and --eval_every 0 makes none; leave out one of the two")
     if flags.perturb_init and flags.init_from is not None:
         engine.fault_of_run("--perturb_init perturbs weights that are drawn, and --init_from reads them; leave out one of the two")
+    if flags.branch_from is not None and (flags.perturb_init or flags.init_from is not None):
+        other = "init_from" if flags.init_from is not None else "perturb_init"
+        engine.fault_of_run(f"--branch_from takes the weights of a checkpoint, and --{other} gives others; leave out one of the two")
     if flags.checkpoint_store is not None:
-        check_url(flags.checkpoint_store)
+        check_url(flags.checkpoint_store, flags.runs_dir)
         engine.lacks += filter(None, [missing_package(flags.checkpoint_store)])
     if flags.spike_rule in ("skip", "rewind") and any(
         cls.declaration.optimizer_type == optimizer["type"] for cls in registry.technique_classes()
     ):
         engine.fault_of_run(
-            f"--spike_rule {flags.spike_rule} does not support {optimizer['type']}, which counts its updates; give --spike_rule log"
+            f"--spike_rule {flags.spike_rule} does not support {optimizer['type']}, an optimizer of a recipe; give --spike_rule log"
         )
     engine.raise_faults()
     check_with_deepspeed(engine, claimed)
@@ -544,7 +559,7 @@ def _length(engine: EngineJson, flags: argparse.Namespace, preset: Preset, token
     """Steps and tokens of the run, and where from: --steps, --tokens, the JSON's total_tokens, the preset. Tokens make whole steps."""
     tokens = flags.tokens
     origin = flags.origins.get("tokens") or flags.origins.get("steps", f"preset {flags.preset}")
-    if engine.get("scheduler", "type") == TOKEN_SCHEDULE:
+    if engine.get("scheduler", "type") in TOKEN_SCHEDULES:
         path = ("scheduler", "params", "total_tokens")
         planned = engine.number(*path, minimum=1, maximum=MAX_TOKENS, whole=True)
         if planned is not None and flags.steps is not None and -(-planned // tokens_per_step) != flags.steps:

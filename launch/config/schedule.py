@@ -1,4 +1,4 @@
-"""The `scheduler` section resolved, and our own schedule: the learning rate as a pure function of tokens, with nothing to save."""
+"""Resolves the `scheduler` section: a schedule of the project, by tokens (`launch/config/token_schedule.py`), or of DeepSpeed, by steps."""
 
 from __future__ import annotations
 
@@ -8,35 +8,21 @@ import math
 from typing import Any, NamedTuple
 
 from launch.config.engine_json import EngineJson
-from launch.config.engine_keys import TOKEN_PARAMS, check_section
+from launch.config.engine_keys import check_section
 from launch.config.engine_schema import engine_schema
 from launch.config.flags import MAX_LR
+from launch.config.token_schedule import STABLE_DECAY, TOKEN_SCHEDULES
 from launch.errors import nearest
 from model.presets import Preset
 
-#: Our own schedule: linear warm-up, then cosine over tokens (`warmup_cosine`). The others are DeepSpeed's, by steps.
-TOKEN_SCHEDULE = "WarmupCosineTokens"
+#: What a run without a `scheduler` section has.
+DEFAULT = "WarmupCosineTokens"
 #: Parameters of DeepSpeed's schedules for which `"auto"` has a meaning, as transformers fills them.
 ENGINE_AUTO = ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "total_num_steps")
 PATH = ("scheduler", "params")
 DEEPSPEED = "DeepSpeed's default"
-
-
-def warmup_cosine(tokens: int, lr: float, min_lr: float, warmup_tokens: int, total_tokens: int) -> float:
-    """Linear warm-up, then cosine decay, over tokens (GPT-3, arXiv 2005.14165, appendix B).
-
-    Args:
-        tokens: tokens consumed when the step is done, its own included; so the first step of a warm-up of w steps has lr / w
-            and the last step of the run has min_lr.
-        lr: the peak, reached at `warmup_tokens`.
-        min_lr: the value at `total_tokens` and after it.
-    """
-    if tokens < warmup_tokens:
-        return lr * tokens / warmup_tokens
-    if tokens >= total_tokens:
-        return min_lr
-    progress = (tokens - warmup_tokens) / (total_tokens - warmup_tokens)
-    return min_lr + (lr - min_lr) * 0.5 * (1.0 + math.cos(math.pi * progress))
+#: arXiv 2405.18392, section 4: a decay of a fifth of the run reaches the loss of a cosine.
+DECAY_FRACTION, DECAY_SHAPE = 0.2, "1-sqrt"
 
 
 class Schedule(NamedTuple):
@@ -50,38 +36,39 @@ class Schedule(NamedTuple):
 
 def schedule_auto_keys() -> set[str]:
     """The dotted keys of the section for which `"auto"` has a meaning."""
-    return {f"scheduler.params.{key}" for key in (*TOKEN_PARAMS, *ENGINE_AUTO)}
+    return {f"scheduler.params.{key}" for key in (*TOKEN_SCHEDULES[STABLE_DECAY], *ENGINE_AUTO)}
 
 
 def resolve_schedule(engine: EngineJson, flags: argparse.Namespace, preset: Preset, lr: float, steps: int, total_tokens: int) -> Schedule:
     """Resolve the `scheduler` section for a run of `steps` steps and `total_tokens` tokens; without one the schedule is ours."""
     if "scheduler" not in engine.values and not engine.is_faulty("scheduler"):
-        engine.settle(("scheduler",), {"type": TOKEN_SCHEDULE}, "default")
+        engine.settle(("scheduler",), {"type": DEFAULT}, "default")
     engine_schedules = engine_schema().schedulers
-    kinds = (TOKEN_SCHEDULE, *engine_schedules)
+    kinds = (*TOKEN_SCHEDULES, *engine_schedules)
     kind = engine.get("scheduler", "type")
     if kind not in kinds:
         if not engine.is_faulty("scheduler", "type"):
             wrong = "is missing" if kind is None else f"is {json.dumps(kind)}{nearest(kind, kinds)}"
             engine.fault(("scheduler", "type"), f"{wrong}; there are {', '.join(kinds)}")
         return Schedule({}, lr, 0.0, 0)
-    rules = TOKEN_PARAMS if kind == TOKEN_SCHEDULE else engine_schedules[kind]
+    rules = TOKEN_SCHEDULES[kind] if kind in TOKEN_SCHEDULES else engine_schedules[kind]
     engine.note_faults(check_section(PATH, engine.get(*PATH) or {}, {"keys": rules}, schedule_auto_keys()))
     # A preset's warm-up is meant for the preset's rate and length. A shorter run at that rate needs nearly as many steps: `nano` over 200
     # steps ends at a validation loss of 5.82 with 20 of them and at 5.50 with 80.
     most = max(1, steps * 2 // 5)
     warmup = (preset.warmup_steps, f"preset {flags.preset}") if preset.warmup_steps <= most else (most, "40% of the run")
-    if kind == TOKEN_SCHEDULE:
-        return _token_schedule(engine, flags, lr, steps, total_tokens, *warmup)
+    if kind in TOKEN_SCHEDULES:
+        return _token_schedule(engine, flags, kind, lr, steps, total_tokens, *warmup)
     return _engine_schedule(engine, flags, kind, rules, lr, steps, *warmup)
 
 
 def _token_schedule(
-    engine: EngineJson, flags: argparse.Namespace, lr: float, steps: int, total_tokens: int, warmup: int, warmup_from: str
+    engine: EngineJson, flags: argparse.Namespace, kind: str, lr: float, steps: int, total_tokens: int, warmup: int, warmup_from: str
 ) -> Schedule:
     engine.number(*PATH, "min_lr", minimum=0, maximum=MAX_LR)
     engine.number(*PATH, "warmup_steps", minimum=0, whole=True)
-    min_lr = engine.choose((*PATH, "min_lr"), "min_lr", flags, lr / 10, "a tenth of the peak")
+    least, why = (lr / 10, "a tenth of the peak") if kind == DEFAULT else (0.0, f"{kind} ends at zero")
+    min_lr = engine.choose((*PATH, "min_lr"), "min_lr", flags, least, why)
     if min_lr > lr:
         engine.fault((*PATH, "min_lr"), f"is {min_lr:g}, above the peak learning rate of {lr:g}; lower it (--min_lr), or raise --lr")
     asked = engine.agree((*PATH, "warmup_steps"), "warmup_steps", flags.warmup_steps)
@@ -92,7 +79,22 @@ def _token_schedule(
     if engine.get(*PATH, "total_tokens") is None and not engine.is_faulty(*PATH, "total_tokens"):
         engine.settle((*PATH, "total_tokens"), total_tokens, "the run's length")
     params = {"min_lr": min_lr, "warmup_steps": warmup, "total_tokens": total_tokens}
-    return Schedule({"type": TOKEN_SCHEDULE, "params": params}, lr, min_lr, warmup)
+    if kind == STABLE_DECAY:
+        params |= _decay(engine, steps, warmup)
+    return Schedule({"type": kind, "params": params}, lr, min_lr, warmup)
+
+
+def _decay(engine: EngineJson, steps: int, warmup: int) -> dict[str, Any]:
+    """The decay's part of the run's tokens, and its shape."""
+    engine.number(*PATH, "decay_fraction", minimum=0, maximum=1, above=True)
+    for key, value in (("decay_fraction", DECAY_FRACTION), ("decay_shape", DECAY_SHAPE)):
+        if engine.get(*PATH, key) in (None, "auto") and not engine.is_faulty(*PATH, key):
+            engine.settle((*PATH, key), value, "default")
+    fraction = engine.get(*PATH, "decay_fraction")
+    if not engine.is_faulty(*PATH, "decay_fraction") and warmup > (stable := steps - round(fraction * steps)):
+        why = f"is {fraction:g}: the decay would begin at step {stable}, within the warm-up of {warmup} steps; lower it, or --warmup_steps"
+        engine.fault((*PATH, "decay_fraction"), why)
+    return {"decay_fraction": fraction, "decay_shape": engine.get(*PATH, "decay_shape")}
 
 
 def _engine_schedule(
@@ -119,9 +121,7 @@ def _engine_schedule(
         if key in rules:
             engine.agree((*PATH, key), flag, getattr(flags, flag))
     if flags.min_lr is not None:
-        engine.fault_of_run(
-            f"--min_lr {flags.min_lr:g}: {kind} ends where its own parameters say; leave the flag out, or use {TOKEN_SCHEDULE}"
-        )
+        engine.fault_of_run(f"--min_lr {flags.min_lr:g}: {kind} ends where its own parameters say; leave the flag out, or use {DEFAULT}")
     _check_length(engine, rules, steps)
 
     rate_from = engine.origin(("optimizer", "params", "lr")) or "default"

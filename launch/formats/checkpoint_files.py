@@ -44,6 +44,11 @@ def checkpoint_name(step: int) -> str:
     return f"step-{step:08d}"
 
 
+def checkpoint_step(name: str) -> int:
+    """The step in a name that `checkpoint_name` returned."""
+    return int(name.removeprefix("step-"))
+
+
 def is_checkpoint_name(name: str) -> bool:
     """Whether `name` is one that `checkpoint_name` returns; `step-best` and `step-00000300.bak` are not."""
     found = _NAME.fullmatch(name)
@@ -53,7 +58,7 @@ def is_checkpoint_name(name: str) -> bool:
 def complete_checkpoints(folder: Path) -> list[Path]:
     """The paths in `folder` with the name of a checkpoint, by step. A run gives such a name to complete checkpoints only."""
     found = (path for path in folder.glob("step-*") if is_checkpoint_name(path.name))
-    return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
+    return sorted(found, key=lambda path: checkpoint_step(path.name))
 
 
 def state_text(state: dict[str, Any], run_id: str | None, ranks: int, files: dict[str, dict[str, Any]]) -> str:

@@ -46,8 +46,8 @@ Piece = tuple[int, torch.Tensor]
 
 
 @dataclass(frozen=True)
-class Layout:
-    """What decides how DeepSpeed divides weights and optimizer state among files and ranks.
+class EngineLayout:
+    """How an engine of DeepSpeed divides weights and optimizer state among ranks, and so among the files of a checkpoint.
 
     Attributes:
         offload: where the optimizer is: "none", "cpu" or "nvme".
@@ -61,7 +61,7 @@ class Layout:
     others: tuple[Any, ...] = ()
 
     @classmethod
-    def of(cls, config: dict[str, Any], ranks: int) -> Layout:
+    def of(cls, config: dict[str, Any], ranks: int) -> EngineLayout:
         """The layout of an engine with DeepSpeed's `config`, which each checkpoint has as `ds_config`."""
         zero = config.get("zero_optimization") or {}
         stage = int(zero.get("stage") or 0)
@@ -108,7 +108,7 @@ class EngineFiles:
 
     Attributes:
         engine: the state of the engine beside weights and optimizer: `global_steps`, `lr_scheduler`, `ds_config`, ...
-        layout: how the files hold the parameters.
+        layout: of the engine that wrote the files.
 
     Raises:
         UsageError: a file is missing or cannot be read.
@@ -129,7 +129,7 @@ class EngineFiles:
             self._file = parts[0]
         self.engine = load_tensors(self._file, mapped=True)
         with self.as_deepspeed_writes():
-            self.layout = Layout.of(self.engine.get("ds_config") or {}, ranks)
+            self.layout = EngineLayout.of(self.engine.get("ds_config") or {}, ranks)
 
     @contextlib.contextmanager
     def as_deepspeed_writes(self) -> Iterator[None]:

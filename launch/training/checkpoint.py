@@ -36,6 +36,7 @@ from launch.formats.checkpoint_files import (
     STATE_FILE,
     DamagedCheckpoint,
     checkpoint_name,
+    checkpoint_step,
     complete_checkpoints,
     file_entry,
     is_checkpoint_name,
@@ -50,7 +51,7 @@ from launch.training.distributed import Collectives
 from launch.training.folder import free_bytes
 from launch.training.move import SETTINGS, move_of
 from launch.training.snapshot import Snapshots
-from launch.training.store import ANSWER_SECONDS, CheckpointStore, StoreError, Uploads, within
+from launch.training.store import ANSWER_SECONDS, CheckpointStore, StoreError, Uploads, download_metrics, within
 from recipes.technique import Technique
 
 #: Prefix of the name of a checkpoint while it is written or removed.
@@ -74,6 +75,9 @@ class Checkpoints:
         log: writes one line to the log.
         run_id: the id in the run's `run.json`; only needed on rank 0.
         store: where rank 0 also uploads each complete checkpoint, and from where a resume reads.
+
+    Attributes:
+        current: the checkpoint that was loaded or saved last, on every rank.
     """
 
     def __init__(
@@ -91,7 +95,7 @@ class Checkpoints:
         self.folder, self.keep, self.engine, self.technique, self.collectives = folder, keep, engine, technique, collectives
         self._snapshots = Snapshots(engine, collectives, log)
         self._on_failure, self._log, self._run_id = on_failure, log, run_id
-        self._current: Path | None = None  # the checkpoint that was loaded, or saved last
+        self.current: Path | None = None
         self._verified: set[Path] = set()  # by this process, which loaded, wrote or checked them
         self._passed_over: list[Path] = []  # by the resume, until the next checkpoint is complete
         self._failed = False
@@ -127,7 +131,7 @@ class Checkpoints:
         if (waited := time.monotonic() - start) > LOGGED_WAIT_SECONDS:
             self._log(f"step {state['step']}: waited {waited:.1f} s for the previous checkpoint; a larger --save_every waits less")
         final = self.folder / checkpoint_name(state["step"])
-        if final == self._current:
+        if final == self.current:
             return final
         temporary = self.folder / f"{TEMPORARY}{final.name}"
         with self._ending_on_failure(f"{final}: could not be written"):
@@ -139,7 +143,7 @@ class Checkpoints:
                 self.engine.save_checkpoint(str(temporary), tag=ENGINE_TAG)
             if of_technique := self.technique.state_dict():
                 self._snapshots.save(of_technique, str(temporary / self._technique_file()))
-        self._current = final
+        self.current = final
         self._in_flight = self._thread.submit(self._write, temporary, final, state)
         if last:
             self._finish()
@@ -228,8 +232,10 @@ class Checkpoints:
         """The newest complete checkpoint, None if there is none."""
         return next(reversed(complete_checkpoints(self.folder)), None)
 
-    def load_newest(self) -> dict[str, Any] | None:
+    def load_newest(self, before: int | None = None) -> dict[str, Any] | None:
         """Load the newest checkpoint that passes verification into the engine and the techniques, and return its state.
+
+        before: load none of this step or a later one. The store may have such, if it could not be reached when the run was resumed.
 
         Those in the folder and in the store are candidates together. One that is in both is downloaded only if the one in the folder is
         damaged.
@@ -253,7 +259,8 @@ class Checkpoints:
             raise UsageError(f"--checkpoint_store {unreachable}; without it there is no checkpoint to resume from")
         if unreachable:
             self._log(f"warning: resuming from the checkpoints in {self.folder}: {unreachable}")
-        candidates = sorted({*checkpoints, *stored}, key=lambda path: int(path.name.removeprefix("step-")))
+        found = {path for path in (*checkpoints, *stored) if before is None or checkpoint_step(path.name) < before}
+        candidates = sorted(found, key=lambda path: checkpoint_step(path.name))
         if not candidates:
             return None
         newest, faults = newest_good(candidates, lambda one: self._check_or_download(one, one in checkpoints, one in stored))
@@ -281,7 +288,7 @@ class Checkpoints:
                 self._log(str(move))
             if not other_ranks and self._technique_file() in state["files"]:
                 self.technique.load_state_dict(load_tensors(newest / self._technique_file()))
-        self._current = newest
+        self.current = newest
         self._verified.add(newest)
         return state
 
@@ -309,6 +316,8 @@ class Checkpoints:
             self._log(f"downloading {self._uploads.store.url}/{checkpoint.name}")
             try:
                 downloaded = self._uploads.store.download(checkpoint, self._run_id)
+                if not is_here:
+                    download_metrics(self._uploads.store, self.folder.parent)
                 if os.path.lexists(checkpoint):
                     _set_aside(checkpoint)
                 os.rename(downloaded, checkpoint)

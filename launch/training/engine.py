@@ -25,7 +25,6 @@ from torch.utils.cpp_extension import CUDA_HOME
 from launch.config.hardware import bf16_arithmetic
 from launch.config.optimizer import ADAM_TYPES
 from launch.config.run_config import RunConfig, needs_cuda
-from launch.config.schedule import TOKEN_SCHEDULE, warmup_cosine
 from launch.errors import TrainingFailed, UsageError
 from launch.training import corrections, monitors
 from launch.training.distributed import Collectives, load_extension, without_compiled_muon
@@ -137,9 +136,8 @@ class TrainingEngine:
 
     def set_learning_rate(self, tokens: int) -> float:
         """Set and return the learning rate of the step that ends after `tokens` tokens of the run."""
-        if self.config.scheduler["type"] == TOKEN_SCHEDULE:
-            per_step, params = self.config.tokens_per_step, self.config.scheduler["params"]
-            rate = warmup_cosine(tokens, self.config.lr, params["min_lr"], params["warmup_steps"] * per_step, params["total_tokens"])
+        if (schedule := self.config.token_schedule) is not None:
+            rate = schedule.rate(tokens)
             for group in self.deepspeed.optimizer.param_groups:
                 group["lr"] = rate
         else:
@@ -279,7 +277,7 @@ def _deepspeed_config(config: RunConfig) -> dict[str, Any]:
     deepspeed_config = {"timers": {"throughput": {"enabled": False}}, **config.engine}
     for section in monitors.SECTIONS:  # the engine would write rows of its own, by samples
         deepspeed_config.pop(section, None)
-    if config.scheduler["type"] != TOKEN_SCHEDULE:
+    if config.token_schedule is None:
         deepspeed_config["scheduler"] = config.scheduler
     return deepspeed_config
 

@@ -29,8 +29,10 @@ from launch.errors import UsageError, nearest, print_once
 from launch.formats.checkpoint_files import complete_checkpoints
 from launch.formats.files import write_atomically
 from launch.formats.metrics import read_metrics
+from launch.training.branch import start_branch
 from launch.training.exponents import overall
 from launch.training.metrics_writer import METRICS_FILE, MetricsWriter
+from launch.training.provenance import describe_run
 from launch.training.run_json import resume_description
 
 #: Files that a killed or refused start may leave in a folder that has no run.json yet.
@@ -113,19 +115,32 @@ def _wait_until_free(holder: Callable[[], str], resume: bool | str, fix: str) ->
         time.sleep(0.2)
 
 
+def open_run_folder(config: RunConfig, path: Path) -> RunFolder:
+    """The run's folder, from `check_run_folder`. A run that branches from another one (`--branch_from`) gets its checkpoint first.
+
+    Raises:
+        UsageError: see `RunFolder` and `launch.training.branch.start_branch`.
+    """
+    description = describe_run(config)
+    if branches := config.branch_from is not None and not path.exists():
+        start_branch(config, path, description)
+    return RunFolder(path, description, config.quiet, branches)
+
+
 class RunFolder:
     """The run folder of global rank 0, locked against other jobs.
 
     Args:
         path: from `check_run_folder`.
         description: the content of `run.json`, from `launch.training.provenance.describe_run`.
+        branched: this process has just made the folder (`launch/training/branch.py`).
 
     Raises:
         UsageError: the folder cannot be written, another process writes to it, or it holds a different run. `run.json` is unchanged.
     """
 
-    def __init__(self, path: Path, description: dict[str, Any], quiet: bool = False):
-        self.path, self.quiet = path, quiet
+    def __init__(self, path: Path, description: dict[str, Any], quiet: bool = False, branched: bool = False):
+        self.path, self.quiet, self._branched = path, quiet, branched
         self._metrics: MetricsWriter | None = None
         try:
             (path / "checkpoints").mkdir(parents=True, exist_ok=True)
@@ -138,7 +153,7 @@ class RunFolder:
             self._changes: list[str] = []
             self._is_new = not (path / "run.json").exists()
             if not self._is_new:
-                if not description["resume"]:  # another job has made it since `check_run_folder`
+                if not description["resume"] and not branched:  # another job has made it since `check_run_folder`
                     raise UsageError(f"{path}: this run exists; give another --run_name, or continue it with --resume")
                 self._description, self._changes = resume_description(path, self._description)
             with _one_line_on_os_error(path):
@@ -209,7 +224,9 @@ class RunFolder:
 
     def log_start(self, lines: Iterable[str], step: int, resume: bool | str) -> None:
         """Log whether the run is resumed, then `lines`, then the changes since the last start."""
-        if resume and step:
+        if self._branched:
+            self.log(f"branched from {self._description['branch_from']}")
+        if step:
             self.log(f"resuming after step {step}")
         elif resume:
             new = f"; {self.path} is a new run{_nearest_run(self.path)}" if self._is_new else ""
@@ -281,7 +298,9 @@ class RunFolder:
 
     def abandon(self) -> None:
         """Remove the folder if the start was refused before `begin`, unless it contains other files."""
-        if self._is_new and self._metrics is None and not any((self.path / "checkpoints").iterdir()):
+        if self._branched and self._metrics is None:
+            shutil.rmtree(self.path, ignore_errors=True)
+        elif self._is_new and self._metrics is None and not any((self.path / "checkpoints").iterdir()):
             with contextlib.suppress(OSError):  # rmdir: somebody else has put a file there
                 (self.path / "checkpoints").rmdir()
                 for name in ("log.txt", ".lock"):

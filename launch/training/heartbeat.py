@@ -185,14 +185,14 @@ class Heartbeat(Observer):
         if behind:
             host, process = self._processes[first]
             others = f" and {len(behind) - 1} more have" if len(behind) > 1 else " has"
-            what = f"rank {first} ({host}, process {process}, {behind[first]}){others} made no progress"
+            what, whose = f"rank {first} ({host}, process {process}, {behind[first]}){others} made no progress", "the rank is"
         else:
-            what = "no rank has made progress"
+            what, whose = "no rank has made progress", "all ranks are"
         newest = next(reversed(complete_checkpoints(self.run / "checkpoints")), None)
         resume = f"--resume continues from {newest.name}" if newest else "there is no checkpoint yet, --resume starts at step 0"
         place = PLACES[now[first].place]
         where = f"{'at' if place in (START, END) else 'in'} the {place}"
-        line = f"{what} for {self.seconds} s: the last step was {now[first].step}, and the rank is {where}; the run ends; {resume}"
+        line = f"{what} for {self.seconds} s: the last step was {now[first].step}, and {whose} {where}; the run ends; {resume}"
         print(f"error: {line}", file=sys.stderr, flush=True)
         verdict = {"line": line, "behind": list(behind)}
         with contextlib.suppress(OSError):
@@ -217,11 +217,11 @@ def _behind(before: dict[int, Beat], now: dict[int, Beat]) -> dict[int, str] | N
     """The ranks for which the others wait, with what their processes do; empty if all ranks wait in the same place; None if none hangs.
 
     Args:
-        before, now: what the ranks said of themselves half of `--hang_timeout` ago, and what they say.
+        before, now: what the ranks said of themselves half of `--hang_timeout` ago, and what they say; empty if no file could be read.
     """
     if stopped := {rank: "which does not run" for rank, beat in now.items() if rank in before and _has_stopped(before[rank], beat)}:
         return stopped
-    if any(beat.may_be_long or before.get(rank, beat).beats != beat.beats for rank, beat in now.items()):
+    if not now or any(beat.may_be_long or before.get(rank, beat).beats != beat.beats for rank, beat in now.items()):
         return None
     fewest = min(beat.beats for beat in now.values())
     behind = {rank: "which runs" for rank, beat in now.items() if beat.beats == fewest}

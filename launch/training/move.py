@@ -15,14 +15,14 @@ from typing import Any, NamedTuple
 import torch
 
 from launch.errors import UsageError
-from launch.formats.engine_files import EngineFiles, Layout, Piece, copy_pieces
+from launch.formats.engine_files import EngineFiles, EngineLayout, Piece, copy_pieces
 
 #: The optimizer settings that a resume takes from the configuration, not from the checkpoint: those that do not affect the saved state.
 #: The learning rate follows its schedule.
 SETTINGS = ("betas", "eps", "weight_decay", "dampening", "alpha", "lr_decay")
-#: Values of a group that tell how an optimizer computes, not what it has come to.
-HOW = ("params", "lr", "initial_lr", "step", "foreach", "fused", "capturable", "differentiable", *SETTINGS)
-#: What fp16's loss scale has come to; the rule by which it goes on is the configuration's.
+#: What a move does not copy from the checkpoint's groups: settings of this run, and the step, which is part of each parameter's state.
+NOT_COPIED = ("params", "lr", "initial_lr", "step", "foreach", "fused", "capturable", "differentiable", *SETTINGS)
+#: The state of fp16's loss scale. Its rule (window, hysteresis, minimum) is taken from the configuration.
 LOSS_SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
@@ -53,7 +53,7 @@ class Move:
         UsageError: this state cannot be moved, or not into this engine; one line with the reason. The engine is not changed.
     """
 
-    def __init__(self, files: EngineFiles, engine: Any, layout: Layout):
+    def __init__(self, files: EngineFiles, engine: Any, layout: EngineLayout):
         self._files, self._engine, self._layout, self._wrapper = files, engine, layout, engine.optimizer
         self._names = {id(parameter): name for name, parameter in engine.module.named_parameters()}
         self._optimizer = getattr(engine.optimizer, "optimizer", engine.optimizer)
@@ -160,7 +160,7 @@ class Move:
         with self._every_parameter():
             own = self._optimizer.state_dict()["param_groups"]
             for group, saved in zip(own, self._state.groups, strict=False):
-                group.update({key: value for key, value in saved.items() if key in group and key not in HOW})
+                group.update({key: value for key, value in saved.items() if key in group and key not in NOT_COPIED})
             self._optimizer.load_state_dict({"state": states, "param_groups": own})
 
     @contextlib.contextmanager
@@ -207,7 +207,7 @@ def move_of(checkpoint: Path, ranks_before: int, engine: Any, ranks: int) -> Mov
         UsageError: it cannot be moved.
     """
     shapes = {name: getattr(parameter, "ds_shape", parameter.shape) for name, parameter in engine.module.named_parameters()}
-    files, layout = EngineFiles(checkpoint, ranks_before, shapes), Layout.of(engine.config, ranks)
+    files, layout = EngineFiles(checkpoint, ranks_before, shapes), EngineLayout.of(engine.config, ranks)
     return None if files.layout == layout else Move(files, engine, layout)
 
 

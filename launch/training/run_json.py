@@ -14,7 +14,18 @@ from launch.formats.metrics import read_run_json
 #: ranks, ZeRO stage, precision, how often to evaluate and to save) may change; the log lists the changes.
 IDENTITY = ("seed", "shape", "no_cross_document", "corpus_fingerprint", "global_batch_size")
 #: Values that differ between two starts of the same run; not listed as changes.
-INCIDENTAL = ("created", "command", "resume", "quiet", "hang_timeout", "checkpoint_store", "interleaved", "finished", "run_id")
+INCIDENTAL = (
+    "created",
+    "command",
+    "resume",
+    "quiet",
+    "hang_timeout",
+    "checkpoint_store",
+    "interleaved",
+    "finished",
+    "run_id",
+    "branch_from",
+)
 #: Ignored on resume: the weights come from the checkpoint.
 INITIAL_WEIGHTS = ("init_from", "perturb_init")
 
@@ -45,7 +56,7 @@ def resume_description(run: Path, description: dict[str, Any]) -> tuple[dict[str
         if key not in (*INCIDENTAL, *INITIAL_WEIGHTS)
         for change in _changes(key, last.get(key), value)
     ]
-    first_start = ["created", "command", "interleaved", "commit", "run_id"]
+    first_start = ["created", "command", "interleaved", "commit", "run_id", "branch_from"]
     if complete_checkpoints(run / "checkpoints"):
         first_start += INITIAL_WEIGHTS
     resume = {key: description.get(key) for key in ("created", "command", "interleaved", "commit")}

@@ -23,6 +23,7 @@ written) take longer, signal a rank or the command `deepspeed`, which have no su
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import signal
@@ -77,6 +78,8 @@ class StopRequest:
 
     def _on_signal(self, number: int) -> None:
         if not self._deferred:
+            with contextlib.suppress(OSError):  # nobody reads standard error
+                print_once(f"stopped by {signal.Signals(number).name} before the first step", sys.stderr)
             os._exit(exit_code(number))
         self._interrupts += number == signal.SIGINT
         if self._interrupts >= 2:

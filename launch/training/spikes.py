@@ -22,11 +22,12 @@ from __future__ import annotations
 import math
 from collections import Counter, deque
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from launch.errors import TrainingFailed
+from launch.errors import TrainingFailed, UsageError
 from launch.training.checkpoint import Checkpoints
 from launch.training.distributed import Collectives
 from launch.training.engine import TrainingEngine
@@ -83,7 +84,7 @@ class SpikeRule(Observer):
         self.rule, self.folder, self.collectives = rule, folder, collectives
         self._loss: float | None = None  # of this step, once its update has come
         self._deviations = 0.0
-        self._rewinds: Counter[int] = Counter()  # by the step of the checkpoint
+        self._rewinds: Counter[Path] = Counter()  # by checkpoint
         if rule != "off":
             self._window = self._restored()
 
@@ -144,18 +145,23 @@ class SpikeRule(Observer):
         """
         if self.rule != "rewind" or not self._is_spike:
             return None
+        current = checkpoints.current
+        if current and self._rewinds[current] == LIMIT:  # before it is loaded: the run ends with a checkpoint of `state`
+            what = f"a spike after each of {LIMIT} rewinds to {current.name}"
+            raise TrainingFailed(f"step {state['step']}: {what}; lower --lr, or look at the data")
         self._engine.enter(CHECKPOINT)
-        with self.collectives.uncounted():
-            found = checkpoints.load_newest()
+        try:
+            with self.collectives.uncounted():
+                found = checkpoints.load_newest(before=state["step"])
+        except UsageError as reason:  # none can be used, and nothing was loaded: all ranks go on
+            self.folder.log(f"warning: there is no checkpoint to rewind to: {'; '.join(str(reason).splitlines())}")
+            return None
         if found is None:
             self.folder.log("there is no checkpoint to rewind to")
             return None
+        assert checkpoints.current is not None
+        self._rewinds[checkpoints.current] += 1
         step = found["step"]
-        self._rewinds[step] += 1
-        if self._rewinds[step] > LIMIT:
-            raise TrainingFailed(
-                f"step {state['step']}: a spike after each of {LIMIT} rewinds to step {step}; lower --lr, or look at the data"
-            )
         self.folder.rewind(step)
         self.folder.log(f"rewound to step {step}; samples {found['samples']:,} to {state['samples']:,} of the run are left out")
         self._window = self._restored()

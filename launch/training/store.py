@@ -28,12 +28,21 @@ from typing import Any
 from launch.config.flags import MUST
 from launch.config.run_config import RunConfig
 from launch.errors import UsageError
-from launch.formats.checkpoint_files import STATE_FILE, DamagedCheckpoint, complete_checkpoints, is_checkpoint_name, read_state, verify
+from launch.formats.checkpoint_files import (
+    STATE_FILE,
+    DamagedCheckpoint,
+    checkpoint_step,
+    complete_checkpoints,
+    is_checkpoint_name,
+    read_state,
+    verify,
+)
 from launch.formats.files import write_atomically
 from launch.training.folder import nothing_to_resume
+from launch.training.metrics_writer import METRICS_FILE
 
 #: The files of a run beside its checkpoints, without which it cannot be resumed on another host.
-RUN_FILES = ("run.json", "metrics.jsonl")
+RUN_FILES = ("run.json", METRICS_FILE)
 #: How long the store may take to answer at the start of a run.
 ANSWER_SECONDS = 60.0
 #: At the end of a run, the last upload is given up if no file was completed for so long; or part of a file, if the backend reports that.
@@ -88,7 +97,7 @@ class CheckpointStore:
                 if bucket := root.split("/")[0]:
                     files.info(bucket)
                 return []
-        return sorted(filter(is_checkpoint_name, found), key=lambda name: int(name.removeprefix("step-")))
+        return sorted(filter(is_checkpoint_name, found), key=checkpoint_step)
 
     def read(self, name: str) -> bytes | None:
         """The content of a small object, None if there is none."""
@@ -99,11 +108,13 @@ class CheckpointStore:
                 return None
 
     def write(self, name: str, content: bytes) -> None:
-        """Write a small object."""
+        """Write a small object. A reader sees the old or the new one."""
         with self._connected() as (files, root):
             if self.url.startswith("file://"):
                 files.makedirs(root, exist_ok=True)
-            files.pipe_file(f"{root}/{name}", content)
+                write_atomically(Path(root, name), content)
+            else:
+                files.pipe_file(f"{root}/{name}", content)
 
     def upload(self, checkpoint: Path, moved: Callable[[], None]) -> None:
         """Upload a complete checkpoint, `state.json` last. `moved` is called for each file or part that has arrived."""
@@ -168,10 +179,24 @@ class CheckpointStore:
         return folder
 
 
+def download_metrics(store: CheckpointStore, run: Path) -> None:
+    """Replace the metrics of the run in the folder `run` by those in the store; `metrics.jsonl.cut` keeps the lines that were there.
+
+    For a checkpoint from the store: another host wrote it, and its steps are missing in the folder.
+    """
+    content, file = store.read(METRICS_FILE), run / METRICS_FILE
+    if content is None:
+        return
+    if file.exists():
+        with open(file.with_name(f"{METRICS_FILE}.cut"), "ab") as cut:
+            cut.write(file.read_bytes())
+    write_atomically(file, content)
+
+
 def check_store(store: CheckpointStore, run: Path, resume: bool | str) -> None:
     """Check at the start, on global rank 0, that the store can be used for the run in the folder `run`.
 
-    On a resume without the run's folder, it downloads `RUN_FILES` into it.
+    On a resume without the run's folder, it downloads `run.json` into it.
 
     Raises:
         UsageError: the store cannot be listed, and there is no checkpoint in the folder of the run either; it has this new run already; or
@@ -186,13 +211,12 @@ def check_store(store: CheckpointStore, run: Path, resume: bool | str) -> None:
             raise UsageError(f"{store.url}: this run exists; give another --run_name, or continue it with --resume")
         if content is None:
             return
+        if (theirs := _run_id(content)) is None:
+            raise UsageError(f"{store.url}/run.json: is damaged; copy the run.json of the run there, or leave --checkpoint_store out")
         if not (run / "run.json").exists():
-            metrics = store.read("metrics.jsonl")
             run.mkdir(parents=True, exist_ok=True)
-            if metrics is not None:
-                write_atomically(run / "metrics.jsonl", metrics)
-            write_atomically(run / "run.json", content)  # last: without it, the folder would be refused
-        elif (theirs := _run_id(content)) != (ours := _run_id((run / "run.json").read_bytes())):
+            write_atomically(run / "run.json", content)
+        elif theirs != (ours := _run_id((run / "run.json").read_bytes())):
             raise UsageError(
                 f"{store.url}: is another run: run_id is {theirs}, in {run / 'run.json'} {ours}; "
                 "give another --checkpoint_store, or another --run_name"
@@ -343,8 +367,7 @@ class Uploads:
         Of an incomplete one, which does not say whose it is, the files that have the names of the newest one's are removed.
         """
         listed = list(read_state(newest)["files"])
-        names = self.store.checkpoints()
-        del names[names.index(newest.name) + 1 :]
+        names = [name for name in self.store.checkpoints() if checkpoint_step(name) <= checkpoint_step(newest.name)]
         for name in names:
             if name == newest.name or name not in self._states:
                 self._states.pop(name, None)

@@ -16,9 +16,8 @@ from launch.errors import UsageError
 from launch.formats.metrics import read_metrics
 from launch.pretrain import train
 from launch.training.engine import TrainingEngine
-from launch.training.folder import NoFolder, RunFolder
+from launch.training.folder import NoFolder, open_run_folder
 from launch.training.observers import Observer
-from launch.training.provenance import describe_run
 from launch.training.signals import StopRequest
 from launch.training.store import CheckpointStore, check_store
 from model.gpt import GPT, run_all_blocks
@@ -33,7 +32,7 @@ def pretrain(flags: list[str], observers: Sequence[Observer] = ()) -> list[dict[
     path = Path(config.runs_dir) / config.run_name
     if os.environ["RANK"] == "0" and (store := CheckpointStore.of(config)):
         check_store(store, path, config.resume)
-    folder = RunFolder(path, describe_run(config), quiet=True) if os.environ["RANK"] == "0" else NoFolder()
+    folder = open_run_folder(config, path) if os.environ["RANK"] == "0" else NoFolder()
     torch.set_float32_matmul_precision("highest")  # a job before this one may have switched TF32 on, which lasts
     try:
         assert train(config, folder, StopRequest(), observers) == 0

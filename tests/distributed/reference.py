@@ -155,6 +155,63 @@ class PublishedLamb(torch.optim.Optimizer):
                 p.sub_((group["lr"] * (_trust_ratio(p, update, self.limits) or 1.0) * update).to(p.dtype))
 
 
+class PublishedMuon(torch.optim.Optimizer):
+    """https://kellerjordan.github.io/posts/muon/ in fp64, beside AdamW for embeddings and vectors, for a GPT-2.
+
+    scale: the factor of the rate of (rows, columns). adam: AdamW's rate over Muon's. fused: whether queries, keys and values are one
+    matrix.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[dict],
+        lr: float,
+        betas: tuple[float, float],
+        eps: float,
+        scale: Callable[[int, int], float] = lambda rows, columns: 0.2 * max(rows, columns) ** 0.5,
+        adam: float = 1.0,
+        nesterov: bool = True,
+        fused: bool = False,
+    ):
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps})
+        self.scale, self.adam, self.nesterov, self.fused, self.steps = scale, adam, nesterov, fused, 0
+
+    @torch.no_grad()
+    def step(self) -> None:
+        self.steps += 1
+        matrices, vectors = self.param_groups
+        for number, p in enumerate(matrices["params"]):
+            (self.adamw if number < 2 else self.muon)(p, matrices)  # wte and wpe come first
+        for p in vectors["params"]:
+            self.adamw(p, vectors)
+
+    def adamw(self, p: torch.Tensor, group: dict) -> None:
+        m, v = self.state[p] = self.state[p] or tuple(torch.zeros_like(p, dtype=torch.float64) for _ in range(2))
+        (b1, b2), rate = group["betas"], self.adam * group["lr"]
+        m.mul_(b1).add_((1 - b1) * p.grad.double())
+        v.mul_(b2).add_((1 - b2) * p.grad.double() ** 2)
+        update = m / (1 - b1**self.steps) / ((v / (1 - b2**self.steps)).sqrt() + group["eps"]) + group["weight_decay"] * p.double()
+        p.sub_((rate * update).to(p.dtype))
+
+    def muon(self, p: torch.Tensor, group: dict) -> None:
+        (average,) = self.state[p] = self.state[p] or (torch.zeros_like(p, dtype=torch.float64),)
+        gradient = p.grad.double()
+        average.mul_(0.95).add_(0.05 * gradient)
+        update = 0.05 * gradient + 0.95 * average if self.nesterov else average
+        parts = 3 if p.shape[0] == 3 * p.shape[1] and not self.fused else 1
+        changes = [self.scale(*part.shape) * self.iterated(part) for part in update.chunk(parts)]
+        p.copy_(p.double() * (1 - group["lr"] * group["weight_decay"]) - group["lr"] * torch.cat(changes))
+
+    @staticmethod
+    def iterated(g: torch.Tensor) -> torch.Tensor:
+        x = g / g.norm()
+        for _ in range(5):
+            square = x.mT @ x if len(x) > len(x.mT) else x @ x.mT
+            polynomial = -4.7750 * square + 2.0315 * square @ square
+            x = 3.4445 * x + (x @ polynomial if len(x) > len(x.mT) else polynomial @ x)
+        return x
+
+
 def _trust_ratio(p: torch.Tensor, update: torch.Tensor, limits: tuple[float, float]) -> float | None:
     """The norm of the weights over that of the update, within limits; None where one of them is 0."""
     norms = float(p.double().norm()), float(update.norm())

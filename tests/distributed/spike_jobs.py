@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from data_pipeline.loader import Loader
+from launch.errors import TrainingFailed
+from launch.training.spikes import SpikeRule
 from tests.distributed.jobs import pretrain
 
 
@@ -34,3 +37,30 @@ def pretrain_with_garbage(flags: list[str], first: int, last: int, left_out: tup
         return pretrain(flags)
     finally:
         Loader.micro_batches = read  # type: ignore[method-assign]
+
+
+def ended_with_garbage(flags: list[str], first: int, last: int) -> str:
+    """The reason for which `pretrain_with_garbage` fails."""
+    try:
+        pretrain_with_garbage(flags, first, last)
+    except TrainingFailed as reason:
+        return str(reason)
+    raise AssertionError("it did not fail")
+
+
+def pretrain_and_lose_checkpoints(flags: list[str], first: int, last: int, folder: str) -> list[dict[str, Any]]:
+    """`pretrain_with_garbage`, where all checkpoints in `folder` are damaged before the first spike is looked at."""
+    rewind = SpikeRule.rewind
+
+    def lose_and_rewind(self: SpikeRule, *arguments: Any) -> Any:
+        if self._is_spike:
+            for file in Path(folder).glob("*/state.json"):
+                file.write_text("")
+        self.collectives.barrier()
+        return rewind(self, *arguments)
+
+    SpikeRule.rewind = lose_and_rewind  # type: ignore[method-assign]
+    try:
+        return pretrain_with_garbage(flags, first, last)
+    finally:
+        SpikeRule.rewind = rewind  # type: ignore[method-assign]

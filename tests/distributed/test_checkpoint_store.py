@@ -137,6 +137,17 @@ def test_the_newest_that_verifies_is_taken_from_both(train, stored, whole, tmp_p
     assert resumed_after(run) == 4
 
 
+def test_the_steps_of_another_host_are_not_missing_in_the_metrics(train, stored, whole, tmp_path):
+    """This host trained until step 3, another one from its checkpoint to step 6."""
+    run, store = copies(stored, tmp_path)
+    for later in complete_checkpoints(run / "checkpoints")[1:]:
+        shutil.rmtree(later)
+    lines = (run / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+    (run / "metrics.jsonl").write_bytes(b"".join(lines[:3]))
+    assert train(run.parent, store, "--steps", "9", "--resume") == whole and resumed_after(run) == 6
+    assert (store / "r" / "metrics.jsonl").read_bytes() == (run / "metrics.jsonl").read_bytes()
+
+
 def test_a_store_that_cannot_be_listed_is_one_line_or_a_refusal(train, flags, stored, whole, tmp_path):
     run, store = copies(stored, tmp_path)
     shutil.rmtree(store)

@@ -76,5 +76,5 @@ def test_the_batch_script_of_several_tasks_does_not_train_alone(slurm, corpus, t
         ["sbatch", "--wait", "--ntasks", "2", "--output", tmp_path / "out", script], env=slurm, capture_output=True, text=True, timeout=200
     )
     assert done.returncode == 2, (tmp_path / "out").read_text()
-    assert "this is the batch script of a Slurm job of 2 tasks" in (tmp_path / "out").read_text()
+    assert "this process is in a Slurm job of 2 tasks" in (tmp_path / "out").read_text()
     assert not (tmp_path / "r").exists()

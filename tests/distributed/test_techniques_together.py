@@ -30,6 +30,7 @@ SECTIONS = {
     "curriculum_learning": CURRICULUM,
     "fused_kernels": {"attention": True, "cross_entropy": True},
     "lamb": {"type": "Lamb", "params": {"lr": "auto", "betas": [0.9, 0.95]}},
+    "muon": {"type": "Muon", "params": {"lr": "auto", "betas": [0.9, 0.95], "ns_dtype": "fp32"}},
     "one_bit_adam": {"type": "OneBitAdam", "params": {"lr": "auto", "betas": [0.9, 0.95], "freeze_step": 3}},
     "one_bit_lamb": {"type": "OneBitLamb", "params": {"lr": "auto", "betas": [0.9, 0.95], "freeze_step": 3}},
     "progressive_layer_drop": {"theta": 0.3, "gamma": 1.0},
@@ -38,7 +39,7 @@ SECTIONS = {
 }
 CLASSES = {cls.__module__.split(".")[1]: cls for cls in technique_classes()}
 #: What is in the place of AdamW, and what trains the same whole gradients.
-UNCOMPRESSED = {"lamb": "lamb", "one_bit_adam": None, "one_bit_lamb": "lamb", "zero_one_adam": None}
+UNCOMPRESSED = {"lamb": "lamb", "muon": "muon", "one_bit_adam": None, "one_bit_lamb": "lamb", "zero_one_adam": None}
 COMPRESSED = {name for name, other in UNCOMPRESSED.items() if name != other}
 #: A JSON has one optimizer.
 PAIRS = [pair for pair in itertools.combinations(SECTIONS, 2) if not set(pair) <= set(UNCOMPRESSED)]

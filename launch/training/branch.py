@@ -1,0 +1,105 @@
+"""Starts a run from a checkpoint of another run (`--branch_from`): its weights, optimizer state, and position in the data.
+
+A long run with a constant rate then serves several lengths: each branch decays at a length of its own, and is the run that decayed there
+from its start (arXiv 2405.18392, section 4). A branch is a folder that holds this one checkpoint and the metrics up to it, as a run's
+folder does that was stopped there. From then on it is resumed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import uuid
+from pathlib import Path
+from typing import Any
+
+from launch.config.run_config import RunConfig
+from launch.config.token_schedule import STABLE_DECAY
+from launch.errors import UsageError
+from launch.formats.checkpoint_files import STATE_FILE, DamagedCheckpoint, is_checkpoint_name, read_state, state_text
+from launch.formats.files import write_atomically
+from launch.formats.metrics import parse_line, read_run_json, split_lines
+from launch.training.metrics_writer import METRICS_FILE
+from launch.training.run_json import resume_description
+
+
+def start_branch(config: RunConfig, run: Path, description: dict[str, Any]) -> None:
+    """Make the folder `run`, which does not exist, from the checkpoint `config.branch_from`, which is not changed.
+
+    The files of the checkpoint are linked where the file system allows it, and copied elsewhere.
+
+    Args:
+        description: of this run, as `launch.training.provenance.describe_run` returns it.
+
+    Raises:
+        UsageError: it is no checkpoint of a run, the run that wrote it is another one than `config`, or a step up to it had another
+            learning rate than this run has there. Nothing is written then.
+    """
+    # Links are kept as they are: the checkpoint, or the folder of checkpoints, may lie elsewhere.
+    checkpoint = Path(os.path.abspath(str(config.branch_from)))
+    if not is_checkpoint_name(checkpoint.name):  # a link by another name
+        checkpoint = checkpoint.resolve()
+    source = checkpoint.parent.parent
+    if not is_checkpoint_name(checkpoint.name) or not checkpoint.is_dir():
+        raise UsageError(f"--branch_from {config.branch_from}: no such checkpoint; give runs/NAME/checkpoints/step-00000300")
+    before, state = read_run_json(source / "run.json"), read_state(checkpoint)
+    if state["run_id"] != before.get("run_id"):
+        raise DamagedCheckpoint(f"--branch_from {checkpoint}: of another run than {source / 'run.json'}")
+    resume_description(source, description)
+    kept = _metrics_up_to(source / METRICS_FILE, state["step"])
+    _check_rates(config, [line for _, line in kept], state["tokens"])
+
+    temporary, run_id = run.with_name(f".{run.name}.branch-{os.getpid()}"), uuid.uuid4().hex
+    try:
+        copy = temporary / "checkpoints" / checkpoint.name
+        shutil.copytree(checkpoint, copy, copy_function=_link_or_copy)
+        write_atomically(copy / STATE_FILE, state_text(state, run_id, state["ranks"], state["files"]))
+        write_atomically(temporary / METRICS_FILE, b"".join(text + b"\n" for text, _ in kept))
+        begun = {**before, "run_id": run_id, "branch_from": str(checkpoint), "finished": None}
+        write_atomically(temporary / "run.json", json.dumps(begun, indent=2) + "\n")
+        os.rename(temporary, run)
+    except shutil.Error as reasons:  # of several files
+        raise UsageError(*(f"{file}: --branch_from could not make the run ({reason})" for file, _, reason in reasons.args[0])) from None
+    except OSError as reason:
+        raise UsageError(f"{reason.filename or run}: --branch_from could not make the run ({reason.strerror})") from None
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _link_or_copy(source: str, target: str) -> None:
+    try:
+        os.link(os.path.realpath(source), target)
+    except OSError:  # another file system, or one without links
+        shutil.copy2(source, target)
+
+
+def _metrics_up_to(file: Path, step: int) -> list[tuple[bytes, dict[str, Any]]]:
+    """The valid lines of a `metrics.jsonl` up to `step`, which must be there, as text and parsed."""
+    try:
+        lines = [(text, parse_line(text)) for text in split_lines(file.read_bytes())]
+    except OSError as reason:
+        raise UsageError(f"{file}: cannot be read ({reason.strerror}); a branch begins with the metrics of the run") from None
+    kept = [(text, line) for text, line in lines if line and line["step"] <= step]
+    if not kept or kept[-1][1]["step"] != step:
+        raise UsageError(f"{file}: has no line of step {step}, where the branch begins; take a checkpoint whose step it has")
+    return kept
+
+
+def _check_rates(config: RunConfig, lines: list[dict[str, Any]], tokens: int) -> None:
+    """Refuse a branch after `tokens` tokens of a run if its steps, of which `lines` are the metrics, had other rates than this run's."""
+    schedule, where = config.token_schedule, f"--branch_from {config.branch_from}"
+    if schedule is None:
+        raise UsageError(f"{where}: this run has a schedule by steps; use {STABLE_DECAY}")
+    if tokens > schedule.decay_tokens:
+        raise UsageError(
+            f"{where}: is at {tokens:,} tokens, and the decay of this run begins at {schedule.decay_tokens:,}; take an earlier "
+            f"checkpoint, train longer, or use {STABLE_DECAY}"
+        )
+    for line in lines:
+        here = schedule.rate(line.get("tokens", 0))
+        if (there := line.get("lr", here)) != here:
+            raise UsageError(
+                f"{where}: step {line['step']} of the run that wrote it had a learning rate of {there:g}, and this run has {here:g} there; "
+                "give its --lr and --warmup_steps, or a checkpoint before its decay"
+            )

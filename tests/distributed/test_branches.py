@@ -1,0 +1,96 @@
+"""`--branch_from`: a decay that is branched from a long run is, bit for bit, the run that decayed there from its start."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.distributed.launched import TINY
+
+SCHEDULE = 'scheduler={"type":"WarmupStableDecayTokens","params":{"decay_fraction":0.4}}'
+
+
+@pytest.fixture
+def train(two_ranks, corpus, tmp_path) -> Callable[..., list[dict[str, Any]]]:
+    def train(name: str, *more: str, config: str = "zero1_fp32", schedule: str = SCHEDULE) -> list[dict[str, Any]]:
+        flags = ["--deepspeed_config", f"ds_configs/{config}.json", *TINY, "--data", str(corpus), "--lr", "5e-3", "--warmup_steps", "3"]
+        flags += [
+            "--set",
+            schedule,
+            "--keep",
+            "9",
+            "--save_every",
+            "6",
+            "--eval_every",
+            "5",
+            "--runs_dir",
+            str(tmp_path),
+            "--run_name",
+            name,
+        ]
+        return two_ranks.run("tests.distributed.jobs:pretrain", flags=[*flags, *more])[0]
+
+    return train
+
+
+def of_steps(lines: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
+    keys = ("step", "tokens", "loss", "lr", "grad_norm", "val_loss")
+    return [tuple(line.get(key) for key in keys) for line in lines]
+
+
+def digests(folder: Path) -> dict[str, str]:
+    files = (path for path in folder.rglob("*") if path.is_file())
+    return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+@pytest.mark.parametrize("config", ["zero0_fp32", pytest.param("zero1_fp32", marks=pytest.mark.long)])
+def test_a_branched_decay_is_the_run_that_decayed_there(config, train, tmp_path):
+    train("long", "--steps", "40", config=config)
+    before = digests(tmp_path / "long")
+    direct = train("direct", "--steps", "20", config=config)
+    branched = train("branch", "--steps", "20", "--branch_from", str(tmp_path / "long/checkpoints/step-00000012"), config=config)
+    assert of_steps(branched) == of_steps(direct) and len(direct) == 21
+    assert digests(tmp_path / "long") == before
+    runs = [json.loads((tmp_path / name / "run.json").read_text()) for name in ("long", "branch")]
+    assert runs[0]["run_id"] != runs[1]["run_id"] and runs[1]["branch_from"].endswith("long/checkpoints/step-00000012")
+    again = train("branch", "--steps", "20", "--resume", config=config)  # from its own last checkpoint
+    assert of_steps(again) == of_steps(direct)
+
+
+@pytest.mark.parametrize(
+    ("name", "more", "why"),
+    [
+        ("step-00000012", ["--steps", "18"], "the decay of this run begins"),
+        ("step-00000024", ["--steps", "60"], "before its decay"),
+        ("step-00000012", ["--steps", "20", "--lr", "4e-3"], "--lr"),
+        ("step-00000012", ["--steps", "20", "--warmup_steps", "4"], "step 1 .*--warmup_steps"),  # both have the peak at step 12
+        ("step-00000012", ["--steps", "20", "--seed", "2"], "seed"),
+        ("step-00000013", ["--steps", "20"], "no such checkpoint"),
+    ],
+)
+def test_a_branch_that_would_be_another_run_is_refused(name, more, why, train, tmp_path):
+    train("long", "--steps", "30")
+    with pytest.raises(Exception, match=why):
+        train("branch", *more, "--branch_from", str(tmp_path / "long/checkpoints" / name))
+    assert [path.name for path in tmp_path.iterdir()] == ["long"]
+
+
+def test_checkpoints_may_lie_behind_a_link(train, tmp_path):
+    train("long", "--steps", "15")
+    (tmp_path / "long/checkpoints").rename(tmp_path / "elsewhere")
+    (tmp_path / "long/checkpoints").symlink_to(tmp_path / "elsewhere")
+    branched = train("branch", "--steps", "12", "--branch_from", str(tmp_path / "long/checkpoints/step-00000006"))
+    assert branched[-1]["step"] == 12
+
+
+def test_a_resumed_branch_without_a_checkpoint_does_not_start_at_step_0(train, tmp_path):
+    train("long", "--steps", "15")
+    (tmp_path / "branch/checkpoints").mkdir(parents=True)  # of a start that was killed
+    with pytest.raises(Exception, match="no complete checkpoint"):
+        train("branch", "--steps", "12", "--resume", "--branch_from", str(tmp_path / "long/checkpoints/step-00000006"))
+    assert not (tmp_path / "branch/metrics.jsonl").exists()

@@ -1,0 +1,154 @@
+"""Muon trains what its author published, on any number of ranks, in every precision, and through a resume."""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import shutil
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from recipes.muon.optimizer import Muon, orthogonalized
+from tests.distributed.reference import PublishedMuon, Step, reference_steps
+from tests.distributed.test_engine_follows_plain_pytorch import BATCH, SEED, SMALL, STEPS, WARMUP, largest_difference, losses_of
+from tests.distributed.test_engine_follows_plain_pytorch import flags as engine_flags
+from tests.distributed.test_one_bit_optimizers import TOLERANCE, losses, trained
+from tests.helpers import explained, refusal, resumed_after
+
+LR = 0.01
+
+
+def flags(corpus, tmp_path, ranks: int, accumulation: int = 1, precision: str = "fp32", run_name: str = "r", **params) -> list[str]:
+    run = engine_flags(corpus, tmp_path, SMALL, "stage 0", ranks, accumulation, precision)
+    optimizer = {"type": "Muon", "params": {"lr": LR, "betas": [0.9, 0.95], "ns_dtype": "fp32", **params}}
+    return [*run, "--lr", str(LR), "--run_name", run_name, "--set", f"optimizer={json.dumps(optimizer)}"]
+
+
+Expected = Callable[..., tuple[list[Step], list[torch.Tensor]]]
+
+
+@pytest.fixture(scope="module")
+def expected(corpus) -> Expected:
+    """The steps of the reference by its options, and its last weights."""
+
+    @functools.cache
+    def steps(**options) -> tuple[list[Step], list[torch.Tensor]]:
+        made: list[PublishedMuon] = []
+
+        def muon(*arguments, **more) -> PublishedMuon:
+            made.append(PublishedMuon(*arguments, **more, **options))
+            return made[0]
+
+        found = reference_steps(corpus, SMALL, STEPS, BATCH, LR, WARMUP, SEED, adam=muon)
+        return found, [p.detach() for group in made[0].param_groups for p in group["params"]]
+
+    return steps
+
+
+def last_weights(run) -> list[torch.Tensor]:
+    """Matrices, then vectors, in the order of the model."""
+    files = run / "checkpoints" / f"step-{STEPS:08d}" / "engine"
+    state = torch.load(files / "mp_rank_00_model_states.pt", weights_only=False)["module"]
+    weights = [value for name, value in state.items() if name != "lm_head.weight"]
+    return [w for w in weights if w.ndim >= 2] + [w for w in weights if w.ndim < 2]
+
+
+def without_key_bias(weights: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Softmax cancels the bias of the keys: its gradient is rounding alone, which Adam divides by its own size."""
+    width = SMALL["d_model"]
+    return [torch.cat([w[:width], w[2 * width :]]) if w.shape == (3 * width,) else w for w in weights]
+
+
+def states(page: dict) -> int:
+    return page["memory_per_rank"]["cpu"]["optimizer_states"]
+
+
+def farthest(found: list[torch.Tensor], other: list[torch.Tensor]) -> float:
+    return max(distances(found, other))
+
+
+def distances(found: list[torch.Tensor], other: list[torch.Tensor]) -> list[float]:
+    return [float((a.double() - b.double()).norm() / b.double().norm()) for a, b in zip(found, other, strict=True) if b.any()]
+
+
+@pytest.mark.parametrize(("ranks", "accumulation"), [(1, 3), (2, 1), pytest.param(2, 3, marks=pytest.mark.long)])
+def test_losses_and_weights_are_those_of_the_published_algorithm(ranks, accumulation, pools, corpus, expected, tmp_path):
+    lines = trained(pools.of(ranks), flags(corpus, tmp_path, ranks, accumulation))
+    steps, weights = expected()
+    assert largest_difference(losses(lines), losses_of(steps)) <= TOLERANCE
+    assert farthest(without_key_bias(last_weights(tmp_path / "r")), without_key_bias(weights)) <= 1e-5
+    assert any(line["grad_norm"] > 1.0 for line in lines), "what is clipped must show"
+    assert lines[-1]["loss"] < lines[0]["loss"] - 1.0
+
+
+@pytest.mark.parametrize(
+    ("params", "options"),
+    [
+        ({"rate_scale": "original", "lr": LR, "adam_lr": LR / 4}, {"scale": lambda r, c: math.sqrt(max(1, r / c)), "adam": 0.25}),
+        ({"nesterov": False}, {"nesterov": False}),
+    ],
+)
+def test_its_parameters_act(params, options, one_rank, corpus, expected, tmp_path):
+    lines = trained(one_rank, flags(corpus, tmp_path, 1, **params))
+    assert largest_difference(losses(lines), losses_of(expected(**options)[0])) <= TOLERANCE
+    assert largest_difference(losses(lines), losses_of(expected()[0])) > 100 * TOLERANCE
+
+
+def test_queries_keys_and_values_are_three_matrices(expected):
+    assert largest_difference(losses_of(expected(fused=True)[0]), losses_of(expected()[0])) > 100 * TOLERANCE
+
+
+def test_newton_schulz_in_bf16_is_near_and_no_farther_than_that_of_torch(one_rank, corpus, expected, tmp_path):
+    lines = trained(one_rank, flags(corpus, tmp_path, 1, ns_dtype="bf16"))
+    assert largest_difference(losses(lines), losses_of(expected()[0])) <= 2e-3
+    torch.manual_seed(1)
+    ours, theirs, exact = [], [], []
+    for _ in range(8):
+        weight, gradient = torch.randn(96, 64), torch.randn(96, 64)
+        ends = []
+        for make in (
+            lambda p: Muon([{"params": [p], "parts": [(96,)]}], 0.1, (0.9, 0.95), 1e-8, 0.0, rate_scale="original"),
+            lambda p: torch.optim.Muon([p], lr=0.1, weight_decay=0.0),
+        ):
+            p = torch.nn.Parameter(weight.clone())
+            p.grad = gradient.clone()
+            make(p).step()
+            ends.append(p.detach())
+        ours.append(ends[0])
+        theirs.append(ends[1])
+        exact.append(weight.double() - 0.1 * math.sqrt(1.5) * PublishedMuon.iterated(gradient.double()))
+    assert sum(distances(ours, exact)) <= sum(distances(theirs, exact))
+
+
+@pytest.mark.parametrize("shape", [(40, 24), (24, 40), (32, 32)])
+def test_singular_values_are_near_one(shape):
+    torch.manual_seed(0)
+    values = torch.linalg.svdvals(orthogonalized(torch.randn(shape), 5, torch.float32))
+    assert 0.6 < float(values.min()) <= float(values.max()) < 1.25
+
+
+@pytest.mark.parametrize("precision", ["bf16", pytest.param("fp16", marks=pytest.mark.long)])
+def test_in_half_precision_it_follows_fp32(precision, two_ranks, corpus, expected, tmp_path):
+    lines = trained(two_ranks, flags(corpus, tmp_path, 2, precision=precision), "tests.distributed.jobs:pretrain")
+    assert largest_difference(losses(lines), losses_of(expected()[0])) <= 0.05
+
+
+@pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.long)])
+def test_a_resume_is_the_uninterrupted_run(precision, two_ranks, corpus, tmp_path):
+    run = [*flags(corpus, tmp_path, 2, precision=precision), "--save_every", "15", "--keep", "30"]
+    whole = trained(two_ranks, run)
+    shutil.rmtree(tmp_path / "r" / "checkpoints" / f"step-{STEPS:08d}")
+    lines = trained(two_ranks, [*run, "--resume"])
+    assert resumed_after(tmp_path / "r") == 15
+    assert losses(lines) == losses(whole)
+
+
+def test_its_state_and_its_limits_are_said():
+    assert "zero_optimization.stage" in refusal("--recipe", "recipes/muon", "--set", "zero_optimization.stage=1")
+    assert "optimizer.params.momentum" in refusal("--recipe", "recipes/muon", "--set", "optimizer.params.momentum=1")
+    page = explained("--recipe", "recipes/muon", "--preset", "gpt2")
+    other = explained("--deepspeed_config", "ds_configs/zero0_bf16.json", "--preset", "gpt2")
+    assert states(other) - states(page) == pytest.approx(4 * 12 * 12 * 768**2, rel=1e-3)  # the hidden matrices have no second moment
