@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import os
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -156,10 +156,10 @@ class PublishedLamb(torch.optim.Optimizer):
 
 
 class PublishedMuon(torch.optim.Optimizer):
-    """https://kellerjordan.github.io/posts/muon/ in fp64, beside AdamW for embeddings and vectors, for a GPT-2.
+    """https://kellerjordan.github.io/posts/muon/ in fp64, beside AdamW for embeddings, the head and vectors.
 
-    scale: the factor of the rate of (rows, columns). adam: AdamW's rate over Muon's. fused: whether queries, keys and values are one
-    matrix.
+    scale: the factor of the rate of (rows, columns). adam: AdamW's rate over Muon's. fused: whether matrices that are one for speed are
+    one here. adam_matrices: which of the matrices AdamW trains, of a GPT-2 wte and wpe. parts: the rows of matrices of this many rows.
     """
 
     def __init__(
@@ -172,16 +172,19 @@ class PublishedMuon(torch.optim.Optimizer):
         adam: float = 1.0,
         nesterov: bool = True,
         fused: bool = False,
+        adam_matrices: Collection[int] = (0, 1),
+        parts: Mapping[int, tuple[int, ...]] = {192: (64, 64, 64)},
     ):
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps})
-        self.scale, self.adam, self.nesterov, self.fused, self.steps = scale, adam, nesterov, fused, 0
+        self.scale, self.adam, self.nesterov, self.steps = scale, adam, nesterov, 0
+        self.adam_matrices, self.parts = adam_matrices, {} if fused else parts
 
     @torch.no_grad()
     def step(self) -> None:
         self.steps += 1
         matrices, vectors = self.param_groups
         for number, p in enumerate(matrices["params"]):
-            (self.adamw if number < 2 else self.muon)(p, matrices)  # wte and wpe come first
+            (self.adamw if number in self.adam_matrices else self.muon)(p, matrices)
         for p in vectors["params"]:
             self.adamw(p, vectors)
 
@@ -198,8 +201,8 @@ class PublishedMuon(torch.optim.Optimizer):
         gradient = p.grad.double()
         average.mul_(0.95).add_(0.05 * gradient)
         update = 0.05 * gradient + 0.95 * average if self.nesterov else average
-        parts = 3 if p.shape[0] == 3 * p.shape[1] and not self.fused else 1
-        changes = [self.scale(*part.shape) * self.iterated(part) for part in update.chunk(parts)]
+        parts = update.split(self.parts.get(len(p), len(p)))
+        changes = [self.scale(*part.shape) * self.iterated(part) for part in parts]
         p.copy_(p.double() * (1 - group["lr"] * group["weight_decay"]) - group["lr"] * torch.cat(changes))
 
     @staticmethod
@@ -497,6 +500,7 @@ def reference_steps(
     loss_of: Callable[[GPT, torch.Tensor, int], torch.Tensor] = whole_windows,
     adam: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW,
     cut: Callable[[int, torch.Tensor], torch.Tensor] = lambda step, windows: windows,
+    sizes: Sequence[int] = (),
 ) -> list[Step]:
     """`steps` steps in fp32 over the whole global batch, or more with as many tokens, the gradient norm taken in fp64.
 
@@ -506,6 +510,7 @@ def reference_steps(
     A parameter without a gradient has the gradient 0, and Adam steps it.
     skips: steps whose update is not made; the learning rate goes on.
     cut: what is trained on of the (step, windows (B, T + 1)).
+    sizes: the sequences of each of the first steps; from there on, `batch`.
     loss_of: the mean loss of (model, micro-batch, the id that ends a document).
 
     It computes where the ranks of the tests do.
@@ -515,18 +520,20 @@ def reference_steps(
     data = np.concatenate(
         [np.fromfile(corpus.path / shard["file"], dtype=corpus.manifest["dtype"]) for shard in corpus.manifest["splits"]["train"]["shards"]]
     )
-    sizes = {name: value for name, value in shape.items() if name != "architecture"}
-    model = GPT(config_of(shape.get("architecture", "gpt2"), sizes, vocab_size=corpus.vocab_size, init_seed=seed)).to(device)
+    fields = {name: value for name, value in shape.items() if name != "architecture"}
+    model = GPT(config_of(shape.get("architecture", "gpt2"), fields, vocab_size=corpus.vocab_size, init_seed=seed)).to(device)
     matrices = [p for p in model.parameters() if p.ndim >= 2]
     vectors = [p for p in model.parameters() if p.ndim < 2]
     optimizer = adam(
         [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}], lr=lr, betas=(0.9, 0.95), eps=1e-8
     )
     seen: list[Step] = []
-    consumed, total, warmup_tokens = 0, steps * batch * length, warmup * batch * length
+    drawn, consumed, total, warmup_tokens = 0, 0, steps * batch * length, warmup * batch * length
     while consumed < total:
         step = len(seen) + 1
-        order = shuffled_positions((len(data) - 1) // length, f"{corpus.fingerprint}:{seed}", (step - 1) * batch, batch)
+        size = sizes[step - 1] if step <= len(sizes) else batch
+        order = shuffled_positions((len(data) - 1) // length, f"{corpus.fingerprint}:{seed}", drawn, size)
+        drawn += size
         rows = [data[i * length : i * length + length + 1] for i in order]
         tokens = cut(step, torch.from_numpy(np.stack(rows).astype(np.int64)).to(device))
         consumed += tokens[:, 1:].numel()
