@@ -10,6 +10,7 @@ import torch
 
 from launch.config.run_config import resolve
 from model.gpt import GPT
+from model.presets import ARCHITECTURES
 from recipes.fp8.technique import RECIPES
 from recipes.registry import make_techniques
 from tests import helpers
@@ -87,9 +88,10 @@ def torchao():
         pytest.skip('torchao is not installed (pip install -e ".[fp8]" -c constraints.txt)')
 
 
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_names_weights_and_draws_stay_and_products_are_rounded(recipe, torchao):
-    config = resolve([*RUN, *TINY, "--explain", "--set", EMULATED, "--set", f"fp8.recipe={recipe}"])[0]
+def test_names_weights_and_draws_stay_and_products_are_rounded(recipe, architecture, torchao):
+    config = resolve([*RUN, *TINY, "--architecture", architecture, "--explain", "--set", EMULATED, "--set", f"fp8.recipe={recipe}"])[0]
     plain, rounded = (GPT(config.model_config).bfloat16() for _ in range(2))
     weights = dict(rounded.named_parameters())
     make_techniques(config).prepare(rounded)
@@ -118,6 +120,7 @@ ALL = (
 CHECKPOINTED = ("activation_checkpointing.enabled=true",)
 
 
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize(
     ("stage", "changes"),
     [
@@ -128,8 +131,9 @@ CHECKPOINTED = ("activation_checkpointing.enabled=true",)
     ],
     ids=["stage 0", "stage 1", "stage 2, with blocks and tokens left out", "stage 3, checkpointed"],
 )
-def test_emulated_it_trains_as_bf16(stage, changes, torchao, two_ranks, corpus, tmp_path):
+def test_emulated_it_trains_as_bf16(stage, changes, architecture, torchao, two_ranks, corpus, tmp_path):
     run = ["--deepspeed_config", f"ds_configs/zero{stage}_bf16.json", *TINY, "--data", str(corpus), "--runs_dir", str(tmp_path)]
+    run += ["--architecture", architecture]
     run += ["--steps", "12", "--lr", "1e-3", "--warmup_steps", "2", "--eval_every", "6", "--save_every", "0"]
     run += [text for change in changes for text in ("--set", change)]
     plain, rounded = (

@@ -9,6 +9,7 @@ import pytest
 
 from launch.config.explain import bytes_of
 from launch.config.run_config import resolve
+from model.presets import ARCHITECTURES
 
 SHAPE = ["--n_layer", "3", "--n_head", "2", "--d_model", "64", "--seq_len", "32", "--global_batch_size", "16", "--micro_batch_size", "2"]
 #: Everything but biases and norms is gathered.
@@ -32,16 +33,18 @@ def numbers(lines: list[dict]) -> list[tuple]:
     return [(line.get("loss"), line.get("grad_norm"), line.get("val_loss")) for line in lines]
 
 
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize(
     ("precision", "changes"),
     [("fp32", ()), ("bf16", ()), ("fp32", OFFLOAD)],
     ids=["fp32", "bf16", "offloaded"],
 )
 @pytest.mark.long
-def test_the_second_copy_changes_no_bit(precision, changes, pools, corpus, tmp_path):
+def test_the_second_copy_changes_no_bit(precision, changes, architecture, pools, corpus, tmp_path):
     """In training and in evaluations between, of which each update makes the copy out of date."""
+    more = ("--eval_every", "3", "--architecture", architecture)
     plain, paired = (
-        trained(pools, flags(corpus, tmp_path, name, *changes, *own, precision=precision, more=("--eval_every", "3")))
+        trained(pools, flags(corpus, tmp_path, name, *changes, *own, precision=precision, more=more))
         for name, own in (("plain", ()), ("paired", (PAIRS,)))
     )
     assert numbers(paired) == numbers(plain)
@@ -71,10 +74,12 @@ def test_bytes_on_the_wire_are_those_planned(changes, scales, pools, corpus, tmp
     assert planned <= trained(pools, run)[-1]["bytes_sent"] <= planned * (1 + scales)
 
 
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.long
-def test_int8_weights_train_to_nearly_the_same_loss(pools, corpus, tmp_path):
+def test_int8_weights_train_to_nearly_the_same_loss(architecture, pools, corpus, tmp_path):
+    more = ("--eval_every", "3", "--architecture", architecture)
     plain, quantized = (
-        trained(pools, flags(corpus, tmp_path, name, *own, precision="bf16", more=("--eval_every", "3")))
+        trained(pools, flags(corpus, tmp_path, name, *own, precision="bf16", more=more))
         for name, own in (("plain", ()), ("quantized", (PAIRS, INT8)))
     )
     assert [line["loss"] for line in quantized[1:]] == pytest.approx([line["loss"] for line in plain[1:]], abs=0.02)
