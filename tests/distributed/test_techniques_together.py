@@ -18,6 +18,8 @@ from tests.distributed.test_engine_follows_plain_pytorch import largest_differen
 
 STEPS, BATCH, SEED = 6, 8, 7
 SHAPE = {"n_layer": 4, "n_head": 2, "d_model": 64, "seq_len": 64}
+#: The modern one has one head of keys and values, a gated MLP and norms of queries and keys.
+MODELS = {"gpt2": [], "qwen3": ["--architecture", "qwen3", "--n_kv_head", "1", "--d_ff", "128"]}
 LTD = {"min_value": 16, "max_value": 64, "schedule_type": "fixed_linear", "schedule_config": {"require_steps": 20, "seq_per_step": 16}}
 CURRICULUM = {"min_difficulty": 16, "max_difficulty": 64, "schedule_type": "fixed_linear"}
 CURRICULUM |= {"schedule_config": {"total_curriculum_step": 8, "difficulty_step": 16}}
@@ -73,16 +75,22 @@ QUICK = {
 
 
 @pytest.mark.parametrize(
-    "pair",
-    [pytest.param(pair, marks=[] if pair in QUICK else [pytest.mark.long]) for pair in TOGETHER],
-    ids=[" and ".join(pair) for pair in TOGETHER],
+    ("model", "pair"),
+    [
+        pytest.param(
+            model, pair, marks=[] if model == "gpt2" and pair in QUICK else [pytest.mark.long], id=f"{' and '.join(pair)}, {model}"
+        )
+        for model in MODELS
+        for pair in TOGETHER
+    ],
 )
-def test_two_techniques_both_act(pair, one_rank, two_ranks, corpus, tmp_path):
+def test_two_techniques_both_act(model, pair, one_rank, two_ranks, corpus, tmp_path):
     """Each step has what both schedules say, and what was planned. Another stage on another number of ranks, cut otherwise, trains the
     same; what compresses up to the first step that it compresses, and nearly the same from there."""
-    config, _ = resolve([*flags(corpus, tmp_path, "r", *pair), "--ranks", "2"])
+    run = flags(corpus, tmp_path, "r", *pair) + MODELS[model]
+    config, _ = resolve([*run, "--ranks", "2"])
     plan = list(planned_steps(config, make_techniques(config)))
-    lines = trained(two_ranks, flags(corpus, tmp_path, "r", *pair))
+    lines = trained(two_ranks, run)
     assert len(lines) == len(plan)
     for line in lines:
         step = line["step"]
@@ -110,7 +118,7 @@ def test_two_techniques_both_act(pair, one_rank, two_ranks, corpus, tmp_path):
             assert [line["compressed"] for line in lines] == [int(line["step"] > 3) for line in lines]
         assert lines[-1]["bytes_sent"] < lines[0]["bytes_sent"] / 25
     alone = [other for name in pair if (other := UNCOMPRESSED.get(name, name))]
-    other = trained(one_rank, flags(corpus, tmp_path, "other", *alone, stage=0, micro_batch_size=4))
+    other = trained(one_rank, flags(corpus, tmp_path, "other", *alone, stage=0, micro_batch_size=4) + MODELS[model])
     losses, others = ([line["loss"] for line in run] for run in (lines, other))
     same = 4 if compresses else len(lines)  # the fourth step's loss is that of three updates
     # 0/1 Adam corrects the variance of a position that came late by its own number of renewals.
