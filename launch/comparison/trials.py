@@ -16,12 +16,13 @@ import psutil
 
 from data_pipeline.errors import DataError
 from launch.config.explain import memory_of
-from launch.config.flags import suggested_flags
+from launch.config.flags import suggested_flags, without
 from launch.config.hardware import device_type, gpus
 from launch.config.run_config import RunConfig, resolve
 from launch.errors import UsageError
 from launch.training.engine import check_device
 from launch.training.run_json import INCIDENTAL
+from model.presets import FIELDS
 from recipes.registry import ROOT, Flags, Recipe, Testbed, read_recipe, recipe_names
 
 #: The fraction of a GPU's memory, or of the host's free memory, that interleaved runs may use.
@@ -70,20 +71,21 @@ def plan_experiment(
     """The runs of a recipe and of its control.
 
     On a testbed, each side has the testbed's flags with the values that were tuned for it. Otherwise, both sides have the recipe's
-    suggested flags. `flags` override both.
+    suggested flags; an architecture among them is the recipe's alone. `flags` override both.
 
     Raises:
         CannotRun: this machine lacks what one of them needs, or the flags are refused.
         DataError: the corpus is missing or damaged.
     """
     suggested = suggested_flags(recipe, length_given="--steps" in flags or "--tokens" in flags)
+    of_control = without(suggested, "--architecture", *(f"--{field}" for field in FIELDS))
     seeds = list(seeds)
 
-    def trials(config: str) -> tuple[Trial, ...]:
+    def trials(config: str, suggested: list[str]) -> tuple[Trial, ...]:
         first = as_words(settings_on(testbed, config)) if testbed else suggested
         return tuple(plan_trial(config, [*first, *flags, "--seed", str(seed)], ranks) for seed in seeds)
 
-    return PlannedExperiment(recipe, testbed, trials(recipe.control), trials(recipe.config))
+    return PlannedExperiment(recipe, testbed, trials(recipe.control, of_control), trials(recipe.config, suggested))
 
 
 def settings_on(testbed: Testbed, config: str) -> Flags:

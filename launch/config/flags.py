@@ -320,7 +320,7 @@ def parse_flags(argv: list[str]) -> tuple[argparse.Namespace, Recipe | None]:
 
 def suggested_flags(recipe: Recipe, length_given: bool) -> list[str]:
     """The recipe's suggestions; without its length where the user gives one, maybe in the other unit."""
-    return _without(recipe.flags, "--steps", "--tokens") if length_given else recipe.flags
+    return without(recipe.flags, "--steps", "--tokens") if length_given else recipe.flags
 
 
 def given(parser: argparse.ArgumentParser, arguments: list[str]) -> set[str]:
@@ -330,7 +330,7 @@ def given(parser: argparse.ArgumentParser, arguments: list[str]) -> set[str]:
     return set(vars(parser.parse_args(arguments)))
 
 
-def _without(arguments: list[str], *names: str) -> list[str]:
+def without(arguments: list[str], *names: str) -> list[str]:
     """`arguments` without the flags `names` and their values, in either form (`--steps 5`, `--steps=5`)."""
     kept, dropping = [], False
     for argument in arguments:
