@@ -24,6 +24,7 @@ from launch.config.flags import whole_number
 from launch.errors import UsageError, nearest, run_command
 from launch.training.observers import Observer
 from launch.training.provenance import machine, repository_commit, versions
+from model.presets import ARCHITECTURES
 
 ROOT = Path(__file__).resolve().parents[1]
 #: `BENCHMARK_RESULTS` names another file.
@@ -63,6 +64,7 @@ def run_parser(
     """The flags of a benchmark that trains, with its defaults; without `deepspeed_config` or `steps` it has no such flag."""
     made = parser(description)
     made.add_argument("--preset", default=preset, help="model size (%(default)s)")
+    made.add_argument("--architecture", default="gpt2", choices=ARCHITECTURES, help="components of the model (%(default)s)")
     made.add_argument("--data", default="data/stdlib", help="corpus (%(default)s)")
     if deepspeed_config:
         made.add_argument("--deepspeed_config", default=deepspeed_config, help="DeepSpeed's JSON (%(default)s)")
@@ -74,7 +76,7 @@ def run_parser(
 
 def run_flags(arguments: argparse.Namespace, **more: object) -> list[str]:
     """The flags of launch/pretrain.py that `arguments` of `run_parser` and `more` give."""
-    values = {name: getattr(arguments, name, None) for name in ("deepspeed_config", "preset", "data", "steps")} | more
+    values = {name: getattr(arguments, name, None) for name in ("deepspeed_config", "preset", "architecture", "data", "steps")} | more
     given = [text for name, value in values.items() if value is not None for text in (f"--{name}", str(value))]
     return [*given, "--eval_every", "0", "--save_every", "0", "--quiet"]
 

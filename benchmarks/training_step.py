@@ -130,6 +130,7 @@ def measure(arguments: argparse.Namespace) -> report.Measured:
         "config": arguments.deepspeed_config,
         "set": arguments.set,
         "preset": arguments.preset,
+        "architecture": arguments.architecture,
         "micro_batch_size": config.micro_batch_size,
         "compiled": arguments.compile,
         "engine": report.spread(engine),
@@ -147,6 +148,7 @@ def measure(arguments: argparse.Namespace) -> report.Measured:
         found |= {"peak_bytes": both.peak_bytes, "planned_bytes": explain(config)["memory_per_rank"]["cuda"]["peak"]}
     print(f"{1e3 * seconds:.1f} ms per step; losses differ by at most {found['largest_loss_difference']:.4f}")
     what = f"{'compiled' if arguments.compile else 'plain'} PyTorch loop / engine's loop, {arguments.preset}"
+    what += f", {arguments.architecture}" if arguments.architecture != "gpt2" else ""
     name = Path(arguments.deepspeed_config).stem
     yield [report.ratio_row(f"{what}, {name}", plain, engine, "at least 1.15" if "fused" in name else "")], found
 

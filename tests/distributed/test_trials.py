@@ -169,6 +169,13 @@ def test_a_run_is_planned_once_and_named_by_what_decides_its_numbers(corpus):
     assert kept.own[0].name == experiments["zero_1"].own[0].name, "when it saves decides no number"
 
 
+def test_an_architecture_is_the_recipes_alone(corpus):
+    """Off the testbeds, both sides have the recipe's suggested flags, but for the architecture."""
+    planned = plan_experiment(read_recipe(ROOT / "recipes/modern_gpt"), flags(corpus), [1], 1)
+    shapes = [trial.config.shape for trial in (*planned.control, *planned.own)]
+    assert [shape.positions for shape in shapes] == ["learned", "rotary"]
+
+
 def test_groups_are_what_fits_in_memory(corpus, monkeypatch):
     group = trials(corpus, ranks=2) * 3
     assert [len(part) for part in fitting_groups(group, 4)] == [4, 2]
