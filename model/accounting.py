@@ -7,7 +7,7 @@ import math
 import re
 from dataclasses import replace
 
-from model.presets import GATED, GPTConfig, ModelShape
+from model.presets import GPTConfig, ModelShape
 
 # Rows of logits that are converted to fp32 at once: 512 x 8,192 x 4 bytes = 16 MiB, which the allocator reuses. Temporaries of 2,048 rows
 # (64 MiB each) are mapped and page-faulted again in every step: 100 ms instead of 60 ms on two cores.
@@ -17,7 +17,6 @@ LOSS_ROWS = 512
 def block_tensors(config: ModelShape) -> dict[str, tuple[int, ...]]:
     """The shape of each parameter of one block, by its name in the block, in the order of `model.gpt.Block`."""
     C, qkv = config.d_model, sum(config.qkv_heads) * config.d_head
-    hidden = config.d_ff * (2 if config.mlp in GATED else 1)
 
     def linear(name: str, n_in: int, n_out: int) -> dict[str, tuple[int, ...]]:
         return {f"{name}.weight": (n_out, n_in)} | ({f"{name}.bias": (n_out,)} if config.bias else {})
@@ -29,15 +28,15 @@ def block_tensors(config: ModelShape) -> dict[str, tuple[int, ...]]:
         **head_norms,
         **linear("attn.c_proj", config.attention_width, C),
         **norm_tensors(config, "ln_2"),
-        **linear("mlp.c_fc", C, hidden),
+        **linear("mlp.c_fc", C, config.c_fc_width),
         **linear("mlp.c_proj", config.d_ff, C),
     }
 
 
 def norm_tensors(config: ModelShape, name: str) -> dict[str, tuple[int, ...]]:
-    """The shapes of the parameters of the norm `name`."""
-    kinds = ("weight", "bias") if config.norm == "layernorm" and config.bias else ("weight",)
-    return {f"{name}.{kind}": (config.d_model,) for kind in kinds}
+    """The shapes of the parameters of the norm `name` of width d_model: ln_1, ln_2 or ln_f."""
+    kinds = {"layernorm": ("weight", "bias"), "rmsnorm": ("weight",)}[config.norm]
+    return {f"{name}.{kind}": (config.d_model,) for kind in kinds if kind != "bias" or config.bias}
 
 
 def model_tensors(config: GPTConfig) -> dict[str, tuple[int, ...]]:

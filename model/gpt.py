@@ -5,10 +5,15 @@ the weights into transformers' models of these names and compares logits and eve
 
     deepspeed launch/pretrain.py --deepspeed_config ds_configs/zero1_bf16.json --preset nano --architecture llama
 
-Components are chosen by name when the model is built, and the forward passes are the same for all of them. To add a norm or an MLP: its
-class, in `NORMS` or `MLPS` here; its name, in `CHOICES` of model/presets.py, which makes the flag; its parameters, in `norm_tensors` or
-`block_tensors` of model/accounting.py; and, if transformers has it, its form in model/hf.py. tests/test_model.py compares the counts with
-the models that it lists in `MODELS`.
+Components are chosen by name when the model is built, and the forward passes are the same for all of them. To add a norm:
+
+1. Add its constructor to `NORMS`, and its name to `CHOICES` in model/presets.py; the flag then accepts it.
+2. Return its parameters from `norm_tensors` in model/accounting.py, and the bytes that it saves for the backward pass from
+   `_norm_activations` in launch/config/memory.py.
+3. Add it to the table in docs/configuration.md and to `MODELS` in tests/test_model.py. `launch/export.py` refuses it unless model/hf.py
+   converts it.
+
+An MLP goes into `MLPS` in the same way; its sizes follow from `ModelShape.c_fc_width`.
 
 At step 0 the loss is about ln(vocab_size): 9.01 for 8,192 tokens, 10.82 for 50,257.
 """
@@ -31,6 +36,7 @@ Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None
 Rotate = Callable[[torch.Tensor, torch.Tensor, Rotation | None], tuple[torch.Tensor, torch.Tensor]]
 Product = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
 HeadLoss = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor], torch.Tensor]
+TokenLoss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 # --- the components that an architecture names ------------------------------------------------------------------------------------------
@@ -43,7 +49,7 @@ class LearnedPositions(Embedding):
         super().__init__(config.seq_len, config, name)
 
     def add_to(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """x (B, T, C) with the positions, (T,) or (B, T), in it."""
+        """Add the embeddings of `positions`, (T,) or (B, T), to x (B, T, C)."""
         return x + self(positions)
 
     def rotation(self, positions: torch.Tensor, dtype: torch.dtype) -> Rotation | None:
@@ -70,16 +76,12 @@ class RotaryPositions(nn.Module):
 class GELU(nn.GELU):
     """GPT-2's tanh approximation of GELU (`gelu_new`): (..., d_ff) -> (..., d_ff)."""
 
-    inputs = 1
-
     def __init__(self) -> None:
         super().__init__(approximate="tanh")
 
 
 class SwiGLU(nn.Module):
     """silu(gate) x up: (..., 2 d_ff), the gate first -> (..., d_ff)."""
-
-    inputs = 2
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         gate, up = x.chunk(2, dim=-1)
@@ -92,7 +94,7 @@ NORMS: dict[str, Callable[[int, ModelShape], nn.Module]] = {
     "layernorm": lambda width, config: nn.LayerNorm(width, eps=config.norm_eps, bias=config.bias),
     "rmsnorm": lambda width, config: nn.RMSNorm(width, eps=config.norm_eps),
 }
-#: What is between the two products of the MLP. `inputs`: how many tensors of width d_ff it reads.
+#: The activation between the two linear layers of the MLP: (..., ModelShape.c_fc_width) -> (..., d_ff).
 MLPS: dict[str, type[GELU | SwiGLU]] = {"gelu": GELU, "swiglu": SwiGLU}
 
 
@@ -100,12 +102,13 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor
     """Causal self-attention by torch's best kernel for the device: q (B, T, n_head, d_head) -> (B, T, n_head d_head).
 
     Args:
-        k, v: (B, T, n_kv_head, d_head); n_head / n_kv_head consecutive query heads share one of theirs.
+        k, v: (B, T, n_kv_head, d_head); each of their heads serves n_head / n_kv_head consecutive query heads.
         mask: added to the scores instead of the causal mask, (B, 1, T, T); None for the causal mask.
         dropout: probability, for the attention probabilities.
     """
     if q.is_cuda and (mask is not None or q.dtype == torch.float32):
-        k, v = with_heads(k, q.shape[2]), with_heads(v, q.shape[2])  # there only the flash kernel takes groups: 16 bits, without a mask
+        # On CUDA only the flash kernel supports grouped heads, and only in 16 bits without a mask.
+        k, v = with_heads(k, q.shape[2]), with_heads(v, q.shape[2])
     grouped = k.shape[2] < q.shape[2]
     q, k, v = (part.transpose(1, 2) for part in (q, k, v))  # (B, T, heads, d_head) -> (B, heads, T, d_head), views
     y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, dropout_p=dropout, enable_gqa=grouped)
@@ -157,14 +160,13 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """(B, T, C) -> (B, T, d_ff) -> (B, T, C); `c_fc` computes all that its activation reads, for swiglu the gate and then the rest."""
+    """(B, T, C) -> (B, T, d_ff) -> (B, T, C). For swiglu, `c_fc` computes the gate and then the up projection."""
 
     def __init__(self, config: GPTConfig, name: str):
         super().__init__()
         residual_std = INIT_STD / math.sqrt(2 * config.n_layer)
-        act = MLPS[config.mlp]
-        self.c_fc = Linear(config.d_model, act.inputs * config.d_ff, config, f"{name}.c_fc")
-        self.act = act()
+        self.c_fc = Linear(config.d_model, config.c_fc_width, config, f"{name}.c_fc")
+        self.act = MLPS[config.mlp]()
         self.c_proj = Linear(config.d_ff, config.d_model, config, f"{name}.c_proj", residual_std)
         self.dropout = nn.Dropout(config.dropout)
 
@@ -216,6 +218,9 @@ class Head(nn.Module):
     A tied weight is registered here too, so ZeRO-3, which gathers a module's parameters when the module runs, also gathers it for the
     head. `loss` computes the loss inside of this module, where the weight is gathered; a technique may assign a kernel that fuses it with
     the matmul.
+
+    `token_losses` are functions of logits (N, vocab_size) and targets (N,) that return a loss (N,) per token. In training, their mean is
+    added to the gradients, but not to the value, which stays the cross-entropy.
     """
 
     padding_bias: torch.Tensor | None
@@ -228,6 +233,7 @@ class Head(nn.Module):
             embedding.weight if config.tied_head else Embedding(config.padded_vocab_size, config, "lm_head", config.vocab_size).weight
         )
         self.loss = linear_cross_entropy
+        self.token_losses: list[TokenLoss] = []
         # The bias of the matmul sets the logits of padded columns to -inf: their probability is 0, and so is the gradient of their rows.
         # Writing -inf into the logits would make the backward pass copy their whole gradient (B x T x vocab fp32).
         padded = config.vocab_size < config.padded_vocab_size
@@ -244,7 +250,13 @@ class Head(nn.Module):
         """x (B, T, C); targets int64 (B, T) or None. Returns the scalar fp32 mean loss, or the logits (B, T, vocab_size)."""
         if targets is None:
             return self.logits(x)
-        return self.loss(x.flatten(0, 1), self.weight, self._bias(x), targets.flatten())  # (B, T, C) -> (B T, C), (B, T) -> (B T)
+        x, targets = x.flatten(0, 1), targets.flatten()  # (B, T, C) -> (B T, C), (B, T) -> (B T)
+        loss = self.loss(x, self.weight, self._bias(x), targets)
+        if self.training and self.token_losses:
+            logits, counts = self.logits(x), targets != -100  # computed again, because a kernel of `loss` may keep none
+            added = sum((one(logits, targets) * counts).sum() for one in self.token_losses) / counts.sum()
+            loss = loss + (added - added.detach())
+        return loss
 
     def logits(self, x: torch.Tensor, linear: Product = F.linear) -> torch.Tensor:
         """x (..., C) -> (..., vocab_size)."""

@@ -72,7 +72,7 @@ def hf_form(config: ModelShape) -> str:
     differing = {form: _differing(config, form) for form in ARCHITECTURES}
     nearest = min(differing, key=lambda form: len(differing[form]))
     if differing[nearest]:
-        values = ", ".join(f"--{name} {getattr(config, name)}" for name in differing[nearest])
+        values = ", ".join(f"--{name} {str(getattr(config, name)).lower()}" for name in differing[nearest])
         raise ValueError(f"transformers has no model of this architecture; the nearest is {nearest}, but for {values}")
     return nearest
 

@@ -36,9 +36,9 @@ class ModelShape:
         bias: biases in the linear layers of the blocks, and in layernorms.
         tied_head: the head's weight is the token embedding.
         rope_theta: base of the rotary frequencies.
-        norm_eps: added to the variance in every norm.
+        norm_eps: added under the square root of every norm, for numerical stability.
 
-    Fields given as 0 hold their value afterwards. Raises ValueError, with a message of one line, for an impossible shape.
+    A field given as 0 is replaced by its default. Raises ValueError, with a message of one line, for an impossible shape.
     """
 
     n_layer: int
@@ -67,13 +67,13 @@ class ModelShape:
         check_architecture(self)
 
     def recorded(self) -> dict[str, Any]:
-        """The fields that `run.json` records: all, or of a GPT-2 the sizes alone, as before there were others."""
+        """The fields that `run.json` records: all; for a GPT-2 only the sizes, so that older files stay valid."""
         sizes = {name: getattr(self, name) for name in SIZES}
         return sizes if ModelShape(**sizes) == self else asdict(self)
 
     @property
     def components(self) -> str:
-        """What GPT-2 has not, to continue a line: ", rotary, rmsnorm, swiglu, 2 heads of keys and values"."""
+        """The fields that differ from GPT-2's, as the end of a line: ", rotary, rmsnorm, swiglu, 2 heads of keys and values"."""
         parts = [value for name in CHOICES if (value := getattr(self, name)) != getattr(ModelShape, name)]
         parts += [f"{self.n_kv_head} heads of keys and values"] * (self.n_kv_head < self.n_head) + ["QK-norm"] * self.qk_norm
         return "".join(f", {part}" for part in parts)
@@ -82,6 +82,11 @@ class ModelShape:
     def qkv_heads(self) -> tuple[int, int, int]:
         """The heads of queries, keys and values, in the order of the rows of `c_attn`."""
         return self.n_head, self.n_kv_head, self.n_kv_head
+
+    @property
+    def c_fc_width(self) -> int:
+        """Width of the output of the MLP's first linear layer: d_ff, and as much for the gate of a gated MLP."""
+        return self.d_ff * (2 if self.mlp in GATED else 1)
 
     @property
     def attention_width(self) -> int:
@@ -174,7 +179,7 @@ def check_architecture(shape: ModelShape) -> None:
         raise ValueError(f"d_head is {shape.d_head}: rotary positions rotate pairs, so it must be even; change d_model, n_head or d_head")
 
 
-#: The values of the fields that name a component. `model/gpt.py` has a table with a class for each.
+#: The values of the fields that name a component. `model/gpt.py` maps each name to its constructor.
 CHOICES = {"positions": ("learned", "rotary"), "norm": ("layernorm", "rmsnorm"), "mlp": ("gelu", "swiglu")}
 _MODERN = {"positions": "rotary", "norm": "rmsnorm", "mlp": "swiglu", "bias": False}
 #: The forms that transformers reads -> the fields that differ from the defaults of `ModelShape`. llama has the constants of Llama 3, qwen3
@@ -190,7 +195,8 @@ FIELDS = tuple(field.name for field in fields(ModelShape) if field.name not in S
 
 
 def shared_heads(n_head: int) -> int:
-    """The heads of keys and values of llama and qwen3: the least divisor of n_head from n_head / 4 and from 2 on. 32: 8, 12: 3, 4: 2."""
+    """The heads of keys and values of llama and qwen3: the smallest divisor of n_head that is at least n_head / 4 and at
+    least 2 (1 if n_head is 1). 32: 8, 12: 3, 4: 2."""
     return next(heads for heads in range(1, n_head + 1) if n_head % heads == 0 and heads >= max(n_head / 4, min(2, n_head)))
 
 

@@ -260,6 +260,21 @@ class Technique:
         """Crop or reshape a micro-batch of (micro_batch_size, seq_len + 1) token ids to the rows that `on_step` planned."""
         return tokens
 
+    def token_losses(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Return a loss (N,) per token, whose mean is trained in addition to the cross-entropy.
+
+        logits (N, vocab_size), in the run's precision, and targets int64 (N,), -100 for "no target", are those of a micro-batch. It is
+        called in training only. The loss that is logged stays the cross-entropy. The logits are computed a second time.
+        """
+        raise NotImplementedError
+
+    def on_gradients(self) -> None:
+        """Look at the gradients of the step, after the last backward pass and before clipping. All ranks call this together.
+
+        `deepspeed.utils.safe_get_full_grad(parameter)` of the engine's parameters works at every stage. In fp16 the gradients are
+        multiplied by the loss scale.
+        """
+
     def evaluation_weights(self) -> AbstractContextManager[None]:
         """A context in which the model has weights that all ranks share: the weights that are evaluated, saved and sampled from."""
         return nullcontext()
@@ -319,6 +334,8 @@ class Techniques(Technique):
     def prepare(self, model: GPT) -> None:
         for member in self.members:
             member.prepare(model)
+            if type(member).token_losses is not Technique.token_losses:
+                model.lm_head.token_losses.append(member.token_losses)
 
     def optimizer(self, param_groups: list[dict[str, Any]]) -> torch.optim.Optimizer | None:
         found = [optimizer for member in self.members if (optimizer := member.optimizer(param_groups)) is not None]
@@ -340,6 +357,10 @@ class Techniques(Technique):
             tokens = member.on_batch(tokens)
         assert tokens.shape == self._rows, f"a technique made rows of {tuple(tokens.shape)}, and the plan of the step is {self._rows}"
         return tokens
+
+    def on_gradients(self) -> None:
+        for member in self.members:
+            member.on_gradients()
 
     @contextmanager
     def evaluation_weights(self) -> Iterator[None]:

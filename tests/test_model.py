@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from model.accounting import flops_per_token, model_tensors, parameter_count, peak_flops
-from model.gpt import GPT, run_all_blocks, weight_decay_groups
+from model.gpt import GPT, MLPS, NORMS, POSITIONS, run_all_blocks, weight_decay_groups
 from model.hf import hf_config, hf_tensors, to_hf, to_hf_state_dict
 from model.layout import rotation_at
-from model.presets import PRESETS, GPTConfig, ModelShape
+from model.presets import CHOICES, PRESETS, GPTConfig, ModelShape
 from tests.helpers import config_of, generate
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -55,6 +55,10 @@ def spread_weights(model: GPT) -> None:
                 parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.2)
             else:
                 parameter.mul_(4)
+
+
+def test_every_choice_has_a_component():
+    assert {"positions": set(POSITIONS), "norm": set(NORMS), "mlp": set(MLPS)} == {name: set(values) for name, values in CHOICES.items()}
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
@@ -119,7 +123,7 @@ def test_every_row_has_one_place_in_transformers(name):
     ("fields", "said"),
     [
         ({"positions": "rotary"}, "the nearest is gpt2, but for --positions rotary"),
-        ({"bias": False}, "the nearest is gpt2, but for --bias False"),
+        ({"bias": False}, "the nearest is gpt2, but for --bias false"),
         ({"norm": "rmsnorm", "mlp": "swiglu", "bias": False}, "the nearest is llama, but for --positions learned"),
     ],
 )

@@ -218,13 +218,13 @@ def add_model_flags(parser: Parser) -> None:
     model.add_argument(
         "--positions", choices=CHOICES["positions"], help="position embeddings, or rotation of queries and keys (architecture)"
     )
-    model.add_argument("--norm", choices=CHOICES["norm"], help="the norms (architecture)")
+    model.add_argument("--norm", choices=CHOICES["norm"], help="the kind of norm (architecture)")
     model.add_argument("--mlp", choices=CHOICES["mlp"], help="the activation of the MLP (architecture)")
     model.add_argument("--qk_norm", choices=TRUTH, help="an RMSNorm over each head's queries and keys (architecture)")
     model.add_argument("--bias", choices=TRUTH, help="biases in linear layers and layernorms (architecture)")
     model.add_argument("--tied_head", choices=TRUTH, help="the head's weight is the token embedding (architecture)")
     model.add_argument("--rope_theta", type=real_number(0, above=True), help="base of the rotary frequencies (architecture)")
-    model.add_argument("--norm_eps", type=real_number(0, 1, above=True), help="added to the variance in norms (architecture)")
+    model.add_argument("--norm_eps", type=real_number(0, 1, above=True), help="added under the square root of norms (architecture)")
     model.add_argument(
         "--no_cross_document",
         action="store_true",

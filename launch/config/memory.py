@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from launch.config.engine_schema import engine_schema
-from model.accounting import LOSS_ROWS, block_tensors, model_tensors, norm_tensors, parameter_count
+from model.accounting import LOSS_ROWS, model_tensors, norm_tensors, parameter_count
 from model.presets import GPTConfig
 
 WIDTH = {"fp32": 4, "bf16": 2, "fp16": 2}
@@ -110,8 +110,7 @@ def memory_per_rank(
     unit = micro_batch_size * model.seq_len * model.d_model * WIDTH[precision]
     # In the backward pass of a block: the gradients of the input and output of the MLP's activation, of the residual stream, and of a tied
     # weight. The head's gradient of that weight is kept until it is added to the embedding's, which is dense.
-    hidden = block_tensors(model)["mlp.c_fc.weight"][0] + model.d_ff
-    in_flight = unit + micro_batch_size * model.seq_len * hidden * WIDTH[precision]
+    in_flight = unit + micro_batch_size * model.seq_len * (model.c_fc_width + model.d_ff) * WIDTH[precision]
     if model.tied_head:
         in_flight += model.padded_vocab_size * model.d_model * WIDTH[precision]
     # Stage 1 without overlap_comm reduces after the backward pass. Until then, gradients beyond the bucket stay in memory.
@@ -255,8 +254,7 @@ def _block_activations(model: GPTConfig, precision: str, B: int, device: str, at
     w, tokens = WIDTH[precision], B * model.seq_len
     unit = tokens * model.d_model * w
     q, k, v = (heads * model.d_head for heads in model.qkv_heads)
-    (hidden, _) = block_tensors(model)["mlp.c_fc.weight"]
-    elements = 4 * model.d_model + (q + k + v) + q + hidden + model.d_ff
+    elements = 4 * model.d_model + (q + k + v) + q + model.c_fc_width + model.d_ff
     if model.positions == "rotary" or model.qk_norm:
         elements += q + k
     if model.mlp == "swiglu":
@@ -282,6 +280,7 @@ def _norm_activations(norm: str, precision: str, rows: int, width: int, device: 
     """Bytes that a norm saves beside its input and output: fp32 statistics; RMSNorm, on a CPU, also its input and result in fp32."""
     if norm == "layernorm":
         return 2 * rows * FP32
+    assert norm == "rmsnorm", norm
     copies = (1 if precision == "fp32" else 2) if device == "cpu" else 0
     return rows * FP32 * (1 + copies * width)
 
