@@ -26,7 +26,7 @@ from launch.comparison.comparison import LOSS, Comparison, Pair, claims_in_table
 from launch.comparison.forest import draw_forest, row
 from launch.comparison.page import draw_losses, figure_row
 from launch.comparison.runs import Run, read_stored_run
-from launch.comparison.tuning import deviation, deviation_interval, draw_tuning, setting_name
+from launch.comparison.tuning import deviation, deviation_interval, draw_tuning, numbers_in, setting_name
 from launch.comparison.verdicts import SIGNS, Verdict, planned_power
 from recipes.claims import QUESTIONS, Claim
 from recipes.registry import ROOT, TESTBEDS, Experiment, Recipe, Testbed, read_recipe, read_testbed, recipe_names, technique_classes
@@ -205,7 +205,7 @@ def _plan(claim: Claim, one: Published) -> str:
     if claim.measure != "loss":
         return f"power {claim.power:g} {truth}"
     if not nulls:
-        return f"power {claim.power:g} {truth}, at a noise that is not measured yet"
+        return f"power {claim.power:g} {truth}; the noise is not measured yet"
     kinds = ("precision", "accumulation") if claim.question == "equal" else ("trajectory",)
     null = max((nulls[kind] for kind in kinds), key=deviation)
     least_noise, most_noise = deviation_interval(null)
@@ -311,7 +311,8 @@ def testbeds_part(cells: list[Published]) -> str:
         tuned = "tuned" if (TESTBEDS / name / "tuning.json").exists() else "not tuned yet"
         rows += [f"| {setting_name(key, value)}, {tuned} | {_words(value)} |" for key, value in testbed.tuned.items()]
         rows += [
-            f"| {setting_name(key, values[0])}, swept over | {_listed(map(_words, values))} |" for key, values in testbed.sweep.items()
+            f"| {setting_name(key, values[0])}, swept over | {_listed(map(_words, sorted(values, key=numbers_in)))} |"
+            for key, values in testbed.sweep.items()
         ]
         rows += [f"| ranks | {testbed.ranks} |", f"| target loss | {testbed.target_loss:g} |"]
         blocks.append("\n".join(["| setting | value |", "|---|---|", *rows]))

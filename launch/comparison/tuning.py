@@ -281,12 +281,13 @@ def noise_lines(found: dict[str, Any]) -> list[str]:
 def draw_tuning(found: dict[str, Any], file: Path) -> None:
     """Draw the final validation loss over the values of each swept flag: a row per testbed and side, a column per flag.
 
-    The sides of a testbed have one scale. Losses more than `LOSSES_SHOWN` above its best are triangles at the upper edge.
+    The sides of a testbed have one scale, which ends `LOSSES_SHOWN` above the best loss of the worse side. Higher losses are triangles at
+    the upper edge.
     """
     rows = [(name, config, arm) for name, one in found.items() for config, arm in one["arms"].items()]
     columns = max(len(_lines(arm["grid"])) for _, _, arm in rows)
-    best = {
-        name: min(point["loss"] for arm in one["arms"].values() for point in arm["grid"] if point["loss"] is not None)
+    bests = {
+        name: [min(point["loss"] for point in arm["grid"] if point["loss"] is not None) for arm in one["arms"].values()]
         for name, one in found.items()
     }
     with rc_context({"text.parse_math": False, "axes.spines.top": False, "axes.spines.right": False}):
@@ -297,12 +298,13 @@ def draw_tuning(found: dict[str, Any], file: Path) -> None:
             row[0].title.set_position((0, 1))
             for axes in row[len(_lines(arm["grid"])) :]:
                 axes.set_axis_off()
-            row[0].set_ylim(best[name] - 0.05 * LOSSES_SHOWN, best[name] + 1.05 * LOSSES_SHOWN)
+            lowest, highest = min(bests[name]), max(bests[name]) + LOSSES_SHOWN
+            row[0].set_ylim(lowest - 0.05 * (highest - lowest), highest + 0.05 * (highest - lowest))
             for axes, (flag, points) in zip(row, _lines(arm["grid"]).items(), strict=False):
                 losses = [math.inf if point["loss"] is None else point["loss"] for point in points]
                 axes.plot([loss if math.isfinite(loss) else math.nan for loss in losses], marker="o", markersize=4, linewidth=1.5)
-                above = [place for place, loss in enumerate(losses) if loss > best[name] + LOSSES_SHOWN]
-                axes.plot(above, [best[name] + LOSSES_SHOWN] * len(above), marker="^", color="C0", linestyle="")
+                above = [place for place, loss in enumerate(losses) if loss > highest]
+                axes.plot(above, [highest] * len(above), marker="^", color="C0", linestyle="")
                 axes.set_xticks(range(len(points)), [_short(point[flag]) for point in points], rotation=20 * (len(points) > 4))
                 axes.margins(x=0.15)
                 axes.set_xlabel(FLAGS.get(flag, setting_name(flag, points[0][flag])))
@@ -323,7 +325,7 @@ def _lines(grid: Sequence[Flags]) -> dict[str, list[Flags]]:
             agreeing.setdefault(str(others), []).append(point)
         points = max(agreeing.values(), key=len)
         if len(points) > 1 or not lines:
-            lines[flag] = sorted(points, key=lambda point: _numbers_in(point[flag]))
+            lines[flag] = sorted(points, key=lambda point: numbers_in(point[flag]))
     return lines
 
 
@@ -332,7 +334,8 @@ def setting_name(flag: str, value: Any) -> str:
     return str(value).partition("=")[0] if flag == "set" else flag
 
 
-def _numbers_in(value: Any) -> list[float]:
+def numbers_in(value: Any) -> list[float]:
+    """The numbers of a flag's value, by which values are sorted."""
     return [float(number) for number in re.findall(r"\d+\.?\d*", value)] if isinstance(value, str) else [value]
 
 
