@@ -100,6 +100,14 @@ class _Flat(NamedTuple):
     padding: int = 0  # of the states, where DeepSpeed saves the weights without it
 
 
+class _Place(NamedTuple):
+    """A piece of a parameter: its offset in the flat parameter, and where its values are."""
+
+    offset: int
+    flat: _Flat
+    part: slice
+
+
 class EngineFiles:
     """DeepSpeed's files in `checkpoint`, which `ranks` ranks wrote. Tensors are mapped, and read only where they are used.
 
@@ -149,12 +157,12 @@ class EngineFiles:
             UsageError: the files hold other parameters than the model has.
         """
         if self._partitioned:
-            return self._named([[flat.weights for flat in flats] for flats in self._flats()])
+            return self._weights_of_ranks()
         # A tied head is the embedding.
         weights = {name: tensor for name, tensor in self.engine["module"].items() if name != HEAD or HEAD in self._shapes}
         if any(tensor.dtype != torch.float32 for tensor in weights.values()):
             if self._of_ranks:
-                return self._named([[flat.weights for flat in flats] for flats in self._flats()])
+                return self._weights_of_ranks()
             if "fp32_groups" in (self.engine.get("optimizer") or {}):
                 weights = self._masters_of_stage_0(weights)
         self._require_shapes({name: tensor.shape for name, tensor in weights.items()})
@@ -168,23 +176,26 @@ class EngineFiles:
         """
         if not self._of_ranks:
             return self._optimizer_of_stage_0()
-        by_rank = self._flats()
-        flats = [flat for of_rank in by_rank for flat in of_rank]
-        states, numbers = list(flats[0].states), flats[0].numbers
-        if any(list(flat.states) != states or not _are_equal(flat.numbers, numbers) for flat in flats):
-            raise UsageError(
-                f"{self.checkpoint}: the optimizer has made different numbers of steps on its parts; copy the checkpoint again"
-            )
-        for flat in flats:
-            for key, value in flat.states.items():
-                if value.numel() - flat.weights.numel() not in (0, flat.padding):
-                    raise UsageError(f"{self.checkpoint}: the optimizer's {key} is not of the shape of the weights, and cannot be moved")
-        pieces = {key: self._named([[flat.states[key] for flat in of_rank] for of_rank in by_rank]) for key in states}
+        for same in zip(*self._flats, strict=True):  # the parts of one group or sub-group
+            for flat in same:
+                if list(flat.states) != list(same[0].states) or not _are_equal(flat.numbers, same[0].numbers):
+                    raise UsageError(
+                        f"{self.checkpoint}: the optimizer has made different numbers of steps on its parts; copy the checkpoint again"
+                    )
+                for key, value in flat.states.items():
+                    if value.numel() - flat.weights.numel() not in (0, flat.padding):
+                        raise UsageError(
+                            f"{self.checkpoint}: the optimizer's {key} is not of the shape of the weights, and cannot be moved"
+                        )
+        pieces: dict[str, dict[str, list[Piece]]] = {}
+        for name, places in self._places.items():
+            for key in places[0].flat.states:
+                pieces.setdefault(key, {})[name] = [(offset, flat.states[key][part]) for offset, flat, part in places]
         saved = self._states[0]
         groups = saved["optimizer_state_dict"] if self._partitioned else saved["base_optimizer_state"]
         return OptimizerState(
             pieces,
-            {name: dict(numbers) for name in self._shapes},
+            {name: dict(places[0].flat.numbers) for name, places in self._places.items()},
             groups["param_groups"] if isinstance(groups, dict) else [],
         )
 
@@ -234,10 +245,14 @@ class EngineFiles:
         """The optimizer's file of each rank."""
         return [load_tensors(file, mapped=True)["optimizer_state_dict"] for file in self._of_ranks]
 
+    @functools.cached_property
     def _flats(self) -> list[list[_Flat]]:
         """Of each rank its flat parts, in order."""
         cut = self._flats_of_stage_3 if self._partitioned else _flats_of_stages_1_and_2
         return [cut(state, rank) for rank, state in enumerate(self._states)]
+
+    def _weights_of_ranks(self) -> dict[str, list[Piece]]:
+        return {name: [(offset, flat.weights[part]) for offset, flat, part in places] for name, places in self._places.items()}
 
     def _flats_of_stage_3(self, state: dict[str, Any], rank: int) -> list[_Flat]:
         """A rank's sub-groups. Those offloaded to NVMe are mapped from their copies: `12_48.tensor.swp`, `exp_avg-12_48.tensor.swp`.
@@ -274,47 +289,45 @@ class EngineFiles:
             sizes += [size] if size else []
         return sizes
 
-    def _named(self, tensors: list[list[torch.Tensor]]) -> dict[str, list[Piece]]:
-        """The pieces of each parameter in flat `tensors`, by rank and then by group or sub-group."""
+    @functools.cached_property
+    def _places(self) -> dict[str, list[_Place]]:
+        """Where the flat parts hold each parameter, in consecutive pieces."""
         groups = self.engine["param_shapes"]
         self._require_shapes({name: shape for names in groups for name, shape in names.items()})
-        cut = self._pieces_of_stage_3 if self._partitioned else self._pieces_of_stages_1_and_2
-        return {name: pieces for group, names in enumerate(groups) for name, pieces in cut(tensors, group, names)}
+        places = self._places_at_stage_3 if self._partitioned else self._places_at_stages_1_and_2
+        return {name: found for group, names in enumerate(groups) for name, found in places(group, names)}
 
-    def _pieces_of_stages_1_and_2(
-        self, tensors: list[list[torch.Tensor]], group: int, names: dict[str, torch.Size]
-    ) -> Iterator[tuple[str, list[Piece]]]:
+    def _places_at_stages_1_and_2(self, group: int, names: dict[str, torch.Size]) -> Iterator[tuple[str, list[_Place]]]:
         """The parameters of a group are concatenated in one flat tensor; every rank has a part of it, padded at the end."""
-        flat, aligned, begin = [of_rank[group] for of_rank in tensors], self._states[0].get("param_alignment_paddings"), 0
+        flats, aligned, begin = [of_rank[group] for of_rank in self._flats], self._states[0].get("param_alignment_paddings"), 0
         for (name, shape), padding in zip(names.items(), aligned[group] if aligned else [0] * len(names), strict=True):
-            yield name, self._cut(flat, begin, math.prod(shape))
+            yield name, self._cut(flats, begin, math.prod(shape))
             begin += math.prod(shape) + padding
 
-    def _pieces_of_stage_3(
-        self, tensors: list[list[torch.Tensor]], group: int, names: dict[str, torch.Size]
-    ) -> Iterator[tuple[str, list[Piece]]]:
+    def _places_at_stage_3(self, group: int, names: dict[str, torch.Size]) -> Iterator[tuple[str, list[_Place]]]:
         """Every rank has a part of each parameter, the last one padded; its parts are concatenated in its sub-groups."""
-        ranks = len(tensors)
+        ranks = len(self._flats)
         begin = sum(-(-math.prod(shape) // ranks) for before in self.engine["param_shapes"][:group] for shape in before.values())
         for name, shape in names.items():
-            numel, each, pieces = math.prod(shape), -(-math.prod(shape) // ranks), list[Piece]()
-            for rank, of_rank in enumerate(tensors):
+            numel, each, places = math.prod(shape), -(-math.prod(shape) // ranks), list[_Place]()
+            for rank, of_rank in enumerate(self._flats):
                 first = rank * each
-                pieces += self._cut(of_rank, begin, max(0, min(each, numel - first)), first)
-            yield name, pieces
+                places += self._cut(of_rank, begin, max(0, min(each, numel - first)), first)
+            yield name, places
             begin += each
 
-    def _cut(self, flat: list[torch.Tensor], begin: int, length: int, offset: int = 0) -> list[Piece]:
-        """The elements [begin, begin + length) of concatenated tensors; the first has `offset` in its parameter."""
-        end, here, pieces = begin + length, 0, []
-        for tensor in flat:
-            low, high = max(begin, here), min(end, here + tensor.numel())
+    def _cut(self, flats: list[_Flat], begin: int, length: int, offset: int = 0) -> list[_Place]:
+        """The elements [begin, begin + length) of concatenated flat parts; the first has `offset` in its parameter."""
+        end, here, places = begin + length, 0, []
+        for flat in flats:
+            size = flat.weights.numel()
+            low, high = max(begin, here), min(end, here + size)
             if low < high:
-                pieces.append((offset + low - begin, tensor[low - here : high - here]))
-            here += tensor.numel()
+                places.append(_Place(offset + low - begin, flat, slice(low - here, high - here)))
+            here += size
         if here < end:
             raise UsageError(f"{self.checkpoint}: its files hold fewer weights than the model has; copy the checkpoint again")
-        return pieces
+        return places
 
     def _require_shapes(self, found: dict[str, torch.Size]) -> None:
         for name, shape in found.items():

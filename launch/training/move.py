@@ -10,12 +10,13 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from launch.errors import UsageError
 from launch.formats.engine_files import EngineFiles, EngineLayout, Piece, copy_pieces
+from recipes.masters import Fragment, Master, master_weights
 
 #: The optimizer settings that a resume takes from the configuration, not from the checkpoint: those that do not affect the saved state.
 #: The learning rate follows its schedule.
@@ -24,22 +25,6 @@ SETTINGS = ("betas", "eps", "weight_decay", "dampening", "alpha", "lr_decay")
 NOT_COPIED = ("params", "lr", "initial_lr", "step", "foreach", "fused", "capturable", "differentiable", *SETTINGS)
 #: The state of fp16's loss scale. Its rule (window, hysteresis, minimum) is taken from the configuration.
 LOSS_SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
-
-
-class _Fragment(NamedTuple):
-    """`length` elements of parameter `name`, from its element `first`, which begin at element `start` of a flat tensor."""
-
-    name: str
-    first: int
-    start: int
-    length: int
-
-
-class _Master(NamedTuple):
-    """An fp32 tensor that the optimizer updates: a parameter at stage 0, else a rank's part of several; and what it holds."""
-
-    tensor: torch.Tensor
-    fragments: list[_Fragment]
 
 
 class Move:
@@ -80,29 +65,30 @@ class Move:
             raise UsageError(f"{self._files.checkpoint}: was written by {self._files.layout}, and this job has {self._layout}: {why}")
 
     def _refuse_state(self) -> None:
-        """At stages 1 to 3: refuse state that only some of the parameters have, and what ZeRO would cut."""
+        """At stages 1 to 3: refuse state that only some parameters of a flat tensor have, and what ZeRO would cut."""
         if self._layout.stage == 0:
             return
-        for key, of_parameter in self._state.pieces.items():
-            if lacking := set(self._state.others) - set(of_parameter):
-                raise UsageError(
-                    f"{self._files.checkpoint}: the optimizer has no {key} of {min(lacking)}, and of others it has; use stage 0"
-                )
-        first = next(iter(self._state.others.values()))
-        for name, others in self._state.others.items():
-            for key, value in others.items():
-                if getattr(value, "ndim", 0) or key not in first or bool(value != first[key]):
-                    why = f"the optimizer's {key} of {name} is of this parameter alone, and ZeRO would cut it"
-                    raise UsageError(f"{self._files.checkpoint}: {why}; use stage 0")
+        for names in ([fragment.name for fragment in master.fragments] for master in master_weights(self._engine)):
+            for key, of_parameter in self._state.pieces.items():
+                if 0 < len(lacking := set(names) - set(of_parameter)) < len(names):
+                    raise UsageError(
+                        f"{self._files.checkpoint}: the optimizer has no {key} of {min(lacking)}, and of others it has; use stage 0"
+                    )
+            first = self._state.others[names[0]]
+            for name in names:
+                for key, value in self._state.others[name].items():
+                    if getattr(value, "ndim", 0) or key not in first or bool(value != first[key]):
+                        why = f"the optimizer's {key} of {name} is of this parameter alone, and ZeRO would cut it"
+                        raise UsageError(f"{self._files.checkpoint}: {why}; use stage 0")
 
     @torch.no_grad()
     def fill(self) -> None:
         """Load everything into the engine. All ranks call this together."""
         if partitioned := self._layout.stage == 3:
             self._wrapper.checkpoint_event_prologue()
-        masters = list(self._masters())
+        masters = list(master_weights(self._engine))
         for master in masters:
-            _fill(master.tensor, master.fragments, self._weights)
+            _fill(master.tensor.data, master.fragments, self._weights)
         self._load_optimizer(masters)
         if partitioned:
             self._take_over_weights_at_stage_3()
@@ -114,35 +100,7 @@ class Move:
                 self._wrapper._link_all_hp_params()
         self._load_counters()
 
-    def _masters(self) -> Iterator[_Master]:
-        """The tensors that this rank's optimizer updates, in its order."""
-        wrapper, rank = self._wrapper, self._engine.global_rank
-        if self._layout.stage == 0:
-            halves = getattr(wrapper, "fp16_groups", None) or [group["params"] for group in wrapper.param_groups]
-            fulls = getattr(wrapper, "fp32_groups", None) or halves
-            for half, full in ((half, full) for group in zip(halves, fulls, strict=True) for half, full in zip(*group, strict=True)):
-                yield _Master(full.data, [_Fragment(self._names[id(half)], 0, 0, half.numel())])
-        elif self._layout.stage == 3:
-            for group, flat in zip(wrapper.fp16_groups, wrapper.fp32_partitioned_groups_flat, strict=True):
-                fragments, start = [], 0
-                for parameter in group:
-                    each = parameter.partition_numel()
-                    length = max(0, min(each, parameter.ds_numel - rank * each))
-                    fragments.append(_Fragment(self._names[id(parameter)], rank * each, start, length))
-                    start += each
-                yield _Master(flat.data, fragments)
-        else:
-            groups = zip(
-                wrapper.round_robin_bit16_groups, wrapper.round_robin_bit16_offsets, wrapper.single_partition_of_fp32_groups, strict=True
-            )
-            for group, offsets, flat in groups:
-                begin, fragments = rank * flat.numel(), []
-                for parameter, offset in zip(group, offsets, strict=True):
-                    low, high = max(begin, offset), min(begin + flat.numel(), offset + parameter.numel())
-                    fragments.append(_Fragment(self._names[id(parameter)], low - offset, low - begin, max(0, high - low)))
-                yield _Master(flat.data, fragments)
-
-    def _load_optimizer(self, masters: list[_Master]) -> None:
+    def _load_optimizer(self, masters: list[Master]) -> None:
         counts_in_python = type(self._optimizer).__module__.startswith("deepspeed.")
         states: dict[int, dict[str, Any]] = {}
         for index, (tensor, fragments) in enumerate(masters):
@@ -211,7 +169,7 @@ def move_of(checkpoint: Path, ranks_before: int, engine: Any, ranks: int) -> Mov
     return None if files.layout == layout else Move(files, engine, layout)
 
 
-def _fill(flat: torch.Tensor, fragments: list[_Fragment], pieces: dict[str, list[Piece]]) -> torch.Tensor:
+def _fill(flat: torch.Tensor, fragments: list[Fragment], pieces: dict[str, list[Piece]]) -> torch.Tensor:
     """Copy the pieces of all fragments into `flat`, and return it."""
     for name, first, start, length in fragments:
         copy_pieces(pieces[name], flat.view(-1)[start : start + length], first)

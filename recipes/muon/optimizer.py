@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch.optim.adamw import adamw
@@ -19,6 +20,8 @@ RATE_SCALES = {
     "original": lambda rows, columns: math.sqrt(max(1.0, rows / columns)),
     "match_rms_adamw": lambda rows, columns: 0.2 * math.sqrt(max(rows, columns)),
 }
+#: Elements of the matrices that are exchanged at once (128 MiB in fp32), unless one matrix has more.
+BUCKET = 2**25
 
 
 def orthogonalized(matrix: torch.Tensor, steps: int, dtype: torch.dtype) -> torch.Tensor:
@@ -34,12 +37,28 @@ def orthogonalized(matrix: torch.Tensor, steps: int, dtype: torch.dtype) -> torc
     return x if matrix.shape[0] <= matrix.shape[1] else x.mT
 
 
+class Matrix(NamedTuple):
+    """A matrix (rows, columns) to orthogonalize, of which a tensor of the optimizer holds `length` elements, from its element `first` on.
+
+    They begin at element `start` of the tensor. owner: if some rank holds only a part of the matrix, the rank that orthogonalizes it.
+    """
+
+    rows: int
+    columns: int
+    first: int
+    start: int
+    length: int
+    owner: int | None = None
+
+    @property
+    def numel(self) -> int:
+        return self.rows * self.columns
+
+
 class Muon(torch.optim.Optimizer):
     """Jordan et al., https://kellerjordan.github.io/posts/muon/.
 
-    Each group has a list `parts`, with an entry for each of its parameters: the numbers of rows of the matrices that the parameter consists
-    of, which are orthogonalized one by one, or None if AdamW updates it. The groups keep their order, by which checkpoints are read. Weight
-    decay is decoupled in both. A missing gradient counts as zero.
+    Weight decay is decoupled in both parts. A missing gradient counts as zero.
 
     Args:
         adam_rate: AdamW's learning rate over `lr`.
@@ -47,7 +66,15 @@ class Muon(torch.optim.Optimizer):
         nesterov: whether the update looks one step ahead: the average of the gradient and the momentum, by the same weights.
         ns_steps, ns_dtype: of the Newton-Schulz iteration.
         rate_scale: a key of `RATE_SCALES`.
+
+    Attributes:
+        matrices: of each tensor that Muon updates its matrices, in the same order on all ranks; AdamW updates the other tensors. To be
+            set before the first step.
+        collectives: the ranks among which matrices are cut.
     """
+
+    matrices: dict[torch.Tensor, list[Matrix]]
+    collectives: Any = None
 
     def __init__(
         self,
@@ -69,29 +96,61 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Update the parameters with their gradients."""
+        """Update the parameters with their gradients. If matrices are cut, all ranks call this together."""
         for group in self.param_groups:
             others = []
-            for parameter, parts in zip(group["params"], group["parts"], strict=True):
+            for parameter in group["params"]:
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
-                if parts is None:
-                    others.append(parameter)
+                if parameter in self.matrices:
+                    self._muon(parameter, group)
                 else:
-                    self._muon(parameter, parts, group)
+                    others.append(parameter)
             self._adamw(others, group)
 
-    def _muon(self, parameter: torch.Tensor, parts: tuple[int, ...], group: dict[str, Any]) -> None:
+    def _muon(self, parameter: torch.Tensor, group: dict[str, Any]) -> None:
         state, gradient = self.state[parameter], parameter.grad
         assert gradient is not None
         if not state:
             state["momentum"] = torch.zeros_like(parameter, requires_grad=False)
-        average = state["momentum"].lerp_(gradient, 1 - self._momentum)
-        update = torch.lerp(gradient, average, self._momentum) if self._nesterov else average
-        parameter.mul_(1 - group["lr"] * group["weight_decay"])
-        for rows, change in zip(parameter.split(parts), update.split(parts), strict=True):
-            rate = group["lr"] * self._scale(*rows.shape)
-            rows.sub_(orthogonalized(change, self._ns_steps, self._ns_dtype), alpha=rate)
+        gradient, average, weights = (tensor.view(-1) for tensor in (gradient, state["momentum"], parameter))
+        average.lerp_(gradient, 1 - self._momentum)
+        weights.mul_(1 - group["lr"] * group["weight_decay"])
+
+        def held(matrix: Matrix, tensor: torch.Tensor) -> torch.Tensor:
+            return tensor[matrix.start : matrix.start + matrix.length]
+
+        def direction(matrix: Matrix) -> torch.Tensor:
+            own = held(matrix, average)
+            return torch.lerp(held(matrix, gradient), own, self._momentum) if self._nesterov else own
+
+        def move(matrix: Matrix, change: torch.Tensor) -> None:
+            held(matrix, weights).sub_(change.reshape(-1), alpha=group["lr"] * self._scale(matrix.rows, matrix.columns))
+
+        cut = []
+        for matrix in self.matrices[parameter]:
+            if matrix.owner is not None:
+                cut.append(matrix)
+            elif matrix.length:
+                move(matrix, self._orthogonalized(direction(matrix), matrix))
+        for some in _in_buckets(cut):
+            buffer = torch.zeros(sum(matrix.numel for matrix in some), dtype=weights.dtype, device=weights.device)
+            wholes = buffer.split([matrix.numel for matrix in some])
+            parts = [whole[matrix.first : matrix.first + matrix.length] for matrix, whole in zip(some, wholes, strict=True)]
+            for matrix, part in zip(some, parts, strict=True):
+                part.copy_(direction(matrix))
+            self.collectives.all_reduce(buffer)  # of each element one rank has a value, and the others have zero
+            for matrix, whole in zip(some, wholes, strict=True):
+                if matrix.owner == self.collectives.rank:
+                    whole.copy_(self._orthogonalized(whole, matrix).reshape(-1))
+                else:
+                    whole.zero_()
+            self.collectives.all_reduce(buffer)
+            for matrix, part in zip(some, parts, strict=True):
+                move(matrix, part)
+
+    def _orthogonalized(self, flat: torch.Tensor, matrix: Matrix) -> torch.Tensor:
+        return orthogonalized(flat.view(matrix.rows, matrix.columns), self._ns_steps, self._ns_dtype)
 
     def _adamw(self, parameters: list[torch.Tensor], group: dict[str, Any]) -> None:
         states = [self.state[parameter] for parameter in parameters]
@@ -116,3 +175,15 @@ class Muon(torch.optim.Optimizer):
             eps=group["eps"],
             maximize=False,
         )
+
+
+def _in_buckets(matrices: list[Matrix]) -> Iterator[list[Matrix]]:
+    """Consecutive matrices of at most `BUCKET` elements together, or one."""
+    some: list[Matrix] = []
+    for matrix in matrices:
+        if some and sum(one.numel for one in some) + matrix.numel > BUCKET:
+            yield some
+            some = []
+        some.append(matrix)
+    if some:
+        yield some

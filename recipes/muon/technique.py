@@ -8,14 +8,16 @@ Jordan et al., Muon: An optimizer for hidden layers in neural networks, https://
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from model.accounting import block_tensors, parameter_count
 from model.presets import GATED, GPTConfig
-from recipes.muon.optimizer import Muon
-from recipes.technique import Costs, Declaration, Run, Technique, require_stage_0
+from recipes.masters import Fragment, master_weights
+from recipes.muon.optimizer import Matrix, Muon
+from recipes.technique import Costs, Declaration, Run, Technique
 
 if TYPE_CHECKING:
     from model.gpt import GPT
@@ -54,23 +56,66 @@ class MuonTechnique(Technique):
         self.costs = Costs(optimizer_tensors=optimizer_tensors(run.model_config))
         if self.params["momentum"] == 1:
             raise ValueError("'optimizer.params.momentum' is 1, so old gradients never decay; write a number below 1")
-        require_stage_0(run, "Muon orthogonalizes whole matrices", self.costs.optimizer_tensors)
-        self._parts: dict[int, tuple[int, ...]] = {}
+        self._cuts = run.zero_stage > 0
+        self._parts: dict[str, list[tuple[int, int]]] = {}
+        self._optimizer: Muon | None = None
 
     def prepare(self, model: GPT) -> None:
+        shapes = {
+            name: getattr(parameter, "ds_shape", parameter.shape) for name, parameter in model.named_parameters()
+        }  # stage 3 has cut it
         self._parts = {
-            id(parameter): parts_of(name, parameter.shape[0], model.config)
-            for name, parameter in model.named_parameters()
-            if name.startswith("h.") and parameter.ndim == 2
+            name: [(rows, shape[1]) for rows in parts_of(name, shape[0], model.config)]
+            for name, shape in shapes.items()
+            if name.startswith("h.") and len(shape) == 2
         }
+        self._hidden = {id(parameter) for name, parameter in model.named_parameters() if name in self._parts}
 
     def optimizer(self, param_groups: list[dict[str, Any]]) -> Muon:
-        for group in param_groups:
-            group["parts"] = [self._parts.get(id(parameter)) for parameter in group["params"]]
+        if self._cuts:  # ZeRO makes one tensor of each group, and Muon and AdamW keep different states
+            param_groups = [
+                {**group, "params": chosen}
+                for group in param_groups
+                for is_hidden in (True, False)
+                if (chosen := [parameter for parameter in group["params"] if (id(parameter) in self._hidden) == is_hidden])
+            ]
         dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[self.params["ns_dtype"]]
         names = ("lr", "betas", "eps", "weight_decay", "momentum", "nesterov", "ns_steps", "rate_scale")
         adam_rate = self.params.get("adam_lr", self.params["lr"]) / self.params["lr"]
-        return Muon(param_groups, **{name: self.params[name] for name in names}, adam_rate=adam_rate, ns_dtype=dtype)
+        self._optimizer = Muon(param_groups, **{name: self.params[name] for name in names}, adam_rate=adam_rate, ns_dtype=dtype)
+        return self._optimizer
+
+    def attach(self, engine: Any, collectives: Any) -> None:
+        assert self._optimizer is not None
+        self._optimizer.collectives = collectives
+        self._optimizer.matrices = {
+            master.tensor: shared_among_ranks(matrices, collectives)
+            for master in master_weights(engine)
+            if (matrices := [m for fragment in master.fragments for m in matrices_in(fragment, self._parts.get(fragment.name, []))])
+        }
+
+
+def matrices_in(fragment: Fragment, shapes: list[tuple[int, int]]) -> Iterator[Matrix]:
+    """The matrices of `shapes` that a parameter consists of, one below the other, with what `fragment` has of each of them."""
+    begin = 0
+    for rows, columns in shapes:
+        low, high = max(fragment.first, begin), min(fragment.first + fragment.length, begin + rows * columns)
+        length = max(0, high - low)
+        yield Matrix(rows, columns, low - begin if length else 0, fragment.start + low - fragment.first if length else 0, length)
+        begin += rows * columns
+
+
+def shared_among_ranks(matrices: list[Matrix], collectives: Any) -> list[Matrix]:
+    """`matrices`, where each of those that are cut has the owner that has the least work so far. All ranks call this together."""
+    cut = collectives.gather([0 < matrix.length < matrix.numel for matrix in matrices])
+    work, shared = [0] * collectives.world_size, []
+    for matrix, is_cut in zip(matrices, map(any, zip(*cut, strict=True)), strict=True):
+        if is_cut:
+            owner = work.index(min(work))
+            work[owner] += matrix.numel * min(matrix.rows, matrix.columns)
+            matrix = matrix._replace(owner=owner)
+        shared.append(matrix)
+    return shared
 
 
 def parts_of(name: str, rows: int, config: GPTConfig) -> tuple[int, ...]:

@@ -11,7 +11,10 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from recipes.muon.optimizer import Muon, orthogonalized
+from launch.trained_model.load import open_trained
+from recipes.masters import Fragment
+from recipes.muon.optimizer import Matrix, Muon, orthogonalized
+from recipes.muon.technique import matrices_in, shared_among_ranks
 from tests.distributed.reference import PublishedMuon, Step, reference_steps
 from tests.distributed.test_engine_follows_plain_pytorch import BATCH, SEED, SMALL, STEPS, WARMUP, largest_difference, losses_of
 from tests.distributed.test_engine_follows_plain_pytorch import flags as engine_flags
@@ -19,10 +22,14 @@ from tests.distributed.test_one_bit_optimizers import TOLERANCE, losses, trained
 from tests.helpers import explained, refusal, resumed_after
 
 LR = 0.01
+#: At stages 1 and 2 the boundary between two ranks runs through a matrix, which it does not with two blocks.
+SHAPE = SMALL | {"n_layer": 3}
 
 
-def flags(corpus, tmp_path, ranks: int, accumulation: int = 1, precision: str = "fp32", run_name: str = "r", **params) -> list[str]:
-    run = engine_flags(corpus, tmp_path, SMALL, "stage 0", ranks, accumulation, precision)
+def flags(
+    corpus, tmp_path, ranks: int, accumulation: int = 1, precision: str = "fp32", run_name: str = "r", stage: int = 0, **params
+) -> list[str]:
+    run = engine_flags(corpus, tmp_path, SHAPE, f"stage {stage}", ranks, accumulation, precision)
     optimizer = {"type": "Muon", "params": {"lr": LR, "betas": [0.9, 0.95], "ns_dtype": "fp32", **params}}
     return [*run, "--lr", str(LR), "--run_name", run_name, "--set", f"optimizer={json.dumps(optimizer)}"]
 
@@ -42,7 +49,7 @@ def expected(corpus) -> Expected:
             made.append(PublishedMuon(*arguments, **more, **options))
             return made[0]
 
-        found = reference_steps(corpus, SMALL, STEPS, BATCH, LR, WARMUP, SEED, adam=muon)
+        found = reference_steps(corpus, SHAPE, STEPS, BATCH, LR, WARMUP, SEED, adam=muon)
         return found, [p.detach() for group in made[0].param_groups for p in group["params"]]
 
     return steps
@@ -50,15 +57,13 @@ def expected(corpus) -> Expected:
 
 def last_weights(run) -> list[torch.Tensor]:
     """Matrices, then vectors, in the order of the model."""
-    files = run / "checkpoints" / f"step-{STEPS:08d}" / "engine"
-    state = torch.load(files / "mp_rank_00_model_states.pt", weights_only=False)["module"]
-    weights = [value for name, value in state.items() if name != "lm_head.weight"]
+    weights = [parameter.detach() for parameter in open_trained(run).load_model().parameters()]
     return [w for w in weights if w.ndim >= 2] + [w for w in weights if w.ndim < 2]
 
 
 def without_key_bias(weights: list[torch.Tensor]) -> list[torch.Tensor]:
     """Softmax cancels the bias of the keys: its gradient is rounding alone, which Adam divides by its own size."""
-    width = SMALL["d_model"]
+    width = SHAPE["d_model"]
     return [torch.cat([w[:width], w[2 * width :]]) if w.shape == (3 * width,) else w for w in weights]
 
 
@@ -74,9 +79,10 @@ def distances(found: list[torch.Tensor], other: list[torch.Tensor]) -> list[floa
     return [float((a.double() - b.double()).norm() / b.double().norm()) for a, b in zip(found, other, strict=True) if b.any()]
 
 
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize(("ranks", "accumulation"), [(1, 3), (2, 1), pytest.param(2, 3, marks=pytest.mark.long)])
-def test_losses_and_weights_are_those_of_the_published_algorithm(ranks, accumulation, pools, corpus, expected, tmp_path):
-    lines = trained(pools.of(ranks), flags(corpus, tmp_path, ranks, accumulation))
+def test_losses_and_weights_are_those_of_the_published_algorithm(ranks, accumulation, stage, pools, corpus, expected, tmp_path):
+    lines = trained(pools.of(ranks), flags(corpus, tmp_path, ranks, accumulation, stage=stage))
     steps, weights = expected()
     assert largest_difference(losses(lines), losses_of(steps)) <= TOLERANCE
     assert farthest(without_key_bias(last_weights(tmp_path / "r")), without_key_bias(weights)) <= 1e-5
@@ -110,7 +116,7 @@ def test_newton_schulz_in_bf16_is_near_and_no_farther_than_that_of_torch(one_ran
         weight, gradient = torch.randn(96, 64), torch.randn(96, 64)
         ends = []
         for make in (
-            lambda p: Muon([{"params": [p], "parts": [(96,)]}], 0.1, (0.9, 0.95), 1e-8, 0.0, rate_scale="original"),
+            alone,
             lambda p: torch.optim.Muon([p], lr=0.1, weight_decay=0.0),
         ):
             p = torch.nn.Parameter(weight.clone())
@@ -123,6 +129,13 @@ def test_newton_schulz_in_bf16_is_near_and_no_farther_than_that_of_torch(one_ran
     assert sum(distances(ours, exact)) <= sum(distances(theirs, exact))
 
 
+def alone(p: torch.nn.Parameter) -> Muon:
+    """Muon of one whole matrix."""
+    optimizer = Muon([{"params": [p]}], 0.1, (0.9, 0.95), 1e-8, 0.0, rate_scale="original")
+    optimizer.matrices = {p: [Matrix(*p.shape, first=0, start=0, length=p.numel())]}
+    return optimizer
+
+
 @pytest.mark.parametrize("shape", [(40, 24), (24, 40), (32, 32)])
 def test_singular_values_are_near_one(shape):
     torch.manual_seed(0)
@@ -130,15 +143,26 @@ def test_singular_values_are_near_one(shape):
     assert 0.6 < float(values.min()) <= float(values.max()) < 1.25
 
 
-@pytest.mark.parametrize("precision", ["bf16", pytest.param("fp16", marks=pytest.mark.long)])
-def test_in_half_precision_it_follows_fp32(precision, two_ranks, corpus, expected, tmp_path):
-    lines = trained(two_ranks, flags(corpus, tmp_path, 2, precision=precision), "tests.distributed.jobs:pretrain")
+@pytest.mark.parametrize(
+    ("stage", "precision"),
+    [
+        (0, "bf16"),
+        *(
+            pytest.param(stage, of, marks=pytest.mark.long)
+            for stage, of in [(0, "fp16"), (1, "bf16"), (2, "fp16"), (3, "bf16"), (3, "fp16")]
+        ),
+    ],
+)
+def test_in_half_precision_it_follows_fp32(stage, precision, two_ranks, corpus, expected, tmp_path):
+    lines = trained(two_ranks, flags(corpus, tmp_path, 2, precision=precision, stage=stage), "tests.distributed.jobs:pretrain")
     assert largest_difference(losses(lines), losses_of(expected()[0])) <= 0.05
 
 
-@pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.long)])
-def test_a_resume_is_the_uninterrupted_run(precision, two_ranks, corpus, tmp_path):
-    run = [*flags(corpus, tmp_path, 2, precision=precision), "--save_every", "15", "--keep", "30"]
+@pytest.mark.parametrize(
+    ("stage", "precision"), [(0, "fp32"), (2, "fp32"), *(pytest.param(stage, "bf16", marks=pytest.mark.long) for stage in (0, 1, 2, 3))]
+)
+def test_a_resume_is_the_uninterrupted_run(stage, precision, two_ranks, corpus, tmp_path):
+    run = [*flags(corpus, tmp_path, 2, precision=precision, stage=stage), "--save_every", "15", "--keep", "30"]
     whole = trained(two_ranks, run)
     shutil.rmtree(tmp_path / "r" / "checkpoints" / f"step-{STEPS:08d}")
     lines = trained(two_ranks, [*run, "--resume"])
@@ -146,8 +170,34 @@ def test_a_resume_is_the_uninterrupted_run(precision, two_ranks, corpus, tmp_pat
     assert losses(lines) == losses(whole)
 
 
+class OfRanks:
+    """The collectives of one of several ranks, where rank r holds the r-th equal part of all matrices."""
+
+    def __init__(self, matrices: list[list[Matrix]]):
+        self.world_size, self._each = len(matrices), matrices
+
+    def gather(self, own: list[bool]) -> list[list[bool]]:
+        return [[0 < matrix.length < matrix.numel for matrix in of_rank] for of_rank in self._each]
+
+
+def test_cut_matrices_have_one_owner_each_and_the_work_is_shared():
+    shapes, ranks = [(8, 8), (8, 8), (16, 8), (8, 16), (8, 8)], 3
+    total = sum(rows * columns for rows, columns in shapes)
+    each = -(-total // ranks)
+    held = [list(matrices_in(Fragment("w", rank * each, 0, min(each, total - rank * each)), shapes)) for rank in range(ranks)]
+    for rank, matrices in enumerate(held):
+        begin = 0
+        for matrix, (rows, columns) in zip(matrices, shapes, strict=True):
+            if matrix.length:
+                assert rank * each + matrix.start == begin + matrix.first
+            begin += rows * columns
+    assert [sum(matrix.length for matrix in matrices) for matrices in zip(*held, strict=True)] == [r * c for r, c in shapes]
+    shared = [shared_among_ranks(matrices, OfRanks(held)) for matrices in held]
+    owners = [[matrix.owner for matrix in matrices] for matrices in shared]
+    assert owners == [[None, None, 0, 1, None]] * 3  # the boundaries, at 150 and 300 of 448 elements, run through the third and the fourth
+
+
 def test_its_state_and_its_limits_are_said():
-    assert "zero_optimization.stage" in refusal("--recipe", "recipes/muon", "--set", "zero_optimization.stage=1")
     assert "optimizer.params.momentum" in refusal("--recipe", "recipes/muon", "--set", "optimizer.params.momentum=1")
     page = explained("--recipe", "recipes/muon", "--preset", "gpt2")
     other = explained("--deepspeed_config", "ds_configs/zero0_bf16.json", "--preset", "gpt2")
