@@ -159,7 +159,8 @@ def without_compiled_muon() -> None:
     """Import DeepSpeed's Muon without compiling its kernels.
 
     Every start at stages 1, 2 and 3 imports it for an `isinstance`. Its kernels are decorated with `torch.compile`, which imports torch's
-    compiler: a sixth of the time of a start. No configuration can select DeepSpeed's Muon (recipes/muon is the project's).
+    compiler: a sixth of the time of a start. No configuration can select DeepSpeed's Muon (recipes/muon is the project's;
+    docs/deepspeed-faults.md says why).
     """
     compile_kernel = compiler.compile
     compiler.compile = lambda: lambda kernel: kernel

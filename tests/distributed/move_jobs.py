@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +69,7 @@ def held(engine: Any) -> tuple[dict[str, dict[str, torch.Tensor]], list[float]]:
     for name, parameter in engine.module.named_parameters():
         if stage:
             found[name] = {"weight": safe_get_full_fp32_param(parameter).clone()}
-            found[name] |= {key: safe_get_full_optimizer_state(parameter, key).clone() for key in keys}
+            found[name] |= {key: safe_get_full_optimizer_state(parameter, key).clone() for key in keys if has(name, parameter, key, keys)}
         else:
             master = masters[id(parameter)]
             found[name] = {"weight": master.detach().clone(), **base.state.get(master, {})}
@@ -81,6 +81,12 @@ def held(engine: Any) -> tuple[dict[str, dict[str, torch.Tensor]], list[float]]:
     for state in found.values():
         state.pop("step", None)
     return found, sorted({float(step) for step in counted})
+
+
+def has(name: str, parameter: torch.nn.Parameter, key: str, keys: Container[str]) -> bool:
+    """Whether a parameter has this state: Muon keeps a momentum of hidden matrices, and AdamW's moments of the others."""
+    is_hidden = name.startswith("h.") and len(getattr(parameter, "ds_shape", parameter.shape)) == 2
+    return "momentum" not in keys or is_hidden == (key == "momentum")
 
 
 def digest(value: Any) -> str:
