@@ -86,8 +86,7 @@ def memory_per_rank(
         checkpoints: the number of segments of blocks that are recomputed from their inputs; `model.n_layer` for every block by itself, 0
             for no activation checkpointing.
         device: "cpu" or "cuda". On "cuda", bytes are those of torch's allocator (`max_memory_allocated`).
-        optimizer_states: fp32 numbers that the optimizer keeps per parameter: 2 for Adam, 3 with amsgrad, 1 for momentum. At stage 0 it
-            may be a fraction.
+        optimizer_states: fp32 numbers that the optimizer keeps per parameter, on average: 2 for Adam, 3 with amsgrad, 1 for momentum.
         terms: `Technique.memory_terms`.
         snapshot: whether checkpoints are written during training.
     """
@@ -216,7 +215,7 @@ def _states(
     lasting = {
         "weights": weights,
         "master_weights": FP32 * sum(parts),
-        "optimizer_states": FP32 * int(per_parameter) * sum(parts),
+        "optimizer_states": round(FP32 * per_parameter * sum(parts)),
     }
     # One group at a time: its gradients flattened, and a copy in fp32 if they are not fp32.
     update = max(parts) * (FP32 if w == FP32 else FP32 + w)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from launch.config.memory import MemoryPlan, memory_per_rank
+from launch.config.optimizer import state_tensors
 from launch.config.run_config import RunConfig, resolve
 from launch.training.engine import TrainingEngine
 from launch.training.folder import NoFolder
@@ -25,7 +26,8 @@ def plan_of(config: RunConfig) -> MemoryPlan:
     batch = config.micro_batch_size, config.gradient_accumulation_steps
     techniques = config.built_techniques
     shape = (config.model_config, config.precision, zero, config.ranks, *batch, techniques.costs.checkpointed_segments)
-    return memory_per_rank(*shape, terms=techniques.memory_terms(config.model_config, "cpu"))
+    states = techniques.costs.optimizer_tensors or state_tensors(config.optimizer)
+    return memory_per_rank(*shape, optimizer_states=states, terms=techniques.memory_terms(config.model_config, "cpu"))
 
 
 # --- model states ------------------------------------------------------------------------------------------------------------------------

@@ -72,6 +72,16 @@ def test_model_states_are_those_of_the_engine(two_ranks, corpus, tmp_path, stage
     assert measured == pytest.approx(predicted, rel=STATES_WITHIN)
 
 
+@pytest.mark.parametrize("stage", [0, *(pytest.param(stage, marks=pytest.mark.long) for stage in (1, 3)), 2])
+def test_muon_keeps_one_state_of_hidden_matrices(two_ranks, corpus, tmp_path, stage):
+    run = flags(corpus, tmp_path, "muon", *SHAPE, "--set", f"zero_optimization.stage={stage}", "--global_batch_size", "4")
+    for rank in two_ranks.run("tests.distributed.memory_jobs:model_states", flags=run):
+        for part in ("master_weights", "optimizer_states"):
+            measured, predicted = rank[part]
+            assert measured == pytest.approx(predicted, rel=STATES_WITHIN)
+        assert rank["optimizer_states"][0] < 1.6 * rank["master_weights"][0], "AdamW has 2"
+
+
 @pytest.mark.parametrize("precision", ["bf16", *(pytest.param(name, marks=pytest.mark.long) for name in ("fp32", "fp16"))])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_model_states_are_what_the_zero_paper_says(two_ranks, corpus, tmp_path, stage, precision):
