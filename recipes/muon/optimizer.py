@@ -113,7 +113,7 @@ class Muon(torch.optim.Optimizer):
         assert gradient is not None
         if not state:
             state["momentum"] = torch.zeros_like(parameter, requires_grad=False)
-        gradient, average, weights = (tensor.view(-1) for tensor in (gradient, state["momentum"], parameter))
+        gradient, average, weights = gradient.reshape(-1), state["momentum"].view(-1), parameter.view(-1)
         average.lerp_(gradient, 1 - self._momentum)
         weights.mul_(1 - group["lr"] * group["weight_decay"])
 

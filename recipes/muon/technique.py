@@ -56,14 +56,14 @@ class MuonTechnique(Technique):
         self.costs = Costs(optimizer_tensors=optimizer_tensors(run.model_config))
         if self.params["momentum"] == 1:
             raise ValueError("'optimizer.params.momentum' is 1, so old gradients never decay; write a number below 1")
-        self._cuts = run.zero_stage > 0
+        self._flattens = run.zero_stage > 0
+        #: (rows, columns) of the matrices of each hidden parameter, by its name.
         self._parts: dict[str, list[tuple[int, int]]] = {}
         self._optimizer: Muon | None = None
 
     def prepare(self, model: GPT) -> None:
-        shapes = {
-            name: getattr(parameter, "ds_shape", parameter.shape) for name, parameter in model.named_parameters()
-        }  # stage 3 has cut it
+        # At stage 3 the parameters are partitioned already.
+        shapes = {name: getattr(parameter, "ds_shape", parameter.shape) for name, parameter in model.named_parameters()}
         self._parts = {
             name: [(rows, shape[1]) for rows in parts_of(name, shape[0], model.config)]
             for name, shape in shapes.items()
@@ -72,7 +72,7 @@ class MuonTechnique(Technique):
         self._hidden = {id(parameter) for name, parameter in model.named_parameters() if name in self._parts}
 
     def optimizer(self, param_groups: list[dict[str, Any]]) -> Muon:
-        if self._cuts:  # ZeRO makes one tensor of each group, and Muon and AdamW keep different states
+        if self._flattens:  # ZeRO makes one tensor of each group, and Muon and AdamW keep different states
             param_groups = [
                 {**group, "params": chosen}
                 for group in param_groups
