@@ -206,9 +206,11 @@ class Collectives:
         comm.all_reduce(tensor)
         return tensor
 
-    def all_to_all(self, received: torch.Tensor, sent: torch.Tensor) -> None:
-        """Row i of `sent` goes to rank i, row i of `received` comes from it; both (ranks, ...)."""
-        comm.all_to_all_single(received, sent)
+    def all_to_all(
+        self, received: torch.Tensor, sent: torch.Tensor, received_sizes: list[int] | None = None, sent_sizes: list[int] | None = None
+    ) -> None:
+        """Row i of `sent` goes to rank i, row i of `received` comes from it; both (ranks, ...). With sizes, part i of that many rows."""
+        comm.all_to_all_single(received, sent, received_sizes, sent_sizes)
 
     def all_gather(self, received: torch.Tensor, sent: torch.Tensor) -> None:
         """Row i of `received` (ranks, ...) becomes what rank i has `sent`, (1, ...)."""

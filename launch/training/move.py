@@ -76,8 +76,8 @@ class Move:
                     )
             first = self._state.others[names[0]]
             for name in names:
-                for key, value in self._state.others[name].items():
-                    if getattr(value, "ndim", 0) or key not in first or bool(value != first[key]):
+                for key, value in (first | self._state.others[name]).items():
+                    if getattr(value, "ndim", 0) or key not in first or bool(value != first[key]) or key not in self._state.others[name]:
                         why = f"the optimizer's {key} of {name} is of this parameter alone, and ZeRO would cut it"
                         raise UsageError(f"{self._files.checkpoint}: {why}; use stage 0")
 

@@ -20,8 +20,6 @@ RATE_SCALES = {
     "original": lambda rows, columns: math.sqrt(max(1.0, rows / columns)),
     "match_rms_adamw": lambda rows, columns: 0.2 * math.sqrt(max(rows, columns)),
 }
-#: Elements of the matrices that are exchanged at once (128 MiB in fp32), unless one matrix has more.
-BUCKET = 2**25
 
 
 def orthogonalized(matrix: torch.Tensor, steps: int, dtype: torch.dtype) -> torch.Tensor:
@@ -38,21 +36,17 @@ def orthogonalized(matrix: torch.Tensor, steps: int, dtype: torch.dtype) -> torc
 
 
 class Matrix(NamedTuple):
-    """A matrix (rows, columns) to orthogonalize, of which a tensor of the optimizer holds `length` elements, from its element `first` on.
+    """A matrix (rows, columns) to orthogonalize, and where a tensor of the optimizer holds this rank's part of it.
 
-    They begin at element `start` of the tensor. owner: if some rank holds only a part of the matrix, the rank that orthogonalizes it.
+    The part has `lengths[rank]` elements and begins at element `start` of the tensor. The parts of all ranks, in order, are the matrix.
+    owner: the rank that orthogonalizes it if it is cut among ranks, else None: then a rank that has it orthogonalizes it.
     """
 
     rows: int
     columns: int
-    first: int
     start: int
-    length: int
+    lengths: tuple[int, ...]
     owner: int | None = None
-
-    @property
-    def numel(self) -> int:
-        return self.rows * self.columns
 
 
 class Muon(torch.optim.Optimizer):
@@ -70,10 +64,12 @@ class Muon(torch.optim.Optimizer):
     Attributes:
         matrices: of each tensor that Muon updates its matrices, in the same order on all ranks; AdamW updates the other tensors. To be
             set before the first step.
-        collectives: the ranks among which matrices are cut.
+        rank: of this process, an index of `Matrix.lengths`.
+        collectives: of the ranks among which matrices are cut.
     """
 
     matrices: dict[torch.Tensor, list[Matrix]]
+    rank: int = 0
     collectives: Any = None
 
     def __init__(
@@ -118,39 +114,35 @@ class Muon(torch.optim.Optimizer):
         weights.mul_(1 - group["lr"] * group["weight_decay"])
 
         def held(matrix: Matrix, tensor: torch.Tensor) -> torch.Tensor:
-            return tensor[matrix.start : matrix.start + matrix.length]
+            return tensor[matrix.start : matrix.start + matrix.lengths[self.rank]]
 
         def direction(matrix: Matrix) -> torch.Tensor:
             own = held(matrix, average)
             return torch.lerp(held(matrix, gradient), own, self._momentum) if self._nesterov else own
 
         def move(matrix: Matrix, change: torch.Tensor) -> None:
-            held(matrix, weights).sub_(change.reshape(-1), alpha=group["lr"] * self._scale(matrix.rows, matrix.columns))
+            held(matrix, weights).sub_(change, alpha=group["lr"] * self._scale(matrix.rows, matrix.columns))
 
-        cut = []
-        for matrix in self.matrices[parameter]:
-            if matrix.owner is not None:
-                cut.append(matrix)
-            elif matrix.length:
+        matrices = self.matrices[parameter]
+        for matrix in matrices:
+            if matrix.owner is None and matrix.lengths[self.rank]:
                 move(matrix, self._orthogonalized(direction(matrix), matrix))
-        for some in _in_buckets(cut):
-            buffer = torch.zeros(sum(matrix.numel for matrix in some), dtype=weights.dtype, device=weights.device)
-            wholes = buffer.split([matrix.numel for matrix in some])
-            parts = [whole[matrix.first : matrix.first + matrix.length] for matrix, whole in zip(some, wholes, strict=True)]
-            for matrix, part in zip(some, parts, strict=True):
-                part.copy_(direction(matrix))
-            self.collectives.all_reduce(buffer)  # of each element one rank has a value, and the others have zero
-            for matrix, whole in zip(some, wholes, strict=True):
-                if matrix.owner == self.collectives.rank:
-                    whole.copy_(self._orthogonalized(whole, matrix).reshape(-1))
-                else:
-                    whole.zero_()
-            self.collectives.all_reduce(buffer)
-            for matrix, part in zip(some, parts, strict=True):
-                move(matrix, part)
+        for some in _rounds([matrix for matrix in matrices if matrix.owner is not None]):
+            # Each rank sends its parts to the owners, which orthogonalize one matrix each, and send the parts back.
+            sent = torch.cat([direction(matrix) for matrix in some.values()])
+            mine = some.get(self.rank)
+            whole = sent.new_empty(mine.rows * mine.columns if mine else 0)
+            sizes = [some[rank].lengths[self.rank] if rank in some else 0 for rank in range(self.collectives.world_size)]
+            own_sizes = list(mine.lengths) if mine else [0] * self.collectives.world_size
+            self.collectives.all_to_all(whole, sent, own_sizes, sizes)
+            if mine:
+                whole = self._orthogonalized(whole, mine)
+            self.collectives.all_to_all(sent, whole, sizes, own_sizes)
+            for matrix, change in zip(some.values(), sent.split([matrix.lengths[self.rank] for matrix in some.values()]), strict=True):
+                move(matrix, change)
 
     def _orthogonalized(self, flat: torch.Tensor, matrix: Matrix) -> torch.Tensor:
-        return orthogonalized(flat.view(matrix.rows, matrix.columns), self._ns_steps, self._ns_dtype)
+        return orthogonalized(flat.view(matrix.rows, matrix.columns), self._ns_steps, self._ns_dtype).reshape(-1)
 
     def _adamw(self, parameters: list[torch.Tensor], group: dict[str, Any]) -> None:
         states = [self.state[parameter] for parameter in parameters]
@@ -177,13 +169,11 @@ class Muon(torch.optim.Optimizer):
         )
 
 
-def _in_buckets(matrices: list[Matrix]) -> Iterator[list[Matrix]]:
-    """Consecutive matrices of at most `BUCKET` elements together, or one."""
-    some: list[Matrix] = []
+def _rounds(matrices: list[Matrix]) -> Iterator[dict[int, Matrix]]:
+    """The matrices by owner, in the order of the ranks, at most one of each owner at a time."""
+    owned: dict[int, list[Matrix]] = {}
     for matrix in matrices:
-        if some and sum(one.numel for one in some) + matrix.numel > BUCKET:
-            yield some
-            some = []
-        some.append(matrix)
-    if some:
-        yield some
+        assert matrix.owner is not None
+        owned.setdefault(matrix.owner, []).append(matrix)
+    for number in range(max(map(len, owned.values()), default=0)):
+        yield {owner: owned[owner][number] for owner in sorted(owned) if number < len(owned[owner])}

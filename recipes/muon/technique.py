@@ -15,7 +15,7 @@ import torch
 
 from model.accounting import block_tensors, parameter_count
 from model.presets import GATED, GPTConfig
-from recipes.masters import Fragment, master_weights
+from recipes.masters import Master, master_weights
 from recipes.muon.optimizer import Matrix, Muon
 from recipes.technique import Costs, Declaration, Run, Technique
 
@@ -54,6 +54,11 @@ class MuonTechnique(Technique):
     def __init__(self, section: dict[str, Any], run: Run):
         self.params = DEFAULTS | section
         self.costs = Costs(optimizer_tensors=optimizer_tensors(run.model_config))
+        if run.zero_stage == 1 and run.precision == "bf16" and (run.engine.get("data_types") or {}).get("grad_accum_dtype") == "fp32":
+            raise ValueError(
+                "'data_types.grad_accum_dtype' is \"fp32\", for which DeepSpeed has an optimizer of its own at stage 1, and Muon none; "
+                "leave it out, or use stage 2"
+            )
         if self.params["momentum"] == 1:
             raise ValueError("'optimizer.params.momentum' is 1, so old gradients never decay; write a number below 1")
         self._flattens = run.zero_stage > 0
@@ -87,35 +92,47 @@ class MuonTechnique(Technique):
 
     def attach(self, engine: Any, collectives: Any) -> None:
         assert self._optimizer is not None
-        self._optimizer.collectives = collectives
+        self._optimizer.rank, self._optimizer.collectives = collectives.rank, collectives
+        masters = [(master.tensor, list(matrices_in(master, self._parts))) for master in master_weights(engine)]
+        of_ranks = [[matrices for _, matrices in masters]]
+        if self._flattens:
+            of_ranks = collectives.gather(of_ranks[0])
+        else:
+            self._optimizer.rank = 0  # every rank has every matrix whole
+        shared = shared_among_ranks(of_ranks)
         self._optimizer.matrices = {
-            master.tensor: shared_among_ranks(matrices, collectives)
-            for master in master_weights(engine)
-            if (matrices := [m for fragment in master.fragments for m in matrices_in(fragment, self._parts.get(fragment.name, []))])
+            tensor: [matrix._replace(start=one.start) for matrix, one in zip(joined, own, strict=True)]
+            for (tensor, own), joined in zip(masters, shared, strict=True)
+            if own
         }
 
 
-def matrices_in(fragment: Fragment, shapes: list[tuple[int, int]]) -> Iterator[Matrix]:
-    """The matrices of `shapes` that a parameter consists of, one below the other, with what `fragment` has of each of them."""
-    begin = 0
-    for rows, columns in shapes:
-        low, high = max(fragment.first, begin), min(fragment.first + fragment.length, begin + rows * columns)
-        length = max(0, high - low)
-        yield Matrix(rows, columns, low - begin if length else 0, fragment.start + low - fragment.first if length else 0, length)
-        begin += rows * columns
+def matrices_in(master: Master, shapes: dict[str, list[tuple[int, int]]]) -> Iterator[Matrix]:
+    """The matrices of a master tensor, with the part of this rank alone; `shapes`: those that a parameter consists of, in its rows."""
+    for name, first, start, length in master.fragments:
+        begin = 0
+        for rows, columns in shapes.get(name, ()):
+            low, high = max(first, begin), min(first + length, begin + rows * columns)
+            yield Matrix(rows, columns, start + low - first if low < high else 0, (max(0, high - low),))
+            begin += rows * columns
 
 
-def shared_among_ranks(matrices: list[Matrix], collectives: Any) -> list[Matrix]:
-    """`matrices`, where each of those that are cut has the owner that has the least work so far. All ranks call this together."""
-    cut = collectives.gather([0 < matrix.length < matrix.numel for matrix in matrices])
-    work, shared = [0] * collectives.world_size, []
-    for matrix, is_cut in zip(matrices, map(any, zip(*cut, strict=True)), strict=True):
-        if is_cut:
-            owner = work.index(min(work))
-            work[owner] += matrix.numel * min(matrix.rows, matrix.columns)
-            matrix = matrix._replace(owner=owner)
-        shared.append(matrix)
-    return shared
+def shared_among_ranks(of_ranks: list[list[list[Matrix]]]) -> list[list[Matrix]]:
+    """The matrices of each master tensor with the lengths of all ranks, from those of each rank.
+
+    The owner of one that is cut is the rank that has the least work so far.
+    """
+    work, joined = [0] * len(of_ranks), []
+    for parts_of_master in zip(*of_ranks, strict=True):
+        joined.append(list[Matrix]())
+        for parts in zip(*parts_of_master, strict=True):
+            rows, columns = parts[0].rows, parts[0].columns
+            lengths, owner = tuple(part.lengths[0] for part in parts), None
+            if any(0 < length < rows * columns for length in lengths):
+                owner = work.index(min(work))
+                work[owner] += rows * columns * min(rows, columns)
+            joined[-1].append(Matrix(rows, columns, 0, lengths, owner))
+    return joined
 
 
 def parts_of(name: str, rows: int, config: GPTConfig) -> tuple[int, ...]:

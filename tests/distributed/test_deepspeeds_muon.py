@@ -10,7 +10,7 @@ import pytest
 JOB = "tests.distributed.muon_jobs:trained"
 #: With Newton-Schulz in fp32 on both sides, 3e-5 was seen without clipping, and 2.5e-4 with it, where small gradients are normalized with
 #: an epsilon of 1e-7. An update that is clipped after it was orthogonalized is almost gone: 0.997.
-AGREES, DIFFERS = 1e-3, 0.5
+AGREES, DIFFERS = 1e-3, 0.9
 NO_FAULT = "this DeepSpeed no longer shows the fault: see whether its own Muon can be used"
 
 

@@ -7,12 +7,13 @@ import json
 import math
 import shutil
 from collections.abc import Callable
+from itertools import accumulate
 
 import pytest
 import torch
 
 from launch.trained_model.load import open_trained
-from recipes.masters import Fragment
+from recipes.masters import Fragment, Master
 from recipes.muon.optimizer import Matrix, Muon, orthogonalized
 from recipes.muon.technique import matrices_in, shared_among_ranks
 from tests.distributed.reference import PublishedMuon, Step, reference_steps
@@ -132,7 +133,7 @@ def test_newton_schulz_in_bf16_is_near_and_no_farther_than_that_of_torch(one_ran
 def alone(p: torch.nn.Parameter) -> Muon:
     """Muon of one whole matrix."""
     optimizer = Muon([{"params": [p]}], 0.1, (0.9, 0.95), 1e-8, 0.0, rate_scale="original")
-    optimizer.matrices = {p: [Matrix(*p.shape, first=0, start=0, length=p.numel())]}
+    optimizer.matrices = {p: [Matrix(*p.shape, start=0, lengths=(p.numel(),))]}
     return optimizer
 
 
@@ -155,7 +156,7 @@ def test_singular_values_are_near_one(shape):
 )
 def test_in_half_precision_it_follows_fp32(stage, precision, two_ranks, corpus, expected, tmp_path):
     lines = trained(two_ranks, flags(corpus, tmp_path, 2, precision=precision, stage=stage), "tests.distributed.jobs:pretrain")
-    assert largest_difference(losses(lines), losses_of(expected()[0])) <= 0.05
+    assert largest_difference(losses(lines), losses_of(expected()[0])) <= 5e-3
 
 
 @pytest.mark.parametrize(
@@ -170,35 +171,44 @@ def test_a_resume_is_the_uninterrupted_run(stage, precision, two_ranks, corpus, 
     assert losses(lines) == losses(whole)
 
 
-class OfRanks:
-    """The collectives of one of several ranks, where rank r holds the r-th equal part of all matrices."""
-
-    def __init__(self, matrices: list[list[Matrix]]):
-        self.world_size, self._each = len(matrices), matrices
-
-    def gather(self, own: list[bool]) -> list[list[bool]]:
-        return [[0 < matrix.length < matrix.numel for matrix in of_rank] for of_rank in self._each]
-
-
 def test_cut_matrices_have_one_owner_each_and_the_work_is_shared():
+    """A tensor of 448 elements is cut at 150 and 300: inside of the third and the fourth matrix."""
     shapes, ranks = [(8, 8), (8, 8), (16, 8), (8, 16), (8, 8)], 3
-    total = sum(rows * columns for rows, columns in shapes)
-    each = -(-total // ranks)
-    held = [list(matrices_in(Fragment("w", rank * each, 0, min(each, total - rank * each)), shapes)) for rank in range(ranks)]
-    for rank, matrices in enumerate(held):
-        begin = 0
-        for matrix, (rows, columns) in zip(matrices, shapes, strict=True):
-            if matrix.length:
-                assert rank * each + matrix.start == begin + matrix.first
-            begin += rows * columns
-    assert [sum(matrix.length for matrix in matrices) for matrices in zip(*held, strict=True)] == [r * c for r, c in shapes]
-    shared = [shared_among_ranks(matrices, OfRanks(held)) for matrices in held]
-    owners = [[matrix.owner for matrix in matrices] for matrices in shared]
-    assert owners == [[None, None, 0, 1, None]] * 3  # the boundaries, at 150 and 300 of 448 elements, run through the third and the fourth
+    sizes = [rows * columns for rows, columns in shapes]
+    ends = [0, 150, 300, 448]
+    fragments = [Fragment("w", ends[rank], 7, ends[rank + 1] - ends[rank]) for rank in range(ranks)]
+    held = [[list(matrices_in(Master(torch.empty(0), [fragment]), {"w": shapes}))] for fragment in fragments]
+    for rank, (matrices,) in enumerate(held):
+        for matrix, begin in zip(matrices, accumulate(sizes, initial=0), strict=False):
+            if matrix.lengths[0]:
+                assert matrix.start == 7 + max(0, begin - ends[rank])
+    (joined,) = shared_among_ranks(held)
+    assert [matrix.lengths for matrix in joined] == [(64, 0, 0), (64, 0, 0), (22, 106, 0), (0, 44, 84), (0, 0, 64)]
+    assert [matrix.owner for matrix in joined] == [None, None, 0, 1, None]
 
 
-def test_its_state_and_its_limits_are_said():
+def test_at_stage_3_the_matrices_of_all_tensors_are_spread_over_the_ranks():
+    ranks, tensors = 4, 3
+    quarters = [Matrix(8, 8, 0, (16,)), Matrix(8, 32, 0, (64,)), Matrix(32, 8, 0, (64,))]
+    owners = [matrix.owner for of_tensor in shared_among_ranks([[quarters] * tensors] * ranks) for matrix in of_tensor]
+    assert set(owners) == set(range(ranks))
+    work = [
+        sum(quarters[number % 3].rows * quarters[number % 3].columns * 8 for number, own in enumerate(owners) if own == rank)
+        for rank in range(ranks)
+    ]
+    assert max(work) <= 1.5 * sum(work) / ranks
+
+
+def test_its_limits_are_said():
     assert "optimizer.params.momentum" in refusal("--recipe", "recipes/muon", "--set", "optimizer.params.momentum=1")
-    page = explained("--recipe", "recipes/muon", "--preset", "gpt2")
-    other = explained("--deepspeed_config", "ds_configs/zero0_bf16.json", "--preset", "gpt2")
-    assert states(other) - states(page) == pytest.approx(4 * 12 * 12 * 768**2, rel=1e-3)  # the hidden matrices have no second moment
+    stage_1 = ["--recipe", "recipes/muon", "--set", "zero_optimization.stage=1"]
+    assert "data_types.grad_accum_dtype" in refusal(*stage_1, "--set", 'data_types.grad_accum_dtype="fp32"')
+    offload = 'zero_optimization.offload_optimizer={"device": "cpu"}'
+    assert "offload" in refusal(*stage_1, "--set", offload)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_hidden_matrices_have_no_second_moment_in_the_plan(stage):
+    page = explained("--recipe", "recipes/muon", "--set", f"zero_optimization.stage={stage}", "--preset", "gpt2")
+    other = explained("--deepspeed_config", f"ds_configs/zero{stage}_bf16.json", "--preset", "gpt2")
+    assert states(other) - states(page) == pytest.approx(4 * 12 * 12 * 768**2, rel=1e-3)
