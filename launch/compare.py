@@ -127,7 +127,8 @@ def main() -> int:
         compared = comparison.compare([runs.read_run(run) for run in flags.runs], flags.force)
     else:
         folders = [ROOT / "recipes" / name for name in recipe_names()] if flags.all else flags.recipe
-        compared, unfinished = experiments.run_experiments(folders, passed_on, flags)
+        check = (publish.check_tuned,) if flags.publish else ()
+        compared, unfinished = experiments.run_experiments(folders, passed_on, flags, *check)
     try:
         report = page.write_report(compared, _out(flags))
     except OSError as reason:

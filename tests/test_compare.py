@@ -9,9 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from launch.compare import build_parser
+from launch.comparison import experiments, publish
 from launch.comparison.experiments import error_of, is_finished
 from launch.comparison.page import new_folder
 from launch.comparison.trials import plan_experiment
+from launch.errors import UsageError
 from recipes.registry import ROOT, read_recipe
 from tests.commands import run_script
 from tests.run_folders import description, lines, write_run
@@ -221,6 +224,14 @@ def test_what_is_finished_is_told_by_the_whole_run(runs, tmp_path):
     assert done.returncode == 0 and "control1: metrics.jsonl: 1 damaged line skipped" in done.stdout
     (runs[1] / "run.json").unlink()
     assert not is_finished(runs[1])
+
+
+def test_what_is_not_tuned_is_refused_before_it_is_trained(monkeypatch):
+    monkeypatch.setattr(experiments, "device_type", lambda: "cpu")
+    monkeypatch.setattr(publish, "untuned", lambda recipe, testbed: "the sweep chose another rate")
+    flags = build_parser().parse(["--recipe", "recipes/lamb", "--testbed", "nano-0.5M", "--publish"])
+    with pytest.raises(UsageError, match="the sweep chose another rate"):
+        experiments.run_experiments([ROOT / "recipes" / "lamb"], [], flags, publish.check_tuned)
 
 
 def test_a_recipe_of_elsewhere_is_not_published(tmp_path):

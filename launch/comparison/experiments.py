@@ -9,7 +9,7 @@ import os
 import shutil
 import sys
 import timeit
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -34,13 +34,19 @@ LINE, CHECKPOINT = 600, 14
 SIZE, UTILIZATION, GPU_SPEED = 1024, 0.5, 2e14
 
 
-def run_experiments(folders: Sequence[Path | str], passed_on: Sequence[str], flags: argparse.Namespace) -> tuple[Comparison, list[str]]:
+def run_experiments(
+    folders: Sequence[Path | str],
+    passed_on: Sequence[str],
+    flags: argparse.Namespace,
+    check: Callable[[Recipe, Sequence[Testbed | None]], None] = lambda recipe, testbeds: None,
+) -> tuple[Comparison, list[str]]:
     """Train the runs of these recipes and of their controls that are missing, and compare them.
 
     Args:
         folders: of the recipes.
         passed_on: flags of `launch/pretrain.py` for all runs.
         flags: of `launch/compare.py`. With `all`, recipes that cannot run on this machine are listed in the report instead of refused.
+        check: called with each recipe and its testbeds before anything is trained, to refuse them.
 
     Returns:
         The comparison, and the names of the runs that did not finish, other than by diverging.
@@ -54,7 +60,9 @@ def run_experiments(folders: Sequence[Path | str], passed_on: Sequence[str], fla
     for folder in folders:
         recipe = read_recipe(folder)
         try:
-            planned += [_plan(recipe, testbed, passed_on, flags) for testbed in _testbeds(recipe, passed_on, flags)]
+            testbeds = _testbeds(recipe, passed_on, flags)
+            check(recipe, testbeds)
+            planned += [_plan(recipe, testbed, passed_on, flags) for testbed in testbeds]
         except CannotRun as reason:
             if not flags.all:
                 raise UsageError(f"{folder}: {reason}") from None

@@ -68,8 +68,7 @@ def _entry(pair: Pair) -> dict[str, Any]:
     where = f"--publish: {recipe.name} on {testbed.name}"
     runs = (*pair.control.runs, *pair.side.runs)
     check_runs(where, runs)
-    if fault := untuned(recipe, testbed):
-        raise UsageError(f"{where}: {fault}; run --tune --publish, and write the chosen values into 'tuned'")
+    check_tuned(recipe, [testbed])
     if pair.seeds != tuple(range(1, pair.experiment.seeds + 1)) or len(runs) != 2 * len(pair.seeds):
         raise UsageError(f"{where}: {pair.experiment.seeds} seeds are planned, and the pairs have seeds {pair.seeds}; give no --seeds")
     if unfinished := [run.name for run in runs if run.state == "unfinished"]:
@@ -112,6 +111,14 @@ def check_runs(where: str, runs: Sequence[Run]) -> None:
             f"{where}: it has runs of {other[0]}, whose code was not committed or trains differently from this checkout; train them again"
             " in another --runs_dir"
         )
+
+
+def check_tuned(recipe: Recipe, testbeds: Sequence[Testbed | None]) -> None:
+    """Refuse to publish experiments whose sides do not train with the values that the published sweeps chose."""
+    for testbed in testbeds:
+        if testbed is not None and (fault := untuned(recipe, testbed)):
+            where = f"--publish: {recipe.name} on {testbed.name}"
+            raise UsageError(f"{where}: {fault}; run --tune --publish, and write the chosen values into 'tuned' of recipe.json")
 
 
 def untuned(recipe: Recipe, testbed: Testbed) -> str:
