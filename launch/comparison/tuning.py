@@ -287,7 +287,7 @@ def draw_tuning(found: dict[str, Any], file: Path) -> None:
     rows = [(name, config, arm) for name, one in found.items() for config, arm in one["arms"].items()]
     columns = max(len(_lines(arm["grid"])) for _, _, arm in rows)
     bests = {
-        name: [min(point["loss"] for point in arm["grid"] if point["loss"] is not None) for arm in one["arms"].values()]
+        name: [min(losses) for arm in one["arms"].values() if (losses := [p["loss"] for p in arm["grid"] if p["loss"] is not None])]
         for name, one in found.items()
     }
     with rc_context({"text.parse_math": False, "axes.spines.top": False, "axes.spines.right": False}):
