@@ -94,12 +94,7 @@ class MuonTechnique(Technique):
         assert self._optimizer is not None
         self._optimizer.rank, self._optimizer.collectives = collectives.rank, collectives
         masters = [(master.tensor, list(matrices_in(master, self._parts))) for master in master_weights(engine)]
-        of_ranks = [[matrices for _, matrices in masters]]
-        if self._flattens:
-            of_ranks = collectives.gather(of_ranks[0])
-        else:
-            self._optimizer.rank = 0  # every rank has every matrix whole
-        shared = shared_among_ranks(of_ranks)
+        shared = shared_among_ranks(collectives.gather([matrices for _, matrices in masters]))
         self._optimizer.matrices = {
             tensor: [matrix._replace(start=one.start) for matrix, one in zip(joined, own, strict=True)]
             for (tensor, own), joined in zip(masters, shared, strict=True)
