@@ -38,6 +38,8 @@ COMPONENTS = {
 }
 #: Kernels that Liger-Kernel has for CUDA only.
 LIGERS = ("layer_norm", "rms_norm", "swiglu", "rotary")
+#: Components that only torch.compile fuses on a CPU.
+FUSED_BY_COMPILE = ("rms_norm", "swiglu", "rotary")
 #: How to get Liger-Kernel, in the project's folder.
 INSTALL = 'pip install -e ".[liger]" -c constraints.txt'
 
@@ -54,7 +56,8 @@ class FusedKernels(Technique):
     layer_norm, rms_norm: Liger-Kernel's, on CUDA.
     gelu: compiled by torch.compile, if the blocks are not.
     swiglu, rotary: Liger-Kernel's, on CUDA, if the blocks are not compiled.
-    compile: torch.compile, one block at a time, which works at every stage and with every technique.
+    compile: torch.compile, one block at a time, which works at every stage and with every technique. On a CPU, "auto" compiles only blocks
+        with components that have no fused kernel there: RMSNorm, SwiGLU, rotary positions.
 
     "auto" leaves out the kernels of components that the model does not have; true for one of them is refused.
     """
@@ -161,12 +164,12 @@ class FusedKernels(Technique):
 
     def _can_use_liger(self, name: str, torchs: str) -> bool:
         """Whether Liger-Kernel's kernel can be used; if not, note why. torchs: what torch computes instead on this device."""
-        if self.device != "cuda":
+        if self._compiles() and name in (FUSED_BY_COMPILE if self.device == "cpu" else ("swiglu", "rotary")):
+            self._skip(name, "it is compiled with its block")
+        elif self.device != "cuda":
             self._skip(name, f"{torchs} on a {self.device}, and Liger-Kernel's needs CUDA")
         elif not _has_liger():
             self._skip(name, f"liger-kernel is not installed ({INSTALL})")
-        elif name in ("swiglu", "rotary") and self._compiles():
-            self._skip(name, "it is compiled with its block")
         else:
             self._say(name, "Liger-Kernel's")
             return True
@@ -213,11 +216,14 @@ class FusedKernels(Technique):
 
     def _compiles(self) -> bool:
         """Whether blocks are compiled."""
-        return self.device == "cuda" if self.asked["compile"] == "auto" else self.asked["compile"]
+        if self.asked["compile"] != "auto":
+            return bool(self.asked["compile"])
+        unfused = any(getattr(self.run.shape, field) == component for field, component in (COMPONENTS[name] for name in FUSED_BY_COMPILE))
+        return self.device == "cuda" or (unfused and _has_compiler())
 
     def _use_compile(self, model: GPT) -> None:
         if not self._compiles():
-            return self._skip("compile", "on a CPU it is not faster than the other kernels")
+            return self._skip("compile", "on a CPU it is not faster than the other kernels for this model")
         for block in model.h:
             block.compile()
         self._say("compile", "a block at a time; the first step takes longer")

@@ -61,7 +61,7 @@ class Technique(NamedTuple):
     tolerance: float = TOLERANCE
 
 
-def section(name: str, values: dict[str, Any]) -> list[str]:
+def section(name: str, values: dict[str, Any] | str) -> list[str]:
     return ["--set", f"{name}={json.dumps(values)}"]
 
 
@@ -93,7 +93,7 @@ TECHNIQUES = {
     "activation_checkpointing": Technique("stage 3", 2, CHECKPOINTED),
     "batch_size_warmup": Technique("stage 3", 2, section("batch_size_warmup", BATCH_SIZES), {"sizes": (4,) * 12 + (8,) * 6}),
     "curriculum_learning": Technique("stage 2", 2, section("curriculum_learning", CURRICULUM), {"cut": truncated}),
-    "fused_kernels": Technique("stage 2", 2, section("fused_kernels", {"attention": True, "cross_entropy": True})),
+    "fused_kernels": Technique("stage 2", 2, section("fused_kernels", "auto")),
     "lamb": Technique("stage 0", 2, optimizer("Lamb", LAMB_LR), {"lr": LAMB_LR, "adam": PublishedLamb}),
     "muon": Technique(
         "stage 0",

@@ -8,6 +8,7 @@ from functools import cache
 
 import pytest
 
+from recipes.fused_kernels.technique import FUSED_BY_COMPILE
 from tests.distributed.test_engine_follows_plain_pytorch import flags as engine_flags
 from tests.distributed.test_engine_follows_plain_pytorch import largest_difference
 
@@ -92,19 +93,25 @@ def test_compiled_blocks_go_with_stage_3_and_with_dropped_layers(other, form, lo
     assert largest_difference(plain, fused) <= WITHIN["fp32"]
 
 
-def test_the_log_names_what_was_taken_and_what_was_skipped(one_rank, corpus, tmp_path):
+@pytest.mark.parametrize(
+    ("architecture", "said"),
+    [
+        ("gpt2", ["layer_norm: skipped, torch's", "gelu: compiled by torch.compile", "compile: skipped, on a CPU"]),
+        ("qwen3", [*(f"{name}: skipped, it is compiled with its block" for name in FUSED_BY_COMPILE), "compile: a block at a time"]),
+    ],
+)
+def test_the_log_names_what_was_taken_and_what_was_skipped(architecture, said, one_rank, corpus, tmp_path):
     run = engine_flags(corpus, tmp_path, SHAPE, "stage 0", 1, 1, "bf16")
-    one_rank.run(JOB, flags=[*run, "--set", "fused_kernels=auto", "--steps", "2", "--warmup_steps", "1"])
+    run += ["--set", "fused_kernels=auto", "--architecture", architecture, "--steps", "2", "--warmup_steps", "1"]
+    one_rank.run(JOB, flags=run)
     log = (tmp_path / "r" / "log.txt").read_text()
     for line in (
-        "fused_kernels.adamw: torch's fused kernel",
-        "fused_kernels.attention: blocks of 128 queries",
-        "fused_kernels.cross_entropy: the gradient is written over the logits",
-        "fused_kernels.layer_norm: skipped, ",
-        "fused_kernels.gelu: compiled by torch.compile",
-        "fused_kernels.compile: skipped, ",
+        "adamw: torch's fused kernel",
+        "attention: blocks of 128 queries",
+        "cross_entropy: the gradient is written over the logits",
+        *said,
     ):
-        assert log.count(line) == 1, line
+        assert log.count(f"fused_kernels.{line}") == 1, line
 
 
 def test_with_dropout_attention_stays_torchs(one_rank, corpus, tmp_path):
