@@ -1,17 +1,18 @@
-"""The GPT that every recipe trains: GPT-2 (Radford et al. 2019), or a Llama or Qwen3 by the fields of its configuration.
+"""The GPT that every recipe trains: a GPT-2 (Radford et al. 2019), a Llama or a Qwen3, as its configuration says.
 
 It is not taken from a library because techniques replace parts of it, such as the loop over the blocks (`GPT.block_runner`). A test copies
 the weights into transformers' models of these names and compares logits and every gradient.
 
     deepspeed launch/pretrain.py --deepspeed_config ds_configs/zero1_bf16.json --preset nano --architecture llama
 
-Components are chosen by name when the model is built, and the forward passes are the same for all of them. To add a norm:
+Components are chosen by name when the model is built; `forward` does not depend on the choice. model/cache.py has its own forward pass, for
+sampling. To add a norm:
 
 1. Add its constructor to `NORMS`, and its name to `CHOICES` in model/presets.py; the flag then accepts it.
 2. Return its parameters from `norm_tensors` in model/accounting.py, and the bytes that it saves for the backward pass from
    `_norm_activations` in launch/config/memory.py.
-3. Add it to the table in docs/configuration.md and to `MODELS` in tests/test_model.py. `launch/export.py` refuses it unless model/hf.py
-   converts it.
+3. Add it to the table in docs/configuration.md. `launch/export.py` refuses it unless model/hf.py converts it; if it does, add a model with
+   the norm to `MODELS` in tests/test_model.py, which compares it with transformers.
 
 An MLP goes into `MLPS` in the same way; its sizes follow from `ModelShape.c_fc_width`.
 
@@ -69,7 +70,7 @@ class RotaryPositions(nn.Module):
         return x
 
     def rotation(self, positions: torch.Tensor, dtype: torch.dtype) -> Rotation | None:
-        """Of queries and keys at `positions`, (T,) or (B, T)."""
+        """The rotation of queries and keys at `positions`, (T,) or (B, T)."""
         return rotation_at(positions, self.d_head, self.theta, dtype)
 
 
@@ -107,7 +108,7 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor
         dropout: probability, for the attention probabilities.
     """
     if q.is_cuda and (mask is not None or q.dtype == torch.float32):
-        # On CUDA only the flash kernel supports grouped heads, and only in 16 bits without a mask.
+        # On CUDA only the flash kernel supports grouped heads, and only in bf16 or fp16 and without a mask.
         k, v = with_heads(k, q.shape[2]), with_heads(v, q.shape[2])
     grouped = k.shape[2] < q.shape[2]
     q, k, v = (part.transpose(1, 2) for part in (q, k, v))  # (B, T, heads, d_head) -> (B, heads, T, d_head), views
@@ -127,8 +128,8 @@ class Attention(nn.Module):
     """Causal self-attention, (B, T, C) -> (B, T, C), with one fused projection for queries, keys and values.
 
     Attributes:
-        layout: of the rows, set by `GPT` during a forward or backward pass.
-        attend, rotate: compute attention, and the rotation of queries and keys; a technique may assign other kernels.
+        layout: mask and rotation of this batch, set by `GPT` during a forward or backward pass.
+        attend, rotate: compute attention, and rotate queries and keys; a technique may assign other kernels.
     """
 
     layout: Layout
@@ -206,7 +207,7 @@ def linear_cross_entropy(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tens
     """The mean cross-entropy, fp32, of the logits x (N, C) @ weight (V, C)^T + bias (V,) for targets int64 (N,); -100 is ignored."""
     logits = F.linear(x, weight, bias)  # (N, V)
     total = sum(
-        F.cross_entropy(rows.float(), row_targets, reduction="sum")  # fp32: a sum of 8,192 bf16 exponentials keeps 8 bits
+        F.cross_entropy(rows.float(), row_targets, reduction="sum")  # fp32: bf16 has 8 bits, too few for a sum of 8,192 exponentials
         for rows, row_targets in zip(logits.split(LOSS_ROWS), targets.split(LOSS_ROWS), strict=True)
     )
     return total / (targets != -100).sum()
@@ -219,8 +220,8 @@ class Head(nn.Module):
     head. `loss` computes the loss inside of this module, where the weight is gathered; a technique may assign a kernel that fuses it with
     the matmul.
 
-    `token_losses` are functions of logits (N, vocab_size) and targets (N,) that return a loss (N,) per token. In training, their mean is
-    added to the gradients, but not to the value, which stays the cross-entropy.
+    `token_losses` are functions of logits (N, vocab_size) and targets (N,), of which -100 is ignored, that return a finite loss (N,) per
+    token. In training, their mean is added to the loss that is differentiated; the value that is returned stays the cross-entropy.
     """
 
     padding_bias: torch.Tensor | None
@@ -303,8 +304,8 @@ class GPT(nn.Module):
         self.block_runner: BlockRunner = run_all_blocks
 
     def used_rows(self, length: int) -> dict[torch.Tensor, int]:
-        """For each embedding and the head, the number of first rows that sequences of `length` tokens can give gradients."""
-        rows = dict.fromkeys((self.wte.weight, self.lm_head.weight), self.config.vocab_size)  # one of them if tied
+        """For each embedding and the head, the number of leading rows that can get gradients from sequences of `length` tokens."""
+        rows = dict.fromkeys((self.wte.weight, self.lm_head.weight), self.config.vocab_size)  # one key if tied
         return rows | dict.fromkeys(self.wpe.parameters(), length)
 
     def embed(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
