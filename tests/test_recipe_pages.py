@@ -197,6 +197,15 @@ def test_the_page_of_the_testbeds_shows_sweep_and_noise(tree):
     assert (folder / "tuning.png").stat().st_size > 10_000
 
 
+def test_every_target_loss_is_that_of_the_published_sweep():
+    for name in registry.testbed_names():
+        testbed = read_testbed(name)
+        grid = tuning.published_sweep(tuning.CONTROL, testbed)[1]["grid"]
+        if grid:
+            lowest = min(point["loss"] for point in grid if point["loss"] is not None)
+            assert testbed.target_loss == pytest.approx(math.ceil((lowest + 0.2) / 0.05) * 0.05), name
+
+
 def test_a_second_look_is_marked(tree, make):
     first = make()
     publish.publish(first)

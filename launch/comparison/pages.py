@@ -314,7 +314,7 @@ def testbeds_part(cells: list[Published]) -> str:
             f"| {setting_name(key, values[0])}, swept over | {_listed(map(_words, sorted(values, key=numbers_in)))} |"
             for key, values in testbed.sweep.items()
         ]
-        rows += [f"| ranks | {testbed.ranks} |", f"| target loss | {testbed.target_loss:g} |"]
+        rows += [f"| ranks, unless a recipe states others | {testbed.ranks} |", f"| target loss, {tuned} | {testbed.target_loss:g} |"]
         blocks.append("\n".join(["| setting | value |", "|---|---|", *rows]))
         blocks += _noise(name)
         if (TESTBEDS / name / "tuning.json").exists():
