@@ -49,7 +49,7 @@ FIGURES = {
     "peak_memory_bytes": ("peak memory per rank (MiB)", 2**20, 1),
     "bytes_per_step": ("sent per rank and step (MiB)", 2**20, 3),
     "bytes_sent": ("sent per rank in the run (MiB)", 2**20, 1),
-    "flops": ("TFLOPs of all ranks", 1e12, 2),
+    "flops": ("TFLOPs of the model, all ranks", 1e12, 2),
     "skipped_steps": ("skipped steps", 1, 1),
     "warmup_spikes": ("spikes of the gradient norm in the warm-up", 1, 1),
     "spikes": ("spikes of the gradient norm after the warm-up", 1, 1),

@@ -110,7 +110,7 @@ class Scale:
         kept: list[tuple[float, str]] = []
         for value in sorted(inside, key=lambda value: (value != self.none, abs(self.to(value)))):  # the most important ones first
             label = f"{value:+g}" if self.kind == "difference" and value else f"{value:g}"
-            if all(abs(self.at(value) - place) > 0.12 for place, _ in kept):
+            if all(abs(self.at(value) - place) > 0.1 for place, _ in kept):
                 kept.append((self.at(value), label.replace("-", "−")))
         return sorted(kept)
 
@@ -170,11 +170,11 @@ def _draw_panel(axes: Any, name: str, rows: Sequence[Row], places: dict[int, flo
             middle = scale.at(mark.interval.mean)
             if mark.interval.low is not None and mark.interval.high is not None:
                 axes.plot([scale.at(mark.interval.low), scale.at(mark.interval.high)], [y, y], color=color, linewidth=2, zorder=3)
-            axes.plot([middle], [y], marker="o", markersize=5, color=color, zorder=4)
+            axes.plot([middle], [y], marker="o", markersize=4, color=color, zorder=4)
             value = f"{mark.interval.mean:.2f}" if scale.kind == "ratio" else f"{mark.interval.mean:+.3f}".replace("-", "−")
             axes.text(1.01, y, f"{value} {mark.sign}", color=color, va="center", fontsize=7.5)
         elif one.note and name == "loss":
-            axes.text(scale.at(scale.none), y, one.note, color="#59626b", fontsize=7.5, va="center", ha="center", zorder=5)
+            axes.text(1.01, y, one.note, color="#59626b", fontsize=7.5, va="center")
 
 
 def forest_data(rows: Sequence[Row], shown: Callable[[str, Interval | None], str]) -> dict[str, Any]:

@@ -450,18 +450,18 @@ def draw_losses(comparison: Comparison, out: Path) -> Path:
                 _draw_side(row_of_axes[0], side, looks[id(side)], metric)
             if pair:
                 _draw_difference(row_of_axes[1], pair, looks[id(pair.side)], metric)
-            what = LOSSES[metric]
+            what, title = LOSSES[metric], f"on {pair.testbed.name}" if pair and pair.testbed else ""
             if metric == "val_loss" and (batches := _batches(pair.side if pair else comparison.sides[0])):
                 what += f" on {batches} batches"
+                title += "; final losses in tables are of the whole validation split"
             for axes, label in zip(row_of_axes, (what, f"{what} − control's"), strict=False):
                 axes.set(xlabel="tokens", ylabel=label)
                 axes.xaxis.set_major_formatter(EngFormatter(sep=" "))
                 axes.grid(alpha=0.25)
             if row_of_axes[0].get_legend_handles_labels()[0]:
                 row_of_axes[0].legend(fontsize=9, frameon=False)
-            if pair and pair.testbed:
-                row_of_axes[0].set_title(f"on {pair.testbed.name}", fontsize=10)
-        picture.suptitle(f"{LOSSES[metric]} over tokens; thin: each seed, thick: mean over seeds ± standard deviation", fontsize=11)
+            row_of_axes[0].set_title(title.removeprefix("; "), fontsize=9)
+        picture.suptitle(f"{LOSSES[metric]} over tokens; thin: each seed, thick: mean over seeds, band: ± standard deviation", fontsize=11)
         file = out / "loss.png" if out.is_dir() else out
         picture.savefig(file, metadata={"Software": None})
     return file
@@ -474,7 +474,8 @@ def _batches(side: Side) -> int | None:
 
 
 def _draw_difference(axes: Any, pair: Pair, look: dict[str, str], metric: str) -> None:
-    """The differences of the runs of a pair with the same seed. The first quarter, where losses fall fast, does not set the scale."""
+    """The differences of the runs of a pair with the same seed. The first quarter, where losses fall fast, does not set the scale; if it
+    leaves the frame, the title says so."""
     control, own = pair.control.by_seed(), pair.side.by_seed()
     curves = []
     for seed in pair.seeds:
@@ -494,9 +495,12 @@ def _draw_difference(axes: Any, pair: Pair, look: dict[str, str], metric: str) -
         deviation = gaps.std(axis=0, ddof=1)
         axes.fill_between(shared, mean - deviation, mean + deviation, color=look["color"], alpha=0.15, linewidth=0)
     axes.plot(shared, mean, color=look["color"], linewidth=1.8, linestyle=DASHES[look["dash"]])
-    late = np.abs(gaps[:, shared >= 0.25 * shared[-1]])
-    limit = 1.2 * float(late.max()) if late.size and late.max() > 0 else 0.01
-    axes.set_ylim(-limit, limit)
+    late = np.append(gaps[:, shared >= 0.25 * shared[-1]], 0.0)
+    margin = 0.15 * float(np.ptp(late)) or 0.01
+    low, high = float(late.min()) - margin, float(late.max()) + margin
+    axes.set_ylim(low, high)
+    if outside := [f"{gap:+.2f}" for gap in (gaps.min(), gaps.max()) if not low <= gap <= high]:
+        axes.set_title(f"outside the frame, in the first quarter: up to {' and '.join(outside)}".replace("-", "−"), fontsize=9)
 
 
 def _draw_side(axes: Any, side: Side, look: dict[str, str], metric: str) -> None:

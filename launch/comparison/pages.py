@@ -105,6 +105,11 @@ class Published:
         """Why there are no verdicts; empty if there are."""
         return "" if self.pair else OUTDATED if self.entry else UNMEASURED
 
+    @property
+    def sign(self) -> str:
+        """`note` in few words, for a picture."""
+        return "outdated" if self.note == OUTDATED else self.note
+
 
 def published() -> list[Published]:
     """Every recipe on each of its testbeds, ordered by testbed, with the verdicts."""
@@ -196,16 +201,15 @@ def _claim_row(claim: Claim, verdict: Verdict, one: Published) -> str:
 
 
 def _plan(claim: Claim, one: Published) -> str:
-    """The truth for which the seeds were planned; of the loss, also the power at the noise of the testbed and at the ends of its interval.
+    """The truth that was assumed; of the loss, also the power at the noise of the testbed and at the ends of its interval.
 
     Of "equal" the noise is that of rounding. Other claims are about techniques that train differently: the noise is that of a perturbation.
     """
     truth = f"if the true {claim.scale} is {_number(claim, claim.expected)}"
     nulls = read_json(TESTBEDS / one.testbed.name / "noise.json").get("nulls", {})
-    if claim.measure != "loss":
-        return f"power {claim.power:g} {truth}"
-    if not nulls:
-        return f"power {claim.power:g} {truth}; the noise is not measured yet"
+    if claim.measure != "loss" or not nulls:
+        what = "noise" if claim.measure == "loss" else "noise of this quantity"
+        return f"aims at power {claim.power:g} {truth}; the {what} is not measured"
     kinds = ("precision", "accumulation") if claim.question == "equal" else ("trajectory",)
     null = max((nulls[kind] for kind in kinds), key=deviation)
     least_noise, most_noise = deviation_interval(null)
@@ -385,7 +389,7 @@ def pictures(cells: list[Published] | None = None) -> dict[Path, Callable[[Path]
     """Every picture, with the function that draws it into a file."""
     cells = published() if cells is None else cells
     rows = [
-        row(one.testbed.name, one.recipe.name, one.pair.figures if one.pair else {}, one.experiment.claims, one.verdicts, one.note)
+        row(one.testbed.name, one.recipe.name, one.pair.figures if one.pair else {}, one.experiment.claims, one.verdicts, one.sign)
         for one in cells
     ]
     made: dict[Path, Callable[[Path], object]] = {ROOT / "recipes" / "forest.png": partial(draw_forest, rows)}

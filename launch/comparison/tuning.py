@@ -71,7 +71,8 @@ def tune(flags: argparse.Namespace, passed_on: Sequence[str]) -> tuple[dict[str,
     lines = []
     for arm in arms:
         name, config = arm.testbed.name, Path(arm.config).stem
-        found[name]["arms"][config] = {"grid": arm.grid, "chosen": arm.chosen}
+        origin = {"published_in": arm.published_in} if arm.published_in else {}
+        found[name]["arms"][config] = {**origin, "grid": arm.grid, "chosen": arm.chosen}
         lines.append(f"{name}, {config}: {arm.chosen} is best" + "".join(f"; {edge}" for edge in edges(arm.grid, arm.chosen)))
     return found, lines, list(runs.values())
 
@@ -81,7 +82,7 @@ class _Arm:
     """The sweep of one side on a testbed: its flags are varied one after another (coordinate descent).
 
     Flags that are still to come have the first of their values; those before have the values chosen so far. `grid` is given if
-    the sweep is published.
+    the sweep is published, and `published_in` is its file, which names the machine.
     """
 
     testbed: Testbed
@@ -90,6 +91,7 @@ class _Arm:
     passed_on: Sequence[str]
     ranks: int
     grid: list[Flags] = field(default_factory=list)
+    published_in: str = ""
 
     @property
     def size(self) -> int:
@@ -135,7 +137,11 @@ def _arms(testbed: Testbed, recipe: Recipe | None, flags: argparse.Namespace, pa
     for config, sweep in sweeps.items():
         own = recipe is None or config == recipe.config
         ranks = ranks_of(recipe if own else None, testbed, flags)
-        arms.append(_Arm(testbed, config, sweep, passed_on, ranks, [] if own else published_sweep(config, testbed)[1]["grid"]))
+        arm = _Arm(testbed, config, sweep, passed_on, ranks)
+        if not own:
+            file, published = published_sweep(config, testbed)
+            arm.grid, arm.published_in = published["grid"], str(file.relative_to(ROOT)) if published["grid"] else ""
+        arms.append(arm)
     if len({arm.size for arm in arms}) > 1:
         told = " and ".join(f"{arm.config} {arm.size}" for arm in arms)
         raise UsageError(f"--tune: the sweeps on {testbed.name} have different numbers of points ({told}); give both sides the same")

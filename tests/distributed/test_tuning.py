@@ -108,11 +108,13 @@ def test_a_published_sweep_of_the_control_is_reused(tiny, tmp_path, monkeypatch)
     swept = dataclasses.replace(lamb, experiments={"tiny": Experiment(seeds=2, sweep={"lr": [1e-2, 1e-3, 1e-4, 2e-3, 5e-3]})})
     monkeypatch.setattr(tuning, "read_recipe", lambda folder: swept)
     monkeypatch.setattr(tuning, "TESTBEDS", registry.TESTBEDS)
+    monkeypatch.setattr(tuning, "ROOT", tmp_path)
     grid = [{"lr": rate, "loss": 5.0, "spikes": 0} for rate in (1e-2, 1e-3, 1e-4, 2e-3, 5e-3)]
     published = {"tiny": {"arms": {"zero0_bf16": {"grid": grid, "chosen": {"lr": 1e-2}}}}}
     (registry.TESTBEDS / tiny / "tuning.json").write_text(json.dumps(published))
     arms = tuning._arms(read_testbed(tiny), swept, flags(tiny, tmp_path), [])
     assert [(arm.config, arm.grid) for arm in arms] == [("ds_configs/zero0_bf16.json", grid), ("ds_configs/lamb.json", [])]
+    assert [arm.published_in for arm in arms] == ["testbeds/tiny/tuning.json", ""]
 
 
 @pytest.mark.long
