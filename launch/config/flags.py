@@ -180,7 +180,6 @@ def build_parser() -> Parser:
         help="if the loss of a step is more than 6 standard deviations above the mean of the last 128 steps: log it, skip "
         "its update, or rewind to the newest checkpoint and leave out the data up to it (off)",
     )
-    # Token by token, on all ranks: 100,000 of `nano` take minutes.
     run.add_argument("--ranks", type=positive, help="number of ranks to assume for --explain without a launcher")
     run.add_argument(
         "--explain",
@@ -266,7 +265,7 @@ def add_value_flags(parser: Parser) -> None:
     values.add_argument("--micro_batch_size", type=whole_number(1), help="sequences per rank and forward pass (preset)")
     values.add_argument("--global_batch_size", type=whole_number(1), help="sequences per optimizer step, over all ranks (preset)")
     values.add_argument("--lr", type=real_number(0, MAX_LR, above=True), help="peak learning rate (preset)")
-    values.add_argument("--min_lr", type=real_number(0, MAX_LR), help="learning rate at the end (a tenth of the peak)")
+    values.add_argument("--min_lr", type=real_number(0, MAX_LR), help="learning rate at the end (cosine: a tenth of the peak; else 0)")
     values.add_argument("--warmup_steps", type=whole_number(0), help="steps of linear warm-up (preset; at most 40%% of the run)")
 
 
