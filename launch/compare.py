@@ -34,7 +34,7 @@ from launch.config.flags import (
     whole_number,
 )
 from launch.errors import TrainingFailed, UsageError, one_line, print_once, run_command
-from launch.formats.files import check_writable, write_atomically
+from launch.formats.files import check_writable
 from recipes.registry import ROOT, recipe_names
 
 REPORT = ("report.html", "report.json", "loss.png")
@@ -127,8 +127,8 @@ def main() -> int:
         compared = comparison.compare([runs.read_run(run) for run in flags.runs], flags.force)
     else:
         folders = [ROOT / "recipes" / name for name in recipe_names()] if flags.all else flags.recipe
-        check = (publish.check_tuned,) if flags.publish else ()
-        compared, unfinished = experiments.run_experiments(folders, passed_on, flags, *check)
+        check = publish.check_tuned if flags.publish else None
+        compared, unfinished = experiments.run_experiments(folders, passed_on, flags, check)
     try:
         report = page.write_report(compared, _out(flags))
     except OSError as reason:
@@ -162,7 +162,7 @@ def _set_up_testbeds(flags: argparse.Namespace, passed_on: list[str]) -> int:
     else:
         written = tuning.write_noise(found, _out(flags), flags.publish)
     if flags.publish:
-        pages.write_pages(write_atomically)
+        pages.write_pages()
     for line in [*lines, *(f"written: {file}" for file in written)]:
         print_once(one_line(line))
     return 0
@@ -184,20 +184,25 @@ def _check_sources(flags: argparse.Namespace, names: set[str]) -> None:
         if not flags.testbed:
             raise UsageError(f"{word} needs --testbed NAME")
         if (flags.tune and flags.noise) or flags.runs or flags.all or len(flags.recipe) > (1 if flags.tune else 0):
-            raise UsageError(f"{word} takes --testbed{' and at most one --recipe' if flags.tune else ''}; leave out the rest")
+            given = ["--noise"] * (flags.tune and flags.noise) + ["run folders"] * bool(flags.runs) + ["--all"] * flags.all
+            raise UsageError(
+                f"{word} takes --testbed{' and at most one --recipe' if flags.tune else ''}; leave out {(given or ['--recipe'])[0]}"
+            )
         if flags.seeds and (flags.tune or flags.seeds < 2):
             raise UsageError(
                 f"--seeds: {'--tune uses one seed, which no verdict uses' if flags.tune else '--noise needs 2 or more'}; leave it out"
             )
     elif len(sources) != 1:
         raise UsageError(f"give one of: run folders, --recipe DIR, --all{'; given are ' + ' and '.join(sources) if sources else ''}")
+    spelled = {"overrides": "set"}
     trains = {*PASSED_ON, "testbed", "seeds", "publish", "ranks", "runs_dir", "at_once", "keep_checkpoints"}
     if flags.runs and (training := sorted(names & trains)):
-        raise UsageError(f"--{training[0]} applies to runs that compare.py trains; leave it out, or replace {flags.runs[0]} by --recipe")
+        flag = spelled.get(training[0], training[0])
+        raise UsageError(f"--{flag} applies to runs that compare.py trains; leave it out, or replace {flags.runs[0]} by --recipe")
     setting = sorted(names & {*PASSED_ON, "ranks"} - {"save_every"})  # which changes no number
     if setting and (flags.testbed or flags.publish):
         why = f"--testbed {flags.testbed[0]} sets it" if flags.testbed else "--publish is for the recipe's testbeds"
-        raise UsageError(f"--{'set' if setting[0] == 'overrides' else setting[0]}: {why}; leave out one of the two")
+        raise UsageError(f"--{spelled.get(setting[0], setting[0])}: {why}; leave out one of the two")
 
 
 def _check_out(out: str | None) -> None:
@@ -210,7 +215,9 @@ def _check_out(out: str | None) -> None:
 
 
 def _check_recipes(flags: argparse.Namespace) -> None:
-    """Refuse a recipe that is given twice, and --publish for results without a page."""
+    """Refuse a recipe or testbed that is given twice, and --publish for results without a page."""
+    if twice := [name for name in flags.testbed if flags.testbed.count(name) > 1]:
+        raise UsageError(f"--testbed {twice[0]}: this testbed is given twice; leave one out")
     if flags.publish and flags.seeds and not flags.noise:
         raise UsageError("--publish --seeds: the recipe plans the number of seeds; leave out --seeds")
     folders = [Path(recipe).resolve() for recipe in flags.recipe]

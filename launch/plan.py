@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import re
 import sys
 from dataclasses import asdict
@@ -24,6 +23,7 @@ sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from launch.config.explain import bytes_of, memory_of, memory_table
 from launch.config.flags import DEFAULT_DATA, Parser, add_model_flags, whole_number
+from launch.config.hardware import device_type
 from launch.config.run_config import ROOT, RunConfig, resolve
 from launch.errors import print_once, run_command
 from model.accounting import parameter_count
@@ -76,7 +76,7 @@ def _bytes(text: str) -> int:
 def main() -> int:
     """Print the plan."""
     flags = build_parser().parse(sys.argv[1:])
-    device = flags.device or ("cuda" if os.path.exists("/dev/nvidiactl") else "cpu")
+    device = flags.device or device_type()
     runs = _runs(flags)
     first = next(iter(runs.values()))
     vocab_size = flags.vocab_size or first.vocab_size
@@ -86,7 +86,8 @@ def main() -> int:
     if flags.json:
         batch = {key: getattr(first, key) for key in ("ranks", "micro_batch_size", "gradient_accumulation_steps", "global_batch_size")}
         report = {"model": {**asdict(model), "parameters": parameter_count(model)}, "precision": flags.precision, "device": device, **batch}
-        print_once(json.dumps(report | {"columns": columns}, indent=2))
+        fit = dict(zip(("fit", "fit_checkpointed"), _fitting(flags.memory, columns), strict=True)) if flags.memory else {}
+        print_once(json.dumps(report | {"columns": columns} | fit, indent=2))
         return 0
     print_once(
         f"{parameter_count(model) / 1e6:,.1f} M parameters ({model.n_layer} layers, {model.d_model} wide, {model.seq_len} tokens"
@@ -116,9 +117,14 @@ def _runs(flags: argparse.Namespace) -> dict[str, RunConfig]:
     return runs
 
 
-def _fits(memory: int, columns: dict[str, dict[str, Any]]) -> str:
+def _fitting(memory: int, columns: dict[str, dict[str, Any]]) -> tuple[list[str], list[str]]:
+    """The columns that fit, and those that fit only with activation checkpointing."""
     plain = [name for name, plan in columns.items() if plan["peak"] <= memory]
-    checkpointed = [name for name, plan in columns.items() if plan["checkpointed_peak"] <= memory and name not in plain]
+    return plain, [name for name, plan in columns.items() if plan["checkpointed_peak"] <= memory and name not in plain]
+
+
+def _fits(memory: int, columns: dict[str, dict[str, Any]]) -> str:
+    plain, checkpointed = _fitting(memory, columns)
     text = f"In {memory / 1e9:,.4g} GB a rank: {', '.join(plain) or 'nothing'} fit{'s' if len(plain) < 2 else ''}"
     if checkpointed:
         text += f"; with activation checkpointing also {', '.join(checkpointed)}"

@@ -11,7 +11,7 @@ import pytest
 
 from launch.compare import build_parser
 from launch.comparison import experiments, publish
-from launch.comparison.experiments import error_of, is_finished
+from launch.comparison.experiments import error_of, has_ended
 from launch.comparison.page import new_folder
 from launch.comparison.trials import plan_experiment
 from launch.errors import UsageError
@@ -98,11 +98,13 @@ def test_what_is_no_experiment_is_refused_or_marked(runs, tmp_path):
         (["--recipe", "recipes/zero_2", "--seeds", "1", "--publish"], "--publish --seeds: the recipe plans the number of seeds"),
         (["--recipe", "recipes/zero_2", "--testbed", "nano-3M"], "--testbed nano-3M: unknown; the testbeds are: gpt2-33M, micro-1M"),
         (["--recipe", "recipes/zero_2", "--testbed", "gpt2-33M"], "it is for cuda, and this machine has cpu"),
-        (["--recipe", "recipes/zero_2", "--testbed", "micro-1M"], "it has no experiment on micro-1M; its testbeds are: nano-0.5M"),
+        (["--recipe", "recipes/zero_2", "--testbed", "micro-1M"], "it has no experiment on micro-1M; give one of nano-0.5M, or a setting"),
         (["--recipe", "recipes/zero_2", "--testbed", "nano-0.5M", "--lr", "1"], "--lr: --testbed nano-0.5M sets it; leave out one"),
         (["--recipe", "recipes/zero_2", "--publish", "--steps", "3"], "--steps: --publish is for the recipe's testbeds"),
         (["--tune"], "--tune needs --testbed NAME"),
-        (["--noise", "--testbed", "nano-0.5M", "--recipe", "recipes/lamb"], "--noise takes --testbed; leave out the rest"),
+        (["--recipe", "recipes/lamb", *2 * ["--testbed", "nano-0.5M"]], "--testbed nano-0.5M: this testbed is given twice"),
+        (["--all", "--data", "CORPUS", "--preset", "nanno"], "--all: no recipe can run here; activation_checkpointing: --preset nanno"),
+        (["--noise", "--testbed", "nano-0.5M", "--recipe", "recipes/lamb"], "--noise takes --testbed; leave out --recipe"),
         (["--tune", "--testbed", "nano-0.5M", "--seeds", "3"], "--seeds: --tune uses one seed"),
         (["--tune", "--testbed", "nano-0.5M", "--recipe", "recipes/zero_2"], "recipes/zero_2 names no sweep on nano-0.5M"),
         (["--recipe", "recipes/zero_2", "--seeds", "0"], "--seeds: 0 is out of range"),
@@ -213,17 +215,17 @@ def test_why_a_run_ended_is_of_its_last_attempt(tmp_path):
     assert error_of(output, before, 1) == "the second time"
 
 
-def test_what_is_finished_is_told_by_the_whole_run(runs, tmp_path):
-    assert is_finished(runs[0]) and not is_finished(tmp_path / "nothing")
+def test_what_has_ended_is_told_by_the_whole_run(runs, tmp_path):
+    assert has_ended(runs[0]) and not has_ended(tmp_path / "nothing")
     metrics = runs[0] / "metrics.jsonl"
     metrics.write_text(metrics.read_text() + '{"step": 21}\n')
-    assert not is_finished(runs[0])
+    assert not has_ended(runs[0])
     with metrics.open("a") as stream:
         stream.write('{"step": 22, "tok')
     done = compare(runs[0], runs[1], "--out", tmp_path / "out")
     assert done.returncode == 0 and "control1: metrics.jsonl: 1 damaged line skipped" in done.stdout
     (runs[1] / "run.json").unlink()
-    assert not is_finished(runs[1])
+    assert not has_ended(runs[1])
 
 
 def test_what_is_not_tuned_is_refused_before_it_is_trained(monkeypatch):

@@ -10,6 +10,7 @@ import math
 import pytest
 
 from launch.comparison.comparison import REPEATED, Absent, claims_in_table, compare, compare_experiments, differences, group, settings
+from launch.comparison.page import answers
 from launch.comparison.runs import read_run
 from launch.errors import UsageError
 from launch.training.run_json import INCIDENTAL
@@ -356,6 +357,8 @@ def test_a_recipe_that_diverges_fails_its_claim_about_the_loss(make):
     assert pair.verdicts[0].outcome == "fails" and "diverged" in pair.verdicts[0].reason
     loss = pair.figures["final_val_loss"]
     assert loss.other[3] == math.inf and loss.difference and loss.difference.mean == 0.0
+    assert answers(pair)[0] == "progressive_layer_drop diverged in 1 of 3 runs."
+    assert "its control in the runs that did not diverge" in answers(pair)[1]
     assert list(pair.figures["bytes_sent"].other) == [1, 2]
     assert any(
         f"seed 3 is excluded from the difference of the final loss and of sums over the run, because {runs[-1].folder}" in remark

@@ -35,9 +35,11 @@ def test_a_plan_has_a_column_for_every_stage_and_says_what_fits():
 
 
 def test_a_plan_as_json_has_a_column_for_every_stage():
-    done = plan("--preset", "nano", "--json")
+    done = plan("--preset", "nano", "--json", "--memory", "1TB")
     assert done.stderr == ""
-    assert set(json.loads(done.stdout)["columns"]) == {"ZeRO 0", "ZeRO 1", "ZeRO 2", "ZeRO 3"}
+    planned = json.loads(done.stdout)
+    assert set(planned["columns"]) == {"ZeRO 0", "ZeRO 1", "ZeRO 2", "ZeRO 3"} == set(planned["fit"])
+    assert planned["fit_checkpointed"] == []
 
 
 def test_a_column_is_what_explain_says_of_the_same_run(corpus):

@@ -332,7 +332,7 @@ def test_names_of_any_text_are_only_names(page, tmp_path):
         metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
     comparison = compared(*folders)
     write_page(comparison, tmp_path)
-    draw_losses(comparison, tmp_path)
+    draw_losses(comparison, tmp_path / "loss.png")
     page.open(tmp_path)
     assert page.is_sound()
     text = page.js("document.querySelector('main').innerText")
@@ -352,7 +352,8 @@ def test_many_sides_are_shown_pair_by_pair(page, tmp_path):
     folders = [write_run(tmp_path / f"{recipe}-{seed}", seed, 20, recipe) for recipe in (None, *recipes) for seed in (1, 2)]
     comparison = compared(*folders)
     write_page(comparison, tmp_path)
-    assert draw_losses(comparison, tmp_path).stat().st_size > 20_000
+    draw_losses(comparison, file := tmp_path / "loss.png")
+    assert file.stat().st_size > 20_000
     page.open(tmp_path)
     assert len(page.drawn()) == 2 * 3
     dropping, partitioned = (
@@ -389,7 +390,8 @@ def test_runs_without_much_in_them_have_a_page(page, tmp_path):
         out.mkdir()
         comparison = compared(*chosen)
         write_page(comparison, out)
-        assert draw_losses(comparison, out).is_file()
+        draw_losses(comparison, out / "loss.png")
+        assert (out / "loss.png").is_file()
         page.open(out)
         assert page.is_sound()
         remarks = page.js("document.querySelector('#provenance').innerText")
@@ -413,7 +415,8 @@ def test_a_metric_may_be_called_like_something_of_the_language(page, tmp_path):
 def test_a_comparison_of_nothing_has_a_page(page, tmp_path):
     comparison = compare_experiments([], [Absent("fp8", "needs a GPU")])
     write_page(comparison, tmp_path)
-    assert draw_losses(comparison, tmp_path).is_file()
+    draw_losses(comparison, tmp_path / "loss.png")
+    assert (tmp_path / "loss.png").is_file()
     page.open(tmp_path)
     assert page.is_sound() and "needs a GPU" in page.js("document.querySelector('main').innerText")
 
@@ -435,7 +438,7 @@ def test_twelve_runs_of_ten_thousand_steps(page, tmp_path):
     folders = control_and_recipe(tmp_path / "runs", 10_000, seeds=6)
     comparison = compared(*folders)
     page_file = write_page(comparison, tmp_path)
-    draw_losses(comparison, tmp_path)
+    draw_losses(comparison, tmp_path / "loss.png")
     assert page_file.stat().st_size < 15e6
     page.open(tmp_path)
     page.click("[name=loss][value=loss]")

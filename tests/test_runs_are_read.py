@@ -184,6 +184,13 @@ def test_gradients_that_are_no_numbers_leave_no_line_but_the_log_has_them(said, 
     assert first.measures() == {"final_val_loss": math.inf}
 
 
+def test_a_run_that_fails_for_another_reason_has_not_diverged(said, tmp_path):
+    error = "2026-11-22 02:04:01 error: rank 1 (node07, process 3716, which runs) has made no progress for 300 s; look at that host\n"
+    run = read_run(write_run(tmp_path / "r", said, lines()[:8], error))
+    assert not run.diverged and run.state == "unfinished" and "final_val_loss" not in run.measures()
+    assert run.remarks[-1].endswith("has made no progress for 300 s")
+
+
 def test_an_error_that_a_resume_went_past_is_none(said, tmp_path):
     run = read_run(write_run(tmp_path / "r", said, lines()[:15], ERROR + "2026-11-22 03:00:00 resuming after step 7\n"))
     assert not run.diverged and run.state == "unfinished"

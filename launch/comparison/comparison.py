@@ -237,7 +237,7 @@ def _direct(pairings: Sequence[Pairing]) -> Iterator[Pairing]:
     for found in by_testbed.values():
         if len(found) == 2 and not {(found[0][1], found[1][1]), (found[1][1], found[0][1])} & known:
             (_, one, *_), (_, other, _, testbed) = found
-            if one and other and one is not other and _losses_are_of(one[0]) == _losses_are_of(other[0]):
+            if one and other and one != other and _losses_are_of(one[0]) == _losses_are_of(other[0]):
                 yield one, other, None, testbed
 
 

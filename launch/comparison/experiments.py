@@ -22,7 +22,7 @@ from launch.comparison.trials import CannotRun, PlannedExperiment, Trial, fittin
 from launch.config.hardware import device_type, gpus
 from launch.errors import UsageError, one_line, print_once
 from model.accounting import flops_per_token, parameter_count
-from recipes.registry import ROOT, Recipe, Testbed, read_recipe, read_testbed
+from recipes.registry import ROOT, Recipe, Testbed, read_recipe, read_testbed, testbed_names
 
 #: Ranks of runs that are on no testbed: with one rank nothing is partitioned and nothing is sent.
 CPU_RANKS = 2
@@ -38,7 +38,7 @@ def run_experiments(
     folders: Sequence[Path | str],
     passed_on: Sequence[str],
     flags: argparse.Namespace,
-    check: Callable[[Recipe, Sequence[Testbed | None]], None] = lambda recipe, testbeds: None,
+    check: Callable[[Recipe, Sequence[Testbed | None]], None] | None = None,
 ) -> tuple[Comparison, list[str]]:
     """Train the runs of these recipes and of their controls that are missing, and compare them.
 
@@ -61,13 +61,16 @@ def run_experiments(
         recipe = read_recipe(folder)
         try:
             testbeds = _testbeds(recipe, passed_on, flags)
-            check(recipe, testbeds)
+            if check:
+                check(recipe, testbeds)
             planned += [_plan(recipe, testbed, passed_on, flags) for testbed in testbeds]
         except CannotRun as reason:
             if not flags.all:
                 raise UsageError(f"{folder}: {reason}") from None
             absent.append(Absent(recipe.name, str(reason)))
             print_once(f"{recipe.name} cannot run here: {reason}")
+    if not planned:
+        raise UsageError(f"--all: no recipe can run here; {absent[0].recipe}: {absent[0].reason}")
     runs_dir = Path(flags.runs_dir)
     failures = train_missing(flags, in_order(planned), runs_dir)
     names = {trial.name for one in planned for trial in (*one.control, *one.own)}
@@ -79,7 +82,8 @@ def run_experiments(
             experiments.append((one.recipe, one.testbed, control, own))
         else:
             reasons = [failures[trial.name] for trial in (*one.control, *one.own) if trial.name in failures]
-            absent.append(Absent(one.recipe.name, reasons[0] if reasons else "its runs left no run.json"))
+            where = f"{one.testbed.name}: " if one.testbed else ""
+            absent.append(Absent(one.recipe.name, where + (reasons[0] if reasons else "its runs left no run.json")))
     unfinished = [name for name in failures if name not in runs or runs[name].state == "unfinished"]
     return compare_experiments(experiments, absent, flags.force), unfinished
 
@@ -88,7 +92,10 @@ def testbed_named(name: str) -> Testbed:
     """`read_testbed`, but UsageError if the testbed is for another device."""
     testbed = read_testbed(name)
     if testbed.device != device_type():
-        raise UsageError(f"--testbed {name}: it is for {testbed.device}, and this machine has {device_type()}")
+        here = [one for one in testbed_names() if read_testbed(one).device == device_type()]
+        raise UsageError(
+            f"--testbed {name}: it is for {testbed.device}, and this machine has {device_type()}; give one of {', '.join(here)}"
+        )
     return testbed
 
 
@@ -104,8 +111,9 @@ def _testbeds(recipe: Recipe, passed_on: Sequence[str], flags: argparse.Namespac
         wanted = f"a testbed for {device_type()}"
     if not testbeds:
         raise CannotRun(
-            f"it has no experiment on {wanted}; its testbeds are: {', '.join(recipe.experiments) or 'none'}; or give a setting, as in"
-            " --preset nano --steps 200"
+            f"it has no experiment on {wanted}; "
+            + (f"give one of {', '.join(recipe.experiments)}, or " if recipe.experiments else "give ")
+            + "a setting: --preset nano --steps 200"
         )
     return [*testbeds]
 
@@ -122,10 +130,10 @@ def ranks_of(recipe: Recipe | None, testbed: Testbed | None, flags: argparse.Nam
 
 
 def train_missing(flags: argparse.Namespace, batches: Sequence[Sequence[Trial]], runs_dir: Path) -> dict[str, str]:
-    """Train the runs that are not finished, those of a batch interleaved. Returns the reasons of those that failed, by name."""
+    """Train the runs that have not ended, those of a batch interleaved. Returns the reasons of those that failed, by name."""
 
     def missing() -> list[list[Trial]]:
-        left = ([trial for trial in trials if not is_finished(runs_dir / trial.name)] for trials in batches)
+        left = ([trial for trial in trials if not has_ended(runs_dir / trial.name)] for trials in batches)
         return [trials for trials in left if trials]
 
     failures: dict[str, str] = {}
@@ -133,8 +141,10 @@ def train_missing(flags: argparse.Namespace, batches: Sequence[Sequence[Trial]],
         return failures
     with _locked(runs_dir):
         groups = [group for trials in missing() for group in fitting_groups(trials, flags.at_once)]
+        if not groups:
+            return failures  # another command has trained them meanwhile
         trials = [trial for group in groups for trial in group]
-        interleaved = max(map(len, groups), default=0)
+        interleaved = max(map(len, groups))
         print_once(f"training {len(trials)} runs, at most {interleaved} of them interleaved, in {runs_dir}: {estimate(groups)}")
         steps = sum(trial.config.steps_to_make for trial in trials)
         done = sum(_steps_done(runs_dir / trial.name) for trial in trials)
@@ -173,9 +183,9 @@ def estimate(groups: Sequence[Sequence[Trial]]) -> str:
     return f"about {work / speed / 60:,.0f} minutes and {disk / 2**20:,.0f} MiB of disk (a rough estimate)"
 
 
-def is_finished(run: Path) -> bool:
-    """Whether the folder `run` holds a run that has trained on all its tokens."""
-    return os.path.exists(run / "run.json") and read_run(run).finished
+def has_ended(run: Path) -> bool:
+    """Whether the folder `run` holds a run that has trained on all its tokens, or has diverged."""
+    return os.path.exists(run / "run.json") and read_run(run).state != "unfinished"
 
 
 def _steps_done(run: Path) -> int:

@@ -79,7 +79,7 @@ def write_report(comparison: Comparison, out: Path) -> Path:
     """Write `report.html`, `report.json` and `loss.png` into the folder `out`, and return the page."""
     out.mkdir(parents=True, exist_ok=True)
     write_atomically(out / "report.json", json.dumps(comparison.as_json(), indent=1, allow_nan=False) + "\n")
-    draw_losses(comparison, out)
+    draw_losses(comparison, out / "loss.png")
     return write_page(comparison, out)
 
 
@@ -143,6 +143,10 @@ def answers(pair: Pair) -> list[str]:
     """Which side ends at the lower loss and by how much, and what a step takes, in sentences."""
     name, control = _names(pair)
     found = []
+    for side, runs in ((name, pair.side.runs), ("The control" if pair.recipe else control, pair.control.runs)):
+        if diverged := sum(run.diverged for run in runs):
+            found.append(f"{side} diverged in {diverged} of {len(runs)} runs.")
+    rest = " in the runs that did not diverge" if found else ""
     loss = pair.figures[LOSS].difference if LOSS in pair.figures else None
     if loss is not None:
         if loss.low is None or loss.high is None:
@@ -151,7 +155,7 @@ def answers(pair: Pair) -> list[str]:
             ends = (f"{end:+.4f}".replace("-", "−") for end in (loss.low, loss.high))
             interval = f" (95% interval {' to '.join(ends)}{', which includes 0' if loss.low <= 0 <= loss.high else ''})"
         gap = f"{abs(loss.mean):.4f} nats {'above' if loss.mean > 0 else 'below'}" if loss.mean else "at the same loss as"
-        found.append(f"{name} ends {gap} {control}{interval}.")
+        found.append(f"{name} ends {gap} {control}{rest}{interval}.")
     time = pair.figures["step_seconds"].ratio if "step_seconds" in pair.figures else None
     if time is not None:
         interval = "" if time.low is None or time.high is None else f" (95%: {time.low:.3f} to {time.high:.3f})"
@@ -428,9 +432,8 @@ def smooth(values: Column) -> Column:
 # --- loss.png -------------------------------------------------------------------------------------------------------------------------
 
 
-def draw_losses(comparison: Comparison, out: Path) -> Path:
-    """Draw `loss.png` into the folder `out`, or into the file `out`: the validation loss over tokens, or the training loss without
-    evaluations.
+def draw_losses(comparison: Comparison, file: Path) -> None:
+    """Draw into a PNG file: the validation loss over tokens, or the training loss without evaluations.
 
     Each pair is a row: the losses, and the recipe's difference to its control with the same seed. Without pairs all sides are one picture.
     Thin lines are runs, thick lines the mean over seeds, the band its standard deviation.
@@ -462,9 +465,7 @@ def draw_losses(comparison: Comparison, out: Path) -> Path:
                 row_of_axes[0].legend(fontsize=9, frameon=False)
             row_of_axes[0].set_title(title.removeprefix("; "), fontsize=9)
         picture.suptitle(f"{LOSSES[metric]} over tokens; thin: each seed, thick: mean over seeds, band: ± standard deviation", fontsize=11)
-        file = out / "loss.png" if out.is_dir() else out
         picture.savefig(file, metadata={"Software": None})
-    return file
 
 
 def _batches(side: Side) -> int | None:

@@ -26,8 +26,9 @@ from launch.comparison.comparison import LOSS, Comparison, Pair, claims_in_table
 from launch.comparison.forest import draw_forest, row
 from launch.comparison.page import draw_losses, figure_row
 from launch.comparison.runs import Run, read_stored_run
-from launch.comparison.tuning import deviation, deviation_interval, draw_tuning, numbers_in, setting_name
+from launch.comparison.tuning import deviation, deviation_interval, draw_tuning, in_words, numbers_in, setting_name
 from launch.comparison.verdicts import SIGNS, Verdict, planned_power
+from launch.formats.files import write_atomically
 from recipes.claims import QUESTIONS, Claim
 from recipes.registry import ROOT, TESTBEDS, Experiment, Recipe, Testbed, read_recipe, read_testbed, recipe_names, technique_classes
 from recipes.registry import testbed_names as names_of_testbeds
@@ -106,7 +107,7 @@ class Published:
         return "" if self.pair else OUTDATED if self.entry else UNMEASURED
 
     @property
-    def sign(self) -> str:
+    def short_note(self) -> str:
         """`note` in few words, for a picture."""
         return "outdated" if self.note == OUTDATED else self.note
 
@@ -311,11 +312,11 @@ def testbeds_part(cells: list[Published]) -> str:
     for name in names_of_testbeds():
         testbed = read_testbed(name)
         blocks += [f"## {name}", f"{testbed.title}. {'On a GPU.' if testbed.device == 'cuda' else 'On a CPU.'} {testbed.reason}".rstrip()]
-        rows = [f"| {setting_name(key, value)} | {_words(value)} |" for key, value in testbed.flags.items()]
+        rows = [f"| {setting_name(key, value)} | {in_words(value)} |" for key, value in testbed.flags.items()]
         tuned = "tuned" if (TESTBEDS / name / "tuning.json").exists() else "not tuned yet"
-        rows += [f"| {setting_name(key, value)}, {tuned} | {_words(value)} |" for key, value in testbed.tuned.items()]
+        rows += [f"| {setting_name(key, value)}, {tuned} | {in_words(value)} |" for key, value in testbed.tuned.items()]
         rows += [
-            f"| {setting_name(key, values[0])}, swept over | {_listed(map(_words, sorted(values, key=numbers_in)))} |"
+            f"| {setting_name(key, values[0])}, swept over | {_listed(map(in_words, sorted(values, key=numbers_in)))} |"
             for key, values in testbed.sweep.items()
         ]
         rows += [f"| ranks, unless a recipe states others | {testbed.ranks} |", f"| target loss, {tuned} | {testbed.target_loss:g} |"]
@@ -328,13 +329,6 @@ def testbeds_part(cells: list[Published]) -> str:
         own = ", ".join(f"[{one.recipe.name}](../{one.recipe.name}/README.md)" for one in cells if one.testbed.name == name)
         blocks.append(f"Recipes: {own}." if own else "No recipe is compared on it yet.")
     return "\n" + "\n\n".join(blocks) + "\n\n"
-
-
-def _words(value: Any) -> str:
-    """A flag's value in a table; of `--set KEY=VALUE`, the value."""
-    if value is True:
-        return "yes"
-    return f"{value:g}" if isinstance(value, (int, float)) else str(value).partition("=")[2] or str(value)
 
 
 def _noise(testbed: str) -> Iterator[str]:
@@ -389,7 +383,7 @@ def pictures(cells: list[Published] | None = None) -> dict[Path, Callable[[Path]
     """Every picture, with the function that draws it into a file."""
     cells = published() if cells is None else cells
     rows = [
-        row(one.testbed.name, one.recipe.name, one.pair.figures if one.pair else {}, one.experiment.claims, one.verdicts, one.sign)
+        row(one.testbed.name, one.recipe.name, one.pair.figures if one.pair else {}, one.experiment.claims, one.verdicts, one.short_note)
         for one in cells
     ]
     made: dict[Path, Callable[[Path], object]] = {ROOT / "recipes" / "forest.png": partial(draw_forest, rows)}
@@ -403,8 +397,8 @@ def pictures(cells: list[Published] | None = None) -> dict[Path, Callable[[Path]
     return made
 
 
-def write_pages(write: Callable[[Path, str], object]) -> None:
-    """Write every page by `write`, draw every picture, and remove the picture of a recipe that has no results any more."""
+def write_pages() -> None:
+    """Write every page, draw every picture, and remove the picture of a recipe that has no results any more."""
     cells = published()
     drawn = pictures(cells)
     for file in ROOT.glob("recipes/*/loss.png"):
@@ -413,11 +407,10 @@ def write_pages(write: Callable[[Path, str], object]) -> None:
     for file, draw in drawn.items():
         draw(file)
     for page, text in pages(cells).items():
-        write(page, text)
+        write_atomically(page, text)
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] == ["--write"]:
-        write_pages(lambda page, text: page.write_text(text, encoding="utf-8"))
-    else:
-        print(index_table(published()), end="")
+    if sys.argv[1:] != ["--write"]:
+        sys.exit("usage: python -m launch.comparison.pages --write")
+    write_pages()

@@ -56,7 +56,7 @@ def publish(comparison: Comparison) -> None:
         assert pair.recipe is not None and pair.testbed is not None
         file = ROOT / "recipes" / pair.recipe.name / RESULTS
         write_atomically(file, _as_text(dict(sorted({**read_json(file), pair.testbed.name: entry}.items()))))
-    write_pages(write_atomically)
+    write_pages()
 
 
 def _entry(pair: Pair) -> dict[str, Any]:
@@ -118,11 +118,11 @@ def check_tuned(recipe: Recipe, testbeds: Sequence[Testbed | None]) -> None:
     for testbed in testbeds:
         if testbed is not None and (fault := untuned(recipe, testbed)):
             where = f"--publish: {recipe.name} on {testbed.name}"
-            raise UsageError(f"{where}: {fault}; run --tune --publish, and write the chosen values into 'tuned' of recipe.json")
+            raise UsageError(f"{where}: {fault}")
 
 
 def untuned(recipe: Recipe, testbed: Testbed) -> str:
-    """Where the training values of a side are not those that the published sweeps chose; empty if they are."""
+    """Where the training values of a side are not those that the published sweeps chose, and what to do; empty if they are."""
     for config in (recipe.control, recipe.config):
         own = tuned_by(config, testbed)
         if own is None and testbed.reason:
@@ -130,10 +130,16 @@ def untuned(recipe: Recipe, testbed: Testbed) -> str:
         used = settings_on(testbed, config)
         file, arm = published_sweep(config, testbed)
         chosen = arm["chosen"] or {}
-        if not chosen or any(used.get(name) != value for name, value in chosen.items()):
+        sweep = f"python launch/compare.py --tune --testbed {testbed.name}{f' --recipe recipes/{own.name}' if own else ''} --publish"
+        stated = f"recipes/{own.name}/recipe.json" if own else f"recipes/testbeds/{testbed.name}/testbed.json"
+        if not chosen:
+            found = f"has no sweep of {config if own else CONTROL} on {testbed.name}; run {sweep}"
+        elif any(used.get(name) != value for name, value in chosen.items()):
             values = {name: used.get(name) for name in chosen}
-            found = f"chose {chosen}, and {values} is used" if chosen else f"has no sweep of {config if own else CONTROL} on {testbed.name}"
-        elif not (found := "; ".join(edges(arm["grid"], chosen))):
+            found = f"chose {chosen}, and {values} is used; write the chosen values into 'tuned' of {stated}"
+        elif at_edge := edges(arm["grid"], chosen):
+            found = f"{'; '.join(at_edge)} in {stated} and run {sweep}"
+        else:
             continue
         return f"{file.relative_to(ROOT)}: {found}"
     return ""

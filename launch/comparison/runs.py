@@ -65,7 +65,7 @@ class Run:
 
     @property
     def state(self) -> str:
-        """ "finished", "failed" (it diverged before its end) or "unfinished" (still training, or stopped)."""
+        """ "finished", "failed" (it diverged before its end) or "unfinished" (still training, stopped, or failed for another reason)."""
         return "finished" if self.finished else "failed" if self.diverged else "unfinished"
 
     def measures(self) -> dict[str, float]:
@@ -192,7 +192,7 @@ def _ending(folder: Path, description: dict[str, Any], lines: list[dict[str, Any
     lost = "loss" in last and not is_finite_number(last["loss"]) and description.get("precision") != "fp16"
     if error or lost:
         remarks.append(f"failed after step {last['step']}, {tokens:,} of {total:,} tokens" + (f": {error}" if error else ""))
-        return False, True
+        return False, lost or error.startswith("step ")  # other errors, such as of a rank that hangs, say nothing about the numbers
     remarks.append(f"unfinished (still training, or stopped): step {last['step']}, {tokens:,} of {total:,} tokens")
     return False, False
 

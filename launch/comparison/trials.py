@@ -135,9 +135,13 @@ def fitting_groups(trials: Sequence[Trial], at_once: int | None) -> list[list[Tr
 
 
 def in_order(experiments: Iterable[PlannedExperiment]) -> list[list[Trial]]:
-    """The distinct runs of each seed: each control is followed by the recipes that are compared with it."""
-    seeds: dict[int, dict[str, Trial]] = {}
+    """The distinct runs in batches to be interleaved, by seed: a batch has the runs of experiments that share a run."""
+    seeds: dict[int, list[dict[str, Trial]]] = {}
     for experiment in sorted(experiments, key=lambda experiment: experiment.control[0].name):
-        for trial in (*experiment.control, *experiment.own):
-            seeds.setdefault(trial.seed, {}).setdefault(trial.name, trial)
-    return [list(trials.values()) for trials in seeds.values()]
+        for pair in zip(experiment.control, experiment.own, strict=True):
+            own = {trial.name: trial for trial in pair}
+            batches = seeds.setdefault(pair[0].seed, [])
+            sharing = [batch for batch in batches if batch.keys() & own.keys()]
+            merged = {name: trial for batch in (*sharing, own) for name, trial in batch.items()}
+            seeds[pair[0].seed] = [*(batch for batch in batches if batch not in sharing), merged]
+    return [list(batch.values()) for batches in seeds.values() for batch in batches]

@@ -21,7 +21,7 @@ from matplotlib import rc_context
 from matplotlib.figure import Figure
 from scipy import stats
 
-from launch.comparison.experiments import estimate, is_finished, ranks_of, testbed_named, train_missing
+from launch.comparison.experiments import estimate, has_ended, ranks_of, testbed_named, train_missing
 from launch.comparison.runs import Run, read_run
 from launch.comparison.trials import CannotRun, Trial, as_words, fitting_groups, plan_trial, settings_on
 from launch.errors import TrainingFailed, UsageError, print_once
@@ -58,22 +58,25 @@ def tune(flags: argparse.Namespace, passed_on: Sequence[str]) -> tuple[dict[str,
     missing = [arm for arm in arms if not arm.grid]
     rounds = max(len(arm.sweep) for arm in missing)
     begun = [Path(flags.runs_dir) / trial.name for arm in missing for _, trial in arm.round(0)]
-    if not all(map(is_finished, begun)):
+    if not all(map(has_ended, begun)):
         every = {trial.name: trial for number in range(rounds) for arm in missing for _, trial in arm.round(number)}
         print_once(f"a sweep in {rounds} rounds, a flag in each; whole: {estimate(fitting_groups([*every.values()], flags.at_once))}")
     runs: dict[str, Run] = {}
+    by_testbed: dict[str, dict[str, Run]] = {arm.testbed.name: {} for arm in arms}
     for number in range(rounds):
         planned = [(arm, point, trial) for arm in missing for point, trial in arm.round(number)]
         runs |= _train(flags, [list({trial.name: trial for _, _, trial in planned}.values())])
         for arm, point, trial in planned:
             arm.add(point, runs[trial.name])
-    found: dict[str, Any] = {arm.testbed.name: {**_origin(runs), "seed": SWEEP_SEED, "arms": {}} for arm in arms}
+            by_testbed[arm.testbed.name][trial.name] = runs[trial.name]
+    found: dict[str, Any] = {name: {**_origin(trained), "seed": SWEEP_SEED, "arms": {}} for name, trained in by_testbed.items()}
     lines = []
     for arm in arms:
         name, config = arm.testbed.name, Path(arm.config).stem
         origin = {"published_in": arm.published_in} if arm.published_in else {}
         found[name]["arms"][config] = {**origin, "grid": arm.grid, "chosen": arm.chosen}
-        lines.append(f"{name}, {config}: {arm.chosen} is best" + "".join(f"; {edge}" for edge in edges(arm.grid, arm.chosen)))
+        best = f"{arm.chosen} is best; " if arm.chosen else ""
+        lines.append(f"{name}, {config}: {best}{'; '.join(edges(arm.grid, arm.chosen))}".removesuffix("; "))
     return found, lines, list(runs.values())
 
 
@@ -128,7 +131,10 @@ def _arms(testbed: Testbed, recipe: Recipe | None, flags: argparse.Namespace, pa
     if recipe is not None:
         experiment = recipe.experiments.get(testbed.name)
         if experiment is None or not experiment.sweep:
-            raise UsageError(f"--tune: recipes/{recipe.name} names no sweep on {testbed.name}; it takes the values of its control")
+            raise UsageError(
+                f"--tune: recipes/{recipe.name} names no sweep on {testbed.name}, so it takes the values of its control; leave out"
+                " --recipe, or add a 'sweep' to its recipe.json"
+            )
         # Controls that are not tuned themselves are mathematically the testbed's control, and take its sweep.
         if (other := tuned_by(recipe.control, testbed)) is not None:
             sweeps = {recipe.control: other.experiments[testbed.name].sweep}
@@ -175,7 +181,7 @@ def _trial(testbed: Testbed, config: str, settings: Flags, passed_on: Sequence[s
 def edges(grid: Sequence[Flags], chosen: Flags | None) -> list[str]:
     """Which of the chosen numbers are not between others of the grid, in words. 0, which nothing is below, is no edge."""
     if chosen is None:
-        return ["every run diverged"]
+        return ["every run diverged, lower the values of 'sweep'"]
     swept = {name: {point[name] for point in grid} for name, value in chosen.items() if value and not isinstance(value, str)}
     at_edge = [name for name, values in swept.items() if len(values) > 1 and chosen[name] in (min(values), max(values))]
     return [f"{name} {chosen[name]:g} is at the edge of the grid, extend it" for name in at_edge]
@@ -304,14 +310,14 @@ def draw_tuning(found: dict[str, Any], file: Path) -> None:
             row[0].title.set_position((0, 1))
             for axes in row[len(_lines(arm["grid"])) :]:
                 axes.set_axis_off()
-            lowest, highest = min(bests[name]), max(bests[name]) + LOSSES_SHOWN
+            lowest, highest = min(bests[name], default=0.0), max(bests[name], default=0.0) + LOSSES_SHOWN
             row[0].set_ylim(lowest - 0.05 * (highest - lowest), highest + 0.05 * (highest - lowest))
             for axes, (flag, points) in zip(row, _lines(arm["grid"]).items(), strict=False):
                 losses = [math.inf if point["loss"] is None else point["loss"] for point in points]
                 axes.plot([loss if math.isfinite(loss) else math.nan for loss in losses], marker="o", markersize=4, linewidth=1.5)
                 above = [place for place, loss in enumerate(losses) if loss > highest]
                 axes.plot(above, [highest] * len(above), marker="^", color="C0", linestyle="")
-                axes.set_xticks(range(len(points)), [_short(point[flag]) for point in points], rotation=20 * (len(points) > 4))
+                axes.set_xticks(range(len(points)), [in_words(point[flag]) for point in points], rotation=20 * (len(points) > 4))
                 axes.margins(x=0.15)
                 axes.set_xlabel(FLAGS.get(flag, setting_name(flag, points[0][flag])))
                 axes.grid(alpha=0.25)
@@ -345,6 +351,8 @@ def numbers_in(value: Any) -> list[float]:
     return [float(number) for number in re.findall(r"\d+\.?\d*", value)] if isinstance(value, str) else [value]
 
 
-def _short(value: Any) -> str:
-    """A value on an axis; of `KEY=VALUE`, the value."""
-    return value.partition("=")[2] if isinstance(value, str) else f"{value:g}"
+def in_words(value: Any) -> str:
+    """A flag's value; of `--set KEY=VALUE`, the value."""
+    if value is True:
+        return "yes"
+    return f"{value:g}" if isinstance(value, (int, float)) else str(value).partition("=")[2] or str(value)

@@ -163,6 +163,10 @@ def test_a_run_is_planned_once_and_named_by_what_decides_its_numbers(corpus):
     assert [{trial.seed for trial in group} for group in seeds] == [{1}, {2}]
     assert [len(group) for group in seeds] == [4, 4]  # stages 0, 1, 2 in bf16, and fp32
     assert all(re.fullmatch(r"zero\d_(bf16|fp32)-[0-9a-f]{8}-seed[12]", trial.name) for group in seeds for trial in group)
+    apart = in_order(
+        [experiments["zero_1"], experiments["zero_2"], plan_experiment(read_recipe(ROOT / "recipes/lamb"), flags(corpus), [1], 1)]
+    )
+    assert [len(batch) for batch in apart] == [3, 2, 3], "only experiments that share a run are interleaved"
     longer = plan_experiment(read_recipe(ROOT / "recipes/zero_1"), flags(corpus, steps=99), [1], 2)
     assert longer.own[0].name != experiments["zero_1"].own[0].name
     kept = plan_experiment(read_recipe(ROOT / "recipes/zero_1"), [*flags(corpus), "--save_every", "7"], [1], 2)

@@ -78,7 +78,7 @@ def test_an_optimum_at_the_edge_is_said():
     assert tuning.edges(grid, {"lr": 2e-3}) == []
     others = [{**one, "min_lr": end, "set": "a=1"} for one, end in zip(grid, (0, 1e-4, 2e-4), strict=True)]
     assert tuning.edges(others, {"min_lr": 0, "set": "a=1"}) == [], "neither 0 nor a word is an edge"
-    assert tuning.edges(grid, None) == ["every run diverged"]
+    assert tuning.edges(grid, None) == ["every run diverged, lower the values of 'sweep'"]
 
 
 def test_both_sides_have_grids_of_one_size(tiny, tmp_path, monkeypatch):
