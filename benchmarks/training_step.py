@@ -149,7 +149,7 @@ def measure(arguments: argparse.Namespace) -> report.Measured:
     print(f"{1e3 * seconds:.1f} ms per step; losses differ by at most {found['largest_loss_difference']:.4f}")
     what = f"{'compiled' if arguments.compile else 'plain'} PyTorch loop / engine's loop, {arguments.preset}"
     what += f", {arguments.architecture}" if arguments.architecture != "gpt2" else ""
-    name = Path(arguments.deepspeed_config).stem
+    name = ", ".join([Path(arguments.deepspeed_config).stem, *arguments.set])
     yield [report.ratio_row(f"{what}, {name}", plain, engine, "at least 1.15" if "fused" in name else "")], found
 
 
