@@ -56,9 +56,9 @@ def table(records: list[dict[str, Any]]) -> str:
 
 
 def newest(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The newest of the records that have the same benchmark, device and rows."""
-    found = {(record["benchmark"], record["device"], *(row["what"] for row in record["rows"])): record for record in records}
-    return [found[key] for key in sorted(found)]
+    """A record for each row, the newest of those with the same benchmark, device and row."""
+    found = {(record["benchmark"], record["device"], row["what"]): record | {"rows": [row]} for record in records for row in record["rows"]}
+    return [found[key] for key in sorted(found, key=lambda key: key[:2])]
 
 
 def readme() -> str:

@@ -184,10 +184,9 @@ def _check_sources(flags: argparse.Namespace, names: set[str]) -> None:
         if not flags.testbed:
             raise UsageError(f"{word} needs --testbed NAME")
         if (flags.tune and flags.noise) or flags.runs or flags.all or len(flags.recipe) > (1 if flags.tune else 0):
-            given = ["--noise"] * (flags.tune and flags.noise) + ["run folders"] * bool(flags.runs) + ["--all"] * flags.all
-            raise UsageError(
-                f"{word} takes --testbed{' and at most one --recipe' if flags.tune else ''}; leave out {(given or ['--recipe'])[0]}"
-            )
+            taken = ["--noise"] * (flags.tune and flags.noise) + sources
+            extra = min(taken, key=("--noise", "run folders", "--all", "--recipe").index)
+            raise UsageError(f"{word} takes --testbed{' and at most one --recipe' if flags.tune else ''}; leave out {extra}")
         if flags.seeds and (flags.tune or flags.seeds < 2):
             raise UsageError(
                 f"--seeds: {'--tune uses one seed, which no verdict uses' if flags.tune else '--noise needs 2 or more'}; leave it out"

@@ -297,12 +297,11 @@ def test_a_testbed_that_was_not_tuned_is_not_published(tree, make):
     with pytest.raises(UsageError, match=rf"tuning.json: chose \{{.*'lr': 0.004.*\}}, and \{{.*'lr': {LR}"):
         publish.publish(make())
     (tree / "recipes" / "testbeds" / TESTBED / "tuning.json").unlink()
-    with pytest.raises(
-        UsageError, match=r"has no sweep of ds_configs/zero0_bf16\.json on nano-0\.5M; run python .* --testbed nano-0\.5M --pub"
-    ):
+    command = r"python launch/compare\.py --tune --testbed nano-0\.5M --publish"
+    with pytest.raises(UsageError, match=rf"tuning\.json: has no sweep of ds_configs/zero0_bf16\.json on nano-0\.5M; run {command}"):
         publish.publish(make())
     write_tuning(tree, lr=LR, others=(2 * LR,))
-    with pytest.raises(UsageError, match=rf"tuning\.json: lr {LR:g} is at the edge of the grid, extend it in recipes/.* and run python"):
+    with pytest.raises(UsageError, match=rf"tuning\.json: lr {LR:g} is at the edge of the grid, extend it in recipes/.* and run {command}"):
         publish.publish(make())
     assert not (tree / "recipes" / RECIPE / "results.json").exists()
     write_tuning(tree, lr=LR, others=(LR / 2, 2 * LR))

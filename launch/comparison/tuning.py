@@ -61,15 +61,14 @@ def tune(flags: argparse.Namespace, passed_on: Sequence[str]) -> tuple[dict[str,
     if not all(map(has_ended, begun)):
         every = {trial.name: trial for number in range(rounds) for arm in missing for _, trial in arm.round(number)}
         print_once(f"a sweep in {rounds} rounds, a flag in each; whole: {estimate(fitting_groups([*every.values()], flags.at_once))}")
-    runs: dict[str, Run] = {}
     by_testbed: dict[str, dict[str, Run]] = {arm.testbed.name: {} for arm in arms}
     for number in range(rounds):
         planned = [(arm, point, trial) for arm in missing for point, trial in arm.round(number)]
-        runs |= _train(flags, [list({trial.name: trial for _, _, trial in planned}.values())])
+        trained = _train(flags, [list({trial.name: trial for _, _, trial in planned}.values())])
         for arm, point, trial in planned:
-            arm.add(point, runs[trial.name])
-            by_testbed[arm.testbed.name][trial.name] = runs[trial.name]
-    found: dict[str, Any] = {name: {**_origin(trained), "seed": SWEEP_SEED, "arms": {}} for name, trained in by_testbed.items()}
+            arm.add(point, trained[trial.name])
+            by_testbed[arm.testbed.name][trial.name] = trained[trial.name]
+    found: dict[str, Any] = {name: {**_origin(runs), "seed": SWEEP_SEED, "arms": {}} for name, runs in by_testbed.items()}
     lines = []
     for arm in arms:
         name, config = arm.testbed.name, Path(arm.config).stem
@@ -77,7 +76,7 @@ def tune(flags: argparse.Namespace, passed_on: Sequence[str]) -> tuple[dict[str,
         found[name]["arms"][config] = {**origin, "grid": arm.grid, "chosen": arm.chosen}
         best = f"{arm.chosen} is best; " if arm.chosen else ""
         lines.append(f"{name}, {config}: {best}{'; '.join(edges(arm.grid, arm.chosen))}".removesuffix("; "))
-    return found, lines, list(runs.values())
+    return found, lines, [run for runs in by_testbed.values() for run in runs.values()]
 
 
 @dataclass
