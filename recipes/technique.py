@@ -264,7 +264,8 @@ class Technique:
         """Return a loss (N,) per token, whose mean is trained in addition to the cross-entropy.
 
         logits (N, vocab_size), in the run's precision, and targets int64 (N,), -100 for "no target", are those of a micro-batch. It is
-        called in training only. The loss that is logged stays the cross-entropy. The logits are computed a second time.
+        called in training only. The loss that is logged stays the cross-entropy. The logits are computed a second time, which the memory
+        plan does not count.
         """
         raise NotImplementedError
 
@@ -282,6 +283,10 @@ class Technique:
     def metrics(self) -> dict[str, float]:
         """Values for the step's line in `metrics.jsonl`; before `attach`, those that follow from the schedule alone."""
         return {}
+
+    def bytes_sent(self, planned: int) -> int:
+        """Bytes that a rank sends per step, the mean over the run. `planned`: what it sends with DeepSpeed's own exchange alone."""
+        return planned
 
     def memory_terms(self, model: GPTConfig, device: str) -> dict[str, int]:
         """Bytes on one rank that replace terms of the memory plan: "attention", what one block saves besides its inputs and output, and
@@ -371,6 +376,11 @@ class Techniques(Technique):
 
     def metrics(self) -> dict[str, float]:
         return {key: value for member in self.members for key, value in member.metrics().items()}
+
+    def bytes_sent(self, planned: int) -> int:
+        for member in self.members:
+            planned = member.bytes_sent(planned)
+        return planned
 
     def memory_terms(self, model: GPTConfig, device: str) -> dict[str, int]:
         return {name: size for member in self.members for name, size in member.memory_terms(model, device).items()}

@@ -28,7 +28,7 @@ def test_a_plan_has_a_column_for_every_stage_and_says_what_fits():
     assert (done.returncode, done.stderr) == (0, "")
     headings = re.split(r" {2,}", done.stdout.splitlines()[3].strip())
     assert headings == ["ZeRO 0", "ZeRO 1", "ZeRO 2", "ZeRO 3", *(f"ZeRO {stage} + optimizer" for stage in (1, 2, 3))]
-    for row in ("weights", "gradients", "master weights", "activations", "activations, checkpointed", "peak", "sent a step"):
+    for row in ("weights", "gradients", "master weights", "activations", "activations, checkpointed", "peak", "sent a step, mean"):
         assert f"\n  {row} " in done.stdout
     # 12.6 G parameters x 16 bytes of model states alone are 202 GB.
     assert done.stdout.splitlines()[-1].startswith("In 80 GB a rank: ZeRO 1, ZeRO 2, ZeRO 3")

@@ -35,7 +35,7 @@ LAST = {
     "peak": "peak",
     "checkpointed_activations": "activations, checkpointed",
     "checkpointed_peak": "peak, checkpointed",
-    "sent": "sent a step",
+    "sent": "sent a step, mean",
 }
 MOMENTS = {"forward": "forward", "recompute": "recomputing", "backward": "backward", "update": "updating"}
 #: The parts of a rank's memory, with their names in the table.
@@ -134,9 +134,10 @@ def memory_of(config: RunConfig, model: GPTConfig, device: str) -> dict[str, Any
 
 
 def bytes_of(config: RunConfig, model: GPTConfig) -> int:
-    """What a rank sends in a step."""
+    """What a rank sends in a step, the mean over the run."""
     zero = config.engine["zero_optimization"]
-    return bytes_sent_per_step(model, config.precision, zero, config.ranks, config.gradient_accumulation_steps)
+    planned = bytes_sent_per_step(model, config.precision, zero, config.ranks, config.gradient_accumulation_steps)
+    return config.built_techniques.bytes_sent(planned)
 
 
 def _run_values(config: RunConfig) -> Iterator[tuple[str, Any]]:

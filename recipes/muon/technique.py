@@ -8,14 +8,15 @@ Jordan et al., Muon: An optimizer for hidden layers in neural networks, https://
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from model.accounting import block_tensors, parameter_count
+from model.accounting import block_tensors, model_tensors, parameter_count
 from model.presets import GATED, GPTConfig
-from recipes.masters import Master, master_weights
+from recipes.masters import Fragment, master_weights
 from recipes.muon.optimizer import Matrix, Muon
 from recipes.technique import Costs, Declaration, Run, Technique
 
@@ -61,7 +62,7 @@ class MuonTechnique(Technique):
             )
         if self.params["momentum"] == 1:
             raise ValueError("'optimizer.params.momentum' is 1, so old gradients never decay; write a number below 1")
-        self._flattens = run.zero_stage > 0
+        self._stage, self._ranks, self._config = run.zero_stage, run.ranks, run.model_config
         #: (rows, columns) of the matrices of each hidden parameter, by its name.
         self._parts: dict[str, list[tuple[int, int]]] = {}
         self._optimizer: Muon | None = None
@@ -69,15 +70,11 @@ class MuonTechnique(Technique):
     def prepare(self, model: GPT) -> None:
         # At stage 3 the parameters are partitioned already.
         shapes = {name: getattr(parameter, "ds_shape", parameter.shape) for name, parameter in model.named_parameters()}
-        self._parts = {
-            name: [(rows, shape[1]) for rows in parts_of(name, shape[0], model.config)]
-            for name, shape in shapes.items()
-            if name.startswith("h.") and len(shape) == 2
-        }
+        self._parts = hidden_parts(shapes, model.config)
         self._hidden = {id(parameter) for name, parameter in model.named_parameters() if name in self._parts}
 
     def optimizer(self, param_groups: list[dict[str, Any]]) -> Muon:
-        if self._flattens:  # ZeRO makes one tensor of each group, and Muon and AdamW keep different states
+        if self._stage > 0:  # ZeRO makes one tensor of each group, and Muon and AdamW keep different states
             param_groups = [
                 {**group, "params": chosen}
                 for group in param_groups
@@ -90,10 +87,14 @@ class MuonTechnique(Technique):
         self._optimizer = Muon(param_groups, **{name: self.params[name] for name in names}, adam_rate=adam_rate, ns_dtype=dtype)
         return self._optimizer
 
+    def bytes_sent(self, planned: int) -> int:
+        parts = hidden_parts(model_tensors(self._config), self._config)
+        return planned + round(exchanged_elements(parts, self._stage, self._ranks) * 4 * (self._ranks - 1) / self._ranks)
+
     def attach(self, engine: Any, collectives: Any) -> None:
         assert self._optimizer is not None
         self._optimizer.rank, self._optimizer.collectives = collectives.rank, collectives
-        masters = [(master.tensor, list(matrices_in(master, self._parts))) for master in master_weights(engine)]
+        masters = [(master.tensor, list(matrices_in(master.fragments, self._parts))) for master in master_weights(engine)]
         shared = shared_among_ranks(collectives.gather([matrices for _, matrices in masters]))
         self._optimizer.matrices = {
             tensor: [matrix._replace(start=one.start) for matrix, one in zip(joined, own, strict=True)]
@@ -102,9 +103,40 @@ class MuonTechnique(Technique):
         }
 
 
-def matrices_in(master: Master, shapes: dict[str, list[tuple[int, int]]]) -> Iterator[Matrix]:
+def hidden_parts(shapes: Mapping[str, Sequence[int]], config: GPTConfig) -> dict[str, list[tuple[int, int]]]:
+    """(rows, columns) of the matrices of each hidden parameter, by its name, from the shapes of all parameters."""
+    return {
+        name: [(rows, shape[1]) for rows in parts_of(name, shape[0], config)]
+        for name, shape in shapes.items()
+        if name.startswith("h.") and len(shape) == 2
+    }
+
+
+def exchanged_elements(parts: dict[str, list[tuple[int, int]]], stage: int, ranks: int) -> int:
+    """Elements that rank 0 contributes to the exchanges of a step: its parts of cut matrices, and the whole of those that it owns.
+
+    At stages 1 and 2 ZeRO cuts the concatenated hidden parameters into equal parts, at stage 3 each of them.
+    """
+    if stage == 0:
+        return 0
+    sizes = {name: sum(rows * columns for rows, columns in matrices) for name, matrices in parts.items()}
+    starts = dict(zip(sizes, accumulate(sizes.values(), initial=0), strict=False))
+    part = -(-sum(sizes.values()) // (2 * ranks)) * 2  # DeepSpeed pads it to an even number
+
+    def fragment(name: str, rank: int) -> Fragment:
+        each = -(-sizes[name] // ranks) if stage == 3 else part
+        low = rank * each - (0 if stage == 3 else starts[name])
+        first = max(0, low)
+        return Fragment(name, first, 0, max(0, min(sizes[name], low + each) - first))
+
+    of_ranks = [[list(matrices_in([fragment(name, rank) for name in sizes], parts))] for rank in range(ranks)]
+    cut = [matrix for matrix in shared_among_ranks(of_ranks)[0] if matrix.owner is not None]
+    return sum(matrix.lengths[0] + (matrix.rows * matrix.columns if matrix.owner == 0 else 0) for matrix in cut)
+
+
+def matrices_in(fragments: Iterable[Fragment], shapes: dict[str, list[tuple[int, int]]]) -> Iterator[Matrix]:
     """The matrices of a master tensor, with the part of this rank alone; `shapes`: those that a parameter consists of, in its rows."""
-    for name, first, start, length in master.fragments:
+    for name, first, start, length in fragments:
         begin = 0
         for rows, columns in shapes.get(name, ()):
             low, high = max(first, begin), min(first + length, begin + rows * columns)

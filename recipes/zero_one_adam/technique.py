@@ -114,17 +114,21 @@ class ZeroOneAdam(CompressedTechnique):
                 f" {self.schedule.var_freeze_step:,}"
             )
             return
-        updates = self.schedule.variance_updates(run.steps)
-        last, exchanges = self.schedule.last_exchange(run.steps)
+        whole, compressed = self._exchanges()
         self._note(
-            f"of {run.steps:,} steps of whole batches, {updates:,} update the variance, for which a rank sends {self._whole:,.2f} MB,"
-            f" {exchanges - updates:,} send about {self._compressed:,.2f} MB, and {run.steps - exchanges:,} a few KB"
+            f"of {run.steps:,} steps of whole batches, {whole:,} update the variance, for which a rank sends {self._whole:,.2f} MB,"
+            f" {compressed:,} send about {self._compressed:,.2f} MB, and {run.steps - whole - compressed:,} a few KB"
         )
+        last, _ = self.schedule.last_exchange(run.steps)
         if last < run.steps:
             self._note(
                 f"the last exchange is in step {last:,}; the {run.steps - last:,} local step(s) after it are not in the saved weights;"
                 " lower local_step_clipper to lose fewer"
             )
+
+    def _exchanges(self) -> tuple[int, int]:
+        updates = self.schedule.variance_updates(self._run_steps)
+        return updates, self.schedule.last_exchange(self._run_steps)[1] - updates
 
     def build_optimizer(self, param_groups: list[dict[str, Any]]) -> LocalStepAdam:
         return LocalStepAdam(param_groups, *adam_arguments(self.params))

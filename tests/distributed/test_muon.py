@@ -7,15 +7,19 @@ import json
 import math
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import accumulate
 
 import pytest
 import torch
 
+from launch.config.explain import bytes_of
+from launch.config.run_config import resolve
 from launch.trained_model.load import open_trained
-from recipes.masters import Fragment, Master
+from recipes.masters import Fragment
 from recipes.muon.optimizer import Matrix, Muon, orthogonalized
 from recipes.muon.technique import matrices_in, shared_among_ranks
+from recipes.technique import Techniques
 from tests.distributed.reference import PublishedMuon, Step, reference_steps
 from tests.distributed.test_engine_follows_plain_pytorch import BATCH, SEED, SMALL, STEPS, WARMUP, largest_difference, losses_of
 from tests.distributed.test_engine_follows_plain_pytorch import flags as engine_flags
@@ -171,13 +175,24 @@ def test_a_resume_is_the_uninterrupted_run(stage, precision, two_ranks, corpus, 
     assert losses(lines) == losses(whole)
 
 
+@pytest.mark.parametrize(("stage", "ranks"), [(1, 2), (3, 2), *(pytest.param(*case, marks=pytest.mark.long) for case in ((2, 4), (3, 4)))])
+def test_bytes_on_the_wire_are_those_planned(stage, ranks, pools, corpus, tmp_path):
+    """Within 16 bytes: ZeRO pads the group of the hidden matrices, and reduces its norm, separately."""
+    run = [*flags(corpus, tmp_path, ranks, stage=stage), "--steps", "4", "--eval_every", "0"]
+    config = resolve(run, ranks)[0]
+    without = replace(config, built_techniques=Techniques())
+    sent = trained(pools.of(ranks), run)[-1]["bytes_sent"]
+    assert sent == pytest.approx(bytes_of(config, config.model_config), abs=16)
+    assert sent > bytes_of(without, config.model_config) + 1000
+
+
 def test_cut_matrices_have_one_owner_each_and_the_work_is_shared():
     """A tensor of 448 elements is cut at 150 and 300: inside of the third and the fourth matrix."""
     shapes, ranks = [(8, 8), (8, 8), (16, 8), (8, 16), (8, 8)], 3
     sizes = [rows * columns for rows, columns in shapes]
     ends = [0, 150, 300, 448]
     fragments = [Fragment("w", ends[rank], 7, ends[rank + 1] - ends[rank]) for rank in range(ranks)]
-    held = [[list(matrices_in(Master(torch.empty(0), [fragment]), {"w": shapes}))] for fragment in fragments]
+    held = [[list(matrices_in([fragment], {"w": shapes}))] for fragment in fragments]
     for rank, (matrices,) in enumerate(held):
         for matrix, begin in zip(matrices, accumulate(sizes, initial=0), strict=False):
             if matrix.lengths[0]:

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from launch.config.explain import bytes_of
+from launch.config.run_config import resolve
 from tests.distributed.reference import PublishedOneBitAdam, PublishedOneBitLamb, Step, reference_steps
 from tests.distributed.test_engine_follows_plain_pytorch import BATCH, LR, SEED, STEPS, WARMUP, largest_difference, losses_of
 from tests.distributed.test_engine_follows_plain_pytorch import flags as engine_flags
@@ -229,7 +231,7 @@ def test_rows_that_cannot_have_gradients_gather_no_error(kind, two_ranks, corpus
 
 @cases("precision", [("fp32",), ("bf16",)], lamb=[("fp32",)])
 def test_a_step_sends_a_bit_for_each_parameter(kind, precision, two_ranks, corpus, tmp_path):
-    """Of a model of 1.1 M parameters, at most 1/30 of its fp32 gradients and 1/15 of those in bf16, all else included."""
+    """Of a model of 1.1 M parameters, at most 1/30 of its fp32 gradients and 1/15 of those in bf16, all else included. It is planned."""
     run = [*flags(kind, corpus, tmp_path, 2, precision=precision, freeze_step=2), "--n_layer", "5", "--d_model", "128", "--steps", "4"]
     lines = trained(two_ranks, run)
     sent = [line["bytes_sent"] for line in lines]
@@ -238,3 +240,5 @@ def test_a_step_sends_a_bit_for_each_parameter(kind, precision, two_ranks, corpu
     gradients = {"fp32": 4, "bf16": 2}[precision] * parameters
     assert sent[1] == pytest.approx(gradients, rel=1e-3)
     assert sent[2] == sent[3] <= gradients / {"fp32": 30, "bf16": 15}[precision]
+    config = resolve(run, ranks=2)[0]
+    assert sum(sent) / len(sent) == pytest.approx(bytes_of(config, config.model_config), rel=0.01)

@@ -9,6 +9,8 @@ from collections.abc import Callable
 
 import pytest
 
+from launch.config.explain import bytes_of
+from launch.config.run_config import resolve
 from tests.distributed.reference import PublishedZeroOneAdam, Step, reference_steps
 from tests.distributed.test_engine_follows_plain_pytorch import BATCH, LR, SEED, STEPS, WARMUP, largest_difference, losses_of
 from tests.distributed.test_engine_follows_plain_pytorch import flags as engine_flags
@@ -56,6 +58,8 @@ def test_it_acts_at_the_steps_of_the_papers_rule(two_ranks, corpus, tmp_path):
         else:
             assert line["bytes_sent"] < (gradients / 30 if line["exchanged"] else 5000)
             assert line["bytes_sent"] > (gradients / 32 if line["exchanged"] else 0)
+    config = resolve(run, ranks=2)[0]
+    assert sum(line["bytes_sent"] for line in lines) / STEPS == pytest.approx(bytes_of(config, config.model_config), rel=0.01)
 
 
 @pytest.mark.parametrize("accumulation", [pytest.param(1, marks=pytest.mark.long), 3])

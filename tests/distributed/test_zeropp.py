@@ -17,6 +17,7 @@ GATHERED = "zero_optimization.stage3_param_persistence_threshold=1000"
 PAIRS = "zero_optimization.zero_hpz_partition_size=2"
 INT8 = "zero_optimization.zero_quantized_weights=true"
 OFFLOAD = ("zero_optimization.offload_optimizer.device=cpu", "zero_optimization.offload_param.device=cpu")
+MUON = 'optimizer={"type": "Muon", "params": {"lr": "auto", "weight_decay": 0.1, "ns_dtype": "fp32"}}'
 
 
 def flags(corpus: Path, runs: Path, name: str, *changes: str, precision: str = "fp32", more: tuple[str, ...] = ()) -> list[str]:
@@ -36,8 +37,8 @@ def numbers(lines: list[dict]) -> list[tuple]:
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize(
     ("precision", "changes"),
-    [("fp32", ()), ("bf16", ()), ("fp32", OFFLOAD)],
-    ids=["fp32", "bf16", "offloaded"],
+    [("fp32", ()), ("bf16", ()), ("fp32", OFFLOAD), ("fp32", (MUON,)), ("bf16", (MUON,))],
+    ids=["fp32", "bf16", "offloaded", "muon fp32", "muon bf16"],
 )
 @pytest.mark.long
 def test_the_second_copy_changes_no_bit(precision, changes, architecture, pools, corpus, tmp_path):
@@ -74,12 +75,13 @@ def test_bytes_on_the_wire_are_those_planned(changes, scales, pools, corpus, tmp
     assert planned <= trained(pools, run)[-1]["bytes_sent"] <= planned * (1 + scales)
 
 
+@pytest.mark.parametrize("changes", [(), (MUON,)], ids=["adamw", "muon"])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.long
-def test_int8_weights_train_to_nearly_the_same_loss(architecture, pools, corpus, tmp_path):
+def test_int8_weights_train_to_nearly_the_same_loss(architecture, changes, pools, corpus, tmp_path):
     more = ("--eval_every", "3", "--architecture", architecture)
     plain, quantized = (
-        trained(pools, flags(corpus, tmp_path, name, *own, precision="bf16", more=more))
+        trained(pools, flags(corpus, tmp_path, name, *changes, *own, precision="bf16", more=more))
         for name, own in (("plain", ()), ("quantized", (PAIRS, INT8)))
     )
     assert [line["loss"] for line in quantized[1:]] == pytest.approx([line["loss"] for line in plain[1:]], abs=0.02)
