@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from launch.comparison.verdicts import Interval, decide, holm, judge, paired_interval, planned_power, seeds_needed
+from launch.comparison.verdicts import Interval, decide, holm, judge, paired_interval, planned_power
 from recipes.claims import Claim
 
 # Hours of sleep that ten patients gained by two drugs, of Student, The probable error of a mean, Biometrika 6 (1908). R's `t.test(paired
@@ -230,12 +230,15 @@ def test_neither_huge_nor_tiny_numbers_change_a_verdict():
 # --- planning -------------------------------------------------------------------------------------------------------------------------
 
 
-def test_seeds_needed_are_as_published():
+def test_the_planned_power_is_as_published():
     """Two-sided tests at 5% of pairs with an effect of 0.5 deviations need 34, 44 and 54 for a power of 0.8, 0.9 and 0.95 (G*Power 3.1)."""
     for power, seeds in ((0.8, 34), (0.9, 44), (0.95, 54)):
-        assert seeds_needed(within(0.05, power=power), 0.1, 1) == seeds
-        assert seeds_needed(Claim("loss", "lower_by", 0.05, -0.1, power), 0.1, 1) == seeds
-        assert seeds_needed(Claim("step_time", "ratio", math.exp(0.5), 1.0, power), 1.0, 1) == seeds
+        for claim, deviation in (
+            (within(0.05), 0.1),
+            (Claim("loss", "lower_by", 0.05, -0.1, 0.9), 0.1),
+            (Claim("step_time", "ratio", math.exp(0.5), 1.0, 0.9), 1.0),
+        ):
+            assert planned_power(claim, seeds - 1, deviation, 1) < power <= planned_power(claim, seeds, deviation, 1)
 
 
 @pytest.mark.parametrize("claims", [1, 35])
@@ -250,10 +253,11 @@ def test_the_planned_power_is_that_of_the_noncentral_t(seeds, claims):
 
 
 def test_planning_at_its_ends():
-    assert seeds_needed(within(0.01, expected=0.01), 0.1, 35) is None
-    assert seeds_needed(within(0.01, expected=0.02), 0.0, 35) is None
-    assert seeds_needed(equal(0.01), 1.0, 35) is None
-    assert seeds_needed(equal(0.01), 0.0, 35) == seeds_needed(equal(0.01), 1e-9, 35) == 2
+    assert planned_power(within(0.01, expected=0.01), 1000, 0.1, 35) < 0.05, "the truth is at the bound"
+    assert planned_power(within(0.01, expected=0.02), 2, 0.0, 35) == 0
+    assert planned_power(equal(0.01), 1000, 1.0, 35) < 0.05
+    assert planned_power(equal(0.01), 2, 0.0, 35) == 1
+    assert planned_power(equal(0.01), 2, 1e-9, 35) == pytest.approx(1)
     for seeds, deviation, claims in ((1, 1.0, 1), (5, math.nan, 1), (5, -1.0, 1), (5, 1.0, 0)):
         with pytest.raises(ValueError, match="must be finite"):
             planned_power(equal(0.01), seeds, deviation, claims)

@@ -18,9 +18,8 @@ Assumptions:
   symmetric distribution. Other skew does not: with 5 seeds and an exponential tail of 5% in the control's step times and of 15% in the
   recipe's, a claim that is exactly at its bound wrongly holds in 8% of experiments instead of 2.5%, and if only the recipe has the tail,
   in 11%. At the level of a table of 35 claims it is 0.5% and 1.4% instead of 0.07%. Uniform noise, which has no tails, stays below 3%.
-- The number of seeds was fixed in advance, by `seeds_needed` for instance, so no verdict says how many more would decide. After a look at
-  5 seeds and, if inconclusive, another at 10, a claim at its bound has a verdict in 9% of experiments instead of 5%, and in 19% with a
-  look after each seed from 5 to 20.
+- The number of seeds was fixed in advance, so no verdict says how many more would decide. After a look at 5 seeds and, if inconclusive,
+  another at 10, a claim at its bound has a verdict in 9% of experiments instead of 5%, and in 19% with a look after each seed from 5 to 20.
 - Verdicts with a direction are proven for Holm's method if the claims are independent (Shaffer, 1980); claims that share a control are
   not. Of 2,000 simulated tables of 35 claims with normal noise and 5 seeds, the truth at each bound and the noise of a run from 1e-4 to
   0.5 nats, 3.4% to 4.9% have a wrong verdict, and with one control for all claims 3.2% to 4.4%. If half of the claims are not measured,
@@ -33,7 +32,6 @@ Assumptions:
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -49,8 +47,6 @@ Outcome = Literal["holds", "fails", "inconclusive"]
 
 LEVEL = 0.05
 SIGNS = {"holds": "✓", "fails": "✗", "inconclusive": "?"}
-#: The largest number of seeds that `seeds_needed` considers.
-MOST_SEEDS = 1_000
 #: Differences below this fraction of the values (of 1 for logarithms of ratios) are rounding errors: 1e-16 in fp64, 1e-13 for logarithms.
 ROUNDING = 1e-12
 
@@ -202,13 +198,6 @@ def planned_power(claim: Claim, seeds: int, deviation: float, claims_in_table: i
     critical = stats.t.isf(LEVEL / 2 / claims_in_table, seeds - 1) * np.sqrt(stats.chi2.ppf(quantiles, seeds - 1) / (seeds - 1))
     inside = stats.norm.cdf((high - expected) / error - critical) - stats.norm.cdf((low - expected) / error + critical)
     return float(np.maximum(inside, 0.0).mean())
-
-
-def seeds_needed(claim: Claim, deviation: float, claims_in_table: int) -> int | None:
-    """The smallest number of seeds for which `planned_power` is `claim.power` or more; None if that is more than 1,000."""
-    counts = range(2, MOST_SEEDS + 1)
-    found = bisect_left(counts, claim.power, key=lambda seeds: planned_power(claim, seeds, deviation, claims_in_table))
-    return counts[found] if found < len(counts) else None
 
 
 # --- tests ----------------------------------------------------------------------------------------------------------------------------
