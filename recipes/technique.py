@@ -272,8 +272,8 @@ class Technique:
     def on_gradients(self) -> None:
         """Look at the gradients of the step, after the last backward pass and before clipping. All ranks call this together.
 
-        `deepspeed.utils.safe_get_full_grad(parameter)` of the engine's parameters works at every stage and with CPU offload; with
-        offload to NVMe it was seen to hang. In fp16 the gradients are multiplied by the loss scale.
+        `deepspeed.utils.safe_get_full_grad(parameter)` of the engine's parameters works at every stage and with offload to
+        CPU memory or NVMe. In fp16 the gradients are multiplied by the loss scale.
         """
 
     def evaluation_weights(self) -> AbstractContextManager[None]:

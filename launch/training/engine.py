@@ -180,6 +180,9 @@ def start_engine(config: RunConfig, techniques: Technique, collectives: Collecti
     deepspeed_config = _deepspeed_config(config)
     if config.quantizes_weights:
         load_extension("QuantizerBuilder")
+    if config.uses_nvme:  # before `zero.Init`, which loads them for weights on NVMe
+        load_extension("PinMemoryBuilder")
+        load_extension("AsyncIOBuilder")
     # At stage 3 every module is partitioned as soon as it is built, so the whole model is never on one rank.
     with deepspeed.zero.Init(config_dict_or_path=deepspeed_config, enabled=config.zero_stage == 3):
         model = GPT(model_config)
@@ -195,9 +198,6 @@ def start_engine(config: RunConfig, techniques: Technique, collectives: Collecti
         deepspeed_config["optimizer"] = config.optimizer
     if config.offload("offload_optimizer") != "none" and config.optimizer["type"] in ADAM_TYPES:
         load_extension("CPUAdamBuilder")
-    if config.uses_nvme:
-        load_extension("PinMemoryBuilder")
-        load_extension("AsyncIOBuilder")
     if config.zero_stage:
         without_compiled_muon()
     applied = corrections.before_initialize(config.zero_stage, config.precision, collectives)

@@ -20,6 +20,7 @@ from tests.distributed.test_engine_follows_plain_pytorch import (
     flags,
     largest_difference,
     losses_of,
+    pool,  # noqa: F401
 )
 
 JOB = "tests.distributed.jobs:pretrain_with"
@@ -34,12 +35,11 @@ def with_z_loss(model: GPT, windows: torch.Tensor, document_end: int) -> torch.T
 
 
 @pytest.mark.parametrize("more", [[], KERNEL], ids=["plain", "fused"])
-@pytest.mark.parametrize(
-    "form", [pytest.param(form, marks=[] if form in ("stage 0", "stage 3") else pytest.mark.long) for form in FORMS if "drive" not in form]
-)
-def test_it_trains_both_and_logs_the_cross_entropy(form, more, two_ranks, corpus, tmp_path):
-    run = flags(corpus, tmp_path, SMALL, form, 2, 3) + more
-    lines = two_ranks.run(JOB, technique="AuxiliaryLoss", flags=run)[0]
+@pytest.mark.parametrize("ranks", [2])
+@pytest.mark.parametrize("form", [pytest.param(form, marks=[] if form in ("stage 0", "stage 3") else pytest.mark.long) for form in FORMS])
+def test_it_trains_both_and_logs_the_cross_entropy(form, ranks, more, pool, corpus, tmp_path):  # noqa: F811
+    run = flags(corpus, tmp_path, SMALL, form, ranks, 3) + more
+    lines = pool.run(JOB, technique="AuxiliaryLoss", flags=run)[0]
     expected = reference_steps(corpus, SMALL, STEPS, BATCH, LR, WARMUP, SEED, loss_of=with_z_loss)
     plain = reference_steps(corpus, SMALL, STEPS, BATCH, LR, WARMUP, SEED)
     losses = [line["loss"] for line in lines]
