@@ -277,14 +277,17 @@ def _found(one: Published) -> str:
     """The claims of a recipe on a testbed with their verdicts."""
     texts = []
     for claim, verdict in zip(one.experiment.claims, one.verdicts, strict=False):
-        estimate = "" if verdict.estimate is None else f" (measured: {_number(claim, verdict.estimate)})"
-        texts.append(f"`{claim.label}` {SIGNS[verdict.outcome]} {verdict.outcome}{estimate}")
+        texts.append(f"`{claim.label}` {SIGNS[verdict.outcome]} {verdict.outcome}{_estimate(claim, verdict)}")
     if one.pair and not texts:
         loss = one.pair.figures[LOSS].difference if LOSS in one.pair.figures else None
         texts = ["figures without claims" + (f" (loss {_signed(loss.mean)})" if loss else "")]
     elif not texts:
         texts = [*(f"`{claim.label}`" for claim in one.experiment.claims), one.note]
     return f"{one.testbed.name}: {', '.join(texts)}"
+
+
+def _estimate(claim: Claim, verdict: Verdict) -> str:
+    return "" if verdict.estimate is None else f" ({_number(claim, verdict.estimate)})"
 
 
 def short_table(cells: list[Published]) -> str:
@@ -295,7 +298,7 @@ def short_table(cells: list[Published]) -> str:
         own = [one for one in cells if one.recipe.name == name and one.verdicts]
         verdicts = [(one, claim, verdict) for one in own for claim, verdict in zip(one.experiment.claims, one.verdicts, strict=True)]
         claims = ", ".join(
-            f"`{claim.label}` {SIGNS[verdict.outcome]}" + (f" ({one.testbed.name})" if len(own) > 1 else "")
+            f"`{claim.label}` {SIGNS[verdict.outcome]}{_estimate(claim, verdict)}" + (f" ({one.testbed.name})" if len(own) > 1 else "")
             for one, claim, verdict in verdicts
         )
         claims = claims or (UNMEASURED if any(experiment.claims for experiment in recipe.experiments.values()) else "-")
