@@ -158,6 +158,11 @@ def read_testbed(name: str) -> Testbed:
     return _made(Testbed, str(path), {"name": name, **_read_object(path)})
 
 
+def read_testbeds(device: str | None = None) -> list[Testbed]:
+    """All testbeds, or those of a device, "cpu" or "cuda", in alphabetical order."""
+    return [testbed for testbed in map(read_testbed, testbed_names()) if device in (None, testbed.device)]
+
+
 def _experiment(where: str, testbed: str, fields: Any) -> Experiment:
     if testbed not in testbed_names():
         raise RecipeError(f"{where}: unknown testbed; allowed are {', '.join(testbed_names())}")

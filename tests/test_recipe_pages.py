@@ -18,7 +18,7 @@ from launch.comparison.runs import read_run, read_stored_run, stored_run
 from launch.comparison.verdicts import SIGNS
 from launch.errors import UsageError
 from recipes import registry
-from recipes.registry import read_recipe, read_testbed, recipe_names, technique_classes
+from recipes.registry import read_recipe, read_testbed, read_testbeds, recipe_names, technique_classes
 from tests.helpers import ROOT as CHECKOUT
 from tests.run_folders import description, line, write_run
 
@@ -198,12 +198,11 @@ def test_the_page_of_the_testbeds_shows_sweep_and_noise(tree):
 
 
 def test_every_target_loss_is_that_of_the_published_sweep():
-    for name in registry.testbed_names():
-        testbed = read_testbed(name)
+    for testbed in read_testbeds():
         grid = tuning.published_sweep(tuning.CONTROL, testbed)[1]["grid"]
         if grid:
             lowest = min(point["loss"] for point in grid if point["loss"] is not None)
-            assert testbed.target_loss == pytest.approx(math.ceil((lowest + 0.2) / 0.05) * 0.05), name
+            assert testbed.target_loss == pytest.approx(math.ceil((lowest + 0.2) / 0.05) * 0.05), testbed.name
 
 
 def test_a_second_look_is_marked(tree, make):

@@ -23,7 +23,7 @@ from launch.errors import UsageError
 from launch.formats.json_lines import dotted
 from launch.training.run_json import INCIDENTAL
 from recipes.claims import Claim
-from recipes.registry import ROOT, Experiment, Recipe, Testbed, read_recipe, read_testbed, recipe_names, testbed_names
+from recipes.registry import ROOT, Experiment, Recipe, Testbed, read_recipe, read_testbeds, recipe_names
 
 Role = Literal["control", "recipe", "run"]
 Group = tuple[Run, ...]  # runs of one configuration, in the order of their seeds
@@ -249,7 +249,7 @@ def _direct(pairings: Sequence[Pairing]) -> Iterator[Pairing]:
 def claims_in_table(device: str) -> int:
     """The number of claims of all recipes on the testbeds of a device, measured or not."""
     recipes = [read_recipe(ROOT / "recipes" / name) for name in recipe_names()]
-    testbeds = {name for name in testbed_names() if read_testbed(name).device == device}
+    testbeds = {testbed.name for testbed in read_testbeds(device)}
     return sum(len(one.claims) for recipe in recipes for testbed, one in recipe.experiments.items() if testbed in testbeds)
 
 

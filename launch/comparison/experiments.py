@@ -22,7 +22,7 @@ from launch.comparison.trials import CannotRun, PlannedExperiment, Trial, fittin
 from launch.config.hardware import device_type, gpus
 from launch.errors import UsageError, one_line, print_once
 from model.accounting import flops_per_token, parameter_count
-from recipes.registry import ROOT, Recipe, Testbed, read_recipe, read_testbed, testbed_names
+from recipes.registry import ROOT, Recipe, Testbed, read_recipe, read_testbed, read_testbeds
 
 #: Ranks of runs that are on no testbed: with one rank nothing is partitioned and nothing is sent.
 CPU_RANKS = 2
@@ -92,7 +92,7 @@ def testbed_named(name: str) -> Testbed:
     """`read_testbed`, but UsageError if the testbed is for another device."""
     testbed = read_testbed(name)
     if testbed.device != device_type():
-        here = [one for one in testbed_names() if read_testbed(one).device == device_type()]
+        here = [one.name for one in read_testbeds(device_type())]
         raise UsageError(
             f"--testbed {name}: it is for {testbed.device}, and this machine has {device_type()}; give one of {', '.join(here)}"
         )
@@ -107,7 +107,7 @@ def _testbeds(recipe: Recipe, passed_on: Sequence[str], flags: argparse.Namespac
     elif flags.ranks or any(word.startswith("--") and word != "--save_every" for word in passed_on):
         return [None]
     else:
-        testbeds = [testbed for testbed in map(read_testbed, recipe.experiments) if testbed.device == device_type()]
+        testbeds = [testbed for testbed in read_testbeds(device_type()) if testbed.name in recipe.experiments]
         wanted = f"a testbed for {device_type()}"
     if not testbeds:
         raise CannotRun(

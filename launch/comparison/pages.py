@@ -9,7 +9,6 @@ measures of the published runs. A test compares what stands there with what this
 
 from __future__ import annotations
 
-import json
 import math
 import re
 import sys
@@ -26,12 +25,11 @@ from launch.comparison.comparison import LOSS, Comparison, Pair, claims_in_table
 from launch.comparison.forest import draw_forest, row
 from launch.comparison.page import draw_losses, figure_row
 from launch.comparison.runs import Run, read_stored_run
-from launch.comparison.tuning import deviation, deviation_interval, draw_tuning, in_words, numbers_in, setting_name
+from launch.comparison.tuning import deviation, deviation_interval, draw_tuning, in_words, numbers_in, read_json, setting_name
 from launch.comparison.verdicts import SIGNS, Verdict, planned_power
 from launch.formats.files import write_atomically
 from recipes.claims import QUESTIONS, Claim
-from recipes.registry import ROOT, TESTBEDS, Experiment, Recipe, Testbed, read_recipe, read_testbed, recipe_names, technique_classes
-from recipes.registry import testbed_names as names_of_testbeds
+from recipes.registry import ROOT, TESTBEDS, Experiment, Recipe, Testbed, read_recipe, read_testbeds, recipe_names, technique_classes
 
 INDEX = ROOT / "recipes" / "README.md"
 README = ROOT / "README.md"
@@ -52,12 +50,6 @@ SETTING = ("flags", "tuned", "target_loss", "ranks")
 
 
 # --- the published data ---------------------------------------------------------------------------------------------------------------
-
-
-def read_json(file: Path) -> dict[str, Any]:
-    """The object in `file`; empty without the file."""
-    found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
-    return found
 
 
 def planned(recipe: str, testbed: str) -> dict[str, Any]:
@@ -114,7 +106,7 @@ class Published:
 
 def published() -> list[Published]:
     """Every recipe on each of its testbeds, ordered by testbed, with the verdicts."""
-    testbeds = {name: read_testbed(name) for name in names_of_testbeds()}
+    testbeds = {testbed.name: testbed for testbed in read_testbeds()}
     recipes = [read_recipe(ROOT / "recipes" / name) for name in recipe_names()]
     cells = [(recipe, testbeds[name], experiment) for recipe in recipes for name, experiment in recipe.experiments.items()]
     cells.sort(key=lambda cell: (cell[1].device, cell[1].name, cell[0].name))
@@ -208,7 +200,7 @@ def _plan(claim: Claim, one: Published) -> str:
     Where the testbed's noise is not measured, it is that of another testbed of the device.
     """
     truth = f"if the true {claim.scale} is {_number(claim, claim.expected)}"
-    noisy = [one.testbed.name, *(name for name in names_of_testbeds() if read_testbed(name).device == one.testbed.device)]
+    noisy = [one.testbed.name, *(testbed.name for testbed in read_testbeds(one.testbed.device))]
     measured = next((name for name in noisy if (TESTBEDS / name / "noise.json").exists()), None)
     if claim.measure != "loss" or measured is None:
         what = "noise" if claim.measure == "loss" else "noise of this quantity"
@@ -317,8 +309,8 @@ def excluded_pairs() -> str:
 def testbeds_part(cells: list[Published]) -> str:
     """A section for each testbed: its setting, its noise, its sweep, and the recipes that are compared on it."""
     blocks = []
-    for name in names_of_testbeds():
-        testbed = read_testbed(name)
+    for testbed in read_testbeds():
+        name = testbed.name
         blocks += [f"## {name}", f"{testbed.title}. {'On a GPU.' if testbed.device == 'cuda' else 'On a CPU.'} {testbed.reason}".rstrip()]
         rows = [f"| {setting_name(key, value)} | {in_words(value)} |" for key, value in testbed.flags.items()]
         tuned = "tuned" if (TESTBEDS / name / "tuning.json").exists() else "not tuned yet"

@@ -11,10 +11,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from launch.comparison.comparison import Comparison, Pair
-from launch.comparison.pages import RESULTS, plan_files, plan_in, planned, read_json, write_pages
+from launch.comparison.pages import RESULTS, plan_files, plan_in, planned, write_pages
 from launch.comparison.runs import Run, stored_run
 from launch.comparison.trials import settings_on
-from launch.comparison.tuning import CONTROL, edges, published_sweep, tuned_by
+from launch.comparison.tuning import CONTROL, edges, published_sweep, read_json, tuned_by
 from launch.errors import UsageError
 from launch.formats.files import write_atomically
 from launch.training.provenance import machine_in_words, repository_commit

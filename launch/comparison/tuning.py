@@ -153,6 +153,12 @@ def _arms(testbed: Testbed, recipe: Recipe | None, flags: argparse.Namespace, pa
     return arms
 
 
+def read_json(file: Path) -> dict[str, Any]:
+    """The object in `file`; empty without the file."""
+    found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    return found
+
+
 def tuned_by(config: str, testbed: Testbed) -> Recipe | None:
     """The recipe whose DeepSpeed JSON `config` is, if it is tuned on the testbed itself; None if it takes the values of the control."""
     recipes = (read_recipe(ROOT / "recipes" / name) for name in recipe_names())
@@ -164,8 +170,7 @@ def published_sweep(config: str, testbed: Testbed) -> tuple[Path, dict[str, Any]
     """The `tuning.json` that chooses the values of `config` on a testbed, and that sweep: an empty grid if it is not published."""
     own = tuned_by(config, testbed)
     file = (ROOT / "recipes" / own.name if own else TESTBEDS / testbed.name) / "tuning.json"
-    found = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
-    arms = found.get(testbed.name, {}).get("arms", {})
+    arms = read_json(file).get(testbed.name, {}).get("arms", {})
     return file, arms.get(Path(config if own else CONTROL).stem, {"grid": [], "chosen": None})
 
 
@@ -251,7 +256,7 @@ def write_tuning(found: dict[str, Any], recipe: str | None, out: Path, publish: 
     for folder, own in folders.items():
         folder.mkdir(parents=True, exist_ok=True)
         file = folder / "tuning.json"
-        merged = {**(json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}), **own}
+        merged = {**read_json(file), **own}
         write_atomically(file, json.dumps(merged, indent=1, allow_nan=False) + "\n")
         draw_tuning(merged, folder / "tuning.png")
         written.append(file)
