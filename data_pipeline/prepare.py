@@ -137,8 +137,7 @@ def prepare(args: argparse.Namespace, say: Say) -> None:
 def verify(args: argparse.Namespace, say: Say) -> None:
     """Reads every byte of an existing corpus; DataError for the first file that differs from its manifest."""
     corpus = open_corpus(args.verify)
-    total = sum(shard["tokens"] for split in SPLITS for shard in corpus.manifest["splits"][split]["shards"]) * corpus.dtype.itemsize
-    with _progress_bar(total, args.quiet, "verifying") as bar:
+    with _progress_bar(corpus.n_bytes, args.quiet, "verifying") as bar:
         corpus.verify(bar.update)
     for split in SPLITS:
         entry = corpus.manifest["splits"][split]

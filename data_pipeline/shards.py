@@ -141,6 +141,11 @@ class Corpus:
             content |= {"mixture": self.mixture, "groups": groups}
         self.fingerprint = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
+    @property
+    def n_bytes(self) -> int:
+        """The size of all tokens."""
+        return sum(shard["tokens"] for split in SPLITS for shard in self.manifest["splits"][split]["shards"]) * self.dtype.itemsize
+
     @readable()
     def verify(self, on_read: OnRead = lambda n_bytes: None) -> None:
         """Reads everything; DataError for the first file with another hash than the manifest's.

@@ -34,6 +34,9 @@ from launch.training.observers import Observer, Observers
 from launch.training.signals import StopRequest, exit_code
 from recipes.technique import whole_step
 
+#: Bytes of tokens whose hashes are checked before the ranks meet, about ten seconds. Other ranks would wait for a longer check in vain.
+LARGEST_VERIFIED = 10e9
+
 
 def main() -> int:
     """Check everything that can be checked before ranks meet, then train."""
@@ -60,9 +63,15 @@ def main() -> int:
         check_monitors(config.engine, path)
         if store := CheckpointStore.of(config):
             check_store(store, path, config.resume)
-        config.corpus.verify()
+        if verified := config.corpus.n_bytes <= LARGEST_VERIFIED:
+            config.corpus.verify()
         check_port(config.resume)
         folder = open_run_folder(config, path)
+        if not verified:
+            folder.log(
+                f"note: {config.data}: with {config.corpus.n_bytes / 1e9:,.0f} GB, its hashes are not checked at the start of a run; "
+                f"data_pipeline/prepare.py --verify {config.data} does"
+            )
     try:
         code = train(config, folder, stop)
     except UsageError:

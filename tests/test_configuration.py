@@ -63,6 +63,21 @@ def test_auto_is_the_presets(resolved):
     assert resolved("--preset", "micro").lr == 1.5e-3
 
 
+def test_a_long_run_is_saved_every_thousand_steps(resolved):
+    assert [resolved("--steps", steps).save_every for steps in ("300", "4000", "40000")] == [75, 1000, 1000]
+    assert resolved("--steps", "40000", "--save_every", "3000").save_every == 3000
+
+
+def test_a_run_of_many_epochs_has_a_note(resolved):
+    config = resolved()
+    (note,) = (note for note in resolved("--steps", "100000").notes if "about" in note)
+    assert (
+        f"each of its {config.corpus.train.n_tokens:,} tokens about {100_000 * 16 * 128 / config.corpus.train.n_tokens:,.0f} times" in note
+    )
+    steps = 5 * config.corpus.train.n_tokens // (16 * 128)
+    assert not any("about" in note for note in resolved("--steps", str(steps)).notes)
+
+
 def test_a_flag_wins_over_the_preset(resolved):
     flags = ["--lr", "1e-4", "--min_lr", "0", "--steps", "50", "--warmup_steps", "0", "--global_batch_size", "8", "--d_model", "64"]
     config = resolved(*flags)

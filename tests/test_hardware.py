@@ -107,6 +107,19 @@ def test_an_accelerator_that_cannot_be_asked_is_taken_to_have_it(run, processor,
     assert "no 'xpu' device was found" in run(*AUTO).notes[0]
 
 
+@pytest.mark.parametrize(("chosen", "visible", "refused"), [(False, None, True), (True, None, False), (False, "", False)])
+def test_a_run_on_the_cpu_of_a_host_with_gpus_must_be_wanted(chosen, visible, refused, gpus, monkeypatch, tmp_path):
+    gpus()
+    monkeypatch.setattr(hardware, "DEVICE_IS_CHOSEN", chosen)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert hardware.unused_gpus() == "", "no driver"
+    (tmp_path / "version").touch()
+    monkeypatch.setattr(hardware, "NVIDIA_DRIVER", tmp_path / "version")
+    assert ("can use none" in hardware.unused_gpus()) == refused
+
+
 def test_another_value_is_told_of_auto():
     flags = ("--deepspeed_config", "ds_configs/zero1_bf16.json", "--set")
     assert refusal(*flags, "bf16.enabled=1").endswith('bf16.enabled is 1; write true or false, or "auto"')

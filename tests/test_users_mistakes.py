@@ -126,7 +126,7 @@ def test_wrong_value_of_a_flag(flag, faults):
         (["--seq_len", "20000"], "lower seq_len"),
         (["--min_lr", "0.1"], "min_lr' is 0.1, above the peak learning rate of 0.003"),
         (["--steps", "10", "--warmup_steps", "10"], "warmup_steps' is 10, but the run has 10 steps"),
-        (["--global_batch_size", "7"], "cannot be shared evenly by 2 ranks; --global_batch_size 6 or 8 can"),
+        (["--global_batch_size", "7"], "cannot be shared evenly by 2 ranks; --global_batch_size 6 or 8 can, or start 1 rank"),
         (["--global_batch_size", "1"], "--global_batch_size 2 can"),
         (["--micro_batch_size", "3"], "micro-batch 3 x accumulation 2 x 2 ranks = 12 sequences, but the global batch is 16"),
         (["--steps", "1e12", "--global_batch_size", "1e8"], "more than 10^18 tokens"),

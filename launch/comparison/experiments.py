@@ -110,11 +110,10 @@ def _testbeds(recipe: Recipe, passed_on: Sequence[str], flags: argparse.Namespac
         testbeds = [testbed for testbed in read_testbeds(device_type()) if testbed.name in recipe.experiments]
         wanted = f"a testbed for {device_type()}"
     if not testbeds:
-        raise CannotRun(
-            f"it has no experiment on {wanted}; "
-            + (f"give one of {', '.join(recipe.experiments)}, or " if recipe.experiments else "give ")
-            + "a setting: --preset nano --steps 200"
-        )
+        here = [testbed.name for testbed in read_testbeds(device_type()) if testbed.name in recipe.experiments]
+        on_cpu = [testbed.name for testbed in read_testbeds("cpu") if testbed.name in recipe.experiments]
+        way = f"give one of {', '.join(here)}, or " if here else f"set DS_ACCELERATOR=cpu for {', '.join(on_cpu)}, or " if on_cpu else ""
+        raise CannotRun(f"it has no experiment on {wanted}; {way}give a setting: --preset nano --steps 200")
     return [*testbeds]
 
 

@@ -146,7 +146,9 @@ def build_parser() -> Parser:
         help="continue from the run's newest complete checkpoint, or from step 0 if it has none; --resume=must refuses to start at step 0",
     )
     add_evaluation_flags(run)
-    run.add_argument("--save_every", type=natural, help="steps between checkpoints; 0 saves at the end only (a quarter of the run)")
+    run.add_argument(
+        "--save_every", type=natural, help="steps between checkpoints; 0 saves at the end only (a quarter of the run, at most 1,000)"
+    )
     run.add_argument("--keep", type=positive, default=3, help="newest checkpoints to keep, in addition to the best by validation loss (3)")
     run.add_argument(
         "--checkpoint_store",

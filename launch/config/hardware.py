@@ -16,6 +16,10 @@ from pathlib import Path
 from typing import Any
 
 CPUINFO = Path("/proc/cpuinfo")
+#: Exists where the driver is loaded.
+NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
+#: Whether the user has chosen the device. `quiet_deepspeed` may set the variable later.
+DEVICE_IS_CHOSEN = "DS_ACCELERATOR" in os.environ
 #: What /proc/cpuinfo calls bf16 arithmetic: AMX and AVX512 of x86-64 ("flags"), 64-bit Arm ("Features").
 CPU_FLAGS = ("amx_bf16", "avx512_bf16", "bf16")
 #: Ampere, the first with bf16 (CUDA C++ Programming Guide, "Arithmetic Instructions").
@@ -27,6 +31,22 @@ def device_type() -> str:
     import torch  # seconds to import, which --help does without
 
     return os.environ.get("DS_ACCELERATOR") or ("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def unused_gpus() -> str:
+    """Why a run would train on the CPU although this host has NVIDIA's GPUs, and what to do; empty if it would not, or if that is wanted.
+
+    DS_ACCELERATOR=cpu and an empty CUDA_VISIBLE_DEVICES say that it is.
+    """
+    import torch  # as above
+
+    wanted = DEVICE_IS_CHOSEN or os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+    if wanted or torch.accelerator.is_available() or not NVIDIA_DRIVER.exists():
+        return ""
+    return (
+        f"this host has a driver for NVIDIA GPUs, and torch {torch.__version__} can use none; install the build of torch for the driver's "
+        "CUDA, ask the scheduler for GPUs, or set DS_ACCELERATOR=cpu to train on the CPU"
+    )
 
 
 def gpus() -> list[Any]:

@@ -69,6 +69,10 @@ BUFFER_SIZE = 100_000_000
 #: Where an `"nvme_path": "auto"` is: in the run's folder, for as long as the run lasts.
 SCRATCH = "nvme"
 FROM_THE_BATCH = "from the global batch"
+#: The default of --save_every is at most this.
+MOST_STEPS_UNSAVED = 1_000
+#: A run of more epochs has a note.
+MANY_EPOCHS = 10
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 #: What is assumed where a run is explained without its corpus.
 GPT2_VOCAB_SIZE = 50_257
@@ -308,6 +312,8 @@ def resolve(argv: list[str], ranks: int | None = None) -> tuple[RunConfig, argpa
             f"{engine.where(('train_micro_batch_size_per_gpu',))}: a micro-batch of {micro_batch:,} sequences is too large: "
             f"the training text of {flags.data} has {sequences:,} sequences of {shape.seq_len} tokens; lower --micro_batch_size"
         ]
+    if corpus is not None and (epochs := total_tokens / corpus.train.n_tokens) > MANY_EPOCHS:
+        engine.notes.append(f"{flags.data}: the run trains on each of its {corpus.train.n_tokens:,} tokens about {epochs:,.0f} times")
     start = _start(flags, run_name, shape, corpus, engine.notes)
     own = {key: engine.values[key] for key in claimed if key in engine.values}
     config = RunConfig(
@@ -330,7 +336,7 @@ def resolve(argv: list[str], ranks: int | None = None) -> tuple[RunConfig, argpa
         min_lr=schedule.min_lr,
         warmup_steps=schedule.warmup_steps,
         eval_every=flags.eval_every if flags.eval_every is not None else -(-steps // 10),
-        save_every=flags.save_every if flags.save_every is not None else -(-steps // 4),
+        save_every=flags.save_every if flags.save_every is not None else min(-(-steps // 4), MOST_STEPS_UNSAVED),
         found_corpus=corpus,
         start=start,
         notes=tuple(engine.notes),
@@ -471,7 +477,7 @@ def _origins(engine: EngineJson, flags: argparse.Namespace) -> Origins:
         origins[name] = flags.origins.get(name, origin)
     origins["run_name"] = flags.origins.get("run_name", "the JSON's name" if flags.recipe is None else "the recipe's name")
     origins["eval_every"] = flags.origins.get("eval_every", "a tenth of the run")
-    origins["save_every"] = flags.origins.get("save_every", "a quarter of the run")
+    origins["save_every"] = flags.origins.get("save_every", f"a quarter of the run, at most {MOST_STEPS_UNSAVED:,} steps")
     origins["ranks"] = "the launcher" if "WORLD_SIZE" in os.environ else flags.origins.get("ranks", "default")
 
     def walk(section: dict[str, Any], path: tuple[str, ...]) -> None:
@@ -536,7 +542,11 @@ def _batch(engine: EngineJson, flags: argparse.Namespace, preset: Preset, ranks:
     per_rank, rest = divmod(total, ranks)
     if rest:
         sizes = " or ".join(str(size) for size in (total - rest, total - rest + ranks) if size)
-        return refused(f"a global batch of {total} sequences cannot be shared evenly by {ranks} ranks; --global_batch_size {sizes} can")
+        fewer = largest_divisor(total, min(ranks, total))
+        return refused(
+            f"a global batch of {total} sequences cannot be shared evenly by {ranks} ranks; --global_batch_size {sizes} can, or start "
+            f"{fewer} rank{'s' * (fewer > 1)}"
+        )
     if micro is None and accumulation is not None:
         micro = max(1, per_rank // accumulation)
         origins["train_micro_batch_size_per_gpu"] = FROM_THE_BATCH

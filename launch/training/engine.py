@@ -22,7 +22,7 @@ from deepspeed.git_version_info import installed_ops
 from deepspeed.runtime import engine as engine_module
 from torch.utils.cpp_extension import CUDA_HOME
 
-from launch.config.hardware import bf16_arithmetic
+from launch.config.hardware import bf16_arithmetic, unused_gpus
 from launch.config.optimizer import ADAM_TYPES
 from launch.config.run_config import RunConfig, needs_cuda
 from launch.errors import TrainingFailed, UsageError
@@ -231,12 +231,14 @@ def _agree_on_precision(config: RunConfig, collectives: Collectives) -> None:
 
 
 def check_device(config: RunConfig) -> None:
-    """Refuse values that this device does not support; DeepSpeed would raise after the model was built.
+    """Refuse values that this device does not support; DeepSpeed would raise after the model was built. Refuse a CPU beside unused GPUs.
 
     Raises:
-        UsageError: a line for each such value of the JSON.
+        UsageError: a line for each such value of the JSON, and one for the GPUs.
     """
     device, faults = get_accelerator().device_name(), []
+    if unused := unused_gpus():
+        faults.append(unused)
     for path, capability in config.cuda_only.items():
         if (lacking := _lacking(device, capability)) is not None:
             place = config.where(tuple(path.split(".")))

@@ -170,7 +170,7 @@ class RunFolder:
         """Lock the folder.
 
         Raises:
-            UsageError: another process has the lock.
+            UsageError: another process has the lock, or the file system has no locks.
         """
 
         def holder() -> str:
@@ -179,6 +179,9 @@ class RunFolder:
             except BlockingIOError:
                 other = (self.path / ".lock").read_text(encoding="utf-8") or "another process"
                 return f"{self.path}: {other} is still writing into this run"
+            except OSError as reason:
+                fix = "mount it with flock (Lustre: -o flock), or give another --runs_dir"
+                raise UsageError(f"{self.path}: its file system does not lock files ({reason.strerror}); {fix}") from None
             return ""
 
         _wait_until_free(holder, resume, "wait until it has ended, or stop it")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import random
@@ -425,6 +426,15 @@ def test_a_second_job_on_a_run_folder_is_refused_while_the_first_goes_on(tmp_pat
     with pytest.raises(UsageError, match="this run exists"):
         RunFolder(tmp_path / "r", description(resume=False))
     RunFolder(tmp_path / "r", description(resume=True)).close()
+
+
+def test_a_file_system_without_locks_is_named(tmp_path, monkeypatch):
+    def flock(*_):
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr(run_folder.fcntl, "flock", flock)
+    with pytest.raises(UsageError, match=r"its file system does not lock files \(Function not implemented\); mount it with flock"):
+        RunFolder(tmp_path / "r", description(resume=False))
 
 
 def test_a_folder_that_is_no_run_is_not_resumed(tmp_path):
