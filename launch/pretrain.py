@@ -207,7 +207,9 @@ def train(config: RunConfig, folder: RunFolder | NoFolder, stop: StopRequest, ob
         raise reason from None
 
     if config.whole_eval and not stopped:  # after the checkpoint: it may take long, and a resume repeats it
-        state["whole_val_loss"] = evaluation.loss(engine, state["step"], whole=True)
+        loss, stopped = evaluation.loss_of_whole_split(engine, lambda: meter.reduce_loss_and_signal(0.0, stop.poll())[1])
+        if not stopped:
+            state["whole_val_loss"] = loss
     folder.log_end(config, state, stopped)
     checkpoints.finish_uploads(bool(stopped))
     return exit_code(stopped) if stopped else 0

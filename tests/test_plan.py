@@ -12,6 +12,7 @@ import pytest
 from launch.config.explain import explain
 from launch.config.memory import bytes_sent_per_step, memory_per_rank, parameter_sizes
 from launch.config.run_config import resolve
+from launch.config.steps import planned_steps
 from model.accounting import parameter_count
 from model.presets import PRESETS, GPTConfig
 from tests.commands import run_script
@@ -53,6 +54,27 @@ def test_a_column_is_what_explain_says_of_the_same_run(corpus):
     assert (planned["micro_batch_size"], planned["gradient_accumulation_steps"]) == (2, 4)
     assert planned["model"]["vocab_size"] == 1024
     assert json.loads(plan(*flags, "--json", "--vocab_size", "50257").stdout)["model"]["vocab_size"] == 50_257
+
+
+def test_explain_has_the_mean_of_the_bytes_of_steps_that_differ(corpus):
+    flags = ["--recipe", "recipes/batch_size_warmup", "--global_batch_size", "32", "--micro_batch_size", "2", "--ranks", "2"]
+    flags += ["--steps", "50", "--lr", "1e-3", "--data", str(corpus), "--set", "zero_optimization.stage=2"]
+    config = resolve(flags)[0]
+    accumulations = [steps.plan.accumulation for steps in planned_steps(config, config.built_techniques) for _ in range(steps.repeats)]
+    assert set(accumulations) == {2, 4, 6, 8}
+    zero = config.engine["zero_optimization"]
+    sent = [bytes_sent_per_step(config.model_config, config.precision, zero, 2, accumulation) for accumulation in accumulations]
+    assert explain(config)["bytes_sent_per_step"] == pytest.approx(sum(sent) / len(sent), abs=1)
+
+
+def test_explain_names_what_the_plan_does_not_count(corpus):
+    def notes(*settings):
+        flags = ["--deepspeed_config", "ds_configs/zero2_bf16.json", "--data", str(corpus), *(f"--set={one}" for one in settings)]
+        return [note for note in explain(resolve(flags)[0])["notes"] if "does not count" in note]
+
+    assert notes() == notes("communication_data_type=bf16") == []
+    (first, second) = notes("communication_data_type=fp32", "data_types.grad_accum_dtype=fp32")
+    assert "'communication_data_type'" in first and "'data_types.grad_accum_dtype'" in second
 
 
 @pytest.mark.parametrize(

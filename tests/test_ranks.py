@@ -67,6 +67,23 @@ def of(rank: int, size: int, local_rank: int, local_size: int, master: str = "12
     return dict(zip((*NAMES, "LOCAL_WORLD_SIZE"), map(str, values), strict=True))
 
 
+@pytest.mark.parametrize(
+    ("environment", "threads"),
+    [
+        ({**SLURM, "SLURM_CPUS_PER_TASK": "8"}, "8"),
+        ({**SLURM, "SLURM_CPUS_PER_TASK": "8", "OMP_NUM_THREADS": "3"}, "3"),
+        ({**SLURM, "SLURM_CPUS_PER_TASK": "64", **TORCH, "CROSS_RANK": "1"}, None),
+        (SLURM, None),
+    ],
+    ids=["srun", "chosen", "deepspeed in a task", "not given"],
+)
+def test_a_task_of_slurm_computes_with_its_own_cores(environment, threads, learnt, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "")
+    monkeypatch.delenv("OMP_NUM_THREADS")  # restored after the test, whatever it becomes
+    learnt(environment)
+    assert os.environ.get("OMP_NUM_THREADS") == threads
+
+
 def test_a_process_without_a_launcher_is_alone(learnt):
     assert learnt() == {}
     require_launcher(1)

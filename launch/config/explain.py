@@ -52,6 +52,14 @@ PARTS = {
     "drive": "offloaded, on NVMe",
     "snapshot": "copy for checkpoints, in the host's memory",
 }
+#: What would give gradients, communication, master weights or moments another width than the plan assumes.
+NOT_PLANNED = (
+    "communication_data_type",
+    "data_types.grad_accum_dtype",
+    "bf16.bf16_master_weights_and_grads",
+    "bf16.bf16_optimizer_states",
+    "fp16.fp16_master_weights_and_grads",
+)
 #: The names of the entries of `flops`.
 FLOPS = {"per_token": "a token", "per_step": "a step", "per_step_and_rank": "a step and rank", "run": "the run"}
 #: The run's own values, in the order of the flags' help; those with a home in the engine's JSON are shown there.
@@ -97,10 +105,22 @@ def explain(config: RunConfig) -> dict[str, Any]:
         "bytes_sent_per_step": bytes_of(config, model),
         "techniques": [type(member).__module__.split(".")[-2] for member in config.built_techniques.members],  # their folders
         "over_the_run": over_the_run,
-        "notes": list(config.notes),
+        "notes": [
+            *config.notes,
+            *(f"'{path}' changes memory or bytes, which the plan does not count" for path in not_planned(config)),
+        ],
         "needs": [needs_cuda(f"'{path}'", capability) for path, capability in config.cuda_only.items()],
         "lacks": list(config.lacks),
     }
+
+
+def not_planned(config: RunConfig) -> Iterator[str]:
+    """The keys of `NOT_PLANNED` that the run sets."""
+    for path in NOT_PLANNED:
+        section, _, key = path.rpartition(".")
+        values = config.engine.get(section) or {} if section else config.engine
+        if values.get(key) not in (None, False, config.precision):
+            yield path
 
 
 def memory_of(config: RunConfig, model: GPTConfig, device: str) -> dict[str, Any]:
@@ -136,8 +156,11 @@ def memory_of(config: RunConfig, model: GPTConfig, device: str) -> dict[str, Any
 def bytes_of(config: RunConfig, model: GPTConfig) -> int:
     """What a rank sends in a step, the mean over the run."""
     zero = config.engine["zero_optimization"]
-    planned = bytes_sent_per_step(model, config.precision, zero, config.ranks, config.gradient_accumulation_steps)
-    return config.built_techniques.bytes_sent(planned)
+    of_accumulation: dict[int, int] = {}  # steps with each
+    for steps in planned_steps(config, config.built_techniques, stride=config.total_tokens):
+        of_accumulation[steps.plan.accumulation] = of_accumulation.get(steps.plan.accumulation, 0) + steps.repeats
+    sent = sum(bytes_sent_per_step(model, config.precision, zero, config.ranks, one) * steps for one, steps in of_accumulation.items())
+    return config.built_techniques.bytes_sent(round(sent / sum(of_accumulation.values())))
 
 
 def _run_values(config: RunConfig) -> Iterator[tuple[str, Any]]:

@@ -50,7 +50,7 @@ class Place:
 
 
 def learn_rank() -> None:
-    """Set torch's names in the environment, if a launcher started this process as one of several.
+    """Set torch's names in the environment, if a launcher started this process as one of several, and the threads of a task of Slurm.
 
     Raises:
         UsageError: names are missing, are no numbers, or contradict each other.
@@ -75,6 +75,8 @@ def learn_rank() -> None:
             f"{place.launcher} started {place.size} ranks on several hosts, and does not name the first host; "
             "set MASTER_ADDR to the host of rank 0"
         )
+    if place.launcher == "srun" and (cores := environment.get("SLURM_CPUS_PER_TASK")):
+        environment.setdefault("OMP_NUM_THREADS", cores)  # srun may bind each task to its own cores, which nobody divides again
     environment |= {
         "RANK": str(place.rank),
         "WORLD_SIZE": str(place.size),

@@ -49,7 +49,7 @@ from launch.formats.files import write_atomically
 from launch.formats.tensor_files import UnreadableFile, load_tensors
 from launch.training.distributed import Collectives
 from launch.training.folder import free_bytes
-from launch.training.move import SETTINGS, move_of
+from launch.training.move import move_of, own_settings
 from launch.training.snapshot import Snapshots
 from launch.training.store import ANSWER_SECONDS, CheckpointStore, StoreError, Uploads, download_metrics, within
 from recipes.technique import Technique
@@ -279,7 +279,7 @@ class Checkpoints:
         move = move_of(newest, state["ranks"], self.engine, self.collectives.world_size)
         with self._ending_on_failure(f"{newest}: could not be loaded", "move it away to resume from an older one"):
             if move is None:
-                with _own_settings(self.engine):
+                with own_settings(self.engine):
                     path, _ = self.engine.load_checkpoint(str(newest), tag=ENGINE_TAG)
                 if path is None:
                     raise RuntimeError("DeepSpeed found nothing in it")
@@ -370,15 +370,6 @@ class Checkpoints:
 
     def _technique_file(self) -> str:
         return f"technique-{self.collectives.rank:05d}.pt"
-
-
-@contextlib.contextmanager
-def _own_settings(engine: Any) -> Iterator[None]:
-    """Restore this run's `SETTINGS` after the body: torch loads those of the checkpoint together with the optimizer state."""
-    own = [{key: group[key] for key in SETTINGS if key in group} for group in engine.optimizer.param_groups]
-    yield
-    for group, settings in zip(engine.optimizer.param_groups, own, strict=True):
-        group.update(settings)
 
 
 def _remove(checkpoint: Path) -> None:

@@ -57,6 +57,8 @@ def after_initialize(engine: Any, collectives: Collectives) -> list[str]:
     stage = engine.zero_optimization_stage()
     if stage == 0 and engine.fp16_enabled():
         candidates.append((loss_is_not_scaled, scale_loss))
+    if stage > 0 and engine.fp16_enabled():
+        candidates.append((scale_grows_before_the_update, grow_scale_after_the_update))
     if stage == 3 or engine.zero_use_cpu_optimizer():
         candidates.append((gradients_go_stale, forget_gradients))
     if engine.zero_nvme_offload_optimizer():
@@ -244,6 +246,44 @@ def scale_like_zero() -> None:
     FP16_UnfusedOptimizer.load_state_dict = load_with_rule
 
 
+# --- stages 1 to 3, fp16: the loss scale grows before the update ---------------------------------------------------------------------
+
+
+def scale_grows_before_the_update(engine: Any) -> bool:
+    """Bug: the loss scale grows before the gradients are divided by it, so one update in every `loss_scale_window` steps has half its size.
+
+    Clipping counts the gradient double. Stage 3 also reports half of its norm. The code is `step` in
+    deepspeed/runtime/zero/stage_1_and_2.py and stage3.py. Probe: an engine of two weights with plain SGD, whose scale grows in each step;
+    two steps with the same gradient must be equal. All ranks must call this together.
+    """
+    rule = {"initial_scale_power": 4, "loss_scale_window": 1, "hysteresis": 1}
+    with _probe_engine(engine, {"device": "cpu", "pin_memory": False} if engine.zero_use_cpu_optimizer() else None, rule) as probe:
+        places = [safe_get_full_fp32_param(probe.module[0].weight).clone()]
+        for _ in range(2):
+            _step(probe, probe.module)
+            places.append(safe_get_full_fp32_param(probe.module[0].weight).clone())
+    first, second = places[1] - places[0], places[2] - places[1]
+    return not torch.allclose(first, second, rtol=0.1)
+
+
+def grow_scale_after_the_update(engine: Any) -> None:
+    """Correction: an overflow changes the scale at once, and a step without one when its update is made."""
+    optimizer = engine.optimizer
+    step, update_scale = optimizer.step, optimizer._update_scale
+
+    def update_scale_on_overflow(has_overflow: bool = False) -> None:
+        if has_overflow:
+            update_scale(True)
+
+    def step_and_update_scale(*args: Any, **options: Any) -> Any:
+        done = step(*args, **options)
+        if not optimizer.overflow:
+            update_scale(False)
+        return done
+
+    optimizer._update_scale, optimizer.step = update_scale_on_overflow, step_and_update_scale
+
+
 # --- stage 0, fp16: the loss is not scaled -------------------------------------------------------------------------------------------
 
 
@@ -296,8 +336,11 @@ def gradients_go_stale(engine: Any) -> bool:
 
 
 @contextlib.contextmanager
-def _probe_engine(engine: Any, offload_optimizer: dict[str, Any] | None) -> Iterator[Any]:
-    """An engine with two small weights and plain SGD, with the stage and precision of `engine`; `offload_optimizer` is its section."""
+def _probe_engine(engine: Any, offload_optimizer: dict[str, Any] | None, rule: dict[str, Any] | None = None) -> Iterator[Any]:
+    """An engine with two small weights and plain SGD, with the stage and precision of `engine`; `offload_optimizer` is its section.
+
+    rule: of the loss scale, which is fixed at 1 by default.
+    """
     # Small buckets: stage 3 allocates its own as soon as it is built.
     stage = engine.zero_optimization_stage()
     section: dict[str, Any] = {"stage": stage, "reduce_bucket_size": 64, "stage3_prefetch_bucket_size": 64}
@@ -307,7 +350,7 @@ def _probe_engine(engine: Any, offload_optimizer: dict[str, Any] | None) -> Iter
         "train_micro_batch_size_per_gpu": 1,
         "zero_optimization": section,
         "bf16": {"enabled": engine.bfloat16_enabled()},
-        "fp16": {"enabled": engine.fp16_enabled(), "loss_scale": 1},
+        "fp16": {"enabled": engine.fp16_enabled(), **(rule or {"loss_scale": 1})},
         "gradient_clipping": 0.0,
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,

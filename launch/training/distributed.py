@@ -43,7 +43,7 @@ def start_ranks() -> Collectives:
     """Join the process group that the launcher describes in the environment, or a group of one without a launcher.
 
     Sets, where the user has not: `TORCH_EXTENSIONS_DIR` (the project's `.cache/torch_extensions`), and torch's threads to the cores
-    of the host divided by its ranks (`--cpus-per-task` of Slurm, if it is given).
+    of the host divided by its ranks.
     """
     os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(ROOT / ".cache" / "torch_extensions"))
     # Always this environment's ninja: another version, such as the system's, builds everything again.
@@ -61,9 +61,7 @@ def start_ranks() -> Collectives:
     # Ranks are not bound to cores: on two cores it made no step faster, and a bound rank cannot leave a core that another job uses. On a
     # host of several sockets `deepspeed --bind_cores_to_rank` binds them, together with the memory of the socket.
     if "OMP_NUM_THREADS" not in os.environ:
-        cores = len(os.sched_getaffinity(0))
-        # srun may bind each task to its own cores.
-        torch.set_num_threads(min(cores, int(os.environ.get("SLURM_CPUS_PER_TASK", max(1, cores // ranks_of_host())))))
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks_of_host()))
 
     quiet_deepspeed()
     device = torch.device(get_accelerator().device_name(int(os.environ["LOCAL_RANK"])))

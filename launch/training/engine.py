@@ -85,8 +85,8 @@ class TrainingEngine:
         Returns the mean loss of the step's micro-batches so far, on this rank.
 
         Raises:
-            TrainingFailed: the gradients overflow in fp16 at the minimum loss scale, or are not finite in bf16 or fp32. It is raised on
-                all ranks, and the weights are not changed.
+            TrainingFailed: the gradients overflow in fp16 at the minimum loss scale or at a fixed one, or are not finite in bf16 or fp32.
+                It is raised on all ranks, and the weights are not changed.
         """
         configured = self.config.gradient_accumulation_steps
         self._loss = loss.detach() / accumulation + (self._loss if self._micro_step else 0.0)
@@ -101,7 +101,9 @@ class TrainingEngine:
         self.enter("update")
         try:
             self.deepspeed.step()
-            if self._micro_step == 0 and self.config.precision != "fp16" and not self.deepspeed.was_step_applied():
+            # A dynamic loss scale becomes smaller; DeepSpeed itself raises at its minimum.
+            lasting = self.config.precision != "fp16" or not self.deepspeed.dynamic_loss_scale()
+            if self._micro_step == 0 and lasting and not self.deepspeed.was_step_applied():
                 raise corrections.NormNotFinite
         except Exception as reason:
             # DynamicLossScaler raises a bare Exception.
@@ -130,9 +132,10 @@ class TrainingEngine:
         else:
             what = f"the gradients are not finite, but the loss is {sum(losses) / len(losses):.4f}"
         if self.config.precision == "fp16":
+            kind, key = ("minimum", "min_loss_scale") if self.deepspeed.dynamic_loss_scale() else ("fixed", "loss_scale")
             raise TrainingFailed(
-                f"step {step}: {what}: an overflow in fp16 at the minimum loss scale of {self.loss_scale:g} (fp16.min_loss_scale); "
-                "lower --lr, raise --warmup_steps or use the bf16 JSON"
+                f"step {step}: {what}: an overflow in fp16 at the {kind} loss scale of {self.loss_scale:g} (fp16.{key}); "
+                "lower it or --lr, raise --warmup_steps or use the bf16 JSON"
             )
         raise TrainingFailed(f"step {step}: {what} in {self.config.precision}; lower --lr, raise --warmup_steps, or look at the data")
 
@@ -362,10 +365,16 @@ def _check_and_clip_fp32(deepspeed_engine: Any, collectives: Collectives) -> Non
             note(own_norm())
             corrections.clip_gradients(_gradients(deepspeed_engine), deepspeed_engine._global_grad_norm, clipping)
 
+    update = deepspeed_engine._take_model_step
+
+    def note_and_update(*args: Any) -> None:
+        note(own_norm())
+        update(*args)
+
     if clipping > 0:
         deepspeed_engine.clip_fp32_gradients = clip
     else:
-        deepspeed_engine.optimizer.register_step_pre_hook(lambda optimizer, args, kwargs: note(own_norm()))
+        deepspeed_engine._take_model_step = note_and_update
 
 
 def _gradients(deepspeed_engine: Any) -> list[torch.Tensor]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+import itertools
+import math
+from collections.abc import Callable
 
 import torch
 
@@ -11,6 +13,16 @@ from launch.config.run_config import RunConfig
 from launch.training.distributed import Collectives
 from launch.training.engine import TrainingEngine
 from launch.training.observers import Observer
+
+#: How often the ranks agree on whether a signal stops the evaluation of the whole split.
+BATCHES_BETWEEN_SIGNALS = 16
+
+
+class _Stopped(Exception):
+    """A signal has stopped an evaluation, on all ranks."""
+
+    def __init__(self, signal: int):
+        self.signal = signal
 
 
 class Evaluation:
@@ -28,19 +40,43 @@ class Evaluation:
         self.all_windows = corpus.val.windows(config.shape.seq_len)
         self.windows = min(config.eval_batches * config.global_batch_size, self.all_windows)
 
+    def loss(self, engine: TrainingEngine, step: int) -> float:
+        """Mean cross-entropy in nats per token. Its traffic is not counted."""
+
+        def observe(has_rows: bool) -> None:
+            if has_rows:
+                self.observer.after_evaluated_batch()
+
+        with self.observer.evaluation(step):
+            return self._mean(engine, self.windows, observe)
+
+    def loss_of_whole_split(self, engine: TrainingEngine, agree_to_stop: Callable[[], int]) -> tuple[float, int]:
+        """As `loss`, of the whole split, which no observer watches; and the signal that has stopped it, 0 for none.
+
+        agree_to_stop: returns the signal for which all ranks stop; all call it together, every `BATCHES_BETWEEN_SIGNALS` batches.
+        """
+        batches = itertools.count(1)
+
+        def stop_if_agreed(has_rows: bool) -> None:
+            if next(batches) % BATCHES_BETWEEN_SIGNALS == 0 and (signal := agree_to_stop()):
+                raise _Stopped(signal)
+
+        try:
+            return self._mean(engine, self.all_windows, stop_if_agreed), 0
+        except _Stopped as stopped:
+            return math.nan, stopped.signal
+
     @torch.no_grad()
-    def loss(self, engine: TrainingEngine, step: int, whole: bool = False) -> float:
-        """Mean cross-entropy in nats per token. Its traffic is not counted. whole: of the whole split, which no observer watches."""
-        windows, watching = (self.all_windows, nullcontext()) if whole else (self.windows, self.observer.evaluation(step))
+    def _mean(self, engine: TrainingEngine, windows: int, after_batch: Callable[[bool], None]) -> float:
+        """The mean over `windows` windows. All ranks have the same number of batches, of which the last may have no rows on a rank."""
         engine.deepspeed.eval()
         total = torch.zeros(2, dtype=torch.float64, device=self.collectives.device)  # sum over windows, windows
-        with self.collectives.uncounted(), engine.techniques.evaluation_weights(), watching:
+        with self.collectives.uncounted(), engine.techniques.evaluation_weights():
             for tokens, weight in self.loader.validation_batches(windows, self.config.micro_batch_size):
                 loss = engine.loss(tokens)
                 if weight:
-                    if not whole:
-                        self.observer.after_evaluated_batch()
                     total += torch.stack([loss.double() * weight, torch.full_like(total[0], weight)])
+                after_batch(weight > 0)
             self.collectives.all_reduce(total)
         engine.deepspeed.train()
         return float(total[0] / total[1])

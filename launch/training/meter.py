@@ -46,13 +46,13 @@ class Meter:
         self._start += self.interleaving.wait()
         self._step_start, self._bytes_before = time.perf_counter(), self.collectives.bytes_sent
 
-    def reduce_loss_and_signal(self, loss: torch.Tensor, stop_signal: int) -> tuple[float, int]:
+    def reduce_loss_and_signal(self, loss: torch.Tensor | float, stop_signal: int) -> tuple[float, int]:
         """The mean of `loss` over the ranks, and the signal for which all of them stop after this step (0: none).
 
         If ranks got different signals, it is the first of them in `STOPPING`.
         """
         signals = [float(stop_signal == number) for number in STOPPING]
-        shared = torch.tensor([0.0, *signals], dtype=torch.float64, device=loss.device)
+        shared = torch.tensor([0.0, *signals], dtype=torch.float64, device=self.collectives.device)
         shared[0] = loss
         total, *ranks = self.collectives.all_reduce(shared).tolist()
         stopped = next((int(number) for number, count in zip(STOPPING, ranks, strict=True) if count), 0)

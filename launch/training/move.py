@@ -20,7 +20,7 @@ from recipes.masters import Fragment, Master, master_weights
 
 #: The optimizer settings that a resume takes from the configuration, not from the checkpoint: those that do not affect the saved state.
 #: The learning rate follows its schedule.
-SETTINGS = ("betas", "eps", "weight_decay", "dampening", "alpha", "lr_decay")
+SETTINGS = ("betas", "eps", "weight_decay", "dampening", "alpha", "lr_decay", "decoupled_weight_decay", "bias_correction")
 #: What a move does not copy from the checkpoint's groups: settings of this run, and the step, which is part of each parameter's state.
 NOT_COPIED = ("params", "lr", "initial_lr", "step", "foreach", "fused", "capturable", "differentiable", *SETTINGS)
 #: The state of fp16's loss scale. Its rule (window, hysteresis, minimum) is taken from the configuration.
@@ -150,12 +150,45 @@ class Move:
             self._load_loss_scale(self._files.loss_scale())
 
     def _load_loss_scale(self, saved: dict[str, Any]) -> None:
-        # At stage 0, the scale and the rule by which it changes are two objects.
-        for own in (getattr(self._wrapper, name, None) for name in ("loss_scaler", "loss_scale_config", "rule")):
-            if own is not None and (getattr(own, "dynamic", False) or getattr(own, "dynamic_loss_scale", False)):
-                for key in LOSS_SCALE:
-                    if hasattr(own, key) and saved.get(key) is not None:
-                        setattr(own, key, saved[key])
+        for own in _scalers(self._wrapper).values():
+            _take_scale(own, saved)
+
+
+def _scalers(wrapper: Any) -> dict[str, Any]:
+    """What has the loss scale of an optimizer of DeepSpeed, by its name there; at stage 0 the scale and its rule are two objects."""
+    return {name: own for name in ("loss_scaler", "loss_scale_config", "rule") if (own := getattr(wrapper, name, None)) is not None}
+
+
+def _take_scale(own: Any, saved: dict[str, Any]) -> None:
+    """Continue with the `LOSS_SCALE` of a checkpoint, unless the scale is fixed."""
+    if getattr(own, "dynamic", False) or getattr(own, "dynamic_loss_scale", False):
+        for key in LOSS_SCALE:
+            if hasattr(own, key) and saved.get(key) is not None:
+                setattr(own, key, saved[key])
+
+
+@contextlib.contextmanager
+def own_settings(engine: Any) -> Iterator[None]:
+    """Restore this run's `SETTINGS`, clipping and rule of the loss scale after the body, in which DeepSpeed loads those of a checkpoint.
+
+    The scale itself is taken from the checkpoint if both are dynamic.
+    """
+    wrapper = engine.optimizer
+    groups = [{key: group[key] for key in SETTINGS if key in group} for group in wrapper.param_groups]
+    own = {name: getattr(wrapper, name) for name in ("clip_grad", "dynamic_loss_scale") if hasattr(wrapper, name)}
+    rules = {name: (scaler, dict(vars(scaler))) for name, scaler in _scalers(wrapper).items()}
+    yield
+    for group, settings in zip(wrapper.param_groups, groups, strict=True):
+        group.update(settings)
+    for name, (scaler, rule) in rules.items():
+        loaded = getattr(wrapper, name)
+        is_dynamic = getattr(loaded, "dynamic", False) or getattr(loaded, "dynamic_loss_scale", False)
+        saved = {key: getattr(loaded, key, None) for key in LOSS_SCALE} if is_dynamic else {}
+        vars(scaler).update(rule)
+        setattr(wrapper, name, scaler)
+        _take_scale(scaler, saved)
+    for name, value in own.items():
+        setattr(wrapper, name, value)
 
 
 def move_of(checkpoint: Path, ranks_before: int, engine: Any, ranks: int) -> Move | None:

@@ -16,6 +16,7 @@ from launch.training import corrections
 from launch.training.distributed import start_ranks
 from launch.training.engine import TrainingEngine, start_engine
 from model.gpt import run_all_blocks
+from recipes.masters import master_weights
 from recipes.technique import Techniques
 from tests.distributed.reference import run_all_but
 
@@ -24,6 +25,7 @@ CORRECTIONS = (
     "take_norms_in_fp64",
     "scale_like_zero",
     "scale_loss",
+    "grow_scale_after_the_update",
     "forget_gradients",
     "load_optimizer_on_drive",
 )
@@ -128,33 +130,28 @@ def fp16_update(corpus: str, stage: int, clipping: float, without: str | None = 
         return {"update": update, "norm": engine.step_metrics()["grad_norm"], "applied": engine.corrections}
 
 
-def update_while_the_scale_grows(corpus: str, without: str | None = None) -> list[float]:
-    """Size of two plain SGD updates on one batch at stage 0 in fp16; the loss scale doubles in the second."""
+def update_while_the_scale_grows(corpus: str, stage: int, offload: bool = False, without: str | None = None) -> dict[str, Any]:
+    """Size of two updates on one batch in fp16, and the gradient norms; the loss scale doubles in the second, or in both."""
+    optimizer = '{"type": "SGD", "params": {"lr": 1e-4}}'
+    if offload:  # DeepSpeed's Adam, whose update with this epsilon is about the rate times the gradient
+        optimizer = '{"type": "AdamW", "params": {"lr": 1e-4, "betas": [0.0, 0.0], "eps": 1.0, "weight_decay": 0.0}}'
+    flags = ["--set", f"optimizer={optimizer}", "--set", "zero_allow_untested_optimizer=true", "--set", "gradient_clipping=0"]
+    flags += ["--set", "fp16.loss_scale_window=1", "--set", "fp16.initial_scale_power=4", "--set", "fp16.hysteresis=1"]
+    if offload:
+        flags += ["--set", 'zero_optimization.offload_optimizer={"device": "cpu"}']
     with engine_as_shipped():
-        engine = start(
-            corpus,
-            0,
-            "fp16",
-            "--set",
-            'optimizer={"type": "SGD", "params": {"lr": 1e-4}}',
-            "--set",
-            "gradient_clipping=0",
-            "--set",
-            "fp16.loss_scale_window=1",
-            "--set",
-            "fp16.initial_scale_power=4",
-            without=without,
-        )
-        wrapper = engine.deepspeed.optimizer
-        sizes = []
+        engine = start(corpus, stage, "fp16", *flags, without=without)
+        sizes, norms = [], []
         for _ in range(2):
-            before = [p.detach().clone() for group in wrapper.fp32_groups for p in group]
-            wrapper.param_groups[0]["lr"] = 1e-4
+            before = [master.tensor.detach().clone() for master in master_weights(engine.deepspeed)]
+            for group in engine.deepspeed.optimizer.param_groups:
+                group["lr"] = 1e-4
             engine.backward_and_step(engine.loss(one_batch(engine)), 1)
-            after = [p.detach() for group in wrapper.fp32_groups for p in group]
+            after = [master.tensor.detach() for master in master_weights(engine.deepspeed)]
             sizes.append(float(corrections.norm_in_fp64([a - b for a, b in zip(after, before, strict=True)])))
-        assert wrapper.loss_scale == 32.0
-        return sizes
+            norms.append(engine.step_metrics()["grad_norm"])
+        assert engine.deepspeed.optimizer.loss_scale > 16.0
+        return {"sizes": sizes, "norms": norms, "applied": engine.corrections}
 
 
 def move_of_a_block_without_gradients(corpus: str, stage: int, offload: bool, without: str | None = None) -> dict[str, Any]:
@@ -254,6 +251,17 @@ def scales_while_overflowing(corpus: str, stage: int, without: str | None = None
                 break
             scales.append(engine.step_metrics()["loss_scale"])
         return {"scales": scales, "failure": failure, "skipped": engine.deepspeed.skipped_steps}
+
+
+def failure_at_a_fixed_scale(corpus: str, stage: int) -> str:
+    """How the first step ends in fp16 at a fixed scale at which its gradients overflow."""
+    with engine_as_shipped():
+        engine = start(corpus, stage, "fp16", "--set", "fp16.loss_scale=16777216")
+        try:
+            engine.backward_and_step(engine.loss(one_batch(engine)), 1)
+        except TrainingFailed as reason:
+            return str(reason)
+        return ""
 
 
 def update_at_an_initial_scale_of_one(corpus: str, without: str | None = None) -> list[float]:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from data_pipeline.loader import Loader
 from launch.errors import TrainingFailed
 from launch.training import checkpoint, engine, snapshot
 from launch.training.engine import TrainingEngine
@@ -84,18 +85,45 @@ def pretrain_with_digest(flags: list[str]) -> dict[str, Any]:
         return {"lines": lines, "digest": weights_digest(started[0].deepspeed)}
 
 
-def settings_after(flags: list[str]) -> list[dict[str, Any]]:
-    """Of each group of parameters after a run: the settings of its optimizer."""
+def settings_after(flags: list[str]) -> tuple[list[dict[str, Any]], float]:
+    """Of each group of parameters after a run: the settings of its optimizer. And the norm to which gradients are clipped."""
     with started_engines() as started:
         pretrain(flags)
-        groups = started[0].deepspeed.optimizer.param_groups
-        return [{key: group[key] for key in ("betas", "eps", "weight_decay")} for group in groups]
+        engine = started[0].deepspeed
+        clipping = getattr(engine.optimizer, "clip_grad", engine.gradient_clipping())
+        return [{key: group[key] for key in ("betas", "eps", "weight_decay")} for group in engine.optimizer.param_groups], clipping
+
+
+def loss_scaler_after(flags: list[str]) -> dict[str, Any]:
+    """The state and the rule of the loss scale after a run."""
+    with started_engines() as started:
+        pretrain(flags)
+        optimizer = started[0].deepspeed.optimizer
+        return dict(vars(optimizer.rule if hasattr(optimizer, "rule") else optimizer.loss_scaler))
 
 
 def fp16_run(flags: list[str], overflows: Sequence[int], rank: int, micro_step: int) -> dict[str, Any]:
     """`pretrain_with_digest` in fp16 while the loss of one micro-batch of the steps `overflows` is infinite on one rank."""
     with loss_times(float("inf"), overflows, rank, micro_step):
         return pretrain_with_digest(flags)
+
+
+def pretrain_signalled_in_the_whole_evaluation(flags: list[str], rank: int, number: int, code: int) -> list[dict[str, Any]]:
+    """`pretrain` with `--whole_eval` and no other evaluation; `rank` gets the signal in its third batch."""
+    read = Loader.validation_batches
+
+    def signalled(self: Loader, *arguments: Any) -> Iterator[Any]:
+        for place, batch in enumerate(read(self, *arguments)):
+            if place == 2 and os.environ["RANK"] == str(rank):
+                os.kill(os.getpid(), number)
+                time.sleep(0.5)  # a thread handles it
+            yield batch
+
+    Loader.validation_batches = signalled  # type: ignore[method-assign]
+    try:
+        return pretrain(flags, code=code)
+    finally:
+        Loader.validation_batches = read  # type: ignore[method-assign]
 
 
 # --- checkpoints that are written beside training --------------------------------------------------------------------------------------

@@ -28,8 +28,8 @@ from recipes.technique import Run, StepPlan, Technique, Techniques
 from tests.distributed.reference import run_all_but
 
 
-def pretrain(flags: list[str], observers: Sequence[Observer] = ()) -> list[dict[str, Any]]:
-    """`launch/pretrain.py` with `flags`, in this process group; the lines of its metrics."""
+def pretrain(flags: list[str], observers: Sequence[Observer] = (), code: int = 0) -> list[dict[str, Any]]:
+    """`launch/pretrain.py` with `flags`, in this process group; the lines of its metrics. code: with which it ends."""
     config, _ = resolve([*flags, "--quiet"])
     path = Path(config.runs_dir) / config.run_name
     if os.environ["RANK"] == "0" and (store := CheckpointStore.of(config)):
@@ -37,7 +37,7 @@ def pretrain(flags: list[str], observers: Sequence[Observer] = ()) -> list[dict[
     folder = open_run_folder(config, path) if os.environ["RANK"] == "0" else NoFolder()
     torch.set_float32_matmul_precision("highest")  # a job before this one may have switched TF32 on, which lasts
     try:
-        assert train(config, folder, StopRequest(), observers) == 0
+        assert train(config, folder, StopRequest(), observers) == code
     except UsageError:
         folder.abandon()
         raise

@@ -37,18 +37,29 @@ def test_stage_0_in_fp16_applies_the_update_that_stage_1_applies(run, clipping):
     stage_1 = run("fp16_update", stage=1, clipping=clipping)
     wrong = run("fp16_update", stage=0, clipping=clipping, without="scale_loss")
     right = run("fp16_update", stage=0, clipping=clipping)
-    assert stage_1["applied"] == []
+    assert "scale_loss" not in stage_1["applied"]
     assert "scale_loss" in right["applied"]
     assert right["norm"] == pytest.approx(stage_1["norm"], rel=2e-2)
     assert right["update"] == pytest.approx(stage_1["update"], rel=2e-2)
     assert wrong["update"] < 0.1 * right["update"], NO_FAULT
 
 
-def test_a_growing_loss_scale_does_not_shrink_the_update(run):
-    first, second = run("update_while_the_scale_grows", without="scale_like_zero")
-    assert second == pytest.approx(first / 2, rel=5e-2), NO_FAULT
-    first, second = run("update_while_the_scale_grows")
-    assert second == pytest.approx(first, rel=5e-2)
+@pytest.mark.parametrize(
+    ("stage", "offload", "correction"),
+    [
+        (0, False, "scale_like_zero"),
+        (1, False, "grow_scale_after_the_update"),
+        (3, False, "grow_scale_after_the_update"),
+        *(pytest.param(stage, True, "grow_scale_after_the_update", marks=pytest.mark.long) for stage in (1, 2, 3)),
+        pytest.param(2, False, "grow_scale_after_the_update", marks=pytest.mark.long),
+    ],
+)
+def test_a_growing_loss_scale_does_not_shrink_the_update(run, stage, offload, correction):
+    wrong = run("update_while_the_scale_grows", stage=stage, offload=offload, without=correction)
+    assert wrong["sizes"][1] == pytest.approx(wrong["sizes"][0] / 2, rel=5e-2), NO_FAULT
+    right = run("update_while_the_scale_grows", stage=stage, offload=offload)
+    assert right["sizes"][1] == pytest.approx(right["sizes"][0], rel=5e-2)
+    assert right["norms"][1] == pytest.approx(right["norms"][0], rel=5e-2) and correction in right["applied"]
 
 
 def test_the_loss_scale_of_stage_0_follows_the_rule_of_stage_1(run):
@@ -59,6 +70,13 @@ def test_the_loss_scale_of_stage_0_follows_the_rule_of_stage_1(run):
     wrong = run("scales_while_overflowing", stage=0, without="scale_like_zero")
     assert wrong["scales"] != stage_1["scales"], NO_FAULT
     assert wrong["failure"] == "", NO_FAULT
+
+
+@pytest.mark.parametrize("stage", [0, 1, pytest.param(2, marks=pytest.mark.long), pytest.param(3, marks=pytest.mark.long)])
+def test_an_overflow_at_a_fixed_loss_scale_ends_the_run(run, stage):
+    """DeepSpeed would skip every step, and the run would end as if it had trained."""
+    assert "step 1: the gradients are not finite" in (failure := run("failure_at_a_fixed_scale", stage=stage))
+    assert "fixed loss scale of 1.67772e+07 (fp16.loss_scale)" in failure
 
 
 def test_a_loss_scale_that_starts_at_one_is_applied_too(run):

@@ -235,8 +235,11 @@ def test_ranks_may_change_at_stage_0(train, flags, tmp_path):
 @pytest.mark.parametrize(
     "config",
     [
-        *(pytest.param(name, marks=pytest.mark.long) for name in ("zero0_bf16", "zero2_fp32", "lamb", "one_bit_lamb", "zero_one_adam")),
-        "zero3_bf16",
+        *(
+            pytest.param(name, marks=pytest.mark.long)
+            for name in ("zero0_bf16", "zero1_bf16", "zero3_bf16", "lamb", "one_bit_lamb", "zero_one_adam")
+        ),
+        "zero2_fp32",
     ],
 )
 def test_changed_settings_of_the_optimizer_act_after_a_resume(config, two_ranks, corpus, tmp_path):
@@ -246,9 +249,26 @@ def test_changed_settings_of_the_optimizer_act_after_a_resume(config, two_ranks,
     two_ranks.run("tests.distributed.jobs:pretrain", flags=[*run, "--steps", "3"])
     changed = {"betas": [0.5, 0.75], "eps": 1e-6, "weight_decay": 0.25}
     run += [text for key, value in changed.items() for text in ("--set", f"optimizer.params.{key}={json.dumps(value)}")]
-    groups = two_ranks.run("tests.distributed.failure_jobs:settings_after", flags=[*run, "--steps", "5", "--resume"])[0]
+    run += ["--set", "gradient_clipping=0.125"]
+    groups, clipping = two_ranks.run("tests.distributed.failure_jobs:settings_after", flags=[*run, "--steps", "5", "--resume"])[0]
+    assert clipping == 0.125
     assert all((tuple(group["betas"]), group["eps"]) == ((0.5, 0.75), 1e-6) for group in groups)
     assert [group["weight_decay"] for group in groups] == [0.25, 0.0]
+
+
+@pytest.mark.parametrize("stage", [pytest.param(stage, marks=[] if stage == 1 else pytest.mark.long) for stage in (0, 1, 2, 3)])
+def test_the_rule_of_the_loss_scale_is_the_resumed_runs(stage, two_ranks, corpus, tmp_path):
+    """The scale itself is that of the checkpoint."""
+    shape = ["--n_layer", "1", "--n_head", "1", "--d_model", "32", "--seq_len", "16", "--eval_every", "0", "--data", str(corpus)]
+    run = ["--deepspeed_config", f"ds_configs/zero{stage}_fp16.json", *shape, "--runs_dir", str(tmp_path), "--run_name", "r"]
+    rule = {"initial_scale_power": 6, "loss_scale_window": 2, "min_loss_scale": 32}
+    run += [text for key, value in rule.items() for text in ("--set", f"fp16.{key}={value}")]
+    job = "tests.distributed.failure_jobs:loss_scaler_after"
+    before = two_ranks.run(job, flags=[*run, "--steps", "4"])[0]
+    changed = ["--set", "fp16.loss_scale_window=500", "--set", "fp16.min_loss_scale=1"]
+    after = two_ranks.run(job, flags=[*run, *changed, "--steps", "6", "--resume"])[0]
+    assert (before["scale_window"], before["min_scale"]) == (2, 32) and before["cur_scale"] == 128
+    assert (after["scale_window"], after["min_scale"], after["cur_scale"]) == (500, 1, 128)
 
 
 def test_a_resume_that_is_another_run_is_refused_and_changes_nothing(flags, finished):

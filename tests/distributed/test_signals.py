@@ -98,6 +98,18 @@ def test_a_signal_stops_all_ranks_with_a_checkpoint_of_the_last_step(target, num
 
 
 @pytest.mark.long
+def test_a_signal_stops_the_evaluation_of_the_whole_split(two_ranks, corpus, tmp_path):
+    """Which may take long: a batch system would kill the job, and nothing would requeue it. A resume evaluates."""
+    run = ["--deepspeed_config", "ds_configs/zero1_fp32.json", "--runs_dir", str(tmp_path), "--run_name", "r", *TINY, "--data", str(corpus)]
+    run += ["--steps", "2", "--eval_every", "0", "--whole_eval", "--global_batch_size", "2", "--micro_batch_size", "1"]
+    job = "tests.distributed.failure_jobs:pretrain_signalled_in_the_whole_evaluation"
+    two_ranks.run(job, flags=run, rank=1, number=int(signal.SIGUSR1), code=REQUEUE)
+    assert json.loads((tmp_path / "r" / "run.json").read_text())["finished"] is None
+    assert "stopped by SIGUSR1 after step 2" in (tmp_path / "r" / "log.txt").read_text()
+    two_ranks.run("tests.distributed.jobs:pretrain", flags=[*run, "--resume"])
+    assert json.loads((tmp_path / "r" / "run.json").read_text())["finished"]["whole_val_loss"] > 0
+
+
 def test_a_second_ctrl_c_ends_the_run_at_once(flags, tmp_path):
     run = LaunchedRun(tmp_path, "r", stage=1, ranks=2, flags=[*flags, "--global_batch_size", "16384"])
     run.wait_until(lambda: "a step" in run.output())

@@ -74,6 +74,14 @@ def test_the_updates_of_garbage_are_skipped_at_every_stage(config, train):
     assert abs(after(skipped) - after(clean)) < 0.02 < after(logged) - after(clean)
 
 
+@pytest.mark.long
+def test_the_norm_of_a_skipped_step_is_that_of_its_gradients(train):
+    lines = train("skip", "--spike_rule", "skip", "--set", "gradient_clipping=0", config="zero0_fp32")
+    logged = train("log", "--spike_rule", "log", "--set", "gradient_clipping=0", config="zero0_fp32")
+    assert spikes(lines) == list(GARBAGE)
+    assert lines[GARBAGE[0] - 1]["grad_norm"] == logged[GARBAGE[0] - 1]["grad_norm"] != lines[GARBAGE[0] - 2]["grad_norm"]
+
+
 @pytest.mark.parametrize(
     "config",
     [
