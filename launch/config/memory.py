@@ -437,9 +437,7 @@ def _snapshot(states: _States, sizes: dict[str, Any], stage: int) -> int:
 def bytes_sent_per_step(model: GPTConfig, precision: str, zero: dict[str, Any], ranks: int, accumulation: int = 1) -> int:
     """Bytes that a rank sends per step from the second step on, counted as `bytes_sent` in the metrics.
 
-    In the first step, stage 3 records the order of the modules and gathers more. If a run evaluates before its first step, it gathers more
-    in every step, because it then records that no weight is used twice (measured: 15.6 MB instead of 10.6 for `nano` on two ranks).
-    Scalars are included: the loss with three stop flags in fp64, the norm, the overflow flag. The scales of quantized weights, 4 bytes for
+    In the first step, stage 3 records the order of the modules and gathers more. Scalars are included: the loss with three stop flags in fp64, the norm, the overflow flag. The scales of quantized weights, 4 bytes for
     up to 8,000 of them, are not.
     """
     stage, sizes = zero["stage"], _with_defaults(zero)

@@ -113,6 +113,19 @@ class TrainingEngine:
             self._fail(counters[0] + 1)
         return self._loss
 
+    def forget_trace(self) -> None:
+        """Call after each evaluated batch before the first step.
+
+        Stage 3 records the modules of its first passes, and decides from them which weights the backward pass needs again
+        (`stage3_max_reuse_distance`). It keeps these decisions when it records again (`functools.lru_cache` in
+        deepspeed/runtime/zero/partitioned_param_coordinator.py), so that after passes without a backward pass it gathers more in every
+        step of the run: 1.88 instead of 1.25 MB in a test.
+        """
+        if self.config.zero_stage == 3 and self.deepspeed.global_steps == 0:
+            coordinator = self.deepspeed.optimizer.parameter_offload.get_param_coordinator()
+            if not coordinator.is_invalid_trace():
+                coordinator._invalidate_trace()
+
     def require_finite(self, loss: float) -> None:
         """Raise TrainingFailed if the step's mean loss is not finite. In fp16 the gradients then overflow too, so nothing is raised."""
         if not math.isfinite(loss) and self.config.precision != "fp16":

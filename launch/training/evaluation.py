@@ -77,6 +77,7 @@ class Evaluation:
                 if weight:
                     total += torch.stack([loss.double() * weight, torch.full_like(total[0], weight)])
                 after_batch(weight > 0)
+                engine.forget_trace()
             self.collectives.all_reduce(total)
         engine.deepspeed.train()
         return float(total[0] / total[1])

@@ -72,6 +72,14 @@ def test_one_rank_sends_nothing(one_rank, corpus, tmp_path):
     }
 
 
+def test_an_evaluation_before_the_first_step_does_not_decide_what_stage_3_gathers_again(two_ranks, corpus, tmp_path):
+    partitioned = ["--set", "zero_optimization.stage3_param_persistence_threshold=0"]
+    never = pretrain(two_ranks, corpus, tmp_path, "zero3_bf16", "--run_name", "never", "--eval_every", "0", *partitioned)
+    once = pretrain(two_ranks, corpus, tmp_path, "zero3_bf16", "--run_name", "once", "--eval_every", "1000", *partitioned)
+    assert once[0]["step"] == 0 and [line["loss"] for line in once[1:]] == [line["loss"] for line in never]
+    assert once[-1]["bytes_sent"] == never[-1]["bytes_sent"] < 0.7 * never[0]["bytes_sent"]
+
+
 def test_evaluation_changes_neither_the_training_nor_its_bytes(two_ranks, corpus, tmp_path):
     often = pretrain(two_ranks, corpus, tmp_path, "zero3_fp32", "--run_name", "often", "--eval_every", "1", "--eval_batches", "2")
     never = pretrain(two_ranks, corpus, tmp_path, "zero3_fp32", "--run_name", "never", "--eval_every", "0")
