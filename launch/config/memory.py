@@ -437,8 +437,8 @@ def _snapshot(states: _States, sizes: dict[str, Any], stage: int) -> int:
 def bytes_sent_per_step(model: GPTConfig, precision: str, zero: dict[str, Any], ranks: int, accumulation: int = 1) -> int:
     """Bytes that a rank sends per step from the second step on, counted as `bytes_sent` in the metrics.
 
-    In the first step, stage 3 records the order of the modules and gathers more. Scalars are included: the loss with three stop flags in fp64, the norm, the overflow flag. The scales of quantized weights, 4 bytes for
-    up to 8,000 of them, are not.
+    In the first step, stage 3 records the order of the modules and gathers more. Scalars are included: the loss with three stop flags in
+    fp64, the norm, the overflow flag. The scales of quantized weights, 4 bytes for up to 8,000 of them, are not.
     """
     stage, sizes = zero["stage"], _with_defaults(zero)
     w, share = WIDTH[precision], (ranks - 1) / ranks
