@@ -25,11 +25,12 @@ class Question(NamedTuple):
     """What is asked about a quantity.
 
     scale: "difference", the mean over seeds of recipe - control, or "ratio", the geometric mean over seeds of recipe / control.
-    statement: the claim in words, with `{what}` and `{x}`.
+    statement, short: the claim in words and as a formula, with `{what}` and `{x}`.
     """
 
     scale: str
     statement: str
+    short: str
 
 
 #: The final validation loss is in nats per token. Memory is that of rank 0, and so are the bytes sent.
@@ -40,10 +41,10 @@ MEASURES = {
     "bytes": Measure("bytes_sent", "bytes sent per rank over the run"),
 }
 QUESTIONS = {
-    "equal": Question("difference", "the {what} differs from the control's by at most {x}"),
-    "within": Question("difference", "the {what} is at most {x} above the control's"),
-    "lower_by": Question("difference", "the {what} is at least {x} below the control's"),
-    "ratio": Question("ratio", "the {what} is at most {x} times the control's"),
+    "equal": Question("difference", "the {what} differs from the control's by at most {x}", "{what} = control ± {x}"),
+    "within": Question("difference", "the {what} is at most {x} above the control's", "{what} ≤ control + {x}"),
+    "lower_by": Question("difference", "the {what} is at least {x} below the control's", "{what} ≤ control − {x}"),
+    "ratio": Question("ratio", "the {what} is at most {x} times the control's", "{what} ≤ {x} × control"),
 }
 #: The largest numbers of claims about the loss: a wider margin would say nothing.
 LARGEST = {"equal": 0.01, "within": 0.05}
@@ -103,8 +104,8 @@ class Claim:
 
     @property
     def label(self) -> str:
-        """The claim in short, e.g. "loss within 0.03"."""
-        return f"{self.measure} {self.question} {self.number:g}"
+        """The claim in short, e.g. "loss ≤ control + 0.03"."""
+        return QUESTIONS[self.question].short.format(what=self.measure.replace("_", " "), x=f"{self.number:g}")
 
     def __str__(self) -> str:
         return QUESTIONS[self.question].statement.format(what=MEASURES[self.measure].words, x=f"{self.number:g}")

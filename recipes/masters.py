@@ -6,7 +6,7 @@ each rank has a part of every concatenated group of parameters, at stage 3 its p
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
@@ -29,6 +29,15 @@ class Master(NamedTuple):
     fragments: list[Fragment]
 
 
+def fragments_of_rank(group: Iterable[tuple[str, int, int]], rank: int, part: int) -> list[Fragment]:
+    """What `rank` holds of a group of parameters, (name, offset in the group, elements), of which each rank has `part` elements."""
+    begin, fragments = rank * part, []
+    for name, offset, elements in group:
+        low, high = max(begin, offset), min(begin + part, offset + elements)
+        fragments.append(Fragment(name, low - offset, low - begin, max(0, high - low)))
+    return fragments
+
+
 def master_weights(engine: Any) -> Iterator[Master]:
     """The tensors that this rank's optimizer updates, in its order. `engine` is DeepSpeed's."""
     wrapper, rank = engine.optimizer, engine.global_rank
@@ -43,8 +52,8 @@ def master_weights(engine: Any) -> Iterator[Master]:
             fragments, start = [], 0
             for parameter in group:
                 each = parameter.partition_numel()
-                length = max(0, min(each, parameter.ds_numel - rank * each))
-                fragments.append(Fragment(names[id(parameter)], rank * each, start, length))
+                (own,) = fragments_of_rank([(names[id(parameter)], 0, parameter.ds_numel)], rank, each)
+                fragments.append(own._replace(start=start))
                 start += each
             yield Master(flat, fragments)
     else:
@@ -52,8 +61,5 @@ def master_weights(engine: Any) -> Iterator[Master]:
             wrapper.round_robin_bit16_groups, wrapper.round_robin_bit16_offsets, wrapper.single_partition_of_fp32_groups, strict=True
         )
         for group, offsets, flat in groups:
-            begin, fragments = rank * flat.numel(), []
-            for parameter, offset in zip(group, offsets, strict=True):
-                low, high = max(begin, offset), min(begin + flat.numel(), offset + parameter.numel())
-                fragments.append(Fragment(names[id(parameter)], low - offset, low - begin, max(0, high - low)))
-            yield Master(flat, fragments)
+            offsets_and_sizes = [(names[id(one)], offset, one.numel()) for one, offset in zip(group, offsets, strict=True)]
+            yield Master(flat, fragments_of_rank(offsets_and_sizes, rank, flat.numel()))

@@ -129,6 +129,19 @@ def test_the_target_is_the_testbeds_and_no_run_is_dropped(make):
     assert not any("target" in name for name in compare([*control, *own]).pairs[0].figures)
 
 
+def test_losses_are_compared_at_the_time_at_which_the_faster_run_ends(make):
+    """The control takes twice as long: when the recipe ends, the control is halfway, at 6 − (6 − 4) / 2."""
+    slow = [{**one, "seconds": 2 * one["seconds"]} for one in lines(final=4.0)]
+    start, end = (one["seconds"] for one in (slow[0], slow[-1]))
+    fast = [{**one, "seconds": start + (one["step"] / 20) * (end - start) / 2} for one in lines(final=4.5)]
+    pair = compare([make("a", ZERO_1, of_steps=slow), make("b", PLD, of_steps=fast)]).pairs[0]
+    figure = pair.figures["loss_at_equal_time"]
+    assert (figure.control[1], figure.other[1], figure.ratio) == (pytest.approx(5.0), 4.5, None)
+    assert figure.difference.mean == pytest.approx(-0.5)
+    unfinished = compare([make("c", ZERO_1, of_steps=slow), make("d", PLD, of_steps=fast[:10])]).pairs[0]
+    assert "loss_at_equal_time" not in unfinished.figures
+
+
 # --- sides and their controls ---------------------------------------------------------------------------------------------------------
 
 

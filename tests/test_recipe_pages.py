@@ -156,7 +156,7 @@ def test_what_is_published_stands_on_every_page(tree, make):
     publish.publish(compared)
     found = entry(tree)
     git = ["git", "-C", str(tree), "rev-list", "--max-parents=0", "HEAD"]
-    assert found["claims_commit"] == subprocess.run(git, check=True, capture_output=True, text=True).stdout.strip()
+    assert found["claims_commit"] == found["plan_commit"] == subprocess.run(git, check=True, capture_output=True, text=True).stdout.strip()
     assert found["looks"] == 1 and found["commit"] == compared.pairs[0].side.runs[0].description["commit"]
     (one,) = (cell for cell in pages.published() if cell.pair)
     assert one.verdicts == (verdict,), "the same verdict from the folders and from the committed data"
@@ -167,7 +167,7 @@ def test_what_is_published_stands_on_every_page(tree, make):
     by_seed = "; ".join(f"{seed}: {'−+'[seed % 2 == 0]}0.0005" for seed in range(1, SEEDS + 1))
     assert f"Difference of the final loss by seed: {by_seed}." in page
     assert "![Validation loss" in page and "look number" not in page
-    assert f"`loss equal 0.01` {SIGNS[verdict.outcome]}" in (tree / "README.md").read_text()
+    assert f"`loss = control ± 0.01` {SIGNS[verdict.outcome]}" in (tree / "README.md").read_text()
     assert f"`loss equal 0.01` {SIGNS[verdict.outcome]} {verdict.outcome}" in pages.INDEX.read_text()
     for picture in (f"{RECIPE}/loss.png", "forest.png"):
         assert (tree / "recipes" / picture).stat().st_size > 10_000
@@ -232,7 +232,7 @@ def test_results_of_other_claims_are_not_judged(tree, make):
     with pytest.raises(UsageError, match="changed after a result was published; add a sentence to 'history'"):
         publish.publish(later)
     recipe = json.loads((tree / "recipes" / RECIPE / "recipe.json").read_text())
-    recipe["history"] = [f"Commit {entry(tree)['claims_commit'][:7]}: it was 0.01."]
+    recipe["history"] = [f"Commit {entry(tree)['plan_commit'][:7]}: it was 0.01."]
     (tree / "recipes" / RECIPE / "recipe.json").write_text(json.dumps(recipe))
     publish.publish(make())
     assert entry(tree)["looks"] == 1

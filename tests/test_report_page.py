@@ -213,7 +213,7 @@ def test_the_first_screen_says_which_is_better_and_why_to_believe_it(page, judge
     page.open(judged, scheme, width)
     text = page.js("document.querySelector('[aria-labelledby=answers]').innerText")
     assert "zero_1 on nano-0.5M" in text and "The final validation loss differs from the control's by at most 0.01." in text
-    assert re.search(r"lamb ends 0\.\d{4} nats below its control \(95% interval", text) and "A step takes " in text
+    assert re.search(r"lamb ends 0\.\d{4} nats below its control \(95% interval", text) and "The same number of tokens takes " in text
     assert "5 pairs of runs with the same seed, interleaved. The claims are judged on testbed nano-0.5M" in text
     assert "lamb against zero_1 on nano-0.5M" in text and "No claim compares them." in text, "two recipes are compared directly"
     assert page.js("document.querySelectorAll('.forest .label').length") == 3

@@ -13,6 +13,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
+
 from launch.comparison.runs import Run
 from launch.comparison.time_to_target import RatioToTarget, Reached, ratio_to_target, reached_at
 from launch.comparison.verdicts import Interval, Verdict, decide, judge, paired_interval
@@ -37,9 +39,11 @@ REPEATED |= {"scheduler.params.total_tokens", "corpus.path"}
 #: Settings that follow from others: the precision from the enabled section, accumulation from the micro-batch.
 DERIVED = {"precision", "engine.gradient_accumulation_steps"}
 LOSS = "final_val_loss"
+EQUAL_TIME = "loss_at_equal_time"
 #: Every figure in the order of the report: its label with the unit, the value of one unit, and the decimals shown.
 FIGURES = {
     LOSS: ("final validation loss (nats)", 1, 4),
+    EQUAL_TIME: ("validation loss when the faster run of the seed ends (nats)", 1, 4),
     "tokens_per_second": ("tokens per second", 1, 0),
     "step_seconds": ("step time, mean (ms)", 1e-3, 1),
     "mfu": ("MFU (%)", 0.01, 2),
@@ -49,11 +53,13 @@ FIGURES = {
     "peak_memory_bytes": ("peak memory per rank (MiB)", 2**20, 1),
     "bytes_per_step": ("sent per rank and step (MiB)", 2**20, 3),
     "bytes_sent": ("sent per rank in the run (MiB)", 2**20, 1),
-    "flops": ("TFLOPs of the model, all ranks", 1e12, 2),
+    "flops": ("model FLOPs of the run, all ranks (10¹²)", 1e12, 2),
     "skipped_steps": ("skipped steps", 1, 1),
     "warmup_spikes": ("spikes of the gradient norm in the warm-up", 1, 1),
     "spikes": ("spikes of the gradient norm after the warm-up", 1, 1),
 }
+#: Figures that are not shown if they are 0 in every run.
+SHOWN_IF_ANY = {"bytes_per_step", "bytes_sent", "skipped_steps"}
 #: Figures that are sums over a run, and so cannot be compared if the run ended early.
 SUMS = {"seconds", "bytes_sent", "flops", "skipped_steps", "warmup_spikes", "spikes"}
 
@@ -114,9 +120,8 @@ class Pair:
 
     recipe: the recipe of the side, if it has one. testbed: on which the runs were made; None for all other settings. experiment: the
     recipe's on the testbed. seeds: those that both sides have. figures: those of `FIGURES` that any run has; "seconds_to_target" and
-    "tokens_to_target" are of the testbed's target loss. verdicts: one per claim of the experiment, if the runs are of exactly the planned
-    seeds and have ended; their outcomes are corrected for all claims of
-    `claims_in_table`.
+    "tokens_to_target" are of the testbed's target loss, `EQUAL_TIME` compares evaluations during training. verdicts: one per claim of the
+    experiment, if the runs are of exactly the planned seeds and have ended; corrected for all claims of `claims_in_table`.
     """
 
     control: Side
@@ -422,8 +427,12 @@ def _pair(control: Side, side: Side, recipe: Recipe | None, testbed: Testbed | N
     figures = {}
     for name in FIGURES:
         before, after = ({seed: own[name] for seed, own in one.items() if name in own} for one in numbers)
+        if name == EQUAL_TIME:
+            before, after = losses_at_equal_time(*runs)
+        if name in SHOWN_IF_ANY and not any((*before.values(), *after.values())):
+            continue
         if before or after:
-            ratio = None if name == LOSS else _paired(before, after, "ratio")
+            ratio = None if name in (LOSS, EQUAL_TIME) else _paired(before, after, "ratio")
             figures[name] = Figure(before, after, _paired(before, after, "difference"), ratio)
         elif testbed and name.endswith("_to_target") and (found := _to_target(runs, name.partition("_")[0], testbed.target_loss)):
             figures[name] = found
@@ -508,6 +517,22 @@ def _is_expected(key: str, pair: Pair) -> bool:
 def _numbers(run: Run) -> dict[str, float]:
     """The measures of a run that can be compared."""
     return {name: value for name, value in run.measures().items() if run.finished or name not in SUMS}
+
+
+def losses_at_equal_time(control: Mapping[int, Run], other: Mapping[int, Run]) -> tuple[dict[int, float], dict[int, float]]:
+    """The validation losses of the two runs of each seed at the time at which the faster one ends, on a line between two evaluations.
+
+    The learning rate of the slower run has not decayed by then. Runs that did not finish are left out.
+    """
+    before, after = dict[int, float](), dict[int, float]()
+    for seed in sorted(control.keys() & other.keys()):
+        runs = (control[seed], other[seed])
+        known = [np.isfinite(run.columns["val_loss"]) & np.isfinite(run.columns["seconds"]) for run in runs]
+        if all(run.finished for run in runs) and all(one.any() for one in known):
+            seconds, losses = ([run.columns[name][one] for run, one in zip(runs, known, strict=True)] for name in ("seconds", "val_loss"))
+            end = min(one[-1] for one in seconds)
+            before[seed], after[seed] = (float(np.interp(end, *one)) for one in zip(seconds, losses, strict=True))
+    return before, after
 
 
 def _to_target(sides: Sequence[Mapping[int, Run]], column: str, target: float) -> Figure | None:

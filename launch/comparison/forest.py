@@ -20,10 +20,11 @@ from launch.comparison.comparison import LOSS, Figure
 from launch.comparison.verdicts import SIGNS, Interval, Verdict
 from recipes.claims import Claim
 
-#: What is drawn: measure of a claim -> (key of the figure, scale, title).
+#: What is drawn: measure of a claim -> (key of the figure, scale, title). The time per token is that per step, except for recipes whose
+#: steps differ in tokens, where a shorter step is no gain.
 PANELS = {
     "loss": (LOSS, "difference", "final validation loss − control's (nats)"),
-    "step_time": ("step_seconds", "ratio", "time per step ÷ control's"),
+    "step_time": ("tokens_per_second", "ratio", "time per token ÷ control's"),
     "to_target": ("seconds_to_target", "ratio", "time to the target loss ÷ control's"),
 }
 #: Differences below this are drawn on a linear scale, larger ones on a logarithmic one.
@@ -74,6 +75,8 @@ def row(group: str, label: str, figures: dict[str, Figure], claims: Iterable[Cla
     for name, (key, scale, _) in PANELS.items():
         figure, claim = figures.get(key), claimed.get(name)
         interval = None if figure is None else figure.difference if scale == "difference" else figure.ratio
+        if key == "tokens_per_second" and interval is not None:
+            interval = interval.inverse()
         if figure is not None and figure.to_target is not None and figure.to_target.bound:
             interval = None  # runs that did not reach the target leave a bound only
         marks[name] = Mark(interval, claim, None if claim is None else outcomes.get((claim.measure, claim.question)))
@@ -149,7 +152,8 @@ def draw_forest(rows: Sequence[Row], file: Path) -> None:
             for at, group in headings if place == 0 else ():
                 axes.text(0, at, group, fontweight="bold", va="center", ha="right", transform=axes.get_yaxis_transform())
         words = "dots: mean over seeds, lines: 95% interval, shaded: where the claim holds (outlined: not measured yet)"
-        picture.supxlabel(f"{words}; differences are logarithmic beyond ±{LINEAR}", fontsize=8.5)
+        verdicts = "✓ ✗ ?: verdicts, corrected for the number of all claims, so an interval inside the region may still be inconclusive"
+        picture.supxlabel(f"{words}; differences are logarithmic beyond ±{LINEAR}\n{verdicts}", fontsize=8.5)
         picture.savefig(file, metadata={"Software": None})
 
 

@@ -140,7 +140,7 @@ def write_page(comparison: Comparison, out: Path) -> Path:
 
 
 def answers(pair: Pair) -> list[str]:
-    """Which side ends at the lower loss and by how much, and what a step takes, in sentences."""
+    """Which side ends at the lower loss and by how much, and how long the same tokens take, in sentences."""
     name, control = _names(pair)
     found = []
     for side, runs in ((name, pair.side.runs), ("The control" if pair.recipe else control, pair.control.runs)):
@@ -156,10 +156,11 @@ def answers(pair: Pair) -> list[str]:
             interval = f" (95% interval {' to '.join(ends)}{', which includes 0' if loss.low <= 0 <= loss.high else ''})"
         gap = f"{abs(loss.mean):.4f} nats {'above' if loss.mean > 0 else 'below'}" if loss.mean else "at the same loss as"
         found.append(f"{name} ends {gap} {control}{rest}{interval}.")
-    time = pair.figures["step_seconds"].ratio if "step_seconds" in pair.figures else None
-    if time is not None:
+    speed = pair.figures["tokens_per_second"].ratio if "tokens_per_second" in pair.figures else None
+    if speed is not None:
+        time = speed.inverse()
         interval = "" if time.low is None or time.high is None else f" (95%: {time.low:.3f} to {time.high:.3f})"
-        found.append(f"A step takes {time.mean:.3f} times as long{interval}.")
+        found.append(f"The same number of tokens takes {time.mean:.3f} times as long{interval}.")
     return found or [f"{name} and {control} have no seed in common that can be compared."]
 
 

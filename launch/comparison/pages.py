@@ -171,8 +171,8 @@ def _measured_on(one: Published) -> Iterator[str]:
     turns = "interleaved" if pair.interleaved else "partly at different times"
     yield (
         f"Seeds {_listed(pair.seeds)}, {turns}, on {description['ranks']} rank(s) of {entry['machine']}; learning rate"
-        f" {description['lr']:g} (control: {pair.control.runs[0].description['lr']:g}). The claims are of commit"
-        f" {entry['claims_commit'][:7]}, the runs of commit {entry['commit'][:7]}.{look}"
+        f" {description['lr']:g} (control: {pair.control.runs[0].description['lr']:g}). The claims stand since commit"
+        f" {entry['claims_commit'][:7]}, the tuned setting since {entry['plan_commit'][:7]}; the runs are of {entry['commit'][:7]}.{look}"
     )
     yield f"    {entry['command']}"
     if one.verdicts:
@@ -205,12 +205,16 @@ def _plan(claim: Claim, one: Published) -> str:
     """The truth that was assumed; of the loss, also the power at the noise of the testbed and at the ends of its interval.
 
     Of "equal" the noise is that of rounding. Other claims are about techniques that train differently: the noise is that of a perturbation.
+    Where the testbed's noise is not measured, it is that of another testbed of the device.
     """
     truth = f"if the true {claim.scale} is {_number(claim, claim.expected)}"
-    nulls = read_json(TESTBEDS / one.testbed.name / "noise.json").get("nulls", {})
-    if claim.measure != "loss" or not nulls:
+    noisy = [one.testbed.name, *(name for name in names_of_testbeds() if read_testbed(name).device == one.testbed.device)]
+    measured = next((name for name in noisy if (TESTBEDS / name / "noise.json").exists()), None)
+    if claim.measure != "loss" or measured is None:
         what = "noise" if claim.measure == "loss" else "noise of this quantity"
         return f"aims at power {claim.power:g} {truth}; the {what} is not measured"
+    nulls = read_json(TESTBEDS / measured / "noise.json")["nulls"]
+    where = "the measured noise" if measured == one.testbed.name else f"the noise of {measured}, because its own is not measured,"
     kinds = ("precision", "accumulation") if claim.question == "equal" else ("trajectory",)
     null = max((nulls[kind] for kind in kinds), key=deviation)
     least_noise, most_noise = deviation_interval(null)
@@ -218,7 +222,7 @@ def _plan(claim: Claim, one: Published) -> str:
         f"{planned_power(claim, one.experiment.seeds, noise, claims_in_table(one.testbed.device)):.2f}"
         for noise in (most_noise, deviation(null), least_noise)
     )
-    return f"power {middle} ({low} to {high}) at the measured noise {truth}"
+    return f"power {middle} ({low} to {high}) at {where} {truth}"
 
 
 def _number(claim: Claim, value: float) -> str:
@@ -248,9 +252,10 @@ def _anchor(testbed: Testbed) -> str:
 
 def questions() -> str:
     """What a claim may say, as a Markdown table."""
-    rows = ["| claim | of a recipe against its control |", "|---|---|"]
+    rows = ["| claim | in recipe.json | of a recipe against its control |", "|---|---|---|"]
     for name, kind in QUESTIONS.items():
-        rows.append(f"| `{name}` x | {kind.statement.format(what='loss' if kind.scale == 'difference' else 'quantity', x='x')} |")
+        what = "loss" if kind.scale == "difference" else "quantity"
+        rows.append(f"| `{kind.short.format(what=what, x='x')}` | `{name}` x | {kind.statement.format(what=what, x='x')} |")
     return "\n".join(rows) + "\n"
 
 
@@ -272,7 +277,7 @@ def _found(one: Published) -> str:
     """The claims of a recipe on a testbed with their verdicts."""
     texts = []
     for claim, verdict in zip(one.experiment.claims, one.verdicts, strict=False):
-        estimate = "" if verdict.estimate is None else f" ({_number(claim, verdict.estimate)})"
+        estimate = "" if verdict.estimate is None else f" (measured: {_number(claim, verdict.estimate)})"
         texts.append(f"`{claim.label}` {SIGNS[verdict.outcome]} {verdict.outcome}{estimate}")
     if one.pair and not texts:
         loss = one.pair.figures[LOSS].difference if LOSS in one.pair.figures else None

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from launch.comparison.comparison import Comparison, Pair
@@ -80,12 +80,12 @@ def _entry(pair: Pair) -> dict[str, Any]:
             f"{where}: its runs are of commit {unplanned[0][:7]}, which does not contain the claims and the setting as they stand now;"
             " commit them first, then train again in another --runs_dir"
         )
-    claims_commit = first_commit(recipe.name, testbed.name)
     earlier = read_json(ROOT / "recipes" / recipe.name / RESULTS).get(testbed.name)
     entry = {
         "command": f"python launch/compare.py --recipe recipes/{recipe.name} --testbed {testbed.name}",
         "commit": pair.side.runs[0].description["commit"],
-        "claims_commit": claims_commit,
+        "claims_commit": first_commit(recipe.name, testbed.name, claims_in),
+        "plan_commit": first_commit(recipe.name, testbed.name),
         "machine": " and ".join(dict.fromkeys(machine_in_words(run.description["machine"]) for run in runs)),
         "looks": 1,
         "planned": now,
@@ -95,10 +95,10 @@ def _entry(pair: Pair) -> dict[str, Any]:
     if earlier is not None and earlier["planned"] == now:
         same = all(earlier[side] == json.loads(json.dumps(entry[side])) for side in ("control", "recipe"))
         entry["looks"] = earlier["looks"] + (not same)
-    elif earlier is not None and not any(earlier["claims_commit"][:7] in sentence for sentence in recipe.history):
+    elif earlier is not None and not any(earlier["plan_commit"][:7] in sentence for sentence in recipe.history):
         raise UsageError(
             f"{where}: the claims or the setting were changed after a result was published; add a sentence to 'history' in recipe.json"
-            f" that names commit {earlier['claims_commit'][:7]} and what was claimed there"
+            f" that names commit {earlier['plan_commit'][:7]} and what was claimed there"
         )
     return entry
 
@@ -163,12 +163,18 @@ def same_code(one: str, other: str) -> bool:
     return one == other or _git("diff", "--quiet", one, other, "--", *TRAINING) is not None
 
 
-def first_commit(recipe: str, testbed: str) -> str:
-    """The commit since which the claims of a recipe on a testbed, and its setting, stand unchanged."""
-    now, found = planned(recipe, testbed), ""
+def claims_in(plan: dict[str, Any]) -> Any:
+    """The claims and the number of seeds of a plan."""
+    experiment = plan.get("experiment", {})
+    return experiment.get("claims"), experiment.get("seeds")
+
+
+def first_commit(recipe: str, testbed: str, part: Callable[[dict[str, Any]], Any] = lambda plan: plan) -> str:
+    """The commit since which a part of the plan of a recipe on a testbed stands unchanged; by default the whole plan."""
+    now, found = part(planned(recipe, testbed)), ""
     commits = _git("log", "--format=%H", "--", *plan_files(recipe, testbed)) or ""
     for commit in commits.split():  # the newest first
-        if plan_at(commit, recipe, testbed) != now:
+        if part(plan_at(commit, recipe, testbed)) != now:
             break
         found = commit
     if not found:

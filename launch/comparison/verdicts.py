@@ -106,6 +106,10 @@ class Interval:
     low: float | None
     high: float | None
 
+    def inverse(self) -> Interval:
+        """Of a ratio: that of control / recipe."""
+        return Interval(1 / self.mean, self.high and 1 / self.high, self.low and 1 / self.low)
+
 
 def judge(claim: Claim, control: Sequence[float], other: Sequence[float]) -> Verdict:
     """The verdict on one claim on its own, from its measure in the runs of control and recipe; entry i of both has the same seed.

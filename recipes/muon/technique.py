@@ -16,7 +16,7 @@ import torch
 
 from model.accounting import block_tensors, model_tensors, parameter_count
 from model.presets import GATED, GPTConfig
-from recipes.masters import Fragment, master_weights
+from recipes.masters import Fragment, fragments_of_rank, master_weights
 from recipes.muon.optimizer import Matrix, Muon
 from recipes.technique import Costs, Declaration, Run, Technique
 
@@ -120,17 +120,14 @@ def exchanged_elements(parts: dict[str, list[tuple[int, int]]], stage: int, rank
     if stage == 0:
         return 0
     sizes = {name: sum(rows * columns for rows, columns in matrices) for name, matrices in parts.items()}
-    starts = dict(zip(sizes, accumulate(sizes.values(), initial=0), strict=False))
-    part = -(-sum(sizes.values()) // (2 * ranks)) * 2  # DeepSpeed pads it to an even number
-
-    def fragment(name: str, rank: int) -> Fragment:
-        each = -(-sizes[name] // ranks) if stage == 3 else part
-        low = rank * each - (0 if stage == 3 else starts[name])
-        first = max(0, low)
-        return Fragment(name, first, 0, max(0, min(sizes[name], low + each) - first))
-
-    of_ranks = [[list(matrices_in([fragment(name, rank) for name in sizes], parts))] for rank in range(ranks)]
-    cut = [matrix for matrix in shared_among_ranks(of_ranks)[0] if matrix.owner is not None]
+    if stage == 3:
+        groups = [([(name, 0, size)], -(-size // ranks)) for name, size in sizes.items()]
+    else:
+        offsets = accumulate(sizes.values(), initial=0)
+        part = -(-sum(sizes.values()) // (2 * ranks)) * 2  # DeepSpeed pads it to an even number
+        groups = [([(name, offset, size) for (name, size), offset in zip(sizes.items(), offsets, strict=False)], part)]
+    of_ranks = [[list(matrices_in(fragments_of_rank(group, rank, part), parts)) for group, part in groups] for rank in range(ranks)]
+    cut = [matrix for matrices in shared_among_ranks(of_ranks) for matrix in matrices if matrix.owner is not None]
     return sum(matrix.lengths[0] + (matrix.rows * matrix.columns if matrix.owner == 0 else 0) for matrix in cut)
 
 

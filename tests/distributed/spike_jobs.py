@@ -11,6 +11,7 @@ import torch
 
 from data_pipeline.loader import Loader
 from launch.errors import TrainingFailed
+from launch.training.checkpoint import Checkpoints
 from launch.training.spikes import SpikeRule
 from tests.distributed.jobs import pretrain
 
@@ -52,12 +53,13 @@ def pretrain_and_lose_checkpoints(flags: list[str], first: int, last: int, folde
     """`pretrain_with_garbage`, where all checkpoints in `folder` are damaged before the first spike is looked at."""
     rewind = SpikeRule.rewind
 
-    def lose_and_rewind(self: SpikeRule, *arguments: Any) -> Any:
+    def lose_and_rewind(self: SpikeRule, state: dict[str, Any], checkpoints: Checkpoints) -> Any:
         if self._is_spike:
+            checkpoints._finish()  # the newest one may still be written in the background
             for file in Path(folder).glob("*/state.json"):
                 file.write_text("")
         self.collectives.barrier()
-        return rewind(self, *arguments)
+        return rewind(self, state, checkpoints)
 
     SpikeRule.rewind = lose_and_rewind  # type: ignore[method-assign]
     try:
