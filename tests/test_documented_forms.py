@@ -63,7 +63,7 @@ SECTIONS = {
             "zero_optimization": {
                 "stage": 3,
                 "offload_param": {"device": device, "buffer_count": 5, "buffer_size": 1e8, "max_in_cpu": 1e9, **OFFLOAD},
-                "offload_optimizer": {"device": device, "ratio": 0.3, "buffer_count": 4, "fast_init": False, **OFFLOAD},
+                "offload_optimizer": {"device": device, "ratio": 1.0, "buffer_count": 4, "fast_init": False, **OFFLOAD},
             }
         }
         for device in ("cpu", "nvme")
@@ -177,6 +177,13 @@ def test_an_old_name_is_refused_with_what_to_write_instead(key, value, instead, 
         resolve(["--deepspeed_config", written(BF16 | values, tmp_path), "--data", str(corpus)])
     (fault,) = mistake.value.faults
     assert f"'{key}'" in fault and instead in fault and ": line " in fault
+
+
+def test_an_optimizer_that_is_offloaded_in_part_is_refused(corpus, tmp_path):
+    """DeepSpeed documents a ratio of 0.3, and trains the weights that stay on the GPU at a constant learning rate."""
+    zero = {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 0.3}}
+    with pytest.raises(UsageError, match=r"offload_optimizer.ratio' is not 1: the weights that stay on the GPU do not follow"):
+        resolve(["--deepspeed_config", written(BF16 | {"zero_optimization": zero}, tmp_path), "--data", str(corpus)])
 
 
 def test_a_fault_that_deepspeed_finds_is_one_line(corpus, tmp_path):

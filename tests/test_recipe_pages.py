@@ -168,7 +168,7 @@ def test_what_is_published_stands_on_every_page(tree, make):
     assert f"Difference of the final loss by seed: {by_seed}." in page
     assert "![Validation loss" in page and "look number" not in page
     assert f"`loss = control ± 0.01` {SIGNS[verdict.outcome]}" in (tree / "README.md").read_text()
-    assert f"`loss equal 0.01` {SIGNS[verdict.outcome]} {verdict.outcome}" in pages.INDEX.read_text()
+    assert f"`loss = control ± 0.01` {SIGNS[verdict.outcome]} {verdict.outcome}" in pages.INDEX.read_text()
     for picture in (f"{RECIPE}/loss.png", "forest.png"):
         assert (tree / "recipes" / picture).stat().st_size > 10_000
     for picture, draw in pages.pictures().items():

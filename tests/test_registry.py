@@ -103,7 +103,7 @@ def test_a_changed_key_is_noticed():
         (claim(number=math.nan), "'number' is nan; it must be a number"),
         (claim(number=0.02), "'number' is 0.02 for 'equal'; allowed are at most 0.01"),
         (claim(power=1), "'power' between 0 and 1"),
-        (claim(question="lower_by"), "'loss lower_by 0.01' is false for its 'expected' 0; that must be above -inf and below -0.01"),
+        (claim(question="lower_by"), "'loss ≤ control − 0.01' is false for its 'expected' 0; that must be above -inf and below -0.01"),
         (swept(None, seeds=0), "'seeds' is 0; it must be at least 1"),
         (swept({"lr": 0.1}), "'sweep.lr' is 0.1; it must be a list of numbers"),
         (swept({"warmup_steps": [1]}), "'sweep' has no lr; every sweep varies the learning rate"),

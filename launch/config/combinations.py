@@ -96,7 +96,7 @@ def impossible_values(engine: EngineJson, ranks: int, shape: ModelShape, stage: 
 
     yield from ((path, why) for path, why in NOT_ON.items() if value(path) not in (None, False, 0))
     yield from ((path, why) for path, why in NOT_OFF.items() if value(path) is False)
-    if value(ratio := f"{zero}offload_optimizer.ratio") not in (None, 1):
+    if stage == 3 and value(ratio := f"{zero}offload_optimizer.ratio") not in (None, 1):
         # stage3.py makes a second optimizer for the rest, with parameter groups and states of its own.
         yield ratio, "is not 1: the weights that stay on the GPU do not follow the learning rate in DeepSpeed 0.19.8; leave it out"
     for path, stages in STAGES.items():
