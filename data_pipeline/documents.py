@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import heapq
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from itertools import chain, islice
-from typing import NamedTuple
+from itertools import chain, count, islice
+from operator import itemgetter
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -55,7 +57,8 @@ class Documents:
     """The documents of all sources, one source after the other; the same in every pass.
 
     The split depends on a document's text alone, so it does not change with reordering, renaming and additions, and copies of one text
-    are in the same split. If a source has only one document, that is cut in two at a line end, and the tail is the validation split.
+    are in the same split. If there is only one document (in a mixture: if a source has only one), that is cut in two at a line end, and
+    the tail is the validation split.
 
     Args:
         grouped: whether each source is a group of its own, as in a mixture.
@@ -85,8 +88,9 @@ class Documents:
         for source in self.sources:
             source.problems.start()
             source.n_read = 0
-        for number, source in enumerate(self.sources):
-            yield from self._split(self._kept(source, seen), number if self.grouped else 0)
+        texts = [self._kept(source, seen) for source in self.sources]
+        for group, of_group in enumerate(texts if self.grouped else [chain.from_iterable(texts)]):
+            yield from self._split(of_group, group)
 
     def _kept(self, source: Source, seen: set[bytes]) -> Iterator[tuple[str | LargeText, bytes]]:
         for _, text in islice(source.documents(), source.max_docs):
@@ -169,23 +173,25 @@ def _in_parts(blocks: Iterable[str]) -> Iterator[str]:
         yield rest
 
 
-def training_texts(documents: Documents) -> Iterator[str]:
-    """Text to train a tokenizer on: the training documents, or a random sample of them if the sources are larger than TRAINING_BYTES."""
-    # With max_docs, the size of the documents is not known.
-    all_taken = documents.n_bytes > 0 and all(source.max_docs is None for source in documents.sources)
-    share = TRAINING_BYTES / documents.n_bytes if all_taken else 1.0
-    left = TRAINING_BYTES
+def training_texts(documents: Documents, watch: Callable[[], Any] = lambda: None) -> Iterator[str]:
+    """Text to train a tokenizer on: the training documents, or a random sample of their parts if they are larger than TRAINING_BYTES.
+
+    All documents are read before the first text is yielded. watch: called after each document.
+    """
+    drawn = list[tuple[int, int, str]]()  # a heap: the part with the largest hash first
+    size, place = 0, count()
     for document in documents:
-        if document.split != "train":
-            continue
-        for number, part in enumerate(_in_parts(document.text())):
-            # A hash of its own, as the key has determined the split. A long document is sampled part by part.
-            draw = int.from_bytes(hashlib.sha256(document.key + number.to_bytes(8, "big")).digest()[:8], "big")
-            if draw < share * 2**64 and left > 0:
-                left -= len(part)
-                yield part
-        if left <= 0:
-            return
+        if document.split == "train":
+            for number, part in enumerate(_in_parts(document.text())):
+                # A hash of its own, as the key has determined the split.
+                draw = int.from_bytes(hashlib.sha256(document.key + number.to_bytes(8, "big")).digest()[:8], "big")
+                heapq.heappush(drawn, (-draw, next(place), part))
+                size += len(part)
+                while size > TRAINING_BYTES:
+                    size -= len(heapq.heappop(drawn)[2])
+        watch()
+    for _, _, part in sorted(drawn, key=itemgetter(1)):
+        yield part
 
 
 def pieces(documents: Iterable[Document], tokenizer: Tokenizer) -> Iterator[Piece]:

@@ -8,11 +8,16 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
+from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
 # GPT-2's pattern that splits text before merging. Possessive (++) and with \s++$ first, it splits the same and backtracks less.
 GPT2_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
+
+#: Of a token that a Unigram model should not find in a text: the pieces of any token have a larger sum.
+LOWEST_SCORE = -10_000.0
 
 
 def byte_characters() -> list[str]:
@@ -63,12 +68,35 @@ def characters(known: str) -> str:
     return tokenizer.to_str()
 
 
-def without_template(text: str) -> str:
-    """The `tokenizer.json` without the template that adds tokens around a text, since training has none."""
-    described = json.loads(text)
-    if (described.get("post_processor") or {}).get("type") not in (None, "ByteLevel"):
-        described["post_processor"] = None
-    return json.dumps(described, ensure_ascii=False)
+def edited(text: str, change: Callable[[dict[str, Any]], None]) -> str:
+    """A `tokenizer.json` after `change` of its content.
+
+    Floats are kept as text: parsing and printing could change the last bit of a score, and so break a tie differently.
+    """
+    described = json.loads(text, parse_float=lambda digits: f"\0{digits}\0")
+    change(described)
+    return re.sub(r'"\\u0000([^"\\]*)\\u0000"', r"\1", json.dumps(described, ensure_ascii=False))
+
+
+def for_export(text: str) -> str:
+    """The `tokenizer.json` with which AutoTokenizer gives the ids of training.
+
+    Without the template that adds tokens around a text. A Unigram model finds its special tokens in any text, so their scores become the
+    lowest.
+    """
+
+    def change(described: dict[str, Any]) -> None:
+        if (described.get("post_processor") or {}).get("type") not in (None, "ByteLevel"):
+            described["post_processor"] = None
+        model = described["model"]
+        if isinstance(model["vocab"], list):
+            special = {token["content"] for token in described["added_tokens"] if token["special"]}
+            pairs = enumerate(model["vocab"])
+            model["vocab"] = [
+                [name, LOWEST_SCORE if name in special and place != model.get("unk_id") else score] for place, (name, score) in pairs
+            ]
+
+    return edited(text, change)
 
 
 def for_oniguruma(pattern: str) -> str:

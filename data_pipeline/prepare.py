@@ -158,7 +158,9 @@ def _make_tokenizer(args: argparse.Namespace, documents: Documents, folder: Path
     kind, size = parse_spec(args.tokenizer)
     if kind == "bpe":
         say(f"training the tokenizer {args.tokenizer} on up to {TRAINING_BYTES / 1e6:,.0f} MB of {', '.join(args.source)}")
-    tokenizer = make_tokenizer(args.tokenizer, training_texts(documents), args.end_of_text)
+    with _progress_bar(documents.n_bytes, args.quiet, "reading") as bar:
+        texts = training_texts(documents, lambda: bar.update(documents.n_read - bar.n))
+        tokenizer = make_tokenizer(args.tokenizer, texts, args.end_of_text)
     if kind == "bpe" and tokenizer.vocab_size < size:
         say(f"the text has no more pairs to merge: the vocabulary has {tokenizer.vocab_size:,} ids instead of {size:,}")
     return tokenizer, tokenizer.save(folder)

@@ -306,9 +306,9 @@ def _csv(file: Path, stream: BinaryIO, text_column: str, problems: Problems) -> 
         except RecordTooLarge:  # possibly within quotes, so the start of the next row is unknown
             problems.too_large(f"{file}:{line}", REST_LOST)
             return
-        except csv.Error as reason:
-            problems("broken CSV", f"{file}:{rows.line_num}", one_line(reason))
-            continue
+        except csv.Error as reason:  # possibly within quotes, so the start of the next row is unknown
+            problems("broken CSV", f"{file}:{rows.line_num}", f"{one_line(reason)}{REST_LOST}")
+            return
         if row is None:
             return
         if columns is None:

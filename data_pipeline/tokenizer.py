@@ -16,9 +16,7 @@ the same merges in the same order. tiktoken is about six times faster.
 from __future__ import annotations
 
 import hashlib
-import json
 import os
-import re
 import tempfile
 from binascii import a2b_base64, b2a_base64
 from collections.abc import Iterable, Sequence
@@ -347,7 +345,7 @@ class HuggingFace(Tokenizer):
         return self._end_of_text
 
     def hugging_face_json(self) -> str:
-        return hugging_face_form.without_template(self._json)
+        return hugging_face_form.for_export(self._json)
 
     def save(self, folder: Path) -> dict[str, Any]:
         return {"kind": "tokenizers", "end_of_text": self._end_of_text, "files": _write(folder, {HUGGING_FACE_FILE: self._json.encode()})}
@@ -359,9 +357,8 @@ def _encoder(tokenizer: HuggingFaceTokenizer, text: str) -> HuggingFaceTokenizer
     `encode_special_tokens` switches off the search for them before the model is applied. But a model other than BPE may still produce
     them from its vocabulary (`</s>` of a Unigram model has the best score of all), so they are renamed there to strings no text has.
     """
-    if not isinstance(tokenizer.model, models.BPE):
-        # Floats are kept as text: parsing and printing could change the last bit of a score, and so break a tie differently.
-        description = json.loads(text, parse_float=lambda digits: f"\0{digits}\0")
+
+    def rename(description: dict[str, Any]) -> None:
         model, added = description["model"], description["added_tokens"]
         known = set(model["vocab"]) if isinstance(model["vocab"], dict) else {name for name, _ in model["vocab"]}
         special = {token["content"] for token in added if token["special"]} & known - {model.get("unk_token")}
@@ -372,7 +369,9 @@ def _encoder(tokenizer: HuggingFaceTokenizer, text: str) -> HuggingFaceTokenizer
             model["vocab"] = [[names.get(name, name), score] for name, score in model["vocab"]]
         # The model no longer has them, so they get the next free ids: last, to keep the ids of the other added tokens.
         description["added_tokens"] = sorted(added, key=lambda token: token["content"] in special)
-        text = re.sub(r'"\\u0000([^"\\]*)\\u0000"', r"\1", json.dumps(description))
+
+    if not isinstance(tokenizer.model, models.BPE):
+        text = hugging_face_form.edited(text, rename)
     encoder = HuggingFaceTokenizer.from_str(text)
     encoder.encode_special_tokens = True
     encoder.no_truncation()

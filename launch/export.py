@@ -17,6 +17,8 @@ from pathlib import Path
 # As in launch/pretrain.py: this script's folder is not where its modules are.
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
+from safetensors import SafetensorError
+
 from data_pipeline.staging import staged_folder
 from launch.config.flags import Parser
 from launch.errors import UsageError, print_once, run_command
@@ -50,8 +52,9 @@ def main() -> int:
             trained, weights, notes = export(flags, folder, out.name)
             if _stopped_by:
                 sys.exit(128 + _stopped_by[0])
-    except OSError as reason:
-        raise UsageError(f"--out {out}: cannot be written ({reason.strerror}); give another folder") from None
+    except (OSError, SafetensorError) as reason:  # safetensors reports a full disk with an error of its own
+        what = getattr(reason, "strerror", None) or reason
+        raise UsageError(f"--out {out}: cannot be written ({what}); give another folder") from None
     for note in () if flags.quiet else notes:
         print_once(f"note: {note}")
     parameters, dtype = sum(weight.numel() for weight in weights.values()), next(iter(weights.values())).dtype

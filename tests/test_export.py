@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from data_pipeline.shards import open_corpus
 from data_pipeline.tokenizer import Tiktoken, Tokenizer
@@ -414,7 +415,77 @@ def test_weights_that_are_not_finite_are_named(value, run, folder, tmp_path):
     assert "ln_f.bias holds values that are not finite; take an earlier --checkpoint" in fault(of_run)
 
 
+def test_a_full_disk_is_one_line_and_leaves_nothing(folder, tmp_path):
+    # The limit of each file stands for a full disk.
+    command = f"ulimit -f 200; exec {sys.executable} launch/export.py {folder} --out {tmp_path}/out --dtype fp32"
+    done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1, done.stderr
+    assert f"--out {tmp_path}/out: cannot be written" in done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_end_of_a_text_is_known_without_the_corpus(run, tmp_path):
+    """The corpus's id is recorded, and not taken for the last one of the vocabulary."""
+    copy = copied(run, tmp_path)
+    described = json.loads((copy / "run.json").read_text())
+    assert described["corpus"]["eot_id"] == open_corpus(described["corpus"]["path"]).eot_id
+    described["corpus"] |= {"path": str(tmp_path / "elsewhere"), "eot_id": 7}
+    (copy / "run.json").write_text(json.dumps(described | {"no_cross_document": True}))
+    trained = open_trained(copy)
+    assert trained.eot_id == trained.config.document_end == 7
+    for unknown in ({}, {"eot_id": None}, {"eot_id": 10**9}, {"eot_id": "7"}):
+        rest = {key: value for key, value in described["corpus"].items() if key != "eot_id"}
+        (copy / "run.json").write_text(json.dumps(described | {"no_cross_document": True, "corpus": rest | unknown}))
+        assert "the id that ends text is unknown" in fault(copy)
+        (copy / "run.json").write_text(json.dumps(described | {"corpus": rest | unknown}))
+        assert open_trained(copy).eot_id is None
+
+
 # --- --init_from ---------------------------------------------------------------------------------------------------------------------
+
+
+def padded(folder: Path, tmp_path: Path, rows: int) -> Path:
+    """A copy whose embedding has more rows than its tokenizer has ids, as those of Qwen3."""
+    from safetensors.torch import load_file, save_file
+
+    copy = copied(folder, tmp_path)
+    weights = load_file(copy / "model.safetensors")
+    weights["transformer.wte.weight"] = torch.cat([weights["transformer.wte.weight"], torch.full((rows, 36), 9.0)])
+    save_file(weights, copy / "model.safetensors", {"format": "pt"})
+    edit(copy / "config.json", vocab_size=1024 + rows)
+    return copy
+
+
+def test_a_start_from_a_padded_vocabulary_leaves_the_padding_out(one_rank, folder, corpus, tmp_path):
+    copy = padded(folder, tmp_path, 200)
+    flags = ["--deepspeed_config", "ds_configs/zero1_bf16.json", "--data", str(corpus), "--init_from", str(copy), *SHAPE]
+    told = json.loads(explain(*flags).stdout)
+    assert any("the last 200 of its 1,224 ids are not in its tokenizer" in note for note in told["notes"])
+    run = [*flags, "--runs_dir", str(tmp_path), "--run_name", "r", "--global_batch_size", "4", "--eval_every", "0", "--steps", "1"]
+    one_rank.run("tests.distributed.jobs:pretrain", flags=[*run, "--lr", "1e-30", "--min_lr", "0"])
+    whole, found = open_trained(folder).load_model().state_dict(), open_trained(tmp_path / "r").load_model().state_dict()
+    assert whole.keys() == found.keys()
+    assert all(torch.equal(whole[name], found[name]) for name in whole)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (copy / name).unlink()
+    assert "copy the model's tokenizer into its folder" in starting(copy, corpus, *SHAPE)
+    (copy / "tokenizer.json").write_text("{")
+    assert "its vocab_size is 1,224, and that of the corpus 1,024" in starting(copy, corpus, *SHAPE)
+
+
+def test_a_host_without_the_folder_starts_from_a_checkpoint_or_not_at_all(one_rank, folder, corpus, tmp_path):
+    """With a store, a resume does not need the folder, as the store may have a checkpoint."""
+    copy = copied(folder, tmp_path)
+    flags = ["--deepspeed_config", "ds_configs/zero1_fp32.json", *SHAPE, "--data", str(corpus), "--run_name", "r", "--init_from", str(copy)]
+    flags += ["--global_batch_size", "4", "--eval_every", "0", "--checkpoint_store", f"file://{tmp_path}/store"]
+    one_rank.run("tests.distributed.jobs:pretrain", flags=[*flags, "--runs_dir", str(tmp_path / "a"), "--steps", "2"])
+    shutil.rmtree(copy)
+    one_rank.run("tests.distributed.jobs:pretrain", flags=[*flags, "--runs_dir", str(tmp_path / "b"), "--steps", "4", "--resume"])
+    assert json.loads((tmp_path / "b" / "r" / "run.json").read_text())["init_from"] == str(copy)
+    assert "no such folder" in refusal(*flags, "--runs_dir", str(tmp_path / "c"))
+    done = run_script("launch/pretrain.py", *flags[:-1], f"file://{tmp_path}/empty", "--runs_dir", tmp_path / "c", "--resume")
+    assert done.returncode == 2 and "and there is no checkpoint to continue from" in done.stderr
+    assert not (tmp_path / "c" / "r").exists()
 
 
 def starting(folder: object, corpus: Path, *more: str) -> str:

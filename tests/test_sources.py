@@ -181,13 +181,38 @@ def test_max_docs_counts_the_documents_of_each_source(run, tmp_path):
     assert found == all_of(TEXTS[:7] + TEXTS[10:17])
 
 
-def test_a_sample_of_the_first_documents_is_of_all_of_them(tmp_path, monkeypatch):
-    """With --max_docs the size of the text is not known, so the tokenizer is trained on the first documents."""
-    monkeypatch.setattr(documents, "TRAINING_BYTES", 2000)
-    (tmp_path / "a.jsonl").write_bytes(jsonl([f"{number} " * 10 for number in range(20_000)]))
-    sources, _ = open_sources([f"{tmp_path}/a.jsonl"], max_docs=100)
-    texts = list(documents.training_texts(documents.Documents(sources, 0.1)))
-    assert 2000 <= sum(map(len, texts)) < 2100
+@pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz", ".parquet"])
+@pytest.mark.parametrize("max_docs", [None, 1000])
+def test_a_tokenizer_is_trained_on_a_sample_of_all_documents(tmp_path, monkeypatch, suffix, max_docs):
+    """Also if the size of the text is not known: with --max_docs, and of compressed files."""
+    monkeypatch.setattr(documents, "TRAINING_BYTES", 10_000)
+    texts = [f"{number:05d} " * 10 for number in range(4000)]
+    file = tmp_path / f"a{suffix}"
+    file.write_bytes(table(texts) if suffix == ".parquet" else gzip.compress(jsonl(texts)) if suffix.endswith(".gz") else jsonl(texts))
+    sources, _ = open_sources([str(file)], max_docs=max_docs)
+    drawn = list(documents.training_texts(documents.Documents(sources, 0.1)))
+    assert 9_900 < sum(map(len, drawn)) <= 10_000
+    numbers = [int(text[:5]) for text in drawn]
+    assert numbers == sorted(numbers)
+    n = max_docs or 4000
+    assert max(numbers) < n
+    quarters = np.histogram(numbers, 4, (0, n))[0]
+    assert min(quarters) > 20, quarters  # of about 166
+
+
+def test_all_text_is_used_if_it_is_small(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(jsonl(TEXTS))
+    sources, _ = open_sources([f"{tmp_path}/a.jsonl"])
+    assert list(documents.training_texts(documents.Documents(sources, 0.1))) == in_split(TEXTS, "train", 0.1)
+
+
+def test_files_named_one_by_one_are_split_like_a_folder(run, tmp_path):
+    """As the shell expands a glob without quotes: no document is in both splits."""
+    folder = tmp_path / "in"
+    folder.mkdir()
+    for number, text in enumerate(TEXTS):
+        (folder / f"{number:02d}.txt").write_bytes(text.encode())
+    assert run(*sorted(folder.iterdir()))[1] == run(folder)[1] == all_of(TEXTS)
 
 
 def test_weights_are_kept_as_groups_that_no_document_crosses(run, tmp_path):
@@ -234,12 +259,7 @@ def test_exact_duplicates_are_left_out_wherever_they_come_from(run, tmp_path):
     sources = [tmp_path / name for name in ("a.jsonl", "b.txt", "c.parquet")]
     _, found, manifest, *_ = run(*sources, options=("--dedup", "exact"))
     assert manifest["dropped"] == {"duplicate": 9}
-    expected = all_of(TEXTS)
-    # What is left of the last source is one document, which is cut in two.
-    assert ["".join(found[split]) for split in ("train", "val")] == [
-        "".join(expected["train"]) + "new"[:2],
-        "".join(expected["val"]) + "new"[2:],
-    ]
+    assert found == all_of([*TEXTS, "new"])
     assert "left out: 9 duplicate" in run(*sources, options=("--dedup", "exact"))[3]
 
 
@@ -310,6 +330,7 @@ BAD = {
     "a.txt": (b"one\ntwo\ngr\xf6\xdfer\n", [], "not UTF-8", "a.txt:3"),
     "a.csv": (rows(TEXTS) + b"99,gr\xf6\r\n", TEXTS, "not UTF-8", f"a.csv:{2 + sum(text.count(chr(10)) + 1 for text in TEXTS)}"),
     "b.csv": (rows(TEXTS) + b'99,"never closed\r\n', TEXTS, "broken CSV", "b.csv:"),
+    "d.csv": (rows(TEXTS[:5]) + b'99,"a "bad" quote\r\n2,rest of a cell"\r\n' + rows(TEXTS), TEXTS[:5], "broken CSV", "d.csv:"),
     "c.csv": (rows(TEXTS) + b"99\r\n100,end\r\n", [*TEXTS, "end"], "no text column 'text'", "c.csv:"),
     "a.txt.gz": (gzip.compress(b"a line\n" * 1000)[:-20], [], "compressed file damaged", "a.txt.gz"),
     "b.txt.gz": (b"no gzip", [], "compressed file damaged", "b.txt.gz"),

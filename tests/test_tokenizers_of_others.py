@@ -22,6 +22,7 @@ from data_pipeline.errors import DataError
 from data_pipeline.prepare import main
 from data_pipeline.shards import open_corpus
 from data_pipeline.tokenizer import Tokenizer, cached_file, make_tokenizer
+from launch.trained_model.hf_export import write_tokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
 STDLIB = Path(sysconfig.get_paths()["stdlib"])
@@ -206,6 +207,20 @@ def test_a_special_token_of_a_unigram_model_is_read_as_the_text_beside_it(of_oth
     for name in ("</s>", "<unk>"):
         assert tokenizer.token_to_id(name) not in ours.encode(f"a{name}b").tolist() or name == "<unk>"  # "<" itself may be unknown
         assert len(ours.encode(f"a{name}b")) > 3
+
+
+@pytest.mark.parametrize("kind", ["byte_level", "unigram", "unigram_of_whole_texts"])
+def test_auto_tokenizer_gives_the_same_ids_beside_an_exported_model(kind, of_others, tmp_path):
+    from transformers import AutoTokenizer
+
+    tokenizer = make_tokenizer(of_others(kind)[0], [])
+    write_tokenizer(tokenizer, tmp_path, 32)
+    exported = AutoTokenizer.from_pretrained(tmp_path)
+    for text in (*TEXTS[:40], f"a{tokenizer.end_name}b", f"Whoever {tokenizer.end_name} comes", f"no{tokenizer.end_name}"):
+        ids = tokenizer.encode(text).tolist()
+        assert exported(text, verbose=False)["input_ids"] == ids
+        assert tokenizer.eot_id not in ids
+    assert exported.eos_token_id == tokenizer.eot_id
 
 
 # Long documents

@@ -416,7 +416,8 @@ def _corpus(flags: argparse.Namespace, shape: ModelShape) -> tuple[Corpus | None
 def _start(flags: argparse.Namespace, run_name: str, shape: ModelShape, corpus: Corpus | None, notes: list[str]) -> HFFolder | None:
     """The folder whose weights the run starts from; None if there is none, or if a checkpoint has newer weights.
 
-    If the tokenizers cannot be compared, a line is added to `notes`.
+    The folder's vocabulary may be larger than the corpus's, as many models pad it; the rest of its rows is then left out. If the
+    tokenizers cannot be compared, a line is added to `notes`.
 
     Raises:
         UsageError: the folder is faulty, or its model or tokenizer is not that of the run.
@@ -424,6 +425,8 @@ def _start(flags: argparse.Namespace, run_name: str, shape: ModelShape, corpus: 
     checkpoints = Path(flags.runs_dir) / run_name / "checkpoints"
     if flags.init_from is None or (flags.resume and complete_checkpoints(checkpoints)):
         return None
+    if flags.resume and flags.checkpoint_store is not None and not Path(flags.init_from).exists():
+        return None  # on a host that has nothing: the store has newer weights, otherwise `train` refuses
     from launch.formats.hf_folder import open_hf_folder  # imports torch, which --help does without
 
     folder = open_hf_folder(flags.init_from)
@@ -431,16 +434,25 @@ def _start(flags: argparse.Namespace, run_name: str, shape: ModelShape, corpus: 
     other = _other_flags(folder.config, flags, shape)
     faults = [f"{where}: its model is not this run's; give {' '.join(other)}"] if other else []
     again = f"prepare the text with the folder's tokenizer: data_pipeline/prepare.py --tokenizer {flags.init_from}"
-    if corpus is not None and folder.config.vocab_size != corpus.vocab_size:
+    if corpus is not None and (more := folder.config.vocab_size - corpus.vocab_size) < 0:
         faults.append(f"{where}: vocab_size is {folder.config.vocab_size:,} there, and {corpus.vocab_size:,} in {flags.data}; {again}")
-    elif corpus is not None and not faults and folder.has_tokenizer:
+    elif corpus is not None and not faults and (folder.has_tokenizer or more):
         from launch.formats.folder_tokenizer import difference, tokenizer_of_corpus, tokenizer_of_folder  # as above
 
         (theirs, why), (own, why_own) = tokenizer_of_folder(folder), tokenizer_of_corpus(corpus)
         if theirs is None or own is None:
-            notes.append(f"{where}: whether {flags.data} was made with its tokenizer is not known: {why or why_own}")
+            unknown = f"{where}: whether {flags.data} was made with its tokenizer is not known: {why or why_own}"
+            if more:
+                faults.append(
+                    f"{unknown}; its vocab_size is {folder.config.vocab_size:,}, and that of the corpus {corpus.vocab_size:,}: copy the"
+                    " model's tokenizer into its folder"
+                )
+            notes.append(unknown)
         elif (differs := difference(corpus, own, theirs)) is not None:
             faults.append(f"{where}: its tokenizer gives other ids than that of {flags.data}: {differs}; {again}")
+        elif more:
+            folder = folder.with_vocabulary(corpus.vocab_size)
+            notes.append(f"{where}: the last {more:,} of its {corpus.vocab_size + more:,} ids are not in its tokenizer and are left out")
     if faults:
         raise UsageError(*faults)
     return folder

@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -135,6 +135,10 @@ class HFFolder:
     def _parts(self) -> dict[str, list[HFTensor]]:
         return hf_tensors(self.config)
 
+    def with_vocabulary(self, vocab_size: int) -> HFFolder:
+        """The same folder with the first `vocab_size` rows of the embedding and of the head only."""
+        return replace(self, config=replace(self.config, vocab_size=vocab_size))
+
     def fill(self, model: GPT) -> None:
         """Read the weights into `model`, one tensor at a time, in the model's dtype and layout.
 
@@ -155,14 +159,15 @@ class HFFolder:
                 )
 
     def read_into(self, name: str, parameter: torch.Tensor) -> None:
-        """Read the weight `name` into `parameter`, in our layout; padded rows of the vocabulary become zero.
+        """Read the weight `name` into `parameter`, in our layout; rows that pad the vocabulary here become zero.
 
         Raises:
             UsageError: the weight holds NaN or infinity.
         """
         parts = self._parts[name]
         for part in parts:
-            part.of(parameter).copy_(self.tensors[part.name].read())
+            view = part.of(parameter)
+            view.copy_(self.tensors[part.name].read()[: len(view)])
         parameter[parts[-1].end :].zero_()
         if not is_finite(parameter):
             raise UsageError(f"{self.folder}: {name} holds values that are not finite; give the folder of a model that has not diverged")

@@ -134,8 +134,14 @@ def _open_run(folder: Path, asked: str | None, data: str | Path | None) -> Train
         raise UsageError(
             f"{folder / 'run.json'}: vocab_size is {config.vocab_size:,}, but its corpus has {corpus.vocab_size:,}; restore run.json"
         )
-    # Without the corpus: the end of text is the last id of this project's tokenizers and of GPT-2's.
-    eot = corpus.eot_id if corpus else config.vocab_size - 1
+    eot = corpus.eot_id if corpus else description["corpus"].get("eot_id")
+    if type(eot) is not int or not 0 <= eot < config.vocab_size:
+        eot = None
+    if description["no_cross_document"] and eot is None:
+        raise UsageError(
+            f"{folder / 'run.json'}: no_cross_document is true, but 'corpus.eot_id' is no id, and without the corpus the id that ends text"
+            f" is unknown ({why}); copy the corpus to its place in run.json"
+        )
     config = replace(config, document_end=eot if description["no_cross_document"] else None)
     written = sum(entry["bytes"] for entry in state["files"].values())
     # Before much memory is taken: the engine's files hold at least 16 bits of each parameter.

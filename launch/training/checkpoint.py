@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from data_pipeline.staging import fsync
-from launch.errors import UsageError
+from launch.errors import TrainingFailed, UsageError
 from launch.formats.checkpoint_files import (
     ENGINE_TAG,
     STATE_FILE,
@@ -107,7 +107,7 @@ class Checkpoints:
 
     def __enter__(self) -> Checkpoints:
         if self._uploads:
-            self._uploads.start()
+            self._uploads.start(self.current)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -248,6 +248,7 @@ class Checkpoints:
         Raises:
             UsageError: no checkpoint passes verification, the store cannot be reached and there is none in the folder, its state cannot be
                 moved into this engine, or a technique cannot continue without its state.
+            TrainingFailed: a checkpoint could not be downloaded. An older one is not used instead, because that would discard steps.
             SystemExit: it could not be loaded (exit code 1, one line from each rank that could not).
         """
         self._finish()
@@ -311,7 +312,7 @@ class Checkpoints:
                 if not is_stored:
                     raise
                 self._log(f"warning: {damage}; trying the store")
-        fault = None
+        damaged, failed = "", ""
         if self._uploads:
             self._log(f"downloading {self._uploads.store.url}/{checkpoint.name}")
             try:
@@ -321,12 +322,16 @@ class Checkpoints:
                 if os.path.lexists(checkpoint):
                     _set_aside(checkpoint)
                 os.rename(downloaded, checkpoint)
-                downloaded.parent.rmdir()
-            except (DamagedCheckpoint, StoreError, OSError) as reason:
-                fault = str(reason)
-                shutil.rmtree(checkpoint.with_name(f"{TEMPORARY}{checkpoint.name}"), ignore_errors=True)
-        for found in filter(None, self._gather_in_thread(fault)):  # the ranks of this group may wait long
-            raise DamagedCheckpoint(found)
+            except DamagedCheckpoint as reason:
+                damaged = str(reason)
+            except (StoreError, OSError) as reason:
+                failed = f"{checkpoint.name} could not be downloaded: {reason}; run the same command again"
+            shutil.rmtree(checkpoint.with_name(f"{TEMPORARY}{checkpoint.name}"), ignore_errors=True)
+        damaged, failed = self._gather_in_thread((damaged, failed))[0]  # the ranks of this group may wait long
+        if failed:
+            raise TrainingFailed(failed)
+        if damaged:
+            raise DamagedCheckpoint(damaged)
         self._check(checkpoint)
 
     def _check(self, checkpoint: Path) -> None:

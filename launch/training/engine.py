@@ -12,7 +12,7 @@ import io
 import math
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 import deepspeed
@@ -190,6 +190,9 @@ def start_engine(config: RunConfig, techniques: Technique, collectives: Collecti
         UsageError: the hosts resolved `"bf16": {"enabled": "auto"}` differently, or DeepSpeed does not support a combination of values.
     """
     _agree_on_precision(config, collectives)
+    # A host with a file system of its own does not see the checkpoints of rank 0.
+    if config.init_from is not None and collectives.any(config.start is None):
+        config = replace(config, start=None)
     if collectives.device.type == "cpu":
         train_on_cpu_in(config.precision)
     model_config = config.model_config

@@ -28,7 +28,12 @@ def describe_run(config: RunConfig) -> dict[str, Any]:
         "command": sys.argv,
         **config.as_json(),
         "corpus_fingerprint": config.corpus.fingerprint,
-        "corpus": {"path": str(config.corpus.path), "sources": manifest["sources"], "vocab_size": config.corpus.vocab_size},
+        "corpus": {
+            "path": str(config.corpus.path),
+            "sources": manifest["sources"],
+            "vocab_size": config.corpus.vocab_size,
+            "eot_id": config.corpus.eot_id,
+        },
         "commit": repository_commit(),
         "versions": versions(),
         "machine": machine(),

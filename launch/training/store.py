@@ -274,14 +274,19 @@ class Uploads:
         self._log = log
         self._waiting: Path | None = None
         self._current: Path | None = None
+        self._loaded: Path | None = None
         self._ending = self._given_up = False
         self._moved_at = 0.0
         self._changed = threading.Condition()
         self._states: dict[str, dict[str, Any]] = {}  # of complete checkpoints of this run in the store, by name
         self._thread = threading.Thread(target=self._work, name="uploads", daemon=True)  # never keeps the process alive
 
-    def start(self) -> None:
-        """Upload the run's files, which shows at the start whether the store can be written, then wait for checkpoints."""
+    def start(self, loaded: Path | None = None) -> None:
+        """Upload the run's files, which shows at the start whether the store can be written, then wait for checkpoints.
+
+        loaded: the checkpoint from which the run continues. It is uploaded if the store lacks it, because an earlier upload failed.
+        """
+        self._waiting = self._loaded = loaded
         self._thread.start()
 
     def submit(self, checkpoint: Path) -> None:
@@ -350,6 +355,9 @@ class Uploads:
 
     def _upload(self, checkpoint: Path) -> None:
         start = time.monotonic()
+        loaded, self._loaded = self._loaded, None
+        if checkpoint == loaded and self.store.read(f"{checkpoint.name}/{STATE_FILE}") == (checkpoint / STATE_FILE).read_bytes():
+            return
         self._upload_run_files()
         self.store.upload(checkpoint, self._has_moved)
         self._say(f"{checkpoint.name} was uploaded to {self.store.url} in {time.monotonic() - start:.1f} s")

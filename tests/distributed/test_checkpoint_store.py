@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +18,7 @@ import pytest
 from launch.formats.checkpoint_files import complete_checkpoints, read_state, verify
 from launch.training.store import CheckpointStore
 from tests.distributed.launched import TINY, LaunchedRun
-from tests.helpers import refused_start, resumed_after
+from tests.helpers import ROOT, refused_start, resumed_after
 from tests.object_store import Proxy, environment, s3_server
 from tests.test_checkpoint_store import needs_s3
 
@@ -157,6 +160,29 @@ def test_a_store_that_cannot_be_listed_is_one_line_or_a_refusal(train, flags, st
     for more in (["--resume"], []):
         flags_of = [*flags, "--deepspeed_config", "ds_configs/zero1_fp32.json", "--checkpoint_store", f"file://{store}", *more]
         assert "--checkpoint_store" in refused_start(tmp_path / "new", *flags_of)
+
+
+def test_a_checkpoint_whose_upload_failed_is_uploaded_by_the_resume(train, stored, whole, tmp_path):
+    """Also by a resume of a run that has ended, which writes no other checkpoint."""
+    run, store = copies(stored, tmp_path)
+    shutil.rmtree(store / "r" / "step-00000006")
+    assert train(run.parent, store, "--steps", "6", "--resume") == whole[:6]
+    verify(store / "r" / "step-00000006", json.loads((run / "run.json").read_text())["run_id"])
+    assert len(log_of(run, "step-00000006 was uploaded")) == 2
+    assert train(run.parent, store, "--steps", "6", "--resume") == whole[:6]
+    assert len(log_of(run, "step-00000006 was uploaded")) == 2  # it is there
+
+
+def test_a_download_that_fails_does_not_discard_steps(flags, stored, tmp_path):
+    config = ["--deepspeed_config", "ds_configs/zero1_fp32.json", "--runs_dir", f"{tmp_path}/runs", "--run_name", "r"]
+    given = [*flags, *config, "--checkpoint_store", f"file://{stored[1]}", "--steps", "9", "--resume"]
+    # The limit of each file, smaller than the weights, stands for a network or a disk that fails during the download.
+    command = ["bash", "-c", f"ulimit -f 100; exec {sys.executable} launch/pretrain.py {shlex.join(given)}"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 1, done.stderr
+    assert "step-00000006 could not be downloaded" in done.stderr and "run the same command again" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not complete_checkpoints(tmp_path / "runs" / "r" / "checkpoints")
 
 
 # --- real commands, a real S3 server ----------------------------------------------------------------------------------------------------
