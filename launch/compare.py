@@ -9,7 +9,8 @@ A recipe's claims are judged on its testbeds, with the planned seeds; at other s
 sweeps a testbed's settings for control and recipe, `--noise` measures its noise.
 
 Writes `report.html` (a single file that works offline), `report.json` and `loss.png`. Control and recipe are trained with the same seeds
-and interleaved steps, so that a slow moment of the machine affects both alike. Finished runs are reused, interrupted runs are resumed.
+and interleaved steps, so that a slow moment of the machine affects both alike. Finished runs of the same settings and code are reused,
+interrupted runs are resumed.
 Exit codes: 0 done, 1 failed, 2 a mistake in the command, 130 and 143 stopped by Ctrl-C and SIGTERM.
 """
 

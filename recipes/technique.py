@@ -158,6 +158,8 @@ class Costs:
     matmul_dtype: str = ""
 
 
+#: DeepSpeed's names of fp32.
+FP32_NAMES = ("fp32", "float32", "float", "torch.float32")
 #: A step count so large that beta^step is 0 for every beta in use, and that fp32 cannot increase by 1: Adam then corrects no bias.
 LATE_STEP = 1e9
 

@@ -368,6 +368,8 @@ def test_a_recipe_that_diverges_fails_its_claim_about_the_loss(make):
     comparison = on_testbed(runs[:3], runs[3:], seeds=3)
     (pair,) = comparison.pairs
     assert pair.verdicts[0].outcome == "fails" and "diverged" in pair.verdicts[0].reason
+    others = [verdict for verdict in pair.verdicts if verdict.claim.measure != "loss"]
+    assert others and all(one.outcome == "inconclusive" and "not that of a whole run: b3" in one.reason for one in others)
     loss = pair.figures["final_val_loss"]
     assert loss.other[3] == math.inf and loss.difference and loss.difference.mean == 0.0
     assert answers(pair)[0] == "progressive_layer_drop diverged in 1 of 3 runs."

@@ -61,7 +61,7 @@ def spikes_of(run):
 
 def test_spikes_are_large_gradient_norms(said, tmp_path):
     """Above 4 x the median of the 32 steps before, from step 9 on; in the warm-up and after it."""
-    said |= {"warmup_steps": 12}
+    said = said | {"warmup_steps": 12}
     steps = lines(steps=60, grad_norm=1.0)
     for number, norm in {3: 9.0, 8: 9.0, 9: 9.0, 12: 4.1, 13: 4.1, 20: 4.0, 30: 4.1, 31: 7.0}.items():
         steps[number]["grad_norm"] = norm
@@ -74,6 +74,28 @@ def test_spikes_are_large_gradient_norms(said, tmp_path):
     steps[52]["grad_norm"] = None  # an overflow in fp16
     assert spikes_of(read_run(write_run(tmp_path / "more", said, steps))) == (2, 5)
     assert not {"warmup_spikes", "spikes"} & set(read_run(write_run(tmp_path / "no_norms", said, lines())).measures())
+
+
+def test_the_warm_up_of_a_rate_by_tokens_ends_by_tokens(said, tmp_path):
+    """A curriculum's first steps have fewer tokens, so that the rate still rises where a rate by steps has reached its peak."""
+    batch = said["global_batch_size"] * said["shape"]["seq_len"]
+    steps = lines(steps=60, grad_norm=1.0)
+    for number, one in enumerate(steps):
+        one["tokens"] = number * batch // 2
+    for number in (15, 20, 21):
+        steps[number]["grad_norm"] = 9.0
+    said = said | {"warmup_steps": 10, "total_tokens": 30 * batch}
+    assert said["scheduler"]["type"] == "WarmupCosineTokens"
+    assert spikes_of(read_run(write_run(tmp_path / "tokens", said, steps))) == (2, 1)
+    by_steps = said | {"scheduler": {"type": "WarmupCosineLR", "params": {}}}
+    assert spikes_of(read_run(write_run(tmp_path / "steps", by_steps, steps))) == (0, 3)
+
+
+def test_what_a_resume_changed_is_remarked(said, tmp_path):
+    changes = ["lr: 0.001 -> 0.002", 'machine.host: "a" -> "b"', 'commit: "1" -> "2"']
+    run = read_run(write_run(tmp_path / "r", said | {"resumes": [{"changes": changes}, {"changes": 3}, {}, "none"]}, lines()))
+    assert run.remarks == ("a resume changed lr: 0.001 -> 0.002: the settings shown are the last ones",)
+    assert read_run(write_run(tmp_path / "s", said | {"resumes": [{"changes": changes[1:]}]}, lines())).remarks == ()
 
 
 def test_the_final_loss_is_that_of_the_whole_split_where_it_was_evaluated(said, tmp_path):

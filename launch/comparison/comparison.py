@@ -446,6 +446,8 @@ def _judged(claim: Claim, pair: Pair, *numbers: Mapping[int, Mapping[str, float]
     """The verdict on a claim from the measures of control and recipe by seed: inconclusive unless all planned pairs can be compared."""
     if claim.measure == "step_time" and not pair.on_equal_terms:
         return Verdict(claim, "the runs of a seed were not interleaved on one machine, so their times cannot be compared")
+    if claim.key != LOSS and (failed := [run.name for side in (pair.control, pair.side) for run in side.runs if not run.finished]):
+        return Verdict(claim, f"a run diverged, so its {claim.measure} is not that of a whole run: {', '.join(failed)}")
     before, after = ([one[seed].get(claim.key, math.nan) for seed in pair.seeds] for one in numbers)
     # A diverged run of the recipe is evidence; a diverged run of the control leaves nothing to compare with.
     if lacking := [seed for seed, x, y in zip(pair.seeds, before, after, strict=True) if not math.isfinite(x) or math.isnan(y)]:

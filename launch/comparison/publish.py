@@ -13,7 +13,7 @@ from typing import Any
 from launch.comparison.comparison import Comparison, Pair
 from launch.comparison.pages import RESULTS, plan_files, plan_in, planned, write_pages
 from launch.comparison.runs import Run, stored_run
-from launch.comparison.trials import settings_on
+from launch.comparison.trials import CODE, settings_on
 from launch.comparison.tuning import CONTROL, edges, published_sweep, read_json, tuned_by
 from launch.errors import UsageError
 from launch.formats.files import write_atomically
@@ -22,17 +22,7 @@ from launch.training.run_json import commits_of
 from recipes.registry import ROOT, Recipe, Testbed
 
 #: What the numbers of a run depend on, as patterns of git.
-TRAINING = [
-    "launch/pretrain.py",
-    "launch/config",
-    "launch/formats",
-    "launch/training",
-    "model",
-    "data_pipeline",
-    "ds_configs",
-    "constraints.txt",
-]
-TRAINING += [":(glob)recipes/*.py", ":(glob)recipes/*/*.py", ":(exclude)recipes/claims.py"]
+TRAINING = [*CODE, "ds_configs", "constraints.txt", ":(glob)recipes/*.py", ":(glob)recipes/*/*.py", ":(exclude)recipes/claims.py"]
 
 
 def check_checkout() -> None:

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from launch.config.token_schedule import TOKEN_SCHEDULES
 from launch.errors import UsageError
 from launch.formats.metrics import is_finite_number, read_run_json, read_valid_lines
 
@@ -26,6 +27,8 @@ Column = npt.NDArray[np.float64]
 COLUMNS = ("step", "tokens", "seconds", "loss", "val_loss", "step_seconds", "tokens_per_second", "peak_memory_bytes", "bytes_sent", "flops")
 #: Steps that the means of time exclude: the first ones compile, allocate and fill caches.
 WARM_UP_STEPS = 10
+#: Beginnings of the changes by a resume that do not affect the numbers.
+CIRCUMSTANCES = ("commit", "versions", "machine", "corpus", "data", "runs_dir", "save_every", "keep", "histogram_every")
 #: A step is a spike if its gradient norm exceeds this x the median of the `SPIKE_WINDOW` steps before it. The first `SPIKE_START` steps,
 #: in which the norm of a new model falls by a factor of 4, are not counted.
 SPIKE_RATIO = 4.0
@@ -75,8 +78,8 @@ class Run:
         run diverged, absent if it is unfinished or was not evaluated at its end.
         step_seconds: the mean over the steps after the first `WARM_UP_STEPS`. tokens_per_second, mfu: of these steps together.
         seconds, flops (of all ranks), bytes_sent (by rank 0): sums. bytes_per_step: the mean. peak_memory_bytes: of rank 0, the largest.
-        skipped_steps: updates skipped for an overflow in fp16. warmup_spikes, spikes: steps in the warm-up and after it whose gradient
-        norm exceeds `SPIKE_RATIO` x the median of the `SPIKE_WINDOW` steps before, or whose loss is not finite.
+        skipped_steps: updates skipped for an overflow in fp16. warmup_spikes, spikes: steps in the rate's warm-up and after it whose
+        gradient norm exceeds `SPIKE_RATIO` x the median of the `SPIKE_WINDOW` steps before, or whose loss is not finite.
         """
         if self.published is not None:
             return dict(self.published)
@@ -116,13 +119,17 @@ class Run:
         """The numbers of spikes in the rows `trained`; empty if the run has no gradient norms."""
         if "grad_norm" not in self.columns:
             return {}
-        norm, loss, step = (self.columns[name][trained] for name in ("grad_norm", "loss", "step"))
+        norm, loss, step, tokens = (self.columns[name][trained] for name in ("grad_norm", "loss", "step", "tokens"))
         before = np.lib.stride_tricks.sliding_window_view(np.concatenate([np.full(SPIKE_WINDOW, np.nan), norm[:-1]]), SPIKE_WINDOW)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", RuntimeWarning)  # no norm is before the first step
             typical = np.nanmedian(before, axis=1)
-        warmup: Any = self.description.get("warmup_steps")
-        in_warmup = step <= (warmup if is_finite_number(warmup) else 0)
+        described: Any = self.description
+        warmup = described["warmup_steps"] if is_finite_number(described.get("warmup_steps")) else 0
+        in_warmup = step <= warmup
+        scheduler = described.get("scheduler")
+        if isinstance(scheduler, dict) and str(scheduler.get("type")) in TOKEN_SCHEDULES:  # the steps of a technique may have fewer tokens
+            in_warmup = tokens <= warmup * described["global_batch_size"] * described["shape"]["seq_len"]
         spikes = ((step > SPIKE_START) & (norm > SPIKE_RATIO * typical)) | ~np.isfinite(loss)
         return {"warmup_spikes": float((spikes & in_warmup).sum()), "spikes": float((spikes & ~in_warmup).sum())}
 
@@ -153,6 +160,10 @@ def read_run(folder: str | Path) -> Run:
     remarks = [skipped] if skipped else []
     if not lines:
         remarks.append("metrics.jsonl contains no step")
+    changes = (one.get("changes") for one in description.get("resumes", []) if isinstance(one, dict))
+    lines_of_changes = [str(line) for of_resume in changes if isinstance(of_resume, list) for line in of_resume]
+    if settings := [line for line in lines_of_changes if not line.startswith(CIRCUMSTANCES)]:
+        remarks.append(f"a resume changed {'; '.join(settings)}: the settings shown are the last ones")
     columns = _columns(lines)
     for key, name in (("loss", "training loss"), ("val_loss", "validation loss")):
         steps = [line["step"] for line in lines if key in line and not is_finite_number(line[key])]

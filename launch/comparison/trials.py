@@ -1,13 +1,15 @@
 """Plans the runs of an experiment: control and recipe on a testbed, or with flags of the user, with the same seeds.
 
-A run is named after a hash of everything that affects its numbers. A control that several recipes share, or a recipe that is another's
-control, is therefore run only once, and existing runs are reused.
+A run is named after a hash of everything that affects its numbers: its settings, its corpus, and the code that trains it. A control that
+several recipes share, or a recipe that is another's control, is therefore run only once, and existing runs are reused.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,10 +22,11 @@ from launch.config.flags import suggested_flags, without
 from launch.config.hardware import device_type, gpus
 from launch.config.run_config import RunConfig, resolve
 from launch.errors import UsageError
+from launch.formats.json_lines import read_json
 from launch.training.engine import check_device
 from launch.training.run_json import INCIDENTAL
 from model.presets import FIELDS
-from recipes.registry import ROOT, Flags, Recipe, Testbed, read_recipe, recipe_names
+from recipes.registry import ROOT, Flags, Recipe, Testbed, read_recipe, recipe_names, technique_classes
 
 #: The fraction of a GPU's memory, or of the host's free memory, that interleaved runs may use.
 FILLED = 0.75
@@ -32,7 +35,9 @@ CUDA_CONTEXT = 600 * 2**20
 #: Memory of a rank on a CPU before it builds a model: Python, torch and DeepSpeed.
 PROCESS = 400 * 2**20
 #: Keys of a resolved run that do not affect its numbers, and the seed, which is in the name itself.
-NOT_HASHED = {*INCIDENTAL, "run_name", "runs_dir", "recipe", "config_file", "preset", "data", "seed", "save_every", "keep", "spike_rule"}
+#: Files and folders of the code that the numbers of every run depend on. Beside them: recipes/*.py and the recipes of the run's techniques.
+CODE = ("launch/pretrain.py", "launch/config", "launch/formats", "launch/training", "model", "data_pipeline")
+NOT_HASHED = {*INCIDENTAL, "run_name", "runs_dir", "recipe", "config_file", "preset", "data", "seed", "save_every", "keep"}
 
 
 @dataclass(frozen=True)
@@ -71,7 +76,8 @@ def plan_experiment(
     """The runs of a recipe and of its control.
 
     On a testbed, each side has the testbed's flags with the values that were tuned for it. Otherwise, both sides have the recipe's
-    suggested flags; an architecture among them is the recipe's alone. `flags` override both.
+    suggested flags; an architecture among them is the recipe's alone. `flags` override both, but a `--set` of a technique's section that
+    the control's JSON lacks would switch it on there, and is the recipe's alone.
 
     Raises:
         CannotRun: this machine lacks what one of them needs, or the flags are refused.
@@ -81,18 +87,42 @@ def plan_experiment(
     of_control = without(suggested, "--architecture", *(f"--{field}" for field in FIELDS))
     seeds = list(seeds)
 
-    def trials(config: str, suggested: list[str]) -> tuple[Trial, ...]:
-        first = as_words(settings_on(testbed, config)) if testbed else suggested
-        return tuple(plan_trial(config, [*first, *flags, "--seed", str(seed)], ranks) for seed in seeds)
+    def trials(config: str, settings: Sequence[str], given: Sequence[str]) -> tuple[Trial, ...]:
+        return tuple(plan_trial(config, [*settings, *given, "--seed", str(seed)], ranks) for seed in seeds)
 
-    return PlannedExperiment(recipe, testbed, trials(recipe.control, of_control), trials(recipe.config, suggested))
+    of_control = as_words(settings_on(testbed, recipe.control)) if testbed else of_control
+    suggested = as_words(settings_on(testbed, recipe.config, recipe)) if testbed else suggested
+    lacking = {cls.declaration.section for cls in technique_classes()} - read_json(ROOT / recipe.control)[0].keys()
+    shared = _without_techniques(flags, lacking)
+    return PlannedExperiment(recipe, testbed, trials(recipe.control, of_control, shared), trials(recipe.config, suggested, flags))
 
 
-def settings_on(testbed: Testbed, config: str) -> Flags:
-    """The flags of the runs of `config` on a testbed: the testbed's own, with the tuned values of the recipe whose DeepSpeed JSON it is."""
-    recipes = (read_recipe(ROOT / "recipes" / name) for name in recipe_names())
-    tuned = (recipe.experiments[testbed.name].tuned for recipe in recipes if recipe.config == config and testbed.name in recipe.experiments)
-    return {**testbed.flags, **testbed.tuned, **next(tuned, {})}
+def _without_techniques(flags: Sequence[str], sections: set[str]) -> list[str]:
+    """`flags` without each `--set` of a key in `sections`."""
+    kept = list[str]()
+    for flag in flags:
+        setting = flag.removeprefix("--set=")
+        if (setting != flag or kept[-1:] == ["--set"]) and setting.partition("=")[0].partition(".")[0] in sections:
+            kept = kept if setting != flag else kept[:-1]
+        else:
+            kept.append(flag)
+    return kept
+
+
+def settings_on(testbed: Testbed, config: str, recipe: Recipe | None = None) -> Flags:
+    """The flags of the runs of `config` on a testbed: the testbed's own, with the tuned values of the recipe whose DeepSpeed JSON it is.
+
+    recipe: this one; by default the first that has the JSON. Raises UsageError if it would replace another `set` of the testbed.
+    """
+    recipes = [recipe] if recipe else [read_recipe(ROOT / "recipes" / name) for name in recipe_names()]
+    tuned = (one.experiments[testbed.name].tuned for one in recipes if one.config == config and testbed.name in one.experiments)
+    base, own = {**testbed.flags, **testbed.tuned}, next(tuned, {})
+    keys = [str(flags["set"]).partition("=")[0] for flags in (base, own) if "set" in flags]
+    if len({*keys}) > 1:
+        raise UsageError(
+            f"{config} on {testbed.name}: its tuned 'set' of {keys[1]} would replace the testbed's, of {keys[0]}; tune that one instead"
+        )
+    return {**base, **own}
 
 
 def as_words(flags: Flags) -> list[str]:
@@ -114,10 +144,19 @@ def plan_trial(config_file: str, flags: Sequence[str], ranks: int) -> Trial:
         raise CannotRun(config.lacks[0].removeprefix(f"{ROOT}/"))
     numbers = {key: value for key, value in config.as_json().items() if key not in NOT_HASHED}
     numbers["corpus"] = config.corpus.fingerprint
-    if config.spike_rule != "off":  # where it is off, the names of runs from before there was a rule stay
-        numbers["spike_rule"] = config.spike_rule
+    numbers["code"] = _code(frozenset(type(technique).__module__ for technique in config.built_techniques.members))
     key = hashlib.sha256(json.dumps(numbers, sort_keys=True).encode()).hexdigest()[:8]
     return Trial(f"{Path(config_file).stem}-{key}-seed{config.seed}", tuple(flags), config)
+
+
+@functools.cache
+def _code(techniques: frozenset[str]) -> str:
+    """A hash of the code that trains a run with the techniques of these modules."""
+    folders = [Path(str(sys.modules[name].__file__)).parent for name in techniques]
+    files = {file for path in CODE for file in ([ROOT / path] if path.endswith(".py") else (ROOT / path).rglob("*.py"))}
+    files |= {file for folder in (ROOT / "recipes", *folders) for file in folder.glob("*.py")}
+    files = {file for file in files if file.name not in ("benchmark.py", "claims.py")}
+    return hashlib.sha256(b"".join(hashlib.sha256(file.read_bytes()).digest() for file in sorted(files))).hexdigest()
 
 
 def fitting_groups(trials: Sequence[Trial], at_once: int | None) -> list[list[Trial]]:

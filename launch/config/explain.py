@@ -52,13 +52,14 @@ PARTS = {
     "drive": "offloaded, on NVMe",
     "snapshot": "copy for checkpoints, in the host's memory",
 }
-#: What would give gradients, communication, master weights or moments another width than the plan assumes.
+#: What would give activations, gradients, communication, master weights or moments another width than the plan assumes.
 NOT_PLANNED = (
     "communication_data_type",
     "data_types.grad_accum_dtype",
     "bf16.bf16_master_weights_and_grads",
     "bf16.bf16_optimizer_states",
     "fp16.fp16_master_weights_and_grads",
+    "torch_autocast.enabled",
 )
 #: The names of the entries of `flops`.
 FLOPS = {"per_token": "a token", "per_step": "a step", "per_step_and_rank": "a step and rank", "run": "the run"}

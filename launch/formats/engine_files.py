@@ -30,6 +30,7 @@ from launch.formats.checkpoint_files import ENGINE_TAG
 from launch.formats.tensor_files import load_tensors
 from model.gpt import GPT
 from model.hf import HEAD
+from recipes.technique import FP32_NAMES
 
 #: DeepSpeed's default for `zero_optimization.sub_group_size`, elements.
 SUB_GROUP_SIZE = 1_000_000_000
@@ -68,6 +69,7 @@ class EngineLayout:
         precision = next((name for name in ("fp16", "bf16") if (config.get(name) or {}).get("enabled")), "fp32")
         offload = (zero.get("offload_optimizer") or {}).get("device") or "none"
         accumulated = (config.get("data_types") or {}).get("grad_accum_dtype")
+        accumulated = "fp32" if accumulated in FP32_NAMES else accumulated
         return cls(ranks, stage, precision, str(offload), (accumulated, *(zero.get(key) for key in ORDER.get(stage, ()))))
 
     def __str__(self) -> str:

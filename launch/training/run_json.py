@@ -59,7 +59,7 @@ def resume_description(run: Path, description: dict[str, Any]) -> tuple[dict[str
     first_start = ["created", "command", "interleaved", "commit", "run_id", "branch_from"]
     if complete_checkpoints(run / "checkpoints"):
         first_start += INITIAL_WEIGHTS
-    resume = {key: description.get(key) for key in ("created", "command", "interleaved", "commit")}
+    resume = {key: description.get(key) for key in ("created", "command", "interleaved", "commit")} | {"changes": changes}
     kept = {key: before.get(key) for key in first_start}
     return {**description, **kept, "resumes": [*before.get("resumes", []), resume]}, changes
 

@@ -18,7 +18,7 @@ from model.accounting import block_tensors, model_tensors, parameter_count
 from model.presets import GATED, GPTConfig
 from recipes.masters import Fragment, fragments_of_rank, master_weights
 from recipes.muon.optimizer import Matrix, Muon
-from recipes.technique import Costs, Declaration, Run, Technique
+from recipes.technique import FP32_NAMES, Costs, Declaration, Run, Technique
 
 if TYPE_CHECKING:
     from model.gpt import GPT
@@ -55,10 +55,11 @@ class MuonTechnique(Technique):
     def __init__(self, section: dict[str, Any], run: Run):
         self.params = DEFAULTS | section
         self.costs = Costs(optimizer_tensors=optimizer_tensors(run.model_config))
-        if run.zero_stage == 1 and run.precision == "bf16" and (run.engine.get("data_types") or {}).get("grad_accum_dtype") == "fp32":
+        accumulated = (run.engine.get("data_types") or {}).get("grad_accum_dtype")
+        if run.zero_stage == 1 and run.precision == "bf16" and accumulated in FP32_NAMES:
             raise ValueError(
-                "'data_types.grad_accum_dtype' is \"fp32\", for which DeepSpeed has an optimizer of its own at stage 1, and Muon none; "
-                "leave it out, or use stage 2"
+                f"'data_types.grad_accum_dtype' is \"{accumulated}\", for which DeepSpeed has an optimizer of its own at stage 1, and Muon "
+                "has none; leave it out, or use stage 2"
             )
         if self.params["momentum"] == 1:
             raise ValueError("'optimizer.params.momentum' is 1, so old gradients never decay; write a number below 1")

@@ -217,7 +217,8 @@ def test_at_stage_3_the_matrices_of_all_tensors_are_spread_over_the_ranks():
 def test_its_limits_are_said():
     assert "optimizer.params.momentum" in refusal("--recipe", "recipes/muon", "--set", "optimizer.params.momentum=1")
     stage_1 = ["--recipe", "recipes/muon", "--set", "zero_optimization.stage=1"]
-    assert "data_types.grad_accum_dtype" in refusal(*stage_1, "--set", 'data_types.grad_accum_dtype="fp32"')
+    for name in ("fp32", "float32", "torch.float32"):
+        assert "data_types.grad_accum_dtype" in refusal(*stage_1, "--set", f'data_types.grad_accum_dtype="{name}"')
     offload = 'zero_optimization.offload_optimizer={"device": "cpu"}'
     assert "offload" in refusal(*stage_1, "--set", offload)
 

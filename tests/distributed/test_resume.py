@@ -493,4 +493,6 @@ def test_run_json_keeps_how_the_run_was_first_started(tmp_path):
         begin_run(tmp_path / "r", description(resume=True) | resume)
     described = json.loads((tmp_path / "r" / "run.json").read_text())
     assert {key: described[key] for key in first} == first
+    changes = [one.pop("changes") for one in described["resumes"]]
+    assert changes == [['commit: "1" -> "2"'], ['commit: "2" -> "3"']]
     assert described["resumes"] == [later, latest] and commits_of(described) == ["1", "2", "3"]

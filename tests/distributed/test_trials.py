@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
 import pytest
 
+from launch.comparison import trials as planning
 from launch.comparison.interleaved import InterleavedRun, train_interleaved
-from launch.comparison.trials import CannotRun, Trial, fitting_groups, in_order, plan_experiment
+from launch.comparison.trials import CODE, CannotRun, Trial, fitting_groups, in_order, plan_experiment, settings_on
+from launch.errors import UsageError
 from launch.formats.metrics import read_metrics
 from launch.training.interleaving import STEPS
-from recipes.registry import ROOT, read_recipe
+from recipes.registry import ROOT, read_recipe, read_testbed
 from tests.helpers import resumed_after
 
 #: Without --data: it differs from test to test.
@@ -150,6 +155,51 @@ def test_what_outlives_its_launcher_writes_its_checkpoint(tmp_path):
 def test_what_this_machine_cannot_run_is_said(corpus):
     with pytest.raises(CannotRun, match="'tf32' needs CUDA"):
         plan_experiment(read_recipe(ROOT / "recipes/tf32"), flags(corpus), [1], 2)
+
+
+def test_a_setting_of_the_recipes_technique_is_not_the_controls(corpus):
+    """`--set` of a section that the control lacks would switch the technique on there, and compare it with itself."""
+    recipe, theta = read_recipe(ROOT / "recipes/progressive_layer_drop"), "progressive_layer_drop.theta=0.2"
+    for given in (["--set", theta], [f"--set={theta}"]):
+        experiment = plan_experiment(recipe, [*flags(corpus), *given, "--set", "gradient_clipping=0.5"], [1], 1)
+        (control,), (own,) = experiment.control, experiment.own
+        assert control.config.techniques == {} and own.config.techniques["progressive_layer_drop"]["theta"] == 0.2
+        assert control.config.engine["gradient_clipping"] == own.config.engine["gradient_clipping"] == 0.5
+
+
+def test_a_run_of_other_code_has_another_name(tmp_path, monkeypatch):
+    """So that it is trained again. The code of a technique counts where the run has it."""
+    for path in (*CODE, "recipes/lamb/technique.py", "recipes/technique.py", "recipes/claims.py"):
+        copy = shutil.copytree if (ROOT / path).is_dir() else shutil.copy
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        copy(ROOT / path, tmp_path / path)
+    monkeypatch.setattr(planning, "ROOT", tmp_path)
+    monkeypatch.setitem(sys.modules, "of_lamb", SimpleNamespace(__file__=str(tmp_path / "recipes/lamb/technique.py")))
+
+    def codes() -> tuple[str, str]:
+        return planning._code.__wrapped__(frozenset()), planning._code.__wrapped__(frozenset({"of_lamb"}))
+
+    def changed(path: str) -> tuple[bool, bool]:
+        before = codes()
+        (tmp_path / path).write_text((tmp_path / path).read_text() + "# changed\n")
+        return tuple(one != other for one, other in zip(before, codes(), strict=True))
+
+    assert codes()[0] != codes()[1]
+    assert changed("recipes/lamb/technique.py") == (False, True)
+    for path in ("launch/pretrain.py", "launch/training/engine.py", "model/gpt.py", "recipes/technique.py"):
+        assert changed(path) == (True, True)
+    assert changed("recipes/claims.py") == (False, False)
+
+
+def test_a_variant_of_a_recipe_has_its_own_tuned_values():
+    testbed, recipe = read_testbed("nano-0.5M"), read_recipe(ROOT / "recipes/lamb")
+    own = recipe.experiments["nano-0.5M"]
+    variant = replace(recipe, experiments={"nano-0.5M": replace(own, tuned={**own.tuned, "lr": 0.5})})
+    assert settings_on(testbed, recipe.config, variant)["lr"] == 0.5
+    assert settings_on(testbed, recipe.config)["lr"] == settings_on(testbed, recipe.config, recipe)["lr"] == own.tuned["lr"]
+    other = replace(recipe, experiments={"nano-0.5M": replace(own, tuned={"set": "optimizer.params.momentum=0.9"})})
+    with pytest.raises(UsageError, match="would replace the testbed"):
+        settings_on(testbed, recipe.config, other)
 
 
 def test_a_run_is_planned_once_and_named_by_what_decides_its_numbers(corpus):
