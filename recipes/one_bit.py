@@ -231,7 +231,7 @@ class CompressedTechnique(Technique):
     kept_tensors = 2
 
     def __init__(self, section: dict[str, Any], run: Run):
-        self.params, self._ranks, self._run_steps, name = section, run.ranks, run.steps, self.declaration.name
+        self.params, self._ranks, name = section, run.ranks, self.declaration.name
         # Each rank keeps the error of its own compression, and that of its part of the mean.
         self.costs = Costs(optimizer_tensors=self.kept_tensors + (0 if run.ranks == 1 else 1 + 1 / run.ranks))
         require_stage_0(run, f"{name} compresses the momentum of the whole model on every rank", self.costs.optimizer_tensors)
@@ -244,12 +244,12 @@ class CompressedTechnique(Technique):
         self._engine: Any = None
 
     @abstractmethod
-    def _exchanges(self) -> tuple[int, int]:
-        """How many of the run's steps send mean gradients, and how many compressed momentum."""
+    def _exchanges(self, steps: int) -> tuple[int, int]:
+        """How many of the first `steps` steps send mean gradients, and how many compressed momentum."""
 
-    def bytes_sent(self, planned: int) -> int:
-        whole, compressed = self._exchanges()
-        return round(1e6 * (whole * self._whole + compressed * self._compressed) / self._run_steps)
+    def bytes_sent(self, planned: int, steps: int) -> int:
+        whole, compressed = self._exchanges(steps)
+        return round(1e6 * (whole * self._whole + compressed * self._compressed) / steps)
 
     def _steps_of_share(self, run: Run) -> tuple[int, str]:
         """The steps of the first phase for "auto", and the reason."""
@@ -338,9 +338,9 @@ class FreezingTechnique(CompressedTechnique):
                 f" {run.warmup_steps:,}; freeze it later"
             )
 
-    def _exchanges(self) -> tuple[int, int]:
-        whole = min(self.freeze_step, self._run_steps)
-        return whole, self._run_steps - whole
+    def _exchanges(self, steps: int) -> tuple[int, int]:
+        whole = min(self.freeze_step, steps)
+        return whole, steps - whole
 
     def on_step(self, step: int, plan: StepPlan) -> StepPlan:
         self.compressing = self._updates_before(step) >= self.freeze_step

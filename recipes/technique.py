@@ -286,8 +286,8 @@ class Technique:
         """Values for the step's line in `metrics.jsonl`; before `attach`, those that follow from the schedule alone."""
         return {}
 
-    def bytes_sent(self, planned: int) -> int:
-        """Bytes that a rank sends per step, the mean over the run. `planned`: what it sends with DeepSpeed's own exchange alone."""
+    def bytes_sent(self, planned: int, steps: int) -> int:
+        """Bytes that a rank sends per step, the mean over the run of `steps`. `planned`: with DeepSpeed's own exchange alone."""
         return planned
 
     def memory_terms(self, model: GPTConfig, device: str) -> dict[str, int]:
@@ -379,9 +379,9 @@ class Techniques(Technique):
     def metrics(self) -> dict[str, float]:
         return {key: value for member in self.members for key, value in member.metrics().items()}
 
-    def bytes_sent(self, planned: int) -> int:
+    def bytes_sent(self, planned: int, steps: int) -> int:
         for member in self.members:
-            planned = member.bytes_sent(planned)
+            planned = member.bytes_sent(planned, steps)
         return planned
 
     def memory_terms(self, model: GPTConfig, device: str) -> dict[str, int]:

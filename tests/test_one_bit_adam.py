@@ -8,6 +8,9 @@ from functools import partial
 import pytest
 import torch
 
+from launch.config.explain import explain
+from launch.config.run_config import resolve
+from model.accounting import parameter_count
 from model.gpt import GPT
 from model.presets import GPTConfig
 from recipes.one_bit import settle_variance
@@ -56,6 +59,20 @@ def test_upstreams_documented_form_is_accepted_with_a_word():
 def test_what_is_sent_follows_the_type_that_gradients_are_reduced_in():
     said = explained("--steps", "400", "--set", 'communication_data_type="fp32"')
     assert any("a rank sends 64.28 MB" in note for note in said["notes"])
+
+
+@pytest.mark.parametrize("recipe", ["one_bit_adam", "zero_one_adam"])
+def test_the_planned_bytes_count_the_steps_that_a_batch_size_warmup_adds(recipe, corpus):
+    """Of 1-bit Adam, the added steps are compressed ones, in which a rank sends 1 bit of each 16."""
+    flags = ["--recipe", f"recipes/{recipe}", "--data", str(corpus), "--steps", "100", "--global_batch_size", "32", "--ranks", "2"]
+    plain, warmed = (resolve([*flags, *more])[0] for more in ([], ["--set", 'batch_size_warmup={"enabled": true}']))
+    assert (plain.steps_to_make, warmed.steps_to_make) == (100, 137)
+    less, more = (explain(config)["bytes_sent_per_step"] * config.steps_to_make for config in (plain, warmed))
+    assert less < more < 1.37 * less
+    if recipe == "one_bit_adam":
+        whole = 2 * parameter_count(plain.model_config)
+        assert less == pytest.approx(20 * whole + 80 * whole / 16, rel=1e-4)
+        assert more - less == pytest.approx(37 * whole / 16, rel=1e-3)
 
 
 def test_a_variance_that_is_frozen_while_the_rate_rises_gets_a_word():

@@ -161,7 +161,8 @@ def bytes_of(config: RunConfig, model: GPTConfig) -> int:
     for steps in planned_steps(config, config.built_techniques, stride=config.total_tokens):
         of_accumulation[steps.plan.accumulation] = of_accumulation.get(steps.plan.accumulation, 0) + steps.repeats
     sent = sum(bytes_sent_per_step(model, config.precision, zero, config.ranks, one) * steps for one, steps in of_accumulation.items())
-    return config.built_techniques.bytes_sent(round(sent / sum(of_accumulation.values())))
+    made = sum(of_accumulation.values())
+    return config.built_techniques.bytes_sent(round(sent / made), made)
 
 
 def _run_values(config: RunConfig) -> Iterator[tuple[str, Any]]:

@@ -88,7 +88,7 @@ class MuonTechnique(Technique):
         self._optimizer = Muon(param_groups, **{name: self.params[name] for name in names}, adam_rate=adam_rate, ns_dtype=dtype)
         return self._optimizer
 
-    def bytes_sent(self, planned: int) -> int:
+    def bytes_sent(self, planned: int, steps: int) -> int:
         parts = hidden_parts(model_tensors(self._config), self._config)
         return planned + round(exchanged_elements(parts, self._stage, self._ranks) * 4 * (self._ranks - 1) / self._ranks)
 

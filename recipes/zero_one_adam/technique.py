@@ -114,7 +114,7 @@ class ZeroOneAdam(CompressedTechnique):
                 f" {self.schedule.var_freeze_step:,}"
             )
             return
-        whole, compressed = self._exchanges()
+        whole, compressed = self._exchanges(run.steps)
         self._note(
             f"of {run.steps:,} steps of whole batches, {whole:,} update the variance, for which a rank sends {self._whole:,.2f} MB,"
             f" {compressed:,} send about {self._compressed:,.2f} MB, and {run.steps - whole - compressed:,} a few KB"
@@ -126,9 +126,9 @@ class ZeroOneAdam(CompressedTechnique):
                 " lower local_step_clipper to lose fewer"
             )
 
-    def _exchanges(self) -> tuple[int, int]:
-        updates = self.schedule.variance_updates(self._run_steps)
-        return updates, self.schedule.last_exchange(self._run_steps)[1] - updates
+    def _exchanges(self, steps: int) -> tuple[int, int]:
+        updates = self.schedule.variance_updates(steps)
+        return updates, self.schedule.last_exchange(steps)[1] - updates
 
     def build_optimizer(self, param_groups: list[dict[str, Any]]) -> LocalStepAdam:
         return LocalStepAdam(param_groups, *adam_arguments(self.params))
