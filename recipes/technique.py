@@ -291,8 +291,11 @@ class Technique:
         return planned
 
     def memory_terms(self, model: GPTConfig, device: str) -> dict[str, int]:
-        """Bytes on one rank that replace terms of the memory plan: "attention", what one block saves besides its inputs and output, and
-        "loss_head", its peak. `device` is "cuda" or "cpu"."""
+        """Bytes on one rank that replace terms of the memory plan.
+
+        "attention": what one block saves besides its inputs and output. "loss_head": its peak. "checkpoints": the inputs of checkpointed
+        segments on the device; the rest of them is in the host's memory. `device` is "cuda" or "cpu".
+        """
         return {}
 
     def state_dict(self) -> dict[str, Any]:

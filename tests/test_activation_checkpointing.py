@@ -6,6 +6,7 @@ import itertools
 
 import pytest
 
+from launch.config.explain import explain
 from launch.config.run_config import resolve
 from launch.errors import UsageError
 from recipes.activation_checkpointing.technique import ActivationCheckpointing, segment_bounds
@@ -94,6 +95,15 @@ def test_it_is_on_where_the_section_asks_for_something(changes, checkpoints, cor
     assert make_techniques(config).costs.checkpointed_segments == checkpoints
     assert "activation_checkpointing" not in config.engine
     assert config.notes == ()
+
+
+def test_checkpoints_on_the_host_are_planned_there(corpus, tmp_path):
+    on_device, on_host = (explain(sections(corpus, tmp_path / name, one)) for name, one in (("device", EACH), ("host", ON_HOST)))
+    gpu, other = (one["memory_per_rank"]["cuda"] for one in (on_device, on_host))
+    inputs = 5 * 2 * 32 * 64 * 2  # of five blocks: 2 sequences of 32 tokens of width 64 in bf16
+    assert other["host"] - gpu["host"] == gpu["activations"] - other["activations"] == inputs
+    assert other["peak"] <= gpu["peak"]
+    assert on_device["memory_per_rank"]["cpu"] == on_host["memory_per_rank"]["cpu"]
 
 
 def test_more_segments_than_blocks_are_refused(corpus, tmp_path):

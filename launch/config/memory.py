@@ -97,6 +97,9 @@ def memory_per_rank(
     head = terms.get("loss_head", _loss_head(model, precision, micro_batch_size))
     buckets, gathered, reduction = _buffers(model, precision, stage, sizes, ranks, device)
     away, host, drive = _offload(states, sizes, stage, model, precision, accumulation)
+    unit = micro_batch_size * model.seq_len * model.d_model * WIDTH[precision]
+    if checkpoints and "checkpoints" in terms:
+        activations, host = activations - unit * checkpoints + terms["checkpoints"], host + unit * checkpoints - terms["checkpoints"]
     lasting = {name: size for name, size in states.lasting.items() if name not in away}
     gradients = 0 if "gradients" in away else states.gradients
     carried = 0 if "gradients" in away and stage != 0 else states.carried
@@ -106,7 +109,6 @@ def memory_per_rank(
         lasting |= {"host": host, "snapshot": copied}
 
     mask = _document_mask(model, precision, micro_batch_size)
-    unit = micro_batch_size * model.seq_len * model.d_model * WIDTH[precision]
     # In the backward pass of a block: the gradients of the input and output of the MLP's activation, of the residual stream, and of a tied
     # weight. The head's gradient of that weight is kept until it is added to the embedding's, which is dense.
     in_flight = unit + micro_batch_size * model.seq_len * (model.c_fc_width + model.d_ff) * WIDTH[precision]

@@ -19,6 +19,7 @@ from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
 
 from model.gpt import BlockRunner
+from model.presets import GPTConfig
 from recipes.technique import Costs, Declaration, Run, Technique
 
 
@@ -70,6 +71,9 @@ class ActivationCheckpointing(Technique):
         self.costs = Costs(checkpointed_segments=self.segments)
         self.on_host = bool(section.get("cpu_checkpointing"))
         self.has_dropout = run.shape.dropout > 0
+
+    def memory_terms(self, model: GPTConfig, device: str) -> dict[str, int]:
+        return {"checkpoints": 0} if self.on_host and device == "cuda" else {}
 
     def attach(self, engine: Any, collectives: Any) -> None:
         """Wrap the block runner that other techniques have set in `prepare`: blocks that they drop are not recomputed either."""
