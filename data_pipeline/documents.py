@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import heapq
 import re
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
@@ -23,7 +24,7 @@ PIECE = 2**20
 #: Characters after which a document is cut even if ids may change, since encoding takes up to 60 times their memory.
 MAX_PIECE = 4 * PIECE
 CHUNK_BYTES = 2**20
-#: Maximum size of the text that a tokenizer is trained on. More text changes few merges, and memory grows with the distinct words.
+#: Maximum memory of the text that a tokenizer is trained on. More text changes few merges, and memory grows with the distinct words.
 TRAINING_BYTES = 64_000_000
 TRAINING_PART = 2**14
 #: Longer words are cut, since training time is quadratic in their length: 11 seconds for this many equal characters.
@@ -173,8 +174,13 @@ def _in_parts(blocks: Iterable[str]) -> Iterator[str]:
         yield rest
 
 
+def _memory(part: str) -> int:
+    """The memory of an entry of the heap, in bytes: the text, which has up to 4 bytes per character, a tuple and two numbers."""
+    return sys.getsizeof(part) + 150
+
+
 def training_texts(documents: Documents, watch: Callable[[], Any] = lambda: None) -> Iterator[str]:
-    """Text to train a tokenizer on: the training documents, or a random sample of their parts if they are larger than TRAINING_BYTES.
+    """Text to train a tokenizer on: the training documents, or a random sample of their parts if these take more than TRAINING_BYTES.
 
     All documents are read before the first text is yielded. watch: called after each document.
     """
@@ -186,9 +192,9 @@ def training_texts(documents: Documents, watch: Callable[[], Any] = lambda: None
                 # A hash of its own, as the key has determined the split.
                 draw = int.from_bytes(hashlib.sha256(document.key + number.to_bytes(8, "big")).digest()[:8], "big")
                 heapq.heappush(drawn, (-draw, next(place), part))
-                size += len(part)
+                size += _memory(part)
                 while size > TRAINING_BYTES:
-                    size -= len(heapq.heappop(drawn)[2])
+                    size -= _memory(heapq.heappop(drawn)[2])
         watch()
     for _, _, part in sorted(drawn, key=itemgetter(1)):
         yield part

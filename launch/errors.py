@@ -51,6 +51,10 @@ class TrainingFailed(Exception):
     """The run cannot continue, though its configuration is valid: one line, exit code 1."""
 
 
+class DownloadFailed(TrainingFailed):
+    """A checkpoint could not be downloaded from the store; nothing was loaded."""
+
+
 def nearest(name: object, allowed: Iterable[str]) -> str:
     """`; did you mean 'x'?` for the closest of `allowed`, or an empty string when nothing is close."""
     meant = nearest_name(str(name), allowed)

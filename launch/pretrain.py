@@ -131,7 +131,9 @@ def train(config: RunConfig, folder: RunFolder | NoFolder, stop: StopRequest, ob
     elif config.branch_from:  # the folder was there, without one
         raise UsageError(f"{path}: has no complete checkpoint to resume from; remove it, and --branch_from makes it again")
     elif config.init_from and engine.config.start is None:
-        raise UsageError(f"--init_from {config.init_from}: a host has no such folder, and there is no checkpoint to continue from")
+        raise UsageError(
+            f"--init_from {config.init_from}: a host lacks the folder, or has checkpoints that rank 0 lacks; there is none to resume"
+        )
     folder.begin(state["step"])
     meter = Meter(engine, collectives, folder.seconds_before, on_lost=stop.request)
     histograms = [GradientHistograms(folder, config.histogram_every)] if config.histogram_every else []

@@ -150,7 +150,7 @@ class Costs:
     Attributes:
         optimizer_tensors: fp32 tensors of the parameters' size that its optimizer keeps; 0: it has no optimizer.
         checkpointed_segments: number of segments of blocks whose inputs alone are kept for the backward pass; 0: all activations are kept.
-        matmul_dtype: the arithmetic of the matrix products; empty: the run's precision.
+        matmul_dtype: the arithmetic of the matrix products; empty: that of the run.
     """
 
     optimizer_tensors: float = 0

@@ -484,7 +484,7 @@ def test_a_host_without_the_folder_starts_from_a_checkpoint_or_not_at_all(one_ra
     assert json.loads((tmp_path / "b" / "r" / "run.json").read_text())["init_from"] == str(copy)
     assert "no such folder" in refusal(*flags, "--runs_dir", str(tmp_path / "c"))
     done = run_script("launch/pretrain.py", *flags[:-1], f"file://{tmp_path}/empty", "--runs_dir", tmp_path / "c", "--resume")
-    assert done.returncode == 2 and "and there is no checkpoint to continue from" in done.stderr
+    assert done.returncode == 2 and "a host lacks the folder" in done.stderr
     assert not (tmp_path / "c" / "r").exists()
 
 

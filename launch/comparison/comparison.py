@@ -449,7 +449,7 @@ def _judged(claim: Claim, pair: Pair, *numbers: Mapping[int, Mapping[str, float]
     if claim.key != LOSS and (failed := [run.name for side in (pair.control, pair.side) for run in side.runs if not run.finished]):
         return Verdict(claim, f"a run diverged, so its {claim.measure} is not that of a whole run: {', '.join(failed)}")
     before, after = ([one[seed].get(claim.key, math.nan) for seed in pair.seeds] for one in numbers)
-    # A diverged run of the recipe is evidence; a diverged run of the control leaves nothing to compare with.
+    # A diverged run of the recipe is evidence about the loss; a diverged run of the control leaves nothing to compare with.
     if lacking := [seed for seed, x, y in zip(pair.seeds, before, after, strict=True) if not math.isfinite(x) or math.isnan(y)]:
         return Verdict(claim, f"the control diverged, or a run lacks the measure, with seed {', '.join(map(str, lacking))}")
     return judge(claim, before, after)

@@ -91,7 +91,7 @@ def run_experiments(
 
 
 def _note_times(experiment: PlannedExperiment, runs_dir: Path) -> None:
-    """Print that a claim about time will not be judged, because one run of a pair was trained before, for another recipe."""
+    """Print that a claim about time will not be judged, because one run of a pair was trained before the other."""
     recipe, testbed = experiment.recipe, experiment.testbed
     if testbed is None or not any(claim.measure == "step_time" for claim in recipe.experiments[testbed.name].claims):
         return

@@ -27,8 +27,11 @@ Column = npt.NDArray[np.float64]
 COLUMNS = ("step", "tokens", "seconds", "loss", "val_loss", "step_seconds", "tokens_per_second", "peak_memory_bytes", "bytes_sent", "flops")
 #: Steps that the means of time exclude: the first ones compile, allocate and fill caches.
 WARM_UP_STEPS = 10
-#: Beginnings of the changes by a resume that do not affect the numbers.
-CIRCUMSTANCES = ("commit", "versions", "machine", "corpus", "data", "runs_dir", "save_every", "keep", "histogram_every")
+#: Keys whose change by a resume does not affect the numbers.
+CIRCUMSTANCES = {
+    *("commit", "versions", "machine", "corpus", "data", "runs_dir", "run_name", "recipe", "config_file", "preset"),
+    *("save_every", "keep", "histogram_every", "block_similarity"),
+}
 #: A step is a spike if its gradient norm exceeds this x the median of the `SPIKE_WINDOW` steps before it. The first `SPIKE_START` steps,
 #: in which the norm of a new model falls by a factor of 4, are not counted.
 SPIKE_RATIO = 4.0
@@ -162,7 +165,7 @@ def read_run(folder: str | Path) -> Run:
         remarks.append("metrics.jsonl contains no step")
     changes = (one.get("changes") for one in description.get("resumes", []) if isinstance(one, dict))
     lines_of_changes = [str(line) for of_resume in changes if isinstance(of_resume, list) for line in of_resume]
-    if settings := [line for line in lines_of_changes if not line.startswith(CIRCUMSTANCES)]:
+    if settings := [line for line in lines_of_changes if re.split("[.:]", line)[0] not in CIRCUMSTANCES]:
         remarks.append(f"a resume changed {'; '.join(settings)}: the settings shown are the last ones")
     columns = _columns(lines)
     for key, name in (("loss", "training loss"), ("val_loss", "validation loss")):

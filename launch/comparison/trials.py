@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,9 +33,9 @@ FILLED = 0.75
 CUDA_CONTEXT = 600 * 2**20
 #: Memory of a rank on a CPU before it builds a model: Python, torch and DeepSpeed.
 PROCESS = 400 * 2**20
-#: Keys of a resolved run that do not affect its numbers, and the seed, which is in the name itself.
-#: Files and folders of the code that the numbers of every run depend on. Beside them: recipes/*.py and the recipes of the run's techniques.
+#: Files and folders of the code that the numbers of every run depend on, beside recipes/*.py and, if it has a technique, recipes/*/*.py.
 CODE = ("launch/pretrain.py", "launch/config", "launch/formats", "launch/training", "model", "data_pipeline")
+#: Keys of a resolved run that do not affect its numbers, and the seed, which is in the name itself.
 NOT_HASHED = {*INCIDENTAL, "run_name", "runs_dir", "recipe", "config_file", "preset", "data", "seed", "save_every", "keep"}
 
 
@@ -76,8 +75,8 @@ def plan_experiment(
     """The runs of a recipe and of its control.
 
     On a testbed, each side has the testbed's flags with the values that were tuned for it. Otherwise, both sides have the recipe's
-    suggested flags; an architecture among them is the recipe's alone. `flags` override both, but a `--set` of a technique's section that
-    the control's JSON lacks would switch it on there, and is the recipe's alone.
+    suggested flags; an architecture among them is the recipe's alone. `flags` override both, but a `--set` of the recipe's technique would
+    switch it on in the control too, and is the recipe's alone.
 
     Raises:
         CannotRun: this machine lacks what one of them needs, or the flags are refused.
@@ -92,8 +91,8 @@ def plan_experiment(
 
     of_control = as_words(settings_on(testbed, recipe.control)) if testbed else of_control
     suggested = as_words(settings_on(testbed, recipe.config, recipe)) if testbed else suggested
-    lacking = {cls.declaration.section for cls in technique_classes()} - read_json(ROOT / recipe.control)[0].keys()
-    shared = _without_techniques(flags, lacking)
+    of_recipe, its_control = (read_json(ROOT / config)[0].keys() for config in (recipe.config, recipe.control))
+    shared = _without_techniques(flags, {cls.declaration.section for cls in technique_classes()} & of_recipe - its_control)
     return PlannedExperiment(recipe, testbed, trials(recipe.control, of_control, shared), trials(recipe.config, suggested, flags))
 
 
@@ -144,17 +143,16 @@ def plan_trial(config_file: str, flags: Sequence[str], ranks: int) -> Trial:
         raise CannotRun(config.lacks[0].removeprefix(f"{ROOT}/"))
     numbers = {key: value for key, value in config.as_json().items() if key not in NOT_HASHED}
     numbers["corpus"] = config.corpus.fingerprint
-    numbers["code"] = _code(frozenset(type(technique).__module__ for technique in config.built_techniques.members))
+    numbers["code"] = _code(bool(config.built_techniques.members))
     key = hashlib.sha256(json.dumps(numbers, sort_keys=True).encode()).hexdigest()[:8]
     return Trial(f"{Path(config_file).stem}-{key}-seed{config.seed}", tuple(flags), config)
 
 
 @functools.cache
-def _code(techniques: frozenset[str]) -> str:
-    """A hash of the code that trains a run with the techniques of these modules."""
-    folders = [Path(str(sys.modules[name].__file__)).parent for name in techniques]
+def _code(with_technique: bool) -> str:
+    """A hash of the code that trains a run. Techniques import each other, so the code of all counts if the run has one."""
     files = {file for path in CODE for file in ([ROOT / path] if path.endswith(".py") else (ROOT / path).rglob("*.py"))}
-    files |= {file for folder in (ROOT / "recipes", *folders) for file in folder.glob("*.py")}
+    files |= {*ROOT.glob("recipes/*.py"), *(ROOT.glob("recipes/*/*.py") if with_technique else ())}
     files = {file for file in files if file.name not in ("benchmark.py", "claims.py")}
     return hashlib.sha256(b"".join(hashlib.sha256(file.read_bytes()).digest() for file in sorted(files))).hexdigest()
 

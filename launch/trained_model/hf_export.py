@@ -57,6 +57,8 @@ def write_folder(trained: TrainedModel, weights: dict[str, torch.Tensor], folder
             missing = str(reason)
     if missing:
         notes.append(f"the folder has no tokenizer: {missing}")
+    if trained.eot_id is None and trained.description is not None and trained.corpus is None:
+        notes.append("the folder has no eos_token_id: run.json does not have it, and the corpus was not found; give its place with --data")
     if trained.config.document_end is not None:
         notes.append(
             "the model was trained with attention within documents (--no_cross_document), which transformers does not mask: give it one"

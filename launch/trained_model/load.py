@@ -140,7 +140,7 @@ def _open_run(folder: Path, asked: str | None, data: str | Path | None) -> Train
     if description["no_cross_document"] and eot is None:
         raise UsageError(
             f"{folder / 'run.json'}: no_cross_document is true, but 'corpus.eot_id' is no id, and without the corpus the id that ends text"
-            f" is unknown ({why}); copy the corpus to its place in run.json"
+            f" is unknown ({why}); give its place with --data, or copy it to the place in run.json"
         )
     config = replace(config, document_end=eot if description["no_cross_document"] else None)
     written = sum(entry["bytes"] for entry in state["files"].values())

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from data_pipeline.staging import fsync
-from launch.errors import TrainingFailed, UsageError
+from launch.errors import DownloadFailed, UsageError
 from launch.formats.checkpoint_files import (
     ENGINE_TAG,
     STATE_FILE,
@@ -248,7 +248,7 @@ class Checkpoints:
         Raises:
             UsageError: no checkpoint passes verification, the store cannot be reached and there is none in the folder, its state cannot be
                 moved into this engine, or a technique cannot continue without its state.
-            TrainingFailed: a checkpoint could not be downloaded. An older one is not used instead, because that would discard steps.
+            DownloadFailed: a checkpoint could not be downloaded. An older one is not used instead, because that would discard steps.
             SystemExit: it could not be loaded (exit code 1, one line from each rank that could not).
         """
         self._finish()
@@ -325,11 +325,11 @@ class Checkpoints:
             except DamagedCheckpoint as reason:
                 damaged = str(reason)
             except (StoreError, OSError) as reason:
-                failed = f"{checkpoint.name} could not be downloaded: {reason}; run the same command again"
+                failed = f"{checkpoint.name} could not be downloaded: {reason}; --resume tries again"
             shutil.rmtree(checkpoint.with_name(f"{TEMPORARY}{checkpoint.name}"), ignore_errors=True)
         damaged, failed = self._gather_in_thread((damaged, failed))[0]  # the ranks of this group may wait long
         if failed:
-            raise TrainingFailed(failed)
+            raise DownloadFailed(failed)
         if damaged:
             raise DamagedCheckpoint(damaged)
         self._check(checkpoint)

@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from launch.errors import TrainingFailed, UsageError
+from launch.errors import DownloadFailed, TrainingFailed, UsageError
 from launch.training.checkpoint import Checkpoints
 from launch.training.distributed import Collectives
 from launch.training.engine import TrainingEngine
@@ -153,7 +153,7 @@ class SpikeRule(Observer):
         try:
             with self.collectives.uncounted():
                 found = checkpoints.load_newest(before=state["step"])
-        except UsageError as reason:  # none can be used, and nothing was loaded: all ranks go on
+        except (UsageError, DownloadFailed) as reason:  # none can be used, and nothing was loaded: all ranks go on
             self.folder.log(f"warning: there is no checkpoint to rewind to: {'; '.join(str(reason).splitlines())}")
             return None
         if found is None:

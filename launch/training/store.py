@@ -294,7 +294,7 @@ class Uploads:
         with self._changed:
             replaced, self._waiting = self._waiting, checkpoint
             self._changed.notify_all()
-        if replaced:
+        if replaced and replaced != self._loaded:  # which is in the store, or was not uploaded before
             self._say(f"{replaced.name} is not uploaded: {checkpoint.name} is newer, and the upload before it has not ended yet")
 
     def uses(self, checkpoint: Path) -> bool:

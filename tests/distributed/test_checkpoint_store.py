@@ -180,7 +180,7 @@ def test_a_download_that_fails_does_not_discard_steps(flags, stored, tmp_path):
     command = ["bash", "-c", f"ulimit -f 100; exec {sys.executable} launch/pretrain.py {shlex.join(given)}"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 1, done.stderr
-    assert "step-00000006 could not be downloaded" in done.stderr and "run the same command again" in done.stderr
+    assert "step-00000006 could not be downloaded" in done.stderr and "--resume tries again" in done.stderr
     assert "Traceback" not in done.stderr
     assert not complete_checkpoints(tmp_path / "runs" / "r" / "checkpoints")
 

@@ -11,7 +11,6 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -165,19 +164,20 @@ def test_a_setting_of_the_recipes_technique_is_not_the_controls(corpus):
         (control,), (own,) = experiment.control, experiment.own
         assert control.config.techniques == {} and own.config.techniques["progressive_layer_drop"]["theta"] == 0.2
         assert control.config.engine["gradient_clipping"] == own.config.engine["gradient_clipping"] == 0.5
+    other = plan_experiment(read_recipe(ROOT / "recipes/zero_2"), [*flags(corpus), "--set", "fused_kernels=auto"], [1], 1)
+    assert all("fused_kernels" in trial.config.techniques for trial in (*other.control, *other.own)), "it is not zero_2's technique"
 
 
 def test_a_run_of_other_code_has_another_name(tmp_path, monkeypatch):
-    """So that it is trained again. The code of a technique counts where the run has it."""
-    for path in (*CODE, "recipes/lamb/technique.py", "recipes/technique.py", "recipes/claims.py"):
+    """So that it is trained again. The code of techniques counts for runs that have one."""
+    for path in (*CODE, "recipes/lamb/optimizer.py", "recipes/technique.py", "recipes/claims.py"):
         copy = shutil.copytree if (ROOT / path).is_dir() else shutil.copy
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         copy(ROOT / path, tmp_path / path)
     monkeypatch.setattr(planning, "ROOT", tmp_path)
-    monkeypatch.setitem(sys.modules, "of_lamb", SimpleNamespace(__file__=str(tmp_path / "recipes/lamb/technique.py")))
 
     def codes() -> tuple[str, str]:
-        return planning._code.__wrapped__(frozenset()), planning._code.__wrapped__(frozenset({"of_lamb"}))
+        return planning._code.__wrapped__(False), planning._code.__wrapped__(True)
 
     def changed(path: str) -> tuple[bool, bool]:
         before = codes()
@@ -185,7 +185,7 @@ def test_a_run_of_other_code_has_another_name(tmp_path, monkeypatch):
         return tuple(one != other for one, other in zip(before, codes(), strict=True))
 
     assert codes()[0] != codes()[1]
-    assert changed("recipes/lamb/technique.py") == (False, True)
+    assert changed("recipes/lamb/optimizer.py") == (False, True)
     for path in ("launch/pretrain.py", "launch/training/engine.py", "model/gpt.py", "recipes/technique.py"):
         assert changed(path) == (True, True)
     assert changed("recipes/claims.py") == (False, False)
