@@ -20,6 +20,7 @@ import numpy.typing as npt
 from launch.config.token_schedule import TOKEN_SCHEDULES
 from launch.errors import UsageError
 from launch.formats.metrics import is_finite_number, read_run_json, read_valid_lines
+from launch.training.run_json import WITHOUT_EFFECT
 
 Column = npt.NDArray[np.float64]
 
@@ -28,10 +29,7 @@ COLUMNS = ("step", "tokens", "seconds", "loss", "val_loss", "step_seconds", "tok
 #: Steps that the means of time exclude: the first ones compile, allocate and fill caches.
 WARM_UP_STEPS = 10
 #: Keys whose change by a resume does not affect the numbers.
-CIRCUMSTANCES = {
-    *("commit", "versions", "machine", "corpus", "data", "runs_dir", "run_name", "recipe", "config_file", "preset"),
-    *("save_every", "keep", "histogram_every", "block_similarity"),
-}
+NOT_REMARKED = {*WITHOUT_EFFECT, "commit", "versions", "machine", "corpus", "histogram_every", "block_similarity"}
 #: A step is a spike if its gradient norm exceeds this x the median of the `SPIKE_WINDOW` steps before it. The first `SPIKE_START` steps,
 #: in which the norm of a new model falls by a factor of 4, are not counted.
 SPIKE_RATIO = 4.0
@@ -165,7 +163,7 @@ def read_run(folder: str | Path) -> Run:
         remarks.append("metrics.jsonl contains no step")
     changes = (one.get("changes") for one in description.get("resumes", []) if isinstance(one, dict))
     lines_of_changes = [str(line) for of_resume in changes if isinstance(of_resume, list) for line in of_resume]
-    if settings := [line for line in lines_of_changes if re.split("[.:]", line)[0] not in CIRCUMSTANCES]:
+    if settings := [line for line in lines_of_changes if re.split("[.:]", line)[0] not in NOT_REMARKED]:
         remarks.append(f"a resume changed {'; '.join(settings)}: the settings shown are the last ones")
     columns = _columns(lines)
     for key, name in (("loss", "training loss"), ("val_loss", "validation loss")):

@@ -23,7 +23,7 @@ from launch.config.run_config import RunConfig, resolve
 from launch.errors import UsageError
 from launch.formats.json_lines import read_json
 from launch.training.engine import check_device
-from launch.training.run_json import INCIDENTAL
+from launch.training.run_json import WITHOUT_EFFECT
 from model.presets import FIELDS
 from recipes.registry import ROOT, Flags, Recipe, Testbed, read_recipe, recipe_names, technique_classes
 
@@ -35,8 +35,8 @@ CUDA_CONTEXT = 600 * 2**20
 PROCESS = 400 * 2**20
 #: Files and folders of the code that the numbers of every run depend on, beside recipes/*.py and, if it has a technique, recipes/*/*.py.
 CODE = ("launch/pretrain.py", "launch/config", "launch/formats", "launch/training", "model", "data_pipeline")
-#: Keys of a resolved run that do not affect its numbers, and the seed, which is in the name itself.
-NOT_HASHED = {*INCIDENTAL, "run_name", "runs_dir", "recipe", "config_file", "preset", "data", "seed", "save_every", "keep"}
+#: Keys of a resolved run that are not hashed. The seed is in the name itself.
+NOT_HASHED = {*WITHOUT_EFFECT, "seed"}
 
 
 @dataclass(frozen=True)
@@ -85,27 +85,15 @@ def plan_experiment(
     suggested = suggested_flags(recipe, length_given="--steps" in flags or "--tokens" in flags)
     of_control = without(suggested, "--architecture", *(f"--{field}" for field in FIELDS))
     seeds = list(seeds)
-
-    def trials(config: str, settings: Sequence[str], given: Sequence[str]) -> tuple[Trial, ...]:
-        return tuple(plan_trial(config, [*settings, *given, "--seed", str(seed)], ranks) for seed in seeds)
-
-    of_control = as_words(settings_on(testbed, recipe.control)) if testbed else of_control
-    suggested = as_words(settings_on(testbed, recipe.config, recipe)) if testbed else suggested
     of_recipe, its_control = (read_json(ROOT / config)[0].keys() for config in (recipe.config, recipe.control))
-    shared = _without_techniques(flags, {cls.declaration.section for cls in technique_classes()} & of_recipe - its_control)
-    return PlannedExperiment(recipe, testbed, trials(recipe.control, of_control, shared), trials(recipe.config, suggested, flags))
+    techniques = {cls.declaration.section for cls in technique_classes()} & of_recipe - its_control
+    shared = without(flags, "--set", values=lambda setting: setting.partition("=")[0].partition(".")[0] in techniques)
 
+    def trials(config: str, suggested: list[str], flags: Sequence[str], own: Recipe | None = None) -> tuple[Trial, ...]:
+        first = as_words(settings_on(testbed, config, own)) if testbed else suggested
+        return tuple(plan_trial(config, [*first, *flags, "--seed", str(seed)], ranks) for seed in seeds)
 
-def _without_techniques(flags: Sequence[str], sections: set[str]) -> list[str]:
-    """`flags` without each `--set` of a key in `sections`."""
-    kept = list[str]()
-    for flag in flags:
-        setting = flag.removeprefix("--set=")
-        if (setting != flag or kept[-1:] == ["--set"]) and setting.partition("=")[0].partition(".")[0] in sections:
-            kept = kept if setting != flag else kept[:-1]
-        else:
-            kept.append(flag)
-    return kept
+    return PlannedExperiment(recipe, testbed, trials(recipe.control, of_control, shared), trials(recipe.config, suggested, flags, recipe))
 
 
 def settings_on(testbed: Testbed, config: str, recipe: Recipe | None = None) -> Flags:
@@ -174,7 +162,7 @@ def fitting_groups(trials: Sequence[Trial], at_once: int | None) -> list[list[Tr
 def in_order(experiments: Iterable[PlannedExperiment]) -> list[list[Trial]]:
     """The distinct runs in batches to be interleaved, by seed: a batch has the runs of experiments that share a run."""
     seeds: dict[int, list[dict[str, Trial]]] = {}
-    for experiment in sorted(experiments, key=lambda experiment: experiment.control[0].name):
+    for experiment in experiments:
         for pair in zip(experiment.control, experiment.own, strict=True):
             own = {trial.name: trial for trial in pair}
             batches = seeds.setdefault(pair[0].seed, [])

@@ -9,7 +9,8 @@ import argparse
 import math
 import os
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -331,16 +332,14 @@ def given(parser: argparse.ArgumentParser, arguments: list[str]) -> set[str]:
     return set(vars(parser.parse_args(arguments)))
 
 
-def without(arguments: list[str], *names: str) -> list[str]:
-    """`arguments` without the flags `names` and their values, in either form (`--steps 5`, `--steps=5`)."""
-    kept, dropping = [], False
-    for argument in arguments:
-        if dropping:
-            dropping = False
-        elif argument in names:
-            dropping = True
-        elif argument.partition("=")[0] not in names:
-            kept.append(argument)
+def without(arguments: Sequence[str], *names: str, values: Callable[[str], bool] = lambda value: True) -> list[str]:
+    """`arguments` without the flags `names` and their values, in either form (`--steps 5`, `--steps=5`); only those whose `values` hold."""
+    kept, rest = list[str](), iter(arguments)
+    for argument in rest:
+        name, equals, value = argument.partition("=")
+        words = [argument] if name not in names or equals else [argument, *islice(rest, 1)]
+        if name not in names or not values(value if equals else words[-1]):
+            kept += words
     return kept
 
 

@@ -99,7 +99,8 @@ def memory_per_rank(
     away, host, drive = _offload(states, sizes, stage, model, precision, accumulation)
     unit = micro_batch_size * model.seq_len * model.d_model * WIDTH[precision]
     if checkpoints and "checkpoints" in terms:
-        activations, host = activations - unit * checkpoints + terms["checkpoints"], host + unit * checkpoints - terms["checkpoints"]
+        moved = unit * checkpoints - terms["checkpoints"]
+        activations, host = activations - moved, host + moved
     lasting = {name: size for name, size in states.lasting.items() if name not in away}
     gradients = 0 if "gradients" in away else states.gradients
     carried = 0 if "gradients" in away and stage != 0 else states.carried

@@ -175,7 +175,7 @@ class RunConfig:
 
     @property
     def matmul_dtype(self) -> str:
-        """The arithmetic of the matrix products, if no technique changes it."""
+        """The arithmetic of the matrix products, if no technique changes it: the precision, or that of `torch_autocast`."""
         return "bf16" if _at(self.engine, "torch_autocast.enabled") else self.precision
 
     @property

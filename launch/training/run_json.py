@@ -26,6 +26,8 @@ INCIDENTAL = (
     "run_id",
     "branch_from",
 )
+#: Values that do not affect a run's numbers, beside circumstances such as the commit and the machine.
+WITHOUT_EFFECT = (*INCIDENTAL, "run_name", "runs_dir", "recipe", "config_file", "preset", "data", "save_every", "keep")
 #: Ignored on resume: the weights come from the checkpoint.
 INITIAL_WEIGHTS = ("init_from", "perturb_init")
 

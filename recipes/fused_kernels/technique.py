@@ -86,7 +86,7 @@ class FusedKernels(Technique):
         self._needs_cuda = {f"fused_kernels.{name}": capability for name, capability in cuda_only.items() if self.asked[name] is True}
         self.missing_packages = tuple(self._missing())
         self._said: list[str] = []
-        self._autocast = bool((run.engine.get("torch_autocast") or {}).get("enabled"))
+        self._autocast = run.matmul_dtype != run.precision
         if self._autocast and self.asked["cross_entropy"] is True:
             raise ValueError(
                 "'fused_kernels.cross_entropy' computes in the weights' type, which torch_autocast does not; write \"auto\" or false"
