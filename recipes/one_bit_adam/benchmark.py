@@ -49,7 +49,7 @@ class Echo:
 
 
 def tensors(parameters: int) -> list[tuple[int, ...]]:
-    """The shapes of a GPT of about this many parameters: 8,192 tokens, 256 positions, width 64 times the number of blocks."""
+    """The shapes of the smallest GPT of at least this many parameters: 8,192 tokens, 256 positions, width 64 times the number of blocks."""
     layers = 1
     while 12 * layers * (64 * layers) ** 2 + 8448 * 64 * layers < parameters:
         layers += 1
@@ -104,7 +104,7 @@ def measure(arguments: argparse.Namespace) -> report.Measured:
 
 def main() -> None:
     parser = report.parser(__doc__)
-    parser.add_argument("--parameters", type=int, default=11_000_000, help="about how many (%(default)s)")
+    parser.add_argument("--parameters", type=int, default=11_000_000, help="at least how many, in whole blocks (%(default)s)")
     parser.add_argument("--ranks", type=int, default=2, help="ranks of the job (%(default)s)")
     parser.add_argument("--rounds", type=int, default=30, help="rounds that are counted (%(default)s)")
     parser.add_argument("--threads", type=int, default=1, help="threads on a CPU (%(default)s)")
