@@ -331,7 +331,7 @@ def test_recipes_that_share_runs_share_a_side(make):
         ({"corpus_fingerprint": "f" * 64}, ("corpus_fingerprint", "f" * 16)),
         ({"corpus": {"vocab_size": 512}}, ("vocabulary", "512 ids", "1,024 ids")),
         ({"eval_batches": 8}, ("validation set", "64 sequences of 128", "128 sequences of 128")),
-        ({"whole_eval": True}, ("validation set", "and the whole split at the end")),
+        ({"whole_eval": True}, ("validation set", "the whole split at the end in sequences of 128")),
         ({"shape": {"seq_len": 64}}, ("validation set", "128 sequences of 64", "128 sequences of 128")),
         ({"no_cross_document": True}, ("validation set", "attention within documents")),
         ({"total_tokens": 40_960}, ("token budget (total_tokens)", "40,960", "20,480")),
@@ -350,6 +350,18 @@ def test_losses_of_different_things_are_refused_or_marked(change, values, make):
         (mismatch,) = forced.mismatches
         assert all(value in mismatch for value in values) and "--force" not in mismatch
         assert len(forced.pairs) == 1 and forced.as_json()["mismatches"] == [mismatch]
+
+
+def test_batch_sizes_that_differ_are_compared_by_the_loss_of_the_whole_split(make):
+    whole, end = (*ZERO_1, "--whole_eval"), {"finished": {"whole_val_loss": 4.5}}
+    halved = (*whole, "--global_batch_size", "4", "--steps", "40")
+    runs = [make(f"a{seed}", whole, seed, change=end) for seed in (1, 2)]
+    runs += [make(f"b{seed}", halved, seed, lines(steps=40), end) for seed in (1, 2)]
+    comparison = compare(runs)
+    (pair,) = comparison.pairs
+    assert comparison.mismatches == () and pair.figures["final_val_loss"].difference and "loss_at_equal_time" not in pair.figures
+    (remark,) = [one for one in comparison.remarks if "sequences" in one]
+    assert "of 64 and 128 sequences" in remark
 
 
 def test_a_folder_that_is_given_twice_is_refused_even_with_force(make):

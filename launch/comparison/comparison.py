@@ -366,15 +366,19 @@ def _mismatches(experiments: Iterable[Sequence[Run]], force: bool) -> tuple[str,
 def _losses_are_of(run: Run) -> dict[str, str]:
     """What must be equal for the losses of two runs to be comparable."""
     described = run.description
-    sequences = described["eval_batches"] * described["global_batch_size"]
+    windows = "the whole split at the end in" if described.get("whole_eval") else f"{_sequences_evaluated(run):,}"
     masked = ", attention within documents" if described["no_cross_document"] else ""
-    whole = ", and the whole split at the end" if described.get("whole_eval") else ""
     return {
         "corpus_fingerprint": described["corpus_fingerprint"][:16],
         "vocabulary": f"{described['corpus']['vocab_size']:,} ids",
-        "validation set": f"{sequences:,} sequences of {described['shape']['seq_len']:,} tokens{masked}{whole}",
+        "validation set": f"{windows} sequences of {described['shape']['seq_len']:,} tokens{masked}",
         "token budget (total_tokens)": f"{described['total_tokens']:,}",
     }
+
+
+def _sequences_evaluated(run: Run) -> int:
+    """The number of sequences of an evaluation during training. With `--whole_eval`, runs of different batch sizes may differ in it."""
+    return int(run.description["eval_batches"] * run.description["global_batch_size"])
 
 
 def _engine_json(run: Run) -> str:
@@ -424,8 +428,11 @@ def _pair(control: Side, side: Side, recipe: Recipe | None, testbed: Testbed | N
     runs = [one.by_seed() for one in (control, side)]
     seeds = tuple(sorted(runs[0].keys() & runs[1].keys()))
     numbers = [{seed: _numbers(one[seed]) for seed in sorted(one)} for one in runs]
+    same_evaluations = len({_sequences_evaluated(run) for one in runs for run in one.values()}) == 1
     figures = {}
     for name in FIGURES:
+        if not same_evaluations and (name == EQUAL_TIME or name.endswith("_to_target")):
+            continue
         before, after = ({seed: own[name] for seed, own in one.items() if name in own} for one in numbers)
         if name == EQUAL_TIME:
             before, after = losses_at_equal_time(*runs)
@@ -498,6 +505,9 @@ def _pair_remarks(pair: Pair) -> Iterator[str]:
     for name, figure in pair.figures.items():
         if figure.to_target and min(figure.to_target.reached) < figure.to_target.seeds:
             yield f"{FIGURES[name][0]}: recipe / control {figure.to_target}"
+    if len(evaluated := {_sequences_evaluated(run) for side in (control, own) for run in side.values()}) > 1:
+        counts = " and ".join(f"{count:,}" for count in sorted(evaluated))
+        yield f"evaluations during training are of {counts} sequences, so only the final losses, of the whole split, can be compared"
     if not pair.interleaved:
         yield "not all runs were interleaved, so differences in time may come from the load of the machine at different times"
     if any(_section(one.key) == "machine" for one in pair.differences):
