@@ -38,7 +38,7 @@ MEASURES = {
     "loss": Measure("final_val_loss", "final validation loss"),
     "step_time": Measure("step_seconds", "mean time per step"),
     "peak_memory": Measure("peak_memory_bytes", "peak memory per rank"),
-    "bytes": Measure("bytes_sent", "bytes sent per rank over the run"),
+    "bytes": Measure("bytes_sent", "number of bytes sent per rank over the run"),
 }
 QUESTIONS = {
     "equal": Question("difference", "the {what} differs from the control's by at most {x}", "{what} = control ± {x}"),

@@ -162,15 +162,16 @@ def _measured_on(one: Published) -> Iterator[str]:
     look = "" if entry["looks"] == 1 else f" This is look number {entry['looks']} at these claims; only the first was planned."
     turns = "interleaved" if pair.interleaved else "partly at different times"
     yield (
-        f"Seeds {_listed(pair.seeds)}, {turns}, on {description['ranks']} rank(s) of {entry['machine']}; learning rate"
-        f" {description['lr']:g} (control: {pair.control.runs[0].description['lr']:g}). The claims stand since commit"
-        f" {entry['claims_commit'][:7]}, the tuned setting since {entry['plan_commit'][:7]}; the runs are of {entry['commit'][:7]}.{look}"
+        f"Seeds {_listed(pair.seeds)}, {turns}, on {description['ranks']} {'rank' if description['ranks'] == 1 else 'ranks'} of"
+        f" {entry['machine']}; learning rate"
+        f" {description['lr']:g} (control: {pair.control.runs[0].description['lr']:g}). Commits: claims"
+        f" {entry['claims_commit'][:7]}, tuned setting {entry['plan_commit'][:7]}, runs {entry['commit'][:7]}.{look}"
     )
     yield f"    {entry['command']}"
     if one.verdicts:
         yield "\n".join(
             [
-                "| claim | planned for | verdict | measured (95% interval) | p, after Holm |",
+                "| claim | planned power | verdict | measured (95% interval) | p (Holm-corrected) |",
                 "|---|---|---|---|---|",
                 *(_claim_row(claim, verdict, one) for claim, verdict in zip(one.experiment.claims, one.verdicts, strict=True)),
             ]
@@ -206,7 +207,8 @@ def _plan(claim: Claim, one: Published) -> str:
         what = "noise" if claim.measure == "loss" else "noise of this quantity"
         return f"aims at power {claim.power:g} {truth}; the {what} is not measured"
     nulls = read_json(TESTBEDS / measured / "noise.json")["nulls"]
-    where = "the measured noise" if measured == one.testbed.name else f"the noise of {measured}, because its own is not measured,"
+    own = measured == one.testbed.name
+    where = "the measured noise" if own else f"the noise of {measured} (that of {one.testbed.name} is not measured)"
     kinds = ("precision", "accumulation") if claim.question == "equal" else ("trajectory",)
     null = max((nulls[kind] for kind in kinds), key=deviation)
     least_noise, most_noise = deviation_interval(null)
@@ -319,7 +321,8 @@ def testbeds_part(cells: list[Published]) -> str:
             f"| {setting_name(key, values[0])}, swept over | {_listed(map(in_words, sorted(values, key=numbers_in)))} |"
             for key, values in testbed.sweep.items()
         ]
-        rows += [f"| ranks, unless a recipe states others | {testbed.ranks} |", f"| target loss, {tuned} | {testbed.target_loss:g} |"]
+        rows.append(f"| ranks, unless a recipe states others | {testbed.ranks} |")
+        rows.append(f"| target loss{'' if tuned == 'tuned' else ', before the sweep'} | {testbed.target_loss:g} |")
         blocks.append("\n".join(["| setting | value |", "|---|---|", *rows]))
         blocks += _noise(name)
         if (TESTBEDS / name / "tuning.json").exists():
