@@ -176,7 +176,7 @@ def train(config: RunConfig, folder: RunFolder | NoFolder, stop: StopRequest, ob
                 state = {"step": step, "tokens": tokens, "samples": samples, "val_loss": None}
                 last = tokens >= config.total_tokens
                 saving = bool(stopped or last or (config.save_every and step % config.save_every == 0))
-                if config.eval_every and not stopped and (last or step % config.eval_every == 0):
+                if config.eval_every and (last or step % config.eval_every == 0):
                     state["val_loss"] = evaluation.loss(engine, step)
                 line = {
                     "step": step,

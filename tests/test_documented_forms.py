@@ -134,6 +134,9 @@ def test_torch_autocast_is_accepted_on_fp32_weights(corpus, tmp_path):
     config, _ = resolve(["--deepspeed_config", written(FP32 | {"torch_autocast": autocast}, tmp_path), "--data", str(corpus)])
     assert config.precision == "fp32"
     assert config.engine["torch_autocast"]["enabled"] is True
+    del autocast["dtype"]  # on CUDA, torch's default is fp16, which needs a loss scale
+    config, _ = resolve(["--deepspeed_config", written(FP32 | {"torch_autocast": autocast}, tmp_path), "--data", str(corpus)])
+    assert config.engine["torch_autocast"]["dtype"] == "bfloat16"
 
 
 def test_what_this_machine_lacks_is_explained_and_not_trained(corpus, tmp_path):

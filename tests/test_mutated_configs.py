@@ -899,6 +899,11 @@ PAIRS: dict[str, Pair] = {
     ),
     "fp16 master weights at stage 0": pair("zero0_fp16", {MASTER16: True}, MASTER16, "config.py:703"),
     "bf16 master weights at stage 0": pair("zero0_bf16", {MASTER_BF16: True}, MASTER_BF16, "config.py:707"),
+    "fp16 master weights without offload": pair("zero1_fp16", {MASTER16: True}, MASTER16, "zero/stage_1_and_2.py:332"),
+    "bf16 master weights without offload": pair("zero3_bf16", {MASTER_BF16: True}, MASTER_BF16, "zero/stage3.py:300"),
+    "autocast to fp32": pair(
+        "zero1_fp32", {"torch_autocast": {"enabled": True, "dtype": "fp32"}}, "torch_autocast.dtype", "no word: nothing is cast"
+    ),
     "bf16 optimizer states without master weights": pair(
         "zero1_bf16", {"bf16.bf16_optimizer_states": True}, "bf16.bf16_optimizer_states", "config.py:714"
     ),
@@ -997,15 +1002,12 @@ PAIRS: dict[str, Pair] = {
         f"{ZERO}.offload_optimizer.ratio {ZERO}.stage",
         "zero/config.py:399, which does not look at the device",
     ),
-    **{
-        f"super-offload at stage {stage}": pair(
-            f"zero{stage}_bf16",
-            {f"{ZERO}.offload_optimizer": {"device": "cpu", "super_offload": True}},
-            f"{ZERO}.offload_optimizer.super_offload",
-            "no word: read at stage 3 only",
-        )
-        for stage in (1, 2)
-    },
+    "super-offload": pair(
+        "zero3_bf16",
+        {f"{ZERO}.offload_optimizer": {"device": "cpu", "super_offload": True}},
+        f"{ZERO}.offload_optimizer.super_offload",
+        "no word: a resume starts Adam again",
+    ),
     "SGD offloaded": pair(
         "zero2_bf16", {**optimizer("SGD"), f"{ZERO}.offload_optimizer": {"device": "cpu"}}, "optimizer.type", "engine.py:2346"
     ),

@@ -44,15 +44,15 @@ WITHOUT_EFFECT = {
 #: What DeepSpeed has kernels for on CUDA only.
 CUDA_ONLY = (
     "zero_optimization.zero_quantized_weights",
-    "zero_optimization.offload_optimizer.super_offload",
     "aio.use_gds",
 )
 #: Weights that DeepSpeed's quantizer takes at a time: a rank's part of each parameter must be a multiple.
 QUANTIZED_TOGETHER = 8
 #: Ranks of a host without a launcher: the GPUs of a DGX or HGX.
 GPUS_OF_A_HOST = 8
-#: The spellings of fp16 in the JSON.
+#: The spellings of fp16 and bf16 in the JSON.
 FP16 = ("fp16", "float16", "half", "torch.float16")
+BF16 = ("bf16", "bfloat16", "torch.bfloat16")
 #: Packages that a monitor needs.
 MONITORS = {"wandb": "wandb", "comet": "comet_ml"}
 
@@ -67,6 +67,9 @@ NOT_ON = {
     "zero_optimization.zero_quantized_nontrainable_weights": "is for frozen weights, and this project trains all weights; leave it out",
     "zero_optimization.stage3_module_granularity_threshold": "releases parameters that the backward pass still needs; leave it out",
     "zero_optimization.legacy_stage1": "is gone from DeepSpeed; leave it out",
+    # superoffload_stage3.py keeps Adam's moments in a process of its own and has no code that saves them.
+    "zero_optimization.offload_optimizer.super_offload": "loses Adam's moments on a resume in DeepSpeed 0.19.8; leave it out",
+    "checkpoint.use_node_local_storage": "spreads a checkpoint over the hosts, but a resume reads all of its files; leave it out",
     **dict.fromkeys(
         ("checkpoint.writer", "checkpoint.load_universal"),
         "is not supported: a checkpoint must be complete when the engine returns; leave it out",
@@ -79,7 +82,6 @@ NOT_OFF = {
 }
 #: The stages at which a key has an effect.
 STAGES: dict[str, tuple[int, ...]] = {
-    "zero_optimization.offload_optimizer.super_offload": (3,),
     "zero_optimization.zero_hpz_partition_size": (3,),
     "zero_optimization.zero_quantized_weights": (3,),
     "prescale_gradients": (0, 1),  # with reduce_scatter, at stages 2 and 3, DeepSpeed refuses it when the engine starts
@@ -126,8 +128,12 @@ def impossible_values(engine: EngineJson, ranks: int, shape: ModelShape, stage: 
     autocast = value("torch_autocast") or {}
     if autocast.get("enabled") and precision != "fp32":
         yield "torch_autocast.enabled", f"casts fp32 weights, and {precision} is enabled too; set one of them to false"
-    if autocast.get("enabled") and autocast.get("dtype") in FP16:
-        yield "torch_autocast.dtype", "is fp16, whose gradients need a loss scale; use the 'fp16' section, or \"bfloat16\""
+    if autocast.get("enabled") and autocast.get("dtype") not in (None, *BF16):
+        yield "torch_autocast.dtype", "is not bf16; write \"bfloat16\", or use the 'fp16' section, which has a loss scale"
+    if stage and (value(f"{zero}offload_optimizer") or {}).get("device") in (None, "none"):
+        for path in ("fp16.fp16_master_weights_and_grads", "bf16.bf16_master_weights_and_grads"):
+            if value(path) and not value("bf16.bf16_optimizer_states"):
+                yield path, 'needs the optimizer in CPU memory: add "offload_optimizer": {"device": "cpu"}; or leave it out'
     power = value("fp16.initial_scale_power")
     if not value("fp16.loss_scale") and (value("fp16.min_loss_scale") or 1) > 2.0 ** (16 if power is None else power):
         yield "fp16.min_loss_scale", "is above the initial scale, 2^initial_scale_power; lower it, or raise 'initial_scale_power'"
@@ -187,6 +193,8 @@ def check_combinations(engine: EngineJson, ranks: int, shape: ModelShape, claime
     for key, size in ZERO_AUTO.items():
         if engine.values["zero_optimization"].get(key) == "auto":
             engine.settle(("zero_optimization", key), size(shape.d_model), f"from d_model {shape.d_model}")
+    if engine.get("torch_autocast", "enabled") and engine.get("torch_autocast", "dtype") is None:
+        engine.settle(("torch_autocast", "dtype"), "bfloat16", "default; torch's own on CUDA is fp16, without a loss scale")
     _settle_second_partition(engine, ranks)
     _check_machine(engine)
 
@@ -234,8 +242,6 @@ def _drop_without_effect(engine: EngineJson, claimed: Mapping[str, type[Techniqu
             if _is_active(engine.values[key]):
                 engine.note((key,), f"has no effect here and is left out: {reason}")
             del engine.values[key]
-    if engine.values.get("checkpoint", {}).get("use_node_local_storage") == "auto":
-        engine.settle(("checkpoint", "use_node_local_storage"), False, "auto: off")
 
 
 def _check_machine(engine: EngineJson) -> None:

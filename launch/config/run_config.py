@@ -51,7 +51,6 @@ AUTO_KEYS = {
     "gradient_clipping",
     "fp16.enabled",
     "bf16.enabled",
-    "checkpoint.use_node_local_storage",
     "data_types.keep_in_fp32_modules",  # DeepSpeed's own "auto"
     *schedule_auto_keys(),
     *(f"zero_optimization.{key}.nvme_path" for key in OFFLOADS),

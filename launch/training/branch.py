@@ -15,13 +15,15 @@ from pathlib import Path
 from typing import Any
 
 from launch.config.run_config import RunConfig
+from launch.config.steps import planned_steps
 from launch.config.token_schedule import STABLE_DECAY
 from launch.errors import UsageError
 from launch.formats.checkpoint_files import STATE_FILE, DamagedCheckpoint, is_checkpoint_name, read_state, state_text
 from launch.formats.files import write_atomically
 from launch.formats.metrics import parse_line, read_run_json, split_lines
 from launch.training.metrics_writer import METRICS_FILE
-from launch.training.run_json import resume_description
+from launch.training.run_json import differences, resume_description
+from recipes.technique import Techniques
 
 
 def start_branch(config: RunConfig, run: Path, description: dict[str, Any]) -> None:
@@ -33,8 +35,9 @@ def start_branch(config: RunConfig, run: Path, description: dict[str, Any]) -> N
         description: of this run, as `launch.training.provenance.describe_run` returns it.
 
     Raises:
-        UsageError: it is no checkpoint of a run, the run that wrote it is another one than `config`, or a step up to it had another
-            learning rate than this run has there. Nothing is written then.
+        UsageError: it is no checkpoint of a run, the run that wrote it is another one than `config` or has other settings of the
+            optimizer, the clipping or the techniques, or a step up to it differs from this run's in its learning rate, its tokens or
+            what a technique did. Nothing is written then.
     """
     # Links are kept as they are: the checkpoint, or the folder of checkpoints, may lie elsewhere.
     checkpoint = Path(os.path.abspath(str(config.branch_from)))
@@ -48,7 +51,10 @@ def start_branch(config: RunConfig, run: Path, description: dict[str, Any]) -> N
         raise DamagedCheckpoint(f"--branch_from {checkpoint}: of another run than {source / 'run.json'}")
     resume_description(source, description)
     kept = _metrics_up_to(source / METRICS_FILE, state["step"])
-    _check_rates(config, [line for _, line in kept], state["tokens"])
+    lines = [line for _, line in kept]
+    _check_rates(config, lines, state["tokens"])
+    _check_settings(config, before, description)
+    _check_techniques(config, lines)
 
     temporary, run_id = run.with_name(f".{run.name}.branch-{os.getpid()}"), uuid.uuid4().hex
     try:
@@ -103,3 +109,45 @@ def _check_rates(config: RunConfig, lines: list[dict[str, Any]], tokens: int) ->
                 f"{where}: step {line['step']} of the run that wrote it had a learning rate of {there:g}, and this run has {here:g} there; "
                 "give its --lr and --warmup_steps, or a checkpoint before its decay"
             )
+
+
+def _check_settings(config: RunConfig, before: dict[str, Any], description: dict[str, Any]) -> None:
+    """Refuse a branch whose optimizer, clipping or techniques differ from those of the run that it continues.
+
+    A technique's value that is "auto" or left out in one of the two is compared by its effect, in `_check_techniques`.
+    """
+    found = []
+    for key in ("optimizer", "techniques"):
+        found += differences(key, before[key], description[key])
+    clipping = "gradient_clipping"
+    found += differences(clipping, before["engine"].get(clipping), description["engine"].get(clipping))
+    undecided = ("auto", None)
+    faults = [
+        f"--branch_from {config.branch_from}: the run that wrote it has {key} = {json.dumps(there)}, and this run has {json.dumps(here)}; "
+        "give its value"
+        for key, there, here in found
+        if not (key.startswith("techniques.") and key.count(".") > 1 and (there in undecided or here in undecided))
+    ]
+    if faults:
+        raise UsageError(*faults)
+
+
+def _check_techniques(config: RunConfig, lines: list[dict[str, Any]]) -> None:
+    """Refuse a branch if a technique whose schedule follows the length of the run made other steps than it makes in this run.
+
+    Optimizers are left out: their settings are compared, and in fp16 their schedules depend on the steps that were skipped.
+    """
+    techniques = Techniques(member for member in config.built_techniques.members if member.declaration.section)
+    if not techniques.members:
+        return
+    recorded = {line["step"]: line for line in lines}
+    for steps in planned_steps(config, techniques):
+        if steps.number > lines[-1]["step"]:
+            return
+        there = recorded.get(steps.number, {})
+        for key, here in {"tokens": steps.consumed, **steps.reported}.items():
+            if there.get(key, here) != here:
+                raise UsageError(
+                    f"--branch_from {config.branch_from}: step {steps.number} of the run that wrote it had {key} = {there[key]}, and this "
+                    f'run has {here} there; "auto" follows the length of the run: write the values of that run'
+                )

@@ -171,6 +171,8 @@ class Checkpoints:
             if (name := str(path.relative_to(temporary))) not in entries:
                 fsync(path)
                 entries[name] = file_entry(path)
+        if missing := next((name for name in entries if not (temporary / name).is_file()), None):
+            raise OSError(f"{missing} is not in this folder, although its rank wrote it; all hosts must share --runs_dir")
         write_atomically(temporary / STATE_FILE, state_text(state, self._run_id, self.collectives.world_size, entries))
         for folder in (*filter(Path.is_dir, temporary.rglob("*")), temporary):
             fsync(folder)
@@ -281,7 +283,8 @@ class Checkpoints:
         with self._ending_on_failure(f"{newest}: could not be loaded", "move it away to resume from an older one"):
             if move is None:
                 with own_settings(self.engine):
-                    path, _ = self.engine.load_checkpoint(str(newest), tag=ENGINE_TAG)
+                    # The step number alone sets the rate of a schedule.
+                    path, _ = self.engine.load_checkpoint(str(newest), tag=ENGINE_TAG, load_lr_scheduler_states=False)
                 if path is None:
                     raise RuntimeError("DeepSpeed found nothing in it")
             else:

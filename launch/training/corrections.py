@@ -469,10 +469,9 @@ def load_optimizer_on_drive(engine: Any) -> None:
 
     def load_all(load_dir: str, tag: str, **options: Any) -> Any:
         loaded = load(load_dir, tag=tag, **options)
-        rank = engine.local_rank if engine.use_node_local_storage() else engine.global_rank
         file = engine._get_zero_ckpt_name(load_dir, tag)
         saved = load_tensors(file, deepspeed_objects=True)["optimizer_state_dict"]
-        _take_optimizer_state(engine.optimizer, saved, Path(load_dir) / tag / "offloaded_tensors" / f"rank{rank:02d}")
+        _take_optimizer_state(engine.optimizer, saved, Path(load_dir) / tag / "offloaded_tensors" / f"rank{engine.global_rank:02d}")
         return loaded
 
     engine.load_checkpoint = load_all

@@ -132,7 +132,8 @@ class TrainingEngine:
             self._fail(self.deepspeed.global_steps)
 
     def weights_are_finite(self) -> bool:
-        """Whether no weight of any rank is NaN or Inf; at stage 3 each rank checks its part. All ranks call this together."""
+        """Whether no weight of any rank is NaN or Inf; at stage 3 each rank checks its part, without what is on NVMe. All ranks call this
+        together."""
         weights = (getattr(parameter, "ds_tensor", parameter) for parameter in self.deepspeed.module.parameters())
         return not self.collectives.any(any(not bool(torch.isfinite(weight.detach()).all()) for weight in weights))
 

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from launch.errors import UsageError
+from launch.errors import UsageError, print_once
 from launch.formats.files import write_atomically
 
 #: The sections of the engine's JSON that switch monitors on.
@@ -53,7 +53,9 @@ class Monitors:
     """Writes the lines of `metrics.jsonl` to "csv_monitor", "wandb" and "comet". TensorBoard is `MetricsWriter`'s own.
 
     A row has the number of its step. CSV files are made again from the lines that a resume keeps. wandb and comet continue the run with the
-    same id; they cannot remove rows, so steps that are trained again have two, of which the later one holds.
+    same id; they cannot remove rows, so steps that are trained again have two, of which the later one holds. If one of the two fails, the
+    run continues without it, because `metrics.jsonl` has every line. If wandb cannot be reached on a resume, its rows stay in the run's
+    folder.
 
     Args:
         engine: the engine's JSON.
@@ -63,7 +65,7 @@ class Monitors:
         cut: the lines that the resume has cut off.
 
     Raises:
-        UsageError: wandb cannot start the run, for example without a key.
+        UsageError: wandb cannot start a new run, for example without a key.
     """
 
     def __init__(self, engine: dict[str, Any], run: Path, run_id: str | None, kept: list[dict[str, Any]], cut: list[dict[str, Any]]):
@@ -79,21 +81,26 @@ class Monitors:
         if (section := engine.get("wandb") or {}).get("enabled"):
             import wandb
 
+            arguments = {
+                "project": section.get("project") or "deepspeed",
+                "group": section.get("group"),
+                "entity": section.get("team"),
+                "id": run_id,
+                "name": run.name,
+                "dir": str(run),
+                "resume": "allow",
+                "reinit": "create_new",
+                "settings": wandb.Settings(console="off"),  # log.txt has what the run prints
+            }
             try:
                 _start_wandb_service()
-                self._wandb = wandb.init(
-                    project=section.get("project") or "deepspeed",
-                    group=section.get("group"),
-                    entity=section.get("team"),
-                    id=run_id,
-                    name=run.name,
-                    dir=str(run),
-                    resume="allow",
-                    reinit="create_new",
-                    settings=wandb.Settings(console="off"),  # log.txt has what the run prints
-                )
+                self._wandb = wandb.init(**arguments)
             except (wandb.errors.Error, OSError) as reason:
-                raise UsageError(f"wandb: {' '.join(str(reason).split())[:200]}; log in, or set WANDB_MODE=offline") from None
+                why = f"wandb: {' '.join(str(reason).split())[:200]}"
+                if not kept:
+                    raise UsageError(f"{why}; log in, or set WANDB_MODE=offline") from None
+                print_once(f"warning: {why}; its rows stay in {run / 'wandb'}, and `wandb sync` sends them", sys.stderr)
+                self._wandb = wandb.init(**arguments, mode="offline")
             # wandb drops rows whose step is not above the last one, as after a resume. So its own step counts rows, and ours is a metric.
             self._wandb.define_metric("*", step_metric="step")
         if (section := engine.get("comet") or {}).get("enabled"):
@@ -107,17 +114,31 @@ class Monitors:
         """Write the numbers of one line."""
         if self._csv:
             self._csv.write_events(list(events(line)))
-        if self._wandb:
-            self._wandb.log({"step": line["step"], **{name: value for name, value, _ in events(line)}})
-        if self._comet:
-            self._comet.write_events(list(events(line)))
+        with self._continuing_without("wandb"):
+            if self._wandb:
+                self._wandb.log({"step": line["step"], **{name: value for name, value, _ in events(line)}})
+        with self._continuing_without("comet"):
+            if self._comet:
+                self._comet.write_events(list(events(line)))
 
     def close(self) -> None:
         """Wait until all rows are written. The process ends in `os._exit`, which would lose them."""
-        if self._wandb:
-            self._wandb.finish()
-        if self._comet:
-            self._comet.experiment.end()
+        with self._continuing_without("wandb"):
+            if self._wandb:
+                self._wandb.finish()
+        with self._continuing_without("comet"):
+            if self._comet:
+                self._comet.experiment.end()
+
+    @contextlib.contextmanager
+    def _continuing_without(self, name: str) -> Iterator[None]:
+        """If the monitor fails in the body, warn, and switch it off."""
+        try:
+            yield
+        except Exception as reason:
+            text = " ".join(str(reason).split())[:200]
+            print_once(f"warning: {name}: {type(reason).__name__}: {text}; the run continues without it", sys.stderr)
+            setattr(self, f"_{name}", None)
 
 
 def events(line: dict[str, Any]) -> Iterator[tuple[str, float, int]]:

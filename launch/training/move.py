@@ -20,7 +20,7 @@ from recipes.masters import Fragment, Master, master_weights
 
 #: The optimizer settings that a resume takes from the configuration, not from the checkpoint: those that do not affect the saved state.
 #: The learning rate follows its schedule.
-SETTINGS = ("betas", "eps", "weight_decay", "dampening", "alpha", "lr_decay", "decoupled_weight_decay", "bias_correction")
+SETTINGS = ("betas", "eps", "momentum", "weight_decay", "dampening", "alpha", "lr_decay", "decoupled_weight_decay", "bias_correction")
 #: What a move does not copy from the checkpoint's groups: settings of this run, and the step, which is part of each parameter's state.
 NOT_COPIED = ("params", "lr", "initial_lr", "step", "foreach", "fused", "capturable", "differentiable", *SETTINGS)
 #: The state of fp16's loss scale. Its rule (window, hysteresis, minimum) is taken from the configuration.
@@ -57,8 +57,6 @@ class Move:
             why = 'weights are not moved to NVMe; write "cpu" for the device of offload_param'
         elif self._layout.offload == "nvme":
             why = 'the optimizer is not moved to NVMe; write "cpu" for the device of offload_optimizer'
-        elif getattr(self._wrapper, "partial_offload", 1.0) != 1.0:
-            why = 'an optimizer that is offloaded in part is not filled; leave out the "ratio" of offload_optimizer'
         elif kind not in known and not isinstance(self._wrapper, torch.optim.Optimizer):
             why = f"the state of DeepSpeed's {kind} is not known"
         if why:
@@ -144,8 +142,6 @@ class Move:
         engine, saved = self._engine, self._files.engine
         engine.global_steps, engine.skipped_steps = saved["global_steps"], saved["skipped_steps"]
         engine.global_samples = saved["global_samples"]
-        if engine.lr_scheduler is not None and saved["lr_scheduler"] is not None:
-            engine.lr_scheduler.load_state_dict(saved["lr_scheduler"])
         if self._layout.precision == self._files.layout.precision == "fp16":
             self._load_loss_scale(self._files.loss_scale())
 

@@ -56,7 +56,7 @@ def resume_description(run: Path, description: dict[str, Any]) -> tuple[dict[str
         change
         for key, value in description.items()
         if key not in (*INCIDENTAL, *INITIAL_WEIGHTS)
-        for change in _changes(key, last.get(key), value)
+        for change in map(_in_words, differences(key, last.get(key), value))
     ]
     first_start = ["created", "command", "interleaved", "commit", "run_id", "branch_from"]
     if complete_checkpoints(run / "checkpoints"):
@@ -73,12 +73,19 @@ def commits_of(description: dict[str, Any]) -> list[Any]:
 
 
 def _identity(description: dict[str, Any]) -> dict[str, Any]:
-    return {key: description[key] for key in IDENTITY} | {"optimizer.type": description["optimizer"].get("type")}
+    optimizer = description["optimizer"]
+    amsgrad = bool(optimizer.get("params", {}).get("amsgrad"))  # its state differs
+    return {key: description[key] for key in IDENTITY} | {"optimizer.type": optimizer.get("type"), "optimizer.params.amsgrad": amsgrad}
 
 
-def _changes(key: str, before: Any, after: Any) -> list[str]:
-    """The differences between two values of `key`, as lines; sections are compared key by key."""
+def differences(key: str, before: Any, after: Any) -> list[tuple[str, Any, Any]]:
+    """The differences between two values of `key`: the dotted key and both values. Sections are compared key by key."""
     if isinstance(before, dict) and isinstance(after, dict):
         names = sorted({*before, *after})
-        return [change for name in names for change in _changes(f"{key}.{name}", before.get(name), after.get(name))]
-    return [] if before == after else [f"{key}: {json.dumps(before)} -> {json.dumps(after)}"]
+        return [found for name in names for found in differences(f"{key}.{name}", before.get(name), after.get(name))]
+    return [] if before == after else [(key, before, after)]
+
+
+def _in_words(difference: tuple[str, Any, Any]) -> str:
+    key, before, after = difference
+    return f"{key}: {json.dumps(before)} -> {json.dumps(after)}"

@@ -106,8 +106,8 @@ class SpikeRule(Observer):
             return
         self._engine = engine
         wrapper = engine.deepspeed.optimizer
-        for optimizer in filter(None, (getattr(wrapper, "optimizer", wrapper), getattr(wrapper, "backup_optimizer", None))):
-            optimizer.step = self._unless_skipped(optimizer.step)
+        optimizer = getattr(wrapper, "optimizer", wrapper)
+        optimizer.step = self._unless_skipped(optimizer.step)
 
     def _unless_skipped(self, update: Callable[..., Any]) -> Callable[..., Any]:
         def step(*args: Any, **options: Any) -> Any:

@@ -150,6 +150,7 @@ class Muon(torch.optim.Optimizer):
             if not state:
                 state["step"] = torch.zeros((), device=parameter.device)
                 state["exp_avg"], state["exp_avg_sq"] = (torch.zeros_like(parameter, requires_grad=False) for _ in range(2))
+            state["step"] = state["step"].to(parameter.device)  # `load_state_dict` leaves it where it was loaded, and fused wants it here
         beta1, beta2 = group["betas"]
         adamw(
             parameters,

@@ -61,6 +61,11 @@ class MuonTechnique(Technique):
                 f"'data_types.grad_accum_dtype' is \"{accumulated}\", for which DeepSpeed has an optimizer of its own at stage 1, and Muon "
                 "has none; leave it out, or use stage 2"
             )
+        if (run.engine.get("bf16") or {}).get("bf16_master_weights_and_grads"):
+            raise ValueError(
+                "'bf16.bf16_master_weights_and_grads' keeps the weights in bf16, where Muon's weight decay, lr x weight_decay per step, is "
+                "lost by rounding; leave it out"
+            )
         if self.params["momentum"] == 1:
             raise ValueError("'optimizer.params.momentum' is 1, so old gradients never decay; write a number below 1")
         self._stage, self._ranks, self._config = run.zero_stage, run.ranks, run.model_config

@@ -16,6 +16,7 @@ from launch.errors import TrainingFailed
 from launch.training import checkpoint, engine, snapshot
 from launch.training.engine import TrainingEngine
 from launch.training.observers import Observer
+from launch.training.signals import StopRequest
 from launch.training.snapshot import Snapshots
 from tests.distributed.jobs import pretrain
 
@@ -91,7 +92,18 @@ def settings_after(flags: list[str]) -> tuple[list[dict[str, Any]], float]:
         pretrain(flags)
         engine = started[0].deepspeed
         clipping = getattr(engine.optimizer, "clip_grad", engine.gradient_clipping())
-        return [{key: group[key] for key in ("betas", "eps", "weight_decay")} for group in engine.optimizer.param_groups], clipping
+        settings = ("betas", "eps", "weight_decay", "momentum")
+        return [{key: group[key] for key in settings if key in group} for group in engine.optimizer.param_groups], clipping
+
+
+def pretrain_stopped_in(step: int, flags: list[str]) -> list[dict[str, Any]]:
+    """`pretrain` that gets SIGTERM in a step of this start."""
+    usual, polls = StopRequest.poll, iter(range(1, 1_000_000))
+    StopRequest.poll = lambda stop: signal.SIGTERM if next(polls) >= step else usual(stop)
+    try:
+        return pretrain(flags, code=143)
+    finally:
+        StopRequest.poll = usual
 
 
 def loss_scaler_after(flags: list[str]) -> dict[str, Any]:

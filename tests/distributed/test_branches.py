@@ -5,12 +5,20 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from launch.config.run_config import resolve
+from launch.config.steps import planned_steps
+from launch.errors import UsageError
+from launch.formats.checkpoint_files import STATE_FILE, state_text
+from launch.training.branch import start_branch
+from launch.training.provenance import describe_run
 from tests.distributed.launched import TINY
+from tests.run_folders import write_run
 
 SCHEDULE = 'scheduler={"type":"WarmupStableDecayTokens","params":{"decay_fraction":0.4}}'
 
@@ -94,3 +102,47 @@ def test_a_resumed_branch_without_a_checkpoint_does_not_start_at_step_0(train, t
     with pytest.raises(Exception, match="no complete checkpoint"):
         train("branch", "--steps", "12", "--resume", "--branch_from", str(tmp_path / "long/checkpoints/step-00000006"))
     assert not (tmp_path / "branch/metrics.jsonl").exists()
+
+
+@pytest.mark.parametrize(
+    ("settings", "changed", "why"),
+    [
+        (["muon"], ["optimizer.params.adam_lr=0.0005"], "optimizer.params.adam_lr = null"),
+        (["muon"], ["optimizer.params.weight_decay=0"], "optimizer.params.weight_decay = 0.1"),
+        (["muon"], ["gradient_clipping=0.5"], "gradient_clipping = 1.0, and this run has 0.5"),
+        ([], ["random_ltd.enabled=true"], "techniques.random_ltd = null"),
+        (["progressive_layer_drop"], ["progressive_layer_drop.theta=0.7"], "progressive_layer_drop.theta = 0.5"),
+        (["progressive_layer_drop"], [], 'step 2 .* had theta = .* "auto" follows'),
+        (["batch_size_warmup"], [], 'had tokens = .* "auto" follows'),
+        (["random_ltd"], [], 'had .* "auto" follows'),
+        (["curriculum_learning"], [], 'had tokens = .* "auto" follows'),
+        (["muon"], ["zero_optimization.stage=1"], ""),
+        (["progressive_layer_drop"], ["progressive_layer_drop.gamma=1.0"], ""),  # the value of the long run's "auto"
+        (["batch_size_warmup"], ["batch_size_warmup.warmup_tokens=102400"], ""),
+        (["fused_kernels"], [], ""),
+    ],
+)
+def test_a_branch_with_other_settings_is_refused(settings, changed, why, corpus, tmp_path):
+    def config(steps: int, *sets: str) -> Any:
+        recipe = ["--recipe", f"recipes/{settings[0]}"] if settings else ["--deepspeed_config", "ds_configs/zero1_bf16.json"]
+        flags = [*recipe, "--data", str(corpus), "--preset", "nano", "--steps", str(steps), "--warmup_steps", "3", "--set", SCHEDULE]
+        return resolve([*flags, *(word for one in sets for word in ("--set", one)), "--runs_dir", str(tmp_path)])[0]
+
+    long = config(100)
+    checkpoint = tmp_path / "long/checkpoints/step-00000020"
+    steps = [one for one in planned_steps(long, long.built_techniques) if one.number <= 20]
+    lines = [
+        {"step": one.number, "tokens": one.consumed, "seconds": 1.0, "lr": long.token_schedule.rate(one.consumed), **one.reported}
+        for one in steps
+    ]
+    write_run(tmp_path / "long", described := describe_run(long), lines)
+    checkpoint.mkdir(parents=True)
+    state = {"step": 20, "tokens": steps[-1].consumed, "samples": 160, "val_loss": None}
+    (checkpoint / STATE_FILE).write_text(state_text(state, described["run_id"], 1, {}))
+    short = replace(config(50, *changed), branch_from=str(checkpoint))
+    if why:
+        with pytest.raises(UsageError, match=why):
+            start_branch(short, tmp_path / "short", describe_run(short))
+    else:
+        start_branch(short, tmp_path / "short", describe_run(short))
+        assert (tmp_path / "short/run.json").is_file()

@@ -8,6 +8,7 @@ import json
 import os
 import signal
 import struct
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +18,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from launch.config.run_config import resolve
 from launch.errors import UsageError
-from launch.training.monitors import check_monitors
+from launch.training.monitors import Monitors, check_monitors
 from tests.distributed.launched import LaunchedRun
 
 Columns = dict[str, list[tuple[int, float]]]
@@ -148,6 +149,46 @@ def test_a_failed_run_has_its_last_row(corpus, tmp_path):
     assert run.wait() == 1, run.output()
     assert "error" in run.output() and run.metrics()
     check(run)
+
+
+class FakeWandb:
+    """wandb whose server cannot be reached and whose process has ended."""
+
+    class errors:
+        Error = RuntimeError
+
+    Settings = staticmethod(lambda **_: None)
+
+    def __init__(self):
+        self.modes: list[str | None] = []
+
+    def init(self, mode: str | None = None, **_: object) -> FakeWandb:
+        self.modes.append(mode)
+        if mode is None:
+            raise ConnectionError("no answer")
+        return self
+
+    def define_metric(self, *_: object, **__: object) -> None: ...
+
+    def log(self, row: object) -> None:
+        raise ConnectionResetError("Connection lost")
+
+    def finish(self) -> None: ...
+
+
+def test_a_run_continues_if_wandb_fails_and_is_refused_only_at_its_start(monkeypatch, tmp_path, capsys):
+    fake = FakeWandb()
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    monkeypatch.setattr("launch.training.monitors._start_wandb_service", lambda: None)
+    on = {"wandb": {"enabled": True}}
+    with pytest.raises(UsageError, match="wandb: no answer"):
+        Monitors(on, tmp_path, "id", [], [])
+    monitors = Monitors(on, tmp_path, "id", [{"step": 1}], [])  # a resume
+    assert fake.modes == [None, None, "offline"] and "`wandb sync`" in capsys.readouterr().err
+    for step in (2, 3):
+        monitors.write({"step": step, "loss": 5.0})
+    assert capsys.readouterr().err.count("wandb: ConnectionResetError: Connection lost; the run continues without it") == 1
+    monitors.close()
 
 
 def test_a_new_run_does_not_replace_the_csv_files_of_another(corpus, tmp_path):

@@ -214,11 +214,29 @@ def test_at_stage_3_the_matrices_of_all_tensors_are_spread_over_the_ranks():
     assert max(work) <= 1.5 * sum(work) / ranks
 
 
+def test_adams_step_count_follows_the_parameter_to_its_device(monkeypatch):
+    """`torch.load` reads checkpoints into CPU memory, and torch moves a state's `step` only for its own fused optimizers."""
+    options = {"lr": LR, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+    parameter = torch.nn.Parameter(torch.zeros(4, device="meta"))
+    parameter.grad = torch.zeros(4, device="meta")
+    optimizer = Muon([{"params": [parameter]}], **options)
+    optimizer.matrices = {}
+    moments = {"exp_avg": torch.zeros(4), "exp_avg_sq": torch.zeros(4)}
+    groups = optimizer.state_dict()["param_groups"]
+    optimizer.load_state_dict({"state": {0: {"step": torch.tensor(3.0), **moments}}, "param_groups": groups})
+    used = []
+    monkeypatch.setattr("recipes.muon.optimizer.adamw", lambda *lists, **_: used.extend(lists[5]))
+    optimizer.step()
+    assert [step.device for step in used] == [parameter.device]
+
+
 def test_its_limits_are_said():
     assert "optimizer.params.momentum" in refusal("--recipe", "recipes/muon", "--set", "optimizer.params.momentum=1")
     stage_1 = ["--recipe", "recipes/muon", "--set", "zero_optimization.stage=1"]
     for name in ("fp32", "float32", "torch.float32"):
         assert "data_types.grad_accum_dtype" in refusal(*stage_1, "--set", f'data_types.grad_accum_dtype="{name}"')
+    low = ["--set", "bf16.bf16_master_weights_and_grads=true", "--set", "bf16.bf16_optimizer_states=true"]
+    assert "bf16.bf16_master_weights_and_grads" in refusal(*stage_1, *low)
     offload = 'zero_optimization.offload_optimizer={"device": "cpu"}'
     assert "offload" in refusal(*stage_1, "--set", offload)
 

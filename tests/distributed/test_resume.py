@@ -17,6 +17,7 @@ from launch.errors import UsageError
 from launch.formats.checkpoint_files import complete_checkpoints, read_state
 from launch.formats.metrics import RUN_KEYS
 from launch.training import folder as run_folder
+from launch.training.checkpoint import Checkpoints
 from launch.training.folder import RunFolder
 from launch.training.run_json import commits_of
 from model.presets import PRESETS
@@ -254,6 +255,36 @@ def test_changed_settings_of_the_optimizer_act_after_a_resume(config, two_ranks,
     assert clipping == 0.125
     assert all((tuple(group["betas"]), group["eps"]) == ((0.5, 0.75), 1e-6) for group in groups)
     assert [group["weight_decay"] for group in groups] == [0.25, 0.0]
+
+
+def test_momentum_and_schedule_may_change_at_a_resume(one_rank, corpus, tmp_path):
+    shape = ["--n_layer", "1", "--n_head", "1", "--d_model", "32", "--seq_len", "16", "--eval_every", "0", "--data", str(corpus)]
+    run = ["--deepspeed_config", "ds_configs/zero0_fp32.json", *shape, "--runs_dir", str(tmp_path), "--run_name", "r", "--set"]
+    sgd = 'optimizer={"type": "SGD", "params": {"lr": 0.01, "momentum": %s}}'
+    one_rank.run("tests.distributed.jobs:pretrain", flags=[*run, sgd % 0.9, "--steps", "3"])
+    resumed = [*run, sgd % 0.5, "--set", "scheduler.type=WarmupLR", "--set", "scheduler.params={}", "--steps", "5", "--resume"]
+    groups, _ = one_rank.run("tests.distributed.failure_jobs:settings_after", flags=resumed)[0]
+    assert [group["momentum"] for group in groups] == [0.5] * len(groups)
+
+
+def test_an_evaluation_is_due_in_the_step_of_a_stop_too(one_rank, corpus, tmp_path):
+    shape = ["--n_layer", "1", "--n_head", "1", "--d_model", "32", "--seq_len", "16", "--data", str(corpus)]
+    run = [*shape, "--deepspeed_config", "ds_configs/zero1_fp32.json", "--runs_dir", str(tmp_path), "--run_name", "r", "--resume"]
+    run += ["--steps", "6", "--eval_every", "3"]
+    for _ in range(2):  # in steps 3 and 6
+        one_rank.run("tests.distributed.failure_jobs:pretrain_stopped_in", step=3, flags=run)
+    lines = one_rank.run("tests.distributed.jobs:pretrain", flags=run)[0]
+    assert [line["step"] for line in lines if line.get("val_loss")] == [0, 3, 6]
+    assert json.loads((tmp_path / "r/run.json").read_text())["finished"]["step"] == 6
+
+
+def test_a_checkpoint_whose_files_are_on_another_host_is_not_complete(tmp_path):
+    (tmp_path / ".tmp-step-00000003/engine").mkdir(parents=True)
+    entries = {"engine/of_another_rank.pt": {"bytes": 1, "xxh128": "0"}}
+    checkpoints = Checkpoints.__new__(Checkpoints)
+    with pytest.raises(OSError, match=r"of_another_rank.pt is not in this folder.* all hosts must share --runs_dir"):
+        checkpoints._complete(tmp_path / ".tmp-step-00000003", tmp_path / "step-00000003", {"step": 3}, entries)
+    assert not (tmp_path / "step-00000003").exists()
 
 
 @pytest.mark.parametrize("stage", [pytest.param(stage, marks=[] if stage == 1 else pytest.mark.long) for stage in (0, 1, 2, 3)])

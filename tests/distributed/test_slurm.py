@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -120,4 +122,15 @@ def test_a_failed_job_is_not_requeued(slurm, corpus, tmp_path):
     while job.field("JobState") != "FAILED":
         time.sleep(0.5)
     assert job.field("Restarts") == "0"
-    assert sum(line.startswith("error:") for line in job.out.read_text().splitlines()) == 1
+    assert sum(": error:" in line for line in job.out.read_text().splitlines()) == 1
+
+
+def test_a_run_whose_rank_is_killed_starts_again_in_its_allocation(slurm, corpus, tmp_path):
+    job = Job(slurm, corpus, tmp_path, "--time=10")
+    job.train(5)
+    of_job = ("pgrep", "-f", f"python launch/pretrain.py .*--runs_dir {tmp_path}/runs")
+    tasks = [int(line) for line in subprocess.run(of_job, capture_output=True, text=True).stdout.split()]
+    tasks = [number for number in tasks if Path(f"/proc/{number}/comm").read_text().startswith("python")]
+    os.kill(tasks[0], signal.SIGKILL)
+    job.wait_until(lambda: job.field("JobState") == "COMPLETED")
+    assert job.field("Restarts") == "0" and job.losses()[-1][0] == STEPS
