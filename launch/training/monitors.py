@@ -81,7 +81,7 @@ class Monitors:
         if (section := engine.get("wandb") or {}).get("enabled"):
             import wandb
 
-            arguments = {
+            arguments: dict[str, Any] = {
                 "project": section.get("project") or "deepspeed",
                 "group": section.get("group"),
                 "entity": section.get("team"),
