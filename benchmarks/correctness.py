@@ -32,13 +32,19 @@ FILES = {
     "fp8, tf32, ZeRO++": ["tests/test_fp8.py", "tests/test_tf32.py", "tests/test_shipped_configs.py", "tests/distributed/test_zeropp.py"],
     "layers and tokens dropped": ["tests/distributed/test_progressive_layer_drop.py", "tests/distributed/test_random_ltd.py"],
     "batches and lengths": ["tests/distributed/test_curriculum_learning.py", "tests/distributed/test_batch_size_warmup.py"],
-    "LAMB and 1-bit optimizers": [
+    "LAMB, Muon and 1-bit optimizers": [
         "tests/distributed/test_lamb.py",
+        "tests/distributed/test_muon.py",
         "tests/distributed/test_one_bit_optimizers.py",
         "tests/distributed/test_zero_one_adam.py",
     ],
     "activations and documents": ["tests/test_activation_checkpointing.py", "tests/distributed/test_no_cross_document.py"],
-    "resume and export": ["tests/distributed/test_schedules.py", "tests/distributed/test_export.py"],
+    "resume and export": [
+        "tests/distributed/test_schedules.py",
+        "tests/distributed/test_resume.py",
+        "tests/distributed/test_moves.py",
+        "tests/distributed/test_export.py",
+    ],
 }
 
 
@@ -47,7 +53,7 @@ def cells(tiny: bool = False) -> dict[str, list[str]]:
     if tiny:
         return {
             "parity": [*FILES["parity"], "--device", "cpu", "-m", "not long", "-k", "without_bias_correction"],
-            "LAMB and 1-bit optimizers": ["tests/distributed/test_lamb.py", "--device", "cpu", "-m", "not long", "-k", "parameters_act"],
+            "LAMB, Muon and 1-bit optimizers": ["tests/distributed/test_lamb.py", "--device", "cpu", "-m", "not long", "-k", "parameters_act"],
         }
     return {name: [*files, "--device", "cuda", "-n", str(PROCESSES)] for name, files in FILES.items()}
 
