@@ -473,6 +473,27 @@ def test_a_start_from_a_padded_vocabulary_leaves_the_padding_out(one_rank, folde
     assert "its vocab_size is 1,224, and that of the corpus 1,024" in starting(copy, corpus, *SHAPE)
 
 
+def test_ids_that_the_tokenizer_lacks_are_never_drawn(folder, tmp_path):
+    copy = padded(folder, tmp_path, 3000)
+    done = run_script("launch/generate.py", copy, "--prompt", "def ", "--top_k", "0", "--max_new_tokens", "20", "--ignore_eos", "--json")
+    assert done.returncode == 0, done.stderr
+    assert max(json.loads(done.stdout)["ids"]) < 1024
+
+
+def test_an_end_of_text_that_the_model_lacks_is_left_out(folder, tmp_path):
+    """The tokenizer's id 1023, where the model has 1,000."""
+    from safetensors.torch import load_file, save_file
+
+    copy = copied(folder, tmp_path)
+    weights = load_file(copy / "model.safetensors")
+    weights["transformer.wte.weight"] = weights["transformer.wte.weight"][:1000].clone()
+    save_file(weights, copy / "model.safetensors", {"format": "pt"})
+    edit(copy / "config.json", vocab_size=1000)
+    done = run_script("launch/generate.py", copy)
+    assert done.returncode == 2 and "this model has no end-of-text token" in done.stderr
+    assert json.loads((exported(copy, tmp_path / "out") / "config.json").read_text())["eos_token_id"] is None
+
+
 def test_a_host_without_the_folder_starts_from_a_checkpoint_or_not_at_all(one_rank, folder, corpus, tmp_path):
     """With a store, a resume does not need the folder, as the store may have a checkpoint."""
     copy = copied(folder, tmp_path)

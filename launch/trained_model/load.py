@@ -122,6 +122,7 @@ def open_trained(source: str | Path, *, checkpoint: str | None = None, data: str
     hf = open_hf_folder(folder)
     tokenizer, why = tokenizer_of_folder(hf)
     eot = hf.eos_token_id if hf.eos_token_id is not None else getattr(tokenizer, "eot_id", None)
+    eot = eot if eot is not None and 0 <= eot < hf.config.vocab_size else None
     return TrainedModel(folder, hf.config, tokenizer, why, eot, hf=hf)
 
 
