@@ -80,7 +80,7 @@ def hf_form(config: ModelShape) -> str:
 def _differing(config: ModelShape, form: str) -> list[str]:
     """The fields whose values transformers' `form` does not have."""
     expected = {field.name: field.default for field in fields(ModelShape)} | ARCHITECTURES[form]
-    expected |= {"n_kv_head": config.n_head, "d_head": config.d_model // config.n_head}
+    expected |= {"n_kv_head": config.n_head, "d_head": config.d_model / config.n_head}
     faults = [name for name in FIELDS if name not in FREE[form] and getattr(config, name) != expected[name]]
     return faults + (["d_head"] if form == "llama" and config.d_model % config.n_head else [])  # LlamaConfig refuses it
 
