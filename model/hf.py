@@ -177,11 +177,6 @@ def _llama_config(config: GPTConfig) -> dict[str, Any]:
     }
 
 
-def to_hf(name: str, tensor: torch.Tensor, config: GPTConfig) -> dict[str, torch.Tensor]:
-    """The parameter `name` of `model.gpt.GPT` under transformers' names and in its layout: views, without padded rows."""
-    return {part.name: part.of(tensor) for part in hf_tensors(config)[name]}
-
-
 def to_hf_state_dict(state_dict: dict[str, torch.Tensor], config: GPTConfig) -> dict[str, torch.Tensor]:
     """`GPT.state_dict()` with transformers' names and layouts. A tied head and the embedding share a tensor."""
     tensors = hf_tensors(config)
