@@ -78,13 +78,13 @@ def measure(arguments: argparse.Namespace) -> report.Measured:
     found, size = {}, 0
     with tempfile.TemporaryDirectory(prefix="benchmark-", dir=arguments.runs_dir) as folder:
         write_corpus(Path(folder, "text"))
-        flags = ["--deepspeed_config", arguments.deepspeed_config, "--preset", arguments.preset, "--seq_len", str(arguments.seq_len)]
-        flags += ["--micro_batch_size", "1", "--global_batch_size", "1", "--data", f"{folder}/text", "--eval_every", "0", "--keep", "1"]
-        flags += ["--steps", str((arguments.saves + 1) * arguments.save_every), "--quiet"]
-        resolve(flags)  # a mistake is reported once, here
+        more = {"data": f"{folder}/text", "seq_len": arguments.seq_len, "micro_batch_size": 1, "global_batch_size": 1, "keep": 1}
+        more |= {"steps": (arguments.saves + 1) * arguments.save_every}
+        resolve(report.run_flags(arguments, **more))  # a mistake is reported once, here
         for name, save_every in (("beside", arguments.save_every), ("at the end", 0)):
+            flags = report.run_flags(arguments, save_every=save_every, **more)
             with ProcessPoolExecutor(1, context) as process:
-                found[name] = process.submit(train, [*flags, "--save_every", str(save_every)], f"{folder}/{name}").result()
+                found[name] = process.submit(train, flags, f"{folder}/{name}").result()
             checkpoints = Path(folder, name, "r", "checkpoints")
             size = sum(path.stat().st_size for path in checkpoints.rglob("*") if path.is_file())
             shutil.rmtree(Path(folder, name))

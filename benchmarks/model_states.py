@@ -45,8 +45,8 @@ def measure(arguments: argparse.Namespace) -> report.Measured:
 
     table, runs = [], {}
     for precision, stage in itertools.product(arguments.precisions.split(","), STAGES):
-        flags = ["--deepspeed_config", f"ds_configs/zero{stage}_{precision}.json", "--preset", arguments.preset]
-        flags += ["--data", arguments.data, "--micro_batch_size", "1", "--global_batch_size", str(2 * arguments.ranks)]
+        more = {"deepspeed_config": f"ds_configs/zero{stage}_{precision}.json"}
+        flags = report.run_flags(arguments, micro_batch_size=1, global_batch_size=2 * arguments.ranks, **more)
         config, _ = resolve(flags, ranks=arguments.ranks)  # a mistake is reported before ranks start
         runs[precision, stage] = flags, parameter_count(config.model_config)
     print(f"bytes per parameter: {', '.join(PARTS)}", flush=True)
@@ -66,7 +66,7 @@ def measure(arguments: argparse.Namespace) -> report.Measured:
         ("the plan's at the end of a step", [max(row[8:] for row in table if row[:2] == list(key)) for key in runs]),
     ):
         largest = max(abs(measured / expected - 1) for measured, expected in pairs)
-        what = f"model states in live engines / {name}, {arguments.preset}, {arguments.ranks} ranks"
+        what = f"model states in live engines / {name}, {report.model_name(arguments)}, {arguments.ranks} ranks"
         rows.append(report.Row(what, f"at most {100 * largest:.1f}% apart", bar="at most 5%"))
     columns = ["precision", "stage", "rank", *PARTS, "paper", "at_end", "plan"]
     yield rows, {"device": "cpu", "preset": arguments.preset, "ranks": arguments.ranks, "columns": columns, "table": table}

@@ -76,9 +76,14 @@ def run_parser(
 
 def run_flags(arguments: argparse.Namespace, **more: object) -> list[str]:
     """The flags of launch/pretrain.py that `arguments` of `run_parser` and `more` give."""
-    values = {name: getattr(arguments, name, None) for name in ("deepspeed_config", "preset", "architecture", "data", "steps")} | more
-    given = [text for name, value in values.items() if value is not None for text in (f"--{name}", str(value))]
-    return [*given, "--eval_every", "0", "--save_every", "0", "--quiet"]
+    values = {name: getattr(arguments, name, None) for name in ("deepspeed_config", "preset", "architecture", "data", "steps")}
+    values |= {"eval_every": 0, "save_every": 0, **more}
+    return [*(text for name, value in values.items() if value is not None for text in (f"--{name}", str(value))), "--quiet"]
+
+
+def model_name(arguments: argparse.Namespace) -> str:
+    """The preset, and the architecture if it is not GPT-2's."""
+    return arguments.preset if arguments.architecture == "gpt2" else f"{arguments.preset}, {arguments.architecture}"
 
 
 def sides_of(texts: Iterable[str]) -> dict[str, list[str]]:
@@ -225,22 +230,27 @@ class Training:
 
         self.config, _ = resolve(flags)
         self.techniques, self.on_step, self.steps = self.config.built_techniques, on_step, 0
+        self.tokens = self.samples = 0
         self.losses: list[float] = []
+        self.flops: list[float] = []  # of each step, one rank
         self.collectives = start_ranks()
         self.engine: Any = start_engine(self.config, self.techniques, self.collectives)
         self.loader = self.config.training_loader(self.collectives)
 
     def step(self) -> None:
-        """Train one step."""
+        """Train one step, as `launch.pretrain.train` does."""
+        from model.accounting import flops_per_token
         from recipes.technique import whole_step
 
-        config, self.steps = self.config, self.steps + 1
-        self.techniques.on_step(self.steps, whole_step(config))
+        self.steps += 1
+        plan = self.techniques.on_step(self.steps, whole_step(self.config))
+        self.tokens += plan.tokens * self.collectives.world_size
         self.on_step(self.steps)
-        self.engine.set_learning_rate(self.steps * config.tokens_per_step)
-        place = (self.steps - 1) * config.global_batch_size, config.micro_batch_size, config.gradient_accumulation_steps
-        for batch in self.loader.micro_batches(*place):
-            loss = self.engine.backward_and_step(self.engine.loss(self.techniques.on_batch(batch)), config.gradient_accumulation_steps)
+        self.engine.set_learning_rate(self.tokens)
+        for batch in self.loader.micro_batches(self.samples, plan.micro_batch_size, plan.accumulation):
+            loss = self.engine.backward_and_step(self.engine.loss(self.techniques.on_batch(batch)), plan.accumulation)
+        self.samples += plan.sequences * self.collectives.world_size
+        self.flops.append(plan.tokens * flops_per_token(self.config.model_config, plan.seq_len, plan.kept_blocks))
         self.losses.append(float(loss))  # waits for the forward pass
         self.collectives.wait()
 

@@ -29,7 +29,7 @@ from launch.errors import UsageError
 
 ONLY_BY_NAME = "it needs root and an idle machine, and takes about 15 minutes"
 QUICK = ("--turns", "1", "--steps", "3")
-TABLE = Path(__file__).with_suffix(".md")
+TABLE = report.RESULTS.with_name("slow_network.md")
 COMPRESSED = "--deepspeed_config ds_configs/one_bit_adam.json --set optimizer.params.freeze_step=2"
 SIDES = (
     "AdamW fp32: --deepspeed_config ds_configs/zero0_fp32.json",
@@ -42,16 +42,14 @@ WARM_UP_STEPS = 4
 TIMES = ("median_ms", "lower_quartile_ms", "upper_quartile_ms")
 
 
-def train(sides: dict[str, list[str]], rates: list[int], arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """Train every side at every rate in turns. Returns a row for each, over the steps of all turns."""
+def train(sides: dict[str, list[str]], common: list[str], arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """Train every side at every rate in turns, with the `common` flags. Returns a row for each, over the steps of all turns."""
     from tests.distributed.two_hosts import TwoHosts
 
-    own = sorted(os.sched_getaffinity(0))
+    own, rates = sorted(os.sched_getaffinity(0)), arguments.rates
     keys = [(rate, name) for rate in rates for name in sides]
     steps: dict[tuple[int, str], list[dict[str, Any]]] = {key: [] for key in keys}
     links: dict[int, list[float]] = {rate: [] for rate in rates}
-    common = ["--micro_batch_size", arguments.micro_batch_size, "--global_batch_size", arguments.global_batch_size]
-    common = [*report.run_flags(arguments, steps=WARM_UP_STEPS + arguments.steps), *common]
     with tempfile.TemporaryDirectory() as folder, TwoHosts(Path(folder) / "hosts", rates[0], (own[0], own[-1]), 3600.0) as hosts:
         for turn in range(arguments.turns):
             for rate in rates:
@@ -96,22 +94,24 @@ def measure(arguments: argparse.Namespace) -> report.Measured:
     from tests.distributed.two_hosts import missing
 
     sides = report.sides_of(arguments.side or SIDES)
+    batches = {name: getattr(arguments, name) for name in ("micro_batch_size", "global_batch_size")}
+    common = report.run_flags(arguments, steps=WARM_UP_STEPS + arguments.steps, **batches)
     for flags in sides.values():
-        resolve([*flags, "--preset", arguments.preset, "--data", arguments.data])  # a mistake is reported once, here
+        resolve([*flags, *common], ranks=2)  # a mistake is reported once, here
     if reason := missing():
         raise UsageError(reason)
-    table = train(sides, arguments.rates, arguments)
+    table = train(sides, common, arguments)
     rows = []
     for row in table:
         base = next(other for other in table if other["mbit"] == row["mbit"])
         if row is not base:
-            what = f"a step of {row['side']} / {base['side']}, {row['mbit']:,} Mbit/s, {arguments.preset}"
+            what = f"a step of {row['side']} / {base['side']}, {row['mbit']:,} Mbit/s, {report.model_name(arguments)}"
             median, *quartiles = (row["step"][key] / base["step"]["median_ms"] for key in TIMES)
             rows.append(report.Row(what, f"{median:.2f}", quartiles))
     print(markdown(table))
     if not arguments.no_record:
         where = f"{machine()['cores']} cores of an {machine()['processor']}, commit {repository_commit()}"
-        page = f"`python benchmarks/slow_network.py`, preset `{arguments.preset}`, {where}\n\n{markdown(table)}\n"
+        page = f"`python benchmarks/slow_network.py`, preset `{report.model_name(arguments)}`, {where}\n\n{markdown(table)}\n"
         TABLE.write_text(page, encoding="utf-8")
     keys = ("preset", "micro_batch_size", "global_batch_size", "turns", "steps")
     yield rows, {"device": "cpu", **{key: getattr(arguments, key) for key in keys}, "table": table}

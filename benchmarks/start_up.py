@@ -52,8 +52,7 @@ def measure(arguments: argparse.Namespace) -> report.Measured:
     from launch.config.run_config import resolve
 
     os.environ["DS_ACCELERATOR"] = "cpu"
-    flags = ["--deepspeed_config", arguments.deepspeed_config, "--preset", arguments.preset, "--data", arguments.data]
-    flags += ["--steps", "1", "--save_every", "0", "--quiet"]
+    flags = report.run_flags(arguments, steps=1, eval_every=None)
     resolve(flags)  # a mistake is reported once, here
     starts: dict[str, list[float]] = {launcher: [] for launcher in LAUNCHERS}
     for number in range(arguments.starts + 1):
@@ -63,7 +62,7 @@ def measure(arguments: argparse.Namespace) -> report.Measured:
     rows, name = [], Path(arguments.deepspeed_config).stem
     for launcher, times in starts.items():
         lower, median, upper = statistics.quantiles(times, n=4)
-        what = f"{launcher} launch/pretrain.py to the end of the first step, {arguments.preset}, {name}"
+        what = f"{launcher} launch/pretrain.py to the end of the first step, {report.model_name(arguments)}, {name}"
         rows.append(report.Row(what, f"{median:.2f} s", [lower, upper], "under 9 s"))
     spreads = {launcher: report.spread(times) for launcher, times in starts.items()}
     yield rows, {"device": "cpu", "config": arguments.deepspeed_config, "preset": arguments.preset, "starts": spreads}

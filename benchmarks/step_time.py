@@ -4,8 +4,8 @@
     python benchmarks/step_time.py --side "fp32: --deepspeed_config ds_configs/zero0_fp32.json" \\
                                    --side "fp32, ZeRO 3: --deepspeed_config ds_configs/zero3_fp32.json"
 
-Each side is a name and flags of launch/pretrain.py. All sides train the same initial weights on the same micro-batches; a ratio above 1
-means that the side's step takes longer than the first side's. If a technique skips computation, the last column is the ratio of FLOPs.
+Each side is a name and flags of launch/pretrain.py. All sides train the same initial weights on the same samples; a ratio above 1 means
+that the side's step takes longer than the first side's. Where their FLOPs differ, the last column is the ratio of FLOPs.
 On one rank nothing is sent: the ZeRO stages differ by the engine's own work.
 """
 
@@ -30,8 +30,6 @@ SIDES = (
 def measure(arguments: argparse.Namespace) -> report.Measured:
     """Train all sides; one record."""
     from launch.config.run_config import resolve
-    from model.accounting import flops_per_token
-    from recipes.technique import whole_step
 
     sides = report.sides_of(arguments.side or SIDES)
     for flags in sides.values():
@@ -42,12 +40,9 @@ def measure(arguments: argparse.Namespace) -> report.Measured:
     (first, base), *others = seconds.items()
     rows = []
     for name, times in others:
-        training = trainings[name]
-        plan = training.techniques.on_step(training.steps, whole_step(training.config))
-        model = training.config.model_config
-        done, whole = flops_per_token(model, plan.seq_len, plan.kept_blocks), flops_per_token(model)
-        bar = f"{done / whole:.3f}, the FLOPs'" if done < whole else ""
-        rows.append(report.ratio_row(f"a step of {name} / {first}, {arguments.preset}", times, base, bar))
+        flops, _ = report.ratio(*(trainings[side].flops[report.WARM_UP_STEPS :] for side in (name, first)))
+        bar = f"{flops:.3f}, the FLOPs'" if flops != 1 else ""
+        rows.append(report.ratio_row(f"a step of {name} / {first}, {report.model_name(arguments)}", times, base, bar))
     apart = max(max(losses) - min(losses) for losses in zip(*(one.losses for one in trainings.values()), strict=True))
     print(f"losses differ by at most {apart:.4f}")
     details = {name: {"flags": flags, **report.spread(seconds[name])} for name, flags in sides.items()}

@@ -169,6 +169,8 @@ def measure(arguments: argparse.Namespace) -> report.Measured:
 
     if arguments.steps % interleaving.STEPS or arguments.steps < 2 * interleaving.STEPS:
         raise UsageError(f"--steps {arguments.steps}: must be a multiple of {interleaving.STEPS}, at least {2 * interleaving.STEPS}")
+    if arguments.architecture != "gpt2":
+        raise UsageError(f"--architecture {arguments.architecture}: must be gpt2, which is the model of the Trainer's side; leave it out")
     more = {"micro_batch_size": arguments.micro_batch_size, "global_batch_size": arguments.global_batch_size}
     flags, peer = (report.run_flags(arguments, deepspeed_config=file, **more) for file in (arguments.deepspeed_config, PEER_JSON))
     if arguments.side:

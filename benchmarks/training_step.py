@@ -147,8 +147,7 @@ def measure(arguments: argparse.Namespace) -> report.Measured:
     if both.peak_bytes:
         found |= {"peak_bytes": both.peak_bytes, "planned_bytes": explain(config)["memory_per_rank"]["cuda"]["peak"]}
     print(f"{1e3 * seconds:.1f} ms per step; losses differ by at most {found['largest_loss_difference']:.4f}")
-    what = f"{'compiled' if arguments.compile else 'plain'} PyTorch loop / engine's loop, {arguments.preset}"
-    what += f", {arguments.architecture}" if arguments.architecture != "gpt2" else ""
+    what = f"{'compiled' if arguments.compile else 'plain'} PyTorch loop / engine's loop, {report.model_name(arguments)}"
     name = ", ".join([Path(arguments.deepspeed_config).stem, *arguments.set])
     yield [report.ratio_row(f"{what}, {name}", plain, engine, "at least 1.15" if "fused" in name else "")], found
 

@@ -19,7 +19,7 @@ sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from safetensors import SafetensorError
 
-from data_pipeline.staging import staged_folder
+from data_pipeline.staging import partial_folder, staged_folder
 from launch.config.flags import Parser
 from launch.errors import UsageError, print_once, run_command
 from launch.formats.files import check_writable
@@ -53,7 +53,9 @@ def main() -> int:
             if _stopped_by:
                 sys.exit(128 + _stopped_by[0])
     except (OSError, SafetensorError) as reason:  # safetensors reports a full disk with an error of its own
-        what = getattr(reason, "strerror", None) or reason
+        what, file = getattr(reason, "strerror", None) or reason, getattr(reason, "filename", None)
+        if file is not None and Path(file) != out.parent and not Path(file).is_relative_to(partial_folder(out)):
+            raise UsageError(f"{file}: cannot be read ({what}); correct that, or copy the file again") from None
         raise UsageError(f"--out {out}: cannot be written ({what}); give another folder") from None
     for note in () if flags.quiet else notes:
         print_once(f"note: {note}")

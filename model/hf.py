@@ -80,7 +80,7 @@ def hf_form(config: ModelShape) -> str:
 def _differing(config: ModelShape, form: str) -> list[str]:
     """The fields whose values transformers' `form` does not have."""
     expected = {field.name: field.default for field in fields(ModelShape)} | ARCHITECTURES[form]
-    expected |= {"n_kv_head": config.n_head, "d_head": config.d_model // config.n_head}
+    expected |= {"n_kv_head": config.n_head, "d_head": config.d_model / config.n_head}
     faults = [name for name in FIELDS if name not in FREE[form] and getattr(config, name) != expected[name]]
     return faults + (["d_head"] if form == "llama" and config.d_model % config.n_head else [])  # LlamaConfig refuses it
 
@@ -175,11 +175,6 @@ def _llama_config(config: GPTConfig) -> dict[str, Any]:
         "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
         **({"use_sliding_window": False} if config.qk_norm else {"mlp_bias": config.bias}),
     }
-
-
-def to_hf(name: str, tensor: torch.Tensor, config: GPTConfig) -> dict[str, torch.Tensor]:
-    """The parameter `name` of `model.gpt.GPT` under transformers' names and in its layout: views, without padded rows."""
-    return {part.name: part.of(tensor) for part in hf_tensors(config)[name]}
 
 
 def to_hf_state_dict(state_dict: dict[str, torch.Tensor], config: GPTConfig) -> dict[str, torch.Tensor]:

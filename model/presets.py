@@ -69,7 +69,7 @@ class ModelShape:
     def recorded(self) -> dict[str, Any]:
         """The fields that `run.json` records: all; for a GPT-2 only the sizes, so that older files stay valid."""
         sizes = {name: getattr(self, name) for name in SIZES}
-        return sizes if ModelShape(**sizes) == self else asdict(self)
+        return sizes if self.d_model % self.n_head == 0 and ModelShape(**sizes) == self else asdict(self)
 
     @property
     def components(self) -> str:

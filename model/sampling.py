@@ -98,7 +98,8 @@ def stream(
         generator: on the CPU.
 
     Raises:
-        ValueError: the prompt is empty, or the logits are not finite; the message is one line.
+        ValueError: the prompt is empty; the message is one line.
+        FloatingPointError: the logits are not finite; the message is one line.
     """
     if not prompt_ids:
         raise ValueError("the prompt is empty: begin with at least one token, such as the end-of-text token")
@@ -106,7 +107,7 @@ def stream(
     for _ in range(n_tokens):
         logits = next_logits(ids).float().cpu()  # (V,)
         if not bool(logits.isfinite().all()):
-            raise ValueError("the logits of the next token are not finite")
+            raise FloatingPointError("the logits of the next token are not finite")
         ids.append(sampling.pick(logits, ids, generator))
         yield ids[-1]
         if ids[-1] == end:

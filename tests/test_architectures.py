@@ -62,6 +62,15 @@ def test_a_field_of_no_use_is_one_line(flags, said):
     assert said in refusal(*RUN, *flags)
 
 
+def test_heads_that_do_not_divide_the_width_are_recorded_and_not_exported():
+    shape = ModelShape(2, 3, 100, 16, d_head=33)
+    assert ModelShape(**shape.recorded()) == shape
+    with pytest.raises(ValueError, match=r"the nearest is gpt2, but for --d_head 33$"):
+        hf_form(shape)
+    with pytest.raises(ValueError, match=r"the nearest is llama, but for --d_head 10$"):
+        hf_form(shape_of(PRESETS["nano"].shape, "llama", {"n_head": 3, "d_head": 10}))
+
+
 def test_run_json_of_a_gpt2_is_as_before_there_were_architectures():
     shape = ModelShape(2, 4, 32, 16)
     assert shape.recorded() == {**TINY, "dropout": 0.0}

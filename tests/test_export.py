@@ -21,6 +21,7 @@ from data_pipeline.tokenizer import Tiktoken, Tokenizer
 from launch.errors import UsageError
 from launch.formats.hf_folder import open_hf_folder
 from launch.formats.metrics import read_metrics
+from launch.trained_model.card import in_checkout
 from launch.trained_model.load import open_trained
 from model.hf import hf_tensors
 from tests.commands import run_script
@@ -102,6 +103,22 @@ def test_the_card_has_the_runs_figures(folder, run):
         assert figure in card
     assert card.startswith("---\nlibrary_name: transformers\n")
     assert "None" not in card
+
+
+def test_the_command_of_the_card_names_no_checkout():
+    words = ["--deepspeed_config", "/a/recipes/b/ds_configs/x.json", "--recipe=/a/recipes/x", "--data", f"{ROOT}/data/stdlib"]
+    kept = ["--data", "/home/u/recipes/corpus", "--data=/home/u/recipes/corpus", "--set", "optimizer.params.lr=0.1", "--resume"]
+    assert in_checkout(words) == ["--deepspeed_config", "ds_configs/x.json", "--recipe=recipes/x", "--data", "data/stdlib"]
+    assert in_checkout(kept) == kept
+
+
+def test_a_source_that_cannot_be_read_is_named(run, tmp_path):
+    copy = copied(run, tmp_path)
+    (copy / "metrics.jsonl").unlink()
+    (copy / "metrics.jsonl").mkdir()
+    with pytest.raises(UsageError, match=f"^{copy}/metrics.jsonl: cannot be read"):
+        exported(copy, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_nothing_is_overwritten_and_nothing_is_left_of_a_failure(run, tmp_path):
@@ -471,6 +488,27 @@ def test_a_start_from_a_padded_vocabulary_leaves_the_padding_out(one_rank, folde
     assert "copy the model's tokenizer into its folder" in starting(copy, corpus, *SHAPE)
     (copy / "tokenizer.json").write_text("{")
     assert "its vocab_size is 1,224, and that of the corpus 1,024" in starting(copy, corpus, *SHAPE)
+
+
+def test_ids_that_the_tokenizer_lacks_are_never_drawn(folder, tmp_path):
+    copy = padded(folder, tmp_path, 3000)
+    done = run_script("launch/generate.py", copy, "--prompt", "def ", "--top_k", "0", "--max_new_tokens", "20", "--ignore_eos", "--json")
+    assert done.returncode == 0, done.stderr
+    assert max(json.loads(done.stdout)["ids"]) < 1024
+
+
+def test_an_end_of_text_that_the_model_lacks_is_left_out(folder, tmp_path):
+    """The tokenizer's id 1023, where the model has 1,000."""
+    from safetensors.torch import load_file, save_file
+
+    copy = copied(folder, tmp_path)
+    weights = load_file(copy / "model.safetensors")
+    weights["transformer.wte.weight"] = weights["transformer.wte.weight"][:1000].clone()
+    save_file(weights, copy / "model.safetensors", {"format": "pt"})
+    edit(copy / "config.json", vocab_size=1000)
+    done = run_script("launch/generate.py", copy)
+    assert done.returncode == 2 and "this model has no end-of-text token" in done.stderr
+    assert json.loads((exported(copy, tmp_path / "out") / "config.json").read_text())["eos_token_id"] is None
 
 
 def test_a_host_without_the_folder_starts_from_a_checkpoint_or_not_at_all(one_rank, folder, corpus, tmp_path):

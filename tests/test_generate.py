@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import shlex
+import subprocess
 import sys
 from pathlib import Path
 
@@ -158,6 +159,12 @@ def test_a_prompt_that_is_not_text_is_refused(run, command, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xff\xfe")))
     code, _, err = command(run, "--prompt", "-")
     assert code == 2 and "is not UTF-8 (byte 0)" in err
+
+
+def test_a_closed_standard_input_is_an_empty_prompt(tmp_path):
+    command = f"exec {sys.executable} launch/generate.py {tmp_path}/missing --prompt - <&-"
+    done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr.startswith(f"error: {tmp_path}/missing: no such folder")
 
 
 def test_a_folder_without_a_model_is_one_line(command, tmp_path):

@@ -13,7 +13,7 @@ import torch
 
 from model.accounting import flops_per_token, model_tensors, parameter_count, peak_flops
 from model.gpt import GPT, MLPS, NORMS, POSITIONS, run_all_blocks, weight_decay_groups
-from model.hf import hf_config, hf_tensors, to_hf, to_hf_state_dict
+from model.hf import hf_config, hf_tensors, to_hf_state_dict
 from model.layout import rotation_at
 from model.presets import CHOICES, PRESETS, GPTConfig, ModelShape
 from tests.helpers import config_of, generate
@@ -84,7 +84,8 @@ def test_logits_loss_and_every_gradient_equal_transformers(name, attention):
     torch.testing.assert_close(ours, loss, atol=1e-5, rtol=0)
     expected = {name: parameter.grad for name, parameter in theirs.named_parameters()}
     zero = 1e-7 * max(float(gradient.norm()) for gradient in expected.values())  # such as those of the biases of GPT-2's keys
-    found = {part: grad for name, parameter in model.named_parameters() for part, grad in to_hf(name, parameter.grad, config).items()}
+    parts = hf_tensors(config)
+    found = {part.name: part.of(parameter.grad) for name, parameter in model.named_parameters() for part in parts[name]}
     assert found.keys() == expected.keys()
     for name, gradient in expected.items():
         assert float((found[name] - gradient).norm()) <= 1e-5 * float(gradient.norm()) + zero, name

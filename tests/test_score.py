@@ -7,6 +7,7 @@ import json
 import math
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -149,6 +150,17 @@ def test_a_model_with_another_context_or_tokenizer_is_not_compared(runs, exporte
         code, out, err = command(runs / "zero1_fp32", "--against", tmp_path / name)
         (line,) = err.splitlines()
         assert (code, out) == (2, "") and name in line and words in line
+
+
+def test_an_unfinished_run_is_compared_when_it_is_exported(runs, tmp_path, command):
+    run = Path(shutil.copytree(runs / "zero1_fp32", tmp_path / "r"))
+    described = json.loads((run / "run.json").read_text())
+    (run / "run.json").write_text(json.dumps(described | {"total_tokens": 10 * described["total_tokens"]}))
+    code, _, err = command(runs / "zero1_fp32", "--against", run)
+    assert code == 2 and f"--against {run}: must be a finished run or an exported folder" in err
+    words = shlex.split(err.rpartition("python ")[2])
+    assert run_script(*words[:-1], tmp_path / "exported").returncode == 0
+    assert command(runs / "zero1_fp32", "--against", tmp_path / "exported", "--windows", "4")[0] == 0
 
 
 def test_the_interval_of_a_difference_by_hand():

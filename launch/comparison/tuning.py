@@ -264,8 +264,10 @@ def write_tuning(found: dict[str, Any], recipe: str | None, out: Path, publish: 
 
 
 def write_noise(found: dict[str, Any], out: Path, publish: bool) -> list[Path]:
-    """Write `noise.json` into `out`, and with `publish` into the folder of each testbed."""
-    files = {out / "noise.json": found} | ({TESTBEDS / name / "noise.json": one for name, one in found.items()} if publish else {})
+    """Write `noise.json` into `out`, beside other testbeds' figures, and with `publish` into the folder of each testbed."""
+    files = {out / "noise.json": {**read_json(out / "noise.json"), **found}} | (
+        {TESTBEDS / name / "noise.json": one for name, one in found.items()} if publish else {}
+    )
     for file, own in files.items():
         file.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(file, json.dumps(own, indent=1, allow_nan=False) + "\n")

@@ -65,7 +65,6 @@ FIELDS: dict[str, dict[str, str]] = {
 SIZES = ("n_layer", "n_head", "d_model", "seq_len", "vocab_size")
 #: What transformers takes for a key that is absent or null, where it is not the architecture's default here.
 ABSENT: dict[str, dict[str, Any]] = {
-    "gpt2": {"dropout": 0.0},
     "llama": {"norm_eps": 1e-6, "rope_theta": 10_000.0, "tied_head": False},
     "qwen3": {"norm_eps": 1e-6, "rope_theta": 10_000.0, "tied_head": False, "d_head": 128},
 }
@@ -245,7 +244,7 @@ def _config(content: dict[str, Any], file: Path) -> GPTConfig:
         for key, allowed in MUST_BE[form].items()
         if key in content and content[key] is not None and content[key] not in allowed
     ]
-    own = ARCHITECTURES[form] | ABSENT[form]
+    own = ARCHITECTURES[form] | ABSENT.get(form, {})
     own |= {ours: content[theirs] for ours, theirs in FIELDS[form].items() if content.get(theirs) is not None}
     for ours in SIZES:
         if type(own.get(ours)) is not int:

@@ -29,6 +29,10 @@ from model.gpt import GPT
 from model.presets import GPTConfig
 
 
+class UnfinishedRun(UsageError):
+    """A run that has not ended, and none of its checkpoints was asked for."""
+
+
 @dataclass(frozen=True)
 class TrainedModel:
     """A checked source of weights, which are not loaded yet.
@@ -122,6 +126,7 @@ def open_trained(source: str | Path, *, checkpoint: str | None = None, data: str
     hf = open_hf_folder(folder)
     tokenizer, why = tokenizer_of_folder(hf)
     eot = hf.eos_token_id if hf.eos_token_id is not None else getattr(tokenizer, "eot_id", None)
+    eot = eot if eot is not None and 0 <= eot < hf.config.vocab_size else None
     return TrainedModel(folder, hf.config, tokenizer, why, eot, hf=hf)
 
 
@@ -178,7 +183,7 @@ def _choose_checkpoint(folder: Path, description: dict[str, Any], asked: str | N
     state = read_state(chosen)
     total = description["total_tokens"]
     if asked is None and state["tokens"] < total:
-        raise UsageError(
+        raise UnfinishedRun(
             *faults,
             f"{folder}: an unfinished run, its newest {'good ' if faults else ''}checkpoint has {state['tokens']:,} of {total:,} tokens;"
             f" continue it with --resume, or use it as it is: --checkpoint {chosen.name}",

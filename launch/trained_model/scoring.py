@@ -23,7 +23,7 @@ from launch.config.hardware import device_type
 from launch.errors import UsageError, print_once
 from launch.formats.folder_tokenizer import difference, tokenizer_of_corpus
 from launch.trained_model.flags import DTYPES
-from launch.trained_model.load import TrainedModel, open_trained
+from launch.trained_model.load import TrainedModel, UnfinishedRun, open_trained
 from model.gpt import GPT
 
 #: Tokens of a forward pass. On a CPU the fp32 logits of 2,048 tokens and 50,304 ids take 412 MB; a GPU needs larger passes.
@@ -93,7 +93,12 @@ def score(flags: argparse.Namespace) -> dict[str, Any]:
 
 def _open_other(source: str, trained: TrainedModel, corpus: Corpus) -> tuple[TrainedModel, list[str]]:
     """The model of `--against`, and notes. Raises UsageError if it cannot read the windows of `trained` in `corpus`."""
-    other, alone = open_trained(source), "compare the bits per byte of the two models, each scored alone"
+    alone = "compare the bits per byte of the two models, each scored alone"
+    try:
+        other = open_trained(source)
+    except UnfinishedRun:
+        fix = f"export a checkpoint of it: python launch/export.py {source} --checkpoint newest --out DIR"
+        raise UsageError(f"--against {source}: must be a finished run or an exported folder; {fix}") from None
     try:
         notes = _corpus(other, corpus.path, f"--against {source}: {corpus.path}")[1]
     except UsageError as reason:

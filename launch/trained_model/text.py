@@ -31,10 +31,14 @@ def print_samples(flags: argparse.Namespace, prompt: str) -> None:
     cache = KVCache(trained.load_model().to(device, getattr(torch, DTYPES[flags.dtype])))
     sampling = Sampling(flags.temperature, flags.top_k or None, flags.top_p, flags.no_repeat_ngram_size or None)
     end = None if flags.ignore_eos else trained.eot_id
+
+    def next_logits(ids: list[int]) -> torch.Tensor:
+        return cache(ids)[: tokenizer.vocab_size]  # without the ids with which published models pad their embedding
+
     total, start = 0, time.perf_counter()
     for seed in range(flags.seed, flags.seed + flags.samples):
         generated: list[int] = []
-        drawn = stream(cache, ids, flags.max_new_tokens, sampling, torch.Generator().manual_seed(seed), end)
+        drawn = stream(next_logits, ids, flags.max_new_tokens, sampling, torch.Generator().manual_seed(seed), end)
         if not flags.json:
             number = seed - flags.seed + 1
             print((f"--- sample {number} of {flags.samples}, seed {seed}\n" if flags.samples > 1 else "") + prompt, end="", flush=True)
@@ -44,7 +48,7 @@ def print_samples(flags: argparse.Namespace, prompt: str) -> None:
                 text += part
                 if not flags.json:
                     print(part, end="", flush=True)
-        except ValueError as reason:  # the activations overflow in this dtype
+        except FloatingPointError as reason:  # the activations overflow in this dtype
             raise UsageError(f"{trained.folder}: {reason} in {flags.dtype}; try --dtype fp32, or an earlier --checkpoint") from None
         total += len(generated)
         if flags.json:  # with everything that the text depends on

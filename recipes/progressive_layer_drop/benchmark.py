@@ -71,7 +71,7 @@ def measure_stage(stage: int, arguments: argparse.Namespace) -> tuple[report.Row
     saved = [(whole - dropping) / half for whole, dropping in zip(seconds["whole"], seconds["dropping"], strict=True)]
     lower, _, upper = statistics.quantiles(saved, n=4)
     share = (statistics.median(seconds["whole"]) - statistics.median(seconds["dropping"])) / half
-    what = f"time saved / time of the dropped blocks, half of the blocks, {arguments.preset}, ZeRO {stage}"
+    what = f"time saved / time of the dropped blocks, half of the blocks, {report.model_name(arguments)}, ZeRO {stage}"
     spreads = {side: report.spread(times) for side, times in {**seconds, "blocks": blocks[WARM_UP_STEPS:]}.items()}
     return report.Row(what, f"{share:.2f}", [lower, upper]), {"stage": stage, **spreads}
 

@@ -130,6 +130,12 @@ def test_the_noise_of_equal_configurations(tiny, tmp_path, monkeypatch):
     assert json.loads(file.read_text()) == found
 
 
+def test_the_noise_of_a_second_testbed_is_added(tmp_path):
+    for name in ("one", "other"):
+        tuning.write_noise({name: {"nulls": {}}}, tmp_path, publish=False)
+    assert json.loads((tmp_path / "noise.json").read_text()) == {"one": {"nulls": {}}, "other": {"nulls": {}}}
+
+
 def test_noise_of_a_testbed_that_diverges_is_refused(tiny, tmp_path, monkeypatch):
     diverged = argparse.Namespace(name="r", diverged=True)
     monkeypatch.setattr(tuning, "_train", lambda flags, batches: {"r": diverged})
