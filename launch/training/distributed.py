@@ -34,6 +34,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from launch.config.hardware import quiet_deepspeed
+from launch.config.ranks import ranks_of_host
 from launch.errors import TrainingFailed
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -61,7 +62,7 @@ def start_ranks() -> Collectives:
     # Ranks are not bound to cores: on two cores it made no step faster, and a bound rank cannot leave a core that another job uses. On a
     # host of several sockets `deepspeed --bind_cores_to_rank` binds them, together with the memory of the socket.
     if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks_of_host()))
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // (ranks_of_host() or 1)))
 
     quiet_deepspeed()
     device = torch.device(get_accelerator().device_name(int(os.environ["LOCAL_RANK"])))
@@ -121,11 +122,6 @@ def _store_of_this_start() -> PrefixStore:
     for other in range(1, size):
         wait_for(f"rank {other}", functools.partial(has_taken, other))
     return PrefixStore(own, store)
-
-
-def ranks_of_host() -> int:
-    """How many ranks of this job run on this host, from the launcher's environment."""
-    return int(os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or 1)
 
 
 def leave_ranks() -> None:
