@@ -167,7 +167,11 @@ def without_compiled_muon() -> None:
 
 
 def load_extension(builder_name: str) -> None:
-    """Load one of DeepSpeed's extensions, e.g. "CPUAdamBuilder". Builds it first if it is not built yet, in one process of the host."""
+    """Load one of DeepSpeed's extensions, e.g. "CPUAdamBuilder".
+
+    Builds it first if it is not built yet, in one process of all hosts that share `TORCH_EXTENSIONS_DIR`.
+    """
+    _read_cpu_once()
     builder = get_accelerator().create_op_builder(builder_name)
     folder = Path(os.environ["TORCH_EXTENSIONS_DIR"])
     folder.mkdir(parents=True, exist_ok=True)
@@ -180,6 +184,15 @@ def load_extension(builder_name: str) -> None:
             print(f"Building DeepSpeed's extension {builder.name} into {folder} (a minute or so, once)", file=sys.stderr, flush=True)
         with contextlib.redirect_stdout(io.StringIO()):
             builder.load(verbose=False)
+
+
+@functools.cache
+def _read_cpu_once() -> None:
+    """Read what DeepSpeed asks about the CPU for each extension, twice, here: it takes a second, which ranks would spend in turn."""
+    with contextlib.suppress(Exception):  # not installed, or a CPU that it does not know: DeepSpeed does without
+        cpuinfo: Any = importlib.import_module("cpuinfo")
+        cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)
+        cpuinfo.get_cpu_info()
 
 
 class Collectives:
