@@ -295,6 +295,14 @@ def test_a_folder_laid_out_like_the_hub_has_configurations_and_splits(run, tmp_p
     assert "it cannot be opened" in run(f"hf:{hub}:small:test", options=options)[4]
 
 
+@pytest.mark.parametrize(("sources", "processes"), [(["a.jsonl"], "1 process"), (["a.jsonl", "hf:"], "3 processes")])
+def test_a_dataset_of_unknown_size_is_encoded_by_all_cores(run, tmp_path, monkeypatch, sources, processes):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1, 2})
+    (tmp_path / "a.jsonl").write_bytes(jsonl(TEXTS))
+    _, _, _, out, _ = run(*(f"hf:json:{tmp_path}/a.jsonl" if name == "hf:" else tmp_path / name for name in sources))
+    assert f"encoding with {processes}\n" in out
+
+
 # Bad records
 
 
