@@ -68,7 +68,7 @@ def main(argv: list[str] | None = None) -> int:
         if isinstance(error, BrokenProcessPool):
             reason = "a worker process died, most likely out of memory; run again with fewer --workers"
         else:
-            reason = str(error)
+            reason = printable(str(error))
         print_line(f"failed: {reason}{_what_is_left(args.out)}", sys.stderr)
         return 1
 

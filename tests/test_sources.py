@@ -311,7 +311,7 @@ def test_a_network_that_fails_while_a_dataset_streams_is_no_mistake(run, tmp_pat
     def fails_at_row_6(**arguments):
         def rows(part):
             yield from ({"text": row["text"]} for row in part)
-            raise RuntimeError("read timed out")
+            raise RuntimeError("read timed out \x1b[31m")
 
         part = load_dataset(**arguments).take(5)
         return datasets.IterableDataset.from_generator(rows, gen_kwargs={"part": part})
@@ -320,7 +320,7 @@ def test_a_network_that_fails_while_a_dataset_streams_is_no_mistake(run, tmp_pat
     name = f"hf:json:{tmp_path}/a.jsonl"
     code, *_, err = run(name)
     assert code == 1
-    assert err.startswith(f"failed: --source {name}: row 6 cannot be read (read timed out)")
+    assert err.startswith(f"failed: --source {name}: row 6 cannot be read (read timed out \\x1b[31m)")
 
 
 # Bad records
