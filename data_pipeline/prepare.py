@@ -68,7 +68,7 @@ def main(argv: list[str] | None = None) -> int:
         if isinstance(error, BrokenProcessPool):
             reason = "a worker process died, most likely out of memory; run again with fewer --workers"
         else:
-            reason = str(error)
+            reason = printable(str(error))
         print_line(f"failed: {reason}{_what_is_left(args.out)}", sys.stderr)
         return 1
 
@@ -101,7 +101,7 @@ def prepare(args: argparse.Namespace, say: Say) -> None:
                 )
             entry = progress["tokenizer"]
             tokenizer = Tokenizer.load(folder, entry)
-        workers = args.workers or (len(os.sched_getaffinity(0)) if documents.n_bytes >= MIN_BYTES_FOR_WORKERS else 1)
+        workers = args.workers or (1 if 0 < documents.n_bytes < MIN_BYTES_FOR_WORKERS else len(os.sched_getaffinity(0)))
         writer = CorpusWriter(folder, tokenizer.vocab_size, args.shard_tokens, identity, entry, progress)
         try:
             done = writer.chunks
@@ -213,7 +213,9 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         help="fraction of the documents (of the text, if there is one document) for validation; default %(default)s",
     )
     parser.add_argument(
-        "--workers", type=int, help="encoding processes; any number gives the same files; default: 1 below 64 MiB, else one per core"
+        "--workers",
+        type=int,
+        help="encoding processes; any number gives the same files; default: 1 for files of less than 64 MiB, else one per core",
     )
     parser.add_argument("--shard_tokens", type=int, default=100_000_000, help="tokens per shard file; default %(default)s (200 MB)")
     parser.add_argument("--resume", action="store_true", help="continue an interrupted run of the same command")

@@ -11,8 +11,10 @@
 """
 
 import contextlib
+import errno
 import hashlib
 import json
+import resource
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -35,7 +37,10 @@ def readable() -> Iterator[None]:
         yield
     except OSError as reason:
         what = reason.filename or "the corpus"  # a failed memory map has no file name
-        raise DataError(f"{what}: cannot be read ({reason.strerror}); fix that, or prepare the corpus again") from None
+        fix = "fix that, or prepare the corpus again"
+        if reason.errno == errno.EMFILE:
+            fix = "raise the hard limit of `ulimit -n` above the number of shards, or prepare the corpus with a larger --shard_tokens"
+        raise DataError(f"{what}: cannot be read ({reason.strerror}); {fix}") from None
 
 
 class Split:
@@ -99,6 +104,8 @@ class Split:
                     f" {largest:,}, the split {self.n_tokens:,}); lower seq_len, or prepare a larger corpus"
                     f"{' or a larger --val_fraction' if self.name == 'val' else ''}"
                 )
+            _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a map keeps its file open; the usual soft limit is 1,024
             views = []
             for shard, count in zip(self._shards, counts, strict=True):
                 if not shard["tokens"]:  # an empty file cannot be mapped

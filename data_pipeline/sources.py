@@ -60,6 +60,7 @@ class Source:
 
         Raises:
             DataError: a record is bad and `--on_error` is stop, or something cannot be read.
+            OSError: a dataset could be read up to some row, such as before the network failed.
         """
         raise NotImplementedError
 
@@ -114,7 +115,7 @@ class HubDataset(Source):
         try:
             files = _datasets().load_dataset_builder(**arguments).config.data_files or {}
         except Exception as reason:
-            raise self._unreadable("it cannot be opened", reason) from None
+            raise self._unopened(reason) from None
         # For each file its modification time, the commit on the hub, or the ETag of a server.
         versions = {split: [list(of_split), of_split.origin_metadata] for split, of_split in files.items()}
         return hashlib.sha256(repr((self.describe(), versions)).encode("utf-8", "surrogateescape")).hexdigest()
@@ -136,11 +137,13 @@ class HubDataset(Source):
         except (DataError, MemoryError):
             raise
         except Exception as reason:  # exceptions of any type, from builders, file systems and the network
-            raise self._unreadable(f"row {number + 1}" if number else "it cannot be opened", reason) from None
+            if number:  # its name is right: resuming may help
+                raise OSError(f"--source {self.name}: row {number + 1} cannot be read ({one_line(reason, 300)})") from None
+            raise self._unopened(reason) from None
 
-    def _unreadable(self, where: str, reason: Exception) -> DataError:
+    def _unopened(self, reason: Exception) -> DataError:
         line = one_line(reason, 300)
-        return DataError(f"--source {self.name}: {where}: {line}; check its name, configuration and split")
+        return DataError(f"--source {self.name}: it cannot be opened: {line}; check its name, configuration and split")
 
 
 def _datasets() -> Any:

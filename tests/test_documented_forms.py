@@ -139,6 +139,17 @@ def test_torch_autocast_is_accepted_on_fp32_weights(corpus, tmp_path):
     assert config.engine["torch_autocast"]["dtype"] == "bfloat16"
 
 
+@pytest.mark.parametrize(("ranks", "of_a_host", "found"), [(16, 8, "lacks"), (8, 8, None), (16, None, "notes"), (8, None, None)])
+def test_the_runs_folder_is_no_nvme_drive_of_several_hosts(ranks, of_a_host, found, corpus, monkeypatch, tmp_path):
+    monkeypatch.delenv("LOCAL_SIZE", raising=False)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(of_a_host or ""))
+    offload = {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": "auto"}}
+    file = written(BF16 | {"zero_optimization": offload}, tmp_path)
+    config, _ = resolve(["--deepspeed_config", file, "--data", str(corpus), "--global_batch_size", "16"], ranks)
+    said = "'zero_optimization.offload_optimizer.nvme_path': \"auto\" is in --runs_dir, which several hosts share; write a folder on each"
+    assert {name for name in ("lacks", "notes") if any(said in line for line in getattr(config, name))} == {found} - {None}
+
+
 def test_what_this_machine_lacks_is_explained_and_not_trained(corpus, tmp_path):
     file = written(BF16 | SECTIONS["offload_nvme"], tmp_path)
     command = ["launch/pretrain.py", "--deepspeed_config", file, "--data", corpus, "--runs_dir", tmp_path / "runs"]

@@ -1,13 +1,17 @@
-"""A corpus of two billion tokens is opened and read without reading it: no more than what a batch needs."""
+"""A corpus of two billion tokens is opened and read without reading it: no more than what a batch needs. It may have many shards."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import numpy as np
+import pytest
 
 from data_pipeline.loader import Loader
 from data_pipeline.sampler import GlobalSampler
 from data_pipeline.shards import open_corpus
-from tests.helpers import sparse_corpus
+from tests.helpers import ROOT, sparse_corpus
 
 SHARD, SEQ_LEN = 100_000_000, 1024
 
@@ -35,3 +39,29 @@ def test_the_first_batch_of_two_billion_tokens_is_the_right_one(tmp_path):
     assert np.array_equal(first_batch(), expected[:8])
     assert np.array_equal(corpus.train.read(np.array(windows), SEQ_LEN), expected)
     assert len({window // per_shard for window in windows[:8]}) > 3, "the order should not stay within a shard"
+
+
+@pytest.mark.parametrize(
+    ("hard", "said"),
+    [
+        (300, "2300\n"),
+        (
+            100,
+            "cannot be read (Too many open files); raise the hard limit of `ulimit -n` above the number of shards,"
+            " or prepare the corpus with a larger --shard_tokens",
+        ),
+    ],
+)
+def test_more_shards_than_the_soft_limit_of_open_files_are_read(tmp_path, hard, said):
+    corpus = sparse_corpus(tmp_path / "many", shards=230, shard_tokens=11)
+    code = f"""
+import resource
+from data_pipeline.shards import open_corpus
+resource.setrlimit(resource.RLIMIT_NOFILE, (100, {hard}))
+try:
+    print(open_corpus({str(corpus)!r}).train.windows(1))
+except ValueError as reason:
+    print(reason)
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert said in done.stdout and not done.stderr, done

@@ -12,6 +12,7 @@ import zlib
 from contextlib import suppress
 from pathlib import Path
 
+import datasets
 import numpy as np
 import pyarrow
 import pytest
@@ -293,6 +294,33 @@ def test_a_folder_laid_out_like_the_hub_has_configurations_and_splits(run, tmp_p
     assert "no column 'text'; it has 'id', 'content'" in run(f"hf:{hub}")[4]
     assert "it cannot be opened" in run(f"hf:{hub}:huge", options=options)[4]
     assert "it cannot be opened" in run(f"hf:{hub}:small:test", options=options)[4]
+
+
+@pytest.mark.parametrize(("sources", "processes"), [(["a.jsonl"], "1 process"), (["a.jsonl", "hf:"], "3 processes")])
+def test_a_dataset_of_unknown_size_is_encoded_by_all_cores(run, tmp_path, monkeypatch, sources, processes):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1, 2})
+    (tmp_path / "a.jsonl").write_bytes(jsonl(TEXTS))
+    _, _, _, out, _ = run(*(f"hf:json:{tmp_path}/a.jsonl" if name == "hf:" else tmp_path / name for name in sources))
+    assert f"encoding with {processes}\n" in out
+
+
+def test_a_network_that_fails_while_a_dataset_streams_is_no_mistake(run, tmp_path, monkeypatch):
+    (tmp_path / "a.jsonl").write_bytes(jsonl(TEXTS))
+    load_dataset = datasets.load_dataset
+
+    def fails_at_row_6(**arguments):
+        def rows(part):
+            yield from ({"text": row["text"]} for row in part)
+            raise RuntimeError("read timed out \x1b[31m")
+
+        part = load_dataset(**arguments).take(5)
+        return datasets.IterableDataset.from_generator(rows, gen_kwargs={"part": part})
+
+    monkeypatch.setattr(datasets, "load_dataset", fails_at_row_6)
+    name = f"hf:json:{tmp_path}/a.jsonl"
+    code, *_, err = run(name)
+    assert code == 1
+    assert err.startswith(f"failed: --source {name}: row 6 cannot be read (read timed out \\x1b[31m)")
 
 
 # Bad records

@@ -16,6 +16,7 @@ from typing import Any
 
 from launch.config.engine_json import EngineJson
 from launch.config.hardware import bf16_arithmetic, deepspeed_silenced
+from launch.config.ranks import ranks_of_host
 from model.accounting import block_tensors
 from model.presets import ModelShape
 from recipes.technique import Technique, largest_divisor
@@ -196,14 +197,14 @@ def check_combinations(engine: EngineJson, ranks: int, shape: ModelShape, claime
     if engine.get("torch_autocast", "enabled") and engine.get("torch_autocast", "dtype") is None:
         engine.settle(("torch_autocast", "dtype"), "bfloat16", "default; torch's own on CUDA is fp16, without a loss scale")
     _settle_second_partition(engine, ranks)
-    _check_machine(engine)
+    _check_machine(engine, ranks)
 
 
 def _settle_second_partition(engine: EngineJson, ranks: int) -> None:
     """`zero_hpz_partition_size`: "auto" is the ranks of a host if there are several hosts, else off."""
     path = ("zero_optimization", "zero_hpz_partition_size")
     if engine.values["zero_optimization"].get(path[-1]) == "auto":
-        of_a_host = int(os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or GPUS_OF_A_HOST)
+        of_a_host = ranks_of_host() or GPUS_OF_A_HOST
         several = engine.get("zero_optimization", "stage") == 3 and ranks > of_a_host
         origin = f"auto: {of_a_host} ranks per host" if several else "auto: off below stage 3 and on one host"
         engine.settle(path, largest_divisor(ranks, of_a_host) if several else 1, origin)
@@ -244,7 +245,7 @@ def _drop_without_effect(engine: EngineJson, claimed: Mapping[str, type[Techniqu
             del engine.values[key]
 
 
-def _check_machine(engine: EngineJson) -> None:
+def _check_machine(engine: EngineJson, ranks: int) -> None:
     """Note what the JSON needs and this machine lacks. `--explain` prints it; training is refused."""
     for key, package in MONITORS.items():
         if engine.get(key, "enabled") and importlib.util.find_spec(package) is None:
@@ -252,7 +253,12 @@ def _check_machine(engine: EngineJson) -> None:
     for key in ("offload_optimizer", "offload_param"):
         path = ("zero_optimization", key, "nvme_path")
         folder, ours = str(engine.get(*path)), (engine.origin(path) or "").startswith("auto")  # the run makes its own
-        if engine.get("zero_optimization", key, "device") == "nvme" and not ours and not os.path.isdir(folder):
+        if engine.get("zero_optimization", key, "device") != "nvme":
+            continue
+        if ours and ranks > (ranks_of_host() or GPUS_OF_A_HOST):
+            say = engine.lack if ranks_of_host() else engine.note
+            say(path, '"auto" is in --runs_dir, which several hosts share; write a folder on each host\'s own drive')
+        elif not ours and not os.path.isdir(folder):
             engine.lack(path, f"is {folder!r}, which is not a folder on this host; create it on the NVMe drive")
 
 

@@ -87,6 +87,11 @@ def learn_rank() -> None:
     }
 
 
+def ranks_of_host() -> int | None:
+    """How many ranks the launcher started on this host; None without a launcher, or if it does not say."""
+    return int(os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or 0) or None
+
+
 def require_launcher(ranks: int) -> None:
     """Refuse to train on one rank where the run is to have several.
 

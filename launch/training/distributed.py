@@ -34,6 +34,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from launch.config.hardware import quiet_deepspeed
+from launch.config.ranks import ranks_of_host
 from launch.errors import TrainingFailed
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -61,7 +62,7 @@ def start_ranks() -> Collectives:
     # Ranks are not bound to cores: on two cores it made no step faster, and a bound rank cannot leave a core that another job uses. On a
     # host of several sockets `deepspeed --bind_cores_to_rank` binds them, together with the memory of the socket.
     if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks_of_host()))
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // (ranks_of_host() or 1)))
 
     quiet_deepspeed()
     device = torch.device(get_accelerator().device_name(int(os.environ["LOCAL_RANK"])))
@@ -123,11 +124,6 @@ def _store_of_this_start() -> PrefixStore:
     return PrefixStore(own, store)
 
 
-def ranks_of_host() -> int:
-    """How many ranks of this job run on this host, from the launcher's environment."""
-    return int(os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or 1)
-
-
 def leave_ranks() -> None:
     """Leave the process group together: a launcher ends the other ranks when one has ended, and no rank may end while another listens."""
     comm.barrier()
@@ -171,7 +167,11 @@ def without_compiled_muon() -> None:
 
 
 def load_extension(builder_name: str) -> None:
-    """Load one of DeepSpeed's extensions, e.g. "CPUAdamBuilder". Builds it first if it is not built yet, in one process of the host."""
+    """Load one of DeepSpeed's extensions, e.g. "CPUAdamBuilder".
+
+    Builds it first if it is not built yet, in one process of all hosts that share `TORCH_EXTENSIONS_DIR`.
+    """
+    _read_cpu_once()
     builder = get_accelerator().create_op_builder(builder_name)
     folder = Path(os.environ["TORCH_EXTENSIONS_DIR"])
     folder.mkdir(parents=True, exist_ok=True)
@@ -184,6 +184,15 @@ def load_extension(builder_name: str) -> None:
             print(f"Building DeepSpeed's extension {builder.name} into {folder} (a minute or so, once)", file=sys.stderr, flush=True)
         with contextlib.redirect_stdout(io.StringIO()):
             builder.load(verbose=False)
+
+
+@functools.cache
+def _read_cpu_once() -> None:
+    """Read what DeepSpeed asks about the CPU for each extension, twice, here: it takes a second, which ranks would spend in turn."""
+    with contextlib.suppress(Exception):  # not installed, or a CPU that it does not know: DeepSpeed does without
+        cpuinfo: Any = importlib.import_module("cpuinfo")
+        cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)
+        cpuinfo.get_cpu_info()
 
 
 class Collectives:

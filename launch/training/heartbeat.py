@@ -3,11 +3,11 @@
 In a collective every rank waits for the slowest. So when one rank stops, because its process or host was suspended, a file system does not
 answer or a program deadlocks, the others wait without a message, and the batch system goes on counting.
 
-Each rank has a file `runs/<name>/.heartbeat/rank-00001`, mapped into memory: the other ranks of its host can read what it has written
-there, also when it is stopped, and those of other hosts about a second later. It holds
+Each rank has a file `runs/<name>/.heartbeat/rank-00001`. A thread of the rank writes it once a second, so training never waits for the
+file system, and what a file says is at most a second old. It holds
 
     beats   how often the rank has entered another place: the forward pass, the backward pass, the update, an evaluation, ...
-    ticks   how often a thread of the rank has woken up: whether its process runs
+    ticks   how often the thread has woken up: whether the process of the rank runs
 
 A rank that has not entered another place for `--hang_timeout` looks at the files of all ranks, and ends the run if
 
@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import mmap
 import os
 import shutil
 import signal
@@ -91,13 +90,12 @@ class Heartbeat(Observer):
             if collectives.rank == 0:
                 (self._folder / VERDICT).unlink(missing_ok=True)
                 shutil.rmtree(self._folder / JUDGE, ignore_errors=True)
-            with open(self._file(collectives.rank), "w+b") as file:
-                file.truncate(_RECORD.size)
-                self._memory = mmap.mmap(file.fileno(), _RECORD.size)
+            self._record = os.open(self._file(collectives.rank), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+            os.pwrite(self._record, _RECORD.pack(*self._beat), 0)
         except OSError as reason:
             raise UsageError(f"{self._folder}: cannot be written ({reason.strerror}); give a --runs_dir that all hosts share") from None
-        self._write()
         self._processes: list[tuple[str, int]] = collectives.gather((os.uname().nodename, os.getpid()))
+        self._several_hosts = len({host for host, _ in self._processes}) > 1
         self._thread = threading.Thread(target=self._watch, name="heartbeat", daemon=True)
 
     @contextlib.contextmanager
@@ -109,6 +107,7 @@ class Heartbeat(Observer):
             self.enter(LEFT)
             self._left.set()
             self._thread.join()
+            os.close(self._record)
 
     # --- where this rank is ---------------------------------------------------------------------------------------------------------
 
@@ -123,28 +122,26 @@ class Heartbeat(Observer):
         self.enter(END)
 
     def enter(self, place: str) -> None:
-        """This rank is now in `place`. Takes 2 us."""
+        """This rank is now in `place`. Takes 2 us: the thread writes it."""
         if place != (before := PLACES[self._beat.place]):
             self._known.add(before)
         waits = place == START and interleaved_group() is not None
         may_be_long = waits or place in (CHECKPOINT, LEFT) or place not in self._known
         self._beat = self._beat._replace(beats=self._beat.beats + 1, place=PLACES.index(place), may_be_long=int(may_be_long))
-        self._write()
 
-    def _write(self) -> None:
-        _NUMBERS.pack_into(self._memory, _TICKS.size, *self._beat[1:])  # the thread writes the ticks
+    def _write(self, ticks: int) -> None:
+        with contextlib.suppress(OSError):  # such as a full disk; the next tick tries again
+            os.pwrite(self._record, _RECORD.pack(*self._beat._replace(ticks=ticks)), 0)
+            if self._several_hosts:
+                os.fsync(self._record)
 
     # --- where the others are -------------------------------------------------------------------------------------------------------
 
     def _watch(self) -> None:
         ticks = idle = looked = 0
         beats, before = -1, None
-        several_hosts = len({host for host, _ in self._processes}) > 1
         while not self._left.wait(self._tick):
-            ticks += 1
-            _TICKS.pack_into(self._memory, 0, ticks)
-            if several_hosts:
-                self._memory.flush()
+            self._write(ticks := ticks + 1)
             idle = idle + 1 if self._beat.beats == beats else 0
             beats = self._beat.beats
             if not idle:
@@ -159,6 +156,7 @@ class Heartbeat(Observer):
                 if (behind := _behind(before, now)) is not None:
                     self._judge(behind, now)
                 before, looked = now, idle
+        self._write(ticks + 1)  # that this rank has left
 
     def _read(self) -> dict[int, Beat]:
         """What every rank says of itself. One whose file cannot be read is left out."""
@@ -192,7 +190,8 @@ class Heartbeat(Observer):
         resume = f"--resume continues from {newest.name}" if newest else "there is no checkpoint yet, --resume starts at step 0"
         place = PLACES[now[first].place]
         where = f"{'at' if place in (START, END) else 'in'} the {place}"
-        line = f"{what} for {self.seconds} s: the last step was {now[first].step}, and {whose} {where}; the run ends; {resume}"
+        step = max(beat.step for beat in now.values())  # a rank that has stopped may have made a step after its last record
+        line = f"{what} for {self.seconds} s: the last step was {step}, and {whose} {where}; the run ends; {resume}"
         print(f"error: {line}", file=sys.stderr, flush=True)
         verdict = {"line": line, "behind": list(behind)}
         with contextlib.suppress(OSError):
@@ -232,6 +231,4 @@ def _has_stopped(before: Beat, now: Beat) -> bool:
     return now.ticks == before.ticks and PLACES[now.place] != LEFT
 
 
-_TICKS = struct.Struct("<q")
-_NUMBERS = struct.Struct("<4q")
 _RECORD = struct.Struct("<5q")

@@ -19,9 +19,10 @@ import torch
 from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
 from torch.utils._pytree import tree_leaves
 
+from launch.config.ranks import ranks_of_host
 from launch.formats.checkpoint_files import Digest
 from launch.formats.tensor_files import load_tensors
-from launch.training.distributed import Collectives, ranks_of_host, stager
+from launch.training.distributed import Collectives, stager
 
 #: The share of a host's free memory that copies may take.
 USABLE_MEMORY = 0.9
@@ -79,7 +80,7 @@ class Snapshots(TorchCheckpointEngine):  # type: ignore[misc] # DeepSpeed has no
     def _fit(self, state_dict: Any) -> bool:
         storages = [tensor.untyped_storage() for tensor in (*_tensors(state_dict), *_tensors(self._engine.optimizer.state_dict()))]
         needed = sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
-        room = USABLE_MEMORY * free_host_memory() / ranks_of_host()
+        room = USABLE_MEMORY * free_host_memory() / (ranks_of_host() or 1)
         if needed > room:
             self._log(
                 f"training will wait while checkpoints are written: the host has {room / 2**30:,.2f} GiB of memory for the copy of a rank, "

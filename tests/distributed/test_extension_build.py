@@ -11,12 +11,26 @@ from pathlib import Path
 
 import psutil
 import pytest
+from deepspeed.accelerator import get_accelerator
 
+from launch.training import distributed
 from tests.distributed.launched import ROOT, LaunchedRun
 
 NAME = "deepspeed_shm_comm"  # the smallest of DeepSpeed's extensions for CPUs
 LOAD = "from launch.config.hardware import quiet_deepspeed; from launch.training.distributed import load_extension; quiet_deepspeed();"
 LOAD += "load_extension('ShareMemCommBuilder')"
+
+
+def test_ranks_read_the_cpu_before_they_wait_for_each_other(monkeypatch):
+    """DeepSpeed asks twice for each extension, a second each time."""
+    cpuinfo = pytest.importorskip("cpuinfo")
+    asked: list[None] = []
+    monkeypatch.setattr(cpuinfo, "get_cpu_info", lambda: asked.append(None) or {"arch": "X86_64", "flags": []})
+    distributed._read_cpu_once.__wrapped__()
+    assert len(asked) == 1
+    builder = get_accelerator().create_op_builder("CPUAdamBuilder")
+    builder.cpu_arch(), builder.simd_width()
+    assert len(asked) == 1
 
 
 def load(extensions: Path) -> subprocess.Popen:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -113,7 +115,7 @@ def test_what_may_take_long(tmp_path, monkeypatch):
 
     def may_be_long(place: str) -> bool:
         heartbeat.enter(place)
-        return bool(heartbeat._read()[0].may_be_long)
+        return bool(heartbeat._beat.may_be_long)
 
     step = (START, FORWARD, BACKWARD, FORWARD, BACKWARD, UPDATE)
     assert [may_be_long(place) for place in step] == [True, True, True, False, False, True]
@@ -122,7 +124,26 @@ def test_what_may_take_long(tmp_path, monkeypatch):
     assert [may_be_long(place) for place in (EVALUATION, EVALUATION, CHECKPOINT, FORWARD, CHECKPOINT)] == [True, True, True, False, True]
     monkeypatch.setenv(VARIABLE, "socket")
     assert may_be_long(START) and not may_be_long(FORWARD)
-    assert heartbeat._read()[0][1:4] == (20, 4, PLACES.index(FORWARD))
+    assert heartbeat._beat[1:4] == (20, 4, PLACES.index(FORWARD))
+
+
+class TwoHosts(Alone):
+    def gather(self, value: Any) -> list[Any]:
+        return [value, ("another", 1)]
+
+
+def test_training_does_not_wait_for_the_file_system(tmp_path, monkeypatch):
+    """Only the thread writes, and it waits for the drive where the interpreter goes on; the last record says that the rank has left."""
+    waits, answers = threading.Event(), threading.Event()
+    monkeypatch.setattr(os, "fsync", lambda file: (waits.set(), answers.wait(30.0)))
+    heartbeat = Heartbeat(tmp_path, 1, 3, TwoHosts(), log=print)  # type: ignore[arg-type]
+    with heartbeat.training():
+        assert waits.wait(10.0)
+        written = heartbeat._read()[0]
+        heartbeat.enter(FORWARD)
+        assert heartbeat._read()[0] == written
+        answers.set()
+    assert PLACES[heartbeat._read()[0].place] == LEFT
 
 
 def test_a_folder_that_cannot_be_written_is_refused(tmp_path):
