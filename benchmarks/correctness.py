@@ -53,7 +53,15 @@ def cells(tiny: bool = False) -> dict[str, list[str]]:
     if tiny:
         return {
             "parity": [*FILES["parity"], "--device", "cpu", "-m", "not long", "-k", "without_bias_correction"],
-            "LAMB, Muon and 1-bit optimizers": ["tests/distributed/test_lamb.py", "--device", "cpu", "-m", "not long", "-k", "parameters_act"],
+            "LAMB, Muon and 1-bit optimizers": [
+                "tests/distributed/test_lamb.py",
+                "--device",
+                "cpu",
+                "-m",
+                "not long",
+                "-k",
+                "parameters_act",
+            ],
         }
     return {name: [*files, "--device", "cuda", "-n", str(PROCESSES)] for name, files in FILES.items()}
 

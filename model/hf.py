@@ -28,6 +28,36 @@ FREE = {
     "llama": ("n_kv_head", "d_head", "d_ff", "bias", "tied_head", "rope_theta", "norm_eps"),
     "qwen3": ("n_kv_head", "d_head", "d_ff", "tied_head", "rope_theta", "norm_eps"),
 }
+_LLAMA_KEYS = {
+    "n_layer": "num_hidden_layers",
+    "n_head": "num_attention_heads",
+    "d_model": "hidden_size",
+    "seq_len": "max_position_embeddings",
+    "vocab_size": "vocab_size",
+    "d_ff": "intermediate_size",
+    "n_kv_head": "num_key_value_heads",
+    "d_head": "head_dim",
+    "norm_eps": "rms_norm_eps",
+    "tied_head": "tie_word_embeddings",
+    "dropout": "attention_dropout",
+    "bias": "attention_bias",
+}
+#: Form -> our name of each field, and its key in transformers' config.json.
+CONFIG_KEYS: dict[str, dict[str, str]] = {
+    "gpt2": {
+        "n_layer": "n_layer",
+        "n_head": "n_head",
+        "d_model": "n_embd",
+        "seq_len": "n_positions",
+        "vocab_size": "vocab_size",
+        "d_ff": "n_inner",
+        "norm_eps": "layer_norm_epsilon",
+        "tied_head": "tie_word_embeddings",
+        "dropout": "resid_pdrop",
+    },
+    "llama": _LLAMA_KEYS,
+    "qwen3": {ours: theirs for ours, theirs in _LLAMA_KEYS.items() if ours != "bias"},
+}
 #: Llama's name of each of our modules of a block, for `c_attn` and `c_fc` the names of their parts.
 _BLOCK_NAMES = {
     "ln_1": ("input_layernorm",),
@@ -129,11 +159,10 @@ def hf_config(config: GPTConfig, eot_id: int | None = None, dtype: str = "float3
         "bos_token_id": eot_id,
         "eos_token_id": eot_id,
         "initializer_range": 0.02,
-        "tie_word_embeddings": config.tied_head,
         "use_cache": True,
-        "vocab_size": config.vocab_size,
         "dtype": dtype,
         "torch_dtype": dtype,  # the name before transformers 5
+        **{theirs: getattr(config, ours) for ours, theirs in CONFIG_KEYS[form].items()},
         **(_gpt2_config(config) if form == "gpt2" else _llama_config(config)),
         **({} if config.document_end is None else {"document_end": config.document_end}),
     }
@@ -144,14 +173,8 @@ def _gpt2_config(config: GPTConfig) -> dict[str, Any]:
         "activation_function": "gelu_new",
         "attn_pdrop": config.dropout,
         "embd_pdrop": config.dropout,
-        "resid_pdrop": config.dropout,
-        "layer_norm_epsilon": config.norm_eps,
         "n_ctx": config.seq_len,
-        "n_positions": config.seq_len,
-        "n_embd": config.d_model,
-        "n_head": config.n_head,
         "n_inner": None if config.d_ff == 4 * config.d_model else config.d_ff,
-        "n_layer": config.n_layer,
         "scale_attn_weights": True,
         "scale_attn_by_inverse_layer_idx": False,
         "reorder_and_upcast_attn": False,
@@ -161,15 +184,6 @@ def _gpt2_config(config: GPTConfig) -> dict[str, Any]:
 def _llama_config(config: GPTConfig) -> dict[str, Any]:
     return {
         "hidden_act": "silu",
-        "attention_dropout": config.dropout,
-        "rms_norm_eps": config.norm_eps,
-        "max_position_embeddings": config.seq_len,
-        "hidden_size": config.d_model,
-        "num_attention_heads": config.n_head,
-        "num_key_value_heads": config.n_kv_head,
-        "head_dim": config.d_head,
-        "intermediate_size": config.d_ff,
-        "num_hidden_layers": config.n_layer,
         "attention_bias": config.bias,
         "rope_theta": config.rope_theta,  # transformers before 5, and from 5 on
         "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},

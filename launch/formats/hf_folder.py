@@ -24,43 +24,13 @@ from launch.errors import UsageError
 from launch.formats.files import read_json_object
 from launch.formats.tensor_files import StoredTensor, is_finite, safetensors_tensors
 from model.gpt import GPT
-from model.hf import CLASSES, EMBEDDING, HEAD, PREFIXES, HFTensor, hf_form, hf_tensors
+from model.hf import CLASSES, CONFIG_KEYS, EMBEDDING, HEAD, PREFIXES, HFTensor, hf_form, hf_tensors
 from model.presets import ARCHITECTURES, GPTConfig
 
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
 #: Buffers in old files, not weights.
 BUFFERS = re.compile(r"\.attn\.(masked_)?bias$|\.rotary_emb\.inv_freq$")
-_LLAMA_FIELDS = {
-    "n_layer": "num_hidden_layers",
-    "n_head": "num_attention_heads",
-    "d_model": "hidden_size",
-    "seq_len": "max_position_embeddings",
-    "vocab_size": "vocab_size",
-    "d_ff": "intermediate_size",
-    "n_kv_head": "num_key_value_heads",
-    "d_head": "head_dim",
-    "norm_eps": "rms_norm_eps",
-    "tied_head": "tie_word_embeddings",
-    "dropout": "attention_dropout",
-    "bias": "attention_bias",
-}
-#: Form -> our name of each field, and transformers'.
-FIELDS: dict[str, dict[str, str]] = {
-    "gpt2": {
-        "n_layer": "n_layer",
-        "n_head": "n_head",
-        "d_model": "n_embd",
-        "seq_len": "n_positions",
-        "vocab_size": "vocab_size",
-        "d_ff": "n_inner",
-        "norm_eps": "layer_norm_epsilon",
-        "tied_head": "tie_word_embeddings",
-        "dropout": "resid_pdrop",
-    },
-    "llama": _LLAMA_FIELDS,
-    "qwen3": {ours: theirs for ours, theirs in _LLAMA_FIELDS.items() if ours != "bias"},
-}
 #: Fields without which there is no model.
 SIZES = ("n_layer", "n_head", "d_model", "seq_len", "vocab_size")
 #: What transformers takes for a key that is absent or null, where it is not the architecture's default here.
@@ -245,10 +215,10 @@ def _config(content: dict[str, Any], file: Path) -> GPTConfig:
         if key in content and content[key] is not None and content[key] not in allowed
     ]
     own = ARCHITECTURES[form] | ABSENT.get(form, {})
-    own |= {ours: content[theirs] for ours, theirs in FIELDS[form].items() if content.get(theirs) is not None}
+    own |= {ours: content[theirs] for ours, theirs in CONFIG_KEYS[form].items() if content.get(theirs) is not None}
     for ours in SIZES:
         if type(own.get(ours)) is not int:
-            theirs = FIELDS[form][ours]
+            theirs = CONFIG_KEYS[form][ours]
             faults.append(f"{file}: {theirs} is {json.dumps(content.get(theirs))}, must be a whole number; copy or export the folder again")
     if form != "gpt2":
         faults += [f"{file}: {fault}" for fault in _read_rotary(content, own)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable
 
@@ -16,13 +15,6 @@ from launch.training.observers import Observer
 
 #: How often the ranks agree on whether a signal stops the evaluation of the whole split.
 BATCHES_BETWEEN_SIGNALS = 16
-
-
-class _Stopped(Exception):
-    """A signal has stopped an evaluation, on all ranks."""
-
-    def __init__(self, signal: int):
-        self.signal = signal
 
 
 class Evaluation:
@@ -43,41 +35,38 @@ class Evaluation:
     def loss(self, engine: TrainingEngine, step: int) -> float:
         """Mean cross-entropy in nats per token. Its traffic is not counted."""
 
-        def observe(has_rows: bool) -> None:
+        def observe(batch: int, has_rows: bool) -> int:
             if has_rows:
                 self.observer.after_evaluated_batch()
+            return 0
 
         with self.observer.evaluation(step):
-            return self._mean(engine, self.windows, observe)
+            return self._mean(engine, self.windows, observe)[0]
 
     def loss_of_whole_split(self, engine: TrainingEngine, agree_to_stop: Callable[[], int]) -> tuple[float, int]:
         """As `loss`, of the whole split, which no observer watches; and the signal that has stopped it, 0 for none.
 
         agree_to_stop: returns the signal for which all ranks stop; all call it together, every `BATCHES_BETWEEN_SIGNALS` batches.
         """
-        batches = itertools.count(1)
-
-        def stop_if_agreed(has_rows: bool) -> None:
-            if next(batches) % BATCHES_BETWEEN_SIGNALS == 0 and (signal := agree_to_stop()):
-                raise _Stopped(signal)
-
-        try:
-            return self._mean(engine, self.all_windows, stop_if_agreed), 0
-        except _Stopped as stopped:
-            return math.nan, stopped.signal
+        return self._mean(engine, self.all_windows, lambda batch, _: 0 if batch % BATCHES_BETWEEN_SIGNALS else agree_to_stop())
 
     @torch.no_grad()
-    def _mean(self, engine: TrainingEngine, windows: int, after_batch: Callable[[bool], None]) -> float:
-        """The mean over `windows` windows. All ranks have the same number of batches, of which the last may have no rows on a rank."""
+    def _mean(self, engine: TrainingEngine, windows: int, after_batch: Callable[[int, bool], int]) -> tuple[float, int]:
+        """The mean over `windows` windows, and what `after_batch` has stopped it with, 0 for nothing; the mean is then NaN.
+
+        All ranks have the same number of batches, of which the last may have no rows on a rank. `after_batch` gets the number of the batch,
+        from 1, and whether it has rows.
+        """
         engine.deepspeed.eval()
         total = torch.zeros(2, dtype=torch.float64, device=self.collectives.device)  # sum over windows, windows
         with self.collectives.uncounted(), engine.techniques.evaluation_weights():
-            for tokens, weight in self.loader.validation_batches(windows, self.config.micro_batch_size):
+            for number, (tokens, weight) in enumerate(self.loader.validation_batches(windows, self.config.micro_batch_size), 1):
                 loss = engine.loss(tokens)
                 if weight:
                     total += torch.stack([loss.double() * weight, torch.full_like(total[0], weight)])
-                after_batch(weight > 0)
+                if stopped := after_batch(number, weight > 0):
+                    return math.nan, stopped
                 engine.forget_trace()
             self.collectives.all_reduce(total)
         engine.deepspeed.train()
-        return float(total[0] / total[1])
+        return float(total[0] / total[1]), 0
