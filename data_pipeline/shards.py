@@ -104,8 +104,10 @@ class Split:
                     f" {largest:,}, the split {self.n_tokens:,}); lower seq_len, or prepare a larger corpus"
                     f"{' or a larger --val_fraction' if self.name == 'val' else ''}"
                 )
-            _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-            resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a map keeps its file open; the usual soft limit is 1,024
+            soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+            if 0 <= soft < 2 * len(self._shards):  # a map keeps its file open; the usual soft limit is 1,024
+                with contextlib.suppress(ValueError):  # above the kernel's own limit
+                    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
             views = []
             for shard, count in zip(self._shards, counts, strict=True):
                 if not shard["tokens"]:  # an empty file cannot be mapped

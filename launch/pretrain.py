@@ -145,9 +145,15 @@ def train(config: RunConfig, folder: RunFolder | NoFolder, stop: StopRequest, ob
     observer.start(engine)
     evaluation = Evaluation(config, collectives, observer)
     folder.log_start(describe_start(config, engine, meter, evaluation), state["step"], config.resume)
+
+    def evaluate() -> None:
+        """Evaluate without a step, for a line of its own."""
+        state["val_loss"] = evaluation.loss(engine, state["step"])
+        own = {"step": state["step"], "tokens": state["tokens"], "seconds": meter.seconds(), "val_loss": state["val_loss"]}
+        folder.write_metrics(own)
+
     if state["step"] == 0 and config.eval_every:
-        state["val_loss"] = evaluation.loss(engine, 0)
-        folder.write_metrics({"step": 0, "tokens": 0, "seconds": meter.seconds(), "val_loss": state["val_loss"]})
+        evaluate()
         weights = f"the weights of {config.init_from}" if config.init_from else "untrained"
         folder.log(f"step 0, {weights}: validation {state['val_loss']:.4f}")
     elif state["step"] == 0 and config.init_from:
@@ -176,7 +182,7 @@ def train(config: RunConfig, folder: RunFolder | NoFolder, stop: StopRequest, ob
                 state = {"step": step, "tokens": tokens, "samples": samples, "val_loss": None}
                 last = tokens >= config.total_tokens
                 saving = bool(stopped or last or (config.save_every and step % config.save_every == 0))
-                if config.eval_every and (last or step % config.eval_every == 0):
+                if config.eval_every and not stopped and (last or step % config.eval_every == 0):
                     state["val_loss"] = evaluation.loss(engine, step)
                 line = {
                     "step": step,
@@ -210,6 +216,8 @@ def train(config: RunConfig, folder: RunFolder | NoFolder, stop: StopRequest, ob
         checkpoints.finish_uploads(stopped=True)
         raise reason from None
 
+    if config.eval_every and not stopped and state["val_loss"] is None:  # a signal has stopped the run in its last step, before this start
+        evaluate()
     if config.whole_eval and not stopped:  # after the checkpoint: it may take long, and a resume repeats it
         loss, stopped = evaluation.loss_of_whole_split(engine, lambda: meter.reduce_loss_and_signal(0.0, stop.poll())[1])
         if not stopped:

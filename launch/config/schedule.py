@@ -55,7 +55,7 @@ def resolve_schedule(engine: EngineJson, flags: argparse.Namespace, preset: Pres
     engine.note_faults(check_section(PATH, engine.get(*PATH) or {}, {"keys": rules}, schedule_auto_keys()))
     # A preset's warm-up is meant for the preset's rate and length. A shorter run at that rate needs nearly as many steps: `nano` over 200
     # steps ends at a validation loss of 5.82 with 20 of them and at 5.50 with 80.
-    most = steps * 2 // 5
+    most = max(1, steps * 2 // 5)
     warmup = (preset.warmup_steps, f"preset {flags.preset}") if preset.warmup_steps <= most else (most, "40% of the run")
     if kind in TOKEN_SCHEDULES:
         return _token_schedule(engine, flags, kind, lr, steps, total_tokens, *warmup)
@@ -92,12 +92,11 @@ def _decay(engine: EngineJson, steps: int, warmup: int) -> dict[str, Any]:
             engine.settle((*PATH, key), value, "default")
     fraction = engine.get(*PATH, "decay_fraction")
     if not engine.is_faulty(*PATH, "decay_fraction"):
-        stable, why = steps - round(fraction * steps), ""
+        stable = steps - round(fraction * steps)
         if stable == steps:
-            why = f"the decay would be shorter than one of {steps} steps; raise it"
+            engine.note((*PATH, "decay_fraction"), f"is {fraction:g}: the decay is shorter than one step; it needs {1 / steps:.2g} or more")
         elif warmup > stable:
             why = f"the decay would begin at step {stable}, within the warm-up of {warmup} steps; lower it, or --warmup_steps"
-        if why:
             engine.fault((*PATH, "decay_fraction"), f"is {fraction:g}: {why}")
     return {"decay_fraction": fraction, "decay_shape": engine.get(*PATH, "decay_shape")}
 

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import uuid
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,14 @@ from launch.formats.files import write_atomically
 from launch.formats.metrics import parse_line, read_run_json, split_lines
 from launch.training.metrics_writer import METRICS_FILE
 from launch.training.run_json import differences, resume_description
+from recipes.registry import make_techniques
 from recipes.technique import Techniques
+
+#: Settings that must be those of the run that is branched. The learning rates are compared step by step, and some techniques change only
+#: the memory and the arithmetic, as ZeRO and the precision do.
+COMPARED = re.compile(
+    r"optimizer\.(?!params\.lr$)|techniques\.(?!(activation_checkpointing|fused_kernels|fp8|tf32)\b)|engine\.gradient_clipping$"
+)
 
 
 def start_branch(config: RunConfig, run: Path, description: dict[str, Any]) -> None:
@@ -54,7 +63,7 @@ def start_branch(config: RunConfig, run: Path, description: dict[str, Any]) -> N
     lines = [line for _, line in kept]
     _check_rates(config, lines, state["tokens"])
     _check_settings(config, before, description)
-    _check_techniques(config, lines)
+    _check_techniques(config, before, lines)
 
     temporary, run_id = run.with_name(f".{run.name}.branch-{os.getpid()}"), uuid.uuid4().hex
     try:
@@ -116,32 +125,38 @@ def _check_settings(config: RunConfig, before: dict[str, Any], description: dict
 
     A technique's value that is "auto" or left out in one of the two is compared by its effect, in `_check_techniques`.
     """
-    found = []
-    for key in ("optimizer", "techniques"):
-        found += differences(key, before[key], description[key])
-    clipping = "gradient_clipping"
-    found += differences(clipping, before["engine"].get(clipping), description["engine"].get(clipping))
+    found = [one for key in ("optimizer", "techniques", "engine") for one in differences(key, before[key], description[key])]
     undecided = ("auto", None)
+    where = f"--branch_from {config.branch_from}"
     faults = [
-        f"--branch_from {config.branch_from}: the run that wrote it has {key} = {json.dumps(there)}, and this run has {json.dumps(here)}; "
-        "give its value"
+        f"{where}: the run that wrote it has {key} = {json.dumps(there)}, and this run has {json.dumps(here)}; "
+        f"{'leave it out' if there is None else 'give its value'}"
         for key, there, here in found
-        if not (key.startswith("techniques.") and key.count(".") > 1 and (there in undecided or here in undecided))
+        if COMPARED.match(key) and not (key.startswith("techniques.") and key.count(".") > 1 and (there in undecided or here in undecided))
+    ]
+    changed = [line for one in before.get("resumes", []) if isinstance(one, dict) for line in one.get("changes", [])]
+    faults += [
+        f"{where}: a resume of the run that wrote it changed {line}, perhaps before this checkpoint; take one of a run without that"
+        for line in changed
+        if COMPARED.match(line.split(":")[0])
     ]
     if faults:
         raise UsageError(*faults)
 
 
-def _check_techniques(config: RunConfig, lines: list[dict[str, Any]]) -> None:
+def _check_techniques(config: RunConfig, before: dict[str, Any], lines: list[dict[str, Any]]) -> None:
     """Refuse a branch if a technique whose schedule follows the length of the run made other steps than it makes in this run.
 
+    This run's steps are planned on the ranks and with the micro-batch of the run that it continues, on which "auto" may depend too.
     Optimizers are left out: their settings are compared, and in fp16 their schedules depend on the steps that were skipped.
     """
-    techniques = Techniques(member for member in config.built_techniques.members if member.declaration.section)
+    batch = {key: before[key] for key in ("ranks", "micro_batch_size", "gradient_accumulation_steps")}
+    same = replace(config, **batch)
+    techniques = Techniques(member for member in make_techniques(same).members if member.declaration.section)
     if not techniques.members:
         return
     recorded = {line["step"]: line for line in lines}
-    for steps in planned_steps(config, techniques):
+    for steps in planned_steps(same, techniques):
         if steps.number > lines[-1]["step"]:
             return
         there = recorded.get(steps.number, {})

@@ -54,8 +54,8 @@ class Monitors:
 
     A row has the number of its step. CSV files are made again from the lines that a resume keeps. wandb and comet continue the run with the
     same id; they cannot remove rows, so steps that are trained again have two, of which the later one holds. If one of the two fails, the
-    run continues without it, because `metrics.jsonl` has every line. If wandb cannot be reached on a resume, its rows stay in the run's
-    folder.
+    run continues without it, because `metrics.jsonl` has every line. If wandb was reached in an earlier start and cannot be now, its rows
+    stay in the run's folder.
 
     Args:
         engine: the engine's JSON.
@@ -65,7 +65,7 @@ class Monitors:
         cut: the lines that the resume has cut off.
 
     Raises:
-        UsageError: wandb cannot start a new run, for example without a key.
+        UsageError: wandb cannot start the run for the first time, for example without a key.
     """
 
     def __init__(self, engine: dict[str, Any], run: Path, run_id: str | None, kept: list[dict[str, Any]], cut: list[dict[str, Any]]):
@@ -92,17 +92,22 @@ class Monitors:
                 "reinit": "create_new",
                 "settings": wandb.Settings(console="off"),  # log.txt has what the run prints
             }
+            has_rows = (run / "wandb").is_dir()  # of an earlier start
             try:
                 _start_wandb_service()
                 self._wandb = wandb.init(**arguments)
             except (wandb.errors.Error, OSError) as reason:
                 why = f"wandb: {' '.join(str(reason).split())[:200]}"
-                if not kept:
+                if not has_rows:
                     raise UsageError(f"{why}; log in, or set WANDB_MODE=offline") from None
                 print_once(f"warning: {why}; its rows stay in {run / 'wandb'}, and `wandb sync` sends them", sys.stderr)
-                self._wandb = wandb.init(**arguments, mode="offline")
-            # wandb drops rows whose step is not above the last one, as after a resume. So its own step counts rows, and ours is a metric.
-            self._wandb.define_metric("*", step_metric="step")
+                with self._continuing_without("wandb"):
+                    self._wandb = wandb.init(**arguments, mode="offline")
+            with self._continuing_without("wandb"):
+                if self._wandb:
+                    # wandb drops rows whose step is not above the last one, as after a resume. So its own step counts rows, and ours is a
+                    # metric.
+                    self._wandb.define_metric("*", step_metric="step")
         if (section := engine.get("comet") or {}).get("enabled"):
             from deepspeed.monitor.comet import CometMonitor
             from deepspeed.monitor.config import CometConfig

@@ -107,7 +107,7 @@ def test_a_resumed_branch_without_a_checkpoint_does_not_start_at_step_0(train, t
 @pytest.mark.parametrize(
     ("settings", "changed", "why"),
     [
-        (["muon"], ["optimizer.params.adam_lr=0.0005"], "optimizer.params.adam_lr = null"),
+        (["muon"], ["optimizer.params.adam_lr=0.0005"], "optimizer.params.adam_lr = null.* leave it out"),
         (["muon"], ["optimizer.params.weight_decay=0"], "optimizer.params.weight_decay = 0.1"),
         (["muon"], ["gradient_clipping=0.5"], "gradient_clipping = 1.0, and this run has 0.5"),
         ([], ["random_ltd.enabled=true"], "techniques.random_ltd = null"),
@@ -119,14 +119,21 @@ def test_a_resumed_branch_without_a_checkpoint_does_not_start_at_step_0(train, t
         (["muon"], ["zero_optimization.stage=1"], ""),
         (["progressive_layer_drop"], ["progressive_layer_drop.gamma=1.0"], ""),  # the value of the long run's "auto"
         (["batch_size_warmup"], ["batch_size_warmup.warmup_tokens=102400"], ""),
-        (["fused_kernels"], [], ""),
+        (["fused_kernels"], ["fused_kernels.enabled=false"], ""),
+        (["progressive_layer_drop"], ["progressive_layer_drop.gamma=1.0", "--ranks 2"], ""),
+        (["batch_size_warmup"], ["batch_size_warmup.warmup_tokens=102400", "--ranks 4"], ""),
+        (["muon"], ["--resumed optimizer.params.weight_decay: 0.1 -> 0.2"], "a resume of the run that wrote it changed"),
+        (["muon"], ["--resumed optimizer.params.lr: 0.1 -> 0.2"], ""),
     ],
 )
 def test_a_branch_with_other_settings_is_refused(settings, changed, why, corpus, tmp_path):
-    def config(steps: int, *sets: str) -> Any:
+    options = dict(one.removeprefix("--").split(" ", 1) for one in changed if one.startswith("--"))
+    changed = [one for one in changed if not one.startswith("--")]
+
+    def config(steps: int, *sets: str, ranks: int = 1) -> Any:
         recipe = ["--recipe", f"recipes/{settings[0]}"] if settings else ["--deepspeed_config", "ds_configs/zero1_bf16.json"]
         flags = [*recipe, "--data", str(corpus), "--preset", "nano", "--steps", str(steps), "--warmup_steps", "3", "--set", SCHEDULE]
-        return resolve([*flags, *(word for one in sets for word in ("--set", one)), "--runs_dir", str(tmp_path)])[0]
+        return resolve([*flags, *(word for one in sets for word in ("--set", one)), "--runs_dir", str(tmp_path)], ranks=ranks)[0]
 
     long = config(100)
     checkpoint = tmp_path / "long/checkpoints/step-00000020"
@@ -135,11 +142,12 @@ def test_a_branch_with_other_settings_is_refused(settings, changed, why, corpus,
         {"step": one.number, "tokens": one.consumed, "seconds": 1.0, "lr": long.token_schedule.rate(one.consumed), **one.reported}
         for one in steps
     ]
-    write_run(tmp_path / "long", described := describe_run(long), lines)
+    described = describe_run(long) | {"resumes": [{"changes": [options["resumed"]]}] if "resumed" in options else []}
+    write_run(tmp_path / "long", described, lines)
     checkpoint.mkdir(parents=True)
     state = {"step": 20, "tokens": steps[-1].consumed, "samples": 160, "val_loss": None}
     (checkpoint / STATE_FILE).write_text(state_text(state, described["run_id"], 1, {}))
-    short = replace(config(50, *changed), branch_from=str(checkpoint))
+    short = replace(config(50, *changed, ranks=int(options.get("ranks", 1))), branch_from=str(checkpoint))
     if why:
         with pytest.raises(UsageError, match=why):
             start_branch(short, tmp_path / "short", describe_run(short))

@@ -183,7 +183,8 @@ def test_a_run_continues_if_wandb_fails_and_is_refused_only_at_its_start(monkeyp
     on = {"wandb": {"enabled": True}}
     with pytest.raises(UsageError, match="wandb: no answer"):
         Monitors(on, tmp_path, "id", [], [])
-    monitors = Monitors(on, tmp_path, "id", [{"step": 1}], [])  # a resume
+    (tmp_path / "wandb").mkdir()  # of an earlier start
+    monitors = Monitors(on, tmp_path, "id", [{"step": 1}], [])
     assert fake.modes == [None, None, "offline"] and "`wandb sync`" in capsys.readouterr().err
     for step in (2, 3):
         monitors.write({"step": step, "loss": 5.0})
