@@ -51,17 +51,10 @@ FILES = {
 def cells(tiny: bool = False) -> dict[str, list[str]]:
     """The arguments of pytest by the cell's name; `tiny`: some tests of two of them, on the CPU."""
     if tiny:
+        some = ["--device", "cpu", "-m", "not long", "-k"]
         return {
-            "parity": [*FILES["parity"], "--device", "cpu", "-m", "not long", "-k", "without_bias_correction"],
-            "LAMB, Muon and 1-bit optimizers": [
-                "tests/distributed/test_lamb.py",
-                "--device",
-                "cpu",
-                "-m",
-                "not long",
-                "-k",
-                "parameters_act",
-            ],
+            "parity": [*FILES["parity"], *some, "without_bias_correction"],
+            "LAMB, Muon and 1-bit optimizers": ["tests/distributed/test_lamb.py", *some, "parameters_act"],
         }
     return {name: [*files, "--device", "cuda", "-n", str(PROCESSES)] for name, files in FILES.items()}
 

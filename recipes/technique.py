@@ -114,6 +114,7 @@ class Declaration:
         exclusive: what only one technique of a run can control. Two techniques that share an entry are refused.
         needs_cuda: dotted key -> the least compute capability of the device.
         changes_tokens: the steps hold other numbers of tokens than the run's own. `on_step` of such techniques is called first.
+        same_algorithm: it changes the memory and the arithmetic only, as ZeRO and the precision do. A branch of a run may change it.
         off_without_values: a section without `enabled` in which all values are false or null is off; usually it is on.
     """
 
@@ -126,6 +127,7 @@ class Declaration:
     exclusive: tuple[str, ...] = ()
     needs_cuda: dict[str, tuple[int, int]] = field(default_factory=dict)
     changes_tokens: bool = False
+    same_algorithm: bool = False
     off_without_values: bool = False
 
     @property

@@ -366,7 +366,7 @@ def _mismatches(experiments: Iterable[Sequence[Run]], force: bool) -> tuple[str,
 def _losses_are_of(run: Run) -> dict[str, str]:
     """What must be equal for the losses of two runs to be comparable."""
     described = run.description
-    windows = "the whole split at the end in" if described.get("whole_eval") else f"{min(sequences_evaluated([run])):,}"
+    windows = "the whole split at the end in" if described.get("whole_eval") else f"{_sequences_evaluated(run):,}"
     masked = ", attention within documents" if described["no_cross_document"] else ""
     return {
         "corpus_fingerprint": described["corpus_fingerprint"][:16],
@@ -376,9 +376,13 @@ def _losses_are_of(run: Run) -> dict[str, str]:
     }
 
 
-def sequences_evaluated(runs: Iterable[Run]) -> set[int]:
+def _sequences_evaluated(run: Run) -> int:
+    return int(run.description["eval_batches"] * run.description["global_batch_size"])
+
+
+def sequences_evaluated(*sides: Side) -> set[int]:
     """The numbers of sequences of an evaluation during training. With `--whole_eval`, runs of different batch sizes are compared too."""
-    return {run.description["eval_batches"] * run.description["global_batch_size"] for run in runs}
+    return {_sequences_evaluated(run) for side in sides for run in side.runs}
 
 
 def _engine_json(run: Run) -> str:
@@ -428,7 +432,7 @@ def _pair(control: Side, side: Side, recipe: Recipe | None, testbed: Testbed | N
     runs = [one.by_seed() for one in (control, side)]
     seeds = tuple(sorted(runs[0].keys() & runs[1].keys()))
     numbers = [{seed: _numbers(one[seed]) for seed in sorted(one)} for one in runs]
-    same_evaluations = len(sequences_evaluated((*control.runs, *side.runs))) == 1
+    same_evaluations = len(sequences_evaluated(control, side)) == 1
     figures = {}
     for name in FIGURES:
         if not same_evaluations and (name == EQUAL_TIME or name.endswith("_to_target")):
@@ -505,7 +509,7 @@ def _pair_remarks(pair: Pair) -> Iterator[str]:
     for name, figure in pair.figures.items():
         if figure.to_target and min(figure.to_target.reached) < figure.to_target.seeds:
             yield f"{FIGURES[name][0]}: recipe / control {figure.to_target}"
-    if len(evaluated := sequences_evaluated((*pair.control.runs, *pair.side.runs))) > 1:
+    if len(evaluated := sequences_evaluated(pair.control, pair.side)) > 1:
         counts = " and ".join(f"{count:,}" for count in sorted(evaluated))
         yield f"evaluations during training are of {counts} sequences, so these losses cannot be compared; those of the whole split can"
     if not pair.interleaved:

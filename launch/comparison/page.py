@@ -452,7 +452,7 @@ def draw_losses(comparison: Comparison, file: Path) -> None:
                 looks = {id(pair.side): {"color": PALETTE[1], "dash": "dot"}, id(pair.control): {"color": PALETTE[0], "dash": "solid"}}
             for side in (pair.control, pair.side) if pair else comparison.sides:
                 _draw_side(row_of_axes[0], side, looks[id(side)], metric)
-            if pair and (metric == "loss" or len(sequences_evaluated((*pair.control.runs, *pair.side.runs))) == 1):
+            if pair and (metric == "loss" or len(sequences_evaluated(pair.control, pair.side)) == 1):
                 _draw_difference(row_of_axes[1], pair, looks[id(pair.side)], metric)
             what, title = LOSSES[metric], f"on {pair.testbed.name}" if pair and pair.testbed else ""
             if metric == "val_loss" and (batches := _batches(pair.side if pair else comparison.sides[0])):

@@ -163,8 +163,7 @@ def _measured_on(one: Published) -> Iterator[str]:
     turns = "interleaved" if pair.interleaved else "partly at different times"
     yield (
         f"Seeds {_listed(pair.seeds)}, {turns}, on {description['ranks']} {'rank' if description['ranks'] == 1 else 'ranks'} of"
-        f" {entry['machine']}; learning rate"
-        f" {description['lr']:g} (control: {pair.control.runs[0].description['lr']:g}). Commits: claims"
+        f" {entry['machine']}; learning rate {description['lr']:g} (control: {pair.control.runs[0].description['lr']:g}). Commits: claims"
         f" {entry['claims_commit'][:7]}, tuned setting {entry['plan_commit'][:7]}, runs {entry['commit'][:7]}.{look}"
     )
     yield f"    {entry['command']}"

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 import uuid
 from dataclasses import replace
@@ -25,14 +24,8 @@ from launch.formats.files import write_atomically
 from launch.formats.metrics import parse_line, read_run_json, split_lines
 from launch.training.metrics_writer import METRICS_FILE
 from launch.training.run_json import differences, resume_description
-from recipes.registry import make_techniques
+from recipes.registry import make_techniques, technique_classes
 from recipes.technique import Techniques
-
-#: Settings that must be those of the run that is branched. The learning rates are compared step by step, and some techniques change only
-#: the memory and the arithmetic, as ZeRO and the precision do.
-COMPARED = re.compile(
-    r"optimizer\.(?!params\.lr$)|techniques\.(?!(activation_checkpointing|fused_kernels|fp8|tf32)\b)|engine\.gradient_clipping$"
-)
 
 
 def start_branch(config: RunConfig, run: Path, description: dict[str, Any]) -> None:
@@ -132,16 +125,24 @@ def _check_settings(config: RunConfig, before: dict[str, Any], description: dict
         f"{where}: the run that wrote it has {key} = {json.dumps(there)}, and this run has {json.dumps(here)}; "
         f"{'leave it out' if there is None else 'give its value'}"
         for key, there, here in found
-        if COMPARED.match(key) and not (key.startswith("techniques.") and key.count(".") > 1 and (there in undecided or here in undecided))
+        if _is_compared(key) and not (key.startswith("techniques.") and key.count(".") > 1 and (there in undecided or here in undecided))
     ]
     changed = [line for one in before.get("resumes", []) if isinstance(one, dict) for line in one.get("changes", [])]
     faults += [
         f"{where}: a resume of the run that wrote it changed {line}, perhaps before this checkpoint; take one of a run without that"
         for line in changed
-        if COMPARED.match(line.split(":")[0])
+        if _is_compared(line.split(":")[0])
     ]
     if faults:
         raise UsageError(*faults)
+
+
+def _is_compared(key: str) -> bool:
+    """Whether the dotted `key` must be that of the run that is branched. The learning rates are compared step by step."""
+    section, _, name = key.partition(".")
+    if section == "techniques":
+        return name.partition(".")[0] not in {cls.declaration.section for cls in technique_classes() if cls.declaration.same_algorithm}
+    return key == "engine.gradient_clipping" or (section == "optimizer" and name != "params.lr")
 
 
 def _check_techniques(config: RunConfig, before: dict[str, Any], lines: list[dict[str, Any]]) -> None:

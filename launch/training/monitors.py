@@ -97,7 +97,7 @@ class Monitors:
                 _start_wandb_service()
                 self._wandb = wandb.init(**arguments)
             except (wandb.errors.Error, OSError) as reason:
-                why = f"wandb: {' '.join(str(reason).split())[:200]}"
+                why = f"wandb: {_short(reason)}"
                 if not has_rows:
                     raise UsageError(f"{why}; log in, or set WANDB_MODE=offline") from None
                 print_once(f"warning: {why}; its rows stay in {run / 'wandb'}, and `wandb sync` sends them", sys.stderr)
@@ -141,9 +141,12 @@ class Monitors:
         try:
             yield
         except Exception as reason:
-            text = " ".join(str(reason).split())[:200]
-            print_once(f"warning: {name}: {type(reason).__name__}: {text}; the run continues without it", sys.stderr)
+            print_once(f"warning: {name}: {type(reason).__name__}: {_short(reason)}; the run continues without it", sys.stderr)
             setattr(self, f"_{name}", None)
+
+
+def _short(reason: Exception) -> str:
+    return " ".join(str(reason).split())[:200]
 
 
 def events(line: dict[str, Any]) -> Iterator[tuple[str, float, int]]:

@@ -57,6 +57,7 @@ class ActivationCheckpointing(Technique):
             "synchronize_checkpoint_boundary": "it is for debugging DeepSpeed's own checkpointing function, and torch's is used",
             "profile": "it times DeepSpeed's own checkpointing function, and torch's is used",
         },
+        same_algorithm=True,
         off_without_values=True,
     )
 

@@ -47,6 +47,7 @@ class Fp8(Technique):
         section="fp8",
         keys={"recipe": {"enum": list(RECIPES), "auto": True}, "emulate": {"types": ["boolean"]}},
         exclusive=("the arithmetic of matrix products",),
+        same_algorithm=True,
         needs_cuda={"fp8": CAPABILITY},
     )
 

@@ -65,6 +65,7 @@ class FusedKernels(Technique):
     declaration = Declaration(
         section="fused_kernels",
         keys=dict.fromkeys(("adamw", "attention", "cross_entropy", *COMPONENTS, "compile"), SWITCH),
+        same_algorithm=True,
     )
 
     def __init__(self, section: dict[str, Any], run: Run):

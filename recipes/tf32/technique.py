@@ -31,7 +31,9 @@ def use_tf32() -> None:
 class Tf32(Technique):
     """`"tf32": {"enabled": true}`: a section of this project's own. In fp32 only, where there is something to round."""
 
-    declaration = Declaration(section="tf32", exclusive=("the arithmetic of matrix products",), needs_cuda={"tf32": CAPABILITY})
+    declaration = Declaration(
+        section="tf32", exclusive=("the arithmetic of matrix products",), needs_cuda={"tf32": CAPABILITY}, same_algorithm=True
+    )
     costs = Costs(matmul_dtype="tf32")
 
     def __init__(self, section: dict[str, Any], run: Run):
