@@ -28,6 +28,7 @@ from launch.config.flags import MUST
 from launch.config.ranks import learn_rank, require_launcher
 from launch.config.run_config import RunConfig, resolve
 from launch.errors import TrainingFailed, UsageError, ignore_output_errors, print_once, run_command
+from launch.formats.checkpoint_files import what_resume_does
 from launch.training.folder import NoFolder, RunFolder, check_port, check_run_folder, nothing_to_resume, open_run_folder
 from launch.training.monitors import check_monitors
 from launch.training.observers import Observer, Observers
@@ -209,9 +210,8 @@ def train(config: RunConfig, folder: RunFolder | NoFolder, stop: StopRequest, ob
             if engine.weights_are_finite():
                 reason = TrainingFailed(f"{reason}; --resume continues from {checkpoints.save(state, last=True)}")
             else:
-                older = checkpoints.newest()
-                what = f"--resume continues from {older}" if older else "there is no older checkpoint, start a new run"
-                reason = TrainingFailed(f"{reason}; the weights contain NaN or Inf and were not saved: {what}")
+                what = f"the weights contain NaN or Inf and were not saved: {what_resume_does(checkpoints.folder)}"
+                reason = TrainingFailed(f"{reason}; {what}")
         folder.log_failure(config, str(reason))
         checkpoints.finish_uploads(stopped=True)
         raise reason from None

@@ -61,6 +61,12 @@ def complete_checkpoints(folder: Path) -> list[Path]:
     return sorted(found, key=lambda path: checkpoint_step(path.name))
 
 
+def what_resume_does(folder: Path) -> str:
+    """For the message of a run that ends: from which checkpoint in `folder` a resume continues."""
+    newest = next(reversed(complete_checkpoints(folder)), None)
+    return f"--resume continues from {newest.name}" if newest else "there is no checkpoint yet"
+
+
 def state_text(state: dict[str, Any], run_id: str | None, ranks: int, files: dict[str, dict[str, Any]]) -> str:
     """The content of `state.json`.
 

@@ -44,6 +44,7 @@ from launch.formats.checkpoint_files import (
     read_state,
     state_text,
     verify,
+    what_resume_does,
 )
 from launch.formats.files import write_atomically
 from launch.formats.tensor_files import UnreadableFile, load_tensors
@@ -230,10 +231,6 @@ class Checkpoints:
 
     # --- reading --------------------------------------------------------------------------------------------------------------------
 
-    def newest(self) -> Path | None:
-        """The newest complete checkpoint, None if there is none."""
-        return next(reversed(complete_checkpoints(self.folder)), None)
-
     def load_newest(self, before: int | None = None) -> dict[str, Any] | None:
         """Load the newest checkpoint that passes verification into the engine and the techniques, and return its state.
 
@@ -358,11 +355,9 @@ class Checkpoints:
             yield
         except Exception as reason:
             text = " ".join(str(reason).split())[:200]
-            older = self.newest()
-            fix = fix or (f"--resume continues from {older.name}" if older else "there is no checkpoint yet")
             free = free_bytes(self.folder) // 2**20  # torch does not say that a disk is full
-            line = f"error: {failure} by rank {self.collectives.rank} ({type(reason).__name__}: {text}); {free} MiB are free; {fix}"
-            print(line, file=sys.stderr, flush=True)
+            line = f"error: {failure} by rank {self.collectives.rank} ({type(reason).__name__}: {text}); {free} MiB are free"
+            print(f"{line}; {fix or what_resume_does(self.folder)}", file=sys.stderr, flush=True)
             self._failed = True
 
     @contextlib.contextmanager

@@ -26,7 +26,7 @@ from typing import Any
 from launch.config.flags import MUST
 from launch.config.run_config import RunConfig
 from launch.errors import UsageError, nearest, print_once
-from launch.formats.checkpoint_files import complete_checkpoints
+from launch.formats.checkpoint_files import complete_checkpoints, what_resume_does
 from launch.formats.files import write_atomically
 from launch.formats.metrics import read_metrics
 from launch.training.branch import start_branch
@@ -345,10 +345,8 @@ def _one_line_on_os_error(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as reason:
-        newest = next(reversed(complete_checkpoints(path / "checkpoints")), None)
-        what = f"--resume continues from {newest.name}" if newest else "there is no checkpoint yet"
-        free = f"{free_bytes(path) / 2**20:,.0f} MiB free"
-        fault = f"error: {os.fsdecode(reason.filename or path)}: could not be written ({reason.strerror}; {free}); {what}"
+        why = f"{reason.strerror}; {free_bytes(path) / 2**20:,.0f} MiB free"
+        fault = f"error: {os.fsdecode(reason.filename or path)}: could not be written ({why}); {what_resume_does(path / 'checkpoints')}"
         print(fault, file=sys.stderr, flush=True)
         raise SystemExit(1) from None
 

@@ -37,7 +37,7 @@ from typing import Any, NamedTuple
 import psutil
 
 from launch.errors import UsageError
-from launch.formats.checkpoint_files import complete_checkpoints
+from launch.formats.checkpoint_files import what_resume_does
 from launch.formats.files import write_atomically
 from launch.training.distributed import Collectives
 from launch.training.engine import TrainingEngine
@@ -186,12 +186,11 @@ class Heartbeat(Observer):
             what, whose = f"rank {first} ({host}, process {process}, {behind[first]}){others} made no progress", "the rank is"
         else:
             what, whose = "no rank has made progress", "all ranks are"
-        newest = next(reversed(complete_checkpoints(self.run / "checkpoints")), None)
-        resume = f"--resume continues from {newest.name}" if newest else "there is no checkpoint yet, --resume starts at step 0"
         place = PLACES[now[first].place]
         where = f"{'at' if place in (START, END) else 'in'} the {place}"
         step = max(beat.step for beat in now.values())  # a rank that has stopped may have made a step after its last record
-        line = f"{what} for {self.seconds} s: the last step was {step}, and {whose} {where}; the run ends; {resume}"
+        end = f"the run ends; {what_resume_does(self.run / 'checkpoints')}"
+        line = f"{what} for {self.seconds} s: the last step was {step}, and {whose} {where}; {end}"
         print(f"error: {line}", file=sys.stderr, flush=True)
         verdict = {"line": line, "behind": list(behind)}
         with contextlib.suppress(OSError):
