@@ -204,44 +204,28 @@ def unfused_loss_scale_misbehaves() -> bool:
 
 
 def scale_like_zero() -> None:
-    """Correction: stage 0 uses `DynamicLossScaler`, as stages 1, 2 and 3 do, and divides the gradients by the scale of their loss."""
-    build, unscale = FP16_UnfusedOptimizer.__init__, FP16_UnfusedOptimizer.unscale_and_clip_grads
-    save, load = FP16_UnfusedOptimizer.state_dict, FP16_UnfusedOptimizer.load_state_dict
+    """Correction: stage 0 uses `DynamicLossScaler`, as stages 1, 2 and 3 do, and its scale grows after the update."""
+    build, save, load = FP16_UnfusedOptimizer.__init__, FP16_UnfusedOptimizer.state_dict, FP16_UnfusedOptimizer.load_state_dict
 
     def build_with_rule(
         self: Any, *args: Any, deepspeed: Any = None, dynamic_loss_args: dict[str, Any] | None = None, **options: Any
     ) -> None:
-        arguments = dynamic_loss_args or (deepspeed.dynamic_loss_scale_args() if deepspeed is not None else None)
         build(self, *args, deepspeed=deepspeed, dynamic_loss_args=dynamic_loss_args, **options)
-        self.rule = DynamicLossScaler(**arguments) if arguments and self.loss_scale_config.dynamic_loss_scale else None
-
-    def update_scale(self: Any, overflow: bool) -> None:
-        config, rule = self.loss_scale_config, self.rule
-        self.current_scale = config.cur_scale
-        if rule is not None:
-            rule.cur_scale, rule.cur_iter, rule.last_overflow_iter = config.cur_scale, config.cur_iter, config.last_overflow_iter
-            rule.update_scale(overflow)
-            config.cur_scale, config.last_overflow_iter = rule.cur_scale, rule.last_overflow_iter
-        config.cur_iter += 1
-
-    def unscale_by_current_scale(self: Any, total_norm: float, apply_scale: bool = True) -> float:
-        new, self.loss_scale_config.cur_scale = self.loss_scale_config.cur_scale, self.current_scale
-        try:
-            return unscale(self, total_norm, apply_scale)
-        finally:
-            self.loss_scale_config.cur_scale = new
+        if self.loss_scale_config.dynamic_loss_scale:
+            rule = DynamicLossScaler(**(dynamic_loss_args or deepspeed.dynamic_loss_scale_args()))
+            rule.dynamic_loss_scale = rule.use_grad_scaling = True  # as in DeepSpeed's LossScaleConfig, which it replaces
+            self.loss_scale_config, self._update_scale = rule, rule.update_scale
+            _grow_after_the_update(self)
 
     def save_with_rule(self: Any) -> dict[str, Any]:
-        return {**save(self), "cur_hysteresis": self.rule.cur_hysteresis if self.rule else None}
+        return {**save(self), "cur_hysteresis": getattr(self.loss_scale_config, "cur_hysteresis", None)}
 
     def load_with_rule(self: Any, state: dict[str, Any], load_optimizer_states: bool = True) -> None:
         load(self, state, load_optimizer_states)
-        if self.rule and state.get("cur_hysteresis") is not None:
-            self.rule.cur_hysteresis = state["cur_hysteresis"]
+        if self.loss_scale_config.dynamic_loss_scale and state.get("cur_hysteresis") is not None:
+            self.loss_scale_config.cur_hysteresis = state["cur_hysteresis"]
 
     FP16_UnfusedOptimizer.__init__ = build_with_rule
-    FP16_UnfusedOptimizer._update_scale = update_scale
-    FP16_UnfusedOptimizer.unscale_and_clip_grads = unscale_by_current_scale
     FP16_UnfusedOptimizer.state_dict = save_with_rule
     FP16_UnfusedOptimizer.load_state_dict = load_with_rule
 
@@ -268,7 +252,10 @@ def scale_grows_before_the_update(engine: Any) -> bool:
 
 def grow_scale_after_the_update(engine: Any) -> None:
     """Correction: an overflow changes the scale at once, and a step without one when its update is made."""
-    optimizer = engine.optimizer
+    _grow_after_the_update(engine.optimizer)
+
+
+def _grow_after_the_update(optimizer: Any) -> None:
     step, update_scale = optimizer.step, optimizer._update_scale
 
     def update_scale_on_overflow(has_overflow: bool = False) -> None:

@@ -143,24 +143,22 @@ class Move:
         engine.global_steps, engine.skipped_steps = saved["global_steps"], saved["skipped_steps"]
         engine.global_samples = saved["global_samples"]
         if self._layout.precision == self._files.layout.precision == "fp16":
-            self._load_loss_scale(self._files.loss_scale())
-
-    def _load_loss_scale(self, saved: dict[str, Any]) -> None:
-        for own in _scalers(self._wrapper).values():
-            _take_scale(own, saved)
+            _take_scale(getattr(self._wrapper, _scaler_name(self._wrapper)), self._files.loss_scale())
 
 
-def _scalers(wrapper: Any) -> dict[str, Any]:
-    """What has the loss scale of an optimizer of DeepSpeed, by its name there; at stage 0 the scale and its rule are two objects."""
-    return {name: own for name in ("loss_scaler", "loss_scale_config", "rule") if (own := getattr(wrapper, name, None)) is not None}
+def _scaler_name(wrapper: Any) -> str:
+    """What DeepSpeed calls the loss scale of an optimizer: of stages 1 to 3, or of stage 0."""
+    return "loss_scaler" if hasattr(wrapper, "loss_scaler") else "loss_scale_config"
 
 
-def _take_scale(own: Any, saved: dict[str, Any]) -> None:
+def _is_dynamic(scaler: Any) -> bool:
+    return bool(getattr(scaler, "dynamic_loss_scale", getattr(scaler, "dynamic", False)))
+
+
+def _take_scale(scaler: Any, saved: dict[str, Any]) -> None:
     """Continue with the `LOSS_SCALE` of a checkpoint, unless the scale is fixed."""
-    if getattr(own, "dynamic", False) or getattr(own, "dynamic_loss_scale", False):
-        for key in LOSS_SCALE:
-            if hasattr(own, key) and saved.get(key) is not None:
-                setattr(own, key, saved[key])
+    if _is_dynamic(scaler):
+        vars(scaler).update({key: saved[key] for key in LOSS_SCALE if hasattr(scaler, key) and saved.get(key) is not None})
 
 
 @contextlib.contextmanager
@@ -172,19 +170,19 @@ def own_settings(engine: Any) -> Iterator[None]:
     wrapper = engine.optimizer
     groups = [{key: group[key] for key in SETTINGS if key in group} for group in wrapper.param_groups]
     own = {name: getattr(wrapper, name) for name in ("clip_grad", "dynamic_loss_scale") if hasattr(wrapper, name)}
-    rules = {name: (scaler, dict(vars(scaler))) for name, scaler in _scalers(wrapper).items()}
+    scaler = getattr(wrapper, _scaler_name(wrapper), None)  # None at stage 0 in fp32
+    rule = dict(vars(scaler)) if scaler is not None else {}
     yield
     for group, settings in zip(wrapper.param_groups, groups, strict=True):
         group.update(settings)
-    for name, (scaler, rule) in rules.items():
-        loaded = getattr(wrapper, name)
-        is_dynamic = getattr(loaded, "dynamic", False) or getattr(loaded, "dynamic_loss_scale", False)
-        saved = {key: getattr(loaded, key, None) for key in LOSS_SCALE} if is_dynamic else {}
+    if scaler is not None:
+        loaded = getattr(wrapper, _scaler_name(wrapper))
+        saved = dict(vars(loaded)) if _is_dynamic(loaded) else {}
         vars(scaler).update(rule)
-        setattr(wrapper, name, scaler)
+        setattr(wrapper, _scaler_name(wrapper), scaler)
         _take_scale(scaler, saved)
-    for name, value in own.items():
-        setattr(wrapper, name, value)
+    for setting, value in own.items():
+        setattr(wrapper, setting, value)
 
 
 def move_of(checkpoint: Path, ranks_before: int, engine: Any, ranks: int) -> Move | None:

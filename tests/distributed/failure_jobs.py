@@ -111,7 +111,7 @@ def loss_scaler_after(flags: list[str]) -> dict[str, Any]:
     with started_engines() as started:
         pretrain(flags)
         optimizer = started[0].deepspeed.optimizer
-        return dict(vars(optimizer.rule if hasattr(optimizer, "rule") else optimizer.loss_scaler))
+        return dict(vars(optimizer.loss_scaler if hasattr(optimizer, "loss_scaler") else optimizer.loss_scale_config))
 
 
 def fp16_run(flags: list[str], overflows: Sequence[int], rank: int, micro_step: int) -> dict[str, Any]:
