@@ -48,7 +48,7 @@ from launch.formats.checkpoint_files import (
 )
 from launch.formats.files import write_atomically
 from launch.formats.tensor_files import UnreadableFile, load_tensors
-from launch.training.distributed import Collectives
+from launch.training.distributed import Collectives, thread_group
 from launch.training.folder import free_bytes
 from launch.training.move import move_of, own_settings
 from launch.training.snapshot import Snapshots
@@ -100,7 +100,7 @@ class Checkpoints:
         self._verified: set[Path] = set()  # by this process, which loaded, wrote or checked them
         self._passed_over: list[Path] = []  # by the resume, until the next checkpoint is complete
         self._failed = False
-        self._gather_in_thread = collectives.thread_gather()
+        self._thread_group = thread_group()
         self._thread = ThreadPoolExecutor(1, "checkpoint", initializer=collectives.enter_thread)
         self._in_flight: Future[None] | None = None
         self._store = store
@@ -155,7 +155,7 @@ class Checkpoints:
         entries = None
         with self._reporting_failure(f"{final}: could not be written"):
             entries = {str(path.relative_to(temporary)): entry for path, entry in self._snapshots.write_copies().items()}
-        of_ranks = self._gather_in_thread(entries)
+        of_ranks = self.collectives.gather(entries, self._thread_group)
         failed = None in of_ranks
         if self.collectives.rank == 0:
             if not failed:
@@ -163,7 +163,7 @@ class Checkpoints:
                     self._complete(temporary, final, state, {name: entry for of_rank in of_ranks for name, entry in of_rank.items()})
             if failed or self._failed:
                 shutil.rmtree(temporary, ignore_errors=True)
-        if any(self._gather_in_thread(failed or self._failed)):
+        if any(self.collectives.gather(failed or self._failed, self._thread_group)):
             self._failed = True
             self._on_failure()
 
@@ -227,7 +227,7 @@ class Checkpoints:
         if self._uploads:
             self._uploads.finish(stopped)
         if self._store:
-            self._gather_in_thread(None)
+            self.collectives.gather(None, self._thread_group)
 
     # --- reading --------------------------------------------------------------------------------------------------------------------
 
@@ -327,7 +327,7 @@ class Checkpoints:
             except (StoreError, OSError) as reason:
                 failed = f"{checkpoint.name} could not be downloaded: {reason}; --resume tries again"
             shutil.rmtree(checkpoint.with_name(f"{TEMPORARY}{checkpoint.name}"), ignore_errors=True)
-        damaged, failed = self._gather_in_thread((damaged, failed))[0]  # the ranks of this group may wait long
+        damaged, failed = self.collectives.gather((damaged, failed), self._thread_group)[0]  # the ranks of this group may wait long
         if failed:
             raise DownloadFailed(failed)
         if damaged:

@@ -206,7 +206,6 @@ class Collectives:
     def __init__(self, device: torch.device):
         self.device = device
         self.rank, self.world_size = comm.get_rank(), comm.get_world_size()
-        self.local_rank = int(os.environ["LOCAL_RANK"])
         self.bytes_sent = 0.0
         _count_collectives(comm.comm.cdb, self)
 
@@ -254,22 +253,11 @@ class Collectives:
         values[self.rank] = value
         return self.all_reduce(values).tolist()
 
-    def gather(self, value: Any) -> list[Any]:
-        """The `value` of every rank, of any type that pickles."""
+    def gather(self, value: Any, group: ProcessGroup | None = None) -> list[Any]:
+        """The `value` of every rank, of any type that pickles. A thread beside the training loop uses a `group` of its own."""
         values: list[Any] = [None] * self.world_size
-        comm.all_gather_object(values, value)
+        torch.distributed.all_gather_object(values, value, group=group)
         return values
-
-    def thread_gather(self) -> Callable[[Any], list[Any]]:
-        """Return a `gather` for a thread beside the training loop, with a process group of its own. All ranks call this together."""
-        group = _thread_group()
-
-        def gather(value: Any) -> list[Any]:
-            values: list[Any] = [None] * self.world_size
-            torch.distributed.all_gather_object(values, value, group=group)
-            return values
-
-        return gather
 
     def any(self, flag: bool) -> bool:
         """Whether `flag` is true on any rank."""
@@ -277,7 +265,8 @@ class Collectives:
 
 
 @functools.cache
-def _thread_group() -> Any:
+def thread_group() -> ProcessGroup:
+    """The process group of the threads that write checkpoints. All ranks call this together."""
     # Ranks may wait long for the one that writes most.
     return torch.distributed.new_group(backend="gloo", timeout=timedelta(days=1))
 

@@ -44,6 +44,7 @@ class TrainingEngine:
         deepspeed: DeepSpeed's engine.
         corrections: the names of the applied corrections of DeepSpeed.
         loss_scale: the loss scale of the last backward pass.
+        step_loss: the mean loss of the step's micro-batches so far, on this rank.
         enter: called with the place of the step that begins, e.g. "forward pass" (`launch/training/heartbeat.py`).
     """
 
@@ -54,9 +55,9 @@ class TrainingEngine:
     collectives: Collectives
     techniques: Technique
     loss_scale: float = 1.0
+    step_loss: torch.Tensor | float = 0.0
     enter: Callable[[str], None] = lambda place: None
     _micro_step: int = 0
-    _loss: torch.Tensor | float = 0.0
 
     @property
     def notes(self) -> list[str]:
@@ -82,14 +83,14 @@ class TrainingEngine:
 
         A technique may plan a step with another number of micro-batches than DeepSpeed's JSON has.
 
-        Returns the mean loss of the step's micro-batches so far, on this rank.
+        Returns `step_loss`.
 
         Raises:
             TrainingFailed: the gradients overflow in fp16 at the minimum loss scale or at a fixed one, or are not finite in bf16 or fp32.
                 It is raised on all ranks, and the weights are not changed.
         """
         configured = self.config.gradient_accumulation_steps
-        self._loss = loss.detach() / accumulation + (self._loss if self._micro_step else 0.0)
+        self.step_loss = loss.detach() / accumulation + (self.step_loss if self._micro_step else 0.0)
         self._micro_step = (self._micro_step + 1) % accumulation
         self.enter("backward pass")
         self.deepspeed.set_gradient_accumulation_boundary(self._micro_step == 0)
@@ -111,7 +112,7 @@ class TrainingEngine:
                 raise
             self.deepspeed.global_steps, self.deepspeed.skipped_steps = counters  # a checkpoint is then one of the step before
             self._fail(counters[0] + 1)
-        return self._loss
+        return self.step_loss
 
     def forget_trace(self) -> None:
         """Call after each evaluated batch before the first step.
@@ -139,7 +140,7 @@ class TrainingEngine:
 
     def _fail(self, step: int) -> NoReturn:
         """Raise TrainingFailed with what is not finite, on which ranks, and what to change. All ranks call this together."""
-        losses = self.collectives.of_each(self._loss)
+        losses = self.collectives.of_each(self.step_loss)
         bad = [f"{loss:g} on rank {rank}" for rank, loss in enumerate(losses) if not math.isfinite(loss)]
         if bad:
             what = f"the loss is {', '.join(bad[:4])}" + (f" and {len(bad) - 4} more" if len(bad) > 4 else "")
@@ -164,11 +165,6 @@ class TrainingEngine:
             # reach its end. Here step k uses iteration k, at which a linear warm-up of w steps has k / w of the peak.
             self.deepspeed.lr_scheduler.step(self.deepspeed.global_steps + 1)
         return float(self.deepspeed.optimizer.param_groups[0]["lr"])
-
-    @property
-    def step_loss(self) -> torch.Tensor | float:
-        """The mean loss of the step's micro-batches so far, on this rank."""
-        return self._loss
 
     def step_metrics(self) -> dict[str, float | None]:
         """The step's gradient norm before clipping and its loss scale, and the updates skipped so far."""

@@ -34,28 +34,27 @@ class Evaluation:
 
     def loss(self, engine: TrainingEngine, step: int) -> float:
         """Mean cross-entropy in nats per token. Its traffic is not counted."""
-
-        def observe(batch: int, has_rows: bool) -> int:
-            if has_rows:
-                self.observer.after_evaluated_batch()
-            return 0
-
         with self.observer.evaluation(step):
-            return self._mean(engine, self.windows, observe)[0]
+            return self._mean(engine, self.windows, after_batch=self.observer.after_evaluated_batch)[0]
 
     def loss_of_whole_split(self, engine: TrainingEngine, agree_to_stop: Callable[[], int]) -> tuple[float, int]:
         """As `loss`, of the whole split, which no observer watches; and the signal that has stopped it, 0 for none.
 
         agree_to_stop: returns the signal for which all ranks stop; all call it together, every `BATCHES_BETWEEN_SIGNALS` batches.
         """
-        return self._mean(engine, self.all_windows, lambda batch, _: 0 if batch % BATCHES_BETWEEN_SIGNALS else agree_to_stop())
+        return self._mean(engine, self.all_windows, agree_to_stop=agree_to_stop)
 
     @torch.no_grad()
-    def _mean(self, engine: TrainingEngine, windows: int, after_batch: Callable[[int, bool], int]) -> tuple[float, int]:
-        """The mean over `windows` windows, and what `after_batch` has stopped it with, 0 for nothing; the mean is then NaN.
+    def _mean(
+        self,
+        engine: TrainingEngine,
+        windows: int,
+        after_batch: Callable[[], None] = lambda: None,
+        agree_to_stop: Callable[[], int] = lambda: 0,
+    ) -> tuple[float, int]:
+        """The mean over `windows` windows, and the signal that has stopped it, 0 for none; the mean is then NaN.
 
-        All ranks have the same number of batches, of which the last may have no rows on a rank. `after_batch` gets the number of the batch,
-        from 1, and whether it has rows.
+        All ranks have the same number of batches. The last may have no rows on a rank, which does not call `after_batch` then.
         """
         engine.deepspeed.eval()
         total = torch.zeros(2, dtype=torch.float64, device=self.collectives.device)  # sum over windows, windows
@@ -64,7 +63,8 @@ class Evaluation:
                 loss = engine.loss(tokens)
                 if weight:
                     total += torch.stack([loss.double() * weight, torch.full_like(total[0], weight)])
-                if stopped := after_batch(number, weight > 0):
+                    after_batch()
+                if number % BATCHES_BETWEEN_SIGNALS == 0 and (stopped := agree_to_stop()):
                     return math.nan, stopped
                 engine.forget_trace()
             self.collectives.all_reduce(total)
