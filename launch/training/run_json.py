@@ -62,7 +62,7 @@ def resume_description(run: Path, description: dict[str, Any]) -> tuple[dict[str
     if complete_checkpoints(run / "checkpoints"):
         first_start += INITIAL_WEIGHTS
     resume = {key: description.get(key) for key in ("created", "command", "interleaved", "commit")} | {"changes": changes}
-    kept = {key: before.get(key) for key in first_start}
+    kept = {key: before.get(key) for key in (*first_start, "finished")}
     return {**description, **kept, "resumes": [*before.get("resumes", []), resume]}, changes
 
 

@@ -120,6 +120,9 @@ def test_the_whole_split_is_evaluated_after_the_last_step(one_rank, two_ranks, c
         resumed = pretrain(pool, corpus, tmp_path, "zero3_fp32", "--run_name", name, *more, "--whole_eval", "--resume")
         assert resumed == plain
         assert whole_loss(name) == pytest.approx(reference[-1]["val_loss"], abs=1e-5)
+        evaluated = whole_loss(name)
+        pretrain(pool, corpus, tmp_path, "zero3_fp32", "--run_name", name, *more, "--resume")  # without it: no step is made
+        assert whole_loss(name) == evaluated
         lines = pretrain(pool, corpus, tmp_path, "zero3_fp32", "--run_name", f"{name}-at-once", *more, "--whole_eval")
         assert [line.get("loss") for line in lines] == [line.get("loss") for line in plain]
         assert lines[-1].get("val_loss") == plain[-1].get("val_loss") and whole_loss(f"{name}-at-once") == whole_loss(name)
