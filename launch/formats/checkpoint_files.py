@@ -11,6 +11,7 @@ files, not forged ones; a forged file cannot run code either, since `launch/form
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import stat
@@ -59,6 +60,13 @@ def complete_checkpoints(folder: Path) -> list[Path]:
     """The paths in `folder` with the name of a checkpoint, by step. A run gives such a name to complete checkpoints only."""
     found = (path for path in folder.glob("step-*") if is_checkpoint_name(path.name))
     return sorted(found, key=lambda path: checkpoint_step(path.name))
+
+
+def outdated(losses: dict[str, float | None], keep: int) -> list[str]:
+    """The checkpoints to remove: all but the newest `keep` and the best. `losses` has their validation losses by name, oldest first."""
+    finite = {name: loss for name, loss in losses.items() if loss is not None and math.isfinite(loss)}
+    best = min(finite, key=finite.__getitem__, default=None)
+    return [name for name in list(losses)[:-keep] if name != best]
 
 
 def what_resume_does(folder: Path) -> str:

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import math
 import os
 import shutil
 import sys
@@ -41,6 +40,7 @@ from launch.formats.checkpoint_files import (
     file_entry,
     is_checkpoint_name,
     newest_good,
+    outdated,
     read_state,
     state_text,
     verify,
@@ -97,7 +97,6 @@ class Checkpoints:
         self._snapshots = Snapshots(engine, collectives, log)
         self._on_failure, self._log, self._run_id = on_failure, log, run_id
         self.current: Path | None = None
-        self._verified: set[Path] = set()  # by this process, which loaded, wrote or checked them
         self._passed_over: list[Path] = []  # by the resume, until the next checkpoint is complete
         self._failed = False
         self._thread_group = thread_group()
@@ -182,7 +181,6 @@ class Checkpoints:
                 _set_aside(path)
         self._passed_over.clear()
         os.rename(temporary, final)
-        self._verified.add(final)
         fsync(self.folder)
         if self._uploads:
             self._uploads.submit(final)
@@ -193,23 +191,15 @@ class Checkpoints:
 
     def _prune(self) -> None:
         """Remove this run's checkpoints except the newest `keep` and the best."""
-        own: dict[Path, float | None] = {}
+        own: dict[str, float | None] = {}
         for path in complete_checkpoints(self.folder):
             with contextlib.suppress(DamagedCheckpoint):
                 state = read_state(path)
                 if state["run_id"] == self._run_id and not path.is_symlink():
-                    own[path] = state["val_loss"]
-        losses = {path: loss for path, loss in own.items() if loss is not None and math.isfinite(loss)}
-        while (best := min(losses, key=losses.__getitem__, default=None)) and best not in self._verified and len(own) > self.keep:
-            try:  # written before this process started: a damaged one must not be kept in place of a good one
-                verify(best, self._run_id)
-                self._verified.add(best)
-            except DamagedCheckpoint as reason:
-                self._log(f"warning: the best checkpoint is damaged and is not counted: {reason}")
-                del own[best], losses[best]
-        for path in list(own)[: -self.keep]:
-            if path != best and not (self._uploads and self._uploads.uses(path)):
-                _remove(path)
+                    own[path.name] = state["val_loss"]
+        for name in outdated(own, self.keep):
+            if not (self._uploads and self._uploads.uses(self.folder / name)):
+                _remove(self.folder / name)
 
     def _finish(self) -> None:
         """Wait for the write in flight. Exits if it failed on any rank."""
@@ -290,7 +280,6 @@ class Checkpoints:
             if not other_ranks and self._technique_file() in state["files"]:
                 self.technique.load_state_dict(load_tensors(newest / self._technique_file()))
         self.current = newest
-        self._verified.add(newest)
         return state
 
     def _list_store(self) -> tuple[list[Path], str]:
