@@ -17,7 +17,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-import math
 import shutil
 import threading
 import time
@@ -34,6 +33,7 @@ from launch.formats.checkpoint_files import (
     checkpoint_step,
     complete_checkpoints,
     is_checkpoint_name,
+    outdated,
     read_state,
     verify,
 )
@@ -165,17 +165,11 @@ class CheckpointStore:
         try:
             for name in read_state(folder)["files"]:
                 (folder / name).parent.mkdir(parents=True, exist_ok=True)
-                with self._connected() as (files, root):
-                    try:
-                        files.get_file(f"{root}/{checkpoint.name}/{name}", str(folder / name))
-                    except FileNotFoundError:
-                        raise DamagedCheckpoint(f"{folder / name}: is missing") from None
+                with self._connected() as (files, root), contextlib.suppress(FileNotFoundError):  # `verify` misses it
+                    files.get_file(f"{root}/{checkpoint.name}/{name}", str(folder / name))
             verify(folder, run_id)
-        except (DamagedCheckpoint, StoreError) as fault:
-            damaged = fault if isinstance(fault, DamagedCheckpoint) else fault.__cause__
-            if not isinstance(damaged, DamagedCheckpoint):
-                raise
-            raise DamagedCheckpoint(str(damaged).replace(str(folder.parent), self.url)) from None
+        except DamagedCheckpoint as damage:
+            raise DamagedCheckpoint(str(damage).replace(str(folder.parent), self.url)) from None
         return folder
 
 
@@ -278,7 +272,6 @@ class Uploads:
         self._ending = self._given_up = False
         self._moved_at = 0.0
         self._changed = threading.Condition()
-        self._states: dict[str, dict[str, Any]] = {}  # of complete checkpoints of this run in the store, by name
         self._thread = threading.Thread(target=self._work, name="uploads", daemon=True)  # never keeps the process alive
 
     def start(self, loaded: Path | None = None) -> None:
@@ -374,18 +367,11 @@ class Uploads:
 
         Of an incomplete one, which does not say whose it is, the files that have the names of the newest one's are removed.
         """
-        listed = list(read_state(newest)["files"])
         names = [name for name in self.store.checkpoints() if checkpoint_step(name) <= checkpoint_step(newest.name)]
+        states = {name: self.store.state(name) for name in names}
+        own = {name: state for name, state in states.items() if state and state.get("run_id") == self.run_id}
         for name in names:
-            if name == newest.name or name not in self._states:
-                self._states.pop(name, None)
-                if state := self.store.state(name):
-                    self._states[name] = state
-        own = [name for name in names if self._states.get(name, {}).get("run_id") == self.run_id]
-        losses = {name: loss for name in own if (loss := self._states[name].get("val_loss")) is not None and math.isfinite(loss)}
-        best = min(losses, key=losses.__getitem__, default=None)
-        for name in names:
-            if name not in self._states:
-                self.store.remove(name, listed)
-            elif name in own[: -self.keep] and name != best:
-                self.store.remove(name, list(self._states.pop(name)["files"]))
+            if states[name] is None:
+                self.store.remove(name, list(read_state(newest)["files"]))
+        for name in outdated({name: state["val_loss"] for name, state in own.items()}, self.keep):
+            self.store.remove(name, list(own[name]["files"]))
