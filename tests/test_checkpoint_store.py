@@ -127,13 +127,7 @@ def test_a_damaged_object_is_found(store, damage, tmp_path):
 
 def test_the_newest_and_the_best_are_kept_and_what_others_put_there(store, tmp_path):
     run = make_run(tmp_path / "runs", steps=(2, 4, 6, 8), losses=(3.0, 2.0, 2.5, 2.6))
-    others = [
-        "notes.txt",
-        f"{checkpoint_name(1)}/state.json",
-        f"{checkpoint_name(3)}/mine.txt",
-        "step-best/x",
-        f"{checkpoint_name(2)}/note",
-    ]
+    others = ["notes.txt", f"{checkpoint_name(1)}/state.json", "step-best/x"]
     store.write("run.json", b"{}")
     with store._connected() as (files, root):
         for name in others:

@@ -137,16 +137,12 @@ class CheckpointStore:
         except ValueError:
             return None
 
-    def remove(self, name: str, listed: list[str]) -> None:
-        """Remove the files `listed` of a checkpoint and its `state.json`, which goes first. Other objects stay."""
+    def remove(self, name: str) -> None:
+        """Remove a checkpoint, its `state.json` first."""
         with self._connected() as (files, root):
-            for file in (STATE_FILE, *listed):
-                with contextlib.suppress(FileNotFoundError):
-                    files.rm_file(f"{root}/{name}/{file}")
-            if self.url.startswith("file://"):  # an object store has no folders
-                for folder in [*sorted({Path(root, name, file).parent for file in listed}, reverse=True), Path(root, name)]:
-                    with contextlib.suppress(OSError):
-                        folder.rmdir()
+            with contextlib.suppress(FileNotFoundError):
+                files.rm_file(f"{root}/{name}/{STATE_FILE}")
+            files.rm(f"{root}/{name}", recursive=True)
 
     def download(self, checkpoint: Path, run_id: str | None) -> Path:
         """Download the checkpoint that belongs at the path `checkpoint`, and verify it. Returns where it is.
@@ -363,15 +359,9 @@ class Uploads:
         self._moved_at = time.monotonic()
 
     def _prune(self, newest: Path) -> None:
-        """Remove this run's checkpoints except the newest `keep`, the best, and what is newer than `newest`.
-
-        Of an incomplete one, which does not say whose it is, the files that have the names of the newest one's are removed.
-        """
+        """Remove this run's checkpoints except the newest `keep`, the best, and what is newer than `newest`; and incomplete ones."""
         names = [name for name in self.store.checkpoints() if checkpoint_step(name) <= checkpoint_step(newest.name)]
         states = {name: self.store.state(name) for name in names}
-        own = {name: state for name, state in states.items() if state and state.get("run_id") == self.run_id}
-        for name in names:
-            if states[name] is None:
-                self.store.remove(name, list(read_state(newest)["files"]))
-        for name in outdated({name: state["val_loss"] for name, state in own.items()}, self.keep):
-            self.store.remove(name, list(own[name]["files"]))
+        own = {name: state["val_loss"] for name, state in states.items() if state and state.get("run_id") == self.run_id}
+        for name in (*(name for name, state in states.items() if state is None), *outdated(own, self.keep)):
+            self.store.remove(name)
