@@ -12,6 +12,7 @@ from launch.errors import UsageError
 from launch.formats.hf_folder import HFFolder
 from launch.training.distributed import Collectives
 from model.gpt import GPT
+from recipes.masters import master_weights
 
 
 def fill_model(model: GPT, folder: HFFolder, zero_stage: int, collectives: Collectives) -> None:
@@ -44,19 +45,14 @@ def fill_masters(engine: Any, folder: HFFolder, collectives: Collectives) -> Non
     DeepSpeed copies them from the model's weights after rounding those, which keeps 8 of 24 bits. With this, an export after zero steps
     writes the values that were read.
     """
-    wrapper, model = engine.optimizer, engine.module
-    masters = {}
-    if hasattr(wrapper, "fp32_groups"):  # stage 0
-        halves = [parameter for group in wrapper.fp16_groups for parameter in group]
-        fulls = [parameter for group in wrapper.fp32_groups for parameter in group]
-        masters = {id(half): full for half, full in zip(halves, fulls, strict=True)}
-    for name, parameter in model.named_parameters():
-        shape = getattr(parameter, "ds_shape", parameter.shape)
-        weight = torch.empty(shape, dtype=torch.float32)
+    if engine.zero_optimization_stage() == 0:
+        for master in master_weights(engine):
+            folder.read_into(master.fragments[0].name, master.tensor.data)
+        return
+    for name, parameter in engine.module.named_parameters():
+        weight = torch.empty(getattr(parameter, "ds_shape", parameter.shape), dtype=torch.float32)
         folder.read_into(name, weight)
-        if id(parameter) in masters:
-            masters[id(parameter)].data.copy_(weight)
-        elif hasattr(parameter, "ds_id"):  # stage 3: a part of each parameter on each rank, the last one padded
+        if hasattr(parameter, "ds_id"):  # stage 3: a part of each parameter on each rank, the last one padded
             each = -(-weight.numel() // collectives.world_size)
             part = torch.zeros(each)
             mine = weight.view(-1)[collectives.rank * each :][:each]
