@@ -67,10 +67,8 @@ def start_branch(config: RunConfig, run: Path, description: dict[str, Any]) -> N
         begun = {**before, "run_id": run_id, "branch_from": str(checkpoint), "finished": None}
         write_atomically(temporary / "run.json", json.dumps(begun, indent=2) + "\n")
         os.rename(temporary, run)
-    except shutil.Error as reasons:  # of several files
-        raise UsageError(*(f"{file}: --branch_from could not make the run ({reason})" for file, _, reason in reasons.args[0])) from None
     except OSError as reason:
-        raise UsageError(f"{reason.filename or run}: --branch_from could not make the run ({reason.strerror})") from None
+        raise UsageError(f"{run}: --branch_from could not make it ({reason})") from None
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 

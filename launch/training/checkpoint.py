@@ -28,6 +28,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
+from data_pipeline.errors import one_line
 from data_pipeline.staging import fsync
 from launch.errors import DownloadFailed, UsageError
 from launch.formats.checkpoint_files import (
@@ -343,9 +344,8 @@ class Checkpoints:
         try:
             yield
         except Exception as reason:
-            text = " ".join(str(reason).split())[:200]
             free = free_bytes(self.folder) // 2**20  # torch does not say that a disk is full
-            line = f"error: {failure} by rank {self.collectives.rank} ({type(reason).__name__}: {text}); {free} MiB are free"
+            line = f"error: {failure} by rank {self.collectives.rank} ({type(reason).__name__}: {one_line(reason)}); {free} MiB are free"
             print(f"{line}; {fix or what_resume_does(self.folder)}", file=sys.stderr, flush=True)
             self._failed = True
 

@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from data_pipeline.errors import one_line
 from launch.errors import UsageError, print_once
 from launch.formats.files import write_atomically
 
@@ -97,7 +98,7 @@ class Monitors:
                 _start_wandb_service()
                 self._wandb = wandb.init(**arguments)
             except (wandb.errors.Error, OSError) as reason:
-                why = f"wandb: {_short(reason)}"
+                why = f"wandb: {one_line(reason)}"
                 if not has_rows:
                     raise UsageError(f"{why}; log in, or set WANDB_MODE=offline") from None
                 print_once(f"warning: {why}; its rows stay in {run / 'wandb'}, and `wandb sync` sends them", sys.stderr)
@@ -141,12 +142,8 @@ class Monitors:
         try:
             yield
         except Exception as reason:
-            print_once(f"warning: {name}: {type(reason).__name__}: {_short(reason)}; the run continues without it", sys.stderr)
+            print_once(f"warning: {name}: {type(reason).__name__}: {one_line(reason)}; the run continues without it", sys.stderr)
             setattr(self, f"_{name}", None)
-
-
-def _short(reason: Exception) -> str:
-    return " ".join(str(reason).split())[:200]
 
 
 def events(line: dict[str, Any]) -> Iterator[tuple[str, float, int]]:

@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from data_pipeline.errors import one_line
 from launch.config.flags import MUST
 from launch.config.run_config import RunConfig
 from launch.errors import UsageError
@@ -84,8 +85,7 @@ class CheckpointStore:
                 self._connection = fsspec.core.url_to_fs(self.url, **options)
             yield self._connection
         except Exception as reason:  # each backend has errors of its own
-            text = " ".join(str(reason).split())[:200]
-            raise StoreError(f"{self.url}: {type(reason).__name__}: {text}") from reason
+            raise StoreError(f"{self.url}: {type(reason).__name__}: {one_line(reason)}") from reason
 
     def checkpoints(self) -> list[str]:
         """The names of the run's checkpoints, complete ones and others, oldest first."""
@@ -333,7 +333,7 @@ class Uploads:
             return True
         except Exception as reason:
             with contextlib.suppress(BaseException):  # of a full disk, on which training ends by itself
-                self._say(f"warning: {name} was not uploaded, training continues: {' '.join(str(reason).split())}")
+                self._say(f"warning: {name} was not uploaded, training continues: {one_line(reason, 400)}")
             return False
 
     def _upload_run_files(self) -> None:
