@@ -41,28 +41,18 @@ def _widen_products() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # torch warns that a kernel is replaced
         for name in PRODUCTS:
-            for overload, widened in ((f"{name}.out", _widened_into), (name, _widened)):
-                _LIBRARY.impl(overload, widened(name, slow), "CPU", with_keyset=True)
+            widened = _widened(name, slow)
+            for overload in (name, f"{name}.out"):
+                _LIBRARY.impl(overload, widened, "CPU", with_keyset=True)
 
 
 def _widened(name: str, slow: set[torch.dtype]) -> Any:
-    kernel = torch.library.get_kernel(f"aten::{name}", "CPU")
-
-    def product(keys: torch.DispatchKeySet, *operands: Any, **scales: float) -> torch.Tensor:
-        if operands[0].dtype not in slow:
-            return kernel.call_boxed(keys, *operands, **scales)
-        return kernel.call_boxed(keys, *(operand.float() for operand in operands), **scales).to(operands[0].dtype)
-
-    return product
-
-
-def _widened_into(name: str, slow: set[torch.dtype]) -> Any:
     kernel, kernel_into = (torch.library.get_kernel(f"aten::{overload}", "CPU") for overload in (name, f"{name}.out"))
 
-    def product(keys: torch.DispatchKeySet, *operands: Any, out: torch.Tensor, **scales: float) -> torch.Tensor:
+    def product(keys: torch.DispatchKeySet, *operands: Any, out: torch.Tensor | None = None, **scales: float) -> torch.Tensor:
         if operands[0].dtype not in slow:
-            return kernel_into.call_boxed(keys, *operands, **scales, out=out)
-        wide = kernel.call_boxed(keys, *(operand.float() for operand in operands), **scales)
-        return out.resize_(wide.shape).copy_(wide)
+            return kernel.call_boxed(keys, *operands, **scales) if out is None else kernel_into.call_boxed(keys, *operands, **scales, out=out)
+        wide: torch.Tensor = kernel.call_boxed(keys, *(operand.float() for operand in operands), **scales)
+        return wide.to(operands[0].dtype) if out is None else out.resize_(wide.shape).copy_(wide)
 
     return product
