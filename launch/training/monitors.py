@@ -55,8 +55,8 @@ class Monitors:
 
     A row has the number of its step. CSV files are made again from the lines that a resume keeps. wandb and comet continue the run with the
     same id; they cannot remove rows, so steps that are trained again have two, of which the later one holds. If one of the two fails, the
-    run continues without it, because `metrics.jsonl` has every line. If wandb was reached in an earlier start and cannot be now, its rows
-    stay in the run's folder.
+    run continues without it, because `metrics.jsonl` has every line. If wandb cannot be reached at the start, its rows stay in the run's
+    folder.
 
     Args:
         engine: the engine's JSON.
@@ -64,9 +64,6 @@ class Monitors:
         run_id: the id in `run.json`.
         kept: the lines of `metrics.jsonl` that stay.
         cut: the lines that the resume has cut off.
-
-    Raises:
-        UsageError: wandb cannot start the run for the first time, for example without a key.
     """
 
     def __init__(self, engine: dict[str, Any], run: Path, run_id: str | None, kept: list[dict[str, Any]], cut: list[dict[str, Any]]):
@@ -93,15 +90,13 @@ class Monitors:
                 "reinit": "create_new",
                 "settings": wandb.Settings(console="off"),  # log.txt has what the run prints
             }
-            has_rows = (run / "wandb").is_dir()  # of an earlier start
             try:
                 _start_wandb_service()
                 self._wandb = wandb.init(**arguments)
             except (wandb.errors.Error, OSError) as reason:
-                why = f"wandb: {one_line(reason)}"
-                if not has_rows:
-                    raise UsageError(f"{why}; log in, or set WANDB_MODE=offline") from None
-                print_once(f"warning: {why}; its rows stay in {run / 'wandb'}, and `wandb sync` sends them", sys.stderr)
+                print_once(
+                    f"warning: wandb: {one_line(reason)}; its rows stay in {run / 'wandb'}, and `wandb sync` sends them", sys.stderr
+                )
                 with self._continuing_without("wandb"):
                     self._wandb = wandb.init(**arguments, mode="offline")
             with self._continuing_without("wandb"):

@@ -176,16 +176,12 @@ class FakeWandb:
     def finish(self) -> None: ...
 
 
-def test_a_run_continues_if_wandb_fails_and_is_refused_only_at_its_start(monkeypatch, tmp_path, capsys):
+def test_a_run_continues_if_wandb_fails(monkeypatch, tmp_path, capsys):
     fake = FakeWandb()
     monkeypatch.setitem(sys.modules, "wandb", fake)
     monkeypatch.setattr("launch.training.monitors._start_wandb_service", lambda: None)
-    on = {"wandb": {"enabled": True}}
-    with pytest.raises(UsageError, match="wandb: no answer"):
-        Monitors(on, tmp_path, "id", [], [])
-    (tmp_path / "wandb").mkdir()  # of an earlier start
-    monitors = Monitors(on, tmp_path, "id", [{"step": 1}], [])
-    assert fake.modes == [None, None, "offline"] and "`wandb sync`" in capsys.readouterr().err
+    monitors = Monitors({"wandb": {"enabled": True}}, tmp_path, "id", [{"step": 1}], [])
+    assert fake.modes == [None, "offline"] and "`wandb sync`" in capsys.readouterr().err
     for step in (2, 3):
         monitors.write({"step": step, "loss": 5.0})
     assert capsys.readouterr().err.count("wandb: ConnectionResetError: Connection lost; the run continues without it") == 1
