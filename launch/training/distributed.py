@@ -14,7 +14,6 @@ import importlib
 import io
 import os
 import shutil
-import socket
 import sys
 import time
 import uuid
@@ -57,7 +56,7 @@ def start_ranks() -> Collectives:
             "WORLD_SIZE": "1",
             "LOCAL_WORLD_SIZE": "1",
             "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(_free_port()),
+            "MASTER_PORT": "0",  # a free one
         }
     # Ranks are not bound to cores: on two cores it made no step faster, and a bound rank cannot leave a core that another job uses. On a
     # host of several sockets `deepspeed --bind_cores_to_rank` binds them, together with the memory of the socket.
@@ -69,7 +68,9 @@ def start_ranks() -> Collectives:
     if device.type != "cpu":
         get_accelerator().set_device(device.index)
     if not comm.is_initialized():
-        without_shared_memory_extension()
+        # Only tensor-parallel inference uses this extension for CPU ranks. It takes half a minute to build, and every start leaves 66 MB per
+        # rank in /dev/shm: a few hundred starts fill the memory of a machine.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             torch.distributed.init_process_group(
                 get_accelerator().communication_backend_name(),
@@ -134,21 +135,6 @@ def stager(device: torch.device) -> Any:
     """torch's stager: `stager.stage(state)` copies tensors into host memory, which it uses again for the next copy of the same tensors."""
     pinned = device.type == "cuda"
     return DefaultStager(StagingOptions(pinned, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=pinned))
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-def without_shared_memory_extension() -> None:
-    """Prevent DeepSpeed from building and starting `deepspeed_shm_comm` for CPU ranks.
-
-    Only tensor-parallel inference uses it (`inference_all_reduce`). It takes half a minute to build, and every start leaves 66 MB per rank
-    in /dev/shm: a few hundred starts fill the memory of a machine.
-    """
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
 def without_compiled_muon() -> None:
