@@ -68,8 +68,8 @@ def start_ranks() -> Collectives:
     if device.type != "cpu":
         get_accelerator().set_device(device.index)
     if not comm.is_initialized():
-        # Only tensor-parallel inference uses this extension for CPU ranks. It takes half a minute to build, and every start leaves 66 MB per
-        # rank in /dev/shm: a few hundred starts fill the memory of a machine.
+        # Only tensor-parallel inference uses this extension for CPU ranks. It takes half a minute to build, and every start leaves 66 MB
+        # per rank in /dev/shm: a few hundred starts fill the memory of a machine.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             torch.distributed.init_process_group(

@@ -51,7 +51,8 @@ def _widened(name: str, slow: set[torch.dtype]) -> Any:
 
     def product(keys: torch.DispatchKeySet, *operands: Any, out: torch.Tensor | None = None, **scales: float) -> torch.Tensor:
         if operands[0].dtype not in slow:
-            return kernel.call_boxed(keys, *operands, **scales) if out is None else kernel_into.call_boxed(keys, *operands, **scales, out=out)
+            usual, into = (kernel, {}) if out is None else (kernel_into, {"out": out})
+            return usual.call_boxed(keys, *operands, **scales, **into)
         wide: torch.Tensor = kernel.call_boxed(keys, *(operand.float() for operand in operands), **scales)
         return wide.to(operands[0].dtype) if out is None else out.resize_(wide.shape).copy_(wide)
 
