@@ -256,7 +256,7 @@ class RunFolder:
             name = signal.Signals(stopped).name
             self.log(f"stopped by {name} after step {state['step']}; the same command with --resume continues from there", always=True)
         else:
-            ended = {key: state[key] for key in ("step", "tokens", "whole_val_loss") if key in state}
+            ended: dict[str, Any] = {key: state[key] for key in ("step", "tokens", "whole_val_loss") if key in state}
             if not math.isfinite(state.get("whole_val_loss", 0.0)):
                 ended["whole_val_loss"] = None  # JSON has no NaN
             with _one_line_on_os_error(self.path):
