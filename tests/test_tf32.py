@@ -89,7 +89,7 @@ def test_mfu_is_of_the_peak_of_tf32(changes, tera, monkeypatch):
         techniques = make_techniques(config)
         device = torch.device("cuda")
 
-        def of_each(self, value: float) -> list[float]:
+        def gather(self, value: float) -> list[float]:
             return [value]
 
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "NVIDIA H200")

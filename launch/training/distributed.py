@@ -233,12 +233,6 @@ class Collectives:
         finally:
             self.bytes_sent = before
 
-    def of_each(self, value: torch.Tensor | float) -> list[float]:
-        """The `value` of every rank."""
-        values = torch.zeros(self.world_size, dtype=torch.float64, device=self.device)
-        values[self.rank] = value
-        return self.all_reduce(values).tolist()
-
     def gather(self, value: Any, group: ProcessGroup | None = None) -> list[Any]:
         """The `value` of every rank, of any type that pickles. A thread beside the training loop uses a `group` of its own."""
         values: list[Any] = [None] * self.world_size

@@ -140,7 +140,7 @@ class TrainingEngine:
 
     def _fail(self, step: int) -> NoReturn:
         """Raise TrainingFailed with what is not finite, on which ranks, and what to change. All ranks call this together."""
-        losses = self.collectives.of_each(self.step_loss)
+        losses: list[float] = self.collectives.gather(float(self.step_loss))
         bad = [f"{loss:g} on rank {rank}" for rank, loss in enumerate(losses) if not math.isfinite(loss)]
         if bad:
             what = f"the loss is {', '.join(bad[:4])}" + (f" and {len(bad) - 4} more" if len(bad) > 4 else "")

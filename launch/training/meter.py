@@ -35,7 +35,7 @@ class Meter:
         self.device_name = torch.cuda.get_device_name(collectives.device) if on_gpu else "cpu"
         self.matmul_dtype = engine.techniques.costs.matmul_dtype or engine.config.matmul_dtype
         self.peak_flops = peak_flops(self.device_name, self.matmul_dtype)
-        self.threads = [round(threads) for threads in collectives.of_each(torch.get_num_threads())]
+        self.threads: list[int] = collectives.gather(torch.get_num_threads())
 
     def seconds(self) -> float:
         """Since the start of the run, over resumes, without the time spent waiting for interleaved runs."""
