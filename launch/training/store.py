@@ -21,6 +21,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent import futures
 from pathlib import Path
 from typing import Any
 
@@ -228,23 +229,19 @@ def _run_id(content: bytes) -> Any:
 
 def within(seconds: float, url: str, ask: Callable[[], Any]) -> Any:
     """What `ask` returns. Raises StoreError, also if it takes longer than `seconds`."""
-    answer: list[Any] = []
+    answer: futures.Future[Any] = futures.Future()
 
     def run() -> None:
         try:
-            answer.append((ask(), None))
+            answer.set_result(ask())
         except Exception as reason:
-            answer.append((None, reason))
+            answer.set_exception(reason)
 
-    thread = threading.Thread(target=run, name="store", daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if not answer:
-        raise StoreError(f"{url}: has not answered for {seconds:.0f} s")
-    value, reason = answer[0]
-    if reason is not None:
-        raise reason
-    return value
+    threading.Thread(target=run, name="store", daemon=True).start()  # never keeps the process alive, as an executor's thread would
+    try:
+        return answer.result(seconds)
+    except futures.TimeoutError:
+        raise StoreError(f"{url}: has not answered for {seconds:.0f} s") from None
 
 
 class Uploads:
