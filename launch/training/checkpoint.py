@@ -302,7 +302,7 @@ class Checkpoints:
                 if not is_stored:
                     raise
                 self._log(f"warning: {damage}; trying the store")
-        damaged, failed = "", ""
+        fault: DamagedCheckpoint | DownloadFailed | None = None
         if self._uploads:
             self._log(f"downloading {self._uploads.store.url}/{checkpoint.name}")
             try:
@@ -312,16 +312,13 @@ class Checkpoints:
                 if os.path.lexists(checkpoint):
                     _set_aside(checkpoint)
                 os.rename(downloaded, checkpoint)
-            except DamagedCheckpoint as reason:
-                damaged = str(reason)
+            except DamagedCheckpoint as damage:
+                fault = damage
             except (StoreError, OSError) as reason:
-                failed = f"{checkpoint.name} could not be downloaded: {reason}; --resume tries again"
+                fault = DownloadFailed(f"{checkpoint.name} could not be downloaded: {reason}; --resume tries again")
             shutil.rmtree(checkpoint.with_name(f"{TEMPORARY}{checkpoint.name}"), ignore_errors=True)
-        damaged, failed = self.collectives.gather((damaged, failed), self._thread_group)[0]  # the ranks of this group may wait long
-        if failed:
-            raise DownloadFailed(failed)
-        if damaged:
-            raise DamagedCheckpoint(damaged)
+        if fault := self.collectives.gather(fault, self._thread_group)[0]:  # the ranks of this group may wait long
+            raise fault
         self._check(checkpoint)
 
     def _check(self, checkpoint: Path) -> None:
