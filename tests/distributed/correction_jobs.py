@@ -108,20 +108,9 @@ def fp16_update(corpus: str, stage: int, clipping: float, without: str | None = 
     """Size of one plain SGD update in fp16 at a static loss scale of 1,024, and the gradient norm that was reported."""
     with engine_as_shipped():
         # SGD, unlike Adam, does not hide a wrong factor in the gradient.
-        engine = start(
-            corpus,
-            stage,
-            "fp16",
-            "--set",
-            'optimizer={"type": "SGD", "params": {"lr": 1.0}}',
-            "--set",
-            "fp16.loss_scale=1024",
-            "--set",
-            f"gradient_clipping={clipping}",
-            "--set",
-            "zero_allow_untested_optimizer=true",
-            without=without,
-        )
+        changes = ['optimizer={"type": "SGD", "params": {"lr": 1.0}}', "fp16.loss_scale=1024", f"gradient_clipping={clipping}"]
+        changes += ["zero_allow_untested_optimizer=true"]
+        engine = start(corpus, stage, "fp16", *(word for change in changes for word in ("--set", change)), without=without)
         before = [p.detach().float().clone() for p in engine.deepspeed.module.parameters()]
         engine.deepspeed.optimizer.param_groups[0]["lr"] = 1.0
         engine.backward_and_step(engine.loss(one_batch(engine)), 1)

@@ -27,20 +27,7 @@ SCHEDULE = 'scheduler={"type":"WarmupStableDecayTokens","params":{"decay_fractio
 def train(two_ranks, corpus, tmp_path) -> Callable[..., list[dict[str, Any]]]:
     def train(name: str, *more: str, config: str = "zero1_fp32", schedule: str = SCHEDULE) -> list[dict[str, Any]]:
         flags = ["--deepspeed_config", f"ds_configs/{config}.json", *TINY, "--data", str(corpus), "--lr", "5e-3", "--warmup_steps", "3"]
-        flags += [
-            "--set",
-            schedule,
-            "--keep",
-            "9",
-            "--save_every",
-            "6",
-            "--eval_every",
-            "5",
-            "--runs_dir",
-            str(tmp_path),
-            "--run_name",
-            name,
-        ]
+        flags += [*f"--keep 9 --save_every 6 --eval_every 5 --runs_dir {tmp_path} --run_name {name}".split(), "--set", schedule]
         return two_ranks.run("tests.distributed.jobs:pretrain", flags=[*flags, *more])[0]
 
     return train

@@ -190,16 +190,7 @@ def test_a_restart_goes_on_from_the_older_checkpoint_and_keeps_the_damaged_one(t
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 4
     file.write_bytes(content)
-    again = [
-        *flags[len(TINY) + 2 :],
-        "--resume",
-        "--seed",
-        "1",
-        "--deepspeed_config",
-        "ds_configs/zero1_bf16.json",
-        "--runs_dir",
-        str(tmp_path),
-    ]
+    again = [*flags[len(TINY) + 2 :], *f"--resume --seed 1 --deepspeed_config ds_configs/zero1_bf16.json --runs_dir {tmp_path}".split()]
     resumed = LaunchedRun(tmp_path, "a", 1, 2, again)
     assert resumed.wait() == 0, resumed.output()
     assert sum(str(file) in line for line in resumed.output().splitlines()) == 1

@@ -17,18 +17,8 @@ BLOCK = 12 * WIDTH**2 + 13 * WIDTH
 
 
 def flags(corpus, tmp_path, config: str, name: str, *more: str) -> list[str]:
-    run = [
-        "--deepspeed_config",
-        f"ds_configs/{config}.json",
-        *SHAPE,
-        "--data",
-        str(corpus),
-        "--runs_dir",
-        str(tmp_path),
-        "--run_name",
-        name,
-    ]
-    return [*run, "--steps", "4", "--lr", "1e-3", "--eval_every", "0", "--save_every", "0", *more]
+    run = f"--deepspeed_config ds_configs/{config}.json --data {corpus} --runs_dir {tmp_path} --run_name {name}".split()
+    return [*SHAPE, *run, "--steps", "4", "--lr", "1e-3", "--eval_every", "0", "--save_every", "0", *more]
 
 
 def histograms(tmp_path, name: str) -> list[dict]:

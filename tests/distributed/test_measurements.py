@@ -19,20 +19,9 @@ STEPS = 6
 
 def flags(corpus, tmp_path, config: str, *more: str) -> list[str]:
     shape = [text for key, value in SHAPE.items() for text in (f"--{key}", str(value))]
-    run = ["--data", str(corpus), "--runs_dir", str(tmp_path), "--steps", str(STEPS), "--global_batch_size", "8", "--micro_batch_size", "2"]
-    return [
-        "--deepspeed_config",
-        f"ds_configs/{config}.json",
-        *shape,
-        *run,
-        "--save_every",
-        "0",
-        "--lr",
-        "1e-3",
-        "--warmup_steps",
-        "2",
-        *more,
-    ]
+    run = f"--deepspeed_config ds_configs/{config}.json --data {corpus} --runs_dir {tmp_path} --steps {STEPS}"
+    run += " --global_batch_size 8 --micro_batch_size 2 --save_every 0 --lr 1e-3 --warmup_steps 2"
+    return [*run.split(), *shape, *more]
 
 
 def parameters(corpus) -> int:
