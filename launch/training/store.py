@@ -359,6 +359,6 @@ class Uploads:
         """Remove this run's checkpoints except the newest `keep`, the best, and what is newer than `newest`; and incomplete ones."""
         names = [name for name in self.store.checkpoints() if checkpoint_step(name) <= checkpoint_step(newest.name)]
         states = {name: self.store.state(name) for name in names}
-        own = {name: state["val_loss"] for name, state in states.items() if state and state.get("run_id") == self.run_id}
+        own = {name: state.get("val_loss") for name, state in states.items() if state and state.get("run_id") == self.run_id}
         for name in (*(name for name, state in states.items() if state is None), *outdated(own, self.keep)):
             self.store.remove(name)
