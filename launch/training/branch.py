@@ -54,9 +54,9 @@ def start_branch(config: RunConfig, run: Path, description: dict[str, Any]) -> N
     resume_description(source, description)
     kept = _metrics_up_to(source / METRICS_FILE, state["step"])
     lines = [line for _, line in kept]
-    _check_rates(config, lines, state["tokens"])
+    _check_decay(config, state["tokens"])
     _check_settings(config, before, description)
-    _check_techniques(config, before, lines)
+    _check_steps(config, before, lines)
 
     temporary, run_id = run.with_name(f".{run.name}.branch-{os.getpid()}"), uuid.uuid4().hex
     try:
@@ -92,8 +92,8 @@ def _metrics_up_to(file: Path, step: int) -> list[tuple[bytes, dict[str, Any]]]:
     return kept
 
 
-def _check_rates(config: RunConfig, lines: list[dict[str, Any]], tokens: int) -> None:
-    """Refuse a branch after `tokens` tokens of a run if its steps, of which `lines` are the metrics, had other rates than this run's."""
+def _check_decay(config: RunConfig, tokens: int) -> None:
+    """Refuse a branch after `tokens` tokens in whose decay this run would already be."""
     schedule, where = config.token_schedule, f"--branch_from {config.branch_from}"
     if schedule is None:
         raise UsageError(f"{where}: this run has a schedule by steps; use {STABLE_DECAY}")
@@ -102,19 +102,12 @@ def _check_rates(config: RunConfig, lines: list[dict[str, Any]], tokens: int) ->
             f"{where}: is at {tokens:,} tokens, and the decay of this run begins at {schedule.decay_tokens:,}; take an earlier "
             f"checkpoint, train longer, or use {STABLE_DECAY}"
         )
-    for line in lines:
-        here = schedule.rate(line.get("tokens", 0))
-        if (there := line.get("lr", here)) != here:
-            raise UsageError(
-                f"{where}: step {line['step']} of the run that wrote it had a learning rate of {there:g}, and this run has {here:g} there; "
-                "give its --lr and --warmup_steps, or a checkpoint before its decay"
-            )
 
 
 def _check_settings(config: RunConfig, before: dict[str, Any], description: dict[str, Any]) -> None:
     """Refuse a branch whose optimizer, clipping or techniques differ from those of the run that it continues.
 
-    A technique's value that is "auto" or left out in one of the two is compared by its effect, in `_check_techniques`.
+    A technique's value that is "auto" or left out in one of the two is compared by its effect, in `_check_steps`.
     """
     found = [one for key in ("optimizer", "techniques", "engine") for one in differences(key, before[key], description[key])]
     undecided = ("auto", None)
@@ -143,8 +136,8 @@ def _is_compared(key: str) -> bool:
     return key == "engine.gradient_clipping" or (section == "optimizer" and name != "params.lr")
 
 
-def _check_techniques(config: RunConfig, before: dict[str, Any], lines: list[dict[str, Any]]) -> None:
-    """Refuse a branch if a technique whose schedule follows the length of the run made other steps than it makes in this run.
+def _check_steps(config: RunConfig, before: dict[str, Any], lines: list[dict[str, Any]]) -> None:
+    """Refuse a branch if a step of the run that it continues, of which `lines` are the metrics, is not the one that this run would make.
 
     This run's steps are planned on the ranks and with the micro-batch of the run that it continues, on which "auto" may depend too.
     Optimizers are left out: their settings are compared, and in fp16 their schedules depend on the steps that were skipped.
@@ -152,16 +145,18 @@ def _check_techniques(config: RunConfig, before: dict[str, Any], lines: list[dic
     batch = {key: before[key] for key in ("ranks", "micro_batch_size", "gradient_accumulation_steps")}
     same = replace(config, **batch)
     techniques = Techniques(member for member in make_techniques(same).members if member.declaration.section)
-    if not techniques.members:
-        return
     recorded = {line["step"]: line for line in lines}
+    assert config.token_schedule is not None, "_check_decay refuses others"
     for steps in planned_steps(same, techniques):
         if steps.number > lines[-1]["step"]:
             return
         there = recorded.get(steps.number, {})
-        for key, here in {"tokens": steps.consumed, **steps.reported}.items():
+        for key, here in {"tokens": steps.consumed, "lr": config.token_schedule.rate(steps.consumed), **steps.reported}.items():
             if there.get(key, here) != here:
+                fix = '"auto" follows the length of the run: write the values of that run'
+                if key == "lr":
+                    fix = "give its --lr and --warmup_steps, or a checkpoint before its decay"
                 raise UsageError(
                     f"--branch_from {config.branch_from}: step {steps.number} of the run that wrote it had {key} = {there[key]}, and this "
-                    f'run has {here} there; "auto" follows the length of the run: write the values of that run'
+                    f"run has {here} there; {fix}"
                 )
