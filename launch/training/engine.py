@@ -358,35 +358,23 @@ def _clip_by_mean_norm(deepspeed_engine: Any, collectives: Collectives) -> None:
 
 def _check_and_clip_fp32(deepspeed_engine: Any, collectives: Collectives) -> None:
     """Stage 0, fp32: before each update, record the gradient norm, raise `NormNotFinite` if it is not finite, and clip."""
-    clipping, mean_norm = deepspeed_engine.gradient_clipping(), MeanNorm(collectives)
+    clipping, mean_norm, update = deepspeed_engine.gradient_clipping(), MeanNorm(collectives), deepspeed_engine._take_model_step
 
-    def note(norm: torch.Tensor | float) -> None:
-        deepspeed_engine._global_grad_norm = float(norm)
-        if not math.isfinite(deepspeed_engine._global_grad_norm):  # the other stages and precisions make no update then
-            raise corrections.NormNotFinite
-
-    def own_norm() -> torch.Tensor | float:
-        own = _gradients(deepspeed_engine)
-        return corrections.norm_in_fp64(own) if deepspeed_engine.enable_backward_allreduce else mean_norm.of(own)
-
-    def clip() -> None:
-        if deepspeed_engine.enable_backward_allreduce:
-            # As in the engine's own method, which discards the norm.
-            note(engine_module.clip_grad_norm_(parameters=deepspeed_engine.module.parameters(), max_norm=clipping))
+    def clip_and_update(*args: Any) -> None:
+        gradients, reduced = _gradients(deepspeed_engine), deepspeed_engine.enable_backward_allreduce
+        if reduced and clipping > 0:  # as in the engine's own method, which discards the norm
+            norm = float(engine_module.clip_grad_norm_(parameters=deepspeed_engine.module.parameters(), max_norm=clipping))
         else:
-            note(own_norm())
-            corrections.clip_gradients(_gradients(deepspeed_engine), deepspeed_engine._global_grad_norm, clipping)
-
-    update = deepspeed_engine._take_model_step
-
-    def note_and_update(*args: Any) -> None:
-        note(own_norm())
+            norm = float(corrections.norm_in_fp64(gradients)) if reduced else mean_norm.of(gradients)
+        deepspeed_engine._global_grad_norm = norm
+        if not math.isfinite(norm):  # the other stages and precisions make no update then
+            raise corrections.NormNotFinite
+        if clipping > 0 and not reduced:
+            corrections.clip_gradients(gradients, norm, clipping)
         update(*args)
 
-    if clipping > 0:
-        deepspeed_engine.clip_fp32_gradients = clip
-    else:
-        deepspeed_engine._take_model_step = note_and_update
+    deepspeed_engine._take_model_step = clip_and_update
+    deepspeed_engine.clip_fp32_gradients = lambda: None  # which `update` calls
 
 
 def _gradients(deepspeed_engine: Any) -> list[torch.Tensor]:
