@@ -41,7 +41,6 @@ WITHOUT_EFFECT = {
     "pipeline": "the ranks share the data, not the model",
     "sequence_parallel_size": "the ranks share the data, not the sequences",
     "tensor_parallel": "the ranks share the data, not the model; use ZeRO-3 to partition the model",
-    "tensorboard": "the folder of every run has TensorBoard events",
     "use_data_before_expert_parallelism": "the model has no experts",
     "weight_quantization": "it is for inference",
 }

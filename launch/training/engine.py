@@ -26,7 +26,7 @@ from launch.config.hardware import bf16_arithmetic, unused_gpus
 from launch.config.optimizer import ADAM_TYPES
 from launch.config.run_config import RunConfig, needs_cuda
 from launch.errors import TrainingFailed, UsageError
-from launch.training import corrections
+from launch.training import corrections, monitors
 from launch.training.distributed import Collectives, load_extension, without_compiled_muon
 from launch.training.half_products import train_on_cpu_in
 from launch.training.mean_norm import MeanNorm
@@ -292,10 +292,11 @@ def _lacking(device: str, capability: tuple[int, int]) -> str | None:
 
 
 def _deepspeed_config(config: RunConfig) -> dict[str, Any]:
-    """`config.engine` without wandb, and the `scheduler` if it is DeepSpeed's. `start_engine` adds an `optimizer` of DeepSpeed."""
+    """`config.engine` without monitors, and the `scheduler` if it is DeepSpeed's. `start_engine` adds an `optimizer` of DeepSpeed."""
     # DeepSpeed's throughput timer waits for the device twice a micro-batch, and prints what the log has already.
     deepspeed_config = {"timers": {"throughput": {"enabled": False}}, **config.engine}
-    deepspeed_config.pop("wandb", None)  # the engine would write rows of its own, by samples
+    for section in monitors.SECTIONS:  # the engine would write rows of its own, by samples
+        deepspeed_config.pop(section, None)
     if config.token_schedule is None:
         deepspeed_config["scheduler"] = config.scheduler
     return deepspeed_config

@@ -12,7 +12,7 @@ from typing import Any
 
 from launch.formats.files import write_atomically
 from launch.formats.metrics import is_finite_number, parse_line, split_lines
-from launch.training.monitors import Wandb, numbers
+from launch.training.monitors import Wandb, numbers, tensorboard_folder
 
 METRICS_FILE = "metrics.jsonl"
 #: Files with lines of some steps only, which a resume cuts back too.
@@ -23,7 +23,7 @@ class MetricsWriter:
     """Opens the files of the run in `folder`, which starts or continues after `step`.
 
     Args:
-        engine: the engine's JSON, of which the section "wandb" is used.
+        engine: the engine's JSON, of which the sections in `launch.training.monitors.SECTIONS` are used.
         run_id: the id in `run.json`.
 
     Attributes:
@@ -42,7 +42,8 @@ class MetricsWriter:
         self.seconds_before: float = next((value for value in seconds if is_finite_number(value)), 0.0)
         self._file = open(folder / METRICS_FILE, "a", encoding="utf-8")  # noqa: SIM115 - open as long as the run
         threading.excepthook = _ignore_tensorboard_thread
-        self._events: Any = SummaryWriter(str(folder), purge_step=step + 1 if step else 0)
+        folders = (folder, tensorboard_folder(engine, folder))
+        self._events: list[Any] = [SummaryWriter(str(one), purge_step=step + 1 if step else 0) for one in folders if one]
         self._wandb = Wandb(engine, folder, run_id)
 
     def _cut_back(self, file: Path, step: int) -> list[dict[str, Any]]:
@@ -78,15 +79,18 @@ class MetricsWriter:
         if not os.fstat(self._file.fileno()).st_nlink:  # writing to a removed file raises no error
             raise FileNotFoundError(errno.ENOENT, "the file was removed during the run", self._file.name)
         for name, value in numbers(line).items():
-            self._events.add_scalar(name, value, line["step"])
+            for writer in self._events:
+                writer.add_scalar(name, value, line["step"])
         self._wandb.write(line)
         if durable:
             os.fsync(self._file.fileno())
-            self._events.flush()
+            for writer in self._events:
+                writer.flush()
 
     def close(self) -> None:
         self._file.close()
-        self._events.close()
+        for writer in self._events:
+            writer.close()
         self._wandb.close()
 
 

@@ -1,7 +1,7 @@
-"""Sends the numbers of `metrics.jsonl` to wandb if the engine's JSON has DeepSpeed's section for it. Used on global rank 0.
+"""Sends the numbers of `metrics.jsonl` to the monitors that the engine's JSON switches on: "tensorboard" and "wandb".
 
-DeepSpeed's engine itself would log only the learning rate and the loss scale, by samples, so it does not get the section
-(`launch/training/engine.py`).
+The sections are DeepSpeed's. DeepSpeed's engine itself would log only the learning rate and the loss scale, by samples, so it gets none of
+them (`launch/training/engine.py`). Used on global rank 0.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from typing import Any
 from data_pipeline.errors import one_line
 from launch.errors import print_once
 
+#: The sections of the engine's JSON that switch monitors on.
+SECTIONS = ("tensorboard", "wandb")
 #: How long wandb's process outlives the run, as a duration of Go.
 WANDB_IDLE = "15s"
 
@@ -24,6 +26,19 @@ WANDB_IDLE = "15s"
 def numbers(line: dict[str, Any]) -> dict[str, float]:
     """The numbers of a line of `metrics.jsonl`, by name, without its step."""
     return {name: value for name, value in line.items() if name != "step" and isinstance(value, (int, float))}
+
+
+def tensorboard_folder(engine: dict[str, Any], run: Path) -> Path | None:
+    """The folder of the section "tensorboard"; None if it is off.
+
+    It is `output_path/job_name`, as in DeepSpeed. Without `output_path` it is in the run's folder; without `job_name` it has the section's
+    name there, and the run's name elsewhere.
+    """
+    section = engine.get("tensorboard") or {}
+    if not section.get("enabled"):
+        return None
+    output = section.get("output_path")
+    return Path(output or run) / (section.get("job_name") or (run.name if output else "tensorboard"))
 
 
 class Wandb:

@@ -19,12 +19,13 @@ from launch.training.monitors import Wandb
 from tests.distributed.launched import LaunchedRun
 
 Columns = dict[str, list[tuple[int, float]]]
+ON = ["--set", "tensorboard.enabled=true"]
 WANDB = ["--set", "wandb.enabled=true", "--set", "wandb.project=demo"]
 needs_wandb = pytest.mark.skipif(importlib.util.find_spec("wandb") is None, reason="wandb is not installed")
 
 
 def flags(corpus: Path, *more: str) -> list[str]:
-    return [*f"--data {corpus} --global_batch_size 4 --steps 30 --save_every 4 --eval_every 5".split(), *WANDB, *more]
+    return [*f"--data {corpus} --global_batch_size 4 --steps 30 --save_every 4 --eval_every 5".split(), *ON, *WANDB, *more]
 
 
 def start(runs: Path, given: list[str]) -> LaunchedRun:
@@ -87,10 +88,11 @@ def check(run: LaunchedRun) -> None:
     """All monitors hold what `metrics.jsonl` holds."""
     expected = of_lines(run.metrics())
     assert "loss" in expected
-    found = of_tensorboard(run.folder)
-    assert set(found) == set(expected)
-    for name, rows in expected.items():
-        assert found[name] == [(step, pytest.approx(value, rel=1e-6)) for step, value in rows]  # TensorBoard has fp32
+    for folder in (run.folder, run.folder / "tensorboard"):
+        found = of_tensorboard(folder)
+        assert set(found) == set(expected)
+        for name, rows in expected.items():
+            assert found[name] == [(step, pytest.approx(value, rel=1e-6)) for step, value in rows]  # TensorBoard has fp32
     ids, rows, finished = of_wandb(run.folder)
     assert ids == {json.loads((run.folder / "run.json").read_text())["run_id"]}
     assert rows == expected
