@@ -30,6 +30,7 @@ from launch.config.run_config import RunConfig, resolve
 from launch.errors import TrainingFailed, UsageError, ignore_output_errors, print_once, run_command
 from launch.formats.checkpoint_files import what_resume_does
 from launch.training.folder import NoFolder, RunFolder, check_port, check_run_folder, nothing_to_resume, open_run_folder
+from launch.training.monitors import check_monitors
 from launch.training.observers import Observer, Observers
 from launch.training.signals import StopRequest, exit_code
 from recipes.technique import whole_step
@@ -60,6 +61,7 @@ def main() -> int:
     folder: RunFolder | NoFolder = NoFolder()
     if os.environ.get("RANK", "0") == "0":
         path = check_run_folder(config.runs_dir, config.run_name, config.resume, stored=bool(config.checkpoint_store))
+        check_monitors(config.engine, path)
         if store := CheckpointStore.of(config):
             check_store(store, path, config.resume)
         if verified := config.corpus.n_bytes <= LARGEST_VERIFIED:

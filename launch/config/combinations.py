@@ -32,7 +32,6 @@ WITHOUT_EFFECT = {
     "autotuning": "the autotuner runs under `deepspeed --autotuning` only",
     "comet": "Comet is not supported; metrics.jsonl has every number",
     "compile": "the engine is not compiled",
-    "csv_monitor": "metrics.jsonl has every number",
     "datastates_ckpt": "checkpoints are written beside training already, by DeepSpeed's plain writer",
     "data_efficiency": "the batches come from data_pipeline/",
     "dataloader_drop_last": "the batches come from data_pipeline/, which has no short ones",

@@ -274,7 +274,7 @@ class RunFolder:
     # --- numbers --------------------------------------------------------------------------------------------------------------------
 
     def write_metrics(self, line: dict[str, Any], durable: bool = False) -> None:
-        """Append the line of one step to `metrics.jsonl`, TensorBoard and wandb; see `MetricsWriter.write`."""
+        """Append the line of one step to `metrics.jsonl` and the monitors; see `MetricsWriter.write`."""
         assert self._metrics is not None, "begin comes first"
         with _one_line_on_os_error(self.path):
             self._metrics.write(line, durable)

@@ -1,4 +1,4 @@
-"""Writes the numbers of a run: `metrics.jsonl` with one line per step, and the same numbers to TensorBoard and wandb."""
+"""Writes the numbers of a run: `metrics.jsonl` with one line per step, and the same numbers to TensorBoard and the other monitors."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 from launch.formats.files import write_atomically
 from launch.formats.metrics import is_finite_number, parse_line, split_lines
-from launch.training.monitors import Wandb, numbers, tensorboard_folder
+from launch.training.monitors import Monitors, events, monitor_folder
 
 METRICS_FILE = "metrics.jsonl"
 #: Files with lines of some steps only, which a resume cuts back too.
@@ -37,22 +37,22 @@ class MetricsWriter:
         self.notes: list[str] = []
         for name in OTHER_FILES:
             self._cut_back(folder / name, step)
-        kept = self._cut_back(folder / METRICS_FILE, step)
+        kept, cut = self._cut_back(folder / METRICS_FILE, step)
         seconds = (line.get("seconds") for line in reversed(kept))
         self.seconds_before: float = next((value for value in seconds if is_finite_number(value)), 0.0)
         self._file = open(folder / METRICS_FILE, "a", encoding="utf-8")  # noqa: SIM115 - open as long as the run
         threading.excepthook = _ignore_tensorboard_thread
-        folders = (folder, tensorboard_folder(engine, folder))
+        folders = (folder, monitor_folder(engine, "tensorboard", folder))
         self._events: list[Any] = [SummaryWriter(str(one), purge_step=step + 1 if step else 0) for one in folders if one]
-        self._wandb = Wandb(engine, folder, run_id)
+        self._monitors = Monitors(engine, folder, run_id, kept, cut)
 
-    def _cut_back(self, file: Path, step: int) -> list[dict[str, Any]]:
+    def _cut_back(self, file: Path, step: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
         """Move the lines of the steps after `step`, which are made again, to `<file>.cut`.
 
-        At step 0 all lines are moved: the line of step 0 is written again too. Returns the valid lines that stay.
+        At step 0 all lines are moved: the line of step 0 is written again too. Returns the valid lines that stay, and those that do not.
         """
         if not file.exists():
-            return []
+            return [], []
         texts = split_lines(file.read_bytes())
         lines = [parse_line(text) for text in texts]
         end = max((number for number, line in enumerate(lines, 1) if line and step and line["step"] <= step), default=0)
@@ -64,7 +64,7 @@ class MetricsWriter:
                 os.fsync(stream.fileno())
             self.notes.append(f"{len(cut)} line(s) beyond step {step} were cut off {file}; {copy.name} keeps them")
         write_atomically(file, b"".join(text + b"\n" for text in texts[:end]))
-        return [line for line in lines[:end] if line]
+        return [line for line in lines[:end] if line], [line for line in lines[end:] if line]
 
     def write(self, line: dict[str, Any], durable: bool = False) -> None:
         """Append the line of one step. It has reached the operating system on return, so that a killed run loses none.
@@ -78,10 +78,10 @@ class MetricsWriter:
         self._file.flush()
         if not os.fstat(self._file.fileno()).st_nlink:  # writing to a removed file raises no error
             raise FileNotFoundError(errno.ENOENT, "the file was removed during the run", self._file.name)
-        for name, value in numbers(line).items():
+        for name, value, step in events(line):
             for writer in self._events:
-                writer.add_scalar(name, value, line["step"])
-        self._wandb.write(line)
+                writer.add_scalar(name, value, step)
+        self._monitors.write(line)
         if durable:
             os.fsync(self._file.fileno())
             for writer in self._events:
@@ -91,7 +91,7 @@ class MetricsWriter:
         self._file.close()
         for writer in self._events:
             writer.close()
-        self._wandb.close()
+        self._monitors.close()
 
 
 def _ignore_tensorboard_thread(failed: threading.ExceptHookArgs) -> None:

@@ -1,4 +1,4 @@
-"""Sends the numbers of `metrics.jsonl` to the monitors that the engine's JSON switches on: "tensorboard" and "wandb".
+"""Sends the numbers of `metrics.jsonl` to the monitors that the engine's JSON switches on: "tensorboard", "csv_monitor", "wandb".
 
 The sections are DeepSpeed's. DeepSpeed's engine itself would log only the learning rate and the loss scale, by samples, so it gets none of
 them (`launch/training/engine.py`). Used on global rank 0.
@@ -7,104 +7,127 @@ them (`launch/training/engine.py`). Used on global rank 0.
 from __future__ import annotations
 
 import contextlib
+import csv
+import io
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from data_pipeline.errors import one_line
-from launch.errors import print_once
+from launch.errors import UsageError, print_once
+from launch.formats.files import write_atomically
 
 #: The sections of the engine's JSON that switch monitors on.
-SECTIONS = ("tensorboard", "wandb")
+SECTIONS = ("tensorboard", "csv_monitor", "wandb")
 #: How long wandb's process outlives the run, as a duration of Go.
 WANDB_IDLE = "15s"
 
 
-def numbers(line: dict[str, Any]) -> dict[str, float]:
-    """The numbers of a line of `metrics.jsonl`, by name, without its step."""
-    return {name: value for name, value in line.items() if name != "step" and isinstance(value, (int, float))}
-
-
-def tensorboard_folder(engine: dict[str, Any], run: Path) -> Path | None:
-    """The folder of the section "tensorboard"; None if it is off.
+def monitor_folder(engine: dict[str, Any], name: str, run: Path) -> Path | None:
+    """The folder of the files of "tensorboard" or "csv_monitor"; None if that section is off.
 
     It is `output_path/job_name`, as in DeepSpeed. Without `output_path` it is in the run's folder; without `job_name` it has the section's
     name there, and the run's name elsewhere.
     """
-    section = engine.get("tensorboard") or {}
+    section = engine.get(name) or {}
     if not section.get("enabled"):
         return None
     output = section.get("output_path")
-    return Path(output or run) / (section.get("job_name") or (run.name if output else "tensorboard"))
+    return Path(output or run) / (section.get("job_name") or (run.name if output else name))
 
 
-class Wandb:
-    """Writes the lines of `metrics.jsonl` to wandb if the engine's JSON switches it on.
+def check_monitors(engine: dict[str, Any], run: Path) -> None:
+    """Refuse a new run whose CSV files would replace those of another one. Creates nothing.
 
-    A resume continues the run with the same id. It cannot remove rows, so steps that are trained again have two, of which the later one
-    holds. If wandb cannot be reached at the start, its rows stay in the run's folder. If it fails later, the run continues without it,
-    because `metrics.jsonl` has every line.
+    Raises:
+        UsageError: the folder of "csv_monitor" holds CSV files.
+    """
+    folder = monitor_folder(engine, "csv_monitor", run)
+    if folder and not (run / "run.json").exists() and any(folder.glob("*.csv")):
+        raise UsageError(f"{folder}: holds CSV files, and {run.name} is a new run; give another csv_monitor.job_name, or leave it out")
+
+
+class Monitors:
+    """Writes the lines of `metrics.jsonl` to "csv_monitor" and "wandb". TensorBoard is `MetricsWriter`'s own.
+
+    A row has the number of its step. CSV files are made again from the lines that a resume keeps. wandb continues the run with the same id;
+    it cannot remove rows, so steps that are trained again have two, of which the later one holds. If it fails, the run continues without
+    it, because `metrics.jsonl` has every line. If it cannot be reached at the start, its rows stay in the run's folder.
 
     Args:
         engine: the engine's JSON.
         run: the run's folder.
         run_id: the id in `run.json`.
+        kept: the lines of `metrics.jsonl` that stay.
+        cut: the lines that the resume has cut off.
     """
 
-    def __init__(self, engine: dict[str, Any], run: Path, run_id: str | None):
-        self._run: Any = None
-        section = engine.get("wandb") or {}
-        if not section.get("enabled"):
-            return
-        import wandb
+    def __init__(self, engine: dict[str, Any], run: Path, run_id: str | None, kept: list[dict[str, Any]], cut: list[dict[str, Any]]):
+        self._csv: Any = None
+        self._wandb: Any = None
+        if folder := monitor_folder(engine, "csv_monitor", run):
+            from deepspeed.monitor.config import CSVConfig
+            from deepspeed.monitor.csv_monitor import csvMonitor
 
-        arguments: dict[str, Any] = {
-            "project": section.get("project") or "deepspeed",
-            "group": section.get("group"),
-            "entity": section.get("team"),
-            "id": run_id,
-            "name": run.name,
-            "dir": str(run),
-            "resume": "allow",
-            "reinit": "create_new",
-            "settings": wandb.Settings(console="off"),  # log.txt has what the run prints
-        }
-        try:
-            _start_wandb_service()
-            self._run = wandb.init(**arguments)
-        except (wandb.errors.Error, OSError) as reason:
-            print_once(f"warning: wandb: {one_line(reason)}; its rows stay in {run / 'wandb'}, and `wandb sync` sends them", sys.stderr)
-            with self._continuing_without():
-                self._run = wandb.init(**arguments, mode="offline")
-        with self._continuing_without():
-            if self._run:
-                # wandb drops rows whose step is not above the last one, as after a resume. So its own step counts rows, and ours is a
-                # metric.
-                self._run.define_metric("*", step_metric="step")
+            self._csv = csvMonitor(CSVConfig(enabled=True, output_path=str(folder.parent), job_name=folder.name))
+            self._csv.filenames += _write_columns(folder, kept, cut)
+        if (section := engine.get("wandb") or {}).get("enabled"):
+            import wandb
+
+            arguments: dict[str, Any] = {
+                "project": section.get("project") or "deepspeed",
+                "group": section.get("group"),
+                "entity": section.get("team"),
+                "id": run_id,
+                "name": run.name,
+                "dir": str(run),
+                "resume": "allow",
+                "reinit": "create_new",
+                "settings": wandb.Settings(console="off"),  # log.txt has what the run prints
+            }
+            try:
+                _start_wandb_service()
+                self._wandb = wandb.init(**arguments)
+            except (wandb.errors.Error, OSError) as reason:
+                print_once(f"warning: wandb: {one_line(reason)}; its rows stay in {run / 'wandb'}, and `wandb sync` sends them", sys.stderr)
+                with self._continuing_without_wandb():
+                    self._wandb = wandb.init(**arguments, mode="offline")
+            with self._continuing_without_wandb():
+                if self._wandb:
+                    # wandb drops rows whose step is not above the last one, as after a resume. So its own step counts rows, and ours is a
+                    # metric.
+                    self._wandb.define_metric("*", step_metric="step")
 
     def write(self, line: dict[str, Any]) -> None:
         """Write the numbers of one line."""
-        with self._continuing_without():
-            if self._run:
-                self._run.log({"step": line["step"], **numbers(line)})
+        if self._csv:
+            self._csv.write_events(list(events(line)))
+        with self._continuing_without_wandb():
+            if self._wandb:
+                self._wandb.log({"step": line["step"], **{name: value for name, value, _ in events(line)}})
 
     def close(self) -> None:
         """Wait until all rows are written. The process ends in `os._exit`, which would lose them."""
-        with self._continuing_without():
-            if self._run:
-                self._run.finish()
+        with self._continuing_without_wandb():
+            if self._wandb:
+                self._wandb.finish()
 
     @contextlib.contextmanager
-    def _continuing_without(self) -> Iterator[None]:
+    def _continuing_without_wandb(self) -> Iterator[None]:
         """If wandb fails in the body, warn, and switch it off."""
         try:
             yield
         except Exception as reason:
             print_once(f"warning: wandb: {type(reason).__name__}: {one_line(reason)}; the run continues without it", sys.stderr)
-            self._run = None
+            self._wandb = None
+
+
+def events(line: dict[str, Any]) -> Iterator[tuple[str, float, int]]:
+    """The numbers of a line of `metrics.jsonl` with their names and the step, as DeepSpeed's monitors take them."""
+    return ((name, value, line["step"]) for name, value in line.items() if name != "step" and isinstance(value, (int, float)))
 
 
 def _start_wandb_service() -> None:
@@ -121,3 +144,26 @@ def _start_wandb_service() -> None:
         if started.returncode:
             raise OSError(f"its service did not start: {started.stderr.strip() or started.stdout.strip()}")
         os.environ["WANDB_SERVICE"] = started.stdout.strip()
+
+
+def _write_columns(folder: Path, kept: Iterable[dict[str, Any]], cut: Iterable[dict[str, Any]]) -> list[str]:
+    """Write the CSV files of the lines `kept`, and remove those that only lines in `cut` had. Returns the names without suffix.
+
+    The names and headers are those of DeepSpeed's `csvMonitor`.
+    """
+    columns: dict[str, list[tuple[int, float]]] = {}
+    for line in kept:
+        for name, value, step in events(line):
+            columns.setdefault(name, []).append((step, value))
+    for name, rows in columns.items():
+        text = io.StringIO()
+        csv.writer(text).writerows([("step", name.rpartition("/")[2]), *rows])
+        write_atomically(folder / f"{_stem(name)}.csv", text.getvalue())
+    for name in {name for line in cut for name, _, _ in events(line)} - set(columns):
+        with contextlib.suppress(FileNotFoundError):
+            (folder / f"{_stem(name)}.csv").unlink()
+    return [_stem(name) for name in columns]
+
+
+def _stem(name: str) -> str:
+    return name.replace("/", "_").replace(" ", "_")

@@ -1,7 +1,8 @@
-"""Every number of `metrics.jsonl` is in wandb and in TensorBoard, over ends of every kind and resumes."""
+"""Every number of `metrics.jsonl` is in wandb, in the CSV files and in TensorBoard, over ends of every kind and resumes."""
 
 from __future__ import annotations
 
+import csv
 import importlib.util
 import json
 import os
@@ -15,11 +16,13 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from launch.training.monitors import Wandb
+from launch.config.run_config import resolve
+from launch.errors import UsageError
+from launch.training.monitors import Monitors, check_monitors
 from tests.distributed.launched import LaunchedRun
 
 Columns = dict[str, list[tuple[int, float]]]
-ON = ["--set", "tensorboard.enabled=true"]
+ON = ["--set", "csv_monitor.enabled=true", "--set", "tensorboard.enabled=true"]
 WANDB = ["--set", "wandb.enabled=true", "--set", "wandb.project=demo"]
 needs_wandb = pytest.mark.skipif(importlib.util.find_spec("wandb") is None, reason="wandb is not installed")
 
@@ -39,6 +42,16 @@ def of_lines(lines: list[dict]) -> Columns:
         for name, value in line.items():
             if name != "step" and value is not None:
                 columns.setdefault(name, []).append((line["step"], value))
+    return columns
+
+
+def of_csv(folder: Path) -> Columns:
+    columns: Columns = {}
+    for file in folder.glob("*.csv"):
+        with open(file, newline="") as stream:
+            (step, name), *rows = csv.reader(stream)
+        assert (step, name) == ("step", file.stem)
+        columns[name] = [(int(step), float(value)) for step, value in rows]
     return columns
 
 
@@ -88,6 +101,7 @@ def check(run: LaunchedRun) -> None:
     """All monitors hold what `metrics.jsonl` holds."""
     expected = of_lines(run.metrics())
     assert "loss" in expected
+    assert of_csv(run.folder / "csv_monitor") == expected
     for folder in (run.folder, run.folder / "tensorboard"):
         found = of_tensorboard(folder)
         assert set(found) == set(expected)
@@ -166,9 +180,23 @@ def test_a_run_continues_if_wandb_fails(monkeypatch, tmp_path, capsys):
     fake = FakeWandb()
     monkeypatch.setitem(sys.modules, "wandb", fake)
     monkeypatch.setattr("launch.training.monitors._start_wandb_service", lambda: None)
-    monitor = Wandb({"wandb": {"enabled": True}}, tmp_path, "id")
+    monitors = Monitors({"wandb": {"enabled": True}}, tmp_path, "id", [{"step": 1}], [])
     assert fake.modes == [None, "offline"] and "`wandb sync`" in capsys.readouterr().err
     for step in (2, 3):
-        monitor.write({"step": step, "loss": 5.0})
+        monitors.write({"step": step, "loss": 5.0})
     assert capsys.readouterr().err.count("wandb: ConnectionResetError: Connection lost; the run continues without it") == 1
-    monitor.close()
+    monitors.close()
+
+
+def test_a_new_run_does_not_replace_the_csv_files_of_another(corpus, tmp_path):
+    (tmp_path / "logs" / "first").mkdir(parents=True)
+    (tmp_path / "logs" / "first" / "loss.csv").write_text("step,loss\n")
+    values = json.loads(Path("ds_configs/zero1_fp32.json").read_text())
+    values["csv_monitor"] = {"enabled": True, "output_path": str(tmp_path / "logs"), "job_name": "first"}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    config, _ = resolve(["--deepspeed_config", str(tmp_path / "config.json"), "--data", str(corpus)])
+    with pytest.raises(UsageError, match=r"logs/first: holds CSV files, and r is a new run; give another csv_monitor\.job_name"):
+        check_monitors(config.engine, tmp_path / "r")
+    (tmp_path / "r").mkdir()
+    (tmp_path / "r" / "run.json").touch()
+    check_monitors(config.engine, tmp_path / "r")
