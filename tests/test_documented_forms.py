@@ -106,9 +106,9 @@ SECTIONS = {
 }
 #: Without effect in this loop: accepted with a word.
 WITH_A_WORD = {"hybrid_engine", "tensor_parallel", "expert_parallel", "autotuning_on", "activation_checkpointing_on", "data_efficiency"}
-WITH_A_WORD |= {"comet", "compile"}
+WITH_A_WORD |= {"compile"}
 #: What they need may not be here: accepted by --explain, refused by training where it is missing.
-NEEDING = {"offload_nvme"} | ({"wandb"} if importlib.util.find_spec("wandb") is None else set())
+NEEDING = {"comet", "offload_nvme"} | ({"wandb"} if importlib.util.find_spec("wandb") is None else set())
 
 
 def written(values: dict, folder: Path) -> str:

@@ -45,8 +45,8 @@ BROUGHT = {
 }
 #: What may be refused as a whole, because nothing in this project drives it: a fault in it may name the section instead of the key.
 UNDRIVEN = {
-    *("activation_checkpointing", "autotuning", "comet", "compile", "datastates_ckpt", "data_efficiency", "expert_parallel"),
-    *("hybrid_engine", "pipeline", "tensor_parallel", "torch_autocast", "weight_quantization", "zero_optimization.zenflow"),
+    *("activation_checkpointing", "autotuning", "compile", "datastates_ckpt", "data_efficiency", "expert_parallel", "hybrid_engine"),
+    *("pipeline", "tensor_parallel", "torch_autocast", "weight_quantization", "zero_optimization.zenflow"),
 }
 
 KeyPath = tuple[str, ...]

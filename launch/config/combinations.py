@@ -30,7 +30,6 @@ ZERO_AUTO: dict[str, Callable[[int], int]] = {
 #: Sections that DeepSpeed documents and that have no effect in this training loop: removed, with a note if they are switched on.
 WITHOUT_EFFECT = {
     "autotuning": "the autotuner runs under `deepspeed --autotuning` only",
-    "comet": "Comet is not supported; metrics.jsonl has every number",
     "compile": "the engine is not compiled",
     "datastates_ckpt": "checkpoints are written beside training already, by DeepSpeed's plain writer",
     "data_efficiency": "the batches come from data_pipeline/",
@@ -55,6 +54,8 @@ GPUS_OF_A_HOST = 8
 #: The spellings of fp16 and bf16 in the JSON.
 FP16 = ("fp16", "float16", "half", "torch.float16")
 BF16 = ("bf16", "bfloat16", "torch.bfloat16")
+#: Packages that a monitor needs.
+MONITORS = {"wandb": "wandb", "comet": "comet_ml"}
 
 
 #: Keys that cannot be used in this project: not switched on, or not switched off.
@@ -246,8 +247,9 @@ def _drop_without_effect(engine: EngineJson, claimed: Mapping[str, type[Techniqu
 
 def _check_machine(engine: EngineJson, ranks: int) -> None:
     """Note what the JSON needs and this machine lacks. `--explain` prints it; training is refused."""
-    if engine.get("wandb", "enabled") and importlib.util.find_spec("wandb") is None:
-        engine.lack(("wandb", "enabled"), "needs the package wandb, which is not installed; pip install wandb")
+    for key, package in MONITORS.items():
+        if engine.get(key, "enabled") and importlib.util.find_spec(package) is None:
+            engine.lack((key, "enabled"), f"needs the package {package}, which is not installed; pip install {package}")
     for key in ("offload_optimizer", "offload_param"):
         path = ("zero_optimization", key, "nvme_path")
         folder, ours = str(engine.get(*path)), (engine.origin(path) or "").startswith("auto")  # the run makes its own

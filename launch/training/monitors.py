@@ -1,4 +1,4 @@
-"""Sends the numbers of `metrics.jsonl` to the monitors that the engine's JSON switches on: "tensorboard", "csv_monitor", "wandb".
+"""Sends the numbers of `metrics.jsonl` to the monitors that the engine's JSON switches on: "tensorboard", "csv_monitor", "wandb", "comet".
 
 The sections are DeepSpeed's. DeepSpeed's engine itself would log only the learning rate and the loss scale, by samples, so it gets none of
 them (`launch/training/engine.py`). Used on global rank 0.
@@ -21,7 +21,7 @@ from launch.errors import UsageError, print_once
 from launch.formats.files import write_atomically
 
 #: The sections of the engine's JSON that switch monitors on.
-SECTIONS = ("tensorboard", "csv_monitor", "wandb")
+SECTIONS = ("tensorboard", "csv_monitor", "wandb", "comet")
 #: How long wandb's process outlives the run, as a duration of Go.
 WANDB_IDLE = "15s"
 
@@ -51,11 +51,12 @@ def check_monitors(engine: dict[str, Any], run: Path) -> None:
 
 
 class Monitors:
-    """Writes the lines of `metrics.jsonl` to "csv_monitor" and "wandb". TensorBoard is `MetricsWriter`'s own.
+    """Writes the lines of `metrics.jsonl` to "csv_monitor", "wandb" and "comet". TensorBoard is `MetricsWriter`'s own.
 
-    A row has the number of its step. CSV files are made again from the lines that a resume keeps. wandb continues the run with the same id;
-    it cannot remove rows, so steps that are trained again have two, of which the later one holds. If it fails, the run continues without
-    it, because `metrics.jsonl` has every line. If it cannot be reached at the start, its rows stay in the run's folder.
+    A row has the number of its step. CSV files are made again from the lines that a resume keeps. wandb and comet continue the run with the
+    same id; they cannot remove rows, so steps that are trained again have two, of which the later one holds. If one of the two fails, the
+    run continues without it, because `metrics.jsonl` has every line. If wandb cannot be reached at the start, its rows stay in the run's
+    folder.
 
     Args:
         engine: the engine's JSON.
@@ -68,6 +69,7 @@ class Monitors:
     def __init__(self, engine: dict[str, Any], run: Path, run_id: str | None, kept: list[dict[str, Any]], cut: list[dict[str, Any]]):
         self._csv: Any = None
         self._wandb: Any = None
+        self._comet: Any = None
         if folder := monitor_folder(engine, "csv_monitor", run):
             from deepspeed.monitor.config import CSVConfig
             from deepspeed.monitor.csv_monitor import csvMonitor
@@ -92,37 +94,51 @@ class Monitors:
                 _start_wandb_service()
                 self._wandb = wandb.init(**arguments)
             except (wandb.errors.Error, OSError) as reason:
-                print_once(f"warning: wandb: {one_line(reason)}; its rows stay in {run / 'wandb'}, and `wandb sync` sends them", sys.stderr)
-                with self._continuing_without_wandb():
+                print_once(
+                    f"warning: wandb: {one_line(reason)}; its rows stay in {run / 'wandb'}, and `wandb sync` sends them", sys.stderr
+                )
+                with self._continuing_without("wandb"):
                     self._wandb = wandb.init(**arguments, mode="offline")
-            with self._continuing_without_wandb():
+            with self._continuing_without("wandb"):
                 if self._wandb:
                     # wandb drops rows whose step is not above the last one, as after a resume. So its own step counts rows, and ours is a
                     # metric.
                     self._wandb.define_metric("*", step_metric="step")
+        if (section := engine.get("comet") or {}).get("enabled"):
+            from deepspeed.monitor.comet import CometMonitor
+            from deepspeed.monitor.config import CometConfig
+
+            own = {"samples_log_interval": 1, "experiment_key": section.get("experiment_key") or run_id}  # every step
+            self._comet = CometMonitor(CometConfig(**{"experiment_name": run.name, **section, **own}))
 
     def write(self, line: dict[str, Any]) -> None:
         """Write the numbers of one line."""
         if self._csv:
             self._csv.write_events(list(events(line)))
-        with self._continuing_without_wandb():
+        with self._continuing_without("wandb"):
             if self._wandb:
                 self._wandb.log({"step": line["step"], **{name: value for name, value, _ in events(line)}})
+        with self._continuing_without("comet"):
+            if self._comet:
+                self._comet.write_events(list(events(line)))
 
     def close(self) -> None:
         """Wait until all rows are written. The process ends in `os._exit`, which would lose them."""
-        with self._continuing_without_wandb():
+        with self._continuing_without("wandb"):
             if self._wandb:
                 self._wandb.finish()
+        with self._continuing_without("comet"):
+            if self._comet:
+                self._comet.experiment.end()
 
     @contextlib.contextmanager
-    def _continuing_without_wandb(self) -> Iterator[None]:
-        """If wandb fails in the body, warn, and switch it off."""
+    def _continuing_without(self, name: str) -> Iterator[None]:
+        """If the monitor fails in the body, warn, and switch it off."""
         try:
             yield
         except Exception as reason:
-            print_once(f"warning: wandb: {type(reason).__name__}: {one_line(reason)}; the run continues without it", sys.stderr)
-            self._wandb = None
+            print_once(f"warning: {name}: {type(reason).__name__}: {one_line(reason)}; the run continues without it", sys.stderr)
+            setattr(self, f"_{name}", None)
 
 
 def events(line: dict[str, Any]) -> Iterator[tuple[str, float, int]]:
