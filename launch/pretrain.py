@@ -160,10 +160,10 @@ def train(config: RunConfig, folder: RunFolder | NoFolder, stop: StopRequest, ob
     elif state["step"] == 0 and config.init_from:
         folder.log(f"step 0, the weights of {config.init_from}")
 
-    stopped, progress = 0, Progress(config, state, folder)
+    stopped = 0
     stop.defer()  # from here on a signal takes effect at the end of its step
     try:
-        with observer.training(), checkpoints:
+        with observer.training(), checkpoints, Progress(config, state, folder) as progress:
             while state["tokens"] < config.total_tokens and not stopped:
                 step = state["step"] + 1
                 plan = techniques.on_step(step, whole_step(config))

@@ -191,7 +191,7 @@ def build_parser() -> Parser:
         choices=("text", "json"),
         help="print the resolved run and stop: text, or json; needs no launcher, no corpus and no GPU",
     )
-    run.add_argument("--quiet", action="store_true", help="print only warnings and the final result")
+    run.add_argument("--quiet", action="store_true", help="no progress bar; print only warnings and the final result")
     run.add_argument("--local_rank", type=int, default=0, help=argparse.SUPPRESS)  # the launcher appends it
     return parser
 

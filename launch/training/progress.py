@@ -1,8 +1,9 @@
-"""What a run prints: its sizes at the start, then its progress in lines."""
+"""What a run prints: its sizes at the start, then a progress bar on a terminal, or plain lines elsewhere."""
 
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ from typing import Any
 from tqdm import tqdm
 
 from launch.config.run_config import RunConfig
+from launch.errors import is_local_rank_0
 from launch.formats.metrics import MEAN_STEPS, recent_loss
 from launch.training.engine import TrainingEngine
 from launch.training.evaluation import Evaluation
@@ -18,7 +20,7 @@ from launch.training.folder import NoFolder, RunFolder
 from launch.training.meter import Meter
 from model.accounting import parameter_count
 
-LINE_SECONDS = 10.0  # between two lines
+LINE_SECONDS = 10.0  # between two plain lines
 
 
 def describe_start(config: RunConfig, engine: TrainingEngine, meter: Meter, evaluation: Evaluation) -> Iterator[str]:
@@ -57,21 +59,40 @@ class Progress:
         self.config, self.folder = config, folder
         self._first_tokens, self._start, self._last_line = state["tokens"], time.monotonic(), 0.0
         self._losses: deque[float] = deque(maxlen=MEAN_STEPS)
+        self._bar = None
+        if is_local_rank_0() and not config.quiet and sys.stderr.isatty():
+            self._bar = tqdm(
+                total=config.total_tokens, initial=state["tokens"], unit="tok", unit_scale=True, desc=config.run_name, dynamic_ncols=True
+            )
+
+    def __enter__(self) -> Progress:
+        return self
 
     def update(self, line: dict[str, Any], state: dict[str, Any]) -> None:
         """Print the step that `line` describes, if it is time."""
         self._losses.append(line["loss"])
         loss = f"loss {recent_loss(self._losses)}"
         evaluated = "" if state["val_loss"] is None else f", validation {state['val_loss']:.4f}"
+        if self._bar is not None:
+            self._bar.update(line["tokens"] - self._bar.n)
+            self._bar.set_postfix_str(f"step {line['step']}, {loss}{evaluated}", refresh=False)
         if line.get("overflow"):
-            self.folder.log(f"step {line['step']}: overflow in fp16 at loss scale {line['loss_scale']:,.10g}, the update is skipped")
+            self.folder.log(
+                f"step {line['step']}: overflow in fp16 at loss scale {line['loss_scale']:,.10g}, the update is skipped",
+                silent=self._bar is not None,
+            )
         now = time.monotonic()
         done = state["tokens"] >= self.config.total_tokens
         if evaluated or done or now - self._last_line > LINE_SECONDS:
             self._last_line = now
             left = (now - self._start) * max(0, self.config.total_tokens - line["tokens"]) / max(1, line["tokens"] - self._first_tokens)
-            self.folder.log(
+            text = (
                 f"step {line['step']:>5}/{self.config.steps_to_make}  {loss}{evaluated}  lr {line['lr']:.2e}  "
                 + (f"scale {line['loss_scale']:,.10g}, {line['skipped_steps']} skipped  " if "overflow" in line else "")
                 + f"{line['tokens_per_second']:,.0f} tok/s  {tqdm.format_interval(left)} left"
             )
+            self.folder.log(text, silent=self._bar is not None)
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.close()
