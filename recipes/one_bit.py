@@ -15,7 +15,7 @@ import torch
 from model.accounting import parameter_count
 from model.gpt import GPT
 from recipes.compressed_all_reduce import CompressedAllReduce, blocks
-from recipes.technique import ADAM_KEYS, Costs, Declaration, Run, StepPlan, Technique, require_stage_0
+from recipes.technique import ADAM_KEYS, Declaration, Run, StepPlan, Technique, require_stage_0
 
 #: The smallest value of an element of a frozen variance, as a share of the mean of its tensor.
 LEAST_SHARE = 0.1
@@ -233,8 +233,8 @@ class CompressedTechnique(Technique):
     def __init__(self, section: dict[str, Any], run: Run):
         self.params, self._ranks, name = section, run.ranks, self.declaration.name
         # Each rank keeps the error of its own compression, and that of its part of the mean.
-        self.costs = Costs(optimizer_tensors=self.kept_tensors + (0 if run.ranks == 1 else 1 + 1 / run.ranks))
-        require_stage_0(run, f"{name} compresses the momentum of the whole model on every rank", self.costs.optimizer_tensors)
+        self.optimizer_tensors = self.kept_tensors + (0 if run.ranks == 1 else 1 + 1 / run.ranks)
+        require_stage_0(run, f"{name} compresses the momentum of the whole model on every rank", self.optimizer_tensors)
         if run.engine.get("gradient_allreduce_op") == "sum":
             raise ValueError(f'\'gradient_allreduce_op\' is "sum", but {name} sends the mean; write "mean", or leave it out')
         # MB that a rank sends in a step with mean gradients, and in a step with compressed momentum.

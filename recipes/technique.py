@@ -112,7 +112,6 @@ class Declaration:
         auto_params: for an optimizer, what `"auto"` means for lr, betas, eps and weight_decay where it differs from AdamW's values.
         other_places: other places where DeepSpeed documents the section, as dotted paths; a section there is refused.
         exclusive: what only one technique of a run can control. Two techniques that share an entry are refused.
-        needs_cuda: dotted key -> the least compute capability of the device.
         changes_tokens: the steps hold other numbers of tokens than the run's own. `on_step` of such techniques is called first.
         same_algorithm: it changes the memory and the arithmetic only, as ZeRO and the precision do. A branch of a run may change it.
         off_without_values: a section without `enabled` in which all values are false or null is off; usually it is on.
@@ -125,7 +124,6 @@ class Declaration:
     auto_params: dict[str, Any] = field(default_factory=dict)
     other_places: tuple[str, ...] = ()
     exclusive: tuple[str, ...] = ()
-    needs_cuda: dict[str, tuple[int, int]] = field(default_factory=dict)
     changes_tokens: bool = False
     same_algorithm: bool = False
     off_without_values: bool = False
@@ -145,21 +143,6 @@ class Declaration:
         if self.optimizer_type and other.optimizer_type:
             shared = {"the optimizer"}
         return ", ".join(sorted(shared))
-
-
-@dataclass(frozen=True)
-class Costs:
-    """What a technique changes in the estimates of memory and FLOPs.
-
-    Attributes:
-        optimizer_tensors: fp32 tensors of the parameters' size that its optimizer keeps; 0: it has no optimizer.
-        checkpointed_segments: number of segments of blocks whose inputs alone are kept for the backward pass; 0: all activations are kept.
-        matmul_dtype: the arithmetic of the matrix products; empty: that of the run.
-    """
-
-    optimizer_tensors: float = 0
-    checkpointed_segments: int = 0
-    matmul_dtype: str = ""
 
 
 #: DeepSpeed's names of fp32.
@@ -231,7 +214,14 @@ class Technique:
     resolved_params: dict[str, tuple[Any, str]] = {}
     #: Extensions of DeepSpeed that its optimizer needs, such as "FusedAdamBuilder"; set by `prepare`.
     extensions: tuple[str, ...] = ()
-    costs = Costs()
+    #: Dotted key -> the least compute capability of the device that it needs.
+    needs_cuda: dict[str, tuple[int, int]] = {}
+    #: For the plan of memory: fp32 tensors of the parameters' size that its optimizer keeps; 0: it has no optimizer.
+    optimizer_tensors: float = 0
+    #: For the plan of memory: segments of blocks whose inputs alone are kept for the backward pass; 0: all activations are kept.
+    checkpointed_segments: int = 0
+    #: For the MFU: the arithmetic of the matrix products; empty: that of the run.
+    matmul_dtype: str = ""
 
     def __init__(self, section: dict[str, Any], run: Run):
         """Read `section`, which follows the rules of `declaration.keys`, and check its values against `run`.
@@ -239,11 +229,6 @@ class Technique:
         Raises:
             ValueError: a value does not fit this run: one line that begins with the key in quotes, `'section.key'`, and names the fix.
         """
-
-    @property
-    def needs_cuda(self) -> dict[str, tuple[int, int]]:
-        """Dotted key -> the least compute capability of the device, with the values that this section has."""
-        return self.declaration.needs_cuda
 
     def prepare(self, model: GPT) -> None:
         """Change the model before the engine is built: kernels, wrappers, `model.block_runner`."""
@@ -323,19 +308,11 @@ class Techniques(Technique):
 
     def __init__(self, members: Iterable[Technique] = ()):
         self.members = tuple(sorted(members, key=lambda member: not member.declaration.changes_tokens))
-
-    @property
-    def costs(self) -> Costs:  # type: ignore[override]
-        every = [member.costs for member in self.members]
-        return Costs(
-            max((costs.optimizer_tensors for costs in every), default=0),
-            max((costs.checkpointed_segments for costs in every), default=0),
-            next((costs.matmul_dtype for costs in every if costs.matmul_dtype), ""),
-        )
-
-    @property
-    def needs_cuda(self) -> dict[str, tuple[int, int]]:
-        return {key: capability for member in self.members for key, capability in member.needs_cuda.items()}
+        self.needs_cuda = {key: capability for member in self.members for key, capability in member.needs_cuda.items()}
+        # At most one member states each of these.
+        self.optimizer_tensors = sum(member.optimizer_tensors for member in self.members)
+        self.checkpointed_segments = sum(member.checkpointed_segments for member in self.members)
+        self.matmul_dtype = "".join(member.matmul_dtype for member in self.members)
 
     @property
     def extensions(self) -> tuple[str, ...]:  # type: ignore[override]

@@ -84,7 +84,7 @@ class FusedKernels(Technique):
             self.asked[name] = self.asked[name] if has == component else False
         # With dropout only CUDA has a fused kernel for attention.
         cuda_only = dict.fromkeys(LIGERS, TRITON_CAPABILITY) | ({"attention": (0, 0)} if run.shape.dropout else {})
-        self._needs_cuda = {f"fused_kernels.{name}": capability for name, capability in cuda_only.items() if self.asked[name] is True}
+        self.needs_cuda = {f"fused_kernels.{name}": capability for name, capability in cuda_only.items() if self.asked[name] is True}
         self.missing_packages = tuple(self._missing())
         self._said: list[str] = []
         self._autocast = run.matmul_dtype != run.precision
@@ -92,10 +92,6 @@ class FusedKernels(Technique):
             raise ValueError(
                 "'fused_kernels.cross_entropy' computes in the weights' type, which torch_autocast does not; write \"auto\" or false"
             )
-
-    @property
-    def needs_cuda(self) -> dict[str, tuple[int, int]]:
-        return self._needs_cuda
 
     def _missing(self) -> Iterator[str]:
         """Packages that keys set to true need and that are not installed."""

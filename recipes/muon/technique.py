@@ -18,7 +18,7 @@ from model.accounting import block_tensors, model_tensors, parameter_count
 from model.presets import GATED, GPTConfig
 from recipes.masters import Fragment, fragments_of_rank, master_weights
 from recipes.muon.optimizer import Matrix, Muon
-from recipes.technique import FP32_NAMES, Costs, Declaration, Run, Technique
+from recipes.technique import FP32_NAMES, Declaration, Run, Technique
 
 if TYPE_CHECKING:
     from model.gpt import GPT
@@ -54,7 +54,7 @@ class MuonTechnique(Technique):
 
     def __init__(self, section: dict[str, Any], run: Run):
         self.params = DEFAULTS | section
-        self.costs = Costs(optimizer_tensors=optimizer_tensors(run.model_config))
+        self.optimizer_tensors = optimizer_tensors(run.model_config)
         accumulated = (run.engine.get("data_types") or {}).get("grad_accum_dtype")
         if run.zero_stage == 1 and run.precision == "bf16" and accumulated in FP32_NAMES:
             raise ValueError(

@@ -25,8 +25,8 @@ def plan_of(config: RunConfig) -> MemoryPlan:
     zero = config.engine["zero_optimization"]
     batch = config.micro_batch_size, config.gradient_accumulation_steps
     techniques = config.built_techniques
-    shape = (config.model_config, config.precision, zero, config.ranks, *batch, techniques.costs.checkpointed_segments)
-    states = techniques.costs.optimizer_tensors or state_tensors(config.optimizer)
+    shape = (config.model_config, config.precision, zero, config.ranks, *batch, techniques.checkpointed_segments)
+    states = techniques.optimizer_tensors or state_tensors(config.optimizer)
     return memory_per_rank(*shape, optimizer_states=states, terms=techniques.memory_terms(config.model_config, "cpu"))
 
 
