@@ -15,7 +15,6 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from model.accounting import parameter_count
 from model.presets import GPTConfig, ModelShape
 
 if TYPE_CHECKING:  # the commands import this module before they parse --help
@@ -178,19 +177,14 @@ def largest_divisor(number: int, limit: int) -> int:
     return max(size for low in small for size in (low, number // low) if size <= limit)
 
 
-def require_stage_0(run: Run, reason: str, state_tensors: float) -> None:
-    """Refuse ZeRO for an optimizer that needs whole tensors on every rank, for `reason`, and keeps `state_tensors` fp32 copies of them.
+def require_stage_0(run: Run, reason: str) -> None:
+    """Refuse ZeRO for an optimizer that needs whole tensors on every rank, for `reason`.
 
     Raises:
         ValueError: the ZeRO stage is not 0.
     """
     if run.zero_stage:
-        # fp32: 4 weights + 4 gradients; 16 bits: 2 + 2 + 4 master weights.
-        stage_0 = parameter_count(run.model_config) * (8 + 4 * state_tensors)
-        raise ValueError(
-            f"'zero_optimization.stage' is {run.zero_stage}, but {reason}, and ZeRO leaves each rank a part of it; write 0 (the"
-            f" model states then take {stage_0 / 2**30:.2f} GiB per rank), or use AdamW"
-        )
+        raise ValueError(f"'zero_optimization.stage' is {run.zero_stage}, but {reason}; write 0, or use AdamW")
 
 
 class Technique:

@@ -52,7 +52,7 @@ class LambTechnique(Technique):
     def __init__(self, section: dict[str, Any], run: Run):
         self.params = section
         self.limits = limits(section, "min_coeff", "max_coeff", LIMITS)
-        require_stage_0(run, "Lamb takes the norms of whole tensors", self.optimizer_tensors)
+        require_stage_0(run, "Lamb takes the norms of whole tensors")
         self._optimizer: Lamb | None = None
 
     def optimizer(self, param_groups: list[dict[str, Any]]) -> Lamb:

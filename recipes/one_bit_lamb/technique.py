@@ -43,7 +43,7 @@ class OneBitLamb(FreezingTechnique):
     #: At 0.2 the ratios are still changing; see README.md.
     auto_share = 0.3
     #: One more than 1-bit Adam: the variance of the reconstructed gradients.
-    kept_tensors = 3
+    optimizer_tensors = 3
     _optimizer: CompressedLamb
 
     def __init__(self, section: dict[str, Any], run: Run):
