@@ -13,7 +13,6 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -111,22 +110,6 @@ def chosen(cells: dict[str, Any], only: str | None) -> dict[str, Any]:
     if only is not None and only not in cells:
         raise UsageError(f"--only {only}: no such cell{nearest(only, cells)}; allowed are: {'; '.join(cells)}")
     return cells if only is None else {only: cells[only]}
-
-
-def run_script(command: list[str], **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run a script of this repository with this Python, its standard error captured."""
-    return subprocess.run([sys.executable, *command], cwd=ROOT, env={**os.environ, **environment}, stderr=subprocess.PIPE, text=True)
-
-
-def fail(done: subprocess.CompletedProcess[str]) -> None:
-    """Exit with the error of a script."""
-    raise SystemExit(f"error: {' '.join(done.args)}: exit code {done.returncode}\n{done.stderr[-3000:]}")
-
-
-def require_gpu(arguments: argparse.Namespace) -> None:
-    """Raises UsageError if there is no GPU and --tiny is not given."""
-    if device_name() == "cpu" and not arguments.tiny:
-        raise UsageError("this benchmark needs a GPU; --tiny runs a few small cells on a CPU")
 
 
 def run(file: str, parser: argparse.ArgumentParser, measure: Callable[[argparse.Namespace], Measured]) -> None:

@@ -46,7 +46,7 @@ def test_a_mistake_is_one_line_and_exit_code_2(tmp_path):
         (["recipes/progressive_layer_drop/benchmark.py", "--deepspeed_config", str(wrong), "--stages", "1"], "zero_optimisation"),
         (["benchmarks/step_time.py", "--side", "a side"], "--side 'a side'"),
         (["benchmarks/trainer.py", "--architecture", "llama"], "--architecture llama: must be gpt2"),
-        (["benchmarks/testbed.py", "--only", "controll"], "--tiny" if not gpus() else "no such cell"),
+        (["benchmarks/utilization.py", "--only", "gpt3"], "--tiny" if not gpus() else "no such cell"),
     ):
         done = run_script(*command, "--no_record")
         assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
