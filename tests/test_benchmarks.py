@@ -43,7 +43,7 @@ def test_a_mistake_is_one_line_and_exit_code_2(tmp_path):
     wrong.write_text('{"zero_optimisation": {}}')
     for command, key in (
         (["benchmarks/training_step.py", "--deepspeed_config", "ds_configs/nope.json"], "ds_configs/nope.json"),
-        (["recipes/progressive_layer_drop/benchmark.py", "--deepspeed_config", str(wrong), "--stages", "1"], "zero_optimisation"),
+        (["benchmarks/start_up.py", "--deepspeed_config", str(wrong)], "zero_optimisation"),
         (["benchmarks/step_time.py", "--side", "a side"], "--side 'a side'"),
         (["benchmarks/trainer.py", "--architecture", "llama"], "--architecture llama: must be gpt2"),
         (["benchmarks/utilization.py", "--only", "gpt3"], "--tiny" if not gpus() else "no such cell"),
