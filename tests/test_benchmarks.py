@@ -94,17 +94,6 @@ def test_sides_are_interleaved_in_a_rotating_order():
     assert calls == ["a", "b", "b", "a", "a", "b"] and {len(times) for times in seconds.values()} == {2}
 
 
-def test_a_benchmarks_steps_are_those_of_training(one_rank, corpus, tmp_path):
-    """Also where a technique plans other steps than the whole ones."""
-    flags = ["--deepspeed_config", "ds_configs/batch_size_warmup.json", "--global_batch_size", "8", "--steps", "8", "--lr", "1e-2"]
-    flags += ["--n_layer", "1", "--n_head", "1", "--d_model", "32", "--seq_len", "32", "--data", str(corpus), "--eval_every", "0"]
-    flags += ["--set", "batch_size_warmup.warmup_tokens=1000"]
-    (lines,) = one_rank.run("tests.distributed.jobs:pretrain", flags=[*flags, "--runs_dir", str(tmp_path), "--run_name", "r"])
-    ((losses, flops, tokens),) = one_rank.run("tests.distributed.jobs:benchmark_steps", flags=flags, steps=12)
-    assert losses == [line["loss"] for line in lines[:12]] and tokens == lines[11]["tokens"]
-    assert flops[0] / flops[11] == lines[0]["tokens"] / (lines[11]["tokens"] - lines[10]["tokens"]) < 1
-
-
 def test_figures_that_are_not_kept_leave_the_table_of_the_slow_network(tmp_path):
     program = "from benchmarks import slow_network; print(slow_network.TABLE)"
     environment = os.environ | {"BENCHMARK_RESULTS": str(tmp_path / "results.json")}
