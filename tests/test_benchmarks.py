@@ -4,25 +4,22 @@ from __future__ import annotations
 
 import argparse
 import configparser
-import contextlib
 import os
 import re
 import subprocess
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from benchmarks import __main__ as benchmarks
-from benchmarks import model_states, report, start_up, utilization
+from benchmarks import report, start_up, utilization
 from benchmarks.gpu import __main__ as gpu
 from benchmarks.gpu import pack
 from recipes.fused_kernels.technique import FusedKernels
 from tests.commands import run_script
 from tests.conftest import gpus
-from tests.distributed.memory_jobs import PARTS
 from tests.helpers import explained
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -105,14 +102,10 @@ def test_the_architecture_is_measured_and_named(corpus, monkeypatch):
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     started: list[list[str]] = []
     monkeypatch.setattr(start_up, "start", lambda launcher, flags: started.append(flags) or 1.0)
-    pool = SimpleNamespace(run=lambda job, flags: started.append(flags) or [(dict.fromkeys(PARTS, 1), 1, 1)])
-    monkeypatch.setattr("tests.distributed.ranks.Ranks", lambda *_: contextlib.nullcontext(pool))
     given = {"deepspeed_config": "ds_configs/zero1_bf16.json", "preset": "nano", "architecture": "llama", "data": str(corpus)}
-    for benchmark, more in ((start_up, {"starts": 2}), (model_states, {"ranks": 1, "precisions": "bf16"})):
-        started.clear()
-        ((rows, _),) = benchmark.measure(argparse.Namespace(**given, **more))
-        assert all(", nano, llama" in row.what for row in rows)
-        assert started and all("--architecture llama" in " ".join(flags) for flags in started)
+    ((rows, _),) = start_up.measure(argparse.Namespace(**given, starts=2))
+    assert all(", nano, llama" in row.what for row in rows)
+    assert started and all("--architecture llama" in " ".join(flags) for flags in started)
 
 
 def test_utilization_leaves_out_each_kernel_in_turn():
