@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import argparse
 import configparser
-import os
 import re
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -89,13 +87,6 @@ def test_sides_are_interleaved_in_a_rotating_order():
     sides = {name: lambda name=name: calls.append(name) for name in "ab"}
     seconds = report.interleave(sides, rounds=2, warm_up=1)
     assert calls == ["a", "b", "b", "a", "a", "b"] and {len(times) for times in seconds.values()} == {2}
-
-
-def test_figures_that_are_not_kept_leave_the_table_of_the_slow_network(tmp_path):
-    program = "from benchmarks import slow_network; print(slow_network.TABLE)"
-    environment = os.environ | {"BENCHMARK_RESULTS": str(tmp_path / "results.json")}
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert done.stdout.strip() == str(tmp_path / "slow_network.md"), done.stderr
 
 
 def test_the_architecture_is_measured_and_named(corpus, monkeypatch):
