@@ -15,7 +15,8 @@ import torch
 from model.accounting import parameter_count
 from model.gpt import GPT
 from recipes.compressed_all_reduce import CompressedAllReduce, blocks
-from recipes.technique import ADAM_KEYS, Declaration, Run, StepPlan, Technique, require_stage_0
+from recipes.optimizers import ADAM_KEYS, require_stage_0
+from recipes.technique import Declaration, Run, StepPlan, Technique
 
 #: The smallest value of an element of a frozen variance, as a share of the mean of its tensor.
 LEAST_SHARE = 0.1

@@ -11,7 +11,8 @@ from __future__ import annotations
 from typing import Any
 
 from recipes.lamb.optimizer import Lamb
-from recipes.technique import ADAM_KEYS, Declaration, Run, Technique, adam_arguments, require_stage_0
+from recipes.optimizers import ADAM_KEYS, adam_arguments, require_stage_0
+from recipes.technique import Declaration, Run, Technique
 
 #: The keys of LAMB besides lr, betas, eps and weight_decay, in both recipes.
 LAMB_KEYS: dict[str, dict[str, Any]] = {

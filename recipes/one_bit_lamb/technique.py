@@ -13,7 +13,8 @@ from typing import Any
 from recipes.lamb.technique import LAMB_AUTO, LAMB_KEYS, LIMITS, limits
 from recipes.one_bit import FREEZE_STEP, FreezingTechnique, declare
 from recipes.one_bit_lamb.optimizer import CompressedLamb
-from recipes.technique import Run, adam_arguments
+from recipes.optimizers import adam_arguments
+from recipes.technique import Run
 
 
 class OneBitLamb(FreezingTechnique):

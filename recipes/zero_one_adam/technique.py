@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 import torch
 
 from recipes.one_bit import CompressedTechnique, declare
-from recipes.technique import Run, StepPlan, adam_arguments
+from recipes.optimizers import adam_arguments
+from recipes.technique import Run, StepPlan
 from recipes.zero_one_adam.optimizer import LocalStepAdam
 
 KEYS = ("var_freeze_step", "var_update_scaler", "local_step_scaler", "local_step_clipper")
