@@ -127,6 +127,10 @@ class CompressedOptimizer(torch.optim.Optimizer):
     def _update(self) -> None:
         """Perform step number `_steps`. Every parameter has a gradient."""
 
+    def _bias(self, beta: float, steps: int) -> float:
+        """The bias correction of a moment after `steps` steps, by which it is divided."""
+        return 1 - beta**steps if self._bias_correction else 1.0
+
     def _row_steps(self, place: int) -> torch.Tensor:
         """The number of steps in which each row of an embedding could have gradients, (rows,); part of its state."""
         parameter = self._parameters[place]
@@ -198,8 +202,7 @@ class FreezingOptimizer(CompressedOptimizer):
     def _biases(self, group: dict[str, Any]) -> tuple[float, float]:
         """The bias corrections by which the two moments are divided. A frozen variance uses the number of its own steps."""
         beta1, beta2 = group["betas"]
-        variance_steps = group["variance_steps"] or self._steps
-        return (1 - beta1**self._steps, 1 - beta2**variance_steps) if self._bias_correction else (1.0, 1.0)
+        return self._bias(beta1, self._steps), self._bias(beta2, group["variance_steps"] or self._steps)
 
     def _divisor(self, variance: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
         """The divisor of the momentum for a block of the variance: sqrt(variance / bias) + eps, in `reduction.scratch`."""
