@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from functools import partial
 from importlib.util import find_spec
 from typing import Any, cast
@@ -56,19 +56,16 @@ class FusedKernels(Technique):
             self.asked["gelu"] = False
         if run.shape.dropout and self.asked["attention"] is True:  # then only CUDA has a fused kernel
             self.needs_cuda = {"fused_kernels.attention": (0, 0)}
-        self.missing_packages = tuple(self._missing())
-        self._said: list[str] = []
+        self.missing_packages = tuple(
+            f"'fused_kernels.{name}' needs a C++ compiler, which is not on the path; install g++, or write \"auto\""
+            for name in ("gelu", "compile")
+            if self.asked[name] is True and not _has_compiler()
+        )
         self._autocast = run.matmul_dtype != run.precision
         if self._autocast and self.asked["cross_entropy"] is True:
             raise ValueError(
                 "'fused_kernels.cross_entropy' computes in the weights' type, which torch_autocast does not; write \"auto\" or false"
             )
-
-    def _missing(self) -> Iterator[str]:
-        """Packages that keys set to true need and that are not installed."""
-        for name in ("gelu", "compile"):
-            if self.asked[name] is True and not _has_compiler():
-                yield f"'fused_kernels.{name}' needs a C++ compiler, which is not on the path; install g++, or write \"auto\""
 
     def memory_terms(self, model: GPTConfig, device: str) -> dict[str, int]:
         """Return the memory of blockwise attention and of the loss head.
@@ -88,21 +85,14 @@ class FusedKernels(Technique):
             terms["loss_head"] = rows * V * w + min(ROWS, tokens) * V * 4 + tokens * C * w + weight
         return terms
 
-    @property
-    def notes(self) -> tuple[str, ...]:  # type: ignore[override]
-        return tuple(self._said)
-
     def _say(self, name: str, what: str) -> None:
-        self._said.append(f"fused_kernels.{name}: {what}")
-
-    def _skip(self, name: str, why: str) -> None:
-        self._say(name, f"skipped, {why}")
+        self.notes = (*self.notes, f"fused_kernels.{name}: {what}")
 
     def prepare(self, model: GPT) -> None:
         from deepspeed.accelerator import get_accelerator  # a second to import, for which --help should not wait
 
         self.device = get_accelerator().device_name()
-        self._said.clear()
+        self.notes = ()
         for name, asked in self.asked.items():
             if asked:
                 getattr(self, f"_use_{name}")(model)
@@ -118,16 +108,16 @@ class FusedKernels(Technique):
 
     def _use_cross_entropy(self, model: GPT) -> None:
         if self._autocast:
-            return self._skip("cross_entropy", "it computes in the weights' type, which torch_autocast does not")
+            return self._say("cross_entropy", "skipped, it computes in the weights' type, which torch_autocast does not")
         compiled = self.device == "cuda" and find_spec("triton") is not None
         model.lm_head.loss = partial(linear_cross_entropy, kernel=torch.compile(in_one) if compiled else in_rows)
         self._say("cross_entropy", f"the gradient is written over the logits{', by a compiled kernel' if compiled else ''}")
 
     def _use_gelu(self, model: GPT) -> None:
         if self._compiles():
-            return self._skip("gelu", "it is compiled with its block")
+            return self._say("gelu", "skipped, it is compiled with its block")
         if not _has_compiler():
-            return self._skip("gelu", "there is no C++ compiler")
+            return self._say("gelu", "skipped, there is no C++ compiler")
         for block in cast("Iterable[Block]", model.h):
             block.mlp.act = CompiledGELU()  # type: ignore[assignment]
         self._say("gelu", "compiled by torch.compile; the first step waits for it")
@@ -142,7 +132,7 @@ class FusedKernels(Technique):
 
     def _use_compile(self, model: GPT) -> None:
         if not self._compiles():
-            return self._skip("compile", "on a CPU it is not faster than the other kernels for this model")
+            return self._say("compile", "skipped, on a CPU it is not faster than the other kernels for this model")
         for block in model.h:
             block.compile()
         self._say("compile", "a block at a time; the first step takes longer")
