@@ -116,6 +116,22 @@ def chosen(cells: dict[str, Any], only: str | None) -> dict[str, Any]:
     return cells if only is None else {only: cells[only]}
 
 
+def run_script(command: list[str], **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run a script of this repository with this Python, its standard error captured."""
+    return subprocess.run([sys.executable, *command], cwd=ROOT, env={**os.environ, **environment}, stderr=subprocess.PIPE, text=True)
+
+
+def fail(done: subprocess.CompletedProcess[str]) -> None:
+    """Exit with the error of a script."""
+    raise SystemExit(f"error: {' '.join(done.args)}: exit code {done.returncode}\n{done.stderr[-3000:]}")
+
+
+def require_gpu(arguments: argparse.Namespace) -> None:
+    """Raises UsageError if there is no GPU and --tiny is not given."""
+    if device_name() == "cpu" and not arguments.tiny:
+        raise UsageError("this benchmark needs a GPU; --tiny runs a few small cells on a CPU")
+
+
 def run(file: str, parser: argparse.ArgumentParser, measure: Callable[[argparse.Namespace], Measured]) -> None:
     """Parse the flags, measure, print the rows and append the records, then exit.
 

@@ -12,8 +12,6 @@ halved.
 from __future__ import annotations
 
 import argparse
-import os
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -24,7 +22,6 @@ if __name__ == "__main__":
 
 from benchmarks import report
 from benchmarks.report import Row
-from launch.errors import UsageError
 
 ONLY_BY_NAME = "it needs a GPU"
 #: The floors of MFU in bf16, and the micro-batches that are tried first.
@@ -59,21 +56,19 @@ def train(name: str, flags: list[str]) -> dict[str, Any]:
     while True:
         with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
             results = Path(folder) / "results.json"
-            command = [sys.executable, "benchmarks/training_step.py", *flags, "--micro_batch_size", str(size), "--compile", "--profile"]
-            environment = {**os.environ, "BENCHMARK_RESULTS": str(results)}
-            done = subprocess.run(command, env=environment, stderr=subprocess.PIPE, text=True)
+            command = ["benchmarks/training_step.py", *flags, "--micro_batch_size", str(size), "--compile", "--profile"]
+            done = report.run_script(command, BENCHMARK_RESULTS=str(results))
             if done.returncode == 0:
                 return report.read_records(results)[0]
         if "out of memory" not in done.stderr or size == 1:
-            raise SystemExit(f"error: {' '.join(command)}: exit code {done.returncode}\n{done.stderr[-3000:]}")
+            report.fail(done)
         size //= 2
         print(f"{name}: out of memory, again with a micro-batch of {size}", flush=True)
 
 
 def measure(arguments: argparse.Namespace) -> report.Measured:
     """Train the chosen cells; a record for each."""
-    if report.device_name() == "cpu" and not arguments.tiny:
-        raise UsageError("this benchmark needs a GPU; --tiny trains a few small cells on a CPU")
+    report.require_gpu(arguments)
     for name, flags in report.chosen(cells(arguments.tiny), arguments.only).items():
         record = train(name, [*flags, "--data", arguments.data])
         cell = f"{name}, micro-batch {record['micro_batch_size']}"

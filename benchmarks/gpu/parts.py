@@ -10,7 +10,7 @@ FOLDER = Path(__file__).parent
 #: What is brought along and made on the way; ignored by git.
 WORK = ROOT / ".gpu"
 WHEELS, SITE = WORK / "wheels", WORK / "site"
-PARTS = ("setup", "correctness", "utilization", "kernels")
+PARTS = ("setup", "correctness", "utilization", "testbed", "kernels")
 
 
 def corpus(tiny: bool) -> Path:

@@ -1,4 +1,4 @@
-"""The GPU machine made ready: the carried wheels, an import of every module, and a corpus of the installed packages' own sources.
+"""The GPU machine made ready: the carried wheels, an import of everything, and a corpus of the installed packages' own sources.
 
     python3 -m benchmarks.gpu setup
 
@@ -8,8 +8,11 @@ What is there already is kept, so that every part can begin with it.
 from __future__ import annotations
 
 import argparse
+import configparser
 import importlib
+import importlib.util
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -21,6 +24,10 @@ sys.path[0] = str(ROOT)
 
 from benchmarks.gpu.parts import SITE, WHEELS, corpus
 
+#: Distributions whose module has another name.
+MODULES = {"lm_eval": "lm_eval"}
+#: Not needed for any part.
+LEFT_OUT = {"ruff", "mypy", "selenium", "lm_eval"}
 OURS = ("model", "data_pipeline", "recipes", "launch", "benchmarks")
 
 
@@ -40,7 +47,14 @@ def install() -> None:
 
 
 def import_everything() -> None:
-    """Import every module of this project. Raises the first ImportError."""
+    """Import what setup.cfg requires and every module of this project. Raises the first ImportError."""
+    metadata = configparser.ConfigParser()
+    metadata.read(ROOT / "setup.cfg")
+    extras = metadata["options.extras_require"]
+    required = "\n".join([metadata["options"]["install_requires"], *(extras[name] for name in ("fp8", "dev"))])
+    names = {re.split(r"[<>=;\[]", line)[0].strip() for line in required.splitlines() if line.strip() and not line.startswith("#")}
+    for name in sorted(names - LEFT_OUT):
+        importlib.import_module(MODULES.get(name, name.replace("-", "_").replace("pytest_xdist", "xdist")))
     for folder in OURS:
         for file in sorted((ROOT / folder).rglob("*.py")):
             if file.stem != "__main__":
