@@ -14,7 +14,7 @@ import pytest
 from benchmarks import __main__ as benchmarks
 from benchmarks import report, start_up, utilization
 from benchmarks.gpu import __main__ as gpu
-from benchmarks.gpu import pack
+from benchmarks.gpu import rehearsal
 from recipes.fused_kernels.technique import FusedKernels
 from tests.commands import run_script
 from tests.conftest import gpus
@@ -108,7 +108,7 @@ def test_utilization_leaves_out_each_kernel_in_turn():
 
 
 def requirements(file: str) -> set[str]:
-    return {re.split("[=<>]", name)[0].replace("_", "-").lower() for name in pack.names(file)}
+    return {re.split("[=<>]", name)[0].replace("_", "-").lower() for name in rehearsal.names(file)}
 
 
 def test_a_gpu_machine_has_or_is_brought_what_the_project_requires():

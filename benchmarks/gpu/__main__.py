@@ -3,6 +3,7 @@
     python3 -m benchmarks.gpu                       # all parts, one after another; what is measured already is not measured again
     python3 -m benchmarks.gpu utilization           # one part; ends by itself after --minutes (9), and goes on when called again
     python -m benchmarks.gpu pack                   # before: the wheels that the GPU machine lacks, into .gpu/wheels
+    python -m benchmarks.gpu rehearse               # before: all parts at small sizes on a CPU, with the GPU machine's packages alone
 
 benchmarks/gpu/README.md says how to bring it to a machine and back. A part is a list of cells; each cell runs in a process of its own, and
 its record is in benchmarks/gpu/PART.json as soon as it ends (set-up has none). Exit codes: 0 every part is complete, 1 a cell failed, 3 the
@@ -27,18 +28,18 @@ TIME_IS_OVER = 3
 
 def main() -> int:
     parser = argparse.ArgumentParser("benchmarks.gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="*", metavar="PART", help=f"{', '.join(PARTS)} (all of them), or alone: pack")
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"{', '.join(PARTS)} (all of them), or alone: pack, rehearse")
     parser.add_argument("--minutes", type=float, default=9.0, help="when a part ends, complete or not (9)")
     parser.add_argument("--tiny", action="store_true", help="small sizes on a CPU; records go to .gpu/tiny instead")
+    parser.add_argument("--python", default="python3.12", help="rehearse: the interpreter of the GPU machine's version (python3.12)")
     arguments = parser.parse_args()
-    if arguments.parts == ["pack"]:
-        from benchmarks.gpu.pack import pack  # needs the whole project, which the GPU machine has only after set-up
+    if arguments.parts in (["pack"], ["rehearse"]):
+        from benchmarks.gpu import rehearsal  # needs the whole project, which the GPU machine has only after set-up
 
-        pack()
-        return 0
+        return rehearsal.pack() if arguments.parts == ["pack"] else rehearsal.rehearse(arguments.python)
     for name in arguments.parts:
         if name not in PARTS:
-            parser.error(f"{name}: no such part; there are {', '.join(PARTS)}, or alone: pack")
+            parser.error(f"{name}: no such part; there are {', '.join(PARTS)}, or alone: pack, rehearse")
     prepare_environment(arguments.tiny)
     code = 0
     for part in dict.fromkeys(["setup", *(arguments.parts or PARTS)]):

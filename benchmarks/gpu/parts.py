@@ -11,6 +11,8 @@ FOLDER = Path(__file__).parent
 WORK = ROOT / ".gpu"
 WHEELS, SITE = WORK / "wheels", WORK / "site"
 PARTS = ("setup", "correctness", "utilization", "testbed", "kernels")
+#: The largest sum of what travels to the GPU machine: the checkout and the wheels.
+MOST_BYTES = 64 * 2**20
 
 
 def corpus(tiny: bool) -> Path:
