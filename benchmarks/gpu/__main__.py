@@ -5,9 +5,8 @@
     python -m benchmarks.gpu pack                   # before: the wheels that the GPU machine lacks, into .gpu/wheels
     python -m benchmarks.gpu rehearse               # before: all parts at small sizes on a CPU, with the GPU machine's packages alone
 
-benchmarks/gpu/README.md says how to bring it to a machine and back. A part is a list of cells; each cell runs in a process of its own, and
-its record is in benchmarks/gpu/PART.json as soon as it ends (set-up has none). Exit codes: 0 every part is complete, 1 a cell failed, 3 the
-time is over.
+benchmarks/gpu/README.md says how to bring it to a machine and back. A part is a list of cells; each cell runs in a process of its own and
+its record is in benchmarks/gpu/PART.json as soon as it ends. Exit codes: 0 every part is complete, 1 a cell failed, 3 the time is over.
 """
 
 from __future__ import annotations
@@ -63,7 +62,7 @@ def run_part(part: str, tiny: bool, deadline: float) -> int:
     """Run the cells of `part` that have no record yet, until `deadline` on the monotonic clock. Returns the exit code."""
     file = (WORK / "tiny" if tiny else FOLDER) / f"{part}.json"
     every = commands(part, tiny)
-    done = read(file)  # never of set-up, which itself looks for what is there
+    done = {} if part == "setup" else read(file)  # a machine may be fresh: set-up looks for what is there
     left = {name: command for name, command in every.items() if name not in done or done[name][0].get("failed")}
     failed = []
     print(f"{part}: {len(every) - len(left)} of {len(every)} cells are measured", flush=True)

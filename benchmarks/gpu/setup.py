@@ -17,6 +17,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -70,10 +71,31 @@ def prepare_corpus(tiny: bool) -> None:
     subprocess.run([*command, "--tokenizer", "bpe:1024" if tiny else "bpe:50257"], cwd=ROOT, check=True)
 
 
-if __name__ == "__main__":
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tiny", action="store_true", help="a corpus of one package")
     arguments = parser.parse_args()
+    seconds, began = {}, time.monotonic()
+
+    def done(name: str) -> None:
+        nonlocal began
+        seconds[name], began = round(time.monotonic() - began, 1), time.monotonic()
+        print(f"{name}: {seconds[name]} s", flush=True)
+
     install()
+    done("install")
     import_everything()
+    done("import")
     prepare_corpus(arguments.tiny)
+    done("corpus")
+    from benchmarks import report
+
+    manifest = json.loads((corpus(arguments.tiny) / "manifest.json").read_text(encoding="utf-8"))
+    tokens = {split: manifest["splits"][split]["tokens"] for split in ("train", "val")}
+    wheels = [wheel.name for wheel in sorted(WHEELS.glob("*.whl"))]
+    report.append("setup", [], {"seconds": seconds, "wheels": wheels, "tokens": tokens, "nvcc": shutil.which("nvcc")})
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
