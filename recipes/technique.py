@@ -148,6 +148,11 @@ class Declaration:
 FP32_NAMES = ("fp32", "float32", "float", "torch.float32")
 
 
+def decouples_weight_decay(optimizer: dict[str, Any]) -> bool:
+    """Whether `optimizer`, Adam or AdamW, decouples weight decay: DeepSpeed's "Adam" does, unless "adam_w_mode" is false."""
+    return bool(optimizer["type"] == "AdamW" or optimizer["params"].get("adam_w_mode", True))
+
+
 def largest_divisor(number: int, limit: int) -> int:
     """The largest divisor of `number` that is at most `limit`, 0 for a limit of 0: how micro-batches are chosen."""
     if limit >= number:
@@ -177,6 +182,8 @@ class Technique:
     schedule_key: str = ""
     #: What "auto" became among the optimizer's `params`, and why: key -> (value, reason), for `--explain`.
     resolved_params: dict[str, tuple[Any, str]] = {}
+    #: Extensions of DeepSpeed that its optimizer needs, such as "FusedAdamBuilder"; set by `prepare`.
+    extensions: tuple[str, ...] = ()
     #: Dotted key -> the least compute capability of the device that it needs.
     needs_cuda: dict[str, tuple[int, int]] = {}
     #: For the plan of memory: fp32 tensors of the parameters' size that its optimizer keeps; 0: it has no optimizer.
@@ -269,6 +276,10 @@ class Techniques(Technique):
         self.optimizer_tensors = sum(member.optimizer_tensors for member in self.members)
         self.checkpointed_segments = sum(member.checkpointed_segments for member in self.members)
         self.matmul_dtype = "".join(member.matmul_dtype for member in self.members)
+
+    @property
+    def extensions(self) -> tuple[str, ...]:  # type: ignore[override]
+        return tuple(name for member in self.members for name in member.extensions)
 
     @property
     def notes(self) -> tuple[str, ...]:  # type: ignore[override]

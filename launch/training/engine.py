@@ -34,7 +34,7 @@ from launch.training.start_from import fill_masters, fill_model
 from model.gpt import GPT, weight_decay_groups
 from model.presets import GPTConfig
 from recipes.optimizers import LATE_STEP
-from recipes.technique import Technique
+from recipes.technique import Technique, decouples_weight_decay
 
 
 @dataclass
@@ -208,6 +208,8 @@ def start_engine(config: RunConfig, techniques: Technique, collectives: Collecti
     if config.start is not None:
         fill_model(model, config.start, config.zero_stage, collectives)
     techniques.prepare(model)
+    for extension in techniques.extensions:
+        load_extension(extension)
 
     groups = weight_decay_groups(model, config.optimizer["params"].get("weight_decay", 0.0))
     optimizer = techniques.optimizer(groups) or _adam(config, groups)
@@ -315,8 +317,7 @@ def _adam(config: RunConfig, groups: list[dict[str, Any]]) -> torch.optim.Optimi
         eps=params["eps"],
         weight_decay=params["weight_decay"],
         amsgrad=params.get("amsgrad", False),
-        # DeepSpeed's "Adam" decouples weight decay, unless "adam_w_mode" is false.
-        decoupled_weight_decay=config.optimizer["type"] == "AdamW" or params.get("adam_w_mode", True),
+        decoupled_weight_decay=decouples_weight_decay(config.optimizer),
         fused=True,
     )
     if params.get("bias_correction", True) is False:

@@ -82,11 +82,22 @@ def cases(dtype: Any, device: str) -> dict[str, Callable[[], tuple[Side, Side]]]
         compiled.compile()
         return tuple(both_passes(one, random(B, T, width)) for one in (plain, compiled))  # type: ignore[return-value]
 
+    def adamw(parameters: int) -> tuple[Side, Side]:
+        def side(**kind: Any) -> Side:
+            weights = [torch.zeros(parameters // 50, device=device, requires_grad=True) for _ in range(50)]
+            for weight in weights:
+                weight.grad = torch.full_like(weight, 1e-3)
+            optimizer = torch.optim.AdamW(weights, **kind)
+            return lambda: optimizer.step() and None
+
+        return side(foreach=True), side(fused=True)
+
     every: dict[str, Callable[[], tuple[Side, Side]]] = {
         "head, 2,048 x 384 x 8,192": lambda: head(2048, 384, 8192),
         "head, {:,} x {} x {:,}".format(*LARGE_HEAD): lambda: head(*LARGE_HEAD),
         "gelu, 2,048 x 1,536": lambda: gelu(2048, 1536),
         "compiled block, 8 x 256 x 384": lambda: block(8, 256, 384, 6),
+        "adamw, 13.9 M parameters in fp32, against foreach": lambda: adamw(13_900_000),
     }
     if device == "cpu":
         every["attention, 8 x 256, 6 heads of 64"] = lambda: attention(8, 256, 6)
@@ -148,7 +159,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=whole_number(2), default=21, help="rounds that are counted (%(default)s)")
     parser.add_argument("--only", default="", metavar="CASE", help="the cases whose names begin so (all)")
     dtypes = ["bfloat16", "float32", "float16"]
-    parser.add_argument("--dtype", default="bfloat16", choices=dtypes, help="of all cases (%(default)s)")
+    parser.add_argument("--dtype", default="bfloat16", choices=dtypes, help="of all cases but adamw (%(default)s)")
     parser.add_argument("--memory", nargs=2, metavar=("CASE", "SIDE"), help=argparse.SUPPRESS)  # print the bytes that a side adds
     report.run(__file__, parser, measure)
 

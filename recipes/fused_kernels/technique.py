@@ -15,23 +15,26 @@ from importlib.util import find_spec
 from typing import Any, cast
 
 import torch
+from torch.utils.cpp_extension import CUDA_HOME
 
 from model.gpt import GPT, Block
 from model.presets import GATED, GPTConfig
 from recipes.fused_kernels.attention import KEPT_LENGTH, QUERIES, attention_blocks, blockwise_attention
 from recipes.fused_kernels.cross_entropy import LOGITS_BYTES, ROWS, in_one, in_rows, linear_cross_entropy
 from recipes.fused_kernels.gelu import CompiledGELU
-from recipes.technique import Declaration, Run, Technique
+from recipes.optimizers import adam_arguments
+from recipes.technique import Declaration, Run, Technique, decouples_weight_decay
 
 SWITCH = {"enum": [True, False], "auto": True}
 
 
 class FusedKernels(Technique):
-    """`"fused_kernels": {"attention": true, "gelu": "auto", ...}`, or `"fused_kernels": "auto"` for all of them: a section of our own.
+    """`"fused_kernels": {"adamw": "auto", "attention": true, ...}`, or `"fused_kernels": "auto"` for all of them: a section of our own.
 
     A key is true (refused if the device does not support it), false (as if left out) or "auto": on if the device supports it and it is
     faster. The log has a line for each kernel that is skipped.
 
+    adamw: the optimizer's update in one pass: DeepSpeed's FusedAdam on CUDA at stages 1 to 3 if it can be built, else torch's.
     attention: causal attention without the T x T scores in memory: torch's flash kernels on CUDA, blocks of queries on a CPU.
     cross_entropy: the output layer and its loss in one kernel, which writes the gradient over the logits.
     gelu: compiled by torch.compile, if the blocks are not. "auto" leaves it out for a model without GELU; true is then refused.
@@ -41,7 +44,7 @@ class FusedKernels(Technique):
 
     declaration = Declaration(
         section="fused_kernels",
-        keys=dict.fromkeys(("attention", "cross_entropy", "gelu", "compile"), SWITCH),
+        keys=dict.fromkeys(("adamw", "attention", "cross_entropy", "gelu", "compile"), SWITCH),
         same_algorithm=True,
     )
 
@@ -50,6 +53,8 @@ class FusedKernels(Technique):
         self.asked = {name: section.get(name, False) for name in self.declaration.keys}
         if not any(self.asked.values()):
             raise ValueError(f"'fused_kernels' switches no kernel on; write \"auto\", or true for some of {', '.join(self.asked)}")
+        if self.asked["adamw"] is True and run.optimizer["type"] not in ("Adam", "AdamW"):
+            raise ValueError(f"'fused_kernels.adamw' is a kernel of Adam, and the optimizer is {run.optimizer['type']}; write false")
         if run.shape.mlp != "gelu":
             if self.asked["gelu"] is True:
                 raise ValueError(f"'fused_kernels.gelu' is a kernel of gelu, and this model has {run.shape.mlp}; write \"auto\" or false")
@@ -99,6 +104,17 @@ class FusedKernels(Technique):
 
     # --- one kernel each ---------------------------------------------------------------------------------------------------------------
 
+    def _use_adamw(self, model: GPT) -> None:
+        offloads = (self.run.engine["zero_optimization"].get("offload_optimizer") or {}).get("device") or "none"
+        if self.run.optimizer["type"] not in ("Adam", "AdamW"):
+            return self._skip("adamw", f"the optimizer is {self.run.optimizer['type']}")
+        if offloads != "none":
+            return self._say("adamw", "DeepSpeed's CPUAdam, as for every offloaded optimizer")
+        if self.device == "cuda" and self.run.zero_stage and CUDA_HOME is not None and not self.run.optimizer["params"].get("amsgrad"):
+            self.extensions = ("FusedAdamBuilder",)
+            return self._say("adamw", "DeepSpeed's FusedAdam")
+        self._say("adamw", "torch's fused kernel, as without this key")
+
     def _use_attention(self, model: GPT) -> None:
         if self.device == "cpu" and not self.run.shape.dropout:
             for block in cast("Iterable[Block]", model.h):
@@ -136,6 +152,25 @@ class FusedKernels(Technique):
         for block in model.h:
             block.compile()
         self._say("compile", "a block at a time; the first step takes longer")
+
+    # --- the optimizer -----------------------------------------------------------------------------------------------------------------
+
+    def optimizer(self, param_groups: list[dict[str, Any]]) -> torch.optim.Optimizer | None:
+        """DeepSpeed's FusedAdam if `prepare` has chosen it."""
+        if "FusedAdamBuilder" not in self.extensions:
+            return None
+        from deepspeed.ops.adam import FusedAdam  # a second to import, for which --help should not wait
+
+        lr, betas, eps, weight_decay, bias_correction = adam_arguments(self.run.optimizer["params"])
+        return FusedAdam(
+            param_groups,
+            lr=lr,
+            betas=tuple(betas),
+            eps=eps,
+            weight_decay=weight_decay,
+            bias_correction=bias_correction,
+            adam_w_mode=decouples_weight_decay(self.run.optimizer),
+        )
 
 
 def _has_compiler() -> bool:
