@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from model import gpt
+from model.layout import rotate, rotation_at
 from recipes.fused_kernels import cross_entropy
 from recipes.fused_kernels.attention import KEPT_LENGTH, QUERIES, blockwise_attention
 from recipes.fused_kernels.gelu import _backward, _forward
-from recipes.fused_kernels.technique import FusedKernels
+from recipes.fused_kernels.technique import COMPONENTS, FusedKernels, liger_rotate
 from tests import helpers
 
 RUN = ("--deepspeed_config", "ds_configs/zero0_bf16.json", "--data", "no/corpus")
@@ -58,6 +59,24 @@ def test_attention_in_blocks_shares_keys_and_values(masked):
     repeated = passes(lambda q, k, v: gpt.attend(q, gpt.with_heads(k, 6), gpt.with_heads(v, 6), mask, 0.0), q, k, v)
     assert [error(*pair) < 1e-6 for pair in zip(found, exact, strict=True)] == [True] * 4
     assert [error(*pair) < 1e-12 for pair in zip(repeated, exact, strict=True)] == [True] * 4
+
+
+def test_ligers_rotation_gets_what_it_reads():
+    """The kernel's contract, written out: (B, heads, T, d_head), halves, cosines (1 or B, T, d_head / 2)."""
+
+    class Written:
+        @staticmethod
+        def apply(q, k, cos, sin, position_ids, unsqueeze_dim, rotary_dim):
+            assert (position_ids, unsqueeze_dim, rotary_dim) == (None, 1, 20)
+            assert cos.shape[1:] == sin.shape[1:] == (9, 10)
+            cos, sin = (torch.cat((part, part), dim=-1)[:, None] for part in (cos, sin))
+            return tuple(x * cos + torch.cat((-x[..., 10:], x[..., :10]), dim=-1) * sin for x in (q, k))
+
+    q, k, _ = some_qkv(9).unbind(2)
+    for positions in (torch.arange(9), torch.stack((torch.arange(9), torch.arange(9).flip(0)))):
+        rotation = rotation_at(positions, 20, 100.0, torch.float64)
+        for found, exact in zip(liger_rotate(Written, q, k, rotation), rotate(q, k, rotation), strict=True):
+            torch.testing.assert_close(found, exact)
 
 
 @pytest.mark.parametrize("masked", [False, True])
@@ -269,10 +288,12 @@ def test_a_kernel_that_would_do_nothing_is_refused_where_it_is_asked_for(more, l
     explained(*flags, "--set", "fused_kernels=auto", "--set", other)
 
 
-def test_the_kernel_of_gelu_is_refused_for_a_model_without_it():
-    assert "fused_kernels.gelu is a kernel of gelu, " in refusal("--architecture", "llama", "--set", "fused_kernels.gelu=true")
-    explained("--set", "fused_kernels.gelu=true")
-    explained("--architecture", "llama", "--set", 'fused_kernels={"attention": "auto", "gelu": "auto"}')
+@pytest.mark.parametrize("name", COMPONENTS)
+def test_a_kernel_of_a_component_that_the_model_lacks_is_refused_if_asked_for(name):
+    own, other = ("gpt2", "llama") if name in ("layer_norm", "gelu") else ("llama", "gpt2")
+    assert f"fused_kernels.{name} is a kernel of " in refusal("--architecture", other, "--set", f"fused_kernels.{name}=true")
+    explained("--architecture", own, "--set", f"fused_kernels.{name}=true")
+    explained("--architecture", other, "--set", f'fused_kernels={{"attention": "auto", "{name}": "auto"}}')
 
 
 SIZES = {"n_layer": 2, "n_head": 2, "d_model": 32, "seq_len": 32, "global_batch_size": 4, "steps": 2, "eval_every": 0}
@@ -297,9 +318,9 @@ def test_a_key_beside_auto_is_told_where_that_stands():
 
 
 def test_what_only_cuda_has_is_said_where_a_run_is_explained():
-    said = explained("--dropout", "0.1", "--set", "fused_kernels.attention=true")
-    assert any("'fused_kernels.attention' needs CUDA" in line for line in said["needs"])
-    assert explained("--dropout", "0.1", "--set", "fused_kernels.attention=auto")["needs"] == []
+    said = explained("--set", "fused_kernels.layer_norm=true")
+    assert any("'fused_kernels.layer_norm' needs CUDA" in line for line in said["needs"])
+    assert explained("--set", "fused_kernels.layer_norm=auto")["needs"] == []
 
 
 @pytest.mark.parametrize("name", ["gelu", "compile"])

@@ -26,7 +26,7 @@ def commands(part: str, tiny: bool) -> dict[str, list[str]]:
     if part == "setup":
         return {"setup": ["benchmarks/gpu/setup.py", *small]}
     if part == "kernels":
-        families = ("gelu", "adamw") if tiny else ("head", "gelu", "compiled block", "adamw")
+        families = ("gelu", "adamw") if tiny else ("head", "gelu", "compiled block", "adamw", "layer_norm")
         return {name: ["recipes/fused_kernels/benchmark.py", "--only", name, *(["--rounds", "3"] if tiny else [])] for name in families}
     data = [] if part == "correctness" else ["--data", str(corpus(tiny).relative_to(ROOT))]
     cells = importlib.import_module(f"benchmarks.{part}").cells(tiny)

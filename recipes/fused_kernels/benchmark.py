@@ -76,6 +76,15 @@ def cases(dtype: Any, device: str) -> dict[str, Callable[[], tuple[Side, Side]]]
         x = random(*shape)
         return both_passes(torch.nn.GELU(approximate="tanh"), x), both_passes(CompiledGELU(), x)
 
+    def layer_norm(*shape: int) -> tuple[Side, Side]:
+        from liger_kernel.ops.layer_norm import LigerLayerNormFunction  # an optional dependency
+
+        x, weight, bias = random(*shape), random(shape[-1]), random(shape[-1])
+        return (
+            both_passes(lambda x, w, b: torch.nn.functional.layer_norm(x, shape[-1:], w, b), x, weight, bias),
+            both_passes(lambda x, w, b: LigerLayerNormFunction.apply(x, w, b, 1e-5), x, weight, bias),
+        )
+
     def block(B: int, T: int, width: int, heads: int) -> tuple[Side, Side]:
         config = GPTConfig(n_layer=1, n_head=heads, d_model=width, seq_len=T, vocab_size=256)
         plain, compiled = (gpt.Block(config, 0).to(device, dtype) for _ in range(2))
@@ -102,6 +111,8 @@ def cases(dtype: Any, device: str) -> dict[str, Callable[[], tuple[Side, Side]]]
     if device == "cpu":
         every["attention, 8 x 256, 6 heads of 64"] = lambda: attention(8, 256, 6)
         every["attention, 4 x 1,024, 12 heads of 64"] = lambda: attention(4, 1024, 12)
+    else:
+        every["layer_norm, 16,384 x 768"] = lambda: layer_norm(16384, 768)
     return every
 
 

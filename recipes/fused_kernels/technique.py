@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import partial
 from importlib.util import find_spec
 from typing import Any, cast
 
 import torch
+from torch import nn
 from torch.utils.cpp_extension import CUDA_HOME
 
 from model.gpt import GPT, Block
-from model.presets import GATED, GPTConfig
+from model.presets import GPTConfig
 from recipes.fused_kernels.attention import KEPT_LENGTH, QUERIES, attention_blocks, blockwise_attention
 from recipes.fused_kernels.cross_entropy import LOGITS_BYTES, ROWS, in_one, in_rows, linear_cross_entropy
 from recipes.fused_kernels.gelu import CompiledGELU
@@ -26,6 +27,22 @@ from recipes.optimizers import adam_arguments
 from recipes.technique import Declaration, Run, Technique, decouples_weight_decay
 
 SWITCH = {"enum": [True, False], "auto": True}
+#: The lowest compute capability that Triton supports; Liger's kernels and those of torch.compile are written in it.
+TRITON_CAPABILITY = (7, 0)
+#: Kernel of a component -> the field of the model that names it, and its name.
+COMPONENTS = {
+    "layer_norm": ("norm", "layernorm"),
+    "gelu": ("mlp", "gelu"),
+    "rms_norm": ("norm", "rmsnorm"),
+    "swiglu": ("mlp", "swiglu"),
+    "rotary": ("positions", "rotary"),
+}
+#: Kernels that Liger-Kernel has for CUDA only.
+LIGERS = ("layer_norm", "rms_norm", "swiglu", "rotary")
+#: Components that only torch.compile fuses on a CPU.
+FUSED_BY_COMPILE = ("rms_norm", "swiglu", "rotary")
+#: How to get Liger-Kernel, in the project's folder.
+INSTALL = 'pip install -e ".[liger]" -c constraints.txt'
 
 
 class FusedKernels(Technique):
@@ -37,14 +54,18 @@ class FusedKernels(Technique):
     adamw: the optimizer's update in one pass: DeepSpeed's FusedAdam on CUDA at stages 1 to 3 if it can be built, else torch's.
     attention: causal attention without the T x T scores in memory: torch's flash kernels on CUDA, blocks of queries on a CPU.
     cross_entropy: the output layer and its loss in one kernel, which writes the gradient over the logits.
-    gelu: compiled by torch.compile, if the blocks are not. "auto" leaves it out for a model without GELU; true is then refused.
+    layer_norm, rms_norm: Liger-Kernel's, on CUDA.
+    gelu: compiled by torch.compile, if the blocks are not.
+    swiglu, rotary: Liger-Kernel's, on CUDA, if the blocks are not compiled.
     compile: torch.compile, one block at a time, which works at every stage and with every technique. On a CPU, "auto" compiles only blocks
         with components that have no fused kernel there: RMSNorm, SwiGLU, rotary positions.
+
+    "auto" leaves out the kernels of components that the model does not have; true for one of them is refused.
     """
 
     declaration = Declaration(
         section="fused_kernels",
-        keys=dict.fromkeys(("adamw", "attention", "cross_entropy", "gelu", "compile"), SWITCH),
+        keys=dict.fromkeys(("adamw", "attention", "cross_entropy", *COMPONENTS, "compile"), SWITCH),
         same_algorithm=True,
     )
 
@@ -55,22 +76,31 @@ class FusedKernels(Technique):
             raise ValueError(f"'fused_kernels' switches no kernel on; write \"auto\", or true for some of {', '.join(self.asked)}")
         if self.asked["adamw"] is True and run.optimizer["type"] not in ("Adam", "AdamW"):
             raise ValueError(f"'fused_kernels.adamw' is a kernel of Adam, and the optimizer is {run.optimizer['type']}; write false")
-        if run.shape.mlp != "gelu":
-            if self.asked["gelu"] is True:
-                raise ValueError(f"'fused_kernels.gelu' is a kernel of gelu, and this model has {run.shape.mlp}; write \"auto\" or false")
-            self.asked["gelu"] = False
-        if run.shape.dropout and self.asked["attention"] is True:  # then only CUDA has a fused kernel
-            self.needs_cuda = {"fused_kernels.attention": (0, 0)}
-        self.missing_packages = tuple(
-            f"'fused_kernels.{name}' needs a C++ compiler, which is not on the path; install g++, or write \"auto\""
-            for name in ("gelu", "compile")
-            if self.asked[name] is True and not _has_compiler()
-        )
+        for name, (field, component) in COMPONENTS.items():
+            has = getattr(run.shape, field)
+            if name == "layer_norm" and not run.shape.bias:
+                has += " without biases"  # which Liger-Kernel's does not support
+            if self.asked[name] is True and has != component:
+                raise ValueError(f"'fused_kernels.{name}' is a kernel of {component}, and this model has {has}; write \"auto\" or false")
+            self.asked[name] = self.asked[name] if has == component else False
+        # With dropout only CUDA has a fused kernel for attention.
+        cuda_only = dict.fromkeys(LIGERS, TRITON_CAPABILITY) | ({"attention": (0, 0)} if run.shape.dropout else {})
+        self.needs_cuda = {f"fused_kernels.{name}": capability for name, capability in cuda_only.items() if self.asked[name] is True}
+        self.missing_packages = tuple(self._missing())
         self._autocast = run.matmul_dtype != run.precision
         if self._autocast and self.asked["cross_entropy"] is True:
             raise ValueError(
                 "'fused_kernels.cross_entropy' computes in the weights' type, which torch_autocast does not; write \"auto\" or false"
             )
+
+    def _missing(self) -> Iterator[str]:
+        """Packages that keys set to true need and that are not installed."""
+        for name in LIGERS:
+            if self.asked[name] is True and not _has_liger():
+                yield f"'fused_kernels.{name}' needs liger-kernel, which is not installed; {INSTALL}, or write \"auto\""
+        for name in ("gelu", "compile"):
+            if self.asked[name] is True and not _has_compiler():
+                yield f"'fused_kernels.{name}' needs a C++ compiler, which is not on the path; install g++, or write \"auto\""
 
     def memory_terms(self, model: GPTConfig, device: str) -> dict[str, int]:
         """Return the memory of blockwise attention and of the loss head.
@@ -92,6 +122,9 @@ class FusedKernels(Technique):
 
     def _say(self, name: str, what: str) -> None:
         self.notes = (*self.notes, f"fused_kernels.{name}: {what}")
+
+    def _skip(self, name: str, why: str) -> None:
+        self._say(name, f"skipped, {why}")
 
     def prepare(self, model: GPT) -> None:
         from deepspeed.accelerator import get_accelerator  # a second to import, for which --help should not wait
@@ -124,16 +157,59 @@ class FusedKernels(Technique):
 
     def _use_cross_entropy(self, model: GPT) -> None:
         if self._autocast:
-            return self._say("cross_entropy", "skipped, it computes in the weights' type, which torch_autocast does not")
+            return self._skip("cross_entropy", "it computes in the weights' type, which torch_autocast does not")
         compiled = self.device == "cuda" and find_spec("triton") is not None
         model.lm_head.loss = partial(linear_cross_entropy, kernel=torch.compile(in_one) if compiled else in_rows)
         self._say("cross_entropy", f"the gradient is written over the logits{', by a compiled kernel' if compiled else ''}")
 
+    def _can_use_liger(self, name: str, torchs: str) -> bool:
+        """Whether Liger-Kernel's kernel can be used; if not, note why. torchs: what torch computes instead on this device."""
+        if self._compiles() and name in (FUSED_BY_COMPILE if self.device == "cpu" else ("swiglu", "rotary")):
+            self._skip(name, "it is compiled with its block")
+        elif self.device != "cuda":
+            self._skip(name, f"{torchs} on a {self.device}, and Liger-Kernel's needs CUDA")
+        elif not _has_liger():
+            self._skip(name, f"liger-kernel is not installed ({INSTALL})")
+        else:
+            self._say(name, "Liger-Kernel's")
+            return True
+        return False
+
+    def _use_layer_norm(self, model: GPT) -> None:
+        if self._can_use_liger("layer_norm", "torch's is one kernel already"):
+            from liger_kernel.ops.layer_norm import LigerLayerNormFunction  # an optional dependency
+
+            for module in model.modules():
+                if isinstance(module, nn.LayerNorm):
+                    module.forward = _liger_forward(module, LigerLayerNormFunction)  # type: ignore[method-assign]
+
+    def _use_rms_norm(self, model: GPT) -> None:
+        if self._can_use_liger("rms_norm", "torch's operations are used"):
+            from liger_kernel.ops.rms_norm import LigerRMSNormFunction  # an optional dependency
+
+            for module in model.modules():
+                if isinstance(module, nn.RMSNorm):
+                    module.forward = _liger_rms_norm(module, LigerRMSNormFunction)  # type: ignore[method-assign]
+
+    def _use_swiglu(self, model: GPT) -> None:
+        if self._can_use_liger("swiglu", "torch's operations are used"):
+            from liger_kernel.ops.swiglu import LigerFusedGateUpSiLUMulFunction  # an optional dependency
+
+            for block in cast("Iterable[Block]", model.h):
+                block.mlp.act.forward = LigerFusedGateUpSiLUMulFunction.apply  # type: ignore[method-assign]
+
+    def _use_rotary(self, model: GPT) -> None:
+        if self._can_use_liger("rotary", "torch's operations are used"):
+            from liger_kernel.ops.rope import LigerRopeFunction  # an optional dependency
+
+            for block in cast("Iterable[Block]", model.h):
+                block.attn.rotate = partial(liger_rotate, LigerRopeFunction)
+
     def _use_gelu(self, model: GPT) -> None:
         if self._compiles():
-            return self._say("gelu", "skipped, it is compiled with its block")
+            return self._skip("gelu", "it is compiled with its block")
         if not _has_compiler():
-            return self._say("gelu", "skipped, there is no C++ compiler")
+            return self._skip("gelu", "there is no C++ compiler")
         for block in cast("Iterable[Block]", model.h):
             block.mlp.act = CompiledGELU()  # type: ignore[assignment]
         self._say("gelu", "compiled by torch.compile; the first step waits for it")
@@ -142,13 +218,12 @@ class FusedKernels(Technique):
         """Whether blocks are compiled."""
         if self.asked["compile"] != "auto":
             return bool(self.asked["compile"])
-        shape = self.run.shape
-        has_unfused = shape.norm == "rmsnorm" or shape.mlp in GATED or shape.positions == "rotary"
-        return self.device == "cuda" or (has_unfused and _has_compiler())
+        unfused = any(getattr(self.run.shape, field) == component for field, component in (COMPONENTS[name] for name in FUSED_BY_COMPILE))
+        return self.device == "cuda" or (unfused and _has_compiler())
 
     def _use_compile(self, model: GPT) -> None:
         if not self._compiles():
-            return self._say("compile", "skipped, on a CPU it is not faster than the other kernels for this model")
+            return self._skip("compile", "on a CPU it is not faster than the other kernels for this model")
         for block in model.h:
             block.compile()
         self._say("compile", "a block at a time; the first step takes longer")
@@ -173,6 +248,29 @@ class FusedKernels(Technique):
         )
 
 
+def _has_liger() -> bool:
+    return find_spec("liger_kernel") is not None and find_spec("triton") is not None
+
+
 def _has_compiler() -> bool:
     """Whether torch.compile finds a C++ compiler. It also needs one on a GPU, to build the code that launches its kernels."""
     return any(shutil.which(name) for name in (os.environ.get("CXX", "g++"), "g++", "clang++"))
+
+
+def _liger_forward(norm: Any, function: Any) -> Any:
+    """A `forward` for `norm`, an nn.LayerNorm: x (..., C) -> (..., C)."""
+    return lambda x: function.apply(x, norm.weight, norm.bias, norm.eps)
+
+
+def _liger_rms_norm(norm: Any, function: Any) -> Any:
+    """A `forward` for `norm`, an nn.RMSNorm: x (..., C) -> (..., C). In fp32 throughout, as torch's; it does not write into gradients."""
+    return lambda x: function.apply(x, norm.weight, norm.eps, 0.0, "gemma", False)
+
+
+def liger_rotate(
+    function: Any, q: torch.Tensor, k: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`model.layout.rotate` by Liger-Kernel's function, which takes (B, heads, T, d_head), and half of the cosines."""
+    cos, sin = (part.squeeze(2) for part in rotation)  # (., T, 1, d_head / 2) -> (., T, d_head / 2)
+    q, k = function.apply(q.transpose(1, 2), k.transpose(1, 2), cos, sin, None, 1, 2 * cos.shape[-1])
+    return q.transpose(1, 2), k.transpose(1, 2)

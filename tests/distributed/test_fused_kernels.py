@@ -8,6 +8,7 @@ from functools import cache
 
 import pytest
 
+from recipes.fused_kernels.technique import FUSED_BY_COMPILE
 from tests.distributed.test_engine_follows_plain_pytorch import flags as engine_flags
 from tests.distributed.test_engine_follows_plain_pytorch import largest_difference
 
@@ -16,7 +17,7 @@ SHAPE = {"n_layer": 3, "n_head": 2, "d_model": 64, "seq_len": 160}
 WITHIN = {"fp32": 5e-6, "bf16": 1e-3}
 JOB = "tests.distributed.jobs:pretrain"
 long = pytest.mark.long
-EVERY = dict.fromkeys(("adamw", "attention", "cross_entropy", "gelu", "compile"), "auto")
+EVERY = dict.fromkeys(("adamw", "attention", "cross_entropy", "layer_norm", "gelu", "compile"), "auto")
 EARLIER = {
     "activation_checkpointing": {"number_checkpoints": 2},
     "curriculum_learning": {
@@ -95,8 +96,8 @@ def test_compiled_blocks_go_with_stage_3_and_with_dropped_layers(other, form, lo
 @pytest.mark.parametrize(
     ("architecture", "said"),
     [
-        ("gpt2", ["gelu: compiled by torch.compile", "compile: skipped, on a CPU"]),
-        ("qwen3", ["compile: a block at a time"]),
+        ("gpt2", ["layer_norm: skipped, torch's", "gelu: compiled by torch.compile", "compile: skipped, on a CPU"]),
+        ("qwen3", [*(f"{name}: skipped, it is compiled with its block" for name in FUSED_BY_COMPILE), "compile: a block at a time"]),
     ],
 )
 def test_the_log_names_what_was_taken_and_what_was_skipped(architecture, said, one_rank, corpus, tmp_path):
