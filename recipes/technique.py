@@ -230,6 +230,13 @@ class Technique:
         """
         raise NotImplementedError
 
+    def on_gradients(self) -> None:
+        """Look at the gradients of the step, after the last backward pass and before clipping. All ranks call this together.
+
+        `deepspeed.utils.safe_get_full_grad(parameter)` of the engine's parameters works at every stage and with offload to
+        CPU memory or NVMe. In fp16 the gradients are multiplied by the loss scale.
+        """
+
     def evaluation_weights(self) -> AbstractContextManager[None]:
         """A context in which the model has weights that all ranks share: the weights that are evaluated, saved and sampled from."""
         return nullcontext()
@@ -311,6 +318,10 @@ class Techniques(Technique):
             tokens = member.on_batch(tokens)
         assert tokens.shape == self._rows, f"a technique made rows of {tuple(tokens.shape)}, and the plan of the step is {self._rows}"
         return tokens
+
+    def on_gradients(self) -> None:
+        for member in self.members:
+            member.on_gradients()
 
     @contextmanager
     def evaluation_weights(self) -> Iterator[None]:

@@ -96,6 +96,8 @@ class TrainingEngine:
         self.deepspeed.set_gradient_accumulation_boundary(self._micro_step == 0)
         self.deepspeed.backward(loss if accumulation == configured else loss * (configured / accumulation))
         self.loss_scale = float(getattr(self.deepspeed.optimizer, "loss_scale", 1.0))  # `step` may change it
+        if self._micro_step == 0:
+            self.techniques.on_gradients()
         counters = self.deepspeed.global_steps, self.deepspeed.skipped_steps
         self.enter("update")
         try:

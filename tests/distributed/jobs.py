@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import gc
+import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from deepspeed.utils import safe_get_full_grad
 
 from launch.config import hardware
 from launch.config.run_config import resolve
@@ -104,10 +106,20 @@ class DroppedBlock(Technique):
 
 
 class AuxiliaryLoss(Technique):
-    """Trains 0.01 (log Z)^2 in addition, Z the normalizer of the softmax."""
+    """Trains 0.01 (log Z)^2 in addition, Z the normalizer of the softmax; reports the norm of the gradients."""
+
+    def attach(self, engine: Any, collectives: Any) -> None:
+        self.parameters, self.norm = list(engine.module.parameters()), 0.0
 
     def token_losses(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         return 0.01 * logits.float().logsumexp(-1) ** 2
+
+    def on_gradients(self) -> None:
+        gradients = [safe_get_full_grad(parameter) for parameter in self.parameters]
+        self.norm = math.sqrt(sum(float(gradient.double().pow(2).sum()) for gradient in gradients))
+
+    def metrics(self) -> dict[str, float]:
+        return {"norm": self.norm}
 
 
 def drops_block_1(step: int, micro_step: int, accumulation: int) -> bool:
