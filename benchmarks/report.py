@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import socket
 import statistics
 import subprocess
 import sys
@@ -22,6 +23,8 @@ from typing import Any, NamedTuple
 
 from launch.config.flags import whole_number
 from launch.errors import UsageError, nearest, run_command
+from launch.formats.metrics import read_metrics
+from launch.training import interleaving
 from launch.training.observers import Observer
 from launch.training.provenance import machine, repository_commit, versions
 from model.presets import ARCHITECTURES
@@ -201,7 +204,6 @@ def train(flags: list[str], folder: str | Path, *observers: Observer) -> list[di
     """
     from launch import pretrain
     from launch.config.run_config import resolve
-    from launch.formats.metrics import read_metrics
     from launch.training.folder import RunFolder
     from launch.training.provenance import describe_run
     from launch.training.signals import StopRequest
@@ -212,47 +214,59 @@ def train(flags: list[str], folder: str | Path, *observers: Observer) -> list[di
         pretrain.train(config, run_folder, StopRequest(), observers)
     finally:
         run_folder.close()
-    return [line for line in read_metrics(Path(folder, "r", "metrics.jsonl")) if "loss" in line]
+    return step_lines(Path(folder, "r"))
 
 
-class Training:
-    """A run in this process that is trained one step at a time.
+def step_lines(run: Path) -> list[dict[str, Any]]:
+    """The lines of the steps in a run's `metrics.jsonl`."""
+    return [line for line in read_metrics(run / "metrics.jsonl") if "loss" in line]
+
+
+class Side:
+    """A process whose steps are interleaved with those of other sides, `interleaving.STEPS` at a time.
 
     Args:
-        flags: of launch/pretrain.py.
-        on_step: called with the number of the step (from 1) after the techniques' own `on_step`.
+        command: a script and its flags.
+        folder: of its socket.
     """
 
-    def __init__(self, flags: list[str], on_step: Callable[[int], None] = lambda step: None):
-        from launch.config.run_config import resolve
-        from launch.training.distributed import start_ranks
-        from launch.training.engine import start_engine
+    def __init__(self, command: list[str], folder: str):
+        listener = socket.socket(socket.AF_UNIX)
+        listener.bind(path := f"{folder}/{len(os.listdir(folder))}.sock")
+        listener.listen()
+        self.process = subprocess.Popen([sys.executable, *command], env={**os.environ, interleaving.VARIABLE: path}, stdout=sys.stderr)
+        listener.settimeout(0.2)
+        while True:
+            try:
+                self.socket, _ = listener.accept()
+                break
+            except TimeoutError:
+                self.check()
+        self.socket.settimeout(None)
+        self.wait()
 
-        self.config, _ = resolve(flags)
-        self.techniques, self.on_step, self.steps = self.config.built_techniques, on_step, 0
-        self.tokens = self.samples = 0
-        self.losses: list[float] = []
-        self.flops: list[float] = []  # of each step, one rank
-        self.collectives = start_ranks()
-        self.engine: Any = start_engine(self.config, self.techniques, self.collectives)
-        self.loader = self.config.training_loader(self.collectives)
+    def check(self) -> None:
+        if self.process.poll():
+            raise SystemExit(f"{' '.join(map(str, self.process.args))}: exit code {self.process.returncode}")  # type: ignore[arg-type]
 
-    def step(self) -> None:
-        """Train one step, as `launch.pretrain.train` does."""
-        from model.accounting import flops_per_token
-        from recipes.technique import whole_step
+    def wait(self) -> bool:
+        """Wait until it is ready for its next steps, or has ended. Returns whether it is ready."""
+        if self.socket.recv(1):
+            return True
+        self.process.wait()
+        self.check()
+        return False
 
-        self.steps += 1
-        plan = self.techniques.on_step(self.steps, whole_step(self.config))
-        self.tokens += plan.tokens * self.collectives.world_size
-        self.on_step(self.steps)
-        self.engine.set_learning_rate(self.tokens)
-        for batch in self.loader.micro_batches(self.samples, plan.micro_batch_size, plan.accumulation):
-            loss = self.engine.backward_and_step(self.engine.loss(self.techniques.on_batch(batch)), plan.accumulation)
-        self.samples += plan.sequences * self.collectives.world_size
-        self.flops.append(plan.tokens * flops_per_token(self.config.model_config, plan.seq_len, plan.kept_blocks))
-        self.losses.append(float(loss))  # waits for the forward pass
-        self.collectives.wait()
+    def go(self) -> bool:
+        """Let it make the steps of one turn. Returns whether more are left."""
+        self.socket.sendall(b"g")
+        return self.wait()
+
+
+def take_turns(sides: list[Side]) -> None:
+    """Let all sides make their steps, in turns. The order of the sides rotates."""
+    while sides:
+        sides = [side for side in [*sides[1:], sides[0]] if side.go()]
 
 
 def records() -> list[dict[str, Any]]:

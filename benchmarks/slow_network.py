@@ -6,8 +6,8 @@
 
 A side is a name and flags of launch/pretrain.py. The first side is what the others are compared with. The hosts are network namespaces of
 this machine (tests/distributed/two_hosts.py) whose link is shaped to the rate; each has one core for its rank and its half of the network
-stack. In each turn every side trains at every rate from step 1. Needs root and otherwise idle cores. Also writes
-benchmarks/slow_network.md.
+stack. In each turn every side trains at every rate from step 1. Needs root and otherwise idle cores. The record has the seconds and bytes
+of each side's step, and the measured rate of the link.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ from launch.errors import UsageError
 
 ONLY_BY_NAME = "it needs root and an idle machine, and takes about 15 minutes"
 QUICK = ("--turns", "1", "--steps", "3")
-TABLE = report.RESULTS.with_name("slow_network.md")
 COMPRESSED = "--deepspeed_config ds_configs/one_bit_adam.json --set optimizer.params.freeze_step=2"
 SIDES = (
     "AdamW fp32: --deepspeed_config ds_configs/zero0_fp32.json",
@@ -74,23 +73,9 @@ def train(sides: dict[str, list[str]], common: list[str], arguments: argparse.Na
     ]
 
 
-def markdown(table: list[dict[str, Any]]) -> str:
-    """The table of slow_network.md. On the wire: what the bytes alone take at the measured rate."""
-    lines = ["| network, Mbit/s | side | sent a step and rank, MB | on the wire, s | step, s (quartiles) | of the first side's |"]
-    lines += ["|---|---|---|---|---|---|"]
-    for row in table:
-        first = next(other for other in table if other["mbit"] == row["mbit"])
-        median, lower, upper = (row["step"][key] / 1e3 for key in TIMES)
-        wire = row["bytes_sent"] * 8e-6 / row["measured_mbit"]
-        times = f"{wire:.3f} | {median:.3f} ({lower:.3f} to {upper:.3f}) | {row['step']['median_ms'] / first['step']['median_ms']:.2f}"
-        lines.append(f"| {row['mbit']:,} ({row['measured_mbit']:.1f} measured) | {row['side']} | {row['bytes_sent'] / 1e6:.3f} | {times} |")
-    return "\n".join(lines)
-
-
 def measure(arguments: argparse.Namespace) -> report.Measured:
     """Train all sides; one record."""
     from launch.config.run_config import resolve
-    from launch.training.provenance import machine, repository_commit
     from tests.distributed.two_hosts import missing
 
     sides = report.sides_of(arguments.side or SIDES)
@@ -108,11 +93,6 @@ def measure(arguments: argparse.Namespace) -> report.Measured:
             what = f"a step of {row['side']} / {base['side']}, {row['mbit']:,} Mbit/s, {report.model_name(arguments)}"
             median, *quartiles = (row["step"][key] / base["step"]["median_ms"] for key in TIMES)
             rows.append(report.Row(what, f"{median:.2f}", quartiles))
-    print(markdown(table))
-    if not arguments.no_record:
-        where = f"{machine()['cores']} cores of an {machine()['processor']}, commit {repository_commit()}"
-        page = f"`python benchmarks/slow_network.py`, preset `{report.model_name(arguments)}`, {where}\n\n{markdown(table)}\n"
-        TABLE.write_text(page, encoding="utf-8")
     keys = ("preset", "micro_batch_size", "global_batch_size", "turns", "steps")
     yield rows, {"device": "cpu", **{key: getattr(arguments, key) for key in keys}, "table": table}
 

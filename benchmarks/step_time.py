@@ -1,18 +1,19 @@
-"""Time of a training step under several configurations, interleaved step by step in one process.
+"""Time of a training step under several configurations, interleaved 10 steps by 10.
 
     python benchmarks/step_time.py                     # ZeRO 0 to 3, and attention within documents: two minutes on two cores
     python benchmarks/step_time.py --side "fp32: --deepspeed_config ds_configs/zero0_fp32.json" \\
                                    --side "fp32, ZeRO 3: --deepspeed_config ds_configs/zero3_fp32.json"
 
-Each side is a name and flags of launch/pretrain.py. All sides train the same initial weights on the same samples; a ratio above 1 means
-that the side's step takes longer than the first side's. Where their FLOPs differ, the last column is the ratio of FLOPs.
-On one rank nothing is sent: the ZeRO stages differ by the engine's own work.
+Each side is a name and flags of launch/pretrain.py, which trains it in a process of its own. All sides train the same initial weights on
+the same samples; a ratio above 1 means that the side's step takes longer than the first side's. Where their FLOPs differ, the last column
+is the ratio of FLOPs. On one rank nothing is sent: the ZeRO stages differ by the engine's own work.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+import tempfile
 from pathlib import Path
 
 if __name__ == "__main__":
@@ -34,16 +35,21 @@ def measure(arguments: argparse.Namespace) -> report.Measured:
     sides = report.sides_of(arguments.side or SIDES)
     for flags in sides.values():
         resolve([*report.run_flags(arguments), *flags])  # a mistake is reported before the first side is built
-    trainings = {name: report.Training([*report.run_flags(arguments), *flags]) for name, flags in sides.items()}
-    steps = {name: training.step for name, training in trainings.items()}
-    seconds = report.interleave(steps, arguments.steps - report.WARM_UP_STEPS, report.WARM_UP_STEPS)
+    with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
+        command = ["launch/pretrain.py", *report.run_flags(arguments), "--runs_dir", folder]
+        runs = [[*command, *flags, "--run_name", str(number)] for number, flags in enumerate(sides.values())]
+        report.take_turns([report.Side(run, folder) for run in runs])
+        lines = {name: report.step_lines(Path(folder, str(number))) for number, name in enumerate(sides)}
+    count = min(map(len, lines.values()))  # techniques may plan more steps
+    counted = {name: steps[report.WARM_UP_STEPS : count] for name, steps in lines.items()}
+    seconds, flops = ({name: [line[key] for line in steps] for name, steps in counted.items()} for key in ("step_seconds", "flops"))
     (first, base), *others = seconds.items()
     rows = []
     for name, times in others:
-        flops, _ = report.ratio(*(trainings[side].flops[report.WARM_UP_STEPS :] for side in (name, first)))
-        bar = f"{flops:.3f}, the FLOPs'" if flops != 1 else ""
+        of_flops, _ = report.ratio(flops[name], flops[first])
+        bar = f"{of_flops:.3f}, the FLOPs'" if of_flops != 1 else ""
         rows.append(report.ratio_row(f"a step of {name} / {first}, {report.model_name(arguments)}", times, base, bar))
-    apart = max(max(losses) - min(losses) for losses in zip(*(one.losses for one in trainings.values()), strict=True))
+    apart = max(max(losses) - min(losses) for losses in zip(*([line["loss"] for line in steps] for steps in counted.values()), strict=True))
     print(f"losses differ by at most {apart:.4f}")
     details = {name: {"flags": flags, **report.spread(seconds[name])} for name, flags in sides.items()}
     yield rows, {"preset": arguments.preset, "sides": details}

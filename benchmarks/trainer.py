@@ -19,9 +19,7 @@ import itertools
 import json
 import os
 import resource
-import socket
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -35,7 +33,7 @@ if __name__ == "__main__":
 from benchmarks import report
 from benchmarks.report import WARM_UP_STEPS
 from launch.errors import UsageError
-from launch.training import interleaving
+from launch.training.interleaving import Interleaving
 
 QUICK = ("--preset", "nano", "--steps", "20")
 PEER_JSON = "ds_configs/zero2_bf16.json"
@@ -61,7 +59,7 @@ def train_with_trainer(flags: list[str], folder: str) -> None:
     on_gpu = collectives.device.type != "cpu"
     loader, length = config.training_loader(collectives), config.shape.seq_len
     seconds: list[float] = []
-    own = interleaving.Interleaving(on_lost=lambda: os._exit(1))
+    own = Interleaving(on_lost=lambda: os._exit(1))
 
     class Interleaved(TrainerCallback):
         since = 0.0
@@ -128,47 +126,10 @@ def train_with_trainer(flags: list[str], folder: str) -> None:
     os._exit(0)  # an interpreter with two process groups may abort while it shuts down
 
 
-class Side:
-    """A process whose steps are interleaved with those of the other side."""
-
-    def __init__(self, command: list[str], folder: str):
-        listener = socket.socket(socket.AF_UNIX)
-        listener.bind(path := f"{folder}/{len(os.listdir(folder))}.sock")
-        listener.listen()
-        self.process = subprocess.Popen([sys.executable, *command], env={**os.environ, interleaving.VARIABLE: path}, stdout=sys.stderr)
-        listener.settimeout(0.2)
-        while True:
-            try:
-                self.socket, _ = listener.accept()
-                break
-            except TimeoutError:
-                self.check()
-        self.socket.settimeout(None)
-        self.wait()
-
-    def check(self) -> None:
-        if self.process.poll():
-            raise SystemExit(f"{' '.join(map(str, self.process.args))}: exit code {self.process.returncode}")  # type: ignore[arg-type]
-
-    def wait(self) -> None:
-        """Wait until it has made the steps of its turn, or ended."""
-        if not self.socket.recv(1):
-            self.process.wait()
-            self.check()
-
-    def go(self) -> None:
-        """Let it make the steps of one turn."""
-        self.socket.sendall(b"g")
-        self.wait()
-
-
 def measure(arguments: argparse.Namespace) -> report.Measured:
     """Train both sides; one record."""
     from launch.config.run_config import resolve
-    from launch.formats.metrics import read_metrics
 
-    if arguments.steps % interleaving.STEPS or arguments.steps < 2 * interleaving.STEPS:
-        raise UsageError(f"--steps {arguments.steps}: must be a multiple of {interleaving.STEPS}, at least {2 * interleaving.STEPS}")
     if arguments.architecture != "gpt2":
         raise UsageError(f"--architecture {arguments.architecture}: must be gpt2, which is the model of the Trainer's side; leave it out")
     more = {"micro_batch_size": arguments.micro_batch_size, "global_batch_size": arguments.global_batch_size}
@@ -179,14 +140,9 @@ def measure(arguments: argparse.Namespace) -> report.Measured:
     if importlib.util.find_spec("accelerate") is None:
         raise UsageError('the Trainer needs accelerate; install it: pip install -e ".[bench]" -c constraints.txt')
     with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
-        sides = [
-            Side(["launch/pretrain.py", *flags, "--runs_dir", folder, "--run_name", "r"], folder),
-            Side([__file__, "--side", folder, *sys.argv[1:]], folder),
-        ]
-        for number in range(arguments.steps // interleaving.STEPS):
-            for side in sides if number % 2 else sides[::-1]:
-                side.go()
-        lines = [line for line in read_metrics(Path(folder, "r", "metrics.jsonl")) if "loss" in line]
+        commands = ["launch/pretrain.py", *flags, "--runs_dir", folder, "--run_name", "r"], [__file__, "--side", folder, *sys.argv[1:]]
+        report.take_turns([report.Side(command, folder) for command in commands])
+        lines = report.step_lines(Path(folder, "r"))
         trainer = json.loads(Path(folder, "trainer.json").read_text())
     # `seconds` does not include the other side's turns.
     ours = [line["seconds"] - before["seconds"] for before, line in itertools.pairwise(lines)][WARM_UP_STEPS - 1 :]

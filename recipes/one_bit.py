@@ -15,7 +15,8 @@ import torch
 from model.accounting import parameter_count
 from model.gpt import GPT
 from recipes.compressed_all_reduce import CompressedAllReduce, blocks
-from recipes.technique import ADAM_KEYS, Costs, Declaration, Run, StepPlan, Technique, require_stage_0
+from recipes.optimizers import ADAM_KEYS, require_stage_0
+from recipes.technique import Declaration, Run, StepPlan, Technique
 
 #: The smallest value of an element of a frozen variance, as a share of the mean of its tensor.
 LEAST_SHARE = 0.1
@@ -126,6 +127,10 @@ class CompressedOptimizer(torch.optim.Optimizer):
     def _update(self) -> None:
         """Perform step number `_steps`. Every parameter has a gradient."""
 
+    def _bias(self, beta: float, steps: int) -> float:
+        """The bias correction of a moment after `steps` steps, by which it is divided."""
+        return 1 - beta**steps if self._bias_correction else 1.0
+
     def _row_steps(self, place: int) -> torch.Tensor:
         """The number of steps in which each row of an embedding could have gradients, (rows,); part of its state."""
         parameter = self._parameters[place]
@@ -197,8 +202,7 @@ class FreezingOptimizer(CompressedOptimizer):
     def _biases(self, group: dict[str, Any]) -> tuple[float, float]:
         """The bias corrections by which the two moments are divided. A frozen variance uses the number of its own steps."""
         beta1, beta2 = group["betas"]
-        variance_steps = group["variance_steps"] or self._steps
-        return (1 - beta1**self._steps, 1 - beta2**variance_steps) if self._bias_correction else (1.0, 1.0)
+        return self._bias(beta1, self._steps), self._bias(beta2, group["variance_steps"] or self._steps)
 
     def _divisor(self, variance: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
         """The divisor of the momentum for a block of the variance: sqrt(variance / bias) + eps, in `reduction.scratch`."""
@@ -227,14 +231,15 @@ class CompressedTechnique(Technique):
 
     #: "auto" for the length of the first phase, as a share of the run's steps; 1-bit Adam's paper takes 0.15 to 0.25.
     auto_share = 0.2
-    #: fp32 tensors of the parameters' size that the optimizer keeps on each rank, besides the errors of the compression.
-    kept_tensors = 2
+    #: Without the errors of the compression, which `__init__` adds.
+    optimizer_tensors: float = 2
 
     def __init__(self, section: dict[str, Any], run: Run):
         self.params, self._ranks, name = section, run.ranks, self.declaration.name
-        # Each rank keeps the error of its own compression, and that of its part of the mean.
-        self.costs = Costs(optimizer_tensors=self.kept_tensors + (0 if run.ranks == 1 else 1 + 1 / run.ranks))
-        require_stage_0(run, f"{name} compresses the momentum of the whole model on every rank", self.costs.optimizer_tensors)
+        self.resolved_params = {}
+        if run.ranks > 1:  # each rank keeps the error of its own compression, and that of its part of the mean
+            self.optimizer_tensors += 1 + 1 / run.ranks
+        require_stage_0(run, f"{name} compresses the momentum of the whole model on every rank")
         if run.engine.get("gradient_allreduce_op") == "sum":
             raise ValueError(f'\'gradient_allreduce_op\' is "sum", but {name} sends the mean; write "mean", or leave it out')
         # MB that a rank sends in a step with mean gradients, and in a step with compressed momentum.
@@ -251,9 +256,16 @@ class CompressedTechnique(Technique):
         whole, compressed = self._exchanges(steps)
         return round(1e6 * (whole * self._whole + compressed * self._compressed) / steps)
 
-    def _steps_of_share(self, run: Run) -> tuple[int, str]:
-        """The steps of the first phase for "auto", and the reason."""
-        return max(1, round(self.auto_share * run.steps)), f"{self.auto_share} of the run's steps, of whole batches"
+    def _value(self, key: str, auto: int, reason: str) -> int:
+        """The value of `key`; `auto`, for `reason`, if it is "auto" or left out."""
+        if (value := self.params.get(key, "auto")) != "auto":
+            return int(value)
+        self.resolved_params[key] = auto, reason
+        return auto
+
+    def _first_phase(self, key: str, run: Run) -> int:
+        """The steps of the first phase: the value of `key`."""
+        return self._value(key, max(1, round(self.auto_share * run.steps)), f"{self.auto_share} of the run's steps, of whole batches")
 
     def prepare(self, model: GPT) -> None:
         self._model = model
@@ -317,13 +329,9 @@ class FreezingTechnique(CompressedTechnique):
 
     def __init__(self, section: dict[str, Any], run: Run):
         super().__init__(section, run)
-        freeze = section.get("freeze_step", "auto")
-        if freeze == "auto":
-            self.resolved_params = {"freeze_step": self._steps_of_share(run)}
-            freeze = self.resolved_params["freeze_step"][0]
-        else:
+        self.freeze_step = self._first_phase("freeze_step", run)
+        if not self.resolved_params:
             self.schedule_key = "optimizer.params.freeze_step"
-        self.freeze_step = int(freeze)
         self.stages = 1, self.freeze_step + 1
         if run.ranks == 1:
             self._note(f"one rank sends nothing; the variance of {self.uncompressed} is frozen after step {self.freeze_step:,}")

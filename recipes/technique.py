@@ -15,7 +15,6 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from model.accounting import parameter_count
 from model.presets import GPTConfig, ModelShape
 
 if TYPE_CHECKING:  # the commands import this module before they parse --help
@@ -112,7 +111,6 @@ class Declaration:
         auto_params: for an optimizer, what `"auto"` means for lr, betas, eps and weight_decay where it differs from AdamW's values.
         other_places: other places where DeepSpeed documents the section, as dotted paths; a section there is refused.
         exclusive: what only one technique of a run can control. Two techniques that share an entry are refused.
-        needs_cuda: dotted key -> the least compute capability of the device.
         changes_tokens: the steps hold other numbers of tokens than the run's own. `on_step` of such techniques is called first.
         same_algorithm: it changes the memory and the arithmetic only, as ZeRO and the precision do. A branch of a run may change it.
         off_without_values: a section without `enabled` in which all values are false or null is off; usually it is on.
@@ -125,7 +123,6 @@ class Declaration:
     auto_params: dict[str, Any] = field(default_factory=dict)
     other_places: tuple[str, ...] = ()
     exclusive: tuple[str, ...] = ()
-    needs_cuda: dict[str, tuple[int, int]] = field(default_factory=dict)
     changes_tokens: bool = False
     same_algorithm: bool = False
     off_without_values: bool = False
@@ -147,37 +144,8 @@ class Declaration:
         return ", ".join(sorted(shared))
 
 
-@dataclass(frozen=True)
-class Costs:
-    """What a technique changes in the estimates of memory and FLOPs.
-
-    Attributes:
-        optimizer_tensors: fp32 tensors of the parameters' size that its optimizer keeps; 0: it has no optimizer.
-        checkpointed_segments: number of segments of blocks whose inputs alone are kept for the backward pass; 0: all activations are kept.
-        matmul_dtype: the arithmetic of the matrix products; empty: that of the run.
-    """
-
-    optimizer_tensors: float = 0
-    checkpointed_segments: int = 0
-    matmul_dtype: str = ""
-
-
 #: DeepSpeed's names of fp32.
 FP32_NAMES = ("fp32", "float32", "float", "torch.float32")
-#: A step count so large that beta^step is 0 for every beta in use, and that fp32 cannot increase by 1: Adam then corrects no bias.
-LATE_STEP = 1e9
-
-#: Keys of all optimizers of recipes, beside lr, betas, eps and weight_decay. Upstream refused amsgrad and ignored eps_inside_sqrt.
-ADAM_KEYS: dict[str, dict[str, Any]] = {
-    "bias_correction": {"types": ["boolean"]},
-    "amsgrad": {"enum": [False]},
-    "eps_inside_sqrt": {"enum": [False]},
-}
-
-
-def adam_arguments(params: dict[str, Any]) -> tuple[float, list[float], float, float, bool]:
-    """The arguments that the optimizers of all recipes take after the groups of parameters, in order, from the JSON's `params`."""
-    return params["lr"], params["betas"], params["eps"], params["weight_decay"], params.get("bias_correction", True)
 
 
 def decouples_weight_decay(optimizer: dict[str, Any]) -> bool:
@@ -193,21 +161,6 @@ def largest_divisor(number: int, limit: int) -> int:
         return next((size for size in range(limit, 0, -1) if number % size == 0), 0)
     small = [size for size in range(1, math.isqrt(number) + 1) if number % size == 0]
     return max(size for low in small for size in (low, number // low) if size <= limit)
-
-
-def require_stage_0(run: Run, reason: str, state_tensors: float) -> None:
-    """Refuse ZeRO for an optimizer that needs whole tensors on every rank, for `reason`, and keeps `state_tensors` fp32 copies of them.
-
-    Raises:
-        ValueError: the ZeRO stage is not 0.
-    """
-    if run.zero_stage:
-        # fp32: 4 weights + 4 gradients; 16 bits: 2 + 2 + 4 master weights.
-        stage_0 = parameter_count(run.model_config) * (8 + 4 * state_tensors)
-        raise ValueError(
-            f"'zero_optimization.stage' is {run.zero_stage}, but {reason}, and ZeRO leaves each rank a part of it; write 0 (the"
-            f" model states then take {stage_0 / 2**30:.2f} GiB per rank), or use AdamW"
-        )
 
 
 class Technique:
@@ -231,7 +184,14 @@ class Technique:
     resolved_params: dict[str, tuple[Any, str]] = {}
     #: Extensions of DeepSpeed that its optimizer needs, such as "FusedAdamBuilder"; set by `prepare`.
     extensions: tuple[str, ...] = ()
-    costs = Costs()
+    #: Dotted key -> the least compute capability of the device that it needs.
+    needs_cuda: dict[str, tuple[int, int]] = {}
+    #: For the plan of memory: fp32 tensors of the parameters' size that its optimizer keeps; 0: it has no optimizer.
+    optimizer_tensors: float = 0
+    #: For the plan of memory: segments of blocks whose inputs alone are kept for the backward pass; 0: all activations are kept.
+    checkpointed_segments: int = 0
+    #: For the MFU: the arithmetic of the matrix products; empty: that of the run.
+    matmul_dtype: str = ""
 
     def __init__(self, section: dict[str, Any], run: Run):
         """Read `section`, which follows the rules of `declaration.keys`, and check its values against `run`.
@@ -239,11 +199,6 @@ class Technique:
         Raises:
             ValueError: a value does not fit this run: one line that begins with the key in quotes, `'section.key'`, and names the fix.
         """
-
-    @property
-    def needs_cuda(self) -> dict[str, tuple[int, int]]:
-        """Dotted key -> the least compute capability of the device, with the values that this section has."""
-        return self.declaration.needs_cuda
 
     def prepare(self, model: GPT) -> None:
         """Change the model before the engine is built: kernels, wrappers, `model.block_runner`."""
@@ -323,19 +278,11 @@ class Techniques(Technique):
 
     def __init__(self, members: Iterable[Technique] = ()):
         self.members = tuple(sorted(members, key=lambda member: not member.declaration.changes_tokens))
-
-    @property
-    def costs(self) -> Costs:  # type: ignore[override]
-        every = [member.costs for member in self.members]
-        return Costs(
-            max((costs.optimizer_tensors for costs in every), default=0),
-            max((costs.checkpointed_segments for costs in every), default=0),
-            next((costs.matmul_dtype for costs in every if costs.matmul_dtype), ""),
-        )
-
-    @property
-    def needs_cuda(self) -> dict[str, tuple[int, int]]:
-        return {key: capability for member in self.members for key, capability in member.needs_cuda.items()}
+        self.needs_cuda = {key: capability for member in self.members for key, capability in member.needs_cuda.items()}
+        # At most one member states each of these.
+        self.optimizer_tensors = sum(member.optimizer_tensors for member in self.members)
+        self.checkpointed_segments = sum(member.checkpointed_segments for member in self.members)
+        self.matmul_dtype = "".join(member.matmul_dtype for member in self.members)
 
     @property
     def extensions(self) -> tuple[str, ...]:  # type: ignore[override]

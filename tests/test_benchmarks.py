@@ -4,25 +4,20 @@ from __future__ import annotations
 
 import argparse
 import configparser
-import contextlib
-import os
 import re
-import subprocess
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from benchmarks import __main__ as benchmarks
-from benchmarks import model_states, report, start_up, utilization
+from benchmarks import report, start_up, utilization
 from benchmarks.gpu import __main__ as gpu
 from benchmarks.gpu import rehearsal
 from recipes.fused_kernels.technique import FusedKernels
 from tests.commands import run_script
 from tests.conftest import gpus
-from tests.distributed.memory_jobs import PARTS
 from tests.helpers import explained
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -43,7 +38,7 @@ def test_a_mistake_is_one_line_and_exit_code_2(tmp_path):
     wrong.write_text('{"zero_optimisation": {}}')
     for command, key in (
         (["benchmarks/training_step.py", "--deepspeed_config", "ds_configs/nope.json"], "ds_configs/nope.json"),
-        (["recipes/progressive_layer_drop/benchmark.py", "--deepspeed_config", str(wrong), "--stages", "1"], "zero_optimisation"),
+        (["benchmarks/start_up.py", "--deepspeed_config", str(wrong)], "zero_optimisation"),
         (["benchmarks/step_time.py", "--side", "a side"], "--side 'a side'"),
         (["benchmarks/trainer.py", "--architecture", "llama"], "--architecture llama: must be gpt2"),
         (["benchmarks/testbed.py", "--only", "controll"], "--tiny" if not gpus() else "no such cell"),
@@ -94,36 +89,14 @@ def test_sides_are_interleaved_in_a_rotating_order():
     assert calls == ["a", "b", "b", "a", "a", "b"] and {len(times) for times in seconds.values()} == {2}
 
 
-def test_a_benchmarks_steps_are_those_of_training(one_rank, corpus, tmp_path):
-    """Also where a technique plans other steps than the whole ones."""
-    flags = ["--deepspeed_config", "ds_configs/batch_size_warmup.json", "--global_batch_size", "8", "--steps", "8", "--lr", "1e-2"]
-    flags += ["--n_layer", "1", "--n_head", "1", "--d_model", "32", "--seq_len", "32", "--data", str(corpus), "--eval_every", "0"]
-    flags += ["--set", "batch_size_warmup.warmup_tokens=1000"]
-    (lines,) = one_rank.run("tests.distributed.jobs:pretrain", flags=[*flags, "--runs_dir", str(tmp_path), "--run_name", "r"])
-    ((losses, flops, tokens),) = one_rank.run("tests.distributed.jobs:benchmark_steps", flags=flags, steps=12)
-    assert losses == [line["loss"] for line in lines[:12]] and tokens == lines[11]["tokens"]
-    assert flops[0] / flops[11] == lines[0]["tokens"] / (lines[11]["tokens"] - lines[10]["tokens"]) < 1
-
-
-def test_figures_that_are_not_kept_leave_the_table_of_the_slow_network(tmp_path):
-    program = "from benchmarks import slow_network; print(slow_network.TABLE)"
-    environment = os.environ | {"BENCHMARK_RESULTS": str(tmp_path / "results.json")}
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert done.stdout.strip() == str(tmp_path / "slow_network.md"), done.stderr
-
-
 def test_the_architecture_is_measured_and_named(corpus, monkeypatch):
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     started: list[list[str]] = []
     monkeypatch.setattr(start_up, "start", lambda launcher, flags: started.append(flags) or 1.0)
-    pool = SimpleNamespace(run=lambda job, flags: started.append(flags) or [(dict.fromkeys(PARTS, 1), 1, 1)])
-    monkeypatch.setattr("tests.distributed.ranks.Ranks", lambda *_: contextlib.nullcontext(pool))
     given = {"deepspeed_config": "ds_configs/zero1_bf16.json", "preset": "nano", "architecture": "llama", "data": str(corpus)}
-    for benchmark, more in ((start_up, {"starts": 2}), (model_states, {"ranks": 1, "precisions": "bf16"})):
-        started.clear()
-        ((rows, _),) = benchmark.measure(argparse.Namespace(**given, **more))
-        assert all(", nano, llama" in row.what for row in rows)
-        assert started and all("--architecture llama" in " ".join(flags) for flags in started)
+    ((rows, _),) = start_up.measure(argparse.Namespace(**given, starts=2))
+    assert all(", nano, llama" in row.what for row in rows)
+    assert started and all("--architecture llama" in " ".join(flags) for flags in started)
 
 
 def test_utilization_leaves_out_each_kernel_in_turn():

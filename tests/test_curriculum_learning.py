@@ -181,7 +181,6 @@ def test_the_section_of_data_efficiency_is_refused_with_its_place(tmp_path):
             pytest.param(flags, marks=pytest.mark.long)
             for flags in (
                 ("curriculum_learning", "--steps", "1000000000"),
-                ("progressive_layer_drop", "--global_batch_size", "1000000000", "--set", "progressive_layer_drop.draw=micro_batch"),
                 ("batch_size_warmup", "--global_batch_size", "1000000007"),
                 ("batch_size_warmup", "--global_batch_size", "1000000000", "--micro_batch_size", "1000000000"),
                 ("random_ltd", "--n_layer", "20000"),

@@ -78,11 +78,9 @@ def test_what_cannot_be_is_one_line_and_exit_code_2(recipe, setting, message):
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_zero_is_refused_with_what_stage_0_takes(stage):
-    """16 bytes a parameter of 16.1 M: weights, gradients and master weights 8, moments 8."""
+def test_zero_is_refused(stage):
     line = refusal("recipes/lamb", "--set", f"zero_optimization.stage={stage}")
-    assert f"is {stage}, but Lamb takes the norms of whole tensors" in line
-    assert "write 0 (the model states then take 0.24 GiB per rank), or use AdamW" in line
+    assert f"is {stage}, but Lamb takes the norms of whole tensors; write 0, or use AdamW" in line
 
 
 def test_a_tensor_without_a_norm_moves_by_adams_step():

@@ -34,9 +34,9 @@ def test_draws_are_even_and_depend_on_all_of_their_arguments():
     assert all(0 <= number < 1 for number in numbers)
     for share in (0.1, 0.5, 0.9):  # 6,000 draws: four standard deviations
         assert abs(sum(number < share for number in numbers) / 6000 - share) < 4 * math.sqrt(share * (1 - share) / 6000)
-    assert draws(1, 2, 3) == draws(1, 2, 3, 0) == draws(1, 2, 5)[:3]
-    others = [draws(1, 2, 3), draws(2, 2, 3), draws(1, 3, 3), draws(1, 2, 3, 1)]
-    assert len({number for numbers in others for number in numbers}) == 12
+    assert draws(1, 2, 3) == draws(1, 2, 5)[:3]
+    others = [draws(1, 2, 3), draws(2, 2, 3), draws(1, 3, 3)]
+    assert len({number for numbers in others for number in numbers}) == 9
 
 
 @pytest.mark.parametrize(
@@ -47,7 +47,6 @@ def test_draws_are_even_and_depend_on_all_of_their_arguments():
         ("theta=true", "theta is true; write a number"),
         ("gamma=-0.001", "gamma is -0.001; write 0 or more"),
         ("gamma=[1]", "gamma is [1]; write a number"),
-        ("draw=layer", 'draw is "layer"; write one of "step", "micro_batch"'),
         ("thetta=0.5", "did you mean 'theta'?"),
     ],
 )

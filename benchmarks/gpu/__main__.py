@@ -67,13 +67,10 @@ def run_part(part: str, tiny: bool, deadline: float) -> int:
     failed = []
     print(f"{part}: {len(every) - len(left)} of {len(every)} cells are measured", flush=True)
     for number, (name, command) in enumerate(left.items(), 1):
-        if time.monotonic() >= deadline:
-            print(f"{part}: the time is over; {len(left) - number + 1} cell(s) left", flush=True)
-            return TIME_IS_OVER
         print(f"\n[{number}/{len(left)}] {part}: {name}", flush=True)
         began, results = time.monotonic(), WORK / f"{part}.records"
         results.unlink(missing_ok=True)
-        code = run_cell([sys.executable, *command], results, deadline)
+        code = run_cell([sys.executable, *command], results, deadline) if began < deadline else None
         print(f"[{number}/{len(left)}] {part}: {name}: {time.monotonic() - began:.0f} s", flush=True)
         if code is None:
             print(f"{part}: the time is over; {len(left) - number + 1} cell(s) left", flush=True)

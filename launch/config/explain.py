@@ -127,7 +127,7 @@ def not_planned(config: RunConfig) -> Iterator[str]:
 def memory_of(config: RunConfig, model: GPTConfig, device: str) -> dict[str, Any]:
     """The memory of a rank by part, bytes, on "cuda" or on a "cpu"; and where activations are not checkpointed, its peak if they were."""
     techniques = config.built_techniques
-    checkpoints = techniques.costs.checkpointed_segments
+    checkpoints = techniques.checkpointed_segments
     plan, checkpointed = (
         memory_per_rank(
             model,
@@ -138,7 +138,7 @@ def memory_of(config: RunConfig, model: GPTConfig, device: str) -> dict[str, Any
             config.gradient_accumulation_steps,
             segments,
             device,
-            techniques.costs.optimizer_tensors or state_tensors(config.optimizer),
+            techniques.optimizer_tensors or state_tensors(config.optimizer),
             techniques.memory_terms(model, device),
             config.saves_beside_training,
         )

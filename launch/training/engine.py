@@ -33,7 +33,8 @@ from launch.training.mean_norm import MeanNorm
 from launch.training.start_from import fill_masters, fill_model
 from model.gpt import GPT, weight_decay_groups
 from model.presets import GPTConfig
-from recipes.technique import LATE_STEP, Technique, decouples_weight_decay
+from recipes.optimizers import LATE_STEP
+from recipes.technique import Technique, decouples_weight_decay
 
 
 @dataclass

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from model.gpt import BlockRunner
 from model.presets import GPTConfig
-from recipes.technique import Costs, Declaration, Run, Technique
+from recipes.technique import Declaration, Run, Technique
 
 
 def segment_bounds(n_layer: int, segments: int) -> list[tuple[int, int]]:
@@ -63,13 +63,12 @@ class ActivationCheckpointing(Technique):
 
     def __init__(self, section: dict[str, Any], run: Run):
         layers = run.shape.n_layer
-        self.segments = section.get("number_checkpoints") or layers
-        if self.segments > layers:
+        self.checkpointed_segments = section.get("number_checkpoints") or layers
+        if self.checkpointed_segments > layers:
             raise ValueError(
-                f"'activation_checkpointing.number_checkpoints' is {self.segments}, but the model has {layers} blocks; "
+                f"'activation_checkpointing.number_checkpoints' is {self.checkpointed_segments}, but the model has {layers} blocks; "
                 f"write at most {layers}, or null for one each"
             )
-        self.costs = Costs(checkpointed_segments=self.segments)
         self.on_host = bool(section.get("cpu_checkpointing"))
         self.has_dropout = run.shape.dropout > 0
 
@@ -82,7 +81,7 @@ class ActivationCheckpointing(Technique):
         model.block_runner = self._recomputing(model.block_runner, model.h)
 
     def _recomputing(self, run_blocks: BlockRunner, blocks: nn.ModuleList) -> BlockRunner:
-        segments = [blocks[start:end] for start, end in segment_bounds(len(blocks), self.segments)]
+        segments = [blocks[start:end] for start, end in segment_bounds(len(blocks), self.checkpointed_segments)]
         keep: Callable[[], Any] = (lambda: save_on_cpu(pin_memory=torch.cuda.is_available())) if self.on_host else nullcontext
 
         def run(blocks: nn.ModuleList, x: torch.Tensor) -> torch.Tensor:

@@ -20,7 +20,7 @@ from typing import Any
 
 from model.accounting import block_tensors
 from model.gpt import GPT
-from recipes.technique import Costs, Declaration, Run, Technique
+from recipes.technique import Declaration, Run, Technique
 
 #: Ada, the first of NVIDIA's with fp8.
 CAPABILITY = (8, 9)
@@ -48,14 +48,16 @@ class Fp8(Technique):
         keys={"recipe": {"enum": list(RECIPES), "auto": True}, "emulate": {"types": ["boolean"]}},
         exclusive=("the arithmetic of matrix products",),
         same_algorithm=True,
-        needs_cuda={"fp8": CAPABILITY},
     )
+    needs_cuda = {"fp8": CAPABILITY}
+    matmul_dtype = "fp8"
 
     def __init__(self, section: dict[str, Any], run: Run):
         recipe = section.get("recipe", "auto")
         self.recipe = RECIPES[0] if recipe == "auto" else recipe
         self.emulate = section.get("emulate", False)
-        self.costs = Costs(matmul_dtype="" if self.emulate else "fp8")
+        if self.emulate:
+            self.needs_cuda, self.matmul_dtype = {}, ""
         if run.precision != "bf16":
             raise ValueError(f"'fp8' casts from bf16, and this run is in {run.precision}; use the bf16 JSON of the same stage")
         for name, sides in block_tensors(run.shape).items():
@@ -75,10 +77,6 @@ class Fp8(Technique):
             self.notes = (f"{self.notes[0]}; emulated, and slower than bf16",)
         if (missing := _missing_torchao()) is not None:
             self.missing_packages = (f"'fp8' needs torchao {TORCHAO[0]}.{TORCHAO[1]} or later, {missing}; {INSTALL}",)
-
-    @property
-    def needs_cuda(self) -> dict[str, tuple[int, int]]:
-        return {} if self.emulate else self.declaration.needs_cuda
 
     def prepare(self, model: GPT) -> None:
         """Replace the linear layers of the blocks by torchao's, with the same parameters under the same names."""

@@ -23,7 +23,8 @@ from model.presets import GPTConfig
 from recipes.fused_kernels.attention import KEPT_LENGTH, QUERIES, attention_blocks, blockwise_attention
 from recipes.fused_kernels.cross_entropy import LOGITS_BYTES, ROWS, in_one, in_rows, linear_cross_entropy
 from recipes.fused_kernels.gelu import CompiledGELU
-from recipes.technique import Declaration, Run, Technique, adam_arguments, decouples_weight_decay
+from recipes.optimizers import adam_arguments
+from recipes.technique import Declaration, Run, Technique, decouples_weight_decay
 
 SWITCH = {"enum": [True, False], "auto": True}
 #: The lowest compute capability that Triton supports; Liger's kernels and those of torch.compile are written in it.
@@ -84,18 +85,13 @@ class FusedKernels(Technique):
             self.asked[name] = self.asked[name] if has == component else False
         # With dropout only CUDA has a fused kernel for attention.
         cuda_only = dict.fromkeys(LIGERS, TRITON_CAPABILITY) | ({"attention": (0, 0)} if run.shape.dropout else {})
-        self._needs_cuda = {f"fused_kernels.{name}": capability for name, capability in cuda_only.items() if self.asked[name] is True}
+        self.needs_cuda = {f"fused_kernels.{name}": capability for name, capability in cuda_only.items() if self.asked[name] is True}
         self.missing_packages = tuple(self._missing())
-        self._said: list[str] = []
         self._autocast = run.matmul_dtype != run.precision
         if self._autocast and self.asked["cross_entropy"] is True:
             raise ValueError(
                 "'fused_kernels.cross_entropy' computes in the weights' type, which torch_autocast does not; write \"auto\" or false"
             )
-
-    @property
-    def needs_cuda(self) -> dict[str, tuple[int, int]]:
-        return self._needs_cuda
 
     def _missing(self) -> Iterator[str]:
         """Packages that keys set to true need and that are not installed."""
@@ -124,12 +120,8 @@ class FusedKernels(Technique):
             terms["loss_head"] = rows * V * w + min(ROWS, tokens) * V * 4 + tokens * C * w + weight
         return terms
 
-    @property
-    def notes(self) -> tuple[str, ...]:  # type: ignore[override]
-        return tuple(self._said)
-
     def _say(self, name: str, what: str) -> None:
-        self._said.append(f"fused_kernels.{name}: {what}")
+        self.notes = (*self.notes, f"fused_kernels.{name}: {what}")
 
     def _skip(self, name: str, why: str) -> None:
         self._say(name, f"skipped, {why}")
@@ -138,7 +130,7 @@ class FusedKernels(Technique):
         from deepspeed.accelerator import get_accelerator  # a second to import, for which --help should not wait
 
         self.device = get_accelerator().device_name()
-        self._said.clear()
+        self.notes = ()
         for name, asked in self.asked.items():
             if asked:
                 getattr(self, f"_use_{name}")(model)

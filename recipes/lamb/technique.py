@@ -11,7 +11,8 @@ from __future__ import annotations
 from typing import Any
 
 from recipes.lamb.optimizer import Lamb
-from recipes.technique import ADAM_KEYS, Costs, Declaration, Run, Technique, adam_arguments, require_stage_0
+from recipes.optimizers import ADAM_KEYS, adam_arguments, require_stage_0
+from recipes.technique import Declaration, Run, Technique
 
 #: The keys of LAMB besides lr, betas, eps and weight_decay, in both recipes.
 LAMB_KEYS: dict[str, dict[str, Any]] = {
@@ -47,12 +48,12 @@ class LambTechnique(Technique):
     """
 
     declaration = Declaration(optimizer_type="Lamb", keys=LAMB_KEYS, auto_params=LAMB_AUTO)
-    costs = Costs(optimizer_tensors=2)
+    optimizer_tensors = 2
 
     def __init__(self, section: dict[str, Any], run: Run):
         self.params = section
         self.limits = limits(section, "min_coeff", "max_coeff", LIMITS)
-        require_stage_0(run, "Lamb takes the norms of whole tensors", self.costs.optimizer_tensors)
+        require_stage_0(run, "Lamb takes the norms of whole tensors")
         self._optimizer: Lamb | None = None
 
     def optimizer(self, param_groups: list[dict[str, Any]]) -> Lamb:

@@ -18,7 +18,7 @@ from model.accounting import block_tensors, model_tensors, parameter_count
 from model.presets import GATED, GPTConfig
 from recipes.masters import Fragment, fragments_of_rank, master_weights
 from recipes.muon.optimizer import Matrix, Muon
-from recipes.technique import FP32_NAMES, Costs, Declaration, Run, Technique
+from recipes.technique import FP32_NAMES, Declaration, Run, Technique
 
 if TYPE_CHECKING:
     from model.gpt import GPT
@@ -54,7 +54,9 @@ class MuonTechnique(Technique):
 
     def __init__(self, section: dict[str, Any], run: Run):
         self.params = DEFAULTS | section
-        self.costs = Costs(optimizer_tensors=optimizer_tensors(run.model_config))
+        # One for the hidden matrices, two for the other parameters.
+        hidden = run.shape.n_layer * sum(math.prod(shape) for shape in block_tensors(run.shape).values() if len(shape) == 2)
+        self.optimizer_tensors = 2 - hidden / parameter_count(run.model_config)
         accumulated = (run.engine.get("data_types") or {}).get("grad_accum_dtype")
         if run.zero_stage == 1 and run.precision == "bf16" and accumulated in FP32_NAMES:
             raise ValueError(
@@ -172,9 +174,3 @@ def parts_of(name: str, rows: int, config: GPTConfig) -> tuple[int, ...]:
     if name.endswith("mlp.c_fc.weight") and config.mlp in GATED:
         return rows // 2, rows // 2
     return (rows,)
-
-
-def optimizer_tensors(config: GPTConfig) -> float:
-    """fp32 tensors of the parameters' size: one for the hidden matrices, two for the others."""
-    hidden = config.n_layer * sum(math.prod(shape) for shape in block_tensors(config).values() if len(shape) == 2)
-    return 2 - hidden / parameter_count(config)

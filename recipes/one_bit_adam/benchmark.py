@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import statistics
 import sys
 from collections.abc import Callable
@@ -24,6 +25,8 @@ if __name__ == "__main__":
 import torch
 
 from benchmarks import report
+from model.accounting import model_tensors, parameter_count
+from model.presets import GPTConfig
 from recipes.compressed_all_reduce import CompressedAllReduce
 from recipes.lamb.optimizer import Lamb
 from recipes.one_bit_adam.optimizer import CompressedAdam
@@ -50,12 +53,8 @@ class Echo:
 
 def tensors(parameters: int) -> list[tuple[int, ...]]:
     """The shapes of the smallest GPT of at least this many parameters: 8,192 tokens, 256 positions, width 64 times the number of blocks."""
-    layers = 1
-    while 12 * layers * (64 * layers) ** 2 + 8448 * 64 * layers < parameters:
-        layers += 1
-    d = 64 * layers
-    block = [(3 * d, d), (d, d), (4 * d, d), (d, 4 * d), (3 * d,), (d,), (4 * d,), *[(d,)] * 5]
-    return [(8192, d), (256, d), *(block * layers), (d,), (d,)]
+    configs = (GPTConfig(n_layer=n, n_head=n, d_model=64 * n, seq_len=256, vocab_size=8192) for n in itertools.count(1))
+    return list(model_tensors(next(config for config in configs if parameter_count(config) >= parameters)).values())
 
 
 def measure(arguments: argparse.Namespace) -> report.Measured:

@@ -6,7 +6,7 @@ import torch
 from torch.optim.adam import adam
 
 from recipes.one_bit import FreezingOptimizer
-from recipes.technique import LATE_STEP
+from recipes.optimizers import LATE_STEP
 
 
 class CompressedAdam(FreezingOptimizer):

@@ -12,7 +12,7 @@ from typing import Any
 
 from recipes.one_bit import FREEZE_STEP, FreezingTechnique, declare
 from recipes.one_bit_adam.optimizer import CompressedAdam
-from recipes.technique import adam_arguments
+from recipes.optimizers import adam_arguments
 
 
 class OneBitAdam(FreezingTechnique):

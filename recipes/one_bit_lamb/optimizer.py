@@ -91,7 +91,7 @@ class CompressedLamb(FreezingOptimizer):
         state, (beta1, beta2), eps, decay = self.state[parameter], group["betas"], group["eps"], group["weight_decay"]
         bias1 = self._biases(group)[0]
         # The bias-corrected running mean moves by this share towards the new value.
-        share = (1 - beta2) / (1 - beta2**self._steps if self._bias_correction else 1.0)
+        share = (1 - beta2) / self._bias(beta2, self._steps)
         live = self.reduction.live[place]
         quotients, of_adam, of_update = [], [], []
         assert parameter.grad is not None

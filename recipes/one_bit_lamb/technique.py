@@ -13,7 +13,8 @@ from typing import Any
 from recipes.lamb.technique import LAMB_AUTO, LAMB_KEYS, LIMITS, limits
 from recipes.one_bit import FREEZE_STEP, FreezingTechnique, declare
 from recipes.one_bit_lamb.optimizer import CompressedLamb
-from recipes.technique import Run, adam_arguments
+from recipes.optimizers import adam_arguments
+from recipes.technique import Run
 
 
 class OneBitLamb(FreezingTechnique):
@@ -43,7 +44,7 @@ class OneBitLamb(FreezingTechnique):
     #: At 0.2 the ratios are still changing; see README.md.
     auto_share = 0.3
     #: One more than 1-bit Adam: the variance of the reconstructed gradients.
-    kept_tensors = 3
+    optimizer_tensors = 3
     _optimizer: CompressedLamb
 
     def __init__(self, section: dict[str, Any], run: Run):

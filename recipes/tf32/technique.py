@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from model.gpt import GPT
-from recipes.technique import Costs, Declaration, Run, Technique
+from recipes.technique import Declaration, Run, Technique
 
 #: Ampere, the first with TF32.
 CAPABILITY = (8, 0)
@@ -31,10 +31,9 @@ def use_tf32() -> None:
 class Tf32(Technique):
     """`"tf32": {"enabled": true}`: a section of this project's own. In fp32 only, where there is something to round."""
 
-    declaration = Declaration(
-        section="tf32", exclusive=("the arithmetic of matrix products",), needs_cuda={"tf32": CAPABILITY}, same_algorithm=True
-    )
-    costs = Costs(matmul_dtype="tf32")
+    declaration = Declaration(section="tf32", exclusive=("the arithmetic of matrix products",), same_algorithm=True)
+    needs_cuda = {"tf32": CAPABILITY}
+    matmul_dtype = "tf32"
 
     def __init__(self, section: dict[str, Any], run: Run):
         if run.precision != "fp32":

@@ -126,10 +126,6 @@ class LocalStepAdam(CompressedOptimizer):
         """The lower limit of each tensor's variance: 0 as long as every step has updated it."""
         return self._least if self._variance_updates < self._steps else [0.0] * len(self._least)
 
-    def _bias(self, beta: float, steps: int) -> float:
-        """The bias correction of a moment after `steps` steps, by which it is divided."""
-        return 1 - beta**steps if self._bias_correction else 1.0
-
     # --- the variance ---------------------------------------------------------------------------------------------------------------
 
     def _update_variance(self) -> None:
@@ -195,11 +191,7 @@ class LocalStepAdam(CompressedOptimizer):
         if not self.alone:
             return {}
         momenta = [self.state[parameter]["exp_avg"] for parameter in self._parameters]
-        return {
-            "alone": self.alone,
-            "moved": self.reduction.buffer,
-            "momenta": momenta,
-        }
+        return {"alone": self.alone, "moved": self.reduction.buffer, "momenta": momenta}
 
     @torch.no_grad()
     def load_own_state(self, state: dict[str, Any]) -> None:

@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 import torch
 
 from recipes.one_bit import CompressedTechnique, declare
-from recipes.technique import Run, StepPlan, adam_arguments
+from recipes.optimizers import adam_arguments
+from recipes.technique import Run, StepPlan
 from recipes.zero_one_adam.optimizer import LocalStepAdam
 
 KEYS = ("var_freeze_step", "var_update_scaler", "local_step_scaler", "local_step_clipper")
@@ -82,30 +83,24 @@ class ZeroOneAdam(CompressedTechnique):
     """
 
     declaration = declare("ZeroOneAdam", {key: {"types": ["integer"], "minimum": 1, "auto": True} for key in KEYS})
+    #: Momentum, variance, and the updates since the last exchange.
+    optimizer_tensors = 3
     _optimizer: LocalStepAdam
 
     def __init__(self, section: dict[str, Any], run: Run):
-        self.params, self.resolved_params = section, {}
-        freeze = self._of("var_freeze_step", *self._steps_of_share(run))
+        super().__init__(section, run)
+        freeze = self._first_phase("var_freeze_step", run)
         self.schedule = Schedule(
             freeze,
-            self._of("var_update_scaler", min(16, max(4, run.steps // 50)), "a fiftieth of the run's steps, 4 to 16"),
-            self._of("local_step_scaler", max(1, (run.steps - freeze) // 4), "a fourth of the run's steps after var_freeze_step"),
-            self._of("local_step_clipper", 16, "the paper's"),
+            self._value("var_update_scaler", min(16, max(4, run.steps // 50)), "a fiftieth of the run's steps, 4 to 16"),
+            self._value("local_step_scaler", max(1, (run.steps - freeze) // 4), "a fourth of the run's steps after var_freeze_step"),
+            self._value("local_step_clipper", 16, "the paper's"),
         )
         goes_alone = run.ranks > 1 and self.schedule.last_exchange(run.steps)[1] < run.steps
-        # Momentum, variance, the way since the last exchange, and where that was.
-        self.kept_tensors = 3 + goes_alone
-        super().__init__(section, run)
+        self.optimizer_tensors += goes_alone  # the weights of the last exchange
         # In the second stage the variance is frozen, and the ranks make local steps.
         self.stages = 1, freeze + 1
         self._note_traffic(run)
-
-    def _of(self, key: str, auto: int, reason: str) -> int:
-        if (asked := self.params.get(key, "auto")) != "auto":
-            return int(asked)
-        self.resolved_params[key] = auto, reason
-        return auto
 
     def _note_traffic(self, run: Run) -> None:
         if run.ranks == 1:

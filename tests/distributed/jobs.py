@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from deepspeed.utils import safe_get_full_grad
 
-from benchmarks.report import Training
 from launch.config import hardware
 from launch.config.run_config import resolve
 from launch.errors import UsageError
@@ -46,15 +45,6 @@ def pretrain(flags: list[str], observers: Sequence[Observer] = (), code: int = 0
         folder.close()
         forget_engines()
     return read_metrics(path / "metrics.jsonl")
-
-
-def benchmark_steps(flags: list[str], steps: int) -> tuple[list[float], list[float], int]:
-    """The losses and FLOPs of `steps` steps of a benchmark's training, and its tokens."""
-    training = Training(flags)
-    for _ in range(steps):
-        training.step()
-    forget_engines()
-    return training.losses, training.flops, training.tokens
 
 
 def pretrain_on(processors: list[str], folder: str, flags: list[str]) -> list[dict[str, Any]] | str:

@@ -25,8 +25,8 @@ def plan_of(config: RunConfig) -> MemoryPlan:
     zero = config.engine["zero_optimization"]
     batch = config.micro_batch_size, config.gradient_accumulation_steps
     techniques = config.built_techniques
-    shape = (config.model_config, config.precision, zero, config.ranks, *batch, techniques.costs.checkpointed_segments)
-    states = techniques.costs.optimizer_tensors or state_tensors(config.optimizer)
+    shape = (config.model_config, config.precision, zero, config.ranks, *batch, techniques.checkpointed_segments)
+    states = techniques.optimizer_tensors or state_tensors(config.optimizer)
     return memory_per_rank(*shape, optimizer_states=states, terms=techniques.memory_terms(config.model_config, "cpu"))
 
 
@@ -140,12 +140,8 @@ def model_states(flags: list[str]) -> dict[str, Any]:
     )
 
 
-def largest_states(flags: list[str]) -> tuple[dict[str, int], int, int]:
-    """Bytes on this rank.
-
-    Returns the bytes of each part after that backward pass of a step after which their sum is largest, the sum after the last backward
-    pass, and the plan's sum.
-    """
-    config, found = states_in_step(flags)
+def largest_states(flags: list[str]) -> dict[str, int]:
+    """The bytes of each part on this rank, after that backward pass of a step after which their sum is largest."""
+    _, found = states_in_step(flags)
     largest = max(found, key=lambda states: sum(states[part] for part in PARTS))
-    return {part: largest[part] for part in PARTS}, sum(found[-1][part] for part in PARTS), plan_of(config).model_states
+    return {part: largest[part] for part in PARTS}

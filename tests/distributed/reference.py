@@ -31,15 +31,13 @@ def run_all_but(index: int) -> BlockRunner:
     return run
 
 
-def progressive_layer_drop(
-    seed: int, n_layer: int, theta: float, gamma: float, each_micro_batch: bool = False
-) -> Callable[[int, int], BlockRunner]:
+def progressive_layer_drop(seed: int, n_layer: int, theta: float, gamma: float) -> Callable[[int, int], BlockRunner]:
     """Algorithm 1 of arXiv 2010.13369, with the draws of the recipe: the block runner of (step, micro-step)."""
 
     def runner_of(step: int, micro_step: int) -> BlockRunner:
         theta_t = (1 - theta) * math.exp(-gamma * (step - 1)) + theta
         probability, plan = 1.0, []
-        for number in draws(seed, step, n_layer, micro_step if each_micro_batch else 0):
+        for number in draws(seed, step, n_layer):
             plan.append((number < probability, probability))
             probability -= (1 - theta_t) / n_layer
 

@@ -130,7 +130,7 @@ def shape_for(architecture: str, technique: str) -> dict[str, Any]:
 
 def test_every_technique_is_here():
     """What needs CUDA is in its own tests."""
-    recipes = {cls.__module__.split(".")[1] for cls in technique_classes() if not cls.declaration.needs_cuda}
+    recipes = {cls.__module__.split(".")[1] for cls in technique_classes() if not cls.needs_cuda}
     assert recipes == {name.split(",")[0] for name in TECHNIQUES} - {"no_cross_document"}
 
 

@@ -101,7 +101,6 @@ def cells() -> dict[str, list[str]]:
     add("dropout", "ds_configs/zero1_fp32.json", flags=("--dropout", "0.1"))
     add("no_cross_document", "ds_configs/zero1_fp32.json", flags=("--no_cross_document",))
     add("curriculum_learning, reshape", "ds_configs/zero2_fp32.json", LENGTHS + ', "mode": "reshape"}')
-    add("progressive_layer_drop, micro-batches", "ds_configs/zero2_fp32.json", DROPS + ', "draw": "micro_batch"}')
     add("several techniques, stage 3", config, PARTITIONED, SIZES, LENGTHS + "}", DROPS + "}", CHECKPOINTED)
     for name in recipe_names():
         shipped = json.loads((ROOT / read_recipe(ROOT / "recipes" / name).config).read_text())

@@ -36,8 +36,8 @@ def expected(corpus) -> Callable[..., list[float]]:
     """The losses of the reference, by its options; each is computed once."""
 
     @cache
-    def losses(drops: bool = True, accumulation: int = 1, each_micro_batch: bool = False) -> list[float]:
-        runner_of = progressive_layer_drop(SEED, SHAPE["n_layer"], THETA if drops else 1.0, GAMMA, each_micro_batch)
+    def losses(drops: bool = True, accumulation: int = 1) -> list[float]:
+        runner_of = progressive_layer_drop(SEED, SHAPE["n_layer"], THETA if drops else 1.0, GAMMA)
         steps = reference_steps(corpus, SHAPE, STEPS, BATCH, LR, WARMUP, SEED, accumulation=accumulation, runner_of=runner_of)
         return [step.loss for step in steps]
 
@@ -75,15 +75,6 @@ def test_losses_are_those_of_the_papers_algorithm(form, accumulation, ranks, poo
 def test_under_activation_checkpointing_too(form, accumulation, ranks, pool, corpus, expected, tmp_path):  # noqa: F811
     losses = trained(pool, flags(corpus, tmp_path, form, ranks, accumulation) + CHECKPOINTED)
     assert largest_difference(losses, expected()) <= TOLERANCE
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("form", FORMS)
-def test_a_draw_for_each_micro_batch_is_another_trajectory_and_exact_too(form, ranks, pool, corpus, expected, tmp_path):  # noqa: F811
-    losses = trained(pool, flags(corpus, tmp_path, form, ranks, 3, draw="micro_batch"))
-    assert largest_difference(losses, expected(accumulation=3, each_micro_batch=True)) <= TOLERANCE
-    assert largest_difference(losses, expected()) > 0.01
 
 
 @grid(is_plain)

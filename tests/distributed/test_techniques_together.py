@@ -63,7 +63,7 @@ def trained(pool, run: list[str]) -> list[dict]:
 
 def test_every_technique_is_here():
     """What only CUDA can do is held by its own tests, with the others where it can be emulated."""
-    assert set(SECTIONS) == {name for name, cls in CLASSES.items() if not cls.declaration.needs_cuda}
+    assert set(SECTIONS) == {name for name, cls in CLASSES.items() if not cls.needs_cuda}
 
 
 #: The pairs whose schedules meet in one place: in the shape of the batch, in the blocks, and in the compressed optimizer.
