@@ -67,10 +67,6 @@ class Problems:
         line = f"{place}: {kind}" + (f" ({detail})" if detail else "")
         if self.on_error == "stop":
             raise DataError(f"{line}; fix it, or leave out such records with --on_error skip")
-        self.count(kind, line)
-
-    def count(self, kind: str, line: str) -> None:
-        """Count something that is left out, whatever --on_error is; `line` describes what and where."""
         self.counts[kind] += 1
         if len(self.cases.setdefault(kind, [])) < CASES:
             self.cases[kind].append(line)
