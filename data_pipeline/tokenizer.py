@@ -147,8 +147,8 @@ class Tokenizer:
         raise NotImplementedError
 
     @property
-    def end_name(self) -> str | None:
-        """The token that ends a text as a string, None if there is none."""
+    def end_name(self) -> str:
+        """The token that ends a text as a string."""
         raise NotImplementedError
 
     def hugging_face_json(self) -> str:
@@ -166,8 +166,6 @@ class Tokenizer:
                 return Tiktoken.from_cache(manifest_entry["name"], download=False)
             if kind in ("bpe", "bytes", "tiktoken"):
                 return Tiktoken.from_folder(folder, manifest_entry)
-            if kind == "characters":
-                return Characters(manifest_entry["characters"])
             if kind in ("tokenizers", "transformers"):
                 return HuggingFace.read(Path(folder, HUGGING_FACE_FILE), manifest_entry["end_of_text"], str(folder))
         except (KeyError, TypeError, ValueError, OSError) as reason:
@@ -275,32 +273,6 @@ def cached_file(name: str) -> tuple[Path, str]:
     default = os.path.join(tempfile.gettempdir(), "data-gym-cache")
     folder = os.environ.get("TIKTOKEN_CACHE_DIR", os.environ.get("DATA_GYM_CACHE_DIR", default))
     return Path(folder, hashlib.sha1(address.encode()).hexdigest()), address
-
-
-class Characters(Tokenizer):
-    """nanoGPT's character-level ids: the id of the n-th of `characters` is n. There is no end-of-text token and no `eot_id`."""
-
-    def __init__(self, characters: str):
-        self._characters = characters
-        self._ids = {character: i for i, character in enumerate(characters)}
-        self.vocab_size = len(characters)
-
-    def encode(self, text: str) -> np.ndarray:
-        """The ids of `text`; DataError for an unknown character."""
-        unknown = next((character for character in text if character not in self._ids), None)
-        if unknown is not None:
-            raise DataError(f"character {unknown!r}: not among the {self.vocab_size} characters of this corpus; remove it from the text")
-        return np.array([self._ids[character] for character in text], dtype=np.uint32)
-
-    def _decode(self, ids: list[int]) -> str:
-        return "".join(self._characters[i] for i in ids)
-
-    @property
-    def end_name(self) -> None:
-        return None
-
-    def hugging_face_json(self) -> str:
-        return hugging_face_form.characters(self._characters)
 
 
 class HuggingFace(Tokenizer):

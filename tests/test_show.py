@@ -13,7 +13,7 @@ import pytest
 
 from data_pipeline import prepare
 from tests.helpers import ROOT
-from tests.test_nanogpt import write_characters, write_folder
+from tests.test_nanogpt import write_folder
 
 ESCAPE = "\x1b]0;title\x07\x1b[31m"
 
@@ -61,7 +61,6 @@ def test_counts_and_documents_of_a_mixture_are_shown(mixture, capsys):
 
 
 def test_nanogpt_folders_are_shown(tmp_path, capsys, monkeypatch):
-    assert "def of(x):\n    return x + 1\n" in show(write_characters(tmp_path / "characters"), capsys)
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path / "none"))
     out = show(write_folder(tmp_path / "gpt2", {"train": np.arange(1000), "val": np.arange(300)}), capsys)
     assert rows_of(out)["train", "all"] == ["-", "1,000", "-", "1", "0.0"]
