@@ -21,8 +21,6 @@ from launch.config.flags import Parser, real_number, whole_number
 from launch.errors import UsageError, run_command
 from launch.trained_model.flags import DTYPES, add_source_flags
 
-MAX_PROMPT_BYTES = 2**26
-
 
 def build_parser() -> Parser:
     """The flags of `launch/generate.py`."""
@@ -62,17 +60,11 @@ def main() -> int:
 
 
 def _prompt(flags: argparse.Namespace) -> str:
-    if flags.prompt != "-":
-        if any("\ud800" <= char <= "\udfff" for char in flags.prompt):  # Python's surrogates for bytes that are not UTF-8
-            raise UsageError("--prompt: is not UTF-8; give text")
-        return flags.prompt
-    data = sys.stdin.buffer.read(MAX_PROMPT_BYTES + 1)
-    if len(data) > MAX_PROMPT_BYTES:
-        raise UsageError(f"--prompt -: standard input is larger than {MAX_PROMPT_BYTES >> 20} MiB; pass only the end of the text")
+    data = sys.stdin.buffer.read() if flags.prompt == "-" else flags.prompt.encode("utf-8", "surrogateescape")
     try:
-        return data.decode("utf-8")
+        return data.decode()
     except UnicodeDecodeError as reason:
-        raise UsageError(f"--prompt -: standard input is not UTF-8 (byte {reason.start}); give text") from None
+        raise UsageError(f"--prompt: is not UTF-8 (byte {reason.start}); give text") from None
 
 
 if __name__ == "__main__":

@@ -54,7 +54,7 @@ def test_the_logits_are_those_of_the_whole_text(config, ends):
             torch.testing.assert_close(cache(row[:end].tolist()), model(row[None, :end])[0, -1], rtol=0, atol=TOLERANCE)
 
 
-@pytest.mark.parametrize("sampling", [Sampling(0.0), Sampling(1.0, 20, 0.9, 3)], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("sampling", [Sampling(0.0), Sampling(1.0, 20, 0.9)], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("prompt", [[3], [1, 2, END, 4], list(range(20, 60))], ids=["one", "short", "longer_than_the_context"])
 @pytest.mark.parametrize("config", CONFIGS, ids=IDS)
 def test_the_tokens_are_the_same_with_and_without_it(config, prompt, sampling):
