@@ -5,7 +5,7 @@
     .parquet                        a row is a record
 
 All but .parquet may be compressed: .gz or .zst follows. Only one record is in memory at a time, and of a .parquet file one page. The
-size of a record is limited (`Problems.max_record`) and checked before the record is read whole, since a small compressed file can hold a
+size of a record is limited (`Problems.max_record`). It is checked before a line is read whole, since a small compressed file can hold a
 record of any size. Text files have no limit: one above LARGE becomes a `LargeText`, which is read in blocks.
 """
 
@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import BinaryIO, NamedTuple
 
 from data_pipeline.errors import DataError, one_line
 
@@ -32,12 +32,8 @@ BLOCK = 2**20
 _CODECS = {".gz": "gzip", ".zst": "zstd"}
 #: Largest record, in MiB. Parsed JSON can take 24 times as much memory: `{},` becomes an object of 72 bytes.
 MAX_RECORD_MIB = 16
-#: Values that writers put on a page of a Parquet file, at most, if these are longer than 1 KiB on average.
-PAGE_VALUES = 1024
-#: Largest page of a Parquet file, in records of the largest size.
-PAGE_RECORDS = 16
-#: Rows of a Parquet file that are decoded at once, unless they are large.
-PARQUET_ROWS = 64
+#: Rows of a Parquet file that are decoded at once.
+PARQUET_ROWS = 16
 #: How many bad records of a kind are named.
 CASES = 3
 
@@ -195,14 +191,7 @@ def _parquet(file: Path, text_column: str, problems: Problems, on_read: Callable
             if pyarrow.types.is_nested(kind := table.schema_arrow.field(text_column).type):
                 problems(f"text column {text_column!r} is not text", str(file), f"it is a {kind}; none of its records is used")
                 return
-            rows, (page, mean) = table.metadata.num_rows, _largest_page(table.metadata, text_column)
-            if page > PAGE_RECORDS * problems.max_record:
-                limit = f"{PAGE_RECORDS} times the {problems.max_record / 2**20:g} MiB of --max_record_mib"
-                detail = f"a row group has pages of about {page / 2**20:,.0f} MiB, above {limit}; none of its records is used"
-                problems("record too large", str(file), detail)
-                return
-            n = min(PARQUET_ROWS, max(1, problems.max_record // max(1, mean)))
-            for batch in table.iter_batches(batch_size=n, columns=[text_column], use_threads=False):
+            for batch in table.iter_batches(batch_size=PARQUET_ROWS, columns=[text_column], use_threads=False):
                 column = batch.column(0)
                 for place in range(len(column)):
                     number += 1
@@ -212,28 +201,13 @@ def _parquet(file: Path, text_column: str, problems: Problems, on_read: Callable
                         problems("not UTF-8", f"{file}: row {number}")
                         continue
                     yield from text_of(record, text_column, f"{file}: row {number}", problems)
-                on_read(size * number // rows)
+                on_read(size * number // table.metadata.num_rows)
     except DataError:
         raise
     except Exception as reason:  # pyarrow raises many types
         if isinstance(reason, OSError) and reason.errno:
             raise
         problems("broken Parquet file", f"{file}: row {number + 1}", f"{one_line(reason)}; the rest of this file is lost")
-
-
-def _largest_page(metadata: Any, column: str) -> tuple[int, int]:
-    """Estimates of a column's largest page and of its largest mean record, in bytes, from the sizes of its row groups.
-
-    pyarrow decompresses one page at a time, but does not show its size. A row group has at least one page, and a page at most about
-    PAGE_VALUES long values.
-    """
-    page = mean = 0
-    number = next(number for number in range(metadata.num_columns) if metadata.schema.column(number).path == column)
-    for group in range(metadata.num_row_groups):
-        chunk = metadata.row_group(group).column(number)
-        of_group = chunk.total_uncompressed_size // max(1, chunk.num_values)
-        page, mean = max(page, min(chunk.total_uncompressed_size, PAGE_VALUES * of_group)), max(mean, of_group)
-    return page, mean
 
 
 def text_of(record: object, text_column: str, place: str, problems: Problems) -> Iterator[tuple[str, str]]:
