@@ -40,7 +40,7 @@ def measure(arguments: argparse.Namespace) -> report.Measured:
 
     tokenizer = Tiktoken.from_cache(arguments.tokenizer)
     (source,), _ = open_sources([arguments.source])
-    texts = [text for _, text in source.documents() if isinstance(text, str)]
+    texts = ["".join(text.blocks()) for text in source.documents()]
     size = sum(len(text.encode()) for text in texts) / 1e6
     print(f"{arguments.source}: {len(texts):,} documents, {size:,.1f} MB, tokenizer {arguments.tokenizer}", flush=True)
     with tempfile.TemporaryDirectory(prefix="benchmark-") as place:

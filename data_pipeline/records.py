@@ -6,7 +6,7 @@
 
 All but .parquet may be compressed: .gz or .zst follows. Only one record is in memory at a time, and of a .parquet file one page. The
 size of a record is limited (`Problems.max_record`). It is checked before a line is read whole, since a small compressed file can hold a
-record of any size. Text files have no limit: one above LARGE becomes a `LargeText`, which is read in blocks.
+record of any size. Text files have no limit: one above LARGE is read in blocks, several times.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import hashlib
 import io
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
@@ -72,23 +72,16 @@ class Problems:
         self("record too large", place, f"above the {self.max_record / 2**20:g} MiB of --max_record_mib")
 
 
-class LargeText(NamedTuple):
-    """A document of more than LARGE bytes: its size and hash, and its text in blocks."""
+class Text(NamedTuple):
+    """The text of a document. `blocks` yields it from the beginning at every call; `n_bytes` and `sha256` are those of its UTF-8."""
 
-    file: Path
+    blocks: Callable[[], Iterable[str]]
     n_bytes: int
     sha256: bytes
 
-    def blocks(self) -> Iterator[str]:
-        """The text, in parts of about BLOCK bytes."""
-        decoder = codecs.getincrementaldecoder("utf-8")()
-        with _opened(self.file) as (_, stream):
-            while data := stream.read(BLOCK):
-                yield decoder.decode(data)
 
-
-def records(file: Path, text_column: str, problems: Problems, on_read: Callable[[int], None]) -> Iterator[tuple[str, str | LargeText]]:
-    """Yields (place, text) of each good record.
+def records(file: Path, text_column: str, problems: Problems, on_read: Callable[[int], None]) -> Iterator[Text]:
+    """Yields the text of each good record.
 
     Args:
         on_read: is called with the number of bytes of the file that have been read.
@@ -125,7 +118,7 @@ def _opened(file: Path) -> Iterator[tuple[BinaryIO, BinaryIO]]:
             yield raw, stream
 
 
-def _of_stream(file: Path, text_column: str, problems: Problems, on_read: Callable[[int], None]) -> Iterator[tuple[str, str | LargeText]]:
+def _of_stream(file: Path, text_column: str, problems: Problems, on_read: Callable[[int], None]) -> Iterator[Text]:
     plain = suffix_of(file).startswith(PLAIN)
     with _opened(file) as (raw, stream):
         for record in _plain(file, stream, problems) if plain else _json_lines(file, stream, text_column, problems):
@@ -133,25 +126,34 @@ def _of_stream(file: Path, text_column: str, problems: Problems, on_read: Callab
             yield record
 
 
-def _plain(file: Path, stream: BinaryIO, problems: Problems) -> Iterator[tuple[str, str | LargeText]]:
+def _plain(file: Path, stream: BinaryIO, problems: Problems) -> Iterator[Text]:
     decoder, sha256, n_bytes, line = codecs.getincrementaldecoder("utf-8")(), hashlib.sha256(), 0, 1
-    data = stream.read(LARGE + 1)
-    large = len(data) > LARGE
+    first = data = stream.read(LARGE + 1)
     try:
-        text = decoder.decode(data, final=not large)  # not read_text: line ends stay as they are
-        while large and data:
+        while True:
+            decoder.decode(data, final=not data)
+            if not data:
+                break
             sha256.update(data)
             n_bytes, line = n_bytes + len(data), line + data.count(b"\n")
             data = stream.read(BLOCK)
-            decoder.decode(data, final=not data)
     except UnicodeDecodeError as reason:
         line += reason.object.count(b"\n", 0, reason.start)
         problems("not UTF-8", f"{file}:{line}", f"byte 0x{reason.object[reason.start]:02x}")
         return
-    yield str(file), LargeText(file, n_bytes, sha256.digest()) if large else text
+    # Not read_text: line ends stay as they are.
+    yield Text((lambda: _blocks(file)) if n_bytes > LARGE else (lambda: (first.decode(),)), n_bytes, sha256.digest())
 
 
-def _json_lines(file: Path, stream: BinaryIO, text_column: str, problems: Problems) -> Iterator[tuple[str, str]]:
+def _blocks(file: Path) -> Iterator[str]:
+    """The text of a large file, in parts of about BLOCK bytes."""
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    with _opened(file) as (_, stream):
+        while data := stream.read(BLOCK):
+            yield decoder.decode(data)
+
+
+def _json_lines(file: Path, stream: BinaryIO, text_column: str, problems: Problems) -> Iterator[Text]:
     limit = problems.max_record
     for number in count(1):
         line = stream.readline(limit + 1)
@@ -175,7 +177,7 @@ def _json_lines(file: Path, stream: BinaryIO, text_column: str, problems: Proble
             yield from text_of(record, text_column, place, problems)
 
 
-def _parquet(file: Path, text_column: str, problems: Problems, on_read: Callable[[int], None]) -> Iterator[tuple[str, str]]:
+def _parquet(file: Path, text_column: str, problems: Problems, on_read: Callable[[int], None]) -> Iterator[Text]:
     # Imported here: it takes a quarter of a second, and only .parquet files need it.
     import pyarrow
     from pyarrow import parquet
@@ -210,8 +212,8 @@ def _parquet(file: Path, text_column: str, problems: Problems, on_read: Callable
         problems("broken Parquet file", f"{file}: row {number + 1}", f"{one_line(reason)}; the rest of this file is lost")
 
 
-def text_of(record: object, text_column: str, place: str, problems: Problems) -> Iterator[tuple[str, str]]:
-    """Yields (place, text) of a good record, and reports a bad one."""
+def text_of(record: object, text_column: str, place: str, problems: Problems) -> Iterator[Text]:
+    """Yields the text of a good record, and reports a bad one."""
     if not isinstance(record, dict) or record.get(text_column) is None:
         has = f"it has {', '.join(map(repr, list(record)[:8]))}" if isinstance(record, dict) else f"it is a {type(record).__name__}"
         problems(f"no text column {text_column!r}", place, has)
@@ -227,11 +229,11 @@ def text_of(record: object, text_column: str, place: str, problems: Problems) ->
         problems(f"text column {text_column!r} is not text", place, f"it is a {type(text).__name__}")
         return
     try:
-        n_bytes = len(text.encode("utf-8"))
+        data = text.encode("utf-8")
     except UnicodeEncodeError:
         problems("not UTF-8", place, "an invalid byte, or half of a surrogate pair")
         return
-    if n_bytes > problems.max_record:
+    if len(data) > problems.max_record:
         problems.too_large(place)
         return
-    yield place, text
+    yield Text(lambda: (text,), len(data), hashlib.sha256(data).digest())

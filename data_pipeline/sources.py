@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from data_pipeline.errors import DataError, one_line
-from data_pipeline.records import SUFFIXES, LargeText, Problems, records, suffix_of, text_of
+from data_pipeline.records import SUFFIXES, Problems, Text, records, suffix_of, text_of
 
 # Tests more than double the size (31.5 MB) with repetitive text, and installed packages differ between machines.
 STDLIB_EXCLUDED = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
@@ -54,8 +54,8 @@ class Source:
         """A hash that differs after any change of the source; checked on resume."""
         raise NotImplementedError
 
-    def documents(self) -> Iterator[tuple[str, str | LargeText]]:
-        """Yields (place, text) of each document, whatever `max_docs`.
+    def documents(self) -> Iterator[Text]:
+        """Yields the text of each document, whatever `max_docs`.
 
         Raises:
             DataError: a record is bad and `--on_error` is stop, or something cannot be read.
@@ -85,7 +85,7 @@ class Files(Source):
     def _relative(self, file: Path) -> str:
         return file.relative_to(self.root).as_posix()
 
-    def documents(self) -> Iterator[tuple[str, str | LargeText]]:
+    def documents(self) -> Iterator[Text]:
         before = 0
         for file, stat in zip(self.files, self._stats, strict=True):
 
@@ -117,7 +117,7 @@ class HubDataset(Source):
         versions = {split: [list(of_split), of_split.origin_metadata] for split, of_split in files.items()}
         return hashlib.sha256(repr((self.describe(), versions)).encode("utf-8", "surrogateescape")).hexdigest()
 
-    def documents(self) -> Iterator[tuple[str, str | LargeText]]:
+    def documents(self) -> Iterator[Text]:
         number = 0
         try:
             dataset = _datasets().load_dataset(**self._arguments, streaming=True)
