@@ -200,17 +200,17 @@ def test_a_changed_manifest_is_refused_or_means_the_same_tokens(sound, place, da
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda m: m.update(mixture=[1e400]), "mixture[0] is Infinity"),
-        (lambda m: m.update(mixture=[True]), "mixture[0] is true"),
+        (lambda m: m.update(mixture=[1e400]), "mixture.0 is Infinity"),
+        (lambda m: m.update(mixture=[True]), "mixture.0 is true"),
         (lambda m: m.update(mixture=[0.7, 0.2]), "mixture sums to 0.9"),
-        (lambda m: m.update(mixture=[0.5, -0.5, 1.0]), "mixture[1] is -0.5"),
+        (lambda m: m.update(mixture=[0.5, -0.5, 1.0]), "mixture.1 is -0.5"),
         (lambda m: m.update(mixture=[1 / 2000] * 2000), "at most 1000 items"),
         (lambda m: m["splits"]["train"].update(tokens=10**400), "splits.train.tokens is 1000"),
         (lambda m: m["splits"]["train"]["shards"][0].update(tokens=2**31), "splits.train: tokens is"),
-        (lambda m: m["splits"]["train"]["shards"][0].update(tokens=2**32), "shards[0].tokens is 4294967296"),
+        (lambda m: m["splits"]["train"]["shards"][0].update(tokens=2**32), "shards.0.tokens is 4294967296"),
         (lambda m: m["splits"]["val"]["shards"][0]["ends"].update(file="manifest.json"), 'is "manifest.json"'),
-        (lambda m: m["splits"]["train"]["shards"][0].update(file="a\0b"), 'shards[0].file is "a\\u0000b"'),
-        (lambda m: m["splits"]["train"]["shards"][0].update(file="\ud800"), 'shards[0].file is "\\ud800"'),
+        (lambda m: m["splits"]["train"]["shards"][0].update(file="a\0b"), 'shards.0.file is "a\\u0000b"'),
+        (lambda m: m["splits"]["train"]["shards"][0].update(file="\ud800"), 'shards.0.file is "\\ud800"'),
         (lambda m: m["splits"]["train"]["shards"][1].update(file="train-00000.bin"), "train-00000.bin is named twice"),
         (lambda m: m["splits"]["train"]["shards"][0].update(group=1), "group"),
         (lambda m: m["splits"]["train"]["shards"][0].update(sha256="a\nb"), 'sha256 is "a\\nb"'),
@@ -314,13 +314,6 @@ def test_what_was_exchanged_between_opening_and_reading_is_found(sound, place):
 def test_a_manifest_that_is_no_file_is_refused_and_not_waited_for(tmp_path, make):
     make(tmp_path / "manifest.json")
     with pytest.raises(DataError, match=r"manifest\.json: (not a file|missing), so this is not a corpus"):
-        open_corpus(tmp_path)
-
-
-def test_a_manifest_of_many_gigabytes_is_not_read(tmp_path):
-    (tmp_path / "manifest.json").touch()
-    os.truncate(tmp_path / "manifest.json", 2**40)
-    with pytest.raises(DataError, match=r"manifest\.json: 1,099,511,627,776 bytes"):
         open_corpus(tmp_path)
 
 
