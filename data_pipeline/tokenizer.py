@@ -162,7 +162,7 @@ class Tokenizer:
                 return Tiktoken.from_library(manifest_entry["name"])
             if kind in ("bpe", "bytes", "tiktoken"):
                 return Tiktoken.from_folder(folder, manifest_entry)
-            if kind in ("tokenizers", "transformers"):
+            if kind == "tokenizers":
                 return HuggingFace.read(Path(folder, HUGGING_FACE_FILE), manifest_entry["end_of_text"], str(folder))
         except (KeyError, TypeError, ValueError, OSError) as reason:
             if isinstance(reason, DataError):

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any, TextIO
 
-from data_pipeline.errors import DataError
+from data_pipeline.errors import DataError, printable
 from recipes.registry import RecipeError
 
 #: The exit code of a run that SIGUSR1 or SIGUSR2 has stopped: the batch system should start it again. EX_TEMPFAIL of sysexits.h.
@@ -40,7 +40,7 @@ class UsageError(ValueError):
 
 def one_line(text: str) -> str:
     """`text` on one line of bounded length: escapes what is not printable, and leaves out the middle of a long text."""
-    text = "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
+    text = printable(text)
     if len(text) <= MESSAGE_LENGTH:
         return text
     left_out = len(text) - MESSAGE_START - MESSAGE_END
