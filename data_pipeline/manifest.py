@@ -21,8 +21,6 @@ PREPARE_COMMAND = "python data_pipeline/prepare.py --source stdlib --out {}"
 SUM_TOLERANCE = 1e-6
 #: A tenth of the parts that weights are rounded to (`sampler.DENOMINATOR`), so that rounding up never takes more than there is.
 MAX_GROUPS = 1000
-#: Ends of documents are positions in a shard, stored as uint32.
-MAX_SHARD_TOKENS = 2**32 - 1
 
 
 def _is_file_name(name: str) -> str:
@@ -41,22 +39,14 @@ class _Strict(BaseModel):
     model_config = ConfigDict(strict=True)
 
 
-class Ends(_Strict):
-    """The file with the ends of a shard's documents."""
-
-    file: FileName
-    sha256: Sha256
-
-
 class Shard(_Strict):
     """One file of tokens. `group` is the index of its source in a mixture, else 0."""
 
     file: FileName
-    tokens: Annotated[int, Field(ge=0, le=MAX_SHARD_TOKENS)]
+    tokens: Count
     sha256: Sha256
     group: Count
     documents: Count
-    ends: Ends
 
 
 class SplitTotals(_Strict):
@@ -115,7 +105,7 @@ class Manifest(_Strict):
         shards = [*self.splits.train.shards, *self.splits.val.shards]
         if any(shard.group >= len(self.mixture) for shard in shards):
             raise ValueError(f"the group of a shard must be below {len(self.mixture)}, the number of weights of the mixture")
-        names = [*self.tokenizer.files, *(name for shard in shards for name in (shard.file, shard.ends.file))]
+        names = [*self.tokenizer.files, *(shard.file for shard in shards)]
         if len(set(names)) < len(names):
             raise ValueError(f"the file {next(name for name in names if names.count(name) > 1)} is named twice")
         return self

@@ -25,7 +25,7 @@ from typing import BinaryIO, NamedTuple
 from data_pipeline.errors import DataError, one_line
 
 PLAIN = (".txt", ".md", ".py")
-SUFFIXES = (*(name + end for name in (*PLAIN, ".jsonl", ".json") for end in ("", ".gz", ".zst")), ".parquet")
+SUFFIXES = (*(name + end for end in ("", ".gz", ".zst") for name in (*PLAIN, ".jsonl", ".json")), ".parquet")
 #: Text files up to this size, in bytes, are read at once.
 LARGE = 4 * 2**20
 BLOCK = 2**20
