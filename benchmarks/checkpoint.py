@@ -5,7 +5,7 @@
 
 Two runs of the loop of `launch/pretrain.py`, each in a fresh process: one saves every few steps, one only at its end. Writing is timed in
 the thread beside training, from the first file to the rename, and while the loop waits for it, which is how the last checkpoint of a run
-is written. Peaks are of the process (`ru_maxrss`) after the last step. The text is random tokens of GPT-2's vocabulary.
+is written. Peaks are of the process (`ru_maxrss`) after the last step. The text is random tokens of GPT-2's vocabulary in nanoGPT's format.
 """
 
 from __future__ import annotations
@@ -61,20 +61,13 @@ def train(flags: list[str], folder: str) -> dict[str, Any]:
 
 
 def write_corpus(folder: Path) -> None:
-    """Write random tokens of GPT-2's vocabulary."""
+    """Write random tokens in nanoGPT's format."""
     import numpy as np
 
-    from data_pipeline.encoding import Encoded
-    from data_pipeline.writing import ShardWriter, write_manifest
-
     folder.mkdir()
-    tokens, splits = np.random.default_rng(0).integers(0, 50257, TOKENS, dtype=np.uint16), {}
-    for split, part in (("train", tokens), ("val", tokens[: TOKENS // 20])):
-        writer = ShardWriter(folder, split, tokens.dtype, 50256, TOKENS)
-        writer.write(Encoded(split, 0, 0, 0, part))
-        splits[split] = writer.finish()
-    about = {"tokenizer": {"files": {}}, "sources": [], "options": {}, "mixture": [1.0], "dropped": {}, "splits": splits}
-    write_manifest(folder, 50257, 50256, **about)
+    tokens = np.random.default_rng(0).integers(0, 50257, TOKENS, dtype=np.uint16)
+    tokens.tofile(folder / "train.bin")
+    tokens[: TOKENS // 20].tofile(folder / "val.bin")
 
 
 def measure(arguments: argparse.Namespace) -> report.Measured:

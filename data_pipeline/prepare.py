@@ -141,8 +141,9 @@ def verify(args: argparse.Namespace, say: Say) -> None:
         corpus.verify(bar.update)
     for split in SPLITS:
         entry = corpus.manifest["splits"][split]
+        documents = f"{entry['documents']:,} documents, " if "documents" in entry else ""  # nanoGPT's are not counted
         shards = f"{len(entry['shards'])} shard{'s' if len(entry['shards']) > 1 else ''}"
-        say(f"{corpus.path}: {split}: {entry['documents']:,} documents, {entry['tokens']:,} tokens in {shards}, intact")
+        say(f"{corpus.path}: {split}: {documents}{entry['tokens']:,} tokens in {shards}, intact")
 
 
 def _progress_bar(n_bytes: int, quiet: bool, description: str = "encoding") -> tqdm:

@@ -22,7 +22,9 @@ import numpy as np
 
 from data_pipeline.errors import DataError
 from data_pipeline.manifest import MANIFEST_FILE, PREPARE_COMMAND, SPLITS, check_sha256, read_manifest
+from data_pipeline.nanogpt import is_nanogpt, nanogpt_manifest
 
+CHUNK_TOKENS = 4 * 1024 * 1024
 OnRead = Callable[[int], None]
 
 
@@ -154,19 +156,35 @@ class Corpus:
     def verify(self, on_read: OnRead = lambda n_bytes: None) -> None:
         """Reads everything; DataError for the first file with another hash than the manifest's.
 
+        nanoGPT's files have no hashes: their ids are checked. Memory use does not grow with the corpus.
+
         Args:
             on_read: is called with the size of each file of tokens after it has been read, in bytes.
         """
         for name, expected in self.manifest["tokenizer"]["files"].items():
             check_sha256(self.path / name, expected)
         for shard in (shard for split in SPLITS for shard in self.manifest["splits"][split]["shards"]):
-            check_sha256(self.path / shard["file"], shard["sha256"])
+            file = self.path / shard["file"]
+            if "documents" in shard:
+                check_sha256(file, shard["sha256"])
+            else:
+                self._check_ids(file, shard["tokens"])
             on_read(shard["tokens"] * self.dtype.itemsize)
+
+    def _check_ids(self, file: Path, n_tokens: int) -> None:
+        for position in range(0, n_tokens, CHUNK_TOKENS):
+            tokens = np.fromfile(file, self.dtype, CHUNK_TOKENS, offset=position * self.dtype.itemsize)
+            if tokens.max(initial=0) >= self.vocab_size:
+                first = int(np.argmax(tokens >= self.vocab_size))
+                raise DataError(
+                    f"{file}: token id {tokens[first]} at token {position + first}; allowed: 0 to {self.vocab_size - 1}; it is damaged,"
+                    " prepare the corpus again"
+                )
 
 
 @readable()
 def open_corpus(path: str | Path) -> Corpus:
-    """The corpus in folder `path`, which `prepare.py` wrote, after every check that can be done without reading tokens.
+    """The corpus in folder `path`, which `prepare.py` or nanoGPT wrote, after every check that can be done without reading tokens.
 
     Raises:
         DataError: something is missing or wrong; names the file and the fix.
@@ -175,6 +193,8 @@ def open_corpus(path: str | Path) -> Corpus:
     if not path.is_dir():
         problem = "not a folder" if path.exists() else "no such corpus"
         raise DataError(f"{path}: {problem}; prepare one with: {PREPARE_COMMAND.format(path)}")
+    if is_nanogpt(path):
+        return Corpus(path, nanogpt_manifest(path))
     manifest = read_manifest(path / MANIFEST_FILE)
     for name in manifest["tokenizer"]["files"]:
         _check_file(path / name)

@@ -26,10 +26,10 @@ def counts(corpus: Corpus) -> Iterator[str]:
         of_group = {group: [shard for shard in entry["shards"] if shard["group"] == group] for group in range(len(corpus.mixture))}
         for group, shards in [*(of_group.items() if len(of_group) > 1 else ()), ("all", entry["shards"])]:
             tokens = sum(shard["tokens"] for shard in shards)
-            documents = sum(shard["documents"] for shard in shards)
-            ratio = f"{entry['bytes'] / tokens:.2f}" if group == "all" and tokens else "-"
+            documents = f"{sum(shard['documents'] for shard in shards):,}" if "documents" in entry else "-"  # nanoGPT's are not counted
+            ratio = f"{entry['bytes'] / tokens:.2f}" if group == "all" and tokens and "bytes" in entry else "-"
             size = tokens * corpus.dtype.itemsize / 1e6
-            yield f"{split:8}{group:>6}{documents:>12,}{tokens:>16,}{ratio:>13}{len(shards):>8,}{size:>11,.1f}"
+            yield f"{split:8}{group:>6}{documents:>12}{tokens:>16,}{ratio:>13}{len(shards):>8,}{size:>11,.1f}"
 
 
 def show(corpus: Corpus) -> Iterator[str]:
@@ -62,7 +62,7 @@ def _samples(corpus: Corpus, tokenizer: Tokenizer, shard: dict[str, Any]) -> lis
     """Evenly spaced documents of the first SEARCHED tokens of a shard."""
     tokens = np.memmap(corpus.path / shard["file"], dtype=corpus.dtype, mode="r")[:SEARCHED]
     bounds = [0, *(np.flatnonzero(tokens == corpus.eot_id) + 1).tolist()]
-    bounds += [len(tokens)] if len(bounds) == 1 else []  # a part of one document
+    bounds += [len(tokens)] if len(bounds) == 1 else []
     lines = []
     for number in sorted({(len(bounds) - 1) * i // SAMPLES for i in range(SAMPLES)}):
         start, stop = bounds[number : number + 2]

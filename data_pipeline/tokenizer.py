@@ -158,6 +158,8 @@ class Tokenizer:
         for name, expected in manifest_entry["files"].items():
             check_sha256(Path(folder, name), expected)
         try:
+            if kind == "tiktoken" and not manifest_entry["files"]:  # nanoGPT's corpora have no tokenizer files
+                return Tiktoken.from_library(manifest_entry["name"])
             if kind in ("bpe", "bytes", "tiktoken"):
                 return Tiktoken.from_folder(folder, manifest_entry)
             if kind == "tokenizers":

@@ -32,7 +32,7 @@ def build_parser() -> Parser:
         description="Loss, perplexity and bits per byte of a trained model on validation text.",
         epilog="Example: python launch/score.py runs/demo",
     )
-    add_source_flags(parser, data_help="corpus folder from prepare.py; a Hugging Face folder needs this flag (the run's)")
+    add_source_flags(parser, data_help="corpus folder from prepare.py or nanoGPT; a Hugging Face folder needs this flag (the run's)")
     parser.add_argument("--against", metavar="RUN|DIR", help="second model, with the same tokenizer: the difference on the same windows")
     parser.add_argument("--split", choices=("val", "train"), default="val", metavar="NAME", help="text to score: val or train (val)")
     parser.add_argument("--windows", type=whole_number(1), metavar="N", help="number of windows to score, spread evenly (all)")
@@ -61,14 +61,18 @@ def _table(report: dict[str, Any]) -> list[str]:
         return "-" if value is None else f"{value:,.{digits}f}" + ("" if error is None else f" +- {error:,.{digits}f}")
 
     at = "" if report["step"] is None else f", step {report['step']:,}"
-    return [
+    lines = [
         f"{report['model']}{at}, {report['dtype']}, on {report['data']} ({report['split']}): "
         f"{report['windows']:,} windows of {report['seq_len']:,} tokens, {report['tokens']:,} of {report['split_tokens']:,}",
         f"loss            {figure('loss', 4)}  nats per token",
         f"perplexity      {figure('perplexity', 3)}",
-        f"bits per byte   {figure('bits_per_byte', 4)}  ({report['split_bytes'] / report['split_tokens']:.3f} bytes per token)",
-        *_difference(report),
     ]
+    if report["bits_per_byte"] is None:
+        lines.append("bits per byte   -  (the bytes of the text are unknown)")
+    else:
+        ratio = report["split_bytes"] / report["split_tokens"]
+        lines.append(f"bits per byte   {figure('bits_per_byte', 4)}  ({ratio:.3f} bytes per token)")
+    return [*lines, *_difference(report)]
 
 
 def _difference(report: dict[str, Any]) -> list[str]:
@@ -78,7 +82,7 @@ def _difference(report: dict[str, Any]) -> list[str]:
     mean, error, interval = other["difference"], other["difference_stderr"], other["difference_interval"]
     noise = "" if error is None else f" +- {error:.4f}"
     inside = "" if interval is None else f" (95%: {interval[0]:+.4f} to {interval[1]:+.4f})"
-    bits = f", {other['difference_bits_per_byte']:+.4f} bits per byte"
+    bits = "" if other["difference_bits_per_byte"] is None else f", {other['difference_bits_per_byte']:+.4f} bits per byte"
     at = "" if other["step"] is None else f", step {other['step']:,}"
     return [
         f"against         {other['loss']:.4f}  {other['model']}{at}",

@@ -1,6 +1,6 @@
 """Whatever is wrong with a corpus is said in one line: it is read rightly, or a DataError names the file; nothing else ever comes.
 
-Hypothesis damages a corpus that `prepare` made: its manifest and its shards. The cases are the same at every run
+Hypothesis damages a corpus that `prepare` made: its manifest, its shards, and a nanoGPT folder. The cases are the same at every run
 (`derandomize`). What no check can know without reading every token (two shards of one size exchanged) is `verify`'s to find.
 """
 
@@ -314,3 +314,31 @@ def test_a_manifest_that_is_no_file_is_refused_and_not_waited_for(tmp_path, make
     make(tmp_path / "manifest.json")
     with pytest.raises(DataError, match=r"manifest\.json: (not a file|missing), so this is not a corpus"):
         open_corpus(tmp_path)
+
+
+# nanoGPT's folders
+
+
+@settings(max_examples=60, **FIXED)
+@given(
+    sizes=st.tuples(*[st.sampled_from([0, 1, 2, 33, 34, 35, 200, 2001, 4000])] * 2),
+    largest=st.sampled_from([64, 50_256, 50_257, 65_535]),
+)
+def test_a_nanogpt_folder_is_read_as_it_is_or_refused(place, sizes, largest):
+    folder = place / "nano"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    generator = np.random.default_rng(0)
+    tokens = {}
+    for split, size in zip(SPLITS, sizes, strict=True):
+        tokens[split] = generator.integers(0, largest + 1, -(-size // 2)).astype("<u2")
+        tokens[split][-1:] = largest
+        (folder / f"{split}.bin").write_bytes(tokens[split].tobytes()[:size])
+    outcome = Outcome(folder)
+    if not outcome.opened:
+        assert any(size == 0 or size % 2 for size in sizes)
+        return
+    assert outcome.verified == (largest < 50_257)
+    for split, found in (outcome.windows or {}).items():
+        starts = range(0, len(tokens[split]) - SEQ_LEN, SEQ_LEN)
+        assert np.array_equal(found, np.stack([tokens[split][start : start + SEQ_LEN + 1] for start in starts]))

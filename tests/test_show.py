@@ -8,10 +8,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+import tiktoken
 
 from data_pipeline import prepare
 from tests.helpers import ROOT
+from tests.test_nanogpt import write_folder
 
 ESCAPE = "\x1b]0;title\x07\x1b[31m"
 
@@ -56,6 +59,16 @@ def test_counts_and_documents_of_a_mixture_are_shown(mixture, capsys):
             assert parts[0] + parts[1] == parts[2]
     assert "weight 0.75" in out and "'tokenizer': 'bytes'" in out
     assert "one 0: größer \\x1b" in out and "\ntwo " in out
+
+
+def test_nanogpt_folders_are_shown(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path / "none"))
+    for variable in ("HTTPS_PROXY", "https_proxy"):
+        monkeypatch.setenv(variable, "http://127.0.0.1:9")  # where nobody listens
+    tiktoken.registry.ENCODINGS.pop("r50k_base", None)
+    out = show(write_folder(tmp_path / "gpt2", {"train": np.arange(1000), "val": np.arange(300)}), capsys)
+    assert rows_of(out)["train", "all"] == ["-", "1,000", "-", "1", "0.0"]
+    assert "no samples: --tokenizer r50k_base" in out
 
 
 def test_descriptive_fields_may_hold_anything(mixture, tmp_path, capsys):

@@ -56,9 +56,9 @@ def score(flags: argparse.Namespace) -> dict[str, Any]:
     found = estimate(losses)
     compared = None if other is None else (other, _losses(other, corpus, split, windows, flags))
     seconds = time.monotonic() - start
-    n_bytes = corpus.manifest["splits"][split.name]["bytes"]
+    n_bytes = corpus.manifest["splits"][split.name].get("bytes") or None  # nanoGPT's are not counted
     # The ratio of the whole split, so that a loss from a log or another program gives the same figure.
-    to_bits = split.n_tokens / n_bytes / math.log(2)
+    to_bits = None if n_bytes is None else split.n_tokens / n_bytes / math.log(2)
     perplexity = math.exp(found.loss) if found.loss < 700 else None
 
     def scaled(value: float | None, factor: float | None) -> float | None:
@@ -80,7 +80,7 @@ def score(flags: argparse.Namespace) -> dict[str, Any]:
         "loss_stderr": found.error,
         "perplexity": perplexity,
         "perplexity_stderr": scaled(found.error, perplexity),
-        "bits_per_byte": found.loss * to_bits,
+        "bits_per_byte": scaled(found.loss, to_bits),
         "bits_per_byte_stderr": scaled(found.error, to_bits),
         "seconds": round(seconds, 2),
         "notes": notes,
@@ -113,7 +113,7 @@ def _losses(trained: TrainedModel, corpus: Corpus, split: Split, windows: int, f
     return losses
 
 
-def _against(losses: np.ndarray, other: TrainedModel, other_losses: np.ndarray, to_bits: float) -> dict[str, Any]:
+def _against(losses: np.ndarray, other: TrainedModel, other_losses: np.ndarray, to_bits: float | None) -> dict[str, Any]:
     """The paired difference of `losses` to those of another model on the same windows. to_bits: bits per byte of a nat per token."""
     paired, theirs = estimate(losses - other_losses), estimate(other_losses)
     return {
@@ -125,7 +125,7 @@ def _against(losses: np.ndarray, other: TrainedModel, other_losses: np.ndarray, 
         "difference": paired.loss,
         "difference_stderr": paired.error,
         "difference_interval": paired.interval,
-        "difference_bits_per_byte": paired.loss * to_bits,
+        "difference_bits_per_byte": None if to_bits is None else paired.loss * to_bits,
     }
 
 

@@ -1,0 +1,161 @@
+"""A folder of nanoGPT's is a corpus where it lies: opened, explained, trained on, sampled from."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from data_pipeline.errors import DataError
+from data_pipeline.loader import Loader
+from data_pipeline.nanogpt import BLOCK_BYTES, BLOCKS
+from data_pipeline.sampler import GlobalSampler
+from data_pipeline.shards import SPLITS, open_corpus
+from launch.config.run_config import resolve
+from tests.commands import run_script
+
+ROOT = Path(__file__).resolve().parents[1]
+TEXT = "def of(x):\n    return x + 1\n\nprint(of(2))  # größer\n" * 60
+
+
+def write_folder(folder: Path, splits: dict[str, np.ndarray]) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    for split, tokens in splits.items():
+        tokens.astype("<u2").tofile(folder / f"{split}.bin")
+    return folder
+
+
+@pytest.fixture
+def gpt2(tmp_path) -> Path:
+    generator = np.random.default_rng(0)
+    return write_folder(tmp_path / "gpt2", {split: generator.integers(0, 50_257, size) for split, size in (("train", 9001), ("val", 777))})
+
+
+def test_a_folder_of_gpt2s_ids_is_read_as_it_lies(gpt2):
+    corpus = open_corpus(gpt2)
+    corpus.verify()
+    assert (corpus.vocab_size, corpus.eot_id, corpus.dtype, corpus.mixture) == (50_257, 50_256, np.dtype("<u2"), [1.0])
+    tokens = np.fromfile(gpt2 / "train.bin", "<u2")
+    assert corpus.train.windows(100) == 90
+    assert corpus.train.read(np.array([0, 89, 4]), 100).tolist() == [tokens[at : at + 101].tolist() for at in (0, 8900, 400)]
+    assert corpus.val.n_tokens == 777
+    assert sorted(os.listdir(gpt2)) == ["train.bin", "val.bin"]
+
+
+def test_batches_are_every_window_once_an_epoch(gpt2):
+    corpus = open_corpus(gpt2)
+    loader = Loader(corpus.train, GlobalSampler([90], 0, corpus.fingerprint), 100, corpus.vocab_size, 0, 1, "cpu")
+    rows = np.concatenate([batch.numpy() for batch in loader.micro_batches(0, 10, 9)])
+    assert sorted(map(bytes, rows)) == sorted(map(bytes, corpus.train.read(np.arange(90), 100).astype(np.int64)))
+
+
+def test_the_fingerprint_is_of_the_text_and_not_of_the_place(gpt2, tmp_path):
+    fingerprint = open_corpus(gpt2).fingerprint
+    assert open_corpus(shutil.copytree(gpt2, tmp_path / "elsewhere")).fingerprint == fingerprint
+    tokens = np.fromfile(gpt2 / "train.bin", "<u2")
+    for at in (0, 4000, -1):
+        other = tokens.copy()
+        other[at] ^= 1
+        other.tofile(gpt2 / "train.bin")
+        assert open_corpus(gpt2).fingerprint != fingerprint
+    tokens.tofile(gpt2 / "train.bin")
+    assert open_corpus(gpt2).fingerprint == fingerprint
+    tokens[:-1].tofile(gpt2 / "train.bin")
+    assert open_corpus(gpt2).fingerprint != fingerprint
+
+
+def test_the_fingerprint_of_a_large_file_is_of_blocks_from_its_first_to_its_last(tmp_path):
+    """Ten times what is read of it: another first or last token is another corpus; between two blocks a token may change unseen."""
+    size = 10 * BLOCKS * BLOCK_BYTES
+    folder = write_folder(tmp_path / "large", {split: np.zeros(100) for split in SPLITS})
+    os.truncate(folder / "train.bin", size)
+    fingerprint = open_corpus(folder).fingerprint
+
+    def with_byte_at(place: int) -> str:
+        with open(folder / "train.bin", "r+b") as stream:
+            stream.seek(place)
+            stream.write(b"\1")
+            stream.flush()
+            found = open_corpus(folder).fingerprint
+            stream.seek(place)
+            stream.write(b"\0")
+        return found
+
+    assert with_byte_at(0) != fingerprint
+    assert with_byte_at(size - 1) != fingerprint
+    assert with_byte_at(2 * BLOCK_BYTES) == fingerprint
+    assert open_corpus(folder).fingerprint == fingerprint
+
+
+def test_ids_beyond_the_vocabulary_are_named_by_verify_and_by_training(gpt2):
+    tokens = np.fromfile(gpt2 / "train.bin", "<u2")
+    tokens[700] = 60_000
+    tokens.tofile(gpt2 / "train.bin")
+    corpus = open_corpus(gpt2)
+    last = corpus.vocab_size - 1
+    with pytest.raises(DataError, match=rf"train\.bin: token id 60000 at token 700; allowed: 0 to {last}"):
+        corpus.verify()
+    loader = Loader(corpus.train, GlobalSampler([corpus.train.windows(64)], 0, "f"), 64, corpus.vocab_size, 0, 1, "cpu")
+    with pytest.raises(DataError, match=rf"train\.bin: token id 60000 at token 700 \(window 10 of train\); allowed: 0 to {last}"):
+        list(loader.micro_batches(0, loader.n_windows, 1))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda f: (f / "train.bin").write_bytes(b""), r"train\.bin: 0 bytes; nanoGPT's files are tokens of 2 bytes"),
+        (lambda f: (f / "val.bin").write_bytes(b"abc"), r"val\.bin: 3 bytes; nanoGPT's files are tokens of 2 bytes"),
+        (
+            lambda f: (f / "val.bin").unlink(),
+            r"val\.bin: missing; a nanoGPT folder has train\.bin and val\.bin",
+        ),
+        (lambda f: ((f / "train.bin").unlink(), (f / "train.bin").mkdir()), r"train\.bin: not a file; a nanoGPT folder has train"),
+        (lambda f: ((f / "train.bin").unlink(), os.mkfifo(f / "train.bin")), r"train\.bin: not a file; a nanoGPT folder has train"),
+        (lambda f: ((f / "val.bin").unlink(), (f / "val.bin").symlink_to("val.bin")), r"val\.bin: not a file; a nanoGPT folder has"),
+        (lambda f: (f / "meta.pkl").touch(), r"meta\.pkl: ids that are characters cannot be read"),
+        (lambda f: (f / "meta.pkl").symlink_to("gone"), r"meta\.pkl: ids that are characters cannot be read"),
+    ],
+)
+def test_what_is_wrong_is_named(gpt2, change, said):
+    change(gpt2)
+    with pytest.raises(DataError, match=said) as raised:
+        open_corpus(gpt2)
+    assert str(raised.value).isprintable()
+
+
+def test_a_manifest_takes_precedence(gpt2):
+    (gpt2 / "manifest.json").write_text("{}")
+    with pytest.raises(DataError, match=r"manifest\.json: format_version is null"):
+        open_corpus(gpt2)
+
+
+# The commands
+
+
+def pretrain(*flags: object) -> subprocess.CompletedProcess:
+    return run_script("launch/pretrain.py", "--deepspeed_config", "ds_configs/zero1_bf16.json", *flags)
+
+
+def test_it_is_explained(gpt2):
+    done = pretrain("--explain", "json", "--data", gpt2, "--seq_len", "64", "--preset", "nano")
+    assert done.returncode == 0, done.stderr
+    explained = json.loads(done.stdout)
+    assert explained["run"]["data"]["value"] == str(gpt2)
+    assert not explained.get("lacks"), explained["lacks"]
+
+
+def test_a_model_trains_on_it(one_rank, gpt2, tmp_path):
+    shape = ["--n_layer", "1", "--n_head", "2", "--d_model", "32", "--seq_len", "32", "--global_batch_size", "4", "--steps", "2"]
+    flags = ["--deepspeed_config", "ds_configs/zero1_fp32.json", *shape, "--data", str(gpt2), "--runs_dir", str(tmp_path)]
+    assert resolve([*flags, "--no_cross_document"])[0].model_config.document_end == 50_256
+    hashes = {file: hashlib.sha256(file.read_bytes()).hexdigest() for file in gpt2.iterdir()}
+    (lines,) = one_rank.run("tests.distributed.jobs:pretrain", flags=[*flags, "--run_name", "known", "--eval_batches", "1"])
+    assert [line["step"] for line in lines if "loss" in line] == [1, 2]
+    assert lines[0]["val_loss"] == pytest.approx(np.log(50_257), abs=0.2)
+    assert hashes == {file: hashlib.sha256(file.read_bytes()).hexdigest() for file in gpt2.iterdir()}
