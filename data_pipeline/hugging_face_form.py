@@ -59,6 +59,15 @@ def byte_pairs(ranks: dict[bytes, int], pattern: str, special_tokens: dict[str, 
     return tokenizer.to_str()
 
 
+def characters(known: str) -> str:
+    """The `tokenizer.json` of character-level ids: the id of the n-th of `known` is n. Unknown characters are dropped."""
+    tokenizer = Tokenizer(models.BPE(vocab={character: index for index, character in enumerate(known)}, merges=[]))
+    # Text is split into characters before the model is applied; otherwise a text of a million characters would be one word.
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return tokenizer.to_str()
+
+
 def edited(text: str, change: Callable[[dict[str, Any]], None]) -> str:
     """A `tokenizer.json` after `change` of its content.
 

@@ -1,25 +1,29 @@
-"""The folder of GPT-2's ids that nanoGPT's prepare.py writes, read in place: `--data data/openwebtext`
+"""The folder that nanoGPT's prepare.py writes, read in place: `--data data/openwebtext`
 
 train.bin, val.bin      little-endian uint16, without hashes
+meta.pkl                if ids are characters: their number and the character of each; without it they are GPT-2's
 """
 
 from __future__ import annotations
 
 import hashlib
+import io
 import os
+import pickle
 from pathlib import Path
 from typing import Any
 
-from data_pipeline.errors import DataError
+from data_pipeline.errors import DataError, one_line, printable
 from data_pipeline.manifest import FORMAT_VERSION, MANIFEST_FILE, SPLITS
 
 FILES = {split: f"{split}.bin" for split in SPLITS}
-#: The file that nanoGPT writes where ids are not GPT-2's, but characters.
 META_FILE = "meta.pkl"
 GPT2_VOCAB_SIZE, GPT2_END_OF_TEXT = 50_257, 50_256
 ITEMSIZE = 2
 #: The fingerprint of a file is of so many blocks of so many bytes, evenly spaced, including the first and the last.
 BLOCKS, BLOCK_BYTES = 64, 65_536
+#: 65,536 characters take 1.5 MB.
+MAX_META_BYTES = 2**24
 
 
 def is_nanogpt(path: Path) -> bool:
@@ -34,26 +38,28 @@ def nanogpt_manifest(path: Path) -> dict[str, Any]:
     are overwritten in place between the blocks, which are 99.98% of a file of 17 GB.
 
     Raises:
-        DataError: a file is missing, empty or has half a token; or the ids are characters.
+        DataError: a file is missing, empty or has half a token; `meta.pkl` is not nanoGPT's.
     """
-    if os.path.lexists(path / META_FILE):
-        raise DataError(f"{path / META_FILE}: ids that are characters cannot be read; prepare the text with --tokenizer bytes")
+    vocab_size, eot_id, tokenizer = _vocabulary(path / META_FILE)
     splits = {}
     for split, name in FILES.items():
         if not (path / name).is_file():
             problem = "not a file" if os.path.lexists(path / name) else "missing"
-            raise DataError(f"{path / name}: {problem}; a nanoGPT folder has {' and '.join(FILES.values())}; prepare it again")
+            raise DataError(
+                f"{path / name}: {problem}; a nanoGPT folder has {' and '.join(FILES.values())} (one of prepare.py: {MANIFEST_FILE});"
+                " copy the missing file there, or prepare the folder again"
+            )
         size = (path / name).stat().st_size
         if not size or size % ITEMSIZE:
             raise DataError(f"{path / name}: {size:,} bytes; nanoGPT's files are tokens of {ITEMSIZE} bytes; prepare it again")
-        shard = {"file": name, "tokens": size // ITEMSIZE, "sha256": _sampled_sha256(path / name), "group": 0}
+        shard = {"file": name, "tokens": size // ITEMSIZE, "sha256": sampled_sha256(path / name), "group": 0}
         splits[split] = {"tokens": size // ITEMSIZE, "shards": [shard]}
     return {
         "format_version": FORMAT_VERSION,
         "dtype": "uint16",
-        "vocab_size": GPT2_VOCAB_SIZE,
-        "eot_id": GPT2_END_OF_TEXT,
-        "tokenizer": {"kind": "tiktoken", "name": "r50k_base", "files": {}},
+        "vocab_size": vocab_size,
+        "eot_id": eot_id,
+        "tokenizer": tokenizer,
         "sources": [{"name": f"nanoGPT: {path.resolve()}"}],
         "options": {},
         "mixture": [1.0],
@@ -62,7 +68,7 @@ def nanogpt_manifest(path: Path) -> dict[str, Any]:
     }
 
 
-def _sampled_sha256(file: Path) -> str:
+def sampled_sha256(file: Path) -> str:
     """A hash of the file's size and of BLOCKS blocks of it."""
     size = file.stat().st_size
     sha256 = hashlib.sha256(str(size).encode())
@@ -71,3 +77,30 @@ def _sampled_sha256(file: Path) -> str:
             stream.seek(max(0, size - BLOCK_BYTES) * number // (BLOCKS - 1))
             sha256.update(stream.read(BLOCK_BYTES))
     return f"sampled-{sha256.hexdigest()}"
+
+
+class _PlainUnpickler(pickle.Unpickler):
+    """Reads numbers, strings, lists and dicts; refuses everything that could run code."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        raise pickle.UnpicklingError(f"it refers to {module}.{name}")
+
+
+def _vocabulary(file: Path) -> tuple[int, int | None, dict[str, Any]]:
+    """The number of ids, the id that ends a text (None if there is none), and the manifest's entry of the tokenizer."""
+    if not os.path.lexists(file):
+        return GPT2_VOCAB_SIZE, GPT2_END_OF_TEXT, {"kind": "tiktoken", "name": "r50k_base", "files": {}}
+    fix = "prepare it again, or remove it if the ids are GPT-2's"
+    if not file.is_file() or file.stat().st_size > MAX_META_BYTES:
+        raise DataError(f"{file}: not nanoGPT's meta.pkl, which is a file of at most {MAX_META_BYTES:,} bytes; {fix}")
+    try:
+        meta = _PlainUnpickler(io.BytesIO(file.read_bytes())).load()
+    except Exception as reason:  # damaged bytes raise exceptions of any type
+        raise DataError(f"{file}: not nanoGPT's meta.pkl ({printable(one_line(reason, 100))}); {fix}") from None
+    size, itos = (meta.get("vocab_size"), meta.get("itos")) if isinstance(meta, dict) else (None, None)
+    if type(size) is not int or not 0 < size <= 2**16 or not isinstance(itos, dict):
+        raise DataError(f"{file}: needs vocab_size, up to 65,536, and itos, the character of each id; {fix}")
+    characters = [itos.get(i) for i in range(size)]
+    if not all(isinstance(c, str) and len(c) == 1 for c in characters) or len(set(characters)) < size:
+        raise DataError(f"{file}: itos must have a different character for each id below {size}; {fix}")
+    return size, None, {"kind": "characters", "characters": "".join(characters), "files": {}}  # type: ignore[arg-type]

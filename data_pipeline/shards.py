@@ -22,7 +22,7 @@ import numpy as np
 
 from data_pipeline.errors import DataError
 from data_pipeline.manifest import MANIFEST_FILE, PREPARE_COMMAND, SPLITS, check_sha256, read_manifest
-from data_pipeline.nanogpt import is_nanogpt, nanogpt_manifest
+from data_pipeline.nanogpt import is_nanogpt, nanogpt_manifest, sampled_sha256
 
 CHUNK_TOKENS = 4 * 1024 * 1024
 OnRead = Callable[[int], None]
@@ -130,7 +130,8 @@ class Corpus:
         self.path = path
         self.manifest = manifest
         self.vocab_size: int = manifest["vocab_size"]
-        self.eot_id: int = manifest["eot_id"]
+        #: None for nanoGPT's character-level corpora, which have no end-of-text token.
+        self.eot_id: int | None = manifest["eot_id"]
         self.dtype = np.dtype(manifest["dtype"]).newbyteorder("<")
         self.train, self.val = (Split(name, path, self.dtype, manifest["splits"][name]["shards"]) for name in SPLITS)
         #: The weight of each group of shards in training. They sum to 1.
@@ -156,7 +157,8 @@ class Corpus:
     def verify(self, on_read: OnRead = lambda n_bytes: None) -> None:
         """Reads everything; DataError for the first file with another hash than the manifest's.
 
-        nanoGPT's files have no hashes: their ids are checked. Memory use does not grow with the corpus.
+        nanoGPT's files have no hashes: their ids are checked, and that they have not changed since they were opened. Memory use does not
+        grow with the corpus.
 
         Args:
             on_read: is called with the size of each file of tokens after it has been read, in bytes.
@@ -169,6 +171,7 @@ class Corpus:
                 check_sha256(file, shard["sha256"])
             else:
                 self._check_ids(file, shard["tokens"])
+                check_sha256(file, shard["sha256"], sampled_sha256(file))
             on_read(shard["tokens"] * self.dtype.itemsize)
 
     def _check_ids(self, file: Path, n_tokens: int) -> None:

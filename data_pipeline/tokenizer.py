@@ -143,8 +143,8 @@ class Tokenizer:
         raise NotImplementedError
 
     @property
-    def end_name(self) -> str:
-        """The token that ends a text as a string."""
+    def end_name(self) -> str | None:
+        """The token that ends a text as a string, None if there is none."""
         raise NotImplementedError
 
     def hugging_face_json(self) -> str:
@@ -162,6 +162,8 @@ class Tokenizer:
                 return Tiktoken.from_library(manifest_entry["name"])
             if kind in ("bpe", "bytes", "tiktoken"):
                 return Tiktoken.from_folder(folder, manifest_entry)
+            if kind == "characters":
+                return Characters(manifest_entry["characters"])
             if kind == "tokenizers":
                 return HuggingFace.read(Path(folder, HUGGING_FACE_FILE), manifest_entry["end_of_text"], str(folder))
         except (KeyError, TypeError, ValueError, OSError) as reason:
@@ -258,6 +260,32 @@ class Tiktoken(Tokenizer):
             raise DataError(f"--tokenizer {name}: has no token {end!r} to end a text; allowed for --end_of_text: {', '.join(special)}")
         entry = {"kind": "tiktoken", "name": name, "pattern": encoding._pat_str, "special_tokens": special, "end_of_text": end}
         return cls(entry, encoding._mergeable_ranks, encoding._pat_str, special, special[end], library=encoding)
+
+
+class Characters(Tokenizer):
+    """nanoGPT's character-level ids: the id of the n-th of `characters` is n. There is no end-of-text token and no `eot_id`."""
+
+    def __init__(self, characters: str):
+        self._characters = characters
+        self._ids = {character: i for i, character in enumerate(characters)}
+        self.vocab_size = len(characters)
+
+    def encode(self, text: str) -> np.ndarray:
+        """The ids of `text`; DataError for an unknown character."""
+        unknown = next((character for character in text if character not in self._ids), None)
+        if unknown is not None:
+            raise DataError(f"character {unknown!r}: not among the {self.vocab_size} characters of this corpus; remove it from the text")
+        return np.array([self._ids[character] for character in text], dtype=np.uint32)
+
+    def _decode(self, ids: list[int]) -> str:
+        return "".join(self._characters[i] for i in ids)
+
+    @property
+    def end_name(self) -> None:
+        return None
+
+    def hugging_face_json(self) -> str:
+        return hugging_face_form.characters(self._characters)
 
 
 class HuggingFace(Tokenizer):

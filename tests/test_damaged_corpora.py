@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import json
 import os
+import pickle
 import shutil
 from pathlib import Path
 from typing import Any
@@ -319,12 +320,46 @@ def test_a_manifest_that_is_no_file_is_refused_and_not_waited_for(tmp_path, make
 # nanoGPT's folders
 
 
+class Runs:
+    """Pickled, it asks for a function to be called."""
+
+    def __init__(self, *arguments: Any):
+        self.arguments = arguments
+
+    def __reduce__(self):
+        return self.arguments
+
+
+META = {"vocab_size": 65, "itos": {i: chr(32 + i) for i in range(65)}, "stoi": {chr(32 + i): i for i in range(65)}}
+
+
+def changed_pickle(protocol: int, position: float, piece: bytes) -> bytes:
+    """META with one byte replaced by others."""
+    data = pickle.dumps(META, protocol)
+    at = int(position * len(data))
+    return data[:at] + piece + data[at + 1 :]
+
+
+METAS = st.one_of(
+    st.binary(max_size=64),
+    st.builds(changed_pickle, st.integers(0, 5), st.floats(0, 1), st.binary(max_size=3)),
+    st.sampled_from([
+        {}, [], None, 65, {"vocab_size": 65}, META | {"vocab_size": True}, META | {"vocab_size": 0}, META | {"vocab_size": 64},
+        META | {"vocab_size": 66}, META | {"vocab_size": 10**100}, META | {"vocab_size": 65.0}, META | {"itos": [*"abc"]},
+        META | {"itos": dict.fromkeys(range(65), "a")}, META | {"itos": dict.fromkeys(range(65), "ab")}, META | {"extra": [1.5, None]},
+        META | {"itos": {i: "\ud800" if i == 3 else chr(40 + i) for i in range(65)}}, META | {"extra": (1, 2)}, META | {"extra": b"bytes"},
+    ]).map(pickle.dumps),
+    st.just(META | {"extra": "x"}).map(pickle.dumps),
+)  # fmt: skip
+
+
 @settings(max_examples=60, **FIXED)
 @given(
     sizes=st.tuples(*[st.sampled_from([0, 1, 2, 33, 34, 35, 200, 2001, 4000])] * 2),
-    largest=st.sampled_from([64, 50_256, 50_257, 65_535]),
+    largest=st.sampled_from([64, 64, 65, 50_256, 50_257, 65_535]),
+    meta=st.none() | METAS,
 )
-def test_a_nanogpt_folder_is_read_as_it_is_or_refused(place, sizes, largest):
+def test_a_nanogpt_folder_is_read_as_it_is_or_refused(place, sizes, largest, meta):
     folder = place / "nano"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
@@ -334,11 +369,34 @@ def test_a_nanogpt_folder_is_read_as_it_is_or_refused(place, sizes, largest):
         tokens[split] = generator.integers(0, largest + 1, -(-size // 2)).astype("<u2")
         tokens[split][-1:] = largest
         (folder / f"{split}.bin").write_bytes(tokens[split].tobytes()[:size])
+    if meta is not None:
+        (folder / "meta.pkl").write_bytes(meta)
     outcome = Outcome(folder)
     if not outcome.opened:
-        assert any(size == 0 or size % 2 for size in sizes)
+        assert any(size == 0 or size % 2 for size in sizes) or meta is not None
         return
-    assert outcome.verified == (largest < 50_257)
+    vocab_size = open_corpus(folder).vocab_size
+    assert vocab_size == 50_257 or meta is not None
+    assert outcome.verified == (largest < vocab_size)
     for split, found in (outcome.windows or {}).items():
         starts = range(0, len(tokens[split]) - SEQ_LEN, SEQ_LEN)
         assert np.array_equal(found, np.stack([tokens[split][start : start + SEQ_LEN + 1] for start in starts]))
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        (lambda mark: pickle.dumps(Runs(os.mkdir, (mark,))), "it refers to"),
+        (lambda mark: pickle.dumps(Runs(os.mkdir, (mark,)), 2), "it refers to"),
+        (lambda mark: pickle.dumps(META | {"x": Runs(eval, (f"__import__('os').mkdir({mark!r})",))}), "it refers to"),
+        (lambda mark: b"(S'" + mark.encode() + b"'\nios\nmkdir\n.", "it refers to"),
+    ],
+)
+def test_a_pickle_runs_no_code(tmp_path, data, said):
+    for split in SPLITS:
+        (tmp_path / f"{split}.bin").write_bytes(b"\0\0" * 100)
+    (tmp_path / "meta.pkl").write_bytes(data(str(tmp_path / "ran")))
+    with pytest.raises(DataError, match=r"meta\.pkl: not nanoGPT's") as raised:
+        open_corpus(tmp_path)
+    assert said in str(raised.value)
+    assert not (tmp_path / "ran").exists()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import pickle
 import shutil
 import subprocess
 from pathlib import Path
@@ -17,6 +18,7 @@ from data_pipeline.loader import Loader
 from data_pipeline.nanogpt import BLOCK_BYTES, BLOCKS
 from data_pipeline.sampler import GlobalSampler
 from data_pipeline.shards import SPLITS, open_corpus
+from data_pipeline.tokenizer import Tokenizer
 from launch.config.run_config import resolve
 from tests.commands import run_script
 
@@ -24,11 +26,28 @@ ROOT = Path(__file__).resolve().parents[1]
 TEXT = "def of(x):\n    return x + 1\n\nprint(of(2))  # größer\n" * 60
 
 
-def write_folder(folder: Path, splits: dict[str, np.ndarray]) -> Path:
+def write_folder(folder: Path, splits: dict[str, np.ndarray], meta: object = None) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     for split, tokens in splits.items():
         tokens.astype("<u2").tofile(folder / f"{split}.bin")
+    if meta is not None:
+        (folder / "meta.pkl").write_bytes(pickle.dumps(meta))
     return folder
+
+
+def write_characters(folder: Path, text: str = TEXT) -> Path:
+    """As nanoGPT's data/shakespeare_char/prepare.py does."""
+    characters = sorted(set(text))
+    stoi = {character: i for i, character in enumerate(characters)}
+    ids = np.array([stoi[character] for character in text])
+    cut = int(len(ids) * 0.8)
+    meta = {"vocab_size": len(characters), "itos": dict(enumerate(characters)), "stoi": stoi}
+    return write_folder(folder, {"train": ids[:cut], "val": ids[cut:]}, meta)
+
+
+@pytest.fixture
+def characters(tmp_path) -> Path:
+    return write_characters(tmp_path / "characters")
 
 
 @pytest.fixture
@@ -46,6 +65,17 @@ def test_a_folder_of_gpt2s_ids_is_read_as_it_lies(gpt2):
     assert corpus.train.read(np.array([0, 89, 4]), 100).tolist() == [tokens[at : at + 101].tolist() for at in (0, 8900, 400)]
     assert corpus.val.n_tokens == 777
     assert sorted(os.listdir(gpt2)) == ["train.bin", "val.bin"]
+
+
+def test_a_folder_of_characters_is_read_and_decoded(characters):
+    corpus = open_corpus(characters)
+    corpus.verify()
+    assert (corpus.vocab_size, corpus.eot_id) == (len(set(TEXT)), None)
+    tokenizer = Tokenizer.load(corpus.path, corpus.manifest["tokenizer"])
+    assert tokenizer.decode(corpus.train.read(np.array([1]), 50)[0]) == TEXT[50:101]
+    assert tokenizer.decode(tokenizer.encode("größer(2)")) == "größer(2)"
+    with pytest.raises(DataError, match="character 'Z': not among"):
+        tokenizer.encode("Z")
 
 
 def test_batches_are_every_window_once_an_epoch(gpt2):
@@ -93,17 +123,29 @@ def test_the_fingerprint_of_a_large_file_is_of_blocks_from_its_first_to_its_last
     assert open_corpus(folder).fingerprint == fingerprint
 
 
-def test_ids_beyond_the_vocabulary_are_named_by_verify_and_by_training(gpt2):
-    tokens = np.fromfile(gpt2 / "train.bin", "<u2")
-    tokens[700] = 60_000
-    tokens.tofile(gpt2 / "train.bin")
-    corpus = open_corpus(gpt2)
+def test_ids_beyond_the_vocabulary_are_named_by_verify_and_by_training(characters):
+    tokens = np.fromfile(characters / "train.bin", "<u2")
+    tokens[700] = 5000
+    tokens.tofile(characters / "train.bin")
+    corpus = open_corpus(characters)
     last = corpus.vocab_size - 1
-    with pytest.raises(DataError, match=rf"train\.bin: token id 60000 at token 700; allowed: 0 to {last}"):
+    with pytest.raises(DataError, match=rf"train\.bin: token id 5000 at token 700; allowed: 0 to {last}"):
         corpus.verify()
     loader = Loader(corpus.train, GlobalSampler([corpus.train.windows(64)], 0, "f"), 64, corpus.vocab_size, 0, 1, "cpu")
-    with pytest.raises(DataError, match=rf"train\.bin: token id 60000 at token 700 \(window 10 of train\); allowed: 0 to {last}"):
+    with pytest.raises(DataError, match=rf"train\.bin: token id 5000 at token 700 \(window 10 of train\); allowed: 0 to {last}"):
         list(loader.micro_batches(0, loader.n_windows, 1))
+
+
+def test_what_changed_since_it_was_opened_is_found(characters):
+    corpus = open_corpus(characters)
+    tokens = np.fromfile(characters / "val.bin", "<u2")
+    for changed in (tokens[:-7], tokens[::-1]):
+        changed.tofile(characters / "val.bin")
+        with pytest.raises(DataError, match=r"val\.bin: changed"):
+            corpus.verify()
+    (characters / "val.bin").unlink()
+    with pytest.raises(DataError, match=r"val\.bin: cannot be read \(No such file"):
+        corpus.verify()
 
 
 @pytest.mark.parametrize(
@@ -118,21 +160,28 @@ def test_ids_beyond_the_vocabulary_are_named_by_verify_and_by_training(gpt2):
         (lambda f: ((f / "train.bin").unlink(), (f / "train.bin").mkdir()), r"train\.bin: not a file; a nanoGPT folder has train"),
         (lambda f: ((f / "train.bin").unlink(), os.mkfifo(f / "train.bin")), r"train\.bin: not a file; a nanoGPT folder has train"),
         (lambda f: ((f / "val.bin").unlink(), (f / "val.bin").symlink_to("val.bin")), r"val\.bin: not a file; a nanoGPT folder has"),
-        (lambda f: (f / "meta.pkl").touch(), r"meta\.pkl: ids that are characters cannot be read"),
-        (lambda f: (f / "meta.pkl").symlink_to("gone"), r"meta\.pkl: ids that are characters cannot be read"),
+        (lambda f: (f / "meta.pkl").write_bytes(b""), r"meta\.pkl: not nanoGPT's meta\.pkl"),
+        (lambda f: ((f / "meta.pkl").unlink(), (f / "meta.pkl").mkdir()), r"meta\.pkl: not nanoGPT's meta\.pkl, which is a file"),
+        (lambda f: ((f / "meta.pkl").unlink(), os.mkfifo(f / "meta.pkl")), r"meta\.pkl: not nanoGPT's meta\.pkl, which is a file"),
+        (lambda f: ((f / "meta.pkl").unlink(), (f / "meta.pkl").symlink_to("gone")), r"meta\.pkl: not nanoGPT's meta\.pkl"),
+        (lambda f: (f / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": 3})), r"meta\.pkl: needs vocab_size.*itos"),
+        (
+            lambda f: (f / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": 3, "itos": {0: "a", 1: "b"}})),
+            r"meta\.pkl: itos must have a different character for each id below 3",
+        ),
     ],
 )
-def test_what_is_wrong_is_named(gpt2, change, said):
-    change(gpt2)
+def test_what_is_wrong_is_named(characters, change, said):
+    change(characters)
     with pytest.raises(DataError, match=said) as raised:
-        open_corpus(gpt2)
+        open_corpus(characters)
     assert str(raised.value).isprintable()
 
 
-def test_a_manifest_takes_precedence(gpt2):
-    (gpt2 / "manifest.json").write_text("{}")
+def test_a_manifest_takes_precedence(characters):
+    (characters / "manifest.json").write_text("{}")
     with pytest.raises(DataError, match=r"manifest\.json: format_version is null"):
-        open_corpus(gpt2)
+        open_corpus(characters)
 
 
 # The commands
@@ -142,20 +191,32 @@ def pretrain(*flags: object) -> subprocess.CompletedProcess:
     return run_script("launch/pretrain.py", "--deepspeed_config", "ds_configs/zero1_bf16.json", *flags)
 
 
-def test_it_is_explained(gpt2):
-    done = pretrain("--explain", "json", "--data", gpt2, "--seq_len", "64", "--preset", "nano")
+@pytest.mark.parametrize("kind", ["gpt2", "characters"])
+def test_it_is_explained(kind, request):
+    folder = request.getfixturevalue(kind)
+    done = pretrain("--explain", "json", "--data", folder, "--seq_len", "64", "--preset", "nano")
     assert done.returncode == 0, done.stderr
     explained = json.loads(done.stdout)
-    assert explained["run"]["data"]["value"] == str(gpt2)
+    assert explained["run"]["data"]["value"] == str(folder)
     assert not explained.get("lacks"), explained["lacks"]
 
 
-def test_a_model_trains_on_it(one_rank, gpt2, tmp_path):
+def test_characters_have_no_documents_to_keep_apart(characters, gpt2, tmp_path):
+    for more in ([], ["--explain"]):
+        done = pretrain("--data", characters, "--seq_len", "64", "--no_cross_document", "--runs_dir", tmp_path / "runs", *more)
+        assert (done.returncode, done.stdout) == (2, "")
+        (line,) = done.stderr.splitlines()
+        assert line.startswith(f"error: --no_cross_document: {characters} has no end-of-text token: its ids are characters; leave")
+    assert not (tmp_path / "runs").exists()
+    flags = ["--deepspeed_config", "ds_configs/zero1_bf16.json", "--seq_len", "64", "--no_cross_document", "--data", str(gpt2)]
+    assert resolve(flags)[0].model_config.document_end == 50_256
+
+
+def test_a_model_trains_on_characters(one_rank, characters, tmp_path):
     shape = ["--n_layer", "1", "--n_head", "2", "--d_model", "32", "--seq_len", "32", "--global_batch_size", "4", "--steps", "2"]
-    flags = ["--deepspeed_config", "ds_configs/zero1_fp32.json", *shape, "--data", str(gpt2), "--runs_dir", str(tmp_path)]
-    assert resolve([*flags, "--no_cross_document"])[0].model_config.document_end == 50_256
-    hashes = {file: hashlib.sha256(file.read_bytes()).hexdigest() for file in gpt2.iterdir()}
+    flags = ["--deepspeed_config", "ds_configs/zero1_fp32.json", *shape, "--data", str(characters), "--runs_dir", str(tmp_path)]
+    hashes = {file: hashlib.sha256(file.read_bytes()).hexdigest() for file in characters.iterdir()}
     (lines,) = one_rank.run("tests.distributed.jobs:pretrain", flags=[*flags, "--run_name", "known", "--eval_batches", "1"])
     assert [line["step"] for line in lines if "loss" in line] == [1, 2]
-    assert lines[0]["val_loss"] == pytest.approx(np.log(50_257), abs=0.2)
-    assert hashes == {file: hashlib.sha256(file.read_bytes()).hexdigest() for file in gpt2.iterdir()}
+    assert lines[0]["val_loss"] == pytest.approx(np.log(len(set(TEXT))), abs=0.2)
+    assert hashes == {file: hashlib.sha256(file.read_bytes()).hexdigest() for file in characters.iterdir()}

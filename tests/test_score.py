@@ -20,7 +20,7 @@ from launch import score
 from launch.errors import run_command
 from launch.formats.metrics import read_metrics
 from launch.trained_model.load import open_trained
-from launch.trained_model.scoring import estimate, window_losses
+from launch.trained_model.scoring import estimate, text_bytes, window_losses
 from tests.commands import run_script
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -180,6 +180,17 @@ def test_the_error_is_that_of_the_mean():
     assert 0.8 < np.median([estimate(row).error for row in runs]) / spread < 1.2
     assert estimate(np.array([3.0])).error is None
     assert estimate(np.array([3.0, 4.0])).error == pytest.approx(0.5)
+
+
+def test_bytes_are_counted_where_the_corpus_has_not(corpus, tmp_path):
+    opened = open_corpus(corpus)
+    from data_pipeline.tokenizer import Tokenizer
+
+    tokenizer = Tokenizer.load(opened.path, opened.manifest["tokenizer"])
+    said = text_bytes(opened, opened.val, None)
+    del opened.manifest["splits"]["val"]["bytes"]
+    assert text_bytes(opened, opened.val, None) is None
+    assert text_bytes(opened, opened.val, tokenizer) == said
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ import tiktoken
 
 from data_pipeline import prepare
 from tests.helpers import ROOT
-from tests.test_nanogpt import write_folder
+from tests.test_nanogpt import write_characters, write_folder
 
 ESCAPE = "\x1b]0;title\x07\x1b[31m"
 
@@ -62,6 +62,7 @@ def test_counts_and_documents_of_a_mixture_are_shown(mixture, capsys):
 
 
 def test_nanogpt_folders_are_shown(tmp_path, capsys, monkeypatch):
+    assert "def of(x):\n    return x + 1\n" in show(write_characters(tmp_path / "characters"), capsys)
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path / "none"))
     for variable in ("HTTPS_PROXY", "https_proxy"):
         monkeypatch.setenv(variable, "http://127.0.0.1:9")  # where nobody listens

@@ -396,10 +396,16 @@ def _corpus(flags: argparse.Namespace, shape: ModelShape) -> tuple[Corpus | None
 
     Raises:
         DataError: it is missing, damaged or too small, and the run is to be trained.
+        UsageError: `--no_cross_document` is set, but the corpus has no end-of-text token.
     """
     corpus = None
     try:
         corpus = open_corpus(flags.data)
+        if flags.no_cross_document and corpus.eot_id is None:
+            raise UsageError(
+                f"--no_cross_document: {flags.data} has no end-of-text token: its ids are characters; leave the flag out, or prepare"
+                " the text with data_pipeline/prepare.py"
+            )
         # Refuse a split, or a group of a mixture, that is too small for one sequence, by name.
         corpus.train.windows(shape.seq_len)
         corpus.train.group_windows(shape.seq_len, len(corpus.mixture))

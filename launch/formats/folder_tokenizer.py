@@ -35,7 +35,7 @@ def difference(corpus: Corpus, own: Tokenizer, of_model: Tokenizer) -> str | Non
     """The first difference of two tokenizers on the beginning of a corpus's validation text, one line, or None."""
     count = min(COMPARED_IDS, corpus.val.windows(1))
     ids = corpus.val.read(np.arange(count), 1)[:, 0]
-    ids = ids[ids != corpus.eot_id]
+    ids = ids[ids != corpus.eot_id] if corpus.eot_id is not None else ids
     if ids.size and int(ids.max()) >= of_model.vocab_size:
         return f"id {int(ids.max())} is not in its vocabulary"
     text = own.decode(ids)
@@ -43,6 +43,6 @@ def difference(corpus: Corpus, own: Tokenizer, of_model: Tokenizer) -> str | Non
         return "the same ids decode to another text"
     if not np.array_equal(own.encode(text), of_model.encode(text)):
         return "the same text is encoded to other ids"
-    if corpus.eot_id != of_model.eot_id:
+    if corpus.eot_id is not None and corpus.eot_id != of_model.eot_id:
         return f"a text ends with id {corpus.eot_id} in the corpus, but with {of_model.eot_id} in the model"
     return None

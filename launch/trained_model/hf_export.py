@@ -104,9 +104,7 @@ def write_tokenizer(tokenizer: Tokenizer, folder: Path, seq_len: int) -> None:
         "split_special_tokens": True,
         "clean_up_tokenization_spaces": False,
         "add_prefix_space": False,
-        "bos_token": end,
-        "eos_token": end,
-        "pad_token": end,
+        **({} if end is None else {"bos_token": end, "eos_token": end, "pad_token": end}),
     }
     (folder / "tokenizer.json").write_text(text, encoding="utf-8")
     (folder / "tokenizer_config.json").write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

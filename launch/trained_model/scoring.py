@@ -18,6 +18,7 @@ from tqdm import tqdm
 
 from data_pipeline.loader import Loader
 from data_pipeline.shards import Corpus, Split, open_corpus
+from data_pipeline.tokenizer import Tokenizer
 from launch.config.hardware import device_type
 from launch.errors import UsageError, print_once
 from launch.formats.folder_tokenizer import difference, tokenizer_of_corpus
@@ -27,6 +28,8 @@ from model.gpt import GPT
 
 #: Tokens of a forward pass. On a CPU the fp32 logits of 2,048 tokens and 50,304 ids take 412 MB; a GPU needs larger passes.
 PASS_TOKENS = {"cpu": 2048, "cuda": 16384}
+#: Tokens decoded at a time to count the bytes of a text whose corpus has not counted them.
+DECODED_TOKENS = 1 << 20
 
 
 class Estimate(NamedTuple):
@@ -56,7 +59,7 @@ def score(flags: argparse.Namespace) -> dict[str, Any]:
     found = estimate(losses)
     compared = None if other is None else (other, _losses(other, corpus, split, windows, flags))
     seconds = time.monotonic() - start
-    n_bytes = corpus.manifest["splits"][split.name].get("bytes") or None  # nanoGPT's are not counted
+    n_bytes = text_bytes(corpus, split, tokenizer_of_corpus(corpus)[0])
     # The ratio of the whole split, so that a loss from a log or another program gives the same figure.
     to_bits = None if n_bytes is None else split.n_tokens / n_bytes / math.log(2)
     perplexity = math.exp(found.loss) if found.loss < 700 else None
@@ -197,3 +200,19 @@ def estimate(losses: np.ndarray) -> Estimate:
         error, freedom = max(error, float(means.std(ddof=1)) / math.sqrt(batches)), batches - 1
     half = float(stats.t.ppf(0.975, freedom)) * error
     return Estimate(mean, error, (mean - half, mean + half))
+
+
+def text_bytes(corpus: Corpus, split: Split, tokenizer: Tokenizer | None) -> int | None:
+    """The bytes of the text of `split`, without ends of documents: from its manifest, otherwise decoded; None without a tokenizer."""
+    counted = corpus.manifest["splits"][split.name].get("bytes")
+    if isinstance(counted, int) and counted > 0:
+        return counted
+    if tokenizer is None:
+        return None
+    total = 0
+    pairs = split.windows(1)  # one begins at every token but the last
+    for start in range(0, pairs, DECODED_TOKENS):
+        rows = split.read(np.arange(start, min(start + DECODED_TOKENS, pairs)), 1)  # (pairs, 2)
+        ids = rows[:, 1] if start else np.concatenate([rows[0, :1], rows[:, 1]])
+        total += len(tokenizer.decode(ids[ids != corpus.eot_id] if corpus.eot_id is not None else ids).encode())
+    return total or None

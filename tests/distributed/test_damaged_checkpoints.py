@@ -347,6 +347,7 @@ def test_no_pickle_in_a_checkpoint_runs_code(kind, trained, two_ranks, tmp_path)
 
 
 def test_only_one_place_unpickles():
+    """nanoGPT's `meta.pkl` has an unpickler of its own that makes no object (data_pipeline/nanogpt.py)."""
     from tests.helpers import ROOT
 
     found = {
