@@ -204,7 +204,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         type=int,
         default=MAX_RECORD_MIB,
         metavar="N",
-        help="largest record of .jsonl, .json and .parquet in MiB, decompressed; a larger one is a bad record; default %(default)s",
+        help="largest record of .jsonl, .json, .csv and .parquet in MiB, decompressed; a larger one is a bad record; default %(default)s",
     )
     parser.add_argument(
         "--val_fraction",

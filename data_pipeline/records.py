@@ -1,7 +1,9 @@
 """Reads the records of one file of any format, each with its place in the file for error messages.
 
     .txt .md .py                    the file is one document
-    .jsonl .json                    each line is an object; its text is in the text column
+    .jsonl                          each line is an object; its text is in the text column
+    .json                           consecutive objects, or one array of objects
+    .csv                            a row is a record; the first row names the columns
     .parquet                        a row is a record
 
 All but .parquet may be compressed: .gz or .zst follows. Only one record is in memory at a time, and of a .parquet file one page. The
@@ -12,20 +14,25 @@ record of any size. Text files have no limit: one above LARGE is read in blocks,
 from __future__ import annotations
 
 import codecs
+import csv
 import hashlib
 import io
 import json
+import re
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 from data_pipeline.errors import DataError, one_line
 
 PLAIN = (".txt", ".md", ".py")
-SUFFIXES = (*(name + end for end in ("", ".gz", ".zst") for name in (*PLAIN, ".jsonl", ".json")), ".parquet")
+TABLES = (".jsonl", ".json", ".csv", ".parquet")
+COMPRESSED = (".gz", ".zst")
+SUFFIXES = (*PLAIN, *(name + end for name in (*PLAIN, ".jsonl", ".json", ".csv") for end in COMPRESSED), *TABLES)
 #: Text files up to this size, in bytes, are read at once.
 LARGE = 4 * 2**20
 BLOCK = 2**20
@@ -36,6 +43,12 @@ MAX_RECORD_MIB = 16
 PARQUET_ROWS = 16
 #: How many bad records of a kind are named.
 CASES = 3
+REST_LOST = "; the rest of this file is lost"
+_BLANK = re.compile(r"[ \t\r\n]*")
+
+
+class RecordTooLarge(ValueError):
+    """A record is larger than the limit; its end has not been read."""
 
 
 class Problems:
@@ -67,9 +80,9 @@ class Problems:
         if len(self.cases.setdefault(kind, [])) < CASES:
             self.cases[kind].append(line)
 
-    def too_large(self, place: str) -> None:
+    def too_large(self, place: str, rest: str = "") -> None:
         """Report a record above `max_record`."""
-        self("record too large", place, f"above the {self.max_record / 2**20:g} MiB of --max_record_mib")
+        self("record too large", place, f"above the {self.max_record / 2**20:g} MiB of --max_record_mib{rest}")
 
 
 class Text(NamedTuple):
@@ -119,9 +132,18 @@ def _opened(file: Path) -> Iterator[tuple[BinaryIO, BinaryIO]]:
 
 
 def _of_stream(file: Path, text_column: str, problems: Problems, on_read: Callable[[int], None]) -> Iterator[Text]:
-    plain = suffix_of(file).startswith(PLAIN)
+    kind = suffix_of(file)
     with _opened(file) as (raw, stream):
-        for record in _plain(file, stream, problems) if plain else _json_lines(file, stream, text_column, problems):
+        found: Iterator[Text]
+        if kind.startswith(PLAIN):
+            found = _plain(file, stream, problems)
+        elif kind.startswith(".jsonl"):
+            found = _json_lines(file, stream, text_column, problems)
+        elif kind.startswith(".json"):
+            found = _json(file, stream, text_column, problems)
+        else:
+            found = _csv(file, stream, text_column, problems)
+        for record in found:
             on_read(raw.tell())
             yield record
 
@@ -177,6 +199,120 @@ def _json_lines(file: Path, stream: BinaryIO, text_column: str, problems: Proble
             yield from text_of(record, text_column, place, problems)
 
 
+def _json(file: Path, stream: BinaryIO, text_column: str, problems: Problems) -> Iterator[Text]:
+    number = 0
+    try:
+        for number, record in enumerate(_JsonValues(stream, problems.max_record), 1):
+            yield from text_of(record, text_column, f"{file}: record {number}", problems)
+    except DataError:
+        raise
+    except RecordTooLarge:
+        problems.too_large(f"{file}: record {number + 1}", REST_LOST)
+    except (ValueError, RecursionError) as reason:
+        problems("broken JSON", f"{file}: record {number + 1}", f"{one_line(reason)}{REST_LOST}")
+
+
+class _JsonValues:
+    """Reads JSON values of at most `limit` characters from a stream, which is never in memory as a whole."""
+
+    def __init__(self, stream: BinaryIO, limit: int):
+        self._limit = limit
+        # Invalid UTF-8 becomes lone surrogates, which `text_of` reports for the one record; a strict decoder would fail for the whole file.
+        self._characters = io.TextIOWrapper(stream, "utf-8-sig", errors="surrogateescape", newline="")
+        self._decode = json.JSONDecoder().raw_decode
+        self._text, self._position = "", 0
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yields the elements of one array, or consecutive values.
+
+        Raises:
+            RecordTooLarge: the next value has more characters than the limit.
+            ValueError, RecursionError: the JSON is invalid.
+        """
+        array = self._next() == "["
+        self._position += array
+        first = True
+        while (mark := self._next()) != ("]" if array else ""):
+            if array and not first:
+                if mark != ",":
+                    raise ValueError(f"{mark!r} instead of a comma or the end of the array")
+                self._position += 1
+            first = False
+            yield self._value()
+        self._position += array
+        if mark := self._next():
+            raise ValueError(f"{mark!r} after the end of the array")
+
+    def _next(self) -> str:
+        """The next non-blank character, or "" at the end."""
+        while True:
+            self._position = _BLANK.match(self._text, self._position).end()  # type: ignore[union-attr]
+            if self._position < len(self._text) or not self._more():
+                return self._text[self._position : self._position + 1]
+
+    def _value(self) -> Any:
+        self._next()
+        while True:
+            try:
+                value, end = self._decode(self._text, self._position)
+            except json.JSONDecodeError as reason:
+                # Invalid; or incomplete, which is reported near the end of the text read so far, or at an opening quote.
+                incomplete = reason.pos > len(self._text) - 16 or reason.msg.startswith("Unterminated string")
+                if not (incomplete and self._more()):
+                    raise ValueError(reason.msg) from None
+            else:
+                if end < len(self._text) or not self._more():  # 12 may be the beginning of 123
+                    self._position = end
+                    return value
+
+    def _more(self) -> bool:
+        """Double the text in memory, up to the limit; False at the end of the stream."""
+        held = len(self._text) - self._position
+        if held > self._limit:
+            raise RecordTooLarge
+        more = self._characters.read(min(max(BLOCK, held), self._limit + 1 - held))
+        if more:
+            self._text, self._position = self._text[self._position :] + more, 0
+        return bool(more)
+
+
+def _csv(file: Path, stream: BinaryIO, text_column: str, problems: Problems) -> Iterator[Text]:
+    # Invalid UTF-8 becomes lone surrogates, which `text_of` reports for the one record; a strict decoder would fail for the whole file.
+    characters = io.TextIOWrapper(stream, "utf-8-sig", errors="surrogateescape", newline="")
+    left = problems.max_record  # characters that the current row may still have
+
+    def lines() -> Iterator[str]:
+        nonlocal left
+        while line := characters.readline(left + 1):
+            if len(line) > left:
+                raise RecordTooLarge
+            left -= len(line)
+            yield line
+
+    csv.field_size_limit(sys.maxsize)
+    # Strict: otherwise, an unclosed quote silently turns the rest of the file into one text.
+    rows = csv.reader(lines(), strict=True)
+    columns: list[str] | None = None
+    while True:
+        line, left = rows.line_num + 1, problems.max_record
+        try:
+            row = next(rows, None)
+        except RecordTooLarge:  # possibly within quotes, so the start of the next row is unknown
+            problems.too_large(f"{file}:{line}", REST_LOST)
+            return
+        except csv.Error as reason:  # possibly within quotes, so the start of the next row is unknown
+            problems("broken CSV", f"{file}:{rows.line_num}", f"{one_line(reason)}{REST_LOST}")
+            return
+        if row is None:
+            return
+        if columns is None:
+            columns = row
+            if not _has_column(file, columns, text_column, problems):
+                return
+        elif row:
+            yield from text_of(dict(zip(columns, row, strict=False)), text_column, f"{file}:{line}", problems)
+
+
 def _parquet(file: Path, text_column: str, problems: Problems, on_read: Callable[[int], None]) -> Iterator[Text]:
     # Imported here: it takes a quarter of a second, and only .parquet files need it.
     import pyarrow
@@ -185,10 +321,7 @@ def _parquet(file: Path, text_column: str, problems: Problems, on_read: Callable
     size, number = file.stat().st_size, 0
     try:
         with parquet.ParquetFile(file, memory_map=False, pre_buffer=False, buffer_size=BLOCK) as table:
-            columns = table.schema_arrow.names
-            if text_column not in columns:
-                has = f"it has {', '.join(map(repr, columns[:20]))}: name one with --text_column"
-                problems(f"no text column {text_column!r}", str(file), f"{has}; none of its records is used")
+            if not _has_column(file, table.schema_arrow.names, text_column, problems):
                 return
             if pyarrow.types.is_nested(kind := table.schema_arrow.field(text_column).type):
                 problems(f"text column {text_column!r} is not text", str(file), f"it is a {kind}; none of its records is used")
@@ -209,7 +342,14 @@ def _parquet(file: Path, text_column: str, problems: Problems, on_read: Callable
     except Exception as reason:  # pyarrow raises many types
         if isinstance(reason, OSError) and reason.errno:
             raise
-        problems("broken Parquet file", f"{file}: row {number + 1}", f"{one_line(reason)}; the rest of this file is lost")
+        problems("broken Parquet file", f"{file}: row {number + 1}", f"{one_line(reason)}{REST_LOST}")
+
+
+def _has_column(file: Path, columns: list[str], text_column: str, problems: Problems) -> bool:
+    if text_column not in columns:
+        has = f"it has {', '.join(map(repr, columns[:20]))}: name one with --text_column"
+        problems(f"no text column {text_column!r}", str(file), f"{has}; none of its records is used")
+    return text_column in columns
 
 
 def text_of(record: object, text_column: str, place: str, problems: Problems) -> Iterator[Text]:

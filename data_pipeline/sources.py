@@ -3,10 +3,10 @@
 A source is one value of `--source`:
 
     stdlib              the running Python's own *.py files, without tests: about 730 files, 12 MB, on every machine, no download
-    FILE                .txt .md .py .jsonl .json (each also .gz or .zst) or .parquet
+    FILE                .txt .md .py .jsonl .json .csv (each also .gz or .zst) or .parquet
     FOLDER, 'GLOB'      all files of these kinds in the folder and below, or all that match, ordered by path
     hf:NAME[:CONFIG][:SPLIT]    a dataset of the Hugging Face hub, or a folder with the same layout, streamed by `datasets`;
-                        hf:csv:FILES, hf:json:FILES (for an array) and the like name a builder and its files
+                        hf:json:FILES and the like name a builder and its files
     ...@0.7             any of them with its weight in a mixture
 """
 
@@ -28,10 +28,7 @@ from data_pipeline.records import SUFFIXES, Problems, Text, records, suffix_of, 
 
 # Tests more than double the size (31.5 MB) with repetitive text, and installed packages differ between machines.
 STDLIB_EXCLUDED = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
-ALLOWED = (
-    f"stdlib, a file, folder or glob of {' '.join(SUFFIXES)}, hf:NAME[:CONFIG][:SPLIT], or hf:csv:FILES and the like; optionally followed"
-    " by @WEIGHT"
-)
+ALLOWED = f"stdlib, a file, folder or glob of {' '.join(SUFFIXES)}, or hf:NAME[:CONFIG][:SPLIT]; optionally followed by @WEIGHT"
 #: Builders of `datasets` that take files instead of a name on the hub.
 BUILDERS = ("json", "parquet", "csv", "text")
 
@@ -207,8 +204,7 @@ def _open(spec: str, options: tuple[Any, ...]) -> Source:
 
 def _check_kind(file: Path, spec: str) -> None:
     if not suffix_of(file):
-        fix = f"rename it, or name it hf:csv:{file.name} or the like"
-        raise DataError(f"--source {spec}: {file.name} is not a known kind of text file; allowed: {', '.join(SUFFIXES)}; {fix}")
+        raise DataError(f"--source {spec}: {file.name} is not a known kind of text file; allowed: {', '.join(SUFFIXES)}; rename it")
 
 
 def _hub_arguments(spec: str) -> dict[str, Any]:

@@ -75,9 +75,9 @@ def table(texts, column="text", **options) -> bytes:
     return stream.getvalue()
 
 
-def rows(texts, column="text") -> bytes:
+def rows(texts, column="text", **options) -> bytes:
     stream = io.StringIO(newline="")
-    writer = csv.writer(stream)
+    writer = csv.writer(stream, **options)
     writer.writerows([["id", column], *([number, text] for number, text in enumerate(texts))])
     return stream.getvalue().encode()
 
@@ -102,11 +102,16 @@ FORMATS = {
     "mark.jsonl": b"\xef\xbb\xbf" + jsonl(TEXTS),
     "crlf.jsonl": jsonl(TEXTS).replace(b"\n", b"\r\n") + b"\r\n",
     "unended.jsonl": jsonl(TEXTS).rstrip(),
+    "array.json": json.dumps([{"text": text} for text in TEXTS], indent=1).encode(),
+    "array.json.gz": gzip.compress(b"\xef\xbb\xbf" + json.dumps([{"text": text} for text in TEXTS]).encode()),
+    "objects.json": "\n\n".join(json.dumps({"text": text}, indent=2) for text in TEXTS).encode(),
     "lines.json": jsonl(TEXTS),
-    "lines.json.gz": gzip.compress(jsonl(TEXTS)),
     "a.parquet": table(TEXTS, row_group_size=3),
     "dictionary.parquet": table(pyarrow.array(TEXTS).dictionary_encode(), compression="zstd"),
     "binary.parquet": table([text.encode() for text in TEXTS]),
+    "a.csv": rows(TEXTS),
+    "quoted.csv.gz": gzip.compress(rows(TEXTS, quoting=csv.QUOTE_ALL)),
+    "mark.csv.zst": zst(b"\xef\xbb\xbf" + rows(TEXTS, lineterminator="\n")),
 }
 
 
@@ -116,9 +121,9 @@ def test_every_format_holds_the_same_documents(run, tmp_path, name):
     assert run(tmp_path / name)[1] == all_of(TEXTS)
 
 
-@pytest.mark.parametrize("suffix", [".jsonl", ".json", ".parquet"])
+@pytest.mark.parametrize("suffix", [".jsonl", ".json", ".csv", ".parquet"])
 def test_the_text_column_has_any_name(run, tmp_path, suffix):
-    make = {".jsonl": jsonl, ".json": jsonl, ".parquet": table}[suffix]
+    make = {".jsonl": jsonl, ".json": jsonl, ".csv": rows, ".parquet": table}[suffix]
     (tmp_path / f"a{suffix}").write_bytes(make(TEXTS, "der text"))
     assert run(tmp_path / f"a{suffix}", options=("--text_column", "der text"))[1] == all_of(TEXTS)
     code, *_, err = run(tmp_path / f"a{suffix}")
@@ -126,20 +131,31 @@ def test_the_text_column_has_any_name(run, tmp_path, suffix):
     assert "no text column 'text' (it has 'id', 'der text'" in err
 
 
+@pytest.mark.parametrize("block", [2, 7, 64])
+def test_json_is_read_the_same_in_blocks_of_any_size(tmp_path, monkeypatch, block):
+    monkeypatch.setattr(records, "BLOCK", block)
+    values = [{"text": text, "n": [1.5e-7, -12, None, True, '\\u00e9"', {"a": []}], "end": 123} for text in TEXTS]
+    (tmp_path / "a.json").write_text(json.dumps(values, indent=3))
+    (tmp_path / "b.json").write_text("\n".join(json.dumps(value, indent=1) for value in values))
+    for name in ("a.json", "b.json"):
+        found = records.records(tmp_path / name, "text", records.Problems("stop"), lambda done: None)
+        assert [text for _, text in found] == TEXTS
+
+
 def test_folders_and_globs_are_read_in_the_order_of_their_paths(run, tmp_path):
     root = tmp_path / "root"
-    names = ["b.txt", "a/z.md", "a.py", "a-b/1.txt.gz", "c/deep/er/x.txt.zst", "a/10.jsonl", ".hidden.txt", ".git/x.txt", "n.bin", "d.txt"]
+    names = ["b.txt", "a/z.md", "a.py", "a-b/1.txt.gz", "c/deep/er/x.txt.zst", "a/10.jsonl", ".hidden.txt", ".git/x.txt", "n.bin", "d.csv"]
     for name, text in zip(names, TEXTS, strict=False):
         file = root / name
         file.parent.mkdir(parents=True, exist_ok=True)
-        data = jsonl([text]) if ".json" in name else text.encode()
+        data = jsonl([text]) if ".jsonl" in name else rows([text]) if ".csv" in name else text.encode()
         file.write_bytes(gzip.compress(data) if name.endswith(".gz") else zst(data) if name.endswith(".zst") else data)
     os.mkfifo(root / "pipe.txt")
     (root / "dangling.txt").symlink_to("nowhere")
     by_name = dict(zip(names, TEXTS, strict=False))
     kept = sorted(name for name in names if not name.startswith(".") and name != "n.bin")
     assert run(root)[1] == all_of([by_name[name] for name in kept])
-    matched = [by_name[name] for name in ("a/10.jsonl", "a/z.md", "b.txt", "d.txt")]
+    matched = [by_name[name] for name in ("a/10.jsonl", "a/z.md", "b.txt", "d.csv")]
     code, found, manifest, *_ = run(f"{root}/**/*.[mj]*", f"{root}/[bd].*", options=("--val_fraction", "0.55"))
     assert found == {split: in_split(matched, split, 0.55) for split in ("train", "val")}
     assert manifest["mixture"] == [1.0]
@@ -251,12 +267,10 @@ def test_exact_duplicates_are_left_out_wherever_they_come_from(run, tmp_path):
 # Datasets
 
 
-@pytest.mark.parametrize("builder", ["json", "array", "parquet", "csv", "text"])
+@pytest.mark.parametrize("builder", ["json", "parquet", "csv", "text"])
 def test_a_builder_of_datasets_streams_files(run, tmp_path, builder):
     texts = [text.strip().splitlines()[0] for text in TEXTS]
-    array = json.dumps([{"text": text} for text in texts], indent=1).encode()
-    data = {"json": jsonl(texts), "array": array, "parquet": table(texts), "csv": rows(texts), "text": "\n".join(texts).encode()}[builder]
-    builder = "json" if builder == "array" else builder
+    data = {"json": jsonl, "parquet": table, "csv": rows, "text": lambda texts: "\n".join(texts).encode()}[builder](texts)
     (tmp_path / f"a.{builder}").write_bytes(data)
     assert run(f"hf:{builder}:{tmp_path}/a.{builder}")[1] == all_of(texts)
     assert run(f"hf:{builder}:{tmp_path}/a.{builder}:train@2")[1] == all_of(texts)
@@ -312,11 +326,18 @@ def test_a_network_that_fails_while_a_dataset_streams_is_no_mistake(run, tmp_pat
 # Bad records
 
 
+def changed(data: bytes, *places: tuple[int, bytes]) -> bytes:
+    for place, new in places:
+        data = data[:place] + new + data[place:]
+    return data
+
+
 def line_of(number: int, new: bytes) -> bytes:
     lines = jsonl(TEXTS).splitlines(keepends=True)
     return b"".join([*lines[:number], new, *lines[number:]])
 
 
+WHOLE = json.dumps([{"text": text} for text in TEXTS[:3]]).encode()
 #: A file's content, the texts that can be used of it, how the bad record is counted, and its place.
 BAD = {
     "a.jsonl": (line_of(3, b'{"text": "broken\n'), TEXTS, "broken JSON line", "a.jsonl:4"),
@@ -327,7 +348,18 @@ BAD = {
     "f.jsonl": (line_of(2, b"[" * 100_000 + b"\n"), TEXTS, "broken JSON line", "f.jsonl:3"),
     "g.jsonl": (line_of(2, b'{"text": "x", "n": ' + b"1" * 5000 + b"}\n"), TEXTS, "broken JSON line", "g.jsonl:3"),
     "h.jsonl": (line_of(1, b'["text"]\n'), TEXTS, "no text column 'text'", "h.jsonl:2"),
+    "a.json": (WHOLE[:-1] + b', {"text": "half \\ud83d"}, {"text": "end"}]', [*TEXTS[:3], "end"], "not UTF-8", "a.json: record 4"),
+    "b.json": (WHOLE[:-1] + b', {"text": "gr\xf6"}, {"text": "end"}]', [*TEXTS[:3], "end"], "not UTF-8", "b.json: record 4"),
+    "c.json": (WHOLE[:-1] + b', {"text" "end"}]', TEXTS[:3], "broken JSON", "c.json: record 4"),
+    "d.json": (WHOLE[:-1], TEXTS[:3], "broken JSON", "d.json: record 4"),
+    "e.json": (WHOLE + b"]", TEXTS[:3], "broken JSON", "e.json: record 4"),
+    "f.json": (b"[" * 100_000, [], "broken JSON", "f.json: record 1"),
+    "g.json": (WHOLE[:-1] + b', {"text": "x", "n": 1e99999999999999}]', [*TEXTS[:3], "x"], None, ""),
     "a.txt": (b"one\ntwo\ngr\xf6\xdfer\n", [], "not UTF-8", "a.txt:3"),
+    "a.csv": (rows(TEXTS) + b"99,gr\xf6\r\n", TEXTS, "not UTF-8", f"a.csv:{2 + sum(text.count(chr(10)) + 1 for text in TEXTS)}"),
+    "b.csv": (rows(TEXTS) + b'99,"never closed\r\n', TEXTS, "broken CSV", "b.csv:"),
+    "d.csv": (rows(TEXTS[:5]) + b'99,"a "bad" quote\r\n2,rest of a cell"\r\n' + rows(TEXTS), TEXTS[:5], "broken CSV", "d.csv:"),
+    "c.csv": (rows(TEXTS) + b"99\r\n100,end\r\n", [*TEXTS, "end"], "no text column 'text'", "c.csv:"),
     "a.txt.gz": (gzip.compress(b"a line\n" * 1000)[:-20], [], "compressed file damaged", "a.txt.gz"),
     "b.txt.gz": (b"no gzip", [], "compressed file damaged", "b.txt.gz"),
     "a.txt.zst": (zst(os.urandom(5000).hex().encode())[:-20], [], "compressed file damaged", "a.txt.zst"),
@@ -413,12 +445,18 @@ def good_records(name: str, data: bytes) -> list[str] | None:
             return [] if name.endswith(".txt.zst") else None
     if stem.endswith(".txt"):
         return [text for text in _decoded([data]) if text]
-    if stem.endswith((".jsonl", ".json")):
+    if stem.endswith(".jsonl"):
         found = []
         for number, line in enumerate(data.split(b"\n")):
             with suppress(ValueError, RecursionError):
                 found.append(json.loads(line.decode("utf-8-sig" if not number else "utf-8")))
         return _texts(found)
+    if stem == "array.json":
+        with suppress(ValueError, RecursionError):
+            return _texts(json.loads(data.decode("utf-8-sig")))
+    if stem.endswith(".csv"):
+        with suppress(ValueError, csv.Error):
+            return _texts(list(csv.DictReader(io.StringIO(data.decode("utf-8-sig"), newline=""), strict=True)))
     if stem.endswith(".parquet"):
         with suppress(pyarrow.ArrowException, OSError, ValueError, LookupError):
             return _texts([{"text": text} for text in parquet.read_table(io.BytesIO(data), columns=["text"])["text"].to_pylist()])
@@ -440,7 +478,7 @@ def _texts(values: list) -> list[str]:
 
 
 CONTENTS = {
-    **{name: FORMATS[name] for name in ("a.jsonl", "lines.json", "mark.jsonl", "crlf.jsonl")},
+    **{name: FORMATS[name] for name in ("a.jsonl", "array.json", "objects.json", "lines.json", "a.csv", "mark.jsonl", "crlf.jsonl")},
     "a.txt": "".join(TEXTS).encode(),
     "a.parquet": table(TEXTS, row_group_size=3),
     "zstd.parquet": table(TEXTS, compression="zstd"),
@@ -481,7 +519,7 @@ def mutate(data: bytes, mutations: list) -> bytes:
     st.lists(MUTATION, max_size=3),
     st.lists(MUTATION, max_size=2),
 )
-@example("lines.json", "", [("insert", 0, 1, b"[" * 5000)], [])
+@example("array.json", "", [("insert", 0, 1, b"[" * 5000)], [])
 @example("a.parquet", "", [("flip", 3000, 1, b"")], [])
 def test_no_damage_ends_in_more_than_one_line(tmp_path_factory, capsys, name, compression, before, after):
     if name.endswith(".parquet"):
@@ -562,6 +600,10 @@ TOO_LARGE = {
     "blank.jsonl": (line_of(3, b" " * LARGE + b"\n"), TEXTS, "blank.jsonl:4"),
     "end.jsonl.gz": (gzip.compress(line_of(20, b'{"x": "' + b"a" * LARGE)), TEXTS, "end.jsonl.gz:21"),
     "a.jsonl.zst": (zst(line_of(0, b'{"text": "x", "y": [1' + b", 1" * LARGE + b"]}\n")), TEXTS, "a.jsonl.zst:1"),
+    "a.json": (WHOLE[:-1] + b', {"text": "' + b"a" * LARGE + b'"}, {"text": "lost"}]', TEXTS[:3], "a.json: record 4"),
+    "b.json": (b'{"text":\n"a"}\n{"text": "' + "日".encode() * LARGE + b'"}', ["a"], "b.json: record 2"),
+    "a.csv": (rows(TEXTS[:5]) + b"9," + b"a" * LARGE + b"\r\n9,lost\r\n", TEXTS[:5], "a.csv:"),
+    "quoted.csv.gz": (gzip.compress(rows(TEXTS[:5]) + b'9,"' + b"line\n" * LARGE), TEXTS[:5], "quoted.csv.gz:"),
     "a.parquet": (table([*TEXTS, "a" * LARGE], use_dictionary=False), TEXTS, "a.parquet: row 21"),
 }
 
@@ -580,7 +622,7 @@ def test_a_record_above_the_limit_is_a_bad_record(run, tmp_path, name):
     assert f"{tmp_path}/in/{place}" in out
     code, _, _, _, err = run(tmp_path / "in", options=options[:2])
     assert code == 2 and f"{tmp_path}/in/{place}" in err and "--max_record_mib" in err and "--on_error skip" in err
-    if not name.startswith(("blank", "end")):
+    if not name.startswith(("blank", "end", "quoted")):
         assert run(tmp_path / "in", options=("--max_record_mib", "64"))[0] == 0
     assert run(tmp_path / "in", options=("--max_record_mib", "0"))[0] == 2
 
@@ -596,21 +638,22 @@ def test_a_record_of_any_size_takes_no_memory(tmp_path):
     """128 MiB in one record, of which a compressed file holds a few hundred KB: the peak of the process stays where it is without."""
     n = 2**27
 
-    def fill(name: str, before: bytes) -> None:
+    def fill(name: str, before: bytes, unit: bytes = b"a" * 2**20) -> None:
         with open(tmp_path / name, "wb") as file:
             compress = (
                 gzip.GzipFile(fileobj=file, mode="wb", compresslevel=1) if ".gz" in name else zstandard.ZstdCompressor().stream_writer(file)
             )
             with compress as stream:
                 stream.write(before)
-                for _ in range(n // 2**20):
-                    stream.write(b"a" * 2**20)
+                for _ in range(n // len(unit)):
+                    stream.write(unit)
 
     (tmp_path / "behind.jsonl").write_bytes(jsonl(TEXTS))
     fill("a.jsonl.zst", b'{"text": "')
-    fill("a.json.gz", b'{"text": "')
+    fill("a.json.gz", b'[{"text": "')
+    fill("b.csv.gz", b'id,text\n1,"', b"line\n" * 2**18)
     peaks = {}
-    for name in ("none", "a.jsonl.zst", "a.json.gz"):
+    for name in ("none", "a.jsonl.zst", "a.json.gz", "b.csv.gz"):
         sources = [tmp_path / "behind.jsonl", *([] if name == "none" else [tmp_path / name])]
         command = [sys.executable, ROOT / "data_pipeline/prepare.py", "--source", *sources, "--out", tmp_path / f"out-{name}"]
         command += ["--tokenizer", "bytes", "--val_fraction", "0.3", "--on_error", "skip", "--workers", "1", "--quiet"]
