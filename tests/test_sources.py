@@ -139,7 +139,7 @@ def test_json_is_read_the_same_in_blocks_of_any_size(tmp_path, monkeypatch, bloc
     (tmp_path / "b.json").write_text("\n".join(json.dumps(value, indent=1) for value in values))
     for name in ("a.json", "b.json"):
         found = records.records(tmp_path / name, "text", records.Problems("stop"), lambda done: None)
-        assert [text for _, text in found] == TEXTS
+        assert ["".join(text.blocks()) for text in found] == TEXTS
 
 
 def test_folders_and_globs_are_read_in_the_order_of_their_paths(run, tmp_path):
