@@ -21,6 +21,7 @@ from data_pipeline.tokenizer import Tiktoken, Tokenizer
 from launch.errors import UsageError
 from launch.formats.hf_folder import open_hf_folder
 from launch.formats.metrics import read_metrics
+from launch.trained_model.card import in_checkout
 from launch.trained_model.load import open_trained
 from model.hf import hf_tensors
 from tests.commands import run_script
@@ -102,7 +103,13 @@ def test_the_card_has_the_runs_figures(folder, run):
         assert figure in card
     assert card.startswith("---\nlibrary_name: transformers\n")
     assert "None" not in card
-    assert "| DeepSpeed JSON | `ds_configs/zero1_fp32.json` |" in card
+
+
+def test_the_command_of_the_card_names_no_checkout():
+    words = ["--deepspeed_config", "/a/recipes/b/ds_configs/x.json", "--recipe=/a/recipes/x", "--data", f"{ROOT}/data/stdlib"]
+    kept = ["--data", "/home/u/recipes/corpus", "--data=/home/u/recipes/corpus", "--set", "optimizer.params.lr=0.1", "--resume"]
+    assert in_checkout(words) == ["--deepspeed_config", "ds_configs/x.json", "--recipe=recipes/x", "--data", "data/stdlib"]
+    assert in_checkout(kept) == kept
 
 
 def test_a_source_that_cannot_be_read_is_named(run, tmp_path):

@@ -382,7 +382,10 @@ def _by_index(saved: Any, count: int) -> list[dict[str, Any]]:
     """The state of each of `count` flat tensors in what an optimizer has saved; {} before the first update."""
     if isinstance(saved, list):  # `elastic_checkpoint`
         return saved
-    return [saved["state"].get(index, {}) for index in range(count)]
+    groups = saved["param_groups"]
+    # FusedAdam of earlier versions of DeepSpeed counts the steps of a group.
+    steps = [{"step": group["step"]} if "step" in group else {} for group in groups for _ in group["params"]]
+    return [{**step, **saved["state"].get(index, {})} for index, step in zip(range(count), steps, strict=True)]
 
 
 def _split(state: dict[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shlex
 from typing import Any
 
@@ -58,11 +59,11 @@ def model_card(name: str, trained: TrainedModel, dtype: str, lines: list[dict[st
     }
     parts = [_HEAD.format(name=name, form=form, kind=f"`{CLASSES[form]}`", millions=parameters / 1e6), _table(sizes)]
     if run is not None:
-        words = [str(word).replace(f"{ROOT}/", "") for word in run["command"][1:] if not str(word).startswith("--local_rank")]
+        words = [str(word) for word in (run.get("command") or [])[1:] if not str(word).startswith("--local_rank")]
         parts += ["## The run", _table(_run_rows(run, trained.state or {}, lines, trained.corpus))]
         parts += ["The validation loss is that of the run's log: nats per token, in the run's precision."]
         parts += ["## Train it again"]
-        parts += [f"```sh\ndeepspeed --num_gpus {run.get('ranks', 1)} launch/pretrain.py {shlex.join(words)}\n```"]
+        parts += [f"```sh\ndeepspeed --num_gpus {run.get('ranks', 1)} launch/pretrain.py {shlex.join(in_checkout(words))}\n```"]
     parts += [_USE.format(name=name), *(["\n".join(f"- {note}" for note in notes)] if notes else [])]
     return "\n\n".join(parts) + "\n"
 
@@ -80,7 +81,7 @@ def _run_rows(run: dict[str, Any], state: dict[str, Any], lines: list[dict[str, 
         "corpus": f"{', '.join(sources)} (`{run.get('corpus_fingerprint', '')[:16]}`)",
         "tokenizer": tokenizer.get("name") or tokenizer.get("kind"),
         "recipe": run.get("recipe"),
-        "DeepSpeed JSON": f"`{run['config_file'].removeprefix(f'{ROOT}/')}`",
+        "DeepSpeed JSON": f"`{in_checkout(['--deepspeed_config', str(run.get('config_file'))])[1]}`",
         "ZeRO stage, precision, ranks": ", ".join(str(run.get(key)) for key in ("zero_stage", "precision", "ranks")),
         "techniques": ", ".join(run.get("techniques") or {}),
         "optimizer": f"{optimizer.get('type')} `{json.dumps(optimizer.get('params', {}))}`",
@@ -92,6 +93,18 @@ def _run_rows(run: dict[str, Any], state: dict[str, Any], lines: list[dict[str, 
         "versions": ", ".join(f"{key} {value}" for key, value in (run.get("versions") or {}).items() if value),
         "commit": run.get("commit"),
     }
+
+
+def in_checkout(words: list[str]) -> list[str]:
+    """The words of a command with paths relative to the checkout: those in this one, and the run's JSON and recipe in any other."""
+    found: list[str] = []
+    for word in words:
+        flag, equals, path = word.partition("=") if word.startswith("--") else ("", "", word)
+        path = path.removeprefix(f"{ROOT}/")
+        if (flag or "".join(found[-1:])) in ("--deepspeed_config", "--recipe"):
+            path = re.sub(r"^/.*/(?=(ds_configs|recipes)/)", "", path)
+        found.append(f"{flag}{equals}{path}")
+    return found
 
 
 def _table(rows: dict[str, Any]) -> str:
