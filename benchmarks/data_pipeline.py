@@ -38,9 +38,9 @@ def measure(arguments: argparse.Namespace) -> report.Measured:
     from data_pipeline.sources import open_sources
     from data_pipeline.tokenizer import Tiktoken
 
-    tokenizer = Tiktoken.from_cache(arguments.tokenizer)
+    tokenizer = Tiktoken.from_library(arguments.tokenizer)
     (source,), _ = open_sources([arguments.source])
-    texts = [text for _, text in source.documents() if isinstance(text, str)]
+    texts = ["".join(text.blocks()) for text in source.documents()]
     size = sum(len(text.encode()) for text in texts) / 1e6
     print(f"{arguments.source}: {len(texts):,} documents, {size:,.1f} MB, tokenizer {arguments.tokenizer}", flush=True)
     with tempfile.TemporaryDirectory(prefix="benchmark-") as place:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from data_pipeline.records import LargeText
+from data_pipeline.records import Text
 from data_pipeline.sources import Source
 from data_pipeline.tokenizer import Tokenizer
 
@@ -36,7 +36,7 @@ _CONTEXT = 200
 
 
 class Document(NamedTuple):
-    """A document. `text` reads its text in blocks, from the beginning at every call; `key` is a hash of the whole text."""
+    """A document. `text` yields its blocks, from the beginning at every call; `key` is a hash of the whole text."""
 
     split: str
     group: int
@@ -93,46 +93,39 @@ class Documents:
         for group, of_group in enumerate(texts if self.grouped else [chain.from_iterable(texts)]):
             yield from self._split(of_group, group)
 
-    def _kept(self, source: Source, seen: set[bytes]) -> Iterator[tuple[str | LargeText, bytes]]:
-        for _, text in islice(source.documents(), source.max_docs):
-            if not text:
+    def _kept(self, source: Source, seen: set[bytes]) -> Iterator[Text]:
+        for text in islice(source.documents(), source.max_docs):
+            if not text.n_bytes:
                 self.dropped["empty"] += 1
                 continue
-            key = text.sha256 if isinstance(text, LargeText) else hashlib.sha256(text.encode()).digest()
             if self.dedup:
-                if key[:16] in seen:
+                if text.sha256[:16] in seen:
                     self.dropped["duplicate"] += 1
                     continue
-                seen.add(key[:16])
-            yield text, key
+                seen.add(text.sha256[:16])
+            yield text
 
-    def _split(self, texts: Iterator[tuple[str | LargeText, bytes]], group: int) -> Iterator[Document]:
+    def _split(self, texts: Iterator[Text], group: int) -> Iterator[Document]:
         first, second = next(texts, None), next(texts, None)
         if first is None:
             return
         if second is None:
-            text, key = first
-            n_bytes = text.n_bytes if isinstance(text, LargeText) else len(text.encode())
-            cut = _cut_in_two(_blocks(text), n_bytes, self.val_fraction)
-            for split, begin, end in (("train", 0, cut), ("val", cut, n_bytes)):
+            cut = _cut_in_two(first, self.val_fraction)
+            for split, begin, end in (("train", 0, cut), ("val", cut, first.n_bytes)):
                 if begin < end:
-                    yield Document(split, group, partial(_part, text, begin, end), key)
+                    yield Document(split, group, partial(_part, first, begin, end), first.sha256)
             return
         bound = int(self.val_fraction * 2**64)
-        for text, key in chain((first, second), texts):
-            split = "val" if int.from_bytes(key[:8], "big") < bound else "train"
-            yield Document(split, group, partial(_blocks, text), key)
+        for text in chain((first, second), texts):
+            split = "val" if int.from_bytes(text.sha256[:8], "big") < bound else "train"
+            yield Document(split, group, text.blocks, text.sha256)
 
 
-def _blocks(text: str | LargeText) -> Iterable[str]:
-    return text.blocks() if isinstance(text, LargeText) else (text,)
-
-
-def _cut_in_two(blocks: Iterable[str], n_bytes: int, val_fraction: float) -> int:
+def _cut_in_two(text: Text, val_fraction: float) -> int:
     """The position, in bytes, at which to cut a single document: the last line end before the last `val_fraction`, or exactly there."""
-    bound = int(n_bytes * (1 - val_fraction))
+    bound = int(text.n_bytes * (1 - val_fraction))
     line_end = character = read = 0
-    for block in blocks:
+    for block in text.blocks():
         head = block.encode()[: bound - read]
         if b"\n" in head:
             line_end = read + head.rindex(b"\n") + 1
@@ -143,10 +136,10 @@ def _cut_in_two(blocks: Iterable[str], n_bytes: int, val_fraction: float) -> int
     return line_end or character
 
 
-def _part(text: str | LargeText, begin: int, end: int) -> Iterator[str]:
+def _part(text: Text, begin: int, end: int) -> Iterator[str]:
     """The text between two positions in bytes."""
     read = 0
-    for block in _blocks(text):
+    for block in text.blocks():
         data = block.encode()
         part = data[max(0, begin - read) : max(0, end - read)]
         read += len(data)

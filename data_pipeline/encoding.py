@@ -25,13 +25,13 @@ _worker_tokenizer: Tokenizer  # in a worker only
 
 
 class Encoded(NamedTuple):
-    """The ids of one split and group in a chunk, the size of their text in UTF-8, and the positions after each document's end of text."""
+    """The ids of one split and group in a chunk, the size of their text in UTF-8, and how many documents end in them."""
 
     split: str
     group: int
     n_bytes: int
+    documents: int
     ids: np.ndarray
-    ends: np.ndarray
 
 
 def encode_chunks(
@@ -71,20 +71,16 @@ def encode_chunk(tokenizer: Tokenizer, chunk: list[Piece]) -> list[Encoded]:
     results = []
     for split, group in sorted({(piece.split, piece.group) for piece in chunk}, key=lambda pair: (pair[1], pair[0])):
         mine = [piece for piece in chunk if (piece.split, piece.group) == (split, group)]
-        parts, ends, position = [], [], 0
+        parts = []
         for piece, ids in zip(mine, tokenizer.encode_many([piece.text for piece in mine]), strict=True):
             if (ids == tokenizer.eot_id).any():
                 raise DataError(
                     f"--tokenizer: a text of {split} contains {tokenizer.decode([tokenizer.eot_id])!r}, which this tokenizer encodes as its"
                     " end of text; name another one with --end_of_text"
                 )
-            parts.append(ids.astype(dtype))
-            position += len(ids)
-            if piece.ends:
-                parts.append(end_of_text)
-                position += 1
-                ends.append(position)
-        results.append(Encoded(split, group, sum(p.n_bytes for p in mine), np.concatenate(parts), np.array(ends, dtype=np.int64)))
+            parts += [ids.astype(dtype), end_of_text] if piece.ends else [ids.astype(dtype)]
+        n_bytes, documents = sum(piece.n_bytes for piece in mine), sum(piece.ends for piece in mine)
+        results.append(Encoded(split, group, n_bytes, documents, np.concatenate(parts)))
     return results
 
 

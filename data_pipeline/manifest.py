@@ -21,10 +21,6 @@ PREPARE_COMMAND = "python data_pipeline/prepare.py --source stdlib --out {}"
 SUM_TOLERANCE = 1e-6
 #: A tenth of the parts that weights are rounded to (`sampler.DENOMINATOR`), so that rounding up never takes more than there is.
 MAX_GROUPS = 1000
-#: A manifest has about 350 bytes per shard; a file larger than this is not a manifest.
-MAX_MANIFEST_BYTES = 2**28
-#: Ends of documents are positions in a shard, stored as uint32.
-MAX_SHARD_TOKENS = 2**32 - 1
 
 
 def _is_file_name(name: str) -> str:
@@ -43,22 +39,14 @@ class _Strict(BaseModel):
     model_config = ConfigDict(strict=True)
 
 
-class Ends(_Strict):
-    """The file with the ends of a shard's documents."""
-
-    file: FileName
-    sha256: Sha256
-
-
 class Shard(_Strict):
     """One file of tokens. `group` is the index of its source in a mixture, else 0."""
 
     file: FileName
-    tokens: Annotated[int, Field(ge=0, le=MAX_SHARD_TOKENS)]
+    tokens: Count
     sha256: Sha256
     group: Count
     documents: Count
-    ends: Ends
 
 
 class SplitTotals(_Strict):
@@ -117,7 +105,7 @@ class Manifest(_Strict):
         shards = [*self.splits.train.shards, *self.splits.val.shards]
         if any(shard.group >= len(self.mixture) for shard in shards):
             raise ValueError(f"the group of a shard must be below {len(self.mixture)}, the number of weights of the mixture")
-        names = [*self.tokenizer.files, *(name for shard in shards for name in (shard.file, shard.ends.file))]
+        names = [*self.tokenizer.files, *(shard.file for shard in shards)]
         if len(set(names)) < len(names):
             raise ValueError(f"the file {next(name for name in names if names.count(name) > 1)} is named twice")
         return self
@@ -138,8 +126,6 @@ def read_manifest(file: Path) -> dict[str, Any]:
     if not file.is_file():
         problem = "not a file" if file.exists() else "missing"
         raise DataError(f"{file}: {problem}, so this is not a corpus; prepare one with: {PREPARE_COMMAND.format(file.parent)}")
-    if file.stat().st_size > MAX_MANIFEST_BYTES:
-        raise DataError(f"{file}: {file.stat().st_size:,} bytes, too large for a manifest; {fix}")
     try:
         manifest = json.loads(file.read_text(encoding="utf-8"))
     except (RecursionError, ValueError) as error:  # not UTF-8, not JSON, nested too deep, or a number of thousands of digits
@@ -155,14 +141,10 @@ def read_manifest(file: Path) -> dict[str, Any]:
 
 
 def _first_problem(error: ValidationError) -> str:
+    """The first invalid field, its value unless it is an object, and what it must be."""
     first = error.errors(include_url=False)[0]
-    place = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"])[1:]
-    message = first["msg"].removeprefix("Value error, ").replace("Input should", "must")
-    if first["type"] == "missing":
-        return f"{printable(place)} is missing"
-    if first["type"] == "value_error" and isinstance(first["input"], dict):  # a check of several fields together
-        return f"{place}{': ' if place else ''}{message}"
-    return f"{printable(place)} is {shown(first['input'])}, but {message[0].lower()}{message[1:]}"
+    value = "" if isinstance(first["input"], dict) else f" is {shown(first['input'])}"
+    return f"{printable('.'.join(map(str, first['loc'])))}{value}: {first['msg'].removeprefix('Value error, ')}".removeprefix(": ")
 
 
 def shown(value: object) -> str:

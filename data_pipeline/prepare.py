@@ -25,7 +25,7 @@ from tqdm import tqdm
 from data_pipeline.documents import TRAINING_BYTES, Documents, chunks, pieces, training_texts
 from data_pipeline.encoding import encode_chunks
 from data_pipeline.errors import DataError, print_line, printable
-from data_pipeline.manifest import MAX_SHARD_TOKENS, SPLITS
+from data_pipeline.manifest import SPLITS
 from data_pipeline.records import MAX_RECORD_MIB, Problems
 from data_pipeline.shards import Corpus, open_corpus
 from data_pipeline.show import counts, show
@@ -102,7 +102,7 @@ def prepare(args: argparse.Namespace, say: Say) -> None:
             entry = progress["tokenizer"]
             tokenizer = Tokenizer.load(folder, entry)
         workers = args.workers or (1 if 0 < documents.n_bytes < MIN_BYTES_FOR_WORKERS else len(os.sched_getaffinity(0)))
-        writer = CorpusWriter(folder, tokenizer.vocab_size, args.shard_tokens, identity, entry, progress)
+        writer = CorpusWriter(folder, tokenizer, args.shard_tokens, identity, entry, progress)
         try:
             done = writer.chunks
             if done:
@@ -233,7 +233,7 @@ def _check(args: argparse.Namespace) -> None:
     parse_spec(args.tokenizer)
     if not 0 < args.val_fraction < 1:
         raise DataError(f"--val_fraction {args.val_fraction}: allowed: above 0 and below 1, such as 0.05")
-    for name, largest in (("shard_tokens", MAX_SHARD_TOKENS), ("max_record_mib", 2**20), ("workers", 2**20), ("max_docs", 2**63)):
+    for name, largest in (("shard_tokens", 2**63), ("max_record_mib", 2**20), ("workers", 2**20), ("max_docs", 2**63)):
         value = getattr(args, name)
         if value is not None and not 1 <= value <= largest:
             raise DataError(f"--{name} {value}: allowed: 1 or more, up to {largest}, or omit the flag")

@@ -7,8 +7,8 @@
     .parquet                        a row is a record
 
 All but .parquet may be compressed: .gz or .zst follows. Only one record is in memory at a time, and of a .parquet file one page. The
-size of a record is limited (`Problems.max_record`) and checked before the record is read whole, since a small compressed file can hold a
-record of any size. Text files have no limit: one above LARGE becomes a `LargeText`, which is read in blocks.
+size of a record is limited (`Problems.max_record`). It is checked before a line is read whole, since a small compressed file can hold a
+record of any size. Text files have no limit: one above LARGE is read in blocks, several times.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import json
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
@@ -39,12 +39,8 @@ BLOCK = 2**20
 _CODECS = {".gz": "gzip", ".zst": "zstd"}
 #: Largest record, in MiB. Parsed JSON can take 24 times as much memory: `{},` becomes an object of 72 bytes.
 MAX_RECORD_MIB = 16
-#: Values that writers put on a page of a Parquet file, at most, if these are longer than 1 KiB on average.
-PAGE_VALUES = 1024
-#: Largest page of a Parquet file, in records of the largest size.
-PAGE_RECORDS = 16
-#: Rows of a Parquet file that are decoded at once, unless they are large.
-PARQUET_ROWS = 64
+#: Rows of a Parquet file that are decoded at once.
+PARQUET_ROWS = 16
 #: How many bad records of a kind are named.
 CASES = 3
 REST_LOST = "; the rest of this file is lost"
@@ -80,10 +76,6 @@ class Problems:
         line = f"{place}: {kind}" + (f" ({detail})" if detail else "")
         if self.on_error == "stop":
             raise DataError(f"{line}; fix it, or leave out such records with --on_error skip")
-        self.count(kind, line)
-
-    def count(self, kind: str, line: str) -> None:
-        """Count something that is left out, whatever --on_error is; `line` describes what and where."""
         self.counts[kind] += 1
         if len(self.cases.setdefault(kind, [])) < CASES:
             self.cases[kind].append(line)
@@ -93,23 +85,16 @@ class Problems:
         self("record too large", place, f"above the {self.max_record / 2**20:g} MiB of --max_record_mib{rest}")
 
 
-class LargeText(NamedTuple):
-    """A document of more than LARGE bytes: its size and hash, and its text in blocks."""
+class Text(NamedTuple):
+    """The text of a document. `blocks` yields it from the beginning at every call; `n_bytes` and `sha256` are those of its UTF-8."""
 
-    file: Path
+    blocks: Callable[[], Iterable[str]]
     n_bytes: int
     sha256: bytes
 
-    def blocks(self) -> Iterator[str]:
-        """The text, in parts of about BLOCK bytes."""
-        decoder = codecs.getincrementaldecoder("utf-8")()
-        with _opened(self.file) as (_, stream):
-            while data := stream.read(BLOCK):
-                yield decoder.decode(data)
 
-
-def records(file: Path, text_column: str, problems: Problems, on_read: Callable[[int], None]) -> Iterator[tuple[str, str | LargeText]]:
-    """Yields (place, text) of each good record.
+def records(file: Path, text_column: str, problems: Problems, on_read: Callable[[int], None]) -> Iterator[Text]:
+    """Yields the text of each good record.
 
     Args:
         on_read: is called with the number of bytes of the file that have been read.
@@ -146,10 +131,10 @@ def _opened(file: Path) -> Iterator[tuple[BinaryIO, BinaryIO]]:
             yield raw, stream
 
 
-def _of_stream(file: Path, text_column: str, problems: Problems, on_read: Callable[[int], None]) -> Iterator[tuple[str, str | LargeText]]:
+def _of_stream(file: Path, text_column: str, problems: Problems, on_read: Callable[[int], None]) -> Iterator[Text]:
     kind = suffix_of(file)
     with _opened(file) as (raw, stream):
-        found: Iterator[tuple[str, str | LargeText]]
+        found: Iterator[Text]
         if kind.startswith(PLAIN):
             found = _plain(file, stream, problems)
         elif kind.startswith(".jsonl"):
@@ -163,25 +148,34 @@ def _of_stream(file: Path, text_column: str, problems: Problems, on_read: Callab
             yield record
 
 
-def _plain(file: Path, stream: BinaryIO, problems: Problems) -> Iterator[tuple[str, str | LargeText]]:
+def _plain(file: Path, stream: BinaryIO, problems: Problems) -> Iterator[Text]:
     decoder, sha256, n_bytes, line = codecs.getincrementaldecoder("utf-8")(), hashlib.sha256(), 0, 1
-    data = stream.read(LARGE + 1)
-    large = len(data) > LARGE
+    first = data = stream.read(LARGE + 1)
     try:
-        text = decoder.decode(data, final=not large)  # not read_text: line ends stay as they are
-        while large and data:
+        while True:
+            decoder.decode(data, final=not data)
+            if not data:
+                break
             sha256.update(data)
             n_bytes, line = n_bytes + len(data), line + data.count(b"\n")
             data = stream.read(BLOCK)
-            decoder.decode(data, final=not data)
     except UnicodeDecodeError as reason:
         line += reason.object.count(b"\n", 0, reason.start)
         problems("not UTF-8", f"{file}:{line}", f"byte 0x{reason.object[reason.start]:02x}")
         return
-    yield str(file), LargeText(file, n_bytes, sha256.digest()) if large else text
+    # Not read_text: line ends stay as they are.
+    yield Text((lambda: _blocks(file)) if n_bytes > LARGE else (lambda: (first.decode(),)), n_bytes, sha256.digest())
 
 
-def _json_lines(file: Path, stream: BinaryIO, text_column: str, problems: Problems) -> Iterator[tuple[str, str]]:
+def _blocks(file: Path) -> Iterator[str]:
+    """The text of a large file, in parts of about BLOCK bytes."""
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    with _opened(file) as (_, stream):
+        while data := stream.read(BLOCK):
+            yield decoder.decode(data)
+
+
+def _json_lines(file: Path, stream: BinaryIO, text_column: str, problems: Problems) -> Iterator[Text]:
     limit = problems.max_record
     for number in count(1):
         line = stream.readline(limit + 1)
@@ -205,7 +199,7 @@ def _json_lines(file: Path, stream: BinaryIO, text_column: str, problems: Proble
             yield from text_of(record, text_column, place, problems)
 
 
-def _json(file: Path, stream: BinaryIO, text_column: str, problems: Problems) -> Iterator[tuple[str, str]]:
+def _json(file: Path, stream: BinaryIO, text_column: str, problems: Problems) -> Iterator[Text]:
     number = 0
     try:
         for number, record in enumerate(_JsonValues(stream, problems.max_record), 1):
@@ -282,7 +276,7 @@ class _JsonValues:
         return bool(more)
 
 
-def _csv(file: Path, stream: BinaryIO, text_column: str, problems: Problems) -> Iterator[tuple[str, str]]:
+def _csv(file: Path, stream: BinaryIO, text_column: str, problems: Problems) -> Iterator[Text]:
     # Invalid UTF-8 becomes lone surrogates, which `text_of` reports for the one record; a strict decoder would fail for the whole file.
     characters = io.TextIOWrapper(stream, "utf-8-sig", errors="surrogateescape", newline="")
     left = problems.max_record  # characters that the current row may still have
@@ -319,7 +313,7 @@ def _csv(file: Path, stream: BinaryIO, text_column: str, problems: Problems) -> 
             yield from text_of(dict(zip(columns, row, strict=False)), text_column, f"{file}:{line}", problems)
 
 
-def _parquet(file: Path, text_column: str, problems: Problems, on_read: Callable[[int], None]) -> Iterator[tuple[str, str]]:
+def _parquet(file: Path, text_column: str, problems: Problems, on_read: Callable[[int], None]) -> Iterator[Text]:
     # Imported here: it takes a quarter of a second, and only .parquet files need it.
     import pyarrow
     from pyarrow import parquet
@@ -332,14 +326,7 @@ def _parquet(file: Path, text_column: str, problems: Problems, on_read: Callable
             if pyarrow.types.is_nested(kind := table.schema_arrow.field(text_column).type):
                 problems(f"text column {text_column!r} is not text", str(file), f"it is a {kind}; none of its records is used")
                 return
-            rows, (page, mean) = table.metadata.num_rows, _largest_page(table.metadata, text_column)
-            if page > PAGE_RECORDS * problems.max_record:
-                limit = f"{PAGE_RECORDS} times the {problems.max_record / 2**20:g} MiB of --max_record_mib"
-                detail = f"a row group has pages of about {page / 2**20:,.0f} MiB, above {limit}; none of its records is used"
-                problems("record too large", str(file), detail)
-                return
-            n = min(PARQUET_ROWS, max(1, problems.max_record // max(1, mean)))
-            for batch in table.iter_batches(batch_size=n, columns=[text_column], use_threads=False):
+            for batch in table.iter_batches(batch_size=PARQUET_ROWS, columns=[text_column], use_threads=False):
                 column = batch.column(0)
                 for place in range(len(column)):
                     number += 1
@@ -349,28 +336,13 @@ def _parquet(file: Path, text_column: str, problems: Problems, on_read: Callable
                         problems("not UTF-8", f"{file}: row {number}")
                         continue
                     yield from text_of(record, text_column, f"{file}: row {number}", problems)
-                on_read(size * number // rows)
+                on_read(size * number // table.metadata.num_rows)
     except DataError:
         raise
     except Exception as reason:  # pyarrow raises many types
         if isinstance(reason, OSError) and reason.errno:
             raise
         problems("broken Parquet file", f"{file}: row {number + 1}", f"{one_line(reason)}{REST_LOST}")
-
-
-def _largest_page(metadata: Any, column: str) -> tuple[int, int]:
-    """Estimates of a column's largest page and of its largest mean record, in bytes, from the sizes of its row groups.
-
-    pyarrow decompresses one page at a time, but does not show its size. A row group has at least one page, and a page at most about
-    PAGE_VALUES long values.
-    """
-    page = mean = 0
-    number = next(number for number in range(metadata.num_columns) if metadata.schema.column(number).path == column)
-    for group in range(metadata.num_row_groups):
-        chunk = metadata.row_group(group).column(number)
-        of_group = chunk.total_uncompressed_size // max(1, chunk.num_values)
-        page, mean = max(page, min(chunk.total_uncompressed_size, PAGE_VALUES * of_group)), max(mean, of_group)
-    return page, mean
 
 
 def _has_column(file: Path, columns: list[str], text_column: str, problems: Problems) -> bool:
@@ -380,8 +352,8 @@ def _has_column(file: Path, columns: list[str], text_column: str, problems: Prob
     return text_column in columns
 
 
-def text_of(record: object, text_column: str, place: str, problems: Problems) -> Iterator[tuple[str, str]]:
-    """Yields (place, text) of a good record, and reports a bad one."""
+def text_of(record: object, text_column: str, place: str, problems: Problems) -> Iterator[Text]:
+    """Yields the text of a good record, and reports a bad one."""
     if not isinstance(record, dict) or record.get(text_column) is None:
         has = f"it has {', '.join(map(repr, list(record)[:8]))}" if isinstance(record, dict) else f"it is a {type(record).__name__}"
         problems(f"no text column {text_column!r}", place, has)
@@ -397,11 +369,11 @@ def text_of(record: object, text_column: str, place: str, problems: Problems) ->
         problems(f"text column {text_column!r} is not text", place, f"it is a {type(text).__name__}")
         return
     try:
-        n_bytes = len(text.encode("utf-8"))
+        data = text.encode("utf-8")
     except UnicodeEncodeError:
         problems("not UTF-8", place, "an invalid byte, or half of a surrogate pair")
         return
-    if n_bytes > problems.max_record:
+    if len(data) > problems.max_record:
         problems.too_large(place)
         return
-    yield place, text
+    yield Text(lambda: (text,), len(data), hashlib.sha256(data).digest())

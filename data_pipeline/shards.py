@@ -2,7 +2,6 @@
 
     data/stdlib/
         train-00000.bin  ...    little-endian ids, uint16 for up to 65,536 of them, else uint32; an end-of-text id ends each document
-        train-00000.ends ...    little-endian uint32: for each document that ends in the shard, the position after its end of text
         val-00000.bin    ...
         tokenizer.json  ...     the tokenizer's own files
         manifest.json           counts, hashes, options and sources; written last
@@ -25,7 +24,6 @@ from data_pipeline.errors import DataError
 from data_pipeline.manifest import MANIFEST_FILE, PREPARE_COMMAND, SPLITS, check_sha256, read_manifest
 from data_pipeline.nanogpt import is_nanogpt, nanogpt_manifest, sampled_sha256
 
-ENDS_DTYPE = np.dtype("<u4")
 CHUNK_TOKENS = 4 * 1024 * 1024
 OnRead = Callable[[int], None]
 
@@ -169,9 +167,8 @@ class Corpus:
             check_sha256(self.path / name, expected)
         for shard in (shard for split in SPLITS for shard in self.manifest["splits"][split]["shards"]):
             file = self.path / shard["file"]
-            if "ends" in shard:
+            if "documents" in shard:
                 check_sha256(file, shard["sha256"])
-                check_sha256(self.path / shard["ends"]["file"], shard["ends"]["sha256"])
             else:
                 self._check_ids(file, shard["tokens"])
                 check_sha256(file, shard["sha256"], sampled_sha256(file))
@@ -207,7 +204,6 @@ def open_corpus(path: str | Path) -> Corpus:
     itemsize = np.dtype(manifest["dtype"]).itemsize
     for shard in (shard for split in SPLITS for shard in manifest["splits"][split]["shards"]):
         _check_file(path / shard["file"], shard["tokens"] * itemsize)
-        _check_file(path / shard["ends"]["file"], shard["documents"] * ENDS_DTYPE.itemsize)
     return Corpus(path, manifest)
 
 

@@ -12,8 +12,9 @@ from data_pipeline.manifest import SPLITS
 from data_pipeline.shards import Corpus, readable
 from data_pipeline.tokenizer import Tokenizer
 
-#: Documents shown of the first shard of each group, and characters of each.
+#: Documents shown of the first shard of each group, characters of each, and tokens among which they are.
 SAMPLES, SAMPLE_CHARACTERS = 3, 300
+SEARCHED = 2**24
 NEWLINE_AND_TAB = "\n\t"
 
 
@@ -58,9 +59,10 @@ def show(corpus: Corpus) -> Iterator[str]:
 
 @readable()
 def _samples(corpus: Corpus, tokenizer: Tokenizer, shard: dict[str, Any]) -> list[str]:
-    """Evenly spaced documents of a shard; a shard without recorded ends is one document."""
-    tokens = np.memmap(corpus.path / shard["file"], dtype=corpus.dtype, mode="r")
-    bounds = [0, *(np.fromfile(corpus.path / shard["ends"]["file"], "<u4").tolist() if shard.get("documents") else [len(tokens)])]
+    """Evenly spaced documents of the first SEARCHED tokens of a shard."""
+    tokens = np.memmap(corpus.path / shard["file"], dtype=corpus.dtype, mode="r")[:SEARCHED]
+    bounds = [0, *(np.flatnonzero(tokens == corpus.eot_id) + 1).tolist()]
+    bounds += [len(tokens)] if len(bounds) == 1 else []
     lines = []
     for number in sorted({(len(bounds) - 1) * i // SAMPLES for i in range(SAMPLES)}):
         start, stop = bounds[number : number + 2]

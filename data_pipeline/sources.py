@@ -4,8 +4,7 @@ A source is one value of `--source`:
 
     stdlib              the running Python's own *.py files, without tests: about 730 files, 12 MB, on every machine, no download
     FILE                .txt .md .py .jsonl .json .csv (each also .gz or .zst) or .parquet
-    FOLDER, 'GLOB'      all files of these kinds in the folder and below, or all that match, ordered by path. A link to a file outside of
-                        the folder (of a glob: the folder before the first wildcard) is left out and counted
+    FOLDER, 'GLOB'      all files of these kinds in the folder and below, or all that match, ordered by path
     hf:NAME[:CONFIG][:SPLIT]    a dataset of the Hugging Face hub, or a folder with the same layout, streamed by `datasets`;
                         hf:json:FILES and the like name a builder and its files
     ...@0.7             any of them with its weight in a mixture
@@ -13,7 +12,6 @@ A source is one value of `--source`:
 
 from __future__ import annotations
 
-import functools
 import glob
 import hashlib
 import math
@@ -26,13 +24,11 @@ from pathlib import Path
 from typing import Any
 
 from data_pipeline.errors import DataError, one_line
-from data_pipeline.records import SUFFIXES, LargeText, Problems, records, suffix_of, text_of
+from data_pipeline.records import SUFFIXES, Problems, Text, records, suffix_of, text_of
 
 # Tests more than double the size (31.5 MB) with repetitive text, and installed packages differ between machines.
 STDLIB_EXCLUDED = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
 ALLOWED = f"stdlib, a file, folder or glob of {' '.join(SUFFIXES)}, or hf:NAME[:CONFIG][:SPLIT]; optionally followed by @WEIGHT"
-#: The reason under which links are counted.
-LINK_OUT = "link out of the source's folder"
 #: Builders of `datasets` that take files instead of a name on the hub.
 BUILDERS = ("json", "parquet", "csv", "text")
 
@@ -55,8 +51,8 @@ class Source:
         """A hash that differs after any change of the source; checked on resume."""
         raise NotImplementedError
 
-    def documents(self) -> Iterator[tuple[str, str | LargeText]]:
-        """Yields (place, text) of each document, whatever `max_docs`.
+    def documents(self) -> Iterator[Text]:
+        """Yields the text of each document, whatever `max_docs`.
 
         Raises:
             DataError: a record is bad and `--on_error` is stop, or something cannot be read.
@@ -66,11 +62,11 @@ class Source:
 
 
 class Files(Source):
-    """Files below `root`. The files in `links` are links to paths outside `root` and are not read."""
+    """Files below `root`."""
 
-    def __init__(self, identity: dict[str, Any], root: Path, files: list[Path], links: list[Path], *options: Any):
+    def __init__(self, identity: dict[str, Any], root: Path, files: list[Path], *options: Any):
         super().__init__(identity["name"], *options)
-        self.root, self.files, self.links, self._identity = root, files, links, identity
+        self.root, self.files, self._identity = root, files, identity
         self._stats = [file.stat() for file in files]
         self.n_bytes = sum(stat.st_size for stat in self._stats)
 
@@ -86,9 +82,7 @@ class Files(Source):
     def _relative(self, file: Path) -> str:
         return file.relative_to(self.root).as_posix()
 
-    def documents(self) -> Iterator[tuple[str, str | LargeText]]:
-        for link in self.links:
-            self.problems.count(LINK_OUT, f"{link}: {LINK_OUT} (to {os.path.realpath(link)})")
+    def documents(self) -> Iterator[Text]:
         before = 0
         for file, stat in zip(self.files, self._stats, strict=True):
 
@@ -120,7 +114,7 @@ class HubDataset(Source):
         versions = {split: [list(of_split), of_split.origin_metadata] for split, of_split in files.items()}
         return hashlib.sha256(repr((self.describe(), versions)).encode("utf-8", "surrogateescape")).hexdigest()
 
-    def documents(self) -> Iterator[tuple[str, str | LargeText]]:
+    def documents(self) -> Iterator[Text]:
         number = 0
         try:
             dataset = _datasets().load_dataset(**self._arguments, streaming=True)
@@ -191,20 +185,20 @@ def _open(spec: str, options: tuple[Any, ...]) -> Source:
     if spec == "stdlib":
         root = Path(sysconfig.get_paths()["stdlib"])
         identity = {"name": "stdlib", "python": platform.python_version()}
-        return Files(identity, root, *_inside(root, _find(root, (".py",), STDLIB_EXCLUDED, spec), spec), *options)
+        return Files(identity, root, _find(root, (".py",), STDLIB_EXCLUDED, spec), *options)
     if spec.startswith("hf:"):
         return HubDataset(spec, _hub_arguments(spec), *options)
     path = Path(spec)
     if path.is_dir():
-        return Files({"name": str(path.resolve())}, path, *_inside(path, _find(path, SUFFIXES, frozenset(), spec), spec), *options)
+        return Files({"name": str(path.resolve())}, path, _find(path, SUFFIXES, frozenset(), spec), *options)
     if path.is_file():
         _check_kind(path, spec)
-        return Files({"name": str(path.resolve())}, path.parent, [path], [], *options)
+        return Files({"name": str(path.resolve())}, path.parent, [path], *options)
     if glob.has_magic(spec):
-        files, links = _inside(*_match(spec), spec)
+        files = _match(spec)
         for file in files:
             _check_kind(file, spec)
-        return Files({"name": spec}, Path(os.path.commonpath([file.parent for file in files])), files, links, *options)
+        return Files({"name": spec}, Path(os.path.commonpath([file.parent for file in files])), files, *options)
     raise DataError(f"--source {spec}: no such source; allowed: {ALLOWED}")
 
 
@@ -229,7 +223,7 @@ def _hub_arguments(spec: str) -> dict[str, Any]:
 
 
 def _find(root: Path, suffixes: tuple[str, ...], excluded: frozenset[str], spec: str) -> list[Path]:
-    """The files below `root`, without hidden ones. Links to folders are not followed."""
+    """The files below `root`, ordered by path, without hidden ones. Links to folders are not followed."""
 
     def cannot(reason: OSError) -> None:
         raise DataError(f"--source {spec}: {reason.filename} cannot be read ({reason.strerror}); fix that, or move it away")
@@ -238,27 +232,21 @@ def _find(root: Path, suffixes: tuple[str, ...], excluded: frozenset[str], spec:
     for folder, subfolders, names in os.walk(root, onerror=cannot):
         subfolders[:] = [name for name in subfolders if name not in excluded and not name.startswith(".")]
         paths = (Path(folder, name) for name in names if name.endswith(suffixes) and not name.startswith("."))
-        files += filter(Path.is_file, paths)  # neither dangling links nor pipes
-    return files
+        files += paths
+    return _existing(files, spec)
 
 
-def _match(pattern: str) -> tuple[Path, list[Path]]:
-    """The folder before the first wildcard, and the files that match, without hidden ones. `**` does not follow links to folders."""
+def _match(pattern: str) -> list[Path]:
+    """The files that match, ordered by path, without hidden ones. `**` does not follow links to folders."""
     parts = Path(pattern).parts
     fixed = next(number for number, part in enumerate(parts) if glob.has_magic(part))
     root, rest = Path(*parts[:fixed]), [*parts[fixed:], *(["*"] if parts[-1] == "**" else [])]
     found = [path for path in root.glob("/".join(rest)) if not any(part.startswith(".") for part in path.relative_to(root).parts)]
-    return root, list(filter(Path.is_file, found))
+    return _existing(found, pattern)
 
 
-def _inside(root: Path, files: list[Path], spec: str) -> tuple[list[Path], list[Path]]:
-    """The files within `root`, ordered by their paths, and those that are links to files outside."""
-    real_root, real = Path(os.path.realpath(root)), functools.cache(os.path.realpath)
-    inside, links = list[Path](), list[Path]()
-    for file in sorted(files, key=str):
-        target = Path(real(file) if file.is_symlink() else real(file.parent))
-        (inside if target.is_relative_to(real_root) else links).append(file)
-    if not inside:
-        hint = f" (not read: {len(links):,} links out of {root}, such as {links[0]}; name or copy their targets)" if links else ""
-        raise DataError(f"--source {spec}: no text file found{hint}; allowed: {ALLOWED}; put a glob in quotes")
-    return inside, links
+def _existing(paths: list[Path], spec: str) -> list[Path]:
+    """The files among `paths`, which are neither dangling links nor pipes, ordered by path. DataError if there are none."""
+    if not (files := sorted(filter(Path.is_file, paths), key=str)):
+        raise DataError(f"--source {spec}: no text file found; allowed: {ALLOWED}; put a glob in quotes")
+    return files

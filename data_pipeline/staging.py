@@ -41,14 +41,7 @@ def staged_folder(out: Path, worth_keeping: Callable[[Path], bool], resume: bool
             for file in partial.iterdir():
                 fsync(file)
             fsync(partial)
-            try:
-                os.rename(partial, out)
-            except OSError:
-                if out.exists():
-                    raise DataError(
-                        f"--out {out}: was created by another process meanwhile and not overwritten; choose another --out"
-                    ) from None
-                raise
+            os.rename(partial, out)  # fails if a folder with files has come into being there
             fsync(out.parent)
         finally:
             if partial.exists() and not worth_keeping(partial):

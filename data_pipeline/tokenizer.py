@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import tempfile
 from binascii import a2b_base64, b2a_base64
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -39,9 +38,6 @@ RANKS_FILE = "tokenizer.tiktoken"
 MIN_VOCAB_SIZE, MAX_VOCAB_SIZE = 257, 1_000_000
 # The same ranks under another name: gpt2 of tiktoken is two files in an older format, r50k_base one.
 TIKTOKEN_ALIASES = {"gpt2": "r50k_base"}
-#: Where tiktoken downloads the ranks of an encoding from, and the encodings that use the ranks of another.
-TIKTOKEN_ADDRESS = "https://openaipublic.blob.core.windows.net/encodings/{}.tiktoken"
-TIKTOKEN_SHARED_RANKS = {"p50k_edit": "p50k_base", "o200k_harmony": "o200k_base"}
 #: Common end-of-text tokens, tried in this order if --end_of_text is not given.
 USUAL_ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "<|im_end|>", "[SEP]", "[EOS]")
 
@@ -84,7 +80,7 @@ def make_tokenizer(spec: str, texts: Iterable[str], end_of_text: str | None = No
             raise DataError(f"--end_of_text {end_of_text}: {spec} has its own, {END_OF_TEXT}; omit the flag")
         return train_tokenizer(spec, texts)
     if kind == "tiktoken":
-        return Tiktoken.from_cache(argument, end_of_text)
+        return Tiktoken.from_library(argument, end_of_text)
     return HuggingFace.read(argument, end_of_text, f"--tokenizer {spec}")
 
 
@@ -163,7 +159,7 @@ class Tokenizer:
             check_sha256(Path(folder, name), expected)
         try:
             if kind == "tiktoken" and not manifest_entry["files"]:  # nanoGPT's corpora have no tokenizer files
-                return Tiktoken.from_cache(manifest_entry["name"], download=False)
+                return Tiktoken.from_library(manifest_entry["name"])
             if kind in ("bpe", "bytes", "tiktoken"):
                 return Tiktoken.from_folder(folder, manifest_entry)
             if kind == "characters":
@@ -245,21 +241,18 @@ class Tiktoken(Tokenizer):
         return cls(own_entry, ranks, entry["pattern"], special, special[entry["end_of_text"]])
 
     @classmethod
-    def from_cache(cls, name: str, end_of_text: str | None = None, download: bool = True) -> Tiktoken:
-        """tiktoken's encoding `name`, from its cache folder, or downloaded to it if `download`.
+    def from_library(cls, name: str, end_of_text: str | None = None) -> Tiktoken:
+        """tiktoken's encoding `name`, from its cache folder, or downloaded to it.
 
         Raises:
-            DataError: it is not in the cache and cannot be downloaded; names the file that is missing.
+            DataError: it is not in the cache and cannot be downloaded, or has no token `end_of_text`.
         """
-        file, address = cached_file(name)
-        fix = f"copy {address} to {file}, or set TIKTOKEN_CACHE_DIR to the folder that has that file"
-        if not download and not file.exists():
-            raise DataError(f"the tokenizer {name} is not on this machine; {fix}")
         try:
             encoding = tiktoken.get_encoding(name)
         except Exception as reason:  # exceptions of any type, from requests, urllib3 and tiktoken
             raise DataError(
-                f"--tokenizer {name}: not in tiktoken's cache, and the download failed ({type(reason).__name__}); {fix}"
+                f"--tokenizer {name}: not in tiktoken's cache, and the download failed ({type(reason).__name__}); set TIKTOKEN_CACHE_DIR"
+                " to a folder into which a host with a network has downloaded it"
             ) from None
         special = dict(encoding._special_tokens)
         end = end_of_text or (END_OF_TEXT if END_OF_TEXT in special else None)
@@ -267,14 +260,6 @@ class Tiktoken(Tokenizer):
             raise DataError(f"--tokenizer {name}: has no token {end!r} to end a text; allowed for --end_of_text: {', '.join(special)}")
         entry = {"kind": "tiktoken", "name": name, "pattern": encoding._pat_str, "special_tokens": special, "end_of_text": end}
         return cls(entry, encoding._mergeable_ranks, encoding._pat_str, special, special[end], library=encoding)
-
-
-def cached_file(name: str) -> tuple[Path, str]:
-    """The file in tiktoken's cache that holds the ranks of an encoding, and the address that it is downloaded from."""
-    address = TIKTOKEN_ADDRESS.format(TIKTOKEN_SHARED_RANKS.get(name, name))
-    default = os.path.join(tempfile.gettempdir(), "data-gym-cache")
-    folder = os.environ.get("TIKTOKEN_CACHE_DIR", os.environ.get("DATA_GYM_CACHE_DIR", default))
-    return Path(folder, hashlib.sha1(address.encode()).hexdigest()), address
 
 
 class Characters(Tokenizer):

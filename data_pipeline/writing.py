@@ -1,7 +1,6 @@
-"""Writes a corpus: shards of a fixed number of tokens, the ends of documents in them, the manifest, and the progress for `--resume`.
+"""Writes a corpus: shards of a fixed number of tokens, the manifest, and the progress for `--resume`.
 
 train-00000.bin     ids, little-endian
-train-00000.ends    for each document that ends in the shard, the position after its end of text: little-endian uint32
 .progress.json      how much of all files is on the disk; removed when the corpus is complete
 """
 
@@ -18,21 +17,11 @@ import numpy as np
 from data_pipeline.encoding import Encoded
 from data_pipeline.errors import DataError
 from data_pipeline.manifest import FORMAT_VERSION, MANIFEST_FILE, SPLITS, sha256_of, token_dtype
-from data_pipeline.shards import ENDS_DTYPE
+from data_pipeline.tokenizer import Tokenizer
 
 PROGRESS_FILE = ".progress.json"
 #: Seconds between two commits. Each synchronizes all open files to disk.
 SECONDS_BETWEEN_COMMITS = 1.0
-
-
-def _open(path: Path, size: int) -> BinaryIO:
-    """The file `path` to append to, cut to its first `size` bytes."""
-    file = open(path, "r+b" if size else "wb")  # noqa: SIM115 (it outlives this call)
-    if file.seek(0, os.SEEK_END) < size:
-        raise DataError(f"{path}: shorter than when the run was interrupted; remove {path.parent} and prepare again")
-    file.seek(size)
-    file.truncate()
-    return file
 
 
 class ShardWriter:
@@ -41,44 +30,40 @@ class ShardWriter:
     `state` is what an earlier writer's `commit` returned, to continue from there.
     """
 
-    def __init__(self, folder: Path, split: str, dtype: np.dtype, shard_tokens: int, state: dict[str, Any] | None = None):
-        self.folder, self.split, self.dtype, self.shard_tokens = folder, split, dtype, shard_tokens
+    def __init__(self, folder: Path, split: str, dtype: np.dtype, eot_id: int, shard_tokens: int, state: dict[str, Any] | None = None):
+        self.folder, self.split, self.dtype, self.eot_id, self.shard_tokens = folder, split, dtype, eot_id, shard_tokens
         self.bytes: int = state["bytes"] if state else 0
         self._shards: list[dict[str, Any]] = state["shards"] if state else []
-        self._files: list[BinaryIO] = []  # of the last shard while it is not full: tokens and ends
+        self._file: BinaryIO | None = None  # the last shard, while it is not full
         if state and state["open"]:
-            self._open_shard()
+            self._file = self._open_shard()
 
     def write(self, encoded: Encoded) -> None:
-        """Append the ids of one group, with the ends of the documents in them."""
+        """Append the ids of one group."""
         self.bytes += encoded.n_bytes
         ids = np.ascontiguousarray(encoded.ids, dtype=self.dtype)
-        ends = encoded.ends
         while len(ids):
-            if self._files and self._shards[-1]["group"] != encoded.group:
+            if self._file and self._shards[-1]["group"] != encoded.group:
                 self._finish_shard()
-            if not self._files:
-                name = f"{self.split}-{len(self._shards):05d}"
-                empty = {"file": f"{name}.bin", "tokens": 0, "sha256": "", "group": encoded.group, "documents": 0}
-                self._shards.append({**empty, "ends": {"file": f"{name}.ends", "sha256": ""}})
-                self._open_shard()
+            if not self._file:
+                file = f"{self.split}-{len(self._shards):05d}.bin"
+                self._shards.append({"file": file, "tokens": 0, "sha256": "", "group": encoded.group, "documents": 0})
+                self._file = self._open_shard()
             shard = self._shards[-1]
             room = self.shard_tokens - shard["tokens"]
-            here = int(np.searchsorted(ends, room, side="right"))
-            self._files[0].write(ids[:room].data)
-            self._files[1].write((ends[:here] + shard["tokens"]).astype(ENDS_DTYPE).data)
-            shard["tokens"] += len(ids[:room])
-            shard["documents"] += here
-            ids, ends = ids[room:], ends[here:] - room
+            part, ids = ids[:room], ids[room:]
+            self._file.write(part.data)
+            shard["tokens"] += len(part)
+            shard["documents"] += int(np.count_nonzero(part == self.eot_id))
             if shard["tokens"] == self.shard_tokens:
                 self._finish_shard()
 
     def commit(self) -> dict[str, Any]:
         """Synchronize to disk and return the state that a new writer continues from."""
-        for file in self._files:
-            file.flush()
-            os.fsync(file.fileno())
-        return {"bytes": self.bytes, "shards": self._shards, "open": bool(self._files)}
+        if self._file:
+            self._file.flush()
+            os.fsync(self._file.fileno())
+        return {"bytes": self.bytes, "shards": self._shards, "open": self._file is not None}
 
     def finish(self) -> dict[str, Any]:
         """Finish the last shard and return the manifest entry of this split."""
@@ -87,24 +72,28 @@ class ShardWriter:
         return {**total, "bytes": self.bytes, "shards": self._shards}
 
     def close(self) -> None:
-        """Close the files and keep them."""
-        for file in self._files:
-            file.close()
+        """Close the file and keep it."""
+        if self._file:
+            self._file.close()
 
-    def _open_shard(self) -> None:
-        """Open the files of the last shard, truncated to their recorded length."""
+    def _open_shard(self) -> BinaryIO:
+        """The file of the last shard to append to, truncated to its recorded length."""
         shard = self._shards[-1]
-        tokens, ends = shard["tokens"] * self.dtype.itemsize, shard["documents"] * ENDS_DTYPE.itemsize
-        self._files = [_open(self.folder / shard["file"], tokens), _open(self.folder / shard["ends"]["file"], ends)]
+        path, size = self.folder / shard["file"], shard["tokens"] * self.dtype.itemsize
+        file = open(path, "r+b" if size else "wb")  # noqa: SIM115 (it outlives this call)
+        if file.seek(0, os.SEEK_END) < size:
+            raise DataError(f"{path}: shorter than when the run was interrupted; remove {path.parent} and prepare again")
+        file.seek(size)
+        file.truncate()
+        return file
 
     def _finish_shard(self) -> None:
-        """Close the files of the last shard, if they are open, and record their hashes."""
-        if self._files:
+        """Close the last shard, if it is open, and record its hash."""
+        if self._file:
             self.commit()
             self.close()
-            self._files = []
-            for entry in (self._shards[-1], self._shards[-1]["ends"]):
-                entry["sha256"] = sha256_of(self.folder / entry["file"])
+            self._file = None
+            self._shards[-1]["sha256"] = sha256_of(self.folder / self._shards[-1]["file"])
 
 
 class CorpusWriter:
@@ -118,7 +107,7 @@ class CorpusWriter:
     def __init__(
         self,
         folder: Path,
-        vocab_size: int,
+        tokenizer: Tokenizer,
         shard_tokens: int,
         identity: dict[str, Any],
         tokenizer_entry: dict[str, Any],
@@ -127,8 +116,8 @@ class CorpusWriter:
         self.folder, self._identity, self._tokenizer_entry = folder, identity, tokenizer_entry
         self.chunks: int = progress["chunks"] if progress else 0
         states = progress["writers"] if progress else {}
-        self.dtype = token_dtype(vocab_size)
-        self.splits = {split: ShardWriter(folder, split, self.dtype, shard_tokens, states.get(split)) for split in SPLITS}
+        form = token_dtype(tokenizer.vocab_size), tokenizer.eot_id, shard_tokens
+        self.splits = {split: ShardWriter(folder, split, *form, states.get(split)) for split in SPLITS}
         self.documents = self.tokens = 0  # written by this process
         self._committed = 0.0
         if progress is None:
@@ -138,7 +127,7 @@ class CorpusWriter:
         """Append one chunk of text, encoded."""
         for encoded in chunk:
             self.splits[encoded.split].write(encoded)
-            self.documents += len(encoded.ends)
+            self.documents += encoded.documents
             self.tokens += len(encoded.ids)
         self.chunks += 1
         if time.monotonic() - self._committed >= SECONDS_BETWEEN_COMMITS:
@@ -154,9 +143,9 @@ class CorpusWriter:
     def finish(self) -> dict[str, Any]:
         """Finish the shards and return the manifest entries of the splits."""
         splits = {name: writer.finish() for name, writer in self.splits.items()}
-        mentioned = {file for split in splits.values() for shard in split["shards"] for file in (shard["file"], shard["ends"]["file"])}
-        for file in self.folder.glob("*-*.*"):  # started after the last commit of an interrupted run, and not needed
-            if file.suffix in (".bin", ".ends") and file.name not in mentioned:
+        mentioned = {shard["file"] for split in splits.values() for shard in split["shards"]}
+        for file in self.folder.glob("*-*.bin"):  # started after the last commit of an interrupted run, and not needed
+            if file.name not in mentioned:
                 file.unlink()
         return splits
 

@@ -4,13 +4,12 @@
     python launch/export.py runs/first --out exported/first_bf16 --dtype bf16
 
 Runs in one process, for any number of training ranks, ZeRO stage, offload, precision and recipe. Needs memory for the model's fp32 weights.
-The folder appears complete or not at all, and nothing is overwritten.
+The folder appears complete or not at all, and nothing is overwritten. A killed export leaves `.NAME.partial`, which the next one removes.
 """
 
 from __future__ import annotations
 
 import os
-import signal
 import sys
 from pathlib import Path
 
@@ -50,8 +49,6 @@ def main() -> int:
     try:
         with staged_folder(out, worth_keeping=lambda folder: False, resume=False) as folder:
             trained, weights, notes = export(flags, folder, out.name)
-            if _stopped_by:
-                sys.exit(128 + _stopped_by[0])
     except (OSError, SafetensorError) as reason:  # safetensors reports a full disk with an error of its own
         what, file = getattr(reason, "strerror", None) or reason, getattr(reason, "filename", None)
         if file is not None and Path(file) != out.parent and not Path(file).is_relative_to(partial_folder(out)):
@@ -76,17 +73,5 @@ def _check_out(out: Path, source: Path) -> None:
     check_writable(out, "--out")
 
 
-#: The signals that have arrived. Python ignores an exception in a weakref's callback, so `main` looks here before the folder is complete.
-_stopped_by: list[int] = []
-
-
-def _stop(number: int, frame: object) -> None:
-    _stopped_by.append(number)
-    sys.exit(128 + number)  # runs the clean-up
-
-
 if __name__ == "__main__":
-    for number in (signal.SIGINT, signal.SIGTERM):
-        if signal.getsignal(number) is not signal.SIG_IGN:
-            signal.signal(number, _stop)
     run_command(main)

@@ -2,7 +2,7 @@
 
     python launch/generate.py runs/demo --prompt "def "
     python launch/generate.py runs/demo --prompt "import " --samples 3 --temperature 0.7 --top_p 0.9 --seed 5
-    python launch/generate.py exported/first --temperature 0 --no_repeat_ngram_size 4
+    python launch/generate.py exported/first --temperature 0
 
 The text is printed while it is generated, the speed on standard error. A KV cache reduces the work per token
 to that of one token. Beyond the model's context, the window moves with every token and is recomputed.
@@ -20,8 +20,6 @@ sys.path[0] = str(Path(__file__).resolve().parents[1])
 from launch.config.flags import Parser, real_number, whole_number
 from launch.errors import UsageError, run_command
 from launch.trained_model.flags import DTYPES, add_source_flags
-
-MAX_PROMPT_BYTES = 2**26
 
 
 def build_parser() -> Parser:
@@ -41,9 +39,6 @@ def build_parser() -> Parser:
     parser.add_argument("--top_k", type=whole_number(0), default=50, metavar="K", help="draw from the K likeliest tokens; 0: all (50)")
     parser.add_argument(
         "--top_p", type=real_number(0, 1, above=True), metavar="P", help="draw from the likeliest tokens whose probabilities sum to P (all)"
-    )
-    parser.add_argument(
-        "--no_repeat_ngram_size", type=whole_number(0), default=0, metavar="N", help="no sequence of N tokens occurs twice; 0: off (0)"
     )
     parser.add_argument("--seed", type=whole_number(0, 2**62), default=1, help="seed of the first sample; each further sample adds 1 (1)")
     parser.add_argument(
@@ -65,17 +60,11 @@ def main() -> int:
 
 
 def _prompt(flags: argparse.Namespace) -> str:
-    if flags.prompt != "-":
-        if any("\ud800" <= char <= "\udfff" for char in flags.prompt):  # Python's surrogates for bytes that are not UTF-8
-            raise UsageError("--prompt: is not UTF-8; give text")
-        return flags.prompt
-    data = sys.stdin.buffer.read(MAX_PROMPT_BYTES + 1)
-    if len(data) > MAX_PROMPT_BYTES:
-        raise UsageError(f"--prompt -: standard input is larger than {MAX_PROMPT_BYTES >> 20} MiB; pass only the end of the text")
+    data = sys.stdin.buffer.read() if flags.prompt == "-" else flags.prompt.encode("utf-8", "surrogateescape")
     try:
-        return data.decode("utf-8")
+        return data.decode()
     except UnicodeDecodeError as reason:
-        raise UsageError(f"--prompt -: standard input is not UTF-8 (byte {reason.start}); give text") from None
+        raise UsageError(f"--prompt: is not UTF-8 (byte {reason.start}); give text") from None
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import io
 import json
 import os
@@ -129,11 +128,9 @@ def sparse_corpus(folder: Path, shards: int = 20, shard_tokens: int = 100_000_00
 
     def shard(split: str, number: int, tokens: int) -> dict[str, Any]:
         name = f"{split}-{number:05d}"
-        for file, size in ((f"{name}.bin", 2 * tokens), (f"{name}.ends", 0)):
-            (folder / file).touch()
-            os.truncate(folder / file, size)
-        ends = {"file": f"{name}.ends", "sha256": hashlib.sha256(b"").hexdigest()}
-        return {"file": f"{name}.bin", "tokens": tokens, "sha256": "0" * 64, "group": 0, "documents": 0, "ends": ends}
+        (folder / f"{name}.bin").touch()
+        os.truncate(folder / f"{name}.bin", 2 * tokens)
+        return {"file": f"{name}.bin", "tokens": tokens, "sha256": "0" * 64, "group": 0, "documents": 0}
 
     made = {"train": [shard("train", number, shard_tokens) for number in range(shards)], "val": [shard("val", 0, 100_000)]}
     manifest = {

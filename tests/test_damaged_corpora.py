@@ -155,7 +155,7 @@ UGLY = [
     None, True, False, 0, 1, -1, 2, 3, 256, 257, 65536, 2**31, 2**32, 2**63 - 1, 2**63, 2**64, 10**30, 10**400, 10**4299, 0.5, 0.3, 1.0,
     -0.0, -1.5, 1e308, 5e-324, float("nan"), float("inf"), float("-inf"), Raw("1e400"), Raw("-1e400"), Raw("1e-400"), Raw("1" * 5000),
     "", ".", "..", "../x", "/etc/passwd", "a/b", "a\\b", "a\0b", "a\nb", "\x1b[2J", "\ud800", "x" * 300, "manifest.json",
-    "train-00000.bin", "train-00001.ends", "val-00000.bin", "tokenizer.json", "uint16", "uint32", "int64", "0" * 64, "tiktoken",
+    "train-00000.bin", "train-00001.bin", "val-00000.bin", "tokenizer.json", "uint16", "uint32", "int64", "0" * 64, "tiktoken",
     "characters", "transformers", "tokenizers",
     [], {}, [[]], [1], ["x"], [0.5, 0.5], [0.7, 0.2], [0, 1], [True], [float("nan"), 0.5], [1e-9, 1.0],
     [1 / 3] * 3, [1 / 1500] * 1500, {"files": {}}, {"name": "a\nb"}, Raw("[" * 900 + "]" * 900), Raw("[" * 50_000 + "]" * 50_000),
@@ -201,17 +201,16 @@ def test_a_changed_manifest_is_refused_or_means_the_same_tokens(sound, place, da
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda m: m.update(mixture=[1e400]), "mixture[0] is Infinity"),
-        (lambda m: m.update(mixture=[True]), "mixture[0] is true"),
+        (lambda m: m.update(mixture=[1e400]), "mixture.0 is Infinity"),
+        (lambda m: m.update(mixture=[True]), "mixture.0 is true"),
         (lambda m: m.update(mixture=[0.7, 0.2]), "mixture sums to 0.9"),
-        (lambda m: m.update(mixture=[0.5, -0.5, 1.0]), "mixture[1] is -0.5"),
+        (lambda m: m.update(mixture=[0.5, -0.5, 1.0]), "mixture.1 is -0.5"),
         (lambda m: m.update(mixture=[1 / 2000] * 2000), "at most 1000 items"),
         (lambda m: m["splits"]["train"].update(tokens=10**400), "splits.train.tokens is 1000"),
         (lambda m: m["splits"]["train"]["shards"][0].update(tokens=2**31), "splits.train: tokens is"),
-        (lambda m: m["splits"]["train"]["shards"][0].update(tokens=2**32), "shards[0].tokens is 4294967296"),
-        (lambda m: m["splits"]["val"]["shards"][0]["ends"].update(file="manifest.json"), 'is "manifest.json"'),
-        (lambda m: m["splits"]["train"]["shards"][0].update(file="a\0b"), 'shards[0].file is "a\\u0000b"'),
-        (lambda m: m["splits"]["train"]["shards"][0].update(file="\ud800"), 'shards[0].file is "\\ud800"'),
+        (lambda m: m["splits"]["val"]["shards"][0].update(file="manifest.json"), 'is "manifest.json"'),
+        (lambda m: m["splits"]["train"]["shards"][0].update(file="a\0b"), 'shards.0.file is "a\\u0000b"'),
+        (lambda m: m["splits"]["train"]["shards"][0].update(file="\ud800"), 'shards.0.file is "\\ud800"'),
         (lambda m: m["splits"]["train"]["shards"][1].update(file="train-00000.bin"), "train-00000.bin is named twice"),
         (lambda m: m["splits"]["train"]["shards"][0].update(group=1), "group"),
         (lambda m: m["splits"]["train"]["shards"][0].update(sha256="a\nb"), 'sha256 is "a\\nb"'),
@@ -294,7 +293,7 @@ def test_no_damaged_file_passes_verify(sound, place, data):
 
 
 def test_what_was_exchanged_between_opening_and_reading_is_found(sound, place):
-    for name in ("train-00001.bin", "train-00000.ends", "tokenizer.json"):
+    for name in ("train-00001.bin", "tokenizer.json"):
         folder = copy_of(sound["plain"], place)
         corpus = open_corpus(folder)
         file = folder / name
@@ -315,13 +314,6 @@ def test_what_was_exchanged_between_opening_and_reading_is_found(sound, place):
 def test_a_manifest_that_is_no_file_is_refused_and_not_waited_for(tmp_path, make):
     make(tmp_path / "manifest.json")
     with pytest.raises(DataError, match=r"manifest\.json: (not a file|missing), so this is not a corpus"):
-        open_corpus(tmp_path)
-
-
-def test_a_manifest_of_many_gigabytes_is_not_read(tmp_path):
-    (tmp_path / "manifest.json").touch()
-    os.truncate(tmp_path / "manifest.json", 2**40)
-    with pytest.raises(DataError, match=r"manifest\.json: 1,099,511,627,776 bytes"):
         open_corpus(tmp_path)
 
 

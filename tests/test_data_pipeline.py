@@ -1,6 +1,5 @@
 """The prepare command, the corpus that it writes, and the batches that are read from it."""
 
-import hashlib
 import json
 import os
 import shutil
@@ -128,17 +127,24 @@ def test_shards_hold_the_documents_in_order_each_with_its_end(texts, prepared):
     assert len(corpus.manifest["splits"]["train"]["shards"]) > 2
 
 
-def test_where_documents_end_is_written_beside_each_shard(prepared):
+def test_documents_are_counted_where_they_end(prepared):
     corpus = open_corpus(prepared)
-    for split in ("train", "val"):
-        entry = corpus.manifest["splits"][split]
+    for entry in corpus.manifest["splits"].values():
         for shard in entry["shards"]:
-            ends = np.fromfile(prepared / shard["ends"]["file"], "<u4")
-            tokens = np.fromfile(prepared / shard["file"], corpus.dtype)
-            assert ends.tolist() == (np.flatnonzero(tokens == corpus.eot_id) + 1).tolist()
-            assert len(ends) == shard["documents"]
-            assert hashlib.sha256(ends.tobytes()).hexdigest() == shard["ends"]["sha256"]
+            assert np.count_nonzero(np.fromfile(prepared / shard["file"], corpus.dtype) == corpus.eot_id) == shard["documents"]
         assert sum(shard["documents"] for shard in entry["shards"]) == entry["documents"]
+
+
+def test_a_corpus_with_files_of_ends_is_read(corpus_folder):
+    """As it was written before: the position after each document's end of text."""
+    fingerprint = open_corpus(corpus_folder).fingerprint
+    manifest = json.loads((corpus_folder / "manifest.json").read_text())
+    for shard in (shard for split in manifest["splits"].values() for shard in split["shards"]):
+        shard["ends"] = {"file": shard["file"].replace(".bin", ".ends"), "sha256": "0" * 64}
+    (corpus_folder / "manifest.json").write_text(json.dumps(manifest))
+    corpus = open_corpus(corpus_folder)
+    corpus.verify()
+    assert corpus.fingerprint == fingerprint
 
 
 def test_tokenizer_has_seen_training_documents_only(texts, prepared, tmp_path):
@@ -338,26 +344,26 @@ def damage(folder: Path, **changes) -> None:
         ({"format_version": 1}, "format_version is 1; allowed: 2"),
         ({"format_version": True}, "format_version is true"),
         ({"format_version": "del"}, "format_version is null"),
-        ({"vocab_size": "del"}, "vocab_size is missing"),
+        ({"vocab_size": "del"}, "vocab_size: Field required"),
         ({"vocab_size": "300"}, 'vocab_size is "300"'),
         ({"vocab_size": True}, "vocab_size is true"),
         ({"vocab_size": 0}, "vocab_size is 0"),
         ({"vocab_size": 65537}, "vocab_size is 65537"),
         ({"eot_id": 300}, "eot_id is 300, .*below vocab_size"),
-        ({"dtype": "int8"}, 'dtype is "int8", .*uint16.*uint32'),
+        ({"dtype": "int8"}, 'dtype is "int8": .*uint16.*uint32'),
         ({"tokenizer": []}, r"tokenizer is \[\]"),
         ({"tokenizer__files": None}, "tokenizer.files is null"),
-        ({"tokenizer__files": {"../x": ""}}, r'tokenizer.files.*"../x", .*name of a file'),
+        ({"tokenizer__files": {"../x": ""}}, r'tokenizer.files.*"../x": .*name of a file'),
         ({"tokenizer__files": {"x": 1}}, "tokenizer.files.x is 1"),
-        ({"splits__val": "del"}, "splits.val is missing"),
+        ({"splits__val": "del"}, "splits.val: Field required"),
         ({"splits__train__tokens": -1}, "splits.train.tokens is -1"),
         ({"splits__train__tokens": 7}, "splits.train: tokens is 7, but its shards have"),
         ({"splits__train__documents": 1.5}, "splits.train.documents is 1.5"),
-        ({"splits__train__shards__0": 3}, r"splits.train.shards\[0\] is 3"),
-        ({"splits__val__shards__0__tokens": -5}, r"splits.val.shards\[0\].tokens is -5"),
-        ({"splits__val__shards__0__file": "/etc/passwd"}, r'shards\[0\].file is "/etc/passwd", .*name of a file in this folder'),
-        ({"splits__val__shards__0__file": ".."}, r'shards\[0\].file is ".."'),
-        ({"splits__val__shards__0__sha256": "del"}, r"shards\[0\].sha256 is missing"),
+        ({"splits__train__shards__0": 3}, r"splits.train.shards.0 is 3"),
+        ({"splits__val__shards__0__tokens": -5}, r"splits.val.shards.0.tokens is -5"),
+        ({"splits__val__shards__0__file": "/etc/passwd"}, r'shards.0.file is "/etc/passwd": .*name of a file in this folder'),
+        ({"splits__val__shards__0__file": ".."}, r'shards.0.file is ".."'),
+        ({"splits__val__shards__0__sha256": "del"}, r"shards.0.sha256: Field required"),
     ],
 )
 def test_a_broken_manifest_is_named(corpus_folder, changes, said):
@@ -428,8 +434,8 @@ def test_the_fingerprint_is_of_the_content_not_of_the_place(prepared, corpus_fol
 def test_large_vocabularies_take_four_bytes(tmp_path, vocab_size, dtype):
     splits = {}
     for name in ("train", "val"):
-        writer = ShardWriter(tmp_path, name, token_dtype(vocab_size), 10)
-        writer.write(Encoded(name, 0, 25, np.arange(vocab_size - 25, vocab_size), np.array([25])))
+        writer = ShardWriter(tmp_path, name, token_dtype(vocab_size), vocab_size - 1, 10)
+        writer.write(Encoded(name, 0, 25, 1, np.arange(vocab_size - 25, vocab_size)))
         splits[name] = writer.finish()
     rest = {"sources": [], "options": {}, "mixture": [1.0], "dropped": {}, "splits": splits}
     write_manifest(tmp_path, vocab_size, vocab_size - 1, tokenizer={"kind": "bytes", "files": {}}, **rest)
@@ -471,9 +477,9 @@ def test_a_split_without_a_window_says_what_it_has(prepared):
 @pytest.fixture
 def numbered(tmp_path) -> Split:
     """A split whose window i of seq_len 8 starts with token 8 i; three shards."""
-    writer = ShardWriter(tmp_path, "train", np.dtype("<u2"), 801)
+    writer = ShardWriter(tmp_path, "train", np.dtype("<u2"), 0, 801)
     for shard in range(3):
-        writer.write(Encoded("train", 0, 801, np.arange(800 * shard, 800 * shard + 801), np.array([801])))
+        writer.write(Encoded("train", 0, 801, 1, np.arange(800 * shard, 800 * shard + 801)))
     return Split("train", tmp_path, np.dtype("<u2"), writer.finish()["shards"])
 
 

@@ -156,20 +156,14 @@ def test_another_checkpoint_another_dtype(run, tmp_path):
     assert not torch.equal(again.wpe.weight, whole.wpe.weight)
 
 
-@pytest.mark.parametrize(
-    "number", [signal.SIGINT, *(pytest.param(number, marks=pytest.mark.long) for number in (signal.SIGTERM, signal.SIGKILL))]
-)
-def test_an_export_that_is_stopped_leaves_no_folder(number, run, tmp_path):
-    """Nothing at all where it can clean up, else what the next export into the same folder removes."""
-    command = [sys.executable, "launch/export.py", str(run), "--out", str(tmp_path / "out")]
-    # Ctrl-C is ignored by what a shell without job control has started, and these tests may be.
-    process = subprocess.Popen(command, cwd=ROOT, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler))
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGKILL, marks=pytest.mark.long)])
+def test_an_export_that_is_killed_leaves_what_the_next_one_removes(number, run, tmp_path):
+    process = subprocess.Popen([sys.executable, "launch/export.py", str(run), "--out", str(tmp_path / "out")], cwd=ROOT)
     while process.poll() is None and not (tmp_path / ".out.partial").exists():
         time.sleep(0.01)
     process.send_signal(number)
-    assert process.wait(60) == (-9 if number == signal.SIGKILL else 128 + number)
-    left = {path.name for path in tmp_path.iterdir()}
-    assert left == ({".out.partial", ".out.lock"} if number == signal.SIGKILL else set())
+    assert process.wait(60) == -number
+    assert {path.name for path in tmp_path.iterdir()} == {".out.partial", ".out.lock"}
     (tmp_path / ".other.partial").mkdir()  # of another export, which may be still at work
     assert export(run, "--out", tmp_path / "out").returncode == 0
     assert {path.name for path in tmp_path.iterdir()} == {"out", ".other.partial"}
@@ -353,11 +347,7 @@ def test_a_weight_that_is_there_twice_is_refused(folder, tmp_path):
         ("run.json", {"total_tokens": "x"}, "run.json: 'total_tokens' is \"x\", must be a whole number"),
         ("run.json", {"eval_batches": -3}, "run.json: 'eval_batches' is -3, must be a whole number"),
         ("run.json", {"techniques": 3}, "run.json: 'techniques' is 3, must be an object"),
-        (
-            "run.json",
-            {"shape": {"n_layer": 10**9, "n_head": 2, "d_model": 36, "seq_len": 32}},
-            "parameters, but the files of step-00000006",
-        ),
+        ("run.json", {"shape": {"n_layer": 3, "n_head": 2, "d_model": 36, "seq_len": 32}}, "of the model in run.json; restore run.json"),
         ("checkpoints/step-00000006/state.json", {"files": None}, "state.json: "),
         ("checkpoints/step-00000006/state.json", {"ranks": 0}, "state.json: "),
         ("checkpoints/step-00000006/state.json", {"tokens": "x"}, "state.json: "),

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tiktoken
 
 from data_pipeline import prepare
 from tests.helpers import ROOT
@@ -63,9 +64,12 @@ def test_counts_and_documents_of_a_mixture_are_shown(mixture, capsys):
 def test_nanogpt_folders_are_shown(tmp_path, capsys, monkeypatch):
     assert "def of(x):\n    return x + 1\n" in show(write_characters(tmp_path / "characters"), capsys)
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path / "none"))
+    for variable in ("HTTPS_PROXY", "https_proxy"):
+        monkeypatch.setenv(variable, "http://127.0.0.1:9")  # where nobody listens
+    tiktoken.registry.ENCODINGS.pop("r50k_base", None)
     out = show(write_folder(tmp_path / "gpt2", {"train": np.arange(1000), "val": np.arange(300)}), capsys)
     assert rows_of(out)["train", "all"] == ["-", "1,000", "-", "1", "0.0"]
-    assert "no samples: the tokenizer r50k_base" in out
+    assert "no samples: --tokenizer r50k_base" in out
 
 
 def test_descriptive_fields_may_hold_anything(mixture, tmp_path, capsys):

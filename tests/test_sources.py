@@ -139,7 +139,7 @@ def test_json_is_read_the_same_in_blocks_of_any_size(tmp_path, monkeypatch, bloc
     (tmp_path / "b.json").write_text("\n".join(json.dumps(value, indent=1) for value in values))
     for name in ("a.json", "b.json"):
         found = records.records(tmp_path / name, "text", records.Problems("stop"), lambda done: None)
-        assert [text for _, text in found] == TEXTS
+        assert ["".join(text.blocks()) for text in found] == TEXTS
 
 
 def test_folders_and_globs_are_read_in_the_order_of_their_paths(run, tmp_path):
@@ -569,11 +569,11 @@ def test_damage_far_into_compressed_lines_keeps_what_is_in_front_of_it(run, tmp_
 # Links
 
 
-def test_links_to_files_outside_of_the_folder_are_left_out_and_counted(run, tmp_path):
+def test_links_to_files_are_read_and_those_to_folders_are_not_followed(run, tmp_path):
     outside, root = tmp_path / "outside", tmp_path / "root"
     outside.mkdir()
     (root / "in").mkdir(parents=True)
-    (outside / "secret.txt").write_text("secret")
+    (outside / "other.txt").write_text("other")
     for number, text in enumerate(TEXTS):
         (root / "in" / f"{number:02d}.txt").write_text(text)
     (root / "z.txt").symlink_to("in/00.txt")
@@ -581,30 +581,13 @@ def test_links_to_files_outside_of_the_folder_are_left_out_and_counted(run, tmp_
     for name in ("loop", "in/loop"):
         (root / name).symlink_to(root)
     (root / "loop.txt").symlink_to("loop.txt")
-    (root / "chain.txt").symlink_to("secret.txt")
-    (root / "secret.txt").symlink_to("../outside/secret.txt")
+    (root / "other.txt").symlink_to("../outside/other.txt")
     (root / "folder").symlink_to(outside)
     (tmp_path / "named").symlink_to(root)
-    for source, n_texts, n_links in (
-        (root, 21, 2),
-        (tmp_path / "named", 21, 2),
-        (f"{root}/**/*.txt", 21, 2),
-        (f"{tmp_path}/named/**", 21, 2),
-        (f"{root}/[a-z]*.txt", 1, 2),
-        (f"{root}/*/*.txt", 41, 3),
-    ):
-        _, found, manifest, out, _ = run(source)
-        assert manifest["dropped"] == {"link out of the source's folder": n_links}, source
-        assert "secret" not in str(found)
-        assert n_texts == 1 or len(found["train"] + found["val"]) == n_texts
-        assert f"left out: {n_links} link" in out and "outside/secret.txt)" in out
-    _, found, manifest, *_ = run(root / "secret.txt")
-    assert "".join(found["train"] + found["val"]) == "secret" and not manifest["dropped"], "a file that is named is read"
-    for path in (root / "in").iterdir():
-        path.unlink()
-    (root / "z.txt").unlink()
-    code, *_, err = run(root)
-    assert code == 2 and "2 links out of" in err and str(root) in err
+    for source in (root, tmp_path / "named", f"{root}/**/*.txt", f"{tmp_path}/named/**"):
+        _, found, manifest, *_ = run(source)
+        assert sorted(found["train"] + found["val"]) == sorted([*TEXTS, TEXTS[0], "other"]), source
+        assert not manifest["dropped"]
 
 
 # Large records
@@ -622,7 +605,6 @@ TOO_LARGE = {
     "a.csv": (rows(TEXTS[:5]) + b"9," + b"a" * LARGE + b"\r\n9,lost\r\n", TEXTS[:5], "a.csv:"),
     "quoted.csv.gz": (gzip.compress(rows(TEXTS[:5]) + b'9,"' + b"line\n" * LARGE), TEXTS[:5], "quoted.csv.gz:"),
     "a.parquet": (table([*TEXTS, "a" * LARGE], use_dictionary=False), TEXTS, "a.parquet: row 21"),
-    "page.parquet": (table([*TEXTS, "a" * (16 * LARGE)], compression="zstd"), [], "page.parquet"),
 }
 
 
@@ -670,10 +652,8 @@ def test_a_record_of_any_size_takes_no_memory(tmp_path):
     fill("a.jsonl.zst", b'{"text": "')
     fill("a.json.gz", b'[{"text": "')
     fill("b.csv.gz", b'id,text\n1,"', b"line\n" * 2**18)
-    with parquet.ParquetWriter(tmp_path / "a.parquet", pyarrow.schema({"text": pyarrow.string()}), compression="zstd") as writer:
-        writer.write_table(pyarrow.table({"text": ["a" * (n * 2 + 1)]}))  # above 16 records
     peaks = {}
-    for name in ("none", "a.jsonl.zst", "a.json.gz", "b.csv.gz", "a.parquet"):
+    for name in ("none", "a.jsonl.zst", "a.json.gz", "b.csv.gz"):
         sources = [tmp_path / "behind.jsonl", *([] if name == "none" else [tmp_path / name])]
         command = [sys.executable, ROOT / "data_pipeline/prepare.py", "--source", *sources, "--out", tmp_path / f"out-{name}"]
         command += ["--tokenizer", "bytes", "--val_fraction", "0.3", "--on_error", "skip", "--workers", "1", "--quiet"]

@@ -386,12 +386,10 @@ def damage_manifest(folder: Path, **changes: Any) -> None:
 def empty_shard(folder: Path) -> None:
     manifest = json.loads((folder / "manifest.json").read_text())
     empty = hashlib.sha256(b"").hexdigest()
-    ends = {"file": "val-00000.ends", "sha256": empty}
-    shard = {"file": "val-00000.bin", "tokens": 0, "sha256": empty, "group": 0, "documents": 0, "ends": ends}
+    shard = {"file": "val-00000.bin", "tokens": 0, "sha256": empty, "group": 0, "documents": 0}
     manifest["splits"]["val"] |= {"tokens": 0, "documents": 0, "shards": [shard]}
     (folder / "manifest.json").write_text(json.dumps(manifest))
-    for name in ("val-00000.bin", "val-00000.ends"):
-        (folder / name).write_bytes(b"")
+    (folder / "val-00000.bin").write_bytes(b"")
 
 
 DAMAGES = {

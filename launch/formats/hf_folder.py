@@ -87,19 +87,6 @@ class HFFolder:
     def has_tokenizer(self) -> bool:
         return any((self.folder / name).exists() for name in TOKENIZER_FILES)
 
-    @property
-    def end_of_text(self) -> str | None:
-        """The text of the end-of-text token, from the tokenizer's files."""
-        for name in ("tokenizer_config.json", "special_tokens_map.json"):
-            try:
-                token = json.loads((self.folder / name).read_text(encoding="utf-8")).get("eos_token")
-            except (OSError, ValueError, AttributeError):
-                continue
-            token = token.get("content") if isinstance(token, dict) else token
-            if isinstance(token, str):
-                return token
-        return None
-
     @cached_property
     def _parts(self) -> dict[str, list[HFTensor]]:
         return hf_tensors(self.config)

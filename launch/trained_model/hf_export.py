@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from huggingface_hub import save_torch_state_dict
 
-from data_pipeline.errors import DataError
 from data_pipeline.tokenizer import Tokenizer
 from launch.errors import UsageError
 from launch.formats.hf_folder import CONFIG_FILE
@@ -49,14 +48,11 @@ def write_folder(trained: TrainedModel, weights: dict[str, torch.Tensor], folder
     """
     dtype = str(next(iter(weights.values())).dtype).removeprefix("torch.")
     write_config(folder, trained.config, trained.eot_id, dtype)  # AutoTokenizer reads it too
-    notes, missing = [], trained.no_tokenizer
-    if trained.tokenizer is not None:
-        try:
-            write_tokenizer(trained.tokenizer, folder, trained.config.seq_len)
-        except DataError as reason:
-            missing = str(reason)
-    if missing:
-        notes.append(f"the folder has no tokenizer: {missing}")
+    notes = []
+    if trained.tokenizer is None:
+        notes.append(f"the folder has no tokenizer: {trained.no_tokenizer}")
+    else:
+        write_tokenizer(trained.tokenizer, folder, trained.config.seq_len)
     if trained.eot_id is None and trained.description is not None and trained.corpus is None:
         notes.append("the folder has no eos_token_id: run.json does not have it, and the corpus was not found; give its place with --data")
     if trained.config.document_end is not None:
@@ -100,9 +96,6 @@ def write_tokenizer(tokenizer: Tokenizer, folder: Path, seq_len: int) -> None:
     """tokenizer.json and tokenizer_config.json, with which AutoTokenizer gives the same ids as `tokenizer`.
 
     Special-token strings in a text are tokenized as plain text (`split_special_tokens`), and no token is added around a text.
-
-    Raises:
-        DataError: the tokenizer cannot be written in a form that `tokenizers` reads.
     """
     text, end = tokenizer.hugging_face_json(), tokenizer.end_name
     values: dict[str, Any] = {

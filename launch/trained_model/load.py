@@ -24,7 +24,6 @@ from launch.formats.folder_tokenizer import tokenizer_of_corpus, tokenizer_of_fo
 from launch.formats.hf_folder import CONFIG_FILE, HFFolder, open_hf_folder
 from launch.formats.metrics import model_of_run, read_run_json
 from launch.formats.tensor_files import is_finite
-from model.accounting import parameter_count
 from model.gpt import GPT
 from model.presets import GPTConfig
 
@@ -148,13 +147,6 @@ def _open_run(folder: Path, asked: str | None, data: str | Path | None) -> Train
             f" is unknown ({why}); give its place with --data, or copy it to the place in run.json"
         )
     config = replace(config, document_end=eot if description["no_cross_document"] else None)
-    written = sum(entry["bytes"] for entry in state["files"].values())
-    # Before much memory is taken: the engine's files hold at least 16 bits of each parameter.
-    if parameter_count(config) * 2 > max(written, 2**30):
-        raise UsageError(
-            f"{folder / 'run.json'}: describes {parameter_count(config):,} parameters, but the files of {checkpoint.name} have"
-            f" {written:,} bytes; restore run.json"
-        )
     return TrainedModel(folder, config, tokenizer, why, eot, description, checkpoint, state, corpus=corpus)
 
 

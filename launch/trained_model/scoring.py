@@ -93,18 +93,15 @@ def score(flags: argparse.Namespace) -> dict[str, Any]:
 
 def _open_other(source: str, trained: TrainedModel, corpus: Corpus) -> tuple[TrainedModel, list[str]]:
     """The model of `--against`, and notes. Raises UsageError if it cannot read the windows of `trained` in `corpus`."""
-    alone = "compare the bits per byte of the two models, each scored alone"
     try:
         other = open_trained(source)
     except UnfinishedRun:
         fix = f"export a checkpoint of it: python launch/export.py {source} --checkpoint newest --out DIR"
         raise UsageError(f"--against {source}: must be a finished run or an exported folder; {fix}") from None
-    try:
-        notes = _corpus(other, corpus.path, f"--against {source}: {corpus.path}")[1]
-    except UsageError as reason:
-        raise UsageError(f"{reason.faults[0].rpartition('; ')[0]}; {alone}") from None
+    _, notes = _corpus(other, corpus.path, f"--against {source}: {corpus.path}")
     if (theirs := other.config.seq_len) != (own := trained.config.seq_len):
-        raise UsageError(f"--against {source}: its context is {theirs:,} tokens, and that of {trained.folder} is {own:,}; {alone}")
+        fix = "compare the bits per byte of the two models, each scored alone"
+        raise UsageError(f"--against {source}: its context is {theirs:,} tokens, and that of {trained.folder} is {own:,}; {fix}")
     return other, notes
 
 
