@@ -2,7 +2,7 @@
 
     python launch/generate.py runs/demo --prompt "def "
     python launch/generate.py runs/demo --prompt "import " --samples 3 --temperature 0.7 --top_p 0.9 --seed 5
-    python launch/generate.py exported/first --temperature 0 --no_repeat_ngram_size 4
+    python launch/generate.py exported/first --temperature 0
 
 The text is printed while it is generated, the speed on standard error. A KV cache reduces the work per token
 to that of one token. Beyond the model's context, the window moves with every token and is recomputed.
@@ -41,9 +41,6 @@ def build_parser() -> Parser:
     parser.add_argument("--top_k", type=whole_number(0), default=50, metavar="K", help="draw from the K likeliest tokens; 0: all (50)")
     parser.add_argument(
         "--top_p", type=real_number(0, 1, above=True), metavar="P", help="draw from the likeliest tokens whose probabilities sum to P (all)"
-    )
-    parser.add_argument(
-        "--no_repeat_ngram_size", type=whole_number(0), default=0, metavar="N", help="no sequence of N tokens occurs twice; 0: off (0)"
     )
     parser.add_argument("--seed", type=whole_number(0, 2**62), default=1, help="seed of the first sample; each further sample adds 1 (1)")
     parser.add_argument(

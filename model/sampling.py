@@ -27,8 +27,6 @@ class Sampling:
         top_k: sample from the k most likely tokens; None for all.
         top_p: of those, sample from the smallest set of most likely tokens whose probabilities sum to p (nucleus sampling, Holtzman et al.,
             arXiv 1904.09751).
-        no_repeat_ngram_size: no sequence of n tokens occurs twice in a text, prompt included (Paulus et al., arXiv 1705.04304,
-            section 2.5), unless no other token is left.
 
     Raises:
         ValueError: a value is out of range; the message is one line.
@@ -37,7 +35,6 @@ class Sampling:
     temperature: float = 1.0
     top_k: int | None = None
     top_p: float | None = None
-    no_repeat_ngram_size: int | None = None
 
     def __post_init__(self) -> None:
         if not self.temperature >= 0:
@@ -46,14 +43,9 @@ class Sampling:
             raise ValueError(f"top_k is {self.top_k}: it must be at least 1, or left out")
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise ValueError(f"top_p is {self.top_p}: it must be above 0 and at most 1, or left out")
-        if self.no_repeat_ngram_size is not None and self.no_repeat_ngram_size < 1:
-            raise ValueError(f"no_repeat_ngram_size is {self.no_repeat_ngram_size}: it must be at least 1, or left out")
 
-    def pick(self, logits: torch.Tensor, text: list[int], generator: torch.Generator | None = None) -> int:
-        """Samples the token that follows `text` from logits fp32 (V,) on the CPU."""
-        banned = repeated_by(text, self.no_repeat_ngram_size) if self.no_repeat_ngram_size else []
-        if 0 < len(banned) < len(logits):
-            logits = logits.index_fill(0, torch.tensor(banned), -torch.inf)
+    def pick(self, logits: torch.Tensor, generator: torch.Generator | None = None) -> int:
+        """Samples the next token from its logits, fp32 (V,) on the CPU."""
         if self.temperature == 0:
             return int(logits.argmax())
         n_ids = len(logits)
@@ -66,12 +58,6 @@ class Sampling:
         # Ordered by id: ordered by probability, rounding of the logits could exchange two equally likely tokens.
         by_id = torch.zeros(n_ids).index_copy(0, ids, probabilities)  # (V,)
         return int(torch.multinomial(by_id, 1, generator=generator))
-
-
-def repeated_by(text: list[int], n: int) -> list[int]:
-    """The next tokens, sorted, that would repeat an n-gram of the text."""
-    last = text[max(0, len(text) - n + 1) :]
-    return sorted({text[end] for end in range(n - 1, len(text)) if text[end - n + 1 : end] == last})
 
 
 def recomputed(forward: Callable[[torch.Tensor], torch.Tensor], seq_len: int) -> NextLogits:
@@ -108,7 +94,7 @@ def stream(
         logits = next_logits(ids).float().cpu()  # (V,)
         if not bool(logits.isfinite().all()):
             raise FloatingPointError("the logits of the next token are not finite")
-        ids.append(sampling.pick(logits, ids, generator))
+        ids.append(sampling.pick(logits, generator))
         yield ids[-1]
         if ids[-1] == end:
             return

@@ -10,7 +10,7 @@ import torch
 from model.cache import KVCache, linear_of_one_row
 from model.gpt import GPT
 from model.presets import ARCHITECTURES, GPTConfig
-from model.sampling import Sampling, recomputed, repeated_by, stream
+from model.sampling import Sampling, recomputed, stream
 from tests.helpers import config_of
 
 END = 7
@@ -54,7 +54,7 @@ def test_the_logits_are_those_of_the_whole_text(config, ends):
             torch.testing.assert_close(cache(row[:end].tolist()), model(row[None, :end])[0, -1], rtol=0, atol=TOLERANCE)
 
 
-@pytest.mark.parametrize("sampling", [Sampling(0.0), Sampling(1.0, 20, 0.9, 3)], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("sampling", [Sampling(0.0), Sampling(1.0, 20, 0.9)], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("prompt", [[3], [1, 2, END, 4], list(range(20, 60))], ids=["one", "short", "longer_than_the_context"])
 @pytest.mark.parametrize("config", CONFIGS, ids=IDS)
 def test_the_tokens_are_the_same_with_and_without_it(config, prompt, sampling):
@@ -117,7 +117,7 @@ def test_top_p_keeps_the_fewest_likeliest_that_reach_it():
 
     def drawn(**options) -> set[int]:
         generator = torch.Generator().manual_seed(0)
-        return {Sampling(**options).pick(logits, [], generator) for _ in range(500)}
+        return {Sampling(**options).pick(logits, generator) for _ in range(500)}
 
     assert drawn(top_p=1.0) == {0, 1, 2, 3}
     assert drawn(top_p=0.9001) == {0, 1, 2, 3}
@@ -147,7 +147,7 @@ def test_what_can_be_drawn_is_what_transformers_would_draw(top_k, top_p, tempera
         expected = logits[None]
         for warper in chain:
             expected = warper(None, expected)
-        Sampling(temperature, top_k, top_p).pick(logits, [])
+        Sampling(temperature, top_k, top_p).pick(logits)
         found = seen["probabilities"] / seen["probabilities"].sum()
         torch.testing.assert_close(found, expected.softmax(-1)[0])
 
@@ -159,23 +159,12 @@ def test_a_rounding_that_swaps_two_tokens_changes_no_draw():
     other = logits.clone()
     other[20] += 1e-6
     for seed in range(200):
-        first, second = (Sampling(1.0, 50, 0.95).pick(one, [], seeded(seed)) for one in (logits, other))
+        first, second = (Sampling(1.0, 50, 0.95).pick(one, seeded(seed)) for one in (logits, other))
         assert first == second
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
-def test_no_tokens_in_a_row_occur_twice(size):
-    from transformers import NoRepeatNGramLogitsProcessor
-
-    theirs = NoRepeatNGramLogitsProcessor(size)
-    ids = torch.randint(0, 6, (40,), generator=torch.Generator().manual_seed(size)).tolist()
-    for length in range(1, len(ids) + 1):
-        text = ids[:length]
-        assert repeated_by(text, size) == (theirs(torch.tensor([text]), torch.zeros(1, 6)) == -math.inf)[0].nonzero().flatten().tolist()
-
-
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_greedy_text_without_repetition_is_that_of_transformers(architecture):
+def test_greedy_text_is_that_of_transformers(architecture):
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from model.hf import hf_config, to_hf_state_dict
@@ -185,24 +174,14 @@ def test_greedy_text_without_repetition_is_that_of_transformers(architecture):
     theirs = AutoModelForCausalLM.from_config(AutoConfig.for_model(**hf_config(config))).eval()
     theirs.load_state_dict(to_hf_state_dict(model.state_dict(), config))
     prompt = [1, 2, 3]
-    for size in (None, 2):
-        ours = list(stream(KVCache(model), prompt, 50, Sampling(0.0, no_repeat_ngram_size=size)))
-        expected = theirs.generate(
-            torch.tensor([prompt]), max_new_tokens=50, do_sample=False, no_repeat_ngram_size=size or 0, eos_token_id=None, pad_token_id=0
-        )
-        assert ours == expected[0, 3:].tolist()
-
-
-def test_a_token_without_a_choice_left_is_drawn_nevertheless():
-    logits = torch.tensor([0.0, 2.0, 1.0])
-    assert Sampling(0.0, no_repeat_ngram_size=1).pick(logits, [1]) == 2
-    assert Sampling(0.0, no_repeat_ngram_size=1).pick(logits, [0, 1, 2]) == 1
-    assert Sampling(1.0, 3, 0.9, 1).pick(logits, [0, 1]) == 2
+    ours = list(stream(KVCache(model), prompt, 50, Sampling(0.0)))
+    expected = theirs.generate(torch.tensor([prompt]), max_new_tokens=50, do_sample=False, eos_token_id=None, pad_token_id=0)
+    assert ours == expected[0, 3:].tolist()
 
 
 @pytest.mark.parametrize("options", [{"temperature": 1e-39}, {"temperature": 1e-320}, {"top_p": 1e-300}], ids=str)
 def test_the_least_that_is_allowed_takes_the_likeliest(options):
-    assert Sampling(**options).pick(torch.tensor([0.0, 2.0, 1.0]), []) == 1
+    assert Sampling(**options).pick(torch.tensor([0.0, 2.0, 1.0])) == 1
 
 
 @pytest.mark.parametrize(
@@ -213,7 +192,6 @@ def test_the_least_that_is_allowed_takes_the_likeliest(options):
         ({"top_k": 0}, "top_k is 0"),
         ({"top_p": 0.0}, "top_p is 0.0"),
         ({"top_p": 1.1}, "top_p is 1.1"),
-        ({"no_repeat_ngram_size": 0}, "no_repeat_ngram_size is 0"),
     ],
 )
 def test_nonsense_is_refused(options, words):

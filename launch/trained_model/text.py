@@ -29,7 +29,7 @@ def print_samples(flags: argparse.Namespace, prompt: str) -> None:
     tokenizer, ids = _prompt_ids(flags, trained, prompt)
     device = torch.device(device_type())
     cache = KVCache(trained.load_model().to(device, getattr(torch, DTYPES[flags.dtype])))
-    sampling = Sampling(flags.temperature, flags.top_k or None, flags.top_p, flags.no_repeat_ngram_size or None)
+    sampling = Sampling(flags.temperature, flags.top_k or None, flags.top_p)
     end = None if flags.ignore_eos else trained.eot_id
 
     def next_logits(ids: list[int]) -> torch.Tensor:
@@ -52,7 +52,7 @@ def print_samples(flags: argparse.Namespace, prompt: str) -> None:
             raise UsageError(f"{trained.folder}: {reason} in {flags.dtype}; try --dtype fp32, or an earlier --checkpoint") from None
         total += len(generated)
         if flags.json:  # with everything that the text depends on
-            names = ("temperature", "top_k", "top_p", "no_repeat_ngram_size", "dtype")
+            names = ("temperature", "top_k", "top_p", "dtype")
             found: dict[str, Any] = {"model": str(trained.folder), "checkpoint": trained.checkpoint_name, "seed": seed}
             found |= {"prompt": prompt, "text": text}
             found |= {"ids": generated, "ended_by": "length" if len(generated) == flags.max_new_tokens else "end of text"}
