@@ -35,7 +35,6 @@ from model.presets import GPTConfig, ModelShape
 BlockRunner = Callable[[nn.ModuleList, torch.Tensor], torch.Tensor]
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, float], torch.Tensor]
 Rotate = Callable[[torch.Tensor, torch.Tensor, Rotation | None], tuple[torch.Tensor, torch.Tensor]]
-Product = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
 HeadLoss = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor], torch.Tensor]
 TokenLoss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -259,9 +258,9 @@ class Head(nn.Module):
             loss = loss + (added - added.detach())
         return loss
 
-    def logits(self, x: torch.Tensor, linear: Product = F.linear) -> torch.Tensor:
+    def logits(self, x: torch.Tensor) -> torch.Tensor:
         """x (..., C) -> (..., vocab_size)."""
-        return linear(x, self.weight, self._bias(x))[..., : self.vocab_size]  # (..., padded_vocab_size) -> (..., vocab_size)
+        return F.linear(x, self.weight, self._bias(x))[..., : self.vocab_size]  # (..., padded_vocab_size) -> (..., vocab_size)
 
     def _bias(self, x: torch.Tensor) -> torch.Tensor | None:
         return None if self.padding_bias is None else self.padding_bias.to(x.dtype)

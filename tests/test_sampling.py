@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from model.cache import KVCache, linear_of_one_row
+from model.cache import KVCache
 from model.gpt import GPT
 from model.presets import ARCHITECTURES, GPTConfig
 from model.sampling import Sampling, recomputed, stream
@@ -72,15 +72,6 @@ def test_every_token_is_computed_once():
     for seed in (1, 2):
         list(stream(cache, [1, 2, 3, 4, 5], 10, Sampling(), seeded(seed)))
     assert rows == [5] + 9 * [1] + 10 * [1]
-
-
-@pytest.mark.parametrize("shape", [(35, 35), (36, 105), (48, 64), (7, 1)], ids=str)
-def test_one_row_is_multiplied_as_many_are(shape):
-    n_in, n_out = shape
-    generator = torch.Generator().manual_seed(3)
-    x, weight, bias = (torch.randn(size, generator=generator) for size in ((1, 1, n_in), (n_out, n_in), (n_out,)))
-    for b in (bias, None):
-        torch.testing.assert_close(linear_of_one_row(x, weight, b), torch.nn.functional.linear(x, weight, b), atol=1e-5, rtol=0)
 
 
 @pytest.mark.cuda
