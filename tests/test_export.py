@@ -535,7 +535,7 @@ def test_a_start_from_another_shape_names_each_size(folder, corpus, tmp_path):
     flags = ["--deepspeed_config", "ds_configs/zero1_fp32.json", "--data", str(corpus), "--init_from", str(folder)]
     done = explain(*flags, "--preset", "micro", *SHAPE[:2])
     assert done.returncode == 2
-    assert "give --n_head 2 --d_model 36 --seq_len 32\n" in done.stderr
+    assert "give --n_head 2 --d_model 36 --seq_len 32 " in done.stderr
     copy = copied(folder, tmp_path)
     described = json.loads((copy / "tokenizer.json").read_text())
     described["model"]["merges"] = described["model"]["merges"][:50]

@@ -435,7 +435,7 @@ def _start(flags: argparse.Namespace, run_name: str, shape: ModelShape, corpus: 
 
     folder = open_hf_folder(flags.init_from)
     where = f"--init_from {flags.init_from}"
-    other = _other_flags(folder.config, flags, shape)
+    other = _other_flags(folder.config, shape)
     faults = [f"{where}: its model is not this run's; give {' '.join(other)}"] if other else []
     again = f"prepare the text with the folder's tokenizer: data_pipeline/prepare.py --tokenizer {flags.init_from}"
     if corpus is not None and (more := folder.config.vocab_size - corpus.vocab_size) < 0:
@@ -462,27 +462,15 @@ def _start(flags: argparse.Namespace, run_name: str, shape: ModelShape, corpus: 
     return folder
 
 
-def _other_flags(theirs: GPTConfig, flags: argparse.Namespace, shape: ModelShape) -> list[str]:
-    """What to give beside `flags`, which mean `shape`, to train the model `theirs`; empty if it is that. Dropout may differ.
+def _other_flags(theirs: GPTConfig, shape: ModelShape) -> list[str]:
+    """The flags that change `shape` to that of `theirs`; empty if it is that. Dropout may differ.
 
     Rotary positions have no weights, so the run's sequences may be shorter.
     """
-    from model.hf import hf_form  # imports torch, which --help does without
-
-    form, sizes = hf_form(theirs), {name: getattr(theirs, name) for name in SIZES if name != "dropout"}
+    wanted = {name: getattr(theirs, name) for name in (*SIZES, *FIELDS) if name != "dropout"}
     if theirs.positions == "rotary":
-        sizes["seq_len"] = min(theirs.seq_len, shape.seq_len)
-    wanted = sizes | {name: getattr(theirs, name) for name in FIELDS}
-    if all(getattr(shape, name) == value for name, value in wanted.items()):
-        return []
-    given = given_fields(flags, FIELDS)
-    try:
-        derived = shape_of(shape, form, sizes | given)
-    except ValueError:  # what was given does not go with their sizes
-        derived = shape_of(shape, form, sizes)
-    other = [f"--architecture {form}"] if form != flags.architecture else []
-    other += [f"--{name} {value}" for name, value in sizes.items() if getattr(shape, name) != value]
-    return other + [f"--{name} {str(wanted[name]).lower()}" for name in FIELDS if getattr(derived, name) != wanted[name]]
+        wanted["seq_len"] = min(theirs.seq_len, shape.seq_len)
+    return [f"--{name} {str(value).lower()}" for name, value in wanted.items() if getattr(shape, name) != value]
 
 
 def _origins(engine: EngineJson, flags: argparse.Namespace) -> Origins:
