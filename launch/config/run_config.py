@@ -26,7 +26,7 @@ from launch.config.flags import MAX_TOKENS, given_fields, parse_flags
 from launch.config.optimizer import optimizer_auto_keys, resolve_optimizer
 from launch.config.schedule import resolve_schedule, schedule_auto_keys
 from launch.config.steps import steps_to_make
-from launch.config.store_url import check_url, missing_package
+from launch.config.store_url import check_url
 from launch.config.token_schedule import TOKEN_SCHEDULES, TokenSchedule, token_schedule
 from launch.errors import UsageError, nearest
 from launch.formats.checkpoint_files import complete_checkpoints
@@ -297,9 +297,8 @@ def resolve(argv: list[str], ranks: int | None = None) -> tuple[RunConfig, argpa
     if flags.branch_from is not None and (flags.perturb_init or flags.init_from is not None):
         other = "init_from" if flags.init_from is not None else "perturb_init"
         engine.fault_of_run(f"--branch_from takes the weights of a checkpoint, and --{other} gives others; leave out one of the two")
-    if flags.checkpoint_store is not None:
-        check_url(flags.checkpoint_store, flags.runs_dir)
-        engine.lacks += filter(None, [missing_package(flags.checkpoint_store)])
+    if flags.checkpoint_store is not None and (lacking := check_url(flags.checkpoint_store, flags.runs_dir)):
+        engine.lacks.append(lacking)
     if flags.spike_rule in ("skip", "rewind") and any(
         cls.declaration.optimizer_type == optimizer["type"] for cls in registry.technique_classes()
     ):
