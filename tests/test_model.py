@@ -412,13 +412,9 @@ def test_sampling_draws_only_from_the_top_k_at_their_probabilities():
     assert abs(drawn[1].item() / 4000 - share) < 0.02  # four standard errors of 0.0051
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [({"prompt_ids": []}, "prompt is empty"), ({"temperature": -1}, "temperature is -1"), ({"top_k": 0}, "top_k is 0")],
-)
-def test_generation_refuses_nonsense(options, words):
-    with pytest.raises(ValueError, match=words):
-        generate(**{"forward": None, "prompt_ids": [1], "n_tokens": 1, "seq_len": 4} | options)
+def test_an_empty_prompt_is_refused():
+    with pytest.raises(ValueError, match="prompt is empty"):
+        generate(forward=None, prompt_ids=[], n_tokens=1, seq_len=4)
 
 
 # --- arithmetic
