@@ -2,7 +2,7 @@
 
     python launch/generate.py runs/demo --prompt "def "
 
-A model is given as a function from a text to the logits of the next token: `recomputed`, or a KV cache (`model/cache.py`).
+A model is given as a function from a text to the logits of the next token, such as a KV cache (`model/cache.py`).
 """
 
 from __future__ import annotations
@@ -47,15 +47,6 @@ class Sampling:
         # Ordered by id: ordered by probability, rounding of the logits could exchange two equally likely tokens.
         by_id = torch.zeros(n_ids).index_copy(0, ids, probabilities)  # (V,)
         return int(torch.multinomial(by_id, 1, generator=generator))
-
-
-def recomputed(forward: Callable[[torch.Tensor], torch.Tensor], seq_len: int) -> NextLogits:
-    """The next token's logits by a forward pass over the last `seq_len` tokens, without a cache.
-
-    Args:
-        forward: int64 tokens (1, T) on the CPU -> logits (1, T, vocab_size), with the model in evaluation mode.
-    """
-    return lambda ids: forward(torch.tensor([ids[-seq_len:]], dtype=torch.int64))[0, -1]
 
 
 @torch.no_grad()

@@ -8,8 +8,8 @@ import torch
 from model.cache import KVCache
 from model.gpt import GPT
 from model.presets import ARCHITECTURES, GPTConfig
-from model.sampling import Sampling, recomputed, stream
-from tests.helpers import config_of
+from model.sampling import Sampling, stream
+from tests.helpers import config_of, recomputed
 
 END = 7
 TINY = {"n_layer": 2, "n_head": 2, "d_model": 32, "seq_len": 16, "vocab_size": 100}
