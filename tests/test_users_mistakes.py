@@ -331,8 +331,8 @@ def test_wrong_value_in_the_json(key, faults):
         ("checkpoint", {"load_universal": True}, "a checkpoint must be complete when the engine returns"),
         ("optimizer", {"type": "SGD", "params": {"lr": "auto"}}, 'write "zero_allow_untested_optimizer": true, or use stage 0'),
         ("scheduler", {"type": "OneCycle"}, 'is "OneCycle"; there are WarmupCosineTokens'),
-        ("scheduler", {"type": "WarmupLR", "params": {"warmup_num_steps": -5}}, "is -5; write a whole number of at least 1"),
-        ("scheduler", {"type": "WarmupLR", "params": {"warmup_type": "cubic"}}, 'write "log" or "linear"'),
+        ("scheduler", {"type": "WarmupLR", "params": {"warmup_num_steps": -5}}, "is -5; write 1 or more"),
+        ("scheduler", {"type": "WarmupLR", "params": {"warmup_type": "cubic"}}, 'write one of "log", "linear"'),
     ],
 )
 def test_the_line_says_what_and_the_fix(key, value, names, faults):

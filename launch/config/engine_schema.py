@@ -1,8 +1,8 @@
 """The rules of the keys that DeepSpeed reads: from its own pydantic models, and from tables of what it reads by hand.
 
 DeepSpeed ignores an unknown top-level key in silence (DeepSpeed#653, #774, #1809), so `launch.config.engine_keys` checks a JSON by these
-rules. A rule says `types`, `enum`, `minimum`, `maximum`, `default`, `items` (the types in a list) and `keys` (the rules inside an
-object); an empty one allows everything. DeepSpeed is imported on the first call.
+rules. A rule says `types`, `enum`, `minimum`, `above`, `maximum`, `default`, `items` (the types in a list) and `keys` (the rules inside
+an object); an empty one allows everything. DeepSpeed is imported on the first call.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import typing
 from functools import cache
 from typing import Any, NamedTuple
 
+from launch.config.flags import MAX_LR
 from launch.config.hardware import quiet_deepspeed
 
 Rule = dict[str, Any]
@@ -121,6 +122,14 @@ BOUNDS: dict[str, Rule] = {
     **{f"aio.{key}": {"minimum": 1} for key in ("block_size", "queue_depth", "intra_op_parallelism")},
     "comms_logger.prof_ops": {"items": ["string"]},
 }
+#: The same for the parameters of DeepSpeed's schedules.
+SCHEDULE_BOUNDS: dict[str, Rule] = {
+    **dict.fromkeys(("warmup_num_steps", "total_num_steps"), {"minimum": 1}),
+    "warmup_min_lr": {"minimum": 0, "maximum": MAX_LR},
+    "warmup_max_lr": {"above": 0, "maximum": MAX_LR},
+    **dict.fromkeys(("warmup_min_ratio", "cos_min_ratio"), {"minimum": 0, "maximum": 1}),
+    "warmup_type": _choice("log", "linear"),
+}
 TYPES: dict[Any, str] = {
     bool: "boolean",
     int: "integer",
@@ -185,6 +194,7 @@ def _parameter_rules(function: Any) -> Rules:
             rules[name] = {"types": [TYPES[type(default)]], "default": default} if type(default) in (bool, int, float, str) else {}
             if parameter.annotation is int or "float" in str(parameter.annotation):
                 rules[name]["types"] = ["integer" if parameter.annotation is int else "number"]
+            rules[name] |= SCHEDULE_BOUNDS.get(name, {})
     return rules
 
 

@@ -21,10 +21,10 @@ from data_pipeline.sampler import GlobalSampler
 from data_pipeline.shards import Corpus, open_corpus
 from launch.config.combinations import CUDA_ONLY, ZERO_AUTO, check_combinations, check_with_deepspeed
 from launch.config.engine_json import EngineJson
-from launch.config.engine_keys import section_rule
+from launch.config.engine_keys import check_engine_keys, section_rule
 from launch.config.flags import MAX_TOKENS, given_fields, parse_flags
 from launch.config.optimizer import optimizer_auto_keys, resolve_optimizer
-from launch.config.schedule import resolve_schedule, schedule_auto_keys
+from launch.config.schedule import check_schedule, resolve_schedule, schedule_auto_keys
 from launch.config.steps import steps_to_make
 from launch.config.store_url import check_url
 from launch.config.token_schedule import TOKEN_SCHEDULES, TokenSchedule, token_schedule
@@ -278,7 +278,8 @@ def resolve(argv: list[str], ranks: int | None = None) -> tuple[RunConfig, argpa
     for section, cls in claimed.items():
         if engine.values.get(section) == "auto" and (keys := [key for key, rule in cls.declaration.keys.items() if rule.get("auto")]):
             engine.settle((section,), dict.fromkeys(keys, "auto"), '"auto"')
-    engine.check_keys({name: section_rule(cls) for name, cls in claimed.items()}, AUTO_KEYS | optimizer_auto_keys())
+    rules = {name: section_rule(cls) for name, cls in claimed.items()}
+    engine.note_faults(check_engine_keys(engine.values, rules, AUTO_KEYS | optimizer_auto_keys()))
     for key in OFFLOADS:
         if (engine.get("zero_optimization", key) or {}).get("nvme_path") == "auto":
             path = ("zero_optimization", key, "nvme_path")
@@ -286,6 +287,7 @@ def resolve(argv: list[str], ranks: int | None = None) -> tuple[RunConfig, argpa
     check_combinations(engine, ranks, shape, claimed)
     optimizer, lr = resolve_optimizer(engine, flags, preset)
     global_batch, micro_batch, accumulation = _batch(engine, flags, preset, ranks)
+    check_schedule(engine)
     steps, total_tokens, length_from = _length(engine, flags, preset, global_batch * shape.seq_len)
     schedule = resolve_schedule(engine, flags, preset, lr, steps, total_tokens)
     if engine.get("gradient_clipping") is None:
@@ -574,7 +576,7 @@ def _length(engine: EngineJson, flags: argparse.Namespace, preset: Preset, token
     origin = flags.origins.get("tokens") or flags.origins.get("steps", f"preset {flags.preset}")
     if engine.get("scheduler", "type") in TOKEN_SCHEDULES:
         path = ("scheduler", "params", "total_tokens")
-        planned = engine.number(*path, minimum=1, maximum=MAX_TOKENS, whole=True)
+        planned = engine.get(*path)
         if planned is not None and flags.steps is not None and -(-planned // tokens_per_step) != flags.steps:
             engine.fault(
                 path,

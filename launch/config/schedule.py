@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 from launch.config.engine_json import EngineJson
 from launch.config.engine_keys import check_section
 from launch.config.engine_schema import engine_schema
-from launch.config.flags import MAX_LR
 from launch.config.token_schedule import STABLE_DECAY, TOKEN_SCHEDULES
 from launch.errors import nearest
 from model.presets import Preset
@@ -39,8 +38,8 @@ def schedule_auto_keys() -> set[str]:
     return {f"scheduler.params.{key}" for key in (*TOKEN_SCHEDULES[STABLE_DECAY], *ENGINE_AUTO)}
 
 
-def resolve_schedule(engine: EngineJson, flags: argparse.Namespace, preset: Preset, lr: float, steps: int, total_tokens: int) -> Schedule:
-    """Resolve the `scheduler` section for a run of `steps` steps and `total_tokens` tokens; without one the schedule is ours."""
+def check_schedule(engine: EngineJson) -> None:
+    """Note the faults of the `scheduler` section, each by itself; without the section the schedule is ours."""
     if "scheduler" not in engine.values and not engine.is_faulty("scheduler"):
         engine.settle(("scheduler",), {"type": DEFAULT}, "default")
     engine_schedules = engine_schema().schedulers
@@ -50,23 +49,28 @@ def resolve_schedule(engine: EngineJson, flags: argparse.Namespace, preset: Pres
         if not engine.is_faulty("scheduler", "type"):
             wrong = "is missing" if kind is None else f"is {json.dumps(kind)}{nearest(kind, kinds)}"
             engine.fault(("scheduler", "type"), f"{wrong}; there are {', '.join(kinds)}")
-        return Schedule({}, lr, 0.0, 0)
+        return
     rules = TOKEN_SCHEDULES[kind] if kind in TOKEN_SCHEDULES else engine_schedules[kind]
     engine.note_faults(check_section(PATH, engine.get(*PATH) or {}, {"keys": rules}, schedule_auto_keys()))
+
+
+def resolve_schedule(engine: EngineJson, flags: argparse.Namespace, preset: Preset, lr: float, steps: int, total_tokens: int) -> Schedule:
+    """Resolve the `scheduler` section, after `check_schedule`, for a run of `steps` steps and `total_tokens` tokens."""
+    kind = engine.get("scheduler", "type")
+    if kind is None:  # a fault
+        return Schedule({}, lr, 0.0, 0)
     # A preset's warm-up is meant for the preset's rate and length. A shorter run at that rate needs nearly as many steps: `nano` over 200
     # steps ends at a validation loss of 5.82 with 20 of them and at 5.50 with 80.
     most = max(1, steps * 2 // 5)
     warmup = (preset.warmup_steps, f"preset {flags.preset}") if preset.warmup_steps <= most else (most, "40% of the run")
     if kind in TOKEN_SCHEDULES:
         return _token_schedule(engine, flags, kind, lr, steps, total_tokens, *warmup)
-    return _engine_schedule(engine, flags, kind, rules, lr, steps, *warmup)
+    return _engine_schedule(engine, flags, kind, lr, steps, *warmup)
 
 
 def _token_schedule(
     engine: EngineJson, flags: argparse.Namespace, kind: str, lr: float, steps: int, total_tokens: int, warmup: int, warmup_from: str
 ) -> Schedule:
-    engine.number(*PATH, "min_lr", minimum=0, maximum=MAX_LR)
-    engine.number(*PATH, "warmup_steps", minimum=0, whole=True)
     least, why = (lr / 10, "a tenth of the peak") if kind == DEFAULT else (0.0, f"{kind} ends at zero")
     min_lr = engine.choose((*PATH, "min_lr"), "min_lr", flags, least, why)
     if min_lr > lr:
@@ -86,7 +90,6 @@ def _token_schedule(
 
 def _decay(engine: EngineJson, steps: int, warmup: int) -> dict[str, Any]:
     """The decay's part of the run's tokens, and its shape."""
-    engine.number(*PATH, "decay_fraction", minimum=0, maximum=1, above=True)
     for key, value in (("decay_fraction", DECAY_FRACTION), ("decay_shape", DECAY_SHAPE)):
         if engine.get(*PATH, key) in (None, "auto") and not engine.is_faulty(*PATH, key):
             engine.settle((*PATH, key), value, "default")
@@ -102,25 +105,10 @@ def _decay(engine: EngineJson, steps: int, warmup: int) -> dict[str, Any]:
 
 
 def _engine_schedule(
-    engine: EngineJson,
-    flags: argparse.Namespace,
-    kind: str,
-    rules: dict[str, Any],
-    lr: float,
-    steps: int,
-    warmup: int,
-    warmup_from: str,
+    engine: EngineJson, flags: argparse.Namespace, kind: str, lr: float, steps: int, warmup: int, warmup_from: str
 ) -> Schedule:
     """A schedule of DeepSpeed's own, by steps; `"auto"` is filled as transformers fills it, and so is a default that exceeds the run."""
-    given = engine.get(*PATH) or {}
-    for key in ("warmup_num_steps", "total_num_steps"):
-        engine.number(*PATH, key, minimum=1, whole=True)
-    for key in ("warmup_min_lr", "warmup_max_lr"):
-        engine.number(*PATH, key, minimum=0, maximum=MAX_LR, above=key == "warmup_max_lr")
-    for key in ("warmup_min_ratio", "cos_min_ratio"):
-        engine.number(*PATH, key, minimum=0, maximum=1)
-    if (form := engine.get(*PATH, "warmup_type")) not in (None, "log", "linear"):
-        engine.fault((*PATH, "warmup_type"), f'is {json.dumps(form)}; write "log" or "linear"')
+    given, rules = engine.get(*PATH) or {}, engine_schema().schedulers[kind]
     for key, flag in (("warmup_num_steps", "warmup_steps"), ("total_num_steps", "steps"), ("warmup_max_lr", "lr")):
         if key in rules:
             engine.agree((*PATH, key), flag, getattr(flags, flag))
