@@ -315,7 +315,7 @@ def test_wrong_value_in_the_json(key, faults):
         ("zero_optimization.offload_optimizer", {"devcie": "cpu"}, "offload_optimizer.devcie': unknown key; did you mean 'device'?"),
         ("optimizer.parms", {}, "'optimizer.parms': unknown key; did you mean 'params'?"),
         ("optimizer.params.beta", [0, 0], "'optimizer.params.beta': unknown key; did you mean 'betas'?"),
-        ("optimizer.params.max_grad_norm", 1, 'write "gradient_clipping" at the top level instead'),
+        ("optimizer.params.max_grad_norm", 1, "it belongs to 'gradient_clipping'"),
         ("optimizer.type", "AdmaW", "did you mean 'AdamW'?"),
         ("scheduler.type", "WarmupCosine", "did you mean 'WarmupCosineLR'?"),
         ("scheduler.params.warmup_step", 3, "did you mean 'warmup_steps'?"),

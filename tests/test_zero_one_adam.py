@@ -130,7 +130,7 @@ def test_upstreams_documented_form_is_accepted_with_a_word():
         (f"{PARAMS}.eps_inside_sqrt=true", "is true; write false"),
         (f"{PARAMS}.cuda_aware=3", "is 3; write true or false"),
         (f"{PARAMS}.comm_backend_name=7", "is 7; write a string"),
-        (f"{PARAMS}.max_grad_norm=1", 'write "gradient_clipping" at the top level instead'),
+        (f"{PARAMS}.max_grad_norm=1", "it belongs to 'gradient_clipping'"),
         # 30 bytes a parameter on two ranks: weights, gradients and master weights 8, and 5.5 tensors in fp32.
         *((f"zero_optimization.stage={stage}", "the model states then take 0.45 GiB per rank") for stage in (1, 2, 3)),
         ('gradient_allreduce_op="sum"', 'is "sum", but ZeroOneAdam sends the mean'),

@@ -127,7 +127,7 @@ def _unknown(path: KeyPath, value: Any, section: dict[str, Any], rules: Rules) -
 
 @cache
 def _homes() -> dict[str, str]:
-    """The path of every key that occurs in only one place, by the name of the key."""
+    """The path of every key that occurs in only one place, by the name of the key; and of one that other projects write."""
     schema, places = engine_schema(), Counter[str]()
     found: dict[str, str] = {}
 
@@ -148,7 +148,7 @@ def _homes() -> dict[str, str]:
         walk(params, ("optimizer", "params"))
     for params in (*TOKEN_SCHEDULES.values(), *schema.schedulers.values()):
         walk(params, ("scheduler", "params"))
-    return {key: place for key, place in found.items() if places[key] == 1}
+    return {key: place for key, place in found.items() if places[key] == 1} | {"max_grad_norm": "gradient_clipping"}
 
 
 def defaults_left_open(config: dict[str, Any]) -> Iterator[tuple[str, Any]]:

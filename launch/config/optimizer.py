@@ -18,16 +18,6 @@ ADAM_TYPES = ("Adam", "AdamW")
 #: What `"auto"` means for an optimizer's parameters, beside `lr` (GPT-3, appendix B).
 OPTIMIZER_AUTO: dict[str, Any] = {"betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1}
 GPT_3 = "GPT-3, appendix B"
-#: Keys that other projects write, with what to write here.
-MOVED = {
-    "max_grad_norm": 'write "gradient_clipping" at the top level instead',
-    "learning_rate": "write 'lr'",
-    "fused": "leave it out: torch's fused kernel is taken where the type has one",
-}
-#: Types that DeepSpeed has and that are not taken here, with the reason (measured on 0.19.8).
-NOT_TAKEN = {
-    "lion": "whose kernel exists on CUDA only and is not held by any test here",
-}
 PATH = ("optimizer", "params")
 
 
@@ -54,20 +44,15 @@ def resolve_optimizer(engine: EngineJson, flags: argparse.Namespace, preset: Pre
     if kind is None:
         rules = {key: PARAMS.get(key, {}) for key in params}
         if asked is not None:
-            names = ", ".join(canonical.values())
-            why = NOT_TAKEN.get(str(asked).lower())
-            reason = f", {why}" if why else nearest(asked, canonical.values())
-            engine.fault(("optimizer", "type"), f'is "{asked}"{reason}; there are {names}')
+            names = canonical.values()
+            engine.fault(("optimizer", "type"), f'is "{asked}"{nearest(asked, names)}; there are {", ".join(names)}')
         elif not engine.is_faulty("optimizer"):
             engine.fault(("optimizer", "type"), 'must name an optimizer: "optimizer": {"type": "AdamW", "params": {"lr": "auto"}}')
     elif kind in declared:
         rules = PARAMS | declaration.keys
     else:
         rules = ADAM_PARAMS if kind in ADAM_TYPES else SGD_PARAMS
-    faults = check_section(PATH, params, {"keys": rules}, optimizer_auto_keys())
-    engine.note_faults(
-        [fault._replace(message=MOVED[key]) if (key := str(fault.path[-1])) in MOVED and key not in rules else fault for fault in faults]
-    )
+    engine.note_faults(check_section(PATH, params, {"keys": rules}, optimizer_auto_keys()))
     betas = params.get("betas", "auto")
     if betas != "auto" and not (
         isinstance(betas, list) and len(betas) == 2 and all(type(beta) in (int, float) and 0 <= beta < 1 for beta in betas)
