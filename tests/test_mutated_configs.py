@@ -20,7 +20,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from launch.config.engine_keys import section_rule
-from launch.config.engine_schema import engine_schema
+from launch.config.engine_schema import SCHEDULES, engine_schema
 from launch.config.optimizer import ADAM_TYPES
 from launch.config.run_config import resolve
 from launch.errors import UsageError
@@ -144,7 +144,7 @@ def rules_at(values: Values, path: KeyPath) -> dict[str, Any]:
         kind = values["optimizer"]["type"]
         return ADAM_PARAMS if kind in ("Adam", "AdamW") else BROUGHT.get(kind) or SGD_PARAMS
     if section == ("scheduler", "params"):
-        return SCHEMA.schedulers.get(values["scheduler"]["type"], TOKEN_SCHEDULE_PARAMS)
+        return SCHEDULES.get(values["scheduler"]["type"], TOKEN_SCHEDULE_PARAMS)
     rules = {**OURS, **SCHEMA.keys}
     for part in section:
         rules = rules[part].get("keys", {})
@@ -509,7 +509,7 @@ def test_a_key_left_out_has_its_default_or_is_asked_for(name, outcome):
         ),
         (
             "scheduler.type",
-            ("WarmupCosineTokens", *SCHEMA.schedulers),
+            ("WarmupCosineTokens", *SCHEDULES),
             ("WarmupCosineToken", "WarmUpDecay", "warmuplr", "Warmup_LR", "OneCycle", "LRRangeTest", "WarmupCosinLR"),
         ),
         ("zero_optimization.offload_optimizer.device", ("none", "cpu", "nvme"), ("CPU", "cpus", "nvm", "NVMe", "non")),
@@ -632,7 +632,7 @@ def schema_keys() -> Iterator[tuple[Values, KeyPath, dict[str, Any]]]:
         yield changed(SHIPPED["zero0_fp32"], {"optimizer": {"type": "SGD", "params": {"lr": "auto"}}}), ("optimizer", "params", key), rule
     for key, rule in ADAM_PARAMS.items():
         yield SHIPPED["zero1_bf16"], ("optimizer", "params", key), rule
-    for kind, rules in SCHEMA.schedulers.items():
+    for kind, rules in SCHEDULES.items():
         for key, rule in rules.items():
             yield changed(base, {"scheduler": {"type": kind, "params": {}}}), ("scheduler", "params", key), rule
     for key, rule in TOKEN_SCHEDULE_PARAMS.items():

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from functools import cache
 from typing import Any, NamedTuple
 
-from launch.config.engine_schema import Rule, Rules, engine_schema
+from launch.config.engine_schema import SCHEDULES, Rule, Rules, engine_schema
 from launch.config.flags import MAX_LR
 from launch.config.token_schedule import TOKEN_SCHEDULES
 from launch.errors import nearest_name
@@ -128,7 +128,7 @@ def _unknown(path: KeyPath, value: Any, section: dict[str, Any], rules: Rules) -
 @cache
 def _homes() -> dict[str, str]:
     """The path of every key that occurs in only one place, by the name of the key; and of one that other projects write."""
-    schema, places = engine_schema(), Counter[str]()
+    places = Counter[str]()
     found: dict[str, str] = {}
 
     def walk(rules: Rules, path: KeyPath) -> None:
@@ -139,14 +139,14 @@ def _homes() -> dict[str, str]:
                 found[key] = here
             walk(rule.get("keys", {}), (*path, key))
 
-    walk(schema.keys, ())
+    walk(engine_schema().keys, ())
     for cls in technique_classes():
         if cls.declaration.section:
             walk(cls.declaration.keys, (cls.declaration.section,))
     declared = (cls.declaration.keys for cls in technique_classes() if cls.declaration.optimizer_type)
     for params in (ADAM_PARAMS, SGD_PARAMS, *declared):
         walk(params, ("optimizer", "params"))
-    for params in (*TOKEN_SCHEDULES.values(), *schema.schedulers.values()):
+    for params in (*TOKEN_SCHEDULES.values(), *SCHEDULES.values()):
         walk(params, ("scheduler", "params"))
     return {key: place for key, place in found.items() if places[key] == 1} | {"max_grad_norm": "gradient_clipping"}
 

@@ -8,7 +8,6 @@ an object); an empty one allows everything. DeepSpeed is imported on the first c
 from __future__ import annotations
 
 import enum
-import inspect
 import types
 import typing
 from functools import cache
@@ -22,11 +21,10 @@ Rules = dict[str, Rule]
 
 
 class EngineSchema(NamedTuple):
-    """The rules of every top-level key, of the parameters of each schedule, and the removed keys with the reason."""
+    """The rules of every top-level key, and the removed keys with the reason."""
 
     version: str
     keys: Rules
-    schedulers: dict[str, Rules]
     removed: dict[str, str]
 
 
@@ -107,6 +105,22 @@ READ_BY_HAND: Rules = {
     **dict.fromkeys(("autotuning", "data_efficiency", "expert_parallel", "pipeline", "tensor_parallel", "weight_quantization"), _section()),
     "datastates_ckpt": _section(None, "null"),
 }
+_TOTAL: Rules = {"total_num_steps": _count()}
+_WARMUP: Rules = {"warmup_num_steps": _count(1000), "warmup_type": _choice("log", "linear")}
+_RATES: Rules = {
+    "warmup_min_lr": {"types": ["number"], "minimum": 0, "maximum": MAX_LR, "default": 0.0},
+    "warmup_max_lr": {"types": ["number"], "above": 0, "maximum": MAX_LR},
+}
+#: The parameters of DeepSpeed's schedules (deepspeed/runtime/lr_schedules.py).
+SCHEDULES: dict[str, Rules] = {
+    "WarmupLR": {**_RATES, **_WARMUP},
+    "WarmupDecayLR": {**_TOTAL, **_RATES, **_WARMUP, "warmup_max_lr": _RATES["warmup_max_lr"] | {"default": 0.001}},
+    "WarmupCosineLR": {
+        **_TOTAL,
+        **_WARMUP,
+        **dict.fromkeys(("warmup_min_ratio", "cos_min_ratio"), {"types": ["number"], "minimum": 0, "maximum": 1}),
+    },
+}
 #: Added to the models, which leave these out: what the engine asserts later in its code, or does not check at all.
 BOUNDS: dict[str, Rule] = {
     # In elements, and allocated whole: more than 10^11 fit on no device.
@@ -121,14 +135,6 @@ BOUNDS: dict[str, Rule] = {
     "comet.samples_log_interval": {"minimum": 1},
     **{f"aio.{key}": {"minimum": 1} for key in ("block_size", "queue_depth", "intra_op_parallelism")},
     "comms_logger.prof_ops": {"items": ["string"]},
-}
-#: The same for the parameters of DeepSpeed's schedules.
-SCHEDULE_BOUNDS: dict[str, Rule] = {
-    **dict.fromkeys(("warmup_num_steps", "total_num_steps"), {"minimum": 1}),
-    "warmup_min_lr": {"minimum": 0, "maximum": MAX_LR},
-    "warmup_max_lr": {"above": 0, "maximum": MAX_LR},
-    **dict.fromkeys(("warmup_min_ratio", "cos_min_ratio"), {"minimum": 0, "maximum": 1}),
-    "warmup_type": _choice("log", "linear"),
 }
 TYPES: dict[Any, str] = {
     bool: "boolean",
@@ -149,7 +155,7 @@ def engine_schema() -> EngineSchema:
     import deepspeed
     from deepspeed.compile.config import CompileConfig
     from deepspeed.monitor.config import CometConfig, CSVConfig, TensorBoardConfig, WandbConfig
-    from deepspeed.runtime import config, lr_schedules
+    from deepspeed.runtime import config
     from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
     from deepspeed.runtime.swap_tensor.aio_config import AIO_DEFAULT_DICT
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
@@ -180,22 +186,8 @@ def engine_schema() -> EngineSchema:
     return EngineSchema(
         deepspeed.__version__.split("+")[0],
         keys,
-        {name: _parameter_rules(getattr(lr_schedules, name)) for name in ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR")},
         {key: " ".join(reason.split()) for key, reason in removed.items()},
     )
-
-
-def _parameter_rules(function: Any) -> Rules:
-    """The rules of the keyword parameters of a schedule, by their annotations and defaults."""
-    rules: Rules = {}
-    for name, parameter in inspect.signature(function).parameters.items():
-        if name not in ("self", "optimizer", "last_batch_iteration"):
-            default = parameter.default
-            rules[name] = {"types": [TYPES[type(default)]], "default": default} if type(default) in (bool, int, float, str) else {}
-            if parameter.annotation is int or "float" in str(parameter.annotation):
-                rules[name]["types"] = ["integer" if parameter.annotation is int else "number"]
-            rules[name] |= SCHEDULE_BOUNDS.get(name, {})
-    return rules
 
 
 def _model_rules(model: Any) -> Rules:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from launch.config.engine_json import EngineJson
 from launch.config.engine_keys import check_section
-from launch.config.engine_schema import engine_schema
+from launch.config.engine_schema import SCHEDULES
 from launch.config.token_schedule import STABLE_DECAY, TOKEN_SCHEDULES
 from launch.errors import nearest
 from model.presets import Preset
@@ -42,16 +42,14 @@ def check_schedule(engine: EngineJson) -> None:
     """Note the faults of the `scheduler` section, each by itself; without the section the schedule is ours."""
     if "scheduler" not in engine.values and not engine.is_faulty("scheduler"):
         engine.settle(("scheduler",), {"type": DEFAULT}, "default")
-    engine_schedules = engine_schema().schedulers
-    kinds = (*TOKEN_SCHEDULES, *engine_schedules)
+    rules = TOKEN_SCHEDULES | SCHEDULES
     kind = engine.get("scheduler", "type")
-    if kind not in kinds:
+    if kind not in rules:
         if not engine.is_faulty("scheduler", "type"):
-            wrong = "is missing" if kind is None else f"is {json.dumps(kind)}{nearest(kind, kinds)}"
-            engine.fault(("scheduler", "type"), f"{wrong}; there are {', '.join(kinds)}")
+            wrong = "is missing" if kind is None else f"is {json.dumps(kind)}{nearest(kind, rules)}"
+            engine.fault(("scheduler", "type"), f"{wrong}; there are {', '.join(rules)}")
         return
-    rules = TOKEN_SCHEDULES[kind] if kind in TOKEN_SCHEDULES else engine_schedules[kind]
-    engine.note_faults(check_section(PATH, engine.get(*PATH) or {}, {"keys": rules}, schedule_auto_keys()))
+    engine.note_faults(check_section(PATH, engine.get(*PATH) or {}, {"keys": rules[kind]}, schedule_auto_keys()))
 
 
 def resolve_schedule(engine: EngineJson, flags: argparse.Namespace, preset: Preset, lr: float, steps: int, total_tokens: int) -> Schedule:
@@ -108,7 +106,7 @@ def _engine_schedule(
     engine: EngineJson, flags: argparse.Namespace, kind: str, lr: float, steps: int, warmup: int, warmup_from: str
 ) -> Schedule:
     """A schedule of DeepSpeed's own, by steps; `"auto"` is filled as transformers fills it, and so is a default that exceeds the run."""
-    given, rules = engine.get(*PATH) or {}, engine_schema().schedulers[kind]
+    given, rules = engine.get(*PATH) or {}, SCHEDULES[kind]
     for key, flag in (("warmup_num_steps", "warmup_steps"), ("total_num_steps", "steps"), ("warmup_max_lr", "lr")):
         if key in rules:
             engine.agree((*PATH, key), flag, getattr(flags, flag))
