@@ -440,7 +440,6 @@ def test_presets_have_the_size_of_their_name_and_values_that_fit_together(name):
         assert count == sum(p.numel() for p in GPT(config).parameters())
     assert preset.global_batch_size % preset.micro_batch_size == 0
     assert preset.warmup_steps < preset.steps
-    assert preset.min_lr == preset.lr / 10
     if name.startswith("gpt"):
         batch_tokens = preset.global_batch_size * preset.shape.seq_len
         assert batch_tokens in (2**19, 2**20, 2**21)
@@ -495,11 +494,6 @@ def test_flops_of_gpt2_by_hand():
 )
 def test_peak_of_the_device_found(name, dtype, tera):
     assert peak_flops(name, dtype) == (None if tera is None else tera * 1e12)
-
-
-def test_an_unknown_dtype_is_an_error():
-    with pytest.raises(ValueError, match="dtype is 'int8'"):
-        peak_flops("NVIDIA H200", "int8")
 
 
 @pytest.mark.parametrize(

@@ -121,7 +121,7 @@ def impossible_values(engine: EngineJson, ranks: int, shape: ModelShape, stage: 
                 yield (
                     zero + "zero_quantized_weights",
                     f"quantizes {QUANTIZED_TOGETHER} weights at a time, so each tensor needs a multiple of {QUANTIZED_TOGETHER} x {ranks} "
-                    f"ranks of them; {name} has {math.prod(sides)}; change {_size_of(name)}, or leave the key out",
+                    f"ranks of them, and {name} has {math.prod(sides)}; change the model's sizes, or leave the key out",
                 )
                 break
     if value("gradient_predivide_factor") not in (None, 1) and stage > 1:  # stage 3 does not multiply the gradients back
@@ -141,11 +141,6 @@ def impossible_values(engine: EngineJson, ranks: int, shape: ModelShape, stage: 
     for path in ("data_types.grad_accum_dtype", "communication_data_type"):
         if value(path) in FP16 and precision != "fp16":
             yield path, 'is fp16 without its loss scale, so that small gradients vanish; write "fp32"'
-
-
-def _size_of(name: str) -> str:
-    """The flag that changes the size of a norm or of a matrix."""
-    return "--qk_norm" if name.endswith(("q_norm.weight", "k_norm.weight")) else "--d_model"
 
 
 def _or(stages: tuple[int, ...]) -> str:

@@ -294,11 +294,8 @@ def resolve(argv: list[str], ranks: int | None = None) -> tuple[RunConfig, argpa
         engine.settle(("gradient_clipping",), 1.0, "DeepSpeed's default")
     if flags.block_similarity and flags.eval_every == 0:
         engine.fault_of_run("--block_similarity is measured at evaluations, and --eval_every 0 makes none; leave out one of the two")
-    if flags.perturb_init and flags.init_from is not None:
-        engine.fault_of_run("--perturb_init perturbs weights that are drawn, and --init_from reads them; leave out one of the two")
-    if flags.branch_from is not None and (flags.perturb_init or flags.init_from is not None):
-        other = "init_from" if flags.init_from is not None else "perturb_init"
-        engine.fault_of_run(f"--branch_from takes the weights of a checkpoint, and --{other} gives others; leave out one of the two")
+    if len(starts := [f"--{name}" for name in ("init_from", "branch_from", "perturb_init") if getattr(flags, name)]) > 1:
+        engine.fault_of_run(f"{' and '.join(starts)}: each sets the initial weights; give one of them")
     if flags.checkpoint_store is not None and (lacking := check_url(flags.checkpoint_store, flags.runs_dir)):
         engine.lacks.append(lacking)
     if flags.spike_rule in ("skip", "rewind") and any(
@@ -546,12 +543,7 @@ def _batch(engine: EngineJson, flags: argparse.Namespace, preset: Preset, ranks:
             origins["train_batch_size"] = "micro-batch x accumulation x ranks"
     per_rank, rest = divmod(total, ranks)
     if rest:
-        sizes = " or ".join(str(size) for size in (total - rest, total - rest + ranks) if size)
-        fewer = largest_divisor(total, min(ranks, total))
-        return refused(
-            f"a global batch of {total} sequences cannot be shared evenly by {ranks} ranks; --global_batch_size {sizes} can, or start "
-            f"{fewer} rank{'s' * (fewer > 1)}"
-        )
+        return refused(f"a global batch of {total} sequences cannot be shared evenly by {ranks} ranks; give a multiple of {ranks}")
     if micro is None and accumulation is not None:
         micro = max(1, per_rank // accumulation)
         origins["train_micro_batch_size_per_gpu"] = FROM_THE_BATCH
