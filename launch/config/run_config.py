@@ -175,7 +175,7 @@ class RunConfig:
     @property
     def matmul_dtype(self) -> str:
         """The arithmetic of the matrix products, if no technique changes it: the precision, or that of `torch_autocast`."""
-        return "bf16" if _at(self.engine, "torch_autocast.enabled") else self.precision
+        return "bf16" if value_at(self.engine, "torch_autocast.enabled") else self.precision
 
     @property
     def saves_beside_training(self) -> bool:
@@ -213,7 +213,7 @@ class RunConfig:
     @property
     def cuda_only(self) -> dict[str, tuple[int, int]]:
         """The dotted keys that are switched on and that only CUDA can do, with the least compute capability of the device."""
-        return {path: (0, 0) for path in CUDA_ONLY if _at(self.engine, path)} | self.built_techniques.needs_cuda
+        return {path: (0, 0) for path in CUDA_ONLY if value_at(self.engine, path)} | self.built_techniques.needs_cuda
 
     def training_loader(self, collectives: Any) -> Loader:
         """This rank's loader of the training split, in the run's order. collectives: has rank, world_size and device."""
@@ -249,7 +249,7 @@ def _placed(engine: EngineJson, reason: str) -> str:
     return engine.where(tuple(key[1].split("."))) + reason[key.end() :] if key else f"{engine.file}: {reason}"
 
 
-def _at(values: dict[str, Any], path: str) -> Any:
+def value_at(values: dict[str, Any], path: str) -> Any:
     """The value at a dotted path, or None."""
     value: Any = values
     for key in path.split("."):
