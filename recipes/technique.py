@@ -52,8 +52,6 @@ class Run(Protocol):
     @property
     def precision(self) -> str: ...
     @property
-    def matmul_dtype(self) -> str: ...
-    @property
     def engine(self) -> dict[str, Any]: ...
     @property
     def optimizer(self) -> dict[str, Any]: ...
@@ -154,7 +152,7 @@ class Costs:
     Attributes:
         optimizer_tensors: fp32 tensors of the parameters' size that its optimizer keeps; 0: it has no optimizer.
         checkpointed_segments: number of segments of blocks whose inputs alone are kept for the backward pass; 0: all activations are kept.
-        matmul_dtype: the arithmetic of the matrix products; empty: that of the run.
+        matmul_dtype: the arithmetic of the matrix products; empty: the run's precision.
     """
 
     optimizer_tensors: float = 0

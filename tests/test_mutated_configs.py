@@ -589,7 +589,6 @@ UNRULED: dict[str, tuple[str, ...]] = {
     "data_types.keep_in_fp32_modules": ("array",),  # of strings; and "auto"
     "datastates_ckpt": ("null", "object"),
     "flops_profiler.output_file": ("null", "string"),
-    "torch_autocast.lower_precision_safe_modules": ("null", "array"),
     "zero_optimization.offload_optimizer.nvme_path": ("null", "string"),
     "zero_optimization.offload_param.nvme_path": ("null", "string"),
     "optimizer.params.lr": ("number",),
@@ -901,9 +900,7 @@ PAIRS: dict[str, Pair] = {
     "bf16 master weights at stage 0": pair("zero0_bf16", {MASTER_BF16: True}, MASTER_BF16, "config.py:707"),
     "fp16 master weights without offload": pair("zero1_fp16", {MASTER16: True}, MASTER16, "zero/stage_1_and_2.py:332"),
     "bf16 master weights without offload": pair("zero3_bf16", {MASTER_BF16: True}, MASTER_BF16, "zero/stage3.py:300"),
-    "autocast to fp32": pair(
-        "zero1_fp32", {"torch_autocast": {"enabled": True, "dtype": "fp32"}}, "torch_autocast.dtype", "no word: nothing is cast"
-    ),
+    "autocast": pair("zero1_fp32", {"torch_autocast": {"enabled": True}}, "torch_autocast.enabled", "not supported here"),
     "bf16 optimizer states without master weights": pair(
         "zero1_bf16", {"bf16.bf16_optimizer_states": True}, "bf16.bf16_optimizer_states", "config.py:714"
     ),

@@ -325,7 +325,7 @@ def test_wrong_value_in_the_json(key, faults):
         ("fp16", {"enabled": True}, "fp16 modes cannot be simultaneously enabled"),
         ("zero_optimization.offload_param", {"device": "cpu"}, "offload works at stage 3, and this JSON is at stage 1"),
         ("zero_optimization.stage", "auto", '"auto" has no meaning here'),
-        ("torch_autocast", {"enabled": True, "dtype": "bfloat16"}, "casts fp32 weights, and bf16 is enabled too"),
+        ("torch_autocast", {"enabled": True, "dtype": "bfloat16"}, "is not supported: enable 'bf16'"),
         ("optimizer.type", "OneBitLam", "did you mean 'OneBitLamb'?"),
         ("managed_gradient_accumulation", False, "is false, but the loop steps the engine once per micro-batch"),
         ("checkpoint", {"load_universal": True}, "a checkpoint must be complete when the engine returns"),

@@ -51,9 +51,8 @@ CUDA_ONLY = (
 QUANTIZED_TOGETHER = 8
 #: Ranks of a host without a launcher: the GPUs of a DGX or HGX.
 GPUS_OF_A_HOST = 8
-#: The spellings of fp16 and bf16 in the JSON.
+#: The spellings of fp16 in the JSON.
 FP16 = ("fp16", "float16", "half", "torch.float16")
-BF16 = ("bf16", "bfloat16", "torch.bfloat16")
 #: Packages that a monitor needs.
 MONITORS = {"wandb": "wandb", "comet": "comet_ml"}
 
@@ -70,6 +69,7 @@ NOT_ON = {
     "zero_optimization.legacy_stage1": "is gone from DeepSpeed; leave it out",
     # superoffload_stage3.py keeps Adam's moments in a process of its own and has no code that saves them.
     "zero_optimization.offload_optimizer.super_offload": "loses Adam's moments on a resume in DeepSpeed 0.19.8; leave it out",
+    "torch_autocast.enabled": "is not supported: enable 'bf16', which keeps fp32 master weights, and leave the section out",
     "checkpoint.use_node_local_storage": "spreads a checkpoint over the hosts, but a resume reads all of its files; leave it out",
     **dict.fromkeys(
         ("checkpoint.writer", "checkpoint.load_universal"),
@@ -126,11 +126,6 @@ def impossible_values(engine: EngineJson, ranks: int, shape: ModelShape, stage: 
                 break
     if value("gradient_predivide_factor") not in (None, 1) and stage > 1:  # stage 3 does not multiply the gradients back
         yield "gradient_predivide_factor", f"is not 1, which is wrong at stage {stage}; leave it out, or use stage 0 or 1"
-    autocast = value("torch_autocast") or {}
-    if autocast.get("enabled") and precision != "fp32":
-        yield "torch_autocast.enabled", f"casts fp32 weights, and {precision} is enabled too; set one of them to false"
-    if autocast.get("enabled") and autocast.get("dtype") not in (None, *BF16):
-        yield "torch_autocast.dtype", "is not bf16; write \"bfloat16\", or use the 'fp16' section, which has a loss scale"
     if stage and (value(f"{zero}offload_optimizer") or {}).get("device") in (None, "none"):
         for path in ("fp16.fp16_master_weights_and_grads", "bf16.bf16_master_weights_and_grads"):
             if value(path) and not value("bf16.bf16_optimizer_states"):
@@ -189,8 +184,6 @@ def check_combinations(engine: EngineJson, ranks: int, shape: ModelShape, claime
     for key, size in ZERO_AUTO.items():
         if engine.values["zero_optimization"].get(key) == "auto":
             engine.settle(("zero_optimization", key), size(shape.d_model), f"from d_model {shape.d_model}")
-    if engine.get("torch_autocast", "enabled") and engine.get("torch_autocast", "dtype") is None:
-        engine.settle(("torch_autocast", "dtype"), "bfloat16", "default; torch's own on CUDA is fp16, without a loss scale")
     _settle_second_partition(engine, ranks)
     _check_machine(engine, ranks)
 

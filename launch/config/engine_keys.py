@@ -27,7 +27,7 @@ PARAMS: Rules = {
     "weight_decay": {"types": ["number"], "minimum": 0, "maximum": 1},
 }
 #: The parameters of the optimizers that this project builds itself.
-ADAM_PARAMS: Rules = PARAMS | dict.fromkeys(("amsgrad", "bias_correction", "adam_w_mode", "torch_adam"), {"types": ["boolean"]})
+ADAM_PARAMS: Rules = PARAMS | {key: {"types": ["boolean"]} for key in ("amsgrad", "bias_correction", "adam_w_mode", "torch_adam")}
 #: The parameters of torch's SGD that are read. With a momentum of 1, old gradients would never decay.
 SGD_PARAMS: Rules = {"lr": PARAMS["lr"], "weight_decay": PARAMS["weight_decay"]}
 SGD_PARAMS["momentum"] = {"types": ["number"], "minimum": 0, "maximum": 0.9999}

@@ -94,16 +94,11 @@ READ_BY_HAND: Rules = {
         }
     ),
     "timers": _section({"throughput": _section({"enabled": {"types": ["boolean"]}, "synchronized": {"types": ["boolean"]}})}),
-    "torch_autocast": _section(
-        {
-            "enabled": OFF,
-            "dtype": _choice(*(name for name in DTYPES if name not in ("float", "half", "torch.float32"))),
-            "lower_precision_safe_modules": {"types": ["array", "null"], "items": ["string"]},
-        }
-    ),
     # Features that have no effect in this training loop (launch.config.combinations.WITHOUT_EFFECT).
     **dict.fromkeys(("autotuning", "data_efficiency", "expert_parallel", "pipeline", "tensor_parallel", "weight_quantization"), _section()),
     "datastates_ckpt": _section(None, "null"),
+    # Refused if it is switched on (launch.config.combinations.NOT_ON).
+    "torch_autocast": _section(),
 }
 _TOTAL: Rules = {"total_num_steps": _count()}
 _WARMUP: Rules = {"warmup_num_steps": _count(1000), "warmup_type": _choice("log", "linear")}
@@ -118,7 +113,7 @@ SCHEDULES: dict[str, Rules] = {
     "WarmupCosineLR": {
         **_TOTAL,
         **_WARMUP,
-        **dict.fromkeys(("warmup_min_ratio", "cos_min_ratio"), {"types": ["number"], "minimum": 0, "maximum": 1}),
+        **{key: {"types": ["number"], "minimum": 0, "maximum": 1} for key in ("warmup_min_ratio", "cos_min_ratio")},
     },
 }
 #: Added to the models, which leave these out: what the engine asserts later in its code, or does not check at all.

@@ -173,11 +173,6 @@ class RunConfig:
         return self.token_schedule is not None
 
     @property
-    def matmul_dtype(self) -> str:
-        """The arithmetic of the matrix products, if no technique changes it: the precision, or that of `torch_autocast`."""
-        return "bf16" if value_at(self.engine, "torch_autocast.enabled") else self.precision
-
-    @property
     def saves_beside_training(self) -> bool:
         """Whether a checkpoint comes before the last one, so that training goes on while it is written."""
         return 0 < self.save_every < self.steps_to_make
