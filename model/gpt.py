@@ -73,13 +73,6 @@ class RotaryPositions(nn.Module):
         return rotation_at(positions, self.d_head, self.theta, dtype)
 
 
-class GELU(nn.GELU):
-    """GPT-2's tanh approximation of GELU (`gelu_new`): (..., d_ff) -> (..., d_ff)."""
-
-    def __init__(self) -> None:
-        super().__init__(approximate="tanh")
-
-
 class SwiGLU(nn.Module):
     """silu(gate) x up: (..., 2 d_ff), the gate first -> (..., d_ff)."""
 
@@ -95,7 +88,7 @@ NORMS: dict[str, Callable[[int, ModelShape], nn.Module]] = {
     "rmsnorm": lambda width, config: nn.RMSNorm(width, eps=config.norm_eps),
 }
 #: The activation between the two linear layers of the MLP: (..., ModelShape.c_fc_width) -> (..., d_ff).
-MLPS: dict[str, type[GELU | SwiGLU]] = {"gelu": GELU, "swiglu": SwiGLU}
+MLPS: dict[str, Callable[[], nn.Module]] = {"gelu": lambda: nn.GELU(approximate="tanh"), "swiglu": SwiGLU}
 
 
 def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, dropout: float) -> torch.Tensor:

@@ -485,7 +485,7 @@ def test_a_start_from_a_padded_vocabulary_leaves_the_padding_out(one_rank, folde
     assert all(torch.equal(whole[name], found[name]) for name in whole)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (copy / name).unlink()
-    assert "copy the model's tokenizer into its folder" in starting(copy, corpus, *SHAPE)
+    assert "copy the model's tokenizer there" in starting(copy, corpus, *SHAPE)
     (copy / "tokenizer.json").write_text("{")
     assert "its vocab_size is 1,224, and that of the corpus 1,024" in starting(copy, corpus, *SHAPE)
 

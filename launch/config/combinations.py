@@ -87,7 +87,10 @@ STAGES: dict[str, tuple[int, ...]] = {
     "zero_optimization.zero_quantized_weights": (3,),
     "prescale_gradients": (0, 1),  # with reduce_scatter, at stages 2 and 3, DeepSpeed refuses it when the engine starts
 }
-OFFLOAD_STAGES = {"offload_optimizer": (1, 2, 3), "offload_param": (3,)}
+OFFLOAD_STAGES: dict[str, dict[str, tuple[int, ...]]] = {
+    "offload_optimizer": {"cpu": (1, 2, 3), "nvme": (3,)},
+    "offload_param": {"cpu": (3,), "nvme": (3,)},
+}
 
 
 def impossible_values(engine: EngineJson, ranks: int, shape: ModelShape, stage: int, precision: str) -> Iterator[tuple[str, str]]:
@@ -105,13 +108,11 @@ def impossible_values(engine: EngineJson, ranks: int, shape: ModelShape, stage: 
     for path, stages in STAGES.items():
         if _is_active(value(path)) and stage not in stages:
             yield path, f"works at stage {_or(stages)} only, and this JSON is at stage {stage}; leave it out, or change the stage"
-    for key, stages in OFFLOAD_STAGES.items():
+    for key, stages_of in OFFLOAD_STAGES.items():
         section = value(zero + key) or {}
         device = section.get("device") or "none"
-        if device != "none" and stage not in stages:
-            yield zero + key, f"offload works at stage {_or(stages)}, and this JSON is at stage {stage}; change one of them"
-        if device == "nvme" and key == "offload_optimizer" and stage in (1, 2):
-            yield f"{zero}{key}.device", f'is "nvme", which works at stage 3 only; write "cpu", or use stage 3 instead of {stage}'
+        if stage not in (stages := stages_of.get(device, (0, 1, 2, 3))):
+            yield zero + key, f"{device} offload works at stage {_or(stages)}, and this JSON is at stage {stage}; change one of them"
         if device == "nvme" and not section.get("nvme_path"):
             yield zero + key, 'device "nvme" needs "nvme_path": a folder on the drive, or "auto" for one in the run\'s folder; add it'
     # From padded partitions other weights, or an assertion in the first forward pass (zero/partition_parameters.py).

@@ -428,30 +428,29 @@ def _start(flags: argparse.Namespace, run_name: str, shape: ModelShape, corpus: 
 
     folder = open_hf_folder(flags.init_from)
     where = f"--init_from {flags.init_from}"
-    other = _other_flags(folder.config, shape)
-    faults = [f"{where}: its model is not this run's; give {' '.join(other)}"] if other else []
+    if other := _other_flags(folder.config, shape):
+        raise UsageError(f"{where}: its model is not this run's; give {' '.join(other)}")
+    if corpus is None:
+        return folder
+    theirs, own = folder.config.vocab_size, corpus.vocab_size
     again = f"prepare the text with the folder's tokenizer: data_pipeline/prepare.py --tokenizer {flags.init_from}"
-    if corpus is not None and (more := folder.config.vocab_size - corpus.vocab_size) < 0:
-        faults.append(f"{where}: vocab_size is {folder.config.vocab_size:,} there, and {corpus.vocab_size:,} in {flags.data}; {again}")
-    elif corpus is not None and not faults and (folder.has_tokenizer or more):
-        from launch.formats.folder_tokenizer import difference, tokenizer_of_corpus, tokenizer_of_folder  # as above
+    if theirs < own:
+        raise UsageError(f"{where}: vocab_size is {theirs:,} there, and {own:,} in {flags.data}; {again}")
+    if theirs == own and not folder.has_tokenizer:
+        return folder
+    from launch.formats.folder_tokenizer import difference, tokenizer_of_corpus, tokenizer_of_folder  # as above
 
-        (theirs, why), (own, why_own) = tokenizer_of_folder(folder), tokenizer_of_corpus(corpus)
-        if theirs is None or own is None:
-            unknown = f"{where}: whether {flags.data} was made with its tokenizer is not known: {why or why_own}"
-            if more:
-                faults.append(
-                    f"{unknown}; its vocab_size is {folder.config.vocab_size:,}, and that of the corpus {corpus.vocab_size:,}: copy the"
-                    " model's tokenizer into its folder"
-                )
-            notes.append(unknown)
-        elif (differs := difference(corpus, own, theirs)) is not None:
-            faults.append(f"{where}: its tokenizer gives other ids than that of {flags.data}: {differs}; {again}")
-        elif more:
-            folder = folder.with_vocabulary(corpus.vocab_size)
-            notes.append(f"{where}: the last {more:,} of its {corpus.vocab_size + more:,} ids are not in its tokenizer and are left out")
-    if faults:
-        raise UsageError(*faults)
+    (their_tokenizer, why), (tokenizer, why_own) = tokenizer_of_folder(folder), tokenizer_of_corpus(corpus)
+    if their_tokenizer is None or tokenizer is None:
+        unknown = f"{where}: whether {flags.data} was made with its tokenizer is not known: {why or why_own}"
+        if theirs > own:
+            raise UsageError(f"{unknown}; its vocab_size is {theirs:,}, and that of the corpus {own:,}: copy the model's tokenizer there")
+        notes.append(unknown)
+    elif (differs := difference(corpus, tokenizer, their_tokenizer)) is not None:
+        raise UsageError(f"{where}: its tokenizer gives other ids than that of {flags.data}: {differs}; {again}")
+    elif theirs > own:
+        notes.append(f"{where}: the last {theirs - own:,} of its {theirs:,} ids are not in its tokenizer and are left out")
+        return folder.with_vocabulary(own)
     return folder
 
 

@@ -197,7 +197,7 @@ class FusedKernels(Technique):
             from liger_kernel.ops.swiglu import LigerFusedGateUpSiLUMulFunction  # an optional dependency
 
             for block in cast("Iterable[Block]", model.h):
-                block.mlp.act.forward = LigerFusedGateUpSiLUMulFunction.apply  # type: ignore[method-assign]
+                block.mlp.act.forward = LigerFusedGateUpSiLUMulFunction.apply
 
     def _use_rotary(self, model: GPT) -> None:
         if self._can_use_liger("rotary", "torch's operations are used"):
@@ -212,7 +212,7 @@ class FusedKernels(Technique):
         if not _has_compiler():
             return self._skip("gelu", "there is no C++ compiler")
         for block in cast("Iterable[Block]", model.h):
-            block.mlp.act = CompiledGELU()  # type: ignore[assignment]
+            block.mlp.act = CompiledGELU()
         self._say("gelu", "compiled by torch.compile; the first step waits for it")
 
     def _compiles(self) -> bool:
