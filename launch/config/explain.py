@@ -246,6 +246,7 @@ def _engine_rate(config: RunConfig) -> Callable[[int], float]:
 def as_text(explained: dict[str, Any]) -> str:
     """`explained` for a reader: short tables, at most about 120 columns wide."""
     batch, length, model, flops = (explained[key] for key in ("batch", "length", "model", "flops"))
+    plans = {heading: explained["memory_per_rank"][key] | {"sent": explained["bytes_sent_per_step"]} for key, heading in DEVICES.items()}
     lines = [f"{explained['config_file']}" + (f" (recipes/{explained['recipe']})" if explained["recipe"] else "")]
     lines += ["", "The run", *_value_rows(explained["run"])]
     lines += ["", "The DeepSpeed JSON", *_value_rows(explained["engine"])]
@@ -260,18 +261,12 @@ def as_text(explained: dict[str, Any]) -> str:
         f"  {model['parameters']:,} parameters, with a vocabulary of {model['vocab_size']:,} padded to {model['padded_vocab_size']:,}",
         "  " + ", ".join(f"{tqdm.format_sizeof(flops[key])}FLOP {what}" for key, what in FLOPS.items()),
     ]
-    lines += ["", "Memory of a rank, and what it sends", *_memory_rows(explained)]
+    lines += ["", "Memory of a rank, and what it sends", *memory_table(plans)]
     lines += ["", f"Over the run ({', '.join(explained['techniques']) or 'no technique of our own'})", *_columns(explained["over_the_run"])]
     for key, title in (("notes", "Note"), ("needs", "Needs"), ("lacks", "Missing on this machine (training would be refused)")):
         if explained[key]:
             lines += ["", title, *(f"  {line}" for line in explained[key])]
     return "\n".join(lines)
-
-
-def _memory_rows(explained: dict[str, Any]) -> list[str]:
-    """A column for a GPU and one for a CPU."""
-    sent = {"sent": explained["bytes_sent_per_step"]}
-    return memory_table({heading: explained["memory_per_rank"][device] | sent for device, heading in DEVICES.items()})
 
 
 def memory_table(columns: dict[str, dict[str, Any]]) -> list[str]:

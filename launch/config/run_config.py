@@ -25,7 +25,7 @@ from launch.config.engine_keys import check_engine_keys, section_rule
 from launch.config.flags import MAX_TOKENS, given_fields, parse_flags
 from launch.config.optimizer import optimizer_auto_keys, resolve_optimizer
 from launch.config.schedule import check_schedule, resolve_schedule, schedule_auto_keys
-from launch.config.steps import steps_to_make
+from launch.config.steps import planned_steps
 from launch.config.store_url import check_url
 from launch.config.token_schedule import TOKEN_SCHEDULES, TokenSchedule, token_schedule
 from launch.errors import UsageError, nearest
@@ -161,16 +161,16 @@ class RunConfig:
     @cached_property
     def steps_to_make(self) -> int:
         """Optimizer steps that the run's tokens take: `steps`, or more where techniques make steps of less than a whole batch."""
-        return steps_to_make(self, self.built_techniques)
+        changing = Techniques(member for member in self.built_techniques.members if member.declaration.changes_tokens)
+        number = self.steps
+        for steps in planned_steps(self, changing, stride=self.total_tokens) if changing.members else ():
+            number = steps.number + steps.repeats - 1
+        return number
 
     @property
     def token_schedule(self) -> TokenSchedule | None:
         """The learning rate by tokens; None with a schedule of DeepSpeed, by steps."""
         return token_schedule(self.scheduler, self.lr, self.tokens_per_step)
-
-    @property
-    def schedules_by_tokens(self) -> bool:
-        return self.token_schedule is not None
 
     @property
     def saves_beside_training(self) -> bool:

@@ -17,11 +17,12 @@ def check_url(url: str, runs_dir: str) -> str | None:
     import fsspec
 
     found = re.fullmatch(r"([a-z][a-z0-9+.-]*)://(.*)", url)
+    shown = re.sub(r"(//[^/@:]*):[^@]*@", r"\1:***@", url)  # without the password
     if not found or not found[2].strip("/") or not url.isprintable():
-        raise UsageError(f"--checkpoint_store {without_password(url)!r}: must be a URL such as s3://bucket/folder or file:///folder")
-    if without_password(url) != url:
+        raise UsageError(f"--checkpoint_store {shown!r}: must be a URL such as s3://bucket/folder or file:///folder")
+    if shown != url:
         raise UsageError(
-            f"--checkpoint_store {without_password(url)}: holds a password, which every process of the host can read; "
+            f"--checkpoint_store {shown}: holds a password, which every process of the host can read; "
             "leave it out, and set the backend's variables (AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY for s3)"
         )
     if found[1] == "file" and not found[2].startswith("/"):
@@ -35,8 +36,3 @@ def check_url(url: str, runs_dir: str) -> str | None:
     except ImportError as reason:
         return f"--checkpoint_store {url}: {reason}" + ('; pip install -e ".[s3]" -c constraints.txt' if found[1] == "s3" else "")
     return None
-
-
-def without_password(url: str) -> str:
-    """`url` without `user:password@`."""
-    return re.sub(r"(//[^/@:]*):[^@]*@", r"\1:***@", url)
