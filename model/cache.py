@@ -7,7 +7,6 @@ It has its own forward pass, for one text in evaluation mode; `tests/test_sampli
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from typing import cast
 
@@ -16,23 +15,6 @@ import torch.nn.functional as F
 
 from model.gpt import GPT, Block
 from model.layout import document_starts
-
-#: Parts into which `linear_of_one_row` splits a matrix; 2 to 32 are equally fast.
-PARTS = 16
-
-
-def linear_of_one_row(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """`F.linear` for a single row, (..., in) -> (..., out), through a batched product.
-
-    The time is that of reading the matrix. MKL's batched fp32 product reads it faster than its plain product: 2.9 times for the matrices of
-    `micro`, 2.3 times for those of `gpt2`, on two cores of an AMD EPYC with torch 2.13. In bf16 it is slower.
-    """
-    n_out, n_in = weight.shape
-    parts = math.gcd(n_out, PARTS)
-    column = x.reshape(1, n_in).t()  # (in, 1) as a transposed row: with the strides of a column the product is ten times slower
-    y = torch.bmm(weight.view(parts, -1, n_in), column.expand(parts, -1, -1))  # (parts, out / parts, 1)
-    y = y.view(*x.shape[:-1], n_out)
-    return y if bias is None else y + bias
 
 
 class KVCache:
@@ -61,17 +43,15 @@ class KVCache:
         starts = torch.zeros_like(tokens) if config.document_end is None else document_starts(tokens, config.document_end)  # (1, end)
         positions = (index - starts)[:, start:]  # (1, T), T = end - start
         mask = (index >= starts[0, start:, None]) & (index <= index[start:, None])  # (T, end): what a token attends to
-        one_row = end - start == 1 and (device.type, self._kept.dtype) == ("cpu", torch.float32)
-        linear, grouped = linear_of_one_row if one_row else F.linear, config.n_kv_head < config.n_head
+        grouped = config.n_kv_head < config.n_head
         x = model.embed(tokens[:, start:], positions)  # (1, T, C)
         rotation = model.wpe.rotation(positions, x.dtype)
         for block, (keys, values) in zip(cast("Iterable[Block]", model.h), self._kept, strict=True):
-            attn, mlp = block.attn, block.mlp
-            heads = attn.heads(linear(block.ln_1(x), attn.c_attn.weight, attn.c_attn.bias), rotation)
+            attn = block.attn
+            heads = attn.heads(attn.c_attn(block.ln_1(x)), rotation)
             q, keys[:, :, start:end], values[:, :, start:end] = (part.transpose(1, 2) for part in heads)  # (1, heads, T, d_head)
             y = F.scaled_dot_product_attention(q, keys[:, :, :end], values[:, :, :end], attn_mask=mask, enable_gqa=grouped)
-            x = x + linear(y.transpose(1, 2).flatten(2), attn.c_proj.weight, attn.c_proj.bias)
-            hidden = mlp.act(linear(block.ln_2(x), mlp.c_fc.weight, mlp.c_fc.bias))
-            x = x + linear(hidden, mlp.c_proj.weight, mlp.c_proj.bias)
+            x = x + attn.c_proj(y.transpose(1, 2).flatten(2))
+            x = x + block.mlp(block.ln_2(x))
         self._window = window
-        return model.lm_head.logits(model.ln_f(x[:, -1]), linear)[0]  # (1, C) -> (V,)
+        return model.lm_head(model.ln_f(x[:, -1]))[0]  # (1, C) -> (V,)

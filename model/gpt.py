@@ -35,7 +35,6 @@ from model.presets import GPTConfig, ModelShape
 BlockRunner = Callable[[nn.ModuleList, torch.Tensor], torch.Tensor]
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, float], torch.Tensor]
 Rotate = Callable[[torch.Tensor, torch.Tensor, Rotation | None], tuple[torch.Tensor, torch.Tensor]]
-Product = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
 HeadLoss = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor], torch.Tensor]
 TokenLoss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -74,13 +73,6 @@ class RotaryPositions(nn.Module):
         return rotation_at(positions, self.d_head, self.theta, dtype)
 
 
-class GELU(nn.GELU):
-    """GPT-2's tanh approximation of GELU (`gelu_new`): (..., d_ff) -> (..., d_ff)."""
-
-    def __init__(self) -> None:
-        super().__init__(approximate="tanh")
-
-
 class SwiGLU(nn.Module):
     """silu(gate) x up: (..., 2 d_ff), the gate first -> (..., d_ff)."""
 
@@ -96,7 +88,7 @@ NORMS: dict[str, Callable[[int, ModelShape], nn.Module]] = {
     "rmsnorm": lambda width, config: nn.RMSNorm(width, eps=config.norm_eps),
 }
 #: The activation between the two linear layers of the MLP: (..., ModelShape.c_fc_width) -> (..., d_ff).
-MLPS: dict[str, type[GELU | SwiGLU]] = {"gelu": GELU, "swiglu": SwiGLU}
+MLPS: dict[str, Callable[[], nn.Module]] = {"gelu": lambda: nn.GELU(approximate="tanh"), "swiglu": SwiGLU}
 
 
 def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, dropout: float) -> torch.Tensor:
@@ -259,9 +251,9 @@ class Head(nn.Module):
             loss = loss + (added - added.detach())
         return loss
 
-    def logits(self, x: torch.Tensor, linear: Product = F.linear) -> torch.Tensor:
+    def logits(self, x: torch.Tensor) -> torch.Tensor:
         """x (..., C) -> (..., vocab_size)."""
-        return linear(x, self.weight, self._bias(x))[..., : self.vocab_size]  # (..., padded_vocab_size) -> (..., vocab_size)
+        return F.linear(x, self.weight, self._bias(x))[..., : self.vocab_size]  # (..., padded_vocab_size) -> (..., vocab_size)
 
     def _bias(self, x: torch.Tensor) -> torch.Tensor | None:
         return None if self.padding_bias is None else self.padding_bias.to(x.dtype)

@@ -124,7 +124,7 @@ class Preset:
     """A shape, and the values of `"auto"` for it.
 
     Attributes:
-        lr: peak learning rate; the schedule ends at `min_lr`.
+        lr: peak learning rate.
         global_batch_size: sequences per step over all ranks.
         micro_batch_size: largest micro-batch of a rank, in sequences; smaller if ranks x micro_batch_size exceeds the global batch.
         steps, warmup_steps: optimizer steps.
@@ -136,11 +136,6 @@ class Preset:
     micro_batch_size: int
     steps: int
     warmup_steps: int
-
-    @property
-    def min_lr(self) -> float:
-        """The final learning rate: 10% of the peak (GPT-3, appendix B)."""
-        return self.lr / 10
 
 
 def check_positive_int(name: str, value: object) -> None:

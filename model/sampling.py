@@ -2,7 +2,7 @@
 
     python launch/generate.py runs/demo --prompt "def "
 
-A model is given as a function from a text to the logits of the next token: `recomputed`, or a KV cache (`model/cache.py`).
+A model is given as a function from a text to the logits of the next token, such as a KV cache (`model/cache.py`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 
 #: A text, at least one token -> logits (vocab_size,) of the token that follows it.
 NextLogits = Callable[[list[int]], torch.Tensor]
-#: The smallest divisor of logits: smaller ones overflow fp32. The most likely token has probability 1 at far higher temperatures.
+#: Below it the most likely token is taken, as for 0: its probability is 1 at far higher temperatures, and smaller divisors overflow fp32.
 MIN_TEMPERATURE = 1e-30
 
 
@@ -27,30 +27,19 @@ class Sampling:
         top_k: sample from the k most likely tokens; None for all.
         top_p: of those, sample from the smallest set of most likely tokens whose probabilities sum to p (nucleus sampling, Holtzman et al.,
             arXiv 1904.09751).
-
-    Raises:
-        ValueError: a value is out of range; the message is one line.
     """
 
     temperature: float = 1.0
     top_k: int | None = None
     top_p: float | None = None
 
-    def __post_init__(self) -> None:
-        if not self.temperature >= 0:
-            raise ValueError(f"temperature is {self.temperature}: it must be at least 0")
-        if self.top_k is not None and self.top_k < 1:
-            raise ValueError(f"top_k is {self.top_k}: it must be at least 1, or left out")
-        if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p is {self.top_p}: it must be above 0 and at most 1, or left out")
-
     def pick(self, logits: torch.Tensor, generator: torch.Generator | None = None) -> int:
-        """Samples a token from logits fp32 (V,) on the CPU."""
-        if self.temperature == 0:
+        """Samples the next token from its logits, fp32 (V,) on the CPU."""
+        if self.temperature < MIN_TEMPERATURE:
             return int(logits.argmax())
         n_ids = len(logits)
         logits, ids = logits.topk(min(self.top_k or n_ids, n_ids))  # (k,), most likely first
-        probabilities = torch.softmax(logits / max(self.temperature, MIN_TEMPERATURE), dim=0)
+        probabilities = torch.softmax(logits / self.temperature, dim=0)
         if self.top_p is not None:
             before = probabilities.cumsum(0) - probabilities  # sum over more likely tokens
             before[0] = -1  # the most likely token is always kept
@@ -58,15 +47,6 @@ class Sampling:
         # Ordered by id: ordered by probability, rounding of the logits could exchange two equally likely tokens.
         by_id = torch.zeros(n_ids).index_copy(0, ids, probabilities)  # (V,)
         return int(torch.multinomial(by_id, 1, generator=generator))
-
-
-def recomputed(forward: Callable[[torch.Tensor], torch.Tensor], seq_len: int) -> NextLogits:
-    """The next token's logits by a forward pass over the last `seq_len` tokens, without a cache.
-
-    Args:
-        forward: int64 tokens (1, T) on the CPU -> logits (1, T, vocab_size), with the model in evaluation mode.
-    """
-    return lambda ids: forward(torch.tensor([ids[-seq_len:]], dtype=torch.int64))[0, -1]
 
 
 @torch.no_grad()

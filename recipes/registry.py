@@ -252,7 +252,7 @@ def make_techniques(run: Run) -> Techniques:
         except ValueError as reason:
             faults.append(str(reason))
             continue
-        if declared.changes_tokens and not run.schedules_by_tokens:
+        if declared.changes_tokens and run.token_schedule is None:
             faults.append(f"'scheduler.type' is {run.scheduler['type']}, which counts steps of equal size; use WarmupCosineTokens")
         for other in members[:-1]:
             if shared := declared.shared_with(other.declaration):

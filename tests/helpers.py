@@ -24,7 +24,7 @@ from launch.config.run_config import RunConfig, needs_cuda, resolve
 from launch.errors import run_command
 from launch.formats.checkpoint_files import file_entry, state_text
 from model.presets import FIELDS, GPTConfig, ModelShape, shape_of
-from model.sampling import Sampling, recomputed, stream
+from model.sampling import NextLogits, Sampling, stream
 from recipes.registry import read_recipe, recipe_names
 from tests.commands import run_script
 
@@ -166,6 +166,11 @@ def resumed_after(run: Path) -> int:
     said = re.findall(r"resuming after step (\d+)|no complete checkpoint to resume from", (run / "log.txt").read_text(encoding="utf-8"))
     assert said, "the run was not resumed"
     return int(said[-1] or 0)
+
+
+def recomputed(forward: Callable[[torch.Tensor], torch.Tensor], seq_len: int) -> NextLogits:
+    """The next token's logits by a forward pass over the last `seq_len` tokens, int64 (1, T) -> (1, T, vocab_size), without a cache."""
+    return lambda ids: forward(torch.tensor([ids[-seq_len:]], dtype=torch.int64))[0, -1]
 
 
 def generate(

@@ -175,11 +175,9 @@ def test_what_only_one_of_them_has_is_refused(folder):
 
 
 def test_a_start_from_another_architecture_says_what_to_give(folder):
-    architecture = open_hf_folder(folder).content["model_type"]
-    said = refusal(*RUN, "--init_from", str(folder))
-    flags = f"--architecture {architecture} --n_layer 2 --d_model 32 --seq_len 16 --rope_theta 50000.0"
-    shorter = f"--architecture {architecture} --n_layer 2 --d_model 32 --rope_theta 50000.0"
-    assert said.endswith(f"give {flags}")
-    explained(*RUN, "--init_from", str(folder), *flags.split())
-    explained(*RUN, "--init_from", str(folder), *shorter.split(), "--seq_len", "8")
-    assert "give --seq_len 16" in refusal(*RUN, "--init_from", str(folder), *shorter.split(), "--seq_len", "32")
+    flags = refusal(*RUN, "--init_from", str(folder)).partition("; give ")[2].split()
+    assert flags[:6] == ["--n_layer", "2", "--d_model", "32", "--seq_len", "16"]
+    assert "--positions rotary" in " ".join(flags) and "--rope_theta 50000.0" in " ".join(flags)
+    explained(*RUN, "--init_from", str(folder), *flags)
+    explained(*RUN, "--init_from", str(folder), *flags, "--seq_len", "8")
+    assert "give --seq_len 16" in refusal(*RUN, "--init_from", str(folder), *flags, "--seq_len", "32")

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from launch.config.store_url import check_url
 from launch.errors import UsageError
 from launch.formats.checkpoint_files import DamagedCheckpoint, checkpoint_name, file_entry, state_text, verify
 from launch.training import store as store_module
@@ -264,8 +265,8 @@ def test_a_store_that_cannot_be_used_is_one_line(tmp_path, monkeypatch):
     assert not new.exists() and os.listdir(tmp_path) == ["here"]
 
 
-#: A relative path, the home folder, `--runs_dir`, the memory of the process.
-NOWHERE = ["file://mnt/store", "file://~/store", f"file://{ROOT}/runs/", "memory://x", "local:///x"]
+#: A relative path, the home folder, `--runs_dir`.
+NOWHERE = ["file://mnt/store", "file://~/store", f"file://{ROOT}/runs/"]
 
 
 @pytest.mark.parametrize("url", ["bucket/folder", "s3://", "s3//bucket", "file:", "", "s4://bucket/x", "S3 ://bucket", *NOWHERE])
@@ -280,10 +281,10 @@ def test_a_password_is_neither_taken_nor_printed(password):
 
 
 def test_a_missing_package_is_named(monkeypatch):
-    from launch.config import store_url
+    def missing(scheme: str) -> None:
+        raise ImportError("Install s3fs to access S3")
 
-    found = importlib.util.find_spec
-    monkeypatch.setattr(store_url.importlib.util, "find_spec", lambda name: None if name == "s3fs" else found(name))
-    line = store_url.missing_package("s3://bucket/x")
-    assert "s3fs" in line and ".[s3]" in line
-    assert store_url.missing_package("file:///x") is None
+    assert check_url("file:///x", "runs") is None
+    monkeypatch.setattr("fsspec.get_filesystem_class", missing)
+    line = check_url("s3://bucket/x", "runs")
+    assert line is not None and "s3fs" in line and ".[s3]" in line

@@ -229,13 +229,10 @@ SGD = BASE | {"optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9
 COSINE = BASE | {"scheduler": {"type": "WarmupCosineLR", "params": {"warmup_num_steps": 2}}}
 
 
-AUTOCAST = BASE | {"bf16": {"enabled": False}, "torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
-
-
 @pytest.mark.parametrize(
     "values",
-    [HUGGING_FACE, *(pytest.param(one, marks=pytest.mark.long) for one in (SGD, COSINE, AUTOCAST))],
-    ids=["hugging_face", "sgd", "cosine", "autocast"],
+    [HUGGING_FACE, *(pytest.param(one, marks=pytest.mark.long) for one in (SGD, COSINE))],
+    ids=["hugging_face", "sgd", "cosine"],
 )
 def test_what_is_resolved_trains(values, corpus, tmp_path, two_ranks):
     file = tmp_path / "engine.json"
@@ -343,7 +340,7 @@ def test_every_key_that_deepspeed_reads_has_a_rule():
     schema = engine_schema()
     old, of_recipes = {"bfloat16"}, {cls.declaration.section for cls in technique_classes()}
     assert looked_for - set(schema.removed) - old - of_recipes | {"sequence_parallel_size"} == set(schema.keys)
-    for section in ("aio", "checkpoint", "data_types", "flops_profiler", "torch_autocast"):
+    for section in ("aio", "checkpoint", "data_types", "flops_profiler"):
         looked_for.clear()
         DeepSpeedConfig({"train_batch_size": 1, section: Recorder()})
         assert looked_for <= set(schema.keys[section]["keys"]), section

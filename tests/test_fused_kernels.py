@@ -296,22 +296,6 @@ def test_a_kernel_of_a_component_that_the_model_lacks_is_refused_if_asked_for(na
     explained("--architecture", other, "--set", f'fused_kernels={{"attention": "auto", "{name}": "auto"}}')
 
 
-SIZES = {"n_layer": 2, "n_head": 2, "d_model": 32, "seq_len": 32, "global_batch_size": 4, "steps": 2, "eval_every": 0}
-
-
-def test_the_loss_kernel_is_left_out_under_autocast(one_rank, corpus, tmp_path):
-    flags = ["--deepspeed_config", "ds_configs/zero1_fp32.json", "--set", "torch_autocast.enabled=true"]
-    assert "which torch_autocast does not" in refusal(*flags, "--set", "fused_kernels.cross_entropy=true")
-    sizes = [word for name, value in SIZES.items() for word in (f"--{name}", str(value))]
-    place = ["--data", str(corpus), "--runs_dir", str(tmp_path), "--run_name", "r"]
-    kernels = 'fused_kernels={"cross_entropy": "auto", "attention": true}'
-    (lines,) = one_rank.run("tests.distributed.jobs:pretrain", flags=[*flags, *sizes, *place, "--set", kernels])
-    assert len(lines) == 2
-    log = (tmp_path / "r" / "log.txt").read_text()
-    assert "fused_kernels.cross_entropy: skipped, it computes in the weights' type" in log
-    assert "fused_kernels.attention: blocks of" in log
-
-
 def test_a_key_beside_auto_is_told_where_that_stands():
     line = refusal("--set", "fused_kernels=auto", "--set", "fused_kernels.compile=true")
     assert "'fused_kernels' is a value in another --set, not a section; --set fused_kernels=VALUE changes it" in line

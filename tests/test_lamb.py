@@ -66,7 +66,7 @@ REFUSED = [
     ("one_bit_lamb", "coeff_beta=1.5", "is 1.5; write 0.999999 or less"),
     ("one_bit_lamb", "coeff_beta=-0.5", "is -0.5; write 0 or more"),
     ("one_bit_lamb", "freeze_step=400", "acts from step 401 on, but the run ends at step 400; lower it"),
-    ("one_bit_lamb", "max_grad_norm=1", 'write "gradient_clipping" at the top level instead'),
+    ("one_bit_lamb", "max_grad_norm=1", "it belongs to 'gradient_clipping'"),
 ]
 
 

@@ -412,13 +412,9 @@ def test_sampling_draws_only_from_the_top_k_at_their_probabilities():
     assert abs(drawn[1].item() / 4000 - share) < 0.02  # four standard errors of 0.0051
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [({"prompt_ids": []}, "prompt is empty"), ({"temperature": -1}, "temperature is -1"), ({"top_k": 0}, "top_k is 0")],
-)
-def test_generation_refuses_nonsense(options, words):
-    with pytest.raises(ValueError, match=words):
-        generate(**{"forward": None, "prompt_ids": [1], "n_tokens": 1, "seq_len": 4} | options)
+def test_an_empty_prompt_is_refused():
+    with pytest.raises(ValueError, match="prompt is empty"):
+        generate(forward=None, prompt_ids=[], n_tokens=1, seq_len=4)
 
 
 # --- arithmetic
@@ -444,7 +440,6 @@ def test_presets_have_the_size_of_their_name_and_values_that_fit_together(name):
         assert count == sum(p.numel() for p in GPT(config).parameters())
     assert preset.global_batch_size % preset.micro_batch_size == 0
     assert preset.warmup_steps < preset.steps
-    assert preset.min_lr == preset.lr / 10
     if name.startswith("gpt"):
         batch_tokens = preset.global_batch_size * preset.shape.seq_len
         assert batch_tokens in (2**19, 2**20, 2**21)
@@ -499,11 +494,6 @@ def test_flops_of_gpt2_by_hand():
 )
 def test_peak_of_the_device_found(name, dtype, tera):
     assert peak_flops(name, dtype) == (None if tera is None else tera * 1e12)
-
-
-def test_an_unknown_dtype_is_an_error():
-    with pytest.raises(ValueError, match="dtype is 'int8'"):
-        peak_flops("NVIDIA H200", "int8")
 
 
 @pytest.mark.parametrize(

@@ -77,14 +77,6 @@ def test_explain_names_what_the_plan_does_not_count(corpus):
     assert "'communication_data_type'" in first and "'data_types.grad_accum_dtype'" in second
 
 
-def test_products_under_autocast_are_in_bf16(corpus):
-    flags = ["--deepspeed_config", "ds_configs/zero1_fp32.json", "--data", str(corpus)]
-    assert resolve(flags)[0].matmul_dtype == "fp32"
-    config = resolve([*flags, "--set", "torch_autocast.enabled=true"])[0]
-    assert (config.precision, config.matmul_dtype) == ("fp32", "bf16")
-    assert any("'torch_autocast.enabled' changes memory" in note for note in explain(config)["notes"])
-
-
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [

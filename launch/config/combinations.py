@@ -51,9 +51,8 @@ CUDA_ONLY = (
 QUANTIZED_TOGETHER = 8
 #: Ranks of a host without a launcher: the GPUs of a DGX or HGX.
 GPUS_OF_A_HOST = 8
-#: The spellings of fp16 and bf16 in the JSON.
+#: The spellings of fp16 in the JSON.
 FP16 = ("fp16", "float16", "half", "torch.float16")
-BF16 = ("bf16", "bfloat16", "torch.bfloat16")
 #: Packages that a monitor needs.
 MONITORS = {"wandb": "wandb", "comet": "comet_ml"}
 
@@ -70,6 +69,7 @@ NOT_ON = {
     "zero_optimization.legacy_stage1": "is gone from DeepSpeed; leave it out",
     # superoffload_stage3.py keeps Adam's moments in a process of its own and has no code that saves them.
     "zero_optimization.offload_optimizer.super_offload": "loses Adam's moments on a resume in DeepSpeed 0.19.8; leave it out",
+    "torch_autocast.enabled": "is not supported: enable 'bf16', which keeps fp32 master weights, and leave the section out",
     "checkpoint.use_node_local_storage": "spreads a checkpoint over the hosts, but a resume reads all of its files; leave it out",
     **dict.fromkeys(
         ("checkpoint.writer", "checkpoint.load_universal"),
@@ -87,7 +87,10 @@ STAGES: dict[str, tuple[int, ...]] = {
     "zero_optimization.zero_quantized_weights": (3,),
     "prescale_gradients": (0, 1),  # with reduce_scatter, at stages 2 and 3, DeepSpeed refuses it when the engine starts
 }
-OFFLOAD_STAGES = {"offload_optimizer": (1, 2, 3), "offload_param": (3,)}
+OFFLOAD_STAGES: dict[str, dict[str, tuple[int, ...]]] = {
+    "offload_optimizer": {"cpu": (1, 2, 3), "nvme": (3,)},
+    "offload_param": {"cpu": (3,), "nvme": (3,)},
+}
 
 
 def impossible_values(engine: EngineJson, ranks: int, shape: ModelShape, stage: int, precision: str) -> Iterator[tuple[str, str]]:
@@ -105,13 +108,11 @@ def impossible_values(engine: EngineJson, ranks: int, shape: ModelShape, stage: 
     for path, stages in STAGES.items():
         if _is_active(value(path)) and stage not in stages:
             yield path, f"works at stage {_or(stages)} only, and this JSON is at stage {stage}; leave it out, or change the stage"
-    for key, stages in OFFLOAD_STAGES.items():
+    for key, stages_of in OFFLOAD_STAGES.items():
         section = value(zero + key) or {}
         device = section.get("device") or "none"
-        if device != "none" and stage not in stages:
-            yield zero + key, f"offload works at stage {_or(stages)}, and this JSON is at stage {stage}; change one of them"
-        if device == "nvme" and key == "offload_optimizer" and stage in (1, 2):
-            yield f"{zero}{key}.device", f'is "nvme", which works at stage 3 only; write "cpu", or use stage 3 instead of {stage}'
+        if stage not in (stages := stages_of.get(device, (0, 1, 2, 3))):
+            yield zero + key, f"{device} offload works at stage {_or(stages)}, and this JSON is at stage {stage}; change one of them"
         if device == "nvme" and not section.get("nvme_path"):
             yield zero + key, 'device "nvme" needs "nvme_path": a folder on the drive, or "auto" for one in the run\'s folder; add it'
     # From padded partitions other weights, or an assertion in the first forward pass (zero/partition_parameters.py).
@@ -121,16 +122,11 @@ def impossible_values(engine: EngineJson, ranks: int, shape: ModelShape, stage: 
                 yield (
                     zero + "zero_quantized_weights",
                     f"quantizes {QUANTIZED_TOGETHER} weights at a time, so each tensor needs a multiple of {QUANTIZED_TOGETHER} x {ranks} "
-                    f"ranks of them; {name} has {math.prod(sides)}; change {_size_of(name)}, or leave the key out",
+                    f"ranks of them, and {name} has {math.prod(sides)}; change the model's sizes, or leave the key out",
                 )
                 break
     if value("gradient_predivide_factor") not in (None, 1) and stage > 1:  # stage 3 does not multiply the gradients back
         yield "gradient_predivide_factor", f"is not 1, which is wrong at stage {stage}; leave it out, or use stage 0 or 1"
-    autocast = value("torch_autocast") or {}
-    if autocast.get("enabled") and precision != "fp32":
-        yield "torch_autocast.enabled", f"casts fp32 weights, and {precision} is enabled too; set one of them to false"
-    if autocast.get("enabled") and autocast.get("dtype") not in (None, *BF16):
-        yield "torch_autocast.dtype", "is not bf16; write \"bfloat16\", or use the 'fp16' section, which has a loss scale"
     if stage and (value(f"{zero}offload_optimizer") or {}).get("device") in (None, "none"):
         for path in ("fp16.fp16_master_weights_and_grads", "bf16.bf16_master_weights_and_grads"):
             if value(path) and not value("bf16.bf16_optimizer_states"):
@@ -141,11 +137,6 @@ def impossible_values(engine: EngineJson, ranks: int, shape: ModelShape, stage: 
     for path in ("data_types.grad_accum_dtype", "communication_data_type"):
         if value(path) in FP16 and precision != "fp16":
             yield path, 'is fp16 without its loss scale, so that small gradients vanish; write "fp32"'
-
-
-def _size_of(name: str) -> str:
-    """The flag that changes the size of a norm or of a matrix."""
-    return "--qk_norm" if name.endswith(("q_norm.weight", "k_norm.weight")) else "--d_model"
 
 
 def _or(stages: tuple[int, ...]) -> str:
@@ -194,8 +185,6 @@ def check_combinations(engine: EngineJson, ranks: int, shape: ModelShape, claime
     for key, size in ZERO_AUTO.items():
         if engine.values["zero_optimization"].get(key) == "auto":
             engine.settle(("zero_optimization", key), size(shape.d_model), f"from d_model {shape.d_model}")
-    if engine.get("torch_autocast", "enabled") and engine.get("torch_autocast", "dtype") is None:
-        engine.settle(("torch_autocast", "dtype"), "bfloat16", "default; torch's own on CUDA is fp16, without a loss scale")
     _settle_second_partition(engine, ranks)
     _check_machine(engine, ranks)
 

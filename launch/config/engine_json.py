@@ -11,8 +11,7 @@ import argparse
 import json
 from typing import Any
 
-from launch.config.engine_keys import Faults, check_engine_keys
-from launch.config.engine_schema import Rule
+from launch.config.engine_keys import Faults
 from launch.errors import UsageError
 from launch.formats.json_lines import KeyPath, dotted, parse_json, read_json
 
@@ -56,13 +55,6 @@ class EngineJson:
                 raise UsageError(f"--set {text}: '{above}' is a value in {whose}, not a section; --set {above}=VALUE changes it")
         section[path[-1]] = value
         self._overrides.append(path)
-
-    def check_keys(self, sections: dict[str, Rule], auto: set[str]) -> None:
-        """Note every unknown or removed key and every value of a wrong type; `sections` are the rules of our own techniques' sections.
-
-        `auto` are the dotted keys for which `"auto"` has a meaning.
-        """
-        self.note_faults(check_engine_keys(self.values, sections, auto))
 
     # --- where a value came from ----------------------------------------------------------------------------------------------------
 
@@ -152,21 +144,6 @@ class EngineJson:
             value = value[part]
         return None if value == "auto" else value
 
-    def number(
-        self, *path: str, minimum: float, maximum: float | None = None, whole: bool = False, above: bool = False
-    ) -> int | float | None:
-        """The number at `path`, checked, or None where it is missing, `"auto"` or wrong (then a fault is noted)."""
-        value = self.get(*path)
-        section = self.get(*path[:-1])
-        if value is None and not (isinstance(section, dict) and path[-1] in section and section[path[-1]] is None):
-            return None
-        right_type = isinstance(value, (int, float)) and not isinstance(value, bool) and (not whole or float(value).is_integer())
-        if not right_type or value < minimum or (above and value == minimum) or (maximum is not None and value > maximum):
-            bound = f"{'above' if above else 'of at least'} {minimum:g}" + (f" and at most {maximum:g}" if maximum is not None else "")
-            self.fault(path, f'is {json.dumps(value)}; write a {"whole " if whole else ""}number {bound}, or "auto"')
-            return None
-        return int(value) if whole else value
-
     def agree(self, path: KeyPath, flag: str, given: Any) -> Any:
         """The value at `path` or the flag's, which must not contradict each other; None where neither is there."""
         value = self.get(*path)
@@ -174,15 +151,15 @@ class EngineJson:
             self.fault(path, f'is {json.dumps(value)}, but --{flag} is {given}; write "auto" in the JSON or leave the flag out')
         return given if value is None else value
 
-    def choose(self, path: KeyPath, flag: str, flags: argparse.Namespace, fallback: Any, origin: str, settle: bool = True) -> Any:
+    def choose(self, path: KeyPath, flag: str, flags: argparse.Namespace, fallback: Any, origin: str) -> Any:
         """The value at `path`: the file's own where it gives one, which must not contradict the flag; else the flag's; else `fallback`.
 
-        origin: where the fallback comes from. settle: whether the value is written into the JSON where the file leaves it open.
+        The value is written into the JSON where the file leaves it open. origin: where the fallback comes from.
         """
         given = getattr(flags, flag)
         value = self.agree(path, flag, given)
         if value is None:
             value = fallback
-        if settle and self.get(*path) is None and not self.is_faulty(*path):
+        if self.get(*path) is None and not self.is_faulty(*path):
             self.settle(path, value, origin if given is None else flags.origins[flag])
         return value

@@ -11,20 +11,26 @@ from collections.abc import Iterator
 from functools import cache
 from typing import Any, NamedTuple
 
-from launch.config.engine_schema import Rule, Rules, engine_schema
+from launch.config.engine_schema import SCHEDULES, Rule, Rules, engine_schema
+from launch.config.flags import MAX_LR
 from launch.config.token_schedule import TOKEN_SCHEDULES
 from launch.errors import nearest_name
 from launch.formats.json_lines import KeyPath, dotted
 from recipes.registry import technique_classes
 from recipes.technique import Technique
 
-#: The parameters of the optimizers that this project builds itself.
-ADAM_PARAMS: Rules = {
-    **{key: {} for key in ("lr", "betas", "eps", "weight_decay")},
-    **{key: {"types": ["boolean"]} for key in ("amsgrad", "bias_correction", "adam_w_mode", "torch_adam")},
+#: The parameters of every optimizer but SGD; `betas` is checked in `launch.config.optimizer`.
+PARAMS: Rules = {
+    "lr": {"types": ["number"], "above": 0, "maximum": MAX_LR},
+    "betas": {},
+    "eps": {"types": ["number"], "above": 0, "maximum": 1},
+    "weight_decay": {"types": ["number"], "minimum": 0, "maximum": 1},
 }
-#: The parameters of torch's SGD that are read.
-SGD_PARAMS: Rules = {"lr": {}, "momentum": {}, "weight_decay": {}}
+#: The parameters of the optimizers that this project builds itself.
+ADAM_PARAMS: Rules = PARAMS | {key: {"types": ["boolean"]} for key in ("amsgrad", "bias_correction", "adam_w_mode", "torch_adam")}
+#: The parameters of torch's SGD that are read. With a momentum of 1, old gradients would never decay.
+SGD_PARAMS: Rules = {"lr": PARAMS["lr"], "weight_decay": PARAMS["weight_decay"]}
+SGD_PARAMS["momentum"] = {"types": ["number"], "minimum": 0, "maximum": 0.9999}
 #: What to write instead of a removed key, where the advice of DeepSpeed's own message does not apply here.
 INSTEAD = {
     "amp": "Write 'bf16' or 'fp16' instead.",
@@ -56,8 +62,7 @@ Faults = list[KeyFault]
 def check_engine_keys(config: dict[str, Any], ours: Rules, auto: set[str]) -> Faults:
     """Faults of a DeepSpeed JSON.
 
-    Changes `config` in two ways: a whole number written as `5e8` becomes an integer, and a removed section that is switched off
-    (`"enabled": false`), which DeepSpeed would refuse, is deleted.
+    Deletes from `config` what is removed and switched off (`"enabled": false`), which DeepSpeed would refuse.
 
     Args:
         ours: the rules of the top-level sections that the project's own techniques claim.
@@ -75,8 +80,6 @@ def check_engine_keys(config: dict[str, Any], ours: Rules, auto: set[str]) -> Fa
         elif key in OLD_NAMES:
             fault = KeyFault(fault.path, f"is an old name; write {OLD_NAMES[key]} instead")
         faults.append(fault)
-    for key, value in config.items():
-        config[key] = _whole(value, rules.get(key, {}))
     return faults
 
 
@@ -87,7 +90,7 @@ def section_rule(technique: type[Technique]) -> Rule:
 
 
 def check_section(path: KeyPath, section: Any, rule: Rule, auto: set[str]) -> Faults:
-    """Faults of the object `section` at `path`, all the way down."""
+    """Faults of the object `section` at `path`, all the way down. In `section`, a whole number written as `5e8` becomes an integer."""
     faults: Faults = []
     rules = rule["keys"]
     for key, value in section.items():
@@ -102,6 +105,8 @@ def check_section(path: KeyPath, section: Any, rule: Rule, auto: set[str]) -> Fa
             faults.append(KeyFault(here, wrong))
         elif isinstance(value, dict) and "keys" in rules[key]:
             faults += check_section(here, value, rules[key], auto)
+        elif isinstance(value, float) and value.is_integer() and _is_whole(rules[key]):
+            section[key] = int(value)
     return faults
 
 
@@ -122,8 +127,8 @@ def _unknown(path: KeyPath, value: Any, section: dict[str, Any], rules: Rules) -
 
 @cache
 def _homes() -> dict[str, str]:
-    """The path of every key that occurs in only one place, by the name of the key."""
-    schema, places = engine_schema(), Counter[str]()
+    """The path of every key that occurs in only one place, by the name of the key; and of one that other projects write."""
+    places = Counter[str]()
     found: dict[str, str] = {}
 
     def walk(rules: Rules, path: KeyPath) -> None:
@@ -134,16 +139,16 @@ def _homes() -> dict[str, str]:
                 found[key] = here
             walk(rule.get("keys", {}), (*path, key))
 
-    walk(schema.keys, ())
+    walk(engine_schema().keys, ())
     for cls in technique_classes():
         if cls.declaration.section:
             walk(cls.declaration.keys, (cls.declaration.section,))
     declared = (cls.declaration.keys for cls in technique_classes() if cls.declaration.optimizer_type)
     for params in (ADAM_PARAMS, SGD_PARAMS, *declared):
         walk(params, ("optimizer", "params"))
-    for params in (*TOKEN_SCHEDULES.values(), *schema.schedulers.values()):
+    for params in (*TOKEN_SCHEDULES.values(), *SCHEDULES.values()):
         walk(params, ("scheduler", "params"))
-    return {key: place for key, place in found.items() if places[key] == 1}
+    return {key: place for key, place in found.items() if places[key] == 1} | {"max_grad_norm": "gradient_clipping"}
 
 
 def defaults_left_open(config: dict[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -172,6 +177,8 @@ def value_fault(value: Any, rule: Rule) -> str | None:
     if "items" in rule and isinstance(value, list) and not all(any(_fits(item, kind) for kind in rule["items"]) for item in value):
         return f"{wrong} a list of {' or '.join(rule['items'])}s"
     if isinstance(value, (int, float)) and not isinstance(value, bool):
+        if "above" in rule and value <= rule["above"]:
+            return f"{wrong} a number above {rule['above']}{auto}"
         if "minimum" in rule and value < rule["minimum"]:
             return f"{wrong} {rule['minimum']} or more{auto}"
         if "maximum" in rule and value > rule["maximum"]:
@@ -200,9 +207,5 @@ def _with_article(types: list[str]) -> str:
     return " or ".join(words[kind] for kind in types)
 
 
-def _whole(value: Any, rule: Rule) -> Any:
-    """`value` with every float that stands for a whole number made one."""
-    if isinstance(value, dict) and "keys" in rule:
-        return {key: _whole(item, rule["keys"].get(key, {})) for key, item in value.items()}
-    whole = "integer" in rule.get("types", ()) or isinstance(rule.get("enum", [None])[0], int)
-    return int(value) if isinstance(value, float) and whole and value.is_integer() else value
+def _is_whole(rule: Rule) -> bool:
+    return "integer" in rule.get("types", ()) or isinstance(rule.get("enum", [None])[0], int)

@@ -1,19 +1,19 @@
 """The rules of the keys that DeepSpeed reads: from its own pydantic models, and from tables of what it reads by hand.
 
 DeepSpeed ignores an unknown top-level key in silence (DeepSpeed#653, #774, #1809), so `launch.config.engine_keys` checks a JSON by these
-rules. A rule says `types`, `enum`, `minimum`, `maximum`, `default`, `items` (the types in a list) and `keys` (the rules inside an
-object); an empty one allows everything. DeepSpeed is imported on the first call.
+rules. A rule says `types`, `enum`, `minimum`, `above`, `maximum`, `default`, `items` (the types in a list) and `keys` (the rules inside
+an object); an empty one allows everything. DeepSpeed is imported on the first call.
 """
 
 from __future__ import annotations
 
 import enum
-import inspect
 import types
 import typing
 from functools import cache
 from typing import Any, NamedTuple
 
+from launch.config.flags import MAX_LR
 from launch.config.hardware import quiet_deepspeed
 
 Rule = dict[str, Any]
@@ -21,11 +21,10 @@ Rules = dict[str, Rule]
 
 
 class EngineSchema(NamedTuple):
-    """The rules of every top-level key, of the parameters of each schedule, and the removed keys with the reason."""
+    """The rules of every top-level key, and the removed keys with the reason."""
 
     version: str
     keys: Rules
-    schedulers: dict[str, Rules]
     removed: dict[str, str]
 
 
@@ -95,16 +94,27 @@ READ_BY_HAND: Rules = {
         }
     ),
     "timers": _section({"throughput": _section({"enabled": {"types": ["boolean"]}, "synchronized": {"types": ["boolean"]}})}),
-    "torch_autocast": _section(
-        {
-            "enabled": OFF,
-            "dtype": _choice(*(name for name in DTYPES if name not in ("float", "half", "torch.float32"))),
-            "lower_precision_safe_modules": {"types": ["array", "null"], "items": ["string"]},
-        }
-    ),
     # Features that have no effect in this training loop (launch.config.combinations.WITHOUT_EFFECT).
     **dict.fromkeys(("autotuning", "data_efficiency", "expert_parallel", "pipeline", "tensor_parallel", "weight_quantization"), _section()),
     "datastates_ckpt": _section(None, "null"),
+    # Refused if it is switched on (launch.config.combinations.NOT_ON).
+    "torch_autocast": _section(),
+}
+_TOTAL: Rules = {"total_num_steps": _count()}
+_WARMUP: Rules = {"warmup_num_steps": _count(), "warmup_type": _choice("log", "linear")}
+_RATES: Rules = {
+    "warmup_min_lr": {"types": ["number"], "minimum": 0, "maximum": MAX_LR},
+    "warmup_max_lr": {"types": ["number"], "above": 0, "maximum": MAX_LR},
+}
+#: The parameters of DeepSpeed's schedules (deepspeed/runtime/lr_schedules.py).
+SCHEDULES: dict[str, Rules] = {
+    "WarmupLR": {**_RATES, **_WARMUP},
+    "WarmupDecayLR": {**_TOTAL, **_RATES, **_WARMUP},
+    "WarmupCosineLR": {
+        **_TOTAL,
+        **_WARMUP,
+        **{key: {"types": ["number"], "minimum": 0, "maximum": 1} for key in ("warmup_min_ratio", "cos_min_ratio")},
+    },
 }
 #: Added to the models, which leave these out: what the engine asserts later in its code, or does not check at all.
 BOUNDS: dict[str, Rule] = {
@@ -140,7 +150,7 @@ def engine_schema() -> EngineSchema:
     import deepspeed
     from deepspeed.compile.config import CompileConfig
     from deepspeed.monitor.config import CometConfig, CSVConfig, TensorBoardConfig, WandbConfig
-    from deepspeed.runtime import config, lr_schedules
+    from deepspeed.runtime import config
     from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
     from deepspeed.runtime.swap_tensor.aio_config import AIO_DEFAULT_DICT
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
@@ -171,21 +181,8 @@ def engine_schema() -> EngineSchema:
     return EngineSchema(
         deepspeed.__version__.split("+")[0],
         keys,
-        {name: _parameter_rules(getattr(lr_schedules, name)) for name in ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR")},
         {key: " ".join(reason.split()) for key, reason in removed.items()},
     )
-
-
-def _parameter_rules(function: Any) -> Rules:
-    """The rules of the keyword parameters of a schedule, by their annotations and defaults."""
-    rules: Rules = {}
-    for name, parameter in inspect.signature(function).parameters.items():
-        if name not in ("self", "optimizer", "last_batch_iteration"):
-            default = parameter.default
-            rules[name] = {"types": [TYPES[type(default)]], "default": default} if type(default) in (bool, int, float, str) else {}
-            if parameter.annotation is int or "float" in str(parameter.annotation):
-                rules[name]["types"] = ["integer" if parameter.annotation is int else "number"]
-    return rules
 
 
 def _model_rules(model: Any) -> Rules:

@@ -9,7 +9,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
 from typing import Any
 
 from tqdm import tqdm
@@ -19,27 +18,19 @@ from launch.config.engine_keys import defaults_left_open
 from launch.config.hardware import quiet_deepspeed
 from launch.config.memory import bytes_sent_per_step, memory_per_rank
 from launch.config.optimizer import state_tensors
-from launch.config.run_config import RunConfig, needs_cuda
+from launch.config.run_config import RunConfig, needs_cuda, value_at
 from launch.config.steps import planned_steps
 from launch.errors import one_line
 from model.accounting import flops_per_token, parameter_count
-from model.presets import GPTConfig
+from model.presets import FIELDS, SIZES, GPTConfig
 
 #: The places in the run at which the table over the run has a column.
 PERCENTS = (0, 25, 50, 75, 100)
 #: The largest number of steps that are planned one by one.
 MOST_ASKED = 200_000
 DEVICES = {"cuda": "on a GPU", "cpu": "on a CPU"}
-#: The rows below the parts in a table of plans.
-LAST = {
-    "peak": "peak",
-    "checkpointed_activations": "activations, checkpointed",
-    "checkpointed_peak": "peak, checkpointed",
-    "sent": "sent a step, mean",
-}
-MOMENTS = {"forward": "forward", "recompute": "recomputing", "backward": "backward", "update": "updating"}
-#: The parts of a rank's memory, with their names in the table.
-PARTS = {
+#: The rows of a table of plans: the parts of a rank's memory, and what follows from them.
+ROWS = {
     "weights": "weights",
     "gradients": "gradients",
     "master_weights": "master weights",
@@ -51,6 +42,11 @@ PARTS = {
     "host": "offloaded, in the host's memory",
     "drive": "offloaded, on NVMe",
     "snapshot": "copy for checkpoints, in the host's memory",
+    "model_states": "model states, the first four",
+    "peak": "peak",
+    "checkpointed_activations": "activations, checkpointed",
+    "checkpointed_peak": "peak, checkpointed",
+    "sent": "sent a step, mean",
 }
 #: What would give activations, gradients, communication, master weights or moments another width than the plan assumes.
 NOT_PLANNED = (
@@ -59,14 +55,14 @@ NOT_PLANNED = (
     "bf16.bf16_master_weights_and_grads",
     "bf16.bf16_optimizer_states",
     "fp16.fp16_master_weights_and_grads",
-    "torch_autocast.enabled",
 )
 #: The names of the entries of `flops`.
 FLOPS = {"per_token": "a token", "per_step": "a step", "per_step_and_rank": "a step and rank", "run": "the run"}
 #: The run's own values, in the order of the flags' help; those with a home in the engine's JSON are shown there.
 RUN_VALUES = (
-    *("preset", "architecture", "data", "steps", "seed", "run_name", "runs_dir", "perturb_init", "resume", "eval_every", "eval_batches"),
-    *("whole_eval", "save_every", "keep", "checkpoint_store", "histogram_every", "block_similarity", "spike_rule", "hang_timeout", "ranks"),
+    *("preset", "architecture", *SIZES, *FIELDS, "no_cross_document", "data", "init_from", "steps", "seed", "run_name", "runs_dir"),
+    *("perturb_init", "resume", "eval_every", "eval_batches", "whole_eval", "save_every", "keep", "checkpoint_store", "histogram_every"),
+    *("block_similarity", "spike_rule", "hang_timeout", "ranks"),
 )
 
 
@@ -118,9 +114,7 @@ def explain(config: RunConfig) -> dict[str, Any]:
 def not_planned(config: RunConfig) -> Iterator[str]:
     """The keys of `NOT_PLANNED` that the run sets."""
     for path in NOT_PLANNED:
-        section, _, key = path.rpartition(".")
-        values = config.engine.get(section) or {} if section else config.engine
-        if values.get(key) not in (None, False, config.precision):
+        if value_at(config.engine, path) not in (None, False, config.precision):
             yield path
 
 
@@ -145,7 +139,7 @@ def memory_of(config: RunConfig, model: GPTConfig, device: str) -> dict[str, Any
         for segments in (checkpoints, model.n_layer)
     )
     return {
-        **{part: plan.parts[part] for part in PARTS},
+        **plan.parts,
         "model_states": plan.model_states,
         "peak": plan.peak,
         "peak_moment": plan.peak_moment,
@@ -167,13 +161,9 @@ def bytes_of(config: RunConfig, model: GPTConfig) -> int:
 
 def _run_values(config: RunConfig) -> Iterator[tuple[str, Any]]:
     for name in RUN_VALUES:
-        yield name, _valued(getattr(config, name), config.origins[name])
-        if name == "data" and config.init_from is not None:
-            yield "init_from", _valued(config.init_from, config.origins["init_from"])
-        if name == "architecture":
-            for size, value in asdict(config.shape).items():
-                yield size, _valued(value, config.origins[size])
-            yield "no_cross_document", _valued(config.no_cross_document, config.origins["no_cross_document"])
+        value = getattr(config.shape if name in (*SIZES, *FIELDS) else config, name)
+        if name != "init_from" or value is not None:
+            yield name, _valued(value, config.origins[name])
 
 
 def _engine_values(config: RunConfig) -> Iterator[tuple[str, Any]]:
@@ -256,6 +246,7 @@ def _engine_rate(config: RunConfig) -> Callable[[int], float]:
 def as_text(explained: dict[str, Any]) -> str:
     """`explained` for a reader: short tables, at most about 120 columns wide."""
     batch, length, model, flops = (explained[key] for key in ("batch", "length", "model", "flops"))
+    plans = {heading: explained["memory_per_rank"][key] | {"sent": explained["bytes_sent_per_step"]} for key, heading in DEVICES.items()}
     lines = [f"{explained['config_file']}" + (f" (recipes/{explained['recipe']})" if explained["recipe"] else "")]
     lines += ["", "The run", *_value_rows(explained["run"])]
     lines += ["", "The DeepSpeed JSON", *_value_rows(explained["engine"])]
@@ -270,7 +261,7 @@ def as_text(explained: dict[str, Any]) -> str:
         f"  {model['parameters']:,} parameters, with a vocabulary of {model['vocab_size']:,} padded to {model['padded_vocab_size']:,}",
         "  " + ", ".join(f"{tqdm.format_sizeof(flops[key])}FLOP {what}" for key, what in FLOPS.items()),
     ]
-    lines += ["", "Memory of a rank, and what it sends", *_memory_rows(explained)]
+    lines += ["", "Memory of a rank, and what it sends", *memory_table(plans)]
     lines += ["", f"Over the run ({', '.join(explained['techniques']) or 'no technique of our own'})", *_columns(explained["over_the_run"])]
     for key, title in (("notes", "Note"), ("needs", "Needs"), ("lacks", "Missing on this machine (training would be refused)")):
         if explained[key]:
@@ -278,21 +269,14 @@ def as_text(explained: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _memory_rows(explained: dict[str, Any]) -> list[str]:
-    """A column for a GPU and one for a CPU."""
-    columns = {heading: explained["memory_per_rank"][device] for device, heading in DEVICES.items()}
-    return memory_table({heading: plan | {"sent": explained["bytes_sent_per_step"]} for heading, plan in columns.items()})
-
-
 def memory_table(columns: dict[str, dict[str, Any]]) -> list[str]:
     """Plans side by side, a row for each part that any of them has: the lines of a table."""
     rows = [["", *columns]]
-    for part, name in (*PARTS.items(), ("model_states", "model states, the first four"), *LAST.items()):
+    for part, name in ROWS.items():
         if any(plan.get(part) for plan in columns.values()):
             rows.append([name, *(_bytes(plan[part]) for plan in columns.values())])
-    rows.append(["peak while", *(MOMENTS[plan["peak_moment"]] for plan in columns.values())])
-    lines = _aligned(rows)
-    return [*lines, "  The parts do not all live at once: the peak is less than their sum."]
+    rows.append(["peak in", *(plan["peak_moment"] for plan in columns.values())])
+    return [*_aligned(rows), "  The parts do not all live at once: the peak is less than their sum."]
 
 
 def _bytes(number: int) -> str:

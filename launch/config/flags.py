@@ -91,12 +91,6 @@ def real_number(minimum: float, maximum: float = math.inf, above: bool = False, 
     return parse
 
 
-def _must(text: str) -> str:
-    if text != MUST:
-        raise argparse.ArgumentTypeError(f"{text!r} must be '{MUST}', or left out")
-    return text
-
-
 def build_parser() -> Parser:
     """The flags of `launch/pretrain.py`."""
     positive, natural = whole_number(1), whole_number(0)
@@ -142,8 +136,8 @@ def build_parser() -> Parser:
         nargs="?",
         const=True,
         default=False,
-        type=_must,
-        metavar="must",
+        choices=(MUST,),
+        metavar=MUST,
         help="continue from the run's newest complete checkpoint, or from step 0 if it has none; --resume=must refuses to start at step 0",
     )
     add_evaluation_flags(run)
@@ -349,7 +343,6 @@ def _check_names(flags: argparse.Namespace) -> None:
         if getattr(flags, name) == "":
             raise UsageError(f"--{name} is empty; give a path")
     name = flags.run_name or "run"
-    if flags.run_name == "" or name.strip() in ("", ".", "..") or name != name.strip() or "/" in name or not name.isprintable():
-        raise UsageError(f"--run_name {name!r}: must be a plain folder name; --runs_dir says where it is made")
-    if len(os.fsencode(name)) > 200:
-        raise UsageError(f"--run_name {name[:40]}...: has {len(name)} characters; give a name of at most 200 bytes")
+    too_long = len(os.fsencode(name)) > 200
+    if flags.run_name == "" or name.strip() in ("", ".", "..") or name != name.strip() or "/" in name or not name.isprintable() or too_long:
+        raise UsageError(f"--run_name {name[:40]!r}: must be a plain folder name of at most 200 bytes; --runs_dir says where it is made")

@@ -7,8 +7,7 @@ import json
 from typing import Any
 
 from launch.config.engine_json import EngineJson
-from launch.config.engine_keys import ADAM_PARAMS, SGD_PARAMS, check_section
-from launch.config.flags import MAX_LR
+from launch.config.engine_keys import ADAM_PARAMS, PARAMS, SGD_PARAMS, check_section
 from launch.errors import nearest
 from model.presets import Preset
 from recipes.registry import technique_classes
@@ -19,16 +18,6 @@ ADAM_TYPES = ("Adam", "AdamW")
 #: What `"auto"` means for an optimizer's parameters, beside `lr` (GPT-3, appendix B).
 OPTIMIZER_AUTO: dict[str, Any] = {"betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1}
 GPT_3 = "GPT-3, appendix B"
-#: Keys that other projects write, with what to write here.
-MOVED = {
-    "max_grad_norm": 'write "gradient_clipping" at the top level instead',
-    "learning_rate": "write 'lr'",
-    "fused": "leave it out: torch's fused kernel is taken where the type has one",
-}
-#: Types that DeepSpeed has and that are not taken here, with the reason (measured on 0.19.8).
-NOT_TAKEN = {
-    "lion": "whose kernel exists on CUDA only and is not held by any test here",
-}
 PATH = ("optimizer", "params")
 
 
@@ -43,7 +32,6 @@ def resolve_optimizer(engine: EngineJson, flags: argparse.Namespace, preset: Pre
     """The optimizer with its type's canonical name and all of its parameters, and the peak learning rate."""
     if "optimizer" not in engine.values and not engine.is_faulty("optimizer"):  # as in files for a trainer that brings its own
         engine.settle(("optimizer",), {"type": "AdamW", "params": dict.fromkeys(("lr", *OPTIMIZER_AUTO), "auto")}, "default")
-    engine.number(*PATH, "lr", minimum=0, maximum=MAX_LR, above=True)
     declared = {cls.declaration.optimizer_type: cls.declaration for cls in technique_classes() if cls.declaration.optimizer_type}
     canonical = {name.lower(): name for name in (*ADAM_TYPES, "SGD", *declared)}
     asked = engine.get("optimizer", "type")
@@ -52,45 +40,37 @@ def resolve_optimizer(engine: EngineJson, flags: argparse.Namespace, preset: Pre
     usual_lr, origin = preset.lr, f"preset {flags.preset}"
     if "lr" in declaration.auto_params:
         usual_lr, origin = declaration.auto_params["lr"], f"the default of {kind}"
-    lr = engine.choose((*PATH, "lr"), "lr", flags, usual_lr, origin, settle=False)
+    params = engine.get(*PATH) or {}
     if kind is None:
+        rules = {key: PARAMS.get(key, {}) for key in params}
         if asked is not None:
-            names = ", ".join(canonical.values())
-            why = NOT_TAKEN.get(str(asked).lower())
-            reason = f", {why}" if why else nearest(asked, canonical.values())
-            engine.fault(("optimizer", "type"), f'is "{asked}"{reason}; there are {names}')
+            names = canonical.values()
+            engine.fault(("optimizer", "type"), f'is "{asked}"{nearest(asked, names)}; there are {", ".join(names)}')
         elif not engine.is_faulty("optimizer"):
             engine.fault(("optimizer", "type"), 'must name an optimizer: "optimizer": {"type": "AdamW", "params": {"lr": "auto"}}')
-        return {}, lr
-    params = engine.get(*PATH) or {}
-    if kind in declared:
-        rules = {**{key: {} for key in ("lr", *OPTIMIZER_AUTO)}, **declaration.keys}
+    elif kind in declared:
+        rules = PARAMS | declaration.keys
     else:
         rules = ADAM_PARAMS if kind in ADAM_TYPES else SGD_PARAMS
-    faults = check_section(PATH, params, {"keys": rules}, optimizer_auto_keys())
-    engine.note_faults(
-        [fault._replace(message=MOVED[key]) if (key := str(fault.path[-1])) in MOVED and key not in rules else fault for fault in faults]
-    )
+    engine.note_faults(check_section(PATH, params, {"keys": rules}, optimizer_auto_keys()))
     betas = params.get("betas", "auto")
     if betas != "auto" and not (
         isinstance(betas, list) and len(betas) == 2 and all(type(beta) in (int, float) and 0 <= beta < 1 for beta in betas)
     ):
         engine.fault((*PATH, "betas"), f"is {json.dumps(betas)}; write two numbers from 0 to below 1")
-    for key, above in (("eps", True), ("weight_decay", False)):
-        engine.number(*PATH, key, minimum=0, maximum=1, above=above)
-    if engine.number(*PATH, "momentum", minimum=0, maximum=1) == 1:
-        engine.fault((*PATH, "momentum"), "is 1, so old gradients never decay; write a number below 1")
+    lr = engine.choose((*PATH, "lr"), "lr", flags, usual_lr, origin)
+    if kind is None:
+        return {}, lr
     if kind == "AdamW" and params.get("adam_w_mode") is False:
         engine.fault((*PATH, "adam_w_mode"), 'is false, which turns AdamW into Adam; write "type": "Adam", or leave the key out')
     _check_stage(engine, kind, kind in declared)
-    engine.choose((*PATH, "lr"), "lr", flags, usual_lr, origin)
     for key, reason in declaration.ignored.items():
         if key in params:
             engine.note((*PATH, key), f"has no effect here: {reason}")
     for key, value in (OPTIMIZER_AUTO | declaration.auto_params).items():
         if params.get(key) == "auto" or (kind in (*ADAM_TYPES, *declared) and key not in params):
             engine.settle((*PATH, key), value, f"the default of {kind}" if key in declaration.auto_params else GPT_3)
-    return {"type": kind, "params": engine.values["optimizer"]["params"]}, lr
+    return {"type": kind, "params": engine.get(*PATH) or {}}, lr
 
 
 def _check_stage(engine: EngineJson, kind: str, is_from_recipe: bool) -> None:

@@ -15,8 +15,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from launch.errors import UsageError
 
@@ -27,25 +26,18 @@ FIRST_PORT, SLURM_PORTS = 29_500, 1_000
 #: The largest SLURM_STEP_ID that `srun` gives. Above it are Slurm's own steps, such as the shell of `salloc` (slurm/slurm.h,
 #: SLURM_MAX_NORMAL_STEP_ID).
 LAST_STEP = 0xFFFFFFF0
+START = "start with deepspeed, torchrun, srun or mpirun"
 
 
-@dataclass(frozen=True)
-class Place:
-    """Which rank a launcher started.
-
-    Attributes:
-        launcher: its name.
-        names: the variables that hold `rank` and `size`.
-        master: the host of rank 0; None if the launcher does not name it.
-    """
+class Task(NamedTuple):
+    """Which rank `launcher`, Slurm's or MPI's, started. master: the host of rank 0; empty if the launcher does not name it."""
 
     launcher: str
-    names: tuple[str, str]
     rank: int
     size: int
     local_rank: int
     local_size: int
-    master: str | None
+    master: str = ""
     port: int = FIRST_PORT
 
 
@@ -56,35 +48,39 @@ def learn_rank() -> None:
         UsageError: names are missing, are no numbers, or contradict each other.
     """
     environment = os.environ
-    place = _place(environment)
-    # A mistake is printed by one rank of a host, which `launch/errors.py` finds by this name.
-    if place is not None:
-        environment.setdefault("LOCAL_RANK", str(place.local_rank))
-    # `torchrun` and `deepspeed` start ranks of their own inside a task.
-    if place is not None and not {"TORCHELASTIC_RUN_ID", "CROSS_RANK"} & set(environment):
-        _compare(environment, place)
+    task = _task()
+    if task is not None:
+        # A mistake is printed by one rank of a host, which `launch/errors.py` finds by this name.
+        environment.setdefault("LOCAL_RANK", str(task.local_rank))
+        # `torchrun` and `deepspeed` start ranks of their own inside a task.
+        if not {"TORCHELASTIC_RUN_ID", "CROSS_RANK"} & set(environment):
+            for name, value in (("RANK", task.rank), ("WORLD_SIZE", task.size)):
+                if environment.get(name, str(value)) != str(value):
+                    raise UsageError(
+                        f"the environment variable {name} is {environment[name]!r}, and {task.launcher} says {value}; unset {name}"
+                    )
     if "RANK" in environment:
-        _check(environment, place)
-        return
-    if place is None:
-        return
-    if place.size == 1:
-        return
-    if "MASTER_ADDR" not in environment and place.master is None and place.size > place.local_size:
-        raise UsageError(
-            f"{place.launcher} started {place.size} ranks on several hosts, and does not name the first host; "
-            "set MASTER_ADDR to the host of rank 0"
-        )
-    if place.launcher == "srun" and (cores := environment.get("SLURM_CPUS_PER_TASK")):
-        environment.setdefault("OMP_NUM_THREADS", cores)  # srun may bind each task to its own cores, which nobody divides again
-    environment |= {
-        "RANK": str(place.rank),
-        "WORLD_SIZE": str(place.size),
-        "LOCAL_RANK": str(place.local_rank),
-        "LOCAL_WORLD_SIZE": str(place.local_size),
-        "MASTER_ADDR": environment.get("MASTER_ADDR") or place.master or "127.0.0.1",
-        "MASTER_PORT": environment.get("MASTER_PORT") or str(place.port),
-    }
+        if missing := [name for name in NAMES if not environment.get(name)]:
+            fix = f"unset RANK, because {task.launcher} says which rank this is" if task else f"{START}, or unset RANK to train on one rank"
+            raise UsageError(f"the environment names a rank, and {', '.join(missing)} is empty or not set; {fix}")
+        rank, size, local_rank = (_number(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+        _check(Task("the environment", rank, size, local_rank, size))
+    elif task is not None and task.size > 1:
+        if not task.master and "MASTER_ADDR" not in environment and task.size > task.local_size:
+            raise UsageError(
+                f"{task.launcher} started {task.size} ranks on several hosts, and does not name the first host; "
+                "set MASTER_ADDR to the host of rank 0"
+            )
+        if task.launcher == "srun" and (cores := environment.get("SLURM_CPUS_PER_TASK")):
+            environment.setdefault("OMP_NUM_THREADS", cores)  # srun may bind each task to its own cores, which nobody divides again
+        environment |= {
+            "RANK": str(task.rank),
+            "WORLD_SIZE": str(task.size),
+            "LOCAL_RANK": str(task.local_rank),
+            "LOCAL_WORLD_SIZE": str(task.local_size),
+            "MASTER_ADDR": environment.get("MASTER_ADDR") or task.master or "127.0.0.1",
+            "MASTER_PORT": environment.get("MASTER_PORT") or str(task.port),
+        }
 
 
 def ranks_of_host() -> int | None:
@@ -101,58 +97,50 @@ def require_launcher(ranks: int) -> None:
     Raises:
         UsageError: no launcher started this process, and `ranks` or Slurm asks for more than one.
     """
-    environment = os.environ
-    if "RANK" in environment:
+    if "RANK" in os.environ:
         return
     if ranks > 1:
-        asked = (
-            f"the environment variable WORLD_SIZE is {ranks}, and RANK is not set" if "WORLD_SIZE" in environment else f"--ranks {ranks}"
-        )
-        raise UsageError(f"{asked}: only --explain takes it without a launcher; start deepspeed --num_gpus {ranks}")
+        asked = f"the environment variable WORLD_SIZE is {ranks}" if "WORLD_SIZE" in os.environ else f"--ranks {ranks}"
+        raise UsageError(f"{asked}, and RANK is not set: only --explain takes it without a launcher; start deepspeed --num_gpus {ranks}")
     # Slurm sets SLURM_NTASKS in the batch script and in the shell of `salloc` too.
-    if _place(environment) is None and (tasks := _number(environment, "SLURM_NTASKS", 1)) > 1:
+    if _task() is None and (tasks := _number("SLURM_NTASKS", 1)) > 1:
         raise UsageError(
             f"this process is in a Slurm job of {tasks} tasks, and is not one of its tasks; "
             "start srun python launch/pretrain.py, or unset SLURM_NTASKS to train on one rank"
         )
 
 
-def _place(environment: Mapping[str, str]) -> Place | None:
+def _task() -> Task | None:
     """What Slurm or MPI says; None for a process that neither started."""
+    environment = os.environ
+    hydra = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")  # MPICH and Intel MPI
     if "OMPI_COMM_WORLD_RANK" in environment:
-        return _mpi_place(environment, *(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")))
+        return _mpi_task(*(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")))
     # Before Slurm: inside a job, `mpirun` starts one task per host with `srun`, and the ranks inherit that task's names.
     if "MPI_LOCALRANKID" in environment:
-        return _hydra_place(environment)
-    if "SLURM_PROCID" in environment and _number(environment, "SLURM_STEP_ID", LAST_STEP + 1) <= LAST_STEP:
-        return _slurm_place(environment)
+        return _mpi_task(*hydra)
+    if "SLURM_PROCID" in environment and _number("SLURM_STEP_ID", LAST_STEP + 1) <= LAST_STEP:
+        return _slurm_task()
     # After Slurm: `srun --mpi=pmi2` sets PMI_RANK too.
-    return _hydra_place(environment) if "PMI_RANK" in environment else None
+    return _mpi_task(*hydra) if "PMI_RANK" in environment else None
 
 
-def _hydra_place(environment: Mapping[str, str]) -> Place:
-    """MPICH and Intel MPI."""
-    return _mpi_place(environment, "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
+def _mpi_task(*names: str) -> Task:
+    rank, size, local_rank, local_size = map(_number, names)
+    return _check(Task("mpirun", rank, size, local_rank, local_size))
 
 
-def _mpi_place(environment: Mapping[str, str], *names: str) -> Place:
-    rank, size, local_rank, local_size = (_number(environment, name) for name in names)
-    return _valid(Place("mpirun", (names[0], names[1]), rank, size, local_rank, local_size, master=None))
-
-
-def _slurm_place(environment: Mapping[str, str]) -> Place:
-    rank, size, local_rank, node = (
-        _number(environment, name) for name in ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NODEID")
-    )
+def _slurm_task() -> Task:
+    environment = os.environ
+    rank, size, local_rank, node = map(_number, ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NODEID"))
     counts = _tasks_per_node(environment.get("SLURM_STEP_TASKS_PER_NODE") or environment.get("SLURM_TASKS_PER_NODE") or str(size))
     local_size = counts[node] if node < len(counts) else 1
-    several = len(counts) > 1
-    hosts = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST", "")
+    master = "127.0.0.1"
+    if len(counts) > 1:
+        master = _first_host(environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST", ""))
     # A job may run several steps at a time.
     job = sum(int(environment[name]) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID") if environment.get(name, "").isdecimal())
-    names = ("SLURM_PROCID", "SLURM_NTASKS")
-    master = _first_host(hosts) if several else "127.0.0.1"
-    return _valid(Place("srun", names, rank, size, local_rank, local_size, master, FIRST_PORT + job % SLURM_PORTS))
+    return _check(Task("srun", rank, size, local_rank, local_size, master, FIRST_PORT + job % SLURM_PORTS))
 
 
 def _tasks_per_node(text: str) -> list[int]:
@@ -173,57 +161,19 @@ def _first_host(hosts: str) -> str:
     return match[1] + (match[2] or "")
 
 
-def _valid(place: Place) -> Place:
-    """`place`, if its numbers fit together."""
-    rank, size = place.names
-    if not place.rank < place.size:
+def _check(task: Task) -> Task:
+    """`task`, if its numbers fit together."""
+    if not task.rank < task.size or not task.local_rank < task.local_size <= task.size:
         raise UsageError(
-            f"the environment variable {rank} is {place.rank}, and {size} is {place.size}: a rank must be below the number of ranks"
+            f"{task.launcher} says that this process is rank {task.rank} of {task.size}, and {task.local_rank} of {task.local_size} on its "
+            "host: a rank must be below the number of ranks"
         )
-    if not place.local_rank < place.local_size <= place.size:
-        raise UsageError(
-            f"{place.launcher} gave this process local rank {place.local_rank} of {place.local_size} on its host, "
-            f"and {place.size} ranks in all; start all ranks with one {place.launcher}"
-        )
-    return place
+    return task
 
 
-def _check(environment: Mapping[str, str], place: Place | None) -> None:
-    """Refuse torch's names where one is missing or no number, or they do not fit together. `place`: what Slurm or MPI says."""
-    fix = (
-        f"unset RANK, because {place.launcher} says which rank this is"
-        if place
-        else "start with deepspeed, torchrun, srun or mpirun, or unset RANK to train on one rank"
-    )
-    if not environment["RANK"]:
-        raise UsageError(f"the environment variable RANK is empty; {fix}")
-    if missing := [name for name in NAMES if not environment.get(name)]:
-        raise UsageError(
-            f"the environment variable RANK is set, and {', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not; {fix}"
-        )
-    rank, size, local_rank = (_number(environment, name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
-    if not rank < size:
-        raise UsageError(f"the environment variable RANK is {rank}, and WORLD_SIZE is {size}: a rank must be below the number of ranks")
-    if not local_rank < size:
-        raise UsageError(
-            f"the environment variable LOCAL_RANK is {local_rank}, and WORLD_SIZE is {size}: it must be below the number of ranks"
-        )
-
-
-def _compare(environment: Mapping[str, str], place: Place) -> None:
-    """Refuse torch's names where Slurm or MPI says something else."""
-    for name, theirs, value in (("RANK", place.names[0], place.rank), ("WORLD_SIZE", place.names[1], place.size)):
-        if name in environment and environment[name] != str(value):
-            raise UsageError(
-                f"the environment variable {name} is {environment[name]}, and {theirs} of {place.launcher} is {value}; unset {name}"
-            )
-
-
-def _number(environment: Mapping[str, str], name: str, default: int | None = None) -> int:
-    text = environment.get(name, "" if default is None else str(default))
+def _number(name: str, default: int | None = None) -> int:
+    text = os.environ.get(name, "" if default is None else str(default))
     if not (text.isascii() and text.isdecimal()):
-        what = f"is {text!r}" if name in environment else "is not set"
-        raise UsageError(
-            f"the environment variable {name} {what}: it must be a number, 0 or more; start with deepspeed, torchrun, srun or mpirun"
-        )
+        what = f"is {text!r}" if name in os.environ else "is not set"
+        raise UsageError(f"the environment variable {name} {what}: it must be a number, 0 or more; {START}")
     return int(text)

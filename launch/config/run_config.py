@@ -21,12 +21,12 @@ from data_pipeline.sampler import GlobalSampler
 from data_pipeline.shards import Corpus, open_corpus
 from launch.config.combinations import CUDA_ONLY, ZERO_AUTO, check_combinations, check_with_deepspeed
 from launch.config.engine_json import EngineJson
-from launch.config.engine_keys import section_rule
+from launch.config.engine_keys import check_engine_keys, section_rule
 from launch.config.flags import MAX_TOKENS, given_fields, parse_flags
 from launch.config.optimizer import optimizer_auto_keys, resolve_optimizer
-from launch.config.schedule import resolve_schedule, schedule_auto_keys
-from launch.config.steps import steps_to_make
-from launch.config.store_url import check_url, missing_package
+from launch.config.schedule import check_schedule, resolve_schedule, schedule_auto_keys
+from launch.config.steps import planned_steps
+from launch.config.store_url import check_url
 from launch.config.token_schedule import TOKEN_SCHEDULES, TokenSchedule, token_schedule
 from launch.errors import UsageError, nearest
 from launch.formats.checkpoint_files import complete_checkpoints
@@ -161,21 +161,16 @@ class RunConfig:
     @cached_property
     def steps_to_make(self) -> int:
         """Optimizer steps that the run's tokens take: `steps`, or more where techniques make steps of less than a whole batch."""
-        return steps_to_make(self, self.built_techniques)
+        changing = Techniques(member for member in self.built_techniques.members if member.declaration.changes_tokens)
+        number = self.steps
+        for steps in planned_steps(self, changing, stride=self.total_tokens) if changing.members else ():
+            number = steps.number + steps.repeats - 1
+        return number
 
     @property
     def token_schedule(self) -> TokenSchedule | None:
         """The learning rate by tokens; None with a schedule of DeepSpeed, by steps."""
         return token_schedule(self.scheduler, self.lr, self.tokens_per_step)
-
-    @property
-    def schedules_by_tokens(self) -> bool:
-        return self.token_schedule is not None
-
-    @property
-    def matmul_dtype(self) -> str:
-        """The arithmetic of the matrix products, if no technique changes it: the precision, or that of `torch_autocast`."""
-        return "bf16" if _at(self.engine, "torch_autocast.enabled") else self.precision
 
     @property
     def saves_beside_training(self) -> bool:
@@ -213,7 +208,7 @@ class RunConfig:
     @property
     def cuda_only(self) -> dict[str, tuple[int, int]]:
         """The dotted keys that are switched on and that only CUDA can do, with the least compute capability of the device."""
-        return {path: (0, 0) for path in CUDA_ONLY if _at(self.engine, path)} | self.built_techniques.needs_cuda
+        return {path: (0, 0) for path in CUDA_ONLY if value_at(self.engine, path)} | self.built_techniques.needs_cuda
 
     def training_loader(self, collectives: Any) -> Loader:
         """This rank's loader of the training split, in the run's order. collectives: has rank, world_size and device."""
@@ -249,7 +244,7 @@ def _placed(engine: EngineJson, reason: str) -> str:
     return engine.where(tuple(key[1].split("."))) + reason[key.end() :] if key else f"{engine.file}: {reason}"
 
 
-def _at(values: dict[str, Any], path: str) -> Any:
+def value_at(values: dict[str, Any], path: str) -> Any:
     """The value at a dotted path, or None."""
     value: Any = values
     for key in path.split("."):
@@ -278,7 +273,8 @@ def resolve(argv: list[str], ranks: int | None = None) -> tuple[RunConfig, argpa
     for section, cls in claimed.items():
         if engine.values.get(section) == "auto" and (keys := [key for key, rule in cls.declaration.keys.items() if rule.get("auto")]):
             engine.settle((section,), dict.fromkeys(keys, "auto"), '"auto"')
-    engine.check_keys({name: section_rule(cls) for name, cls in claimed.items()}, AUTO_KEYS | optimizer_auto_keys())
+    rules = {name: section_rule(cls) for name, cls in claimed.items()}
+    engine.note_faults(check_engine_keys(engine.values, rules, AUTO_KEYS | optimizer_auto_keys()))
     for key in OFFLOADS:
         if (engine.get("zero_optimization", key) or {}).get("nvme_path") == "auto":
             path = ("zero_optimization", key, "nvme_path")
@@ -286,20 +282,17 @@ def resolve(argv: list[str], ranks: int | None = None) -> tuple[RunConfig, argpa
     check_combinations(engine, ranks, shape, claimed)
     optimizer, lr = resolve_optimizer(engine, flags, preset)
     global_batch, micro_batch, accumulation = _batch(engine, flags, preset, ranks)
+    check_schedule(engine)
     steps, total_tokens, length_from = _length(engine, flags, preset, global_batch * shape.seq_len)
     schedule = resolve_schedule(engine, flags, preset, lr, steps, total_tokens)
     if engine.get("gradient_clipping") is None:
         engine.settle(("gradient_clipping",), 1.0, "DeepSpeed's default")
     if flags.block_similarity and flags.eval_every == 0:
         engine.fault_of_run("--block_similarity is measured at evaluations, and --eval_every 0 makes none; leave out one of the two")
-    if flags.perturb_init and flags.init_from is not None:
-        engine.fault_of_run("--perturb_init perturbs weights that are drawn, and --init_from reads them; leave out one of the two")
-    if flags.branch_from is not None and (flags.perturb_init or flags.init_from is not None):
-        other = "init_from" if flags.init_from is not None else "perturb_init"
-        engine.fault_of_run(f"--branch_from takes the weights of a checkpoint, and --{other} gives others; leave out one of the two")
-    if flags.checkpoint_store is not None:
-        check_url(flags.checkpoint_store, flags.runs_dir)
-        engine.lacks += filter(None, [missing_package(flags.checkpoint_store)])
+    if len(starts := [f"--{name}" for name in ("init_from", "branch_from", "perturb_init") if getattr(flags, name)]) > 1:
+        engine.fault_of_run(f"{' and '.join(starts)}: each sets the initial weights; give one of them")
+    if flags.checkpoint_store is not None and (lacking := check_url(flags.checkpoint_store, flags.runs_dir)):
+        engine.lacks.append(lacking)
     if flags.spike_rule in ("skip", "rewind") and any(
         cls.declaration.optimizer_type == optimizer["type"] for cls in registry.technique_classes()
     ):
@@ -435,54 +428,41 @@ def _start(flags: argparse.Namespace, run_name: str, shape: ModelShape, corpus: 
 
     folder = open_hf_folder(flags.init_from)
     where = f"--init_from {flags.init_from}"
-    other = _other_flags(folder.config, flags, shape)
-    faults = [f"{where}: its model is not this run's; give {' '.join(other)}"] if other else []
+    if other := _other_flags(folder.config, shape):
+        raise UsageError(f"{where}: its model is not this run's; give {' '.join(other)}")
+    if corpus is None:
+        return folder
+    theirs, own = folder.config.vocab_size, corpus.vocab_size
     again = f"prepare the text with the folder's tokenizer: data_pipeline/prepare.py --tokenizer {flags.init_from}"
-    if corpus is not None and (more := folder.config.vocab_size - corpus.vocab_size) < 0:
-        faults.append(f"{where}: vocab_size is {folder.config.vocab_size:,} there, and {corpus.vocab_size:,} in {flags.data}; {again}")
-    elif corpus is not None and not faults and (folder.has_tokenizer or more):
-        from launch.formats.folder_tokenizer import difference, tokenizer_of_corpus, tokenizer_of_folder  # as above
+    if theirs < own:
+        raise UsageError(f"{where}: vocab_size is {theirs:,} there, and {own:,} in {flags.data}; {again}")
+    if theirs == own and not folder.has_tokenizer:
+        return folder
+    from launch.formats.folder_tokenizer import difference, tokenizer_of_corpus, tokenizer_of_folder  # as above
 
-        (theirs, why), (own, why_own) = tokenizer_of_folder(folder), tokenizer_of_corpus(corpus)
-        if theirs is None or own is None:
-            unknown = f"{where}: whether {flags.data} was made with its tokenizer is not known: {why or why_own}"
-            if more:
-                faults.append(
-                    f"{unknown}; its vocab_size is {folder.config.vocab_size:,}, and that of the corpus {corpus.vocab_size:,}: copy the"
-                    " model's tokenizer into its folder"
-                )
-            notes.append(unknown)
-        elif (differs := difference(corpus, own, theirs)) is not None:
-            faults.append(f"{where}: its tokenizer gives other ids than that of {flags.data}: {differs}; {again}")
-        elif more:
-            folder = folder.with_vocabulary(corpus.vocab_size)
-            notes.append(f"{where}: the last {more:,} of its {corpus.vocab_size + more:,} ids are not in its tokenizer and are left out")
-    if faults:
-        raise UsageError(*faults)
+    (their_tokenizer, why), (tokenizer, why_own) = tokenizer_of_folder(folder), tokenizer_of_corpus(corpus)
+    if their_tokenizer is None or tokenizer is None:
+        unknown = f"{where}: whether {flags.data} was made with its tokenizer is not known: {why or why_own}"
+        if theirs > own:
+            raise UsageError(f"{unknown}; its vocab_size is {theirs:,}, and that of the corpus {own:,}: copy the model's tokenizer there")
+        notes.append(unknown)
+    elif (differs := difference(corpus, tokenizer, their_tokenizer)) is not None:
+        raise UsageError(f"{where}: its tokenizer gives other ids than that of {flags.data}: {differs}; {again}")
+    elif theirs > own:
+        notes.append(f"{where}: the last {theirs - own:,} of its {theirs:,} ids are not in its tokenizer and are left out")
+        return folder.with_vocabulary(own)
     return folder
 
 
-def _other_flags(theirs: GPTConfig, flags: argparse.Namespace, shape: ModelShape) -> list[str]:
-    """What to give beside `flags`, which mean `shape`, to train the model `theirs`; empty if it is that. Dropout may differ.
+def _other_flags(theirs: GPTConfig, shape: ModelShape) -> list[str]:
+    """The flags that change `shape` to that of `theirs`; empty if it is that. Dropout may differ.
 
     Rotary positions have no weights, so the run's sequences may be shorter.
     """
-    from model.hf import hf_form  # imports torch, which --help does without
-
-    form, sizes = hf_form(theirs), {name: getattr(theirs, name) for name in SIZES if name != "dropout"}
+    wanted = {name: getattr(theirs, name) for name in (*SIZES, *FIELDS) if name != "dropout"}
     if theirs.positions == "rotary":
-        sizes["seq_len"] = min(theirs.seq_len, shape.seq_len)
-    wanted = sizes | {name: getattr(theirs, name) for name in FIELDS}
-    if all(getattr(shape, name) == value for name, value in wanted.items()):
-        return []
-    given = given_fields(flags, FIELDS)
-    try:
-        derived = shape_of(shape, form, sizes | given)
-    except ValueError:  # what was given does not go with their sizes
-        derived = shape_of(shape, form, sizes)
-    other = [f"--architecture {form}"] if form != flags.architecture else []
-    other += [f"--{name} {value}" for name, value in sizes.items() if getattr(shape, name) != value]
-    return other + [f"--{name} {str(wanted[name]).lower()}" for name in FIELDS if getattr(derived, name) != wanted[name]]
+        wanted["seq_len"] = min(theirs.seq_len, shape.seq_len)
+    return [f"--{name} {str(value).lower()}" for name, value in wanted.items() if getattr(shape, name) != value]
 
 
 def _origins(engine: EngineJson, flags: argparse.Namespace) -> Origins:
@@ -557,12 +537,7 @@ def _batch(engine: EngineJson, flags: argparse.Namespace, preset: Preset, ranks:
             origins["train_batch_size"] = "micro-batch x accumulation x ranks"
     per_rank, rest = divmod(total, ranks)
     if rest:
-        sizes = " or ".join(str(size) for size in (total - rest, total - rest + ranks) if size)
-        fewer = largest_divisor(total, min(ranks, total))
-        return refused(
-            f"a global batch of {total} sequences cannot be shared evenly by {ranks} ranks; --global_batch_size {sizes} can, or start "
-            f"{fewer} rank{'s' * (fewer > 1)}"
-        )
+        return refused(f"a global batch of {total} sequences cannot be shared evenly by {ranks} ranks; give a multiple of {ranks}")
     if micro is None and accumulation is not None:
         micro = max(1, per_rank // accumulation)
         origins["train_micro_batch_size_per_gpu"] = FROM_THE_BATCH
@@ -587,7 +562,7 @@ def _length(engine: EngineJson, flags: argparse.Namespace, preset: Preset, token
     origin = flags.origins.get("tokens") or flags.origins.get("steps", f"preset {flags.preset}")
     if engine.get("scheduler", "type") in TOKEN_SCHEDULES:
         path = ("scheduler", "params", "total_tokens")
-        planned = engine.number(*path, minimum=1, maximum=MAX_TOKENS, whole=True)
+        planned = engine.get(*path)
         if planned is not None and flags.steps is not None and -(-planned // tokens_per_step) != flags.steps:
             engine.fault(
                 path,

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 from typing import Any, NamedTuple
 
 from launch.config.engine_json import EngineJson
 from launch.config.engine_keys import check_section
-from launch.config.engine_schema import engine_schema
-from launch.config.flags import MAX_LR
+from launch.config.engine_schema import SCHEDULES
 from launch.config.token_schedule import STABLE_DECAY, TOKEN_SCHEDULES
 from launch.errors import nearest
 from model.presets import Preset
@@ -20,7 +18,6 @@ DEFAULT = "WarmupCosineTokens"
 #: Parameters of DeepSpeed's schedules for which `"auto"` has a meaning, as transformers fills them.
 ENGINE_AUTO = ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "total_num_steps")
 PATH = ("scheduler", "params")
-DEEPSPEED = "DeepSpeed's default"
 #: arXiv 2405.18392, section 4: a decay of a fifth of the run reaches the loss of a cosine.
 DECAY_FRACTION, DECAY_SHAPE = 0.2, "1-sqrt"
 
@@ -39,34 +36,37 @@ def schedule_auto_keys() -> set[str]:
     return {f"scheduler.params.{key}" for key in (*TOKEN_SCHEDULES[STABLE_DECAY], *ENGINE_AUTO)}
 
 
-def resolve_schedule(engine: EngineJson, flags: argparse.Namespace, preset: Preset, lr: float, steps: int, total_tokens: int) -> Schedule:
-    """Resolve the `scheduler` section for a run of `steps` steps and `total_tokens` tokens; without one the schedule is ours."""
+def check_schedule(engine: EngineJson) -> None:
+    """Note the faults of the `scheduler` section, each by itself; without the section the schedule is ours."""
     if "scheduler" not in engine.values and not engine.is_faulty("scheduler"):
         engine.settle(("scheduler",), {"type": DEFAULT}, "default")
-    engine_schedules = engine_schema().schedulers
-    kinds = (*TOKEN_SCHEDULES, *engine_schedules)
+    rules = TOKEN_SCHEDULES | SCHEDULES
     kind = engine.get("scheduler", "type")
-    if kind not in kinds:
+    if kind not in rules:
         if not engine.is_faulty("scheduler", "type"):
-            wrong = "is missing" if kind is None else f"is {json.dumps(kind)}{nearest(kind, kinds)}"
-            engine.fault(("scheduler", "type"), f"{wrong}; there are {', '.join(kinds)}")
+            wrong = "is missing" if kind is None else f"is {json.dumps(kind)}{nearest(kind, rules)}"
+            engine.fault(("scheduler", "type"), f"{wrong}; there are {', '.join(rules)}")
+        return
+    engine.note_faults(check_section(PATH, engine.get(*PATH) or {}, {"keys": rules[kind]}, schedule_auto_keys()))
+
+
+def resolve_schedule(engine: EngineJson, flags: argparse.Namespace, preset: Preset, lr: float, steps: int, total_tokens: int) -> Schedule:
+    """Resolve the `scheduler` section, after `check_schedule`, for a run of `steps` steps and `total_tokens` tokens."""
+    kind = engine.get("scheduler", "type")
+    if kind is None:  # a fault
         return Schedule({}, lr, 0.0, 0)
-    rules = TOKEN_SCHEDULES[kind] if kind in TOKEN_SCHEDULES else engine_schedules[kind]
-    engine.note_faults(check_section(PATH, engine.get(*PATH) or {}, {"keys": rules}, schedule_auto_keys()))
     # A preset's warm-up is meant for the preset's rate and length. A shorter run at that rate needs nearly as many steps: `nano` over 200
     # steps ends at a validation loss of 5.82 with 20 of them and at 5.50 with 80.
     most = max(1, steps * 2 // 5)
     warmup = (preset.warmup_steps, f"preset {flags.preset}") if preset.warmup_steps <= most else (most, "40% of the run")
     if kind in TOKEN_SCHEDULES:
         return _token_schedule(engine, flags, kind, lr, steps, total_tokens, *warmup)
-    return _engine_schedule(engine, flags, kind, rules, lr, steps, *warmup)
+    return _engine_schedule(engine, flags, kind, lr, steps, *warmup)
 
 
 def _token_schedule(
     engine: EngineJson, flags: argparse.Namespace, kind: str, lr: float, steps: int, total_tokens: int, warmup: int, warmup_from: str
 ) -> Schedule:
-    engine.number(*PATH, "min_lr", minimum=0, maximum=MAX_LR)
-    engine.number(*PATH, "warmup_steps", minimum=0, whole=True)
     least, why = (lr / 10, "a tenth of the peak") if kind == DEFAULT else (0.0, f"{kind} ends at zero")
     min_lr = engine.choose((*PATH, "min_lr"), "min_lr", flags, least, why)
     if min_lr > lr:
@@ -86,7 +86,6 @@ def _token_schedule(
 
 def _decay(engine: EngineJson, steps: int, warmup: int) -> dict[str, Any]:
     """The decay's part of the run's tokens, and its shape."""
-    engine.number(*PATH, "decay_fraction", minimum=0, maximum=1, above=True)
     for key, value in (("decay_fraction", DECAY_FRACTION), ("decay_shape", DECAY_SHAPE)):
         if engine.get(*PATH, key) in (None, "auto") and not engine.is_faulty(*PATH, key):
             engine.settle((*PATH, key), value, "default")
@@ -102,25 +101,10 @@ def _decay(engine: EngineJson, steps: int, warmup: int) -> dict[str, Any]:
 
 
 def _engine_schedule(
-    engine: EngineJson,
-    flags: argparse.Namespace,
-    kind: str,
-    rules: dict[str, Any],
-    lr: float,
-    steps: int,
-    warmup: int,
-    warmup_from: str,
+    engine: EngineJson, flags: argparse.Namespace, kind: str, lr: float, steps: int, warmup: int, warmup_from: str
 ) -> Schedule:
-    """A schedule of DeepSpeed's own, by steps; `"auto"` is filled as transformers fills it, and so is a default that exceeds the run."""
-    given = engine.get(*PATH) or {}
-    for key in ("warmup_num_steps", "total_num_steps"):
-        engine.number(*PATH, key, minimum=1, whole=True)
-    for key in ("warmup_min_lr", "warmup_max_lr"):
-        engine.number(*PATH, key, minimum=0, maximum=MAX_LR, above=key == "warmup_max_lr")
-    for key in ("warmup_min_ratio", "cos_min_ratio"):
-        engine.number(*PATH, key, minimum=0, maximum=1)
-    if (form := engine.get(*PATH, "warmup_type")) not in (None, "log", "linear"):
-        engine.fault((*PATH, "warmup_type"), f'is {json.dumps(form)}; write "log" or "linear"')
+    """A schedule of DeepSpeed's own, by steps; what is left open is filled as transformers fills it."""
+    rules = SCHEDULES[kind]
     for key, flag in (("warmup_num_steps", "warmup_steps"), ("total_num_steps", "steps"), ("warmup_max_lr", "lr")):
         if key in rules:
             engine.agree((*PATH, key), flag, getattr(flags, flag))
@@ -136,34 +120,24 @@ def _engine_schedule(
         "warmup_min_lr": (0.0, "as transformers fills it", ""),
     }
     for key, (value, origin, flag) in fill.items():
-        if key in rules and (given.get(key) == "auto" or (key not in given and rules[key].get("default", math.inf) > steps)):
+        if key in rules and engine.get(*PATH, key) is None and not engine.is_faulty(*PATH, key):
             engine.settle((*PATH, key), value, flags.origins.get(flag, origin))
     least, most = engine.get(*PATH, "warmup_min_lr"), engine.get(*PATH, "warmup_max_lr")
     if least is not None and most is not None and least > most:
         engine.fault((*PATH, "warmup_min_lr"), f"is {least:g}, above 'warmup_max_lr' of {most:g}; lower it")
-    params = engine.values["scheduler"].get("params") or {}
-    if "warmup_max_lr" in rules and not engine.is_faulty(*PATH, "warmup_max_lr"):
-        lr = _peak(engine, kind, lr, params.get("warmup_max_lr", rules["warmup_max_lr"].get("default", lr)))
-    steps_of_warmup = params.get("warmup_num_steps", rules.get("warmup_num_steps", {}).get("default", 0))
-    return Schedule({"type": kind, "params": params}, lr, 0.0, steps_of_warmup)
-
-
-def _peak(engine: EngineJson, kind: str, lr: float, peak: float) -> float:
-    """The peak that the schedule sets, which is the run's: the optimizer's own rate is overwritten at the first step."""
-    where, rate = (*PATH, "warmup_max_lr"), ("optimizer", "params", "lr")
-    if peak != lr:
-        origin = engine.origin(rate) or ""
-        if origin.startswith(("line", "--")):
-            engine.note(rate, f"is {lr:g} and is not used: {kind} sets the rate, up to its 'warmup_max_lr' of {peak:g}")
-        engine.settle(rate, peak, f"scheduler.params.warmup_max_lr, {engine.origin(where) or DEEPSPEED}")
-    return peak
+    if most is not None and most != lr:  # the run's peak: the optimizer's own rate is overwritten at the first step
+        rate = ("optimizer", "params", "lr")
+        if (engine.origin(rate) or "").startswith(("line", "--")):
+            engine.note(rate, f"is {lr:g} and is not used: {kind} sets the rate, up to its 'warmup_max_lr' of {most:g}")
+        engine.settle(rate, most, f"scheduler.params.warmup_max_lr, {engine.origin((*PATH, 'warmup_max_lr'))}")
+    params = engine.get(*PATH) or {}
+    return Schedule({"type": kind, "params": params}, lr if most is None else most, 0.0, params.get("warmup_num_steps", 0))
 
 
 def _check_length(engine: EngineJson, rules: dict[str, Any], steps: int) -> None:
     """A schedule must fit into the run."""
     for key, what in (("total_num_steps", "the schedule"), ("warmup_num_steps", "the warm-up")):
-        asked = engine.get(*PATH, key)
-        if key in rules and asked is not None and asked > steps:
+        if (asked := engine.get(*PATH, key)) is not None and asked > steps:
             engine.fault((*PATH, key), f'is {asked}: {what} is longer than the run of {steps} steps; write "auto", or raise --steps')
     total, warmup = engine.get(*PATH, "total_num_steps"), engine.get(*PATH, "warmup_num_steps")
     if "total_num_steps" in rules and warmup is not None and warmup >= (total or steps):

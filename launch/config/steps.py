@@ -38,12 +38,3 @@ def planned_steps(run: Run, techniques: Techniques, stride: int = 1) -> Iterator
         consumed += repeats * tokens
         yield Steps(number, repeats, tokens, consumed, plan, techniques.metrics())
         number += repeats
-
-
-def steps_to_make(run: Run, techniques: Techniques) -> int:
-    """How many steps `run` will make."""
-    changing = Techniques(member for member in techniques.members if member.declaration.changes_tokens)
-    number = run.steps
-    for steps in planned_steps(run, changing, stride=run.total_tokens) if changing.members else ():
-        number = steps.number + steps.repeats - 1
-    return number

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from launch.config.engine_schema import Rules
+from launch.config.flags import MAX_LR, MAX_TOKENS
 
 #: What is left of the distance between peak and last rate, by the part of the decay that is done.
 DECAYS: dict[str, Callable[[float], float]] = {
@@ -15,7 +16,11 @@ DECAYS: dict[str, Callable[[float], float]] = {
     "1-sqrt": lambda done: 1.0 - math.sqrt(done),
 }
 STABLE_DECAY = "WarmupStableDecayTokens"
-_PARAMS: Rules = {"min_lr": {}, "warmup_steps": {}, "total_tokens": {}}
+_PARAMS: Rules = {
+    "min_lr": {"types": ["number"], "minimum": 0, "maximum": MAX_LR},
+    "warmup_steps": {"types": ["integer"], "minimum": 0},
+    "total_tokens": {"types": ["integer"], "minimum": 1, "maximum": MAX_TOKENS},
+}
 #: The parameters of each schedule. All begin with a linear warm-up.
 #:
 #: - `WarmupCosineTokens` decays from the warm-up to the end, along a cosine (GPT-3, arXiv 2005.14165, appendix B).
@@ -25,7 +30,11 @@ _PARAMS: Rules = {"min_lr": {}, "warmup_steps": {}, "total_tokens": {}}
 TOKEN_SCHEDULES: dict[str, Rules] = {
     "WarmupCosineTokens": _PARAMS,
     "WarmupLinearTokens": _PARAMS,
-    STABLE_DECAY: {**_PARAMS, "decay_fraction": {}, "decay_shape": {"enum": list(DECAYS)}},
+    STABLE_DECAY: {
+        **_PARAMS,
+        "decay_fraction": {"types": ["number"], "above": 0, "maximum": 1},
+        "decay_shape": {"enum": list(DECAYS)},
+    },
 }
 
 

@@ -33,7 +33,7 @@ class Meter:
         self._start = time.monotonic() - seconds_before
         on_gpu = collectives.device.type == "cuda"
         self.device_name = torch.cuda.get_device_name(collectives.device) if on_gpu else "cpu"
-        self.matmul_dtype = engine.techniques.matmul_dtype or engine.config.matmul_dtype
+        self.matmul_dtype = engine.techniques.matmul_dtype or engine.config.precision
         self.peak_flops = peak_flops(self.device_name, self.matmul_dtype)
         self.threads: list[int] = collectives.gather(torch.get_num_threads())
 

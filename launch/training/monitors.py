@@ -94,9 +94,7 @@ class Monitors:
                 _start_wandb_service()
                 self._wandb = wandb.init(**arguments)
             except (wandb.errors.Error, OSError) as reason:
-                print_once(
-                    f"warning: wandb: {one_line(reason)}; its rows stay in {run / 'wandb'}, and `wandb sync` sends them", sys.stderr
-                )
+                print_once(f"warning: wandb: {one_line(reason)}; its rows stay in {run / 'wandb'}, and `wandb sync` sends them", sys.stderr)
                 with self._continuing_without("wandb"):
                     self._wandb = wandb.init(**arguments, mode="offline")
             with self._continuing_without("wandb"):

@@ -87,11 +87,6 @@ class FusedKernels(Technique):
         cuda_only = dict.fromkeys(LIGERS, TRITON_CAPABILITY) | ({"attention": (0, 0)} if run.shape.dropout else {})
         self.needs_cuda = {f"fused_kernels.{name}": capability for name, capability in cuda_only.items() if self.asked[name] is True}
         self.missing_packages = tuple(self._missing())
-        self._autocast = run.matmul_dtype != run.precision
-        if self._autocast and self.asked["cross_entropy"] is True:
-            raise ValueError(
-                "'fused_kernels.cross_entropy' computes in the weights' type, which torch_autocast does not; write \"auto\" or false"
-            )
 
     def _missing(self) -> Iterator[str]:
         """Packages that keys set to true need and that are not installed."""
@@ -113,7 +108,7 @@ class FusedKernels(Technique):
         if self.asked["attention"] and device == "cpu" and not model.dropout:
             pairs = sum((end - start) * end for start, end in attention_blocks(T))  # of queries and keys
             terms["attention"] = B * model.n_head * pairs * w if T <= KEPT_LENGTH else 0
-        if self.asked["cross_entropy"] and not self._autocast:
+        if self.asked["cross_entropy"]:
             tokens, V, C = B * T, model.padded_vocab_size, model.d_model
             rows = min(tokens, max(1, LOGITS_BYTES // (V * w)))
             weight = V * C * (w if device == "cpu" and self.run.precision == "bf16" else 4) + (V * C * 4 if rows < tokens else 0)
@@ -156,8 +151,6 @@ class FusedKernels(Technique):
         self._say("attention", "torch's, as without this key")
 
     def _use_cross_entropy(self, model: GPT) -> None:
-        if self._autocast:
-            return self._skip("cross_entropy", "it computes in the weights' type, which torch_autocast does not")
         compiled = self.device == "cuda" and find_spec("triton") is not None
         model.lm_head.loss = partial(linear_cross_entropy, kernel=torch.compile(in_one) if compiled else in_rows)
         self._say("cross_entropy", f"the gradient is written over the logits{', by a compiled kernel' if compiled else ''}")
@@ -196,7 +189,7 @@ class FusedKernels(Technique):
             from liger_kernel.ops.swiglu import LigerFusedGateUpSiLUMulFunction  # an optional dependency
 
             for block in cast("Iterable[Block]", model.h):
-                block.mlp.act.forward = LigerFusedGateUpSiLUMulFunction.apply  # type: ignore[method-assign]
+                block.mlp.act.forward = LigerFusedGateUpSiLUMulFunction.apply
 
     def _use_rotary(self, model: GPT) -> None:
         if self._can_use_liger("rotary", "torch's operations are used"):
@@ -211,7 +204,7 @@ class FusedKernels(Technique):
         if not _has_compiler():
             return self._skip("gelu", "there is no C++ compiler")
         for block in cast("Iterable[Block]", model.h):
-            block.mlp.act = CompiledGELU()  # type: ignore[assignment]
+            block.mlp.act = CompiledGELU()
         self._say("gelu", "compiled by torch.compile; the first step waits for it")
 
     def _compiles(self) -> bool:

@@ -41,8 +41,6 @@ class Tf32(Technique):
                 f"'tf32' acts on products of fp32 matrices, and this run has them in {run.precision}; leave it out, or switch "
                 f"{run.precision} off"
             )
-        if run.matmul_dtype != run.precision:
-            raise ValueError("'tf32' acts on products of fp32 matrices, which torch_autocast casts to 16 bits; leave one of them out")
 
     def prepare(self, model: GPT) -> None:
         use_tf32()
