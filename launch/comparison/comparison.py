@@ -64,6 +64,11 @@ SHOWN_IF_ANY = {"bytes_per_step", "bytes_sent", "skipped_steps"}
 SUMS = {"seconds", "bytes_sent", "flops", "skipped_steps", "warmup_spikes", "spikes"}
 
 
+def signed(value: float, form: str = ".4f") -> str:
+    """A difference with its sign; minus is a character of its own."""
+    return f"{value:+{form}}".replace("-", "−")
+
+
 @dataclass(frozen=True, eq=False)
 class Side:
     """Runs of one configuration, in the order of their seeds.

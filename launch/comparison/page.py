@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import hashlib
+import io
 import json
 import math
 from collections import Counter
@@ -26,8 +27,8 @@ from matplotlib.ticker import EngFormatter
 from plotly.offline import get_plotlyjs
 from scipy.ndimage import uniform_filter1d
 
-from launch.comparison.comparison import FIGURES, LOSS, Comparison, Figure, Pair, Side, sequences_evaluated
-from launch.comparison.forest import PANELS, Row, forest_data, row
+from launch.comparison.comparison import FIGURES, LOSS, Comparison, Figure, Pair, Side, sequences_evaluated, signed
+from launch.comparison.forest import draw_forest, row
 from launch.comparison.runs import Column, Run
 from launch.comparison.verdicts import SIGNS, Interval, Verdict
 from launch.errors import one_line
@@ -117,7 +118,7 @@ def write_page(comparison: Comparison, out: Path) -> Path:
         answers=answers,
         trust=trust,
         by_seed=_by_seed,
-        forest=forest_data(_forest_rows(comparison.pairs), _shown_in_forest),
+        forest=_forest,
         results=_results(comparison.sides),
         evidence=_evidence,
         differences=_differences,
@@ -152,8 +153,8 @@ def answers(pair: Pair) -> list[str]:
         if loss.low is None or loss.high is None:
             interval = " with the only seed"
         else:
-            ends = (f"{end:+.4f}".replace("-", "−") for end in (loss.low, loss.high))
-            interval = f" (95% interval {' to '.join(ends)}{', which includes 0' if loss.low <= 0 <= loss.high else ''})"
+            includes = ", which includes 0" if loss.low <= 0 <= loss.high else ""
+            interval = f" (95% interval {signed(loss.low)} to {signed(loss.high)}{includes})"
         gap = f"{abs(loss.mean):.4f} nats {'above' if loss.mean > 0 else 'below'}" if loss.mean else "at the same loss as"
         found.append(f"{name} ends {gap} {control}{rest}{interval}.")
     speed = pair.figures["tokens_per_second"].ratio if "tokens_per_second" in pair.figures else None
@@ -185,24 +186,20 @@ def trust(pair: Pair) -> str:
     return " ".join(found)
 
 
-def _forest_rows(pairs: Iterable[Pair]) -> list[Row]:
-    """A row per pair, those of a testbed together."""
-    ordered = sorted(pairs, key=lambda pair: pair.testbed.name if pair.testbed else "")
-    return [
+def _forest(pairs: Iterable[Pair]) -> str:
+    """A forest plot with a row per pair, those of a testbed together: a PNG in base64."""
+    rows = [
         row(
             pair.testbed.name if pair.testbed else "",
-            pair.recipe.name if pair.recipe else pair.title,
+            pair.recipe.name if pair.recipe else one_line(pair.title)[:60],
             pair.figures,
             [verdict.claim for verdict in pair.verdicts],
             pair.verdicts,
         )
-        for pair in ordered
+        for pair in sorted(pairs, key=lambda pair: pair.testbed.name if pair.testbed else "")
     ]
-
-
-def _shown_in_forest(panel: str, interval: Interval | None) -> str:
-    key, scale, _ = PANELS[panel]
-    return "–" if interval is None else _shown(interval, (lambda x: _number(key, x, "+")) if scale == "difference" else "{:.3f}".format)
+    draw_forest(rows, png := io.BytesIO())
+    return base64.b64encode(png.getvalue()).decode()
 
 
 def _by_seed(pair: Pair) -> list[tuple[int, str, str, str, str, float | None]]:
@@ -501,8 +498,8 @@ def _draw_difference(axes: Any, pair: Pair, look: dict[str, str], metric: str) -
     margin = 0.15 * float(np.ptp(late)) or 0.01
     low, high = float(late.min()) - margin, float(late.max()) + margin
     axes.set_ylim(low, high)
-    if outside := [f"{gap:+.2f}" for gap in (gaps.min(), gaps.max()) if not low <= gap <= high]:
-        axes.set_title(f"outside the frame, in the first quarter: up to {' and '.join(outside)}".replace("-", "−"), fontsize=9)
+    if outside := [signed(gap, ".2f") for gap in (gaps.min(), gaps.max()) if not low <= gap <= high]:
+        axes.set_title(f"outside the frame, in the first quarter: up to {' and '.join(outside)}", fontsize=9)
 
 
 def _draw_side(axes: Any, side: Side, look: dict[str, str], metric: str) -> None:

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from launch.comparison.comparison import LOSS, Comparison, Pair, claims_in_table, compare_experiments
+from launch.comparison.comparison import LOSS, Comparison, Pair, claims_in_table, compare_experiments, signed
 from launch.comparison.forest import draw_forest, row
 from launch.comparison.page import draw_losses, figure_row
 from launch.comparison.runs import Run, read_stored_run
@@ -181,7 +181,7 @@ def _measured_on(one: Published) -> Iterator[str]:
     figure = pair.figures.get(LOSS)
     if figure is not None and figure.difference is not None:
         gaps = {seed: figure.other.get(seed, math.nan) - figure.control.get(seed, math.nan) for seed in pair.seeds}
-        values = (f"{seed}: {_signed(gap) if math.isfinite(gap) else 'diverged'}" for seed, gap in gaps.items())
+        values = (f"{seed}: {signed(gap) if math.isfinite(gap) else 'diverged'}" for seed, gap in gaps.items())
         yield f"Difference of the final loss by seed: {'; '.join(values)}."
 
 
@@ -220,11 +220,7 @@ def _plan(claim: Claim, one: Published) -> str:
 
 def _number(claim: Claim, value: float) -> str:
     """A mean difference with its sign, or a mean ratio."""
-    return f"{value:.3f}" if claim.scale == "ratio" else _signed(value) if value else "0"
-
-
-def _signed(value: float) -> str:
-    return f"{value:+.4f}".replace("-", "−")
+    return f"{value:.3f}" if claim.scale == "ratio" else signed(value) if value else "0"
 
 
 def _listed(values: Iterable[Any]) -> str:
@@ -273,7 +269,7 @@ def _found(one: Published) -> str:
         texts.append(f"`{claim.label}` {SIGNS[verdict.outcome]} {verdict.outcome}{_estimate(claim, verdict)}")
     if one.pair and not texts:
         loss = one.pair.figures[LOSS].difference if LOSS in one.pair.figures else None
-        texts = ["figures without claims" + (f" (loss {_signed(loss.mean)})" if loss else "")]
+        texts = ["figures without claims" + (f" (loss {signed(loss.mean)})" if loss else "")]
     elif not texts:
         texts = [*(f"`{claim.label}`" for claim in one.experiment.claims), one.note]
     return f"{one.testbed.name}: {', '.join(texts)}"
@@ -341,7 +337,7 @@ def _noise(testbed: str) -> Iterator[str]:
     rows = []
     for name, null in noise["nulls"].items():
         low, high = deviation_interval(null)
-        mean = _signed(float(np.mean(np.subtract(null["other"], null["control"]))))
+        mean = signed(float(np.mean(np.subtract(null["other"], null["control"]))))
         rows.append(f"| {NULLS.get(name, name)} | {deviation(null):.4f} ({low:.4f} to {high:.4f}) | {mean} | {len(null['seeds'])} |")
     losses = next(iter(noise["nulls"].values()))["control"]
     head = "| two runs of a seed that differ in | standard deviation of the difference, nats (95% interval) | mean difference | seeds |"
