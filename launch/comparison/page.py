@@ -120,7 +120,6 @@ def write_page(comparison: Comparison, out: Path) -> Path:
         by_seed=_by_seed,
         forest=_forest,
         results=_results(comparison.sides),
-        evidence=_evidence,
         differences=_differences,
         figures=lambda pair: [figure_row(name, figure) for name, figure in pair.figures.items()],
         losses={name: label for name, label in LOSSES.items() if "-" not in name or any(pair.seeds for pair in comparison.pairs)},
@@ -255,14 +254,6 @@ def _seeds(seeds: Iterable[int]) -> str:
     found = sorted(set(seeds))
     consecutive = len(found) > 2 and found[-1] - found[0] == len(found) - 1
     return f"{found[0]} to {found[-1]}" if consecutive else ", ".join(map(str, found))
-
-
-def _evidence(verdict: Verdict) -> dict[str, str]:
-    evidence = {"evidence": verdict.reason}
-    if verdict.p_holds is not None:
-        evidence["p-values"] = f"{verdict.p_holds:.3g} for holds, {verdict.p_fails:.3g} for fails; twice the smaller is {verdict.p:.3g}"
-        evidence["after Holm's correction"] = f"{verdict.adjusted:.3g} for {verdict.table} claims; below 0.05 decides"
-    return evidence
 
 
 def _differences(pair: Pair) -> list[list[str]]:
