@@ -226,9 +226,10 @@ def test_the_first_screen_says_which_is_better_and_why_to_believe_it(page, judge
 def test_pairs_are_shown_by_seed_and_as_differences(page, judged):
     page.open(judged)
     assert page.shown_first == "val_loss-control"
-    rows = page.js("Array.from(document.querySelector('.pairs tbody').rows, row => Array.from(row.cells, cell => cell.innerText.trim()))")
+    table = page.driver.find_element("css selector", "[aria-label^='Pairs by seed'] tbody")
+    rows = page.js("Array.from(arguments[0].rows, row => Array.from(row.cells, cell => cell.innerText.trim()))", table)
     assert [row[0] for row in rows] == ["1", "2", "3", "4", "5"]
-    for _, control, own, gap, _, ratio in rows:
+    for _, control, own, gap, ratio in rows:
         assert float(gap.replace("−", "-")) == pytest.approx(float(own) - float(control), abs=2e-4)
         assert float(ratio) > 0
     page.click("[name=loss][value=val_loss-control]")

@@ -118,6 +118,11 @@ class Figure:
     ratio: Interval | None
     to_target: RatioToTarget | None = None
 
+    @property
+    def pairs(self) -> dict[int, tuple[float, float]]:
+        """The values of control and recipe by seed, where both are finite."""
+        return _finite_pairs(self.control, self.other)
+
 
 @dataclass(frozen=True)
 class Pair:
@@ -574,8 +579,13 @@ def _to_target(sides: Sequence[Mapping[int, Run]], column: str, target: float) -
 
 def _paired(control: Mapping[int, float], other: Mapping[int, float], scale: Literal["difference", "ratio"]) -> Interval | None:
     """The mean difference or ratio over the seeds whose values are finite on both sides."""
-    seeds = [seed for seed in control if seed in other and math.isfinite(control[seed]) and math.isfinite(other[seed])]
-    return paired_interval([control[seed] for seed in seeds], [other[seed] for seed in seeds], scale)
+    pairs = _finite_pairs(control, other).values()
+    return paired_interval([before for before, _ in pairs], [after for _, after in pairs], scale)
+
+
+def _finite_pairs(control: Mapping[int, float], other: Mapping[int, float]) -> dict[int, tuple[float, float]]:
+    both = {seed: (control[seed], other[seed]) for seed in control if seed in other}
+    return {seed: pair for seed, pair in both.items() if np.isfinite(pair).all()}
 
 
 # --- report.json ----------------------------------------------------------------------------------------------------------------------

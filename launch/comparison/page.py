@@ -201,21 +201,15 @@ def _forest(pairs: Iterable[Pair]) -> str:
     return base64.b64encode(png.getvalue()).decode()
 
 
-def _by_seed(pair: Pair) -> list[tuple[int, str, str, str, str, float | None]]:
-    """The pairs: seed, both final losses, difference, ratio of the step times, and the place of the difference in percent of the plot."""
+def _by_seed(pair: Pair) -> list[list[str]]:
+    """The pairs: seed, both final losses, their difference, and the ratio of the step times."""
     loss, time = (pair.figures.get(name, Figure({}, {}, None, None)) for name in (LOSS, "step_seconds"))
-
-    def both(figure: Figure, seed: int) -> bool:
-        return all(math.isfinite(side.get(seed, math.nan)) for side in (figure.control, figure.other))
-
-    gaps = {seed: loss.other[seed] - loss.control[seed] for seed in pair.seeds if both(loss, seed)}
-    largest = max(map(abs, gaps.values()), default=0.0) or 1.0
     rows = []
     for seed in pair.seeds:
-        before, after = (_mean(LOSS, [side[seed]] if seed in side else []) for side in (loss.control, loss.other))
-        gap = _number(LOSS, gaps[seed], "+") if seed in gaps else "–"
-        ratio = f"{time.other[seed] / time.control[seed]:.3f}" if both(time, seed) and time.control[seed] > 0 else "–"
-        rows.append((seed, before, after, gap, ratio, round(50 + 45 * gaps[seed] / largest, 2) if seed in gaps else None))
+        losses = [_mean(LOSS, [side[seed]] if seed in side else []) for side in (loss.control, loss.other)]
+        gap = _number(LOSS, loss.pairs[seed][1] - loss.pairs[seed][0], "+") if seed in loss.pairs else "–"
+        ratio = f"{time.pairs[seed][1] / time.pairs[seed][0]:.3f}" if time.pairs.get(seed, (0,))[0] > 0 else "–"
+        rows.append([str(seed), *losses, gap, ratio])
     return rows
 
 

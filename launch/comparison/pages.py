@@ -9,7 +9,6 @@ measures of the published runs. A test compares what stands there with what this
 
 from __future__ import annotations
 
-import math
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -180,8 +179,8 @@ def _measured_on(one: Published) -> Iterator[str]:
     yield "\n".join([heads, "|---|---|---|---|---|", *rows])
     figure = pair.figures.get(LOSS)
     if figure is not None and figure.difference is not None:
-        gaps = {seed: figure.other.get(seed, math.nan) - figure.control.get(seed, math.nan) for seed in pair.seeds}
-        values = (f"{seed}: {signed(gap) if math.isfinite(gap) else 'diverged'}" for seed, gap in gaps.items())
+        gaps = {seed: other - control for seed, (control, other) in figure.pairs.items()}
+        values = (f"{seed}: {signed(gaps[seed]) if seed in gaps else 'diverged'}" for seed in pair.seeds)
         yield f"Difference of the final loss by seed: {'; '.join(values)}."
 
 
