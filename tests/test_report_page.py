@@ -394,7 +394,7 @@ def test_runs_without_much_in_them_have_a_page(page, tmp_path):
         assert (out / "loss.png").is_file()
         page.open(out)
         assert page.is_sound()
-        remarks = page.js("document.querySelector('#provenance').innerText")
+        remarks = page.js("document.querySelector('[aria-labelledby=runs]').innerText")
         assert all(remark in remarks for side in comparison.sides for run in side.runs for remark in run.remarks)
 
 

@@ -30,16 +30,17 @@ from scipy.ndimage import uniform_filter1d
 from launch.comparison.comparison import FIGURES, LOSS, Comparison, Figure, Pair, Side, sequences_evaluated, signed
 from launch.comparison.forest import draw_forest, row
 from launch.comparison.runs import Column, Run
-from launch.comparison.verdicts import SIGNS, Interval, Verdict
+from launch.comparison.verdicts import SIGNS, Interval
 from launch.errors import one_line
 from launch.formats.files import write_atomically
+from launch.training.provenance import machine_in_words
 from model.presets import ModelShape
 
 HERE = Path(__file__).resolve().parent
 #: Where reports go without --out.
 REPORTS = Path("runs/reports")
-#: Figures that are printed for pairs without claims.
-SUMMARY = ("final_val_loss", "step_seconds", "peak_memory_bytes", "bytes_per_step")
+#: Figures that are printed for pairs without claims, and that the table of all sides has.
+MAIN_FIGURES = ("final_val_loss", "step_seconds", "peak_memory_bytes", "bytes_per_step")
 
 #: Points per curve; fewer, but at least 200, if there are more than 30 runs, so that the page stays below 10 MB.
 POINTS = 1000
@@ -52,18 +53,6 @@ NOISY = ("loss", "grad_norm", "step_seconds", "tokens_per_second", "mfu")
 PALETTE = ("#808890", "#2f80cf", "#d9601a", "#149071", "#b065ab", "#a87b12", "#d2477f", "#5b73d8")
 #: Line styles: plotly's name -> matplotlib's.
 DASHES = {"solid": "-", "dash": "--", "dot": ":", "dashdot": "-.", "longdash": (0, (9, 2.5)), "longdashdot": (0, (9, 1.5, 1, 1.5))}
-#: Figures in the table of all sides.
-OVERVIEW = (
-    "final_val_loss",
-    "tokens_per_second",
-    "mfu",
-    "seconds",
-    "peak_memory_bytes",
-    "bytes_per_step",
-    "skipped_steps",
-    "warmup_spikes",
-    "spikes",
-)
 
 
 def new_folder(name: str) -> Path:
@@ -94,7 +83,7 @@ def summary(comparison: Comparison) -> Iterator[str]:
         for verdict in pair.verdicts:
             yield f"{pair.recipe and pair.recipe.name}: {verdict.claim.label} {verdict.outcome}: {verdict.reason}"
         if not pair.verdicts:
-            rows = [figure_row(name, pair.figures[name]) for name in SUMMARY if name in pair.figures]
+            rows = [figure_row(name, pair.figures[name]) for name in MAIN_FIGURES if name in pair.figures]
             yield f"{pair.title}: " + "; ".join(f"{label}: {difference}" for label, _, _, difference, _ in rows)
         yield " ".join([*answers(pair), trust(pair)])
     for missing in comparison.absent:
@@ -108,11 +97,11 @@ def write_page(comparison: Comparison, out: Path) -> Path:
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(HERE), autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    environment.filters |= {"seeds": _seeds, "short": _short}
+    environment.filters |= {"seeds": _seeds}
     runs = [run for side in comparison.sides for run in side.runs]
     page = environment.get_template("page.html").render(
         comparison=comparison,
-        facts=_facts(comparison),
+        facts=_facts(runs),
         outcomes=Counter(verdict.outcome for pair in comparison.pairs for verdict in pair.verdicts),
         signs=SIGNS,
         answers=answers,
@@ -126,6 +115,7 @@ def write_page(comparison: Comparison, out: Path) -> Path:
         axes={name: label for name, label in AXES.items() if name != "bytes" or any(run.columns[name].any() for run in runs)},
         metrics=_metrics(runs),
         noisy=NOISY,
+        provenance=_provenance(comparison.sides),
         data=_curves(comparison),
         script_hashes=Markup(" ".join(hashes)),
         style=Markup((HERE / "page.css").read_text(encoding="utf-8")),
@@ -213,34 +203,22 @@ def _by_seed(pair: Pair) -> list[list[str]]:
     return rows
 
 
-def _facts(comparison: Comparison) -> dict[str, str]:
+def _facts(runs: Sequence[Run]) -> dict[str, str]:
     """What was compared: each fact with its distinct values."""
-    runs = [run.description for side in comparison.sides for run in side.runs]
-
-    def distinct(values: Iterable[Any]) -> str:
-        found = [text for text in dict.fromkeys(map(_short, values)) if text]
-        return "; ".join(found[:3]) + (f" and {len(found) - 3} more" if len(found) > 3 else "")
-
-    shapes = [ModelShape(**run["shape"]) for run in runs]
+    shapes = [ModelShape(**run.description["shape"]) for run in runs]
     facts = {
-        "seeds": _seeds(run["seed"] for run in runs),
-        "tokens per run": distinct(f"{run['total_tokens']:,}" for run in runs),
-        "model": distinct(f"{shape.n_layer} layers, width {shape.d_model}, {shape.seq_len} tokens{shape.components}" for shape in shapes),
-        **{name: distinct(run.get(name) for run in runs) for name in ("ranks", "precision", "machine", "commit")},
-        "corpus": distinct(run["corpus_fingerprint"] for run in runs),
+        "seeds": [_seeds(run.seed for run in runs)],
+        "tokens per run": [f"{run.description['total_tokens']:,}" for run in runs],
+        "model": [f"{shape.n_layer} layers, width {shape.d_model}, {shape.seq_len} tokens{shape.components}" for shape in shapes],
+        **{name: [str(run.description.get(name)) for run in runs] for name in ("ranks", "precision")},
+        "machine": map(_machine, runs),
+        "corpus": [run.description["corpus_fingerprint"][:12] for run in runs],
     }
-    return {name: value for name, value in facts.items() if value}
+    return {name: "; ".join(dict.fromkeys(values)) for name, values in facts.items()} if runs else {}
 
 
-def _short(value: Any) -> str:
-    """A value in one line; the first twelve digits of a hash; of a machine its host, processor and GPUs."""
-    if isinstance(value, dict):
-        return ", ".join(filter(None, (f"{one} cores" if key == "cores" else _short(one) for key, one in value.items() if key != "system")))
-    if isinstance(value, list):
-        return ", ".join(map(_short, value))
-    text = "" if value is None else str(value)
-    is_hash = len(text) >= 40 and set(text) <= set("0123456789abcdef")
-    return text[:12] if is_hash else text
+def _machine(run: Run) -> str:
+    return machine_in_words({"processor": "unknown", "cores": "unknown", **(run.description.get("machine") or {})})
 
 
 def _seeds(seeds: Iterable[int]) -> str:
@@ -283,12 +261,30 @@ def _results(sides: Sequence[Side]) -> tuple[list[str], list[list[str]]]:
     """The table of all sides, its heads and its rows, with the figures that any run has."""
     heads, rows = ["configuration", "role", "seeds"], [[side.name, side.role, _seeds(run.seed for run in side.runs)] for side in sides]
     measured = [[run.measures() for run in side.runs] for side in sides]
-    for name in OVERVIEW:
+    for name in MAIN_FIGURES:
         if any(name in run for runs in measured for run in runs):
             heads.append(FIGURES[name][0])
             for row, runs in zip(rows, measured, strict=True):
                 row.append(_mean(name, [run[name] for run in runs if name in run]))
     return heads, rows
+
+
+def _provenance(sides: Sequence[Side]) -> list[list[str]]:
+    """The table of all runs."""
+    return [
+        [
+            run.name,
+            side.name,
+            str(run.seed),
+            "; ".join([run.state, *run.remarks]),
+            str(run.description.get("created"))[:16].replace("T", " "),
+            str(run.description.get("commit"))[:12],
+            _machine(run),
+            str(run.folder),
+        ]
+        for side in sides
+        for run in side.runs
+    ]
 
 
 def _mean(name: str, values: Sequence[float]) -> str:
