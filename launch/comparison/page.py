@@ -14,7 +14,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import count, cycle
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -49,10 +49,10 @@ AXES = {"step": "steps", "tokens": "tokens", "seconds": "seconds", "flops": "FLO
 LOSSES = {"val_loss-control": "validation loss − control's", "val_loss": "validation loss", "loss": "training loss"}
 #: Metrics that are measured in each step; their mean over seeds is smoothed over 1% of the run.
 NOISY = ("loss", "grad_norm", "step_seconds", "tokens_per_second", "mfu")
-#: Colours of the sides, the first for controls. They differ for colour-blind readers, and have a contrast of 3:1 with white and black.
+#: Colours of the sides, grey for the first one. They differ for colour-blind readers, and have a contrast of 3:1 with white and black.
 PALETTE = ("#808890", "#2f80cf", "#d9601a", "#149071", "#b065ab", "#a87b12", "#d2477f", "#5b73d8")
-#: Line styles: plotly's name -> matplotlib's.
-DASHES = {"solid": "-", "dash": "--", "dot": ":", "dashdot": "-.", "longdash": (0, (9, 2.5)), "longdashdot": (0, (9, 1.5, 1, 1.5))}
+#: Line styles of the sides but the first, by plotly's names.
+DASHES = ("dot", "dashdot", "dash", "longdash", "longdashdot")
 
 
 def new_folder(name: str) -> Path:
@@ -307,16 +307,6 @@ def _number(name: str, value: float, sign: str = "") -> str:
 # --- curves ---------------------------------------------------------------------------------------------------------------------------
 
 
-def _looks(comparison: Comparison) -> list[dict[str, str]]:
-    """Colour and dash of each side. A side that is only a control is grey, and no other side has its dash."""
-    own = {id(pair.side) for pair in comparison.pairs}
-    dashes = list(DASHES)
-    greys = zip(cycle(PALETTE[:1]), cycle(dashes[:2]), strict=False)
-    colors = zip(cycle(PALETTE[1:]), cycle(dashes[2:]), strict=False)
-    looks = [next(greys if side.role == "control" and id(side) not in own else colors) for side in comparison.sides]
-    return [{"color": color, "dash": dash} for color, dash in looks]
-
-
 def _curves(comparison: Comparison) -> dict[str, Any]:
     """What `page.js` draws: `curves`, one for each run and one for the mean of each side.
 
@@ -324,7 +314,6 @@ def _curves(comparison: Comparison) -> dict[str, Any]:
     are drawn; all float32 in base64. `page.js` interpolates between the rows to place a step on another axis.
     """
     sides = comparison.sides
-    place = {id(side): number for number, side in enumerate(sides)}
     runs = [run for side in sides for run in side.runs]
     metrics = ["val_loss", "loss", *_metrics(runs)]
     points = max(200, min(POINTS, 30 * POINTS // max(1, len(runs))))
@@ -334,11 +323,14 @@ def _curves(comparison: Comparison) -> dict[str, Any]:
             curves.append({"side": number, "seed": run.seed, "name": run.name, **_curve(run.columns, metrics, points)})
         first = started_runs(side)
         curves.append({"side": number, "seed": None, "count": len(first), **_curve(mean_columns(first), metrics, points)})
-    pairs = [[place[id(pair.control)], place[id(pair.side)]] for pair in comparison.pairs]
+    pairs = [[sides.index(pair.control), sides.index(pair.side)] for pair in comparison.pairs]
     return {
         "axes": AXES,
         "labels": LOSSES,
-        "sides": [{"name": side.name, **look} for side, look in zip(sides, _looks(comparison), strict=True)],
+        "sides": [
+            {"name": side.name, "color": PALETTE[number % len(PALETTE)], "dash": DASHES[number % len(DASHES)] if number else "solid"}
+            for number, side in enumerate(sides)
+        ],
         "pairs": pairs,
         "controls": {own: control for control, own in reversed(pairs)},
         "curves": curves,
@@ -417,7 +409,6 @@ def draw_losses(comparison: Comparison, file: Path) -> None:
     Each pair is a row: the losses, and the recipe's difference to its control with the same seed. Without pairs all sides are one picture.
     Thin lines are runs, thick lines the mean over seeds, the band its standard deviation.
     """
-    looks = {id(side): look for side, look in zip(comparison.sides, _looks(comparison), strict=True)}
     evaluated = any(np.isfinite(run.columns["val_loss"]).any() for side in comparison.sides for run in side.runs)
     metric = "val_loss" if evaluated else "loss"
     pairs = comparison.pairs
@@ -426,12 +417,10 @@ def draw_losses(comparison: Comparison, file: Path) -> None:
         grid = picture.subplots(len(pairs) or 1, 2 if pairs else 1, squeeze=False)
         for number, row_of_axes in enumerate(grid):
             pair = pairs[number] if pairs else None
-            if pair:  # each row has the same two looks
-                looks = {id(pair.side): {"color": PALETTE[1], "dash": "dot"}, id(pair.control): {"color": PALETTE[0], "dash": "solid"}}
-            for side in (pair.control, pair.side) if pair else comparison.sides:
-                _draw_side(row_of_axes[0], side, looks[id(side)], metric)
+            for side, color, style in zip((pair.control, pair.side) if pair else comparison.sides, PALETTE, ("-", ":"), strict=False):
+                _draw_side(row_of_axes[0], side, color, style, metric)
             if pair and (metric == "loss" or len(sequences_evaluated(pair.control, pair.side)) == 1):
-                _draw_difference(row_of_axes[1], pair, looks[id(pair.side)], metric)
+                _draw_difference(row_of_axes[1], pair, metric)
             what, title = LOSSES[metric], f"on {pair.testbed.name}" if pair and pair.testbed else ""
             if metric == "val_loss" and (batches := _batches(pair.side if pair else comparison.sides[0])):
                 what += f" on {batches} batches"
@@ -453,7 +442,7 @@ def _batches(side: Side) -> int | None:
     return first.get("eval_batches") if first.get("whole_eval") else None
 
 
-def _draw_difference(axes: Any, pair: Pair, look: dict[str, str], metric: str) -> None:
+def _draw_difference(axes: Any, pair: Pair, metric: str) -> None:
     """The differences of the runs of a pair with the same seed. The first quarter, where losses fall fast, does not set the scale; if it
     leaves the frame, the title says so."""
     control, own = pair.control.by_seed(), pair.side.by_seed()
@@ -465,7 +454,7 @@ def _draw_difference(axes: Any, pair: Pair, look: dict[str, str], metric: str) -
             curves.append((tokens[np.isfinite(gap)], gap[np.isfinite(gap)]))
     axes.axhline(0, color=PALETTE[0], linewidth=1)
     for tokens, gap in curves:
-        axes.plot(tokens, smooth(gap) if metric == "loss" else gap, color=look["color"], linewidth=0.6, alpha=0.6)
+        axes.plot(tokens, smooth(gap) if metric == "loss" else gap, color=PALETTE[1], linewidth=0.6, alpha=0.6)
     if not any(len(tokens) for tokens, _ in curves):
         return
     shared = min((tokens for tokens, _ in curves if len(tokens)), key=len)
@@ -473,8 +462,8 @@ def _draw_difference(axes: Any, pair: Pair, look: dict[str, str], metric: str) -
     mean = gaps.mean(axis=0)
     if len(gaps) > 1:
         deviation = gaps.std(axis=0, ddof=1)
-        axes.fill_between(shared, mean - deviation, mean + deviation, color=look["color"], alpha=0.15, linewidth=0)
-    axes.plot(shared, mean, color=look["color"], linewidth=1.8, linestyle=DASHES[look["dash"]])
+        axes.fill_between(shared, mean - deviation, mean + deviation, color=PALETTE[1], alpha=0.15, linewidth=0)
+    axes.plot(shared, mean, color=PALETTE[1], linewidth=1.8, linestyle=":")
     late = np.append(gaps[:, shared >= 0.25 * shared[-1]], 0.0)
     margin = 0.15 * float(np.ptp(late)) or 0.01
     low, high = float(late.min()) - margin, float(late.max()) + margin
@@ -483,8 +472,7 @@ def _draw_difference(axes: Any, pair: Pair, look: dict[str, str], metric: str) -
         axes.set_title(f"outside the frame, in the first quarter: up to {' and '.join(outside)}", fontsize=9)
 
 
-def _draw_side(axes: Any, side: Side, look: dict[str, str], metric: str) -> None:
-    color = look["color"]
+def _draw_side(axes: Any, side: Side, color: str, style: str, metric: str) -> None:
     for run in side.runs:
         axes.plot(*_drawable(run.columns, metric), color=color, linewidth=0.6, alpha=0.5)
     first = started_runs(side)
@@ -496,7 +484,7 @@ def _draw_side(axes: Any, side: Side, look: dict[str, str], metric: str) -> None
         deviation = np.std([np.interp(tokens, *_drawable(run.columns, metric)) for run in first], axis=0, ddof=1)  # (seeds, tokens)
         label += f" ± {deviation[-1]:.4f}, {len(first)} seeds"
         axes.fill_between(tokens, loss - deviation, loss + deviation, color=color, alpha=0.15, linewidth=0)
-    axes.plot(tokens, loss, color=color, linewidth=1.8, label=label, linestyle=DASHES[look["dash"]])
+    axes.plot(tokens, loss, color=color, linewidth=1.8, label=label, linestyle=style)
 
 
 def _drawable(columns: dict[str, Column], metric: str) -> tuple[Column, Column]:
