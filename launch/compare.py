@@ -150,11 +150,7 @@ def _set_up_testbeds(flags: argparse.Namespace, passed_on: list[str]) -> int:
     """`--tune` and `--noise`."""
     from launch.comparison import pages, publish, tuning  # as above
 
-    if flags.tune:
-        found, lines, trained = tuning.tune(flags, passed_on)
-    else:
-        found, trained = tuning.measure_noise(flags, passed_on)
-        lines = tuning.noise_lines(found)
+    found, lines, trained = (tuning.tune if flags.tune else tuning.measure_noise)(flags, passed_on)
     if flags.publish:
         publish.check_runs("--publish", trained)
     if flags.tune:
@@ -182,16 +178,15 @@ def _check_sources(flags: argparse.Namespace, names: set[str]) -> None:
     sources = [word for word, value in (("run folders", flags.runs), ("--recipe", flags.recipe), ("--all", flags.all)) if value]
     if flags.tune or flags.noise:
         word = "--tune" if flags.tune else "--noise"
-        if not flags.testbed:
-            raise UsageError(f"{word} needs --testbed NAME")
-        if (flags.tune and flags.noise) or flags.runs or flags.all or len(flags.recipe) > (1 if flags.tune else 0):
-            taken = ["--noise"] * (flags.tune and flags.noise) + sources
-            extra = min(taken, key=("--noise", "run folders", "--all", "--recipe").index)
-            raise UsageError(f"{word} takes --testbed{' and at most one --recipe' if flags.tune else ''}; leave out {extra}")
+        if len(flags.testbed) != 1:
+            raise UsageError(f"{word} needs --testbed NAME, once")
+        own = ["--recipe"] if flags.tune and len(flags.recipe) == 1 else []
+        taken = [*(["--noise"] if flags.tune and flags.noise else []), *(one for one in sources if one not in own)]
+        if taken:
+            raise UsageError(f"{word} takes --testbed{' and at most one --recipe' if flags.tune else ''}; leave out {taken[0]}")
         if flags.seeds and (flags.tune or flags.seeds < 2):
-            raise UsageError(
-                f"--seeds: {'--tune uses one seed, which no verdict uses' if flags.tune else '--noise needs 2 or more'}; leave it out"
-            )
+            why = "--tune uses one seed, which no verdict uses" if flags.tune else "--noise needs 2 or more"
+            raise UsageError(f"--seeds: {why}; leave it out")
     elif len(sources) != 1:
         raise UsageError(f"give one of: run folders, --recipe DIR, --all{'; given are ' + ' and '.join(sources) if sources else ''}")
     spelled = {"overrides": "set"}

@@ -24,7 +24,7 @@ from launch.comparison.comparison import LOSS, Comparison, Pair, claims_in_table
 from launch.comparison.forest import draw_forest, row
 from launch.comparison.page import draw_losses, figure_row
 from launch.comparison.runs import Run, read_stored_run
-from launch.comparison.tuning import deviation, deviation_interval, draw_tuning, in_words, numbers_in, read_json, setting_name
+from launch.comparison.tuning import deviation, draw_tuning, in_words, mean_difference, numbers_in, read_json, setting_name
 from launch.comparison.verdicts import SIGNS, Verdict, planned_power
 from launch.formats.files import write_atomically
 from recipes.claims import QUESTIONS, Claim
@@ -208,11 +208,9 @@ def _plan(claim: Claim, one: Published) -> str:
     own = measured == one.testbed.name
     where = "the measured noise" if own else f"the noise of {measured} (that of {one.testbed.name} is not measured)"
     kinds = ("precision", "accumulation") if claim.question == "equal" else ("trajectory",)
-    null = max((nulls[kind] for kind in kinds), key=deviation)
-    least_noise, most_noise = deviation_interval(null)
-    low, middle, high = (
+    middle, high, low = (
         f"{planned_power(claim, one.experiment.seeds, noise, claims_in_table(one.testbed.device)):.2f}"
-        for noise in (most_noise, deviation(null), least_noise)
+        for noise in max(deviation(nulls[kind]) for kind in kinds)
     )
     return f"power {middle} ({low} to {high}) at {where} {truth}"
 
@@ -335,9 +333,9 @@ def _noise(testbed: str) -> Iterator[str]:
         return
     rows = []
     for name, null in noise["nulls"].items():
-        low, high = deviation_interval(null)
-        mean = signed(float(np.mean(np.subtract(null["other"], null["control"]))))
-        rows.append(f"| {NULLS.get(name, name)} | {deviation(null):.4f} ({low:.4f} to {high:.4f}) | {mean} | {len(null['seeds'])} |")
+        found, low, high = deviation(null)
+        mean = signed(mean_difference(null))
+        rows.append(f"| {NULLS.get(name, name)} | {found:.4f} ({low:.4f} to {high:.4f}) | {mean} | {len(null['seeds'])} |")
     losses = next(iter(noise["nulls"].values()))["control"]
     head = "| two runs of a seed that differ in | standard deviation of the difference, nats (95% interval) | mean difference | seeds |"
     yield "\n".join([head, "|---|---|---|---|", *rows])
