@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass
 from itertools import groupby
 from pathlib import Path
@@ -17,7 +17,7 @@ from matplotlib import rc_context
 from matplotlib.figure import Figure as Picture
 
 from launch.comparison.comparison import LOSS, Figure, signed
-from launch.comparison.verdicts import SIGNS, Interval, Verdict
+from launch.comparison.verdicts import SIGNS, Interval
 from recipes.claims import Claim
 
 #: What is drawn: measure of a claim -> (key of the figure, scale, title). The time per token is that per step, except for recipes whose
@@ -64,19 +64,18 @@ class Row:
     note: str = ""
 
 
-def row(group: str, label: str, figures: dict[str, Figure], claims: Iterable[Claim], verdicts: Iterable[Verdict], note: str = "") -> Row:
-    """The row of a pair with these figures, its claims and their verdicts."""
-    outcomes = {(verdict.claim.measure, verdict.claim.question): verdict.outcome for verdict in verdicts}
-    claimed = {claim.measure: claim for claim in claims}
+def row(group: str, label: str, figures: Mapping[str, Figure], outcomes: Mapping[Claim, str | None], note: str = "") -> Row:
+    """The row of a pair with these figures. outcomes: of each of its claims, None without a verdict."""
+    claims = {claim.measure: claim for claim in outcomes}
     marks = {}
     for name, (key, scale, _) in PANELS.items():
-        figure, claim = figures.get(key), claimed.get(name)
+        figure, claim = figures.get(key), claims.get(name)
         interval = None if figure is None else figure.difference if scale == "difference" else figure.ratio
         if key == "tokens_per_second" and interval is not None:
             interval = interval.inverse()
         if figure is not None and figure.to_target is not None and figure.to_target.bound:
             interval = None  # runs that did not reach the target leave a bound only
-        marks[name] = Mark(interval, claim, None if claim is None else outcomes.get((claim.measure, claim.question)))
+        marks[name] = Mark(interval, claim, outcomes[claim] if claim else None)
     return Row(group, label, marks, note)
 
 

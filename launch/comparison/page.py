@@ -182,8 +182,7 @@ def _forest(pairs: Iterable[Pair]) -> str:
             pair.testbed.name if pair.testbed else "",
             pair.recipe.name if pair.recipe else one_line(pair.title)[:60],
             pair.figures,
-            [verdict.claim for verdict in pair.verdicts],
-            pair.verdicts,
+            {verdict.claim: verdict.outcome for verdict in pair.verdicts},
         )
         for pair in sorted(pairs, key=lambda pair: pair.testbed.name if pair.testbed else "")
     ]
