@@ -374,7 +374,7 @@ def pictures(cells: list[Published] | None = None) -> dict[Path, Callable[[Path]
         pairs = tuple(one.pair for one in cells if one.recipe.name == name and one.pair)
         if pairs:
             sides = tuple(side for pair in pairs for side in (pair.control, pair.side))
-            made[ROOT / "recipes" / name / "loss.png"] = partial(draw_losses, Comparison(sides, pairs, (), (), ()))
+            made[ROOT / "recipes" / name / "loss.png"] = partial(draw_losses, Comparison(sides, pairs))
     for file in ROOT.glob("recipes/**/tuning.json"):
         made[file.with_suffix(".png")] = partial(draw_tuning, read_json(file))
     return made
