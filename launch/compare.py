@@ -98,11 +98,11 @@ def build_parser() -> Parser:
     return parser
 
 
+#: Flags about the runs that are trained.
+TRAINING = {"testbed", "seeds", "publish", "ranks", "runs_dir", "at_once", "keep_checkpoints"}
 #: Flags that are passed on to `launch/pretrain.py` unchanged.
-PASSED_ON = sorted({action.dest for action in build_parser()._actions} - {
-    "help", "runs", "recipe", "all", "testbed", "tune", "noise", "seeds", "out", "publish", "force", "quiet", "ranks", "runs_dir",
-    "at_once", "keep_checkpoints"
-})  # fmt: skip
+PASSED_ON = {action.dest for action in build_parser()._actions} - TRAINING
+PASSED_ON -= {"help", "runs", "recipe", "all", "tune", "noise", "out", "force", "quiet"}
 
 
 def main() -> int:
@@ -130,16 +130,12 @@ def main() -> int:
         folders = [ROOT / "recipes" / name for name in recipe_names()] if flags.all else flags.recipe
         check = publish.check_tuned if flags.publish else None
         compared, unfinished = experiments.run_experiments(folders, passed_on, flags, check)
-    try:
-        report = page.write_report(compared, _out(flags))
-    except OSError as reason:
-        raise UsageError(f"{flags.out or page.REPORTS}: cannot be written ({reason.strerror}); give another --out") from None
+    report = page.write_report(compared, _out(flags))
     for line in page.summary(compared):
         print_once(one_line(line))
     print_once(one_line(f"report: {report}"))
     if unfinished:
-        named = ", ".join(unfinished[:3]) + (f" and {len(unfinished) - 3} more" if len(unfinished) > 3 else "")
-        raise TrainingFailed(f"not all runs finished: {named}; the same command resumes them")
+        raise TrainingFailed(one_line(f"not all runs finished: {', '.join(unfinished)}; the same command resumes them"))
     if flags.publish:
         publish.publish(compared)
         print_once("written: results.json of each recipe, and the pictures and pages")
@@ -189,15 +185,13 @@ def _check_sources(flags: argparse.Namespace, names: set[str]) -> None:
             raise UsageError(f"--seeds: {why}; leave it out")
     elif len(sources) != 1:
         raise UsageError(f"give one of: run folders, --recipe DIR, --all{'; given are ' + ' and '.join(sources) if sources else ''}")
-    spelled = {"overrides": "set"}
-    trains = {*PASSED_ON, "testbed", "seeds", "publish", "ranks", "runs_dir", "at_once", "keep_checkpoints"}
-    if flags.runs and (training := sorted(names & trains)):
-        flag = spelled.get(training[0], training[0])
-        raise UsageError(f"--{flag} applies to runs that compare.py trains; leave it out, or replace {flags.runs[0]} by --recipe")
+    if flags.runs and (training := sorted(names & (PASSED_ON | TRAINING))):
+        why = f"applies to runs that compare.py trains; leave it out, or replace {flags.runs[0]} by --recipe"
+        raise UsageError(f"--{training[0].replace('overrides', 'set')} {why}")
     setting = sorted(names & {*PASSED_ON, "ranks"} - {"save_every"})  # which changes no number
     if setting and (flags.testbed or flags.publish):
         why = f"--testbed {flags.testbed[0]} sets it" if flags.testbed else "--publish is for the recipe's testbeds"
-        raise UsageError(f"--{spelled.get(setting[0], setting[0])}: {why}; leave out one of the two")
+        raise UsageError(f"--{setting[0].replace('overrides', 'set')}: {why}; leave out one of the two")
 
 
 def _check_out(out: str | None) -> None:
@@ -226,7 +220,7 @@ def _check_recipes(flags: argparse.Namespace) -> None:
 def _passed_on(flags: argparse.Namespace, names: set[str]) -> list[str]:
     """The given flags that are passed on to `launch/pretrain.py`."""
     words: list[str] = []
-    for name in (name for name in PASSED_ON if name in names):
+    for name in sorted(PASSED_ON & names):
         value = getattr(flags, name)
         if name == "overrides":
             words += [word for change in value for word in ("--set", change)]
