@@ -135,7 +135,7 @@ def main() -> int:
         print_once(one_line(line))
     print_once(one_line(f"report: {report}"))
     if unfinished:
-        raise TrainingFailed(one_line(f"not all runs finished: {', '.join(unfinished)}; the same command resumes them"))
+        raise TrainingFailed(f"not all runs finished: {', '.join(unfinished)}; the same command resumes them")
     if flags.publish:
         publish.publish(compared)
         print_once("written: results.json of each recipe, and the pictures and pages")

@@ -108,6 +108,7 @@ def write_page(comparison: Comparison, out: Path) -> Path:
         trust=trust,
         by_seed=_by_seed,
         forest=_forest,
+        main_figures=[FIGURES[name][0] for name in MAIN_FIGURES],
         results=_results(comparison.sides),
         differences=_differences,
         figures=lambda pair: [figure_row(name, figure) for name, figure in pair.figures.items()],
@@ -256,16 +257,14 @@ def _shown(interval: Interval | None, write: Callable[[float], str]) -> str:
     return write(interval.mean) + ends
 
 
-def _results(sides: Sequence[Side]) -> tuple[list[str], list[list[str]]]:
-    """The table of all sides, its heads and its rows, with the figures that any run has."""
-    heads, rows = ["configuration", "role", "seeds"], [[side.name, side.role, _seeds(run.seed for run in side.runs)] for side in sides]
-    measured = [[run.measures() for run in side.runs] for side in sides]
-    for name in MAIN_FIGURES:
-        if any(name in run for runs in measured for run in runs):
-            heads.append(FIGURES[name][0])
-            for row, runs in zip(rows, measured, strict=True):
-                row.append(_mean(name, [run[name] for run in runs if name in run]))
-    return heads, rows
+def _results(sides: Sequence[Side]) -> list[list[str]]:
+    """The table of all sides."""
+    rows = []
+    for side in sides:
+        measures = [run.measures() for run in side.runs]
+        means = [_mean(name, [run[name] for run in measures if name in run]) for name in MAIN_FIGURES]
+        rows.append([side.name, side.role, _seeds(run.seed for run in side.runs), *means])
+    return rows
 
 
 def _provenance(sides: Sequence[Side]) -> list[list[str]]:
