@@ -8,9 +8,11 @@ import fcntl
 import os
 import shutil
 import sys
+import timeit
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+import numpy as np
 from tqdm import tqdm
 
 from launch.comparison.comparison import Absent, Comparison, compare_experiments
@@ -19,12 +21,17 @@ from launch.comparison.runs import read_run
 from launch.comparison.trials import CannotRun, PlannedExperiment, Trial, fitting_groups, in_order, plan_experiment
 from launch.config.hardware import device_type, gpus
 from launch.errors import UsageError, one_line, print_once
+from model.accounting import flops_per_token, parameter_count
 from recipes.registry import ROOT, Recipe, Testbed, read_recipe, read_testbed, read_testbeds
 
 #: Ranks of runs that are on no testbed: with one rank nothing is partitioned and nothing is sent.
 CPU_RANKS = 2
 #: Seeds of runs that are on no testbed.
 SEEDS = 3
+#: Bytes of a run's folder per optimizer step, and of a checkpoint per parameter.
+LINE, CHECKPOINT = 600, 14
+#: For estimates of time: the size of a matrix product, the fraction of its speed that training reaches on a CPU, FLOP/s per GPU.
+SIZE, UTILIZATION, GPU_SPEED = 1024, 0.5, 2e14
 
 
 def run_experiments(
@@ -151,7 +158,8 @@ def train_missing(flags: argparse.Namespace, batches: Sequence[Sequence[Trial]],
         if not groups:
             return failures  # another command has trained them meanwhile
         trials = [trial for group in groups for trial in group]
-        print_once(f"training {len(trials)} runs, at most {max(map(len, groups))} of them interleaved, in {runs_dir}")
+        interleaved = max(map(len, groups))
+        print_once(f"training {len(trials)} runs, at most {interleaved} of them interleaved, in {runs_dir}: {estimate(groups)}")
         steps = sum(trial.config.steps_to_make for trial in trials)
         done = sum(_steps_done(runs_dir / trial.name) for trial in trials)
         with tqdm(total=steps, initial=done, unit="step", dynamic_ncols=True, disable=flags.quiet or None) as bar:  # None: off a terminal
@@ -173,6 +181,20 @@ def train_missing(flags: argparse.Namespace, batches: Sequence[Sequence[Trial]],
                 if bar.disable and not flags.quiet:
                     print_once(f"{sum(map(len, groups[:number]))} of {len(trials)} runs have ended")
     return failures
+
+
+def estimate(groups: Sequence[Sequence[Trial]]) -> str:
+    """The time and the disk space that runs will take, in words. On a CPU the time is estimated from the speed of a matrix product."""
+    configs = [[trial.config for trial in group] for group in groups]
+    speed, sharing = GPU_SPEED, lambda ranks: ranks
+    if device_type() == "cpu":
+        matrix = np.ones((SIZE, SIZE), np.float32)
+        seconds = min(timeit.repeat(lambda: matrix @ matrix, number=1, repeat=3))
+        speed, sharing = UTILIZATION * 2 * SIZE**3 / seconds, lambda ranks: 1
+    work = sum(flops_per_token(one.model_config) * one.total_tokens / sharing(one.ranks) for own in configs for one in own)
+    checkpoints = max(sum(CHECKPOINT * parameter_count(one.model_config) for one in own) for own in configs)
+    disk = checkpoints + sum(LINE * one.steps_to_make for own in configs for one in own)
+    return f"about {work / speed / 60:,.0f} minutes and {disk / 2**20:,.0f} MiB of disk (a rough estimate)"
 
 
 def has_ended(run: Path) -> bool:

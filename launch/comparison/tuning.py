@@ -21,9 +21,9 @@ from matplotlib import rc_context
 from matplotlib.figure import Figure
 from scipy import stats
 
-from launch.comparison.experiments import ranks_of, testbed_named, train_missing
+from launch.comparison.experiments import estimate, has_ended, ranks_of, testbed_named, train_missing
 from launch.comparison.runs import Run, read_run
-from launch.comparison.trials import CannotRun, Trial, as_words, plan_trial, settings_on
+from launch.comparison.trials import CannotRun, Trial, as_words, fitting_groups, plan_trial, settings_on
 from launch.errors import TrainingFailed, UsageError, print_once
 from launch.formats.files import write_atomically
 from launch.training.provenance import machine_in_words
@@ -57,7 +57,10 @@ def tune(flags: argparse.Namespace, passed_on: Sequence[str]) -> tuple[dict[str,
     arms = _arms(testbed, read_recipe(flags.recipe[0]) if flags.recipe else None, flags, passed_on)
     missing = [arm for arm in arms if not arm.grid]
     rounds = max(len(arm.sweep) for arm in missing)
-    print_once(f"a sweep in {rounds} rounds, a flag in each")
+    begun = [Path(flags.runs_dir) / trial.name for arm in missing for _, trial in arm.round(0)]
+    if not all(map(has_ended, begun)):
+        every = {trial.name: trial for number in range(rounds) for arm in missing for _, trial in arm.round(number)}
+        print_once(f"a sweep in {rounds} rounds, a flag in each; whole: {estimate(fitting_groups([*every.values()], flags.at_once))}")
     runs: dict[str, Run] = {}
     for number in range(rounds):
         planned = [(arm, point, trial) for arm in missing for point, trial in arm.round(number)]
