@@ -98,11 +98,11 @@ def build_parser() -> Parser:
     return parser
 
 
+#: Flags about the runs that are trained.
+TRAINING = {"testbed", "seeds", "publish", "ranks", "runs_dir", "at_once", "keep_checkpoints"}
 #: Flags that are passed on to `launch/pretrain.py` unchanged.
-PASSED_ON = sorted({action.dest for action in build_parser()._actions} - {
-    "help", "runs", "recipe", "all", "testbed", "tune", "noise", "seeds", "out", "publish", "force", "quiet", "ranks", "runs_dir",
-    "at_once", "keep_checkpoints"
-})  # fmt: skip
+PASSED_ON = {action.dest for action in build_parser()._actions} - TRAINING
+PASSED_ON -= {"help", "runs", "recipe", "all", "tune", "noise", "out", "force", "quiet"}
 
 
 def main() -> int:
@@ -130,16 +130,12 @@ def main() -> int:
         folders = [ROOT / "recipes" / name for name in recipe_names()] if flags.all else flags.recipe
         check = publish.check_tuned if flags.publish else None
         compared, unfinished = experiments.run_experiments(folders, passed_on, flags, check)
-    try:
-        report = page.write_report(compared, _out(flags))
-    except OSError as reason:
-        raise UsageError(f"{flags.out or page.REPORTS}: cannot be written ({reason.strerror}); give another --out") from None
+    report = page.write_report(compared, _out(flags))
     for line in page.summary(compared):
         print_once(one_line(line))
     print_once(one_line(f"report: {report}"))
     if unfinished:
-        named = ", ".join(unfinished[:3]) + (f" and {len(unfinished) - 3} more" if len(unfinished) > 3 else "")
-        raise TrainingFailed(f"not all runs finished: {named}; the same command resumes them")
+        raise TrainingFailed(f"not all runs finished: {', '.join(unfinished)}; the same command resumes them")
     if flags.publish:
         publish.publish(compared)
         print_once("written: results.json of each recipe, and the pictures and pages")
@@ -150,11 +146,7 @@ def _set_up_testbeds(flags: argparse.Namespace, passed_on: list[str]) -> int:
     """`--tune` and `--noise`."""
     from launch.comparison import pages, publish, tuning  # as above
 
-    if flags.tune:
-        found, lines, trained = tuning.tune(flags, passed_on)
-    else:
-        found, trained = tuning.measure_noise(flags, passed_on)
-        lines = tuning.noise_lines(found)
+    found, lines, trained = (tuning.tune if flags.tune else tuning.measure_noise)(flags, passed_on)
     if flags.publish:
         publish.check_runs("--publish", trained)
     if flags.tune:
@@ -182,27 +174,24 @@ def _check_sources(flags: argparse.Namespace, names: set[str]) -> None:
     sources = [word for word, value in (("run folders", flags.runs), ("--recipe", flags.recipe), ("--all", flags.all)) if value]
     if flags.tune or flags.noise:
         word = "--tune" if flags.tune else "--noise"
-        if not flags.testbed:
-            raise UsageError(f"{word} needs --testbed NAME")
-        if (flags.tune and flags.noise) or flags.runs or flags.all or len(flags.recipe) > (1 if flags.tune else 0):
-            taken = ["--noise"] * (flags.tune and flags.noise) + sources
-            extra = min(taken, key=("--noise", "run folders", "--all", "--recipe").index)
-            raise UsageError(f"{word} takes --testbed{' and at most one --recipe' if flags.tune else ''}; leave out {extra}")
+        if len(flags.testbed) != 1:
+            raise UsageError(f"{word} needs --testbed NAME, once")
+        own = ["--recipe"] if flags.tune and len(flags.recipe) == 1 else []
+        taken = [*(["--noise"] if flags.tune and flags.noise else []), *(one for one in sources if one not in own)]
+        if taken:
+            raise UsageError(f"{word} takes --testbed{' and at most one --recipe' if flags.tune else ''}; leave out {taken[0]}")
         if flags.seeds and (flags.tune or flags.seeds < 2):
-            raise UsageError(
-                f"--seeds: {'--tune uses one seed, which no verdict uses' if flags.tune else '--noise needs 2 or more'}; leave it out"
-            )
+            why = "--tune uses one seed, which no verdict uses" if flags.tune else "--noise needs 2 or more"
+            raise UsageError(f"--seeds: {why}; leave it out")
     elif len(sources) != 1:
         raise UsageError(f"give one of: run folders, --recipe DIR, --all{'; given are ' + ' and '.join(sources) if sources else ''}")
-    spelled = {"overrides": "set"}
-    trains = {*PASSED_ON, "testbed", "seeds", "publish", "ranks", "runs_dir", "at_once", "keep_checkpoints"}
-    if flags.runs and (training := sorted(names & trains)):
-        flag = spelled.get(training[0], training[0])
-        raise UsageError(f"--{flag} applies to runs that compare.py trains; leave it out, or replace {flags.runs[0]} by --recipe")
+    if flags.runs and (training := sorted(names & (PASSED_ON | TRAINING))):
+        why = f"applies to runs that compare.py trains; leave it out, or replace {flags.runs[0]} by --recipe"
+        raise UsageError(f"--{training[0].replace('overrides', 'set')} {why}")
     setting = sorted(names & {*PASSED_ON, "ranks"} - {"save_every"})  # which changes no number
     if setting and (flags.testbed or flags.publish):
         why = f"--testbed {flags.testbed[0]} sets it" if flags.testbed else "--publish is for the recipe's testbeds"
-        raise UsageError(f"--{spelled.get(setting[0], setting[0])}: {why}; leave out one of the two")
+        raise UsageError(f"--{setting[0].replace('overrides', 'set')}: {why}; leave out one of the two")
 
 
 def _check_out(out: str | None) -> None:
@@ -231,7 +220,7 @@ def _check_recipes(flags: argparse.Namespace) -> None:
 def _passed_on(flags: argparse.Namespace, names: set[str]) -> list[str]:
     """The given flags that are passed on to `launch/pretrain.py`."""
     words: list[str] = []
-    for name in (name for name in PASSED_ON if name in names):
+    for name in sorted(PASSED_ON & names):
         value = getattr(flags, name)
         if name == "overrides":
             words += [word for change in value for word in ("--set", change)]

@@ -217,14 +217,12 @@ def test_ratios_of_numbers_that_are_not_positive_are_inconclusive(control, other
 
 
 @pytest.mark.filterwarnings("error")
-def test_neither_huge_nor_tiny_numbers_change_a_verdict():
+def test_the_unit_of_a_ratio_changes_no_verdict():
     control, other = np.array([4.0, 5.0, 6.0, 4.0]), np.array([4.5, 5.75, 6.625, 4.375])
     for number, expected in ((1.5, "holds"), (1.0, "fails"), (1.13, "inconclusive")):
         verdicts = [judge(ratio(number), control * scale, other * scale) for scale in (1e-300, 1e-20, 1.0, 1e20, 1e300)]
         assert {verdict.outcome for verdict in verdicts} == {expected}
         assert [verdict.p for verdict in verdicts] == pytest.approx([verdicts[2].p] * 5, rel=1e-6)
-    wide = judge(ratio(1), [1e-300, 1e300, 1.0], [1e300, 1e-300, 1.1])
-    assert (wide.outcome, wide.interval) == ("inconclusive", (0.0, math.inf))
 
 
 # --- planning -------------------------------------------------------------------------------------------------------------------------

@@ -40,6 +40,8 @@ REPEATED |= {"scheduler.params.total_tokens", "corpus.path"}
 DERIVED = {"precision", "engine.gradient_accumulation_steps"}
 LOSS = "final_val_loss"
 EQUAL_TIME = "loss_at_equal_time"
+#: Figures about the target loss, with the column in which they measure.
+TO_TARGET = {"seconds_to_target": "seconds", "tokens_to_target": "tokens"}
 #: Every figure in the order of the report: its label with the unit, the value of one unit, and the decimals shown.
 FIGURES = {
     LOSS: ("final validation loss (nats)", 1, 4),
@@ -62,6 +64,11 @@ FIGURES = {
 SHOWN_IF_ANY = {"bytes_per_step", "bytes_sent", "skipped_steps"}
 #: Figures that are sums over a run, and so cannot be compared if the run ended early.
 SUMS = {"seconds", "bytes_sent", "flops", "skipped_steps", "warmup_spikes", "spikes"}
+
+
+def signed(value: float, form: str = ".4f") -> str:
+    """A difference with its sign; minus is a character of its own."""
+    return f"{value:+{form}}".replace("-", "−")
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,26 +120,35 @@ class Figure:
     ratio: Interval | None
     to_target: RatioToTarget | None = None
 
+    @property
+    def pairs(self) -> dict[int, tuple[float, float]]:
+        """The values of control and recipe by seed, where both are finite."""
+        return _finite_pairs(self.control, self.other)
+
 
 @dataclass(frozen=True)
 class Pair:
     """A side and its control.
 
-    recipe: the recipe of the side, if it has one. testbed: on which the runs were made; None for all other settings. experiment: the
-    recipe's on the testbed. seeds: those that both sides have. figures: those of `FIGURES` that any run has; "seconds_to_target" and
-    "tokens_to_target" are of the testbed's target loss, `EQUAL_TIME` compares evaluations during training. verdicts: one per claim of the
-    experiment, if the runs are of exactly the planned seeds and have ended; corrected for all claims of `claims_in_table`.
+    recipe: the recipe of the side, if it has one. testbed: on which the runs were made; None for all other settings. seeds: those that both
+    sides have. figures: those of `FIGURES` that any run has; `TO_TARGET` are of the testbed's target loss, `EQUAL_TIME` is of evaluations
+    during training. verdicts: one per claim of the experiment, if the runs are of exactly the planned seeds and have ended; corrected for
+    all claims of `claims_in_table`.
     """
 
     control: Side
     side: Side
     recipe: Recipe | None
     testbed: Testbed | None
-    experiment: Experiment | None
     differences: tuple[Difference, ...]
     seeds: tuple[int, ...]
     figures: dict[str, Figure]
-    verdicts: tuple[Verdict, ...]
+    verdicts: tuple[Verdict, ...] = ()
+
+    @property
+    def experiment(self) -> Experiment | None:
+        """The recipe's experiment on the testbed."""
+        return self.recipe.experiments.get(self.testbed.name) if self.recipe and self.testbed else None
 
     @property
     def title(self) -> str:
@@ -168,9 +184,9 @@ class Comparison:
 
     sides: tuple[Side, ...]
     pairs: tuple[Pair, ...]
-    mismatches: tuple[str, ...]
-    absent: tuple[Absent, ...]
-    remarks: tuple[str, ...]
+    mismatches: tuple[str, ...] = ()
+    absent: tuple[Absent, ...] = ()
+    remarks: tuple[str, ...] = ()
 
     def as_json(self) -> dict[str, Any]:
         """The content of `report.json`: plain numbers, null for one that is not finite; no curves."""
@@ -430,26 +446,27 @@ def _interleaved_with(run: Run) -> list[Any]:
 
 def _pair(control: Side, side: Side, recipe: Recipe | None, testbed: Testbed | None) -> Pair:
     runs = [one.by_seed() for one in (control, side)]
-    seeds = tuple(sorted(runs[0].keys() & runs[1].keys()))
     numbers = [{seed: _numbers(one[seed]) for seed in sorted(one)} for one in runs]
     same_evaluations = len(sequences_evaluated(control, side)) == 1
-    figures = {}
-    for name in FIGURES:
-        if not same_evaluations and (name == EQUAL_TIME or name.endswith("_to_target")):
-            continue
+
+    def figure(name: str) -> Figure | None:
+        if not same_evaluations and name in (EQUAL_TIME, *TO_TARGET):
+            return None
+        if name in TO_TARGET:
+            return _to_target(runs, TO_TARGET[name], testbed.target_loss) if testbed else None
         before, after = ({seed: own[name] for seed, own in one.items() if name in own} for one in numbers)
         if name == EQUAL_TIME:
             before, after = losses_at_equal_time(*runs)
-        if name in SHOWN_IF_ANY and not any((*before.values(), *after.values())):
-            continue
-        if before or after:
-            ratio = None if name in (LOSS, EQUAL_TIME) else _paired(before, after, "ratio")
-            figures[name] = Figure(before, after, _paired(before, after, "difference"), ratio)
-        elif testbed and name.endswith("_to_target") and (found := _to_target(runs, name.partition("_")[0], testbed.target_loss)):
-            figures[name] = found
-    experiment = recipe.experiments.get(testbed.name) if recipe and testbed else None
-    pair = Pair(control, side, recipe, testbed, experiment, differences(control.runs, side.runs), seeds, figures, ())
-    claims = experiment.claims if experiment and _as_planned(experiment, *runs) else ()
+        values = (*before.values(), *after.values())
+        if not values or (name in SHOWN_IF_ANY and not any(values)):
+            return None
+        ratio = None if name in (LOSS, EQUAL_TIME) else _paired(before, after, "ratio")
+        return Figure(before, after, _paired(before, after, "difference"), ratio)
+
+    figures = {name: found for name in FIGURES if (found := figure(name))}
+    seeds = tuple(sorted(runs[0].keys() & runs[1].keys()))
+    pair = Pair(control, side, recipe, testbed, differences(control.runs, side.runs), seeds, figures)
+    claims = pair.experiment.claims if pair.experiment and _as_planned(pair.experiment, *runs) else ()
     return replace(pair, verdicts=tuple(_judged(claim, pair, *numbers) for claim in claims))
 
 
@@ -498,12 +515,11 @@ def _pair_remarks(pair: Pair) -> Iterator[str]:
         yield f"seed {', '.join(map(str, alone))} was run on one side only, and is excluded from differences and verdicts"
     for seed in pair.seeds:
         for run in (control[seed], own[seed]):
-            sums = "" if run.finished else " and of sums over the run"
-            if run.diverged:
-                judged = "" if run is control[seed] else "; in claims about the loss it counts as infinite"
-                yield f"seed {seed} is excluded from the difference of the final loss{sums}, because {run.folder} diverged{judged}"
-            elif sums:
-                yield f"seed {seed} is excluded from the difference of the final loss{sums}, because {run.folder} is unfinished"
+            if run.diverged or not run.finished:
+                sums = "" if run.finished else " and of sums over the run"
+                judged = "; in claims about the loss it counts as infinite" if run.diverged and run is own[seed] else ""
+                why = f"{run.folder} {'diverged' if run.diverged else 'is unfinished'}{judged}"
+                yield f"seed {seed} is excluded from the difference of the final loss{sums}, because {why}"
     if pair.testbed and pair.experiment and pair.experiment.claims and not pair.verdicts:
         yield f"exploratory, without verdicts: {pair.experiment.seeds} seeds, from 1 on, are planned on {pair.testbed.name}"
     for name, figure in pair.figures.items():
@@ -569,8 +585,13 @@ def _to_target(sides: Sequence[Mapping[int, Run]], column: str, target: float) -
 
 def _paired(control: Mapping[int, float], other: Mapping[int, float], scale: Literal["difference", "ratio"]) -> Interval | None:
     """The mean difference or ratio over the seeds whose values are finite on both sides."""
-    seeds = [seed for seed in control if seed in other and math.isfinite(control[seed]) and math.isfinite(other[seed])]
-    return paired_interval([control[seed] for seed in seeds], [other[seed] for seed in seeds], scale)
+    pairs = _finite_pairs(control, other).values()
+    return paired_interval([before for before, _ in pairs], [after for _, after in pairs], scale)
+
+
+def _finite_pairs(control: Mapping[int, float], other: Mapping[int, float]) -> dict[int, tuple[float, float]]:
+    both = {seed: (control[seed], other[seed]) for seed in control if seed in other}
+    return {seed: pair for seed, pair in both.items() if np.isfinite(pair).all()}
 
 
 # --- report.json ----------------------------------------------------------------------------------------------------------------------

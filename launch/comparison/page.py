@@ -9,11 +9,12 @@ from __future__ import annotations
 import base64
 import contextlib
 import hashlib
+import io
 import json
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import count, cycle
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -26,19 +27,20 @@ from matplotlib.ticker import EngFormatter
 from plotly.offline import get_plotlyjs
 from scipy.ndimage import uniform_filter1d
 
-from launch.comparison.comparison import FIGURES, LOSS, Comparison, Figure, Pair, Side, sequences_evaluated
-from launch.comparison.forest import PANELS, Row, forest_data, row
+from launch.comparison.comparison import FIGURES, LOSS, Comparison, Figure, Pair, Side, sequences_evaluated, signed
+from launch.comparison.forest import draw_forest, row
 from launch.comparison.runs import Column, Run
-from launch.comparison.verdicts import SIGNS, Interval, Verdict
+from launch.comparison.verdicts import SIGNS, Interval
 from launch.errors import one_line
 from launch.formats.files import write_atomically
+from launch.training.provenance import machine_in_words
 from model.presets import ModelShape
 
 HERE = Path(__file__).resolve().parent
 #: Where reports go without --out.
 REPORTS = Path("runs/reports")
-#: Figures that are printed for pairs without claims.
-SUMMARY = ("final_val_loss", "step_seconds", "peak_memory_bytes", "bytes_per_step")
+#: Figures that are printed for pairs without claims, and that the table of all sides has.
+MAIN_FIGURES = ("final_val_loss", "step_seconds", "peak_memory_bytes", "bytes_per_step")
 
 #: Points per curve; fewer, but at least 200, if there are more than 30 runs, so that the page stays below 10 MB.
 POINTS = 1000
@@ -47,22 +49,10 @@ AXES = {"step": "steps", "tokens": "tokens", "seconds": "seconds", "flops": "FLO
 LOSSES = {"val_loss-control": "validation loss − control's", "val_loss": "validation loss", "loss": "training loss"}
 #: Metrics that are measured in each step; their mean over seeds is smoothed over 1% of the run.
 NOISY = ("loss", "grad_norm", "step_seconds", "tokens_per_second", "mfu")
-#: Colours of the sides, the first for controls. They differ for colour-blind readers, and have a contrast of 3:1 with white and black.
+#: Colours of the sides, grey for the first one. They differ for colour-blind readers, and have a contrast of 3:1 with white and black.
 PALETTE = ("#808890", "#2f80cf", "#d9601a", "#149071", "#b065ab", "#a87b12", "#d2477f", "#5b73d8")
-#: Line styles: plotly's name -> matplotlib's.
-DASHES = {"solid": "-", "dash": "--", "dot": ":", "dashdot": "-.", "longdash": (0, (9, 2.5)), "longdashdot": (0, (9, 1.5, 1, 1.5))}
-#: Figures in the table of all sides.
-OVERVIEW = (
-    "final_val_loss",
-    "tokens_per_second",
-    "mfu",
-    "seconds",
-    "peak_memory_bytes",
-    "bytes_per_step",
-    "skipped_steps",
-    "warmup_spikes",
-    "spikes",
-)
+#: Line styles of the sides but the first, by plotly's names.
+DASHES = ("dot", "dashdot", "dash", "longdash", "longdashdot")
 
 
 def new_folder(name: str) -> Path:
@@ -93,7 +83,7 @@ def summary(comparison: Comparison) -> Iterator[str]:
         for verdict in pair.verdicts:
             yield f"{pair.recipe and pair.recipe.name}: {verdict.claim.label} {verdict.outcome}: {verdict.reason}"
         if not pair.verdicts:
-            rows = [figure_row(name, pair.figures[name]) for name in SUMMARY if name in pair.figures]
+            rows = [figure_row(name, pair.figures[name]) for name in MAIN_FIGURES if name in pair.figures]
             yield f"{pair.title}: " + "; ".join(f"{label}: {difference}" for label, _, _, difference, _ in rows)
         yield " ".join([*answers(pair), trust(pair)])
     for missing in comparison.absent:
@@ -107,25 +97,26 @@ def write_page(comparison: Comparison, out: Path) -> Path:
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(HERE), autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    environment.filters |= {"seeds": _seeds, "short": _short}
+    environment.filters |= {"seeds": _seeds}
     runs = [run for side in comparison.sides for run in side.runs]
     page = environment.get_template("page.html").render(
         comparison=comparison,
-        facts=_facts(comparison),
+        facts=_facts(runs),
         outcomes=Counter(verdict.outcome for pair in comparison.pairs for verdict in pair.verdicts),
         signs=SIGNS,
         answers=answers,
         trust=trust,
         by_seed=_by_seed,
-        forest=forest_data(_forest_rows(comparison.pairs), _shown_in_forest),
+        forest=_forest,
+        main_figures=[FIGURES[name][0] for name in MAIN_FIGURES],
         results=_results(comparison.sides),
-        evidence=_evidence,
         differences=_differences,
         figures=lambda pair: [figure_row(name, figure) for name, figure in pair.figures.items()],
         losses={name: label for name, label in LOSSES.items() if "-" not in name or any(pair.seeds for pair in comparison.pairs)},
         axes={name: label for name, label in AXES.items() if name != "bytes" or any(run.columns[name].any() for run in runs)},
         metrics=_metrics(runs),
         noisy=NOISY,
+        provenance=_provenance(comparison.sides),
         data=_curves(comparison),
         script_hashes=Markup(" ".join(hashes)),
         style=Markup((HERE / "page.css").read_text(encoding="utf-8")),
@@ -152,8 +143,8 @@ def answers(pair: Pair) -> list[str]:
         if loss.low is None or loss.high is None:
             interval = " with the only seed"
         else:
-            ends = (f"{end:+.4f}".replace("-", "−") for end in (loss.low, loss.high))
-            interval = f" (95% interval {' to '.join(ends)}{', which includes 0' if loss.low <= 0 <= loss.high else ''})"
+            includes = ", which includes 0" if loss.low <= 0 <= loss.high else ""
+            interval = f" (95% interval {signed(loss.low)} to {signed(loss.high)}{includes})"
         gap = f"{abs(loss.mean):.4f} nats {'above' if loss.mean > 0 else 'below'}" if loss.mean else "at the same loss as"
         found.append(f"{name} ends {gap} {control}{rest}{interval}.")
     speed = pair.figures["tokens_per_second"].ratio if "tokens_per_second" in pair.figures else None
@@ -185,72 +176,49 @@ def trust(pair: Pair) -> str:
     return " ".join(found)
 
 
-def _forest_rows(pairs: Iterable[Pair]) -> list[Row]:
-    """A row per pair, those of a testbed together."""
-    ordered = sorted(pairs, key=lambda pair: pair.testbed.name if pair.testbed else "")
-    return [
+def _forest(pairs: Iterable[Pair]) -> str:
+    """A forest plot with a row per pair, those of a testbed together: a PNG in base64."""
+    rows = [
         row(
             pair.testbed.name if pair.testbed else "",
-            pair.recipe.name if pair.recipe else pair.title,
+            pair.recipe.name if pair.recipe else one_line(pair.title)[:60],
             pair.figures,
-            [verdict.claim for verdict in pair.verdicts],
-            pair.verdicts,
+            {verdict.claim: verdict.outcome for verdict in pair.verdicts},
         )
-        for pair in ordered
+        for pair in sorted(pairs, key=lambda pair: pair.testbed.name if pair.testbed else "")
     ]
+    draw_forest(rows, png := io.BytesIO())
+    return base64.b64encode(png.getvalue()).decode()
 
 
-def _shown_in_forest(panel: str, interval: Interval | None) -> str:
-    key, scale, _ = PANELS[panel]
-    return "–" if interval is None else _shown(interval, (lambda x: _number(key, x, "+")) if scale == "difference" else "{:.3f}".format)
-
-
-def _by_seed(pair: Pair) -> list[tuple[int, str, str, str, str, float | None]]:
-    """The pairs: seed, both final losses, difference, ratio of the step times, and the place of the difference in percent of the plot."""
+def _by_seed(pair: Pair) -> list[list[str]]:
+    """The pairs: seed, both final losses, their difference, and the ratio of the step times."""
     loss, time = (pair.figures.get(name, Figure({}, {}, None, None)) for name in (LOSS, "step_seconds"))
-
-    def both(figure: Figure, seed: int) -> bool:
-        return all(math.isfinite(side.get(seed, math.nan)) for side in (figure.control, figure.other))
-
-    gaps = {seed: loss.other[seed] - loss.control[seed] for seed in pair.seeds if both(loss, seed)}
-    largest = max(map(abs, gaps.values()), default=0.0) or 1.0
     rows = []
     for seed in pair.seeds:
-        before, after = (_mean(LOSS, [side[seed]] if seed in side else []) for side in (loss.control, loss.other))
-        gap = _number(LOSS, gaps[seed], "+") if seed in gaps else "–"
-        ratio = f"{time.other[seed] / time.control[seed]:.3f}" if both(time, seed) and time.control[seed] > 0 else "–"
-        rows.append((seed, before, after, gap, ratio, round(50 + 45 * gaps[seed] / largest, 2) if seed in gaps else None))
+        losses = [_mean(LOSS, [side[seed]] if seed in side else []) for side in (loss.control, loss.other)]
+        gap = _number(LOSS, loss.pairs[seed][1] - loss.pairs[seed][0], "+") if seed in loss.pairs else "–"
+        ratio = f"{time.pairs[seed][1] / time.pairs[seed][0]:.3f}" if time.pairs.get(seed, (0,))[0] > 0 else "–"
+        rows.append([str(seed), *losses, gap, ratio])
     return rows
 
 
-def _facts(comparison: Comparison) -> dict[str, str]:
+def _facts(runs: Sequence[Run]) -> dict[str, str]:
     """What was compared: each fact with its distinct values."""
-    runs = [run.description for side in comparison.sides for run in side.runs]
-
-    def distinct(values: Iterable[Any]) -> str:
-        found = [text for text in dict.fromkeys(map(_short, values)) if text]
-        return "; ".join(found[:3]) + (f" and {len(found) - 3} more" if len(found) > 3 else "")
-
-    shapes = [ModelShape(**run["shape"]) for run in runs]
+    shapes = [ModelShape(**run.description["shape"]) for run in runs]
     facts = {
-        "seeds": _seeds(run["seed"] for run in runs),
-        "tokens per run": distinct(f"{run['total_tokens']:,}" for run in runs),
-        "model": distinct(f"{shape.n_layer} layers, width {shape.d_model}, {shape.seq_len} tokens{shape.components}" for shape in shapes),
-        **{name: distinct(run.get(name) for run in runs) for name in ("ranks", "precision", "machine", "commit")},
-        "corpus": distinct(run["corpus_fingerprint"] for run in runs),
+        "seeds": [_seeds(run.seed for run in runs)],
+        "tokens per run": [f"{run.description['total_tokens']:,}" for run in runs],
+        "model": [f"{shape.n_layer} layers, width {shape.d_model}, {shape.seq_len} tokens{shape.components}" for shape in shapes],
+        **{name: [str(run.description.get(name)) for run in runs] for name in ("ranks", "precision")},
+        "machine": map(_machine, runs),
+        "corpus": [run.description["corpus_fingerprint"][:12] for run in runs],
     }
-    return {name: value for name, value in facts.items() if value}
+    return {name: "; ".join(dict.fromkeys(values)) for name, values in facts.items()} if runs else {}
 
 
-def _short(value: Any) -> str:
-    """A value in one line; the first twelve digits of a hash; of a machine its host, processor and GPUs."""
-    if isinstance(value, dict):
-        return ", ".join(filter(None, (f"{one} cores" if key == "cores" else _short(one) for key, one in value.items() if key != "system")))
-    if isinstance(value, list):
-        return ", ".join(map(_short, value))
-    text = "" if value is None else str(value)
-    is_hash = len(text) >= 40 and set(text) <= set("0123456789abcdef")
-    return text[:12] if is_hash else text
+def _machine(run: Run) -> str:
+    return machine_in_words({"processor": "unknown", "cores": "unknown", **(run.description.get("machine") or {})})
 
 
 def _seeds(seeds: Iterable[int]) -> str:
@@ -258,14 +226,6 @@ def _seeds(seeds: Iterable[int]) -> str:
     found = sorted(set(seeds))
     consecutive = len(found) > 2 and found[-1] - found[0] == len(found) - 1
     return f"{found[0]} to {found[-1]}" if consecutive else ", ".join(map(str, found))
-
-
-def _evidence(verdict: Verdict) -> dict[str, str]:
-    evidence = {"evidence": verdict.reason}
-    if verdict.p_holds is not None:
-        evidence["p-values"] = f"{verdict.p_holds:.3g} for holds, {verdict.p_fails:.3g} for fails; twice the smaller is {verdict.p:.3g}"
-        evidence["after Holm's correction"] = f"{verdict.adjusted:.3g} for {verdict.table} claims; below 0.05 decides"
-    return evidence
 
 
 def _differences(pair: Pair) -> list[list[str]]:
@@ -297,16 +257,32 @@ def _shown(interval: Interval | None, write: Callable[[float], str]) -> str:
     return write(interval.mean) + ends
 
 
-def _results(sides: Sequence[Side]) -> tuple[list[str], list[list[str]]]:
-    """The table of all sides, its heads and its rows, with the figures that any run has."""
-    heads, rows = ["configuration", "role", "seeds"], [[side.name, side.role, _seeds(run.seed for run in side.runs)] for side in sides]
-    measured = [[run.measures() for run in side.runs] for side in sides]
-    for name in OVERVIEW:
-        if any(name in run for runs in measured for run in runs):
-            heads.append(FIGURES[name][0])
-            for row, runs in zip(rows, measured, strict=True):
-                row.append(_mean(name, [run[name] for run in runs if name in run]))
-    return heads, rows
+def _results(sides: Sequence[Side]) -> list[list[str]]:
+    """The table of all sides."""
+    rows = []
+    for side in sides:
+        measures = [run.measures() for run in side.runs]
+        means = [_mean(name, [run[name] for run in measures if name in run]) for name in MAIN_FIGURES]
+        rows.append([side.name, side.role, _seeds(run.seed for run in side.runs), *means])
+    return rows
+
+
+def _provenance(sides: Sequence[Side]) -> list[list[str]]:
+    """The table of all runs."""
+    return [
+        [
+            run.name,
+            side.name,
+            str(run.seed),
+            "; ".join([run.state, *run.remarks]),
+            str(run.description.get("created"))[:16].replace("T", " "),
+            str(run.description.get("commit"))[:12],
+            _machine(run),
+            str(run.folder),
+        ]
+        for side in sides
+        for run in side.runs
+    ]
 
 
 def _mean(name: str, values: Sequence[float]) -> str:
@@ -329,16 +305,6 @@ def _number(name: str, value: float, sign: str = "") -> str:
 # --- curves ---------------------------------------------------------------------------------------------------------------------------
 
 
-def _looks(comparison: Comparison) -> list[dict[str, str]]:
-    """Colour and dash of each side. A side that is only a control is grey, and no other side has its dash."""
-    own = {id(pair.side) for pair in comparison.pairs}
-    dashes = list(DASHES)
-    greys = zip(cycle(PALETTE[:1]), cycle(dashes[:2]), strict=False)
-    colors = zip(cycle(PALETTE[1:]), cycle(dashes[2:]), strict=False)
-    looks = [next(greys if side.role == "control" and id(side) not in own else colors) for side in comparison.sides]
-    return [{"color": color, "dash": dash} for color, dash in looks]
-
-
 def _curves(comparison: Comparison) -> dict[str, Any]:
     """What `page.js` draws: `curves`, one for each run and one for the mean of each side.
 
@@ -346,7 +312,6 @@ def _curves(comparison: Comparison) -> dict[str, Any]:
     are drawn; all float32 in base64. `page.js` interpolates between the rows to place a step on another axis.
     """
     sides = comparison.sides
-    place = {id(side): number for number, side in enumerate(sides)}
     runs = [run for side in sides for run in side.runs]
     metrics = ["val_loss", "loss", *_metrics(runs)]
     points = max(200, min(POINTS, 30 * POINTS // max(1, len(runs))))
@@ -356,11 +321,14 @@ def _curves(comparison: Comparison) -> dict[str, Any]:
             curves.append({"side": number, "seed": run.seed, "name": run.name, **_curve(run.columns, metrics, points)})
         first = started_runs(side)
         curves.append({"side": number, "seed": None, "count": len(first), **_curve(mean_columns(first), metrics, points)})
-    pairs = [[place[id(pair.control)], place[id(pair.side)]] for pair in comparison.pairs]
+    pairs = [[sides.index(pair.control), sides.index(pair.side)] for pair in comparison.pairs]
     return {
         "axes": AXES,
         "labels": LOSSES,
-        "sides": [{"name": side.name, **look} for side, look in zip(sides, _looks(comparison), strict=True)],
+        "sides": [
+            {"name": side.name, "color": PALETTE[number % len(PALETTE)], "dash": DASHES[number % len(DASHES)] if number else "solid"}
+            for number, side in enumerate(sides)
+        ],
         "pairs": pairs,
         "controls": {own: control for control, own in reversed(pairs)},
         "curves": curves,
@@ -439,7 +407,6 @@ def draw_losses(comparison: Comparison, file: Path) -> None:
     Each pair is a row: the losses, and the recipe's difference to its control with the same seed. Without pairs all sides are one picture.
     Thin lines are runs, thick lines the mean over seeds, the band its standard deviation.
     """
-    looks = {id(side): look for side, look in zip(comparison.sides, _looks(comparison), strict=True)}
     evaluated = any(np.isfinite(run.columns["val_loss"]).any() for side in comparison.sides for run in side.runs)
     metric = "val_loss" if evaluated else "loss"
     pairs = comparison.pairs
@@ -448,12 +415,10 @@ def draw_losses(comparison: Comparison, file: Path) -> None:
         grid = picture.subplots(len(pairs) or 1, 2 if pairs else 1, squeeze=False)
         for number, row_of_axes in enumerate(grid):
             pair = pairs[number] if pairs else None
-            if pair:  # each row has the same two looks
-                looks = {id(pair.side): {"color": PALETTE[1], "dash": "dot"}, id(pair.control): {"color": PALETTE[0], "dash": "solid"}}
-            for side in (pair.control, pair.side) if pair else comparison.sides:
-                _draw_side(row_of_axes[0], side, looks[id(side)], metric)
+            for side, color, style in zip((pair.control, pair.side) if pair else comparison.sides, PALETTE, ("-", ":"), strict=False):
+                _draw_side(row_of_axes[0], side, color, style, metric)
             if pair and (metric == "loss" or len(sequences_evaluated(pair.control, pair.side)) == 1):
-                _draw_difference(row_of_axes[1], pair, looks[id(pair.side)], metric)
+                _draw_difference(row_of_axes[1], pair, metric)
             what, title = LOSSES[metric], f"on {pair.testbed.name}" if pair and pair.testbed else ""
             if metric == "val_loss" and (batches := _batches(pair.side if pair else comparison.sides[0])):
                 what += f" on {batches} batches"
@@ -475,7 +440,7 @@ def _batches(side: Side) -> int | None:
     return first.get("eval_batches") if first.get("whole_eval") else None
 
 
-def _draw_difference(axes: Any, pair: Pair, look: dict[str, str], metric: str) -> None:
+def _draw_difference(axes: Any, pair: Pair, metric: str) -> None:
     """The differences of the runs of a pair with the same seed. The first quarter, where losses fall fast, does not set the scale; if it
     leaves the frame, the title says so."""
     control, own = pair.control.by_seed(), pair.side.by_seed()
@@ -487,7 +452,7 @@ def _draw_difference(axes: Any, pair: Pair, look: dict[str, str], metric: str) -
             curves.append((tokens[np.isfinite(gap)], gap[np.isfinite(gap)]))
     axes.axhline(0, color=PALETTE[0], linewidth=1)
     for tokens, gap in curves:
-        axes.plot(tokens, smooth(gap) if metric == "loss" else gap, color=look["color"], linewidth=0.6, alpha=0.6)
+        axes.plot(tokens, smooth(gap) if metric == "loss" else gap, color=PALETTE[1], linewidth=0.6, alpha=0.6)
     if not any(len(tokens) for tokens, _ in curves):
         return
     shared = min((tokens for tokens, _ in curves if len(tokens)), key=len)
@@ -495,18 +460,17 @@ def _draw_difference(axes: Any, pair: Pair, look: dict[str, str], metric: str) -
     mean = gaps.mean(axis=0)
     if len(gaps) > 1:
         deviation = gaps.std(axis=0, ddof=1)
-        axes.fill_between(shared, mean - deviation, mean + deviation, color=look["color"], alpha=0.15, linewidth=0)
-    axes.plot(shared, mean, color=look["color"], linewidth=1.8, linestyle=DASHES[look["dash"]])
+        axes.fill_between(shared, mean - deviation, mean + deviation, color=PALETTE[1], alpha=0.15, linewidth=0)
+    axes.plot(shared, mean, color=PALETTE[1], linewidth=1.8, linestyle=":")
     late = np.append(gaps[:, shared >= 0.25 * shared[-1]], 0.0)
     margin = 0.15 * float(np.ptp(late)) or 0.01
     low, high = float(late.min()) - margin, float(late.max()) + margin
     axes.set_ylim(low, high)
-    if outside := [f"{gap:+.2f}" for gap in (gaps.min(), gaps.max()) if not low <= gap <= high]:
-        axes.set_title(f"outside the frame, in the first quarter: up to {' and '.join(outside)}".replace("-", "−"), fontsize=9)
+    if outside := [signed(gap, ".2f") for gap in (gaps.min(), gaps.max()) if not low <= gap <= high]:
+        axes.set_title(f"outside the frame, in the first quarter: up to {' and '.join(outside)}", fontsize=9)
 
 
-def _draw_side(axes: Any, side: Side, look: dict[str, str], metric: str) -> None:
-    color = look["color"]
+def _draw_side(axes: Any, side: Side, color: str, style: str, metric: str) -> None:
     for run in side.runs:
         axes.plot(*_drawable(run.columns, metric), color=color, linewidth=0.6, alpha=0.5)
     first = started_runs(side)
@@ -518,7 +482,7 @@ def _draw_side(axes: Any, side: Side, look: dict[str, str], metric: str) -> None
         deviation = np.std([np.interp(tokens, *_drawable(run.columns, metric)) for run in first], axis=0, ddof=1)  # (seeds, tokens)
         label += f" ± {deviation[-1]:.4f}, {len(first)} seeds"
         axes.fill_between(tokens, loss - deviation, loss + deviation, color=color, alpha=0.15, linewidth=0)
-    axes.plot(tokens, loss, color=color, linewidth=1.8, label=label, linestyle=DASHES[look["dash"]])
+    axes.plot(tokens, loss, color=color, linewidth=1.8, label=label, linestyle=style)
 
 
 def _drawable(columns: dict[str, Column], metric: str) -> tuple[Column, Column]:

@@ -9,10 +9,9 @@ measures of the published runs. A test compares what stands there with what this
 
 from __future__ import annotations
 
-import math
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import combinations
@@ -21,11 +20,11 @@ from typing import Any
 
 import numpy as np
 
-from launch.comparison.comparison import LOSS, Comparison, Pair, claims_in_table, compare_experiments
+from launch.comparison.comparison import LOSS, Comparison, Pair, claims_in_table, compare_experiments, signed
 from launch.comparison.forest import draw_forest, row
 from launch.comparison.page import draw_losses, figure_row
 from launch.comparison.runs import Run, read_stored_run
-from launch.comparison.tuning import deviation, deviation_interval, draw_tuning, in_words, numbers_in, read_json, setting_name
+from launch.comparison.tuning import deviation, draw_tuning, in_words, mean_difference, numbers_in, read_json, setting_name
 from launch.comparison.verdicts import SIGNS, Verdict, planned_power
 from launch.formats.files import write_atomically
 from recipes.claims import QUESTIONS, Claim
@@ -74,7 +73,7 @@ def plan_files(recipe: str, testbed: str) -> tuple[str, str, str]:
     return f"recipes/{recipe}/recipe.json", f"recipes/{control}/recipe.json", f"recipes/testbeds/{testbed}/testbed.json"
 
 
-@dataclass(frozen=True)
+@dataclass
 class Published:
     """A recipe on a testbed.
 
@@ -86,7 +85,7 @@ class Published:
     testbed: Testbed
     experiment: Experiment
     entry: dict[str, Any] | None
-    pair: Pair | None
+    pair: Pair | None = None
 
     @property
     def verdicts(self) -> tuple[Verdict, ...]:
@@ -98,26 +97,20 @@ class Published:
         """Why there are no verdicts; empty if there are."""
         return "" if self.pair else OUTDATED if self.entry else UNMEASURED
 
-    @property
-    def short_note(self) -> str:
-        """`note` in few words, for a picture."""
-        return "outdated" if self.note == OUTDATED else self.note
-
 
 def published() -> list[Published]:
     """Every recipe on each of its testbeds, ordered by testbed, with the verdicts."""
     testbeds = {testbed.name: testbed for testbed in read_testbeds()}
-    recipes = [read_recipe(ROOT / "recipes" / name) for name in recipe_names()]
-    cells = [(recipe, testbeds[name], experiment) for recipe in recipes for name, experiment in recipe.experiments.items()]
-    cells.sort(key=lambda cell: (cell[1].device, cell[1].name, cell[0].name))
-    entries = [read_json(ROOT / "recipes" / recipe.name / RESULTS).get(testbed.name) for recipe, testbed, _ in cells]
-    valid = [
-        entry is not None and entry["planned"] == planned(recipe.name, testbed.name)
-        for (recipe, testbed, _), entry in zip(cells, entries, strict=True)
-    ]
-    stored = [(*cell[:2], *_runs(entry)) for cell, entry, is_valid in zip(cells, entries, valid, strict=True) if entry and is_valid]
-    pairs = (_with_short_names(pair) for pair in compare_experiments(stored, force=True).pairs)
-    return [Published(*cell, entry, next(pairs) if is_valid else None) for cell, entry, is_valid in zip(cells, entries, valid, strict=True)]
+    cells = []
+    for recipe in (read_recipe(ROOT / "recipes" / name) for name in recipe_names()):
+        entries = read_json(ROOT / "recipes" / recipe.name / RESULTS)
+        cells += [Published(recipe, testbeds[name], own, entries.get(name)) for name, own in recipe.experiments.items()]
+    cells.sort(key=lambda cell: (cell.testbed.device, cell.testbed.name, cell.recipe.name))
+    judged = [cell for cell in cells if cell.entry and cell.entry["planned"] == planned(cell.recipe.name, cell.testbed.name)]
+    stored = [(cell.recipe, cell.testbed, *_runs(cell.entry)) for cell in judged if cell.entry]
+    for cell, pair in zip(judged, compare_experiments(stored, force=True).pairs, strict=False):  # then pairs of two recipes
+        cell.pair = _with_short_names(pair)
+    return cells
 
 
 def _with_short_names(pair: Pair) -> Pair:
@@ -168,29 +161,24 @@ def _measured_on(one: Published) -> Iterator[str]:
     )
     yield f"    {entry['command']}"
     if one.verdicts:
-        yield "\n".join(
-            [
-                "| claim | planned power | verdict | measured (95% interval) | p (Holm-corrected) |",
-                "|---|---|---|---|---|",
-                *(_claim_row(claim, verdict, one) for claim, verdict in zip(one.experiment.claims, one.verdicts, strict=True)),
-            ]
-        )
-    heads = f"| mean over seeds ± standard deviation | {pair.control.name} | {one.recipe.name} | difference | ratio |"
-    rows = ["| " + " | ".join(figure_row(name, figure)) + " |" for name, figure in pair.figures.items()]
-    yield "\n".join([heads, "|---|---|---|---|---|", *rows])
+        heads = ["claim", "planned power", "verdict", "measured (95% interval)", "p (Holm-corrected)"]
+        yield _table(heads, (_claim_row(verdict, one) for verdict in one.verdicts))
+    heads = ["mean over seeds ± standard deviation", pair.control.name, one.recipe.name, "difference", "ratio"]
+    yield _table(heads, (figure_row(name, figure) for name, figure in pair.figures.items()))
     figure = pair.figures.get(LOSS)
     if figure is not None and figure.difference is not None:
-        gaps = {seed: figure.other.get(seed, math.nan) - figure.control.get(seed, math.nan) for seed in pair.seeds}
-        values = (f"{seed}: {_signed(gap) if math.isfinite(gap) else 'diverged'}" for seed, gap in gaps.items())
+        gaps = {seed: other - control for seed, (control, other) in figure.pairs.items()}
+        values = (f"{seed}: {signed(gaps[seed]) if seed in gaps else 'diverged'}" for seed in pair.seeds)
         yield f"Difference of the final loss by seed: {'; '.join(values)}."
 
 
-def _claim_row(claim: Claim, verdict: Verdict, one: Published) -> str:
+def _claim_row(verdict: Verdict, one: Published) -> list[str]:
+    claim = verdict.claim
     measured = verdict.evidence if verdict.estimate is None else _number(claim, verdict.estimate)
     if verdict.interval is not None:
         measured += " ({} to {})".format(*(_number(claim, end) for end in verdict.interval))
     p = "-" if verdict.p_holds is None else f"{verdict.adjusted:.2g}"
-    return f"| {claim} | {_plan(claim, one)} | {SIGNS[verdict.outcome]} **{verdict.outcome}** | {measured} | {p} |"
+    return [str(claim), _plan(claim, one), f"{SIGNS[verdict.outcome]} **{verdict.outcome}**", measured, p]
 
 
 def _plan(claim: Claim, one: Published) -> str:
@@ -209,22 +197,16 @@ def _plan(claim: Claim, one: Published) -> str:
     own = measured == one.testbed.name
     where = "the measured noise" if own else f"the noise of {measured} (that of {one.testbed.name} is not measured)"
     kinds = ("precision", "accumulation") if claim.question == "equal" else ("trajectory",)
-    null = max((nulls[kind] for kind in kinds), key=deviation)
-    least_noise, most_noise = deviation_interval(null)
-    low, middle, high = (
+    middle, high, low = (
         f"{planned_power(claim, one.experiment.seeds, noise, claims_in_table(one.testbed.device)):.2f}"
-        for noise in (most_noise, deviation(null), least_noise)
+        for noise in max(deviation(nulls[kind]) for kind in kinds)
     )
     return f"power {middle} ({low} to {high}) at {where} {truth}"
 
 
 def _number(claim: Claim, value: float) -> str:
     """A mean difference with its sign, or a mean ratio."""
-    return f"{value:.3f}" if claim.scale == "ratio" else _signed(value) if value else "0"
-
-
-def _signed(value: float) -> str:
-    return f"{value:+.4f}".replace("-", "−")
+    return f"{value:.3f}" if claim.scale == "ratio" else signed(value) if value else "0"
 
 
 def _listed(values: Iterable[Any]) -> str:
@@ -232,12 +214,14 @@ def _listed(values: Iterable[Any]) -> str:
 
 
 def _link(testbed: Testbed) -> str:
-    return f"../testbeds/README.md#{_anchor(testbed)}"
+    """To the testbed's heading, by the anchor that GitHub gives to it."""
+    anchor = re.sub(r"[^\w -]", "", testbed.name.lower()).replace(" ", "-")
+    return f"../testbeds/README.md#{anchor}"
 
 
-def _anchor(testbed: Testbed) -> str:
-    """The anchor that GitHub gives to the testbed's heading."""
-    return re.sub(r"[^\w -]", "", testbed.name.lower()).replace(" ", "-")
+def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [f"| {' | '.join(row)} |" for row in (heads, *rows)]
+    return "\n".join([lines[0], "|---" * len(heads) + "|", *lines[1:]])
 
 
 # --- the index, the README and the testbeds -------------------------------------------------------------------------------------------
@@ -245,66 +229,62 @@ def _anchor(testbed: Testbed) -> str:
 
 def questions() -> str:
     """What a claim may say, as a Markdown table."""
-    rows = ["| claim | in recipe.json | of a recipe against its control |", "|---|---|---|"]
+    rows = []
     for name, kind in QUESTIONS.items():
         what = "loss" if kind.scale == "difference" else "quantity"
-        rows.append(f"| `{kind.short.format(what=what, x='x')}` | `{name}` x | {kind.statement.format(what=what, x='x')} |")
-    return "\n".join(rows) + "\n"
+        rows.append([f"`{kind.short.format(what=what, x='x')}`", f"`{name}` x", kind.statement.format(what=what, x="x")])
+    return _table(["claim", "in recipe.json", "of a recipe against its control"], rows) + "\n"
 
 
 def index_table(cells: list[Published]) -> str:
     """How many claims are measured, and all recipes as a Markdown table."""
     claims, measured = sum(len(one.experiment.claims) for one in cells), sum(len(one.verdicts) for one in cells)
-    rows = [f"\nMeasured: {measured} of {claims} claims.\n"]
-    rows += ["| recipe | what it does | DeepSpeed JSON | control | claims, and what was found | needs |", "|---|---|---|---|---|---|"]
+    rows = []
     for name in recipe_names():
         recipe = read_recipe(ROOT / "recipes" / name)
         found = "; ".join(_found(one) for one in cells if one.recipe.name == name) or "-"
-        rows.append(
-            f"| [{name}]({name}/README.md) | {recipe.title} | `{recipe.config}` | `{recipe.control}` | {found} | {recipe.needs or '-'} |"
-        )
-    return "\n".join(rows) + "\n"
+        link = f"[{name}]({name}/README.md)"
+        rows.append([link, recipe.title, f"`{recipe.config}`", f"`{recipe.control}`", found, recipe.needs or "-"])
+    heads = ["recipe", "what it does", "DeepSpeed JSON", "control", "claims, and what was found", "needs"]
+    return f"\nMeasured: {measured} of {claims} claims.\n\n{_table(heads, rows)}\n"
 
 
-def _found(one: Published) -> str:
+def _found(cell: Published) -> str:
     """The claims of a recipe on a testbed with their verdicts."""
-    texts = []
-    for claim, verdict in zip(one.experiment.claims, one.verdicts, strict=False):
-        texts.append(f"`{claim.label}` {SIGNS[verdict.outcome]} {verdict.outcome}{_estimate(claim, verdict)}")
-    if one.pair and not texts:
-        loss = one.pair.figures[LOSS].difference if LOSS in one.pair.figures else None
-        texts = ["figures without claims" + (f" (loss {_signed(loss.mean)})" if loss else "")]
+    texts = [f"`{one.claim.label}` {SIGNS[one.outcome]} {one.outcome}{_estimate(one)}" for one in cell.verdicts]
+    if cell.pair and not texts:
+        loss = cell.pair.figures[LOSS].difference if LOSS in cell.pair.figures else None
+        texts = ["figures without claims" + (f" (loss {signed(loss.mean)})" if loss else "")]
     elif not texts:
-        texts = [*(f"`{claim.label}`" for claim in one.experiment.claims), one.note]
-    return f"{one.testbed.name}: {', '.join(texts)}"
+        texts = [*(f"`{claim.label}`" for claim in cell.experiment.claims), cell.note]
+    return f"{cell.testbed.name}: {', '.join(texts)}"
 
 
-def _estimate(claim: Claim, verdict: Verdict) -> str:
-    return "" if verdict.estimate is None else f" ({_number(claim, verdict.estimate)})"
+def _estimate(verdict: Verdict) -> str:
+    return "" if verdict.estimate is None else f" ({_number(verdict.claim, verdict.estimate)})"
 
 
 def short_table(cells: list[Published]) -> str:
     """The recipes for the project's README: what each does, and the claims that have a verdict."""
-    rows = ["| recipe | what it does | claims |", "|---|---|---|"]
+    rows = []
     for name in recipe_names():
         recipe = read_recipe(ROOT / "recipes" / name)
         own = [one for one in cells if one.recipe.name == name and one.verdicts]
-        verdicts = [(one, claim, verdict) for one in own for claim, verdict in zip(one.experiment.claims, one.verdicts, strict=True)]
         claims = ", ".join(
-            f"`{claim.label}` {SIGNS[verdict.outcome]}{_estimate(claim, verdict)}" + (f" ({one.testbed.name})" if len(own) > 1 else "")
-            for one, claim, verdict in verdicts
+            f"`{verdict.claim.label}` {SIGNS[verdict.outcome]}{_estimate(verdict)}" + (f" ({one.testbed.name})" if len(own) > 1 else "")
+            for one in own
+            for verdict in one.verdicts
         )
         claims = claims or (UNMEASURED if any(experiment.claims for experiment in recipe.experiments.values()) else "-")
-        rows.append(f"| [{name}](recipes/{name}/README.md) | {recipe.title} | {claims} |")
-    return "\n".join(rows) + "\n"
+        rows.append([f"[{name}](recipes/{name}/README.md)", recipe.title, claims])
+    return _table(["recipe", "what it does", "claims"], rows) + "\n"
 
 
 def excluded_pairs() -> str:
     """The pairs of recipes that cannot be combined, with what both control, as a Markdown table."""
     classes = {cls.__module__.split(".")[1]: cls.declaration for cls in technique_classes()}
     pairs = [(one, other, classes[one].shared_with(classes[other])) for one, other in combinations(classes, 2)]
-    rows = [f"| {one} | {other} | {shared} |" for one, other, shared in pairs if shared]
-    return "\n".join(["| recipe | recipe | both control |", "|---|---|---|", *rows]) + "\n"
+    return _table(["recipe", "recipe", "both control"], [(one, other, str(shared)) for one, other, shared in pairs if shared]) + "\n"
 
 
 def testbeds_part(cells: list[Published]) -> str:
@@ -313,16 +293,16 @@ def testbeds_part(cells: list[Published]) -> str:
     for testbed in read_testbeds():
         name = testbed.name
         blocks += [f"## {name}", f"{testbed.title}. {'On a GPU.' if testbed.device == 'cuda' else 'On a CPU.'} {testbed.reason}".rstrip()]
-        rows = [f"| {setting_name(key, value)} | {in_words(value)} |" for key, value in testbed.flags.items()]
+        rows = [(setting_name(key, value), in_words(value)) for key, value in testbed.flags.items()]
         tuned = "tuned" if (TESTBEDS / name / "tuning.json").exists() else "not tuned yet"
-        rows += [f"| {setting_name(key, value)}, {tuned} | {in_words(value)} |" for key, value in testbed.tuned.items()]
+        rows += [(f"{setting_name(key, value)}, {tuned}", in_words(value)) for key, value in testbed.tuned.items()]
         rows += [
-            f"| {setting_name(key, values[0])}, swept over | {_listed(map(in_words, sorted(values, key=numbers_in)))} |"
+            (f"{setting_name(key, values[0])}, swept over", _listed(map(in_words, sorted(values, key=numbers_in))))
             for key, values in testbed.sweep.items()
         ]
-        rows.append(f"| ranks, unless a recipe states others | {testbed.ranks} |")
-        rows.append(f"| target loss{'' if tuned == 'tuned' else ', before the sweep'} | {testbed.target_loss:g} |")
-        blocks.append("\n".join(["| setting | value |", "|---|---|", *rows]))
+        rows.append(("ranks, unless a recipe states others", str(testbed.ranks)))
+        rows.append((f"target loss{'' if tuned == 'tuned' else ', before the sweep'}", f"{testbed.target_loss:g}"))
+        blocks.append(_table(["setting", "value"], rows))
         blocks += _noise(name)
         if (TESTBEDS / name / "tuning.json").exists():
             blocks.append(f"![Final validation loss of the control over each swept setting on {name}]({name}/tuning.png)")
@@ -340,12 +320,12 @@ def _noise(testbed: str) -> Iterator[str]:
         return
     rows = []
     for name, null in noise["nulls"].items():
-        low, high = deviation_interval(null)
-        mean = _signed(float(np.mean(np.subtract(null["other"], null["control"]))))
-        rows.append(f"| {NULLS.get(name, name)} | {deviation(null):.4f} ({low:.4f} to {high:.4f}) | {mean} | {len(null['seeds'])} |")
+        found, low, high = deviation(null)
+        mean = signed(mean_difference(null))
+        rows.append([NULLS.get(name, name), f"{found:.4f} ({low:.4f} to {high:.4f})", mean, str(len(null["seeds"]))])
     losses = next(iter(noise["nulls"].values()))["control"]
-    head = "| two runs of a seed that differ in | standard deviation of the difference, nats (95% interval) | mean difference | seeds |"
-    yield "\n".join([head, "|---|---|---|---|", *rows])
+    heads = ["two runs of a seed that differ in", "standard deviation of the difference, nats (95% interval)", "mean difference", "seeds"]
+    yield _table(heads, rows)
     yield (
         f"The loss of the control itself has a standard deviation of {np.std(losses, ddof=1):.4f} over these {len(losses)} seeds. All rows"
         f" have the same runs of the control. Measured on {noise['machine']}, commit {_listed(one[:7] for one in noise['commits'])}."
@@ -384,16 +364,17 @@ def with_parts(page: Path, text: str, parts: Mapping[str, str]) -> str:
 def pictures(cells: list[Published] | None = None) -> dict[Path, Callable[[Path], object]]:
     """Every picture, with the function that draws it into a file."""
     cells = published() if cells is None else cells
-    rows = [
-        row(one.testbed.name, one.recipe.name, one.pair.figures if one.pair else {}, one.experiment.claims, one.verdicts, one.short_note)
-        for one in cells
-    ]
+    rows = []
+    for one in cells:
+        note, figures = ("outdated" if one.note == OUTDATED else one.note), one.pair.figures if one.pair else {}
+        outcomes = dict.fromkeys(one.experiment.claims) | {verdict.claim: verdict.outcome for verdict in one.verdicts}
+        rows.append(row(one.testbed.name, one.recipe.name, figures, outcomes, note))
     made: dict[Path, Callable[[Path], object]] = {ROOT / "recipes" / "forest.png": partial(draw_forest, rows)}
     for name in recipe_names():
         pairs = tuple(one.pair for one in cells if one.recipe.name == name and one.pair)
         if pairs:
             sides = tuple(side for pair in pairs for side in (pair.control, pair.side))
-            made[ROOT / "recipes" / name / "loss.png"] = partial(draw_losses, Comparison(sides, pairs, (), (), ()))
+            made[ROOT / "recipes" / name / "loss.png"] = partial(draw_losses, Comparison(sides, pairs))
     for file in ROOT.glob("recipes/**/tuning.json"):
         made[file.with_suffix(".png")] = partial(draw_tuning, read_json(file))
     return made

@@ -43,40 +43,38 @@ PERTURBATION = 1e-3
 
 
 def tune(flags: argparse.Namespace, passed_on: Sequence[str]) -> tuple[dict[str, Any], list[str], list[Run]]:
-    """Train the sweeps of `flags.testbed` that are missing: of the control, or of the recipe if one is given, and of its control if
-    that has no published sweep.
+    """Train the sweeps of the testbed that are missing: of the control, or of the recipe if one is given, and of its control if that has no
+    published sweep.
 
     Returns:
-        The content of a `tuning.json`, by the name of the testbed, lines that say what was chosen, and the runs.
+        The content of a `tuning.json`, lines that say what was chosen, and the runs.
 
     Raises:
         UsageError: the sweeps of the two sides differ in size, or the recipe is not tuned on this testbed.
         TrainingFailed: a run did not finish, other than by diverging.
     """
-    recipe = read_recipe(flags.recipe[0]) if flags.recipe else None
-    arms = [arm for name in flags.testbed for arm in _arms(testbed_named(name), recipe, flags, passed_on)]
+    testbed = testbed_named(flags.testbed[0])
+    arms = _arms(testbed, read_recipe(flags.recipe[0]) if flags.recipe else None, flags, passed_on)
     missing = [arm for arm in arms if not arm.grid]
     rounds = max(len(arm.sweep) for arm in missing)
     begun = [Path(flags.runs_dir) / trial.name for arm in missing for _, trial in arm.round(0)]
     if not all(map(has_ended, begun)):
         every = {trial.name: trial for number in range(rounds) for arm in missing for _, trial in arm.round(number)}
         print_once(f"a sweep in {rounds} rounds, a flag in each; whole: {estimate(fitting_groups([*every.values()], flags.at_once))}")
-    by_testbed: dict[str, dict[str, Run]] = {arm.testbed.name: {} for arm in arms}
+    runs: dict[str, Run] = {}
     for number in range(rounds):
         planned = [(arm, point, trial) for arm in missing for point, trial in arm.round(number)]
-        trained = _train(flags, [list({trial.name: trial for _, _, trial in planned}.values())])
+        runs |= _train(flags, [list({trial.name: trial for _, _, trial in planned}.values())])
         for arm, point, trial in planned:
-            arm.add(point, trained[trial.name])
-            by_testbed[arm.testbed.name][trial.name] = trained[trial.name]
-    found: dict[str, Any] = {name: {**_origin(runs), "seed": SWEEP_SEED, "arms": {}} for name, runs in by_testbed.items()}
-    lines = []
+            arm.add(point, runs[trial.name])
+    by_config, lines = {}, []
     for arm in arms:
-        name, config = arm.testbed.name, Path(arm.config).stem
+        config = Path(arm.config).stem
         origin = {"published_in": arm.published_in} if arm.published_in else {}
-        found[name]["arms"][config] = {**origin, "grid": arm.grid, "chosen": arm.chosen}
+        by_config[config] = {**origin, "grid": arm.grid, "chosen": arm.chosen}
         best = f"{arm.chosen} is best; " if arm.chosen else ""
-        lines.append(f"{name}, {config}: {best}{'; '.join(edges(arm.grid, arm.chosen))}".removesuffix("; "))
-    return found, lines, [run for runs in by_testbed.values() for run in runs.values()]
+        lines.append(f"{testbed.name}, {config}: {best}{'; '.join(edges(arm.grid, arm.chosen))}".removesuffix("; "))
+    return {testbed.name: {**_origin(runs), "seed": SWEEP_SEED, "arms": by_config}}, lines, [*runs.values()]
 
 
 @dataclass
@@ -191,41 +189,40 @@ def edges(grid: Sequence[Flags], chosen: Flags | None) -> list[str]:
     return [f"{name} {chosen[name]:g} is at the edge of the grid, extend it" for name in at_edge]
 
 
-def measure_noise(flags: argparse.Namespace, passed_on: Sequence[str]) -> tuple[dict[str, Any], list[Run]]:
-    """Train the null experiments of `flags.testbed` that are missing.
+def measure_noise(flags: argparse.Namespace, passed_on: Sequence[str]) -> tuple[dict[str, Any], list[str], list[Run]]:
+    """Train the null experiments of the testbed that are missing.
 
     Returns:
-        The content of a `noise.json`, by the testbed's name, and the runs.
+        The content of a `noise.json`, by the testbed's name, lines that say what was found, and the runs.
 
     Raises:
         TrainingFailed: a run did not finish, or diverged.
     """
-    found: dict[str, Any] = {}
-    every: list[Run] = []
+    testbed = testbed_named(flags.testbed[0])
     seeds = range(NOISE_SEED, NOISE_SEED + (flags.seeds or NOISE_SEEDS))
-    for name in flags.testbed:
-        testbed = testbed_named(name)
-        ranks, settings = ranks_of(None, testbed, flags), settings_on(testbed, CONTROL)
-        micro_batch = _trial(testbed, CONTROL, settings, passed_on, 0, ranks).config.micro_batch_size
-        variants: dict[str, tuple[str, Flags]] = {
-            "control": (CONTROL, {}),
-            "precision": (CONTROL.replace("bf16", "fp32"), {}),
-            "accumulation": (CONTROL, {"micro_batch_size": max(1, micro_batch // 4)}),
-            "trajectory": (CONTROL, {"perturb_init": PERTURBATION}),
-        }
-        trials = {
-            variant: [_trial(testbed, config, {**settings, **changed}, passed_on, seed, ranks) for seed in seeds]
-            for variant, (config, changed) in variants.items()
-        }
-        runs = _train(flags, [list(of_seed) for of_seed in zip(*trials.values(), strict=True)])
-        if diverged := [run.name for run in runs.values() if run.diverged]:
-            raise TrainingFailed(f"{diverged[0]} diverged; the values of testbed {name} are not stable, tune it again")
-        losses = {variant: [runs[trial.name].measures()["final_val_loss"] for trial in own] for variant, own in trials.items()}
-        control = losses.pop("control")
-        nulls = {variant: {"seeds": list(seeds), "control": control, "other": other} for variant, other in losses.items()}
-        found[name] = {**_origin(runs), "nulls": nulls}
-        every += runs.values()
-    return found, every
+    ranks, settings = ranks_of(None, testbed, flags), settings_on(testbed, CONTROL)
+    micro_batch = _trial(testbed, CONTROL, settings, passed_on, 0, ranks).config.micro_batch_size
+    variants: dict[str, tuple[str, Flags]] = {
+        "control": (CONTROL, {}),
+        "precision": (CONTROL.replace("bf16", "fp32"), {}),
+        "accumulation": (CONTROL, {"micro_batch_size": max(1, micro_batch // 4)}),
+        "trajectory": (CONTROL, {"perturb_init": PERTURBATION}),
+    }
+    trials = {
+        variant: [_trial(testbed, config, {**settings, **changed}, passed_on, seed, ranks) for seed in seeds]
+        for variant, (config, changed) in variants.items()
+    }
+    runs = _train(flags, [list(of_seed) for of_seed in zip(*trials.values(), strict=True)])
+    if diverged := [run.name for run in runs.values() if run.diverged]:
+        raise TrainingFailed(f"{diverged[0]} diverged; the values of testbed {testbed.name} are not stable, tune it again")
+    losses = {variant: [runs[trial.name].measures()["final_val_loss"] for trial in own] for variant, own in trials.items()}
+    control = losses.pop("control")
+    nulls = {variant: {"seeds": list(seeds), "control": control, "other": other} for variant, other in losses.items()}
+    lines = [
+        f"{testbed.name}, {variant}: standard deviation of the difference {deviation(null)[0]:.5f}, mean {mean_difference(null):+.5f}"
+        for variant, null in nulls.items()
+    ]
+    return {testbed.name: {**_origin(runs), "nulls": nulls}}, lines, [*runs.values()]
 
 
 def _train(flags: argparse.Namespace, batches: Sequence[Sequence[Trial]]) -> dict[str, Run]:
@@ -248,52 +245,45 @@ def _origin(runs: Mapping[str, Run]) -> dict[str, Any]:
 
 
 def write_tuning(found: dict[str, Any], recipe: str | None, out: Path, publish: bool) -> list[Path]:
-    """Write `tuning.json` and `tuning.png` into `out`, and with `publish` into the folder of the recipe, or of each testbed without one."""
-    folders = {out: found}
+    """Write `tuning.json` and `tuning.png` into `out`, and with `publish` into the folder of the recipe, or of the testbed without one."""
+    (testbed,) = found
+    files = [out / "tuning.json"]
     if publish:
-        folders |= {ROOT / "recipes" / recipe: found} if recipe else {TESTBEDS / name: {name: one} for name, one in found.items()}
-    written = []
-    for folder, own in folders.items():
-        folder.mkdir(parents=True, exist_ok=True)
-        file = folder / "tuning.json"
-        merged = {**read_json(file), **own}
-        write_atomically(file, json.dumps(merged, indent=1, allow_nan=False) + "\n")
-        draw_tuning(merged, folder / "tuning.png")
-        written.append(file)
-    return written
+        files.append((ROOT / "recipes" / recipe if recipe else TESTBEDS / testbed) / "tuning.json")
+    for file in files:
+        merged = {**read_json(file), **found}
+        _write_json(file, merged)
+        draw_tuning(merged, file.with_suffix(".png"))
+    return files
 
 
 def write_noise(found: dict[str, Any], out: Path, publish: bool) -> list[Path]:
-    """Write `noise.json` into `out`, beside other testbeds' figures, and with `publish` into the folder of each testbed."""
-    files = {out / "noise.json": {**read_json(out / "noise.json"), **found}} | (
-        {TESTBEDS / name / "noise.json": one for name, one in found.items()} if publish else {}
-    )
+    """Write `noise.json` into `out`, beside other testbeds' figures, and with `publish` into the folder of the testbed."""
+    (testbed,) = found
+    files = {out / "noise.json": {**read_json(out / "noise.json"), **found}}
+    if publish:
+        files[TESTBEDS / testbed / "noise.json"] = found[testbed]
     for file, own in files.items():
-        file.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(file, json.dumps(own, indent=1, allow_nan=False) + "\n")
+        _write_json(file, own)
     return list(files)
 
 
-def deviation(null: dict[str, Any]) -> float:
-    """The standard deviation of the differences of a null experiment, in nats per token."""
-    return float(np.std(np.subtract(null["other"], null["control"]), ddof=1))
+def _write_json(file: Path, content: dict[str, Any]) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(file, json.dumps(content, indent=1, allow_nan=False) + "\n")
 
 
-def deviation_interval(null: dict[str, Any]) -> tuple[float, float]:
-    """The 95% confidence interval of `deviation`, for normal noise: by the chi-square distribution of the variance."""
-    freedom = len(null["other"]) - 1
-    low, high = (deviation(null) * math.sqrt(freedom / stats.chi2.ppf(share, freedom)) for share in (0.975, 0.025))
-    return low, high
+def mean_difference(null: dict[str, Any]) -> float:
+    """The mean of the differences of a null experiment, in nats per token."""
+    return float(np.mean(np.subtract(null["other"], null["control"])))
 
 
-def noise_lines(found: dict[str, Any]) -> list[str]:
-    """What the null experiments found, a line each."""
-    lines = []
-    for name, noise in found.items():
-        for null, one in noise["nulls"].items():
-            mean = np.mean(np.subtract(one["other"], one["control"]))
-            lines.append(f"{name}, {null}: standard deviation of the difference {deviation(one):.5f}, mean {mean:+.5f}")
-    return lines
+def deviation(null: dict[str, Any]) -> tuple[float, float, float]:
+    """The standard deviation of the differences of a null experiment, in nats per token, and the ends of its 95% confidence interval, for
+    normal noise: by the chi-square distribution of the variance."""
+    found, freedom = float(np.std(np.subtract(null["other"], null["control"]), ddof=1)), len(null["other"]) - 1
+    low, high = (found * math.sqrt(freedom / stats.chi2.ppf(share, freedom)) for share in (0.975, 0.025))
+    return found, low, high
 
 
 def draw_tuning(found: dict[str, Any], file: Path) -> None:

@@ -169,12 +169,10 @@ def paired_interval(control: Sequence[float] | Array, other: Sequence[float] | A
     if not len(after) or (scale == "ratio" and min(before.min(), after.min()) <= 0):
         return None
     values = _paired(before, after, scale)
-    unit = float(np.abs(values).max()) or 1.0  # scaled, so that squares do not overflow or underflow
-    mean = float((values / unit).mean())
-    if len(values) < 2:
-        return Interval(_back(unit * mean, scale), None, None)
-    half = float(stats.t.ppf(0.975, len(values) - 1) * stats.sem(values / unit))
-    return Interval(*(_back(unit * end, scale) for end in (mean, mean - half, mean + half)))
+    mean = float(values.mean())
+    half = float(stats.t.ppf(0.975, len(values) - 1) * stats.sem(values)) if len(values) > 1 else 0.0
+    mean, low, high = (float(np.exp(end)) if scale == "ratio" else end for end in (mean, mean - half, mean + half))
+    return Interval(mean, low, high) if len(values) > 1 else Interval(mean, None, None)
 
 
 # --- planning -------------------------------------------------------------------------------------------------------------------------
@@ -226,9 +224,7 @@ def _p_values(claim: Claim, control: Array, other: Array) -> tuple[Array, Array,
     outside = [one for one in outside if np.isfinite(one).all()]
     met = np.all([one.max(axis=1) <= ROUNDING * size for one in outside], axis=0)
     p_holds, p_fails = np.where(met, 0.0, 1.0), np.where(met, 1.0, 0.0)
-    noisy = [one[~same] for one in outside]
-    noisy = [one / np.abs(one).max(axis=1, keepdims=True) for one in noisy]  # scaled, so that squares do not overflow or underflow
-    tests = [stats.ttest_1samp(one, 0, axis=1, alternative="less") for one in noisy]
+    tests = [stats.ttest_1samp(one[~same], 0, axis=1, alternative="less") for one in outside]
     p_holds[~same] = np.max([test.pvalue for test in tests], axis=0)
     above = [stats.t.sf(test.statistic, control.shape[1] - 1) for test in tests]
     p_fails[~same] = np.minimum(1.0, len(tests) * np.min(above, axis=0))
@@ -244,12 +240,6 @@ def _aligned(control: Sequence[float] | Array, other: Sequence[float] | Array) -
 def _paired(control: Array, other: Array, scale: str) -> Array:
     """(..., pairs) -> (..., pairs): the differences, or the logarithms of the ratios."""
     return np.log(other) - np.log(control) if scale == "ratio" else other - control
-
-
-def _back(value: float, scale: str) -> float:
-    """Convert a mean of `_paired` back to a difference or a ratio; +inf if the ratio overflows fp64."""
-    with np.errstate(over="ignore"):
-        return float(np.exp(value)) if scale == "ratio" else value
 
 
 def _seeds(count: int) -> str:
