@@ -90,7 +90,7 @@ def draw_forest(rows: Sequence[Row], file: Path | BinaryIO) -> None:
         places += [y := y + 1 for _ in members]
         y += 1.4
     with rc_context({"text.parse_math": False, "font.size": 9}):
-        picture = Picture(figsize=(3.4 + 3.2 * len(panels), 1.0 + 0.235 * y), dpi=120, layout="constrained")
+        picture = Picture(figsize=(max(10.0, 3.4 + 3.2 * len(panels)), 1.0 + 0.235 * y), dpi=120, layout="constrained")
         for place, (axes, name) in enumerate(zip(picture.subplots(1, len(panels), squeeze=False)[0], panels, strict=True)):
             _draw_panel(axes, name, rows, places)
             axes.set_ylim(y - 0.6, -0.7)

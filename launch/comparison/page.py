@@ -12,6 +12,7 @@ import hashlib
 import io
 import json
 import math
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import count
@@ -49,10 +50,10 @@ AXES = {"step": "steps", "tokens": "tokens", "seconds": "seconds", "flops": "FLO
 LOSSES = {"val_loss-control": "validation loss − control's", "val_loss": "validation loss", "loss": "training loss"}
 #: Metrics that are measured in each step; their mean over seeds is smoothed over 1% of the run.
 NOISY = ("loss", "grad_norm", "step_seconds", "tokens_per_second", "mfu")
-#: Colours of the sides, grey for the first one. They differ for colour-blind readers, and have a contrast of 3:1 with white and black.
+#: Colours of the sides, grey for controls. They differ for colour-blind readers, and have a contrast of 3:1 with white and black.
 PALETTE = ("#808890", "#2f80cf", "#d9601a", "#149071", "#b065ab", "#a87b12", "#d2477f", "#5b73d8")
-#: Line styles of the sides but the first, by plotly's names.
-DASHES = ("dot", "dashdot", "dash", "longdash", "longdashdot")
+#: Line styles of the sides, by plotly's names.
+DASHES = ("solid", "dot", "dashdot", "dash", "longdash", "longdashdot")
 
 
 def new_folder(name: str) -> Path:
@@ -276,7 +277,7 @@ def _provenance(sides: Sequence[Side]) -> list[list[str]]:
             str(run.seed),
             "; ".join([run.state, *run.remarks]),
             str(run.description.get("created"))[:16].replace("T", " "),
-            str(run.description.get("commit"))[:12],
+            re.sub(r"^([0-9a-f]{12})[0-9a-f]*", r"\1", run.description.get("commit") or "–"),  # "+changes" may follow
             _machine(run),
             str(run.folder),
         ]
@@ -326,13 +327,17 @@ def _curves(comparison: Comparison) -> dict[str, Any]:
         "axes": AXES,
         "labels": LOSSES,
         "sides": [
-            {"name": side.name, "color": PALETTE[number % len(PALETTE)], "dash": DASHES[number % len(DASHES)] if number else "solid"}
+            {"name": side.name, "color": _color(side, number), "dash": DASHES[number % len(DASHES)]}
             for number, side in enumerate(sides)
         ],
         "pairs": pairs,
         "controls": {own: control for control, own in reversed(pairs)},
         "curves": curves,
     }
+
+
+def _color(side: Side, number: int) -> str:
+    return PALETTE[0] if side.role == "control" else PALETTE[1:][number % (len(PALETTE) - 1)]
 
 
 def _metrics(runs: Sequence[Run]) -> list[str]:
@@ -404,7 +409,7 @@ def smooth(values: Column) -> Column:
 def draw_losses(comparison: Comparison, file: Path) -> None:
     """Draw into a PNG file: the validation loss over tokens, or the training loss without evaluations.
 
-    Each pair is a row: the losses, and the recipe's difference to its control with the same seed. Without pairs all sides are one picture.
+    Each pair is a row: the losses, and the recipe's difference to its control with the same seed. Without pairs there is one side.
     Thin lines are runs, thick lines the mean over seeds, the band its standard deviation.
     """
     evaluated = any(np.isfinite(run.columns["val_loss"]).any() for side in comparison.sides for run in side.runs)
