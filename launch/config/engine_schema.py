@@ -101,15 +101,15 @@ READ_BY_HAND: Rules = {
     "torch_autocast": _section(),
 }
 _TOTAL: Rules = {"total_num_steps": _count()}
-_WARMUP: Rules = {"warmup_num_steps": _count(), "warmup_type": _choice("log", "linear")}
+_WARMUP: Rules = {"warmup_num_steps": _count(1000), "warmup_type": _choice("log", "linear")}
 _RATES: Rules = {
-    "warmup_min_lr": {"types": ["number"], "minimum": 0, "maximum": MAX_LR},
+    "warmup_min_lr": {"types": ["number"], "minimum": 0, "maximum": MAX_LR, "default": 0.0},
     "warmup_max_lr": {"types": ["number"], "above": 0, "maximum": MAX_LR},
 }
 #: The parameters of DeepSpeed's schedules (deepspeed/runtime/lr_schedules.py).
 SCHEDULES: dict[str, Rules] = {
     "WarmupLR": {**_RATES, **_WARMUP},
-    "WarmupDecayLR": {**_TOTAL, **_RATES, **_WARMUP},
+    "WarmupDecayLR": {**_TOTAL, **_RATES, **_WARMUP, "warmup_max_lr": _RATES["warmup_max_lr"] | {"default": 0.001}},
     "WarmupCosineLR": {
         **_TOTAL,
         **_WARMUP,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from typing import Any, NamedTuple
 
 from launch.config.engine_json import EngineJson
@@ -18,6 +19,7 @@ DEFAULT = "WarmupCosineTokens"
 #: Parameters of DeepSpeed's schedules for which `"auto"` has a meaning, as transformers fills them.
 ENGINE_AUTO = ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "total_num_steps")
 PATH = ("scheduler", "params")
+DEEPSPEED = "DeepSpeed's default"
 #: arXiv 2405.18392, section 4: a decay of a fifth of the run reaches the loss of a cosine.
 DECAY_FRACTION, DECAY_SHAPE = 0.2, "1-sqrt"
 
@@ -103,8 +105,8 @@ def _decay(engine: EngineJson, steps: int, warmup: int) -> dict[str, Any]:
 def _engine_schedule(
     engine: EngineJson, flags: argparse.Namespace, kind: str, lr: float, steps: int, warmup: int, warmup_from: str
 ) -> Schedule:
-    """A schedule of DeepSpeed's own, by steps; what is left open is filled as transformers fills it."""
-    rules = SCHEDULES[kind]
+    """A schedule of DeepSpeed's own, by steps; `"auto"` is filled as transformers fills it, and so is a default that exceeds the run."""
+    given, rules = engine.get(*PATH) or {}, SCHEDULES[kind]
     for key, flag in (("warmup_num_steps", "warmup_steps"), ("total_num_steps", "steps"), ("warmup_max_lr", "lr")):
         if key in rules:
             engine.agree((*PATH, key), flag, getattr(flags, flag))
@@ -120,24 +122,34 @@ def _engine_schedule(
         "warmup_min_lr": (0.0, "as transformers fills it", ""),
     }
     for key, (value, origin, flag) in fill.items():
-        if key in rules and engine.get(*PATH, key) is None and not engine.is_faulty(*PATH, key):
+        if key in rules and (given.get(key) == "auto" or (key not in given and rules[key].get("default", math.inf) > steps)):
             engine.settle((*PATH, key), value, flags.origins.get(flag, origin))
     least, most = engine.get(*PATH, "warmup_min_lr"), engine.get(*PATH, "warmup_max_lr")
     if least is not None and most is not None and least > most:
         engine.fault((*PATH, "warmup_min_lr"), f"is {least:g}, above 'warmup_max_lr' of {most:g}; lower it")
-    if most is not None and most != lr:  # the run's peak: the optimizer's own rate is overwritten at the first step
-        rate = ("optimizer", "params", "lr")
-        if (engine.origin(rate) or "").startswith(("line", "--")):
-            engine.note(rate, f"is {lr:g} and is not used: {kind} sets the rate, up to its 'warmup_max_lr' of {most:g}")
-        engine.settle(rate, most, f"scheduler.params.warmup_max_lr, {engine.origin((*PATH, 'warmup_max_lr'))}")
-    params = engine.get(*PATH) or {}
-    return Schedule({"type": kind, "params": params}, lr if most is None else most, 0.0, params.get("warmup_num_steps", 0))
+    params = engine.values["scheduler"].get("params") or {}
+    if "warmup_max_lr" in rules and not engine.is_faulty(*PATH, "warmup_max_lr"):
+        lr = _peak(engine, kind, lr, params.get("warmup_max_lr", rules["warmup_max_lr"].get("default", lr)))
+    steps_of_warmup = params.get("warmup_num_steps", rules.get("warmup_num_steps", {}).get("default", 0))
+    return Schedule({"type": kind, "params": params}, lr, 0.0, steps_of_warmup)
+
+
+def _peak(engine: EngineJson, kind: str, lr: float, peak: float) -> float:
+    """The peak that the schedule sets, which is the run's: the optimizer's own rate is overwritten at the first step."""
+    where, rate = (*PATH, "warmup_max_lr"), ("optimizer", "params", "lr")
+    if peak != lr:
+        origin = engine.origin(rate) or ""
+        if origin.startswith(("line", "--")):
+            engine.note(rate, f"is {lr:g} and is not used: {kind} sets the rate, up to its 'warmup_max_lr' of {peak:g}")
+        engine.settle(rate, peak, f"scheduler.params.warmup_max_lr, {engine.origin(where) or DEEPSPEED}")
+    return peak
 
 
 def _check_length(engine: EngineJson, rules: dict[str, Any], steps: int) -> None:
     """A schedule must fit into the run."""
     for key, what in (("total_num_steps", "the schedule"), ("warmup_num_steps", "the warm-up")):
-        if (asked := engine.get(*PATH, key)) is not None and asked > steps:
+        asked = engine.get(*PATH, key)
+        if key in rules and asked is not None and asked > steps:
             engine.fault((*PATH, key), f'is {asked}: {what} is longer than the run of {steps} steps; write "auto", or raise --steps')
     total, warmup = engine.get(*PATH, "total_num_steps"), engine.get(*PATH, "warmup_num_steps")
     if "total_num_steps" in rules and warmup is not None and warmup >= (total or steps):
