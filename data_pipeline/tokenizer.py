@@ -159,7 +159,7 @@ class Tokenizer:
             check_sha256(Path(folder, name), expected)
         try:
             if kind == "tiktoken" and not manifest_entry["files"]:  # nanoGPT's corpora have no tokenizer files
-                return Tiktoken.from_library(manifest_entry["name"])
+                return Tiktoken.from_library(manifest_entry["name"], where=str(folder))
             if kind in ("bpe", "bytes", "tiktoken"):
                 return Tiktoken.from_folder(folder, manifest_entry)
             if kind == "characters":
@@ -241,8 +241,8 @@ class Tiktoken(Tokenizer):
         return cls(own_entry, ranks, entry["pattern"], special, special[entry["end_of_text"]])
 
     @classmethod
-    def from_library(cls, name: str, end_of_text: str | None = None) -> Tiktoken:
-        """tiktoken's encoding `name`, from its cache folder, or downloaded to it.
+    def from_library(cls, name: str, end_of_text: str | None = None, where: str = "--tokenizer") -> Tiktoken:
+        """tiktoken's encoding `name`, which `where` names, from tiktoken's cache folder, or downloaded to it.
 
         Raises:
             DataError: it is not in the cache and cannot be downloaded, or has no token `end_of_text`.
@@ -251,13 +251,13 @@ class Tiktoken(Tokenizer):
             encoding = tiktoken.get_encoding(name)
         except Exception as reason:  # exceptions of any type, from requests, urllib3 and tiktoken
             raise DataError(
-                f"--tokenizer {name}: not in tiktoken's cache, and the download failed ({type(reason).__name__}); set TIKTOKEN_CACHE_DIR"
+                f"{where}: {name} is not in tiktoken's cache, and the download failed ({type(reason).__name__}); set TIKTOKEN_CACHE_DIR"
                 " to a folder into which a host with a network has downloaded it"
             ) from None
         special = dict(encoding._special_tokens)
         end = end_of_text or (END_OF_TEXT if END_OF_TEXT in special else None)
         if end not in special:
-            raise DataError(f"--tokenizer {name}: has no token {end!r} to end a text; allowed for --end_of_text: {', '.join(special)}")
+            raise DataError(f"{where}: {name} has no token {end!r} to end a text; allowed for --end_of_text: {', '.join(special)}")
         entry = {"kind": "tiktoken", "name": name, "pattern": encoding._pat_str, "special_tokens": special, "end_of_text": end}
         return cls(entry, encoding._mergeable_ranks, encoding._pat_str, special, special[end], library=encoding)
 

@@ -4,7 +4,8 @@
     python launch/export.py runs/first --out exported/first_bf16 --dtype bf16
 
 Runs in one process, for any number of training ranks, ZeRO stage, offload, precision and recipe. Needs memory for the model's fp32 weights.
-The folder appears complete or not at all, and nothing is overwritten. A killed export leaves `.NAME.partial`, which the next one removes.
+The folder appears complete or not at all, and nothing is overwritten. A killed export leaves `.NAME.partial`
+and `.NAME.lock`, which the next export to the same --out removes.
 """
 
 from __future__ import annotations

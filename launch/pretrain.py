@@ -210,7 +210,7 @@ def train(config: RunConfig, folder: RunFolder | NoFolder, stop: StopRequest, ob
             if engine.weights_are_finite():
                 reason = TrainingFailed(f"{reason}; --resume continues from {checkpoints.save(state, last=True)}")
             else:
-                what = f"the weights contain NaN or Inf and were not saved: {what_resume_does(checkpoints.folder)}"
+                what = f"the weights contain NaN or Inf and were not saved; {what_resume_does(checkpoints.folder)}"
                 reason = TrainingFailed(f"{reason}; {what}")
         folder.log_failure(config, str(reason))
         checkpoints.finish_uploads(stopped=True)

@@ -169,6 +169,14 @@ def test_an_export_that_is_killed_leaves_what_the_next_one_removes(number, run, 
     assert {path.name for path in tmp_path.iterdir()} == {"out", ".other.partial"}
 
 
+def test_an_interrupted_export_leaves_nothing(run, tmp_path):
+    process = subprocess.Popen([sys.executable, "launch/export.py", str(run), "--out", str(tmp_path / "out")], cwd=ROOT)
+    while process.poll() is None and not (tmp_path / ".out.partial").exists():
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(60) == 130 and not list(tmp_path.iterdir())
+
+
 def test_a_folder_has_no_corpus(folder, corpus, tmp_path):
     done = export(folder, "--out", tmp_path / "out", "--data", corpus)
     assert (done.returncode, done.stdout) == (2, "")

@@ -39,7 +39,8 @@ AWKWARD = [
 KINDS = ("byte_level", "prefix_space", "word_piece", "unigram", "unigram_of_whole_texts", "merges_without_words", "folder", "gpt2")
 #: The file of r50k_base in tiktoken's cache.
 GPT2_FILE = hashlib.sha1(b"https://openaipublic.blob.core.windows.net/encodings/r50k_base.tiktoken").hexdigest()
-has_gpt2 = Path(os.environ.get("TIKTOKEN_CACHE_DIR", f"{tempfile.gettempdir()}/data-gym-cache"), GPT2_FILE).exists()
+CACHE = os.environ.get("TIKTOKEN_CACHE_DIR", os.environ.get("DATA_GYM_CACHE_DIR", f"{tempfile.gettempdir()}/data-gym-cache"))
+has_gpt2 = Path(CACHE, GPT2_FILE).exists()
 needs_gpt2 = pytest.mark.skipif(not has_gpt2, reason="r50k_base is not in tiktoken's cache folder, see TIKTOKEN_CACHE_DIR")
 #: A kind of each model: byte pairs, word pieces, unigram.
 QUICK = ("byte_level", "word_piece", "unigram")

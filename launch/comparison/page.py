@@ -327,8 +327,7 @@ def _curves(comparison: Comparison) -> dict[str, Any]:
         "axes": AXES,
         "labels": LOSSES,
         "sides": [
-            {"name": side.name, "color": _color(side, number), "dash": DASHES[number % len(DASHES)]}
-            for number, side in enumerate(sides)
+            {"name": side.name, "color": _color(side, number), "dash": DASHES[number % len(DASHES)]} for number, side in enumerate(sides)
         ],
         "pairs": pairs,
         "controls": {own: control for control, own in reversed(pairs)},

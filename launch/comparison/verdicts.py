@@ -171,7 +171,8 @@ def paired_interval(control: Sequence[float] | Array, other: Sequence[float] | A
     values = _paired(before, after, scale)
     mean = float(values.mean())
     half = float(stats.t.ppf(0.975, len(values) - 1) * stats.sem(values)) if len(values) > 1 else 0.0
-    mean, low, high = (float(np.exp(end)) if scale == "ratio" else end for end in (mean, mean - half, mean + half))
+    with np.errstate(over="ignore"):
+        mean, low, high = (float(np.exp(end)) if scale == "ratio" else end for end in (mean, mean - half, mean + half))
     return Interval(mean, low, high) if len(values) > 1 else Interval(mean, None, None)
 
 

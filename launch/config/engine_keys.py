@@ -28,9 +28,12 @@ PARAMS: Rules = {
 }
 #: The parameters of the optimizers that this project builds itself.
 ADAM_PARAMS: Rules = PARAMS | {key: {"types": ["boolean"]} for key in ("amsgrad", "bias_correction", "adam_w_mode", "torch_adam")}
-#: The parameters of torch's SGD that are read. With a momentum of 1, old gradients would never decay.
-SGD_PARAMS: Rules = {"lr": PARAMS["lr"], "weight_decay": PARAMS["weight_decay"]}
-SGD_PARAMS["momentum"] = {"types": ["number"], "minimum": 0, "maximum": 0.9999}
+#: The parameters of torch's SGD that are read. A momentum near 1 would keep old gradients for the whole run.
+SGD_PARAMS: Rules = {
+    "lr": PARAMS["lr"],
+    "momentum": {"types": ["number"], "minimum": 0, "maximum": 0.9999},
+    "weight_decay": PARAMS["weight_decay"],
+}
 #: What to write instead of a removed key, where the advice of DeepSpeed's own message does not apply here.
 INSTEAD = {
     "amp": "Write 'bf16' or 'fp16' instead.",
@@ -127,7 +130,7 @@ def _unknown(path: KeyPath, value: Any, section: dict[str, Any], rules: Rules) -
 
 @cache
 def _homes() -> dict[str, str]:
-    """The path of every key that occurs in only one place, by the name of the key; and of one that other projects write."""
+    """The path of every key that occurs in only one place, by the name of the key; and of `max_grad_norm`, which other projects write."""
     places = Counter[str]()
     found: dict[str, str] = {}
 

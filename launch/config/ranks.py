@@ -30,7 +30,7 @@ START = "start with deepspeed, torchrun, srun or mpirun"
 
 
 class Task(NamedTuple):
-    """Which rank `launcher`, Slurm's or MPI's, started. master: the host of rank 0; empty if the launcher does not name it."""
+    """The place of this process among the ranks, as `launcher` gives it. master: the host of rank 0; empty if it is not named."""
 
     launcher: str
     rank: int
@@ -166,7 +166,7 @@ def _check(task: Task) -> Task:
     if not task.rank < task.size or not task.local_rank < task.local_size <= task.size:
         raise UsageError(
             f"{task.launcher} says that this process is rank {task.rank} of {task.size}, and {task.local_rank} of {task.local_size} on its "
-            "host: a rank must be below the number of ranks"
+            "host: a rank must be below the number of ranks, and a host has at most all of them; start all ranks with one launcher"
         )
     return task
 

@@ -12,7 +12,8 @@ def check_url(url: str, runs_dir: str) -> str | None:
     """Check the URL of `--checkpoint_store`. Returns the line for a store whose backend is not installed here, else None.
 
     Raises:
-        UsageError: it is not a URL, holds a password, has a scheme that fsspec does not know, is relative, or is the folder of the runs.
+        UsageError: it is not a URL, holds a password, has a scheme that fsspec does not know or that keeps nothing, is relative, or is the
+            folder of the runs.
     """
     import fsspec
 
@@ -25,6 +26,8 @@ def check_url(url: str, runs_dir: str) -> str | None:
             f"--checkpoint_store {shown}: holds a password, which every process of the host can read; "
             "leave it out, and set the backend's variables (AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY for s3)"
         )
+    if found[1] in ("memory", "local"):  # the one ends with the process, the other is file:// without its checks
+        raise UsageError(f"--checkpoint_store {url}: cannot keep checkpoints; give s3:// or file://")
     if found[1] == "file" and not found[2].startswith("/"):
         raise UsageError(f"--checkpoint_store {url}: names a path relative to the working folder; give file:// and an absolute path")
     if found[1] == "file" and Path(found[2]).resolve() == Path(runs_dir).resolve():

@@ -72,7 +72,7 @@ def outdated(losses: dict[str, float | None], keep: int) -> list[str]:
 def what_resume_does(folder: Path) -> str:
     """For the message of a run that ends: from which checkpoint in `folder` a resume continues."""
     newest = next(reversed(complete_checkpoints(folder)), None)
-    return f"--resume continues from {newest.name}" if newest else "there is no checkpoint yet"
+    return f"--resume continues from {newest.name}" if newest else "there is no checkpoint yet: --resume starts at step 0"
 
 
 def state_text(state: dict[str, Any], run_id: str | None, ranks: int, files: dict[str, dict[str, Any]]) -> str:

@@ -67,7 +67,8 @@ def start_branch(config: RunConfig, run: Path, description: dict[str, Any]) -> N
         begun = {**before, "run_id": run_id, "branch_from": str(checkpoint), "finished": None}
         write_atomically(temporary / "run.json", json.dumps(begun, indent=2) + "\n")
         os.rename(temporary, run)
-    except OSError as reason:
+    except OSError as error:
+        reason = error.args[0][0][2] if isinstance(error, shutil.Error) else error  # the first file that could not be copied
         raise UsageError(f"{run}: --branch_from could not make it ({reason})") from None
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -153,9 +154,10 @@ def _check_steps(config: RunConfig, before: dict[str, Any], lines: list[dict[str
         there = recorded.get(steps.number, {})
         for key, here in {"tokens": steps.consumed, "lr": config.token_schedule.rate(steps.consumed), **steps.reported}.items():
             if there.get(key, here) != here:
-                fix = '"auto" follows the length of the run: write the values of that run'
                 if key == "lr":
                     fix = "give its --lr and --warmup_steps, or a checkpoint before its decay"
+                else:
+                    fix = 'values that are "auto" follow the length of the run: write those of that run'
                 raise UsageError(
                     f"--branch_from {config.branch_from}: step {steps.number} of the run that wrote it had {key} = {there[key]}, and this "
                     f"run has {here} there; {fix}"

@@ -191,9 +191,6 @@ class RunFolder:
         with _one_line_on_os_error(self.path):
             for leftover in self.path.glob(".*.tmp"):  # of `write_atomically` in a process that was killed
                 leftover.unlink()
-            end = self._description.pop("finished", None)
-            # A resume that makes no step keeps `whole_val_loss`.
-            self._end_before: dict[str, Any] = end if isinstance(end, dict) and end.get("step") == step else {}
             self._write_run_json(finished=None)
             self._metrics = MetricsWriter(self.path, step, self._description.get("engine", {}), self.run_id)
 
@@ -260,7 +257,9 @@ class RunFolder:
             if not math.isfinite(state.get("whole_val_loss", 0.0)):
                 ended["whole_val_loss"] = None  # JSON has no NaN
             with _one_line_on_os_error(self.path):
-                self._write_run_json({**self._end_before, "at": time.strftime("%Y-%m-%dT%H:%M:%S%z"), **ended})
+                before = self._description.get("finished") or {}  # of the run that is resumed
+                kept = before if before.get("step") == state["step"] else {}  # no step was made: `whole_val_loss` still holds
+                self._write_run_json({**kept, "at": time.strftime("%Y-%m-%dT%H:%M:%S%z"), **ended})
         loss = "" if state["val_loss"] is None else f", validation loss {state['val_loss']:.4f}"
         if "whole_val_loss" in state:
             loss += f", of the whole validation split {state['whole_val_loss']:.4f}"

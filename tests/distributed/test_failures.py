@@ -76,7 +76,7 @@ def test_weights_that_an_update_made_no_numbers_are_not_saved(config, two_ranks,
     run = [*flags(corpus, tmp_path, config), "--set", "optimizer.params.eps=1e-320"]
     for reason in two_ranks.run(f"{JOBS}:pretrain_until_it_fails", flags=run, factor=1, steps=(), rank=0):
         assert reason.startswith("step 2: the loss is nan on rank 0")
-        assert reason.endswith("; the weights contain NaN or Inf and were not saved: there is no checkpoint yet")
+        assert reason.endswith("; the weights contain NaN or Inf and were not saved; there is no checkpoint yet: --resume starts at step 0")
     assert complete_checkpoints(tmp_path / "r" / "checkpoints") == []
 
 
