@@ -129,9 +129,9 @@ def _engine_schedule(
         engine.fault((*PATH, "warmup_min_lr"), f"is {least:g}, above 'warmup_max_lr' of {most:g}; lower it")
     params = engine.values["scheduler"].get("params") or {}
     if "warmup_max_lr" in rules and not engine.is_faulty(*PATH, "warmup_max_lr"):
-        peak: float = params.get("warmup_max_lr", rules["warmup_max_lr"].get("default", lr))
+        peak: Any = params.get("warmup_max_lr", rules["warmup_max_lr"].get("default", lr))
         lr = _peak(engine, kind, lr, peak)
-    steps_of_warmup: int = params.get("warmup_num_steps", rules.get("warmup_num_steps", {}).get("default", 0))
+    steps_of_warmup: Any = params.get("warmup_num_steps", rules.get("warmup_num_steps", {}).get("default", 0))
     return Schedule({"type": kind, "params": params}, lr, 0.0, steps_of_warmup)
 
 
