@@ -45,7 +45,7 @@ pretrain: $(INSTALLED) $(CORPUS)/manifest.json  ## train a nano GPT through ds_c
 # In the order of the folders: tests/distributed, which takes longest, comes first.
 PARALLEL := -n 3 --dist loadfile --no-loadscope-reorder
 
-test: $(INSTALLED)  ## the tests (about 8 minutes on two cores)
+test: $(INSTALLED)  ## the tests (13 to 30 minutes on two cores)
 	$(BIN)/python -m pytest -m "not long" $(PARALLEL)
 
 test_all: $(INSTALLED) $(CORPUS)/manifest.json  ## the tests with the long grids
