@@ -15,7 +15,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import count
+from itertools import count, cycle
 from pathlib import Path
 from typing import Any
 
@@ -323,20 +323,18 @@ def _curves(comparison: Comparison) -> dict[str, Any]:
         first = started_runs(side)
         curves.append({"side": number, "seed": None, "count": len(first), **_curve(mean_columns(first), metrics, points)})
     pairs = [[sides.index(pair.control), sides.index(pair.side)] for pair in comparison.pairs]
+    colors = cycle(PALETTE[1:])
     return {
         "axes": AXES,
         "labels": LOSSES,
         "sides": [
-            {"name": side.name, "color": _color(side, number), "dash": DASHES[number % len(DASHES)]} for number, side in enumerate(sides)
+            {"name": side.name, "color": PALETTE[0] if side.role == "control" else next(colors), "dash": DASHES[number % len(DASHES)]}
+            for number, side in enumerate(sides)
         ],
         "pairs": pairs,
         "controls": {own: control for control, own in reversed(pairs)},
         "curves": curves,
     }
-
-
-def _color(side: Side, number: int) -> str:
-    return PALETTE[0] if side.role == "control" else PALETTE[1:][number % (len(PALETTE) - 1)]
 
 
 def _metrics(runs: Sequence[Run]) -> list[str]:
