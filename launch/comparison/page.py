@@ -52,8 +52,9 @@ LOSSES = {"val_loss-control": "validation loss − control's", "val_loss": "vali
 NOISY = ("loss", "grad_norm", "step_seconds", "tokens_per_second", "mfu")
 #: Colours of the sides, grey for controls. They differ for colour-blind readers, and have a contrast of 3:1 with white and black.
 PALETTE = ("#808890", "#2f80cf", "#d9601a", "#149071", "#b065ab", "#a87b12", "#d2477f", "#5b73d8")
-#: Line styles of the sides, by plotly's names.
-DASHES = ("solid", "dot", "dashdot", "dash", "longdash", "longdashdot")
+#: The colour and line style of controls, and the line styles of other sides, by plotly's names.
+CONTROL = (PALETTE[0], "solid")
+DASHES = ("dot", "dashdot", "dash", "longdash", "longdashdot")
 
 
 def new_folder(name: str) -> Path:
@@ -323,14 +324,12 @@ def _curves(comparison: Comparison) -> dict[str, Any]:
         first = started_runs(side)
         curves.append({"side": number, "seed": None, "count": len(first), **_curve(mean_columns(first), metrics, points)})
     pairs = [[sides.index(pair.control), sides.index(pair.side)] for pair in comparison.pairs]
-    colors = cycle(PALETTE[1:])
+    others = zip(cycle(PALETTE[1:]), cycle(DASHES), strict=False)
+    looks = [CONTROL if side.role == "control" else next(others) for side in sides]
     return {
         "axes": AXES,
         "labels": LOSSES,
-        "sides": [
-            {"name": side.name, "color": PALETTE[0] if side.role == "control" else next(colors), "dash": DASHES[number % len(DASHES)]}
-            for number, side in enumerate(sides)
-        ],
+        "sides": [{"name": side.name, "color": color, "dash": dash} for side, (color, dash) in zip(sides, looks, strict=True)],
         "pairs": pairs,
         "controls": {own: control for control, own in reversed(pairs)},
         "curves": curves,
