@@ -157,7 +157,7 @@ def _check_steps(config: RunConfig, before: dict[str, Any], lines: list[dict[str
                 if key == "lr":
                     fix = "give its --lr and --warmup_steps, or a checkpoint before its decay"
                 else:
-                    fix = 'values that are "auto" follow the length of the run: write those of that run'
+                    fix = '"auto" follows the length of the run: write the values of that run'
                 raise UsageError(
                     f"--branch_from {config.branch_from}: step {steps.number} of the run that wrote it had {key} = {there[key]}, and this "
                     f"run has {here} there; {fix}"
