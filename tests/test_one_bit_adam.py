@@ -21,6 +21,17 @@ from tests import helpers
 FLAGS = ("--recipe", "recipes/one_bit_adam", "--ranks", "2", "--data", "no/corpus")
 explained, refusal = partial(helpers.explained, *FLAGS), partial(helpers.refusal, *FLAGS)
 PARAMS = "optimizer.params"
+#: What every 1-bit optimizer refuses, with words of the message.
+REFUSED_BY_ALL = [
+    (f"{PARAMS}.betas=[0.9,1.0]", "write two numbers from 0 to below 1"),
+    (f"{PARAMS}.max_grad_norm=1", "it belongs to 'gradient_clipping'"),
+    (f"{PARAMS}.cuda_aware=3", "is 3; write true or false"),
+    (f"{PARAMS}.comm_backend_name=7", "is 7; write a string"),
+    *(
+        (f"zero_optimization.stage={stage}", "compresses the momentum of the whole model on every rank; write 0, or use AdamW")
+        for stage in (1, 2, 3)
+    ),
+]
 NANO = 50_304 * 256 + 128 * 256 + 4 * (12 * 256**2 + 13 * 256) + 2 * 256
 
 
@@ -95,18 +106,11 @@ def test_one_rank_is_told_that_nothing_is_compressed():
         (f"{PARAMS}.freeze_step=1.5", "is 1.5; write a whole number"),
         (f'{PARAMS}.freeze_step="Auto"', 'is "Auto"; write a whole number'),
         (f"{PARAMS}.freeze_step=true", "is true; write a whole number"),
-        (f"{PARAMS}.betas=[0.9,1.0]", "write two numbers from 0 to below 1"),
         (f"{PARAMS}.betas=[-0.1,0.99]", "write two numbers from 0 to below 1"),
         (f"{PARAMS}.betas=[0.9]", "write two numbers from 0 to below 1"),
         (f"{PARAMS}.eps=0", "is 0"),
-        (f"{PARAMS}.max_grad_norm=1", "it belongs to 'gradient_clipping'"),
-        (f"{PARAMS}.cuda_aware=3", "is 3; write true or false"),
-        (f"{PARAMS}.comm_backend_name=7", "is 7; write a string"),
         (f"{PARAMS}.freezestep=80", "did you mean 'freeze_step'?"),
-        *(
-            (f"zero_optimization.stage={stage}", "compresses the momentum of the whole model on every rank; write 0, or use AdamW")
-            for stage in (1, 2, 3)
-        ),
+        *REFUSED_BY_ALL,
         ('gradient_allreduce_op="sum"', 'is "sum", but OneBitAdam sends the mean'),
     ],
 )
