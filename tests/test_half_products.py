@@ -73,6 +73,28 @@ def test_a_linear_layer_has_the_gradients_of_fp32_rounded_once(dtype):
     assert printed(code, dtype=dtype) == ["True"] * 4
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("masked", [False, True])
+def test_attention_has_the_gradients_of_fp32_rounded_once(dtype, masked):
+    code = """
+        attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        dtype = getattr(torch, dtype)
+        grad, q, k, v = (torch.randn(2, 3, 70, 16).to(dtype) for _ in range(4))
+        mask = torch.randn(2, 1, 70, 70).to(dtype) if masked else None
+        out, logsumexp = attention(q, k, v, 0.0, not masked, attn_mask=mask)
+        halves = [grad, q, k, v, out]
+        wide_mask = None if mask is None else mask.float()
+        backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+        found = backward(*halves, logsumexp, 0.0, not masked, attn_mask=mask)
+        expected = backward(*(half.float() for half in halves), logsumexp, 0.0, not masked, attn_mask=wide_mask)
+        leaves = [one.detach().requires_grad_() for one in (q, k, v)]
+        torch.nn.functional.scaled_dot_product_attention(*leaves, attn_mask=mask, is_causal=not masked).backward(grad)
+        for one, wide, leaf in zip(found, expected, leaves, strict=True):
+            print(torch.equal(one, wide.to(dtype)) and torch.equal(leaf.grad, one))
+        """
+    assert printed(code, dtype=dtype, masked=masked) == ["True"] * 3
+
+
 def test_fp32_keeps_the_kernels_of_torch():
     code = """
         a, b = torch.randn(33, 40), torch.randn(40, 65)

@@ -1,6 +1,6 @@
 """bf16 and fp16 on processors for which oneDNN has no such matrix products: on x86-64, without AVX512-BF16, AVX512-FP16 or AMX.
 
-PyTorch computes these products there in a scalar loop, 15 to 85 times as slow as in fp32. Here their operands are converted to fp32,
+PyTorch computes these products there in a scalar loop, 13 to 85 times as slow as in fp32. Here their operands are converted to fp32,
 multiplied, and the result is rounded once. The loop accumulates in fp32 too, so only the order of the sums differs.
 """
 
@@ -13,8 +13,10 @@ from typing import Any
 import torch
 from deepspeed.accelerator import get_accelerator
 
-#: Linear layers and attention, forward and backward.
+#: Linear layers, forward and backward.
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
+#: The backward pass of attention. Its forward pass is as fast in bf16 as in fp32.
+ATTENTION = "_scaled_dot_product_flash_attention_for_cpu_backward"
 #: Holds the replacements; torch restores its own kernels when this object is collected.
 _LIBRARY = torch.library.Library("aten", "IMPL")
 
@@ -44,6 +46,7 @@ def _widen_products() -> None:
             widened = _widened(name, slow)
             for overload in (name, f"{name}.out"):
                 _LIBRARY.impl(overload, widened, "CPU", with_keyset=True)
+        _LIBRARY.impl(ATTENTION, _widened_attention(slow), "CPU", with_keyset=True)
 
 
 def _widened(name: str, slow: set[torch.dtype]) -> Any:
@@ -57,3 +60,16 @@ def _widened(name: str, slow: set[torch.dtype]) -> Any:
         return wide.to(operands[0].dtype) if out is None else out.resize_(wide.shape).copy_(wide)
 
     return product
+
+
+def _widened_attention(slow: set[torch.dtype]) -> Any:
+    kernel = torch.library.get_kernel(f"aten::{ATTENTION}", "CPU")
+
+    def wide(operand: Any) -> Any:
+        return operand.float() if isinstance(operand, torch.Tensor) and operand.dtype in slow else operand
+
+    def backward(keys: torch.DispatchKeySet, *operands: Any, **options: Any) -> tuple[torch.Tensor, ...]:
+        gradients = kernel.call_boxed(keys, *map(wide, operands), **{name: wide(option) for name, option in options.items()})
+        return tuple(gradient.to(operands[0].dtype) for gradient in gradients)
+
+    return backward
