@@ -174,11 +174,8 @@ def _measured_on(one: Published) -> Iterator[str]:
 
 def _claim_row(verdict: Verdict, one: Published) -> list[str]:
     claim = verdict.claim
-    measured = verdict.evidence if verdict.estimate is None else _number(claim, verdict.estimate)
-    if verdict.interval is not None:
-        measured += " ({} to {})".format(*(_number(claim, end) for end in verdict.interval))
     p = "-" if verdict.p_holds is None else f"{verdict.adjusted:.2g}"
-    return [str(claim), _plan(claim, one), f"{SIGNS[verdict.outcome]} **{verdict.outcome}**", measured, p]
+    return [str(claim), _plan(claim, one), f"{SIGNS[verdict.outcome]} **{verdict.outcome}**", _measured(verdict), p]
 
 
 def _plan(claim: Claim, one: Published) -> str:
@@ -251,7 +248,7 @@ def index_table(cells: list[Published]) -> str:
 
 def _found(cell: Published) -> str:
     """The claims of a recipe on a testbed with their verdicts."""
-    texts = [f"`{one.claim.label}` {SIGNS[one.outcome]} {one.outcome}{_estimate(one)}" for one in cell.verdicts]
+    texts = [f"`{one.claim.label}` {SIGNS[one.outcome]} {one.outcome}: {_measured(one)}" for one in cell.verdicts]
     if cell.pair and not texts:
         loss = cell.pair.figures[LOSS].difference if LOSS in cell.pair.figures else None
         texts = ["figures without claims" + (f" (loss {signed(loss.mean)})" if loss else "")]
@@ -260,8 +257,12 @@ def _found(cell: Published) -> str:
     return f"{cell.testbed.name}: {', '.join(texts)}"
 
 
-def _estimate(verdict: Verdict) -> str:
-    return "" if verdict.estimate is None else f" ({_number(verdict.claim, verdict.estimate)})"
+def _measured(verdict: Verdict) -> str:
+    """The estimate and its 95% interval."""
+    if verdict.estimate is None:
+        return verdict.evidence
+    interval = " ({} to {})".format(*(_number(verdict.claim, end) for end in verdict.interval)) if verdict.interval else ""
+    return _number(verdict.claim, verdict.estimate) + interval
 
 
 def short_table(cells: list[Published]) -> str:
@@ -271,7 +272,7 @@ def short_table(cells: list[Published]) -> str:
         recipe = read_recipe(ROOT / "recipes" / name)
         own = [one for one in cells if one.recipe.name == name and one.verdicts]
         claims = ", ".join(
-            f"`{verdict.claim.label}` {SIGNS[verdict.outcome]}{_estimate(verdict)}" + (f" ({one.testbed.name})" if len(own) > 1 else "")
+            f"`{verdict.claim.label}` {SIGNS[verdict.outcome]} {_measured(verdict)}" + (f" ({one.testbed.name})" if len(own) > 1 else "")
             for one in own
             for verdict in one.verdicts
         )
