@@ -24,7 +24,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shutil
 import signal
 import struct
 import sys
@@ -38,7 +37,6 @@ import psutil
 
 from launch.errors import UsageError
 from launch.formats.checkpoint_files import what_resume_does
-from launch.formats.files import write_atomically
 from launch.training.distributed import Collectives
 from launch.training.engine import TrainingEngine
 from launch.training.interleaving import interleaved_group
@@ -50,8 +48,8 @@ EVALUATION, CHECKPOINT, LEFT = "evaluation", "checkpoint", "end of the run"
 PLACES = (START, FORWARD, BACKWARD, UPDATE, END, EVALUATION, CHECKPOINT, LEFT)
 #: Between two ticks at most, in seconds; 20 ticks make a shorter `--hang_timeout`.
 TICK_SECONDS = 1.0
-#: Files in the folder: what one rank has found, and the mark of that rank, of which there is one.
-VERDICT, JUDGE = "verdict", "judge"
+#: The file in the folder with what one rank has found; the first to make it judges.
+VERDICT = "verdict"
 
 
 class Beat(NamedTuple):
@@ -89,7 +87,6 @@ class Heartbeat(Observer):
             self._folder.mkdir(parents=True, exist_ok=True)
             if collectives.rank == 0:
                 (self._folder / VERDICT).unlink(missing_ok=True)
-                shutil.rmtree(self._folder / JUDGE, ignore_errors=True)
             self._record = os.open(self._file(collectives.rank), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
             os.pwrite(self._record, _RECORD.pack(*self._beat), 0)
         except OSError as reason:
@@ -138,24 +135,22 @@ class Heartbeat(Observer):
     # --- where the others are -------------------------------------------------------------------------------------------------------
 
     def _watch(self) -> None:
-        ticks = idle = looked = 0
+        ticks = idle = 0
         beats, before = -1, None
         while not self._left.wait(self._tick):
             self._write(ticks := ticks + 1)
-            idle = idle + 1 if self._beat.beats == beats else 0
-            beats = self._beat.beats
-            if not idle:
-                before = None
+            if beats != self._beat.beats:
+                beats, idle, before = self._beat.beats, 0, None
                 continue
+            idle += 1
             if os.path.exists(self._folder / VERDICT):  # False where the file system does not answer
-                self._end(json.loads((self._folder / VERDICT).read_text(encoding="utf-8")))
-            if before is None and idle >= self._half:
-                before, looked = self._read(), idle
-            elif before is not None and idle - looked >= self._half:
+                with contextlib.suppress(ValueError):  # it is being written
+                    self._end(json.loads((self._folder / VERDICT).read_text(encoding="utf-8")))
+            if idle % self._half == 0:
                 now = self._read()
-                if (behind := _behind(before, now)) is not None:
+                if before is not None and (behind := _behind(before, now)) is not None:
                     self._judge(behind, now)
-                before, looked = now, idle
+                before = now
         self._write(ticks + 1)  # that this rank has left
 
     def _read(self) -> dict[int, Beat]:
@@ -173,12 +168,6 @@ class Heartbeat(Observer):
 
     def _judge(self, behind: dict[int, str], now: dict[int, Beat]) -> None:
         """Write down and print which ranks are `behind`, and end; unless another rank does so first."""
-        try:
-            (self._folder / JUDGE).mkdir()
-        except FileExistsError:
-            return  # its verdict will be there
-        except OSError:  # the disk is full: every rank judges by itself
-            pass
         first = min(behind, default=self.collectives.rank)
         if behind:
             host, process = self._processes[first]
@@ -191,10 +180,15 @@ class Heartbeat(Observer):
         step = max(beat.step for beat in now.values())  # a rank that has stopped may have made a step after its last record
         end = f"the run ends; {what_resume_does(self.run / 'checkpoints')}"
         line = f"{what} for {self.seconds} s: the last step was {step}, and {whose} {where}; {end}"
-        print(f"error: {line}", file=sys.stderr, flush=True)
         verdict = {"line": line, "behind": list(behind)}
-        with contextlib.suppress(OSError):
-            write_atomically(self._folder / VERDICT, json.dumps(verdict))
+        try:
+            with open(self._folder / VERDICT, "x", encoding="utf-8") as file:
+                file.write(json.dumps(verdict))
+        except FileExistsError:
+            return
+        except OSError:  # the disk is full: every rank judges by itself
+            pass
+        print(f"error: {line}", file=sys.stderr, flush=True)
         self._end(verdict)
 
     def _end(self, verdict: dict[str, Any]) -> None:
