@@ -3,8 +3,8 @@
 In a collective every rank waits for the slowest. So when one rank stops, because its process or host was suspended, a file system does not
 answer or a program deadlocks, the others wait without a message, and the batch system goes on counting.
 
-Each rank has a file `runs/<name>/.heartbeat/rank-00001`. A thread of the rank writes it once a second, so training never waits for the
-file system, and what a file says is at most a second old. It holds
+Each rank has a file `runs/<name>/.heartbeat/rank-00001` while it trains. A thread of the rank writes it once a second, so training never
+waits for the file system, and what a file says is at most a second old. It holds
 
     beats   how often the rank has entered another place: the forward pass, the backward pass, the update, an evaluation, ...
     ticks   how often the thread has woken up: whether the process of the rank runs
@@ -44,8 +44,8 @@ from launch.training.observers import Observer
 
 #: The places of a step, as a message names them.
 START, FORWARD, BACKWARD, UPDATE, END = "start of the step", "forward pass", "backward pass", "update", "end of the step"
-EVALUATION, CHECKPOINT, LEFT = "evaluation", "checkpoint", "end of the run"
-PLACES = (START, FORWARD, BACKWARD, UPDATE, END, EVALUATION, CHECKPOINT, LEFT)
+EVALUATION, CHECKPOINT = "evaluation", "checkpoint"
+PLACES = (START, FORWARD, BACKWARD, UPDATE, END, EVALUATION, CHECKPOINT)
 #: Between two ticks at most, in seconds; 20 ticks make a shorter `--hang_timeout`.
 TICK_SECONDS = 1.0
 #: The file in the folder with what one rank has found; the first to make it judges.
@@ -101,10 +101,11 @@ class Heartbeat(Observer):
         try:
             yield
         finally:
-            self.enter(LEFT)
             self._left.set()
             self._thread.join()
             os.close(self._record)
+            with contextlib.suppress(OSError):
+                self._file(self.collectives.rank).unlink()
 
     # --- where this rank is ---------------------------------------------------------------------------------------------------------
 
@@ -123,7 +124,7 @@ class Heartbeat(Observer):
         if place != (before := PLACES[self._beat.place]):
             self._known.add(before)
         waits = place == START and interleaved_group() is not None
-        may_be_long = waits or place in (CHECKPOINT, LEFT) or place not in self._known
+        may_be_long = waits or place == CHECKPOINT or place not in self._known
         self._beat = self._beat._replace(beats=self._beat.beats + 1, place=PLACES.index(place), may_be_long=int(may_be_long))
 
     def _write(self, ticks: int) -> None:
@@ -151,10 +152,9 @@ class Heartbeat(Observer):
                 if before is not None and (behind := _behind(before, now)) is not None:
                     self._judge(behind, now)
                 before = now
-        self._write(ticks + 1)  # that this rank has left
 
     def _read(self) -> dict[int, Beat]:
-        """What every rank says of itself. One whose file cannot be read is left out."""
+        """What every rank says of itself. One that has left, or whose file cannot be read, is left out."""
         found = {}
         for rank in range(self.collectives.world_size):
             with contextlib.suppress(OSError, struct.error):
@@ -211,17 +211,13 @@ def _behind(before: dict[int, Beat], now: dict[int, Beat]) -> dict[int, str] | N
     Args:
         before, now: what the ranks said of themselves half of `--hang_timeout` ago, and what they say; empty if no file could be read.
     """
-    if stopped := {rank: "which does not run" for rank, beat in now.items() if rank in before and _has_stopped(before[rank], beat)}:
+    if stopped := {rank: "which does not run" for rank, beat in now.items() if rank in before and before[rank].ticks == beat.ticks}:
         return stopped
     if not now or any(beat.may_be_long or before.get(rank, beat).beats != beat.beats for rank, beat in now.items()):
         return None
     fewest = min(beat.beats for beat in now.values())
     behind = {rank: "which runs" for rank, beat in now.items() if beat.beats == fewest}
     return {} if len(behind) == len(now) else behind
-
-
-def _has_stopped(before: Beat, now: Beat) -> bool:
-    return now.ticks == before.ticks and PLACES[now.place] != LEFT
 
 
 _RECORD = struct.Struct("<5q")
