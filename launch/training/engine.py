@@ -261,16 +261,12 @@ def check_device(config: RunConfig) -> None:
             place = config.where(tuple(path.split(".")))
             faults.append(f"{needs_cuda(place, capability)}, and this is {lacking}; leave it out")
     if config.quantizes_weights and device == "cuda" and not installed_ops.get("quantizer") and CUDA_HOME is None:
-        faults.append(
-            f"{config.config_file}: 'zero_optimization.zero_quantized_weights' needs the CUDA toolkit (nvcc), with which DeepSpeed builds "
-            "its kernels; install it and set CUDA_HOME, or leave the key out"
-        )
+        why = "needs the CUDA toolkit (nvcc), to build kernels; install it and set CUDA_HOME, or leave the key out"
+        faults.append(f"{config.config_file}: 'zero_optimization.zero_quantized_weights' {why}")
     # Compiles and links a program that calls libaio.
     if config.uses_nvme and not get_accelerator().create_op_builder("AsyncIOBuilder").is_compatible(verbose=False):
-        faults.append(
-            f'{config.config_file}: device "nvme" needs libaio with its headers, which DeepSpeed\'s async_io is built with; '
-            'install it (apt install libaio-dev, dnf install libaio-devel, pacman -S libaio), or write "cpu"'
-        )
+        why = 'needs libaio with its headers; install it (apt install libaio-dev, dnf install libaio-devel), or write "cpu"'
+        faults.append(f'{config.config_file}: device "nvme" {why}')
     if faults:
         raise UsageError(*faults)
 
