@@ -159,7 +159,7 @@ class SpikeRule(Observer):
         assert checkpoints.current is not None
         self._rewinds[checkpoints.current] += 1
         step = found["step"]
-        self.folder.rewind(step)
+        self.folder.begin(step)
         self.folder.log(f"rewound to step {step}; samples {found['samples']:,} to {state['samples']:,} of the run are left out")
         self._window = self._restored()
         return {**state, **{key: found[key] for key in ("step", "tokens")}, "val_loss": None}
