@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -91,10 +91,6 @@ class HFFolder:
     @cached_property
     def _parts(self) -> dict[str, list[HFTensor]]:
         return hf_tensors(self.config)
-
-    def with_vocabulary(self, vocab_size: int) -> HFFolder:
-        """The same folder with the first `vocab_size` rows of the embedding and of the head only."""
-        return replace(self, config=replace(self.config, vocab_size=vocab_size))
 
     def fill(self, model: GPT) -> None:
         """Read the weights into `model`, one tensor at a time, in the model's dtype and layout.
