@@ -170,10 +170,8 @@ def _by_name(tensors: list[StoredTensor], config: GPTConfig, folder: Path) -> di
     if missing := [name.removeprefix(PREFIXES[form]) for name in expected if name in required and name not in found]:
         more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
         faults.append(f"{folder}: lacks {', '.join(missing[:3])}{more}; copy or export it again")
-    if len(faults) > MAX_FAULTS:
-        faults[MAX_FAULTS:] = [f"{folder}: and {len(faults) - MAX_FAULTS} more faults"]
     if faults:
-        raise UsageError(*faults)
+        raise UsageError(*faults[:MAX_FAULTS])
     return found
 
 
