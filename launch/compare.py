@@ -34,7 +34,7 @@ from launch.config.flags import (
     given,
     whole_number,
 )
-from launch.errors import TrainingFailed, UsageError, one_line, print_once, run_command
+from launch.errors import TrainingFailed, UsageError, print_once, printable_line, run_command
 from launch.formats.files import check_writable
 from recipes.registry import ROOT, recipe_names
 
@@ -132,8 +132,8 @@ def main() -> int:
         compared, unfinished = experiments.run_experiments(folders, passed_on, flags, check)
     report = page.write_report(compared, _out(flags))
     for line in page.summary(compared):
-        print_once(one_line(line))
-    print_once(one_line(f"report: {report}"))
+        print_once(printable_line(line))
+    print_once(printable_line(f"report: {report}"))
     if unfinished:
         raise TrainingFailed(f"not all runs finished: {', '.join(unfinished)}; the same command resumes them")
     if flags.publish:
@@ -157,7 +157,7 @@ def _set_up_testbeds(flags: argparse.Namespace, passed_on: list[str]) -> int:
     if flags.publish:
         pages.write_pages()
     for line in [*lines, *(f"written: {file}" for file in written)]:
-        print_once(one_line(line))
+        print_once(printable_line(line))
     return 0
 
 

@@ -34,11 +34,11 @@ class UsageError(ValueError):
     """A user's mistake. Each fault is one line: what is wrong, where, what is allowed, and the fix."""
 
     def __init__(self, *faults: str):
-        self.faults = tuple(one_line(fault) for fault in faults)
+        self.faults = tuple(printable_line(fault) for fault in faults)
         super().__init__("\n".join(self.faults))
 
 
-def one_line(text: str) -> str:
+def printable_line(text: str) -> str:
     """`text` on one line of bounded length: escapes what is not printable, and leaves out the middle of a long text."""
     text = printable(text)
     return text if len(text) <= MESSAGE_LENGTH else f"{text[:MESSAGE_START]} ... {text[-MESSAGE_END:]}"
@@ -88,7 +88,7 @@ def _print_errors(*faults: str) -> None:
         time.sleep(OTHER_RANKS_WAIT_SECONDS)
     with contextlib.suppress(OSError):  # nobody reads standard error
         for fault in faults:
-            print(f"error: {one_line(fault)}", file=sys.stderr, flush=True)
+            print(f"error: {printable_line(fault)}", file=sys.stderr, flush=True)
 
 
 def open_standard_streams() -> None:

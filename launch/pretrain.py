@@ -69,10 +69,7 @@ def main() -> int:
         check_port(config.resume)
         folder = open_run_folder(config, path)
         if not verified:
-            folder.log(
-                f"note: {config.data}: with {config.corpus.n_bytes / 1e9:,.0f} GB, its hashes are not checked at the start of a run; "
-                f"data_pipeline/prepare.py --verify {config.data} does"
-            )
+            folder.log(f"note: the hashes of a large corpus are not checked here: data_pipeline/prepare.py --verify {config.data} does")
     try:
         code = train(config, folder, stop)
     except UsageError:
@@ -132,9 +129,7 @@ def train(config: RunConfig, folder: RunFolder | NoFolder, stop: StopRequest, ob
     elif config.branch_from:  # the folder was there, without one
         raise UsageError(f"{path}: has no complete checkpoint to resume from; remove it, and --branch_from makes it again")
     elif config.init_from and engine.config.start is None:
-        raise UsageError(
-            f"--init_from {config.init_from}: a host lacks the folder, or has checkpoints that rank 0 lacks; there is none to resume"
-        )
+        raise UsageError(f"--init_from {config.init_from}: a host lacks the folder, or has checkpoints that rank 0 lacks")
     folder.begin(state["step"])
     meter = Meter(engine, collectives, folder.seconds_before, on_lost=stop.request)
     histograms = [GradientHistograms(folder, config.histogram_every)] if config.histogram_every else []

@@ -20,7 +20,7 @@ from launch.comparison.interleaved import train_interleaved
 from launch.comparison.runs import read_run
 from launch.comparison.trials import CannotRun, PlannedExperiment, Trial, fitting_groups, in_order, plan_experiment
 from launch.config.hardware import device_type, gpus
-from launch.errors import UsageError, one_line, print_once
+from launch.errors import UsageError, print_once, printable_line
 from model.accounting import flops_per_token, parameter_count
 from recipes.registry import ROOT, Recipe, Testbed, read_recipe, read_testbed, read_testbeds
 
@@ -175,7 +175,7 @@ def train_missing(flags: argparse.Namespace, batches: Sequence[Sequence[Trial]],
                 for name, code in codes.items():
                     if code:
                         failures[name] = error_of(outputs[name], sizes[name], code)
-                        print_once(one_line(f"{name} failed: {failures[name]}"), sys.stderr)
+                        print_once(printable_line(f"{name} failed: {failures[name]}"), sys.stderr)
                     elif not flags.keep_checkpoints:
                         shutil.rmtree(runs_dir / name / "checkpoints", ignore_errors=True)
                 if bar.disable and not flags.quiet:

@@ -32,7 +32,7 @@ from launch.comparison.comparison import FIGURES, LOSS, Comparison, Figure, Pair
 from launch.comparison.forest import draw_forest, row
 from launch.comparison.runs import Column, Run
 from launch.comparison.verdicts import SIGNS, Interval
-from launch.errors import one_line
+from launch.errors import printable_line
 from launch.formats.files import write_atomically
 from launch.training.provenance import machine_in_words
 from model.presets import ModelShape
@@ -183,7 +183,7 @@ def _forest(pairs: Iterable[Pair]) -> str:
     rows = [
         row(
             pair.testbed.name if pair.testbed else "",
-            pair.recipe.name if pair.recipe else one_line(pair.title)[:60],
+            pair.recipe.name if pair.recipe else printable_line(pair.title)[:60],
             pair.figures,
             {verdict.claim: verdict.outcome for verdict in pair.verdicts},
         )
@@ -478,7 +478,7 @@ def _draw_side(axes: Any, side: Side, color: str, style: str, metric: str) -> No
     tokens, loss = _drawable(mean_columns(first), metric)
     if not len(loss):
         return
-    label = f"{one_line(side.name)}: {loss[-1]:.4f}"
+    label = f"{printable_line(side.name)}: {loss[-1]:.4f}"
     if len(first) > 1:
         deviation = np.std([np.interp(tokens, *_drawable(run.columns, metric)) for run in first], axis=0, ddof=1)  # (seeds, tokens)
         label += f" ± {deviation[-1]:.4f}, {len(first)} seeds"

@@ -20,7 +20,7 @@ from launch.config.memory import bytes_sent_per_step, memory_per_rank
 from launch.config.optimizer import state_tensors
 from launch.config.run_config import RunConfig, needs_cuda, value_at
 from launch.config.steps import planned_steps
-from launch.errors import one_line
+from launch.errors import printable_line
 from model.accounting import flops_per_token, parameter_count
 from model.presets import FIELDS, SIZES, GPTConfig
 
@@ -314,4 +314,4 @@ def _shown(value: Any) -> str:
         return {True: "true", False: "false", None: "null"}[value]
     if isinstance(value, int):
         return f"{value:,}"
-    return f"{value:.6g}" if isinstance(value, float) else one_line(str(value)) if value != "" else '""'
+    return f"{value:.6g}" if isinstance(value, float) else printable_line(str(value)) if value != "" else '""'

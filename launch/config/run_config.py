@@ -450,7 +450,7 @@ def _start(flags: argparse.Namespace, run_name: str, shape: ModelShape, corpus: 
         raise UsageError(f"{where}: its tokenizer gives other ids than that of {flags.data}: {differs}; {again}")
     elif theirs > own:
         notes.append(f"{where}: the last {theirs - own:,} of its {theirs:,} ids are not in its tokenizer and are left out")
-        return folder.with_vocabulary(own)
+        return replace(folder, config=replace(folder.config, vocab_size=own))
     return folder
 
 

@@ -181,14 +181,10 @@ class EngineFiles:
         for same in zip(*self._flats, strict=True):  # the parts of one group or sub-group
             for flat in same:
                 if list(flat.states) != list(same[0].states) or not _are_equal(flat.numbers, same[0].numbers):
-                    raise UsageError(
-                        f"{self.checkpoint}: the optimizer has made different numbers of steps on its parts; copy the checkpoint again"
-                    )
+                    raise UsageError(f"{self.checkpoint}: the optimizer's state differs between its parts; copy the checkpoint again")
                 for key, value in flat.states.items():
                     if value.numel() - flat.weights.numel() not in (0, flat.padding):
-                        raise UsageError(
-                            f"{self.checkpoint}: the optimizer's {key} is not of the shape of the weights, and cannot be moved"
-                        )
+                        raise UsageError(f"{self.checkpoint}: the optimizer's {key} has not the shape of the weights; it cannot be moved")
         pieces: dict[str, dict[str, list[Piece]]] = {}
         for name, places in self._places.items():
             for key in places[0].flat.states:
@@ -221,9 +217,7 @@ class EngineFiles:
         for name, half in halves.items():
             # The rounded master weight. In another order there could be another tensor of the same shape.
             if name not in found or found[name].shape != half.shape or not torch.equal(found[name].to(half.dtype), half):
-                raise UsageError(
-                    f"{self._file}: the optimizer's fp32 weights of {name} are not those of the model; copy the checkpoint again"
-                )
+                raise UsageError(f"{self._file}: the optimizer has other weights of {name} than the model; copy the checkpoint again")
         return found
 
     def _optimizer_of_stage_0(self) -> OptimizerState:

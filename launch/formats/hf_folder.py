@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -51,6 +51,7 @@ MUST_BE: dict[str, dict[str, tuple[Any, ...]]] = {
 }
 #: Names of models without a head, whose folders hold the same weights where the head is tied.
 HEADLESS = ("GPT2Model",)
+FIX = "give a Hugging Face folder of a GPT-2, Llama or Qwen3"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json")
 #: At most so many faults of a folder are printed.
 MAX_FAULTS = 8
@@ -91,10 +92,6 @@ class HFFolder:
     def _parts(self) -> dict[str, list[HFTensor]]:
         return hf_tensors(self.config)
 
-    def with_vocabulary(self, vocab_size: int) -> HFFolder:
-        """The same folder with the first `vocab_size` rows of the embedding and of the head only."""
-        return replace(self, config=replace(self.config, vocab_size=vocab_size))
-
     def fill(self, model: GPT) -> None:
         """Read the weights into `model`, one tensor at a time, in the model's dtype and layout.
 
@@ -110,9 +107,7 @@ class HFFolder:
         if self.config.tied_head and HEAD in self.tensors:
             (embedding,) = self._parts[EMBEDDING]
             if not torch.equal(self.tensors[HEAD].read(), self.tensors[embedding.name].read()):
-                raise UsageError(
-                    f"{self.tensors[HEAD].file}: {HEAD} is not the token embedding, but {CONFIG_FILE} has tie_word_embeddings true"
-                )
+                raise UsageError(f"{self.tensors[HEAD].file}: {HEAD} is not the token embedding, but tie_word_embeddings is true")
 
     def read_into(self, name: str, parameter: torch.Tensor) -> None:
         """Read the weight `name` into `parameter`, in our layout; rows that pad the vocabulary here become zero.
@@ -138,10 +133,8 @@ def open_hf_folder(folder: str | Path) -> HFFolder:
     """
     folder = Path(folder)
     if not folder.is_dir():
-        raise UsageError(
-            f"{folder}: {'is a file' if folder.exists() else 'no such folder'}; give a Hugging Face folder of a GPT-2, Llama or Qwen3"
-        )
-    content = read_json_object(folder / CONFIG_FILE, "give a Hugging Face folder of a GPT-2, Llama or Qwen3")
+        raise UsageError(f"{folder}: {'is a file' if folder.exists() else 'no such folder'}; {FIX}")
+    content = read_json_object(folder / CONFIG_FILE, FIX)
     config = _config(content, folder / CONFIG_FILE)
     if not (files := _files(folder)):
         fix = "convert pytorch_model.bin with transformers' save_pretrained" if list(folder.glob("*.bin")) else "copy or export it again"
@@ -153,9 +146,7 @@ def open_hf_folder(folder: str | Path) -> HFFolder:
 def _by_name(tensors: list[StoredTensor], config: GPTConfig, folder: Path) -> dict[str, StoredTensor]:
     """The weights by transformers' names. Raises UsageError: one line for each that is missing, repeated, or of another shape or dtype."""
     if config.n_layer > len(tensors):  # before names are made for each layer
-        raise UsageError(
-            f"{folder}: {CONFIG_FILE} says n_layer {config.n_layer:,}, but the files hold {len(tensors):,} tensors in all; copy it again"
-        )
+        raise UsageError(f"{folder}: {CONFIG_FILE} says n_layer {config.n_layer:,}, but the files hold {len(tensors):,} tensors; copy it")
     form = hf_form(config)
     expected = {part.name: part.shape for parts in hf_tensors(config).values() for part in parts}
     required = set(expected)
@@ -179,10 +170,8 @@ def _by_name(tensors: list[StoredTensor], config: GPTConfig, folder: Path) -> di
     if missing := [name.removeprefix(PREFIXES[form]) for name in expected if name in required and name not in found]:
         more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
         faults.append(f"{folder}: lacks {', '.join(missing[:3])}{more}; copy or export it again")
-    if len(faults) > MAX_FAULTS:
-        faults[MAX_FAULTS:] = [f"{folder}: and {len(faults) - MAX_FAULTS} more faults"]
     if faults:
-        raise UsageError(*faults)
+        raise UsageError(*faults[:MAX_FAULTS])
     return found
 
 

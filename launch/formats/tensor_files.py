@@ -7,7 +7,7 @@ allowed by name.
 
 from __future__ import annotations
 
-import importlib
+import pkgutil
 import re
 import warnings
 import zipfile
@@ -95,7 +95,7 @@ def load_tensors(file: str | Path, *, mapped: bool = False, deepspeed_objects: b
     Raises:
         UnreadableFile: it is damaged, or holds an object of another class. None of its code runs.
     """
-    allowed: list[Any] = [(_deepspeed_class(name) if deepspeed_objects else Ignored, name) for name in DEEPSPEED_CLASSES]
+    allowed: list[Any] = [(pkgutil.resolve_name(name) if deepspeed_objects else Ignored, name) for name in DEEPSPEED_CLASSES]
     try:
         with torch.serialization.safe_globals(allowed), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch warns about formats that it then refuses
@@ -109,8 +109,3 @@ def load_tensors(file: str | Path, *, mapped: bool = False, deepspeed_objects: b
     if not isinstance(loaded, dict):
         raise UnreadableFile(f"{file}: holds a {type(loaded).__name__}, must be a dictionary of tensors; copy it again")
     return loaded
-
-
-def _deepspeed_class(name: str) -> Any:
-    module, _, attribute = name.rpartition(".")
-    return getattr(importlib.import_module(module), attribute)

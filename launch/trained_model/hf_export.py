@@ -56,10 +56,7 @@ def write_folder(trained: TrainedModel, weights: dict[str, torch.Tensor], folder
     if trained.eot_id is None and trained.description is not None and trained.corpus is None:
         notes.append("the folder has no eos_token_id: run.json does not have it, and the corpus was not found; give its place with --data")
     if trained.config.document_end is not None:
-        notes.append(
-            "the model was trained with attention within documents (--no_cross_document), which transformers does not mask: give it one"
-            " document at a time"
-        )
+        notes.append("trained with --no_cross_document, and transformers does not mask documents: give it one document at a time")
     save_torch_state_dict(weights, folder, max_shard_size=SHARD_BYTES)
     metrics, state = trained.folder / "metrics.jsonl", trained.state
     lines = [line for line in read_metrics(metrics) if line["step"] <= state["step"]] if state is not None and metrics.exists() else []

@@ -27,6 +27,8 @@ from launch.formats.tensor_files import is_finite
 from model.gpt import GPT
 from model.presets import GPTConfig
 
+FIX = "give a run folder, such as runs/first, or a Hugging Face folder of a GPT-2, Llama or Qwen3"
+
 
 class UnfinishedRun(UsageError):
     """A run that has not ended, and none of its checkpoints was asked for."""
@@ -111,15 +113,13 @@ def open_trained(source: str | Path, *, checkpoint: str | None = None, data: str
     folder = Path(source)
     if not folder.is_dir():
         found = "is a file" if folder.exists() else "no such folder"
-        raise UsageError(f"{folder}: {found}; give a run folder, such as runs/first, or a Hugging Face folder of a GPT-2, Llama or Qwen3")
+        raise UsageError(f"{folder}: {found}; {FIX}")
     if (folder / "run.json").exists():
         return _open_run(folder, checkpoint, data)
     if checkpoint is not None:
         raise UsageError(f"--checkpoint {checkpoint}: {folder} is not a run folder; leave it out")
     if not (folder / CONFIG_FILE).exists():
-        raise UsageError(
-            f"{folder}: holds neither run.json nor {CONFIG_FILE}; give a run folder, such as runs/first, or a Hugging Face folder"
-        )
+        raise UsageError(f"{folder}: holds neither run.json nor {CONFIG_FILE}; {FIX}")
     if data is not None:
         raise UsageError(f"--data {data}: is for a run, and {folder} has its own tokenizer; leave it out")
     hf = open_hf_folder(folder)
@@ -135,17 +135,12 @@ def _open_run(folder: Path, asked: str | None, data: str | Path | None) -> Train
     corpus, tokenizer, why = _corpus_of(description, data)
     config = model_of_run(description)
     if corpus is not None and corpus.vocab_size != config.vocab_size:
-        raise UsageError(
-            f"{folder / 'run.json'}: vocab_size is {config.vocab_size:,}, but its corpus has {corpus.vocab_size:,}; restore run.json"
-        )
+        raise UsageError(f"{folder}: vocab_size is {config.vocab_size:,}, but its corpus has {corpus.vocab_size:,}; restore run.json")
     eot = corpus.eot_id if corpus else description["corpus"].get("eot_id")
     if type(eot) is not int or not 0 <= eot < config.vocab_size:
         eot = None
     if description["no_cross_document"] and eot is None:
-        raise UsageError(
-            f"{folder / 'run.json'}: no_cross_document is true, but 'corpus.eot_id' is no id, and without the corpus the id that ends text"
-            f" is unknown ({why}); give its place with --data, or copy it to the place in run.json"
-        )
+        raise UsageError(f"{folder}: no_cross_document, and the id that ends text is unknown ({why}); give the corpus with --data")
     config = replace(config, document_end=eot if description["no_cross_document"] else None)
     return TrainedModel(folder, config, tokenizer, why, eot, description, checkpoint, state, corpus=corpus)
 
@@ -177,8 +172,7 @@ def _choose_checkpoint(folder: Path, description: dict[str, Any], asked: str | N
     if asked is None and state["tokens"] < total:
         raise UnfinishedRun(
             *faults,
-            f"{folder}: an unfinished run, its newest {'good ' if faults else ''}checkpoint has {state['tokens']:,} of {total:,} tokens;"
-            f" continue it with --resume, or use it as it is: --checkpoint {chosen.name}",
+            f"{folder}: an unfinished run, at {state['tokens']:,} of {total:,} tokens; use --checkpoint {chosen.name}, or --resume it",
         )
     for fault in faults:
         print_once(f"warning: skipped a damaged checkpoint: {fault}", sys.stderr)

@@ -155,10 +155,7 @@ def _corpus(trained: TrainedModel, data: str | Path | None, where: str) -> tuple
     if trained.tokenizer is None or own is None:
         return corpus, [f"whether {data} was made with the model's tokenizer is unknown: {trained.no_tokenizer or reason}"]
     if (differs := difference(corpus, own, trained.tokenizer)) is not None:
-        raise UsageError(
-            f"{where}: was made with another tokenizer than the model's: {differs}; prepare the text again with --tokenizer and the"
-            " model's tokenizer"
-        )
+        raise UsageError(f"{where}: was made with another tokenizer than the model's: {differs}; prepare the text again with the model's")
     return corpus, []
 
 

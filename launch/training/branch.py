@@ -99,10 +99,8 @@ def _check_decay(config: RunConfig, tokens: int) -> None:
     if schedule is None:
         raise UsageError(f"{where}: this run has a schedule by steps; use {STABLE_DECAY}")
     if tokens > schedule.decay_tokens:
-        raise UsageError(
-            f"{where}: is at {tokens:,} tokens, and the decay of this run begins at {schedule.decay_tokens:,}; take an earlier "
-            f"checkpoint, train longer, or use {STABLE_DECAY}"
-        )
+        begin = f"the decay of this run begins at {schedule.decay_tokens:,}"
+        raise UsageError(f"{where}: is at {tokens:,} tokens, and {begin}; take an earlier checkpoint, train longer, or use {STABLE_DECAY}")
 
 
 def _check_settings(config: RunConfig, before: dict[str, Any], description: dict[str, Any]) -> None:

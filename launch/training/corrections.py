@@ -241,7 +241,7 @@ def scale_grows_before_the_update(engine: Any) -> bool:
     two steps with the same gradient must be equal. All ranks must call this together.
     """
     rule = {"initial_scale_power": 4, "loss_scale_window": 1, "hysteresis": 1}
-    with _probe_engine(engine, {"device": "cpu", "pin_memory": False} if engine.zero_use_cpu_optimizer() else None, rule) as probe:
+    with _probe_engine(engine, rule=rule) as probe:
         places = [safe_get_full_fp32_param(probe.module[0].weight).clone()]
         for _ in range(2):
             _step(probe, probe.module)
@@ -314,7 +314,7 @@ def gradients_go_stale(engine: Any) -> bool:
     deepspeed/runtime/zero/stage3.py and `copy_grads_in_partition` in stage_1_and_2.py. Probe: an engine of two weights with plain SGD; the
     weight that is left out of the second step must not change. All ranks must call this together.
     """
-    with _probe_engine(engine, {"device": "cpu", "pin_memory": False} if engine.zero_use_cpu_optimizer() else None) as probe:
+    with _probe_engine(engine) as probe:
         places = []
         for used in (probe.module, probe.module[:1]):
             _step(probe, used)
@@ -323,16 +323,18 @@ def gradients_go_stale(engine: Any) -> bool:
 
 
 @contextlib.contextmanager
-def _probe_engine(engine: Any, offload_optimizer: dict[str, Any] | None, rule: dict[str, Any] | None = None) -> Iterator[Any]:
-    """An engine with two small weights and plain SGD, with the stage and precision of `engine`; `offload_optimizer` is its section.
+def _probe_engine(engine: Any, offload: dict[str, Any] | None = None, rule: dict[str, Any] | None = None) -> Iterator[Any]:
+    """An engine with two small weights and plain SGD, with the stage and precision of `engine`.
 
-    rule: of the loss scale, which is fixed at 1 by default.
+    Args:
+        offload: the section `offload_optimizer`; by default the CPU if `engine` offloads its optimizer.
+        rule: of the loss scale, which is fixed at 1 by default.
     """
     # Small buckets: stage 3 allocates its own as soon as it is built.
     stage = engine.zero_optimization_stage()
     section: dict[str, Any] = {"stage": stage, "reduce_bucket_size": 64, "stage3_prefetch_bucket_size": 64}
-    if offload_optimizer is not None:
-        section["offload_optimizer"] = offload_optimizer
+    if engine.zero_use_cpu_optimizer():
+        section["offload_optimizer"] = offload or {"device": "cpu", "pin_memory": False}
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "zero_optimization": section,

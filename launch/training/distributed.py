@@ -219,11 +219,6 @@ class Collectives:
         if self.device.type != "cpu":
             torch.accelerator.set_device_index(self.device)
 
-    def wait(self) -> None:
-        """Wait until this rank's device has finished its work."""
-        if self.device.type != "cpu":
-            torch.accelerator.synchronize(self.device)
-
     @contextlib.contextmanager
     def uncounted(self) -> Iterator[None]:
         """Do not count what is sent inside: evaluation and checkpoints are not part of a training step."""

@@ -32,7 +32,6 @@ from launch.training.half_products import train_on_cpu_in
 from launch.training.mean_norm import MeanNorm
 from launch.training.start_from import fill_masters, fill_model
 from model.gpt import GPT, weight_decay_groups
-from model.presets import GPTConfig
 from recipes.optimizers import LATE_STEP
 from recipes.technique import Technique, decouples_weight_decay
 
@@ -50,7 +49,6 @@ class TrainingEngine:
     """
 
     deepspeed: Any
-    model_config: GPTConfig
     config: RunConfig
     corrections: list[str]
     collectives: Collectives
@@ -193,7 +191,6 @@ def start_engine(config: RunConfig, techniques: Technique, collectives: Collecti
         config = replace(config, start=None)
     if collectives.device.type == "cpu":
         train_on_cpu_in(config.precision)
-    model_config = config.model_config
     deepspeed_config = _deepspeed_config(config)
     if config.quantizes_weights:
         load_extension("QuantizerBuilder")
@@ -202,7 +199,7 @@ def start_engine(config: RunConfig, techniques: Technique, collectives: Collecti
         load_extension("AsyncIOBuilder")
     # At stage 3 every module is partitioned as soon as it is built, so the whole model is never on one rank.
     with deepspeed.zero.Init(config_dict_or_path=deepspeed_config, enabled=config.zero_stage == 3):
-        model = GPT(model_config)
+        model = GPT(config.model_config)
     if config.start is not None:
         fill_model(model, config.start, config.zero_stage, collectives)
     techniques.prepare(model)
@@ -233,7 +230,7 @@ def start_engine(config: RunConfig, techniques: Technique, collectives: Collecti
             deepspeed_engine._reduce_non_expert_gradients = lambda gradients, elements_per_buffer: None
         (_check_and_clip_fp32 if config.precision == "fp32" else _clip_by_mean_norm)(deepspeed_engine, collectives)
     techniques.attach(deepspeed_engine, collectives)
-    return TrainingEngine(deepspeed_engine, model_config, config, applied, collectives, techniques)
+    return TrainingEngine(deepspeed_engine, config, applied, collectives, techniques)
 
 
 def _agree_on_precision(config: RunConfig, collectives: Collectives) -> None:
@@ -261,16 +258,12 @@ def check_device(config: RunConfig) -> None:
             place = config.where(tuple(path.split(".")))
             faults.append(f"{needs_cuda(place, capability)}, and this is {lacking}; leave it out")
     if config.quantizes_weights and device == "cuda" and not installed_ops.get("quantizer") and CUDA_HOME is None:
-        faults.append(
-            f"{config.config_file}: 'zero_optimization.zero_quantized_weights' needs the CUDA toolkit (nvcc), with which DeepSpeed builds "
-            "its kernels; install it and set CUDA_HOME, or leave the key out"
-        )
+        why = "needs the CUDA toolkit (nvcc), to build kernels; install it and set CUDA_HOME, or leave the key out"
+        faults.append(f"{config.config_file}: 'zero_optimization.zero_quantized_weights' {why}")
     # Compiles and links a program that calls libaio.
     if config.uses_nvme and not get_accelerator().create_op_builder("AsyncIOBuilder").is_compatible(verbose=False):
-        faults.append(
-            f'{config.config_file}: device "nvme" needs libaio with its headers, which DeepSpeed\'s async_io is built with; '
-            'install it (apt install libaio-dev, dnf install libaio-devel, pacman -S libaio), or write "cpu"'
-        )
+        why = 'needs libaio with its headers; install it (apt install libaio-dev, dnf install libaio-devel), or write "cpu"'
+        faults.append(f'{config.config_file}: device "nvme" {why}')
     if faults:
         raise UsageError(*faults)
 

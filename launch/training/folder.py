@@ -187,18 +187,16 @@ class RunFolder:
         _wait_until_free(holder, resume, "wait until it has ended, or stop it")
 
     def begin(self, step: int) -> None:
-        """Write `run.json` and open the metrics. The run starts or continues after `step`; later steps are removed from the metrics."""
+        """Write `run.json` and open the metrics. The run starts or continues after `step`; later steps are removed from the metrics.
+
+        Call it again after a rewind.
+        """
         with _one_line_on_os_error(self.path):
             for leftover in self.path.glob(".*.tmp"):  # of `write_atomically` in a process that was killed
                 leftover.unlink()
             self._write_run_json(finished=None)
-            self._metrics = MetricsWriter(self.path, step, self._description.get("engine", {}), self.run_id)
-
-    def rewind(self, step: int) -> None:
-        """Continue the metrics after `step`, which the run has gone back to; later steps are removed from them."""
-        assert self._metrics is not None, "begin comes first"
-        with _one_line_on_os_error(self.path):
-            self._metrics.close()
+            if self._metrics:
+                self._metrics.close()
             self._metrics = MetricsWriter(self.path, step, self._description.get("engine", {}), self.run_id)
         for note in self._metrics.notes:
             self.log(f"note: {note}")
@@ -236,8 +234,6 @@ class RunFolder:
             self.log(f"no complete checkpoint to resume from: starting at step 0{new}", always=True)
         for line in lines:
             self.log(line)
-        for note in self._metrics.notes if self._metrics else []:
-            self.log(f"note: {note}")
         for change in self._changes:
             self.log(f"changed since this run was last started: {change}")
 
@@ -302,15 +298,9 @@ class RunFolder:
     # --- the end --------------------------------------------------------------------------------------------------------------------
 
     def abandon(self) -> None:
-        """Remove the folder if the start was refused before `begin`, unless it contains other files."""
-        if self._branched and self._metrics is None:
+        """Remove the folder if the start was refused before `begin`, unless it had checkpoints."""
+        if self._metrics is None and (self._branched or (self._is_new and not any((self.path / "checkpoints").iterdir()))):
             shutil.rmtree(self.path, ignore_errors=True)
-        elif self._is_new and self._metrics is None and not any((self.path / "checkpoints").iterdir()):
-            with contextlib.suppress(OSError):  # rmdir: somebody else has put a file there
-                (self.path / "checkpoints").rmdir()
-                for name in ("log.txt", ".lock"):
-                    (self.path / name).unlink()
-                self.path.rmdir()
 
     def close(self) -> None:
         """Close all files; the lock is released last."""
@@ -332,7 +322,7 @@ class NoFolder:
     def read_metrics(self) -> list[dict[str, Any]]:
         return []
 
-    rewind = log_start = log_end = log_failure = begin = write_metrics = write_histograms = write_similarity = abandon = close = log
+    log_start = log_end = log_failure = begin = write_metrics = write_histograms = write_similarity = abandon = close = log
 
 
 def _picture() -> ModuleType:

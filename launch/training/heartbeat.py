@@ -3,8 +3,8 @@
 In a collective every rank waits for the slowest. So when one rank stops, because its process or host was suspended, a file system does not
 answer or a program deadlocks, the others wait without a message, and the batch system goes on counting.
 
-Each rank has a file `runs/<name>/.heartbeat/rank-00001`. A thread of the rank writes it once a second, so training never waits for the
-file system, and what a file says is at most a second old. It holds
+Each rank has a file `runs/<name>/.heartbeat/rank-00001` while it trains. A thread of the rank writes it once a second, so training never
+waits for the file system, and what a file says is at most a second old. It holds
 
     beats   how often the rank has entered another place: the forward pass, the backward pass, the update, an evaluation, ...
     ticks   how often the thread has woken up: whether the process of the rank runs
@@ -24,7 +24,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shutil
 import signal
 import struct
 import sys
@@ -38,7 +37,6 @@ import psutil
 
 from launch.errors import UsageError
 from launch.formats.checkpoint_files import what_resume_does
-from launch.formats.files import write_atomically
 from launch.training.distributed import Collectives
 from launch.training.engine import TrainingEngine
 from launch.training.interleaving import interleaved_group
@@ -46,12 +44,12 @@ from launch.training.observers import Observer
 
 #: The places of a step, as a message names them.
 START, FORWARD, BACKWARD, UPDATE, END = "start of the step", "forward pass", "backward pass", "update", "end of the step"
-EVALUATION, CHECKPOINT, LEFT = "evaluation", "checkpoint", "end of the run"
-PLACES = (START, FORWARD, BACKWARD, UPDATE, END, EVALUATION, CHECKPOINT, LEFT)
+EVALUATION, CHECKPOINT = "evaluation", "checkpoint"
+PLACES = (START, FORWARD, BACKWARD, UPDATE, END, EVALUATION, CHECKPOINT)
 #: Between two ticks at most, in seconds; 20 ticks make a shorter `--hang_timeout`.
 TICK_SECONDS = 1.0
-#: Files in the folder: what one rank has found, and the mark of that rank, of which there is one.
-VERDICT, JUDGE = "verdict", "judge"
+#: The file in the folder with what one rank has found; the first to make it judges.
+VERDICT = "verdict"
 
 
 class Beat(NamedTuple):
@@ -89,7 +87,6 @@ class Heartbeat(Observer):
             self._folder.mkdir(parents=True, exist_ok=True)
             if collectives.rank == 0:
                 (self._folder / VERDICT).unlink(missing_ok=True)
-                shutil.rmtree(self._folder / JUDGE, ignore_errors=True)
             self._record = os.open(self._file(collectives.rank), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
             os.pwrite(self._record, _RECORD.pack(*self._beat), 0)
         except OSError as reason:
@@ -104,10 +101,11 @@ class Heartbeat(Observer):
         try:
             yield
         finally:
-            self.enter(LEFT)
             self._left.set()
             self._thread.join()
             os.close(self._record)
+            with contextlib.suppress(OSError):
+                self._file(self.collectives.rank).unlink()
 
     # --- where this rank is ---------------------------------------------------------------------------------------------------------
 
@@ -126,7 +124,7 @@ class Heartbeat(Observer):
         if place != (before := PLACES[self._beat.place]):
             self._known.add(before)
         waits = place == START and interleaved_group() is not None
-        may_be_long = waits or place in (CHECKPOINT, LEFT) or place not in self._known
+        may_be_long = waits or place == CHECKPOINT or place not in self._known
         self._beat = self._beat._replace(beats=self._beat.beats + 1, place=PLACES.index(place), may_be_long=int(may_be_long))
 
     def _write(self, ticks: int) -> None:
@@ -138,28 +136,25 @@ class Heartbeat(Observer):
     # --- where the others are -------------------------------------------------------------------------------------------------------
 
     def _watch(self) -> None:
-        ticks = idle = looked = 0
+        ticks = idle = 0
         beats, before = -1, None
         while not self._left.wait(self._tick):
             self._write(ticks := ticks + 1)
-            idle = idle + 1 if self._beat.beats == beats else 0
-            beats = self._beat.beats
-            if not idle:
-                before = None
+            if beats != self._beat.beats:
+                beats, idle, before = self._beat.beats, 0, None
                 continue
+            idle += 1
             if os.path.exists(self._folder / VERDICT):  # False where the file system does not answer
-                self._end(json.loads((self._folder / VERDICT).read_text(encoding="utf-8")))
-            if before is None and idle >= self._half:
-                before, looked = self._read(), idle
-            elif before is not None and idle - looked >= self._half:
+                with contextlib.suppress(ValueError):  # it is being written
+                    self._end(json.loads((self._folder / VERDICT).read_text(encoding="utf-8")))
+            if idle % self._half == 0:
                 now = self._read()
-                if (behind := _behind(before, now)) is not None:
+                if before is not None and (behind := _behind(before, now)) is not None:
                     self._judge(behind, now)
-                before, looked = now, idle
-        self._write(ticks + 1)  # that this rank has left
+                before = now
 
     def _read(self) -> dict[int, Beat]:
-        """What every rank says of itself. One whose file cannot be read is left out."""
+        """What every rank says of itself. One that has left, or whose file cannot be read, is left out."""
         found = {}
         for rank in range(self.collectives.world_size):
             with contextlib.suppress(OSError, struct.error):
@@ -173,12 +168,6 @@ class Heartbeat(Observer):
 
     def _judge(self, behind: dict[int, str], now: dict[int, Beat]) -> None:
         """Write down and print which ranks are `behind`, and end; unless another rank does so first."""
-        try:
-            (self._folder / JUDGE).mkdir()
-        except FileExistsError:
-            return  # its verdict will be there
-        except OSError:  # the disk is full: every rank judges by itself
-            pass
         first = min(behind, default=self.collectives.rank)
         if behind:
             host, process = self._processes[first]
@@ -191,10 +180,15 @@ class Heartbeat(Observer):
         step = max(beat.step for beat in now.values())  # a rank that has stopped may have made a step after its last record
         end = f"the run ends; {what_resume_does(self.run / 'checkpoints')}"
         line = f"{what} for {self.seconds} s: the last step was {step}, and {whose} {where}; {end}"
-        print(f"error: {line}", file=sys.stderr, flush=True)
         verdict = {"line": line, "behind": list(behind)}
-        with contextlib.suppress(OSError):
-            write_atomically(self._folder / VERDICT, json.dumps(verdict))
+        try:
+            with open(self._folder / VERDICT, "x", encoding="utf-8") as file:
+                file.write(json.dumps(verdict))
+        except FileExistsError:
+            return
+        except OSError:  # the disk is full: every rank judges by itself
+            pass
+        print(f"error: {line}", file=sys.stderr, flush=True)
         self._end(verdict)
 
     def _end(self, verdict: dict[str, Any]) -> None:
@@ -217,17 +211,13 @@ def _behind(before: dict[int, Beat], now: dict[int, Beat]) -> dict[int, str] | N
     Args:
         before, now: what the ranks said of themselves half of `--hang_timeout` ago, and what they say; empty if no file could be read.
     """
-    if stopped := {rank: "which does not run" for rank, beat in now.items() if rank in before and _has_stopped(before[rank], beat)}:
+    if stopped := {rank: "which does not run" for rank, beat in now.items() if rank in before and before[rank].ticks == beat.ticks}:
         return stopped
     if not now or any(beat.may_be_long or before.get(rank, beat).beats != beat.beats for rank, beat in now.items()):
         return None
     fewest = min(beat.beats for beat in now.values())
     behind = {rank: "which runs" for rank, beat in now.items() if beat.beats == fewest}
     return {} if len(behind) == len(now) else behind
-
-
-def _has_stopped(before: Beat, now: Beat) -> bool:
-    return now.ticks == before.ticks and PLACES[now.place] != LEFT
 
 
 _RECORD = struct.Struct("<5q")

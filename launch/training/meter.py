@@ -69,10 +69,11 @@ class Meter:
             "peak_memory_bytes": self._peak_memory(),
             "bytes_sent": round(self.collectives.bytes_sent - self._bytes_before),
         }
-        per_token = flops_per_token(self.engine.model_config, plan.seq_len, plan.kept_blocks)
+        model = self.engine.config.model_config
+        per_token = flops_per_token(model, plan.seq_len, plan.kept_blocks)
         metrics["flops"] = per_token * plan.tokens * self.collectives.world_size
         if plan.kept_blocks is not None:
-            metrics["skipped_flops"] = 1 - per_token / flops_per_token(self.engine.model_config, plan.seq_len)
+            metrics["skipped_flops"] = 1 - per_token / flops_per_token(model, plan.seq_len)
         if self.peak_flops is not None:
             metrics["mfu"] = rate * per_token / (self.peak_flops * self.collectives.world_size)
         return metrics

@@ -12,7 +12,7 @@ from typing import Any
 
 from launch.formats.files import write_atomically
 from launch.formats.metrics import is_finite_number, parse_line, split_lines
-from launch.training.monitors import Monitors, events, monitor_folder
+from launch.training.monitors import Monitors, monitor_folder, numbers
 
 METRICS_FILE = "metrics.jsonl"
 #: Files with lines of some steps only, which a resume cuts back too.
@@ -78,9 +78,9 @@ class MetricsWriter:
         self._file.flush()
         if not os.fstat(self._file.fileno()).st_nlink:  # writing to a removed file raises no error
             raise FileNotFoundError(errno.ENOENT, "the file was removed during the run", self._file.name)
-        for name, value, step in events(line):
+        for name, value in numbers(line).items():
             for writer in self._events:
-                writer.add_scalar(name, value, step)
+                writer.add_scalar(name, value, line["step"])
         self._monitors.write(line)
         if durable:
             os.fsync(self._file.fileno())

@@ -8,17 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import csv
-import io
 import os
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from data_pipeline.errors import one_line
 from launch.errors import UsageError, print_once
-from launch.formats.files import write_atomically
 
 #: The sections of the engine's JSON that switch monitors on.
 SECTIONS = ("tensorboard", "csv_monitor", "wandb", "comet")
@@ -67,67 +65,42 @@ class Monitors:
     """
 
     def __init__(self, engine: dict[str, Any], run: Path, run_id: str | None, kept: list[dict[str, Any]], cut: list[dict[str, Any]]):
-        self._csv: Any = None
-        self._wandb: Any = None
-        self._comet: Any = None
+        # wandb and comet: what sends a line, and what ends the monitor.
+        self._remote: dict[str, tuple[Callable[[dict[str, Any]], Any], Callable[[], Any]]] = {}
         if folder := monitor_folder(engine, "csv_monitor", run):
-            from deepspeed.monitor.config import CSVConfig
-            from deepspeed.monitor.csv_monitor import csvMonitor
-
-            self._csv = csvMonitor(CSVConfig(enabled=True, output_path=str(folder.parent), job_name=folder.name))
-            self._csv.filenames += _write_columns(folder, kept, cut)
+            folder.mkdir(parents=True, exist_ok=True)
+            for name in {name for line in (*kept, *cut) for name in numbers(line)}:
+                _column(folder, name).unlink(missing_ok=True)
+            _append_columns(folder, kept)
+        self._csv = folder
         if (section := engine.get("wandb") or {}).get("enabled"):
-            import wandb
-
-            arguments: dict[str, Any] = {
-                "project": section.get("project") or "deepspeed",
-                "group": section.get("group"),
-                "entity": section.get("team"),
-                "id": run_id,
-                "name": run.name,
-                "dir": str(run),
-                "resume": "allow",
-                "reinit": "create_new",
-                "settings": wandb.Settings(console="off"),  # log.txt has what the run prints
-            }
-            try:
-                _start_wandb_service()
-                self._wandb = wandb.init(**arguments)
-            except (wandb.errors.Error, OSError) as reason:
-                print_once(f"warning: wandb: {one_line(reason)}; its rows stay in {run / 'wandb'}, and `wandb sync` sends them", sys.stderr)
-                with self._continuing_without("wandb"):
-                    self._wandb = wandb.init(**arguments, mode="offline")
             with self._continuing_without("wandb"):
-                if self._wandb:
-                    # wandb drops rows whose step is not above the last one, as after a resume. So its own step counts rows, and ours is a
-                    # metric.
-                    self._wandb.define_metric("*", step_metric="step")
+                wandb = _start_wandb(section, run, run_id)
+                self._remote["wandb"] = lambda line: wandb.log({"step": line["step"], **numbers(line)}), wandb.finish
         if (section := engine.get("comet") or {}).get("enabled"):
             from deepspeed.monitor.comet import CometMonitor
             from deepspeed.monitor.config import CometConfig
 
             own = {"samples_log_interval": 1, "experiment_key": section.get("experiment_key") or run_id}  # every step
-            self._comet = CometMonitor(CometConfig(**{"experiment_name": run.name, **section, **own}))
+            comet = CometMonitor(CometConfig(**{"experiment_name": run.name, **section, **own}))
+            self._remote["comet"] = (
+                lambda line: comet.write_events([(name, value, line["step"]) for name, value in numbers(line).items()]),
+                comet.experiment.end,
+            )
 
     def write(self, line: dict[str, Any]) -> None:
         """Write the numbers of one line."""
         if self._csv:
-            self._csv.write_events(list(events(line)))
-        with self._continuing_without("wandb"):
-            if self._wandb:
-                self._wandb.log({"step": line["step"], **{name: value for name, value, _ in events(line)}})
-        with self._continuing_without("comet"):
-            if self._comet:
-                self._comet.write_events(list(events(line)))
+            _append_columns(self._csv, [line])
+        for name, (send, _) in list(self._remote.items()):
+            with self._continuing_without(name):
+                send(line)
 
     def close(self) -> None:
         """Wait until all rows are written. The process ends in `os._exit`, which would lose them."""
-        with self._continuing_without("wandb"):
-            if self._wandb:
-                self._wandb.finish()
-        with self._continuing_without("comet"):
-            if self._comet:
-                self._comet.experiment.end()
+        for name, (_, end) in list(self._remote.items()):
+            with self._continuing_without(name):
+                end()
 
     @contextlib.contextmanager
     def _continuing_without(self, name: str) -> Iterator[None]:
@@ -136,12 +109,38 @@ class Monitors:
             yield
         except Exception as reason:
             print_once(f"warning: {name}: {type(reason).__name__}: {one_line(reason)}; the run continues without it", sys.stderr)
-            setattr(self, f"_{name}", None)
+            self._remote.pop(name, None)
 
 
-def events(line: dict[str, Any]) -> Iterator[tuple[str, float, int]]:
-    """The numbers of a line of `metrics.jsonl` with their names and the step, as DeepSpeed's monitors take them."""
-    return ((name, value, line["step"]) for name, value in line.items() if name != "step" and isinstance(value, (int, float)))
+def numbers(line: dict[str, Any]) -> dict[str, float]:
+    """The numbers of a line of `metrics.jsonl`, without the step."""
+    return {name: value for name, value in line.items() if name != "step" and isinstance(value, (int, float))}
+
+
+def _start_wandb(section: dict[str, Any], run: Path, run_id: str | None) -> Any:
+    """A run of wandb; offline if wandb cannot be reached."""
+    import wandb
+
+    arguments: dict[str, Any] = {
+        "project": section.get("project") or "deepspeed",
+        "group": section.get("group"),
+        "entity": section.get("team"),
+        "id": run_id,
+        "name": run.name,
+        "dir": str(run),
+        "resume": "allow",
+        "reinit": "create_new",
+        "settings": wandb.Settings(console="off"),  # log.txt has what the run prints
+    }
+    try:
+        _start_wandb_service()
+        started = wandb.init(**arguments)
+    except (wandb.errors.Error, OSError) as reason:
+        print_once(f"warning: wandb: {one_line(reason)}; its rows stay in {run / 'wandb'}, and `wandb sync` sends them", sys.stderr)
+        started = wandb.init(**arguments, mode="offline")
+    # wandb drops rows whose step is not above the last one, as after a resume. So its own step counts rows, and ours is a metric.
+    started.define_metric("*", step_metric="step")
+    return started
 
 
 def _start_wandb_service() -> None:
@@ -160,24 +159,16 @@ def _start_wandb_service() -> None:
         os.environ["WANDB_SERVICE"] = started.stdout.strip()
 
 
-def _write_columns(folder: Path, kept: Iterable[dict[str, Any]], cut: Iterable[dict[str, Any]]) -> list[str]:
-    """Write the CSV files of the lines `kept`, and remove those that only lines in `cut` had. Returns the names without suffix.
-
-    The names and headers are those of DeepSpeed's `csvMonitor`.
-    """
+def _append_columns(folder: Path, lines: Iterable[dict[str, Any]]) -> None:
+    """Append the numbers of `lines` to the CSV files in `folder`, with the names and headers of DeepSpeed's `csvMonitor`."""
     columns: dict[str, list[tuple[int, float]]] = {}
-    for line in kept:
-        for name, value, step in events(line):
-            columns.setdefault(name, []).append((step, value))
+    for line in lines:
+        for name, value in numbers(line).items():
+            columns.setdefault(name, []).append((line["step"], value))
     for name, rows in columns.items():
-        text = io.StringIO()
-        csv.writer(text).writerows([("step", name.rpartition("/")[2]), *rows])
-        write_atomically(folder / f"{_stem(name)}.csv", text.getvalue())
-    for name in {name for line in cut for name, _, _ in events(line)} - set(columns):
-        with contextlib.suppress(FileNotFoundError):
-            (folder / f"{_stem(name)}.csv").unlink()
-    return [_stem(name) for name in columns]
+        with open(_column(folder, name), "a", newline="") as stream:
+            csv.writer(stream).writerows(rows if stream.tell() else [("step", name.rpartition("/")[2]), *rows])
 
 
-def _stem(name: str) -> str:
-    return name.replace("/", "_").replace(" ", "_")
+def _column(folder: Path, name: str) -> Path:
+    return folder / f"{name.replace('/', '_').replace(' ', '_')}.csv"

@@ -27,7 +27,7 @@ def describe_start(config: RunConfig, engine: TrainingEngine, meter: Meter, eval
     """Yield lines that name the model, the batch, the device, and the DeepSpeed bugs that are corrected."""
     shape, where = config.shape, f"{config.ranks} rank(s) on {meter.device_name}"
     yield (
-        f"{config.runs_dir}/{config.run_name}: {parameter_count(engine.model_config) / 1e6:.1f} M parameters ({shape.n_layer} layers, "
+        f"{config.runs_dir}/{config.run_name}: {parameter_count(config.model_config) / 1e6:.1f} M parameters ({shape.n_layer} layers, "
         f"{shape.d_model} wide, {shape.seq_len} tokens{shape.components}), ZeRO {config.zero_stage}, {config.precision}, {where}"
     )
     step = "step" if config.steps_to_make == config.steps else "full step"

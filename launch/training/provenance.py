@@ -66,9 +66,9 @@ def machine_in_words(found: dict[str, Any]) -> str:
 
 def repository_commit() -> str | None:
     """The commit of the checkout, with `+changes` if tracked files differ from it; None if this is not a checkout."""
+    describe = ["git", "-C", str(ROOT), "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+changes"]
     try:
-        commit = subprocess.run(["git", "-C", str(ROOT), "rev-parse", "HEAD"], capture_output=True, text=True, timeout=10)
-        changes = subprocess.run(["git", "-C", str(ROOT), "status", "--porcelain", "-uno"], capture_output=True, text=True, timeout=10)
+        found = subprocess.run(describe, capture_output=True, text=True, timeout=10)
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return (commit.stdout.strip() + ("+changes" if changes.stdout.strip() else "")) if commit.returncode == 0 else None
+    return found.stdout.strip() if found.returncode == 0 else None

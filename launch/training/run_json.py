@@ -53,10 +53,10 @@ def resume_description(run: Path, description: dict[str, Any]) -> tuple[dict[str
         raise UsageError(*faults)
     last = {**before, "commit": commits_of(before)[-1]}
     changes = [
-        change
+        f"{name}: {json.dumps(old)} -> {json.dumps(new)}"
         for key, value in description.items()
         if key not in (*INCIDENTAL, *INITIAL_WEIGHTS)
-        for change in map(_in_words, differences(key, last.get(key), value))
+        for name, old, new in differences(key, last.get(key), value)
     ]
     first_start = ["created", "command", "interleaved", "commit", "run_id", "branch_from"]
     if complete_checkpoints(run / "checkpoints"):
@@ -84,8 +84,3 @@ def differences(key: str, before: Any, after: Any) -> list[tuple[str, Any, Any]]
         names = sorted({*before, *after})
         return [found for name in names for found in differences(f"{key}.{name}", before.get(name), after.get(name))]
     return [] if before == after else [(key, before, after)]
-
-
-def _in_words(difference: tuple[str, Any, Any]) -> str:
-    key, before, after = difference
-    return f"{key}: {json.dumps(before)} -> {json.dumps(after)}"

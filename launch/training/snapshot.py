@@ -82,10 +82,8 @@ class Snapshots(TorchCheckpointEngine):  # type: ignore[misc] # DeepSpeed has no
         needed = sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
         room = USABLE_MEMORY * free_host_memory() / (ranks_of_host() or 1)
         if needed > room:
-            self._log(
-                f"training will wait while checkpoints are written: the host has {room / 2**30:,.2f} GiB of memory for the copy of a rank, "
-                f"which needs {needed / 2**30:,.2f}"
-            )
+            sizes = f"{needed / 2**30:,.2f} GiB, and the host has {room / 2**30:,.2f}"
+            self._log(f"training will wait while checkpoints are written: the copy of a rank needs {sizes}")
         return needed <= room
 
 

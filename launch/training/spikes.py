@@ -20,6 +20,7 @@ and including the spike are left out (PaLM, https://arxiv.org/abs/2204.02311, se
 from __future__ import annotations
 
 import math
+import statistics
 from collections import Counter, deque
 from collections.abc import Callable
 from pathlib import Path
@@ -50,8 +51,11 @@ class Window:
         self._in_succession = 0
 
     def deviations(self, loss: float) -> float:
-        """How many standard deviations `loss` is above the mean; 0 before there are `LEAST` steps."""
-        return deviations(loss, list(self._losses)) if len(self._losses) >= LEAST else 0.0
+        """How many standard deviations `loss` is above the mean; 0 before there are `LEAST` steps, and if all losses are the same."""
+        if len(self._losses) < LEAST:
+            return 0.0
+        deviation = statistics.stdev(self._losses)
+        return (loss - statistics.fmean(self._losses)) / deviation if deviation else 0.0
 
     def add(self, loss: float, spike: bool) -> bool:
         """Add a step. Returns whether the window starts anew."""
@@ -63,13 +67,6 @@ class Window:
         elif not spike:
             self._losses.append(loss)
         return anew
-
-
-def deviations(value: float, values: list[float]) -> float:
-    """How many standard deviations `value` is above the mean of `values`; 0 if these are all the same."""
-    mean = math.fsum(values) / len(values)
-    deviation = math.sqrt(math.fsum((one - mean) ** 2 for one in values) / (len(values) - 1))
-    return (value - mean) / deviation if deviation else 0.0
 
 
 class SpikeRule(Observer):
@@ -162,7 +159,7 @@ class SpikeRule(Observer):
         assert checkpoints.current is not None
         self._rewinds[checkpoints.current] += 1
         step = found["step"]
-        self.folder.rewind(step)
+        self.folder.begin(step)
         self.folder.log(f"rewound to step {step}; samples {found['samples']:,} to {state['samples']:,} of the run are left out")
         self._window = self._restored()
         return {**state, **{key: found[key] for key in ("step", "tokens")}, "val_loss": None}

@@ -208,16 +208,11 @@ def check_store(store: CheckpointStore, run: Path, resume: bool | str) -> None:
             run.mkdir(parents=True, exist_ok=True)
             write_atomically(run / "run.json", content)
         elif theirs != (ours := _run_id((run / "run.json").read_bytes())):
-            raise UsageError(
-                f"{store.url}: is another run: run_id is {theirs}, in {run / 'run.json'} {ours}; "
-                "give another --checkpoint_store, or another --run_name"
-            )
+            raise UsageError(f"{store.url}: is another run than {run}: run_id is {theirs}, not {ours}; give another --run_name")
     except StoreError as reason:
         if not here:
-            raise UsageError(
-                f"--checkpoint_store {reason}; correct the URL, set the backend's credentials (AWS_ACCESS_KEY_ID for s3), "
-                "create the bucket, or leave the flag out"
-            ) from None
+            fix = "correct the URL, set the backend's credentials (AWS_ACCESS_KEY_ID for s3), create the bucket, or leave the flag out"
+            raise UsageError(f"--checkpoint_store {reason}; {fix}") from None
 
 
 def _run_id(content: bytes) -> Any:

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from launch.errors import UsageError
-from launch.training.heartbeat import BACKWARD, CHECKPOINT, EVALUATION, FORWARD, LEFT, PLACES, START, UPDATE, Beat, Heartbeat, _behind
+from launch.training.heartbeat import BACKWARD, CHECKPOINT, EVALUATION, FORWARD, PLACES, START, UPDATE, Beat, Heartbeat, _behind
 from launch.training.interleaving import VARIABLE
 from tests.distributed.launched import TINY, LaunchedRun, curve
 from tests.distributed.test_restarts import TorchRun
@@ -92,8 +92,8 @@ def beat(ticks: int, beats: int, place: str = FORWARD, may_be_long: bool = False
         ([beat(5, 9), beat(5, 4)], [beat(9, 9), beat(9, 5)], None),
         # Rank 1 is where it may take long: its first forward pass, or a checkpoint.
         ([beat(5, 9), beat(5, 4, FORWARD, True)], [beat(9, 9), beat(9, 4, FORWARD, True)], None),
-        # Rank 1 has left the loop.
-        ([beat(5, 9), beat(5, 10, LEFT, True)], [beat(9, 9), beat(5, 10, LEFT, True)], None),
+        # Rank 1 has left the loop, in which rank 0 saves a checkpoint.
+        ([beat(5, 9, CHECKPOINT, True), beat(5, 10)], [beat(9, 9, CHECKPOINT, True)], None),
     ],
 )
 def test_who_is_behind(before, now, expected):
@@ -133,7 +133,7 @@ class TwoHosts(Alone):
 
 
 def test_training_does_not_wait_for_the_file_system(tmp_path, monkeypatch):
-    """Only the thread writes, and it waits for the drive where the interpreter goes on; the last record says that the rank has left."""
+    """Only the thread writes, and it waits for the drive where the interpreter goes on; a rank that has left has no record."""
     waits, answers = threading.Event(), threading.Event()
     monkeypatch.setattr(os, "fsync", lambda file: (waits.set(), answers.wait(30.0)))
     heartbeat = Heartbeat(tmp_path, 1, 3, TwoHosts(), log=print)  # type: ignore[arg-type]
@@ -143,7 +143,7 @@ def test_training_does_not_wait_for_the_file_system(tmp_path, monkeypatch):
         heartbeat.enter(FORWARD)
         assert heartbeat._read()[0] == written
         answers.set()
-    assert PLACES[heartbeat._read()[0].place] == LEFT
+    assert heartbeat._read() == {}
 
 
 def test_a_folder_that_cannot_be_written_is_refused(tmp_path):
