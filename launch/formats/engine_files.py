@@ -184,7 +184,7 @@ class EngineFiles:
                     raise UsageError(f"{self.checkpoint}: the optimizer's state differs between its parts; copy the checkpoint again")
                 for key, value in flat.states.items():
                     if value.numel() - flat.weights.numel() not in (0, flat.padding):
-                        raise UsageError(f"{self.checkpoint}: the optimizer's {key} has not the shape of the weights; it cannot be moved")
+                        raise UsageError(f"{self.checkpoint}: the optimizer's {key} differs in shape from the weights; it cannot be moved")
         pieces: dict[str, dict[str, list[Piece]]] = {}
         for name, places in self._places.items():
             for key in places[0].flat.states:

@@ -146,7 +146,7 @@ def open_hf_folder(folder: str | Path) -> HFFolder:
 def _by_name(tensors: list[StoredTensor], config: GPTConfig, folder: Path) -> dict[str, StoredTensor]:
     """The weights by transformers' names. Raises UsageError: one line for each that is missing, repeated, or of another shape or dtype."""
     if config.n_layer > len(tensors):  # before names are made for each layer
-        raise UsageError(f"{folder}: {CONFIG_FILE} says n_layer {config.n_layer:,}, but the files hold {len(tensors):,} tensors; copy it")
+        raise UsageError(f"{folder}: {CONFIG_FILE} has n_layer {config.n_layer:,}, the files have {len(tensors):,} tensors; copy it again")
     form = hf_form(config)
     expected = {part.name: part.shape for parts in hf_tensors(config).values() for part in parts}
     required = set(expected)

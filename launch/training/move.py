@@ -69,7 +69,7 @@ class Move:
         for names in ([fragment.name for fragment in master.fragments] for master in master_weights(self._engine)):
             for key, of_parameter in self._state.pieces.items():
                 if 0 < len(lacking := set(names) - set(of_parameter)) < len(names):
-                    raise UsageError(f"{self._files.checkpoint}: the optimizer has {key} of others, not of {min(lacking)}; use stage 0")
+                    raise UsageError(f"{self._files.checkpoint}: the optimizer has no {key} of {min(lacking)}; use stage 0")
             first = self._state.others[names[0]]
             for name in names:
                 for key, value in (first | self._state.others[name]).items():
