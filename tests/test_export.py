@@ -274,7 +274,7 @@ def test_no_pickle_is_loaded(run, folder, tmp_path):
         ({"n_embd": "36"}, 'n_embd is "36", must be a whole number'),
         ({"n_layer": 1}, "is not a weight of a gpt2 of 1 layers"),
         ({"n_layer": 3}, "lacks h.2."),
-        ({"n_layer": 10**9}, "config.json says n_layer 1,000,000,000, but the files hold 28 tensors"),
+        ({"n_layer": 10**9}, "config.json has n_layer 1,000,000,000, the files have 28 tensors"),
         ({"n_positions": 64}, "wpe.weight is [32, 36], config.json says [64, 36]"),
         ({"n_head": 5}, "d_model must be a multiple of n_head"),
         ({"quantization_config": {"quant_method": "gptq"}}, "its weights are quantized"),
