@@ -1,6 +1,6 @@
 """Text to token shards: `python data_pipeline/prepare.py --source stdlib --out data/stdlib`
 
-Reads the sources once to train a tokenizer on the training documents, if one is trained, and once to encode everything. The standard
+Reads the sources once to train a tokenizer on the training documents (`bpe:N` only) and once to encode all documents. The standard
 library (731 documents, 12 MB) becomes 3.2 M tokens of `bpe:8192`, 6.4 MB of shards, in three seconds.
 """
 
@@ -74,7 +74,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def prepare(args: argparse.Namespace, say: Say) -> None:
-    """Prepares the corpus that `args` describe, unless it exists already. DataError for a user's mistake."""
+    """Prepares the corpus that `args` describe, unless it exists already. Raises DataError for a user's mistake."""
     started = time.monotonic()
     _check(args)
     problems = Problems(args.on_error, args.max_record_mib * 2**20)
@@ -135,7 +135,7 @@ def prepare(args: argparse.Namespace, say: Say) -> None:
 
 
 def verify(args: argparse.Namespace, say: Say) -> None:
-    """Reads every byte of an existing corpus; DataError for the first file that differs from its manifest."""
+    """Reads every byte of an existing corpus. Raises DataError for the first file that differs from its manifest."""
     corpus = open_corpus(args.verify)
     with _progress_bar(corpus.n_bytes, args.quiet, "verifying") as bar:
         corpus.verify(bar.update)
@@ -182,7 +182,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         help=f"one or several sources of text: {ALLOWED}. stdlib is the Python standard library and needs no download. With weights, such"
         " as a.txt@0.7 b@0.3, training draws from each source in proportion to its weight",
     )
-    parser.add_argument("--out", type=Path, help="corpus folder to create; if it exists, it must be the same corpus")
+    parser.add_argument("--out", type=Path, help="corpus folder to create; an existing folder must hold the same corpus")
     parser.add_argument(
         "--tokenizer",
         default="bpe:8192",

@@ -66,7 +66,7 @@ def build_parser() -> Parser:
     parser.add_argument(
         "--seeds",
         type=whole_number(1, 1000),
-        help="number of seeds: each configuration is run with seeds 1 to N (on a testbed as the recipe plans, else 3; --noise: 5 others)",
+        help="number of seeds: each configuration is run with seeds 1 to N (on a testbed: the recipe's number, else 3; --noise: 5 others)",
     )
     parser.add_argument(
         "--tune",
@@ -74,14 +74,14 @@ def build_parser() -> Parser:
         help="sweep the testbed's settings, such as the learning rate, for its control, or for a recipe and its control",
     )
     parser.add_argument(
-        "--noise", action="store_true", help="measure the noise of the testbed: differences of configurations that are equal in truth"
+        "--noise", action="store_true", help="measure the noise of the testbed: differences of configurations without a true difference"
     )
     parser.add_argument("--out", metavar="DIR", help="folder of the report (runs/reports/<name>, or the next free <name>-N)")
     parser.add_argument("--publish", action="store_true", help="store the runs in results.json of each recipe and update the pages")
     parser.add_argument(
         "--force",
         action="store_true",
-        help="compare runs that differ in corpus, tokenizer, validation set or tokens; the report warns of it",
+        help="compare runs that differ in corpus, tokenizer, validation set or tokens; the report shows a warning",
     )
     parser.add_argument("--quiet", action="store_true", help="print no progress")
     training = parser.add_argument_group("training")

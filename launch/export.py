@@ -30,7 +30,7 @@ def build_parser() -> Parser:
     """The flags of `launch/export.py`."""
     parser = Parser(
         prog="python launch/export.py",
-        description="Write a trained model as a Hugging Face folder of a GPT-2, Llama or Qwen3, in one process without an engine.",
+        description="Export a trained model to a Hugging Face folder: a GPT-2, Llama or Qwen3.",
         epilog="Example: python launch/export.py runs/first --out exported/first",
     )
     add_source_flags(parser, data_help="current path of a run's corpus, for the tokenizer (the path in run.json)")

@@ -30,15 +30,18 @@ def build_parser() -> Parser:
         epilog='Example: python launch/generate.py runs/demo --prompt "def " --temperature 0.7 --samples 3',
     )
     add_source_flags(parser, data_help="current path of a run's corpus, for the tokenizer (the path in run.json)")
-    parser.add_argument("--prompt", metavar="TEXT", default="", help="beginning of the text; - reads standard input (a new document)")
+    parser.add_argument("--prompt", metavar="TEXT", default="", help="beginning of the text; - reads standard input (none: a new document)")
     parser.add_argument("--document_start", action="store_true", help="the prompt begins a document: put an end-of-text token before it")
     parser.add_argument("--max_new_tokens", type=whole_number(1), default=100, metavar="N", help="maximum tokens of a sample (100)")
     parser.add_argument("--ignore_eos", action="store_true", help="continue after an end of text, up to --max_new_tokens")
     parser.add_argument("--samples", type=whole_number(1, 10_000), default=1, metavar="N", help="number of texts (1)")
-    parser.add_argument("--temperature", type=real_number(0), default=0.8, help="divides the logits; 0 takes the likeliest token (0.8)")
-    parser.add_argument("--top_k", type=whole_number(0), default=50, metavar="K", help="draw from the K likeliest tokens; 0: all (50)")
+    parser.add_argument("--temperature", type=real_number(0), default=0.8, help="divides the logits; 0: the most likely token (0.8)")
+    parser.add_argument("--top_k", type=whole_number(0), default=50, metavar="K", help="draw from the K most likely tokens; 0: all (50)")
     parser.add_argument(
-        "--top_p", type=real_number(0, 1, above=True), metavar="P", help="draw from the likeliest tokens whose probabilities sum to P (all)"
+        "--top_p",
+        type=real_number(0, 1, above=True),
+        metavar="P",
+        help="draw from the most likely tokens whose probabilities sum to P (all)",
     )
     parser.add_argument("--seed", type=whole_number(0, 2**62), default=1, help="seed of the first sample; each further sample adds 1 (1)")
     parser.add_argument(

@@ -24,7 +24,7 @@ if TYPE_CHECKING:  # the commands import this module before they parse --help
 
 
 class Run(Protocol):
-    """What a technique may read of the resolved run. Batches are in sequences; `steps` are those of a run with whole batches."""
+    """What a technique may read of the resolved run. Batch sizes are in sequences; `steps` assumes the whole batch in every step."""
 
     @property
     def shape(self) -> ModelShape: ...
@@ -69,7 +69,7 @@ class StepPlan(NamedTuple):
         micro_batch_size: sequences of a micro-batch.
         accumulation: micro-batches of the step.
         seq_len: tokens of a row.
-        rows_per_sequence: into how many rows each sequence is cut.
+        rows_per_sequence: number of rows that each sequence is cut into.
         kept_blocks: the FLOPs of the blocks that run, divided by the FLOPs of one whole block; None if no technique skips any.
     """
 
@@ -109,8 +109,8 @@ class Declaration:
         auto_params: for an optimizer, what `"auto"` means for lr, betas, eps and weight_decay where it differs from AdamW's values.
         other_places: other places where DeepSpeed documents the section, as dotted paths; a section there is refused.
         exclusive: what only one technique of a run can control. Two techniques that share an entry are refused.
-        changes_tokens: the steps hold other numbers of tokens than the run's own. `on_step` of such techniques is called first.
-        same_algorithm: it changes the memory and the arithmetic only, as ZeRO and the precision do. A branch of a run may change it.
+        changes_tokens: the technique changes the number of tokens of a step. `on_step` of such techniques is called first.
+        same_algorithm: the technique changes only memory and arithmetic, as ZeRO and the precision do. A branch of a run may change it.
         off_without_values: a section without `enabled` in which all values are false or null is off; usually it is on.
     """
 
@@ -171,14 +171,14 @@ class Technique:
     declaration = Declaration()
     #: Lines for the log and `--explain`.
     notes: tuple[str, ...] = ()
-    #: What this machine lacks to train, a line each that begins with the key in quotes. `--explain` works without it.
+    #: What this machine lacks to train: lines that begin with the key in quotes. `--explain` works without it.
     missing_packages: tuple[str, ...] = ()
     #: First steps of the stages of its schedule, ascending. Within a stage the tokens of a step do not change; in the last stage nothing
     #: changes. Empty: the schedule has no stages.
     stages: Sequence[int] = ()
-    #: The dotted key to blame, and to refuse the run for, if the run ends before the last stage begins; empty: the run gets a note.
+    #: The dotted key that an error names if the run ends before the last stage begins; empty: a note instead of an error.
     schedule_key: str = ""
-    #: What "auto" became among the optimizer's `params`, and why: key -> (value, reason), for `--explain`.
+    #: The resolved value of each "auto" among the optimizer's `params`: key -> (value, reason), for `--explain`.
     resolved_params: dict[str, tuple[Any, str]] = {}
     #: Extensions of DeepSpeed that its optimizer needs, such as "FusedAdamBuilder"; set by `prepare`.
     extensions: tuple[str, ...] = ()
@@ -202,16 +202,16 @@ class Technique:
         """Change the model before the engine is built: kernels, wrappers, `model.block_runner`."""
 
     def optimizer(self, param_groups: list[dict[str, Any]]) -> torch.optim.Optimizer | None:
-        """Return the optimizer that the engine drives, or None: then another technique, torch or DeepSpeed provides it."""
+        """Return the run's optimizer, or None if another technique, torch or DeepSpeed provides it."""
 
     def attach(self, engine: Any, collectives: Any) -> None:
-        """Keep what is needed of DeepSpeed's engine, once it is built. `collectives` reaches the other ranks and counts the bytes."""
+        """Keep references to DeepSpeed's engine, once it is built. `collectives` communicates with the other ranks and counts the bytes."""
 
     def on_step(self, step: int, plan: StepPlan) -> StepPlan:
         """Compute the schedule of optimizer step `step` (from 1), before its first micro-batch.
 
-        `plan` is the step as the techniques before this one plan it; return it, changed where this technique changes the batch, the
-        length of the rows or the blocks that run. Steps come in any order, and before `attach` when a run is planned or explained.
+        `plan` comes from the techniques before this one. Return it, changed if this technique changes the batch, the length of the rows or
+        the blocks that run. Steps come in any order, and before `attach` when a run is planned or explained.
         """
         return plan
 
@@ -244,7 +244,7 @@ class Technique:
         return {}
 
     def bytes_sent(self, planned: int, steps: int) -> int:
-        """Bytes that a rank sends per step, the mean over the run of `steps`. `planned`: with DeepSpeed's own exchange alone."""
+        """Mean bytes that a rank sends per step, over a run of `steps` steps. `planned`: those of DeepSpeed's own communication."""
         return planned
 
     def memory_terms(self, model: GPTConfig, device: str) -> dict[str, int]:
@@ -266,13 +266,13 @@ class Technique:
         """Continue without the state in a checkpoint, which this rank cannot use for `reason`, and add a note.
 
         Raises:
-            ValueError: it cannot; with the reason.
+            ValueError: the technique cannot continue without it; the message is `reason`.
         """
         raise ValueError(reason)
 
 
 class Techniques(Technique):
-    """All techniques of a run behind the interface of one."""
+    """All techniques of a run, combined into one `Technique`."""
 
     def __init__(self, members: Iterable[Technique] = ()):
         self.members = tuple(sorted(members, key=lambda member: not member.declaration.changes_tokens))

@@ -22,13 +22,13 @@ if TYPE_CHECKING:
     from _typeshed import SupportsWrite
 
 DEFAULT_DATA = "data/stdlib"
-#: The largest learning rate: above it stands a typing error (3e3 for 3e-3), and nothing but NaN comes of it.
+#: The largest learning rate. A larger one is a typing error (3e3 for 3e-3) and only gives NaN.
 MAX_LR = 100.0
 #: Positions in the data are int64.
 MAX_TOKENS = 10**18
-#: `--resume=must`: without a checkpoint to go on from the run is refused; plain `--resume` starts it at step 0.
+#: `--resume=must` refuses to start without a checkpoint; plain `--resume` then starts at step 0.
 MUST = "must"
-#: The values of a flag for a field that is true or false. They stay words, so that other commands can pass them on.
+#: The values of a flag for a field that is true or false. They stay strings, so that other commands can pass them on.
 TRUTH = {"true": True, "false": False}
 
 
@@ -100,7 +100,7 @@ def build_parser() -> Parser:
         epilog="Example: deepspeed launch/pretrain.py --deepspeed_config ds_configs/zero1_bf16.json --preset nano --run_name demo",
     )
     what = parser.add_argument_group("technique (give --deepspeed_config or --recipe)")
-    what.add_argument("--deepspeed_config", metavar="FILE", help="DeepSpeed JSON; those that ship are in ds_configs/")
+    what.add_argument("--deepspeed_config", metavar="FILE", help="DeepSpeed JSON, for example one of ds_configs/")
     what.add_argument("--recipe", metavar="DIR", help="a recipe folder: its JSON and its suggested flags; see recipes/README.md")
     add_set_flag(what)
 
@@ -128,8 +128,8 @@ def build_parser() -> Parser:
         type=real_number(0, 1),
         default=0.0,
         metavar="SIGMA",
-        help="add normal noise to the initial weights, SIGMA x their standard deviation, for example 1e-3: it shows how far two runs on "
-        "the same data drift apart (0)",
+        help="add normal noise to the initial weights, SIGMA x their standard deviation, for example 1e-3, to measure how far two runs "
+        "on the same data drift apart (0)",
     )
     run.add_argument(
         "--resume",
@@ -148,7 +148,7 @@ def build_parser() -> Parser:
     run.add_argument(
         "--checkpoint_store",
         metavar="URL",
-        help="also upload complete checkpoints to this object store, beside training, and let --resume read from it: "
+        help="also upload each complete checkpoint to this object store while training continues; --resume reads from it too: "
         "s3://bucket/folder (pip install -e .[s3]) or file:///folder; other schemes of fsspec are not tested",
     )
     run.add_argument(
@@ -167,15 +167,15 @@ def build_parser() -> Parser:
         type=natural,
         default=300,
         metavar="SECONDS",
-        help="end the run, and name the rank, if one makes no progress for so long; give more than the forward or backward pass of a "
-        "micro-batch takes, and than an update takes; 0 is off (300)",
+        help="end the run and name the rank if a rank makes no progress for this time; set it above the longest forward pass, backward "
+        "pass or update; 0 is off (300)",
     )
     run.add_argument(
         "--spike_rule",
         choices=("off", "log", "skip", "rewind"),
         default="off",
         help="if the loss of a step is more than 6 standard deviations above the mean of the last 128 steps: log it, skip "
-        "its update, or rewind to the newest checkpoint and leave out the data up to it (off)",
+        "its update, or rewind to the newest checkpoint and skip the data up to and including this step (off)",
     )
     run.add_argument("--ranks", type=positive, help="number of ranks to assume for --explain without a launcher")
     run.add_argument(
@@ -199,7 +199,7 @@ def add_model_flags(parser: Parser) -> None:
         "--architecture",
         default="gpt2",
         choices=ARCHITECTURES,
-        help="which form of GPT; each is a set of values of the fields below (gpt2)",
+        help="sets the fields below; a flag overrides one field (gpt2)",
     )
     model.add_argument("--n_layer", type=size, help="number of blocks (preset)")
     model.add_argument("--n_head", type=size, help="number of attention heads (preset)")
@@ -211,14 +211,12 @@ def add_model_flags(parser: Parser) -> None:
     model.add_argument(
         "--d_ff", type=size, help="width of the MLP's hidden layer (gelu: 4 d_model; swiglu: 8/3 d_model, in multiples of 128)"
     )
-    model.add_argument(
-        "--positions", choices=CHOICES["positions"], help="position embeddings, or rotation of queries and keys (architecture)"
-    )
-    model.add_argument("--norm", choices=CHOICES["norm"], help="the kind of norm (architecture)")
-    model.add_argument("--mlp", choices=CHOICES["mlp"], help="the activation of the MLP (architecture)")
+    model.add_argument("--positions", choices=CHOICES["positions"], help="learned position embeddings or rotary positions (architecture)")
+    model.add_argument("--norm", choices=CHOICES["norm"], help="normalization layer (architecture)")
+    model.add_argument("--mlp", choices=CHOICES["mlp"], help="activation of the MLP (architecture)")
     model.add_argument("--qk_norm", choices=TRUTH, help="an RMSNorm over each head's queries and keys (architecture)")
     model.add_argument("--bias", choices=TRUTH, help="biases in linear layers and layernorms (architecture)")
-    model.add_argument("--tied_head", choices=TRUTH, help="the head's weight is the token embedding (architecture)")
+    model.add_argument("--tied_head", choices=TRUTH, help="share the weight of the output layer and the token embedding (architecture)")
     model.add_argument("--rope_theta", type=real_number(0, above=True), help="base of the rotary frequencies (architecture)")
     model.add_argument("--norm_eps", type=real_number(0, 1, above=True), help="added under the square root of norms (architecture)")
     model.add_argument(
@@ -280,10 +278,10 @@ def add_evaluation_flags(group: argparse._ArgumentGroup) -> argparse._ArgumentGr
 def parse_flags(argv: list[str]) -> tuple[argparse.Namespace, Recipe | None]:
     """Parse `argv`; a recipe's suggested flags come first, so that the user's own win.
 
-    The namespace has one entry more, `origins`: where each value that somebody gave came from (`--lr`, or the recipe's file).
+    The namespace has an additional entry `origins`: where each given value came from (`--lr`, or the recipe's file).
 
     Raises:
-        UsageError: an unknown flag (with the nearest one), a value out of range, a recipe that is none.
+        UsageError: an unknown flag (with the nearest one), a value out of range, an invalid recipe.
     """
     parser = build_parser()
 

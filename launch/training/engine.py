@@ -45,7 +45,7 @@ class TrainingEngine:
         corrections: the names of the applied corrections of DeepSpeed.
         loss_scale: the loss scale of the last backward pass.
         step_loss: the mean loss of the step's micro-batches so far, on this rank.
-        enter: called with the place of the step that begins, e.g. "forward pass" (`launch/training/heartbeat.py`).
+        enter: called with the name of each phase when it begins, e.g. "forward pass" (`launch/training/heartbeat.py`).
     """
 
     deepspeed: Any
@@ -109,12 +109,12 @@ class TrainingEngine:
             # DynamicLossScaler raises a bare Exception.
             if not isinstance(reason, corrections.NormNotFinite) and "already at minimum" not in str(reason):
                 raise
-            self.deepspeed.global_steps, self.deepspeed.skipped_steps = counters  # a checkpoint is then one of the step before
+            self.deepspeed.global_steps, self.deepspeed.skipped_steps = counters  # a checkpoint is then one of the previous step
             self._fail(counters[0] + 1)
         return self.step_loss
 
     def forget_trace(self) -> None:
-        """Call after each evaluated batch before the first step.
+        """Discard what stage 3 has recorded of an evaluation. Call this after each evaluated batch before the first step.
 
         Stage 3 records the modules of its first passes, and decides from them which weights the backward pass needs again
         (`stage3_max_reuse_distance`). It keeps these decisions when it records again (`functools.lru_cache` in
@@ -127,13 +127,13 @@ class TrainingEngine:
                 coordinator._invalidate_trace()
 
     def require_finite(self, loss: float) -> None:
-        """Raise TrainingFailed if the step's mean loss is not finite. In fp16 the gradients then overflow too, so nothing is raised."""
+        """Raise TrainingFailed if the step's mean loss is not finite. In fp16 nothing is raised: the gradients overflow too."""
         if not math.isfinite(loss) and self.config.precision != "fp16":
             self._fail(self.deepspeed.global_steps)
 
     def weights_are_finite(self) -> bool:
-        """Whether no weight of any rank is NaN or Inf; at stage 3 each rank checks its part, without what is on NVMe. All ranks call this
-        together."""
+        """Whether no weight of any rank is NaN or Inf. At stage 3 each rank checks its part; weights on NVMe are not checked. All ranks
+        call this together."""
         weights = (getattr(parameter, "ds_tensor", parameter) for parameter in self.deepspeed.module.parameters())
         return not self.collectives.any(any(not bool(torch.isfinite(weight.detach()).all()) for weight in weights))
 
@@ -245,7 +245,7 @@ def _agree_on_precision(config: RunConfig, collectives: Collectives) -> None:
 
 
 def check_device(config: RunConfig) -> None:
-    """Refuse values that this device does not support; DeepSpeed would raise after the model was built. Refuse a CPU beside unused GPUs.
+    """Refuse values that this device does not support, before the model is built, and a CPU run on a host with unused GPUs.
 
     Raises:
         UsageError: a line for each such value of the JSON, and one for the GPUs.
