@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import shlex
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -15,7 +17,8 @@ from launch.compare import build_parser
 from launch.comparison.trials import plan_experiment
 from launch.config.run_config import resolve
 from launch.formats.metrics import read_metrics
-from model.presets import PRESETS
+from model.accounting import parameter_count
+from model.presets import PRESETS, GPTConfig
 from recipes.registry import read_recipe, read_testbed
 from tests.commands import run_script
 from tests.helpers import copy_checkout, explained, free_port
@@ -236,5 +239,15 @@ def test_every_file_and_link_it_names_exists(page):
             assert anchor in [re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings], f"{link}#{anchor}"
 
 
-def test_every_preset_is_named():
-    assert all(f"`{name}`" in PAGES["docs/configuration.md"] for name in PRESETS)
+def test_the_table_of_presets_has_their_values():
+    heads, _, *rows = re.search(r"^\| preset \| parameters .*?\n\n", PAGES["docs/configuration.md"], re.M | re.S)[0].strip().splitlines()
+    columns = [cell.strip(" `-") for cell in heads.split("|")[3:-1]]
+    found = {}
+    for row in rows:
+        name, parameters, *cells = [cell.strip(" `") for cell in row.split("|")[1:-1]]
+        found[name] = [float(cell.replace(",", "")) for cell in cells]
+        number, unit = parameters.split()
+        count = parameter_count(GPTConfig(**asdict(PRESETS[name].shape), vocab_size=50_257))
+        assert math.isclose(float(number) * {"M": 1e6, "B": 1e9}[unit], count, rel_tol=0.02)
+    values = {name: vars(preset) | vars(preset.shape) for name, preset in PRESETS.items()}
+    assert found == {name: [values[name][column] for column in columns] for name in PRESETS}

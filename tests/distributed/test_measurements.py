@@ -12,6 +12,7 @@ from data_pipeline.shards import open_corpus
 from launch.formats.metrics import recent_loss
 from model.accounting import parameter_count
 from model.presets import GPTConfig
+from tests.pages import PAGES
 
 SHAPE = {"n_layer": 2, "n_head": 2, "d_model": 64, "seq_len": 32}
 STEPS = 6
@@ -41,6 +42,8 @@ def test_stage_0_sends_its_gradients_once_a_step_whatever_the_accumulation(two_r
     lines = pretrain(two_ranks, corpus, tmp_path, f"zero0_{precision}", "--run_name", "r", "--eval_every", "0")
     expected = bytes_per_gradient * parameters(corpus) + AGREEMENT  # all_reduce of two ranks: 2 x 1/2 x size
     assert [line["bytes_sent"] for line in lines] == [expected] * STEPS
+    section = PAGES["docs/checkpoints.md"].partition("## Metrics")[2].partition("\n## ")[0]
+    assert set(lines[-1]) <= set(re.findall(r"`(\w+)`", section))
 
 
 def test_stages_send_what_their_collectives_need(two_ranks, corpus, tmp_path):
