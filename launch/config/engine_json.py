@@ -11,7 +11,6 @@ import argparse
 import json
 from typing import Any
 
-from launch.config.engine_keys import Faults
 from launch.errors import UsageError
 from launch.formats.json_lines import KeyPath, dotted, parse_json, read_json
 
@@ -93,20 +92,16 @@ class EngineJson:
 
     # --- faults and notes -----------------------------------------------------------------------------------------------------------
 
-    def fault(self, path: KeyPath, message: str) -> None:
-        """Note a fault, and take the value out."""
+    def fault(self, path: KeyPath, message: str, meant: str | None = None) -> None:
+        """Note a fault, and take the value out.
+
+        meant: the key that a misspelt one stands for; it counts as faulty too, so that it is not reported as missing.
+        """
         self._faults.append(self._line(path, message))
-        self._faulty.append(path)
+        self._faulty += [path] if meant is None else [path, (*path[:-1], meant)]
         section = self.get(*path[:-1])
         if isinstance(section, dict):
             section.pop(path[-1], None)
-
-    def note_faults(self, faults: Faults) -> None:
-        """Note faults of keys. The key that a misspelt one stands for counts as faulty too, so that it is not reported as missing."""
-        for path, message, meant in faults:
-            self.fault(path, message)
-            if meant is not None:
-                self._faulty.append((*path[:-1], meant))
 
     def fault_of_run(self, message: str) -> None:
         """Record a fault that does not belong to a single value of the file."""

@@ -21,13 +21,6 @@ GPT_3 = "GPT-3, appendix B"
 PATH = ("optimizer", "params")
 
 
-def optimizer_auto_keys() -> set[str]:
-    """The dotted keys of the section for which `"auto"` has a meaning."""
-    declared = [cls.declaration for cls in technique_classes() if cls.declaration.optimizer_type]
-    own = {key for one in declared for key, rule in one.keys.items() if rule.get("auto")}
-    return {f"optimizer.params.{key}" for key in ("lr", *OPTIMIZER_AUTO, *own)}
-
-
 def resolve_optimizer(engine: EngineJson, flags: argparse.Namespace, preset: Preset) -> tuple[dict[str, Any], float]:
     """The optimizer with its type's canonical name and all of its parameters, and the peak learning rate."""
     if "optimizer" not in engine.values and not engine.is_faulty("optimizer"):  # as in files for a trainer that brings its own
@@ -42,7 +35,7 @@ def resolve_optimizer(engine: EngineJson, flags: argparse.Namespace, preset: Pre
         usual_lr, origin = declaration.auto_params["lr"], f"the default of {kind}"
     params = engine.get(*PATH) or {}
     if kind is None:
-        rules = {key: PARAMS.get(key, {}) for key in params}
+        rules = {key: PARAMS.get(key, {"auto": True}) for key in params}
         if asked is not None:
             names = canonical.values()
             engine.fault(("optimizer", "type"), f'is "{asked}"{nearest(asked, names)}; there are {", ".join(names)}')
@@ -52,7 +45,7 @@ def resolve_optimizer(engine: EngineJson, flags: argparse.Namespace, preset: Pre
         rules = PARAMS | declaration.keys
     else:
         rules = ADAM_PARAMS if kind in ADAM_TYPES else SGD_PARAMS
-    engine.note_faults(check_section(PATH, params, {"keys": rules}, optimizer_auto_keys()))
+    check_section(engine, PATH, rules)
     betas = params.get("betas", "auto")
     if betas != "auto" and not (
         isinstance(betas, list) and len(betas) == 2 and all(type(beta) in (int, float) and 0 <= beta < 1 for beta in betas)

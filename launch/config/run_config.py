@@ -19,12 +19,12 @@ from typing import TYPE_CHECKING, Any
 from data_pipeline.errors import DataError
 from data_pipeline.sampler import GlobalSampler
 from data_pipeline.shards import Corpus, open_corpus
-from launch.config.combinations import CUDA_ONLY, ZERO_AUTO, check_combinations, check_with_deepspeed
+from launch.config.combinations import CUDA_ONLY, check_combinations, check_with_deepspeed
 from launch.config.engine_json import EngineJson
 from launch.config.engine_keys import check_engine_keys, section_rule
 from launch.config.flags import MAX_TOKENS, given_fields, parse_flags
-from launch.config.optimizer import optimizer_auto_keys, resolve_optimizer
-from launch.config.schedule import check_schedule, resolve_schedule, schedule_auto_keys
+from launch.config.optimizer import resolve_optimizer
+from launch.config.schedule import check_schedule, resolve_schedule
 from launch.config.steps import planned_steps
 from launch.config.store_url import check_url
 from launch.config.token_schedule import TOKEN_SCHEDULES, TokenSchedule, token_schedule
@@ -43,20 +43,6 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parents[2]
 #: The sections of `zero_optimization` that keep states outside of the device.
 OFFLOADS = ("offload_optimizer", "offload_param")
-#: Every key for which `"auto"` has a meaning.
-AUTO_KEYS = {
-    "train_batch_size",
-    "train_micro_batch_size_per_gpu",
-    "gradient_accumulation_steps",
-    "gradient_clipping",
-    "fp16.enabled",
-    "bf16.enabled",
-    "data_types.keep_in_fp32_modules",  # DeepSpeed's own "auto"
-    *schedule_auto_keys(),
-    *(f"zero_optimization.{key}.nvme_path" for key in OFFLOADS),
-    "zero_optimization.zero_hpz_partition_size",
-    *(f"zero_optimization.{key}" for key in ZERO_AUTO),
-}
 #: Flags that a run takes as they are.
 AS_GIVEN = (
     *("runs_dir", "resume", "data", "seed", "preset", "architecture", "no_cross_document", "init_from", "perturb_init", "branch_from"),
@@ -273,8 +259,7 @@ def resolve(argv: list[str], ranks: int | None = None) -> tuple[RunConfig, argpa
     for section, cls in claimed.items():
         if engine.values.get(section) == "auto" and (keys := [key for key, rule in cls.declaration.keys.items() if rule.get("auto")]):
             engine.settle((section,), dict.fromkeys(keys, "auto"), '"auto"')
-    rules = {name: section_rule(cls) for name, cls in claimed.items()}
-    engine.note_faults(check_engine_keys(engine.values, rules, AUTO_KEYS | optimizer_auto_keys()))
+    check_engine_keys(engine, {name: section_rule(cls) for name, cls in claimed.items()})
     for key in OFFLOADS:
         if (engine.get("zero_optimization", key) or {}).get("nvme_path") == "auto":
             path = ("zero_optimization", key, "nvme_path")

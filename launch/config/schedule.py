@@ -16,8 +16,6 @@ from model.presets import Preset
 
 #: What a run without a `scheduler` section has.
 DEFAULT = "WarmupCosineTokens"
-#: Parameters of DeepSpeed's schedules for which `"auto"` has a meaning, as transformers fills them.
-ENGINE_AUTO = ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "total_num_steps")
 PATH = ("scheduler", "params")
 DEEPSPEED = "DeepSpeed's default"
 #: arXiv 2405.18392, section 4: a decay of a fifth of the run reaches the loss of a cosine.
@@ -33,11 +31,6 @@ class Schedule(NamedTuple):
     warmup_steps: int
 
 
-def schedule_auto_keys() -> set[str]:
-    """The dotted keys of the section for which `"auto"` has a meaning."""
-    return {f"scheduler.params.{key}" for key in (*TOKEN_SCHEDULES[STABLE_DECAY], *ENGINE_AUTO)}
-
-
 def check_schedule(engine: EngineJson) -> None:
     """Note the faults of the `scheduler` section, each by itself; without the section the schedule is ours."""
     if "scheduler" not in engine.values and not engine.is_faulty("scheduler"):
@@ -49,7 +42,7 @@ def check_schedule(engine: EngineJson) -> None:
             wrong = "is missing" if kind is None else f"is {json.dumps(kind)}{nearest(kind, rules)}"
             engine.fault(("scheduler", "type"), f"{wrong}; there are {', '.join(rules)}")
         return
-    engine.note_faults(check_section(PATH, engine.get(*PATH) or {}, {"keys": rules[kind]}, schedule_auto_keys()))
+    check_section(engine, PATH, rules[kind])
 
 
 def resolve_schedule(engine: EngineJson, flags: argparse.Namespace, preset: Preset, lr: float, steps: int, total_tokens: int) -> Schedule:
