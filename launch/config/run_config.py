@@ -34,7 +34,7 @@ from launch.formats.json_lines import KeyPath, dotted
 from model.accounting import model_tensors
 from model.presets import FIELDS, PRESETS, SIZES, GPTConfig, ModelShape, Preset, shape_of
 from recipes import registry
-from recipes.technique import Techniques, largest_divisor
+from recipes.technique import Run, Techniques, largest_divisor
 
 if TYPE_CHECKING:
     from data_pipeline.loader import Loader
@@ -68,36 +68,23 @@ Origins = dict[str, str]
 
 
 @dataclass(frozen=True)
-class RunConfig:
+class RunConfig(Run):
     """A resolved run. Batch sizes count sequences, lengths and budgets count tokens."""
 
     run_name: str
     runs_dir: str
     resume: bool | str  # or `MUST`
     data: str
-    seed: int
     preset: str
     architecture: str
-    shape: ModelShape
     no_cross_document: bool
     init_from: str | None
     branch_from: str | None  # a checkpoint of another run
     perturb_init: float
     recipe: str | None
     config_file: str
-    engine: dict[str, Any]  # the JSON for DeepSpeed without optimizer, scheduler and our own sections; no "auto"
-    optimizer: dict[str, Any]
-    scheduler: dict[str, Any]
-    techniques: dict[str, dict[str, Any]]  # our own sections, by name
-    ranks: int
-    micro_batch_size: int
-    gradient_accumulation_steps: int
-    global_batch_size: int
-    steps: int
-    total_tokens: int
     lr: float
     min_lr: float
-    warmup_steps: int
     eval_every: int
     eval_batches: int
     whole_eval: bool
@@ -129,7 +116,6 @@ class RunConfig:
 
     @property
     def model_config(self) -> GPTConfig:
-        """The model that is trained, with the vocabulary of the corpus."""
         # Every tokenizer of ours, and GPT-2's, has the end of text last; of a corpus that is not there no more is known.
         end = self.found_corpus.eot_id if self.found_corpus else self.vocab_size - 1
         return GPTConfig(
@@ -155,26 +141,12 @@ class RunConfig:
 
     @property
     def token_schedule(self) -> TokenSchedule | None:
-        """The learning rate by tokens; None with a schedule of DeepSpeed, by steps."""
         return token_schedule(self.scheduler, self.lr, self.tokens_per_step)
 
     @property
     def saves_beside_training(self) -> bool:
         """Whether a checkpoint comes before the last one, so that training goes on while it is written."""
         return 0 < self.save_every < self.steps_to_make
-
-    @property
-    def zero_stage(self) -> int:
-        return self.engine["zero_optimization"]["stage"]
-
-    @property
-    def precision(self) -> str:
-        """`fp16`, `bf16` or `fp32`."""
-        return next((name for name in ("fp16", "bf16") if self.engine.get(name, {}).get("enabled")), "fp32")
-
-    def offload(self, key: str) -> str:
-        """Where `offload_optimizer` or `offload_param` puts its tensors: "none", "cpu" or "nvme"."""
-        return (self.engine["zero_optimization"].get(key) or {}).get("device") or "none"
 
     @property
     def uses_nvme(self) -> bool:
