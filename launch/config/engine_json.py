@@ -9,10 +9,19 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Iterable
 from typing import Any
 
 from launch.errors import UsageError
 from launch.formats.json_lines import KeyPath, dotted, parse_json, read_json
+
+
+def value_at(values: dict[str, Any], path: Iterable[str | int]) -> Any:
+    """The value at `path`, or None."""
+    value: Any = values
+    for key in path:
+        value = value.get(key) if isinstance(value, dict) else None
+    return value
 
 
 class EngineJson:
@@ -132,11 +141,7 @@ class EngineJson:
 
     def get(self, *path: str | int) -> Any:
         """The value at `path`, or None where it is missing or `"auto"`."""
-        value: Any = self.values
-        for part in path:
-            if not isinstance(value, dict) or part not in value:
-                return None
-            value = value[part]
+        value = value_at(self.values, path)
         return None if value == "auto" else value
 
     def agree(self, path: KeyPath, flag: str, given: Any) -> Any:

@@ -14,11 +14,12 @@ from typing import Any
 from tqdm import tqdm
 
 from launch.config.combinations import WITHOUT_EFFECT
+from launch.config.engine_json import value_at
 from launch.config.engine_keys import defaults_left_open
 from launch.config.hardware import quiet_deepspeed
 from launch.config.memory import bytes_sent_per_step, memory_per_rank
 from launch.config.optimizer import state_tensors
-from launch.config.run_config import RunConfig, needs_cuda, value_at
+from launch.config.run_config import RunConfig, needs_cuda
 from launch.config.steps import planned_steps
 from launch.errors import one_line
 from model.accounting import flops_per_token, parameter_count
@@ -114,7 +115,7 @@ def explain(config: RunConfig) -> dict[str, Any]:
 def not_planned(config: RunConfig) -> Iterator[str]:
     """The keys of `NOT_PLANNED` that the run sets."""
     for path in NOT_PLANNED:
-        if value_at(config.engine, path) not in (None, False, config.precision):
+        if value_at(config.engine, path.split(".")) not in (None, False, config.precision):
             yield path
 
 

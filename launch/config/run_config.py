@@ -20,7 +20,7 @@ from data_pipeline.errors import DataError
 from data_pipeline.sampler import GlobalSampler
 from data_pipeline.shards import Corpus, open_corpus
 from launch.config.combinations import CUDA_ONLY, check_combinations, check_with_deepspeed
-from launch.config.engine_json import EngineJson
+from launch.config.engine_json import EngineJson, value_at
 from launch.config.engine_keys import check_engine_keys, section_rule
 from launch.config.flags import MAX_TOKENS, given_fields, parse_flags
 from launch.config.optimizer import resolve_optimizer
@@ -166,7 +166,7 @@ class RunConfig(Run):
     @property
     def cuda_only(self) -> dict[str, tuple[int, int]]:
         """The dotted keys that are switched on and that only CUDA can do, with the least compute capability of the device."""
-        return {path: (0, 0) for path in CUDA_ONLY if value_at(self.engine, path)} | self.built_techniques.needs_cuda
+        return {path: (0, 0) for path in CUDA_ONLY if value_at(self.engine, path.split("."))} | self.built_techniques.needs_cuda
 
     def training_loader(self, collectives: Any) -> Loader:
         """This rank's loader of the training split, in the run's order. collectives: has rank, world_size and device."""
@@ -200,14 +200,6 @@ def _placed(engine: EngineJson, reason: str) -> str:
     """A technique's reason, which begins with the key in quotes, with the key's place in the file."""
     key = re.match(r"'([\w.]+)'", reason)
     return engine.where(tuple(key[1].split("."))) + reason[key.end() :] if key else f"{engine.file}: {reason}"
-
-
-def value_at(values: dict[str, Any], path: str) -> Any:
-    """The value at a dotted path, or None."""
-    value: Any = values
-    for key in path.split("."):
-        value = value.get(key) if isinstance(value, dict) else None
-    return value
 
 
 def resolve(argv: list[str], ranks: int | None = None) -> tuple[RunConfig, argparse.Namespace]:
@@ -260,12 +252,7 @@ def resolve(argv: list[str], ranks: int | None = None) -> tuple[RunConfig, argpa
     check_with_deepspeed(engine, claimed)
     engine.raise_faults()
 
-    corpus, missing = _corpus(flags, shape)
-    if corpus is not None and not missing and micro_batch > (sequences := corpus.train.windows(shape.seq_len)):
-        missing = [  # as for a missing corpus: --explain works, training is refused
-            f"{engine.where(('train_micro_batch_size_per_gpu',))}: a micro-batch of {micro_batch:,} sequences is too large: "
-            f"the training text of {flags.data} has {sequences:,} sequences of {shape.seq_len} tokens; lower --micro_batch_size"
-        ]
+    corpus = _corpus(engine, flags, shape, micro_batch)
     if corpus is not None and (epochs := total_tokens / corpus.train.n_tokens) > MANY_EPOCHS:
         engine.notes.append(f"{flags.data}: the run trains on each of its {corpus.train.n_tokens:,} tokens about {epochs:,.0f} times")
     start = _start(flags, run_name, shape, corpus, engine.notes)
@@ -293,21 +280,29 @@ def resolve(argv: list[str], ranks: int | None = None) -> tuple[RunConfig, argpa
         save_every=flags.save_every if flags.save_every is not None else min(-(-steps // 4), MOST_STEPS_UNSAVED),
         found_corpus=corpus,
         start=start,
-        notes=tuple(engine.notes),
-        lacks=(*engine.lacks, *missing),
-        origins=_origins(engine, flags) | {"steps": length_from},
         where=engine.where,
     )
+    config = _with_techniques(engine, config)
+    _check_swap_buffers(engine, config)
+    origins = _origins(engine, flags) | {"steps": length_from}
+    return replace(config, notes=tuple(engine.notes), lacks=tuple(engine.lacks), origins=origins), flags
+
+
+def _with_techniques(engine: EngineJson, config: RunConfig) -> RunConfig:
+    """`config` with its techniques. What they say of themselves goes into `engine`.
+
+    Raises:
+        UsageError: a technique refuses the run, or the run ends before a schedule does whose length the user wrote.
+    """
     try:
-        techniques = registry.make_techniques(config)  # each checks its own section when it is built
+        config = replace(config, built_techniques=registry.make_techniques(config))  # each checks its own section when it is built
     except ValueError as reasons:
         raise UsageError(*(_placed(engine, str(reason)) for reason in reasons.args)) from None
-    config = replace(config, built_techniques=techniques)
-    notes, origins, params = [*engine.notes, *techniques.notes], dict(config.origins), dict(config.optimizer["params"])
-    for member in techniques.members:
+    engine.notes += config.built_techniques.notes
+    for member in config.built_techniques.members:
+        engine.lacks += [_placed(engine, line) for line in member.missing_packages]
         for key, (value, origin) in member.resolved_params.items():
-            params[key] = value
-            origins[f"optimizer.params.{key}"] = origin
+            engine.settle(("optimizer", "params", key), value, origin)  # in `config.optimizer` too
         last = member.stages[-1] if member.stages else 1
         if last <= config.steps or last <= config.steps_to_make:
             continue
@@ -315,16 +310,8 @@ def resolve(argv: list[str], ranks: int | None = None) -> tuple[RunConfig, argpa
         if member.schedule_key:
             place = engine.where(tuple(member.schedule_key.split(".")))
             raise UsageError(f'{place}: acts from step {last:,} on, but {ends}; lower it, write "auto", or train longer')
-        notes.append(f"{member.declaration.name}: the last stage of its schedule begins at step {last:,}, and {ends}")
-    _check_swap_buffers(engine, config)
-    missing = [_placed(engine, line) for member in techniques.members for line in member.missing_packages]
-    return replace(
-        config,
-        optimizer={**config.optimizer, "params": params},
-        origins=origins,
-        notes=tuple(notes),
-        lacks=(*config.lacks, *missing),
-    ), flags
+        engine.notes.append(f"{member.declaration.name}: the last stage of its schedule begins at step {last:,}, and {ends}")
+    return config
 
 
 def _check_swap_buffers(engine: EngineJson, config: RunConfig) -> None:
@@ -341,8 +328,8 @@ def _check_swap_buffers(engine: EngineJson, config: RunConfig) -> None:
         )
 
 
-def _corpus(flags: argparse.Namespace, shape: ModelShape) -> tuple[Corpus | None, list[str]]:
-    """The corpus, and what is wrong with it. `--explain` works without a corpus.
+def _corpus(engine: EngineJson, flags: argparse.Namespace, shape: ModelShape, micro_batch: int) -> Corpus | None:
+    """The corpus. `--explain` works without one; what is wrong is then noted in `engine.lacks`.
 
     Raises:
         DataError: it is missing, damaged or too small, and the run is to be trained.
@@ -357,14 +344,20 @@ def _corpus(flags: argparse.Namespace, shape: ModelShape) -> tuple[Corpus | None
                 " the text with data_pipeline/prepare.py"
             )
         # Refuse a split, or a group of a mixture, that is too small for one sequence, by name.
-        corpus.train.windows(shape.seq_len)
+        sequences = corpus.train.windows(shape.seq_len)
         corpus.train.group_windows(shape.seq_len, len(corpus.mixture))
         corpus.val.windows(shape.seq_len)
+        if micro_batch > sequences:
+            engine.lack(
+                ("train_micro_batch_size_per_gpu",),
+                f"a micro-batch of {micro_batch:,} sequences is too large: the training text of {flags.data} has {sequences:,} sequences "
+                f"of {shape.seq_len} tokens; lower --micro_batch_size",
+            )
     except DataError as reason:
         if flags.explain is None:
             raise
-        return corpus, [str(reason) if corpus else f"{reason} (a vocabulary of {GPT2_VOCAB_SIZE:,} is assumed)"]
-    return corpus, []
+        engine.lacks.append(str(reason) if corpus else f"{reason} (a vocabulary of {GPT2_VOCAB_SIZE:,} is assumed)")
+    return corpus
 
 
 def _start(flags: argparse.Namespace, run_name: str, shape: ModelShape, corpus: Corpus | None, notes: list[str]) -> HFFolder | None:
