@@ -158,10 +158,8 @@ def largest_divisor(number: int, limit: int) -> int:
     """The largest divisor of `number` that is at most `limit`, 0 for a limit of 0: how micro-batches are chosen."""
     if limit >= number:
         return number or limit
-    if limit < 1000:
-        return next((size for size in range(limit, 0, -1) if number % size == 0), 0)
     small = [size for size in range(1, math.isqrt(number) + 1) if number % size == 0]
-    return max(size for low in small for size in (low, number // low) if size <= limit)
+    return max((size for low in small for size in (low, number // low) if size <= limit), default=0)
 
 
 class Technique:
