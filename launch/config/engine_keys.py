@@ -6,7 +6,6 @@ The message for an unknown key names the nearest key or, for a known key in the 
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Iterator
 from functools import cache
 from typing import Any
@@ -113,15 +112,11 @@ def _unknown(path: KeyPath, value: Any, section: dict[str, Any], rules: Rules) -
 @cache
 def _homes() -> dict[str, str]:
     """The path of every key that occurs in only one place, by the name of the key; and of `max_grad_norm`, which other projects write."""
-    places = Counter[str]()
-    found: dict[str, str] = {}
+    places: dict[str, set[str]] = {}
 
     def walk(rules: Rules, path: KeyPath) -> None:
         for key, rule in rules.items():
-            here = dotted((*path, key))
-            if found.get(key) != here:
-                places[key] += 1
-                found[key] = here
+            places.setdefault(key, set()).add(dotted((*path, key)))
             walk(rule.get("keys", {}), (*path, key))
 
     walk(engine_schema().keys, ())
@@ -133,7 +128,7 @@ def _homes() -> dict[str, str]:
         walk(params, ("optimizer", "params"))
     for params in (*TOKEN_SCHEDULES.values(), *SCHEDULES.values()):
         walk(params, ("scheduler", "params"))
-    return {key: place for key, place in found.items() if places[key] == 1} | {"max_grad_norm": "gradient_clipping"}
+    return {key: place for key, (place, *others) in places.items() if not others} | {"max_grad_norm": "gradient_clipping"}
 
 
 def defaults_left_open(config: dict[str, Any]) -> Iterator[tuple[str, Any]]:

@@ -20,7 +20,7 @@ from data_pipeline.errors import DataError
 from data_pipeline.sampler import GlobalSampler
 from data_pipeline.shards import Corpus, open_corpus
 from launch.config.combinations import CUDA_ONLY, check_combinations, check_with_deepspeed
-from launch.config.engine_json import EngineJson, value_at
+from launch.config.engine_json import EngineJson, leaves, value_at
 from launch.config.engine_keys import check_engine_keys, section_rule
 from launch.config.flags import MAX_TOKENS, given_fields, parse_flags
 from launch.config.optimizer import resolve_optimizer
@@ -425,16 +425,7 @@ def _origins(engine: EngineJson, flags: argparse.Namespace) -> Origins:
     origins["eval_every"] = flags.origins.get("eval_every", "a tenth of the run")
     origins["save_every"] = flags.origins.get("save_every", f"a quarter of the run, at most {MOST_STEPS_UNSAVED:,} steps")
     origins["ranks"] = "the launcher" if "WORLD_SIZE" in os.environ else flags.origins.get("ranks", "default")
-
-    def walk(section: dict[str, Any], path: tuple[str, ...]) -> None:
-        for key, value in section.items():
-            if isinstance(value, dict) and value:
-                walk(value, (*path, key))
-            else:
-                origins[".".join((*path, key))] = engine.origin((*path, key)) or "default"
-
-    walk(engine.values, ())
-    return origins
+    return origins | {dotted(path): engine.origin(path) or "default" for path, _ in leaves(engine.values)}
 
 
 def _ranks(flags: argparse.Namespace) -> int:
