@@ -29,31 +29,25 @@ def resolve_optimizer(engine: EngineJson, flags: argparse.Namespace, preset: Pre
     canonical = {name.lower(): name for name in (*ADAM_TYPES, "SGD", *declared)}
     asked = engine.get("optimizer", "type")
     kind = canonical.get(str(asked).lower())
-    declaration = declared.get(kind or "", Declaration())
-    usual_lr, origin = preset.lr, f"preset {flags.preset}"
-    if "lr" in declaration.auto_params:
-        usual_lr, origin = declaration.auto_params["lr"], f"the default of {kind}"
-    params = engine.get(*PATH) or {}
     if kind is None:
-        rules = {key: PARAMS.get(key, {"auto": True}) for key in params}
         if asked is not None:
             names = canonical.values()
             engine.fault(("optimizer", "type"), f'is "{asked}"{nearest(asked, names)}; there are {", ".join(names)}')
         elif not engine.is_faulty("optimizer"):
             engine.fault(("optimizer", "type"), 'must name an optimizer: "optimizer": {"type": "AdamW", "params": {"lr": "auto"}}')
-    elif kind in declared:
-        rules = PARAMS | declaration.keys
-    else:
-        rules = ADAM_PARAMS if kind in ADAM_TYPES else SGD_PARAMS
-    check_section(engine, PATH, rules)
+        return {}, flags.lr or preset.lr
+    declaration = declared.get(kind, Declaration())
+    usual_lr, origin = preset.lr, f"preset {flags.preset}"
+    if "lr" in declaration.auto_params:
+        usual_lr, origin = declaration.auto_params["lr"], f"the default of {kind}"
+    params = engine.get(*PATH) or {}
+    check_section(engine, PATH, PARAMS | declaration.keys if kind in declared else ADAM_PARAMS if kind in ADAM_TYPES else SGD_PARAMS)
     betas = params.get("betas", "auto")
     if betas != "auto" and not (
         isinstance(betas, list) and len(betas) == 2 and all(type(beta) in (int, float) and 0 <= beta < 1 for beta in betas)
     ):
         engine.fault((*PATH, "betas"), f"is {json.dumps(betas)}; write two numbers from 0 to below 1")
     lr = engine.choose((*PATH, "lr"), "lr", flags, usual_lr, origin)
-    if kind is None:
-        return {}, lr
     if kind == "AdamW" and params.get("adam_w_mode") is False:
         engine.fault((*PATH, "adam_w_mode"), 'is false, which turns AdamW into Adam; write "type": "Adam", or leave the key out')
     _check_stage(engine, kind, kind in declared)

@@ -242,9 +242,8 @@ def resolve(argv: list[str], ranks: int | None = None) -> tuple[RunConfig, argpa
         engine.fault_of_run(f"{' and '.join(starts)}: each sets the initial weights; give one of them")
     if flags.checkpoint_store is not None and (lacking := check_url(flags.checkpoint_store, flags.runs_dir)):
         engine.lacks.append(lacking)
-    if flags.spike_rule in ("skip", "rewind") and any(
-        cls.declaration.optimizer_type == optimizer["type"] for cls in registry.technique_classes()
-    ):
+    ours = {cls.declaration.optimizer_type for cls in registry.technique_classes()}
+    if flags.spike_rule in ("skip", "rewind") and optimizer.get("type") in ours:
         engine.fault_of_run(
             f"--spike_rule {flags.spike_rule} does not support {optimizer['type']}, an optimizer of a recipe; give --spike_rule log"
         )
