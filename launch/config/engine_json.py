@@ -108,6 +108,11 @@ class EngineJson:
         section[path[-1]] = value
         self._settled[path] = origin
 
+    def fill(self, path: KeyPath, value: Any, origin: str) -> None:
+        """`settle`, unless the file has a value at `path`, or a faulty one."""
+        if self.get(*path) is None and not self.is_faulty(*path):
+            self.settle(path, value, origin)
+
     # --- faults and notes -----------------------------------------------------------------------------------------------------------
 
     def fault(self, path: KeyPath, message: str, meant: str | None = None) -> None:
@@ -169,6 +174,5 @@ class EngineJson:
         value = self.agree(path, flag, given)
         if value is None:
             value = fallback
-        if self.get(*path) is None and not self.is_faulty(*path):
-            self.settle(path, value, origin if given is None else flags.origins[flag])
+        self.fill(path, value, origin if given is None else flags.origins[flag])
         return value

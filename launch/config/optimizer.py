@@ -23,8 +23,8 @@ PATH = ("optimizer", "params")
 
 def resolve_optimizer(engine: EngineJson, flags: argparse.Namespace, preset: Preset) -> tuple[dict[str, Any], float]:
     """The optimizer with its type's canonical name and all of its parameters, and the peak learning rate."""
-    if "optimizer" not in engine.values and not engine.is_faulty("optimizer"):  # as in files for a trainer that brings its own
-        engine.settle(("optimizer",), {"type": "AdamW", "params": dict.fromkeys(("lr", *OPTIMIZER_AUTO), "auto")}, "default")
+    # As in files for a trainer that brings its own.
+    engine.fill(("optimizer",), {"type": "AdamW", "params": dict.fromkeys(("lr", *OPTIMIZER_AUTO), "auto")}, "default")
     declared = {cls.declaration.optimizer_type: cls.declaration for cls in technique_classes() if cls.declaration.optimizer_type}
     canonical = {name.lower(): name for name in (*ADAM_TYPES, "SGD", *declared)}
     asked = engine.get("optimizer", "type")

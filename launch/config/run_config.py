@@ -234,8 +234,7 @@ def resolve(argv: list[str], ranks: int | None = None) -> tuple[RunConfig, argpa
     check_schedule(engine)
     steps, total_tokens, length_from = _length(engine, flags, preset, global_batch * shape.seq_len)
     schedule = resolve_schedule(engine, flags, preset, lr, steps, total_tokens)
-    if engine.get("gradient_clipping") is None:
-        engine.settle(("gradient_clipping",), 1.0, "DeepSpeed's default")
+    engine.fill(("gradient_clipping",), 1.0, "DeepSpeed's default")
     if flags.block_similarity and flags.eval_every == 0:
         engine.fault_of_run("--block_similarity is measured at evaluations, and --eval_every 0 makes none; leave out one of the two")
     if len(starts := [f"--{name}" for name in ("init_from", "branch_from", "perturb_init") if getattr(flags, name)]) > 1:
@@ -491,8 +490,7 @@ def _batch(engine: EngineJson, flags: argparse.Namespace, preset: Preset, ranks:
             f"but the global batch is {total}; change one of them so that the product is the global batch"
         )
     for (key, origin), value in zip(origins.items(), (total, micro, accumulation), strict=True):
-        if (key,) not in written and not engine.is_faulty(key):
-            engine.settle((key,), value, origin)
+        engine.fill((key,), value, origin)
     return total, micro, accumulation
 
 
