@@ -415,15 +415,17 @@ def _other_flags(theirs: GPTConfig, shape: ModelShape) -> list[str]:
 
 def _origins(engine: EngineJson, flags: argparse.Namespace) -> Origins:
     """The origin of each of the run's own values, and of each value of the JSON."""
-    origins: Origins = {name: flags.origins.get(name, "default") for name in vars(flags)}
-    for name in asdict(PRESETS[flags.preset].shape):
-        origin = f"preset {flags.preset}" if name in SIZES else f"architecture {flags.architecture}"
-        origins[name] = flags.origins.get(name, origin)
-    origins["run_name"] = flags.origins.get("run_name", "the JSON's name" if flags.recipe is None else "the recipe's name")
-    origins["eval_every"] = flags.origins.get("eval_every", "a tenth of the run")
-    origins["save_every"] = flags.origins.get("save_every", f"a quarter of the run, at most {MOST_STEPS_UNSAVED:,} steps")
-    origins["ranks"] = "the launcher" if "WORLD_SIZE" in os.environ else flags.origins.get("ranks", "default")
-    return origins | {dotted(path): engine.origin(path) or "default" for path, _ in leaves(engine.values)}
+    left_open = {
+        **dict.fromkeys(vars(flags), "default"),
+        **dict.fromkeys(SIZES, f"preset {flags.preset}"),
+        **dict.fromkeys(FIELDS, f"architecture {flags.architecture}"),
+        "run_name": "the JSON's name" if flags.recipe is None else "the recipe's name",
+        "eval_every": "a tenth of the run",
+        "save_every": f"a quarter of the run, at most {MOST_STEPS_UNSAVED:,} steps",
+    }
+    launched = {"ranks": "the launcher"} if "WORLD_SIZE" in os.environ else {}
+    of_engine = {dotted(path): engine.origin(path) or "default" for path, _ in leaves(engine.values)}
+    return left_open | flags.origins | launched | of_engine
 
 
 def _ranks(flags: argparse.Namespace) -> int:
