@@ -208,8 +208,8 @@ def pieces(documents: Iterable[Document], tokenizer: Tokenizer) -> Iterator[Piec
 def _cut(blocks: Iterable[str], tokenizer: Tokenizer) -> Iterator[str]:
     rest = ""
     for block in blocks:
-        for start in range(0, len(block), PIECE) if len(block) > 2 * PIECE else (0,):
-            rest += block[start : start + PIECE] if len(block) > 2 * PIECE else block
+        for start in range(0, len(block), PIECE):
+            rest += block[start : start + PIECE]
             while len(rest) > 2 * PIECE:
                 position = _find_cut(rest, tokenizer) if tokenizer.cuttable else 0
                 if not position and len(rest) <= MAX_PIECE:

@@ -35,8 +35,6 @@ class ShardWriter:
         self.bytes: int = state["bytes"] if state else 0
         self._shards: list[dict[str, Any]] = state["shards"] if state else []
         self._file: BinaryIO | None = None  # the last shard, while it is not full
-        for shard in self._shards:
-            shard.pop("ends", None)  # of an earlier version, which did not finish it
         if state and state["open"]:
             self._file = self._open_shard()
 

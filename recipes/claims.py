@@ -75,7 +75,7 @@ class Claim:
         if (self.scale == "ratio") == (self.measure == "loss"):
             raise ValueError(f"'question' is {self.question!r} for {self.measure!r}; ratios are for all measures but the loss")
         for name, number in (("number", self.number), ("expected", self.expected), ("power", self.power)):
-            if type(number) not in (int, float) or not abs(number) < 1e9:
+            if not abs(number) < 1e9:
                 raise ValueError(f"'{name}' is {number!r}; it must be a number")
         if self.number < 0 or not 0 < self.power < 1:
             raise ValueError("'number' must be at least 0, and 'power' between 0 and 1")

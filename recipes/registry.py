@@ -5,14 +5,15 @@ Adding a recipe touches its own folder only.
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
 import importlib
 import json
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError
 
 from recipes.claims import Claim
 from recipes.technique import Run, Technique, Techniques
@@ -22,11 +23,23 @@ TESTBEDS = ROOT / "recipes" / "testbeds"
 
 #: Flags of `launch/pretrain.py`, by name without the dashes.
 Flags = dict[str, Any]
+#: For the dataclasses that are read from files.
+STRICT = ConfigDict(strict=True, extra="forbid")
 T = TypeVar("T")
 
 
 class RecipeError(Exception):
     """A recipe.json or a testbed.json is missing or wrong; one line."""
+
+
+def _with_lr(sweep: dict[str, Any]) -> dict[str, Any]:
+    if "lr" not in sweep:
+        raise ValueError("'sweep' has no lr; every sweep varies the learning rate")
+    return sweep
+
+
+#: Flag -> the values of a sweep.
+Sweep = Annotated[dict[str, Annotated[list[int | float | str], Field(min_length=1)]], AfterValidator(_with_lr)]
 
 
 @dataclass(frozen=True)
@@ -46,20 +59,17 @@ class Testbed:
         reason: why these values were chosen, where the sweep alone does not say it.
     """
 
+    __pydantic_config__ = STRICT
+
     name: str
     title: str
-    device: str
+    device: Literal["cpu", "cuda"]
     flags: Flags
-    sweep: dict[str, list[Any]]
+    sweep: Sweep
     tuned: Flags
     target_loss: float
     ranks: int = 1
     reason: str = ""
-
-    def __post_init__(self) -> None:
-        if self.device not in ("cpu", "cuda"):
-            raise ValueError(f"'device' is {self.device!r}; allowed are cpu, cuda")
-        _check_sweep(self.sweep)
 
 
 @dataclass(frozen=True)
@@ -73,30 +83,20 @@ class Experiment:
         tuned: flag -> the value chosen from the sweep, in place of the testbed's.
     """
 
-    seeds: int
+    __pydantic_config__ = STRICT
+
+    seeds: Annotated[int, Field(ge=1)]
     claims: list[Claim] = field(default_factory=list)
-    sweep: dict[str, list[Any]] = field(default_factory=dict)
+    sweep: Sweep = field(default_factory=dict)
     tuned: Flags = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if self.seeds < 1:
-            raise ValueError(f"'seeds' is {self.seeds}; it must be at least 1")
-        if self.sweep:
-            _check_sweep(self.sweep)
         for claim in self.claims:
             low, high = claim.bounds
             if not low < claim.expected < high:
                 raise ValueError(
                     f"'{claim.label}' is false for its 'expected' {claim.expected:g}; that must be above {low:g} and below {high:g}"
                 )
-
-
-def _check_sweep(sweep: dict[str, list[Any]]) -> None:
-    for name, values in sweep.items():
-        if not isinstance(values, list) or not values or not all(type(value) in (int, float, str) for value in values):
-            raise ValueError(f"'sweep.{name}' is {values!r}; it must be a list of numbers or words")
-    if "lr" not in sweep:
-        raise ValueError("'sweep' has no lr; every sweep varies the learning rate")
 
 
 @dataclass(frozen=True)
@@ -116,6 +116,8 @@ class Recipe:
         ranks: of each run in its experiments; None for the testbed's.
         history: claims that were changed after a result was known, a sentence each; the page shows them.
     """
+
+    __pydantic_config__ = STRICT
 
     name: str
     title: str
@@ -143,11 +145,10 @@ def read_recipe(folder: str | Path) -> Recipe:
         close = difflib.get_close_matches(folder.name, recipe_names(), n=1)
         meant = f"; did you mean recipes/{close[0]}" if close else ""
         raise RecipeError(f"--recipe {folder}: has no recipe.json{meant}; the recipes are: {names} (recipes/<name>)")
-    fields = _read_object(path)
-    experiments = fields.get("experiments")
-    if isinstance(experiments, dict):
-        fields["experiments"] = {name: _experiment(f"{path}: 'experiments.{name}'", name, one) for name, one in experiments.items()}
-    return _made(Recipe, str(path), {"name": folder.resolve().name, **fields})
+    recipe = _read(Recipe, path)
+    if unknown := sorted(recipe.experiments.keys() - testbed_names()):
+        raise RecipeError(f"{path}: 'experiments.{unknown[0]}': unknown testbed; allowed are {', '.join(testbed_names())}")
+    return recipe
 
 
 def read_testbed(name: str) -> Testbed:
@@ -155,7 +156,7 @@ def read_testbed(name: str) -> Testbed:
     path = TESTBEDS / name / "testbed.json"
     if not path.is_file():
         raise RecipeError(f"--testbed {name}: unknown; the testbeds are: {', '.join(testbed_names())}")
-    return _made(Testbed, str(path), {"name": name, **_read_object(path)})
+    return _read(Testbed, path)
 
 
 def read_testbeds(device: str | None = None) -> list[Testbed]:
@@ -163,45 +164,20 @@ def read_testbeds(device: str | None = None) -> list[Testbed]:
     return [testbed for testbed in map(read_testbed, testbed_names()) if device in (None, testbed.device)]
 
 
-def _experiment(where: str, testbed: str, fields: Any) -> Experiment:
-    if testbed not in testbed_names():
-        raise RecipeError(f"{where}: unknown testbed; allowed are {', '.join(testbed_names())}")
-    if isinstance(fields, dict) and isinstance(fields.get("claims"), list):
-        claims = [_made(Claim, f"{where}.claims[{place}]", claim) for place, claim in enumerate(fields["claims"])]
-        fields = {**fields, "claims": claims}
-    return _made(Experiment, where, fields)
-
-
-def _read_object(path: Path) -> dict[str, Any]:
+def _read(cls: type[T], path: Path) -> T:
+    """The dataclass `cls` from a JSON file, whose folder gives the name. Keys and types are checked."""
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as reason:
+        if not isinstance(fields, dict):
+            raise ValueError("it must be an object")
+    except (OSError, ValueError) as reason:
         raise RecipeError(f"{path}: not a readable JSON file: {reason}") from None
-    if not isinstance(fields, dict):
-        raise RecipeError(f"{path}: contains a {type(fields).__name__}; it must be an object")
-    return fields
-
-
-def _made(cls: type[T], where: str, fields: Any) -> T:
-    """An object of the dataclass `cls` from `fields`, whose names and types are checked."""
-    if not isinstance(fields, dict):
-        raise RecipeError(f"{where}: is a {type(fields).__name__}; it must be an object")
-    known = {one.name: one for one in dataclasses.fields(cls)}  # type: ignore[arg-type]
-    allowed = ", ".join(name for name in known if name != "name")
-    if unknown := sorted(fields.keys() - known.keys()):
-        raise RecipeError(f"{where}: unknown key '{unknown[0]}'; allowed are {allowed}")
-    required = {name for name, one in known.items() if one.default is dataclasses.MISSING and one.default_factory is dataclasses.MISSING}
-    if missing := sorted(required - fields.keys()):
-        raise RecipeError(f"{where}: lacks {', '.join(missing)}")
-    for key, value in fields.items():
-        kind = str(known[key].type).partition("[")[0].removesuffix(" | None")
-        kinds: Any = {"float": (int, float), "int": int, "str": str, "list": list, "dict": dict, "Flags": dict}[kind]
-        if not isinstance(value, kinds) or isinstance(value, bool):
-            raise RecipeError(f"{where}: '{key}' is a {type(value).__name__}; it must be a {'dict' if kind == 'Flags' else kind}")
     try:
-        return cls(**fields)
-    except (TypeError, ValueError) as reason:
-        raise RecipeError(f"{where}: {reason}") from None
+        return TypeAdapter(cls).validate_json(json.dumps({"name": path.resolve().parent.name, **fields}))  # strict dataclasses: JSON only
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        place = ".".join(map(str, first["loc"]))
+        raise RecipeError(f"{path}: {f'{place!r}: ' if place else ''}{first['msg'].removeprefix('Value error, ')}") from None
 
 
 def recipe_names() -> list[str]:

@@ -13,7 +13,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from model.presets import GPTConfig, ModelShape
 
@@ -23,43 +23,46 @@ if TYPE_CHECKING:  # the commands import this module before they parse --help
     from model.gpt import GPT
 
 
-class Run(Protocol):
+@dataclass(frozen=True)
+class Run:
     """What a technique may read of the resolved run. Batch sizes are in sequences; `steps` assumes the whole batch in every step."""
 
+    shape: ModelShape
+    seed: int
+    ranks: int
+    micro_batch_size: int
+    gradient_accumulation_steps: int
+    global_batch_size: int
+    steps: int
+    total_tokens: int
+    warmup_steps: int
+    engine: dict[str, Any]  # the JSON for DeepSpeed without optimizer, scheduler and our own sections; no "auto"
+    optimizer: dict[str, Any]
+    scheduler: dict[str, Any]
+    techniques: dict[str, dict[str, Any]]  # our own sections, by name
+
     @property
-    def shape(self) -> ModelShape: ...
+    def model_config(self) -> GPTConfig:
+        """The model that is trained, with the vocabulary of the corpus."""
+        raise NotImplementedError
+
     @property
-    def model_config(self) -> GPTConfig: ...
+    def token_schedule(self) -> object | None:
+        """The learning rate by tokens; None with a schedule of DeepSpeed, by steps."""
+        raise NotImplementedError
+
     @property
-    def seed(self) -> int: ...
+    def zero_stage(self) -> int:
+        return self.engine["zero_optimization"]["stage"]
+
     @property
-    def ranks(self) -> int: ...
-    @property
-    def micro_batch_size(self) -> int: ...
-    @property
-    def gradient_accumulation_steps(self) -> int: ...
-    @property
-    def global_batch_size(self) -> int: ...
-    @property
-    def steps(self) -> int: ...
-    @property
-    def total_tokens(self) -> int: ...
-    @property
-    def warmup_steps(self) -> int: ...
-    @property
-    def zero_stage(self) -> int: ...
-    @property
-    def precision(self) -> str: ...
-    @property
-    def engine(self) -> dict[str, Any]: ...
-    @property
-    def optimizer(self) -> dict[str, Any]: ...
-    @property
-    def scheduler(self) -> dict[str, Any]: ...
-    @property
-    def token_schedule(self) -> object | None: ...
-    @property
-    def techniques(self) -> dict[str, dict[str, Any]]: ...
+    def precision(self) -> str:
+        """`fp16`, `bf16` or `fp32`."""
+        return next((name for name in ("fp16", "bf16") if self.engine.get(name, {}).get("enabled")), "fp32")
+
+    def offload(self, key: str) -> str:
+        """Where `offload_optimizer` or `offload_param` puts its tensors: "none", "cpu" or "nvme"."""
+        return (self.engine["zero_optimization"].get(key) or {}).get("device") or "none"
 
 
 class StepPlan(NamedTuple):
@@ -155,10 +158,8 @@ def largest_divisor(number: int, limit: int) -> int:
     """The largest divisor of `number` that is at most `limit`, 0 for a limit of 0: how micro-batches are chosen."""
     if limit >= number:
         return number or limit
-    if limit < 1000:
-        return next((size for size in range(limit, 0, -1) if number % size == 0), 0)
     small = [size for size in range(1, math.isqrt(number) + 1) if number % size == 0]
-    return max(size for low in small for size in (low, number // low) if size <= limit)
+    return max((size for low in small for size in (low, number // low) if size <= limit), default=0)
 
 
 class Technique:

@@ -94,13 +94,10 @@ def test_the_micro_batch_is_the_largest_divisor_up_to_the_runs():
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        (["min_batch_size=3"], "min_batch_size' is 3, which 2 ranks cannot share evenly; write a multiple of 2, such as 2"),
-        (["increment=7"], "increment' is 7, which 2 ranks cannot share evenly; write a multiple of 2, such as 6"),
+        (["min_batch_size=3"], "min_batch_size' is 3, which 2 ranks cannot share evenly; write a multiple of 2"),
+        (["increment=7"], "increment' is 7, which 2 ranks cannot share evenly; write a multiple of 2"),
         (["min_batch_size=64"], "min_batch_size' is 64, above the global batch of 32; lower it, or raise --global_batch_size"),
-        (
-            ["min_batch_size=8", "increment=10"],
-            "increment' is 10, which does not divide the 24 sequences from 8 to the global batch of 32; write 8",
-        ),
+        (["min_batch_size=8", "increment=10"], "increment' is 10, which does not divide the 24 sequences from 8 to 32; write a divisor"),
         (["warmup_tokens=512001"], "warmup_tokens' is 512001, but the run has 512000; lower it, or raise --steps"),
         (["warmup_tokens=0"], "warmup_tokens is 0; write 1 or more"),
         (["min_batch_size=0"], "min_batch_size is 0; write 1 or more"),

@@ -65,7 +65,7 @@ def test_every_length_is_that_of_deepspeeds_own_scheduler(section):
     ("settings", "said"),
     [
         (["min_difficulty=200"], "min_difficulty is 200, above max_difficulty, 128"),
-        (["max_difficulty=256"], "the model has positions for 128 tokens"),
+        (["max_difficulty=256"], "max_difficulty is 256, above seq_len, 128"),
         (["min_difficulty=0"], "min_difficulty is 0; write 1 or more"),
         (["schedule_config.difficulty_step=24"], "does not divide max_difficulty, 128"),
         (["schedule_config.total_curriculum_step=0"], "total_curriculum_step is 0; write 1 or more"),

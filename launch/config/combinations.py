@@ -175,8 +175,7 @@ def check_combinations(engine: EngineJson, ranks: int, shape: ModelShape, claime
     precision = _precision(engine)
     if engine.get("zero_optimization") is None:
         engine.settle(("zero_optimization",), {}, "DeepSpeed's default")
-    if "stage" not in engine.values["zero_optimization"] and not engine.is_faulty("zero_optimization", "stage"):
-        engine.settle(("zero_optimization", "stage"), 0, "DeepSpeed's default")
+    engine.fill(("zero_optimization", "stage"), 0, "DeepSpeed's default")
     _drop_without_effect(engine, claimed)
     if not engine.is_faulty("zero_optimization", "stage"):  # else what the stage allows cannot be said
         for path, why in list(impossible_values(engine, ranks, shape, engine.get("zero_optimization", "stage"), precision)):

@@ -9,11 +9,28 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Iterable, Iterator
 from typing import Any
 
-from launch.config.engine_keys import Faults
 from launch.errors import UsageError
 from launch.formats.json_lines import KeyPath, dotted, parse_json, read_json
+
+
+def value_at(values: dict[str, Any], path: Iterable[str | int]) -> Any:
+    """The value at `path`, or None."""
+    value: Any = values
+    for key in path:
+        value = value.get(key) if isinstance(value, dict) else None
+    return value
+
+
+def leaves(values: dict[str, Any], path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
+    """The path of each value that is no section with keys, and the value."""
+    for key, value in values.items():
+        if isinstance(value, dict) and value:
+            yield from leaves(value, (*path, key))
+        else:
+            yield (*path, key), value
 
 
 class EngineJson:
@@ -91,22 +108,23 @@ class EngineJson:
         section[path[-1]] = value
         self._settled[path] = origin
 
+    def fill(self, path: KeyPath, value: Any, origin: str) -> None:
+        """`settle`, unless the file has a value at `path`, or a faulty one."""
+        if self.get(*path) is None and not self.is_faulty(*path):
+            self.settle(path, value, origin)
+
     # --- faults and notes -----------------------------------------------------------------------------------------------------------
 
-    def fault(self, path: KeyPath, message: str) -> None:
-        """Note a fault, and take the value out."""
+    def fault(self, path: KeyPath, message: str, meant: str | None = None) -> None:
+        """Note a fault, and take the value out.
+
+        meant: the key that a misspelt one stands for; it counts as faulty too, so that it is not reported as missing.
+        """
         self._faults.append(self._line(path, message))
-        self._faulty.append(path)
+        self._faulty += [path] if meant is None else [path, (*path[:-1], meant)]
         section = self.get(*path[:-1])
         if isinstance(section, dict):
             section.pop(path[-1], None)
-
-    def note_faults(self, faults: Faults) -> None:
-        """Note faults of keys. The key that a misspelt one stands for counts as faulty too, so that it is not reported as missing."""
-        for path, message, meant in faults:
-            self.fault(path, message)
-            if meant is not None:
-                self._faulty.append((*path[:-1], meant))
 
     def fault_of_run(self, message: str) -> None:
         """Record a fault that does not belong to a single value of the file."""
@@ -137,11 +155,7 @@ class EngineJson:
 
     def get(self, *path: str | int) -> Any:
         """The value at `path`, or None where it is missing or `"auto"`."""
-        value: Any = self.values
-        for part in path:
-            if not isinstance(value, dict) or part not in value:
-                return None
-            value = value[part]
+        value = value_at(self.values, path)
         return None if value == "auto" else value
 
     def agree(self, path: KeyPath, flag: str, given: Any) -> Any:
@@ -160,6 +174,5 @@ class EngineJson:
         value = self.agree(path, flag, given)
         if value is None:
             value = fallback
-        if self.get(*path) is None and not self.is_faulty(*path):
-            self.settle(path, value, origin if given is None else flags.origins[flag])
+        self.fill(path, value, origin if given is None else flags.origins[flag])
         return value

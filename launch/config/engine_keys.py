@@ -6,11 +6,11 @@ The message for an unknown key names the nearest key or, for a known key in the 
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Iterator
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
+from launch.config.engine_json import EngineJson
 from launch.config.engine_schema import SCHEDULES, Rule, Rules, engine_schema
 from launch.config.flags import MAX_LR
 from launch.config.token_schedule import TOKEN_SCHEDULES
@@ -21,10 +21,10 @@ from recipes.technique import Technique
 
 #: The parameters of every optimizer but SGD; `betas` is checked in `launch.config.optimizer`.
 PARAMS: Rules = {
-    "lr": {"types": ["number"], "above": 0, "maximum": MAX_LR},
-    "betas": {},
-    "eps": {"types": ["number"], "above": 0, "maximum": 1},
-    "weight_decay": {"types": ["number"], "minimum": 0, "maximum": 1},
+    "lr": {"types": ["number"], "above": 0, "maximum": MAX_LR, "auto": True},
+    "betas": {"auto": True},
+    "eps": {"types": ["number"], "above": 0, "maximum": 1, "auto": True},
+    "weight_decay": {"types": ["number"], "minimum": 0, "maximum": 1, "auto": True},
 }
 #: The parameters of the optimizers that this project builds itself.
 ADAM_PARAMS: Rules = PARAMS | {key: {"types": ["boolean"]} for key in ("amsgrad", "bias_correction", "adam_w_mode", "torch_adam")}
@@ -51,39 +51,19 @@ OLD_NAMES = {
 MANY = 16
 
 
-class KeyFault(NamedTuple):
-    """A fault of a DeepSpeed JSON: where, what is wrong and what to write instead, and for a misspelt key the suggested name."""
+def check_engine_keys(engine: EngineJson, ours: Rules) -> None:
+    """Note the faults of all keys and values.
 
-    path: KeyPath
-    message: str
-    meant: str | None = None
-
-
-Faults = list[KeyFault]
-
-
-def check_engine_keys(config: dict[str, Any], ours: Rules, auto: set[str]) -> Faults:
-    """Faults of a DeepSpeed JSON.
-
-    Deletes from `config` what is removed and switched off (`"enabled": false`), which DeepSpeed would refuse.
+    Deletes what is removed and switched off (`"enabled": false`), which DeepSpeed would refuse.
 
     Args:
         ours: the rules of the top-level sections that the project's own techniques claim.
-        auto: the dotted keys for which `"auto"` has a meaning.
     """
     schema = engine_schema()
-    removed, rules = schema.removed, schema.keys | ours
-    for key, value in list(config.items()):
-        if key in removed and key not in ours and (value is False or (isinstance(value, dict) and value.get("enabled") is False)):
-            del config[key]
-    faults: Faults = []
-    for fault in check_section((), config, {"keys": rules}, auto):
-        if (key := dotted(fault.path)) in removed and key not in ours:
-            fault = KeyFault(fault.path, f"is gone from DeepSpeed {schema.version}; remove it. {INSTEAD.get(key) or removed[key]}")
-        elif key in OLD_NAMES:
-            fault = KeyFault(fault.path, f"is an old name; write {OLD_NAMES[key]} instead")
-        faults.append(fault)
-    return faults
+    for key, value in list(engine.values.items()):
+        if key in schema.removed and key not in ours and (value is False or (isinstance(value, dict) and value.get("enabled") is False)):
+            del engine.values[key]
+    check_section(engine, (), schema.keys | ours)
 
 
 def section_rule(technique: type[Technique]) -> Rule:
@@ -92,54 +72,51 @@ def section_rule(technique: type[Technique]) -> Rule:
     return {"types": ["object"], "keys": {"enabled": {"types": ["boolean"]}, **technique.declaration.keys}, "auto": auto}
 
 
-def check_section(path: KeyPath, section: Any, rule: Rule, auto: set[str]) -> Faults:
-    """Faults of the object `section` at `path`, all the way down. In `section`, a whole number written as `5e8` becomes an integer."""
-    faults: Faults = []
-    rules = rule["keys"]
-    for key, value in section.items():
+def check_section(engine: EngineJson, path: KeyPath, rules: Rules) -> None:
+    """Note the faults of the section at `path`, all the way down. A whole number written as `5e8` becomes an integer."""
+    section = engine.get(*path) or {}
+    for key, value in (written := dict(section)).items():
         here = (*path, key)
-        takes_auto = dotted(here) in auto or rules.get(key, {}).get("auto", False)
         if key not in rules:
-            faults.append(_unknown(here, value, section, rules))
+            engine.fault(here, *_unknown(here, value, written, rules))
         elif value == "auto":
-            if not takes_auto:
-                faults.append(KeyFault(here, '"auto" has no meaning here; write a value or leave the key out'))
-        elif (wrong := value_fault(value, rules[key] | {"auto": takes_auto})) is not None:
-            faults.append(KeyFault(here, wrong))
+            if not rules[key].get("auto"):
+                engine.fault(here, '"auto" has no meaning here; write a value or leave the key out')
+        elif (wrong := value_fault(value, rules[key])) is not None:
+            engine.fault(here, wrong)
         elif isinstance(value, dict) and "keys" in rules[key]:
-            faults += check_section(here, value, rules[key], auto)
+            check_section(engine, here, rules[key]["keys"])
         elif isinstance(value, float) and value.is_integer() and _is_whole(rules[key]):
             section[key] = int(value)
-    return faults
 
 
-def _unknown(path: KeyPath, value: Any, section: dict[str, Any], rules: Rules) -> KeyFault:
-    """The fault of an unknown key, with where it belongs, or the nearest name: unused ones that take such a value are preferred."""
-    key = str(path[-1])
+def _unknown(path: KeyPath, value: Any, section: dict[str, Any], rules: Rules) -> tuple[str, str | None]:
+    """What is wrong with an unknown key, and the key that was meant, if any: unused ones that take such a value are preferred."""
+    key, name, schema = str(path[-1]), dotted(path), engine_schema()
+    if name in schema.removed:
+        return f"is gone from DeepSpeed {schema.version}; remove it. {INSTEAD.get(name) or schema.removed[name]}", None
+    if name in OLD_NAMES:
+        return f"is an old name; write {OLD_NAMES[name]} instead", None
     home = _homes().get(key)
     free = [name for name in rules if name not in section]
     fitting = [name for name in free if value == "auto" or value_fault(value, rules[name]) is None]
     meant = nearest_name(key, fitting) or nearest_name(key, free) or nearest_name(key, rules)
     ignored = ", which DeepSpeed would ignore" if len(path) == 1 else ""
-    if home is not None and home != dotted(path):
-        return KeyFault(path, f"unknown key{ignored}; it belongs to '{home}'", home.rpartition(".")[2])
+    if home is not None and home != name:
+        return f"unknown key{ignored}; it belongs to '{home}'", home.rpartition(".")[2]
     if meant is not None:
-        return KeyFault(path, f"unknown key{ignored}; did you mean '{meant}'?", meant)
-    return KeyFault(path, f"unknown key{ignored}; " + (f"allowed are {', '.join(sorted(rules))}" if len(rules) <= MANY else "remove it"))
+        return f"unknown key{ignored}; did you mean '{meant}'?", meant
+    return f"unknown key{ignored}; " + (f"allowed are {', '.join(sorted(rules))}" if len(rules) <= MANY else "remove it"), None
 
 
 @cache
 def _homes() -> dict[str, str]:
     """The path of every key that occurs in only one place, by the name of the key; and of `max_grad_norm`, which other projects write."""
-    places = Counter[str]()
-    found: dict[str, str] = {}
+    places: dict[str, set[str]] = {}
 
     def walk(rules: Rules, path: KeyPath) -> None:
         for key, rule in rules.items():
-            here = dotted((*path, key))
-            if found.get(key) != here:
-                places[key] += 1
-                found[key] = here
+            places.setdefault(key, set()).add(dotted((*path, key)))
             walk(rule.get("keys", {}), (*path, key))
 
     walk(engine_schema().keys, ())
@@ -151,7 +128,7 @@ def _homes() -> dict[str, str]:
         walk(params, ("optimizer", "params"))
     for params in (*TOKEN_SCHEDULES.values(), *SCHEDULES.values()):
         walk(params, ("scheduler", "params"))
-    return {key: place for key, place in found.items() if places[key] == 1} | {"max_grad_norm": "gradient_clipping"}
+    return {key: place for key, (place, *others) in places.items() if not others} | {"max_grad_norm": "gradient_clipping"}
 
 
 def defaults_left_open(config: dict[str, Any]) -> Iterator[tuple[str, Any]]:

@@ -1,8 +1,8 @@
 """The rules of the keys that DeepSpeed reads: from its own pydantic models, and from tables of what it reads by hand.
 
 DeepSpeed ignores an unknown top-level key in silence (DeepSpeed#653, #774, #1809), so `launch.config.engine_keys` checks a JSON by these
-rules. A rule says `types`, `enum`, `minimum`, `above`, `maximum`, `default`, `items` (the types in a list) and `keys` (the rules inside
-an object); an empty one allows everything. DeepSpeed is imported on the first call.
+rules. A rule says `types`, `enum`, `minimum`, `above`, `maximum`, `default`, `auto` (whether `"auto"` is allowed), `items` (the types in a
+list) and `keys` (the rules inside an object). An empty rule allows everything but `"auto"`. DeepSpeed is imported on the first call.
 """
 
 from __future__ import annotations
@@ -41,6 +41,8 @@ def _section(keys: Rules | None = None, *or_types: str) -> Rule:
     return {"types": ["object", *or_types]} | ({} if keys is None else {"keys": keys})
 
 
+#: Added to the rule of a key for which `"auto"` has a meaning.
+AUTO = {"auto": True}
 OFF, ON = ({"types": ["boolean"], "default": default} for default in (False, True))
 COUNT_OR_NULL: Rule = {"types": ["integer", "null"], "minimum": 1}
 STRING_OR_NULL: Rule = {"types": ["string", "null"]}
@@ -50,7 +52,8 @@ DTYPES = (*["fp32", "float32", "float", "fp16", "float16", "half", "bf16", "bflo
 #: What DeepSpeed reads key by key from the JSON, without a model (deepspeed/runtime/config.py).
 READ_BY_HAND: Rules = {
     **{
-        key: _count() | {"maximum": 10**12} for key in ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+        key: _count() | {"maximum": 10**12, **AUTO}
+        for key in ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     },
     "sequence_parallel_size": _count(),
     **dict.fromkeys(("steps_per_print", "vocabulary_size"), COUNT_OR_NULL),
@@ -58,7 +61,7 @@ READ_BY_HAND: Rules = {
     **dict.fromkeys(("prescale_gradients", "use_data_before_expert_parallelism", "wall_clock_breakdown"), OFF),
     "zero_allow_untested_optimizer": OFF,
     **dict.fromkeys(("managed_gradient_accumulation", "zero_force_ds_cpu_optimizer"), ON),
-    "gradient_clipping": {"types": ["number"], "minimum": 0, "default": 1.0},
+    "gradient_clipping": {"types": ["number"], "minimum": 0, "default": 1.0, **AUTO},
     "gradient_predivide_factor": {"types": ["number"], "minimum": 1e-6, "default": 1.0},
     "gradient_allreduce_op": _choice("mean", "sum", default="mean"),
     "communication_data_type": _choice("fp32", "fp16", "bf16", None),
@@ -79,7 +82,7 @@ READ_BY_HAND: Rules = {
     "data_types": _section(
         {
             **dict.fromkeys(("grad_accum_dtype", "param_dtype", "buffer_dtype"), _choice(*DTYPES, None)),
-            "keep_in_fp32_modules": {"types": ["array"], "items": ["string"], "default": "auto"},
+            "keep_in_fp32_modules": {"types": ["array"], "items": ["string"], "default": "auto", **AUTO},
         }
     ),
     "flops_profiler": _section(
@@ -100,11 +103,11 @@ READ_BY_HAND: Rules = {
     # Refused if it is switched on (launch.config.combinations.NOT_ON).
     "torch_autocast": _section(),
 }
-_TOTAL: Rules = {"total_num_steps": _count()}
-_WARMUP: Rules = {"warmup_num_steps": _count(1000), "warmup_type": _choice("log", "linear")}
+_TOTAL: Rules = {"total_num_steps": _count() | AUTO}
+_WARMUP: Rules = {"warmup_num_steps": _count(1000) | AUTO, "warmup_type": _choice("log", "linear")}
 _RATES: Rules = {
-    "warmup_min_lr": {"types": ["number"], "minimum": 0, "maximum": MAX_LR, "default": 0.0},
-    "warmup_max_lr": {"types": ["number"], "above": 0, "maximum": MAX_LR},
+    "warmup_min_lr": {"types": ["number"], "minimum": 0, "maximum": MAX_LR, "default": 0.0, **AUTO},
+    "warmup_max_lr": {"types": ["number"], "above": 0, "maximum": MAX_LR, **AUTO},
 }
 #: The parameters of DeepSpeed's schedules (deepspeed/runtime/lr_schedules.py).
 SCHEDULES: dict[str, Rules] = {
@@ -119,8 +122,11 @@ SCHEDULES: dict[str, Rules] = {
 #: Added to the models, which leave these out: what the engine asserts later in its code, or does not check at all.
 BOUNDS: dict[str, Rule] = {
     # In elements, and allocated whole: more than 10^11 fit on no device.
-    **{f"zero_optimization.{key}": {"minimum": 1, "maximum": 10**11} for key in ("reduce_bucket_size", "allgather_bucket_size")},
-    **{f"zero_optimization.{key}.nvme_path": STRING_OR_NULL for key in ("offload_optimizer", "offload_param")},
+    "zero_optimization.reduce_bucket_size": {"minimum": 1, "maximum": 10**11, **AUTO},
+    "zero_optimization.allgather_bucket_size": {"minimum": 1, "maximum": 10**11},
+    **dict.fromkeys(("zero_optimization.stage3_prefetch_bucket_size", "zero_optimization.stage3_param_persistence_threshold"), AUTO),
+    **dict.fromkeys(("zero_optimization.zero_hpz_partition_size", "bf16.enabled", "fp16.enabled"), AUTO),
+    **{f"zero_optimization.{key}.nvme_path": STRING_OR_NULL | AUTO for key in ("offload_optimizer", "offload_param")},
     # On the drive Adam has four tensors: weights, two moments, gradients.
     "zero_optimization.offload_optimizer.buffer_count": {"minimum": 4},
     **{f"zero_optimization.leaf_module.{key}": {"items": ["string"]} for key in ("classes", "names", "name_suffixes")},

@@ -14,13 +14,15 @@ from typing import Any
 from tqdm import tqdm
 
 from launch.config.combinations import WITHOUT_EFFECT
+from launch.config.engine_json import leaves, value_at
 from launch.config.engine_keys import defaults_left_open
 from launch.config.hardware import quiet_deepspeed
 from launch.config.memory import bytes_sent_per_step, memory_per_rank
 from launch.config.optimizer import state_tensors
-from launch.config.run_config import RunConfig, needs_cuda, value_at
+from launch.config.run_config import RunConfig, needs_cuda
 from launch.config.steps import planned_steps
 from launch.errors import printable_line
+from launch.formats.json_lines import dotted
 from model.accounting import flops_per_token, parameter_count
 from model.presets import FIELDS, SIZES, GPTConfig
 
@@ -114,7 +116,7 @@ def explain(config: RunConfig) -> dict[str, Any]:
 def not_planned(config: RunConfig) -> Iterator[str]:
     """The keys of `NOT_PLANNED` that the run sets."""
     for path in NOT_PLANNED:
-        if value_at(config.engine, path) not in (None, False, config.precision):
+        if value_at(config.engine, path.split(".")) not in (None, False, config.precision):
             yield path
 
 
@@ -166,28 +168,14 @@ def _run_values(config: RunConfig) -> Iterator[tuple[str, Any]]:
             yield name, _valued(value, config.origins[name])
 
 
-def _engine_values(config: RunConfig) -> Iterator[tuple[str, Any]]:
+def _engine_values(config: RunConfig) -> list[tuple[str, Any]]:
     """All values of the JSON by dotted path, including DeepSpeed's defaults for keys that are left out."""
     sections = {"optimizer": config.optimizer, "scheduler": config.scheduler, **config.engine, **config.techniques}
-    written = {path: _valued(value, config.origins.get(path, "default")) for path, value in _leaves(sections)}
+    values = [(dotted(path), _valued(value, config.origins.get(dotted(path), "default"))) for path, value in leaves(sections)]
     open_ends = defaults_left_open(config.engine)
-    defaults = {path: _valued(value, "DeepSpeed's default") for path, value in open_ends if path not in WITHOUT_EFFECT}
-
-    def place(path: str) -> tuple[bool, str, bool]:
-        section = path.partition(".")[0]
-        # Single values first, then section by section; what was written before what was not.
-        return ("." in path, section if "." in path else "", path in defaults)
-
-    every = {**written, **{path: value for path, value in defaults.items() if path not in written}}
-    yield from sorted(every.items(), key=lambda item: place(item[0]))
-
-
-def _leaves(section: dict[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]:
-    for key, value in section.items():
-        if isinstance(value, dict) and value:
-            yield from _leaves(value, (*path, key))
-        else:
-            yield ".".join((*path, key)), value
+    values += [(path, _valued(value, "DeepSpeed's default")) for path, value in open_ends if path not in WITHOUT_EFFECT]
+    # Single values first, then section by section; the sort is stable: what was written before what was not.
+    return sorted(values, key=lambda item: item[0].rpartition(".")[0].partition(".")[0])
 
 
 def _valued(value: Any, origin: str) -> dict[str, Any]:

@@ -21,46 +21,33 @@ GPT_3 = "GPT-3, appendix B"
 PATH = ("optimizer", "params")
 
 
-def optimizer_auto_keys() -> set[str]:
-    """The dotted keys of the section for which `"auto"` has a meaning."""
-    declared = [cls.declaration for cls in technique_classes() if cls.declaration.optimizer_type]
-    own = {key for one in declared for key, rule in one.keys.items() if rule.get("auto")}
-    return {f"optimizer.params.{key}" for key in ("lr", *OPTIMIZER_AUTO, *own)}
-
-
 def resolve_optimizer(engine: EngineJson, flags: argparse.Namespace, preset: Preset) -> tuple[dict[str, Any], float]:
     """The optimizer with its type's canonical name and all of its parameters, and the peak learning rate."""
-    if "optimizer" not in engine.values and not engine.is_faulty("optimizer"):  # as in files for a trainer that brings its own
-        engine.settle(("optimizer",), {"type": "AdamW", "params": dict.fromkeys(("lr", *OPTIMIZER_AUTO), "auto")}, "default")
+    # As in files for a trainer that brings its own.
+    engine.fill(("optimizer",), {"type": "AdamW", "params": dict.fromkeys(("lr", *OPTIMIZER_AUTO), "auto")}, "default")
     declared = {cls.declaration.optimizer_type: cls.declaration for cls in technique_classes() if cls.declaration.optimizer_type}
     canonical = {name.lower(): name for name in (*ADAM_TYPES, "SGD", *declared)}
     asked = engine.get("optimizer", "type")
     kind = canonical.get(str(asked).lower())
-    declaration = declared.get(kind or "", Declaration())
-    usual_lr, origin = preset.lr, f"preset {flags.preset}"
-    if "lr" in declaration.auto_params:
-        usual_lr, origin = declaration.auto_params["lr"], f"the default of {kind}"
-    params = engine.get(*PATH) or {}
     if kind is None:
-        rules = {key: PARAMS.get(key, {}) for key in params}
         if asked is not None:
             names = canonical.values()
             engine.fault(("optimizer", "type"), f'is "{asked}"{nearest(asked, names)}; there are {", ".join(names)}')
         elif not engine.is_faulty("optimizer"):
             engine.fault(("optimizer", "type"), 'must name an optimizer: "optimizer": {"type": "AdamW", "params": {"lr": "auto"}}')
-    elif kind in declared:
-        rules = PARAMS | declaration.keys
-    else:
-        rules = ADAM_PARAMS if kind in ADAM_TYPES else SGD_PARAMS
-    engine.note_faults(check_section(PATH, params, {"keys": rules}, optimizer_auto_keys()))
+        return {}, flags.lr or preset.lr
+    declaration = declared.get(kind, Declaration())
+    usual_lr, origin = preset.lr, f"preset {flags.preset}"
+    if "lr" in declaration.auto_params:
+        usual_lr, origin = declaration.auto_params["lr"], f"the default of {kind}"
+    params = engine.get(*PATH) or {}
+    check_section(engine, PATH, PARAMS | declaration.keys if kind in declared else ADAM_PARAMS if kind in ADAM_TYPES else SGD_PARAMS)
     betas = params.get("betas", "auto")
     if betas != "auto" and not (
         isinstance(betas, list) and len(betas) == 2 and all(type(beta) in (int, float) and 0 <= beta < 1 for beta in betas)
     ):
         engine.fault((*PATH, "betas"), f"is {json.dumps(betas)}; write two numbers from 0 to below 1")
     lr = engine.choose((*PATH, "lr"), "lr", flags, usual_lr, origin)
-    if kind is None:
-        return {}, lr
     if kind == "AdamW" and params.get("adam_w_mode") is False:
         engine.fault((*PATH, "adam_w_mode"), 'is false, which turns AdamW into Adam; write "type": "Adam", or leave the key out')
     _check_stage(engine, kind, kind in declared)

@@ -19,12 +19,12 @@ from typing import TYPE_CHECKING, Any
 from data_pipeline.errors import DataError
 from data_pipeline.sampler import GlobalSampler
 from data_pipeline.shards import Corpus, open_corpus
-from launch.config.combinations import CUDA_ONLY, ZERO_AUTO, check_combinations, check_with_deepspeed
-from launch.config.engine_json import EngineJson
+from launch.config.combinations import CUDA_ONLY, check_combinations, check_with_deepspeed
+from launch.config.engine_json import EngineJson, leaves, value_at
 from launch.config.engine_keys import check_engine_keys, section_rule
 from launch.config.flags import MAX_TOKENS, given_fields, parse_flags
-from launch.config.optimizer import optimizer_auto_keys, resolve_optimizer
-from launch.config.schedule import check_schedule, resolve_schedule, schedule_auto_keys
+from launch.config.optimizer import resolve_optimizer
+from launch.config.schedule import check_schedule, resolve_schedule
 from launch.config.steps import planned_steps
 from launch.config.store_url import check_url
 from launch.config.token_schedule import TOKEN_SCHEDULES, TokenSchedule, token_schedule
@@ -34,7 +34,7 @@ from launch.formats.json_lines import KeyPath, dotted
 from model.accounting import model_tensors
 from model.presets import FIELDS, PRESETS, SIZES, GPTConfig, ModelShape, Preset, shape_of
 from recipes import registry
-from recipes.technique import Techniques, largest_divisor
+from recipes.technique import Run, Techniques, largest_divisor
 
 if TYPE_CHECKING:
     from data_pipeline.loader import Loader
@@ -43,20 +43,6 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parents[2]
 #: The sections of `zero_optimization` that keep states outside of the device.
 OFFLOADS = ("offload_optimizer", "offload_param")
-#: Every key for which `"auto"` has a meaning.
-AUTO_KEYS = {
-    "train_batch_size",
-    "train_micro_batch_size_per_gpu",
-    "gradient_accumulation_steps",
-    "gradient_clipping",
-    "fp16.enabled",
-    "bf16.enabled",
-    "data_types.keep_in_fp32_modules",  # DeepSpeed's own "auto"
-    *schedule_auto_keys(),
-    *(f"zero_optimization.{key}.nvme_path" for key in OFFLOADS),
-    "zero_optimization.zero_hpz_partition_size",
-    *(f"zero_optimization.{key}" for key in ZERO_AUTO),
-}
 #: Flags that a run takes as they are.
 AS_GIVEN = (
     *("runs_dir", "resume", "data", "seed", "preset", "architecture", "no_cross_document", "init_from", "perturb_init", "branch_from"),
@@ -82,36 +68,23 @@ Origins = dict[str, str]
 
 
 @dataclass(frozen=True)
-class RunConfig:
+class RunConfig(Run):
     """A resolved run. Batch sizes count sequences, lengths and budgets count tokens."""
 
     run_name: str
     runs_dir: str
     resume: bool | str  # or `MUST`
     data: str
-    seed: int
     preset: str
     architecture: str
-    shape: ModelShape
     no_cross_document: bool
     init_from: str | None
     branch_from: str | None  # a checkpoint of another run
     perturb_init: float
     recipe: str | None
     config_file: str
-    engine: dict[str, Any]  # the JSON for DeepSpeed without optimizer, scheduler and our own sections; no "auto"
-    optimizer: dict[str, Any]
-    scheduler: dict[str, Any]
-    techniques: dict[str, dict[str, Any]]  # our own sections, by name
-    ranks: int
-    micro_batch_size: int
-    gradient_accumulation_steps: int
-    global_batch_size: int
-    steps: int
-    total_tokens: int
     lr: float
     min_lr: float
-    warmup_steps: int
     eval_every: int
     eval_batches: int
     whole_eval: bool
@@ -143,7 +116,6 @@ class RunConfig:
 
     @property
     def model_config(self) -> GPTConfig:
-        """The model that is trained, with the vocabulary of the corpus."""
         # Every tokenizer of ours, and GPT-2's, has the end of text last; of a corpus that is not there no more is known.
         end = self.found_corpus.eot_id if self.found_corpus else self.vocab_size - 1
         return GPTConfig(
@@ -169,26 +141,12 @@ class RunConfig:
 
     @property
     def token_schedule(self) -> TokenSchedule | None:
-        """The learning rate by tokens; None with a schedule of DeepSpeed, by steps."""
         return token_schedule(self.scheduler, self.lr, self.tokens_per_step)
 
     @property
     def saves_beside_training(self) -> bool:
         """Whether a checkpoint comes before the last one, so that training goes on while it is written."""
         return 0 < self.save_every < self.steps_to_make
-
-    @property
-    def zero_stage(self) -> int:
-        return self.engine["zero_optimization"]["stage"]
-
-    @property
-    def precision(self) -> str:
-        """`fp16`, `bf16` or `fp32`."""
-        return next((name for name in ("fp16", "bf16") if self.engine.get(name, {}).get("enabled")), "fp32")
-
-    def offload(self, key: str) -> str:
-        """Where `offload_optimizer` or `offload_param` puts its tensors: "none", "cpu" or "nvme"."""
-        return (self.engine["zero_optimization"].get(key) or {}).get("device") or "none"
 
     @property
     def uses_nvme(self) -> bool:
@@ -208,7 +166,7 @@ class RunConfig:
     @property
     def cuda_only(self) -> dict[str, tuple[int, int]]:
         """The dotted keys that are switched on and that only CUDA can do, with the least compute capability of the device."""
-        return {path: (0, 0) for path in CUDA_ONLY if value_at(self.engine, path)} | self.built_techniques.needs_cuda
+        return {path: (0, 0) for path in CUDA_ONLY if value_at(self.engine, path.split("."))} | self.built_techniques.needs_cuda
 
     def training_loader(self, collectives: Any) -> Loader:
         """This rank's loader of the training split, in the run's order. collectives: has rank, world_size and device."""
@@ -244,14 +202,6 @@ def _placed(engine: EngineJson, reason: str) -> str:
     return engine.where(tuple(key[1].split("."))) + reason[key.end() :] if key else f"{engine.file}: {reason}"
 
 
-def value_at(values: dict[str, Any], path: str) -> Any:
-    """The value at a dotted path, or None."""
-    value: Any = values
-    for key in path.split("."):
-        value = value.get(key) if isinstance(value, dict) else None
-    return value
-
-
 def resolve(argv: list[str], ranks: int | None = None) -> tuple[RunConfig, argparse.Namespace]:
     """Resolve flags and JSON into a `RunConfig`.
 
@@ -273,8 +223,7 @@ def resolve(argv: list[str], ranks: int | None = None) -> tuple[RunConfig, argpa
     for section, cls in claimed.items():
         if engine.values.get(section) == "auto" and (keys := [key for key, rule in cls.declaration.keys.items() if rule.get("auto")]):
             engine.settle((section,), dict.fromkeys(keys, "auto"), '"auto"')
-    rules = {name: section_rule(cls) for name, cls in claimed.items()}
-    engine.note_faults(check_engine_keys(engine.values, rules, AUTO_KEYS | optimizer_auto_keys()))
+    check_engine_keys(engine, {name: section_rule(cls) for name, cls in claimed.items()})
     for key in OFFLOADS:
         if (engine.get("zero_optimization", key) or {}).get("nvme_path") == "auto":
             path = ("zero_optimization", key, "nvme_path")
@@ -285,17 +234,15 @@ def resolve(argv: list[str], ranks: int | None = None) -> tuple[RunConfig, argpa
     check_schedule(engine)
     steps, total_tokens, length_from = _length(engine, flags, preset, global_batch * shape.seq_len)
     schedule = resolve_schedule(engine, flags, preset, lr, steps, total_tokens)
-    if engine.get("gradient_clipping") is None:
-        engine.settle(("gradient_clipping",), 1.0, "DeepSpeed's default")
+    engine.fill(("gradient_clipping",), 1.0, "DeepSpeed's default")
     if flags.block_similarity and flags.eval_every == 0:
         engine.fault_of_run("--block_similarity is measured at evaluations, and --eval_every 0 makes none; leave out one of the two")
     if len(starts := [f"--{name}" for name in ("init_from", "branch_from", "perturb_init") if getattr(flags, name)]) > 1:
         engine.fault_of_run(f"{' and '.join(starts)}: each sets the initial weights; give one of them")
     if flags.checkpoint_store is not None and (lacking := check_url(flags.checkpoint_store, flags.runs_dir)):
         engine.lacks.append(lacking)
-    if flags.spike_rule in ("skip", "rewind") and any(
-        cls.declaration.optimizer_type == optimizer["type"] for cls in registry.technique_classes()
-    ):
+    ours = {cls.declaration.optimizer_type for cls in registry.technique_classes()}
+    if flags.spike_rule in ("skip", "rewind") and optimizer.get("type") in ours:
         engine.fault_of_run(
             f"--spike_rule {flags.spike_rule} does not support {optimizer['type']}, an optimizer of a recipe; give --spike_rule log"
         )
@@ -303,12 +250,7 @@ def resolve(argv: list[str], ranks: int | None = None) -> tuple[RunConfig, argpa
     check_with_deepspeed(engine, claimed)
     engine.raise_faults()
 
-    corpus, missing = _corpus(flags, shape)
-    if corpus is not None and not missing and micro_batch > (sequences := corpus.train.windows(shape.seq_len)):
-        missing = [  # as for a missing corpus: --explain works, training is refused
-            f"{engine.where(('train_micro_batch_size_per_gpu',))}: a micro-batch of {micro_batch:,} sequences is too large: "
-            f"the training text of {flags.data} has {sequences:,} sequences of {shape.seq_len} tokens; lower --micro_batch_size"
-        ]
+    corpus = _corpus(engine, flags, shape, micro_batch)
     if corpus is not None and (epochs := total_tokens / corpus.train.n_tokens) > MANY_EPOCHS:
         engine.notes.append(f"{flags.data}: the run trains on each of its {corpus.train.n_tokens:,} tokens about {epochs:,.0f} times")
     start = _start(flags, run_name, shape, corpus, engine.notes)
@@ -336,21 +278,29 @@ def resolve(argv: list[str], ranks: int | None = None) -> tuple[RunConfig, argpa
         save_every=flags.save_every if flags.save_every is not None else min(-(-steps // 4), MOST_STEPS_UNSAVED),
         found_corpus=corpus,
         start=start,
-        notes=tuple(engine.notes),
-        lacks=(*engine.lacks, *missing),
-        origins=_origins(engine, flags) | {"steps": length_from},
         where=engine.where,
     )
+    config = _with_techniques(engine, config)
+    _check_swap_buffers(engine, config)
+    origins = _origins(engine, flags) | {"steps": length_from}
+    return replace(config, notes=tuple(engine.notes), lacks=tuple(engine.lacks), origins=origins), flags
+
+
+def _with_techniques(engine: EngineJson, config: RunConfig) -> RunConfig:
+    """`config` with its techniques. What they say of themselves goes into `engine`.
+
+    Raises:
+        UsageError: a technique refuses the run, or the run ends before a schedule does whose length the user wrote.
+    """
     try:
-        techniques = registry.make_techniques(config)  # each checks its own section when it is built
+        config = replace(config, built_techniques=registry.make_techniques(config))  # each checks its own section when it is built
     except ValueError as reasons:
         raise UsageError(*(_placed(engine, str(reason)) for reason in reasons.args)) from None
-    config = replace(config, built_techniques=techniques)
-    notes, origins, params = [*engine.notes, *techniques.notes], dict(config.origins), dict(config.optimizer["params"])
-    for member in techniques.members:
+    engine.notes += config.built_techniques.notes
+    for member in config.built_techniques.members:
+        engine.lacks += [_placed(engine, line) for line in member.missing_packages]
         for key, (value, origin) in member.resolved_params.items():
-            params[key] = value
-            origins[f"optimizer.params.{key}"] = origin
+            engine.settle(("optimizer", "params", key), value, origin)  # in `config.optimizer` too
         last = member.stages[-1] if member.stages else 1
         if last <= config.steps or last <= config.steps_to_make:
             continue
@@ -358,16 +308,8 @@ def resolve(argv: list[str], ranks: int | None = None) -> tuple[RunConfig, argpa
         if member.schedule_key:
             place = engine.where(tuple(member.schedule_key.split(".")))
             raise UsageError(f'{place}: acts from step {last:,} on, but {ends}; lower it, write "auto", or train longer')
-        notes.append(f"{member.declaration.name}: the last stage of its schedule begins at step {last:,}, and {ends}")
-    _check_swap_buffers(engine, config)
-    missing = [_placed(engine, line) for member in techniques.members for line in member.missing_packages]
-    return replace(
-        config,
-        optimizer={**config.optimizer, "params": params},
-        origins=origins,
-        notes=tuple(notes),
-        lacks=(*config.lacks, *missing),
-    ), flags
+        engine.notes.append(f"{member.declaration.name}: the last stage of its schedule begins at step {last:,}, and {ends}")
+    return config
 
 
 def _check_swap_buffers(engine: EngineJson, config: RunConfig) -> None:
@@ -384,8 +326,8 @@ def _check_swap_buffers(engine: EngineJson, config: RunConfig) -> None:
         )
 
 
-def _corpus(flags: argparse.Namespace, shape: ModelShape) -> tuple[Corpus | None, list[str]]:
-    """The corpus, and what is wrong with it. `--explain` works without a corpus.
+def _corpus(engine: EngineJson, flags: argparse.Namespace, shape: ModelShape, micro_batch: int) -> Corpus | None:
+    """The corpus. `--explain` works without one; what is wrong is then noted in `engine.lacks`.
 
     Raises:
         DataError: it is missing, damaged or too small, and the run is to be trained.
@@ -400,14 +342,20 @@ def _corpus(flags: argparse.Namespace, shape: ModelShape) -> tuple[Corpus | None
                 " the text with data_pipeline/prepare.py"
             )
         # Refuse a split, or a group of a mixture, that is too small for one sequence, by name.
-        corpus.train.windows(shape.seq_len)
+        sequences = corpus.train.windows(shape.seq_len)
         corpus.train.group_windows(shape.seq_len, len(corpus.mixture))
         corpus.val.windows(shape.seq_len)
+        if micro_batch > sequences:
+            engine.lack(
+                ("train_micro_batch_size_per_gpu",),
+                f"a micro-batch of {micro_batch:,} sequences is too large: the training text of {flags.data} has {sequences:,} sequences "
+                f"of {shape.seq_len} tokens; lower --micro_batch_size",
+            )
     except DataError as reason:
         if flags.explain is None:
             raise
-        return corpus, [str(reason) if corpus else f"{reason} (a vocabulary of {GPT2_VOCAB_SIZE:,} is assumed)"]
-    return corpus, []
+        engine.lacks.append(str(reason) if corpus else f"{reason} (a vocabulary of {GPT2_VOCAB_SIZE:,} is assumed)")
+    return corpus
 
 
 def _start(flags: argparse.Namespace, run_name: str, shape: ModelShape, corpus: Corpus | None, notes: list[str]) -> HFFolder | None:
@@ -467,24 +415,17 @@ def _other_flags(theirs: GPTConfig, shape: ModelShape) -> list[str]:
 
 def _origins(engine: EngineJson, flags: argparse.Namespace) -> Origins:
     """The origin of each of the run's own values, and of each value of the JSON."""
-    origins: Origins = {name: flags.origins.get(name, "default") for name in vars(flags)}
-    for name in asdict(PRESETS[flags.preset].shape):
-        origin = f"preset {flags.preset}" if name in SIZES else f"architecture {flags.architecture}"
-        origins[name] = flags.origins.get(name, origin)
-    origins["run_name"] = flags.origins.get("run_name", "the JSON's name" if flags.recipe is None else "the recipe's name")
-    origins["eval_every"] = flags.origins.get("eval_every", "a tenth of the run")
-    origins["save_every"] = flags.origins.get("save_every", f"a quarter of the run, at most {MOST_STEPS_UNSAVED:,} steps")
-    origins["ranks"] = "the launcher" if "WORLD_SIZE" in os.environ else flags.origins.get("ranks", "default")
-
-    def walk(section: dict[str, Any], path: tuple[str, ...]) -> None:
-        for key, value in section.items():
-            if isinstance(value, dict) and value:
-                walk(value, (*path, key))
-            else:
-                origins[".".join((*path, key))] = engine.origin((*path, key)) or "default"
-
-    walk(engine.values, ())
-    return origins
+    left_open = {
+        **dict.fromkeys(vars(flags), "default"),
+        **dict.fromkeys(SIZES, f"preset {flags.preset}"),
+        **dict.fromkeys(FIELDS, f"architecture {flags.architecture}"),
+        "run_name": "the JSON's name" if flags.recipe is None else "the recipe's name",
+        "eval_every": "a tenth of the run",
+        "save_every": f"a quarter of the run, at most {MOST_STEPS_UNSAVED:,} steps",
+    }
+    launched = {"ranks": "the launcher"} if "WORLD_SIZE" in os.environ else {}
+    of_engine = {dotted(path): engine.origin(path) or "default" for path, _ in leaves(engine.values)}
+    return left_open | flags.origins | launched | of_engine
 
 
 def _ranks(flags: argparse.Namespace) -> int:
@@ -551,8 +492,7 @@ def _batch(engine: EngineJson, flags: argparse.Namespace, preset: Preset, ranks:
             f"but the global batch is {total}; change one of them so that the product is the global batch"
         )
     for (key, origin), value in zip(origins.items(), (total, micro, accumulation), strict=True):
-        if (key,) not in written and not engine.is_faulty(key):
-            engine.settle((key,), value, origin)
+        engine.fill((key,), value, origin)
     return total, micro, accumulation
 
 

@@ -16,8 +16,6 @@ from model.presets import Preset
 
 #: What a run without a `scheduler` section has.
 DEFAULT = "WarmupCosineTokens"
-#: Parameters of DeepSpeed's schedules for which `"auto"` has a meaning, as transformers fills them.
-ENGINE_AUTO = ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "total_num_steps")
 PATH = ("scheduler", "params")
 DEEPSPEED = "DeepSpeed's default"
 #: arXiv 2405.18392, section 4: a decay of a fifth of the run reaches the loss of a cosine.
@@ -33,15 +31,9 @@ class Schedule(NamedTuple):
     warmup_steps: int
 
 
-def schedule_auto_keys() -> set[str]:
-    """The dotted keys of the section for which `"auto"` has a meaning."""
-    return {f"scheduler.params.{key}" for key in (*TOKEN_SCHEDULES[STABLE_DECAY], *ENGINE_AUTO)}
-
-
 def check_schedule(engine: EngineJson) -> None:
     """Note the faults of the `scheduler` section, each by itself; without the section the schedule is ours."""
-    if "scheduler" not in engine.values and not engine.is_faulty("scheduler"):
-        engine.settle(("scheduler",), {"type": DEFAULT}, "default")
+    engine.fill(("scheduler",), {"type": DEFAULT}, "default")
     rules = TOKEN_SCHEDULES | SCHEDULES
     kind = engine.get("scheduler", "type")
     if kind not in rules:
@@ -49,7 +41,7 @@ def check_schedule(engine: EngineJson) -> None:
             wrong = "is missing" if kind is None else f"is {json.dumps(kind)}{nearest(kind, rules)}"
             engine.fault(("scheduler", "type"), f"{wrong}; there are {', '.join(rules)}")
         return
-    engine.note_faults(check_section(PATH, engine.get(*PATH) or {}, {"keys": rules[kind]}, schedule_auto_keys()))
+    check_section(engine, PATH, rules[kind])
 
 
 def resolve_schedule(engine: EngineJson, flags: argparse.Namespace, preset: Preset, lr: float, steps: int, total_tokens: int) -> Schedule:
@@ -78,8 +70,7 @@ def _token_schedule(
         why = f"is {asked}, but the run has {steps} steps; lower it (--warmup_steps), or raise --steps"
         engine.fault((*PATH, "warmup_steps"), why)
     warmup = int(engine.choose((*PATH, "warmup_steps"), "warmup_steps", flags, warmup, warmup_from))
-    if engine.get(*PATH, "total_tokens") is None and not engine.is_faulty(*PATH, "total_tokens"):
-        engine.settle((*PATH, "total_tokens"), total_tokens, "the run's length")
+    engine.fill((*PATH, "total_tokens"), total_tokens, "the run's length")
     params = {"min_lr": min_lr, "warmup_steps": warmup, "total_tokens": total_tokens}
     if kind == STABLE_DECAY:
         params |= _decay(engine, steps, warmup)
@@ -88,9 +79,8 @@ def _token_schedule(
 
 def _decay(engine: EngineJson, steps: int, warmup: int) -> dict[str, Any]:
     """The decay's part of the run's tokens, and its shape."""
-    for key, value in (("decay_fraction", DECAY_FRACTION), ("decay_shape", DECAY_SHAPE)):
-        if engine.get(*PATH, key) in (None, "auto") and not engine.is_faulty(*PATH, key):
-            engine.settle((*PATH, key), value, "default")
+    engine.fill((*PATH, "decay_fraction"), DECAY_FRACTION, "default")
+    engine.fill((*PATH, "decay_shape"), DECAY_SHAPE, "default")
     fraction = engine.get(*PATH, "decay_fraction")
     if not engine.is_faulty(*PATH, "decay_fraction"):
         stable = steps - round(fraction * steps)

@@ -17,9 +17,9 @@ DECAYS: dict[str, Callable[[float], float]] = {
 }
 STABLE_DECAY = "WarmupStableDecayTokens"
 _PARAMS: Rules = {
-    "min_lr": {"types": ["number"], "minimum": 0, "maximum": MAX_LR},
-    "warmup_steps": {"types": ["integer"], "minimum": 0},
-    "total_tokens": {"types": ["integer"], "minimum": 1, "maximum": MAX_TOKENS},
+    "min_lr": {"types": ["number"], "minimum": 0, "maximum": MAX_LR, "auto": True},
+    "warmup_steps": {"types": ["integer"], "minimum": 0, "auto": True},
+    "total_tokens": {"types": ["integer"], "minimum": 1, "maximum": MAX_TOKENS, "auto": True},
 }
 #: The parameters of each schedule. All begin with a linear warm-up.
 #:
@@ -32,8 +32,8 @@ TOKEN_SCHEDULES: dict[str, Rules] = {
     "WarmupLinearTokens": _PARAMS,
     STABLE_DECAY: {
         **_PARAMS,
-        "decay_fraction": {"types": ["number"], "above": 0, "maximum": 1},
-        "decay_shape": {"enum": list(DECAYS)},
+        "decay_fraction": {"types": ["number"], "above": 0, "maximum": 1, "auto": True},
+        "decay_shape": {"enum": list(DECAYS), "auto": True},
     },
 }
 

@@ -66,16 +66,15 @@ class BatchSizeWarmup(Technique):
         """The three values. Raises ValueError, see `Technique.__init__`."""
         given = {key: value for key in self.declaration.keys if (value := section.get(key, "auto")) != "auto"}
         full, ranks = run.global_batch_size, run.ranks
-        name = "'batch_size_warmup"
 
         def check(key: str, wrong: bool, reason: str) -> None:
             if key in given and wrong:
-                raise ValueError(f"{name}.{key}' is {given[key]}, {reason}")
+                raise ValueError(f"'batch_size_warmup.{key}' is {given[key]}, {reason}")
 
         for key in ("min_batch_size", "increment"):
             size = given.get(key, ranks)
-            near = min(full, max(1, size // ranks) * ranks)
-            check(key, size % ranks > 0, f"which {ranks} ranks cannot share evenly; write a multiple of {ranks}, such as {near}")
+            check(key, size % ranks > 0, f"which {ranks} ranks cannot share evenly; write a multiple of {ranks}")
+            check(key, size > full, f"above the global batch of {full}; lower it, or raise --global_batch_size")
         increment = given.get("increment", 0)
         quarter = full // 4
         if "min_batch_size" in given:
@@ -85,18 +84,12 @@ class BatchSizeWarmup(Technique):
             start += increment if start <= 0 else 0
         else:
             start = ranks * (largest_divisor(full // ranks, quarter // ranks) or full // ranks)
-        check("min_batch_size", start > full, f"above the global batch of {full}; lower it, or raise --global_batch_size")
-        check("increment", increment > full, f"above the global batch of {full}; lower it")
-        # All three are multiples of the ranks, so one that divides can be found.
-        fitting = ranks * largest_divisor((full - start) // ranks, (increment or start) // ranks)
-        check(
-            "increment",
-            increment > 0 and (full - start) % increment > 0,
-            f"which does not divide the {full - start} sequences from {start} to the global batch of {full}; write {fitting}",
-        )
+        increment = increment or ranks * largest_divisor((full - start) // ranks, start // ranks)
+        left = (full - start) % increment
+        check("increment", left > 0, f"which does not divide the {full - start} sequences from {start} to {full}; write a divisor of them")
         warmup_tokens = given.get("warmup_tokens", max(1, run.total_tokens // 4))
         check("warmup_tokens", warmup_tokens > run.total_tokens, f"but the run has {run.total_tokens}; lower it, or raise --steps")
-        return start, increment or fitting, warmup_tokens
+        return start, increment, warmup_tokens
 
     def batch_size_at(self, step: int) -> int:
         """Sequences of all ranks in optimizer step `step` (from 1)."""

@@ -137,15 +137,9 @@ class CurriculumLearning(Technique):
         multiple = value("difficulty_step", math.gcd(8, most), given)
         least = value("min_difficulty", max(multiple, most // 8 // multiple * multiple))
         if most > self.seq_len:
-            raise ValueError(
-                f"'curriculum_learning.max_difficulty' is {most}, but the model has positions for {self.seq_len} tokens; lower it, or raise"
-                " --seq_len"
-            )
+            raise ValueError(f"'curriculum_learning.max_difficulty' is {most}, above seq_len, {self.seq_len}; lower it, or raise --seq_len")
         if most % multiple:
-            raise ValueError(
-                f"{name}.difficulty_step' is {multiple}, which does not divide max_difficulty, {most}; write a divisor of it, such as"
-                f" {math.gcd(multiple, most)}"
-            )
+            raise ValueError(f"{name}.difficulty_step' is {multiple}, which does not divide max_difficulty, {most}; write a divisor of it")
         if least > most:
             raise ValueError(f"'curriculum_learning.min_difficulty' is {least}, above max_difficulty, {most}; lower it")
         schedule = {"total_curriculum_step": value("total_curriculum_step", max(1, round(AUTO_SHARE * self.steps)), given)}

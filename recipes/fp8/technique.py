@@ -10,10 +10,8 @@ and whatever is no linear layer of a block stay as they are in bf16.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import re
-from collections.abc import Iterator
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -80,22 +78,13 @@ class Fp8(Technique):
 
     def prepare(self, model: GPT) -> None:
         """Replace the linear layers of the blocks by torchao's, with the same parameters under the same names."""
-        with quiet_import():
-            from torchao.float8 import Float8LinearConfig, convert_to_float8_training  # an optional dependency
+        logging.disable(logging.WARNING)  # the import warns of kernels that it cannot load and that are not used here
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training  # an optional dependency
+
+        logging.disable(logging.NOTSET)
         # Padding acts where the tokens of a micro-batch, the inner dimension of the weights' gradients, are no multiple of 16.
         config = replace(Float8LinearConfig.from_recipe_name(self.recipe), emulate=self.emulate, pad_inner_dim=True)
         convert_to_float8_training(model.h, config=config)
-
-
-@contextlib.contextmanager
-def quiet_import() -> Iterator[None]:
-    """Silence the warnings of torchao's import, which are about kernels that it cannot load and that are not used here."""
-    before = logging.root.manager.disable
-    logging.disable(logging.WARNING)
-    try:
-        yield
-    finally:
-        logging.disable(before)
 
 
 def _missing_torchao() -> str | None:

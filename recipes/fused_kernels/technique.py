@@ -133,10 +133,9 @@ class FusedKernels(Technique):
     # --- one kernel each ---------------------------------------------------------------------------------------------------------------
 
     def _use_adamw(self, model: GPT) -> None:
-        offloads = (self.run.engine["zero_optimization"].get("offload_optimizer") or {}).get("device") or "none"
         if self.run.optimizer["type"] not in ("Adam", "AdamW"):
             return self._skip("adamw", f"the optimizer is {self.run.optimizer['type']}")
-        if offloads != "none":
+        if self.run.offload("offload_optimizer") != "none":
             return self._say("adamw", "DeepSpeed's CPUAdam, as for every offloaded optimizer")
         if self.device == "cuda" and self.run.zero_stage and CUDA_HOME is not None and not self.run.optimizer["params"].get("amsgrad"):
             self.extensions = ("FusedAdamBuilder",)

@@ -7,14 +7,13 @@ Jordan et al., Muon: An optimizer for hidden layers in neural networks, https://
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from model.accounting import block_tensors, model_tensors, parameter_count
+from model.accounting import model_tensors, parameter_count
 from model.presets import GATED, GPTConfig
 from recipes.masters import Fragment, fragments_of_rank, master_weights
 from recipes.muon.optimizer import Matrix, Muon
@@ -54,8 +53,9 @@ class MuonTechnique(Technique):
 
     def __init__(self, section: dict[str, Any], run: Run):
         self.params = DEFAULTS | section
+        self._stage, self._ranks, self._parts = run.zero_stage, run.ranks, hidden_parts(run.model_config)
         # One for the hidden matrices, two for the other parameters.
-        hidden = run.shape.n_layer * sum(math.prod(shape) for shape in block_tensors(run.shape).values() if len(shape) == 2)
+        hidden = sum(rows * columns for matrices in self._parts.values() for rows, columns in matrices)
         self.optimizer_tensors = 2 - hidden / parameter_count(run.model_config)
         accumulated = (run.engine.get("data_types") or {}).get("grad_accum_dtype")
         if run.zero_stage == 1 and run.precision == "bf16" and accumulated in FP32_NAMES:
@@ -70,15 +70,9 @@ class MuonTechnique(Technique):
             )
         if self.params["momentum"] == 1:
             raise ValueError("'optimizer.params.momentum' is 1, so old gradients never decay; write a number below 1")
-        self._stage, self._ranks, self._config = run.zero_stage, run.ranks, run.model_config
-        #: (rows, columns) of the matrices of each hidden parameter, by its name.
-        self._parts: dict[str, list[tuple[int, int]]] = {}
         self._optimizer: Muon | None = None
 
     def prepare(self, model: GPT) -> None:
-        # At stage 3 the parameters are partitioned already.
-        shapes = {name: getattr(parameter, "ds_shape", parameter.shape) for name, parameter in model.named_parameters()}
-        self._parts = hidden_parts(shapes, model.config)
         self._hidden = {id(parameter) for name, parameter in model.named_parameters() if name in self._parts}
 
     def optimizer(self, param_groups: list[dict[str, Any]]) -> Muon:
@@ -96,8 +90,7 @@ class MuonTechnique(Technique):
         return self._optimizer
 
     def bytes_sent(self, planned: int, steps: int) -> int:
-        parts = hidden_parts(model_tensors(self._config), self._config)
-        return planned + round(exchanged_elements(parts, self._stage, self._ranks) * 4 * (self._ranks - 1) / self._ranks)
+        return planned + round(exchanged_elements(self._parts, self._stage, self._ranks) * 4 * (self._ranks - 1) / self._ranks)
 
     def attach(self, engine: Any, collectives: Any) -> None:
         assert self._optimizer is not None
@@ -111,11 +104,11 @@ class MuonTechnique(Technique):
         }
 
 
-def hidden_parts(shapes: Mapping[str, Sequence[int]], config: GPTConfig) -> dict[str, list[tuple[int, int]]]:
-    """(rows, columns) of the matrices of each hidden parameter, by its name, from the shapes of all parameters."""
+def hidden_parts(config: GPTConfig) -> dict[str, list[tuple[int, int]]]:
+    """(rows, columns) of the matrices of each hidden parameter, by its name."""
     return {
         name: [(rows, shape[1]) for rows in parts_of(name, shape[0], config)]
-        for name, shape in shapes.items()
+        for name, shape in model_tensors(config).items()
         if name.startswith("h.") and len(shape) == 2
     }
 

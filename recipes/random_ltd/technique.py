@@ -153,8 +153,7 @@ class RandomLTD(Technique):
         for key, value in (("max_value", most), ("min_value", least)):  # else the last length comes late, or the first is below min_value
             if value % multiple:
                 raise ValueError(
-                    f"{name}.schedule_config.seq_per_step' is {multiple}, which does not divide {key}, {value}; write a divisor of it, such"
-                    f" as {math.gcd(multiple, value)}"
+                    f"{name}.schedule_config.seq_per_step' is {multiple}, which does not divide {key}, {value}; write a divisor"
                 )
         if least > most:
             raise ValueError(f"{name}.min_value' is {least}, above max_value, {most}; lower it")
