@@ -62,7 +62,7 @@ def train(name: str, flags: list[str]) -> dict[str, Any]:
             if done.returncode == 0:
                 return report.read_records(results)[0]
         if "out of memory" not in done.stderr or size == 1:
-            report.fail(done)
+            report.fail(done.args, done.returncode, done.stderr)
         size //= 2
         print(f"{name}: out of memory, again with a micro-batch of {size}", flush=True)
 

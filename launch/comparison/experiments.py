@@ -16,7 +16,7 @@ import numpy as np
 from tqdm import tqdm
 
 from launch.comparison.comparison import Absent, Comparison, compare_experiments
-from launch.comparison.interleaved import train_interleaved
+from launch.comparison.interleaved import run_interleaved
 from launch.comparison.runs import read_run
 from launch.comparison.trials import CannotRun, PlannedExperiment, Trial, fitting_groups, in_order, plan_experiment
 from launch.config.hardware import device_type, gpus
@@ -164,23 +164,28 @@ def train_missing(flags: argparse.Namespace, batches: Sequence[Sequence[Trial]],
         done = sum(_steps_done(runs_dir / trial.name) for trial in trials)
         with tqdm(total=steps, initial=done, unit="step", dynamic_ncols=True, disable=flags.quiet or None) as bar:  # None: off a terminal
             for number, group in enumerate(groups, 1):
-                outputs = {trial.name: runs_dir / f"{trial.name}.out" for trial in group}
-                sizes = {name: output.stat().st_size if output.exists() else 0 for name, output in outputs.items()}
+                scripts = {trial.name: (trial.config.ranks, script_of(trial, runs_dir)) for trial in group}
                 try:
-                    codes = train_interleaved(group, runs_dir, lambda trial, made: bar.update(made))
+                    codes = run_interleaved(scripts, runs_dir, lambda name, made: bar.update(made))
                 except SystemExit:
                     bar.close()
                     print_once("stopped; the same command resumes the runs", sys.stderr)
                     raise
                 for name, code in codes.items():
                     if code:
-                        failures[name] = error_of(outputs[name], sizes[name], code)
+                        failures[name] = error_of(runs_dir / f"{name}.out", code)
                         print_once(one_line(f"{name} failed: {failures[name]}"), sys.stderr)
                     elif not flags.keep_checkpoints:
                         shutil.rmtree(runs_dir / name / "checkpoints", ignore_errors=True)
                 if bar.disable and not flags.quiet:
                     print_once(f"{sum(map(len, groups[:number]))} of {len(trials)} runs have ended")
     return failures
+
+
+def script_of(trial: Trial, runs_dir: Path) -> list[str]:
+    """`launch/pretrain.py` with the arguments of a run, which is resumed if it has a folder already."""
+    resume = ["--resume"] if (runs_dir / trial.name).exists() else []
+    return [str(ROOT / "launch/pretrain.py"), *trial.flags, "--runs_dir", str(runs_dir), "--run_name", trial.name, *resume]
 
 
 def estimate(groups: Sequence[Sequence[Trial]]) -> str:
@@ -222,8 +227,8 @@ def _locked(runs_dir: Path) -> Iterator[None]:
         yield
 
 
-def error_of(output: Path, before: int, code: int) -> str:
-    """The last error in a run's output after the first `before` bytes, which are of earlier attempts; else its exit code."""
-    lines = output.read_bytes()[before:].decode("utf-8", "replace").splitlines()
+def error_of(output: Path, code: int) -> str:
+    """The last error in a run's output, else its exit code."""
+    lines = output.read_text(encoding="utf-8", errors="replace").splitlines()
     errors = [line.removeprefix("error: ").replace(f"{ROOT}/", "") for line in lines if line.startswith("error: ")]
     return errors[-1] if errors else f"exit code {code}, see {output}"
