@@ -473,7 +473,7 @@ def _pair(control: Side, side: Side, recipe: Recipe | None, testbed: Testbed | N
 def _judged(claim: Claim, pair: Pair, *numbers: Mapping[int, Mapping[str, float]]) -> Verdict:
     """The verdict on a claim from the measures of control and recipe by seed: inconclusive unless all planned pairs can be compared."""
     if claim.measure == "step_time" and not pair.on_equal_terms:
-        return Verdict(claim, "the runs of a seed were not interleaved on one machine, so their times cannot be compared")
+        return Verdict(claim, "the runs of a seed were not interleaved on one machine; give another --runs_dir to train both again")
     if claim.key != LOSS and (failed := [run.name for side in (pair.control, pair.side) for run in side.runs if not run.finished]):
         return Verdict(claim, f"a run diverged, so its {claim.measure} is not that of a whole run: {', '.join(failed)}")
     before, after = ([one[seed].get(claim.key, math.nan) for seed in pair.seeds] for one in numbers)

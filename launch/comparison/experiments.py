@@ -72,8 +72,6 @@ def run_experiments(
     if not planned:
         raise UsageError(f"--all: no recipe can run here; {absent[0].recipe}: {absent[0].reason}")
     runs_dir = Path(flags.runs_dir)
-    for one in planned:
-        _note_times(one, runs_dir)
     failures = train_missing(flags, in_order(planned), runs_dir)
     names = {trial.name for one in planned for trial in (*one.control, *one.own)}
     runs = {name: read_run(runs_dir / name) for name in sorted(names) if (runs_dir / name / "run.json").exists()}
@@ -88,19 +86,6 @@ def run_experiments(
             absent.append(Absent(one.recipe.name, where + (reasons[0] if reasons else "its runs left no run.json")))
     unfinished = [name for name in failures if name not in runs or runs[name].state == "unfinished"]
     return compare_experiments(experiments, absent, flags.force), unfinished
-
-
-def _note_times(experiment: PlannedExperiment, runs_dir: Path) -> None:
-    """Print that a claim about time will not be judged, because one run of a pair was trained before the other."""
-    recipe, testbed = experiment.recipe, experiment.testbed
-    if testbed is None or not any(claim.measure == "step_time" for claim in recipe.experiments[testbed.name].claims):
-        return
-    pairs = zip(experiment.control, experiment.own, strict=True)
-    if alone := [str(pair[0].seed) for pair in pairs if len({has_ended(runs_dir / trial.name) for trial in pair}) > 1]:
-        print_once(
-            f"note: {recipe.name} on {testbed.name}: one run of seed {', '.join(alone)} was trained before the other, so a claim about the"
-            " step time will be inconclusive; give another --runs_dir"
-        )
 
 
 def testbed_named(name: str) -> Testbed:
