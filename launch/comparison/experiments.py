@@ -21,6 +21,7 @@ from launch.comparison.runs import read_run
 from launch.comparison.trials import CannotRun, PlannedExperiment, Trial, fitting_groups, in_order, plan_experiment
 from launch.config.hardware import device_type, gpus
 from launch.errors import UsageError, one_line, print_once
+from launch.formats.files import check_writable
 from model.accounting import flops_per_token, parameter_count
 from recipes.registry import ROOT, Recipe, Testbed, read_recipe, read_testbed, read_testbeds
 
@@ -81,9 +82,8 @@ def run_experiments(
         if control and own:
             experiments.append((one.recipe, one.testbed, control, own))
         else:
-            reasons = [failures[trial.name] for trial in (*one.control, *one.own) if trial.name in failures]
-            where = f"{one.testbed.name}: " if one.testbed else ""
-            absent.append(Absent(one.recipe.name, where + (reasons[0] if reasons else "its runs left no run.json")))
+            why = next(failures[trial.name] for trial in (*one.control, *one.own) if trial.name in failures)
+            absent.append(Absent(one.recipe.name, f"{one.testbed.name}: {why}" if one.testbed else why))
     unfinished = [name for name in failures if name not in runs or runs[name].state == "unfinished"]
     return compare_experiments(experiments, absent, flags.force), unfinished
 
@@ -101,20 +101,15 @@ def testbed_named(name: str) -> Testbed:
 
 def _testbeds(recipe: Recipe, passed_on: Sequence[str], flags: argparse.Namespace) -> list[Testbed | None]:
     """Where a recipe is compared: on the testbeds that are given, else on all its own for this device; with flags of a setting on none."""
-    if flags.testbed:
-        testbeds = [testbed for testbed in map(testbed_named, flags.testbed) if testbed.name in recipe.experiments]
-        wanted = ", ".join(flags.testbed)
-    elif flags.ranks or any(word.startswith("--") and word != "--save_every" for word in passed_on):
+    if not flags.testbed and (flags.ranks or any(word.startswith("--") and word != "--save_every" for word in passed_on)):
         return [None]
-    else:
-        testbeds = [testbed for testbed in read_testbeds(device_type()) if testbed.name in recipe.experiments]
-        wanted = f"a testbed for {device_type()}"
+    given = [testbed_named(name) for name in flags.testbed] or read_testbeds(device_type())
+    testbeds: list[Testbed | None] = [testbed for testbed in given if testbed.name in recipe.experiments]
     if not testbeds:
-        here = [testbed.name for testbed in read_testbeds(device_type()) if testbed.name in recipe.experiments]
-        on_cpu = [testbed.name for testbed in read_testbeds("cpu") if testbed.name in recipe.experiments]
-        way = f"give one of {', '.join(here)}, or " if here else f"set DS_ACCELERATOR=cpu for {', '.join(on_cpu)}, or " if on_cpu else ""
-        raise CannotRun(f"it has no experiment on {wanted}; {way}give a setting: --preset nano --steps 200")
-    return [*testbeds]
+        wanted = ", ".join(flags.testbed) or f"a testbed for {device_type()}"
+        own = ", ".join(f"{testbed.name} ({testbed.device})" for testbed in read_testbeds() if testbed.name in recipe.experiments)
+        raise CannotRun(f"it has no experiment on {wanted}; its testbeds: {own or 'none'}; give one, or a setting, such as --steps 200")
+    return testbeds
 
 
 def _plan(recipe: Recipe, testbed: Testbed | None, passed_on: Sequence[str], flags: argparse.Namespace) -> PlannedExperiment:
@@ -130,18 +125,12 @@ def ranks_of(recipe: Recipe | None, testbed: Testbed | None, flags: argparse.Nam
 
 def train_missing(flags: argparse.Namespace, batches: Sequence[Sequence[Trial]], runs_dir: Path) -> dict[str, str]:
     """Train the runs that have not ended, those of a batch interleaved. Returns the reasons of those that failed, by name."""
-
-    def missing() -> list[list[Trial]]:
-        left = ([trial for trial in trials if not has_ended(runs_dir / trial.name)] for trials in batches)
-        return [trials for trials in left if trials]
-
+    missing = [[trial for trial in trials if not has_ended(runs_dir / trial.name)] for trials in batches]
+    groups = [group for trials in missing if trials for group in fitting_groups(trials, flags.at_once)]
     failures: dict[str, str] = {}
-    if not missing():
+    if not groups:
         return failures
     with _locked(runs_dir):
-        groups = [group for trials in missing() for group in fitting_groups(trials, flags.at_once)]
-        if not groups:
-            return failures  # another command has trained them meanwhile
         trials = [trial for group in groups for trial in group]
         interleaved = max(map(len, groups))
         print_once(f"training {len(trials)} runs, at most {interleaved} of them interleaved, in {runs_dir}: {estimate(groups)}")
@@ -199,12 +188,9 @@ def _steps_done(run: Path) -> int:
 @contextlib.contextmanager
 def _locked(runs_dir: Path) -> Iterator[None]:
     """Hold the lock of `runs_dir`. Refuse a folder in which another command trains, or that cannot be written."""
-    try:
-        runs_dir.mkdir(parents=True, exist_ok=True)
-        lock = open(runs_dir / ".lock", "a", encoding="utf-8")  # noqa: SIM115 - closed below
-    except OSError as reason:
-        raise UsageError(f"--runs_dir {runs_dir}: cannot be written ({reason.strerror}); give another folder") from None
-    with lock:
+    check_writable(runs_dir, "--runs_dir")
+    runs_dir.mkdir(parents=True, exist_ok=True)
+    with open(runs_dir / ".lock", "a", encoding="utf-8") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
