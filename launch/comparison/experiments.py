@@ -39,7 +39,7 @@ def run_experiments(
     folders: Sequence[Path | str],
     passed_on: Sequence[str],
     flags: argparse.Namespace,
-    check: Callable[[Recipe, Sequence[Testbed | None]], None] | None = None,
+    check: Callable[[Recipe, Testbed], None] | None = None,
 ) -> tuple[Comparison, list[str]]:
     """Train the runs of these recipes and of their controls that are missing, and compare them.
 
@@ -47,7 +47,7 @@ def run_experiments(
         folders: of the recipes.
         passed_on: flags of `launch/pretrain.py` for all runs.
         flags: of `launch/compare.py`. With `all`, recipes that cannot run on this machine are listed in the report instead of refused.
-        check: called with each recipe and its testbeds before anything is trained, to refuse them.
+        check: called with each recipe and testbed before anything is trained, to refuse them.
 
     Returns:
         The comparison, and the names of the runs that did not finish, other than by diverging.
@@ -62,8 +62,9 @@ def run_experiments(
         recipe = read_recipe(folder)
         try:
             testbeds = _testbeds(recipe, passed_on, flags)
-            if check:
-                check(recipe, testbeds)
+            for testbed in testbeds:
+                if check and testbed:
+                    check(recipe, testbed)
             planned += [_plan(recipe, testbed, passed_on, flags) for testbed in testbeds]
         except CannotRun as reason:
             if not flags.all:

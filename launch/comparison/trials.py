@@ -15,7 +15,6 @@ from pathlib import Path
 
 import psutil
 
-from data_pipeline.errors import DataError
 from launch.config.explain import memory_of
 from launch.config.flags import suggested_flags, without
 from launch.config.hardware import device_type, gpus
@@ -123,8 +122,6 @@ def plan_trial(config_file: str, flags: Sequence[str], ranks: int) -> Trial:
     try:
         config, _ = resolve(flags, ranks)
         check_device(config)
-    except DataError:
-        raise
     except UsageError as reason:
         raise CannotRun(reason.faults[0].removeprefix(f"{ROOT}/")) from None
     if config.lacks:
