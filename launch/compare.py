@@ -1,6 +1,6 @@
 """Compare runs as controlled experiments: existing runs, or recipes with their controls, which are trained first where they are missing.
 
-    python launch/compare.py runs/dropping_1 runs/whole_1
+    python launch/compare.py runs/whole_1 runs/dropping_1
     python launch/compare.py --recipe recipes/zero_2 --seeds 3 --preset nano --steps 400
     python launch/compare.py --recipe recipes/lamb --testbed nano-0.5M
     python launch/compare.py --recipe recipes/lamb --testbed nano-0.5M --tune
@@ -48,9 +48,7 @@ def build_parser() -> Parser:
         description="Compare runs as controlled experiments: paired seeds, confidence intervals, and a verdict for each claim of a recipe.",
         epilog="Example: python launch/compare.py --recipe recipes/zero_2 --seeds 3 --preset nano --steps 200",
     )
-    parser.add_argument(
-        "runs", nargs="*", metavar="RUN", help="existing run folders; the first is the control, unless a recipe's own control is among them"
-    )
+    parser.add_argument("runs", nargs="*", metavar="RUN", help="existing run folders; the first is the control")
     parser.add_argument(
         "--recipe", metavar="DIR", action="append", default=[], help="a recipe folder to compare with its control; repeatable"
     )

@@ -202,30 +202,27 @@ class Comparison:
 
 
 def compare(runs: Sequence[Run], force: bool = False) -> Comparison:
-    """Groups runs by configuration, finds the control of each configuration, and compares.
-
-    The control of a side is the side whose JSON its recipe names as control. If two sides name each other, as `bf16` and `fp32` do,
-    the one given first is the control. A side without a control is compared with the first one given. Claims are not judged, because the
-    runs may be of any setting.
+    """Groups runs by configuration, and compares every other configuration with that of the first run, the control. Claims are not judged,
+    because the runs may be of any setting.
 
     Raises:
         UsageError: a folder is given twice; or, without `force`, corpora, vocabularies, validation sets or token budgets differ.
     """
+    folders = [run.folder.resolve() for run in runs]
+    for run, folder in zip(runs, folders, strict=True):
+        if folders.count(folder) > 1:
+            raise UsageError(f"{run.folder}: this run is given twice; leave one out")
     mismatches = _mismatches([runs], force)
-    groups = group(runs)
-    recipes = [read_recipe(ROOT / "recipes" / name) for name in recipe_names()]
-    candidates: list[tuple[int, int, Recipe]] = []  # places of a control and of a side in `groups`, and the side's recipe
-    for at, (run, *_) in enumerate(groups):
-        own = [recipe for recipe in recipes if recipe.name == run.description.get("recipe")]
-        for recipe in own or [recipe for recipe in recipes if recipe.config == _engine_json(run)]:
-            if (control := _nearest_group(groups, at, recipe.control)) is not None:
-                candidates.append((control, at, recipe))
-    links = {(control, at) for control, at, _ in candidates}
-    pairings: list[tuple[int, int, Recipe | None]] = [*(one for one in candidates if one[0] < one[1] or (one[1], one[0]) not in links)]
-    paired = {at for control, side, _ in pairings for at in (control, side)}
-    pairings += [(0, at, None) for at in range(1, len(groups)) if at not in paired]
-    pairings.sort(key=lambda pairing: pairing[:2])
-    return _compared(groups, [(groups[control], groups[at], recipe, None) for control, at, recipe in pairings], mismatches, ())
+    control, *others = groups = group(runs)
+    return _compared(groups, [(control, own, _recipe_of(own[0], control[0]), None) for own in others], mismatches, ())
+
+
+def _recipe_of(run: Run, control: Run) -> Recipe | None:
+    """The recipe of a run that is compared with the recipe's control: that which it names, else one with its DeepSpeed JSON."""
+    recipes = (read_recipe(ROOT / "recipes" / name) for name in recipe_names())
+    found = [recipe for recipe in recipes if recipe.control == _engine_json(control)]
+    own = [recipe for recipe in found if recipe.name == run.description.get("recipe")]
+    return next(iter(own or [recipe for recipe in found if recipe.config == _engine_json(run)]), None)
 
 
 def compare_experiments(
@@ -279,17 +276,17 @@ def group(runs: Iterable[Run]) -> list[Group]:
     def code(run: Run) -> str:
         return json.dumps([run.description.get("commit"), run.description.get("versions")], sort_keys=True)
 
-    groups: list[Group] = []
+    groups: list[list[Run]] = []
     for same in _grouped(runs, configuration):
         groups += _grouped(same, code) if len({run.seed for run in same}) < len(same) else [same]
-    return groups
+    return [_in_order(members) for members in groups]
 
 
-def _grouped(runs: Iterable[Run], key: Callable[[Run], Any]) -> list[Group]:
+def _grouped(runs: Iterable[Run], key: Callable[[Run], Any]) -> list[list[Run]]:
     groups: dict[Any, list[Run]] = {}
     for run in runs:
         groups.setdefault(key(run), []).append(run)
-    return [_in_order(members) for members in groups.values()]
+    return list(groups.values())
 
 
 def _in_order(runs: Iterable[Run]) -> Group:
@@ -358,25 +355,21 @@ def _mismatches(experiments: Iterable[Sequence[Run]], force: bool) -> tuple[str,
     """Why the losses of an experiment's runs cannot be compared.
 
     Raises:
-        UsageError: there are reasons and no `force`, or a folder is given twice.
+        UsageError: there are reasons and no `force`.
     """
-    found: dict[str, None] = {}
+    found: dict[tuple[Any, ...], str] = {}
     for runs in experiments:
-        folders = [run.folder.resolve() for run in runs]
-        for run, folder in zip(runs, folders, strict=True):
-            if folders.count(folder) > 1:
-                raise UsageError(f"{run.folder}: this run is given twice; leave one out")
-        seen: set[tuple[str, str]] = set()
+        first = _losses_are_of(runs[0])
         for run in runs:
-            for (kind, first), value in zip(_losses_are_of(runs[0]).items(), _losses_are_of(run).values(), strict=True):
-                if value != first and (kind, value) not in seen:
-                    seen.add((kind, value))
-                    found[f"{run.folder}: its {kind} is {value}, that of {runs[0].folder} is {first}"] = None
+            for kind, value in _losses_are_of(run).items():
+                if value != first[kind]:
+                    text = f"{run.folder}: its {kind} is {value}, that of {runs[0].folder} is {first[kind]}"
+                    found.setdefault((runs[0].folder, kind, value), text)
     if found and not force:
         fix = "give runs that agree, or --force, which marks the report"
         vocabularies = f"{fix}; launch/score.py compares models of different vocabularies in bits per byte"
-        raise UsageError(*(f"{one}; {vocabularies if 'vocabulary' in one else fix}" for one in found))
-    return tuple(found)
+        raise UsageError(*(f"{one}; {vocabularies if 'vocabulary' in one else fix}" for one in found.values()))
+    return tuple(found.values())
 
 
 def _losses_are_of(run: Run) -> dict[str, str]:
@@ -404,12 +397,6 @@ def sequences_evaluated(*sides: Side) -> set[int]:
 def _engine_json(run: Run) -> str:
     """`ds_configs/<name>.json`, as recipes name it; the run may come from another checkout."""
     return "/".join(Path(run.description["config_file"]).parts[-2:])
-
-
-def _nearest_group(groups: Sequence[Group], at: int, config: str) -> int | None:
-    """The place of another group with the DeepSpeed JSON `config`; of several, the one with the fewest differences."""
-    found = [place for place, runs in enumerate(groups) if place != at and _engine_json(runs[0]) == config]
-    return min(found, key=lambda place: len(differences(groups[place], groups[at])), default=None)
 
 
 # --- figures and verdicts -------------------------------------------------------------------------------------------------------------
