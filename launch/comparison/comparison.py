@@ -190,15 +190,15 @@ class Comparison:
 
     def as_json(self) -> dict[str, Any]:
         """The content of `report.json`: plain numbers, null for one that is not finite; no curves."""
-        return _plain(
-            {
-                "mismatches": self.mismatches,
-                "remarks": self.remarks,
-                "pairs": [_pair_as_json(pair) for pair in self.pairs],
-                "sides": [{"name": side.name, "role": side.role, "runs": [_run_as_json(run) for run in side.runs]} for side in self.sides],
-                "absent": [asdict(one) for one in self.absent],
-            }
-        )
+        content = {
+            "mismatches": self.mismatches,
+            "remarks": self.remarks,
+            "pairs": [_pair_as_json(pair) for pair in self.pairs],
+            "sides": [{"name": side.name, "role": side.role, "runs": [_run_as_json(run) for run in side.runs]} for side in self.sides],
+            "absent": [asdict(one) for one in self.absent],
+        }
+        plain: dict[str, Any] = json.loads(json.dumps(content), parse_constant=lambda not_finite: None)
+        return plain
 
 
 def compare(runs: Sequence[Run], force: bool = False) -> Comparison:
@@ -610,12 +610,3 @@ def _run_as_json(run: Run) -> dict[str, Any]:
         "measures": run.measures(),
         **{key: run.description.get(key) for key in origin},
     }
-
-
-def _plain(value: Any) -> Any:
-    """`value` as JSON can hold it: lists for tuples, null for a number that is not finite."""
-    if isinstance(value, dict):
-        return {key: _plain(member) for key, member in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
