@@ -142,7 +142,7 @@ def test_a_published_run_is_read_as_it_was(make):
         for run in make(diverged=diverged).pairs[0].side.runs:
             text = json.dumps(stored_run(run), allow_nan=False)
             again = read_stored_run(json.loads(text))
-            assert again.measures() == run.measures()
+            assert again.measures == run.measures
             assert (again.seed, again.state, again.description["ranks"]) == (run.seed, run.state, run.description["ranks"])
             evaluated = np.isfinite(run.columns["val_loss"])
             for name in ("step", "tokens", "seconds", "val_loss"):

@@ -535,7 +535,7 @@ def _is_expected(key: str, pair: Pair) -> bool:
 
 def _numbers(run: Run) -> dict[str, float]:
     """The measures of a run that can be compared."""
-    return {name: value for name, value in run.measures().items() if run.finished or name not in SUMS}
+    return {name: value for name, value in run.measures.items() if run.finished or name not in SUMS}
 
 
 def losses_at_equal_time(control: Mapping[int, Run], other: Mapping[int, Run]) -> tuple[dict[int, float], dict[int, float]]:
@@ -607,6 +607,6 @@ def _run_as_json(run: Run) -> dict[str, Any]:
         "seed": run.seed,
         "state": run.state,
         "remarks": run.remarks,
-        "measures": run.measures(),
+        "measures": run.measures,
         **{key: run.description.get(key) for key in origin},
     }

@@ -263,7 +263,7 @@ def _results(sides: Sequence[Side]) -> list[list[str]]:
     """The table of all sides."""
     rows = []
     for side in sides:
-        measures = [run.measures() for run in side.runs]
+        measures = [run.measures for run in side.runs]
         means = [_mean(name, [run[name] for run in measures if name in run]) for name in MAIN_FIGURES]
         rows.append([side.name, side.role, _seeds(run.seed for run in side.runs), *means])
     return rows

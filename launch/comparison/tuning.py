@@ -115,7 +115,7 @@ class _Arm:
 
     def add(self, point: Flags, run: Run) -> None:
         """Add the loss (null for a run that diverged) and the spikes of a point."""
-        measures = run.measures()
+        measures = run.measures
         loss = measures["final_val_loss"]
         measured = {**point, "loss": loss if math.isfinite(loss) else None, "spikes": measures.get("spikes")}
         if measured not in self.grid:
@@ -215,7 +215,7 @@ def measure_noise(flags: argparse.Namespace, passed_on: Sequence[str]) -> tuple[
     runs = _train(flags, [list(of_seed) for of_seed in zip(*trials.values(), strict=True)])
     if diverged := [run.name for run in runs.values() if run.diverged]:
         raise TrainingFailed(f"{diverged[0]} diverged; the values of testbed {testbed.name} are not stable, tune it again")
-    losses = {variant: [runs[trial.name].measures()["final_val_loss"] for trial in own] for variant, own in trials.items()}
+    losses = {variant: [runs[trial.name].measures["final_val_loss"] for trial in own] for variant, own in trials.items()}
     control = losses.pop("control")
     nulls = {variant: {"seeds": list(seeds), "control": control, "other": other} for variant, other in losses.items()}
     lines = [
