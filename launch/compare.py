@@ -36,7 +36,7 @@ from launch.config.flags import (
 )
 from launch.errors import TrainingFailed, UsageError, one_line, print_once, run_command
 from launch.formats.files import check_writable
-from recipes.registry import ROOT, recipe_names
+from recipes.registry import ROOT, TESTBEDS, recipe_names
 
 REPORT = ("report.html", "report.json", "loss.png")
 
@@ -147,11 +147,9 @@ def _set_up_testbeds(flags: argparse.Namespace, passed_on: list[str]) -> int:
     found, lines, trained = (tuning.tune if flags.tune else tuning.measure_noise)(flags, passed_on)
     if flags.publish:
         publish.check_runs("--publish", trained)
-    if flags.tune:
-        recipe = Path(flags.recipe[0]).resolve().name if flags.recipe else None
-        written = tuning.write_tuning(found, recipe, _out(flags), flags.publish)
-    else:
-        written = tuning.write_noise(found, _out(flags), flags.publish)
+    own = Path(flags.recipe[0]).resolve() if flags.recipe else TESTBEDS / flags.testbed[0]
+    folders = [_out(flags), *([own] if flags.publish else [])]
+    written = (tuning.write_tuning if flags.tune else tuning.write_noise)(found, folders)
     if flags.publish:
         pages.write_pages()
     for line in [*lines, *(f"written: {file}" for file in written)]:

@@ -12,7 +12,7 @@ import matplotlib
 import numpy as np
 import pytest
 
-from launch.comparison import comparison, pages, publish, tuning
+from launch.comparison import comparison, pages, publish, trials, tuning
 from launch.comparison.comparison import compare_experiments
 from launch.comparison.runs import read_run, read_stored_run, stored_run
 from launch.comparison.verdicts import SIGNS
@@ -81,7 +81,7 @@ def tree(tmp_path, monkeypatch):
     left_out = shutil.ignore_patterns("*.py", "*.png", "__pycache__", "results.json", "tuning.json", "noise.json")
     shutil.copytree(CHECKOUT / "recipes", copy / "recipes", ignore=left_out)
     shutil.copy(CHECKOUT / "README.md", copy)
-    for module in (registry, comparison, pages, publish, tuning):
+    for module in (registry, comparison, pages, publish, trials, tuning):
         monkeypatch.setattr(module, "ROOT", copy)
     for module in (registry, pages, tuning):
         monkeypatch.setattr(module, "TESTBEDS", copy / "recipes" / "testbeds")

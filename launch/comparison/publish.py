@@ -13,8 +13,8 @@ from typing import Any
 from launch.comparison.comparison import Comparison, Pair
 from launch.comparison.pages import RESULTS, plan_files, plan_in, planned, write_pages
 from launch.comparison.runs import Run, stored_run
-from launch.comparison.trials import CODE, settings_on
-from launch.comparison.tuning import CONTROL, edges, published_sweep, read_json, tuned_by
+from launch.comparison.trials import CODE, settings_on, tuned_by
+from launch.comparison.tuning import CONTROL, edges, published_sweep, read_json
 from launch.errors import UsageError
 from launch.formats.files import write_atomically
 from launch.training.provenance import machine_in_words, repository_commit

@@ -23,11 +23,11 @@ from scipy import stats
 
 from launch.comparison.experiments import estimate, has_ended, ranks_of, testbed_named, train_missing
 from launch.comparison.runs import Run, read_run
-from launch.comparison.trials import CannotRun, Trial, as_words, fitting_groups, plan_trial, settings_on
+from launch.comparison.trials import CannotRun, Trial, as_words, fitting_groups, plan_trial, settings_on, tuned_by
 from launch.errors import TrainingFailed, UsageError, print_once
 from launch.formats.files import write_atomically
 from launch.training.provenance import machine_in_words
-from recipes.registry import ROOT, TESTBEDS, Flags, Recipe, Testbed, read_recipe, recipe_names
+from recipes.registry import ROOT, TESTBEDS, Flags, Recipe, Testbed, read_recipe
 
 #: The DeepSpeed JSON whose sweep sets the values of a testbed.
 CONTROL = "ds_configs/zero0_bf16.json"
@@ -157,13 +157,6 @@ def read_json(file: Path) -> dict[str, Any]:
     return found
 
 
-def tuned_by(config: str, testbed: Testbed) -> Recipe | None:
-    """The recipe whose DeepSpeed JSON `config` is, if it is tuned on the testbed itself; None if it takes the values of the control."""
-    recipes = (read_recipe(ROOT / "recipes" / name) for name in recipe_names())
-    tuned = (one for one in recipes if one.config == config and testbed.name in one.experiments and one.experiments[testbed.name].sweep)
-    return next(tuned, None)
-
-
 def published_sweep(config: str, testbed: Testbed) -> tuple[Path, dict[str, Any]]:
     """The `tuning.json` that chooses the values of `config` on a testbed, and that sweep: an empty grid if it is not published."""
     own = tuned_by(config, testbed)
@@ -193,7 +186,7 @@ def measure_noise(flags: argparse.Namespace, passed_on: Sequence[str]) -> tuple[
     """Train the null experiments of the testbed that are missing.
 
     Returns:
-        The content of a `noise.json`, by the testbed's name, lines that say what was found, and the runs.
+        The content of a `noise.json`, lines that say what was found, and the runs.
 
     Raises:
         TrainingFailed: a run did not finish, or diverged.
@@ -222,7 +215,7 @@ def measure_noise(flags: argparse.Namespace, passed_on: Sequence[str]) -> tuple[
         f"{testbed.name}, {variant}: standard deviation of the difference {deviation(null)[0]:.5f}, mean {mean_difference(null):+.5f}"
         for variant, null in nulls.items()
     ]
-    return {testbed.name: {**_origin(runs), "nulls": nulls}}, lines, [*runs.values()]
+    return {**_origin(runs), "nulls": nulls}, lines, [*runs.values()]
 
 
 def _train(flags: argparse.Namespace, batches: Sequence[Sequence[Trial]]) -> dict[str, Run]:
@@ -244,12 +237,9 @@ def _origin(runs: Mapping[str, Run]) -> dict[str, Any]:
     return {"commits": [*dict.fromkeys(one["commit"] for one in descriptions)], "machine": " and ".join(machines)}
 
 
-def write_tuning(found: dict[str, Any], recipe: str | None, out: Path, publish: bool) -> list[Path]:
-    """Write `tuning.json` and `tuning.png` into `out`, and with `publish` into the folder of the recipe, or of the testbed without one."""
-    (testbed,) = found
-    files = [out / "tuning.json"]
-    if publish:
-        files.append((ROOT / "recipes" / recipe if recipe else TESTBEDS / testbed) / "tuning.json")
+def write_tuning(found: dict[str, Any], folders: Sequence[Path]) -> list[Path]:
+    """Write `tuning.json`, beside the sweeps on other testbeds, and `tuning.png` into each folder."""
+    files = [folder / "tuning.json" for folder in folders]
     for file in files:
         merged = {**read_json(file), **found}
         _write_json(file, merged)
@@ -257,15 +247,12 @@ def write_tuning(found: dict[str, Any], recipe: str | None, out: Path, publish: 
     return files
 
 
-def write_noise(found: dict[str, Any], out: Path, publish: bool) -> list[Path]:
-    """Write `noise.json` into `out`, beside other testbeds' figures, and with `publish` into the folder of the testbed."""
-    (testbed,) = found
-    files = {out / "noise.json": {**read_json(out / "noise.json"), **found}}
-    if publish:
-        files[TESTBEDS / testbed / "noise.json"] = found[testbed]
-    for file, own in files.items():
-        _write_json(file, own)
-    return list(files)
+def write_noise(found: dict[str, Any], folders: Sequence[Path]) -> list[Path]:
+    """Write `noise.json` into each folder."""
+    files = [folder / "noise.json" for folder in folders]
+    for file in files:
+        _write_json(file, found)
+    return files
 
 
 def _write_json(file: Path, content: dict[str, Any]) -> None:
