@@ -509,9 +509,6 @@ def _pair_remarks(pair: Pair) -> Iterator[str]:
                 yield f"seed {seed} is excluded from the difference of the final loss{sums}, because {why}"
     if pair.testbed and pair.experiment and pair.experiment.claims and not pair.verdicts:
         yield f"exploratory, without verdicts: {pair.experiment.seeds} seeds, from 1 on, are planned on {pair.testbed.name}"
-    for name, figure in pair.figures.items():
-        if figure.to_target and min(figure.to_target.reached) < figure.to_target.seeds:
-            yield f"{FIGURES[name][0]}: recipe / control {figure.to_target}"
     if len(evaluated := sequences_evaluated(pair.control, pair.side)) > 1:
         counts = " and ".join(f"{count:,}" for count in sorted(evaluated))
         yield f"evaluations during training are of {counts} sequences, so these losses cannot be compared; those of the whole split can"
