@@ -17,6 +17,7 @@ Exit codes: 0 done, 1 failed, 2 a mistake in the command, 130 and 143 stopped by
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import warnings
 from pathlib import Path
@@ -106,10 +107,12 @@ PASSED_ON -= {"help", "runs", "recipe", "all", "tune", "noise", "out", "force", 
 def main() -> int:
     """Train the missing runs, compare, and write the report."""
     flags = build_parser().parse(sys.argv[1:])
+    flags.runs, flags.recipe, flags.testbed = _distinct(flags.runs), _distinct(flags.recipe), _distinct(flags.testbed)
     names = given(build_parser(), sys.argv[1:])
     _check_sources(flags, names)
     _check_out(flags.out)
-    _check_recipes(flags)
+    if flags.publish:
+        _check_publish(flags)
     # Extreme values in a run overflow in numpy and matplotlib; the report shows what came of them.
     warnings.simplefilter("ignore", RuntimeWarning)
     warnings.simplefilter("ignore", UserWarning)
@@ -199,17 +202,18 @@ def _check_out(out: str | None) -> None:
         raise UsageError(f"--out {out}: already contains {held[0]}; give another folder, or remove the file")
 
 
-def _check_recipes(flags: argparse.Namespace) -> None:
-    """Refuse a recipe or testbed that is given twice, and --publish for results without a page."""
-    if twice := [name for name in flags.testbed if flags.testbed.count(name) > 1]:
-        raise UsageError(f"--testbed {twice[0]}: this testbed is given twice; leave one out")
-    if flags.publish and flags.seeds and not flags.noise:
+def _distinct(paths: list[str]) -> list[str]:
+    """Each path once, however it is written."""
+    return [*{os.path.realpath(path): path for path in paths}.values()]
+
+
+def _check_publish(flags: argparse.Namespace) -> None:
+    """Refuse --publish for results without a page, or with another number of seeds than planned."""
+    if flags.seeds and not flags.noise:
         raise UsageError("--publish --seeds: the recipe plans the number of seeds; leave out --seeds")
-    folders = [Path(recipe).resolve() for recipe in flags.recipe]
-    for recipe, folder in zip(flags.recipe, folders, strict=True):
-        if folders.count(folder) > 1:
-            raise UsageError(f"--recipe {recipe}: this recipe is given twice; leave one out")
-        if flags.publish and folder.is_dir() and folder.parent != ROOT / "recipes":
+    for recipe in flags.recipe:
+        folder = Path(recipe).resolve()
+        if folder.is_dir() and folder.parent != ROOT / "recipes":
             raise UsageError(f"--publish: {recipe} is not in {ROOT / 'recipes'}, so it has no page to update; leave out --publish")
 
 

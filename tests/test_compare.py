@@ -63,7 +63,7 @@ def test_of_runs_without_claims_the_figures_are_said(corpus, tmp_path):
             names.append(f"runs/stage{stage}_{seed}")
             flags = ("--deepspeed_config", f"ds_configs/zero{stage}_bf16.json")
             write_run(tmp_path / names[-1], description(corpus, *flags, seed=seed), lines(final=final))
-    done = compare(*names, cwd=tmp_path)
+    done = compare(*names, "runs/../runs/stage2_2", cwd=tmp_path)  # the last is given twice, and compared once
     assert done.returncode == 0, done.stderr
     assert "zero2_bf16 against zero1_bf16: final validation loss (nats): +0.3000 [+0.3000, +0.3000]; step time" in done.stdout
     assert "report: runs/reports/stage1_1+stage1_2+stage2_1+stage2_2/report.html" in done.stdout
@@ -103,7 +103,6 @@ def test_what_is_no_experiment_is_refused_or_marked(runs, tmp_path):
         (["--recipe", "recipes/zero_2", "--publish", "--steps", "3"], "--steps: --publish is for the recipe's testbeds"),
         (["--tune"], "--tune needs --testbed NAME"),
         (["--tune", "--testbed", "nano-0.5M", "--testbed", "micro-1M"], "needs --testbed NAME, once"),
-        (["--recipe", "recipes/lamb", *2 * ["--testbed", "nano-0.5M"]], "--testbed nano-0.5M: this testbed is given twice"),
         (["--all", "--data", "CORPUS", "--preset", "nanno"], "--all: no recipe can run here; activation_checkpointing: --preset nanno"),
         (["--noise", "--testbed", "nano-0.5M", "--recipe", "recipes/lamb"], "--noise takes --testbed; leave out --recipe"),
         (["--tune", "--testbed", "nano-0.5M", "--seeds", "3"], "--seeds: --tune uses one seed"),
@@ -118,7 +117,6 @@ def test_what_is_no_experiment_is_refused_or_marked(runs, tmp_path):
         (["--recipe", "recipes/zero_2", "--out", "setup.cfg/x"], "--out setup.cfg/x: cannot be written"),
         (["--recipe", "recipes/zero_2", "--out", "n" * 300], "cannot be written (File name too long); give another folder"),
         (["--recipe", "recipes/zero_2", "--out", "recipes/zero_2/FULL"], "already contains loss.png; give another folder"),
-        (["--recipe", "recipes/zero_2", "--recipe", "recipes/../recipes/zero_2"], "recipes/zero_2: this recipe is given twice"),
         (["n" * 300], "cannot be read (File name too long)"),
     ],
 )

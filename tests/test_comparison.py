@@ -359,12 +359,6 @@ def test_batch_sizes_that_differ_are_compared_by_the_loss_of_the_whole_split(mak
     assert "of 64 and 128 sequences" in remark
 
 
-def test_a_folder_that_is_given_twice_is_refused_even_with_force(make):
-    run = make("a", ZERO_1)
-    with pytest.raises(UsageError, match="given twice"):
-        compare([run, read_run(run.folder.parent / "." / "a")], force=True)
-
-
 # --- runs that did not end well -------------------------------------------------------------------------------------------------------
 
 

@@ -206,12 +206,8 @@ def compare(runs: Sequence[Run], force: bool = False) -> Comparison:
     because the runs may be of any setting.
 
     Raises:
-        UsageError: a folder is given twice; or, without `force`, corpora, vocabularies, validation sets or token budgets differ.
+        UsageError: without `force`, corpora, vocabularies, validation sets or token budgets differ.
     """
-    folders = [run.folder.resolve() for run in runs]
-    for run, folder in zip(runs, folders, strict=True):
-        if folders.count(folder) > 1:
-            raise UsageError(f"{run.folder}: this run is given twice; leave one out")
     mismatches = _mismatches([runs], force)
     control, *others = groups = group(runs)
     return _compared(groups, [(control, own, _recipe_of(own[0], control[0]), None) for own in others], mismatches, ())
