@@ -172,13 +172,11 @@ def _check_sources(flags: argparse.Namespace, names: set[str]) -> None:
     """Refuse flags that contradict each other."""
     sources = [word for word, value in (("run folders", flags.runs), ("--recipe", flags.recipe), ("--all", flags.all)) if value]
     if flags.tune or flags.noise:
-        word = "--tune" if flags.tune else "--noise"
+        word, recipes = ("--tune", 1) if flags.tune else ("--noise", 0)
         if len(flags.testbed) != 1:
             raise UsageError(f"{word} needs --testbed NAME, once")
-        own = ["--recipe"] if flags.tune and len(flags.recipe) == 1 else []
-        taken = [*(["--noise"] if flags.tune and flags.noise else []), *(one for one in sources if one not in own)]
-        if taken:
-            raise UsageError(f"{word} takes --testbed{' and at most one --recipe' if flags.tune else ''}; leave out {taken[0]}")
+        if (flags.tune and flags.noise) or flags.runs or flags.all or len(flags.recipe) > recipes:
+            raise UsageError(f"{word} takes --testbed{' and at most one --recipe' if recipes else ''}; leave out the others")
         if flags.seeds and (flags.tune or flags.seeds < 2):
             why = "--tune uses one seed, which no verdict uses" if flags.tune else "--noise needs 2 or more"
             raise UsageError(f"--seeds: {why}; leave it out")
@@ -219,14 +217,10 @@ def _check_publish(flags: argparse.Namespace) -> None:
 
 def _passed_on(flags: argparse.Namespace, names: set[str]) -> list[str]:
     """The given flags that are passed on to `launch/pretrain.py`."""
-    words: list[str] = []
-    for name in sorted(PASSED_ON & names):
-        value = getattr(flags, name)
-        if name == "overrides":
-            words += [word for change in value for word in ("--set", change)]
-        else:
-            words += [f"--{name}"] if value is True else [f"--{name}", str(value)]
-    return words
+    from launch.comparison.trials import as_words  # as above
+
+    values = {name: getattr(flags, name) for name in sorted(PASSED_ON & names - {"overrides"})}
+    return [*as_words(values), *(word for change in flags.overrides for word in ("--set", change))]
 
 
 if __name__ == "__main__":
