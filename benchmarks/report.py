@@ -13,7 +13,6 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -113,11 +112,6 @@ def chosen(cells: dict[str, Any], only: str | None) -> dict[str, Any]:
     if only is not None and only not in cells:
         raise UsageError(f"--only {only}: no such cell{nearest(only, cells)}; allowed are: {'; '.join(cells)}")
     return cells if only is None else {only: cells[only]}
-
-
-def run_script(command: list[str], **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run a script of this repository with this Python, its standard error captured."""
-    return subprocess.run([sys.executable, *command], cwd=ROOT, env={**os.environ, **environment}, stderr=subprocess.PIPE, text=True)
 
 
 def fail(command: Sequence[str], code: int, output: str = "") -> NoReturn:

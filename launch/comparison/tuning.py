@@ -288,9 +288,8 @@ def draw_tuning(found: dict[str, Any], file: Path) -> None:
     with rc_context({"text.parse_math": False, "axes.spines.top": False, "axes.spines.right": False}):
         picture = Figure(figsize=(3.2 * columns + 1, 3 * len(rows)), dpi=110, layout="constrained")
         for row, (name, config, arm) in zip(picture.subplots(len(rows), columns, squeeze=False, sharey="row"), rows, strict=True):
-            row[0].set(title=f"{config} on {name}", ylabel="final validation loss (nats per token)")
-            row[0].title.set_horizontalalignment("left")
-            row[0].title.set_position((0, 1))
+            row[0].set_title(f"{config} on {name}", x=0, ha="left")
+            row[0].set_ylabel("final validation loss (nats per token)")
             for axes in row[len(_lines(arm["grid"])) :]:
                 axes.set_axis_off()
             lowest, highest = min(bests[name], default=0.0), max(bests[name], default=0.0) + LOSSES_SHOWN
