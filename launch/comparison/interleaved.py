@@ -85,7 +85,6 @@ class InterleavedRun:
         """Send a signal to the run, which then ends with a checkpoint."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, number)
-        self.disconnect()
 
     def disconnect(self) -> None:
         """Close the connections. Ranks that are still alive stop with a checkpoint."""

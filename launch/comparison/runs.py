@@ -6,6 +6,7 @@ which is read into the same object.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
 import warnings
@@ -18,7 +19,6 @@ import numpy as np
 import numpy.typing as npt
 
 from launch.config.token_schedule import TOKEN_SCHEDULES
-from launch.errors import UsageError
 from launch.formats.metrics import is_finite_number, read_run_json, read_valid_lines
 from launch.training.run_json import WITHOUT_EFFECT
 
@@ -87,15 +87,10 @@ def read_run(folder: str | Path) -> Run:
     """
     folder = Path(folder)
     description = read_run_json(folder / "run.json")
-    file = folder / "metrics.jsonl"
     lines: list[dict[str, Any]] = []
     skipped = ""
-    try:
-        lines, skipped = read_valid_lines(file)
-    except FileNotFoundError:
-        pass
-    except OSError as reason:
-        raise UsageError(f"{file}: cannot be read ({reason.strerror}); give a readable run folder") from None
+    with contextlib.suppress(FileNotFoundError):
+        lines, skipped = read_valid_lines(folder / "metrics.jsonl")
     remarks = [skipped] if skipped else []
     if not lines:
         remarks.append("metrics.jsonl contains no step")

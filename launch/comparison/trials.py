@@ -64,7 +64,7 @@ class PlannedExperiment:
     own: tuple[Trial, ...]
 
 
-class CannotRun(Exception):
+class CannotRun(UsageError):
     """A recipe or its control cannot be run here; the message says what it needs."""
 
 

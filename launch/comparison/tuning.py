@@ -23,7 +23,7 @@ from scipy import stats
 
 from launch.comparison.experiments import estimate, has_ended, ranks_of, testbed_named, train_missing
 from launch.comparison.runs import Run, read_run
-from launch.comparison.trials import CannotRun, Trial, as_words, fitting_groups, plan_trial, settings_on, tuned_by
+from launch.comparison.trials import Trial, as_words, fitting_groups, plan_trial, settings_on, tuned_by
 from launch.errors import TrainingFailed, UsageError, print_once
 from launch.formats.files import write_atomically
 from launch.training.provenance import machine_in_words
@@ -108,10 +108,7 @@ class _Arm:
         """The values and the run of every point of the flag with this number."""
         start = self.chosen or {name: values[0] for name, values in self.sweep.items()}
         points = [{**start, name: value} for name, values in [*self.sweep.items()][number : number + 1] for value in values]
-        return [
-            (point, _trial(self.testbed, self.config, {**self.testbed.flags, **point}, self.passed_on, SWEEP_SEED, self.ranks))
-            for point in points
-        ]
+        return [(point, _trial(self.config, {**self.testbed.flags, **point}, self.passed_on, SWEEP_SEED, self.ranks)) for point in points]
 
     def add(self, point: Flags, run: Run) -> None:
         """Add the loss (null for a run that diverged) and the spikes of a point."""
@@ -165,12 +162,9 @@ def published_sweep(config: str, testbed: Testbed) -> tuple[Path, dict[str, Any]
     return file, arms.get(Path(config if own else CONTROL).stem, {"grid": [], "chosen": None})
 
 
-def _trial(testbed: Testbed, config: str, settings: Flags, passed_on: Sequence[str], seed: int, ranks: int) -> Trial:
-    """The run of `config` on a testbed. Raises UsageError if it cannot run here."""
-    try:
-        return plan_trial(config, [*as_words(settings), *passed_on, "--seed", str(seed)], ranks)
-    except CannotRun as reason:
-        raise UsageError(f"{config} on {testbed.name}: {reason}") from None
+def _trial(config: str, settings: Flags, passed_on: Sequence[str], seed: int, ranks: int) -> Trial:
+    """The run of `config` with these settings. Raises CannotRun."""
+    return plan_trial(config, [*as_words(settings), *passed_on, "--seed", str(seed)], ranks)
 
 
 def edges(grid: Sequence[Flags], chosen: Flags | None) -> list[str]:
@@ -194,7 +188,7 @@ def measure_noise(flags: argparse.Namespace, passed_on: Sequence[str]) -> tuple[
     testbed = testbed_named(flags.testbed[0])
     seeds = range(NOISE_SEED, NOISE_SEED + (flags.seeds or NOISE_SEEDS))
     ranks, settings = ranks_of(None, testbed, flags), settings_on(testbed, CONTROL)
-    micro_batch = _trial(testbed, CONTROL, settings, passed_on, 0, ranks).config.micro_batch_size
+    micro_batch = _trial(CONTROL, settings, passed_on, 0, ranks).config.micro_batch_size
     variants: dict[str, tuple[str, Flags]] = {
         "control": (CONTROL, {}),
         "precision": (CONTROL.replace("bf16", "fp32"), {}),
@@ -202,7 +196,7 @@ def measure_noise(flags: argparse.Namespace, passed_on: Sequence[str]) -> tuple[
         "trajectory": (CONTROL, {"perturb_init": PERTURBATION}),
     }
     trials = {
-        variant: [_trial(testbed, config, {**settings, **changed}, passed_on, seed, ranks) for seed in seeds]
+        variant: [_trial(config, {**settings, **changed}, passed_on, seed, ranks) for seed in seeds]
         for variant, (config, changed) in variants.items()
     }
     runs = _train(flags, [list(of_seed) for of_seed in zip(*trials.values(), strict=True)])
