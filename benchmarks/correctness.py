@@ -66,7 +66,7 @@ def test(name: str, arguments: list[str]) -> dict[str, Any]:
         command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *arguments, f"--junitxml={report_file}"]
         code = subprocess.run(command, cwd=ROOT).returncode
         if code not in (0, 1):
-            raise SystemExit(f"error: {' '.join(command)}: exit code {code}")
+            report.fail(command, code)
         cases = list(ElementTree.parse(report_file).iter("testcase"))
     failed, skipped = {}, {}
     for case in cases:

@@ -12,19 +12,17 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import socket
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
+from launch.comparison.interleaved import run_interleaved
 from launch.config.flags import whole_number
 from launch.errors import UsageError, nearest, run_command
 from launch.formats.metrics import read_metrics
-from launch.training import interleaving
 from launch.training.observers import Observer
 from launch.training.provenance import machine, repository_commit, versions
 from model.presets import ARCHITECTURES
@@ -116,14 +114,9 @@ def chosen(cells: dict[str, Any], only: str | None) -> dict[str, Any]:
     return cells if only is None else {only: cells[only]}
 
 
-def run_script(command: list[str], **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run a script of this repository with this Python, its standard error captured."""
-    return subprocess.run([sys.executable, *command], cwd=ROOT, env={**os.environ, **environment}, stderr=subprocess.PIPE, text=True)
-
-
-def fail(done: subprocess.CompletedProcess[str]) -> None:
-    """Exit with the error of a script."""
-    raise SystemExit(f"error: {' '.join(done.args)}: exit code {done.returncode}\n{done.stderr[-3000:]}")
+def fail(command: Sequence[str], code: int, output: str = "") -> NoReturn:
+    """Exit with the code of a command and the end of what it printed."""
+    raise SystemExit(f"error: {' '.join(command)}: exit code {code}\n{output[-3000:]}".strip())
 
 
 def require_gpu(arguments: argparse.Namespace) -> None:
@@ -222,51 +215,12 @@ def step_lines(run: Path) -> list[dict[str, Any]]:
     return [line for line in read_metrics(run / "metrics.jsonl") if "loss" in line]
 
 
-class Side:
-    """A process whose steps are interleaved with those of other sides, `interleaving.STEPS` at a time.
-
-    Args:
-        command: a script and its flags.
-        folder: of its socket.
-    """
-
-    def __init__(self, command: list[str], folder: str):
-        listener = socket.socket(socket.AF_UNIX)
-        listener.bind(path := f"{folder}/{len(os.listdir(folder))}.sock")
-        listener.listen()
-        self.process = subprocess.Popen([sys.executable, *command], env={**os.environ, interleaving.VARIABLE: path}, stdout=sys.stderr)
-        listener.settimeout(0.2)
-        while True:
-            try:
-                self.socket, _ = listener.accept()
-                break
-            except TimeoutError:
-                self.check()
-        self.socket.settimeout(None)
-        self.wait()
-
-    def check(self) -> None:
-        if self.process.poll():
-            raise SystemExit(f"{' '.join(map(str, self.process.args))}: exit code {self.process.returncode}")  # type: ignore[arg-type]
-
-    def wait(self) -> bool:
-        """Wait until it is ready for its next steps, or has ended. Returns whether it is ready."""
-        if self.socket.recv(1):
-            return True
-        self.process.wait()
-        self.check()
-        return False
-
-    def go(self) -> bool:
-        """Let it make the steps of one turn. Returns whether more are left."""
-        self.socket.sendall(b"g")
-        return self.wait()
-
-
-def take_turns(sides: list[Side]) -> None:
-    """Let all sides make their steps, in turns. The order of the sides rotates."""
-    while sides:
-        sides = [side for side in [*sides[1:], sides[0]] if side.go()]
+def train_interleaved(scripts: list[list[str]], folder: str) -> None:
+    """Run scripts that train, each a path and its arguments, in processes of their own with interleaved steps."""
+    codes = run_interleaved({str(number): (1, script) for number, script in enumerate(scripts)}, Path(folder), lambda name, steps: None)
+    for (name, code), script in zip(codes.items(), scripts, strict=True):
+        if code:
+            fail(script, code, Path(folder, f"{name}.out").read_text(encoding="utf-8"))
 
 
 def records() -> list[dict[str, Any]]:

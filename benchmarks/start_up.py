@@ -43,7 +43,7 @@ def start(launcher: str, flags: list[str]) -> float:
                 seconds = time.perf_counter() - began
             time.sleep(0.005)
     if process.returncode or not seconds:
-        raise SystemExit(f"{' '.join(command)}: exit code {process.returncode}")
+        report.fail(command, process.returncode)
     return seconds
 
 

@@ -38,7 +38,7 @@ def measure(arguments: argparse.Namespace) -> report.Measured:
     with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
         command = ["launch/pretrain.py", *report.run_flags(arguments), "--runs_dir", folder]
         runs = [[*command, *flags, "--run_name", str(number)] for number, flags in enumerate(sides.values())]
-        report.take_turns([report.Side(run, folder) for run in runs])
+        report.train_interleaved(runs, folder)
         lines = {name: report.step_lines(Path(folder, str(number))) for number, name in enumerate(sides)}
     count = min(map(len, lines.values()))  # techniques may plan more steps
     counted = {name: steps[report.WARM_UP_STEPS : count] for name, steps in lines.items()}

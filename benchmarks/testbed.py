@@ -48,9 +48,7 @@ def train(name: str, flags: list[str]) -> dict[str, Any]:
 
     with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
         run = ["--save_every", "0", "--runs_dir", folder, "--run_name", "r", "--quiet"]
-        done = report.run_script(["launch/pretrain.py", *flags, *run])
-        if done.returncode:
-            report.fail(done)
+        report.train_interleaved([["launch/pretrain.py", *flags, *run]], folder)
         lines = read_metrics(Path(folder) / "r" / "metrics.jsonl")
     steps = [line for line in lines if "loss" in line]
     points = [steps[first : first + POINT] for first in range(0, len(steps), POINT)]

@@ -140,8 +140,8 @@ def measure(arguments: argparse.Namespace) -> report.Measured:
     if importlib.util.find_spec("accelerate") is None:
         raise UsageError('the Trainer needs accelerate; install it: pip install -e ".[bench]" -c constraints.txt')
     with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
-        commands = ["launch/pretrain.py", *flags, "--runs_dir", folder, "--run_name", "r"], [__file__, "--side", folder, *sys.argv[1:]]
-        report.take_turns([report.Side(command, folder) for command in commands])
+        scripts = [["launch/pretrain.py", *flags, "--runs_dir", folder, "--run_name", "r"], [__file__, "--side", folder, *sys.argv[1:]]]
+        report.train_interleaved(scripts, folder)
         lines = report.step_lines(Path(folder, "r"))
         trainer = json.loads(Path(folder, "trainer.json").read_text())
     # `seconds` does not include the other side's turns.

@@ -12,6 +12,8 @@ halved.
 from __future__ import annotations
 
 import argparse
+import os
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -58,11 +60,12 @@ def train(name: str, flags: list[str]) -> dict[str, Any]:
         with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
             results = Path(folder) / "results.json"
             command = ["benchmarks/training_step.py", *flags, "--micro_batch_size", str(size), "--compile", "--profile"]
-            done = report.run_script(command, BENCHMARK_RESULTS=str(results))
+            environment = {**os.environ, "BENCHMARK_RESULTS": str(results)}
+            done = subprocess.run([sys.executable, *command], cwd=report.ROOT, env=environment, stderr=subprocess.PIPE, text=True)
             if done.returncode == 0:
                 return report.read_records(results)[0]
         if "out of memory" not in done.stderr or size == 1:
-            report.fail(done)
+            report.fail(done.args, done.returncode, done.stderr)
         size //= 2
         print(f"{name}: out of memory, again with a micro-batch of {size}", flush=True)
 

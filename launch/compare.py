@@ -1,6 +1,6 @@
 """Compare runs as controlled experiments: existing runs, or recipes with their controls, which are trained first where they are missing.
 
-    python launch/compare.py runs/dropping_1 runs/whole_1
+    python launch/compare.py runs/whole_1 runs/dropping_1
     python launch/compare.py --recipe recipes/zero_2 --seeds 3 --preset nano --steps 400
     python launch/compare.py --recipe recipes/lamb --testbed nano-0.5M
     python launch/compare.py --recipe recipes/lamb --testbed nano-0.5M --tune
@@ -17,6 +17,7 @@ Exit codes: 0 done, 1 failed, 2 a mistake in the command, 130 and 143 stopped by
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import warnings
 from pathlib import Path
@@ -36,7 +37,7 @@ from launch.config.flags import (
 )
 from launch.errors import TrainingFailed, UsageError, print_once, printable_line, run_command
 from launch.formats.files import check_writable
-from recipes.registry import ROOT, recipe_names
+from recipes.registry import ROOT, TESTBEDS, recipe_names
 
 REPORT = ("report.html", "report.json", "loss.png")
 
@@ -48,9 +49,7 @@ def build_parser() -> Parser:
         description="Compare runs as controlled experiments: paired seeds, confidence intervals, and a verdict for each claim of a recipe.",
         epilog="Example: python launch/compare.py --recipe recipes/zero_2 --seeds 3 --preset nano --steps 200",
     )
-    parser.add_argument(
-        "runs", nargs="*", metavar="RUN", help="existing run folders; the first is the control, unless a recipe's own control is among them"
-    )
+    parser.add_argument("runs", nargs="*", metavar="RUN", help="existing run folders; the first is the control")
     parser.add_argument(
         "--recipe", metavar="DIR", action="append", default=[], help="a recipe folder to compare with its control; repeatable"
     )
@@ -108,10 +107,12 @@ PASSED_ON -= {"help", "runs", "recipe", "all", "tune", "noise", "out", "force", 
 def main() -> int:
     """Train the missing runs, compare, and write the report."""
     flags = build_parser().parse(sys.argv[1:])
+    flags.runs, flags.recipe, flags.testbed = _distinct(flags.runs), _distinct(flags.recipe), _distinct(flags.testbed)
     names = given(build_parser(), sys.argv[1:])
     _check_sources(flags, names)
     _check_out(flags.out)
-    _check_recipes(flags)
+    if flags.publish:
+        _check_publish(flags)
     # Extreme values in a run overflow in numpy and matplotlib; the report shows what came of them.
     warnings.simplefilter("ignore", RuntimeWarning)
     warnings.simplefilter("ignore", UserWarning)
@@ -149,11 +150,9 @@ def _set_up_testbeds(flags: argparse.Namespace, passed_on: list[str]) -> int:
     found, lines, trained = (tuning.tune if flags.tune else tuning.measure_noise)(flags, passed_on)
     if flags.publish:
         publish.check_runs("--publish", trained)
-    if flags.tune:
-        recipe = Path(flags.recipe[0]).resolve().name if flags.recipe else None
-        written = tuning.write_tuning(found, recipe, _out(flags), flags.publish)
-    else:
-        written = tuning.write_noise(found, _out(flags), flags.publish)
+    own = Path(flags.recipe[0]).resolve() if flags.recipe else TESTBEDS / flags.testbed[0]
+    folders = [_out(flags), *([own] if flags.publish else [])]
+    written = (tuning.write_tuning if flags.tune else tuning.write_noise)(found, folders)
     if flags.publish:
         pages.write_pages()
     for line in [*lines, *(f"written: {file}" for file in written)]:
@@ -173,13 +172,11 @@ def _check_sources(flags: argparse.Namespace, names: set[str]) -> None:
     """Refuse flags that contradict each other."""
     sources = [word for word, value in (("run folders", flags.runs), ("--recipe", flags.recipe), ("--all", flags.all)) if value]
     if flags.tune or flags.noise:
-        word = "--tune" if flags.tune else "--noise"
+        word, recipes = ("--tune", 1) if flags.tune else ("--noise", 0)
         if len(flags.testbed) != 1:
             raise UsageError(f"{word} needs --testbed NAME, once")
-        own = ["--recipe"] if flags.tune and len(flags.recipe) == 1 else []
-        taken = [*(["--noise"] if flags.tune and flags.noise else []), *(one for one in sources if one not in own)]
-        if taken:
-            raise UsageError(f"{word} takes --testbed{' and at most one --recipe' if flags.tune else ''}; leave out {taken[0]}")
+        if (flags.tune and flags.noise) or flags.runs or flags.all or len(flags.recipe) > recipes:
+            raise UsageError(f"{word} takes --testbed{' and at most one --recipe' if recipes else ''}; leave out the others")
         if flags.seeds and (flags.tune or flags.seeds < 2):
             why = "--tune uses one seed, which no verdict uses" if flags.tune else "--noise needs 2 or more"
             raise UsageError(f"--seeds: {why}; leave it out")
@@ -203,30 +200,27 @@ def _check_out(out: str | None) -> None:
         raise UsageError(f"--out {out}: already contains {held[0]}; give another folder, or remove the file")
 
 
-def _check_recipes(flags: argparse.Namespace) -> None:
-    """Refuse a recipe or testbed that is given twice, and --publish for results without a page."""
-    if twice := [name for name in flags.testbed if flags.testbed.count(name) > 1]:
-        raise UsageError(f"--testbed {twice[0]}: this testbed is given twice; leave one out")
-    if flags.publish and flags.seeds and not flags.noise:
+def _distinct(paths: list[str]) -> list[str]:
+    """Each path once, however it is written."""
+    return [*{os.path.realpath(path): path for path in paths}.values()]
+
+
+def _check_publish(flags: argparse.Namespace) -> None:
+    """Refuse --publish for results without a page, or with another number of seeds than planned."""
+    if flags.seeds and not flags.noise:
         raise UsageError("--publish --seeds: the recipe plans the number of seeds; leave out --seeds")
-    folders = [Path(recipe).resolve() for recipe in flags.recipe]
-    for recipe, folder in zip(flags.recipe, folders, strict=True):
-        if folders.count(folder) > 1:
-            raise UsageError(f"--recipe {recipe}: this recipe is given twice; leave one out")
-        if flags.publish and folder.is_dir() and folder.parent != ROOT / "recipes":
+    for recipe in flags.recipe:
+        folder = Path(recipe).resolve()
+        if folder.is_dir() and folder.parent != ROOT / "recipes":
             raise UsageError(f"--publish: {recipe} is not in {ROOT / 'recipes'}, so it has no page to update; leave out --publish")
 
 
 def _passed_on(flags: argparse.Namespace, names: set[str]) -> list[str]:
     """The given flags that are passed on to `launch/pretrain.py`."""
-    words: list[str] = []
-    for name in sorted(PASSED_ON & names):
-        value = getattr(flags, name)
-        if name == "overrides":
-            words += [word for change in value for word in ("--set", change)]
-        else:
-            words += [f"--{name}"] if value is True else [f"--{name}", str(value)]
-    return words
+    from launch.comparison.trials import as_words  # as above
+
+    values = {name: getattr(flags, name) for name in sorted(PASSED_ON & names - {"overrides"})}
+    return [*as_words(values), *(word for change in flags.overrides for word in ("--set", change))]
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import matplotlib
 import numpy as np
 import pytest
 
-from launch.comparison import comparison, pages, publish, tuning
+from launch.comparison import comparison, pages, publish, trials, tuning
 from launch.comparison.comparison import compare_experiments
 from launch.comparison.runs import read_run, read_stored_run, stored_run
 from launch.comparison.verdicts import SIGNS
@@ -81,7 +81,7 @@ def tree(tmp_path, monkeypatch):
     left_out = shutil.ignore_patterns("*.py", "*.png", "__pycache__", "results.json", "tuning.json", "noise.json")
     shutil.copytree(CHECKOUT / "recipes", copy / "recipes", ignore=left_out)
     shutil.copy(CHECKOUT / "README.md", copy)
-    for module in (registry, comparison, pages, publish, tuning):
+    for module in (registry, comparison, pages, publish, trials, tuning):
         monkeypatch.setattr(module, "ROOT", copy)
     for module in (registry, pages, tuning):
         monkeypatch.setattr(module, "TESTBEDS", copy / "recipes" / "testbeds")
@@ -142,7 +142,7 @@ def test_a_published_run_is_read_as_it_was(make):
         for run in make(diverged=diverged).pairs[0].side.runs:
             text = json.dumps(stored_run(run), allow_nan=False)
             again = read_stored_run(json.loads(text))
-            assert again.measures() == run.measures()
+            assert again.measures == run.measures
             assert (again.seed, again.state, again.description["ranks"]) == (run.seed, run.state, run.description["ranks"])
             evaluated = np.isfinite(run.columns["val_loss"])
             for name in ("step", "tokens", "seconds", "val_loss"):

@@ -289,7 +289,7 @@ def test_what_is_drawn_is_what_the_runs_say(page, report):
 def test_the_text_alternative_says_the_numbers(page, report):
     page.open(report)
     final = {
-        side.role: np.mean([run.measures()["final_val_loss"] for run in side.runs])
+        side.role: np.mean([run.measures["final_val_loss"] for run in side.runs])
         for side in compared(*sorted((report / "runs").iterdir())).sides
     }
     label = page.js("document.getElementById('loss').getAttribute('aria-label')")

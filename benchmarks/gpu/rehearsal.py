@@ -91,16 +91,9 @@ def make_image(python: str) -> Path:
 
 def rehearse(python: str) -> int:
     """Run every part in the machine's environment, each killed once and then resumed. Returns the exit code."""
-    try:
-        asked = subprocess.run([python, "--version"], capture_output=True, text=True)
-        version = asked.stdout.strip()
-    except OSError as error:
-        version = str(error)
+    version = subprocess.run([python, "--version"], capture_output=True, text=True, check=True).stdout.strip()
     if not version.startswith("Python 3.12."):
-        print(
-            f"error: --python {python}: {version or 'does not run'}; name an interpreter of Python 3.12, which the GPU machine has",
-            file=sys.stderr,
-        )
+        print(f"error: --python {python}: {version}; the GPU machine has Python 3.12", file=sys.stderr)
         return 2
     if not WHEELS.exists() and (code := pack()):
         return code

@@ -190,42 +190,35 @@ class Comparison:
 
     def as_json(self) -> dict[str, Any]:
         """The content of `report.json`: plain numbers, null for one that is not finite; no curves."""
-        return _plain(
-            {
-                "mismatches": self.mismatches,
-                "remarks": self.remarks,
-                "pairs": [_pair_as_json(pair) for pair in self.pairs],
-                "sides": [{"name": side.name, "role": side.role, "runs": [_run_as_json(run) for run in side.runs]} for side in self.sides],
-                "absent": [asdict(one) for one in self.absent],
-            }
-        )
+        content = {
+            "mismatches": self.mismatches,
+            "remarks": self.remarks,
+            "pairs": [_pair_as_json(pair) for pair in self.pairs],
+            "sides": [{"name": side.name, "role": side.role, "runs": [_run_as_json(run) for run in side.runs]} for side in self.sides],
+            "absent": [asdict(one) for one in self.absent],
+        }
+        plain: dict[str, Any] = json.loads(json.dumps(content), parse_constant=lambda not_finite: None)
+        return plain
 
 
 def compare(runs: Sequence[Run], force: bool = False) -> Comparison:
-    """Groups runs by configuration, finds the control of each configuration, and compares.
-
-    The control of a side is the side whose JSON its recipe names as control. If two sides name each other, as `bf16` and `fp32` do,
-    the one given first is the control. A side without a control is compared with the first one given. Claims are not judged, because the
-    runs may be of any setting.
+    """Groups runs by configuration, and compares every other configuration with that of the first run, the control. Claims are not judged,
+    because the runs may be of any setting.
 
     Raises:
-        UsageError: a folder is given twice; or, without `force`, corpora, vocabularies, validation sets or token budgets differ.
+        UsageError: without `force`, corpora, vocabularies, validation sets or token budgets differ.
     """
     mismatches = _mismatches([runs], force)
-    groups = group(runs)
-    recipes = [read_recipe(ROOT / "recipes" / name) for name in recipe_names()]
-    candidates: list[tuple[int, int, Recipe]] = []  # places of a control and of a side in `groups`, and the side's recipe
-    for at, (run, *_) in enumerate(groups):
-        own = [recipe for recipe in recipes if recipe.name == run.description.get("recipe")]
-        for recipe in own or [recipe for recipe in recipes if recipe.config == _engine_json(run)]:
-            if (control := _nearest_group(groups, at, recipe.control)) is not None:
-                candidates.append((control, at, recipe))
-    links = {(control, at) for control, at, _ in candidates}
-    pairings: list[tuple[int, int, Recipe | None]] = [*(one for one in candidates if one[0] < one[1] or (one[1], one[0]) not in links)]
-    paired = {at for control, side, _ in pairings for at in (control, side)}
-    pairings += [(0, at, None) for at in range(1, len(groups)) if at not in paired]
-    pairings.sort(key=lambda pairing: pairing[:2])
-    return _compared(groups, [(groups[control], groups[at], recipe, None) for control, at, recipe in pairings], mismatches, ())
+    control, *others = groups = group(runs)
+    return _compared(groups, [(control, own, _recipe_of(own[0], control[0]), None) for own in others], mismatches, ())
+
+
+def _recipe_of(run: Run, control: Run) -> Recipe | None:
+    """The recipe of a run that is compared with the recipe's control: that which it names, else one with its DeepSpeed JSON."""
+    recipes = (read_recipe(ROOT / "recipes" / name) for name in recipe_names())
+    found = [recipe for recipe in recipes if recipe.control == _engine_json(control)]
+    own = [recipe for recipe in found if recipe.name == run.description.get("recipe")]
+    return next(iter(own or [recipe for recipe in found if recipe.config == _engine_json(run)]), None)
 
 
 def compare_experiments(
@@ -279,17 +272,17 @@ def group(runs: Iterable[Run]) -> list[Group]:
     def code(run: Run) -> str:
         return json.dumps([run.description.get("commit"), run.description.get("versions")], sort_keys=True)
 
-    groups: list[Group] = []
+    groups: list[list[Run]] = []
     for same in _grouped(runs, configuration):
         groups += _grouped(same, code) if len({run.seed for run in same}) < len(same) else [same]
-    return groups
+    return [_in_order(members) for members in groups]
 
 
-def _grouped(runs: Iterable[Run], key: Callable[[Run], Any]) -> list[Group]:
+def _grouped(runs: Iterable[Run], key: Callable[[Run], Any]) -> list[list[Run]]:
     groups: dict[Any, list[Run]] = {}
     for run in runs:
         groups.setdefault(key(run), []).append(run)
-    return [_in_order(members) for members in groups.values()]
+    return list(groups.values())
 
 
 def _in_order(runs: Iterable[Run]) -> Group:
@@ -358,25 +351,21 @@ def _mismatches(experiments: Iterable[Sequence[Run]], force: bool) -> tuple[str,
     """Why the losses of an experiment's runs cannot be compared.
 
     Raises:
-        UsageError: there are reasons and no `force`, or a folder is given twice.
+        UsageError: there are reasons and no `force`.
     """
-    found: dict[str, None] = {}
+    found: dict[tuple[Any, ...], str] = {}
     for runs in experiments:
-        folders = [run.folder.resolve() for run in runs]
-        for run, folder in zip(runs, folders, strict=True):
-            if folders.count(folder) > 1:
-                raise UsageError(f"{run.folder}: this run is given twice; leave one out")
-        seen: set[tuple[str, str]] = set()
+        first = _losses_are_of(runs[0])
         for run in runs:
-            for (kind, first), value in zip(_losses_are_of(runs[0]).items(), _losses_are_of(run).values(), strict=True):
-                if value != first and (kind, value) not in seen:
-                    seen.add((kind, value))
-                    found[f"{run.folder}: its {kind} is {value}, that of {runs[0].folder} is {first}"] = None
+            for kind, value in _losses_are_of(run).items():
+                if value != first[kind]:
+                    text = f"{run.folder}: its {kind} is {value}, that of {runs[0].folder} is {first[kind]}"
+                    found.setdefault((runs[0].folder, kind, value), text)
     if found and not force:
         fix = "give runs that agree, or --force, which marks the report"
         vocabularies = f"{fix}; launch/score.py compares models of different vocabularies in bits per byte"
-        raise UsageError(*(f"{one}; {vocabularies if 'vocabulary' in one else fix}" for one in found))
-    return tuple(found)
+        raise UsageError(*(f"{one}; {vocabularies if 'vocabulary' in one else fix}" for one in found.values()))
+    return tuple(found.values())
 
 
 def _losses_are_of(run: Run) -> dict[str, str]:
@@ -404,12 +393,6 @@ def sequences_evaluated(*sides: Side) -> set[int]:
 def _engine_json(run: Run) -> str:
     """`ds_configs/<name>.json`, as recipes name it; the run may come from another checkout."""
     return "/".join(Path(run.description["config_file"]).parts[-2:])
-
-
-def _nearest_group(groups: Sequence[Group], at: int, config: str) -> int | None:
-    """The place of another group with the DeepSpeed JSON `config`; of several, the one with the fewest differences."""
-    found = [place for place, runs in enumerate(groups) if place != at and _engine_json(runs[0]) == config]
-    return min(found, key=lambda place: len(differences(groups[place], groups[at])), default=None)
 
 
 # --- figures and verdicts -------------------------------------------------------------------------------------------------------------
@@ -473,7 +456,7 @@ def _pair(control: Side, side: Side, recipe: Recipe | None, testbed: Testbed | N
 def _judged(claim: Claim, pair: Pair, *numbers: Mapping[int, Mapping[str, float]]) -> Verdict:
     """The verdict on a claim from the measures of control and recipe by seed: inconclusive unless all planned pairs can be compared."""
     if claim.measure == "step_time" and not pair.on_equal_terms:
-        return Verdict(claim, "the runs of a seed were not interleaved on one machine, so their times cannot be compared")
+        return Verdict(claim, "the runs of a seed were not interleaved on one machine; give another --runs_dir to train both again")
     if claim.key != LOSS and (failed := [run.name for side in (pair.control, pair.side) for run in side.runs if not run.finished]):
         return Verdict(claim, f"a run diverged, so its {claim.measure} is not that of a whole run: {', '.join(failed)}")
     before, after = ([one[seed].get(claim.key, math.nan) for seed in pair.seeds] for one in numbers)
@@ -522,9 +505,6 @@ def _pair_remarks(pair: Pair) -> Iterator[str]:
                 yield f"seed {seed} is excluded from the difference of the final loss{sums}, because {why}"
     if pair.testbed and pair.experiment and pair.experiment.claims and not pair.verdicts:
         yield f"exploratory, without verdicts: {pair.experiment.seeds} seeds, from 1 on, are planned on {pair.testbed.name}"
-    for name, figure in pair.figures.items():
-        if figure.to_target and min(figure.to_target.reached) < figure.to_target.seeds:
-            yield f"{FIGURES[name][0]}: recipe / control {figure.to_target}"
     if len(evaluated := sequences_evaluated(pair.control, pair.side)) > 1:
         counts = " and ".join(f"{count:,}" for count in sorted(evaluated))
         yield f"evaluations during training are of {counts} sequences, so these losses cannot be compared; those of the whole split can"
@@ -548,7 +528,7 @@ def _is_expected(key: str, pair: Pair) -> bool:
 
 def _numbers(run: Run) -> dict[str, float]:
     """The measures of a run that can be compared."""
-    return {name: value for name, value in run.measures().items() if run.finished or name not in SUMS}
+    return {name: value for name, value in run.measures.items() if run.finished or name not in SUMS}
 
 
 def losses_at_equal_time(control: Mapping[int, Run], other: Mapping[int, Run]) -> tuple[dict[int, float], dict[int, float]]:
@@ -620,15 +600,6 @@ def _run_as_json(run: Run) -> dict[str, Any]:
         "seed": run.seed,
         "state": run.state,
         "remarks": run.remarks,
-        "measures": run.measures(),
+        "measures": run.measures,
         **{key: run.description.get(key) for key in origin},
     }
-
-
-def _plain(value: Any) -> Any:
-    """`value` as JSON can hold it: lists for tuples, null for a number that is not finite."""
-    if isinstance(value, dict):
-        return {key: _plain(member) for key, member in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -16,11 +16,12 @@ import numpy as np
 from tqdm import tqdm
 
 from launch.comparison.comparison import Absent, Comparison, compare_experiments
-from launch.comparison.interleaved import train_interleaved
+from launch.comparison.interleaved import run_interleaved
 from launch.comparison.runs import read_run
 from launch.comparison.trials import CannotRun, PlannedExperiment, Trial, fitting_groups, in_order, plan_experiment
 from launch.config.hardware import device_type, gpus
 from launch.errors import UsageError, print_once, printable_line
+from launch.formats.files import check_writable
 from model.accounting import flops_per_token, parameter_count
 from recipes.registry import ROOT, Recipe, Testbed, read_recipe, read_testbed, read_testbeds
 
@@ -38,7 +39,7 @@ def run_experiments(
     folders: Sequence[Path | str],
     passed_on: Sequence[str],
     flags: argparse.Namespace,
-    check: Callable[[Recipe, Sequence[Testbed | None]], None] | None = None,
+    check: Callable[[Recipe, Testbed], None] | None = None,
 ) -> tuple[Comparison, list[str]]:
     """Train the runs of these recipes and of their controls that are missing, and compare them.
 
@@ -46,7 +47,7 @@ def run_experiments(
         folders: of the recipes.
         passed_on: flags of `launch/pretrain.py` for all runs.
         flags: of `launch/compare.py`. With `all`, recipes that cannot run on this machine are listed in the report instead of refused.
-        check: called with each recipe and its testbeds before anything is trained, to refuse them.
+        check: called with each recipe and testbed before anything is trained, to refuse them.
 
     Returns:
         The comparison, and the names of the runs that did not finish, other than by diverging.
@@ -61,8 +62,9 @@ def run_experiments(
         recipe = read_recipe(folder)
         try:
             testbeds = _testbeds(recipe, passed_on, flags)
-            if check:
-                check(recipe, testbeds)
+            for testbed in testbeds:
+                if check and testbed:
+                    check(recipe, testbed)
             planned += [_plan(recipe, testbed, passed_on, flags) for testbed in testbeds]
         except CannotRun as reason:
             if not flags.all:
@@ -72,8 +74,6 @@ def run_experiments(
     if not planned:
         raise UsageError(f"--all: no recipe can run here; {absent[0].recipe}: {absent[0].reason}")
     runs_dir = Path(flags.runs_dir)
-    for one in planned:
-        _note_times(one, runs_dir)
     failures = train_missing(flags, in_order(planned), runs_dir)
     names = {trial.name for one in planned for trial in (*one.control, *one.own)}
     runs = {name: read_run(runs_dir / name) for name in sorted(names) if (runs_dir / name / "run.json").exists()}
@@ -83,24 +83,10 @@ def run_experiments(
         if control and own:
             experiments.append((one.recipe, one.testbed, control, own))
         else:
-            reasons = [failures[trial.name] for trial in (*one.control, *one.own) if trial.name in failures]
-            where = f"{one.testbed.name}: " if one.testbed else ""
-            absent.append(Absent(one.recipe.name, where + (reasons[0] if reasons else "its runs left no run.json")))
+            why = next(failures[trial.name] for trial in (*one.control, *one.own) if trial.name in failures)
+            absent.append(Absent(one.recipe.name, f"{one.testbed.name}: {why}" if one.testbed else why))
     unfinished = [name for name in failures if name not in runs or runs[name].state == "unfinished"]
     return compare_experiments(experiments, absent, flags.force), unfinished
-
-
-def _note_times(experiment: PlannedExperiment, runs_dir: Path) -> None:
-    """Print that a claim about time will not be judged, because one run of a pair was trained before the other."""
-    recipe, testbed = experiment.recipe, experiment.testbed
-    if testbed is None or not any(claim.measure == "step_time" for claim in recipe.experiments[testbed.name].claims):
-        return
-    pairs = zip(experiment.control, experiment.own, strict=True)
-    if alone := [str(pair[0].seed) for pair in pairs if len({has_ended(runs_dir / trial.name) for trial in pair}) > 1]:
-        print_once(
-            f"note: {recipe.name} on {testbed.name}: one run of seed {', '.join(alone)} was trained before the other, so a claim about the"
-            " step time will be inconclusive; give another --runs_dir"
-        )
 
 
 def testbed_named(name: str) -> Testbed:
@@ -116,20 +102,15 @@ def testbed_named(name: str) -> Testbed:
 
 def _testbeds(recipe: Recipe, passed_on: Sequence[str], flags: argparse.Namespace) -> list[Testbed | None]:
     """Where a recipe is compared: on the testbeds that are given, else on all its own for this device; with flags of a setting on none."""
-    if flags.testbed:
-        testbeds = [testbed for testbed in map(testbed_named, flags.testbed) if testbed.name in recipe.experiments]
-        wanted = ", ".join(flags.testbed)
-    elif flags.ranks or any(word.startswith("--") and word != "--save_every" for word in passed_on):
+    if not flags.testbed and (flags.ranks or any(word.startswith("--") and word != "--save_every" for word in passed_on)):
         return [None]
-    else:
-        testbeds = [testbed for testbed in read_testbeds(device_type()) if testbed.name in recipe.experiments]
-        wanted = f"a testbed for {device_type()}"
+    given = [testbed_named(name) for name in flags.testbed] or read_testbeds(device_type())
+    testbeds: list[Testbed | None] = [testbed for testbed in given if testbed.name in recipe.experiments]
     if not testbeds:
-        here = [testbed.name for testbed in read_testbeds(device_type()) if testbed.name in recipe.experiments]
-        on_cpu = [testbed.name for testbed in read_testbeds("cpu") if testbed.name in recipe.experiments]
-        way = f"give one of {', '.join(here)}, or " if here else f"set DS_ACCELERATOR=cpu for {', '.join(on_cpu)}, or " if on_cpu else ""
-        raise CannotRun(f"it has no experiment on {wanted}; {way}give a setting: --preset nano --steps 200")
-    return [*testbeds]
+        wanted = ", ".join(flags.testbed) or f"a testbed for {device_type()}"
+        own = ", ".join(f"{testbed.name} ({testbed.device})" for testbed in read_testbeds() if testbed.name in recipe.experiments)
+        raise CannotRun(f"it has no experiment on {wanted}; its testbeds: {own or 'none'}; give one, or a setting, such as --steps 200")
+    return testbeds
 
 
 def _plan(recipe: Recipe, testbed: Testbed | None, passed_on: Sequence[str], flags: argparse.Namespace) -> PlannedExperiment:
@@ -145,18 +126,12 @@ def ranks_of(recipe: Recipe | None, testbed: Testbed | None, flags: argparse.Nam
 
 def train_missing(flags: argparse.Namespace, batches: Sequence[Sequence[Trial]], runs_dir: Path) -> dict[str, str]:
     """Train the runs that have not ended, those of a batch interleaved. Returns the reasons of those that failed, by name."""
-
-    def missing() -> list[list[Trial]]:
-        left = ([trial for trial in trials if not has_ended(runs_dir / trial.name)] for trials in batches)
-        return [trials for trials in left if trials]
-
+    missing = [[trial for trial in trials if not has_ended(runs_dir / trial.name)] for trials in batches]
+    groups = [group for trials in missing if trials for group in fitting_groups(trials, flags.at_once)]
     failures: dict[str, str] = {}
-    if not missing():
+    if not groups:
         return failures
     with _locked(runs_dir):
-        groups = [group for trials in missing() for group in fitting_groups(trials, flags.at_once)]
-        if not groups:
-            return failures  # another command has trained them meanwhile
         trials = [trial for group in groups for trial in group]
         interleaved = max(map(len, groups))
         print_once(f"training {len(trials)} runs, at most {interleaved} of them interleaved, in {runs_dir}: {estimate(groups)}")
@@ -164,23 +139,28 @@ def train_missing(flags: argparse.Namespace, batches: Sequence[Sequence[Trial]],
         done = sum(_steps_done(runs_dir / trial.name) for trial in trials)
         with tqdm(total=steps, initial=done, unit="step", dynamic_ncols=True, disable=flags.quiet or None) as bar:  # None: off a terminal
             for number, group in enumerate(groups, 1):
-                outputs = {trial.name: runs_dir / f"{trial.name}.out" for trial in group}
-                sizes = {name: output.stat().st_size if output.exists() else 0 for name, output in outputs.items()}
+                scripts = {trial.name: (trial.config.ranks, script_of(trial, runs_dir)) for trial in group}
                 try:
-                    codes = train_interleaved(group, runs_dir, lambda trial, made: bar.update(made))
+                    codes = run_interleaved(scripts, runs_dir, lambda name, made: bar.update(made))
                 except SystemExit:
                     bar.close()
                     print_once("stopped; the same command resumes the runs", sys.stderr)
                     raise
                 for name, code in codes.items():
                     if code:
-                        failures[name] = error_of(outputs[name], sizes[name], code)
+                        failures[name] = error_of(runs_dir / f"{name}.out", code)
                         print_once(printable_line(f"{name} failed: {failures[name]}"), sys.stderr)
                     elif not flags.keep_checkpoints:
                         shutil.rmtree(runs_dir / name / "checkpoints", ignore_errors=True)
                 if bar.disable and not flags.quiet:
                     print_once(f"{sum(map(len, groups[:number]))} of {len(trials)} runs have ended")
     return failures
+
+
+def script_of(trial: Trial, runs_dir: Path) -> list[str]:
+    """`launch/pretrain.py` with the arguments of a run, which is resumed if it has a folder already."""
+    resume = ["--resume"] if (runs_dir / trial.name).exists() else []
+    return [str(ROOT / "launch/pretrain.py"), *trial.flags, "--runs_dir", str(runs_dir), "--run_name", trial.name, *resume]
 
 
 def estimate(groups: Sequence[Sequence[Trial]]) -> str:
@@ -209,12 +189,9 @@ def _steps_done(run: Path) -> int:
 @contextlib.contextmanager
 def _locked(runs_dir: Path) -> Iterator[None]:
     """Hold the lock of `runs_dir`. Refuse a folder in which another command trains, or that cannot be written."""
-    try:
-        runs_dir.mkdir(parents=True, exist_ok=True)
-        lock = open(runs_dir / ".lock", "a", encoding="utf-8")  # noqa: SIM115 - closed below
-    except OSError as reason:
-        raise UsageError(f"--runs_dir {runs_dir}: cannot be written ({reason.strerror}); give another folder") from None
-    with lock:
+    check_writable(runs_dir, "--runs_dir")
+    runs_dir.mkdir(parents=True, exist_ok=True)
+    with open(runs_dir / ".lock", "a", encoding="utf-8") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -222,8 +199,8 @@ def _locked(runs_dir: Path) -> Iterator[None]:
         yield
 
 
-def error_of(output: Path, before: int, code: int) -> str:
-    """The last error in a run's output after the first `before` bytes, which are of earlier attempts; else its exit code."""
-    lines = output.read_bytes()[before:].decode("utf-8", "replace").splitlines()
+def error_of(output: Path, code: int) -> str:
+    """The last error in a run's output, else its exit code."""
+    lines = output.read_text(encoding="utf-8", errors="replace").splitlines()
     errors = [line.removeprefix("error: ").replace(f"{ROOT}/", "") for line in lines if line.startswith("error: ")]
     return errors[-1] if errors else f"exit code {code}, see {output}"

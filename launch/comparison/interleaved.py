@@ -1,8 +1,8 @@
-"""Trains several runs on one machine with interleaved steps, so that a slow moment of the machine affects all of them alike.
+"""Runs several scripts on one machine with interleaved steps, so that a slow moment of the machine affects all of them alike.
 
-Each run is a process of `launch/pretrain.py`, under DeepSpeed's launcher if it has several ranks. The runs are started one after another,
-so that none of them trains while another one starts up. Then each in turn makes `launch.training.interleaving.STEPS` steps while the others
-wait.
+Each script trains, as `launch/pretrain.py` does, under DeepSpeed's launcher if it has several ranks. The scripts are started one after
+another, so that none of them trains while another one starts up. Then each in turn makes `launch.training.interleaving.STEPS` steps while
+the others wait.
 """
 
 from __future__ import annotations
@@ -15,15 +15,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 
 import psutil
 
-from launch.comparison.trials import Trial
 from launch.training import interleaving
-from recipes.registry import ROOT
 
 #: Seconds between two checks of whether a run has ended while it should make steps.
 POLL_SECONDS = 0.2
@@ -32,35 +30,35 @@ STOP_SECONDS = 120.0
 
 
 class InterleavedRun:
-    """The processes of one run, and a connection to each of its ranks. An existing run folder is resumed.
+    """The processes of one run, and a connection to each of its ranks.
 
     Args:
+        script: its path and arguments.
+        output: the file that holds what it prints.
         socket_path: where the ranks connect; its folder's name is recorded in `run.json` as the name of the group.
     """
 
-    def __init__(self, trial: Trial, runs_dir: Path, socket_path: Path):
-        self.trial = trial
+    def __init__(self, ranks: int, script: Sequence[str], output: Path, socket_path: Path):
+        self.ranks = ranks
         self._connections: list[socket.socket] = []
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind(str(socket_path))
-        self._listener.listen(trial.config.ranks)
+        self._listener.listen(ranks)
         self._listener.settimeout(POLL_SECONDS)
-        resume = ["--resume"] if (runs_dir / trial.name).exists() else []
-        flags = [*trial.flags, "--runs_dir", str(runs_dir), "--run_name", trial.name, *resume]
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-        with open(runs_dir / f"{trial.name}.out", "ab") as output:
+        with open(output, "wb") as stream:
             self.process = subprocess.Popen(
-                [*_launcher(trial.config.ranks), str(ROOT / "launch/pretrain.py"), *flags],
+                [*_launcher(ranks), *script],
                 env={**os.environ, interleaving.VARIABLE: str(socket_path), "PATH": path},
                 stdin=subprocess.DEVNULL,
-                stdout=output,
+                stdout=stream,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,  # Ctrl-C reaches this command only, which then stops the runs
             )
 
     def wait_until_ready(self) -> bool:
         """Return True when all ranks are ready for their next steps, False when the run has ended."""
-        return all(self._rank_is_ready(rank) for rank in range(self.trial.config.ranks))
+        return all(self._rank_is_ready(rank) for rank in range(self.ranks))
 
     def _rank_is_ready(self, rank: int) -> bool:
         while self.process.poll() is None:
@@ -87,7 +85,6 @@ class InterleavedRun:
         """Send a signal to the run, which then ends with a checkpoint."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, number)
-        self.disconnect()
 
     def disconnect(self) -> None:
         """Close the connections. Ranks that are still alive stop with a checkpoint."""
@@ -126,46 +123,47 @@ def _is_alive(group: int) -> bool:
     return False
 
 
-def train_interleaved(trials: Sequence[Trial], runs_dir: Path, on_steps: Callable[[Trial, int], None]) -> dict[str, int]:
-    """Train all `trials` with interleaved steps; those that have a run folder already are resumed.
+def run_interleaved(scripts: Mapping[str, tuple[int, Sequence[str]]], folder: Path, on_steps: Callable[[str, int], None]) -> dict[str, int]:
+    """Run all `scripts` with interleaved steps.
 
     Args:
-        on_steps: called with the number of steps that a run has just made, and with 0 when it has started.
+        scripts: the ranks of each by its name, and the script with its arguments.
+        folder: `<folder>/<name>.out` holds what a script printed.
+        on_steps: called with a name and the number of steps just made, and with 0 when it has started.
 
     Returns:
-        The exit code of each run, by name; `<runs_dir>/<name>.out` holds its output.
+        The exit code of each, by name.
 
     Raises:
         SystemExit: 128 + n for signal n, Ctrl-C or SIGTERM; all runs have been stopped with checkpoints.
     """
-    runs_dir.mkdir(parents=True, exist_ok=True)
-    runs: list[InterleavedRun] = []
+    runs: dict[str, InterleavedRun] = {}
     with tempfile.TemporaryDirectory(prefix="interleaved-") as sockets, _interruptible():
         try:
             active = []
-            for number, trial in enumerate(trials):
-                runs.append(InterleavedRun(trial, runs_dir, Path(sockets) / str(number)))
-                if runs[-1].wait_until_ready():
-                    active.append(runs[-1])
-                on_steps(trial, 0)
+            for name, (ranks, script) in scripts.items():
+                runs[name] = InterleavedRun(ranks, script, folder / f"{name}.out", Path(sockets) / str(len(runs)))
+                if runs[name].wait_until_ready():
+                    active.append(name)
+                on_steps(name, 0)
             while active:
-                for run in list(active):
-                    run.make_steps()
-                    if run.wait_until_ready():
-                        on_steps(run.trial, interleaving.STEPS)
+                for name in list(active):
+                    runs[name].make_steps()
+                    if runs[name].wait_until_ready():
+                        on_steps(name, interleaving.STEPS)
                     else:
-                        active.remove(run)
-                        run.disconnect()  # if its launcher was killed, its ranks stop with a checkpoint
+                        active.remove(name)
+                        runs[name].disconnect()  # if its launcher was killed, its ranks stop with a checkpoint
         except SystemExit as interrupted:
-            for run in runs:
+            for run in runs.values():
                 run.stop(int(interrupted.code or 0) - 128)
             raise
         finally:
-            for run in runs:
+            for run in runs.values():
                 run.disconnect()
-            for run in runs:
+            for run in runs.values():
                 run.end()
-    return {run.trial.name: run.process.returncode for run in runs}
+    return {name: run.process.returncode for name, run in runs.items()}
 
 
 @contextlib.contextmanager

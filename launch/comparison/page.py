@@ -134,7 +134,7 @@ def write_page(comparison: Comparison, out: Path) -> Path:
 
 def answers(pair: Pair) -> list[str]:
     """Which side ends at the lower loss and by how much, and how long the same tokens take, in sentences."""
-    name, control = _names(pair)
+    name, control = (pair.recipe.name, "its control") if pair.recipe else (pair.side.name, pair.control.name)
     found = []
     for side, runs in ((name, pair.side.runs), ("The control" if pair.recipe else control, pair.control.runs)):
         if diverged := sum(run.diverged for run in runs):
@@ -155,10 +155,6 @@ def answers(pair: Pair) -> list[str]:
         interval = "" if time.low is None or time.high is None else f" (95%: {time.low:.3f} to {time.high:.3f})"
         found.append(f"The same number of tokens takes {time.mean:.3f} times as long{interval}.")
     return found or [f"{name} and {control} have no seed in common that can be compared."]
-
-
-def _names(pair: Pair) -> tuple[str, str]:
-    return (pair.recipe.name, "its control") if pair.recipe else (pair.side.name, pair.control.name)
 
 
 def trust(pair: Pair) -> str:
@@ -263,7 +259,7 @@ def _results(sides: Sequence[Side]) -> list[list[str]]:
     """The table of all sides."""
     rows = []
     for side in sides:
-        measures = [run.measures() for run in side.runs]
+        measures = [run.measures for run in side.runs]
         means = [_mean(name, [run[name] for run in measures if name in run]) for name in MAIN_FIGURES]
         rows.append([side.name, side.role, _seeds(run.seed for run in side.runs), *means])
     return rows

@@ -23,7 +23,7 @@ import numpy as np
 from launch.comparison.comparison import LOSS, Comparison, Pair, claims_in_table, compare_experiments, signed
 from launch.comparison.forest import draw_forest, row
 from launch.comparison.page import draw_losses, figure_row
-from launch.comparison.runs import Run, read_stored_run
+from launch.comparison.runs import read_stored_run
 from launch.comparison.tuning import deviation, draw_tuning, in_words, mean_difference, numbers_in, read_json, setting_name
 from launch.comparison.verdicts import SIGNS, Verdict, planned_power
 from launch.formats.files import write_atomically
@@ -106,9 +106,12 @@ def published() -> list[Published]:
         entries = read_json(ROOT / "recipes" / recipe.name / RESULTS)
         cells += [Published(recipe, testbeds[name], own, entries.get(name)) for name, own in recipe.experiments.items()]
     cells.sort(key=lambda cell: (cell.testbed.device, cell.testbed.name, cell.recipe.name))
-    judged = [cell for cell in cells if cell.entry and cell.entry["planned"] == planned(cell.recipe.name, cell.testbed.name)]
-    stored = [(cell.recipe, cell.testbed, *_runs(cell.entry)) for cell in judged if cell.entry]
-    for cell, pair in zip(judged, compare_experiments(stored, force=True).pairs, strict=False):  # then pairs of two recipes
+    judged = [(cell, cell.entry) for cell in cells if cell.entry and cell.entry["planned"] == planned(cell.recipe.name, cell.testbed.name)]
+    stored = []
+    for cell, entry in judged:
+        control, own = ([read_stored_run(run) for run in entry[side]] for side in ("control", "recipe"))
+        stored.append((cell.recipe, cell.testbed, control, own))
+    for (cell, _), pair in zip(judged, compare_experiments(stored, force=True).pairs, strict=False):  # then pairs of two recipes
         cell.pair = _with_short_names(pair)
     return cells
 
@@ -118,11 +121,6 @@ def _with_short_names(pair: Pair) -> Pair:
     name = pair.recipe.name if pair.recipe else pair.side.name
     control = Path(pair.control.runs[0].description["config_file"]).stem
     return replace(pair, control=replace(pair.control, name=control), side=replace(pair.side, name=name))
-
-
-def _runs(entry: dict[str, Any]) -> tuple[list[Run], list[Run]]:
-    control, recipe = ([read_stored_run(run) for run in entry[side]] for side in ("control", "recipe"))
-    return control, recipe
 
 
 # --- a recipe's page ------------------------------------------------------------------------------------------------------------------

@@ -13,8 +13,8 @@ from typing import Any
 from launch.comparison.comparison import Comparison, Pair
 from launch.comparison.pages import RESULTS, plan_files, plan_in, planned, write_pages
 from launch.comparison.runs import Run, stored_run
-from launch.comparison.trials import CODE, settings_on
-from launch.comparison.tuning import CONTROL, edges, published_sweep, read_json, tuned_by
+from launch.comparison.trials import CODE, settings_on, tuned_by
+from launch.comparison.tuning import CONTROL, edges, published_sweep, read_json
 from launch.errors import UsageError
 from launch.formats.files import write_atomically
 from launch.training.provenance import machine_in_words, repository_commit
@@ -58,7 +58,7 @@ def _entry(pair: Pair) -> dict[str, Any]:
     where = f"--publish: {recipe.name} on {testbed.name}"
     runs = (*pair.control.runs, *pair.side.runs)
     check_runs(where, runs)
-    check_tuned(recipe, [testbed])
+    check_tuned(recipe, testbed)
     if pair.seeds != tuple(range(1, pair.experiment.seeds + 1)) or len(runs) != 2 * len(pair.seeds):
         raise UsageError(f"{where}: {pair.experiment.seeds} seeds are planned, and the pairs have seeds {pair.seeds}; give no --seeds")
     if unfinished := [run.name for run in runs if run.state == "unfinished"]:
@@ -103,16 +103,8 @@ def check_runs(where: str, runs: Sequence[Run]) -> None:
         )
 
 
-def check_tuned(recipe: Recipe, testbeds: Sequence[Testbed | None]) -> None:
-    """Refuse to publish experiments whose sides do not train with the values that the published sweeps chose."""
-    for testbed in testbeds:
-        if testbed is not None and (fault := untuned(recipe, testbed)):
-            where = f"--publish: {recipe.name} on {testbed.name}"
-            raise UsageError(f"{where}: {fault}")
-
-
-def untuned(recipe: Recipe, testbed: Testbed) -> str:
-    """Where the training values of a side are not those that the published sweeps chose, and what to do; empty if they are."""
+def check_tuned(recipe: Recipe, testbed: Testbed) -> None:
+    """Refuse to publish an experiment unless both sides train with the values that the published sweeps chose."""
     for config in (recipe.control, recipe.config):
         own = tuned_by(config, testbed)
         if own is None and testbed.reason:
@@ -123,29 +115,20 @@ def untuned(recipe: Recipe, testbed: Testbed) -> str:
         sweep = f"python launch/compare.py --tune --testbed {testbed.name}{f' --recipe recipes/{own.name}' if own else ''} --publish"
         stated = f"recipes/{own.name}/recipe.json" if own else f"recipes/testbeds/{testbed.name}/testbed.json"
         if not chosen:
-            found = f"has no sweep of {config if own else CONTROL} on {testbed.name}; run {sweep}"
+            fault = f"has no sweep of {config if own else CONTROL} on {testbed.name}; run {sweep}"
         elif any(used.get(name) != value for name, value in chosen.items()):
             values = {name: used.get(name) for name in chosen}
-            found = f"chose {chosen}, and {values} is used; write the chosen values into 'tuned' of {stated}"
+            fault = f"chose {chosen}, and {values} is used; write the chosen values into 'tuned' of {stated}"
         elif at_edge := edges(arm["grid"], chosen):
-            found = f"{'; '.join(at_edge)} in {stated} and run {sweep}"
+            fault = f"{'; '.join(at_edge)} in {stated} and run {sweep}"
         else:
             continue
-        return f"{file.relative_to(ROOT)}: {found}"
-    return ""
+        raise UsageError(f"--publish: {recipe.name} on {testbed.name}: {file.relative_to(ROOT)}: {fault}")
 
 
 def plan_at(commit: str, recipe: str, testbed: str) -> dict[str, Any]:
     """What `planned` returned at a commit; empty if the files were not there."""
-
-    def read(file: str) -> dict[str, Any]:
-        try:
-            found = json.loads(_git("show", f"{commit}:{file}") or "{}")
-        except json.JSONDecodeError:
-            return {}
-        return found if isinstance(found, dict) else {}
-
-    return plan_in(read, recipe, testbed)
+    return plan_in(lambda file: json.loads(_git("show", f"{commit}:{file}") or "{}"), recipe, testbed)
 
 
 def same_code(one: str, other: str) -> bool:

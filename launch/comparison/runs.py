@@ -6,6 +6,7 @@ which is read into the same object.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
 import warnings
@@ -18,7 +19,6 @@ import numpy as np
 import numpy.typing as npt
 
 from launch.config.token_schedule import TOKEN_SCHEDULES
-from launch.errors import UsageError
 from launch.formats.metrics import is_finite_number, read_run_json, read_valid_lines
 from launch.training.run_json import WITHOUT_EFFECT
 
@@ -51,7 +51,7 @@ class Run:
         finished: the run has trained on all its tokens, and has evaluated the whole validation split if `--whole_eval` is given.
         diverged: the run ended or failed because of a non-finite loss or gradient.
         remarks: what is missing, damaged or not finite, in sentences without a full stop.
-        published: the `measures` of a run that was read from a `results.json`, whose columns hold evaluations only; None otherwise.
+        measures: the numbers that summarize the run, see `_measures`. The columns of a published run hold evaluations only.
     """
 
     folder: Path
@@ -61,7 +61,7 @@ class Run:
     finished: bool
     diverged: bool
     remarks: tuple[str, ...]
-    published: dict[str, float] | None = None
+    measures: dict[str, float]
 
     @property
     def seed(self) -> int:
@@ -71,68 +71,6 @@ class Run:
     def state(self) -> str:
         """ "finished", "failed" (it diverged before its end) or "unfinished" (still training, stopped, or failed for another reason)."""
         return "finished" if self.finished else "failed" if self.diverged else "unfinished"
-
-    def measures(self) -> dict[str, float]:
-        """The numbers that summarize the run up to its last line; those that it lacks are absent.
-
-        final_val_loss: nats per token, of the whole validation split with `--whole_eval`, otherwise of the last evaluation; +inf if the
-        run diverged, absent if it is unfinished or was not evaluated at its end.
-        step_seconds: the mean over the steps after the first `WARM_UP_STEPS`. tokens_per_second, mfu: of these steps together.
-        seconds, flops (of all ranks), bytes_sent (by rank 0): sums. bytes_per_step: the mean. peak_memory_bytes: of rank 0, the largest.
-        skipped_steps: updates skipped for an overflow in fp16. warmup_spikes, spikes: steps in the rate's warm-up and after it whose
-        gradient norm exceeds `SPIKE_RATIO` x the median of the `SPIKE_WINDOW` steps before, or whose loss is not finite.
-        """
-        if self.published is not None:
-            return dict(self.published)
-        columns = self.columns
-        measures: dict[str, float] = {}
-        whole = self.description.get("whole_eval")
-        final = _end(self.description).get("whole_val_loss") if whole else next(reversed(columns["val_loss"].tolist()), None)
-        if self.diverged and (self.description["eval_every"] or whole):
-            measures["final_val_loss"] = math.inf
-        elif self.finished and final is not None and is_finite_number(final):
-            measures["final_val_loss"] = float(final)
-        trained = columns["step"] > 0
-        if not trained.any():
-            return measures
-
-        def summarize(measure: str, summary: Callable[[Column], Any], name: str = "", after: int = 0) -> None:
-            values = columns.get(name or measure, np.zeros(0))
-            values = values[np.isfinite(values) & (columns["step"] > after)] if len(values) else values
-            if len(values):
-                measures[measure] = float(summary(values))
-
-        summarize("step_seconds", np.mean, after=WARM_UP_STEPS)
-        seconds = columns["step_seconds"]
-        for name in ("tokens_per_second", "mfu"):  # rates: their means over time
-            values = columns.get(name, np.full(len(seconds), np.nan))
-            timed = np.isfinite(values) & (seconds > 0) & (columns["step"] > WARM_UP_STEPS)
-            if timed.any():
-                measures[name] = float(np.average(values[timed], weights=seconds[timed]))
-        for name in ("seconds", "skipped_steps", "flops"):
-            summarize(name, lambda values: values[-1])
-        summarize("peak_memory_bytes", np.max)
-        summarize("bytes_per_step", np.mean, "bytes_sent")
-        summarize("bytes_sent", np.sum)
-        return measures | self._spikes(trained)
-
-    def _spikes(self, trained: npt.NDArray[np.bool_]) -> dict[str, float]:
-        """The numbers of spikes in the rows `trained`; empty if the run has no gradient norms."""
-        if "grad_norm" not in self.columns:
-            return {}
-        norm, loss, step, tokens = (self.columns[name][trained] for name in ("grad_norm", "loss", "step", "tokens"))
-        before = np.lib.stride_tricks.sliding_window_view(np.concatenate([np.full(SPIKE_WINDOW, np.nan), norm[:-1]]), SPIKE_WINDOW)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", RuntimeWarning)  # no norm is before the first step
-            typical = np.nanmedian(before, axis=1)
-        described: Any = self.description
-        warmup = described["warmup_steps"] if is_finite_number(described.get("warmup_steps")) else 0
-        in_warmup = step <= warmup
-        scheduler = described.get("scheduler")
-        if isinstance(scheduler, dict) and str(scheduler.get("type")) in TOKEN_SCHEDULES:  # the steps of a technique may have fewer tokens
-            in_warmup = tokens <= warmup * described["global_batch_size"] * described["shape"]["seq_len"]
-        spikes = ((step > SPIKE_START) & (norm > SPIKE_RATIO * typical)) | ~np.isfinite(loss)
-        return {"warmup_spikes": float((spikes & in_warmup).sum()), "spikes": float((spikes & ~in_warmup).sum())}
 
 
 def _end(description: dict[str, Any]) -> dict[str, Any]:
@@ -149,15 +87,10 @@ def read_run(folder: str | Path) -> Run:
     """
     folder = Path(folder)
     description = read_run_json(folder / "run.json")
-    file = folder / "metrics.jsonl"
     lines: list[dict[str, Any]] = []
     skipped = ""
-    try:
-        lines, skipped = read_valid_lines(file)
-    except FileNotFoundError:
-        pass
-    except OSError as reason:
-        raise UsageError(f"{file}: cannot be read ({reason.strerror}); give a readable run folder") from None
+    with contextlib.suppress(FileNotFoundError):
+        lines, skipped = read_valid_lines(folder / "metrics.jsonl")
     remarks = [skipped] if skipped else []
     if not lines:
         remarks.append("metrics.jsonl contains no step")
@@ -171,7 +104,8 @@ def read_run(folder: str | Path) -> Run:
         if steps:
             remarks.append(f"the {name} is not finite in {len(steps)} step{'s' * (len(steps) > 1)}, first in step {steps[0]}")
     finished, diverged = _ending(folder, description, lines, remarks)
-    return Run(folder, folder.resolve().name, description, columns, finished, diverged, tuple(remarks))
+    measures = _measures(description, columns, finished, diverged)
+    return Run(folder, folder.resolve().name, description, columns, finished, diverged, tuple(remarks), measures)
 
 
 def _columns(lines: list[dict[str, Any]]) -> dict[str, Column]:
@@ -219,6 +153,66 @@ def _last_error(folder: Path) -> str:
     return error[1] if error else ""
 
 
+def _measures(description: dict[str, Any], columns: dict[str, Column], finished: bool, diverged: bool) -> dict[str, float]:
+    """The numbers that summarize the run up to its last line; those that it lacks are absent.
+
+    final_val_loss: nats per token, of the whole validation split with `--whole_eval`, otherwise of the last evaluation; +inf if the
+    run diverged, absent if it is unfinished or was not evaluated at its end.
+    step_seconds: the mean over the steps after the first `WARM_UP_STEPS`. tokens_per_second, mfu: of these steps together.
+    seconds, flops (of all ranks), bytes_sent (by rank 0): sums. bytes_per_step: the mean. peak_memory_bytes: of rank 0, the largest.
+    skipped_steps: updates skipped for an overflow in fp16. warmup_spikes, spikes: steps in the rate's warm-up and after it whose
+    gradient norm exceeds `SPIKE_RATIO` x the median of the `SPIKE_WINDOW` steps before, or whose loss is not finite.
+    """
+    measures: dict[str, float] = {}
+    whole = description.get("whole_eval")
+    final = _end(description).get("whole_val_loss") if whole else next(reversed(columns["val_loss"].tolist()), None)
+    if diverged and (description["eval_every"] or whole):
+        measures["final_val_loss"] = math.inf
+    elif finished and final is not None and is_finite_number(final):
+        measures["final_val_loss"] = float(final)
+    trained = columns["step"] > 0
+    if not trained.any():
+        return measures
+
+    def summarize(measure: str, summary: Callable[[Column], Any], name: str = "", after: int = 0) -> None:
+        values = columns.get(name or measure, np.zeros(0))
+        values = values[np.isfinite(values) & (columns["step"] > after)] if len(values) else values
+        if len(values):
+            measures[measure] = float(summary(values))
+
+    summarize("step_seconds", np.mean, after=WARM_UP_STEPS)
+    seconds = columns["step_seconds"]
+    for name in ("tokens_per_second", "mfu"):  # rates: their means over time
+        values = columns.get(name, np.full(len(seconds), np.nan))
+        timed = np.isfinite(values) & (seconds > 0) & (columns["step"] > WARM_UP_STEPS)
+        if timed.any():
+            measures[name] = float(np.average(values[timed], weights=seconds[timed]))
+    for name in ("seconds", "skipped_steps", "flops"):
+        summarize(name, lambda values: values[-1])
+    summarize("peak_memory_bytes", np.max)
+    summarize("bytes_per_step", np.mean, "bytes_sent")
+    summarize("bytes_sent", np.sum)
+    return measures | _spikes(description, {name: column[trained] for name, column in columns.items()})
+
+
+def _spikes(described: dict[str, Any], columns: dict[str, Column]) -> dict[str, float]:
+    """The numbers of spikes in the rows of steps; empty if the run has no gradient norms."""
+    if "grad_norm" not in columns:
+        return {}
+    norm, loss, step, tokens = (columns[name] for name in ("grad_norm", "loss", "step", "tokens"))
+    before = np.lib.stride_tricks.sliding_window_view(np.concatenate([np.full(SPIKE_WINDOW, np.nan), norm[:-1]]), SPIKE_WINDOW)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # no norm is before the first step
+        typical = np.nanmedian(before, axis=1)
+    warmup = described["warmup_steps"] if is_finite_number(described.get("warmup_steps")) else 0
+    in_warmup = step <= warmup
+    scheduler = described.get("scheduler")
+    if isinstance(scheduler, dict) and str(scheduler.get("type")) in TOKEN_SCHEDULES:  # the steps of a technique may have fewer tokens
+        in_warmup = tokens <= warmup * described["global_batch_size"] * described["shape"]["seq_len"]
+    spikes = ((step > SPIKE_START) & (norm > SPIKE_RATIO * typical)) | ~np.isfinite(loss)
+    return {"warmup_spikes": float((spikes & in_warmup).sum()), "spikes": float((spikes & ~in_warmup).sum())}
+
+
 # --- published runs -------------------------------------------------------------------------------------------------------------------
 
 #: Columns of a published run, at its evaluations, and the decimals that are kept.
@@ -236,7 +230,7 @@ def stored_run(run: Run) -> dict[str, Any]:
     description["resumes"] = [{key: one.get(key) for key in ("interleaved", "commit")} for one in description.get("resumes", [])]
     rows = np.isfinite(run.columns["val_loss"])
     curve = {name: _numbers(run.columns[name][rows], decimals) for name, decimals in CURVE.items()}
-    measures = {name: value if math.isfinite(value) else None for name, value in run.measures().items()}
+    measures = {name: value if math.isfinite(value) else None for name, value in run.measures.items()}
     state = {"name": run.name, "seed": run.seed, "finished": run.finished, "diverged": run.diverged}
     return {**state, "description": description, "measures": measures, "curve": curve}
 

@@ -54,13 +54,6 @@ class RatioToTarget:
     reached: tuple[int, int]
     seeds: int
 
-    def __str__(self) -> str:
-        counts = f"{self.reached[0]} of {self.seeds} control runs and {self.reached[1]} of {self.seeds} recipe runs reached the target"
-        if self.ratio is None:
-            return f"unknown ({counts})"
-        interval = "" if self.ratio.low is None else f", 95% interval {self.ratio.low:.3f} to {self.ratio.high:.3f}"
-        return f"{self.bound} {self.ratio.mean:.3f}{interval} ({counts})".lstrip()
-
 
 def reached_at(x: Array, val_loss: Array, target: float) -> Reached | None:
     """Where a run first has the loss `target`.

@@ -15,7 +15,6 @@ from pathlib import Path
 
 import psutil
 
-from data_pipeline.errors import DataError
 from launch.config.explain import memory_of
 from launch.config.flags import suggested_flags, without
 from launch.config.hardware import device_type, gpus
@@ -65,7 +64,7 @@ class PlannedExperiment:
     own: tuple[Trial, ...]
 
 
-class CannotRun(Exception):
+class CannotRun(UsageError):
     """A recipe or its control cannot be run here; the message says what it needs."""
 
 
@@ -97,19 +96,25 @@ def plan_experiment(
 
 
 def settings_on(testbed: Testbed, config: str, recipe: Recipe | None = None) -> Flags:
-    """The flags of the runs of `config` on a testbed: the testbed's own, with the tuned values of the recipe whose DeepSpeed JSON it is.
+    """The flags of the runs of `config` on a testbed: the testbed's own, with the tuned values of `recipe`, by default of `tuned_by`.
 
-    recipe: this one; by default the first that has the JSON. Raises UsageError if it would replace another `set` of the testbed.
+    Raises UsageError if it would replace another `set` of the testbed.
     """
-    recipes = [recipe] if recipe else [read_recipe(ROOT / "recipes" / name) for name in recipe_names()]
-    tuned = (one.experiments[testbed.name].tuned for one in recipes if one.config == config and testbed.name in one.experiments)
-    base, own = {**testbed.flags, **testbed.tuned}, next(tuned, {})
+    tuned = recipe or tuned_by(config, testbed)
+    base, own = {**testbed.flags, **testbed.tuned}, tuned.experiments[testbed.name].tuned if tuned else {}
     keys = [str(flags["set"]).partition("=")[0] for flags in (base, own) if "set" in flags]
     if len({*keys}) > 1:
         raise UsageError(
             f"{config} on {testbed.name}: its tuned 'set' of {keys[1]} would replace the testbed's, of {keys[0]}; tune that one instead"
         )
     return {**base, **own}
+
+
+def tuned_by(config: str, testbed: Testbed) -> Recipe | None:
+    """The recipe whose DeepSpeed JSON `config` is, if it is tuned on the testbed itself; None if it takes the values of the control."""
+    recipes = (read_recipe(ROOT / "recipes" / name) for name in recipe_names())
+    tuned = (one for one in recipes if one.config == config and testbed.name in one.experiments and one.experiments[testbed.name].sweep)
+    return next(tuned, None)
 
 
 def as_words(flags: Flags) -> list[str]:
@@ -123,8 +128,6 @@ def plan_trial(config_file: str, flags: Sequence[str], ranks: int) -> Trial:
     try:
         config, _ = resolve(flags, ranks)
         check_device(config)
-    except DataError:
-        raise
     except UsageError as reason:
         raise CannotRun(reason.faults[0].removeprefix(f"{ROOT}/")) from None
     if config.lacks:

@@ -23,11 +23,11 @@ from scipy import stats
 
 from launch.comparison.experiments import estimate, has_ended, ranks_of, testbed_named, train_missing
 from launch.comparison.runs import Run, read_run
-from launch.comparison.trials import CannotRun, Trial, as_words, fitting_groups, plan_trial, settings_on
+from launch.comparison.trials import Trial, as_words, fitting_groups, plan_trial, settings_on, tuned_by
 from launch.errors import TrainingFailed, UsageError, print_once
 from launch.formats.files import write_atomically
 from launch.training.provenance import machine_in_words
-from recipes.registry import ROOT, TESTBEDS, Flags, Recipe, Testbed, read_recipe, recipe_names
+from recipes.registry import ROOT, TESTBEDS, Flags, Recipe, Testbed, read_recipe
 
 #: The DeepSpeed JSON whose sweep sets the values of a testbed.
 CONTROL = "ds_configs/zero0_bf16.json"
@@ -108,14 +108,11 @@ class _Arm:
         """The values and the run of every point of the flag with this number."""
         start = self.chosen or {name: values[0] for name, values in self.sweep.items()}
         points = [{**start, name: value} for name, values in [*self.sweep.items()][number : number + 1] for value in values]
-        return [
-            (point, _trial(self.testbed, self.config, {**self.testbed.flags, **point}, self.passed_on, SWEEP_SEED, self.ranks))
-            for point in points
-        ]
+        return [(point, _trial(self.config, {**self.testbed.flags, **point}, self.passed_on, SWEEP_SEED, self.ranks)) for point in points]
 
     def add(self, point: Flags, run: Run) -> None:
         """Add the loss (null for a run that diverged) and the spikes of a point."""
-        measures = run.measures()
+        measures = run.measures
         loss = measures["final_val_loss"]
         measured = {**point, "loss": loss if math.isfinite(loss) else None, "spikes": measures.get("spikes")}
         if measured not in self.grid:
@@ -157,13 +154,6 @@ def read_json(file: Path) -> dict[str, Any]:
     return found
 
 
-def tuned_by(config: str, testbed: Testbed) -> Recipe | None:
-    """The recipe whose DeepSpeed JSON `config` is, if it is tuned on the testbed itself; None if it takes the values of the control."""
-    recipes = (read_recipe(ROOT / "recipes" / name) for name in recipe_names())
-    tuned = (one for one in recipes if one.config == config and testbed.name in one.experiments and one.experiments[testbed.name].sweep)
-    return next(tuned, None)
-
-
 def published_sweep(config: str, testbed: Testbed) -> tuple[Path, dict[str, Any]]:
     """The `tuning.json` that chooses the values of `config` on a testbed, and that sweep: an empty grid if it is not published."""
     own = tuned_by(config, testbed)
@@ -172,12 +162,9 @@ def published_sweep(config: str, testbed: Testbed) -> tuple[Path, dict[str, Any]
     return file, arms.get(Path(config if own else CONTROL).stem, {"grid": [], "chosen": None})
 
 
-def _trial(testbed: Testbed, config: str, settings: Flags, passed_on: Sequence[str], seed: int, ranks: int) -> Trial:
-    """The run of `config` on a testbed. Raises UsageError if it cannot run here."""
-    try:
-        return plan_trial(config, [*as_words(settings), *passed_on, "--seed", str(seed)], ranks)
-    except CannotRun as reason:
-        raise UsageError(f"{config} on {testbed.name}: {reason}") from None
+def _trial(config: str, settings: Flags, passed_on: Sequence[str], seed: int, ranks: int) -> Trial:
+    """The run of `config` with these settings. Raises CannotRun."""
+    return plan_trial(config, [*as_words(settings), *passed_on, "--seed", str(seed)], ranks)
 
 
 def edges(grid: Sequence[Flags], chosen: Flags | None) -> list[str]:
@@ -193,7 +180,7 @@ def measure_noise(flags: argparse.Namespace, passed_on: Sequence[str]) -> tuple[
     """Train the null experiments of the testbed that are missing.
 
     Returns:
-        The content of a `noise.json`, by the testbed's name, lines that say what was found, and the runs.
+        The content of a `noise.json`, lines that say what was found, and the runs.
 
     Raises:
         TrainingFailed: a run did not finish, or diverged.
@@ -201,7 +188,7 @@ def measure_noise(flags: argparse.Namespace, passed_on: Sequence[str]) -> tuple[
     testbed = testbed_named(flags.testbed[0])
     seeds = range(NOISE_SEED, NOISE_SEED + (flags.seeds or NOISE_SEEDS))
     ranks, settings = ranks_of(None, testbed, flags), settings_on(testbed, CONTROL)
-    micro_batch = _trial(testbed, CONTROL, settings, passed_on, 0, ranks).config.micro_batch_size
+    micro_batch = _trial(CONTROL, settings, passed_on, 0, ranks).config.micro_batch_size
     variants: dict[str, tuple[str, Flags]] = {
         "control": (CONTROL, {}),
         "precision": (CONTROL.replace("bf16", "fp32"), {}),
@@ -209,20 +196,20 @@ def measure_noise(flags: argparse.Namespace, passed_on: Sequence[str]) -> tuple[
         "trajectory": (CONTROL, {"perturb_init": PERTURBATION}),
     }
     trials = {
-        variant: [_trial(testbed, config, {**settings, **changed}, passed_on, seed, ranks) for seed in seeds]
+        variant: [_trial(config, {**settings, **changed}, passed_on, seed, ranks) for seed in seeds]
         for variant, (config, changed) in variants.items()
     }
     runs = _train(flags, [list(of_seed) for of_seed in zip(*trials.values(), strict=True)])
     if diverged := [run.name for run in runs.values() if run.diverged]:
         raise TrainingFailed(f"{diverged[0]} diverged; the values of testbed {testbed.name} are not stable, tune it again")
-    losses = {variant: [runs[trial.name].measures()["final_val_loss"] for trial in own] for variant, own in trials.items()}
+    losses = {variant: [runs[trial.name].measures["final_val_loss"] for trial in own] for variant, own in trials.items()}
     control = losses.pop("control")
     nulls = {variant: {"seeds": list(seeds), "control": control, "other": other} for variant, other in losses.items()}
     lines = [
         f"{testbed.name}, {variant}: standard deviation of the difference {deviation(null)[0]:.5f}, mean {mean_difference(null):+.5f}"
         for variant, null in nulls.items()
     ]
-    return {testbed.name: {**_origin(runs), "nulls": nulls}}, lines, [*runs.values()]
+    return {**_origin(runs), "nulls": nulls}, lines, [*runs.values()]
 
 
 def _train(flags: argparse.Namespace, batches: Sequence[Sequence[Trial]]) -> dict[str, Run]:
@@ -244,12 +231,9 @@ def _origin(runs: Mapping[str, Run]) -> dict[str, Any]:
     return {"commits": [*dict.fromkeys(one["commit"] for one in descriptions)], "machine": " and ".join(machines)}
 
 
-def write_tuning(found: dict[str, Any], recipe: str | None, out: Path, publish: bool) -> list[Path]:
-    """Write `tuning.json` and `tuning.png` into `out`, and with `publish` into the folder of the recipe, or of the testbed without one."""
-    (testbed,) = found
-    files = [out / "tuning.json"]
-    if publish:
-        files.append((ROOT / "recipes" / recipe if recipe else TESTBEDS / testbed) / "tuning.json")
+def write_tuning(found: dict[str, Any], folders: Sequence[Path]) -> list[Path]:
+    """Write `tuning.json`, beside the sweeps on other testbeds, and `tuning.png` into each folder."""
+    files = [folder / "tuning.json" for folder in folders]
     for file in files:
         merged = {**read_json(file), **found}
         _write_json(file, merged)
@@ -257,15 +241,12 @@ def write_tuning(found: dict[str, Any], recipe: str | None, out: Path, publish: 
     return files
 
 
-def write_noise(found: dict[str, Any], out: Path, publish: bool) -> list[Path]:
-    """Write `noise.json` into `out`, beside other testbeds' figures, and with `publish` into the folder of the testbed."""
-    (testbed,) = found
-    files = {out / "noise.json": {**read_json(out / "noise.json"), **found}}
-    if publish:
-        files[TESTBEDS / testbed / "noise.json"] = found[testbed]
-    for file, own in files.items():
-        _write_json(file, own)
-    return list(files)
+def write_noise(found: dict[str, Any], folders: Sequence[Path]) -> list[Path]:
+    """Write `noise.json` into each folder."""
+    files = [folder / "noise.json" for folder in folders]
+    for file in files:
+        _write_json(file, found)
+    return files
 
 
 def _write_json(file: Path, content: dict[str, Any]) -> None:
@@ -301,9 +282,8 @@ def draw_tuning(found: dict[str, Any], file: Path) -> None:
     with rc_context({"text.parse_math": False, "axes.spines.top": False, "axes.spines.right": False}):
         picture = Figure(figsize=(3.2 * columns + 1, 3 * len(rows)), dpi=110, layout="constrained")
         for row, (name, config, arm) in zip(picture.subplots(len(rows), columns, squeeze=False, sharey="row"), rows, strict=True):
-            row[0].set(title=f"{config} on {name}", ylabel="final validation loss (nats per token)")
-            row[0].title.set_horizontalalignment("left")
-            row[0].title.set_position((0, 1))
+            row[0].set_title(f"{config} on {name}", x=0, ha="left")
+            row[0].set_ylabel("final validation loss (nats per token)")
             for axes in row[len(_lines(arm["grid"])) :]:
                 axes.set_axis_off()
             lowest, highest = min(bests[name], default=0.0), max(bests[name], default=0.0) + LOSSES_SHOWN

@@ -276,7 +276,7 @@ def test_a_run_that_was_stopped_in_its_last_step_is_evaluated_by_the_resume(one_
     lines = one_rank.run("tests.distributed.jobs:pretrain", flags=run)[0]
     assert [line["step"] for line in lines if line.get("val_loss")] == [0, 3, 6]
     read = read_run(tmp_path / "r")
-    assert read.finished and not read.remarks and read.measures()["final_val_loss"] == lines[-1]["val_loss"]
+    assert read.finished and not read.remarks and read.measures["final_val_loss"] == lines[-1]["val_loss"]
 
 
 def test_a_checkpoint_whose_files_are_on_another_host_is_not_complete(tmp_path):

@@ -17,7 +17,8 @@ import psutil
 import pytest
 
 from launch.comparison import trials as planning
-from launch.comparison.interleaved import InterleavedRun, train_interleaved
+from launch.comparison.experiments import script_of
+from launch.comparison.interleaved import InterleavedRun, run_interleaved
 from launch.comparison.trials import CODE, CannotRun, Trial, fitting_groups, in_order, plan_experiment, settings_on
 from launch.errors import UsageError
 from launch.formats.metrics import read_metrics
@@ -54,7 +55,8 @@ def test_interleaved_runs_train_as_they_would_alone(ranks, corpus, tmp_path):
     control, own = trials(corpus, ranks)
     made: list[tuple[str, int]] = []
     start = time.monotonic()
-    codes = train_interleaved([control, own], tmp_path, lambda trial, steps: made.append((trial.name, steps)))
+    scripts = {one.name: (ranks, script_of(one, tmp_path)) for one in (control, own)}
+    codes = run_interleaved(scripts, tmp_path, lambda name, steps: made.append((name, steps)))
     wall = time.monotonic() - start
     assert codes == {control.name: 0, own.name: 0}
     # Both start, then alternate; the last steps end the run.

@@ -63,7 +63,7 @@ def test_a_sweep_chooses_the_lowest_loss_and_reuses_its_runs(tiny, tmp_path, cap
     assert arm["chosen"] == {name: best[name] for name in ("lr", "warmup_steps", "set")}
     assert lines[0].startswith(f"tiny, zero0_bf16: {arm['chosen']} is best")
     assert grid[4][1] == min(arm["grid"][0], arm["grid"][3], key=lambda point: point["loss"])["warmup_steps"]
-    (file,) = tuning.write_tuning(found, None, tmp_path / "new" / "out", publish=False)
+    (file,) = tuning.write_tuning(found, [tmp_path / "new" / "out"])
     assert json.loads(file.read_text()) == found and file.with_suffix(".png").read_bytes()[:4] == b"\x89PNG"
     said = capfd.readouterr().out
     assert "a sweep in 3 rounds" in said and [f"training {number} runs" in said for number in (3, 1)] == [True, True]
@@ -120,20 +120,14 @@ def test_a_published_sweep_of_the_control_is_reused(tiny, tmp_path, monkeypatch)
 @pytest.mark.long
 def test_the_noise_of_equal_configurations(tiny, tmp_path, monkeypatch):
     found, said, _ = tuning.measure_noise(flags(tiny, tmp_path, seeds=2), [])
-    nulls = found["tiny"]["nulls"]
+    nulls = found["nulls"]
     assert nulls.keys() == {"precision", "accumulation", "trajectory"}
     for null in nulls.values():
         assert null["seeds"] == [101, 102]
         assert null["control"] != null["other"] == pytest.approx(null["control"], abs=0.05)
     assert len(said) == 3
-    (file,) = tuning.write_noise(found, tmp_path / "new" / "out", publish=False)
+    (file,) = tuning.write_noise(found, [tmp_path / "new" / "out"])
     assert json.loads(file.read_text()) == found
-
-
-def test_the_noise_of_a_second_testbed_is_added(tmp_path):
-    for name in ("one", "other"):
-        tuning.write_noise({name: {"nulls": {}}}, tmp_path, publish=False)
-    assert json.loads((tmp_path / "noise.json").read_text()) == {"one": {"nulls": {}}, "other": {"nulls": {}}}
 
 
 def test_noise_of_a_testbed_that_diverges_is_refused(tiny, tmp_path, monkeypatch):
