@@ -154,6 +154,7 @@ def run_interleaved(scripts: Mapping[str, tuple[int, Sequence[str]]], folder: Pa
                     else:
                         active.remove(name)
                         runs[name].disconnect()  # if its launcher was killed, its ranks stop with a checkpoint
+                active = [*active[1:], *active[:1]]  # so that no run always follows the same other run
         except SystemExit as interrupted:
             for run in runs.values():
                 run.stop(int(interrupted.code or 0) - 128)
