@@ -145,8 +145,7 @@ class Heartbeat(Observer):
                 continue
             idle += 1
             if os.path.exists(self._folder / VERDICT):  # False where the file system does not answer
-                with contextlib.suppress(ValueError):  # it is being written
-                    self._end(json.loads((self._folder / VERDICT).read_text(encoding="utf-8")))
+                self._end(json.loads((self._folder / VERDICT).read_text(encoding="utf-8")))
             if idle % self._half == 0:
                 now = self._read()
                 if before is not None and (behind := _behind(before, now)) is not None:
@@ -181,12 +180,13 @@ class Heartbeat(Observer):
         end = f"the run ends; {what_resume_does(self.run / 'checkpoints')}"
         line = f"{what} for {self.seconds} s: the last step was {step}, and {whose} {where}; {end}"
         verdict = {"line": line, "behind": list(behind)}
+        own = self._folder / f"{VERDICT}-{self.collectives.rank}"
         try:
-            with open(self._folder / VERDICT, "x", encoding="utf-8") as file:
-                file.write(json.dumps(verdict))
+            own.write_text(json.dumps(verdict), encoding="utf-8")
+            os.link(own, self._folder / VERDICT)  # whole, and made by one rank alone
         except FileExistsError:
             return
-        except OSError:  # the disk is full: every rank judges by itself
+        except OSError:  # the disk is full, or has no links: every rank judges by itself
             pass
         print(f"error: {line}", file=sys.stderr, flush=True)
         self._end(verdict)
