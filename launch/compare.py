@@ -110,7 +110,7 @@ def main() -> int:
     flags.runs, flags.recipe, flags.testbed = _distinct(flags.runs), _distinct(flags.recipe), _distinct(flags.testbed)
     names = given(build_parser(), sys.argv[1:])
     _check_sources(flags, names)
-    _check_out(flags.out)
+    _check_out(flags.out, "noise.json" if flags.noise else None)
     if flags.publish:
         _check_publish(flags)
     # Extreme values in a run overflow in numpy and matplotlib; the report shows what came of them.
@@ -191,12 +191,12 @@ def _check_sources(flags: argparse.Namespace, names: set[str]) -> None:
         raise UsageError(f"--{setting[0].replace('overrides', 'set')}: {why}; leave out one of the two")
 
 
-def _check_out(out: str | None) -> None:
-    """Refuse an --out that holds a report or cannot be written, before anything is trained. Creates nothing."""
+def _check_out(out: str | None, also: str | None) -> None:
+    """Refuse an --out that holds a report, or the file `also`, or cannot be written, before anything is trained. Creates nothing."""
     if out is None:
         return
     check_writable(Path(out), "--out")
-    if held := [name for name in REPORT if (Path(out) / name).exists()]:
+    if held := [name for name in (*REPORT, also) if name and (Path(out) / name).exists()]:
         raise UsageError(f"--out {out}: already contains {held[0]}; give another folder, or remove the file")
 
 

@@ -23,7 +23,7 @@ from recipes.registry import RecipeError
 #: The exit code of a run that SIGUSR1 or SIGUSR2 has stopped: the batch system should start it again. EX_TEMPFAIL of sysexits.h.
 REQUEUE = os.EX_TEMPFAIL
 #: Errors of the operating system that are about a path, which the user gave.
-_PATH_ERRORS = (errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR)
+_PATH_ERRORS = (errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EISDIR)
 #: Characters of the longest message, and how many stay of the start (where and what) and of the end (the fix) of a longer one.
 MESSAGE_LENGTH, MESSAGE_START, MESSAGE_END = 850, 500, 250
 #: How long the other ranks of a host wait for local rank 0 to print the error.

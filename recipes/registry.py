@@ -33,12 +33,12 @@ class RecipeError(Exception):
 
 
 def _with_lr(sweep: dict[str, Any]) -> dict[str, Any]:
-    if "lr" not in sweep:
+    if sweep and "lr" not in sweep:
         raise ValueError("'sweep' has no lr; every sweep varies the learning rate")
     return sweep
 
 
-#: Flag -> the values of a sweep.
+#: Flag -> the values of a sweep; empty if nothing is swept.
 Sweep = Annotated[dict[str, Annotated[list[int | float | str], Field(min_length=1)]], AfterValidator(_with_lr)]
 
 
@@ -65,7 +65,7 @@ class Testbed:
     title: str
     device: Literal["cpu", "cuda"]
     flags: Flags
-    sweep: Sweep
+    sweep: Annotated[Sweep, Field(min_length=1)]
     tuned: Flags
     target_loss: float
     ranks: int = 1

@@ -91,7 +91,10 @@ def make_image(python: str) -> Path:
 
 def rehearse(python: str) -> int:
     """Run every part in the machine's environment, each killed once and then resumed. Returns the exit code."""
-    version = subprocess.run([python, "--version"], capture_output=True, text=True, check=True).stdout.strip()
+    try:
+        version = subprocess.run([python, "--version"], capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError) as reason:
+        version = str(reason)
     if not version.startswith("Python 3.12."):
         print(f"error: --python {python}: {version}; the GPU machine has Python 3.12", file=sys.stderr)
         return 2

@@ -108,8 +108,9 @@ def _testbeds(recipe: Recipe, passed_on: Sequence[str], flags: argparse.Namespac
     testbeds: list[Testbed | None] = [testbed for testbed in given if testbed.name in recipe.experiments]
     if not testbeds:
         wanted = ", ".join(flags.testbed) or f"a testbed for {device_type()}"
-        own = ", ".join(f"{testbed.name} ({testbed.device})" for testbed in read_testbeds() if testbed.name in recipe.experiments)
-        raise CannotRun(f"it has no experiment on {wanted}; its testbeds: {own or 'none'}; give one, or a setting, such as --steps 200")
+        here, on_cpu = ([one.name for one in read_testbeds(device) if one.name in recipe.experiments] for device in (device_type(), "cpu"))
+        way = f"give one of {', '.join(here)}, or " if here else f"set DS_ACCELERATOR=cpu for {', '.join(on_cpu)}, or " if on_cpu else ""
+        raise CannotRun(f"it has no experiment on {wanted}; {way}give a setting, such as --steps 200")
     return testbeds
 
 

@@ -36,7 +36,7 @@ def resolve_optimizer(engine: EngineJson, flags: argparse.Namespace, preset: Pre
         elif not engine.is_faulty("optimizer"):
             engine.fault(("optimizer", "type"), 'must name an optimizer: "optimizer": {"type": "AdamW", "params": {"lr": "auto"}}')
         check_section(engine, PATH, {key: PARAMS.get(key, {"auto": True}) for key in engine.get(*PATH) or {}})
-        return {}, flags.lr or preset.lr
+        return {}, flags.lr or engine.get(*PATH, "lr") or preset.lr
     declaration = declared.get(kind, Declaration())
     usual_lr, origin = preset.lr, f"preset {flags.preset}"
     if "lr" in declaration.auto_params:

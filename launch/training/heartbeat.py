@@ -148,7 +148,7 @@ class Heartbeat(Observer):
                 self._end(json.loads((self._folder / VERDICT).read_text(encoding="utf-8")))
             if idle % self._half == 0:
                 now = self._read()
-                if before is not None and (behind := _behind(before, now)) is not None:
+                if before is not None and (behind := _behind(before, now, self.collectives.world_size)) is not None:
                     self._judge(behind, now)
                 before = now
 
@@ -205,15 +205,16 @@ class Heartbeat(Observer):
         os._exit(1)
 
 
-def _behind(before: dict[int, Beat], now: dict[int, Beat]) -> dict[int, str] | None:
+def _behind(before: dict[int, Beat], now: dict[int, Beat], ranks: int) -> dict[int, str] | None:
     """The ranks for which the others wait, with what their processes do; empty if all ranks wait in the same place; None if none hangs.
 
     Args:
-        before, now: what the ranks said of themselves half of `--hang_timeout` ago, and what they say; empty if no file could be read.
+        before, now: what the ranks said of themselves half of `--hang_timeout` ago, and what they say.
+        ranks: their number. While one of them has left, or its file cannot be read, only a process that does not run hangs.
     """
     if stopped := {rank: "which does not run" for rank, beat in now.items() if rank in before and before[rank].ticks == beat.ticks}:
         return stopped
-    if not now or any(beat.may_be_long or before.get(rank, beat).beats != beat.beats for rank, beat in now.items()):
+    if len(now) < ranks or any(beat.may_be_long or before.get(rank, beat).beats != beat.beats for rank, beat in now.items()):
         return None
     fewest = min(beat.beats for beat in now.values())
     behind = {rank: "which runs" for rank, beat in now.items() if beat.beats == fewest}

@@ -92,12 +92,13 @@ def beat(ticks: int, beats: int, place: str = FORWARD, may_be_long: bool = False
         ([beat(5, 9), beat(5, 4)], [beat(9, 9), beat(9, 5)], None),
         # Rank 1 is where it may take long: its first forward pass, or a checkpoint.
         ([beat(5, 9), beat(5, 4, FORWARD, True)], [beat(9, 9), beat(9, 4, FORWARD, True)], None),
-        # Rank 1 has left the loop, in which rank 0 saves a checkpoint.
-        ([beat(5, 9, CHECKPOINT, True), beat(5, 10)], [beat(9, 9, CHECKPOINT, True)], None),
+        # Rank 1 has left the loop, in which rank 0 waits, or does not run.
+        ([beat(5, 9), beat(5, 10)], [beat(9, 9)], None),
+        ([beat(5, 9), beat(5, 10)], [beat(5, 9)], {0: "which does not run"}),
     ],
 )
 def test_who_is_behind(before, now, expected):
-    assert _behind(dict(enumerate(before)), dict(enumerate(now))) == expected
+    assert _behind(dict(enumerate(before)), dict(enumerate(now)), 2) == expected
 
 
 class Alone:
