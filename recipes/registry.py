@@ -11,9 +11,7 @@ import json
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
-
-from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError
+from typing import Any, Literal, TypeVar
 
 from recipes.claims import Claim
 from recipes.technique import Run, Technique, Techniques
@@ -23,23 +21,15 @@ TESTBEDS = ROOT / "recipes" / "testbeds"
 
 #: Flags of `launch/pretrain.py`, by name without the dashes.
 Flags = dict[str, Any]
-#: For the dataclasses that are read from files.
-STRICT = ConfigDict(strict=True, extra="forbid")
+#: Flag -> the values of a sweep.
+Sweep = dict[str, list[int | float | str]]
+#: How pydantic checks the dataclasses that are read from files.
+STRICT: Any = {"strict": True, "extra": "forbid"}
 T = TypeVar("T")
 
 
 class RecipeError(Exception):
     """A recipe.json or a testbed.json is missing or wrong; one line."""
-
-
-def _with_lr(sweep: dict[str, Any]) -> dict[str, Any]:
-    if sweep and "lr" not in sweep:
-        raise ValueError("'sweep' has no lr; every sweep varies the learning rate")
-    return sweep
-
-
-#: Flag -> the values of a sweep; empty if nothing is swept.
-Sweep = Annotated[dict[str, Annotated[list[int | float | str], Field(min_length=1)]], AfterValidator(_with_lr)]
 
 
 @dataclass(frozen=True)
@@ -65,11 +55,14 @@ class Testbed:
     title: str
     device: Literal["cpu", "cuda"]
     flags: Flags
-    sweep: Annotated[Sweep, Field(min_length=1)]
+    sweep: Sweep
     tuned: Flags
     target_loss: float
     ranks: int = 1
     reason: str = ""
+
+    def __post_init__(self) -> None:
+        _check_sweep(self.sweep)
 
 
 @dataclass(frozen=True)
@@ -85,18 +78,30 @@ class Experiment:
 
     __pydantic_config__ = STRICT
 
-    seeds: Annotated[int, Field(ge=1)]
+    seeds: int
     claims: list[Claim] = field(default_factory=list)
     sweep: Sweep = field(default_factory=dict)
     tuned: Flags = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        if self.seeds < 1:
+            raise ValueError(f"'seeds' is {self.seeds}; it must be at least 1")
+        if self.sweep:
+            _check_sweep(self.sweep)
         for claim in self.claims:
             low, high = claim.bounds
             if not low < claim.expected < high:
                 raise ValueError(
                     f"'{claim.label}' is false for its 'expected' {claim.expected:g}; that must be above {low:g} and below {high:g}"
                 )
+
+
+def _check_sweep(sweep: Sweep) -> None:
+    for name, values in sweep.items():
+        if not values:
+            raise ValueError(f"'sweep.{name}' is []; it must be a list of numbers or words")
+    if "lr" not in sweep:
+        raise ValueError("'sweep' has no lr; every sweep varies the learning rate")
 
 
 @dataclass(frozen=True)
@@ -164,8 +169,17 @@ def read_testbeds(device: str | None = None) -> list[Testbed]:
     return [testbed for testbed in map(read_testbed, testbed_names()) if device in (None, testbed.device)]
 
 
+@cache
+def _adapter(cls: Any) -> Any:
+    from pydantic import TypeAdapter  # as in `_read`
+
+    return TypeAdapter(cls)
+
+
 def _read(cls: type[T], path: Path) -> T:
     """The dataclass `cls` from a JSON file, whose folder gives the name. Keys and types are checked."""
+    from pydantic import ValidationError  # its import takes longer than --help
+
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(fields, dict):
@@ -173,7 +187,8 @@ def _read(cls: type[T], path: Path) -> T:
     except (OSError, ValueError) as reason:
         raise RecipeError(f"{path}: not a readable JSON file: {reason}") from None
     try:
-        return TypeAdapter(cls).validate_json(json.dumps({"name": path.resolve().parent.name, **fields}))  # strict dataclasses: JSON only
+        checked = _adapter(cls)  # type: ignore[arg-type] # a class is hashable
+        return checked.validate_json(json.dumps({"name": path.resolve().parent.name, **fields}))  # strict dataclasses: JSON only
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         place = ".".join(map(str, first["loc"]))
