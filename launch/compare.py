@@ -107,7 +107,7 @@ PASSED_ON -= {"help", "runs", "recipe", "all", "tune", "noise", "out", "force", 
 def main() -> int:
     """Train the missing runs, compare, and write the report."""
     flags = build_parser().parse(sys.argv[1:])
-    flags.runs, flags.recipe, flags.testbed = _distinct(flags.runs), _distinct(flags.recipe), _distinct(flags.testbed)
+    flags.runs, flags.recipe, flags.testbed = _distinct(flags.runs), _distinct(flags.recipe), [*dict.fromkeys(flags.testbed)]
     names = given(build_parser(), sys.argv[1:])
     _check_sources(flags, names)
     _check_out(flags.out, "noise.json" if flags.noise else None)
