@@ -25,7 +25,7 @@ from benchmarks.report import ROOT, Row
 
 ONLY_BY_NAME = "it needs a GPU"
 #: Processes of a cell; each holds one rank on the GPU and loads its own CUDA context.
-PROCESSES = 6
+PROCESSES = 12
 FILES = {
     "parity": ["tests/distributed/test_engine_follows_plain_pytorch.py"],
     "fused kernels": ["tests/test_fused_kernels.py", "tests/distributed/test_fused_kernels.py"],

@@ -25,10 +25,8 @@ sys.path[0] = str(ROOT)
 
 from benchmarks.gpu.parts import SITE, WHEELS, corpus
 
-#: Distributions whose module has another name.
-MODULES = {"liger-kernel": "liger_kernel", "lm_eval": "lm_eval"}
-#: Not needed for any part.
-LEFT_OUT = {"ruff", "mypy", "selenium", "lm_eval"}
+#: What the part `correctness` needs beside setup.cfg's requirements.
+TEST_MODULES = ("pytest", "xdist", "hypothesis")
 OURS = ("model", "data_pipeline", "recipes", "launch", "benchmarks")
 
 
@@ -52,10 +50,10 @@ def import_everything() -> None:
     metadata = configparser.ConfigParser()
     metadata.read(ROOT / "setup.cfg")
     extras = metadata["options.extras_require"]
-    required = "\n".join([metadata["options"]["install_requires"], *(extras[name] for name in ("fp8", "liger", "dev"))])
-    names = {re.split(r"[<>=;\[]", line)[0].strip() for line in required.splitlines() if line.strip() and not line.startswith("#")}
-    for name in sorted(names - LEFT_OUT):
-        importlib.import_module(MODULES.get(name, name.replace("-", "_").replace("pytest_xdist", "xdist")))
+    required = "\n".join([metadata["options"]["install_requires"], extras["fp8"], extras["liger"]])
+    names = [re.split(r"[<>=;\[]", line)[0].strip() for line in required.splitlines() if line.strip() and not line.startswith("#")]
+    for name in (*names, *TEST_MODULES):
+        importlib.import_module(name.replace("-", "_"))
     for folder in OURS:
         for file in sorted((ROOT / folder).rglob("*.py")):
             if file.stem != "__main__":
