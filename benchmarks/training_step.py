@@ -106,6 +106,10 @@ class Interleaved(Observer):
             self.profiler.start()
         self.batches, self.since = [], time.perf_counter()
 
+    def after_step(self, step: int) -> None:
+        if self.profiler and step == self.last + PROFILED_STEPS:  # before the last checkpoint
+            self.profiler.stop()
+
     def on_batch(self, tokens: Any) -> Any:
         self.batches.append(tokens)
 
@@ -154,7 +158,6 @@ def measure(arguments: argparse.Namespace) -> report.Measured:
 
 def profile_of(profiler: Any) -> dict[str, float]:
     """Milliseconds a step of the 16 operations that take longest on the device; prints a table of more."""
-    profiler.stop()
     operations = profiler.key_averages()
     key = "self_device_time_total" if any(row.self_device_time_total for row in operations) else "self_cpu_time_total"
     print(operations.table(sort_by=key, row_limit=25, max_name_column_width=50))

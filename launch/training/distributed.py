@@ -13,6 +13,7 @@ import functools
 import importlib
 import io
 import os
+import re
 import shutil
 import sys
 import time
@@ -158,6 +159,8 @@ def load_extension(builder_name: str) -> None:
     Builds it first if it is not built yet, in one process of all hosts that share `TORCH_EXTENSIONS_DIR`.
     """
     _read_cpu_once()
+    if architectures := os.environ.get("TORCH_CUDA_ARCH_LIST"):  # DeepSpeed 0.19.8 cannot read the letter of "9.0a"
+        os.environ["TORCH_CUDA_ARCH_LIST"] = re.sub(r"(?<=\d)[a-z]", "", architectures)
     builder = get_accelerator().create_op_builder(builder_name)
     folder = Path(os.environ["TORCH_EXTENSIONS_DIR"])
     folder.mkdir(parents=True, exist_ok=True)

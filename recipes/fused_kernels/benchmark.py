@@ -14,6 +14,7 @@ import gc
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from launch.errors import UsageError
 from model import gpt
 from model.presets import GPTConfig
 from recipes.fused_kernels.attention import blockwise_attention
-from recipes.fused_kernels.cross_entropy import in_one, in_rows, linear_cross_entropy
+from recipes.fused_kernels.cross_entropy import in_one, in_rows, linear_cross_entropy, write_gradient
 from recipes.fused_kernels.gelu import CompiledGELU
 
 QUICK = ("--only", "attention", "--rounds", "5")
@@ -66,7 +67,7 @@ def cases(dtype: Any, device: str) -> dict[str, Callable[[], tuple[Side, Side]]]
     def head(tokens: int, width: int, vocabulary: int) -> tuple[Side, Side]:
         x, weight = random(tokens, width), random(vocabulary, width, scale=0.02)
         targets = torch.randint(vocabulary, (tokens,), generator=torch.Generator().manual_seed(1)).to(device)
-        kernel = in_rows if device == "cpu" else torch.compile(in_one)
+        kernel = in_rows if device == "cpu" else partial(in_one, write=torch.compile(write_gradient))
         return (
             both_passes(lambda x, w: gpt.linear_cross_entropy(x, w, None, targets), x, weight),
             both_passes(lambda x, w: linear_cross_entropy(x, w, None, targets, kernel), x, weight),

@@ -54,14 +54,27 @@ def in_rows(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return total
 
 
-def in_one(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """A `Kernel` for torch.compile, which turns it into one or two kernels that read and write each logit once."""
-    z, counts, column = logits.float(), *_counted(targets)
+def write_gradient(logits: torch.Tensor, counts: torch.Tensor, column: torch.Tensor) -> torch.Tensor:
+    """Overwrite logits (N, V) with the gradient of their summed cross-entropy; return their logsumexp, fp32 (N, 1).
+
+    counts, column: from `_counted`.
+    """
+    z = logits.float()
     log_sum = z.logsumexp(1, keepdim=True)
-    total = ((log_sum - z.gather(1, column)) * counts).sum()
     is_target = torch.arange(logits.shape[1], device=logits.device) == column  # (N, V), never in memory
     logits.copy_(((z - log_sum).exp() - is_target.float()) * counts)
-    return total
+    return log_sum
+
+
+def in_one(logits: torch.Tensor, targets: torch.Tensor, write: Callable[..., torch.Tensor] = write_gradient) -> torch.Tensor:
+    """A `Kernel` for GPUs. write: `write_gradient`, compiled by torch.compile into one kernel.
+
+    The targets' logits are read before, outside it: torch.compile makes two kernels if another operation reads what is overwritten.
+    """
+    counts, column = _counted(targets)
+    of_targets = logits.gather(1, column).float()
+    log_sum = write(logits, counts, column)
+    return ((log_sum - of_targets) * counts).sum()
 
 
 def linear_cross_entropy(

@@ -21,7 +21,7 @@ from torch.utils.cpp_extension import CUDA_HOME
 from model.gpt import GPT, Block
 from model.presets import GPTConfig
 from recipes.fused_kernels.attention import KEPT_LENGTH, QUERIES, attention_blocks, blockwise_attention
-from recipes.fused_kernels.cross_entropy import LOGITS_BYTES, ROWS, in_one, in_rows, linear_cross_entropy
+from recipes.fused_kernels.cross_entropy import LOGITS_BYTES, ROWS, in_one, in_rows, linear_cross_entropy, write_gradient
 from recipes.fused_kernels.gelu import CompiledGELU
 from recipes.optimizers import adam_arguments
 from recipes.technique import Declaration, Run, Technique, decouples_weight_decay
@@ -54,9 +54,8 @@ class FusedKernels(Technique):
     adamw: the optimizer's update in one pass: DeepSpeed's FusedAdam on CUDA at stages 1 to 3 if it can be built, else torch's.
     attention: causal attention without the T x T scores in memory: torch's flash kernels on CUDA, blocks of queries on a CPU.
     cross_entropy: the output layer and its loss in one kernel, which writes the gradient over the logits.
-    layer_norm, rms_norm: Liger-Kernel's, on CUDA.
+    layer_norm, rms_norm, swiglu, rotary: Liger-Kernel's, on CUDA, if the blocks are not compiled.
     gelu: compiled by torch.compile, if the blocks are not.
-    swiglu, rotary: Liger-Kernel's, on CUDA, if the blocks are not compiled.
     compile: torch.compile, one block at a time, which works at every stage and with every technique. On a CPU, "auto" compiles only blocks
         with components that have no fused kernel there: RMSNorm, SwiGLU, rotary positions.
 
@@ -151,12 +150,12 @@ class FusedKernels(Technique):
 
     def _use_cross_entropy(self, model: GPT) -> None:
         compiled = self.device == "cuda" and find_spec("triton") is not None
-        model.lm_head.loss = partial(linear_cross_entropy, kernel=torch.compile(in_one) if compiled else in_rows)
+        model.lm_head.loss = partial(linear_cross_entropy, kernel=partial(in_one, write=torch.compile(write_gradient)) if compiled else in_rows)
         self._say("cross_entropy", f"the gradient is written over the logits{', by a compiled kernel' if compiled else ''}")
 
     def _can_use_liger(self, name: str, torchs: str) -> bool:
         """Whether Liger-Kernel's kernel can be used; if not, note why. torchs: what torch computes instead on this device."""
-        if self._compiles() and name in (FUSED_BY_COMPILE if self.device == "cpu" else ("swiglu", "rotary")):
+        if self._compiles():
             self._skip(name, "it is compiled with its block")
         elif self.device != "cuda":
             self._skip(name, f"{torchs} on a {self.device}, and Liger-Kernel's needs CUDA")
