@@ -31,13 +31,15 @@ from deepspeed.constants import default_pg_timeout
 from deepspeed.runtime import compiler
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed import ProcessGroup
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 
 from launch.config.hardware import quiet_deepspeed
 from launch.config.ranks import ranks_of_host
 from launch.errors import TrainingFailed
 
 ROOT = Path(__file__).resolve().parents[2]
+#: A smaller tensor is copied into pageable memory: pinning it takes longer than its copy.
+PINNED_BYTES = 2**20
 
 
 def start_ranks() -> Collectives:
@@ -132,10 +134,21 @@ def leave_ranks() -> None:
     comm.destroy_process_group()
 
 
-def stager(device: torch.device) -> Any:
-    """torch's stager: `stager.stage(state)` copies tensors into host memory, which it uses again for the next copy of the same tensors."""
-    pinned = device.type == "cuda"
-    return DefaultStager(StagingOptions(pinned, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=pinned))
+def stager(device: torch.device) -> Callable[[Any], Any]:
+    """A function that copies the tensors of a state into host memory, which it uses again for the next copy of the same tensors.
+
+    It is inside torch's `DefaultStager`, which in torch 2.11 can copy only once.
+    """
+    on_gpu = device.type == "cuda"
+    inside = StateDictStager(pin_memory=on_gpu, share_memory=False, pin_memory_min_bytes=PINNED_BYTES)
+
+    def stage(state: Any) -> Any:
+        copy = inside.stage(state, non_blocking=on_gpu)
+        if on_gpu:
+            torch.cuda.synchronize(device)
+        return copy
+
+    return stage
 
 
 def without_compiled_muon() -> None:

@@ -40,7 +40,7 @@ class Snapshots(TorchCheckpointEngine):  # type: ignore[misc] # DeepSpeed has no
 
     def __init__(self, engine: Any, collectives: Collectives, log: Callable[[str], None]):
         super().__init__(engine._config)
-        self._engine, self._stager, self._log = engine, stager(collectives.device), log
+        self._engine, self._copy, self._log = engine, stager(collectives.device), log
         self._copies: list[tuple[Any, str]] = []
         self._entries: dict[Path, dict[str, Any]] = {}
         self._copying = False
@@ -56,7 +56,7 @@ class Snapshots(TorchCheckpointEngine):  # type: ignore[misc] # DeepSpeed has no
         if self._copying and self._fits is None:  # only before the first copy: its memory is reused
             self._fits = self._copying = self._fit(state_dict)
         if self._copying:
-            self._copies.append((self._stager.stage(state_dict), path))
+            self._copies.append((self._copy(state_dict), path))
         else:
             self._write_file(state_dict, path)
 
