@@ -49,12 +49,13 @@ FILES = {
 
 
 def cells(tiny: bool = False) -> dict[str, list[str]]:
-    """The arguments of pytest by the cell's name; `tiny`: some tests of two of them, on the CPU."""
+    """The arguments of pytest by the cell's name; `tiny`: a test of three of them, on the CPU."""
     if tiny:
         some = ["--device", "cpu", "-m", "not long", "-k"]
         return {
             "parity": [*FILES["parity"], *some, "without_bias_correction"],
             "LAMB, Muon and 1-bit optimizers": ["tests/distributed/test_lamb.py", *some, "parameters_act"],
+            "resume and export": ["tests/distributed/test_schedules.py", *some, "rate_of_its_schedule and WarmupLinearTokens"],
         }
     return {name: [*files, "--device", "cuda", "-n", str(PROCESSES)] for name, files in FILES.items()}
 

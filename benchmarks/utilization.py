@@ -29,7 +29,7 @@ ONLY_BY_NAME = "it needs a GPU"
 #: The floors of MFU in bf16, and the micro-batches that are tried first.
 SIZES = {"gpt2": (0.38, 64), "gpt2-medium": (0.43, 32), "gpt2-xl": (0.45, 16)}
 #: Those of a GPT-2.
-KERNELS = ("adamw", "attention", "cross_entropy", "layer_norm", "gelu", "compile")
+KERNELS = ("attention", "cross_entropy", "layer_norm", "gelu", "compile")
 PRECISIONS = {
     "bf16": ["--deepspeed_config", "ds_configs/fused_kernels.json"],
     "fp8": ["--deepspeed_config", "ds_configs/fp8.json", "--set", "fused_kernels=auto"],

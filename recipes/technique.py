@@ -181,8 +181,6 @@ class Technique:
     schedule_key: str = ""
     #: The resolved value of each "auto" among the optimizer's `params`: key -> (value, reason), for `--explain`.
     resolved_params: dict[str, tuple[Any, str]] = {}
-    #: Extensions of DeepSpeed that its optimizer needs, such as "FusedAdamBuilder"; set by `prepare`.
-    extensions: tuple[str, ...] = ()
     #: Dotted key -> the least compute capability of the device that it needs.
     needs_cuda: dict[str, tuple[int, int]] = {}
     #: For the plan of memory: fp32 tensors of the parameters' size that its optimizer keeps; 0: it has no optimizer.
@@ -282,10 +280,6 @@ class Techniques(Technique):
         self.optimizer_tensors = sum(member.optimizer_tensors for member in self.members)
         self.checkpointed_segments = sum(member.checkpointed_segments for member in self.members)
         self.matmul_dtype = "".join(member.matmul_dtype for member in self.members)
-
-    @property
-    def extensions(self) -> tuple[str, ...]:  # type: ignore[override]
-        return tuple(name for member in self.members for name in member.extensions)
 
     @property
     def notes(self) -> tuple[str, ...]:  # type: ignore[override]

@@ -71,7 +71,8 @@ def test_a_missing_torchao_is_one_line(found, words, monkeypatch):
         assert line.endswith(f"'fp8' needs torchao 0.17 or later, {words}; pip install -e \".[fp8]\" -c constraints.txt")
 
 
-def test_it_is_refused_before_the_runs_folder_is_made(corpus, tmp_path):
+def test_it_is_refused_before_the_runs_folder_is_made(corpus, tmp_path, monkeypatch):
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     line = helpers.refused_start(tmp_path / "runs", "--recipe", "recipes/fp8", "--data", corpus)
     assert "'fp8' needs " in line
 

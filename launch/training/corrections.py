@@ -129,13 +129,21 @@ def norm_in_fp64(tensors: list[torch.Tensor]) -> torch.Tensor:
     """The 2-norm of all tensors together, with a relative error of 1e-7, as an fp64 scalar.
 
     `NORM_ROW` squares at a time are summed in fp32, and these sums in fp64, because converting every element to fp64 takes three times as
-    long on a CPU. If squares overflow in fp32, everything is summed in fp64.
+    long on a CPU. A GPU sums each tensor in fp32 as a tree, in one kernel for many tensors. If squares overflow in fp32, everything is
+    summed in fp64.
     """
-    rows = [torch.linalg.vector_norm(row, dim=-1, dtype=_at_least_fp32(row)).double() for tensor in tensors for row in _in_rows(tensor)]
-    norm = torch.cat([row.view(-1) for row in rows]).norm()
+    if tensors[0].is_cuda:
+        norm = torch.stack(torch._foreach_norm(tensors, dtype=torch.float32)).double().norm()
+    else:
+        norm = _norm_of_rows(tensors)
     if torch.isfinite(norm):
         return norm
     return torch.stack([torch.linalg.vector_norm(tensor, dtype=torch.float64) for tensor in tensors]).norm()
+
+
+def _norm_of_rows(tensors: list[torch.Tensor]) -> torch.Tensor:
+    rows = [torch.linalg.vector_norm(row, dim=-1, dtype=_at_least_fp32(row)).double() for tensor in tensors for row in _in_rows(tensor)]
+    return torch.cat([row.view(-1) for row in rows]).norm()
 
 
 def _in_rows(tensor: torch.Tensor) -> list[torch.Tensor]:

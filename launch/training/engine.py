@@ -31,6 +31,7 @@ from launch.training.distributed import Collectives, load_extension, without_com
 from launch.training.half_products import train_on_cpu_in
 from launch.training.mean_norm import MeanNorm
 from launch.training.start_from import fill_masters, fill_model
+from launch.training.unfused_step import use_fused_step
 from model.gpt import GPT, weight_decay_groups
 from recipes.optimizers import LATE_STEP
 from recipes.technique import Technique, decouples_weight_decay
@@ -203,8 +204,6 @@ def start_engine(config: RunConfig, techniques: Technique, collectives: Collecti
     if config.start is not None:
         fill_model(model, config.start, config.zero_stage, collectives)
     techniques.prepare(model)
-    for extension in techniques.extensions:
-        load_extension(extension)
 
     groups = weight_decay_groups(model, config.optimizer["params"].get("weight_decay", 0.0))
     optimizer = techniques.optimizer(groups) or _adam(config, groups)
@@ -214,6 +213,8 @@ def start_engine(config: RunConfig, techniques: Technique, collectives: Collecti
         load_extension("CPUAdamBuilder")
     if config.zero_stage:
         without_compiled_muon()
+    elif config.precision != "fp32":
+        use_fused_step()
     applied = corrections.before_initialize(config.zero_stage, config.precision, collectives)
     with contextlib.redirect_stdout(io.StringIO()):  # prints of DeepSpeed's own start
         try:

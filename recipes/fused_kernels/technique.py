@@ -16,15 +16,13 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from torch.utils.cpp_extension import CUDA_HOME
 
 from model.gpt import GPT, Block
 from model.presets import GPTConfig
 from recipes.fused_kernels.attention import KEPT_LENGTH, QUERIES, attention_blocks, blockwise_attention
 from recipes.fused_kernels.cross_entropy import LOGITS_BYTES, ROWS, in_one, in_rows, linear_cross_entropy, write_gradient
 from recipes.fused_kernels.gelu import CompiledGELU
-from recipes.optimizers import adam_arguments
-from recipes.technique import Declaration, Run, Technique, decouples_weight_decay
+from recipes.technique import Declaration, Run, Technique
 
 SWITCH = {"enum": [True, False], "auto": True}
 #: The lowest compute capability that Triton supports; Liger's kernels and those of torch.compile are written in it.
@@ -46,25 +44,26 @@ INSTALL = 'pip install -e ".[liger]" -c constraints.txt'
 
 
 class FusedKernels(Technique):
-    """`"fused_kernels": {"adamw": "auto", "attention": true, ...}`, or `"fused_kernels": "auto"` for all of them: a section of our own.
+    """`"fused_kernels": {"attention": true, "gelu": "auto", ...}`, or `"fused_kernels": "auto"` for all of them: a section of our own.
 
     A key is true (refused if the device does not support it), false (as if left out) or "auto": on if the device supports it and it is
     faster. The log has a line for each kernel that is skipped.
 
-    adamw: the optimizer's update in one pass: DeepSpeed's FusedAdam on CUDA at stages 1 to 3 if it can be built, else torch's.
     attention: causal attention without the T x T scores in memory: torch's flash kernels on CUDA, blocks of queries on a CPU.
     cross_entropy: the output layer and its loss in one kernel, which writes the gradient over the logits.
     layer_norm, rms_norm, swiglu, rotary: Liger-Kernel's, on CUDA, if the blocks are not compiled.
     gelu: compiled by torch.compile, if the blocks are not.
-    compile: torch.compile, one block at a time, which works at every stage and with every technique. On a CPU, "auto" compiles only blocks
-        with components that have no fused kernel there: RMSNorm, SwiGLU, rotary positions.
+    compile: torch.compile, one block at a time, which works with every technique. On a CPU, "auto" compiles only blocks with components
+        that have no fused kernel there: RMSNorm, SwiGLU, rotary positions.
+
+    At stage 3 on a GPU every kernel but attention is skipped, with true too: training with them was wrong there.
 
     "auto" leaves out the kernels of components that the model does not have; true for one of them is refused.
     """
 
     declaration = Declaration(
         section="fused_kernels",
-        keys=dict.fromkeys(("adamw", "attention", "cross_entropy", *COMPONENTS, "compile"), SWITCH),
+        keys=dict.fromkeys(("attention", "cross_entropy", *COMPONENTS, "compile"), SWITCH),
         same_algorithm=True,
     )
 
@@ -73,8 +72,6 @@ class FusedKernels(Technique):
         self.asked = {name: section.get(name, False) for name in self.declaration.keys}
         if not any(self.asked.values()):
             raise ValueError(f"'fused_kernels' switches no kernel on; write \"auto\", or true for some of {', '.join(self.asked)}")
-        if self.asked["adamw"] is True and run.optimizer["type"] not in ("Adam", "AdamW"):
-            raise ValueError(f"'fused_kernels.adamw' is a kernel of Adam, and the optimizer is {run.optimizer['type']}; write false")
         for name, (field, component) in COMPONENTS.items():
             has = getattr(run.shape, field)
             if name == "layer_norm" and not run.shape.bias:
@@ -125,21 +122,14 @@ class FusedKernels(Technique):
 
         self.device = get_accelerator().device_name()
         self.notes = ()
+        wrong = self.device == "cuda" and self.run.zero_stage == 3
         for name, asked in self.asked.items():
-            if asked:
+            if asked and wrong and name != "attention":
+                self._skip(name, "at stage 3, training with the kernels was wrong on a GPU (README.md)")
+            elif asked:
                 getattr(self, f"_use_{name}")(model)
 
     # --- one kernel each ---------------------------------------------------------------------------------------------------------------
-
-    def _use_adamw(self, model: GPT) -> None:
-        if self.run.optimizer["type"] not in ("Adam", "AdamW"):
-            return self._skip("adamw", f"the optimizer is {self.run.optimizer['type']}")
-        if self.run.offload("offload_optimizer") != "none":
-            return self._say("adamw", "DeepSpeed's CPUAdam, as for every offloaded optimizer")
-        if self.device == "cuda" and self.run.zero_stage and CUDA_HOME is not None and not self.run.optimizer["params"].get("amsgrad"):
-            self.extensions = ("FusedAdamBuilder",)
-            return self._say("adamw", "DeepSpeed's FusedAdam")
-        self._say("adamw", "torch's fused kernel, as without this key")
 
     def _use_attention(self, model: GPT) -> None:
         if self.device == "cpu" and not self.run.shape.dropout:
@@ -150,7 +140,8 @@ class FusedKernels(Technique):
 
     def _use_cross_entropy(self, model: GPT) -> None:
         compiled = self.device == "cuda" and find_spec("triton") is not None
-        model.lm_head.loss = partial(linear_cross_entropy, kernel=partial(in_one, write=torch.compile(write_gradient)) if compiled else in_rows)
+        kernel = partial(in_one, write=torch.compile(write_gradient)) if compiled else in_rows
+        model.lm_head.loss = partial(linear_cross_entropy, kernel=kernel)
         self._say("cross_entropy", f"the gradient is written over the logits{', by a compiled kernel' if compiled else ''}")
 
     def _can_use_liger(self, name: str, torchs: str) -> bool:
@@ -218,25 +209,6 @@ class FusedKernels(Technique):
         for block in model.h:
             block.compile()
         self._say("compile", "a block at a time; the first step takes longer")
-
-    # --- the optimizer -----------------------------------------------------------------------------------------------------------------
-
-    def optimizer(self, param_groups: list[dict[str, Any]]) -> torch.optim.Optimizer | None:
-        """DeepSpeed's FusedAdam if `prepare` has chosen it."""
-        if "FusedAdamBuilder" not in self.extensions:
-            return None
-        from deepspeed.ops.adam import FusedAdam  # a second to import, for which --help should not wait
-
-        lr, betas, eps, weight_decay, bias_correction = adam_arguments(self.run.optimizer["params"])
-        return FusedAdam(
-            param_groups,
-            lr=lr,
-            betas=tuple(betas),
-            eps=eps,
-            weight_decay=weight_decay,
-            bias_correction=bias_correction,
-            adam_w_mode=decouples_weight_decay(self.run.optimizer),
-        )
 
 
 def _has_liger() -> bool:

@@ -17,7 +17,7 @@ SHAPE = {"n_layer": 3, "n_head": 2, "d_model": 64, "seq_len": 160}
 WITHIN = {"fp32": 5e-6, "bf16": 1e-3}
 JOB = "tests.distributed.jobs:pretrain"
 long = pytest.mark.long
-EVERY = dict.fromkeys(("adamw", "attention", "cross_entropy", "layer_norm", "gelu", "compile"), "auto")
+EVERY = dict.fromkeys(("attention", "cross_entropy", "layer_norm", "gelu", "compile"), "auto")
 EARLIER = {
     "activation_checkpointing": {"number_checkpoints": 2},
     "curriculum_learning": {
@@ -108,7 +108,6 @@ def test_the_log_names_what_was_taken_and_what_was_skipped(architecture, one_ran
     one_rank.run(JOB, flags=run)
     log = (tmp_path / "r" / "log.txt").read_text()
     for line in (
-        "adamw: torch's fused kernel",
         "attention: blocks of 128 queries" if device == "cpu" else "attention: torch's, as without this key",
         "cross_entropy: the gradient is written over the logits",
         *(SAID.get((device, architecture)) or SAID["any", architecture]),
@@ -121,10 +120,3 @@ def test_with_dropout_attention_stays_torchs(one_rank, corpus, tmp_path):
     lines = one_rank.run(JOB, flags=[*run, "--set", "fused_kernels=auto", "--steps", "2", "--warmup_steps", "1"])[0]
     assert [line["step"] for line in lines] == [1, 2]
     assert "fused_kernels.attention: torch's, as without this key" in (tmp_path / "r" / "log.txt").read_text()
-
-
-def test_a_kernel_that_this_run_has_no_use_for_is_not_left_out_in_silence(one_rank, corpus, tmp_path):
-    run = engine_flags(corpus, tmp_path, SHAPE, "stage 0", 1, 1, "fp32")
-    run += ["--set", 'fused_kernels={"adamw": "auto"}', "--set", 'optimizer={"type": "SGD"}', "--steps", "2", "--warmup_steps", "1"]
-    one_rank.run(JOB, flags=run)
-    assert "fused_kernels.adamw: skipped, the optimizer is SGD" in (tmp_path / "r" / "log.txt").read_text()

@@ -55,14 +55,14 @@ def expected(corpus) -> Expected:
             return made[0]
 
         found = reference_steps(corpus, SHAPE, STEPS, BATCH, LR, WARMUP, SEED, adam=muon)
-        return found, [p.detach() for group in made[0].param_groups for p in group["params"]]
+        return found, [p.detach().cpu() for group in made[0].param_groups for p in group["params"]]
 
     return steps
 
 
 def last_weights(run) -> list[torch.Tensor]:
     """Matrices, then vectors, in the order of the model."""
-    weights = [parameter.detach() for parameter in open_trained(run).load_model().parameters()]
+    weights = [parameter.detach().cpu() for parameter in open_trained(run).load_model().parameters()]
     return [w for w in weights if w.ndim >= 2] + [w for w in weights if w.ndim < 2]
 
 
