@@ -224,9 +224,9 @@ def train_interleaved(scripts: list[list[str]], folder: str) -> None:
 
 
 def records() -> list[dict[str, Any]]:
-    """All records of results.json, oldest first, then those of `python -m benchmarks.gpu`."""
+    """All records of results.json, oldest first, then those of `python -m benchmarks.gpu` that have figures."""
     on_gpu = [json.loads(file.read_text(encoding="utf-8")) for file in sorted(Path(__file__).parent.glob("gpu/*.json"))]
-    return read_records(RESULTS) + [record for cells in on_gpu for cell in cells.values() for record in cell]
+    return read_records(RESULTS) + [record for cells in on_gpu for cell in cells.values() for record in cell if record["rows"]]
 
 
 def read_records(file: Path) -> list[dict[str, Any]]:
