@@ -69,10 +69,10 @@ def test_a_kernel_trains_what_the_plain_operations_train(name, precision, losses
         for form, precision in itertools.product((f"stage {stage}" for stage in range(4)), WITHIN)
     ],
 )
-def test_all_of_them_train_what_the_plain_operations_train(form, precision, losses, pools):
+def test_all_of_them_train_what_the_plain_operations_train(form, precision, losses, pools, device):
     plain, fused = (losses(form, precision, kernels, ranks=pools.few) for kernels in ("", json.dumps(EVERY)))
     assert largest_difference(plain, fused) <= WITHIN[precision]
-    assert plain != fused
+    assert (plain == fused) is ((device, form) == ("cuda", "stage 3")), "on a GPU, stage 3 skips them"
 
 
 @long
