@@ -27,7 +27,7 @@ ONLY_BY_NAME = "it needs a GPU"
 #: Processes of a cell; each holds one rank on the GPU and loads its own CUDA context.
 PROCESSES = 12
 FILES = {
-    "parity": ["tests/distributed/test_engine_follows_plain_pytorch.py"],
+    "parity": ["tests/distributed/test_engine_follows_plain_pytorch.py", "tests/distributed/test_unfused_step.py"],
     "fused kernels": ["tests/test_fused_kernels.py", "tests/distributed/test_fused_kernels.py"],
     "fp8, tf32, ZeRO++": ["tests/test_fp8.py", "tests/test_tf32.py", "tests/test_shipped_configs.py", "tests/distributed/test_zeropp.py"],
     "layers and tokens dropped": ["tests/distributed/test_progressive_layer_drop.py", "tests/distributed/test_random_ltd.py"],

@@ -173,7 +173,7 @@ def load_extension(builder_name: str) -> None:
     """
     _read_cpu_once()
     if architectures := os.environ.get("TORCH_CUDA_ARCH_LIST"):  # DeepSpeed 0.19.8 cannot read the letter of "9.0a"
-        os.environ["TORCH_CUDA_ARCH_LIST"] = re.sub(r"(?<=\d)[a-z]", "", architectures)
+        os.environ["TORCH_CUDA_ARCH_LIST"] = re.sub(r"(\d+\.\d+)[af]", r"\1", architectures)
     builder = get_accelerator().create_op_builder(builder_name)
     folder = Path(os.environ["TORCH_EXTENSIONS_DIR"])
     folder.mkdir(parents=True, exist_ok=True)

@@ -213,9 +213,9 @@ def start_engine(config: RunConfig, techniques: Technique, collectives: Collecti
         load_extension("CPUAdamBuilder")
     if config.zero_stage:
         without_compiled_muon()
-    elif config.precision != "fp32":
-        use_fused_step()
     applied = corrections.before_initialize(config.zero_stage, config.precision, collectives)
+    if config.zero_stage == 0 and config.precision != "fp32":
+        use_fused_step()
     with contextlib.redirect_stdout(io.StringIO()):  # prints of DeepSpeed's own start
         try:
             deepspeed_engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, model_parameters=groups, config=deepspeed_config)

@@ -53,10 +53,8 @@ class FusedKernels(Technique):
     cross_entropy: the output layer and its loss in one kernel, which writes the gradient over the logits.
     layer_norm, rms_norm, swiglu, rotary: Liger-Kernel's, on CUDA, if the blocks are not compiled.
     gelu: compiled by torch.compile, if the blocks are not.
-    compile: torch.compile, one block at a time, which works with every technique. On a CPU, "auto" compiles only blocks with components
-        that have no fused kernel there: RMSNorm, SwiGLU, rotary positions.
-
-    At stage 3 on a GPU every kernel but attention is skipped, with true too: training with them was wrong there.
+    compile: torch.compile, one block at a time, which works at every stage and with every technique. On a CPU, "auto" compiles only blocks
+        with components that have no fused kernel there: RMSNorm, SwiGLU, rotary positions.
 
     "auto" leaves out the kernels of components that the model does not have; true for one of them is refused.
     """
@@ -122,11 +120,8 @@ class FusedKernels(Technique):
 
         self.device = get_accelerator().device_name()
         self.notes = ()
-        wrong = self.device == "cuda" and self.run.zero_stage == 3
         for name, asked in self.asked.items():
-            if asked and wrong and name != "attention":
-                self._skip(name, "at stage 3, training with the kernels was wrong on a GPU (README.md)")
-            elif asked:
+            if asked:
                 getattr(self, f"_use_{name}")(model)
 
     # --- one kernel each ---------------------------------------------------------------------------------------------------------------
@@ -201,7 +196,7 @@ class FusedKernels(Technique):
         if self.asked["compile"] != "auto":
             return bool(self.asked["compile"])
         unfused = any(getattr(self.run.shape, field) == component for field, component in (COMPONENTS[name] for name in FUSED_BY_COMPILE))
-        return self.device == "cuda" or (unfused and _has_compiler())
+        return _has_compiler() and (unfused if self.device == "cpu" else find_spec("triton") is not None)
 
     def _use_compile(self, model: GPT) -> None:
         if not self._compiles():
@@ -209,6 +204,12 @@ class FusedKernels(Technique):
         for block in model.h:
             block.compile()
         self._say("compile", "a block at a time; the first step takes longer")
+        if self.run.zero_stage == 3:
+            from recipes.fused_kernels.zero3_linear import add_bias_out_of_place, compiled_gradients_are_lost  # imports DeepSpeed
+
+            if compiled_gradients_are_lost():
+                add_bias_out_of_place()
+                self._say("compile", f"torch {torch.__version__} compiles DeepSpeed's linear layers of stage 3 wrongly; corrected")
 
 
 def _has_liger() -> bool:

@@ -43,7 +43,7 @@ def remember_engine_as_shipped() -> None:
     norms = [
         (module, name) for module in (utils, engine, fused_optimizer, unfused_optimizer) for name in ("clip_grad_norm_", "get_weight_norm")
     ]
-    methods = ("__init__", "initialize_optimizer_states", "state_dict", "load_state_dict")
+    methods = ("__init__", "initialize_optimizer_states", "state_dict", "load_state_dict", "step")
     wrapper = [(unfused_optimizer.FP16_UnfusedOptimizer, name) for name in methods]
     ours = [(corrections, name) for name in CORRECTIONS]
     _shipped[:] = [(place, name, getattr(place, name)) for place, name in (*norms, *wrapper, *ours) if hasattr(place, name)]

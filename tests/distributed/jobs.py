@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import math
 import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -66,6 +67,8 @@ def forget_engines() -> None:
     """
     from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 
+    if "torch._dynamo" in sys.modules:  # it takes compiled blocks for the same at every stage
+        torch._dynamo.reset()
     decisions = vars(PartitionedParameterCoordinator).get("_PartitionedParameterCoordinator__params_to_release")
     getattr(decisions, "cache_clear", lambda: None)()
     gc.collect()
