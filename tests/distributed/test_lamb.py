@@ -42,7 +42,7 @@ def test_losses_are_those_of_the_published_algorithm(ranks, accumulation, pools,
     lines = trained(pools.of(ranks), flags(corpus, tmp_path, ranks, accumulation))
     assert largest_difference(losses(lines), losses_of(expected())) <= TOLERANCE
     assert any(line["grad_norm"] > 1.0 for line in lines), "what is clipped must show"
-    assert lines[-1]["loss"] < lines[0]["loss"] - 0.5
+    assert lines[-1]["loss"] < lines[0]["loss"] - 1.0
     assert 0.01 <= min(line["trust_ratio"] for line in lines) <= max(line["trust_ratio"] for line in lines) <= 10.0
 
 
