@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -11,12 +12,13 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 
 from launch.formats.checkpoint_files import complete_checkpoints
 from launch.formats.metrics import read_metrics
 from tests.distributed.launched import ROOT, TINY
-from tests.distributed.slurm import running_slurm
+from tests.distributed.slurm import NODES, running_slurm
 from tests.helpers import free_port
 
 pytestmark = pytest.mark.long
@@ -104,6 +106,41 @@ def test_a_requeued_job_has_the_curve_of_an_uninterrupted_one(slurm, corpus, tmp
     said = (job.run / "log.txt").read_text()
     assert said.count("stopped by SIGUSR1 after step") == said.count("resuming after step") == 2
     assert said.count("no complete checkpoint to resume from: starting at step 0") == 1
+
+
+def test_a_preempted_job_saves_a_checkpoint_and_continues(slurm, corpus, tmp_path):
+    job = Job(slurm, corpus, tmp_path, "--time=10")
+    job.train(20)
+    job.command("sbatch", "--partition=urgent", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap=sleep 1")
+    job.start_again(1)
+    job.train(20)
+    said = (job.run / "log.txt").read_text()
+    (stopped,) = re.findall(r"stopped by SIGTERM after step (\d+)", said)
+    assert re.findall(r"resuming after step (\d+)", said) == [stopped]
+    assert job.field("PreemptTime") == "None", "a later failure is not taken for a preemption"
+    job.command("scancel", job.number)
+
+
+def environment(process: psutil.Process) -> dict[str, str]:
+    with contextlib.suppress(psutil.Error):
+        return process.environ()
+    return {}
+
+
+def test_a_job_whose_node_fails_continues_on_another(slurm, corpus, tmp_path):
+    job = Job(slurm, corpus, tmp_path, "--time=10")
+    job.train(20)
+    node = job.field("NodeList")
+    own = [process for process in psutil.process_iter() if environment(process).get("SLURM_CONF") == slurm["SLURM_CONF"]]
+    tasks = [process for process in own if environment(process).get("SLURM_JOB_ID") == job.number]
+    daemons = [process for process in own if process.cmdline() == ["slurmd", "-D", "-N", node]]
+    daemons += {parent for task in tasks if (parent := task.parent()) is not None and parent.name() == "slurmstepd"}
+    for process in daemons + tasks:  # first those that would report the end of the others
+        process.kill()
+    job.start_again(1)
+    job.train(20)
+    assert job.field("NodeList") in {*NODES} - {node}
+    job.command("scancel", job.number)
 
 
 def test_a_cancelled_job_is_not_requeued(slurm, corpus, tmp_path):
