@@ -1,4 +1,4 @@
-"""bf16 and fp16 on processors for which oneDNN has no such matrix products: on x86-64, without AVX512-BF16, AVX512-FP16 or AMX.
+"""bf16 and fp16 on processors for which oneDNN has no such matrix products: on x86-64, bf16 without AVX512 and fp16 without AVX512-FP16.
 
 PyTorch computes these products there in a scalar loop, 13 to 85 times as slow as in fp32. Here their operands are converted to fp32,
 multiplied, and the result is rounded once. The loop accumulates in fp32 too, so only the order of the sums differs.
