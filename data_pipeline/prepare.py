@@ -273,7 +273,7 @@ def _has_progress(folder: Path) -> bool:
 
 
 def _what_is_left(out: Path | None) -> str:
-    """A message about what an interrupted run has left at `out`."""
+    """The end of the message of a run that did not finish: what it left at `out`."""
     if out is None:
         return ""
     resume = "; continue with the same command and --resume" if _has_progress(partial_folder(out)) else ""
