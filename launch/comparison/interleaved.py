@@ -23,7 +23,7 @@ import psutil
 
 from launch.training import interleaving
 
-#: Seconds between two checks of whether a run has ended while it should make steps.
+#: Seconds between two checks of whether a run has ended.
 POLL_SECONDS = 0.2
 #: Seconds that a stopped run has to finish its step and write a checkpoint before it is killed.
 STOP_SECONDS = 120.0
@@ -127,9 +127,9 @@ def run_interleaved(scripts: Mapping[str, tuple[int, Sequence[str]]], folder: Pa
     """Run all `scripts` with interleaved steps.
 
     Args:
-        scripts: the ranks of each by its name, and the script with its arguments.
-        folder: `<folder>/<name>.out` holds what a script printed.
-        on_steps: called with a name and the number of steps just made, and with 0 when it has started.
+        scripts: name -> (ranks, script with its arguments).
+        folder: `<folder>/<name>.out` gets the output of a script.
+        on_steps: called with a name and the number of steps just made; 0 when it has started.
 
     Returns:
         The exit code of each, by name.

@@ -213,7 +213,7 @@ def _bounds(claim: Claim) -> tuple[float, float]:
 
 
 def _p_values(claim: Claim, control: Array, other: Array) -> tuple[Array, Array, npt.NDArray[np.bool_]]:
-    """(experiments, pairs) -> p-values of the nulls that "holds" and "fails" reject, and which have no noise; (experiments,) each.
+    """(experiments, pairs) -> p-values of the nulls that "holds" and "fails" reject, and whether there is no noise; (experiments,) each.
 
     Without noise the p-values are 0 and 1, and a claim that is met exactly, up to rounding, holds.
     """
