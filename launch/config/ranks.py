@@ -1,7 +1,7 @@
 """Learns from the environment which rank this process is, whichever launcher started it: `deepspeed`, `torchrun`, `srun` or `mpirun`.
 
 `deepspeed` and `torchrun` set torch's names: RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT. For a task of Slurm or MPI,
-`learn_rank` sets them from the names of that launcher. Everything after it reads torch's names only.
+`learn_rank` sets them from the names of that launcher. All other code reads torch's names only.
 
 | launcher | its names |
 |---|---|
@@ -42,10 +42,10 @@ class Task(NamedTuple):
 
 
 def learn_rank() -> None:
-    """Set torch's names in the environment, if a launcher started this process as one of several, and the threads of a task of Slurm.
+    """If a launcher started this process as one of several, set torch's names in the environment, and for Slurm the number of threads.
 
     Raises:
-        UsageError: names are missing, are no numbers, or contradict each other.
+        UsageError: names are missing, not numbers, or contradict each other.
     """
     environment = os.environ
     task = _task()
@@ -72,7 +72,7 @@ def learn_rank() -> None:
                 "set MASTER_ADDR to the host of rank 0"
             )
         if task.launcher == "srun" and (cores := environment.get("SLURM_CPUS_PER_TASK")):
-            environment.setdefault("OMP_NUM_THREADS", cores)  # srun may bind each task to its own cores, which nobody divides again
+            environment.setdefault("OMP_NUM_THREADS", cores)  # else `start_ranks` would divide the cores, which srun may have bound
         environment |= {
             "RANK": str(task.rank),
             "WORLD_SIZE": str(task.size),
@@ -111,7 +111,7 @@ def require_launcher(ranks: int) -> None:
 
 
 def _task() -> Task | None:
-    """What Slurm or MPI says; None for a process that neither started."""
+    """The task of Slurm or MPI that this process is; None if neither started it."""
     environment = os.environ
     hydra = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")  # MPICH and Intel MPI
     if "OMPI_COMM_WORLD_RANK" in environment:
@@ -162,7 +162,7 @@ def _first_host(hosts: str) -> str:
 
 
 def _check(task: Task) -> Task:
-    """`task`, if its numbers fit together."""
+    """Return `task`. Raises UsageError if its numbers contradict each other."""
     if not task.rank < task.size or not task.local_rank < task.local_size <= task.size:
         raise UsageError(
             f"{task.launcher} says that this process is rank {task.rank} of {task.size}, and {task.local_rank} of {task.local_size} on its "
