@@ -20,7 +20,7 @@ from recipes.technique import Declaration, Run, StepPlan, Technique
 
 #: The smallest value of an element of a frozen variance, as a share of the mean of its tensor.
 LEAST_SHARE = 0.1
-#: Bytes of a parameter's gradient as the engine reduces it.
+#: Bytes that the engine reduces per parameter.
 GRADIENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 #: The key of the recipes that freeze the variance once.
 FREEZE_STEP: dict[str, dict[str, Any]] = {"freeze_step": {"types": ["integer"], "minimum": 1, "auto": True}}
@@ -229,9 +229,9 @@ def declare(optimizer_type: str, keys: dict[str, dict[str, Any]], auto_params: d
 class CompressedTechnique(Technique):
     """Base of the techniques that use a `CompressedOptimizer` and switch off the engine's own reduction of gradients."""
 
-    #: "auto" for the length of the first phase, as a share of the run's steps; 1-bit Adam's paper takes 0.15 to 0.25.
+    #: The length of the first phase for "auto", as a share of the run's steps; 1-bit Adam's paper takes 0.15 to 0.25.
     auto_share = 0.2
-    #: Without the errors of the compression, which `__init__` adds.
+    #: Without the compression errors, which `__init__` adds.
     optimizer_tensors: float = 2
 
     def __init__(self, section: dict[str, Any], run: Run):

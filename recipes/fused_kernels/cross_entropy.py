@@ -130,5 +130,5 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, scale: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         dx, dweight = ctx.gradients
-        del ctx.gradients  # scaled in place: they are good once
+        del ctx.gradients  # scaled in place, so they can be used only once
         return dx.mul_(scale), dweight.mul_(scale).to(dx.dtype), None, None, None, None

@@ -1,4 +1,4 @@
-"""TF32: the matrix products of an fp32 run, on tensor cores that round their factors to 11 significant bits.
+"""TF32: the matmuls of an fp32 run, on tensor cores that round the factors to 11 significant bits.
 
     deepspeed launch/pretrain.py --recipe recipes/tf32
 
@@ -15,7 +15,7 @@ import torch
 from model.gpt import GPT
 from recipes.technique import Declaration, Run, Technique
 
-#: Ampere, the first with TF32.
+#: Ampere, the first GPUs with TF32.
 CAPABILITY = (8, 0)
 
 
@@ -29,7 +29,7 @@ def use_tf32() -> None:
 
 
 class Tf32(Technique):
-    """`"tf32": {"enabled": true}`: a section of this project's own. In fp32 only, where there is something to round."""
+    """`"tf32": {"enabled": true}`: a section of this project's own, for fp32 runs only."""
 
     declaration = Declaration(section="tf32", exclusive=("the arithmetic of matrix products",), same_algorithm=True)
     needs_cuda = {"tf32": CAPABILITY}
