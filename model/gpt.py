@@ -332,19 +332,19 @@ class GPT(nn.Module):
         set this pass's layout again when the backward pass enters the last block, and remove it when it leaves the first.
         """
 
-        def put(layout: Layout) -> None:
+        def set_layout(layout: Layout) -> None:
             for block in cast("Iterable[Block]", self.h):
                 block.attn.layout = layout
 
         if x.requires_grad:
-            x.register_hook(lambda gradient: put(Layout()))
-        put(layout)
+            x.register_hook(lambda gradient: set_layout(Layout()))
+        set_layout(layout)
         try:
             x = self.block_runner(self.h, x)
         finally:
-            put(Layout())
+            set_layout(Layout())
         if x.requires_grad:
-            x.register_hook(lambda gradient: put(layout))
+            x.register_hook(lambda gradient: set_layout(layout))
         return x
 
 
