@@ -1,6 +1,6 @@
-"""JSON with the line number of every value, so that a fault in a configuration is named by file, key path and line.
+"""Reads JSON with the line number of every key, so that messages can name file, key path and line.
 
-The standard library's parser gives no positions and keeps the last of two equal keys in silence; this reader does neither.
+The standard library's parser gives no positions, and silently keeps the last of two equal keys; this reader refuses them.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ FIX = "give a run folder, such as runs/first, or a Hugging Face folder of a GPT-
 
 
 class UnfinishedRun(UsageError):
-    """A run that has not ended, and none of its checkpoints was asked for."""
+    """The run is unfinished, and no checkpoint was named."""
 
 
 @dataclass(frozen=True)
