@@ -225,9 +225,9 @@ class Checkpoints:
     def load_newest(self, before: int | None = None) -> dict[str, Any] | None:
         """Load the newest checkpoint that passes verification into the engine and the techniques, and return its state.
 
-        before: load none of this step or a later one. The store may have such, if it could not be reached when the run was resumed.
+        before: consider only checkpoints of earlier steps. The store may have later ones, if it was unreachable when the run was resumed.
 
-        Those in the folder and in the store are candidates together. One that is in both is downloaded only if the one in the folder is
+        Candidates are the checkpoints in the folder and in the store. One that is in both is downloaded only if the one in the folder is
         damaged.
 
         Returns None if there is no checkpoint. The ranks share the work of reading the files and agree on the checkpoint. Checkpoints that
@@ -284,7 +284,7 @@ class Checkpoints:
         return state
 
     def _list_store(self) -> tuple[list[Path], str]:
-        """The paths that the checkpoints in the store have in the folder, on rank 0, and why the store cannot be reached."""
+        """On rank 0: the checkpoints in the store, as paths in the folder, and why the store cannot be reached."""
         if not self._uploads:
             return [], ""
         store = self._uploads.store
@@ -293,13 +293,13 @@ class Checkpoints:
         except StoreError as reason:
             return [], str(reason)
 
-    def _check_or_download(self, checkpoint: Path, is_here: bool, is_stored: bool) -> None:
-        """`_check` a checkpoint that `is_here`, in the folder. If it is not, or is damaged, download it if it `is_stored`."""
-        if is_here:
+    def _check_or_download(self, checkpoint: Path, in_folder: bool, in_store: bool) -> None:
+        """`_check` a checkpoint that is `in_folder`. If it is not, or is damaged, download it if it is `in_store`."""
+        if in_folder:
             try:
                 return self._check(checkpoint)
             except DamagedCheckpoint as damage:
-                if not is_stored:
+                if not in_store:
                     raise
                 self._log(f"warning: {damage}; trying the store")
         fault: DamagedCheckpoint | DownloadFailed | None = None
@@ -307,7 +307,7 @@ class Checkpoints:
             self._log(f"downloading {self._uploads.store.url}/{checkpoint.name}")
             try:
                 downloaded = self._uploads.store.download(checkpoint, self._run_id)
-                if not is_here:
+                if not in_folder:
                     download_metrics(self._uploads.store, self.folder.parent)
                 if os.path.lexists(checkpoint):
                     _set_aside(checkpoint)

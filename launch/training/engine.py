@@ -110,7 +110,7 @@ class TrainingEngine:
             # DynamicLossScaler raises a bare Exception.
             if not isinstance(reason, corrections.NormNotFinite) and "already at minimum" not in str(reason):
                 raise
-            self.deepspeed.global_steps, self.deepspeed.skipped_steps = counters  # a checkpoint is then one of the previous step
+            self.deepspeed.global_steps, self.deepspeed.skipped_steps = counters  # a checkpoint is then of the previous step
             self._fail(counters[0] + 1)
         return self.step_loss
 
@@ -305,7 +305,7 @@ def _adam(config: RunConfig, groups: list[dict[str, Any]]) -> torch.optim.Optimi
     optimizer = torch.optim.Adam(
         groups,
         lr=params["lr"],
-        betas=(float(params["betas"][0]), float(params["betas"][1])),  # torch takes no 0 for 0.0
+        betas=(float(params["betas"][0]), float(params["betas"][1])),  # torch refuses the int 0
         eps=params["eps"],
         weight_decay=params["weight_decay"],
         amsgrad=params.get("amsgrad", False),
@@ -313,11 +313,11 @@ def _adam(config: RunConfig, groups: list[dict[str, Any]]) -> torch.optim.Optimi
         fused=True,
     )
     if params.get("bias_correction", True) is False:
-        optimizer.register_step_pre_hook(_leave_bias)
+        optimizer.register_step_pre_hook(_skip_bias_correction)
     return optimizer
 
 
-def _leave_bias(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+def _skip_bias_correction(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     """Step hook: set Adam's step count so high that 1 - beta^step is 1, which switches bias correction off."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:

@@ -18,7 +18,7 @@ STEPS = 10
 
 
 class Interleaving:
-    """This rank's side of the socket. Without `PRETRAIN_INTERLEAVE` the run trains alone and never waits.
+    """This rank's end of the socket. Without `PRETRAIN_INTERLEAVE` the run trains alone and never waits.
 
     Args:
         on_lost: called when the connection is lost, because the command that interleaves the runs has ended.
