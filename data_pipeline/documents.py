@@ -62,7 +62,7 @@ class Documents:
     validation split.
 
     Args:
-        grouped: whether each source is a group of its own, as in a mixture.
+        grouped: whether each source is a separate group, as in a mixture.
         dedup: drop documents with the same text as an earlier one. Keeps a hash of 16 bytes, about 100 bytes of memory, per document.
 
     `dropped` counts the documents that the current pass has dropped, by reason.
