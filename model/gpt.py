@@ -206,7 +206,7 @@ def linear_cross_entropy(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tens
 
 
 class Head(nn.Module):
-    """The output layer: (B, T, C) -> logits or loss. Its weight is the token embedding, or one of its own.
+    """The output layer: (B, T, C) -> logits or loss. Its weight is the token embedding, or a separate one.
 
     A tied weight is registered here too, so ZeRO-3, which gathers a module's parameters when the module runs, also gathers it for the
     head. `loss` computes the loss inside of this module, where the weight is gathered; a technique may assign a kernel that fuses it with
