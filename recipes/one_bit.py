@@ -1,4 +1,4 @@
-"""What 1-bit Adam, 1-bit LAMB and 0/1 Adam share: optimizers that exchange compressed momenta, and the techniques that drive them.
+"""Shared by 1-bit Adam, 1-bit LAMB and 0/1 Adam: optimizers that exchange compressed momenta, and the techniques that drive them.
 
 In compressed steps, the engine does not reduce gradients: each rank keeps its own, and the optimizer exchanges what it computes from them
 through `recipes.compressed_all_reduce`.
@@ -200,7 +200,7 @@ class FreezingOptimizer(CompressedOptimizer):
             variance.fill_(mean)
 
     def _biases(self, group: dict[str, Any]) -> tuple[float, float]:
-        """The bias corrections by which the two moments are divided. A frozen variance uses the number of its own steps."""
+        """The bias corrections by which the two moments are divided. A frozen variance uses the number of its updates."""
         beta1, beta2 = group["betas"]
         return self._bias(beta1, self._steps), self._bias(beta2, group["variance_steps"] or self._steps)
 
@@ -250,7 +250,7 @@ class CompressedTechnique(Technique):
 
     @abstractmethod
     def _exchanges(self, steps: int) -> tuple[int, int]:
-        """How many of the first `steps` steps send mean gradients, and how many compressed momentum."""
+        """The number of the first `steps` steps that send mean gradients, and of those that send compressed momentum."""
 
     def bytes_sent(self, planned: int, steps: int) -> int:
         whole, compressed = self._exchanges(steps)

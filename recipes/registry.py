@@ -20,7 +20,7 @@ TESTBEDS = ROOT / "recipes" / "testbeds"
 Flags = dict[str, Any]
 #: Flag -> the values of a sweep.
 Sweep = dict[str, list[int | float | str]]
-#: How pydantic checks the dataclasses that are read from files.
+#: pydantic's settings for the dataclasses that are read from files.
 STRICT: Any = {"strict": True, "extra": "forbid"}
 T = TypeVar("T")
 

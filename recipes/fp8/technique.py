@@ -57,11 +57,11 @@ class Fp8(Technique):
         if self.emulate:
             self.needs_cuda, self.matmul_dtype = {}, ""
         if run.precision != "bf16":
-            raise ValueError(f"'fp8' casts from bf16, and this run is in {run.precision}; use the bf16 JSON of the same stage")
+            raise ValueError(f"'fp8' is for bf16 runs, and this run is in {run.precision}; use the bf16 JSON of the same stage")
         for name, sides in block_tensors(run.shape).items():
             if len(sides) == 2 and any(side % MULTIPLE for side in sides):
                 raise ValueError(
-                    f"'fp8' multiplies matrices whose sides are multiples of {MULTIPLE}, and {name} is {sides[0]} x {sides[1]}; change "
+                    f"'fp8' needs matrices whose sides are multiples of {MULTIPLE}, but {name} is {sides[0]} x {sides[1]}; change "
                     f"{'--d_ff' if run.shape.d_ff % MULTIPLE and name.startswith('mlp') else '--d_model'}"
                 )
         if run.zero_stage == 3 and "activation_checkpointing" not in run.techniques:

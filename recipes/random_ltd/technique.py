@@ -29,7 +29,7 @@ MULTIPLE = 16
 
 
 def reserved_length(step: int, schedule: dict[str, Any]) -> int:
-    """How many tokens of a sequence a block sees at optimizer step `step` (from 1), by a resolved `random_ltd_schedule`.
+    """The number of tokens of a sequence that a block sees at optimizer step `step` (from 1), by a resolved `random_ltd_schedule`.
 
     min + (max - min) (step - 1) / require_steps, rounded down to a multiple of `seq_per_step`, at most max: what DeepSpeed's
     RandomLTDScheduler computes from the completed steps.

@@ -37,10 +37,7 @@ class Tf32(Technique):
 
     def __init__(self, section: dict[str, Any], run: Run):
         if run.precision != "fp32":
-            raise ValueError(
-                f"'tf32' acts on products of fp32 matrices, and this run has them in {run.precision}; leave it out, or switch "
-                f"{run.precision} off"
-            )
+            raise ValueError(f"'tf32' is for fp32 runs, and this run is in {run.precision}; leave it out, or switch {run.precision} off")
 
     def prepare(self, model: GPT) -> None:
         use_tf32()
