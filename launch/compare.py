@@ -174,7 +174,7 @@ def _check_sources(flags: argparse.Namespace, names: set[str]) -> None:
     if flags.tune or flags.noise:
         word, recipes = ("--tune", 1) if flags.tune else ("--noise", 0)
         if len(flags.testbed) != 1:
-            raise UsageError(f"{word} needs --testbed NAME, once")
+            raise UsageError(f"{word} needs exactly one --testbed NAME")
         if (flags.tune and flags.noise) or flags.runs or flags.all or len(flags.recipe) > recipes:
             raise UsageError(f"{word} takes --testbed{' and at most one --recipe' if recipes else ''}; leave out the others")
         if flags.seeds and (flags.tune or flags.seeds < 2):

@@ -102,7 +102,7 @@ def test_what_is_no_experiment_is_refused_or_marked(runs, tmp_path):
         (["--recipe", "recipes/zero_2", "--testbed", "nano-0.5M", "--lr", "1"], "--lr: --testbed nano-0.5M sets it; leave out one"),
         (["--recipe", "recipes/zero_2", "--publish", "--steps", "3"], "--steps: --publish is for the recipe's testbeds"),
         (["--tune"], "--tune needs --testbed NAME"),
-        (["--tune", "--testbed", "nano-0.5M", "--testbed", "micro-1M"], "needs --testbed NAME, once"),
+        (["--tune", "--testbed", "nano-0.5M", "--testbed", "micro-1M"], "needs exactly one --testbed NAME"),
         (["--all", "--data", "CORPUS", "--preset", "nanno"], "--all: no recipe can run here; activation_checkpointing: --preset nanno"),
         (["--noise", "--testbed", "nano-0.5M", "--recipe", "recipes/lamb"], "--noise takes --testbed; leave out the others"),
         (["--tune", "--testbed", "nano-0.5M", "--seeds", "3"], "--seeds: --tune uses one seed"),

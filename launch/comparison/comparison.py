@@ -368,7 +368,7 @@ def _mismatches(experiments: Iterable[Sequence[Run]], force: bool) -> tuple[str,
 
 
 def _basis_of_losses(run: Run) -> dict[str, str]:
-    """What must be equal for the losses of two runs to be comparable."""
+    """The values that must be equal for the losses of two runs to be comparable."""
     described = run.description
     windows = "the whole split at the end in" if described.get("whole_eval") else f"{_sequences_evaluated(run):,}"
     masked = ", attention within documents" if described["no_cross_document"] else ""
@@ -491,7 +491,7 @@ def _side_remarks(side: Side) -> Iterator[str]:
 
 
 def _pair_remarks(pair: Pair) -> Iterator[str]:
-    """What was excluded, and what differs besides the recipe."""
+    """Sentences on excluded runs, and on differences besides the recipe."""
     control, own = pair.control.by_seed(), pair.side.by_seed()
     if alone := sorted(control.keys() ^ own.keys()):
         yield f"seed {', '.join(map(str, alone))} was run on one side only, and is excluded from differences and verdicts"

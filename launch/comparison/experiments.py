@@ -107,10 +107,10 @@ def _testbeds(recipe: Recipe, passed_on: Sequence[str], flags: argparse.Namespac
     given = [testbed_named(name) for name in flags.testbed] or read_testbeds(device_type())
     testbeds: list[Testbed | None] = [testbed for testbed in given if testbed.name in recipe.experiments]
     if not testbeds:
-        wanted = ", ".join(flags.testbed) or f"a testbed for {device_type()}"
+        asked = ", ".join(flags.testbed) or f"a testbed for {device_type()}"
         here, on_cpu = ([one.name for one in read_testbeds(device) if one.name in recipe.experiments] for device in (device_type(), "cpu"))
         way = f"give one of {', '.join(here)}, or " if here else f"set DS_ACCELERATOR=cpu for {', '.join(on_cpu)}, or " if on_cpu else ""
-        raise CannotRun(f"it has no experiment on {wanted}; {way}give a setting, such as --steps 200")
+        raise CannotRun(f"it has no experiment on {asked}; {way}give a setting, such as --steps 200")
     return testbeds
 
 
@@ -126,7 +126,7 @@ def ranks_of(recipe: Recipe | None, testbed: Testbed | None, flags: argparse.Nam
 
 
 def train_missing(flags: argparse.Namespace, batches: Sequence[Sequence[Trial]], runs_dir: Path) -> dict[str, str]:
-    """Train the runs that have not ended, those of a batch interleaved. Returns the reasons of those that failed, by name."""
+    """Train the runs that have not ended, interleaving those of a batch. Returns name -> reason for the runs that failed."""
     missing = [[trial for trial in trials if not has_ended(runs_dir / trial.name)] for trials in batches]
     groups = [group for trials in missing if trials for group in fitting_groups(trials, flags.at_once)]
     failures: dict[str, str] = {}

@@ -1,8 +1,7 @@
 """Runs several scripts on one machine with interleaved steps, so that a slow moment of the machine affects all of them alike.
 
-Each script trains, as `launch/pretrain.py` does, under DeepSpeed's launcher if it has several ranks. The scripts are started one after
-another, so that none of them trains while another one starts up. Then each in turn makes `launch.training.interleaving.STEPS` steps while
-the others wait.
+Each script trains like `launch/pretrain.py`, under DeepSpeed's launcher if it has several ranks. The scripts are started one after another,
+so that none trains while another starts up. Then one at a time makes `launch.training.interleaving.STEPS` steps while the others wait.
 """
 
 from __future__ import annotations

@@ -202,7 +202,7 @@ def _by_seed(pair: Pair) -> list[list[str]]:
 
 
 def _facts(runs: Sequence[Run]) -> dict[str, str]:
-    """What was compared: each fact with its distinct values."""
+    """Facts about the compared runs, each with its distinct values."""
     shapes = [ModelShape(**run.description["shape"]) for run in runs]
     facts = {
         "seeds": [_seeds(run.seed for run in runs)],

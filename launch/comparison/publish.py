@@ -67,8 +67,8 @@ def _entry(pair: Pair) -> dict[str, Any]:
     own = {commit for run in pair.side.runs for commit in commits_of(run.description)}
     if unplanned := [commit for commit in own if plan_at(commit, recipe.name, testbed.name) != now]:
         raise UsageError(
-            f"{where}: its runs are of commit {unplanned[0][:7]}, which does not contain the claims and the setting as they stand now;"
-            " commit them first, then train again in another --runs_dir"
+            f"{where}: its runs are of commit {unplanned[0][:7]}, which does not contain the current claims and setting; commit them first,"
+            " then train again in another --runs_dir"
         )
     earlier = read_json(ROOT / "recipes" / recipe.name / RESULTS).get(testbed.name)
     entry = {
@@ -151,12 +151,12 @@ def first_commit(recipe: str, testbed: str, part: Callable[[dict[str, Any]], Any
             break
         found = commit
     if not found:
-        raise UsageError(f"--publish: no commit contains the claims of {recipe} on {testbed} as they stand now; commit them first")
+        raise UsageError(f"--publish: no commit contains the current claims of {recipe} on {testbed}; commit them first")
     return found
 
 
 def _git(*words: str) -> str | None:
-    """What git prints; None if it fails."""
+    """The output of git; None if it fails."""
     done = subprocess.run(["git", "-C", str(ROOT), *words], capture_output=True, text=True, check=False)
     return done.stdout if done.returncode == 0 else None
 

@@ -107,7 +107,7 @@ class Interval:
     high: float | None
 
     def inverse(self) -> Interval:
-        """Of a ratio: that of control / recipe."""
+        """For a ratio recipe / control: the interval of control / recipe."""
         return Interval(1 / self.mean, self.high and 1 / self.high, self.low and 1 / self.low)
 
 
