@@ -116,7 +116,7 @@ def test_wrong_value_of_a_flag(flag, faults):
         (["--micro_batch", "3"], "did you mean '--micro_batch_size'?"),
         (["stray"], "unknown argument 'stray'"),
         (["--steps"], "--steps: expected one argument"),
-        (["--steps", "3", "--tokens", "9"], "--steps 3 and --tokens 9 both say how long the run is"),
+        (["--steps", "3", "--tokens", "9"], "--steps 3 and --tokens 9 both set the run's length"),
         (["--recipe", "recipes/none"], "give one of --deepspeed_config"),
         (["--preset", "nanoo"], "no such preset; did you mean 'nano'?"),
         (["--preset", "GPT2"], "did you mean 'gpt2'?"),

@@ -36,7 +36,7 @@ class EngineJson:
     """The JSON in `file`, changed by `overrides` (`--set key.path=value`).
 
     Attributes:
-        values: the JSON as it stands now.
+        values: the current content of the JSON.
         notes: notes on accepted values: one line each, with the place in the file.
         lacks: what the JSON needs and this machine does not have: a line each.
     """

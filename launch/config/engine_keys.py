@@ -34,12 +34,12 @@ SGD_PARAMS: Rules = {
     "momentum": {"types": ["number"], "minimum": 0, "maximum": 0.9999},
     "weight_decay": PARAMS["weight_decay"],
 }
-#: What to write instead of a removed key, where the advice of DeepSpeed's own message does not apply here.
+#: Removed key -> advice, where that of DeepSpeed's own message does not apply here.
 INSTEAD = {
     "amp": "Write 'bf16' or 'fp16' instead.",
     "sparse_gradients": "The gradients of the embedding are dense.",
 }
-#: Old names that DeepSpeed still reads: what to write instead.
+#: Old name that DeepSpeed still reads -> what to write instead.
 OLD_NAMES = {
     "bfloat16": "'bf16'",
     "aio.thread_count": "'intra_op_parallelism'",

@@ -250,7 +250,7 @@ def as_text(explained: dict[str, Any]) -> str:
         "  " + ", ".join(f"{tqdm.format_sizeof(flops[key])}FLOP {what}" for key, what in FLOPS.items()),
     ]
     lines += ["", "Memory of a rank, and what it sends", *memory_table(plans)]
-    lines += ["", f"Over the run ({', '.join(explained['techniques']) or 'no technique of our own'})", *_columns(explained["over_the_run"])]
+    lines += ["", f"Over the run ({', '.join(explained['techniques']) or 'no technique'})", *_columns(explained["over_the_run"])]
     for key, title in (("notes", "Note"), ("needs", "Needs"), ("lacks", "Missing on this machine (training would be refused)")):
         if explained[key]:
             lines += ["", title, *(f"  {line}" for line in explained[key])]

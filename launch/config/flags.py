@@ -288,7 +288,7 @@ def parse_flags(argv: list[str]) -> tuple[argparse.Namespace, Recipe | None]:
     def parse(arguments: list[str]) -> argparse.Namespace:
         namespace = parser.parse(arguments)
         if namespace.steps is not None and namespace.tokens is not None:
-            raise UsageError(f"--steps {namespace.steps} and --tokens {namespace.tokens} both say how long the run is; give one of them")
+            raise UsageError(f"--steps {namespace.steps} and --tokens {namespace.tokens} both set the run's length; give one of them")
         return namespace
 
     if sum(argument.partition("=")[0] == "--recipe" for argument in argv) > 1:
@@ -343,4 +343,4 @@ def _check_names(flags: argparse.Namespace) -> None:
     name = flags.run_name or "run"
     too_long = len(os.fsencode(name)) > 200
     if flags.run_name == "" or name.strip() in ("", ".", "..") or name != name.strip() or "/" in name or not name.isprintable() or too_long:
-        raise UsageError(f"--run_name {name[:40]!r}: must be a plain folder name of at most 200 bytes; --runs_dir says where it is made")
+        raise UsageError(f"--run_name {name[:40]!r}: must be a plain folder name of at most 200 bytes; --runs_dir sets the folder above it")

@@ -40,11 +40,11 @@ def unused_gpus() -> str:
     """
     import torch  # as above
 
-    wanted = DEVICE_IS_CHOSEN or os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
-    if wanted or torch.accelerator.is_available() or not NVIDIA_DRIVER.exists():
+    asks_for_cpu = DEVICE_IS_CHOSEN or os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+    if asks_for_cpu or torch.accelerator.is_available() or not NVIDIA_DRIVER.exists():
         return ""
     return (
-        f"this host has a driver for NVIDIA GPUs, and torch {torch.__version__} can use none; install the build of torch for the driver's "
+        f"this host has a driver for NVIDIA GPUs, but torch {torch.__version__} finds none; install the build of torch for the driver's "
         "CUDA, ask the scheduler for GPUs, or set DS_ACCELERATOR=cpu to train on the CPU"
     )
 

@@ -15,7 +15,7 @@ from recipes.technique import Declaration
 
 #: Optimizers that this project builds itself, with the fused kernel of torch; SGD is left to DeepSpeed.
 ADAM_TYPES = ("Adam", "AdamW")
-#: What `"auto"` means for an optimizer's parameters, beside `lr` (GPT-3, appendix B).
+#: The values of `"auto"` for an optimizer's parameters, beside `lr` (GPT-3, appendix B).
 OPTIMIZER_AUTO: dict[str, Any] = {"betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1}
 GPT_3 = "GPT-3, appendix B"
 PATH = ("optimizer", "params")
@@ -78,6 +78,6 @@ def _check_stage(engine: EngineJson, kind: str, is_from_recipe: bool) -> None:
 
 
 def state_tensors(optimizer: dict[str, Any]) -> int:
-    """How many fp32 tensors of a parameter's size the optimizer keeps for it."""
+    """The number of fp32 tensors of its size that the optimizer keeps for a parameter."""
     params = optimizer["params"]
     return int(bool(params.get("momentum"))) if optimizer["type"] == "SGD" else 2 + bool(params.get("amsgrad"))

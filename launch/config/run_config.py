@@ -185,14 +185,14 @@ class RunConfig(Run):
         )
 
     def as_json(self) -> dict[str, Any]:
-        """What `run.json` records."""
+        """The configuration as `run.json` records it."""
         left_out = ("architecture", "built_techniques", "found_corpus", "start", "shape", "notes", "lacks", "origins", "where")
         own = {one.name: getattr(self, one.name) for one in fields(self) if one.name not in left_out}
         return {**own, "shape": self.shape.recorded(), "zero_stage": self.zero_stage, "precision": self.precision}
 
 
 def needs_cuda(place: str, capability: tuple[int, int]) -> str:
-    """What a key of `RunConfig.cuda_only` needs, as a message; `place` names the key."""
+    """The message that a key of `RunConfig.cuda_only` needs CUDA; `place` names the key."""
     return f"{place} needs CUDA" + (f" and compute capability {capability[0]}.{capability[1]} or higher" if any(capability) else "")
 
 
@@ -390,7 +390,7 @@ def _start(flags: argparse.Namespace, run_name: str, shape: ModelShape, corpus: 
 
     (their_tokenizer, why), (tokenizer, why_own) = tokenizer_of_folder(folder), tokenizer_of_corpus(corpus)
     if their_tokenizer is None or tokenizer is None:
-        unknown = f"{where}: whether {flags.data} was made with its tokenizer is not known: {why or why_own}"
+        unknown = f"{where}: cannot tell whether {flags.data} was made with its tokenizer: {why or why_own}"
         if theirs > own:
             raise UsageError(f"{unknown}; its vocab_size is {theirs:,}, and that of the corpus {own:,}: copy the model's tokenizer there")
         notes.append(unknown)

@@ -48,7 +48,7 @@ Piece = tuple[int, torch.Tensor]
 
 @dataclass(frozen=True)
 class EngineLayout:
-    """How an engine of DeepSpeed divides weights and optimizer state among ranks, and so among the files of a checkpoint.
+    """The division of weights and optimizer state among the ranks of DeepSpeed's engine, and so among the files of a checkpoint.
 
     Attributes:
         offload: where the optimizer is: "none", "cpu" or "nvme".
@@ -287,7 +287,7 @@ class EngineFiles:
 
     @functools.cached_property
     def _places(self) -> dict[str, list[_Place]]:
-        """Where the flat parts hold each parameter, in consecutive pieces."""
+        """Parameter -> its consecutive pieces in the flat parts."""
         groups = self.engine["param_shapes"]
         self._require_shapes({name: shape for names in groups for name, shape in names.items()})
         places = self._places_at_stage_3 if self._partitioned else self._places_at_stages_1_and_2

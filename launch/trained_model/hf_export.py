@@ -73,7 +73,7 @@ def converted_weights(model: GPT, config: GPTConfig, dtype: torch.dtype) -> dict
     for name, parameter in model.named_parameters():
         for part in parts[name]:
             view = part.of(parameter.data)
-            weight = torch.empty(view.shape, dtype=dtype).copy_(view)  # a storage of its own: safetensors refuses a slice of the embedding
+            weight = torch.empty(view.shape, dtype=dtype).copy_(view)  # a new storage: safetensors refuses a slice of the embedding
             if not is_finite(weight):
                 raise UsageError(f"--dtype: {name} holds values beyond the range of {dtype}; take bf16 or fp32")
             weights[part.name] = weight

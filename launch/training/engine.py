@@ -187,7 +187,7 @@ def start_engine(config: RunConfig, techniques: Technique, collectives: Collecti
         UsageError: the hosts resolved `"bf16": {"enabled": "auto"}` differently, or DeepSpeed does not support a combination of values.
     """
     _agree_on_precision(config, collectives)
-    # A host with a file system of its own does not see the checkpoints of rank 0.
+    # A host that does not share rank 0's file system does not see its checkpoints.
     if config.init_from is not None and collectives.any(config.start is None):
         config = replace(config, start=None)
     if collectives.device.type == "cpu":
@@ -290,7 +290,7 @@ def _deepspeed_config(config: RunConfig) -> dict[str, Any]:
     """`config.engine` without monitors, and the `scheduler` if it is DeepSpeed's. `start_engine` adds an `optimizer` of DeepSpeed."""
     # DeepSpeed's throughput timer waits for the device twice a micro-batch, and prints what the log has already.
     deepspeed_config = {"timers": {"throughput": {"enabled": False}}, **config.engine}
-    for section in monitors.SECTIONS:  # the engine would write rows of its own, by samples
+    for section in monitors.SECTIONS:  # the engine would write other rows, by samples
         deepspeed_config.pop(section, None)
     if config.token_schedule is None:
         deepspeed_config["scheduler"] = config.scheduler

@@ -13,7 +13,7 @@ from launch.training.distributed import Collectives
 from launch.training.engine import TrainingEngine
 from launch.training.observers import Observer
 
-#: How often the ranks agree on whether a signal stops the evaluation of the whole split.
+#: Evaluated batches of the whole split between two checks for a signal, which all ranks make together.
 BATCHES_BETWEEN_SIGNALS = 16
 
 

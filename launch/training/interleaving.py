@@ -36,7 +36,7 @@ class Interleaving:
                 self._lose()
 
     def wait(self) -> float:
-        """Call before each step. Returns, once this run may make the step, the seconds that it waited."""
+        """Wait until this run may make its next step. Returns the seconds waited."""
         if self._socket is None:
             return 0.0
         start = time.monotonic()

@@ -150,7 +150,7 @@ class SpikeRule(Observer):
         try:
             with self.collectives.uncounted():
                 found = checkpoints.load_newest(before=state["step"])
-        except (UsageError, DownloadFailed) as reason:  # none can be used, and nothing was loaded: all ranks go on
+        except (UsageError, DownloadFailed) as reason:  # none can be used, and nothing was loaded, so all ranks continue
             self.folder.log(f"warning: there is no checkpoint to rewind to: {'; '.join(str(reason).splitlines())}")
             return None
         if found is None:

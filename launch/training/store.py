@@ -85,7 +85,7 @@ class CheckpointStore:
                 options = {"auto_mkdir": True} if self.url.startswith("file://") else {}
                 self._connection = fsspec.core.url_to_fs(self.url, **options)
             yield self._connection
-        except Exception as reason:  # each backend has errors of its own
+        except Exception as reason:  # each backend has its own errors
             raise StoreError(f"{self.url}: {type(reason).__name__}: {one_line(reason)}") from reason
 
     def checkpoints(self) -> list[str]:
@@ -146,9 +146,9 @@ class CheckpointStore:
             files.rm(f"{root}/{name}", recursive=True)
 
     def download(self, checkpoint: Path, run_id: str | None) -> Path:
-        """Download the checkpoint that belongs at the path `checkpoint`, and verify it. Returns where it is.
+        """Download and verify the checkpoint whose final path is `checkpoint`. Returns its current path.
 
-        Until the caller has moved it, it is in a folder `.tmp-step-...`, which the next save removes.
+        That is in a folder `.tmp-step-...`, which the next save removes; the caller must move the checkpoint.
 
         Raises:
             DamagedCheckpoint: it is incomplete or of another run, or an object is missing or differs from what the run wrote.
