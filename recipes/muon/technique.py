@@ -60,8 +60,8 @@ class MuonTechnique(Technique):
         accumulated = (run.engine.get("data_types") or {}).get("grad_accum_dtype")
         if run.zero_stage == 1 and run.precision == "bf16" and accumulated in FP32_NAMES:
             raise ValueError(
-                f"'data_types.grad_accum_dtype' is \"{accumulated}\", with which DeepSpeed wraps the optimizer in another class at "
-                "stage 1, which Muon does not support; leave it out, or use stage 2"
+                f"'data_types.grad_accum_dtype' is \"{accumulated}\", with which DeepSpeed uses its BF16_Optimizer at stage 1, which "
+                "Muon does not support; leave it out, or use stage 2"
             )
         if (run.engine.get("bf16") or {}).get("bf16_master_weights_and_grads"):
             raise ValueError(
