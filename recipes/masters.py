@@ -1,4 +1,4 @@
-"""The tensors that the optimizer of a DeepSpeed engine updates, and which elements of which parameter each of them holds.
+"""The tensors that the optimizer of a DeepSpeed engine updates, and the parts of parameters that each of them holds.
 
 At stage 0 each parameter has its own tensor: the parameter itself in fp32, else its fp32 master weights. ZeRO flattens: at stages 1 and 2
 each rank has a part of every concatenated group of parameters, at stage 3 its part of each parameter of a sub-group.

@@ -250,7 +250,7 @@ class CompressedTechnique(Technique):
 
     @abstractmethod
     def _exchanges(self, steps: int) -> tuple[int, int]:
-        """The number of the first `steps` steps that send mean gradients, and of those that send compressed momentum."""
+        """How many of the first `steps` steps send mean gradients, and how many send compressed momentum."""
 
     def bytes_sent(self, planned: int, steps: int) -> int:
         whole, compressed = self._exchanges(steps)

@@ -1,4 +1,4 @@
-"""Finds the recipes, which are the folders beside this file with a `recipe.json`, and the testbeds, which are those in `testbeds`."""
+"""Finds the recipes (folders beside this file with a `recipe.json`) and the testbeds (folders in `testbeds`)."""
 
 from __future__ import annotations
 
@@ -224,7 +224,7 @@ def make_techniques(run: Run) -> Techniques:
     `run.techniques` has the sections, `run.optimizer` the optimizer with its type and parameters.
 
     Raises:
-        ValueError: one line, which begins with the key, for each technique or pair of techniques that is refused.
+        ValueError: one line, which begins with the key, for each refused technique or pair of techniques.
     """
     members: list[Technique] = []
     faults = []
