@@ -1,8 +1,8 @@
 """Decides whether a claim about a recipe holds, fails, or is inconclusive given the noise between seeds.
 
 Recipe and control are run with the same seeds. The two runs of a seed are a pair, so the effect that the seed has on both cancels in their
-difference or ratio. A claim says that the true mean over pairs is between two bounds, of which "equal" has both and the other questions
-have one (ratios in logarithms, so that their mean is the geometric one). One-sided t-tests (Student, 1908) decide:
+difference or ratio. A claim says that the true mean over pairs is between two bounds ("equal"), or below one (all other questions). Ratios
+are in logarithms, so their mean is geometric. One-sided t-tests (Student, 1908) decide:
 
     holds          if the mean is shown to be inside all bounds. For "equal" these are the two one-sided tests of Schuirmann (1987).
     fails          if the mean is shown to be outside a bound; with two bounds, the smaller p-value is doubled.

@@ -57,7 +57,7 @@ FP16 = ("fp16", "float16", "half", "torch.float16")
 MONITORS = {"wandb": "wandb", "comet": "comet_ml"}
 
 
-#: Keys that must not be switched on here, and those that must not be switched off.
+#: Keys that must not be switched on or off here -> the reason and the fix.
 MUST_BE_OFF = {
     "zero_optimization.zenflow": "gives wrong losses, or NaN, from the first step on (DeepSpeed 0.19.8, measured); leave it out",
     # csrc/quantization/pt_binding.cpp casts the pointer to __half; quant_reduce.cu does not divide by the number of GPUs, and

@@ -296,7 +296,7 @@ def parse_flags(argv: list[str]) -> tuple[argparse.Namespace, Recipe | None]:
     flags = own = parse(argv)
     origins = {name: f"--{name}" for name in given(build_parser(), argv)}
     if (flags.deepspeed_config is None) == (flags.recipe is None):
-        raise UsageError("give one of --deepspeed_config FILE (those that ship are in ds_configs/) and --recipe DIR (recipes/README.md)")
+        raise UsageError("give one of --deepspeed_config FILE (shipped ones: ds_configs/) and --recipe DIR (recipes/README.md)")
     recipe = None
     if flags.recipe is not None:
         try:

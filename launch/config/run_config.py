@@ -341,7 +341,7 @@ def _corpus(engine: EngineJson, flags: argparse.Namespace, shape: ModelShape, mi
                 f"--no_cross_document: {flags.data} has no end-of-text token: its ids are characters; leave the flag out, or prepare"
                 " the text with data_pipeline/prepare.py"
             )
-        # Refuse a split, or a group of a mixture, that is too small for one sequence, by name.
+        # Refuses a split, or a group of a mixture, that is too small for one sequence.
         sequences = corpus.train.windows(shape.seq_len)
         corpus.train.group_windows(shape.seq_len, len(corpus.mixture))
         corpus.val.windows(shape.seq_len)

@@ -121,7 +121,7 @@ class HFFolder:
             view.copy_(self.tensors[part.name].read()[: len(view)])
         parameter[parts[-1].end :].zero_()
         if not is_finite(parameter):
-            raise UsageError(f"{self.folder}: {name} holds values that are not finite; give the folder of a model that has not diverged")
+            raise UsageError(f"{self.folder}: {name} contains NaN or Inf; give the folder of a model that has not diverged")
 
 
 def open_hf_folder(folder: str | Path) -> HFFolder:

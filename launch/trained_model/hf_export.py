@@ -67,7 +67,7 @@ def write_folder(trained: TrainedModel, weights: dict[str, torch.Tensor], folder
 def converted_weights(model: GPT, config: GPTConfig, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """The weights under transformers' names and in its layouts, without the padded rows of the vocabulary and a tied head.
 
-    `model` loses its weights one by one, so that the memory stays that of one model. Raises UsageError where a weight overflows in `dtype`.
+    Frees the weights of `model` one by one, so that memory holds one model only. Raises UsageError where a weight overflows in `dtype`.
     """
     weights, parts = {}, hf_tensors(config)
     for name, parameter in model.named_parameters():

@@ -84,7 +84,7 @@ class TrainedModel:
         fill_from_checkpoint(model, self.checkpoint, self.state["ranks"])
         for name, parameter in model.named_parameters():
             if not is_finite(parameter):
-                raise UsageError(f"{self.checkpoint}: {name} holds values that are not finite; take an earlier --checkpoint")
+                raise UsageError(f"{self.checkpoint}: {name} contains NaN or Inf; take an earlier --checkpoint")
         return model
 
 

@@ -104,7 +104,7 @@ def _check_decay(config: RunConfig, tokens: int) -> None:
 
 
 def _check_settings(config: RunConfig, before: dict[str, Any], description: dict[str, Any]) -> None:
-    """Refuse a branch whose optimizer, clipping or techniques differ from those of the run that it continues.
+    """Refuse a branch whose optimizer, clipping or techniques differ from the continued run's.
 
     A technique's value that is "auto" or left out in one of the two is compared by its effect, in `_check_steps`.
     """

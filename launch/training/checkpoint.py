@@ -76,7 +76,7 @@ class Checkpoints:
         on_failure: called when a checkpoint could not be written in the background; should stop the run after the current step.
         log: writes one line to the log.
         run_id: the id in the run's `run.json`; only needed on rank 0.
-        store: where rank 0 also uploads each complete checkpoint, and from where a resume reads.
+        store: rank 0 uploads each complete checkpoint to it, and a resume reads from it.
 
     Attributes:
         current: the checkpoint that was loaded or saved last, on every rank.
@@ -124,7 +124,7 @@ class Checkpoints:
         continues. Waits first for the previous checkpoint to be written.
 
         Raises:
-            SystemExit: this one or the previous one cannot be written (exit code 1, one line from each rank that could not). Older ones are
+            SystemExit: this checkpoint or the previous one cannot be written (exit code 1, one line from each failed rank). Older ones are
                 unchanged.
         """
         start = time.monotonic()
@@ -239,7 +239,7 @@ class Checkpoints:
             UsageError: no checkpoint passes verification, the store cannot be reached and there is none in the folder, its state cannot be
                 moved into this engine, or a technique cannot continue without its state.
             DownloadFailed: a checkpoint could not be downloaded. An older one is not used instead, because that would discard steps.
-            SystemExit: it could not be loaded (exit code 1, one line from each rank that could not).
+            SystemExit: it could not be loaded (exit code 1, one line from each failed rank).
         """
         self._finish()
         # Only rank 0 has the run's folder and the store, so its view holds for all ranks.
@@ -362,7 +362,7 @@ class Checkpoints:
 
 
 def _remove(checkpoint: Path) -> None:
-    """Rename a checkpoint, then remove it, so that a half-removed one does not have the name of a complete one."""
+    """Rename a checkpoint before removing it, so that a half-removed one does not look complete."""
     temporary = checkpoint.with_name(f"{TEMPORARY}{checkpoint.name}")
     os.rename(checkpoint, temporary)
     shutil.rmtree(temporary)

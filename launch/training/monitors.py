@@ -143,7 +143,7 @@ def _start_wandb(section: dict[str, Any], run: Path, run_id: str | None) -> Any:
 
 
 def _start_wandb_service() -> None:
-    """Start the process that writes wandb's rows apart from this one, unless WANDB_SERVICE names one.
+    """Start wandb's writer process outside of this process's tree, unless WANDB_SERVICE names one.
 
     A launcher that is stopped signals all processes below it, but this process must still write the last rows. It ends by itself.
 
