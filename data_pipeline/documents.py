@@ -19,9 +19,9 @@ from data_pipeline.records import Text
 from data_pipeline.sources import Source
 from data_pipeline.tokenizer import Tokenizer
 
-#: Characters that are tokenized at once; a longer document is cut, if possible where no id changes.
+#: Characters per piece; a longer document is cut, if possible where no id changes.
 PIECE = 2**20
-#: Characters after which a document is cut even if ids may change, since encoding takes up to 60 times their memory.
+#: Longest piece: a document is cut here even if ids change, since encoding takes up to 60 times the memory of the text.
 MAX_PIECE = 4 * PIECE
 CHUNK_BYTES = 2**20
 #: Maximum memory of the text that a tokenizer is trained on. More text changes few merges, and memory grows with the distinct words.
@@ -29,7 +29,7 @@ TRAINING_BYTES = 64_000_000
 TRAINING_PART = 2**14
 #: Longer words are cut, since training time is quadratic in their length: 11 seconds for this many equal characters.
 TRAINING_WORD = 4 * TRAINING_PART
-# Between two lines without a space at the end or the beginning; or, in text without lines, before a single space.
+# Where to cut: after a line end without spaces around it, or else before a single space.
 _LINE_END = re.compile(r"(?<=\S\n)(?=\S)")
 _WORD_END = re.compile(r"(?<=\S)(?= \S)")
 _CONTEXT = 200
@@ -58,11 +58,11 @@ class Documents:
     """The documents of all sources, one source after the other; the same in every pass.
 
     The split depends on a document's text alone, so it does not change with reordering, renaming and additions, and copies of one text
-    are in the same split. If there is only one document (in a mixture: if a source has only one), that is cut in two at a line end, and
-    the tail is the validation split.
+    are in the same split. If there is only one document (in a mixture: in a source), it is cut in two at a line end, and the tail is the
+    validation split.
 
     Args:
-        grouped: whether each source is a group of its own, as in a mixture.
+        grouped: whether each source is a separate group, as in a mixture.
         dedup: drop documents with the same text as an earlier one. Keeps a hash of 16 bytes, about 100 bytes of memory, per document.
 
     `dropped` counts the documents that the current pass has dropped, by reason.
@@ -74,13 +74,13 @@ class Documents:
 
     @property
     def n_bytes(self) -> int:
-        """The size of all sources; 0 if that of a source is not known."""
+        """The size of all sources; 0 if that of any source is unknown."""
         sizes = [source.n_bytes for source in self.sources]
         return sum(sizes) if all(sizes) else 0
 
     @property
     def n_read(self) -> int:
-        """How much of `n_bytes` the current pass has read."""
+        """Bytes that the current pass has read, of `n_bytes`."""
         return sum(source.n_read for source in self.sources)
 
     def __iter__(self) -> Iterator[Document]:
@@ -90,8 +90,8 @@ class Documents:
             source.problems.start()
             source.n_read = 0
         texts = [self._kept(source, seen) for source in self.sources]
-        for group, of_group in enumerate(texts if self.grouped else [chain.from_iterable(texts)]):
-            yield from self._split(of_group, group)
+        for group, group_texts in enumerate(texts if self.grouped else [chain.from_iterable(texts)]):
+            yield from self._split(group_texts, group)
 
     def _kept(self, source: Source, seen: set[bytes]) -> Iterator[Text]:
         for text in islice(source.documents(), source.max_docs):
@@ -122,7 +122,7 @@ class Documents:
 
 
 def _cut_in_two(text: Text, val_fraction: float) -> int:
-    """The position, in bytes, at which to cut a single document: the last line end before the last `val_fraction`, or exactly there."""
+    """The byte at which to cut a single document: after the last line end before its last `val_fraction`, or exactly there."""
     bound = int(text.n_bytes * (1 - val_fraction))
     line_end = character = read = 0
     for block in text.blocks():
@@ -137,7 +137,7 @@ def _cut_in_two(text: Text, val_fraction: float) -> int:
 
 
 def _part(text: Text, begin: int, end: int) -> Iterator[str]:
-    """The text between two positions in bytes."""
+    """Yields the text between two positions in bytes."""
     read = 0
     for block in text.blocks():
         data = block.encode()
@@ -168,7 +168,7 @@ def _in_parts(blocks: Iterable[str]) -> Iterator[str]:
 
 
 def _memory(part: str) -> int:
-    """The memory of an entry of the heap, in bytes: the text, which has up to 4 bytes per character, a tuple and two numbers."""
+    """Bytes of a heap entry: the text (up to 4 bytes per character), a tuple and two numbers."""
     return sys.getsizeof(part) + 150
 
 
@@ -182,7 +182,7 @@ def training_texts(documents: Documents, watch: Callable[[], Any] = lambda: None
     for document in documents:
         if document.split == "train":
             for number, part in enumerate(_in_parts(document.text())):
-                # A hash of its own, as the key has determined the split.
+                # A new hash: the key alone determines the split.
                 draw = int.from_bytes(hashlib.sha256(document.key + number.to_bytes(8, "big")).digest()[:8], "big")
                 heapq.heappush(drawn, (-draw, next(place), part))
                 size += _memory(part)
@@ -222,7 +222,7 @@ def _cut(blocks: Iterable[str], tokenizer: Tokenizer) -> Iterator[str]:
 
 
 def _find_cut(text: str, tokenizer: Tokenizer) -> int:
-    """A position after PIECE characters where a token ends whatever follows; 0 if none is found.
+    """A token boundary after PIECE characters at which cutting changes no id; 0 if none is found.
 
     A tokenizer that splits text into words before it merges has a boundary at every such line end. Others (a Unigram model, or one that
     puts a space before every text) may not, so the text around the position must have the same ids when encoded in two parts.

@@ -1,7 +1,7 @@
 """Encodes pieces of text, in this process or in several, with the same result.
 
-Threads do not help, since tiktoken holds the interpreter's lock while it converts its results. So worker processes get chunks of about
-1 MB of text and return ids.
+Threads do not help, because tiktoken holds the GIL while it converts its results. So worker processes get chunks of about 1 MB of text
+and return ids.
 """
 
 import os
@@ -56,7 +56,7 @@ def encode_chunks(
 
 
 def _submit(pool: ProcessPoolExecutor, chunk: list[Piece]) -> Future[list[Encoded]]:
-    """Submit `chunk`, which may start a worker. SIGINT is blocked meanwhile, and so in the worker: only the parent handles Ctrl-C."""
+    """Submit `chunk`. A worker that this starts inherits the blocked SIGINT, so only the parent handles Ctrl-C."""
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         return pool.submit(_encode_in_worker, chunk)

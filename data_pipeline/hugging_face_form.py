@@ -16,7 +16,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 # GPT-2's pattern that splits text before merging. Possessive (++) and with \s++$ first, it splits the same and backtracks less.
 GPT2_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
 
-#: Of a token that a Unigram model should not find in a text: the pieces of any token have a larger sum.
+#: The score of a token that a Unigram model must not find in a text: below the sum of scores of any pieces.
 LOWEST_SCORE = -10_000.0
 
 
@@ -36,14 +36,14 @@ def byte_pairs(ranks: dict[bytes, int], pattern: str, special_tokens: dict[str, 
     """
     character_of = byte_characters()
 
-    def shown(token: bytes) -> str:
+    def text_of(token: bytes) -> str:
         return "".join(character_of[byte] for byte in token)
 
     merges = []
     for token, rank in sorted(ranks.items(), key=lambda item: item[1]):
         if len(token) > 1 and len(parts := _merged(ranks, token, rank)) == 2:
-            merges.append((shown(parts[0]), shown(parts[1])))
-    vocabulary = {shown(token): rank for token, rank in ranks.items()}
+            merges.append((text_of(parts[0]), text_of(parts[1])))
+    vocabulary = {text_of(token): rank for token, rank in ranks.items()}
     if sorted(special_tokens.values()) != list(range(len(ranks), len(ranks) + len(special_tokens))):
         # The library gives added tokens the next free ids unless they are in the vocabulary; some encodings have gaps between theirs.
         vocabulary |= special_tokens
@@ -79,11 +79,11 @@ def edited(text: str, change: Callable[[dict[str, Any]], None]) -> str:
 
 
 def for_export(text: str) -> str:
-    """The `tokenizer.json` with which AutoTokenizer gives the ids of training.
+    """A `tokenizer.json` with which AutoTokenizer gives the ids used in training.
 
-    Without the template that adds tokens around a text. A Unigram model finds its special tokens in any text, so their scores become the
-    lowest. The score of an unknown character follows from the lowest, but matters only if a character is known in longer pieces alone,
-    which a trainer does not leave.
+    The template that adds tokens around a text is removed. A Unigram model would find its special tokens in any text, so they get the
+    lowest score. This lowers the score of unknown characters too, which matters only if a character is known as part of longer pieces
+    alone; trainers leave no such characters.
     """
 
     def change(described: dict[str, Any]) -> None:

@@ -17,9 +17,9 @@ FORMAT_VERSION = 2
 MANIFEST_FILE = "manifest.json"
 SPLITS = ("train", "val")
 PREPARE_COMMAND = "python data_pipeline/prepare.py --source stdlib --out {}"
-#: Tolerance for the sum of the mixture's weights, which is 1 up to rounding.
+#: Tolerance for the sum of the mixture's weights, which must be 1.
 SUM_TOLERANCE = 1e-6
-#: A tenth of the parts that weights are rounded to (`sampler.DENOMINATOR`), so that rounding up never takes more than there is.
+#: A tenth of `sampler.DENOMINATOR`, so that rounding small weights up to one part never uses more parts than there are.
 MAX_GROUPS = 1000
 
 
@@ -112,7 +112,7 @@ class Manifest(_Strict):
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
-    """The smallest dtype of the format that holds every id."""
+    """The smallest of the format's dtypes that holds every id."""
     return np.dtype("<u2") if vocab_size <= 2**16 else np.dtype("<u4")
 
 

@@ -1,7 +1,7 @@
 """The folder that nanoGPT's prepare.py writes, read in place: `--data data/openwebtext`
 
 train.bin, val.bin      little-endian uint16, without hashes
-meta.pkl                if ids are characters: their number and the character of each; without it they are GPT-2's
+meta.pkl                only if ids are characters: their number, and the character of each; without this file, ids are GPT-2's
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ FILES = {split: f"{split}.bin" for split in SPLITS}
 META_FILE = "meta.pkl"
 GPT2_VOCAB_SIZE, GPT2_END_OF_TEXT = 50_257, 50_256
 ITEMSIZE = 2
-#: The fingerprint of a file is of so many blocks of so many bytes, evenly spaced, including the first and the last.
+#: Number and size of the blocks that a file's fingerprint hashes: evenly spaced, including the first and the last.
 BLOCKS, BLOCK_BYTES = 64, 65_536
-#: 65,536 characters take 1.5 MB.
+#: Largest meta.pkl; 65,536 characters take 1.5 MB.
 MAX_META_BYTES = 2**24
 
 
@@ -32,10 +32,10 @@ def is_nanogpt(path: Path) -> bool:
 
 
 def nanogpt_manifest(path: Path) -> dict[str, Any]:
-    """The manifest that nanoGPT's folder would have. Takes milliseconds whatever its size.
+    """A manifest for nanoGPT's folder, in milliseconds for any size.
 
-    The hash of a file is that of its size and of BLOCKS blocks. It changes when tokens are added, removed or shifted. It misses ids that
-    are overwritten in place between the blocks, which are 99.98% of a file of 17 GB.
+    A file's hash covers its size and BLOCKS blocks. It changes when tokens are added, removed or shifted, but not when ids are overwritten
+    in place between the blocks (99.98% of a file of 17 GB).
 
     Raises:
         DataError: a file is missing, empty or has half a token; `meta.pkl` is not nanoGPT's.
@@ -46,7 +46,7 @@ def nanogpt_manifest(path: Path) -> dict[str, Any]:
         if not (path / name).is_file():
             problem = "not a file" if os.path.lexists(path / name) else "missing"
             raise DataError(
-                f"{path / name}: {problem}; a nanoGPT folder has {' and '.join(FILES.values())} (one of prepare.py: {MANIFEST_FILE});"
+                f"{path / name}: {problem}; a nanoGPT folder has {' and '.join(FILES.values())} (one from prepare.py: {MANIFEST_FILE});"
                 " copy the missing file there, or prepare the folder again"
             )
         size = (path / name).stat().st_size
@@ -87,7 +87,7 @@ class _PlainUnpickler(pickle.Unpickler):
 
 
 def _vocabulary(file: Path) -> tuple[int, int | None, dict[str, Any]]:
-    """The number of ids, the id that ends a text (None if there is none), and the manifest's entry of the tokenizer."""
+    """The number of ids, the end-of-text id or None, and the manifest's entry of the tokenizer."""
     if not os.path.lexists(file):
         return GPT2_VOCAB_SIZE, GPT2_END_OF_TEXT, {"kind": "tiktoken", "name": "r50k_base", "files": {}}
     fix = "prepare it again, or remove it if the ids are GPT-2's"

@@ -241,15 +241,15 @@ def _check(args: argparse.Namespace) -> None:
         raise DataError(f"--out {args.out}: not a folder name; give one, such as data/stdlib")
 
 
-def _check_same(out: Path, wanted: dict[str, Any]) -> None:
+def _check_same(out: Path, about: dict[str, Any]) -> None:
     """DataError unless the corpus at `out` was prepared from the same sources with the same options."""
     try:
         manifest = open_corpus(out).manifest
     except DataError as error:
         raise DataError(f"--out {out} exists and is not a complete corpus; remove it or choose another --out ({error})") from None
     # A newer version has options that an older one did not record.
-    found = {**manifest, "options": {**wanted["options"], **manifest["options"]}}
-    if difference := _difference(found, wanted):
+    found = {**manifest, "options": {**about["options"], **manifest["options"]}}
+    if difference := _difference(found, about):
         raise DataError(f"--out {out} exists and was prepared differently ({difference}); remove it or choose another --out")
 
 
@@ -273,7 +273,7 @@ def _has_progress(folder: Path) -> bool:
 
 
 def _what_is_left(out: Path | None) -> str:
-    """A message about what an interrupted run has left at `out`."""
+    """The end of the message of a run that did not finish: what it left at `out`."""
     if out is None:
         return ""
     resume = "; continue with the same command and --resume" if _has_progress(partial_folder(out)) else ""

@@ -41,7 +41,7 @@ _CODECS = {".gz": "gzip", ".zst": "zstd"}
 MAX_RECORD_MIB = 16
 #: Rows of a Parquet file that are decoded at once.
 PARQUET_ROWS = 16
-#: How many bad records of a kind are named.
+#: Bad records of each kind that are described.
 CASES = 3
 REST_LOST = "; the rest of this file is lost"
 _BLANK = re.compile(r"[ \t\r\n]*")
@@ -126,7 +126,7 @@ def _opened(file: Path) -> Iterator[tuple[BinaryIO, BinaryIO]]:
             return
         import pyarrow  # here, as it takes a quarter of a second, and only compressed files need it
 
-        # Where the file is damaged, what is in the buffer is lost: a few KiB.
+        # If the file is damaged, the content of the buffer is lost: a few KiB.
         with io.BufferedReader(pyarrow.CompressedInputStream(raw, _CODECS[file.suffix])) as stream:
             yield raw, stream
 

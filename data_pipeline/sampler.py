@@ -1,8 +1,8 @@
 """The global order of samples: a pure function of (corpus fingerprint, window length, seed, position), also over a mixture.
 
 Without a mixture, position i is in epoch i // n_windows; in a mixture each group counts its own epochs. Every epoch is a permutation of the
-windows, computed position by position: position 10**12 costs as much as position 0, nothing is stored, and a resumed run continues at the
-position that it had reached. It uses integer arithmetic only, so the order is the same on every platform and with every version of numpy.
+windows, computed position by position: position 10**12 costs as much as position 0, nothing is stored, and a resumed run continues at its
+position. It uses integer arithmetic only, so the order is the same on every platform and with every version of numpy.
 """
 
 import hashlib
@@ -105,8 +105,8 @@ def mixture_pattern(parts: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
     """
     k, total = len(parts), sum(parts)
     slack = max(1, 2 * k - 2)
-    # Sample j of a group of weight w = part / D may be the n-th as soon as n w - (j - 1) >= 1 / slack, and has to be before a whole n - 1
-    # with (n - 1) w - (j - 1) > 1 - 1 / slack has gone by. Rounding both to whole n loses nothing, as n is whole.
+    # Sample j of a group of weight w = part / D may be the n-th from n w - (j - 1) >= 1 / slack on, and its deadline is the last n with
+    # (n - 1) w - (j - 1) <= 1 - 1 / slack.
     windows = sorted(
         (-((-(slack * (j - 1) + 1) * total) // (slack * part)), (slack * j - 1) * total // (slack * part) + 1, group, j - 1)
         for group, part in enumerate(parts)
@@ -114,11 +114,11 @@ def mixture_pattern(parts: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
     )
     pattern, before = np.empty(total, dtype=np.int64), np.empty(total, dtype=np.int64)
     ready: list[tuple[int, int, int]] = []  # by deadline, then by group, so that ties are ordered too
-    arrived = 0
+    released = 0
     for n in range(1, total + 1):
-        while arrived < total and windows[arrived][0] <= n:
-            heappush(ready, windows[arrived][1:])
-            arrived += 1
+        while released < total and windows[released][0] <= n:
+            heappush(ready, windows[released][1:])
+            released += 1
         deadline, pattern[n - 1], before[n - 1] = heappop(ready)
         assert deadline >= n, (parts, n)
     return pattern, before

@@ -1,4 +1,4 @@
-"""A corpus on disk, as it is read: token shards and the manifest with their hashes. `writing` writes it.
+"""Reads a corpus: token shards, and the manifest with their hashes. `writing` writes it.
 
     data/stdlib/
         train-00000.bin  ...    little-endian ids, uint16 for up to 65,536 of them, else uint32; an end-of-text id ends each document
@@ -42,10 +42,10 @@ def readable() -> Iterator[None]:
 
 
 class Split:
-    """The tokens of one split, in windows of seq_len + 1 that overlap by one token: the last target is the next first input.
+    """The tokens of one split, in windows of seq_len + 1 that overlap by one token: a window's last target is the next one's first input.
 
-    Windows start every seq_len tokens within each shard and never cross a shard's end; a remainder of less than seq_len tokens is not
-    used. The shards of one group of a mixture are consecutive, and so are their windows.
+    Windows start every seq_len tokens within each shard and never cross its end; a remainder of less than seq_len tokens is not used. The
+    shards of one group of a mixture are consecutive, and so are their windows.
     """
 
     def __init__(self, name: str, folder: Path, dtype: np.dtype, shards: list[dict[str, Any]]):
@@ -150,14 +150,14 @@ class Corpus:
 
     @property
     def n_bytes(self) -> int:
-        """The size of all tokens."""
+        """The size of all shards."""
         return sum(shard["tokens"] for split in SPLITS for shard in self.manifest["splits"][split]["shards"]) * self.dtype.itemsize
 
     @readable()
     def verify(self, on_read: OnRead = lambda n_bytes: None) -> None:
-        """Reads everything; DataError for the first file with another hash than the manifest's.
+        """Reads everything; DataError for the first file whose hash is not the manifest's.
 
-        nanoGPT's files have no hashes: their ids are checked, and that they have not changed since they were opened. Memory use does not
+        nanoGPT's files have no hashes. Instead, every id is checked, and the sampled hash from when they were opened. Memory use does not
         grow with the corpus.
 
         Args:

@@ -1,4 +1,4 @@
-"""What a corpus holds: its sources, options and counts, and the beginnings of some documents."""
+"""Describes a corpus for `prepare.py --show`: its sources, options and counts, and the beginnings of some documents."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from data_pipeline.manifest import SPLITS
 from data_pipeline.shards import Corpus, readable
 from data_pipeline.tokenizer import Tokenizer
 
-#: Documents shown of the first shard of each group, characters of each, and tokens among which they are.
+#: Documents shown of the first shard of each group, and characters of each.
 SAMPLES, SAMPLE_CHARACTERS = 3, 300
-SEARCHED = 2**24
+#: Tokens of a shard among which documents are chosen.
+SEARCHED_TOKENS = 2**24
 NEWLINE_AND_TAB = "\n\t"
 
 
@@ -23,8 +24,8 @@ def counts(corpus: Corpus) -> Iterator[str]:
     yield f"{'split':8}{'group':>6}{'documents':>12}{'tokens':>16}{'bytes/token':>13}{'shards':>8}{'MB':>11}"
     for split in SPLITS:
         entry = corpus.manifest["splits"][split]
-        of_group = {group: [shard for shard in entry["shards"] if shard["group"] == group] for group in range(len(corpus.mixture))}
-        for group, shards in [*(of_group.items() if len(of_group) > 1 else ()), ("all", entry["shards"])]:
+        groups = {group: [shard for shard in entry["shards"] if shard["group"] == group] for group in range(len(corpus.mixture))}
+        for group, shards in [*(groups.items() if len(groups) > 1 else ()), ("all", entry["shards"])]:
             tokens = sum(shard["tokens"] for shard in shards)
             documents = f"{sum(shard['documents'] for shard in shards):,}" if "documents" in entry else "-"  # nanoGPT's are not counted
             ratio = f"{entry['bytes'] / tokens:.2f}" if group == "all" and tokens and "bytes" in entry else "-"
@@ -59,8 +60,8 @@ def show(corpus: Corpus) -> Iterator[str]:
 
 @readable()
 def _samples(corpus: Corpus, tokenizer: Tokenizer, shard: dict[str, Any]) -> list[str]:
-    """Evenly spaced documents of the first SEARCHED tokens of a shard."""
-    tokens = np.memmap(corpus.path / shard["file"], dtype=corpus.dtype, mode="r")[:SEARCHED]
+    """Evenly spaced documents of the first SEARCHED_TOKENS tokens of a shard."""
+    tokens = np.memmap(corpus.path / shard["file"], dtype=corpus.dtype, mode="r")[:SEARCHED_TOKENS]
     bounds = [0, *(np.flatnonzero(tokens == corpus.eot_id) + 1).tolist()]
     bounds += [len(tokens)] if len(bounds) == 1 else []
     lines = []

@@ -52,11 +52,11 @@ class Source:
         raise NotImplementedError
 
     def documents(self) -> Iterator[Text]:
-        """Yields the text of each document, whatever `max_docs`.
+        """Yields the text of each document; the caller applies `max_docs`.
 
         Raises:
             DataError: a record is bad and `--on_error` is stop, or something cannot be read.
-            OSError: a dataset could be read up to some row, such as before the network failed.
+            OSError: reading failed after some rows, for example because of the network.
         """
         raise NotImplementedError
 
@@ -131,7 +131,7 @@ class HubDataset(Source):
         except (DataError, MemoryError):
             raise
         except Exception as reason:  # exceptions of any type, from builders, file systems and the network
-            if number:  # its name is right: resuming may help
+            if number:  # it could be opened, so resuming may help
                 raise OSError(f"--source {self.name}: row {number + 1} cannot be read ({one_line(reason, 300)})") from None
             raise self._unopened(reason) from None
 
@@ -217,7 +217,7 @@ def _hub_arguments(spec: str) -> dict[str, Any]:
         if not rest:
             raise DataError(f"--source {spec}: the builder {name} needs files; allowed: {form}")
         return {"path": name, "data_files": rest[0], "split": rest[1] if len(rest) > 1 else "train"}
-    if len(rest) == 1 and re.match(r"(train|validation|val|test)\b", rest[0]):  # a single part is a split if it has the usual name of one
+    if len(rest) == 1 and re.match(r"(train|validation|val|test)\b", rest[0]):  # a single part is a split if it is named like one
         return {"path": name, "split": rest[0]}
     return {"path": name, **({"name": rest[0]} if rest else {}), "split": rest[1] if len(rest) > 1 else "train"}
 
@@ -225,11 +225,11 @@ def _hub_arguments(spec: str) -> dict[str, Any]:
 def _find(root: Path, suffixes: tuple[str, ...], excluded: frozenset[str], spec: str) -> list[Path]:
     """The files below `root`, ordered by path, without hidden ones. Links to folders are not followed."""
 
-    def cannot(reason: OSError) -> None:
+    def refuse(reason: OSError) -> None:
         raise DataError(f"--source {spec}: {reason.filename} cannot be read ({reason.strerror}); fix that, or move it away")
 
     files = list[Path]()
-    for folder, subfolders, names in os.walk(root, onerror=cannot):
+    for folder, subfolders, names in os.walk(root, onerror=refuse):
         subfolders[:] = [name for name in subfolders if name not in excluded and not name.startswith(".")]
         paths = (Path(folder, name) for name in names if name.endswith(suffixes) and not name.startswith("."))
         files += paths
@@ -246,7 +246,7 @@ def _match(pattern: str) -> list[Path]:
 
 
 def _existing(paths: list[Path], spec: str) -> list[Path]:
-    """The files among `paths`, which are neither dangling links nor pipes, ordered by path. DataError if there are none."""
+    """The regular files among `paths`, ordered by path. DataError if there are none."""
     if not (files := sorted(filter(Path.is_file, paths), key=str)):
         raise DataError(f"--source {spec}: no text file found; allowed: {ALLOWED}; put a glob in quotes")
     return files

@@ -1,4 +1,4 @@
-"""A folder that gets its final name when it is complete, and that an interrupted run can resume."""
+"""A folder that gets its final name only when it is complete. An interrupted run can be resumed."""
 
 import fcntl
 import os
@@ -41,7 +41,7 @@ def staged_folder(out: Path, worth_keeping: Callable[[Path], bool], resume: bool
             for file in partial.iterdir():
                 fsync(file)
             fsync(partial)
-            os.rename(partial, out)  # fails if a folder with files has come into being there
+            os.rename(partial, out)  # fails if a non-empty folder is there by now
             fsync(out.parent)
         finally:
             if partial.exists() and not worth_keeping(partial):

@@ -144,7 +144,7 @@ class Tokenizer:
 
     @property
     def end_name(self) -> str | None:
-        """The token that ends a text as a string, None if there is none."""
+        """The end-of-text token as a string; None if there is none."""
         raise NotImplementedError
 
     def hugging_face_json(self) -> str:
@@ -204,9 +204,8 @@ class Tiktoken(Tokenizer):
             return np.concatenate([self.encode(text[:middle]), self.encode(text[middle:])])
 
     def _decode(self, ids: list[int]) -> str:
-        known = self.library.decode_bytes
         try:
-            return known(ids).decode("utf-8", "replace")
+            return self.library.decode_bytes(ids).decode("utf-8", "replace")
         except KeyError:  # some encodings have gaps between their special tokens
             return "\ufffd" if len(ids) == 1 else "".join(self._decode([i]) for i in ids)
 
@@ -242,7 +241,7 @@ class Tiktoken(Tokenizer):
 
     @classmethod
     def from_library(cls, name: str, end_of_text: str | None = None, where: str = "--tokenizer") -> Tiktoken:
-        """tiktoken's encoding `name`, which `where` names, from tiktoken's cache folder, or downloaded to it.
+        """tiktoken's encoding `name`, from its cache folder, or downloaded to it. `where` begins error messages.
 
         Raises:
             DataError: it is not in the cache and cannot be downloaded, or has no token `end_of_text`.

@@ -22,7 +22,7 @@ import sys
 import warnings
 from pathlib import Path
 
-# As in launch/pretrain.py: imports start at the repository, not at this script's folder.
+# As in launch/pretrain.py: import from the checkout's root, not from this script's folder.
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from launch.config.flags import (
@@ -59,8 +59,8 @@ def build_parser() -> Parser:
         metavar="NAME",
         action="append",
         default=[],
-        help="a testbed of recipes/testbeds: model, budget and tuned values; repeatable (all of the recipe's, unless flags below give a"
-        " setting)",
+        help="a testbed of recipes/testbeds: model, budget and tuned values; repeatable (all of the recipe's, or none if a flag below"
+        " gives a setting)",
     )
     parser.add_argument(
         "--seeds",
@@ -86,7 +86,7 @@ def build_parser() -> Parser:
     training = parser.add_argument_group("training")
     training.add_argument("--ranks", type=whole_number(1, 1024), help="ranks per run (the number of GPUs; 2 on a CPU)")
     training.add_argument(
-        "--runs_dir", default="runs/trials", metavar="DIR", help="folder of the trained runs, where they are reused (runs/trials)"
+        "--runs_dir", default="runs/trials", metavar="DIR", help="folder of the trained runs; finished ones are reused (runs/trials)"
     )
     training.add_argument("--at_once", type=whole_number(1, 100), help="maximum number of interleaved runs (as many as fit in memory)")
     training.add_argument("--save_every", type=whole_number(0), help="steps between checkpoints; 0: only when the run stops or ends (0)")
@@ -97,7 +97,7 @@ def build_parser() -> Parser:
     return parser
 
 
-#: Flags about the runs that are trained.
+#: Flags that apply only to runs that this command trains.
 TRAINING = {"testbed", "seeds", "publish", "ranks", "runs_dir", "at_once", "keep_checkpoints"}
 #: Flags that are passed on to `launch/pretrain.py` unchanged.
 PASSED_ON = {action.dest for action in build_parser()._actions} - TRAINING
@@ -174,7 +174,7 @@ def _check_sources(flags: argparse.Namespace, names: set[str]) -> None:
     if flags.tune or flags.noise:
         word, recipes = ("--tune", 1) if flags.tune else ("--noise", 0)
         if len(flags.testbed) != 1:
-            raise UsageError(f"{word} needs --testbed NAME, once")
+            raise UsageError(f"{word} needs exactly one --testbed NAME")
         if (flags.tune and flags.noise) or flags.runs or flags.all or len(flags.recipe) > recipes:
             raise UsageError(f"{word} takes --testbed{' and at most one --recipe' if recipes else ''}; leave out the others")
         if flags.seeds and (flags.tune or flags.seeds < 2):

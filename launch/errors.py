@@ -1,4 +1,4 @@
-"""Errors of users, and how every command ends: one line, printed by one process of a host, and an exit code.
+"""Users' mistakes, and how every command ends: one line, printed by one process of a host, and an exit code.
 
 Every command runs its `main` through `run_command`, which sets the exit code: 0 done, 1 failed, 2 the user's mistake, 75 to be requeued
 (`REQUEUE`), 128 + n stopped by signal n (130 Ctrl-C, 143 SIGTERM).
@@ -22,9 +22,9 @@ from recipes.registry import RecipeError
 
 #: The exit code of a run that SIGUSR1 or SIGUSR2 has stopped: the batch system should start it again. EX_TEMPFAIL of sysexits.h.
 REQUEUE = os.EX_TEMPFAIL
-#: Errors of the operating system that are about a path, which the user gave.
+#: Errors of the operating system about a path that the user gave.
 _PATH_ERRORS = (errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EISDIR)
-#: Characters of the longest message, and how many stay of the start (where and what) and of the end (the fix) of a longer one.
+#: The longest message, in characters, and what is kept of a longer one: its start (where and what) and its end (the fix).
 MESSAGE_LENGTH, MESSAGE_START, MESSAGE_END = 850, 500, 250
 #: How long the other ranks of a host wait for local rank 0 to print the error.
 OTHER_RANKS_WAIT_SECONDS = 20.0
@@ -80,7 +80,7 @@ def print_once(line: str, file: TextIO | None = None) -> None:
 def _print_errors(*faults: str) -> None:
     """Print each fault as a line on standard error, from local rank 0.
 
-    The launcher ends all ranks when the first one ends. So the other ranks wait, for local rank 0 to find the same mistake and end the job;
+    The launcher ends all ranks when the first one ends. So the other ranks wait for local rank 0 to find the same mistake and end the job;
     they print only a mistake that it does not find.
     """
     if not is_local_rank_0():
@@ -143,6 +143,6 @@ def run_command(main: Callable[[], int | None]) -> None:
     except OSError as reason:  # other errors are bugs and keep their traceback
         if reason.errno not in _PATH_ERRORS or reason.filename is None:
             raise
-        _print_errors(f"{str(reason.filename)[:200]}: {reason.strerror}; give another path, or correct that")
+        _print_errors(f"{str(reason.filename)[:200]}: {reason.strerror}; fix that, or give another path")
         code = 2
     sys.exit(code)

@@ -14,7 +14,7 @@ import os
 import sys
 from pathlib import Path
 
-# As in launch/pretrain.py: this script's folder is not where its modules are.
+# As in launch/pretrain.py: import from the checkout's root, not from this script's folder.
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from safetensors import SafetensorError
@@ -50,10 +50,10 @@ def main() -> int:
     try:
         with staged_folder(out, worth_keeping=lambda folder: False, resume=False) as folder:
             trained, weights, notes = export(flags, folder, out.name)
-    except (OSError, SafetensorError) as reason:  # safetensors reports a full disk with an error of its own
+    except (OSError, SafetensorError) as reason:  # safetensors has its own error for a full disk
         what, file = getattr(reason, "strerror", None) or reason, getattr(reason, "filename", None)
         if file is not None and Path(file) != out.parent and not Path(file).is_relative_to(partial_folder(out)):
-            raise UsageError(f"{file}: cannot be read ({what}); correct that, or copy the file again") from None
+            raise UsageError(f"{file}: cannot be read ({what}); fix that, or copy the file again") from None
         raise UsageError(f"--out {out}: cannot be written ({what}); give another folder") from None
     for note in () if flags.quiet else notes:
         print_once(f"note: {note}")

@@ -1,4 +1,4 @@
-"""What a model needs on each rank at every ZeRO stage: memory by part, and bytes on the wire, without starting anything.
+"""Plans what a model needs on each rank at every ZeRO stage: memory by part, and bytes sent. Does not train.
 
     python launch/plan.py --preset gpt3-13b --ranks 64 --device cuda --memory 80GB
     python launch/plan.py --preset gpt2 --ranks 2 --micro_batch_size 8 --offload optimizer
@@ -18,7 +18,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-# As in launch/pretrain.py: this script's folder is not where its modules are.
+# As in launch/pretrain.py: import from the checkout's root, not from this script's folder.
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from launch.config.explain import bytes_of, memory_of, memory_table
@@ -33,12 +33,12 @@ STAGES = (0, 1, 2, 3)
 PRECISIONS = ("fp32", "bf16", "fp16")
 UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 ON_CPU = '={"device": "cpu"}'
-#: Offloaded form -> (its stages, what is changed in the JSON).
+#: Value of --offload -> (its stages, the changes of the JSON).
 OFFLOADS: dict[str, tuple[tuple[int, ...], list[str]]] = {
     "optimizer": ((1, 2, 3), ["--set", f"zero_optimization.offload_optimizer{ON_CPU}"]),
     "param": ((3,), ["--set", f"zero_optimization.offload_optimizer{ON_CPU}", "--set", f"zero_optimization.offload_param{ON_CPU}"]),
 }
-#: Flags that go to `launch/pretrain.py`'s resolution as they are.
+#: Flags that are passed to `resolve` unchanged.
 PASSED_ON = ("preset", "architecture", *SIZES, *FIELDS, "data", "ranks", "micro_batch_size", "global_batch_size")
 
 
@@ -80,7 +80,7 @@ def main() -> int:
     runs = _runs(flags)
     first = next(iter(runs.values()))
     vocab_size = flags.vocab_size or first.vocab_size
-    # Which token it is that ends a document takes no memory.
+    # The id of the end of text does not affect memory.
     model = GPTConfig(**asdict(first.shape), vocab_size=vocab_size, document_end=vocab_size - 1 if flags.no_cross_document else None)
     columns = {name: memory_of(run, model, device) | {"sent": bytes_of(run, model)} for name, run in runs.items()}
     if flags.json:

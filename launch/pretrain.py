@@ -19,8 +19,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-# A launched script's folder comes first on the path, where `launch/config` and `launch/training` would be found as top-level modules; and
-# the checkout must be importable where it was not installed.
+# Import from the checkout's root, which may not be installed. Python would put this script's folder first, where `launch/config` and
+# `launch/training` would be top-level modules.
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from launch.config.explain import as_text, explain
@@ -35,7 +35,7 @@ from launch.training.observers import Observer, Observers
 from launch.training.signals import StopRequest, exit_code
 from recipes.technique import whole_step
 
-#: Bytes of tokens whose hashes are checked before the ranks meet, about ten seconds. Other ranks would wait for a longer check in vain.
+#: The largest corpus, in bytes, whose hashes rank 0 checks at the start while the others wait: about ten seconds.
 LARGEST_VERIFIED = 10e9
 
 
@@ -80,7 +80,7 @@ def main() -> int:
         if config.uses_nvme:
             shutil.rmtree(config.scratch, ignore_errors=True)
     leave_ranks()
-    # All files are written. The interpreter of a rank has aborted while it shut down, which made a finished run a failed one.
+    # All files are written. Skip the interpreter's shutdown, in which a rank once aborted after a finished run.
     sys.stdout.flush()
     os._exit(code)
 
@@ -90,7 +90,7 @@ def train(config: RunConfig, folder: RunFolder | NoFolder, stop: StopRequest, ob
 
     observers: watch the run (`launch/training/observers.py`); the same on all ranks.
     """
-    # Here, because these import torch and DeepSpeed, which take seconds: --help does without.
+    # Here, so that --help does not wait seconds for torch and DeepSpeed.
     from launch.training.checkpoint import Checkpoints
     from launch.training.distributed import start_ranks
     from launch.training.engine import start_engine
@@ -126,7 +126,7 @@ def train(config: RunConfig, folder: RunFolder | NoFolder, stop: StopRequest, ob
         state = {key: found[key] for key in state}
     elif config.resume == MUST:
         raise UsageError(nothing_to_resume(path))
-    elif config.branch_from:  # the folder was there, without one
+    elif config.branch_from:  # the run's folder existed, without a checkpoint
         raise UsageError(f"{path}: has no complete checkpoint to resume from; remove it, and --branch_from makes it again")
     elif config.init_from and engine.config.start is None:
         raise UsageError(f"--init_from {config.init_from}: a host lacks the folder, or has checkpoints that rank 0 lacks")
@@ -143,7 +143,7 @@ def train(config: RunConfig, folder: RunFolder | NoFolder, stop: StopRequest, ob
     folder.log_start(describe_start(config, engine, meter, evaluation), state["step"], config.resume)
 
     def evaluate() -> None:
-        """Evaluate without a step, for a line of its own."""
+        """Evaluate outside of a step, and write a line of its own."""
         state["val_loss"] = evaluation.loss(engine, state["step"])
         own = {"step": state["step"], "tokens": state["tokens"], "seconds": meter.seconds(), "val_loss": state["val_loss"]}
         folder.write_metrics(own)
@@ -199,8 +199,8 @@ def train(config: RunConfig, folder: RunFolder | NoFolder, stop: StopRequest, ob
                     with collectives.uncounted():
                         checkpoints.save(state, last=bool(stopped or last))
     except TrainingFailed as reason:
-        # Either the gradients were not finite and no update was made, or the loss was not finite. Save only if the weights are finite: an
-        # earlier update may have broken them.
+        # The gradients were not finite and no update was made, or the loss was not finite. Save only if an earlier update has not broken
+        # the weights.
         with collectives.uncounted():
             if engine.weights_are_finite():
                 reason = TrainingFailed(f"{reason}; --resume continues from {checkpoints.save(state, last=True)}")
@@ -211,7 +211,7 @@ def train(config: RunConfig, folder: RunFolder | NoFolder, stop: StopRequest, ob
         checkpoints.finish_uploads(stopped=True)
         raise reason from None
 
-    if config.eval_every and not stopped and state["val_loss"] is None:  # a signal has stopped the run in its last step, before this start
+    if config.eval_every and not stopped and state["val_loss"] is None:  # resumed after a signal in the last step
         evaluate()
     if config.whole_eval and not stopped:  # after the checkpoint: it may take long, and a resume repeats it
         loss, stopped = evaluation.loss_of_whole_split(engine, lambda: meter.reduce_loss_and_signal(0.0, stop.poll())[1])

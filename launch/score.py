@@ -17,7 +17,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-# As in launch/pretrain.py: this script's folder is not where its modules are.
+# As in launch/pretrain.py: import from the checkout's root, not from this script's folder.
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from launch.config.flags import Parser, whole_number

@@ -86,8 +86,8 @@ def flops_per_token(config: GPTConfig, seq_len: int | None = None, kept_blocks: 
     """
     seq_len = config.seq_len if seq_len is None else seq_len
     kept_blocks = config.n_layer if kept_blocks is None else kept_blocks
-    ends = config.vocab_size * config.d_model + sum(map(math.prod, norm_tensors(config, "ln_f").values()))
-    return 6 * ends + kept_blocks * block_flops_per_token(config, seq_len)
+    outside_blocks = config.vocab_size * config.d_model + sum(map(math.prod, norm_tensors(config, "ln_f").values()))
+    return 6 * outside_blocks + kept_blocks * block_flops_per_token(config, seq_len)
 
 
 # Dense peaks in TFLOP/s with fp32 accumulation, from the vendors' data sheets (half of the figure "with sparsity" if there is no other).

@@ -206,7 +206,7 @@ def linear_cross_entropy(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tens
 
 
 class Head(nn.Module):
-    """The output layer: (B, T, C) -> logits or loss. Its weight is the token embedding, or one of its own.
+    """The output layer: (B, T, C) -> logits or loss. Its weight is the token embedding, or a separate one.
 
     A tied weight is registered here too, so ZeRO-3, which gathers a module's parameters when the module runs, also gathers it for the
     head. `loss` computes the loss inside of this module, where the weight is gathered; a technique may assign a kernel that fuses it with
@@ -332,19 +332,19 @@ class GPT(nn.Module):
         set this pass's layout again when the backward pass enters the last block, and remove it when it leaves the first.
         """
 
-        def put(layout: Layout) -> None:
+        def set_layout(layout: Layout) -> None:
             for block in cast("Iterable[Block]", self.h):
                 block.attn.layout = layout
 
         if x.requires_grad:
-            x.register_hook(lambda gradient: put(Layout()))
-        put(layout)
+            x.register_hook(lambda gradient: set_layout(Layout()))
+        set_layout(layout)
         try:
             x = self.block_runner(self.h, x)
         finally:
-            put(Layout())
+            set_layout(Layout())
         if x.requires_grad:
-            x.register_hook(lambda gradient: put(layout))
+            x.register_hook(lambda gradient: set_layout(layout))
         return x
 
 

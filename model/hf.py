@@ -20,7 +20,7 @@ from model.presets import ARCHITECTURES, FIELDS, GPTConfig, ModelShape
 HEAD = "lm_head.weight"
 EMBEDDING = "wte.weight"
 CLASSES = {"gpt2": "GPT2LMHeadModel", "llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
-#: What transformers' names begin with, except that of the head.
+#: The prefixes of transformers' names, except for the head.
 PREFIXES = {"gpt2": "transformer.", "llama": "model.", "qwen3": "model."}
 #: Fields that each form reads from its configuration; the others must be as in `ARCHITECTURES`.
 FREE = {
@@ -108,7 +108,7 @@ def hf_form(config: ModelShape) -> str:
 
 
 def _differing(config: ModelShape, form: str) -> list[str]:
-    """The fields whose values transformers' `form` does not have."""
+    """The fields whose values transformers' `form` does not support."""
     expected = {field.name: field.default for field in fields(ModelShape)} | ARCHITECTURES[form]
     expected |= {"n_kv_head": config.n_head, "d_head": config.d_model / config.n_head}
     faults = [name for name in FIELDS if name not in FREE[form] and getattr(config, name) != expected[name]]

@@ -1,4 +1,4 @@
-"""The layers with drawn weights. Each draws its own in its constructor, from the seed and its name."""
+"""The layers with random initial weights, which each layer draws in its constructor, from the seed and its name."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def generator_for(place: str) -> torch.Generator:
 def draw_normal(parameter: torch.Tensor, std: float, config: GPTConfig, name: str, rows: int | None = None) -> None:
     """Fills `parameter` with N(0, std^2), a pure function of (config.init_seed, name); rows from `rows` on are set to zero.
 
-    Noise N(0, (config.init_noise x std)^2) is added. It has its own generator: the weights without it are the same.
+    Noise N(0, (config.init_noise x std)^2) is added, from its own generator, so that it does not change the drawn weights.
 
     The numbers are drawn in fp32 on the CPU and rounded to the parameter's dtype, so all devices, ranks and orders of construction start
     from the same model, and bf16 weights are the rounded fp32 weights. A parameter on the meta device is not changed.

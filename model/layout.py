@@ -1,4 +1,4 @@
-"""The inputs of attention that are the same in all blocks of a forward pass: the mask of documents, and the rotation of positions.
+"""The inputs of attention that all blocks of a forward pass share: the mask of documents, and the rotation of positions.
 
 `GPT.forward` makes a `Layout` for each pass and gives it to every attention layer.
 """
@@ -72,8 +72,8 @@ def rotate(q: torch.Tensor, k: torch.Tensor, rotation: Rotation | None) -> tuple
         return q, k
     cos, sin = rotation
 
-    def turned(x: torch.Tensor) -> torch.Tensor:
+    def rotated(x: torch.Tensor) -> torch.Tensor:
         a, b = x.chunk(2, dim=-1)
         return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
 
-    return turned(q), turned(k)
+    return rotated(q), rotated(k)

@@ -14,7 +14,7 @@ import torch
 
 #: A text, at least one token -> logits (vocab_size,) of the token that follows it.
 NextLogits = Callable[[list[int]], torch.Tensor]
-#: Below it the most likely token is taken, as for 0: its probability is 1 at far higher temperatures, and smaller divisors overflow fp32.
+#: Lower temperatures count as 0: the probability of the most likely token is 1 far above it, and smaller divisors overflow fp32.
 MIN_TEMPERATURE = 1e-30
 
 

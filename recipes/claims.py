@@ -1,7 +1,7 @@
-"""What a recipe may claim against its control: a number for one measured quantity on one testbed.
+"""The claims that a recipe can make against its control: a number for one measured quantity on one testbed.
 
 A claim compares the runs of recipe and control with the same seed, pair by pair. `launch/comparison/verdicts.py` decides whether it
-holds, fails or is inconclusive; this file defines what it means.
+holds, fails or is inconclusive.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Measure(NamedTuple):
 
 
 class Question(NamedTuple):
-    """What is asked about a quantity.
+    """A question about a quantity.
 
     scale: "difference", the mean over seeds of recipe - control, or "ratio", the geometric mean over seeds of recipe / control.
     statement, short: the claim in words and as a formula, with `{what}` and `{x}`.
@@ -46,7 +46,7 @@ QUESTIONS = {
     "lower_by": Question("difference", "the {what} is at least {x} below the control's", "{what} ≤ control − {x}"),
     "ratio": Question("ratio", "the {what} is at most {x} times the control's", "{what} ≤ {x} × control"),
 }
-#: The largest numbers of claims about the loss: a wider margin would say nothing.
+#: The largest margins of claims about the loss; wider ones would be meaningless.
 LARGEST = {"equal": 0.01, "within": 0.05}
 
 
@@ -59,7 +59,7 @@ class Claim:
         question: a key of `QUESTIONS`; "ratio" for every measure but the loss.
         number: nats per token for the loss, else the ratio.
         expected: the true difference or ratio for which the number of seeds was planned.
-        power: the probability of "holds" that was planned, if the truth is `expected`.
+        power: the planned probability of "holds" if the truth is `expected`.
     """
 
     measure: str
@@ -91,7 +91,7 @@ class Claim:
 
     @property
     def bounds(self) -> tuple[float, float]:
-        """The differences or ratios between which the claim is true; -inf or 0, and inf, where it has no bound."""
+        """The claim is true for differences or ratios between these; -inf or 0, and inf, where it has no bound."""
         if self.scale == "ratio":
             return 0.0, self.number
         low = -self.number if self.question == "equal" else -math.inf

@@ -3,8 +3,8 @@
 Tang et al., 1-bit Adam, arXiv 2102.02888, algorithm 1 and section 4.2. Each rank adds the error of its last compression
 to its buffer and compresses the sum to signs and one scale per tensor, ||c||_2 / sqrt(numel). The owner of a chunk of the buffer averages
 what all ranks sent of this chunk and adds the error of its own last compression. It compresses the result again, with one scale for each
-tensor's part in the chunk, and sends it to all ranks. This takes one exchange and one gather, in which the scales follow the bits. It runs
-on every backend of torch.distributed that has both (NCCL, gloo).
+tensor's part in the chunk, and sends it to all ranks. This takes one all-to-all and one all-gather, on every backend of torch.distributed
+that has both (NCCL, gloo). In a message, the scales follow the bits.
 
 A rank sends 2 (N-1)/N x numel / 8 bytes and the scales: 1/32 of an all-reduce in fp32.
 """

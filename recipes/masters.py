@@ -1,4 +1,4 @@
-"""The tensors that the optimizer of a DeepSpeed engine updates, and which elements of which parameter each of them holds.
+"""The tensors that the optimizer of a DeepSpeed engine updates, and the parts of parameters that each of them holds.
 
 At stage 0 each parameter has its own tensor: the parameter itself in fp32, else its fp32 master weights. ZeRO flattens: at stages 1 and 2
 each rank has a part of every concatenated group of parameters, at stage 3 its part of each parameter of a sub-group.
@@ -23,14 +23,14 @@ class Fragment(NamedTuple):
 
 
 class Master(NamedTuple):
-    """A tensor that the optimizer updates, and what it holds: of every parameter of its group a fragment, which may be empty."""
+    """A tensor that the optimizer updates, and the fragment that it holds of each parameter of its group; a fragment may be empty."""
 
     tensor: torch.Tensor
     fragments: list[Fragment]
 
 
 def fragments_of_rank(group: Iterable[tuple[str, int, int]], rank: int, part: int) -> list[Fragment]:
-    """What `rank` holds of a group of parameters, (name, offset in the group, elements), of which each rank has `part` elements."""
+    """The fragments that `rank` holds of a group of parameters (name, offset in the group, elements), `part` elements per rank."""
     begin, fragments = rank * part, []
     for name, offset, elements in group:
         low, high = max(begin, offset), min(begin + part, offset + elements)

@@ -1,4 +1,4 @@
-"""What 1-bit Adam, 1-bit LAMB and 0/1 Adam share: optimizers that exchange compressed momenta, and the techniques that drive them.
+"""Shared by 1-bit Adam, 1-bit LAMB and 0/1 Adam: optimizers that exchange compressed momenta, and the techniques that drive them.
 
 In compressed steps, the engine does not reduce gradients: each rank keeps its own, and the optimizer exchanges what it computes from them
 through `recipes.compressed_all_reduce`.
@@ -20,7 +20,7 @@ from recipes.technique import Declaration, Run, StepPlan, Technique
 
 #: The smallest value of an element of a frozen variance, as a share of the mean of its tensor.
 LEAST_SHARE = 0.1
-#: Bytes of a parameter's gradient as the engine reduces it.
+#: Bytes that the engine reduces per parameter.
 GRADIENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 #: The key of the recipes that freeze the variance once.
 FREEZE_STEP: dict[str, dict[str, Any]] = {"freeze_step": {"types": ["integer"], "minimum": 1, "auto": True}}
@@ -200,7 +200,7 @@ class FreezingOptimizer(CompressedOptimizer):
             variance.fill_(mean)
 
     def _biases(self, group: dict[str, Any]) -> tuple[float, float]:
-        """The bias corrections by which the two moments are divided. A frozen variance uses the number of its own steps."""
+        """The bias corrections by which the two moments are divided. A frozen variance uses the number of its updates."""
         beta1, beta2 = group["betas"]
         return self._bias(beta1, self._steps), self._bias(beta2, group["variance_steps"] or self._steps)
 
@@ -229,9 +229,9 @@ def declare(optimizer_type: str, keys: dict[str, dict[str, Any]], auto_params: d
 class CompressedTechnique(Technique):
     """Base of the techniques that use a `CompressedOptimizer` and switch off the engine's own reduction of gradients."""
 
-    #: "auto" for the length of the first phase, as a share of the run's steps; 1-bit Adam's paper takes 0.15 to 0.25.
+    #: The length of the first phase for "auto", as a share of the run's steps; 1-bit Adam's paper takes 0.15 to 0.25.
     auto_share = 0.2
-    #: Without the errors of the compression, which `__init__` adds.
+    #: Without the compression errors, which `__init__` adds.
     optimizer_tensors: float = 2
 
     def __init__(self, section: dict[str, Any], run: Run):
@@ -250,7 +250,7 @@ class CompressedTechnique(Technique):
 
     @abstractmethod
     def _exchanges(self, steps: int) -> tuple[int, int]:
-        """How many of the first `steps` steps send mean gradients, and how many compressed momentum."""
+        """How many of the first `steps` steps send mean gradients, and how many send compressed momentum."""
 
     def bytes_sent(self, planned: int, steps: int) -> int:
         whole, compressed = self._exchanges(steps)

@@ -1,4 +1,4 @@
-"""What the techniques that bring an optimizer share: Adam's keys and arguments, and the refusal of ZeRO."""
+"""Shared by the techniques that bring an optimizer: Adam's keys and arguments, and the refusal of ZeRO."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from recipes.technique import Run
 #: A step count so large that beta^step is 0 for every beta in use, and that fp32 cannot increase by 1: Adam then corrects no bias.
 LATE_STEP = 1e9
 
-#: Keys of all optimizers of recipes, beside lr, betas, eps and weight_decay. Upstream refused amsgrad and ignored eps_inside_sqrt.
+#: Keys of all optimizers of recipes, beside lr, betas, eps and weight_decay. DeepSpeed refused amsgrad and ignored eps_inside_sqrt.
 ADAM_KEYS: dict[str, dict[str, Any]] = {
     "bias_correction": {"types": ["boolean"]},
     "amsgrad": {"enum": [False]},

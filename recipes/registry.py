@@ -1,7 +1,4 @@
-"""Finds the recipes and the testbeds: every folder beside this file that holds a `recipe.json`, and those in `testbeds`.
-
-Adding a recipe touches its own folder only.
-"""
+"""Finds the recipes (folders beside this file with a `recipe.json`) and the testbeds (folders in `testbeds`)."""
 
 from __future__ import annotations
 
@@ -23,7 +20,7 @@ TESTBEDS = ROOT / "recipes" / "testbeds"
 Flags = dict[str, Any]
 #: Flag -> the values of a sweep.
 Sweep = dict[str, list[int | float | str]]
-#: How pydantic checks the dataclasses that are read from files.
+#: pydantic's settings for the dataclasses that are read from files.
 STRICT: Any = {"strict": True, "extra": "forbid"}
 T = TypeVar("T")
 
@@ -41,12 +38,12 @@ class Testbed:
         title: the model and the budget in one line.
         device: "cpu" or "cuda"; the testbed is used only there.
         flags: of `launch/pretrain.py`, the same for all runs: model, corpus, tokens, batch, evaluations.
-        sweep: flag -> the values of the control's sweep, a number or a word each. One flag is varied after another; it
-            starts at its first value.
+        sweep: flag -> the values of the control's sweep, a number or a word each. Flags are varied one after another, and each starts at
+            its first value.
         tuned: flag -> the value chosen from the sweep. Runs take it unless their recipe is tuned itself.
         target_loss: nats per token of validation text; times and tokens are compared where a run first reaches it.
         ranks: of each run, unless the recipe states another number.
-        reason: why these values were chosen, where the sweep alone does not say it.
+        reason: why these values were chosen, if not for the sweep alone.
     """
 
     __pydantic_config__ = STRICT
@@ -67,11 +64,11 @@ class Testbed:
 
 @dataclass(frozen=True)
 class Experiment:
-    """What a recipe claims on a testbed.
+    """The plan of a recipe on a testbed.
 
     Attributes:
-        seeds: planned before the first run; the runs have the seeds 1 to this.
-        claims: each is judged, and true for its `expected`; none before the recipe is tuned.
+        seeds: number of runs, with seeds from 1 on; planned before the first run.
+        claims: each must be true for its `expected`; none before the recipe is tuned.
         sweep: flag -> the values of the recipe's sweep. Empty for a recipe that does not change the optimization.
         tuned: flag -> the value chosen from the sweep, in place of the testbed's.
     """
@@ -114,9 +111,9 @@ class Recipe:
         config: its DeepSpeed JSON, e.g. `ds_configs/zero2_bf16.json`.
         control: the JSON that it is compared with.
         differs: dotted keys in which `config` and `control` differ, all of them (a test holds this).
-        experiments: what it should show against its control, by the name of the testbed.
+        experiments: by the name of the testbed.
         paper: where the technique comes from.
-        needs: what it takes to see the effect: ranks, a slow network, a GPU.
+        needs: what the effect requires: ranks, a slow network, a GPU.
         flags: suggested flags of `launch/pretrain.py`, used by `--recipe` unless the user gives the same flag.
         ranks: of each run in its experiments; None for the testbed's.
         history: claims that were changed after a result was known, a sentence each; the page shows them.
@@ -157,7 +154,7 @@ def read_recipe(folder: str | Path) -> Recipe:
 
 
 def read_testbed(name: str) -> Testbed:
-    """Read the testbed `name`. Raises RecipeError if there is none of this name, or if its file is wrong."""
+    """Read the testbed `name`. Raises RecipeError if it does not exist, or if its file is wrong."""
     path = TESTBEDS / name / "testbed.json"
     if not path.is_file():
         raise RecipeError(f"--testbed {name}: unknown; the testbeds are: {', '.join(testbed_names())}")
@@ -227,7 +224,7 @@ def make_techniques(run: Run) -> Techniques:
     `run.techniques` has the sections, `run.optimizer` the optimizer with its type and parameters.
 
     Raises:
-        ValueError: one line, which begins with the key, for each technique or pair of techniques that is refused.
+        ValueError: one line, which begins with the key, for each refused technique or pair of techniques.
     """
     members: list[Technique] = []
     faults = []

@@ -25,7 +25,7 @@ if TYPE_CHECKING:  # the commands import this module before they parse --help
 
 @dataclass(frozen=True)
 class Run:
-    """What a technique may read of the resolved run. Batch sizes are in sequences; `steps` assumes the whole batch in every step."""
+    """The part of the resolved run that techniques may read. Batch sizes are in sequences; `steps` assumes whole batches in every step."""
 
     shape: ModelShape
     seed: int
@@ -66,7 +66,7 @@ class Run:
 
 
 class StepPlan(NamedTuple):
-    """What one optimizer step computes on every rank. The length of the run and its FLOPs follow from it.
+    """The work of one optimizer step on every rank. The length of the run and its FLOPs follow from it.
 
     Attributes:
         micro_batch_size: sequences of a micro-batch.
@@ -108,10 +108,10 @@ class Declaration:
         keys: a rule for each key of the section (beside `enabled`), or of `params` (beside lr, betas, eps and weight_decay):
             `{"types": ["integer"], "minimum": 0, "maximum": 20, "auto": True}`; also `enum`, and `keys` for the keys of an object. The
             configuration checks the section by these rules before the technique is built.
-        ignored: keys that are accepted and have no effect, with the reason. The log has a line for each one that is used.
+        ignored: keys that are accepted without effect -> the reason, which is logged if the key is used.
         auto_params: for an optimizer, what `"auto"` means for lr, betas, eps and weight_decay where it differs from AdamW's values.
         other_places: other places where DeepSpeed documents the section, as dotted paths; a section there is refused.
-        exclusive: what only one technique of a run can control. Two techniques that share an entry are refused.
+        exclusive: things that only one technique of a run can control. Two techniques that share an entry are refused.
         changes_tokens: the technique changes the number of tokens of a step. `on_step` of such techniques is called first.
         same_algorithm: the technique changes only memory and arithmetic, as ZeRO and the precision do. A branch of a run may change it.
         off_without_values: a section without `enabled` in which all values are false or null is off; usually it is on.
@@ -165,19 +165,19 @@ def largest_divisor(number: int, limit: int) -> int:
 class Technique:
     """Base of every technique. Every method does nothing here; a technique overrides those that it needs.
 
-    Whatever depends on time is computed from the global step that `on_step` gets, so that there is nothing to save and a resumed run
-    continues exactly. Random draws come from (seed, step, layer), never from a global generator or the rank.
+    Schedules are functions of the global step that `on_step` gets, so that there is nothing to save and a resumed run continues exactly.
+    Random draws depend on (seed, step, layer), never on a global generator or the rank.
     """
 
     declaration = Declaration()
     #: Lines for the log and `--explain`.
     notes: tuple[str, ...] = ()
-    #: What this machine lacks to train: lines that begin with the key in quotes. `--explain` works without it.
+    #: Packages that training needs and this machine lacks: lines that begin with the key in quotes. `--explain` works without them.
     missing_packages: tuple[str, ...] = ()
     #: First steps of the stages of its schedule, ascending. Within a stage the tokens of a step do not change; in the last stage nothing
     #: changes. Empty: the schedule has no stages.
     stages: Sequence[int] = ()
-    #: The dotted key that an error names if the run ends before the last stage begins; empty: a note instead of an error.
+    #: Dotted key to blame if the run ends before the last stage begins; empty: a note instead of an error.
     schedule_key: str = ""
     #: The resolved value of each "auto" among the optimizer's `params`: key -> (value, reason), for `--explain`.
     resolved_params: dict[str, tuple[Any, str]] = {}
@@ -204,7 +204,7 @@ class Technique:
         """Return the run's optimizer, or None if another technique, torch or DeepSpeed provides it."""
 
     def attach(self, engine: Any, collectives: Any) -> None:
-        """Keep references to DeepSpeed's engine, once it is built. `collectives` communicates with the other ranks and counts the bytes."""
+        """Called with DeepSpeed's engine once it is built. `collectives` communicates with the other ranks and counts the bytes."""
 
     def on_step(self, step: int, plan: StepPlan) -> StepPlan:
         """Compute the schedule of optimizer step `step` (from 1), before its first micro-batch.

@@ -160,7 +160,7 @@ def test_a_file_full_of_keys_that_are_gone_gets_one_list(corpus, tmp_path):
         resolve(["--deepspeed_config", file, "--data", str(corpus)])
     assert len(mistake.value.faults) == len(gone)
     for key, fault in zip(gone, sorted(mistake.value.faults, key=lambda fault: fault.split("'")[1]), strict=True):
-        assert f"'{key}' is gone from DeepSpeed {schema.version}; remove it." in fault
+        assert f"'{key}' is no longer in DeepSpeed {schema.version}; remove it." in fault
         assert ": line " in fault
 
 

@@ -420,14 +420,14 @@ def test_weights_that_are_not_finite_are_named(value, run, folder, tmp_path):
     weights = load_file(copy / "model.safetensors")
     weights["transformer.h.1.mlp.c_fc.weight"][3, 5] = value
     save_file(weights, copy / "model.safetensors")
-    assert "h.1.mlp.c_fc.weight holds values that are not finite" in fault(copy)
+    assert "h.1.mlp.c_fc.weight contains NaN or Inf" in fault(copy)
     of_run = Path(shutil.copytree(run, tmp_path / "run"))
     file = of_run / "checkpoints" / "step-00000006" / "engine" / "mp_rank_00_model_states.pt"
     states = torch.load(file, weights_only=False)
     states["module"]["ln_f.bias"][0] = value
     torch.save(states, file)
     reseal(file.parents[1])
-    assert "ln_f.bias holds values that are not finite; take an earlier --checkpoint" in fault(of_run)
+    assert "ln_f.bias contains NaN or Inf; take an earlier --checkpoint" in fault(of_run)
 
 
 def test_a_full_disk_is_one_line_and_leaves_nothing(folder, tmp_path):
@@ -546,7 +546,7 @@ def test_a_start_from_another_shape_names_each_size(folder, corpus, tmp_path):
     assert "decode to another text" in starting(copy, corpus, *SHAPE)
     (copy / "tokenizer.json").write_text("{")
     told = explain("--deepspeed_config", "ds_configs/zero1_fp32.json", "--data", str(corpus), "--init_from", str(copy), *SHAPE)
-    assert any("was made with its tokenizer is not known" in note for note in json.loads(told.stdout)["notes"])
+    assert any("was made with its tokenizer" in note for note in json.loads(told.stdout)["notes"])
     resolved = explain(*flags, *SHAPE)
     assert json.loads(resolved.stdout)["run"]["init_from"]["value"] == str(folder)
 

@@ -24,16 +24,16 @@ TINY = ("--n_layer", "4", "--n_head", "2", "--d_model", "64", "--seq_len", "32",
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (("--set", "bf16.enabled=false"), "'fp8' casts from bf16, and this run is in fp32; use the bf16 JSON of the same stage"),
+        (("--set", "bf16.enabled=false"), "'fp8' is for bf16 runs, and this run is in fp32"),
         (
             ("--d_model", "72"),
-            "multiples of 16, and attn.c_attn.weight is 216 x 72; change --d_model",
+            "attn.c_attn.weight is 216 x 72; change --d_model",
         ),
         (("--set", "zero_optimization.stage=3"), 'add "activation_checkpointing": {"enabled": true}, or use stage 2'),
         (("--set", "fp8.recipe=blockwise"), 'is "blockwise"; write one of "tensorwise", "rowwise", "rowwise_with_gw_hp"'),
         (("--set", "fp8.emulate=auto"), '--set fp8.emulate: "auto" has no meaning here'),
         (("--set", "fp8.recepe=rowwise"), "--set fp8.recepe: unknown key; did you mean 'recipe'?"),
-        (("--set", "tf32.enabled=true"), "--set tf32 acts on products of fp32 matrices, and this run has them in bf16"),
+        (("--set", "tf32.enabled=true"), "--set tf32 is for fp32 runs, and this run is in bf16"),
     ],
 )
 def test_a_bad_value_is_one_line(flags, words):

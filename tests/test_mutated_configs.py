@@ -470,7 +470,7 @@ NEEDED = {"optimizer.type": "optimizer.type", "scheduler.type": "scheduler.type"
 NEEDED_BY_OFFLOAD = {"zero_optimization.stage": "offload works at stage"}
 NEEDED_BY_OFFLOAD |= {f"zero_optimization.offload_{what}.nvme_path": 'needs "nvme_path"' for what in ("optimizer", "param")}
 #: What a recipe's JSON cannot do without.
-NEEDED_BY_RECIPE = {("fp8", "bf16"): "casts from bf16", ("fp8", "bf16.enabled"): "casts from bf16"}
+NEEDED_BY_RECIPE = {("fp8", "bf16"): "is for bf16 runs", ("fp8", "bf16.enabled"): "is for bf16 runs"}
 NEEDED_BY_RECIPE |= {("zeropp", "zero_optimization.stage"): "works at stage 3 only"}
 
 

@@ -139,7 +139,7 @@ def test_one_task_is_alone(learnt):
         ([TORCH, {"RANK": "x"}], "RANK is 'x': it must be a number"),
         ([TORCH, {"RANK": "4"}], "the environment says that this process is rank 4 of 4, and"),
         ([TORCH, {"LOCAL_RANK": "4"}], "rank 1 of 4, and 4 of 4 on its host"),
-        ([TORCH, {"MASTER_PORT": ""}], "the environment names a rank, and MASTER_PORT is empty or not set"),
+        ([TORCH, {"MASTER_PORT": ""}], "the environment names a rank, but MASTER_PORT is empty or not set"),
         ([TORCH, {"RANK": ""}], "RANK is empty or not set"),
         ([TORCH, {"RANK": "-1"}], "RANK is '-1': it must be a number, 0 or more"),
         ([OPEN_MPI, {"RANK": "1"}], "unset RANK, because mpirun says which rank this is"),
@@ -153,7 +153,7 @@ def test_one_task_is_alone(learnt):
         ([SLURM, {"SLURM_LOCALID": "2"}], "and 2 of 2 on its host"),
         ([SLURM, {"SLURM_TASKS_PER_NODE": "two"}], "SLURM_TASKS_PER_NODE is 'two'"),
         ([SLURM, {"SLURM_STEP_NODELIST": ""}], "no SLURM_STEP_NODELIST; set MASTER_ADDR"),
-        ([OPEN_MPI, ONE_OF_EACH_HOST], "on several hosts, and does not name the first"),
+        ([OPEN_MPI, ONE_OF_EACH_HOST], "on several hosts, but does not name the first"),
         ([HYDRA, {"MPI_LOCALNRANKS": "3"}], "rank 1 of 2, and 1 of 3 on its host"),
     ],
 )
@@ -173,8 +173,8 @@ def test_a_missing_name_is_said(name, learnt):
 @pytest.mark.parametrize(
     ("environment", "ranks", "message"),
     [
-        ({}, 2, "--ranks 2, and RANK is not set: only --explain takes it without a launcher"),
-        ({"WORLD_SIZE": "2"}, 2, "WORLD_SIZE is 2, and RANK is not set"),
+        ({}, 2, "--ranks 2, but RANK is not set"),
+        ({"WORLD_SIZE": "2"}, 2, "WORLD_SIZE is 2, but RANK is not set"),
         *((script, 1, "in a Slurm job of 2 tasks, .* start srun") for script in (BATCH_SCRIPT, SHELL | {"SLURM_NTASKS": "2"})),
     ],
 )

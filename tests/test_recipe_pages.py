@@ -257,7 +257,7 @@ def test_only_planned_experiments_are_published(tree, make):
     before = commit(tree)
     change_claim(tree, 0.008)
     after = commit(tree)
-    with pytest.raises(UsageError, match="does not contain the claims"):
+    with pytest.raises(UsageError, match="does not contain the current claims"):
         publish.publish(make(at=before))
     publish.publish(make(at=after))
     assert entry(tree)["claims_commit"] == after

@@ -146,7 +146,11 @@ def test_a_model_with_another_context_or_tokenizer_is_not_compared(runs, exporte
     for name, data, length in (("short", corpus, "16"), ("bytes", others / "same", "32")):
         run = ["--run_name", name, "--data", str(data), "--seq_len", length]
         one_rank.run("tests.distributed.jobs:pretrain", flags=[*flags, *run])
-    for name, words in (("short", "its context is 16 tokens"), ("bytes", "has 1,024 ids, but the model 300"), ("none", "no such folder")):
+    for name, words in (
+        ("short", "its context is 16 tokens"),
+        ("bytes", "has 1,024 ids, but the model has 300"),
+        ("none", "no such folder"),
+    ):
         code, out, err = command(runs / "zero1_fp32", "--against", tmp_path / name)
         (line,) = err.splitlines()
         assert (code, out) == (2, "") and name in line and words in line

@@ -29,9 +29,9 @@ Role = Literal["control", "recipe", "run"]
 Group = tuple[Run, ...]  # runs of one configuration, in the order of their seeds
 Pairing = tuple[Group, Group, Recipe | None, Testbed | None]  # control, side, the side's recipe, the testbed
 
-#: Keys of run.json that do not belong to the configuration: the seed, by which runs are paired, and names and places.
+#: Keys of run.json that are not configuration: the seed, by which runs are paired, names and paths.
 NAMES = {*INCIDENTAL, "resumes", "seed", "run_name", "runs_dir", "recipe", "config_file"}
-#: Top-level keys that may differ between the runs of a side: where and with what they ran, and names of resolved settings.
+#: Top-level keys that may differ between the runs of a side: preset, place of the corpus, code, machine.
 CIRCUMSTANCES = {"preset", "data", "corpus", "commit", "versions", "machine"}
 #: Settings that repeat one of the sections `engine`, `optimizer` and `scheduler`, and are not compared.
 REPEATED = {"zero_stage", "global_batch_size", "micro_batch_size", "gradient_accumulation_steps", "lr", "min_lr", "warmup_steps"}
@@ -40,9 +40,9 @@ REPEATED |= {"scheduler.params.total_tokens", "corpus.path"}
 DERIVED = {"precision", "engine.gradient_accumulation_steps"}
 LOSS = "final_val_loss"
 EQUAL_TIME = "loss_at_equal_time"
-#: Figures about the target loss, with the column in which they measure.
+#: Figures about reaching the target loss -> the column that they are read from.
 TO_TARGET = {"seconds_to_target": "seconds", "tokens_to_target": "tokens"}
-#: Every figure in the order of the report: its label with the unit, the value of one unit, and the decimals shown.
+#: Every figure, in the order of the report: label with unit, size of the unit, decimals shown.
 FIGURES = {
     LOSS: ("final validation loss (nats)", 1, 4),
     EQUAL_TIME: ("validation loss when the faster run of the seed ends (nats)", 1, 4),
@@ -67,7 +67,7 @@ SUMS = {"seconds", "bytes_sent", "flops", "skipped_steps", "warmup_spikes", "spi
 
 
 def signed(value: float, form: str = ".4f") -> str:
-    """A difference with its sign; minus is a character of its own."""
+    """A difference with its sign, U+2212 for minus."""
     return f"{value:+{form}}".replace("-", "−")
 
 
@@ -75,7 +75,7 @@ def signed(value: float, form: str = ".4f") -> str:
 class Side:
     """Runs of one configuration, in the order of their seeds.
 
-    name: the name of its DeepSpeed JSON, with a setting that differs where several sides have the same. It is text of unknown origin.
+    name: of its DeepSpeed JSON, with the name of its first run if several sides have the same JSON. Untrusted text.
     role: "control" if it is the control of any pair, "recipe" if claims about it are judged, else "run".
     """
 
@@ -84,7 +84,7 @@ class Side:
     runs: Group
 
     def by_seed(self) -> dict[int, Run]:
-        """The run of each seed that is compared: the first one."""
+        """The run that is compared for each seed: the first one."""
         first: dict[int, Run] = {}
         for run in self.runs:
             first.setdefault(run.seed, run)
@@ -108,10 +108,10 @@ class Difference:
 class Figure:
     """One quantity of the runs of a pair.
 
-    control, other: the value of each seed; +inf for the loss of a run that diverged, and for the time of one that did not reach the target.
-    difference: other - control over the seeds that both sides have, with the arithmetic mean. ratio: other / control, with the geometric
-    mean. Both are None without pairs; the ratio also if a value is not positive, and for losses. to_target: of times and tokens to the
-    target loss; if runs did not reach it, there is no difference, and the ratio is at most a bound.
+    control, other: seed -> value; +inf for the loss of a diverged run, and for the time of a run that did not reach the target.
+    difference: the mean of other - control over the seeds of both sides. ratio: the geometric mean of other / control. Both are None
+    without such seeds; the ratio also for losses, and if a value is not positive.
+    to_target: for times and tokens to the target loss. If a run did not reach it, there is no difference, and the ratio is a bound or None.
     """
 
     control: dict[int, float]
@@ -130,10 +130,9 @@ class Figure:
 class Pair:
     """A side and its control.
 
-    recipe: the recipe of the side, if it has one. testbed: on which the runs were made; None for all other settings. seeds: those that both
-    sides have. figures: those of `FIGURES` that any run has; `TO_TARGET` are of the testbed's target loss, `EQUAL_TIME` is of evaluations
-    during training. verdicts: one per claim of the experiment, if the runs are of exactly the planned seeds and have ended; corrected for
-    all claims of `claims_in_table`.
+    recipe: of the side, or None. testbed: of the runs; None for any other setting. seeds: those of both sides. figures: those of `FIGURES`
+    that any run has; `TO_TARGET` refers to the testbed's target loss, `EQUAL_TIME` to evaluations during training. verdicts: one per claim,
+    if exactly the planned seeds were run to their end; corrected for all claims of `claims_in_table`.
     """
 
     control: Side
@@ -189,7 +188,7 @@ class Comparison:
     remarks: tuple[str, ...] = ()
 
     def as_json(self) -> dict[str, Any]:
-        """The content of `report.json`: plain numbers, null for one that is not finite; no curves."""
+        """The content of `report.json`, without curves. Non-finite numbers are null."""
         content = {
             "mismatches": self.mismatches,
             "remarks": self.remarks,
@@ -202,8 +201,8 @@ class Comparison:
 
 
 def compare(runs: Sequence[Run], force: bool = False) -> Comparison:
-    """Groups runs by configuration, and compares every other configuration with that of the first run, the control. Claims are not judged,
-    because the runs may be of any setting.
+    """Groups runs by configuration, and compares each group with the first run's, the control. Claims are not judged, because the runs may
+    have any setting.
 
     Raises:
         UsageError: without `force`, corpora, vocabularies, validation sets or token budgets differ.
@@ -214,7 +213,7 @@ def compare(runs: Sequence[Run], force: bool = False) -> Comparison:
 
 
 def _recipe_of(run: Run, control: Run) -> Recipe | None:
-    """The recipe of a run that is compared with the recipe's control: that which it names, else one with its DeepSpeed JSON."""
+    """The recipe of a run, among those with this control: the one that `run.json` names, else one with the run's DeepSpeed JSON."""
     recipes = (read_recipe(ROOT / "recipes" / name) for name in recipe_names())
     found = [recipe for recipe in recipes if recipe.control == _engine_json(control)]
     own = [recipe for recipe in found if recipe.name == run.description.get("recipe")]
@@ -226,12 +225,12 @@ def compare_experiments(
     absent: Sequence[Absent] = (),
     force: bool = False,
 ) -> Comparison:
-    """Compares the runs of each recipe with those of its control, and judges the claims on testbeds. Two recipes on one testbed are also
-    compared with each other, in the last pair.
+    """Compares the runs of each recipe with those of its control, and judges the claims on testbeds. If a testbed has two recipes, they are
+    also compared with each other, in the last pairs.
 
     Args:
-        experiments: a recipe, a testbed, the runs of the control and those of the recipe. The testbed is None unless the runs were planned
-            with its setting, unchanged; this is not checked here, `launch.comparison.trials` names runs by their whole configuration.
+        experiments: (recipe, testbed, runs of the control, runs of the recipe). The testbed is None unless the runs have its unchanged
+            setting. This is not checked here: `launch.comparison.trials` names runs by a hash of their configuration.
 
     Raises:
         UsageError: as by `compare`.
@@ -239,11 +238,11 @@ def compare_experiments(
     pairings: list[Pairing] = [(_in_order(control), _in_order(own), recipe, testbed) for recipe, testbed, control, own in experiments]
     mismatches = _mismatches([(*control, *own) for control, own, *_ in pairings], force)
     groups = dict.fromkeys(group for control, own, *_ in pairings for group in (control, own))
-    return _compared(list(groups), [*pairings, *_direct(pairings)], mismatches, absent)
+    return _compared(list(groups), [*pairings, *_pairs_of_recipes(pairings)], mismatches, absent)
 
 
-def _direct(pairings: Sequence[Pairing]) -> Iterator[Pairing]:
-    """Two recipes on one testbed, or at one setting, are also compared with each other, by figures only."""
+def _pairs_of_recipes(pairings: Sequence[Pairing]) -> Iterator[Pairing]:
+    """The two recipes of each testbed (or setting) that has exactly two, paired with each other, without claims."""
     by_testbed: dict[str, list[Pairing]] = {}
     for pairing in pairings:
         by_testbed.setdefault(pairing[3].name if pairing[3] else "", []).append(pairing)
@@ -251,7 +250,7 @@ def _direct(pairings: Sequence[Pairing]) -> Iterator[Pairing]:
     for found in by_testbed.values():
         if len(found) == 2 and not {(found[0][1], found[1][1]), (found[1][1], found[0][1])} & known:
             (_, one, *_), (_, other, _, testbed) = found
-            if one and other and one != other and _losses_are_of(one[0]) == _losses_are_of(other[0]):
+            if one and other and one != other and _basis_of_losses(one[0]) == _basis_of_losses(other[0]):
                 yield one, other, None, testbed
 
 
@@ -263,7 +262,7 @@ def claims_in_table(device: str) -> int:
 
 
 def group(runs: Iterable[Run]) -> list[Group]:
-    """The runs of each configuration. Where a seed occurs twice, runs of another commit or other package versions are another group."""
+    """The runs of each configuration. If a seed occurs twice, they are also grouped by commit and package versions."""
 
     def configuration(run: Run) -> Any:
         own = {key: _hashable(value) for key, value in settings(run).items() if value is not None and _section(key) not in CIRCUMSTANCES}
@@ -302,7 +301,7 @@ def settings(run: Run) -> dict[str, Any]:
 
 
 def _leaves(value: Any, path: tuple[str | int, ...]) -> Iterator[tuple[tuple[str | int, ...], Any]]:
-    """Each value with its path. A list of numbers or texts is one value; so is an empty section other than the top and `techniques`."""
+    """Each value with its path. A list of numbers or strings is one value, and so is an empty section, except the top and `techniques`."""
     if isinstance(value, dict) and (value or path in ((), ("techniques",))):
         for key, member in value.items():
             yield from _leaves(member, (*path, key))
@@ -318,7 +317,7 @@ def _section(key: str) -> str:
 
 
 def _hashable(value: Any) -> Any:
-    """Equal for values that are the same in JSON: 50000000 and 5e7 are, 1 and true are not."""
+    """A hashable form, equal for values that are equal in JSON: 50000000 and 5e7, but not 1 and true."""
     if isinstance(value, list):
         return tuple(_hashable(item) for item in value)
     return type(value) is bool, "{}" if value == {} else value
@@ -336,7 +335,7 @@ def differences(control: Sequence[Run], other: Sequence[Run]) -> tuple[Differenc
 
 
 def _settings_of_side(runs: Sequence[Run]) -> dict[str, Any]:
-    """The `settings` of a side; a text with all values where its runs differ."""
+    """The `settings` of a side; where its runs differ, a string with all values."""
     values: dict[str, dict[Any, Any]] = {}
     for run in runs:
         for key, value in settings(run).items():
@@ -355,9 +354,9 @@ def _mismatches(experiments: Iterable[Sequence[Run]], force: bool) -> tuple[str,
     """
     found: dict[tuple[Any, ...], str] = {}
     for runs in experiments:
-        first = _losses_are_of(runs[0])
+        first = _basis_of_losses(runs[0])
         for run in runs:
-            for kind, value in _losses_are_of(run).items():
+            for kind, value in _basis_of_losses(run).items():
                 if value != first[kind]:
                     text = f"{run.folder}: its {kind} is {value}, that of {runs[0].folder} is {first[kind]}"
                     found.setdefault((runs[0].folder, kind, value), text)
@@ -368,8 +367,8 @@ def _mismatches(experiments: Iterable[Sequence[Run]], force: bool) -> tuple[str,
     return tuple(found.values())
 
 
-def _losses_are_of(run: Run) -> dict[str, str]:
-    """What must be equal for the losses of two runs to be comparable."""
+def _basis_of_losses(run: Run) -> dict[str, str]:
+    """The values that must be equal for the losses of two runs to be comparable."""
     described = run.description
     windows = "the whole split at the end in" if described.get("whole_eval") else f"{_sequences_evaluated(run):,}"
     masked = ", attention within documents" if described["no_cross_document"] else ""
@@ -429,7 +428,7 @@ def _interleaved_with(run: Run) -> list[Any]:
 
 def _pair(control: Side, side: Side, recipe: Recipe | None, testbed: Testbed | None) -> Pair:
     runs = [one.by_seed() for one in (control, side)]
-    numbers = [{seed: _numbers(one[seed]) for seed in sorted(one)} for one in runs]
+    numbers = [{seed: _comparable_measures(one[seed]) for seed in sorted(one)} for one in runs]
     same_evaluations = len(sequences_evaluated(control, side)) == 1
 
     def figure(name: str) -> Figure | None:
@@ -473,7 +472,7 @@ def _as_planned(experiment: Experiment, *sides: Mapping[int, Run]) -> bool:
 
 
 def _decided(pairs: Sequence[Pair]) -> list[Pair]:
-    """The pairs with verdicts that are corrected for all claims on testbeds of the same device."""
+    """The pairs, with verdicts corrected for all claims on testbeds of the same device."""
     corrected: dict[str, Iterator[Verdict]] = {}
     for device in {pair.testbed.device for pair in pairs if pair.testbed}:
         found = [verdict for pair in pairs if pair.testbed and pair.testbed.device == device for verdict in pair.verdicts]
@@ -492,7 +491,7 @@ def _side_remarks(side: Side) -> Iterator[str]:
 
 
 def _pair_remarks(pair: Pair) -> Iterator[str]:
-    """What was excluded, and what differs besides the recipe."""
+    """Sentences on excluded runs, and on differences besides the recipe."""
     control, own = pair.control.by_seed(), pair.side.by_seed()
     if alone := sorted(control.keys() ^ own.keys()):
         yield f"seed {', '.join(map(str, alone))} was run on one side only, and is excluded from differences and verdicts"
@@ -517,7 +516,7 @@ def _pair_remarks(pair: Pair) -> Iterator[str]:
 
 
 def _is_expected(key: str, pair: Pair) -> bool:
-    """Whether the recipe names `key` as a difference to its control, it is tuned for each side, a circumstance, or follows from others."""
+    """Whether a difference in `key` is named by the recipe, tuned for each side, a circumstance, or derived from others."""
     in_json = key.removeprefix("engine.").removeprefix("techniques.")
     named = pair.recipe.differs if pair.recipe else []
     flags = {**(pair.testbed.tuned if pair.testbed else {}), **(pair.experiment.tuned if pair.experiment else {})}
@@ -526,15 +525,15 @@ def _is_expected(key: str, pair: Pair) -> bool:
     return is_tuned or _section(key) in CIRCUMSTANCES or key in DERIVED or any(f"{in_json}.".startswith(f"{one}.") for one in named)
 
 
-def _numbers(run: Run) -> dict[str, float]:
-    """The measures of a run that can be compared."""
+def _comparable_measures(run: Run) -> dict[str, float]:
+    """The measures of a run, without sums if it ended early."""
     return {name: value for name, value in run.measures.items() if run.finished or name not in SUMS}
 
 
 def losses_at_equal_time(control: Mapping[int, Run], other: Mapping[int, Run]) -> tuple[dict[int, float], dict[int, float]]:
-    """The validation losses of the two runs of each seed at the time at which the faster one ends, on a line between two evaluations.
+    """The validation losses of the two runs of each seed when the faster one ends, interpolated between evaluations.
 
-    The learning rate of the slower run has not decayed by then. Runs that did not finish are left out.
+    The learning rate of the slower run has not fully decayed by then. Unfinished runs are left out.
     """
     before, after = dict[int, float](), dict[int, float]()
     for seed in sorted(control.keys() & other.keys()):

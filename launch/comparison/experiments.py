@@ -25,12 +25,12 @@ from launch.formats.files import check_writable
 from model.accounting import flops_per_token, parameter_count
 from recipes.registry import ROOT, Recipe, Testbed, read_recipe, read_testbed, read_testbeds
 
-#: Ranks of runs that are on no testbed: with one rank nothing is partitioned and nothing is sent.
+#: Ranks of runs on no testbed; with one rank nothing is partitioned or sent.
 CPU_RANKS = 2
-#: Seeds of runs that are on no testbed.
+#: Seeds of runs on no testbed.
 SEEDS = 3
-#: Bytes of a run's folder per optimizer step, and of a checkpoint per parameter.
-LINE, CHECKPOINT = 600, 14
+#: Size of a run's folder per optimizer step, and of a checkpoint per parameter.
+BYTES_PER_STEP, BYTES_PER_PARAMETER = 600, 14
 #: For estimates of time: the size of a matrix product, the fraction of its speed that training reaches on a CPU, FLOP/s per GPU.
 SIZE, UTILIZATION, GPU_SPEED = 1024, 0.5, 2e14
 
@@ -41,7 +41,7 @@ def run_experiments(
     flags: argparse.Namespace,
     check: Callable[[Recipe, Testbed], None] | None = None,
 ) -> tuple[Comparison, list[str]]:
-    """Train the runs of these recipes and of their controls that are missing, and compare them.
+    """Train the missing runs of these recipes and their controls, and compare all.
 
     Args:
         folders: of the recipes.
@@ -101,16 +101,16 @@ def testbed_named(name: str) -> Testbed:
 
 
 def _testbeds(recipe: Recipe, passed_on: Sequence[str], flags: argparse.Namespace) -> list[Testbed | None]:
-    """Where a recipe is compared: on the testbeds that are given, else on all its own for this device; with flags of a setting on none."""
+    """The testbeds to compare a recipe on: those given, else all of its own for this device; [None] if flags give a setting."""
     if not flags.testbed and (flags.ranks or any(word.startswith("--") and word != "--save_every" for word in passed_on)):
         return [None]
     given = [testbed_named(name) for name in flags.testbed] or read_testbeds(device_type())
     testbeds: list[Testbed | None] = [testbed for testbed in given if testbed.name in recipe.experiments]
     if not testbeds:
-        wanted = ", ".join(flags.testbed) or f"a testbed for {device_type()}"
+        asked = ", ".join(flags.testbed) or f"a testbed for {device_type()}"
         here, on_cpu = ([one.name for one in read_testbeds(device) if one.name in recipe.experiments] for device in (device_type(), "cpu"))
         way = f"give one of {', '.join(here)}, or " if here else f"set DS_ACCELERATOR=cpu for {', '.join(on_cpu)}, or " if on_cpu else ""
-        raise CannotRun(f"it has no experiment on {wanted}; {way}give a setting, such as --steps 200")
+        raise CannotRun(f"it has no experiment on {asked}; {way}give a setting, such as --steps 200")
     return testbeds
 
 
@@ -120,13 +120,13 @@ def _plan(recipe: Recipe, testbed: Testbed | None, passed_on: Sequence[str], fla
 
 
 def ranks_of(recipe: Recipe | None, testbed: Testbed | None, flags: argparse.Namespace) -> int:
-    """The ranks of each run: those given; on a testbed those of the recipe, else of the testbed; else a rank per GPU, or two on a CPU."""
+    """The ranks of each run: `--ranks`; else on a testbed those of the recipe or the testbed; else one per GPU, or two on a CPU."""
     planned = (recipe and recipe.ranks) or testbed.ranks if testbed else None
     return int(flags.ranks or planned or (len(gpus()) if device_type() == "cuda" else CPU_RANKS))
 
 
 def train_missing(flags: argparse.Namespace, batches: Sequence[Sequence[Trial]], runs_dir: Path) -> dict[str, str]:
-    """Train the runs that have not ended, those of a batch interleaved. Returns the reasons of those that failed, by name."""
+    """Train the runs that have not ended, interleaving those of a batch. Returns name -> reason for the runs that failed."""
     missing = [[trial for trial in trials if not has_ended(runs_dir / trial.name)] for trials in batches]
     groups = [group for trials in missing if trials for group in fitting_groups(trials, flags.at_once)]
     failures: dict[str, str] = {}
@@ -138,7 +138,7 @@ def train_missing(flags: argparse.Namespace, batches: Sequence[Sequence[Trial]],
         print_once(f"training {len(trials)} runs, at most {interleaved} of them interleaved, in {runs_dir}: {estimate(groups)}")
         steps = sum(trial.config.steps_to_make for trial in trials)
         done = sum(_steps_done(runs_dir / trial.name) for trial in trials)
-        with tqdm(total=steps, initial=done, unit="step", dynamic_ncols=True, disable=flags.quiet or None) as bar:  # None: off a terminal
+        with tqdm(total=steps, initial=done, unit="step", dynamic_ncols=True, disable=flags.quiet or None) as bar:  # None: on a terminal
             for number, group in enumerate(groups, 1):
                 scripts = {trial.name: (trial.config.ranks, script_of(trial, runs_dir)) for trial in group}
                 try:
@@ -173,8 +173,8 @@ def estimate(groups: Sequence[Sequence[Trial]]) -> str:
         seconds = min(timeit.repeat(lambda: matrix @ matrix, number=1, repeat=3))
         speed, sharing = UTILIZATION * 2 * SIZE**3 / seconds, lambda ranks: 1
     work = sum(flops_per_token(one.model_config) * one.total_tokens / sharing(one.ranks) for own in configs for one in own)
-    checkpoints = max(sum(CHECKPOINT * parameter_count(one.model_config) for one in own) for own in configs)
-    disk = checkpoints + sum(LINE * one.steps_to_make for own in configs for one in own)
+    checkpoints = max(sum(BYTES_PER_PARAMETER * parameter_count(one.model_config) for one in own) for own in configs)
+    disk = checkpoints + sum(BYTES_PER_STEP * one.steps_to_make for own in configs for one in own)
     return f"about {work / speed / 60:,.0f} minutes and {disk / 2**20:,.0f} MiB of disk (a rough estimate)"
 
 

@@ -20,8 +20,7 @@ from launch.comparison.comparison import LOSS, Figure, signed
 from launch.comparison.verdicts import SIGNS, Interval
 from recipes.claims import Claim
 
-#: What is drawn: measure of a claim -> (key of the figure, scale, title). The time per token is that per step, except for recipes whose
-#: steps differ in tokens, where a shorter step is no gain.
+#: Measure of a claim -> (key of the figure, scale, title). The time is per token, because a shorter step with fewer tokens is no gain.
 PANELS = {
     "loss": (LOSS, "difference", "final validation loss − control's (nats)"),
     "step_time": ("tokens_per_second", "ratio", "time per token ÷ control's"),
@@ -33,7 +32,7 @@ TICKS = {
     "difference": (-3, -1, -0.3, -0.1, -0.05, -0.02, -0.01, 0, 0.01, 0.02, 0.05, 0.1, 0.3, 1, 3),
     "ratio": (0.1, 0.2, 0.33, 0.5, 0.7, 0.85, 1, 1.2, 1.5, 2, 3, 5, 10),
 }
-#: What is always in view.
+#: The range that is always in view.
 IN_VIEW = {"difference": (-0.02, 0.02), "ratio": (0.8, 1.25)}
 #: Colours by outcome; None for a figure without a claim.
 COLORS = {"holds": "#1a7f45", "fails": "#c0362c", "inconclusive": "#a87b12", None: "#5b6b7b"}
@@ -41,7 +40,7 @@ COLORS = {"holds": "#1a7f45", "fails": "#c0362c", "inconclusive": "#a87b12", Non
 
 @dataclass(frozen=True)
 class Mark:
-    """One value of a row: the interval, the claim about it, and the outcome; None for each that there is not."""
+    """One value of a row. interval, claim, outcome: None where there is none."""
 
     interval: Interval | None
     claim: Claim | None
@@ -49,14 +48,14 @@ class Mark:
 
     @property
     def values(self) -> list[float]:
-        """What is to be in view: the interval and the bounds of the claim."""
+        """The values to keep in view: the interval and the bounds of the claim."""
         interval = () if self.interval is None else astuple(self.interval)
         return [value for value in (*interval, *(self.claim.bounds if self.claim else ())) if value is not None]
 
 
 @dataclass(frozen=True)
 class Row:
-    """A recipe on a testbed, which is the group. note: in place of the interval, such as "not measured yet"."""
+    """A recipe (`label`) on a testbed (`group`). note: shown instead of the interval, such as "not measured yet"."""
 
     group: str
     label: str
@@ -109,7 +108,7 @@ def draw_forest(rows: Sequence[Row], file: Path | BinaryIO) -> None:
 def _draw_panel(axes: Any, name: str, rows: Sequence[Row], places: Sequence[float]) -> None:
     marks = [one.marks[name] for one in rows]
     scale = PANELS[name][1]
-    is_ratio, none = scale == "ratio", 1.0 if scale == "ratio" else 0.0
+    is_ratio, neutral = scale == "ratio", 1.0 if scale == "ratio" else 0.0
     if is_ratio:
         axes.set_xscale("log")
     else:
@@ -119,9 +118,9 @@ def _draw_panel(axes: Any, name: str, rows: Sequence[Row], places: Sequence[floa
     first, last = to_view.transform([min(values), max(values)])
     margin = 0.06 * (last - first)
     view = axes.set_xlim(to_view.inverted().transform([first - margin, last + margin]))
-    for tick in (ticks := _ticks(axes, TICKS[scale], none)):
+    for tick in (ticks := _ticks(axes, TICKS[scale], neutral)):
         axes.axvline(tick, color="#e4e7ea", linewidth=0.8, zorder=0)
-    axes.axvline(none, color="#808890", linewidth=1.0, zorder=1)
+    axes.axvline(neutral, color="#808890", linewidth=1.0, zorder=1)
     axes.set_xticks(ticks, [f"{tick:g}" if is_ratio or not tick else signed(tick, "g") for tick in ticks])
     axes.minorticks_off()
     for one, mark, y in zip(rows, marks, places, strict=True):
@@ -145,11 +144,11 @@ def _write(axes: Any, y: float, text: str, color: str) -> None:
     axes.text(1.01, y, text, color=color, va="center", fontsize=7.5, transform=axes.get_yaxis_transform())
 
 
-def _ticks(axes: Any, values: Sequence[float], none: float) -> list[float]:
-    """The `values` in view, without those that are too close to one nearer to `none`."""
+def _ticks(axes: Any, values: Sequence[float], neutral: float) -> list[float]:
+    """The `values` in view, without those that are too close to one nearer to `neutral`."""
     to_view = axes.transData - axes.transAxes
     kept: dict[float, float] = {}
-    for value in sorted(values, key=lambda value: abs(to_view.transform((value, 0))[0] - to_view.transform((none, 0))[0])):
+    for value in sorted(values, key=lambda value: abs(to_view.transform((value, 0))[0] - to_view.transform((neutral, 0))[0])):
         place = to_view.transform((value, 0))[0]
         if 0 < place < 1 and all(abs(place - other) > 0.1 for other in kept.values()):
             kept[value] = place

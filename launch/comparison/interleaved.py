@@ -1,8 +1,7 @@
 """Runs several scripts on one machine with interleaved steps, so that a slow moment of the machine affects all of them alike.
 
-Each script trains, as `launch/pretrain.py` does, under DeepSpeed's launcher if it has several ranks. The scripts are started one after
-another, so that none of them trains while another one starts up. Then each in turn makes `launch.training.interleaving.STEPS` steps while
-the others wait.
+Each script trains like `launch/pretrain.py`, under DeepSpeed's launcher if it has several ranks. The scripts are started one after another,
+so that none trains while another starts up. Then one at a time makes `launch.training.interleaving.STEPS` steps while the others wait.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ import psutil
 
 from launch.training import interleaving
 
-#: Seconds between two checks of whether a run has ended while it should make steps.
+#: Seconds between two checks of whether a run has ended.
 POLL_SECONDS = 0.2
 #: Seconds that a stopped run has to finish its step and write a checkpoint before it is killed.
 STOP_SECONDS = 120.0
@@ -127,9 +126,9 @@ def run_interleaved(scripts: Mapping[str, tuple[int, Sequence[str]]], folder: Pa
     """Run all `scripts` with interleaved steps.
 
     Args:
-        scripts: the ranks of each by its name, and the script with its arguments.
-        folder: `<folder>/<name>.out` holds what a script printed.
-        on_steps: called with a name and the number of steps just made, and with 0 when it has started.
+        scripts: name -> (ranks, script with its arguments).
+        folder: `<folder>/<name>.out` gets the output of a script.
+        on_steps: called with a name and the number of steps just made; 0 when it has started.
 
     Returns:
         The exit code of each, by name.

@@ -1,7 +1,7 @@
 """The report of a comparison for readers: `report.html`, a single file that works offline, and `loss.png`.
 
 `launch/compare.py` writes both. `page.html` is the template, `page.js` draws the curves with plotly. Names of runs, and the keys and values
-in their files, are text of unknown origin: the template escapes them, and the page forbids all scripts but its own.
+in their files, are untrusted text: the template escapes them, and the page forbids all scripts but its own.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ from model.presets import ModelShape
 HERE = Path(__file__).resolve().parent
 #: Where reports go without --out.
 REPORTS = Path("runs/reports")
-#: Figures that are printed for pairs without claims, and that the table of all sides has.
+#: Figures printed for pairs without claims, and shown in the table of all sides.
 MAIN_FIGURES = ("final_val_loss", "step_seconds", "peak_memory_bytes", "bytes_per_step")
 
 #: Points per curve; fewer, but at least 200, if there are more than 30 runs, so that the page stays below 10 MB.
 POINTS = 1000
-#: What curves can be drawn over: column of `Run.columns` -> label.
+#: The x axes of the curves: column of `Run.columns` -> label.
 AXES = {"step": "steps", "tokens": "tokens", "seconds": "seconds", "flops": "FLOPs of all ranks", "bytes": "bytes sent by rank 0"}
 LOSSES = {"val_loss-control": "validation loss − control's", "val_loss": "validation loss", "loss": "training loss"}
 #: Metrics that are measured in each step; their mean over seeds is smoothed over 1% of the run.
@@ -158,7 +158,7 @@ def answers(pair: Pair) -> list[str]:
 
 
 def trust(pair: Pair) -> str:
-    """What the answer rests on: seeds, testbed, and what makes it weaker."""
+    """How reliable the answer is, in sentences: seeds, interleaving, testbed."""
     count = len(pair.seeds)
     found = [
         f"{count} pair{'s' * (count != 1)} of runs with the same seed" + (", interleaved." if pair.interleaved else ", not interleaved.")
@@ -190,7 +190,7 @@ def _forest(pairs: Iterable[Pair]) -> str:
 
 
 def _by_seed(pair: Pair) -> list[list[str]]:
-    """The pairs: seed, both final losses, their difference, and the ratio of the step times."""
+    """A row per pair: seed, both final losses, their difference, and the ratio of the step times."""
     loss, time = (pair.figures.get(name, Figure({}, {}, None, None)) for name in (LOSS, "step_seconds"))
     rows = []
     for seed in pair.seeds:
@@ -202,7 +202,7 @@ def _by_seed(pair: Pair) -> list[list[str]]:
 
 
 def _facts(runs: Sequence[Run]) -> dict[str, str]:
-    """What was compared: each fact with its distinct values."""
+    """Facts about the compared runs, each with its distinct values."""
     shapes = [ModelShape(**run.description["shape"]) for run in runs]
     facts = {
         "seeds": [_seeds(run.seed for run in runs)],
@@ -304,7 +304,7 @@ def _number(name: str, value: float, sign: str = "") -> str:
 
 
 def _curves(comparison: Comparison) -> dict[str, Any]:
-    """What `page.js` draws: `curves`, one for each run and one for the mean of each side.
+    """The data of `page.js`: `curves`, one for each run and one for the mean of each side.
 
     A curve has the values of each axis (`x`) at up to `POINTS` evenly spaced rows, and for each metric (`y`) the steps and the values that
     are drawn; all float32 in base64. `page.js` interpolates between the rows to place a step on another axis.
@@ -333,7 +333,7 @@ def _curves(comparison: Comparison) -> dict[str, Any]:
 
 
 def _metrics(runs: Sequence[Run]) -> list[str]:
-    """The logged metrics other than losses and axes, unless all runs have the same constant; the rarest first."""
+    """The logged metrics other than losses and axes, without those that are constant over all runs; the rarest first."""
     found: dict[str, list[Column]] = {}
     for run in runs:
         for name in run.columns.keys() - {*AXES, "loss", "val_loss"}:
@@ -375,7 +375,7 @@ def started_runs(side: Side) -> list[Run]:
 
 
 def mean_columns(runs: Sequence[Run]) -> dict[str, Column]:
-    """The mean of each column over `runs` at the steps that all of them have; NaN where one of them is. `NOISY` columns are smoothed."""
+    """The mean of each column over `runs` at the steps that all have; NaN if any run's value is. `NOISY` columns are smoothed."""
     if not runs:
         return {axis: np.zeros(0) for axis in AXES}
     steps = runs[0].columns["step"]

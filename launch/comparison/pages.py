@@ -1,10 +1,10 @@
-"""The pages and pictures that are written from the committed data: recipe.json, testbed.json, results.json, tuning.json and noise.json.
+"""Generates pages and pictures from the committed data: recipe.json, testbed.json, results.json, tuning.json and noise.json.
 
 make pages                   # python -m launch.comparison.pages --write
 
-The pages are written by hand, except for the parts between the lines `BEGIN` and `END`: tables and results in README.md, in the index
-(recipes/README.md), on each recipe's page and on the page of the testbeds. Nothing in them is stored: verdicts are judged anew from the
-measures of the published runs. A test compares what stands there with what this writes.
+Only the parts between the lines `BEGIN` and `END` are generated: tables and results in README.md, in the index (recipes/README.md), on each
+recipe's page and on the page of the testbeds. Verdicts are recomputed from the measures of the published runs. A test compares the pages
+with the output of this module.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ INDEX = ROOT / "recipes" / "README.md"
 README = ROOT / "README.md"
 RESULTS = "results.json"
 
-#: The lines around a part of a page that is written here.
+#: The lines around a generated part.
 BEGIN, END = "<!-- {}, by `make pages` -->\n", "<!-- end -->\n"
 UNMEASURED = "not measured yet"
-#: For results whose claims or testbed were changed after they were published: they are not judged.
+#: Shown for results whose claims or testbed were changed after publication.
 OUTDATED = "measured before the claims or the testbed were changed, so not judged"
 NULLS = {
     "precision": "fp32 instead of bf16",
@@ -52,12 +52,12 @@ SETTING = ("flags", "tuned", "target_loss", "ranks")
 
 
 def planned(recipe: str, testbed: str) -> dict[str, Any]:
-    """What decides how a recipe is judged on a testbed, as the files state it now: the experiment, the testbed's setting, both sides."""
+    """The current plan of a recipe on a testbed: the experiment, the testbed's setting, both sides."""
     return plan_in(lambda file: read_json(ROOT / file), recipe, testbed)
 
 
 def plan_in(read: Callable[[str], dict[str, Any]], recipe: str, testbed: str) -> dict[str, Any]:
-    """As `planned`, from files that `read` returns, or an empty object for one that is missing; empty without such an experiment."""
+    """`planned` from the files that `read` returns ({} for a missing one); {} if the recipe has no such experiment."""
     own, control, setting = (read(file) for file in plan_files(recipe, testbed))
     experiment = own.get("experiments", {}).get(testbed)
     if experiment is None:
@@ -68,7 +68,7 @@ def plan_in(read: Callable[[str], dict[str, Any]], recipe: str, testbed: str) ->
 
 
 def plan_files(recipe: str, testbed: str) -> tuple[str, str, str]:
-    """The files that `planned` reads: of the recipe, of the recipe that is its control (there need not be one), of the testbed."""
+    """The files that `planned` reads: the recipe's, its control's (which may not exist) and the testbed's."""
     control = Path(read_recipe(ROOT / "recipes" / recipe).control).stem
     return f"recipes/{recipe}/recipe.json", f"recipes/{control}/recipe.json", f"recipes/testbeds/{testbed}/testbed.json"
 
@@ -77,8 +77,7 @@ def plan_files(recipe: str, testbed: str) -> tuple[str, str, str]:
 class Published:
     """A recipe on a testbed.
 
-    entry: what results.json holds; None if nothing was published. pair: its runs, compared; None if nothing was published for the claims
-    as they stand.
+    entry: of results.json; None if nothing was published. pair: its runs, compared; None if nothing was published for the current claims.
     """
 
     recipe: Recipe
@@ -111,13 +110,13 @@ def published() -> list[Published]:
     for cell, entry in judged:
         control, own = ([read_stored_run(run) for run in entry[side]] for side in ("control", "recipe"))
         stored.append((cell.recipe, cell.testbed, control, own))
-    for (cell, _), pair in zip(judged, compare_experiments(stored, force=True).pairs, strict=False):  # then pairs of two recipes
+    for (cell, _), pair in zip(judged, compare_experiments(stored, force=True).pairs, strict=False):  # pairs of two recipes follow
         cell.pair = _with_short_names(pair)
     return cells
 
 
 def _with_short_names(pair: Pair) -> Pair:
-    """Where several recipes have the same control, the names of their sides contain the name of a run; here they do not."""
+    """The pair with its sides named by DeepSpeed JSON and recipe, without the names of runs that `Side.name` may have."""
     name = pair.recipe.name if pair.recipe else pair.side.name
     control = Path(pair.control.runs[0].description["config_file"]).stem
     return replace(pair, control=replace(pair.control, name=control), side=replace(pair.side, name=name))
@@ -177,10 +176,10 @@ def _claim_row(verdict: Verdict, one: Published) -> list[str]:
 
 
 def _plan(claim: Claim, one: Published) -> str:
-    """The truth that was assumed; of the loss, also the power at the noise of the testbed and at the ends of its interval.
+    """The assumed true value; for the loss, also the power at the testbed's noise and at the ends of the noise's interval.
 
-    Of "equal" the noise is that of rounding. Other claims are about techniques that train differently: the noise is that of a perturbation.
-    Where the testbed's noise is not measured, it is that of another testbed of the device.
+    For "equal" the noise is that of rounding (precision, accumulation), for other questions that of a perturbation (trajectory). If the
+    testbed's noise is not measured, that of another testbed of the device is used.
     """
     truth = f"if the true {claim.scale} is {_number(claim, claim.expected)}"
     noisy = [one.testbed.name, *(testbed.name for testbed in read_testbeds(one.testbed.device))]
@@ -209,7 +208,7 @@ def _listed(values: Iterable[Any]) -> str:
 
 
 def _link(testbed: Testbed) -> str:
-    """To the testbed's heading, by the anchor that GitHub gives to it."""
+    """A link to the testbed's heading, with GitHub's anchor."""
     anchor = re.sub(r"[^\w -]", "", testbed.name.lower()).replace(" ", "-")
     return f"../testbeds/README.md#{anchor}"
 
@@ -223,7 +222,7 @@ def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def questions() -> str:
-    """What a claim may say, as a Markdown table."""
+    """The kinds of claims, as a Markdown table."""
     rows = []
     for name, kind in QUESTIONS.items():
         what = "loss" if kind.scale == "difference" else "quantity"
@@ -331,7 +330,7 @@ def _noise(testbed: str) -> Iterator[str]:
     )
 
 
-# --- all of it ------------------------------------------------------------------------------------------------------------------------
+# --- writing --------------------------------------------------------------------------------------------------------------------------
 
 
 def pages(cells: list[Published] | None = None) -> dict[Path, str]:
@@ -349,7 +348,7 @@ def pages(cells: list[Published] | None = None) -> dict[Path, str]:
 
 
 def with_parts(page: Path, text: str, parts: Mapping[str, str]) -> str:
-    """`text`, which the file `page` holds, with each named part written anew. Raises ValueError if the page lacks the part's lines."""
+    """`text`, the content of `page`, with the named parts replaced. Raises ValueError if the page lacks a part's lines."""
     for name, part in parts.items():
         begin = BEGIN.format(name)
         before, _, rest = text.partition(begin)
@@ -380,7 +379,7 @@ def pictures(cells: list[Published] | None = None) -> dict[Path, Callable[[Path]
 
 
 def write_pages() -> None:
-    """Write every page, draw every picture, and remove the picture of a recipe that has no results any more."""
+    """Write every page, draw every picture, and remove pictures of recipes without results."""
     cells = published()
     drawn = pictures(cells)
     for file in ROOT.glob("recipes/*/loss.png"):

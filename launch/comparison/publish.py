@@ -21,7 +21,7 @@ from launch.training.provenance import machine_in_words, repository_commit
 from launch.training.run_json import commits_of
 from recipes.registry import ROOT, Recipe, Testbed
 
-#: What the numbers of a run depend on, as patterns of git.
+#: The files that the numbers of a run depend on, as git pathspecs.
 TRAINING = [*CODE, "ds_configs", "constraints.txt", ":(glob)recipes/*.py", ":(glob)recipes/*/*.py", ":(exclude)recipes/claims.py"]
 
 
@@ -37,7 +37,7 @@ def publish(comparison: Comparison) -> None:
     """Write results.json of each recipe, the pictures, and the pages.
 
     Raises:
-        UsageError: the results could not be reproduced, or are not those of the experiment as it was planned.
+        UsageError: the results could not be reproduced, or do not follow the plan of the experiment.
     """
     if comparison.mismatches:
         raise UsageError(f"--publish: {comparison.mismatches[0]}; publish a comparison that needs no --force")
@@ -50,7 +50,7 @@ def publish(comparison: Comparison) -> None:
 
 
 def _entry(pair: Pair) -> dict[str, Any]:
-    """What results.json holds about a pair. Raises UsageError if it may not be published."""
+    """The entry of results.json for a pair. Raises UsageError if it may not be published."""
     recipe, testbed = pair.recipe, pair.testbed
     assert recipe is not None
     if testbed is None or pair.experiment is None:
@@ -67,8 +67,8 @@ def _entry(pair: Pair) -> dict[str, Any]:
     own = {commit for run in pair.side.runs for commit in commits_of(run.description)}
     if unplanned := [commit for commit in own if plan_at(commit, recipe.name, testbed.name) != now]:
         raise UsageError(
-            f"{where}: its runs are of commit {unplanned[0][:7]}, which does not contain the claims and the setting as they stand now;"
-            " commit them first, then train again in another --runs_dir"
+            f"{where}: its runs are of commit {unplanned[0][:7]}, which does not contain the current claims and setting; commit them first,"
+            " then train again in another --runs_dir"
         )
     earlier = read_json(ROOT / "recipes" / recipe.name / RESULTS).get(testbed.name)
     entry = {
@@ -127,7 +127,7 @@ def check_tuned(recipe: Recipe, testbed: Testbed) -> None:
 
 
 def plan_at(commit: str, recipe: str, testbed: str) -> dict[str, Any]:
-    """What `planned` returned at a commit; empty if the files were not there."""
+    """`planned` at a commit; {} if the files did not exist."""
     return plan_in(lambda file: json.loads(_git("show", f"{commit}:{file}") or "{}"), recipe, testbed)
 
 
@@ -143,7 +143,7 @@ def claims_in(plan: dict[str, Any]) -> Any:
 
 
 def first_commit(recipe: str, testbed: str, part: Callable[[dict[str, Any]], Any] = lambda plan: plan) -> str:
-    """The commit since which a part of the plan of a recipe on a testbed stands unchanged; by default the whole plan."""
+    """The commit that last changed a part of the plan of a recipe on a testbed; by default the whole plan."""
     now, found = part(planned(recipe, testbed)), ""
     commits = _git("log", "--format=%H", "--", *plan_files(recipe, testbed)) or ""
     for commit in commits.split():  # the newest first
@@ -151,12 +151,12 @@ def first_commit(recipe: str, testbed: str, part: Callable[[dict[str, Any]], Any
             break
         found = commit
     if not found:
-        raise UsageError(f"--publish: no commit contains the claims of {recipe} on {testbed} as they stand now; commit them first")
+        raise UsageError(f"--publish: no commit contains the current claims of {recipe} on {testbed}; commit them first")
     return found
 
 
 def _git(*words: str) -> str | None:
-    """What git prints; None if it fails."""
+    """The output of git; None if it fails."""
     done = subprocess.run(["git", "-C", str(ROOT), *words], capture_output=True, text=True, check=False)
     return done.stdout if done.returncode == 0 else None
 

@@ -43,7 +43,7 @@ class Run:
 
     Attributes:
         folder: where it was read.
-        name: the folder's name; text of unknown origin.
+        name: the folder's name; untrusted text.
         description: its `run.json`.
         columns: float64, an entry for each line, all of one length: `COLUMNS`, every other numeric metric, and "bytes", the running sum of
             "bytes_sent"; "flops" is a running sum too. NaN where a line lacks the key or its number is not finite. The line of step 0, the
@@ -74,7 +74,7 @@ class Run:
 
 
 def _end(description: dict[str, Any]) -> dict[str, Any]:
-    """What `run.json` says about the end of the run; empty before it."""
+    """The entry of `run.json` about the end of the run; {} before it."""
     end = description.get("finished")
     return end if isinstance(end, dict) else {}
 
@@ -95,8 +95,8 @@ def read_run(folder: str | Path) -> Run:
     if not lines:
         remarks.append("metrics.jsonl contains no step")
     changes = (one.get("changes") for one in description.get("resumes", []) if isinstance(one, dict))
-    lines_of_changes = [str(line) for of_resume in changes if isinstance(of_resume, list) for line in of_resume]
-    if settings := [line for line in lines_of_changes if re.split("[.:]", line)[0] not in NOT_REMARKED]:
+    changed = [str(line) for lines_of_resume in changes if isinstance(lines_of_resume, list) for line in lines_of_resume]
+    if settings := [line for line in changed if re.split("[.:]", line)[0] not in NOT_REMARKED]:
         remarks.append(f"a resume changed {'; '.join(settings)}: the settings shown are the last ones")
     columns = _columns(lines)
     for key, name in (("loss", "training loss"), ("val_loss", "validation loss")):
@@ -196,13 +196,13 @@ def _measures(description: dict[str, Any], columns: dict[str, Column], finished:
 
 
 def _spikes(described: dict[str, Any], columns: dict[str, Column]) -> dict[str, float]:
-    """The numbers of spikes in the rows of steps; empty if the run has no gradient norms."""
+    """The numbers of spikes in and after the warm-up; empty if the run has no gradient norms."""
     if "grad_norm" not in columns:
         return {}
     norm, loss, step, tokens = (columns[name] for name in ("grad_norm", "loss", "step", "tokens"))
     before = np.lib.stride_tricks.sliding_window_view(np.concatenate([np.full(SPIKE_WINDOW, np.nan), norm[:-1]]), SPIKE_WINDOW)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)  # no norm is before the first step
+        warnings.simplefilter("ignore", RuntimeWarning)  # the window before the first step has only NaN
         typical = np.nanmedian(before, axis=1)
     warmup = described["warmup_steps"] if is_finite_number(described.get("warmup_steps")) else 0
     in_warmup = step <= warmup
@@ -222,7 +222,7 @@ NOT_PUBLISHED = {"command", "data", "quiet", "resume", "runs_dir"}
 
 
 def stored_run(run: Run) -> dict[str, Any]:
-    """`run` as a `results.json` holds it: what a comparison needs of its description, its measures, and its evaluations."""
+    """The entry of `run` in a `results.json`: the keys of its description that a comparison needs, its measures, and its evaluations."""
     description = {key: value for key, value in run.description.items() if key not in NOT_PUBLISHED}
     description["config_file"] = "/".join(Path(description["config_file"]).parts[-2:])
     description["corpus"] = {key: value for key, value in description["corpus"].items() if key != "path"}

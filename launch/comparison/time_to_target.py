@@ -32,7 +32,7 @@ Array = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Reached:
-    """Where a run first has the target loss: at `at`, in seconds or tokens; if it is censored, later than at `at`, its end."""
+    """Where a run first reaches the target loss, in seconds or tokens; if censored, later than `at`, which is then its end."""
 
     at: float
     censored: bool = False
@@ -56,7 +56,7 @@ class RatioToTarget:
 
 
 def reached_at(x: Array, val_loss: Array, target: float) -> Reached | None:
-    """Where a run first has the loss `target`.
+    """Where a run first reaches the loss `target`.
 
     Args:
         x: (rows,), the seconds or tokens so far, not decreasing.

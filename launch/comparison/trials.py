@@ -74,8 +74,8 @@ def plan_experiment(
     """The runs of a recipe and of its control.
 
     On a testbed, each side has the testbed's flags with the values that were tuned for it. Otherwise, both sides have the recipe's
-    suggested flags; an architecture among them is the recipe's alone. `flags` override both, but a `--set` of the recipe's technique would
-    switch it on in the control too, and is the recipe's alone.
+    suggested flags, except for an architecture, which only the recipe gets. `flags` override both; only the recipe gets a `--set` of its
+    technique, which would switch the technique on in the control.
 
     Raises:
         CannotRun: this machine lacks what one of them needs, or the flags are refused.
@@ -98,7 +98,7 @@ def plan_experiment(
 def settings_on(testbed: Testbed, config: str, recipe: Recipe | None = None) -> Flags:
     """The flags of the runs of `config` on a testbed: the testbed's own, with the tuned values of `recipe`, by default of `tuned_by`.
 
-    Raises UsageError if it would replace another `set` of the testbed.
+    Raises UsageError if a tuned `set` would replace the testbed's `set` of another key.
     """
     tuned = recipe or tuned_by(config, testbed)
     base, own = {**testbed.flags, **testbed.tuned}, tuned.experiments[testbed.name].tuned if tuned else {}
@@ -111,7 +111,7 @@ def settings_on(testbed: Testbed, config: str, recipe: Recipe | None = None) -> 
 
 
 def tuned_by(config: str, testbed: Testbed) -> Recipe | None:
-    """The recipe whose DeepSpeed JSON `config` is, if it is tuned on the testbed itself; None if it takes the values of the control."""
+    """The recipe with the DeepSpeed JSON `config` and a sweep of its own on the testbed; None if `config` takes the control's values."""
     recipes = (read_recipe(ROOT / "recipes" / name) for name in recipe_names())
     tuned = (one for one in recipes if one.config == config and testbed.name in one.experiments and one.experiments[testbed.name].sweep)
     return next(tuned, None)
@@ -163,7 +163,7 @@ def fitting_groups(trials: Sequence[Trial], at_once: int | None) -> list[list[Tr
 
 
 def in_order(experiments: Iterable[PlannedExperiment]) -> list[list[Trial]]:
-    """The distinct runs in batches to be interleaved, by seed: a batch has the runs of experiments that share a run."""
+    """The distinct runs in batches to interleave, seed by seed. Experiments that share a run are in the same batch."""
     seeds: dict[int, list[dict[str, Trial]]] = {}
     for experiment in experiments:
         for pair in zip(experiment.control, experiment.own, strict=True):

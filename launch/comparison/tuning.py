@@ -34,7 +34,7 @@ CONTROL = "ds_configs/zero0_bf16.json"
 #: The seed of sweeps, and the first of the null experiments with their number; verdicts use the seeds from 1 on.
 SWEEP_SEED = 0
 NOISE_SEED, NOISE_SEEDS = 101, 5
-#: What the axes of a sweep's picture say for a flag.
+#: Flag -> its label on an axis of a sweep's picture.
 FLAGS = {"lr": "peak learning rate", "min_lr": "learning rate at the end", "warmup_steps": "steps of warm-up"}
 #: The range of losses in that picture, in nats.
 LOSSES_SHOWN = 0.25
@@ -43,8 +43,7 @@ PERTURBATION = 1e-3
 
 
 def tune(flags: argparse.Namespace, passed_on: Sequence[str]) -> tuple[dict[str, Any], list[str], list[Run]]:
-    """Train the sweeps of the testbed that are missing: of the control, or of the recipe if one is given, and of its control if that has no
-    published sweep.
+    """Train the missing sweeps of the testbed: of the control; or of the given recipe, and of its control if that has no published sweep.
 
     Returns:
         The content of a `tuning.json`, lines that say what was chosen, and the runs.
@@ -81,8 +80,8 @@ def tune(flags: argparse.Namespace, passed_on: Sequence[str]) -> tuple[dict[str,
 class _Arm:
     """The sweep of one side on a testbed: its flags are varied one after another (coordinate descent).
 
-    Flags that are still to come have the first of their values; those before have the values chosen so far. `grid` is given if
-    the sweep is published, and `published_in` is its file, which names the machine.
+    Flags not swept yet have their first value, earlier ones the value chosen so far. `grid` and `published_in`, its file, are given if the
+    sweep is published.
     """
 
     testbed: Testbed
@@ -105,7 +104,7 @@ class _Arm:
         return best and {name: best[name] for name in self.sweep}
 
     def round(self, number: int) -> list[tuple[Flags, Trial]]:
-        """The values and the run of every point of the flag with this number."""
+        """The values and the run of each point in the sweep of flag `number`."""
         start = self.chosen or {name: values[0] for name, values in self.sweep.items()}
         points = [{**start, name: value} for name, values in [*self.sweep.items()][number : number + 1] for value in values]
         return [(point, _trial(self.config, {**self.testbed.flags, **point}, self.passed_on, SWEEP_SEED, self.ranks)) for point in points]
@@ -143,8 +142,8 @@ def _arms(testbed: Testbed, recipe: Recipe | None, flags: argparse.Namespace, pa
             arm.grid, arm.published_in = published["grid"], str(file.relative_to(ROOT)) if published["grid"] else ""
         arms.append(arm)
     if len({arm.size for arm in arms}) > 1:
-        told = " and ".join(f"{arm.config} {arm.size}" for arm in arms)
-        raise UsageError(f"--tune: the sweeps on {testbed.name} have different numbers of points ({told}); give both sides the same")
+        sizes = " and ".join(f"{arm.config} {arm.size}" for arm in arms)
+        raise UsageError(f"--tune: the sweeps on {testbed.name} have different numbers of points ({sizes}); give both sides the same")
     return arms
 
 
@@ -155,7 +154,7 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def published_sweep(config: str, testbed: Testbed) -> tuple[Path, dict[str, Any]]:
-    """The `tuning.json` that chooses the values of `config` on a testbed, and that sweep: an empty grid if it is not published."""
+    """The `tuning.json` with the sweep that sets the values of `config` on a testbed, and that sweep; its grid is empty if unpublished."""
     own = tuned_by(config, testbed)
     file = (ROOT / "recipes" / own.name if own else TESTBEDS / testbed.name) / "tuning.json"
     arms = read_json(file).get(testbed.name, {}).get("arms", {})
@@ -168,7 +167,7 @@ def _trial(config: str, settings: Flags, passed_on: Sequence[str], seed: int, ra
 
 
 def edges(grid: Sequence[Flags], chosen: Flags | None) -> list[str]:
-    """Which of the chosen numbers are not between others of the grid, in words. 0, which nothing is below, is no edge."""
+    """The chosen numbers at an edge of the grid, in words. 0 is no edge, because no value is below it."""
     if chosen is None:
         return ["every run diverged, lower the values of 'sweep'"]
     swept = {name: {point[name] for point in grid} for name, value in chosen.items() if value and not isinstance(value, str)}
@@ -177,7 +176,7 @@ def edges(grid: Sequence[Flags], chosen: Flags | None) -> list[str]:
 
 
 def measure_noise(flags: argparse.Namespace, passed_on: Sequence[str]) -> tuple[dict[str, Any], list[str], list[Run]]:
-    """Train the null experiments of the testbed that are missing.
+    """Train the missing null experiments of the testbed.
 
     Returns:
         The content of a `noise.json`, lines that say what was found, and the runs.
@@ -304,7 +303,7 @@ def draw_tuning(found: dict[str, Any], file: Path) -> None:
 
 
 def _lines(grid: Sequence[Flags]) -> dict[str, list[Flags]]:
-    """For each flag of a sweep, its points in ascending order: those that agree in all other flags, which were varied in its turn."""
+    """Flag of a sweep -> its points in ascending order: those that differ in this flag alone."""
     lines: dict[str, list[Flags]] = {}
     for flag in (key for key in grid[0] if key not in ("loss", "spikes")):
         agreeing: dict[str, list[Flags]] = {}
@@ -318,7 +317,7 @@ def _lines(grid: Sequence[Flags]) -> dict[str, list[Flags]]:
 
 
 def setting_name(flag: str, value: Any) -> str:
-    """What a flag sets: the key of `--set KEY=VALUE`, else its name."""
+    """The name of a setting: the key of `--set KEY=VALUE`, else the flag."""
     return str(value).partition("=")[0] if flag == "set" else flag
 
 

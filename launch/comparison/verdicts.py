@@ -1,8 +1,8 @@
 """Decides whether a claim about a recipe holds, fails, or is inconclusive given the noise between seeds.
 
 Recipe and control are run with the same seeds. The two runs of a seed are a pair, so the effect that the seed has on both cancels in their
-difference or ratio. A claim says that the true mean over pairs is between two bounds, of which "equal" has both and the other questions
-have one (ratios in logarithms, so that their mean is the geometric one). One-sided t-tests (Student, 1908) decide:
+difference or ratio. A claim says that the true mean over pairs is between two bounds ("equal"), or below one (all other questions). Ratios
+are in logarithms, so their mean is geometric. One-sided t-tests (Student, 1908) decide:
 
     holds          if the mean is shown to be inside all bounds. For "equal" these are the two one-sided tests of Schuirmann (1987).
     fails          if the mean is shown to be outside a bound; with two bounds, the smaller p-value is doubled.
@@ -107,7 +107,7 @@ class Interval:
     high: float | None
 
     def inverse(self) -> Interval:
-        """Of a ratio: that of control / recipe."""
+        """For a ratio recipe / control: the interval of control / recipe."""
         return Interval(1 / self.mean, self.high and 1 / self.high, self.low and 1 / self.low)
 
 
@@ -213,7 +213,7 @@ def _bounds(claim: Claim) -> tuple[float, float]:
 
 
 def _p_values(claim: Claim, control: Array, other: Array) -> tuple[Array, Array, npt.NDArray[np.bool_]]:
-    """(experiments, pairs) -> p-values of the nulls that "holds" and "fails" reject, and which have no noise; (experiments,) each.
+    """(experiments, pairs) -> p-values of the nulls that "holds" and "fails" reject, and whether there is no noise; (experiments,) each.
 
     Without noise the p-values are 0 and 1, and a claim that is met exactly, up to rounding, holds.
     """

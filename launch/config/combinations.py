@@ -1,7 +1,7 @@
-"""What cannot work together in a DeepSpeed JSON, and what has no effect in this training loop.
+"""Refuses values of a DeepSpeed JSON that cannot work, alone or together, and removes sections without effect in this training loop.
 
-DeepSpeed checks some pairs of values when it reads its JSON (`check_with_deepspeed`), and others when its engine starts. The ones here it
-finds after steps of training, or never.
+DeepSpeed checks some combinations when it reads its JSON (`check_with_deepspeed`), and others when its engine starts. Those refused here
+fail after steps of training, or silently.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from model.accounting import block_tensors
 from model.presets import ModelShape
 from recipes.technique import Technique, largest_divisor
 
-#: What `"auto"` means for the sizes of ZeRO's buffers, from the model's width d: what transformers fills in.
+#: `"auto"` for the sizes of ZeRO's buffers, from the model's width d, as in transformers.
 ZERO_AUTO: dict[str, Callable[[int], int]] = {
     "reduce_bucket_size": lambda d: d * d,
     "stage3_prefetch_bucket_size": lambda d: d * d * 9 // 10,
@@ -42,14 +42,14 @@ WITHOUT_EFFECT = {
     "use_data_before_expert_parallelism": "the model has no experts",
     "weight_quantization": "it is for inference",
 }
-#: What DeepSpeed has kernels for on CUDA only.
+#: Keys for which DeepSpeed has only CUDA kernels.
 CUDA_ONLY = (
     "zero_optimization.zero_quantized_weights",
     "aio.use_gds",
 )
 #: Weights that DeepSpeed's quantizer takes at a time: a rank's part of each parameter must be a multiple.
 QUANTIZED_TOGETHER = 8
-#: Ranks of a host without a launcher: the GPUs of a DGX or HGX.
+#: Assumed ranks of a host without a launcher: the GPUs of a DGX or HGX.
 GPUS_OF_A_HOST = 8
 #: The spellings of fp16 in the JSON.
 FP16 = ("fp16", "float16", "half", "torch.float16")
@@ -57,17 +57,17 @@ FP16 = ("fp16", "float16", "half", "torch.float16")
 MONITORS = {"wandb": "wandb", "comet": "comet_ml"}
 
 
-#: Keys that cannot be used in this project: not switched on, or not switched off.
-NOT_ON = {
+#: Keys that must not be switched on or off here -> the reason and the fix.
+MUST_BE_OFF = {
     "zero_optimization.zenflow": "gives wrong losses, or NaN, from the first step on (DeepSpeed 0.19.8, measured); leave it out",
-    # csrc/quantization/pt_binding.cpp casts the pointer to __half; quant_reduce.cu divides by no number of GPUs, and
-    # runtime/comm/coalesced_collectives.py by that of the hosts alone. On one host stage3.py does not come there.
+    # csrc/quantization/pt_binding.cpp casts the pointer to __half; quant_reduce.cu does not divide by the number of GPUs, and
+    # runtime/comm/coalesced_collectives.py only by the number of hosts. On one host stage3.py calls neither.
     "zero_optimization.zero_quantized_gradients": "gives wrong gradients over several hosts in DeepSpeed 0.19.8 (bf16 and fp32 bits are "
     "read as fp16, and a host's GPUs are summed instead of averaged), and has no effect on one host; leave it out",
     "zero_optimization.zero_quantized_nontrainable_weights": "is for frozen weights, and this project trains all weights; leave it out",
     "zero_optimization.stage3_module_granularity_threshold": "releases parameters that the backward pass still needs; leave it out",
-    "zero_optimization.legacy_stage1": "is gone from DeepSpeed; leave it out",
-    # superoffload_stage3.py keeps Adam's moments in a process of its own and has no code that saves them.
+    "zero_optimization.legacy_stage1": "is no longer in DeepSpeed; leave it out",
+    # superoffload_stage3.py keeps Adam's moments in another process and has no code to save them.
     "zero_optimization.offload_optimizer.super_offload": "loses Adam's moments on a resume in DeepSpeed 0.19.8; leave it out",
     "torch_autocast.enabled": "is not supported: enable 'bf16', which keeps fp32 master weights, and leave the section out",
     "checkpoint.use_node_local_storage": "spreads a checkpoint over the hosts, but a resume reads all of its files; leave it out",
@@ -76,7 +76,7 @@ NOT_ON = {
         "is not supported: a checkpoint must be complete when the engine returns; leave it out",
     ),
 }
-NOT_OFF = {
+MUST_BE_ON = {
     "zero_optimization.compute_grad_norm": "is false, but every step clips the gradients by their norm and logs it; leave it out",
     "managed_gradient_accumulation": "is false, but the loop steps the engine once per micro-batch; leave it out",
     "bf16.check_grad_overflow": "is false, so a non-finite gradient would corrupt the weights; leave it out",
@@ -94,16 +94,16 @@ OFFLOAD_STAGES: dict[str, dict[str, tuple[int, ...]]] = {
 
 
 def impossible_values(engine: EngineJson, ranks: int, shape: ModelShape, stage: int, precision: str) -> Iterator[tuple[str, str]]:
-    """Each key that cannot be used, or cannot be used with the others, as a dotted path, and the reason with the fix."""
+    """Each key that cannot be used, alone or with the others, as a dotted path, and the reason with the fix."""
     zero = "zero_optimization."
 
     def value(path: str) -> Any:
         return engine.get(*path.split("."))
 
-    yield from ((path, why) for path, why in NOT_ON.items() if value(path) not in (None, False, 0))
-    yield from ((path, why) for path, why in NOT_OFF.items() if value(path) is False)
+    yield from ((path, why) for path, why in MUST_BE_OFF.items() if value(path) not in (None, False, 0))
+    yield from ((path, why) for path, why in MUST_BE_ON.items() if value(path) is False)
     if stage == 3 and value(ratio := f"{zero}offload_optimizer.ratio") not in (None, 1):
-        # stage3.py makes a second optimizer for the rest, with parameter groups and states of its own.
+        # stage3.py makes a second optimizer for the rest, with its own parameter groups.
         yield ratio, "is not 1: the weights that stay on the GPU do not follow the learning rate in DeepSpeed 0.19.8; leave it out"
     for path, stages in STAGES.items():
         if _is_active(value(path)) and stage not in stages:
@@ -115,7 +115,7 @@ def impossible_values(engine: EngineJson, ranks: int, shape: ModelShape, stage: 
             yield zero + key, f"{device} offload works at stage {_or(stages)}, and this JSON is at stage {stage}; change one of them"
         if device == "nvme" and not section.get("nvme_path"):
             yield zero + key, 'device "nvme" needs "nvme_path": a folder on the drive, or "auto" for one in the run\'s folder; add it'
-    # From padded partitions other weights, or an assertion in the first forward pass (zero/partition_parameters.py).
+    # Padded partitions give wrong weights, or an assertion in the first forward pass (zero/partition_parameters.py).
     if value(zero + "zero_quantized_weights"):
         for name, sides in block_tensors(shape).items():
             if math.prod(sides) % (QUANTIZED_TOGETHER * ranks):
@@ -144,7 +144,7 @@ def _or(stages: tuple[int, ...]) -> str:
 
 
 def check_with_deepspeed(engine: EngineJson, ours: Iterable[str]) -> None:
-    """Note the first fault that DeepSpeed itself finds in `engine`, if any. `ours` are the top-level sections that it does not get."""
+    """Note the first fault that DeepSpeed itself finds in `engine`, if any. ours: the top-level sections that it does not get."""
     from deepspeed.runtime.config import DeepSpeedConfig  # here, because --help does without DeepSpeed
 
     # DeepSpeed would compare the global batch with the ranks of this process's group, which may not exist yet.
@@ -164,12 +164,12 @@ def check_with_deepspeed(engine: EngineJson, ours: Iterable[str]) -> None:
 
 
 def check_combinations(engine: EngineJson, ranks: int, shape: ModelShape, claimed: Mapping[str, type[Technique]]) -> None:
-    """Note what cannot work together in `engine`, and fill in the stage and the sizes of ZeRO's buffers.
+    """Note the values of `engine` that cannot work, and fill in the stage and the sizes of ZeRO's buffers.
 
     Args:
-        ranks: how many share the run.
-        shape: of the model, from whose width `"auto"` sizes follow.
-        claimed: the top-level sections that our own techniques take, with the technique.
+        ranks: of the run.
+        shape: of the model; its width sets the `"auto"` sizes.
+        claimed: top-level section -> the technique that reads it.
     """
     _refuse_other_places(engine, claimed.values())
     precision = _precision(engine)
@@ -177,7 +177,7 @@ def check_combinations(engine: EngineJson, ranks: int, shape: ModelShape, claime
         engine.settle(("zero_optimization",), {}, "DeepSpeed's default")
     engine.fill(("zero_optimization", "stage"), 0, "DeepSpeed's default")
     _drop_without_effect(engine, claimed)
-    if not engine.is_faulty("zero_optimization", "stage"):  # else what the stage allows cannot be said
+    if not engine.is_faulty("zero_optimization", "stage"):  # else the stage is unknown
         for path, why in list(impossible_values(engine, ranks, shape, engine.get("zero_optimization", "stage"), precision)):
             if not engine.is_faulty(*path.split(".")):
                 engine.fault(tuple(path.split(".")), why)
@@ -199,7 +199,7 @@ def _settle_second_partition(engine: EngineJson, ranks: int) -> None:
 
 
 def _refuse_other_places(engine: EngineJson, techniques: Iterable[type[Technique]]) -> None:
-    """Refuse a technique's section at another place where DeepSpeed documents it."""
+    """Refuse a technique's section at the other places where DeepSpeed documents it."""
     for cls in techniques:
         for place in cls.declaration.other_places:
             if _is_active(engine.get(*place.split("."))):

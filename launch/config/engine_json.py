@@ -1,8 +1,7 @@
 """The DeepSpeed JSON while it is resolved: its values, where each came from, and the faults found so far.
 
-A value with a fault is taken out, so that the checks behind it go on as if it had been left out: all faults of a file are reported
-at once, and none twice. What the file leaves open is filled in by `choose` and `settle`, which note the origin of each value; that is
-what `--explain` prints.
+A faulty value is removed, so that later checks treat it as left out: all faults of a file are reported at once, and none twice. `choose`
+and `settle` fill in what the file leaves open, and record the origin of each value for `--explain`.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ def value_at(values: dict[str, Any], path: Iterable[str | int]) -> Any:
 
 
 def leaves(values: dict[str, Any], path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
-    """The path of each value that is no section with keys, and the value."""
+    """The path and the value of each leaf: every value except non-empty sections."""
     for key, value in values.items():
         if isinstance(value, dict) and value:
             yield from leaves(value, (*path, key))
@@ -37,7 +36,7 @@ class EngineJson:
     """The JSON in `file`, changed by `overrides` (`--set key.path=value`).
 
     Attributes:
-        values: the JSON as it stands now.
+        values: the current content of the JSON.
         notes: notes on accepted values: one line each, with the place in the file.
         lacks: what the JSON needs and this machine does not have: a line each.
     """
@@ -55,7 +54,7 @@ class EngineJson:
             self._override(override)
 
     def _override(self, text: str) -> None:
-        """Apply `--set key.path=value`; the value is JSON, or a string where it is none."""
+        """Apply `--set key.path=value`; the value is JSON, or else a string."""
         keys, equals, raw = text.partition("=")
         path = tuple(keys.split("."))
         if not equals or not raw or not all(path):
@@ -116,7 +115,7 @@ class EngineJson:
     # --- faults and notes -----------------------------------------------------------------------------------------------------------
 
     def fault(self, path: KeyPath, message: str, meant: str | None = None) -> None:
-        """Note a fault, and take the value out.
+        """Note a fault, and remove the value.
 
         meant: the key that a misspelt one stands for; it counts as faulty too, so that it is not reported as missing.
         """
@@ -139,7 +138,7 @@ class EngineJson:
         self.lacks.append(self._line(path, message))
 
     def _line(self, path: KeyPath, message: str) -> str:
-        """`message` after the place of `path`; a message that does not begin with "is" or "has" follows a colon."""
+        """The place of `path` and `message`, after a colon unless the message begins with "is" or "has"."""
         return f"{self.where(path)}{' ' if message.startswith(('is ', 'has ')) else ': '}{message}"
 
     def is_faulty(self, *path: str | int) -> bool:
@@ -158,20 +157,20 @@ class EngineJson:
         value = value_at(self.values, path)
         return None if value == "auto" else value
 
-    def agree(self, path: KeyPath, flag: str, given: Any) -> Any:
-        """The value at `path` or the flag's, which must not contradict each other; None where neither is there."""
+    def value_or_flag(self, path: KeyPath, flag: str, given: Any) -> Any:
+        """The value at `path`, else the flag's, `given`; None if neither is set. Notes a fault if they differ."""
         value = self.get(*path)
         if value is not None and given is not None and value != given:
             self.fault(path, f'is {json.dumps(value)}, but --{flag} is {given}; write "auto" in the JSON or leave the flag out')
         return given if value is None else value
 
     def choose(self, path: KeyPath, flag: str, flags: argparse.Namespace, fallback: Any, origin: str) -> Any:
-        """The value at `path`: the file's own where it gives one, which must not contradict the flag; else the flag's; else `fallback`.
+        """`value_or_flag`, else `fallback`. The value is written into the JSON where the file leaves it open.
 
-        The value is written into the JSON where the file leaves it open. origin: where the fallback comes from.
+        origin: where the fallback comes from.
         """
         given = getattr(flags, flag)
-        value = self.agree(path, flag, given)
+        value = self.value_or_flag(path, flag, given)
         if value is None:
             value = fallback
         self.fill(path, value, origin if given is None else flags.origins[flag])

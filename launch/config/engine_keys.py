@@ -34,12 +34,12 @@ SGD_PARAMS: Rules = {
     "momentum": {"types": ["number"], "minimum": 0, "maximum": 0.9999},
     "weight_decay": PARAMS["weight_decay"],
 }
-#: What to write instead of a removed key, where the advice of DeepSpeed's own message does not apply here.
+#: Removed key -> advice, where that of DeepSpeed's own message does not apply here.
 INSTEAD = {
     "amp": "Write 'bf16' or 'fp16' instead.",
     "sparse_gradients": "The gradients of the embedding are dense.",
 }
-#: Old names that DeepSpeed still reads: what to write instead.
+#: Old name that DeepSpeed still reads -> what to write instead.
 OLD_NAMES = {
     "bfloat16": "'bf16'",
     "aio.thread_count": "'intra_op_parallelism'",
@@ -57,7 +57,7 @@ def check_engine_keys(engine: EngineJson, ours: Rules) -> None:
     Deletes what is removed and switched off (`"enabled": false`), which DeepSpeed would refuse.
 
     Args:
-        ours: the rules of the top-level sections that the project's own techniques claim.
+        ours: the rules of the top-level sections of the project's own techniques.
     """
     schema = engine_schema()
     for key, value in list(engine.values.items()):
@@ -67,8 +67,8 @@ def check_engine_keys(engine: EngineJson, ours: Rules) -> None:
 
 
 def section_rule(technique: type[Technique]) -> Rule:
-    """The rule of a section that `technique` claims."""
-    auto = any(rule.get("auto") for rule in technique.declaration.keys.values())  # then of the section too
+    """The rule of the section that `technique` reads; it may be `"auto"` if one of its keys may."""
+    auto = any(rule.get("auto") for rule in technique.declaration.keys.values())
     return {"types": ["object"], "keys": {"enabled": {"types": ["boolean"]}, **technique.declaration.keys}, "auto": auto}
 
 
@@ -91,10 +91,10 @@ def check_section(engine: EngineJson, path: KeyPath, rules: Rules) -> None:
 
 
 def _unknown(path: KeyPath, value: Any, section: dict[str, Any], rules: Rules) -> tuple[str, str | None]:
-    """What is wrong with an unknown key, and the key that was meant, if any: unused ones that take such a value are preferred."""
+    """What is wrong with an unknown key, and the key that was probably meant: preferably an unused one that takes such a value."""
     key, name, schema = str(path[-1]), dotted(path), engine_schema()
     if name in schema.removed:
-        return f"is gone from DeepSpeed {schema.version}; remove it. {INSTEAD.get(name) or schema.removed[name]}", None
+        return f"is no longer in DeepSpeed {schema.version}; remove it. {INSTEAD.get(name) or schema.removed[name]}", None
     if name in OLD_NAMES:
         return f"is an old name; write {OLD_NAMES[name]} instead", None
     home = _homes().get(key)
@@ -111,7 +111,7 @@ def _unknown(path: KeyPath, value: Any, section: dict[str, Any], rules: Rules) -
 
 @cache
 def _homes() -> dict[str, str]:
-    """The path of every key that occurs in only one place, by the name of the key; and of `max_grad_norm`, which other projects write."""
+    """Name -> dotted path, for keys that occur in one place only, and for `max_grad_norm`, which other projects write."""
     places: dict[str, set[str]] = {}
 
     def walk(rules: Rules, path: KeyPath) -> None:
@@ -132,7 +132,7 @@ def _homes() -> dict[str, str]:
 
 
 def defaults_left_open(config: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """The dotted keys that `config` leaves out, with the value that DeepSpeed takes: at the top level, and in the sections it has."""
+    """The dotted keys that `config` leaves out, at the top level and in its sections, with DeepSpeed's defaults."""
 
     def walk(section: dict[str, Any], rules: Rules, path: KeyPath) -> Iterator[tuple[str, Any]]:
         for key, rule in rules.items():

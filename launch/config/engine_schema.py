@@ -1,4 +1,4 @@
-"""The rules of the keys that DeepSpeed reads: from its own pydantic models, and from tables of what it reads by hand.
+"""The rules of the keys that DeepSpeed reads: from its own pydantic models, and from tables for the keys without a model.
 
 DeepSpeed ignores an unknown top-level key in silence (DeepSpeed#653, #774, #1809), so `launch.config.engine_keys` checks a JSON by these
 rules. A rule says `types`, `enum`, `minimum`, `above`, `maximum`, `default`, `auto` (whether `"auto"` is allowed), `items` (the types in a
@@ -49,7 +49,7 @@ STRING_OR_NULL: Rule = {"types": ["string", "null"]}
 #: The spellings that DeepSpeed has for the types of tensors.
 DTYPES = (*["fp32", "float32", "float", "fp16", "float16", "half", "bf16", "bfloat16", "torch.float32", "torch.float16", "torch.bfloat16"],)
 
-#: What DeepSpeed reads key by key from the JSON, without a model (deepspeed/runtime/config.py).
+#: Keys that DeepSpeed reads from the JSON without a model (deepspeed/runtime/config.py).
 READ_BY_HAND: Rules = {
     **{
         key: _count() | {"maximum": 10**12, **AUTO}
@@ -100,7 +100,7 @@ READ_BY_HAND: Rules = {
     # Features that have no effect in this training loop (launch.config.combinations.WITHOUT_EFFECT).
     **dict.fromkeys(("autotuning", "data_efficiency", "expert_parallel", "pipeline", "tensor_parallel", "weight_quantization"), _section()),
     "datastates_ckpt": _section(None, "null"),
-    # Refused if it is switched on (launch.config.combinations.NOT_ON).
+    # Refused if it is switched on (launch.config.combinations.MUST_BE_OFF).
     "torch_autocast": _section(),
 }
 _TOTAL: Rules = {"total_num_steps": _count() | AUTO}
@@ -119,15 +119,15 @@ SCHEDULES: dict[str, Rules] = {
         **{key: {"types": ["number"], "minimum": 0, "maximum": 1} for key in ("warmup_min_ratio", "cos_min_ratio")},
     },
 }
-#: Added to the models, which leave these out: what the engine asserts later in its code, or does not check at all.
+#: Rules that the models lack: the engine checks them later, or not at all.
 BOUNDS: dict[str, Rule] = {
-    # In elements, and allocated whole: more than 10^11 fit on no device.
+    # In elements, allocated as a whole: no device holds more than 10^11.
     "zero_optimization.reduce_bucket_size": {"minimum": 1, "maximum": 10**11, **AUTO},
     "zero_optimization.allgather_bucket_size": {"minimum": 1, "maximum": 10**11},
     **dict.fromkeys(("zero_optimization.stage3_prefetch_bucket_size", "zero_optimization.stage3_param_persistence_threshold"), AUTO),
     **dict.fromkeys(("zero_optimization.zero_hpz_partition_size", "bf16.enabled", "fp16.enabled"), AUTO),
     **{f"zero_optimization.{key}.nvme_path": STRING_OR_NULL | AUTO for key in ("offload_optimizer", "offload_param")},
-    # On the drive Adam has four tensors: weights, two moments, gradients.
+    # On NVMe, Adam has four tensors: weights, two moments, gradients.
     "zero_optimization.offload_optimizer.buffer_count": {"minimum": 4},
     **{f"zero_optimization.leaf_module.{key}": {"items": ["string"]} for key in ("classes", "names", "name_suffixes")},
     "fp16.loss_scale": {"minimum": 0, "maximum": 2**24},  # at 2^24 a gradient of 0.004 exceeds fp16's largest number
@@ -205,14 +205,14 @@ def _model_rules(model: Any) -> Rules:
                 rule["maximum"] = constraint.le
         default = getattr(item.default, "value", item.default)  # of an enum
         if isinstance(default, (bool, int, float, str)):
-            # DeepSpeed's integers of a kind that prints itself as 5e8 become plain ones.
+            # DeepSpeed's `pp_int`, which prints itself as 5e8, becomes an int.
             rule["default"] = default if type(default) in (bool, float, str) else int(default)
         rules[item.alias or name] = rule
     return rules
 
 
 def _annotation_rule(annotation: Any) -> Rule:
-    """`Optional[int]` and its like as `{"types": ["integer", "null"]}`; {} for what is not simple."""
+    """The rule of a type, such as `{"types": ["integer", "null"]}` for `Optional[int]`; {} for types that are not simple."""
     if typing.get_origin(annotation) in (typing.Union, types.UnionType):
         parts = [_annotation_rule(part) for part in typing.get_args(annotation)]
         if not all(parts):

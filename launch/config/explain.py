@@ -1,4 +1,4 @@
-"""`--explain`: the run as resolved, each value with where it came from, and what it will take; without training.
+"""`--explain`: the resolved run, with the origin of each value, and its memory, FLOPs and traffic. Does not train.
 
     python launch/pretrain.py --deepspeed_config ds_configs/zero3_bf16.json --preset gpt3-13b --ranks 64 --explain
     python launch/pretrain.py --recipe recipes/zero_2 --explain json
@@ -26,19 +26,19 @@ from launch.formats.json_lines import dotted
 from model.accounting import flops_per_token, parameter_count
 from model.presets import FIELDS, SIZES, GPTConfig
 
-#: The places in the run at which the table over the run has a column.
+#: The columns of the table over the run: percentages of its tokens.
 PERCENTS = (0, 25, 50, 75, 100)
-#: The largest number of steps that are planned one by one.
-MOST_ASKED = 200_000
+#: Longer runs plan several steps at a time.
+MAX_PLANNED_STEPS = 200_000
 DEVICES = {"cuda": "on a GPU", "cpu": "on a CPU"}
 #: The rows of a table of plans: the parts of a rank's memory, and what follows from them.
 ROWS = {
     "weights": "weights",
     "gradients": "gradients",
     "master_weights": "master weights",
-    "optimizer_states": "optimizer's states",
+    "optimizer_states": "optimizer states",
     "buffers": "buffers",
-    "update": "of the update alone",
+    "update": "update only",
     "loss_head": "loss head",
     "activations": "activations",
     "host": "offloaded, in the host's memory",
@@ -50,7 +50,7 @@ ROWS = {
     "checkpointed_peak": "peak, checkpointed",
     "sent": "sent a step, mean",
 }
-#: What would give activations, gradients, communication, master weights or moments another width than the plan assumes.
+#: Keys that change the width of activations, gradients, communication, master weights or moments, which the plan ignores.
 NOT_PLANNED = (
     "communication_data_type",
     "data_types.grad_accum_dtype",
@@ -60,7 +60,7 @@ NOT_PLANNED = (
 )
 #: The names of the entries of `flops`.
 FLOPS = {"per_token": "a token", "per_step": "a step", "per_step_and_rank": "a step and rank", "run": "the run"}
-#: The run's own values, in the order of the flags' help; those with a home in the engine's JSON are shown there.
+#: The run's own values, in the order of the flags' help. Values of the DeepSpeed JSON are shown with it.
 RUN_VALUES = (
     *("preset", "architecture", *SIZES, *FIELDS, "no_cross_document", "data", "init_from", "steps", "seed", "run_name", "runs_dir"),
     *("perturb_init", "resume", "eval_every", "eval_batches", "whole_eval", "save_every", "keep", "checkpoint_store", "histogram_every"),
@@ -106,7 +106,7 @@ def explain(config: RunConfig) -> dict[str, Any]:
         "over_the_run": over_the_run,
         "notes": [
             *config.notes,
-            *(f"'{path}' changes memory or bytes, which the plan does not count" for path in not_planned(config)),
+            *(f"'{path}' changes memory or bytes sent, which the plan ignores" for path in not_planned(config)),
         ],
         "needs": [needs_cuda(f"'{path}'", capability) for path, capability in config.cuda_only.items()],
         "lacks": list(config.lacks),
@@ -121,7 +121,7 @@ def not_planned(config: RunConfig) -> Iterator[str]:
 
 
 def memory_of(config: RunConfig, model: GPTConfig, device: str) -> dict[str, Any]:
-    """The memory of a rank by part, bytes, on "cuda" or on a "cpu"; and where activations are not checkpointed, its peak if they were."""
+    """Bytes of a rank's memory by part, on "cuda" or "cpu"; without activation checkpointing, also its peak with it."""
     techniques = config.built_techniques
     checkpoints = techniques.checkpointed_segments
     plan, checkpointed = (
@@ -151,13 +151,13 @@ def memory_of(config: RunConfig, model: GPTConfig, device: str) -> dict[str, Any
 
 
 def bytes_of(config: RunConfig, model: GPTConfig) -> int:
-    """What a rank sends in a step, the mean over the run."""
+    """Bytes that a rank sends per step, mean over the run."""
     zero = config.engine["zero_optimization"]
-    of_accumulation: dict[int, int] = {}  # steps with each
+    steps_with: dict[int, int] = {}  # accumulation -> steps
     for steps in planned_steps(config, config.built_techniques, stride=config.total_tokens):
-        of_accumulation[steps.plan.accumulation] = of_accumulation.get(steps.plan.accumulation, 0) + steps.repeats
-    sent = sum(bytes_sent_per_step(model, config.precision, zero, config.ranks, one) * steps for one, steps in of_accumulation.items())
-    made = sum(of_accumulation.values())
+        steps_with[steps.plan.accumulation] = steps_with.get(steps.plan.accumulation, 0) + steps.repeats
+    sent = sum(bytes_sent_per_step(model, config.precision, zero, config.ranks, one) * steps for one, steps in steps_with.items())
+    made = sum(steps_with.values())
     return config.built_techniques.bytes_sent(round(sent / made), made)
 
 
@@ -174,7 +174,7 @@ def _engine_values(config: RunConfig) -> list[tuple[str, Any]]:
     values = [(dotted(path), _valued(value, config.origins.get(dotted(path), "default"))) for path, value in leaves(sections)]
     open_ends = defaults_left_open(config.engine)
     values += [(path, _valued(value, "DeepSpeed's default")) for path, value in open_ends if path not in WITHOUT_EFFECT]
-    # Single values first, then section by section; the sort is stable: what was written before what was not.
+    # Top-level values first, then section by section; the stable sort keeps defaults after written values.
     return sorted(values, key=lambda item: item[0].rpartition(".")[0].partition(".")[0])
 
 
@@ -185,7 +185,7 @@ def _valued(value: Any, origin: str) -> dict[str, Any]:
 def _over_the_run(config: RunConfig, model: GPTConfig) -> tuple[list[dict[str, Any]], int]:
     """The schedules' values at 0, 25, 50, 75 and 100% of the run's tokens, and the FLOPs of the run, without skipped blocks.
 
-    The techniques compute every step by `on_step` and `metrics`, or in a very long run one of several.
+    The techniques plan every step by `on_step` and `metrics`, or one of several steps in a very long run.
     """
     techniques = config.built_techniques
     marks = [(percent, -(-config.total_tokens * percent // 100)) for percent in PERCENTS]
@@ -193,7 +193,7 @@ def _over_the_run(config: RunConfig, model: GPTConfig) -> tuple[list[dict[str, A
     flops: float = 0
     before = 0
     rate: Callable[[int], float] | None = None
-    stride = -(-config.steps_to_make // MOST_ASKED) if techniques.members else config.steps
+    stride = -(-config.steps_to_make // MAX_PLANNED_STEPS) if techniques.members else config.steps
     for steps in planned_steps(config, techniques, stride):
         flops += steps.repeats * steps.tokens * flops_per_token(model, steps.plan.seq_len, steps.plan.kept_blocks)
         while marks and steps.consumed >= marks[0][1]:
@@ -212,7 +212,7 @@ def _over_the_run(config: RunConfig, model: GPTConfig) -> tuple[list[dict[str, A
 
 
 def _engine_rate(config: RunConfig) -> Callable[[int], float]:
-    """The learning rate of a step, from 1, by DeepSpeed's own schedule; it imports DeepSpeed."""
+    """A function from a step (from 1) to the learning rate of DeepSpeed's schedule. Imports DeepSpeed."""
     import torch  # seconds to import, which --help does without
 
     quiet_deepspeed()
@@ -250,7 +250,7 @@ def as_text(explained: dict[str, Any]) -> str:
         "  " + ", ".join(f"{tqdm.format_sizeof(flops[key])}FLOP {what}" for key, what in FLOPS.items()),
     ]
     lines += ["", "Memory of a rank, and what it sends", *memory_table(plans)]
-    lines += ["", f"Over the run ({', '.join(explained['techniques']) or 'no technique of our own'})", *_columns(explained["over_the_run"])]
+    lines += ["", f"Over the run ({', '.join(explained['techniques']) or 'no technique'})", *_columns(explained["over_the_run"])]
     for key, title in (("notes", "Note"), ("needs", "Needs"), ("lacks", "Missing on this machine (training would be refused)")):
         if explained[key]:
             lines += ["", title, *(f"  {line}" for line in explained[key])]

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from _typeshed import SupportsWrite
 
 DEFAULT_DATA = "data/stdlib"
-#: The largest learning rate. A larger one is a typing error (3e3 for 3e-3) and only gives NaN.
+#: The largest learning rate. A larger one is a typo (3e3 for 3e-3) and gives NaN.
 MAX_LR = 100.0
 #: Positions in the data are int64.
 MAX_TOKENS = 10**18
@@ -33,7 +33,7 @@ TRUTH = {"true": True, "false": False}
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse with our errors (one line, exit code 2, no usage text, the nearest flag), and with a help that one rank prints."""
+    """argparse with our errors (one line, exit code 2, no usage text, the nearest flag). Only one rank prints the help."""
 
     def __init__(self, prog: str, description: str, epilog: str):
         super().__init__(prog=prog, description=description, epilog=f"Defaults are in parentheses. {epilog}", allow_abbrev=False)
@@ -191,7 +191,7 @@ def build_parser() -> Parser:
 
 
 def add_model_flags(parser: Parser) -> None:
-    """The flags that say which model: a preset, an architecture, and values over both."""
+    """The flags that choose the model: a preset, an architecture, and single fields, which override both."""
     model = parser.add_argument_group("model")
     model.add_argument("--preset", default="nano", metavar="NAME", help=f"size and suggested training values: {', '.join(PRESETS)} (nano)")
     size = whole_number(1, 100_000)
@@ -244,7 +244,7 @@ def add_set_flag(group: argparse._ArgumentGroup, whose: str = "the JSON") -> Non
 
 
 def add_length_flags(parser: Parser) -> argparse._ArgumentGroup:
-    """The flags that say on what, and how long."""
+    """The flags for the corpus and the length of the run."""
     data = parser.add_argument_group("data and length")
     data.add_argument("--data", default=DEFAULT_DATA, metavar="DIR", help=f"corpus written by data_pipeline/prepare.py ({DEFAULT_DATA})")
     data.add_argument("--steps", type=whole_number(1), help="optimizer steps (preset)")
@@ -265,7 +265,7 @@ def add_value_flags(parser: Parser) -> None:
 
 
 def add_evaluation_flags(group: argparse._ArgumentGroup) -> argparse._ArgumentGroup:
-    """The flags that say when and on how much a run is evaluated."""
+    """The flags that say when a run is evaluated, and on how much text."""
     natural, positive = whole_number(0), whole_number(1)
     group.add_argument("--eval_every", type=natural, help="steps between evaluations on validation text; 0 is off (a tenth of the run)")
     group.add_argument("--eval_batches", type=positive, default=16, help="global batches of validation text per evaluation (16)")
@@ -276,7 +276,7 @@ def add_evaluation_flags(group: argparse._ArgumentGroup) -> argparse._ArgumentGr
 
 
 def parse_flags(argv: list[str]) -> tuple[argparse.Namespace, Recipe | None]:
-    """Parse `argv`; a recipe's suggested flags come first, so that the user's own win.
+    """Parse `argv`; the user's flags override a recipe's suggested ones.
 
     The namespace has an additional entry `origins`: where each given value came from (`--lr`, or the recipe's file).
 
@@ -288,7 +288,7 @@ def parse_flags(argv: list[str]) -> tuple[argparse.Namespace, Recipe | None]:
     def parse(arguments: list[str]) -> argparse.Namespace:
         namespace = parser.parse(arguments)
         if namespace.steps is not None and namespace.tokens is not None:
-            raise UsageError(f"--steps {namespace.steps} and --tokens {namespace.tokens} both say how long the run is; give one of them")
+            raise UsageError(f"--steps {namespace.steps} and --tokens {namespace.tokens} both set the run's length; give one of them")
         return namespace
 
     if sum(argument.partition("=")[0] == "--recipe" for argument in argv) > 1:
@@ -296,7 +296,7 @@ def parse_flags(argv: list[str]) -> tuple[argparse.Namespace, Recipe | None]:
     flags = own = parse(argv)
     origins = {name: f"--{name}" for name in given(build_parser(), argv)}
     if (flags.deepspeed_config is None) == (flags.recipe is None):
-        raise UsageError("give one of --deepspeed_config FILE (those that ship are in ds_configs/) and --recipe DIR (recipes/README.md)")
+        raise UsageError("give one of --deepspeed_config FILE (shipped ones: ds_configs/) and --recipe DIR (recipes/README.md)")
     recipe = None
     if flags.recipe is not None:
         try:
@@ -313,19 +313,19 @@ def parse_flags(argv: list[str]) -> tuple[argparse.Namespace, Recipe | None]:
 
 
 def suggested_flags(recipe: Recipe, length_given: bool) -> list[str]:
-    """The recipe's suggestions; without its length where the user gives one, maybe in the other unit."""
+    """The recipe's suggested flags, without --steps and --tokens if the user gives a length."""
     return without(recipe.flags, "--steps", "--tokens") if length_given else recipe.flags
 
 
 def given(parser: argparse.ArgumentParser, arguments: list[str]) -> set[str]:
-    """The names of the flags that `arguments` holds. The parser has no defaults afterwards."""
+    """The names of the flags in `arguments`. Removes the parser's defaults."""
     for action in parser._actions:
         action.default = argparse.SUPPRESS
     return set(vars(parser.parse_args(arguments)))
 
 
 def without(arguments: Sequence[str], *names: str, values: Callable[[str], bool] = lambda value: True) -> list[str]:
-    """`arguments` without the flags `names` and their values, in either form (`--steps 5`, `--steps=5`); only those whose `values` hold."""
+    """`arguments` without the flags `names` and their values (`--steps 5` or `--steps=5`), if `values` is true for the value."""
     kept, rest = list[str](), iter(arguments)
     for argument in rest:
         name, equals, value = argument.partition("=")
@@ -343,4 +343,4 @@ def _check_names(flags: argparse.Namespace) -> None:
     name = flags.run_name or "run"
     too_long = len(os.fsencode(name)) > 200
     if flags.run_name == "" or name.strip() in ("", ".", "..") or name != name.strip() or "/" in name or not name.isprintable() or too_long:
-        raise UsageError(f"--run_name {name[:40]!r}: must be a plain folder name of at most 200 bytes; --runs_dir says where it is made")
+        raise UsageError(f"--run_name {name[:40]!r}: must be a plain folder name of at most 200 bytes; --runs_dir sets the folder above it")

@@ -2,7 +2,7 @@
 
     python launch/pretrain.py --deepspeed_config ds_configs/zero1_bf16.json --set bf16.enabled=auto --explain
 
-torch is imported inside the functions, so that `--help` of the commands does not wait for it. No function takes memory of a GPU.
+torch is imported inside the functions, so that `--help` of the commands does not wait for it. No function allocates GPU memory.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 CPUINFO = Path("/proc/cpuinfo")
 #: Exists where the driver is loaded.
 NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
-#: Whether the user has chosen the device. `quiet_deepspeed` may set the variable later.
+#: Whether the user has chosen the device; `quiet_deepspeed` may set the variable later.
 DEVICE_IS_CHOSEN = "DS_ACCELERATOR" in os.environ
 #: What /proc/cpuinfo calls bf16 arithmetic: AMX and AVX512 of x86-64 ("flags"), 64-bit Arm ("Features").
 CPU_FLAGS = ("amx_bf16", "avx512_bf16", "bf16")
@@ -34,17 +34,17 @@ def device_type() -> str:
 
 
 def unused_gpus() -> str:
-    """Why a run would train on the CPU although this host has NVIDIA's GPUs, and what to do; empty if it would not, or if that is wanted.
+    """An error message if a run would train on the CPU although this host has NVIDIA GPUs; else empty.
 
-    DS_ACCELERATOR=cpu and an empty CUDA_VISIBLE_DEVICES say that it is.
+    It is also empty if the user asks for the CPU, by DS_ACCELERATOR or an empty CUDA_VISIBLE_DEVICES.
     """
     import torch  # as above
 
-    wanted = DEVICE_IS_CHOSEN or os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
-    if wanted or torch.accelerator.is_available() or not NVIDIA_DRIVER.exists():
+    asks_for_cpu = DEVICE_IS_CHOSEN or os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+    if asks_for_cpu or torch.accelerator.is_available() or not NVIDIA_DRIVER.exists():
         return ""
     return (
-        f"this host has a driver for NVIDIA GPUs, and torch {torch.__version__} can use none; install the build of torch for the driver's "
+        f"this host has a driver for NVIDIA GPUs, but torch {torch.__version__} finds none; install the build of torch for the driver's "
         "CUDA, ask the scheduler for GPUs, or set DS_ACCELERATOR=cpu to train on the CPU"
     )
 
@@ -71,7 +71,7 @@ def bf16_arithmetic() -> tuple[bool, str]:
 
 
 def cpuinfo(*names: str) -> str:
-    """What Linux says of the first core under one of `names`; empty where there is no /proc/cpuinfo."""
+    """The value of the first line of /proc/cpuinfo that begins with one of `names`; empty without that file."""
     try:
         lines = CPUINFO.read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -98,7 +98,7 @@ def quiet_deepspeed() -> None:
 
 @contextmanager
 def deepspeed_silenced() -> Iterator[None]:
-    """Drop log lines below errors inside."""
+    """Drop log lines below errors in the body."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
@@ -108,7 +108,7 @@ def deepspeed_silenced() -> Iterator[None]:
 
 
 def _is_actionable(record: logging.LogRecord) -> bool:
-    """False for two warnings: of a rate read before a schedule's first step, which DeepSpeed's own schedules cause at every start, and of
-    an optimizer that DeepSpeed has not tested with ZeRO: --explain says so, and recipes test theirs.
+    """False for two warnings: that a rate is read before its schedule's first step, which DeepSpeed's schedules cause at every start; and
+    that an optimizer is untested with ZeRO, which --explain shows and recipes test.
     """
     return not any(words in record.getMessage() for words in ("before it has started", "with an untested optimizer"))

@@ -448,9 +448,9 @@ def bytes_sent_per_step(model: GPTConfig, precision: str, zero: dict[str, Any], 
     groups = parameter_sizes(model)
     flat = [n for group in groups for n in group]
     N = sum(flat)
-    agreement = 32  # fp64: loss, SIGINT, SIGUSR1, SIGTERM
+    loss_and_signals = 32  # fp64: loss, SIGINT, SIGUSR1, SIGTERM
     if stage == 0:
-        return round(share * 2 * (w * N + agreement))
+        return round(share * 2 * (w * N + loss_and_signals))
     if stage in (1, 2):
         padded = sum(-(-sum(group) // (2 * ranks)) * 2 * ranks for group in groups)
         # The gradients are all-reduced, although each rank keeps only its part, unless each slice is reduced to its owner. Stage 2
@@ -458,13 +458,13 @@ def bytes_sent_per_step(model: GPTConfig, precision: str, zero: dict[str, Any], 
         to_owner = sizes["reduce_scatter"] and not sizes["use_multi_rank_bucket_allreduce"]
         gradients = (1 if to_owner else 2) * w * N * (accumulation if stage == 2 else 1)
         overflow = 1 if precision != "fp32" else 0
-        return round(share * (gradients + w * padded + 2 * (agreement + 8 + overflow)))
+        return round(share * (gradients + w * padded + 2 * (loss_and_signals + 8 + overflow)))
     pieces = [-(-n // ranks) * ranks for n in flat]
     persistent = sum(-(-n // ranks) * ranks for n in flat if n <= int(sizes["stage3_param_persistence_threshold"]))
     gradients = w * sum(pieces) * accumulation  # reduce-scattered in every micro-batch
     # Weights that do not persist are gathered in every micro-batch, as int8 if quantized; those that persist, after the update.
     gathered, g = _gathers(model, sizes)[0] * accumulation, 1 if sizes.get("zero_quantized_weights") else w
-    sent = share * (gradients + w * persistent + 2 * (agreement + 8 * len(groups)))
+    sent = share * (gradients + w * persistent + 2 * (loss_and_signals + 8 * len(groups)))
     if (group := second_group(sizes, ranks)) == 1:
         return round(sent + share * g * gathered)
     first = sum(pieces) - persistent  # once from all ranks, and then from the group that has the second copy

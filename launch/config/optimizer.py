@@ -1,4 +1,4 @@
-"""The `optimizer` section resolved: which types there are, what `"auto"` means for their parameters, and what they cannot do."""
+"""Resolves the `optimizer` section: its type, its parameters with `"auto"` filled in, and the ZeRO stages at which it works."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from recipes.technique import Declaration
 
 #: Optimizers that this project builds itself, with the fused kernel of torch; SGD is left to DeepSpeed.
 ADAM_TYPES = ("Adam", "AdamW")
-#: What `"auto"` means for an optimizer's parameters, beside `lr` (GPT-3, appendix B).
+#: The values of `"auto"` for an optimizer's parameters, beside `lr` (GPT-3, appendix B).
 OPTIMIZER_AUTO: dict[str, Any] = {"betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1}
 GPT_3 = "GPT-3, appendix B"
 PATH = ("optimizer", "params")
@@ -23,7 +23,7 @@ PATH = ("optimizer", "params")
 
 def resolve_optimizer(engine: EngineJson, flags: argparse.Namespace, preset: Preset) -> tuple[dict[str, Any], float]:
     """The optimizer with its type's canonical name and all of its parameters, and the peak learning rate."""
-    # As in files for a trainer that brings its own.
+    # Files for a trainer with its own optimizer lack the section.
     engine.fill(("optimizer",), {"type": "AdamW", "params": dict.fromkeys(("lr", *OPTIMIZER_AUTO), "auto")}, "default")
     declared = {cls.declaration.optimizer_type: cls.declaration for cls in technique_classes() if cls.declaration.optimizer_type}
     canonical = {name.lower(): name for name in (*ADAM_TYPES, "SGD", *declared)}
@@ -66,7 +66,7 @@ def _check_stage(engine: EngineJson, kind: str, is_from_recipe: bool) -> None:
     path, allow_untested = ("optimizer", "type"), ("zero_allow_untested_optimizer",)
     offloaded = (engine.get("zero_optimization", "offload_optimizer", "device") or "none") != "none"
     if offloaded and engine.get(*PATH, "amsgrad"):
-        engine.fault((*PATH, "amsgrad"), "has no form for an offloaded optimizer; leave it out, or do not offload it")
+        engine.fault((*PATH, "amsgrad"), "is not available with an offloaded optimizer; leave it out, or do not offload it")
     if kind in ADAM_TYPES or not engine.get("zero_optimization", "stage"):
         return
     if offloaded:
@@ -78,6 +78,6 @@ def _check_stage(engine: EngineJson, kind: str, is_from_recipe: bool) -> None:
 
 
 def state_tensors(optimizer: dict[str, Any]) -> int:
-    """How many fp32 tensors of a parameter's size the optimizer keeps for it."""
+    """The number of fp32 tensors of its size that the optimizer keeps for a parameter."""
     params = optimizer["params"]
     return int(bool(params.get("momentum"))) if optimizer["type"] == "SGD" else 2 + bool(params.get("amsgrad"))

@@ -1,7 +1,7 @@
 """Learns from the environment which rank this process is, whichever launcher started it: `deepspeed`, `torchrun`, `srun` or `mpirun`.
 
 `deepspeed` and `torchrun` set torch's names: RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT. For a task of Slurm or MPI,
-`learn_rank` sets them from the names of that launcher. Everything after it reads torch's names only.
+`learn_rank` sets them from the names of that launcher. All other code reads torch's names only.
 
 | launcher | its names |
 |---|---|
@@ -42,17 +42,17 @@ class Task(NamedTuple):
 
 
 def learn_rank() -> None:
-    """Set torch's names in the environment, if a launcher started this process as one of several, and the threads of a task of Slurm.
+    """If a launcher started this process as one of several, set torch's names in the environment, and for Slurm the number of threads.
 
     Raises:
-        UsageError: names are missing, are no numbers, or contradict each other.
+        UsageError: names are missing, not numbers, or contradict each other.
     """
     environment = os.environ
     task = _task()
     if task is not None:
         # A mistake is printed by one rank of a host, which `launch/errors.py` finds by this name.
         environment.setdefault("LOCAL_RANK", str(task.local_rank))
-        # `torchrun` and `deepspeed` start ranks of their own inside a task.
+        # Inside a task, `torchrun` and `deepspeed` may have started other ranks.
         if not {"TORCHELASTIC_RUN_ID", "CROSS_RANK"} & set(environment):
             for name, value in (("RANK", task.rank), ("WORLD_SIZE", task.size)):
                 if environment.get(name, str(value)) != str(value):
@@ -62,17 +62,17 @@ def learn_rank() -> None:
     if "RANK" in environment:
         if missing := [name for name in NAMES if not environment.get(name)]:
             fix = f"unset RANK, because {task.launcher} says which rank this is" if task else f"{START}, or unset RANK to train on one rank"
-            raise UsageError(f"the environment names a rank, and {', '.join(missing)} is empty or not set; {fix}")
+            raise UsageError(f"the environment names a rank, but {', '.join(missing)} is empty or not set; {fix}")
         rank, size, local_rank = (_number(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
         _check(Task("the environment", rank, size, local_rank, size))
     elif task is not None and task.size > 1:
         if not task.master and "MASTER_ADDR" not in environment and task.size > task.local_size:
             raise UsageError(
-                f"{task.launcher} started {task.size} ranks on several hosts, and does not name the first host; "
+                f"{task.launcher} started {task.size} ranks on several hosts, but does not name the first host; "
                 "set MASTER_ADDR to the host of rank 0"
             )
         if task.launcher == "srun" and (cores := environment.get("SLURM_CPUS_PER_TASK")):
-            environment.setdefault("OMP_NUM_THREADS", cores)  # srun may bind each task to its own cores, which nobody divides again
+            environment.setdefault("OMP_NUM_THREADS", cores)  # else `start_ranks` would divide the cores, which srun may have bound
         environment |= {
             "RANK": str(task.rank),
             "WORLD_SIZE": str(task.size),
@@ -84,7 +84,7 @@ def learn_rank() -> None:
 
 
 def ranks_of_host() -> int | None:
-    """How many ranks the launcher started on this host; None without a launcher, or if it does not say."""
+    """The number of ranks that the launcher started on this host; None without a launcher, or if it does not say."""
     return int(os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or 0) or None
 
 
@@ -101,17 +101,17 @@ def require_launcher(ranks: int) -> None:
         return
     if ranks > 1:
         asked = f"the environment variable WORLD_SIZE is {ranks}" if "WORLD_SIZE" in os.environ else f"--ranks {ranks}"
-        raise UsageError(f"{asked}, and RANK is not set: only --explain takes it without a launcher; start deepspeed --num_gpus {ranks}")
+        raise UsageError(f"{asked}, but RANK is not set: training on several ranks needs a launcher; start deepspeed --num_gpus {ranks}")
     # Slurm sets SLURM_NTASKS in the batch script and in the shell of `salloc` too.
     if _task() is None and (tasks := _number("SLURM_NTASKS", 1)) > 1:
         raise UsageError(
-            f"this process is in a Slurm job of {tasks} tasks, and is not one of its tasks; "
+            f"this process is in a Slurm job of {tasks} tasks, but is not one of them; "
             "start srun python launch/pretrain.py, or unset SLURM_NTASKS to train on one rank"
         )
 
 
 def _task() -> Task | None:
-    """What Slurm or MPI says; None for a process that neither started."""
+    """The task of Slurm or MPI that this process is; None if neither started it."""
     environment = os.environ
     hydra = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")  # MPICH and Intel MPI
     if "OMPI_COMM_WORLD_RANK" in environment:
@@ -162,7 +162,7 @@ def _first_host(hosts: str) -> str:
 
 
 def _check(task: Task) -> Task:
-    """`task`, if its numbers fit together."""
+    """Return `task`. Raises UsageError if its numbers contradict each other."""
     if not task.rank < task.size or not task.local_rank < task.local_size <= task.size:
         raise UsageError(
             f"{task.launcher} says that this process is rank {task.rank} of {task.size}, and {task.local_rank} of {task.local_size} on its "

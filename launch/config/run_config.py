@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from launch.formats.hf_folder import HFFolder
 
 ROOT = Path(__file__).resolve().parents[2]
-#: The sections of `zero_optimization` that keep states outside of the device.
+#: The sections of `zero_optimization` that keep states off the device.
 OFFLOADS = ("offload_optimizer", "offload_param")
 #: Flags that a run takes as they are.
 AS_GIVEN = (
@@ -51,19 +51,19 @@ AS_GIVEN = (
 )
 #: DeepSpeed's default for `offload_param.buffer_size`, elements.
 BUFFER_SIZE = 100_000_000
-#: Where an `"nvme_path": "auto"` is: in the run's folder, for as long as the run lasts.
+#: The folder for `"nvme_path": "auto"`, in the run's folder; removed after the run.
 SCRATCH = "nvme"
 FROM_THE_BATCH = "from the global batch"
 #: The default of --save_every is at most this.
 MOST_STEPS_UNSAVED = 1_000
-#: A run of more epochs has a note.
+#: A run of more epochs gets a note.
 MANY_EPOCHS = 10
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-#: What is assumed where a run is explained without its corpus.
+#: Assumed if a run is explained without its corpus.
 GPT2_VOCAB_SIZE = 50_257
 
 
-#: Where each value came from, in a few words: by the name of a flag, and by the dotted path of a value in the DeepSpeed JSON.
+#: Name of a flag, or dotted path of a value in the DeepSpeed JSON -> where the value came from, in a few words.
 Origins = dict[str, str]
 
 
@@ -102,7 +102,7 @@ class RunConfig(Run):
     notes: tuple[str, ...] = ()  # for the log and --explain
     lacks: tuple[str, ...] = ()  # what the run needs and this machine does not have
     origins: Origins = field(default_factory=dict, repr=False, compare=False)
-    #: Where the key at a path stands, for a message: the file with its line, or `--set`.
+    #: The place of a key for a message: the file with the line, or `--set`.
     where: Callable[[KeyPath], str] = field(default=dotted, repr=False, compare=False)
 
     @property
@@ -116,7 +116,7 @@ class RunConfig(Run):
 
     @property
     def model_config(self) -> GPTConfig:
-        # Every tokenizer of ours, and GPT-2's, has the end of text last; of a corpus that is not there no more is known.
+        # Without a corpus: our tokenizers, and GPT-2's, have the end of text last.
         end = self.found_corpus.eot_id if self.found_corpus else self.vocab_size - 1
         return GPTConfig(
             **asdict(self.shape),
@@ -145,7 +145,7 @@ class RunConfig(Run):
 
     @property
     def saves_beside_training(self) -> bool:
-        """Whether a checkpoint comes before the last one, so that training goes on while it is written."""
+        """Whether any checkpoint but the last is saved, so that training continues while it is written."""
         return 0 < self.save_every < self.steps_to_make
 
     @property
@@ -165,7 +165,7 @@ class RunConfig(Run):
 
     @property
     def cuda_only(self) -> dict[str, tuple[int, int]]:
-        """The dotted keys that are switched on and that only CUDA can do, with the least compute capability of the device."""
+        """Dotted keys that are switched on and need CUDA -> the least compute capability."""
         return {path: (0, 0) for path in CUDA_ONLY if value_at(self.engine, path.split("."))} | self.built_techniques.needs_cuda
 
     def training_loader(self, collectives: Any) -> Loader:
@@ -185,19 +185,19 @@ class RunConfig(Run):
         )
 
     def as_json(self) -> dict[str, Any]:
-        """What `run.json` records."""
+        """The configuration as `run.json` records it."""
         left_out = ("architecture", "built_techniques", "found_corpus", "start", "shape", "notes", "lacks", "origins", "where")
         own = {one.name: getattr(self, one.name) for one in fields(self) if one.name not in left_out}
         return {**own, "shape": self.shape.recorded(), "zero_stage": self.zero_stage, "precision": self.precision}
 
 
 def needs_cuda(place: str, capability: tuple[int, int]) -> str:
-    """What a key of `RunConfig.cuda_only` needs of the device; `place` is its name, or where it stands."""
+    """The message that a key of `RunConfig.cuda_only` needs CUDA; `place` names the key."""
     return f"{place} needs CUDA" + (f" and compute capability {capability[0]}.{capability[1]} or higher" if any(capability) else "")
 
 
 def _placed(engine: EngineJson, reason: str) -> str:
-    """A technique's reason, which begins with the key in quotes, with the key's place in the file."""
+    """`reason` of a technique, with the quoted key at its beginning replaced by the key's place in the file."""
     key = re.match(r"'([\w.]+)'", reason)
     return engine.where(tuple(key[1].split("."))) + reason[key.end() :] if key else f"{engine.file}: {reason}"
 
@@ -287,7 +287,7 @@ def resolve(argv: list[str], ranks: int | None = None) -> tuple[RunConfig, argpa
 
 
 def _with_techniques(engine: EngineJson, config: RunConfig) -> RunConfig:
-    """`config` with its techniques. What they say of themselves goes into `engine`.
+    """`config` with its techniques. Their notes, missing packages and resolved parameters are added to `engine`.
 
     Raises:
         UsageError: a technique refuses the run, or the run ends before a schedule does whose length the user wrote.
@@ -341,7 +341,7 @@ def _corpus(engine: EngineJson, flags: argparse.Namespace, shape: ModelShape, mi
                 f"--no_cross_document: {flags.data} has no end-of-text token: its ids are characters; leave the flag out, or prepare"
                 " the text with data_pipeline/prepare.py"
             )
-        # Refuse a split, or a group of a mixture, that is too small for one sequence, by name.
+        # Refuses a split, or a group of a mixture, that is too small for one sequence.
         sequences = corpus.train.windows(shape.seq_len)
         corpus.train.group_windows(shape.seq_len, len(corpus.mixture))
         corpus.val.windows(shape.seq_len)
@@ -371,7 +371,7 @@ def _start(flags: argparse.Namespace, run_name: str, shape: ModelShape, corpus: 
     if flags.init_from is None or (flags.resume and complete_checkpoints(checkpoints)):
         return None
     if flags.resume and flags.checkpoint_store is not None and not Path(flags.init_from).exists():
-        return None  # on a host that has nothing: the store has newer weights, otherwise `train` refuses
+        return None  # the store must have newer weights; otherwise `train` refuses
     from launch.formats.hf_folder import open_hf_folder  # imports torch, which --help does without
 
     folder = open_hf_folder(flags.init_from)
@@ -390,7 +390,7 @@ def _start(flags: argparse.Namespace, run_name: str, shape: ModelShape, corpus: 
 
     (their_tokenizer, why), (tokenizer, why_own) = tokenizer_of_folder(folder), tokenizer_of_corpus(corpus)
     if their_tokenizer is None or tokenizer is None:
-        unknown = f"{where}: whether {flags.data} was made with its tokenizer is not known: {why or why_own}"
+        unknown = f"{where}: cannot tell whether {flags.data} was made with its tokenizer: {why or why_own}"
         if theirs > own:
             raise UsageError(f"{unknown}; its vocab_size is {theirs:,}, and that of the corpus {own:,}: copy the model's tokenizer there")
         notes.append(unknown)
@@ -403,7 +403,7 @@ def _start(flags: argparse.Namespace, run_name: str, shape: ModelShape, corpus: 
 
 
 def _other_flags(theirs: GPTConfig, shape: ModelShape) -> list[str]:
-    """The flags that change `shape` to that of `theirs`; empty if it is that. Dropout may differ.
+    """The flags that turn `shape` into `theirs`; empty if they are equal. Dropout may differ.
 
     Rotary positions have no weights, so the run's sequences may be shorter.
     """
@@ -453,10 +453,10 @@ def _model(flags: argparse.Namespace) -> tuple[Preset, ModelShape]:
 
 
 def _batch(engine: EngineJson, flags: argparse.Namespace, preset: Preset, ranks: int) -> tuple[int, int, int]:
-    """Global batch, micro-batch, accumulation: global = micro x accumulation x ranks. What is not given follows from the rest."""
+    """Global batch, micro-batch and accumulation, where global = micro x accumulation x ranks; computes those that are not given."""
     written = [(key,) for key in BATCH_KEYS if engine.get(key) is not None]
-    total = engine.agree(("train_batch_size",), "global_batch_size", flags.global_batch_size)
-    micro = engine.agree(("train_micro_batch_size_per_gpu",), "micro_batch_size", flags.micro_batch_size)
+    total = engine.value_or_flag(("train_batch_size",), "global_batch_size", flags.global_batch_size)
+    micro = engine.value_or_flag(("train_micro_batch_size_per_gpu",), "micro_batch_size", flags.micro_batch_size)
     accumulation = engine.get("gradient_accumulation_steps")
     origins = {
         "train_batch_size": flags.origins.get("global_batch_size", f"preset {flags.preset}"),
@@ -497,7 +497,7 @@ def _batch(engine: EngineJson, flags: argparse.Namespace, preset: Preset, ranks:
 
 
 def _length(engine: EngineJson, flags: argparse.Namespace, preset: Preset, tokens_per_step: int) -> tuple[int, int, str]:
-    """Steps and tokens of the run, and where from: --steps, --tokens, the JSON's total_tokens, the preset. Tokens make whole steps."""
+    """Steps, tokens (of whole steps) and origin of the run's length: --steps, --tokens, the JSON's total_tokens or the preset."""
     tokens = flags.tokens
     origin = flags.origins.get("tokens") or flags.origins.get("steps", f"preset {flags.preset}")
     if engine.get("scheduler", "type") in TOKEN_SCHEDULES:
@@ -509,7 +509,7 @@ def _length(engine: EngineJson, flags: argparse.Namespace, preset: Preset, token
                 f"is {planned}, {-(-planned // tokens_per_step)} steps of {tokens_per_step} tokens, but --steps is {flags.steps}; "
                 'write "auto" in the JSON or leave the flag out',
             )
-        tokens = engine.agree(path, "tokens", flags.tokens)
+        tokens = engine.value_or_flag(path, "tokens", flags.tokens)
         if flags.tokens is None and tokens is not None:
             origin = f"{engine.origin(path)}, 'total_tokens'"
     steps = -(-tokens // tokens_per_step) if tokens is not None else flags.steps or preset.steps

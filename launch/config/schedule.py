@@ -14,7 +14,7 @@ from launch.config.token_schedule import STABLE_DECAY, TOKEN_SCHEDULES
 from launch.errors import nearest
 from model.presets import Preset
 
-#: What a run without a `scheduler` section has.
+#: The schedule of a run without a `scheduler` section.
 DEFAULT = "WarmupCosineTokens"
 PATH = ("scheduler", "params")
 DEEPSPEED = "DeepSpeed's default"
@@ -23,7 +23,7 @@ DECAY_FRACTION, DECAY_SHAPE = 0.2, "1-sqrt"
 
 
 class Schedule(NamedTuple):
-    """The scheduler with all of its parameters, the peak learning rate and that at the end, and the steps of warm-up."""
+    """The scheduler with all of its parameters, the peak and the final learning rate, and the steps of warm-up."""
 
     scheduler: dict[str, Any]
     lr: float
@@ -32,7 +32,7 @@ class Schedule(NamedTuple):
 
 
 def check_schedule(engine: EngineJson) -> None:
-    """Note the faults of the `scheduler` section, each by itself; without the section the schedule is ours."""
+    """Note the faults of single values in the `scheduler` section; without the section, fill in `DEFAULT`."""
     engine.fill(("scheduler",), {"type": DEFAULT}, "default")
     rules = TOKEN_SCHEDULES | SCHEDULES
     kind = engine.get("scheduler", "type")
@@ -49,8 +49,8 @@ def resolve_schedule(engine: EngineJson, flags: argparse.Namespace, preset: Pres
     kind = engine.get("scheduler", "type")
     if kind is None:  # a fault
         return Schedule({}, lr, 0.0, 0)
-    # A preset's warm-up is meant for the preset's rate and length. A shorter run at that rate needs nearly as many steps: `nano` over 200
-    # steps ends at a validation loss of 5.82 with 20 of them and at 5.50 with 80.
+    # A preset's warm-up is for the preset's rate and length. A shorter run at that rate needs nearly as many steps of it: `nano` over 200
+    # steps ends at a validation loss of 5.82 with 20 steps of warm-up, and at 5.50 with 80.
     most = max(1, steps * 2 // 5)
     warmup = (preset.warmup_steps, f"preset {flags.preset}") if preset.warmup_steps <= most else (most, "40% of the run")
     if kind in TOKEN_SCHEDULES:
@@ -65,7 +65,7 @@ def _token_schedule(
     min_lr = engine.choose((*PATH, "min_lr"), "min_lr", flags, least, why)
     if min_lr > lr:
         engine.fault((*PATH, "min_lr"), f"is {min_lr:g}, above the peak learning rate of {lr:g}; lower it (--min_lr), or raise --lr")
-    asked = engine.agree((*PATH, "warmup_steps"), "warmup_steps", flags.warmup_steps)
+    asked = engine.value_or_flag((*PATH, "warmup_steps"), "warmup_steps", flags.warmup_steps)
     if asked and asked >= steps:
         why = f"is {asked}, but the run has {steps} steps; lower it (--warmup_steps), or raise --steps"
         engine.fault((*PATH, "warmup_steps"), why)
@@ -78,7 +78,7 @@ def _token_schedule(
 
 
 def _decay(engine: EngineJson, steps: int, warmup: int) -> dict[str, Any]:
-    """The decay's part of the run's tokens, and its shape."""
+    """`decay_fraction` and `decay_shape`."""
     engine.fill((*PATH, "decay_fraction"), DECAY_FRACTION, "default")
     engine.fill((*PATH, "decay_shape"), DECAY_SHAPE, "default")
     fraction = engine.get(*PATH, "decay_fraction")
@@ -95,11 +95,11 @@ def _decay(engine: EngineJson, steps: int, warmup: int) -> dict[str, Any]:
 def _engine_schedule(
     engine: EngineJson, flags: argparse.Namespace, kind: str, lr: float, steps: int, warmup: int, warmup_from: str
 ) -> Schedule:
-    """A schedule of DeepSpeed's own, by steps; `"auto"` is filled as transformers fills it, and so is a default that exceeds the run."""
+    """A schedule of DeepSpeed, by steps. `"auto"`, and a default that exceeds the run, are filled as in transformers."""
     given, rules = engine.get(*PATH) or {}, SCHEDULES[kind]
     for key, flag in (("warmup_num_steps", "warmup_steps"), ("total_num_steps", "steps"), ("warmup_max_lr", "lr")):
         if key in rules:
-            engine.agree((*PATH, key), flag, getattr(flags, flag))
+            engine.value_or_flag((*PATH, key), flag, getattr(flags, flag))
     if flags.min_lr is not None:
         engine.fault_of_run(f"--min_lr {flags.min_lr:g}: {kind} ends where its own parameters say; leave the flag out, or use {DEFAULT}")
     _check_length(engine, rules, steps)
@@ -126,7 +126,7 @@ def _engine_schedule(
 
 
 def _peak(engine: EngineJson, kind: str, lr: float, peak: float) -> float:
-    """The peak that the schedule sets, which is the run's: the optimizer's own rate is overwritten at the first step."""
+    """The run's peak learning rate: the schedule's, which overwrites the optimizer's at the first step."""
     where, rate = (*PATH, "warmup_max_lr"), ("optimizer", "params", "lr")
     if peak != lr:
         origin = engine.origin(rate) or ""
@@ -137,7 +137,7 @@ def _peak(engine: EngineJson, kind: str, lr: float, peak: float) -> float:
 
 
 def _check_length(engine: EngineJson, rules: dict[str, Any], steps: int) -> None:
-    """A schedule must fit into the run."""
+    """Refuse a schedule that is longer than the run."""
     for key, what in (("total_num_steps", "the schedule"), ("warmup_num_steps", "the warm-up")):
         asked = engine.get(*PATH, key)
         if key in rules and asked is not None and asked > steps:

@@ -1,4 +1,4 @@
-"""The steps that a run will make. A run has a number of tokens, and techniques may put fewer tokens into a step than a whole batch has."""
+"""Plans the steps of a run. Its length is fixed in tokens, and techniques may use fewer tokens in a step than a whole batch has."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from recipes.technique import Run, StepPlan, Techniques, whole_step
 
 
 class Steps(NamedTuple):
-    """`repeats` steps from `number` on, of `tokens` tokens each over all ranks; `consumed`: the run's tokens after them."""
+    """Consecutive steps with the same number of tokens."""
 
-    number: int
+    number: int  # of the first step, from 1
     repeats: int
-    tokens: int
-    consumed: int
-    plan: StepPlan  # of the first of them
-    reported: dict[str, float]  # the techniques' metrics in the first of them
+    tokens: int  # of each step, over all ranks
+    consumed: int  # tokens of the run after these steps
+    plan: StepPlan  # of the first step
+    reported: dict[str, float]  # the techniques' metrics in the first step
 
 
 def planned_steps(run: Run, techniques: Techniques, stride: int = 1) -> Iterator[Steps]:
     """Plan the steps of `run` by the techniques' `on_step`, from 1 until the run's tokens are consumed.
 
-    stride: how many steps with the same number of tokens are taken at once, at most.
+    stride: the largest number of steps to yield at once.
     """
     changing = [member for member in techniques.members if member.declaration.changes_tokens]
     number, consumed = 1, 0

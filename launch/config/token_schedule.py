@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from launch.config.engine_schema import Rules
 from launch.config.flags import MAX_LR, MAX_TOKENS
 
-#: What is left of the distance between peak and last rate, by the part of the decay that is done.
+#: The share of the distance from the final rate to the peak that is left, as a function of the share of the decay that is done.
 DECAYS: dict[str, Callable[[float], float]] = {
     "cosine": lambda done: 0.5 * (1.0 + math.cos(math.pi * done)),
     "linear": lambda done: 1.0 - done,

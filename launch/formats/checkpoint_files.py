@@ -70,7 +70,7 @@ def outdated(losses: dict[str, float | None], keep: int) -> list[str]:
 
 
 def what_resume_does(folder: Path) -> str:
-    """For the message of a run that ends: from which checkpoint in `folder` a resume continues."""
+    """The end of the message of a run that ends early: from which checkpoint in `folder` a resume continues."""
     newest = next(reversed(complete_checkpoints(folder)), None)
     return f"--resume continues from {newest.name}" if newest else "there is no checkpoint yet: --resume starts at step 0"
 
@@ -169,7 +169,7 @@ def verify(checkpoint: Path, run_id: object, share: slice = slice(None)) -> dict
 
     Args:
         run_id: from the run's `run.json`.
-        share: which files this process digests, in their order by falling size: `slice(i, None, n)` for rank i of n.
+        share: the files that this process digests, of all files in descending order of size: `slice(i, None, n)` for rank i of n.
 
     Raises:
         DamagedCheckpoint: it is of another run; a file is missing, has another size or other content; or there is a `.pt` or `.swp` file

@@ -1,13 +1,13 @@
-"""What DeepSpeed's files of a checkpoint hold of each parameter: its weights and its optimizer state, by name.
+"""Reads the weights and the optimizer state of each parameter, by name, from DeepSpeed's checkpoint files.
 
-A checkpoint of any ZeRO stage, number of ranks, precision and offload is read by one process, without ranks or an engine. fp32 master
-weights are taken where training kept them beside bf16 or fp16 weights. DeepSpeed's `zero_to_fp32.py` does similar work for the weights of
-stages 1 to 3, but unpickles whatever a file holds, keeps the weights in memory twice, and reads no weights offloaded to NVMe. Here every
-piece goes from the mapped file to its place in a model (`fill_from_checkpoint`) or in an engine (`launch/training/move.py`).
+A checkpoint of any ZeRO stage, number of ranks, precision and offload is read by one process, without ranks or an engine. In bf16 and
+fp16, the weights are the fp32 master weights. DeepSpeed's `zero_to_fp32.py` reads the weights of stages 1 to 3 too, but unpickles any
+object, keeps the weights in memory twice, and does not read weights offloaded to NVMe. Here every piece is copied from the mapped file to
+its place in a model (`fill_from_checkpoint`) or in an engine (`launch/training/move.py`).
 
     stage 0      mp_rank_00_model_states.pt: the weights, the optimizer's state of each parameter, and in bf16 and fp16 its `fp32_groups`
-    stages 1, 2  mp_rank_00_model_states.pt, and of each rank a part of the flat fp32 weights and state of each group of parameters
-    stage 3      of each rank a part of each parameter and its state, flat in its sub-groups; those offloaded to NVMe are files of their own
+    stages 1, 2  mp_rank_00_model_states.pt, and per rank a part of the flat fp32 weights and state of each group of parameters
+    stage 3      per rank a part of each parameter and its state, flat in sub-groups; those offloaded to NVMe have separate files
 
 DeepSpeed's files are pickles; `launch/formats/tensor_files.py` loads them without running their code.
 """
@@ -34,13 +34,13 @@ from recipes.technique import FP32_NAMES
 
 #: DeepSpeed's default for `zero_optimization.sub_group_size`, elements.
 SUB_GROUP_SIZE = 1_000_000_000
-#: Keys of `zero_optimization` that decide in which order and with which padding a stage's files hold the parameters.
+#: Stage -> keys of `zero_optimization` that determine the order and the padding of the parameters in its files.
 ORDER = {
     1: ("round_robin_gradients", "parameter_alignment", "elastic_checkpoint"),
     2: ("round_robin_gradients", "parameter_alignment", "elastic_checkpoint"),
     3: ("sub_group_size",),
 }
-#: What files that do not have DeepSpeed's content raise when they are read.
+#: Errors from reading files with other content than DeepSpeed's.
 OTHER_CONTENT = (KeyError, IndexError, TypeError, AttributeError, ValueError, RuntimeError)
 #: The offset of a piece in its flat parameter, and its values, mapped from a file.
 Piece = tuple[int, torch.Tensor]
@@ -48,7 +48,7 @@ Piece = tuple[int, torch.Tensor]
 
 @dataclass(frozen=True)
 class EngineLayout:
-    """How an engine of DeepSpeed divides weights and optimizer state among ranks, and so among the files of a checkpoint.
+    """The division of weights and optimizer state among the ranks of DeepSpeed's engine, and so among the files of a checkpoint.
 
     Attributes:
         offload: where the optimizer is: "none", "cpu" or "nvme".
@@ -83,8 +83,8 @@ class OptimizerState:
     """The state of an optimizer.
 
     Attributes:
-        pieces: of each state of the parameters' shape, such as "exp_avg": the pieces of each parameter, by name.
-        others: of each parameter the other states: numbers, such as "step", and at stage 0 tensors of any shape.
+        pieces: state of the parameters' shape, such as "exp_avg" -> parameter -> its pieces.
+        others: parameter -> its other states: numbers, such as "step", and at stage 0 tensors of any shape.
         groups: the values of each group of parameters.
     """
 
@@ -143,7 +143,7 @@ class EngineFiles:
 
     @contextlib.contextmanager
     def as_deepspeed_writes(self) -> Iterator[None]:
-        """Raise a UsageError if the body finds other content in the files than DeepSpeed writes."""
+        """Turn errors in the body about unexpected content of the files into a UsageError."""
         try:
             yield
         except UsageError:
@@ -215,7 +215,7 @@ class EngineFiles:
         masters = (master for group in self.engine["optimizer"]["fp32_groups"] for master in group)
         found = dict(zip(self._names(), masters, strict=False))
         for name, half in halves.items():
-            # The rounded master weight. In another order there could be another tensor of the same shape.
+            # `half` is the rounded master weight; in a wrong order, the shape alone could match.
             if name not in found or found[name].shape != half.shape or not torch.equal(found[name].to(half.dtype), half):
                 raise UsageError(f"{self._file}: the optimizer has other weights of {name} than the model; copy the checkpoint again")
         return found
@@ -243,7 +243,7 @@ class EngineFiles:
 
     @functools.cached_property
     def _flats(self) -> list[list[_Flat]]:
-        """Of each rank its flat parts, in order."""
+        """The flat parts of each rank, in order."""
         cut = self._flats_of_stage_3 if self._partitioned else _flats_of_stages_1_and_2
         return [cut(state, rank) for rank, state in enumerate(self._states)]
 
@@ -287,7 +287,7 @@ class EngineFiles:
 
     @functools.cached_property
     def _places(self) -> dict[str, list[_Place]]:
-        """Where the flat parts hold each parameter, in consecutive pieces."""
+        """Parameter -> its consecutive pieces in the flat parts."""
         groups = self.engine["param_shapes"]
         self._require_shapes({name: shape for names in groups for name, shape in names.items()})
         places = self._places_at_stage_3 if self._partitioned else self._places_at_stages_1_and_2

@@ -33,12 +33,12 @@ WEIGHTS_FILE = "model.safetensors"
 BUFFERS = re.compile(r"\.attn\.(masked_)?bias$|\.rotary_emb\.inv_freq$")
 #: Fields without which there is no model.
 SIZES = ("n_layer", "n_head", "d_model", "seq_len", "vocab_size")
-#: What transformers takes for a key that is absent or null, where it is not the architecture's default here.
+#: transformers' value of a key that is absent or null, where it is not the architecture's default here.
 ABSENT: dict[str, dict[str, Any]] = {
     "llama": {"norm_eps": 1e-6, "rope_theta": 10_000.0, "tied_head": False},
     "qwen3": {"norm_eps": 1e-6, "rope_theta": 10_000.0, "tied_head": False, "d_head": 128},
 }
-#: Form -> the values of a configuration with which the model is that of `model/gpt.py`; an absent or null key has the first one.
+#: Form -> key -> the values that `model/gpt.py` supports; an absent or null key has the first one.
 MUST_BE: dict[str, dict[str, tuple[Any, ...]]] = {
     "gpt2": {
         "activation_function": ("gelu_new", "gelu_pytorch_tanh"),  # two names of one function
@@ -53,7 +53,7 @@ MUST_BE: dict[str, dict[str, tuple[Any, ...]]] = {
 HEADLESS = ("GPT2Model",)
 FIX = "give a Hugging Face folder of a GPT-2, Llama or Qwen3"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json")
-#: At most so many faults of a folder are printed.
+#: The largest number of faults of a folder that are printed.
 MAX_FAULTS = 8
 
 
@@ -121,7 +121,7 @@ class HFFolder:
             view.copy_(self.tensors[part.name].read()[: len(view)])
         parameter[parts[-1].end :].zero_()
         if not is_finite(parameter):
-            raise UsageError(f"{self.folder}: {name} holds values that are not finite; give the folder of a model that has not diverged")
+            raise UsageError(f"{self.folder}: {name} contains NaN or Inf; give the folder of a model that has not diverged")
 
 
 def open_hf_folder(folder: str | Path) -> HFFolder:
@@ -210,8 +210,8 @@ def _config(content: dict[str, Any], file: Path) -> GPTConfig:
 
 
 def _read_rotary(content: dict[str, Any], own: dict[str, Any]) -> list[str]:
-    """Read `rope_theta` into `own`; what of the rotary positions is not those of `model/gpt.py`."""
-    # transformers from 5 on has `rope_parameters`, before `rope_theta` and `rope_scaling`.
+    """Read `rope_theta` into `own`. Returns the faults: rotary positions that `model/gpt.py` does not support."""
+    # transformers 5 has `rope_parameters`, earlier versions `rope_theta` and `rope_scaling`.
     rope = content.get("rope_parameters") or content.get("rope_scaling") or {}
     if not isinstance(rope, dict):
         return [f"rope_parameters is {json.dumps(rope)[:60]}, must be an object"]

@@ -1,6 +1,6 @@
-"""JSON with the line number of every value, so that a fault in a configuration is named by file, key path and line.
+"""Reads JSON with the line number of every key, so that messages can name file, key path and line.
 
-The standard library's parser gives no positions and keeps the last of two equal keys in silence; this reader does neither.
+The standard library's parser gives no positions, and silently keeps the last of two equal keys; this reader refuses them.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def read_json(path: str | Path) -> tuple[dict[str, Any], dict[KeyPath, int]]:
     try:
         text = read_text(Path(path), MAX_BYTES).removeprefix("\ufeff")  # an editor may have put a byte order mark first
     except FileNotFoundError:
-        raise UsageError(f"{path}: no such file; the engine configurations that ship are in ds_configs/") from None
+        raise UsageError(f"{path}: no such file; shipped configurations are in ds_configs/") from None
     except UnicodeDecodeError as fault:
         raise UsageError(f"{path}: not a text file in UTF-8 (byte {fault.start}); give a JSON file") from None
     except OSError as reason:

@@ -21,7 +21,7 @@ RUN_KEYS: dict[str, tuple[type, str]] = {
     "no_cross_document": (bool, "true or false"),
     "command": (list, "a list"),
 }
-#: The training loss that people are shown is a mean over this many steps, because the loss of one batch is noisy.
+#: The displayed training loss is a mean over this many steps, because the loss of one batch is noisy.
 MEAN_STEPS = 50
 
 

@@ -45,7 +45,7 @@ class StoredTensor:
     def read(self) -> torch.Tensor:
         """The tensor, mapped from the file.
 
-        A mapping of its own for each tensor: with one for the file, the pages of all tensors read so far would stay in memory.
+        Each tensor has its own mapping: with one for the whole file, the pages of all tensors read so far would stay in memory.
         """
         try:
             with safe_open(self.file, framework="pt") as file:

@@ -67,13 +67,13 @@ def write_folder(trained: TrainedModel, weights: dict[str, torch.Tensor], folder
 def converted_weights(model: GPT, config: GPTConfig, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """The weights under transformers' names and in its layouts, without the padded rows of the vocabulary and a tied head.
 
-    `model` loses its weights one by one, so that the memory stays that of one model. Raises UsageError where a weight overflows in `dtype`.
+    Frees the weights of `model` one by one, so that memory holds one model only. Raises UsageError where a weight overflows in `dtype`.
     """
     weights, parts = {}, hf_tensors(config)
     for name, parameter in model.named_parameters():
         for part in parts[name]:
             view = part.of(parameter.data)
-            weight = torch.empty(view.shape, dtype=dtype).copy_(view)  # a storage of its own: safetensors refuses a slice of the embedding
+            weight = torch.empty(view.shape, dtype=dtype).copy_(view)  # a new storage: safetensors refuses a slice of the embedding
             if not is_finite(weight):
                 raise UsageError(f"--dtype: {name} holds values beyond the range of {dtype}; take bf16 or fp32")
             weights[part.name] = weight

@@ -31,7 +31,7 @@ FIX = "give a run folder, such as runs/first, or a Hugging Face folder of a GPT-
 
 
 class UnfinishedRun(UsageError):
-    """A run that has not ended, and none of its checkpoints was asked for."""
+    """The run is unfinished, and no checkpoint was named."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class TrainedModel:
         fill_from_checkpoint(model, self.checkpoint, self.state["ranks"])
         for name, parameter in model.named_parameters():
             if not is_finite(parameter):
-                raise UsageError(f"{self.checkpoint}: {name} holds values that are not finite; take an earlier --checkpoint")
+                raise UsageError(f"{self.checkpoint}: {name} contains NaN or Inf; take an earlier --checkpoint")
         return model
 
 

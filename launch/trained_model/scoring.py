@@ -148,12 +148,12 @@ def _corpus(trained: TrainedModel, data: str | Path | None, where: str) -> tuple
     if run is not None and run.get("corpus_fingerprint") == corpus.fingerprint:
         return corpus, []
     if corpus.vocab_size > vocab_size:
-        raise UsageError(f"{where}: has {corpus.vocab_size:,} ids, but the model {vocab_size:,}; use the model's tokenizer")
+        raise UsageError(f"{where}: has {corpus.vocab_size:,} ids, but the model has {vocab_size:,}; use the model's tokenizer")
     if trained.tokenizer is None and run is not None:
         raise UsageError(f"{where}: is not the run's corpus, and the run's tokenizer cannot be loaded: {trained.no_tokenizer}")
     own, reason = tokenizer_of_corpus(corpus)
     if trained.tokenizer is None or own is None:
-        return corpus, [f"whether {data} was made with the model's tokenizer is unknown: {trained.no_tokenizer or reason}"]
+        return corpus, [f"cannot tell whether {data} was made with the model's tokenizer: {trained.no_tokenizer or reason}"]
     if (differs := difference(corpus, own, trained.tokenizer)) is not None:
         raise UsageError(f"{where}: was made with another tokenizer than the model's: {differs}; prepare the text again with the model's")
     return corpus, []

@@ -19,7 +19,7 @@ from launch.trained_model.load import TrainedModel, open_trained
 from model.cache import KVCache
 from model.sampling import Sampling, stream
 
-#: What an incomplete UTF-8 character is decoded to.
+#: The replacement for an incomplete UTF-8 character.
 INCOMPLETE = "\ufffd"
 
 

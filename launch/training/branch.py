@@ -1,8 +1,8 @@
 """Starts a run from a checkpoint of another run (`--branch_from`): its weights, optimizer state, and position in the data.
 
-A long run with a constant rate then serves several lengths: each branch decays at a length of its own, and is the run that decayed there
-from its start (arXiv 2405.18392, section 4). A branch is a folder that holds this one checkpoint and the metrics up to it, as a run's
-folder does that was stopped there. From then on it is resumed.
+One long run at a constant rate then serves several lengths: each branch decays at another length, and equals a run that was planned with
+this decay (arXiv 2405.18392, section 4). The folder of a branch holds this one checkpoint and the metrics up to it, like that of a run that
+was stopped there, and is resumed.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from recipes.technique import Techniques
 
 
 def start_branch(config: RunConfig, run: Path, description: dict[str, Any]) -> None:
-    """Make the folder `run`, which does not exist, from the checkpoint `config.branch_from`, which is not changed.
+    """Make the folder `run`, which must not exist, from the checkpoint `config.branch_from`, which is not changed.
 
-    The files of the checkpoint are linked where the file system allows it, and copied elsewhere.
+    The files of the checkpoint are linked if the file system allows it, else copied.
 
     Args:
         description: of this run, as `launch.training.provenance.describe_run` returns it.
 
     Raises:
-        UsageError: it is no checkpoint of a run, the run that wrote it is another one than `config` or has other settings of the
-            optimizer, the clipping or the techniques, or a step up to it differs from this run's in its learning rate, its tokens or
-            what a technique did. Nothing is written then.
+        UsageError: it is not a checkpoint of a run; its run differs in a value that a resume must not change, in the optimizer, the
+            clipping or the techniques; or an earlier step differs in its learning rate, its tokens or a technique's metrics. Nothing is
+            written.
     """
     # Links are kept as they are: the checkpoint, or the folder of checkpoints, may lie elsewhere.
     checkpoint = Path(os.path.abspath(str(config.branch_from)))
@@ -94,7 +94,7 @@ def _metrics_up_to(file: Path, step: int) -> list[tuple[bytes, dict[str, Any]]]:
 
 
 def _check_decay(config: RunConfig, tokens: int) -> None:
-    """Refuse a branch after `tokens` tokens in whose decay this run would already be."""
+    """Refuse a checkpoint at `tokens` tokens if this run's decay begins earlier."""
     schedule, where = config.token_schedule, f"--branch_from {config.branch_from}"
     if schedule is None:
         raise UsageError(f"{where}: this run has a schedule by steps; use {STABLE_DECAY}")
@@ -104,7 +104,7 @@ def _check_decay(config: RunConfig, tokens: int) -> None:
 
 
 def _check_settings(config: RunConfig, before: dict[str, Any], description: dict[str, Any]) -> None:
-    """Refuse a branch whose optimizer, clipping or techniques differ from those of the run that it continues.
+    """Refuse a branch whose optimizer, clipping or techniques differ from the continued run's.
 
     A technique's value that is "auto" or left out in one of the two is compared by its effect, in `_check_steps`.
     """
@@ -128,7 +128,7 @@ def _check_settings(config: RunConfig, before: dict[str, Any], description: dict
 
 
 def _is_compared(key: str) -> bool:
-    """Whether the dotted `key` must be that of the run that is branched. The learning rates are compared step by step."""
+    """Whether the value at the dotted `key` must be the same in both runs. Learning rates are compared step by step."""
     section, _, name = key.partition(".")
     if section == "techniques":
         return name.partition(".")[0] not in {cls.declaration.section for cls in technique_classes() if cls.declaration.same_algorithm}
@@ -136,10 +136,10 @@ def _is_compared(key: str) -> bool:
 
 
 def _check_steps(config: RunConfig, before: dict[str, Any], lines: list[dict[str, Any]]) -> None:
-    """Refuse a branch if a step of the run that it continues, of which `lines` are the metrics, is not the one that this run would make.
+    """Refuse a branch if this run would make a step differently from the run that it continues, whose metrics are `lines`.
 
-    This run's steps are planned on the ranks and with the micro-batch of the run that it continues, on which "auto" may depend too.
-    Optimizers are left out: their settings are compared, and in fp16 their schedules depend on the steps that were skipped.
+    The steps are planned with the ranks and the micro-batch of that run, because "auto" may depend on them. Optimizers are left out: their
+    settings are compared in `_check_settings`, and in fp16 their schedules depend on the skipped steps.
     """
     batch = {key: before[key] for key in ("ranks", "micro_batch_size", "gradient_accumulation_steps")}
     same = replace(config, **batch)

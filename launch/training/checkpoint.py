@@ -76,7 +76,7 @@ class Checkpoints:
         on_failure: called when a checkpoint could not be written in the background; should stop the run after the current step.
         log: writes one line to the log.
         run_id: the id in the run's `run.json`; only needed on rank 0.
-        store: where rank 0 also uploads each complete checkpoint, and from where a resume reads.
+        store: rank 0 uploads each complete checkpoint to it, and a resume reads from it.
 
     Attributes:
         current: the checkpoint that was loaded or saved last, on every rank.
@@ -124,7 +124,7 @@ class Checkpoints:
         continues. Waits first for the previous checkpoint to be written.
 
         Raises:
-            SystemExit: this one or the previous one cannot be written (exit code 1, one line from each rank that could not). Older ones are
+            SystemExit: this checkpoint or the previous one cannot be written (exit code 1, one line from each failed rank). Older ones are
                 unchanged.
         """
         start = time.monotonic()
@@ -225,9 +225,9 @@ class Checkpoints:
     def load_newest(self, before: int | None = None) -> dict[str, Any] | None:
         """Load the newest checkpoint that passes verification into the engine and the techniques, and return its state.
 
-        before: load none of this step or a later one. The store may have such, if it could not be reached when the run was resumed.
+        before: consider only checkpoints of earlier steps. The store may have later ones, if it was unreachable when the run was resumed.
 
-        Those in the folder and in the store are candidates together. One that is in both is downloaded only if the one in the folder is
+        Candidates are the checkpoints in the folder and in the store. One that is in both is downloaded only if the one in the folder is
         damaged.
 
         Returns None if there is no checkpoint. The ranks share the work of reading the files and agree on the checkpoint. Checkpoints that
@@ -239,7 +239,7 @@ class Checkpoints:
             UsageError: no checkpoint passes verification, the store cannot be reached and there is none in the folder, its state cannot be
                 moved into this engine, or a technique cannot continue without its state.
             DownloadFailed: a checkpoint could not be downloaded. An older one is not used instead, because that would discard steps.
-            SystemExit: it could not be loaded (exit code 1, one line from each rank that could not).
+            SystemExit: it could not be loaded (exit code 1, one line from each failed rank).
         """
         self._finish()
         # Only rank 0 has the run's folder and the store, so its view holds for all ranks.
@@ -284,7 +284,7 @@ class Checkpoints:
         return state
 
     def _list_store(self) -> tuple[list[Path], str]:
-        """The paths that the checkpoints in the store have in the folder, on rank 0, and why the store cannot be reached."""
+        """On rank 0: the checkpoints in the store, as paths in the folder, and why the store cannot be reached."""
         if not self._uploads:
             return [], ""
         store = self._uploads.store
@@ -293,13 +293,13 @@ class Checkpoints:
         except StoreError as reason:
             return [], str(reason)
 
-    def _check_or_download(self, checkpoint: Path, is_here: bool, is_stored: bool) -> None:
-        """`_check` a checkpoint that `is_here`, in the folder. If it is not, or is damaged, download it if it `is_stored`."""
-        if is_here:
+    def _check_or_download(self, checkpoint: Path, in_folder: bool, in_store: bool) -> None:
+        """`_check` a checkpoint that is `in_folder`. If it is not, or is damaged, download it if it is `in_store`."""
+        if in_folder:
             try:
                 return self._check(checkpoint)
             except DamagedCheckpoint as damage:
-                if not is_stored:
+                if not in_store:
                     raise
                 self._log(f"warning: {damage}; trying the store")
         fault: DamagedCheckpoint | DownloadFailed | None = None
@@ -307,7 +307,7 @@ class Checkpoints:
             self._log(f"downloading {self._uploads.store.url}/{checkpoint.name}")
             try:
                 downloaded = self._uploads.store.download(checkpoint, self._run_id)
-                if not is_here:
+                if not in_folder:
                     download_metrics(self._uploads.store, self.folder.parent)
                 if os.path.lexists(checkpoint):
                     _set_aside(checkpoint)
@@ -362,7 +362,7 @@ class Checkpoints:
 
 
 def _remove(checkpoint: Path) -> None:
-    """Rename a checkpoint, then remove it, so that a half-removed one does not have the name of a complete one."""
+    """Rename a checkpoint before removing it, so that a half-removed one does not look complete."""
     temporary = checkpoint.with_name(f"{TEMPORARY}{checkpoint.name}")
     os.rename(checkpoint, temporary)
     shutil.rmtree(temporary)

@@ -1,8 +1,8 @@
 """The one place for torch.distributed: starts the ranks, and counts the bytes of all collectives.
 
-It also builds DeepSpeed's extensions. DeepSpeed builds them just in time, which takes a minute or more without a message, and a build
-that is killed leaves a lock file on which later starts wait forever. Here a lock of the operating system, which ends with its process,
-protects a build, and a line announces it. The extension that DeepSpeed builds at the first start on a CPU is not built; it is not used.
+It also builds DeepSpeed's extensions. DeepSpeed builds them just in time, which takes a minute or more without a message, and a killed
+build leaves a lock file on which later starts wait forever. Here a line announces a build, and an flock, which ends with its process,
+protects it. The extension that DeepSpeed would build at the first start on a CPU is unused and is not built.
 """
 
 from __future__ import annotations
@@ -90,10 +90,10 @@ def start_ranks() -> Collectives:
 def _store_of_this_start() -> PrefixStore:
     """The store of `torchrun`, with keys of this start only.
 
-    When it restarts the ranks, `torchrun` 2.13 keeps its store, in which they find the addresses of the ranks before them: half of the
-    restarts failed ("Gloo connectFullMesh ... refused"). TORCHELASTIC_RESTART_COUNT does not tell starts apart: the hosts count their own
-    restarts, and one whose ranks had not failed does not count. So rank 0 draws a name for the start, and hands it to every rank that says
-    hello with a word of its own; a rank that has ended does not take it.
+    `torchrun` 2.13 keeps its store when it restarts the ranks, so they find the addresses of earlier ranks: half of the restarts failed
+    ("Gloo connectFullMesh ... refused"). TORCHELASTIC_RESTART_COUNT does not tell starts apart, because a host counts only failures of its
+    own ranks. So rank 0 draws a random name for the start. Every other rank greets it with a random word, accepts a name only in answer to
+    that word, and confirms it; what earlier ranks left in the store is ignored.
 
     Raises:
         TrainingFailed: a rank did not arrive within DeepSpeed's timeout.
@@ -135,9 +135,9 @@ def leave_ranks() -> None:
 
 
 def stager(device: torch.device) -> Callable[[Any], Any]:
-    """A function that copies the tensors of a state into host memory, which it uses again for the next copy of the same tensors.
+    """A function that copies the tensors of a state into host memory, which is reused for the next copy of the same tensors.
 
-    It is inside torch's `DefaultStager`, which in torch 2.11 can copy only once.
+    It calls the stager inside torch's `DefaultStager`, because the latter can copy only once in torch 2.11.
     """
     on_gpu = device.type == "cuda"
     inside = StateDictStager(pin_memory=on_gpu, share_memory=False, pin_memory_min_bytes=PINNED_BYTES)
@@ -155,8 +155,8 @@ def without_compiled_muon() -> None:
     """Import DeepSpeed's Muon without compiling its kernels.
 
     Every start at stages 1, 2 and 3 imports it for an `isinstance`. Its kernels are decorated with `torch.compile`, which imports torch's
-    compiler: a sixth of the time of a start. No configuration can select DeepSpeed's Muon (recipes/muon is the project's;
-    docs/deepspeed-faults.md says why).
+    compiler: a sixth of the time of a start. No configuration can select DeepSpeed's Muon; docs/deepspeed-faults.md says why recipes/muon
+    replaces it.
     """
     compile_kernel = compiler.compile
     compiler.compile = lambda: lambda kernel: kernel
@@ -190,8 +190,8 @@ def load_extension(builder_name: str) -> None:
 
 @functools.cache
 def _read_cpu_once() -> None:
-    """Read what DeepSpeed asks about the CPU for each extension, twice, here: it takes a second, which ranks would spend in turn."""
-    with contextlib.suppress(Exception):  # not installed, or a CPU that it does not know: DeepSpeed does without
+    """Cache py-cpuinfo's result, which takes a second. DeepSpeed asks for it twice per extension, one rank after another."""
+    with contextlib.suppress(Exception):  # not installed, or an unknown CPU: DeepSpeed works without it
         cpuinfo: Any = importlib.import_module("cpuinfo")
         cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)
         cpuinfo.get_cpu_info()
@@ -237,7 +237,7 @@ class Collectives:
 
     @contextlib.contextmanager
     def uncounted(self) -> Iterator[None]:
-        """Do not count what is sent inside: evaluation and checkpoints are not part of a training step."""
+        """Do not count bytes sent in the body: evaluation and checkpoints are not part of a training step."""
         before = self.bytes_sent
         try:
             yield

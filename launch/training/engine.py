@@ -110,7 +110,7 @@ class TrainingEngine:
             # DynamicLossScaler raises a bare Exception.
             if not isinstance(reason, corrections.NormNotFinite) and "already at minimum" not in str(reason):
                 raise
-            self.deepspeed.global_steps, self.deepspeed.skipped_steps = counters  # a checkpoint is then one of the previous step
+            self.deepspeed.global_steps, self.deepspeed.skipped_steps = counters  # a checkpoint is then of the previous step
             self._fail(counters[0] + 1)
         return self.step_loss
 
@@ -187,7 +187,7 @@ def start_engine(config: RunConfig, techniques: Technique, collectives: Collecti
         UsageError: the hosts resolved `"bf16": {"enabled": "auto"}` differently, or DeepSpeed does not support a combination of values.
     """
     _agree_on_precision(config, collectives)
-    # A host with a file system of its own does not see the checkpoints of rank 0.
+    # A host that does not share rank 0's file system does not see its checkpoints.
     if config.init_from is not None and collectives.any(config.start is None):
         config = replace(config, start=None)
     if collectives.device.type == "cpu":
@@ -290,7 +290,7 @@ def _deepspeed_config(config: RunConfig) -> dict[str, Any]:
     """`config.engine` without monitors, and the `scheduler` if it is DeepSpeed's. `start_engine` adds an `optimizer` of DeepSpeed."""
     # DeepSpeed's throughput timer waits for the device twice a micro-batch, and prints what the log has already.
     deepspeed_config = {"timers": {"throughput": {"enabled": False}}, **config.engine}
-    for section in monitors.SECTIONS:  # the engine would write rows of its own, by samples
+    for section in monitors.SECTIONS:  # the engine would write other rows, by samples
         deepspeed_config.pop(section, None)
     if config.token_schedule is None:
         deepspeed_config["scheduler"] = config.scheduler
@@ -305,7 +305,7 @@ def _adam(config: RunConfig, groups: list[dict[str, Any]]) -> torch.optim.Optimi
     optimizer = torch.optim.Adam(
         groups,
         lr=params["lr"],
-        betas=(float(params["betas"][0]), float(params["betas"][1])),  # torch takes no 0 for 0.0
+        betas=(float(params["betas"][0]), float(params["betas"][1])),  # torch refuses the int 0
         eps=params["eps"],
         weight_decay=params["weight_decay"],
         amsgrad=params.get("amsgrad", False),
@@ -313,11 +313,11 @@ def _adam(config: RunConfig, groups: list[dict[str, Any]]) -> torch.optim.Optimi
         fused=True,
     )
     if params.get("bias_correction", True) is False:
-        optimizer.register_step_pre_hook(_leave_bias)
+        optimizer.register_step_pre_hook(_skip_bias_correction)
     return optimizer
 
 
-def _leave_bias(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+def _skip_bias_correction(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     """Step hook: set Adam's step count so high that 1 - beta^step is 1, which switches bias correction off."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:

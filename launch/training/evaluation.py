@@ -13,14 +13,14 @@ from launch.training.distributed import Collectives
 from launch.training.engine import TrainingEngine
 from launch.training.observers import Observer
 
-#: How often the ranks agree on whether a signal stops the evaluation of the whole split.
+#: Evaluated batches of the whole split between two checks for a signal, which all ranks make together.
 BATCHES_BETWEEN_SIGNALS = 16
 
 
 class Evaluation:
     """The loss on fixed validation windows, the same for every number of ranks.
 
-    windows: the number that an evaluation during the run reads, at most `eval_batches` global batches. all_windows: of the whole split.
+    windows: number in an evaluation during the run, at most `eval_batches` global batches. all_windows: number in the whole split.
     """
 
     def __init__(self, config: RunConfig, collectives: Collectives, observer: Observer):
@@ -38,7 +38,7 @@ class Evaluation:
             return self._mean(engine, self.windows, after_batch=self.observer.after_evaluated_batch)[0]
 
     def loss_of_whole_split(self, engine: TrainingEngine, agree_to_stop: Callable[[], int]) -> tuple[float, int]:
-        """As `loss`, of the whole split, which no observer watches; and the signal that has stopped it, 0 for none.
+        """The loss on the whole split, without observers, and the signal that stopped the evaluation (0: none).
 
         agree_to_stop: returns the signal for which all ranks stop; all call it together, every `BATCHES_BETWEEN_SIGNALS` batches.
         """
@@ -52,9 +52,9 @@ class Evaluation:
         after_batch: Callable[[], None] = lambda: None,
         agree_to_stop: Callable[[], int] = lambda: 0,
     ) -> tuple[float, int]:
-        """The mean over `windows` windows, and the signal that has stopped it, 0 for none; the mean is then NaN.
+        """The mean over `windows` windows, and the signal that stopped it (0: none); the mean is NaN if it was stopped.
 
-        All ranks have the same number of batches. The last may have no rows on a rank, which does not call `after_batch` then.
+        All ranks run the same number of batches. A rank whose last batch is a filler does not call `after_batch` for it.
         """
         engine.deepspeed.eval()
         total = torch.zeros(2, dtype=torch.float64, device=self.collectives.device)  # sum over windows, windows

@@ -1,7 +1,7 @@
-"""bf16 and fp16 on processors for which oneDNN has no such matrix products: on x86-64, bf16 without AVX512 and fp16 without AVX512-FP16.
+"""Matmuls in bf16 and fp16 on processors for which oneDNN has none: x86-64, in bf16 without AVX512 and in fp16 without AVX512-FP16.
 
-PyTorch computes these products there in a scalar loop, 13 to 85 times as slow as in fp32. Here their operands are converted to fp32,
-multiplied, and the result is rounded once. The loop accumulates in fp32 too, so only the order of the sums differs.
+PyTorch computes them there in a scalar loop, 13 to 85 times as slow as in fp32. Here the operands are converted to fp32 and multiplied, and
+the result is rounded once. The loop accumulates in fp32 too, so only the order of the sums differs.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _LIBRARY = torch.library.Library("aten", "IMPL")
 
 
 def train_on_cpu_in(precision: str) -> None:
-    """Let this process train in `precision` on any processor. DeepSpeed refuses fp16 where oneDNN has no products of it."""
+    """Let this process train in `precision` on any processor. DeepSpeed refuses fp16 where oneDNN does not support it."""
     _widen_products()
     accelerator = get_accelerator()
     if precision == "fp16":

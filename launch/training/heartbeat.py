@@ -1,22 +1,21 @@
 """Ends a run that hangs, and says which rank hangs and where.
 
-In a collective every rank waits for the slowest. So when one rank stops, because its process or host was suspended, a file system does not
-answer or a program deadlocks, the others wait without a message, and the batch system goes on counting.
+In a collective every rank waits for the slowest. When one rank stops (its process or host is suspended, a file system does not answer, a
+deadlock), the others wait without a message while the job's time runs out.
 
-Each rank has a file `runs/<name>/.heartbeat/rank-00001` while it trains. A thread of the rank writes it once a second, so training never
-waits for the file system, and what a file says is at most a second old. It holds
+While it trains, each rank has a file `runs/<name>/.heartbeat/rank-00001`. A thread writes it once a second, so training never waits for the
+file system, and the file is at most a second old. It holds
 
-    beats   how often the rank has entered another place: the forward pass, the backward pass, the update, an evaluation, ...
-    ticks   how often the thread has woken up: whether the process of the rank runs
+    beats   number of places that the rank has entered: forward pass, backward pass, update, evaluation, ...
+    ticks   number of times that the thread has woken up; it stands still if the process does not run
 
-A rank that has not entered another place for `--hang_timeout` looks at the files of all ranks, and ends the run if
+A rank that has not entered a new place for `--hang_timeout` reads the files of all ranks, and ends the run if
 
 - the ticks of a rank have not changed meanwhile: its process does not run;
-- or no rank has entered another place, and none is where that may take long: in its first forward pass, backward pass, update or evaluation
-  since the start, which may compile, in a checkpoint, or where it waits for the runs that it is interleaved with. The rank with the fewest
-  beats is behind.
+- or no rank has entered a new place, and none is in a place that may take long: its first forward pass, backward pass, update or evaluation
+  since the start, which may compile; a checkpoint; or a wait for interleaved runs. The rank with the fewest beats is behind.
 
-Time is counted in ticks, so that a job that was suspended as a whole and continues does not end.
+Time is counted in ticks, so that a job that was suspended as a whole continues afterwards.
 """
 
 from __future__ import annotations
@@ -48,12 +47,12 @@ EVALUATION, CHECKPOINT = "evaluation", "checkpoint"
 PLACES = (START, FORWARD, BACKWARD, UPDATE, END, EVALUATION, CHECKPOINT)
 #: Between two ticks at most, in seconds; 20 ticks make a shorter `--hang_timeout`.
 TICK_SECONDS = 1.0
-#: The file in the folder with what one rank has found; the first to make it judges.
+#: The file with the finding of the rank that is the first to create it.
 VERDICT = "verdict"
 
 
 class Beat(NamedTuple):
-    """What a rank says of itself. `step`: those that it has completed; `may_be_long`: whether `place` may take long."""
+    """The content of a rank's file. step: the last completed step. may_be_long: whether `place` may take long."""
 
     ticks: int
     beats: int
@@ -63,12 +62,12 @@ class Beat(NamedTuple):
 
 
 class Heartbeat(Observer):
-    """Watches the ranks while they train. All ranks make it together.
+    """Watches the ranks while they train. All ranks construct it together.
 
     Args:
         run: the folder of the run, which all hosts share.
-        seconds: without progress, after which the run ends.
-        step: the steps that the run has made.
+        seconds: time without progress after which the run ends.
+        step: completed steps of the run.
         log: writes a line to the log, as `RunFolder.log` does.
 
     Raises:
@@ -82,7 +81,7 @@ class Heartbeat(Observer):
         self._folder = run / ".heartbeat"
         self._beat = Beat(0, 0, step, PLACES.index(START), may_be_long=1)
         self._known: set[str] = set()  # the places that this rank has left once
-        self._left = threading.Event()
+        self._ended = threading.Event()
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             if collectives.rank == 0:
@@ -101,7 +100,7 @@ class Heartbeat(Observer):
         try:
             yield
         finally:
-            self._left.set()
+            self._ended.set()
             self._thread.join()
             os.close(self._record)
             with contextlib.suppress(OSError):
@@ -138,7 +137,7 @@ class Heartbeat(Observer):
     def _watch(self) -> None:
         ticks = idle = 0
         beats, before = -1, None
-        while not self._left.wait(self._tick):
+        while not self._ended.wait(self._tick):
             self._write(ticks := ticks + 1)
             if beats != self._beat.beats:
                 beats, idle, before = self._beat.beats, 0, None
@@ -153,7 +152,7 @@ class Heartbeat(Observer):
                 before = now
 
     def _read(self) -> dict[int, Beat]:
-        """What every rank says of itself. One that has left, or whose file cannot be read, is left out."""
+        """The records of all ranks, without those that have ended or whose file cannot be read."""
         found = {}
         for rank in range(self.collectives.world_size):
             with contextlib.suppress(OSError, struct.error):
@@ -166,7 +165,7 @@ class Heartbeat(Observer):
     # --- the end --------------------------------------------------------------------------------------------------------------------
 
     def _judge(self, behind: dict[int, str], now: dict[int, Beat]) -> None:
-        """Write down and print which ranks are `behind`, and end; unless another rank does so first."""
+        """Record and print which ranks are `behind`, and end the run; unless another rank does so first."""
         first = min(behind, default=self.collectives.rank)
         if behind:
             host, process = self._processes[first]
@@ -183,7 +182,7 @@ class Heartbeat(Observer):
         own = self._folder / f"{VERDICT}-{self.collectives.rank}"
         try:
             own.write_text(json.dumps(verdict), encoding="utf-8")
-            os.link(own, self._folder / VERDICT)  # whole, and made by one rank alone
+            os.link(own, self._folder / VERDICT)  # atomic, and only one rank succeeds
         except FileExistsError:
             return
         except OSError:  # the disk is full, or has no links: every rank judges by itself
@@ -206,11 +205,11 @@ class Heartbeat(Observer):
 
 
 def _behind(before: dict[int, Beat], now: dict[int, Beat], ranks: int) -> dict[int, str] | None:
-    """The ranks for which the others wait, with what their processes do; empty if all ranks wait in the same place; None if none hangs.
+    """The ranks for which the others wait, with the state of their processes; {} if all wait in the same place; None if none hangs.
 
     Args:
-        before, now: what the ranks said of themselves half of `--hang_timeout` ago, and what they say.
-        ranks: their number. While one of them has left, or its file cannot be read, only a process that does not run hangs.
+        before, now: the records of half a `--hang_timeout` ago, and the current ones.
+        ranks: the number of ranks. If records are missing, only a process that does not run counts as hanging.
     """
     if stopped := {rank: "which does not run" for rank, beat in now.items() if rank in before and before[rank].ticks == beat.ticks}:
         return stopped

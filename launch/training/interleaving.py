@@ -18,7 +18,7 @@ STEPS = 10
 
 
 class Interleaving:
-    """This rank's side of the socket. Without `PRETRAIN_INTERLEAVE` the run trains alone and never waits.
+    """This rank's end of the socket. Without `PRETRAIN_INTERLEAVE` the run trains alone and never waits.
 
     Args:
         on_lost: called when the connection is lost, because the command that interleaves the runs has ended.
@@ -36,7 +36,7 @@ class Interleaving:
                 self._lose()
 
     def wait(self) -> float:
-        """Call before each step. Returns, once this run may make the step, the seconds that it waited."""
+        """Wait until this run may make its next step. Returns the seconds waited."""
         if self._socket is None:
             return 0.0
         start = time.monotonic()

@@ -23,8 +23,8 @@ from launch.training.distributed import Collectives
 WIDTH = 1_021
 #: Elements that are summed at a time, in rows of WIDTH: as many as fit into a CPU's cache; on a GPU the launches count.
 BLOCK = {"cpu": 2**16, "cuda": 2**20}
-#: The shift of the signs from one block to the next, so that equal blocks get different signs; prime. Each block has a sign of its own
-#: too: shifted sums of equal blocks would be the same numbers in another order.
+#: The shift of the signs from one block to the next, so that equal blocks get different signs; prime. Each block also has a sign, because
+#: shifted sums of equal blocks would be the same numbers in another order.
 SHIFT = 15_013
 
 

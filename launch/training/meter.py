@@ -1,4 +1,4 @@
-"""Measures each step: time, memory, bytes sent, FLOPs. Also makes the one reduction per step that is for the log and the stop signal."""
+"""Measures each step: time, memory, bytes sent, FLOPs. Also reduces the loss and the stop signal, once per step."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Meter:
         self.threads: list[int] = collectives.gather(torch.get_num_threads())
 
     def seconds(self) -> float:
-        """Since the start of the run, over resumes, without the time spent waiting for interleaved runs."""
+        """Seconds since the start of the run, over resumes, without waits for interleaved runs."""
         return time.monotonic() - self._start
 
     def start_step(self) -> None:

@@ -47,9 +47,9 @@ class MetricsWriter:
         self._monitors = Monitors(engine, folder, run_id, kept, cut)
 
     def _cut_back(self, file: Path, step: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-        """Move the lines of the steps after `step`, which are made again, to `<file>.cut`.
+        """Move the lines of the steps after `step`, which will be repeated, to `<file>.cut`.
 
-        At step 0 all lines are moved: the line of step 0 is written again too. Returns the valid lines that stay, and those that do not.
+        At step 0 all lines are moved, because that of step 0 is written again too. Returns the valid lines that stay and those moved.
         """
         if not file.exists():
             return [], []

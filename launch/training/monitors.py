@@ -51,10 +51,9 @@ def check_monitors(engine: dict[str, Any], run: Path) -> None:
 class Monitors:
     """Writes the lines of `metrics.jsonl` to "csv_monitor", "wandb" and "comet". TensorBoard is `MetricsWriter`'s own.
 
-    A row has the number of its step. CSV files are made again from the lines that a resume keeps. wandb and comet continue the run with the
-    same id; they cannot remove rows, so steps that are trained again have two, of which the later one holds. If one of the two fails, the
-    run continues without it, because `metrics.jsonl` has every line. If wandb cannot be reached at the start, its rows stay in the run's
-    folder.
+    A row has the number of its step. CSV files are rewritten from the lines that a resume keeps. wandb and comet continue the run with the
+    same id; they cannot remove rows, so repeated steps have two rows, of which the later one counts. If a monitor fails, the run continues
+    without it, because `metrics.jsonl` has every line. If wandb cannot be reached at the start, its rows stay in the run's folder.
 
     Args:
         engine: the engine's JSON.
@@ -65,7 +64,7 @@ class Monitors:
     """
 
     def __init__(self, engine: dict[str, Any], run: Path, run_id: str | None, kept: list[dict[str, Any]], cut: list[dict[str, Any]]):
-        # wandb and comet: what sends a line, and what ends the monitor.
+        # Name of a remote monitor -> (sends a line, ends the monitor).
         self._remote: dict[str, tuple[Callable[[dict[str, Any]], Any], Callable[[], Any]]] = {}
         if folder := monitor_folder(engine, "csv_monitor", run):
             folder.mkdir(parents=True, exist_ok=True)
@@ -144,9 +143,9 @@ def _start_wandb(section: dict[str, Any], run: Path, run_id: str | None) -> Any:
 
 
 def _start_wandb_service() -> None:
-    """Start the process that writes wandb's rows apart from this one, unless WANDB_SERVICE names one.
+    """Start wandb's writer process outside of this process's tree, unless WANDB_SERVICE names one.
 
-    A launcher that is told to stop signals all processes below it, and this one must write the last rows. It ends by itself.
+    A launcher that is stopped signals all processes below it, but this process must still write the last rows. It ends by itself.
 
     Raises:
         OSError: it cannot be started.

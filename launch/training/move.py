@@ -1,7 +1,7 @@
 """Moves a checkpoint into an engine of another layout: other ranks, another ZeRO stage, offload or precision.
 
-DeepSpeed loads a checkpoint only where each rank finds its own part in it. Here every rank maps the files of all ranks
-(`launch/formats/engine_files.py`) and copies what is its own, piece by piece: the fp32 weights and the optimizer's state of each parameter,
+DeepSpeed loads a checkpoint only if each rank finds its own part in it. Here every rank maps the files of all ranks
+(`launch/formats/engine_files.py`) and copies its own part, piece by piece: the fp32 weights and the optimizer's state of each parameter,
 then the weights that the model computes with. The files are not changed.
 """
 
@@ -21,7 +21,7 @@ from recipes.masters import Fragment, Master, master_weights
 #: The optimizer settings that a resume takes from the configuration, not from the checkpoint: those that do not affect the saved state.
 #: The learning rate follows its schedule.
 SETTINGS = ("betas", "eps", "momentum", "weight_decay", "dampening", "alpha", "lr_decay", "decoupled_weight_decay", "bias_correction")
-#: What a move does not copy from the checkpoint's groups: settings of this run, and the step, which is part of each parameter's state.
+#: Keys of the checkpoint's groups that a move does not copy: settings of this run, and the step, which each parameter's state has.
 NOT_COPIED = ("params", "lr", "initial_lr", "step", "foreach", "fused", "capturable", "differentiable", *SETTINGS)
 #: The state of fp16's loss scale. Its rule (window, hysteresis, minimum) is taken from the configuration.
 LOSS_SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
@@ -63,7 +63,7 @@ class Move:
             raise UsageError(f"{self._files.checkpoint}: was written by {self._files.layout}, and this job has {self._layout}: {why}")
 
     def _refuse_state(self) -> None:
-        """At stages 1 to 3: refuse state that only some parameters of a flat tensor have, and what ZeRO would cut."""
+        """At stages 1 to 3: refuse state that only some parameters of a flat tensor have, and state that ZeRO would cut."""
         if self._layout.stage == 0:
             return
         for names in ([fragment.name for fragment in master.fragments] for master in master_weights(self._engine)):
@@ -105,7 +105,7 @@ class Move:
                 if fragments[0].name in of_parameter:
                     state[key] = _fill(torch.zeros_like(tensor, requires_grad=False), fragments, of_parameter)
             for key, value in self._state.others[fragments[0].name].items():
-                # A tensor of its own for each: torch's optimizers count in place, and would count a shared one once for each of its owners.
+                # A separate tensor for each: torch's optimizers count in place, so a shared one would be counted several times.
                 state[key] = value.clone() if isinstance(value, torch.Tensor) else value
                 if key == "step":
                     state[key] = int(value) if counts_in_python else torch.tensor(float(value))
@@ -119,7 +119,7 @@ class Move:
 
     @contextlib.contextmanager
     def _every_parameter(self) -> Iterator[None]:
-        """Stage 3 gives its optimizer one parameter at a time; inside, it has all of them."""
+        """Stage 3 gives its optimizer one parameter at a time; in the body, it has all of them."""
         if self._layout.stage != 3:
             yield
             return
@@ -145,7 +145,7 @@ class Move:
 
 
 def _scaler_name(wrapper: Any) -> str:
-    """What DeepSpeed calls the loss scale of an optimizer: of stages 1 to 3, or of stage 0."""
+    """DeepSpeed's name of an optimizer's loss scale: at stages 1 to 3, or at stage 0."""
     return "loss_scaler" if hasattr(wrapper, "loss_scaler") else "loss_scale_config"
 
 
@@ -184,7 +184,7 @@ def own_settings(engine: Any) -> Iterator[None]:
 
 
 def move_of(checkpoint: Path, ranks_before: int, engine: Any, ranks: int) -> Move | None:
-    """How to load `checkpoint`, which `ranks_before` ranks wrote, into `engine` on `ranks` ranks; None if DeepSpeed can load it as it is.
+    """The move of `checkpoint`, which `ranks_before` ranks wrote, into `engine` on `ranks` ranks; None if DeepSpeed can load it itself.
 
     Raises:
         UsageError: it cannot be moved.

@@ -19,14 +19,14 @@ class Observer:
     """Base of every observer. Every method does nothing here. All ranks call all methods, at the same time."""
 
     def start(self, engine: TrainingEngine) -> None:
-        """Called once, before the first step. The model has its initial weights, or those of the checkpoint."""
+        """Called once, before the first step, when the model has its initial weights or those of the checkpoint."""
 
     def training(self) -> AbstractContextManager[None]:
         """The context of all steps."""
         return nullcontext()
 
     def on_step(self, step: int) -> None:
-        """Called before the first micro-batch of optimizer step `step` (from 1). Its time is not counted as time of the step."""
+        """Called before the first micro-batch of optimizer step `step` (from 1), outside of the step's measured time."""
 
     def on_batch(self, tokens: torch.Tensor) -> None:
         """Called before the forward pass of each micro-batch, (rows, length + 1) token ids."""
@@ -43,7 +43,7 @@ class Observer:
         return nullcontext()
 
     def after_evaluated_batch(self) -> None:
-        """Called in an evaluation after the forward pass of a batch that counts. Ranks may run others, to keep up with the rest."""
+        """Called after the forward pass of each evaluated batch, except fillers, which a rank runs so that all run equally many."""
 
 
 class Observers(Observer):

@@ -1,4 +1,4 @@
-"""What a run prints: its sizes at the start, then a progress bar on a terminal, or plain lines elsewhere."""
+"""Prints the run's sizes at its start, then a progress bar on a terminal, or plain lines elsewhere."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `run.json` records beside the configuration: versions, commit, machine and command, so that a run can be reproduced."""
+"""Describes a run for `run.json`: configuration, versions, commit, machine and command, so that it can be reproduced."""
 
 from __future__ import annotations
 
@@ -49,13 +49,13 @@ def versions() -> dict[str, str | None]:
 
 def machine() -> dict[str, Any]:
     """The host, its processor and cores, and the GPUs that a run may use."""
-    of_host = {
+    host = {
         "host": platform.node(),
         "system": platform.platform(),
         "processor": cpuinfo("model name") or platform.processor(),
         "cores": os.cpu_count(),
     }
-    return of_host | ({"gpus": names} if (names := [gpu.name for gpu in gpus()]) else {})
+    return host | ({"gpus": names} if (names := [gpu.name for gpu in gpus()]) else {})
 
 
 def machine_in_words(found: dict[str, Any]) -> str:

@@ -33,7 +33,7 @@ INITIAL_WEIGHTS = ("init_from", "perturb_init")
 
 
 def resume_description(run: Path, description: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """What the `run.json` of the run in folder `run` holds after a resume, and what the resume changes, a line for each value.
+    """The content of `run.json` in the folder `run` after a resume, and the changes that the resume makes, a line for each value.
 
     Args:
         description: of the command that resumes the run, as `launch.training.provenance.describe_run` returns it.
@@ -67,7 +67,7 @@ def resume_description(run: Path, description: dict[str, Any]) -> tuple[dict[str
 
 
 def commits_of(description: dict[str, Any]) -> list[Any]:
-    """The commits with which the run of a `run.json` was started and then resumed; None where there was none."""
+    """The commits of the start and of each resume of the run of a `run.json`; None where it was not a checkout."""
     resumes = (one for one in description.get("resumes", []) if isinstance(one, dict))
     return [description.get("commit"), *(one.get("commit") for one in resumes)]
 

@@ -1,6 +1,6 @@
 """SIGTERM, Ctrl-C, SIGUSR1 and SIGUSR2 stop the run after the current step, on all ranks, with a checkpoint.
 
-SIGUSR1 and SIGUSR2, with which a batch system announces the end of its time, also ask for the run to be started again: the exit code is
+SIGUSR1 and SIGUSR2, which a batch system sends shortly before the time limit, also ask for a restart: the exit code is
 `launch.errors.REQUEUE` instead of 128 + n.
 
 A launcher does not signal all ranks at once: `deepspeed` signals its first rank, waits until it has ended, and then signals the next. So

@@ -1,4 +1,4 @@
-"""How much each block changes its input on the validation set: the reason why deep blocks can be dropped late in a run.
+"""Measures how much each block changes its input on the validation set, which tells whether it can be dropped late in a run.
 
     deepspeed launch/pretrain.py --deepspeed_config ds_configs/zero1_bf16.json --block_similarity
 

@@ -1,4 +1,4 @@
-"""Writes the files of a checkpoint from copies in host memory, so that training continues meanwhile.
+"""Writes the files of a checkpoint from copies in host memory, while training continues.
 
 DeepSpeed's own decoupled writer (0.19.8) blocks the next update until its files are written. torch's `async_save`
 (`torch.distributed.checkpoint`) writes a format that DeepSpeed cannot load. So torch's stager makes the copies here, and DeepSpeed's plain
@@ -124,5 +124,5 @@ def _left_by_cgroups(mount: Path, group: str) -> Iterator[int]:
 
 
 def _field(file: Path, name: str) -> int:
-    """The number after `name` at the start of a line."""
+    """The number in the line of `file` that begins with `name`."""
     return next(int(line.split()[1]) for line in file.read_text().splitlines() if line.split()[0] == name)

@@ -6,15 +6,14 @@ OLMo-core's `SkipStepOptimizer` (olmo_core/optim/skip_step_optimizer.py), with t
 - It applies the rule to the gradient norm too. Here, in 3,282 steps of six stable runs, the norm was beyond 6 standard deviations twice
   (6.3 and 9.7), and the loss never; and clipping bounds the update of such a step.
 - Its window holds spikes too, so that after four of them no more are found: k equal outliers among 128 values are at most
-  sqrt(128 / k - 1) standard deviations above the mean. Here they are left out. After `LIMIT` in succession the window starts anew, because
-  the loss has another level then.
+  sqrt(128 / k - 1) standard deviations above the mean. Here spikes are left out. After `LIMIT` in succession the window is cleared, because
+  the loss then has another level.
 
-The decision is made when DeepSpeed calls the optimizer that it wraps, which it does at every ZeRO stage. Without the update, the weights,
-the moments and their step count stay as they are, and DeepSpeed clears the gradients as after any step. Learning rate and data position
-advance.
+The rule acts when DeepSpeed calls the optimizer that it wraps, which it does at every ZeRO stage. Without the update, the weights, the
+moments and their step count stay unchanged, and DeepSpeed clears the gradients as after any step. Learning rate and data position advance.
 
-A rewind loads the newest checkpoint that verifies, and goes on with the data after the spike, so that the batches from the checkpoint up to
-and including the spike are left out (PaLM, https://arxiv.org/abs/2204.02311, section 5.1).
+A rewind loads the newest checkpoint that passes verification, and continues with the data after the spike, so that the batches from the
+checkpoint up to and including the spike are left out (PaLM, https://arxiv.org/abs/2204.02311, section 5.1).
 """
 
 from __future__ import annotations
@@ -37,9 +36,10 @@ from launch.training.heartbeat import CHECKPOINT
 from launch.training.observers import Observer
 
 WINDOW = 128
-#: Nothing is a spike before the window has so many steps.
-LEAST = WINDOW // 2
+#: Steps in the window before a step can be a spike.
+MIN_STEPS = WINDOW // 2
 DEVIATIONS = 6.0
+#: Spikes in succession that clear the window; also rewinds to one checkpoint after which the run fails.
 LIMIT = 16
 
 
@@ -51,26 +51,26 @@ class Window:
         self._in_succession = 0
 
     def deviations(self, loss: float) -> float:
-        """How many standard deviations `loss` is above the mean; 0 before there are `LEAST` steps, and if all losses are the same."""
-        if len(self._losses) < LEAST:
+        """How many standard deviations `loss` is above the mean; 0 before there are `MIN_STEPS` steps, and if all losses are the same."""
+        if len(self._losses) < MIN_STEPS:
             return 0.0
         deviation = statistics.stdev(self._losses)
         return (loss - statistics.fmean(self._losses)) / deviation if deviation else 0.0
 
     def add(self, loss: float, spike: bool) -> bool:
-        """Add a step. Returns whether the window starts anew."""
+        """Add a step. Returns whether the window was cleared."""
         self._in_succession = self._in_succession + 1 if spike else 0
-        anew = self._in_succession == LIMIT
-        if anew:
+        cleared = self._in_succession == LIMIT
+        if cleared:
             self._losses.clear()
             self._in_succession = 0
         elif not spike:
             self._losses.append(loss)
-        return anew
+        return cleared
 
 
 class SpikeRule(Observer):
-    """Applies the rule to a run. All ranks make it together, after rank 0 has opened the metrics.
+    """Applies the rule to a run. All ranks construct it together, after rank 0 has opened the metrics.
 
     Args:
         rule: "off", "log", "skip" or "rewind".
@@ -122,12 +122,12 @@ class SpikeRule(Observer):
     def after_step(self, step: int) -> None:
         if self._loss is None or not math.isfinite(self._loss):  # an overflow in fp16 has no update; training ends by itself in the others
             return
-        anew = self._window.add(self._loss, self._is_spike)
+        cleared = self._window.add(self._loss, self._is_spike)
         if self._is_spike:
             what = f"spike: the loss {self._loss:.4f} is {self._deviations:.1f} standard deviations above its mean"
             self.folder.log(f"step {step}: {what}{'' if self.rule == 'log' else '; the update was skipped'}")
-        if anew:
-            self.folder.log(f"step {step}: {LIMIT} spikes in succession: the window of the spike rule starts anew")
+        if cleared:
+            self.folder.log(f"step {step}: {LIMIT} spikes in succession: the window of the spike rule is cleared")
 
     def metrics(self) -> dict[str, float]:
         return {} if self._loss is None else {"spike": int(self._is_spike)}
@@ -150,7 +150,7 @@ class SpikeRule(Observer):
         try:
             with self.collectives.uncounted():
                 found = checkpoints.load_newest(before=state["step"])
-        except (UsageError, DownloadFailed) as reason:  # none can be used, and nothing was loaded: all ranks go on
+        except (UsageError, DownloadFailed) as reason:  # none can be used, and nothing was loaded, so all ranks continue
             self.folder.log(f"warning: there is no checkpoint to rewind to: {'; '.join(str(reason).splitlines())}")
             return None
         if found is None:

@@ -42,8 +42,8 @@ def fill_model(model: GPT, folder: HFFolder, zero_stage: int, collectives: Colle
 def fill_masters(engine: Any, folder: HFFolder, collectives: Collectives) -> None:
     """In bf16 and fp16: set the fp32 master weights to the folder's values.
 
-    DeepSpeed copies them from the model's weights after rounding those, which keeps 8 of 24 bits. With this, an export after zero steps
-    writes the values that were read.
+    DeepSpeed copies them from the rounded weights of the model, which have 8 of 24 bits. With this, an export after zero steps writes the
+    values that were read.
     """
     if engine.zero_optimization_stage() == 0:
         for master in master_weights(engine):

@@ -4,9 +4,9 @@
     <URL>/<run_name>/step-00000300/engine/...     the files of a checkpoint
     <URL>/<run_name>/step-00000300/state.json     uploaded last: a checkpoint without it is incomplete
 
-An object store cannot rename, so the last file is what makes a checkpoint complete; and it lists the digest of every other one, so that an
-object that is truncated or has other content is found after the download. Only global rank 0 uses the store. Uploads run in a thread of
-their own, which takes part in no collective, and no error in it ends the run.
+An object store cannot rename, so the last file makes a checkpoint complete. It lists the digests of all other files, so that damaged
+objects are found after the download. Only global rank 0 uses the store. Uploads run in a separate thread, which takes part in no
+collective, and no error in it ends the run.
 
 The store is reached through fsspec, which reads credentials from the environment and the configuration files of the backend. `s3://` and
 `file://` are tested.
@@ -47,9 +47,9 @@ from launch.training.metrics_writer import METRICS_FILE
 RUN_FILES = ("run.json", METRICS_FILE)
 #: How long the store may take to answer at the start of a run.
 ANSWER_SECONDS = 60.0
-#: At the end of a run, the last upload is given up if no file was completed for so long; or part of a file, if the backend reports that.
+#: At the end of a run, the last upload is given up after this time without a completed file (or part, if the backend reports parts).
 STALL_SECONDS = 600.0
-#: After a signal, the last upload is given up after so long: schedulers kill the run soon.
+#: After a signal, the last upload is given up after this time, because schedulers soon kill the run.
 STOPPED_SECONDS = 20.0
 
 
@@ -85,7 +85,7 @@ class CheckpointStore:
                 options = {"auto_mkdir": True} if self.url.startswith("file://") else {}
                 self._connection = fsspec.core.url_to_fs(self.url, **options)
             yield self._connection
-        except Exception as reason:  # each backend has errors of its own
+        except Exception as reason:  # each backend has its own errors
             raise StoreError(f"{self.url}: {type(reason).__name__}: {one_line(reason)}") from reason
 
     def checkpoints(self) -> list[str]:
@@ -146,9 +146,9 @@ class CheckpointStore:
             files.rm(f"{root}/{name}", recursive=True)
 
     def download(self, checkpoint: Path, run_id: str | None) -> Path:
-        """Download the checkpoint that belongs at the path `checkpoint`, and verify it. Returns where it is.
+        """Download and verify the checkpoint whose final path is `checkpoint`. Returns its current path.
 
-        Until the caller has moved it, it is in a folder `.tmp-step-...`, which the next save removes.
+        That is in a folder `.tmp-step-...`, which the next save removes; the caller must move the checkpoint.
 
         Raises:
             DamagedCheckpoint: it is incomplete or of another run, or an object is missing or differs from what the run wrote.
@@ -223,7 +223,7 @@ def _run_id(content: bytes) -> Any:
 
 
 def within(seconds: float, url: str, ask: Callable[[], Any]) -> Any:
-    """What `ask` returns. Raises StoreError, also if it takes longer than `seconds`."""
+    """Return the result of `ask`. Raises its error, or StoreError if it takes longer than `seconds`."""
     answer: futures.Future[Any] = futures.Future()
 
     def run() -> None:
@@ -242,7 +242,7 @@ def within(seconds: float, url: str, ask: Callable[[], Any]) -> Any:
 class Uploads:
     """Uploads the checkpoints of a run in a thread beside training, one at a time. Only for global rank 0.
 
-    A checkpoint that is complete while another is being uploaded waits; a newer one replaces it. What fails is one line in the log.
+    A checkpoint that is completed during another's upload waits, until a newer one replaces it. A failure is one line in the log.
 
     Args:
         run: the folder of the run.
@@ -275,7 +275,7 @@ class Uploads:
         with self._changed:
             replaced, self._waiting = self._waiting, checkpoint
             self._changed.notify_all()
-        if replaced and replaced != self._loaded:  # which is in the store, or was not uploaded before
+        if replaced and replaced != self._loaded:
             self._say(f"{replaced.name} is not uploaded: {checkpoint.name} is newer, and the upload before it has not ended yet")
 
     def uses(self, checkpoint: Path) -> bool:

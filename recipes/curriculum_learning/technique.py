@@ -31,8 +31,8 @@ ALLOWED = {
 def length_at(step: int, section: dict[str, Any]) -> int:
     """The length at optimizer step `step` (from 1) by a resolved section: what DeepSpeed's CurriculumScheduler computes.
 
-    floor(min + (max - min) (step / total)^(1 / degree)), rounded down to `difficulty_step`, at least the first multiple of it that is not
-    below min, at most max; or for `fixed_discrete` the entry of `difficulty` whose `max_step` has not passed.
+    floor(min + (max - min) (step / total)^(1 / degree)), rounded down to a multiple of `difficulty_step`, at least min rounded up to one,
+    at most max; for `fixed_discrete`, the entry of `difficulty` whose `max_step` has not passed.
     """
     schedule, least, most = section["schedule_config"], section["min_difficulty"], section["max_difficulty"]
     if section["schedule_type"] == "fixed_discrete":

@@ -3,9 +3,9 @@
     pip install -e ".[fp8]" -c constraints.txt
     deepspeed launch/pretrain.py --recipe recipes/fp8
 
-Micikevicius et al., FP8 Formats for Deep Learning, arXiv 2209.05433. The layers are torchao's (`torchao.float8`): both factors of a product
-are scaled by the largest of their values when they are multiplied, so that nothing is kept between steps. Weights, gradients, the optimizer
-and whatever is no linear layer of a block stay as they are in bf16.
+Micikevicius et al., FP8 Formats for Deep Learning, arXiv 2209.05433. The layers are torchao's (`torchao.float8`): both factors of a matmul
+are scaled by their current largest values, so that nothing is kept between steps. Weights, gradients, the optimizer and all other layers
+stay as in bf16.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from model.accounting import block_tensors
 from model.gpt import GPT
 from recipes.technique import Declaration, Run, Technique
 
-#: Ada, the first of NVIDIA's with fp8.
+#: Ada, NVIDIA's first GPUs with fp8.
 CAPABILITY = (8, 9)
-#: torchao's names for how the values of a factor are scaled into the range of 8 bits.
+#: torchao's names of the ways to scale a factor into the range of 8 bits.
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
-#: The first that is built for torch 2.11 and later.
+#: The first version for torch 2.11 and later.
 TORCHAO = (0, 17)
-#: How to get it, in the project's folder.
+#: The command that installs it, in the project's folder.
 INSTALL = 'pip install -e ".[fp8]" -c constraints.txt'
-#: What the tensor cores take at a time: every dimension of a weight must be a multiple.
+#: Every dimension of a weight must be a multiple of it, for the tensor cores.
 MULTIPLE = 16
 
 
@@ -57,15 +57,15 @@ class Fp8(Technique):
         if self.emulate:
             self.needs_cuda, self.matmul_dtype = {}, ""
         if run.precision != "bf16":
-            raise ValueError(f"'fp8' casts from bf16, and this run is in {run.precision}; use the bf16 JSON of the same stage")
+            raise ValueError(f"'fp8' is for bf16 runs, and this run is in {run.precision}; use the bf16 JSON of the same stage")
         for name, sides in block_tensors(run.shape).items():
             if len(sides) == 2 and any(side % MULTIPLE for side in sides):
                 raise ValueError(
-                    f"'fp8' multiplies matrices whose sides are multiples of {MULTIPLE}, and {name} is {sides[0]} x {sides[1]}; change "
+                    f"'fp8' needs matrices whose sides are multiples of {MULTIPLE}, but {name} is {sides[0]} x {sides[1]}; change "
                     f"{'--d_ff' if run.shape.d_ff % MULTIPLE and name.startswith('mlp') else '--d_model'}"
                 )
         if run.zero_stage == 3 and "activation_checkpointing" not in run.techniques:
-            # Its layers save the gathered weight itself, which is then on the device until the backward pass has come to it.
+            # torchao's layers save the gathered weight, which stays on the device until their backward pass.
             raise ValueError(
                 "'fp8' at stage 3 keeps the gathered weights of all blocks from the forward to the backward pass, so that stage 3 "
                 'saves no memory; add "activation_checkpointing": {"enabled": true}, or use stage 2'
@@ -78,17 +78,17 @@ class Fp8(Technique):
 
     def prepare(self, model: GPT) -> None:
         """Replace the linear layers of the blocks by torchao's, with the same parameters under the same names."""
-        logging.disable(logging.WARNING)  # the import warns of kernels that it cannot load and that are not used here
+        logging.disable(logging.WARNING)  # the import warns about kernels that are not used here
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training  # an optional dependency
 
         logging.disable(logging.NOTSET)
-        # Padding acts where the tokens of a micro-batch, the inner dimension of the weights' gradients, are no multiple of 16.
+        # Pads the tokens of a micro-batch, the inner dimension of the weights' gradients, to a multiple of 16.
         config = replace(Float8LinearConfig.from_recipe_name(self.recipe), emulate=self.emulate, pad_inner_dim=True)
         convert_to_float8_training(model.h, config=config)
 
 
 def _missing_torchao() -> str | None:
-    """Why the installed torchao cannot be used; None where it can."""
+    """Why the installed torchao cannot be used; None if it can."""
     try:
         found = version("torchao")
     except PackageNotFoundError:

@@ -24,7 +24,7 @@ KEPT_LENGTH = 512
 def blockwise_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, dropout: float) -> torch.Tensor:
     """Causal self-attention, q (B, T, n_head, d_head) -> (B, T, n_head d_head): what `model.gpt.attend` computes.
 
-    k, v: (B, T, n_kv_head, d_head). Shared ones are repeated, as the batched products need them.
+    k, v: (B, T, n_kv_head, d_head); shared heads are repeated for the batched matmuls.
     mask: added to the scores, (B, 1, T, T), and includes the causal mask; None for the causal mask alone.
     dropout: must be 0; `model.gpt.attend` supports other rates.
     """
@@ -60,7 +60,7 @@ class _BlockwiseAttention(torch.autograd.Function):
     def forward(ctx: Any, *inputs: Any) -> torch.Tensor:
         *qkv, mask = inputs
         B, T, H, D = qkv[0].shape
-        # 3 x (B, T, H, D) -> 3 x (B H, T, D), each in one piece, as batched products want it
+        # 3 x (B, T, H, D) -> 3 x (B H, T, D), contiguous for the batched matmuls
         q, k, v = (part.transpose(1, 2).reshape(B * H, T, D) for part in qkv)
         y, kept = torch.empty_like(q), []
         for start, end in attention_blocks(T):
@@ -83,7 +83,7 @@ class _BlockwiseAttention(torch.autograd.Function):
             dp = torch.bmm(dy[:, start:end], v[:, :end].transpose(1, 2))
             ds = torch._softmax_backward_data(dp, p, -1, p.dtype)
             torch.bmm(ds, k[:, :end], out=dq[:, start:end])
-            beta = int(end < T)  # the last block meets all keys: it writes what the others add to
+            beta = int(end < T)  # the last block, which covers all keys, writes; the others add
             torch.baddbmm(dk[:, :end], ds.transpose(1, 2), q[:, start:end], beta=beta, out=dk[:, :end])
             torch.baddbmm(dv[:, :end], p.transpose(1, 2), dy[:, start:end], beta=beta, out=dv[:, :end])
         scale = 1 / math.sqrt(D)

@@ -147,7 +147,7 @@ def measure(arguments: argparse.Namespace) -> report.Measured:
         return
     chosen = [name for name in every if name.startswith(arguments.only)]
     if not chosen:
-        raise UsageError(f"--only {arguments.only}: no case begins so; allowed are: {'; '.join(every)}")
+        raise UsageError(f"--only {arguments.only}: no case begins with this; allowed are: {'; '.join(every)}")
     rows, found = [], {}
     for name in chosen:
         plain, fused = every[name]()
@@ -169,7 +169,7 @@ def measure(arguments: argparse.Namespace) -> report.Measured:
 def main() -> None:
     parser = report.parser(__doc__)
     parser.add_argument("--rounds", type=whole_number(2), default=21, help="rounds that are counted (%(default)s)")
-    parser.add_argument("--only", default="", metavar="CASE", help="the cases whose names begin so (all)")
+    parser.add_argument("--only", default="", metavar="CASE", help="only cases whose names begin with this (all)")
     dtypes = ["bfloat16", "float32", "float16"]
     parser.add_argument("--dtype", default="bfloat16", choices=dtypes, help="of all cases but adamw (%(default)s)")
     parser.add_argument("--memory", nargs=2, metavar=("CASE", "SIDE"), help=argparse.SUPPRESS)  # print the bytes that a side adds

@@ -81,8 +81,8 @@ def linear_cross_entropy(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targets: torch.Tensor, kernel: Kernel = in_rows
 ) -> torch.Tensor:
     """`model.gpt.linear_cross_entropy`, computed with `kernel`. The backward pass can run only once."""
-    wanted = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
-    return _LinearCrossEntropy.apply(x, weight, bias, targets, wanted, kernel) / (targets != IGNORED).sum()
+    with_gradients = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
+    return _LinearCrossEntropy.apply(x, weight, bias, targets, with_gradients, kernel) / (targets != IGNORED).sum()
 
 
 def _weight_gradient(gradient: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
@@ -109,13 +109,19 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targets: torch.Tensor, wanted: bool, kernel: Kernel
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        targets: torch.Tensor,
+        with_gradients: bool,
+        kernel: Kernel,
     ) -> torch.Tensor:
         total = torch.zeros((), device=x.device)
         rows = max(1, LOGITS_BYTES // (len(weight) * x.element_size()))
         parts = list(zip(x.split(rows), targets.split(rows), strict=True))
-        dx = torch.empty_like(x) if wanted else None
-        dweight = torch.zeros_like(weight, dtype=torch.float32) if wanted and len(parts) > 1 else None
+        dx = torch.empty_like(x) if with_gradients else None
+        dweight = torch.zeros_like(weight, dtype=torch.float32) if with_gradients and len(parts) > 1 else None
         for index, (part, part_targets) in enumerate(parts):
             logits = F.linear(part, weight, bias)  # (rows, V)
             total += kernel(logits, part_targets)
@@ -130,5 +136,5 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, scale: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         dx, dweight = ctx.gradients
-        del ctx.gradients  # scaled in place: they are good once
+        del ctx.gradients  # scaled in place, so they can be used only once
         return dx.mul_(scale), dweight.mul_(scale).to(dx.dtype), None, None, None, None

@@ -27,7 +27,7 @@ from recipes.technique import Declaration, Run, Technique
 SWITCH = {"enum": [True, False], "auto": True}
 #: The lowest compute capability that Triton supports; Liger's kernels and those of torch.compile are written in it.
 TRITON_CAPABILITY = (7, 0)
-#: Kernel of a component -> the field of the model that names it, and its name.
+#: Kernel -> the field of the model that names its component, and the component's name.
 COMPONENTS = {
     "layer_norm": ("norm", "layernorm"),
     "gelu": ("mlp", "gelu"),
@@ -35,11 +35,11 @@ COMPONENTS = {
     "swiglu": ("mlp", "swiglu"),
     "rotary": ("positions", "rotary"),
 }
-#: Kernels that Liger-Kernel has for CUDA only.
-LIGERS = ("layer_norm", "rms_norm", "swiglu", "rotary")
+#: Kernels from Liger-Kernel, for CUDA only.
+LIGER_KERNELS = ("layer_norm", "rms_norm", "swiglu", "rotary")
 #: Components that only torch.compile fuses on a CPU.
 FUSED_BY_COMPILE = ("rms_norm", "swiglu", "rotary")
-#: How to get Liger-Kernel, in the project's folder.
+#: The command that installs Liger-Kernel, in the project's folder.
 INSTALL = 'pip install -e ".[liger]" -c constraints.txt'
 
 
@@ -78,13 +78,13 @@ class FusedKernels(Technique):
                 raise ValueError(f"'fused_kernels.{name}' is a kernel of {component}, and this model has {has}; write \"auto\" or false")
             self.asked[name] = self.asked[name] if has == component else False
         # With dropout only CUDA has a fused kernel for attention.
-        cuda_only = dict.fromkeys(LIGERS, TRITON_CAPABILITY) | ({"attention": (0, 0)} if run.shape.dropout else {})
+        cuda_only = dict.fromkeys(LIGER_KERNELS, TRITON_CAPABILITY) | ({"attention": (0, 0)} if run.shape.dropout else {})
         self.needs_cuda = {f"fused_kernels.{name}": capability for name, capability in cuda_only.items() if self.asked[name] is True}
         self.missing_packages = tuple(self._missing())
 
     def _missing(self) -> Iterator[str]:
         """Packages that keys set to true need and that are not installed."""
-        for name in LIGERS:
+        for name in LIGER_KERNELS:
             if self.asked[name] is True and not _has_liger():
                 yield f"'fused_kernels.{name}' needs liger-kernel, which is not installed; {INSTALL}, or write \"auto\""
         for name in ("gelu", "compile"):
@@ -139,12 +139,12 @@ class FusedKernels(Technique):
         model.lm_head.loss = partial(linear_cross_entropy, kernel=kernel)
         self._say("cross_entropy", f"the gradient is written over the logits{', by a compiled kernel' if compiled else ''}")
 
-    def _can_use_liger(self, name: str, torchs: str) -> bool:
-        """Whether Liger-Kernel's kernel can be used; if not, note why. torchs: what torch computes instead on this device."""
+    def _can_use_liger(self, name: str, fallback: str) -> bool:
+        """Whether Liger-Kernel's kernel can be used; if not, note why. fallback: what is used instead on this device."""
         if self._compiles():
             self._skip(name, "it is compiled with its block")
         elif self.device != "cuda":
-            self._skip(name, f"{torchs} on a {self.device}, and Liger-Kernel's needs CUDA")
+            self._skip(name, f"{fallback} on a {self.device}, and Liger-Kernel's needs CUDA")
         elif not _has_liger():
             self._skip(name, f"liger-kernel is not installed ({INSTALL})")
         else:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.optim.adamw import adamw
 
-#: Of the quintic iteration: a x + (b x x^T + c (x x^T)^2) x (Jordan et al., https://kellerjordan.github.io/posts/muon/).
+#: a, b, c of the quintic iteration a x + (b x x^T + c (x x^T)^2) x (Jordan et al., https://kellerjordan.github.io/posts/muon/).
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 #: The factor of the learning rate for an update of (rows, columns).
 #:
@@ -26,7 +26,7 @@ def orthogonalized(matrix: torch.Tensor, steps: int, dtype: torch.dtype) -> torc
     """`matrix` (rows, columns) with singular values near 1 (0.7 to 1.2 after five steps), in fp32, by Newton-Schulz steps in `dtype`."""
     a, b, c = COEFFICIENTS
     wide = matrix if matrix.shape[0] <= matrix.shape[1] else matrix.mT
-    # An epsilon that is added to the norm, as is usual, would show in the small gradients of queries and keys.
+    # The usual epsilon, added to the norm, would distort the small gradients of queries and keys.
     x = (wide / torch.linalg.vector_norm(wide).clamp_min(torch.finfo(wide.dtype).tiny)).to(dtype)
     for _ in range(steps):
         gram = x @ x.mT  # (rows, rows), the shorter side
@@ -39,7 +39,7 @@ class Matrix(NamedTuple):
     """A matrix (rows, columns) to orthogonalize, and where a tensor of the optimizer holds this rank's part of it.
 
     The part has `lengths[rank]` elements and begins at element `start` of the tensor. The parts of all ranks, in order, are the matrix.
-    owner: the rank that orthogonalizes it if it is cut among ranks, else None: then a rank that has it orthogonalizes it.
+    owner: the rank that orthogonalizes a matrix that is cut among ranks; None for a whole one, which each rank that has it orthogonalizes.
     """
 
     rows: int
@@ -55,15 +55,15 @@ class Muon(torch.optim.Optimizer):
     Weight decay is decoupled in both parts. A missing gradient counts as zero.
 
     Args:
-        adam_rate: AdamW's learning rate over `lr`.
-        momentum: of the average of the gradients.
-        nesterov: whether the update looks one step ahead: the average of the gradient and the momentum, by the same weights.
+        adam_rate: AdamW's learning rate divided by `lr`.
+        momentum: the decay rate of the gradients' moving average.
+        nesterov: whether the update averages the gradient into the momentum once more.
         ns_steps, ns_dtype: of the Newton-Schulz iteration.
         rate_scale: a key of `RATE_SCALES`.
 
     Attributes:
-        matrices: of each tensor that Muon updates its matrices, in the same order on all ranks; AdamW updates the other tensors. To be
-            set before the first step.
+        matrices: tensor that Muon updates -> its matrices, in the same order on all ranks; AdamW updates the other tensors. Must be set
+            before the first step.
         rank: of this process, an index of `Matrix.lengths`.
         collectives: of the ranks among which matrices are cut.
     """
@@ -150,7 +150,7 @@ class Muon(torch.optim.Optimizer):
             if not state:
                 state["step"] = torch.zeros((), device=parameter.device)
                 state["exp_avg"], state["exp_avg_sq"] = (torch.zeros_like(parameter, requires_grad=False) for _ in range(2))
-            state["step"] = state["step"].to(parameter.device)  # `load_state_dict` leaves it where it was loaded, and fused wants it here
+            state["step"] = state["step"].to(parameter.device)  # `load_state_dict` may leave it on the CPU, but fused needs it here
         beta1, beta2 = group["betas"]
         adamw(
             parameters,
@@ -171,7 +171,7 @@ class Muon(torch.optim.Optimizer):
 
 
 def _rounds(matrices: list[Matrix]) -> Iterator[dict[int, Matrix]]:
-    """The matrices by owner, in the order of the ranks, at most one of each owner at a time."""
+    """Yields rounds of matrices by owner, in the order of the ranks, at most one per owner and round."""
     owned: dict[int, list[Matrix]] = {}
     for matrix in matrices:
         assert matrix.owner is not None

@@ -35,8 +35,8 @@ class MuonTechnique(Technique):
     ns_steps, ns_dtype: how often, and in which arithmetic, "bf16" or "fp32", Newton-Schulz iterates.
     rate_scale: how `lr` depends on the shape of a matrix, `recipes.muon.optimizer.RATE_SCALES`.
 
-    The fused matrix of queries, keys and values is orthogonalized as three, and that of swiglu's gate and up as two: each of them is a
-    linear map of its own, and Jordan et al. found three better than one.
+    The fused matrix of queries, keys and values is orthogonalized as three matrices, and that of swiglu's gate and up as two: each is a
+    separate linear map, and Jordan et al. found three better than one.
     """
 
     declaration = Declaration(
@@ -54,14 +54,14 @@ class MuonTechnique(Technique):
     def __init__(self, section: dict[str, Any], run: Run):
         self.params = DEFAULTS | section
         self._stage, self._ranks, self._parts = run.zero_stage, run.ranks, hidden_parts(run.model_config)
-        # One for the hidden matrices, two for the other parameters.
+        # Muon keeps one tensor for a hidden matrix, AdamW two for any other parameter.
         hidden = sum(rows * columns for matrices in self._parts.values() for rows, columns in matrices)
         self.optimizer_tensors = 2 - hidden / parameter_count(run.model_config)
         accumulated = (run.engine.get("data_types") or {}).get("grad_accum_dtype")
         if run.zero_stage == 1 and run.precision == "bf16" and accumulated in FP32_NAMES:
             raise ValueError(
-                f"'data_types.grad_accum_dtype' is \"{accumulated}\", for which DeepSpeed has an optimizer of its own at stage 1, and Muon "
-                "has none; leave it out, or use stage 2"
+                f"'data_types.grad_accum_dtype' is \"{accumulated}\", with which DeepSpeed uses its BF16_Optimizer at stage 1, which "
+                "Muon does not support; leave it out, or use stage 2"
             )
         if (run.engine.get("bf16") or {}).get("bf16_master_weights_and_grads"):
             raise ValueError(
@@ -133,7 +133,7 @@ def exchanged_elements(parts: dict[str, list[tuple[int, int]]], stage: int, rank
 
 
 def matrices_in(fragments: Iterable[Fragment], shapes: dict[str, list[tuple[int, int]]]) -> Iterator[Matrix]:
-    """The matrices of a master tensor, with the part of this rank alone; `shapes`: those that a parameter consists of, in its rows."""
+    """The matrices of a master tensor, each with this rank's part only. shapes: parameter -> shapes of its matrices, in row order."""
     for name, first, start, length in fragments:
         begin = 0
         for rows, columns in shapes.get(name, ()):
@@ -145,7 +145,7 @@ def matrices_in(fragments: Iterable[Fragment], shapes: dict[str, list[tuple[int,
 def shared_among_ranks(of_ranks: list[list[list[Matrix]]]) -> list[list[Matrix]]:
     """The matrices of each master tensor with the lengths of all ranks, from those of each rank.
 
-    The owner of one that is cut is the rank that has the least work so far.
+    The owner of a cut matrix is the rank with the least work so far.
     """
     work, joined = [0] * len(of_ranks), []
     for parts_of_master in zip(*of_ranks, strict=True):
@@ -161,7 +161,7 @@ def shared_among_ranks(of_ranks: list[list[list[Matrix]]]) -> list[list[Matrix]]
 
 
 def parts_of(name: str, rows: int, config: GPTConfig) -> tuple[int, ...]:
-    """The numbers of rows of the matrices that the hidden matrix `name` of `rows` rows consists of."""
+    """The number of rows of each matrix in the hidden parameter `name` of `rows` rows."""
     if name.endswith("attn.c_attn.weight"):
         return tuple(heads * config.d_head for heads in config.qkv_heads)
     if name.endswith("mlp.c_fc.weight") and config.mlp in GATED:

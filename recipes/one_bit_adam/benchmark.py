@@ -3,7 +3,7 @@
     python recipes/one_bit_adam/benchmark.py                    # 14 M parameters, two ranks, one core; a few seconds
     python recipes/one_bit_adam/benchmark.py --ranks 64 --parameters 124000000
 
-One process does the work of one rank: what it sends comes back as if all ranks had sent the same. The tensors are those of a GPT of that
+One process does the work of one rank: it receives its own data, as if all ranks had sent the same. The tensors are those of a GPT of that
 size. Interleaved: the reduction alone, AdamW's fused step, LAMB's, the steps of 1-bit Adam and 1-bit LAMB with their variance frozen,
 reduction included, and of 0/1 Adam with and without an exchange.
 """
@@ -37,7 +37,7 @@ QUICK = ("--rounds", "10", "--parameters", "2000000")
 
 
 class Echo:
-    """Collectives of `world_size` ranks, all of which send what this one sends."""
+    """Collectives of `world_size` ranks that all send the same."""
 
     rank = 0
 
@@ -103,7 +103,7 @@ def measure(arguments: argparse.Namespace) -> report.Measured:
 
 def main() -> None:
     parser = report.parser(__doc__)
-    parser.add_argument("--parameters", type=int, default=11_000_000, help="at least how many, in whole blocks (%(default)s)")
+    parser.add_argument("--parameters", type=int, default=11_000_000, help="least number of parameters (%(default)s)")
     parser.add_argument("--ranks", type=int, default=2, help="ranks of the job (%(default)s)")
     parser.add_argument("--rounds", type=int, default=30, help="rounds that are counted (%(default)s)")
     parser.add_argument("--threads", type=int, default=1, help="threads on a CPU (%(default)s)")

@@ -12,17 +12,17 @@ from recipes.optimizers import LATE_STEP
 class CompressedAdam(FreezingOptimizer):
     """1-bit Adam: Tang et al., arXiv 2102.02888, algorithm 1, with a scale for each tensor and `settle_variance`.
 
-    While `compressing` is false it is Adam on the gradients it finds, the means over all ranks. From then on it finds each rank's own,
-    m <- mean over the ranks of compressed(beta1 m + (1 - beta1) g), and the variance stays, as `settle_variance` leaves it.
-    The bias of both moments is corrected in both phases, that of the variance by the number of its own steps. Weight decay is decoupled.
+    While `compressing` is false, it is Adam with gradients averaged over all ranks. Then each rank has its own gradients g, the momentum is
+    m <- mean over the ranks of compressed(beta1 m + (1 - beta1) g), and the variance is frozen.
+    The bias of both moments is corrected in both phases, that of the variance by the number of its updates. Weight decay is decoupled.
     `state_dict` has the moments under the names and in the shapes of torch's Adam.
     """
 
     def _step_whole(self) -> None:
-        """torch's fused Adam, which the runs have that this one is compared with."""
+        """torch's fused Adam, as in the control's runs."""
         for group in self.param_groups:
             parameters = group["params"]
-            # The kernel counts on from it.
+            # The kernel increments it.
             before = float(self._steps - 1) if self._bias_correction else LATE_STEP
             adam(
                 parameters,

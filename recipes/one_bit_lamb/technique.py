@@ -3,7 +3,7 @@
     deepspeed launch/pretrain.py --recipe recipes/one_bit_lamb
 
 Li et al., 1-bit LAMB: Communication Efficient Large-Scale Large-Batch Training with LAMB's Convergence Speed, arXiv 2104.06069. DeepSpeed
-had it, up to 0.19.6 at least, for GPUs with cupy or MPI; here it is plain torch, on any backend.
+had it, at least until 0.19.6, for GPUs with cupy or MPI; here it is plain torch, on any backend.
 """
 
 from __future__ import annotations

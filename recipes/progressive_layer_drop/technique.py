@@ -20,9 +20,9 @@ from torch import nn
 from model.gpt import GPT, Block
 from recipes.technique import Declaration, Run, StepPlan, Technique
 
-#: What the paper uses, and DeepSpeed's documentation.
+#: The value in the paper and in DeepSpeed's documentation.
 THETA = 0.5
-#: "auto" is this over the steps of the run (section 4.2): at its end theta has come to within e^-100 of its limit.
+#: "auto" is this divided by the steps of the run (section 4.2): at the end theta is within e^-100 of its limit.
 GAMMA_TIMES_STEPS = 100
 
 
@@ -47,11 +47,11 @@ class ProgressiveLayerDrop(Technique):
     """DeepSpeed's documented `"progressive_layer_drop": {"enabled": true, "theta": 0.5, "gamma": 0.001}`.
 
     theta: the limit of theta(t); "auto" is 0.5. At 1 nothing is dropped.
-    gamma: how fast it gets there; "auto" is 100 over the steps of the run. At 0 nothing is dropped.
+    gamma: how fast theta(t) approaches it; "auto" is 100 divided by the steps of the run. At 0 nothing is dropped.
 
-    Each block is drawn once an optimizer step, the same on all ranks. A dropped block does not run. The residual branches of a block that
-    runs are scaled by one over its probability. The parameters of a dropped block have no gradient, and Adam updates them as if the
-    gradient were zero. Evaluation runs all blocks, unscaled.
+    The blocks to drop are drawn once per optimizer step, the same on all ranks. The residual branches of a block that runs are divided by
+    its keep probability. The parameters of a dropped block have no gradient, and Adam updates them as if it were zero. Evaluation runs all
+    blocks, unscaled.
     """
 
     declaration = Declaration(

@@ -29,10 +29,10 @@ MULTIPLE = 16
 
 
 def reserved_length(step: int, schedule: dict[str, Any]) -> int:
-    """How many tokens of a sequence a block sees at optimizer step `step` (from 1), by a resolved `random_ltd_schedule`.
+    """The number of tokens of a sequence that a block sees at optimizer step `step` (from 1), by a resolved `random_ltd_schedule`.
 
-    min + (max - min) (step - 1) / require_steps, rounded down to `seq_per_step`, at most max: what the engine's RandomLTDScheduler computes
-    from the steps that are done.
+    min + (max - min) (step - 1) / require_steps, rounded down to a multiple of `seq_per_step`, at most max: what DeepSpeed's
+    RandomLTDScheduler computes from the completed steps.
     """
     least, most, config = schedule["min_value"], schedule["max_value"], schedule["schedule_config"]
     if least >= most:
@@ -42,7 +42,7 @@ def reserved_length(step: int, schedule: dict[str, Any]) -> int:
 
 
 def draw_positions(seed: int, step: int, layer: int, reserved: int, length: int) -> torch.Tensor:
-    """`reserved` of the positions 0 to `length` - 1 in ascending order, int64 (reserved,), every set of them equally likely.
+    """`reserved` random positions of 0 to `length` - 1, ascending, int64 (reserved,); every subset is equally likely.
 
     A pure function of its arguments, drawn on the CPU: the same on every rank and device, in a resumed run, and when a block is recomputed.
     """
@@ -53,8 +53,8 @@ def draw_positions(seed: int, step: int, layer: int, reserved: int, length: int)
 def run_on(block: nn.Module, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     """Run the tokens of x (B, T, C) at `positions` (r,), ascending, through `block`; the other tokens skip it unchanged.
 
-    The block gets a sequence of r tokens, each of which attends to those before it. The layout is reduced to these tokens during the call:
-    they keep their positions and their documents.
+    The block gets a sequence of r tokens, each of which attends to itself and those before it. During the call, the layout is reduced to
+    these tokens, which keep their positions and documents.
     """
     attention: Any = block.attn
     layout = attention.layout
@@ -69,8 +69,8 @@ def run_on(block: nn.Module, x: torch.Tensor, positions: torch.Tensor) -> torch.
 class RandomLTD(Technique):
     """DeepSpeed's documented `"random_ltd": {"enabled": true, "random_ltd_layer_id": [1, 2], "random_ltd_schedule": {...}, ...}`.
 
-    It stands at the top level, not in `data_efficiency.data_routing`. What is "auto", or left out, follows from the model and the length
-    of the run.
+    It is at the top level, not in `data_efficiency.data_routing`. Values that are "auto" or left out follow from the model and the run's
+    length.
 
     random_ltd_layer_id: which blocks drop tokens, from 0; "auto": all but the first and the last.
     random_ltd_schedule.min_value, max_value: the first and the last number of tokens; "auto": 128, or half of max_value where that is less,
@@ -79,9 +79,8 @@ class RandomLTD(Technique):
     random_ltd_schedule.schedule_config.seq_per_step: lengths are multiples of it; "auto": 16, or the largest divisor of it that both ends
         have.
 
-    Which tokens are kept is drawn for each of these blocks once an optimizer step, and is the same for all sequences, micro-batches and
-    ranks, so that a run does not depend on how its batch is cut up; the paper draws for each sequence. Evaluation runs every block on all
-    tokens.
+    The kept tokens are drawn once per block and optimizer step. They are the same for all sequences, micro-batches and ranks, so that a run
+    does not depend on how its batch is divided; the paper draws for each sequence. Evaluation runs every block on all tokens.
     """
 
     declaration = Declaration(
@@ -182,19 +181,19 @@ class RandomLTD(Technique):
         model.block_runner = self.run_dropping_tokens
 
     def run_dropping_tokens(self, blocks: nn.ModuleList, x: torch.Tensor) -> torch.Tensor:
-        """x (B, T, C) through all blocks; in training, blocks that drop tokens get the tokens of the step only."""
+        """x (B, T, C) through all blocks; in training, blocks that drop tokens get the kept tokens only."""
         drops = blocks.training and self.reserved < x.shape[1]
         for block in cast("Iterable[Block]", blocks):
             x = run_on(block, x, self._positions(block.index, x)) if drops and block.index in self.layers else block(x)
         return x
 
     def _positions(self, layer: int, x: torch.Tensor) -> torch.Tensor:
-        """The step's tokens of block `layer`, on the device of x (B, T, C); made once for all micro-batches."""
+        """The kept positions of block `layer`, on the device of x (B, T, C); drawn once for all micro-batches of the step."""
         key = layer, x.shape[1], x.device
         if key not in self._drawn:
             self._drawn[key] = draw_positions(self.seed, self.step, layer, self.reserved, x.shape[1]).to(x.device)
         return self._drawn[key]
 
     def metrics(self) -> dict[str, float]:
-        """The tokens of a row that are kept, and the number of whole blocks that would take the FLOPs of the blocks that run."""
+        """The number of kept tokens of a row, and the FLOPs of the blocks in units of one block on all tokens."""
         return {"reserved_length": self.reserved, "kept_blocks": self.kept_blocks}

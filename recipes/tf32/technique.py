@@ -1,4 +1,4 @@
-"""TF32: the matrix products of an fp32 run, on tensor cores that round their factors to 11 significant bits.
+"""TF32: the matmuls of an fp32 run, on tensor cores that round the factors to 11 significant bits.
 
     deepspeed launch/pretrain.py --recipe recipes/tf32
 
@@ -15,7 +15,7 @@ import torch
 from model.gpt import GPT
 from recipes.technique import Declaration, Run, Technique
 
-#: Ampere, the first with TF32.
+#: Ampere, the first GPUs with TF32.
 CAPABILITY = (8, 0)
 
 
@@ -29,7 +29,7 @@ def use_tf32() -> None:
 
 
 class Tf32(Technique):
-    """`"tf32": {"enabled": true}`: a section of this project's own. In fp32 only, where there is something to round."""
+    """`"tf32": {"enabled": true}`: a section of this project's own, for fp32 runs only."""
 
     declaration = Declaration(section="tf32", exclusive=("the arithmetic of matrix products",), same_algorithm=True)
     needs_cuda = {"tf32": CAPABILITY}
@@ -37,10 +37,7 @@ class Tf32(Technique):
 
     def __init__(self, section: dict[str, Any], run: Run):
         if run.precision != "fp32":
-            raise ValueError(
-                f"'tf32' acts on products of fp32 matrices, and this run has them in {run.precision}; leave it out, or switch "
-                f"{run.precision} off"
-            )
+            raise ValueError(f"'tf32' is for fp32 runs, and this run is in {run.precision}; leave it out, or switch {run.precision} off")
 
     def prepare(self, model: GPT) -> None:
         use_tf32()

@@ -1,4 +1,4 @@
-"""Adam that updates its variance at some steps only, and whose ranks make local steps between exchanges of their accumulated updates."""
+"""Adam that updates its variance in some steps only. Between exchanges of accumulated updates, the ranks make local steps."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class LocalStepAdam(CompressedOptimizer):
     def _take_state(self) -> None:
         super()._take_state()
         self.alone = 0
-        self._look_at_variance()
+        self._read_variance()
 
     def _update(self) -> None:
         if self.updates_variance:
@@ -56,7 +56,7 @@ class LocalStepAdam(CompressedOptimizer):
             group["rates"] = self._rate(group) + (group["rates"] if self.alone else 0.0)
         if not self.alone:
             self.reduction.buffer.zero_()
-        for (group, parameter, moved), least in zip(self._momenta(), self._least_now(), strict=True):
+        for (group, parameter, moved), least in zip(self._momenta(), self._lower_limits(), strict=True):
             assert parameter.grad is not None
             for update, m, gradient, v in self._blocks(moved, *self._state_of(parameter, parameter.grad)):
                 m.lerp_(gradient, 1 - group["betas"][0])
@@ -90,7 +90,7 @@ class LocalStepAdam(CompressedOptimizer):
             self.reduction.worker_error.mul_(shrink)
             self.reduction.server_error.mul_(shrink)
         self.reduction.reduce()
-        for (group, parameter, moved), least in zip(self._momenta(), self._least_now(), strict=True):
+        for (group, parameter, moved), least in zip(self._momenta(), self._lower_limits(), strict=True):
             for update, m, v in self._blocks(moved, *self._state_of(parameter)):
                 torch.mul(update, self._divisor(v, least, group["eps"]), out=m).div_(group["rates"])
         for group in self.param_groups:
@@ -122,7 +122,7 @@ class LocalStepAdam(CompressedOptimizer):
     def _divisor(self, variance: torch.Tensor, least: float, eps: float) -> torch.Tensor:
         return torch.clamp(variance, min=least, out=self.reduction.scratch[: variance.numel()]).sqrt_().add_(eps)
 
-    def _least_now(self) -> list[float]:
+    def _lower_limits(self) -> list[float]:
         """The lower limit of each tensor's variance: 0 as long as every step has updated it."""
         return self._least if self._variance_updates < self._steps else [0.0] * len(self._least)
 
@@ -134,7 +134,7 @@ class LocalStepAdam(CompressedOptimizer):
             assert parameter.grad is not None
             group["variance_updates"] = variance_updates = self._variance_updates + 1
             beta2, variance, gradient = group["betas"][1], self.state[parameter]["variance"], parameter.grad
-            # v / (1 - beta2^n) in the place of v: its n-th value is this share of the n-th square and the rest of the one before.
+            # Stores v / (1 - beta2^n) instead of v: its n-th value is this share of the n-th square, plus the rest of the value before.
             if self._bias_correction and place in self.used_rows:
                 steps = self._row_steps(place)[: self.used_rows[place], None]
                 rows = variance[: self.used_rows[place]]
@@ -144,10 +144,10 @@ class LocalStepAdam(CompressedOptimizer):
                 share = (1 - beta2) / self._bias(beta2, variance_updates)
                 variance.mul_(1 - share).addcmul_(gradient, gradient, value=share)
         self._variance_updates += 1
-        self._look_at_variance()
+        self._read_variance()
 
-    def _look_at_variance(self) -> None:
-        """Read from the state the number of variance updates, the rows that have a variance, and the least value of each tensor."""
+    def _read_variance(self) -> None:
+        """Read from the state the number of variance updates, the rows that have a variance, and the lower limit of each tensor."""
         self._variance_updates = int(self.param_groups[0]["variance_updates"])
         means, self._known = list[float](), dict[int, int]()
         for place, parameter in enumerate(self._parameters):
@@ -157,22 +157,22 @@ class LocalStepAdam(CompressedOptimizer):
                 self._known[place] = known
             variance = state["variance"][:known]
             means.append(float(variance.mean(dtype=torch.float64)) if variance.numel() else 0.0)
-        # A tensor without any, whose block was dropped in every update of the variance so far, has that of the others.
+        # A tensor without a variance, whose block was dropped in every variance update so far, gets the others' mean.
         others = sum(means) / max(1, sum(mean > 0 for mean in means))
         self._least = [LEAST_SHARE * mean or others for mean in means]
 
     def _give_new_rows_a_variance(self) -> None:
-        """Positions that a curriculum has reached since the last update of the variance have the mean of the others until the next."""
+        """Give positions that a curriculum has reached since the last variance update the mean of the others, until the next update."""
         for place, rows in self.used_rows.items():
             variance, known = self.state[self._parameters[place]]["variance"], self._known.get(place, 0)
             if known < rows:
                 variance[known:rows] = variance[:known].mean(0)
 
-    # --- what is a rank's own -------------------------------------------------------------------------------------------------------
+    # --- the state of one rank ------------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def agreed_weights(self, changed: Callable[[], None]) -> Iterator[None]:
-        """Inside, the parameters have the weights of the last exchange. `changed` is called after each change of the parameters."""
+        """In the body, the parameters are the weights of the last exchange. `changed` is called after each change of the parameters."""
         if not self.alone:
             yield
             return

@@ -3,7 +3,7 @@
     deepspeed launch/pretrain.py --recipe recipes/zero_one_adam
 
 Lu, Li, Zhang, De Sa and He, Maximizing Communication Efficiency for Large-scale Training via 0/1 Adam, arXiv 2202.06009. DeepSpeed had it,
-up to 0.19.6 at least, for GPUs with cupy or MPI; here it is plain torch, on any backend.
+at least until 0.19.6, for GPUs with cupy or MPI; here it is plain torch, on any backend.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ KEYS = ("var_freeze_step", "var_update_scaler", "local_step_scaler", "local_step
 
 
 class Schedule(NamedTuple):
-    """The two sets of steps of 0/1 Adam, counted from 1 by the updates made: section 4 of the paper.
+    """The two sets of steps of 0/1 Adam, in updates from 1 on (section 4 of the paper).
 
-    T_v, in which the variance is updated: k_0 = 0, k_{j+1} = k_j + 2^floor(j / var_update_scaler), as far as var_freeze_step.
-    T_u, after which all ranks have the same weights: every step as far as t_0 = var_freeze_step; then t_{j+1} = t_j +
+    T_v, in which the variance is updated: k_0 = 0, k_{j+1} = k_j + 2^floor(j / var_update_scaler), up to var_freeze_step.
+    T_u, after which all ranks have the same weights: every step up to t_0 = var_freeze_step; then t_{j+1} = t_j +
     min(local_step_clipper, 2^floor((t_j - var_freeze_step) / local_step_scaler)).
     """
 
@@ -39,7 +39,7 @@ class Schedule(NamedTuple):
         return self.variance_updates(step) > self.variance_updates(step - 1)
 
     def variance_updates(self, step: int) -> int:
-        """How many steps of T_v there are as far as `step`."""
+        """The number of steps of T_v up to `step`."""
         step, found, power = min(step, self.var_freeze_step), 0, 0
         # Distances of 2^p lead from kappa (2^p - 1) to kappa (2^(p+1) - 1).
         while (left := step - self.var_update_scaler * (2**power - 1)) > 0:
@@ -52,13 +52,13 @@ class Schedule(NamedTuple):
         return self.last_exchange(step)[0] == step
 
     def last_exchange(self, step: int) -> tuple[int, int]:
-        """The last step of T_u that is not after `step`, and how many there are as far as it."""
+        """The last step of T_u up to `step`, and the number of them up to there."""
         last = found = min(step, self.var_freeze_step)
         while last < step:
             level = (last - self.var_freeze_step) // self.local_step_scaler
             distance = min(self.local_step_clipper, 2 ** min(level, 64))
             times = (step - last) // distance
-            if distance < self.local_step_clipper:  # as far as the next level, or beyond it
+            if distance < self.local_step_clipper:  # up to the first exchange of the next level
                 times = min(times, -(-(self.var_freeze_step + (level + 1) * self.local_step_scaler - last) // distance))
             if not times:
                 break
@@ -73,13 +73,14 @@ class ZeroOneAdam(CompressedTechnique):
 
     var_freeze_step: the last step that may update the variance; local steps begin after it. "auto", or left out: 0.2 of the run's steps of
         whole batches, as long as 1-bit Adam's warm-up.
-    var_update_scaler: how many updates of the variance lie one step apart, and then 2, 4, 8, ... steps (kappa); "auto", or left out: a
+    var_update_scaler: after how many updates of the variance the distance between them doubles, from 1 (kappa); "auto", or left out: a
         fiftieth of the run's steps, 4 to 16.
-    local_step_scaler: after how many steps the distance between exchanges doubles; "auto", or left out: a fourth of what is left.
+    local_step_scaler: after how many steps the distance between exchanges doubles; "auto", or left out: a fourth of the steps after
+        var_freeze_step.
     local_step_clipper: the largest distance between exchanges (H); "auto", or left out: 16.
     lr, betas, eps, weight_decay: as for AdamW, but "auto" for the second beta is 0.999, because the frozen variance must last.
-    bias_correction: as for Adam; upstream read it and corrected nothing.
-    cuda_aware, comm_backend_name: accepted and without effect.
+    bias_correction: as for Adam; in DeepSpeed it had no effect.
+    cuda_aware, comm_backend_name: accepted without effect.
     """
 
     declaration = declare("ZeroOneAdam", {key: {"types": ["integer"], "minimum": 1, "auto": True} for key in KEYS})
@@ -157,7 +158,7 @@ class ZeroOneAdam(CompressedTechnique):
             self._note(f"nothing is compressed, and the local steps since the last exchange are lost: {reason}")
 
     def state_dict(self) -> dict[str, Any]:
-        """The errors of this rank's compressions, and between exchanges its local steps."""
+        """The compression errors of this rank, and its local steps since the last exchange."""
         return super().state_dict() | self._optimizer.own_state()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

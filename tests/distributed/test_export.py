@@ -156,5 +156,5 @@ def test_a_start_from_what_is_no_model_is_refused_at_every_stage(two_ranks, corp
     del weights["lm_head.weight"]
     weights["transformer.h.1.attn.c_proj.bias"][7] = float("nan")
     (*of_first, at_stage_3) = [reason for refused in refusals() for reason in refused]
-    assert all("h.1.attn.c_proj.bias holds values that are not finite" in reason for reason in of_first)
+    assert all("h.1.attn.c_proj.bias contains NaN or Inf" in reason for reason in of_first)
     assert "rank 0" in at_stage_3
