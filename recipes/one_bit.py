@@ -240,8 +240,6 @@ class CompressedTechnique(Technique):
         if run.ranks > 1:  # each rank keeps the error of its own compression, and that of its part of the mean
             self.optimizer_tensors += 1 + 1 / run.ranks
         require_stage_0(run, f"{name} compresses the momentum of the whole model on every rank")
-        if run.engine.get("gradient_allreduce_op") == "sum":
-            raise ValueError(f'\'gradient_allreduce_op\' is "sum", but {name} sends the mean; write "mean", or leave it out')
         # MB that a rank sends in a step with mean gradients, and in a step with compressed momentum.
         elements = 2 * (run.ranks - 1) / run.ranks * parameter_count(run.model_config) / 1e6
         self._whole = elements * GRADIENT_BYTES[run.engine.get("communication_data_type") or run.precision]

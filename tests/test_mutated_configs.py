@@ -851,7 +851,7 @@ def test_a_removed_key_is_refused_with_what_to_write_instead(key, outcome):
     assert result.crash is None
     assert len(result.faults) == 1, result.faults
     (fault,) = result.names(tuple(key.split("."))) or ["not named"]
-    assert "gone" in fault and ("remove it" in fault or "use " in fault), fault
+    assert "no longer in DeepSpeed" in fault and ("remove it" in fault or "use " in fault), fault
     # What it sends the reader to must not be refused in its turn.
     for section in UNDRIVEN - CLAIMED:
         assert not re.search(rf"(?<![\w.]){section}\b", fault), f"{section} is refused too: {fault}"
@@ -1007,6 +1007,16 @@ PAIRS: dict[str, Pair] = {
     ),
     "SGD offloaded": pair(
         "zero2_bf16", {**optimizer("SGD"), f"{ZERO}.offload_optimizer": {"device": "cpu"}}, "optimizer.type", "engine.py:2346"
+    ),
+    "torch's Adam offloaded, with bias correction": pair(
+        "zero1_bf16",
+        {
+            "optimizer.params.torch_adam": True,
+            "optimizer.params.bias_correction": True,
+            f"{ZERO}.offload_optimizer": {"device": "cpu"},
+        },
+        "optimizer.params.bias_correction",
+        "runtime/engine.py:2385",
     ),
     "AMSGrad offloaded": pair(
         "zero1_bf16",

@@ -293,7 +293,7 @@ WRONG_VALUES = {
     "steps_per_print": ["x", -1, 0],
     "wall_clock_breakdown": ["yes", "auto"],
     "gradient_predivide_factor": ["x", 0],
-    "gradient_allreduce_op": ["max"],
+    "gradient_allreduce_op": ["max", "sum"],
     "log_level": ["x"],
 }
 

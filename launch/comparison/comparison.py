@@ -363,7 +363,7 @@ def _mismatches(experiments: Iterable[Sequence[Run]], force: bool) -> tuple[str,
     if found and not force:
         fix = "give runs that agree, or --force, which marks the report"
         vocabularies = f"{fix}; launch/score.py compares models of different vocabularies in bits per byte"
-        raise UsageError(*(f"{one}; {vocabularies if 'vocabulary' in one else fix}" for one in found.values()))
+        raise UsageError(*(f"{one}; {vocabularies if kind == 'vocabulary' else fix}" for (_, kind, _), one in found.items()))
     return tuple(found.values())
 
 

@@ -66,6 +66,8 @@ MUST_BE_OFF = {
     "read as fp16, and a host's GPUs are summed instead of averaged), and has no effect on one host; leave it out",
     "zero_optimization.zero_quantized_nontrainable_weights": "is for frozen weights, and this project trains all weights; leave it out",
     "zero_optimization.stage3_module_granularity_threshold": "releases parameters that the backward pass still needs; leave it out",
+    "zero_optimization.elastic_checkpoint": "writes checkpoints that DeepSpeed 0.19.8 cannot load; leave it out: a resume may change the "
+    "number of ranks without it",
     "zero_optimization.legacy_stage1": "is no longer in DeepSpeed; leave it out",
     # superoffload_stage3.py keeps Adam's moments in another process and has no code to save them.
     "zero_optimization.offload_optimizer.super_offload": "loses Adam's moments on a resume in DeepSpeed 0.19.8; leave it out",
@@ -102,6 +104,8 @@ def impossible_values(engine: EngineJson, ranks: int, shape: ModelShape, stage: 
 
     yield from ((path, why) for path, why in MUST_BE_OFF.items() if value(path) not in (None, False, 0))
     yield from ((path, why) for path, why in MUST_BE_ON.items() if value(path) is False)
+    if value("gradient_allreduce_op") == "sum":
+        yield "gradient_allreduce_op", 'is "sum", so training would depend on the number of ranks; write "mean", or leave it out'
     if stage == 3 and value(ratio := f"{zero}offload_optimizer.ratio") not in (None, 1):
         # stage3.py makes a second optimizer for the rest, with its own parameter groups.
         yield ratio, "is not 1: the weights that stay on the GPU do not follow the learning rate in DeepSpeed 0.19.8; leave it out"

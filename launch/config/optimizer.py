@@ -67,6 +67,8 @@ def _check_stage(engine: EngineJson, kind: str, is_from_recipe: bool) -> None:
     offloaded = (engine.get("zero_optimization", "offload_optimizer", "device") or "none") != "none"
     if offloaded and engine.get(*PATH, "amsgrad"):
         engine.fault((*PATH, "amsgrad"), "is not available with an offloaded optimizer; leave it out, or do not offload it")
+    if offloaded and engine.get(*PATH, "torch_adam") and engine.get(*PATH, "bias_correction") is not None:
+        engine.fault((*PATH, "bias_correction"), "is unknown to the Adam of torch_adam; leave out one of the two")
     if kind in ADAM_TYPES or not engine.get("zero_optimization", "stage"):
         return
     if offloaded:

@@ -36,8 +36,8 @@ from recipes.technique import FP32_NAMES
 SUB_GROUP_SIZE = 1_000_000_000
 #: Stage -> keys of `zero_optimization` that determine the order and the padding of the parameters in its files.
 ORDER = {
-    1: ("round_robin_gradients", "parameter_alignment", "elastic_checkpoint"),
-    2: ("round_robin_gradients", "parameter_alignment", "elastic_checkpoint"),
+    1: ("round_robin_gradients", "parameter_alignment"),
+    2: ("round_robin_gradients", "parameter_alignment"),
     3: ("sub_group_size",),
 }
 #: Errors from reading files with other content than DeepSpeed's.
@@ -374,8 +374,6 @@ def _flats_of_stages_1_and_2(state: dict[str, Any], rank: int) -> list[_Flat]:
 
 def _by_index(saved: Any, count: int) -> list[dict[str, Any]]:
     """The state of each of `count` flat tensors in what an optimizer has saved; {} before the first update."""
-    if isinstance(saved, list):  # `elastic_checkpoint`
-        return saved
     groups = saved["param_groups"]
     # FusedAdam of earlier versions of DeepSpeed counts the steps of a group.
     steps = [{"step": group["step"]} if "step" in group else {} for group in groups for _ in group["params"]]

@@ -143,7 +143,11 @@ def _check_steps(config: RunConfig, before: dict[str, Any], lines: list[dict[str
     """
     batch = {key: before[key] for key in ("ranks", "micro_batch_size", "gradient_accumulation_steps")}
     same = replace(config, **batch)
-    techniques = Techniques(member for member in make_techniques(same).members if member.declaration.section)
+    try:
+        techniques = Techniques(member for member in make_techniques(same).members if member.declaration.section)
+    except ValueError as reasons:
+        where = f"--branch_from {config.branch_from}: with the {before['ranks']} rank(s) and micro-batch of the run that wrote it"
+        raise UsageError(*(f"{where}: {reason}" for reason in reasons.args)) from None
     recorded = {line["step"]: line for line in lines}
     assert config.token_schedule is not None, "_check_decay refuses others"
     for steps in planned_steps(same, techniques):

@@ -139,10 +139,11 @@ class Checkpoints:
             if self.collectives.rank == 0:
                 _remove_leftovers(self.folder)
             self.collectives.barrier()
-            self._snapshots.begin(copying=not last)
+            of_technique = self.technique.state_dict()
+            self._snapshots.begin(copying=not last, of_technique=of_technique)
             with self.technique.evaluation_weights():
                 self.engine.save_checkpoint(str(temporary), tag=ENGINE_TAG)
-            if of_technique := self.technique.state_dict():
+            if of_technique:
                 self._snapshots.save(of_technique, str(temporary / self._technique_file()))
         self.current = final
         self._in_flight = self._thread.submit(self._write, temporary, final, state)

@@ -18,6 +18,7 @@ from typing import Any
 import deepspeed
 import torch
 from deepspeed.accelerator import get_accelerator
+from deepspeed.ops.adam import DeepSpeedCPUAdam
 from deepspeed.runtime import engine as engine_module
 from deepspeed.runtime import utils
 from deepspeed.runtime.fp16 import fused_optimizer, unfused_optimizer
@@ -31,6 +32,10 @@ from launch.training.distributed import Collectives
 
 #: Elements of the tensor on which the gradient norm is probed. The error of an fp32 sum grows with its length: 2.8e-5 at 2 M.
 PROBE_ELEMENTS = 2**21
+#: Steps of Adam in a probe: in fp32, the two roundings of 0.95^t differ first at step 6.
+PROBE_STEPS = range(1, 31)
+#: Numbers of DeepSpeed's CPU optimizers in a probe; DeepSpeed counts its own from 0.
+PROBE_OPTIMIZERS = (-1, -2)
 #: Number of squares that are summed in fp32. Each such sum has an error of at most 1e-7, of either sign, and a norm of many sums 1e-8.
 NORM_ROW = 384
 
@@ -61,6 +66,8 @@ def after_initialize(engine: Any, collectives: Collectives) -> list[str]:
         candidates.append((scale_grows_before_the_update, grow_scale_after_the_update))
     if stage == 3 or engine.zero_use_cpu_optimizer():
         candidates.append((gradients_go_stale, forget_gradients))
+    if isinstance(engine.basic_optimizer, DeepSpeedCPUAdam):
+        candidates.append((cpu_adam_depends_on_its_start, derive_bias_correction_from_step))
     if engine.zero_nvme_offload_optimizer():
         candidates.append((lambda engine: optimizer_on_drive_is_not_loaded(engine, collectives), load_optimizer_on_drive))
     return _correct(candidates, collectives, engine)
@@ -308,6 +315,52 @@ def scale_loss(engine: Any) -> None:
         return backward(loss.float() * engine.optimizer.loss_scale, **options)
 
     engine.backward = scaled_backward
+
+
+# --- offloaded Adam: bias correction after a resume ----------------------------------------------------------------------------------
+
+
+def cpu_adam_depends_on_its_start(engine: Any) -> bool:
+    """Bug: after a resume, the bias correction of an offloaded Adam is rounded differently.
+
+    A process computes beta^t by one multiplication per step in fp32, but after a resume begins with a power. Losses in fp32 were off by
+    5e-7 within 10 steps. The code is `IncrementStep` in csrc/includes/cpu_adam.h. Probe: the update of an optimizer that made all steps,
+    and that of one whose first step has the same number.
+    """
+    kernels, (running, resumed) = engine.basic_optimizer.ds_opt_adam, PROBE_OPTIMIZERS
+    settings = 1.0, 0.9, 0.95, 1e-8, 0.0  # learning rate, betas, eps, weight decay
+
+    def update(optimizer: int, step: int) -> float:
+        weight, gradient, *moments = (torch.full((1,), value) for value in (0.0, 1.0, 0.0, 0.0))
+        kernels.adam_update(optimizer, step, *settings, True, weight, gradient, *moments)
+        return float(weight)
+
+    def new_update(step: int) -> float:
+        with built(resumed):
+            return update(resumed, step)
+
+    @contextlib.contextmanager
+    def built(optimizer: int) -> Iterator[None]:
+        kernels.create_adam(optimizer, *settings, True, False)
+        try:
+            yield
+        finally:
+            kernels.destroy_adam(optimizer)
+
+    with built(running):
+        return [update(running, step) for step in PROBE_STEPS] != [new_update(step) for step in PROBE_STEPS]
+
+
+def derive_bias_correction_from_step(engine: Any) -> None:
+    """Correction: before each update, an update of no elements at step 0, after which the next step begins with a power."""
+    empty = torch.empty(0)
+
+    def forget_powers(optimizer: Any, *_: Any) -> None:
+        group = optimizer.param_groups[0]
+        settings = group["lr"], *group["betas"], group["eps"], group["weight_decay"], group["bias_correction"]
+        optimizer.ds_opt_adam.adam_update(optimizer.opt_id, 0, *settings, empty, empty, empty, empty)
+
+    engine.basic_optimizer.register_step_pre_hook(forget_powers)
 
 
 # --- stage 3, and offload at stages 1, 2 and 3: gradients of earlier steps ---------------------------------------------------------------

@@ -43,13 +43,17 @@ class Snapshots(TorchCheckpointEngine):  # type: ignore[misc] # DeepSpeed has no
         self._engine, self._copy, self._log = engine, stager(collectives.device), log
         self._copies: list[tuple[Any, str]] = []
         self._entries: dict[Path, dict[str, Any]] = {}
-        self._copying = False
+        self._copying, self._of_technique = False, None
         self._fits: bool | None = None  # whether the copies fit into host memory, once that is known
         engine.checkpoint_engine = self
 
-    def begin(self, copying: bool) -> None:
-        """Begin a checkpoint. If `copying` and memory suffices, `save` keeps copies for `write_copies`; otherwise it writes at once."""
-        self._copying, self._copies, self._entries = copying and self._fits is not False, [], {}
+    def begin(self, copying: bool, of_technique: Any) -> None:
+        """Begin a checkpoint. If `copying` and memory suffices, `save` keeps copies for `write_copies`; otherwise it writes at once.
+
+        Args:
+            of_technique: what will be saved beside DeepSpeed's files; it counts as memory too.
+        """
+        self._copying, self._copies, self._entries, self._of_technique = copying and self._fits is not False, [], {}, of_technique
 
     def save(self, state_dict: Any, path: str) -> None:
         """Called by DeepSpeed for each of its files."""
@@ -78,7 +82,8 @@ class Snapshots(TorchCheckpointEngine):  # type: ignore[misc] # DeepSpeed has no
         return load_tensors(path, deepspeed_objects=True)
 
     def _fit(self, state_dict: Any) -> bool:
-        storages = [tensor.untyped_storage() for tensor in (*_tensors(state_dict), *_tensors(self._engine.optimizer.state_dict()))]
+        states = (state_dict, self._engine.optimizer.state_dict(), self._of_technique)
+        storages = [tensor.untyped_storage() for tensor in _tensors(states)]
         needed = sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
         room = USABLE_MEMORY * free_host_memory() / (ranks_of_host() or 1)
         if needed > room:

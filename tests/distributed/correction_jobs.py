@@ -27,6 +27,7 @@ CORRECTIONS = (
     "scale_loss",
     "grow_scale_after_the_update",
     "forget_gradients",
+    "derive_bias_correction_from_step",
     "load_optimizer_on_drive",
 )
 TINY = ["--n_layer", "2", "--n_head", "2", "--d_model", "64", "--seq_len", "32", "--global_batch_size", "8", "--steps", "8"]
@@ -102,6 +103,25 @@ def norm_error(corpus: str, without: str | None = None) -> dict[str, Any]:
         exact = float(sum(p.grad.double().pow(2).sum() for p in engine.deepspeed.module.parameters()).sqrt())
         engine.deepspeed.step()
         return {"relative_error": abs(engine.step_metrics()["grad_norm"] / exact - 1), "applied": engine.corrections}
+
+
+def offloaded_updates(corpus: str, without: str | None = None) -> dict[str, Any]:
+    """The first update of a weight by an offloaded Adam, numbered 1 to 30, and numbered 30 to 1."""
+
+    def update(step: int) -> float:
+        weight.data.zero_()
+        weight.grad = torch.ones_like(weight)
+        adam.state[weight] = {"step": step - 1, **{moment: torch.zeros_like(weight.data) for moment in ("exp_avg", "exp_avg_sq")}}
+        adam.step()
+        return float(weight.data[0])
+
+    with engine_as_shipped():
+        engine = start(corpus, 1, "fp32", "--lr", "1", "--set", 'zero_optimization.offload_optimizer={"device": "cpu"}', without=without)
+        adam = engine.deepspeed.basic_optimizer
+        weight = adam.param_groups[0]["params"][0]
+        forward = [update(step) for step in range(1, 31)]
+        backward = [update(step) for step in range(30, 0, -1)][::-1]
+        return {"forward": forward, "backward": backward, "applied": engine.corrections}
 
 
 def fp16_update(corpus: str, stage: int, clipping: float, without: str | None = None) -> dict[str, Any]:

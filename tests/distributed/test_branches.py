@@ -109,6 +109,7 @@ def test_a_resumed_branch_without_a_checkpoint_does_not_start_at_step_0(train, t
         (["fused_kernels"], ["fused_kernels.enabled=false"], ""),
         (["progressive_layer_drop"], ["progressive_layer_drop.gamma=1.0", "--ranks 2"], ""),
         (["batch_size_warmup"], ["batch_size_warmup.warmup_tokens=102400", "--ranks 4"], ""),
+        (["batch_size_warmup"], ["batch_size_warmup.min_batch_size=1", "--long_ranks 2"], "with the 2 rank.*min_batch_size"),
         (["muon"], ["--resumed optimizer.params.weight_decay: 0.1 -> 0.2"], "a resume of the run that wrote it changed"),
         (["muon"], ["--resumed optimizer.params.lr: 0.1 -> 0.2"], ""),
     ],
@@ -122,7 +123,7 @@ def test_a_branch_with_other_settings_is_refused(settings, changed, why, corpus,
         flags = [*recipe, "--data", str(corpus), "--preset", "nano", "--steps", str(steps), "--warmup_steps", "3", "--set", SCHEDULE]
         return resolve([*flags, *(word for one in sets for word in ("--set", one)), "--runs_dir", str(tmp_path)], ranks=ranks)[0]
 
-    long = config(100)
+    long = config(100, ranks=int(options.get("long_ranks", 1)))
     checkpoint = tmp_path / "long/checkpoints/step-00000020"
     steps = [one for one in planned_steps(long, long.built_techniques) if one.number <= 20]
     lines = [

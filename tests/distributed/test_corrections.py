@@ -32,6 +32,14 @@ def test_the_norm_at_stage_0_is_that_of_fp64(run):
     assert "take_norms_in_fp64" in mended["applied"]
 
 
+def test_an_offloaded_adam_updates_by_the_number_of_the_step_alone(run):
+    wrong = run("offloaded_updates", without="derive_bias_correction_from_step")
+    assert wrong["forward"] != wrong["backward"], NO_FAULT
+    right = run("offloaded_updates")
+    assert right["forward"] == right["backward"] == pytest.approx(wrong["forward"], rel=1e-5)
+    assert "derive_bias_correction_from_step" in right["applied"]
+
+
 @pytest.mark.parametrize("clipping", [0.0, 0.05])
 def test_stage_0_in_fp16_applies_the_update_that_stage_1_applies(run, clipping):
     stage_1 = run("fp16_update", stage=1, clipping=clipping)

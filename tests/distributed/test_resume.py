@@ -27,6 +27,7 @@ from tests.distributed.ranks import Ranks
 
 JOB = "tests.distributed.jobs:pretrain"
 STEPS = 40
+OFFLOAD = ["--set", 'zero_optimization.offload_optimizer={"device": "cpu"}']
 
 
 @pytest.fixture(scope="module")
@@ -133,6 +134,8 @@ def test_a_run_killed_at_many_moments_resumes_bit_for_bit(stage, ranks, train, f
         *(pytest.param(stage, [], marks=[] if stage == 3 else pytest.mark.long) for stage in (0, 1, 2, 3)),
         *(pytest.param(stage, ["--set", 'bf16={"enabled": true}'], marks=pytest.mark.long) for stage in (0, 1, 3)),
         (2, ["--dropout", "0.2"]),
+        (1, OFFLOAD),
+        pytest.param(2, OFFLOAD, marks=pytest.mark.long),
     ],
 )
 def test_a_rewound_run_with_accumulation_resumes_bit_for_bit(stage, more, train, flags, tmp_path):
