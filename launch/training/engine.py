@@ -214,14 +214,14 @@ def start_engine(config: RunConfig, techniques: Technique, collectives: Collecti
     if config.zero_stage:
         without_compiled_muon()
     applied = corrections.before_initialize(config.zero_stage, config.precision, collectives)
+    if config.zero_stage == 0 and config.precision != "fp32":
+        use_fused_step()
     with contextlib.redirect_stdout(io.StringIO()):  # prints of DeepSpeed's own start
         try:
             deepspeed_engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, model_parameters=groups, config=deepspeed_config)
         except (AssertionError, NotImplementedError) as reason:  # values that DeepSpeed does not combine
             raise UsageError(f"{config.config_file}: DeepSpeed refuses this: {reason}") from reason
     applied += corrections.after_initialize(deepspeed_engine, collectives)
-    if config.zero_stage == 0 and config.precision != "fp32":
-        use_fused_step(deepspeed_engine.optimizer)
     if config.start is not None and config.precision != "fp32":
         fill_masters(deepspeed_engine, config.start, collectives)
     if config.zero_stage == 0:

@@ -6,19 +6,19 @@ DeepSpeed's own (`FP16_UnfusedOptimizer.step` in deepspeed/runtime/fp16/unfused_
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from typing import Any
 
 import torch
+from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.utils import get_global_norm, is_invalid_grad_norm
 
 from launch.training.corrections import weight_norm
 
 
-def use_fused_step(optimizer: Any) -> None:
-    """Replace the method of `optimizer`, DeepSpeed's `FP16_UnfusedOptimizer`."""
-    optimizer.step = functools.partial(_step, optimizer)
+def use_fused_step() -> None:
+    """Replace the method for all engines of this process."""
+    FP16_UnfusedOptimizer.step = _step
 
 
 @torch.no_grad()
