@@ -333,7 +333,7 @@ def test_recipes_that_share_runs_share_a_side(make):
     ],
 )
 def test_losses_of_different_things_are_refused_or_marked(change, values, make):
-    runs = [make("a", ZERO_1, 1), make("b", ZERO_1, 2), make("c", PLD, 1, change=change), make("d", PLD, 2, change=change)]
+    runs = [make("a", ZERO_1, 1), make("b", ZERO_1, 2), make("vocabulary", PLD, 1, change=change), make("d", PLD, 2, change=change)]
     recipe = read_recipe(ROOT / "recipes/progressive_layer_drop")
     experiments = [(recipe, None, runs[:2], runs[2:])]
     for compared in (lambda force: compare(runs, force), lambda force: compare_experiments(experiments, (), force)):
@@ -341,6 +341,7 @@ def test_losses_of_different_things_are_refused_or_marked(change, values, make):
             compared(False)
         (fault,) = refusal.value.faults
         assert all(value in fault for value in (*values, "--force", str(runs[0].folder), str(runs[2].folder)))
+        assert ("bits per byte" in fault) == ("corpus" in change), "the advice is for the fault, whatever the folders' names"
         forced = compared(True)
         (mismatch,) = forced.mismatches
         assert all(value in mismatch for value in values) and "--force" not in mismatch

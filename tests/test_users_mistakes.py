@@ -260,6 +260,7 @@ WRONG_VALUES = {
     "zero_optimization.allgather_bucket_size": ["auto"],
     "zero_optimization.mics_shard_size": [2],
     "zero_optimization.compute_grad_norm": [False],
+    "zero_optimization.elastic_checkpoint": [True],
     "zero_optimization.offload_optimizer": ["cpu", {"device": "gpu"}, {"devcie": "cpu"}, {"device": "nvme"}],
     "zero_optimization.offload_param": [{"device": "cpu"}],  # stage 1
     "bf16": [*NOT_OBJECTS, {"enable": True}, {"enabled": "true"}, {"enabled": 1}, {"enabled": True, "bf16_optimizer_states": True}],
