@@ -53,12 +53,15 @@ class Snapshots(TorchCheckpointEngine):  # type: ignore[misc] # DeepSpeed has no
         Args:
             of_technique: what will be saved beside DeepSpeed's files; it counts as memory too.
         """
-        self._copying, self._copies, self._entries, self._of_technique = copying and self._fits is not False, [], {}, of_technique
+        self._copying, self._copies, self._entries = copying and self._fits is not False, [], {}
+        if self._copying and self._fits is None:
+            self._of_technique = of_technique
 
     def save(self, state_dict: Any, path: str) -> None:
         """Called by DeepSpeed for each of its files."""
         if self._copying and self._fits is None:  # only before the first copy: its memory is reused
             self._fits = self._copying = self._fit(state_dict)
+            self._of_technique = None
         if self._copying:
             self._copies.append((self._copy(state_dict), path))
         else:
