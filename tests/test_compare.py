@@ -101,7 +101,7 @@ def test_what_is_no_experiment_is_refused_or_marked(runs, tmp_path):
         (["--recipe", "recipes/zero_2", "--testbed", "micro-1M"], "no experiment on micro-1M; give one of nano-0.5M, or give a setting"),
         (["--recipe", "recipes/zero_2", "--testbed", "nano-0.5M", "--lr", "1"], "--lr: --testbed nano-0.5M sets it; leave out one"),
         (["--recipe", "recipes/zero_2", "--publish", "--steps", "3"], "--steps: --publish is for the recipe's testbeds"),
-        (["--tune"], "--tune needs exactly one --testbed"),
+        (["--tune"], "--tune needs exactly one --testbed NAME"),
         (["--tune", "--testbed", "nano-0.5M", "--testbed", "micro-1M"], "needs exactly one --testbed NAME"),
         (["--all", "--data", "CORPUS", "--preset", "nanno"], "--all: no recipe can run here; activation_checkpointing: --preset nanno"),
         (["--noise", "--testbed", "nano-0.5M", "--recipe", "recipes/lamb"], "--noise takes --testbed; leave out the others"),

@@ -228,4 +228,4 @@ def test_every_preset_and_shipped_json_is_explained(preset, tmp_path):
 
 def test_a_registry_without_techniques_is_said(explained):
     if not registry.technique_classes():
-        assert "no technique" in as_text(explained())
+        assert "Over the run (no technique)" in as_text(explained())

@@ -24,10 +24,10 @@ TINY = ("--n_layer", "4", "--n_head", "2", "--d_model", "64", "--seq_len", "32",
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (("--set", "bf16.enabled=false"), "'fp8' is for bf16 runs, and this run is in fp32"),
+        (("--set", "bf16.enabled=false"), "'fp8' is for bf16 runs, and this run is in fp32; use the bf16 JSON of the same stage"),
         (
             ("--d_model", "72"),
-            "attn.c_attn.weight is 216 x 72; change --d_model",
+            "multiples of 16, but attn.c_attn.weight is 216 x 72; change --d_model",
         ),
         (("--set", "zero_optimization.stage=3"), 'add "activation_checkpointing": {"enabled": true}, or use stage 2'),
         (("--set", "fp8.recipe=blockwise"), 'is "blockwise"; write one of "tensorwise", "rowwise", "rowwise_with_gw_hp"'),

@@ -111,6 +111,7 @@ def test_one_rank_is_told_that_nothing_is_compressed():
         (f"{PARAMS}.eps=0", "is 0"),
         (f"{PARAMS}.freezestep=80", "did you mean 'freeze_step'?"),
         *REFUSED_BY_ALL,
+        ('gradient_allreduce_op="sum"', 'is "sum", so training would depend on the number of ranks'),
     ],
 )
 def test_what_cannot_be_is_one_line_and_exit_code_2(setting, message):

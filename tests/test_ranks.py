@@ -173,7 +173,7 @@ def test_a_missing_name_is_said(name, learnt):
 @pytest.mark.parametrize(
     ("environment", "ranks", "message"),
     [
-        ({}, 2, "--ranks 2, but RANK is not set"),
+        ({}, 2, "--ranks 2, but RANK is not set: training on several ranks needs a launcher"),
         ({"WORLD_SIZE": "2"}, 2, "WORLD_SIZE is 2, but RANK is not set"),
         *((script, 1, "in a Slurm job of 2 tasks, .* start srun") for script in (BATCH_SCRIPT, SHELL | {"SLURM_NTASKS": "2"})),
     ],

@@ -23,8 +23,8 @@ explained, refusal = partial(helpers.explained, *RUN), partial(helpers.refusal, 
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ("bf16.enabled=true", "'tf32' is for fp32 runs, and this run is in bf16"),
-        ("fp16.enabled=true", "'tf32' is for fp32 runs, and this run is in fp16"),
+        ("bf16.enabled=true", "'tf32' is for fp32 runs, and this run is in bf16; leave it out, or switch bf16 off"),
+        ("fp16.enabled=true", "'tf32' is for fp32 runs, and this run is in fp16; leave it out, or switch fp16 off"),
         ("tf32.enabled=1", "--set tf32.enabled is 1; write true or false"),
         ("tf32.enable=true", "--set tf32.enable: unknown key; did you mean 'enabled'?"),
         ("tf32=true", "--set tf32 is true; write an object"),

@@ -128,6 +128,7 @@ def test_upstreams_documented_form_is_accepted_with_a_word():
         (f"{PARAMS}.amsgrad=true", "is true; write false"),
         (f"{PARAMS}.eps_inside_sqrt=true", "is true; write false"),
         *REFUSED_BY_ALL,
+        ('gradient_allreduce_op="sum"', 'is "sum", so training would depend on the number of ranks'),
     ],
 )
 def test_what_cannot_be_is_one_line_and_exit_code_2(setting, message):

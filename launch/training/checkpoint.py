@@ -95,7 +95,7 @@ class Checkpoints:
         store: CheckpointStore | None = None,
     ):
         self.folder, self.keep, self.engine, self.technique, self.collectives = folder, keep, engine, technique, collectives
-        self._snapshots = Snapshots(engine, collectives, log)
+        self._snapshots = Snapshots(engine, technique, collectives, log)
         self._on_failure, self._log, self._run_id = on_failure, log, run_id
         self.current: Path | None = None
         self._passed_over: list[Path] = []  # by the resume, until the next checkpoint is complete
@@ -139,11 +139,10 @@ class Checkpoints:
             if self.collectives.rank == 0:
                 _remove_leftovers(self.folder)
             self.collectives.barrier()
-            of_technique = self.technique.state_dict()
-            self._snapshots.begin(copying=not last, of_technique=of_technique)
+            self._snapshots.begin(copying=not last)
             with self.technique.evaluation_weights():
                 self.engine.save_checkpoint(str(temporary), tag=ENGINE_TAG)
-            if of_technique:
+            if of_technique := self.technique.state_dict():
                 self._snapshots.save(of_technique, str(temporary / self._technique_file()))
         self.current = final
         self._in_flight = self._thread.submit(self._write, temporary, final, state)

@@ -23,6 +23,7 @@ from launch.config.ranks import ranks_of_host
 from launch.formats.checkpoint_files import Digest
 from launch.formats.tensor_files import load_tensors
 from launch.training.distributed import Collectives, stager
+from recipes.technique import Technique
 
 #: The share of a host's free memory that copies may take.
 USABLE_MEMORY = 0.9
@@ -35,33 +36,27 @@ class Snapshots(TorchCheckpointEngine):  # type: ignore[misc] # DeepSpeed has no
     tensors. The memory of the copies (pinned if there is a GPU) is allocated once and reused.
 
     Args:
+        technique: its state is saved beside DeepSpeed's files, so its copy needs memory too.
         log: writes one line to the log.
     """
 
-    def __init__(self, engine: Any, collectives: Collectives, log: Callable[[str], None]):
+    def __init__(self, engine: Any, technique: Technique, collectives: Collectives, log: Callable[[str], None]):
         super().__init__(engine._config)
-        self._engine, self._copy, self._log = engine, stager(collectives.device), log
+        self._engine, self._technique, self._copy, self._log = engine, technique, stager(collectives.device), log
         self._copies: list[tuple[Any, str]] = []
         self._entries: dict[Path, dict[str, Any]] = {}
-        self._copying, self._of_technique = False, None
+        self._copying = False
         self._fits: bool | None = None  # whether the copies fit into host memory, once that is known
         engine.checkpoint_engine = self
 
-    def begin(self, copying: bool, of_technique: Any) -> None:
-        """Begin a checkpoint. If `copying` and memory suffices, `save` keeps copies for `write_copies`; otherwise it writes at once.
-
-        Args:
-            of_technique: what will be saved beside DeepSpeed's files; it counts as memory too.
-        """
+    def begin(self, copying: bool) -> None:
+        """Begin a checkpoint. If `copying` and memory suffices, `save` keeps copies for `write_copies`; otherwise it writes at once."""
         self._copying, self._copies, self._entries = copying and self._fits is not False, [], {}
-        if self._copying and self._fits is None:
-            self._of_technique = of_technique
 
     def save(self, state_dict: Any, path: str) -> None:
         """Called by DeepSpeed for each of its files."""
         if self._copying and self._fits is None:  # only before the first copy: its memory is reused
             self._fits = self._copying = self._fit(state_dict)
-            self._of_technique = None
         if self._copying:
             self._copies.append((self._copy(state_dict), path))
         else:
@@ -85,7 +80,7 @@ class Snapshots(TorchCheckpointEngine):  # type: ignore[misc] # DeepSpeed has no
         return load_tensors(path, deepspeed_objects=True)
 
     def _fit(self, state_dict: Any) -> bool:
-        states = (state_dict, self._engine.optimizer.state_dict(), self._of_technique)
+        states = (state_dict, self._engine.optimizer.state_dict(), self._technique.state_dict())
         storages = [tensor.untyped_storage() for tensor in _tensors(states)]
         needed = sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
         room = USABLE_MEMORY * free_host_memory() / (ranks_of_host() or 1)
