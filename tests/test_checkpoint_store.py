@@ -146,6 +146,19 @@ def test_the_newest_and_the_best_are_kept_and_what_others_put_there(store, tmp_p
     assert found == {"run.json", "metrics.jsonl", *others, *of_run}
 
 
+@pytest.mark.parametrize("name", ["demo*", "demo[lr=1]"])
+def test_a_name_that_is_a_pattern_removes_only_its_own_run(name):
+    """fsspec reads the paths of `rm` as patterns, except in `file://`."""
+    own, other = (CheckpointStore(f"memory://{name}/runs", run) for run in (name, "demo2"))
+    for store in (own, other):
+        for file in ("state.json", "engine/optim_states.pt"):
+            store.write(f"{checkpoint_name(2)}/{file}", b"{}")
+    own.remove(checkpoint_name(2))
+    with own._connected() as (files, root):
+        assert files.find(root) == []
+    assert other.state(checkpoint_name(2)) == {}
+
+
 class HeldStore(CheckpointStore):
     """Holds each upload until `go` is set; fails it if `fails`."""
 

@@ -143,7 +143,11 @@ class CheckpointStore:
         with self._connected() as (files, root):
             with contextlib.suppress(FileNotFoundError):
                 files.rm_file(f"{root}/{name}/{STATE_FILE}")
-            files.rm(f"{root}/{name}", recursive=True)
+            if self.url.startswith("file://"):
+                files.rm(f"{root}/{name}", recursive=True)
+            else:  # elsewhere `rm` reads the * and [ of a path as a pattern, and would remove files of other runs
+                for path in files.find(f"{root}/{name}"):
+                    files.rm_file(path)
 
     def download(self, checkpoint: Path, run_id: str | None) -> Path:
         """Download and verify the checkpoint whose final path is `checkpoint`. Returns its current path.
