@@ -24,7 +24,7 @@ from types import ModuleType
 from typing import Any
 
 from launch.config.flags import MUST
-from launch.config.run_config import RunConfig
+from launch.config.run_config import SCRATCH, RunConfig
 from launch.errors import UsageError, nearest, print_once
 from launch.formats.checkpoint_files import complete_checkpoints, what_resume_does
 from launch.formats.files import write_atomically
@@ -36,7 +36,7 @@ from launch.training.provenance import describe_run
 from launch.training.run_json import resume_description
 
 #: Files that a killed or refused start may leave in a folder that has no run.json yet.
-BEFORE_RUN_JSON = (".lock", "log.txt", "checkpoints")
+BEFORE_RUN_JSON = (".lock", "log.txt", "checkpoints", SCRATCH)
 #: How long a resume waits for the previous job to end.
 WAIT_SECONDS = 60.0
 

@@ -500,6 +500,13 @@ def test_a_folder_that_is_no_run_is_not_resumed(tmp_path):
         run_folder.check_run_folder(str(tmp_path), "r", resume=True)
 
 
+def test_a_start_that_a_signal_ended_while_it_built_the_engine_is_made_again(tmp_path):
+    """`"nvme_path": "auto"` is in the folder before run.json is."""
+    for name in ("checkpoints", "nvme"):
+        (tmp_path / "r" / name).mkdir(parents=True)
+    assert run_folder.check_run_folder(str(tmp_path), "r", resume=True) == tmp_path / "r"
+
+
 def test_a_refused_start_leaves_what_it_did_not_make(tmp_path):
     description = {"resume": True, "created": "now", "command": []}
     refused = RunFolder(tmp_path / "new", description, quiet=True)
