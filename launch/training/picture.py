@@ -43,7 +43,8 @@ def draw_loss(run: Path, title: str, initial_loss: float) -> Path:
         tokens, loss = [line["tokens"] for line in val], [line["val_loss"] for line in val]
         axes.plot(tokens, loss, color="#d95f02", marker="o", markersize=4, label=f"validation: {loss[-1]:.3f} at the end")
     axes.axhline(initial_loss, color="#888888", linestyle="--", linewidth=1, label=f"untrained: ln(vocabulary) = {initial_loss:.2f}")
-    axes.set(xlabel="tokens", ylabel="loss (nats per token)", title=title)
+    axes.set(xlabel="tokens", ylabel="loss (nats per token)")
+    axes.set_title(title, parse_math=False)  # the name of a run may contain $
     axes.xaxis.set_major_formatter(EngFormatter())
     axes.grid(alpha=0.3)
     axes.legend()
@@ -74,7 +75,7 @@ def draw_exponents(run: Path, line: dict[str, Any]) -> Path:
         axes.legend(loc="upper left", fontsize=8)
         figure.colorbar(mesh, ax=axes, label="% of the layer's values", location="bottom", shrink=0.6, aspect=40)
     scaled = f"loss scale {line['loss_scale']:,.10g}" if line["loss_scale"] else "no loss scale"
-    figure.suptitle(f"{run.name}, step {line['step']}: gradients in {line['precision']}, {scaled}")
+    figure.suptitle(f"{run.name}, step {line['step']}: gradients in {line['precision']}, {scaled}", parse_math=False)
     return _save(figure, run / "histograms.png")
 
 
@@ -96,7 +97,7 @@ def draw_blocks(run: Path) -> Path:
         axes.set(title=title, xlabel="step", ylim=(len(colors), 0))
         figure.colorbar(mesh, ax=axes, label=label)
     figure.supylabel("block, from the input")
-    figure.suptitle(f"{run.name}: each block's output compared with its input, mean over the validation tokens")
+    figure.suptitle(f"{run.name}: each block's output compared with its input, mean over the validation tokens", parse_math=False)
     return _save(figure, run / "blocks.png")
 
 

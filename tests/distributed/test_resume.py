@@ -20,6 +20,7 @@ from launch.formats.metrics import RUN_KEYS
 from launch.training import folder as run_folder
 from launch.training.checkpoint import Checkpoints
 from launch.training.folder import RunFolder
+from launch.training.picture import draw_loss
 from launch.training.run_json import commits_of
 from model.presets import PRESETS
 from tests.distributed.launched import TINY, LaunchedRun
@@ -505,6 +506,11 @@ def test_a_start_that_a_signal_ended_while_it_built_the_engine_is_made_again(tmp
     for name in ("checkpoints", "nvme"):
         (tmp_path / "r" / name).mkdir(parents=True)
     assert run_folder.check_run_folder(str(tmp_path), "r", resume=True) == tmp_path / "r"
+
+
+def test_the_curve_of_a_run_with_any_name_is_drawn(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "tokens": 8, "loss": 9.0}\n')
+    assert draw_loss(tmp_path, "a$^$b", 9.0).exists()  # no formula of TeX
 
 
 def test_a_refused_start_leaves_what_it_did_not_make(tmp_path):
