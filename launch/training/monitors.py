@@ -81,11 +81,12 @@ class Monitors:
             from deepspeed.monitor.config import CometConfig
 
             own = {"samples_log_interval": 1, "experiment_key": section.get("experiment_key") or run_id}  # every step
-            comet = CometMonitor(CometConfig(**{"experiment_name": run.name, **section, **own}))
-            self._remote["comet"] = (
-                lambda line: comet.write_events([(name, value, line["step"]) for name, value in numbers(line).items()]),
-                comet.experiment.end,
-            )
+            with self._continuing_without("comet"):
+                comet = CometMonitor(CometConfig(**{"experiment_name": run.name, **section, **own}))
+                self._remote["comet"] = (
+                    lambda line: comet.write_events([(name, value, line["step"]) for name, value in numbers(line).items()]),
+                    comet.experiment.end,
+                )
 
     def write(self, line: dict[str, Any]) -> None:
         """Write the numbers of one line."""

@@ -188,6 +188,17 @@ def test_a_run_continues_if_wandb_fails(monkeypatch, tmp_path, capsys):
     monitors.close()
 
 
+def test_a_run_continues_if_comet_does_not_start(monkeypatch, tmp_path, capsys):
+    def start(config: object) -> None:
+        raise ValueError("no API key")
+
+    monkeypatch.setattr("deepspeed.monitor.comet.CometMonitor", start)
+    monitors = Monitors({"comet": {"enabled": True}}, tmp_path, "id", [], [])
+    assert "warning: comet: ValueError: no API key; the run continues without it" in capsys.readouterr().err
+    monitors.write({"step": 1, "loss": 5.0})
+    monitors.close()
+
+
 def test_a_new_run_does_not_replace_the_csv_files_of_another(corpus, tmp_path):
     (tmp_path / "logs" / "first").mkdir(parents=True)
     (tmp_path / "logs" / "first" / "loss.csv").write_text("step,loss\n")
