@@ -6,6 +6,7 @@ import contextlib
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -40,7 +41,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """DeepSpeed's accelerator, in this process and in all that it starts."""
+    """DeepSpeed's accelerator, in this process and in all that it starts. Refuses a TMPDIR in which torch.compile fails on a CPU."""
+    if " " in tempfile.gettempdir():
+        raise pytest.UsageError(f"the folder for temporary files is {tempfile.gettempdir()!r}; set TMPDIR to one without a space")
     os.environ["DS_ACCELERATOR"] = config.getoption("--device")
 
 

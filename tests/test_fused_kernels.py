@@ -303,6 +303,15 @@ def test_what_is_compiled_needs_a_compiler(name, monkeypatch):
     assert explained("--set", f"fused_kernels.{name}=auto")["lacks"] == explained()["lacks"]
 
 
+@pytest.mark.parametrize("name", ["gelu", "compile"])
+def test_what_is_compiled_on_a_cpu_needs_a_temporary_folder_without_a_space(name, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr("tempfile.tempdir", "/tmp/my files")
+    said = explained("--set", f"fused_kernels.{name}=true")
+    assert any("without a space in its name, and it is '/tmp/my files'; set TMPDIR, or write" in line for line in said["lacks"])
+    assert explained("--set", f"fused_kernels.{name}=auto")["lacks"] == explained()["lacks"]
+
+
 def test_a_plan_of_memory_knows_the_head_and_the_probabilities():
     plain, head, attention = (
         explained("--preset", "micro", *(["--set", f"fused_kernels.{name}=true"] if name else []))["memory_per_rank"]["cpu"]

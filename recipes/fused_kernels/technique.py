@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import tempfile
 from collections.abc import Iterable, Iterator
 from functools import partial
 from importlib.util import find_spec
@@ -88,8 +89,8 @@ class FusedKernels(Technique):
             if self.asked[name] is True and not _has_liger():
                 yield f"'fused_kernels.{name}' needs liger-kernel, which is not installed; {INSTALL}, or write \"auto\""
         for name in ("gelu", "compile"):
-            if self.asked[name] is True and not _has_compiler():
-                yield f"'fused_kernels.{name}' needs a C++ compiler, which is not on the path; install g++, or write \"auto\""
+            if self.asked[name] is True and (lacking := _lacking_to_compile()):
+                yield f"'fused_kernels.{name}' needs {lacking}, or write \"auto\""
 
     def memory_terms(self, model: GPTConfig, device: str) -> dict[str, int]:
         """Return the memory of blockwise attention and of the loss head.
@@ -185,8 +186,8 @@ class FusedKernels(Technique):
     def _use_gelu(self, model: GPT) -> None:
         if self._compiles():
             return self._skip("gelu", "it is compiled with its block")
-        if not _has_compiler():
-            return self._skip("gelu", "there is no C++ compiler")
+        if lacking := _lacking_to_compile():
+            return self._skip("gelu", f"it needs {lacking}")
         for block in cast("Iterable[Block]", model.h):
             block.mlp.act = CompiledGELU()
         self._say("gelu", "compiled by torch.compile; the first step waits for it")
@@ -196,7 +197,7 @@ class FusedKernels(Technique):
         if self.asked["compile"] != "auto":
             return bool(self.asked["compile"])
         unfused = any(getattr(self.run.shape, field) == component for field, component in (COMPONENTS[name] for name in FUSED_BY_COMPILE))
-        return _has_compiler() and (unfused if self.device == "cpu" else find_spec("triton") is not None)
+        return not _lacking_to_compile() and (unfused if self.device == "cpu" else find_spec("triton") is not None)
 
     def _use_compile(self, model: GPT) -> None:
         if not self._compiles():
@@ -216,9 +217,14 @@ def _has_liger() -> bool:
     return find_spec("liger_kernel") is not None and find_spec("triton") is not None
 
 
-def _has_compiler() -> bool:
-    """Whether torch.compile finds a C++ compiler. It also needs one on a GPU, to build the code that launches its kernels."""
-    return any(shutil.which(name) for name in (os.environ.get("CXX", "g++"), "g++", "clang++"))
+def _lacking_to_compile() -> str:
+    """What torch.compile lacks here, and the fix; empty if nothing. It needs a C++ compiler on a GPU too, to build the code that launches
+    its kernels."""
+    if not any(shutil.which(name) for name in (os.environ.get("CXX", "g++"), "g++", "clang++")):
+        return "a C++ compiler, which is not on the path; install g++"
+    if " " in tempfile.gettempdir() and not torch.cuda.is_available():  # torch 2.13 does not quote the paths that it compiles on a CPU
+        return f"a folder for temporary files without a space in its name, and it is {tempfile.gettempdir()!r}; set TMPDIR"
+    return ""
 
 
 def _liger_forward(norm: Any, function: Any) -> Any:
