@@ -77,8 +77,8 @@ def main() -> int:
         raise
     finally:
         folder.close()
-        if config.uses_nvme:
-            shutil.rmtree(config.scratch, ignore_errors=True)
+        for swapped in config.swap_folders.values():
+            shutil.rmtree(swapped, ignore_errors=True)
     leave_ranks()
     # All files are written. Skip the interpreter's shutdown, in which a rank once aborted after a finished run.
     sys.stdout.flush()

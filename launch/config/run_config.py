@@ -7,6 +7,7 @@ disagrees with a flag is an error that names both. What cannot work is refused h
 from __future__ import annotations
 
 import argparse
+import hashlib
 import math
 import os
 import re
@@ -51,7 +52,7 @@ AS_GIVEN = (
 )
 #: DeepSpeed's default for `offload_param.buffer_size`, elements.
 BUFFER_SIZE = 100_000_000
-#: The folder for `"nvme_path": "auto"`, in the run's folder; removed after the run.
+#: The folder for `"nvme_path": "auto"`, in the run's folder.
 SCRATCH = "nvme"
 FROM_THE_BATCH = "from the global batch"
 #: The default of --save_every is at most this.
@@ -159,9 +160,13 @@ class RunConfig(Run):
         return bool(self.engine["zero_optimization"].get("zero_quantized_weights"))
 
     @property
-    def scratch(self) -> Path:
-        """The folder for `"nvme_path": "auto"`; it is deleted after the run."""
-        return Path(self.runs_dir) / self.run_name / SCRATCH
+    def swap_folders(self) -> dict[str, Path]:
+        """The folder on NVMe of each of `OFFLOADS` that is there. It is this run's own, because DeepSpeed names the files in it by rank
+        only, and is deleted after the run."""
+        run = Path(self.runs_dir).absolute() / self.run_name
+        own = f"{self.run_name}-{hashlib.sha256(os.fsencode(run)).hexdigest()[:8]}"
+        folders = {key: Path(self.engine["zero_optimization"][key]["nvme_path"]) for key in OFFLOADS if self.offload(key) == "nvme"}
+        return {key: folder if folder.absolute() == run / SCRATCH else folder / own for key, folder in folders.items()}
 
     @property
     def cuda_only(self) -> dict[str, tuple[int, int]]:

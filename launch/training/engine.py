@@ -287,11 +287,16 @@ def _lacking(device: str, capability: tuple[int, int]) -> str | None:
 
 
 def _deepspeed_config(config: RunConfig) -> dict[str, Any]:
-    """`config.engine` without monitors, and the `scheduler` if it is DeepSpeed's. `start_engine` adds an `optimizer` of DeepSpeed."""
+    """`config.engine` without monitors, with the run's own folders on NVMe, and the `scheduler` if it is DeepSpeed's.
+
+    `start_engine` adds an `optimizer` of DeepSpeed.
+    """
     # DeepSpeed's throughput timer waits for the device twice a micro-batch, and prints what the log has already.
     deepspeed_config = {"timers": {"throughput": {"enabled": False}}, **config.engine}
     for section in monitors.SECTIONS:  # the engine would write other rows, by samples
         deepspeed_config.pop(section, None)
+    zero = config.engine["zero_optimization"]
+    deepspeed_config["zero_optimization"] = zero | {key: zero[key] | {"nvme_path": str(path)} for key, path in config.swap_folders.items()}
     if config.token_schedule is None:
         deepspeed_config["scheduler"] = config.scheduler
     return deepspeed_config

@@ -14,9 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from launch.config.run_config import resolve
+from launch.config.run_config import OFFLOADS, resolve
 from launch.errors import UsageError
 from launch.formats.metrics import read_metrics
+from launch.training.engine import _deepspeed_config
 
 ROOT = Path(__file__).resolve().parents[2]
 #: c_fc and c_proj are large enough for the drive (1 MiB of fp32), biases and norms are not.
@@ -72,6 +73,23 @@ def test_a_run_leaves_nothing_on_the_drive(drive, corpus, tmp_path):
     assert "Traceback" not in done.stderr
     assert not (tmp_path / "r" / "nvme").exists()
     assert len(read_metrics(tmp_path / "r" / "metrics.jsonl")) == 6
+
+
+def test_two_runs_with_the_same_drive_have_folders_of_their_own(corpus, tmp_path):
+    """DeepSpeed names the files in it by rank only, and a start removes those that it finds."""
+
+    def folders(runs: str, path: str) -> list[Path]:
+        config = resolve(flags(corpus, tmp_path / runs, "zero3_bf16", "r", "nvme", "nvme"))[0]
+        for key in OFFLOADS:
+            config.engine["zero_optimization"][key]["nvme_path"] = path
+        zero = _deepspeed_config(config)["zero_optimization"]
+        assert [Path(zero[key]["nvme_path"]) for key in OFFLOADS] == list(config.swap_folders.values())
+        return [Path(zero[key]["nvme_path"]) for key in OFFLOADS]
+
+    one, other = (folders(runs, str(tmp_path)) for runs in ("one", "other"))
+    assert one[0] == one[1] and one[0].parent == tmp_path and one[0] != other[0]
+    auto = tmp_path / "one" / "r" / "nvme"
+    assert folders("one", str(auto)) == [auto, auto]
 
 
 def test_without_libaio_one_line_names_the_package(corpus, tmp_path):
