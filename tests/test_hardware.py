@@ -10,11 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+from deepspeed.accelerator import get_accelerator
 
 from launch.config import hardware
 from launch.config.explain import as_text, explain
 from launch.config.run_config import RunConfig, resolve
+from launch.errors import UsageError
 from launch.training import provenance
+from launch.training.engine import check_device
 from tests.helpers import refusal
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -118,6 +121,31 @@ def test_a_run_on_the_cpu_of_a_host_with_gpus_must_be_wanted(chosen, visible, re
     (tmp_path / "version").touch()
     monkeypatch.setattr(hardware, "NVIDIA_DRIVER", tmp_path / "version")
     assert ("finds none" in hardware.unused_gpus()) == refused
+
+
+@pytest.mark.parametrize(
+    ("environment", "refused"),
+    [
+        ({"RANK": "9", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}, None),
+        ({"RANK": "8", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "8"}, "this host has 8 ranks"),  # srun --gpus-per-task=1
+        ({"RANK": "3", "LOCAL_RANK": "3"}, "this host has 4 ranks"),
+        ({}, None),
+    ],
+)
+def test_more_ranks_than_gpus_are_one_line(environment, refused, run, gpus, monkeypatch):
+    gpus((9, 0))
+    monkeypatch.setattr(get_accelerator(), "device_name", lambda index=None: "cuda")
+    for name in ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "LOCAL_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    config = run()
+    if refused is None:
+        return check_device(config)
+    with pytest.raises(UsageError) as mistake:
+        check_device(config)
+    (fault,) = mistake.value.faults
+    assert fault.startswith(refused) and "this process sees 1 GPU(s)" in fault and "--gpus-per-node" in fault
 
 
 def test_another_value_is_told_of_auto():

@@ -24,6 +24,7 @@ from torch.utils.cpp_extension import CUDA_HOME
 
 from launch.config.hardware import bf16_arithmetic, unused_gpus
 from launch.config.optimizer import ADAM_TYPES
+from launch.config.ranks import ranks_of_host
 from launch.config.run_config import RunConfig, needs_cuda
 from launch.errors import TrainingFailed, UsageError
 from launch.training import corrections, monitors
@@ -246,7 +247,8 @@ def _agree_on_precision(config: RunConfig, collectives: Collectives) -> None:
 
 
 def check_device(config: RunConfig) -> None:
-    """Refuse values that this device does not support, before the model is built, and a CPU run on a host with unused GPUs.
+    """Refuse values that this device does not support, before the model is built, more ranks than GPUs, and a CPU run on a host with
+    unused GPUs.
 
     Raises:
         UsageError: a line for each such value of the JSON, and one for the GPUs.
@@ -254,6 +256,12 @@ def check_device(config: RunConfig) -> None:
     device, faults = get_accelerator().device_name(), []
     if unused := unused_gpus():
         faults.append(unused)
+    ranks = max(int(os.environ["LOCAL_RANK"]) + 1, ranks_of_host() or 1) if "RANK" in os.environ else 0
+    if device == "cuda" and (found := torch.cuda.device_count()) < ranks:
+        faults.append(
+            f"this host has {ranks} ranks, each on the GPU with the number of its local rank, and this process sees {found} GPU(s); start "
+            "fewer ranks, or let each see all GPUs of the host: srun --gpus-per-node in place of --gpus-per-task"
+        )
     for path, capability in config.cuda_only.items():
         if (lacking := _lacking(device, capability)) is not None:
             place = config.where(tuple(path.split(".")))
