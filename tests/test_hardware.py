@@ -198,6 +198,14 @@ def test_bf16_that_is_emulated_is_said_to_be(flag, emulated, one_rank, tiny, tmp
     assert f"{os.environ['OMP_NUM_THREADS']} thread(s) a rank, which may use {cores} of this host" in log
 
 
+def test_a_folder_with_the_name_of_a_package_has_no_version(monkeypatch, tmp_path):
+    (tmp_path / "no_package_of_that_name").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(provenance, "PACKAGES", ("numpy", "no_package_of_that_name"))
+    found = provenance.versions()
+    assert found["numpy"] and found["no_package_of_that_name"] is None
+
+
 def test_gpus_are_named_and_their_memory_known(gpus):
     gpus((9, 0), (8, 0))
     assert [gpu.total_memory for gpu in hardware.gpus()] == [10**12, 2 * 10**12]

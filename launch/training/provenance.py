@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
-import importlib.util
 import os
 import platform
 import subprocess
@@ -43,7 +43,10 @@ def describe_run(config: RunConfig) -> dict[str, Any]:
 
 def versions() -> dict[str, str | None]:
     """The versions of Python and of the packages that affect results."""
-    found = {name: importlib.metadata.version(name) if importlib.util.find_spec(name) else None for name in PACKAGES}
+    found: dict[str, str | None] = dict.fromkeys(PACKAGES)
+    for name in PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):  # or a folder of that name on the path, such as a checkout
+            found[name] = importlib.metadata.version(name)
     return {"python": platform.python_version(), **found}
 
 
