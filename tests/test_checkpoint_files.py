@@ -179,5 +179,5 @@ def test_a_default_that_is_written_out_is_no_other_layout(stage, defaults):
     """DeepSpeed loads it itself. A move would refuse an optimizer on NVMe."""
     plain = EngineLayout.of({"zero_optimization": {"stage": stage}}, 2)
     assert EngineLayout.of({"zero_optimization": {"stage": stage, **defaults}}, 2) == plain
-    others = {key: 1 for key in defaults}
+    others = dict.fromkeys(defaults, 1)
     assert EngineLayout.of({"zero_optimization": {"stage": stage, **others}}, 2) != plain

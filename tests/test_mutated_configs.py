@@ -899,15 +899,19 @@ PAIRS: dict[str, Pair] = {
     "fp16 master weights at stage 0": pair("zero0_fp16", {MASTER16: True}, MASTER16, "config.py:703"),
     "bf16 master weights at stage 0": pair("zero0_bf16", {MASTER_BF16: True}, MASTER_BF16, "config.py:707"),
     "fp16 master weights without offload": pair("zero1_fp16", {MASTER16: True}, MASTER16, "zero/stage_1_and_2.py:332"),
+    "fp16 master weights": pair("zero1_fp16", {MASTER16: True, **OFFLOADED}, MASTER16, "no word: a resume sets Adam's variance to 0"),
     "bf16 master weights without offload": pair("zero3_bf16", {MASTER_BF16: True}, MASTER_BF16, "zero/stage3.py:300"),
+    "bf16 master weights with fp32 moments": pair(
+        "zero2_bf16", {MASTER_BF16: True, **OFFLOADED}, MASTER_BF16, "no word: a resume rounds the moments to bf16"
+    ),
     **{
-        f"{key} in {precision}": pair(f"zero2_{precision}", {key: True, **more, **OFFLOADED}, key, "no word: the master weights are rounded")
-        for key, precision, more in (
-            (MASTER16, "bf16", {}),
-            (MASTER16, "fp32", {}),
-            (MASTER_BF16, "fp16", {}),
-            (MASTER_BF16, "fp32", {"bf16.bf16_optimizer_states": True}),
+        f"bf16 master weights in {precision}": pair(
+            f"zero2_{precision}",
+            {MASTER_BF16: True, "bf16.bf16_optimizer_states": True, **OFFLOADED},
+            MASTER_BF16,
+            "no word: the master weights are rounded",
         )
+        for precision in ("fp16", "fp32")
     },
     "buffers in fp32": pair(
         "zero1_bf16",

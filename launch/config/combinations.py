@@ -56,6 +56,8 @@ GPUS_OF_A_HOST = 8
 FP16 = ("fp16", "float16", "half", "torch.float16")
 #: Packages that a monitor needs.
 MONITORS = {"wandb": "wandb", "comet": "comet_ml"}
+#: torch's `Optimizer.load_state_dict` converts fp32 moments to the type of the master weights; in fp16, a small variance becomes 0.
+ROUNDS_MOMENTS = "rounds Adam's moments on a resume in DeepSpeed 0.19.8"
 
 
 #: Keys that must not be switched on or off here -> the reason and the fix.
@@ -75,6 +77,7 @@ MUST_BE_OFF = {
     "data_types.keep_in_fp32_modules": "has no effect here: it is for buffers, and the model has none that a lower precision would round; "
     "leave it out",
     "torch_autocast.enabled": "is not supported: enable 'bf16', which keeps fp32 master weights, and leave the section out",
+    "fp16.fp16_master_weights_and_grads": f"{ROUNDS_MOMENTS}; leave it out",
     "checkpoint.use_node_local_storage": "spreads a checkpoint over the hosts, but a resume reads all of its files; leave it out",
     **dict.fromkeys(
         ("checkpoint.writer", "checkpoint.load_universal"),
@@ -137,13 +140,11 @@ def impossible_values(engine: EngineJson, ranks: int, shape: ModelShape, stage: 
                 break
     if value("gradient_predivide_factor") not in (None, 1) and stage > 1:  # stage 3 does not multiply the gradients back
         yield "gradient_predivide_factor", f"is not 1, which is wrong at stage {stage}; leave it out, or use stage 0 or 1"
-    offloaded = (value(f"{zero}offload_optimizer") or {}).get("device") not in (None, "none")
-    for kind in ("fp16", "bf16"):
-        if value(path := f"{kind}.{kind}_master_weights_and_grads"):
-            if precision != kind:  # DeepSpeed would keep the master weights in this precision
-                yield path, f"is for a run in {kind}, and this run is in {precision}; leave it out"
-            elif stage and not offloaded and not value("bf16.bf16_optimizer_states"):
-                yield path, 'needs the optimizer in CPU memory: add "offload_optimizer": {"device": "cpu"}; or leave it out'
+    if value(path := "bf16.bf16_master_weights_and_grads"):
+        if precision != "bf16":  # DeepSpeed would keep the master weights in bf16
+            yield path, f"is for a run in bf16, and this run is in {precision}; leave it out"
+        elif stage and not value("bf16.bf16_optimizer_states"):
+            yield path, f'{ROUNDS_MOMENTS}; add "bf16_optimizer_states": true, or leave it out'
     power = value("fp16.initial_scale_power")
     if not value("fp16.loss_scale") and (value("fp16.min_loss_scale") or 1) > 2.0 ** (16 if power is None else power):
         yield "fp16.min_loss_scale", "is above the initial scale, 2^initial_scale_power; lower it, or raise 'initial_scale_power'"

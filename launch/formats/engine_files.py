@@ -36,7 +36,8 @@ from recipes.technique import FP32_NAMES
 SUB_GROUP_SIZE = 1_000_000_000
 #: Stage -> keys of `zero_optimization` that determine the order and the padding of the parameters in its files, with DeepSpeed's defaults.
 ORDER: dict[int, dict[str, Any]] = {
-    **dict.fromkeys((1, 2), {"round_robin_gradients": False, "parameter_alignment": False}),
+    1: {"round_robin_gradients": False, "parameter_alignment": False},
+    2: {"round_robin_gradients": False, "parameter_alignment": False},
     3: {"sub_group_size": SUB_GROUP_SIZE},
 }
 #: Errors from reading files with other content than DeepSpeed's.
