@@ -17,6 +17,7 @@ from launch.formats.checkpoint_files import (
     state_text,
     verify,
 )
+from launch.formats.engine_files import EngineLayout
 
 STATE = {"step": 20, "tokens": 5120, "samples": 160, "val_loss": 6.123456789012345}
 EMPTY = {"bytes": 0, "xxh128": "99aa06d3014798d86001c324468d497f"}
@@ -169,3 +170,14 @@ def test_a_folder_of_a_checkpoint_may_be_a_link_and_hides_nothing(tmp_path):
     (tmp_path / "engine" / "mp_rank_01_model_states.pt").touch()
     with pytest.raises(DamagedCheckpoint, match="mp_rank_01"):
         verify(checkpoint, "a run")
+
+
+@pytest.mark.parametrize(
+    ("stage", "defaults"), [(1, {"round_robin_gradients": False}), (2, {"parameter_alignment": False}), (3, {"sub_group_size": 10**9})]
+)
+def test_a_default_that_is_written_out_is_no_other_layout(stage, defaults):
+    """DeepSpeed loads it itself. A move would refuse an optimizer on NVMe."""
+    plain = EngineLayout.of({"zero_optimization": {"stage": stage}}, 2)
+    assert EngineLayout.of({"zero_optimization": {"stage": stage, **defaults}}, 2) == plain
+    others = dict.fromkeys(defaults, 1)
+    assert EngineLayout.of({"zero_optimization": {"stage": stage, **others}}, 2) != plain

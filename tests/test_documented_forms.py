@@ -102,11 +102,13 @@ SECTIONS = {
             "parallel_write": {"pipeline_stage": False},
         }
     },
+    "disable_allgather": {"disable_allgather": True},
+    "seq_parallel_communication_data_type": {"seq_parallel_communication_data_type": "fp32"},
     "compile": {"zero_optimization": {"stage": 0}, "compile": {"deepcompile": True, "passes": ["autosp"]}},
 }
 #: Without effect in this loop: accepted with a word.
 WITH_A_WORD = {"hybrid_engine", "tensor_parallel", "expert_parallel", "autotuning_on", "activation_checkpointing_on", "data_efficiency"}
-WITH_A_WORD |= {"compile"}
+WITH_A_WORD |= {"compile", "disable_allgather", "seq_parallel_communication_data_type"}
 #: What they need may not be here: accepted by --explain, refused by training where it is missing.
 NEEDING = {"comet", "offload_nvme"} | ({"wandb"} if importlib.util.find_spec("wandb") is None else set())
 

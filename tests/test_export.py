@@ -21,6 +21,7 @@ from data_pipeline.tokenizer import Tiktoken, Tokenizer
 from launch.errors import UsageError
 from launch.formats.hf_folder import open_hf_folder
 from launch.formats.metrics import read_metrics
+from launch.formats.tensor_files import safetensors_tensors
 from launch.trained_model.card import in_checkout
 from launch.trained_model.load import open_trained
 from model.hf import hf_tensors
@@ -316,6 +317,14 @@ def test_a_damaged_file_of_weights_is_one_line(folder, tmp_path):
         assert str(file) in fault(copy)
     (copy / "config.json").write_text("{")
     assert "is not JSON" in fault(copy)
+
+
+def test_the_header_of_a_file_of_weights_says_what_it_holds(tmp_path):
+    from safetensors.torch import save_file
+
+    save_file({"a": torch.zeros(2, 3, dtype=torch.bfloat16), "b": torch.tensor(1)}, tmp_path / "x.safetensors")
+    found = safetensors_tensors(tmp_path / "x.safetensors")
+    assert [(one.name, one.shape, one.dtype) for one in found] == [("a", (2, 3), "BF16"), ("b", (), "I64")]
 
 
 def test_a_head_of_its_own_is_refused(folder, tmp_path):

@@ -899,7 +899,38 @@ PAIRS: dict[str, Pair] = {
     "fp16 master weights at stage 0": pair("zero0_fp16", {MASTER16: True}, MASTER16, "config.py:703"),
     "bf16 master weights at stage 0": pair("zero0_bf16", {MASTER_BF16: True}, MASTER_BF16, "config.py:707"),
     "fp16 master weights without offload": pair("zero1_fp16", {MASTER16: True}, MASTER16, "zero/stage_1_and_2.py:332"),
+    "fp16 master weights": pair("zero1_fp16", {MASTER16: True, **OFFLOADED}, MASTER16, "no word: a resume sets Adam's variance to 0"),
     "bf16 master weights without offload": pair("zero3_bf16", {MASTER_BF16: True}, MASTER_BF16, "zero/stage3.py:300"),
+    "bf16 master weights with fp32 moments": pair(
+        "zero2_bf16", {MASTER_BF16: True, **OFFLOADED}, MASTER_BF16, "no word: a resume rounds the moments to bf16"
+    ),
+    **{
+        f"bf16 master weights in {precision}": pair(
+            f"zero2_{precision}",
+            {MASTER_BF16: True, "bf16.bf16_optimizer_states": True, **OFFLOADED},
+            MASTER_BF16,
+            "no word: the master weights are rounded",
+        )
+        for precision in ("fp16", "fp32")
+    },
+    "buffers in fp32": pair(
+        "zero1_bf16",
+        {"data_types.keep_in_fp32_modules": ["lm_head"]},
+        "data_types.keep_in_fp32_modules",
+        "no word: there is no buffer to round",
+    ),
+    "master weights from rounded ones": pair(
+        "zero1_bf16", {f"{ZERO}.load_from_fp32_weights": False}, f"{ZERO}.load_from_fp32_weights", "no word: a resume trains other weights"
+    ),
+    **{
+        f"ranks that load one by one at stage {stage}": pair(
+            f"zero{stage}_bf16",
+            {f"{ZERO}.pipeline_loading_checkpoint": True},
+            f"{ZERO}.pipeline_loading_checkpoint",
+            "engine.py:4739, in the resume",
+        )
+        for stage in (1, 2)
+    },
     "autocast": pair("zero1_fp32", {"torch_autocast": {"enabled": True}}, "torch_autocast.enabled", "not supported here"),
     "bf16 optimizer states without master weights": pair(
         "zero1_bf16", {"bf16.bf16_optimizer_states": True}, "bf16.bf16_optimizer_states", "config.py:714"

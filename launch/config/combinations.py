@@ -34,10 +34,11 @@ WITHOUT_EFFECT = {
     "datastates_ckpt": "checkpoints are written beside training already, by DeepSpeed's plain writer",
     "data_efficiency": "the batches come from data_pipeline/",
     "dataloader_drop_last": "the batches come from data_pipeline/, which has no short ones",
+    "disable_allgather": "DeepSpeed reads it and does not use it",
     "expert_parallel": "the model has no experts",
     "hybrid_engine": "training generates no text",
     "pipeline": "the ranks share the data, not the model",
-    "sequence_parallel_size": "the ranks share the data, not the sequences",
+    **dict.fromkeys(("seq_parallel_communication_data_type", "sequence_parallel_size"), "the ranks share the data, not the sequences"),
     "tensor_parallel": "the ranks share the data, not the model; use ZeRO-3 to partition the model",
     "use_data_before_expert_parallelism": "the model has no experts",
     "weight_quantization": "it is for inference",
@@ -55,6 +56,8 @@ GPUS_OF_A_HOST = 8
 FP16 = ("fp16", "float16", "half", "torch.float16")
 #: Packages that a monitor needs.
 MONITORS = {"wandb": "wandb", "comet": "comet_ml"}
+#: torch's `Optimizer.load_state_dict` converts fp32 moments to the type of the master weights; in fp16, a small variance becomes 0.
+ROUNDS_MOMENTS = "rounds Adam's moments on a resume in DeepSpeed 0.19.8"
 
 
 #: Keys that must not be switched on or off here -> the reason and the fix.
@@ -71,7 +74,10 @@ MUST_BE_OFF = {
     "zero_optimization.legacy_stage1": "is no longer in DeepSpeed; leave it out",
     # superoffload_stage3.py keeps Adam's moments in another process and has no code to save them.
     "zero_optimization.offload_optimizer.super_offload": "loses Adam's moments on a resume in DeepSpeed 0.19.8; leave it out",
+    "data_types.keep_in_fp32_modules": "has no effect here: it is for buffers, and the model has none that a lower precision would round; "
+    "leave it out",
     "torch_autocast.enabled": "is not supported: enable 'bf16', which keeps fp32 master weights, and leave the section out",
+    "fp16.fp16_master_weights_and_grads": f"{ROUNDS_MOMENTS}; leave it out",
     "checkpoint.use_node_local_storage": "spreads a checkpoint over the hosts, but a resume reads all of its files; leave it out",
     **dict.fromkeys(
         ("checkpoint.writer", "checkpoint.load_universal"),
@@ -80,11 +86,14 @@ MUST_BE_OFF = {
 }
 MUST_BE_ON = {
     "zero_optimization.compute_grad_norm": "is false, but every step clips the gradients by their norm and logs it; leave it out",
+    # stage_1_and_2.py; stage 3 does not read it.
+    "zero_optimization.load_from_fp32_weights": "is false, so a resume would round the master weights; leave it out",
     "managed_gradient_accumulation": "is false, but the loop steps the engine once per micro-batch; leave it out",
     "bf16.check_grad_overflow": "is false, so a non-finite gradient would corrupt the weights; leave it out",
 }
 #: The stages at which a key has an effect.
 STAGES: dict[str, tuple[int, ...]] = {
+    "zero_optimization.pipeline_loading_checkpoint": (3,),  # a resume at stage 1 or 2 fails
     "zero_optimization.zero_hpz_partition_size": (3,),
     "zero_optimization.zero_quantized_weights": (3,),
     "prescale_gradients": (0, 1),  # with reduce_scatter, at stages 2 and 3, DeepSpeed refuses it when the engine starts
@@ -131,10 +140,11 @@ def impossible_values(engine: EngineJson, ranks: int, shape: ModelShape, stage: 
                 break
     if value("gradient_predivide_factor") not in (None, 1) and stage > 1:  # stage 3 does not multiply the gradients back
         yield "gradient_predivide_factor", f"is not 1, which is wrong at stage {stage}; leave it out, or use stage 0 or 1"
-    if stage and (value(f"{zero}offload_optimizer") or {}).get("device") in (None, "none"):
-        for path in ("fp16.fp16_master_weights_and_grads", "bf16.bf16_master_weights_and_grads"):
-            if value(path) and not value("bf16.bf16_optimizer_states"):
-                yield path, 'needs the optimizer in CPU memory: add "offload_optimizer": {"device": "cpu"}; or leave it out'
+    if value(path := "bf16.bf16_master_weights_and_grads"):
+        if precision != "bf16":  # DeepSpeed would keep the master weights in bf16
+            yield path, f"is for a run in bf16, and this run is in {precision}; leave it out"
+        elif stage and not value("bf16.bf16_optimizer_states"):
+            yield path, f'{ROUNDS_MOMENTS}; add "bf16_optimizer_states": true, or leave it out'
     power = value("fp16.initial_scale_power")
     if not value("fp16.loss_scale") and (value("fp16.min_loss_scale") or 1) > 2.0 ** (16 if power is None else power):
         yield "fp16.min_loss_scale", "is above the initial scale, 2^initial_scale_power; lower it, or raise 'initial_scale_power'"

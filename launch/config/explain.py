@@ -56,7 +56,6 @@ NOT_PLANNED = (
     "data_types.grad_accum_dtype",
     "bf16.bf16_master_weights_and_grads",
     "bf16.bf16_optimizer_states",
-    "fp16.fp16_master_weights_and_grads",
 )
 #: The names of the entries of `flops`.
 FLOPS = {"per_token": "a token", "per_step": "a step", "per_step_and_rank": "a step and rank", "run": "the run"}

@@ -34,11 +34,11 @@ from recipes.technique import FP32_NAMES
 
 #: DeepSpeed's default for `zero_optimization.sub_group_size`, elements.
 SUB_GROUP_SIZE = 1_000_000_000
-#: Stage -> keys of `zero_optimization` that determine the order and the padding of the parameters in its files.
-ORDER = {
-    1: ("round_robin_gradients", "parameter_alignment"),
-    2: ("round_robin_gradients", "parameter_alignment"),
-    3: ("sub_group_size",),
+#: Stage -> keys of `zero_optimization` that determine the order and the padding of the parameters in its files, with DeepSpeed's defaults.
+ORDER: dict[int, dict[str, Any]] = {
+    1: {"round_robin_gradients": False, "parameter_alignment": False},
+    2: {"round_robin_gradients": False, "parameter_alignment": False},
+    3: {"sub_group_size": SUB_GROUP_SIZE},
 }
 #: Errors from reading files with other content than DeepSpeed's.
 OTHER_CONTENT = (KeyError, IndexError, TypeError, AttributeError, ValueError, RuntimeError)
@@ -70,7 +70,8 @@ class EngineLayout:
         offload = (zero.get("offload_optimizer") or {}).get("device") or "none"
         accumulated = (config.get("data_types") or {}).get("grad_accum_dtype")
         accumulated = "fp32" if accumulated in FP32_NAMES else accumulated
-        return cls(ranks, stage, precision, str(offload), (accumulated, *(zero.get(key) for key in ORDER.get(stage, ()))))
+        order = (zero.get(key, default) for key, default in ORDER.get(stage, {}).items())
+        return cls(ranks, stage, precision, str(offload), (accumulated, *order))
 
     def __str__(self) -> str:
         ranks = "1 rank" if self.ranks == 1 else f"{self.ranks} ranks"
@@ -274,7 +275,7 @@ class EngineFiles:
     def _sizes_of_sub_groups(self) -> list[int]:
         """Elements of each sub-group on one rank, as DeepSpeed's `_create_fp16_sub_groups` (zero/stage3.py) cuts them."""
         config, ranks, sizes = self.engine.get("ds_config") or {}, len(self._of_ranks), []
-        limit = config.get("zero_optimization", {}).get("sub_group_size") or SUB_GROUP_SIZE
+        limit = config.get("zero_optimization", {}).get("sub_group_size", SUB_GROUP_SIZE)
         for names in self.engine["param_shapes"]:
             size = 0
             for shape in names.values():

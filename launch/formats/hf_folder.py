@@ -49,6 +49,8 @@ MUST_BE: dict[str, dict[str, tuple[Any, ...]]] = {
     "llama": {"hidden_act": ("silu", "swish")},
     "qwen3": {"hidden_act": ("silu", "swish"), "attention_bias": (False,), "use_sliding_window": (False,)},
 }
+#: safetensors' names of the half precisions.
+HALVES = {"BF16": torch.bfloat16, "F16": torch.float16}
 #: Names of models without a head, whose folders hold the same weights where the head is tied.
 HEADLESS = ("GPT2Model",)
 FIX = "give a Hugging Face folder of a GPT-2, Llama or Qwen3"
@@ -76,7 +78,7 @@ class HFFolder:
     def dtype(self) -> torch.dtype:
         """The dtype in which the model is loaded: bf16 or fp16 where all weights have it, otherwise fp32."""
         found = {tensor.dtype for tensor in self.tensors.values()}
-        return found.pop() if len(found) == 1 and found <= {torch.bfloat16, torch.float16} else torch.float32
+        return HALVES.get(found.pop(), torch.float32) if len(found) == 1 else torch.float32
 
     @property
     def eos_token_id(self) -> int | None:
@@ -162,7 +164,7 @@ def _by_name(tensors: list[StoredTensor], config: GPTConfig, folder: Path) -> di
             faults.append(f"{where} is not a weight of a {form} of {config.n_layer} layers")
         elif tensor.shape != expected[name]:
             faults.append(f"{where} is {list(tensor.shape)}, {CONFIG_FILE} says {list(expected[name])}")
-        elif not tensor.dtype.is_floating_point:
+        elif not tensor.dtype.startswith(("F", "BF")):
             faults.append(f"{where} is of dtype {tensor.dtype}, must be floating point")
         elif name in found:
             faults.append(f"{where} repeats {found[name].name} of {found[name].file.name}; remove one of them")

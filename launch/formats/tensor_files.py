@@ -35,12 +35,12 @@ class UnreadableFile(UsageError):
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor in a safetensors file, which is read on demand."""
+    """A tensor in a safetensors file, which is read on demand. dtype: as the file names it, such as "F32" or "BF16"."""
 
     file: Path
     name: str
     shape: tuple[int, ...]
-    dtype: torch.dtype
+    dtype: str
 
     def read(self) -> torch.Tensor:
         """The tensor, mapped from the file.
@@ -58,13 +58,13 @@ class StoredTensor:
 
 
 def safetensors_tensors(file: Path) -> list[StoredTensor]:
-    """The tensors of a safetensors file. Raises UsageError where it is missing, cut off, or of another format."""
+    """The tensors in the header of a safetensors file. Raises UsageError where it is missing, cut off, or of another format."""
     try:
         with safe_open(file, framework="pt") as opened:
-            found = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 - not a dict
+            found = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 - not a dict
+            return [StoredTensor(file, name, tuple(one.get_shape()), one.get_dtype()) for name, one in found.items()]
     except (SafetensorError, OSError) as reason:
         raise UsageError(f"{file}: is not a complete safetensors file ({reason}); copy or export it again") from None
-    return [StoredTensor(file, name, tuple(tensor.shape), tensor.dtype) for name, tensor in found.items()]
 
 
 def is_finite(tensor: torch.Tensor) -> bool:
