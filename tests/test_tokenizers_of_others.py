@@ -5,10 +5,12 @@ import hashlib
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import sysconfig
 import tempfile
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -359,6 +361,22 @@ def test_without_a_network_a_missing_encoding_is_one_line(source, tmp_path, monk
     error = error_of(capsys, "--source", source, "--out", tmp_path / "out", "--tokenizer", "gpt2")
     assert "r50k_base" in error and "TIKTOKEN_CACHE_DIR" in error
     assert sorted(path.name for path in tmp_path.iterdir()) == ["cache", "input.txt"]
+
+
+def test_a_download_that_gets_no_answer_ends(source, tmp_path, monkeypatch, capsys):
+    """A server that accepts the connection and stays silent, for ten seconds so that the test ends without the limit too."""
+    monkeypatch.setattr("data_pipeline.tokenizer.DOWNLOAD_TIMEOUT", (0.3, 0.3), raising=False)
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path / "cache"))
+    tiktoken.registry.ENCODINGS.pop("r50k_base", None)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        for variable in ("HTTPS_PROXY", "https_proxy"):
+            monkeypatch.setenv(variable, f"http://127.0.0.1:{silent.getsockname()[1]}")
+        end = threading.Timer(10, silent.shutdown, [socket.SHUT_RDWR])
+        end.start()
+        error = error_of(capsys, "--source", source, "--out", tmp_path / "out", "--tokenizer", "gpt2")
+        assert end.is_alive(), "it waited for the server"
+        end.cancel()
+    assert "r50k_base is not in tiktoken's cache, and the download failed" in error
 
 
 def test_a_tokenizer_that_cannot_be_used_is_one_line(of_others, source, tmp_path, capsys):
