@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import glob
 import hashlib
+import logging
 import math
 import os
 import platform
@@ -115,7 +116,7 @@ class HubDataset(Source):
         return hashlib.sha256(repr((self.describe(), versions)).encode("utf-8", "surrogateescape")).hexdigest()
 
     def documents(self) -> Iterator[Text]:
-        number = 0
+        number, dataset = 0, None
         try:
             dataset = _datasets().load_dataset(**self._arguments, streaming=True)
             columns = dataset.column_names  # None if they are not known before the first row
@@ -131,6 +132,10 @@ class HubDataset(Source):
         except (DataError, MemoryError):
             raise
         except Exception as reason:  # exceptions of any type, from builders, file systems and the network
+            if dataset is not None and isinstance(reason, (ValueError, EOFError)):  # of the content: it is refused again at a resume
+                lost = f"{one_line(reason, 300)}; the rest of this source is lost"
+                self.problems("broken dataset", f"{self.name}: row {number + 1}", lost)
+                return
             if number:  # it could be opened, so resuming may help
                 raise OSError(f"--source {self.name}: row {number + 1} cannot be read ({one_line(reason, 300)})") from None
             raise self._unopened(reason) from None
@@ -145,7 +150,7 @@ def _datasets() -> Any:
     os.environ.setdefault("USE_TORCH", "0")  # it would import torch: two seconds and 300 MB
     import datasets  # here, as it takes a second and only hf: needs it
 
-    datasets.utils.logging.set_verbosity_error()
+    datasets.utils.logging.set_verbosity(logging.CRITICAL)  # a builder logs an error before it raises it
     datasets.utils.logging.disable_progress_bar()
     return datasets
 

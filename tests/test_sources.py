@@ -5,6 +5,7 @@ import gzip
 import hashlib
 import io
 import json
+import logging
 import os
 import random
 import sys
@@ -321,6 +322,23 @@ def test_a_network_that_fails_while_a_dataset_streams_is_no_mistake(run, tmp_pat
     code, *_, err = run(name)
     assert code == 1
     assert err.startswith(f"failed: --source {name}: row 6 cannot be read (read timed out \\x1b[31m)")
+
+
+@pytest.mark.parametrize(("name", "row"), [("a.csv", "10001"), ("a.json", "1")])
+def test_a_dataset_whose_builder_refuses_a_record_is_a_mistake(run, tmp_path, name, row):
+    """Behind the first block of rows, or within it. The rest of that source alone is lost."""
+    texts = [f"row {number}" for number in range(10_000)]
+    broken = {"a.csv": rows(texts) + b"1,2,3,4\r\n", "a.json": jsonl(texts[:20]) + b"{broken\n"}
+    (tmp_path / name).write_bytes(broken[name])
+    (tmp_path / "b.jsonl").write_bytes(jsonl(TEXTS))
+    sources = f"hf:{name[2:]}:{tmp_path}/{name}", tmp_path / "b.jsonl"
+    code, *_, err = run(*sources, options=("--workers", "1"))
+    assert code == 2
+    assert err.startswith(f"error: {sources[0]}: row {row}: broken dataset (") and "lost); fix it, or leave out such records with" in err
+    assert not datasets.utils.logging.get_logger().isEnabledFor(logging.ERROR), "it would print the error too"
+    _, found, manifest, *_ = run(*sources, options=("--workers", "1", "--on_error", "skip"))
+    assert found == all_of([*texts[: int(row) - 1], *TEXTS])
+    assert manifest["dropped"] == {"broken dataset": 1}
 
 
 # Bad records
