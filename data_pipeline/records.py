@@ -309,6 +309,8 @@ def _csv(file: Path, stream: BinaryIO, text_column: str, problems: Problems) -> 
             columns = row
             if not _has_column(file, columns, text_column, problems):
                 return
+        elif any(row[len(columns) :]):  # an unquoted comma in a text cuts it
+            problems("too many fields", f"{file}:{line}", f"{len(row)}, and the first row names {len(columns)}")
         elif row:
             yield from text_of(dict(zip(columns, row, strict=False)), text_column, f"{file}:{line}", problems)
 

@@ -378,6 +378,8 @@ BAD = {
     "b.csv": (rows(TEXTS) + b'99,"never closed\r\n', TEXTS, "broken CSV", "b.csv:"),
     "d.csv": (rows(TEXTS[:5]) + b'99,"a "bad" quote\r\n2,rest of a cell"\r\n' + rows(TEXTS), TEXTS[:5], "broken CSV", "d.csv:"),
     "c.csv": (rows(TEXTS) + b"99\r\n100,end\r\n", [*TEXTS, "end"], "no text column 'text'", "c.csv:"),
+    "e.csv": (b"id,text\r\n1,one\r\n2,Hello, world\r\n3,three\r\n", ["one", "three"], "too many fields", "e.csv:3"),
+    "f.csv": (b"id,text\r\n1,one,\r\n2,two,,\r\n", ["one", "two"], None, ""),
     "a.txt.gz": (gzip.compress(b"a line\n" * 1000)[:-20], [], "compressed file damaged", "a.txt.gz"),
     "b.txt.gz": (b"no gzip", [], "compressed file damaged", "b.txt.gz"),
     "a.txt.zst": (zst(os.urandom(5000).hex().encode())[:-20], [], "compressed file damaged", "a.txt.zst"),
@@ -474,7 +476,8 @@ def good_records(name: str, data: bytes) -> list[str] | None:
             return _texts(json.loads(data.decode("utf-8-sig")))
     if stem.endswith(".csv"):
         with suppress(ValueError, csv.Error):
-            return _texts(list(csv.DictReader(io.StringIO(data.decode("utf-8-sig"), newline=""), strict=True)))
+            found = list(csv.DictReader(io.StringIO(data.decode("utf-8-sig"), newline=""), strict=True))
+            return _texts([row for row in found if not any(row.get(None, ()))])
     if stem.endswith(".parquet"):
         with suppress(pyarrow.ArrowException, OSError, ValueError, LookupError):
             return _texts([{"text": text} for text in parquet.read_table(io.BytesIO(data), columns=["text"])["text"].to_pylist()])
