@@ -357,7 +357,9 @@ def _has_column(file: Path, columns: list[str], text_column: str, problems: Prob
 def text_of(record: object, text_column: str, place: str, problems: Problems) -> Iterator[Text]:
     """Yields the text of a good record, and reports a bad one."""
     if not isinstance(record, dict) or record.get(text_column) is None:
-        has = f"it has {', '.join(map(repr, list(record)[:8]))}" if isinstance(record, dict) else f"it is a {type(record).__name__}"
+        has = f"it is a {type(record).__name__}"
+        if isinstance(record, dict):
+            has = "it is null" if text_column in record else f"it has {', '.join(map(repr, list(record)[:8]))}"
         problems(f"no text column {text_column!r}", place, has)
         return
     text = record[text_column]

@@ -428,6 +428,11 @@ def test_a_large_file_that_is_not_utf8_is_named_by_its_line(run, tmp_path, monke
         assert f"a.txt:{place}: not UTF-8" in run(tmp_path / "a.txt")[4]
 
 
+def test_a_text_that_is_null_is_said_to_be(run, tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": null}')
+    assert "a.jsonl:1: no text column 'text' (it is null); fix it" in run(tmp_path / "a.jsonl")[4]
+
+
 def test_only_the_first_cases_of_a_kind_are_named(run, tmp_path):
     (tmp_path / "a.jsonl").write_bytes(jsonl(TEXTS) + b"{\n" * 50)
     _, _, manifest, out, _ = run(tmp_path / "a.jsonl", options=("--on_error", "skip"))
