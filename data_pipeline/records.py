@@ -51,6 +51,10 @@ class RecordTooLarge(ValueError):
     """A record is larger than the limit; its end has not been read."""
 
 
+class BadRecord(DataError):
+    """The first bad record, with `--on_error stop`."""
+
+
 class Problems:
     """What to do with bad records: stop at the first, or count all of them and describe the first few.
 
@@ -71,11 +75,11 @@ class Problems:
         """Report a bad record of `kind` at `place`.
 
         Raises:
-            DataError: with `--on_error stop`.
+            BadRecord: with `--on_error stop`.
         """
         line = f"{place}: {kind}" + (f" ({detail})" if detail else "")
         if self.on_error == "stop":
-            raise DataError(f"{line}; fix it, or leave out such records with --on_error skip")
+            raise BadRecord(f"{line}; fix it, or leave out such records with --on_error skip")
         self.counts[kind] += 1
         if len(self.cases.setdefault(kind, [])) < CASES:
             self.cases[kind].append(line)

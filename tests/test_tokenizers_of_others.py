@@ -20,7 +20,7 @@ import zstandard
 from tokenizers import Tokenizer as HuggingFaceTokenizer
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
-from data_pipeline import documents, records
+from data_pipeline import documents, records, writing
 from data_pipeline.errors import DataError
 from data_pipeline.prepare import main
 from data_pipeline.shards import open_corpus
@@ -172,7 +172,7 @@ def test_a_special_token_written_in_a_text_is_text(kind, of_others):
                 assert tokenizer.decode(ids) == text
 
 
-def test_a_text_that_a_tokenizer_takes_for_its_end_is_refused(tmp_path, capsys):
+def test_a_text_that_a_tokenizer_takes_for_its_end_is_refused(tmp_path, capsys, monkeypatch):
     tokenizer = train("byte_level")
     tokenizer.add_tokens(["<end>"])  # not a special one: the library finds it in any text
     tokenizer.save(str(tmp_path / "tokenizer.json"))
@@ -183,6 +183,15 @@ def test_a_text_that_a_tokenizer_takes_for_its_end_is_refused(tmp_path, capsys):
     assert "'<end>'" in error and "--end_of_text" in error and error.count("\n") == 1
     assert not (tmp_path / "out").exists()
     assert main(arguments) == 0
+    capsys.readouterr()
+    # Behind text that is committed already: no record is bad, so --on_error skip would leave none out.
+    monkeypatch.setattr(documents, "CHUNK_BYTES", 1)
+    monkeypatch.setattr(writing, "SECONDS_BETWEEN_COMMITS", 0.0)
+    (tmp_path / "0.txt").write_text("before it")
+    arguments[1:4] = [f"{tmp_path}/0.txt", f"{tmp_path}/a.txt", "--out", f"{tmp_path}/other"]
+    assert main([*arguments, "--end_of_text", "<end>"]) == 2
+    assert capsys.readouterr().err.endswith("name another one with --end_of_text\n")
+    assert (tmp_path / ".other.partial").exists()
 
 
 @each_kind
