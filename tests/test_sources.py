@@ -254,6 +254,16 @@ def test_a_source_that_is_none_is_one_line(run, tmp_path, sources, said):
     assert said in err
 
 
+@pytest.mark.parametrize(
+    ("text", "train"), [("title\n" + "a" * 994, 950), ("line\n" * 200, 950), ("a" * 949 + "\n" + "b" * 50, 950), ("ö" * 500, 950)]
+)
+def test_the_tail_of_a_single_document_is_the_fraction_that_is_asked_for(run, tmp_path, text, train):
+    (tmp_path / "a.txt").write_text(text, encoding="utf-8")
+    found = run(tmp_path / "a.txt", options=("--val_fraction", "0.05"))[1]
+    assert "".join(found["train"] + found["val"]) == text
+    assert len(found["train"][0].encode()) == train
+
+
 def test_exact_duplicates_are_left_out_wherever_they_come_from(run, tmp_path):
     (tmp_path / "a.jsonl").write_bytes(jsonl(TEXTS + TEXTS[:5]))
     (tmp_path / "b.txt").write_text(TEXTS[0])
