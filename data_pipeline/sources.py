@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from data_pipeline.errors import DataError, one_line
+from data_pipeline.manifest import MAX_GROUPS
 from data_pipeline.records import SUFFIXES, Problems, Text, records, suffix_of, text_of
 
 # Tests more than double the size (31.5 MB) with repetitive text, and installed packages differ between machines.
@@ -169,6 +170,8 @@ def open_sources(
     if weights and len(weights) < len(pairs):
         missing = next(spec for spec, weight in pairs if weight is None)
         raise DataError(f"--source {missing}: has no weight, but others have one; write {missing}@WEIGHT, or no weights")
+    if len(weights) > MAX_GROUPS:
+        raise DataError(f"--source: {len(weights):,} sources with weights; allowed: up to {MAX_GROUPS:,}; put files into folders")
     total = sum(weights)
     return [_open(spec, options) for spec, _ in pairs], [weight / total for weight in weights] or None
 

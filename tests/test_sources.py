@@ -254,6 +254,11 @@ def test_a_source_that_is_none_is_one_line(run, tmp_path, sources, said):
     assert said in err
 
 
+def test_more_weights_than_a_corpus_holds_are_refused_before_a_text_is_read(run, tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(b"{broken")
+    assert "1,001 sources with weights; allowed: up to 1,000" in run(*[f"{tmp_path}/a.jsonl@1"] * 1001)[4]
+
+
 @pytest.mark.parametrize(
     ("text", "train"), [("title\n" + "a" * 994, 950), ("line\n" * 200, 950), ("a" * 949 + "\n" + "b" * 50, 950), ("ö" * 500, 950)]
 )
