@@ -122,7 +122,10 @@ class Documents:
 
 
 def _cut_in_two(text: Text, val_fraction: float) -> int:
-    """The byte at which to cut a single document: after the last line end before its last `val_fraction`, or exactly there."""
+    """The byte at which to cut a single document: after the last line end before its last `val_fraction`, or exactly there.
+
+    A line end that would more than double the validation split is not used.
+    """
     bound = int(text.n_bytes * (1 - val_fraction))
     line_end = character = read = 0
     for block in text.blocks():
@@ -133,7 +136,7 @@ def _cut_in_two(text: Text, val_fraction: float) -> int:
         read += len(head)
         if read == bound:
             break
-    return line_end or character
+    return line_end if line_end > max(0, 2 * bound - text.n_bytes) else character
 
 
 def _part(text: Text, begin: int, end: int) -> Iterator[str]:

@@ -26,7 +26,7 @@ from data_pipeline.documents import TRAINING_BYTES, Documents, chunks, pieces, t
 from data_pipeline.encoding import encode_chunks
 from data_pipeline.errors import DataError, print_line, printable
 from data_pipeline.manifest import SPLITS
-from data_pipeline.records import MAX_RECORD_MIB, Problems
+from data_pipeline.records import MAX_RECORD_MIB, BadRecord, Problems
 from data_pipeline.shards import Corpus, open_corpus
 from data_pipeline.show import counts, show
 from data_pipeline.sources import ALLOWED, open_sources
@@ -115,7 +115,7 @@ def prepare(args: argparse.Namespace, say: Say) -> None:
                     bar.set_postfix_str(f"{writer.documents:,} documents, {writer.tokens:,} tokens", refresh=False)
                     bar.update(documents.n_read - bar.n)
             splits = writer.finish()
-        except DataError as reason:
+        except BadRecord as reason:
             if not _has_progress(folder):
                 raise
             skip = "--resume --on_error skip continues without bad records"

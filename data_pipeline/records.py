@@ -51,6 +51,10 @@ class RecordTooLarge(ValueError):
     """A record is larger than the limit; its end has not been read."""
 
 
+class BadRecord(DataError):
+    """The first bad record, with `--on_error stop`."""
+
+
 class Problems:
     """What to do with bad records: stop at the first, or count all of them and describe the first few.
 
@@ -71,11 +75,11 @@ class Problems:
         """Report a bad record of `kind` at `place`.
 
         Raises:
-            DataError: with `--on_error stop`.
+            BadRecord: with `--on_error stop`.
         """
         line = f"{place}: {kind}" + (f" ({detail})" if detail else "")
         if self.on_error == "stop":
-            raise DataError(f"{line}; fix it, or leave out such records with --on_error skip")
+            raise BadRecord(f"{line}; fix it, or leave out such records with --on_error skip")
         self.counts[kind] += 1
         if len(self.cases.setdefault(kind, [])) < CASES:
             self.cases[kind].append(line)
@@ -309,6 +313,8 @@ def _csv(file: Path, stream: BinaryIO, text_column: str, problems: Problems) -> 
             columns = row
             if not _has_column(file, columns, text_column, problems):
                 return
+        elif any(row[len(columns) :]):  # an unquoted comma in a text cuts it
+            problems("too many fields", f"{file}:{line}", f"{len(row)}, and the first row names {len(columns)}")
         elif row:
             yield from text_of(dict(zip(columns, row, strict=False)), text_column, f"{file}:{line}", problems)
 
@@ -355,7 +361,9 @@ def _has_column(file: Path, columns: list[str], text_column: str, problems: Prob
 def text_of(record: object, text_column: str, place: str, problems: Problems) -> Iterator[Text]:
     """Yields the text of a good record, and reports a bad one."""
     if not isinstance(record, dict) or record.get(text_column) is None:
-        has = f"it has {', '.join(map(repr, list(record)[:8]))}" if isinstance(record, dict) else f"it is a {type(record).__name__}"
+        has = f"it is a {type(record).__name__}"
+        if isinstance(record, dict):
+            has = "it is null" if text_column in record else f"it has {', '.join(map(repr, list(record)[:8]))}"
         problems(f"no text column {text_column!r}", place, has)
         return
     text = record[text_column]

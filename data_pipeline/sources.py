@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import glob
 import hashlib
+import logging
 import math
 import os
 import platform
@@ -24,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from data_pipeline.errors import DataError, one_line
+from data_pipeline.manifest import MAX_GROUPS
 from data_pipeline.records import SUFFIXES, Problems, Text, records, suffix_of, text_of
 
 # Tests more than double the size (31.5 MB) with repetitive text, and installed packages differ between machines.
@@ -115,7 +117,7 @@ class HubDataset(Source):
         return hashlib.sha256(repr((self.describe(), versions)).encode("utf-8", "surrogateescape")).hexdigest()
 
     def documents(self) -> Iterator[Text]:
-        number = 0
+        number, dataset = 0, None
         try:
             dataset = _datasets().load_dataset(**self._arguments, streaming=True)
             columns = dataset.column_names  # None if they are not known before the first row
@@ -131,6 +133,10 @@ class HubDataset(Source):
         except (DataError, MemoryError):
             raise
         except Exception as reason:  # exceptions of any type, from builders, file systems and the network
+            if dataset is not None and isinstance(reason, (ValueError, EOFError)):  # of the content: it is refused again at a resume
+                lost = f"{one_line(reason, 300)}; the rest of this source is lost"
+                self.problems("broken dataset", f"{self.name}: row {number + 1}", lost)
+                return
             if number:  # it could be opened, so resuming may help
                 raise OSError(f"--source {self.name}: row {number + 1} cannot be read ({one_line(reason, 300)})") from None
             raise self._unopened(reason) from None
@@ -145,7 +151,7 @@ def _datasets() -> Any:
     os.environ.setdefault("USE_TORCH", "0")  # it would import torch: two seconds and 300 MB
     import datasets  # here, as it takes a second and only hf: needs it
 
-    datasets.utils.logging.set_verbosity_error()
+    datasets.utils.logging.set_verbosity(logging.CRITICAL)  # a builder logs an error before it raises it
     datasets.utils.logging.disable_progress_bar()
     return datasets
 
@@ -164,6 +170,8 @@ def open_sources(
     if weights and len(weights) < len(pairs):
         missing = next(spec for spec, weight in pairs if weight is None)
         raise DataError(f"--source {missing}: has no weight, but others have one; write {missing}@WEIGHT, or no weights")
+    if len(weights) > MAX_GROUPS:
+        raise DataError(f"--source: {len(weights):,} sources with weights; allowed: up to {MAX_GROUPS:,}; put files into folders")
     total = sum(weights)
     return [_open(spec, options) for spec, _ in pairs], [weight / total for weight in weights] or None
 

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import tiktoken
+import tiktoken.load
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as HuggingFaceTokenizer
 
@@ -38,8 +38,26 @@ RANKS_FILE = "tokenizer.tiktoken"
 MIN_VOCAB_SIZE, MAX_VOCAB_SIZE = 257, 1_000_000
 # The same ranks under another name: gpt2 of tiktoken is two files in an older format, r50k_base one.
 TIKTOKEN_ALIASES = {"gpt2": "r50k_base"}
+#: Seconds that a download waits for the server: to connect, and for each part of the data.
+DOWNLOAD_TIMEOUT = (10.0, 30.0)
 #: Common end-of-text tokens, tried in this order if --end_of_text is not given.
 USUAL_ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "<|im_end|>", "[SEP]", "[EOS]")
+
+_read_file = tiktoken.load.read_file
+
+
+def _read_in_time(blobpath: str) -> bytes:
+    """tiktoken's own function, which waits without limit for a network that drops packets."""
+    if not blobpath.startswith(("http://", "https://")):
+        return _read_file(blobpath)
+    import requests  # here, as most commands download nothing
+
+    response = requests.get(blobpath, timeout=DOWNLOAD_TIMEOUT)
+    response.raise_for_status()
+    return response.content
+
+
+tiktoken.load.read_file = _read_in_time
 
 
 def parse_spec(spec: str) -> tuple[str, Any]:

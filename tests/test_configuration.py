@@ -7,7 +7,8 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -76,6 +77,16 @@ def test_a_run_of_many_epochs_has_a_note(resolved):
     )
     steps = 5 * config.corpus.train.n_tokens // (16 * 128)
     assert not any("about" in note for note in resolved("--steps", str(steps)).notes)
+
+
+def test_ranks_with_another_corpus_are_refused(resolved):
+    """A host that has a corpus of its own at the path of rank 0's."""
+    from launch.training.engine import _agree  # imports torch and DeepSpeed
+
+    config = resolved()
+    _agree(config, cast("Any", SimpleNamespace(gather=lambda own: [own, own])))
+    with pytest.raises(UsageError, match=rf"--data {config.data}: rank 2 has another corpus than rank 0; copy the corpus"):
+        _agree(config, cast("Any", SimpleNamespace(gather=lambda own: [own, own, ("another", *own[1:])])))
 
 
 def test_a_flag_wins_over_the_preset(resolved):

@@ -202,6 +202,18 @@ def test_a_mixtures_global_batches_are_the_same_for_every_number_of_ranks(mixtur
         assert torch.equal(batches(world_size, micro, accumulation), expected), (world_size, micro)
 
 
+def test_a_source_that_is_repeated_often_has_a_note(mixture):
+    """Of the first source alone: the run has less than ten epochs of the whole corpus, and of the second source."""
+    flags = ["--deepspeed_config", "ds_configs/zero1_bf16.json", "--preset", "nano", "--seq_len", "64", "--data", str(mixture.path)]
+    tokens = [
+        sum(shard["tokens"] for shard in mixture.manifest["splits"]["train"]["shards"] if shard["group"] == group) for group in (0, 1)
+    ]
+    config, _ = resolve([*flags, "--global_batch_size", "16", "--steps", str(6 * sum(tokens) // (16 * 64))])
+    assert config.total_tokens < 10 * sum(tokens) and 0.3 * config.total_tokens < 10 * tokens[1]
+    (note,) = (note for note in config.notes if "about" in note)
+    assert f"each of the {tokens[0]:,} tokens of its group 0 about {0.7 * config.total_tokens / tokens[0]:,.0f} times" in note
+
+
 def test_a_source_too_small_for_the_sequence_is_refused_by_name(tmp_path, monkeypatch):
     for letter, count in (("a", 4000), ("b", 40)):
         (tmp_path / letter).mkdir()

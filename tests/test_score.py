@@ -19,6 +19,7 @@ from data_pipeline.shards import open_corpus
 from launch import score
 from launch.errors import run_command
 from launch.formats.metrics import read_metrics
+from launch.trained_model import scoring
 from launch.trained_model.load import open_trained
 from launch.trained_model.scoring import estimate, text_bytes, window_losses
 from tests.commands import run_script
@@ -195,6 +196,20 @@ def test_bytes_are_counted_where_the_corpus_has_not(corpus, tmp_path):
     del opened.manifest["splits"]["val"]["bytes"]
     assert text_bytes(opened, opened.val, None) is None
     assert text_bytes(opened, opened.val, tokenizer) == said
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 3, 5, 64])
+def test_bytes_of_a_character_that_two_parts_share_are_counted_once(tmp_path, monkeypatch, tokens):
+    """An id per byte, and characters of two to four bytes; no part holds them all whole."""
+    from data_pipeline import prepare
+    from data_pipeline.tokenizer import Tokenizer
+
+    (tmp_path / "a.txt").write_text("größer, 日本, \U0001f600\n" * 40, encoding="utf-8")
+    assert prepare.main(["--source", f"{tmp_path}/a.txt", "--out", f"{tmp_path}/out", "--tokenizer", "bytes", "--quiet"]) == 0
+    monkeypatch.setattr(scoring, "DECODED_TOKENS", tokens)
+    opened = open_corpus(tmp_path / "out")
+    said = opened.manifest["splits"]["train"].pop("bytes")
+    assert text_bytes(opened, opened.train, Tokenizer.load(opened.path, opened.manifest["tokenizer"])) == said
 
 
 @pytest.fixture(scope="module")

@@ -5,6 +5,7 @@ import gzip
 import hashlib
 import io
 import json
+import logging
 import os
 import random
 import sys
@@ -253,6 +254,21 @@ def test_a_source_that_is_none_is_one_line(run, tmp_path, sources, said):
     assert said in err
 
 
+def test_more_weights_than_a_corpus_holds_are_refused_before_a_text_is_read(run, tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(b"{broken")
+    assert "1,001 sources with weights; allowed: up to 1,000" in run(*[f"{tmp_path}/a.jsonl@1"] * 1001)[4]
+
+
+@pytest.mark.parametrize(
+    ("text", "train"), [("title\n" + "a" * 994, 950), ("line\n" * 200, 950), ("a" * 949 + "\n" + "b" * 50, 950), ("ö" * 500, 950)]
+)
+def test_the_tail_of_a_single_document_is_the_fraction_that_is_asked_for(run, tmp_path, text, train):
+    (tmp_path / "a.txt").write_text(text, encoding="utf-8")
+    found = run(tmp_path / "a.txt", options=("--val_fraction", "0.05"))[1]
+    assert "".join(found["train"] + found["val"]) == text
+    assert len(found["train"][0].encode()) == train
+
+
 def test_exact_duplicates_are_left_out_wherever_they_come_from(run, tmp_path):
     (tmp_path / "a.jsonl").write_bytes(jsonl(TEXTS + TEXTS[:5]))
     (tmp_path / "b.txt").write_text(TEXTS[0])
@@ -323,6 +339,23 @@ def test_a_network_that_fails_while_a_dataset_streams_is_no_mistake(run, tmp_pat
     assert err.startswith(f"failed: --source {name}: row 6 cannot be read (read timed out \\x1b[31m)")
 
 
+@pytest.mark.parametrize(("name", "row"), [("a.csv", "10001"), ("a.json", "1")])
+def test_a_dataset_whose_builder_refuses_a_record_is_a_mistake(run, tmp_path, name, row):
+    """Behind the first block of rows, or within it. The rest of that source alone is lost."""
+    texts = [f"row {number}" for number in range(10_000)]
+    broken = {"a.csv": rows(texts) + b"1,2,3,4\r\n", "a.json": jsonl(texts[:20]) + b"{broken\n"}
+    (tmp_path / name).write_bytes(broken[name])
+    (tmp_path / "b.jsonl").write_bytes(jsonl(TEXTS))
+    sources = f"hf:{name[2:]}:{tmp_path}/{name}", tmp_path / "b.jsonl"
+    code, *_, err = run(*sources, options=("--workers", "1"))
+    assert code == 2
+    assert err.startswith(f"error: {sources[0]}: row {row}: broken dataset (") and "lost); fix it, or leave out such records with" in err
+    assert not datasets.utils.logging.get_logger().isEnabledFor(logging.ERROR), "it would print the error too"
+    _, found, manifest, *_ = run(*sources, options=("--workers", "1", "--on_error", "skip"))
+    assert found == all_of([*texts[: int(row) - 1], *TEXTS])
+    assert manifest["dropped"] == {"broken dataset": 1}
+
+
 # Bad records
 
 
@@ -360,6 +393,8 @@ BAD = {
     "b.csv": (rows(TEXTS) + b'99,"never closed\r\n', TEXTS, "broken CSV", "b.csv:"),
     "d.csv": (rows(TEXTS[:5]) + b'99,"a "bad" quote\r\n2,rest of a cell"\r\n' + rows(TEXTS), TEXTS[:5], "broken CSV", "d.csv:"),
     "c.csv": (rows(TEXTS) + b"99\r\n100,end\r\n", [*TEXTS, "end"], "no text column 'text'", "c.csv:"),
+    "e.csv": (b"id,text\r\n1,one\r\n2,Hello, world\r\n3,three\r\n", ["one", "three"], "too many fields", "e.csv:3"),
+    "f.csv": (b"id,text\r\n1,one,\r\n2,two,,\r\n", ["one", "two"], None, ""),
     "a.txt.gz": (gzip.compress(b"a line\n" * 1000)[:-20], [], "compressed file damaged", "a.txt.gz"),
     "b.txt.gz": (b"no gzip", [], "compressed file damaged", "b.txt.gz"),
     "a.txt.zst": (zst(os.urandom(5000).hex().encode())[:-20], [], "compressed file damaged", "a.txt.zst"),
@@ -406,6 +441,11 @@ def test_a_large_file_that_is_not_utf8_is_named_by_its_line(run, tmp_path, monke
     ):
         (tmp_path / "a.txt").write_bytes(data)
         assert f"a.txt:{place}: not UTF-8" in run(tmp_path / "a.txt")[4]
+
+
+def test_a_text_that_is_null_is_said_to_be(run, tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": null}')
+    assert "a.jsonl:1: no text column 'text' (it is null); fix it" in run(tmp_path / "a.jsonl")[4]
 
 
 def test_only_the_first_cases_of_a_kind_are_named(run, tmp_path):
@@ -456,7 +496,8 @@ def good_records(name: str, data: bytes) -> list[str] | None:
             return _texts(json.loads(data.decode("utf-8-sig")))
     if stem.endswith(".csv"):
         with suppress(ValueError, csv.Error):
-            return _texts(list(csv.DictReader(io.StringIO(data.decode("utf-8-sig"), newline=""), strict=True)))
+            found = list(csv.DictReader(io.StringIO(data.decode("utf-8-sig"), newline=""), strict=True))
+            return _texts([row for row in found if not any(row.get(None, ()))])
     if stem.endswith(".parquet"):
         with suppress(pyarrow.ArrowException, OSError, ValueError, LookupError):
             return _texts([{"text": text} for text in parquet.read_table(io.BytesIO(data), columns=["text"])["text"].to_pylist()])

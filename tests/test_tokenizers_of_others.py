@@ -5,10 +5,12 @@ import hashlib
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import sysconfig
 import tempfile
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +20,7 @@ import zstandard
 from tokenizers import Tokenizer as HuggingFaceTokenizer
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
-from data_pipeline import documents, records
+from data_pipeline import documents, records, writing
 from data_pipeline.errors import DataError
 from data_pipeline.prepare import main
 from data_pipeline.shards import open_corpus
@@ -170,7 +172,7 @@ def test_a_special_token_written_in_a_text_is_text(kind, of_others):
                 assert tokenizer.decode(ids) == text
 
 
-def test_a_text_that_a_tokenizer_takes_for_its_end_is_refused(tmp_path, capsys):
+def test_a_text_that_a_tokenizer_takes_for_its_end_is_refused(tmp_path, capsys, monkeypatch):
     tokenizer = train("byte_level")
     tokenizer.add_tokens(["<end>"])  # not a special one: the library finds it in any text
     tokenizer.save(str(tmp_path / "tokenizer.json"))
@@ -181,6 +183,15 @@ def test_a_text_that_a_tokenizer_takes_for_its_end_is_refused(tmp_path, capsys):
     assert "'<end>'" in error and "--end_of_text" in error and error.count("\n") == 1
     assert not (tmp_path / "out").exists()
     assert main(arguments) == 0
+    capsys.readouterr()
+    # Behind text that is committed already: no record is bad, so --on_error skip would leave none out.
+    monkeypatch.setattr(documents, "CHUNK_BYTES", 1)
+    monkeypatch.setattr(writing, "SECONDS_BETWEEN_COMMITS", 0.0)
+    (tmp_path / "0.txt").write_text("before it")
+    arguments[1:4] = [f"{tmp_path}/0.txt", f"{tmp_path}/a.txt", "--out", f"{tmp_path}/other"]
+    assert main([*arguments, "--end_of_text", "<end>"]) == 2
+    assert capsys.readouterr().err.endswith("name another one with --end_of_text\n")
+    assert (tmp_path / ".other.partial").exists()
 
 
 @each_kind
@@ -359,6 +370,22 @@ def test_without_a_network_a_missing_encoding_is_one_line(source, tmp_path, monk
     error = error_of(capsys, "--source", source, "--out", tmp_path / "out", "--tokenizer", "gpt2")
     assert "r50k_base" in error and "TIKTOKEN_CACHE_DIR" in error
     assert sorted(path.name for path in tmp_path.iterdir()) == ["cache", "input.txt"]
+
+
+def test_a_download_that_gets_no_answer_ends(source, tmp_path, monkeypatch, capsys):
+    """A server that accepts the connection and stays silent, for ten seconds so that the test ends without the limit too."""
+    monkeypatch.setattr("data_pipeline.tokenizer.DOWNLOAD_TIMEOUT", (0.3, 0.3), raising=False)
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path / "cache"))
+    tiktoken.registry.ENCODINGS.pop("r50k_base", None)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        for variable in ("HTTPS_PROXY", "https_proxy"):
+            monkeypatch.setenv(variable, f"http://127.0.0.1:{silent.getsockname()[1]}")
+        end = threading.Timer(10, silent.shutdown, [socket.SHUT_RDWR])
+        end.start()
+        error = error_of(capsys, "--source", source, "--out", tmp_path / "out", "--tokenizer", "gpt2")
+        assert end.is_alive(), "it waited for the server"
+        end.cancel()
+    assert "r50k_base is not in tiktoken's cache, and the download failed" in error
 
 
 def test_a_tokenizer_that_cannot_be_used_is_one_line(of_others, source, tmp_path, capsys):

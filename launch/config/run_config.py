@@ -57,7 +57,7 @@ SCRATCH = "nvme"
 FROM_THE_BATCH = "from the global batch"
 #: The default of --save_every is at most this.
 MOST_STEPS_UNSAVED = 1_000
-#: A run of more epochs gets a note.
+#: A run of more epochs, also of one source of a mixture, gets a note.
 MANY_EPOCHS = 10
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 #: Assumed if a run is explained without its corpus.
@@ -256,8 +256,8 @@ def resolve(argv: list[str], ranks: int | None = None) -> tuple[RunConfig, argpa
     engine.raise_faults()
 
     corpus = _corpus(engine, flags, shape, micro_batch)
-    if corpus is not None and (epochs := total_tokens / corpus.train.n_tokens) > MANY_EPOCHS:
-        engine.notes.append(f"{flags.data}: the run trains on each of its {corpus.train.n_tokens:,} tokens about {epochs:,.0f} times")
+    if corpus is not None:
+        engine.notes += _often_repeated(corpus, flags.data, total_tokens)
     start = _start(flags, run_name, shape, corpus, engine.notes)
     own = {key: engine.values[key] for key in claimed if key in engine.values}
     config = RunConfig(
@@ -361,6 +361,17 @@ def _corpus(engine: EngineJson, flags: argparse.Namespace, shape: ModelShape, mi
             raise
         engine.lacks.append(str(reason) if corpus else f"{reason} (a vocabulary of {GPT2_VOCAB_SIZE:,} is assumed)")
     return corpus
+
+
+def _often_repeated(corpus: Corpus, data: str, total_tokens: int) -> list[str]:
+    """A note on each group of the corpus on which the run trains more than MANY_EPOCHS times."""
+    notes = []
+    for group, weight in enumerate(corpus.mixture):
+        tokens = sum(shard["tokens"] for shard in corpus.manifest["splits"]["train"]["shards"] if shard["group"] == group)
+        if weight * total_tokens > MANY_EPOCHS * tokens > 0:
+            which = f"its {tokens:,} tokens" if len(corpus.mixture) == 1 else f"the {tokens:,} tokens of its group {group}"
+            notes.append(f"{data}: the run trains on each of {which} about {weight * total_tokens / tokens:,.0f} times")
+    return notes
 
 
 def _start(flags: argparse.Namespace, run_name: str, shape: ModelShape, corpus: Corpus | None, notes: list[str]) -> HFFolder | None:

@@ -206,10 +206,13 @@ def text_bytes(corpus: Corpus, split: Split, tokenizer: Tokenizer | None) -> int
         return counted
     if tokenizer is None:
         return None
-    total = 0
+    total, before = 0, np.empty(0, corpus.dtype)
     pairs = split.windows(1)  # one begins at every token but the last
     for start in range(0, pairs, DECODED_TOKENS):
         rows = split.read(np.arange(start, min(start + DECODED_TOKENS, pairs)), 1)  # (pairs, 2)
         ids = rows[:, 1] if start else np.concatenate([rows[0, :1], rows[:, 1]])
-        total += len(tokenizer.decode(ids[ids != corpus.eot_id] if corpus.eot_id is not None else ids).encode())
+        ids = np.concatenate([before, ids[ids != corpus.eot_id] if corpus.eot_id is not None else ids])
+        # With the last tokens of the part before it, since a character may begin in one part and end in the next.
+        total += len(tokenizer.decode(ids).encode()) - len(tokenizer.decode(before).encode())
+        before = ids[-8:]
     return total or None

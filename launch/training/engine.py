@@ -185,9 +185,10 @@ def start_engine(config: RunConfig, techniques: Technique, collectives: Collecti
     """Build the model and the engine.
 
     Raises:
-        UsageError: the hosts resolved `"bf16": {"enabled": "auto"}` differently, or DeepSpeed does not support a combination of values.
+        UsageError: the hosts have different corpora, or resolved `"bf16": {"enabled": "auto"}` differently, or DeepSpeed does not support a
+            combination of values.
     """
-    _agree_on_precision(config, collectives)
+    _agree(config, collectives)
     # A host that does not share rank 0's file system does not see its checkpoints.
     if config.init_from is not None and collectives.any(config.start is None):
         config = replace(config, start=None)
@@ -235,12 +236,17 @@ def start_engine(config: RunConfig, techniques: Technique, collectives: Collecti
     return TrainingEngine(deepspeed_engine, config, applied, collectives, techniques)
 
 
-def _agree_on_precision(config: RunConfig, collectives: Collectives) -> None:
-    """Refuse ranks with different precisions: their gradients have different types.
+def _agree(config: RunConfig, collectives: Collectives) -> None:
+    """Refuse ranks with different corpora, or with different precisions: their gradients have different types.
 
-    Each host resolves `"bf16": {"enabled": "auto"}` for its own processor, before there is a process group.
+    Before there is a process group, each host opens the corpus, possibly a copy of its own, and resolves `"bf16": {"enabled": "auto"}` for
+    its own processor.
     """
-    precisions = collectives.gather(config.precision)
+    fingerprints, precisions = zip(*collectives.gather((config.corpus.fingerprint, config.precision)), strict=True)
+    if others := [rank for rank, fingerprint in enumerate(fingerprints) if fingerprint != fingerprints[0]]:
+        raise UsageError(
+            f"--data {config.data}: rank {others[0]} has another corpus than rank 0; copy the corpus of rank 0's host to all hosts"
+        )
     if len(set(precisions)) > 1:
         found = ", ".join(f"{precision} on rank {rank}" for rank, precision in enumerate(precisions))
         raise UsageError(f"{config.config_file}: 'bf16.enabled' is \"auto\", which the hosts resolve to {found}; write true or false")
