@@ -105,12 +105,12 @@ def check_runs(where: str, runs: Sequence[Run]) -> None:
 
 def check_tuned(recipe: Recipe, testbed: Testbed) -> None:
     """Refuse to publish an experiment unless both sides train with the values that the published sweeps chose."""
-    for config in (recipe.control, recipe.config):
-        own = tuned_by(config, testbed)
+    swept = recipe if recipe.experiments[testbed.name].sweep else None
+    for config, own in ((recipe.control, tuned_by(recipe.control, testbed)), (recipe.config, swept)):
         if own is None and testbed.reason:
             continue  # the testbed states why it takes other values than the sweep chose
-        used = settings_on(testbed, config)
-        file, arm = published_sweep(config, testbed)
+        used = settings_on(testbed, config, own)
+        file, arm = published_sweep(config, testbed, own)
         chosen = arm["chosen"] or {}
         sweep = f"python launch/compare.py --tune --testbed {testbed.name}{f' --recipe recipes/{own.name}' if own else ''} --publish"
         stated = f"recipes/{own.name}/recipe.json" if own else f"recipes/testbeds/{testbed.name}/testbed.json"

@@ -153,9 +153,12 @@ def read_json(file: Path) -> dict[str, Any]:
     return found
 
 
-def published_sweep(config: str, testbed: Testbed) -> tuple[Path, dict[str, Any]]:
-    """The `tuning.json` with the sweep that sets the values of `config` on a testbed, and that sweep; its grid is empty if unpublished."""
-    own = tuned_by(config, testbed)
+def published_sweep(config: str, testbed: Testbed, recipe: Recipe | None = None) -> tuple[Path, dict[str, Any]]:
+    """The `tuning.json` with the sweep that sets the values of `config` on a testbed, and that sweep; its grid is empty if unpublished.
+
+    It is the sweep of `recipe`, by default of `tuned_by`.
+    """
+    own = recipe or tuned_by(config, testbed)
     file = (ROOT / "recipes" / own.name if own else TESTBEDS / testbed.name) / "tuning.json"
     arms = read_json(file).get(testbed.name, {}).get("arms", {})
     return file, arms.get(Path(config if own else CONTROL).stem, {"grid": [], "chosen": None})
