@@ -107,7 +107,8 @@ class _Arm:
         """The values and the run of each point in the sweep of flag `number`."""
         start = self.chosen or {name: values[0] for name, values in self.sweep.items()}
         points = [{**start, name: value} for name, values in [*self.sweep.items()][number : number + 1] for value in values]
-        return [(point, _trial(self.config, {**self.testbed.flags, **point}, self.passed_on, SWEEP_SEED, self.ranks)) for point in points]
+        base = {**self.testbed.flags, **self.testbed.tuned}  # as in the experiments, also for flags that this side does not sweep
+        return [(point, _trial(self.config, {**base, **point}, self.passed_on, SWEEP_SEED, self.ranks)) for point in points]
 
     def add(self, point: Flags, run: Run) -> None:
         """Add the loss (null for a run that diverged) and the spikes of a point."""
