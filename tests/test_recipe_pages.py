@@ -210,6 +210,10 @@ def test_a_second_look_is_marked(tree, make):
     publish.publish(first)
     publish.publish(first)
     assert entry(tree)["looks"] == 1, "the same runs again are the same look"
+    for run in first.pairs[0].side.runs:
+        run.measures["a_new_measure"] = 1.0
+    publish.publish(first)
+    assert entry(tree)["looks"] == 1 and entry(tree)["recipe"][0]["measures"]["a_new_measure"] == 1, "also if more of them is read"
     publish.publish(make(gap=0.001))
     assert entry(tree)["looks"] == 2
     assert "This is look number 2" in (tree / "recipes" / RECIPE / "README.md").read_text()

@@ -83,14 +83,18 @@ def _entry(pair: Pair) -> dict[str, Any]:
         "recipe": [stored_run(run) for run in pair.side.runs],
     }
     if earlier is not None and earlier["planned"] == now:
-        same = all(earlier[side] == json.loads(json.dumps(entry[side])) for side in ("control", "recipe"))
-        entry["looks"] = earlier["looks"] + (not same)
+        entry["looks"] = earlier["looks"] + (_runs_of(earlier) != _runs_of(json.loads(json.dumps(entry))))
     elif earlier is not None and not any(earlier["plan_commit"][:7] in sentence for sentence in recipe.history):
         raise UsageError(
             f"{where}: the claims or the setting were changed after a result was published; add a sentence to 'history' in recipe.json"
             f" that names commit {earlier['plan_commit'][:7]} and what was claimed there"
         )
     return entry
+
+
+def _runs_of(entry: dict[str, Any]) -> list[Any]:
+    """What tells the runs of an entry from others. Their measures and descriptions may be read in another way by later versions."""
+    return [(run["name"], run["curve"]) for side in ("control", "recipe") for run in entry[side]]
 
 
 def check_runs(where: str, runs: Sequence[Run]) -> None:
