@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import shutil
@@ -293,6 +294,17 @@ def test_a_run_that_was_begun_with_other_code_is_not_published(tree, make):
     compared.pairs[0].side.runs[0].description["resumes"] = [{"commit": "0" * 40 + "+changes"}]
     with pytest.raises(UsageError, match=r"\+changes, whose code was not committed"):
         publish.publish(compared)
+
+
+def test_sides_with_other_package_versions_are_not_published(tree, make):
+    """The control was reused after an upgrade."""
+    compared = make()
+    pair = compared.pairs[0]
+    for run in pair.control.runs:
+        run.description["versions"] = {**run.description["versions"], "torch": "1.0"}
+    found = comparison.differences(pair.control.runs, pair.side.runs)
+    with pytest.raises(UsageError, match="control and recipe used different versions of torch; train both in another --runs_dir"):
+        publish.publish(dataclasses.replace(compared, pairs=(dataclasses.replace(pair, differences=found),)))
 
 
 def test_a_testbed_that_was_not_tuned_is_not_published(tree, make):

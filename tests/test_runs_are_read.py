@@ -103,6 +103,8 @@ def test_the_warm_up_of_a_rate_by_tokens_ends_by_tokens(said, tmp_path):
 
 def test_what_a_resume_changed_is_remarked(said, tmp_path):
     changes = ["lr: 0.001 -> 0.002", 'machine.host: "a" -> "b"', 'commit: "1" -> "2"']
+    upgraded = read_run(write_run(tmp_path / "u", said | {"resumes": [{"changes": ['versions.torch: "1" -> "2"']}]}, lines()))
+    assert upgraded.remarks == ('a resume changed versions.torch: "1" -> "2": the settings shown are the last ones',)
     run = read_run(write_run(tmp_path / "r", said | {"resumes": [{"changes": changes}, {"changes": 3}, {}, "none"]}, lines()))
     assert run.remarks == ("a resume changed lr: 0.001 -> 0.002: the settings shown are the last ones",)
     assert read_run(write_run(tmp_path / "s", said | {"resumes": [{"changes": changes[1:]}]}, lines())).remarks == ()

@@ -28,8 +28,8 @@ Column = npt.NDArray[np.float64]
 COLUMNS = ("step", "tokens", "seconds", "loss", "val_loss", "step_seconds", "tokens_per_second", "peak_memory_bytes", "bytes_sent", "flops")
 #: Steps after each start that the means of time exclude: the first ones compile, allocate and fill caches.
 WARM_UP_STEPS = 10
-#: Keys whose change by a resume does not affect the numbers.
-NOT_REMARKED = {*WITHOUT_EFFECT, "commit", "versions", "machine", "corpus", "histogram_every", "block_similarity"}
+#: Keys whose change by a resume is not remarked.
+NOT_REMARKED = {*WITHOUT_EFFECT, "commit", "machine", "corpus", "histogram_every", "block_similarity"}
 #: A step is a spike if its gradient norm exceeds this x the median of the `SPIKE_WINDOW` steps before it. The first `SPIKE_START` steps,
 #: in which the norm of a new model falls by a factor of 4, are not counted.
 SPIKE_RATIO = 4.0
