@@ -296,6 +296,16 @@ def test_a_run_that_was_begun_with_other_code_is_not_published(tree, make):
         publish.publish(compared)
 
 
+def test_files_of_the_training_that_git_does_not_know_are_not_published(tree, monkeypatch):
+    monkeypatch.setattr(publish, "repository_commit", lambda: "0" * 40)  # git describes no files that it does not know
+    (tree / "notes.txt").touch()
+    publish.check_checkout()
+    (tree / "ds_configs").mkdir()
+    (tree / "ds_configs" / "new.json").write_text("{}")
+    with pytest.raises(UsageError, match=r"--publish: ds_configs/new\.json is not in git"):
+        publish.check_checkout()
+
+
 def test_sides_with_other_package_versions_are_not_published(tree, make):
     """The control was reused after an upgrade."""
     compared = make()
