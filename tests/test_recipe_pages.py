@@ -243,6 +243,14 @@ def test_results_of_other_claims_are_not_judged(tree, make):
     assert "it was 0.01." in (tree / "recipes" / RECIPE / "README.md").read_text()
 
 
+def test_published_results_do_not_vanish_with_their_experiment(tree, make):
+    publish.publish(make())
+    path = tree / "recipes" / RECIPE / "recipe.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"experiments": {}}))
+    with pytest.raises(ValueError, match=f"recipes/{RECIPE}: results.json has results on {TESTBED}; keep this experiment"):
+        pages.published()
+
+
 def test_runs_without_claims_have_figures_only(tree, make):
     path = tree / "recipes" / RECIPE / "recipe.json"
     recipe = json.loads(path.read_text())

@@ -98,11 +98,16 @@ class Published:
 
 
 def published() -> list[Published]:
-    """Every recipe on each of its testbeds, ordered by testbed, with the verdicts."""
+    """Every recipe on each of its testbeds, ordered by testbed, with the verdicts.
+
+    Raises ValueError if results were published for an experiment that its recipe no longer has: they would vanish from the pages.
+    """
     testbeds = {testbed.name: testbed for testbed in read_testbeds()}
     cells = []
     for recipe in (read_recipe(ROOT / "recipes" / name) for name in recipe_names()):
         entries = read_json(ROOT / "recipes" / recipe.name / RESULTS)
+        if lost := sorted(entries.keys() - recipe.experiments.keys()):
+            raise ValueError(f"recipes/{recipe.name}: {RESULTS} has results on {lost[0]}; keep this experiment in recipe.json")
         cells += [Published(recipe, testbeds[name], own, entries.get(name)) for name, own in recipe.experiments.items()]
     cells.sort(key=lambda cell: (cell.testbed.device, cell.testbed.name, cell.recipe.name))
     judged = [(cell, cell.entry) for cell in cells if cell.entry and cell.entry["planned"] == planned(cell.recipe.name, cell.testbed.name)]
