@@ -13,6 +13,7 @@ import pytest
 from launch.compare import build_parser
 from launch.comparison import experiments, publish
 from launch.comparison.experiments import error_of, has_ended
+from launch.comparison.interleaved import run_interleaved
 from launch.comparison.page import new_folder
 from launch.comparison.trials import plan_experiment
 from launch.errors import UsageError
@@ -165,6 +166,14 @@ def test_numbers_beyond_all_reason_are_compared_without_a_word(runs, corpus, tmp
 def test_reports_that_are_written_at_the_same_time_have_folders_of_their_own(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert [new_folder("zero_1").name for _ in range(3)] == ["zero_1", "zero_1-2", "zero_1-3"]
+
+
+def test_a_temporary_folder_with_a_path_too_long_for_sockets_is_refused(tmp_path, monkeypatch):
+    (long := tmp_path / ("n" * 100)).mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(long))
+    with pytest.raises(UsageError, match=r"cannot be a Unix socket \(AF_UNIX path too long\); set TMPDIR to a short path, such as /tmp"):
+        run_interleaved({"r": (1, ["-c", "pass"])}, tmp_path, lambda name, steps: None)
+    assert not list(long.iterdir())
 
 
 def test_where_one_command_trains_another_does_not(corpus, tmp_path):
