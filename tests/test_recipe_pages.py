@@ -290,6 +290,7 @@ def test_runs_of_commits_that_train_alike_are_published(tree, make):
 
     publish.publish(mixed(after))
     assert entry(tree)["commit"] == after
+    assert f"runs {after[:7]}, {before[:7]}." in (tree / "recipes" / RECIPE / "README.md").read_text()
     (tree / "model").mkdir()
     (tree / "model" / "gpt.py").write_text("changed = True\n")
     with pytest.raises(UsageError, match=f"has runs of {before}, whose code was not committed or trains"):

@@ -27,6 +27,7 @@ from launch.comparison.runs import read_stored_run
 from launch.comparison.tuning import deviation, draw_tuning, in_words, mean_difference, numbers_in, read_json, setting_name
 from launch.comparison.verdicts import SIGNS, Verdict, planned_power
 from launch.formats.files import write_atomically
+from launch.training.run_json import commits_of
 from recipes.claims import QUESTIONS, Claim
 from recipes.registry import ROOT, TESTBEDS, Experiment, Recipe, Testbed, read_recipe, read_testbeds, recipe_names, technique_classes
 
@@ -156,10 +157,11 @@ def _measured_on(one: Published) -> Iterator[str]:
     description = pair.side.runs[0].description
     look = "" if entry["looks"] == 1 else f" This is look number {entry['looks']} at these claims; only the first was planned."
     turns = "interleaved" if pair.interleaved else "partly at different times"
+    runs = dict.fromkeys(commit[:7] for run in (*pair.side.runs, *pair.control.runs) for commit in commits_of(run.description))
     yield (
         f"Seeds {_listed(pair.seeds)}, {turns}, on {description['ranks']} {'rank' if description['ranks'] == 1 else 'ranks'} of"
         f" {entry['machine']}; learning rate {description['lr']:g} (control: {pair.control.runs[0].description['lr']:g}). Commits: claims"
-        f" {entry['claims_commit'][:7]}, tuned setting {entry['plan_commit'][:7]}, runs {entry['commit'][:7]}.{look}"
+        f" {entry['claims_commit'][:7]}, tuned setting {entry['plan_commit'][:7]}, runs {_listed(runs)}.{look}"
     )
     yield f"    {entry['command']}"
     if one.verdicts:
