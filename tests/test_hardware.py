@@ -170,9 +170,12 @@ def test_bf16_that_is_emulated_is_said_to_be(flag, emulated, one_rank, tiny, tmp
     assert f"{os.environ['OMP_NUM_THREADS']} thread(s) a rank, which may use {cores} of this host" in log
 
 
-def test_gpus_are_named_and_their_memory_known(gpus):
+def test_gpus_are_named_and_their_memory_known(gpus, monkeypatch):
     gpus((9, 0), (8, 0))
     assert [gpu.total_memory for gpu in hardware.gpus()] == [10**12, 2 * 10**12]
     assert provenance.machine()["gpus"] == ["G0", "G1"]
+    with monkeypatch.context() as patched:
+        patched.setenv("DS_ACCELERATOR", "cpu")
+        assert "gpus" not in provenance.machine(), "a run on the CPU uses none"
     gpus()
     assert "gpus" not in provenance.machine() and hardware.gpus() == []
