@@ -72,10 +72,10 @@ def test_a_sweep_chooses_the_lowest_loss_and_reuses_its_runs(tiny, tmp_path, cap
 
 
 def test_a_flag_that_a_recipe_does_not_sweep_has_the_testbeds_value(tiny):
-    testbed = read_testbed(tiny)
+    testbed = dataclasses.replace(read_testbed(tiny), tuned={"lr": 1e-2, "warmup_steps": 2})
     arm = tuning._Arm(testbed, "ds_configs/zero0_bf16.json", {"lr": [1e-3]}, [], ranks=1)
     ((_, trial),) = arm.round(0)
-    assert testbed.tuned["warmup_steps"] == trial.config.warmup_steps == 1
+    assert (trial.config.lr, trial.config.warmup_steps) == (1e-3, 2)
 
 
 def test_an_optimum_at_the_edge_is_said():
