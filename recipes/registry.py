@@ -70,7 +70,7 @@ class Experiment:
         seeds: number of runs, with seeds from 1 on; planned before the first run.
         claims: each must be true for its `expected`; none before the recipe is tuned.
         sweep: flag -> the values of the recipe's sweep. Empty for a recipe that does not change the optimization.
-        tuned: flag -> the value chosen from the sweep, in place of the testbed's.
+        tuned: flag -> the value chosen from the sweep, in place of the testbed's. Other flags are those of the testbed.
     """
 
     __pydantic_config__ = STRICT
@@ -85,6 +85,8 @@ class Experiment:
             raise ValueError(f"'seeds' is {self.seeds}; it must be at least 1")
         if self.sweep:
             _check_sweep(self.sweep)
+        if unswept := sorted(self.tuned.keys() - self.sweep.keys()):
+            raise ValueError(f"'tuned.{unswept[0]}' is not in 'sweep'; only swept flags may differ from the testbed's")
         for claim in self.claims:
             low, high = claim.bounds
             if not low < claim.expected < high:

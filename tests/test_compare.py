@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,10 +13,11 @@ import pytest
 from launch.compare import build_parser
 from launch.comparison import experiments, publish
 from launch.comparison.experiments import error_of, has_ended
+from launch.comparison.interleaved import run_interleaved
 from launch.comparison.page import new_folder
 from launch.comparison.trials import plan_experiment
 from launch.errors import UsageError
-from recipes.registry import ROOT, read_recipe
+from recipes.registry import ROOT, read_recipe, read_testbed
 from tests.commands import run_script
 from tests.run_folders import description, lines, write_run
 
@@ -166,6 +168,14 @@ def test_reports_that_are_written_at_the_same_time_have_folders_of_their_own(tmp
     assert [new_folder("zero_1").name for _ in range(3)] == ["zero_1", "zero_1-2", "zero_1-3"]
 
 
+def test_a_temporary_folder_with_a_path_too_long_for_sockets_is_refused(tmp_path, monkeypatch):
+    (long := tmp_path / ("n" * 100)).mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(long))
+    with pytest.raises(UsageError, match=r"cannot be a Unix socket \(AF_UNIX path too long\); set TMPDIR to a short path, such as /tmp"):
+        run_interleaved({"r": (1, ["-c", "pass"])}, tmp_path, lambda name, steps: None)
+    assert not list(long.iterdir())
+
+
 def test_where_one_command_trains_another_does_not(corpus, tmp_path):
     (tmp_path / "trials").mkdir()
     with open(tmp_path / "trials" / ".lock", "w") as lock:
@@ -228,10 +238,22 @@ def test_what_has_ended_is_told_by_the_whole_run(runs, tmp_path):
 
 def test_what_is_not_tuned_is_refused_before_it_is_trained(monkeypatch):
     monkeypatch.setattr(experiments, "device_type", lambda: "cpu")
-    monkeypatch.setattr(publish, "published_sweep", lambda config, testbed: (ROOT / "tuning.json", {"grid": [], "chosen": {"lr": 7}}))
+    monkeypatch.setattr(publish, "published_sweep", lambda *_: (ROOT / "tuning.json", {"grid": [], "chosen": {"lr": 7}}))
     flags = build_parser().parse(["--recipe", "recipes/lamb", "--testbed", "nano-0.5M", "--publish"])
     with pytest.raises(UsageError, match=r"lamb on nano-0\.5M: tuning\.json: chose {'lr': 7}"):
         experiments.run_experiments([ROOT / "recipes" / "lamb"], [], flags, publish.check_tuned)
+
+
+def test_a_recipe_is_published_with_the_values_of_its_own_sweep_only():
+    """Not with those of another recipe that has the same DeepSpeed JSON."""
+    recipe, testbed = read_recipe(ROOT / "recipes" / "lamb"), read_testbed("nano-0.5M")
+    publish.check_tuned(recipe, testbed)
+    own = recipe.experiments[testbed.name]
+    other = replace(recipe, experiments={testbed.name: replace(own, tuned={**own.tuned, "lr": 0.5})})
+    with pytest.raises(UsageError, match=r"recipes/lamb/tuning\.json: chose \{.*'lr': 0\.016.*\}, and \{.*'lr': 0\.5"):
+        publish.check_tuned(other, testbed)
+    with pytest.raises(UsageError, match=r"recipes/copy/tuning\.json: has no sweep of ds_configs/lamb\.json"):
+        publish.check_tuned(replace(recipe, name="copy"), testbed)
 
 
 def test_a_recipe_of_elsewhere_is_not_published(tmp_path):

@@ -227,6 +227,11 @@ def test_runs_of_one_side_may_differ_in_commit_and_machine_which_is_shown(make):
     assert any("not all runs used the same machine" in remark for remark in comparison.remarks)
 
 
+def test_package_versions_that_differ_are_remarked(make):
+    (remark,) = compare([make("a", ZERO_1, change={"versions": {"torch": "1.0"}}), make("b", PLD)]).remarks
+    assert remark.endswith("not all runs used the same torch, so differences may come from the version")
+
+
 def test_a_side_has_its_recipe_if_the_first_run_is_of_the_recipes_control(make):
     runs = [make("fp32", FP32), make("pld", PLD), make("lower", (*ZERO_1, "--lr", "0.001")), make("zero1", ZERO_1)]
     comparison = compare(runs)

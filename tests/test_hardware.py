@@ -206,9 +206,12 @@ def test_a_folder_with_the_name_of_a_package_has_no_version(monkeypatch, tmp_pat
     assert found["numpy"] and found["no_package_of_that_name"] is None
 
 
-def test_gpus_are_named_and_their_memory_known(gpus):
+def test_gpus_are_named_and_their_memory_known(gpus, monkeypatch):
     gpus((9, 0), (8, 0))
     assert [gpu.total_memory for gpu in hardware.gpus()] == [10**12, 2 * 10**12]
     assert provenance.machine()["gpus"] == ["G0", "G1"]
+    with monkeypatch.context() as patched:
+        patched.setenv("DS_ACCELERATOR", "cpu")
+        assert "gpus" not in provenance.machine(), "a run on the CPU uses none"
     gpus()
     assert "gpus" not in provenance.machine() and hardware.gpus() == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import shutil
@@ -210,6 +211,10 @@ def test_a_second_look_is_marked(tree, make):
     publish.publish(first)
     publish.publish(first)
     assert entry(tree)["looks"] == 1, "the same runs again are the same look"
+    for run in first.pairs[0].side.runs:
+        run.measures["a_new_measure"] = 1.0
+    publish.publish(first)
+    assert entry(tree)["looks"] == 1 and entry(tree)["recipe"][0]["measures"]["a_new_measure"] == 1, "also if more of them is read"
     publish.publish(make(gap=0.001))
     assert entry(tree)["looks"] == 2
     assert "This is look number 2" in (tree / "recipes" / RECIPE / "README.md").read_text()
@@ -236,6 +241,14 @@ def test_results_of_other_claims_are_not_judged(tree, make):
     publish.publish(make())
     assert entry(tree)["looks"] == 1
     assert "it was 0.01." in (tree / "recipes" / RECIPE / "README.md").read_text()
+
+
+def test_published_results_do_not_vanish_with_their_experiment(tree, make):
+    publish.publish(make())
+    path = tree / "recipes" / RECIPE / "recipe.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"experiments": {}}))
+    with pytest.raises(ValueError, match=f"recipes/{RECIPE}: results.json has results on {TESTBED}; keep this experiment"):
+        pages.published()
 
 
 def test_runs_without_claims_have_figures_only(tree, make):
@@ -277,6 +290,7 @@ def test_runs_of_commits_that_train_alike_are_published(tree, make):
 
     publish.publish(mixed(after))
     assert entry(tree)["commit"] == after
+    assert f"runs {after[:7]}, {before[:7]}." in (tree / "recipes" / RECIPE / "README.md").read_text()
     (tree / "model").mkdir()
     (tree / "model" / "gpt.py").write_text("changed = True\n")
     with pytest.raises(UsageError, match=f"has runs of {before}, whose code was not committed or trains"):
@@ -289,6 +303,27 @@ def test_a_run_that_was_begun_with_other_code_is_not_published(tree, make):
     compared.pairs[0].side.runs[0].description["resumes"] = [{"commit": "0" * 40 + "+changes"}]
     with pytest.raises(UsageError, match=r"\+changes, whose code was not committed"):
         publish.publish(compared)
+
+
+def test_files_of_the_training_that_git_does_not_know_are_not_published(tree, monkeypatch):
+    monkeypatch.setattr(publish, "repository_commit", lambda: "0" * 40)  # git describes no files that it does not know
+    (tree / "notes.txt").touch()
+    publish.check_checkout()
+    (tree / "ds_configs").mkdir()
+    (tree / "ds_configs" / "new.json").write_text("{}")
+    with pytest.raises(UsageError, match=r"--publish: ds_configs/new\.json is not in git"):
+        publish.check_checkout()
+
+
+def test_sides_with_other_package_versions_are_not_published(tree, make):
+    """The control was reused after an upgrade."""
+    compared = make()
+    pair = compared.pairs[0]
+    for run in pair.control.runs:
+        run.description["versions"] = {**run.description["versions"], "torch": "1.0"}
+    found = comparison.differences(pair.control.runs, pair.side.runs)
+    with pytest.raises(UsageError, match="control and recipe used different versions of torch; train both in another --runs_dir"):
+        publish.publish(dataclasses.replace(compared, pairs=(dataclasses.replace(pair, differences=found),)))
 
 
 def test_a_testbed_that_was_not_tuned_is_not_published(tree, make):

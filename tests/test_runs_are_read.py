@@ -54,6 +54,16 @@ def test_a_finished_run_has_the_measures_that_its_lines_have(said, tmp_path):
     )
 
 
+def test_the_steps_around_a_resume_are_not_timed(said, tmp_path):
+    """The last one is made by all interrupted runs at the same time; the first ones compile again."""
+    steps = lines()
+    for one in steps[1:]:
+        one |= {"step_seconds": 9.0, "tokens_per_second": 1.0} if one["step"] <= 18 else {"step_seconds": 0.25}
+    run = read_run(write_run(tmp_path / "r", said, steps, "2026-11-22 03:00:00 resuming after step 8\n"))
+    assert (run.measures["step_seconds"], run.measures["tokens_per_second"]) == (0.25, 2048)
+    assert read_run(write_run(tmp_path / "s", said, steps)).measures["step_seconds"] == (8 * 9 + 2 * 0.25) / 10
+
+
 def spikes_of(run):
     measures = run.measures
     return measures["warmup_spikes"], measures["spikes"]
@@ -93,6 +103,8 @@ def test_the_warm_up_of_a_rate_by_tokens_ends_by_tokens(said, tmp_path):
 
 def test_what_a_resume_changed_is_remarked(said, tmp_path):
     changes = ["lr: 0.001 -> 0.002", 'machine.host: "a" -> "b"', 'commit: "1" -> "2"']
+    upgraded = read_run(write_run(tmp_path / "u", said | {"resumes": [{"changes": ['versions.torch: "1" -> "2"']}]}, lines()))
+    assert upgraded.remarks == ('a resume changed versions.torch: "1" -> "2": the settings shown are the last ones',)
     run = read_run(write_run(tmp_path / "r", said | {"resumes": [{"changes": changes}, {"changes": 3}, {}, "none"]}, lines()))
     assert run.remarks == ("a resume changed lr: 0.001 -> 0.002: the settings shown are the last ones",)
     assert read_run(write_run(tmp_path / "s", said | {"resumes": [{"changes": changes[1:]}]}, lines())).remarks == ()

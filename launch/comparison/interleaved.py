@@ -20,6 +20,7 @@ from types import FrameType
 
 import psutil
 
+from launch.errors import UsageError
 from launch.training import interleaving
 
 #: Seconds between two checks of whether a run has ended.
@@ -35,13 +36,19 @@ class InterleavedRun:
         script: its path and arguments.
         output: the file that holds what it prints.
         socket_path: where the ranks connect; its folder's name is recorded in `run.json` as the name of the group.
+
+    Raises:
+        UsageError: `socket_path` is longer than a Unix socket's path may be (107 bytes).
     """
 
     def __init__(self, ranks: int, script: Sequence[str], output: Path, socket_path: Path):
         self.ranks = ranks
         self._connections: list[socket.socket] = []
         self._listener = socket.socket(socket.AF_UNIX)
-        self._listener.bind(str(socket_path))
+        try:
+            self._listener.bind(str(socket_path))
+        except OSError as reason:
+            raise UsageError(f"{socket_path}: cannot be a Unix socket ({reason}); set TMPDIR to a short path, such as /tmp") from None
         self._listener.listen(ranks)
         self._listener.settimeout(POLL_SECONDS)
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"

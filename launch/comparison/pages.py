@@ -27,6 +27,7 @@ from launch.comparison.runs import read_stored_run
 from launch.comparison.tuning import deviation, draw_tuning, in_words, mean_difference, numbers_in, read_json, setting_name
 from launch.comparison.verdicts import SIGNS, Verdict, planned_power
 from launch.formats.files import write_atomically
+from launch.training.run_json import commits_of
 from recipes.claims import QUESTIONS, Claim
 from recipes.registry import ROOT, TESTBEDS, Experiment, Recipe, Testbed, read_recipe, read_testbeds, recipe_names, technique_classes
 
@@ -98,11 +99,16 @@ class Published:
 
 
 def published() -> list[Published]:
-    """Every recipe on each of its testbeds, ordered by testbed, with the verdicts."""
+    """Every recipe on each of its testbeds, ordered by testbed, with the verdicts.
+
+    Raises ValueError if results were published for an experiment that its recipe no longer has: they would vanish from the pages.
+    """
     testbeds = {testbed.name: testbed for testbed in read_testbeds()}
     cells = []
     for recipe in (read_recipe(ROOT / "recipes" / name) for name in recipe_names()):
         entries = read_json(ROOT / "recipes" / recipe.name / RESULTS)
+        if lost := sorted(entries.keys() - recipe.experiments.keys()):
+            raise ValueError(f"recipes/{recipe.name}: {RESULTS} has results on {lost[0]}; keep this experiment in recipe.json")
         cells += [Published(recipe, testbeds[name], own, entries.get(name)) for name, own in recipe.experiments.items()]
     cells.sort(key=lambda cell: (cell.testbed.device, cell.testbed.name, cell.recipe.name))
     judged = [(cell, cell.entry) for cell in cells if cell.entry and cell.entry["planned"] == planned(cell.recipe.name, cell.testbed.name)]
@@ -151,10 +157,11 @@ def _measured_on(one: Published) -> Iterator[str]:
     description = pair.side.runs[0].description
     look = "" if entry["looks"] == 1 else f" This is look number {entry['looks']} at these claims; only the first was planned."
     turns = "interleaved" if pair.interleaved else "partly at different times"
+    runs = dict.fromkeys(commit[:7] for run in (*pair.side.runs, *pair.control.runs) for commit in commits_of(run.description))
     yield (
         f"Seeds {_listed(pair.seeds)}, {turns}, on {description['ranks']} {'rank' if description['ranks'] == 1 else 'ranks'} of"
         f" {entry['machine']}; learning rate {description['lr']:g} (control: {pair.control.runs[0].description['lr']:g}). Commits: claims"
-        f" {entry['claims_commit'][:7]}, tuned setting {entry['plan_commit'][:7]}, runs {entry['commit'][:7]}.{look}"
+        f" {entry['claims_commit'][:7]}, tuned setting {entry['plan_commit'][:7]}, runs {_listed(runs)}.{look}"
     )
     yield f"    {entry['command']}"
     if one.verdicts:

@@ -10,7 +10,7 @@ import subprocess
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from launch.comparison.comparison import Comparison, Pair
+from launch.comparison.comparison import Comparison, Pair, other_versions
 from launch.comparison.pages import RESULTS, plan_files, plan_in, planned, write_pages
 from launch.comparison.runs import Run, stored_run
 from launch.comparison.trials import CODE, settings_on, tuned_by
@@ -31,6 +31,8 @@ def check_checkout() -> None:
     if commit is None or "+" in commit:
         what = "this checkout has uncommitted changes" if commit else "this is not a git checkout"
         raise UsageError(f"--publish: {what}, so its results could not be reproduced; commit first, or leave out --publish")
+    if unknown := (_git("ls-files", "--others", "--exclude-standard", "--", *TRAINING) or "").splitlines():
+        raise UsageError(f"--publish: {unknown[0]} is not in git, so results could not be reproduced; commit it first, or remove it")
 
 
 def publish(comparison: Comparison) -> None:
@@ -63,6 +65,8 @@ def _entry(pair: Pair) -> dict[str, Any]:
         raise UsageError(f"{where}: {pair.experiment.seeds} seeds are planned, and the pairs have seeds {pair.seeds}; give no --seeds")
     if unfinished := [run.name for run in runs if run.state == "unfinished"]:
         raise UsageError(f"{where}: {unfinished[0]} is unfinished; the same command without --publish resumes it")
+    if packages := other_versions(pair):
+        raise UsageError(f"{where}: control and recipe used different versions of {', '.join(packages)}; train both in another --runs_dir")
     now = planned(recipe.name, testbed.name)
     own = {commit for run in pair.side.runs for commit in commits_of(run.description)}
     if unplanned := [commit for commit in own if plan_at(commit, recipe.name, testbed.name) != now]:
@@ -83,14 +87,18 @@ def _entry(pair: Pair) -> dict[str, Any]:
         "recipe": [stored_run(run) for run in pair.side.runs],
     }
     if earlier is not None and earlier["planned"] == now:
-        same = all(earlier[side] == json.loads(json.dumps(entry[side])) for side in ("control", "recipe"))
-        entry["looks"] = earlier["looks"] + (not same)
+        entry["looks"] = earlier["looks"] + (_runs_of(earlier) != _runs_of(json.loads(json.dumps(entry))))
     elif earlier is not None and not any(earlier["plan_commit"][:7] in sentence for sentence in recipe.history):
         raise UsageError(
             f"{where}: the claims or the setting were changed after a result was published; add a sentence to 'history' in recipe.json"
             f" that names commit {earlier['plan_commit'][:7]} and what was claimed there"
         )
     return entry
+
+
+def _runs_of(entry: dict[str, Any]) -> list[Any]:
+    """What tells the runs of an entry from others. Their measures and descriptions may be read in another way by later versions."""
+    return [(run["name"], run["curve"]) for side in ("control", "recipe") for run in entry[side]]
 
 
 def check_runs(where: str, runs: Sequence[Run]) -> None:
@@ -105,12 +113,12 @@ def check_runs(where: str, runs: Sequence[Run]) -> None:
 
 def check_tuned(recipe: Recipe, testbed: Testbed) -> None:
     """Refuse to publish an experiment unless both sides train with the values that the published sweeps chose."""
-    for config in (recipe.control, recipe.config):
-        own = tuned_by(config, testbed)
+    swept = recipe if recipe.experiments[testbed.name].sweep else None
+    for config, own in ((recipe.control, tuned_by(recipe.control, testbed)), (recipe.config, swept)):
         if own is None and testbed.reason:
             continue  # the testbed states why it takes other values than the sweep chose
-        used = settings_on(testbed, config)
-        file, arm = published_sweep(config, testbed)
+        used = settings_on(testbed, config, own)
+        file, arm = published_sweep(config, testbed, own)
         chosen = arm["chosen"] or {}
         sweep = f"python launch/compare.py --tune --testbed {testbed.name}{f' --recipe recipes/{own.name}' if own else ''} --publish"
         stated = f"recipes/{own.name}/recipe.json" if own else f"recipes/testbeds/{testbed.name}/testbed.json"

@@ -1,6 +1,6 @@
 """Reads the folder of a run, finished or not, into arrays with an entry per optimizer step, and summarizes the run in a few numbers.
 
-Only `run.json`, `metrics.jsonl` and the last line of `log.txt` are read. A published run is stored in a `results.json` in a short form,
+Only `run.json`, `metrics.jsonl` and a few lines of `log.txt` are read. A published run is stored in a `results.json` in a short form,
 which is read into the same object.
 """
 
@@ -26,10 +26,10 @@ Column = npt.NDArray[np.float64]
 
 #: The columns that every run has, filled with NaN if its lines lack them.
 COLUMNS = ("step", "tokens", "seconds", "loss", "val_loss", "step_seconds", "tokens_per_second", "peak_memory_bytes", "bytes_sent", "flops")
-#: Steps that the means of time exclude: the first ones compile, allocate and fill caches.
+#: Steps after each start that the means of time exclude: the first ones compile, allocate and fill caches.
 WARM_UP_STEPS = 10
-#: Keys whose change by a resume does not affect the numbers.
-NOT_REMARKED = {*WITHOUT_EFFECT, "commit", "versions", "machine", "corpus", "histogram_every", "block_similarity"}
+#: Keys whose change by a resume is not remarked.
+NOT_REMARKED = {*WITHOUT_EFFECT, "commit", "machine", "corpus", "histogram_every", "block_similarity"}
 #: A step is a spike if its gradient norm exceeds this x the median of the `SPIKE_WINDOW` steps before it. The first `SPIKE_START` steps,
 #: in which the norm of a new model falls by a factor of 4, are not counted.
 SPIKE_RATIO = 4.0
@@ -104,7 +104,7 @@ def read_run(folder: str | Path) -> Run:
         if steps:
             remarks.append(f"the {name} is not finite in {len(steps)} step{'s' * (len(steps) > 1)}, first in step {steps[0]}")
     finished, diverged = _ending(folder, description, lines, remarks)
-    measures = _measures(description, columns, finished, diverged)
+    measures = _measures(description, columns, finished, diverged, _resumed_after(folder))
     return Run(folder, folder.resolve().name, description, columns, finished, diverged, tuple(remarks), measures)
 
 
@@ -143,22 +143,35 @@ def _ending(folder: Path, description: dict[str, Any], lines: list[dict[str, Any
     return False, False
 
 
+def _log(folder: Path) -> list[str]:
+    """The lines of the log; none if it cannot be read."""
+    try:
+        return (folder / "log.txt").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return []
+
+
 def _last_error(folder: Path) -> str:
     """The error in the last line of the log, if it is one."""
-    try:
-        lines = (folder / "log.txt").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return ""
-    error = re.fullmatch(r"\S+ \S+ error: (.*?)(; .*)?", lines[-1]) if lines else None
+    error = re.fullmatch(r"\S+ \S+ error: (.*?)(; .*)?", next(reversed(_log(folder)), ""))
     return error[1] if error else ""
 
 
-def _measures(description: dict[str, Any], columns: dict[str, Column], finished: bool, diverged: bool) -> dict[str, float]:
+def _resumed_after(folder: Path) -> list[int]:
+    """The step after which each resume continued."""
+    found = (re.fullmatch(r"\S+ \S+ resuming after step (\d{1,18})", line) for line in _log(folder))
+    return [int(one[1]) for one in found if one]
+
+
+def _measures(
+    description: dict[str, Any], columns: dict[str, Column], finished: bool, diverged: bool, resumed_after: list[int]
+) -> dict[str, float]:
     """The numbers that summarize the run up to its last line; those that it lacks are absent.
 
     final_val_loss: nats per token, of the whole validation split with `--whole_eval`, otherwise of the last evaluation; +inf if the
     run diverged, absent if it is unfinished or was not evaluated at its end.
-    step_seconds: the mean over the steps after the first `WARM_UP_STEPS`. tokens_per_second, mfu: of these steps together.
+    step_seconds: the mean over the steps after the first `WARM_UP_STEPS` of each start, without the last step before a resume, which all
+    interrupted runs make at the same time. tokens_per_second, mfu: of these steps together.
     seconds, flops (of all ranks), bytes_sent (by rank 0): sums. bytes_per_step: the mean. peak_memory_bytes: of rank 0, the largest.
     skipped_steps: updates skipped for an overflow in fp16. warmup_spikes, spikes: steps in the rate's warm-up and after it whose
     gradient norm exceeds `SPIKE_RATIO` x the median of the `SPIKE_WINDOW` steps before, or whose loss is not finite.
@@ -174,19 +187,22 @@ def _measures(description: dict[str, Any], columns: dict[str, Column], finished:
     if not trained.any():
         return measures
 
-    def summarize(measure: str, summary: Callable[[Column], Any], name: str = "", after: int = 0) -> None:
-        values = columns.get(name or measure, np.zeros(0))
-        values = values[np.isfinite(values) & (columns["step"] > after)] if len(values) else values
+    def summarize(measure: str, summary: Callable[[Column], Any], name: str = "", rows: npt.NDArray[np.bool_] = trained) -> None:
+        values = columns.get(name or measure, np.full(len(trained), np.nan))
+        values = values[np.isfinite(values) & rows]
         if len(values):
             measures[measure] = float(summary(values))
 
-    summarize("step_seconds", np.mean, after=WARM_UP_STEPS)
-    seconds = columns["step_seconds"]
+    step, seconds = columns["step"], columns["step_seconds"]
+    timed = step > WARM_UP_STEPS
+    for last in resumed_after:
+        timed &= (step < last) | (step > last + WARM_UP_STEPS)
+    summarize("step_seconds", np.mean, rows=timed)
     for name in ("tokens_per_second", "mfu"):  # rates: their means over time
         values = columns.get(name, np.full(len(seconds), np.nan))
-        timed = np.isfinite(values) & (seconds > 0) & (columns["step"] > WARM_UP_STEPS)
-        if timed.any():
-            measures[name] = float(np.average(values[timed], weights=seconds[timed]))
+        known = timed & np.isfinite(values) & (seconds > 0)
+        if known.any():
+            measures[name] = float(np.average(values[known], weights=seconds[known]))
     for name in ("seconds", "skipped_steps", "flops"):
         summarize(name, lambda values: values[-1])
     summarize("peak_memory_bytes", np.max)

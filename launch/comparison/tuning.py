@@ -107,7 +107,8 @@ class _Arm:
         """The values and the run of each point in the sweep of flag `number`."""
         start = self.chosen or {name: values[0] for name, values in self.sweep.items()}
         points = [{**start, name: value} for name, values in [*self.sweep.items()][number : number + 1] for value in values]
-        return [(point, _trial(self.config, {**self.testbed.flags, **point}, self.passed_on, SWEEP_SEED, self.ranks)) for point in points]
+        base = {**self.testbed.flags, **self.testbed.tuned}  # as in the experiments, also for flags that this side does not sweep
+        return [(point, _trial(self.config, {**base, **point}, self.passed_on, SWEEP_SEED, self.ranks)) for point in points]
 
     def add(self, point: Flags, run: Run) -> None:
         """Add the loss (null for a run that diverged) and the spikes of a point."""
@@ -153,9 +154,12 @@ def read_json(file: Path) -> dict[str, Any]:
     return found
 
 
-def published_sweep(config: str, testbed: Testbed) -> tuple[Path, dict[str, Any]]:
-    """The `tuning.json` with the sweep that sets the values of `config` on a testbed, and that sweep; its grid is empty if unpublished."""
-    own = tuned_by(config, testbed)
+def published_sweep(config: str, testbed: Testbed, recipe: Recipe | None = None) -> tuple[Path, dict[str, Any]]:
+    """The `tuning.json` with the sweep that sets the values of `config` on a testbed, and that sweep; its grid is empty if unpublished.
+
+    It is the sweep of `recipe`, by default of `tuned_by`.
+    """
+    own = recipe or tuned_by(config, testbed)
     file = (ROOT / "recipes" / own.name if own else TESTBEDS / testbed.name) / "tuning.json"
     arms = read_json(file).get(testbed.name, {}).get("arms", {})
     return file, arms.get(Path(config if own else CONTROL).stem, {"grid": [], "chosen": None})

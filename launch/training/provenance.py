@@ -12,7 +12,7 @@ import time
 import uuid
 from typing import Any
 
-from launch.config.hardware import cpuinfo, gpus
+from launch.config.hardware import cpuinfo, device_type, gpus
 from launch.config.run_config import ROOT, RunConfig
 from launch.training.interleaving import interleaved_group
 
@@ -51,14 +51,14 @@ def versions() -> dict[str, str | None]:
 
 
 def machine() -> dict[str, Any]:
-    """The host, its processor and cores, and the GPUs that a run may use."""
+    """The host, its processor and cores, and the GPUs that a run may use: none with DS_ACCELERATOR=cpu."""
     host = {
         "host": platform.node(),
         "system": platform.platform(),
         "processor": cpuinfo("model name") or platform.processor(),
         "cores": os.cpu_count(),
     }
-    return host | ({"gpus": names} if (names := [gpu.name for gpu in gpus()]) else {})
+    return host | ({"gpus": names} if device_type() == "cuda" and (names := [gpu.name for gpu in gpus()]) else {})
 
 
 def machine_in_words(found: dict[str, Any]) -> str:

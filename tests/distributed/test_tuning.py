@@ -71,6 +71,13 @@ def test_a_sweep_chooses_the_lowest_loss_and_reuses_its_runs(tiny, tmp_path, cap
     assert "training" not in capfd.readouterr().out
 
 
+def test_a_flag_that_a_recipe_does_not_sweep_has_the_testbeds_value(tiny):
+    testbed = dataclasses.replace(read_testbed(tiny), tuned={"lr": 1e-2, "warmup_steps": 2})
+    arm = tuning._Arm(testbed, "ds_configs/zero0_bf16.json", {"lr": [1e-3]}, [], ranks=1)
+    ((_, trial),) = arm.round(0)
+    assert (trial.config.lr, trial.config.warmup_steps) == (1e-3, 2)
+
+
 def test_an_optimum_at_the_edge_is_said():
     grid = [{"lr": lr, "loss": loss, "spikes": 0} for lr, loss in ((1e-3, 4.0), (2e-3, 3.9), (4e-3, None))]
     assert tuning.edges([one | {"warmup_steps": 50} for one in grid], {"lr": 2e-3, "warmup_steps": 50}) == [], "the only value is no edge"
