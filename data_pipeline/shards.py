@@ -58,6 +58,13 @@ class Split:
         """The number of windows; DataError if there are none."""
         return int(self._strided(seq_len)[0][-1])
 
+    def group_tokens(self, n_groups: int) -> list[int]:
+        """The number of tokens of each group."""
+        counts = [0] * n_groups
+        for shard in self._shards:
+            counts[shard["group"]] += shard["tokens"]
+        return counts
+
     def group_windows(self, seq_len: int, n_groups: int) -> list[int]:
         """The number of windows of each group; DataError if a group has none."""
         bounds, _ = self._strided(seq_len)

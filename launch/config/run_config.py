@@ -366,8 +366,7 @@ def _corpus(engine: EngineJson, flags: argparse.Namespace, shape: ModelShape, mi
 def _often_repeated(corpus: Corpus, data: str, total_tokens: int) -> list[str]:
     """A note on each group of the corpus on which the run trains more than MANY_EPOCHS times."""
     notes = []
-    for group, weight in enumerate(corpus.mixture):
-        tokens = sum(shard["tokens"] for shard in corpus.manifest["splits"]["train"]["shards"] if shard["group"] == group)
+    for group, (weight, tokens) in enumerate(zip(corpus.mixture, corpus.train.group_tokens(len(corpus.mixture)), strict=True)):
         if weight * total_tokens > MANY_EPOCHS * tokens > 0:
             which = f"its {tokens:,} tokens" if len(corpus.mixture) == 1 else f"the {tokens:,} tokens of its group {group}"
             notes.append(f"{data}: the run trains on each of {which} about {weight * total_tokens / tokens:,.0f} times")
