@@ -81,12 +81,12 @@ def test_a_run_of_many_epochs_has_a_note(resolved):
 
 def test_ranks_with_another_corpus_are_refused(resolved):
     """A host that has a corpus of its own at the path of rank 0's."""
-    from launch.training.engine import _agree  # imports torch and DeepSpeed
+    from launch.training.engine import _check_hosts  # imports torch and DeepSpeed
 
     config = resolved()
-    _agree(config, cast("Any", SimpleNamespace(gather=lambda own: [own, own])))
+    _check_hosts(config, cast("Any", SimpleNamespace(gather=lambda own: [own, own])))
     with pytest.raises(UsageError, match=rf"--data {config.data}: rank 2 has another corpus than rank 0; copy the corpus"):
-        _agree(config, cast("Any", SimpleNamespace(gather=lambda own: [own, own, ("another", *own[1:])])))
+        _check_hosts(config, cast("Any", SimpleNamespace(gather=lambda own: [own, own, ("another", *own[1:])])))
 
 
 def test_a_flag_wins_over_the_preset(resolved):

@@ -188,7 +188,7 @@ def start_engine(config: RunConfig, techniques: Technique, collectives: Collecti
         UsageError: the hosts have different corpora, or resolved `"bf16": {"enabled": "auto"}` differently, or DeepSpeed does not support a
             combination of values.
     """
-    _agree(config, collectives)
+    _check_hosts(config, collectives)
     # A host that does not share rank 0's file system does not see its checkpoints.
     if config.init_from is not None and collectives.any(config.start is None):
         config = replace(config, start=None)
@@ -236,7 +236,7 @@ def start_engine(config: RunConfig, techniques: Technique, collectives: Collecti
     return TrainingEngine(deepspeed_engine, config, applied, collectives, techniques)
 
 
-def _agree(config: RunConfig, collectives: Collectives) -> None:
+def _check_hosts(config: RunConfig, collectives: Collectives) -> None:
     """Refuse ranks with different corpora, or with different precisions: their gradients have different types.
 
     Before there is a process group, each host opens the corpus, possibly a copy of its own, and resolves `"bf16": {"enabled": "auto"}` for
