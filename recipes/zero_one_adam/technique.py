@@ -118,8 +118,8 @@ class ZeroOneAdam(CompressedTechnique):
         last, _ = self.schedule.last_exchange(run.steps)
         if last < run.steps:
             self._note(
-                f"the last exchange is in step {last:,}; the {run.steps - last:,} local step(s) after it are not in the saved weights;"
-                " lower local_step_clipper to lose fewer"
+                f"of {run.steps:,} steps of whole batches, the last exchange is in step {last:,}; the {run.steps - last:,} local step(s)"
+                " after it are not in the saved weights; lower local_step_clipper to lose fewer"
             )
 
     def _exchanges(self, steps: int) -> tuple[int, int]:
