@@ -361,7 +361,7 @@ class FreezingTechnique(CompressedTechnique):
 
     def state_dict(self) -> dict[str, Any]:
         """The compression errors of this rank; empty in the first phase."""
-        return super().state_dict() if self.compressing else {}
+        return super().state_dict() if self._optimizer.frozen else {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)

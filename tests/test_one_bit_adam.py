@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from model.gpt import GPT
 from model.presets import GPTConfig
 from recipes.one_bit import settle_variance
 from recipes.one_bit_adam.optimizer import CompressedAdam
+from recipes.technique import StepPlan
 from tests import helpers
 
 # Without a corpus GPT-2's vocabulary is assumed: `nano` has 16.1 M parameters.
@@ -159,6 +161,22 @@ def test_padding_of_the_vocabulary_has_no_gradients():
 
 class OneRank:
     world_size, rank = 1, 0
+
+
+def test_a_compressed_step_without_an_update_leaves_no_state_of_the_rank():
+    """As an overflow in the step that would have frozen the variance: a resume from there is not told of a frozen variance."""
+    config = resolve(["--recipe", "recipes/one_bit_adam", "--data", "no/corpus", "--explain", "--set", f"{PARAMS}.freeze_step=1"])[0]
+    (technique,) = config.built_techniques.members
+    model = GPT(GPTConfig(n_layer=1, n_head=1, d_model=16, seq_len=12, vocab_size=200, init_seed=0))
+    technique.prepare(model)
+    adam = technique.optimizer([{"params": list(model.parameters())}])
+    technique.attach(SimpleNamespace(skipped_steps=0), OneRank())
+    for step in (1, 2):
+        technique.on_step(step, StepPlan(1, 1, 8))
+        assert technique.state_dict() == {}
+        adam.step()
+    assert technique.metrics() == {"compressed": 0} and adam.frozen == 1
+    assert set(technique.state_dict()) == {"worker_error", "server_error"}
 
 
 def test_a_tensor_that_had_no_gradient_yet_has_the_variance_of_the_others():
