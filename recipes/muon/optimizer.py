@@ -11,6 +11,8 @@ from torch.optim.adamw import adamw
 
 #: a, b, c of the quintic iteration a x + (b x x^T + c (x x^T)^2) x (Jordan et al., https://kellerjordan.github.io/posts/muon/).
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+#: A smaller norm counts as this, so that the update vanishes with the matrix: below it, squares underflow in fp32, and the norm is 0.
+LEAST_NORM = 1e-18
 #: The factor of the learning rate for an update of (rows, columns).
 #:
 #: - `original` keeps the change of each output independent of the shape (Jordan et al.).
@@ -27,7 +29,7 @@ def orthogonalized(matrix: torch.Tensor, steps: int, dtype: torch.dtype) -> torc
     a, b, c = COEFFICIENTS
     wide = matrix if matrix.shape[0] <= matrix.shape[1] else matrix.mT
     # The usual epsilon, added to the norm, would distort the small gradients of queries and keys.
-    x = (wide / torch.linalg.vector_norm(wide).clamp_min(torch.finfo(wide.dtype).tiny)).to(dtype)
+    x = (wide / torch.linalg.vector_norm(wide).clamp_min(LEAST_NORM)).to(dtype)
     for _ in range(steps):
         gram = x @ x.mT  # (rows, rows), the shorter side
         x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)

@@ -141,6 +141,15 @@ def alone(p: torch.nn.Parameter) -> Muon:
     return optimizer
 
 
+def test_a_momentum_that_has_nearly_vanished_moves_nothing():
+    """As a block's that has been dropped for hundreds of steps: the squares of its elements are 0 in fp32."""
+    matrix = torch.randn(24, 40, generator=torch.Generator().manual_seed(1))
+    for exponent in range(-45, -23):
+        assert float(orthogonalized(matrix * 10.0**exponent, 5, torch.float32).abs().max()) < 1e-2
+    small = torch.linalg.svdvals(orthogonalized(matrix * 1e-16, 5, torch.float32))
+    assert 0.6 < float(small.min()) and float(small.max()) < 1.25
+
+
 @pytest.mark.parametrize("shape", [(40, 24), (24, 40), (32, 32)])
 def test_singular_values_are_near_one(shape):
     torch.manual_seed(0)
