@@ -5,13 +5,20 @@ from __future__ import annotations
 import json
 import math
 import re
+import time
+from types import SimpleNamespace
+from typing import Any
 
+import psutil
 import pytest
+import torch
 
 from data_pipeline.shards import open_corpus
 from launch.formats.metrics import recent_loss
-from model.accounting import parameter_count
+from launch.training import meter as metering
+from model.accounting import block_parameter_count, parameter_count
 from model.presets import GPTConfig
+from recipes.technique import StepPlan
 from tests.pages import PAGES
 
 SHAPE = {"n_layer": 2, "n_head": 2, "d_model": 64, "seq_len": 32}
@@ -179,6 +186,33 @@ def test_the_log_shows_the_mean_loss_of_the_last_steps(one_rank, corpus, tmp_pat
     shown = re.findall(r"step +(\d+)/60  loss ([\d.]+) \(mean of (\d+) steps?\)", log)
     assert ("60", f"{sum(losses[-50:]) / 50:.4f}", "50") in shown and shown[0] == ("1", f"{losses[0]:.4f}", "1")
     assert "sequences of whole documents that the run is not trained on" in log
+
+
+def test_rates_and_flops_are_those_of_all_ranks(monkeypatch):
+    """Three ranks make a step in half a second, on devices of 1 GFLOP/s. A rank has 2 x 4 sequences of 2 rows of 16 tokens."""
+    model = GPTConfig(**SHAPE, vocab_size=1000)
+    engine: Any = SimpleNamespace(
+        config=SimpleNamespace(precision="fp32", model_config=model), techniques=SimpleNamespace(matmul_dtype=""), step_metrics=dict
+    )
+    ranks: Any = SimpleNamespace(device=torch.device("cpu"), world_size=3, bytes_sent=1000.0, gather=lambda value: [value] * 3)
+    monkeypatch.setattr(metering, "peak_flops", lambda device, dtype: 1e9)
+    clock = iter([7.0, 7.5] * 2)
+    monkeypatch.setattr(metering, "time", SimpleNamespace(monotonic=time.monotonic, perf_counter=lambda: next(clock)))
+    meter = metering.Meter(engine, ranks, 0.0, on_lost=lambda: None)
+
+    def measured(kept_blocks: float | None) -> dict[str, Any]:
+        meter.start_step()
+        ranks.bytes_sent += 10
+        return meter.end_step(StepPlan(2, 4, 16, rows_per_sequence=2, kept_blocks=kept_blocks))
+
+    tokens = 3 * 8 * 2 * 16
+    block, head = 6 * block_parameter_count(model) + 12 * 64 * 16, 6 * (1000 * 64 + 2 * 64)
+    whole, part = measured(None), measured(0.5)
+    assert (whole["tokens_per_second"], whole["step_seconds"], whole["bytes_sent"]) == (2 * tokens, 0.5, 10)
+    assert (whole["flops"], part["flops"]) == (tokens * (head + 2 * block), tokens * (head + 0.5 * block))
+    assert [line["mfu"] for line in (whole, part)] == pytest.approx([line["flops"] / 0.5 / 3e9 for line in (whole, part)])
+    assert part["skipped_flops"] == pytest.approx(1 - part["flops"] / whole["flops"]) and "skipped_flops" not in whole
+    assert psutil.Process().memory_info().rss / 2 < whole["peak_memory_bytes"] < psutil.virtual_memory().total
 
 
 def test_a_mean_loss_is_that_of_the_finite_ones():
