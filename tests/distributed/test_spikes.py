@@ -118,11 +118,11 @@ def test_both_rules_end_near_the_run_without_garbage(train):
 
 @pytest.mark.parametrize("rule", ["skip", "rewind"])
 def test_a_resumed_run_with_the_rule_is_bit_for_bit(rule, train, tmp_path):
+    """From a few steps before the garbage: the window is that of the steps before the resume."""
     whole = train("r", "--spike_rule", rule)
-    for later in complete_checkpoints(tmp_path / "r" / "checkpoints")[1:]:
-        shutil.rmtree(later)
+    shutil.rmtree(complete_checkpoints(tmp_path / "r" / "checkpoints")[-1])
     resumed = train("r", "--spike_rule", rule, "--resume")
-    assert resumed_after(tmp_path / "r") == 70
+    assert resumed_after(tmp_path / "r") == 140
     assert losses(resumed) == losses(whole) and spikes(resumed) == spikes(whole)
 
 
@@ -149,9 +149,22 @@ def test_the_window_starts_anew_after_many_spikes_in_succession():
         loss = 3 + number % 2 * 0.1
         assert window.deviations(loss) < DEVIATIONS
         window.add(loss, spike=False)
-    assert window.deviations(9.0) > DEVIATIONS
-    assert [window.add(9.0, spike=True) for _ in range(LIMIT)] == [False] * (LIMIT - 1) + [True]
+    found = window.deviations(9.0)
+    assert found > DEVIATIONS
+    for _ in range(LIMIT - 1):
+        assert not window.add(9.0, spike=True)
+        assert window.deviations(9.0) == found, "a spike is not in the window"
+    assert window.add(9.0, spike=True)
     assert window.deviations(9.0) == 0
+
+
+def test_the_window_has_the_last_128_steps_and_finds_nothing_in_fewer_than_64():
+    """By hand: the standard deviation of n values, half of them 3 and half 3.1, is 0.05 sqrt(n / (n - 1))."""
+    window = Window()
+    for number in range(1000):
+        assert (window.deviations(9.0) > 0) == (number >= 64)
+        window.add(3 + number % 2 * 0.1 if number >= 500 else -50.0 - number, spike=False)
+    assert window.deviations(3.35) == pytest.approx(0.3 / (0.05 * (128 / 127) ** 0.5))
 
 
 @pytest.mark.parametrize("rule", ["skip", "rewind"])
