@@ -53,3 +53,29 @@ def test_the_update_is_deepspeeds(dtype, clip, changes, device, monkeypatch):
     assert found == said
     assert [overflow for overflow, _ in found] == [False, any(value is not None for value in changes.values()), False]
     assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+def test_the_count_of_overflows_goes_on_through_a_resume(monkeypatch):
+    """Of the two overflows that halve the loss scale, the first may be before the checkpoint."""
+    from deepspeed.runtime.fp16 import unfused_optimizer
+
+    from launch.training import corrections
+
+    kind = unfused_optimizer.FP16_UnfusedOptimizer
+    for name in ("__init__", "state_dict", "load_state_dict"):
+        monkeypatch.setattr(kind, name, getattr(kind, name))  # which `scale_like_zero` replaces
+    monkeypatch.setattr(unfused_optimizer.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(kind, "initialize_optimizer_states", lambda self: None)
+    corrections.scale_like_zero()
+    rule = {"init_scale": 16.0, "scale_window": 100, "min_scale": 1.0, "delayed_shift": 2, "consecutive_hysteresis": False}
+
+    def wrapper() -> Any:
+        sgd = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1, dtype=torch.float16))], lr=1.0)
+        return kind(sgd, dynamic_loss_scale=True, dynamic_loss_args=rule, verbose=False)
+
+    before, resumed = wrapper(), wrapper()
+    before._update_scale(True)
+    assert before.loss_scale_config.cur_scale == 16
+    resumed.load_state_dict(before.state_dict())
+    resumed._update_scale(True)
+    assert resumed.loss_scale_config.cur_scale == 8
