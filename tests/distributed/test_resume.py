@@ -10,8 +10,10 @@ import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from launch.comparison.runs import read_run
 from launch.errors import UsageError
@@ -147,6 +149,27 @@ def test_a_rewound_run_with_accumulation_resumes_bit_for_bit(stage, more, train,
     resumed = train(tmp_path, "r", [*flags, "--steps", "12", "--resume"], stage)
     assert losses(resumed) == losses(whole) and len(resumed) == 12
     assert "resuming after step 6" in (tmp_path / "r/log.txt").read_text()
+
+
+def test_dropout_draws_other_masks_for_each_seed_step_micro_step_and_rank():
+    """And the same ones again in a resumed run."""
+    from launch.training.engine import TrainingEngine
+
+    class Drawing(SimpleNamespace):
+        training = True
+
+        def __call__(self, *_: torch.Tensor) -> torch.Tensor:
+            return torch.rand(4)
+
+    def drawn(seed: int = 1, step: int = 0, micro_step: int = 0, rank: int = 0) -> tuple[float, ...]:
+        config = SimpleNamespace(seed=seed, shape=SimpleNamespace(dropout=0.1))
+        engine = TrainingEngine(Drawing(global_steps=step), config, [], SimpleNamespace(rank=rank), None, _micro_step=micro_step)
+        return tuple(engine.loss(torch.zeros(1, 2)).tolist())
+
+    with torch.random.fork_rng(devices=[]):
+        first = drawn()
+        assert len({first, drawn(seed=2), drawn(step=1), drawn(micro_step=1), drawn(rank=1)}) == 5
+        assert drawn() == first
 
 
 # --- beside training --------------------------------------------------------------------------------------------------------------
