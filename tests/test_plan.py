@@ -121,6 +121,30 @@ def test_stages_share_what_the_paper_says_they_share():
     assert states[3] == pytest.approx(16 * N / ranks, rel=1e-3)
 
 
+@pytest.mark.parametrize(
+    ("stage", "section", "on_device", "on_host", "on_drive"),
+    [
+        # bf16 weights 2, fp32 weights 4, moments 8, gradients 2, and their copy in fp32 4.
+        (0, {}, 20, 0, 0),
+        # The weights and the gradients; on the host also the gradients in fp32, and the gradients in bf16.
+        (3, {"offload_optimizer": {"device": "cpu"}}, 2, 4 + 8 + 4 + 2, 0),
+        (3, {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}, 0, 4 + 8 + 4 + 2 + 2, 0),
+        # On the drive fp32 weights, moments and gradients; of one sub-group, 4 buffers of fp32 are on the host, with the gradients.
+        (3, {"offload_optimizer": {"device": "nvme", "nvme_path": "/x"}, "offload_param": {"device": "cpu"}}, 0, 4 * 4 + 2 + 2, 16),
+    ],
+    ids=["stage 0", "optimizer on the host", "all on the host", "optimizer on a drive"],
+)
+def test_an_update_needs_these_bytes_per_parameter(stage, section, on_device, on_host, on_drive):
+    """Mixed precision and Adam, on one rank, with few activations."""
+    model = GPTConfig(n_layer=2, n_head=2, d_model=64, seq_len=2, vocab_size=128)
+    plan = memory_per_rank(model, "bf16", {"stage": stage, **section}, 1, 1, device="cuda")
+    N = parameter_count(model)
+    moment = plan.moments["update"]
+    assert sum(moment.values()) - moment["buffers"] == on_device * N
+    assert (plan.parts["host"], plan.parts["drive"]) == (pytest.approx(on_host * N, rel=0.05), on_drive * N)
+    assert plan.peak >= sum(moment.values())
+
+
 def test_one_rank_sends_nothing():
     model = GPTConfig(**vars(PRESETS["nano"].shape), vocab_size=8192)
     assert [bytes_sent_per_step(model, "bf16", {"stage": stage}, 1) for stage in range(4)] == [0] * 4
