@@ -16,21 +16,35 @@ from launch.config.steps import planned_steps
 from launch.errors import UsageError
 from launch.formats.checkpoint_files import STATE_FILE, state_text
 from launch.training.branch import start_branch
+from launch.training.folder import open_run_folder
 from launch.training.provenance import describe_run
 from tests.distributed.launched import TINY
 from tests.run_folders import write_run
 
 SCHEDULE = 'scheduler={"type":"WarmupStableDecayTokens","params":{"decay_fraction":0.4}}'
+JOB = "tests.distributed.jobs:pretrain"
+
+
+def flags(corpus: Path, runs: Path, name: str, *more: str, config: str = "zero1_fp32") -> list[str]:
+    run = ["--deepspeed_config", f"ds_configs/{config}.json", *TINY, "--data", str(corpus), "--lr", "5e-3", "--warmup_steps", "3"]
+    run += f"--keep 9 --save_every 6 --eval_every 5 --runs_dir {runs} --run_name {name}".split()
+    return [*run, "--set", SCHEDULE, *more]
 
 
 @pytest.fixture
 def train(two_ranks, corpus, tmp_path) -> Callable[..., list[dict[str, Any]]]:
-    def train(name: str, *more: str, config: str = "zero1_fp32", schedule: str = SCHEDULE) -> list[dict[str, Any]]:
-        flags = ["--deepspeed_config", f"ds_configs/{config}.json", *TINY, "--data", str(corpus), "--lr", "5e-3", "--warmup_steps", "3"]
-        flags += [*f"--keep 9 --save_every 6 --eval_every 5 --runs_dir {tmp_path} --run_name {name}".split(), "--set", schedule]
-        return two_ranks.run("tests.distributed.jobs:pretrain", flags=[*flags, *more])[0]
+    def train(name: str, *more: str, config: str = "zero1_fp32") -> list[dict[str, Any]]:
+        return two_ranks.run(JOB, flags=flags(corpus, tmp_path, name, *more, config=config))[0]
 
     return train
+
+
+@pytest.fixture(scope="module")
+def long(two_ranks, corpus, tmp_path_factory) -> Path:
+    """A run of 30 steps, to be branched and not changed."""
+    runs = tmp_path_factory.mktemp("runs")
+    two_ranks.run(JOB, flags=flags(corpus, runs, "long", "--steps", "30"))
+    return runs / "long"
 
 
 def of_steps(lines: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
@@ -68,11 +82,12 @@ def test_a_branched_decay_is_the_run_that_decayed_there(config, train, tmp_path)
         ("step-00000013", ["--steps", "20"], "no such checkpoint"),
     ],
 )
-def test_a_branch_that_would_be_another_run_is_refused(name, more, why, train, tmp_path):
-    train("long", "--steps", "30")
-    with pytest.raises(Exception, match=why):
-        train("branch", *more, "--branch_from", str(tmp_path / "long/checkpoints" / name))
-    assert [path.name for path in tmp_path.iterdir()] == ["long"]
+def test_a_branch_that_would_be_another_run_is_refused(name, more, why, long, corpus, tmp_path):
+    before = digests(long)
+    config, _ = resolve(flags(corpus, tmp_path, "branch", *more, "--branch_from", str(long / "checkpoints" / name)), ranks=2)
+    with pytest.raises(UsageError, match=why):
+        open_run_folder(config, tmp_path / "branch")
+    assert not list(tmp_path.iterdir()) and digests(long) == before
 
 
 def test_checkpoints_may_lie_behind_a_link(train, tmp_path):
@@ -83,11 +98,10 @@ def test_checkpoints_may_lie_behind_a_link(train, tmp_path):
     assert branched[-1]["step"] == 12
 
 
-def test_a_resumed_branch_without_a_checkpoint_does_not_start_at_step_0(train, tmp_path):
-    train("long", "--steps", "15")
+def test_a_resumed_branch_without_a_checkpoint_does_not_start_at_step_0(long, train, tmp_path):
     (tmp_path / "branch/checkpoints").mkdir(parents=True)  # of a start that was killed
     with pytest.raises(Exception, match="no complete checkpoint"):
-        train("branch", "--steps", "12", "--resume", "--branch_from", str(tmp_path / "long/checkpoints/step-00000006"))
+        train("branch", "--steps", "12", "--resume", "--branch_from", str(long / "checkpoints/step-00000006"))
     assert not (tmp_path / "branch/metrics.jsonl").exists()
 
 
