@@ -19,7 +19,7 @@ from launch.formats.checkpoint_files import complete_checkpoints
 from tests.distributed.launched import ROOT, TINY, LaunchedRun, curve
 from tests.helpers import free_port
 
-STEPS = 60
+STEPS = 40
 
 
 class TorchRun(LaunchedRun):
@@ -84,10 +84,10 @@ def flags(corpus: Path) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(flags, tmp_path_factory) -> list[tuple[int, float]]:
-    run = TorchRun(tmp_path_factory.mktemp("uninterrupted"), "r", flags, restarts=0)
-    assert run.wait() == 0, run.output()
-    return curve(run)
+def uninterrupted(two_ranks, flags, tmp_path_factory) -> list[tuple[int, float]]:
+    runs = ["--deepspeed_config", "ds_configs/zero2_fp32.json", "--runs_dir", str(tmp_path_factory.mktemp("whole")), "--run_name", "r"]
+    lines = two_ranks.run("tests.distributed.jobs:pretrain", flags=[*runs, *TINY, *flags])[0]
+    return [(line["step"], line["loss"]) for line in lines]
 
 
 Moment = Callable[[TorchRun], bool]
