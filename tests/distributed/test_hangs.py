@@ -19,7 +19,7 @@ from launch.training.interleaving import VARIABLE
 from tests.distributed.launched import TINY, LaunchedRun, curve
 from tests.distributed.test_restarts import TorchRun
 
-STEPS = 40
+STEPS = 24
 TIMEOUT = 15
 
 

@@ -20,7 +20,7 @@ from launch.formats.checkpoint_files import complete_checkpoints
 from launch.training.signals import LIKE
 from tests.distributed.launched import ROOT, TINY, LaunchedRun, curve
 
-STEPS = 12
+STEPS = 8
 
 
 @pytest.fixture(scope="module")
