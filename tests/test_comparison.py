@@ -96,6 +96,17 @@ def test_claims_are_judged_with_the_planned_seeds_only(make):
         assert any(f"exploratory, without verdicts: {seeds} seeds" in remark for remark in other.remarks)
 
 
+@pytest.mark.parametrize("change", [{"interleaved": None}, {"machine": {"host": "another"}}], ids=["alone", "elsewhere"])
+def test_step_times_of_runs_that_were_not_interleaved_on_one_machine_are_not_judged(change, make):
+    control = [make(f"a{seed}", ZERO_1, seed, step_seconds=0.5 + 0.001 * seed) for seed in (1, 2)]
+    own = [make(f"b{seed}", PLD, seed, final=4 + 1e-4 * seed, step_seconds=0.1, change=change) for seed in (1, 2)]
+    (pair,) = on_testbed(control, own, seeds=2).pairs
+    loss, time = pair.verdicts
+    assert loss.pairs == 2 and loss.p < 0.05, "its claim does not depend on the machine"
+    assert (time.outcome, time.p) == ("inconclusive", 1.0)
+    assert time.reason.startswith("the runs of a seed were not interleaved on one machine")
+
+
 def test_values_that_are_tuned_for_each_side_are_expected_on_a_testbed(make):
     tuned = make("b", (*PLD, "--lr", "0.001", "--warmup_steps", "5"))
     assert on_testbed([make("a", ZERO_1)], [tuned], seeds=1).remarks == ()
