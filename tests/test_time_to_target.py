@@ -57,6 +57,7 @@ def test_the_target_is_reached_on_the_line_between_evaluations():
     assert reached_at(x, loss, 5.0) == Reached(2.0)  # 4 at 2 and at 4 is one block, with its centre at 3
     assert reached_at(x, loss, 3.0) == Reached(4.0)
     assert reached_at(x, loss, 7.0) == Reached(1.0)
+    assert reached_at(x, loss, 2.0) == Reached(5.0)
     assert reached_at(x, loss, 1.0) == Reached(5.0, censored=True)
     assert reached_at(x, np.full(6, math.nan), 1.0) is None
 

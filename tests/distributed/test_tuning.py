@@ -83,6 +83,7 @@ def test_an_optimum_at_the_edge_is_said():
     assert tuning.edges([one | {"warmup_steps": 50} for one in grid], {"lr": 2e-3, "warmup_steps": 50}) == [], "the only value is no edge"
     assert tuning.edges(grid, {"lr": 1e-3}) == ["lr 0.001 is at the edge of the grid, extend it"]
     assert tuning.edges(grid, {"lr": 2e-3}) == []
+    assert tuning.edges(grid[:2], {"lr": 2e-3}) == ["lr 0.002 is at the edge of the grid, extend it"]
     others = [{**one, "min_lr": end, "set": "a=1"} for one, end in zip(grid, (0, 1e-4, 2e-4), strict=True)]
     assert tuning.edges(others, {"min_lr": 0, "set": "a=1"}) == [], "neither 0 nor a word is an edge"
     assert tuning.edges(grid, None) == ["every run diverged, lower the values of 'sweep'"]
