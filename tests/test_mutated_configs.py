@@ -931,6 +931,16 @@ PAIRS: dict[str, Pair] = {
         )
         for stage in (1, 2)
     },
+    **{
+        f"{key} of fp16 in {precision}": pair(
+            f"zero1_{precision}", {key: value}, key, "no word: without a loss scale, small gradients are 0"
+        )
+        for key, value in (("communication_data_type", "fp16"), ("data_types.grad_accum_dtype", "float16"))
+        for precision in ("bf16", "fp32")
+    },
+    "gradients that are not looked at": pair(
+        "zero1_bf16", {"bf16.check_grad_overflow": False}, "bf16.check_grad_overflow", "no word: the weights become NaN"
+    ),
     "autocast": pair("zero1_fp32", {"torch_autocast": {"enabled": True}}, "torch_autocast.enabled", "not supported here"),
     "bf16 optimizer states without master weights": pair(
         "zero1_bf16", {"bf16.bf16_optimizer_states": True}, "bf16.bf16_optimizer_states", "config.py:714"
@@ -1059,6 +1069,11 @@ PAIRS: dict[str, Pair] = {
     "zenflow with summed gradients": pair(
         "zero2_bf16", {**ZENFLOW, "gradient_allreduce_op": "sum"}, f"gradient_allreduce_op {ZERO}.zenflow", "config.py:698"
     ),
+    # checkpoints
+    **{
+        f"checkpoint.{key}": pair("zero1_bf16", {f"checkpoint.{key}": value}, f"checkpoint.{key}", "a resume does not find all files")
+        for key, value in (("use_node_local_storage", True), ("writer", {"type": "FAST"}))
+    },
     # the optimizer
     **{
         f"untested SGD at stage {stage}": pair(
