@@ -264,6 +264,8 @@ def test_runs_without_claims_have_figures_only(tree, make):
 def test_only_planned_experiments_are_published(tree, make):
     with pytest.raises(UsageError, match=f"{SEEDS} seeds are planned"):
         publish.publish(make(seeds=4))
+    with pytest.raises(UsageError, match="its token budget differs; publish a comparison that needs no --force"):
+        publish.publish(dataclasses.replace(make(), mismatches=("its token budget differs",)))
     for unknown in ("0" * 40 + "+changes", "0" * 40):
         with pytest.raises(UsageError, match="was not committed or trains differently from this checkout; train them again"):
             publish.publish(make(at=unknown))
