@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+import torch
 
 from launch.config.engine_schema import engine_schema
 from launch.config.run_config import RunConfig, resolve
@@ -64,8 +65,10 @@ def test_auto_is_the_presets(resolved):
     assert resolved("--preset", "micro").lr == 1.5e-3
 
 
-def test_a_long_run_is_saved_every_thousand_steps(resolved):
-    assert [resolved("--steps", steps).save_every for steps in ("300", "4000", "40000")] == [75, 1000, 1000]
+def test_a_run_is_evaluated_ten_times_and_saved_four_times_or_every_thousand_steps(resolved):
+    runs = [resolved("--steps", steps) for steps in ("3", "300", "4000", "40000")]
+    assert [run.eval_every for run in runs] == [1, 30, 400, 4000]
+    assert [run.save_every for run in runs] == [1, 75, 1000, 1000]
     assert resolved("--steps", "40000", "--save_every", "3000").save_every == 3000
 
 
@@ -253,6 +256,28 @@ def test_what_is_resolved_trains(values, corpus, tmp_path, two_ranks):
     lines, _ = two_ranks.run("tests.distributed.jobs:pretrain", flags=["--deepspeed_config", str(file), *shape, *run])
     assert len(lines) == 8
     assert lines[-1]["loss"] < lines[0]["loss"] - 0.03
+
+
+@pytest.mark.parametrize(
+    ("kind", "params", "weight"),
+    [
+        ("AdamW", {}, 10 - 0.1 * 0.5 * 10 - 0.1),
+        ("Adam", {"amsgrad": True}, 10 - 0.1 * 0.5 * 10 - 0.1),  # DeepSpeed's, which decouples weight decay
+        ("Adam", {"adam_w_mode": False}, 10 - 0.1),  # weight decay is a part of the gradient, which the first step divides by its size
+    ],
+)
+def test_the_adam_that_is_built_is_that_of_the_json(kind, params, weight, resolved):
+    """A first step at a rate of 0.1 and a weight decay of 0.5."""
+    from launch.training.engine import _adam
+
+    config = resolved(**{"optimizer.type": kind, "optimizer.params.lr": 0.1}, **{f"optimizer.params.{key}": params[key] for key in params})
+    parameter = torch.nn.Parameter(torch.tensor([10.0]))
+    adam = _adam(config, [{"params": [parameter], "weight_decay": 0.5}])
+    assert adam is not None
+    parameter.grad = torch.tensor([3.0])
+    adam.step()
+    assert float(parameter.detach()) == pytest.approx(weight)
+    assert ("max_exp_avg_sq" in adam.state[parameter]) == params.get("amsgrad", False)
 
 
 def test_set_changes_one_value(resolved):
