@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -18,6 +19,7 @@ from data_pipeline.encoding import Encoded
 from data_pipeline.errors import DataError
 from data_pipeline.loader import Loader
 from data_pipeline.manifest import token_dtype
+from data_pipeline.prepare import main
 from data_pipeline.records import Problems
 from data_pipeline.sampler import GlobalSampler
 from data_pipeline.shards import Split, open_corpus
@@ -408,18 +410,22 @@ def test_a_shard_of_the_wrong_length_is_named(corpus_folder):
         open_corpus(corpus_folder)
 
 
-def test_verify_names_a_file_that_has_changed(corpus_folder):
-    open_corpus(corpus_folder).verify()
+def test_verify_names_a_file_that_has_changed(corpus_folder, capsys):
+    def verified() -> tuple[int, str, str]:
+        return main(["--verify", str(corpus_folder)]), *capsys.readouterr()
+
+    code, out, _ = verified()
+    assert code == 0 and [line.endswith(", intact") for line in out.splitlines()] == [True, True]
     shard = corpus_folder / "train-00001.bin"
     tokens = np.fromfile(shard, "<u2")
     tokens[77] ^= 1
     tokens.tofile(shard)
-    with pytest.raises(DataError, match=r"train-00001\.bin: changed: .*sha256.*prepare the corpus again"):
-        open_corpus(corpus_folder).verify()
+    code, out, err = verified()
+    assert (code, out) == (2, "") and re.search(r"error: .*train-00001\.bin: changed: .*sha256.*prepare the corpus again", err)
     with open(corpus_folder / "tokenizer.tiktoken", "ab") as file:
         file.write(b"\n")
-    with pytest.raises(DataError, match=r"tokenizer\.tiktoken: changed"):
-        open_corpus(corpus_folder).verify()
+    code, out, err = verified()
+    assert (code, out) == (2, "") and "tokenizer.tiktoken: changed" in err
 
 
 def test_the_fingerprint_is_of_the_content_not_of_the_place(prepared, corpus_folder):
