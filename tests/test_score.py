@@ -169,10 +169,16 @@ def test_an_unfinished_run_is_compared_when_it_is_exported(runs, tmp_path, comma
 
 
 def test_the_interval_of_a_difference_by_hand():
-    """Of four windows: mean 2, deviation sqrt(20/3), standard error sqrt(5/3), and Student's 3.18245 for 3 degrees of freedom."""
+    """Of four windows: mean 2, deviation sqrt(20/3), standard error sqrt(5/3), and Student's 3.18245 for 3 degrees of freedom.
+
+    Of four batches of four windows, whose means are 1 to 4: the deviation of the means is sqrt(5/3), with 3 degrees of freedom too.
+    """
     found = estimate(np.array([1.0, -1.0, 5.0, 3.0]))
     assert (found.loss, found.error) == (2.0, pytest.approx(math.sqrt(5 / 3)))
     assert found.interval == pytest.approx((2 - 3.18245 * math.sqrt(5 / 3), 2 + 3.18245 * math.sqrt(5 / 3)), rel=1e-5)
+    found = estimate(np.repeat([1.0, 2.0, 3.0, 4.0], 4))
+    assert (found.loss, found.error) == (2.5, pytest.approx(math.sqrt(5 / 3) / 2))
+    assert found.interval == pytest.approx((2.5 - 3.18245 * found.error, 2.5 + 3.18245 * found.error), rel=1e-5)
 
 
 def test_the_error_is_that_of_the_mean():
