@@ -22,6 +22,9 @@ from launch.errors import UsageError, print_once
 SECTIONS = ("tensorboard", "csv_monitor", "wandb", "comet")
 #: How long wandb's process outlives the run, as a duration of Go.
 WANDB_IDLE = "15s"
+#: How long the end of a run waits for wandb's server. wandb itself would wait until the server answers, and a stopped job would be killed
+#: before it is requeued.
+WANDB_FINISH_SECONDS = 30.0
 
 
 def monitor_folder(engine: dict[str, Any], name: str, run: Path) -> Path | None:
@@ -130,7 +133,7 @@ def _start_wandb(section: dict[str, Any], run: Path, run_id: str | None) -> Any:
         "dir": str(run),
         "resume": "allow",
         "reinit": "create_new",
-        "settings": wandb.Settings(console="off"),  # log.txt has what the run prints
+        "settings": wandb.Settings(console="off", finish_timeout=WANDB_FINISH_SECONDS),  # log.txt has what the run prints
     }
     try:
         _start_wandb_service()

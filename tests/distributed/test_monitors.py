@@ -188,6 +188,19 @@ def test_a_run_continues_if_wandb_fails(monkeypatch, tmp_path, capsys):
     monitors.close()
 
 
+@needs_wandb
+def test_the_end_of_a_run_waits_for_wandb_for_a_limited_time(monkeypatch, tmp_path):
+    """By default wandb waits until its server answers, and a job that is stopped would be killed meanwhile."""
+    import wandb
+
+    fake, given = FakeWandb(), list[wandb.Settings]()
+    monkeypatch.setattr(fake, "Settings", lambda **settings: given.append(wandb.Settings(**settings)))
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    monkeypatch.setattr("launch.training.monitors._start_wandb_service", lambda: None)
+    Monitors({"wandb": {"enabled": True}}, tmp_path, "id", [], []).close()
+    assert 0 < given[0].finish_timeout <= 60
+
+
 def test_a_run_continues_if_comet_does_not_start(monkeypatch, tmp_path, capsys):
     def start(config: object) -> None:
         raise ValueError("no API key")
