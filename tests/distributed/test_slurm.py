@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from launch.config.flags import MUST, build_parser
 from launch.formats.checkpoint_files import complete_checkpoints
 from launch.formats.metrics import read_metrics
 from tests.distributed.launched import ROOT, TINY
@@ -82,6 +83,18 @@ class Job:
         self.wait_until(lambda: self.field("JobState") == "PENDING" and self.field("Restarts") == str(restarts))
         time.sleep(5.0)  # the script of the start before may still be ending
         self.command("scontrol", "update", f"JobId={self.number}", "StartTime=now", *changes)
+
+
+def test_the_arguments_may_demand_a_checkpoint(tmp_path):
+    srun = tmp_path / "srun"
+    srun.write_text('#!/bin/bash\nprintf "%s\\n" "$@"\n')
+    srun.chmod(0o755)
+    command = ["bash", ROOT / "launch" / "slurm" / "pretrain.sbatch", "--recipe", "recipes/zero_2"]
+    for given, resume in (((), True), (("--resume=must",), MUST)):
+        environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+        words = subprocess.run([*command, *given], cwd=tmp_path, env=environment, capture_output=True, text=True, check=True).stdout.split()
+        arguments = words[words.index("launch/pretrain.py") + 1 :]
+        assert build_parser().parse(arguments).resume == resume
 
 
 def test_a_requeued_job_has_the_curve_of_an_uninterrupted_one(slurm, corpus, tmp_path):
