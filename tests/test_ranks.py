@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from launch.config.ranks import FIRST_PORT, NAMES, learn_rank, require_launcher
+from launch.config.ranks import FIRST_PORT, NAMES, PORTS_BETWEEN_STEPS, learn_rank, require_launcher
 from launch.errors import UsageError
 
 TORCH = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "a", "MASTER_PORT": "7"}
@@ -62,6 +62,10 @@ def learnt(monkeypatch):
     return learn
 
 
+#: Where the ranks of SLURM meet.
+PORT = FIRST_PORT + 2 + PORTS_BETWEEN_STEPS
+
+
 def of(rank: int, size: int, local_rank: int, local_size: int, master: str = "127.0.0.1", port: int = FIRST_PORT) -> dict[str, str]:
     values = (rank, size, local_rank, master, port, local_size)
     return dict(zip((*NAMES, "LOCAL_WORLD_SIZE"), map(str, values), strict=True))
@@ -102,11 +106,17 @@ def test_a_rank_of_mpirun(environment, learnt):
 
 
 def test_a_task_of_slurm(learnt):
-    assert learnt(SLURM) == of(3, 5, 0, 2, "node07", FIRST_PORT + 3)
+    assert learnt(SLURM) == of(3, 5, 0, 2, "node07", PORT)
     one_host = {"SLURM_TASKS_PER_NODE": "5", "SLURM_NODEID": "0", "SLURM_LOCALID": "3", "SLURM_STEP_NODELIST": "n1"}
-    assert learnt(SLURM, one_host) == of(3, 5, 3, 5, port=FIRST_PORT + 3)
+    assert learnt(SLURM, one_host) == of(3, 5, 3, 5, port=PORT)
     repeated = {"SLURM_NTASKS": "7", "SLURM_TASKS_PER_NODE": "2(x3),1", "SLURM_STEP_NODELIST": "gpu1,node[1-3]"}
-    assert learnt(SLURM, repeated, SLURM_LOCALID="1", SLURM_PROCID="3") == of(3, 7, 1, 2, "gpu1", FIRST_PORT + 3)
+    assert learnt(SLURM, repeated, SLURM_LOCALID="1", SLURM_PROCID="3") == of(3, 7, 1, 2, "gpu1", PORT)
+
+
+def test_jobs_on_one_host_meet_at_different_ports(learnt):
+    """Jobs with successive numbers, and their steps: a run that starts again in its allocation is the next step."""
+    ports = [learnt(SLURM, SLURM_JOB_ID=str(job), SLURM_STEP_ID=str(step))["MASTER_PORT"] for job in range(995, 1011) for step in range(3)]
+    assert len(set(ports)) == len(ports)
 
 
 def test_mpirun_inside_a_slurm_job_is_mpirun(learnt):

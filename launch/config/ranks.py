@@ -21,8 +21,9 @@ from launch.errors import UsageError
 
 #: Torch's names for a rank, which `deepspeed` and `torchrun` set.
 NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-#: The port where ranks meet if the user has not set MASTER_PORT: torch's default, and for Slurm a port that depends on the job.
-FIRST_PORT, SLURM_PORTS = 29_500, 1_000
+#: The port where ranks meet if the user has not set MASTER_PORT: torch's default, and for Slurm a port that depends on the job and its
+#: step. The second step of a job does not get the port of the next job, which may run on the same host.
+FIRST_PORT, SLURM_PORTS, PORTS_BETWEEN_STEPS = 29_500, 1_000, 101
 #: The largest SLURM_STEP_ID that `srun` gives. Above it are Slurm's own steps, such as the shell of `salloc` (slurm/slurm.h,
 #: SLURM_MAX_NORMAL_STEP_ID).
 LAST_STEP = 0xFFFFFFF0
@@ -138,9 +139,9 @@ def _slurm_task() -> Task:
     master = "127.0.0.1"
     if len(counts) > 1:
         master = _first_host(environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST", ""))
-    # A job may run several steps at a time.
-    job = sum(int(environment[name]) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID") if environment.get(name, "").isdecimal())
-    return _check(Task("srun", rank, size, local_rank, local_size, master, FIRST_PORT + job % SLURM_PORTS))
+    job, step = (_number(name, 0) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
+    port = FIRST_PORT + (job + step * PORTS_BETWEEN_STEPS) % SLURM_PORTS
+    return _check(Task("srun", rank, size, local_rank, local_size, master, port))
 
 
 def _tasks_per_node(text: str) -> list[int]:
