@@ -132,6 +132,21 @@ def test_the_shell_of_salloc_is_not_a_task(learnt):
     require_launcher(1)
 
 
+@pytest.mark.parametrize("terminal", [True, False])
+@pytest.mark.parametrize("started_by_a_shell", [True, False])
+def test_a_command_in_the_shell_of_srun_pty_is_not_a_task(terminal, started_by_a_shell, learnt, monkeypatch):
+    """A command that `srun --pty` itself or a script starts is in the process group of the task."""
+    monkeypatch.setattr(os, "isatty", lambda file: terminal)
+    monkeypatch.setattr(os, "getpgid", {7: 7 if started_by_a_shell else os.getpgrp()}.__getitem__)
+    environment = {**SLURM, "PMI_RANK": "3", "PMI_SIZE": "5", "SLURM_TASK_PID": "7"}
+    if not (terminal and started_by_a_shell):
+        assert learnt(environment)["RANK"] == "3"
+        return
+    assert learnt(environment) == {}
+    with pytest.raises(UsageError, match=r"in a Slurm job of 5 tasks, .* start srun"):
+        require_launcher(1)
+
+
 @pytest.mark.parametrize("marker", ["TORCHELASTIC_RUN_ID", "CROSS_RANK"])
 def test_a_launcher_inside_a_task_starts_ranks_of_its_own(marker, learnt):
     assert learnt(SLURM, TORCH, {marker: "0"}) == TORCH

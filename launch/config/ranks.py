@@ -7,7 +7,7 @@
 |---|---|
 | `mpirun` of Open MPI | OMPI_COMM_WORLD_RANK, OMPI_COMM_WORLD_SIZE, OMPI_COMM_WORLD_LOCAL_RANK, OMPI_COMM_WORLD_LOCAL_SIZE |
 | `mpirun` of MPICH and Intel MPI | PMI_RANK, PMI_SIZE, MPI_LOCALRANKID, MPI_LOCALNRANKS |
-| `srun` | SLURM_PROCID, SLURM_NTASKS, SLURM_LOCALID, SLURM_NODEID, SLURM_JOB_ID, SLURM_STEP_ID, |
+| `srun` | SLURM_PROCID, SLURM_NTASKS, SLURM_LOCALID, SLURM_NODEID, SLURM_JOB_ID, SLURM_STEP_ID, SLURM_TASK_PID, |
 |        | SLURM_STEP_NODELIST or SLURM_JOB_NODELIST, SLURM_STEP_TASKS_PER_NODE or SLURM_TASKS_PER_NODE |
 """
 
@@ -121,9 +121,20 @@ def _task() -> Task | None:
     if "MPI_LOCALRANKID" in environment:
         return _mpi_task(*hydra)
     if "SLURM_PROCID" in environment and _number("SLURM_STEP_ID", LAST_STEP + 1) <= LAST_STEP:
-        return _slurm_task()
+        return None if _typed_in_a_task() else _slurm_task()
     # After Slurm: `srun --mpi=pmi2` sets PMI_RANK too.
     return _mpi_task(*hydra) if "PMI_RANK" in environment else None
+
+
+def _typed_in_a_task() -> bool:
+    """Whether the user has typed this command in the shell of `srun --pty`, which is the task itself.
+
+    Only `srun --pty` gives a task a terminal, and an interactive shell gives each command a process group of its own.
+    """
+    try:
+        return os.isatty(0) and os.getpgrp() != os.getpgid(_number("SLURM_TASK_PID", 0))
+    except OSError:  # a container does not see the processes outside
+        return False
 
 
 def _mpi_task(*names: str) -> Task:
