@@ -159,6 +159,15 @@ def test_a_name_that_is_a_pattern_removes_only_its_own_run(name):
     assert other.state(checkpoint_name(2)) == {}
 
 
+@pytest.mark.parametrize("name", ["lr::1e-3", "a?b", "a#b", "~"])
+def test_a_name_is_no_part_of_the_url(name, tmp_path):
+    """fsspec reads a :: in a URL as the end of one URL."""
+    store, other = (CheckpointStore(f"file://{tmp_path}", run) for run in (name, f"{name}2"))
+    store.write("run.json", b"{}")
+    assert (tmp_path / name / "run.json").exists() and other.read("run.json") is None
+    assert store.url == f"file://{tmp_path}/{name}"
+
+
 class HeldStore(CheckpointStore):
     """Holds each upload until `go` is set; fails it if `fails`."""
 
@@ -278,8 +287,8 @@ def test_a_store_that_cannot_be_used_is_one_line(tmp_path, monkeypatch):
     assert not new.exists() and os.listdir(tmp_path) == ["here"]
 
 
-#: A relative path, the home folder, `--runs_dir`.
-NOWHERE = ["file://mnt/store", "file://~/store", f"file://{ROOT}/runs/"]
+#: A relative path, the home folder, two URLs, `--runs_dir`.
+NOWHERE = ["file://mnt/store", "file://~/store", "file:///x::y", f"file://{ROOT}/runs/"]
 
 
 @pytest.mark.parametrize("url", ["bucket/folder", "s3://", "s3//bucket", "file:", "", "s4://bucket/x", "S3 ://bucket", *NOWHERE])

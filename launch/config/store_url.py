@@ -19,7 +19,7 @@ def check_url(url: str, runs_dir: str) -> str | None:
 
     found = re.fullmatch(r"([a-z][a-z0-9+.-]*)://(.*)", url)
     shown = re.sub(r"(//[^/@:]*):[^@]*@", r"\1:***@", url)  # without the password
-    if not found or not found[2].strip("/") or not url.isprintable():
+    if not found or not found[2].strip("/") or "::" in url or not url.isprintable():  # fsspec would read two URLs at "::"
         raise UsageError(f"--checkpoint_store {shown!r}: must be a URL such as s3://bucket/folder or file:///folder")
     if shown != url:
         raise UsageError(

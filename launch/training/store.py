@@ -67,7 +67,8 @@ class CheckpointStore:
     """
 
     def __init__(self, url: str, run_name: str):
-        self.url = f"{url.rstrip('/')}/{run_name}"
+        self._above, self._name = url.rstrip("/"), run_name
+        self.url = f"{self._above}/{run_name}"
         self._connection: tuple[Any, str] | None = None
 
     @classmethod
@@ -83,7 +84,8 @@ class CheckpointStore:
                 import fsspec  # with the backend, it takes a second to import
 
                 options = {"auto_mkdir": True} if self.url.startswith("file://") else {}
-                self._connection = fsspec.core.url_to_fs(self.url, **options)
+                files, above = fsspec.core.url_to_fs(self._above, **options)
+                self._connection = files, f"{above}/{self._name}"  # a name is no part of a URL: there, "::" has a meaning
             yield self._connection
         except Exception as reason:  # each backend has its own errors
             raise StoreError(f"{self.url}: {type(reason).__name__}: {one_line(reason)}") from reason
