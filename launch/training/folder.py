@@ -33,7 +33,7 @@ from launch.training.branch import start_branch
 from launch.training.exponents import overall
 from launch.training.metrics_writer import METRICS_FILE, MetricsWriter
 from launch.training.provenance import describe_run
-from launch.training.run_json import resume_description
+from launch.training.run_json import INITIAL_WEIGHTS, resume_description
 
 #: Files that a killed or refused start may leave in a folder that has no run.json yet.
 BEFORE_RUN_JSON = (".lock", "log.txt", "checkpoints", SCRATCH)
@@ -149,7 +149,7 @@ class RunFolder:
             raise UsageError(f"{path}: cannot be written ({reason.strerror}); give another --runs_dir") from None
         try:
             self._take_lock(bool(description["resume"]))
-            self._description = json.loads(json.dumps(description))
+            self._description = self._command = json.loads(json.dumps(description))
             self._changes: list[str] = []
             self._is_new = not (path / "run.json").exists()
             if not self._is_new:
@@ -191,6 +191,8 @@ class RunFolder:
 
         Call it again after a rewind.
         """
+        if step == 0:  # a resume without a checkpoint begins with the weights of its own command
+            self._description |= {key: self._command.get(key) for key in INITIAL_WEIGHTS}
         with _one_line_on_os_error(self.path):
             for leftover in self.path.glob(".*.tmp"):  # of `write_atomically` in a process that was killed
                 leftover.unlink()

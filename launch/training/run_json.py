@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from launch.errors import UsageError
-from launch.formats.checkpoint_files import complete_checkpoints
 from launch.formats.metrics import read_run_json
 
 #: Values that a resume must not change, because they decide what the next step computes. The others (length, learning rate, micro-batch,
@@ -28,7 +27,7 @@ INCIDENTAL = (
 )
 #: Values that do not affect a run's numbers, beside circumstances such as the commit and the machine.
 WITHOUT_EFFECT = (*INCIDENTAL, "run_name", "runs_dir", "recipe", "config_file", "preset", "data", "save_every", "keep")
-#: Ignored on resume: the weights come from the checkpoint.
+#: Ignored on a resume from a checkpoint, which has the weights.
 INITIAL_WEIGHTS = ("init_from", "perturb_init")
 
 
@@ -58,9 +57,7 @@ def resume_description(run: Path, description: dict[str, Any]) -> tuple[dict[str
         if key not in (*INCIDENTAL, *INITIAL_WEIGHTS)
         for name, old, new in differences(key, last.get(key), value)
     ]
-    first_start = ["created", "command", "interleaved", "commit", "run_id", "branch_from"]
-    if complete_checkpoints(run / "checkpoints"):
-        first_start += INITIAL_WEIGHTS
+    first_start = ("created", "command", "interleaved", "commit", "run_id", "branch_from", *INITIAL_WEIGHTS)
     resume = {key: description.get(key) for key in ("created", "command", "interleaved", "commit")} | {"changes": changes}
     kept = {key: before.get(key) for key in (*first_start, "finished")}
     return {**description, **kept, "resumes": [*before.get("resumes", []), resume]}, changes

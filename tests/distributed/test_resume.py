@@ -549,6 +549,16 @@ def test_a_refused_start_leaves_what_it_did_not_make(tmp_path):
     assert (tmp_path / "old" / "checkpoints" / "step-00000003").exists()
 
 
+def test_run_json_keeps_the_initial_weights_unless_the_run_starts_anew(tmp_path):
+    """Also on a host without checkpoints: the store has them, and the folder is opened first."""
+    begin_run(tmp_path / "r", description(resume=False) | {"init_from": "gpt2", "perturb_init": 0.0})
+    for step, init_from in ((3, "gpt2"), (0, None)):
+        folder = RunFolder(tmp_path / "r", description(resume=True) | {"init_from": None, "perturb_init": 0.0}, quiet=True)
+        folder.begin(step)
+        folder.close()
+        assert json.loads((tmp_path / "r" / "run.json").read_text())["init_from"] == init_from
+
+
 def test_run_json_keeps_how_the_run_was_first_started(tmp_path):
     """And of each resume when, by which command and commit, and with which runs it was interleaved."""
     first, later, latest = (
