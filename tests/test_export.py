@@ -665,6 +665,11 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     return HuggingFace.read(folder, "<|endoftext|>", str(folder))
 
 
+def test_the_tokenizer_returns_what_the_models_take_in_transformers_4(folder):
+    """Its default has token_type_ids: a GPT-2 adds the embedding of token 0 to its input, a Llama's `generate` refuses them."""
+    assert json.loads((folder / "tokenizer_config.json").read_text())["model_input_names"] == ["input_ids", "attention_mask"]
+
+
 # --- GPT-2's own size ----------------------------------------------------------------------------------------------------------------
 
 IN_AND_OUT = """

@@ -99,6 +99,8 @@ def write_tokenizer(tokenizer: Tokenizer, folder: Path, seq_len: int) -> None:
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": seq_len,
         "split_special_tokens": True,
+        # Without it, transformers 4 also returns token_type_ids, which GPT-2 adds to its input as tokens 0, and Llama and Qwen3 refuse.
+        "model_input_names": ["input_ids", "attention_mask"],
         "clean_up_tokenization_spaces": False,
         "add_prefix_space": False,
         **({} if end is None else {"bos_token": end, "eos_token": end, "pad_token": end}),
