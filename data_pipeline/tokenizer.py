@@ -306,18 +306,21 @@ class Characters(Tokenizer):
 
 
 class HuggingFace(Tokenizer):
-    """A tokenizer of `tokenizers`, from the text of its `tokenizer.json`."""
+    """A tokenizer of `tokenizers`, from the text of its `tokenizer.json`. Without an end-of-text token it has no `eot_id`."""
 
-    def __init__(self, text: str, end_of_text: str | None, where: str):
+    def __init__(self, text: str, end_of_text: str | None, where: str, may_lack_end: bool = False):
         self._json, self._tokenizer = text, HuggingFaceTokenizer.from_str(text)
         self._encoder = _encoder(self._tokenizer, text)
         self.cuttable = _cuttable(self._tokenizer)
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
-        self._end_of_text = _choose_end(vocabulary, end_of_text, where)
-        self.eot_id, self.vocab_size = vocabulary[self._end_of_text], max(vocabulary.values()) + 1
+        self.vocab_size = max(vocabulary.values()) + 1
+        self._end_of_text: str | None = None
+        if not may_lack_end or vocabulary.keys() & {end_of_text, *USUAL_ENDS}:
+            self._end_of_text = _choose_end(vocabulary, end_of_text, where)
+            self.eot_id = vocabulary[self._end_of_text]
 
     @classmethod
-    def read(cls, path: Path, end_of_text: str | None, where: str) -> HuggingFace:
+    def read(cls, path: Path, end_of_text: str | None, where: str, may_lack_end: bool = False) -> HuggingFace:
         """The tokenizer of a `tokenizer.json`, or of a folder that AutoTokenizer reads, without running code from the folder."""
         try:
             if not path.is_dir():
@@ -326,7 +329,7 @@ class HuggingFace(Tokenizer):
 
             pretrained = AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
             pretrained.backend_tokenizer.encode_special_tokens = False  # slow tokenizers have no backend_tokenizer
-            return cls(pretrained.backend_tokenizer.to_str(), end_of_text or pretrained.eos_token, where)
+            return cls(pretrained.backend_tokenizer.to_str(), end_of_text or pretrained.eos_token, where, may_lack_end)
         except DataError:
             raise
         except Exception as reason:  # exceptions of any type, from `tokenizers` and from the class of the folder's tokenizer
@@ -343,7 +346,7 @@ class HuggingFace(Tokenizer):
         return self._tokenizer.decode(ids, skip_special_tokens=False)
 
     @property
-    def end_name(self) -> str:
+    def end_name(self) -> str | None:
         return self._end_of_text
 
     def hugging_face_json(self) -> str:

@@ -641,28 +641,24 @@ def all_tokenizers(corpus: Path) -> dict[str, Tokenizer]:
 def test_auto_tokenizer_gives_the_ids_of_the_corpus(name, corpus, tmp_path):
     from transformers import AutoTokenizer
 
+    from launch.formats.folder_tokenizer import tokenizer_of_folder
+    from launch.formats.hf_folder import HFFolder
     from launch.trained_model.hf_export import write_config, write_tokenizer
     from model.presets import GPTConfig
 
     tokenizer = all_tokenizers(corpus)[name]
-    eot = getattr(tokenizer, "eot_id", None)
+    eot, config = getattr(tokenizer, "eot_id", None), GPTConfig(**SIZES, vocab_size=tokenizer.vocab_size)
     write_tokenizer(tokenizer, tmp_path, 32)
-    write_config(tmp_path, GPTConfig(**SIZES, vocab_size=tokenizer.vocab_size), eot, "float32")
+    write_config(tmp_path, config, eot, "float32")
     texts = documents()
     theirs = AutoTokenizer.from_pretrained(tmp_path)
     assert theirs(texts, verbose=False)["input_ids"] == [ids.tolist() for ids in tokenizer.encode_many(texts)]
     assert theirs.eos_token_id == eot
     assert [theirs.decode(tokenizer.encode(text)) for text in texts] == [tokenizer.decode(tokenizer.encode(text)) for text in texts]
-    again = load_tokenizer(tmp_path) if eot is not None else None
-    if again is not None:
-        assert again.eot_id == eot
-        assert all(np.array_equal(own, found) for own, found in zip(tokenizer.encode_many(texts), again.encode_many(texts), strict=True))
-
-
-def load_tokenizer(folder: Path) -> Tokenizer:
-    from data_pipeline.tokenizer import HuggingFace
-
-    return HuggingFace.read(folder, "<|endoftext|>", str(folder))
+    again, why = tokenizer_of_folder(HFFolder(tmp_path, config, {}, {}))
+    assert again is not None, why
+    assert getattr(again, "eot_id", None) == eot
+    assert all(np.array_equal(own, found) for own, found in zip(tokenizer.encode_many(texts), again.encode_many(texts), strict=True))
 
 
 def test_the_tokenizer_returns_what_the_models_take_in_transformers_4(folder):
