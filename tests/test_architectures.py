@@ -149,6 +149,7 @@ def test_a_configuration_of_transformers_is_read(folder):
     [
         ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0}}, 'rope_type "llama3"'),
         ({"rope_parameters": "absent", "rope_scaling": {"type": "linear", "factor": 2.0}}, 'rope_type "linear"'),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, 'rope_type "yarn"'),  # beside the rope_parameters of an exported folder
         ({"hidden_act": "gelu"}, 'hidden_act is "gelu", must be "silu"'),
         ({"intermediate_size": 64}, "config.json says [64, 32]"),
         ({"num_key_value_heads": 4}, "config.json says [32, 32]"),

@@ -268,6 +268,7 @@ def test_no_pickle_is_loaded(run, folder, tmp_path):
     ("values", "said"),
     [
         ({"model_type": "mamba", "architectures": ["MambaForCausalLM"]}, "is a model of 'mamba'"),
+        ({"model_type": ["gpt2"]}, "is a model of"),
         ({"architectures": ["GPT2ForSequenceClassification"]}, "GPT2ForSequenceClassification"),
         ({"activation_function": "relu"}, 'activation_function is "relu", must be "gelu_new"'),
         ({"tie_word_embeddings": False}, "lacks lm_head.weight"),

@@ -180,7 +180,7 @@ def _by_name(tensors: list[StoredTensor], config: GPTConfig, folder: Path) -> di
 def _config(content: dict[str, Any], file: Path) -> GPTConfig:
     """The model that a config.json describes. Raises UsageError unless it is a model of `model/gpt.py`."""
     form = content.get("model_type")
-    if form not in ARCHITECTURES:
+    if form not in list(ARCHITECTURES):  # a list, since a JSON value may be unhashable
         raise UsageError(f"{file}: is a model of {str(form)[:60]!r}; only {', '.join(CLASSES.values())} can be read")
     named = content.get("architectures") or [CLASSES[form]]
     if not isinstance(named, list) or not all(name in (CLASSES[form], *HEADLESS) for name in named):
@@ -213,8 +213,8 @@ def _config(content: dict[str, Any], file: Path) -> GPTConfig:
 
 def _read_rotary(content: dict[str, Any], own: dict[str, Any]) -> list[str]:
     """Read `rope_theta` into `own`. Returns the faults: rotary positions that `model/gpt.py` does not support."""
-    # transformers 5 has `rope_parameters`, earlier versions `rope_theta` and `rope_scaling`.
-    rope = content.get("rope_parameters") or content.get("rope_scaling") or {}
+    # transformers 5 has `rope_parameters`, earlier versions `rope_theta` and `rope_scaling`, which transformers 5 still prefers.
+    rope = content.get("rope_scaling") or content.get("rope_parameters") or {}
     if not isinstance(rope, dict):
         return [f"rope_parameters is {json.dumps(rope)[:60]}, must be an object"]
     if (kind := rope.get("rope_type", rope.get("type", "default"))) != "default":
