@@ -39,7 +39,7 @@ class Testbed:
         device: "cpu" or "cuda"; the testbed is used only there.
         flags: of `launch/pretrain.py`, the same for all runs: model, corpus, tokens, batch, evaluations.
         sweep: flag -> the values of the control's sweep, a number or a word each. Flags are varied one after another, and each starts at
-            its first value.
+            its first value. Empty if all values are fixed in `flags`; `reason` then says why.
         tuned: flag -> the value chosen from the sweep. Runs take it unless their recipe is tuned itself.
         target_loss: nats per token of validation text; times and tokens are compared where a run first reaches it.
         ranks: of each run, unless the recipe states another number.
@@ -52,13 +52,15 @@ class Testbed:
     title: str
     device: Literal["cpu", "cuda"]
     flags: Flags
-    sweep: Sweep
-    tuned: Flags
     target_loss: float
+    sweep: Sweep = field(default_factory=dict)
+    tuned: Flags = field(default_factory=dict)
     ranks: int = 1
     reason: str = ""
 
     def __post_init__(self) -> None:
+        if not self.sweep and not self.reason:
+            raise ValueError("it has neither a 'sweep' nor a 'reason'; state why its values are fixed")
         _check_sweep(self.sweep)
 
 
@@ -83,8 +85,7 @@ class Experiment:
     def __post_init__(self) -> None:
         if self.seeds < 1:
             raise ValueError(f"'seeds' is {self.seeds}; it must be at least 1")
-        if self.sweep:
-            _check_sweep(self.sweep)
+        _check_sweep(self.sweep)
         if unswept := sorted(self.tuned.keys() - self.sweep.keys()):
             raise ValueError(f"'tuned.{unswept[0]}' is not in 'sweep'; only swept flags may differ from the testbed's")
         for claim in self.claims:
@@ -99,7 +100,7 @@ def _check_sweep(sweep: Sweep) -> None:
     for name, values in sweep.items():
         if not values:
             raise ValueError(f"'sweep.{name}' is []; it must be a list of numbers or words")
-    if "lr" not in sweep:
+    if sweep and "lr" not in sweep:
         raise ValueError("'sweep' has no lr; every sweep varies the learning rate")
 
 

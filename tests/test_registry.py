@@ -121,6 +121,17 @@ def test_bad_recipe_is_refused_in_one_line(content, message, tmp_path):
     assert str(tmp_path) in str(mistake.value)
 
 
+def test_a_testbed_without_a_sweep_says_why(tmp_path, monkeypatch):
+    monkeypatch.setattr(registry, "TESTBEDS", tmp_path)
+    fields = {"title": "t", "device": "cpu", "flags": {"lr": 0.001}, "target_loss": 5.0}
+    (tmp_path / "fixed").mkdir()
+    (tmp_path / "fixed" / "testbed.json").write_text(json.dumps(fields))
+    with pytest.raises(registry.RecipeError, match="neither a 'sweep' nor a 'reason'"):
+        registry.read_testbed("fixed")
+    (tmp_path / "fixed" / "testbed.json").write_text(json.dumps({**fields, "reason": "Because."}))
+    assert registry.read_testbed("fixed").sweep == {}
+
+
 def test_two_recipes_at_once_are_refused():
     with pytest.raises(UsageError, match="--recipe is given twice"):
         parse_flags(["--recipe", "recipes/zero_1", "--recipe=recipes/zero_2"])

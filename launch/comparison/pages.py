@@ -299,7 +299,7 @@ def testbeds_part(cells: list[Published]) -> str:
         name = testbed.name
         blocks += [f"## {name}", f"{testbed.title}. {'On a GPU.' if testbed.device == 'cuda' else 'On a CPU.'} {testbed.reason}".rstrip()]
         rows = [(setting_name(key, value), in_words(value)) for key, value in testbed.flags.items()]
-        tuned = "tuned" if (TESTBEDS / name / "tuning.json").exists() else "not tuned yet"
+        tuned = "tuned" if (TESTBEDS / name / "tuning.json").exists() or not testbed.sweep else "not tuned yet"
         rows += [(f"{setting_name(key, value)}, {tuned}", in_words(value)) for key, value in testbed.tuned.items()]
         rows += [
             (f"{setting_name(key, values[0])}, swept over", _listed(map(in_words, sorted(values, key=numbers_in))))
@@ -311,7 +311,7 @@ def testbeds_part(cells: list[Published]) -> str:
         blocks += _noise(name)
         if (TESTBEDS / name / "tuning.json").exists():
             blocks.append(f"![Final validation loss of the control over each swept setting on {name}]({name}/tuning.png)")
-        else:
+        elif testbed.sweep:
             blocks.append(f"The sweep: {UNMEASURED}.")
         own = ", ".join(f"[{one.recipe.name}](../{one.recipe.name}/README.md)" for one in cells if one.testbed.name == name)
         blocks.append(f"Recipes: {own}." if own else "No recipe is compared on it yet.")

@@ -121,6 +121,8 @@ class _Arm:
 
 def _arms(testbed: Testbed, recipe: Recipe | None, flags: argparse.Namespace, passed_on: Sequence[str]) -> list[_Arm]:
     """The sweep of each side."""
+    if not testbed.sweep:
+        raise UsageError(f"--tune: {testbed.name} has fixed values: {testbed.reason}")
     sweeps = {CONTROL: testbed.sweep}
     if recipe is not None:
         experiment = recipe.experiments.get(testbed.name)
