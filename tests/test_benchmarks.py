@@ -17,7 +17,7 @@ from benchmarks.gpu import __main__ as gpu
 from benchmarks.gpu import rehearsal
 from recipes.fused_kernels.technique import FusedKernels
 from tests.commands import run_script
-from tests.conftest import gpus
+from tests.distributed.ranks import gpus
 from tests.helpers import explained
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -52,7 +52,7 @@ def prepare_environment(tiny: bool) -> None:
     sys.path.append(str(SITE))
     paths = [str(SITE), str(ROOT), os.environ.get("PYTHONPATH", "")]
     os.environ["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
-    os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), str(SITE / "bin"), os.environ["PATH"]])
     os.environ["DS_ACCELERATOR"] = "cpu" if tiny else "cuda"
     if not (ROOT / ".git").exists() and (commit := WORK / "commit").exists():
         os.environ["BENCHMARK_COMMIT"] = commit.read_text(encoding="utf-8").strip()

@@ -14,6 +14,7 @@ from typing import Any
 import psutil
 
 from launch.formats.metrics import read_metrics
+from tests.distributed.ranks import skip_without_gpus
 from tests.helpers import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -43,10 +44,11 @@ class LaunchedRun:
         pass_fds: tuple[int, ...] = (),
         **environment: str,
     ):
+        skip_without_gpus(ranks, os.environ["DS_ACCELERATOR"])
         self.folder = runs / name
         self.log = runs / f"{name}.{time.monotonic_ns()}.out"
         runs.mkdir(parents=True, exist_ok=True)
-        launcher = [Path(sys.executable).with_name("deepspeed"), "--num_gpus", ranks, "--master_port", free_port(), "--log_level", "error"]
+        launcher = ["deepspeed", "--num_gpus", ranks, "--master_port", free_port(), "--log_level", "error"]
         config = ["--deepspeed_config", f"ds_configs/zero{stage}_fp32.json", "--runs_dir", runs, "--run_name", name]
         command = [str(part) for part in (*under, *launcher, "launch/pretrain.py", *config, *TINY, *flags)]
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"

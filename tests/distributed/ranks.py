@@ -11,7 +11,10 @@ import multiprocessing
 import os
 import traceback
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
+
+import pytest
 
 from tests.commands import CONTEXT
 from tests.helpers import free_port
@@ -20,10 +23,22 @@ JOB_SECONDS = 600.0
 STOP_SECONDS = 3.0
 
 
+def gpus() -> int:
+    """How many CUDA GPUs this machine has."""
+    return len(list(Path("/dev").glob("nvidia[0-9]*")))
+
+
+def skip_without_gpus(ranks: int, device: str) -> None:
+    """Skip the test if the ranks are to train on "cuda" and there are fewer GPUs: each rank needs its own."""
+    if device == "cuda" and gpus() < ranks:
+        pytest.skip(f"needs {ranks} GPUs, this machine has {gpus()}")
+
+
 class Ranks:
     """`size` ranks on "cpu" or "cuda". `run("module:function", **arguments)` runs a function on all of them; its results by rank."""
 
     def __init__(self, size: int, device: str):
+        skip_without_gpus(size, device)
         self.size, self.device = size, device
         self._processes: list[multiprocessing.Process] = []
         self._pipes: list[Connection] = []

@@ -192,14 +192,14 @@ def test_a_run_is_moved_to_offloaded_weights(runs, tmp_path):
 
 
 @pytest.mark.long
-def test_a_run_is_moved_to_weights_with_a_second_partition(runs, tmp_path):
+def test_a_run_is_moved_to_weights_with_a_second_partition(runs, device, tmp_path):
     """In processes of its own, since DeepSpeed makes the groups of `zero_hpz_partition_size` once in a process, for good."""
     before, after, more = L(2, 2), L(3, 2), ["--set", "zero_optimization.zero_hpz_partition_size=2", "--resume"]
     folder = runs.copy(before, tmp_path / "moved")
     flags = runs.flags(after, folder, *more)
-    with Ranks(2, "cpu") as ranks:
+    with Ranks(2, device) as ranks:
         assert ranks.run(LOADED, flags=flags)[0]["content"] == runs.loaded_by_deepspeed(before)["content"]
-    with Ranks(2, "cpu") as ranks:
+    with Ranks(2, device) as ranks:
         assert losses(ranks.run(JOB, flags=flags)[0]) == pytest.approx(losses(runs.unmoved(before)[1]), abs=1e-5)
 
 

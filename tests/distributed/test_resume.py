@@ -213,11 +213,11 @@ def test_a_run_that_ends_in_the_middle_of_a_write_ends_the_write_first(how, left
     assert [read_state(path)["step"] for path in complete_checkpoints(tmp_path / "r/checkpoints")] == left
 
 
-def test_a_rank_that_is_killed_in_its_write_is_missed_by_the_one_that_waits_for_its_files(flags, tmp_path, monkeypatch):
+def test_a_rank_that_is_killed_in_its_write_is_missed_by_the_one_that_waits_for_its_files(flags, device, tmp_path, monkeypatch):
     monkeypatch.setattr("tests.distributed.ranks.JOB_SECONDS", 40.0)
     run = ["--deepspeed_config", "ds_configs/zero1_fp32.json", *TINY, *flags, "--runs_dir", str(tmp_path), "--run_name", "r"]
     job = "tests.distributed.failure_jobs:lose_rank_1_in_a_write"
-    with Ranks(2, "cpu") as ranks, pytest.raises(AssertionError) as failures:
+    with Ranks(2, device) as ranks, pytest.raises(AssertionError) as failures:
         ranks.run(job, flags=[*run, "--save_every", "1", "--eval_every", "0"])
     assert str(failures.value) == "rank 1: the rank died"  # and rank 0 has answered
     assert not complete_checkpoints(tmp_path / "r/checkpoints")
