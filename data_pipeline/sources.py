@@ -6,7 +6,7 @@ A source is one value of `--source`:
     FILE                .txt .md .py .jsonl .json .csv (each also .gz or .zst) or .parquet
     FOLDER, 'GLOB'      all files of these kinds in the folder and below, or all that match, ordered by path
     hf:NAME[:CONFIG][:SPLIT]    a dataset of the Hugging Face hub, or a folder with the same layout, streamed by `datasets`;
-                        hf:json:FILES and the like name a builder and its files
+                        hf:json:FILES and the like name a builder and its files, which may be a URL
     ...@0.7             any of them with its weight in a mixture
 """
 
@@ -217,7 +217,8 @@ def _check_kind(file: Path, spec: str) -> None:
 
 def _hub_arguments(spec: str) -> dict[str, Any]:
     """The arguments of `datasets.load_dataset`."""
-    name, *rest = spec.removeprefix("hf:").split(":")
+    name, *rest = spec.removeprefix("hf:").split(":", 1)
+    rest = [part for after in rest for part in re.split(":(?!.*/)", after)]  # colons before the last slash belong to a URL
     form = "hf:NAME[:CONFIG][:SPLIT], or hf:json:FILES[:SPLIT] and the like"
     if not name or len(rest) > 2 or "" in rest:
         raise DataError(f"--source {spec}: not a dataset name; allowed: {form}")

@@ -314,9 +314,8 @@ class HuggingFace(Tokenizer):
         self.cuttable = _cuttable(self._tokenizer)
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values()) + 1
-        self._end_of_text: str | None = None
-        if not may_lack_end or vocabulary.keys() & {end_of_text, *USUAL_ENDS}:
-            self._end_of_text = _choose_end(vocabulary, end_of_text, where)
+        self._end_of_text = _find_end(vocabulary, end_of_text, where, may_lack_end)
+        if self._end_of_text is not None:
             self.eot_id = vocabulary[self._end_of_text]
 
     @classmethod
@@ -393,13 +392,15 @@ def _cuttable(tokenizer: HuggingFaceTokenizer) -> bool:
     return not (whole and isinstance(tokenizer.model, models.Unigram))
 
 
-def _choose_end(vocabulary: dict[str, int], requested: str | None, where: str) -> str:
-    """The token that ends a text: the requested one, else the first of USUAL_ENDS in the vocabulary."""
+def _find_end(vocabulary: dict[str, int], requested: str | None, where: str, may_lack_end: bool) -> str | None:
+    """The token that ends a text: the requested one, else the first of USUAL_ENDS in the vocabulary; None if `may_lack_end` and none is."""
     if requested is not None and requested not in vocabulary:
         raise DataError(f"{where}: its vocabulary has no token {requested!r} to end a text; name one that it has with --end_of_text")
     for token in (requested,) if requested is not None else USUAL_ENDS:
         if token in vocabulary:
             return token
+    if may_lack_end:
+        return None
     raise DataError(f"{where}: none of {', '.join(USUAL_ENDS)} is in its vocabulary; name the token that ends a text with --end_of_text")
 
 

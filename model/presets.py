@@ -109,8 +109,9 @@ class GPTConfig(ModelShape):
 
     def __post_init__(self) -> None:
         check_positive_int("vocab_size", self.vocab_size)
-        if self.document_end is not None and not 0 <= self.document_end < self.vocab_size:
-            raise ValueError(f"document_end is {self.document_end}: it must be a token, from 0 to {self.vocab_size - 1}")
+        end = self.document_end
+        if end is not None and not (type(end) is int and 0 <= end < self.vocab_size):
+            raise ValueError(f"document_end is {end!r}: it must be a token, from 0 to {self.vocab_size - 1}")
         super().__post_init__()
 
     @property

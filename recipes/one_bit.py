@@ -160,8 +160,8 @@ class FreezingOptimizer(CompressedOptimizer):
     """
 
     def __init__(self, param_groups: list[dict[str, Any]], *arguments: Any):
-        # `variance_steps`: the step after which the variance was frozen, or 0. It is in the groups because checkpoints contain them.
-        super().__init__(param_groups, *arguments, variance_steps=0)
+        # The step after which the variance was frozen, and its bias correction then; 0 before. In the groups, which checkpoints contain.
+        super().__init__(param_groups, *arguments, variance_steps=0, variance_bias=0.0)
         self.compressing = False
 
     @property
@@ -191,7 +191,7 @@ class FreezingOptimizer(CompressedOptimizer):
         some: list[torch.Tensor] = []
         none: list[torch.Tensor] = []
         for place, (group, parameter, _) in enumerate(self._momenta()):
-            group["variance_steps"] = steps
+            group |= {"variance_steps": steps, "variance_bias": self._bias(group["betas"][1], steps)}
             variance = self.state[parameter]["exp_avg_sq"]
             settle_variance(variance, steps, group["betas"][1], self._row_steps(place) if place in self.used_rows else None)
             (some if variance.any() else none).append(variance)
@@ -200,9 +200,9 @@ class FreezingOptimizer(CompressedOptimizer):
             variance.fill_(mean)
 
     def _biases(self, group: dict[str, Any]) -> tuple[float, float]:
-        """The bias corrections by which the two moments are divided. A frozen variance uses the number of its updates."""
+        """The bias corrections by which the two moments are divided. That of a frozen variance stays, even if a resume changes beta2."""
         beta1, beta2 = group["betas"]
-        return self._bias(beta1, self._steps), self._bias(beta2, group["variance_steps"] or self._steps)
+        return self._bias(beta1, self._steps), group["variance_bias"] or self._bias(beta2, self._steps)
 
     def _divisor(self, variance: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
         """The divisor of the momentum for a block of the variance: sqrt(variance / bias) + eps, in `reduction.scratch`."""

@@ -61,7 +61,7 @@ class Testbed:
     def __post_init__(self) -> None:
         if not self.sweep and not self.reason:
             raise ValueError("it has neither a 'sweep' nor a 'reason'; state why its values are fixed")
-        _check_sweep(self.sweep)
+        _check_sweep(self.sweep, self.tuned, "fixed values belong in 'flags'")
 
 
 @dataclass(frozen=True)
@@ -85,9 +85,7 @@ class Experiment:
     def __post_init__(self) -> None:
         if self.seeds < 1:
             raise ValueError(f"'seeds' is {self.seeds}; it must be at least 1")
-        _check_sweep(self.sweep)
-        if unswept := sorted(self.tuned.keys() - self.sweep.keys()):
-            raise ValueError(f"'tuned.{unswept[0]}' is not in 'sweep'; only swept flags may differ from the testbed's")
+        _check_sweep(self.sweep, self.tuned, "only swept flags may differ from the testbed's")
         for claim in self.claims:
             low, high = claim.bounds
             if not low < claim.expected < high:
@@ -96,12 +94,14 @@ class Experiment:
                 )
 
 
-def _check_sweep(sweep: Sweep) -> None:
+def _check_sweep(sweep: Sweep, tuned: Flags, why: str) -> None:
     for name, values in sweep.items():
         if not values:
             raise ValueError(f"'sweep.{name}' is []; it must be a list of numbers or words")
     if sweep and "lr" not in sweep:
         raise ValueError("'sweep' has no lr; every sweep varies the learning rate")
+    if unswept := sorted(tuned.keys() - sweep.keys()):
+        raise ValueError(f"'tuned.{unswept[0]}' is not in 'sweep'; {why}")
 
 
 @dataclass(frozen=True)

@@ -274,6 +274,7 @@ def test_no_pickle_is_loaded(run, folder, tmp_path):
         ({"tie_word_embeddings": False}, "lacks lm_head.weight"),
         ({"n_inner": 100}, "c_fc.bias is [144], config.json says [100]"),
         ({"n_embd": "36"}, 'n_embd is "36", must be a whole number'),
+        ({"document_end": "7"}, "config.json: document_end is '7': it must be a token, from 0 to 1023"),
         ({"n_layer": 1}, "is not a weight of a gpt2 of 1 layers"),
         ({"n_layer": 3}, "lacks h.2."),
         ({"n_layer": 10**9}, "config.json has n_layer 1,000,000,000, the files have 28 tensors"),

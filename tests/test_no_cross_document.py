@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -172,9 +173,9 @@ def test_a_sample_goes_on_from_its_own_document_alone():
     assert continued[0] == continued[1] == continued[2]
 
 
-@pytest.mark.parametrize("end", [-1, 100])
+@pytest.mark.parametrize("end", [-1, 100, "7", 7.0, True, [7]])
 def test_an_end_that_is_no_token_is_refused(end):
-    with pytest.raises(ValueError, match=f"document_end is {end}: it must be a token, from 0 to 99"):
+    with pytest.raises(ValueError, match=re.escape(f"document_end is {end!r}: it must be a token, from 0 to 99")):
         GPTConfig(**vars(CONFIG) | {"document_end": end})
 
 

@@ -11,7 +11,10 @@ import random
 import sys
 import zlib
 from contextlib import suppress
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 
 import datasets
 import numpy as np
@@ -290,6 +293,17 @@ def test_a_builder_of_datasets_streams_files(run, tmp_path, builder):
     (tmp_path / f"a.{builder}").write_bytes(data)
     assert run(f"hf:{builder}:{tmp_path}/a.{builder}")[1] == all_of(texts)
     assert run(f"hf:{builder}:{tmp_path}/a.{builder}:train@2")[1] == all_of(texts)
+
+
+def test_a_builder_of_datasets_streams_a_url(run, tmp_path, monkeypatch):
+    (tmp_path / "a.jsonl").write_bytes(jsonl(TEXTS))
+    monkeypatch.setattr(SimpleHTTPRequestHandler, "log_message", lambda *_: None)  # it would go to stderr
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(SimpleHTTPRequestHandler, directory=tmp_path)) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}/a.jsonl"
+        for source in (f"hf:json:{url}", f"hf:json:{url}:train@2"):
+            assert run(source)[1] == all_of(TEXTS)
+        server.shutdown()
 
 
 def test_a_folder_laid_out_like_the_hub_has_configurations_and_splits(run, tmp_path):

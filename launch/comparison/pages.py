@@ -299,20 +299,21 @@ def testbeds_part(cells: list[Published]) -> str:
         name = testbed.name
         blocks += [f"## {name}", f"{testbed.title}. {'On a GPU.' if testbed.device == 'cuda' else 'On a CPU.'} {testbed.reason}".rstrip()]
         rows = [(setting_name(key, value), in_words(value)) for key, value in testbed.flags.items()]
-        tuned = "tuned" if (TESTBEDS / name / "tuning.json").exists() or not testbed.sweep else "not tuned yet"
+        unswept = testbed.sweep and not (TESTBEDS / name / "tuning.json").exists()
+        tuned = "not tuned yet" if unswept else "tuned"
         rows += [(f"{setting_name(key, value)}, {tuned}", in_words(value)) for key, value in testbed.tuned.items()]
         rows += [
             (f"{setting_name(key, values[0])}, swept over", _listed(map(in_words, sorted(values, key=numbers_in))))
             for key, values in testbed.sweep.items()
         ]
         rows.append(("ranks, unless a recipe states others", str(testbed.ranks)))
-        rows.append((f"target loss{'' if tuned == 'tuned' else ', before the sweep'}", f"{testbed.target_loss:g}"))
+        rows.append((f"target loss{', before the sweep' if unswept else ''}", f"{testbed.target_loss:g}"))
         blocks.append(_table(["setting", "value"], rows))
         blocks += _noise(name)
-        if (TESTBEDS / name / "tuning.json").exists():
-            blocks.append(f"![Final validation loss of the control over each swept setting on {name}]({name}/tuning.png)")
-        elif testbed.sweep:
+        if unswept:
             blocks.append(f"The sweep: {UNMEASURED}.")
+        elif testbed.sweep:
+            blocks.append(f"![Final validation loss of the control over each swept setting on {name}]({name}/tuning.png)")
         own = ", ".join(f"[{one.recipe.name}](../{one.recipe.name}/README.md)" for one in cells if one.testbed.name == name)
         blocks.append(f"Recipes: {own}." if own else "No recipe is compared on it yet.")
     return "\n" + "\n\n".join(blocks) + "\n\n"

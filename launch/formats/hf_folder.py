@@ -204,9 +204,8 @@ def _config(content: dict[str, Any], file: Path) -> GPTConfig:
         faults.append(f"{file}: mlp_bias and attention_bias differ, and here all linear layers have biases or none has")
     if faults:
         raise UsageError(*faults)
-    end = content.get("document_end")  # our key: transformers keeps unknown keys
     try:
-        return GPTConfig(**own, document_end=end if type(end) is int else None)
+        return GPTConfig(**own, document_end=content.get("document_end"))  # our key: transformers keeps unknown keys
     except (ValueError, TypeError) as reason:  # a number out of range, or none
         raise UsageError(f"{file}: {reason}") from None
 
