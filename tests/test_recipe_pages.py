@@ -13,8 +13,8 @@ import matplotlib
 import numpy as np
 import pytest
 
-from launch.comparison import comparison, pages, publish, trials, tuning
-from launch.comparison.comparison import compare_experiments
+from launch.comparison import pages, publish, trials, tuning
+from launch.comparison.comparison import compare_experiments, differences
 from launch.comparison.runs import read_run, read_stored_run, stored_run
 from launch.comparison.verdicts import SIGNS
 from launch.errors import UsageError
@@ -82,7 +82,7 @@ def tree(tmp_path, monkeypatch):
     left_out = shutil.ignore_patterns("*.py", "*.png", "__pycache__", "results.json", "tuning.json", "noise.json")
     shutil.copytree(CHECKOUT / "recipes", copy / "recipes", ignore=left_out)
     shutil.copy(CHECKOUT / "README.md", copy)
-    for module in (registry, comparison, pages, publish, trials, tuning):
+    for module in (registry, pages, publish, trials, tuning):
         monkeypatch.setattr(module, "ROOT", copy)
     for module in (registry, pages, tuning):
         monkeypatch.setattr(module, "TESTBEDS", copy / "recipes" / "testbeds")
@@ -328,7 +328,7 @@ def test_sides_with_other_package_versions_are_not_published(tree, make):
     pair = compared.pairs[0]
     for run in pair.control.runs:
         run.description["versions"] = {**run.description["versions"], "torch": "1.0"}
-    found = comparison.differences(pair.control.runs, pair.side.runs)
+    found = differences(pair.control.runs, pair.side.runs)
     with pytest.raises(UsageError, match="control and recipe used different versions of torch; train both in another --runs_dir"):
         publish.publish(dataclasses.replace(compared, pairs=(dataclasses.replace(pair, differences=found),)))
 

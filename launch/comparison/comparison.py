@@ -23,7 +23,7 @@ from launch.errors import UsageError
 from launch.formats.json_lines import dotted
 from launch.training.run_json import INCIDENTAL
 from recipes.claims import Claim
-from recipes.registry import ROOT, Experiment, Recipe, Testbed, read_recipe, read_testbeds, recipe_names
+from recipes.registry import Experiment, Recipe, Testbed, read_recipes, read_testbeds
 
 Role = Literal["control", "recipe", "run"]
 Group = tuple[Run, ...]  # runs of one configuration, in the order of their seeds
@@ -214,8 +214,7 @@ def compare(runs: Sequence[Run], force: bool = False) -> Comparison:
 
 def _recipe_of(run: Run, control: Run) -> Recipe | None:
     """The recipe of a run, among those with this control: the one that `run.json` names, else one with the run's DeepSpeed JSON."""
-    recipes = (read_recipe(ROOT / "recipes" / name) for name in recipe_names())
-    found = [recipe for recipe in recipes if recipe.control == _engine_json(control)]
+    found = [recipe for recipe in read_recipes() if recipe.control == _engine_json(control)]
     own = [recipe for recipe in found if recipe.name == run.description.get("recipe")]
     return next(iter(own or [recipe for recipe in found if recipe.config == _engine_json(run)]), None)
 
@@ -256,9 +255,8 @@ def _pairs_of_recipes(pairings: Sequence[Pairing]) -> Iterator[Pairing]:
 
 def claims_in_table(device: str) -> int:
     """The number of claims of all recipes on the testbeds of a device, measured or not."""
-    recipes = [read_recipe(ROOT / "recipes" / name) for name in recipe_names()]
     testbeds = {testbed.name for testbed in read_testbeds(device)}
-    return sum(len(one.claims) for recipe in recipes for testbed, one in recipe.experiments.items() if testbed in testbeds)
+    return sum(len(one.claims) for recipe in read_recipes() for testbed, one in recipe.experiments.items() if testbed in testbeds)
 
 
 def group(runs: Iterable[Run]) -> list[Group]:
