@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 
@@ -25,6 +25,7 @@ from launch.training.run_json import INCIDENTAL
 from recipes.claims import Claim
 from recipes.registry import Experiment, Recipe, Testbed, read_recipes, read_testbeds
 
+T = TypeVar("T")
 Role = Literal["control", "recipe", "run"]
 Group = tuple[Run, ...]  # runs of one configuration, in the order of their seeds
 Pairing = tuple[Group, Group, Recipe | None, Testbed | None]  # control, side, the side's recipe, the testbed
@@ -242,11 +243,8 @@ def compare_experiments(
 
 def _pairs_of_recipes(pairings: Sequence[Pairing]) -> Iterator[Pairing]:
     """The two recipes of each testbed (or setting) that has exactly two, paired with each other, without claims."""
-    by_testbed: dict[str, list[Pairing]] = {}
-    for pairing in pairings:
-        by_testbed.setdefault(pairing[3].name if pairing[3] else "", []).append(pairing)
     known = {pairing[:2] for pairing in pairings}
-    for found in by_testbed.values():
+    for found in _grouped(pairings, lambda pairing: pairing[3] and pairing[3].name):
         if len(found) == 2 and not {(found[0][1], found[1][1]), (found[1][1], found[0][1])} & known:
             (_, one, *_), (_, other, _, testbed) = found
             if one and other and one != other and _basis_of_losses(one[0]) == _basis_of_losses(other[0]):
@@ -275,10 +273,10 @@ def group(runs: Iterable[Run]) -> list[Group]:
     return [_in_order(members) for members in groups]
 
 
-def _grouped(runs: Iterable[Run], key: Callable[[Run], Any]) -> list[list[Run]]:
-    groups: dict[Any, list[Run]] = {}
-    for run in runs:
-        groups.setdefault(key(run), []).append(run)
+def _grouped(members: Iterable[T], key: Callable[[T], Any]) -> list[list[T]]:
+    groups: dict[Any, list[T]] = {}
+    for member in members:
+        groups.setdefault(key(member), []).append(member)
     return list(groups.values())
 
 
