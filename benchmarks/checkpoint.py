@@ -24,8 +24,11 @@ from typing import Any
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
+import numpy as np
+
 from benchmarks import report
 from launch.config.flags import whole_number
+from launch.config.run_config import resolve
 
 QUICK = ("--preset", "micro", "--saves", "2", "--save_every", "3")
 TOKENS = 2_000_000
@@ -62,8 +65,6 @@ def train(flags: list[str], folder: str) -> dict[str, Any]:
 
 def write_corpus(folder: Path) -> None:
     """Write random tokens in nanoGPT's format."""
-    import numpy as np
-
     folder.mkdir()
     tokens = np.random.default_rng(0).integers(0, 50257, TOKENS, dtype=np.uint16)
     tokens.tofile(folder / "train.bin")
@@ -72,8 +73,6 @@ def write_corpus(folder: Path) -> None:
 
 def measure(arguments: argparse.Namespace) -> report.Measured:
     """Train both runs; one record."""
-    from launch.config.run_config import resolve
-
     context = multiprocessing.get_context("spawn")
     found, size = {}, 0
     with tempfile.TemporaryDirectory(prefix="benchmark-", dir=arguments.runs_dir) as folder:

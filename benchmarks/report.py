@@ -21,10 +21,13 @@ from typing import Any, NamedTuple, NoReturn
 
 from launch.comparison.interleaved import run_interleaved
 from launch.config.flags import whole_number
+from launch.config.run_config import resolve
 from launch.errors import UsageError, nearest, run_command
 from launch.formats.metrics import read_metrics
+from launch.training.folder import RunFolder
 from launch.training.observers import Observer
-from launch.training.provenance import machine, repository_commit, versions
+from launch.training.provenance import describe_run, machine, repository_commit, versions
+from launch.training.signals import StopRequest
 from model.presets import ARCHITECTURES
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -196,10 +199,6 @@ def train(flags: list[str], folder: str | Path, *observers: Observer) -> list[di
     The run is in `folder`/r. Returns the lines of `metrics.jsonl` that have a loss.
     """
     from launch import pretrain
-    from launch.config.run_config import resolve
-    from launch.training.folder import RunFolder
-    from launch.training.provenance import describe_run
-    from launch.training.signals import StopRequest
 
     config, _ = resolve([*flags, "--runs_dir", str(folder), "--run_name", "r"])
     run_folder = RunFolder(Path(folder, "r"), describe_run(config), quiet=True)

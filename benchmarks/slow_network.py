@@ -25,6 +25,7 @@ if __name__ == "__main__":
 
 from benchmarks import report
 from launch.config.flags import whole_number
+from launch.config.run_config import resolve
 from launch.errors import UsageError
 
 ONLY_BY_NAME = "it needs root and an idle machine, and takes about 15 minutes"
@@ -75,7 +76,6 @@ def train(sides: dict[str, list[str]], common: list[str], arguments: argparse.Na
 
 def measure(arguments: argparse.Namespace) -> report.Measured:
     """Train all sides; one record."""
-    from launch.config.run_config import resolve
     from tests.distributed.two_hosts import missing
 
     sides = report.sides_of(arguments.side or SIDES)

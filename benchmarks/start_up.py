@@ -23,6 +23,7 @@ if __name__ == "__main__":
 
 from benchmarks import report
 from launch.config.flags import whole_number
+from launch.config.run_config import resolve
 
 QUICK = ("--starts", "3")
 LAUNCHERS = {"python": [sys.executable], "deepspeed": [str(Path(sys.executable).with_name("deepspeed")), "--num_gpus", "1"]}
@@ -49,8 +50,6 @@ def start(launcher: str, flags: list[str]) -> float:
 
 def measure(arguments: argparse.Namespace) -> report.Measured:
     """Time all starts; one record."""
-    from launch.config.run_config import resolve
-
     os.environ["DS_ACCELERATOR"] = "cpu"
     flags = report.run_flags(arguments, steps=1, eval_every=None)
     resolve(flags)  # a mistake is reported once, here

@@ -20,6 +20,7 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from benchmarks import report
+from launch.config.run_config import resolve
 
 QUICK = ("--preset", "nano", "--steps", "25")
 SIDES = (
@@ -30,8 +31,6 @@ SIDES = (
 
 def measure(arguments: argparse.Namespace) -> report.Measured:
     """Train all sides; one record."""
-    from launch.config.run_config import resolve
-
     sides = report.sides_of(arguments.side or SIDES)
     for flags in sides.values():
         resolve([*report.run_flags(arguments), *flags])  # a mistake is reported before the first side is built

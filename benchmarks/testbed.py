@@ -21,6 +21,7 @@ if __name__ == "__main__":
 
 from benchmarks import report
 from benchmarks.report import Row
+from launch.formats.metrics import read_metrics
 
 ONLY_BY_NAME = "it needs a GPU"
 FULL = {"preset": "gpt2", "steps": 500, "warmup_steps": 100, "global_batch_size": 64, "micro_batch_size": 64, "eval_every": 100}
@@ -44,8 +45,6 @@ def cells(tiny: bool = False) -> dict[str, list[str]]:
 
 def train(name: str, flags: list[str]) -> dict[str, Any]:
     """Train one cell; its record."""
-    from launch.formats.metrics import read_metrics
-
     with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
         run = ["--save_every", "0", "--runs_dir", folder, "--run_name", "r", "--quiet"]
         report.train_interleaved([["launch/pretrain.py", *flags, *run]], folder)

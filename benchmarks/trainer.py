@@ -32,6 +32,7 @@ if __name__ == "__main__":
 
 from benchmarks import report
 from benchmarks.report import WARM_UP_STEPS
+from launch.config.run_config import resolve
 from launch.errors import UsageError
 from launch.training.interleaving import Interleaving
 
@@ -45,7 +46,6 @@ def train_with_trainer(flags: list[str], folder: str) -> None:
     import torch
 
     from launch.config.hardware import quiet_deepspeed
-    from launch.config.run_config import resolve
     from launch.training.distributed import start_ranks
 
     config, _ = resolve(flags)
@@ -128,8 +128,6 @@ def train_with_trainer(flags: list[str], folder: str) -> None:
 
 def measure(arguments: argparse.Namespace) -> report.Measured:
     """Train both sides; one record."""
-    from launch.config.run_config import resolve
-
     if arguments.architecture != "gpt2":
         raise UsageError(f"--architecture {arguments.architecture}: must be gpt2, which is the model of the Trainer's side; leave it out")
     more = {"micro_batch_size": arguments.micro_batch_size, "global_batch_size": arguments.global_batch_size}

@@ -29,7 +29,9 @@ if __name__ == "__main__":
 
 from benchmarks import report
 from benchmarks.report import WARM_UP_STEPS
+from launch.config.explain import explain
 from launch.training.observers import Observer
+from model.accounting import flops_per_token, peak_flops
 
 PROFILED_STEPS = 5
 #: Steps before the plain loop's model is built: the engine's peak memory is measured in them.
@@ -116,9 +118,6 @@ class Interleaved(Observer):
 
 def measure(arguments: argparse.Namespace) -> report.Measured:
     """Train both sides; one record."""
-    from launch.config.explain import explain
-    from model.accounting import flops_per_token, peak_flops
-
     # The warm-up lasts to the end: at the full learning rate the two roundings of bf16 diverge.
     more = {"steps": ENGINE_ONLY_STEPS + arguments.steps + PROFILED_STEPS, "warmup_steps": arguments.steps}
     if arguments.micro_batch_size:

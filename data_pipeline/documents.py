@@ -9,7 +9,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from itertools import chain, count, islice
+from itertools import chain, count, islice, pairwise
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -32,7 +32,7 @@ TRAINING_WORD = 4 * TRAINING_PART
 # Where to cut: after a line end without spaces around it, or else before a single space.
 _LINE_END = re.compile(r"(?<=\S\n)(?=\S)")
 _WORD_END = re.compile(r"(?<=\S)(?= \S)")
-_CONTEXT = 200
+_CONTEXT, _TRIES = 200, 21  # characters that are encoded again on each side of a cut, and cuts that are tried
 
 
 class Document(NamedTuple):
@@ -199,13 +199,8 @@ def training_texts(documents: Documents, watch: Callable[[], Any] = lambda: None
 def pieces(documents: Iterable[Document], tokenizer: Tokenizer) -> Iterator[Piece]:
     """The text of documents, long ones cut into pieces whose concatenated ids are those of the whole document."""
     for document in documents:
-        earlier = None
-        for text in _cut(document.text(), tokenizer):
-            if earlier is not None:
-                yield Piece(document.split, document.group, earlier, len(earlier.encode()), False)
-            earlier = text
-        if earlier is not None:
-            yield Piece(document.split, document.group, earlier, len(earlier.encode()), True)
+        for text, following in pairwise(chain(_cut(document.text(), tokenizer), ("",))):
+            yield Piece(document.split, document.group, text, len(text.encode()), ends=not following)
 
 
 def _cut(blocks: Iterable[str], tokenizer: Tokenizer) -> Iterator[str]:
@@ -231,14 +226,12 @@ def _find_cut(text: str, tokenizer: Tokenizer) -> int:
     puts a space before every text) may not, so the text around the position must have the same ids when encoded in two parts.
     """
     for pattern in (_LINE_END, _WORD_END):
-        for tries, match in enumerate(pattern.finditer(text, PIECE, len(text) - _CONTEXT)):
+        for match in islice(pattern.finditer(text, PIECE, len(text) - _CONTEXT), _TRIES):
             position = match.start()
             before, after = text[position - _CONTEXT : position], text[position : position + _CONTEXT]
             apart = np.concatenate([tokenizer.encode(before), tokenizer.encode(after)])
             if np.array_equal(tokenizer.encode(before + after), apart):
                 return position
-            if tries == 20:
-                break
     return 0
 
 

@@ -156,6 +156,11 @@ def read_recipe(folder: str | Path) -> Recipe:
     return recipe
 
 
+def read_recipes() -> list[Recipe]:
+    """All recipes, in alphabetical order."""
+    return [read_recipe(ROOT / "recipes" / name) for name in recipe_names()]
+
+
 def read_testbed(name: str) -> Testbed:
     """Read the testbed `name`. Raises RecipeError if it does not exist, or if its file is wrong."""
     path = TESTBEDS / name / "testbed.json"

@@ -162,6 +162,11 @@ def largest_divisor(number: int, limit: int) -> int:
     return max((size for low in small for size in (low, number // low) if size <= limit), default=0)
 
 
+def without_auto(section: dict[str, Any]) -> dict[str, Any]:
+    """The values of a section that are not `"auto"`; a technique takes its own for those, and for keys that are left out."""
+    return {key: value for key, value in section.items() if value != "auto"}
+
+
 class Technique:
     """Base of every technique. Every method does nothing here; a technique overrides those that it needs.
 

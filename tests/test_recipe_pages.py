@@ -13,8 +13,8 @@ import matplotlib
 import numpy as np
 import pytest
 
-from launch.comparison import comparison, pages, publish, trials, tuning
-from launch.comparison.comparison import compare_experiments
+from launch.comparison import pages, publish, trials, tuning
+from launch.comparison.comparison import compare_experiments, differences
 from launch.comparison.runs import read_run, read_stored_run, stored_run
 from launch.comparison.verdicts import SIGNS
 from launch.errors import UsageError
@@ -82,7 +82,7 @@ def tree(tmp_path, monkeypatch):
     left_out = shutil.ignore_patterns("*.py", "*.png", "__pycache__", "results.json", "tuning.json", "noise.json")
     shutil.copytree(CHECKOUT / "recipes", copy / "recipes", ignore=left_out)
     shutil.copy(CHECKOUT / "README.md", copy)
-    for module in (registry, comparison, pages, publish, trials, tuning):
+    for module in (registry, pages, publish, trials, tuning):
         monkeypatch.setattr(module, "ROOT", copy)
     for module in (registry, pages, tuning):
         monkeypatch.setattr(module, "TESTBEDS", copy / "recipes" / "testbeds")
@@ -285,6 +285,8 @@ def test_only_planned_experiments_are_published(tree, make):
 def test_runs_of_commits_that_train_alike_are_published(tree, make):
     """A control that was trained for another recipe before is used again; pages may have changed since, but no code of the training."""
     before = commit(tree)
+    for file in ("claims.py", "lamb/benchmark.py"):
+        (tree / "recipes" / file).write_text("changed = True\n")
     after = commit(tree)
 
     def mixed(at):
@@ -326,7 +328,7 @@ def test_sides_with_other_package_versions_are_not_published(tree, make):
     pair = compared.pairs[0]
     for run in pair.control.runs:
         run.description["versions"] = {**run.description["versions"], "torch": "1.0"}
-    found = comparison.differences(pair.control.runs, pair.side.runs)
+    found = differences(pair.control.runs, pair.side.runs)
     with pytest.raises(UsageError, match="control and recipe used different versions of torch; train both in another --runs_dir"):
         publish.publish(dataclasses.replace(compared, pairs=(dataclasses.replace(pair, differences=found),)))
 

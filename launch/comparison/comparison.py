@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 
@@ -23,8 +23,9 @@ from launch.errors import UsageError
 from launch.formats.json_lines import dotted
 from launch.training.run_json import INCIDENTAL
 from recipes.claims import Claim
-from recipes.registry import ROOT, Experiment, Recipe, Testbed, read_recipe, read_testbeds, recipe_names
+from recipes.registry import Experiment, Recipe, Testbed, read_recipes, read_testbeds
 
+T = TypeVar("T")
 Role = Literal["control", "recipe", "run"]
 Group = tuple[Run, ...]  # runs of one configuration, in the order of their seeds
 Pairing = tuple[Group, Group, Recipe | None, Testbed | None]  # control, side, the side's recipe, the testbed
@@ -214,8 +215,7 @@ def compare(runs: Sequence[Run], force: bool = False) -> Comparison:
 
 def _recipe_of(run: Run, control: Run) -> Recipe | None:
     """The recipe of a run, among those with this control: the one that `run.json` names, else one with the run's DeepSpeed JSON."""
-    recipes = (read_recipe(ROOT / "recipes" / name) for name in recipe_names())
-    found = [recipe for recipe in recipes if recipe.control == _engine_json(control)]
+    found = [recipe for recipe in read_recipes() if recipe.control == _engine_json(control)]
     own = [recipe for recipe in found if recipe.name == run.description.get("recipe")]
     return next(iter(own or [recipe for recipe in found if recipe.config == _engine_json(run)]), None)
 
@@ -243,11 +243,8 @@ def compare_experiments(
 
 def _pairs_of_recipes(pairings: Sequence[Pairing]) -> Iterator[Pairing]:
     """The two recipes of each testbed (or setting) that has exactly two, paired with each other, without claims."""
-    by_testbed: dict[str, list[Pairing]] = {}
-    for pairing in pairings:
-        by_testbed.setdefault(pairing[3].name if pairing[3] else "", []).append(pairing)
     known = {pairing[:2] for pairing in pairings}
-    for found in by_testbed.values():
+    for found in _grouped(pairings, lambda pairing: pairing[3] and pairing[3].name):
         if len(found) == 2 and not {(found[0][1], found[1][1]), (found[1][1], found[0][1])} & known:
             (_, one, *_), (_, other, _, testbed) = found
             if one and other and one != other and _basis_of_losses(one[0]) == _basis_of_losses(other[0]):
@@ -256,9 +253,8 @@ def _pairs_of_recipes(pairings: Sequence[Pairing]) -> Iterator[Pairing]:
 
 def claims_in_table(device: str) -> int:
     """The number of claims of all recipes on the testbeds of a device, measured or not."""
-    recipes = [read_recipe(ROOT / "recipes" / name) for name in recipe_names()]
     testbeds = {testbed.name for testbed in read_testbeds(device)}
-    return sum(len(one.claims) for recipe in recipes for testbed, one in recipe.experiments.items() if testbed in testbeds)
+    return sum(len(one.claims) for recipe in read_recipes() for testbed, one in recipe.experiments.items() if testbed in testbeds)
 
 
 def group(runs: Iterable[Run]) -> list[Group]:
@@ -277,10 +273,10 @@ def group(runs: Iterable[Run]) -> list[Group]:
     return [_in_order(members) for members in groups]
 
 
-def _grouped(runs: Iterable[Run], key: Callable[[Run], Any]) -> list[list[Run]]:
-    groups: dict[Any, list[Run]] = {}
-    for run in runs:
-        groups.setdefault(key(run), []).append(run)
+def _grouped(members: Iterable[T], key: Callable[[T], Any]) -> list[list[T]]:
+    groups: dict[Any, list[T]] = {}
+    for member in members:
+        groups.setdefault(key(member), []).append(member)
     return list(groups.values())
 
 

@@ -29,7 +29,7 @@ from launch.comparison.verdicts import SIGNS, Verdict, planned_power
 from launch.formats.files import write_atomically
 from launch.training.run_json import commits_of
 from recipes.claims import QUESTIONS, Claim
-from recipes.registry import ROOT, TESTBEDS, Experiment, Recipe, Testbed, read_recipe, read_testbeds, recipe_names, technique_classes
+from recipes.registry import ROOT, TESTBEDS, Experiment, Recipe, Testbed, read_recipe, read_recipes, read_testbeds, technique_classes
 
 INDEX = ROOT / "recipes" / "README.md"
 README = ROOT / "README.md"
@@ -105,7 +105,7 @@ def published() -> list[Published]:
     """
     testbeds = {testbed.name: testbed for testbed in read_testbeds()}
     cells = []
-    for recipe in (read_recipe(ROOT / "recipes" / name) for name in recipe_names()):
+    for recipe in read_recipes():
         entries = read_json(ROOT / "recipes" / recipe.name / RESULTS)
         if lost := sorted(entries.keys() - recipe.experiments.keys()):
             raise ValueError(f"recipes/{recipe.name}: {RESULTS} has results on {lost[0]}; keep this experiment in recipe.json")
@@ -241,10 +241,9 @@ def index_table(cells: list[Published]) -> str:
     """How many claims are measured, and all recipes as a Markdown table."""
     claims, measured = sum(len(one.experiment.claims) for one in cells), sum(len(one.verdicts) for one in cells)
     rows = []
-    for name in recipe_names():
-        recipe = read_recipe(ROOT / "recipes" / name)
-        found = "; ".join(_found(one) for one in cells if one.recipe.name == name) or "-"
-        link = f"[{name}]({name}/README.md)"
+    for recipe in read_recipes():
+        found = "; ".join(_found(one) for one in cells if one.recipe.name == recipe.name) or "-"
+        link = f"[{recipe.name}]({recipe.name}/README.md)"
         rows.append([link, recipe.title, f"`{recipe.config}`", f"`{recipe.control}`", found, recipe.needs or "-"])
     heads = ["recipe", "what it does", "DeepSpeed JSON", "control", "claims, and what was found", "needs"]
     return f"\nMeasured: {measured} of {claims} claims.\n\n{_table(heads, rows)}\n"
@@ -272,16 +271,15 @@ def _measured(verdict: Verdict) -> str:
 def short_table(cells: list[Published]) -> str:
     """The recipes for the project's README: what each does, and the claims that have a verdict."""
     rows = []
-    for name in recipe_names():
-        recipe = read_recipe(ROOT / "recipes" / name)
-        own = [one for one in cells if one.recipe.name == name and one.verdicts]
+    for recipe in read_recipes():
+        own = [one for one in cells if one.recipe.name == recipe.name and one.verdicts]
         claims = ", ".join(
             f"`{verdict.claim.label}` {SIGNS[verdict.outcome]} {_measured(verdict)}" + (f" ({one.testbed.name})" if len(own) > 1 else "")
             for one in own
             for verdict in one.verdicts
         )
         claims = claims or (UNMEASURED if any(experiment.claims for experiment in recipe.experiments.values()) else "-")
-        rows.append([f"[{name}](recipes/{name}/README.md)", recipe.title, claims])
+        rows.append([f"[{recipe.name}](recipes/{recipe.name}/README.md)", recipe.title, claims])
     return _table(["recipe", "what it does", "claims"], rows) + "\n"
 
 
@@ -349,9 +347,9 @@ def pages(cells: list[Published] | None = None) -> dict[Path, str]:
         INDEX: {"results": index_table(cells), "questions": questions(), "excluded pairs": excluded_pairs()},
         TESTBEDS / "README.md": {"testbeds": testbeds_part(cells)},
     }
-    for name in recipe_names():
-        own = [one for one in cells if one.recipe.name == name]
-        parts[ROOT / "recipes" / name / "README.md"] = {"results": measured_part(read_recipe(ROOT / "recipes" / name), own)}
+    for recipe in read_recipes():
+        own = [one for one in cells if one.recipe.name == recipe.name]
+        parts[ROOT / "recipes" / recipe.name / "README.md"] = {"results": measured_part(recipe, own)}
     return {page: with_parts(page, page.read_text(encoding="utf-8"), own) for page, own in parts.items()}
 
 
@@ -376,7 +374,7 @@ def pictures(cells: list[Published] | None = None) -> dict[Path, Callable[[Path]
         outcomes = dict.fromkeys(one.experiment.claims) | {verdict.claim: verdict.outcome for verdict in one.verdicts}
         rows.append(row(one.testbed.name, one.recipe.name, figures, outcomes, note))
     made: dict[Path, Callable[[Path], object]] = {ROOT / "recipes" / "forest.png": partial(draw_forest, rows)}
-    for name in recipe_names():
+    for name in dict.fromkeys(one.recipe.name for one in cells):
         pairs = tuple(one.pair for one in cells if one.recipe.name == name and one.pair)
         if pairs:
             sides = tuple(side for pair in pairs for side in (pair.control, pair.side))

@@ -22,7 +22,8 @@ from launch.training.run_json import commits_of
 from recipes.registry import ROOT, Recipe, Testbed
 
 #: The files that the numbers of a run depend on, as git pathspecs.
-TRAINING = [*CODE, "ds_configs", "constraints.txt", ":(glob)recipes/*.py", ":(glob)recipes/*/*.py", ":(exclude)recipes/claims.py"]
+TRAINING = [*CODE, "ds_configs", "constraints.txt", ":(glob)recipes/*.py", ":(glob)recipes/*/*.py"]
+TRAINING += [":(exclude)recipes/claims.py", ":(glob,exclude)recipes/*/benchmark.py"]
 
 
 def check_checkout() -> None:

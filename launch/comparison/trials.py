@@ -24,7 +24,7 @@ from launch.formats.json_lines import read_json
 from launch.training.engine import check_device
 from launch.training.run_json import WITHOUT_EFFECT
 from model.presets import FIELDS
-from recipes.registry import ROOT, Flags, Recipe, Testbed, read_recipe, recipe_names, technique_classes
+from recipes.registry import ROOT, Flags, Recipe, Testbed, read_recipes, technique_classes
 
 #: The fraction of a GPU's memory, or of the host's free memory, that interleaved runs may use.
 FILLED = 0.75
@@ -112,9 +112,8 @@ def settings_on(testbed: Testbed, config: str, recipe: Recipe | None = None) -> 
 
 def tuned_by(config: str, testbed: Testbed) -> Recipe | None:
     """The recipe with the DeepSpeed JSON `config` and a sweep of its own on the testbed; None if `config` takes the control's values."""
-    recipes = (read_recipe(ROOT / "recipes" / name) for name in recipe_names())
-    tuned = (one for one in recipes if one.config == config and testbed.name in one.experiments and one.experiments[testbed.name].sweep)
-    return next(tuned, None)
+    recipes = (one for one in read_recipes() if one.config == config and testbed.name in one.experiments)
+    return next((one for one in recipes if one.experiments[testbed.name].sweep), None)
 
 
 def as_words(flags: Flags) -> list[str]:

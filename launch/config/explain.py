@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -152,11 +153,11 @@ def memory_of(config: RunConfig, model: GPTConfig, device: str) -> dict[str, Any
 def bytes_of(config: RunConfig, model: GPTConfig) -> int:
     """Bytes that a rank sends per step, mean over the run."""
     zero = config.engine["zero_optimization"]
-    steps_with: dict[int, int] = {}  # accumulation -> steps
+    steps_with = Counter[int]()  # accumulation -> steps
     for steps in planned_steps(config, config.built_techniques, stride=config.total_tokens):
-        steps_with[steps.plan.accumulation] = steps_with.get(steps.plan.accumulation, 0) + steps.repeats
+        steps_with[steps.plan.accumulation] += steps.repeats
     sent = sum(bytes_sent_per_step(model, config.precision, zero, config.ranks, one) * steps for one, steps in steps_with.items())
-    made = sum(steps_with.values())
+    made = steps_with.total()
     return config.built_techniques.bytes_sent(round(sent / made), made)
 
 
@@ -191,27 +192,23 @@ def _over_the_run(config: RunConfig, model: GPTConfig) -> tuple[list[dict[str, A
     rows: list[dict[str, Any]] = []
     flops: float = 0
     before = 0
-    rate: Callable[[int], float] | None = None
+    rate = _rate(config)
     stride = -(-config.steps_to_make // MAX_PLANNED_STEPS) if techniques.members else config.steps
     for steps in planned_steps(config, techniques, stride):
         flops += steps.repeats * steps.tokens * flops_per_token(model, steps.plan.seq_len, steps.plan.kept_blocks)
         while marks and steps.consumed >= marks[0][1]:
             percent, mark = marks.pop(0)
             place = max(1, -(-(mark - before) // steps.tokens))  # of the mark's step among these
-            tokens = before + place * steps.tokens
-            row: dict[str, Any] = {"percent": percent, "step": steps.number + place - 1, "tokens": tokens}
-            if (schedule := config.token_schedule) is not None:
-                row["lr"] = schedule.rate(tokens)
-            else:
-                rate = rate or _engine_rate(config)
-                row["lr"] = rate(row["step"])
-            rows.append(row | steps.reported)
+            step, tokens = steps.number + place - 1, before + place * steps.tokens
+            rows.append({"percent": percent, "step": step, "tokens": tokens, "lr": rate(step, tokens), **steps.reported})
         before = steps.consumed
     return rows, round(flops)
 
 
-def _engine_rate(config: RunConfig) -> Callable[[int], float]:
-    """A function from a step (from 1) to the learning rate of DeepSpeed's schedule. Imports DeepSpeed."""
+def _rate(config: RunConfig) -> Callable[[int, int], float]:
+    """A function from a step (from 1) and the run's tokens after it to the learning rate. Imports DeepSpeed if the schedule is its own."""
+    if (by_tokens := config.token_schedule) is not None:
+        return lambda step, tokens: by_tokens.rate(tokens)
     import torch  # seconds to import, which --help does without
 
     quiet_deepspeed()
@@ -220,7 +217,7 @@ def _engine_rate(config: RunConfig) -> Callable[[int], float]:
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=config.lr)
     schedule = getattr(lr_schedules, config.scheduler["type"])(optimizer, **config.scheduler["params"])
 
-    def rate(step: int) -> float:
+    def rate(step: int, tokens: int) -> float:
         schedule.step(step)  # as the engine does, see launch/training/engine.py
         return float(optimizer.param_groups[0]["lr"])
 

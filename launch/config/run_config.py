@@ -135,10 +135,8 @@ class RunConfig(Run):
     def steps_to_make(self) -> int:
         """Optimizer steps that the run's tokens take: `steps`, or more where techniques make steps of less than a whole batch."""
         changing = Techniques(member for member in self.built_techniques.members if member.declaration.changes_tokens)
-        number = self.steps
-        for steps in planned_steps(self, changing, stride=self.total_tokens) if changing.members else ():
-            number = steps.number + steps.repeats - 1
-        return number
+        *_, last = planned_steps(self, changing, stride=self.total_tokens)
+        return last.number + last.repeats - 1
 
     @property
     def token_schedule(self) -> TokenSchedule | None:

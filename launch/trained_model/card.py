@@ -46,7 +46,7 @@ def model_card(name: str, trained: TrainedModel, dtype: str, lines: list[dict[st
         lines: of the run's `metrics.jsonl`, up to the exported step.
         notes: what a user should know, a sentence each.
     """
-    config, run = trained.config, trained.description
+    config, run, state = trained.config, trained.description, trained.state
     form = hf_form(config)
     parameters = sum(math.prod(part.shape) for parts in hf_tensors(config).values() for part in parts)
     heads = f"{config.n_head}" if config.n_kv_head == config.n_head else f"{config.n_head} ({config.n_kv_head} of keys and values)"
@@ -58,39 +58,39 @@ def model_card(name: str, trained: TrainedModel, dtype: str, lines: list[dict[st
         "weights": f"{dtype}, {'the head tied to the token embedding' if config.tied_head else 'a head of its own'}",
     }
     parts = [_HEAD.format(name=name, form=form, kind=f"`{CLASSES[form]}`", millions=parameters / 1e6), _table(sizes)]
-    if run is not None:
-        words = [str(word) for word in (run.get("command") or [])[1:] if not str(word).startswith("--local_rank")]
-        parts += ["## The run", _table(_run_rows(run, trained.state or {}, lines, trained.corpus))]
+    if run is not None and state is not None:
+        words = [str(word) for word in run["command"][1:] if not str(word).startswith("--local_rank")]
+        parts += ["## The run", _table(_run_rows(run, state, lines, trained.corpus))]
         parts += ["The validation loss is that of the run's log: nats per token, in the run's precision."]
         parts += ["## Train it again"]
-        parts += [f"```sh\ndeepspeed --num_gpus {run.get('ranks', 1)} launch/pretrain.py {shlex.join(in_checkout(words))}\n```"]
+        parts += [f"```sh\ndeepspeed --num_gpus {run['ranks']} launch/pretrain.py {shlex.join(in_checkout(words))}\n```"]
     parts += [_USE.format(name=name), *(["\n".join(f"- {note}" for note in notes)] if notes else [])]
     return "\n\n".join(parts) + "\n"
 
 
 def _run_rows(run: dict[str, Any], state: dict[str, Any], lines: list[dict[str, Any]], corpus: Corpus | None) -> dict[str, Any]:
-    text, machine, optimizer = (run.get(key) or {} for key in ("corpus", "machine", "optimizer"))
+    text, machine, optimizer = (run[key] for key in ("corpus", "machine", "optimizer"))
     sources = [str(source.get("name", source)) if isinstance(source, dict) else str(source) for source in text.get("sources", [])]
     losses = [line["loss"] for line in lines if "loss" in line]
-    loss, tokenizer = state.get("val_loss"), {} if corpus is None else corpus.manifest["tokenizer"]
+    loss, tokenizer = state["val_loss"], {} if corpus is None else corpus.manifest["tokenizer"]
     return {
-        "step": f"{state.get('step', 0):,}",
-        "tokens seen": f"{state.get('tokens', 0):,} of {run.get('total_tokens', 0):,}",
+        "step": f"{state['step']:,}",
+        "tokens seen": f"{state['tokens']:,} of {run['total_tokens']:,}",
         "validation loss": None if loss is None else f"{loss:.4f} (perplexity {math.exp(min(loss, 700)):,.2f})",
         "training loss": recent_loss(losses) if losses else None,
-        "corpus": f"{', '.join(sources)} (`{run.get('corpus_fingerprint', '')[:16]}`)",
+        "corpus": f"{', '.join(sources)} (`{run['corpus_fingerprint'][:16]}`)",
         "tokenizer": tokenizer.get("name") or tokenizer.get("kind"),
         "recipe": run.get("recipe"),
-        "DeepSpeed JSON": f"`{in_checkout(['--deepspeed_config', str(run.get('config_file'))])[1]}`",
-        "ZeRO stage, precision, ranks": ", ".join(str(run.get(key)) for key in ("zero_stage", "precision", "ranks")),
-        "techniques": ", ".join(run.get("techniques") or {}),
+        "DeepSpeed JSON": f"`{in_checkout(['--deepspeed_config', run['config_file']])[1]}`",
+        "ZeRO stage, precision, ranks": ", ".join(str(run[key]) for key in ("zero_stage", "precision", "ranks")),
+        "techniques": ", ".join(run["techniques"]),
         "optimizer": f"{optimizer.get('type')} `{json.dumps(optimizer.get('params', {}))}`",
         "peak learning rate, warm-up steps": ", ".join(str(run.get(key)) for key in ("lr", "warmup_steps")),
-        "sequences per step": f"{run.get('global_batch_size', 0):,}",
+        "sequences per step": f"{run['global_batch_size']:,}",
         "initial weights": run.get("init_from"),
-        "seed": run.get("seed"),
+        "seed": run["seed"],
         "machine": ", ".join(map(str, machine.get("gpus") or [machine.get("processor")])),
-        "versions": ", ".join(f"{key} {value}" for key, value in (run.get("versions") or {}).items() if value),
+        "versions": ", ".join(f"{key} {value}" for key, value in run["versions"].items() if value),
         "commit": run.get("commit"),
     }
 

@@ -142,15 +142,11 @@ def norm_in_fp64(tensors: list[torch.Tensor]) -> torch.Tensor:
     if tensors[0].is_cuda:
         norm = torch.stack(torch._foreach_norm(tensors, dtype=torch.float32)).double().norm()
     else:
-        norm = _norm_of_rows(tensors)
+        norms = [torch.linalg.vector_norm(row, dim=-1, dtype=torch.float32) for tensor in tensors for row in _in_rows(tensor)]
+        norm = torch.cat([one.double().view(-1) for one in norms]).norm()
     if torch.isfinite(norm):
         return norm
     return torch.stack([torch.linalg.vector_norm(tensor, dtype=torch.float64) for tensor in tensors]).norm()
-
-
-def _norm_of_rows(tensors: list[torch.Tensor]) -> torch.Tensor:
-    rows = [torch.linalg.vector_norm(row, dim=-1, dtype=_at_least_fp32(row)).double() for tensor in tensors for row in _in_rows(tensor)]
-    return torch.cat([row.view(-1) for row in rows]).norm()
 
 
 def _in_rows(tensor: torch.Tensor) -> list[torch.Tensor]:
@@ -158,10 +154,6 @@ def _in_rows(tensor: torch.Tensor) -> list[torch.Tensor]:
     flat = tensor.reshape(-1)
     whole = len(flat) // NORM_ROW * NORM_ROW
     return [part for part in (flat[:whole].view(-1, NORM_ROW), flat[whole:]) if part.numel()]
-
-
-def _at_least_fp32(tensor: torch.Tensor) -> torch.dtype:
-    return torch.promote_types(tensor.dtype, torch.float32)
 
 
 def clip_grad_norm(parameters: Any, max_norm: float, norm_type: float = 2, mpu: Any = None) -> torch.Tensor:

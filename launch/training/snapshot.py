@@ -81,7 +81,7 @@ class Snapshots(TorchCheckpointEngine):  # type: ignore[misc] # DeepSpeed has no
 
     def _fit(self, state_dict: Any) -> bool:
         states = (state_dict, self._engine.optimizer.state_dict(), self._technique.state_dict())
-        storages = [tensor.untyped_storage() for tensor in _tensors(states)]
+        storages = [leaf.untyped_storage() for leaf in tree_leaves(states) if isinstance(leaf, torch.Tensor)]
         needed = sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
         room = USABLE_MEMORY * free_host_memory() / (ranks_of_host() or 1)
         if needed > room:
@@ -101,10 +101,6 @@ class _DigestedFile(io.BufferedWriter):
         """Called by torch with each header and with the memory of each tensor."""
         self.digest.update(data)
         return super().write(data)
-
-
-def _tensors(state: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_leaves(state) if isinstance(leaf, torch.Tensor)]
 
 
 def free_host_memory() -> int:

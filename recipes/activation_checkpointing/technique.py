@@ -8,11 +8,11 @@ reentrant autograd), which draws the same dropout masks again.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.autograd.graph import save_on_cpu
@@ -28,9 +28,7 @@ def segment_bounds(n_layer: int, segments: int) -> list[tuple[int, int]]:
 
     12 blocks in 5: (0, 3), (3, 6), (6, 8), (8, 10), (10, 12).
     """
-    length, longer = divmod(n_layer, segments)
-    starts = [index * length + min(index, longer) for index in range(segments + 1)]
-    return list(itertools.pairwise(starts))
+    return [(int(part[0]), int(part[-1]) + 1) for part in np.array_split(np.arange(n_layer), segments)]
 
 
 class ActivationCheckpointing(Technique):

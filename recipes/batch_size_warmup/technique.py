@@ -11,7 +11,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from typing import Any
 
-from recipes.technique import Declaration, Run, StepPlan, Technique, largest_divisor
+from recipes.technique import Declaration, Run, StepPlan, Technique, largest_divisor, without_auto
 
 
 def stages(start: int, increment: int, full: int, warmup_tokens: int, seq_len: int) -> list[tuple[int, int]]:
@@ -64,8 +64,7 @@ class BatchSizeWarmup(Technique):
 
     def _resolved(self, section: dict[str, Any], run: Run) -> tuple[int, int, int]:
         """The three values. Raises ValueError, see `Technique.__init__`."""
-        given = {key: value for key in self.declaration.keys if (value := section.get(key, "auto")) != "auto"}
-        full, ranks = run.global_batch_size, run.ranks
+        given, full, ranks = without_auto(section), run.global_batch_size, run.ranks
 
         def check(key: str, wrong: bool, reason: str) -> None:
             if key in given and wrong:

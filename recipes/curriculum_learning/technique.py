@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from recipes.technique import Declaration, Run, StepPlan, Technique
+from recipes.technique import Declaration, Run, StepPlan, Technique, without_auto
 
 #: "auto": the share of the run's steps of whole batches that the curriculum takes, a little more than for the paper's GPT-2 of 1.5 B
 #: parameters (110 of 300 thousand steps).
@@ -107,16 +107,11 @@ class CurriculumLearning(Technique):
 
     def _resolved(self, section: dict[str, Any]) -> dict[str, Any]:
         """The section with all values. Raises ValueError, see `Technique.__init__`."""
-
-        def value(key: str, default: Any, place: dict[str, Any] = section) -> Any:
-            return default if place.get(key, "auto") == "auto" else place[key]
-
         kind = section.get("schedule_type", "fixed_linear")
-        given = section.get("schedule_config", {})
         name = "'curriculum_learning.schedule_config"
-        most = value("max_difficulty", self.seq_len)
-        if stray := [key for key in given if key not in ALLOWED[kind]]:
+        if stray := [key for key in section.get("schedule_config", {}) if key not in ALLOWED[kind]]:
             raise ValueError(f"{name}.{stray[0]}' has no effect with {kind}, whose keys are {', '.join(ALLOWED[kind])}; leave it out")
+        section, given = without_auto(section), without_auto(section.get("schedule_config", {}))
         if kind == "fixed_discrete":
             lengths, ends = given.get("difficulty"), given.get("max_step")
             if not lengths or ends is None or len(lengths) != len(ends) + 1:
@@ -134,15 +129,16 @@ class CurriculumLearning(Technique):
             return {"min_difficulty": lengths[0], "max_difficulty": lengths[-1], "schedule_type": kind, "schedule_config": schedule}
         if kind == "fixed_root" and given.get("root_degree", 0) <= 0:
             raise ValueError(f"{name}.root_degree' must be a number above 0 for fixed_root; write one, such as 2 for the square root")
-        multiple = value("difficulty_step", math.gcd(8, most), given)
-        least = value("min_difficulty", max(multiple, most // 8 // multiple * multiple))
+        most = section.get("max_difficulty", self.seq_len)
+        multiple = given.get("difficulty_step", math.gcd(8, most))
+        least = section.get("min_difficulty", max(multiple, most // 8 // multiple * multiple))
         if most > self.seq_len:
             raise ValueError(f"'curriculum_learning.max_difficulty' is {most}, above seq_len, {self.seq_len}; lower it, or raise --seq_len")
         if most % multiple:
             raise ValueError(f"{name}.difficulty_step' is {multiple}, which does not divide max_difficulty, {most}; write a divisor of it")
         if least > most:
             raise ValueError(f"'curriculum_learning.min_difficulty' is {least}, above max_difficulty, {most}; lower it")
-        schedule = {"total_curriculum_step": value("total_curriculum_step", max(1, round(AUTO_SHARE * self.steps)), given)}
+        schedule = {"total_curriculum_step": given.get("total_curriculum_step", max(1, round(AUTO_SHARE * self.steps)))}
         schedule |= {"difficulty_step": multiple} | ({"root_degree": given["root_degree"]} if kind == "fixed_root" else {})
         return {"min_difficulty": least, "max_difficulty": most, "schedule_type": kind, "schedule_config": schedule}
 

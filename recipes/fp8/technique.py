@@ -18,7 +18,7 @@ from typing import Any
 
 from model.accounting import block_tensors
 from model.gpt import GPT
-from recipes.technique import Declaration, Run, Technique
+from recipes.technique import Declaration, Run, Technique, without_auto
 
 #: Ada, NVIDIA's first GPUs with fp8.
 CAPABILITY = (8, 9)
@@ -51,8 +51,7 @@ class Fp8(Technique):
     matmul_dtype = "fp8"
 
     def __init__(self, section: dict[str, Any], run: Run):
-        recipe = section.get("recipe", "auto")
-        self.recipe = RECIPES[0] if recipe == "auto" else recipe
+        self.recipe = without_auto(section).get("recipe", RECIPES[0])
         self.emulate = section.get("emulate", False)
         if self.emulate:
             self.needs_cuda, self.matmul_dtype = {}, ""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -30,18 +29,13 @@ class CompressedLamb(FreezingOptimizer):
     def __init__(
         self,
         param_groups: list[dict[str, Any]],
-        lr: float,
-        betas: Sequence[float],
-        eps: float,
-        weight_decay: float,
-        bias_correction: bool = True,
-        *,
+        *arguments: Any,
         limits: tuple[float, float] = (0.01, 10.0),
         coeff_beta: float = 0.9,
         factor_limits: tuple[float, float] = (0.5, 4.0),
         factor_threshold: float = 0.1,
     ):
-        super().__init__(param_groups, lr, betas, eps, weight_decay, bias_correction)
+        super().__init__(param_groups, *arguments)
         self._limits, self._coeff_beta = limits, coeff_beta
         self._factor_limits, self._threshold = factor_limits, factor_threshold
         self.trust_ratio: torch.Tensor | None = None

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from model.gpt import GPT, Block
-from recipes.technique import Declaration, Run, StepPlan, Technique
+from recipes.technique import Declaration, Run, StepPlan, Technique, without_auto
 
 #: The value in the paper and in DeepSpeed's documentation.
 THETA = 0.5
@@ -64,8 +64,8 @@ class ProgressiveLayerDrop(Technique):
     )
 
     def __init__(self, section: dict[str, Any], run: Run):
-        auto = {"theta": THETA, "gamma": GAMMA_TIMES_STEPS / run.steps}
-        self.theta, self.gamma = (value if (value := section.get(key, "auto")) != "auto" else default for key, default in auto.items())
+        values = {"theta": THETA, "gamma": GAMMA_TIMES_STEPS / run.steps} | without_auto(section)
+        self.theta, self.gamma = values["theta"], values["gamma"]
         self.seed, self.n_layer = run.seed, run.shape.n_layer
         last = theta_at(run.steps, self.theta, self.gamma)
         self.notes = (f"progressive_layer_drop: theta falls to {last:.3g} in {run.steps:,} steps",)

@@ -19,7 +19,7 @@ from torch import nn
 from model.accounting import block_flops_per_token
 from model.gpt import GPT, Block
 from model.layers import generator_for
-from recipes.technique import Declaration, Run, StepPlan, Technique
+from recipes.technique import Declaration, Run, StepPlan, Technique, without_auto
 
 #: "auto", of the paper's GPT: it begins with 128 of 2,048 tokens, and drops none after 200 of 286 thousand steps, 0.7 of the run.
 FIRST_LENGTH = 128
@@ -141,8 +141,8 @@ class RandomLTD(Technique):
 
     def _schedule(self, given: dict[str, Any], steps: int) -> dict[str, Any]:
         """`random_ltd_schedule` with every value in it. Raises ValueError, see `Technique.__init__`."""
-        config = {key: value for key, value in given.get("schedule_config", {}).items() if value != "auto"}
-        ends = {key: given[key] for key in ("min_value", "max_value") if given.get(key, "auto") != "auto"}
+        config, given = without_auto(given.get("schedule_config", {})), without_auto(given)
+        ends = {key: given[key] for key in ("min_value", "max_value") if key in given}
         seq_len, name = self.shape.seq_len, "'random_ltd.random_ltd_schedule"
         most = ends.setdefault("max_value", seq_len)
         multiple = config.get("seq_per_step", math.gcd(MULTIPLE, *ends.values()))
