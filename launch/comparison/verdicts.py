@@ -117,7 +117,7 @@ def judge(claim: Claim, control: Sequence[float], other: Sequence[float]) -> Ver
     +inf in `other` is a run that diverged although its control did not. One such run makes a claim about the loss fail. All other values
     must be finite.
     """
-    before, after = np.asarray(control, np.float64), np.asarray(other, np.float64)
+    before, after = _aligned(control, other)
     pairs, scale = len(after), claim.scale
     low, high = (_number(bound, scale) for bound in claim.bounds)
     claimed = f"the claim says {f'{low} to ' if claim.question == 'equal' else 'at most '}{high}"
@@ -165,7 +165,7 @@ def paired_interval(control: Sequence[float] | Array, other: Sequence[float] | A
 
     None without pairs, and for ratios of numbers that are not all positive.
     """
-    before, after = np.asarray(control, np.float64), np.asarray(other, np.float64)
+    before, after = _aligned(control, other)
     if not len(after) or (scale == "ratio" and min(before.min(), after.min()) <= 0):
         return None
     values = _paired(before, after, scale)
@@ -230,6 +230,12 @@ def _p_values(claim: Claim, control: Array, other: Array) -> tuple[Array, Array,
     above = [stats.t.sf(test.statistic, control.shape[1] - 1) for test in tests]
     p_fails[~same] = np.minimum(1.0, len(tests) * np.min(above, axis=0))
     return p_holds, p_fails, same
+
+
+def _aligned(control: Sequence[float] | Array, other: Sequence[float] | Array) -> tuple[Array, Array]:
+    """Both as fp64, of one length."""
+    assert len(control) == len(other), "entry i of both is of the same seed"
+    return np.asarray(control, np.float64), np.asarray(other, np.float64)
 
 
 def _paired(control: Array, other: Array, scale: str) -> Array:
