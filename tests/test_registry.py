@@ -131,7 +131,7 @@ def test_a_testbed_without_a_sweep_says_why(tmp_path, monkeypatch):
     (tmp_path / "fixed" / "testbed.json").write_text(json.dumps({**fields, "reason": "Because."}))
     assert registry.read_testbed("fixed").sweep == {}
     (tmp_path / "fixed" / "testbed.json").write_text(json.dumps({**fields, "reason": "Because.", "tuned": {"min_lr": 0.0}}))
-    with pytest.raises(registry.RecipeError, match="'tuned.min_lr' is not in 'sweep'; fixed values belong in 'flags'"):
+    with pytest.raises(registry.RecipeError, match=r"'tuned\.min_lr' is not in 'sweep'; fixed values belong in 'flags'"):
         registry.read_testbed("fixed")
 
 
