@@ -101,10 +101,7 @@ def test_both_sides_have_grids_of_one_size(tiny, tmp_path, monkeypatch):
 def test_a_recipe_that_is_tuned_itself_has_its_own_values_also_as_a_control(tiny, monkeypatch):
     testbed, lamb = read_testbed(tiny), read_recipe(ROOT / "recipes/lamb")
     tuned = dataclasses.replace(lamb, experiments={"tiny": Experiment(seeds=2, sweep={"lr": [0.1]}, tuned={"lr": 0.1})})
-    for module in ("trials", "tuning"):
-        monkeypatch.setattr(
-            f"launch.comparison.{module}.read_recipe", lambda folder: tuned if folder.name == "lamb" else read_recipe(folder)
-        )
+    monkeypatch.setattr("launch.comparison.trials.read_recipes", lambda: [tuned, *registry.read_recipes()])
     assert settings_on(testbed, "ds_configs/lamb.json") == {**testbed.flags, "lr": 0.1, "warmup_steps": 1}
     assert settings_on(testbed, "ds_configs/zero0_bf16.json") == {**testbed.flags, **testbed.tuned}
     assert tuning.tuned_by("ds_configs/lamb.json", testbed).name == "lamb"
