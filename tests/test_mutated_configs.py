@@ -938,6 +938,9 @@ PAIRS: dict[str, Pair] = {
         for key, value in (("communication_data_type", "fp16"), ("data_types.grad_accum_dtype", "float16"))
         for precision in ("bf16", "fp32")
     },
+    "gradients summed in fp32 at stage 0": pair(
+        "zero0_bf16", {"data_types.grad_accum_dtype": "fp32"}, "data_types.grad_accum_dtype", "engine.py:2323"
+    ),
     "gradients that are not looked at": pair(
         "zero1_bf16", {"bf16.check_grad_overflow": False}, "bf16.check_grad_overflow", "no word: the weights become NaN"
     ),

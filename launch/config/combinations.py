@@ -96,6 +96,7 @@ STAGES: dict[str, tuple[int, ...]] = {
     "zero_optimization.pipeline_loading_checkpoint": (3,),  # a resume at stage 1 or 2 fails
     "zero_optimization.zero_hpz_partition_size": (3,),
     "zero_optimization.zero_quantized_weights": (3,),
+    "data_types.grad_accum_dtype": (1, 2, 3),  # at stage 0, DeepSpeed refuses another type than the run's when the engine starts
     "prescale_gradients": (0, 1),  # with reduce_scatter, at stages 2 and 3, DeepSpeed refuses it when the engine starts
 }
 OFFLOAD_STAGES: dict[str, dict[str, tuple[int, ...]]] = {
