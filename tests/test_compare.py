@@ -100,7 +100,10 @@ def test_what_is_no_experiment_is_refused_or_marked(runs, tmp_path):
         (["--recipe", "recipes/zero_2", "--seeds", "1", "--publish"], "--publish --seeds: the recipe plans the number of seeds"),
         (["--recipe", "recipes/zero_2", "--testbed", "nano-3M"], "--testbed nano-3M: unknown; the testbeds are: gpt2-33M, micro-1M"),
         (["--recipe", "recipes/zero_2", "--testbed", "gpt2-33M"], "it is for cuda, and this machine has cpu"),
-        (["--recipe", "recipes/zero_2", "--testbed", "micro-1M"], "no experiment on micro-1M; give one of nano-0.5M-half-rate"),
+        (
+            ["--recipe", "recipes/zero_2", "--testbed", "micro-1M"],
+            "no experiment on micro-1M; give one of nano-0.5M-half-rate, or give a setting",
+        ),
         (["--recipe", "recipes/zero_1", "--testbed", "nano-0.5M", "--lr", "1"], "--lr: --testbed nano-0.5M sets it; leave out one"),
         (["--recipe", "recipes/zero_2", "--publish", "--steps", "3"], "--steps: --publish is for the recipe's testbeds"),
         (["--tune"], "--tune needs exactly one --testbed NAME"),

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -47,21 +48,24 @@ def uninterrupted(finish, tmp_path_factory: pytest.TempPathFactory) -> list[tupl
     return finish(tmp_path_factory.mktemp("uninterrupted"), "whole")
 
 
-def to_rank(local_rank: int) -> Callable[[LaunchedRun, int], None]:
-    return lambda run, number: run.rank(local_rank).send_signal(number)
+# What sends a signal to a process of the run. It is found first: that may take longer than a step.
 
 
-def to_command(run: LaunchedRun, number: int) -> None:
-    run.process.send_signal(number)
+def to_rank(local_rank: int) -> Callable[[LaunchedRun], Callable[[int], None]]:
+    return lambda run: run.rank(local_rank).send_signal
 
 
-def to_launcher(run: LaunchedRun, number: int) -> None:
-    run.launcher().send_signal(number)
+def to_command(run: LaunchedRun) -> Callable[[int], None]:
+    return run.process.send_signal
 
 
-def to_group(run: LaunchedRun, number: int) -> None:
+def to_launcher(run: LaunchedRun) -> Callable[[int], None]:
+    return run.launcher().send_signal
+
+
+def to_group(run: LaunchedRun) -> Callable[[int], None]:
     """As a terminal does on Ctrl-C, and a batch system at the end of its time."""
-    os.killpg(run.process.pid, number)
+    return partial(os.killpg, run.process.pid)
 
 
 @pytest.mark.parametrize(
@@ -83,13 +87,13 @@ def test_a_signal_stops_all_ranks_with_a_checkpoint_of_the_last_step(target, num
     if signal.getsignal(number) == signal.SIG_IGN:
         pytest.skip(f"{number.name} is ignored here, as under nohup")
     run = LaunchedRun(tmp_path, "r", stage=1, ranks=2, flags=flags).wait_for_step(2)
+    send = target(run)
     before = run.last_step()
-    target(run, number)
-    sent = run.last_step()  # finding the process may take longer than a step
+    send(number)
     assert run.wait() == code, run.output()
     stopped = run.last_step()
-    # Two: the step after `sent` may have been decided already when the signal came.
-    assert before < stopped <= sent + 2 and stopped < STEPS
+    # Two: the step after `before` may have been decided already when the signal came.
+    assert before < stopped <= before + 2 and stopped < STEPS
     assert [path.name for path in complete_checkpoints(run.folder / "checkpoints")] == [f"step-{stopped:08d}"]
     name = LIKE.get(number, number).name
     assert f"stopped by {name} after step {stopped}" in (run.folder / "log.txt").read_text()
@@ -138,7 +142,7 @@ def test_a_second_ctrl_c_ends_the_run_at_once(flags, tmp_path):
 def test_a_signal_during_start_up_ends_the_run_at_once_and_it_can_be_resumed(target, number, code, flags, finish, uninterrupted, tmp_path):
     run = LaunchedRun(tmp_path, "r", stage=1, ranks=2, flags=flags)
     run.wait_until(lambda: (run.folder / ".lock").exists())
-    target(run, number)
+    target(run)(number)
     assert run.wait() == code, run.output()
     assert "Traceback" not in run.output()
     assert finish(tmp_path, "r") == uninterrupted
