@@ -178,7 +178,7 @@ def train(config: RunConfig, folder: RunFolder | NoFolder, stop: StopRequest, ob
                 state = {"step": step, "tokens": tokens, "samples": samples, "val_loss": None}
                 last = tokens >= config.total_tokens
                 saving = bool(stopped or last or (config.save_every and step % config.save_every == 0))
-                if config.eval_every and not stopped and (last or step % config.eval_every == 0):
+                if config.eval_every and (last or (step % config.eval_every == 0 and not stopped)):
                     state["val_loss"] = evaluation.loss(engine, step)
                 line = {
                     "step": step,
@@ -211,7 +211,7 @@ def train(config: RunConfig, folder: RunFolder | NoFolder, stop: StopRequest, ob
         checkpoints.finish_uploads(stopped=True)
         raise reason from None
 
-    if config.eval_every and not stopped and state["val_loss"] is None:  # resumed after a signal in the last step
+    if config.eval_every and not stopped and state["val_loss"] is None:  # a resume that ends the run at a step without an evaluation
         evaluate()
     if config.whole_eval and not stopped:  # after the checkpoint: it may take long, and a resume repeats it
         loss, stopped = evaluation.loss_of_whole_split(engine, lambda: meter.reduce_loss_and_signal(0.0, stop.poll())[1])
