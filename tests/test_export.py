@@ -22,7 +22,7 @@ from launch.errors import UsageError
 from launch.formats.hf_folder import open_hf_folder
 from launch.formats.metrics import read_metrics
 from launch.formats.tensor_files import safetensors_tensors
-from launch.trained_model.card import in_checkout
+from launch.trained_model.card import without_folders
 from launch.trained_model.load import open_trained
 from model.hf import hf_tensors
 from tests.commands import run_script
@@ -106,11 +106,26 @@ def test_the_card_has_the_runs_figures(folder, run):
     assert "None" not in card
 
 
-def test_the_command_of_the_card_names_no_checkout():
+def test_the_command_of_the_card_names_no_folder_of_the_machine():
     words = ["--deepspeed_config", "/a/recipes/b/ds_configs/x.json", "--recipe=/a/recipes/x", "--data", f"{ROOT}/data/stdlib"]
-    kept = ["--data", "/home/u/recipes/corpus", "--data=/home/u/recipes/corpus", "--set", "optimizer.params.lr=0.1", "--resume"]
-    assert in_checkout(words) == ["--deepspeed_config", "ds_configs/x.json", "--recipe=recipes/x", "--data", "data/stdlib"]
-    assert in_checkout(kept) == kept
+    kept = ["--data", "runs/corpus", "--set", "optimizer.params.lr=0.1", "--checkpoint_store", "s3://bucket/runs", "--resume"]
+    assert without_folders(words) == ["--deepspeed_config", "ds_configs/x.json", "--recipe=recipes/x", "--data", "data/stdlib"]
+    assert without_folders(kept) == kept
+    elsewhere = ["--data", "/home/u/recipes/corpus", "--data=/home/u/recipes/corpus/", "--runs_dir", "/runs"]
+    assert without_folders(elsewhere) == ["--data", "corpus", "--data=corpus/", "--runs_dir", "runs"]
+
+
+def test_the_card_of_a_resumed_run_has_the_command_of_its_last_start(run, tmp_path):
+    """Whose number of ranks and precision `run.json` has."""
+    copy = copied(run, tmp_path)
+    resumed = ["launch/pretrain.py", "--deepspeed_config", f"{ROOT}/ds_configs/zero2_bf16.json", "--data", "/home/u/corpus", "--resume"]
+    edit(copy / "run.json", ranks=4, commit="a" * 40, init_from="/home/u/gpt2", resumes=[{"command": resumed, "commit": "b" * 40}])
+    exported(copy, tmp_path / "model")
+    card = (tmp_path / "model" / "README.md").read_text()
+    assert "deepspeed --num_gpus 4 launch/pretrain.py --deepspeed_config ds_configs/zero2_bf16.json --data corpus --resume\n" in card
+    assert "The run was started 2 times." in card
+    assert f"| commit | {'a' * 40}, {'b' * 40} |" in card
+    assert str(tmp_path) not in card and str(run.parent) not in card and "/home/u" not in card
 
 
 def test_a_source_that_cannot_be_read_is_named(run, tmp_path):

@@ -21,7 +21,7 @@ from launch.comparison.verdicts import Interval, Verdict, decide, judge, paired_
 from launch.config.run_config import SCRATCH
 from launch.errors import UsageError
 from launch.formats.json_lines import dotted
-from launch.training.run_json import INCIDENTAL
+from launch.training.run_json import INCIDENTAL, starts_of
 from recipes.claims import Claim
 from recipes.registry import Experiment, Recipe, Testbed, read_recipes, read_testbeds
 
@@ -418,8 +418,7 @@ def _side_names(groups: Sequence[Group]) -> list[str]:
 
 def _interleaved_with(run: Run) -> list[Any]:
     """The group that a run was interleaved with, at its start and after each resume; None where it trained alone."""
-    resumes = run.description.get("resumes", [])
-    return [start.get("interleaved") for start in (run.description, *(one for one in resumes if isinstance(one, dict)))]
+    return [start.get("interleaved") for start in starts_of(run.description)]
 
 
 def _pair(control: Side, side: Side, recipe: Recipe | None, testbed: Testbed | None) -> Pair:

@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from launch.config.token_schedule import TOKEN_SCHEDULES
 from launch.formats.metrics import is_finite_number, read_run_json, read_valid_lines
-from launch.training.run_json import WITHOUT_EFFECT
+from launch.training.run_json import WITHOUT_EFFECT, starts_of
 
 Column = npt.NDArray[np.float64]
 
@@ -94,7 +94,7 @@ def read_run(folder: str | Path) -> Run:
     remarks = [skipped] if skipped else []
     if not lines:
         remarks.append("metrics.jsonl contains no step")
-    changes = (one.get("changes") for one in description.get("resumes", []) if isinstance(one, dict))
+    changes = (start.get("changes") for start in starts_of(description))
     changed = [str(line) for lines_of_resume in changes if isinstance(lines_of_resume, list) for line in lines_of_resume]
     if settings := [line for line in changed if re.split("[.:]", line)[0] not in NOT_REMARKED]:
         remarks.append(f"a resume changed {'; '.join(settings)}: the settings shown are the last ones")

@@ -12,6 +12,7 @@ from data_pipeline.shards import Corpus
 from launch.config.run_config import ROOT
 from launch.formats.metrics import recent_loss
 from launch.trained_model.load import TrainedModel
+from launch.training.run_json import commits_of, starts_of
 from model.hf import CLASSES, hf_form, hf_tensors
 
 _HEAD = """\
@@ -59,11 +60,14 @@ def model_card(name: str, trained: TrainedModel, dtype: str, lines: list[dict[st
     }
     parts = [_HEAD.format(name=name, form=form, kind=f"`{CLASSES[form]}`", millions=parameters / 1e6), _table(sizes)]
     if run is not None and state is not None:
-        words = [str(word) for word in run["command"][1:] if not str(word).startswith("--local_rank")]
+        starts = starts_of(run)
+        words = [str(word) for word in starts[-1]["command"][1:] if not str(word).startswith("--local_rank")]
         parts += ["## The run", _table(_run_rows(run, state, lines, trained.corpus))]
         parts += ["The validation loss is that of the run's log: nats per token, in the run's precision."]
         parts += ["## Train it again"]
-        parts += [f"```sh\ndeepspeed --num_gpus {run['ranks']} launch/pretrain.py {shlex.join(in_checkout(words))}\n```"]
+        parts += [f"```sh\ndeepspeed --num_gpus {run['ranks']} launch/pretrain.py {shlex.join(without_folders(words))}\n```"]
+        if len(starts) > 1:
+            parts += [f"The run was started {len(starts)} times. The command and the values in the table are those of the last start."]
     parts += [_USE.format(name=name), *(["\n".join(f"- {note}" for note in notes)] if notes else [])]
     return "\n\n".join(parts) + "\n"
 
@@ -78,32 +82,34 @@ def _run_rows(run: dict[str, Any], state: dict[str, Any], lines: list[dict[str, 
         "tokens seen": f"{state['tokens']:,} of {run['total_tokens']:,}",
         "validation loss": None if loss is None else f"{loss:.4f} (perplexity {math.exp(min(loss, 700)):,.2f})",
         "training loss": recent_loss(losses) if losses else None,
-        "corpus": f"{', '.join(sources)} (`{run['corpus_fingerprint'][:16]}`)",
+        "corpus": f"{', '.join(without_folders(sources))} (`{run['corpus_fingerprint'][:16]}`)",
         "tokenizer": tokenizer.get("name") or tokenizer.get("kind"),
         "recipe": run.get("recipe"),
-        "DeepSpeed JSON": f"`{in_checkout(['--deepspeed_config', run['config_file']])[1]}`",
+        "DeepSpeed JSON": f"`{without_folders(['--deepspeed_config', run['config_file']])[1]}`",
         "ZeRO stage, precision, ranks": ", ".join(str(run[key]) for key in ("zero_stage", "precision", "ranks")),
         "techniques": ", ".join(run["techniques"]),
         "optimizer": f"{optimizer.get('type')} `{json.dumps(optimizer.get('params', {}))}`",
         "peak learning rate, warm-up steps": ", ".join(str(run.get(key)) for key in ("lr", "warmup_steps")),
         "sequences per step": f"{run['global_batch_size']:,}",
-        "initial weights": run.get("init_from"),
+        "initial weights": without_folders([str(run.get("init_from") or "")])[0],
         "seed": run["seed"],
         "machine": ", ".join(map(str, machine.get("gpus") or [machine.get("processor")])),
         "versions": ", ".join(f"{key} {value}" for key, value in run["versions"].items() if value),
-        "commit": run.get("commit"),
+        "commit": ", ".join(dict.fromkeys(str(commit) for commit in commits_of(run) if commit)),
     }
 
 
-def in_checkout(words: list[str]) -> list[str]:
-    """The words of a command with paths relative to the checkout: those in this one, and the run's JSON and recipe in any other."""
+def without_folders(words: list[str]) -> list[str]:
+    """The words of a command without folders of the machine. Paths in the checkout become relative to it, and so do the run's JSON and
+    recipe in any other checkout. Of other absolute paths, the last part stays.
+    """
     found: list[str] = []
     for word in words:
         flag, equals, path = word.partition("=") if word.startswith("--") else ("", "", word)
         path = path.removeprefix(f"{ROOT}/")
         if (flag or "".join(found[-1:])) in ("--deepspeed_config", "--recipe"):
             path = re.sub(r"^/.*/(?=(ds_configs|recipes)/)", "", path)
-        found.append(f"{flag}{equals}{path}")
+        found.append(f"{flag}{equals}{re.sub('^/(.*/)?(?=[^/])', '', path)}")
     return found
 
 

@@ -23,7 +23,7 @@ from launch.formats.checkpoint_files import STATE_FILE, DamagedCheckpoint, is_ch
 from launch.formats.files import write_atomically
 from launch.formats.metrics import parse_line, read_run_json, split_lines
 from launch.training.metrics_writer import METRICS_FILE
-from launch.training.run_json import differences, resume_description
+from launch.training.run_json import differences, resume_description, starts_of
 from recipes.registry import make_techniques, technique_classes
 from recipes.technique import Techniques
 
@@ -117,7 +117,7 @@ def _check_settings(config: RunConfig, before: dict[str, Any], description: dict
         for key, there, here in found
         if _is_compared(key) and not (key.startswith("techniques.") and key.count(".") > 1 and (there in undecided or here in undecided))
     ]
-    changed = [line for one in before.get("resumes", []) if isinstance(one, dict) for line in one.get("changes", [])]
+    changed = [line for start in starts_of(before) for line in start.get("changes", [])]
     faults += [
         f"{where}: a resume of the run that wrote it changed {line}, perhaps before this checkpoint; take one of a run without that"
         for line in changed

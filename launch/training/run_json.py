@@ -63,10 +63,14 @@ def resume_description(run: Path, description: dict[str, Any]) -> tuple[dict[str
     return {**description, **kept, "resumes": [*before.get("resumes", []), resume]}, changes
 
 
+def starts_of(description: dict[str, Any]) -> list[dict[str, Any]]:
+    """Each start of the run of a `run.json`, with its `command` and `commit`: the first, then each resume."""
+    return [description, *(one for one in description.get("resumes", []) if isinstance(one, dict))]
+
+
 def commits_of(description: dict[str, Any]) -> list[Any]:
-    """The commits of the start and of each resume of the run of a `run.json`; None where it was not a checkout."""
-    resumes = (one for one in description.get("resumes", []) if isinstance(one, dict))
-    return [description.get("commit"), *(one.get("commit") for one in resumes)]
+    """The commits of the starts of the run of a `run.json`; None where it was not a checkout."""
+    return [start.get("commit") for start in starts_of(description)]
 
 
 def _identity(description: dict[str, Any]) -> dict[str, Any]:
