@@ -202,7 +202,8 @@ class FreezingOptimizer(CompressedOptimizer):
     def _biases(self, group: dict[str, Any]) -> tuple[float, float]:
         """The bias corrections by which the two moments are divided. That of a frozen variance stays, even if a resume changes beta2."""
         beta1, beta2 = group["betas"]
-        return self._bias(beta1, self._steps), group["variance_bias"] or self._bias(beta2, self._steps)
+        frozen = group.get("variance_bias")  # missing in checkpoints of earlier versions
+        return self._bias(beta1, self._steps), frozen or self._bias(beta2, group["variance_steps"] or self._steps)
 
     def _divisor(self, variance: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
         """The divisor of the momentum for a block of the variance: sqrt(variance / bias) + eps, in `reduction.scratch`."""
