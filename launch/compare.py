@@ -65,7 +65,8 @@ def build_parser() -> Parser:
     parser.add_argument(
         "--seeds",
         type=whole_number(1, 1000),
-        help="number of seeds: each configuration is run with seeds 1 to N (on a testbed: the recipe's number, else 3; --noise: 5 others)",
+        help="number of seeds, from 1 on; on a testbed from 201 on, because those from 1 on give the verdict (the recipe's number on a"
+        " testbed, else 3; --noise: 5 others)",
     )
     parser.add_argument(
         "--tune",

@@ -29,6 +29,8 @@ from recipes.registry import ROOT, Recipe, Testbed, read_recipe, read_testbed, r
 CPU_RANKS = 2
 #: Seeds of runs on no testbed.
 SEEDS = 3
+#: The first seed of explorations on a testbed. Training is deterministic, so the seeds that judge would show the verdict in advance.
+FIRST_EXPLORED = 201
 #: Size of a run's folder per optimizer step, and of a checkpoint per parameter.
 BYTES_PER_STEP, BYTES_PER_PARAMETER = 600, 14
 #: For estimates of time: the size of a matrix product, the fraction of its speed that training reaches on a CPU, FLOP/s per GPU.
@@ -115,8 +117,9 @@ def _testbeds(recipe: Recipe, passed_on: Sequence[str], flags: argparse.Namespac
 
 
 def _plan(recipe: Recipe, testbed: Testbed | None, passed_on: Sequence[str], flags: argparse.Namespace) -> PlannedExperiment:
-    seeds = flags.seeds or (recipe.experiments[testbed.name].seeds if testbed else SEEDS)
-    return plan_experiment(recipe, passed_on, range(1, seeds + 1), ranks_of(recipe, testbed, flags), testbed)
+    count = flags.seeds or (recipe.experiments[testbed.name].seeds if testbed else SEEDS)
+    first = FIRST_EXPLORED if testbed and flags.seeds else 1
+    return plan_experiment(recipe, passed_on, range(first, first + count), ranks_of(recipe, testbed, flags), testbed)
 
 
 def ranks_of(recipe: Recipe | None, testbed: Testbed | None, flags: argparse.Namespace) -> int:

@@ -76,11 +76,12 @@ def write_report(comparison: Comparison, out: Path) -> Path:
 
 
 def summary(comparison: Comparison) -> Iterator[str]:
-    """The lines that `launch/compare.py` prints: remarks on runs, and the verdicts of each pair, or its main figures without claims."""
+    """The lines that `launch/compare.py` prints: remarks on runs and pairs, and the verdicts of each pair, or its main figures without claims."""
     for mismatch in comparison.mismatches:
         yield f"not a controlled comparison: {mismatch}"
     for side in comparison.sides:
         yield from (f"{run.folder}: {remark}" for run in side.runs for remark in run.remarks)
+    yield from comparison.remarks
     for pair in comparison.pairs:
         for verdict in pair.verdicts:
             yield f"{pair.recipe and pair.recipe.name}: {verdict.claim.label} {verdict.outcome}: {verdict.reason}"

@@ -165,7 +165,7 @@ def _measured_on(one: Published) -> Iterator[str]:
     )
     yield f"    {entry['command']}"
     if one.verdicts:
-        heads = ["claim", "planned power", "verdict", "measured (95% interval)", "p (Holm-corrected)"]
+        heads = ["claim", "power", "verdict", "measured (95% interval)", "p (Holm-corrected)"]
         yield _table(heads, (_claim_row(verdict, one) for verdict in one.verdicts))
     heads = ["mean over seeds ± standard deviation", pair.control.name, one.recipe.name, "difference", "ratio"]
     yield _table(heads, (figure_row(name, figure) for name, figure in pair.figures.items()))

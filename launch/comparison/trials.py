@@ -1,7 +1,7 @@
 """Plans the runs of an experiment: control and recipe on a testbed, or with flags of the user, with the same seeds.
 
-A run is named after a hash of everything that affects its numbers: its settings, its corpus, and the code that trains it. A control that
-several recipes share, or a recipe that is another's control, is therefore run only once, and existing runs are reused.
+A run is named after a hash of everything that affects its numbers: its settings, its corpus, the code that trains it, the versions of the
+packages, and the kind of machine. A control that several recipes share, or a recipe that is another's control, is therefore run only once, and existing runs are reused.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -22,6 +23,7 @@ from launch.config.run_config import RunConfig, resolve
 from launch.errors import UsageError
 from launch.formats.json_lines import read_json
 from launch.training.engine import check_device
+from launch.training.provenance import machine, versions
 from launch.training.run_json import WITHOUT_EFFECT
 from model.presets import FIELDS
 from recipes.registry import ROOT, Flags, Recipe, Testbed, read_recipes, technique_classes
@@ -134,6 +136,7 @@ def plan_trial(config_file: str, flags: Sequence[str], ranks: int) -> Trial:
     numbers = {key: value for key, value in config.as_json().items() if key not in NOT_HASHED}
     numbers["corpus"] = config.corpus.fingerprint
     numbers["code"] = _code(bool(config.built_techniques.members))
+    numbers["environment"] = _environment()
     key = hashlib.sha256(json.dumps(numbers, sort_keys=True).encode()).hexdigest()[:8]
     return Trial(f"{Path(config_file).stem}-{key}-seed{config.seed}", tuple(flags), config)
 
@@ -145,6 +148,12 @@ def _code(with_technique: bool) -> str:
     files |= {*ROOT.glob("recipes/*.py"), *(ROOT.glob("recipes/*/*.py") if with_technique else ())}
     files = {file for file in files if file.name not in ("benchmark.py", "claims.py")}
     return hashlib.sha256(b"".join(hashlib.sha256(file.read_bytes()).digest() for file in sorted(files))).hexdigest()
+
+
+@functools.cache
+def _environment() -> dict[str, Any]:
+    """The versions of the packages and the kind of machine, whose arithmetic may differ in rounding."""
+    return {**versions(), **{key: value for key, value in machine().items() if key not in ("host", "system")}}
 
 
 def fitting_groups(trials: Sequence[Trial], at_once: int | None) -> list[list[Trial]]:

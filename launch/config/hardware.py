@@ -21,7 +21,7 @@ NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 #: Whether the user has chosen the device; `quiet_deepspeed` may set the variable later.
 DEVICE_IS_CHOSEN = "DS_ACCELERATOR" in os.environ
 #: What /proc/cpuinfo calls bf16 arithmetic: AMX and AVX512 of x86-64 ("flags"), 64-bit Arm ("Features").
-CPU_FLAGS = ("amx_bf16", "avx512_bf16", "bf16")
+CPU_BF16 = ("amx_bf16", "avx512_bf16", "bf16")
 #: Ampere, the first with bf16 (CUDA C++ Programming Guide, "Arithmetic Instructions").
 FIRST_WITH_BF16 = (8, 0)
 
@@ -60,7 +60,7 @@ def bf16_arithmetic() -> tuple[bool, str]:
     """Whether the device that DeepSpeed will choose computes in bf16 (of several GPUs, whether all do), and the reason in a few words."""
     device = device_type()
     if device == "cpu":
-        found = [flag for flag in CPU_FLAGS if flag in cpuinfo("flags", "Features").split()]
+        found = [name for name in CPU_BF16 if name in cpu_instructions()]
         return bool(found), f"this processor has {found[0] if found else 'no bf16 arithmetic'}"
     if device == "cuda" and (found_gpus := gpus()):
         least = min((gpu.major, gpu.minor) for gpu in found_gpus)
@@ -68,6 +68,12 @@ def bf16_arithmetic() -> tuple[bool, str]:
         needed = "" if has_bf16 else ", bf16 arithmetic needs {}.{}".format(*FIRST_WITH_BF16)
         return has_bf16, "this machine has a GPU of compute capability {}.{}".format(*least) + needed
     return True, f"assumed, no '{device}' device was found to check"
+
+
+def cpu_instructions() -> list[str]:
+    """The instruction sets of the processor on which the speed and the rounding of its arithmetic depend, as in /proc/cpuinfo."""
+    flags = cpuinfo("flags", "Features").split()
+    return [name for name in ("avx2", "avx512f", *CPU_BF16) if name in flags]
 
 
 def cpuinfo(*names: str) -> str:

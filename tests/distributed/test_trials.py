@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
 import shutil
@@ -17,7 +18,7 @@ import psutil
 import pytest
 
 from launch.comparison import trials as planning
-from launch.comparison.experiments import script_of
+from launch.comparison.experiments import _plan, script_of
 from launch.comparison.interleaved import InterleavedRun, run_interleaved
 from launch.comparison.trials import CODE, CannotRun, Trial, fitting_groups, in_order, plan_experiment, settings_on
 from launch.errors import UsageError
@@ -223,6 +224,19 @@ def test_a_run_is_planned_once_and_named_by_what_decides_its_numbers(corpus):
     assert longer.own[0].name != experiments["zero_1"].own[0].name
     kept = plan_experiment(read_recipe(ROOT / "recipes/zero_1"), [*flags(corpus), "--save_every", "7"], [1], 2)
     assert kept.own[0].name == experiments["zero_1"].own[0].name, "when it saves decides no number"
+    for name, found in (("versions", {"torch": "1.0"}), ("machine", {"processor": "another"})):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(planning, name, lambda found=found: found)
+            patch.setattr(planning, "_environment", planning._environment.__wrapped__)
+            elsewhere = plan_experiment(read_recipe(ROOT / "recipes/zero_1"), flags(corpus), [1], 2)
+        assert elsewhere.own[0].name != experiments["zero_1"].own[0].name
+
+
+@pytest.mark.parametrize(("given", "seeds"), [(None, [*range(1, 9)]), (2, [201, 202])])
+def test_explorations_on_a_testbed_use_seeds_that_judge_nothing(corpus, given, seeds):
+    recipe, testbed = read_recipe(ROOT / "recipes/lamb"), read_testbed("nano-0.5M")
+    planned = _plan(recipe, testbed, ["--data", str(corpus)], argparse.Namespace(seeds=given, ranks=None))
+    assert [trial.seed for trial in planned.own] == [trial.seed for trial in planned.control] == seeds
 
 
 def test_an_architecture_is_the_recipes_alone(corpus):
