@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -91,7 +92,7 @@ def train(config: RunConfig, folder: RunFolder | NoFolder, stop: StopRequest, ob
     observers: watch the run (`launch/training/observers.py`); the same on all ranks.
     """
     # Here, so that --help does not wait seconds for torch and DeepSpeed.
-    from launch.training.checkpoint import Checkpoints
+    from launch.training.checkpoint import Checkpoints, check_shared
     from launch.training.distributed import start_ranks
     from launch.training.engine import start_engine
     from launch.training.evaluation import Evaluation
@@ -108,6 +109,7 @@ def train(config: RunConfig, folder: RunFolder | NoFolder, stop: StopRequest, ob
     engine = start_engine(config, techniques, collectives)
     loader = config.training_loader(collectives)
     path = Path(config.runs_dir) / config.run_name
+    check_shared(path, collectives)
     checkpoints = Checkpoints(
         path / "checkpoints",
         config.keep,
@@ -208,7 +210,7 @@ def train(config: RunConfig, folder: RunFolder | NoFolder, stop: StopRequest, ob
                 what = f"the weights contain NaN or Inf and were not saved; {what_resume_does(checkpoints.folder)}"
                 reason = TrainingFailed(f"{reason}; {what}")
         folder.log_failure(config, str(reason))
-        checkpoints.finish_uploads(stopped=True)
+        checkpoints.finish_uploads(lambda: signal.SIGTERM)
         raise reason from None
 
     if config.eval_every and not stopped and state["val_loss"] is None:  # a resume that ends the run at a step without an evaluation
@@ -218,7 +220,8 @@ def train(config: RunConfig, folder: RunFolder | NoFolder, stop: StopRequest, ob
         if not stopped:
             state["whole_val_loss"] = loss
     folder.log_end(config, state, stopped)
-    checkpoints.finish_uploads(bool(stopped))
+    if not checkpoints.finish_uploads(lambda: stopped or stop.poll()):
+        stopped = stopped or stop.poll()  # a resume uploads the checkpoint
     return exit_code(stopped) if stopped else 0
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 import os
 import threading
 import time
@@ -54,7 +55,7 @@ def upload_all(store: CheckpointStore, run: Path, keep: int = 9) -> list[str]:
         while uploads._waiting or uploads._current:
             assert time.monotonic() < deadline
             time.sleep(0.01)
-    uploads.finish(stopped=False)
+    assert uploads.finish(lambda: 0)
     return log
 
 
@@ -197,7 +198,7 @@ def test_a_newer_checkpoint_replaces_a_waiting_one(tmp_path):
         uploads.submit(checkpoint)
         assert time.monotonic() - start < 0.5
     store.go.set()
-    uploads.finish(stopped=False)
+    assert uploads.finish(lambda: 0)
     assert store.began == [first.name, third.name] == store.checkpoints()
     assert sum(second.name in line for line in log) == 1
 
@@ -218,11 +219,11 @@ def upload_all_with(store: CheckpointStore, run: Path, log: list[str]) -> bool:
     uploads = Uploads(store, run, 9, "id", log.append)
     uploads.start()
     uploads.submit(run / "checkpoints" / checkpoint_name(2))
-    uploads.finish(stopped=False)
+    assert uploads.finish(lambda: 0)
     return not uploads._thread.is_alive()
 
 
-@pytest.mark.parametrize("stopped", [True, False])
+@pytest.mark.parametrize("stopped", ["before", "meanwhile", ""])
 def test_the_end_of_a_run_does_not_wait_long_for_a_store_that_hangs(stopped, tmp_path, monkeypatch):
     monkeypatch.setattr(store_module, "STOPPED_SECONDS" if stopped else "STALL_SECONDS", 0.5)
     run, store, log = make_run(tmp_path / "runs"), HeldStore(tmp_path / "store"), []
@@ -230,7 +231,9 @@ def test_the_end_of_a_run_does_not_wait_long_for_a_store_that_hangs(stopped, tmp
     uploads.start()
     uploads.submit(run / "checkpoints" / checkpoint_name(6))
     start = time.monotonic()
-    uploads.finish(stopped)
+    signalled = {"before": 0.0, "meanwhile": 1.0, "": math.inf}[stopped]
+    assert not uploads.finish(lambda: 15 if time.monotonic() - start >= signalled else 0)
+    assert signalled < math.inf or time.monotonic() - start >= 0.5
     assert time.monotonic() - start < 5
     (line,) = log
     assert checkpoint_name(6) in line and "given up" in line

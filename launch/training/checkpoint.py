@@ -62,6 +62,23 @@ TEMPORARY = ".tmp-"
 UNUSABLE = ".unusable"
 #: A wait for the previous checkpoint is logged if it is longer than this.
 LOGGED_WAIT_SECONDS = 1.0
+#: After this time, every host sees a new file in a shared folder: NFS caches attributes for up to a minute.
+SEEN_SECONDS = 60.0
+
+
+def check_shared(run: Path, collectives: Collectives) -> None:
+    """Check that every rank sees the run's folder, if global rank 0 has one.
+
+    Raises:
+        UsageError: the folder is on a disk of one host.
+    """
+    lock, deadline = run / ".lock", time.monotonic() + SEEN_SECONDS
+    if not collectives.gather(lock.exists())[0]:
+        return
+    while not lock.exists() and time.monotonic() < deadline:
+        time.sleep(0.2)
+    if not all(seen := collectives.gather(lock.exists())):
+        raise UsageError(f"{run}: rank {seen.index(False)} does not see this folder; all hosts must share --runs_dir")
 
 
 class Checkpoints:
@@ -210,15 +227,14 @@ class Checkpoints:
         if self._failed:
             raise SystemExit(1)
 
-    def finish_uploads(self, stopped: bool) -> None:
-        """Wait until rank 0 has uploaded the last checkpoint, or has given up (`launch/training/store.py`).
+    def finish_uploads(self, poll: Callable[[], int]) -> bool:
+        """Wait until rank 0 has uploaded the last checkpoint, or has given up (`launch/training/store.py`). Returns whether it is uploaded.
 
-        The wait of rank 0 is bounded. The others wait for it, because a launcher that sees a rank end with an error ends all.
+        The wait of rank 0 is bounded, more tightly once `poll` returns a signal. The others wait for it, because a launcher that sees a rank
+        end with an error ends all.
         """
-        if self._uploads:
-            self._uploads.finish(stopped)
-        if self._store:
-            self.collectives.gather(None, self._thread_group)
+        done = not self._uploads or self._uploads.finish(poll)
+        return all(self.collectives.gather(done, self._thread_group)) if self._store else done
 
     # --- reading --------------------------------------------------------------------------------------------------------------------
 
@@ -284,12 +300,20 @@ class Checkpoints:
         return state
 
     def _list_store(self) -> tuple[list[Path], str]:
-        """On rank 0: the checkpoints in the store, as paths in the folder, and why the store cannot be reached."""
+        """On rank 0: the checkpoints in the store, as paths in the folder, and why the store cannot be reached.
+
+        If the upload of every one was cut off, there is none.
+        """
         if not self._uploads:
             return [], ""
         store = self._uploads.store
+
+        def names() -> list[str]:
+            found = store.checkpoints()
+            return found if any(store.read(f"{name}/{STATE_FILE}") is not None for name in reversed(found)) else []
+
         try:
-            return [self.folder / name for name in within(ANSWER_SECONDS, store.url, store.checkpoints)], ""
+            return [self.folder / name for name in within(ANSWER_SECONDS, store.url, names)], ""
         except StoreError as reason:
             return [], str(reason)
 

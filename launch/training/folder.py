@@ -158,9 +158,9 @@ class RunFolder:
                 self._description, self._changes = resume_description(path, self._description)
             with _one_line_on_os_error(path):
                 self._log = open(path / "log.txt", "a", encoding="utf-8")  # noqa: SIM115 - a refused resume leaves no log
-            self._lock.truncate(0)
-            self._lock.write(f"process {os.getpid()} on {os.uname().nodename}")  # for the message of another job
-            self._lock.flush()
+                self._lock.truncate(0)
+                self._lock.write(f"process {os.getpid()} on {os.uname().nodename}")  # for the message of another job
+                self._lock.flush()
         except BaseException:
             self.close()
             raise
@@ -246,7 +246,6 @@ class RunFolder:
 
     def log_end(self, config: RunConfig, state: dict[str, Any], stopped: int) -> None:
         """Log how the run ended and draw its loss. `stopped` is the number of the signal that stopped it, 0 at its end."""
-        picture = self._draw_loss(config)
         if stopped:
             name = signal.Signals(stopped).name
             self.log(f"stopped by {name} after step {state['step']}; the same command with --resume continues from there", always=True)
@@ -258,6 +257,7 @@ class RunFolder:
                 before = self._description.get("finished") or {}  # of the run that is resumed
                 kept = before if before.get("step") == state["step"] else {}  # no step was made: `whole_val_loss` still holds
                 self._write_run_json({**kept, "at": time.strftime("%Y-%m-%dT%H:%M:%S%z"), **ended})
+        picture = self._draw_loss(config)
         loss = "" if state["val_loss"] is None else f", validation loss {state['val_loss']:.4f}"
         if "whole_val_loss" in state:
             loss += f", of the whole validation split {state['whole_val_loss']:.4f}"

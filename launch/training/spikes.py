@@ -92,11 +92,10 @@ class SpikeRule(Observer):
     def _restored(self) -> Window:
         """The window after the last step in the metrics. The lines of steps without the rule have no `spike`."""
         window = Window()
-        lines = [(line.get("loss"), line.get("spike")) for line in self.folder.read_metrics()]
-        for loss, spike in self.collectives.gather(lines)[0]:
-            if loss is not None and spike is not None:
-                window.add(loss, bool(spike))
-        return window
+        for line in self.folder.read_metrics():  # rank 0 has them
+            if line.get("loss") is not None and line.get("spike") is not None:
+                window.add(line["loss"], bool(line["spike"]))
+        return self.collectives.gather(window)[0]
 
     def start(self, engine: TrainingEngine) -> None:
         if self.rule == "off":

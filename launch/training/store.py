@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import math
 import shutil
 import threading
 import time
@@ -288,23 +289,30 @@ class Uploads:
         """Whether `checkpoint` is being uploaded, so that it must stay."""
         return checkpoint == self._current
 
-    def finish(self, stopped: bool) -> None:
-        """Wait until everything is uploaded, within `STOPPED_SECONDS` if a signal has `stopped` the run. A line says what is given up."""
+    def finish(self, poll: Callable[[], int]) -> bool:
+        """Wait until everything is uploaded, for `STOPPED_SECONDS` at most once `poll` returns a signal. A line says what is given up.
+
+        Returns whether nothing was given up.
+        """
         with self._changed:
             self._ending = True
             self._changed.notify_all()
         start = self._moved_at = time.monotonic()
+        stopped_at = math.inf
         last = self._waiting or self._current
         while self._thread.is_alive():
             self._thread.join(0.1)
             now = time.monotonic()
-            if now - self._moved_at > STALL_SECONDS or (stopped and now - start > STOPPED_SECONDS):
+            if poll():
+                stopped_at = min(stopped_at, now)
+            if now - self._moved_at > STALL_SECONDS or now - stopped_at > STOPPED_SECONDS:
                 what = f"the upload of {pending.name}" if (pending := self._waiting or self._current) else "the last upload"
                 self._say(f"warning: {what} to {self.store.url} was given up after {now - start:.0f} s; it is in {self.run}")
                 self._given_up = True  # the log is closed soon
-                return
+                return False
         if last and time.monotonic() - start > 1:
             self._say(f"waited {time.monotonic() - start:.1f} s for the upload of {last.name}")
+        return True
 
     def _say(self, line: str) -> None:
         if not self._given_up:

@@ -36,7 +36,7 @@ class BatchSizeWarmup(Technique):
     """`"batch_size_warmup": {"enabled": true, "min_batch_size": "auto", "increment": "auto", "warmup_tokens": "auto"}`.
 
     min_batch_size: sequences per step at the start, over all ranks; "auto" is a divisor of the global batch, at most a quarter of it, or
-        the whole global batch if a rank has fewer than four sequences.
+        a sequence per rank if that is more.
     increment: sequences added at each stage; "auto" is the largest number up to min_batch_size that reaches the global batch exactly.
     warmup_tokens: after how many tokens the batch is full; "auto" is a quarter of the run's. Sequences count at the model's full length.
 
@@ -82,7 +82,7 @@ class BatchSizeWarmup(Technique):
             start = quarter - (quarter - full) % increment
             start += increment if start <= 0 else 0
         else:
-            start = ranks * (largest_divisor(full // ranks, quarter // ranks) or full // ranks)
+            start = ranks * largest_divisor(full // ranks, max(1, quarter // ranks))
         increment = increment or ranks * largest_divisor((full - start) // ranks, start // ranks)
         left = (full - start) % increment
         check("increment", left > 0, f"which does not divide the {full - start} sequences from {start} to {full}; write a divisor of them")

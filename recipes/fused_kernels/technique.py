@@ -136,6 +136,8 @@ class FusedKernels(Technique):
 
     def _use_cross_entropy(self, model: GPT) -> None:
         compiled = self.device == "cuda" and find_spec("triton") is not None
+        if compiled and (lacking := _lacking_to_compile()):
+            return self._skip("cross_entropy", f"it needs {lacking}")
         kernel = partial(in_one, write=torch.compile(write_gradient)) if compiled else in_rows
         model.lm_head.loss = partial(linear_cross_entropy, kernel=kernel)
         self._say("cross_entropy", f"the gradient is written over the logits{', by a compiled kernel' if compiled else ''}")
@@ -148,6 +150,8 @@ class FusedKernels(Technique):
             self._skip(name, f"{fallback} on a {self.device}, and Liger-Kernel's needs CUDA")
         elif not _has_liger():
             self._skip(name, f"liger-kernel is not installed ({INSTALL})")
+        elif lacking := _lacking_to_compile():  # Triton compiles what launches a kernel
+            self._skip(name, f"it needs {lacking}")
         else:
             self._say(name, "Liger-Kernel's")
             return True
@@ -201,7 +205,9 @@ class FusedKernels(Technique):
 
     def _use_compile(self, model: GPT) -> None:
         if not self._compiles():
-            return self._skip("compile", "on a CPU it is not faster than the other kernels for this model")
+            lacking = _lacking_to_compile() or ("triton, which is not installed" if self.device == "cuda" else "")
+            slow = "on a CPU it is not faster than the other kernels for this model"
+            return self._skip("compile", f"it needs {lacking}" if lacking else slow)
         for block in model.h:
             block.compile()
         self._say("compile", "a block at a time; the first step takes longer")

@@ -114,6 +114,16 @@ def test_what_is_damaged_in_the_store_is_passed_over(damage, train, stored, whol
     verify(store / "r" / "step-00000006", json.loads((run / "run.json").read_text())["run_id"])  # uploaded again
 
 
+def test_a_run_whose_every_upload_was_cut_off_starts_at_step_0(train, stored, whole, tmp_path):
+    """On a host that has nothing, where no other start would find more."""
+    store = Path(shutil.copytree(stored[1], tmp_path / "store"))
+    for state in store.glob("r/*/state.json"):
+        state.unlink()
+    assert train(tmp_path / "runs", store, "--steps", "9", "--resume") == whole
+    assert resumed_after(tmp_path / "runs" / "r") == 0
+    verify(store / "r" / "step-00000009", json.loads((store / "r" / "run.json").read_text())["run_id"])
+
+
 def test_the_newest_that_verifies_is_taken_from_both(train, stored, whole, tmp_path):
     def resume(name: str, change: Callable[[Path, Path], None]) -> Path:
         run, store = copies(stored, tmp_path / name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
@@ -20,7 +21,8 @@ from launch.errors import UsageError
 from launch.formats.checkpoint_files import complete_checkpoints, read_state
 from launch.formats.metrics import RUN_KEYS
 from launch.training import folder as run_folder
-from launch.training.checkpoint import Checkpoints
+from launch.training import checkpoint as checkpoint_module
+from launch.training.checkpoint import Checkpoints, check_shared
 from launch.training.folder import RunFolder
 from launch.training.picture import draw_loss
 from launch.training.run_json import commits_of
@@ -305,6 +307,15 @@ def test_a_run_that_is_stopped_in_its_last_step_is_evaluated_once(one_rank, corp
         assert [line["step"] for line in lines if line.get("val_loss")] == [0, 3, 6]
     read = read_run(tmp_path / "r")
     assert read.finished and not read.remarks and read.measures["final_val_loss"] == lines[-1]["val_loss"]
+
+
+@pytest.mark.parametrize(("seen", "said"), [([True, True], ""), ([True, False], "rank 1 does not see this folder"), ([False, False], "")])
+def test_a_run_folder_that_not_all_hosts_share_is_refused(seen, said, tmp_path, monkeypatch):
+    """Before the first step. A job whose rank 0 has no folder needs none."""
+    monkeypatch.setattr(checkpoint_module, "SEEN_SECONDS", 0.1)
+    collectives = SimpleNamespace(gather=lambda own: seen)
+    with pytest.raises(UsageError, match=f"{said}; all hosts must share --runs_dir") if said else contextlib.nullcontext():
+        check_shared(tmp_path, collectives)
 
 
 def test_a_checkpoint_whose_files_are_on_another_host_is_not_complete(tmp_path):
