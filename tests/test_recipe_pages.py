@@ -18,6 +18,7 @@ from launch.comparison.comparison import compare_experiments
 from launch.comparison.runs import read_run, read_stored_run, stored_run
 from launch.comparison.verdicts import SIGNS
 from launch.errors import UsageError
+from launch.training.run_json import differences
 from recipes import registry
 from recipes.registry import read_recipe, read_recipes, read_testbed, read_testbeds, recipe_names, technique_classes
 from tests.helpers import ROOT as CHECKOUT
@@ -217,6 +218,19 @@ def test_every_published_sweep_has_run_all_its_values():
         grid = tuning.published_sweep(config, testbed, recipe)[1]["grid"]
         for name, values in sweep.items() if grid else ():
             assert set(values) <= {point[name] for point in grid}, f"{testbed.name}, {config}: run the sweep of {name} again"
+
+
+def test_published_runs_had_the_values_of_the_present_json():
+    """Else they need to be run again. The testbeds set the betas."""
+    for file in CHECKOUT.glob("recipes/*/results.json"):
+        recipe = read_recipe(file.parent)
+        for testbed, found in json.loads(file.read_text()).items():
+            for side, config in (("control", recipe.control), ("recipe", recipe.config)):
+                said = found[side][0]["description"]
+                used = {**said["engine"], **said["techniques"], "optimizer": said["optimizer"], "scheduler": said["scheduler"]}
+                for section, asked in json.loads((CHECKOUT / config).read_text()).items():
+                    for key, value, held in differences(section, asked, used.get(section)):
+                        assert value in ("auto", None) or "betas" in key, f"{recipe.name} on {testbed}: {config} has another {key} than {held}"
 
 
 def test_a_second_look_is_marked(tree, make):
