@@ -144,16 +144,33 @@ def test_a_job_whose_node_fails_continues_on_another(slurm, corpus, tmp_path):
     job = Job(slurm, corpus, tmp_path, "--time=10")
     job.train(20)
     node = job.field("NodeList")
-    own = [process for process in psutil.process_iter() if environment(process).get("SLURM_CONF") == slurm["SLURM_CONF"]]
-    tasks = [process for process in own if environment(process).get("SLURM_JOB_ID") == job.number]
-    daemons = [process for process in own if process.cmdline() == ["slurmd", "-D", "-N", node]]
-    daemons += {parent for task in tasks if (parent := task.parent()) is not None and parent.name() == "slurmstepd"}
-    for process in daemons + tasks:  # first those that would report the end of the others
-        process.kill()
+    kill_node(slurm, job.number, node)
     job.start_again(1)
     job.train(20)
     assert job.field("NodeList") in {*NODES} - {node}
     job.command("scancel", job.number)
+
+
+def test_a_job_that_loses_a_node_without_the_script_is_requeued(slurm, corpus, tmp_path):
+    """The script would start the run again on the node that has failed, before Slurm knows."""
+    job = Job(slurm, corpus, tmp_path, "--time=10", "--nodes=2", least=10)
+    job.train(20)
+    node = next(name for name in NODES if name != job.field("BatchHost"))
+    kill_node(slurm, job.number, node)
+    job.start_again(1, "NumNodes=1-1")
+    job.train(20)
+    assert job.field("NodeList") in {*NODES} - {node}
+    job.command("scancel", job.number)
+
+
+def kill_node(slurm: dict[str, str], job: str, node: str) -> None:
+    """Kill all of `job` on a node, and the node's daemon."""
+    own = [process for process in psutil.process_iter() if environment(process).get("SLURM_CONF") == slurm["SLURM_CONF"]]
+    tasks = [one for one in own if (environment(one).get("SLURM_JOB_ID"), environment(one).get("SLURMD_NODENAME")) == (job, node)]
+    daemons = [process for process in own if process.cmdline() == ["slurmd", "-D", "-N", node]]
+    daemons += {parent for task in tasks if (parent := task.parent()) is not None and parent.name() == "slurmstepd"}
+    for process in daemons + tasks:  # first those that would report the end of the others
+        process.kill()
 
 
 def test_a_cancelled_job_is_not_requeued(slurm, corpus, tmp_path):
