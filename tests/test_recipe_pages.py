@@ -230,7 +230,9 @@ def test_published_runs_had_the_values_of_the_present_json():
                 used = {**said["engine"], **said["techniques"], "optimizer": said["optimizer"], "scheduler": said["scheduler"]}
                 for section, asked in json.loads((CHECKOUT / config).read_text()).items():
                     for key, value, held in differences(section, asked, used.get(section)):
-                        assert value in ("auto", None) or "betas" in key, f"{recipe.name} on {testbed}: {config} has another {key} than {held}"
+                        assert value in ("auto", None) or "betas" in key, (
+                            f"{recipe.name} on {testbed}: {config} has another {key} than {held}"
+                        )
 
 
 def test_a_second_look_is_marked(tree, make):

@@ -76,7 +76,7 @@ def write_report(comparison: Comparison, out: Path) -> Path:
 
 
 def summary(comparison: Comparison) -> Iterator[str]:
-    """The lines that `launch/compare.py` prints: remarks on runs and pairs, and the verdicts of each pair, or its main figures without claims."""
+    """The lines that `launch/compare.py` prints: remarks on runs and pairs; the verdicts of each pair, or its main figures."""
     for mismatch in comparison.mismatches:
         yield f"not a controlled comparison: {mismatch}"
     for side in comparison.sides:

@@ -68,8 +68,8 @@ def _entry(pair: Pair) -> dict[str, Any]:
         raise UsageError(f"{where}: {unfinished[0]} is unfinished; the same command without --publish resumes it")
     if not pair.on_equal_terms and any(claim.measure == "step_time" for claim in pair.experiment.claims):
         raise UsageError(
-            f"{where}: a claim is about the time of a step, and the runs of a seed were not interleaved on one machine; train both in another"
-            " --runs_dir, this recipe alone"
+            f"{where}: a claim is about the time of a step, and the runs of a seed were not interleaved on one machine; train both in"
+            " another --runs_dir, this recipe alone"
         )
     now = planned(recipe.name, testbed.name)
     own = {commit for run in pair.side.runs for commit in commits_of(run.description)}

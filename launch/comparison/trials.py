@@ -1,7 +1,8 @@
 """Plans the runs of an experiment: control and recipe on a testbed, or with flags of the user, with the same seeds.
 
 A run is named after a hash of everything that affects its numbers: its settings, its corpus, the code that trains it, the versions of the
-packages, and the kind of machine. A control that several recipes share, or a recipe that is another's control, is therefore run only once, and existing runs are reused.
+packages, and the kind of machine. A control that several recipes share, or a recipe that is another's control, is therefore run only once,
+and existing runs are reused.
 """
 
 from __future__ import annotations

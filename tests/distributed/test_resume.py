@@ -20,8 +20,8 @@ from launch.comparison.runs import read_run
 from launch.errors import UsageError
 from launch.formats.checkpoint_files import complete_checkpoints, read_state
 from launch.formats.metrics import RUN_KEYS
-from launch.training import folder as run_folder
 from launch.training import checkpoint as checkpoint_module
+from launch.training import folder as run_folder
 from launch.training.checkpoint import Checkpoints, check_shared
 from launch.training.folder import RunFolder
 from launch.training.picture import draw_loss
