@@ -152,7 +152,7 @@ def test_a_job_whose_node_fails_continues_on_another(slurm, corpus, tmp_path):
 
 
 def test_a_job_that_loses_a_node_without_the_script_is_requeued(slurm, corpus, tmp_path):
-    """The script would start the run again on the node that has failed, before Slurm knows."""
+    """The script starts the run again, also on the node that has failed, before Slurm knows."""
     job = Job(slurm, corpus, tmp_path, "--time=10", "--nodes=2", least=10)
     job.train(20)
     node = next(name for name in NODES if name != job.field("BatchHost"))
