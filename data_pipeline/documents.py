@@ -24,8 +24,6 @@ PIECE = 2**20
 #: Longest piece: a document is cut here even if ids change, since encoding takes up to 60 times the memory of the text.
 MAX_PIECE = 4 * PIECE
 CHUNK_BYTES = 2**20
-#: Fewer documents than this may all miss a validation split of a few percent.
-FEW = 64
 #: Maximum memory of the text that a tokenizer is trained on. More text changes few merges, and memory grows with the distinct words.
 TRAINING_BYTES = 64_000_000
 TRAINING_PART = 2**14
@@ -60,19 +58,21 @@ class Documents:
     """The documents of all sources, one source after the other; the same in every pass.
 
     The split depends on a document's text alone, so it does not change with reordering, renaming and additions, and copies of one text
-    are in the same split. There are two exceptions, for few documents (in a mixture: of a source). Of fewer than `FEW`, the one with the
-    lowest hash is always in the validation split. A single document is cut in two at a line end, and the tail is the validation split.
+    are in the same split. If there is only one document (in a mixture: in a source), it is cut in two at a line end, and the tail is the
+    validation split.
 
     Args:
         grouped: whether each source is a separate group, as in a mixture.
         dedup: drop documents with the same text as an earlier one. Keeps a hash of 16 bytes, about 100 bytes of memory, per document.
 
-    `dropped` counts the documents that the current pass has dropped, by reason.
+    `dropped` counts the documents that the current pass has dropped, by reason. `least_val_fraction` is the fraction up to which none of its
+    documents would be for validation.
     """
 
     def __init__(self, sources: list[Source], val_fraction: float, grouped: bool = False, dedup: bool = False):
         self.sources, self.val_fraction, self.grouped, self.dedup = sources, val_fraction, grouped, dedup
         self.dropped: Counter[str] = Counter()
+        self.least_val_fraction = 1.0
 
     @property
     def n_bytes(self) -> int:
@@ -87,6 +87,7 @@ class Documents:
 
     def __iter__(self) -> Iterator[Document]:
         self.dropped.clear()
+        self.least_val_fraction = 1.0
         seen: set[bytes] = set()
         for source in self.sources:
             source.problems.start()
@@ -117,16 +118,10 @@ class Documents:
                 if begin < end:
                     yield Document(split, group, partial(_part, first, begin, end), first.sha256)
             return
-        bound, head = int(self.val_fraction * 2**64), [first, second, *islice(texts, FEW - 2)]
-        if len(head) < FEW:
-            bound = max(bound, min(map(_place, head)) + 1)
-        for text in chain(head, texts):
-            yield Document("val" if _place(text) < bound else "train", group, text.blocks, text.sha256)
-
-
-def _place(text: Text) -> int:
-    """The place of a text's hash among 2**64, by which it is assigned to a split."""
-    return int.from_bytes(text.sha256[:8], "big")
+        for text in chain((first, second), texts):
+            place = int.from_bytes(text.sha256[:8], "big") / 2**64
+            self.least_val_fraction = min(self.least_val_fraction, place)
+            yield Document("val" if place < self.val_fraction else "train", group, text.blocks, text.sha256)
 
 
 def _cut_in_two(text: Text, val_fraction: float) -> int:

@@ -124,7 +124,7 @@ def prepare(args: argparse.Namespace, say: Say) -> None:
             writer.close()
         dropped = documents.dropped + problems.counts
         try:
-            _check_splits(splits, args, len(about["mixture"]), dropped)
+            _check_splits(splits, args, len(about["mixture"]), dropped, documents.least_val_fraction)
         except DataError:
             remove_progress(folder)  # resuming with these options would fail again
             raise
@@ -280,15 +280,16 @@ def _what_is_left(out: Path | None) -> str:
     return f": nothing was written to {out}{resume}"
 
 
-def _check_splits(splits: dict[str, Any], args: argparse.Namespace, n_groups: int, dropped: Counter[str]) -> None:
-    """DataError if a split, or a group's part of the training split, is empty."""
+def _check_splits(splits: dict[str, Any], args: argparse.Namespace, n_groups: int, dropped: Counter[str], least: float) -> None:
+    """DataError if a split, or a group's part of the training split, is empty. least: `Documents.least_val_fraction`."""
     documents = {split: splits[split]["documents"] for split in SPLITS}
-    for split, fix in (("train", "lower"), ("val", "raise")):
+    above = min(1.1 * least, (1 + least) / 2)
+    for split, fix in (("train", "lower --val_fraction"), ("val", f"raise --val_fraction to {above:.3g}")):
         if not documents[split]:
             left_out = f", {sum(dropped.values())} left out" if dropped else ""
             raise DataError(
                 f"--source {' '.join(args.source)}: no document for {split} ({sum(documents.values())} in total{left_out}, --val_fraction"
-                f" {args.val_fraction}); {fix} --val_fraction, or add documents (a single document is cut in two)"
+                f" {args.val_fraction}); {fix}, or add documents (a single document is cut in two)"
             )
     for group in range(n_groups):
         if not any(shard["group"] == group for shard in splits["train"]["shards"]):

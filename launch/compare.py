@@ -65,8 +65,7 @@ def build_parser() -> Parser:
     parser.add_argument(
         "--seeds",
         type=whole_number(1, 1000),
-        help="number of seeds, from 1 on; on a testbed from 201 on, because those from 1 on give the verdict (the recipe's number on a"
-        " testbed, else 3; --noise: 5 others)",
+        help="number of seeds (the recipe's on a testbed, else 3; --noise: 5); if given on a testbed, they start at 201, and nothing is judged",
     )
     parser.add_argument(
         "--tune",

@@ -105,11 +105,11 @@ def train(config: RunConfig, folder: RunFolder | NoFolder, stop: StopRequest, ob
     from launch.training.store import CheckpointStore
 
     collectives = start_ranks()
+    path = Path(config.runs_dir) / config.run_name
+    check_shared(path, collectives)
     techniques = config.built_techniques
     engine = start_engine(config, techniques, collectives)
     loader = config.training_loader(collectives)
-    path = Path(config.runs_dir) / config.run_name
-    check_shared(path, collectives)
     checkpoints = Checkpoints(
         path / "checkpoints",
         config.keep,

@@ -69,7 +69,7 @@ def test_what_is_left_auto_is_valid_for_any_batch(given, ranks):
         assert sizes[-1] == ranks * per_rank
         assert sizes[0] == section.get("min_batch_size", sizes[0])
         if not given:
-            assert sizes[0] <= ranks * per_rank / 4 or per_rank < 4
+            assert sizes[0] == ranks if per_rank < 4 else sizes[0] <= ranks * per_rank / 4
         for step in (1, 10, 100, 1999):
             plan = technique.on_step(step, StepPlan(0, 0, 64))
             assert plan.sequences * ranks == sizes[step - 1]

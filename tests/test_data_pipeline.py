@@ -236,6 +236,12 @@ def test_mistakes_are_one_line_and_exit_2(texts, tmp_path, arguments, said):
     assert (tmp_path / "file").read_text() == "kept"
 
 
+def test_the_suggested_val_fraction_suffices(texts, tmp_path):
+    command = ("--source", texts, "--out", tmp_path / "out", "--tokenizer", "bytes", "--on_error", "skip", "--val_fraction")
+    suggested = re.search(r"raise --val_fraction to (\S+), or add documents", prepare(*command, "1e-9").stderr)[1]
+    assert float(suggested) < 0.2 and prepare(*command, suggested).returncode == 0
+
+
 def test_preparing_needs_neither_torch_nor_deepspeed(tmp_path):
     code = (
         "import sys, runpy; sys.argv = ['data_pipeline/prepare.py', '--help']; sys.path[0] = 'data_pipeline'\n"

@@ -113,6 +113,8 @@ def test_the_command_of_the_card_names_no_folder_of_the_machine():
     assert without_folders(kept) == kept
     elsewhere = ["--data", "/home/u/recipes/corpus", "--data=/home/u/recipes/corpus/", "--runs_dir", "/runs"]
     assert without_folders(elsewhere) == ["--data", "corpus", "--data=corpus/", "--runs_dir", "runs"]
+    values = ["--checkpoint_store", "file:///home/u/store", "--set", "zero_optimization.offload_optimizer.nvme_path=/scratch/u"]
+    assert without_folders(values)[1::2] == ["file://store", "zero_optimization.offload_optimizer.nvme_path=u"]
 
 
 def test_the_card_of_a_resumed_run_has_the_command_of_its_last_start(run, tmp_path):

@@ -69,7 +69,7 @@ def _entry(pair: Pair) -> dict[str, Any]:
     if not pair.on_equal_terms and any(claim.measure == "step_time" for claim in pair.experiment.claims):
         raise UsageError(
             f"{where}: a claim is about the time of a step, and the runs of a seed were not interleaved on one machine; train both in"
-            " another --runs_dir, this recipe alone"
+            " another --runs_dir, this recipe alone, with memory for both (--at_once 2)"
         )
     now = planned(recipe.name, testbed.name)
     own = {commit for run in pair.side.runs for commit in commits_of(run.description)}

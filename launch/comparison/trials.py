@@ -19,7 +19,7 @@ import psutil
 
 from launch.config.explain import memory_of
 from launch.config.flags import suggested_flags, without
-from launch.config.hardware import device_type, gpus
+from launch.config.hardware import cpu_instructions, device_type, gpus
 from launch.config.run_config import RunConfig, resolve
 from launch.errors import UsageError
 from launch.formats.json_lines import read_json
@@ -154,7 +154,8 @@ def _code(with_technique: bool) -> str:
 @functools.cache
 def _environment() -> dict[str, Any]:
     """The versions of the packages and the kind of machine, whose arithmetic may differ in rounding."""
-    return {**versions(), **{key: value for key, value in machine().items() if key not in ("host", "system")}}
+    kind = {key: value for key, value in machine().items() if key not in ("host", "system")}
+    return {**versions(), **kind, "instructions": cpu_instructions()}
 
 
 def fitting_groups(trials: Sequence[Trial], at_once: int | None) -> list[list[Trial]]:

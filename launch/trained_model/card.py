@@ -67,7 +67,7 @@ def model_card(name: str, trained: TrainedModel, dtype: str, lines: list[dict[st
         parts += ["## Train it again"]
         parts += [f"```sh\ndeepspeed --num_gpus {run['ranks']} launch/pretrain.py {shlex.join(without_folders(words))}\n```"]
         if len(starts) > 1:
-            parts += [f"The run was started {len(starts)} times. The command and the values in the table are those of the last start."]
+            parts += [f"The run was started {len(starts)} times. The command and the values in the table are those of the last start; the initial weights are those of the first."]
     parts += [_USE.format(name=name), *(["\n".join(f"- {note}" for note in notes)] if notes else [])]
     return "\n\n".join(parts) + "\n"
 
@@ -101,7 +101,7 @@ def _run_rows(run: dict[str, Any], state: dict[str, Any], lines: list[dict[str, 
 
 def without_folders(words: list[str]) -> list[str]:
     """The words of a command without folders of the machine. Paths in the checkout become relative to it, and so do the run's JSON and
-    recipe in any other checkout. Of other absolute paths, the last part stays.
+    recipe in any other checkout. Of other absolute paths, also in values and `file://` URLs, the last part stays.
     """
     found: list[str] = []
     for word in words:
@@ -109,7 +109,7 @@ def without_folders(words: list[str]) -> list[str]:
         path = path.removeprefix(f"{ROOT}/")
         if (flag or "".join(found[-1:])) in ("--deepspeed_config", "--recipe"):
             path = re.sub(r"^/.*/(?=(ds_configs|recipes)/)", "", path)
-        found.append(f"{flag}{equals}{re.sub('^/(.*/)?(?=[^/])', '', path)}")
+        found.append(f"{flag}{equals}{re.sub('(^|=|file://)/(.*/)?(?=[^/])', r'\1', path)}")
     return found
 
 

@@ -73,11 +73,11 @@ def check_shared(run: Path, collectives: Collectives) -> None:
         UsageError: the folder is on a disk of one host.
     """
     lock, deadline = run / ".lock", time.monotonic() + SEEN_SECONDS
-    if not collectives.gather(lock.exists())[0]:
+    if not collectives.gather(os.path.exists(lock))[0]:
         return
-    while not lock.exists() and time.monotonic() < deadline:
+    while not os.path.exists(lock) and time.monotonic() < deadline:
         time.sleep(0.2)
-    if not all(seen := collectives.gather(lock.exists())):
+    if not all(seen := collectives.gather(os.path.exists(lock))):
         raise UsageError(f"{run}: rank {seen.index(False)} does not see this folder; all hosts must share --runs_dir")
 
 
@@ -228,7 +228,7 @@ class Checkpoints:
             raise SystemExit(1)
 
     def finish_uploads(self, poll: Callable[[], int]) -> bool:
-        """Wait until rank 0 has uploaded the last checkpoint, or has given up (`launch/training/store.py`). Returns whether it is uploaded.
+        """Wait until rank 0 has uploaded the last checkpoint, or has given up (`launch/training/store.py`). Returns whether nothing was given up.
 
         The wait of rank 0 is bounded, more tightly once `poll` returns a signal. The others wait for it, because a launcher that sees a
         rank end with an error ends all.
@@ -258,7 +258,7 @@ class Checkpoints:
             SystemExit: it could not be loaded (exit code 1, one line from each failed rank).
         """
         self._finish()
-        # Only rank 0 has the run's folder and the store, so its view holds for all ranks.
+        # Only rank 0 opens the run's folder and the store, so its view holds for all ranks.
         checkpoints, (stored, unreachable), self._run_id = self.collectives.gather(
             (complete_checkpoints(self.folder), self._list_store(), self._run_id)
         )[0]

@@ -12,7 +12,7 @@ import time
 import uuid
 from typing import Any
 
-from launch.config.hardware import cpu_instructions, cpuinfo, device_type, gpus
+from launch.config.hardware import cpuinfo, device_type, gpus
 from launch.config.run_config import ROOT, RunConfig
 from launch.training.interleaving import interleaved_group
 
@@ -56,7 +56,6 @@ def machine() -> dict[str, Any]:
         "host": platform.node(),
         "system": platform.platform(),
         "processor": cpuinfo("model name") or platform.processor(),
-        "instructions": " ".join(cpu_instructions()),
         "cores": os.cpu_count(),
     }
     return host | ({"gpus": names} if device_type() == "cuda" and (names := [gpu.name for gpu in gpus()]) else {})

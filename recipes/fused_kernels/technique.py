@@ -88,7 +88,7 @@ class FusedKernels(Technique):
         for name in LIGER_KERNELS:
             if self.asked[name] is True and not _has_liger():
                 yield f"'fused_kernels.{name}' needs liger-kernel, which is not installed; {INSTALL}, or write \"auto\""
-        for name in ("gelu", "compile"):
+        for name in ("gelu", "compile", *LIGER_KERNELS):
             if self.asked[name] is True and (lacking := _lacking_to_compile()):
                 yield f"'fused_kernels.{name}' needs {lacking}, or write \"auto\""
 
@@ -135,9 +135,7 @@ class FusedKernels(Technique):
         self._say("attention", "torch's, as without this key")
 
     def _use_cross_entropy(self, model: GPT) -> None:
-        compiled = self.device == "cuda" and find_spec("triton") is not None
-        if compiled and (lacking := _lacking_to_compile()):
-            return self._skip("cross_entropy", f"it needs {lacking}")
+        compiled = self.device == "cuda" and find_spec("triton") is not None and not _lacking_to_compile()
         kernel = partial(in_one, write=torch.compile(write_gradient)) if compiled else in_rows
         model.lm_head.loss = partial(linear_cross_entropy, kernel=kernel)
         self._say("cross_entropy", f"the gradient is written over the logits{', by a compiled kernel' if compiled else ''}")
@@ -200,14 +198,17 @@ class FusedKernels(Technique):
         """Whether blocks are compiled."""
         if self.asked["compile"] != "auto":
             return bool(self.asked["compile"])
-        unfused = any(getattr(self.run.shape, field) == component for field, component in (COMPONENTS[name] for name in FUSED_BY_COMPILE))
-        return not _lacking_to_compile() and (unfused if self.device == "cpu" else find_spec("triton") is not None)
+        return not _lacking_to_compile() and (self._has_unfused() if self.device == "cpu" else find_spec("triton") is not None)
+
+    def _has_unfused(self) -> bool:
+        """Whether the model has a component that no other kernel fuses on a CPU."""
+        return any(getattr(self.run.shape, field) == component for field, component in (COMPONENTS[name] for name in FUSED_BY_COMPILE))
 
     def _use_compile(self, model: GPT) -> None:
         if not self._compiles():
-            lacking = _lacking_to_compile() or ("triton, which is not installed" if self.device == "cuda" else "")
-            slow = "on a CPU it is not faster than the other kernels for this model"
-            return self._skip("compile", f"it needs {lacking}" if lacking else slow)
+            if self.device == "cpu" and not self._has_unfused():
+                return self._skip("compile", "on a CPU it is not faster than the other kernels for this model")
+            return self._skip("compile", f"it needs {_lacking_to_compile() or 'triton, which is not installed'}")
         for block in model.h:
             block.compile()
         self._say("compile", "a block at a time; the first step takes longer")
