@@ -7,13 +7,15 @@ import errno
 import hashlib
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from data_pipeline.loader import Loader
 from launch.errors import TrainingFailed
-from launch.training import checkpoint, engine, snapshot
+from launch.training import checkpoint, engine, snapshot, store
 from launch.training.engine import TrainingEngine
 from launch.training.observers import Observer
 from launch.training.signals import StopRequest
@@ -104,6 +106,22 @@ def pretrain_stopped_in(step: int, flags: list[str]) -> list[dict[str, Any]]:
         return pretrain(flags, code=143)
     finally:
         StopRequest.poll = usual
+
+
+def pretrain_signalled_in_the_last_upload(flags: list[str]) -> list[dict[str, Any]]:
+    """`pretrain` that gets SIGTERM while its only checkpoint is uploaded to a store that hangs."""
+    released, patience = threading.Event(), store.STOPPED_SECONDS
+
+    def hanging(self: store.CheckpointStore, checkpoint: Path, moved: Callable[[], None]) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        released.wait(60)
+
+    usual, store.CheckpointStore.upload, store.STOPPED_SECONDS = store.CheckpointStore.upload, hanging, 0.5
+    try:
+        return pretrain(flags, code=143)
+    finally:
+        released.set()
+        store.CheckpointStore.upload, store.STOPPED_SECONDS = usual, patience
 
 
 def loss_scaler_after(flags: list[str]) -> dict[str, Any]:

@@ -183,6 +183,18 @@ def test_a_checkpoint_whose_upload_failed_is_uploaded_by_the_resume(train, store
     assert len(log_of(run, "step-00000006 was uploaded")) == 2  # it is there
 
 
+def test_a_signal_that_cuts_off_the_last_upload_is_the_exit_code(one_rank, flags, tmp_path):
+    """So that a script requeues the job; the resume uploads the checkpoint."""
+    store, config = tmp_path / "store", ["--deepspeed_config", "ds_configs/zero1_fp32.json", "--runs_dir", str(tmp_path / "runs")]
+    given = [*flags, *config, "--run_name", "r", "--checkpoint_store", f"file://{store}", "--save_every", "0", "--steps", "3", "--resume"]
+    one_rank.run("tests.distributed.failure_jobs:pretrain_signalled_in_the_last_upload", flags=given)
+    run = tmp_path / "runs" / "r"
+    assert json.loads((run / "run.json").read_text())["finished"]["step"] == 3
+    assert len(log_of(run, "given up")) == 1 and not complete_checkpoints(store / "r")
+    one_rank.run("tests.distributed.jobs:pretrain", flags=given)
+    assert [path.name for path in complete_checkpoints(store / "r")] == ["step-00000003"]
+
+
 def test_a_download_that_fails_does_not_discard_steps(flags, stored, tmp_path):
     config = ["--deepspeed_config", "ds_configs/zero1_fp32.json", "--runs_dir", f"{tmp_path}/runs", "--run_name", "r"]
     given = [*flags, *config, "--checkpoint_store", f"file://{stored[1]}", "--steps", "9", "--resume"]
