@@ -65,7 +65,8 @@ def build_parser() -> Parser:
     parser.add_argument(
         "--seeds",
         type=whole_number(1, 1000),
-        help="number of seeds (the recipe's on a testbed, else 3; --noise: 5); if given on a testbed, they start at 201, and nothing is judged",
+        help="number of seeds (the recipe's on a testbed, else 3; --noise: 5); if given on a testbed, they start at 201, and nothing is"
+        " judged",
     )
     parser.add_argument(
         "--tune",

@@ -67,7 +67,8 @@ def model_card(name: str, trained: TrainedModel, dtype: str, lines: list[dict[st
         parts += ["## Train it again"]
         parts += [f"```sh\ndeepspeed --num_gpus {run['ranks']} launch/pretrain.py {shlex.join(without_folders(words))}\n```"]
         if len(starts) > 1:
-            parts += [f"The run was started {len(starts)} times. The command and the values in the table are those of the last start; the initial weights are those of the first."]
+            said = "The command and the values in the table are those of the last start; the initial weights are those of the first."
+            parts += [f"The run was started {len(starts)} times. {said}"]
     parts += [_USE.format(name=name), *(["\n".join(f"- {note}" for note in notes)] if notes else [])]
     return "\n\n".join(parts) + "\n"
 
@@ -109,7 +110,8 @@ def without_folders(words: list[str]) -> list[str]:
         path = path.removeprefix(f"{ROOT}/")
         if (flag or "".join(found[-1:])) in ("--deepspeed_config", "--recipe"):
             path = re.sub(r"^/.*/(?=(ds_configs|recipes)/)", "", path)
-        found.append(f"{flag}{equals}{re.sub('(^|=|file://)/(.*/)?(?=[^/])', r'\1', path)}")
+        path = re.sub(r"(^|=|file://)/(.*/)?(?=[^/])", r"\1", path)
+        found.append(f"{flag}{equals}{path}")
     return found
 
 

@@ -228,10 +228,10 @@ class Checkpoints:
             raise SystemExit(1)
 
     def finish_uploads(self, poll: Callable[[], int]) -> bool:
-        """Wait until rank 0 has uploaded the last checkpoint, or has given up (`launch/training/store.py`). Returns whether nothing was given up.
+        """Wait until rank 0 has uploaded the last checkpoint, or has given up (`launch/training/store.py`).
 
-        The wait of rank 0 is bounded, more tightly once `poll` returns a signal. The others wait for it, because a launcher that sees a
-        rank end with an error ends all.
+        Returns whether nothing was given up. The wait of rank 0 is bounded, more tightly once `poll` returns a signal. The others wait for
+        it, because a launcher that sees a rank end with an error ends all.
         """
         done = not self._uploads or self._uploads.finish(poll)
         return all(self.collectives.gather(done, self._thread_group)) if self._store else done
