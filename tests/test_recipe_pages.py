@@ -13,7 +13,7 @@ import matplotlib
 import numpy as np
 import pytest
 
-from launch.comparison import pages, publish, trials, tuning
+from launch.comparison import comparison, pages, publish, trials, tuning
 from launch.comparison.comparison import compare_experiments
 from launch.comparison.runs import read_run, read_stored_run, stored_run
 from launch.comparison.verdicts import SIGNS
@@ -346,6 +346,17 @@ def test_files_of_the_training_that_git_does_not_know_are_not_published(tree, mo
     (tree / "ds_configs" / "new.json").write_text("{}")
     with pytest.raises(UsageError, match=r"--publish: ds_configs/new\.json is not in git"):
         publish.check_checkout()
+
+
+def test_sides_with_other_package_versions_are_not_published(tree, make):
+    """The control was reused after an upgrade."""
+    compared = make()
+    pair = compared.pairs[0]
+    for run in pair.control.runs:
+        run.description["versions"] = {**run.description["versions"], "torch": "1.0"}
+    found = comparison.differences(pair.control.runs, pair.side.runs)
+    with pytest.raises(UsageError, match="control and recipe used different versions of torch; train both in another --runs_dir"):
+        publish.publish(dataclasses.replace(compared, pairs=(dataclasses.replace(pair, differences=found),)))
 
 
 def test_times_of_runs_that_were_not_interleaved_are_not_published(tree, make):

@@ -506,10 +506,15 @@ def _pair_remarks(pair: Pair) -> Iterator[str]:
         yield "not all runs were interleaved, so differences in time may come from the load of the machine at different times"
     if any(_section(one.key) == "machine" for one in pair.differences):
         yield "not all runs used the same machine, so differences in time and memory may come from the machine"
-    if packages := [one.key.partition(".")[2] for one in pair.differences if _section(one.key) == "versions"]:
+    if packages := other_versions(pair):
         yield f"not all runs used the same {', '.join(packages)}, so differences may come from the version"
     if pair.recipe and (others := [one.key for one in pair.differences if not _is_expected(one.key, pair)]):
         yield f"settings that the recipe does not name differ too, and may cause the effect: {', '.join(others)}"
+
+
+def other_versions(pair: Pair) -> list[str]:
+    """The packages of which the sides of a pair used different versions."""
+    return [one.key.partition(".")[2] for one in pair.differences if _section(one.key) == "versions"]
 
 
 def _is_expected(key: str, pair: Pair) -> bool:

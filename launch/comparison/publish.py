@@ -10,7 +10,7 @@ import subprocess
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from launch.comparison.comparison import Comparison, Pair
+from launch.comparison.comparison import Comparison, Pair, other_versions
 from launch.comparison.pages import RESULTS, plan_files, plan_in, planned, write_pages
 from launch.comparison.runs import Run, stored_run
 from launch.comparison.trials import CODE, settings_on, tuned_by
@@ -66,6 +66,8 @@ def _entry(pair: Pair) -> dict[str, Any]:
         raise UsageError(f"{where}: {pair.experiment.seeds} seeds are planned, and the pairs have seeds {pair.seeds}; give no --seeds")
     if unfinished := [run.name for run in runs if run.state == "unfinished"]:
         raise UsageError(f"{where}: {unfinished[0]} is unfinished; the same command without --publish resumes it")
+    if packages := other_versions(pair):
+        raise UsageError(f"{where}: control and recipe used different versions of {', '.join(packages)}; train both in another --runs_dir")
     if not pair.on_equal_terms and any(claim.measure == "step_time" for claim in pair.experiment.claims):
         raise UsageError(
             f"{where}: a claim is about the time of a step, and the runs of a seed were not interleaved on one machine; train both in"
