@@ -60,7 +60,7 @@ lint: $(INSTALLED)  ## ruff, the types, and the rule that imports run one way
 bench: $(INSTALLED) $(CORPUS)/manifest.json  ## the benchmarks, and one table of what they found; ARGS="..." goes through
 	$(BIN)/python -m benchmarks $(ARGS)
 
-gpu: $(INSTALLED)  ## correctness, utilization, loss curves and kernels on a GPU (benchmarks/gpu/README.md); ARGS="..." goes through
+gpu: $(INSTALLED)  ## correctness, utilization and kernels on a GPU (benchmarks/gpu/README.md); ARGS="..." goes through
 	$(BIN)/python -m benchmarks.gpu $(ARGS)
 
 pages: $(INSTALLED)  ## the pages, tables and pictures of recipes and testbeds, from the committed results

@@ -13,6 +13,7 @@ import argparse
 import json
 import os
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -233,12 +234,21 @@ def read_records(file: Path) -> list[dict[str, Any]]:
     return json.loads(file.read_text(encoding="utf-8")) if file.exists() else []
 
 
+def measured_commit() -> str | None:
+    """The commit of the checkout, with `+changes` if tracked files differ from it, other than the records themselves."""
+    found = repository_commit()
+    records = [":(exclude)benchmarks/results.json", ":(exclude,glob)benchmarks/gpu/*.json"]
+    if found and subprocess.run(["git", "diff", "--quiet", "HEAD", "--", ".", *records], cwd=ROOT).returncode == 0:
+        return found.removesuffix("+changes")
+    return found
+
+
 def append(name: str, rows: list[Row], details: dict[str, Any]) -> None:
     """Append a record of the benchmark `name` to results.json. `details` may name another `device` than this machine's."""
     record = {
         "benchmark": name,
         "date": time.strftime("%Y-%m-%d"),
-        "commit": os.environ.get("BENCHMARK_COMMIT") or repository_commit(),
+        "commit": measured_commit(),
         "device": details.get("device") or device_name(),
         "machine": machine(),
         "versions": versions(),

@@ -41,7 +41,7 @@ def test_a_mistake_is_one_line_and_exit_code_2(tmp_path):
         (["benchmarks/start_up.py", "--deepspeed_config", str(wrong)], "zero_optimisation"),
         (["benchmarks/step_time.py", "--side", "a side"], "--side 'a side'"),
         (["benchmarks/trainer.py", "--architecture", "llama"], "--architecture llama: must be gpt2"),
-        (["benchmarks/testbed.py", "--only", "controll"], "--tiny" if not gpus() else "no such cell"),
+        (["benchmarks/utilization.py", "--only", "gpt3"], "--tiny" if not gpus() else "no such cell"),
     ):
         done = run_script(*command, "--no_record")
         assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr

@@ -2,7 +2,7 @@
 
     python3 -m benchmarks.gpu                       # all parts, one after another; what is measured already is not measured again
     python3 -m benchmarks.gpu utilization           # one part; ends by itself after --minutes (9), and goes on when called again
-    python -m benchmarks.gpu pack                   # before: the wheels that the GPU machine lacks, into .gpu/wheels
+    python -m benchmarks.gpu pack                   # before: the repository and the wheels that the GPU machine lacks, into .gpu
     python -m benchmarks.gpu rehearse               # before: all parts at small sizes on a CPU, with the GPU machine's packages alone
 
 benchmarks/gpu/README.md says how to bring it to a machine and back. A part is a list of cells; each cell runs in a process of its own and
@@ -47,15 +47,13 @@ def main() -> int:
 
 
 def prepare_environment(tiny: bool) -> None:
-    """For this process and all that it starts: the installed wheels, the tools beside this Python, the device, and the commit."""
+    """For this process and all that it starts: the installed wheels, the tools beside this Python, and the device."""
     os.chdir(ROOT)
     sys.path.append(str(SITE))
     paths = [str(SITE), str(ROOT), os.environ.get("PYTHONPATH", "")]
     os.environ["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
     os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), str(SITE / "bin"), os.environ["PATH"]])
     os.environ["DS_ACCELERATOR"] = "cpu" if tiny else "cuda"
-    if not (ROOT / ".git").exists() and (commit := WORK / "commit").exists():
-        os.environ["BENCHMARK_COMMIT"] = commit.read_text(encoding="utf-8").strip()
 
 
 def run_part(part: str, tiny: bool, deadline: float) -> int:

@@ -9,9 +9,9 @@ ROOT = Path(__file__).resolve().parents[2]
 FOLDER = Path(__file__).parent
 #: What is brought along and made on the way; ignored by git.
 WORK = ROOT / ".gpu"
-WHEELS, SITE = WORK / "wheels", WORK / "site"
-PARTS = ("setup", "correctness", "utilization", "testbed", "kernels")
-#: The largest sum of what travels to the GPU machine: the checkout and the wheels.
+WHEELS, SITE, BUNDLE = WORK / "wheels", WORK / "site", WORK / "repository.bundle"
+PARTS = ("setup", "correctness", "utilization", "kernels")
+#: The largest sum of what travels to the GPU machine: the repository and the wheels.
 MOST_BYTES = 64 * 2**20
 
 

@@ -1,10 +1,10 @@
-"""What is done before a GPU machine is at hand: fetch the wheels that it lacks, and try all parts without it.
+"""What is done before a GPU machine is at hand: pack the repository and the wheels that it lacks, and try all parts without it.
 
     python -m benchmarks.gpu pack
     python -m benchmarks.gpu rehearse --python python3.12
 
-The rehearsal makes an environment of the packages that the machine is known to have (image.txt) and nothing else, copies what would travel,
-and runs every part there at small sizes on the CPU, without an index. Each part is killed once and goes on.
+The rehearsal makes an environment of the packages that the machine is known to have (image.txt) and nothing else, clones the packed
+repository, and runs every part there at small sizes on the CPU, without an index. Each part is killed once and goes on.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from benchmarks.gpu.parts import FOLDER, MOST_BYTES, PARTS, ROOT, WHEELS, WORK, commands
+from benchmarks.gpu.parts import BUNDLE, FOLDER, MOST_BYTES, PARTS, ROOT, WHEELS, WORK, commands
 from launch.training.provenance import repository_commit
 
 CONSTRAINTS = ROOT / "constraints.txt"
@@ -43,19 +43,25 @@ def pip(*arguments: str | Path, python: str = sys.executable, **options: object)
 
 
 def pack() -> int:
-    """Fetch the wheels of carried.txt for the GPU machine; DeepSpeed, of which there is only source, is built. Returns the exit code."""
+    """Bundle the repository, and fetch the wheels of carried.txt; DeepSpeed comes as source and is built. Returns the exit code."""
+    if (commit := repository_commit()) is None or "+" in commit:
+        print(
+            f"error: {ROOT} {'has uncommitted changes' if commit else 'is not a git checkout'}; the commit is what travels", file=sys.stderr
+        )
+        return 2
     shutil.rmtree(WHEELS, ignore_errors=True)
     WHEELS.mkdir(parents=True)
     common = ["--quiet", "--no-deps", "-c", CONSTRAINTS]
     pip("download", *common, "--only-binary=:all:", *TARGET, "-d", WHEELS, *(name for name in names("carried.txt") if name != "deepspeed"))
     # A wheel without compiled extensions: DeepSpeed builds them where they are used.
     pip("wheel", *common, "--no-build-isolation", "-w", WHEELS, "deepspeed", env={**os.environ, "DS_BUILD_OPS": "0"})
-    (WORK / "commit").write_text(f"{repository_commit() or ''}\n", encoding="utf-8")
+    subprocess.run(["git", "bundle", "create", "--quiet", str(BUNDLE), "HEAD"], cwd=ROOT, check=True)
     wheels = sorted(WHEELS.glob("*.whl"))
-    for wheel in wheels:
-        print(f"{wheel.stat().st_size / 2**20:7.2f} MiB  {wheel.name}")
-    travels = sum(file.stat().st_size for file in [*wheels, *(ROOT / name for name in checkout())])
-    print(f"{travels / 2**20:7.2f} MiB  with the checkout; at most {MOST_BYTES / 2**20:.0f}")
+    sizes = {file.name: file.stat().st_size for file in [*wheels, BUNDLE]}
+    for name, size in sizes.items():
+        print(f"{size / 2**20:7.2f} MiB  {name}")
+    travels = sum(sizes.values())
+    print(f"{travels / 2**20:7.2f} MiB  in all; at most {MOST_BYTES / 2**20:.0f}")
     missing = set(map(canonical, names("carried.txt"))) - {canonical(wheel.name.split("-")[0]) for wheel in wheels}
     if missing or travels > MOST_BYTES:
         print(f"error: {'no wheel of ' + ', '.join(sorted(missing)) if missing else 'too much to carry'}", file=sys.stderr)
@@ -65,12 +71,6 @@ def pack() -> int:
 
 def canonical(name: str) -> str:
     return name.replace("_", "-").lower()
-
-
-def checkout() -> list[str]:
-    """The files of the working tree that travel: tracked ones, and untracked ones that git does not ignore."""
-    listed = subprocess.run(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True, check=True)
-    return [name for name in listed.stdout.splitlines() if (ROOT / name).is_file()]
 
 
 def make_image(python: str) -> Path:
@@ -98,16 +98,13 @@ def rehearse(python: str) -> int:
     if not version.startswith("Python 3.12."):
         print(f"error: --python {python}: {version}; the GPU machine has Python 3.12", file=sys.stderr)
         return 2
-    if not WHEELS.exists() and (code := pack()):
+    if code := pack():
         return code
     image = make_image(python)
     with tempfile.TemporaryDirectory(prefix="rehearsal-") as folder:
-        there = Path(folder) / "checkout"
-        for name in checkout():
-            (there / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(ROOT / name, there / name)
+        there = Path(folder) / "clone"
+        subprocess.run(["git", "clone", "--quiet", str(BUNDLE), str(there)], check=True)
         shutil.copytree(WHEELS, there / ".gpu" / "wheels")
-        shutil.copy2(WORK / "commit", there / ".gpu" / "commit")
         environment = {key: os.environ[key] for key in ("HOME", "LANG", "TMPDIR") if key in os.environ}
         environment |= {"PATH": f"{image.parent}:/usr/local/bin:/usr/bin:/bin", "PIP_NO_INDEX": "1", "PIP_CONFIG_FILE": os.devnull}
         for part in PARTS:
