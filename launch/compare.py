@@ -90,6 +90,12 @@ def build_parser() -> Parser:
         "--runs_dir", default="runs/trials", metavar="DIR", help="folder of the trained runs; finished ones are reused (runs/trials)"
     )
     training.add_argument("--at_once", type=whole_number(1, 100), help="maximum number of interleaved runs (as many as fit in memory)")
+    training.add_argument(
+        "--parallel",
+        type=whole_number(1, 100),
+        help="train this number of runs at the same time instead of interleaving them, on GPUs one on each in turn; claims about time are"
+        " then not judged",
+    )
     training.add_argument("--save_every", type=whole_number(0), help="steps between checkpoints; 0: only when the run stops or ends (0)")
     training.add_argument("--keep_checkpoints", action="store_true", help="keep the last checkpoint of finished runs")
     add_model_flags(parser)
@@ -99,7 +105,7 @@ def build_parser() -> Parser:
 
 
 #: Flags that apply only to runs that this command trains.
-TRAINING = {"testbed", "seeds", "publish", "ranks", "runs_dir", "at_once", "keep_checkpoints"}
+TRAINING = {"testbed", "seeds", "publish", "ranks", "runs_dir", "at_once", "parallel", "keep_checkpoints"}
 #: Flags that are passed on to `launch/pretrain.py` unchanged.
 PASSED_ON = {action.dest for action in build_parser()._actions} - TRAINING
 PASSED_ON -= {"help", "runs", "recipe", "all", "tune", "noise", "out", "force", "quiet"}

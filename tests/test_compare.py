@@ -144,7 +144,18 @@ def test_help_suffices():
     page = compare("--help").stdout
     assert all(
         flag in page
-        for flag in ("--recipe", "--all", "--seeds", "--force", "--publish", "--at_once", "--preset", "--steps", "--eval_every")
+        for flag in (
+            "--recipe",
+            "--all",
+            "--seeds",
+            "--force",
+            "--publish",
+            "--at_once",
+            "--parallel",
+            "--preset",
+            "--steps",
+            "--eval_every",
+        )
     )
 
 

@@ -16,7 +16,7 @@ import numpy as np
 from tqdm import tqdm
 
 from launch.comparison.comparison import Absent, Comparison, compare_experiments
-from launch.comparison.interleaved import run_interleaved
+from launch.comparison.interleaved import run_interleaved, run_parallel
 from launch.comparison.runs import read_run
 from launch.comparison.trials import CannotRun, PlannedExperiment, Trial, fitting_groups, in_order, plan_experiment
 from launch.config.hardware import device_type, gpus
@@ -129,35 +129,56 @@ def ranks_of(recipe: Recipe | None, testbed: Testbed | None, flags: argparse.Nam
 
 
 def train_missing(flags: argparse.Namespace, batches: Sequence[Sequence[Trial]], runs_dir: Path) -> dict[str, str]:
-    """Train the runs that have not ended, interleaving those of a batch. Returns name -> reason for the runs that failed."""
+    """Train the runs that have not ended: those of a batch interleaved, or with `--parallel`, several at the same time.
+
+    Returns name -> reason for the runs that failed. Raises UsageError if they cannot run at the same time.
+    """
     missing = [[trial for trial in trials if not has_ended(runs_dir / trial.name)] for trials in batches]
-    groups = [group for trials in missing if trials for group in fitting_groups(trials, flags.at_once)]
+    if flags.parallel:
+        missing = [[trial for trials in missing for trial in trials]]
+        if device_type() == "cuda" and (large := [trial.name for trial in missing[0] if trial.config.ranks > 1]):
+            raise UsageError(
+                f"--parallel: {large[0]} has several ranks, and each run gets one GPU; leave out --parallel, or give --ranks 1"
+            )
+    groups = [group for trials in missing if trials for group in fitting_groups(trials, flags.parallel or flags.at_once)]
     failures: dict[str, str] = {}
     if not groups:
         return failures
     with _locked(runs_dir):
         trials = [trial for group in groups for trial in group]
-        interleaved = max(map(len, groups))
-        print_once(f"training {len(trials)} runs, at most {interleaved} of them interleaved, in {runs_dir}: {estimate(groups)}")
+        how = f"{max(map(len, groups))} of them {'at the same time' if flags.parallel else 'interleaved'}"
+        print_once(f"training {len(trials)} runs, at most {how}, in {runs_dir}: {estimate(groups)}")
         steps = sum(trial.config.steps_to_make for trial in trials)
         done = sum(_steps_done(runs_dir / trial.name) for trial in trials)
+        ended: list[str] = []
         with tqdm(total=steps, initial=done, unit="step", dynamic_ncols=True, disable=flags.quiet or None) as bar:  # None: on a terminal
-            for number, group in enumerate(groups, 1):
-                scripts = {trial.name: (trial.config.ranks, script_of(trial, runs_dir)) for trial in group}
-                try:
-                    codes = run_interleaved(scripts, runs_dir, lambda name, made: bar.update(made))
-                except SystemExit:
-                    bar.close()
-                    print_once("stopped; the same command resumes the runs", sys.stderr)
-                    raise
-                for name, code in codes.items():
-                    if code:
-                        failures[name] = error_of(runs_dir / f"{name}.out", code)
-                        print_once(printable_line(f"{name} failed: {failures[name]}"), sys.stderr)
-                    elif not flags.keep_checkpoints:
-                        shutil.rmtree(runs_dir / name / "checkpoints", ignore_errors=True)
+
+            def on_steps(name: str, made: int) -> None:
+                bar.update(made)
+
+            def on_end(name: str, code: int) -> None:
+                ended.append(name)
+                if code:
+                    failures[name] = error_of(runs_dir / f"{name}.out", code)
+                    print_once(printable_line(f"{name} failed: {failures[name]}"), sys.stderr)
+                elif not flags.keep_checkpoints:
+                    shutil.rmtree(runs_dir / name / "checkpoints", ignore_errors=True)
                 if bar.disable and not flags.quiet:
-                    print_once(f"{sum(map(len, groups[:number]))} of {len(trials)} runs have ended")
+                    print_once(f"{len(ended)} of {len(trials)} runs have ended")
+
+            scripts = {trial.name: (trial.config.ranks, script_of(trial, runs_dir)) for trial in trials}
+            try:
+                if flags.parallel:
+                    run_parallel(scripts, runs_dir, flags.parallel, on_steps, on_end)
+                else:
+                    for group in groups:
+                        codes = run_interleaved({trial.name: scripts[trial.name] for trial in group}, runs_dir, on_steps)
+                        for name, code in codes.items():
+                            on_end(name, code)
+            except SystemExit:
+                bar.close()
+                print_once("stopped; the same command resumes the runs", sys.stderr)
+                raise
     return failures
 
 

@@ -1,13 +1,15 @@
-"""Runs several scripts on one machine with interleaved steps, so that a slow moment of the machine affects all of them alike.
+"""Runs several scripts on one machine, with interleaved steps or in parallel.
 
-Each script trains like `launch/pretrain.py`, under DeepSpeed's launcher if it has several ranks. The scripts are started one after another,
-so that none trains while another starts up. Then one at a time makes `launch.training.interleaving.STEPS` steps while the others wait.
+Each script trains like `launch/pretrain.py`, under DeepSpeed's launcher if it has several ranks. Interleaved scripts are started one after
+another, so that none trains while another starts up. Then one at a time makes `launch.training.interleaving.STEPS` steps while the others
+wait, so that a slow moment of the machine affects all of them alike. Parallel scripts do not wait for each other.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import queue
 import signal
 import socket
 import subprocess
@@ -15,11 +17,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
-from types import FrameType
+from types import FrameType, MappingProxyType
 
 import psutil
 
+from launch.config.hardware import device_type, gpus
 from launch.errors import UsageError
 from launch.training import interleaving
 
@@ -35,13 +39,16 @@ class InterleavedRun:
     Args:
         script: its path and arguments.
         output: the file that holds what it prints.
+        environment: its variables, beside those of this process.
         socket_path: where the ranks connect; its folder's name is recorded in `run.json` as the name of the group.
 
     Raises:
         UsageError: `socket_path` is longer than a Unix socket's path may be (107 bytes).
     """
 
-    def __init__(self, ranks: int, script: Sequence[str], output: Path, socket_path: Path):
+    def __init__(
+        self, ranks: int, script: Sequence[str], output: Path, socket_path: Path, environment: Mapping[str, str] = MappingProxyType({})
+    ):
         self.ranks = ranks
         self._connections: list[socket.socket] = []
         self._listener = socket.socket(socket.AF_UNIX)
@@ -55,7 +62,7 @@ class InterleavedRun:
         with open(output, "wb") as stream:
             self.process = subprocess.Popen(
                 [*_launcher(ranks), *script],
-                env={**os.environ, interleaving.VARIABLE: str(socket_path), "PATH": path},
+                env={**os.environ, **environment, interleaving.VARIABLE: str(socket_path), "PATH": path},
                 stdin=subprocess.DEVNULL,
                 stdout=stream,
                 stderr=subprocess.STDOUT,
@@ -171,6 +178,67 @@ def run_interleaved(scripts: Mapping[str, tuple[int, Sequence[str]]], folder: Pa
             for run in runs.values():
                 run.end()
     return {name: run.process.returncode for name, run in runs.items()}
+
+
+def run_parallel(
+    scripts: Mapping[str, tuple[int, Sequence[str]]],
+    folder: Path,
+    number: int,
+    on_steps: Callable[[str, int], None],
+    on_end: Callable[[str, int], None],
+) -> None:
+    """Run all `scripts`, `number` of them at the same time, each on its share of the cores. On GPUs, each has one rank and uses one GPU.
+
+    Args:
+        scripts, folder, on_steps: as for `run_interleaved`; `on_steps` is called from several threads.
+        on_end: called with the name and the exit code of each script that has ended.
+
+    Raises:
+        SystemExit: as by `run_interleaved`.
+    """
+    runs: list[InterleavedRun] = []
+    stopped_by: list[int] = []
+    places: queue.SimpleQueue[int] = queue.SimpleQueue()
+    for place in range(number):
+        places.put(place)
+
+    def train(name: str) -> tuple[str, int]:
+        ranks, script = scripts[name]
+        place = places.get()
+        with tempfile.TemporaryDirectory(prefix="parallel-") as sockets:
+            run = InterleavedRun(ranks, script, folder / f"{name}.out", Path(sockets) / "0", _share(place, number * ranks))
+            runs.append(run)
+            if stopped_by:  # while the run was started
+                run.stop(stopped_by[0])
+            ready = run.wait_until_ready()
+            while ready:
+                run.make_steps()
+                if ready := run.wait_until_ready():
+                    on_steps(name, interleaving.STEPS)
+            run.disconnect()
+            run.end()
+        places.put(place)
+        return name, run.process.returncode
+
+    with _interruptible(), ThreadPoolExecutor(number) as pool:
+        try:
+            for ended in as_completed([pool.submit(train, name) for name in scripts]):
+                on_end(*ended.result())
+        except SystemExit as interrupted:
+            stopped_by.append(int(interrupted.code or 0) - 128)
+            pool.shutdown(wait=False, cancel_futures=True)
+            for run in list(runs):
+                run.stop(stopped_by[0])
+            raise
+
+
+def _share(place: int, ranks: int) -> dict[str, str]:
+    """The environment of a run that trains beside others, `ranks` ranks in all."""
+    threads = {} if "OMP_NUM_THREADS" in os.environ else {"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // ranks))}
+    if device_type() != "cuda":
+        return threads
+    visible = [one for one in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if one] or [str(n) for n in range(len(gpus()))]
+    return {**threads, "CUDA_VISIBLE_DEVICES": visible[place % len(visible)]}
 
 
 @contextlib.contextmanager

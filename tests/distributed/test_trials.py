@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
 import shutil
@@ -17,9 +18,10 @@ from typing import Any
 import psutil
 import pytest
 
+from launch.comparison import interleaved
 from launch.comparison import trials as planning
 from launch.comparison.experiments import _plan, script_of
-from launch.comparison.interleaved import InterleavedRun, run_interleaved
+from launch.comparison.interleaved import InterleavedRun, run_interleaved, run_parallel
 from launch.comparison.trials import CODE, CannotRun, Trial, fitting_groups, in_order, plan_experiment, settings_on
 from launch.errors import UsageError
 from launch.formats.metrics import read_metrics
@@ -71,10 +73,46 @@ def test_interleaved_runs_train_as_they_would_alone(ranks, corpus, tmp_path):
         assert numbers(tmp_path / "alone") == numbers(tmp_path / control.name)
 
 
+def test_parallel_runs_train_as_they_would_alone(corpus, tmp_path, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    first, second, third = (trials(corpus, 1, seed)[0] for seed in (1, 2, 3))
+    ended: list[tuple[str, int]] = []
+    made: dict[str, int] = {}
+    scripts = {one.name: (1, script_of(one, tmp_path)) for one in (first, second, third)}
+    scripts["broken"] = (1, ["-c", "import sys; sys.exit(3)"])
+
+    def on_steps(name: str, steps: int) -> None:
+        made[name] = made.get(name, 0) + steps
+
+    run_parallel(scripts, tmp_path, 2, on_steps, lambda name, code: ended.append((name, code)))
+    assert sorted(ended) == sorted([("broken", 3), *((one.name, 0) for one in (first, second, third))])
+    assert made == {one.name: 2 * STEPS for one in (first, second, third)}
+    descriptions = [json.loads((tmp_path / one.name / "run.json").read_text()) for one in (first, second, third)]
+    assert len({one["interleaved"] for one in descriptions}) == 3, "their times are not comparable"
+    alone = [sys.executable, "launch/pretrain.py", *second.flags, "--runs_dir", str(tmp_path), "--run_name", "alone", "--quiet"]
+    subprocess.run(alone, cwd=ROOT, check=True, capture_output=True)
+    assert numbers(tmp_path / "alone") == numbers(tmp_path / second.name)
+
+
+def test_parallel_runs_have_their_share_of_cores_and_gpus(monkeypatch):
+    monkeypatch.setattr(interleaved, "device_type", lambda: "cpu")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(8)))
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    assert interleaved._share(1, 4) == {"OMP_NUM_THREADS": "2"}
+    assert interleaved._share(1, 100) == {"OMP_NUM_THREADS": "1"}
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    monkeypatch.setattr(interleaved, "device_type", lambda: "cuda")
+    monkeypatch.setattr(interleaved, "gpus", lambda: [None, None])
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert [interleaved._share(place, 4) for place in range(3)] == [{"CUDA_VISIBLE_DEVICES": number} for number in "010"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,7")
+    assert [interleaved._share(place, 4) for place in range(3)] == [{"CUDA_VISIBLE_DEVICES": number} for number in "575"]
+
+
 class Command:
     """`launch/compare.py` with two runs, started in a session of its own."""
 
-    def __init__(self, corpus: Path, folder: Path, out: str, steps: int):
+    def __init__(self, corpus: Path, folder: Path, out: str, steps: int, *more: str):
         self.runs = folder / "trials"
         command = [
             "launch/compare.py",
@@ -87,6 +125,7 @@ class Command:
             "--runs_dir",
             str(self.runs),
             *flags(corpus, steps),
+            *more,
         ]
         self.process = subprocess.Popen(
             [sys.executable, *command, "--out", str(folder / out)],
@@ -125,10 +164,11 @@ def ended(command: Command) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("more", [[], ["--parallel", "2"]], ids=["interleaved", "parallel"])
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)])
-def test_an_interrupted_comparison_is_resumed(number, code, corpus, tmp_path):
+def test_an_interrupted_comparison_is_resumed(number, code, more, corpus, tmp_path):
     steps = 40 * STEPS
-    command = Command(corpus, tmp_path, "first", steps)
+    command = Command(corpus, tmp_path, "first", steps, *more)
     command.wait_for_steps(STEPS)
     os.kill(command.process.pid, number)
     output = command.process.communicate(timeout=PATIENCE_SECONDS)[0]

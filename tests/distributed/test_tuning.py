@@ -46,6 +46,7 @@ def flags(testbed: str, folder: Path, *recipes: str, seeds: int | None = None) -
         "runs_dir": str(folder / "trials"),
         "ranks": None,
         "at_once": None,
+        "parallel": None,
         "seeds": seeds,
     }
     return argparse.Namespace(**given, quiet=True, keep_checkpoints=False)
