@@ -8,9 +8,9 @@
 A recipe's claims are judged on its testbeds, with the planned seeds; at other settings the figures are shown without verdicts. `--tune`
 sweeps a testbed's settings for control and recipe, `--noise` measures its noise.
 
-Writes `report.html` (a single file that works offline), `report.json` and `loss.png`. Control and recipe are trained with the same seeds
-and interleaved steps, so that a slow moment of the machine affects both alike. Finished runs of the same settings and code are reused,
-interrupted runs are resumed.
+Writes `report.html` (a single file that works offline), `report.json` and `loss.png`. Control and recipe are trained with the same seeds.
+Their steps are interleaved, so that a slow moment of the machine affects both alike; `--parallel` trains several runs at the same time
+instead. Finished runs of the same settings and code are reused, interrupted runs are resumed.
 Exit codes: 0 done, 1 failed, 2 a mistake in the command, 130 and 143 stopped by Ctrl-C and SIGTERM.
 """
 
@@ -93,8 +93,8 @@ def build_parser() -> Parser:
     training.add_argument(
         "--parallel",
         type=whole_number(1, 100),
-        help="train this number of runs at the same time instead of interleaving them, on GPUs one on each in turn; claims about time are"
-        " then not judged",
+        help="train this number of runs at the same time instead of interleaving them; on GPUs, each run uses one; times are then not"
+        " compared",
     )
     training.add_argument("--save_every", type=whole_number(0), help="steps between checkpoints; 0: only when the run stops or ends (0)")
     training.add_argument("--keep_checkpoints", action="store_true", help="keep the last checkpoint of finished runs")
@@ -120,6 +120,8 @@ def main() -> int:
     _check_out(flags.out, "noise.json" if flags.noise else None)
     if flags.publish:
         _check_publish(flags)
+    if flags.parallel:  # before planning, because the number of threads is part of a run's name
+        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // (flags.parallel * (flags.ranks or 1)))))
     # Extreme values in a run overflow in numpy and matplotlib; the report shows what came of them.
     warnings.simplefilter("ignore", RuntimeWarning)
     warnings.simplefilter("ignore", UserWarning)
@@ -189,6 +191,8 @@ def _check_sources(flags: argparse.Namespace, names: set[str]) -> None:
             raise UsageError(f"--seeds: {why}; leave it out")
     elif len(sources) != 1:
         raise UsageError(f"give one of: run folders, --recipe DIR, --all{'; given are ' + ' and '.join(sources) if sources else ''}")
+    if flags.parallel and flags.at_once:
+        raise UsageError("--at_once: the number of interleaved runs, and --parallel interleaves none; leave out one of the two")
     if flags.runs and (training := sorted(names & (PASSED_ON | TRAINING))):
         why = f"applies to runs that compare.py trains; leave it out, or replace {flags.runs[0]} by --recipe"
         raise UsageError(f"--{training[0].replace('overrides', 'set')} {why}")

@@ -37,6 +37,7 @@ class Testbed:
         name: the name of the folder.
         title: the model and the budget in one line.
         device: "cpu" or "cuda"; the testbed is used only there.
+        corpus: flags of `data_pipeline/prepare.py` that make the corpus in the folder `flags["data"]`.
         flags: of `launch/pretrain.py`, the same for all runs: model, corpus, tokens, batch, evaluations.
         sweep: flag -> the values of the control's sweep, a number or a word each. Flags are varied one after another, and each starts at
             its first value. Empty if all values are fixed in `flags`; `reason` then says why.
@@ -51,6 +52,7 @@ class Testbed:
     name: str
     title: str
     device: Literal["cpu", "cuda"]
+    corpus: Flags
     flags: Flags
     target_loss: float
     sweep: Sweep = field(default_factory=dict)

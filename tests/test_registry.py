@@ -123,7 +123,7 @@ def test_bad_recipe_is_refused_in_one_line(content, message, tmp_path):
 
 def test_a_testbed_without_a_sweep_says_why(tmp_path, monkeypatch):
     monkeypatch.setattr(registry, "TESTBEDS", tmp_path)
-    fields = {"title": "t", "device": "cpu", "flags": {"lr": 0.001}, "target_loss": 5.0}
+    fields = {"title": "t", "device": "cpu", "corpus": {}, "flags": {"lr": 0.001}, "target_loss": 5.0}
     (tmp_path / "fixed").mkdir()
     (tmp_path / "fixed" / "testbed.json").write_text(json.dumps(fields))
     with pytest.raises(registry.RecipeError, match="neither a 'sweep' nor a 'reason'"):

@@ -46,7 +46,8 @@ def pack() -> int:
     """Bundle the repository, and fetch the wheels of carried.txt; DeepSpeed comes as source and is built. Returns the exit code."""
     if (commit := repository_commit()) is None or "+" in commit:
         print(
-            f"error: {ROOT} {'has uncommitted changes' if commit else 'is not a git checkout'}; the commit is what travels", file=sys.stderr
+            f"error: {ROOT} {'has uncommitted changes' if commit else 'is not a git checkout'}; commit first: HEAD is packed",
+            file=sys.stderr,
         )
         return 2
     shutil.rmtree(WHEELS, ignore_errors=True)

@@ -61,6 +61,8 @@ FIGURES = {
     "warmup_spikes": ("spikes of the gradient norm in the warm-up", 1, 1),
     "spikes": ("spikes of the gradient norm after the warm-up", 1, 1),
 }
+#: Figures that depend on the speed of the machine, and so can be compared only between interleaved runs.
+TIMED = {EQUAL_TIME, "tokens_per_second", "step_seconds", "mfu", "seconds", "seconds_to_target"}
 #: Figures that are not shown if they are 0 in every run.
 SHOWN_IF_ANY = {"bytes_per_step", "bytes_sent", "skipped_steps"}
 #: Figures that are sums over a run, and so cannot be compared if the run ended early.

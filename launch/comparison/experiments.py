@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import contextlib
 import fcntl
+import json
 import os
+import shlex
 import shutil
 import sys
 import timeit
@@ -18,7 +20,7 @@ from tqdm import tqdm
 from launch.comparison.comparison import Absent, Comparison, compare_experiments
 from launch.comparison.interleaved import run_interleaved, run_parallel
 from launch.comparison.runs import read_run
-from launch.comparison.trials import CannotRun, PlannedExperiment, Trial, fitting_groups, in_order, plan_experiment
+from launch.comparison.trials import CannotRun, PlannedExperiment, Trial, as_words, fitting_groups, in_order, plan_experiment
 from launch.config.hardware import device_type, gpus
 from launch.errors import UsageError, print_once, printable_line
 from launch.formats.files import check_writable
@@ -92,14 +94,27 @@ def run_experiments(
 
 
 def testbed_named(name: str) -> Testbed:
-    """`read_testbed`, but UsageError if the testbed is for another device."""
+    """`read_testbed`, but UsageError if the testbed is for another device, or its corpus cannot be used."""
     testbed = read_testbed(name)
     if testbed.device != device_type():
         here = [one.name for one in read_testbeds(device_type())]
         raise UsageError(
             f"--testbed {name}: it is for {testbed.device}, and this machine has {device_type()}; give one of {', '.join(here)}"
         )
+    check_corpus(testbed)
     return testbed
+
+
+def check_corpus(testbed: Testbed) -> None:
+    """Raises CannotRun if the testbed's corpus is missing, or has another tokenizer than the testbed states."""
+    folder = Path(testbed.flags["data"])
+    command = shlex.join(["python", "data_pipeline/prepare.py", *as_words(testbed.corpus), "--out", str(folder)])
+    manifest = folder / "manifest.json"
+    if not manifest.exists():
+        raise CannotRun(f"the corpus of {testbed.name}, {folder}, does not exist; make it: {command}")
+    found = json.loads(manifest.read_text(encoding="utf-8"))["options"]["tokenizer"]
+    if found != testbed.corpus["tokenizer"]:
+        raise CannotRun(f"{folder} has the tokenizer {found}, not that of {testbed.name}; move it away, and make it again: {command}")
 
 
 def _testbeds(recipe: Recipe, passed_on: Sequence[str], flags: argparse.Namespace) -> list[Testbed | None]:
@@ -113,13 +128,22 @@ def _testbeds(recipe: Recipe, passed_on: Sequence[str], flags: argparse.Namespac
         here, on_cpu = ([one.name for one in read_testbeds(device) if one.name in recipe.experiments] for device in (device_type(), "cpu"))
         way = f"give one of {', '.join(here)}, or " if here else f"set DS_ACCELERATOR=cpu for {', '.join(on_cpu)}, or " if on_cpu else ""
         raise CannotRun(f"it has no experiment on {asked}; {way}give a setting, such as --steps 200")
+    for testbed in testbeds:
+        if testbed:
+            check_corpus(testbed)
     return testbeds
 
 
 def _plan(recipe: Recipe, testbed: Testbed | None, passed_on: Sequence[str], flags: argparse.Namespace) -> PlannedExperiment:
     count = flags.seeds or (recipe.experiments[testbed.name].seeds if testbed else SEEDS)
     first = FIRST_EXPLORED if testbed and flags.seeds else 1
-    return plan_experiment(recipe, passed_on, range(first, first + count), ranks_of(recipe, testbed, flags), testbed)
+    ranks = ranks_of(recipe, testbed, flags)
+    if flags.parallel and ranks > 1 and device_type() == "cuda":
+        raise CannotRun(f"its runs have {ranks} ranks, and --parallel gives each run one GPU; leave out --parallel")
+    timed = [claim for claim in recipe.experiments[testbed.name].claims if claim.measure == "step_time"] if testbed else []
+    if flags.parallel and flags.publish and timed:
+        raise UsageError(f"--parallel: recipes/{recipe.name} claims '{timed[0]}', which needs interleaved runs; leave out --parallel")
+    return plan_experiment(recipe, passed_on, range(first, first + count), ranks, testbed)
 
 
 def ranks_of(recipe: Recipe | None, testbed: Testbed | None, flags: argparse.Namespace) -> int:
@@ -131,15 +155,11 @@ def ranks_of(recipe: Recipe | None, testbed: Testbed | None, flags: argparse.Nam
 def train_missing(flags: argparse.Namespace, batches: Sequence[Sequence[Trial]], runs_dir: Path) -> dict[str, str]:
     """Train the runs that have not ended: those of a batch interleaved, or with `--parallel`, several at the same time.
 
-    Returns name -> reason for the runs that failed. Raises UsageError if they cannot run at the same time.
+    Returns name -> reason for the runs that failed.
     """
     missing = [[trial for trial in trials if not has_ended(runs_dir / trial.name)] for trials in batches]
     if flags.parallel:
         missing = [[trial for trials in missing for trial in trials]]
-        if device_type() == "cuda" and (large := [trial.name for trial in missing[0] if trial.config.ranks > 1]):
-            raise UsageError(
-                f"--parallel: {large[0]} has several ranks, and each run gets one GPU; leave out --parallel, or give --ranks 1"
-            )
     groups = [group for trials in missing if trials for group in fitting_groups(trials, flags.parallel or flags.at_once)]
     failures: dict[str, str] = {}
     if not groups:

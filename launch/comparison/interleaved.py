@@ -187,10 +187,11 @@ def run_parallel(
     on_steps: Callable[[str, int], None],
     on_end: Callable[[str, int], None],
 ) -> None:
-    """Run all `scripts`, `number` of them at the same time, each on its share of the cores. On GPUs, each has one rank and uses one GPU.
+    """Run all `scripts`, `number` of them at the same time. On GPUs, each has one rank and uses one GPU.
 
     Args:
-        scripts, folder, on_steps: as for `run_interleaved`; `on_steps` is called from several threads.
+        scripts, folder: as for `run_interleaved`.
+        on_steps: called with a name and the number of steps just made, from several threads.
         on_end: called with the name and the exit code of each script that has ended.
 
     Raises:
@@ -205,40 +206,41 @@ def run_parallel(
     def train(name: str) -> tuple[str, int]:
         ranks, script = scripts[name]
         place = places.get()
-        with tempfile.TemporaryDirectory(prefix="parallel-") as sockets:
-            run = InterleavedRun(ranks, script, folder / f"{name}.out", Path(sockets) / "0", _share(place, number * ranks))
-            runs.append(run)
-            if stopped_by:  # while the run was started
-                run.stop(stopped_by[0])
-            ready = run.wait_until_ready()
-            while ready:
-                run.make_steps()
-                if ready := run.wait_until_ready():
-                    on_steps(name, interleaving.STEPS)
-            run.disconnect()
-            run.end()
-        places.put(place)
+        try:
+            with tempfile.TemporaryDirectory(prefix="parallel-") as sockets:
+                run = InterleavedRun(ranks, script, folder / f"{name}.out", Path(sockets) / "0", _gpu(place))
+                runs.append(run)
+                ready = run.wait_until_ready()
+                while ready and not stopped_by:
+                    run.make_steps()
+                    if ready := run.wait_until_ready():
+                        on_steps(name, interleaving.STEPS)
+                run.disconnect()  # ranks that are still alive stop with a checkpoint
+                run.end()
+        finally:
+            places.put(place)
         return name, run.process.returncode
 
     with _interruptible(), ThreadPoolExecutor(number) as pool:
         try:
             for ended in as_completed([pool.submit(train, name) for name in scripts]):
                 on_end(*ended.result())
-        except SystemExit as interrupted:
-            stopped_by.append(int(interrupted.code or 0) - 128)
+        except BaseException as reason:
+            stopped_by.append(int(reason.code or 0) - 128 if isinstance(reason, SystemExit) else signal.SIGTERM)
             pool.shutdown(wait=False, cancel_futures=True)
             for run in list(runs):
                 run.stop(stopped_by[0])
+            for run in list(runs):
+                run.end()
             raise
 
 
-def _share(place: int, ranks: int) -> dict[str, str]:
-    """The environment of a run that trains beside others, `ranks` ranks in all."""
-    threads = {} if "OMP_NUM_THREADS" in os.environ else {"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // ranks))}
+def _gpu(place: int) -> dict[str, str]:
+    """The environment of the run in a place, which selects its GPU."""
     if device_type() != "cuda":
-        return threads
+        return {}
     visible = [one for one in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if one] or [str(n) for n in range(len(gpus()))]
-    return {**threads, "CUDA_VISIBLE_DEVICES": visible[place % len(visible)]}
+    return {"CUDA_VISIBLE_DEVICES": visible[place % len(visible)]}
 
 
 @contextlib.contextmanager

@@ -10,6 +10,7 @@ with the output of this module.
 from __future__ import annotations
 
 import re
+import shlex
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -20,10 +21,11 @@ from typing import Any
 
 import numpy as np
 
-from launch.comparison.comparison import LOSS, Comparison, Pair, claims_in_table, compare_experiments, signed
+from launch.comparison.comparison import LOSS, TIMED, Comparison, Pair, claims_in_table, compare_experiments, signed
 from launch.comparison.forest import draw_forest, row
 from launch.comparison.page import draw_losses, figure_row
 from launch.comparison.runs import read_stored_run
+from launch.comparison.trials import as_words
 from launch.comparison.tuning import deviation, draw_tuning, in_words, mean_difference, numbers_in, read_json, setting_name
 from launch.comparison.verdicts import SIGNS, Verdict, planned_power
 from launch.formats.files import write_atomically
@@ -156,7 +158,7 @@ def _measured_on(one: Published) -> Iterator[str]:
         return
     description = pair.side.runs[0].description
     look = "" if entry["looks"] == 1 else f" This is look number {entry['looks']} at these claims; only the first was planned."
-    turns = "interleaved" if pair.interleaved else "partly at different times"
+    turns = "interleaved" if pair.interleaved else "not interleaved, so times are not compared"
     runs = dict.fromkeys(commit[:7] for run in (*pair.side.runs, *pair.control.runs) for commit in commits_of(run.description))
     yield (
         f"Seeds {_listed(pair.seeds)}, {turns}, on {description['ranks']} {'rank' if description['ranks'] == 1 else 'ranks'} of"
@@ -168,7 +170,8 @@ def _measured_on(one: Published) -> Iterator[str]:
         heads = ["claim", "power", "verdict", "measured (95% interval)", "p (Holm-corrected)"]
         yield _table(heads, (_claim_row(verdict, one) for verdict in one.verdicts))
     heads = ["mean over seeds ± standard deviation", pair.control.name, one.recipe.name, "difference", "ratio"]
-    yield _table(heads, (figure_row(name, figure) for name, figure in pair.figures.items()))
+    shown = {name: figure for name, figure in pair.figures.items() if pair.interleaved or name not in TIMED}
+    yield _table(heads, (figure_row(name, figure) for name, figure in shown.items()))
     figure = pair.figures.get(LOSS)
     if figure is not None and figure.difference is not None:
         gaps = {seed: other - control for seed, (control, other) in figure.pairs.items()}
@@ -297,6 +300,8 @@ def testbeds_part(cells: list[Published]) -> str:
         name = testbed.name
         blocks += [f"## {name}", f"{testbed.title}. {'On a GPU.' if testbed.device == 'cuda' else 'On a CPU.'} {testbed.reason}".rstrip()]
         rows = [(setting_name(key, value), in_words(value)) for key, value in testbed.flags.items()]
+        made = shlex.join(["python", "data_pipeline/prepare.py", *as_words(testbed.corpus), "--out", str(testbed.flags["data"])])
+        rows.insert(0, ("corpus, made by", f"`{made}`"))
         unswept = testbed.sweep and not (TESTBEDS / name / "tuning.json").exists()
         tuned = "not tuned yet" if unswept else "tuned"
         rows += [(f"{setting_name(key, value)}, {tuned}", in_words(value)) for key, value in testbed.tuned.items()]

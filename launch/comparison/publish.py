@@ -62,6 +62,10 @@ def _entry(pair: Pair) -> dict[str, Any]:
     runs = (*pair.control.runs, *pair.side.runs)
     check_runs(where, runs)
     check_tuned(recipe, testbed)
+    swept = published_sweep(recipe.control, testbed)[0]
+    corpora = read_json(swept).get(testbed.name, {}).get("corpora")  # older sweeps do not state it
+    if corpora and any(run.description["corpus_fingerprint"] not in corpora for run in runs):
+        raise UsageError(f"{where}: its corpus is not that of the sweep in {swept.relative_to(ROOT)}; sweep again on this corpus")
     if pair.seeds != tuple(range(1, pair.experiment.seeds + 1)) or len(runs) != 2 * len(pair.seeds):
         raise UsageError(f"{where}: {pair.experiment.seeds} seeds are planned, and the pairs have seeds {pair.seeds}; give no --seeds")
     if unfinished := [run.name for run in runs if run.state == "unfinished"]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -153,9 +154,9 @@ def _code(with_technique: bool) -> str:
 
 @functools.cache
 def _environment() -> dict[str, Any]:
-    """The versions of the packages and the kind of machine, whose arithmetic may differ in rounding."""
+    """The versions of the packages, the kind of machine and the number of threads, which affect the rounding."""
     kind = {key: value for key, value in machine().items() if key not in ("host", "system")}
-    return {**versions(), **kind, "instructions": cpu_instructions()}
+    return {**versions(), **kind, "instructions": cpu_instructions(), "threads": os.environ.get("OMP_NUM_THREADS")}
 
 
 def fitting_groups(trials: Sequence[Trial], at_once: int | None) -> list[list[Trial]]:

@@ -230,10 +230,11 @@ def _train(flags: argparse.Namespace, batches: Sequence[Sequence[Trial]]) -> dic
 
 
 def _origin(runs: Mapping[str, Run]) -> dict[str, Any]:
-    """The commits and the machines of the runs."""
+    """The commits, the machines and the corpora of the runs."""
     descriptions = [run.description for run in runs.values()]
     machines = dict.fromkeys(machine_in_words(one["machine"]) for one in descriptions)
-    return {"commits": [*dict.fromkeys(one["commit"] for one in descriptions)], "machine": " and ".join(machines)}
+    commits, corpora = ([*dict.fromkeys(one[key] for one in descriptions)] for key in ("commit", "corpus_fingerprint"))
+    return {"commits": commits, "machine": " and ".join(machines), "corpora": corpora}
 
 
 def write_tuning(found: dict[str, Any], folders: Sequence[Path]) -> list[Path]:

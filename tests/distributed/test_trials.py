@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -94,19 +95,22 @@ def test_parallel_runs_train_as_they_would_alone(corpus, tmp_path, monkeypatch):
     assert numbers(tmp_path / "alone") == numbers(tmp_path / second.name)
 
 
-def test_parallel_runs_have_their_share_of_cores_and_gpus(monkeypatch):
-    monkeypatch.setattr(interleaved, "device_type", lambda: "cpu")
-    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(8)))
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    assert interleaved._share(1, 4) == {"OMP_NUM_THREADS": "2"}
-    assert interleaved._share(1, 100) == {"OMP_NUM_THREADS": "1"}
-    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+def test_a_parallel_run_uses_one_gpu(monkeypatch):
+    assert interleaved._gpu(1) == {}
     monkeypatch.setattr(interleaved, "device_type", lambda: "cuda")
     monkeypatch.setattr(interleaved, "gpus", lambda: [None, None])
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert [interleaved._share(place, 4) for place in range(3)] == [{"CUDA_VISIBLE_DEVICES": number} for number in "010"]
+    assert [interleaved._gpu(place) for place in range(3)] == [{"CUDA_VISIBLE_DEVICES": number} for number in "010"]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,7")
-    assert [interleaved._share(place, 4) for place in range(3)] == [{"CUDA_VISIBLE_DEVICES": number} for number in "575"]
+    assert [interleaved._gpu(place) for place in range(3)] == [{"CUDA_VISIBLE_DEVICES": number} for number in "575"]
+
+
+def test_parallel_runs_that_cannot_start_end_the_command(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / ("long" * 30)))
+    (tmp_path / ("long" * 30)).mkdir()
+    scripts = {str(number): (1, ["-c", "pass"]) for number in range(5)}
+    with pytest.raises(UsageError, match="set TMPDIR to a short path"):
+        run_parallel(scripts, tmp_path, 2, lambda name, steps: None, lambda name, code: None)
 
 
 class Command:
@@ -275,7 +279,7 @@ def test_a_run_is_planned_once_and_named_by_what_decides_its_numbers(corpus):
 @pytest.mark.parametrize(("given", "seeds"), [(None, [*range(1, 9)]), (2, [201, 202])])
 def test_explorations_on_a_testbed_use_seeds_that_judge_nothing(corpus, given, seeds):
     recipe, testbed = read_recipe(ROOT / "recipes/lamb"), read_testbed("nano-0.5M")
-    planned = _plan(recipe, testbed, ["--data", str(corpus)], argparse.Namespace(seeds=given, ranks=None))
+    planned = _plan(recipe, testbed, ["--data", str(corpus)], argparse.Namespace(seeds=given, ranks=None, parallel=None))
     assert [trial.seed for trial in planned.own] == [trial.seed for trial in planned.control] == seeds
 
 

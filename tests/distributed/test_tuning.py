@@ -27,6 +27,7 @@ def tiny(corpus, tmp_path, monkeypatch) -> str:
     testbed = {
         "title": "tiny",
         "device": "cpu",
+        "corpus": {"tokenizer": json.loads((corpus / "manifest.json").read_text())["options"]["tokenizer"]},
         "flags": flags,
         "sweep": {"lr": RATES, "warmup_steps": [0, 1], "set": ["gradient_clipping=1.0", "gradient_clipping=0.01"]},
         "tuned": {"lr": 1e-2, "warmup_steps": 1},
