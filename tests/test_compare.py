@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import fcntl
 import json
 import subprocess
@@ -12,10 +13,10 @@ import pytest
 
 from launch.compare import build_parser
 from launch.comparison import experiments, publish
-from launch.comparison.experiments import error_of, has_ended
+from launch.comparison.experiments import _plan, check_corpus, error_of, has_ended
 from launch.comparison.interleaved import run_interleaved
 from launch.comparison.page import new_folder
-from launch.comparison.trials import plan_experiment
+from launch.comparison.trials import CannotRun, plan_experiment
 from launch.errors import UsageError
 from recipes.registry import ROOT, read_recipe, read_testbed
 from tests.commands import run_script
@@ -106,6 +107,7 @@ def test_what_is_no_experiment_is_refused_or_marked(runs, tmp_path):
         ),
         (["--recipe", "recipes/zero_1", "--testbed", "nano-0.5M", "--lr", "1"], "--lr: --testbed nano-0.5M sets it; leave out one"),
         (["--recipe", "recipes/zero_2", "--publish", "--steps", "3"], "--steps: --publish is for the recipe's testbeds"),
+        (["--recipe", "recipes/zero_2", "--parallel", "2", "--at_once", "2"], "--at_once: the number of interleaved runs, and --parallel"),
         (["--tune"], "--tune needs exactly one --testbed NAME"),
         (["--tune", "--testbed", "nano-0.5M", "--testbed", "micro-1M"], "needs exactly one --testbed NAME"),
         (["--all", "--data", "CORPUS", "--preset", "nanno"], "--all: no recipe can run here; activation_checkpointing: --preset nanno"),
@@ -274,3 +276,24 @@ def test_a_recipe_is_published_with_the_values_of_its_own_sweep_only():
 def test_a_recipe_of_elsewhere_is_not_published(tmp_path):
     done = compare("--recipe", tmp_path, "--publish")
     assert done.returncode == 2 and done.stderr.startswith(f"error: --publish: {tmp_path} is not in ")
+
+
+def test_a_testbed_without_its_corpus_names_the_command_that_makes_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    testbed = read_testbed("pico-5M")
+    command = "python data_pipeline/prepare.py --source stdlib --tokenizer bpe:1024 --out data/stdlib_1024"
+    with pytest.raises(CannotRun, match=f"data/stdlib_1024, does not exist; make it: {command}"):
+        check_corpus(testbed)
+    (tmp_path / "data" / "stdlib_1024").mkdir(parents=True)
+    manifest = tmp_path / "data" / "stdlib_1024" / "manifest.json"
+    manifest.write_text(json.dumps({"options": {"tokenizer": "bpe:8192"}}))
+    with pytest.raises(CannotRun, match="has the tokenizer bpe:8192, not that of pico-5M; move it away, and make it again"):
+        check_corpus(testbed)
+    manifest.write_text(json.dumps({"options": {"tokenizer": "bpe:1024"}}))
+    check_corpus(testbed)
+
+
+def test_parallel_runs_cannot_be_published_for_a_claim_about_time():
+    flags = argparse.Namespace(parallel=2, publish=True, seeds=None, ranks=None)
+    with pytest.raises(UsageError, match=r"recipes/bf16 claims '.*time per step.*', which needs interleaved runs; leave out --parallel"):
+        _plan(read_recipe(ROOT / "recipes/bf16"), read_testbed("nano-0.5M-half-rate"), [], flags)

@@ -21,7 +21,7 @@ from matplotlib import rc_context
 from matplotlib.figure import Figure
 from scipy import stats
 
-from launch.comparison.experiments import estimate, has_ended, ranks_of, testbed_named, train_missing
+from launch.comparison.experiments import check_corpus, estimate, has_ended, ranks_of, testbed_named, train_missing
 from launch.comparison.runs import Run, read_run
 from launch.comparison.trials import Trial, as_words, fitting_groups, plan_trial, settings_on, tuned_by
 from launch.errors import TrainingFailed, UsageError, print_once
@@ -54,6 +54,7 @@ def tune(flags: argparse.Namespace, passed_on: Sequence[str]) -> tuple[dict[str,
     """
     testbed = testbed_named(flags.testbed[0])
     arms = _arms(testbed, read_recipe(flags.recipe[0]) if flags.recipe else None, flags, passed_on)
+    check_corpus(testbed)
     missing = [arm for arm in arms if not arm.grid]
     rounds = max(len(arm.sweep) for arm in missing)
     begun = [Path(flags.runs_dir) / trial.name for arm in missing for _, trial in arm.round(0)]
@@ -191,6 +192,7 @@ def measure_noise(flags: argparse.Namespace, passed_on: Sequence[str]) -> tuple[
         TrainingFailed: a run did not finish, or diverged.
     """
     testbed = testbed_named(flags.testbed[0])
+    check_corpus(testbed)
     seeds = range(NOISE_SEED, NOISE_SEED + (flags.seeds or NOISE_SEEDS))
     ranks, settings = ranks_of(None, testbed, flags), settings_on(testbed, CONTROL)
     micro_batch = _trial(CONTROL, settings, passed_on, 0, ranks).config.micro_batch_size
