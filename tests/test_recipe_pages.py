@@ -372,6 +372,19 @@ def test_times_of_runs_that_were_not_interleaved_are_not_published(tree, make):
         publish.publish(compared)
 
 
+def test_figures_of_time_are_only_shown_for_interleaved_runs(tree, make):
+    for interleaved in (True, False):
+        compared = make()
+        if not interleaved:
+            for run in compared.pairs[0].side.runs:
+                run.description["interleaved"] = "another"
+        publish.publish(compared)
+        text = (tree / "recipes" / RECIPE / "README.md").read_text()
+        assert ("not interleaved, so times are not compared" in text) is not interleaved
+        assert ("tokens per second" in text) is interleaved
+        assert "final validation loss (nats)" in text
+
+
 def test_a_testbed_that_was_not_tuned_is_not_published(tree, make):
     write_tuning(tree, lr=0.004)
     with pytest.raises(UsageError, match=rf"tuning.json: chose \{{.*'lr': 0.004.*\}}, and \{{.*'lr': {LR}"):

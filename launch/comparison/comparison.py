@@ -163,6 +163,11 @@ class Pair:
         return all(control[seed] == own[seed] and None not in control[seed] for seed in self.seeds)
 
     @property
+    def published_figures(self) -> dict[str, Figure]:
+        """`figures`, without those that depend on time if the runs were not interleaved."""
+        return {name: figure for name, figure in self.figures.items() if self.interleaved or name not in TIMED}
+
+    @property
     def on_equal_terms(self) -> bool:
         """Whether times can be compared: the runs were interleaved, on one machine."""
         return self.interleaved and not any(_section(one.key) == "machine" for one in self.differences)

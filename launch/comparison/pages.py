@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from launch.comparison.comparison import LOSS, TIMED, Comparison, Pair, claims_in_table, compare_experiments, signed
+from launch.comparison.comparison import LOSS, Comparison, Pair, claims_in_table, compare_experiments, signed
 from launch.comparison.forest import draw_forest, row
 from launch.comparison.page import draw_losses, figure_row
 from launch.comparison.runs import read_stored_run
@@ -170,8 +170,7 @@ def _measured_on(one: Published) -> Iterator[str]:
         heads = ["claim", "power", "verdict", "measured (95% interval)", "p (Holm-corrected)"]
         yield _table(heads, (_claim_row(verdict, one) for verdict in one.verdicts))
     heads = ["mean over seeds ± standard deviation", pair.control.name, one.recipe.name, "difference", "ratio"]
-    shown = {name: figure for name, figure in pair.figures.items() if pair.interleaved or name not in TIMED}
-    yield _table(heads, (figure_row(name, figure) for name, figure in shown.items()))
+    yield _table(heads, (figure_row(name, figure) for name, figure in pair.published_figures.items()))
     figure = pair.figures.get(LOSS)
     if figure is not None and figure.difference is not None:
         gaps = {seed: other - control for seed, (control, other) in figure.pairs.items()}
@@ -375,7 +374,7 @@ def pictures(cells: list[Published] | None = None) -> dict[Path, Callable[[Path]
     cells = published() if cells is None else cells
     rows = []
     for one in cells:
-        note, figures = ("outdated" if one.note == OUTDATED else one.note), one.pair.figures if one.pair else {}
+        note, figures = ("outdated" if one.note == OUTDATED else one.note), one.pair.published_figures if one.pair else {}
         outcomes = dict.fromkeys(one.experiment.claims) | {verdict.claim: verdict.outcome for verdict in one.verdicts}
         rows.append(row(one.testbed.name, one.recipe.name, figures, outcomes, note))
     made: dict[Path, Callable[[Path], object]] = {ROOT / "recipes" / "forest.png": partial(draw_forest, rows)}
