@@ -7,7 +7,6 @@ import contextlib
 import fcntl
 import json
 import os
-import shlex
 import shutil
 import sys
 import timeit
@@ -20,7 +19,7 @@ from tqdm import tqdm
 from launch.comparison.comparison import Absent, Comparison, compare_experiments
 from launch.comparison.interleaved import run_interleaved, run_parallel
 from launch.comparison.runs import read_run
-from launch.comparison.trials import CannotRun, PlannedExperiment, Trial, as_words, fitting_groups, in_order, plan_experiment
+from launch.comparison.trials import CannotRun, PlannedExperiment, Trial, corpus_command, fitting_groups, in_order, plan_experiment
 from launch.config.hardware import device_type, gpus
 from launch.errors import UsageError, print_once, printable_line
 from launch.formats.files import check_writable
@@ -107,7 +106,7 @@ def testbed_named(name: str) -> Testbed:
 def check_corpus(testbed: Testbed) -> None:
     """Raises CannotRun if the testbed's corpus is missing, or has another tokenizer than the testbed states."""
     folder = Path(testbed.flags["data"])
-    command = shlex.join(["python", "data_pipeline/prepare.py", *as_words(testbed.corpus), "--out", str(folder)])
+    command = corpus_command(testbed)
     manifest = folder / "manifest.json"
     if not manifest.exists():
         raise CannotRun(f"the corpus of {testbed.name}, {folder}, does not exist; make it: {command}")

@@ -10,7 +10,6 @@ with the output of this module.
 from __future__ import annotations
 
 import re
-import shlex
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -25,7 +24,7 @@ from launch.comparison.comparison import LOSS, Comparison, Pair, claims_in_table
 from launch.comparison.forest import draw_forest, row
 from launch.comparison.page import draw_losses, figure_row
 from launch.comparison.runs import read_stored_run
-from launch.comparison.trials import as_words
+from launch.comparison.trials import corpus_command
 from launch.comparison.tuning import deviation, draw_tuning, in_words, mean_difference, numbers_in, read_json, setting_name
 from launch.comparison.verdicts import SIGNS, Verdict, planned_power
 from launch.formats.files import write_atomically
@@ -299,8 +298,7 @@ def testbeds_part(cells: list[Published]) -> str:
         name = testbed.name
         blocks += [f"## {name}", f"{testbed.title}. {'On a GPU.' if testbed.device == 'cuda' else 'On a CPU.'} {testbed.reason}".rstrip()]
         rows = [(setting_name(key, value), in_words(value)) for key, value in testbed.flags.items()]
-        made = shlex.join(["python", "data_pipeline/prepare.py", *as_words(testbed.corpus), "--out", str(testbed.flags["data"])])
-        rows.insert(0, ("corpus, made by", f"`{made}`"))
+        rows.insert(0, ("corpus, made by", f"`{corpus_command(testbed)}`"))
         unswept = testbed.sweep and not (TESTBEDS / name / "tuning.json").exists()
         tuned = "not tuned yet" if unswept else "tuned"
         rows += [(f"{setting_name(key, value)}, {tuned}", in_words(value)) for key, value in testbed.tuned.items()]

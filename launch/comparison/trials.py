@@ -11,6 +11,7 @@ import functools
 import hashlib
 import json
 import os
+import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -123,6 +124,11 @@ def tuned_by(config: str, testbed: Testbed) -> Recipe | None:
 def as_words(flags: Flags) -> list[str]:
     """Flags as on a command line; those that are True take no value."""
     return [word for name, value in flags.items() for word in ([f"--{name}"] if value is True else [f"--{name}", str(value)])]
+
+
+def corpus_command(testbed: Testbed) -> str:
+    """The command that makes the testbed's corpus."""
+    return shlex.join(["python", "data_pipeline/prepare.py", *as_words(testbed.corpus), "--out", str(testbed.flags["data"])])
 
 
 def plan_trial(config_file: str, flags: Sequence[str], ranks: int) -> Trial:
