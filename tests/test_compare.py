@@ -255,6 +255,7 @@ def test_what_has_ended_is_told_by_the_whole_run(runs, tmp_path):
 
 def test_what_is_not_tuned_is_refused_before_it_is_trained(monkeypatch):
     monkeypatch.setattr(experiments, "device_type", lambda: "cpu")
+    monkeypatch.setattr(experiments, "check_corpus", lambda _: None)
     monkeypatch.setattr(publish, "published_sweep", lambda *_: (ROOT / "tuning.json", {"grid": [], "chosen": {"lr": 7}}))
     flags = build_parser().parse(["--recipe", "recipes/lamb", "--testbed", "nano-0.5M", "--publish"])
     with pytest.raises(UsageError, match=r"lamb on nano-0\.5M: tuning\.json: chose {'lr': 7}"):
