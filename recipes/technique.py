@@ -233,10 +233,11 @@ class Technique:
         raise NotImplementedError
 
     def on_gradients(self) -> None:
-        """Look at the gradients of the step, after the last backward pass and before clipping. All ranks call this together.
+        """Read or change the gradients of the step, after the last backward pass and before clipping. All ranks call this together.
 
         `deepspeed.utils.safe_get_full_grad(parameter)` of the engine's parameters works at every stage and with offload to
-        CPU memory or NVMe. In fp16 the gradients are multiplied by the loss scale.
+        CPU memory or NVMe. In fp16 the gradients are multiplied by `engine.optimizer.loss_scale`. `safe_set_full_grad` changes them at
+        every stage, but with an offloaded optimizer, `grad_norm` and clipping use the norm from before.
         """
 
     def evaluation_weights(self) -> AbstractContextManager[None]:
