@@ -209,7 +209,11 @@ class Technique:
         """Return the run's optimizer, or None if another technique, torch or DeepSpeed provides it."""
 
     def attach(self, engine: Any, collectives: Any) -> None:
-        """Called with DeepSpeed's engine once it is built. `collectives` communicates with the other ranks and counts the bytes."""
+        """Called with DeepSpeed's engine once it is built. `collectives` communicates with the other ranks and counts the bytes.
+
+        It has `rank`, `world_size`, `all_reduce(tensor)` (a sum, in place), `all_gather(received, sent)`, `all_to_all(received, sent)`,
+        and `gather(value)` and `any(flag)` for Python values.
+        """
 
     def on_step(self, step: int, plan: StepPlan) -> StepPlan:
         """Compute the schedule of optimizer step `step` (from 1), before its first micro-batch.
