@@ -247,7 +247,11 @@ class Head(nn.Module):
         loss = self.loss(x, self.weight, self._bias(x), targets)
         if self.training and self.token_losses:
             logits, counts = self.logits(x), targets != -100  # computed again, because a kernel of `loss` may keep none
-            added = sum((one(logits, targets) * counts).sum() for one in self.token_losses) / counts.sum()
+            each = [one(logits, targets) for one in self.token_losses]
+            shapes = [tuple(losses.shape) for losses in each]
+            # A shape (N, 1) would be broadcast, and train N times the loss.
+            assert {*shapes} == {tuple(targets.shape)}, f"token_losses returned shapes {shapes}; each must be {tuple(targets.shape)}"
+            added = (sum(each) * counts).sum() / counts.sum()
             loss = loss + (added - added.detach())
         return loss
 

@@ -209,7 +209,11 @@ class Technique:
         """Return the run's optimizer, or None if another technique, torch or DeepSpeed provides it."""
 
     def attach(self, engine: Any, collectives: Any) -> None:
-        """Called with DeepSpeed's engine once it is built. `collectives` communicates with the other ranks and counts the bytes."""
+        """Called with DeepSpeed's engine once it is built. `collectives` communicates with the other ranks and counts the bytes.
+
+        It has `rank`, `world_size`, `all_reduce(tensor)` (a sum, in place), `all_gather(received, sent)`, `all_to_all(received, sent)`,
+        and `gather(value)` and `any(flag)` for Python values.
+        """
 
     def on_step(self, step: int, plan: StepPlan) -> StepPlan:
         """Compute the schedule of optimizer step `step` (from 1), before its first micro-batch.
@@ -233,10 +237,11 @@ class Technique:
         raise NotImplementedError
 
     def on_gradients(self) -> None:
-        """Look at the gradients of the step, after the last backward pass and before clipping. All ranks call this together.
+        """Read or change the gradients of the step, after the last backward pass and before clipping. All ranks call this together.
 
         `deepspeed.utils.safe_get_full_grad(parameter)` of the engine's parameters works at every stage and with offload to
-        CPU memory or NVMe. In fp16 the gradients are multiplied by the loss scale.
+        CPU memory or NVMe. In fp16 the gradients are multiplied by `engine.optimizer.loss_scale`. `safe_set_full_grad` changes them at
+        every stage, but with an offloaded optimizer, `grad_norm` and clipping use the norm from before.
         """
 
     def evaluation_weights(self) -> AbstractContextManager[None]:

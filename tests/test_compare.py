@@ -253,6 +253,18 @@ def test_what_has_ended_is_told_by_the_whole_run(runs, tmp_path):
     assert not has_ended(runs[1])
 
 
+def test_what_is_not_tuned_is_named_before_it_is_trained(monkeypatch, capsys):
+    monkeypatch.setattr(experiments, "device_type", lambda: "cpu")
+    monkeypatch.setattr(experiments, "check_corpus", lambda _: None)
+    lamb = read_recipe(ROOT / "recipes" / "lamb")
+    own = replace(lamb.experiments["nano-0.5M"], tuned={})
+    monkeypatch.setattr(experiments, "read_recipe", lambda _: replace(lamb, experiments={"nano-0.5M": own}))
+    monkeypatch.setattr(experiments, "train_missing", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        experiments.run_experiments([ROOT / "recipes" / "lamb"], [], build_parser().parse(["--recipe", "recipes/lamb"]))
+    assert "lamb is not tuned on nano-0.5M" in capsys.readouterr().out
+
+
 def test_what_is_not_tuned_is_refused_before_it_is_trained(monkeypatch):
     monkeypatch.setattr(experiments, "device_type", lambda: "cpu")
     monkeypatch.setattr(experiments, "check_corpus", lambda _: None)

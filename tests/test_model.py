@@ -182,6 +182,13 @@ def test_the_first_loss_is_the_logarithm_of_the_vocabulary(dtype):
     assert abs(loss.item() - math.log(1000)) < 0.05  # ln 1000 = 6.908
 
 
+def test_token_losses_of_another_shape_are_refused():
+    model = GPT(GPTConfig(**TINY, vocab_size=64))
+    model.lm_head.token_losses.append(lambda logits, targets: logits.logsumexp(-1, keepdim=True))
+    with pytest.raises(AssertionError, match=r"token_losses returned shapes \[\(64, 1\)\]; each must be \(64,\)"):
+        model(*tokens_of(model.config, 4, 16))
+
+
 def test_padded_rows_get_no_probability_and_no_gradient():
     config = GPTConfig(**TINY, vocab_size=129)
     model = GPT(config)

@@ -68,6 +68,9 @@ def run_experiments(
             for testbed in testbeds:
                 if check and testbed:
                     check(recipe, testbed)
+                if testbed and (plan := recipe.experiments[testbed.name]).sweep and not plan.tuned:
+                    tune = f"python launch/compare.py --tune --testbed {testbed.name} --recipe recipes/{recipe.name}"
+                    print_once(f"{recipe.name} is not tuned on {testbed.name} and trains with the testbed's values; to tune it: {tune}")
             planned += [_plan(recipe, testbed, passed_on, flags) for testbed in testbeds]
         except CannotRun as reason:
             if not flags.all:
