@@ -16,7 +16,7 @@ from data_pipeline.errors import DataError, printable
 FORMAT_VERSION = 2
 MANIFEST_FILE = "manifest.json"
 SPLITS = ("train", "val")
-PREPARE_COMMAND = "python data_pipeline/prepare.py --source stdlib --out {}"
+PREPARE_COMMAND = "python data_pipeline/prepare.py --source SOURCE --out {} (SOURCE: your text, or stdlib)"
 #: Tolerance for the sum of the mixture's weights, which must be 1.
 SUM_TOLERANCE = 1e-6
 #: A tenth of `sampler.DENOMINATOR`, so that rounding small weights up to one part never uses more parts than there are.

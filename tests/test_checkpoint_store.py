@@ -146,6 +146,16 @@ def test_the_newest_and_the_best_are_kept_and_what_others_put_there(store, tmp_p
     assert found == {"run.json", "metrics.jsonl", *others, *of_run}
 
 
+@pytest.mark.parametrize("content", [b'{"step": ', b"[1]", b"[]", b"null"])
+def test_an_older_checkpoint_with_a_damaged_state_is_removed_and_named(content, tmp_path):
+    store = CheckpointStore(f"file://{tmp_path}/store", "r")
+    upload_all(store, make_run(tmp_path / "first", steps=(2,), losses=(3.0,)))
+    store.write(f"{checkpoint_name(2)}/state.json", content)
+    log = upload_all(store, make_run(tmp_path / "second", steps=(4,), losses=(2.0,)))
+    assert store.checkpoints() == [checkpoint_name(4)] and not [line for line in log if "not uploaded" in line]
+    assert len([line for line in log if f"{store.url}/{checkpoint_name(2)}/state.json was missing or damaged" in line]) == 1
+
+
 @pytest.mark.parametrize("name", ["demo*", "demo[lr=1]"])
 def test_a_name_that_is_a_pattern_removes_only_its_own_run(name):
     """fsspec reads the paths of `rm` as patterns, except in `file://`."""

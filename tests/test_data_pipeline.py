@@ -382,7 +382,8 @@ def test_a_broken_manifest_is_named(corpus_folder, changes, said):
 
 
 def test_missing_parts_are_named_with_the_fix(corpus_folder):
-    with pytest.raises(DataError, match=r"nowhere: no such corpus; prepare one with: python data_pipeline/prepare\.py .* --out .*nowhere"):
+    command = r"python data_pipeline/prepare\.py --source SOURCE --out .*nowhere"
+    with pytest.raises(DataError, match=f"nowhere: no such corpus; prepare one with: {command}"):
         open_corpus(corpus_folder / "nowhere")
     with pytest.raises(DataError, match=r"manifest\.json: not a folder"):
         open_corpus(corpus_folder / "manifest.json")

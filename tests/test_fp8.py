@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import sys
 from functools import partial
 from importlib import metadata
 
@@ -51,6 +53,14 @@ def test_it_is_explained_anywhere_and_emulated_on_any_device():
     emulated = explained("--set", EMULATED)
     assert emulated["needs"] == []
     assert emulated["notes"] == [f"{said['notes'][0]}; emulated, and slower than bf16"]
+
+
+def test_a_torchao_that_cannot_be_imported_leaves_logging_on(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torchao.float8", None)
+    techniques = make_techniques(resolve([*RUN, "--explain", "--set", EMULATED])[0])
+    with pytest.raises(ImportError):
+        techniques.prepare(GPT(resolve([*RUN, *TINY, "--explain"])[0].model_config))
+    assert logging.root.manager.disable == logging.NOTSET
 
 
 @pytest.mark.parametrize(

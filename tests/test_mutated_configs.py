@@ -941,6 +941,12 @@ PAIRS: dict[str, Pair] = {
     "gradients summed in fp32 at stage 0": pair(
         "zero0_bf16", {"data_types.grad_accum_dtype": "fp32"}, "data_types.grad_accum_dtype", "engine.py:2323"
     ),
+    **{
+        f"weights of another type in {precision}": pair(
+            f"zero1_{precision}", {"data_types.param_dtype": "float16"}, "data_types.param_dtype", "engine.py:1827"
+        )
+        for precision in ("bf16", "fp32")
+    },
     "gradients that are not looked at": pair(
         "zero1_bf16", {"bf16.check_grad_overflow": False}, "bf16.check_grad_overflow", "no word: the weights become NaN"
     ),

@@ -251,6 +251,20 @@ def test_another_corpus_of_the_same_tokenizer_is_scored(runs, exported, corpus, 
     assert abs(found[0]["loss"] - found[1]["loss"]) < 1e-6 and found[0]["notes"] == []
 
 
+def test_a_damaged_text_is_refused_before_scoring(runs, corpus, tmp_path, command, monkeypatch):
+    """In a corpus whose bytes are not counted, as nanoGPT's, at a token that no scored window reads."""
+    folder = Path(shutil.copytree(corpus, tmp_path / "corpus"))
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest["splits"]["val"]["bytes"] = 0
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    with open(folder / manifest["splits"]["val"]["shards"][-1]["file"], "r+b") as shard:
+        shard.seek(-2, os.SEEK_END)
+        shard.write(b"\xff\xff")
+    monkeypatch.setattr(scoring, "window_losses", lambda *_: pytest.fail("it was scored"))
+    code, out, err = command(runs / "zero1_fp32", "--data", folder, "--windows", "1")
+    assert (code, out) == (2, "") and "65535" in err.splitlines()[-1]
+
+
 @pytest.mark.parametrize(
     ("flags", "words"),
     [

@@ -103,8 +103,9 @@ def read_run(folder: str | Path) -> Run:
         steps = [line["step"] for line in lines if key in line and not is_finite_number(line[key])]
         if steps:
             remarks.append(f"the {name} is not finite in {len(steps)} step{'s' * (len(steps) > 1)}, first in step {steps[0]}")
-    finished, diverged = _ending(folder, description, lines, remarks)
-    measures = _measures(description, columns, finished, diverged, _resumed_after(folder))
+    log = _log(folder)
+    finished, diverged = _ending(log, description, lines, remarks)
+    measures = _measures(description, columns, finished, diverged, _resumed_after(log))
     return Run(folder, folder.resolve().name, description, columns, finished, diverged, tuple(remarks), measures)
 
 
@@ -120,7 +121,7 @@ def _columns(lines: list[dict[str, Any]]) -> dict[str, Column]:
     return columns
 
 
-def _ending(folder: Path, description: dict[str, Any], lines: list[dict[str, Any]], remarks: list[str]) -> tuple[bool, bool]:
+def _ending(log: list[str], description: dict[str, Any], lines: list[dict[str, Any]], remarks: list[str]) -> tuple[bool, bool]:
     """Whether the run has finished, and whether it diverged; adds a remark if it has not finished."""
     last = lines[-1] if lines else {"step": 0, "tokens": 0}
     tokens, total = last.get("tokens"), description["total_tokens"]
@@ -133,7 +134,7 @@ def _ending(folder: Path, description: dict[str, Any], lines: list[dict[str, Any
         if not whole and description["eval_every"] and "val_loss" not in last:
             remarks.append("the run was not evaluated at its end")
         return True, any(key in one and not is_finite_number(one[key]) for key, one in (("val_loss", last), ("whole_val_loss", end)))
-    error = _last_error(folder)
+    error = _last_error(log)
     # A non-finite loss ends a run, except in fp16, where the step is skipped and the loss scale lowered.
     lost = "loss" in last and not is_finite_number(last["loss"]) and description.get("precision") != "fp16"
     if error or lost:
@@ -151,15 +152,15 @@ def _log(folder: Path) -> list[str]:
         return []
 
 
-def _last_error(folder: Path) -> str:
+def _last_error(log: list[str]) -> str:
     """The error in the last line of the log, if it is one."""
-    error = re.fullmatch(r"\S+ \S+ error: (.*?)(; .*)?", next(reversed(_log(folder)), ""))
+    error = re.fullmatch(r"\S+ \S+ error: (.*?)(; .*)?", next(reversed(log), ""))
     return error[1] if error else ""
 
 
-def _resumed_after(folder: Path) -> list[int]:
+def _resumed_after(log: list[str]) -> list[int]:
     """The step after which each resume continued."""
-    found = (re.fullmatch(r"\S+ \S+ resuming after step (\d{1,18})", line) for line in _log(folder))
+    found = (re.fullmatch(r"\S+ \S+ resuming after step (\d{1,18})", line) for line in log)
     return [int(one[1]) for one in found if one]
 
 

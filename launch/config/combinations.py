@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from launch.config.engine_json import EngineJson
+from launch.config.engine_schema import DTYPES
 from launch.config.hardware import bf16_arithmetic, deepspeed_silenced
 from launch.config.ranks import ranks_of_host
 from model.accounting import block_tensors
@@ -52,8 +53,6 @@ CUDA_ONLY = (
 QUANTIZED_TOGETHER = 8
 #: Assumed ranks of a host without a launcher: the GPUs of a DGX or HGX.
 GPUS_OF_A_HOST = 8
-#: The spellings of fp16 in the JSON.
-FP16 = ("fp16", "float16", "half", "torch.float16")
 #: Packages that a monitor needs.
 MONITORS = {"wandb": "wandb", "comet": "comet_ml"}
 #: torch's `Optimizer.load_state_dict` converts fp32 moments to the type of the master weights; in fp16, a small variance becomes 0.
@@ -150,8 +149,10 @@ def impossible_values(engine: EngineJson, ranks: int, shape: ModelShape, stage: 
     if not value("fp16.loss_scale") and (value("fp16.min_loss_scale") or 1) > 2.0 ** (16 if power is None else power):
         yield "fp16.min_loss_scale", "is above the initial scale, 2^initial_scale_power; lower it, or raise 'initial_scale_power'"
     for path in ("data_types.grad_accum_dtype", "communication_data_type"):
-        if value(path) in FP16 and precision != "fp16":
+        if value(path) in DTYPES["fp16"] and precision != "fp16":
             yield path, 'is fp16 without its loss scale, so that small gradients vanish; write "fp32"'
+    if value(path := "data_types.param_dtype") not in (None, *DTYPES[precision]):  # DeepSpeed refuses it when the engine starts
+        yield path, f"is not the type of the run, which is in {precision}; leave it out"
 
 
 def _or(stages: tuple[int, ...]) -> str:

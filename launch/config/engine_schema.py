@@ -47,7 +47,11 @@ OFF, ON = ({"types": ["boolean"], "default": default} for default in (False, Tru
 COUNT_OR_NULL: Rule = {"types": ["integer", "null"], "minimum": 1}
 STRING_OR_NULL: Rule = {"types": ["string", "null"]}
 #: The spellings that DeepSpeed has for the types of tensors.
-DTYPES = (*["fp32", "float32", "float", "fp16", "float16", "half", "bf16", "bfloat16", "torch.float32", "torch.float16", "torch.bfloat16"],)
+DTYPES = {
+    "fp32": ("fp32", "float32", "float", "torch.float32"),
+    "fp16": ("fp16", "float16", "half", "torch.float16"),
+    "bf16": ("bf16", "bfloat16", "torch.bfloat16"),
+}
 
 #: Keys that DeepSpeed reads from the JSON without a model (deepspeed/runtime/config.py).
 READ_BY_HAND: Rules = {
@@ -81,7 +85,7 @@ READ_BY_HAND: Rules = {
     ),
     "data_types": _section(
         {
-            **dict.fromkeys(("grad_accum_dtype", "param_dtype", "buffer_dtype"), _choice(*DTYPES, None)),
+            **dict.fromkeys(("grad_accum_dtype", "param_dtype", "buffer_dtype"), _choice(*sum(DTYPES.values(), ()), None)),
             "keep_in_fp32_modules": {"types": ["array"], "items": ["string"], "default": "auto", **AUTO},
         }
     ),

@@ -54,12 +54,12 @@ def score(flags: argparse.Namespace) -> dict[str, Any]:
     seq_len = trained.config.seq_len
     total = split.windows(seq_len)
     windows = min(flags.windows or total, total)
+    n_bytes = text_bytes(corpus, split, tokenizer_of_corpus(corpus)[0])  # first: a damaged text is found before minutes of scoring
     start = time.monotonic()
     losses = _losses(trained, corpus, split, windows, flags)
     found = estimate(losses)
     compared = None if other is None else (other, _losses(other, corpus, split, windows, flags))
     seconds = time.monotonic() - start
-    n_bytes = text_bytes(corpus, split, tokenizer_of_corpus(corpus)[0])
     # The ratio of the whole split, so that a loss from a log or another program gives the same figure.
     to_bits = None if n_bytes is None else split.n_tokens / n_bytes / math.log(2)
     perplexity = math.exp(found.loss) if found.loss < 700 else None

@@ -202,7 +202,7 @@ class Collectives:
 
     It includes every collective of the engine, the techniques and the training loop, with the bytes that the bandwidth-optimal algorithm
     sends for N ranks: all_reduce 2(N-1)/N x size; reduce_scatter, all_to_all and reduce (N-1)/N x input; all_gather (N-1)/N x gathered
-    output; broadcast (N-1)/N x size, the mean over the ranks.
+    output; broadcast (N-1)/N x size, the mean over the ranks. An all_to_all of unequal parts sends all parts but the rank's own.
     """
 
     def __init__(self, device: torch.device):
@@ -221,6 +221,8 @@ class Collectives:
     ) -> None:
         """Row i of `sent` goes to rank i, row i of `received` comes from it; both (ranks, ...). With sizes, part i of that many rows."""
         comm.all_to_all_single(received, sent, received_sizes, sent_sizes)
+        if sent_sizes:  # what stays here need not be 1/N of it
+            self.bytes_sent += (len(sent) / self.world_size - sent_sizes[self.rank]) * sent[:1].nbytes
 
     def all_gather(self, received: torch.Tensor, sent: torch.Tensor) -> None:
         """Row i of `received` (ranks, ...) becomes what rank i has `sent`, (1, ...)."""

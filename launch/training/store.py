@@ -134,12 +134,12 @@ class CheckpointStore:
                 moved()
 
     def state(self, name: str) -> dict[str, Any] | None:
-        """The `state.json` of a checkpoint, None if it is not complete."""
-        content = self.read(f"{name}/{STATE_FILE}")
+        """The `state.json` of a checkpoint, None if it is missing or damaged."""
         try:
-            return json.loads(content) if content else None
+            state = json.loads(self.read(f"{name}/{STATE_FILE}") or "null")
         except ValueError:
             return None
+        return state if isinstance(state, dict) else None
 
     def remove(self, name: str) -> None:
         """Remove a checkpoint, its `state.json` first."""
@@ -365,9 +365,12 @@ class Uploads:
         self._moved_at = time.monotonic()
 
     def _prune(self, newest: Path) -> None:
-        """Remove this run's checkpoints except the newest `keep`, the best, and what is newer than `newest`; and incomplete ones."""
+        """Remove this run's checkpoints except the newest `keep`, the best, and what is newer than `newest`; and unusable ones."""
         names = [name for name in self.store.checkpoints() if checkpoint_step(name) <= checkpoint_step(newest.name)]
         states = {name: self.store.state(name) for name in names}
         own = {name: state.get("val_loss") for name, state in states.items() if state and state.get("run_id") == self.run_id}
-        for name in (*(name for name, state in states.items() if state is None), *outdated(own, self.keep)):
+        unusable = [name for name, state in states.items() if state is None]
+        for name in (*unusable, *outdated(own, self.keep)):
             self.store.remove(name)
+        for name in unusable:
+            self._say(f"{name} was removed from the store: {self.store.url}/{name}/{STATE_FILE} was missing or damaged")

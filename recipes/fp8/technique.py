@@ -78,9 +78,10 @@ class Fp8(Technique):
     def prepare(self, model: GPT) -> None:
         """Replace the linear layers of the blocks by torchao's, with the same parameters under the same names."""
         logging.disable(logging.WARNING)  # the import warns about kernels that are not used here
-        from torchao.float8 import Float8LinearConfig, convert_to_float8_training  # an optional dependency
-
-        logging.disable(logging.NOTSET)
+        try:
+            from torchao.float8 import Float8LinearConfig, convert_to_float8_training  # an optional dependency
+        finally:
+            logging.disable(logging.NOTSET)
         # Pads the tokens of a micro-batch, the inner dimension of the weights' gradients, to a multiple of 16.
         config = replace(Float8LinearConfig.from_recipe_name(self.recipe), emulate=self.emulate, pad_inner_dim=True)
         convert_to_float8_training(model.h, config=config)

@@ -10,9 +10,9 @@ import torch
 from recipes.compressed_all_reduce import BLOCK, blocks
 
 
-def norm_of(squares: list[torch.Tensor]) -> torch.Tensor:
+def norm_of(norms: list[torch.Tensor]) -> torch.Tensor:
     """The norm of a tensor from the norms of its blocks, in fp64: fp32 sums over large tensors are off by 2e-6 and more."""
-    return torch.stack(squares).norm()
+    return torch.stack(norms).norm()
 
 
 def block_norm(block: torch.Tensor) -> torch.Tensor:

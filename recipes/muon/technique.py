@@ -90,7 +90,7 @@ class MuonTechnique(Technique):
         return self._optimizer
 
     def bytes_sent(self, planned: int, steps: int) -> int:
-        return planned + round(exchanged_elements(self._parts, self._stage, self._ranks) * 4 * (self._ranks - 1) / self._ranks)
+        return planned + 4 * exchanged_elements(self._parts, self._stage, self._ranks)
 
     def attach(self, engine: Any, collectives: Any) -> None:
         assert self._optimizer is not None
@@ -114,7 +114,7 @@ def hidden_parts(config: GPTConfig) -> dict[str, list[tuple[int, int]]]:
 
 
 def exchanged_elements(parts: dict[str, list[tuple[int, int]]], stage: int, ranks: int) -> int:
-    """Elements that rank 0 contributes to the exchanges of a step: its parts of cut matrices, and the whole of those that it owns.
+    """Elements that rank 0 sends in the exchanges of a step: its parts of others' matrices, and others' parts of those that it owns.
 
     At stages 1 and 2 ZeRO cuts the concatenated hidden parameters into equal parts, at stage 3 each of them.
     """
@@ -129,7 +129,7 @@ def exchanged_elements(parts: dict[str, list[tuple[int, int]]], stage: int, rank
         groups = [([(name, offset, size) for (name, size), offset in zip(sizes.items(), offsets, strict=False)], part)]
     of_ranks = [[list(matrices_in(fragments_of_rank(group, rank, part), parts)) for group, part in groups] for rank in range(ranks)]
     cut = [matrix for matrices in shared_among_ranks(of_ranks) for matrix in matrices if matrix.owner is not None]
-    return sum(matrix.lengths[0] + (matrix.rows * matrix.columns if matrix.owner == 0 else 0) for matrix in cut)
+    return sum(sum(matrix.lengths[1:]) if matrix.owner == 0 else matrix.lengths[0] for matrix in cut)
 
 
 def matrices_in(fragments: Iterable[Fragment], shapes: dict[str, list[tuple[int, int]]]) -> Iterator[Matrix]:

@@ -18,7 +18,7 @@ from launch.config.run_config import resolve
 from launch.trained_model.load import open_trained
 from recipes.masters import Fragment
 from recipes.muon.optimizer import Matrix, Muon, orthogonalized
-from recipes.muon.technique import matrices_in, shared_among_ranks
+from recipes.muon.technique import exchanged_elements, matrices_in, shared_among_ranks
 from recipes.technique import Techniques
 from tests.distributed.reference import PublishedMuon, Step, reference_steps
 from tests.distributed.test_engine_follows_plain_pytorch import BATCH, SEED, SMALL, STEPS, WARMUP, largest_difference, losses_of
@@ -209,6 +209,7 @@ def test_cut_matrices_have_one_owner_each_and_the_work_is_shared():
     (joined,) = shared_among_ranks(held)
     assert [matrix.lengths for matrix in joined] == [(64, 0, 0), (64, 0, 0), (22, 106, 0), (0, 44, 84), (0, 0, 64)]
     assert [matrix.owner for matrix in joined] == [None, None, 0, 1, None]
+    assert exchanged_elements({"w": shapes}, stage=1, ranks=ranks) == 106  # rank 0 sends back what it got, and nothing to itself
 
 
 def test_at_stage_3_the_matrices_of_all_tensors_are_spread_over_the_ranks():
