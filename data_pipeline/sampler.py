@@ -60,8 +60,6 @@ class GlobalSampler:
 
     def _windows(self, start: int) -> np.ndarray:
         """The windows at the BLOCK positions from `start` on."""
-        if len(self._groups) == 1:
-            return shuffled_positions(self._groups[0], self._keys[0], start, BLOCK)
         periods, places = np.divmod(np.arange(start, start + BLOCK, dtype=np.int64), len(self._pattern))
         groups = self._pattern[places]
         out = np.empty(BLOCK, dtype=np.int64)

@@ -99,7 +99,11 @@ def make_tokenizer(spec: str, texts: Iterable[str], end_of_text: str | None = No
         return train_tokenizer(spec, texts)
     if kind == "tiktoken":
         return Tiktoken.from_library(argument, end_of_text)
-    return HuggingFace.read(argument, end_of_text, f"--tokenizer {spec}")
+    tokenizer = HuggingFace.read(argument, end_of_text, f"--tokenizer {spec}")
+    if tokenizer.end_name is None:
+        ends = ", ".join(USUAL_ENDS)
+        raise DataError(f"--tokenizer {spec}: none of {ends} is in its vocabulary; name the token that ends a text with --end_of_text")
+    return tokenizer
 
 
 def train_tokenizer(spec: str, texts: Iterable[str]) -> Tokenizer:
@@ -109,11 +113,8 @@ def train_tokenizer(spec: str, texts: Iterable[str]) -> Tokenizer:
     smaller. The N ids of `bpe:N` are 256 bytes, the merges, and the end of text.
     """
     kind, vocab_size = parse_spec(spec)
-    characters = hugging_face_form.byte_characters()
-    if kind == "bytes":
-        original = HuggingFaceTokenizer(models.BPE(vocab={character: byte for byte, character in enumerate(characters)}, merges=[]))
-    else:
-        original = HuggingFaceTokenizer(models.BPE())
+    byte_of = {character: byte for byte, character in enumerate(hugging_face_form.byte_characters())}
+    original = HuggingFaceTokenizer(models.BPE(vocab=byte_of, merges=[]) if kind == "bytes" else models.BPE())
     original.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     original.decoder = decoders.ByteLevel()
     if kind == "bpe":
@@ -121,7 +122,6 @@ def train_tokenizer(spec: str, texts: Iterable[str]) -> Tokenizer:
         # One less: the end of text is added after the trained ids, as in GPT-2.
         trainer = trainers.BpeTrainer(vocab_size=vocab_size - 1, initial_alphabet=alphabet, show_progress=False)
         original.train_from_iterator(texts, trainer)
-    byte_of = {character: byte for byte, character in enumerate(characters)}
     ranks = {bytes(byte_of[character] for character in token): rank for token, rank in original.get_vocab().items()}
     original.add_special_tokens([AddedToken(END_OF_TEXT, special=True, normalized=False)])
     return Tiktoken({"kind": kind}, ranks, GPT2_PATTERN, {END_OF_TEXT: len(ranks)}, len(ranks), original.to_str(pretty=True))
@@ -308,18 +308,18 @@ class Characters(Tokenizer):
 class HuggingFace(Tokenizer):
     """A tokenizer of `tokenizers`, from the text of its `tokenizer.json`. Without an end-of-text token it has no `eot_id`."""
 
-    def __init__(self, text: str, end_of_text: str | None, where: str, may_lack_end: bool = False):
+    def __init__(self, text: str, end_of_text: str | None, where: str):
         self._json, self._tokenizer = text, HuggingFaceTokenizer.from_str(text)
         self._encoder = _encoder(self._tokenizer, text)
         self.cuttable = _cuttable(self._tokenizer)
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values()) + 1
-        self._end_of_text = _find_end(vocabulary, end_of_text, where, may_lack_end)
+        self._end_of_text = _find_end(vocabulary, end_of_text, where)
         if self._end_of_text is not None:
             self.eot_id = vocabulary[self._end_of_text]
 
     @classmethod
-    def read(cls, path: Path, end_of_text: str | None, where: str, may_lack_end: bool = False) -> HuggingFace:
+    def read(cls, path: Path, end_of_text: str | None, where: str) -> HuggingFace:
         """The tokenizer of a `tokenizer.json`, or of a folder that AutoTokenizer reads, without running code from the folder."""
         try:
             if not path.is_dir():
@@ -328,7 +328,7 @@ class HuggingFace(Tokenizer):
 
             pretrained = AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
             pretrained.backend_tokenizer.encode_special_tokens = False  # slow tokenizers have no backend_tokenizer
-            return cls(pretrained.backend_tokenizer.to_str(), end_of_text or pretrained.eos_token, where, may_lack_end)
+            return cls(pretrained.backend_tokenizer.to_str(), end_of_text or pretrained.eos_token, where)
         except DataError:
             raise
         except Exception as reason:  # exceptions of any type, from `tokenizers` and from the class of the folder's tokenizer
@@ -392,16 +392,11 @@ def _cuttable(tokenizer: HuggingFaceTokenizer) -> bool:
     return not (whole and isinstance(tokenizer.model, models.Unigram))
 
 
-def _find_end(vocabulary: dict[str, int], requested: str | None, where: str, may_lack_end: bool) -> str | None:
-    """The token that ends a text: the requested one, else the first of USUAL_ENDS in the vocabulary; None if `may_lack_end` and none is."""
+def _find_end(vocabulary: dict[str, int], requested: str | None, where: str) -> str | None:
+    """The token that ends a text: the requested one, else the first of USUAL_ENDS in the vocabulary; None without any."""
     if requested is not None and requested not in vocabulary:
         raise DataError(f"{where}: its vocabulary has no token {requested!r} to end a text; name one that it has with --end_of_text")
-    for token in (requested,) if requested is not None else USUAL_ENDS:
-        if token in vocabulary:
-            return token
-    if may_lack_end:
-        return None
-    raise DataError(f"{where}: none of {', '.join(USUAL_ENDS)} is in its vocabulary; name the token that ends a text with --end_of_text")
+    return requested if requested is not None else next((token for token in USUAL_ENDS if token in vocabulary), None)
 
 
 def _write(folder: Path, contents: dict[str, bytes]) -> dict[str, str]:

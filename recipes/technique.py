@@ -168,7 +168,8 @@ def without_auto(section: dict[str, Any]) -> dict[str, Any]:
 
 
 class Technique:
-    """Base of every technique. Every method does nothing here; a technique overrides those that it needs.
+    """Base of every technique. Methods do nothing here, except `token_losses` and `discard_state`, which raise; a technique overrides
+    those that it needs.
 
     Schedules are functions of the global step that `on_step` gets, so that there is nothing to save and a resumed run continues exactly.
     Random draws depend on (seed, step, layer), never on a global generator or the rank.

@@ -20,7 +20,8 @@ from launch.comparison.comparison import LOSS, Figure, signed
 from launch.comparison.verdicts import SIGNS, Interval
 from recipes.claims import Claim
 
-#: Measure of a claim -> (key of the figure, scale, title). The time is per token, because a shorter step with fewer tokens is no gain.
+#: Panel -> (key of the figure, scale, title). "loss" and "step_time" are also measures of claims. The time is per token, because a shorter
+#: step with fewer tokens is no gain.
 PANELS = {
     "loss": (LOSS, "difference", "final validation loss − control's (nats)"),
     "step_time": ("tokens_per_second", "ratio", "time per token ÷ control's"),

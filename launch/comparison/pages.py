@@ -341,9 +341,8 @@ def _noise(testbed: str) -> Iterator[str]:
 # --- writing --------------------------------------------------------------------------------------------------------------------------
 
 
-def pages(cells: list[Published] | None = None) -> dict[Path, str]:
+def pages(cells: list[Published]) -> dict[Path, str]:
     """The text of every page."""
-    cells = published() if cells is None else cells
     parts = {
         README: {"recipes": short_table(cells)},
         INDEX: {"results": index_table(cells), "questions": questions(), "excluded pairs": excluded_pairs()},
@@ -367,9 +366,8 @@ def with_parts(page: Path, text: str, parts: Mapping[str, str]) -> str:
     return text
 
 
-def pictures(cells: list[Published] | None = None) -> dict[Path, Callable[[Path], object]]:
+def pictures(cells: list[Published]) -> dict[Path, Callable[[Path], object]]:
     """Every picture, with the function that draws it into a file."""
-    cells = published() if cells is None else cells
     rows = []
     for one in cells:
         note, figures = ("outdated" if one.note == OUTDATED else one.note), one.pair.published_figures if one.pair else {}

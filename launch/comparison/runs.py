@@ -171,8 +171,8 @@ def _measures(
 
     final_val_loss: nats per token, of the whole validation split with `--whole_eval`, otherwise of the last evaluation; +inf if the
     run diverged, absent if it is unfinished or was not evaluated at its end.
-    step_seconds: the mean over the steps after the first `WARM_UP_STEPS` of each start, without the last step before a resume, which all
-    interrupted runs make at the same time. tokens_per_second, mfu: of these steps together.
+    step_seconds: the mean over the steps after the first `WARM_UP_STEPS` of each start, without the last step before each resume: when
+    several runs are stopped together, all make that step at the same time. tokens_per_second, mfu: of these steps together.
     seconds, flops (of all ranks), bytes_sent (by rank 0): sums. bytes_per_step: the mean. peak_memory_bytes: of rank 0, the largest.
     skipped_steps: updates skipped for an overflow in fp16. warmup_spikes, spikes: steps in the rate's warm-up and after it whose
     gradient norm exceeds `SPIKE_RATIO` x the median of the `SPIKE_WINDOW` steps before, or whose loss is not finite.

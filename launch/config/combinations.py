@@ -1,7 +1,7 @@
 """Refuses values of a DeepSpeed JSON that cannot work, alone or together, and removes sections without effect in this training loop.
 
-DeepSpeed checks some combinations when it reads its JSON (`check_with_deepspeed`), and others when its engine starts. Those refused here
-fail after steps of training, or silently.
+DeepSpeed checks some combinations when it reads its JSON (`check_with_deepspeed`). Refused here is what would fail only when the engine
+starts, fail after some steps of training, or train something else without a message.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from functools import cache
 from typing import Any
 
 from launch.config.engine_json import EngineJson
-from launch.config.engine_schema import SCHEDULES, Rule, Rules, engine_schema
+from launch.config.engine_schema import KINDS, SCHEDULES, Rule, Rules, engine_schema
 from launch.config.flags import MAX_LR
 from launch.config.token_schedule import TOKEN_SCHEDULES
 from launch.errors import nearest_name
@@ -153,7 +153,7 @@ def value_fault(value: Any, rule: Rule) -> str | None:
         return f"{wrong} {'one of ' if len(rule['enum']) > 1 else ''}{', '.join(map(json.dumps, rule['enum']))}{auto}"
     if (types := rule.get("types")) and not any(_fits(value, kind) for kind in types):
         keys = f" with keys such as {', '.join(list(rule['keys'])[:3])}" if "keys" in rule else ""
-        return f"{wrong} {_with_article(types)}{keys}{auto}"
+        return f"{wrong} {' or '.join(KINDS[kind][1] for kind in types)}{keys}{auto}"
     if "items" in rule and isinstance(value, list) and not all(any(_fits(item, kind) for kind in rule["items"]) for item in value):
         return f"{wrong} a list of {' or '.join(rule['items'])}s"
     if isinstance(value, (int, float)) and not isinstance(value, bool):
@@ -171,20 +171,7 @@ def _fits(value: Any, kind: str) -> bool:
         return isinstance(value, (int, float)) and not isinstance(value, bool) and float(value).is_integer()
     if kind == "number":
         return isinstance(value, (int, float)) and not isinstance(value, bool)
-    return isinstance(value, {"boolean": bool, "string": str, "object": dict, "array": list, "null": type(None)}[kind])
-
-
-def _with_article(types: list[str]) -> str:
-    words = {
-        "integer": "a whole number",
-        "number": "a number",
-        "boolean": "true or false",
-        "string": "a string",
-        "object": "an object",
-        "array": "a list",
-        "null": "null",
-    }
-    return " or ".join(words[kind] for kind in types)
+    return isinstance(value, KINDS[kind][0])
 
 
 def _is_whole(rule: Rule) -> bool:

@@ -141,15 +141,17 @@ BOUNDS: dict[str, Rule] = {
     **{f"aio.{key}": {"minimum": 1} for key in ("block_size", "queue_depth", "intra_op_parallelism")},
     "comms_logger.prof_ops": {"items": ["string"]},
 }
-TYPES: dict[Any, str] = {
-    bool: "boolean",
-    int: "integer",
-    float: "number",
-    str: "string",
-    dict: "object",
-    list: "array",
-    type(None): "null",
+#: Type of a JSON value -> Python's type, and the words for it in a message.
+KINDS: dict[str, tuple[type, str]] = {
+    "integer": (int, "a whole number"),
+    "number": (float, "a number"),
+    "boolean": (bool, "true or false"),
+    "string": (str, "a string"),
+    "object": (dict, "an object"),
+    "array": (list, "a list"),
+    "null": (type(None), "null"),
 }
+TYPES: dict[Any, str] = {python: kind for kind, (python, _) in KINDS.items()}
 
 
 @cache

@@ -33,7 +33,7 @@ LOADED_SUFFIXES = (".pt", ".swp")
 BLOCK_BYTES = 2**25
 #: Threads that read blocks of a file at once; reading and digesting release the GIL.
 READERS = 4
-_NAME = re.compile(r"step-([0-9]{8,18})")
+_NAME = re.compile(r"step-([0-9]{8}|[1-9][0-9]{8,17})")  # eight digits, or more without leading zeros
 
 
 class DamagedCheckpoint(UsageError):
@@ -52,8 +52,7 @@ def checkpoint_step(name: str) -> int:
 
 def is_checkpoint_name(name: str) -> bool:
     """Whether `name` is one that `checkpoint_name` returns; `step-best` and `step-00000300.bak` are not."""
-    found = _NAME.fullmatch(name)
-    return found is not None and checkpoint_name(int(found[1])) == name
+    return _NAME.fullmatch(name) is not None
 
 
 def complete_checkpoints(folder: Path) -> list[Path]:

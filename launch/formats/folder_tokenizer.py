@@ -18,7 +18,7 @@ def tokenizer_of_folder(hf: HFFolder) -> tuple[Tokenizer | None, str]:
     if not hf.has_tokenizer:
         return None, f"{hf.folder} holds no tokenizer"
     try:
-        return HuggingFace.read(hf.folder, None, str(hf.folder), may_lack_end=True), ""
+        return HuggingFace.read(hf.folder, None, str(hf.folder)), ""
     except DataError as reason:
         return None, str(reason)
 

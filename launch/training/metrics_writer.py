@@ -49,7 +49,7 @@ class MetricsWriter:
     def _cut_back(self, file: Path, step: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
         """Move the lines of the steps after `step`, which will be repeated, to `<file>.cut`.
 
-        At step 0 all lines are moved, because that of step 0 is written again too. Returns the valid lines that stay and those moved.
+        If the run starts again at step 0, every line is moved, including that of step 0. Returns the valid lines that stay and those moved.
         """
         if not file.exists():
             return [], []

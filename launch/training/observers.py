@@ -1,6 +1,7 @@
-"""Observers watch a training run without changing it: `train(config, folder, stop, observers=[...])`.
+"""Observers are called at fixed places of a training run: `train(config, folder, stop, observers=[...])`.
 
-Gradient histograms and block similarity are observers; tests and benchmarks pass their own.
+The heartbeat, the spike rule, gradient histograms and block similarity are observers; tests and benchmarks pass their own. Only the spike
+rule changes the run: it may skip updates.
 """
 
 from __future__ import annotations
