@@ -54,6 +54,7 @@ class MuonTechnique(Technique):
     def __init__(self, section: dict[str, Any], run: Run):
         self.params = DEFAULTS | section
         self._stage, self._ranks, self._parts = run.zero_stage, run.ranks, hidden_parts(run.model_config)
+        self.own_group = frozenset(self._parts)
         # Muon keeps one tensor for a hidden matrix, AdamW two for any other parameter.
         hidden = sum(rows * columns for matrices in self._parts.values() for rows, columns in matrices)
         self.optimizer_tensors = 2 - hidden / parameter_count(run.model_config)
@@ -91,6 +92,16 @@ class MuonTechnique(Technique):
 
     def bytes_sent(self, planned: int, steps: int) -> int:
         return planned + 4 * exchanged_elements(self._parts, self._stage, self._ranks)
+
+    def memory_terms(self, model: GPTConfig, device: str) -> dict[str, int]:
+        """For the largest matrix, three fp32 tensors of its size: the direction, and two of the iterations or of the result.
+
+        In fp32 the iterations also need two products of the shorter side. If matrices are cut, a rank keeps what it sent.
+        """
+        sizes = 3 + (self._stage > 0 and self._ranks > 1)
+        squares = 2 if self.params["ns_dtype"] == "fp32" else 0
+        shapes = (shape for matrices in self._parts.values() for shape in matrices)
+        return {"update": 4 * max(sizes * rows * columns + squares * min(rows, columns) ** 2 for rows, columns in shapes)}
 
     def attach(self, engine: Any, collectives: Any) -> None:
         assert self._optimizer is not None
