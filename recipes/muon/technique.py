@@ -22,8 +22,6 @@ from recipes.technique import FP32_NAMES, Declaration, Run, Technique
 if TYPE_CHECKING:
     from model.gpt import GPT
 
-DEFAULTS: dict[str, Any] = {"momentum": 0.95, "nesterov": True, "ns_steps": 5, "ns_dtype": "bf16", "rate_scale": "match_rms_adamw"}
-
 
 class MuonTechnique(Technique):
     """`"optimizer": {"type": "Muon", "params": {"lr": "auto", "weight_decay": "auto", "momentum": 0.95, ...}}`.
@@ -42,17 +40,17 @@ class MuonTechnique(Technique):
     declaration = Declaration(
         optimizer_type="Muon",
         keys={
-            "momentum": {"types": ["number"], "minimum": 0, "maximum": 1},
-            "nesterov": {"types": ["boolean"]},
-            "ns_steps": {"types": ["integer"], "minimum": 1, "maximum": 20},
-            "ns_dtype": {"enum": ["bf16", "fp32"]},
-            "rate_scale": {"enum": ["original", "match_rms_adamw"]},
-            "adam_lr": {"types": ["number"], "minimum": 0, "maximum": 1},
+            "momentum": {"types": ["number"], "minimum": 0, "maximum": 1, "default": 0.95},
+            "nesterov": {"types": ["boolean"], "default": True},
+            "ns_steps": {"types": ["integer"], "minimum": 1, "maximum": 20, "default": 5},
+            "ns_dtype": {"enum": ["bf16", "fp32"], "default": "bf16"},
+            "rate_scale": {"enum": ["original", "match_rms_adamw"], "default": "match_rms_adamw"},
+            "adam_lr": {"types": ["number"], "minimum": 0, "maximum": 1, "same_as": "lr"},
         },
     )
 
     def __init__(self, section: dict[str, Any], run: Run):
-        self.params = DEFAULTS | section
+        self.params = section
         self._stage, self._ranks, self._parts = run.zero_stage, run.ranks, hidden_parts(run.model_config)
         self.own_group = frozenset(self._parts)
         # Muon keeps one tensor for a hidden matrix, AdamW two for any other parameter.
@@ -86,7 +84,7 @@ class MuonTechnique(Technique):
             ]
         dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[self.params["ns_dtype"]]
         names = ("lr", "betas", "eps", "weight_decay", "momentum", "nesterov", "ns_steps", "rate_scale")
-        adam_rate = self.params.get("adam_lr", self.params["lr"]) / self.params["lr"]
+        adam_rate = self.params["adam_lr"] / self.params["lr"]
         self._optimizer = Muon(param_groups, **{name: self.params[name] for name in names}, adam_rate=adam_rate, ns_dtype=dtype)
         return self._optimizer
 

@@ -18,6 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from launch.config.explain import bytes_of
 from launch.config.run_config import resolve
 from launch.trained_model.load import open_trained
+from launch.training.provenance import describe_run
+from launch.training.run_json import resume_description
 from recipes.masters import Fragment
 from recipes.muon.optimizer import Matrix, Muon, orthogonalized
 from recipes.muon.technique import exchanged_elements, matrices_in, shared_among_ranks
@@ -27,6 +29,7 @@ from tests.distributed.test_engine_follows_plain_pytorch import BATCH, SEED, SMA
 from tests.distributed.test_engine_follows_plain_pytorch import flags as engine_flags
 from tests.distributed.test_one_bit_optimizers import TOLERANCE, losses, trained
 from tests.helpers import explained, refusal, resumed_after
+from tests.run_folders import write_run
 
 LR = 0.01
 #: At stages 1 and 2 the boundary between two ranks runs through a matrix, which it does not with two blocks.
@@ -250,6 +253,31 @@ def test_its_limits_are_said():
     assert "bf16.bf16_master_weights_and_grads" in refusal(*stage_1, *low)
     offload = 'zero_optimization.offload_optimizer={"device": "cpu"}'
     assert "offload" in refusal(*stage_1, "--set", offload)
+
+
+def test_its_defaults_are_explained():
+    warmup = {"type": "WarmupLR", "params": {"warmup_max_lr": 0.004, "warmup_num_steps": 2}}
+    for more, peak in ((), 0.002), (("--set", f"scheduler={json.dumps(warmup)}"), 0.004):
+        values = explained("--recipe", "recipes/muon", "--preset", "nano", "--set", "optimizer.params.ns_steps=4", *more)["engine"]
+        assert values["optimizer.params.nesterov"] == {"value": True, "from": "the default of Muon"}
+        assert values["optimizer.params.ns_steps"] == {"value": 4, "from": "--set"}
+        assert values["optimizer.params.ns_dtype"]["value"] == "bf16"
+        assert values["optimizer.params.rate_scale"]["value"] == "match_rms_adamw"
+        assert values["optimizer.params.adam_lr"] == {"value": peak, "from": "lr, the default of Muon"}
+
+
+def test_a_resume_of_a_run_without_recorded_defaults_changes_nothing(corpus, tmp_path):
+    def described(*more: str) -> dict:
+        return describe_run(resolve([*flags(corpus, tmp_path, 1), *more], ranks=1)[0])
+
+    before = described()
+    for key in ("nesterov", "ns_steps", "rate_scale", "adam_lr"):
+        del before["optimizer"]["params"][key]
+    write_run(tmp_path / "r", before, [])
+    assert resume_description(tmp_path / "r", described())[1] == []
+    assert resume_description(tmp_path / "r", described("--set", "optimizer.params.nesterov=true"))[1] == []
+    changes = resume_description(tmp_path / "r", described("--set", "optimizer.params.nesterov=false"))[1]
+    assert changes == ["optimizer.params.nesterov: true -> false"]
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
