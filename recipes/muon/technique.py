@@ -123,12 +123,16 @@ def hidden_parts(config: GPTConfig) -> dict[str, list[tuple[int, int]]]:
 
 
 def exchanged_elements(parts: dict[str, list[tuple[int, int]]], stage: int, ranks: int) -> int:
-    """Elements that rank 0 sends in the exchanges of a step: its parts of others' matrices, and others' parts of those that it owns.
+    """Elements that rank 0 sends in the exchanges of a step: its parts of others' matrices, and others' parts of those that it owns."""
+    cut = [matrix for matrix in divided_matrices(parts, stage, ranks) if matrix.owner is not None] if stage else []
+    return sum(sum(matrix.lengths[1:]) if matrix.owner == 0 else matrix.lengths[0] for matrix in cut)
+
+
+def divided_matrices(parts: dict[str, list[tuple[int, int]]], stage: int, ranks: int) -> list[Matrix]:
+    """All hidden matrices with their lengths on the ranks and their owners, as `MuonTechnique.attach` finds them in an engine.
 
     At stages 1 and 2 ZeRO cuts the concatenated hidden parameters into equal parts, at stage 3 each of them.
     """
-    if stage == 0:
-        return 0
     sizes = {name: sum(rows * columns for rows, columns in matrices) for name, matrices in parts.items()}
     if stage == 3:
         groups = [([(name, 0, size)], -(-size // ranks)) for name, size in sizes.items()]
@@ -137,8 +141,7 @@ def exchanged_elements(parts: dict[str, list[tuple[int, int]]], stage: int, rank
         part = -(-sum(sizes.values()) // (2 * ranks)) * 2  # DeepSpeed pads it to an even number
         groups = [([(name, offset, size) for (name, size), offset in zip(sizes.items(), offsets, strict=False)], part)]
     of_ranks = [[list(matrices_in(fragments_of_rank(group, rank, part), parts)) for group, part in groups] for rank in range(ranks)]
-    cut = [matrix for matrices in shared_among_ranks(of_ranks) for matrix in matrices if matrix.owner is not None]
-    return sum(sum(matrix.lengths[1:]) if matrix.owner == 0 else matrix.lengths[0] for matrix in cut)
+    return [matrix for matrices in shared_among_ranks(of_ranks) for matrix in matrices]
 
 
 def matrices_in(fragments: Iterable[Fragment], shapes: dict[str, list[tuple[int, int]]]) -> Iterator[Matrix]:

@@ -16,13 +16,14 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from launch.config.explain import bytes_of
-from launch.config.run_config import resolve
+from launch.config.run_config import ROOT, resolve
 from launch.trained_model.load import open_trained
 from launch.training.provenance import describe_run
 from launch.training.run_json import resume_description
+from model.presets import PRESETS, GPTConfig
 from recipes.masters import Fragment
 from recipes.muon.optimizer import Matrix, Muon, orthogonalized
-from recipes.muon.technique import exchanged_elements, matrices_in, shared_among_ranks
+from recipes.muon.technique import divided_matrices, exchanged_elements, hidden_parts, matrices_in, shared_among_ranks
 from recipes.technique import Techniques
 from tests.distributed.reference import PublishedMuon, Step, reference_steps
 from tests.distributed.test_engine_follows_plain_pytorch import BATCH, SEED, SMALL, STEPS, WARMUP, largest_difference, losses_of
@@ -226,6 +227,30 @@ def test_at_stage_3_the_matrices_of_all_tensors_are_spread_over_the_ranks():
         for rank in range(ranks)
     ]
     assert max(work) <= 1.5 * sum(work) / ranks
+
+
+@pytest.mark.parametrize(("ranks", "work", "bytes_sent"), [(16, 1.2, 8.3), (64, 2.2, 12.7)])
+def test_the_page_has_the_largest_shares_at_stage_3(ranks, work, bytes_sent):
+    parts = hidden_parts(GPTConfig(**vars(PRESETS["gpt2"].shape), vocab_size=50_257))
+    matrices = divided_matrices(parts, 3, ranks)
+    assert len(matrices) == 72 and all(matrix.owner is not None for matrix in matrices)
+    done = [sum(m.rows * m.columns * min(m.rows, m.columns) for m in matrices if m.owner == rank) for rank in range(ranks)]
+    sent = [
+        sum(sum(m.lengths) - m.lengths[rank] if m.owner == rank else m.lengths[rank] for m in matrices)
+        / sum(m.lengths[rank] for m in matrices)
+        for rank in range(ranks)
+    ]
+    assert sum(sent) / ranks <= 2  # fp32 numbers per parameter
+    assert (round(max(done) / (sum(done) / ranks), 1), round(4 * max(sent), 1)) == (work, bytes_sent)
+    page = " ".join((ROOT / "recipes/muon/README.md").read_text().split())
+    assert all(f"{number}" in page.partition("**With ZeRO.**")[2].partition("**Run.**")[0] for number in (work, bytes_sent))
+
+
+def test_at_stage_3_on_three_ranks_each_holds_one_of_queries_keys_and_values():
+    parts = hidden_parts(GPTConfig(**vars(PRESETS["gpt2"].shape), vocab_size=50_257))
+    whole = [matrix for matrix in divided_matrices(parts, 3, 3) if matrix.owner is None]
+    assert [(matrix.rows, matrix.columns) for matrix in whole] == [(768, 768)] * 36
+    assert {tuple(map(bool, matrix.lengths)) for matrix in whole} == {(True, False, False), (False, True, False), (False, False, True)}
 
 
 def test_adams_step_count_follows_the_parameter_to_its_device(monkeypatch):
