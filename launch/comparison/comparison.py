@@ -18,7 +18,7 @@ import numpy as np
 from launch.comparison.runs import Run
 from launch.comparison.time_to_target import RatioToTarget, Reached, ratio_to_target, reached_at
 from launch.comparison.verdicts import Interval, Verdict, decide, judge, paired_interval
-from launch.config.optimizer import comparable, is_default
+from launch.config.optimizer import without_defaults
 from launch.config.run_config import SCRATCH
 from launch.errors import UsageError
 from launch.formats.json_lines import dotted
@@ -298,7 +298,7 @@ def _in_order(runs: Iterable[Run]) -> Group:
 def settings(run: Run) -> dict[str, Any]:
     """The configuration and the circumstances of a run as `run.json` records them, by dotted path."""
     description = {key: value for key, value in run.description.items() if key not in NAMES}
-    description["optimizer"] = comparable(run.description["optimizer"])
+    description["optimizer"] = without_defaults(run.description["optimizer"])
     # "nvme_path": "auto" is resolved to a folder that contains the run's name.
     scratch = str(Path(str(run.description.get("runs_dir"))) / str(run.description.get("run_name")) / SCRATCH)
     leaves = {dotted(path): "auto" if value == scratch else value for path, value in _leaves(description, ())}
@@ -517,7 +517,7 @@ def _pair_remarks(pair: Pair) -> Iterator[str]:
         yield "not all runs used the same machine, so differences in time and memory may come from the machine"
     if packages := other_versions(pair):
         yield f"not all runs used the same {', '.join(packages)}, so differences may come from the version"
-    if pair.recipe and (others := [one.key for one in pair.differences if not _is_expected(one, pair)]):
+    if pair.recipe and (others := [one.key for one in pair.differences if not _is_expected(one.key, pair)]):
         yield f"settings that the recipe does not name differ too, and may cause the effect: {', '.join(others)}"
 
 
@@ -526,25 +526,14 @@ def other_versions(pair: Pair) -> list[str]:
     return [one.key.partition(".")[2] for one in pair.differences if _section(one.key) == "versions"]
 
 
-def _is_expected(difference: Difference, pair: Pair) -> bool:
-    """Whether a difference is named by the recipe, tuned for each side, a circumstance, or derived from others."""
-    key = difference.key
+def _is_expected(key: str, pair: Pair) -> bool:
+    """Whether a difference in `key` is named by the recipe, tuned for each side, a circumstance, or derived from others."""
     in_json = key.removeprefix("engine.").removeprefix("techniques.")
     named = pair.recipe.differs if pair.recipe else []
     flags = {**(pair.testbed.tuned if pair.testbed else {}), **(pair.experiment.tuned if pair.experiment else {})}
     tuned = {str(flags["set"]).partition("=")[0].rpartition(".")[2] if flag == "set" else flag for flag in flags}
     is_tuned = key.rpartition(".")[2] in (tuned | {"min_lr"} if "lr" in tuned else tuned)
-    is_named = any(f"{in_json}.".startswith(f"{one}.") for one in named)
-    return is_tuned or is_named or _section(key) in CIRCUMSTANCES or key in DERIVED or _comes_with_optimizer(difference, pair)
-
-
-def _comes_with_optimizer(difference: Difference, pair: Pair) -> bool:
-    """Whether it is the default of a parameter that only one side's optimizer has."""
-    for side, value, other in ((pair.control, difference.control, difference.other), (pair.side, difference.other, difference.control)):
-        kind = side.runs[0].description["optimizer"].get("type")
-        if other is None and is_default(kind, difference.key.removeprefix("optimizer.params."), value):
-            return True
-    return False
+    return is_tuned or _section(key) in CIRCUMSTANCES or key in DERIVED or any(f"{in_json}.".startswith(f"{one}.") for one in named)
 
 
 def _comparable_measures(run: Run) -> dict[str, float]:

@@ -80,18 +80,13 @@ def _declared() -> dict[str, Declaration]:
     return {cls.declaration.optimizer_type: cls.declaration for cls in technique_classes() if cls.declaration.optimizer_type}
 
 
-def comparable(optimizer: dict[str, Any]) -> dict[str, Any]:
-    """The `optimizer` of a `run.json`, for a comparison: with the defaults that it lacks, and without parameters that repeat another."""
-    if not (keys := _keys(optimizer.get("type"))):
-        return optimizer
-    params = {key: rule["default"] for key, rule in keys.items() if "default" in rule} | (optimizer.get("params") or {})
-    repeated = {key for key, rule in keys.items() if "same_as" in rule and params.get(key) == params.get(rule["same_as"])}
-    return {**optimizer, "params": {key: value for key, value in params.items() if key not in repeated}}
-
-
-def is_default(kind: str, key: str, value: Any) -> bool:
-    """Whether `value` is the default of parameter `key` of a recipe's optimizer."""
-    return _keys(kind).get(key, {}).get("default", ...) == value
+def without_defaults(optimizer: dict[str, Any]) -> dict[str, Any]:
+    """The `optimizer` of a `run.json` without the parameters that `fill_defaults` would fill in alike, which earlier versions did not."""
+    keys, params = _keys(optimizer.get("type")), optimizer.get("params") or {}
+    defaults = {
+        key: rule.get("default", params.get(rule.get("same_as", key))) for key, rule in keys.items() if {"default", "same_as"} & {*rule}
+    }
+    return {**optimizer, "params": {key: value for key, value in params.items() if key not in defaults or value != defaults[key]}}
 
 
 def _check_stage(engine: EngineJson, kind: str, is_from_recipe: bool) -> None:

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from launch.config.optimizer import comparable
+from launch.config.optimizer import without_defaults
 from launch.errors import UsageError
 from launch.formats.metrics import read_run_json
 
@@ -86,7 +86,7 @@ def differences(key: str, before: Any, after: Any) -> list[tuple[str, Any, Any]]
     A parameter of a recipe's optimizer that is left out is equal to its default: earlier versions did not record defaults.
     """
     if key == "optimizer":
-        before, after = (comparable(one) if isinstance(one, dict) else one for one in (before, after))
+        before, after = (without_defaults(one) if isinstance(one, dict) else one for one in (before, after))
     if isinstance(before, dict) and isinstance(after, dict):
         names = sorted({*before, *after})
         return [found for name in names for found in differences(f"{key}.{name}", before.get(name), after.get(name))]

@@ -110,8 +110,8 @@ def test_a_resumed_branch_without_a_checkpoint_does_not_start_at_step_0(long, tr
     [
         (["muon"], ["optimizer.params.adam_lr=0.0005"], "optimizer.params.adam_lr = null.* leave it out"),
         (["muon"], ["optimizer.params.weight_decay=0"], "optimizer.params.weight_decay = 0.1"),
-        (["muon"], ["optimizer.params.ns_steps=6"], "optimizer.params.ns_steps = 5, and this run has 6; give its value"),
-        (["muon"], ["optimizer.params.ns_steps=6", "--unrecorded ns_steps"], "optimizer.params.ns_steps = 5, and this run has 6"),
+        (["muon"], ["optimizer.params.ns_steps=6"], "optimizer.params.ns_steps = null, and this run has 6; leave it out"),
+        (["muon"], ["optimizer.params.ns_steps=6", "--unrecorded ns_steps"], "optimizer.params.ns_steps = null, and this run has 6"),
         (["muon"], ["optimizer.params.ns_steps=5", "--unrecorded ns_steps"], ""),
         (["muon"], ["--unrecorded adam_lr"], ""),
         (["muon"], ["optimizer.params.adam_lr=0.002", "--unrecorded adam_lr"], ""),  # the preset's lr

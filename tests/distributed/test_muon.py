@@ -302,7 +302,7 @@ def test_a_resume_of_a_run_without_recorded_defaults_changes_nothing(corpus, tmp
     assert resume_description(tmp_path / "r", described())[1] == []
     assert resume_description(tmp_path / "r", described("--set", "optimizer.params.nesterov=true"))[1] == []
     changes = resume_description(tmp_path / "r", described("--set", "optimizer.params.nesterov=false"))[1]
-    assert changes == ["optimizer.params.nesterov: true -> false"]
+    assert changes == ["optimizer.params.nesterov: null -> false"]
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
