@@ -107,7 +107,8 @@ class Declaration:
         optimizer_type: the value of `optimizer.type`; the technique then reads `optimizer.params`. Exactly one of the two is set.
         keys: a rule for each key of the section (beside `enabled`), or of `params` (beside lr, betas, eps and weight_decay):
             `{"types": ["integer"], "minimum": 0, "maximum": 20, "auto": True}`; also `enum`, and `keys` for the keys of an object. The
-            configuration checks the section by these rules before the technique is built.
+            configuration checks the section by these rules before the technique is built. For `params`, also the value of a key that is
+            left out: `default`, or `same_as`, the name of another key.
         ignored: keys that are accepted without effect -> the reason, which is logged if the key is used.
         auto_params: for an optimizer, what `"auto"` means for lr, betas, eps and weight_decay where it differs from AdamW's values.
         other_places: other places where DeepSpeed documents the section, as dotted paths; a section there is refused.
@@ -191,6 +192,8 @@ class Technique:
     needs_cuda: dict[str, tuple[int, int]] = {}
     #: For the plan of memory: fp32 tensors of the parameters' size that its optimizer keeps; 0: it has no optimizer.
     optimizer_tensors: float = 0
+    #: For the plan: names of the parameters that its optimizer separates from the others of their group if ZeRO divides them.
+    own_group: frozenset[str] = frozenset()
     #: For the plan of memory: segments of blocks whose inputs alone are kept for the backward pass; 0: all activations are kept.
     checkpointed_segments: int = 0
     #: For the MFU: the arithmetic of the matrix products; empty: that of the run.
@@ -258,10 +261,11 @@ class Technique:
         return planned
 
     def memory_terms(self, model: GPTConfig, device: str) -> dict[str, int]:
-        """Bytes on one rank that replace terms of the memory plan.
+        """Bytes on one rank that replace terms of the memory plan, or are added to it.
 
         "attention": what one block saves besides its inputs and output. "loss_head": its peak. "checkpoints": the inputs of checkpointed
-        segments on the device; the rest of them is in the host's memory. `device` is "cuda" or "cpu".
+        segments on the device; the rest of them is in the host's memory. "update": what the optimizer step needs besides copies of the
+        gradients; it is added. `device` is "cuda" or "cpu".
         """
         return {}
 
@@ -289,6 +293,7 @@ class Techniques(Technique):
         self.needs_cuda = {key: capability for member in self.members for key, capability in member.needs_cuda.items()}
         # At most one member states each of these.
         self.optimizer_tensors = sum(member.optimizer_tensors for member in self.members)
+        self.own_group = frozenset[str]().union(*(member.own_group for member in self.members))
         self.checkpointed_segments = sum(member.checkpointed_segments for member in self.members)
         self.matmul_dtype = "".join(member.matmul_dtype for member in self.members)
 

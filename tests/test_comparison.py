@@ -21,6 +21,7 @@ from tests.run_folders import description, line, lines, write_run
 ZERO_1 = ("--deepspeed_config", "ds_configs/zero1_bf16.json")
 FP32 = ("--deepspeed_config", "ds_configs/zero1_fp32.json")
 PLD = ("--recipe", "recipes/progressive_layer_drop")
+MUONS = {"muon": (), "other": ("--set", "optimizer.params.nesterov=false")}
 TESTBED = dataclasses.replace(read_testbed("nano-0.5M"), target_loss=4.5)
 CLAIMS = [Claim("loss", "within", 0.05), Claim("step_time", "ratio", 0.85, 0.8)]
 
@@ -268,6 +269,17 @@ def test_more_than_the_recipe_says_is_remarked(make):
     assert any("settings that the recipe does not name" in remark and "optimizer.params.lr" in remark for remark in comparison.remarks)
     assert compare([make("c", ZERO_1), make("d", PLD)]).remarks == ()
     assert compare([make("e", FP32), make("f", ZERO_1)]).remarks == ()
+
+
+def test_a_default_of_the_recipes_optimizer_is_expected_and_may_be_unrecorded(make):
+    control = make("a", ("--deepspeed_config", "ds_configs/zero0_bf16.json"))
+    muon, other = (make(name, ("--recipe", "recipes/muon", *flags)) for name, flags in MUONS.items())
+    params = {key: value for key, value in muon.description["optimizer"]["params"].items() if key not in ("nesterov", "adam_lr")}
+    older = with_description(muon, muon.description | {"optimizer": {"type": "Muon", "params": params}})
+    assert len(group([muon, older])) == 1
+    assert compare([control, muon]).remarks == compare([control, older]).remarks == ()
+    (remark,) = compare([control, other]).remarks
+    assert remark.endswith("may cause the effect: optimizer.params.nesterov")
 
 
 def test_pairs_that_made_their_steps_at_other_times_are_remarked(make):

@@ -107,7 +107,7 @@ def test_the_flat_groups_have_the_models_own_order():
 
     model = GPTConfig(n_layer=2, n_head=2, d_model=8, seq_len=4, vocab_size=100)
     sizes = [[p.numel() for p in group["params"]] for group in weight_decay_groups(GPT(model), 0.1)]
-    assert list(parameter_sizes(model)) == sizes
+    assert parameter_sizes(model) == sizes
 
 
 def test_stages_share_what_the_paper_says_they_share():

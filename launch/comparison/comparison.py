@@ -18,6 +18,7 @@ import numpy as np
 from launch.comparison.runs import Run
 from launch.comparison.time_to_target import RatioToTarget, Reached, ratio_to_target, reached_at
 from launch.comparison.verdicts import Interval, Verdict, decide, judge, paired_interval
+from launch.config.optimizer import without_defaults
 from launch.config.run_config import SCRATCH
 from launch.errors import UsageError
 from launch.formats.json_lines import dotted
@@ -297,6 +298,7 @@ def _in_order(runs: Iterable[Run]) -> Group:
 def settings(run: Run) -> dict[str, Any]:
     """The configuration and the circumstances of a run as `run.json` records them, by dotted path."""
     description = {key: value for key, value in run.description.items() if key not in NAMES}
+    description["optimizer"] = without_defaults(run.description["optimizer"])
     # "nvme_path": "auto" is resolved to a folder that contains the run's name.
     scratch = str(Path(str(run.description.get("runs_dir"))) / str(run.description.get("run_name")) / SCRATCH)
     leaves = {dotted(path): "auto" if value == scratch else value for path, value in _leaves(description, ())}

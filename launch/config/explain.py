@@ -137,6 +137,7 @@ def memory_of(config: RunConfig, model: GPTConfig, device: str) -> dict[str, Any
             techniques.optimizer_tensors or state_tensors(config.optimizer),
             techniques.memory_terms(model, device),
             config.saves_beside_training,
+            techniques.own_group,
         )
         for segments in (checkpoints, model.n_layer)
     )
@@ -152,11 +153,13 @@ def memory_of(config: RunConfig, model: GPTConfig, device: str) -> dict[str, Any
 
 def bytes_of(config: RunConfig, model: GPTConfig) -> int:
     """Bytes that a rank sends per step, mean over the run."""
-    zero = config.engine["zero_optimization"]
+    zero, own_group = config.engine["zero_optimization"], config.built_techniques.own_group
     steps_with = Counter[int]()  # accumulation -> steps
     for steps in planned_steps(config, config.built_techniques, stride=config.total_tokens):
         steps_with[steps.plan.accumulation] += steps.repeats
-    sent = sum(bytes_sent_per_step(model, config.precision, zero, config.ranks, one) * steps for one, steps in steps_with.items())
+    sent = sum(
+        bytes_sent_per_step(model, config.precision, zero, config.ranks, one, own_group) * steps for one, steps in steps_with.items()
+    )
     made = steps_with.total()
     return config.built_techniques.bytes_sent(round(sent / made), made)
 

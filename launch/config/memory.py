@@ -14,7 +14,7 @@ a step. Letters: N parameters, R ranks, w bytes of the working precision, B sequ
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,6 +76,7 @@ def memory_per_rank(
     optimizer_states: float = 2,
     terms: Mapping[str, int] | None = None,
     snapshot: bool = False,
+    own_group: Collection[str] = (),
 ) -> MemoryPlan:
     """The memory plan of one rank.
 
@@ -89,9 +90,10 @@ def memory_per_rank(
         optimizer_states: fp32 numbers that the optimizer keeps per parameter, on average: 2 for Adam, 3 with amsgrad, 1 for momentum.
         terms: `Technique.memory_terms`.
         snapshot: whether checkpoints are written during training.
+        own_group: `Technique.own_group`.
     """
     stage, sizes, terms = zero["stage"], _with_defaults(zero), terms or {}
-    states = _states(model, precision, stage, sizes, ranks, accumulation, optimizer_states)
+    states = _states(model, precision, stage, sizes, ranks, accumulation, optimizer_states, own_group)
     block = _block_activations(model, precision, micro_batch_size, device, terms.get("attention"))
     activations = _activations(model, precision, micro_batch_size, checkpoints, device, block)
     head = terms.get("loss_head", _loss_head(model, precision, micro_batch_size))
@@ -104,7 +106,7 @@ def memory_per_rank(
     lasting = {name: size for name, size in states.lasting.items() if name not in away}
     gradients = 0 if "gradients" in away else states.gradients
     carried = 0 if "gradients" in away and stage != 0 else states.carried
-    update = 0 if "optimizer_states" in away else states.update
+    update = 0 if "optimizer_states" in away else states.update + terms.get("update", 0)
     copied = _snapshot(states, sizes, stage) if snapshot else 0
     if device == "cpu":  # its memory is the host's
         lasting |= {"host": host, "snapshot": copied}
@@ -165,10 +167,15 @@ def _with_defaults(zero: dict[str, Any]) -> dict[str, Any]:
 # --- the model's parameters, in the order in which the engine flattens them ------------------------------------------------------------
 
 
-def parameter_sizes(model: GPTConfig) -> tuple[list[int], list[int]]:
-    """The sizes of all parameters in the two groups of `weight_decay_groups`: with weight decay (matrices, embeddings), and without."""
-    shapes = model_tensors(model).values()
-    return [math.prod(shape) for shape in shapes if len(shape) >= 2], [math.prod(shape) for shape in shapes if len(shape) < 2]
+def parameter_sizes(model: GPTConfig, own_group: Collection[str] = ()) -> list[list[int]]:
+    """The sizes of all parameters in the two groups of `weight_decay_groups`: with weight decay (matrices, embeddings), and without.
+
+    Each group is divided into the parameters whose names are in `own_group`, and the others.
+    """
+    groups: dict[tuple[bool, bool], list[int]] = {}
+    for name, shape in model_tensors(model).items():
+        groups.setdefault((len(shape) < 2, name not in own_group), []).append(math.prod(shape))
+    return [groups[key] for key in sorted(groups)]
 
 
 @dataclass(frozen=True)
@@ -184,9 +191,16 @@ class _States:
 
 
 def _states(
-    model: GPTConfig, precision: str, stage: int, sizes: dict[str, Any], ranks: int, accumulation: int, per_parameter: float
+    model: GPTConfig,
+    precision: str,
+    stage: int,
+    sizes: dict[str, Any],
+    ranks: int,
+    accumulation: int,
+    per_parameter: float,
+    own_group: Collection[str],
 ) -> _States:
-    w, groups = WIDTH[precision], parameter_sizes(model)
+    w, groups = WIDTH[precision], parameter_sizes(model, own_group)
     flat = [n for group in groups for n in group]
     N = sum(flat)
     if stage == 0:
@@ -230,7 +244,7 @@ def second_group(zero: dict[str, Any], ranks: int) -> int:
     return min(zero.get("zero_hpz_partition_size") or 1, ranks)
 
 
-def _largest_share(groups: tuple[list[int], list[int]], parts: list[int], ranks: int) -> int:
+def _largest_share(groups: list[list[int]], parts: list[int], ranks: int) -> int:
     """Elements of all parameters that overlap a rank's partitions, for the rank with the most."""
     shares = [0] * ranks
     for group, part in zip(groups, parts, strict=True):
@@ -437,7 +451,9 @@ def _snapshot(states: _States, sizes: dict[str, Any], stage: int) -> int:
 # --- bytes sent --------------------------------------------------------------------------------------------------------------------------
 
 
-def bytes_sent_per_step(model: GPTConfig, precision: str, zero: dict[str, Any], ranks: int, accumulation: int = 1) -> int:
+def bytes_sent_per_step(
+    model: GPTConfig, precision: str, zero: dict[str, Any], ranks: int, accumulation: int = 1, own_group: Collection[str] = ()
+) -> int:
     """Bytes that a rank sends per step from the second step on, counted as `bytes_sent` in the metrics.
 
     In the first step, stage 3 records the order of the modules and gathers more. Scalars are included: the loss with three stop flags in
@@ -445,7 +461,7 @@ def bytes_sent_per_step(model: GPTConfig, precision: str, zero: dict[str, Any], 
     """
     stage, sizes = zero["stage"], _with_defaults(zero)
     w, share = WIDTH[precision], (ranks - 1) / ranks
-    groups = parameter_sizes(model)
+    groups = parameter_sizes(model, own_group)
     flat = [n for group in groups for n in group]
     N = sum(flat)
     loss_and_signals = 32  # fp64: loss, SIGINT, SIGUSR1, SIGTERM
@@ -458,7 +474,7 @@ def bytes_sent_per_step(model: GPTConfig, precision: str, zero: dict[str, Any], 
         to_owner = sizes["reduce_scatter"] and not sizes["use_multi_rank_bucket_allreduce"]
         gradients = (1 if to_owner else 2) * w * N * (accumulation if stage == 2 else 1)
         overflow = 1 if precision != "fp32" else 0
-        return round(share * (gradients + w * padded + 2 * (loss_and_signals + 8 + overflow)))
+        return round(share * (gradients + w * padded + 2 * (loss_and_signals + 4 * len(groups) + overflow)))
     pieces = [-(-n // ranks) * ranks for n in flat]
     persistent = sum(-(-n // ranks) * ranks for n in flat if n <= int(sizes["stage3_param_persistence_threshold"]))
     gradients = w * sum(pieces) * accumulation  # reduce-scattered in every micro-batch

@@ -25,7 +25,7 @@ def resolve_optimizer(engine: EngineJson, flags: argparse.Namespace, preset: Pre
     """The optimizer with its type's canonical name and all of its parameters, and the peak learning rate."""
     # Files for a trainer with its own optimizer lack the section.
     engine.fill(("optimizer",), {"type": "AdamW", "params": dict.fromkeys(("lr", *OPTIMIZER_AUTO), "auto")}, "default")
-    declared = {cls.declaration.optimizer_type: cls.declaration for cls in technique_classes() if cls.declaration.optimizer_type}
+    declared = _declared()
     canonical = {name.lower(): name for name in (*ADAM_TYPES, "SGD", *declared)}
     asked = engine.get("optimizer", "type")
     kind = canonical.get(str(asked).lower())
@@ -59,6 +59,34 @@ def resolve_optimizer(engine: EngineJson, flags: argparse.Namespace, preset: Pre
         if params.get(key) == "auto" or (kind in (*ADAM_TYPES, *declared) and key not in params):
             engine.settle((*PATH, key), value, f"the default of {kind}" if key in declaration.auto_params else GPT_3)
     return {"type": kind, "params": engine.get(*PATH) or {}}, lr
+
+
+def fill_defaults(engine: EngineJson, kind: str) -> None:
+    """Fill in the parameters of a recipe's optimizer that the JSON leaves out, once the schedule has set `lr`."""
+    for key, rule in _keys(kind).items():
+        if "default" in rule:
+            engine.fill((*PATH, key), rule["default"], f"the default of {kind}")
+        elif "same_as" in rule:
+            engine.fill((*PATH, key), engine.get(*PATH, rule["same_as"]), f"{rule['same_as']}, the default of {kind}")
+
+
+def _keys(kind: Any) -> dict[str, dict[str, Any]]:
+    """The rules of the parameters of a recipe's optimizer; {} for other optimizers."""
+    return _declared().get(str(kind), Declaration()).keys
+
+
+def _declared() -> dict[str, Declaration]:
+    """The declarations of the recipes' optimizers, by type."""
+    return {cls.declaration.optimizer_type: cls.declaration for cls in technique_classes() if cls.declaration.optimizer_type}
+
+
+def without_defaults(optimizer: dict[str, Any]) -> dict[str, Any]:
+    """The `optimizer` of a `run.json` without the parameters that `fill_defaults` would fill in alike, which earlier versions did not."""
+    keys, params = _keys(optimizer.get("type")), optimizer.get("params") or {}
+    defaults = {
+        key: rule.get("default", params.get(rule.get("same_as", key))) for key, rule in keys.items() if {"default", "same_as"} & {*rule}
+    }
+    return {**optimizer, "params": {key: value for key, value in params.items() if key not in defaults or value != defaults[key]}}
 
 
 def _check_stage(engine: EngineJson, kind: str, is_from_recipe: bool) -> None:

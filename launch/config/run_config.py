@@ -24,7 +24,7 @@ from launch.config.combinations import CUDA_ONLY, check_combinations, check_with
 from launch.config.engine_json import EngineJson, leaves, value_at
 from launch.config.engine_keys import check_engine_keys, section_rule
 from launch.config.flags import MAX_TOKENS, given_fields, parse_flags
-from launch.config.optimizer import resolve_optimizer
+from launch.config.optimizer import fill_defaults, resolve_optimizer
 from launch.config.schedule import check_schedule, resolve_schedule
 from launch.config.steps import planned_steps
 from launch.config.store_url import check_url
@@ -237,6 +237,7 @@ def resolve(argv: list[str], ranks: int | None = None) -> tuple[RunConfig, argpa
     check_schedule(engine)
     steps, total_tokens, length_from = _length(engine, flags, preset, global_batch * shape.seq_len)
     schedule = resolve_schedule(engine, flags, preset, lr, steps, total_tokens)
+    fill_defaults(engine, optimizer.get("type", ""))
     engine.fill(("gradient_clipping",), 1.0, "DeepSpeed's default")
     if flags.block_similarity and flags.eval_every == 0:
         engine.fault_of_run("--block_similarity is measured at evaluations, and --eval_every 0 makes none; leave out one of the two")

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from launch.config.optimizer import without_defaults
 from launch.errors import UsageError
 from launch.formats.metrics import read_run_json
 
@@ -80,7 +81,12 @@ def _identity(description: dict[str, Any]) -> dict[str, Any]:
 
 
 def differences(key: str, before: Any, after: Any) -> list[tuple[str, Any, Any]]:
-    """The differences between two values of `key`: the dotted key and both values. Sections are compared key by key."""
+    """The differences between two values of `key`: the dotted key and both values. Sections are compared key by key.
+
+    A parameter of a recipe's optimizer that is left out is equal to its default: earlier versions did not record defaults.
+    """
+    if key == "optimizer":
+        before, after = (without_defaults(one) if isinstance(one, dict) else one for one in (before, after))
     if isinstance(before, dict) and isinstance(after, dict):
         names = sorted({*before, *after})
         return [found for name in names for found in differences(f"{key}.{name}", before.get(name), after.get(name))]

@@ -22,8 +22,6 @@ from recipes.technique import FP32_NAMES, Declaration, Run, Technique
 if TYPE_CHECKING:
     from model.gpt import GPT
 
-DEFAULTS: dict[str, Any] = {"momentum": 0.95, "nesterov": True, "ns_steps": 5, "ns_dtype": "bf16", "rate_scale": "match_rms_adamw"}
-
 
 class MuonTechnique(Technique):
     """`"optimizer": {"type": "Muon", "params": {"lr": "auto", "weight_decay": "auto", "momentum": 0.95, ...}}`.
@@ -42,18 +40,19 @@ class MuonTechnique(Technique):
     declaration = Declaration(
         optimizer_type="Muon",
         keys={
-            "momentum": {"types": ["number"], "minimum": 0, "maximum": 1},
-            "nesterov": {"types": ["boolean"]},
-            "ns_steps": {"types": ["integer"], "minimum": 1, "maximum": 20},
-            "ns_dtype": {"enum": ["bf16", "fp32"]},
-            "rate_scale": {"enum": ["original", "match_rms_adamw"]},
-            "adam_lr": {"types": ["number"], "minimum": 0, "maximum": 1},
+            "momentum": {"types": ["number"], "minimum": 0, "maximum": 1, "default": 0.95},
+            "nesterov": {"types": ["boolean"], "default": True},
+            "ns_steps": {"types": ["integer"], "minimum": 1, "maximum": 20, "default": 5},
+            "ns_dtype": {"enum": ["bf16", "fp32"], "default": "bf16"},
+            "rate_scale": {"enum": ["original", "match_rms_adamw"], "default": "match_rms_adamw"},
+            "adam_lr": {"types": ["number"], "minimum": 0, "maximum": 1, "same_as": "lr"},
         },
     )
 
     def __init__(self, section: dict[str, Any], run: Run):
-        self.params = DEFAULTS | section
+        self.params = section
         self._stage, self._ranks, self._parts = run.zero_stage, run.ranks, hidden_parts(run.model_config)
+        self.own_group = frozenset(self._parts)
         # Muon keeps one tensor for a hidden matrix, AdamW two for any other parameter.
         hidden = sum(rows * columns for matrices in self._parts.values() for rows, columns in matrices)
         self.optimizer_tensors = 2 - hidden / parameter_count(run.model_config)
@@ -85,12 +84,22 @@ class MuonTechnique(Technique):
             ]
         dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[self.params["ns_dtype"]]
         names = ("lr", "betas", "eps", "weight_decay", "momentum", "nesterov", "ns_steps", "rate_scale")
-        adam_rate = self.params.get("adam_lr", self.params["lr"]) / self.params["lr"]
+        adam_rate = self.params["adam_lr"] / self.params["lr"]
         self._optimizer = Muon(param_groups, **{name: self.params[name] for name in names}, adam_rate=adam_rate, ns_dtype=dtype)
         return self._optimizer
 
     def bytes_sent(self, planned: int, steps: int) -> int:
         return planned + 4 * exchanged_elements(self._parts, self._stage, self._ranks)
+
+    def memory_terms(self, model: GPTConfig, device: str) -> dict[str, int]:
+        """For the largest matrix, three fp32 tensors of its size: the direction, and two of the iterations or of the result.
+
+        In fp32 the iterations also need two products of the shorter side. If matrices are cut, a rank keeps what it sent.
+        """
+        sizes = 3 + (self._stage > 0 and self._ranks > 1)
+        squares = 2 if self.params["ns_dtype"] == "fp32" else 0
+        shapes = (shape for matrices in self._parts.values() for shape in matrices)
+        return {"update": 4 * max(sizes * rows * columns + squares * min(rows, columns) ** 2 for rows, columns in shapes)}
 
     def attach(self, engine: Any, collectives: Any) -> None:
         assert self._optimizer is not None
@@ -114,12 +123,16 @@ def hidden_parts(config: GPTConfig) -> dict[str, list[tuple[int, int]]]:
 
 
 def exchanged_elements(parts: dict[str, list[tuple[int, int]]], stage: int, ranks: int) -> int:
-    """Elements that rank 0 sends in the exchanges of a step: its parts of others' matrices, and others' parts of those that it owns.
+    """Elements that rank 0 sends in the exchanges of a step: its parts of others' matrices, and others' parts of those that it owns."""
+    cut = [matrix for matrix in divided_matrices(parts, stage, ranks) if matrix.owner is not None] if stage else []
+    return sum(sum(matrix.lengths[1:]) if matrix.owner == 0 else matrix.lengths[0] for matrix in cut)
+
+
+def divided_matrices(parts: dict[str, list[tuple[int, int]]], stage: int, ranks: int) -> list[Matrix]:
+    """All hidden matrices with their lengths on the ranks and their owners, as `MuonTechnique.attach` finds them in an engine.
 
     At stages 1 and 2 ZeRO cuts the concatenated hidden parameters into equal parts, at stage 3 each of them.
     """
-    if stage == 0:
-        return 0
     sizes = {name: sum(rows * columns for rows, columns in matrices) for name, matrices in parts.items()}
     if stage == 3:
         groups = [([(name, 0, size)], -(-size // ranks)) for name, size in sizes.items()]
@@ -128,8 +141,7 @@ def exchanged_elements(parts: dict[str, list[tuple[int, int]]], stage: int, rank
         part = -(-sum(sizes.values()) // (2 * ranks)) * 2  # DeepSpeed pads it to an even number
         groups = [([(name, offset, size) for (name, size), offset in zip(sizes.items(), offsets, strict=False)], part)]
     of_ranks = [[list(matrices_in(fragments_of_rank(group, rank, part), parts)) for group, part in groups] for rank in range(ranks)]
-    cut = [matrix for matrices in shared_among_ranks(of_ranks) for matrix in matrices if matrix.owner is not None]
-    return sum(sum(matrix.lengths[1:]) if matrix.owner == 0 else matrix.lengths[0] for matrix in cut)
+    return [matrix for matrices in shared_among_ranks(of_ranks) for matrix in matrices]
 
 
 def matrices_in(fragments: Iterable[Fragment], shapes: dict[str, list[tuple[int, int]]]) -> Iterator[Matrix]:

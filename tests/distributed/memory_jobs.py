@@ -26,8 +26,8 @@ def plan_of(config: RunConfig) -> MemoryPlan:
     batch = config.micro_batch_size, config.gradient_accumulation_steps
     techniques = config.built_techniques
     shape = (config.model_config, config.precision, zero, config.ranks, *batch, techniques.checkpointed_segments)
-    states = techniques.optimizer_tensors or state_tensors(config.optimizer)
-    return memory_per_rank(*shape, optimizer_states=states, terms=techniques.memory_terms(config.model_config, "cpu"))
+    states, terms = techniques.optimizer_tensors or state_tensors(config.optimizer), techniques.memory_terms(config.model_config, "cpu")
+    return memory_per_rank(*shape, optimizer_states=states, terms=terms, own_group=techniques.own_group)
 
 
 # --- model states ------------------------------------------------------------------------------------------------------------------------

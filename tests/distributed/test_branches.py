@@ -110,6 +110,11 @@ def test_a_resumed_branch_without_a_checkpoint_does_not_start_at_step_0(long, tr
     [
         (["muon"], ["optimizer.params.adam_lr=0.0005"], "optimizer.params.adam_lr = null.* leave it out"),
         (["muon"], ["optimizer.params.weight_decay=0"], "optimizer.params.weight_decay = 0.1"),
+        (["muon"], ["optimizer.params.ns_steps=6"], "optimizer.params.ns_steps = null, and this run has 6; leave it out"),
+        (["muon"], ["optimizer.params.ns_steps=6", "--unrecorded ns_steps"], "optimizer.params.ns_steps = null, and this run has 6"),
+        (["muon"], ["optimizer.params.ns_steps=5", "--unrecorded ns_steps"], ""),
+        (["muon"], ["--unrecorded adam_lr"], ""),
+        (["muon"], ["optimizer.params.adam_lr=0.002", "--unrecorded adam_lr"], ""),  # the preset's lr
         (["muon"], ["gradient_clipping=0.5"], "gradient_clipping = 1.0, and this run has 0.5"),
         ([], ["random_ltd.enabled=true"], "techniques.random_ltd = null"),
         (["progressive_layer_drop"], ["progressive_layer_drop.theta=0.7"], "progressive_layer_drop.theta = 0.5"),
@@ -145,6 +150,7 @@ def test_a_branch_with_other_settings_is_refused(settings, changed, why, corpus,
         for one in steps
     ]
     described = describe_run(long) | {"resumes": [{"changes": [options["resumed"]]}] if "resumed" in options else []}
+    described["optimizer"]["params"].pop(options.get("unrecorded"), None)
     write_run(tmp_path / "long", described, lines)
     checkpoint.mkdir(parents=True)
     state = {"step": 20, "tokens": steps[-1].consumed, "samples": 160, "val_loss": None}

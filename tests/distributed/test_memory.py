@@ -74,11 +74,11 @@ def test_model_states_are_those_of_the_engine(two_ranks, corpus, tmp_path, stage
 @pytest.mark.parametrize("stage", [0, *(pytest.param(stage, marks=pytest.mark.long) for stage in (1, 3)), 2])
 def test_muon_keeps_one_state_of_hidden_matrices(two_ranks, corpus, tmp_path, stage):
     run = flags(corpus, tmp_path, "muon", *SHAPE, "--set", f"zero_optimization.stage={stage}", "--global_batch_size", "4")
-    for rank in two_ranks.run("tests.distributed.memory_jobs:model_states", flags=run):
-        for part in ("master_weights", "optimizer_states"):
-            measured, predicted = rank[part]
-            assert measured == pytest.approx(predicted, rel=STATES_WITHIN)
-        assert rank["optimizer_states"][0] < 1.6 * rank["master_weights"][0], "AdamW has 2"
+    ranks = two_ranks.run("tests.distributed.memory_jobs:model_states", flags=run)
+    for part in PARTS:
+        measured, predicted = max(rank[part] for rank in ranks)
+        assert measured == pytest.approx(predicted, rel=STATES_WITHIN), (part, measured, predicted)
+    assert all(rank["optimizer_states"][0] < 1.6 * rank["master_weights"][0] for rank in ranks), "AdamW has 2"
 
 
 def bytes_per_parameter(stage: int, ranks: int, precision: str) -> float:
