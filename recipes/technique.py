@@ -313,7 +313,11 @@ class Techniques(Technique):
 
     def on_step(self, step: int, plan: StepPlan) -> StepPlan:
         for member in self.members:
-            plan = member.on_step(step, plan)
+            before, plan = plan, member.on_step(step, plan)
+            assert member.declaration.changes_tokens or plan.tokens == before.tokens, (
+                f"{type(member).__name__}.on_step changes the tokens of step {step} from {before.tokens} to {plan.tokens}; write"
+                " changes_tokens=True in its Declaration"
+            )
         self._rows = plan.micro_batch_size * plan.rows_per_sequence, plan.seq_len + 1
         return plan
 
