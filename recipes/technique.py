@@ -241,8 +241,9 @@ class Technique:
         """Read or change the gradients of the step, after the last backward pass and before clipping. All ranks call this together.
 
         `deepspeed.utils.safe_get_full_grad(parameter)` of the engine's parameters works at every stage and with offload to
-        CPU memory or NVMe. In fp16 the gradients are multiplied by `engine.optimizer.loss_scale`. `safe_set_full_grad` changes them at
-        every stage, but with an offloaded optimizer, `grad_norm` and clipping use the norm from before.
+        CPU memory or NVMe. In fp16 the gradients are multiplied by `engine.optimizer.loss_scale`. `recipes.gradients.set_gradient` changes
+        them at every stage, but with an offloaded optimizer, `grad_norm` and clipping use the norm from before. Where an optimizer of the
+        1-bit family exchanges the momentum instead, the gradients are the rank's own.
         """
 
     def evaluation_weights(self) -> AbstractContextManager[None]:
