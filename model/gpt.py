@@ -251,7 +251,7 @@ class Head(nn.Module):
             shapes = [tuple(losses.shape) for losses in each]
             # A shape (N, 1) would be broadcast, and train N times the loss.
             assert {*shapes} == {tuple(targets.shape)}, f"token_losses returned shapes {shapes}; each must be {tuple(targets.shape)}"
-            added = (sum(each) * counts).sum() / counts.sum()
+            added = (sum(losses.float() for losses in each) * counts).sum() / counts.sum()
             loss = loss + (added - added.detach())
         return loss
 

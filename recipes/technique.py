@@ -107,8 +107,9 @@ class Declaration:
         optimizer_type: the value of `optimizer.type`; the technique then reads `optimizer.params`. Exactly one of the two is set.
         keys: a rule for each key of the section (beside `enabled`), or of `params` (beside lr, betas, eps and weight_decay):
             `{"types": ["integer"], "minimum": 0, "maximum": 20, "auto": True}`; also `enum`, and `keys` for the keys of an object. The
-            configuration checks the section by these rules before the technique is built. For `params`, also the value of a key that is
-            left out: `default`, or `same_as`, the name of another key.
+            configuration checks the section by these rules before the technique is built. `"auto": "reported"`: `metrics` shows before
+            `attach` what the value does, so that a branch of a run may have another one if the metrics up to there are the same. For
+            `params`, also the value of a key that is left out: `default`, or `same_as`, the name of another key.
         ignored: keys that are accepted without effect -> the reason, which is logged if the key is used.
         auto_params: for an optimizer, what `"auto"` means for lr, betas, eps and weight_decay where it differs from AdamW's values.
         other_places: other places where DeepSpeed documents the section, as dotted paths; a section there is refused.
@@ -244,8 +245,9 @@ class Technique:
         """Read or change the gradients of the step, after the last backward pass and before clipping. All ranks call this together.
 
         `deepspeed.utils.safe_get_full_grad(parameter)` of the engine's parameters works at every stage and with offload to
-        CPU memory or NVMe. In fp16 the gradients are multiplied by `engine.optimizer.loss_scale`. `safe_set_full_grad` changes them at
-        every stage, but with an offloaded optimizer, `grad_norm` and clipping use the norm from before.
+        CPU memory or NVMe. In fp16 the gradients are multiplied by `engine.optimizer.loss_scale`. `recipes.gradients.set_gradient` changes
+        them at every stage, but with an offloaded optimizer, `grad_norm` and clipping use the norm from before. Where an optimizer of the
+        1-bit family exchanges the momentum instead, the gradients are the rank's own.
         """
 
     def evaluation_weights(self) -> AbstractContextManager[None]:
@@ -318,7 +320,11 @@ class Techniques(Technique):
 
     def on_step(self, step: int, plan: StepPlan) -> StepPlan:
         for member in self.members:
-            plan = member.on_step(step, plan)
+            before, plan = plan, member.on_step(step, plan)
+            assert member.declaration.changes_tokens or plan.tokens == before.tokens, (
+                f"{type(member).__name__}.on_step changes the tokens of step {step} from {before.tokens} to {plan.tokens}; write"
+                " changes_tokens=True in its Declaration"
+            )
         self._rows = plan.micro_batch_size * plan.rows_per_sequence, plan.seq_len + 1
         return plan
 

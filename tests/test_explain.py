@@ -17,7 +17,7 @@ from model.accounting import flops_per_token, parameter_count
 from model.presets import PRESETS, GPTConfig
 from recipes import registry
 from recipes.progressive_layer_drop.technique import draws
-from recipes.technique import Technique, Techniques
+from recipes.technique import Declaration, Technique, Techniques
 from tests.helpers import recipe_flags
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -142,6 +142,21 @@ def test_the_table_over_the_run_asks_the_techniques(explained, monkeypatch):
     assert rows[0]["lr"] == pytest.approx(0.001)
     assert rows[-1]["lr"] == pytest.approx(0.001)
     assert rows[1]["lr"] > rows[2]["lr"] > rows[3]["lr"]
+
+
+def test_a_technique_that_changes_the_tokens_of_a_step_must_declare_it(explained, monkeypatch):
+    """The length of the run, its progress and the schedule would be wrong."""
+
+    class Short(Ramp):
+        def on_step(self, step, plan):
+            return plan._replace(seq_len=plan.seq_len // 2)
+
+    monkeypatch.setattr("recipes.registry.make_techniques", lambda run: Techniques([Short({}, run)]))
+    with pytest.raises(AssertionError, match=r"Short\.on_step changes the tokens of step 1 .* changes_tokens=True"):
+        explained("--steps", "100")
+    declared = Declaration(section="short", changes_tokens=True)
+    monkeypatch.setattr(Short, "declaration", declared)
+    assert explained("--steps", "100")["length"]["steps"] == 200
 
 
 def test_without_a_technique_the_run_has_the_steps_that_were_asked_for(explained):

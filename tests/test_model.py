@@ -189,6 +189,15 @@ def test_token_losses_of_another_shape_are_refused():
         model(*tokens_of(model.config, 4, 16))
 
 
+def test_token_losses_in_fp16_are_summed_in_fp32():
+    """The largest number of fp16 is 65,504."""
+    model = GPT(GPTConfig(**TINY, vocab_size=64)).half()
+    tokens = tokens_of(model.config, 8, 16)
+    plain = model(*tokens)
+    model.lm_head.token_losses.append(lambda logits, targets: logits.logsumexp(-1) + 2000)  # 128 tokens
+    assert model(*tokens).item() == plain.item()
+
+
 def test_padded_rows_get_no_probability_and_no_gradient():
     config = GPTConfig(**TINY, vocab_size=129)
     model = GPT(config)

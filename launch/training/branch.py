@@ -23,9 +23,9 @@ from launch.formats.checkpoint_files import STATE_FILE, DamagedCheckpoint, is_ch
 from launch.formats.files import write_atomically
 from launch.formats.metrics import parse_line, read_run_json, split_lines
 from launch.training.metrics_writer import METRICS_FILE
-from launch.training.run_json import differences, resume_description, starts_of
+from launch.training.run_json import differences, parse_change, resume_description, starts_of
 from recipes.registry import make_techniques, technique_classes
-from recipes.technique import Techniques
+from recipes.technique import Declaration, Techniques
 
 
 def start_branch(config: RunConfig, run: Path, description: dict[str, Any]) -> None:
@@ -104,35 +104,47 @@ def _check_decay(config: RunConfig, tokens: int) -> None:
 
 
 def _check_settings(config: RunConfig, before: dict[str, Any], description: dict[str, Any]) -> None:
-    """Refuse a branch whose optimizer, clipping or techniques differ from the continued run's.
-
-    A technique's value that is "auto" or left out in one of the two is compared by its effect, in `_check_steps`.
-    """
+    """Refuse a branch whose optimizer, clipping or techniques differ from the continued run's."""
     found = [one for key in ("optimizer", "techniques", "engine") for one in differences(key, before[key], description[key])]
-    undecided = ("auto", None)
     where = f"--branch_from {config.branch_from}"
     faults = [
         f"{where}: the run that wrote it has {key} = {json.dumps(there)}, and this run has {json.dumps(here)}; "
         f"{'leave it out' if there is None else 'give its value'}"
         for key, there, here in found
-        if _is_compared(key) and not (key.startswith("techniques.") and key.count(".") > 1 and (there in undecided or here in undecided))
+        if not _may_differ(key, there, here)
     ]
     changed = [line for start in starts_of(before) for line in start.get("changes", [])]
     faults += [
         f"{where}: a resume of the run that wrote it changed {line}, perhaps before this checkpoint; take one of a run without that"
         for line in changed
-        if _is_compared(line.split(":")[0])
+        if not _may_differ(*parse_change(line))
     ]
     if faults:
         raise UsageError(*faults)
 
 
-def _is_compared(key: str) -> bool:
-    """Whether the value at the dotted `key` must be the same in both runs. Learning rates are compared step by step."""
-    section, _, name = key.partition(".")
-    if section == "techniques":
-        return name.partition(".")[0] not in {cls.declaration.section for cls in technique_classes() if cls.declaration.same_algorithm}
-    return key == "engine.gradient_clipping" or (section == "optimizer" and name != "params.lr")
+def _may_differ(key: str, there: Any, here: Any) -> bool:
+    """Whether a branch may have the value `here` at the dotted `key` where the run that it continues has `there`.
+
+    Learning rates, and values of techniques that the metrics show, are compared step by step in `_check_steps`.
+    """
+    section, *names = key.split(".")
+    if section != "techniques":
+        return key != "engine.gradient_clipping" and (section != "optimizer" or names == ["params", "lr"])
+    declared = next((cls.declaration for cls in technique_classes() if cls.declaration.section == names[0]), Declaration())
+    rule: dict[str, Any] = {"keys": {**declared.keys, "enabled": {"auto": "reported"}}}  # without "enabled", a section is on as well
+    for name in names[1:]:
+        rule = rule.get("keys", {}).get(name, {})
+    return declared.same_algorithm or (len(names) > 1 and _agree(there, here, rule))
+
+
+def _agree(there: Any, here: Any, rule: dict[str, Any]) -> bool:
+    """Whether two values of a technique's key, None where it is left out, do the same by its `rule`, or `_check_steps` compares them."""
+    if "keys" in rule:
+        there, here = there or {}, here or {}
+        return all(_agree(there.get(key), here.get(key), rule["keys"].get(key, {})) for key in {*there, *here})
+    undecided = [value in ("auto", None) for value in (there, here)]
+    return there == here or (rule.get("auto") == "reported" and any(undecided)) or (bool(rule.get("auto")) and all(undecided))
 
 
 def _check_steps(config: RunConfig, before: dict[str, Any], lines: list[dict[str, Any]]) -> None:

@@ -64,6 +64,13 @@ def resume_description(run: Path, description: dict[str, Any]) -> tuple[dict[str
     return {**description, **kept, "resumes": [*before.get("resumes", []), resume]}, changes
 
 
+def parse_change(line: str) -> tuple[str, Any, Any]:
+    """The dotted key, the old and the new value of a line in `changes`; null for a value that is absent."""
+    key, _, values = line.partition(": ")
+    old, end = json.JSONDecoder().raw_decode(values)
+    return key, old, json.loads(values[end:].removeprefix(" -> "))
+
+
 def starts_of(description: dict[str, Any]) -> list[dict[str, Any]]:
     """Each start of the run of a `run.json`, with its `command` and `commit`: the first, then each resume."""
     return [description, *(one for one in description.get("resumes", []) if isinstance(one, dict))]

@@ -45,7 +45,7 @@ class BatchSizeWarmup(Technique):
 
     declaration = Declaration(
         section="batch_size_warmup",
-        keys={key: {"types": ["integer"], "minimum": 1, "auto": True} for key in ("min_batch_size", "increment", "warmup_tokens")},
+        keys={key: {"types": ["integer"], "minimum": 1, "auto": "reported"} for key in ("min_batch_size", "increment", "warmup_tokens")},
         exclusive=("the number of sequences per step",),
         changes_tokens=True,
     )

@@ -75,14 +75,14 @@ class CurriculumLearning(Technique):
         section="curriculum_learning",
         keys={
             "curriculum_type": {"types": ["string"], "enum": ["seqlen"]},
-            "min_difficulty": {"types": ["integer"], "minimum": 1, "auto": True},
-            "max_difficulty": {"types": ["integer"], "minimum": 1, "auto": True},
+            "min_difficulty": {"types": ["integer"], "minimum": 1, "auto": "reported"},
+            "max_difficulty": {"types": ["integer"], "minimum": 1, "auto": "reported"},
             "schedule_type": {"types": ["string"], "enum": ["fixed_linear", "fixed_root", "fixed_discrete"]},
             "schedule_config": {
                 "types": ["object"],
                 "keys": {
-                    "total_curriculum_step": {"types": ["integer"], "minimum": 1, "auto": True},
-                    "difficulty_step": {"types": ["integer"], "minimum": 1, "auto": True},
+                    "total_curriculum_step": {"types": ["integer"], "minimum": 1, "auto": "reported"},
+                    "difficulty_step": {"types": ["integer"], "minimum": 1, "auto": "reported"},
                     "root_degree": {"types": ["number"]},
                     "difficulty": {"types": ["array"], "items": ["integer"]},
                     "max_step": {"types": ["array"], "items": ["integer"]},

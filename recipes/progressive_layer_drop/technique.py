@@ -57,8 +57,8 @@ class ProgressiveLayerDrop(Technique):
     declaration = Declaration(
         section="progressive_layer_drop",
         keys={
-            "theta": {"types": ["number"], "minimum": 0, "maximum": 1, "auto": True},
-            "gamma": {"types": ["number"], "minimum": 0, "auto": True},
+            "theta": {"types": ["number"], "minimum": 0, "maximum": 1, "auto": "reported"},
+            "gamma": {"types": ["number"], "minimum": 0, "auto": "reported"},
         },
         exclusive=("which blocks see which tokens",),
     )

@@ -104,14 +104,14 @@ class RandomLTD(Technique):
             "random_ltd_schedule": {
                 "types": ["object"],
                 "keys": {
-                    "min_value": {"types": ["integer"], "minimum": 1, "auto": True},
-                    "max_value": {"types": ["integer"], "minimum": 1, "auto": True},
+                    "min_value": {"types": ["integer"], "minimum": 1, "auto": "reported"},
+                    "max_value": {"types": ["integer"], "minimum": 1, "auto": "reported"},
                     "schedule_type": {"types": ["string"], "enum": ["fixed_linear"]},
                     "schedule_config": {
                         "types": ["object"],
                         "keys": {
-                            "require_steps": {"types": ["integer"], "minimum": 1, "auto": True},
-                            "seq_per_step": {"types": ["integer"], "minimum": 1, "auto": True},
+                            "require_steps": {"types": ["integer"], "minimum": 1, "auto": "reported"},
+                            "seq_per_step": {"types": ["integer"], "minimum": 1, "auto": "reported"},
                         },
                     },
                 },

@@ -25,6 +25,7 @@ from launch.training.signals import StopRequest
 from launch.training.store import CheckpointStore, check_store
 from model.gpt import GPT, run_all_blocks
 from recipes import registry
+from recipes.gradients import set_gradient
 from recipes.technique import Run, StepPlan, Technique, Techniques
 from tests.distributed.reference import run_all_but
 
@@ -123,6 +124,17 @@ class AuxiliaryLoss(Technique):
 
     def metrics(self) -> dict[str, float]:
         return {"norm": self.norm}
+
+
+class DoubledGradients(Technique):
+    """Multiplies every gradient by two."""
+
+    def attach(self, engine: Any, collectives: Any) -> None:
+        self.parameters = list(engine.module.parameters())
+
+    def on_gradients(self) -> None:
+        for parameter in self.parameters:
+            set_gradient(parameter, 2 * safe_get_full_grad(parameter))
 
 
 def drops_block_1(step: int, micro_step: int, accumulation: int) -> bool:

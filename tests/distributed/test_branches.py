@@ -23,6 +23,10 @@ from tests.run_folders import write_run
 
 SCHEDULE = 'scheduler={"type":"WarmupStableDecayTokens","params":{"decay_fraction":0.4}}'
 JOB = "tests.distributed.jobs:pretrain"
+#: The values of "auto" in a run of 100 steps.
+TOKENS = "batch_size_warmup.warmup_tokens=102400"
+LTD = "random_ltd.random_ltd_schedule.schedule_config.require_steps=70"
+CURRICULUM = "curriculum_learning.schedule_config.total_curriculum_step=40"
 
 
 def flags(corpus: Path, runs: Path, name: str, *more: str, config: str = "zero1_fp32") -> list[str]:
@@ -124,13 +128,20 @@ def test_a_resumed_branch_without_a_checkpoint_does_not_start_at_step_0(long, tr
         (["curriculum_learning"], [], 'had tokens = .* "auto" follows'),
         (["muon"], ["zero_optimization.stage=1"], ""),
         (["progressive_layer_drop"], ["progressive_layer_drop.gamma=1.0"], ""),  # the value of the long run's "auto"
-        (["batch_size_warmup"], ["batch_size_warmup.warmup_tokens=102400"], ""),
+        (["batch_size_warmup"], [TOKENS], ""),
         (["fused_kernels"], ["fused_kernels.enabled=false"], ""),
         (["progressive_layer_drop"], ["progressive_layer_drop.gamma=1.0", "--ranks 2"], ""),
-        (["batch_size_warmup"], ["batch_size_warmup.warmup_tokens=102400", "--ranks 4"], ""),
+        (["batch_size_warmup"], [TOKENS, "--ranks 4"], ""),
         (["batch_size_warmup"], ["batch_size_warmup.min_batch_size=1", "--long_ranks 2"], "with the 2 rank.*min_batch_size"),
         (["muon"], ["--resumed optimizer.params.weight_decay: 0.1 -> 0.2"], "a resume of the run that wrote it changed"),
         (["muon"], ["--resumed optimizer.params.lr: 0.1 -> 0.2"], ""),
+        (["batch_size_warmup"], [TOKENS, '--resumed techniques.batch_size_warmup.warmup_tokens: "auto" -> 102400'], ""),
+        # What the metrics do not show is compared as it is written.
+        (["random_ltd"], [LTD, "random_ltd.random_ltd_layer_id=[0,3]"], 'random_ltd_layer_id = "auto", and this run has .0, 3.'),
+        (["random_ltd", "random_ltd.random_ltd_layer_id=[0,3]"], [LTD, "random_ltd.random_ltd_layer_id=auto"], "layer_id = .0, 3., and"),
+        (["random_ltd"], [LTD], ""),
+        (["curriculum_learning"], [CURRICULUM, 'curriculum_learning.mode="truncate"'], "curriculum_learning.mode = null"),
+        (["curriculum_learning"], [CURRICULUM], ""),
     ],
 )
 def test_a_branch_with_other_settings_is_refused(settings, changed, why, corpus, tmp_path):
@@ -142,7 +153,7 @@ def test_a_branch_with_other_settings_is_refused(settings, changed, why, corpus,
         flags = [*recipe, "--data", str(corpus), "--preset", "nano", "--steps", str(steps), "--warmup_steps", "3", "--set", SCHEDULE]
         return resolve([*flags, *(word for one in sets for word in ("--set", one)), "--runs_dir", str(tmp_path)], ranks=ranks)[0]
 
-    long = config(100, ranks=int(options.get("long_ranks", 1)))
+    long = config(100, *settings[1:], ranks=int(options.get("long_ranks", 1)))
     checkpoint = tmp_path / "long/checkpoints/step-00000020"
     steps = [one for one in planned_steps(long, long.built_techniques) if one.number <= 20]
     lines = [
