@@ -65,8 +65,8 @@ class Documents:
         grouped: whether each source is a separate group, as in a mixture.
         dedup: drop documents with the same text as an earlier one. Keeps a hash of 16 bytes, about 100 bytes of memory, per document.
 
-    `dropped` counts the documents that the current pass has dropped, by reason. The validation split is empty
-    unless `val_fraction` is above `least_val_fraction`.
+    `dropped` counts the documents that the current pass has dropped, by reason. The validation split is empty unless `val_fraction`
+    is above `least_val_fraction`.
     """
 
     def __init__(self, sources: list[Source], val_fraction: float, grouped: bool = False, dedup: bool = False):

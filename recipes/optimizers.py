@@ -11,7 +11,7 @@ LATE_STEP = 1e9
 
 #: Keys of all optimizers of recipes, beside lr, betas, eps and weight_decay. DeepSpeed refused amsgrad and ignored eps_inside_sqrt.
 ADAM_KEYS: dict[str, dict[str, Any]] = {
-    "bias_correction": {"types": ["boolean"]},
+    "bias_correction": {"types": ["boolean"], "default": True},
     "amsgrad": {"enum": [False]},
     "eps_inside_sqrt": {"enum": [False]},
 }
@@ -19,7 +19,7 @@ ADAM_KEYS: dict[str, dict[str, Any]] = {
 
 def adam_arguments(params: dict[str, Any]) -> tuple[float, list[float], float, float, bool]:
     """The arguments that the optimizers of all recipes take after the groups of parameters, in order, from the JSON's `params`."""
-    return params["lr"], params["betas"], params["eps"], params["weight_decay"], params.get("bias_correction", True)
+    return params["lr"], params["betas"], params["eps"], params["weight_decay"], params["bias_correction"]
 
 
 def require_stage_0(run: Run, reason: str) -> None:

@@ -35,6 +35,15 @@ def test_deepspeeds_documented_form_is_accepted():
     assert said["engine"][f"{PARAMS}.betas"] == {"value": [0.9, 0.999], "from": "the default of Lamb"}
 
 
+def test_explain_shows_the_defaults_of_keys_that_the_json_omits():
+    limits = {"bias_correction": True, "max_coeff": 10, "min_coeff": 0.01}
+    factors = {"coeff_beta": 0.9, "factor_max": 4, "factor_min": 0.5, "factor_threshold": 0.1}
+    for recipe, kind, defaults in (("lamb", "Lamb", limits), ("one_bit_lamb", "OneBitLamb", limits | factors)):
+        said = explained(f"recipes/{recipe}", "--set", f"optimizer={json.dumps({'type': kind, 'params': {'lr': 'auto'}})}")["engine"]
+        for key, value in defaults.items():
+            assert said[f"{PARAMS}.{key}"] == {"value": value, "from": f"the default of {kind}"}
+
+
 NO_NUMBER = "must be finite and below 2^63"
 #: Of both; what follows is refused by either in the same words.
 LIMITS = [

@@ -14,28 +14,27 @@ from recipes.lamb.optimizer import Lamb
 from recipes.optimizers import ADAM_KEYS, adam_arguments, require_stage_0
 from recipes.technique import Declaration, Run, Technique
 
-#: The keys of LAMB besides lr, betas, eps and weight_decay, in both recipes.
+#: The keys of LAMB besides lr, betas, eps and weight_decay, in both recipes. The limits of the trust ratio are DeepSpeed's defaults.
 LAMB_KEYS: dict[str, dict[str, Any]] = {
-    "max_coeff": {"types": ["number"], "minimum": 0, "maximum": 1_000_000},
-    "min_coeff": {"types": ["number"], "minimum": 0, "maximum": 1_000_000},
+    "max_coeff": {"types": ["number"], "minimum": 0, "maximum": 1_000_000, "default": 10.0},
+    "min_coeff": {"types": ["number"], "minimum": 0, "maximum": 1_000_000, "default": 0.01},
     **ADAM_KEYS,
 }
 #: The learning rate is relative to a tensor's norm, so the preset's rate, which is for AdamW, does not fit.
 LAMB_AUTO: dict[str, Any] = {"lr": 0.016, "betas": [0.9, 0.999]}
-#: The limits of the trust ratio: DeepSpeed's defaults.
-LIMITS = (0.01, 10.0)
 
 
-def limits(section: dict[str, Any], least: str, most: str, defaults: tuple[float, float]) -> tuple[float, float]:
-    """The lower and the upper limit of a factor: the values of keys `least` and `most`, or their defaults.
+def limits(section: dict[str, Any], least: str, most: str) -> tuple[float, float]:
+    """The lower and the upper limit of a factor: the values of keys `least` and `most`.
 
     Raises:
         ValueError: the upper limit is 0, or is below the lower limit; see `Technique.__init__`.
     """
-    low, high = float(section.get(least, defaults[0])), float(section.get(most, defaults[1]))
-    if not high or low > high:
-        key = least if least in section and high else most
-        raise ValueError(f"'optimizer.params.{key}' is {section[key]}; {most} must be above 0 and at least {least}, which is {low:g}")
+    low, high = float(section[least]), float(section[most])
+    if not high:
+        raise ValueError(f"'optimizer.params.{most}' is 0; {most} must be above 0")
+    if low > high:
+        raise ValueError(f"'optimizer.params.{least}' is {low:g}; {most} must be above 0 and at least {least}, but is {high:g}")
     return low, high
 
 
@@ -52,7 +51,7 @@ class LambTechnique(Technique):
 
     def __init__(self, section: dict[str, Any], run: Run):
         self.params = section
-        self.limits = limits(section, "min_coeff", "max_coeff", LIMITS)
+        self.limits = limits(section, "min_coeff", "max_coeff")
         require_stage_0(run, "Lamb takes the norms of whole tensors")
         self._optimizer: Lamb | None = None
 

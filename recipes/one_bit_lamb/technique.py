@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from recipes.lamb.technique import LAMB_AUTO, LAMB_KEYS, LIMITS, limits
+from recipes.lamb.technique import LAMB_AUTO, LAMB_KEYS, limits
 from recipes.one_bit import FREEZE_STEP, FreezingTechnique, declare
 from recipes.one_bit_lamb.optimizer import CompressedLamb
 from recipes.optimizers import adam_arguments
@@ -35,8 +35,11 @@ class OneBitLamb(FreezingTechnique):
         {
             **FREEZE_STEP,
             **LAMB_KEYS,
-            "coeff_beta": {"types": ["number"], "minimum": 0, "maximum": 0.999999},
-            **{key: {"types": ["number"], "minimum": 0, "maximum": 1_000_000} for key in ("factor_max", "factor_min", "factor_threshold")},
+            "coeff_beta": {"types": ["number"], "minimum": 0, "maximum": 0.999999, "default": 0.9},
+            **{
+                key: {"types": ["number"], "minimum": 0, "maximum": 1_000_000, "default": default}
+                for key, default in (("factor_max", 4.0), ("factor_min", 0.5), ("factor_threshold", 0.1))
+            },
         },
         LAMB_AUTO,
     )
@@ -48,8 +51,8 @@ class OneBitLamb(FreezingTechnique):
     _optimizer: CompressedLamb
 
     def __init__(self, section: dict[str, Any], run: Run):
-        self.coefficient_limits = limits(section, "min_coeff", "max_coeff", LIMITS)
-        self.factor_limits = limits(section, "factor_min", "factor_max", (0.5, 4.0))
+        self.coefficient_limits = limits(section, "min_coeff", "max_coeff")
+        self.factor_limits = limits(section, "factor_min", "factor_max")
         super().__init__(section, run)
 
     def build_optimizer(self, param_groups: list[dict[str, Any]]) -> CompressedLamb:
@@ -58,9 +61,9 @@ class OneBitLamb(FreezingTechnique):
             param_groups,
             *adam_arguments(params),
             limits=self.coefficient_limits,
-            coeff_beta=params.get("coeff_beta", 0.9),
+            coeff_beta=params["coeff_beta"],
             factor_limits=self.factor_limits,
-            factor_threshold=params.get("factor_threshold", 0.1),
+            factor_threshold=params["factor_threshold"],
         )
 
     def metrics(self) -> dict[str, float]:
