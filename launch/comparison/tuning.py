@@ -278,18 +278,21 @@ def deviation(null: dict[str, Any]) -> tuple[float, float, float]:
 def draw_tuning(found: dict[str, Any], file: Path) -> None:
     """Draw the final validation loss over the values of each swept flag: a row per testbed and side, a column per flag.
 
-    The sides of a testbed have one scale, which ends `LOSSES_SHOWN` above the best loss of the worse side. Higher losses are triangles at
-    the upper edge.
+    If only one flag is swept, the two sides of a testbed stand side by side. They have one scale, which ends `LOSSES_SHOWN` above the best
+    loss of the worse side. Higher losses are triangles at the upper edge.
     """
     rows = [(name, config, arm) for name, one in found.items() for config, arm in one["arms"].items()]
     columns = max(len(_lines(arm["grid"])) for _, _, arm in rows)
+    abreast = 2 if columns == 1 and all(len(one["arms"]) == 2 for one in found.values()) else 1
     bests = {
         name: [min(losses) for arm in one["arms"].values() if (losses := [p["loss"] for p in arm["grid"] if p["loss"] is not None])]
         for name, one in found.items()
     }
     with rc_context({"text.parse_math": False, "axes.spines.top": False, "axes.spines.right": False}):
-        picture = Figure(figsize=(3.2 * columns + 1, 3 * len(rows)), dpi=110, layout="constrained")
-        for row, (name, config, arm) in zip(picture.subplots(len(rows), columns, squeeze=False, sharey="row"), rows, strict=True):
+        down, across = len(rows) // abreast, columns * abreast
+        picture = Figure(figsize=(3.2 * across + 1, 3 * down), dpi=110, layout="constrained")
+        panels = picture.subplots(down, across, squeeze=False, sharey="row").reshape(len(rows), columns)
+        for row, (name, config, arm) in zip(panels, rows, strict=True):
             row[0].set_title(f"{config} on {name}", x=0, ha="left")
             row[0].set_ylabel("final validation loss (nats per token)")
             for axes in row[len(_lines(arm["grid"])) :]:
