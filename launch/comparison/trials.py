@@ -79,8 +79,8 @@ def plan_experiment(
     """The runs of a recipe and of its control.
 
     On a testbed, each side has the testbed's flags with the values that were tuned for it. Otherwise, both sides have the recipe's
-    suggested flags, except for an architecture, which only the recipe gets. `flags` override both. A `--set` of
-    the recipe's technique is not passed to the control, where it would switch the technique on.
+    suggested flags, except for an architecture, which only the recipe gets. `flags` override both. A `--set` of the recipe's
+    technique is not passed to the control, where it would switch the technique on.
 
     Raises:
         CannotRun: this machine lacks what one of them needs, or the flags are refused.
