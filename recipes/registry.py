@@ -72,7 +72,7 @@ class Experiment:
 
     Attributes:
         seeds: number of runs, with seeds from 1 on; planned before the first run.
-        claims: each must be true for its `expected`; none before the recipe is tuned.
+        claims: each must be true for its `expected`.
         sweep: flag -> the values of the recipe's sweep. Empty for a recipe that does not change the optimization.
         tuned: flag -> the value chosen from the sweep, in place of the testbed's. Other flags are those of the testbed.
     """

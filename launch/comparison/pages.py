@@ -139,12 +139,21 @@ def measured_part(recipe: Recipe, own: list[Published]) -> str:
         blocks.append("It has no experiment of its own.")
     if any(one.pair for one in own):
         blocks.append(f"![Validation loss over tokens, and the difference to the control, of {recipe.name} on each testbed](loss.png)")
-    if (ROOT / "recipes" / recipe.name / "tuning.json").exists():
+    if swept := read_json(ROOT / "recipes" / recipe.name / "tuning.json"):
         blocks.append("![Final validation loss over each swept setting, of the recipe and its control](tuning.png)")
+        blocks.append(f"Machines of the sweeps: {'; '.join(_machines(name, one) for name, one in swept.items())}.")
     if recipe.history:
         blocks.append("**History.**")
         blocks.append("\n".join(f"- {sentence}" for sentence in recipe.history))
     return "\n" + "\n\n".join(blocks) + "\n\n"
+
+
+def _machines(testbed: str, swept: dict[str, Any]) -> str:
+    """The machine of a recipe's sweep on a testbed, and of its control's, which is published in another file."""
+    others = dict.fromkeys(
+        read_json(ROOT / arm["published_in"])[testbed]["machine"] for arm in swept["arms"].values() if "published_in" in arm
+    )
+    return f"{testbed} {swept['machine']} (control: {_listed(others)})"
 
 
 def _measured_on(one: Published) -> Iterator[str]:
@@ -152,7 +161,7 @@ def _measured_on(one: Published) -> Iterator[str]:
     yield f"**On [{testbed.name}]({_link(testbed)}).** {testbed.title}; {one.experiment.seeds} seeds planned."
     if entry is None or pair is None:
         claims = "\n".join(f"- {claim} (planned: {_plan(claim, one)})" for claim in one.experiment.claims)
-        rest = f" The claims:\n\n{claims}" if claims else " No claims yet: its learning rate is tuned first."
+        rest = f" The claims:\n\n{claims}" if claims else " No claims yet."
         yield f"{one.note.capitalize()}.{rest}"
         return
     description = pair.side.runs[0].description
@@ -314,6 +323,7 @@ def testbeds_part(cells: list[Published]) -> str:
             blocks.append(f"The sweep: {UNMEASURED}.")
         elif testbed.sweep:
             blocks.append(f"![Final validation loss of the control over each swept setting on {name}]({name}/tuning.png)")
+            blocks.append(f"Machine of the sweep: {read_json(TESTBEDS / name / 'tuning.json')[name]['machine']}.")
         own = ", ".join(f"[{one.recipe.name}](../{one.recipe.name}/README.md)" for one in cells if one.testbed.name == name)
         blocks.append(f"Recipes: {own}." if own else "No recipe is compared on it yet.")
     return "\n" + "\n\n".join(blocks) + "\n\n"

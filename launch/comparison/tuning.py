@@ -301,11 +301,13 @@ def draw_tuning(found: dict[str, Any], file: Path) -> None:
             row[0].set_ylim(lowest - 0.05 * (highest - lowest), highest + 0.05 * (highest - lowest))
             for axes, (flag, points) in zip(row, _lines(arm["grid"]).items(), strict=False):
                 losses = [math.inf if point["loss"] is None else point["loss"] for point in points]
-                axes.plot([loss if math.isfinite(loss) else math.nan for loss in losses], marker="o", markersize=4, linewidth=1.5)
+                axes.plot([min(loss, highest) for loss in losses], marker="o", markersize=4, linewidth=1.5)
                 above = [place for place, loss in enumerate(losses) if loss > highest]
-                axes.plot(above, [highest] * len(above), marker="^", color="C0", linestyle="")
+                axes.plot(above, [highest] * len(above), marker="^", markersize=8, color="C0", linestyle="")
                 axes.set_xticks(range(len(points)), [in_words(point[flag]) for point in points], rotation=20 * (len(points) > 4))
                 axes.margins(x=0.15)
+                if above:
+                    axes.set_title("▲ higher", loc="right", fontsize="small")
                 axes.set_xlabel(FLAGS.get(flag, setting_name(flag, points[0][flag])))
                 axes.grid(alpha=0.25)
                 if arm["chosen"]:
