@@ -173,7 +173,7 @@ def train(config: RunConfig, folder: RunFolder | NoFolder, stop: StopRequest, ob
                     observer.on_batch(batch)
                     own_loss = engine.backward_and_step(engine.loss(batch), plan.accumulation)
                 mean_loss, stopped = meter.reduce_loss_and_signal(own_loss, stop.poll())
-                metrics = {**meter.end_step(plan), **techniques.metrics()}
+                metrics = dict(**meter.end_step(plan), **techniques.metrics())  # no name may occur twice
                 observer.after_step(step)
 
                 samples = state["samples"] + plan.sequences * collectives.world_size
@@ -182,15 +182,15 @@ def train(config: RunConfig, folder: RunFolder | NoFolder, stop: StopRequest, ob
                 saving = bool(stopped or last or (config.save_every and step % config.save_every == 0))
                 if config.eval_every and (last or (step % config.eval_every == 0 and not stopped)):
                     state["val_loss"] = evaluation.loss(engine, step)
-                line = {
-                    "step": step,
-                    "tokens": tokens,
-                    "seconds": meter.seconds(),
-                    "loss": mean_loss,
-                    "lr": lr,
+                line = dict(
+                    step=step,
+                    tokens=tokens,
+                    seconds=meter.seconds(),
+                    loss=mean_loss,
+                    lr=lr,
                     **metrics,
                     **observer.metrics(),
-                }
+                )
                 folder.write_metrics(line if state["val_loss"] is None else line | {"val_loss": state["val_loss"]}, durable=saving)
                 progress.update(line, state)
                 engine.require_finite(mean_loss)

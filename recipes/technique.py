@@ -107,9 +107,10 @@ class Declaration:
         optimizer_type: the value of `optimizer.type`; the technique then reads `optimizer.params`. Exactly one of the two is set.
         keys: a rule for each key of the section (beside `enabled`), or of `params` (beside lr, betas, eps and weight_decay):
             `{"types": ["integer"], "minimum": 0, "maximum": 20, "auto": True}`; also `enum`, and `keys` for the keys of an object. The
-            configuration checks the section by these rules before the technique is built. `"auto": "reported"`: `metrics` shows before
-            `attach` what the value does, so that a branch of a run may have another one if the metrics up to there are the same. For
-            `params`, also the value of a key that is left out: `default`, or `same_as`, the name of another key.
+            configuration checks the section by these rules before the technique is built. `"default"`: the value of a key that is left
+            out; not for the keys of an object. `"auto": "reported"`: `metrics` shows before `attach` what the value does, so that a branch
+            of a run may have another one if the metrics up to there are the same. For `params`, also `same_as`: the name of the key whose
+            value is the default.
         ignored: keys that are accepted without effect -> the reason, which is logged if the key is used.
         auto_params: for an optimizer, what `"auto"` means for lr, betas, eps and weight_decay where it differs from AdamW's values.
         other_places: other places where DeepSpeed documents the section, as dotted paths; a section there is refused.

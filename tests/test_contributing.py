@@ -120,6 +120,13 @@ def test_it_can_be_explained(indexed, run, corpus):
     assert f"Over the run ({NAME})" in page
 
 
+def test_a_key_that_is_left_out_has_its_default(indexed, run, corpus):
+    page = run(
+        f"python launch/pretrain.py --deepspeed_config ds_configs/zero1_bf16.json --set {NAME}.enabled=true --explain --data {corpus}"
+    ).stdout
+    assert re.search(rf"{NAME}\.coefficient +0\.0001 +the default of {NAME}", page)
+
+
 @pytest.mark.parametrize(
     ("flags", "key", "said"),
     [

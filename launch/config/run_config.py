@@ -227,6 +227,11 @@ def resolve(argv: list[str], ranks: int | None = None) -> tuple[RunConfig, argpa
         if engine.values.get(section) == "auto" and (keys := [key for key, rule in cls.declaration.keys.items() if rule.get("auto")]):
             engine.settle((section,), dict.fromkeys(keys, "auto"), '"auto"')
     check_engine_keys(engine, {name: section_rule(cls) for name, cls in claimed.items()})
+    for section, cls in claimed.items():
+        if section in engine.values and cls.declaration.is_on(engine.values[section]):
+            for key, rule in cls.declaration.keys.items():
+                if "default" in rule:
+                    engine.fill((section, key), rule["default"], f"the default of {section}")
     for key in OFFLOADS:
         if (engine.get("zero_optimization", key) or {}).get("nvme_path") == "auto":
             path = ("zero_optimization", key, "nvme_path")
