@@ -306,9 +306,7 @@ def draw_tuning(found: dict[str, Any], file: Path) -> None:
                 axes.plot(above, [highest] * len(above), marker="^", markersize=8, color="C0", linestyle="")
                 axes.set_xticks(range(len(points)), [in_words(point[flag]) for point in points], rotation=20 * (len(points) > 4))
                 axes.margins(x=0.15)
-                if above:
-                    axes.set_title("▲ higher", loc="right", fontsize="small")
-                axes.set_xlabel(FLAGS.get(flag, setting_name(flag, points[0][flag])))
+                axes.set_xlabel(FLAGS.get(flag, setting_name(flag, points[0][flag])) + (" (▲: higher loss)" if above else ""))
                 axes.grid(alpha=0.25)
                 if arm["chosen"]:
                     place = [point[flag] for point in points].index(arm["chosen"][flag])
