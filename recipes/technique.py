@@ -237,8 +237,8 @@ class Technique:
         """Return a loss (N,) per token, whose mean is trained in addition to the cross-entropy.
 
         logits (N, vocab_size), in the run's precision, and targets int64 (N,), -100 for "no target", are those of a micro-batch. It is
-        called in training only. The loss that is logged stays the cross-entropy. The logits are computed a second time, which the memory
-        plan does not count.
+        called in training only. The loss that is logged stays the cross-entropy. The logits are computed a second time. The memory plan
+        counts them, an fp32 copy and the gradients of both; a function that keeps more tensors of this size needs more.
         """
         raise NotImplementedError
 
@@ -297,6 +297,8 @@ class Techniques(Technique):
         # At most one member states each of these.
         self.optimizer_tensors = sum(member.optimizer_tensors for member in self.members)
         self.own_group = frozenset[str]().union(*(member.own_group for member in self.members))
+        #: The methods `token_losses` of the members that have one.
+        self.added_losses = [member.token_losses for member in self.members if type(member).token_losses is not Technique.token_losses]
         self.checkpointed_segments = sum(member.checkpointed_segments for member in self.members)
         self.matmul_dtype = "".join(member.matmul_dtype for member in self.members)
 
@@ -307,8 +309,7 @@ class Techniques(Technique):
     def prepare(self, model: GPT) -> None:
         for member in self.members:
             member.prepare(model)
-            if type(member).token_losses is not Technique.token_losses:
-                model.lm_head.token_losses.append(member.token_losses)
+        model.lm_head.token_losses += self.added_losses
 
     def optimizer(self, param_groups: list[dict[str, Any]]) -> torch.optim.Optimizer | None:
         found = [optimizer for member in self.members if (optimizer := member.optimizer(param_groups)) is not None]

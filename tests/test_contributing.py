@@ -118,6 +118,9 @@ def test_it_can_be_explained(indexed, run, corpus):
     (command,) = (command for command in commands("python launch/pretrain.py") if "--explain" in command)
     page = run(f"{command} --data {corpus}").stdout
     assert f"Over the run ({NAME})" in page
+    plain = run(f"{command.replace(NAME, 'bf16')} --data {corpus}").stdout
+    head, plain_head = (float(re.search(r"loss head +([\d.]+) MiB", one)[1]) for one in (page, plain))
+    assert head > 1.5 * plain_head, "the plan counts the logits that token_losses needs"
 
 
 def test_a_key_that_is_left_out_has_its_default(indexed, run, corpus):

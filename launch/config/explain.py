@@ -138,6 +138,7 @@ def memory_of(config: RunConfig, model: GPTConfig, device: str) -> dict[str, Any
             techniques.memory_terms(model, device),
             config.saves_beside_training,
             techniques.own_group,
+            len(techniques.added_losses),
         )
         for segments in (checkpoints, model.n_layer)
     )

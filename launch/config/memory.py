@@ -77,6 +77,7 @@ def memory_per_rank(
     terms: Mapping[str, int] | None = None,
     snapshot: bool = False,
     own_group: Collection[str] = (),
+    added_losses: int = 0,
 ) -> MemoryPlan:
     """The memory plan of one rank.
 
@@ -91,12 +92,16 @@ def memory_per_rank(
         terms: `Technique.memory_terms`.
         snapshot: whether checkpoints are written during training.
         own_group: `Technique.own_group`.
+        added_losses: the number of techniques with `Technique.token_losses`.
     """
     stage, sizes, terms = zero["stage"], _with_defaults(zero), terms or {}
     states = _states(model, precision, stage, sizes, ranks, accumulation, optimizer_states, own_group)
     block = _block_activations(model, precision, micro_batch_size, device, terms.get("attention"))
     activations = _activations(model, precision, micro_batch_size, checkpoints, device, block)
     head = terms.get("loss_head", _loss_head(model, precision, micro_batch_size))
+    # Logits and their gradients, in the run's precision and in fp32.
+    logit = WIDTH[precision] + (FP32 if WIDTH[precision] < FP32 else 0)
+    head += added_losses * 2 * logit * micro_batch_size * model.seq_len * model.padded_vocab_size
     buckets, gathered, reduction = _buffers(model, precision, stage, sizes, ranks, device)
     away, host, drive = _offload(states, sizes, stage, model, precision, accumulation)
     unit = micro_batch_size * model.seq_len * model.d_model * WIDTH[precision]
