@@ -100,8 +100,8 @@ def memory_per_rank(
     activations = _activations(model, precision, micro_batch_size, checkpoints, device, block)
     head = terms.get("loss_head", _loss_head(model, precision, micro_batch_size))
     # Logits and their gradients, in the run's precision and in fp32.
-    logit = WIDTH[precision] + (FP32 if WIDTH[precision] < FP32 else 0)
-    head += added_losses * 2 * logit * micro_batch_size * model.seq_len * model.padded_vocab_size
+    width = WIDTH[precision] + FP32 * (WIDTH[precision] < FP32)
+    head += added_losses * 2 * width * micro_batch_size * model.seq_len * model.padded_vocab_size
     buckets, gathered, reduction = _buffers(model, precision, stage, sizes, ranks, device)
     away, host, drive = _offload(states, sizes, stage, model, precision, accumulation)
     unit = micro_batch_size * model.seq_len * model.d_model * WIDTH[precision]

@@ -140,6 +140,7 @@ def _may_differ(key: str, there: Any, here: Any) -> bool:
 
 def _agree(there: Any, here: Any, rule: dict[str, Any]) -> bool:
     """Whether two values of a technique's key, None where it is left out, do the same by its `rule`, or `_check_steps` compares them."""
+    there, here = (rule.get("default") if value is None else value for value in (there, here))
     if "keys" in rule:
         there, here = there or {}, here or {}
         return all(_agree(there.get(key), here.get(key), rule["keys"].get(key, {})) for key in {*there, *here})
