@@ -60,7 +60,8 @@ def tune(flags: argparse.Namespace, passed_on: Sequence[str]) -> tuple[dict[str,
     begun = [Path(flags.runs_dir) / trial.name for arm in missing for _, trial in arm.round(0)]
     if not all(map(has_ended, begun)):
         every = {trial.name: trial for number in range(rounds) for arm in missing for _, trial in arm.round(number)}
-        print_once(f"the whole sweep, one flag after another: {estimate(fitting_groups([*every.values()], flags.at_once))}")
+        length = f"{rounds} rounds, a flag in each" if rounds > 1 else "one round"
+        print_once(f"a sweep in {length}; whole: {estimate(fitting_groups([*every.values()], flags.at_once))}")
     runs: dict[str, Run] = {}
     for number in range(rounds):
         planned = [(arm, point, trial) for arm in missing for point, trial in arm.round(number)]
