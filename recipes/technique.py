@@ -108,9 +108,9 @@ class Declaration:
         keys: a rule for each key of the section (beside `enabled`), or of `params` (beside lr, betas, eps and weight_decay):
             `{"types": ["integer"], "minimum": 0, "maximum": 20, "auto": True}`; also `enum`, and `keys` for the keys of an object. The
             configuration checks the section by these rules before the technique is built. `"default"`: the value of a key that is left
-            out; not for the keys of an object. `"auto": "reported"`: `metrics` shows before `attach` what the value does, so that a branch
-            of a run may have another one if the metrics up to there are the same. For `params`, also `same_as`: the name of the key whose
-            value is the default.
+            out, if the key can be neither null nor "auto"; not for the keys of an object. `"auto": "reported"`: `metrics` shows before
+            `attach` what the value does, so that a branch of a run may have another one if the metrics up to there are the same. For
+            `params`, also `same_as`: the name of the key whose value is the default.
         ignored: keys that are accepted without effect -> the reason, which is logged if the key is used.
         auto_params: for an optimizer, what `"auto"` means for lr, betas, eps and weight_decay where it differs from AdamW's values.
         other_places: other places where DeepSpeed documents the section, as dotted paths; a section there is refused.
@@ -130,6 +130,11 @@ class Declaration:
     changes_tokens: bool = False
     same_algorithm: bool = False
     off_without_values: bool = False
+
+    def __post_init__(self) -> None:
+        for key, rule in self.keys.items():
+            takes_none = bool(rule.get("auto")) or "null" in rule.get("types", ())
+            assert "default" not in rule or not takes_none, f'{self.name}.{key}: null and "auto" count as left out; leave out its default'
 
     @property
     def name(self) -> str:
@@ -348,7 +353,10 @@ class Techniques(Technique):
             yield
 
     def metrics(self) -> dict[str, float]:
-        return {key: value for member in self.members for key, value in member.metrics().items()}
+        found: dict[str, float] = {}
+        for member in self.members:
+            found = dict(**found, **member.metrics())  # no name may occur twice
+        return found
 
     def bytes_sent(self, planned: int, steps: int) -> int:
         for member in self.members:

@@ -142,6 +142,7 @@ class Muon(torch.optim.Optimizer):
             self.collectives.all_to_all(sent, whole, sizes, own_sizes)
             for matrix, change in zip(some.values(), sent.split([matrix.lengths[self.rank] for matrix in some.values()]), strict=True):
                 move(matrix, change)
+            del sent, whole, change  # or this round's buffers would stay until the next round has made its own
 
     def _orthogonalized(self, flat: torch.Tensor, matrix: Matrix) -> torch.Tensor:
         return orthogonalized(flat.view(matrix.rows, matrix.columns), self._ns_steps, self._ns_dtype).reshape(-1)
