@@ -90,6 +90,15 @@ def check_section(engine: EngineJson, path: KeyPath, rules: Rules) -> None:
             section[key] = int(value)
 
 
+def fill_defaults(engine: EngineJson, path: KeyPath, owner: str, rules: Rules) -> None:
+    """Fill in the keys of the section at `path` that are left out: by their rule's `default`, or the value of the key in `same_as`."""
+    for key, rule in rules.items():
+        if "default" in rule:
+            engine.fill((*path, key), rule["default"], f"the default of {owner}")
+        elif "same_as" in rule:
+            engine.fill((*path, key), engine.get(*path, rule["same_as"]), f"{rule['same_as']}, the default of {owner}")
+
+
 def _unknown(path: KeyPath, value: Any, section: dict[str, Any], rules: Rules) -> tuple[str, str | None]:
     """What is wrong with an unknown key, and the key that was probably meant: preferably an unused one that takes such a value."""
     key, name, schema = str(path[-1]), dotted(path), engine_schema()

@@ -7,7 +7,7 @@ import json
 from typing import Any
 
 from launch.config.engine_json import EngineJson
-from launch.config.engine_keys import ADAM_PARAMS, PARAMS, SGD_PARAMS, check_section
+from launch.config.engine_keys import ADAM_PARAMS, PARAMS, SGD_PARAMS, check_section, fill_defaults
 from launch.errors import nearest
 from model.presets import Preset
 from recipes.registry import technique_classes
@@ -61,13 +61,9 @@ def resolve_optimizer(engine: EngineJson, flags: argparse.Namespace, preset: Pre
     return {"type": kind, "params": engine.get(*PATH) or {}}, lr
 
 
-def fill_defaults(engine: EngineJson, kind: str) -> None:
+def fill_optimizer(engine: EngineJson, kind: str) -> None:
     """Fill in the parameters of a recipe's optimizer that the JSON leaves out, once the schedule has set `lr`."""
-    for key, rule in _keys(kind).items():
-        if "default" in rule:
-            engine.fill((*PATH, key), rule["default"], f"the default of {kind}")
-        elif "same_as" in rule:
-            engine.fill((*PATH, key), engine.get(*PATH, rule["same_as"]), f"{rule['same_as']}, the default of {kind}")
+    fill_defaults(engine, PATH, kind, _keys(kind))
 
 
 def _keys(kind: Any) -> dict[str, dict[str, Any]]:
@@ -81,7 +77,7 @@ def _declared() -> dict[str, Declaration]:
 
 
 def without_defaults(optimizer: dict[str, Any]) -> dict[str, Any]:
-    """The `optimizer` of a `run.json` without the parameters that `fill_defaults` would fill in alike, which earlier versions did not."""
+    """The `optimizer` of a `run.json` without the parameters that `fill_optimizer` would fill in alike, which earlier versions did not."""
     keys, params = _keys(optimizer.get("type")), optimizer.get("params") or {}
     defaults = {
         key: rule.get("default", params.get(rule.get("same_as", key))) for key, rule in keys.items() if {"default", "same_as"} & {*rule}

@@ -22,9 +22,9 @@ from data_pipeline.sampler import GlobalSampler
 from data_pipeline.shards import Corpus, open_corpus
 from launch.config.combinations import CUDA_ONLY, check_combinations, check_with_deepspeed
 from launch.config.engine_json import EngineJson, leaves, value_at
-from launch.config.engine_keys import check_engine_keys, section_rule
+from launch.config.engine_keys import check_engine_keys, fill_defaults, section_rule
 from launch.config.flags import MAX_TOKENS, given_fields, parse_flags
-from launch.config.optimizer import fill_defaults, resolve_optimizer
+from launch.config.optimizer import fill_optimizer, resolve_optimizer
 from launch.config.schedule import check_schedule, resolve_schedule
 from launch.config.steps import planned_steps
 from launch.config.store_url import check_url
@@ -229,9 +229,7 @@ def resolve(argv: list[str], ranks: int | None = None) -> tuple[RunConfig, argpa
     check_engine_keys(engine, {name: section_rule(cls) for name, cls in claimed.items()})
     for section, cls in claimed.items():
         if section in engine.values and cls.declaration.is_on(engine.values[section]):
-            for key, rule in cls.declaration.keys.items():
-                if "default" in rule:
-                    engine.fill((section, key), rule["default"], f"the default of {section}")
+            fill_defaults(engine, (section,), section, cls.declaration.keys)
     for key in OFFLOADS:
         if (engine.get("zero_optimization", key) or {}).get("nvme_path") == "auto":
             path = ("zero_optimization", key, "nvme_path")
@@ -242,7 +240,7 @@ def resolve(argv: list[str], ranks: int | None = None) -> tuple[RunConfig, argpa
     check_schedule(engine)
     steps, total_tokens, length_from = _length(engine, flags, preset, global_batch * shape.seq_len)
     schedule = resolve_schedule(engine, flags, preset, lr, steps, total_tokens)
-    fill_defaults(engine, optimizer.get("type", ""))
+    fill_optimizer(engine, optimizer.get("type", ""))
     engine.fill(("gradient_clipping",), 1.0, "DeepSpeed's default")
     if flags.block_similarity and flags.eval_every == 0:
         engine.fault_of_run("--block_similarity is measured at evaluations, and --eval_every 0 makes none; leave out one of the two")
