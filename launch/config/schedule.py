@@ -73,11 +73,11 @@ def _token_schedule(
     engine.fill((*PATH, "total_tokens"), total_tokens, "the run's length")
     params = {"min_lr": min_lr, "warmup_steps": warmup, "total_tokens": total_tokens}
     if kind == STABLE_DECAY:
-        params |= _decay(engine, steps, warmup)
+        params |= _decay(engine, steps, warmup, total_tokens)
     return Schedule({"type": kind, "params": params}, lr, min_lr, warmup)
 
 
-def _decay(engine: EngineJson, steps: int, warmup: int) -> dict[str, Any]:
+def _decay(engine: EngineJson, steps: int, warmup: int, total_tokens: int) -> dict[str, Any]:
     """`decay_fraction` and `decay_shape`."""
     engine.fill((*PATH, "decay_fraction"), DECAY_FRACTION, "default")
     engine.fill((*PATH, "decay_shape"), DECAY_SHAPE, "default")
@@ -86,8 +86,9 @@ def _decay(engine: EngineJson, steps: int, warmup: int) -> dict[str, Any]:
         stable = steps - round(fraction * steps)
         if stable == steps:
             engine.note((*PATH, "decay_fraction"), f"is {fraction:g}: the decay is shorter than one step; it needs {1 / steps:.2g} or more")
-        elif warmup > stable:
-            why = f"the decay would begin at step {stable}, within the warm-up of {warmup} steps; lower it, or --warmup_steps"
+        elif warmup * (total_tokens // steps) > total_tokens - round(fraction * total_tokens):  # as in `token_schedule`
+            begin = f"{(1 - fraction) * steps:.4g}"
+            why = f"the decay would begin at step {begin}, within the warm-up of {warmup} steps; lower it, or --warmup_steps"
             engine.fault((*PATH, "decay_fraction"), f"is {fraction:g}: {why}")
     return {"decay_fraction": fraction, "decay_shape": engine.get(*PATH, "decay_shape")}
 

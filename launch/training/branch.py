@@ -19,7 +19,7 @@ from launch.config.run_config import RunConfig
 from launch.config.steps import planned_steps
 from launch.config.token_schedule import STABLE_DECAY
 from launch.errors import UsageError
-from launch.formats.checkpoint_files import STATE_FILE, DamagedCheckpoint, is_checkpoint_name, read_state, state_text
+from launch.formats.checkpoint_files import STATE_FILE, is_checkpoint_name, state_text, verify
 from launch.formats.files import write_atomically
 from launch.formats.metrics import parse_line, read_run_json, split_lines
 from launch.training.metrics_writer import METRICS_FILE
@@ -48,15 +48,14 @@ def start_branch(config: RunConfig, run: Path, description: dict[str, Any]) -> N
     source = checkpoint.parent.parent
     if not is_checkpoint_name(checkpoint.name) or not checkpoint.is_dir():
         raise UsageError(f"--branch_from {config.branch_from}: no such checkpoint; give runs/NAME/checkpoints/step-00000300")
-    before, state = read_run_json(source / "run.json"), read_state(checkpoint)
-    if state["run_id"] != before.get("run_id"):
-        raise DamagedCheckpoint(f"--branch_from {checkpoint}: of another run than {source / 'run.json'}")
-    resume_description(source, description)
+    before = read_run_json(source / "run.json")
+    state = verify(checkpoint, before.get("run_id"))
+    resume_description(source, description, "give the value of the run that wrote the checkpoint of --branch_from")
     kept = _metrics_up_to(source / METRICS_FILE, state["step"])
     lines = [line for _, line in kept]
     _check_decay(config, state["tokens"])
     _check_settings(config, before, description)
-    _check_steps(config, before, lines)
+    _check_steps(config, before, lines, state["samples"])
 
     temporary, run_id = run.with_name(f".{run.name}.branch-{os.getpid()}"), uuid.uuid4().hex
     try:
@@ -104,8 +103,9 @@ def _check_decay(config: RunConfig, tokens: int) -> None:
 
 
 def _check_settings(config: RunConfig, before: dict[str, Any], description: dict[str, Any]) -> None:
-    """Refuse a branch whose optimizer, clipping or techniques differ from the continued run's."""
-    found = [one for key in ("optimizer", "techniques", "engine") for one in differences(key, before[key], description[key])]
+    """Refuse a branch whose optimizer, clipping, techniques or rule for spikes differ from the continued run's."""
+    keys = ("optimizer", "techniques", "engine", "spike_rule")
+    found = [one for key in keys for one in differences(key, before.get(key), description[key])]
     where = f"--branch_from {config.branch_from}"
     faults = [
         f"{where}: the run that wrote it has {key} = {json.dumps(there)}, and this run has {json.dumps(here)}; "
@@ -129,6 +129,8 @@ def _may_differ(key: str, there: Any, here: Any) -> bool:
     Learning rates, and values of techniques that the metrics show, are compared step by step in `_check_steps`.
     """
     section, *names = key.split(".")
+    if section == "spike_rule":
+        return {there, here} <= {None, "off", "log"}  # these change no step
     if section != "techniques":
         return key != "engine.gradient_clipping" and (section != "optimizer" or names == ["params", "lr"])
     declared = next((cls.declaration for cls in technique_classes() if cls.declaration.section == names[0]), Declaration())
@@ -148,13 +150,17 @@ def _agree(there: Any, here: Any, rule: dict[str, Any]) -> bool:
     return there == here or (rule.get("auto") == "reported" and any(undecided)) or (bool(rule.get("auto")) and all(undecided))
 
 
-def _check_steps(config: RunConfig, before: dict[str, Any], lines: list[dict[str, Any]]) -> None:
-    """Refuse a branch if this run would make a step differently from the run that it continues, whose metrics are `lines`.
+def _check_steps(config: RunConfig, before: dict[str, Any], lines: list[dict[str, Any]], samples: int) -> None:
+    """Refuse a branch if this run would make a step differently from the run that it continues.
 
     The steps are planned with the ranks and the micro-batch of that run, because "auto" may depend on them. Optimizers are left out: their
     settings are compared in `_check_settings`, and in fp16 their schedules depend on the skipped steps.
+
+    Args:
+        lines: the metrics of that run.
+        samples: its position in the data. `--spike_rule rewind` leaves data out, and cuts the lines that would show it.
     """
-    batch = {key: before[key] for key in ("ranks", "micro_batch_size", "gradient_accumulation_steps")}
+    batch = {key: before.get(key, getattr(config, key)) for key in ("ranks", "micro_batch_size", "gradient_accumulation_steps")}
     same = replace(config, **batch)
     try:
         techniques = Techniques(member for member in make_techniques(same).members if member.declaration.section)
@@ -163,9 +169,11 @@ def _check_steps(config: RunConfig, before: dict[str, Any], lines: list[dict[str
         raise UsageError(*(f"{where}: {reason}" for reason in reasons.args)) from None
     recorded = {line["step"]: line for line in lines}
     assert config.token_schedule is not None, "_check_decay refuses others"
+    planned = 0
     for steps in planned_steps(same, techniques):
         if steps.number > lines[-1]["step"]:
-            return
+            break
+        planned += steps.plan.sequences * same.ranks
         there = recorded.get(steps.number, {})
         for key, here in {"tokens": steps.consumed, "lr": config.token_schedule.rate(steps.consumed), **steps.reported}.items():
             if there.get(key, here) != here:
@@ -177,3 +185,8 @@ def _check_steps(config: RunConfig, before: dict[str, Any], lines: list[dict[str
                     f"--branch_from {config.branch_from}: step {steps.number} of the run that wrote it had {key} = {there[key]}, and this "
                     f"run has {here} there; {fix}"
                 )
+    if planned != samples:
+        raise UsageError(
+            f"--branch_from {config.branch_from}: the run that wrote it left out {samples - planned:,} samples (--spike_rule rewind); take "
+            "a checkpoint from before that"
+        )

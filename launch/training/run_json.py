@@ -32,11 +32,14 @@ WITHOUT_EFFECT = (*INCIDENTAL, "run_name", "runs_dir", "recipe", "config_file", 
 INITIAL_WEIGHTS = ("init_from", "perturb_init")
 
 
-def resume_description(run: Path, description: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+def resume_description(
+    run: Path, description: dict[str, Any], fix: str = "give the run's own value, or another --run_name"
+) -> tuple[dict[str, Any], list[str]]:
     """The content of `run.json` in the folder `run` after a resume, and the changes that the resume makes, a line for each value.
 
     Args:
         description: of the command that resumes the run, as `launch.training.provenance.describe_run` returns it.
+        fix: what to do about a value that a resume must not change.
 
     Raises:
         UsageError: `run.json` is damaged, or the run in the folder differs from `description` in a value that a resume must not change.
@@ -45,8 +48,7 @@ def resume_description(run: Path, description: dict[str, Any]) -> tuple[dict[str
     before = read_run_json(file)
     identity, now = _identity(before), _identity(description)
     if faults := [
-        f"{run}: this run has {key} = {json.dumps(identity[key])}, the command says {json.dumps(now[key])}; give the run's own value, or "
-        "another --run_name"
+        f"{run}: this run has {key} = {json.dumps(identity[key])}, the command says {json.dumps(now[key])}; {fix}"
         for key in now
         if key in identity and identity[key] != now[key]
     ]:
