@@ -293,6 +293,14 @@ def test_set_changes_one_value(resolved):
     assert resolved("--set", "optimizer.params.lr=0.5").lr == 0.5
 
 
+def test_a_decay_does_not_begin_within_the_warmup(resolved):
+    run = ("--steps", "10", "--warmup_steps", "8", "--set", "scheduler.type=WarmupStableDecayTokens")
+    resolved(*run, "--set", "scheduler.params.decay_fraction=0.2")
+    for fraction, begin in ((0.249, "7.51"), (0.3, "7")):
+        with pytest.raises(UsageError, match=f"would begin at step {begin}, within the warm-up of 8 steps"):
+            resolved(*run, "--set", f"scheduler.params.decay_fraction={fraction}")
+
+
 def test_documented_forms_that_people_have_keep_working(resolved):
     config = resolved(**{"optimizer.type": "adamw", "zero_optimization.reduce_bucket_size": 5e8, "steps_per_print": 2000})
     assert config.optimizer["type"] == "AdamW"

@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 
 from launch.comparison.trials import as_words, settings_on
-from launch.config import engine_keys
+from launch.config import engine_keys, optimizer
 from launch.config.flags import build_parser, parse_flags
 from launch.errors import UsageError
 from recipes import registry
+from recipes.technique import Declaration, Technique
 
 ROOT = Path(__file__).resolve().parents[1]
 GOOD = {"title": "t", "config": "ds_configs/zero2_bf16.json", "control": "ds_configs/zero1_bf16.json", "differs": [], "experiments": {}}
@@ -247,6 +248,18 @@ def test_a_wrong_section_of_a_technique_is_refused(section, message, recipes_wit
         resolve_with(tmp_path, corpus, section)
     assert message in str(mistake.value)
     assert len(mistake.value.faults) == 1
+
+
+def test_a_recorded_default_is_like_a_key_that_is_left_out(monkeypatch):
+    made = type("Made", (Technique,), {"declaration": Declaration(section="made", keys={"power": {"types": ["integer"], "default": 3}})})
+    monkeypatch.setattr(optimizer, "technique_classes", lambda: [made])
+
+    def described(**section: Any) -> dict[str, Any]:
+        run = {"seed": 1, "optimizer": {"type": "AdamW", "params": {"lr": 0.1}}, "techniques": {"made": section, "unknown": {"power": 3}}}
+        return optimizer.without_defaults(run)
+
+    assert described(enabled=True, power=3) == described(enabled=True) != described(enabled=True, power=4)
+    assert described()["techniques"]["unknown"] == {"power": 3}
 
 
 def test_a_schedule_depends_on_the_step_alone(corpus):

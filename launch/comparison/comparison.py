@@ -297,8 +297,7 @@ def _in_order(runs: Iterable[Run]) -> Group:
 
 def settings(run: Run) -> dict[str, Any]:
     """The configuration and the circumstances of a run as `run.json` records them, by dotted path."""
-    description = {key: value for key, value in run.description.items() if key not in NAMES}
-    description["optimizer"] = without_defaults(run.description["optimizer"])
+    description = {key: value for key, value in without_defaults(run.description).items() if key not in NAMES}
     # "nvme_path": "auto" is resolved to a folder that contains the run's name.
     scratch = str(Path(str(run.description.get("runs_dir"))) / str(run.description.get("run_name")) / SCRATCH)
     leaves = {dotted(path): "auto" if value == scratch else value for path, value in _leaves(description, ())}

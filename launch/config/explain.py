@@ -204,7 +204,7 @@ def _over_the_run(config: RunConfig, model: GPTConfig) -> tuple[list[dict[str, A
             percent, mark = marks.pop(0)
             place = max(1, -(-(mark - before) // steps.tokens))  # of the mark's step among these
             step, tokens = steps.number + place - 1, before + place * steps.tokens
-            rows.append({"percent": percent, "step": step, "tokens": tokens, "lr": rate(step, tokens), **steps.reported})
+            rows.append(dict(percent=percent, step=step, tokens=tokens, lr=rate(step, tokens), **steps.reported))  # no name may occur twice
         before = steps.consumed
     return rows, round(flops)
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from launch.config.engine_json import EngineJson
 from launch.config.engine_keys import ADAM_PARAMS, PARAMS, SGD_PARAMS, check_section, fill_defaults
+from launch.config.engine_schema import Rules
 from launch.errors import nearest
 from model.presets import Preset
 from recipes.registry import technique_classes
@@ -76,13 +77,20 @@ def _declared() -> dict[str, Declaration]:
     return {cls.declaration.optimizer_type: cls.declaration for cls in technique_classes() if cls.declaration.optimizer_type}
 
 
-def without_defaults(optimizer: dict[str, Any]) -> dict[str, Any]:
-    """The `optimizer` of a `run.json` without the parameters that `fill_optimizer` would fill in alike, which earlier versions did not."""
-    keys, params = _keys(optimizer.get("type")), optimizer.get("params") or {}
+def without_defaults(description: dict[str, Any]) -> dict[str, Any]:
+    """A `run.json` without the values that equal a technique's default. Earlier versions did not record them."""
+    optimizer, sections = description.get("optimizer") or {}, description.get("techniques") or {}
+    rules = {cls.declaration.section: cls.declaration.keys for cls in technique_classes()}
+    params = _without_defaults(optimizer.get("params") or {}, _keys(optimizer.get("type")))
+    techniques = {name: _without_defaults(section, rules.get(name, {})) for name, section in sections.items()}
+    return description | {"optimizer": optimizer | {"params": params}, "techniques": techniques}
+
+
+def _without_defaults(section: dict[str, Any], rules: Rules) -> dict[str, Any]:
     defaults = {
-        key: rule.get("default", params.get(rule.get("same_as", key))) for key, rule in keys.items() if {"default", "same_as"} & {*rule}
+        key: rule.get("default", section.get(rule.get("same_as", key))) for key, rule in rules.items() if {"default", "same_as"} & {*rule}
     }
-    return {**optimizer, "params": {key: value for key, value in params.items() if key not in defaults or value != defaults[key]}}
+    return {key: value for key, value in section.items() if key not in defaults or value != defaults[key]}
 
 
 def _check_stage(engine: EngineJson, kind: str, is_from_recipe: bool) -> None:

@@ -11,10 +11,10 @@ import json
 import os
 import shutil
 import uuid
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from launch.config.optimizer import without_defaults
 from launch.config.run_config import RunConfig
 from launch.config.steps import planned_steps
 from launch.config.token_schedule import STABLE_DECAY
@@ -55,7 +55,7 @@ def start_branch(config: RunConfig, run: Path, description: dict[str, Any]) -> N
     lines = [line for _, line in kept]
     _check_decay(config, state["tokens"])
     _check_settings(config, before, description)
-    _check_steps(config, before, lines, state["samples"])
+    _check_steps(config, lines, state["samples"])
 
     temporary, run_id = run.with_name(f".{run.name}.branch-{os.getpid()}"), uuid.uuid4().hex
     try:
@@ -104,8 +104,9 @@ def _check_decay(config: RunConfig, tokens: int) -> None:
 
 def _check_settings(config: RunConfig, before: dict[str, Any], description: dict[str, Any]) -> None:
     """Refuse a branch whose optimizer, clipping, techniques or rule for spikes differ from the continued run's."""
+    there, here = without_defaults(before), without_defaults(description)
     keys = ("optimizer", "techniques", "engine", "spike_rule")
-    found = [one for key in keys for one in differences(key, before.get(key), description[key])]
+    found = [one for key in keys for one in differences(key, there.get(key), here[key])]
     where = f"--branch_from {config.branch_from}"
     faults = [
         f"{where}: the run that wrote it has {key} = {json.dumps(there)}, and this run has {json.dumps(here)}; "
@@ -142,7 +143,6 @@ def _may_differ(key: str, there: Any, here: Any) -> bool:
 
 def _agree(there: Any, here: Any, rule: dict[str, Any]) -> bool:
     """Whether two values of a technique's key, None where it is left out, do the same by its `rule`, or `_check_steps` compares them."""
-    there, here = (rule.get("default") if value is None else value for value in (there, here))
     if "keys" in rule:
         there, here = there or {}, here or {}
         return all(_agree(there.get(key), here.get(key), rule["keys"].get(key, {})) for key in {*there, *here})
@@ -150,37 +150,30 @@ def _agree(there: Any, here: Any, rule: dict[str, Any]) -> bool:
     return there == here or (rule.get("auto") == "reported" and any(undecided)) or (bool(rule.get("auto")) and all(undecided))
 
 
-def _check_steps(config: RunConfig, before: dict[str, Any], lines: list[dict[str, Any]], samples: int) -> None:
+def _check_steps(config: RunConfig, lines: list[dict[str, Any]], samples: int) -> None:
     """Refuse a branch if this run would make a step differently from the run that it continues.
 
-    The steps are planned with the ranks and the micro-batch of that run, because "auto" may depend on them. Optimizers are left out: their
-    settings are compared in `_check_settings`, and in fp16 their schedules depend on the skipped steps.
+    Optimizers are left out: their settings are compared in `_check_settings`, and in fp16 their schedules depend on the skipped steps.
 
     Args:
         lines: the metrics of that run.
         samples: its position in the data. `--spike_rule rewind` leaves data out, and cuts the lines that would show it.
     """
-    batch = {key: before.get(key, getattr(config, key)) for key in ("ranks", "micro_batch_size", "gradient_accumulation_steps")}
-    same = replace(config, **batch)
-    try:
-        techniques = Techniques(member for member in make_techniques(same).members if member.declaration.section)
-    except ValueError as reasons:
-        where = f"--branch_from {config.branch_from}: with the {before['ranks']} rank(s) and micro-batch of the run that wrote it"
-        raise UsageError(*(f"{where}: {reason}" for reason in reasons.args)) from None
+    techniques = Techniques(member for member in make_techniques(config).members if member.declaration.section)
     recorded = {line["step"]: line for line in lines}
     assert config.token_schedule is not None, "_check_decay refuses others"
     planned = 0
-    for steps in planned_steps(same, techniques):
+    for steps in planned_steps(config, techniques):
         if steps.number > lines[-1]["step"]:
             break
-        planned += steps.plan.sequences * same.ranks
+        planned += steps.plan.sequences * config.ranks
         there = recorded.get(steps.number, {})
         for key, here in {"tokens": steps.consumed, "lr": config.token_schedule.rate(steps.consumed), **steps.reported}.items():
             if there.get(key, here) != here:
                 if key == "lr":
                     fix = "give its --lr and --warmup_steps, or a checkpoint before its decay"
                 else:
-                    fix = '"auto" follows the length of the run: write the values of that run'
+                    fix = '"auto" follows the length and the ranks of a run: write the values of that run'
                 raise UsageError(
                     f"--branch_from {config.branch_from}: step {steps.number} of the run that wrote it had {key} = {there[key]}, and this "
                     f"run has {here} there; {fix}"

@@ -53,10 +53,10 @@ def resume_description(
         if key in identity and identity[key] != now[key]
     ]:
         raise UsageError(*faults)
-    last = {**before, "commit": commits_of(before)[-1]}
+    last = without_defaults({**before, "commit": commits_of(before)[-1]})
     changes = [
         f"{name}: {json.dumps(old)} -> {json.dumps(new)}"
-        for key, value in description.items()
+        for key, value in without_defaults(description).items()
         if key not in (*INCIDENTAL, *INITIAL_WEIGHTS)
         for name, old, new in differences(key, last.get(key), value)
     ]
@@ -90,12 +90,7 @@ def _identity(description: dict[str, Any]) -> dict[str, Any]:
 
 
 def differences(key: str, before: Any, after: Any) -> list[tuple[str, Any, Any]]:
-    """The differences between two values of `key`: the dotted key and both values. Sections are compared key by key.
-
-    A parameter of a recipe's optimizer that is left out is equal to its default: earlier versions did not record defaults.
-    """
-    if key == "optimizer":
-        before, after = (without_defaults(one) if isinstance(one, dict) else one for one in (before, after))
+    """The differences between two values of `key`: the dotted key and both values. Sections are compared key by key."""
     if isinstance(before, dict) and isinstance(after, dict):
         names = sorted({*before, *after})
         return [found for name in names for found in differences(f"{key}.{name}", before.get(name), after.get(name))]

@@ -1,17 +1,21 @@
-"""Jobs for test_deepspeeds_muon: DeepSpeed's own Muon as it ships, held against the published algorithm in fp64."""
+"""Jobs for test_muon: the memory of an update. For test_deepspeeds_muon: DeepSpeed's own Muon, held against the published algorithm."""
 
 from __future__ import annotations
 
 import math
+import statistics
 from typing import Any
 from unittest import mock
 
 import deepspeed
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from launch.training.distributed import start_ranks, without_compiled_muon
 from model.gpt import GPT, weight_decay_groups
-from tests.distributed.jobs import forget_engines
+from recipes.muon.optimizer import Muon
+from tests.distributed.jobs import forget_engines, pretrain
 from tests.distributed.reference import PublishedMuon
 from tests.helpers import config_of
 
@@ -90,3 +94,36 @@ def trained(stage: int, accumulation: int, clips: bool, dtype: str = "float32", 
         if weight.ndim == 2:
             far[name.startswith("h.")].append(float((found[name] - weight).norm() / (weight - start[name].detach()).norm()))
     return {"tagged": tagged, "blocks": max(far[True]), "embeddings": max(far[False])}
+
+
+class PeakMemory(TorchDispatchMode):
+    """The most bytes of the storages, other than the known ones, that are alive after an operation."""
+
+    def __init__(self, *known: torch.Tensor):
+        super().__init__()
+        self.known, self.made, self.peak = {tensor.untyped_storage().data_ptr() for tensor in known}, dict[StorageWeakRef, int](), 0
+
+    def __torch_dispatch__(self, function, types, arguments=(), options=None):
+        made = function(*arguments, **(options or {}))
+        if isinstance(made, torch.Tensor) and made.untyped_storage().data_ptr() not in self.known:
+            self.made[StorageWeakRef(made.untyped_storage())] = made.untyped_storage().nbytes()
+        self.made = {storage: size for storage, size in self.made.items() if not storage.expired()}
+        self.peak = max(self.peak, sum(self.made.values()))
+        return made
+
+
+def peak_of_update(flags: list[str]) -> int:
+    """The most bytes that an update of this project's Muon has beside the parameters, their gradients and the optimizer's state."""
+    update, peaks = Muon.step, []
+
+    def measured(optimizer: Muon) -> None:
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        states = [tensor for state in optimizer.state.values() for tensor in state.values()]
+        with PeakMemory(*parameters, *(parameter.grad for parameter in parameters), *states) as memory:
+            update(optimizer)
+        peaks.append(memory.peak)
+
+    with mock.patch.object(Muon, "step", measured):
+        pretrain(flags)
+    # The first update makes the state. Some sub-groups have no matrix. Threads of gloo may hold the buffers of an exchange for a moment.
+    return statistics.mode(peak for peak in peaks if peak)

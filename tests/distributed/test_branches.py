@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import re
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +17,7 @@ import pytest
 from launch.config.run_config import resolve
 from launch.config.steps import planned_steps
 from launch.errors import UsageError
-from launch.formats.checkpoint_files import STATE_FILE, state_text
+from launch.formats.checkpoint_files import STATE_FILE, DamagedCheckpoint, state_text
 from launch.training.branch import start_branch
 from launch.training.folder import open_run_folder
 from launch.training.provenance import describe_run
@@ -82,7 +85,7 @@ def test_a_branched_decay_is_the_run_that_decayed_there(config, train, tmp_path)
         ("step-00000024", ["--steps", "60"], "before its decay"),
         ("step-00000012", ["--steps", "20", "--lr", "4e-3"], "--lr"),
         ("step-00000012", ["--steps", "20", "--warmup_steps", "4"], "step 1 .*--warmup_steps"),  # both have the peak at step 12
-        ("step-00000012", ["--steps", "20", "--seed", "2"], "seed"),
+        ("step-00000012", ["--steps", "20", "--seed", "2"], "seed = 1, .* of --branch_from$"),
         ("step-00000013", ["--steps", "20"], "no such checkpoint"),
     ],
 )
@@ -92,6 +95,17 @@ def test_a_branch_that_would_be_another_run_is_refused(name, more, why, long, co
     with pytest.raises(UsageError, match=why):
         open_run_folder(config, tmp_path / "branch")
     assert not list(tmp_path.iterdir()) and digests(long) == before
+
+
+def test_a_branch_from_a_damaged_checkpoint_is_refused(long, corpus, tmp_path):
+    shutil.copytree(long, tmp_path / "damaged")
+    file = max((tmp_path / "damaged/checkpoints/step-00000012").rglob("*.pt"), key=lambda file: file.stat().st_size)
+    os.truncate(file, file.stat().st_size - 1)
+    more = ["--steps", "20", "--branch_from", str(tmp_path / "damaged/checkpoints/step-00000012")]
+    config, _ = resolve(flags(corpus, tmp_path, "branch", *more), ranks=2)
+    with pytest.raises(DamagedCheckpoint, match=f"^{re.escape(str(file))}: has"):
+        open_run_folder(config, tmp_path / "branch")
+    assert [path.name for path in tmp_path.iterdir()] == ["damaged"]
 
 
 def test_checkpoints_may_lie_behind_a_link(train, tmp_path):
@@ -131,8 +145,14 @@ def test_a_resumed_branch_without_a_checkpoint_does_not_start_at_step_0(long, tr
         (["batch_size_warmup"], [TOKENS], ""),
         (["fused_kernels"], ["fused_kernels.enabled=false"], ""),
         (["progressive_layer_drop"], ["progressive_layer_drop.gamma=1.0", "--ranks 2"], ""),
-        (["batch_size_warmup"], [TOKENS, "--ranks 4"], ""),
-        (["batch_size_warmup"], ["batch_size_warmup.min_batch_size=1", "--long_ranks 2"], "with the 2 rank.*min_batch_size"),
+        (["batch_size_warmup"], [TOKENS, "--ranks 4"], ""),  # "auto" is 8 of 32 sequences at first, also with 4 ranks
+        (["batch_size_warmup"], [TOKENS, "--ranks 16"], "had tokens = .* the ranks of a run"),
+        (["batch_size_warmup"], [TOKENS, "batch_size_warmup.min_batch_size=1", "--long_ranks 2"], "step 1 .* had tokens"),
+        (["muon"], ['--recorded {"spike_rule":"skip"}'], 'spike_rule = "skip", and this run has "off"'),
+        (["muon"], ['--recorded {"spike_rule":"rewind"}'], 'spike_rule = "rewind"'),
+        (["muon"], ['--recorded {"spike_rule":"log"}'], ""),
+        (["muon"], ['--recorded {"spike_rule":null,"engine":null}'], ""),  # of an earlier version
+        (["muon"], ["--left_out 8"], "left out 8 samples"),
         (["muon"], ["--resumed optimizer.params.weight_decay: 0.1 -> 0.2"], "a resume of the run that wrote it changed"),
         (["muon"], ["--resumed optimizer.params.lr: 0.1 -> 0.2"], ""),
         (["batch_size_warmup"], [TOKENS, '--resumed techniques.batch_size_warmup.warmup_tokens: "auto" -> 102400'], ""),
@@ -162,9 +182,11 @@ def test_a_branch_with_other_settings_is_refused(settings, changed, why, corpus,
     ]
     described = describe_run(long) | {"resumes": [{"changes": [options["resumed"]]}] if "resumed" in options else []}
     described["optimizer"]["params"].pop(options.get("unrecorded"), None)
+    described |= json.loads(options.get("recorded", "{}"))
     write_run(tmp_path / "long", described, lines)
     checkpoint.mkdir(parents=True)
-    state = {"step": 20, "tokens": steps[-1].consumed, "samples": 160, "val_loss": None}
+    samples = sum(one.plan.sequences * long.ranks for one in steps) + int(options.get("left_out", 0))
+    state = {"step": 20, "tokens": steps[-1].consumed, "samples": samples, "val_loss": None}
     (checkpoint / STATE_FILE).write_text(state_text(state, described["run_id"], 1, {}))
     short = replace(config(50, *changed, ranks=int(options.get("ranks", 1))), branch_from=str(checkpoint))
     if why:

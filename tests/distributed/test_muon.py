@@ -12,8 +12,6 @@ from itertools import accumulate
 
 import pytest
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from launch.config.explain import bytes_of
 from launch.config.run_config import ROOT, resolve
@@ -25,6 +23,7 @@ from recipes.masters import Fragment
 from recipes.muon.optimizer import Matrix, Muon, orthogonalized
 from recipes.muon.technique import divided_matrices, exchanged_elements, hidden_parts, matrices_in, shared_among_ranks
 from recipes.technique import Techniques
+from tests.distributed.muon_jobs import PeakMemory
 from tests.distributed.reference import PublishedMuon, Step, reference_steps
 from tests.distributed.test_engine_follows_plain_pytorch import BATCH, SEED, SMALL, STEPS, WARMUP, largest_difference, losses_of
 from tests.distributed.test_engine_follows_plain_pytorch import flags as engine_flags
@@ -312,22 +311,6 @@ def test_hidden_matrices_have_no_second_moment_in_the_plan(stage):
     assert states(other) - states(page) == pytest.approx(4 * 12 * 12 * 768**2, rel=1e-3)
 
 
-class PeakMemory(TorchDispatchMode):
-    """The most bytes of the storages, other than the known ones, that are alive after an operation."""
-
-    def __init__(self, *known: torch.Tensor):
-        super().__init__()
-        self.known, self.made, self.peak = {tensor.data_ptr() for tensor in known}, dict[StorageWeakRef, int](), 0
-
-    def __torch_dispatch__(self, function, types, arguments=(), options=None):
-        made = function(*arguments, **(options or {}))
-        if isinstance(made, torch.Tensor) and made.untyped_storage().data_ptr() not in self.known:
-            self.made[StorageWeakRef(made.untyped_storage())] = made.untyped_storage().nbytes()
-        self.made = {storage: size for storage, size in self.made.items() if not storage.expired()}
-        self.peak = max(self.peak, sum(self.made.values()))
-        return made
-
-
 @pytest.mark.parametrize(("name", "dtype"), [("bf16", torch.bfloat16), ("fp32", torch.float32)])
 def test_the_memory_of_the_iterations_is_in_the_plan(name, dtype):
     planned = [
@@ -347,3 +330,11 @@ def test_the_memory_of_the_iterations_is_in_the_plan(name, dtype):
             optimizer.step()
         measured.append(memory.peak)
     assert planned[0] - planned[1] == pytest.approx(max(measured), rel=0.02)
+
+
+@pytest.mark.parametrize("name", ["bf16", "fp32"])
+def test_the_memory_of_cut_matrices_is_in_the_plan(name, two_ranks, corpus, tmp_path):
+    run = flags(corpus, tmp_path, 2, stage=3, ns_dtype=name)
+    config, _ = resolve(run, ranks=2)
+    planned = config.built_techniques.memory_terms(config.model_config, "cpu")["update"]
+    assert max(two_ranks.run("tests.distributed.muon_jobs:peak_of_update", flags=run)) == pytest.approx(planned, rel=0.02)
