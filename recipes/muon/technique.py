@@ -45,7 +45,7 @@ class MuonTechnique(Technique):
             "ns_steps": {"types": ["integer"], "minimum": 1, "maximum": 20, "default": 5},
             "ns_dtype": {"enum": ["bf16", "fp32"], "default": "bf16"},
             "rate_scale": {"enum": ["original", "match_rms_adamw"], "default": "match_rms_adamw"},
-            "adam_lr": {"types": ["number"], "minimum": 0, "maximum": 1, "same_as": "lr"},
+            "adam_lr": {"types": ["number"], "minimum": 0, "maximum": 100, "same_as": "lr"},
         },
     )
 
