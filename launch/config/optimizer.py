@@ -86,6 +86,11 @@ def without_defaults(description: dict[str, Any]) -> dict[str, Any]:
     return description | {"optimizer": optimizer | {"params": params}, "techniques": techniques}
 
 
+def has_rate_of_its_own(optimizer: dict[str, Any]) -> bool:
+    """Whether a parameter of the `optimizer` without defaults is a learning rate beside `lr`, such as Muon's `adam_lr`."""
+    return any("same_as" in rule and key in optimizer["params"] for key, rule in _keys(optimizer.get("type")).items())
+
+
 def _without_defaults(section: dict[str, Any], rules: Rules) -> dict[str, Any]:
     defaults = {
         key: rule.get("default", section.get(rule.get("same_as", key))) for key, rule in rules.items() if {"default", "same_as"} & {*rule}

@@ -14,7 +14,7 @@ from model.presets import GPTConfig
 
 #: The keys of `run.json` that its readers need, each with its type and the type's name.
 RUN_KEYS: dict[str, tuple[type, str]] = {
-    **dict.fromkeys(("shape", "corpus", "optimizer", "techniques", "machine", "versions"), (dict, "an object")),
+    **dict.fromkeys(("shape", "corpus", "optimizer", "techniques", "engine", "machine", "versions"), (dict, "an object")),
     **dict.fromkeys(("config_file", "corpus_fingerprint", "precision"), (str, "a string")),
     **dict.fromkeys(("seed", "ranks", "zero_stage", "total_tokens", "eval_every", "eval_batches"), (int, "a whole number")),
     **dict.fromkeys(("global_batch_size", "micro_batch_size"), (int, "a whole number")),

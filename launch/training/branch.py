@@ -14,7 +14,7 @@ import uuid
 from pathlib import Path
 from typing import Any
 
-from launch.config.optimizer import without_defaults
+from launch.config.optimizer import has_rate_of_its_own, without_defaults
 from launch.config.run_config import RunConfig
 from launch.config.steps import planned_steps
 from launch.config.token_schedule import STABLE_DECAY
@@ -104,21 +104,23 @@ def _check_decay(config: RunConfig, tokens: int) -> None:
 
 def _check_settings(config: RunConfig, before: dict[str, Any], description: dict[str, Any]) -> None:
     """Refuse a branch whose optimizer, clipping, techniques or rule for spikes differ from the continued run's."""
-    there, here = without_defaults(before), without_defaults(description)
+    their, own = without_defaults(before), without_defaults(description)
     keys = ("optimizer", "techniques", "engine", "spike_rule")
-    found = [one for key in keys for one in differences(key, there.get(key), here[key])]
+    found = [one for key in keys for one in differences(key, their.get(key), own[key])]
+    # Equal rates at each step do not suffice where another rate is a multiple of them.
+    fixed = {"optimizer.params.lr"} if has_rate_of_its_own(own["optimizer"]) else set()
     where = f"--branch_from {config.branch_from}"
     faults = [
         f"{where}: the run that wrote it has {key} = {json.dumps(there)}, and this run has {json.dumps(here)}; "
         f"{'leave it out' if there is None else 'give its value'}"
         for key, there, here in found
-        if not _may_differ(key, there, here)
+        if key in fixed or not _may_differ(key, there, here)
     ]
-    changed = [line for start in starts_of(before) for line in start.get("changes", [])]
+    changed = [(line, *parse_change(line)) for start in starts_of(before) for line in start.get("changes", [])]
     faults += [
         f"{where}: a resume of the run that wrote it changed {line}, perhaps before this checkpoint; take one of a run without that"
-        for line in changed
-        if not _may_differ(*parse_change(line))
+        for line, key, there, here in changed
+        if key in fixed or not _may_differ(key, there, here)
     ]
     if faults:
         raise UsageError(*faults)
@@ -160,7 +162,9 @@ def _check_steps(config: RunConfig, lines: list[dict[str, Any]], samples: int) -
         samples: its position in the data. `--spike_rule rewind` leaves data out, and cuts the lines that would show it.
     """
     techniques = Techniques(member for member in make_techniques(config).members if member.declaration.section)
-    recorded = {line["step"]: line for line in lines}
+    recorded: dict[int, dict[str, Any]] = {}
+    for line in lines:  # an evaluation after the last step has a line of its own
+        recorded.setdefault(line["step"], {}).update(line)
     assert config.token_schedule is not None, "_check_decay refuses others"
     planned = 0
     for steps in planned_steps(config, techniques):
@@ -169,7 +173,12 @@ def _check_steps(config: RunConfig, lines: list[dict[str, Any]], samples: int) -
         planned += steps.plan.sequences * config.ranks
         there = recorded.get(steps.number, {})
         for key, here in {"tokens": steps.consumed, "lr": config.token_schedule.rate(steps.consumed), **steps.reported}.items():
-            if there.get(key, here) != here:
+            if key not in there:
+                raise UsageError(
+                    f"--branch_from {config.branch_from}: the metrics of the run that wrote it lack {key} of step {steps.number}, so "
+                    "the steps cannot be compared; take a checkpoint of a run with all its metrics"
+                )
+            if there[key] != here:
                 if key == "lr":
                     fix = "give its --lr and --warmup_steps, or a checkpoint before its decay"
                 else:

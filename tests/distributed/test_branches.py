@@ -29,6 +29,7 @@ JOB = "tests.distributed.jobs:pretrain"
 #: The values of "auto" in a run of 100 steps.
 TOKENS = "batch_size_warmup.warmup_tokens=102400"
 LTD = "random_ltd.random_ltd_schedule.schedule_config.require_steps=70"
+ADAM_LR = "optimizer.params.adam_lr=0.0005"
 CURRICULUM = "curriculum_learning.schedule_config.total_curriculum_step=40"
 
 
@@ -151,7 +152,16 @@ def test_a_resumed_branch_without_a_checkpoint_does_not_start_at_step_0(long, tr
         (["muon"], ['--recorded {"spike_rule":"skip"}'], 'spike_rule = "skip", and this run has "off"'),
         (["muon"], ['--recorded {"spike_rule":"rewind"}'], 'spike_rule = "rewind"'),
         (["muon"], ['--recorded {"spike_rule":"log"}'], ""),
-        (["muon"], ['--recorded {"spike_rule":null,"engine":null}'], ""),  # of an earlier version
+        (["muon"], ['--recorded {"spike_rule":null}'], ""),  # of an earlier version
+        (["muon"], ['--recorded {"engine":null}'], "'engine' is null, must be an object"),
+        # Equal rates do not suffice where a second rate is a multiple of them.
+        (["muon"], ["optimizer.params.lr=0.004"], "step 1 .* had lr"),
+        (["muon", ADAM_LR], [ADAM_LR, "optimizer.params.lr=0.004"], "optimizer.params.lr = 0.002, and this run has 0.004; give its value"),
+        (["muon", ADAM_LR], [ADAM_LR, "--resumed optimizer.params.lr: 0.1 -> 0.2"], "a resume of the run that wrote it changed"),
+        (["muon", ADAM_LR], [ADAM_LR], ""),
+        (["muon"], ["--lost 7"], "lack tokens of step 7"),
+        (["muon"], ["--evaluated 20"], ""),
+        (["muon"], ["--evaluated 20", '--last {"lr":0.5}'], "step 20 .* had lr = 0.5"),
         (["muon"], ["--left_out 8"], "left out 8 samples"),
         (["muon"], ["--resumed optimizer.params.weight_decay: 0.1 -> 0.2"], "a resume of the run that wrote it changed"),
         (["muon"], ["--resumed optimizer.params.lr: 0.1 -> 0.2"], ""),
@@ -179,6 +189,11 @@ def test_a_branch_with_other_settings_is_refused(settings, changed, why, corpus,
     lines = [
         {"step": one.number, "tokens": one.consumed, "seconds": 1.0, "lr": long.token_schedule.rate(one.consumed), **one.reported}
         for one in steps
+    ]
+    lines[-1] |= json.loads(options.get("last", "{}"))
+    lines = [one for one in lines if one["step"] != int(options.get("lost", 0))]
+    lines += [
+        {"step": int(step), "tokens": steps[-1].consumed, "seconds": 1.0, "val_loss": 5.0} for step in [options.get("evaluated")] if step
     ]
     described = describe_run(long) | {"resumes": [{"changes": [options["resumed"]]}] if "resumed" in options else []}
     described["optimizer"]["params"].pop(options.get("unrecorded"), None)
