@@ -24,7 +24,7 @@ from launch.formats.files import write_atomically
 from launch.formats.metrics import parse_line, read_run_json, split_lines
 from launch.training.metrics_writer import METRICS_FILE
 from launch.training.run_json import differences, parse_change, resume_description, starts_of
-from recipes.registry import make_techniques, technique_classes
+from recipes.registry import technique_classes
 from recipes.technique import Declaration, Techniques
 
 
@@ -161,12 +161,12 @@ def _check_steps(config: RunConfig, lines: list[dict[str, Any]], samples: int) -
         lines: the metrics of that run.
         samples: its position in the data. `--spike_rule rewind` leaves data out, and cuts the lines that would show it.
     """
-    techniques = Techniques(member for member in make_techniques(config).members if member.declaration.section)
+    techniques = Techniques(member for member in config.built_techniques.members if member.declaration.section)
     recorded: dict[int, dict[str, Any]] = {}
     for line in lines:  # an evaluation after the last step has a line of its own
         recorded.setdefault(line["step"], {}).update(line)
     assert config.token_schedule is not None, "_check_decay refuses others"
-    planned = 0
+    where, planned = f"--branch_from {config.branch_from}", 0
     for steps in planned_steps(config, techniques):
         if steps.number > lines[-1]["step"]:
             break
@@ -175,7 +175,7 @@ def _check_steps(config: RunConfig, lines: list[dict[str, Any]], samples: int) -
         for key, here in {"tokens": steps.consumed, "lr": config.token_schedule.rate(steps.consumed), **steps.reported}.items():
             if key not in there:
                 raise UsageError(
-                    f"--branch_from {config.branch_from}: the metrics of the run that wrote it lack {key} of step {steps.number}, so "
+                    f"{where}: the metrics of the run that wrote it lack {key} of step {steps.number}, so "
                     "the steps cannot be compared; take a checkpoint of a run with all its metrics"
                 )
             if there[key] != here:
@@ -184,11 +184,10 @@ def _check_steps(config: RunConfig, lines: list[dict[str, Any]], samples: int) -
                 else:
                     fix = '"auto" follows the length and the ranks of a run: write the values of that run'
                 raise UsageError(
-                    f"--branch_from {config.branch_from}: step {steps.number} of the run that wrote it had {key} = {there[key]}, and this "
-                    f"run has {here} there; {fix}"
+                    f"{where}: step {steps.number} of the run that wrote it had {key} = {there[key]}, and this run has {here} there; {fix}"
                 )
     if planned != samples:
         raise UsageError(
-            f"--branch_from {config.branch_from}: the run that wrote it left out {samples - planned:,} samples (--spike_rule rewind); take "
+            f"{where}: the run that wrote it left out {samples - planned:,} samples (--spike_rule rewind); take "
             "a checkpoint from before that"
         )
