@@ -195,24 +195,20 @@ def _claim_row(verdict: Verdict, one: Published) -> list[str]:
 def _plan(claim: Claim, one: Published) -> str:
     """The assumed true value; for the loss, also the power at the testbed's noise and at the ends of the noise's interval.
 
-    For "equal" the noise is that of rounding (precision, accumulation), for other questions that of a perturbation (trajectory). If the
-    testbed's noise is not measured, that of another testbed of the device is used.
+    For "equal" the noise is that of rounding (precision, accumulation), for other questions that of a perturbation (trajectory).
     """
     truth = f"if the true {claim.scale} is {_number(claim, claim.expected)}"
-    noisy = [one.testbed.name, *(testbed.name for testbed in read_testbeds(one.testbed.device))]
-    measured = next((name for name in noisy if (TESTBEDS / name / "noise.json").exists()), None)
-    if claim.measure != "loss" or measured is None:
+    measured = TESTBEDS / one.testbed.name / "noise.json"
+    if claim.measure != "loss" or not measured.exists():
         what = "noise" if claim.measure == "loss" else "noise of this quantity"
         return f"aims at power {claim.power:g} {truth}; the {what} is not measured"
-    nulls = read_json(TESTBEDS / measured / "noise.json")["nulls"]
-    own = measured == one.testbed.name
-    where = "the measured noise" if own else f"the noise of {measured} (that of {one.testbed.name} is not measured)"
+    nulls = read_json(measured)["nulls"]
     kinds = ("precision", "accumulation") if claim.question == "equal" else ("trajectory",)
     middle, high, low = (
         f"{planned_power(claim, one.experiment.seeds, noise, claims_in_table(one.testbed.device)):.2f}"
         for noise in max(deviation(nulls[kind]) for kind in kinds)
     )
-    return f"power {middle} ({low} to {high}) at {where} {truth}"
+    return f"power {middle} ({low} to {high}) at the measured noise {truth}"
 
 
 def _number(claim: Claim, value: float) -> str:
