@@ -120,8 +120,6 @@ def main() -> int:
     _check_out(flags.out, "noise.json" if flags.noise else None)
     if flags.publish:
         _check_publish(flags)
-    if flags.parallel:  # before planning, because the number of threads is part of a run's name
-        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // (flags.parallel * (flags.ranks or 1)))))
     # Extreme values in a run overflow in numpy and matplotlib; the report shows what came of them.
     warnings.simplefilter("ignore", RuntimeWarning)
     warnings.simplefilter("ignore", UserWarning)

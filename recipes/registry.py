@@ -85,8 +85,10 @@ class Experiment:
     tuned: Flags = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if self.seeds < 1:
-            raise ValueError(f"'seeds' is {self.seeds}; it must be at least 1")
+        if self.seeds < 2:
+            raise ValueError(f"'seeds' is {self.seeds}; it must be at least 2, because a test needs two pairs")
+        if len({claim.measure for claim in self.claims}) < len(self.claims):
+            raise ValueError("'claims' has two claims about one measure; keep one")
         _check_sweep(self.sweep, self.tuned, "only swept flags may differ from the testbed's")
         for claim in self.claims:
             low, high = claim.bounds
@@ -191,6 +193,8 @@ def _read(cls: type[T], path: Path) -> T:
         fields = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(fields, dict):
             raise ValueError("it must be an object")
+        if "name" in fields:
+            raise ValueError("'name' is that of the folder; leave it out")
     except (OSError, ValueError) as reason:
         raise RecipeError(f"{path}: not a readable JSON file: {reason}") from None
     try:

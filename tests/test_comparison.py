@@ -75,6 +75,12 @@ def test_figures_are_of_pairs_with_the_same_seed(make):
     assert comparison.remarks == (f"{title}: seed 3 was run on one side only, and is excluded from differences and verdicts",)
 
 
+def test_runs_that_are_saved_and_logged_differently_form_one_side(make):
+    runs = [make("a1", ZERO_1, 1), make("a2", ZERO_1, 2, change={"save_every": 7, "histogram_every": 5})]
+    (side,) = compare(runs).sides
+    assert [run.seed for run in side.runs] == [1, 2]
+
+
 def test_one_pair_has_a_difference_without_an_interval(make):
     (pair,) = compare([make("a", ZERO_1), make("b", PLD, final=4.5)]).pairs
     difference = pair.figures["final_val_loss"].difference
@@ -109,8 +115,9 @@ def test_step_times_of_runs_that_were_not_interleaved_on_one_machine_are_not_jud
 
 
 def test_values_that_are_tuned_for_each_side_are_expected_on_a_testbed(make):
-    tuned = make("b", (*PLD, "--lr", "0.001", "--warmup_steps", "5"))
-    assert on_testbed([make("a", ZERO_1)], [tuned], seeds=1).remarks == ()
+    control = [make(f"a{seed}", ZERO_1, seed) for seed in (1, 2)]
+    tuned = [make(f"b{seed}", (*PLD, "--lr", "0.001", "--warmup_steps", "5"), seed) for seed in (1, 2)]
+    assert on_testbed(control, tuned, seeds=2).remarks == ()
 
 
 def test_a_recipe_without_claims_on_the_testbed_is_not_judged(make):
@@ -136,7 +143,7 @@ def test_the_target_is_the_testbeds_and_no_run_is_dropped(make):
     assert comparison.pairs[0].figures["seconds_to_target"].control[1] == 8.5
     assert figure_row("tokens_to_target", tokens)[1:] == ["15,360 ± 0 (2 of 2)", "reached by 1 of 2", "–", "≥ 1.155"]
     json.dumps(comparison.as_json(), allow_nan=False)
-    complete = on_testbed(control[:1], own[:1], seeds=1).pairs[0].figures["tokens_to_target"]
+    complete = on_testbed(control[:1], own[:1], seeds=2).pairs[0].figures["tokens_to_target"]
     assert (complete.difference.mean, complete.ratio.mean) == (0.0, 1.0)
     assert not any("target" in name for name in compare([*control, *own]).pairs[0].figures)
 
@@ -449,8 +456,8 @@ def test_a_run_that_has_hardly_begun_is_compared(of_steps, make):
 
 def test_the_report_is_plain_json_with_where_each_number_comes_from(make):
     name = "<script>alert(1)<" + "script>"
-    runs = [make("a", ZERO_1), make(name, PLD, final=4.5)]
-    comparison = on_testbed(runs[:1], runs[1:], seeds=1)
+    runs = [make("a", ZERO_1), make("a2", ZERO_1, 2), make(name, PLD, final=4.5), make("b2", PLD, 2, final=4.5)]
+    comparison = on_testbed(runs[:2], runs[2:], seeds=2)
     written = comparison.as_json()
     json.dumps(written, allow_nan=False)
     (pair,) = written["pairs"]
@@ -458,14 +465,14 @@ def test_the_report_is_plain_json_with_where_each_number_comes_from(make):
         "progressive_layer_drop",
         "zero1_bf16",
         "progressive_layer_drop",
-        [1],
+        [1, 2],
     )
     assert {"key": "techniques.progressive_layer_drop.theta", "control": None, "other": 0.5} in pair["differences"]
     assert pair["figures"]["final_val_loss"]["difference"]["mean"] == 0.5
     assert pair["testbed"] == "nano-0.5M" and [claim["claim"]["question"] for claim in pair["claims"]] == ["within", "ratio"]
     for claim in pair["claims"]:
         assert {"outcome", "reason", "estimate", "interval", "p_holds", "p_fails", "p", "adjusted", "pairs", "statement"} <= claim.keys()
-    (run,) = written["sides"][1]["runs"]
-    assert (run["name"], run["folder"], run["seed"], run["state"]) == (name, str(runs[1].folder), 1, "finished")
-    assert run["commit"] == runs[1].description["commit"] and run["machine"] == runs[1].description["machine"]
+    run, _ = written["sides"][1]["runs"]
+    assert (run["name"], run["folder"], run["seed"], run["state"]) == (name, str(runs[2].folder), 1, "finished")
+    assert run["commit"] == runs[2].description["commit"] and run["machine"] == runs[2].description["machine"]
     assert run["measures"]["final_val_loss"] == 4.5

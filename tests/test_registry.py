@@ -104,7 +104,7 @@ def test_a_changed_key_is_noticed():
         (claim(number=0.02), "'number' is 0.02 for 'equal'; allowed are at most 0.01"),
         (claim(power=1), "'power' between 0 and 1"),
         (claim(question="lower_by"), "'loss ≤ control − 0.01' is false for its 'expected' 0; that must be above -inf and below -0.01"),
-        (swept(None, seeds=0), "'seeds' is 0; it must be at least 1"),
+        (swept(None, seeds=1), "'seeds' is 1; it must be at least 2"),
         (swept({"lr": 0.1}), "sweep.lr': Input should be a valid array"),
         (swept({"warmup_steps": [1]}), "'sweep' has no lr; every sweep varies the learning rate"),
         (swept(None, tuned={"lr": 0.1}), "'tuned.lr' is not in 'sweep'; only swept flags may differ from the testbed's"),

@@ -15,7 +15,7 @@ from typing import Any, Literal, TypeVar
 
 import numpy as np
 
-from launch.comparison.runs import Run
+from launch.comparison.runs import NOT_REMARKED, Run
 from launch.comparison.time_to_target import RatioToTarget, Reached, ratio_to_target, reached_at
 from launch.comparison.verdicts import Interval, Verdict, decide, judge, paired_interval
 from launch.config.optimizer import without_defaults
@@ -33,8 +33,8 @@ Pairing = tuple[Group, Group, Recipe | None, Testbed | None]  # control, side, t
 
 #: Keys of run.json that are not configuration: the seed, by which runs are paired, names and paths.
 NAMES = {*INCIDENTAL, "resumes", "seed", "run_name", "runs_dir", "recipe", "config_file"}
-#: Top-level keys that may differ between the runs of a side: preset, place of the corpus, code, machine.
-CIRCUMSTANCES = {"preset", "data", "corpus", "commit", "versions", "machine"}
+#: Top-level keys that may differ between the runs of a side: preset, place of the corpus, code, machine, what is saved and logged.
+CIRCUMSTANCES = NOT_REMARKED - NAMES | {"versions"}
 #: Settings that repeat one of the sections `engine`, `optimizer` and `scheduler`, and are not compared.
 REPEATED = {"zero_stage", "global_batch_size", "micro_batch_size", "gradient_accumulation_steps", "lr", "min_lr", "warmup_steps"}
 REPEATED |= {"scheduler.params.total_tokens", "corpus.path"}
@@ -80,7 +80,7 @@ class Side:
     """Runs of one configuration, in the order of their seeds.
 
     name: of its DeepSpeed JSON, with the name of its first run if several sides have the same JSON. Untrusted text.
-    role: "control" if it is the control of any pair, "recipe" if claims about it are judged, else "run".
+    role: "control" if it is the control of any pair, "recipe" if it is another side of a pair with a known recipe, else "run".
     """
 
     name: str
@@ -459,7 +459,9 @@ def _judged(claim: Claim, pair: Pair, *numbers: Mapping[int, Mapping[str, float]
     """The verdict on a claim from the measures of control and recipe by seed: inconclusive unless all planned pairs can be compared."""
     if claim.measure == "step_time" and not pair.on_equal_terms:
         return Verdict(claim, "the runs of a seed were not interleaved on one machine; give another --runs_dir to train both again")
-    if claim.key != LOSS and (failed := [run.name for side in (pair.control, pair.side) for run in side.runs if not run.finished]):
+    if claim.key != LOSS and (
+        failed := [run.name for side in (pair.control, pair.side) for run in side.by_seed().values() if not run.finished]
+    ):
         return Verdict(claim, f"a run diverged, so its {claim.measure} is not that of a whole run: {', '.join(failed)}")
     before, after = ([one[seed].get(claim.key, math.nan) for seed in pair.seeds] for one in numbers)
     # A diverged run of the recipe is evidence about the loss; a diverged run of the control leaves nothing to compare with.

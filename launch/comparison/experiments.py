@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import fcntl
-import json
 import os
 import shutil
 import sys
@@ -22,7 +21,7 @@ from launch.comparison.runs import read_run
 from launch.comparison.trials import CannotRun, PlannedExperiment, Trial, corpus_command, fitting_groups, in_order, plan_experiment
 from launch.config.hardware import device_type, gpus
 from launch.errors import UsageError, print_once, printable_line
-from launch.formats.files import check_writable
+from launch.formats.files import check_writable, read_json_object
 from model.accounting import flops_per_token, parameter_count
 from recipes.registry import ROOT, Recipe, Testbed, read_recipe, read_testbed, read_testbeds
 
@@ -58,7 +57,6 @@ def run_experiments(
     Raises:
         UsageError: a recipe is damaged or cannot run here, or `runs_dir` cannot be used.
     """
-    os.environ.setdefault("DS_ACCELERATOR", device_type())
     planned: list[PlannedExperiment] = []
     absent = []
     for folder in folders:
@@ -113,7 +111,7 @@ def check_corpus(testbed: Testbed) -> None:
     manifest = folder / "manifest.json"
     if not manifest.exists():
         raise CannotRun(f"the corpus of {testbed.name}, {folder}, does not exist; make it: {command}")
-    found = json.loads(manifest.read_text(encoding="utf-8"))["options"]["tokenizer"]
+    found = read_json_object(manifest, f"make the corpus again: {command}").get("options", {}).get("tokenizer")
     if found != testbed.corpus["tokenizer"]:
         raise CannotRun(f"{folder} has the tokenizer {found}, not that of {testbed.name}; move it away, and make it again: {command}")
 
@@ -139,6 +137,7 @@ def _plan(recipe: Recipe, testbed: Testbed | None, passed_on: Sequence[str], fla
     count = flags.seeds or (recipe.experiments[testbed.name].seeds if testbed else SEEDS)
     first = FIRST_EXPLORED if testbed and flags.seeds else 1
     ranks = ranks_of(recipe, testbed, flags)
+    share_cores(flags, ranks)
     if flags.parallel and ranks > 1 and device_type() == "cuda":
         raise CannotRun(f"its runs have {ranks} ranks, and --parallel gives each run one GPU; leave out --parallel")
     timed = [claim for claim in recipe.experiments[testbed.name].claims if claim.measure == "step_time"] if testbed else []
@@ -152,6 +151,12 @@ def ranks_of(recipe: Recipe | None, testbed: Testbed | None, flags: argparse.Nam
     of_recipe = recipe.ranks if recipe else None
     planned = (of_recipe or testbed.ranks) if testbed else None
     return int(flags.ranks or planned or (len(gpus()) if device_type() == "cuda" else CPU_RANKS))
+
+
+def share_cores(flags: argparse.Namespace, ranks: int) -> None:
+    """With `--parallel`, give each rank an equal share of the cores. Call it before planning: the number of threads is part of the name."""
+    if flags.parallel:
+        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // (flags.parallel * ranks))))
 
 
 def train_missing(flags: argparse.Namespace, batches: Sequence[Sequence[Trial]], runs_dir: Path) -> dict[str, str]:

@@ -137,8 +137,8 @@ def answers(pair: Pair) -> list[str]:
     """Which side ends at the lower loss and by how much, and how long the same tokens take, in sentences."""
     name, control = (pair.recipe.name, "its control") if pair.recipe else (pair.side.name, pair.control.name)
     found = []
-    for side, runs in ((name, pair.side.runs), ("The control" if pair.recipe else control, pair.control.runs)):
-        if diverged := sum(run.diverged for run in runs):
+    for side, runs in ((name, pair.side.by_seed()), ("The control" if pair.recipe else control, pair.control.by_seed())):
+        if diverged := sum(run.diverged for run in runs.values()):
             found.append(f"{side} diverged in {diverged} of {len(runs)} runs.")
     rest = " in the runs that did not diverge" if found else ""
     loss = pair.figures[LOSS].difference if LOSS in pair.figures else None
@@ -161,6 +161,8 @@ def answers(pair: Pair) -> list[str]:
 def trust(pair: Pair) -> str:
     """How reliable the answer is, in sentences: seeds, interleaving, testbed."""
     count = len(pair.seeds)
+    if not count:
+        return "Exploratory: no claim is judged."
     found = [
         f"{count} pair{'s' * (count != 1)} of runs with the same seed" + (", interleaved." if pair.interleaved else ", not interleaved.")
     ]
@@ -260,7 +262,7 @@ def _results(sides: Sequence[Side]) -> list[list[str]]:
     """The table of all sides."""
     rows = []
     for side in sides:
-        measures = [run.measures for run in side.runs]
+        measures = [run.measures for run in side.by_seed().values()]
         means = [_mean(name, [run[name] for run in measures if name in run]) for name in MAIN_FIGURES]
         rows.append([side.name, side.role, _seeds(run.seed for run in side.runs), *means])
     return rows

@@ -25,9 +25,9 @@ from launch.comparison.forest import draw_forest, row
 from launch.comparison.page import draw_losses, figure_row
 from launch.comparison.runs import read_stored_run
 from launch.comparison.trials import corpus_command
-from launch.comparison.tuning import deviation, draw_tuning, in_words, mean_difference, numbers_in, read_json, setting_name
+from launch.comparison.tuning import deviation, draw_tuning, in_words, mean_difference, numbers_in, setting_name
 from launch.comparison.verdicts import SIGNS, Verdict, planned_power
-from launch.formats.files import write_atomically
+from launch.formats.files import read_committed, write_atomically
 from launch.training.run_json import commits_of
 from recipes.claims import QUESTIONS, Claim
 from recipes.registry import ROOT, TESTBEDS, Experiment, Recipe, Testbed, read_recipe, read_recipes, read_testbeds, technique_classes
@@ -55,7 +55,7 @@ SETTING = ("flags", "tuned", "target_loss", "ranks")
 
 def planned(recipe: str, testbed: str) -> dict[str, Any]:
     """The current plan of a recipe on a testbed: the experiment, the testbed's setting, both sides."""
-    return plan_in(lambda file: read_json(ROOT / file), recipe, testbed)
+    return plan_in(lambda file: read_committed(ROOT / file), recipe, testbed)
 
 
 def plan_in(read: Callable[[str], dict[str, Any]], recipe: str, testbed: str) -> dict[str, Any]:
@@ -107,7 +107,7 @@ def published() -> list[Published]:
     testbeds = {testbed.name: testbed for testbed in read_testbeds()}
     cells = []
     for recipe in read_recipes():
-        entries = read_json(ROOT / "recipes" / recipe.name / RESULTS)
+        entries = read_committed(ROOT / "recipes" / recipe.name / RESULTS)
         if lost := sorted(entries.keys() - recipe.experiments.keys()):
             raise ValueError(f"recipes/{recipe.name}: {RESULTS} has results on {lost[0]}; keep this experiment in recipe.json")
         cells += [Published(recipe, testbeds[name], own, entries.get(name)) for name, own in recipe.experiments.items()]
@@ -139,7 +139,7 @@ def measured_part(recipe: Recipe, own: list[Published]) -> str:
         blocks.append("It has no experiment of its own.")
     if any(one.pair for one in own):
         blocks.append(f"![Validation loss over tokens, and the difference to the control, of {recipe.name} on each testbed](loss.png)")
-    if swept := read_json(ROOT / "recipes" / recipe.name / "tuning.json"):
+    if swept := read_committed(ROOT / "recipes" / recipe.name / "tuning.json"):
         blocks.append("![Final validation loss over each swept setting, of the recipe and its control](tuning.png)")
         blocks.append(f"Machines of the sweeps: {'; '.join(_machines(name, one) for name, one in swept.items())}.")
     if recipe.history:
@@ -151,7 +151,7 @@ def measured_part(recipe: Recipe, own: list[Published]) -> str:
 def _machines(testbed: str, swept: dict[str, Any]) -> str:
     """The machine of a recipe's sweep on a testbed, and of its control's, which is published in another file."""
     others = dict.fromkeys(
-        read_json(ROOT / arm["published_in"])[testbed]["machine"] for arm in swept["arms"].values() if "published_in" in arm
+        read_committed(ROOT / arm["published_in"])[testbed]["machine"] for arm in swept["arms"].values() if "published_in" in arm
     )
     return f"{testbed} {swept['machine']} (control: {_listed(others)})"
 
@@ -202,7 +202,7 @@ def _plan(claim: Claim, one: Published) -> str:
     if claim.measure != "loss" or not measured.exists():
         what = "noise" if claim.measure == "loss" else "noise of this quantity"
         return f"aims at power {claim.power:g} {truth}; the {what} is not measured"
-    nulls = read_json(measured)["nulls"]
+    nulls = read_committed(measured)["nulls"]
     kinds = ("precision", "accumulation") if claim.question == "equal" else ("trajectory",)
     middle, high, low = (
         f"{planned_power(claim, one.experiment.seeds, noise, claims_in_table(one.testbed.device)):.2f}"
@@ -319,14 +319,14 @@ def testbeds_part(cells: list[Published]) -> str:
             blocks.append(f"The sweep: {UNMEASURED}.")
         elif testbed.sweep:
             blocks.append(f"![Final validation loss of the control over each swept setting on {name}]({name}/tuning.png)")
-            blocks.append(f"Machine of the sweep: {read_json(TESTBEDS / name / 'tuning.json')[name]['machine']}.")
+            blocks.append(f"Machine of the sweep: {read_committed(TESTBEDS / name / 'tuning.json')[name]['machine']}.")
         own = ", ".join(f"[{one.recipe.name}](../{one.recipe.name}/README.md)" for one in cells if one.testbed.name == name)
         blocks.append(f"Recipes: {own}." if own else "No recipe is compared on it yet.")
     return "\n" + "\n\n".join(blocks) + "\n\n"
 
 
 def _noise(testbed: str) -> Iterator[str]:
-    noise = read_json(TESTBEDS / testbed / "noise.json")
+    noise = read_committed(TESTBEDS / testbed / "noise.json")
     if not noise:
         yield f"The noise: {UNMEASURED}."
         return
@@ -386,7 +386,7 @@ def pictures(cells: list[Published]) -> dict[Path, Callable[[Path], object]]:
             sides = tuple(side for pair in pairs for side in (pair.control, pair.side))
             made[ROOT / "recipes" / name / "loss.png"] = partial(draw_losses, Comparison(sides, pairs))
     for file in ROOT.glob("recipes/**/tuning.json"):
-        made[file.with_suffix(".png")] = partial(draw_tuning, read_json(file))
+        made[file.with_suffix(".png")] = partial(draw_tuning, read_committed(file))
     return made
 
 

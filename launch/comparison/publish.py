@@ -14,9 +14,9 @@ from launch.comparison.comparison import Comparison, Pair, other_versions
 from launch.comparison.pages import RESULTS, plan_files, plan_in, planned, write_pages
 from launch.comparison.runs import Run, stored_run
 from launch.comparison.trials import CODE, settings_on, tuned_by
-from launch.comparison.tuning import CONTROL, edges, published_sweep, read_json
+from launch.comparison.tuning import CONTROL, edges, published_sweep
 from launch.errors import UsageError
-from launch.formats.files import write_atomically
+from launch.formats.files import read_committed, write_atomically
 from launch.training.provenance import machine_in_words, repository_commit
 from launch.training.run_json import commits_of
 from recipes.registry import ROOT, Recipe, Testbed
@@ -48,7 +48,7 @@ def publish(comparison: Comparison) -> None:
     for pair, entry in entries:
         assert pair.recipe is not None and pair.testbed is not None
         file = ROOT / "recipes" / pair.recipe.name / RESULTS
-        write_atomically(file, _as_text(dict(sorted({**read_json(file), pair.testbed.name: entry}.items()))))
+        write_atomically(file, _as_text(dict(sorted({**read_committed(file), pair.testbed.name: entry}.items()))))
     write_pages()
 
 
@@ -63,7 +63,7 @@ def _entry(pair: Pair) -> dict[str, Any]:
     check_runs(where, runs)
     check_tuned(recipe, testbed)
     swept = published_sweep(recipe.control, testbed)[0]
-    corpora = read_json(swept).get(testbed.name, {}).get("corpora")  # older sweeps do not state it
+    corpora = read_committed(swept).get(testbed.name, {}).get("corpora")  # older sweeps do not state it
     if corpora and any(run.description["corpus_fingerprint"] not in corpora for run in runs):
         raise UsageError(f"{where}: its corpus is not that of the sweep in {swept.relative_to(ROOT)}; sweep again on this corpus")
     if pair.seeds != tuple(range(1, pair.experiment.seeds + 1)) or len(runs) != 2 * len(pair.seeds):
@@ -84,7 +84,7 @@ def _entry(pair: Pair) -> dict[str, Any]:
             f"{where}: its runs are of commit {unplanned[0][:7]}, which does not contain the current claims and setting; commit them first,"
             " then train again in another --runs_dir"
         )
-    earlier = read_json(ROOT / "recipes" / recipe.name / RESULTS).get(testbed.name)
+    earlier = read_committed(ROOT / "recipes" / recipe.name / RESULTS).get(testbed.name)
     entry = {
         "command": f"python launch/compare.py --recipe recipes/{recipe.name} --testbed {testbed.name}",
         "commit": pair.side.runs[0].description["commit"],
@@ -114,7 +114,7 @@ def _runs_of(entry: dict[str, Any]) -> list[Any]:
 def check_runs(where: str, runs: Sequence[Run]) -> None:
     """Refuse runs, or parts of runs before a resume, whose code was not committed or does not train like this checkout."""
     commits = sorted({str(commit) for run in runs for commit in commits_of(run.description)})
-    if other := [commit for commit in commits if "+" in commit or commit == "None" or not same_code(commit, "HEAD")]:
+    if other := [commit for commit in commits if "+" in commit or commit == "None" or not same_code(commit)]:
         raise UsageError(
             f"{where}: it has runs of {other[0]}, whose code was not committed or trains differently from this checkout; train them again"
             " in another --runs_dir"
@@ -129,12 +129,12 @@ def check_tuned(recipe: Recipe, testbed: Testbed) -> None:
             continue  # the testbed states why it takes other values than the sweep chose
         used = settings_on(testbed, config, own)
         file, arm = published_sweep(config, testbed, own)
-        chosen = arm["chosen"] or {}
+        chosen = arm["chosen"]
         sweep = f"python launch/compare.py --tune --testbed {testbed.name}{f' --recipe recipes/{own.name}' if own else ''} --publish"
         stated = f"recipes/{own.name}/recipe.json" if own else f"recipes/testbeds/{testbed.name}/testbed.json"
-        if not chosen:
+        if not (arm["grid"] or chosen):
             fault = f"has no sweep of {config if own else CONTROL} on {testbed.name}; run {sweep}"
-        elif any(used.get(name) != value for name, value in chosen.items()):
+        elif chosen and any(used.get(name) != value for name, value in chosen.items()):
             values = {name: used.get(name) for name in chosen}
             fault = f"chose {chosen}, and {values} is used; write the chosen values into 'tuned' of {stated}"
         elif at_edge := edges(arm["grid"], chosen):
@@ -149,9 +149,9 @@ def plan_at(commit: str, recipe: str, testbed: str) -> dict[str, Any]:
     return plan_in(lambda file: json.loads(_git("show", f"{commit}:{file}") or "{}"), recipe, testbed)
 
 
-def same_code(one: str, other: str) -> bool:
-    """Whether the files that training depends on are the same at two commits."""
-    return one == other or _git("diff", "--quiet", one, other, "--", *TRAINING) is not None
+def same_code(commit: str) -> bool:
+    """Whether the files that training depends on are the same at this commit as in the checkout's."""
+    return _git("diff", "--quiet", commit, "HEAD", "--", *TRAINING) is not None
 
 
 def claims_in(plan: dict[str, Any]) -> Any:

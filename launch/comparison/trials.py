@@ -25,7 +25,6 @@ from launch.config.hardware import cpu_instructions, device_type, gpus
 from launch.config.run_config import RunConfig, resolve
 from launch.errors import UsageError
 from launch.formats.json_lines import read_json
-from launch.training.engine import check_device
 from launch.training.provenance import machine, versions
 from launch.training.run_json import WITHOUT_EFFECT
 from model.presets import FIELDS
@@ -136,6 +135,8 @@ def plan_trial(config_file: str, flags: Sequence[str], ranks: int) -> Trial:
     flags = ["--deepspeed_config", str(ROOT / config_file), "--save_every", "0", *flags]
     try:
         config, _ = resolve(flags, ranks)
+        from launch.training.engine import check_device  # imports DeepSpeed, whose warnings `resolve` has silenced
+
         check_device(config)
     except UsageError as reason:
         raise CannotRun(reason.faults[0].removeprefix(f"{ROOT}/")) from None

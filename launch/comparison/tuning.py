@@ -21,11 +21,11 @@ from matplotlib import rc_context
 from matplotlib.figure import Figure
 from scipy import stats
 
-from launch.comparison.experiments import check_corpus, estimate, has_ended, ranks_of, testbed_named, train_missing
+from launch.comparison.experiments import check_corpus, estimate, has_ended, ranks_of, share_cores, testbed_named, train_missing
 from launch.comparison.runs import Run, read_run
 from launch.comparison.trials import Trial, as_words, fitting_groups, plan_trial, settings_on, tuned_by
 from launch.errors import TrainingFailed, UsageError, print_once
-from launch.formats.files import write_atomically
+from launch.formats.files import read_committed, write_atomically
 from launch.training.provenance import machine_in_words
 from recipes.registry import ROOT, TESTBEDS, Flags, Recipe, Testbed, read_recipe
 
@@ -141,6 +141,7 @@ def _arms(testbed: Testbed, recipe: Recipe | None, flags: argparse.Namespace, pa
     for config, sweep in sweeps.items():
         own = recipe is None or config == recipe.config
         ranks = ranks_of(recipe if own else None, testbed, flags)
+        share_cores(flags, ranks)
         arm = _Arm(testbed, config, sweep, passed_on, ranks)
         if not own:
             file, published = published_sweep(config, testbed)
@@ -152,12 +153,6 @@ def _arms(testbed: Testbed, recipe: Recipe | None, flags: argparse.Namespace, pa
     return arms
 
 
-def read_json(file: Path) -> dict[str, Any]:
-    """The object in `file`; empty without the file."""
-    found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
-    return found
-
-
 def published_sweep(config: str, testbed: Testbed, recipe: Recipe | None = None) -> tuple[Path, dict[str, Any]]:
     """The `tuning.json` with the sweep that sets the values of `config` on a testbed, and that sweep; its grid is empty if unpublished.
 
@@ -165,7 +160,7 @@ def published_sweep(config: str, testbed: Testbed, recipe: Recipe | None = None)
     """
     own = recipe or tuned_by(config, testbed)
     file = (ROOT / "recipes" / own.name if own else TESTBEDS / testbed.name) / "tuning.json"
-    arms = read_json(file).get(testbed.name, {}).get("arms", {})
+    arms = read_committed(file).get(testbed.name, {}).get("arms", {})
     return file, arms.get(Path(config if own else CONTROL).stem, {"grid": [], "chosen": None})
 
 
@@ -175,7 +170,7 @@ def _trial(config: str, settings: Flags, passed_on: Sequence[str], seed: int, ra
 
 
 def edges(grid: Sequence[Flags], chosen: Flags | None) -> list[str]:
-    """The chosen numbers at an edge of the grid, in words. 0 is no edge, because no value is below it."""
+    """The chosen numbers at an edge of the grid, in words. Strings (words, `set`) have no edge, and neither has 0: no value is below it."""
     if chosen is None:
         return ["every run diverged, lower the values of 'sweep'"]
     swept = {name: {point[name] for point in grid} for name, value in chosen.items() if value and not isinstance(value, str)}
@@ -196,6 +191,7 @@ def measure_noise(flags: argparse.Namespace, passed_on: Sequence[str]) -> tuple[
     check_corpus(testbed)
     seeds = range(NOISE_SEED, NOISE_SEED + (flags.seeds or NOISE_SEEDS))
     ranks, settings = ranks_of(None, testbed, flags), settings_on(testbed, CONTROL)
+    share_cores(flags, ranks)
     micro_batch = _trial(CONTROL, settings, passed_on, 0, ranks).config.micro_batch_size
     variants: dict[str, tuple[str, Flags]] = {
         "control": (CONTROL, {}),
@@ -244,7 +240,7 @@ def write_tuning(found: dict[str, Any], folders: Sequence[Path]) -> list[Path]:
     """Write `tuning.json`, beside the sweeps on other testbeds, and `tuning.png` into each folder."""
     files = [folder / "tuning.json" for folder in folders]
     for file in files:
-        merged = {**read_json(file), **found}
+        merged = {**read_committed(file), **found}
         _write_json(file, merged)
         draw_tuning(merged, file.with_suffix(".png"))
     return files
@@ -312,7 +308,7 @@ def draw_tuning(found: dict[str, Any], file: Path) -> None:
                 if arm["chosen"]:
                     place = [point[flag] for point in points].index(arm["chosen"][flag])
                     axes.plot(place, losses[place], marker="*", markersize=14, color="black", linestyle="")
-        picture.savefig(file)
+        picture.savefig(file, metadata={"Software": None})
 
 
 def _lines(grid: Sequence[Flags]) -> dict[str, list[Flags]]:
@@ -336,7 +332,7 @@ def setting_name(flag: str, value: Any) -> str:
 
 def numbers_in(value: Any) -> list[float]:
     """The numbers of a flag's value, by which values are sorted."""
-    return [float(number) for number in re.findall(r"\d+\.?\d*", value)] if isinstance(value, str) else [value]
+    return [float(number) for number in re.findall(r"-?\d+\.?\d*(?:[eE][-+]?\d+)?", in_words(value))] if isinstance(value, str) else [value]
 
 
 def in_words(value: Any) -> str:

@@ -30,6 +30,12 @@ def read_text(file: Path, limit: int = MAX_TEXT_BYTES) -> str:
     return content.decode()
 
 
+def read_committed(file: Path) -> dict[str, Any]:
+    """The JSON object in a file of this repository; empty without the file."""
+    found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    return found
+
+
 def read_json_object(file: Path, fix: str) -> dict[str, Any]:
     """The JSON object in a small file.
 
