@@ -124,7 +124,7 @@ def prepare(args: argparse.Namespace, say: Say) -> None:
             writer.close()
         dropped = documents.dropped + problems.counts
         try:
-            _check_splits(splits, args, len(about["mixture"]), dropped, documents.least_val_fraction)
+            _check_splits(splits, args, len(about["mixture"]), dropped, documents.least_val_fraction, problems)
         except DataError:
             remove_progress(folder)  # resuming with these options would fail again
             raise
@@ -280,9 +280,14 @@ def _what_is_left(out: Path | None) -> str:
     return f": nothing was written to {out}{resume}"
 
 
-def _check_splits(splits: dict[str, Any], args: argparse.Namespace, n_groups: int, dropped: Counter[str], least: float) -> None:
+def _check_splits(
+    splits: dict[str, Any], args: argparse.Namespace, n_groups: int, dropped: Counter[str], least: float, problems: Problems
+) -> None:
     """DataError if a split, or a group's part of the training split, is empty. least: `Documents.least_val_fraction`."""
     documents = {split: splits[split]["documents"] for split in SPLITS}
+    if not sum(documents.values()) and problems.cases:
+        first = next(iter(problems.cases.values()))[0]
+        raise DataError(f"--source {' '.join(args.source)}: no document, {sum(dropped.values())} left out; the first: {first}")
     above = min(1.1 * least, (1 + least) / 2)
     for split, fix in (("train", "lower --val_fraction"), ("val", f"raise --val_fraction to {above:.3g}")):
         if not documents[split]:

@@ -154,7 +154,8 @@ def _of_stream(file: Path, text_column: str, problems: Problems, on_read: Callab
 
 def _plain(file: Path, stream: BinaryIO, problems: Problems) -> Iterator[Text]:
     decoder, sha256, n_bytes, line = codecs.getincrementaldecoder("utf-8")(), hashlib.sha256(), 0, 1
-    first = data = stream.read(LARGE + 1)
+    start = stream.read(len(codecs.BOM_UTF8))
+    first = data = (b"" if start == codecs.BOM_UTF8 else start) + stream.read(LARGE + 1)
     try:
         while True:
             decoder.decode(data, final=not data)
@@ -172,8 +173,8 @@ def _plain(file: Path, stream: BinaryIO, problems: Problems) -> Iterator[Text]:
 
 
 def _blocks(file: Path) -> Iterator[str]:
-    """The text of a large file, in parts of about BLOCK bytes."""
-    decoder = codecs.getincrementaldecoder("utf-8")()
+    """The text of a large file without its byte order mark, in parts of about BLOCK bytes."""
+    decoder = codecs.getincrementaldecoder("utf-8-sig")()
     with _opened(file) as (_, stream):
         while data := stream.read(BLOCK):
             yield decoder.decode(data)
@@ -309,13 +310,15 @@ def _csv(file: Path, stream: BinaryIO, text_column: str, problems: Problems) -> 
             return
         if row is None:
             return
+        if not row:
+            continue
         if columns is None:
             columns = row
             if not _has_column(file, columns, text_column, problems):
                 return
         elif any(row[len(columns) :]):  # an unquoted comma in a text cuts it
             problems("too many fields", f"{file}:{line}", f"{len(row)}, and the first row names {len(columns)}")
-        elif row:
+        else:
             yield from text_of(dict(zip(columns, row, strict=False)), text_column, f"{file}:{line}", problems)
 
 

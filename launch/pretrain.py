@@ -54,7 +54,7 @@ def main() -> int:
     if config.lacks:
         raise UsageError(*config.lacks)
     # After parsing: imports torch and DeepSpeed.
-    from launch.training.distributed import leave_ranks
+    from launch.training.distributed import have_met, leave_ranks
     from launch.training.engine import check_device
     from launch.training.store import CheckpointStore, check_store
 
@@ -78,7 +78,8 @@ def main() -> int:
         raise
     finally:
         folder.close()
-        for swapped in config.swap_folders.values():
+        # If the ranks have not met, rank 0 may have been refused, because the folder is that of a running job.
+        for swapped in config.swap_folders.values() if have_met() else ():
             shutil.rmtree(swapped, ignore_errors=True)
     leave_ranks()
     # All files are written. Skip the interpreter's shutdown, in which a rank once aborted after a finished run.

@@ -117,7 +117,7 @@ class Declaration:
         exclusive: things that only one technique of a run can control. Two techniques that share an entry are refused.
         changes_tokens: the technique changes the number of tokens of a step. `on_step` of such techniques is called first.
         same_algorithm: the technique changes only memory and arithmetic, as ZeRO and the precision do. A branch of a run may change it.
-        off_without_values: a section without `enabled` in which all values are false or null is off; usually it is on.
+        off_without_values: a section without `enabled` is off if all values are false or null, except those of `ignored`; usually it is on.
     """
 
     section: str = ""
@@ -143,7 +143,8 @@ class Declaration:
 
     def is_on(self, section: dict[str, Any]) -> bool:
         """Whether `section` switches the technique on."""
-        return bool(section.get("enabled", any(section.values()) if self.off_without_values else True))
+        values = (value for key, value in section.items() if key not in self.ignored)
+        return bool(section.get("enabled", any(values) if self.off_without_values else True))
 
     def shared_with(self, other: Declaration) -> str:
         """What both techniques control, so that they cannot be in one run; empty if they can."""
@@ -220,7 +221,8 @@ class Technique:
         """Return the run's optimizer, or None if another technique, torch or DeepSpeed provides it."""
 
     def attach(self, engine: Any, collectives: Any) -> None:
-        """Called with DeepSpeed's engine once it is built. `collectives` communicates with the other ranks and counts the bytes.
+        """Called with DeepSpeed's engine once it is built. `collectives` communicates with the other ranks and counts the bytes of
+        tensors.
 
         It has `rank`, `world_size`, `all_reduce(tensor)` (a sum, in place), `all_gather(received, sent)`, `all_to_all(received, sent)`,
         and `gather(value)` and `any(flag)` for Python values.

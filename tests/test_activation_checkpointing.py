@@ -97,6 +97,12 @@ def test_it_is_on_where_the_section_asks_for_something(changes, checkpoints, cor
     assert config.notes == ()
 
 
+def test_keys_without_effect_do_not_switch_it_on(corpus, tmp_path):
+    config = sections(corpus, tmp_path, "activation_checkpointing.profile=true", "activation_checkpointing.partition_activations=true")
+    assert make_techniques(config).checkpointed_segments == 0
+    assert sum("has no effect here" in note for note in config.notes) == 2
+
+
 def test_checkpoints_on_the_host_are_planned_there(corpus, tmp_path):
     on_device, on_host = (explain(sections(corpus, tmp_path / name, one)) for name, one in (("device", EACH), ("host", ON_HOST)))
     gpu, other = (one["memory_per_rank"]["cuda"] for one in (on_device, on_host))

@@ -183,6 +183,9 @@ def test_deepspeeds_own_schedules_are_filled_as_transformers_fills_them(resolved
     left_out = {"type": "WarmupCosineLR", "params": {"warmup_num_steps": 5}}
     assert resolved("--steps", "40", scheduler=left_out).scheduler["params"] == {"warmup_num_steps": 5, "total_num_steps": 40}
     assert resolved("--warmup_steps", "0", scheduler=decay).scheduler["params"]["warmup_num_steps"] == 1  # DeepSpeed refuses 0
+    for steps, reason in ((40, "the schedule ends at step 40"), (41, "is longer than the run of 40 steps")):
+        with pytest.raises(UsageError, match=f"warmup_num_steps.* is {steps}.*{reason}"):
+            resolved("--steps", "40", "--warmup_steps", str(steps), scheduler=decay)
 
 
 def test_a_json_without_a_scheduler_gets_ours(resolved):
@@ -325,6 +328,9 @@ def test_the_launcher_says_how_many_ranks_there_are(monkeypatch, corpus):
     monkeypatch.delenv("WORLD_SIZE")
     assert resolve([*flags, "--ranks", "2"])[0].ranks == 2
     assert resolve(flags)[0].ranks == 1
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "two")
+    with pytest.raises(UsageError, match="LOCAL_WORLD_SIZE is 'two'"):
+        resolve([*flags, "--set", "zero_optimization.stage=3", "--set", "zero_optimization.zero_hpz_partition_size=auto"])
 
 
 def test_explain_prints_the_resolved_run_and_makes_nothing(corpus, tmp_path):

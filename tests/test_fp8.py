@@ -13,7 +13,7 @@ import torch
 from launch.config.run_config import resolve
 from model.gpt import GPT
 from model.presets import ARCHITECTURES
-from recipes.fp8.technique import RECIPES
+from recipes.fp8.technique import SCALINGS
 from recipes.registry import make_techniques
 from tests import helpers
 
@@ -32,7 +32,7 @@ TINY = ("--n_layer", "4", "--n_head", "2", "--d_model", "64", "--seq_len", "32",
             "multiples of 16, but attn.c_attn.weight is 216 x 72; change --d_model",
         ),
         (("--set", "zero_optimization.stage=3"), 'add "activation_checkpointing": {"enabled": true}, or use stage 2'),
-        (("--set", "fp8.recipe=blockwise"), 'is "blockwise"; write one of "tensorwise", "rowwise", "rowwise_with_gw_hp"'),
+        (("--set", "fp8.scaling=blockwise"), 'is "blockwise"; write one of "tensorwise", "rowwise", "rowwise_with_gw_hp"'),
         (("--set", "fp8.emulate=auto"), '--set fp8.emulate: "auto" has no meaning here'),
         (("--set", "fp8.recepe=rowwise"), "--set fp8.recepe: unknown key; did you mean 'recipe'?"),
         (("--set", "tf32.enabled=true"), "--set tf32 is for fp32 runs, and this run is in bf16"),
@@ -100,9 +100,9 @@ def torchao():
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_names_weights_and_draws_stay_and_products_are_rounded(recipe, architecture, torchao):
-    config = resolve([*RUN, *TINY, "--architecture", architecture, "--explain", "--set", EMULATED, "--set", f"fp8.recipe={recipe}"])[0]
+@pytest.mark.parametrize("scaling", SCALINGS)
+def test_names_weights_and_draws_stay_and_products_are_rounded(scaling, architecture, torchao):
+    config = resolve([*RUN, *TINY, "--architecture", architecture, "--explain", "--set", EMULATED, "--set", f"fp8.scaling={scaling}"])[0]
     plain, rounded = (GPT(config.model_config).bfloat16() for _ in range(2))
     weights = dict(rounded.named_parameters())
     make_techniques(config).prepare(rounded)
@@ -159,10 +159,10 @@ def test_emulated_it_trains_as_bf16(stage, changes, architecture, torchao, two_r
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_the_tensor_cores_round_as_the_emulation_does(recipe, torchao, one_rank, corpus, tmp_path):
+@pytest.mark.parametrize("scaling", SCALINGS)
+def test_the_tensor_cores_round_as_the_emulation_does(scaling, torchao, one_rank, corpus, tmp_path):
     """Of micro-batches of 31 tokens, which are padded."""
-    run = ["--recipe", "recipes/fp8", "--set", f"fp8.recipe={recipe}", *TINY, "--data", str(corpus), "--runs_dir", str(tmp_path)]
+    run = ["--recipe", "recipes/fp8", "--set", f"fp8.scaling={scaling}", *TINY, "--data", str(corpus), "--runs_dir", str(tmp_path)]
     run += ["--seq_len", "31", "--micro_batch_size", "1"]
     run += ["--steps", "12", "--lr", "1e-3", "--warmup_steps", "2", "--eval_every", "6", "--save_every", "0"]
     helpers.skip_unless_the_device_can(resolve([*run, "--explain"])[0])

@@ -251,3 +251,5 @@ def test_the_documented_section_is_refused_in_data_efficiency(tmp_path):
     section = {"enabled": True, "data_routing": {"enabled": True, "random_ltd": DOCUMENTED}}
     with pytest.raises(UsageError, match="random_ltd' is read at the top level only; move it to 'random_ltd'"):
         resolve(with_section(tmp_path, {"data_efficiency": section}))
+    section["data_routing"]["enabled"] = False
+    assert resolve(with_section(tmp_path, {"data_efficiency": section}))[0].techniques == {}

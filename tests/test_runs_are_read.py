@@ -279,6 +279,25 @@ def test_a_description_that_lacks_something_is_refused(key, said, tmp_path):
         read_run(folder)
 
 
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [
+        (("optimizer", "params"), None),
+        (("techniques", "fp8"), None),
+        (("finished",), True),
+        (("resumes",), None),
+    ],
+)
+def test_a_section_of_another_type_is_refused(place, value, said, tmp_path):
+    folder = write_run(tmp_path / "r", said, lines())
+    whole = json.loads((folder / "run.json").read_text())
+    *sections, key = place
+    (whole[sections[0]] if sections else whole)[key] = value
+    (folder / "run.json").write_text(json.dumps(whole))
+    with pytest.raises(UsageError, match=rf"run\.json: '{place[0]}.* must be (an object|a list); give a run folder that training wrote"):
+        read_run(folder)
+
+
 def test_a_place_that_is_no_folder_is_refused(tmp_path):
     (tmp_path / "file").touch()
     for name in ("file", "nothing"):

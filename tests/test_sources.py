@@ -457,6 +457,26 @@ def test_a_large_file_that_is_not_utf8_is_named_by_its_line(run, tmp_path, monke
         assert f"a.txt:{place}: not UTF-8" in run(tmp_path / "a.txt")[4]
 
 
+def test_a_byte_order_mark_is_not_text(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(records, "LARGE", 16)  # the larger text is read in blocks
+    for number, text in enumerate(texts := ["short", "a text of more than sixteen bytes", "another long text, in the same split", "x"]):
+        (tmp_path / f"{number}.txt").write_bytes(b"\xef\xbb\xbf" + text.encode())
+    _, splits, *_ = run(*sorted(tmp_path.glob("*.txt")))
+    assert sorted([*splits["train"], *splits["val"]]) == sorted(texts)
+
+
+def test_blank_lines_before_the_columns_of_a_csv_are_skipped(run, tmp_path):
+    (tmp_path / "a.csv").write_text("\n\ntext,x\n" + "\n".join(f"{text.split(':')[0]},1" for text in TEXTS))
+    _, splits, *_ = run(tmp_path / "a.csv")
+    assert len(splits["train"]) + len(splits["val"]) == len(TEXTS)
+
+
+def test_if_every_record_is_left_out_the_first_reason_is_named(run, tmp_path):
+    (tmp_path / "a.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in TEXTS))
+    code, *_, error = run(tmp_path / "a.jsonl", options=("--text_column", "content", "--on_error", "skip"))
+    assert code == 2 and "no document, 20 left out; the first: " in error and "content" in error
+
+
 def test_a_text_that_is_null_is_said_to_be(run, tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": null}')
     assert "a.jsonl:1: no text column 'text' (it is null); fix it" in run(tmp_path / "a.jsonl")[4]

@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from launch.config.token_schedule import TOKEN_SCHEDULES
 from launch.formats.metrics import is_finite_number, read_run_json, read_valid_lines
-from launch.training.run_json import WITHOUT_EFFECT, starts_of
+from launch.training.run_json import NO_EFFECT_ON_NUMBERS, starts_of
 
 Column = npt.NDArray[np.float64]
 
@@ -29,7 +29,7 @@ COLUMNS = ("step", "tokens", "seconds", "loss", "val_loss", "step_seconds", "tok
 #: Steps after each start that the means of time exclude: the first ones compile, allocate and fill caches.
 WARM_UP_STEPS = 10
 #: Keys whose change by a resume is not remarked.
-NOT_REMARKED = {*WITHOUT_EFFECT, "commit", "machine", "corpus", "histogram_every", "block_similarity"}
+NOT_REMARKED = {*NO_EFFECT_ON_NUMBERS, "commit", "machine", "corpus", "histogram_every", "block_similarity"}
 #: A step is a spike if its gradient norm exceeds this x the median of the `SPIKE_WINDOW` steps before it. The first `SPIKE_START` steps,
 #: in which the norm of a new model falls by a factor of 4, are not counted.
 SPIKE_RATIO = 4.0

@@ -26,7 +26,7 @@ from launch.config.run_config import RunConfig, resolve
 from launch.errors import UsageError
 from launch.formats.json_lines import read_json
 from launch.training.provenance import machine, versions
-from launch.training.run_json import WITHOUT_EFFECT
+from launch.training.run_json import NO_EFFECT_ON_NUMBERS
 from model.presets import FIELDS
 from recipes.registry import ROOT, Flags, Recipe, Testbed, read_recipes, technique_classes
 
@@ -39,7 +39,7 @@ PROCESS = 400 * 2**20
 #: Files and folders of the code that the numbers of every run depend on, beside recipes/*.py and, if it has a technique, recipes/*/*.py.
 CODE = ("launch/pretrain.py", "launch/config", "launch/formats", "launch/training", "model", "data_pipeline")
 #: Keys of a resolved run that are not hashed. The seed is in the name itself.
-NOT_HASHED = {*WITHOUT_EFFECT, "seed"}
+NOT_HASHED = {*NO_EFFECT_ON_NUMBERS, "seed"}
 
 
 @dataclass(frozen=True)

@@ -218,8 +218,10 @@ def _refuse_other_places(engine: EngineJson, techniques: Iterable[type[Technique
     """Refuse a technique's section at the other places where DeepSpeed documents it."""
     for cls in techniques:
         for place in cls.declaration.other_places:
-            if _is_active(engine.get(*place.split("."))):
-                engine.fault(tuple(place.split(".")), f"is read at the top level only; move it to '{cls.declaration.section}'")
+            path = tuple(place.split("."))
+            off = any(engine.get(*path[:depth], "enabled") is False for depth in range(1, len(path)))
+            if not off and _is_active(engine.get(*path)):
+                engine.fault(path, f"is read at the top level only; move it to '{cls.declaration.section}'")
 
 
 def _precision(engine: EngineJson) -> str:
@@ -240,8 +242,10 @@ def _drop_without_effect(engine: EngineJson, claimed: Mapping[str, type[Techniqu
     """Remove sections and keys that have no effect in this training loop, with a note for each that is switched on."""
     for section, cls in claimed.items():
         for key, reason in cls.declaration.ignored.items():
-            if (value := engine.get(section, key)) is not None and _is_active(value) and cls.declaration.is_on(engine.values[section]):
-                engine.note((section, key), f"has no effect here and is left out: {reason}")
+            if key in engine.values.get(section, {}):
+                if _is_active(engine.get(section, key)) and engine.get(section, "enabled") is not False:
+                    engine.note((section, key), f"has no effect here and is left out: {reason}")
+                del engine.values[section][key]
     for key, reason in WITHOUT_EFFECT.items():
         if key not in claimed and key in engine.values:
             if _is_active(engine.values[key]):

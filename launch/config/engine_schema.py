@@ -71,7 +71,7 @@ READ_BY_HAND: Rules = {
     "communication_data_type": _choice("fp32", "fp16", "bf16", None),
     "seq_parallel_communication_data_type": _choice("fp32", "fp16", "bf16", None, default="fp32"),
     "log_level": _choice("debug", "info", "warning", "error", "critical", None),
-    "optimizer": _section({"type": {"types": ["string"]}, "params": _section(), "legacy_fusion": {"types": ["boolean"]}}),
+    "optimizer": _section({"type": {"types": ["string"]}, "params": _section()}),
     "scheduler": _section({"type": {"types": ["string"]}, "params": _section()}),
     "checkpoint": _section(
         {

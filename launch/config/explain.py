@@ -62,8 +62,19 @@ NOT_PLANNED = (
 FLOPS = {"per_token": "a token", "per_step": "a step", "per_step_and_rank": "a step and rank", "run": "the run"}
 #: The run's own values, in the order of the flags' help. Values of the DeepSpeed JSON are shown with it.
 RUN_VALUES = (
-    *("preset", "architecture", *SIZES, *FIELDS, "no_cross_document", "data", "init_from", "steps", "seed", "run_name", "runs_dir"),
-    *("perturb_init", "resume", "eval_every", "eval_batches", "whole_eval", "save_every", "keep", "checkpoint_store", "histogram_every"),
+    *("preset", "architecture", *SIZES, *FIELDS, "no_cross_document", "data", "init_from", "branch_from", "steps", "seed", "run_name"),
+    *(
+        "runs_dir",
+        "perturb_init",
+        "resume",
+        "eval_every",
+        "eval_batches",
+        "whole_eval",
+        "save_every",
+        "keep",
+        "checkpoint_store",
+        "histogram_every",
+    ),
     *("block_similarity", "spike_rule", "hang_timeout", "ranks"),
 )
 
@@ -168,7 +179,7 @@ def bytes_of(config: RunConfig, model: GPTConfig) -> int:
 def _run_values(config: RunConfig) -> Iterator[tuple[str, Any]]:
     for name in RUN_VALUES:
         value = getattr(config.shape if name in (*SIZES, *FIELDS) else config, name)
-        if name != "init_from" or value is not None:
+        if value is not None or name not in ("init_from", "branch_from"):
             yield name, _valued(value, config.origins[name])
 
 

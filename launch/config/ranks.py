@@ -86,7 +86,7 @@ def learn_rank() -> None:
 
 def ranks_of_host() -> int | None:
     """The number of ranks that the launcher started on this host; None without a launcher, or if it does not say."""
-    return int(os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or 0) or None
+    return next((_number(name) for name in ("LOCAL_SIZE", "LOCAL_WORLD_SIZE") if os.environ.get(name)), 0) or None
 
 
 def require_launcher(ranks: int) -> None:

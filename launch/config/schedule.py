@@ -98,12 +98,11 @@ def _engine_schedule(
 ) -> Schedule:
     """A schedule of DeepSpeed, by steps. `"auto"`, and a default that exceeds the run, are filled as in transformers."""
     given, rules = engine.get(*PATH) or {}, SCHEDULES[kind]
-    for key, flag in (("warmup_num_steps", "warmup_steps"), ("total_num_steps", "steps"), ("warmup_max_lr", "lr")):
-        if key in rules:
-            engine.value_or_flag((*PATH, key), flag, getattr(flags, flag))
+    if "warmup_max_lr" in rules:
+        engine.value_or_flag((*PATH, "warmup_max_lr"), "lr", flags.lr)
     if flags.min_lr is not None:
         engine.fault_of_run(f"--min_lr {flags.min_lr:g}: {kind} ends where its own parameters say; leave the flag out, or use {DEFAULT}")
-    _check_length(engine, rules, steps)
+    _check_length(engine, rules, steps, flags)
 
     rate_from = engine.origin(("optimizer", "params", "lr")) or "default"
     fill = {
@@ -137,13 +136,14 @@ def _peak(engine: EngineJson, kind: str, lr: float, peak: float) -> float:
     return peak
 
 
-def _check_length(engine: EngineJson, rules: dict[str, Any], steps: int) -> None:
+def _check_length(engine: EngineJson, rules: dict[str, Any], steps: int, flags: argparse.Namespace) -> None:
     """Refuse a schedule that is longer than the run."""
+    flag_of = {"total_num_steps": "steps", "warmup_num_steps": "warmup_steps"}
+    asked = {key: engine.value_or_flag((*PATH, key), flag, getattr(flags, flag)) for key, flag in flag_of.items() if key in rules}
     for key, what in (("total_num_steps", "the schedule"), ("warmup_num_steps", "the warm-up")):
-        asked = engine.get(*PATH, key)
-        if key in rules and asked is not None and asked > steps:
-            engine.fault((*PATH, key), f'is {asked}: {what} is longer than the run of {steps} steps; write "auto", or raise --steps')
-    total, warmup = engine.get(*PATH, "total_num_steps"), engine.get(*PATH, "warmup_num_steps")
+        if asked.get(key) is not None and asked[key] > steps:
+            engine.fault((*PATH, key), f'is {asked[key]}: {what} is longer than the run of {steps} steps; write "auto", or raise --steps')
+    total, warmup = asked.get("total_num_steps"), asked.get("warmup_num_steps")
     if "total_num_steps" in rules and warmup is not None and warmup >= (total or steps):
         engine.fault((*PATH, "warmup_num_steps"), f"is {warmup}, and the schedule ends at step {total or steps}; lower it")
     elif total is not None and total < steps:

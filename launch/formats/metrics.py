@@ -78,6 +78,13 @@ def read_run_json(file: Path) -> dict[str, Any]:
         if type(value) is not kind or (isinstance(value, int) and value < 0):
             found = f"is {json.dumps(description[key])[:60]}" if key in description else "is missing"
             raise UsageError(f"{file}: '{key}' {found}, must be {name}; give a run folder that training wrote")
+    objects = {"optimizer.params": description["optimizer"].get("params", {}), "finished": description.get("finished") or {}}
+    objects |= {f"techniques.{name}": section for name, section in description["techniques"].items()}
+    for key, value in objects.items():
+        if not isinstance(value, dict):
+            raise UsageError(f"{file}: '{key}' is {json.dumps(value)[:60]}, must be an object; give a run folder that training wrote")
+    if not isinstance(resumes := description.get("resumes", []), list):
+        raise UsageError(f"{file}: 'resumes' is {json.dumps(resumes)[:60]}, must be a list; give a run folder that training wrote")
     try:
         model_of_run(description)
     except (TypeError, ValueError) as reason:

@@ -116,7 +116,7 @@ def _check_settings(config: RunConfig, before: dict[str, Any], description: dict
         for key, there, here in found
         if key in fixed or not _may_differ(key, there, here)
     ]
-    changed = [(line, *parse_change(line)) for start in starts_of(before) for line in start.get("changes", [])]
+    changed = [(line, *parse_change(line)) for start in starts_of(before) for line in start.get("changes") or []]
     faults += [
         f"{where}: a resume of the run that wrote it changed {line}, perhaps before this checkpoint; take one of a run without that"
         for line, key, there, here in changed

@@ -128,6 +128,11 @@ def _store_of_this_start() -> PrefixStore:
     return PrefixStore(own, store)
 
 
+def have_met() -> bool:
+    """Whether this rank has joined the others."""
+    return bool(comm.is_initialized())
+
+
 def leave_ranks() -> None:
     """Leave the process group together: a launcher ends the other ranks when one has ended, and no rank may end while another listens."""
     comm.barrier()
@@ -200,9 +205,10 @@ def _read_cpu_once() -> None:
 class Collectives:
     """The collectives of the ranks of the run. `bytes_sent` counts what this rank sends.
 
-    It includes every collective of the engine, the techniques and the training loop, with the bytes that the bandwidth-optimal algorithm
-    sends for N ranks: all_reduce 2(N-1)/N x size; reduce_scatter, all_to_all and reduce (N-1)/N x input; all_gather (N-1)/N x gathered
-    output; broadcast (N-1)/N x size, the mean over the ranks. An all_to_all of unequal parts sends all parts but the rank's own.
+    It includes every collective of tensors (not `gather`) of the engine, the techniques and the training loop, with the bytes that the
+    bandwidth-optimal algorithm sends for N ranks: all_reduce 2(N-1)/N x size; reduce_scatter, all_to_all and reduce (N-1)/N x input;
+    all_gather (N-1)/N x gathered output; broadcast (N-1)/N x size, the mean over the ranks. An all_to_all of unequal parts sends all parts
+    but the rank's own.
     """
 
     def __init__(self, device: torch.device):

@@ -27,7 +27,7 @@ INCIDENTAL = (
     "branch_from",
 )
 #: Values that do not affect a run's numbers, beside circumstances such as the commit and the machine.
-WITHOUT_EFFECT = (*INCIDENTAL, "run_name", "runs_dir", "recipe", "config_file", "preset", "data", "save_every", "keep")
+NO_EFFECT_ON_NUMBERS = (*INCIDENTAL, "run_name", "runs_dir", "recipe", "config_file", "preset", "data", "save_every", "keep")
 #: Ignored on a resume from a checkpoint, which has the weights.
 INITIAL_WEIGHTS = ("init_from", "perturb_init")
 

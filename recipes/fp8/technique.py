@@ -23,7 +23,7 @@ from recipes.technique import Declaration, Run, Technique, without_auto
 #: Ada, NVIDIA's first GPUs with fp8.
 CAPABILITY = (8, 9)
 #: torchao's names of the ways to scale a factor into the range of 8 bits.
-RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
+SCALINGS = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 #: The first version for torch 2.11 and later.
 TORCHAO = (0, 17)
 #: The command that installs it, in the project's folder.
@@ -33,7 +33,7 @@ MULTIPLE = 16
 
 
 class Fp8(Technique):
-    """`"fp8": {"enabled": true, "recipe": "auto", "emulate": false}`: a section of this project's own.
+    """`"fp8": {"enabled": true, "scaling": "auto", "emulate": false}`: a section of this project's own.
 
     recipe: "tensorwise" (one scale for a tensor, gradients in e5m2: the fastest; "auto"), "rowwise" (one for each row, a power of two, e4m3
         throughout: more accurate) or "rowwise_with_gw_hp" (and the weights' gradients stay in bf16).
@@ -43,7 +43,7 @@ class Fp8(Technique):
 
     declaration = Declaration(
         section="fp8",
-        keys={"recipe": {"enum": list(RECIPES), "auto": True}, "emulate": {"types": ["boolean"]}},
+        keys={"scaling": {"enum": list(SCALINGS), "auto": True}, "emulate": {"types": ["boolean"]}},
         exclusive=("the arithmetic of matrix products",),
         same_algorithm=True,
     )
@@ -51,7 +51,7 @@ class Fp8(Technique):
     matmul_dtype = "fp8"
 
     def __init__(self, section: dict[str, Any], run: Run):
-        self.recipe = without_auto(section).get("recipe", RECIPES[0])
+        self.scaling = without_auto(section).get("scaling", SCALINGS[0])
         self.emulate = section.get("emulate", False)
         if self.emulate:
             self.needs_cuda, self.matmul_dtype = {}, ""
@@ -59,9 +59,10 @@ class Fp8(Technique):
             raise ValueError(f"'fp8' is for bf16 runs, and this run is in {run.precision}; use the bf16 JSON of the same stage")
         for name, sides in block_tensors(run.shape).items():
             if len(sides) == 2 and any(side % MULTIPLE for side in sides):
+                wide = run.shape.d_model % MULTIPLE
+                flags = "--d_model" if wide else "--d_ff" if name.startswith("mlp") else "--d_head, --n_head or --n_kv_head"
                 raise ValueError(
-                    f"'fp8' needs matrices whose sides are multiples of {MULTIPLE}, but {name} is {sides[0]} x {sides[1]}; change "
-                    f"{'--d_ff' if run.shape.d_ff % MULTIPLE and name.startswith('mlp') else '--d_model'}"
+                    f"'fp8' needs matrices whose sides are multiples of {MULTIPLE}, but {name} is {sides[0]} x {sides[1]}; change {flags}"
                 )
         if run.zero_stage == 3 and "activation_checkpointing" not in run.techniques:
             # torchao's layers save the gathered weight, which stays on the device until their backward pass.
@@ -69,7 +70,7 @@ class Fp8(Technique):
                 "'fp8' at stage 3 keeps the gathered weights of all blocks from the forward to the backward pass, so that stage 3 "
                 'saves no memory; add "activation_checkpointing": {"enabled": true}, or use stage 2'
             )
-        self.notes = (f"fp8: {self.recipe} scaling in the 4 linear layers of each block; embeddings, attention and head stay bf16",)
+        self.notes = (f"fp8: {self.scaling} scaling in the 4 linear layers of each block; embeddings, attention and head stay bf16",)
         if self.emulate:
             self.notes = (f"{self.notes[0]}; emulated, and slower than bf16",)
         if (missing := _missing_torchao()) is not None:
@@ -83,7 +84,7 @@ class Fp8(Technique):
         finally:
             logging.disable(logging.NOTSET)
         # Pads the tokens of a micro-batch, the inner dimension of the weights' gradients, to a multiple of 16.
-        config = replace(Float8LinearConfig.from_recipe_name(self.recipe), emulate=self.emulate, pad_inner_dim=True)
+        config = replace(Float8LinearConfig.from_recipe_name(self.scaling), emulate=self.emulate, pad_inner_dim=True)
         convert_to_float8_training(model.h, config=config)
 
 
