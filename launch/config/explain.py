@@ -131,14 +131,14 @@ def memory_of(config: RunConfig, model: GPTConfig, device: str) -> dict[str, Any
             config.engine["zero_optimization"],
             config.ranks,
             config.micro_batch_size,
-            config.gradient_accumulation_steps,
-            segments,
-            device,
-            techniques.optimizer_tensors or state_tensors(config.optimizer),
-            techniques.memory_terms(model, device),
-            config.saves_beside_training,
-            techniques.own_group,
-            len(techniques.added_losses),
+            accumulation=config.gradient_accumulation_steps,
+            checkpoints=segments,
+            device=device,
+            optimizer_states=techniques.optimizer_tensors or state_tensors(config.optimizer),
+            terms=techniques.memory_terms(model, device),
+            snapshot=config.saves_beside_training,
+            own_group=techniques.own_group,
+            added_losses=len(techniques.added_losses),
         )
         for segments in (checkpoints, model.n_layer)
     )
