@@ -34,7 +34,7 @@ TINY = ("--n_layer", "4", "--n_head", "2", "--d_model", "64", "--seq_len", "32",
         (("--set", "zero_optimization.stage=3"), 'add "activation_checkpointing": {"enabled": true}, or use stage 2'),
         (("--set", "fp8.scaling=blockwise"), 'is "blockwise"; write one of "tensorwise", "rowwise", "rowwise_with_gw_hp"'),
         (("--set", "fp8.emulate=auto"), '--set fp8.emulate: "auto" has no meaning here'),
-        (("--set", "fp8.recepe=rowwise"), "--set fp8.recepe: unknown key; did you mean 'recipe'?"),
+        (("--set", "fp8.scalling=rowwise"), "--set fp8.scalling: unknown key; did you mean 'scaling'?"),
         (("--set", "tf32.enabled=true"), "--set tf32 is for fp32 runs, and this run is in bf16"),
     ],
 )
