@@ -35,8 +35,8 @@ MULTIPLE = 16
 class Fp8(Technique):
     """`"fp8": {"enabled": true, "scaling": "auto", "emulate": false}`: a section of this project's own.
 
-    recipe: "tensorwise" (one scale for a tensor, gradients in e5m2: the fastest; "auto"), "rowwise" (one for each row, a power of two, e4m3
-        throughout: more accurate) or "rowwise_with_gw_hp" (and the weights' gradients stay in bf16).
+    scaling: "tensorwise" (one scale for a tensor, gradients in e5m2: the fastest; "auto"), "rowwise" (one for each row, a power of two,
+        e4m3 throughout: more accurate) or "rowwise_with_gw_hp" (and the weights' gradients stay in bf16).
     emulate: round the factors as fp8 does and multiply in a wider format, on any device: the loss of fp8 without its hardware, slower
         than without.
     """
