@@ -5,6 +5,7 @@ library (731 documents, 12 MB) becomes 3.2 M tokens of `bpe:8192`, 6.4 MB of sha
 """
 
 import argparse
+import hashlib
 import os
 import sys
 import time
@@ -31,7 +32,7 @@ from data_pipeline.shards import Corpus, open_corpus
 from data_pipeline.show import counts, show
 from data_pipeline.sources import ALLOWED, open_sources
 from data_pipeline.staging import partial_folder, staged_folder
-from data_pipeline.tokenizer import Tokenizer, make_tokenizer, parse_spec
+from data_pipeline.tokenizer import HUGGING_FACE_FILE, Tokenizer, make_tokenizer, parse_spec
 from data_pipeline.writing import CorpusWriter, read_progress, remove_progress, write_manifest
 
 # With less text, starting processes (half a second) costs more time than they save (a core encodes about 15 MB/s).
@@ -57,7 +58,10 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     except BrokenPipeError:  # the reader, such as `head`, has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+        if args.show:
+            return 0
+        print_line(f"failed: standard output was closed{_what_is_left(args.out)}", sys.stderr)
+        return 1
     except DataError as error:
         print_line(f"error: {printable(str(error))}", sys.stderr)
         return 2
@@ -82,9 +86,9 @@ def prepare(args: argparse.Namespace, say: Say) -> None:
     options = {key: getattr(args, key) for key in OPTIONS}
     about = {"sources": [source.describe() for source in sources], "options": options, "mixture": weights or [1.0]}
     if os.path.lexists(args.out):
-        _check_same(args.out, about)
+        _check_same(args, about)
         remove_progress(args.out)  # left by a run that was killed just before this step
-        say(f"{args.out} is already prepared from this source with these options; nothing to do")
+        say(f"{args.out} is already prepared from files of these names and sizes with these options; nothing to do")
         return
     documents = Documents(sources, args.val_fraction, grouped=weights is not None, dedup=args.dedup == "exact")
     identity = {**about, "state": [source.state() for source in sources]}
@@ -100,6 +104,7 @@ def prepare(args: argparse.Namespace, say: Say) -> None:
                     f"--resume: the interrupted run was different ({difference}); use its values, or remove {folder} and start again"
                 )
             entry = progress["tokenizer"]
+            _check_tokenizer(args, entry, folder)
             tokenizer = Tokenizer.load(folder, entry)
         workers = args.workers or (1 if 0 < documents.n_bytes < MIN_BYTES_FOR_WORKERS else len(os.sched_getaffinity(0)))
         writer = CorpusWriter(folder, tokenizer, args.shard_tokens, identity, entry, progress)
@@ -223,6 +228,9 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--show", type=Path, metavar="DIR", help="print counts and a few documents of the corpus DIR; write nothing")
     parser.add_argument("--quiet", action="store_true", help="print errors only")
     args = parser.parse_args(argv)
+    given = [f"--{name}" for name in ("source", "verify", "show") if getattr(args, name)]
+    if len(given) > 1:
+        parser.error(f"{' and '.join(given)}: give one of them")
     missing = [name for name, value in (("--source", args.source), ("--out", args.out)) if not (value or args.show or args.verify)]
     if missing:
         parser.error(f"the following arguments are required: {', '.join(missing)}")
@@ -241,8 +249,9 @@ def _check(args: argparse.Namespace) -> None:
         raise DataError(f"--out {args.out}: not a folder name; give one, such as data/stdlib")
 
 
-def _check_same(out: Path, about: dict[str, Any]) -> None:
-    """DataError unless the corpus at `out` was prepared from the same sources with the same options."""
+def _check_same(args: argparse.Namespace, about: dict[str, Any]) -> None:
+    """DataError unless the corpus at `--out` was prepared from the same sources with the same options."""
+    out = args.out
     try:
         manifest = open_corpus(out).manifest
     except DataError as error:
@@ -251,6 +260,16 @@ def _check_same(out: Path, about: dict[str, Any]) -> None:
     found = {**manifest, "options": {**about["options"], **manifest["options"]}}
     if difference := _difference(found, about):
         raise DataError(f"--out {out} exists and was prepared differently ({difference}); remove it or choose another --out")
+    _check_tokenizer(args, manifest["tokenizer"], out)
+
+
+def _check_tokenizer(args: argparse.Namespace, entry: dict[str, Any], folder: Path) -> None:
+    """DataError if `--tokenizer` is a `tokenizer.json` that differs from the copy in `folder`, whose manifest entry is `entry`."""
+    file = Path(args.tokenizer)
+    if parse_spec(args.tokenizer)[0] == "hugging_face" and file.is_file():
+        text = file.read_text(encoding="utf-8", errors="replace")  # line ends as in the copy
+        if hashlib.sha256(text.encode()).hexdigest() != entry["files"].get(HUGGING_FACE_FILE):
+            raise DataError(f"--tokenizer {file}: differs from the tokenizer in {folder}; remove {folder}, or choose another --out")
 
 
 def _difference(before: Any, now: Any, key: str = "") -> str:
@@ -285,9 +304,9 @@ def _check_splits(
 ) -> None:
     """DataError if a split, or a group's part of the training split, is empty. least: `Documents.least_val_fraction`."""
     documents = {split: splits[split]["documents"] for split in SPLITS}
-    if not sum(documents.values()) and problems.cases:
-        first = next(iter(problems.cases.values()))[0]
-        raise DataError(f"--source {' '.join(args.source)}: no document, {sum(dropped.values())} left out; the first: {first}")
+    if not sum(documents.values()):
+        first = f"; the first: {next(iter(problems.cases.values()))[0]}" if problems.cases else ""
+        raise DataError(f"--source {' '.join(args.source)}: no document, {sum(dropped.values())} left out{first}")
     above = min(1.1 * least, (1 + least) / 2)
     for split, fix in (("train", "lower --val_fraction"), ("val", f"raise --val_fraction to {above:.3g}")):
         if not documents[split]:

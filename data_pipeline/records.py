@@ -318,6 +318,8 @@ def _csv(file: Path, stream: BinaryIO, text_column: str, problems: Problems) -> 
                 return
         elif any(row[len(columns) :]):  # an unquoted comma in a text cuts it
             problems("too many fields", f"{file}:{line}", f"{len(row)}, and the first row names {len(columns)}")
+        elif len(row) < len(columns) and text_column in columns[: len(row)]:  # an unquoted line end in a text cuts it
+            problems("too few fields", f"{file}:{line}", f"{len(row)}, and the first row names {len(columns)}")
         else:
             yield from text_of(dict(zip(columns, row, strict=False)), text_column, f"{file}:{line}", problems)
 
@@ -355,10 +357,11 @@ def _parquet(file: Path, text_column: str, problems: Problems, on_read: Callable
 
 
 def _has_column(file: Path, columns: list[str], text_column: str, problems: Problems) -> bool:
-    if text_column not in columns:
-        has = f"it has {', '.join(map(repr, columns[:20]))}: name one with --text_column"
-        problems(f"no text column {text_column!r}", str(file), f"{has}; none of its records is used")
-    return text_column in columns
+    if (found := columns.count(text_column)) == 1:
+        return True
+    has = f"it has {', '.join(map(repr, columns[:20]))}: name one with --text_column"
+    problems(f"{found or 'no'} text column{'s' * (found > 1)} {text_column!r}", str(file), f"{has}; none of its records is used")
+    return False
 
 
 def text_of(record: object, text_column: str, place: str, problems: Problems) -> Iterator[Text]:

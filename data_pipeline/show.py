@@ -39,9 +39,9 @@ def show(corpus: Corpus) -> Iterator[str]:
     tokenizer = manifest["tokenizer"]
     name = tokenizer.get("name") or tokenizer.get("kind")
     yield printable(f"{corpus.path}: {corpus.vocab_size:,} ids, {corpus.dtype.name}, tokenizer {name}")
-    weights = corpus.mixture if len(corpus.mixture) == len(manifest["sources"]) > 1 else [1.0] * len(manifest["sources"])
-    for source, weight in zip(manifest["sources"], weights, strict=True):
-        yield printable(f"source, weight {weight:.4g}: {source}")
+    mixed = len(corpus.mixture) == len(manifest["sources"]) > 1
+    for place, source in enumerate(manifest["sources"]):
+        yield printable(f"source{f', weight {corpus.mixture[place]:.4g}' if mixed else ''}: {source}")
     yield printable(f"options: {manifest['options']}")
     yield printable(f"left out: {manifest['dropped'] or 'nothing'}")
     yield from counts(corpus)

@@ -46,7 +46,7 @@ class Source:
         self.n_bytes = self.n_read = 0
 
     def describe(self) -> dict[str, Any]:
-        """The entry in the manifest. It differs if the source has changed, and is equal for a copy of the source."""
+        """The entry in the manifest. For files it has their paths and sizes: an edit that keeps the size does not change it."""
         raise NotImplementedError
 
     def state(self) -> str:

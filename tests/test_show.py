@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -86,3 +87,17 @@ def test_a_missing_corpus_is_one_line_and_a_closed_pipe_none(mixture, tmp_path):
     done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stderr, done.stdout.count("\n")) == (0, "", 1)
     assert prepare.main(["--show", str(tmp_path / "none\nsuch")]) == 2
+
+
+def test_a_closed_pipe_ends_a_preparation_with_an_error(tmp_path):
+    command = f"{sys.executable} data_pipeline/prepare.py --source model --out {tmp_path / 'out'} --tokenizer bytes | true"
+    done = subprocess.run(["bash", "-c", f"{command}; exit ${{PIPESTATUS[0]}}"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr.startswith("failed: standard output was closed: nothing was written to") and done.stderr.count("\n") == 1
+    assert os.listdir(tmp_path) == []
+
+
+def test_only_one_task_at_a_time(mixture, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        prepare.main(["--show", str(mixture), "--verify", str(mixture)])
+    assert "--verify and --show: give one of them" in capsys.readouterr().err

@@ -408,6 +408,8 @@ BAD = {
     "d.csv": (rows(TEXTS[:5]) + b'99,"a "bad" quote\r\n2,rest of a cell"\r\n' + rows(TEXTS), TEXTS[:5], "broken CSV", "d.csv:"),
     "c.csv": (rows(TEXTS) + b"99\r\n100,end\r\n", [*TEXTS, "end"], "no text column 'text'", "c.csv:"),
     "e.csv": (b"id,text\r\n1,one\r\n2,Hello, world\r\n3,three\r\n", ["one", "three"], "too many fields", "e.csv:3"),
+    "g.csv": (b"text,id\r\none,1\r\ntwo\nlines,2\r\n", ["one", "lines"], "too few fields", "g.csv:3"),
+    "h.csv": (b"text,text\r\none,two\r\n", [], "2 text columns 'text'", "h.csv"),
     "f.csv": (b"id,text\r\n1,one,\r\n2,two,,\r\n", ["one", "two"], None, ""),
     "a.txt.gz": (gzip.compress(b"a line\n" * 1000)[:-20], [], "compressed file damaged", "a.txt.gz"),
     "b.txt.gz": (b"no gzip", [], "compressed file damaged", "b.txt.gz"),

@@ -411,6 +411,15 @@ def test_an_end_that_an_encoding_lacks_names_those_that_it_has(source, tmp_path,
     assert "<|endoftext|>" in error_of(capsys, *arguments, "--end_of_text", "</s>")
 
 
+def test_another_tokenizer_of_the_same_name_is_noticed(of_others, source, tmp_path, capsys):
+    name = shutil.copy(of_others("byte_level")[0], tmp_path / "tokenizer.json")
+    arguments = ("--source", source, "--out", tmp_path / "out", "--tokenizer", name)
+    prepare(*arguments)
+    prepare(*arguments)
+    shutil.copy(of_others("unigram")[0], name)
+    assert f"{name}: differs from the tokenizer in {tmp_path / 'out'}" in error_of(capsys, *arguments)
+
+
 def test_a_changed_tokenizer_in_a_corpus_is_named(of_others, source, tmp_path):
     prepare("--source", source, "--out", tmp_path / "out", "--tokenizer", of_others("folder")[0])
     corpus = open_corpus(tmp_path / "out")
