@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from launch.config.engine_schema import engine_schema
+from launch.formats.sub_groups import SUB_GROUP_SIZE, sub_group_sizes
 from model.accounting import LOSS_ROWS, model_tensors, norm_tensors, parameter_count
 from model.presets import GPTConfig
 
@@ -30,7 +31,7 @@ ALLREDUCE_ELEMENTS = 500_000_000
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes on the device of one rank. If ranks differ, it is the rank with the most.
+    """Bytes of one rank, of that with the most. `moments` has what is on the device, `parts` also what is offloaded.
 
     Attributes:
         parts: bytes by part:
@@ -110,7 +111,7 @@ def memory_per_rank(
         activations, host = activations - moved, host + moved
     lasting = {name: size for name, size in states.lasting.items() if name not in away}
     gradients = 0 if "gradients" in away else states.gradients
-    carried = 0 if "gradients" in away and stage != 0 else states.carried
+    carried = 0 if "gradients" in away else states.carried
     update = 0 if "optimizer_states" in away else states.update + terms.get("update", 0)
     copied = _snapshot(states, sizes, stage) if snapshot else 0
     if device == "cpu":  # its memory is the host's
@@ -137,7 +138,7 @@ def memory_per_rank(
         },
         "backward": {
             **lasting,
-            "gradients": (gradients if stage else states.gradients) + waiting,
+            "gradients": gradients + waiting,
             "buffers": buckets + gathered + reduction,
             "activations": block + mask + in_flight,
         },
@@ -239,9 +240,14 @@ def _states(
         "master_weights": FP32 * sum(parts),
         "optimizer_states": round(FP32 * per_parameter * sum(parts)),
     }
-    # One group at a time: its gradients flattened, and a copy in fp32 if they are not fp32.
-    update = max(parts) * (FP32 if w == FP32 else FP32 + w)
-    return _States(lasting, gradients, carried, update, FP32 * max(parts))
+    # One group, or at stage 3 one sub-group, at a time: its gradients flattened, and a copy in fp32 if they are not fp32.
+    largest = max(parts)
+    if stage == 3:
+        limit = int(sizes.get("sub_group_size") or SUB_GROUP_SIZE)
+        largest = max(size for group in groups for size in sub_group_sizes(group, ranks, limit))
+    # Before, the norm is computed in fp64, one parameter at a time.
+    update = max(largest * (FP32 if w == FP32 else FP32 + w), 8 * -(-max(flat) // ranks))
+    return _States(lasting, gradients, carried, update, FP32 * largest)
 
 
 def second_group(zero: dict[str, Any], ranks: int) -> int:
@@ -421,8 +427,7 @@ def _offload(
         if device == "nvme":
             # Weights, moments and fp32 gradients are on NVMe; one sub-group of each is in page-locked buffers.
             drive += moved + master
-            group = min(FP32 * int(sizes.get("sub_group_size") or 10**9), states.largest_master)
-            host += group * int(section.get("buffer_count") or 4) + states.gradients
+            host += states.largest_master * int(section.get("buffer_count") or 4) + states.gradients
         else:
             # The fp32 gradients of the update stay in memory, with the master weights.
             host += moved + master

@@ -27,13 +27,12 @@ import torch
 
 from launch.errors import UsageError
 from launch.formats.checkpoint_files import ENGINE_TAG
+from launch.formats.sub_groups import SUB_GROUP_SIZE, sub_group_sizes
 from launch.formats.tensor_files import load_tensors
 from model.gpt import GPT
 from model.hf import HEAD
 from recipes.technique import FP32_NAMES
 
-#: DeepSpeed's default for `zero_optimization.sub_group_size`, elements.
-SUB_GROUP_SIZE = 1_000_000_000
 #: Stage -> keys of `zero_optimization` that determine the order and the padding of the parameters in its files, with DeepSpeed's defaults.
 ORDER: dict[int, dict[str, Any]] = {
     1: {"round_robin_gradients": False, "parameter_alignment": False},
@@ -273,18 +272,10 @@ class EngineFiles:
         return found
 
     def _sizes_of_sub_groups(self) -> list[int]:
-        """Elements of each sub-group on one rank, as DeepSpeed's `_create_fp16_sub_groups` (zero/stage3.py) cuts them."""
-        config, ranks, sizes = self.engine.get("ds_config") or {}, len(self._of_ranks), []
-        limit = config.get("zero_optimization", {}).get("sub_group_size", SUB_GROUP_SIZE)
-        for names in self.engine["param_shapes"]:
-            size = 0
-            for shape in names.values():
-                size += -(-math.prod(shape) // ranks)
-                if size >= limit:
-                    sizes.append(size)
-                    size = 0
-            sizes += [size] if size else []
-        return sizes
+        """Elements of each sub-group on one rank."""
+        limit = (self.engine.get("ds_config") or {}).get("zero_optimization", {}).get("sub_group_size", SUB_GROUP_SIZE)
+        groups = [map(math.prod, names.values()) for names in self.engine["param_shapes"]]
+        return [size for group in groups for size in sub_group_sizes(group, len(self._of_ranks), limit)]
 
     @functools.cached_property
     def _places(self) -> dict[str, list[_Place]]:

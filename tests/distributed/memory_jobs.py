@@ -8,6 +8,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from launch.config.memory import MemoryPlan, memory_per_rank
 from launch.config.optimizer import state_tensors
@@ -15,6 +16,8 @@ from launch.config.run_config import RunConfig, resolve
 from launch.training.engine import TrainingEngine
 from launch.training.folder import NoFolder
 from launch.training.observers import Observer
+from tests.distributed.jobs import pretrain
+from tests.distributed.muon_jobs import PeakMemory
 
 ROOT = Path(__file__).resolve().parents[2]
 PARTS = ("weights", "gradients", "master_weights", "optimizer_states")
@@ -86,19 +89,18 @@ def states_of(engine: Any) -> dict[str, int]:
             if storage.data_ptr() not in seen:
                 seen.add(storage.data_ptr())
                 found[name] += storage.nbytes()
-    found["not in a part"] = sum(size for pointer, size in known_storages().items() if pointer not in seen)
+    found["not in a part"] = sum({one.data_ptr(): one.nbytes() for one in known_storages() if one.data_ptr() not in seen}.values())
     return found
 
 
-def known_storages() -> dict[int, int]:
-    """Bytes of every tensor storage that the garbage collector knows of, by its address."""
+def known_storages() -> list[Any]:
+    """Every tensor storage that the garbage collector knows of."""
     import torch
     from torch._subclasses import FakeTensor  # torch.compile's, which have no memory
 
     gc.collect()
     tensors = [thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor) and not isinstance(thing, FakeTensor)]
-    storages = [tensor.untyped_storage() for tensor in tensors if tensor.device.type == "cpu" and tensor.layout == torch.strided]
-    return {storage.data_ptr(): storage.nbytes() for storage in storages}
+    return [tensor.untyped_storage() for tensor in tensors if tensor.device.type == "cpu" and tensor.layout == torch.strided]
 
 
 def tensors_in(holder: Any) -> Iterator[Any]:
@@ -145,3 +147,22 @@ def largest_states(flags: list[str]) -> dict[str, int]:
     _, found = states_in_step(flags)
     largest = max(found, key=lambda states: sum(states[part] for part in PARTS))
     return {part: largest[part] for part in PARTS}
+
+
+def peak_of_update(flags: list[str]) -> tuple[int, int]:
+    """The most bytes that the last optimizer step at stage 3 has beside what is there before it, and the planned bytes."""
+    from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3 as Optimizer
+
+    update, peaks = Optimizer.step, list[int]()
+
+    def measured(optimizer: Any, *arguments: Any) -> None:
+        before = known_storages()  # kept until the end, so that no address is used again
+        memory = PeakMemory()
+        memory.known = {storage.data_ptr() for storage in before}
+        with memory:
+            update(optimizer, *arguments)
+        peaks.append(memory.peak)
+
+    with mock.patch.object(Optimizer, "step", measured):
+        pretrain(flags)
+    return peaks[-1], plan_of(resolve(flags)[0]).parts["update"]

@@ -81,6 +81,15 @@ def test_muon_keeps_one_state_of_hidden_matrices(two_ranks, corpus, tmp_path, st
     assert all(rank["optimizer_states"][0] < 1.6 * rank["master_weights"][0] for rank in ranks), "AdamW has 2"
 
 
+@pytest.mark.parametrize("limit", [100_000, 10**9])
+def test_an_update_at_stage_3_needs_memory_for_a_sub_group(two_ranks, corpus, tmp_path, limit):
+    # Without weights that are gathered at the end of the step.
+    keys = [f"--set=zero_optimization.{key}" for key in (f"sub_group_size={limit}", "stage3_param_persistence_threshold=0")]
+    run = flags(corpus, tmp_path, "zero3_bf16", *SHAPE, *keys, "--steps", "2", "--global_batch_size", "2")
+    for measured, planned in two_ranks.run("tests.distributed.memory_jobs:peak_of_update", flags=run):
+        assert measured == pytest.approx(planned, rel=STATES_WITHIN)
+
+
 def bytes_per_parameter(stage: int, ranks: int, precision: str) -> float:
     """Model states of one rank by the paper (arXiv 1910.02054, section 3.1), in fp32 with the master weights of stages 1 to 3."""
     weights, gradients, optimizer = (2, 2, 12) if precision != "fp32" else (4, 4, 8 if stage == 0 else 12)
