@@ -71,10 +71,10 @@ def is_local_rank_0() -> bool:
     return os.environ.get("LOCAL_RANK", "0") == "0"
 
 
-def print_once(line: str, file: TextIO | None = None) -> None:
-    """Print one line from local rank 0 only."""
+def print_once(text: str, file: TextIO | None = None) -> None:
+    """Print `text` on local rank 0 only, by default to standard output."""
     if is_local_rank_0():
-        print(line, file=file or sys.stdout, flush=True)
+        print(text, file=file or sys.stdout, flush=True)
 
 
 def _print_errors(*faults: str) -> None:

@@ -69,7 +69,7 @@ def _check_out(out: Path, source: Path) -> None:
         raise UsageError(f"--out {out}: give the name of a new folder")
     if os.path.lexists(out):
         raise UsageError(f"--out {out}: exists, and nothing is overwritten; give another folder")
-    if source.resolve() in out.resolve().parents:
+    if Path(os.path.realpath(source)) in Path(os.path.realpath(out)).parents:  # `resolve` raises for a loop of links
         raise UsageError(f"--out {out}: is within {source}, which is only read; give another folder")
     check_writable(out, "--out")
 

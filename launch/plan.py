@@ -39,7 +39,7 @@ OFFLOADS: dict[str, tuple[tuple[int, ...], list[str]]] = {
     "param": ((3,), ["--set", f"zero_optimization.offload_optimizer{ON_CPU}", "--set", f"zero_optimization.offload_param{ON_CPU}"]),
 }
 #: Flags that are passed to `resolve` unchanged.
-PASSED_ON = ("preset", "architecture", *SIZES, *FIELDS, "data", "ranks", "micro_batch_size", "global_batch_size")
+PASSED_ON = ("preset", "architecture", *SIZES, *FIELDS, "data", "micro_batch_size", "global_batch_size")
 
 
 def build_parser() -> Parser:
@@ -68,9 +68,10 @@ def build_parser() -> Parser:
 
 def _bytes(text: str) -> int:
     found = re.fullmatch(r"([0-9]{1,12}(?:\.[0-9]{1,6})?) ?([kmgt]i?b)", text.strip(), re.IGNORECASE)
-    if not found or not float(found[1]):
+    size = round(float(found[1]) * UNITS[found[2].upper()]) if found else 0
+    if not size:
         raise argparse.ArgumentTypeError(f"{text!r} is not an amount of memory; write 80GB or 24GiB")
-    return round(float(found[1]) * UNITS[found[2].upper()])
+    return size
 
 
 def main() -> int:

@@ -182,6 +182,10 @@ def test_deepspeeds_own_schedules_are_filled_as_transformers_fills_them(resolved
     assert resolved("--steps", "40", scheduler=decay).scheduler["params"]["total_num_steps"] == 40
     left_out = {"type": "WarmupCosineLR", "params": {"warmup_num_steps": 5}}
     assert resolved("--steps", "40", scheduler=left_out).scheduler["params"] == {"warmup_num_steps": 5, "total_num_steps": 40}
+    bare = resolved("--steps", "5000", "--warmup_steps", "100", "--lr", "5e-4", scheduler={"type": "WarmupDecayLR"})
+    assert bare.scheduler["params"] == {"warmup_num_steps": 100, "total_num_steps": 5000, "warmup_max_lr": 5e-4}
+    assert (bare.lr, bare.warmup_steps) == (5e-4, 100)
+    assert not any("is not used" in note for note in bare.notes)
     assert resolved("--warmup_steps", "0", scheduler=decay).scheduler["params"]["warmup_num_steps"] == 1  # DeepSpeed refuses 0
     for steps, reason in ((40, "the schedule ends at step 40"), (41, "is longer than the run of 40 steps")):
         with pytest.raises(UsageError, match=f"warmup_num_steps.* is {steps}.*{reason}"):

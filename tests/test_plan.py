@@ -72,7 +72,7 @@ def test_explain_names_what_the_plan_does_not_count(corpus):
         flags = ["--deepspeed_config", "ds_configs/zero2_bf16.json", "--data", str(corpus), *(f"--set={one}" for one in settings)]
         return [note for note in explain(resolve(flags)[0])["notes"] if "the plan ignores" in note]
 
-    assert notes() == notes("communication_data_type=bf16") == []
+    assert notes() == notes("communication_data_type=bf16") == notes("data_types.grad_accum_dtype=bfloat16") == []
     (first, second) = notes("communication_data_type=fp32", "data_types.grad_accum_dtype=fp32")
     assert "'communication_data_type'" in first and "'data_types.grad_accum_dtype'" in second
 
@@ -85,6 +85,7 @@ def test_explain_names_what_the_plan_does_not_count(corpus):
         (["--precision", "bf15"], "--precision: invalid choice: 'bf15' (choose from 'fp32', 'bf16', 'fp16'); did you mean 'bf16'?"),
         (["--offload", "optimiser"], "did you mean 'optimizer'?"),
         (["--memory", "80"], "--memory: '80' is not an amount of memory; write 80GB or 24GiB"),
+        (["--memory", "0.000001KB"], "is not an amount of memory"),
         (["--d_model", "100", "--n_head", "3"], "d_model must be a multiple of n_head"),
         (["--ranks", "0"], "--ranks: 0 is out of range"),
     ],

@@ -345,7 +345,7 @@ def test_the_line_says_what_and_the_fix(key, value, names, faults):
 
 def test_offload_at_stage_0_is_refused(faults):
     values = changed("zero_optimization", {"stage": 0, "offload_optimizer": {"device": "cpu"}})
-    assert "offload works at stage 1 or 2 or 3, and this JSON is at stage 0" in faults(values)[0]
+    assert "offload works at stage 1, 2 or 3, and this JSON is at stage 0" in faults(values)[0]
 
 
 def test_a_schedule_of_deepspeed_has_no_place_for_min_lr(faults):

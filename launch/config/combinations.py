@@ -156,7 +156,8 @@ def impossible_values(engine: EngineJson, ranks: int, shape: ModelShape, stage: 
 
 
 def _or(stages: tuple[int, ...]) -> str:
-    return " or ".join(map(str, stages))
+    *first, last = map(str, stages)
+    return f"{', '.join(first)} or {last}" if first else last
 
 
 def check_with_deepspeed(engine: EngineJson, ours: Iterable[str]) -> None:
@@ -258,7 +259,7 @@ def _check_machine(engine: EngineJson, ranks: int) -> None:
     for key, package in MONITORS.items():
         if engine.get(key, "enabled") and importlib.util.find_spec(package) is None:
             engine.lack((key, "enabled"), f"needs the package {package}, which is not installed; pip install {package}")
-    for key in ("offload_optimizer", "offload_param"):
+    for key in OFFLOAD_STAGES:
         path = ("zero_optimization", key, "nvme_path")
         folder, ours = str(engine.get(*path)), (engine.origin(path) or "").startswith("auto")  # the run makes its own
         if engine.get("zero_optimization", key, "device") != "nvme":

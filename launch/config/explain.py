@@ -17,6 +17,7 @@ from tqdm import tqdm
 from launch.config.combinations import WITHOUT_EFFECT
 from launch.config.engine_json import leaves, value_at
 from launch.config.engine_keys import defaults_left_open
+from launch.config.engine_schema import DTYPES
 from launch.config.hardware import quiet_deepspeed
 from launch.config.memory import bytes_sent_per_step, memory_per_rank
 from launch.config.optimizer import state_tensors
@@ -116,7 +117,7 @@ def explain(config: RunConfig) -> dict[str, Any]:
 def not_planned(config: RunConfig) -> Iterator[str]:
     """The keys of `NOT_PLANNED` that the run sets."""
     for path in NOT_PLANNED:
-        if value_at(config.engine, path.split(".")) not in (None, False, config.precision):
+        if value_at(config.engine, path.split(".")) not in (None, False, *DTYPES[config.precision]):
             yield path
 
 
@@ -244,8 +245,8 @@ def as_text(explained: dict[str, Any]) -> str:
         f"  {batch['global_batch_size']:,} sequences per step = micro-batch {batch['micro_batch_size']} x accumulation "
         f"{batch['gradient_accumulation_steps']} x {batch['ranks']} rank(s)",
         f"  {batch['tokens_per_step']:,} tokens per step = {batch['global_batch_size']:,} x {batch['seq_len']:,}",
-        f"  {length['total_tokens']:,} tokens in {length['steps']:,} steps: {length['tokens_per_parameter']:.2g} a parameter"
-        + (f", {length['total_tokens'] / length['corpus_tokens']:.2f} epochs of the corpus" if length["corpus_tokens"] else ""),
+        f"  {length['total_tokens']:,} tokens in {length['steps']:,} steps: {length['tokens_per_parameter']:,.2f} per parameter"
+        + (f", {length['total_tokens'] / length['corpus_tokens']:,.2f} epochs of the corpus" if length["corpus_tokens"] else ""),
         f"  {model['parameters']:,} parameters, with a vocabulary of {model['vocab_size']:,} padded to {model['padded_vocab_size']:,}",
         "  " + ", ".join(f"{tqdm.format_sizeof(flops[key])}FLOP {what}" for key, what in FLOPS.items()),
     ]
@@ -264,7 +265,10 @@ def memory_table(columns: dict[str, dict[str, Any]]) -> list[str]:
         if any(plan.get(part) for plan in columns.values()):
             rows.append([name, *(_bytes(plan[part]) for plan in columns.values())])
     rows.append(["peak in", *(plan["peak_moment"] for plan in columns.values())])
-    return [*_aligned(rows), "  The parts do not all live at once: the peak is less than their sum."]
+    notes = ["  The parts do not all live at once: the peak is less than their sum."]
+    if any(plan["host"] or plan["drive"] for plan in columns.values()):
+        notes.append("  Offloaded states are in their own rows too. On a GPU the peak leaves them out.")
+    return [*_aligned(rows), *notes]
 
 
 def _bytes(number: int) -> str:

@@ -57,6 +57,8 @@ class Parser(argparse.ArgumentParser):
 
 
 def whole_number(minimum: int, maximum: int = 10**12) -> Callable[[str], int]:
+    """A type for argparse: a whole number from `minimum` to `maximum`. It may be written as 1e9."""
+
     def parse(text: str) -> int:
         exponent = re.fullmatch(r"([0-9]{1,18})[eE]\+?([0-9]{1,2})", text)  # 1e9
         if exponent:
@@ -75,6 +77,7 @@ def whole_number(minimum: int, maximum: int = 10**12) -> Callable[[str], int]:
 
 
 def real_number(minimum: float, maximum: float = math.inf, above: bool = False, below: bool = False) -> Callable[[str], float]:
+    """A type for argparse: a finite number from `minimum` to `maximum`; with `above` or `below`, without that bound itself."""
     bounds = f"{'above' if above else 'at least'} {minimum:g}" + (
         f" and {'below' if below else 'at most'} {maximum:g}" if maximum < math.inf else ""
     )

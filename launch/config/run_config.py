@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from data_pipeline.errors import DataError
 from data_pipeline.sampler import GlobalSampler
 from data_pipeline.shards import Corpus, open_corpus
-from launch.config.combinations import CUDA_ONLY, check_combinations, check_with_deepspeed
+from launch.config.combinations import CUDA_ONLY, OFFLOAD_STAGES, check_combinations, check_with_deepspeed
 from launch.config.engine_json import EngineJson, leaves, value_at
 from launch.config.engine_keys import check_engine_keys, fill_defaults, section_rule
 from launch.config.flags import MAX_TOKENS, given_fields, parse_flags
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parents[2]
 #: The sections of `zero_optimization` that keep states off the device.
-OFFLOADS = ("offload_optimizer", "offload_param")
+OFFLOADS = tuple(OFFLOAD_STAGES)
 #: Flags that a run takes as they are.
 AS_GIVEN = (
     *("runs_dir", "resume", "data", "seed", "preset", "architecture", "no_cross_document", "init_from", "perturb_init", "branch_from"),
@@ -506,7 +506,7 @@ def _batch(engine: EngineJson, flags: argparse.Namespace, preset: Preset, ranks:
     if micro * accumulation * ranks != total:
         return refused(
             f"micro-batch {micro} x accumulation {accumulation} x {ranks} ranks = {micro * accumulation * ranks} sequences, "
-            f"but the global batch is {total}; change one of them so that the product is the global batch"
+            f"but the global batch is {total}; change --micro_batch_size or --global_batch_size, or their keys in the JSON"
         )
     for (key, origin), value in zip(origins.items(), (total, micro, accumulation), strict=True):
         engine.fill((key,), value, origin)

@@ -83,8 +83,7 @@ def _decay(engine: EngineJson, steps: int, warmup: int, total_tokens: int) -> di
     engine.fill((*PATH, "decay_shape"), DECAY_SHAPE, "default")
     fraction = engine.get(*PATH, "decay_fraction")
     if not engine.is_faulty(*PATH, "decay_fraction"):
-        stable = steps - round(fraction * steps)
-        if stable == steps:
+        if fraction * steps < 1:
             engine.note((*PATH, "decay_fraction"), f"is {fraction:g}: the decay is shorter than one step; it needs {1 / steps:.2g} or more")
         elif warmup * (total_tokens // steps) > total_tokens - round(fraction * total_tokens):  # as in `token_schedule`
             begin = f"{(1 - fraction) * steps:.4g}"
@@ -96,7 +95,8 @@ def _decay(engine: EngineJson, steps: int, warmup: int, total_tokens: int) -> di
 def _engine_schedule(
     engine: EngineJson, flags: argparse.Namespace, kind: str, lr: float, steps: int, warmup: int, warmup_from: str
 ) -> Schedule:
-    """A schedule of DeepSpeed, by steps. `"auto"`, and a default that exceeds the run, are filled as in transformers."""
+    """A schedule of DeepSpeed, by steps. A flag fills a key that is left out or "auto". Without a flag, "auto", and a default that exceeds
+    the run, are filled as in transformers."""
     given, rules = engine.get(*PATH) or {}, SCHEDULES[kind]
     if "warmup_max_lr" in rules:
         engine.value_or_flag((*PATH, "warmup_max_lr"), "lr", flags.lr)
@@ -112,7 +112,9 @@ def _engine_schedule(
         "warmup_min_lr": (0.0, "as transformers fills it", ""),
     }
     for key, (value, origin, flag) in fill.items():
-        if key in rules and (given.get(key) == "auto" or (key not in given and rules[key].get("default", math.inf) > steps)):
+        if key in rules and (
+            given.get(key) == "auto" or (key not in given and (flag in flags.origins or rules[key].get("default", math.inf) > steps))
+        ):
             engine.settle((*PATH, key), value, flags.origins.get(flag, origin))
     least, most = engine.get(*PATH, "warmup_min_lr"), engine.get(*PATH, "warmup_max_lr")
     if least is not None and most is not None and least > most:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import os
 import re
-from pathlib import Path
 
 from launch.errors import UsageError
 
@@ -30,7 +30,7 @@ def check_url(url: str, runs_dir: str) -> str | None:
         raise UsageError(f"--checkpoint_store {url}: cannot keep checkpoints; give s3:// or file://")
     if found[1] == "file" and not found[2].startswith("/"):
         raise UsageError(f"--checkpoint_store {url}: names a path relative to the working folder; give file:// and an absolute path")
-    if found[1] == "file" and Path(found[2]).resolve() == Path(runs_dir).resolve():
+    if found[1] == "file" and os.path.realpath(found[2]) == os.path.realpath(runs_dir):
         raise UsageError(f"--checkpoint_store {url}: is --runs_dir, whose run.json and metrics.jsonl it would overwrite; give another")
     try:
         fsspec.get_filesystem_class(found[1])
