@@ -50,12 +50,13 @@ class CompressedAllReduce:
         device: of all buffers.
 
     Attributes:
+        chunk: the number of elements that each rank owns, a multiple of `CHUNK_MULTIPLE`.
         buffer: (ranks x chunk,); tensors begin at multiples of 8 elements, so that no byte of signs belongs to two scales.
         views: the elements of each tensor in `buffer`, (size,).
         live: the number of first elements of each tensor that take part. With several ranks, the others are set to 0 by each `reduce`, in
             `buffer` and in the errors. A sign cannot be zero, so elements that never have a value would accumulate error instead.
-        worker_error: the accumulated compression error of this rank; empty on one rank.
-        scratch: memory of one block, which the optimizer may use between two calls.
+        worker_error: the accumulated compression error of this rank, (ranks x chunk,); empty on one rank.
+        scratch: memory of one block, fp32 (block,), which the optimizer may use between two calls.
         ranks: the number of ranks.
         server_error: the accumulated compression error of this rank's chunk of the mean, (chunk,); empty on one rank.
     """

@@ -149,11 +149,10 @@ def read_recipe(folder: str | Path) -> Recipe:
     """
     folder = Path(folder)
     path = folder / "recipe.json"
-    names = ", ".join(recipe_names())
     if not path.is_file():
-        close = difflib.get_close_matches(folder.name, recipe_names(), n=1)
+        close = difflib.get_close_matches(folder.name, names := recipe_names(), n=1)
         meant = f"; did you mean recipes/{close[0]}" if close else ""
-        raise RecipeError(f"--recipe {folder}: has no recipe.json{meant}; the recipes are: {names} (recipes/<name>)")
+        raise RecipeError(f"--recipe {folder}: has no recipe.json{meant}; the recipes are: {', '.join(names)} (recipes/<name>)")
     recipe = _read(Recipe, path)
     if unknown := sorted(recipe.experiments.keys() - testbed_names()):
         raise RecipeError(f"{path}: 'experiments.{unknown[0]}': unknown testbed; allowed are {', '.join(testbed_names())}")
@@ -191,12 +190,12 @@ def _read(cls: type[T], path: Path) -> T:
 
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(fields, dict):
-            raise ValueError("it must be an object")
-        if "name" in fields:
-            raise ValueError("'name' is that of the folder; leave it out")
     except (OSError, ValueError) as reason:
         raise RecipeError(f"{path}: not a readable JSON file: {reason}") from None
+    if not isinstance(fields, dict):
+        raise RecipeError(f"{path}: must be an object")
+    if "name" in fields:
+        raise RecipeError(f"{path}: 'name' is that of the folder; leave it out")
     try:
         checked = _adapter(cls)  # type: ignore[arg-type] # a class is hashable
         return checked.validate_json(json.dumps({"name": path.resolve().parent.name, **fields}))  # strict dataclasses: JSON only

@@ -301,11 +301,11 @@ class Techniques(Technique):
     def __init__(self, members: Iterable[Technique] = ()):
         self.members = tuple(sorted(members, key=lambda member: not member.declaration.changes_tokens))
         self.needs_cuda = {key: capability for member in self.members for key, capability in member.needs_cuda.items()}
-        # At most one member states each of these.
-        self.optimizer_tensors = sum(member.optimizer_tensors for member in self.members)
         self.own_group = frozenset[str]().union(*(member.own_group for member in self.members))
         #: The methods `token_losses` of the members that have one.
         self.added_losses = [member.token_losses for member in self.members if type(member).token_losses is not Technique.token_losses]
+        # At most one member states each of these.
+        self.optimizer_tensors = sum(member.optimizer_tensors for member in self.members)
         self.checkpointed_segments = sum(member.checkpointed_segments for member in self.members)
         self.matmul_dtype = "".join(member.matmul_dtype for member in self.members)
 

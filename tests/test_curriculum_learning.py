@@ -138,7 +138,9 @@ def test_the_documented_forms_are_accepted(schedule):
     section = {"enabled": True, "curriculum_type": "seqlen", "min_difficulty": 8, "max_difficulty": 1024, **schedule}
     done = explain("--set", f"curriculum_learning={json.dumps(section)}", "--seq_len", "1024")
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["over_the_run"][0]["seq_len"] == (1 if schedule["schedule_type"] == "fixed_discrete" else 8)
+    discrete, said = schedule["schedule_type"] == "fixed_discrete", json.loads(done.stdout)
+    assert said["over_the_run"][0]["seq_len"] == (1 if discrete else 8)
+    assert any("min_difficulty and max_difficulty have no effect" in note for note in said["notes"]) == discrete
 
 
 @pytest.mark.parametrize("section", SECTIONS, ids=lambda section: json.dumps(section))

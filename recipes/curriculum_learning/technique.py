@@ -104,6 +104,8 @@ class CurriculumLearning(Technique):
             f"curriculum_learning: sequences of {lengths[0]} to {lengths[-1]} tokens, the last from step {self.stages[-1]:,} on; "
             f"{shapes} lengths with that of the evaluation, and a compiled model compiles as many shapes",
         )
+        if self.section["schedule_type"] == "fixed_discrete" and without_auto(section).keys() & {"min_difficulty", "max_difficulty"}:
+            self.notes += ("curriculum_learning: min_difficulty and max_difficulty have no effect with fixed_discrete",)
 
     def _resolved(self, section: dict[str, Any]) -> dict[str, Any]:
         """The section with all values. Raises ValueError, see `Technique.__init__`."""

@@ -1,4 +1,4 @@
-"""Causal attention in blocks of queries, from batched matrix products, for processors.
+"""Causal attention in blocks of queries, from batched matrix products, for CPUs.
 
 torch's flash kernel for CPUs multiplies small tiles of one head after another. Without AMX, this reaches only a fraction of the speed of
 one product over all heads. Here the queries are divided into blocks, and each block reads only the keys up to its own end, so most of the

@@ -18,9 +18,9 @@ import torch.nn.functional as F
 
 #: Bytes of logits in memory at a time. The gradients of several parts are summed in fp32, so parts should be few.
 LOGITS_BYTES = 2**29
-#: Columns of fp16 logits that are converted to fp32 at a time on a processor: 5,336 x 2,048 x 4 bytes = 44 MB.
+#: Columns of fp16 logits that are converted to fp32 at a time on a CPU: 5,336 x 2,048 x 4 bytes = 44 MB.
 COLUMNS = 2048
-#: Rows that are converted to fp32 at a time: 64 x 8,192 x 4 bytes = 2 MB stay in a processor's cache from one pass to the next.
+#: Rows that are converted to fp32 at a time: 64 x 8,192 x 4 bytes = 2 MB stay in a CPU's cache from one pass to the next.
 ROWS = 64
 #: A smaller probability has lost bits in fp32, or is 0; its logarithm is then computed from the logits.
 SMALLEST = 1e-37
@@ -137,4 +137,5 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, scale: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         dx, dweight = ctx.gradients
         del ctx.gradients  # scaled in place, so they can be used only once
+        scale = scale.view(1, 1)  # CUDA would round a scale without dimensions to the dtype of dx first
         return dx.mul_(scale), dweight.mul_(scale).to(dx.dtype), None, None, None, None

@@ -227,8 +227,8 @@ def _has_liger() -> bool:
 def _lacking_to_compile() -> str:
     """What torch.compile lacks here, and the fix; empty if nothing. It needs a C++ compiler on a GPU too, to build the code that launches
     its kernels."""
-    if not any(shutil.which(name) for name in (os.environ.get("CXX", "g++"), "g++", "clang++")):
-        return "a C++ compiler, which is not on the path; install g++"
+    if shutil.which(compiler := os.environ.get("CXX", "g++")) is None:  # torch tries no other
+        return f"a C++ compiler, and {compiler!r} is not on the path; install g++, or set CXX"
     if " " in tempfile.gettempdir() and not torch.cuda.is_available():  # torch 2.13 does not quote the paths that it compiles on a CPU
         return f"a folder for temporary files without a space in its name, and it is {tempfile.gettempdir()!r}; set TMPDIR"
     return ""

@@ -16,6 +16,7 @@ def norm_of(norms: list[torch.Tensor]) -> torch.Tensor:
 
 
 def block_norm(block: torch.Tensor) -> torch.Tensor:
+    """The 2-norm of a block, an fp64 scalar."""
     return torch.linalg.vector_norm(block, dtype=torch.float64)
 
 
@@ -38,18 +39,18 @@ def lamb_step(
     Returns the trust ratio in fp32, or 0 if a norm is 0 and there is no ratio; the update is then not rescaled.
     """
     (beta1, beta2), decay = group["betas"], group["weight_decay"]
-    of_weights, of_update = [], []
+    weight_norms, update_norms = [], []
     assert parameter.grad is not None
     for weights, gradient, m, v in blocks(scratch.numel(), parameter, parameter.grad, *moments):
         m.lerp_(gradient, 1 - beta1)
         v.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
         divisor = torch.sqrt(v, out=scratch[: v.numel()]).mul_(biases[1] ** -0.5).add_(group["eps"])
         update = torch.div(m, divisor, out=gradient).mul_(1 / biases[0]).add_(weights, alpha=decay)
-        of_weights.append(block_norm(weights))
-        of_update.append(block_norm(update))
-    of_weight, of_step = norm_of(of_weights), norm_of(of_update)
-    has_ratio = (of_weight > 0) & (of_step > 0)
-    ratio = torch.where(has_ratio, (of_weight / of_step).clamp(*limits), 0.0).float()
+        weight_norms.append(block_norm(weights))
+        update_norms.append(block_norm(update))
+    weight_norm, update_norm = norm_of(weight_norms), norm_of(update_norms)
+    has_ratio = (weight_norm > 0) & (update_norm > 0)
+    ratio = torch.where(has_ratio, (weight_norm / update_norm).clamp(*limits), 0.0).float()
     parameter.addcmul_(parameter.grad, torch.where(has_ratio, ratio, 1.0), value=-group["lr"])
     return ratio
 

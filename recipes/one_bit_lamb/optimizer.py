@@ -87,7 +87,7 @@ class CompressedLamb(FreezingOptimizer):
         # The bias-corrected running mean moves by this share towards the new value.
         share = (1 - beta2) / self._bias(beta2, self._steps)
         live = self.reduction.live[place]
-        quotients, of_adam, of_update = [], [], []
+        quotients, adam_norms, update_norms = [], [], []
         assert parameter.grad is not None
         tensors = (parameter, momentum, parameter.grad, state["exp_avg_sq"], state["exp_avg_sq_fresh"])
         for weights, m, last, variance, fresh in self._blocks(*tensors):
@@ -99,14 +99,14 @@ class CompressedLamb(FreezingOptimizer):
                 quotients.append(torch.div(divisor[:live], torch.sqrt(fresh[:live], out=gradient).add_(eps), out=gradient).amax())
             live -= m.numel()
             update = torch.div(m, divisor, out=last).mul_(1 / bias1)
-            of_adam.append(block_norm(update))
+            adam_norms.append(block_norm(update))
             if decay:
                 update.add_(weights, alpha=decay)
-                of_update.append(block_norm(update))
+                update_norms.append(block_norm(update))
         factor = torch.stack(quotients).amax()
         if decay:
             # Only Adam's part of the update depends on the variance; weight decay does not.
-            part = (norm_of(of_adam) / norm_of(of_update)).nan_to_num(nan=1.0).clamp(max=1.0).float()
+            part = (norm_of(adam_norms) / norm_of(update_norms)).nan_to_num(nan=1.0).clamp(max=1.0).float()
             factor = factor * part + 1 - part
         last_factor = state["factor"]
         factor = factor.clamp(*self._factor_limits)

@@ -26,7 +26,7 @@ class LocalStepAdam(CompressedOptimizer):
     Attributes:
         updates_variance: whether the next step updates the variance; set before the step.
         exchanges: whether all ranks have the same weights after the next step; set before the step.
-        alone: number of local steps since the last exchange; their updates are in `reduction.buffer`. 0: all ranks have the same weights.
+        local_steps: the number since the last exchange; their updates are in `reduction.buffer`. 0: all ranks have the same weights.
     """
 
     exchanged = ""
@@ -36,15 +36,15 @@ class LocalStepAdam(CompressedOptimizer):
         # In the groups: the number of variance updates, the sum of the rates since the last exchange, and that sum at the last exchange.
         super().__init__(param_groups, *arguments, variance_updates=0, rates=0.0, exchanged_rates=0.0)
         self.updates_variance = self.exchanges = True
-        self.alone = 0
+        self.local_steps = 0
         #: The weights of the last exchange, with the weight decay since then; allocated at the first local step.
-        self._agreed: list[torch.Tensor] = []
+        self._synced_weights: list[torch.Tensor] = []
         #: The smallest value that an element of each tensor's variance counts as.
         self._least: list[float] = []
 
     def _take_state(self) -> None:
         super()._take_state()
-        self.alone = 0
+        self.local_steps = 0
         self._read_variance()
 
     def _update(self) -> None:
@@ -53,8 +53,8 @@ class LocalStepAdam(CompressedOptimizer):
         else:
             self._give_new_rows_a_variance()
         for group in self.param_groups:
-            group["rates"] = self._rate(group) + (group["rates"] if self.alone else 0.0)
-        if not self.alone:
+            group["rates"] = self._rate(group) + (group["rates"] if self.local_steps else 0.0)
+        if not self.local_steps:
             self.reduction.buffer.zero_()
         for (group, parameter, moved), least in zip(self._momenta(), self._lower_limits(), strict=True):
             assert parameter.grad is not None
@@ -63,7 +63,7 @@ class LocalStepAdam(CompressedOptimizer):
                 update.addcdiv_(m, self._divisor(v, least, group["eps"]), value=self._rate(group))
         # At a rate of 0 there is no update to exchange: the rank keeps its momentum, as in a local step.
         moves = all(group["rates"] for group in self.param_groups)
-        if (self.updates_variance and (moves or not self.alone)) or (self.exchanges and moves):
+        if (self.updates_variance and (moves or not self.local_steps)) or (self.exchanges and moves):
             self._exchange()
         else:
             self._step_locally()
@@ -74,11 +74,11 @@ class LocalStepAdam(CompressedOptimizer):
 
     def _exchange(self) -> None:
         # After a variance update all ranks have the same update, unless there were local steps before (a resume may move the updates).
-        if self.reduction.ranks > 1 and (self.alone or not self.updates_variance):
+        if self.reduction.ranks > 1 and (self.local_steps or not self.updates_variance):
             self._exchange_updates()
-        if self.alone:
-            torch._foreach_copy_(self._parameters, self._agreed)
-            self.alone = 0
+        if self.local_steps:
+            torch._foreach_copy_(self._parameters, self._synced_weights)
+            self.local_steps = 0
         self._decay(self._parameters)
         self._move_from(self._parameters)
 
@@ -97,13 +97,13 @@ class LocalStepAdam(CompressedOptimizer):
             group["exchanged_rates"] = group["rates"]
 
     def _step_locally(self) -> None:
-        if not self._agreed:
-            self._agreed = [torch.empty_like(parameter, requires_grad=False) for parameter in self._parameters]
-        if not self.alone:
-            torch._foreach_copy_(self._agreed, self._parameters)
-        self.alone += 1
-        self._decay(self._agreed)
-        self._move_from(self._agreed)
+        if not self._synced_weights:
+            self._synced_weights = [torch.empty_like(parameter, requires_grad=False) for parameter in self._parameters]
+        if not self.local_steps:
+            torch._foreach_copy_(self._synced_weights, self._parameters)
+        self.local_steps += 1
+        self._decay(self._synced_weights)
+        self._move_from(self._synced_weights)
 
     def _decay(self, weights: list[torch.Tensor]) -> None:
         for (group, _, _), weight in zip(self._momenta(), weights, strict=True):
@@ -171,36 +171,36 @@ class LocalStepAdam(CompressedOptimizer):
     # --- the state of one rank ------------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def agreed_weights(self, changed: Callable[[], None]) -> Iterator[None]:
+    def synced_weights(self, changed: Callable[[], None]) -> Iterator[None]:
         """In the body, the parameters are the weights of the last exchange. `changed` is called after each change of the parameters."""
-        if not self.alone:
+        if not self.local_steps:
             yield
             return
         with torch.no_grad():
-            torch._foreach_copy_(self._parameters, self._agreed)
+            torch._foreach_copy_(self._parameters, self._synced_weights)
         changed()
         try:
             yield
         finally:
             with torch.no_grad():
-                self._move_from(self._agreed)
+                self._move_from(self._synced_weights)
             changed()
 
     def own_state(self) -> dict[str, Any]:
         """This rank's local state since the last exchange, for a checkpoint that has the weights of that exchange."""
-        if not self.alone:
+        if not self.local_steps:
             return {}
         momenta = [self.state[parameter]["exp_avg"] for parameter in self._parameters]
-        return {"alone": self.alone, "moved": self.reduction.buffer, "momenta": momenta}
+        return {"alone": self.local_steps, "moved": self.reduction.buffer, "momenta": momenta}
 
     @torch.no_grad()
     def load_own_state(self, state: dict[str, Any]) -> None:
         """Load what `own_state` returned, after the parameters and `state_dict`."""
         if "alone" not in state:
             return
-        self.alone = state["alone"]
-        self._agreed = [parameter.detach().clone() for parameter in self._parameters]
+        self.local_steps = state["alone"]
+        self._synced_weights = [parameter.detach().clone() for parameter in self._parameters]
         self.reduction.buffer.copy_(state["moved"])
         for parameter, momentum in zip(self._parameters, state["momenta"], strict=True):
             self.state[parameter]["exp_avg"].copy_(momentum)
-        self._move_from(self._agreed)
+        self._move_from(self._synced_weights)

@@ -97,8 +97,8 @@ class ZeroOneAdam(CompressedTechnique):
             self._value("local_step_scaler", max(1, (run.steps - freeze) // 4), "a fourth of the run's steps after var_freeze_step"),
             self._value("local_step_clipper", 16, "the paper's"),
         )
-        goes_alone = run.ranks > 1 and self.schedule.last_exchange(run.steps)[1] < run.steps
-        self.optimizer_tensors += goes_alone  # the weights of the last exchange
+        has_local_steps = run.ranks > 1 and self.schedule.last_exchange(run.steps)[1] < run.steps
+        self.optimizer_tensors += has_local_steps  # the weights of the last exchange
         # In the second stage the variance is frozen, and the ranks make local steps.
         self.stages = 1, freeze + 1
         self._note_traffic(run)
@@ -139,11 +139,11 @@ class ZeroOneAdam(CompressedTechnique):
         return plan
 
     def metrics(self) -> dict[str, float]:
-        agreed = self.exchanges if self._engine is None else not self._optimizer.alone
-        return {"variance_updated": int(self.updates_variance), "exchanged": int(agreed and self._ranks > 1)}
+        synced = self.exchanges if self._engine is None else not self._optimizer.local_steps
+        return {"variance_updated": int(self.updates_variance), "exchanged": int(synced and self._ranks > 1)}
 
     def evaluation_weights(self) -> AbstractContextManager[None]:
-        return self._optimizer.agreed_weights(self._copy_weights)
+        return self._optimizer.synced_weights(self._copy_weights)
 
     def _copy_weights(self) -> None:
         """In bf16 and fp16, copy the optimizer's fp32 weights to the model's."""
