@@ -193,7 +193,7 @@ def _read(cls: type[T], path: Path) -> T:
     except (OSError, ValueError) as reason:
         raise RecipeError(f"{path}: not a readable JSON file: {reason}") from None
     if not isinstance(fields, dict):
-        raise RecipeError(f"{path}: must be an object")
+        raise RecipeError(f"{path}: it must be an object")
     if "name" in fields:
         raise RecipeError(f"{path}: 'name' is that of the folder; leave it out")
     try:
