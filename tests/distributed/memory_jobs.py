@@ -89,18 +89,19 @@ def states_of(engine: Any) -> dict[str, int]:
             if storage.data_ptr() not in seen:
                 seen.add(storage.data_ptr())
                 found[name] += storage.nbytes()
-    found["not in a part"] = sum({one.data_ptr(): one.nbytes() for one in known_storages() if one.data_ptr() not in seen}.values())
+    found["not in a part"] = sum(storage.nbytes() for address, storage in known_storages().items() if address not in seen)
     return found
 
 
-def known_storages() -> list[Any]:
-    """Every tensor storage that the garbage collector knows of."""
+def known_storages() -> dict[int, Any]:
+    """Every tensor storage that the garbage collector knows of, by its address."""
     import torch
     from torch._subclasses import FakeTensor  # torch.compile's, which have no memory
 
     gc.collect()
     tensors = [thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor) and not isinstance(thing, FakeTensor)]
-    return [tensor.untyped_storage() for tensor in tensors if tensor.device.type == "cpu" and tensor.layout == torch.strided]
+    storages = [tensor.untyped_storage() for tensor in tensors if tensor.device.type == "cpu" and tensor.layout == torch.strided]
+    return {storage.data_ptr(): storage for storage in storages}
 
 
 def tensors_in(holder: Any) -> Iterator[Any]:
@@ -132,7 +133,7 @@ def states_in_step(flags: list[str]) -> tuple[RunConfig, list[dict[str, int]]]:
 
 def model_states(flags: list[str]) -> dict[str, Any]:
     """(measured, predicted) bytes of each part on this rank, at the end of a step."""
-    before = sum(known_storages().values())  # of this pool's earlier jobs
+    before = sum(storage.nbytes() for storage in known_storages().values())  # of this pool's earlier jobs
     config, (*_, found) = states_in_step(flags)
     plan = plan_of(config)
     return (
@@ -158,7 +159,7 @@ def peak_of_update(flags: list[str]) -> tuple[int, int]:
     def measured(optimizer: Any, *arguments: Any) -> None:
         before = known_storages()  # kept until the end, so that no address is used again
         memory = PeakMemory()
-        memory.known = {storage.data_ptr() for storage in before}
+        memory.known = set(before)
         with memory:
             update(optimizer, *arguments)
         peaks.append(memory.peak)
