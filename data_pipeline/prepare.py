@@ -88,7 +88,7 @@ def prepare(args: argparse.Namespace, say: Say) -> None:
     if os.path.lexists(args.out):
         _check_same(args, about)
         remove_progress(args.out)  # left by a run that was killed just before this step
-        say(f"{args.out} is already prepared from files of these names and sizes with these options; nothing to do")
+        say(f"{args.out} is already prepared from this source (files of these names and sizes) with these options; nothing to do")
         return
     documents = Documents(sources, args.val_fraction, grouped=weights is not None, dedup=args.dedup == "exact")
     identity = {**about, "state": [source.state() for source in sources]}
@@ -265,8 +265,8 @@ def _check_same(args: argparse.Namespace, about: dict[str, Any]) -> None:
 
 def _check_tokenizer(args: argparse.Namespace, entry: dict[str, Any], folder: Path) -> None:
     """DataError if `--tokenizer` is a `tokenizer.json` that differs from the copy in `folder`, whose manifest entry is `entry`."""
-    file = Path(args.tokenizer)
-    if parse_spec(args.tokenizer)[0] == "hugging_face" and file.is_file():
+    kind, file = parse_spec(args.tokenizer)
+    if kind == "hugging_face" and file.is_file():
         text = file.read_text(encoding="utf-8", errors="replace")  # line ends as in the copy
         if hashlib.sha256(text.encode()).hexdigest() != entry["files"].get(HUGGING_FACE_FILE):
             raise DataError(f"--tokenizer {file}: differs from the tokenizer in {folder}; remove {folder}, or choose another --out")

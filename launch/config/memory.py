@@ -241,12 +241,12 @@ def _states(
         "optimizer_states": round(FP32 * per_parameter * sum(parts)),
     }
     # One group, or at stage 3 one sub-group, at a time: its gradients flattened, and a copy in fp32 if they are not fp32.
-    largest = max(parts)
+    largest, norm = max(parts), 0
     if stage == 3:
         limit = int(sizes.get("sub_group_size") or SUB_GROUP_SIZE)
         largest = max(size for group in groups for size in sub_group_sizes(group, ranks, limit))
-    # Before, the norm is computed in fp64, one parameter at a time.
-    update = max(largest * (FP32 if w == FP32 else FP32 + w), 8 * -(-max(flat) // ranks))
+        norm = 8 * -(-max(flat) // ranks)  # before the update, in fp64, one parameter at a time
+    update = max(norm, largest * (FP32 if w == FP32 else FP32 + w))
     return _States(lasting, gradients, carried, update, FP32 * largest)
 
 
