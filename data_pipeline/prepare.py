@@ -24,7 +24,7 @@ if not __package__:
 from tqdm import tqdm
 
 from data_pipeline.documents import TRAINING_BYTES, Documents, chunks, pieces, training_texts
-from data_pipeline.encoding import encode_chunks
+from data_pipeline.encoding import blocked_sigint, encode_chunks
 from data_pipeline.errors import DataError, print_line, printable
 from data_pipeline.manifest import SPLITS
 from data_pipeline.records import MAX_RECORD_MIB, BadRecord, Problems
@@ -155,7 +155,8 @@ def _progress_bar(n_bytes: int, quiet: bool, description: str = "encoding") -> t
     """A progress bar on a terminal, otherwise an occasional line. Without a percentage if `n_bytes` is 0 (not known)."""
     seconds = 0.1 if sys.stderr.isatty() else SECONDS_BETWEEN_REPORTS
     options: dict[str, Any] = {"mininterval": seconds, "maxinterval": 2 * seconds, "delay": seconds, "leave": False, "disable": quiet}
-    return tqdm(total=n_bytes or None, unit="B", unit_scale=True, desc=description, **options)
+    with blocked_sigint():  # a bar that is half constructed prints a traceback when it is deleted
+        return tqdm(total=n_bytes or None, unit="B", unit_scale=True, desc=description, **options)
 
 
 def _make_tokenizer(args: argparse.Namespace, documents: Documents, folder: Path, say: Say) -> tuple[Tokenizer, dict[str, Any]]:

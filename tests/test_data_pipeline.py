@@ -19,7 +19,7 @@ from data_pipeline.encoding import Encoded
 from data_pipeline.errors import DataError
 from data_pipeline.loader import Loader
 from data_pipeline.manifest import token_dtype
-from data_pipeline.prepare import main
+from data_pipeline.prepare import _progress_bar, main
 from data_pipeline.records import Problems
 from data_pipeline.sampler import GlobalSampler
 from data_pipeline.shards import Split, open_corpus
@@ -294,6 +294,19 @@ def test_interrupted_at_once_leaves_nothing_behind(tmp_path, workers):
     assert err == f"interrupted: nothing was written to {tmp_path}/new/out\n"
     assert os.listdir(tmp_path) == []
     wait_for(lambda: not alive(process.pid))
+
+
+def test_an_interrupt_leaves_no_progress_bar_half_constructed(monkeypatch):
+    constructed = []
+
+    def interrupted_tqdm(**options):
+        os.kill(os.getpid(), signal.SIGINT)
+        constructed.append(options)
+
+    monkeypatch.setattr("data_pipeline.prepare.tqdm", interrupted_tqdm)
+    with pytest.raises(KeyboardInterrupt):
+        _progress_bar(0, quiet=True)
+    assert len(constructed) == 1
 
 
 def test_two_runs_for_one_folder_do_not_meet(tmp_path):
