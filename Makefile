@@ -34,15 +34,15 @@ $(CORPUS)/manifest.json: | $(INSTALLED)
 	$(BIN)/python data_pipeline/prepare.py --source stdlib --out $(CORPUS) --resume
 
 # The run's name is `first`, or the next free `first-N`: a second `make pretrain` trains again and overwrites nothing.
-# In fp32 where the processor has no bf16 arithmetic: emulated bf16 is slower (recipes/bf16/README.md). A JSON in ARGS is taken at its word.
+# In fp32 where the processor has no bf16 arithmetic: emulated bf16 is slower (recipes/bf16/README.md). The precision of a JSON in ARGS is kept.
 pretrain: $(INSTALLED) $(CORPUS)/manifest.json  ## train a nano GPT through ds_configs/zero1_bf16.json; ARGS="..." goes through
 	@name=first; n=2; while [ -e "runs/$$name" ]; do name=first-$$n; n=$$((n + 1)); done; \
 	port=$$($(BIN)/python -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])'); set -x; \
 	$(BIN)/deepspeed --log_level error --master_port $$port launch/pretrain.py --deepspeed_config ds_configs/zero1_bf16.json \
 	  $(if $(findstring --deepspeed_config,$(ARGS)),,--set bf16.enabled=auto) --preset nano --data $(CORPUS) --run_name $$name $(ARGS)
 
-# Three processes, each with files and ranks of its own: ranks wait for each other, and commands for their imports, part of the time.
-# In the order of the folders: tests/distributed, which takes longest, comes first.
+# Three processes, because tests often wait for other ranks or for imports. Each process gets whole files, in the order of the folders:
+# tests/distributed takes longest and comes first.
 PARALLEL := -n 3 --dist loadfile --no-loadscope-reorder
 
 test: $(INSTALLED)  ## the tests (13 to 30 minutes on two cores)
@@ -67,7 +67,7 @@ pages: $(INSTALLED)  ## the pages, tables and pictures of recipes and testbeds, 
 	$(BIN)/python -m launch.comparison.pages --write
 
 slow_network: $(INSTALLED) $(CORPUS)/manifest.json  ## step times over two hosts at 100 Mbit/s and 1 Gbit/s (Linux, root, pdsh, sshd)
-	$(BIN)/python benchmarks/slow_network.py
+	$(BIN)/python -m benchmarks slow_network
 
 clean:  ## remove the virtual environment and the caches (never data/ or runs/)
 	rm -rf $(VENV) .cache .hypothesis .mypy_cache .pytest_cache .ruff_cache

@@ -1,1 +1,1 @@
-"""Benchmarks: each compares two things that take turns in one run, and reports medians, spread and their ratio."""
+"""Benchmarks of training, checkpoints, data preparation and start-up; most interleave what they compare."""

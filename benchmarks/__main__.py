@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -24,7 +25,7 @@ from typing import Any
 
 from benchmarks import report
 from benchmarks.report import ROOT
-from launch.errors import nearest
+from launch.errors import nearest, run_command
 
 README = Path(__file__).with_name("README.md")
 BEGIN, END = "<!-- by python -m benchmarks --readme -->\n", "<!-- end -->\n"
@@ -48,7 +49,8 @@ def table(records: list[dict[str, Any]]) -> str:
     lines = ["| benchmark | what | median | quartiles | bar | where |", "|---|---|---|---|---|---|"]
     for record in records:
         device = f"{record['machine']['cores']} cores of an {record['machine']['processor']}"
-        where = f"{device if record['device'] == 'cpu' else record['device']}, {(record['commit'] or 'no commit')[:7]}, {record['date']}"
+        commit = re.sub(r"^([0-9a-f]{7})[0-9a-f]*", r"\1", record["commit"] or "no commit")  # "+changes" may follow
+        where = f"{device if record['device'] == 'cpu' else record['device']}, {commit}, {record['date']}"
         for row in record["rows"]:
             spread = "{:.3f} to {:.3f}".format(*row["quartiles"]) if row["quartiles"] else ""
             lines.append(f"| `{record['benchmark']}` | {row['what']} | {row['figure']} | {spread} | {row['bar']} | {where} |")
@@ -107,4 +109,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)

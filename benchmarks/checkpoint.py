@@ -29,6 +29,7 @@ import numpy as np
 from benchmarks import report
 from launch.config.flags import whole_number
 from launch.config.run_config import resolve
+from launch.formats.files import check_writable
 
 QUICK = ("--preset", "micro", "--saves", "2", "--save_every", "3")
 TOKENS = 2_000_000
@@ -73,6 +74,9 @@ def write_corpus(folder: Path) -> None:
 
 def measure(arguments: argparse.Namespace) -> report.Measured:
     """Train both runs; one record."""
+    if arguments.runs_dir:
+        check_writable(Path(arguments.runs_dir), "--runs_dir")
+        Path(arguments.runs_dir).mkdir(parents=True, exist_ok=True)
     context = multiprocessing.get_context("spawn")
     found, size = {}, 0
     with tempfile.TemporaryDirectory(prefix="benchmark-", dir=arguments.runs_dir) as folder:

@@ -82,6 +82,7 @@ def test(name: str, arguments: list[str]) -> dict[str, Any]:
 
 def measure(arguments: argparse.Namespace) -> report.Measured:
     """Run the tests of the chosen cells; a record for each."""
+    report.require_gpu(arguments)
     for name, options in report.chosen(cells(arguments.tiny), arguments.only).items():
         record = test(name, options)
         passed, failed = record["passed"], len(record["failed"])

@@ -57,7 +57,9 @@ def measure(arguments: argparse.Namespace) -> report.Measured:
         for copy in range(arguments.copies):
             for number, text in enumerate(texts):
                 (copies / f"{copy:03d}-{number:05d}.txt").write_bytes(text.encode())
-        two = {name: functools.partial(_prepare, folder, ["--source", str(copies), *flags, name[0]]) for name in ("1 worker", "2 workers")}
+        two: dict[str, Callable[[], Any]] = {
+            name: functools.partial(_prepare, folder, ["--source", str(copies), *flags, name[0]]) for name in ("1 worker", "2 workers")
+        }
         rates |= _rates(two, max(3, arguments.rounds // 2), size * arguments.copies)
     rows = [
         report.ratio_row(what, rates[slow]["seconds"], rates[fast]["seconds"])

@@ -24,6 +24,7 @@ from launch.comparison.interleaved import run_interleaved
 from launch.config.flags import whole_number
 from launch.config.run_config import resolve
 from launch.errors import UsageError, nearest, run_command
+from launch.formats.files import write_atomically
 from launch.formats.metrics import read_metrics
 from launch.training.folder import RunFolder
 from launch.training.observers import Observer
@@ -41,7 +42,7 @@ WARM_UP_STEPS = 10
 
 
 class Row(NamedTuple):
-    """One figure: what it is of, its quartiles if it has a spread, and the bar if there is one."""
+    """One figure: what it is of, its quartiles if it has a spread, and the benchmark's target (`bar`) if it has one."""
 
     what: str
     figure: str
@@ -107,7 +108,6 @@ def cells_parser(description: str | None) -> argparse.ArgumentParser:
     made = parser(description)
     made.add_argument("--only", metavar="CELL", help="measure this cell (all)")
     made.add_argument("--tiny", action="store_true", help="measure a few small cells that a CPU can train")
-    made.add_argument("--data", default="data/stdlib", help="corpus (%(default)s)")
     return made
 
 
@@ -255,4 +255,4 @@ def append(name: str, rows: list[Row], details: dict[str, Any]) -> None:
         "rows": [row._asdict() for row in rows],
         **{key: value for key, value in details.items() if key != "device"},
     }
-    RESULTS.write_text(json.dumps([*read_records(RESULTS), record], indent=1) + "\n", encoding="utf-8")
+    write_atomically(RESULTS, json.dumps([*read_records(RESULTS), record], indent=1) + "\n")

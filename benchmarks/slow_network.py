@@ -39,7 +39,6 @@ SIDES = (
 )
 #: Steps of a run that are not counted: the first touch memory, and 1-bit Adam compresses after its second.
 WARM_UP_STEPS = 4
-TIMES = ("median_ms", "lower_quartile_ms", "upper_quartile_ms")
 
 
 def train(sides: dict[str, list[str]], common: list[str], arguments: argparse.Namespace) -> list[dict[str, Any]]:
@@ -55,7 +54,8 @@ def train(sides: dict[str, list[str]], common: list[str], arguments: argparse.Na
             for rate in rates:
                 hosts.set_rate(rate)
                 links[rate].append(hosts.measured_mbit())
-                for place, (name, flags) in enumerate(sides.items()):
+                first, order = turn % len(sides), list(enumerate(sides.items()))
+                for place, (name, flags) in order[first:] + order[:first]:  # the order rotates
                     with tempfile.TemporaryDirectory() as runs:  # removed at once, with the checkpoint at the run's end
                         lines = hosts.pretrain(Path(runs), f"side_{place}", *flags, *common)[WARM_UP_STEPS:]
                     steps[rate, name] += lines
@@ -67,7 +67,7 @@ def train(sides: dict[str, list[str]], common: list[str], arguments: argparse.Na
             "flags": " ".join(sides[name]),
             "mbit": rate,
             "measured_mbit": statistics.median(links[rate]),
-            "step": report.spread([line["step_seconds"] for line in steps[rate, name]]),
+            "step_seconds": [line["step_seconds"] for line in steps[rate, name]],
             "bytes_sent": statistics.median(line["bytes_sent"] for line in steps[rate, name]),
         }
         for rate, name in keys
@@ -91,8 +91,7 @@ def measure(arguments: argparse.Namespace) -> report.Measured:
         base = next(other for other in table if other["mbit"] == row["mbit"])
         if row is not base:
             what = f"a step of {row['side']} / {base['side']}, {row['mbit']:,} Mbit/s, {report.model_name(arguments)}"
-            median, *quartiles = (row["step"][key] / base["step"]["median_ms"] for key in TIMES)
-            rows.append(report.Row(what, f"{median:.2f}", quartiles))
+            rows.append(report.ratio_row(what, row["step_seconds"], base["step_seconds"]))
     keys = ("preset", "micro_batch_size", "global_batch_size", "turns", "steps")
     yield rows, {"device": "cpu", **{key: getattr(arguments, key) for key in keys}, "table": table}
 
@@ -101,10 +100,10 @@ def main() -> None:
     parser = report.run_parser(__doc__)
     parser.add_argument("--side", action="append", metavar="'NAME: FLAGS'", help="a configuration; may be repeated (the four above)")
     parser.add_argument("--rates", nargs="+", type=whole_number(1), default=[100, 1000], help="Mbit/s of the network (100 1000)")
-    parser.add_argument("--turns", type=int, default=3, help="runs of each side at each rate (%(default)s)")
-    parser.add_argument("--steps", type=int, default=8, help="steps of a run that are counted (%(default)s)")
-    parser.add_argument("--micro_batch_size", default="4", help="sequences of a rank's micro-batch (%(default)s)")
-    parser.add_argument("--global_batch_size", default="8", help="sequences per step on both ranks (%(default)s)")
+    parser.add_argument("--turns", type=whole_number(1), default=3, help="runs of each side at each rate (%(default)s)")
+    parser.add_argument("--steps", type=whole_number(2), default=8, help="steps of a run that are counted (%(default)s)")
+    parser.add_argument("--micro_batch_size", type=whole_number(1), default=4, help="sequences of a rank's micro-batch (%(default)s)")
+    parser.add_argument("--global_batch_size", type=whole_number(1), default=8, help="sequences per step on both ranks (%(default)s)")
     report.run(__file__, parser, measure)
 
 

@@ -22,6 +22,7 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from benchmarks import report
+from launch.comparison.interleaved import free_port
 from launch.config.flags import whole_number
 from launch.config.run_config import resolve
 
@@ -31,8 +32,6 @@ LAUNCHERS = {"python": [sys.executable], "deepspeed": [str(Path(sys.executable).
 
 def start(launcher: str, flags: list[str]) -> float:
     """Seconds from the command to the end of the first step."""
-    from tests.helpers import free_port
-
     port = ["--master_port", str(free_port())] if launcher == "deepspeed" else []
     with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
         metrics, seconds = Path(folder, "r", "metrics.jsonl"), 0.0

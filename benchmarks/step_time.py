@@ -5,8 +5,8 @@
                                    --side "fp32, ZeRO 3: --deepspeed_config ds_configs/zero3_fp32.json"
 
 Each side is a name and flags of launch/pretrain.py, which trains it in a process of its own. All sides train the same initial weights on
-the same samples; a ratio above 1 means that the side's step takes longer than the first side's. Where their FLOPs differ, the last column
-is the ratio of FLOPs. On one rank nothing is sent: the ZeRO stages differ by the engine's own work.
+the same samples; a ratio above 1 means that the side's step takes longer than the first side's. Where their FLOPs differ, the column `bar`
+has the ratio of FLOPs. On one rank nothing is sent: the ZeRO stages differ by the engine's own work.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""The training loop against the Hugging Face Trainer with DeepSpeed ZeRO 2 in bf16: the same model, tokens and optimizer, interleaved.
+"""The training loop against the Hugging Face Trainer, both at ZeRO stage 2 in bf16: the same model, tokens and optimizer, interleaved.
 
     python benchmarks/trainer.py                          # preset micro; about three minutes on two cores
     python benchmarks/trainer.py --preset nano --steps 40
 
 Both sides start from the same weights and read the same windows of the corpus in the same order, in micro-batches of the same size, with
-torch's fused AdamW in the same two groups, the same schedule and clipping. One side is `launch/pretrain.py` with the given JSON. The other
-is GPT2LMHeadModel in transformers' Trainer (no evaluation, checkpoints, reports or loader processes, rare logging) with the ZeRO section
-of ds_configs/zero2_bf16.json. Each side is a process; their steps are interleaved, 10 by 10. A step is everything from the start of one to
-the start of the next. A ratio above 1 means that our loop is faster.
+torch's fused AdamW in the same two groups, the same schedule and clipping. One side is `launch/pretrain.py` with the given JSON at ZeRO
+stage 2. The other is GPT2LMHeadModel in transformers' Trainer (no evaluation, checkpoints, reports or loader processes, rare logging) with
+the same ZeRO section. Each side is a process; their steps are interleaved, 10 by 10. A step is everything from the start of one to the
+start of the next. A ratio above 1 means that our loop is faster.
 Needs accelerate: pip install -e ".[bench]" -c constraints.txt
 """
 
@@ -32,12 +32,12 @@ if __name__ == "__main__":
 
 from benchmarks import report
 from benchmarks.report import WARM_UP_STEPS
+from launch.config.flags import whole_number
 from launch.config.run_config import resolve
 from launch.errors import UsageError
 from launch.training.interleaving import Interleaving
 
 QUICK = ("--preset", "nano", "--steps", "20")
-PEER_JSON = "ds_configs/zero2_bf16.json"
 
 
 def train_with_trainer(flags: list[str], folder: str) -> None:
@@ -79,6 +79,7 @@ def train_with_trainer(flags: list[str], folder: str) -> None:
             self.end_step()
 
     # The windows that our loader reads, in its order; the model shifts the labels itself.
+    assert loader.sampler is not None  # a corpus, not a mixture
     order = loader.sampler.indices(0, config.steps * config.global_batch_size)
     windows = torch.from_numpy(loader.split.read(order, length)[:, :length].astype(np.int64))
     # The vocabulary is padded as ours, so that both multiply the same matrices.
@@ -130,10 +131,10 @@ def measure(arguments: argparse.Namespace) -> report.Measured:
     """Train both sides; one record."""
     if arguments.architecture != "gpt2":
         raise UsageError(f"--architecture {arguments.architecture}: must be gpt2, which is the model of the Trainer's side; leave it out")
-    more = {"micro_batch_size": arguments.micro_batch_size, "global_batch_size": arguments.global_batch_size}
-    flags, peer = (report.run_flags(arguments, deepspeed_config=file, **more) for file in (arguments.deepspeed_config, PEER_JSON))
+    batches = {"micro_batch_size": arguments.micro_batch_size, "global_batch_size": arguments.global_batch_size}
+    flags = report.run_flags(arguments, set="zero_optimization.stage=2", **batches)
     if arguments.side:
-        train_with_trainer(peer, arguments.side)
+        train_with_trainer(flags, arguments.side)
     resolve(flags)  # a mistake is reported once, here
     if importlib.util.find_spec("accelerate") is None:
         raise UsageError('the Trainer needs accelerate; install it: pip install -e ".[bench]" -c constraints.txt')
@@ -147,7 +148,7 @@ def measure(arguments: argparse.Namespace) -> report.Measured:
     theirs = trainer["seconds"][WARM_UP_STEPS:]
     print(f"mean loss: ours {statistics.mean(line['loss'] for line in lines):.4f}, the Trainer's {trainer['loss']:.4f}")
     name = Path(arguments.deepspeed_config).stem
-    what = f"Hugging Face Trainer, DeepSpeed stage 2 / {name}, {arguments.preset}"
+    what = f"Hugging Face Trainer / {name}, both at ZeRO stage 2, {arguments.preset}"
     peaks = lines[-1]["peak_memory_bytes"], trainer["peak_memory_bytes"]
     rows = [
         report.ratio_row(f"step time of {what}", theirs, ours, "at least 1.5" if "fused" in name else ""),
@@ -161,8 +162,8 @@ def measure(arguments: argparse.Namespace) -> report.Measured:
 
 def main() -> None:
     parser = report.run_parser(__doc__, deepspeed_config="ds_configs/fused_kernels.json", steps=60)
-    parser.add_argument("--micro_batch_size", type=int, help="sequences of a micro-batch (the preset's)")
-    parser.add_argument("--global_batch_size", type=int, help="sequences per step (the preset's)")
+    parser.add_argument("--micro_batch_size", type=whole_number(1), help="sequences of a micro-batch (the preset's)")
+    parser.add_argument("--global_batch_size", type=whole_number(1), help="sequences per step (the preset's)")
     parser.add_argument("--side", metavar="FOLDER", help=argparse.SUPPRESS)  # train with the Trainer, in a process of its own
     report.run(__file__, parser, measure)
 

@@ -20,7 +20,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections import deque
+from collections import defaultdict, deque
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ if __name__ == "__main__":
 from benchmarks import report
 from benchmarks.report import WARM_UP_STEPS
 from launch.config.explain import explain
+from launch.config.flags import whole_number
 from launch.training.observers import Observer
 from model.accounting import flops_per_token, peak_flops
 
@@ -83,6 +84,7 @@ class Interleaved(Observer):
         #: Micro-batches and learning rates of the engine's steps that the plain loop has not trained yet.
         self.made: deque[tuple[list[Any], float]] = deque()
         self.batches: list[Any] = []
+        self.since = 0.0
         self.profiler = torch.profiler.profile() if arguments.profile else None
         self.peak_bytes = 0
 
@@ -99,7 +101,7 @@ class Interleaved(Observer):
 
                 self.peak_bytes = torch.cuda.max_memory_allocated()
             self.plain = PlainLoop(self.config, self.device, self.compiled)
-        if ENGINE_ONLY_STEPS < step <= self.last + 1:
+        if ENGINE_ONLY_STEPS < step <= self.last:
             self.engine_seconds.append(ended - self.since)  # all that the engine's loop does between two steps of the plain loop
             start = time.perf_counter()
             self.losses.append(self.plain.step(*self.made.popleft()))
@@ -156,17 +158,24 @@ def measure(arguments: argparse.Namespace) -> report.Measured:
 
 
 def profile_of(profiler: Any) -> dict[str, float]:
-    """Milliseconds a step of the 16 operations that take longest on the device; prints a table of more."""
+    """Milliseconds a step of the 16 longest entries; prints a table of more.
+
+    Entries are operations and, on a GPU, also their kernels, so the times of an operation and of its kernels overlap.
+    """
     operations = profiler.key_averages()
     key = "self_device_time_total" if any(row.self_device_time_total for row in operations) else "self_cpu_time_total"
     print(operations.table(sort_by=key, row_limit=25, max_name_column_width=50))
-    longest = sorted(operations, key=lambda row: -getattr(row, key))[:16]
-    return {row.key[:120]: round(getattr(row, key) / 1e3 / PROFILED_STEPS, 3) for row in longest}
+    found: dict[str, float] = defaultdict(float)
+    for row in sorted(operations, key=lambda row: -getattr(row, key))[:16]:
+        found[row.key[:120]] += getattr(row, key) / 1e3 / PROFILED_STEPS  # kernels may differ only in the end of their names
+    return {name: round(milliseconds, 3) for name, milliseconds in found.items()}
 
 
 def main() -> None:
     parser = report.run_parser(__doc__, deepspeed_config="ds_configs/fused_kernels.json", steps=60)
-    parser.add_argument("--micro_batch_size", type=int, help="sequences of a micro-batch, one micro-batch per step (the preset's)")
+    parser.add_argument(
+        "--micro_batch_size", type=whole_number(1), help="sequences of a micro-batch, one micro-batch per step (the preset's)"
+    )
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="change a value of the JSON")
     parser.add_argument("--compile", action="store_true", help="compile the plain loop's model with torch.compile")
     parser.add_argument("--profile", action="store_true", help="also print where the engine's steps spend their time (torch.profiler)")

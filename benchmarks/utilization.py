@@ -28,7 +28,7 @@ from benchmarks.report import Row
 ONLY_BY_NAME = "it needs a GPU"
 #: The floors of MFU in bf16, and the micro-batches that are tried first.
 SIZES = {"gpt2": (0.38, 64), "gpt2-medium": (0.43, 32), "gpt2-xl": (0.45, 16)}
-#: Those of a GPT-2 that do something on a GPU if its blocks are compiled.
+#: The kernels that still have an effect on a GPU for GPT-2 with compiled blocks.
 KERNELS = ("cross_entropy", "compile")
 PRECISIONS = {
     "bf16": ["--deepspeed_config", "ds_configs/fused_kernels.json"],
@@ -54,7 +54,7 @@ def cells(tiny: bool = False) -> dict[str, list[str]]:
 
 
 def train(name: str, flags: list[str]) -> dict[str, Any]:
-    """The record of training_step.py for one cell, with the largest micro-batch up to its own that fits into memory."""
+    """The record of training_step.py for one cell, with its micro-batch, halved until it fits into memory."""
     size = int(flags[flags.index("--micro_batch_size") + 1])
     while True:
         with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
@@ -77,9 +77,11 @@ def measure(arguments: argparse.Namespace) -> report.Measured:
         record = train(name, [*flags, "--data", arguments.data])
         cell = f"{name}, micro-batch {record['micro_batch_size']}"
         speed = f"{record['tokens_per_second_ratio']:.3f}"
-        rows = [Row(f"compiled PyTorch loop / engine's loop, {cell}", speed, record["ratio_quartiles"], "at least 0.98")]
+        has_target = name in {f"{preset}, bf16" for preset in SIZES}
+        target = "at least 0.98" if has_target else ""
+        rows = [Row(f"compiled PyTorch loop / engine's loop, {cell}", speed, record["ratio_quartiles"], target)]
         if "mfu" in record:
-            floor = f"at least {SIZES[record['preset']][0]}" if name in {f"{preset}, bf16" for preset in SIZES} else ""
+            floor = f"at least {SIZES[record['preset']][0]}" if has_target else ""
             rows.append(Row(f"MFU of the engine's loop, {cell}", f"{record['mfu']:.3f}", bar=floor))
         if "peak_bytes" in record:
             planned = record["planned_bytes"] / record["peak_bytes"]
@@ -88,7 +90,9 @@ def measure(arguments: argparse.Namespace) -> report.Measured:
 
 
 def main() -> None:
-    report.run(__file__, report.cells_parser(__doc__), measure)
+    parser = report.cells_parser(__doc__)
+    parser.add_argument("--data", default="data/stdlib", help="corpus (%(default)s)")
+    report.run(__file__, parser, measure)
 
 
 if __name__ == "__main__":

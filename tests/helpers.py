@@ -8,7 +8,6 @@ import json
 import os
 import re
 import shutil
-import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -51,11 +50,15 @@ def explain(*flags: str) -> subprocess.CompletedProcess[str]:
         return 0
 
     output, errors = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors), contextlib.chdir(ROOT):
+    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors):
+        here = os.getcwd()
+        os.chdir(ROOT)
         try:
             run_command(command)
         except SystemExit as end:
             code = end.code
+        finally:
+            os.chdir(here)
     return subprocess.CompletedProcess(flags, int(code or 0), output.getvalue(), errors.getvalue())
 
 
@@ -104,13 +107,6 @@ def refused_start(runs: Path, *flags: str | Path) -> str:
     (line,) = (line for line in done.stderr.splitlines() if line.startswith("error:"))
     assert not runs.exists()
     return line
-
-
-def free_port() -> int:
-    """A port of this host on which nobody listens at the moment."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def copy_checkout(folder: Path) -> Path:

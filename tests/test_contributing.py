@@ -13,9 +13,10 @@ from pathlib import Path
 
 import pytest
 
+from launch.comparison.interleaved import free_port
 from launch.comparison.verdicts import SIGNS
 from launch.formats.metrics import read_metrics
-from tests.helpers import copy_checkout, free_port
+from tests.helpers import copy_checkout
 from tests.pages import PAGES as PAGES_BY_NAME
 
 ROOT = Path(__file__).resolve().parents[1]

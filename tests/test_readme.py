@@ -16,6 +16,7 @@ import pyarrow.parquet
 import pytest
 
 from launch.compare import build_parser
+from launch.comparison.interleaved import free_port
 from launch.comparison.trials import plan_experiment
 from launch.config.run_config import resolve
 from launch.formats.metrics import read_metrics
@@ -23,7 +24,7 @@ from model.accounting import parameter_count
 from model.presets import PRESETS, GPTConfig
 from recipes.registry import read_recipe, read_testbed
 from tests.commands import run_script
-from tests.helpers import copy_checkout, explained, free_port
+from tests.helpers import copy_checkout, explained
 from tests.pages import PAGES, ROOT, commands
 from tests.run_folders import description, lines, write_run
 

@@ -20,11 +20,12 @@ import pytest
 from data_pipeline.errors import DataError
 from data_pipeline.shards import open_corpus
 from launch import errors
+from launch.comparison.interleaved import free_port
 from launch.config.run_config import resolve
 from launch.errors import UsageError
 from model.presets import PRESETS, ModelShape, Preset
 from tests.commands import run_script
-from tests.helpers import free_port, refused_start
+from tests.helpers import refused_start
 
 ROOT = Path(__file__).resolve().parents[1]
 BASE = json.loads((ROOT / "ds_configs" / "zero1_bf16.json").read_text())

@@ -42,7 +42,10 @@ def main() -> int:
     prepare_environment(arguments.tiny)
     code = 0
     for part in dict.fromkeys(["setup", *(arguments.parts or PARTS)]):
-        code = run_part(part, arguments.tiny, time.monotonic() + 60 * arguments.minutes) or code
+        failed = run_part(part, arguments.tiny, time.monotonic() + 60 * arguments.minutes)
+        code = failed or code
+        if part == "setup" and failed:
+            break
     return code
 
 
@@ -78,8 +81,6 @@ def run_part(part: str, tiny: bool, deadline: float) -> int:
             results.unlink()
         if code:
             failed.append(name)
-            if part == "setup":
-                return 1
     if failed:
         print(f"{part}: failed: {'; '.join(failed)}", flush=True)
     return int(bool(failed))

@@ -52,7 +52,7 @@ def pack() -> int:
         return 2
     shutil.rmtree(WHEELS, ignore_errors=True)
     WHEELS.mkdir(parents=True)
-    common = ["--quiet", "--no-deps", "-c", CONSTRAINTS]
+    common: list[str | Path] = ["--quiet", "--no-deps", "-c", CONSTRAINTS]
     pip("download", *common, "--only-binary=:all:", *TARGET, "-d", WHEELS, *(name for name in names("carried.txt") if name != "deepspeed"))
     # A wheel without compiled extensions: DeepSpeed builds them where they are used.
     pip("wheel", *common, "--no-build-isolation", "-w", WHEELS, "deepspeed", env={**os.environ, "DS_BUILD_OPS": "0"})

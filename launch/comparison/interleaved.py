@@ -120,11 +120,16 @@ class InterleavedRun:
 def _launcher(ranks: int) -> list[str]:
     if ranks == 1:
         return [sys.executable]
-    with socket.socket() as probe:  # the launcher's default port is the same for all runs
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     command = str(Path(sys.executable).with_name("deepspeed"))
-    return [command, "--num_gpus", str(ranks), "--master_port", str(port), "--log_level", "error"]
+    # The launcher's default port is the same for all runs.
+    return [command, "--num_gpus", str(ranks), "--master_port", str(free_port()), "--log_level", "error"]
+
+
+def free_port() -> int:
+    """A port of this host on which nobody listens at the moment."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 def _is_alive(group: int) -> bool:

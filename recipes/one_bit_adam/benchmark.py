@@ -25,6 +25,7 @@ if __name__ == "__main__":
 import torch
 
 from benchmarks import report
+from launch.config.flags import whole_number
 from model.accounting import model_tensors, parameter_count
 from model.presets import GPTConfig
 from recipes.compressed_all_reduce import CompressedAllReduce
@@ -103,10 +104,10 @@ def measure(arguments: argparse.Namespace) -> report.Measured:
 
 def main() -> None:
     parser = report.parser(__doc__)
-    parser.add_argument("--parameters", type=int, default=11_000_000, help="least number of parameters (%(default)s)")
-    parser.add_argument("--ranks", type=int, default=2, help="ranks of the job (%(default)s)")
-    parser.add_argument("--rounds", type=int, default=30, help="rounds that are counted (%(default)s)")
-    parser.add_argument("--threads", type=int, default=1, help="threads on a CPU (%(default)s)")
+    parser.add_argument("--parameters", type=whole_number(1), default=11_000_000, help="least number of parameters (%(default)s)")
+    parser.add_argument("--ranks", type=whole_number(1), default=2, help="ranks of the job (%(default)s)")
+    parser.add_argument("--rounds", type=whole_number(2), default=30, help="rounds that are counted (%(default)s)")
+    parser.add_argument("--threads", type=whole_number(1), default=1, help="threads on a CPU (%(default)s)")
     report.run(__file__, parser, measure)
 
 

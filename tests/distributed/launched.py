@@ -13,9 +13,9 @@ from typing import Any
 
 import psutil
 
+from launch.comparison.interleaved import free_port
 from launch.formats.metrics import read_metrics
 from tests.distributed.ranks import skip_without_gpus
-from tests.helpers import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 #: A model that is there in a second and makes a step in a hundredth of one.

@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
+from launch.comparison.interleaved import free_port
 from tests.commands import CONTEXT
-from tests.helpers import free_port
 
 JOB_SECONDS = 600.0
 STOP_SECONDS = 3.0

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers import free_port
+from launch.comparison.interleaved import free_port
 
 NODES = ("n1", "n2")
 PATIENCE_SECONDS = 60.0

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from launch.comparison.interleaved import free_port
 from launch.formats.metrics import read_metrics
 from tests.distributed.launched import ROOT, TINY
 from tests.distributed.slurm import running_slurm
-from tests.helpers import free_port
 
 STEPS = 6
 CLEAN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT")

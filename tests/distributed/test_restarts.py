@@ -15,9 +15,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from launch.comparison.interleaved import free_port
 from launch.formats.checkpoint_files import complete_checkpoints
 from tests.distributed.launched import ROOT, TINY, LaunchedRun, curve
-from tests.helpers import free_port
 
 STEPS = 40
 

@@ -15,12 +15,12 @@ from pathlib import Path
 import psutil
 import pytest
 
+from launch.comparison.interleaved import free_port
 from launch.config.flags import MUST, build_parser
 from launch.formats.checkpoint_files import complete_checkpoints
 from launch.formats.metrics import read_metrics
 from tests.distributed.launched import ROOT, TINY
 from tests.distributed.slurm import NODES, running_slurm
-from tests.helpers import free_port
 
 pytestmark = pytest.mark.long
 
