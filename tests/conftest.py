@@ -114,7 +114,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def on_this_machine(expression: str) -> bool:
-    """The value of an expression about DeepSpeed's accelerator `accelerator`, asked in a process of its own: this one imports no torch."""
+    """The value of an expression about DeepSpeed's accelerator `accelerator`, asked in a process of its own."""
     code = f"from deepspeed.accelerator import get_accelerator; accelerator = get_accelerator(); print(bool({expression}))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     return done.stdout.split()[-1] == "True"

@@ -91,8 +91,6 @@ def exported(source: Path, out: Path, *more: str) -> Path:
 
 def skip_unless_the_device_can(config: RunConfig) -> None:
     """Skip the test, with the reason, where this machine lacks a package or its GPU the capability that the run needs."""
-    import torch
-
     if config.lacks:
         pytest.skip(config.lacks[0])
     for path, capability in config.cuda_only.items():
@@ -162,6 +160,19 @@ def resumed_after(run: Path) -> int:
     said = re.findall(r"resuming after step (\d+)|no complete checkpoint to resume from", (run / "log.txt").read_text(encoding="utf-8"))
     assert said, "the run was not resumed"
     return int(said[-1] or 0)
+
+
+def members(session: int) -> dict[int, str]:
+    """Command lines of the living processes of a session."""
+    found = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            state, _, _, sid = (folder / "stat").read_text().rpartition(")")[2].split()[:4]
+            if int(sid) == session and state != "Z":
+                found[int(folder.name)] = (folder / "cmdline").read_text()
+        except (FileNotFoundError, ProcessLookupError):
+            pass
+    return found
 
 
 def recomputed(forward: Callable[[torch.Tensor], torch.Tensor], seq_len: int) -> NextLogits:

@@ -14,11 +14,10 @@ class Proxy:
 
     Attributes:
         frozen: nothing passes while it is set.
-        received: bytes from clients.
     """
 
     def __init__(self, port: int):
-        self.target, self.frozen, self.received, self.bytes_per_second = port, threading.Event(), 0, 0
+        self.target, self.frozen, self.bytes_per_second = port, threading.Event(), 0
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port = int(self._listener.getsockname()[1])
         threading.Thread(target=self._accept, daemon=True).start()
@@ -36,10 +35,8 @@ class Proxy:
             while data := source.recv(4096):
                 while self.frozen.is_set():
                     time.sleep(0.02)
-                if counts:
-                    self.received += len(data)
-                    if self.bytes_per_second:
-                        time.sleep(len(data) / self.bytes_per_second)
+                if counts and self.bytes_per_second:
+                    time.sleep(len(data) / self.bytes_per_second)
                 sink.sendall(data)
         for one in (source, sink):
             with contextlib.suppress(OSError):

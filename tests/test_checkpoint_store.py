@@ -199,13 +199,15 @@ def test_a_newer_checkpoint_replaces_a_waiting_one(tmp_path):
     uploads.start()
     first, second, third = sorted((run / "checkpoints").iterdir())
     uploads.submit(first)
+    deadline = time.monotonic() + 20
     while not store.began:
+        assert time.monotonic() < deadline
         time.sleep(0.01)
     assert uploads.uses(first)  # it is not pruned meanwhile
     for checkpoint in (second, third):
         start = time.monotonic()
         uploads.submit(checkpoint)
-        assert time.monotonic() - start < 0.5
+        assert time.monotonic() - start < 10  # the upload is held for 20 s
     store.go.set()
     assert uploads.finish(lambda: 0)
     assert store.began == [first.name, third.name] == store.checkpoints()
@@ -213,23 +215,13 @@ def test_a_newer_checkpoint_replaces_a_waiting_one(tmp_path):
 
 
 def test_an_upload_that_fails_is_one_line_and_the_next_one_is_made(tmp_path):
-    run, store, log = make_run(tmp_path / "runs", steps=(2,), losses=(1.0,)), HeldStore(tmp_path / "store", fails=True), []
+    run, store = make_run(tmp_path / "runs", steps=(2,), losses=(1.0,)), HeldStore(tmp_path / "store", fails=True)
     store.go.set()
-    assert upload_all_with(store, run, log)
-    (line,) = log
+    (line,) = upload_all(store, run)
     assert "step-00000002 was not uploaded" in line and "\n" not in line
     store.fails = False
-    log.clear()
-    assert upload_all_with(store, run, log)
-    assert store.checkpoints() == ["step-00000002"] and "warning" not in log[0]
-
-
-def upload_all_with(store: CheckpointStore, run: Path, log: list[str]) -> bool:
-    uploads = Uploads(store, run, 9, "id", log.append)
-    uploads.start()
-    uploads.submit(run / "checkpoints" / checkpoint_name(2))
-    assert uploads.finish(lambda: 0)
-    return not uploads._thread.is_alive()
+    (line,) = upload_all(store, run)
+    assert store.checkpoints() == ["step-00000002"] and "warning" not in line
 
 
 @pytest.mark.parametrize("signalled", [0.0, 1.0, None], ids=["stopped before", "stopped meanwhile", "not stopped"])
@@ -242,7 +234,7 @@ def test_the_end_of_a_run_does_not_wait_long_for_a_store_that_hangs(signalled, t
     uploads.submit(run / "checkpoints" / checkpoint_name(6))
     start = time.monotonic()
     assert not uploads.finish(lambda: 0 if signalled is None or time.monotonic() - start < signalled else 15)
-    assert (signalled or 0.0) + 0.5 <= time.monotonic() - start < 5
+    assert (signalled or 0.0) + 0.5 <= time.monotonic() - start < 15
     (line,) = log
     assert checkpoint_name(6) in line and "given up" in line
     store.go.set()

@@ -26,6 +26,7 @@ from data_pipeline.shards import Split, open_corpus
 from data_pipeline.sources import open_sources
 from data_pipeline.tokenizer import Tokenizer, train_tokenizer
 from data_pipeline.writing import ShardWriter, write_manifest
+from tests.helpers import members
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -253,19 +254,6 @@ def test_preparing_needs_neither_torch_nor_deepspeed(tmp_path):
     assert "--shard_tokens" in done.stdout
 
 
-def alive(session: int) -> list[str]:
-    """Command lines of the living processes of a session."""
-    found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            state, _, _, sid = (folder / "stat").read_text().rpartition(")")[2].split()[:4]
-            if int(sid) == session and state != "Z":
-                found.append((folder / "cmdline").read_text())
-        except (FileNotFoundError, ProcessLookupError):
-            pass
-    return found
-
-
 @pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_killed_at_once_leaves_nothing_to_keep_and_the_next_run_cleans_up(tmp_path, workers):
     """What comes later, which is kept, is tested in test_interrupted_preparation.py."""
@@ -275,7 +263,7 @@ def test_killed_at_once_leaves_nothing_to_keep_and_the_next_run_cleans_up(tmp_pa
     process.kill()
     process.communicate(timeout=30)
     assert sorted(os.listdir(tmp_path)) == [".out.lock", ".out.partial"]
-    wait_for(lambda: not alive(process.pid))  # the workers follow
+    wait_for(lambda: not members(process.pid))  # the workers follow
     with pytest.raises(DataError, match="no such corpus"):
         open_corpus(tmp_path / "out")
     done = prepare(*arguments)
@@ -293,7 +281,7 @@ def test_interrupted_at_once_leaves_nothing_behind(tmp_path, workers):
     assert process.returncode == 130
     assert err == f"interrupted: nothing was written to {tmp_path}/new/out\n"
     assert os.listdir(tmp_path) == []
-    wait_for(lambda: not alive(process.pid))
+    wait_for(lambda: not members(process.pid))
 
 
 def test_an_interrupt_leaves_no_progress_bar_half_constructed(monkeypatch):

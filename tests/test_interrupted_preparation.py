@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers import members
+
 ROOT = Path(__file__).resolve().parents[1]
 # The command itself, with chunks of 20 kB in place of 1 MB and a commit behind each: 3 MB are then as many steps as 150 MB.
 # The first argument names a place in the last moments where it kills itself, or none.
@@ -62,19 +64,6 @@ def wait_for_end(process: subprocess.Popen) -> None:
     while members(process.pid):
         assert time.monotonic() < deadline, "a worker lives on"
         time.sleep(0.01)
-
-
-def members(session: int) -> dict[int, str]:
-    """Command lines of the living processes of a session."""
-    found = {}
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            state, _, _, sid = (folder / "stat").read_text().rpartition(")")[2].split()[:4]
-            if int(sid) == session and state != "Z":
-                found[int(folder.name)] = (folder / "cmdline").read_text()
-        except (FileNotFoundError, ProcessLookupError):
-            pass
-    return found
 
 
 def chunks_done(out: Path) -> int:

@@ -703,7 +703,6 @@ def test_what_is_inside_a_list_or_a_free_object_is_checked(key, outcome):
 
 NOT_FINITE = [float("nan"), float("inf"), float("-inf"), 1e30, -1e30]
 HUGE = 2**62  # as large as a number of the file may be
-TOKENS = {"scheduler": SHIPPED["zero2_fp32"]["scheduler"]}
 OFFLOADED = {"zero_optimization.offload_optimizer": {"device": "cpu"}}
 ZENFLOW = {**OFFLOADED, "zero_optimization.zenflow": {"topk_ratio": 0.1}}
 

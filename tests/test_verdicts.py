@@ -96,7 +96,7 @@ def test_a_second_implementation_agrees_on_three_verdicts():
 
 
 @given(st.integers(0, 2**32), st.integers(2, 12), st.floats(-2, 2))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50, deadline=None, derandomize=True, database=None)
 def test_p_values_and_intervals_are_those_of_scipys_paired_tests(seed, pairs, shift):
     generator = np.random.default_rng(seed)
     control = np.exp(generator.normal(size=pairs))
@@ -112,7 +112,7 @@ def test_p_values_and_intervals_are_those_of_scipys_paired_tests(seed, pairs, sh
 
 
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=40), st.integers(0, 20))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50, deadline=None, derandomize=True, database=None)
 def test_holms_correction_is_the_textbooks(p, unmeasured):
     assert holm(p, len(p) + unmeasured) == pytest.approx(second_holm(p + [1.0] * unmeasured)[: len(p)])
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import queue
+import random
 import signal
 import socket
 import subprocess
@@ -126,10 +127,12 @@ def _launcher(ranks: int) -> list[str]:
 
 
 def free_port() -> int:
-    """A port of this host on which nobody listens at the moment."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port of this host on which nobody listens, below the range from which Linux assigns ports to connections."""
+    while True:
+        port = random.SystemRandom().randrange(20_000, 32_768)
+        with contextlib.suppress(OSError), socket.socket() as probe:
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def _is_alive(group: int) -> bool:

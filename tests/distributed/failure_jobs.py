@@ -1,4 +1,4 @@
-"""Runs that cannot go on: a loss that is no number on one rank, an overflow on one rank."""
+"""Jobs that disturb a run (losses, signals, slow or failing writes), or look at its engine after the last step."""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -89,10 +90,18 @@ class LaunchedRun:
 
     def launcher(self) -> psutil.Process:
         """DeepSpeed's per-host launcher."""
-        return next(process for process in self.processes() if "deepspeed.launcher.launch" in process.cmdline())
+        return self._with_word("deepspeed.launcher.launch")
 
     def rank(self, local_rank: int) -> psutil.Process:
-        return next(process for process in self.processes() if f"--local_rank={local_rank}" in process.cmdline())
+        return self._with_word(f"--local_rank={local_rank}")
+
+    def _with_word(self, word: str) -> psutil.Process:
+        """The process with `word` in its command line. Other processes may end meanwhile."""
+        for process in self.processes():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if word in process.cmdline():
+                    return process
+        raise AssertionError(f"no process has {word}:\n{self.output()}")
 
     # --- doing --------------------------------------------------------------------------------------------------------------------
 
@@ -119,7 +128,8 @@ class LaunchedRun:
 
     def kill(self) -> None:
         """`kill -9` of all processes of the job, at once."""
-        os.killpg(self.process.pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):  # it has ended by itself
+            os.killpg(self.process.pid, signal.SIGKILL)
         self.wait()
 
 

@@ -6,7 +6,6 @@ import gc
 import itertools
 import os
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -19,7 +18,6 @@ from launch.training.observers import Observer
 from tests.distributed.jobs import pretrain
 from tests.distributed.muon_jobs import PeakMemory
 
-ROOT = Path(__file__).resolve().parents[2]
 PARTS = ("weights", "gradients", "master_weights", "optimizer_states")
 
 

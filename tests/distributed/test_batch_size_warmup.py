@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from launch.config.run_config import resolve
+from tests.helpers import resumed_after
 
 SHAPE = {"n_layer": 2, "n_head": 2, "d_model": 64, "seq_len": 64}
 BATCH, STEPS, LR, WARMUP = 16, 20, 5e-4, 2
@@ -83,6 +84,7 @@ def test_a_resumed_run_has_the_sizes_and_losses_of_an_uninterrupted_one(stage, f
         lines = trained(two_ranks, [*run, "--resume"])
         assert [line["batch_size"] for line in lines] == SIZES
         assert losses(lines) == losses(whole), "bit for bit"
+        assert resumed_after(tmp_path / "r") == kept
     assert losses(whole) == pytest.approx(losses(first), abs=5e-6)
 
 

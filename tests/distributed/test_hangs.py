@@ -53,8 +53,10 @@ def torchrun(runs: Path, name: str, flags: list[str]) -> LaunchedRun:
     ],
 )
 def test_a_stopped_rank_ends_the_job_which_names_it(launcher: Callable[..., LaunchedRun], rank: int, flags, uninterrupted, tmp_path):
-    run = launcher(tmp_path, "r", [*flags, "--hang_timeout", str(TIMEOUT)]).wait_for_step(14)
-    stopped, start = run.rank(rank), time.monotonic()
+    run = launcher(tmp_path, "r", [*flags, "--hang_timeout", str(TIMEOUT)]).wait_for_step(2)
+    stopped = run.rank(rank)  # found first, because the search may take longer than a step
+    run.wait_for_step(14)
+    start = time.monotonic()
     stopped.suspend()
     assert run.wait() != 0, run.output()
     assert time.monotonic() - start < 60.0

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from launch.training.exponents import BINS, KINDS, LOWEST, overall, summary
+from tests.helpers import resumed_after
 
 SHAPE = ["--n_layer", "3", "--n_head", "2", "--d_model", "64", "--seq_len", "32", "--global_batch_size", "8", "--micro_batch_size", "2"]
 LAYERS = ["embedding", "block 0", "block 1", "block 2", "final norm"]
@@ -123,7 +124,7 @@ def test_a_resumed_run_writes_its_histograms_again(one_rank, corpus, tmp_path):
     first = histograms(tmp_path, "r")
     shutil.rmtree(tmp_path / "r" / "checkpoints" / "step-00000004")
     one_rank.run("tests.distributed.jobs:pretrain", flags=[*run, "--save_every", "2", "--resume"])
-    assert histograms(tmp_path, "r") == first
+    assert histograms(tmp_path, "r") == first and resumed_after(tmp_path / "r") == 2
     assert [line["step"] for line in first] == [1, 2, 3, 4]
     shutil.rmtree(tmp_path / "r" / "checkpoints" / "step-00000004")
     one_rank.run("tests.distributed.jobs:pretrain", flags=[*run, "--save_every", "2", "--resume", "--histogram_every", "0"])

@@ -28,7 +28,7 @@ needs_wandb = pytest.mark.skipif(importlib.util.find_spec("wandb") is None, reas
 
 
 def flags(corpus: Path, *more: str) -> list[str]:
-    return [*f"--data {corpus} --global_batch_size 4 --steps 30 --save_every 4 --eval_every 5".split(), *ON, *WANDB, *more]
+    return [*f"--data {corpus} --global_batch_size 32 --steps 30 --save_every 4 --eval_every 5".split(), *ON, *WANDB, *more]
 
 
 def start(runs: Path, given: list[str]) -> LaunchedRun:

@@ -15,9 +15,9 @@ from data_pipeline.shards import open_corpus
 from model.gpt import GPT
 from model.presets import GPTConfig
 from tests.commands import run_script
-from tests.distributed.memory_jobs import ROOT
 from tests.distributed.reference import document_by_document, reference_steps
 from tests.distributed.test_engine_follows_plain_pytorch import FORMS, largest_difference, losses_of
+from tests.helpers import ROOT
 
 JOB = "tests.distributed.jobs:pretrain"
 SHAPE = {"n_layer": 2, "n_head": 2, "d_model": 64, "seq_len": 64}

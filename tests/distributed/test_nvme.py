@@ -18,6 +18,7 @@ from launch.config.run_config import OFFLOADS, resolve
 from launch.errors import UsageError
 from launch.formats.metrics import read_metrics
 from launch.training.engine import _deepspeed_config
+from tests.helpers import resumed_after
 
 ROOT = Path(__file__).resolve().parents[2]
 #: c_fc and c_proj are large enough for the drive (1 MiB of fp32), biases and norms are not.
@@ -53,7 +54,7 @@ def test_it_trains_and_resumes_as_with_cpu_offload(places, config, drive, two_ra
     shutil.rmtree(tmp_path / "drive" / "checkpoints" / "step-00000006")
     shutil.rmtree(tmp_path / "drive" / "nvme")
     resumed = two_ranks.run(JOB, flags=[*run, "--resume"])[0]
-    assert losses(resumed) == losses(on_drive)
+    assert losses(resumed) == losses(on_drive) and resumed_after(tmp_path / "drive") > 0
 
 
 @pytest.mark.long

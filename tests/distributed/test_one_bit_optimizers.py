@@ -207,7 +207,7 @@ def test_a_variance_that_is_frozen_stays_so(kind, two_ranks, corpus, tmp_path):
     shutil.rmtree(tmp_path / "r" / "checkpoints" / f"step-{STEPS:08d}")
     late = {"freeze_step": 20, "betas": [0.9, 0.5 if kind == "OneBitAdam" else 0.95]}
     lines = trained(two_ranks, [*flags(kind, corpus, tmp_path, 2, **late), *steps, "--resume"])
-    assert losses(lines) == losses(whole)
+    assert losses(lines) == losses(whole) and resumed_after(tmp_path / "r") == 15
     log = (tmp_path / "r" / "log.txt").read_text(encoding="utf-8")
     assert f"note: {kind}: the variance was frozen after step {FREEZE}; freeze_step, 20, does not change" in log
 

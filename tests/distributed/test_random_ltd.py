@@ -16,6 +16,7 @@ from tests.distributed.reference import document_by_document, random_ltd, refere
 from tests.distributed.test_engine_follows_plain_pytorch import BATCH, LR, SEED, STEPS, WARMUP, grid, is_plain, largest_difference, pool  # noqa: F401 (a fixture)
 from tests.distributed.test_engine_follows_plain_pytorch import flags as engine_flags
 from tests.distributed.test_no_cross_document import short_documents  # noqa: F401 (a fixture)
+from tests.helpers import resumed_after
 
 SHAPE = {"n_layer": 4, "n_head": 2, "d_model": 64, "seq_len": 32}
 #: Not all of the middle blocks; 8 to 24 tokens in the first 20 steps, then all 32.
@@ -101,6 +102,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(stage, two_ranks, corpus, tmp_pa
     resumed = trained(two_ranks, [*run, "--resume"])
     for key in ("reserved_length", "kept_blocks", "loss"):
         assert [line[key] for line in resumed] == [line[key] for line in whole]
+    assert resumed_after(tmp_path / "r") == 10
 
 
 def test_only_the_named_blocks_drop_tokens_and_evaluation_sees_them_all(one_rank, corpus, tmp_path):

@@ -57,7 +57,11 @@ class TorchRun(LaunchedRun):
         return found
 
     def rank(self, local_rank: int) -> psutil.Process:
-        return next(process for process in self.processes() if process.environ().get("LOCAL_RANK") == str(local_rank))
+        for process in self.processes():
+            with contextlib.suppress(psutil.Error):
+                if process.environ().get("LOCAL_RANK") == str(local_rank):
+                    return process
+        raise AssertionError(f"no rank {local_rank}:\n{self.output()}")
 
     def starts(self) -> int:
         """How often rank 0 has come as far as its first step."""

@@ -29,6 +29,7 @@ from launch.training.run_json import commits_of
 from model.presets import PRESETS
 from tests.distributed.launched import TINY, LaunchedRun
 from tests.distributed.ranks import Ranks
+from tests.helpers import resumed_after
 
 JOB = "tests.distributed.jobs:pretrain"
 STEPS = 40
@@ -85,6 +86,7 @@ def within_a_step(run: LaunchedRun, chance: random.Random) -> None:
 def _while_there_is(prefix: str) -> Callable[[LaunchedRun, random.Random], None]:
     def wait(run: LaunchedRun, chance: random.Random) -> None:
         folder = run.folder / "checkpoints"
+        run.wait_until(lambda: bool(complete_checkpoints(folder)))  # otherwise there is nothing to resume from
         for _ in range(chance.randint(1, 3)):
             run.wait_until(lambda: folder.exists() and any(folder.glob(f"{prefix}*")))
             time.sleep(chance.uniform(0.0, 0.01))
@@ -124,6 +126,7 @@ def kill_and_resume(train, runs: Path, flags: list[str], stage: int, ranks: int,
 )
 def test_a_killed_run_resumes_bit_for_bit(stage, ranks, moments, train, flags, tmp_path):
     kill_and_resume(train, tmp_path, flags, stage, ranks, moments, random.Random(stage))
+    assert resumed_after(tmp_path / f"killed-{stage}-{ranks}") > 0
 
 
 @pytest.mark.long
@@ -196,12 +199,13 @@ def test_a_checkpoint_is_that_of_its_step_although_training_went_on(config, two_
     assert [read_state(path)["step"] for path in complete_checkpoints(tmp_path / "r/checkpoints")] == [3, 6, 8]
     rewind(tmp_path / "r", 3)
     assert losses(two_ranks.run(job, flags=[*run, "--resume"])[0]) == losses(whole)
+    assert resumed_after(tmp_path / "r") == 3
 
 
 def test_a_checkpoint_waits_for_the_previous_one_and_logs_it(one_rank, flags, tmp_path):
     run = ["--deepspeed_config", "ds_configs/zero1_fp32.json", *TINY, *flags, "--runs_dir", str(tmp_path), "--run_name", "r"]
     more = ["--steps", "5", "--save_every", "1", "--eval_every", "0"]
-    one_rank.run("tests.distributed.failure_jobs:pretrain_with_slow_writes", flags=[*run, *more], seconds=0.2)
+    one_rank.run("tests.distributed.failure_jobs:pretrain_with_slow_writes", flags=[*run, *more], seconds=0.5)
     assert [read_state(path)["step"] for path in complete_checkpoints(tmp_path / "r/checkpoints")] == [4, 5]
     assert (tmp_path / "r/log.txt").read_text().count("s for the previous checkpoint") > 1
 

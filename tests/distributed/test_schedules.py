@@ -12,7 +12,7 @@ import pytest
 
 from launch.formats.checkpoint_files import complete_checkpoints
 from tests.distributed.launched import TINY
-from tests.helpers import explained
+from tests.helpers import explained, resumed_after
 
 PEAK, STEPS, WARMUP = 0.01, 10, 4
 
@@ -81,6 +81,7 @@ def test_every_step_has_the_rate_of_its_schedule(kind, one_rank, corpus, tmp_pat
     shutil.rmtree(complete_checkpoints(Path(tmp_path / "r/checkpoints"))[-1])
     resumed = one_rank.run("tests.distributed.jobs:pretrain", flags=[*flags, "--resume"])[0]
     assert [(line["lr"], line["loss"]) for line in resumed] == [(line["lr"], line["loss"]) for line in whole]
+    assert resumed_after(tmp_path / "r") > 0
 
 
 TABLES = {
@@ -108,3 +109,4 @@ def test_the_rate_follows_the_tokens_of_steps_of_unequal_size(recipe, kind, one_
     shutil.rmtree(complete_checkpoints(Path(tmp_path / "r/checkpoints"))[-1])
     resumed = one_rank.run("tests.distributed.jobs:pretrain", flags=[*flags, "--resume"])[0]
     assert [(line["lr"], line["loss"]) for line in resumed] == [(line["lr"], line["loss"]) for line in whole]
+    assert resumed_after(tmp_path / "r") > 0

@@ -186,7 +186,9 @@ def test_a_cancelled_job_is_not_requeued(slurm, corpus, tmp_path):
 
 def test_a_failed_job_is_not_requeued(slurm, corpus, tmp_path):
     job = Job(slurm, tmp_path / "no_corpus", tmp_path, *LIMIT)
+    deadline = time.monotonic() + PATIENCE_SECONDS
     while job.field("JobState") != "FAILED":
+        assert time.monotonic() < deadline, job.field("JobState")
         time.sleep(0.5)
     assert job.field("Restarts") == "0"
     assert sum(line.startswith("0: error:") for line in job.out.read_text().splitlines()) == 1

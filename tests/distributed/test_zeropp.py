@@ -10,6 +10,7 @@ import pytest
 from launch.config.explain import bytes_of
 from launch.config.run_config import resolve
 from model.presets import ARCHITECTURES
+from tests.helpers import resumed_after
 
 SHAPE = ["--n_layer", "3", "--n_head", "2", "--d_model", "64", "--seq_len", "32", "--global_batch_size", "16", "--micro_batch_size", "2"]
 #: Everything but biases and norms is gathered.
@@ -60,6 +61,7 @@ def test_a_resumed_run_gathers_the_weights_of_its_checkpoint(pools, corpus, tmp_
     whole = trained(pools, flags(corpus, tmp_path, "r", PAIRS, more=more))
     shutil.rmtree(tmp_path / "r" / "checkpoints" / "step-00000006")
     assert numbers(trained(pools, flags(corpus, tmp_path, "r", PAIRS, more=(*more, "--resume")))) == numbers(whole)
+    assert resumed_after(tmp_path / "r") == 3
 
 
 @pytest.mark.parametrize(
