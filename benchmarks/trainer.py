@@ -108,7 +108,7 @@ def train_with_trainer(flags: list[str], folder: str) -> None:
             adam_epsilon=params["eps"],
             max_grad_norm=config.engine["gradient_clipping"],
             lr_scheduler_type="cosine_with_min_lr",
-            lr_scheduler_kwargs={"min_lr_rate": config.min_lr / config.lr},
+            lr_scheduler_kwargs={"min_lr_rate": config.scheduler["params"]["min_lr"] / config.lr},
             warmup_steps=config.warmup_steps,
             train_sampling_strategy="sequential",
             dataloader_pin_memory=on_gpu,

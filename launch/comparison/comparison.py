@@ -35,7 +35,7 @@ Pairing = tuple[Group, Group, Recipe | None, Testbed | None]  # control, side, t
 NAMES = {*INCIDENTAL, "resumes", "seed", "run_name", "runs_dir", "recipe", "config_file"}
 #: Top-level keys that may differ between the runs of a side: preset, place of the corpus, code, machine, what is saved and logged.
 CIRCUMSTANCES = NOT_REMARKED - NAMES | {"versions"}
-#: Settings that repeat one of the sections `engine`, `optimizer` and `scheduler`, and are not compared.
+#: Settings that repeat one of the sections `engine`, `optimizer` and `scheduler`, and are not compared. Only older runs have `min_lr`.
 REPEATED = {"zero_stage", "global_batch_size", "micro_batch_size", "gradient_accumulation_steps", "lr", "min_lr", "warmup_steps"}
 REPEATED |= {"scheduler.params.total_tokens", "corpus.path"}
 #: Settings that follow from others: the precision from the enabled section, accumulation from the micro-batch.

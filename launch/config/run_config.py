@@ -85,7 +85,6 @@ class RunConfig(Run):
     recipe: str | None
     config_file: str
     lr: float
-    min_lr: float
     eval_every: int
     eval_batches: int
     whole_eval: bool
@@ -279,7 +278,6 @@ def resolve(argv: list[str], ranks: int | None = None) -> tuple[RunConfig, argpa
         steps=steps,
         total_tokens=total_tokens,
         lr=schedule.lr,
-        min_lr=schedule.min_lr,
         warmup_steps=schedule.warmup_steps,
         eval_every=flags.eval_every if flags.eval_every is not None else -(-steps // 10),
         save_every=flags.save_every if flags.save_every is not None else min(-(-steps // 4), MOST_STEPS_UNSAVED),

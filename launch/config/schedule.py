@@ -23,11 +23,10 @@ DECAY_FRACTION, DECAY_SHAPE = 0.2, "1-sqrt"
 
 
 class Schedule(NamedTuple):
-    """The scheduler with all of its parameters, the peak and the final learning rate, and the steps of warm-up."""
+    """The scheduler with all of its parameters, the peak learning rate, and the steps of warm-up."""
 
     scheduler: dict[str, Any]
     lr: float
-    min_lr: float
     warmup_steps: int
 
 
@@ -48,7 +47,7 @@ def resolve_schedule(engine: EngineJson, flags: argparse.Namespace, preset: Pres
     """Resolve the `scheduler` section, after `check_schedule`, for a run of `steps` steps and `total_tokens` tokens."""
     kind = engine.get("scheduler", "type")
     if kind is None:  # a fault
-        return Schedule({}, lr, 0.0, 0)
+        return Schedule({}, lr, 0)
     # A preset's warm-up is for the preset's rate and length. A shorter run at that rate needs nearly as many steps of it: `nano` over 200
     # steps ends at a validation loss of 5.82 with 20 steps of warm-up, and at 5.50 with 80.
     most = max(1, steps * 2 // 5)
@@ -74,7 +73,7 @@ def _token_schedule(
     params = {"min_lr": min_lr, "warmup_steps": warmup, "total_tokens": total_tokens}
     if kind == STABLE_DECAY:
         params |= _decay(engine, steps, warmup, total_tokens)
-    return Schedule({"type": kind, "params": params}, lr, min_lr, warmup)
+    return Schedule({"type": kind, "params": params}, lr, warmup)
 
 
 def _decay(engine: EngineJson, steps: int, warmup: int, total_tokens: int) -> dict[str, Any]:
@@ -124,7 +123,7 @@ def _engine_schedule(
         peak: Any = params.get("warmup_max_lr", rules["warmup_max_lr"].get("default", lr))
         lr = _peak(engine, kind, lr, peak)
     steps_of_warmup: Any = params.get("warmup_num_steps", rules.get("warmup_num_steps", {}).get("default", 0))
-    return Schedule({"type": kind, "params": params}, lr, 0.0, steps_of_warmup)
+    return Schedule({"type": kind, "params": params}, lr, steps_of_warmup)
 
 
 def _peak(engine: EngineJson, kind: str, lr: float, peak: float) -> float:
