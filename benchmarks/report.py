@@ -18,7 +18,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 from launch.comparison.interleaved import run_interleaved
 from launch.config.flags import whole_number
@@ -32,6 +32,7 @@ from launch.training.provenance import describe_run, machine, repository_commit,
 from launch.training.signals import StopRequest
 from model.presets import ARCHITECTURES
 
+T = TypeVar("T")
 ROOT = Path(__file__).resolve().parents[1]
 #: `BENCHMARK_RESULTS` names another file.
 RESULTS = Path(os.environ.get("BENCHMARK_RESULTS") or Path(__file__).with_name("results.json"))
@@ -166,14 +167,19 @@ def interleave(sides: dict[str, Callable[[], Any]], rounds: int, warm_up: int) -
     seconds: dict[str, list[float]] = {name: [] for name in sides}
     names = list(sides)
     for number in range(warm_up + rounds):
-        first = number % len(names)
-        for name in names[first:] + names[:first]:
+        for name in rotated(names, number):
             start = time.perf_counter()
             sides[name]()
             if (torch := sys.modules.get("torch")) and torch.cuda.is_available():
                 torch.cuda.synchronize()
             seconds[name].append(time.perf_counter() - start)
     return {name: times[warm_up:] for name, times in seconds.items()}
+
+
+def rotated(sides: list[T], turn: int) -> list[T]:
+    """The order of the sides in a turn: each turn begins with the next side."""
+    first = turn % len(sides)
+    return sides[first:] + sides[:first]
 
 
 def spread(seconds: list[float]) -> dict[str, float]:

@@ -54,8 +54,7 @@ def train(sides: dict[str, list[str]], common: list[str], arguments: argparse.Na
             for rate in rates:
                 hosts.set_rate(rate)
                 links[rate].append(hosts.measured_mbit())
-                first, order = turn % len(sides), list(enumerate(sides.items()))
-                for place, (name, flags) in order[first:] + order[:first]:  # the order rotates
+                for place, (name, flags) in report.rotated(list(enumerate(sides.items())), turn):
                     with tempfile.TemporaryDirectory() as runs:  # removed at once, with the checkpoint at the run's end
                         lines = hosts.pretrain(Path(runs), f"side_{place}", *flags, *common)[WARM_UP_STEPS:]
                     steps[rate, name] += lines

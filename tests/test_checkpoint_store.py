@@ -55,6 +55,7 @@ def upload_all(store: CheckpointStore, run: Path, keep: int = 9) -> list[str]:
             assert time.monotonic() < deadline
             time.sleep(0.01)
     assert uploads.finish(lambda: 0)
+    assert not uploads._thread.is_alive()
     return log
 
 
@@ -207,7 +208,7 @@ def test_a_newer_checkpoint_replaces_a_waiting_one(tmp_path):
     for checkpoint in (second, third):
         start = time.monotonic()
         uploads.submit(checkpoint)
-        assert time.monotonic() - start < 10  # the upload is held for 20 s
+        assert time.monotonic() - start < 0.5
     store.go.set()
     assert uploads.finish(lambda: 0)
     assert store.began == [first.name, third.name] == store.checkpoints()
@@ -234,7 +235,7 @@ def test_the_end_of_a_run_does_not_wait_long_for_a_store_that_hangs(signalled, t
     uploads.submit(run / "checkpoints" / checkpoint_name(6))
     start = time.monotonic()
     assert not uploads.finish(lambda: 0 if signalled is None or time.monotonic() - start < signalled else 15)
-    assert (signalled or 0.0) + 0.5 <= time.monotonic() - start < 15
+    assert (signalled or 0.0) + 0.5 <= time.monotonic() - start < 5
     (line,) = log
     assert checkpoint_name(6) in line and "given up" in line
     store.go.set()

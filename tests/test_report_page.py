@@ -132,8 +132,8 @@ class Page:
         self.driver.find_element(By.CSS_SELECTOR, selector).click()
 
     def until(self, holds: Callable[[], bool]) -> None:
-        """Wait for what the browser does in its own time, 60 seconds at most."""
-        deadline = time.monotonic() + 60
+        """Wait for what the browser does in its own time, 5 seconds at most."""
+        deadline = time.monotonic() + 5
         while not holds():
             assert time.monotonic() < deadline
             time.sleep(0.05)
