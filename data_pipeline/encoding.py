@@ -10,7 +10,6 @@ import threading
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
-from contextlib import contextmanager
 from multiprocessing import get_context, parent_process
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -58,16 +57,9 @@ def encode_chunks(
 
 def _submit(pool: ProcessPoolExecutor, chunk: list[Piece]) -> Future[list[Encoded]]:
     """Submit `chunk`. A worker that this starts inherits the blocked SIGINT, so only the parent handles Ctrl-C."""
-    with blocked_sigint():
-        return pool.submit(_encode_in_worker, chunk)
-
-
-@contextmanager
-def blocked_sigint() -> Iterator[None]:
-    """Ctrl-C takes effect at the end of the block."""
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
-        yield
+        return pool.submit(_encode_in_worker, chunk)
     finally:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 

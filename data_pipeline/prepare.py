@@ -7,11 +7,13 @@ library (731 documents, 12 MB) becomes 3.2 M tokens of `bpe:8192`, 6.4 MB of sha
 import argparse
 import hashlib
 import os
+import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -24,7 +26,7 @@ if not __package__:
 from tqdm import tqdm
 
 from data_pipeline.documents import TRAINING_BYTES, Documents, chunks, pieces, training_texts
-from data_pipeline.encoding import blocked_sigint, encode_chunks
+from data_pipeline.encoding import encode_chunks
 from data_pipeline.errors import DataError, print_line, printable
 from data_pipeline.manifest import SPLITS
 from data_pipeline.records import MAX_RECORD_MIB, BadRecord, Problems
@@ -155,8 +157,22 @@ def _progress_bar(n_bytes: int, quiet: bool, description: str = "encoding") -> t
     """A progress bar on a terminal, otherwise an occasional line. Without a percentage if `n_bytes` is 0 (not known)."""
     seconds = 0.1 if sys.stderr.isatty() else SECONDS_BETWEEN_REPORTS
     options: dict[str, Any] = {"mininterval": seconds, "maxinterval": 2 * seconds, "delay": seconds, "leave": False, "disable": quiet}
-    with blocked_sigint():  # a bar that is half constructed prints a traceback when it is deleted
+    with _deferred_sigint():  # a bar that is half constructed prints a traceback when it is deleted
         return tqdm(total=n_bytes or None, unit="B", unit_scale=True, desc=description, **options)
+
+
+@contextmanager
+def _deferred_sigint() -> Iterator[None]:
+    """Ctrl-C takes effect at the end of the block. Blocking the signal is not enough, because another thread can receive it."""
+    handler = signal.getsignal(signal.SIGINT)
+    received: list[int] = []
+    signal.signal(signal.SIGINT, lambda signum, frame: received.append(signum))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        if received:
+            signal.raise_signal(signal.SIGINT)
 
 
 def _make_tokenizer(args: argparse.Namespace, documents: Documents, folder: Path, say: Say) -> tuple[Tokenizer, dict[str, Any]]:

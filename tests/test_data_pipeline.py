@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -289,11 +290,19 @@ def test_an_interrupt_leaves_no_progress_bar_half_constructed(monkeypatch):
 
     def interrupted_tqdm(**options):
         os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.1)  # until the other thread has received it
         constructed.append(options)
 
     monkeypatch.setattr("data_pipeline.prepare.tqdm", interrupted_tqdm)
-    with pytest.raises(KeyboardInterrupt):
-        _progress_bar(0, quiet=True)
+    done = threading.Event()
+    thread = threading.Thread(target=done.wait)  # it receives the signal if the main thread blocks it
+    thread.start()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            _progress_bar(0, quiet=True)
+    finally:
+        done.set()
+        thread.join()
     assert len(constructed) == 1
 
 
