@@ -64,7 +64,7 @@ gpu: $(INSTALLED)  ## correctness, utilization and kernels on a GPU (benchmarks/
 	$(BIN)/python -m benchmarks.gpu $(ARGS)
 
 pages: $(INSTALLED)  ## the pages, tables and pictures of recipes and testbeds, from the committed results
-	$(BIN)/python -m launch.comparison.pages --write
+	$(BIN)/python -m launch.comparison.recipe_pages --write
 
 slow_network: $(INSTALLED) $(CORPUS)/manifest.json  ## step times over two hosts at 100 Mbit/s and 1 Gbit/s (Linux, root, pdsh, sshd)
 	$(BIN)/python -m benchmarks slow_network

@@ -124,7 +124,7 @@ def main() -> int:
     warnings.simplefilter("ignore", RuntimeWarning)
     warnings.simplefilter("ignore", UserWarning)
     # After parsing: torch, scipy, matplotlib and plotly take seconds.
-    from launch.comparison import comparison, experiments, page, publish, runs
+    from launch.comparison import comparison, experiments, html_report, publish, runs
 
     passed_on = _passed_on(flags, names)
     if flags.publish:
@@ -138,8 +138,8 @@ def main() -> int:
         folders = [ROOT / "recipes" / name for name in recipe_names()] if flags.all else flags.recipe
         check = publish.check_tuned if flags.publish else None
         compared, unfinished = experiments.run_experiments(folders, passed_on, flags, check)
-    report = page.write_report(compared, _out(flags))
-    for line in page.summary(compared):
+    report = html_report.write_report(compared, _out(flags))
+    for line in html_report.summary(compared):
         print_once(printable_line(line))
     print_once(printable_line(f"report: {report}"))
     if unfinished:
@@ -152,7 +152,7 @@ def main() -> int:
 
 def _set_up_testbeds(flags: argparse.Namespace, passed_on: list[str]) -> int:
     """`--tune` and `--noise`."""
-    from launch.comparison import pages, publish, tuning  # as above
+    from launch.comparison import publish, recipe_pages, tuning  # as above
 
     found, lines, trained = (tuning.tune if flags.tune else tuning.measure_noise)(flags, passed_on)
     if flags.publish:
@@ -161,7 +161,7 @@ def _set_up_testbeds(flags: argparse.Namespace, passed_on: list[str]) -> int:
     folders = [_out(flags), *([own] if flags.publish else [])]
     written = (tuning.write_tuning if flags.tune else tuning.write_noise)(found, folders)
     if flags.publish:
-        pages.write_pages()
+        recipe_pages.write_pages()
     for line in [*lines, *(f"written: {file}" for file in written)]:
         print_once(printable_line(line))
     return 0
@@ -169,10 +169,10 @@ def _set_up_testbeds(flags: argparse.Namespace, passed_on: list[str]) -> int:
 
 def _out(flags: argparse.Namespace) -> Path:
     """The folder of the report: --out, or a new one named after what is compared."""
-    from launch.comparison import page  # as above
+    from launch.comparison import html_report  # as above
 
     name = "all" if flags.all else "+".join([Path(folder).resolve().name for folder in flags.recipe or flags.runs] or flags.testbed)[:60]
-    return Path(flags.out) if flags.out else page.new_folder(name + "-tuning" * flags.tune + "-noise" * flags.noise)
+    return Path(flags.out) if flags.out else html_report.new_folder(name + "-tuning" * flags.tune + "-noise" * flags.noise)
 
 
 def _check_sources(flags: argparse.Namespace, names: set[str]) -> None:

@@ -14,8 +14,8 @@ import pytest
 from launch.compare import build_parser
 from launch.comparison import experiments, publish
 from launch.comparison.experiments import _plan, check_corpus, error_of, has_ended
+from launch.comparison.html_report import new_folder
 from launch.comparison.interleaved import run_interleaved
-from launch.comparison.page import new_folder
 from launch.comparison.trials import CannotRun, plan_experiment
 from launch.errors import UsageError
 from recipes.registry import ROOT, read_recipe, read_testbed

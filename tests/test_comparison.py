@@ -10,7 +10,7 @@ import math
 import pytest
 
 from launch.comparison.comparison import REPEATED, Absent, claims_in_table, compare, compare_experiments, differences, group, settings
-from launch.comparison.page import answers, figure_row
+from launch.comparison.html_report import answers, figure_row
 from launch.comparison.runs import read_run
 from launch.errors import UsageError
 from launch.training.run_json import INCIDENTAL

@@ -65,7 +65,7 @@ def run(checkout: Path) -> Run:
 @pytest.fixture(scope="module")
 def indexed(checkout: Path, run: Run) -> Path:
     """The copy with its tables of recipes written anew."""
-    for command in commands("python -m launch.comparison.pages"):
+    for command in commands("python -m launch.comparison.recipe_pages"):
         run(command)
     return checkout
 

@@ -13,7 +13,7 @@ import matplotlib
 import numpy as np
 import pytest
 
-from launch.comparison import comparison, pages, publish, trials, tuning
+from launch.comparison import comparison, publish, recipe_pages, trials, tuning
 from launch.comparison.comparison import compare_experiments
 from launch.comparison.runs import read_run, read_stored_run, stored_run
 from launch.comparison.verdicts import SIGNS
@@ -27,16 +27,16 @@ from tests.run_folders import description, line, write_run
 
 @pytest.fixture(scope="module")
 def cells():
-    return pages.published()
+    return recipe_pages.published()
 
 
 def test_every_page_is_what_the_committed_data_give(cells):
-    for page, text in pages.pages(cells).items():
+    for page, text in recipe_pages.pages(cells).items():
         assert page.read_text(encoding="utf-8") == text, f"{page.relative_to(CHECKOUT)}: run `make pages`"
 
 
 def test_every_picture_is_what_the_committed_data_give(cells, tmp_path):
-    drawn = pages.pictures(cells)
+    drawn = recipe_pages.pictures(cells)
     assert set(CHECKOUT.glob("recipes/*/loss.png")) <= set(drawn)
     if f"matplotlib=={matplotlib.__version__};" not in (CHECKOUT / "constraints.txt").read_text():
         pytest.skip("another matplotlib draws other pixels")
@@ -53,7 +53,7 @@ def test_the_published_data_are_small():
 @pytest.mark.parametrize("name", recipe_names())
 def test_every_page_opens_with_what_it_buys_and_costs(name):
     text = (CHECKOUT / "recipes" / name / "README.md").read_text(encoding="utf-8")
-    parts = ["**What it buys.**", "**What it costs.**", "**When not to use it.**", pages.BEGIN.format("results"), pages.END]
+    parts = ["**What it buys.**", "**What it costs.**", "**When not to use it.**", recipe_pages.BEGIN.format("results"), recipe_pages.END]
     parts += ["**What it does.**"]
     parts += ["**Switch.**", "**Run.**", "**Details.**", "**Limits.**", "**Source.**"]
     places = [text.index(part) for part in parts]
@@ -71,7 +71,7 @@ def test_the_six_changed_claims_are_told():
 # --- with made-up results -------------------------------------------------------------------------------------------------------------
 
 RECIPE, TESTBED = "zero_1", "nano-0.5M"
-SEEDS = read_recipe(pages.ROOT / "recipes" / RECIPE).experiments[TESTBED].seeds
+SEEDS = read_recipe(recipe_pages.ROOT / "recipes" / RECIPE).experiments[TESTBED].seeds
 LR = read_testbed(TESTBED).tuned["lr"]
 
 
@@ -83,12 +83,12 @@ def tree(tmp_path, monkeypatch):
     left_out = shutil.ignore_patterns("*.py", "*.png", "__pycache__", "results.json", "tuning.json", "noise.json")
     shutil.copytree(CHECKOUT / "recipes", copy / "recipes", ignore=left_out)
     shutil.copy(CHECKOUT / "README.md", copy)
-    for module in (registry, pages, publish, trials, tuning):
+    for module in (registry, recipe_pages, publish, trials, tuning):
         monkeypatch.setattr(module, "ROOT", copy)
-    for module in (registry, pages, tuning):
+    for module in (registry, recipe_pages, tuning):
         monkeypatch.setattr(module, "TESTBEDS", copy / "recipes" / "testbeds")
-    monkeypatch.setattr(pages, "INDEX", copy / "recipes" / "README.md")
-    monkeypatch.setattr(pages, "README", copy / "README.md")
+    monkeypatch.setattr(recipe_pages, "INDEX", copy / "recipes" / "README.md")
+    monkeypatch.setattr(recipe_pages, "README", copy / "README.md")
     write_tuning(copy, LR)
     commit(copy, "init", "-q")
     return copy
@@ -130,7 +130,7 @@ def make(tree, corpus, tmp_path):
                 said = description(corpus, "--deepspeed_config", config, seed=seed) | {"commit": at}
                 runs.append(read_run(write_run(folder / f"{side}-{seed}", said, steps)))
             sides.append(runs)
-        return compare_experiments([(read_recipe(pages.ROOT / "recipes" / RECIPE), read_testbed(TESTBED), *sides)])
+        return compare_experiments([(read_recipe(recipe_pages.ROOT / "recipes" / RECIPE), read_testbed(TESTBED), *sides)])
 
     return comparison_of
 
@@ -160,7 +160,7 @@ def test_what_is_published_stands_on_every_page(tree, make):
     git = ["git", "-C", str(tree), "rev-list", "--max-parents=0", "HEAD"]
     assert found["claims_commit"] == found["plan_commit"] == subprocess.run(git, check=True, capture_output=True, text=True).stdout.strip()
     assert found["looks"] == 1 and found["commit"] == compared.pairs[0].side.runs[0].description["commit"]
-    (one,) = (cell for cell in pages.published() if cell.pair)
+    (one,) = (cell for cell in recipe_pages.published() if cell.pair)
     assert one.verdicts == (verdict,), "the same verdict from the folders and from the committed data"
     for name, figure in compared.pairs[0].figures.items():
         assert one.pair.figures[name].other == pytest.approx(figure.other, rel=1e-4), name
@@ -170,34 +170,34 @@ def test_what_is_published_stands_on_every_page(tree, make):
     assert f"Difference of the final loss by seed: {by_seed}." in page
     assert "![Validation loss" in page and "look number" not in page
     assert f"`loss = control ± 0.01` {SIGNS[verdict.outcome]}" in (tree / "README.md").read_text()
-    assert f"`loss = control ± 0.01` {SIGNS[verdict.outcome]} {verdict.outcome}" in pages.INDEX.read_text()
+    assert f"`loss = control ± 0.01` {SIGNS[verdict.outcome]} {verdict.outcome}" in recipe_pages.INDEX.read_text()
     for picture in (f"{RECIPE}/loss.png", "forest.png"):
         assert (tree / "recipes" / picture).stat().st_size > 10_000
-    for picture, draw in pages.pictures(pages.published()).items():
+    for picture, draw in recipe_pages.pictures(recipe_pages.published()).items():
         draw(again := tree / "again.png")
         assert again.read_bytes() == picture.read_bytes(), "drawn alike each time"
 
 
 def test_the_page_of_the_testbeds_shows_sweep_and_noise(tree):
     folder = tree / "recipes" / "testbeds" / TESTBED
-    before = pages.testbeds_part([])
+    before = recipe_pages.testbeds_part([])
     assert "The noise: not measured yet." in before
     fixed = before.split("## nano-0.5M-half-rate")[1].split("## ")[0]
     assert "For recipes with the same mathematics" in fixed and "| lr | 0.0007 |" in fixed and "sweep" not in fixed
     (folder / "tuning.json").unlink()
-    assert f"| lr, not tuned yet | {LR:g} |" in pages.testbeds_part([])
+    assert f"| lr, not tuned yet | {LR:g} |" in recipe_pages.testbeds_part([])
     grid = [{"lr": lr, "warmup_steps": 50, "loss": loss, "spikes": 0} for lr, loss in ((0.001, 5.0), (0.002, 4.9), (0.004, None))]
     arms = {"zero0_bf16": {"grid": grid, "chosen": {"lr": 0.002, "warmup_steps": 50}}}
     (folder / "tuning.json").write_text(json.dumps({TESTBED: {"commits": ["a" * 40], "machine": "m", "seed": 0, "arms": arms}}))
     null = {"seeds": [1, 2, 3], "control": [5.0, 5.1, 5.2], "other": [5.02, 5.11, 5.2]}
     (folder / "noise.json").write_text(json.dumps({"commits": ["b" * 40], "machine": "AMD EPYC, 2 cores", "nulls": {"precision": null}}))
-    text = pages.testbeds_part(pages.published())
+    text = recipe_pages.testbeds_part(recipe_pages.published())
     # Of 3 values: 0.01 x sqrt(2 / 7.378) and 0.01 x sqrt(2 / 0.0506), by a table of the chi-square distribution.
     assert "| fp32 instead of bf16 | 0.0100 (0.0052 to 0.0628) | +0.0100 | 3 |" in text
     assert "a standard deviation of 0.1000 over these 3 seeds" in text
     assert "Measured on AMD EPYC, 2 cores, commit bbbbbbb." in text
     assert f"]({TESTBED}/tuning.png)" in text and f"| lr, tuned | {LR:g} |" in text
-    draw = pages.pictures([])[folder / "tuning.png"]
+    draw = recipe_pages.pictures([])[folder / "tuning.png"]
     draw(folder / "tuning.png")
     assert (folder / "tuning.png").stat().st_size > 10_000
 
@@ -259,8 +259,8 @@ def change_claim(tree: Path, number: float) -> None:
 def test_results_of_other_claims_are_not_judged(tree, make):
     publish.publish(make())
     change_claim(tree, 0.005)
-    (one,) = (cell for cell in pages.published() if cell.entry)
-    assert one.pair is None and one.note == pages.OUTDATED
+    (one,) = (cell for cell in recipe_pages.published() if cell.entry)
+    assert one.pair is None and one.note == recipe_pages.OUTDATED
     later = make()
     with pytest.raises(UsageError, match="changed after a result was published; add a sentence to 'history'"):
         publish.publish(later)
@@ -277,7 +277,7 @@ def test_published_results_do_not_vanish_with_their_experiment(tree, make):
     path = tree / "recipes" / RECIPE / "recipe.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"experiments": {}}))
     with pytest.raises(ValueError, match=f"recipes/{RECIPE}: results.json has results on {TESTBED}; keep this experiment"):
-        pages.published()
+        recipe_pages.published()
 
 
 def test_runs_without_claims_have_figures_only(tree, make):
@@ -286,7 +286,7 @@ def test_runs_without_claims_have_figures_only(tree, make):
     recipe["experiments"][TESTBED]["claims"] = []
     path.write_text(json.dumps(recipe))
     publish.publish(make(gap=0.02))
-    assert f"{TESTBED}: figures without claims (loss +0.0200)" in pages.INDEX.read_text()
+    assert f"{TESTBED}: figures without claims (loss +0.0200)" in recipe_pages.INDEX.read_text()
     assert "| final validation loss (nats) |" in (path.parent / "README.md").read_text()
 
 
@@ -408,10 +408,10 @@ def test_a_diverged_run_is_published(tree, make):
 
 
 def test_a_part_is_written_in_its_place_once():
-    begin, other = pages.BEGIN.format("results"), pages.BEGIN.format("pairs")
-    page = f"# T\n\n{begin}{pages.END}\nby hand\n\n{other}old\n{pages.END}end\n"
-    once = pages.with_parts(Path("p.md"), page, {"results": "a\n", "pairs": "b\n"})
-    assert once == f"# T\n\n{begin}a\n{pages.END}\nby hand\n\n{other}b\n{pages.END}end\n"
-    assert pages.with_parts(Path("p.md"), once, {"results": "a\n", "pairs": "b\n"}) == once
+    begin, other = recipe_pages.BEGIN.format("results"), recipe_pages.BEGIN.format("pairs")
+    page = f"# T\n\n{begin}{recipe_pages.END}\nby hand\n\n{other}old\n{recipe_pages.END}end\n"
+    once = recipe_pages.with_parts(Path("p.md"), page, {"results": "a\n", "pairs": "b\n"})
+    assert once == f"# T\n\n{begin}a\n{recipe_pages.END}\nby hand\n\n{other}b\n{recipe_pages.END}end\n"
+    assert recipe_pages.with_parts(Path("p.md"), once, {"results": "a\n", "pairs": "b\n"}) == once
     with pytest.raises(ValueError, match=r"p\.md: lacks the part 'results'; add the lines <!-- results, by `make pages` -->"):
-        pages.with_parts(Path("p.md"), "# T\n", {"results": "a\n"})
+        recipe_pages.with_parts(Path("p.md"), "# T\n", {"results": "a\n"})

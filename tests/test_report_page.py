@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from launch.comparison.comparison import Absent, Comparison, compare, compare_experiments
-from launch.comparison.page import PALETTE, draw_losses, mean_columns, started_runs, thinned, write_page
+from launch.comparison.html_report import PALETTE, draw_losses, mean_columns, started_runs, thinned, write_page
 from launch.comparison.runs import read_run
 from recipes.registry import ROOT, read_recipe, read_testbed
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from launch.comparison.comparison import Comparison, Pair, other_versions
-from launch.comparison.pages import RESULTS, plan_files, plan_in, planned, write_pages
+from launch.comparison.recipe_pages import RESULTS, plan_files, plan_in, planned, write_pages
 from launch.comparison.runs import Run, stored_run
 from launch.comparison.trials import CODE, settings_on, tuned_by
 from launch.comparison.tuning import CONTROL, edges, published_sweep

@@ -1,7 +1,7 @@
 """The report of a comparison for readers: `report.html`, a single file that works offline, and `loss.png`.
 
-`launch/compare.py` writes both. `page.html` is the template, `page.js` draws the curves with plotly. Names of runs, and the keys and values
-in their files, are untrusted text: the template escapes them, and the page forbids all scripts but its own.
+`launch/compare.py` writes both. `report.html` is the template, `report.js` draws the curves with plotly. Names of runs, and the keys and
+values in their files, are untrusted text: the template escapes them, and the page forbids all scripts but its own.
 """
 
 from __future__ import annotations
@@ -95,14 +95,14 @@ def summary(comparison: Comparison) -> Iterator[str]:
 
 def write_page(comparison: Comparison, out: Path) -> Path:
     """Write `report.html` into the folder `out`; 5 MB of it are plotly.js, so that it opens without a network."""
-    scripts = {"plotly": get_plotlyjs(), "script": (HERE / "page.js").read_text(encoding="utf-8")}
+    scripts = {"plotly": get_plotlyjs(), "script": (HERE / "report.js").read_text(encoding="utf-8")}
     hashes = [f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'" for text in scripts.values()]
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(HERE), autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     environment.filters |= {"seeds": _seeds}
     runs = [run for side in comparison.sides for run in side.runs]
-    page = environment.get_template("page.html").render(
+    page = environment.get_template("report.html").render(
         comparison=comparison,
         facts=_facts(runs),
         outcomes=Counter(verdict.outcome for pair in comparison.pairs for verdict in pair.verdicts),
@@ -122,7 +122,7 @@ def write_page(comparison: Comparison, out: Path) -> Path:
         provenance=_provenance(comparison.sides),
         data=_curves(comparison),
         script_hashes=Markup(" ".join(hashes)),
-        style=Markup((HERE / "page.css").read_text(encoding="utf-8")),
+        style=Markup((HERE / "report.css").read_text(encoding="utf-8")),
         **{name: Markup(text) for name, text in scripts.items()},
     )
     file = out / "report.html"
@@ -307,10 +307,10 @@ def _number(name: str, value: float, sign: str = "") -> str:
 
 
 def _curves(comparison: Comparison) -> dict[str, Any]:
-    """The data of `page.js`: `curves`, one for each run and one for the mean of each side.
+    """The data of `report.js`: `curves`, one for each run and one for the mean of each side.
 
     A curve has the values of each axis (`x`) at up to `POINTS` evenly spaced rows, and for each metric (`y`) the steps and the values that
-    are drawn; all float32 in base64. `page.js` interpolates between the rows to place a step on another axis.
+    are drawn; all float32 in base64. `report.js` interpolates between the rows to place a step on another axis.
     """
     sides = comparison.sides
     runs = [run for side in sides for run in side.runs]

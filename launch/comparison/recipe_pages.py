@@ -1,6 +1,6 @@
 """Generates pages and pictures from the committed data: recipe.json, testbed.json, results.json, tuning.json and noise.json.
 
-make pages                   # python -m launch.comparison.pages --write
+make pages                   # python -m launch.comparison.recipe_pages --write
 
 Only the parts between the lines `BEGIN` and `END` are generated: tables and results in README.md, in the index (recipes/README.md), on each
 recipe's page and on the page of the testbeds. Verdicts are recomputed from the measures of the published runs. A test compares the pages
@@ -22,7 +22,7 @@ import numpy as np
 
 from launch.comparison.comparison import LOSS, Comparison, Pair, claims_in_table, compare_experiments, signed
 from launch.comparison.forest import draw_forest, row
-from launch.comparison.page import draw_losses, figure_row
+from launch.comparison.html_report import draw_losses, figure_row
 from launch.comparison.runs import read_stored_run
 from launch.comparison.trials import corpus_command
 from launch.comparison.tuning import deviation, draw_tuning, in_words, mean_difference, numbers_in, setting_name
@@ -405,5 +405,5 @@ def write_pages() -> None:
 
 if __name__ == "__main__":
     if sys.argv[1:] != ["--write"]:
-        sys.exit("usage: python -m launch.comparison.pages --write")
+        sys.exit("usage: python -m launch.comparison.recipe_pages --write")
     write_pages()
