@@ -94,7 +94,7 @@ def build_parser() -> Parser:
         "--parallel",
         type=whole_number(1, 100),
         help="train this number of runs at the same time instead of interleaving them; on GPUs, each run uses one; times are then not"
-        " compared",
+        " judged or published",
     )
     training.add_argument("--save_every", type=whole_number(0), help="steps between checkpoints; 0: only when the run stops or ends (0)")
     training.add_argument("--keep_checkpoints", action="store_true", help="keep the last checkpoint of finished runs")

@@ -59,14 +59,12 @@ class Claim:
         question: a key of `QUESTIONS`; "ratio" for every measure but the loss.
         number: nats per token for the loss, else the ratio.
         expected: the true difference or ratio for which the number of seeds was planned.
-        power: the planned probability of "holds" if the truth is `expected`.
     """
 
     measure: str
     question: str
     number: float
     expected: float = 0.0
-    power: float = 0.9
 
     def __post_init__(self) -> None:
         for name, value, allowed in (("measure", self.measure, MEASURES), ("question", self.question, QUESTIONS)):
@@ -74,11 +72,11 @@ class Claim:
                 raise ValueError(f"'{name}' is {value!r}; allowed are {', '.join(allowed)}")
         if (self.scale == "ratio") == (self.measure == "loss"):
             raise ValueError(f"'question' is {self.question!r} for {self.measure!r}; ratios are for all measures but the loss")
-        for name, number in (("number", self.number), ("expected", self.expected), ("power", self.power)):
+        for name, number in (("number", self.number), ("expected", self.expected)):
             if not abs(number) < 1e9:
                 raise ValueError(f"'{name}' is {number!r}; it must be a number")
-        if self.number < 0 or not 0 < self.power < 1:
-            raise ValueError("'number' must be at least 0, and 'power' between 0 and 1")
+        if self.number < 0:
+            raise ValueError("'number' must be at least 0")
         if self.scale == "ratio" and min(self.number, self.expected) <= 0:
             raise ValueError("'number' and 'expected' of a ratio must be above 0")
         if self.number > LARGEST.get(self.question, self.number):

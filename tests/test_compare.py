@@ -189,7 +189,7 @@ def test_a_temporary_folder_with_a_path_too_long_for_sockets_is_refused(tmp_path
     (long := tmp_path / ("n" * 100)).mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(long))
     with pytest.raises(UsageError, match=r"cannot be a Unix socket \(AF_UNIX path too long\); set TMPDIR to a short path, such as /tmp"):
-        run_interleaved({"r": (1, ["-c", "pass"])}, tmp_path, lambda name, steps: None)
+        run_interleaved({"r": (1, ["-c", "pass"])}, tmp_path, lambda name, steps: None, lambda name, code: None)
     assert not list(long.iterdir())
 
 

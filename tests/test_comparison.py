@@ -100,7 +100,7 @@ def test_claims_are_judged_with_the_planned_seeds_only(make):
     for seeds, runs in ((2, own), (4, own), (3, own[:2]), (3, [*own[:2], unfinished])):
         other = on_testbed(control, runs, seeds)
         assert other.pairs[0].verdicts == () and other.pairs[0].figures["final_val_loss"].difference
-        assert any(f"exploratory, without verdicts: {seeds} seeds" in remark for remark in other.remarks)
+        assert any(f"exploratory, without verdicts: {seeds} seeds, from 1 on, all to their end," in remark for remark in other.remarks)
 
 
 @pytest.mark.parametrize("change", [{"interleaved": None}, {"machine": {"host": "another"}}], ids=["alone", "elsewhere"])
@@ -350,6 +350,14 @@ def test_recipes_that_share_runs_share_a_side(make):
     ]
     assert comparison.pairs[0].control is comparison.pairs[1].side
     assert comparison.as_json()["absent"] == [{"recipe": "fp8", "reason": "needs a GPU"}]
+
+
+def test_two_recipes_that_are_compared_with_each_other_have_the_role_of_recipes(make):
+    control, pld, zero_2 = make("a", ZERO_1), make("b", PLD), make("c", ("--deepspeed_config", "ds_configs/zero2_bf16.json"))
+    names = ("progressive_layer_drop", "zero_2")
+    experiments = [(read_recipe(ROOT / "recipes" / name), None, [control], [own]) for name, own in zip(names, (pld, zero_2), strict=True)]
+    comparison = compare_experiments(experiments)
+    assert [side.role for side in comparison.sides] == ["control", "recipe", "recipe"] and len(comparison.pairs) == 3
 
 
 # --- what is refused ------------------------------------------------------------------------------------------------------------------

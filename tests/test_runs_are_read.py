@@ -227,6 +227,12 @@ def test_a_run_that_fails_for_another_reason_has_not_diverged(said, tmp_path):
     assert run.remarks[-1].endswith("has made no progress for 300 s")
 
 
+def test_a_run_that_fails_in_its_last_step_has_diverged(said, tmp_path):
+    error = "2026-11-22 02:04:01 error: step 20: the loss is nan in bf16; lower --lr, or look at the data\n"
+    run = read_run(write_run(tmp_path / "r", {**said, "whole_eval": True}, [*lines()[:-1], line(20, None)], error))
+    assert run.diverged and run.state == "failed" and run.measures["final_val_loss"] == math.inf
+
+
 def test_an_error_that_a_resume_went_past_is_none(said, tmp_path):
     run = read_run(write_run(tmp_path / "r", said, lines()[:15], ERROR + "2026-11-22 03:00:00 resuming after step 7\n"))
     assert not run.diverged and run.state == "unfinished"

@@ -23,6 +23,7 @@ from launch.config.run_config import SCRATCH
 from launch.errors import UsageError
 from launch.formats.json_lines import dotted
 from launch.training.run_json import INCIDENTAL, starts_of
+from model.presets import FIELDS
 from recipes.claims import Claim
 from recipes.registry import Experiment, Recipe, Testbed, read_recipes, read_testbeds
 
@@ -80,7 +81,7 @@ class Side:
     """Runs of one configuration, in the order of their seeds.
 
     name: of its DeepSpeed JSON, with the name of its first run if several sides have the same JSON. Untrusted text.
-    role: "control" if it is the control of any pair, "recipe" if it is another side of a pair with a known recipe, else "run".
+    role: "control" if a recipe, or an unknown side, is compared with it; "recipe" if it is the side of another pair; else "run".
     """
 
     name: str
@@ -255,7 +256,7 @@ def _pairs_of_recipes(pairings: Sequence[Pairing]) -> Iterator[Pairing]:
     for found in _grouped(pairings, lambda pairing: pairing[3] and pairing[3].name):
         if len(found) == 2 and not {(found[0][1], found[1][1]), (found[1][1], found[0][1])} & known:
             (_, one, *_), (_, other, _, testbed) = found
-            if one and other and one != other and _basis_of_losses(one[0]) == _basis_of_losses(other[0]):
+            if one != other and _basis_of_losses(one[0]) == _basis_of_losses(other[0]):
                 yield one, other, None, testbed
 
 
@@ -407,8 +408,9 @@ def _compared(
     mismatches: tuple[str, ...],
     absent: Sequence[Absent],
 ) -> Comparison:
-    roles: dict[Group, Role] = {side: "recipe" for _, side, recipe, _ in pairings if recipe}
-    roles |= {control: "control" for control, *_ in pairings}
+    roles: dict[Group, Role] = {control: "control" for control, *_ in pairings}
+    roles |= {side: "recipe" for _, side, recipe, _ in pairings if recipe}
+    roles |= {control: "control" for control, _, recipe, _ in pairings if recipe}  # not a recipe that another recipe is compared with
     sides = {runs: Side(name, roles.get(runs, "run"), runs) for name, runs in zip(_side_names(groups), groups, strict=True)}
     pairs = _decided([_pair(sides[control], sides[own], recipe, testbed) for control, own, recipe, testbed in pairings])
     remarks = [remark for side in sides.values() for remark in _side_remarks(side)]
@@ -479,9 +481,12 @@ def _as_planned(experiment: Experiment, *sides: Mapping[int, Run]) -> bool:
 def _decided(pairs: Sequence[Pair]) -> list[Pair]:
     """The pairs, with verdicts corrected for all claims on testbeds of the same device."""
     corrected: dict[str, Iterator[Verdict]] = {}
+    known = {recipe.name for recipe in read_recipes()}
     for device in {pair.testbed.device for pair in pairs if pair.testbed}:
-        found = [verdict for pair in pairs if pair.testbed and pair.testbed.device == device for verdict in pair.verdicts]
-        corrected[device] = iter(decide(found, max(0, claims_in_table(device) - len(found))) if found else ())
+        judged = [pair for pair in pairs if pair.testbed and pair.testbed.device == device and pair.verdicts]
+        in_table = sum(len(pair.verdicts) for pair in judged if pair.recipe and pair.recipe.name in known)
+        found = [verdict for pair in judged for verdict in pair.verdicts]
+        corrected[device] = iter(decide(found, max(0, claims_in_table(device) - in_table)) if found else ())
     return [
         replace(pair, verdicts=tuple(next(corrected[pair.testbed.device]) for _ in pair.verdicts)) if pair.testbed else pair
         for pair in pairs
@@ -504,11 +509,13 @@ def _pair_remarks(pair: Pair) -> Iterator[str]:
         for run in (control[seed], own[seed]):
             if run.diverged or not run.finished:
                 sums = "" if run.finished else " and of sums over the run"
-                judged = "; in claims about the loss it counts as infinite" if run.diverged and run is own[seed] else ""
+                infinite = pair.verdicts and run.diverged and run is own[seed] and not control[seed].diverged
+                judged = "; in claims about the loss it counts as infinite" if infinite else ""
                 why = f"{run.folder} {'diverged' if run.diverged else 'is unfinished'}{judged}"
                 yield f"seed {seed} is excluded from the difference of the final loss{sums}, because {why}"
     if pair.testbed and pair.experiment and pair.experiment.claims and not pair.verdicts:
-        yield f"exploratory, without verdicts: {pair.experiment.seeds} seeds, from 1 on, are planned on {pair.testbed.name}"
+        planned = f"{pair.experiment.seeds} seeds, from 1 on, all to their end, are planned on {pair.testbed.name}"
+        yield f"exploratory, without verdicts: {planned}"
     if len(evaluated := sequences_evaluated(pair.control, pair.side)) > 1:
         counts = " and ".join(f"{count:,}" for count in sorted(evaluated))
         yield f"evaluations during training are of {counts} sequences, so these losses cannot be compared; those of the whole split can"
@@ -529,6 +536,8 @@ def other_versions(pair: Pair) -> list[str]:
 
 def _is_expected(key: str, pair: Pair) -> bool:
     """Whether a difference in `key` is named by the recipe, tuned for each side, a circumstance, or derived from others."""
+    if pair.recipe and "--architecture" in pair.recipe.flags and key.removeprefix("shape.") in FIELDS:
+        return True
     in_json = key.removeprefix("engine.").removeprefix("techniques.")
     named = pair.recipe.differs if pair.recipe else []
     flags = {**(pair.testbed.tuned if pair.testbed else {}), **(pair.experiment.tuned if pair.experiment else {})}

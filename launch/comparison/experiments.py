@@ -57,24 +57,38 @@ def run_experiments(
     Raises:
         UsageError: a recipe is damaged or cannot run here, or `runs_dir` cannot be used.
     """
-    planned: list[PlannedExperiment] = []
-    absent = []
+    absent: list[Absent] = []
+
+    def leave_out(folder: Path | str, recipe: Recipe, reason: CannotRun) -> None:
+        if not flags.all:
+            raise UsageError(f"{folder}: {reason}") from None
+        absent.append(Absent(recipe.name, str(reason)))
+        print_once(f"{recipe.name} cannot run here: {reason}")
+
+    found: list[tuple[Path | str, Recipe, Testbed | None]] = []
     for folder in folders:
         recipe = read_recipe(folder)
         try:
-            testbeds = _testbeds(recipe, passed_on, flags)
-            for testbed in testbeds:
-                if check and testbed:
-                    check(recipe, testbed)
-                if testbed and (plan := recipe.experiments[testbed.name]).sweep and not plan.tuned:
-                    tune = f"python launch/compare.py --tune --testbed {testbed.name} --recipe recipes/{recipe.name}"
-                    print_once(f"{recipe.name} is not tuned on {testbed.name} and trains with the testbed's values; to tune it: {tune}")
-            planned += [_plan(recipe, testbed, passed_on, flags) for testbed in testbeds]
+            found += [(folder, recipe, testbed) for testbed in _testbeds(recipe, passed_on, flags)]
         except CannotRun as reason:
-            if not flags.all:
-                raise UsageError(f"{folder}: {reason}") from None
-            absent.append(Absent(recipe.name, str(reason)))
-            print_once(f"{recipe.name} cannot run here: {reason}")
+            leave_out(folder, recipe, reason)
+    used = {testbed.name for _, _, testbed in found if testbed}
+    if found and not flags.all and (unused := [name for name in flags.testbed if name not in used]):
+        raise UsageError(f"--testbed {unused[0]}: none of the recipes has an experiment on it; leave it out")
+    if found:
+        share_cores(flags, max(ranks_of(recipe, testbed, flags) for _, recipe, testbed in found))
+    planned: list[PlannedExperiment] = []
+    for folder, recipe, testbed in found:
+        if testbed:
+            if check:
+                check(recipe, testbed)
+            if (plan := recipe.experiments[testbed.name]).sweep and not plan.tuned:
+                tune = f"python launch/compare.py --tune --testbed {testbed.name} --recipe recipes/{recipe.name}"
+                print_once(f"{recipe.name} is not tuned on {testbed.name} and trains with the testbed's values; to tune it: {tune}")
+        try:
+            planned.append(_plan(recipe, testbed, passed_on, flags))
+        except CannotRun as reason:
+            leave_out(folder, recipe, reason)
     if not planned:
         raise UsageError(f"--all: no recipe can run here; {absent[0].recipe}: {absent[0].reason}")
     runs_dir = Path(flags.runs_dir)
@@ -137,9 +151,9 @@ def _plan(recipe: Recipe, testbed: Testbed | None, passed_on: Sequence[str], fla
     count = flags.seeds or (recipe.experiments[testbed.name].seeds if testbed else SEEDS)
     first = FIRST_EXPLORED if testbed and flags.seeds else 1
     ranks = ranks_of(recipe, testbed, flags)
-    share_cores(flags, ranks)
     if flags.parallel and ranks > 1 and device_type() == "cuda":
-        raise CannotRun(f"its runs have {ranks} ranks, and --parallel gives each run one GPU; leave out --parallel")
+        way = "leave out --parallel" if testbed else "give --ranks 1, or leave out --parallel"
+        raise CannotRun(f"its runs have {ranks} ranks, and --parallel gives each run one GPU; {way}")
     timed = [claim for claim in recipe.experiments[testbed.name].claims if claim.measure == "step_time"] if testbed else []
     if flags.parallel and flags.publish and timed:
         raise UsageError(f"--parallel: recipes/{recipe.name} claims '{timed[0]}', which needs interleaved runs; leave out --parallel")
@@ -174,7 +188,7 @@ def train_missing(flags: argparse.Namespace, batches: Sequence[Sequence[Trial]],
     with _locked(runs_dir):
         trials = [trial for group in groups for trial in group]
         how = f"{max(map(len, groups))} of them {'at the same time' if flags.parallel else 'interleaved'}"
-        print_once(f"training {len(trials)} runs, at most {how}, in {runs_dir}: {estimate(groups)}")
+        print_once(f"training {len(trials)} runs, at most {how}, in {runs_dir}: {estimate(groups, flags.parallel)}")
         steps = sum(trial.config.steps_to_make for trial in trials)
         done = sum(_steps_done(runs_dir / trial.name) for trial in trials)
         ended: list[str] = []
@@ -199,9 +213,7 @@ def train_missing(flags: argparse.Namespace, batches: Sequence[Sequence[Trial]],
                     run_parallel(scripts, runs_dir, flags.parallel, on_steps, on_end)
                 else:
                     for group in groups:
-                        codes = run_interleaved({trial.name: scripts[trial.name] for trial in group}, runs_dir, on_steps)
-                        for name, code in codes.items():
-                            on_end(name, code)
+                        run_interleaved({trial.name: scripts[trial.name] for trial in group}, runs_dir, on_steps, on_end)
             except SystemExit:
                 bar.close()
                 print_once("stopped; the same command resumes the runs", sys.stderr)
@@ -215,10 +227,11 @@ def script_of(trial: Trial, runs_dir: Path) -> list[str]:
     return [str(ROOT / "launch/pretrain.py"), *trial.flags, "--runs_dir", str(runs_dir), "--run_name", trial.name, *resume]
 
 
-def estimate(groups: Sequence[Sequence[Trial]]) -> str:
+def estimate(groups: Sequence[Sequence[Trial]], parallel: int | None) -> str:
     """The time and the disk space that runs will take, in words. On a CPU the time is estimated from the speed of a matrix product."""
     configs = [[trial.config for trial in group] for group in groups]
-    speed, sharing = GPU_SPEED, lambda ranks: ranks
+    at_once = min(parallel or 1, len(gpus()) or 1)
+    speed, sharing = GPU_SPEED, lambda ranks: ranks * at_once
     if device_type() == "cpu":
         matrix = np.ones((SIZE, SIZE), np.float32)
         seconds = min(timeit.repeat(lambda: matrix @ matrix, number=1, repeat=3))

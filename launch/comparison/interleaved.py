@@ -144,38 +144,48 @@ def _is_alive(group: int) -> bool:
     return False
 
 
-def run_interleaved(scripts: Mapping[str, tuple[int, Sequence[str]]], folder: Path, on_steps: Callable[[str, int], None]) -> dict[str, int]:
+def run_interleaved(
+    scripts: Mapping[str, tuple[int, Sequence[str]]],
+    folder: Path,
+    on_steps: Callable[[str, int], None],
+    on_end: Callable[[str, int], None],
+) -> None:
     """Run all `scripts` with interleaved steps.
 
     Args:
         scripts: name -> (ranks, script with its arguments).
         folder: `<folder>/<name>.out` gets the output of a script.
         on_steps: called with a name and the number of steps just made; 0 when it has started.
-
-    Returns:
-        The exit code of each, by name.
+        on_end: called with the name and the exit code of each script that has ended.
 
     Raises:
         SystemExit: 128 + n for signal n, Ctrl-C or SIGTERM; all runs have been stopped with checkpoints.
     """
-    runs: dict[str, InterleavedRun] = {}
+    runs: dict[str, InterleavedRun] = {}  # those that have not ended
+    order = list(scripts)
+
+    def finish(name: str) -> None:
+        runs[name].disconnect()  # if its launcher was killed, its ranks stop with a checkpoint
+        runs[name].end()
+        on_end(name, runs.pop(name).process.returncode)
+
     with tempfile.TemporaryDirectory(prefix="interleaved-") as sockets, _interruptible():
         try:
-            active = []
-            for name, (ranks, script) in scripts.items():
-                runs[name] = InterleavedRun(ranks, script, folder / f"{name}.out", Path(sockets) / str(len(runs)))
-                if runs[name].wait_until_ready():
-                    active.append(name)
+            for number, (name, (ranks, script)) in enumerate(scripts.items()):
+                runs[name] = InterleavedRun(ranks, script, folder / f"{name}.out", Path(sockets) / str(number))
+                ready = runs[name].wait_until_ready()
                 on_steps(name, 0)
-            while active:
-                for name in list(active):
+                if not ready:
+                    finish(name)
+            while runs:
+                order = [name for name in order if name in runs]
+                for name in order:
                     runs[name].make_steps()
                     if runs[name].wait_until_ready():
                         on_steps(name, interleaving.STEPS)
                     else:
-                        active.remove(name)
-                        runs[name].disconnect()  # if its launcher was killed, its ranks stop with a checkpoint
-                active = [*active[1:], *active[:1]]  # so that no run always follows the same other run
+                        finish(name)
+                order = [*order[1:], *order[:1]]  # so that no run always follows the same other run
         except SystemExit as interrupted:
             for run in runs.values():
                 run.stop(int(interrupted.code or 0) - 128)
@@ -185,7 +195,6 @@ def run_interleaved(scripts: Mapping[str, tuple[int, Sequence[str]]], folder: Pa
                 run.disconnect()
             for run in runs.values():
                 run.end()
-    return {name: run.process.returncode for name, run in runs.items()}
 
 
 def run_parallel(
@@ -198,9 +207,8 @@ def run_parallel(
     """Run all `scripts`, `number` of them at the same time. On GPUs, each has one rank and uses one GPU.
 
     Args:
-        scripts, folder: as for `run_interleaved`.
+        scripts, folder, on_end: as for `run_interleaved`.
         on_steps: called with a name and the number of steps just made, from several threads.
-        on_end: called with the name and the exit code of each script that has ended.
 
     Raises:
         SystemExit: as by `run_interleaved`.

@@ -62,10 +62,11 @@ def _entry(pair: Pair) -> dict[str, Any]:
     runs = (*pair.control.runs, *pair.side.runs)
     check_runs(where, runs)
     check_tuned(recipe, testbed)
-    swept = published_sweep(recipe.control, testbed)[0]
-    corpora = read_committed(swept).get(testbed.name, {}).get("corpora")  # older sweeps do not state it
-    if corpora and any(run.description["corpus_fingerprint"] not in corpora for run in runs):
-        raise UsageError(f"{where}: its corpus is not that of the sweep in {swept.relative_to(ROOT)}; sweep again on this corpus")
+    for config, own in ((recipe.control, None), (recipe.config, recipe if pair.experiment.sweep else None)):
+        swept = published_sweep(config, testbed, own)[0]
+        corpora = read_committed(swept).get(testbed.name, {}).get("corpora")  # older sweeps do not state it
+        if corpora and any(run.description["corpus_fingerprint"] not in corpora for run in runs):
+            raise UsageError(f"{where}: its corpus is not that of the sweep in {swept.relative_to(ROOT)}; sweep again on this corpus")
     if pair.seeds != tuple(range(1, pair.experiment.seeds + 1)) or len(runs) != 2 * len(pair.seeds):
         raise UsageError(f"{where}: {pair.experiment.seeds} seeds are planned, and the pairs have seeds {pair.seeds}; give no --seeds")
     if unfinished := [run.name for run in runs if run.state == "unfinished"]:
@@ -78,8 +79,8 @@ def _entry(pair: Pair) -> dict[str, Any]:
             " another --runs_dir, this recipe alone, with memory for both (--at_once 2)"
         )
     now = planned(recipe.name, testbed.name)
-    own = {commit for run in pair.side.runs for commit in commits_of(run.description)}
-    if unplanned := [commit for commit in own if plan_at(commit, recipe.name, testbed.name) != now]:
+    trained_at = {commit for run in pair.side.runs for commit in commits_of(run.description)}
+    if unplanned := [commit for commit in trained_at if plan_at(commit, recipe.name, testbed.name) != now]:
         raise UsageError(
             f"{where}: its runs are of commit {unplanned[0][:7]}, which does not contain the current claims and setting; commit them first,"
             " then train again in another --runs_dir"
@@ -97,7 +98,7 @@ def _entry(pair: Pair) -> dict[str, Any]:
         "recipe": [stored_run(run) for run in pair.side.runs],
     }
     if earlier is not None and earlier["planned"] == now:
-        entry["looks"] = earlier["looks"] + (_runs_of(earlier) != _runs_of(json.loads(json.dumps(entry))))
+        entry["looks"] = earlier["looks"] + (_runs_of(earlier) != _runs_of(entry))
     elif earlier is not None and not any(earlier["plan_commit"][:7] in sentence for sentence in recipe.history):
         raise UsageError(
             f"{where}: the claims or the setting were changed after a result was published; add a sentence to 'history' in recipe.json"

@@ -160,7 +160,7 @@ def _measured_on(one: Published) -> Iterator[str]:
     testbed, entry, pair = one.testbed, one.entry, one.pair
     yield f"**On [{testbed.name}]({_link(testbed)}).** {testbed.title}; {one.experiment.seeds} seeds planned."
     if entry is None or pair is None:
-        claims = "\n".join(f"- {claim} (planned: {_plan(claim, one)})" for claim in one.experiment.claims)
+        claims = "\n".join(f"- {claim} ({_plan(claim, one)})" for claim in one.experiment.claims)
         rest = f" The claims:\n\n{claims}" if claims else " No claims yet."
         yield f"{one.note.capitalize()}.{rest}"
         return
@@ -201,7 +201,7 @@ def _plan(claim: Claim, one: Published) -> str:
     measured = TESTBEDS / one.testbed.name / "noise.json"
     if claim.measure != "loss" or not measured.exists():
         what = "noise" if claim.measure == "loss" else "noise of this quantity"
-        return f"aims at power {claim.power:g} {truth}; the {what} is not measured"
+        return f"planned {truth}; the {what} is not measured, so the power is unknown"
     nulls = read_committed(measured)["nulls"]
     kinds = ("precision", "accumulation") if claim.question == "equal" else ("trajectory",)
     middle, high, low = (

@@ -126,7 +126,11 @@ def _ending(log: list[str], description: dict[str, Any], lines: list[dict[str, A
     last = lines[-1] if lines else {"step": 0, "tokens": 0}
     tokens, total = last.get("tokens"), description["total_tokens"]
     tokens = tokens if is_finite_number(tokens) else 0
-    if lines and tokens >= total:
+    error = _last_error(log)
+    # A non-finite loss ends a run, except in fp16, where the step is skipped and the loss scale lowered.
+    lost = "loss" in last and not is_finite_number(last["loss"]) and description.get("precision") != "fp16"
+    diverged = lost or error.startswith("step ")  # other errors, such as of a rank that hangs, say nothing about the numbers
+    if lines and tokens >= total and not diverged:
         end, whole = _end(description), description.get("whole_eval")
         if whole and "whole_val_loss" not in end:
             remarks.append("unfinished: the whole validation split was not evaluated")
@@ -134,12 +138,9 @@ def _ending(log: list[str], description: dict[str, Any], lines: list[dict[str, A
         if not whole and description["eval_every"] and "val_loss" not in last:
             remarks.append("the run was not evaluated at its end")
         return True, any(key in one and not is_finite_number(one[key]) for key, one in (("val_loss", last), ("whole_val_loss", end)))
-    error = _last_error(log)
-    # A non-finite loss ends a run, except in fp16, where the step is skipped and the loss scale lowered.
-    lost = "loss" in last and not is_finite_number(last["loss"]) and description.get("precision") != "fp16"
     if error or lost:
         remarks.append(f"failed after step {last['step']}, {tokens:,} of {total:,} tokens" + (f": {error}" if error else ""))
-        return False, lost or error.startswith("step ")  # other errors, such as of a rank that hangs, say nothing about the numbers
+        return False, diverged
     remarks.append(f"unfinished (still training, or stopped): step {last['step']}, {tokens:,} of {total:,} tokens")
     return False, False
 

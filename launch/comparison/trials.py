@@ -102,16 +102,26 @@ def plan_experiment(
 def settings_on(testbed: Testbed, config: str, recipe: Recipe | None = None) -> Flags:
     """The flags of the runs of `config` on a testbed: the testbed's own, with the tuned values of `recipe`, by default of `tuned_by`.
 
-    Raises UsageError if a tuned `set` would replace the testbed's `set` of another key.
+    Raises UsageError as `check_set` does.
     """
     tuned = recipe or tuned_by(config, testbed)
-    base, own = {**testbed.flags, **testbed.tuned}, tuned.experiments[testbed.name].tuned if tuned else {}
-    keys = [str(flags["set"]).partition("=")[0] for flags in (base, own) if "set" in flags]
-    if len({*keys}) > 1:
-        raise UsageError(
-            f"{config} on {testbed.name}: its tuned 'set' of {keys[1]} would replace the testbed's, of {keys[0]}; tune that one instead"
-        )
+    base, own = {**testbed.flags, **testbed.tuned}, {}
+    if tuned:
+        experiment = tuned.experiments[testbed.name]
+        # A list of one value states what the recipe is, such as its architecture, so it also holds before the sweep.
+        own = {name: values[0] for name, values in experiment.sweep.items() if len(values) == 1} | experiment.tuned
+    check_set(testbed, config, [own["set"]] if "set" in own else [])
     return {**base, **own}
+
+
+def check_set(testbed: Testbed, config: str, values: Sequence[Any]) -> None:
+    """Raise UsageError if a `set` of a recipe would replace the testbed's `set` of another key."""
+    key = str({**testbed.flags, **testbed.tuned}.get("set", "")).partition("=")[0]
+    for other in (str(value).partition("=")[0] for value in values):
+        if key and other != key:
+            raise UsageError(
+                f"{config} on {testbed.name}: its 'set' of {other} would replace the testbed's, of {key}; tune that one instead"
+            )
 
 
 def tuned_by(config: str, testbed: Testbed) -> Recipe | None:

@@ -23,7 +23,7 @@ from scipy import stats
 
 from launch.comparison.experiments import check_corpus, estimate, has_ended, ranks_of, share_cores, testbed_named, train_missing
 from launch.comparison.runs import Run, read_run
-from launch.comparison.trials import Trial, as_words, fitting_groups, plan_trial, settings_on, tuned_by
+from launch.comparison.trials import Trial, as_words, check_set, fitting_groups, plan_trial, settings_on, tuned_by
 from launch.errors import TrainingFailed, UsageError, print_once
 from launch.formats.files import read_committed, write_atomically
 from launch.training.provenance import machine_in_words
@@ -61,7 +61,7 @@ def tune(flags: argparse.Namespace, passed_on: Sequence[str]) -> tuple[dict[str,
     if not all(map(has_ended, begun)):
         every = {trial.name: trial for number in range(rounds) for arm in missing for _, trial in arm.round(number)}
         length = f"{rounds} rounds, a flag in each" if rounds > 1 else "one round"
-        print_once(f"a sweep in {length}; whole: {estimate(fitting_groups([*every.values()], flags.at_once))}")
+        print_once(f"a sweep in {length}; whole: {estimate(fitting_groups([*every.values()], flags.at_once), flags.parallel)}")
     runs: dict[str, Run] = {}
     for number in range(rounds):
         planned = [(arm, point, trial) for arm in missing for point, trial in arm.round(number)]
@@ -137,13 +137,13 @@ def _arms(testbed: Testbed, recipe: Recipe | None, flags: argparse.Namespace, pa
         if (other := tuned_by(recipe.control, testbed)) is not None:
             sweeps = {recipe.control: other.experiments[testbed.name].sweep}
         sweeps[recipe.config] = experiment.sweep
+    ranks = {config: ranks_of(recipe if recipe and config == recipe.config else None, testbed, flags) for config in sweeps}
+    share_cores(flags, max(ranks.values()))
     arms = []
     for config, sweep in sweeps.items():
-        own = recipe is None or config == recipe.config
-        ranks = ranks_of(recipe if own else None, testbed, flags)
-        share_cores(flags, ranks)
-        arm = _Arm(testbed, config, sweep, passed_on, ranks)
-        if not own:
+        check_set(testbed, config, sweep.get("set", []))
+        arm = _Arm(testbed, config, sweep, passed_on, ranks[config])
+        if recipe and config != recipe.config:
             file, published = published_sweep(config, testbed)
             arm.grid, arm.published_in = published["grid"], str(file.relative_to(ROOT)) if published["grid"] else ""
         arms.append(arm)

@@ -93,9 +93,8 @@ class Verdict:
         """The outcome's reason in one line."""
         if self.p_holds is None or self.p == 0:  # nothing could be tested, or there is no noise
             return self.evidence
-        found = "inconclusive at the planned number of seeds: " if self.outcome == "inconclusive" else ""
         holm = f", adjusted p {_p(self.adjusted)} (Holm, {self.table} claims)" if self.table > 1 else ""
-        return f"{found}{self.evidence}; p {_p(self.p)}{holm}"
+        return f"{self.evidence}; p {_p(self.p)}{holm}"
 
 
 @dataclass(frozen=True)

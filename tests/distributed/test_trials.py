@@ -60,7 +60,8 @@ def test_interleaved_runs_train_as_they_would_alone(ranks, corpus, tmp_path):
     made: list[tuple[str, int]] = []
     start = time.monotonic()
     scripts = {one.name: (ranks, script_of(one, tmp_path)) for one in (control, own)}
-    codes = run_interleaved(scripts, tmp_path, lambda name, steps: made.append((name, steps)))
+    codes: dict[str, int] = {}
+    run_interleaved(scripts, tmp_path, lambda name, steps: made.append((name, steps)), codes.__setitem__)
     wall = time.monotonic() - start
     assert codes == {control.name: 0, own.name: 0}
     # Both start, then alternate, in an order that rotates; the last steps end the run.
@@ -247,6 +248,11 @@ def test_a_variant_of_a_recipe_has_its_own_tuned_values():
     other = replace(recipe, experiments={"nano-0.5M": replace(own, tuned={"set": "optimizer.params.momentum=0.9"})})
     with pytest.raises(UsageError, match="would replace the testbed"):
         settings_on(testbed, recipe.config, other)
+
+
+def test_before_its_sweep_a_recipe_has_the_values_that_are_not_varied():
+    settings = settings_on(read_testbed("nano-84M"), "ds_configs/modern_gpt.json", read_recipe(ROOT / "recipes/modern_gpt"))
+    assert settings["architecture"] == "qwen3" and settings["lr"] == read_testbed("nano-84M").tuned["lr"]
 
 
 def test_a_run_is_planned_once_and_named_by_what_decides_its_numbers(corpus):
