@@ -48,6 +48,10 @@ class TrainingFailed(Exception):
     """The run cannot continue, though its configuration is valid: one line, exit code 1."""
 
 
+class NoCheckpoint(UsageError):
+    """No checkpoint can be used."""
+
+
 class DownloadFailed(TrainingFailed):
     """A checkpoint could not be downloaded from the store; nothing was loaded."""
 

@@ -206,7 +206,12 @@ def train(config: RunConfig, folder: RunFolder | NoFolder, stop: StopRequest, ob
         # the weights.
         with collectives.uncounted():
             if engine.weights_are_finite():
-                reason = TrainingFailed(f"{reason}; --resume continues from {checkpoints.save(state, last=True)}")
+                try:
+                    saved = checkpoints.save(state, last=True)
+                except SystemExit:  # it has printed why it could not be written
+                    folder.log_failure(config, str(reason))
+                    raise
+                reason = TrainingFailed(f"{reason}; --resume continues from {saved}")
             else:
                 what = f"the weights contain NaN or Inf and were not saved; {what_resume_does(checkpoints.folder)}"
                 reason = TrainingFailed(f"{reason}; {what}")

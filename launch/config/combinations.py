@@ -77,6 +77,7 @@ MUST_BE_OFF = {
     "leave it out",
     "torch_autocast.enabled": "is not supported: enable 'bf16', which keeps fp32 master weights, and leave the section out",
     "fp16.fp16_master_weights_and_grads": f"{ROUNDS_MOMENTS}; leave it out",
+    "checkpoint.parallel_write.pipeline_stage": "is for pipelines, and the ranks share the data, not the model; leave it out",
     "checkpoint.use_node_local_storage": "spreads a checkpoint over the hosts, but a resume reads all of its files; leave it out",
     **dict.fromkeys(
         ("checkpoint.writer", "checkpoint.load_universal"),
@@ -84,6 +85,7 @@ MUST_BE_OFF = {
     ),
 }
 MUST_BE_ON = {
+    "checkpoint.checkpoint_serialization": "is false, which is torch's old file format, and checkpoints are zip files; leave it out",
     "zero_optimization.compute_grad_norm": "is false, but every step clips the gradients by their norm and logs it; leave it out",
     # stage_1_and_2.py; stage 3 does not read it.
     "zero_optimization.load_from_fp32_weights": "is false, so a resume would round the master weights; leave it out",

@@ -215,9 +215,8 @@ def _states(
             "master_weights": 0 if precision == "fp32" else FP32 * N,
             "optimizer_states": round(FP32 * per_parameter * N),
         }
-        # fp32: torch's optimizer uses the gradients as they are; the norm is computed in fp64, one parameter at a time. bf16, fp16:
-        # FP16_UnfusedOptimizer copies every gradient to fp32.
-        update = 8 * max(flat) if precision == "fp32" else FP32 * N
+        # fp32: torch's optimizer uses the gradients as they are. bf16, fp16: FP16_UnfusedOptimizer copies every gradient to fp32.
+        update = 0 if precision == "fp32" else FP32 * N
         return _States(lasting, w * N, w * N if accumulation > 1 else 0, update, FP32 * max(flat))
     if stage == 3:
         # Every parameter is divided into R pieces of ceil(n / R); the pieces of a group are flattened. fp32 runs have master weights too.

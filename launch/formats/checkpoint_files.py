@@ -36,6 +36,10 @@ READERS = 4
 _NAME = re.compile(r"step-([0-9]{8}|[1-9][0-9]{8,17})")  # eight digits, or more without leading zeros
 
 
+#: Prefix of the name of a checkpoint while it is written, downloaded or removed.
+TEMPORARY = ".tmp-"
+
+
 class DamagedCheckpoint(UsageError):
     """A checkpoint that differs from what its run wrote: one line with the file and the difference."""
 

@@ -30,10 +30,11 @@ from typing import Any
 
 from data_pipeline.errors import one_line
 from data_pipeline.staging import fsync
-from launch.errors import DownloadFailed, UsageError
+from launch.errors import DownloadFailed, NoCheckpoint, UsageError
 from launch.formats.checkpoint_files import (
     ENGINE_TAG,
     STATE_FILE,
+    TEMPORARY,
     DamagedCheckpoint,
     checkpoint_name,
     checkpoint_step,
@@ -56,9 +57,7 @@ from launch.training.snapshot import Snapshots
 from launch.training.store import ANSWER_SECONDS, CheckpointStore, StoreError, Uploads, download_metrics, within
 from recipes.technique import Technique
 
-#: Prefix of the name of a checkpoint while it is written or removed.
-TEMPORARY = ".tmp-"
-#: Suffix of the name of a checkpoint that a resume passed over.
+#: Suffix of the name of a checkpoint that was passed over.
 UNUSABLE = ".unusable"
 #: A wait for the previous checkpoint is logged if it is longer than this.
 LOGGED_WAIT_SECONDS = 1.0
@@ -252,8 +251,8 @@ class Checkpoints:
         continues without it, or refuses.
 
         Raises:
-            UsageError: no checkpoint passes verification, the store cannot be reached and there is none in the folder, its state cannot be
-                moved into this engine, or a technique cannot continue without its state.
+            NoCheckpoint: no checkpoint passes verification, or the store cannot be reached and there is none in the folder; on all ranks.
+            UsageError: its state cannot be moved into this engine, or a technique cannot continue without its state.
             DownloadFailed: a checkpoint could not be downloaded. An older one is not used instead, because that would discard steps.
             SystemExit: it could not be loaded (exit code 1, one line from each failed rank).
         """
@@ -263,7 +262,7 @@ class Checkpoints:
             (complete_checkpoints(self.folder), self._list_store(), self._run_id)
         )[0]
         if unreachable and not checkpoints:
-            raise UsageError(f"--checkpoint_store {unreachable}; without it there is no checkpoint to resume from")
+            raise NoCheckpoint(f"--checkpoint_store {unreachable}; without it there is no checkpoint to resume from")
         if unreachable:
             self._log(f"warning: resuming from the checkpoints in {self.folder}: {unreachable}")
         found = {path for path in (*checkpoints, *stored) if before is None or checkpoint_step(path.name) < before}
@@ -272,10 +271,11 @@ class Checkpoints:
             return None
         newest, faults = newest_good(candidates, lambda one: self._check_or_download(one, one in checkpoints, one in stored))
         if newest is None:
-            raise UsageError(f"{self.folder}: no checkpoint can be used; move them away to start at step 0", *faults)
+            raise NoCheckpoint(f"{self.folder}: no checkpoint can be used; move them away to start at step 0", *faults)
         for fault in faults:
             self._log(f"warning: passed over a checkpoint: {fault}")
-        self._passed_over = [path for path in checkpoints if path in candidates[candidates.index(newest) + 1 :]]
+        newer = [path for path in checkpoints if path in candidates[candidates.index(newest) + 1 :]]
+        self._passed_over = [path for path in {*self._passed_over, *newer} if path != newest]
         state = read_state(newest)
         other_ranks = state["ranks"] != self.collectives.world_size
         if other_ranks and any(newest.glob("technique-*.pt")):

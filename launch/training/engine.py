@@ -211,7 +211,8 @@ def start_engine(config: RunConfig, techniques: Technique, collectives: Collecti
     optimizer = techniques.optimizer(groups) or _adam(config, groups)
     if optimizer is None:
         deepspeed_config["optimizer"] = config.optimizer
-    if config.offload("offload_optimizer") != "none" and config.optimizer["type"] in ADAM_TYPES:
+    torch_adam = config.optimizer["params"].get("torch_adam", False)
+    if config.offload("offload_optimizer") != "none" and config.optimizer["type"] in ADAM_TYPES and not torch_adam:
         load_extension("CPUAdamBuilder")
     if config.zero_stage:
         without_compiled_muon()

@@ -103,8 +103,9 @@ class Heartbeat(Observer):
             self._ended.set()
             self._thread.join()
             os.close(self._record)
-            with contextlib.suppress(OSError):
-                self._file(self.collectives.rank).unlink()
+        # After an exception the record stays, so that the other ranks see that this one does not run.
+        with contextlib.suppress(OSError):
+            self._file(self.collectives.rank).unlink()
 
     # --- where this rank is ---------------------------------------------------------------------------------------------------------
 
@@ -152,7 +153,7 @@ class Heartbeat(Observer):
                 before = now
 
     def _read(self) -> dict[int, Beat]:
-        """The records of all ranks, without those that have ended or whose file cannot be read."""
+        """The records of all ranks, without those that have left training or whose file cannot be read."""
         found = {}
         for rank in range(self.collectives.world_size):
             with contextlib.suppress(OSError, struct.error):

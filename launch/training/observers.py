@@ -1,7 +1,7 @@
 """Observers are called at fixed places of a training run: `train(config, folder, stop, observers=[...])`.
 
-The heartbeat, the spike rule, gradient histograms and block similarity are observers; tests and benchmarks pass their own. Only the spike
-rule changes the run: it may skip updates.
+The heartbeat, the spike rule, gradient histograms and block similarity are observers; tests and benchmarks pass their own. Two of them act
+on the run: the spike rule may skip updates or rewind, and the heartbeat ends a run that hangs.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from launch.errors import DownloadFailed, TrainingFailed, UsageError
+from launch.errors import DownloadFailed, NoCheckpoint, TrainingFailed
 from launch.training.checkpoint import Checkpoints
 from launch.training.distributed import Collectives
 from launch.training.engine import TrainingEngine
@@ -149,7 +149,7 @@ class SpikeRule(Observer):
         try:
             with self.collectives.uncounted():
                 found = checkpoints.load_newest(before=state["step"])
-        except (UsageError, DownloadFailed) as reason:  # none can be used, and nothing was loaded, so all ranks continue
+        except (NoCheckpoint, DownloadFailed) as reason:  # nothing was loaded, so all ranks continue
             self.folder.log(f"warning: there is no checkpoint to rewind to: {'; '.join(str(reason).splitlines())}")
             return None
         if found is None:

@@ -32,6 +32,7 @@ from launch.config.run_config import RunConfig
 from launch.errors import UsageError
 from launch.formats.checkpoint_files import (
     STATE_FILE,
+    TEMPORARY,
     DamagedCheckpoint,
     checkpoint_step,
     complete_checkpoints,
@@ -160,7 +161,7 @@ class CheckpointStore:
         Raises:
             DamagedCheckpoint: it is incomplete or of another run, or an object is missing or differs from what the run wrote.
         """
-        folder = checkpoint.with_name(f".tmp-{checkpoint.name}") / checkpoint.name
+        folder = checkpoint.with_name(f"{TEMPORARY}{checkpoint.name}") / checkpoint.name
         shutil.rmtree(folder.parent, ignore_errors=True)
         folder.mkdir(parents=True)
         if (content := self.read(f"{checkpoint.name}/{STATE_FILE}")) is None:

@@ -149,6 +149,14 @@ def test_training_does_not_wait_for_the_file_system(tmp_path, monkeypatch):
     assert heartbeat._read() == {}
 
 
+def test_a_rank_that_ends_by_an_exception_is_seen_as_one_that_does_not_run(tmp_path):
+    heartbeat = Heartbeat(tmp_path, 1, 3, Alone(), log=print)  # type: ignore[arg-type]
+    with pytest.raises(SystemExit), heartbeat.training():
+        raise SystemExit(1)
+    left = heartbeat._read()
+    assert _behind(left, left, 2) == {0: "which does not run"}
+
+
 def test_a_folder_that_cannot_be_written_is_refused(tmp_path):
     (tmp_path / ".heartbeat").touch()
     with pytest.raises(UsageError, match=r"\.heartbeat: cannot be written \(File exists\); give a --runs_dir that all hosts share"):

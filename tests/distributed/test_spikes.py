@@ -143,6 +143,17 @@ def test_a_spike_that_has_no_good_checkpoint_before_it_is_skipped(train, tmp_pat
     assert "there is no checkpoint to rewind to" in (tmp_path / "r" / "log.txt").read_text()
 
 
+def test_a_rewind_also_sets_aside_the_checkpoints_that_the_resume_passed_over(train, tmp_path):
+    folder, flags = tmp_path / "r" / "checkpoints", ["--spike_rule", "rewind", "--save_every", "70"]
+    train("r", *flags, "--steps", "80")
+    (folder / "step-00000080" / "state.json").unlink()
+    garbage = {"first": 75 * 4, "last": 76 * 4}
+    lines = train("r", *flags, "--steps", "80", "--resume", **garbage)
+    assert resumed_after(tmp_path / "r") == 70 and lines[-1]["step"] == 80
+    assert "rewound to step 70" in (tmp_path / "r" / "log.txt").read_text()
+    assert sorted(path.name for path in folder.iterdir()) == ["step-00000070", "step-00000080", "step-00000080.unusable"]
+
+
 def test_the_window_starts_anew_after_many_spikes_in_succession():
     window = Window()
     for number in range(70):
