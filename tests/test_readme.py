@@ -183,7 +183,12 @@ def test_an_excerpt_is_what_the_command_prints(page, script, checkout):
 
 def test_the_refusals_that_it_shows_are_real(corpus):
     shown = re.findall(r"^    error: my\.json: line \d+: ('[\w.]+'.*)$", PAGES["docs/configuration.md"], re.MULTILINE)
-    keys = {"zero_optimization.stgae": "1", "lr": "0.1", "amp": '{"enabled": true}', "zero_optimization.offload_param": '{"device": "cpu"}'}
+    keys = {
+        "zero_optimization.overlap_com": "true",
+        "lr": "0.1",
+        "amp": '{"enabled": true}',
+        "zero_optimization.offload_param": '{"device": "cpu"}',
+    }
     assert [line.split("'")[1] for line in shown] == list(keys)
     for line, (key, value) in zip(shown, keys.items(), strict=True):
         with pytest.raises(ValueError) as mistake:

@@ -80,7 +80,7 @@ class StopRequest:
         if not self._deferred:
             with contextlib.suppress(OSError):  # nobody reads standard error
                 print_once(f"stopped by {signal.Signals(number).name} before the first step", sys.stderr)
-            os._exit(exit_code(number))
+            os._exit(exit_code(LIKE.get(signal.Signals(number), number)))
         self._interrupts += number == signal.SIGINT
         if self._interrupts >= 2:
             os._exit(128 + signal.SIGINT)
