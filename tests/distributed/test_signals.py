@@ -135,11 +135,14 @@ def test_a_second_ctrl_c_ends_the_run_at_once(flags, tmp_path):
         (to_rank(0), signal.SIGTERM, 143),
         (to_rank(1), signal.SIGTERM, 143),
         (to_command, signal.SIGTERM, 143),
+        (to_rank(1), signal.SIGHUP, 143),
         (to_rank(1), signal.SIGUSR1, REQUEUE),
     ],
-    ids=["SIGTERM-rank-0", "SIGTERM-rank-1", "SIGTERM-deepspeed", "SIGUSR1-rank-1"],
+    ids=["SIGTERM-rank-0", "SIGTERM-rank-1", "SIGTERM-deepspeed", "SIGHUP-rank-1", "SIGUSR1-rank-1"],
 )
 def test_a_signal_during_start_up_ends_the_run_at_once_and_it_can_be_resumed(target, number, code, flags, finish, uninterrupted, tmp_path):
+    if signal.getsignal(number) == signal.SIG_IGN:
+        pytest.skip(f"{number.name} is ignored here, as under nohup")
     run = LaunchedRun(tmp_path, "r", stage=1, ranks=2, flags=flags)
     run.wait_until(lambda: (run.folder / ".lock").exists())
     target(run)(number)
