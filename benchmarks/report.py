@@ -223,13 +223,12 @@ def step_lines(run: Path) -> list[dict[str, Any]]:
 
 def train_interleaved(scripts: list[list[str]], folder: str) -> None:
     """Run scripts that train, each a path and its arguments, in processes of their own with interleaved steps."""
-
-    def check(name: str, code: int) -> None:
+    codes: dict[str, int] = {}
+    numbered = {str(number): (1, script) for number, script in enumerate(scripts)}
+    run_interleaved(numbered, Path(folder), lambda name, steps: None, codes.__setitem__)
+    for name, code in codes.items():
         if code:
             fail(scripts[int(name)], code, Path(folder, f"{name}.out").read_text(encoding="utf-8"))
-
-    numbered = {str(number): (1, script) for number, script in enumerate(scripts)}
-    run_interleaved(numbered, Path(folder), lambda name, steps: None, check)
 
 
 def records() -> list[dict[str, Any]]:
