@@ -274,6 +274,14 @@ def test_what_is_not_tuned_is_refused_before_it_is_trained(monkeypatch):
         experiments.run_experiments([ROOT / "recipes" / "lamb"], [], flags, publish.check_tuned)
 
 
+def test_a_testbed_that_no_recipe_uses_is_refused(monkeypatch):
+    monkeypatch.setattr(experiments, "device_type", lambda: "cpu")
+    monkeypatch.setattr(experiments, "check_corpus", lambda _: None)
+    flags = build_parser().parse(["--recipe", "recipes/zero_2", "--testbed", "nano-0.5M-half-rate", "--testbed", "micro-1M"])
+    with pytest.raises(UsageError, match="--testbed micro-1M: none of the recipes has an experiment on it; leave it out"):
+        experiments.run_experiments([ROOT / "recipes" / "zero_2"], [], flags)
+
+
 def test_a_recipe_is_published_with_the_values_of_its_own_sweep_only():
     """Not with those of another recipe that has the same DeepSpeed JSON."""
     recipe, testbed = read_recipe(ROOT / "recipes" / "lamb"), read_testbed("nano-0.5M")

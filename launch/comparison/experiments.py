@@ -73,10 +73,9 @@ def run_experiments(
         except CannotRun as reason:
             leave_out(folder, recipe, reason)
     used = {testbed.name for _, _, testbed in found if testbed}
-    if found and not flags.all and (unused := [name for name in flags.testbed if name not in used]):
+    if not flags.all and (unused := [name for name in flags.testbed if name not in used]):
         raise UsageError(f"--testbed {unused[0]}: none of the recipes has an experiment on it; leave it out")
-    if found:
-        share_cores(flags, max(ranks_of(recipe, testbed, flags) for _, recipe, testbed in found))
+    share_cores(flags, max((ranks_of(recipe, testbed, flags) for _, recipe, testbed in found), default=1))
     planned: list[PlannedExperiment] = []
     for folder, recipe, testbed in found:
         if testbed:

@@ -77,16 +77,17 @@ class StopRequest:
             self._on_signal(signal.SIGTERM)
 
     def _on_signal(self, number: int) -> None:
+        like = int(LIKE.get(signal.Signals(number), number))
         if not self._deferred:
             with contextlib.suppress(OSError):  # nobody reads standard error
                 print_once(f"stopped by {signal.Signals(number).name} before the first step", sys.stderr)
-            os._exit(exit_code(LIKE.get(signal.Signals(number), number)))
+            os._exit(exit_code(like))
         self._interrupts += number == signal.SIGINT
         if self._interrupts >= 2:
             os._exit(128 + signal.SIGINT)
         if not self._signal:
             # The first signal counts: after a Ctrl-C the launcher sends SIGTERM.
-            self._signal = int(LIKE.get(signal.Signals(number), number))
+            self._signal = like
             print_once("stopping after this step, with a checkpoint (Ctrl-C once more: at once, without one)", sys.stderr)
 
     def request(self) -> None:
