@@ -73,7 +73,7 @@ def learn_rank() -> None:
                 "set MASTER_ADDR to the host of rank 0"
             )
         if task.launcher == "srun" and (cores := environment.get("SLURM_CPUS_PER_TASK")):
-            environment.setdefault("OMP_NUM_THREADS", cores)  # else `start_ranks` would divide the cores, which srun may have bound
+            environment.setdefault("OMP_NUM_THREADS", cores)  # srun may not have bound the task to its cores
         environment |= {
             "RANK": str(task.rank),
             "WORLD_SIZE": str(task.size),

@@ -15,11 +15,14 @@ import io
 import os
 import re
 import shutil
+import socket
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +37,6 @@ from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 
 from launch.config.hardware import quiet_deepspeed
-from launch.config.ranks import ranks_of_host
 from launch.errors import TrainingFailed
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -45,8 +47,8 @@ PINNED_BYTES = 2**20
 def start_ranks() -> Collectives:
     """Join the process group that the launcher describes in the environment, or a group of one without a launcher.
 
-    Sets, where the user has not: `TORCH_EXTENSIONS_DIR` (the project's `.cache/torch_extensions`), and torch's threads to the cores
-    of the host divided by its ranks.
+    Sets, where the user has not: `TORCH_EXTENSIONS_DIR` (the project's `.cache/torch_extensions`), and torch's threads to this rank's
+    share of the host's cores.
     """
     os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(ROOT / ".cache" / "torch_extensions"))
     # Always this environment's ninja: another version, such as the system's, builds everything again.
@@ -61,11 +63,6 @@ def start_ranks() -> Collectives:
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": "0",  # a free one
         }
-    # Ranks are not bound to cores: on two cores it made no step faster, and a bound rank cannot leave a core that another job uses. On a
-    # host of several sockets `deepspeed --bind_cores_to_rank` binds them, together with the memory of the socket.
-    if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // (ranks_of_host() or 1)))
-
     quiet_deepspeed()
     device = torch.device(get_accelerator().device_name(int(os.environ["LOCAL_RANK"])))
     if device.type != "cpu":
@@ -84,7 +81,23 @@ def start_ranks() -> Collectives:
                 device_id=device if device.type == "cuda" and int(os.environ["WORLD_SIZE"]) > 1 else None,  # as DeepSpeed does
             )
         deepspeed.init_distributed(auto_mpi_discovery=False)
-    return Collectives(device)
+    collectives = Collectives(device)
+    # Ranks are not bound to cores: on two cores it made no step faster, and a bound rank cannot leave a core that another job uses. On a
+    # host of several sockets `deepspeed --bind_cores_to_rank` binds them, together with the memory of the socket.
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(share_of_cores(collectives.gather((socket.gethostname(), os.sched_getaffinity(0))), collectives.rank))
+    return collectives
+
+
+def share_of_cores(cores: Sequence[tuple[str, set[int]]], rank: int) -> int:
+    """The number of threads for `rank`: each core counts as one divided by the number of ranks that may use it.
+
+    Args:
+        cores: of each rank, its host and the cores that it may use. `mpirun` and `srun` may have bound it to some.
+    """
+    users = Counter((host, core) for host, own in cores for core in own)
+    host, own = cores[rank]
+    return max(1, int(sum(Fraction(1, users[host, core]) for core in own)))
 
 
 def _store_of_this_start() -> PrefixStore:

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from deepspeed.utils import safe_get_full_grad
@@ -18,6 +19,7 @@ from launch.config.run_config import resolve
 from launch.errors import UsageError
 from launch.formats.metrics import read_metrics
 from launch.pretrain import train
+from launch.training.distributed import start_ranks
 from launch.training.engine import TrainingEngine
 from launch.training.folder import NoFolder, open_run_folder
 from launch.training.observers import Observer
@@ -28,6 +30,18 @@ from recipes import registry
 from recipes.gradients import set_gradient
 from recipes.technique import Run, StepPlan, Technique, Techniques
 from tests.distributed.reference import run_all_but
+
+
+def threads_when_bound(cores: list[list[int]]) -> int:
+    """torch's threads when the launcher has bound each rank to its `cores` and the user has not chosen a number."""
+    chosen, threads = os.environ.pop("OMP_NUM_THREADS"), torch.get_num_threads()
+    try:
+        with mock.patch("os.sched_getaffinity", return_value=set(cores[int(os.environ["RANK"])])):
+            start_ranks()
+        return torch.get_num_threads()
+    finally:
+        os.environ["OMP_NUM_THREADS"] = chosen
+        torch.set_num_threads(threads)
 
 
 def pretrain(flags: list[str], observers: Sequence[Observer] = (), code: int = 0) -> list[dict[str, Any]]:

@@ -12,6 +12,7 @@ import pytest
 
 from launch.comparison.interleaved import free_port
 from launch.formats.metrics import read_metrics
+from launch.training.distributed import share_of_cores
 from tests.distributed.launched import ROOT, TINY
 from tests.distributed.slurm import running_slurm
 
@@ -48,6 +49,27 @@ def expected(corpus, tmp_path_factory):
 
 def test_torchrun(expected, corpus, tmp_path):
     assert losses(["torchrun", "--nproc_per_node", "2", "--master_port", str(free_port())], corpus, tmp_path) == expected
+
+
+@pytest.mark.parametrize(
+    ("cores", "threads"),
+    [
+        ([("a", {0, 1})], [2]),
+        ([("a", {0, 1, 2, 3})] * 2, [2, 2]),
+        ([("a", {0, 1, 2, 3}), ("a", {4, 5, 6, 7})], [4, 4]),  # `mpirun` binds each rank to its own cores
+        ([("a", {0, 1, 2, 3}), ("b", {0, 1, 2, 3})], [4, 4]),
+        ([("a", {0, 1})] * 2 + [("a", {2, 3, 4, 5})], [1, 1, 4]),
+        ([("a", set(range(98)))] * 49, [2] * 49),
+        ([("a", {0})] * 4, [1] * 4),
+    ],
+    ids=["one rank", "unbound", "bound", "two hosts", "bound in part", "many", "too many"],
+)
+def test_each_rank_has_its_share_of_the_cores(cores, threads):
+    assert [share_of_cores(cores, rank) for rank in range(len(cores))] == threads
+
+
+def test_a_bound_rank_computes_with_all_its_cores(two_ranks):
+    assert two_ranks.run("tests.distributed.jobs:threads_when_bound", cores=[[0, 1, 2], [3, 4, 5, 6]]) == [3, 4]
 
 
 @pytest.mark.long
