@@ -43,7 +43,6 @@ class Testbed:
             its first value. Empty if all values are fixed in `flags`; `reason` then says why.
         tuned: flag -> the value chosen from the sweep. Runs take it unless their recipe is tuned itself.
         target_loss: nats per token of validation text; times and tokens are compared where a run first reaches it.
-        ranks: of each run, unless the recipe states another number.
         reason: why these values were chosen, if not for the sweep alone.
     """
 
@@ -57,7 +56,6 @@ class Testbed:
     target_loss: float
     sweep: Sweep = field(default_factory=dict)
     tuned: Flags = field(default_factory=dict)
-    ranks: int = 1
     reason: str = ""
 
     def __post_init__(self) -> None:
@@ -122,7 +120,7 @@ class Recipe:
         paper: where the technique comes from.
         needs: what the effect requires: ranks, a slow network, a GPU.
         flags: suggested flags of `launch/pretrain.py`, used by `--recipe` unless the user gives the same flag.
-        ranks: of each run in its experiments; None for the testbed's.
+        ranks: of each run in its experiments.
         history: claims that were changed after a result was known, a sentence each; the page shows them.
     """
 
@@ -137,7 +135,7 @@ class Recipe:
     paper: str = ""
     needs: str = ""
     flags: list[str] = field(default_factory=list)
-    ranks: int | None = None
+    ranks: int = 1
     history: list[str] = field(default_factory=list)
 
 

@@ -117,7 +117,7 @@ def test_experiments_on_testbeds_are_planned(command, corpus):
     flags = build_parser().parse(shlex.split(command)[2:])
     for recipe in map(read_recipe, flags.recipe):
         for name in flags.testbed or recipe.experiments:
-            found = plan_experiment(recipe, ["--data", str(corpus)], [1], recipe.ranks or 1, read_testbed(name))
+            found = plan_experiment(recipe, ["--data", str(corpus)], [1], recipe.ranks, read_testbed(name))
             assert found.control[0].config.total_tokens == found.own[0].config.total_tokens
     assert flags.recipe or all(read_testbed(name).sweep for name in flags.testbed)
 

@@ -160,10 +160,12 @@ def _plan(recipe: Recipe, testbed: Testbed | None, passed_on: Sequence[str], fla
 
 
 def ranks_of(recipe: Recipe | None, testbed: Testbed | None, flags: argparse.Namespace) -> int:
-    """The ranks of each run: `--ranks`; else on a testbed those of the recipe or the testbed; else one per GPU, or two on a CPU."""
-    of_recipe = recipe.ranks if recipe else None
-    planned = (of_recipe or testbed.ranks) if testbed else None
-    return int(flags.ranks or planned or (len(gpus()) if device_type() == "cuda" else CPU_RANKS))
+    """The ranks of each run: `--ranks`; else on a testbed those of the recipe, or one; else one per GPU, or two on a CPU."""
+    if flags.ranks:
+        return int(flags.ranks)
+    if testbed:
+        return recipe.ranks if recipe else 1
+    return len(gpus()) if device_type() == "cuda" else CPU_RANKS
 
 
 def share_cores(flags: argparse.Namespace, ranks: int) -> None:

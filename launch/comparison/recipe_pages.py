@@ -311,7 +311,6 @@ def testbeds_part(cells: list[Published]) -> str:
             (f"{setting_name(key, values[0])}, swept over", _listed(map(in_words, sorted(values, key=numbers_in))))
             for key, values in testbed.sweep.items()
         ]
-        rows.append(("ranks, unless a recipe states others", str(testbed.ranks)))
         rows.append((f"target loss{', before the sweep' if unswept else ''}", f"{testbed.target_loss:g}"))
         blocks.append(_table(["setting", "value"], rows))
         blocks += _noise(name)
