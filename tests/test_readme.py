@@ -54,7 +54,16 @@ RUN_BY = {
 
 
 def ranks_of(words: list[str]) -> int:
-    return int(words[words.index("--num_gpus") + 1]) if "--num_gpus" in words else 16 if "--hostfile" in words else 1
+    """The ranks that a command starts: `pretrain.sbatch` eight per node, the documented hostfile 16."""
+
+    def value(name: str, default: int) -> int:
+        return int(words[words.index(name) + 1]) if name in words else default
+
+    if words[0] == "sbatch":
+        return 8 * value("--nodes", 1)
+    if words[0] == "torchrun":
+        return value("--nnodes", 1) * value("--nproc_per_node", 1)
+    return value("--num_gpus", 16 if "--hostfile" in words else 1)
 
 
 def test_every_command_is_run_by_a_test():
