@@ -85,7 +85,11 @@ def build_parser() -> Parser:
     )
     parser.add_argument("--quiet", action="store_true", help="print no progress")
     training = parser.add_argument_group("training")
-    training.add_argument("--ranks", type=whole_number(1, 1024), help="ranks per run (on a testbed: the recipe's number, else 1; otherwise the number of GPUs, or 2 on a CPU)")
+    training.add_argument(
+        "--ranks",
+        type=whole_number(1, 1024),
+        help="ranks per run (on a testbed: the recipe's number, else 1; otherwise the number of GPUs, or 2 on a CPU)",
+    )
     training.add_argument(
         "--runs_dir", default="runs/trials", metavar="DIR", help="folder of the trained runs; finished ones are reused (runs/trials)"
     )

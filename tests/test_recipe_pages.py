@@ -167,7 +167,9 @@ def test_what_is_published_stands_on_every_page(tree, make):
     page = (tree / "recipes" / RECIPE / "README.md").read_text()
     assert f"| {SIGNS[verdict.outcome]} **{verdict.outcome}** |" in page
     by_seed = "; ".join(f"{seed}: {'−+'[seed % 2 == 0]}0.0005" for seed in range(1, SEEDS + 1))
-    assert f"Difference of the final loss by seed: {by_seed}." in page
+    spread = np.std([0.0005 if seed % 2 == 0 else -0.0005 for seed in range(1, SEEDS + 1)], ddof=1)
+    assert f"Difference of the final loss by seed: {by_seed}. Standard deviation: {spread:.4f}." in page
+    assert f"/README.md) | {spread:.4f} | {SEEDS} |" in (tree / "recipes" / "testbeds" / "README.md").read_text()
     assert "![Validation loss" in page and "look number" not in page
     assert f"`loss = control ± 0.01` {SIGNS[verdict.outcome]}" in (tree / "README.md").read_text()
     assert f"`loss = control ± 0.01` {SIGNS[verdict.outcome]} {verdict.outcome}" in recipe_pages.INDEX.read_text()

@@ -179,11 +179,17 @@ def _measured_on(one: Published) -> Iterator[str]:
         yield _table(heads, (_claim_row(verdict, one) for verdict in one.verdicts))
     heads = ["mean over seeds ± standard deviation", pair.control.name, one.recipe.name, "difference", "ratio"]
     yield _table(heads, (figure_row(name, figure) for name, figure in pair.published_figures.items()))
-    figure = pair.figures.get(LOSS)
-    if figure is not None and figure.difference is not None:
-        gaps = {seed: other - control for seed, (control, other) in figure.pairs.items()}
+    if gaps := _gaps(pair):
         values = (f"{seed}: {signed(gaps[seed]) if seed in gaps else 'diverged'}" for seed in pair.seeds)
-        yield f"Difference of the final loss by seed: {'; '.join(values)}."
+        yield f"Difference of the final loss by seed: {'; '.join(values)}. Standard deviation: {np.std([*gaps.values()], ddof=1):.4f}."
+
+
+def _gaps(pair: Pair) -> dict[int, float]:
+    """Seed -> the difference of the final losses, in nats per token. Empty if fewer than two seeds have both."""
+    figure = pair.figures.get(LOSS)
+    if figure is None or len(figure.pairs) < 2:
+        return {}
+    return {seed: other - control for seed, (control, other) in figure.pairs.items()}
 
 
 def _claim_row(verdict: Verdict, one: Published) -> list[str]:
@@ -319,8 +325,14 @@ def testbeds_part(cells: list[Published]) -> str:
         elif testbed.sweep:
             blocks.append(f"![Final validation loss of the control over each swept setting on {name}]({name}/tuning.png)")
             blocks.append(f"Machine of the sweep: {read_committed(TESTBEDS / name / 'tuning.json')[name]['machine']}.")
-        own = ", ".join(f"[{one.recipe.name}](../{one.recipe.name}/README.md)" for one in cells if one.testbed.name == name)
-        blocks.append(f"Recipes: {own}." if own else "No recipe is compared on it yet.")
+        spreads = []
+        for one in cells:
+            if one.testbed.name == name:
+                gaps = _gaps(one.pair) if one.pair else {}
+                spread = f"{np.std([*gaps.values()], ddof=1):.4f}" if gaps else UNMEASURED
+                spreads.append([f"[{one.recipe.name}](../{one.recipe.name}/README.md)", spread, str(len(gaps) or one.experiment.seeds)])
+        heads = ["recipe", "standard deviation of its difference to the control, nats", "seeds"]
+        blocks.append(_table(heads, spreads) if spreads else "No recipe is compared on it yet.")
     return "\n" + "\n\n".join(blocks) + "\n\n"
 
 
