@@ -77,8 +77,8 @@ class Documents:
     @property
     def n_bytes(self) -> int:
         """The size of all sources; 0 if that of any source is unknown."""
-        sizes = [source.n_bytes for source in self.sources]
-        return sum(sizes) if all(sizes) else 0
+        sizes = [source.n_bytes for source in self.sources if source.n_bytes is not None]
+        return sum(sizes) if len(sizes) == len(self.sources) else 0
 
     @property
     def n_read(self) -> int:

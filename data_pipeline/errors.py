@@ -1,5 +1,7 @@
-"""The exception for a user's mistake, and text made safe to print on one line of a terminal."""
+"""The exception for a user's mistake, text made safe to print on one line of a terminal, and the standard streams."""
 
+import os
+import sys
 from typing import TextIO
 
 
@@ -21,3 +23,15 @@ def print_line(line: str, stream: TextIO) -> None:
     """Print a line; characters that the stream cannot encode, such as undecodable bytes of file names, are escaped."""
     encoding = stream.encoding or "utf-8"
     print(line.encode(encoding, "backslashreplace").decode(encoding), file=stream, flush=True)
+
+
+def open_standard_streams() -> None:
+    """Open standard input, output and error on /dev/null where they are closed (`>&-`), so that no other file gets their number."""
+    for number in (0, 1, 2):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest free number, which is this one
+    sys.stdin = sys.stdin or open(0, closefd=False)  # noqa: SIM115 - open as long as the process
+    sys.stdout = sys.stdout or open(1, "w", closefd=False)  # noqa: SIM115 - open as long as the process
+    sys.stderr = sys.stderr or open(2, "w", closefd=False)  # noqa: SIM115

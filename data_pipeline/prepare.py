@@ -27,14 +27,14 @@ from tqdm import tqdm
 
 from data_pipeline.documents import TRAINING_BYTES, Documents, chunks, pieces, training_texts
 from data_pipeline.encoding import encode_chunks
-from data_pipeline.errors import DataError, print_line, printable
+from data_pipeline.errors import DataError, open_standard_streams, print_line, printable
 from data_pipeline.manifest import SPLITS
 from data_pipeline.records import MAX_RECORD_MIB, BadRecord, Problems
 from data_pipeline.shards import Corpus, open_corpus
 from data_pipeline.show import counts, show
 from data_pipeline.sources import ALLOWED, open_sources
 from data_pipeline.staging import partial_folder, staged_folder
-from data_pipeline.tokenizer import HUGGING_FACE_FILE, Tokenizer, make_tokenizer, parse_spec
+from data_pipeline.tokenizer import HUGGING_FACE_FILE, HuggingFace, Tokenizer, make_tokenizer, parse_spec
 from data_pipeline.writing import CorpusWriter, read_progress, remove_progress, write_manifest
 
 # With less text, starting processes (half a second) costs more time than they save (a core encodes about 15 MB/s).
@@ -47,6 +47,7 @@ Say = Callable[[str], None]
 
 
 def main(argv: list[str] | None = None) -> int:
+    open_standard_streams()
     args = _parse(argv)
     say: Say = (lambda line: None) if args.quiet else (lambda line: print_line(line, sys.stdout))
     try:
@@ -248,6 +249,12 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     given = [f"--{name}" for name in ("source", "verify", "show") if getattr(args, name)]
     if len(given) > 1:
         parser.error(f"{' and '.join(given)}: give one of them")
+    if args.verify or args.show:
+        others = [
+            name for name, value in vars(args).items() if f"--{name}" != given[0] and name != "quiet" and value != parser.get_default(name)
+        ]
+        if others:
+            parser.error(f"--{others[0]}: is for preparing a corpus; leave it out beside {given[0]}")
     missing = [name for name, value in (("--source", args.source), ("--out", args.out)) if not (value or args.show or args.verify)]
     if missing:
         parser.error(f"the following arguments are required: {', '.join(missing)}")
@@ -258,11 +265,11 @@ def _check(args: argparse.Namespace) -> None:
     parse_spec(args.tokenizer)
     if not 0 < args.val_fraction < 1:
         raise DataError(f"--val_fraction {args.val_fraction}: allowed: above 0 and below 1, such as 0.05")
-    for name, largest in (("shard_tokens", 2**63), ("max_record_mib", 2**20), ("workers", 2**20), ("max_docs", 2**63)):
+    for name, largest in (("shard_tokens", sys.maxsize), ("max_record_mib", 2**20), ("workers", 2**20), ("max_docs", sys.maxsize)):
         value = getattr(args, name)
         if value is not None and not 1 <= value <= largest:
             raise DataError(f"--{name} {value}: allowed: 1 or more, up to {largest}, or omit the flag")
-    if not args.out.name:
+    if args.out.name in ("", ".."):
         raise DataError(f"--out {args.out}: not a folder name; give one, such as data/stdlib")
 
 
@@ -281,10 +288,10 @@ def _check_same(args: argparse.Namespace, about: dict[str, Any]) -> None:
 
 
 def _check_tokenizer(args: argparse.Namespace, entry: dict[str, Any], folder: Path) -> None:
-    """DataError if `--tokenizer` is a `tokenizer.json` that differs from the copy in `folder`, whose manifest entry is `entry`."""
+    """DataError if `--tokenizer` is a file or folder that differs from the copy in `folder`, whose manifest entry is `entry`."""
     kind, file = parse_spec(args.tokenizer)
-    if kind == "hugging_face" and file.is_file():
-        text = file.read_text(encoding="utf-8", errors="replace")  # line ends as in the copy
+    if kind == "hugging_face":
+        text = HuggingFace.read(file, args.end_of_text, f"--tokenizer {file}").json
         if hashlib.sha256(text.encode()).hexdigest() != entry["files"].get(HUGGING_FACE_FILE):
             raise DataError(f"--tokenizer {file}: differs from the tokenizer in {folder}; remove {folder}, or choose another --out")
 
@@ -310,7 +317,7 @@ def _has_progress(folder: Path) -> bool:
 
 def _what_is_left(out: Path | None) -> str:
     """The end of the message of a run that did not finish: what it left at `out`."""
-    if out is None:
+    if out is None or os.path.lexists(out):  # complete, or of an earlier run
         return ""
     resume = "; continue with the same command and --resume" if _has_progress(partial_folder(out)) else ""
     return f": nothing was written to {out}{resume}"

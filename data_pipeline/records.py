@@ -359,7 +359,8 @@ def _parquet(file: Path, text_column: str, problems: Problems, on_read: Callable
 def _has_column(file: Path, columns: list[str], text_column: str, problems: Problems) -> bool:
     if (found := columns.count(text_column)) == 1:
         return True
-    has = f"it has {', '.join(map(repr, columns[:20]))}: name one with --text_column"
+    fix = "rename all but one" if found else "name one with --text_column"
+    has = f"it has {', '.join(map(repr, columns[:20]))}: {fix}"
     problems(f"{found or 'no'} text column{'s' * (found > 1)} {text_column!r}", str(file), f"{has}; none of its records is used")
     return False
 

@@ -38,12 +38,13 @@ BUILDERS = ("json", "parquet", "csv", "text")
 class Source:
     """Documents, in the same order at every call of `documents`.
 
-    `n_bytes` is the size of the source, 0 if it is not known, and `n_read` how much of it has been read in the current pass.
+    `n_bytes` is the size of the source, None if it is not known, and `n_read` how much of it has been read in the current pass.
     """
 
     def __init__(self, name: str, text_column: str, max_docs: int | None, problems: Problems):
         self.name, self.text_column, self.max_docs, self.problems = name, text_column, max_docs, problems
-        self.n_bytes = self.n_read = 0
+        self.n_bytes: int | None = None
+        self.n_read = 0
 
     def describe(self) -> dict[str, Any]:
         """The entry in the manifest. For files it has their paths and sizes: an edit that keeps the size does not change it."""
@@ -197,7 +198,7 @@ def _open(spec: str, options: tuple[Any, ...]) -> Source:
     if spec.startswith("hf:"):
         return HubDataset(spec, _hub_arguments(spec), *options)
     path = Path(spec)
-    if path.is_dir():
+    if spec and path.is_dir():
         return Files({"name": str(path.resolve())}, path, _find(path, SUFFIXES, frozenset(), spec), *options)
     if path.is_file():
         _check_kind(path, spec)
@@ -250,6 +251,8 @@ def _match(pattern: str) -> list[Path]:
     parts = Path(pattern).parts
     fixed = next(number for number, part in enumerate(parts) if glob.has_magic(part))
     root, rest = Path(*parts[:fixed]), [*parts[fixed:], *(["*"] if parts[-1] == "**" else [])]
+    if wrong := [part for part in rest if "**" in part and part != "**"]:  # Python 3.13 reads it as `*`, older ones refuse it
+        raise DataError(f"--source {pattern}: {wrong[0]!r} is not a pattern; allowed: ** as the whole name of a folder, such as **/*.txt")
     found = [path for path in root.glob("/".join(rest)) if not any(part.startswith(".") for part in path.relative_to(root).parts)]
     return _existing(found, pattern)
 

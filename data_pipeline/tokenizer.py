@@ -182,7 +182,7 @@ class Tokenizer:
                 return Tiktoken.from_folder(folder, manifest_entry)
             if kind == "characters":
                 return Characters(manifest_entry["characters"])
-            if kind in ("tokenizers", "transformers"):
+            if kind == "tokenizers":
                 return HuggingFace.read(Path(folder, HUGGING_FACE_FILE), manifest_entry["end_of_text"], str(folder))
         except (KeyError, TypeError, ValueError, OSError) as reason:
             if isinstance(reason, DataError):
@@ -306,10 +306,10 @@ class Characters(Tokenizer):
 
 
 class HuggingFace(Tokenizer):
-    """A tokenizer of `tokenizers`, from the text of its `tokenizer.json`. Without an end-of-text token it has no `eot_id`."""
+    """A tokenizer of `tokenizers`, from `json`, the text of its `tokenizer.json`. Without an end-of-text token it has no `eot_id`."""
 
     def __init__(self, text: str, end_of_text: str | None, where: str):
-        self._json, self._tokenizer = text, HuggingFaceTokenizer.from_str(text)
+        self.json, self._tokenizer = text, HuggingFaceTokenizer.from_str(text)
         self._encoder = _encoder(self._tokenizer, text)
         self.cuttable = _cuttable(self._tokenizer)
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
@@ -349,10 +349,10 @@ class HuggingFace(Tokenizer):
         return self._end_of_text
 
     def hugging_face_json(self) -> str:
-        return hugging_face_form.for_export(self._json)
+        return hugging_face_form.for_export(self.json)
 
     def save(self, folder: Path) -> dict[str, Any]:
-        return {"kind": "tokenizers", "end_of_text": self._end_of_text, "files": _write(folder, {HUGGING_FACE_FILE: self._json.encode()})}
+        return {"kind": "tokenizers", "end_of_text": self._end_of_text, "files": _write(folder, {HUGGING_FACE_FILE: self.json.encode()})}
 
 
 def _encoder(tokenizer: HuggingFaceTokenizer, text: str) -> HuggingFaceTokenizer:

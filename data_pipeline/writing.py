@@ -161,7 +161,8 @@ def read_progress(folder: Path) -> dict[str, Any] | None:
         progress = json.loads((folder / PROGRESS_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    return progress if isinstance(progress, dict) and isinstance(progress.get("chunks"), int) else None
+    complete = isinstance(progress, dict) and {"identity", "tokenizer", "chunks", "writers"} <= progress.keys()
+    return progress if complete and isinstance(progress["chunks"], int) else None
 
 
 def write_manifest(folder: Path, vocab_size: int, eot_id: int, **rest: Any) -> None:

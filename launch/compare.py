@@ -20,6 +20,7 @@ import argparse
 import os
 import sys
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 
 # As in launch/pretrain.py: import from the checkout's root, not from this script's folder.
@@ -121,7 +122,7 @@ def main() -> int:
     flags.runs, flags.recipe, flags.testbed = _distinct(flags.runs), _distinct(flags.recipe), [*dict.fromkeys(flags.testbed)]
     names = given(build_parser(), sys.argv[1:])
     _check_sources(flags, names)
-    _check_out(flags.out, "noise.json" if flags.noise else None)
+    _check_out(flags.out, ("noise.json",) if flags.noise else ("tuning.json", "tuning.png") if flags.tune else REPORT)
     if flags.publish:
         _check_publish(flags)
     # Extreme values in a run overflow in numpy and matplotlib; the report shows what came of them.
@@ -204,12 +205,12 @@ def _check_sources(flags: argparse.Namespace, names: set[str]) -> None:
         raise UsageError(f"--{setting[0].replace('overrides', 'set')}: {why}; leave out one of the two")
 
 
-def _check_out(out: str | None, also: str | None) -> None:
-    """Refuse an --out that holds a report, or the file `also`, or cannot be written, before anything is trained. Creates nothing."""
+def _check_out(out: str | None, files: Sequence[str]) -> None:
+    """Refuse an --out that holds one of `files`, or cannot be written, before anything is trained. Creates nothing."""
     if out is None:
         return
     check_writable(Path(out), "--out")
-    if held := [name for name in (*REPORT, also) if name and (Path(out) / name).exists()]:
+    if held := [name for name in files if (Path(out) / name).exists()]:
         raise UsageError(f"--out {out}: already contains {held[0]}; give another folder, or remove the file")
 
 

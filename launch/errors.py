@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any, TextIO
 
-from data_pipeline.errors import DataError, printable
+from data_pipeline.errors import DataError, open_standard_streams, printable
 from recipes.registry import RecipeError
 
 #: The exit code of a run that SIGUSR1 or SIGUSR2 has stopped: the batch system should start it again. EX_TEMPFAIL of sysexits.h.
@@ -95,18 +95,6 @@ def _print_errors(*faults: str) -> None:
             print(f"error: {printable_line(fault)}", file=sys.stderr, flush=True)
 
 
-def open_standard_streams() -> None:
-    """Open standard input, output and error on /dev/null where they are closed (`>&-`), so that no other file gets their number."""
-    for number in (0, 1, 2):
-        try:
-            os.fstat(number)
-        except OSError:
-            os.open(os.devnull, os.O_RDWR)  # gets the lowest free number, which is this one
-    sys.stdin = sys.stdin or open(0, closefd=False)  # noqa: SIM115 - open as long as the process
-    sys.stdout = sys.stdout or open(1, "w", closefd=False)  # noqa: SIM115 - open as long as the process
-    sys.stderr = sys.stderr or open(2, "w", closefd=False)  # noqa: SIM115
-
-
 def ignore_output_errors() -> None:
     """Continue when standard output or error cannot be written: the terminal was closed, a pipe has no reader, the disk is full."""
     for name in ("stdout", "stderr"):
@@ -145,8 +133,13 @@ def run_command(main: Callable[[], int | None]) -> None:
     except KeyboardInterrupt:
         code = 130
     except OSError as reason:  # other errors are bugs and keep their traceback
-        if reason.errno not in _PATH_ERRORS or reason.filename is None:
+        if reason.errno in (errno.ENOSPC, errno.EDQUOT):
+            _print_errors(f"{str(reason.filename or 'the output')[:200]}: {reason.strerror}; free some space, and repeat the command")
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is flushed at exit
+            code = 1
+        elif reason.errno in _PATH_ERRORS and reason.filename is not None:
+            _print_errors(f"{str(reason.filename)[:200]}: {reason.strerror}; fix that, or give another path")
+            code = 2
+        else:
             raise
-        _print_errors(f"{str(reason.filename)[:200]}: {reason.strerror}; fix that, or give another path")
-        code = 2
     sys.exit(code)

@@ -125,12 +125,14 @@ def test_what_is_no_experiment_is_refused_or_marked(runs, tmp_path):
         (["--recipe", "recipes/zero_2", "--out", "setup.cfg/x"], "--out setup.cfg/x: cannot be written"),
         (["--recipe", "recipes/zero_2", "--out", "n" * 300], "cannot be written (File name too long); give another folder"),
         (["--recipe", "recipes/zero_2", "--out", "recipes/zero_2/FULL"], "already contains loss.png; give another folder"),
+        (["--tune", "--testbed", "nano-0.5M", "--out", "recipes/zero_2/FULL"], "already contains tuning.json; give another folder"),
         (["n" * 300], "cannot be read (File name too long)"),
     ],
 )
 def test_a_mistake_is_one_line(words, message, corpus, tmp_path):
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "loss.png").touch()
+    (tmp_path / "full" / "tuning.json").touch()
     words = [word.replace("recipes/zero_2/FULL", str(tmp_path / "full")) for word in words]
     done = compare(
         *(str(corpus) if word == "CORPUS" else word for word in words),

@@ -221,6 +221,8 @@ def test_a_second_run_finds_the_work_done_and_a_different_one_is_refused(texts, 
         (["--out", "{file}/corpus"], "cannot write to"),
         (["--out", "/proc/corpus"], "cannot write to /proc"),
         (["--out", "{file}"], "not a complete corpus"),
+        (["--out", "{empty}/.."], "not a folder name"),
+        (["--max_docs", str(2**63)], f"allowed: 1 or more, up to {2**63 - 1}"),
         (["--out", "{empty}"], "not a complete corpus"),
     ],
 )

@@ -115,6 +115,10 @@ def test_the_command_of_the_card_names_no_folder_of_the_machine():
     assert without_folders(elsewhere) == ["--data", "corpus", "--data=corpus/", "--runs_dir", "runs"]
     values = ["--checkpoint_store", "file:///home/u/store", "--set", "zero_optimization.offload_optimizer.nvme_path=/scratch/u"]
     assert without_folders(values)[1::2] == ["file://store", "zero_optimization.offload_optimizer.nvme_path=u"]
+    inside = ["--set", 'zero_optimization.offload_optimizer={"device": "nvme", "nvme_path": "/home/user/nvme"}']
+    assert without_folders(inside)[1] == 'zero_optimization.offload_optimizer={"device": "nvme", "nvme_path": "nvme"}'
+    sources = ["nanoGPT: /home/user/data/owt", "hf:/home/u/ds", "hf:json:/home/u/x.jsonl", "hf:json:https://h/a/b.json", "http://a"]
+    assert without_folders(sources) == ["nanoGPT: owt", "hf:ds", "hf:json:x.jsonl", *sources[3:]]
 
 
 def test_the_card_of_a_resumed_run_has_the_command_of_its_last_start(run, tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,13 @@ def test_a_plan_has_a_column_for_every_stage_and_says_what_fits():
         assert f"\n  {row} " in done.stdout
     # 12.6 G parameters x 16 bytes of model states alone are 202 GB.
     assert done.stdout.splitlines()[-1].startswith("In 80 GB a rank: ZeRO 1, ZeRO 2, ZeRO 3")
+
+
+def test_a_full_disk_is_one_line():
+    words = [sys.executable, "launch/plan.py", "--preset", "nano", "--device", "cpu"]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(words, cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stderr) == (1, "error: the output: No space left on device; free some space, and repeat the command\n")
 
 
 def test_a_plan_as_json_has_a_column_for_every_stage():

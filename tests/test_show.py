@@ -97,6 +97,27 @@ def test_a_closed_pipe_ends_a_preparation_with_an_error(tmp_path):
     assert os.listdir(tmp_path) == []
 
 
+def test_output_that_closes_after_the_corpus_is_complete_is_no_failed_preparation(tmp_path):
+    """The line "encoding" is the only one that is printed before the corpus is complete."""
+    command = f"{sys.executable} data_pipeline/prepare.py --source launch --out {tmp_path / 'out'} --tokenizer bytes | head -1"
+    done = subprocess.run(["bash", "-c", f"{command}; exit ${{PIPESTATUS[0]}}"], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (1, "failed: standard output was closed\n")
+    assert (tmp_path / "out" / "manifest.json").exists()
+
+
+def test_a_preparation_needs_no_standard_output(tmp_path):
+    command = [sys.executable, "data_pipeline/prepare.py", "--source", "launch", "--out", str(tmp_path / "out"), "--tokenizer", "bytes"]
+    done = subprocess.run(["bash", "-c", '"$@" >&-', "bash", *command], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("task", ["--show", "--verify"])
+def test_a_flag_without_effect_is_refused(task, mixture, tmp_path, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        prepare.main([task, str(mixture), "--dedup", "exact", "--out", str(tmp_path / "out")])
+    assert f"--out: is for preparing a corpus; leave it out beside {task}" in capsys.readouterr().err
+
+
 def test_only_one_task_at_a_time(mixture, capsys):
     with pytest.raises(SystemExit, match="2"):
         prepare.main(["--show", str(mixture), "--verify", str(mixture)])

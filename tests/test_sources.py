@@ -248,6 +248,9 @@ def test_weights_are_kept_as_groups_that_no_document_crosses(run, tmp_path):
         (["hf:json:{a}:test"], "it cannot be opened"),
         (["hf:json:nowhere.jsonl"], "it cannot be opened"),
         (["x\0y"], "no such source"),
+        ([""], "no such source"),  # an unset variable of the shell, not the current folder
+        (["@0.5"], "no such source"),
+        (["{a}/../**.jsonl"], "'**.jsonl' is not a pattern; allowed: ** as the whole name of a folder, such as **/*.txt"),
     ],
 )
 def test_a_source_that_is_none_is_one_line(run, tmp_path, sources, said):

@@ -420,6 +420,15 @@ def test_another_tokenizer_of_the_same_name_is_noticed(of_others, source, tmp_pa
     assert f"{name}: differs from the tokenizer in {tmp_path / 'out'}" in error_of(capsys, *arguments)
 
 
+def test_a_changed_folder_of_a_tokenizer_is_noticed(of_others, source, tmp_path, capsys):
+    folder = shutil.copytree(of_others("folder")[0], tmp_path / "folder")
+    arguments = ("--source", source, "--out", tmp_path / "out", "--tokenizer", folder)
+    prepare(*arguments)
+    prepare(*arguments)
+    shutil.copy(of_others("unigram")[0], folder / "tokenizer.json")
+    assert f"{folder}: differs from the tokenizer in {tmp_path / 'out'}" in error_of(capsys, *arguments)
+
+
 def test_a_changed_tokenizer_in_a_corpus_is_named(of_others, source, tmp_path):
     prepare("--source", source, "--out", tmp_path / "out", "--tokenizer", of_others("folder")[0])
     corpus = open_corpus(tmp_path / "out")

@@ -71,8 +71,12 @@ def check_writable(path: Path, flag: str) -> None:
 def write_atomically(file: Path, content: str | bytes) -> None:
     """Write a small file so that a reader, or a kill, sees the old or the new content and nothing in between."""
     temporary = file.with_name(f".{file.name}.{os.getpid()}.tmp")
-    with open(temporary, "wb") as stream:
-        stream.write(content.encode() if isinstance(content, str) else content)
-        stream.flush()
-        os.fsync(stream.fileno())
-    os.replace(temporary, file)
+    try:
+        with open(temporary, "wb") as stream:
+            stream.write(content.encode() if isinstance(content, str) else content)
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.replace(temporary, file)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise

@@ -29,7 +29,7 @@ def read_metrics(file: Path) -> list[dict[str, Any]]:
     """The valid lines of a `metrics.jsonl`. Damaged lines are skipped, with a warning on standard error that counts them."""
     lines, skipped = read_valid_lines(file)
     if skipped:
-        print_once(f"warning: {skipped}", sys.stderr)
+        print_once(f"warning: {file.parent}/{skipped}", sys.stderr)
     return lines
 
 

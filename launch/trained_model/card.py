@@ -63,7 +63,8 @@ def model_card(name: str, trained: TrainedModel, dtype: str, lines: list[dict[st
         starts = starts_of(run)
         words = [str(word) for word in starts[-1]["command"][1:] if not str(word).startswith("--local_rank")]
         parts += ["## The run", _table(_run_rows(run, state, lines, trained.corpus))]
-        parts += ["The validation loss is that of the run's log: nats per token, in the run's precision."]
+        if state["val_loss"] is not None:
+            parts += ["The validation loss is that of the run's log: nats per token, in the run's precision."]
         parts += ["## Train it again"]
         parts += [f"```sh\ndeepspeed --num_gpus {run['ranks']} launch/pretrain.py {shlex.join(without_folders(words))}\n```"]
         if len(starts) > 1:
@@ -110,7 +111,7 @@ def without_folders(words: list[str]) -> list[str]:
         path = path.removeprefix(f"{ROOT}/")
         if (flag or "".join(found[-1:])) in ("--deepspeed_config", "--recipe"):
             path = re.sub(r"^/.*/(?=(ds_configs|recipes)/)", "", path)
-        path = re.sub(r"(^|=|file://)/(.*/)?(?=[^/])", r"\1", path)
+        path = re.sub(r'(^|[="]|: ?(?=/[^/])|file://)/([^"]*/)?(?=[^/"])', r"\1", path)
         found.append(f"{flag}{equals}{path}")
     return found
 

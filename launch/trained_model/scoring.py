@@ -150,7 +150,9 @@ def _corpus(trained: TrainedModel, data: str | Path | None, where: str) -> tuple
     if corpus.vocab_size > vocab_size:
         raise UsageError(f"{where}: has {corpus.vocab_size:,} ids, but the model has {vocab_size:,}; use the model's tokenizer")
     if trained.tokenizer is None and run is not None:
-        raise UsageError(f"{where}: is not the run's corpus, and the run's tokenizer cannot be loaded: {trained.no_tokenizer}")
+        why = trained.no_tokenizer.partition(";")[0]
+        fix = f"launch/export.py {trained.folder} --data ITS_CORPUS --out DIR makes a folder with the tokenizer; score that"
+        raise UsageError(f"{where}: is not the run's corpus, and the run's tokenizer cannot be loaded ({why}); {fix}")
     own, reason = tokenizer_of_corpus(corpus)
     if trained.tokenizer is None or own is None:
         return corpus, [f"cannot tell whether {data} was made with the model's tokenizer: {trained.no_tokenizer or reason}"]
