@@ -17,19 +17,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-#: Elements per block. All operations run on one block before the next, so that it stays in a CPU's cache: on a whole buffer of 11 M
-#: elements an operation takes 4 ms, or 18 to 40 ms if it allocates its result; block by block, 1 to 3 ms. A GPU is faster with fewer
-#: launches.
-BLOCK = {"cpu": 2**16, "cuda": 2**22}
+from recipes.blocks import BLOCK, block_norm, norm_of
+
 #: The bits of a chunk fill whole fp32 numbers, so that its scales can follow them.
 CHUNK_MULTIPLE = 32
 #: Multiplying eight bytes of 0 or 1, as one little-endian number, by this puts their bits into the highest byte, the first one lowest.
 GATHER_BITS = 0x0102040810204080
-
-
-def blocks(size: int, *tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
-    """Tensors of equal size in flat parts of `size` elements each."""
-    return zip(*(tensor.view(-1).split(size) for tensor in tensors), strict=True)
 
 
 class Segment(NamedTuple):
@@ -145,9 +138,9 @@ class CompressedAllReduce:
             for start, stop in self._blocks(segment):
                 if values is not None:
                     error[start:stop].add_(values[start:stop])
-                norms.append(torch.linalg.vector_norm(error[start:stop], dtype=torch.float64))  # fp32 sums are off by 2e-6 and more
+                norms.append(block_norm(error[start:stop]))
             live = segment.stop - segment.start - dead.numel()
-            scale.copy_(torch.stack(norms).norm() / max(1, live) ** 0.5)
+            scale.copy_(norm_of(norms) / max(1, live) ** 0.5)
             for start, stop in self._blocks(segment):
                 block, floats, negative = error[start:stop], self.scratch[: stop - start], self._negative[: stop - start]
                 torch.signbit(block, out=negative)

@@ -14,7 +14,8 @@ import torch
 
 from model.accounting import parameter_count
 from model.gpt import GPT
-from recipes.compressed_all_reduce import CompressedAllReduce, blocks
+from recipes.blocks import blocks
+from recipes.compressed_all_reduce import CompressedAllReduce
 from recipes.optimizers import ADAM_KEYS, require_stage_0
 from recipes.technique import Declaration, Run, StepPlan, Technique
 
@@ -342,7 +343,7 @@ class FreezingTechnique(CompressedTechnique):
         if self.freeze_step < run.warmup_steps:
             self._note(
                 f"the variance is frozen after step {self.freeze_step:,}, while the learning rate rises until step"
-                f" {run.warmup_steps:,}; freeze it later"
+                f' {run.warmup_steps:,}; write freeze_step: {run.warmup_steps}, or more ("auto" does not consider the warm-up)'
             )
 
     def _exchanges(self, steps: int) -> tuple[int, int]:

@@ -158,11 +158,6 @@ class Declaration:
 FP32_NAMES = ("fp32", "float32", "float", "torch.float32")
 
 
-def decouples_weight_decay(optimizer: dict[str, Any]) -> bool:
-    """Whether `optimizer`, Adam or AdamW, decouples weight decay: DeepSpeed's "Adam" does, unless "adam_w_mode" is false."""
-    return bool(optimizer["type"] == "AdamW" or optimizer["params"].get("adam_w_mode", True))
-
-
 def largest_divisor(number: int, limit: int) -> int:
     """The largest divisor of `number` that is at most `limit`, 0 for a limit of 0: how micro-batches are chosen."""
     if limit >= number:
@@ -224,8 +219,9 @@ class Technique:
         """Called with DeepSpeed's engine once it is built. `collectives` communicates with the other ranks and counts the bytes of
         tensors.
 
-        It has `rank`, `world_size`, `all_reduce(tensor)` (a sum, in place), `all_gather(received, sent)`, `all_to_all(received, sent)`,
-        and `gather(value)` and `any(flag)` for Python values.
+        It has `rank`, `world_size`, `all_reduce(tensor)` (a sum, in place), `all_gather(received, sent)` with (ranks, ...) received and (1,
+        ...) sent, `all_to_all(received, sent, received_sizes=None, sent_sizes=None)`, both (ranks, ...) or, with sizes, part i of that many
+        rows, and `gather(value)` and `any(flag)` for Python values.
         """
 
     def on_step(self, step: int, plan: StepPlan) -> StepPlan:

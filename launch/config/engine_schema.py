@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from launch.config.flags import MAX_LR
 from launch.config.hardware import quiet_deepspeed
+from recipes.technique import FP32_NAMES
 
 Rule = dict[str, Any]
 Rules = dict[str, Rule]
@@ -48,7 +49,7 @@ COUNT_OR_NULL: Rule = {"types": ["integer", "null"], "minimum": 1}
 STRING_OR_NULL: Rule = {"types": ["string", "null"]}
 #: The spellings that DeepSpeed has for the types of tensors.
 DTYPES = {
-    "fp32": ("fp32", "float32", "float", "torch.float32"),
+    "fp32": FP32_NAMES,
     "fp16": ("fp16", "float16", "half", "torch.float16"),
     "bf16": ("bf16", "bfloat16", "torch.bfloat16"),
 }

@@ -22,6 +22,11 @@ GPT_3 = "GPT-3, appendix B"
 PATH = ("optimizer", "params")
 
 
+def decouples_weight_decay(optimizer: dict[str, Any]) -> bool:
+    """Whether `optimizer`, Adam or AdamW, decouples weight decay: DeepSpeed's "Adam" does, unless "adam_w_mode" is false."""
+    return bool(optimizer["type"] == "AdamW" or optimizer["params"].get("adam_w_mode", True))
+
+
 def resolve_optimizer(engine: EngineJson, flags: argparse.Namespace, preset: Preset) -> tuple[dict[str, Any], float]:
     """The optimizer with its type's canonical name and all of its parameters, and the peak learning rate."""
     # Files for a trainer with its own optimizer lack the section.

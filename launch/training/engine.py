@@ -23,7 +23,7 @@ from deepspeed.runtime import engine as engine_module
 from torch.utils.cpp_extension import CUDA_HOME
 
 from launch.config.hardware import bf16_arithmetic, unused_gpus
-from launch.config.optimizer import ADAM_TYPES
+from launch.config.optimizer import ADAM_TYPES, decouples_weight_decay
 from launch.config.ranks import ranks_of_host
 from launch.config.run_config import RunConfig, needs_cuda
 from launch.errors import TrainingFailed, UsageError
@@ -35,7 +35,7 @@ from launch.training.start_from import fill_masters, fill_model
 from launch.training.unfused_step import use_fused_step
 from model.gpt import GPT, weight_decay_groups
 from recipes.optimizers import LATE_STEP
-from recipes.technique import Technique, decouples_weight_decay
+from recipes.technique import Technique
 
 
 @dataclass

@@ -78,11 +78,12 @@ class Fp8(Technique):
 
     def prepare(self, model: GPT) -> None:
         """Replace the linear layers of the blocks by torchao's, with the same parameters under the same names."""
+        before = logging.root.manager.disable
         logging.disable(logging.WARNING)  # the import warns about kernels that are not used here
         try:
             from torchao.float8 import Float8LinearConfig, convert_to_float8_training  # an optional dependency
         finally:
-            logging.disable(logging.NOTSET)
+            logging.disable(before)
         # Pads the tokens of a micro-batch, the inner dimension of the weights' gradients, to a multiple of 16.
         config = replace(Float8LinearConfig.from_recipe_name(self.scaling), emulate=self.emulate, pad_inner_dim=True)
         convert_to_float8_training(model.h, config=config)

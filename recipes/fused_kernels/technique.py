@@ -161,7 +161,7 @@ class FusedKernels(Technique):
 
             for module in model.modules():
                 if isinstance(module, nn.LayerNorm):
-                    module.forward = _liger_forward(module, LigerLayerNormFunction)  # type: ignore[method-assign]
+                    module.forward = _liger_layer_norm(module, LigerLayerNormFunction)  # type: ignore[method-assign]
 
     def _use_rms_norm(self, model: GPT) -> None:
         if self._can_use_liger("rms_norm", "torch's operations are used"):
@@ -234,7 +234,7 @@ def _lacking_to_compile() -> str:
     return ""
 
 
-def _liger_forward(norm: Any, function: Any) -> Any:
+def _liger_layer_norm(norm: Any, function: Any) -> Any:
     """A `forward` for `norm`, an nn.LayerNorm: x (..., C) -> (..., C)."""
     return lambda x: function.apply(x, norm.weight, norm.bias, norm.eps)
 

@@ -7,17 +7,7 @@ from typing import Any
 
 import torch
 
-from recipes.compressed_all_reduce import BLOCK, blocks
-
-
-def norm_of(norms: list[torch.Tensor]) -> torch.Tensor:
-    """The norm of a tensor from the norms of its blocks, in fp64: fp32 sums over large tensors are off by 2e-6 and more."""
-    return torch.stack(norms).norm()
-
-
-def block_norm(block: torch.Tensor) -> torch.Tensor:
-    """The 2-norm of a block, an fp64 scalar."""
-    return torch.linalg.vector_norm(block, dtype=torch.float64)
+from recipes.blocks import BLOCK, block_norm, blocks, norm_of
 
 
 def lamb_step(

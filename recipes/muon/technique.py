@@ -33,6 +33,9 @@ class MuonTechnique(Technique):
     ns_steps, ns_dtype: how often, and in which arithmetic, "bf16" or "fp32", Newton-Schulz iterates.
     rate_scale: how `lr` depends on the shape of a matrix, `recipes.muon.optimizer.RATE_SCALES`.
 
+    DeepSpeed's Muon has the same type and other keys: its `muon_lr` is `lr` here, and its update is that of `"rate_scale": "original"`.
+    With the default here, the rate of an n x m matrix is 0.2 sqrt(max(n, m)) / sqrt(max(1, n / m)) times as high.
+
     The fused matrix of queries, keys and values is orthogonalized as three matrices, and that of swiglu's gate and up as two: each is a
     separate linear map, and Jordan et al. found three better than one.
     """
@@ -40,7 +43,7 @@ class MuonTechnique(Technique):
     declaration = Declaration(
         optimizer_type="Muon",
         keys={
-            "momentum": {"types": ["number"], "minimum": 0, "maximum": 1, "default": 0.95},
+            "momentum": {"types": ["number"], "minimum": 0, "maximum": 0.9999, "default": 0.95},
             "nesterov": {"types": ["boolean"], "default": True},
             "ns_steps": {"types": ["integer"], "minimum": 1, "maximum": 20, "default": 5},
             "ns_dtype": {"enum": ["bf16", "fp32"], "default": "bf16"},
@@ -67,8 +70,6 @@ class MuonTechnique(Technique):
                 "'bf16.bf16_master_weights_and_grads' keeps the weights in bf16, where Muon's weight decay, lr x weight_decay per step, is "
                 "lost by rounding; leave it out"
             )
-        if self.params["momentum"] == 1:
-            raise ValueError("'optimizer.params.momentum' is 1, so old gradients never decay; write a number below 1")
         self._optimizer: Muon | None = None
 
     def prepare(self, model: GPT) -> None:

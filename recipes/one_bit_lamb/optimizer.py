@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from recipes.lamb.optimizer import block_norm, lamb_step, mean_ratio, norm_of
+from recipes.blocks import block_norm, norm_of
+from recipes.lamb.optimizer import lamb_step, mean_ratio
 from recipes.one_bit import FreezingOptimizer
 
 

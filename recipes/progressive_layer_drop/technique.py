@@ -46,8 +46,9 @@ def draws(seed: int, step: int, n_layer: int) -> list[float]:
 class ProgressiveLayerDrop(Technique):
     """DeepSpeed's documented `"progressive_layer_drop": {"enabled": true, "theta": 0.5, "gamma": 0.001}`.
 
-    theta: the limit of theta(t); "auto" is 0.5. At 1 nothing is dropped.
-    gamma: how fast theta(t) approaches it; "auto" is 100 divided by the steps of the run. At 0 nothing is dropped.
+    theta: the limit of theta(t); "auto", or left out: 0.5 (left out, DeepSpeed took 1). At 1 nothing is dropped.
+    gamma: how fast theta(t) approaches it; "auto", or left out: 100 divided by the steps of the run (left out, DeepSpeed took 0.001). At 0
+        nothing is dropped.
 
     The blocks to drop are drawn once per optimizer step, the same on all ranks. The residual branches of a block that runs are divided by
     its keep probability. The parameters of a dropped block have no gradient, and Adam updates them as if it were zero. Evaluation runs all

@@ -153,9 +153,9 @@ class ZeroOneAdam(CompressedTechnique):
 
     def discard_state(self, reason: str) -> None:
         if self._ranks > 1:
-            self._note(f"the errors of the compression and the local steps since the last exchange are lost: {reason}")
+            self._note(f"the errors of the compression, and local steps since the last exchange if there were any, are lost: {reason}")
         else:
-            self._note(f"nothing is compressed, and the local steps since the last exchange are lost: {reason}")
+            self._note(f"nothing is compressed, and local steps since the last exchange, if there were any, are lost: {reason}")
 
     def state_dict(self) -> dict[str, Any]:
         """The compression errors of this rank, and its local steps since the last exchange."""

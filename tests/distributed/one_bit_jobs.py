@@ -11,7 +11,8 @@ from launch.training.distributed import start_ranks
 from launch.training.mean_norm import MeanNorm
 from model.gpt import GPT
 from model.presets import GPTConfig
-from recipes.compressed_all_reduce import BLOCK, CompressedAllReduce
+from recipes.blocks import BLOCK
+from recipes.compressed_all_reduce import CompressedAllReduce
 
 
 def values_of(rank: int, step: int, sizes: Sequence[int]) -> list[torch.Tensor]:
