@@ -259,7 +259,7 @@ def test_every_axis_can_be_switched_to(page, report, scheme, width):
             if chart == "loss":
                 assert first == pytest.approx(low) and (high is None or last == high)
     page.click("[name=loss][value=loss]")
-    assert page.js("document.querySelector('#loss .ytitle').textContent") == "training loss"
+    assert page.js("document.querySelector('#loss .ytitle').textContent") == "training loss (nats)"
     page.click("[name=log_y]")
     assert page.js("document.getElementById('loss')._fullLayout.yaxis.type") == "log"
     assert page.is_sound()
@@ -293,7 +293,7 @@ def test_the_text_alternative_says_the_numbers(page, report):
         for side in compared(*sorted((report / "runs").iterdir())).sides
     }
     label = page.js("document.getElementById('loss').getAttribute('aria-label')")
-    assert label.startswith("validation loss over tokens.")
+    assert label.startswith("validation loss (nats) over tokens.")
     assert all(f"from 9.0600 to {value:.4f}" in label for value in final.values())
     cells = page.js("Array.from(document.querySelectorAll('[aria-labelledby=figures] td'), cell => cell.textContent)")
     assert all(any(cell.startswith(f"{value:.4f} ±") for cell in cells) for value in final.values())

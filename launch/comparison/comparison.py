@@ -48,7 +48,7 @@ TO_TARGET = {"seconds_to_target": "seconds", "tokens_to_target": "tokens"}
 #: Every figure, in the order of the report: label with unit, size of the unit, decimals shown.
 FIGURES = {
     LOSS: ("final validation loss (nats)", 1, 4),
-    EQUAL_TIME: ("validation loss when the faster run of the seed ends (nats)", 1, 4),
+    EQUAL_TIME: ("loss on the evaluations' batches when the faster run of the seed ends (nats)", 1, 4),
     "tokens_per_second": ("tokens per second", 1, 0),
     "step_seconds": ("step time, mean (ms)", 1e-3, 1),
     "mfu": ("MFU (%)", 0.01, 2),

@@ -86,11 +86,14 @@ def draw_forest(rows: Sequence[Row], file: Path | BinaryIO) -> None:
     headings: list[tuple[float, str]] = []
     y = 0.0
     for group, members in groupby(rows, key=lambda one: one.group):
-        headings.append((y, group))
+        if group:
+            headings.append((y, group))
+        else:
+            y -= 1
         places += [y := y + 1 for _ in members]
         y += 1.4
     with rc_context({"text.parse_math": False, "font.size": 9}):
-        picture = Picture(figsize=(max(10.0, 3.4 + 3.2 * len(panels)), 1.0 + 0.235 * y), dpi=120, layout="constrained")
+        picture = Picture(figsize=(max(10.0, 3.4 + 3.7 * len(panels)), 1.0 + 0.235 * y), dpi=120, layout="constrained")
         for place, (axes, name) in enumerate(zip(picture.subplots(1, len(panels), squeeze=False)[0], panels, strict=True)):
             _draw_panel(axes, name, rows, places)
             axes.set_ylim(y - 0.6, -0.7)
@@ -100,9 +103,11 @@ def draw_forest(rows: Sequence[Row], file: Path | BinaryIO) -> None:
             axes.spines[["left", "right", "top"]].set_visible(False)
             for at, group in headings if place == 0 else ():
                 axes.text(0, at, group, fontweight="bold", va="center", ha="right", transform=axes.get_yaxis_transform())
-        words = "dots: mean over seeds, lines: 95% interval, shaded: where the claim holds (outlined: not measured yet)"
-        verdicts = "✓ ✗ ?: verdicts, corrected for the number of all claims, so an interval inside the region may still be inconclusive"
-        picture.supxlabel(f"{words}; differences are logarithmic beyond ±{LINEAR}\n{verdicts}", fontsize=8.5)
+        words = f"dots: mean over seeds, lines: 95% interval; differences are logarithmic beyond ±{LINEAR}"
+        if any(mark.claim for one in rows for mark in one.marks.values()):
+            words += "; shaded, and in parentheses: where the claim holds (outlined: not measured yet)\n✓ ✗ ?: verdicts, corrected for the"
+            words += " number of all claims, so an interval inside the region may be inconclusive; no time: the runs were not interleaved"
+        picture.supxlabel(words, fontsize=8.5)
         picture.savefig(file, metadata={"Software": None})
 
 
@@ -134,10 +139,20 @@ def _draw_panel(axes: Any, name: str, rows: Sequence[Row], places: Sequence[floa
             if mark.interval.low is not None and mark.interval.high is not None:
                 axes.plot(np.clip([mark.interval.low, mark.interval.high], *view), [y, y], color=color, linewidth=2, zorder=3)
             axes.plot([mark.interval.mean], [y], marker="o", markersize=4, color=color, zorder=4)
-            value = f"{mark.interval.mean:.2f}" if is_ratio else signed(mark.interval.mean, ".3f")
-            _write(axes, y, f"{value} {SIGNS.get(mark.outcome or '', '')}", color)
-        elif one.note and name == "loss":
-            _write(axes, y, one.note, "#59626b")
+            value = f"{mark.interval.mean:.3f}" if is_ratio else signed(mark.interval.mean) if mark.interval.mean else "0"
+            _write(axes, y, " ".join(filter(None, [value, SIGNS.get(mark.outcome or ""), _bounds(mark.claim)])), color)
+        elif one.note and (mark.claim or name == "loss"):
+            _write(axes, y, f"{one.note} {_bounds(mark.claim)}".rstrip(), "#59626b")
+
+
+def _bounds(claim: Claim | None) -> str:
+    """Where a claim holds, such as "(≤ +0.05)"."""
+    if claim is None:
+        return ""
+    low, high = claim.bounds
+    if claim.scale == "ratio":
+        return f"(≤ {high:g})"
+    return f"(± {high:g})" if math.isfinite(low) else f"(≤ {signed(high, 'g')})"
 
 
 def _write(axes: Any, y: float, text: str, color: str) -> None:

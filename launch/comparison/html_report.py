@@ -47,10 +47,10 @@ MAIN_FIGURES = ("final_val_loss", "step_seconds", "peak_memory_bytes", "bytes_pe
 POINTS = 1000
 #: The x axes of the curves: column of `Run.columns` -> label.
 AXES = {"step": "steps", "tokens": "tokens", "seconds": "seconds", "flops": "FLOPs of all ranks", "bytes": "bytes sent by rank 0"}
-LOSSES = {"val_loss-control": "validation loss − control's", "val_loss": "validation loss", "loss": "training loss"}
+LOSSES = {"val_loss-control": "validation loss − control's (nats)", "val_loss": "validation loss (nats)", "loss": "training loss (nats)"}
 #: Metrics that are measured in each step; their mean over seeds is smoothed over 1% of the run.
 NOISY = ("loss", "grad_norm", "step_seconds", "tokens_per_second", "mfu")
-#: Colours of the sides, grey for controls. They differ for colour-blind readers, and have a contrast of 3:1 with white and black.
+#: Colours of the sides, grey for controls. The first five differ for colour-blind readers; all have a contrast of 3:1 with white and black.
 PALETTE = ("#808890", "#2f80cf", "#d9601a", "#149071", "#b065ab", "#a87b12", "#d2477f", "#5b73d8")
 #: The colour and line style of controls, and the line styles of other sides, by plotly's names.
 CONTROL = (PALETTE[0], "solid")
@@ -119,6 +119,7 @@ def write_page(comparison: Comparison, out: Path) -> Path:
         axes={name: label for name, label in AXES.items() if name != "bytes" or any(run.columns[name].any() for run in runs)},
         metrics=_metrics(runs),
         noisy=NOISY,
+        batches=next(filter(None, map(_batches, comparison.sides)), None),
         provenance=_provenance(comparison.sides),
         data=_curves(comparison),
         script_hashes=Markup(" ".join(hashes)),
@@ -154,7 +155,8 @@ def answers(pair: Pair) -> list[str]:
     if speed is not None:
         time = speed.inverse()
         interval = "" if time.low is None or time.high is None else f" (95%: {time.low:.3f} to {time.high:.3f})"
-        found.append(f"The same number of tokens takes {time.mean:.3f} times as long{interval}.")
+        cause = "" if pair.interleaved else "; not interleaved, so other load of the machine may be the cause"
+        found.append(f"The same number of tokens takes {time.mean:.3f} times as long{interval}{cause}.")
     return found or [f"{name} and {control} have no seed in common that can be compared."]
 
 
@@ -183,7 +185,7 @@ def _forest(pairs: Iterable[Pair]) -> str:
         row(
             pair.testbed.name if pair.testbed else "",
             pair.recipe.name if pair.recipe else printable_line(pair.title)[:60],
-            pair.figures,
+            pair.published_figures,
             {verdict.claim: verdict.outcome for verdict in pair.verdicts},
         )
         for pair in sorted(pairs, key=lambda pair: pair.testbed.name if pair.testbed else "")
@@ -419,18 +421,21 @@ def draw_losses(comparison: Comparison, file: Path) -> None:
                 _draw_side(row_of_axes[0], side, color, style, metric)
             if pair and (metric == "loss" or len(sequences_evaluated(pair.control, pair.side)) == 1):
                 _draw_difference(row_of_axes[1], pair, metric)
-            what, title = LOSSES[metric], f"on {pair.testbed.name}" if pair and pair.testbed else ""
+            what, title = LOSSES[metric].removesuffix(" (nats)"), f"on {pair.testbed.name}" if pair and pair.testbed else ""
             if metric == "val_loss" and (batches := _batches(pair.side if pair else comparison.sides[0])):
                 what += f" on {batches} batches"
                 title += "; final losses in tables are of the whole validation split"
-            for axes, label in zip(row_of_axes, (what, f"{what} − control's"), strict=False):
+            for axes, label in zip(row_of_axes, (f"{what} (nats)", f"{what} − control's (nats)"), strict=False):
                 axes.set(xlabel="tokens", ylabel=label)
                 axes.xaxis.set_major_formatter(EngFormatter(sep=" "))
                 axes.grid(alpha=0.25)
             if row_of_axes[0].get_legend_handles_labels()[0]:
                 row_of_axes[0].legend(fontsize=9, frameon=False)
             row_of_axes[0].set_title(title.removeprefix("; "), fontsize=9)
-        picture.suptitle(f"{LOSSES[metric]} over tokens; thin: each seed, thick: mean over seeds, band: ± standard deviation", fontsize=11)
+        picture.suptitle(
+            f"{LOSSES[metric].removesuffix(' (nats)')} over tokens; thin: each seed, thick: mean over seeds, band: ± standard deviation",
+            fontsize=11,
+        )
         picture.savefig(file, metadata={"Software": None})
 
 
@@ -448,8 +453,9 @@ def _draw_difference(axes: Any, pair: Pair, metric: str) -> None:
     for seed in pair.seeds:
         base, (tokens, loss) = _drawable(control[seed].columns, metric), _drawable(own[seed].columns, metric)
         if len(base[0]) and len(tokens):
-            gap = loss - np.interp(tokens, *base, left=np.nan, right=np.nan)
-            curves.append((tokens[np.isfinite(gap)], gap[np.isfinite(gap)]))
+            at = min(tokens, base[0], key=len)  # the sparser evaluations: between two of them, a line lies above a curve that falls fast
+            gap = np.interp(at, tokens, loss, left=np.nan, right=np.nan) - np.interp(at, *base, left=np.nan, right=np.nan)
+            curves.append((at[np.isfinite(gap)], gap[np.isfinite(gap)]))
     axes.axhline(0, color=PALETTE[0], linewidth=1)
     for tokens, gap in curves:
         axes.plot(tokens, smooth(gap) if metric == "loss" else gap, color=PALETTE[1], linewidth=0.6, alpha=0.6)

@@ -40,8 +40,10 @@ function difference(curve, metric, axis) {
   const base = data.curves.find(one => one.side === control && one.seed === curve.seed);
   const [mine, its] = [points(curve, metric, axis), base && points(base, metric, axis)];
   if (!mine || !its) return null;
-  const at = through(mine.x, its.x, its.y);
-  return { x: mine.x, y: mine.y.map((value, i) => value - at[i]) };
+  // At the sparser evaluations: between two of them, a line lies above a curve that falls fast.
+  const x = mine.x.length <= its.x.length ? mine.x : its.x;
+  const [own, others] = [mine, its].map(one => through(x, one.x, one.y));
+  return { x, y: own.map((value, i) => value - others[i]) };
 }
 
 // The sides of the pair that is shown, [control, other]; null if all are.

@@ -290,8 +290,8 @@ def draw_tuning(found: dict[str, Any], file: Path) -> None:
         picture = Figure(figsize=(3.2 * across + 1, 3 * down), dpi=110, layout="constrained")
         panels = picture.subplots(down, across, squeeze=False, sharey="row").reshape(len(rows), columns)
         for row, (name, config, arm) in zip(panels, rows, strict=True):
-            row[0].set_title(f"{config} on {name}", x=0, ha="left")
-            row[0].set_ylabel("final validation loss (nats per token)")
+            row[0].set_title(f"{config} on {name}", fontsize=10, loc="left")
+            row[0].set_ylabel("final validation loss\n(nats per token)")
             for axes in row[len(_lines(arm["grid"])) :]:
                 axes.set_axis_off()
             lowest, highest = min(bests[name], default=0.0), max(bests[name], default=0.0) + LOSSES_SHOWN
@@ -308,6 +308,7 @@ def draw_tuning(found: dict[str, Any], file: Path) -> None:
                 if arm["chosen"]:
                     place = [point[flag] for point in points].index(arm["chosen"][flag])
                     axes.plot(place, losses[place], marker="*", markersize=14, color="black", linestyle="")
+        picture.supxlabel("★ chosen; one run per point, with a seed that no verdict uses", fontsize=9)
         picture.savefig(file, metadata={"Software": None})
 
 
