@@ -34,7 +34,7 @@ PRECISIONS = ("fp32", "bf16", "fp16")
 UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 ON_CPU = '={"device": "cpu"}'
 #: Value of --offload -> (its stages, the changes of the JSON).
-OFFLOADS: dict[str, tuple[tuple[int, ...], list[str]]] = {
+OFFLOAD_COLUMNS: dict[str, tuple[tuple[int, ...], list[str]]] = {
     "optimizer": ((1, 2, 3), ["--set", f"zero_optimization.offload_optimizer{ON_CPU}"]),
     "param": ((3,), ["--set", f"zero_optimization.offload_optimizer{ON_CPU}", "--set", f"zero_optimization.offload_param{ON_CPU}"]),
 }
@@ -59,7 +59,7 @@ def build_parser() -> Parser:
     how.add_argument("--precision", default="bf16", choices=PRECISIONS, help="precision of the run (bf16)")
     how.add_argument("--micro_batch_size", type=whole_number(1), help="sequences per rank at once (preset)")
     how.add_argument("--global_batch_size", type=whole_number(1), help="sequences per step over all ranks (preset)")
-    how.add_argument("--offload", choices=OFFLOADS, help="add columns with offload; param offloads the optimizer too (stage 3)")
+    how.add_argument("--offload", choices=OFFLOAD_COLUMNS, help="add columns with offload; param offloads the optimizer too (stage 3)")
     how.add_argument("--device", choices=("cuda", "cpu"), help="device to plan for (that of this machine)")
     parser.add_argument("--memory", type=_bytes, metavar="SIZE", help="memory of one rank, e.g. 80GB or 24GiB; prints which columns fit")
     parser.add_argument("--json", action="store_true", help="bytes of every part as JSON")
@@ -113,7 +113,7 @@ def _runs(flags: argparse.Namespace) -> dict[str, RunConfig]:
 
     runs = {f"ZeRO {stage}": run(stage, []) for stage in STAGES}
     if flags.offload:
-        stages, changes = OFFLOADS[flags.offload]
+        stages, changes = OFFLOAD_COLUMNS[flags.offload]
         runs |= {f"ZeRO {stage} + {flags.offload}": run(stage, changes) for stage in stages}
     return runs
 

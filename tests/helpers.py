@@ -109,7 +109,7 @@ def refused_start(runs: Path, *flags: str | Path) -> str:
 
 def copy_checkout(folder: Path) -> Path:
     """A copy of the working tree in `folder`, without what git ignores."""
-    ignored = ("data", "runs", "__pycache__", "*.egg-info", ".git", ".gpu", ".venv", ".*cache", ".hypothesis")
+    ignored = ("data", "runs", "__pycache__", "*.egg-info", ".git", ".gpu", ".venv", ".*cache", ".hypothesis", "exported")
     return Path(shutil.copytree(ROOT, folder, ignore=shutil.ignore_patterns(*ignored)))
 
 

@@ -193,6 +193,19 @@ def test_deepspeeds_own_schedules_are_filled_as_transformers_fills_them(resolved
             resolved("--steps", "40", "--warmup_steps", str(steps), scheduler=decay)
 
 
+def test_a_set_value_is_a_number_only_as_a_whole(resolved):
+    assert resolved("--set", "wandb.project=2024-run").engine["wandb"]["project"] == "2024-run"
+    shape = ["--set", "scheduler.type=WarmupStableDecayTokens", "--set", "scheduler.params.decay_shape=1-sqrt"]
+    assert resolved(*shape).scheduler["params"]["decay_shape"] == "1-sqrt"
+    assert resolved("--set", "optimizer.params.eps=1e-6").optimizer["params"]["eps"] == 1e-6
+
+
+def test_tokens_that_are_rounded_to_whole_steps_say_so(resolved):
+    config = resolved("--set", "scheduler.params.total_tokens=1000001")
+    assert config.origins["scheduler.params.total_tokens"] == "--set: 1,000,001, in whole steps"
+    assert config.total_tokens > 1_000_001
+
+
 def test_a_json_without_a_scheduler_gets_ours(resolved):
     assert resolved(scheduler=None).scheduler == resolved().scheduler
 

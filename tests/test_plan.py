@@ -154,6 +154,20 @@ def test_an_update_needs_these_bytes_per_parameter(stage, section, on_device, on
     assert plan.peak >= sum(moment.values())
 
 
+def test_on_a_cpu_the_offloaded_states_have_a_row():
+    model = GPTConfig(n_layer=2, n_head=2, d_model=64, seq_len=2, vocab_size=128)
+    offload = {"stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
+    gpu, cpu = (memory_per_rank(model, "bf16", offload, 1, 1, device=device) for device in ("cuda", "cpu"))
+    assert cpu.parts["host"] == gpu.parts["host"] > 0
+    assert cpu.peak <= sum(cpu.parts.values())
+
+
+def test_a_sub_group_size_of_0_is_a_sub_group_per_parameter():
+    model = GPTConfig(n_layer=2, n_head=2, d_model=64, seq_len=2, vocab_size=128)
+    one, all_together = (memory_per_rank(model, "bf16", {"stage": 3, "sub_group_size": size}, 1, 1) for size in (0, 10**9))
+    assert one.parts["update"] < all_together.parts["update"] / 2
+
+
 def test_one_rank_sends_nothing():
     model = GPTConfig(**vars(PRESETS["nano"].shape), vocab_size=8192)
     assert [bytes_sent_per_step(model, "bf16", {"stage": stage}, 1) for stage in range(4)] == [0] * 4

@@ -335,6 +335,14 @@ def test_wrong_value_in_the_json(key, faults):
         ("scheduler", {"type": "OneCycle"}, 'is "OneCycle"; there are WarmupCosineTokens'),
         ("scheduler", {"type": "WarmupLR", "params": {"warmup_num_steps": -5}}, "is -5; write 1 or more"),
         ("scheduler", {"type": "WarmupLR", "params": {"warmup_type": "cubic"}}, 'write one of "log", "linear"'),
+        (
+            "scheduler",
+            {"type": "WarmupDecayLR", "params": {"warmup_min_lr": 0.0015}},
+            "is 0.0015, above 'warmup_max_lr' of 0.001; lower it",
+        ),
+        ("torch_autocast", {"enabled": "auto", "dtype": "bfloat16"}, '"auto" has no meaning here'),
+        ("torch_autocast", {"bogus": 3}, "unknown key; allowed are dtype, enabled, lower_precision_safe_modules"),
+        ("zero_optimization.cpu_offload", False, "is an old name; leave it out"),
     ],
 )
 def test_the_line_says_what_and_the_fix(key, value, names, faults):
@@ -342,6 +350,29 @@ def test_the_line_says_what_and_the_fix(key, value, names, faults):
         assert "there are Adam, AdamW" in faults(changed(key, value))[0]
     (fault,) = faults(changed(key, value))
     assert names in fault
+
+
+def test_the_warm_up_ends_before_the_schedule_also_where_only_one_of_both_is_written(faults):
+    schedule = {"type": "WarmupDecayLR", "params": {"total_num_steps": 500, "warmup_num_steps": "auto"}}
+    (fault,) = faults(changed("scheduler", schedule), "--tokens", "2e6", "--warmup_steps", "600")
+    assert "warmup_num_steps' is 600, and the schedule ends at step 500" in fault
+    (fault,) = faults(changed("scheduler", {"type": "WarmupDecayLR", "params": {"total_num_steps": 500}}), "--tokens", "2e8")
+    assert "warmup_num_steps' is 1000, and the schedule ends at step 500" in fault
+
+
+def test_a_value_is_reported_once(faults):
+    (fault,) = faults(changed("train_batch_size", 7), "--global_batch_size", "8")
+    assert "is 7, but --global_batch_size is 8" in fault
+
+
+def test_a_flag_of_the_recipe_is_not_blamed_on_the_user(corpus):
+    with pytest.raises(UsageError, match=r"is 16, but recipes/batch_size_warmup/recipe\.json has --global_batch_size 32; .* or give --glo"):
+        resolve(["--recipe", "recipes/batch_size_warmup", "--data", str(corpus), "--set", "train_batch_size=16"], ranks=1)
+
+
+def test_swap_buffers_must_exist(faults):
+    offload = {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "auto", "buffer_count": 0, "buffer_size": 0}}
+    assert all("is 0; write 1 or more" in fault for fault in faults(changed("zero_optimization", offload)))
 
 
 def test_offload_at_stage_0_is_refused(faults):

@@ -92,7 +92,7 @@ MUST_BE_ON = {
     "managed_gradient_accumulation": "is false, but the loop steps the engine once per micro-batch; leave it out",
     "bf16.check_grad_overflow": "is false, so a non-finite gradient would corrupt the weights; leave it out",
 }
-#: The stages at which a key has an effect.
+#: The stages at which a key works; at the others it has no effect, or fails.
 STAGES: dict[str, tuple[int, ...]] = {
     "zero_optimization.pipeline_loading_checkpoint": (3,),  # a resume at stage 1 or 2 fails
     "zero_optimization.zero_hpz_partition_size": (3,),
@@ -130,6 +130,9 @@ def impossible_values(engine: EngineJson, ranks: int, shape: ModelShape, stage: 
             yield zero + key, f"{device} offload works at stage {_or(stages)}, and this JSON is at stage {stage}; change one of them"
         if device == "nvme" and not section.get("nvme_path"):
             yield zero + key, 'device "nvme" needs "nvme_path": a folder on the drive, or "auto" for one in the run\'s folder; add it'
+    group = value(f"{zero}zero_hpz_partition_size") or 1
+    if stage == 3 and group < ranks and ranks % group:  # DeepSpeed asserts it when the engine starts
+        yield f"{zero}zero_hpz_partition_size", f'is {group}, which does not divide {ranks} ranks; write a divisor, or "auto"'
     # Padded partitions give wrong weights, or an assertion in the first forward pass (zero/partition_parameters.py).
     if value(zero + "zero_quantized_weights"):
         for name, sides in block_tensors(shape).items():

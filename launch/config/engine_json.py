@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -48,6 +49,7 @@ class EngineJson:
         self.lacks: list[str] = []
         self._faults: list[str] = []
         self._faulty: list[KeyPath] = []
+        self._reported: set[KeyPath] = set()
         self._overrides: list[KeyPath] = []
         self._settled: dict[KeyPath, str] = {}
         for override in overrides:
@@ -60,7 +62,8 @@ class EngineJson:
         if not equals or not raw or not all(path):
             raise UsageError(f"--set {text}: must be KEY=VALUE, e.g. --set zero_optimization.stage=2")
         value: Any = raw
-        if raw[0] in '{["-0123456789' or raw in ("true", "false", "null", "NaN", "Infinity"):
+        is_number = re.fullmatch(r"-?(0|[1-9]\d*)(\.\d+)?([eE][+-]?\d+)?", raw, re.ASCII)
+        if is_number or raw[0] in '{["' or raw in ("true", "false", "null", "NaN", "Infinity", "-Infinity"):
             value, _ = parse_json(raw, f"--set {keys}")
         section = self.values
         for depth, part in enumerate(path[:-1], start=1):
@@ -119,6 +122,9 @@ class EngineJson:
 
         meant: the key that a misspelt one stands for; it counts as faulty too, so that it is not reported as missing.
         """
+        if path in self._reported:
+            return
+        self._reported.add(path)
         self._faults.append(self._line(path, message))
         self._faulty += [path] if meant is None else [path, (*path[:-1], meant)]
         section = self.get(*path[:-1])
@@ -157,11 +163,16 @@ class EngineJson:
         value = value_at(self.values, path)
         return None if value == "auto" else value
 
-    def value_or_flag(self, path: KeyPath, flag: str, given: Any) -> Any:
-        """The value at `path`, else the flag's, `given`; None if neither is set. Notes a fault if they differ."""
-        value = self.get(*path)
+    def value_or_flag(self, path: KeyPath, flag: str, flags: argparse.Namespace) -> Any:
+        """The value at `path`, else the flag's; None if neither is set. Notes a fault if they differ."""
+        value, given = self.get(*path), getattr(flags, flag)
         if value is not None and given is not None and value != given:
-            self.fault(path, f'is {json.dumps(value)}, but --{flag} is {given}; write "auto" in the JSON or leave the flag out')
+            if (source := flags.origins[flag]) == f"--{flag}":
+                self.fault(path, f'is {json.dumps(value)}, but --{flag} is {given}; write "auto" in the JSON or leave the flag out')
+            else:
+                self.fault(
+                    path, f'is {json.dumps(value)}, but {source} has --{flag} {given}; write "auto" in the JSON or give --{flag} {value}'
+                )
         return given if value is None else value
 
     def choose(self, path: KeyPath, flag: str, flags: argparse.Namespace, fallback: Any, origin: str) -> Any:
@@ -170,7 +181,7 @@ class EngineJson:
         origin: where the fallback comes from.
         """
         given = getattr(flags, flag)
-        value = self.value_or_flag(path, flag, given)
+        value = self.value_or_flag(path, flag, flags)
         if value is None:
             value = fallback
         self.fill(path, value, origin if given is None else flags.origins[flag])

@@ -105,14 +105,14 @@ def _unknown(path: KeyPath, value: Any, section: dict[str, Any], rules: Rules) -
     if name in schema.removed:
         return f"is no longer in DeepSpeed {schema.version}; remove it. {INSTEAD.get(name) or schema.removed[name]}", None
     if name in OLD_NAMES:
-        return f"is an old name; write {OLD_NAMES[name]} instead", None
+        return "is an old name; " + ("leave it out" if value is False else f"write {OLD_NAMES[name]} instead"), None
     home = _homes().get(key)
     free = [name for name in rules if name not in section]
     fitting = [name for name in free if value == "auto" or value_fault(value, rules[name]) is None]
     meant = nearest_name(key, fitting) or nearest_name(key, free) or nearest_name(key, rules)
     ignored = ", which DeepSpeed would ignore" if len(path) == 1 else ""
     if home is not None and home != name:
-        return f"unknown key{ignored}; it belongs to '{home}'", home.rpartition(".")[2]
+        return f"unknown key{ignored}; it belongs to '{home}'", None
     if meant is not None:
         return f"unknown key{ignored}; did you mean '{meant}'?", meant
     return f"unknown key{ignored}; " + (f"allowed are {', '.join(sorted(rules))}" if len(rules) <= MANY else "remove it"), None

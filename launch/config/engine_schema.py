@@ -106,7 +106,13 @@ READ_BY_HAND: Rules = {
     **dict.fromkeys(("autotuning", "data_efficiency", "expert_parallel", "pipeline", "tensor_parallel", "weight_quantization"), _section()),
     "datastates_ckpt": _section(None, "null"),
     # Refused if it is switched on (launch.config.combinations.MUST_BE_OFF).
-    "torch_autocast": _section(),
+    "torch_autocast": _section(
+        {
+            "enabled": {"types": ["boolean"]},
+            "dtype": {"types": ["string"]},
+            "lower_precision_safe_modules": {"types": ["array"], "items": ["string"]},
+        }
+    ),
 }
 _TOTAL: Rules = {"total_num_steps": _count() | AUTO}
 _WARMUP: Rules = {"warmup_num_steps": _count(1000) | AUTO, "warmup_type": _choice("log", "linear")}
@@ -134,6 +140,7 @@ BOUNDS: dict[str, Rule] = {
     **{f"zero_optimization.{key}.nvme_path": STRING_OR_NULL | AUTO for key in ("offload_optimizer", "offload_param")},
     # On NVMe, Adam has four tensors: weights, two moments, gradients.
     "zero_optimization.offload_optimizer.buffer_count": {"minimum": 4},
+    **{f"zero_optimization.offload_param.{key}": {"minimum": 1} for key in ("buffer_count", "buffer_size")},
     **{f"zero_optimization.leaf_module.{key}": {"items": ["string"]} for key in ("classes", "names", "name_suffixes")},
     "fp16.loss_scale": {"minimum": 0, "maximum": 2**24},  # at 2^24 a gradient of 0.004 exceeds fp16's largest number
     "fp16.initial_scale_power": {"minimum": 0, "maximum": 32},

@@ -18,7 +18,7 @@ from launch.config.combinations import WITHOUT_EFFECT
 from launch.config.engine_json import leaves, value_at
 from launch.config.engine_keys import defaults_left_open
 from launch.config.engine_schema import DTYPES
-from launch.config.hardware import quiet_deepspeed
+from launch.config.hardware import deepspeed_silenced, quiet_deepspeed
 from launch.config.memory import bytes_sent_per_step, memory_per_rank
 from launch.config.optimizer import state_tensors
 from launch.config.run_config import RunConfig, needs_cuda
@@ -52,12 +52,19 @@ ROWS = {
     "checkpointed_peak": "peak, checkpointed",
     "sent": "sent a step, mean",
 }
-#: Keys that change the width of activations, gradients, communication, master weights or moments, which the plan ignores.
+#: Keys that change memory or bytes sent, and that the plan ignores.
 NOT_PLANNED = (
     "communication_data_type",
     "data_types.grad_accum_dtype",
     "bf16.bf16_master_weights_and_grads",
     "bf16.bf16_optimizer_states",
+    *(
+        f"zero_optimization.{key}"
+        for key in (
+            *("stage3_use_all_reduce_for_fetch_params", "stage3_allgather_sequential", "stage3_model_persistence_threshold"),
+            *("round_robin_gradients", "parameter_alignment", "leaf_module"),
+        )
+    ),
 )
 #: The names of the entries of `flops`.
 FLOPS = {"per_token": "a token", "per_step": "a step", "per_step_and_rank": "a step and rank", "run": "the run"}
@@ -220,7 +227,8 @@ def _rate(config: RunConfig) -> Callable[[int, int], float]:
     from deepspeed.runtime import lr_schedules  # once it is silenced
 
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=config.lr)
-    schedule = getattr(lr_schedules, config.scheduler["type"])(optimizer, **config.scheduler["params"])
+    with deepspeed_silenced():  # its warnings would go to standard output
+        schedule = getattr(lr_schedules, config.scheduler["type"])(optimizer, **config.scheduler["params"])
 
     def rate(step: int, tokens: int) -> float:
         schedule.step(step)  # as the engine does, see launch/training/engine.py

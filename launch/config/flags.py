@@ -88,7 +88,7 @@ def real_number(minimum: float, maximum: float = math.inf, above: bool = False, 
         except ValueError:
             raise argparse.ArgumentTypeError(f"{text!r} is not a number {bounds}") from None
         if not math.isfinite(value) or not minimum <= value <= maximum or (above and value == minimum) or (below and value == maximum):
-            raise argparse.ArgumentTypeError(f"{text} is out of range: it must be {bounds}")
+            raise argparse.ArgumentTypeError(f"{text} is out of range: it must be {bounds if math.isfinite(value) else 'finite'}")
         return value
 
     return parse
@@ -284,7 +284,8 @@ def parse_flags(argv: list[str]) -> tuple[argparse.Namespace, Recipe | None]:
     The namespace has an additional entry `origins`: where each given value came from (`--lr`, or the recipe's file).
 
     Raises:
-        UsageError: an unknown flag (with the nearest one), a value out of range, an invalid recipe.
+        UsageError: an unknown flag (with the nearest one), a value out of range, wrong flags in a recipe.
+        RecipeError: the recipe is missing, or its recipe.json is wrong.
     """
     parser = build_parser()
 
@@ -343,7 +344,7 @@ def _check_names(flags: argparse.Namespace) -> None:
     for name in ("data", "runs_dir", "deepspeed_config", "recipe", "init_from", "branch_from"):
         if getattr(flags, name) == "":
             raise UsageError(f"--{name} is empty; give a path")
-    name = flags.run_name or "run"
+    name = "run" if flags.run_name is None else flags.run_name
     too_long = len(os.fsencode(name)) > 200
-    if flags.run_name == "" or name.strip() in ("", ".", "..") or name != name.strip() or "/" in name or not name.isprintable() or too_long:
+    if name.strip() in ("", ".", "..") or name != name.strip() or "/" in name or not name.isprintable() or too_long:
         raise UsageError(f"--run_name {name[:40]!r}: must be a plain folder name of at most 200 bytes; --runs_dir sets the folder above it")

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from launch.config.engine_schema import engine_schema
-from launch.formats.sub_groups import SUB_GROUP_SIZE, sub_group_sizes
+from launch.formats.sub_groups import sub_group_sizes
 from model.accounting import LOSS_ROWS, model_tensors, norm_tensors, parameter_count
 from model.presets import GPTConfig
 
@@ -158,7 +158,7 @@ def memory_per_rank(
         "update": update,
         "loss_head": head,
         "activations": activations,
-        "host": host if device == "cuda" else 0,
+        "host": host,
         "drive": drive,
         "snapshot": copied,
     }
@@ -242,7 +242,7 @@ def _states(
     # One group, or at stage 3 one sub-group, at a time: its gradients flattened, and a copy in fp32 if they are not fp32.
     largest, norm = max(parts), 0
     if stage == 3:
-        limit = int(sizes.get("sub_group_size") or SUB_GROUP_SIZE)
+        limit = int(sizes["sub_group_size"])
         largest = max(size for group in groups for size in sub_group_sizes(group, ranks, limit))
         norm = 8 * -(-max(flat) // ranks)  # before the update, in fp64, one parameter at a time
     update = max(norm, largest * (FP32 if w == FP32 else FP32 + w))

@@ -213,6 +213,7 @@ def resolve(argv: list[str], ranks: int | None = None) -> tuple[RunConfig, argpa
 
     Raises:
         UsageError: every fault of the file, a line each, or the first of the flags.
+        RecipeError: the recipe is missing, or its recipe.json is wrong.
         DataError: the corpus is missing or damaged.
     """
     flags, recipe = parse_flags(argv)
@@ -463,15 +464,15 @@ def _model(flags: argparse.Namespace) -> tuple[Preset, ModelShape]:
     try:
         return preset, shape_of(preset.shape, flags.architecture, given)
     except ValueError as reason:
-        given_flags = ", ".join(f"--{key} {value}" for key, value in given.items())
+        given_flags = ", ".join(f"--{key} {str(value).lower()}" for key, value in given.items())
         raise UsageError(f"--preset {flags.preset} --architecture {flags.architecture} with {given_flags}: {reason}") from None
 
 
 def _batch(engine: EngineJson, flags: argparse.Namespace, preset: Preset, ranks: int) -> tuple[int, int, int]:
     """Global batch, micro-batch and accumulation, where global = micro x accumulation x ranks; computes those that are not given."""
     written = [(key,) for key in BATCH_KEYS if engine.get(key) is not None]
-    total = engine.value_or_flag(("train_batch_size",), "global_batch_size", flags.global_batch_size)
-    micro = engine.value_or_flag(("train_micro_batch_size_per_gpu",), "micro_batch_size", flags.micro_batch_size)
+    total = engine.value_or_flag(("train_batch_size",), "global_batch_size", flags)
+    micro = engine.value_or_flag(("train_micro_batch_size_per_gpu",), "micro_batch_size", flags)
     accumulation = engine.get("gradient_accumulation_steps")
     origins = {
         "train_batch_size": flags.origins.get("global_batch_size", f"preset {flags.preset}"),
@@ -524,7 +525,7 @@ def _length(engine: EngineJson, flags: argparse.Namespace, preset: Preset, token
                 f"is {planned}, {-(-planned // tokens_per_step)} steps of {tokens_per_step} tokens, but --steps is {flags.steps}; "
                 'write "auto" in the JSON or leave the flag out',
             )
-        tokens = engine.value_or_flag(path, "tokens", flags.tokens)
+        tokens = engine.value_or_flag(path, "tokens", flags)
         if flags.tokens is None and tokens is not None:
             origin = f"{engine.origin(path)}, 'total_tokens'"
     steps = -(-tokens // tokens_per_step) if tokens is not None else flags.steps or preset.steps

@@ -64,12 +64,15 @@ def _token_schedule(
     min_lr = engine.choose((*PATH, "min_lr"), "min_lr", flags, least, why)
     if min_lr > lr:
         engine.fault((*PATH, "min_lr"), f"is {min_lr:g}, above the peak learning rate of {lr:g}; lower it (--min_lr), or raise --lr")
-    asked = engine.value_or_flag((*PATH, "warmup_steps"), "warmup_steps", flags.warmup_steps)
+    asked = engine.value_or_flag((*PATH, "warmup_steps"), "warmup_steps", flags)
     if asked and asked >= steps:
         why = f"is {asked}, but the run has {steps} steps; lower it (--warmup_steps), or raise --steps"
         engine.fault((*PATH, "warmup_steps"), why)
     warmup = int(engine.choose((*PATH, "warmup_steps"), "warmup_steps", flags, warmup, warmup_from))
-    engine.fill((*PATH, "total_tokens"), total_tokens, "the run's length")
+    path = (*PATH, "total_tokens")
+    engine.fill(path, total_tokens, "the run's length")
+    if (written := engine.get(*path)) not in (None, total_tokens):
+        engine.settle(path, total_tokens, f"{engine.origin(path)}: {written:,}, in whole steps")
     params = {"min_lr": min_lr, "warmup_steps": warmup, "total_tokens": total_tokens}
     if kind == STABLE_DECAY:
         params |= _decay(engine, steps, warmup, total_tokens)
@@ -98,7 +101,7 @@ def _engine_schedule(
     the run, are filled as in transformers."""
     given, rules = engine.get(*PATH) or {}, SCHEDULES[kind]
     if "warmup_max_lr" in rules:
-        engine.value_or_flag((*PATH, "warmup_max_lr"), "lr", flags.lr)
+        engine.value_or_flag((*PATH, "warmup_max_lr"), "lr", flags)
     if flags.min_lr is not None:
         engine.fault_of_run(f"--min_lr {flags.min_lr:g}: {kind} ends where its own parameters say; leave the flag out, or use {DEFAULT}")
     _check_length(engine, rules, steps, flags)
@@ -115,7 +118,8 @@ def _engine_schedule(
             given.get(key) == "auto" or (key not in given and (flag in flags.origins or rules[key].get("default", math.inf) > steps))
         ):
             engine.settle((*PATH, key), value, flags.origins.get(flag, origin))
-    least, most = engine.get(*PATH, "warmup_min_lr"), engine.get(*PATH, "warmup_max_lr")
+    least = engine.get(*PATH, "warmup_min_lr")
+    most = engine.get(*PATH, "warmup_max_lr") or rules.get("warmup_max_lr", {}).get("default")
     if least is not None and most is not None and least > most:
         engine.fault((*PATH, "warmup_min_lr"), f"is {least:g}, above 'warmup_max_lr' of {most:g}; lower it")
     params = engine.values["scheduler"].get("params") or {}
@@ -123,6 +127,9 @@ def _engine_schedule(
         peak: Any = params.get("warmup_max_lr", rules["warmup_max_lr"].get("default", lr))
         lr = _peak(engine, kind, lr, peak)
     steps_of_warmup: Any = params.get("warmup_num_steps", rules.get("warmup_num_steps", {}).get("default", 0))
+    end: Any = params.get("total_num_steps", steps)
+    if "total_num_steps" in rules and steps_of_warmup > end and not engine.is_faulty(*PATH):
+        engine.fault((*PATH, "warmup_num_steps"), f"is {steps_of_warmup}, and the schedule ends at step {end}; write fewer steps")
     return Schedule({"type": kind, "params": params}, lr, steps_of_warmup)
 
 
@@ -133,14 +140,16 @@ def _peak(engine: EngineJson, kind: str, lr: float, peak: float) -> float:
         origin = engine.origin(rate) or ""
         if origin.startswith(("line", "--")):
             engine.note(rate, f"is {lr:g} and is not used: {kind} sets the rate, up to its 'warmup_max_lr' of {peak:g}")
-        engine.settle(rate, peak, f"scheduler.params.warmup_max_lr, {engine.origin(where) or DEEPSPEED}")
+        engine.settle(
+            rate, peak, f"scheduler.params.warmup_max_lr, {engine.origin(where) if engine.get(*where) is not None else DEEPSPEED}"
+        )
     return peak
 
 
 def _check_length(engine: EngineJson, rules: dict[str, Any], steps: int, flags: argparse.Namespace) -> None:
     """Refuse a schedule that is longer than the run."""
     flag_of = {"total_num_steps": "steps", "warmup_num_steps": "warmup_steps"}
-    asked = {key: engine.value_or_flag((*PATH, key), flag, getattr(flags, flag)) for key, flag in flag_of.items() if key in rules}
+    asked = {key: engine.value_or_flag((*PATH, key), flag, flags) for key, flag in flag_of.items() if key in rules}
     for key, what in (("total_num_steps", "the schedule"), ("warmup_num_steps", "the warm-up")):
         if asked.get(key) is not None and asked[key] > steps:
             engine.fault((*PATH, key), f'is {asked[key]}: {what} is longer than the run of {steps} steps; write "auto", or raise --steps')
