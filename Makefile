@@ -48,7 +48,7 @@ PARALLEL := -n 3 --dist loadfile --no-loadscope-reorder
 test: $(INSTALLED)  ## the tests (13 to 30 minutes on two cores)
 	$(BIN)/python -m pytest -m "not long" $(PARALLEL)
 
-test_all: $(INSTALLED) $(CORPUS)/manifest.json  ## the tests with the long grids
+test_all: $(INSTALLED)  ## the tests with the long grids
 	$(BIN)/python -m pytest $(PARALLEL)
 
 lint: $(INSTALLED)  ## ruff, the types, and the rule that imports run one way

@@ -199,7 +199,9 @@ def test_the_commands_of_the_page_run(script, run, monkeypatch):
     """As they stand in the documentation, but on a small model."""
     from launch import score
 
-    for line in commands(f"python launch/{script}.py"):
+    found = commands(f"python launch/{script}.py")
+    assert found
+    for line in found:
         words = shlex.split(line)[2:]
         own = open_trained(run).description["corpus"]["path"]
         words = [

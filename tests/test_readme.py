@@ -15,13 +15,16 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+from benchmarks.__main__ import benchmarks
+from data_pipeline.tokenizer import train_tokenizer
 from launch.compare import build_parser
 from launch.comparison.interleaved import free_port
 from launch.comparison.trials import plan_experiment
 from launch.config.run_config import resolve
 from launch.formats.metrics import read_metrics
+from launch.trained_model.hf_export import write_tokenizer
 from model.accounting import parameter_count
-from model.presets import PRESETS, GPTConfig
+from model.presets import PRESETS, GPTConfig, shape_of
 from recipes.registry import read_recipe, read_testbed
 from tests.commands import run_script
 from tests.helpers import copy_checkout, explained
@@ -131,7 +134,7 @@ def test_experiments_on_testbeds_are_planned(command, corpus):
     assert flags.recipe or all(read_testbed(name).sweep for name in flags.testbed)
 
 
-@pytest.mark.parametrize("command", [line for line in commands("python data_pipeline/prepare.py") if "gpt2_folder" not in line])
+@pytest.mark.parametrize("command", commands("python data_pipeline/prepare.py"))
 def test_the_data_command_runs(command, tmp_path):
     """On texts of the test; bytes instead of GPT-2's tokens, which are a download, with a validation split of more than one document."""
     source = tmp_path / "texts"
@@ -140,8 +143,16 @@ def test_the_data_command_runs(command, tmp_path):
     for number, text in enumerate(texts):
         (source / f"{number}.txt").write_text(text, encoding="utf-8")
     pyarrow.parquet.write_table(pyarrow.table({"text": texts}), tmp_path / "texts.parquet")
-    here = {"~/texts": str(source), "/texts/*.parquet": f"{tmp_path}/*.parquet", "gpt2": "bytes", "0.0005": "0.05"}
-    here |= dict.fromkeys(("data/texts", "data/corpus"), str(tmp_path / "out"))
+    (tmp_path / "gpt2_folder").mkdir()  # of Hugging Face, like a GPT-2 that was downloaded
+    write_tokenizer(train_tokenizer("bytes", []), tmp_path / "gpt2_folder", 32)
+    here = {
+        "gpt2_folder": str(tmp_path / "gpt2_folder"),
+        "~/texts": str(source),
+        "/texts/*.parquet": f"{tmp_path}/*.parquet",
+        "gpt2": "bytes",
+        "0.0005": "0.05",
+    }
+    here |= dict.fromkeys(("data/texts", "data/texts_gpt2", "data/corpus"), str(tmp_path / "out"))
     words = [sys.executable, *(here.get(word, word) for word in shlex.split(command)[1:])]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -238,9 +249,27 @@ def test_make_targets_exist():
     assert named | {name for text in PAGES.values() for name in re.findall(r"`make (\w+)`", text)} <= targets
 
 
+def test_the_table_of_architectures_has_their_parameters():
+    text = PAGES["docs/configuration.md"].partition("Parameters by architecture")[2]
+    heads, _, *rows = re.search(r"\n\n(\|.*?)\n\n", text, re.S)[1].splitlines()
+    presets = re.findall(r"`([\w.-]+)`", heads)
+    assert len(presets) > 3 and len(rows) > 2
+    for row in rows:
+        name, *cells = (cell.strip(" `") for cell in row.split("|")[1:-1])
+        for preset, cell in zip(presets, cells, strict=True):
+            count = parameter_count(GPTConfig(**vars(shape_of(PRESETS[preset].shape, name, {})), vocab_size=50_257))
+            number, unit = cell.split()
+            digits = len(number.partition(".")[2])
+            assert float(number) == pytest.approx(count / {"M": 1e6, "B": 1e9}[unit], abs=0.501 * 10**-digits), (name, preset)
+
+
 def test_benchmarks_exist():
     for command in commands("python benchmarks/"):
         assert (ROOT / command.split()[1]).exists(), command
+    named = [re.findall(pattern, "".join(PAGES.values())) for pattern in (r"`python -m benchmarks (\w+)", r"`python (benchmarks/\w+\.py)")]
+    assert all(named)
+    assert set(named[0]) <= set(benchmarks())
+    assert [file for file in named[1] if not (ROOT / file).exists()] == []
 
 
 @pytest.mark.parametrize("page", PAGES)

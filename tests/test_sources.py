@@ -321,7 +321,8 @@ def test_a_folder_laid_out_like_the_hub_has_configurations_and_splits(run, tmp_p
     options = ("--text_column", "content")
     assert run(f"hf:{hub}", options=options)[1] == all_of(TEXTS[:8])
     assert run(f"hf:{hub}:large", options=options)[1] == all_of(TEXTS)
-    assert run(f"hf:{hub}:small:validation", options=(*options, "--val_fraction", "0.4"))[0] in (0, 2)
+    expected = {split: in_split(TEXTS[8:12], split, 0.4) for split in ("train", "val")}
+    assert run(f"hf:{hub}:small:validation", options=(*options, "--val_fraction", "0.4"))[1] == expected
     _, found, *_ = run(f"hf:{hub}:large:train", options=(*options, "--max_docs", "6"))
     assert found == all_of(TEXTS[:6])
     assert "no column 'text'; it has 'id', 'content'" in run(f"hf:{hub}")[4]

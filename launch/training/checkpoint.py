@@ -1,7 +1,7 @@
 """Checkpoints: written under a temporary name while training continues, renamed when complete, verified before they are loaded.
 
     runs/<name>/checkpoints/step-00000300/
-        engine/       DeepSpeed's files (with `latest` next to it, so that its zero_to_fp32.py works on the folder)
+        engine/       DeepSpeed's files (with `latest` next to it, so that, at stages 1 to 3, its zero_to_fp32.py works on the folder)
         state.json    step, tokens, samples, validation loss, ranks, the run's id, size and digest of every file
         technique-00000.pt   per rank, only if a technique has state that cannot be computed from the step
 

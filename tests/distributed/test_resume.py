@@ -8,6 +8,8 @@ import json
 import os
 import random
 import shutil
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -69,6 +71,15 @@ def finished(train, flags, tmp_path: Path) -> Path:
     """A finished run of six steps on two ranks, to be damaged."""
     train(tmp_path, "r", [*flags, "--steps", "6", "--eval_every", "0"])
     return tmp_path / "r"
+
+
+@pytest.mark.parametrize("stage", [1, pytest.param(2, marks=pytest.mark.long), pytest.param(3, marks=pytest.mark.long)])
+def test_deepspeeds_own_script_reads_a_checkpoint(stage, train, flags, tmp_path):
+    train(tmp_path, "r", [*flags, "--steps", "6", "--eval_every", "0"], stage=stage)
+    words = [sys.executable, "-m", "deepspeed.utils.zero_to_fp32", str(tmp_path / "r/checkpoints/step-00000006"), str(tmp_path / "out")]
+    done = subprocess.run(words, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "out" / "pytorch_model.bin").exists()
 
 
 # --- kill -9 ----------------------------------------------------------------------------------------------------------------------
