@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import random
+import subprocess
 import sys
 import zlib
 from contextlib import suppress
@@ -715,6 +716,25 @@ def test_a_text_column_of_lists_is_refused_before_it_is_read(run, tmp_path):
 
 
 @pytest.mark.long
+def peak_memory(command: list[str | Path]) -> float:
+    """The peak memory of a command in MiB. A small process starts it, because a child's peak begins with the size of its parent."""
+    code = "import os, sys; _, status, usage = os.wait4(os.posix_spawn(sys.executable, sys.argv[1:], os.environ), 0)"
+    code += "; print(usage.ru_maxrss / 1024); sys.exit(status != 0)"
+    return float(subprocess.run([sys.executable, "-c", code, *command], check=True, stdout=subprocess.PIPE, text=True).stdout)
+
+
+@pytest.mark.long
+def test_memory_does_not_grow_with_the_text(tmp_path):
+    peaks = []
+    for n in (100, 6400):  # documents of 10 KB
+        source = tmp_path / f"{n}.jsonl"
+        source.write_bytes(jsonl([f"{number}: " + "some words of ordinary text. " * 350 for number in range(n)]))
+        command = [sys.executable, ROOT / "data_pipeline/prepare.py", "--source", source, "--out", tmp_path / f"out-{n}"]
+        command += ["--tokenizer", "bytes", "--val_fraction", "0.3", "--workers", "1", "--quiet"]
+        peaks.append(peak_memory(command))
+    assert peaks[1] < peaks[0] + 16, peaks  # MiB, for 64 MB of text
+
+
 def test_a_record_of_any_size_takes_no_memory(tmp_path):
     """128 MiB in one record, of which a compressed file holds a few hundred KB: the peak of the process stays where it is without."""
     n = 2**27
@@ -738,10 +758,7 @@ def test_a_record_of_any_size_takes_no_memory(tmp_path):
         sources = [tmp_path / "behind.jsonl", *([] if name == "none" else [tmp_path / name])]
         command = [sys.executable, ROOT / "data_pipeline/prepare.py", "--source", *sources, "--out", tmp_path / f"out-{name}"]
         command += ["--tokenizer", "bytes", "--val_fraction", "0.3", "--on_error", "skip", "--workers", "1", "--quiet"]
-        child = os.posix_spawn(sys.executable, [os.fspath(part) for part in command], os.environ)
-        _, status, usage = os.wait4(child, 0)
-        assert status == 0
-        peaks[name] = usage.ru_maxrss / 1024
+        peaks[name] = peak_memory(command)
         if name != "none":
             assert json.loads((tmp_path / f"out-{name}" / "manifest.json").read_text())["dropped"] == {"record too large": 1}
     assert max(peaks.values()) < peaks["none"] + 100, peaks  # MiB

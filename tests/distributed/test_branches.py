@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -63,6 +64,22 @@ def of_steps(lines: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
 def digests(folder: Path) -> dict[str, str]:
     files = (path for path in folder.rglob("*") if path.is_file())
     return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+@pytest.mark.parametrize("links", [True, False])
+def test_the_files_of_the_checkpoint_are_linked_or_copied(links, long, corpus, tmp_path, monkeypatch):
+    def refuse(*names: object) -> None:
+        raise OSError(errno.EXDEV, "Invalid cross-device link")
+
+    if not links:
+        monkeypatch.setattr(os, "link", refuse)
+    checkpoint = long / "checkpoints/step-00000012"
+    config, _ = resolve(flags(corpus, tmp_path, "branch", "--steps", "20", "--branch_from", str(checkpoint)), ranks=2)
+    start_branch(config, tmp_path / "branch", describe_run(config))
+    copied = tmp_path / "branch/checkpoints/step-00000012"
+    names = sorted(digests(checkpoint).keys() - {STATE_FILE})
+    assert len(names) > 3 and [digests(copied)[name] for name in names] == [digests(checkpoint)[name] for name in names]
+    assert {(copied / name).samefile(checkpoint / name) for name in names} == {links}
 
 
 @pytest.mark.parametrize("config", ["zero0_fp32", pytest.param("zero1_fp32", marks=pytest.mark.long)])
