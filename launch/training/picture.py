@@ -60,7 +60,7 @@ def draw_exponents(run: Path, line: dict[str, Any]) -> Path:
     scales = {1.0: (KEYS[0], "#b3261e"), line["scale"]: (KEYS[1], "#2e7d32")}
     seen = [int(exponent) for kind in KINDS for layer in line[kind].values() for exponent in layer["exponents"]]
     exponents = range(min([*seen, FP16_ZERO - round(math.log2(line["scale"]))]) - 1, max([*seen, FP16_ZERO]) + 2)
-    figure = Figure(figsize=(13, 2.5 + 0.3 * len(layers)), dpi=110, layout="constrained")
+    figure = Figure(figsize=(13, 2.8 + 0.3 * len(layers)), dpi=110, layout="constrained")
     for axes, kind in zip(figure.subplots(1, 2, sharey=True), KINDS, strict=True):
         counts = [{int(exponent): count for exponent, count in layer["exponents"].items()} for layer in line[kind].values()]
         elements = [max(1, layer["elements"]) for layer in line[kind].values()]
@@ -69,10 +69,11 @@ def draw_exponents(run: Path, line: dict[str, Any]) -> Path:
         for scale, (key, color) in scales.items():
             label = f"zero in fp16 at scale {scale:,.10g}: {100 * overall(line, kind, key):.3g}%"
             axes.axvline(FP16_ZERO - math.log2(scale) - 0.5, color=color, linestyle="--", label=label)
-        axes.set(title=kind.replace("_", " "), xlabel="exponent: log2 of the gradient, without the loss scale")
+        axes.set_title(kind.replace("_", " "), pad=24)
+        axes.set(xlabel="exponent: log2 of the gradient, without the loss scale")
         axes.set_ylim(len(layers) - 0.5, -0.5)
         axes.set_yticks(range(len(layers)), layers, fontsize=8)
-        axes.legend(loc="upper left", fontsize=8)
+        axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1), ncols=2, fontsize=8, frameon=False)  # above, where it hides no layer
         figure.colorbar(mesh, ax=axes, label="% of the layer's values", location="bottom", shrink=0.6, aspect=40)
     scaled = f"loss scale {line['loss_scale']:,.10g}" if line["loss_scale"] else "no loss scale"
     figure.suptitle(f"{run.name}, step {line['step']}: gradients in {line['precision']}, {scaled}", parse_math=False)
