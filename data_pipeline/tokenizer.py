@@ -182,7 +182,7 @@ class Tokenizer:
                 return Tiktoken.from_folder(folder, manifest_entry)
             if kind == "characters":
                 return Characters(manifest_entry["characters"])
-            if kind == "tokenizers":
+            if kind in ("tokenizers", "transformers"):  # the second in corpora of earlier versions
                 return HuggingFace.read(Path(folder, HUGGING_FACE_FILE), manifest_entry["end_of_text"], str(folder))
         except (KeyError, TypeError, ValueError, OSError) as reason:
             if isinstance(reason, DataError):

@@ -715,7 +715,6 @@ def test_a_text_column_of_lists_is_refused_before_it_is_read(run, tmp_path):
     assert code == 2 and "a.parquet: text column 'text' is not text (it is a list" in err
 
 
-@pytest.mark.long
 def peak_memory(command: list[str | Path]) -> float:
     """The peak memory of a command in MiB. A small process starts it, because a child's peak begins with the size of its parent."""
     code = "import os, sys; _, status, usage = os.wait4(os.posix_spawn(sys.executable, sys.argv[1:], os.environ), 0)"
@@ -735,6 +734,7 @@ def test_memory_does_not_grow_with_the_text(tmp_path):
     assert peaks[1] < peaks[0] + 16, peaks  # MiB, for 64 MB of text
 
 
+@pytest.mark.long
 def test_a_record_of_any_size_takes_no_memory(tmp_path):
     """128 MiB in one record, of which a compressed file holds a few hundred KB: the peak of the process stays where it is without."""
     n = 2**27

@@ -46,7 +46,7 @@ NULLS = {
     "accumulation": "four micro-batches instead of one",
     "trajectory": "initial weights perturbed by 1e-3",
 }
-#: Fields of a testbed.json on which the numbers of its runs depend.
+#: Fields of a testbed.json on which the numbers of its runs depend. No testbed has "ranks" any more; published plans have it as null.
 SETTING = ("flags", "tuned", "target_loss", "ranks")
 
 

@@ -237,7 +237,7 @@ def _origin(runs: Mapping[str, Run]) -> dict[str, Any]:
 
 
 def write_tuning(found: dict[str, Any], folders: Sequence[Path]) -> list[Path]:
-    """Write `tuning.json`, beside the sweeps on other testbeds, and `tuning.png` into each folder."""
+    """Write `tuning.json` and `tuning.png` into each folder; a published file keeps its sweeps on other testbeds."""
     files = [folder / "tuning.json" for folder in folders]
     for file in files:
         merged = {**read_committed(file), **found}

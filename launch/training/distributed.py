@@ -84,8 +84,9 @@ def start_ranks() -> Collectives:
     collectives = Collectives(device)
     # Ranks are not bound to cores: on two cores it made no step faster, and a bound rank cannot leave a core that another job uses. On a
     # host of several sockets `deepspeed --bind_cores_to_rank` binds them, together with the memory of the socket.
+    cores = collectives.gather((socket.gethostname(), os.sched_getaffinity(0)))  # of all ranks, which may differ in OMP_NUM_THREADS
     if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(share_of_cores(collectives.gather((socket.gethostname(), os.sched_getaffinity(0))), collectives.rank))
+        torch.set_num_threads(share_of_cores(cores, collectives.rank))
     return collectives
 
 
