@@ -47,7 +47,8 @@ MAIN_FIGURES = ("final_val_loss", "step_seconds", "peak_memory_bytes", "bytes_pe
 POINTS = 1000
 #: The x axes of the curves: column of `Run.columns` -> label.
 AXES = {"step": "steps", "tokens": "tokens", "seconds": "seconds", "flops": "FLOPs of all ranks", "bytes": "bytes sent by rank 0"}
-LOSSES = {"val_loss-control": "validation loss − control's (nats)", "val_loss": "validation loss (nats)", "loss": "training loss (nats)"}
+#: In nats per token.
+LOSSES = {"val_loss-control": "validation loss − control's", "val_loss": "validation loss", "loss": "training loss"}
 #: Metrics that are measured in each step; their mean over seeds is smoothed over 1% of the run.
 NOISY = ("loss", "grad_norm", "step_seconds", "tokens_per_second", "mfu")
 #: Colours of the sides, grey for controls. The first five differ for colour-blind readers; all have a contrast of 3:1 with white and black.
@@ -329,7 +330,7 @@ def _curves(comparison: Comparison) -> dict[str, Any]:
     looks = [CONTROL if side.role == "control" else next(others) for side in sides]
     return {
         "axes": AXES,
-        "labels": LOSSES,
+        "labels": {name: f"{label} (nats)" for name, label in LOSSES.items()},
         "sides": [{"name": side.name, "color": color, "dash": dash} for side, (color, dash) in zip(sides, looks, strict=True)],
         "pairs": pairs,
         "controls": {own: control for control, own in reversed(pairs)},
@@ -421,7 +422,7 @@ def draw_losses(comparison: Comparison, file: Path) -> None:
                 _draw_side(row_of_axes[0], side, color, style, metric)
             if pair and (metric == "loss" or len(sequences_evaluated(pair.control, pair.side)) == 1):
                 _draw_difference(row_of_axes[1], pair, metric)
-            what, title = LOSSES[metric].removesuffix(" (nats)"), f"on {pair.testbed.name}" if pair and pair.testbed else ""
+            what, title = LOSSES[metric], f"on {pair.testbed.name}" if pair and pair.testbed else ""
             if metric == "val_loss" and (batches := _batches(pair.side if pair else comparison.sides[0])):
                 what += f" on {batches} batches"
                 title += "; final losses in tables are of the whole validation split"
@@ -432,10 +433,7 @@ def draw_losses(comparison: Comparison, file: Path) -> None:
             if row_of_axes[0].get_legend_handles_labels()[0]:
                 row_of_axes[0].legend(fontsize=9, frameon=False)
             row_of_axes[0].set_title(title.removeprefix("; "), fontsize=9)
-        picture.suptitle(
-            f"{LOSSES[metric].removesuffix(' (nats)')} over tokens; thin: each seed, thick: mean over seeds, band: ± standard deviation",
-            fontsize=11,
-        )
+        picture.suptitle(f"{LOSSES[metric]} over tokens; thin: each seed, thick: mean over seeds, band: ± standard deviation", fontsize=11)
         picture.savefig(file, metadata={"Software": None})
 
 

@@ -181,7 +181,7 @@ def _measured_on(one: Published) -> Iterator[str]:
     yield _table(heads, (figure_row(name, figure) for name, figure in pair.published_figures.items()))
     if gaps := _gaps(pair):
         values = (f"{seed}: {signed(gaps[seed]) if seed in gaps else 'diverged'}" for seed in pair.seeds)
-        yield f"Difference of the final loss by seed: {'; '.join(values)}. Standard deviation: {np.std([*gaps.values()], ddof=1):.4f}."
+        yield f"Difference of the final loss by seed: {'; '.join(values)}. Standard deviation: {_spread(gaps)}."
 
 
 def _gaps(pair: Pair) -> dict[int, float]:
@@ -190,6 +190,11 @@ def _gaps(pair: Pair) -> dict[int, float]:
     if figure is None or len(figure.pairs) < 2:
         return {}
     return {seed: other - control for seed, (control, other) in figure.pairs.items()}
+
+
+def _spread(gaps: Mapping[int, float]) -> str:
+    """The standard deviation of the differences over seeds."""
+    return f"{np.std([*gaps.values()], ddof=1):.4f}"
 
 
 def _claim_row(verdict: Verdict, one: Published) -> list[str]:
@@ -329,8 +334,8 @@ def testbeds_part(cells: list[Published]) -> str:
         for one in cells:
             if one.testbed.name == name:
                 gaps = _gaps(one.pair) if one.pair else {}
-                spread = f"{np.std([*gaps.values()], ddof=1):.4f}" if gaps else UNMEASURED
-                spreads.append([f"[{one.recipe.name}](../{one.recipe.name}/README.md)", spread, str(len(gaps) or one.experiment.seeds)])
+                link = f"[{one.recipe.name}](../{one.recipe.name}/README.md)"
+                spreads.append([link, _spread(gaps) if gaps else UNMEASURED, str(len(gaps) or one.experiment.seeds)])
         heads = ["recipe", "standard deviation of its difference to the control, nats", "seeds"]
         blocks.append(_table(heads, spreads) if spreads else "No recipe is compared on it yet.")
     return "\n" + "\n\n".join(blocks) + "\n\n"
