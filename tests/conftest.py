@@ -127,6 +127,16 @@ def has_libaio() -> bool:
 
 
 @pytest.fixture
+def fixed_nano(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A preset `nano` of known values: tuning the real one changes none of the arithmetic that a test expects."""
+    from model.presets import PRESETS, ModelShape, Preset
+
+    shape = ModelShape(n_layer=4, n_head=4, d_model=256, seq_len=128)
+    preset = Preset(shape, lr=3e-3, global_batch_size=16, micro_batch_size=16, steps=300, warmup_steps=30)
+    monkeypatch.setitem(PRESETS, "nano", preset)
+
+
+@pytest.fixture
 def processor(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., None]:
     """A function that gives this process a processor of which Linux names these flags."""
     from launch.config import hardware

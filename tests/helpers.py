@@ -21,7 +21,7 @@ import torch
 from launch.config.explain import explain as explained_run
 from launch.config.run_config import RunConfig, needs_cuda, resolve
 from launch.errors import run_command
-from launch.formats.checkpoint_files import file_entry, state_text
+from launch.formats.checkpoint_files import complete_checkpoints, file_entry, read_state, state_text
 from model.presets import FIELDS, GPTConfig, ModelShape, shape_of
 from model.sampling import NextLogits, Sampling, stream
 from recipes.registry import read_recipe, recipe_names
@@ -153,6 +153,18 @@ def reseal(checkpoint: Path, **values: Any) -> None:
     entries = {str(path.relative_to(checkpoint)): file_entry(path) for path in files}
     where = {key: state[key] for key in ("step", "tokens", "samples", "val_loss")}
     (checkpoint / "state.json").write_text(state_text(where, state["run_id"], state["ranks"], entries))
+
+
+def losses(lines: list[dict[str, Any]]) -> list[float]:
+    """Training losses of the lines of a run's metrics; the line of step 0 has none."""
+    return [line["loss"] for line in lines if "loss" in line]
+
+
+def rewind(run: Path, step: int) -> None:
+    """As if the run in folder `run` had been killed after `step`, with its last steps in the metrics and not in a checkpoint."""
+    for checkpoint in complete_checkpoints(run / "checkpoints"):
+        if read_state(checkpoint)["step"] > step:
+            shutil.rmtree(checkpoint)
 
 
 def resumed_after(run: Path) -> int:

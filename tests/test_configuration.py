@@ -17,20 +17,13 @@ from launch.config.engine_schema import engine_schema
 from launch.config.run_config import RunConfig, resolve
 from launch.errors import UsageError
 from launch.formats.json_lines import read_json
-from model.presets import PRESETS, ModelShape, Preset
 from recipes.registry import technique_classes
+
+pytestmark = pytest.mark.usefixtures("fixed_nano")
 
 ROOT = Path(__file__).resolve().parents[1]
 BASE = json.loads((ROOT / "ds_configs" / "zero1_bf16.json").read_text())
 AUTO_WARMUP = {"warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": "auto"}
-
-
-@pytest.fixture(autouse=True)
-def nano(monkeypatch):
-    """A preset `nano` of known values: tuning the real one changes none of the arithmetic here."""
-    shape = ModelShape(n_layer=4, n_head=4, d_model=256, seq_len=128)
-    preset = Preset(shape, lr=3e-3, global_batch_size=16, micro_batch_size=16, steps=300, warmup_steps=30)
-    monkeypatch.setitem(PRESETS, "nano", preset)
 
 
 @pytest.fixture

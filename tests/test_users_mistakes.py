@@ -23,21 +23,14 @@ from launch import errors
 from launch.comparison.interleaved import free_port
 from launch.config.run_config import resolve
 from launch.errors import UsageError
-from model.presets import PRESETS, ModelShape, Preset
 from tests.commands import run_script
 from tests.helpers import refused_start
+
+pytestmark = pytest.mark.usefixtures("fixed_nano")
 
 ROOT = Path(__file__).resolve().parents[1]
 BASE = json.loads((ROOT / "ds_configs" / "zero1_bf16.json").read_text())
 LAUNCHER_NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT")
-
-
-@pytest.fixture(autouse=True)
-def nano(monkeypatch):
-    """A preset `nano` of known values: tuning the real one changes none of the arithmetic here."""
-    shape = ModelShape(n_layer=4, n_head=4, d_model=256, seq_len=128)
-    preset = Preset(shape, lr=3e-3, global_batch_size=16, micro_batch_size=16, steps=300, warmup_steps=30)
-    monkeypatch.setitem(PRESETS, "nano", preset)
 
 
 @pytest.fixture

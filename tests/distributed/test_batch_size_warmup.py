@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from launch.config.run_config import resolve
-from tests.helpers import resumed_after
+from tests.helpers import losses, resumed_after
 
 SHAPE = {"n_layer": 2, "n_head": 2, "d_model": 64, "seq_len": 64}
 BATCH, STEPS, LR, WARMUP = 16, 20, 5e-4, 2
@@ -31,10 +31,6 @@ def flags(corpus, tmp_path, stage: int, name: str, *more: str) -> list[str]:
 
 def trained(pool, run: list[str]) -> list[dict]:
     return pool.run("tests.distributed.jobs:pretrain", flags=run)[0]
-
-
-def losses(lines: list[dict]) -> list[float]:
-    return [line["loss"] for line in lines]
 
 
 def rate(tokens: int) -> float:

@@ -8,7 +8,7 @@ import math
 import pytest
 
 from launch.training.checkpoint import complete_checkpoints
-from tests.helpers import resumed_after
+from tests.helpers import losses, resumed_after
 
 JOBS = "tests.distributed.failure_jobs"
 SHAPE = ["--n_layer", "2", "--n_head", "2", "--d_model", "64", "--seq_len", "32", "--global_batch_size", "8", "--micro_batch_size", "2"]
@@ -18,10 +18,6 @@ STEPS = 8
 def flags(corpus, tmp_path, config: str, *more: str) -> list[str]:
     run = ["--deepspeed_config", f"ds_configs/{config}.json", *SHAPE, "--data", str(corpus), "--runs_dir", str(tmp_path)]
     return [*run, "--run_name", "r", "--steps", str(STEPS), "--lr", "1e-3", "--eval_every", "0", "--save_every", "0", *more]
-
-
-def losses(lines: list[dict]) -> list[float]:
-    return [line["loss"] for line in lines]
 
 
 @pytest.mark.parametrize("factor", [math.nan, pytest.param(math.inf, marks=pytest.mark.long)])

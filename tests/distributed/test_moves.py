@@ -15,10 +15,9 @@ import torch
 
 from launch.config.run_config import resolve
 from launch.errors import UsageError
-from launch.formats.checkpoint_files import complete_checkpoints, read_state
 from tests.conftest import Pools
 from tests.distributed.ranks import Ranks
-from tests.helpers import reseal
+from tests.helpers import losses, reseal, rewind
 
 JOB, LOADED, BY_HAND = (f"tests.distributed.{name}" for name in ("jobs:pretrain", "move_jobs:loaded", "move_jobs:trained_by_hand"))
 #: 35 and 105 elements of a bias, which two and four ranks do not share evenly.
@@ -89,20 +88,9 @@ class Runs:
         return self._pools.of(layout.ranks).run(job, flags=[*self.flags(layout, runs, *more), "--resume"], **options)[0]
 
 
-def rewind(run: Path, step: int) -> None:
-    """As if the run had been killed after `step`."""
-    for checkpoint in complete_checkpoints(run / "checkpoints"):
-        if read_state(checkpoint)["step"] > step:
-            shutil.rmtree(checkpoint)
-
-
 @pytest.fixture(scope="module")
 def runs(pools, corpus, tmp_path_factory) -> Runs:
     return Runs(pools, corpus, tmp_path_factory.mktemp("moves"))
-
-
-def losses(lines: list[dict[str, Any]]) -> list[float]:
-    return [line["loss"] for line in lines]
 
 
 def content_of(folder: Path) -> dict[str, bytes]:

@@ -17,7 +17,7 @@ from model.presets import GPTConfig
 from tests.commands import run_script
 from tests.distributed.reference import document_by_document, reference_steps
 from tests.distributed.test_engine_follows_plain_pytorch import FORMS, largest_difference, losses_of
-from tests.helpers import ROOT
+from tests.helpers import ROOT, losses
 
 JOB = "tests.distributed.jobs:pretrain"
 SHAPE = {"n_layer": 2, "n_head": 2, "d_model": 64, "seq_len": 64}
@@ -59,10 +59,6 @@ def flags(corpus: Path, runs: Path, name: str, config: str, *more: str) -> list[
         "save_every": 0,
     }
     return [text for key, value in values.items() for text in (f"--{key}", str(value))] + list(more)
-
-
-def losses(lines: list[dict]) -> list[float]:
-    return [line["loss"] for line in lines if "loss" in line]
 
 
 @pytest.fixture(scope="module")

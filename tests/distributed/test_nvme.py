@@ -18,7 +18,7 @@ from launch.config.run_config import OFFLOADS, resolve
 from launch.errors import UsageError
 from launch.formats.metrics import read_metrics
 from launch.training.engine import _deepspeed_config
-from tests.helpers import resumed_after
+from tests.helpers import losses, resumed_after
 
 ROOT = Path(__file__).resolve().parents[2]
 #: c_fc and c_proj are large enough for the drive (1 MiB of fp32), biases and norms are not.
@@ -36,10 +36,6 @@ def flags(corpus, runs: Path, config: str, name: str, optimizer: str | None, par
         if device:
             run += ["--set", f"zero_optimization.{key}={json.dumps({'device': device, 'nvme_path': 'auto', **sizes})}"]
     return run
-
-
-def losses(lines: list[dict]) -> list[float]:
-    return [line["loss"] for line in lines]
 
 
 @pytest.mark.long  # builds async_io, which takes three minutes of two cores

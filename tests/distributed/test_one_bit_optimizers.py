@@ -16,7 +16,7 @@ from launch.config.run_config import resolve
 from tests.distributed.reference import PublishedOneBitAdam, PublishedOneBitLamb, Step, reference_steps
 from tests.distributed.test_engine_follows_plain_pytorch import BATCH, LR, SEED, STEPS, WARMUP, largest_difference, losses_of
 from tests.distributed.test_engine_follows_plain_pytorch import flags as engine_flags
-from tests.helpers import resumed_after
+from tests.helpers import losses, resumed_after
 
 SHAPE = {"n_layer": 2, "n_head": 2, "d_model": 64, "seq_len": 32}
 FREEZE = 10
@@ -72,10 +72,6 @@ def expected(corpus) -> Callable[..., list[Step]]:
         )
 
     return steps
-
-
-def losses(lines: list[dict]) -> list[float]:
-    return [line["loss"] for line in lines]
 
 
 def trained(pool, run: list[str], job: str = "tests.distributed.jobs:pretrain") -> list[dict]:

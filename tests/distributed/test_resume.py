@@ -31,7 +31,7 @@ from launch.training.run_json import commits_of
 from model.presets import PRESETS
 from tests.distributed.launched import TINY, LaunchedRun
 from tests.distributed.ranks import Ranks
-from tests.helpers import resumed_after
+from tests.helpers import resumed_after, rewind
 
 JOB = "tests.distributed.jobs:pretrain"
 STEPS = 40
@@ -57,13 +57,6 @@ def train(request: pytest.FixtureRequest) -> Callable[..., list[dict]]:
 
 def losses(lines: list[dict]) -> list[tuple[int, float]]:
     return [(line["step"], line["loss"]) for line in lines if "loss" in line]
-
-
-def rewind(run: Path, step: int) -> None:
-    """As if the run had been killed after `step`, with its last steps in the metrics and not in a checkpoint."""
-    for checkpoint in complete_checkpoints(run / "checkpoints"):
-        if read_state(checkpoint)["step"] > step:
-            shutil.rmtree(checkpoint)
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import pytest
 from launch.formats.checkpoint_files import complete_checkpoints, read_state
 from launch.formats.tensor_files import load_tensors
 from launch.training.spikes import DEVIATIONS, LIMIT, Window
-from tests.helpers import refusal, resumed_after
+from tests.helpers import losses, refusal, resumed_after
 
 MODEL = "--n_layer 2 --n_head 2 --d_model 32 --seq_len 32 --micro_batch_size 2 --global_batch_size 4 --eval_every 0"
 TRAINING = "--steps 160 --save_every 70 --lr 1e-2 --min_lr 1e-2 --warmup_steps 10"
@@ -29,10 +29,6 @@ def train(two_ranks, corpus, tmp_path) -> Callable[..., Any]:
         return two_ranks.run(f"tests.distributed.spike_jobs:{job}", flags=[*FLAGS, *flags, *more], **where)[0]
 
     return train
-
-
-def losses(lines: list[dict[str, Any]]) -> list[float]:
-    return [line["loss"] for line in lines]
 
 
 def spikes(lines: list[dict[str, Any]]) -> list[int]:
