@@ -24,6 +24,7 @@ $(INSTALLED): setup.cfg pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
 	  { echo "error: $(PYTHON) is older than 3.10; name another one: make $(MAKECMDGOALS) PYTHON=python3.11" >&2; exit 2; }
 	@echo "Setting up $(VENV) from constraints.txt (about a minute; once)"
+	@[ "$$(uname -s)" = Linux ] || { echo "error: this project needs Linux; on another system, use a container or a virtual machine" >&2; exit 2; }
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
 	@touch $@
@@ -38,8 +39,8 @@ $(CORPUS)/manifest.json: | $(INSTALLED)
 pretrain: $(INSTALLED) $(CORPUS)/manifest.json  ## train a nano GPT through ds_configs/zero1_bf16.json; ARGS="..." goes through
 	@name=first; n=2; while [ -e "runs/$$name" ]; do name=first-$$n; n=$$((n + 1)); done; \
 	port=$$($(BIN)/python -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])'); set -x; \
-	$(BIN)/deepspeed --log_level error --master_port $$port launch/pretrain.py --deepspeed_config ds_configs/zero1_bf16.json \
-	  $(if $(findstring --deepspeed_config,$(ARGS)),,--set bf16.enabled=auto) --preset nano --data $(CORPUS) --run_name $$name $(ARGS)
+	$(BIN)/deepspeed --log_level error --master_port $$port launch/pretrain.py $(if $(findstring --recipe,$(ARGS)),,--deepspeed_config \
+	  ds_configs/zero1_bf16.json $(if $(findstring --deepspeed_config,$(ARGS)),,--set bf16.enabled=auto)) --preset nano --data $(CORPUS) --run_name $$name $(ARGS)
 
 # Three processes, because tests often wait for other ranks or for imports. Each process gets whole files, in the order of the folders:
 # tests/distributed takes longest and comes first.

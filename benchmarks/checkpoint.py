@@ -100,7 +100,7 @@ def measure(arguments: argparse.Namespace) -> report.Measured:
     print(f"peak: {beside['peak'] / 2**20:,.0f} MiB, {alone['peak'] / 2**20:,.0f} MiB without saves beside training")
     ratios = [stall / waited for stall in stalls]
     lower, median, upper = statistics.quantiles(ratios, n=4)
-    row = report.Row(f"the loop's stall / writing a checkpoint, {arguments.preset}", f"{median:.1%}", [lower, upper], "under 15%")
+    row = report.Row(f"the loop's stall / writing a checkpoint, {arguments.preset}", f"{median:.3f}", [lower, upper], "under 0.15")
     details = {"config": arguments.deepspeed_config, "preset": arguments.preset, "bytes": size, "still_seconds": waited}
     details |= {"stall_seconds": stalls, "stall_ratios": ratios, "write_seconds_beside": writes}
     details |= {"steps_with_saves": report.spread(beside["steps"]), "steps_without_saves": report.spread(alone["steps"])}

@@ -121,6 +121,7 @@ def train(config: RunConfig, folder: RunFolder | NoFolder, stop: StopRequest, ob
         log=folder.log,
         run_id=folder.run_id,
         store=CheckpointStore.of(config),
+        on_wait=lambda: engine.enter(CHECKPOINT),
     )
 
     # Optimizer steps done, tokens and samples consumed, and the validation loss after the last step, if it was evaluated.
@@ -198,7 +199,6 @@ def train(config: RunConfig, folder: RunFolder | NoFolder, stop: StopRequest, ob
                 if rewound := spikes.rewind(state, checkpoints):
                     state, saving = rewound, False
                 if saving:
-                    engine.enter(CHECKPOINT)
                     with collectives.uncounted():
                         checkpoints.save(state, last=bool(stopped or last))
     except TrainingFailed as reason:

@@ -119,7 +119,7 @@ class Recipe:
         experiments: by the name of the testbed.
         paper: where the technique comes from.
         needs: what the effect requires: ranks, a slow network, a GPU.
-        flags: suggested flags of `launch/pretrain.py`, used by `--recipe` unless the user gives the same flag.
+        flags: suggested flags of `launch/pretrain.py`, used by `--recipe` unless the user gives the same flag or a preset.
         ranks: of each run in its experiments.
         history: claims that were changed after a result was known, a sentence each; the page shows them.
     """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import subprocess
@@ -17,6 +18,7 @@ from launch.config.engine_schema import engine_schema
 from launch.config.run_config import RunConfig, resolve
 from launch.errors import UsageError
 from launch.formats.json_lines import read_json
+from model.presets import PRESETS
 from recipes.registry import technique_classes
 
 pytestmark = pytest.mark.usefixtures("fixed_nano")
@@ -85,12 +87,43 @@ def test_ranks_with_another_corpus_are_refused(resolved):
         _check_hosts(config, cast("Any", SimpleNamespace(gather=lambda own: [own, own, ("another", *own[1:])])))
 
 
+def test_ranks_with_another_configuration_are_refused(resolved):
+    """A host on which the command or the JSON differs; where the files lie may differ."""
+    from launch.training.engine import _check_hosts  # imports torch and DeepSpeed
+
+    def answer(other: RunConfig) -> Any:
+        found: list[Any] = []
+        with contextlib.suppress(UsageError):
+            _check_hosts(other, cast("Any", SimpleNamespace(gather=lambda own: [found.append(own) or own])))
+        return SimpleNamespace(gather=lambda own: [own, found[0]])
+
+    config = resolved()
+    _check_hosts(config, answer(resolved("--quiet", "--runs_dir", "elsewhere")))
+    with pytest.raises(UsageError, match="rank 1 has seed = 7, and rank 0 has 1"):
+        _check_hosts(config, answer(resolved("--seed", "7")))
+    with pytest.raises(UsageError, match=r"rank 1 has engine.zero_optimization.stage = 2, and rank 0 has 1"):
+        _check_hosts(config, answer(resolved(**{"zero_optimization.stage": 2})))
+
+
 def test_a_flag_wins_over_the_preset(resolved):
     flags = ["--lr", "1e-4", "--min_lr", "0", "--steps", "50", "--warmup_steps", "0", "--global_batch_size", "8", "--d_model", "64"]
     config = resolved(*flags)
     assert (config.lr, config.steps, config.warmup_steps, config.global_batch_size) == (1e-4, 50, 0, 8)
     assert config.scheduler["params"]["min_lr"] == 0
     assert (config.shape.d_model, config.shape.n_layer) == (64, 4)
+
+
+def test_a_preset_replaces_the_suggested_flags_of_a_recipe(corpus):
+    """They are for a small model. The architecture of a recipe stays."""
+
+    def run(recipe: str, *flags: str) -> RunConfig:
+        return resolve(["--recipe", f"recipes/{recipe}", "--data", str(corpus), *flags], ranks=1)[0]
+
+    suggested, sized = run("batch_size_warmup"), run("batch_size_warmup", "--preset", "gpt2", "--steps", "50")
+    assert (suggested.lr, suggested.global_batch_size, suggested.steps) == (2e-3, 32, 125)
+    assert (sized.lr, sized.global_batch_size, sized.steps) == (PRESETS["gpt2"].lr, PRESETS["gpt2"].global_batch_size, 50)
+    assert run("fused_kernels", "--preset=nano").steps == PRESETS["nano"].steps
+    assert run("modern_gpt", "--preset", "gpt2").architecture == "qwen3"
 
 
 def test_a_concrete_value_stands(resolved):

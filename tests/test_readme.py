@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import re
@@ -142,6 +143,7 @@ def test_the_data_command_runs(command, tmp_path):
     texts = [f"The square of {number} is {number**2}, its cube {number**3}.\n" * 20 for number in range(200)]  # enough for both splits
     for number, text in enumerate(texts):
         (source / f"{number}.txt").write_text(text, encoding="utf-8")
+    (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"content": text}) + "\n" for text in texts), encoding="utf-8")
     pyarrow.parquet.write_table(pyarrow.table({"text": texts}), tmp_path / "texts.parquet")
     (tmp_path / "gpt2_folder").mkdir()  # of Hugging Face, like a GPT-2 that was downloaded
     write_tokenizer(train_tokenizer("bytes", []), tmp_path / "gpt2_folder", 32)
@@ -149,10 +151,11 @@ def test_the_data_command_runs(command, tmp_path):
         "gpt2_folder": str(tmp_path / "gpt2_folder"),
         "~/texts": str(source),
         "/texts/*.parquet": f"{tmp_path}/*.parquet",
+        "/texts/*.jsonl": f"{tmp_path}/*.jsonl",
         "gpt2": "bytes",
         "0.0005": "0.05",
     }
-    here |= dict.fromkeys(("data/texts", "data/texts_gpt2", "data/corpus"), str(tmp_path / "out"))
+    here |= dict.fromkeys(("data/texts", "data/texts_gpt2", "data/corpus", "data/own"), str(tmp_path / "out"))
     words = [sys.executable, *(here.get(word, word) for word in shlex.split(command)[1:])]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -1,7 +1,7 @@
 """Everything that is measured on a GPU, in parts of a few minutes, also on a machine without a network.
 
     python3 -m benchmarks.gpu                       # all parts, one after another; what is measured already is not measured again
-    python3 -m benchmarks.gpu utilization           # one part; ends by itself after --minutes (9), and goes on when called again
+    python3 -m benchmarks.gpu utilization           # one part; with --minutes N it ends after N minutes, and goes on when called again
     python -m benchmarks.gpu pack                   # before: the repository and the wheels that the GPU machine lacks, into .gpu
     python -m benchmarks.gpu rehearse               # before: all parts at small sizes on a CPU, with the GPU machine's packages alone
 
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import subprocess
 import sys
@@ -28,7 +29,7 @@ TIME_IS_OVER = 3
 def main() -> int:
     parser = argparse.ArgumentParser("benchmarks.gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"{', '.join(PARTS)} (all of them), or alone: pack, rehearse")
-    parser.add_argument("--minutes", type=float, default=9.0, help="when a part ends, complete or not (9)")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="end each part after this time, complete or not (no limit)")
     parser.add_argument("--tiny", action="store_true", help="small sizes on a CPU; records go to .gpu/tiny instead")
     parser.add_argument("--python", default="python3.12", help="rehearse: the interpreter of the GPU machine's version (python3.12)")
     arguments = parser.parse_args()
@@ -60,11 +61,12 @@ def prepare_environment(tiny: bool) -> None:
 
 
 def run_part(part: str, tiny: bool, deadline: float) -> int:
-    """Run the cells of `part` that have no record yet, until `deadline` on the monotonic clock. Returns the exit code."""
+    """Run the cells of `part` that have no record of this GPU yet, until `deadline` on the monotonic clock. Returns the exit code."""
     file = (WORK / "tiny" if tiny else FOLDER) / f"{part}.json"
     every = commands(part, tiny)
     done = {} if part == "setup" else read(file)  # a machine may be fresh: set-up looks for what is there
-    left = {name: command for name, command in every.items() if name not in done or done[name][0].get("failed")}
+    here = device() if done else ""
+    left = {name: command for name, command in every.items() if not any(is_complete(one, here) for one in done.get(name, []))}
     failed = []
     print(f"{part}: {len(every) - len(left)} of {len(every)} cells are measured", flush=True)
     for number, (name, command) in enumerate(left.items(), 1):
@@ -77,7 +79,9 @@ def run_part(part: str, tiny: bool, deadline: float) -> int:
             print(f"{part}: the time is over; {len(left) - number + 1} cell(s) left", flush=True)
             return TIME_IS_OVER
         if results.exists():
-            write(file, read(file) | {name: json.loads(results.read_text(encoding="utf-8"))})
+            new, old = json.loads(results.read_text(encoding="utf-8")), read(file)
+            others = [one for one in old.get(name, []) if one["device"] != new[0]["device"]]
+            write(file, old | {name: new + others})
             results.unlink()
         if code:
             failed.append(name)
@@ -99,6 +103,18 @@ def run_cell(command: list[str], results: Path, deadline: float) -> int | None:
             one.kill()
         process.wait()
         return None
+
+
+def device() -> str:
+    """The device as the records name it."""
+    from benchmarks import report  # needs what set-up installs
+
+    return report.device_name()
+
+
+def is_complete(record: dict[str, Any], device: str) -> bool:
+    """Whether a record is of this device and has no failure."""
+    return record["device"] == device and not record.get("failed")
 
 
 def read(file: Path) -> dict[str, list[dict[str, Any]]]:

@@ -11,8 +11,6 @@ FOLDER = Path(__file__).parent
 WORK = ROOT / ".gpu"
 WHEELS, SITE, BUNDLE = WORK / "wheels", WORK / "site", WORK / "repository.bundle"
 PARTS = ("setup", "correctness", "utilization", "kernels")
-#: The largest sum of what travels to the GPU machine: the repository and the wheels.
-MOST_BYTES = 64 * 2**20
 
 
 def corpus(tiny: bool) -> Path:

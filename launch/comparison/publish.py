@@ -32,6 +32,8 @@ def check_checkout() -> None:
     if commit is None or "+" in commit:
         what = "this checkout has uncommitted changes" if commit else "this is not a git checkout"
         raise UsageError(f"--publish: {what}, so its results could not be reproduced; commit first, or leave out --publish")
+    if (_git("rev-parse", "--is-shallow-repository") or "").strip() == "true":
+        raise UsageError("--publish: this clone is shallow and lacks the commits of the claims; run `git fetch --unshallow` first")
     if unknown := (_git("ls-files", "--others", "--exclude-standard", "--", *TRAINING) or "").splitlines():
         raise UsageError(f"--publish: {unknown[0]} is not in git, so results could not be reproduced; commit it first, or remove it")
 

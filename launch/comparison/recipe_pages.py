@@ -206,7 +206,7 @@ def _claim_row(verdict: Verdict, one: Published) -> list[str]:
 def _plan(claim: Claim, one: Published) -> str:
     """The assumed true value; for the loss, also the power at the testbed's noise and at the ends of the noise's interval.
 
-    For "equal" the noise is that of rounding (precision, accumulation), for other questions that of a perturbation (trajectory).
+    The noise is the largest of the measured standard deviations; for "equal", of those that come from rounding (precision, accumulation).
     """
     truth = f"if the true {claim.scale} is {_number(claim, claim.expected)}"
     measured = TESTBEDS / one.testbed.name / "noise.json"
@@ -214,7 +214,7 @@ def _plan(claim: Claim, one: Published) -> str:
         what = "noise" if claim.measure == "loss" else "noise of this quantity"
         return f"planned {truth}; the {what} is not measured, so the power is unknown"
     nulls = read_committed(measured)["nulls"]
-    kinds = ("precision", "accumulation") if claim.question == "equal" else ("trajectory",)
+    kinds = ("precision", "accumulation") if claim.question == "equal" else tuple(nulls)
     middle, high, low = (
         f"{planned_power(claim, one.experiment.seeds, noise, claims_in_table(one.testbed.device)):.2f}"
         for noise in max(deviation(nulls[kind]) for kind in kinds)

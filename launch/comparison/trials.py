@@ -85,7 +85,7 @@ def plan_experiment(
         CannotRun: this machine lacks what one of them needs, or the flags are refused.
         DataError: the corpus is missing or damaged.
     """
-    suggested = suggested_flags(recipe, length_given="--steps" in flags or "--tokens" in flags)
+    suggested = suggested_flags(recipe, flags)
     of_control = without(suggested, "--architecture", *(f"--{field}" for field in FIELDS))
     seeds = list(seeds)
     of_recipe, its_control = (read_json(ROOT / config)[0].keys() for config in (recipe.config, recipe.control))

@@ -6,6 +6,7 @@ What a value means together with the DeepSpeed JSON and the preset is decided in
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import math
 import os
 import re
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from launch.errors import UsageError, is_local_rank_0, nearest
-from model.presets import ARCHITECTURES, CHOICES, PRESETS
+from model.presets import ARCHITECTURES, CHOICES, PRESETS, Preset
 from recipes.registry import Recipe, read_recipe
 
 if TYPE_CHECKING:
@@ -297,7 +298,7 @@ def parse_flags(argv: list[str]) -> tuple[argparse.Namespace, Recipe | None]:
 
     if sum(argument.partition("=")[0] == "--recipe" for argument in argv) > 1:
         raise UsageError("--recipe is given twice; give one, and add the other's section with --set, as recipes/README.md says")
-    flags = own = parse(argv)
+    flags = parse(argv)
     origins = {name: f"--{name}" for name in given(build_parser(), argv)}
     if (flags.deepspeed_config is None) == (flags.recipe is None):
         raise UsageError("give one of --deepspeed_config FILE (shipped ones: ds_configs/) and --recipe DIR (recipes/README.md)")
@@ -308,7 +309,7 @@ def parse_flags(argv: list[str]) -> tuple[argparse.Namespace, Recipe | None]:
             parse(recipe.flags)
         except UsageError as reason:
             raise UsageError(f"{Path(flags.recipe) / 'recipe.json'}: 'flags': {reason}") from None
-        suggestions = suggested_flags(recipe, bool(own.steps or own.tokens))
+        suggestions = suggested_flags(recipe, argv)
         flags = parse([*suggestions, *argv])
         origins = {**dict.fromkeys(given(build_parser(), suggestions), f"{Path(flags.recipe) / 'recipe.json'}"), **origins}
     _check_names(flags)
@@ -316,9 +317,16 @@ def parse_flags(argv: list[str]) -> tuple[argparse.Namespace, Recipe | None]:
     return flags, recipe
 
 
-def suggested_flags(recipe: Recipe, length_given: bool) -> list[str]:
-    """The recipe's suggested flags, without --steps and --tokens if the user gives a length."""
-    return without(recipe.flags, "--steps", "--tokens") if length_given else recipe.flags
+def suggested_flags(recipe: Recipe, arguments: Sequence[str]) -> list[str]:
+    """The recipe's suggested flags that apply beside the user's `arguments`.
+
+    A length replaces the suggested one. A preset has its own size and training values, so it replaces the suggested ones.
+    """
+    names = {argument.partition("=")[0] for argument in arguments}
+    replaced = {"--steps", "--tokens"} if names & {"--steps", "--tokens", "--preset"} else set()
+    if "--preset" in names:
+        replaced |= {"--preset", *(f"--{field.name}" for field in dataclasses.fields(Preset))}
+    return without(recipe.flags, *replaced)
 
 
 def given(parser: argparse.ArgumentParser, arguments: list[str]) -> set[str]:

@@ -71,12 +71,19 @@ def check_shared(run: Path, collectives: Collectives) -> None:
     Raises:
         UsageError: the folder is on a disk of one host.
     """
-    lock, deadline = run / ".lock", time.monotonic() + SEEN_SECONDS
-    if not collectives.gather(os.path.exists(lock))[0]:
+    deadline = time.monotonic() + SEEN_SECONDS
+
+    def lock() -> str:
+        """What the lock holds, which differs between starts; a host may have the folder of an earlier run."""
+        with contextlib.suppress(OSError):
+            return (run / ".lock").read_text(encoding="utf-8")
+        return ""
+
+    if not (of_rank_0 := collectives.gather(lock())[0]):
         return
-    while not os.path.exists(lock) and time.monotonic() < deadline:
+    while lock() != of_rank_0 and time.monotonic() < deadline:
         time.sleep(0.2)
-    if not all(seen := collectives.gather(os.path.exists(lock))):
+    if not all(seen := collectives.gather(lock() == of_rank_0)):
         raise UsageError(f"{run}: rank {seen.index(False)} does not see this folder; all hosts must share --runs_dir")
 
 
@@ -93,6 +100,7 @@ class Checkpoints:
         log: writes one line to the log.
         run_id: the id in the run's `run.json`; only needed on rank 0.
         store: rank 0 uploads each complete checkpoint to it, and a resume reads from it.
+        on_wait: called before a checkpoint is written, read or waited for, which may take long.
 
     Attributes:
         current: the checkpoint that was loaded or saved last, on every rank.
@@ -109,10 +117,11 @@ class Checkpoints:
         log: Callable[[str], None],
         run_id: str | None = None,
         store: CheckpointStore | None = None,
+        on_wait: Callable[[], None] = lambda: None,
     ):
         self.folder, self.keep, self.engine, self.technique, self.collectives = folder, keep, engine, technique, collectives
         self._snapshots = Snapshots(engine, technique, collectives, log)
-        self._on_failure, self._log, self._run_id = on_failure, log, run_id
+        self._on_failure, self._on_wait, self._log, self._run_id = on_failure, on_wait, log, run_id
         self.current: Path | None = None
         self._passed_over: list[Path] = []  # by the resume, until the next checkpoint is complete
         self._failed = False
@@ -129,6 +138,7 @@ class Checkpoints:
 
     def __exit__(self, *_: object) -> None:
         if self._in_flight:
+            self._on_wait()
             wait([self._in_flight])
 
     # --- writing --------------------------------------------------------------------------------------------------------------------
@@ -143,6 +153,7 @@ class Checkpoints:
             SystemExit: this checkpoint or the previous one cannot be written (exit code 1, one line from each failed rank). Older ones are
                 unchanged.
         """
+        self._on_wait()
         start = time.monotonic()
         self._finish()
         if (waited := time.monotonic() - start) > LOGGED_WAIT_SECONDS:
@@ -257,6 +268,7 @@ class Checkpoints:
             SystemExit: it could not be loaded (exit code 1, one line from each failed rank).
         """
         self._finish()
+        self._on_wait()
         # Only rank 0 opens the run's folder and the store, so its view holds for all ranks.
         checkpoints, (stored, unreachable), self._run_id = self.collectives.gather(
             (complete_checkpoints(self.folder), self._list_store(), self._run_id)

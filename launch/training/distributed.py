@@ -84,9 +84,8 @@ def start_ranks() -> Collectives:
     collectives = Collectives(device)
     # Ranks are not bound to cores: on two cores it made no step faster, and a bound rank cannot leave a core that another job uses. On a
     # host of several sockets `deepspeed --bind_cores_to_rank` binds them, together with the memory of the socket.
-    cores = collectives.gather((socket.gethostname(), os.sched_getaffinity(0)))  # of all ranks, which may differ in OMP_NUM_THREADS
     if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(share_of_cores(cores, collectives.rank))
+        torch.set_num_threads(share_of_cores(collectives.cores, collectives.rank))
     return collectives
 
 
@@ -223,6 +222,10 @@ class Collectives:
     bandwidth-optimal algorithm sends for N ranks: all_reduce 2(N-1)/N x size; reduce_scatter, all_to_all and reduce (N-1)/N x input;
     all_gather (N-1)/N x gathered output; broadcast (N-1)/N x size, the mean over the ranks. An all_to_all of unequal parts sends all parts
     but the rank's own.
+
+    Attributes:
+        cores: of each rank, its host and the cores that it may use.
+        ranks_of_host: the number of ranks on the host of this rank.
     """
 
     def __init__(self, device: torch.device):
@@ -230,6 +233,8 @@ class Collectives:
         self.rank, self.world_size = comm.get_rank(), comm.get_world_size()
         self.bytes_sent = 0.0
         _count_collectives(comm.comm.cdb, self)
+        self.cores: list[tuple[str, set[int]]] = self.gather((socket.gethostname(), os.sched_getaffinity(0)))
+        self.ranks_of_host = sum(host == socket.gethostname() for host, _ in self.cores)
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum `tensor` over all ranks, in place."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import io
+import json
 import math
 import os
 from collections.abc import Callable
@@ -31,11 +32,15 @@ from launch.training import corrections, monitors
 from launch.training.distributed import Collectives, load_extension, without_compiled_muon
 from launch.training.half_products import train_on_cpu_in
 from launch.training.mean_norm import MeanNorm
+from launch.training.run_json import differences
 from launch.training.start_from import fill_masters, fill_model
 from launch.training.unfused_step import use_fused_step
 from model.gpt import GPT, weight_decay_groups
 from recipes.optimizers import LATE_STEP
 from recipes.technique import Technique
+
+#: Values of a configuration in which hosts may differ: where their copies of files lie, and what is printed.
+OF_A_HOST = ("data", "runs_dir", "config_file", "recipe", "init_from", "branch_from", "quiet")
 
 
 @dataclass
@@ -238,12 +243,13 @@ def start_engine(config: RunConfig, techniques: Technique, collectives: Collecti
 
 
 def _check_hosts(config: RunConfig, collectives: Collectives) -> None:
-    """Refuse ranks with different corpora, or with different precisions: their gradients have different types.
+    """Refuse ranks that have resolved another run: they would wait for each other, or train something else without a message.
 
-    Before there is a process group, each host opens the corpus, possibly a copy of its own, and resolves `"bf16": {"enabled": "auto"}` for
-    its own processor.
+    Before there is a process group, each rank reads its own command and files, possibly copies of rank 0's, and resolves "auto" for its own
+    host.
     """
-    fingerprints, precisions = zip(*collectives.gather((config.corpus.fingerprint, config.precision)), strict=True)
+    own = {key: value for key, value in config.as_json().items() if key not in OF_A_HOST}
+    fingerprints, precisions, runs = zip(*collectives.gather((config.corpus.fingerprint, config.precision, own)), strict=True)
     if others := [rank for rank, fingerprint in enumerate(fingerprints) if fingerprint != fingerprints[0]]:
         raise UsageError(
             f"--data {config.data}: rank {others[0]} has another corpus than rank 0; copy the corpus of rank 0's host to all hosts"
@@ -251,6 +257,10 @@ def _check_hosts(config: RunConfig, collectives: Collectives) -> None:
     if len(set(precisions)) > 1:
         found = ", ".join(f"{precision} on rank {rank}" for rank, precision in enumerate(precisions))
         raise UsageError(f"{config.config_file}: 'bf16.enabled' is \"auto\", which the hosts resolve to {found}; write true or false")
+    for rank, run in enumerate(runs):
+        for name, first, here in (found for key in run for found in differences(key, runs[0].get(key), run[key])):
+            what = f"rank {rank} has {name} = {json.dumps(here)}, and rank 0 has {json.dumps(first)}"
+            raise UsageError(f'{what}; start all hosts with the same command and files, and write the value where the JSON has "auto"')
 
 
 def check_device(config: RunConfig) -> None:

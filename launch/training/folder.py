@@ -18,6 +18,7 @@ import signal
 import socket
 import sys
 import time
+import uuid
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -159,8 +160,10 @@ class RunFolder:
             with _one_line_on_os_error(path):
                 self._log = open(path / "log.txt", "a", encoding="utf-8")  # noqa: SIM115 - a refused resume leaves no log
                 self._lock.truncate(0)
-                self._lock.write(f"process {os.getpid()} on {os.uname().nodename}")  # for the message of another job
+                # For the message of another job, and for hosts that compare whether they see this file.
+                self._lock.write(f"process {os.getpid()} on {os.uname().nodename}\n{uuid.uuid4().hex}\n")
                 self._lock.flush()
+                os.fsync(self._lock.fileno())
         except BaseException:
             self.close()
             raise
@@ -177,7 +180,7 @@ class RunFolder:
             try:
                 fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # released by the kernel when this process ends
             except BlockingIOError:
-                other = (self.path / ".lock").read_text(encoding="utf-8") or "another process"
+                other = (self.path / ".lock").read_text(encoding="utf-8").partition("\n")[0] or "another process"
                 return f"{self.path}: {other} is still writing into this run"
             except OSError as reason:
                 fix = "mount it with flock (Lustre: -o flock), or give another --runs_dir"

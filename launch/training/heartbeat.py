@@ -28,6 +28,7 @@ import struct
 import sys
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -47,7 +48,7 @@ EVALUATION, CHECKPOINT = "evaluation", "checkpoint"
 PLACES = (START, FORWARD, BACKWARD, UPDATE, END, EVALUATION, CHECKPOINT)
 #: Between two ticks at most, in seconds; 20 ticks make a shorter `--hang_timeout`.
 TICK_SECONDS = 1.0
-#: The file with the finding of the rank that is the first to create it.
+#: Name of the file with the finding of the rank that is the first to create it, without the start of the run.
 VERDICT = "verdict"
 
 
@@ -85,11 +86,14 @@ class Heartbeat(Observer):
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             if collectives.rank == 0:
-                (self._folder / VERDICT).unlink(missing_ok=True)
+                for old in self._folder.glob(f"{VERDICT}-*"):
+                    old.unlink(missing_ok=True)
             self._record = os.open(self._file(collectives.rank), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
             os.pwrite(self._record, _RECORD.pack(*self._beat), 0)
         except OSError as reason:
             raise UsageError(f"{self._folder}: cannot be written ({reason.strerror}); give a --runs_dir that all hosts share") from None
+        # Another name in each start: NFS may show a removed file for up to a minute.
+        self._verdict = self._folder / f"{VERDICT}-{collectives.gather(uuid.uuid4().hex)[0]}"
         self._processes: list[tuple[str, int]] = collectives.gather((os.uname().nodename, os.getpid()))
         self._several_hosts = len({host for host, _ in self._processes}) > 1
         self._thread = threading.Thread(target=self._watch, name="heartbeat", daemon=True)
@@ -144,8 +148,8 @@ class Heartbeat(Observer):
                 beats, idle, before = self._beat.beats, 0, None
                 continue
             idle += 1
-            if os.path.exists(self._folder / VERDICT):  # False where the file system does not answer
-                self._end(json.loads((self._folder / VERDICT).read_text(encoding="utf-8")))
+            if os.path.exists(self._verdict):  # False where the file system does not answer
+                self._end(json.loads(self._verdict.read_text(encoding="utf-8")))
             if idle % self._half == 0:
                 now = self._read()
                 if before is not None and (behind := _behind(before, now, self.collectives.world_size)) is not None:
@@ -180,10 +184,10 @@ class Heartbeat(Observer):
         end = f"the run ends; {what_resume_does(self.run / 'checkpoints')}"
         line = f"{what} for {self.seconds} s: the last step was {step}, and {whose} {where}; {end}"
         verdict = {"line": line, "behind": list(behind)}
-        own = self._folder / f"{VERDICT}-{self.collectives.rank}"
+        own = self._verdict.with_name(f"{self._verdict.name}-{self.collectives.rank}")
         try:
             own.write_text(json.dumps(verdict), encoding="utf-8")
-            os.link(own, self._folder / VERDICT)  # atomic, and only one rank succeeds
+            os.link(own, self._verdict)  # atomic, and only one rank succeeds
         except FileExistsError:
             return
         except OSError:  # the disk is full, or has no links: every rank judges by itself

@@ -88,7 +88,7 @@ class StopRequest:
         if not self._signal:
             # The first signal counts: after a Ctrl-C the launcher sends SIGTERM.
             self._signal = like
-            print_once("stopping after this step, with a checkpoint (Ctrl-C once more: at once, without one)", sys.stderr)
+            print_once("stopping after this step, with a checkpoint (Ctrl-C once more: at once)", sys.stderr)
 
     def request(self) -> None:
         """Stop as on SIGTERM, for a reason that has been printed."""

@@ -19,7 +19,6 @@ import torch
 from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
 from torch.utils._pytree import tree_leaves
 
-from launch.config.ranks import ranks_of_host
 from launch.formats.checkpoint_files import Digest
 from launch.formats.tensor_files import load_tensors
 from launch.training.distributed import Collectives, stager
@@ -42,7 +41,8 @@ class Snapshots(TorchCheckpointEngine):  # type: ignore[misc] # DeepSpeed has no
 
     def __init__(self, engine: Any, technique: Technique, collectives: Collectives, log: Callable[[str], None]):
         super().__init__(engine._config)
-        self._engine, self._technique, self._copy, self._log = engine, technique, stager(collectives.device), log
+        self._engine, self._technique, self._collectives, self._log = engine, technique, collectives, log
+        self._copy = stager(collectives.device)
         self._copies: list[tuple[Any, str]] = []
         self._entries: dict[Path, dict[str, Any]] = {}
         self._copying = False
@@ -80,12 +80,14 @@ class Snapshots(TorchCheckpointEngine):  # type: ignore[misc] # DeepSpeed has no
         return load_tensors(path, deepspeed_objects=True)
 
     def _fit(self, state_dict: Any) -> bool:
-        states = (state_dict, self._engine.optimizer.state_dict(), self._technique.state_dict())
+        own = self._technique.state_dict()
+        states = (state_dict, self._engine.optimizer.state_dict(), own)
         storages = [leaf.untyped_storage() for leaf in tree_leaves(states) if isinstance(leaf, torch.Tensor)]
         needed = sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
-        room = USABLE_MEMORY * free_host_memory() / (ranks_of_host() or 1)
+        only_rank_0_copies = self._engine.zero_optimization_stage() == 0 and not own
+        room = USABLE_MEMORY * free_host_memory() / (1 if only_rank_0_copies else self._collectives.ranks_of_host)
         if needed > room:
-            sizes = f"{needed / 2**30:,.2f} GiB, and the host has {room / 2**30:,.2f}"
+            sizes = f"{needed / 2**30:,.2f} GiB, and its share of the host's free memory is {room / 2**30:,.2f}"
             self._log(f"training will wait while checkpoints are written: the copy of a rank needs {sizes}")
         return needed <= room
 

@@ -32,7 +32,6 @@ from launch.training.checkpoint import Checkpoints
 from launch.training.distributed import Collectives
 from launch.training.engine import TrainingEngine
 from launch.training.folder import NoFolder, RunFolder
-from launch.training.heartbeat import CHECKPOINT
 from launch.training.observers import Observer
 
 WINDOW = 128
@@ -145,7 +144,6 @@ class SpikeRule(Observer):
         if current and self._rewinds[current] == LIMIT:  # before it is loaded: the run ends with a checkpoint of `state`
             what = f"a spike after each of {LIMIT} rewinds to {current.name}"
             raise TrainingFailed(f"step {state['step']}: {what}; lower --lr, or look at the data")
-        self._engine.enter(CHECKPOINT)
         try:
             with self.collectives.uncounted():
                 found = checkpoints.load_newest(before=state["step"])

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import os
 import shutil
+import sysconfig
 import tempfile
 from collections.abc import Iterable, Iterator
 from functools import partial
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -225,10 +227,12 @@ def _has_liger() -> bool:
 
 
 def _lacking_to_compile() -> str:
-    """What torch.compile lacks here, and the fix; empty if nothing. It needs a C++ compiler on a GPU too, to build the code that launches
-    its kernels."""
+    """What torch.compile lacks here, and the fix; empty if nothing. It needs a C++ compiler and Python's headers on a GPU too, to build the
+    code that launches its kernels."""
     if shutil.which(compiler := os.environ.get("CXX", "g++")) is None:  # torch tries no other
         return f"a C++ compiler, and {compiler!r} is not on the path; install g++, or set CXX"
+    if not Path(sysconfig.get_path("include"), "Python.h").is_file():  # what torch and Triton compile includes it
+        return "Python's headers; install them (python3-dev on Debian and Ubuntu)"
     if " " in tempfile.gettempdir() and not torch.cuda.is_available():  # torch 2.13 does not quote the paths that it compiles on a CPU
         return f"a folder for temporary files without a space in its name, and it is {tempfile.gettempdir()!r}; set TMPDIR"
     return ""

@@ -230,11 +230,11 @@ class EndsAtStepSix(Observer):
             raise RuntimeError("a fault of ours")
 
 
-def end_in_the_middle_of_a_write(flags: list[str], how: str) -> str:
-    """`pretrain` that ends at step 6 by a "signal", or on an "error"."""
+def end_in_the_middle_of_a_write(flags: list[str], how: str, seconds: float = 0.5) -> str:
+    """`pretrain` that ends at step 6 by a "signal", or on an "error", and whose writes take `seconds`."""
     EndsAtStepSix.how = how
     try:
-        with writes_after(lambda _: time.sleep(0.5)):
+        with writes_after(lambda _: time.sleep(seconds)):
             pretrain(flags, [EndsAtStepSix()])
     except AssertionError:
         return "stopped"

@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from launch.errors import UsageError
+from launch.formats.checkpoint_files import complete_checkpoints
 from launch.training.heartbeat import BACKWARD, CHECKPOINT, EVALUATION, FORWARD, PLACES, START, UPDATE, Beat, Heartbeat, _behind
 from launch.training.interleaving import VARIABLE
 from tests.distributed.launched import TINY, LaunchedRun, curve
@@ -161,6 +162,15 @@ def test_a_folder_that_cannot_be_written_is_refused(tmp_path):
     (tmp_path / ".heartbeat").touch()
     with pytest.raises(UsageError, match=r"\.heartbeat: cannot be written \(File exists\); give a --runs_dir that all hosts share"):
         Heartbeat(tmp_path, 60, 0, Alone(), log=print)  # type: ignore[arg-type]
+
+
+def test_a_failing_run_may_wait_for_its_checkpoint(two_ranks, flags, tmp_path):
+    """The write takes longer than the timeout. The failure is reported, and the checkpoint is complete."""
+    run = ["--deepspeed_config", "ds_configs/zero1_fp32.json", "--runs_dir", str(tmp_path), "--run_name", "r", *TINY, *flags]
+    run += ["--save_every", "5", "--hang_timeout", "3"]
+    job = "tests.distributed.failure_jobs:end_in_the_middle_of_a_write"
+    assert two_ranks.run(job, flags=run, how="error", seconds=7.0) == ["a fault of ours"] * 2
+    assert [path.name for path in complete_checkpoints(tmp_path / "r/checkpoints")] == ["step-00000005"]
 
 
 @pytest.mark.long

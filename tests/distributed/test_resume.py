@@ -326,6 +326,14 @@ def test_a_run_folder_that_not_all_hosts_share_is_refused(seen, said, tmp_path, 
         check_shared(tmp_path, collectives)
 
 
+def test_a_host_with_an_earlier_copy_of_the_run_folder_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoint_module, "SEEN_SECONDS", 0.1)
+    (tmp_path / ".lock").write_text("process 7 on node1\n1\n")
+    answers = iter([["process 7 on node0\n2\n", "process 7 on node1\n1\n"], [True, False]])
+    with pytest.raises(UsageError, match="rank 1 does not see this folder"):
+        check_shared(tmp_path, SimpleNamespace(gather=lambda own: next(answers)))
+
+
 def test_a_checkpoint_whose_files_are_on_another_host_is_not_complete(tmp_path):
     (tmp_path / ".tmp-step-00000003/engine").mkdir(parents=True)
     entries = {"engine/of_another_rank.pt": {"bytes": 1, "xxh128": "0"}}
