@@ -150,7 +150,7 @@ def main() -> int:
     if unfinished:
         raise TrainingFailed(f"not all runs finished: {', '.join(unfinished)}; the same command resumes them")
     if flags.publish:
-        publish.publish(compared)
+        publish.publish(compared, flags.parallel)
         print_once("written: results.json of each recipe, and the pictures and pages")
     return 0
 

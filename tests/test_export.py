@@ -121,14 +121,23 @@ def test_the_command_of_the_card_names_no_folder_of_the_machine():
     assert without_folders(sources) == ["nanoGPT: owt", "hf:ds", "hf:json:x.jsonl", *sources[3:]]
 
 
-def test_the_card_of_a_resumed_run_has_the_command_of_its_last_start(run, tmp_path):
-    """Whose number of ranks and precision `run.json` has."""
+@pytest.mark.parametrize("must", [[], ["must"]])
+def test_the_card_of_a_resumed_run_has_the_command_of_its_last_start(must, run, tmp_path):
+    """Whose number of ranks and precision `run.json` has. Without --resume, so that it trains the model again."""
     copy = copied(run, tmp_path)
-    resumed = ["launch/pretrain.py", "--deepspeed_config", f"{ROOT}/ds_configs/zero2_bf16.json", "--data", "/home/u/corpus", "--resume"]
+    resumed = [
+        "launch/pretrain.py",
+        "--deepspeed_config",
+        f"{ROOT}/ds_configs/zero2_bf16.json",
+        "--data",
+        "/home/u/corpus",
+        "--resume",
+        *must,
+    ]
     edit(copy / "run.json", ranks=4, commit="a" * 40, init_from="/home/u/gpt2", resumes=[{"command": resumed, "commit": "b" * 40}])
     exported(copy, tmp_path / "model")
     card = (tmp_path / "model" / "README.md").read_text()
-    assert "deepspeed --num_gpus 4 launch/pretrain.py --deepspeed_config ds_configs/zero2_bf16.json --data corpus --resume\n" in card
+    assert "deepspeed --num_gpus 4 launch/pretrain.py --deepspeed_config ds_configs/zero2_bf16.json --data corpus\n" in card
     assert "The run was started 2 times." in card
     assert f"| commit | {'a' * 40}, {'b' * 40} |" in card
     assert str(tmp_path) not in card and str(run.parent) not in card and "/home/u" not in card

@@ -16,6 +16,7 @@ import pytest
 from launch.comparison import comparison, publish, recipe_pages, trials, tuning
 from launch.comparison.comparison import compare_experiments
 from launch.comparison.runs import read_run, read_stored_run, stored_run
+from launch.comparison.trials import settings_on
 from launch.comparison.verdicts import SIGNS
 from launch.errors import UsageError
 from launch.training.run_json import differences
@@ -192,7 +193,11 @@ def test_the_page_of_the_testbeds_shows_sweep_and_noise(tree):
     arms = {"zero0_bf16": {"grid": grid, "chosen": {"lr": 0.002, "warmup_steps": 50}}}
     (folder / "tuning.json").write_text(json.dumps({TESTBED: {"commits": ["a" * 40], "machine": "m", "seed": 0, "arms": arms}}))
     null = {"seeds": [1, 2, 3], "control": [5.0, 5.1, 5.2], "other": [5.02, 5.11, 5.2]}
-    (folder / "noise.json").write_text(json.dumps({"commits": ["b" * 40], "machine": "AMD EPYC, 2 cores", "nulls": {"precision": null}}))
+    setting = settings_on(read_testbed(TESTBED), tuning.CONTROL)
+    noise = {"commits": ["b" * 40], "machine": "AMD EPYC, 2 cores", "setting": {**setting, "lr": LR / 2}, "nulls": {"precision": null}}
+    (folder / "noise.json").write_text(json.dumps(noise))
+    assert recipe_pages.testbeds_part([]).count("The noise: not measured yet.") == before.count("The noise: not measured yet.")
+    (folder / "noise.json").write_text(json.dumps(noise | {"setting": setting}))
     text = recipe_pages.testbeds_part(recipe_pages.published())
     # Of 3 values: 0.01 x sqrt(2 / 7.378) and 0.01 x sqrt(2 / 0.0506), by a table of the chi-square distribution.
     assert "| fp32 instead of bf16 | 0.0100 (0.0052 to 0.0628) | +0.0100 | 3 |" in text

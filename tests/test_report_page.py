@@ -239,6 +239,18 @@ def test_pairs_are_shown_by_seed_and_as_differences(page, judged):
     np.testing.assert_allclose(y, (own - other)[np.isfinite(own)], atol=1e-5)
 
 
+def test_the_mean_difference_is_of_the_seeds_of_both_sides(page, tmp_path):
+    *runs, without_partner = control_and_recipe(tmp_path / "runs", 20, seeds=3)
+    control, other, _, *own = runs
+    write_page(compared(control, other, *own, without_partner), tmp_path)
+    page.open(tmp_path)
+    page.click("[name=loss][value=val_loss-control]")
+    losses = [[read_run(run).columns["val_loss"] for run in side] for side in ((control, other), own)]
+    expected = np.mean([pld - adam for adam, pld in zip(*losses, strict=True)], axis=0)
+    y = page.js("Array.from(document.getElementById('loss').data.find(t => t.name.includes('mean of 2')).y)")
+    np.testing.assert_allclose(y, expected[np.isfinite(expected)], atol=1e-5)
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [pytest.param(1280, marks=pytest.mark.long), 360])
 def test_every_axis_can_be_switched_to(page, report, scheme, width):

@@ -460,7 +460,10 @@ def _pair(control: Side, side: Side, recipe: Recipe | None, testbed: Testbed | N
 def _judged(claim: Claim, pair: Pair, *numbers: Mapping[int, Mapping[str, float]]) -> Verdict:
     """The verdict on a claim from the measures of control and recipe by seed: inconclusive unless all planned pairs can be compared."""
     if claim.measure == "step_time" and not pair.on_equal_terms:
-        return Verdict(claim, "the runs of a seed were not interleaved on one machine; give another --runs_dir to train both again")
+        return Verdict(
+            claim,
+            "the runs of a seed were not interleaved on one machine; train both in another --runs_dir, with memory for both (--at_once 2)",
+        )
     if claim.key != LOSS and (
         failed := [run.name for side in (pair.control, pair.side) for run in side.by_seed().values() if not run.finished]
     ):

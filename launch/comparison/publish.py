@@ -38,15 +38,17 @@ def check_checkout() -> None:
         raise UsageError(f"--publish: {unknown[0]} is not in git, so results could not be reproduced; commit it first, or remove it")
 
 
-def publish(comparison: Comparison) -> None:
+def publish(comparison: Comparison, parallel: int | None = None) -> None:
     """Write results.json of each recipe, the pictures, and the pages.
+
+    parallel: the value of --parallel, for the command that is published.
 
     Raises:
         UsageError: the results could not be reproduced, or do not follow the plan of the experiment.
     """
     if comparison.mismatches:
         raise UsageError(f"--publish: {comparison.mismatches[0]}; publish a comparison that needs no --force")
-    entries = [(pair, _entry(pair)) for pair in comparison.pairs if pair.recipe is not None]
+    entries = [(pair, _entry(pair, parallel)) for pair in comparison.pairs if pair.recipe is not None]
     for pair, entry in entries:
         assert pair.recipe is not None and pair.testbed is not None
         file = ROOT / "recipes" / pair.recipe.name / RESULTS
@@ -54,7 +56,7 @@ def publish(comparison: Comparison) -> None:
     write_pages()
 
 
-def _entry(pair: Pair) -> dict[str, Any]:
+def _entry(pair: Pair, parallel: int | None) -> dict[str, Any]:
     """The entry of results.json for a pair. Raises UsageError if it may not be published."""
     recipe, testbed = pair.recipe, pair.testbed
     assert recipe is not None
@@ -88,8 +90,9 @@ def _entry(pair: Pair) -> dict[str, Any]:
             " then train again in another --runs_dir"
         )
     earlier = read_committed(ROOT / "recipes" / recipe.name / RESULTS).get(testbed.name)
+    at_once = f" --parallel {parallel}" if parallel else ""
     entry = {
-        "command": f"python launch/compare.py --recipe recipes/{recipe.name} --testbed {testbed.name}",
+        "command": f"python launch/compare.py --recipe recipes/{recipe.name} --testbed {testbed.name}{at_once}",
         "commit": pair.side.runs[0].description["commit"],
         "claims_commit": first_commit(recipe.name, testbed.name, claims_in),
         "plan_commit": first_commit(recipe.name, testbed.name),
@@ -126,8 +129,9 @@ def check_runs(where: str, runs: Sequence[Run]) -> None:
 
 def check_tuned(recipe: Recipe, testbed: Testbed) -> None:
     """Refuse to publish an experiment unless both sides train with the values that the published sweeps chose."""
-    swept = recipe if recipe.experiments[testbed.name].sweep else None
-    for config, own in ((recipe.control, tuned_by(recipe.control, testbed)), (recipe.config, swept)):
+    sides = [(recipe.control, tuned_by(recipe.control, testbed))]
+    sides += [(recipe.config, recipe)] if recipe.experiments[testbed.name].sweep else []
+    for config, own in sides:
         if own is None and testbed.reason:
             continue  # the testbed states why it takes other values than the sweep chose
         used = settings_on(testbed, config, own)
@@ -140,6 +144,9 @@ def check_tuned(recipe: Recipe, testbed: Testbed) -> None:
         elif chosen and any(used.get(name) != value for name, value in chosen.items()):
             values = {name: used.get(name) for name in chosen}
             fault = f"chose {chosen}, and {values} is used; write the chosen values into 'tuned' of {stated}"
+        elif (swept := read_committed(file).get(testbed.name, {}).get("flags", testbed.flags)) != testbed.flags:
+            changed = next(name for name in {**swept, **testbed.flags} if swept.get(name) != testbed.flags.get(name))
+            fault = f"was measured before '{changed}' of the testbed was changed; run {sweep}"
         elif at_edge := edges(arm["grid"], chosen):
             fault = f"{'; '.join(at_edge)} in {stated} and run {sweep}"
         else:

@@ -24,8 +24,8 @@ from launch.comparison.comparison import LOSS, Comparison, Pair, claims_in_table
 from launch.comparison.forest import draw_forest, row
 from launch.comparison.html_report import draw_losses, figure_row
 from launch.comparison.runs import read_stored_run
-from launch.comparison.trials import corpus_command
-from launch.comparison.tuning import deviation, draw_tuning, in_words, mean_difference, numbers_in, setting_name
+from launch.comparison.trials import corpus_command, settings_on
+from launch.comparison.tuning import CONTROL, deviation, draw_tuning, in_words, mean_difference, numbers_in, setting_name
 from launch.comparison.verdicts import SIGNS, Verdict, planned_power
 from launch.formats.files import read_committed, write_atomically
 from launch.training.run_json import commits_of
@@ -71,7 +71,8 @@ def plan_in(read: Callable[[str], dict[str, Any]], recipe: str, testbed: str) ->
 
 def plan_files(recipe: str, testbed: str) -> tuple[str, str, str]:
     """The files that `planned` reads: the recipe's, its control's (which may not exist) and the testbed's."""
-    control = Path(read_recipe(ROOT / "recipes" / recipe).control).stem
+    config = read_recipe(ROOT / "recipes" / recipe).control
+    control = next((one.name for one in read_recipes() if one.config == config), Path(config).stem)
     return f"recipes/{recipe}/recipe.json", f"recipes/{control}/recipe.json", f"recipes/testbeds/{testbed}/testbed.json"
 
 
@@ -209,11 +210,11 @@ def _plan(claim: Claim, one: Published) -> str:
     The noise is the largest of the measured standard deviations; for "equal", of those that come from rounding (precision, accumulation).
     """
     truth = f"if the true {claim.scale} is {_number(claim, claim.expected)}"
-    measured = TESTBEDS / one.testbed.name / "noise.json"
-    if claim.measure != "loss" or not measured.exists():
+    noise = noise_of(one.testbed)
+    if claim.measure != "loss" or not noise:
         what = "noise" if claim.measure == "loss" else "noise of this quantity"
         return f"planned {truth}; the {what} is not measured, so the power is unknown"
-    nulls = read_committed(measured)["nulls"]
+    nulls = noise["nulls"]
     kinds = ("precision", "accumulation") if claim.question == "equal" else tuple(nulls)
     middle, high, low = (
         f"{planned_power(claim, one.experiment.seeds, noise, claims_in_table(one.testbed.device)):.2f}"
@@ -324,7 +325,7 @@ def testbeds_part(cells: list[Published]) -> str:
         ]
         rows.append((f"target loss{', before the sweep' if unswept else ''}", f"{testbed.target_loss:g}"))
         blocks.append(_table(["setting", "value"], rows))
-        blocks += _noise(name)
+        blocks += _noise(testbed)
         if unswept:
             blocks.append(f"The sweep: {UNMEASURED}.")
         elif testbed.sweep:
@@ -341,8 +342,14 @@ def testbeds_part(cells: list[Published]) -> str:
     return "\n" + "\n\n".join(blocks) + "\n\n"
 
 
-def _noise(testbed: str) -> Iterator[str]:
-    noise = read_committed(TESTBEDS / testbed / "noise.json")
+def noise_of(testbed: Testbed) -> dict[str, Any]:
+    """The `noise.json` of a testbed; {} if there is none, or if the testbed has changed since."""
+    noise = read_committed(TESTBEDS / testbed.name / "noise.json")
+    return noise if noise.get("setting") == settings_on(testbed, CONTROL) else {}
+
+
+def _noise(testbed: Testbed) -> Iterator[str]:
+    noise = noise_of(testbed)
     if not noise:
         yield f"The noise: {UNMEASURED}."
         return

@@ -33,8 +33,9 @@ function points(curve, metric, axis) {
   return { x: axis === "step" ? steps : through(steps, curve.x.step, curve.x[axis]), y };
 }
 
-// A recipe's curve minus that of its control with the same seed, at the same place of the axis.
+// A recipe's curve minus that of its control with the same seed, at the same place of the axis. For a mean, the mean of these differences.
 function difference(curve, metric, axis) {
+  if (curve.seed === null) return meanDifference(curve.side, metric, axis);
   const pair = shownPair();
   const control = !pair ? data.controls[curve.side] : curve.side === pair[1] ? pair[0] : null;
   const base = data.curves.find(one => one.side === control && one.seed === curve.seed);
@@ -44,6 +45,16 @@ function difference(curve, metric, axis) {
   const x = mine.x.length <= its.x.length ? mine.x : its.x;
   const [own, others] = [mine, its].map(one => through(x, one.x, one.y));
   return { x, y: own.map((value, i) => value - others[i]) };
+}
+
+function meanDifference(side, metric, axis) {
+  const seeds = new Map();  // the first run of each seed
+  for (const one of data.curves) if (one.side === side && one.seed !== null && !seeds.has(one.seed)) seeds.set(one.seed, one);
+  const each = [...seeds.values()].map(one => difference(one, metric, axis)).filter(one => one);
+  if (!each.length) return null;
+  const x = each.map(one => one.x).reduce((one, two) => two.length < one.length ? two : one);
+  const curves = each.map(one => through(x, one.x, one.y));
+  return { x, y: Float64Array.from(x, (_, i) => curves.reduce((sum, y) => sum + y[i], 0) / curves.length), count: curves.length };
 }
 
 // The sides of the pair that is shown, [control, other]; null if all are.
@@ -60,10 +71,10 @@ function traces(metric, axis, minus) {
     const side = data.sides[curve.side];
     const place = (minus ? difference : points)(curve, metric, axis);
     if (!place || !place.x.length || !visible(curve.side)) continue;
-    const mean = curve.seed === null;
+    const mean = curve.seed === null, { x, y, count = curve.count } = place;
     drawn.push({
-      ...place, type: "scatter", mode: place.x.length > 1 ? "lines" : "markers",
-      name: plain(mean ? `${side.name} (mean of ${curve.count})` : `${side.name}, seed ${curve.seed}: ${curve.name}`),
+      x, y, type: "scatter", mode: place.x.length > 1 ? "lines" : "markers",
+      name: plain(mean ? `${side.name} (mean of ${count})` : `${side.name}, seed ${curve.seed}: ${curve.name}`),
       opacity: mean ? 1 : place.x.length > 200 ? 0.2 : 0.45,  // noise of every step is a background
       line: { color: side.color, width: mean ? 2.5 : 1, dash: mean ? side.dash : "solid" },
       legendgroup: `${curve.side}`, showlegend: mean,

@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-import os
 import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -100,11 +99,14 @@ def plan_experiment(
 
 
 def settings_on(testbed: Testbed, config: str, recipe: Recipe | None = None) -> Flags:
-    """The flags of the runs of `config` on a testbed: the testbed's own, with the tuned values of `recipe`, by default of `tuned_by`.
+    """The flags of the runs of `config` on a testbed: the testbed's own, with the tuned values of `recipe`.
+
+    A recipe without a sweep takes the values of its control. By default, the values are those of `tuned_by`.
 
     Raises UsageError as `check_set` does.
     """
-    tuned = recipe or tuned_by(config, testbed)
+    swept = recipe is not None and bool(recipe.experiments[testbed.name].sweep)
+    tuned = recipe if swept else tuned_by(recipe.control if recipe else config, testbed)
     base, own = {**testbed.flags, **testbed.tuned}, {}
     if tuned:
         experiment = tuned.experiments[testbed.name]
@@ -171,9 +173,10 @@ def _code(with_technique: bool) -> str:
 
 @functools.cache
 def _environment() -> dict[str, Any]:
-    """The versions of the packages, the kind of machine and the number of threads, which affect the rounding."""
-    kind = {key: value for key, value in machine().items() if key not in ("host", "system")}
-    return {**versions(), **kind, "instructions": cpu_instructions(), "threads": os.environ.get("OMP_NUM_THREADS")}
+    """The versions of the packages, the kind of machine and, on a CPU, the number of threads, which affect the rounding."""
+    left_out = ("host", "system", *(["threads"] if device_type() == "cuda" else []))
+    kind = {key: value for key, value in machine().items() if key not in left_out}
+    return {**versions(), **kind, "instructions": cpu_instructions()}
 
 
 def fitting_groups(trials: Sequence[Trial], at_once: int | None) -> list[list[Trial]]:

@@ -75,7 +75,7 @@ def tune(flags: argparse.Namespace, passed_on: Sequence[str]) -> tuple[dict[str,
         by_config[config] = {**origin, "grid": arm.grid, "chosen": arm.chosen}
         best = f"{arm.chosen} is best; " if arm.chosen else ""
         lines.append(f"{testbed.name}, {config}: {best}{'; '.join(edges(arm.grid, arm.chosen))}".removesuffix("; "))
-    return {testbed.name: {**_origin(runs), "seed": SWEEP_SEED, "arms": by_config}}, lines, [*runs.values()]
+    return {testbed.name: {**_origin(runs), "flags": testbed.flags, "seed": SWEEP_SEED, "arms": by_config}}, lines, [*runs.values()]
 
 
 @dataclass
@@ -213,7 +213,7 @@ def measure_noise(flags: argparse.Namespace, passed_on: Sequence[str]) -> tuple[
         f"{testbed.name}, {variant}: standard deviation of the difference {deviation(null)[0]:.5f}, mean {mean_difference(null):+.5f}"
         for variant, null in nulls.items()
     ]
-    return {**_origin(runs), "nulls": nulls}, lines, [*runs.values()]
+    return {**_origin(runs), "setting": settings, "nulls": nulls}, lines, [*runs.values()]
 
 
 def _train(flags: argparse.Namespace, batches: Sequence[Sequence[Trial]]) -> dict[str, Run]:

@@ -16,7 +16,7 @@ from launch.config.hardware import cpuinfo, device_type, gpus
 from launch.config.run_config import ROOT, RunConfig
 from launch.training.interleaving import interleaved_group
 
-PACKAGES = ("torch", "deepspeed", "numpy", "tiktoken", "tokenizers", "transformers")
+PACKAGES = ("torch", "deepspeed", "numpy", "tiktoken", "tokenizers", "transformers", "torchao", "liger-kernel")
 
 
 def describe_run(config: RunConfig) -> dict[str, Any]:
@@ -51,12 +51,13 @@ def versions() -> dict[str, str | None]:
 
 
 def machine() -> dict[str, Any]:
-    """The host, its processor and cores, and the GPUs that a run may use: none with DS_ACCELERATOR=cpu."""
+    """The host, its processor, cores and OMP_NUM_THREADS, and the GPUs that a run may use: none with DS_ACCELERATOR=cpu."""
     host = {
         "host": platform.node(),
         "system": platform.platform(),
         "processor": cpuinfo("model name") or platform.processor(),
         "cores": os.cpu_count(),
+        "threads": os.environ.get("OMP_NUM_THREADS"),
     }
     return host | ({"gpus": names} if device_type() == "cuda" and (names := [gpu.name for gpu in gpus()]) else {})
 

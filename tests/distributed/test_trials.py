@@ -250,6 +250,13 @@ def test_a_variant_of_a_recipe_has_its_own_tuned_values():
         settings_on(testbed, recipe.config, other)
 
 
+def test_a_recipe_without_a_sweep_has_the_values_of_its_control():
+    testbed, lamb = read_testbed("nano-0.5M"), read_recipe(ROOT / "recipes/lamb")
+    unswept = replace(lamb.experiments["nano-0.5M"], sweep={}, tuned={})
+    recipe = replace(lamb, name="lamb_2", config="ds_configs/lamb_2.json", control=lamb.config, experiments={"nano-0.5M": unswept})
+    assert settings_on(testbed, recipe.config, recipe) == settings_on(testbed, lamb.config)
+
+
 def test_before_its_sweep_a_recipe_has_the_values_that_are_not_varied():
     settings = settings_on(read_testbed("nano-84M"), "ds_configs/modern_gpt.json", read_recipe(ROOT / "recipes/modern_gpt"))
     assert settings["architecture"] == "qwen3" and settings["lr"] == read_testbed("nano-84M").tuned["lr"]
