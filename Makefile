@@ -64,8 +64,9 @@ bench: $(INSTALLED) $(CORPUS)/manifest.json  ## the benchmarks, and one table of
 gpu: $(INSTALLED)  ## correctness, utilization and kernels on a GPU (benchmarks/gpu/README.md); ARGS="..." goes through
 	$(BIN)/python -m benchmarks.gpu $(ARGS)
 
-pages: $(INSTALLED)  ## the pages, tables and pictures of recipes and testbeds, from the committed results
+pages: $(INSTALLED)  ## all generated pages, tables and pictures, from the committed results
 	$(BIN)/python -m launch.comparison.recipe_pages --write
+	$(BIN)/python -m benchmarks --readme
 
 slow_network: $(INSTALLED) $(CORPUS)/manifest.json  ## step times over two hosts at 100 Mbit/s and 1 Gbit/s (Linux, root, pdsh, sshd)
 	$(BIN)/python -m benchmarks slow_network

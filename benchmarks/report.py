@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
 from launch.comparison.interleaved import run_interleaved
-from launch.config.flags import whole_number
+from launch.config.flags import as_words, whole_number
 from launch.config.run_config import resolve
 from launch.errors import UsageError, nearest, run_command
 from launch.formats.files import write_atomically
@@ -85,7 +85,7 @@ def run_flags(arguments: argparse.Namespace, **more: object) -> list[str]:
     """The flags of launch/pretrain.py that `arguments` of `run_parser` and `more` give."""
     values = {name: getattr(arguments, name, None) for name in ("deepspeed_config", "preset", "architecture", "data", "steps")}
     values |= {"eval_every": 0, "save_every": 0, **more}
-    return [*(text for name, value in values.items() if value is not None for text in (f"--{name}", str(value))), "--quiet"]
+    return as_words({**values, "quiet": True})
 
 
 def model_name(arguments: argparse.Namespace) -> str:

@@ -33,6 +33,7 @@ from launch.config.flags import (
     add_model_flags,
     add_set_flag,
     add_value_flags,
+    as_words,
     given,
     whole_number,
 )
@@ -231,8 +232,6 @@ def _check_publish(flags: argparse.Namespace) -> None:
 
 def _passed_on(flags: argparse.Namespace, names: set[str]) -> list[str]:
     """The given flags that are passed on to `launch/pretrain.py`."""
-    from launch.comparison.trials import as_words  # as above
-
     values = {name: getattr(flags, name) for name in sorted(PASSED_ON & names - {"overrides"})}
     return [*as_words(values), *(word for change in flags.overrides for word in ("--set", change))]
 

@@ -22,7 +22,7 @@ from typing import Any
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from launch.config.explain import bytes_of, memory_of, memory_table
-from launch.config.flags import DEFAULT_DATA, Parser, add_model_flags, whole_number
+from launch.config.flags import DEFAULT_DATA, Parser, add_model_flags, as_words, whole_number
 from launch.config.hardware import device_type
 from launch.config.run_config import ROOT, RunConfig, resolve
 from launch.errors import print_once, run_command
@@ -104,8 +104,7 @@ def main() -> int:
 
 def _runs(flags: argparse.Namespace) -> dict[str, RunConfig]:
     """The run of every column, resolved from the JSONs that ship."""
-    given = [text for name in PASSED_ON if (value := getattr(flags, name)) is not None for text in (f"--{name}", str(value))]
-    given += ["--no_cross_document"] if flags.no_cross_document else []
+    given = as_words({name: getattr(flags, name) for name in (*PASSED_ON, "no_cross_document")})
 
     def run(stage: int, changes: list[str]) -> RunConfig:
         file = ROOT / "ds_configs" / f"zero{stage}_{flags.precision}.json"

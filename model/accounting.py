@@ -12,6 +12,8 @@ from model.presets import GPTConfig, ModelShape
 # Rows of logits that are converted to fp32 at once: 512 x 8,192 x 4 bytes = 16 MiB, which the allocator reuses. Temporaries of 2,048 rows
 # (64 MiB each) are mapped and page-faulted again in every step: 100 ms instead of 60 ms on two cores.
 LOSS_ROWS = 512
+#: Bytes of a number.
+WIDTH = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 
 def block_tensors(config: ModelShape) -> dict[str, tuple[int, ...]]:

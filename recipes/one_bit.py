@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from model.accounting import parameter_count
+from model.accounting import WIDTH, parameter_count
 from model.gpt import GPT
 from recipes.blocks import blocks
 from recipes.compressed_all_reduce import CompressedAllReduce
@@ -22,7 +22,6 @@ from recipes.technique import Declaration, Run, StepPlan, Technique
 #: The smallest value of an element of a frozen variance, as a share of the mean of its tensor.
 LEAST_SHARE = 0.1
 #: Bytes that the engine reduces per parameter.
-GRADIENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 #: The key of the recipes that freeze the variance once.
 FREEZE_STEP: dict[str, dict[str, Any]] = {"freeze_step": {"types": ["integer"], "minimum": 1, "auto": True}}
 
@@ -244,7 +243,7 @@ class CompressedTechnique(Technique):
         require_stage_0(run, f"{name} compresses the momentum of the whole model on every rank")
         # MB that a rank sends in a step with mean gradients, and in a step with compressed momentum.
         elements = 2 * (run.ranks - 1) / run.ranks * parameter_count(run.model_config) / 1e6
-        self._whole = elements * GRADIENT_BYTES[run.engine.get("communication_data_type") or run.precision]
+        self._whole = elements * WIDTH[run.engine.get("communication_data_type") or run.precision]
         self._compressed = elements / 8
         self._engine: Any = None
 

@@ -51,7 +51,7 @@ def test_losses_are_those_without_it(config, few_ranks, corpus, tmp_path):
 
     def train(name: str, *sets: str) -> list[tuple]:
         run = flags(corpus, tmp_path, config, name, "--dropout", "0.1", sets=sets)
-        lines = few_ranks.run("tests.distributed.jobs:pretrain", flags=run)[0]
+        lines = few_ranks.train(run)
         return [(line.get("loss"), line.get("grad_norm"), line.get("val_loss")) for line in lines]
 
     plain = train("plain")

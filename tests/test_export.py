@@ -39,7 +39,7 @@ def run(one_rank, corpus, tmp_path_factory) -> Path:
     runs = tmp_path_factory.mktemp("runs")
     flags = ["--deepspeed_config", "ds_configs/zero1_fp32.json", *SHAPE, "--data", str(corpus), "--runs_dir", str(runs), "--run_name", "r"]
     flags += ["--steps", "6", "--save_every", "3", "--eval_every", "6", "--eval_batches", "2", "--global_batch_size", "4"]
-    one_rank.run("tests.distributed.jobs:pretrain", flags=flags)
+    one_rank.train(flags)
     return runs / "r"
 
 
@@ -518,7 +518,7 @@ def test_a_start_from_a_padded_vocabulary_leaves_the_padding_out(one_rank, folde
     told = json.loads(explain(*flags).stdout)
     assert any("the last 200 of its 1,224 ids are not in its tokenizer" in note for note in told["notes"])
     run = [*flags, "--runs_dir", str(tmp_path), "--run_name", "r", "--global_batch_size", "4", "--eval_every", "0", "--steps", "1"]
-    one_rank.run("tests.distributed.jobs:pretrain", flags=[*run, "--lr", "1e-30", "--min_lr", "0"])
+    one_rank.train([*run, "--lr", "1e-30", "--min_lr", "0"])
     whole, found = open_trained(folder).load_model().state_dict(), open_trained(tmp_path / "r").load_model().state_dict()
     assert whole.keys() == found.keys()
     assert all(torch.equal(whole[name], found[name]) for name in whole)
@@ -555,9 +555,9 @@ def test_a_host_without_the_folder_starts_from_a_checkpoint_or_not_at_all(one_ra
     copy = copied(folder, tmp_path)
     flags = ["--deepspeed_config", "ds_configs/zero1_fp32.json", *SHAPE, "--data", str(corpus), "--run_name", "r", "--init_from", str(copy)]
     flags += ["--global_batch_size", "4", "--eval_every", "0", "--checkpoint_store", f"file://{tmp_path}/store"]
-    one_rank.run("tests.distributed.jobs:pretrain", flags=[*flags, "--runs_dir", str(tmp_path / "a"), "--steps", "2"])
+    one_rank.train([*flags, "--runs_dir", str(tmp_path / "a"), "--steps", "2"])
     shutil.rmtree(copy)
-    one_rank.run("tests.distributed.jobs:pretrain", flags=[*flags, "--runs_dir", str(tmp_path / "b"), "--steps", "4", "--resume"])
+    one_rank.train([*flags, "--runs_dir", str(tmp_path / "b"), "--steps", "4", "--resume"])
     assert json.loads((tmp_path / "b" / "r" / "run.json").read_text())["init_from"] == str(copy)
     assert "no such folder" in refusal(*flags, "--runs_dir", str(tmp_path / "c"))
     done = run_script("launch/pretrain.py", *flags[:-1], f"file://{tmp_path}/empty", "--runs_dir", tmp_path / "c", "--resume")
@@ -614,8 +614,8 @@ def test_a_resumed_run_keeps_where_it_began(one_rank, folder, corpus, tmp_path):
         "r",
     ]
     flags += ["--global_batch_size", "4", "--eval_batches", "2", "--eval_every", "2"]
-    one_rank.run("tests.distributed.jobs:pretrain", flags=[*flags, "--steps", "2", "--init_from", str(folder)])
-    one_rank.run("tests.distributed.jobs:pretrain", flags=[*flags, "--steps", "4", "--resume"])
+    one_rank.train([*flags, "--steps", "2", "--init_from", str(folder)])
+    one_rank.train([*flags, "--steps", "4", "--resume"])
     assert json.loads((tmp_path / "r" / "run.json").read_text())["init_from"] == str(folder)
     log = (tmp_path / "r" / "log.txt").read_text()
     assert f"step 0, the weights of {folder}: validation" in log

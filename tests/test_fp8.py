@@ -148,7 +148,7 @@ def test_emulated_it_trains_as_bf16(stage, changes, architecture, torchao, two_r
     run += ["--steps", "12", "--lr", "1e-3", "--warmup_steps", "2", "--eval_every", "6", "--save_every", "0"]
     run += [text for change in changes for text in ("--set", change)]
     plain, rounded = (
-        two_ranks.run("tests.distributed.jobs:pretrain", flags=[*run, "--run_name", name, *more])[0]
+        two_ranks.train([*run, "--run_name", name, *more])
         for name, more in (("plain", ()), ("rounded", ("--set", 'fp8={"emulate": true}')))
     )
     for key in ("loss", "val_loss"):
@@ -166,8 +166,5 @@ def test_the_tensor_cores_round_as_the_emulation_does(scaling, torchao, one_rank
     run += ["--seq_len", "31", "--micro_batch_size", "1"]
     run += ["--steps", "12", "--lr", "1e-3", "--warmup_steps", "2", "--eval_every", "6", "--save_every", "0"]
     helpers.skip_unless_the_device_can(resolve([*run, "--explain"])[0])
-    real, emulated = (
-        one_rank.run("tests.distributed.jobs:pretrain", flags=[*run, "--run_name", name, *more])[0]
-        for name, more in (("real", ()), ("emulated", ("--set", EMULATED)))
-    )
+    real, emulated = (one_rank.train([*run, "--run_name", name, *more]) for name, more in (("real", ()), ("emulated", ("--set", EMULATED))))
     assert [line["loss"] for line in real[1:]] == pytest.approx([line["loss"] for line in emulated[1:]], abs=0.01)

@@ -30,7 +30,7 @@ def run(one_rank, corpus, tmp_path_factory) -> Path:
     """A run of four steps."""
     folder = tmp_path_factory.mktemp("runs")
     flags = ["--deepspeed_config", "ds_configs/zero1_fp32.json", "--data", str(corpus), "--runs_dir", str(folder), "--run_name", "small"]
-    one_rank.run("tests.distributed.jobs:pretrain", flags=[*flags, *TINY, "--eval_every", "0", "--save_every", "2"])
+    one_rank.train([*flags, *TINY, "--eval_every", "0", "--save_every", "2"])
     return folder / "small"
 
 

@@ -216,7 +216,7 @@ def test_a_model_trains_on_characters(one_rank, characters, tmp_path):
     shape = ["--n_layer", "1", "--n_head", "2", "--d_model", "32", "--seq_len", "32", "--global_batch_size", "4", "--steps", "2"]
     flags = ["--deepspeed_config", "ds_configs/zero1_fp32.json", *shape, "--data", str(characters), "--runs_dir", str(tmp_path)]
     hashes = {file: hashlib.sha256(file.read_bytes()).hexdigest() for file in characters.iterdir()}
-    (lines,) = one_rank.run("tests.distributed.jobs:pretrain", flags=[*flags, "--run_name", "known", "--eval_batches", "1"])
+    lines = one_rank.train([*flags, "--run_name", "known", "--eval_batches", "1"])
     assert [line["step"] for line in lines if "loss" in line] == [1, 2]
     assert lines[0]["val_loss"] == pytest.approx(np.log(len(set(TEXT))), abs=0.2)
     assert hashes == {file: hashlib.sha256(file.read_bytes()).hexdigest() for file in characters.iterdir()}

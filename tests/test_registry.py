@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from launch.comparison.trials import as_words, settings_on
+from launch.comparison.trials import settings_on
 from launch.config import engine_keys, optimizer
-from launch.config.flags import build_parser, parse_flags
+from launch.config.flags import as_words, build_parser, parse_flags
 from launch.errors import UsageError
 from recipes import registry
 from recipes.technique import Declaration, Technique

@@ -39,7 +39,7 @@ def runs(one_rank, corpus, tmp_path_factory) -> Path:
     for name, batches in EVALUATIONS.items():
         flags = ["--deepspeed_config", f"ds_configs/{name}.json", "--data", str(corpus), "--runs_dir", str(folder), "--run_name", name]
         more = ["--eval_batches", batches, "--eval_every", "4"] + (["--no_cross_document"] if "bf16" in name else [])
-        one_rank.run("tests.distributed.jobs:pretrain", flags=[*flags, *TINY, *more])
+        one_rank.train([*flags, *TINY, *more])
     return folder
 
 
@@ -146,7 +146,7 @@ def test_a_model_with_another_context_or_tokenizer_is_not_compared(runs, exporte
     flags = ["--deepspeed_config", "ds_configs/zero1_fp32.json", "--runs_dir", str(tmp_path), *TINY, "--steps", "1", "--eval_every", "0"]
     for name, data, length in (("short", corpus, "16"), ("bytes", others / "same", "32")):
         run = ["--run_name", name, "--data", str(data), "--seq_len", length]
-        one_rank.run("tests.distributed.jobs:pretrain", flags=[*flags, *run])
+        one_rank.train([*flags, *run])
     for name, words in (
         ("short", "its context is 16 tokens"),
         ("bytes", "has 1,024 ids, but the model has 300"),

@@ -99,7 +99,7 @@ def test_it_trains_on_two_ranks(name, corpus, tmp_path, two_ranks, request):
         request.getfixturevalue("drive")
         changes = ["--set", "zero_optimization.offload_param.buffer_size=1000000"]  # five of them are locked in memory
     run = flags(name, corpus, tmp_path, *changes)
-    lines, _ = two_ranks.run("tests.distributed.jobs:pretrain", flags=run)
+    lines = two_ranks.train(run)
     losses = [line["loss"] for line in lines]
     assert len(losses) == resolve(run, ranks=2)[0].steps_to_make >= 8
     assert all(math.isfinite(loss) for loss in losses)
@@ -117,13 +117,13 @@ def test_those_that_need_cuda_are_those_that_say_so():
 def test_it_trains_on_cuda(name, ranks, corpus, tmp_path, pools):
     run = flags(name, corpus, tmp_path)
     skip_unless_the_device_can(resolve([*run, "--explain"], ranks=ranks)[0])
-    lines = pools.of(ranks).run("tests.distributed.jobs:pretrain", flags=run)[0]
+    lines = pools.of(ranks).train(run)
     assert abs(lines[0]["loss"] - math.log(1024)) < 0.2
     assert lines[-1]["loss"] < lines[0]["loss"] - 0.1
 
 
 @pytest.mark.parametrize("name", [name for name in GRID if name.endswith("fp16")])
 def test_fp16_trains_on_any_processor(name, corpus, tmp_path, two_ranks):
-    lines, _ = two_ranks.run("tests.distributed.jobs:pretrain", flags=flags(name, corpus, tmp_path, "--set", "fp16.initial_scale_power=8"))
+    lines = two_ranks.train(flags(name, corpus, tmp_path, "--set", "fp16.initial_scale_power=8"))
     assert all(math.isfinite(line["loss"]) for line in lines)
     assert lines[-1]["loss"] < lines[0]["loss"] - 0.1

@@ -9,6 +9,7 @@ from functools import partial
 import pytest
 import torch
 
+from launch.config.flags import as_words
 from launch.config.run_config import resolve
 from launch.errors import UsageError
 from launch.training.engine import check_device
@@ -101,10 +102,10 @@ LARGE = {"n_layer": 4, "n_head": 8, "d_model": 1024, "seq_len": 512, "micro_batc
 @pytest.mark.cuda
 def test_it_trains_what_fp32_trains(one_rank, corpus, tmp_path):
     values = {**LARGE, "steps": 20, "eval_every": 0, "save_every": 0, "data": corpus, "runs_dir": tmp_path}
-    run = [text for key, value in values.items() for text in (f"--{key}", str(value))]
+    run = as_words(values)
     helpers.skip_unless_the_device_can(resolve(["--recipe", "recipes/tf32", *run])[0])
     tf32, fp32 = (
-        one_rank.run("tests.distributed.jobs:pretrain", flags=[*kind, *run, "--run_name", name])[0]
+        one_rank.train([*kind, *run, "--run_name", name])
         for name, kind in (("tf32", ["--recipe", "recipes/tf32"]), ("fp32", ["--deepspeed_config", "ds_configs/zero1_fp32.json"]))
     )
     assert tf32[-1]["loss"] == pytest.approx(fp32[-1]["loss"], abs=0.01)

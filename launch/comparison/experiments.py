@@ -159,12 +159,12 @@ def _plan(recipe: Recipe, testbed: Testbed | None, passed_on: Sequence[str], fla
     return plan_experiment(recipe, passed_on, range(first, first + count), ranks, testbed)
 
 
-def ranks_of(recipe: Recipe | None, testbed: Testbed | None, flags: argparse.Namespace) -> int:
-    """The ranks of each run: `--ranks`; else on a testbed those of the recipe, or one; else one per GPU, or two on a CPU."""
+def ranks_of(recipe: Recipe, testbed: Testbed | None, flags: argparse.Namespace) -> int:
+    """The ranks of each run: `--ranks`; else on a testbed those of the recipe; else one per GPU, or two on a CPU."""
     if flags.ranks:
         return int(flags.ranks)
     if testbed:
-        return recipe.ranks if recipe else 1
+        return recipe.ranks
     return len(gpus()) if device_type() == "cuda" else CPU_RANKS
 
 

@@ -156,8 +156,7 @@ def answers(pair: Pair) -> list[str]:
     if speed is not None:
         time = speed.inverse()
         interval = "" if time.low is None or time.high is None else f" (95%: {time.low:.3f} to {time.high:.3f})"
-        cause = "" if pair.interleaved else "; not interleaved, so other load of the machine may be the cause"
-        found.append(f"The same number of tokens takes {time.mean:.3f} times as long{interval}{cause}.")
+        found.append(f"The same number of tokens takes {time.mean:.3f} times as long{interval}.")
     return found or [f"{name} and {control} have no seed in common that can be compared."]
 
 

@@ -19,7 +19,7 @@ from typing import Any
 import psutil
 
 from launch.config.explain import memory_of
-from launch.config.flags import suggested_flags, without
+from launch.config.flags import as_words, suggested_flags, without
 from launch.config.hardware import cpu_instructions, device_type, gpus
 from launch.config.run_config import RunConfig, resolve
 from launch.errors import UsageError
@@ -130,11 +130,6 @@ def tuned_by(config: str, testbed: Testbed) -> Recipe | None:
     """The recipe with the DeepSpeed JSON `config` and a sweep of its own on the testbed; None if `config` takes the control's values."""
     recipes = (one for one in read_recipes() if one.config == config and testbed.name in one.experiments)
     return next((one for one in recipes if one.experiments[testbed.name].sweep), None)
-
-
-def as_words(flags: Flags) -> list[str]:
-    """Flags as on a command line; those that are True take no value."""
-    return [word for name, value in flags.items() for word in ([f"--{name}"] if value is True else [f"--{name}", str(value)])]
 
 
 def corpus_command(testbed: Testbed) -> str:

@@ -21,9 +21,10 @@ from matplotlib import rc_context
 from matplotlib.figure import Figure
 from scipy import stats
 
-from launch.comparison.experiments import check_corpus, estimate, has_ended, ranks_of, share_cores, testbed_named, train_missing
+from launch.comparison.experiments import check_corpus, estimate, has_ended, share_cores, testbed_named, train_missing
 from launch.comparison.runs import Run, read_run
-from launch.comparison.trials import Trial, as_words, check_set, fitting_groups, plan_trial, settings_on, tuned_by
+from launch.comparison.trials import Trial, check_set, fitting_groups, plan_trial, settings_on, tuned_by
+from launch.config.flags import as_words
 from launch.errors import TrainingFailed, UsageError, print_once
 from launch.formats.files import read_committed, write_atomically
 from launch.training.provenance import machine_in_words
@@ -137,7 +138,7 @@ def _arms(testbed: Testbed, recipe: Recipe | None, flags: argparse.Namespace, pa
         if (other := tuned_by(recipe.control, testbed)) is not None:
             sweeps = {recipe.control: other.experiments[testbed.name].sweep}
         sweeps[recipe.config] = experiment.sweep
-    ranks = {config: ranks_of(recipe if recipe and config == recipe.config else None, testbed, flags) for config in sweeps}
+    ranks = {config: recipe.ranks if recipe and config == recipe.config else 1 for config in sweeps}
     share_cores(flags, max(ranks.values()))
     arms = []
     for config, sweep in sweeps.items():
@@ -190,9 +191,9 @@ def measure_noise(flags: argparse.Namespace, passed_on: Sequence[str]) -> tuple[
     testbed = testbed_named(flags.testbed[0])
     check_corpus(testbed)
     seeds = range(NOISE_SEED, NOISE_SEED + (flags.seeds or NOISE_SEEDS))
-    ranks, settings = ranks_of(None, testbed, flags), settings_on(testbed, CONTROL)
-    share_cores(flags, ranks)
-    micro_batch = _trial(CONTROL, settings, passed_on, 0, ranks).config.micro_batch_size
+    settings = settings_on(testbed, CONTROL)
+    share_cores(flags, 1)
+    micro_batch = _trial(CONTROL, settings, passed_on, 0, ranks=1).config.micro_batch_size
     variants: dict[str, tuple[str, Flags]] = {
         "control": (CONTROL, {}),
         "precision": (CONTROL.replace("bf16", "fp32"), {}),
@@ -200,7 +201,7 @@ def measure_noise(flags: argparse.Namespace, passed_on: Sequence[str]) -> tuple[
         "trajectory": (CONTROL, {"perturb_init": PERTURBATION}),
     }
     trials = {
-        variant: [_trial(config, {**settings, **changed}, passed_on, seed, ranks) for seed in seeds]
+        variant: [_trial(config, {**settings, **changed}, passed_on, seed, ranks=1) for seed in seeds]
         for variant, (config, changed) in variants.items()
     }
     runs = _train(flags, [list(of_seed) for of_seed in zip(*trials.values(), strict=True)])

@@ -10,7 +10,7 @@ import dataclasses
 import math
 import os
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -334,6 +334,12 @@ def given(parser: argparse.ArgumentParser, arguments: list[str]) -> set[str]:
     for action in parser._actions:
         action.default = argparse.SUPPRESS
     return set(vars(parser.parse_args(arguments)))
+
+
+def as_words(flags: Mapping[str, object]) -> list[str]:
+    """Flags as on a command line: those that are True take no value, and those that are None or False are left out."""
+    given = {name: value for name, value in flags.items() if value is not None and value is not False}
+    return [word for name, value in given.items() for word in ([f"--{name}"] if value is True else [f"--{name}", str(value)])]
 
 
 def without(arguments: Sequence[str], *names: str, values: Callable[[str], bool] = lambda value: True) -> list[str]:

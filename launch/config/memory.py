@@ -20,10 +20,9 @@ from typing import Any
 
 from launch.config.engine_schema import engine_schema
 from launch.formats.sub_groups import sub_group_sizes
-from model.accounting import LOSS_ROWS, model_tensors, norm_tensors, parameter_count
+from model.accounting import LOSS_ROWS, WIDTH, model_tensors, norm_tensors, parameter_count
 from model.presets import GPTConfig
 
-WIDTH = {"fp32": 4, "bf16": 2, "fp16": 2}
 FP32 = 4
 #: Elements that stage 0 flattens and all-reduces at a time (`deepspeed/runtime/engine.py`, MEMORY_OPT_ALLREDUCE_SIZE).
 ALLREDUCE_ELEMENTS = 500_000_000

@@ -39,6 +39,8 @@ from model.gpt import GPT, weight_decay_groups
 from recipes.optimizers import LATE_STEP
 from recipes.technique import Technique
 
+#: The phases of a step, as messages name them.
+FORWARD, BACKWARD, UPDATE, EVALUATION = "forward pass", "backward pass", "update", "evaluation"
 #: Values of a configuration in which hosts may differ: where their copies of files lie, and what is printed.
 OF_A_HOST = ("data", "runs_dir", "config_file", "recipe", "init_from", "branch_from", "quiet")
 
@@ -77,7 +79,7 @@ class TrainingEngine:
 
     def loss(self, tokens: torch.Tensor) -> torch.Tensor:
         """The mean cross-entropy of (B, T + 1) token ids, where each position predicts the next one; an fp32 scalar."""
-        self.enter("forward pass" if self.deepspeed.training else "evaluation")
+        self.enter(FORWARD if self.deepspeed.training else EVALUATION)
         if self.config.shape.dropout and self.deepspeed.training:
             # Dropout masks are a function of (seed, step, micro-step, rank), so that a resumed run draws the same ones.
             place = f"{self.config.seed}/{self.deepspeed.global_steps}/{self._micro_step}/{self.collectives.rank}"
@@ -98,14 +100,14 @@ class TrainingEngine:
         configured = self.config.gradient_accumulation_steps
         self.step_loss = loss.detach() / accumulation + (self.step_loss if self._micro_step else 0.0)
         self._micro_step = (self._micro_step + 1) % accumulation
-        self.enter("backward pass")
+        self.enter(BACKWARD)
         self.deepspeed.set_gradient_accumulation_boundary(self._micro_step == 0)
         self.deepspeed.backward(loss if accumulation == configured else loss * (configured / accumulation))
         self.loss_scale = float(getattr(self.deepspeed.optimizer, "loss_scale", 1.0))  # `step` may change it
         if self._micro_step == 0:
             self.techniques.on_gradients()
         counters = self.deepspeed.global_steps, self.deepspeed.skipped_steps
-        self.enter("update")
+        self.enter(UPDATE)
         try:
             self.deepspeed.step()
             # A dynamic loss scale becomes smaller; DeepSpeed itself raises at its minimum.

@@ -38,13 +38,12 @@ import psutil
 from launch.errors import UsageError
 from launch.formats.checkpoint_files import what_resume_does
 from launch.training.distributed import Collectives
-from launch.training.engine import TrainingEngine
+from launch.training.engine import BACKWARD, EVALUATION, FORWARD, UPDATE, TrainingEngine
 from launch.training.interleaving import interleaved_group
 from launch.training.observers import Observer
 
-#: The places of a step, as a message names them.
-START, FORWARD, BACKWARD, UPDATE, END = "start of the step", "forward pass", "backward pass", "update", "end of the step"
-EVALUATION, CHECKPOINT = "evaluation", "checkpoint"
+#: The places of a run besides those of the engine, as a message names them.
+START, END, CHECKPOINT = "start of the step", "end of the step", "checkpoint"
 PLACES = (START, FORWARD, BACKWARD, UPDATE, END, EVALUATION, CHECKPOINT)
 #: Between two ticks at most, in seconds; 20 ticks make a shorter `--hang_timeout`.
 TICK_SECONDS = 1.0

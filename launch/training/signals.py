@@ -106,7 +106,7 @@ class StopRequest:
 
 def exit_code(number: int) -> int:
     """The exit code of a run that signal `number` has stopped."""
-    return REQUEUE if number in (signal.SIGUSR1, signal.SIGUSR2) else 128 + number
+    return REQUEUE if number == signal.SIGUSR1 else 128 + number
 
 
 def _launchers() -> tuple[int, ...]:

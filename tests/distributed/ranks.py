@@ -72,6 +72,10 @@ class Ranks:
             raise AssertionError("\n".join(failures))
         return results
 
+    def train(self, flags: list[str]) -> list[dict[str, Any]]:
+        """Pretrain with `flags` on all ranks. Returns the lines of the metrics."""
+        return self.run("tests.distributed.jobs:pretrain", flags=flags)[0]
+
     def _start(self) -> None:
         port = free_port()
         for rank in range(self.size):

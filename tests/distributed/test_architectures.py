@@ -41,7 +41,6 @@ from tests.helpers import config_of, exported
 SIZES = {"n_layer": 4, "n_head": 4, "d_model": 64, "seq_len": 32}
 #: Both have 2 heads of keys and values; the llama has a head of its own, the qwen3 QK-norm.
 SHAPES = {name: {"architecture": name, **SIZES} for name in ("llama", "qwen3")}
-JOB = "tests.distributed.jobs:pretrain"
 TOLERANCE = 1e-5
 LAMB_LR = 0.05
 MUON_LR = 0.01
@@ -148,7 +147,7 @@ def test_a_technique_trains_what_its_reference_trains(name, architecture, reques
     technique, shape = TECHNIQUES[name], shape_for(architecture, name)
     options = {"lr": LR, **technique.reference}
     run = engine_flags(corpus, tmp_path, shape, technique.form, technique.ranks, 3, "fp32") + technique.flags
-    losses = [line["loss"] for line in pools.of(technique.ranks).run(JOB, flags=run)[0]]
+    losses = [line["loss"] for line in pools.of(technique.ranks).train(run)]
     expected = losses_of(reference_steps(corpus, shape, STEPS, BATCH, warmup=WARMUP, seed=SEED, **options))
     assert largest_difference(losses, expected) <= technique.tolerance
     assert losses[-1] < losses[0] - 0.2
@@ -175,7 +174,7 @@ def test_losses_are_those_of_plain_pytorch(form, accumulation, ranks, architectu
         request.getfixturevalue("drive")
     run = engine_flags(corpus, tmp_path, SHAPES[architecture], form, ranks, accumulation)
     run += ["--set", "zero_optimization.stage3_param_persistence_threshold=1000"] if form.startswith("stage 3") else []
-    lines = pools.of(ranks).run(JOB, flags=run)[0]
+    lines = pools.of(ranks).train(run)
     losses = [line["loss"] for line in lines]
     assert largest_difference(losses, plain_losses(corpus, architecture)) <= TOLERANCE
     assert losses[-1] < losses[0] - 0.2
@@ -234,7 +233,7 @@ def test_a_folder_of_transformers_is_trained_further_and_read_by_transformers(na
     given = {key: str(value).lower() for key, value in {"architecture": architecture, **fields}.items()}
     run = [*engine_flags(corpus, tmp_path, given, "stage 3", 2, 1, precision), "--init_from", str(tmp_path / "theirs")]
     run += ["--steps", "2", "--warmup_steps", "1"]
-    two_ranks.run(JOB, flags=run)
+    two_ranks.train(run)
     (tmp_path / "r").rename(tmp_path / "trained")
     out = exported(tmp_path / "trained", tmp_path / "out")
     model = open_trained(tmp_path / "trained").load_model()

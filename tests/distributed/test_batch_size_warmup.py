@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from launch.config.flags import as_words
 from launch.config.run_config import resolve
 from tests.helpers import losses, resumed_after
 
@@ -25,12 +26,8 @@ def flags(corpus, tmp_path, stage: int, name: str, *more: str) -> list[str]:
     values = {**SHAPE, "data": corpus, "runs_dir": tmp_path, "run_name": name, "steps": STEPS, "global_batch_size": BATCH}
     values |= {"micro_batch_size": 4, "lr": LR, "warmup_steps": WARMUP, "eval_every": 0, "save_every": 0}
     run = ["--deepspeed_config", f"ds_configs/zero{stage}_fp32.json"]
-    run += [text for key, value in values.items() for text in (f"--{key}", str(value))]
+    run += as_words(values)
     return [*run, "--set", f"batch_size_warmup={json.dumps(SECTION)}", *more]
-
-
-def trained(pool, run: list[str]) -> list[dict]:
-    return pool.run("tests.distributed.jobs:pretrain", flags=run)[0]
 
 
 def rate(tokens: int) -> float:
@@ -44,11 +41,11 @@ def rate(tokens: int) -> float:
 @pytest.fixture(scope="module")
 def first(one_rank, corpus, tmp_path_factory) -> list[dict]:
     """The lines of stage 0 on one rank, with which all others are compared."""
-    return trained(one_rank, flags(corpus, tmp_path_factory.mktemp("first"), 0, "r"))
+    return one_rank.train(flags(corpus, tmp_path_factory.mktemp("first"), 0, "r"))
 
 
 def test_sizes_tokens_and_learning_rate_are_those_of_a_table(first, two_ranks, corpus, tmp_path):
-    for lines in (first, trained(two_ranks, flags(corpus, tmp_path, 1, "r"))):
+    for lines in (first, two_ranks.train(flags(corpus, tmp_path, 1, "r"))):
         assert [line["batch_size"] for line in lines] == SIZES
         consumed = [0, *(line["tokens"] for line in lines)]
         assert [after - before for before, after in pairwise(consumed)] == [size * 64 for size in SIZES]
@@ -65,7 +62,7 @@ GRID = [(ranks, stage) for ranks in (1, 2) for stage in range(4) if (ranks, stag
 
 @pytest.mark.parametrize(("ranks", "stage"), [pytest.param(*at, marks=() if at == (2, 3) else pytest.mark.long) for at in GRID])
 def test_stages_and_ranks_give_the_same_losses(ranks, stage, first, one_rank, two_ranks, corpus, tmp_path):
-    lines = trained({1: one_rank, 2: two_ranks}[ranks], flags(corpus, tmp_path, stage, "r"))
+    lines = {1: one_rank, 2: two_ranks}[ranks].train(flags(corpus, tmp_path, stage, "r"))
     assert losses(lines) == pytest.approx(losses(first), abs=5e-6)
 
 
@@ -73,11 +70,11 @@ def test_stages_and_ranks_give_the_same_losses(ranks, stage, first, one_rank, tw
 def test_a_resumed_run_has_the_sizes_and_losses_of_an_uninterrupted_one(stage, first, two_ranks, corpus, tmp_path):
     """From the middle of the second stage, and of the first with the full batch."""
     run = flags(corpus, tmp_path, stage, "r", "--save_every", "17")
-    whole = trained(two_ranks, run)
+    whole = two_ranks.train(run)
     for kept in (34, 17):
         for step in {34, 35} - set(range(kept + 1)):
             shutil.rmtree(tmp_path / "r" / "checkpoints" / f"step-{step:08d}")
-        lines = trained(two_ranks, [*run, "--resume"])
+        lines = two_ranks.train([*run, "--resume"])
         assert [line["batch_size"] for line in lines] == SIZES
         assert losses(lines) == losses(whole), "bit for bit"
         assert resumed_after(tmp_path / "r") == kept
@@ -106,7 +103,7 @@ def test_it_works_with_the_curriculum_and_with_layers_dropped(mode, one_rank, tw
     """Stages count sequences at full length, so that the sizes of the first steps are the same."""
     sections = {"curriculum_learning": CURRICULUM | {"mode": mode}, "progressive_layer_drop": {"theta": 0.5, "gamma": 0.1}}
     more = [text for key, section in sections.items() for text in ("--set", f"{key}={json.dumps(section)}")]
-    lines = trained(two_ranks, flags(corpus, tmp_path, 3, "r", *more))
+    lines = two_ranks.train(flags(corpus, tmp_path, 3, "r", *more))
     assert [line["batch_size"] for line in lines[: len(SIZES)]] == SIZES
     assert {line["batch_size"] for line in lines[len(SIZES) :]} <= {BATCH}
     consumed = [0, *(line["tokens"] for line in lines)]
@@ -116,5 +113,5 @@ def test_it_works_with_the_curriculum_and_with_layers_dropped(mode, one_rank, tw
     assert {line["kept_blocks"] for line in lines} == {1, 2}
     log = (tmp_path / "r" / "log.txt").read_text(encoding="utf-8")
     assert f"step {len(lines):>5}/{len(lines)}  loss" in log
-    other = trained(one_rank, flags(corpus, tmp_path, 0, "other", *more))
+    other = one_rank.train(flags(corpus, tmp_path, 0, "other", *more))
     assert losses(other) == pytest.approx(losses(lines), abs=5e-6)

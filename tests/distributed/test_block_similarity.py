@@ -19,7 +19,7 @@ def test_it_is_the_same_on_one_and_two_ranks_and_changes_no_loss(config, one_ran
     watched = ["--eval_every", "2", "--eval_batches", "1", "--block_similarity"]
     found = {}
     for name, pool in (("one", one_rank), ("two", two_ranks)):
-        pool.run("tests.distributed.jobs:pretrain", flags=flags(corpus, tmp_path, config, name, *watched))
+        pool.train(flags(corpus, tmp_path, config, name, *watched))
         found[name] = lines(tmp_path, name)
     assert [line["step"] for line in found["one"]] == [0, 2, 4]
     for one, two in zip(found["one"], found["two"], strict=True):
@@ -27,7 +27,7 @@ def test_it_is_the_same_on_one_and_two_ranks_and_changes_no_loss(config, one_ran
             assert one[key] == pytest.approx(two[key], abs=1e-6)
             assert len(one[key]) == 3
         assert all(0 < value <= 1 for value in one["cosine_similarity"])
-    plain = two_ranks.run("tests.distributed.jobs:pretrain", flags=flags(corpus, tmp_path, config, "plain", *watched[:4]))[0]
+    plain = two_ranks.train(flags(corpus, tmp_path, config, "plain", *watched[:4]))
     seen = [json.loads(line) for line in (tmp_path / "two" / "metrics.jsonl").read_text().splitlines()]
     for key in ("loss", "val_loss", "bytes_sent"):
         assert [line.get(key) for line in plain] == [line.get(key) for line in seen]

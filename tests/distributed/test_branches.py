@@ -26,7 +26,6 @@ from tests.distributed.launched import TINY
 from tests.run_folders import write_run
 
 SCHEDULE = 'scheduler={"type":"WarmupStableDecayTokens","params":{"decay_fraction":0.4}}'
-JOB = "tests.distributed.jobs:pretrain"
 #: The values of "auto" in a run of 100 steps.
 TOKENS = "batch_size_warmup.warmup_tokens=102400"
 LTD = "random_ltd.random_ltd_schedule.schedule_config.require_steps=70"
@@ -43,7 +42,7 @@ def flags(corpus: Path, runs: Path, name: str, *more: str, config: str = "zero1_
 @pytest.fixture
 def train(two_ranks, corpus, tmp_path) -> Callable[..., list[dict[str, Any]]]:
     def train(name: str, *more: str, config: str = "zero1_fp32") -> list[dict[str, Any]]:
-        return two_ranks.run(JOB, flags=flags(corpus, tmp_path, name, *more, config=config))[0]
+        return two_ranks.train(flags(corpus, tmp_path, name, *more, config=config))
 
     return train
 
@@ -52,7 +51,7 @@ def train(two_ranks, corpus, tmp_path) -> Callable[..., list[dict[str, Any]]]:
 def long(two_ranks, corpus, tmp_path_factory) -> Path:
     """A run of 30 steps, to be branched and not changed."""
     runs = tmp_path_factory.mktemp("runs")
-    two_ranks.run(JOB, flags=flags(corpus, runs, "long", "--steps", "30"))
+    two_ranks.train(flags(corpus, runs, "long", "--steps", "30"))
     return runs / "long"
 
 

@@ -38,7 +38,7 @@ def train(two_ranks, flags) -> Callable[..., list[float]]:
     def train(runs: Path, store: Path | None, *more: str, stage: int = 1) -> list[float]:
         config = ["--deepspeed_config", f"ds_configs/zero{stage}_fp32.json", "--runs_dir", str(runs), "--run_name", "r"]
         place = ["--checkpoint_store", f"file://{store}"] if store else []
-        lines = two_ranks.run("tests.distributed.jobs:pretrain", flags=[*flags, *config, *place, *more])[0]
+        lines = two_ranks.train([*flags, *config, *place, *more])
         return [line["loss"] for line in lines]
 
     return train
@@ -191,7 +191,7 @@ def test_a_signal_that_cuts_off_the_last_upload_is_the_exit_code(one_rank, flags
     run = tmp_path / "runs" / "r"
     assert json.loads((run / "run.json").read_text())["finished"]["step"] == 3
     assert len(log_of(run, "given up")) == 1 and not complete_checkpoints(store / "r")
-    one_rank.run("tests.distributed.jobs:pretrain", flags=given)
+    one_rank.train(given)
     assert [path.name for path in complete_checkpoints(store / "r")] == ["step-00000003"]
 
 

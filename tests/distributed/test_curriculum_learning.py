@@ -9,6 +9,7 @@ import shutil
 import pytest
 import torch
 
+from launch.config.flags import as_words
 from tests.distributed.reference import reference_steps
 from tests.distributed.test_engine_follows_plain_pytorch import largest_difference
 from tests.helpers import resumed_after
@@ -30,12 +31,8 @@ def flags(corpus, tmp_path, stage: int, name: str, *more: str, precision: str = 
     values = {**SHAPE, "data": corpus, "runs_dir": tmp_path, "run_name": name, "steps": STEPS, "global_batch_size": BATCH}
     values |= {"micro_batch_size": 2, "lr": LR, "warmup_steps": WARMUP, "seed": SEED, "eval_every": 0, "save_every": 0}
     run = ["--deepspeed_config", f"ds_configs/zero{stage}_{precision}.json"]
-    run += [text for key, value in values.items() for text in (f"--{key}", str(value))]
+    run += as_words(values)
     return [*run, "--set", f"curriculum_learning={json.dumps(section or SECTION)}", *more]
-
-
-def trained(pool, run: list[str]) -> list[dict]:
-    return pool.run("tests.distributed.jobs:pretrain", flags=run)[0]
 
 
 def check_table(lines: list[dict]) -> None:
@@ -74,7 +71,7 @@ def expected(corpus) -> list[float]:
     [(2, 2), *(pytest.param(*case, marks=pytest.mark.long) for case in ((0, 1), (1, 2), (3, 2), (0, 2), (1, 1), (2, 1), (3, 1)))],
 )
 def test_every_step_is_that_of_a_table_and_of_a_plain_loop(stage, ranks, pools, corpus, expected, tmp_path):
-    lines = trained(pools.of(ranks), flags(corpus, tmp_path, stage, "r"))
+    lines = pools.of(ranks).train(flags(corpus, tmp_path, stage, "r"))
     check_table(lines)
     assert largest_difference([line["loss"] for line in lines], expected) <= TOLERANCE
     assert expected[-1] < expected[0] - 0.5
@@ -82,7 +79,7 @@ def test_every_step_is_that_of_a_table_and_of_a_plain_loop(stage, ranks, pools, 
 
 @pytest.mark.parametrize("stage", [0, pytest.param(3, marks=pytest.mark.long)])
 def test_reshaped_it_trains_on_the_rows(stage, two_ranks, corpus, tmp_path):
-    lines = trained(two_ranks, flags(corpus, tmp_path, stage, "r", section={**SECTION, "mode": "reshape"}))
+    lines = two_ranks.train(flags(corpus, tmp_path, stage, "r", section={**SECTION, "mode": "reshape"}))
     steps = reference_steps(corpus, SHAPE, STEPS, BATCH, LR, WARMUP, SEED, cut=reshaped)
     assert largest_difference([line["loss"] for line in lines], [step.loss for step in steps]) <= TOLERANCE
 
@@ -90,10 +87,10 @@ def test_reshaped_it_trains_on_the_rows(stage, two_ranks, corpus, tmp_path):
 @pytest.mark.parametrize("stage", [2, pytest.param(3, marks=pytest.mark.long)])
 def test_it_goes_on_through_a_resume(stage, two_ranks, corpus, expected, tmp_path):
     run = flags(corpus, tmp_path, stage, "r", "--save_every", "20", "--keep", "9")
-    trained(two_ranks, run)
+    two_ranks.train(run)
     for step in (40, 60, 70):
         shutil.rmtree(tmp_path / "r" / "checkpoints" / f"step-{step:08d}")
-    lines = trained(two_ranks, [*run, "--resume"])
+    lines = two_ranks.train([*run, "--resume"])
     assert resumed_after(tmp_path / "r") == 20
     check_table(lines)
     assert largest_difference([line["loss"] for line in lines], expected) <= TOLERANCE

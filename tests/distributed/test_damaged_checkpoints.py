@@ -42,7 +42,7 @@ def trained(request, two_ranks, corpus, tmp_path_factory) -> Callable[[str], tup
             flags = ["--deepspeed_config", f"ds_configs/{kind}.json", *TINY, "--data", str(corpus), "--global_batch_size", "4"]
             flags += ["--steps", "6", "--save_every", "2", "--eval_every", "0", "--keep", "9", "--runs_dir", str(runs)]
             for name, seed in (("a", "1"), ("b", "2")):
-                two_ranks.run("tests.distributed.jobs:pretrain", flags=[*flags, "--run_name", name, "--seed", seed])
+                two_ranks.train([*flags, "--run_name", name, "--seed", seed])
             made[kind] = flags, runs / "a", runs / "b"
         return made[kind]
 
@@ -226,7 +226,7 @@ def test_what_a_run_did_not_write_stays_through_saves_and_prunes(trained, two_ra
 
     before = foreign()
     more = ["--runs_dir", str(tmp_path), "--run_name", "a", "--seed", "1", "--resume", "--steps", "12", "--keep", "1"]
-    lines = two_ranks.run("tests.distributed.jobs:pretrain", flags=[*flags, *more])[0]
+    lines = two_ranks.train([*flags, *more])
     assert [line["step"] for line in lines] == list(range(1, 13))
     assert foreign() == before
     own = {path.name for path in checkpoints.iterdir()} - set(FOREIGN)

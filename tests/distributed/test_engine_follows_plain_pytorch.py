@@ -9,9 +9,11 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import pytest
 
+from launch.config.flags import as_words
 from model.gpt import BlockRunner, run_all_blocks
 from tests.distributed.jobs import drops_block_1
 from tests.distributed.reference import Step, UncorrectedAdam, reference_steps, run_all_but
@@ -69,15 +71,22 @@ def small_reference(corpus) -> Callable[..., list[Step]]:
     return steps
 
 
-@pytest.fixture(scope="module")
-def at_stage_0(one_rank, corpus, tmp_path_factory) -> Callable[[str], list[float]]:
-    """The losses of stage 0 on one rank, by precision, with which the other stages must agree; each is computed once."""
+def fixture_at_stage_0(train: Callable[..., list[float]]) -> Any:
+    """A fixture: the losses of stage 0 on one rank, by precision, with which the other stages must agree; each is computed once.
 
-    @cache
-    def losses(precision: str) -> list[float]:
-        return trained(one_rank, flags=flags(corpus, tmp_path_factory.mktemp("stage_0"), SHAPE, "stage 0", 1, 1, precision))
+    train: (pool, corpus, folder, precision) -> losses.
+    """
+
+    @pytest.fixture(scope="module")
+    def losses(one_rank, corpus, tmp_path_factory) -> Callable[[str], list[float]]:
+        return cache(lambda precision: train(one_rank, corpus, tmp_path_factory.mktemp("stage_0"), precision))
 
     return losses
+
+
+at_stage_0 = fixture_at_stage_0(
+    lambda pool, corpus, folder, precision: trained(pool, flags=flags(corpus, folder, SHAPE, "stage 0", 1, 1, precision))
+)
 
 
 def flags(corpus, tmp_path, shape: dict, form: str, ranks: int, accumulation: int, precision: str = "fp32") -> list[str]:
@@ -98,7 +107,7 @@ def flags(corpus, tmp_path, shape: dict, form: str, ranks: int, accumulation: in
         "save_every": 0,
     }
     sections = [part for key, value in changes.items() for part in ("--set", f"zero_optimization.{key}={json.dumps(value)}")]
-    return [text for key, value in values.items() for text in (f"--{key}", str(value))] + sections
+    return as_words(values) + sections
 
 
 @pytest.fixture
@@ -148,7 +157,7 @@ def test_a_layer_without_a_gradient_is_stepped_with_zero(form, accumulation, ran
 @pytest.mark.parametrize("form", [pytest.param(form, marks=[] if form == "stage 3" else pytest.mark.long) for form in FORMS])
 def test_adam_without_bias_correction(form, ranks, pool, corpus, small_reference, tmp_path):
     run = [*flags(corpus, tmp_path, SMALL, form, ranks, 1), "--set", "optimizer.params.bias_correction=false"]
-    losses = [line["loss"] for line in pool.run("tests.distributed.jobs:pretrain", flags=run)[0]]
+    losses = [line["loss"] for line in pool.train(run)]
     expected = losses_of(reference_steps(corpus, SMALL, STEPS, BATCH, LR, WARMUP, SEED, adam=UncorrectedAdam))
     assert largest_difference(losses, expected) <= TOLERANCE
     assert largest_difference(losses_of(small_reference()), expected) > 0.03

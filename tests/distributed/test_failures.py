@@ -53,8 +53,8 @@ def test_a_loss_that_is_no_number_stops_the_run_before_its_update(config, factor
     assert [path.name for path in complete_checkpoints(folder / "checkpoints")] == ["step-00000003"]
     assert "error: step 4: the loss is" in (folder / "log.txt").read_text()
     assert (folder / "loss.png").exists()
-    resumed = two_ranks.run("tests.distributed.jobs:pretrain", flags=[*run, "--resume"])[0]
-    undisturbed = two_ranks.run("tests.distributed.jobs:pretrain", flags=[*run, "--run_name", "undisturbed"])[0]
+    resumed = two_ranks.train([*run, "--resume"])
+    undisturbed = two_ranks.train([*run, "--run_name", "undisturbed"])
     assert losses(resumed) == pytest.approx(losses(undisturbed), abs=0 if precision == "fp32" else 2e-3)
     assert len(resumed) == STEPS and resumed_after(folder) == 3
 
@@ -64,7 +64,7 @@ def test_a_failure_in_the_first_step_leaves_a_checkpoint_of_the_start(two_ranks,
     reason = two_ranks.run(f"{JOBS}:pretrain_until_it_fails", flags=run, factor=math.nan, steps=(1,), rank=0)[0]
     assert reason.startswith("step 1: the loss is nan on rank 0")
     assert reason.endswith("step-00000000")
-    assert len(two_ranks.run("tests.distributed.jobs:pretrain", flags=[*run, "--resume"])[0]) == STEPS
+    assert len(two_ranks.train([*run, "--resume"])) == STEPS
 
 
 @pytest.mark.parametrize("config", ["lamb", "zero3_bf16"])

@@ -15,7 +15,6 @@ from tests.distributed.test_engine_follows_plain_pytorch import largest_differen
 #: 160 tokens: two blocks of queries.
 SHAPE = {"n_layer": 3, "n_head": 2, "d_model": 64, "seq_len": 160}
 WITHIN = {"fp32": 5e-6, "bf16": 1e-3}
-JOB = "tests.distributed.jobs:pretrain"
 long = pytest.mark.long
 EVERY = dict.fromkeys(("attention", "cross_entropy", "layer_norm", "gelu", "compile"), "auto")
 EARLIER = {
@@ -44,7 +43,7 @@ def losses(pools, corpus, tmp_path_factory):
             run += ["--no_cross_document"]
         elif other:
             run += ["--set", f"{other}={json.dumps(EARLIER[other])}"]
-        lines = pools.of(ranks).run(JOB, flags=run)[0]
+        lines = pools.of(ranks).train(run)
         found = [line["loss"] for line in lines if "loss" in line]
         assert len(found) >= 30  # more where a curriculum makes steps smaller
         return found
@@ -112,7 +111,7 @@ SAID = {
 def test_the_log_names_what_was_taken_and_what_was_skipped(architecture, one_rank, corpus, tmp_path, device):
     run = engine_flags(corpus, tmp_path, SHAPE, "stage 0", 1, 1, "bf16")
     run += ["--set", "fused_kernels=auto", "--architecture", architecture, "--steps", "2", "--warmup_steps", "1"]
-    one_rank.run(JOB, flags=run)
+    one_rank.train(run)
     log = (tmp_path / "r" / "log.txt").read_text()
     for line in (
         "attention: blocks of 128 queries" if device == "cpu" else "attention: torch's, as without this key",
@@ -124,6 +123,6 @@ def test_the_log_names_what_was_taken_and_what_was_skipped(architecture, one_ran
 
 def test_with_dropout_attention_stays_torchs(one_rank, corpus, tmp_path):
     run = engine_flags(corpus, tmp_path, {**SHAPE, "dropout": 0.1}, "stage 0", 1, 1, "fp32")
-    lines = one_rank.run(JOB, flags=[*run, "--set", "fused_kernels=auto", "--steps", "2", "--warmup_steps", "1"])[0]
+    lines = one_rank.train([*run, "--set", "fused_kernels=auto", "--steps", "2", "--warmup_steps", "1"])
     assert [line["step"] for line in lines] == [1, 2]
     assert "fused_kernels.attention: torch's, as without this key" in (tmp_path / "r" / "log.txt").read_text()

@@ -63,8 +63,8 @@ def test_the_ends_are_open_and_what_is_not_finite_is_counted_apart():
 @pytest.mark.long
 @pytest.mark.parametrize("config", ["zero0_fp32", "zero1_bf16", "zero2_fp32", "zero3_bf16"])
 def test_every_gradient_of_all_ranks_and_micro_batches_is_counted_once(config, two_ranks, corpus, tmp_path):
-    plain = two_ranks.run("tests.distributed.jobs:pretrain", flags=flags(corpus, tmp_path, config, "plain"))[0]
-    watched = two_ranks.run("tests.distributed.jobs:pretrain", flags=flags(corpus, tmp_path, config, "w", "--histogram_every", "2"))[0]
+    plain = two_ranks.train(flags(corpus, tmp_path, config, "plain"))
+    watched = two_ranks.train(flags(corpus, tmp_path, config, "w", "--histogram_every", "2"))
     for key in ("loss", "grad_norm", "bytes_sent"):
         assert [line[key] for line in watched] == [line[key] for line in plain]
     lines = histograms(tmp_path, "w")
@@ -88,7 +88,7 @@ def test_every_gradient_of_all_ranks_and_micro_batches_is_counted_once(config, t
 def test_the_counts_are_the_same_at_every_stage_and_with_recomputation(two_ranks, corpus, tmp_path):
     def first(config: str, *more: str) -> dict:
         run = flags(corpus, tmp_path, config, "".join(filter(str.isalnum, config + "".join(more))), "--histogram_every", "1", *more)
-        two_ranks.run("tests.distributed.jobs:pretrain", flags=run)
+        two_ranks.train(run)
         name = run[run.index("--run_name") + 1]
         return {kind: histograms(tmp_path, name)[0][kind] for kind in KINDS}
 
@@ -103,8 +103,8 @@ def test_the_counts_are_the_same_at_every_stage_and_with_recomputation(two_ranks
 
 
 def test_in_fp16_the_runs_own_scale_is_taken_out(two_ranks, corpus, tmp_path):
-    two_ranks.run("tests.distributed.jobs:pretrain", flags=flags(corpus, tmp_path, "zero1_fp32", "fp32", "--histogram_every", "4"))
-    two_ranks.run("tests.distributed.jobs:pretrain", flags=flags(corpus, tmp_path, "zero1_fp16", "fp16", "--histogram_every", "4"))
+    two_ranks.train(flags(corpus, tmp_path, "zero1_fp32", "fp32", "--histogram_every", "4"))
+    two_ranks.train(flags(corpus, tmp_path, "zero1_fp16", "fp16", "--histogram_every", "4"))
     (in_fp32,), (in_fp16,) = histograms(tmp_path, "fp32"), histograms(tmp_path, "fp16")
     assert in_fp16["loss_scale"] == in_fp16["scale"] == 65536.0
     for kind in KINDS:
@@ -120,12 +120,12 @@ def test_in_fp16_the_runs_own_scale_is_taken_out(two_ranks, corpus, tmp_path):
 @pytest.mark.long
 def test_a_resumed_run_writes_its_histograms_again(one_rank, corpus, tmp_path):
     run = flags(corpus, tmp_path, "zero1_fp32", "r", "--histogram_every", "1")
-    one_rank.run("tests.distributed.jobs:pretrain", flags=[*run, "--save_every", "2"])
+    one_rank.train([*run, "--save_every", "2"])
     first = histograms(tmp_path, "r")
     shutil.rmtree(tmp_path / "r" / "checkpoints" / "step-00000004")
-    one_rank.run("tests.distributed.jobs:pretrain", flags=[*run, "--save_every", "2", "--resume"])
+    one_rank.train([*run, "--save_every", "2", "--resume"])
     assert histograms(tmp_path, "r") == first and resumed_after(tmp_path / "r") == 2
     assert [line["step"] for line in first] == [1, 2, 3, 4]
     shutil.rmtree(tmp_path / "r" / "checkpoints" / "step-00000004")
-    one_rank.run("tests.distributed.jobs:pretrain", flags=[*run, "--save_every", "2", "--resume", "--histogram_every", "0"])
+    one_rank.train([*run, "--save_every", "2", "--resume", "--histogram_every", "0"])
     assert histograms(tmp_path, "r") == first[:2], "what the checkpoint does not hold is gone"

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from data_pipeline.shards import open_corpus
+from launch.config.flags import as_words
 from launch.formats.metrics import recent_loss
 from launch.training import meter as metering
 from model.accounting import block_parameter_count, parameter_count
@@ -26,7 +27,7 @@ STEPS = 6
 
 
 def flags(corpus, tmp_path, config: str, *more: str) -> list[str]:
-    shape = [text for key, value in SHAPE.items() for text in (f"--{key}", str(value))]
+    shape = as_words(SHAPE)
     run = f"--deepspeed_config ds_configs/{config}.json --data {corpus} --runs_dir {tmp_path} --steps {STEPS}"
     run += " --global_batch_size 8 --micro_batch_size 2 --save_every 0 --lr 1e-3 --warmup_steps 2"
     return [*run.split(), *shape, *more]
@@ -37,7 +38,7 @@ def parameters(corpus) -> int:
 
 
 def pretrain(pool, *arguments: str) -> list[dict]:
-    return pool.run("tests.distributed.jobs:pretrain", flags=flags(*arguments))[0]
+    return pool.train(flags(*arguments))
 
 
 # Loss and the three stop flags, in fp64, all-reduced: 2 (N-1)/N x 32 bytes.
@@ -105,10 +106,7 @@ def test_the_validation_loss_is_the_same_for_one_and_two_ranks(one_rank, two_ran
 def test_the_whole_split_is_evaluated_after_the_last_step(one_rank, two_ranks, corpus, tmp_path):
     """On any number of ranks, beside the curve; where the evaluation was missing, a resume adds it."""
     windows = ["--eval_every", "3", "--eval_batches", "3"]
-    (reference,) = one_rank.run(
-        "tests.distributed.jobs:pretrain",
-        flags=flags(corpus, tmp_path, "zero3_fp32", "--run_name", "all", "--eval_every", "6", "--eval_batches", "1000000"),
-    )
+    reference = one_rank.train(flags(corpus, tmp_path, "zero3_fp32", "--run_name", "all", "--eval_every", "6", "--eval_batches", "1000000"))
 
     def whole_loss(name: str) -> float:
         return json.loads((tmp_path / name / "run.json").read_text())["finished"]["whole_val_loss"]

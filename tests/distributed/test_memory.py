@@ -113,7 +113,7 @@ def test_model_states_are_what_the_zero_paper_says(two_ranks, corpus, tmp_path, 
 def test_bytes_on_the_wire_are_those_counted(two_ranks, corpus, tmp_path, stage, precision, accumulation):
     batch = ["--micro_batch_size", "1", "--global_batch_size", str(2 * accumulation), "--steps", "3", "--run_name", "r"]
     run = flags(corpus, tmp_path, f"zero{stage}_{precision}", *SHAPE, *batch)
-    lines = two_ranks.run("tests.distributed.jobs:pretrain", flags=run)[0]
+    lines = two_ranks.train(run)
     config, _ = resolve(run, ranks=2)
     model = GPTConfig(**vars(config.shape), vocab_size=open_corpus(corpus).vocab_size)
     predicted = bytes_sent_per_step(model, precision, config.engine["zero_optimization"], 2, accumulation)

@@ -12,6 +12,7 @@ import torch
 
 from data_pipeline.loader import Loader
 from data_pipeline.shards import open_corpus
+from launch.config.flags import as_words
 from model.gpt import GPT
 from model.presets import GPTConfig
 from tests.commands import run_script
@@ -19,7 +20,6 @@ from tests.distributed.reference import document_by_document, reference_steps
 from tests.distributed.test_engine_follows_plain_pytorch import FORMS, largest_difference, losses_of
 from tests.helpers import ROOT, losses
 
-JOB = "tests.distributed.jobs:pretrain"
 SHAPE = {"n_layer": 2, "n_head": 2, "d_model": 64, "seq_len": 64}
 STEPS, BATCH, LR, WARMUP, SEED = 8, 12, 2e-3, 2, 5
 TOLERANCE = 1e-5
@@ -58,7 +58,7 @@ def flags(corpus: Path, runs: Path, name: str, config: str, *more: str) -> list[
         "eval_batches": 1,
         "save_every": 0,
     }
-    return [text for key, value in values.items() for text in (f"--{key}", str(value))] + list(more)
+    return as_words(values) + list(more)
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +79,7 @@ def test_losses_are_those_of_the_documents_one_by_one(form, request, few_ranks, 
         request.getfixturevalue("drive")
     stage, changes = FORMS[form]
     sections = [part for key, value in changes.items() for part in ("--set", f"zero_optimization.{key}={json.dumps(value)}")]
-    lines = few_ranks.run(JOB, flags=flags(short_documents, tmp_path, "r", f"zero{stage}_fp32", WITHIN, *sections))[0]
+    lines = few_ranks.train(flags(short_documents, tmp_path, "r", f"zero{stage}_fp32", WITHIN, *sections))
     assert largest_difference(losses(lines), reference) <= TOLERANCE
     assert reference[-1] < reference[0] - 1.0
     corpus = open_corpus(short_documents)
@@ -92,7 +92,7 @@ def test_losses_are_those_of_the_documents_one_by_one(form, request, few_ranks, 
 
 
 def test_the_flag_changes_the_losses_and_is_in_run_json(two_ranks, short_documents, reference, tmp_path):
-    lines = two_ranks.run(JOB, flags=flags(short_documents, tmp_path, "r", "zero1_fp32"))[0]
+    lines = two_ranks.train(flags(short_documents, tmp_path, "r", "zero1_fp32"))
     assert largest_difference(losses(lines), reference) > 1e-2
     assert json.loads((tmp_path / "r/run.json").read_text())["no_cross_document"] is False
 
@@ -104,7 +104,7 @@ def test_activation_checkpointing_changes_no_number(config, two_ranks, short_doc
 
     def train(name: str, *more: str) -> list[tuple]:
         run = flags(short_documents, tmp_path, name, config, WITHIN, "--dropout", "0.1", *more)
-        return [(line.get("loss"), line.get("grad_norm"), line.get("val_loss")) for line in two_ranks.run(JOB, flags=run)[0]]
+        return [(line.get("loss"), line.get("grad_norm"), line.get("val_loss")) for line in two_ranks.train(run)]
 
     plain = train("plain")
     assert train("each", "--set", "activation_checkpointing.enabled=true") == plain
@@ -116,7 +116,7 @@ def test_a_resume_with_the_other_value_is_refused_in_one_line(one_rank, short_do
         return run_script("launch/pretrain.py", *flags(short_documents, tmp_path, name, "zero1_fp32", "--resume", *more))
 
     for name, own, other in (("without", [], [WITHIN]), ("within", [WITHIN], [])):
-        one_rank.run(JOB, flags=flags(short_documents, tmp_path, name, "zero1_fp32", *own, "--steps", "3"))
+        one_rank.train(flags(short_documents, tmp_path, name, "zero1_fp32", *own, "--steps", "3"))
         before = (tmp_path / name / "run.json").read_bytes()
         done = resume(name, *other)
         assert done.returncode == 2

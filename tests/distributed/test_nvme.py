@@ -23,7 +23,6 @@ from tests.helpers import losses, resumed_after
 ROOT = Path(__file__).resolve().parents[2]
 #: c_fc and c_proj are large enough for the drive (1 MiB of fp32), biases and norms are not.
 SHAPE = ["--n_layer", "2", "--n_head", "2", "--d_model", "256", "--seq_len", "32", "--global_batch_size", "4", "--micro_batch_size", "1"]
-JOB = "tests.distributed.jobs:pretrain"
 #: What is on the drive, and where the rest is.
 PLACES = [("nvme", None), ("nvme", "nvme"), ("cpu", "nvme"), (None, "nvme")]
 
@@ -42,14 +41,14 @@ def flags(corpus, runs: Path, config: str, name: str, optimizer: str | None, par
 @pytest.mark.parametrize("config", ["zero3_fp32", "zero3_bf16"])
 @pytest.mark.parametrize("places", PLACES, ids=str)
 def test_it_trains_and_resumes_as_with_cpu_offload(places, config, drive, two_ranks, corpus, tmp_path):
-    on_cpu = two_ranks.run(JOB, flags=flags(corpus, tmp_path, config, "cpu", *("cpu" if place else None for place in places)))[0]
+    on_cpu = two_ranks.train(flags(corpus, tmp_path, config, "cpu", *("cpu" if place else None for place in places)))
     run = flags(corpus, tmp_path, config, "drive", *places)
-    on_drive = two_ranks.run(JOB, flags=run)[0]
+    on_drive = two_ranks.train(run)
     assert losses(on_drive) == losses(on_cpu)
     assert (tmp_path / "drive" / "nvme" / "zero_stage_3").is_dir()
     shutil.rmtree(tmp_path / "drive" / "checkpoints" / "step-00000006")
     shutil.rmtree(tmp_path / "drive" / "nvme")
-    resumed = two_ranks.run(JOB, flags=[*run, "--resume"])[0]
+    resumed = two_ranks.train([*run, "--resume"])
     assert losses(resumed) == losses(on_drive) and resumed_after(tmp_path / "drive") > 0
 
 

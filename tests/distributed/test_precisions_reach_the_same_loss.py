@@ -22,7 +22,7 @@ def test_bf16_and_fp16_end_within_002_of_fp32(two_ranks, tmp_path):
         run = ["--deepspeed_config", f"ds_configs/zero1_{precision}.json", "--preset", "nano", "--data", str(corpus)]
         run += ["--steps", "120", "--lr", "1e-3", "--warmup_steps", "50", "--eval_every", "120", "--save_every", "0"]
         run += ["--runs_dir", str(tmp_path), "--run_name", precision]
-        return two_ranks.run("tests.distributed.jobs:pretrain", flags=run)[0][-1]["val_loss"]
+        return two_ranks.train(run)[-1]["val_loss"]
 
     fp32, bf16, fp16 = (final(precision) for precision in ("fp32", "bf16", "fp16"))
     print(f"fp32 {fp32:.4f}, bf16 {bf16 - fp32:+.4f}, fp16 {fp16 - fp32:+.4f}")

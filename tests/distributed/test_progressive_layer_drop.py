@@ -18,6 +18,7 @@ from tests.distributed.test_engine_follows_plain_pytorch import (  # noqa: F401 
     SEED,
     STEPS,
     WARMUP,
+    fixture_at_stage_0,
     grid,
     is_plain,
     largest_difference,
@@ -44,15 +45,7 @@ def expected(corpus) -> Callable[..., list[float]]:
     return losses
 
 
-@pytest.fixture(scope="module")
-def at_stage_0(one_rank, corpus, tmp_path_factory) -> Callable[[str], list[float]]:
-    """The losses of stage 0 on one rank, by precision, with which the other stages must agree; each is computed once."""
-
-    @cache
-    def losses(precision: str) -> list[float]:
-        return trained(one_rank, flags(corpus, tmp_path_factory.mktemp("stage_0"), "stage 0", 1, 1, precision))
-
-    return losses
+at_stage_0 = fixture_at_stage_0(lambda ranks, corpus, folder, precision: trained(ranks, flags(corpus, folder, "stage 0", 1, 1, precision)))
 
 
 def flags(corpus, tmp_path, form: str, ranks: int, accumulation: int, precision: str = "fp32", **more) -> list[str]:
@@ -103,7 +96,7 @@ def test_in_fp16_the_stages_agree_and_follow_fp32(form, accumulation, ranks, poo
 def test_theta_and_gates_go_on_through_a_resume_on_all_ranks(stage, one_rank, two_ranks, corpus, tmp_path):
     def lines(ranks, name: str, *more: str) -> list[dict]:
         run = flags(corpus, tmp_path, f"stage {stage}", 1 if ranks is one_rank else 2, 1)
-        return ranks.run("tests.distributed.jobs:pretrain", flags=[*run, "--run_name", name, "--save_every", "10", *more])[0]
+        return ranks.train([*run, "--run_name", name, "--save_every", "10", *more])
 
     whole = lines(two_ranks, "whole")
     for line in whole:

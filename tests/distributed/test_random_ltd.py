@@ -20,6 +20,7 @@ from tests.distributed.test_engine_follows_plain_pytorch import (  # noqa: F401 
     SEED,
     STEPS,
     WARMUP,
+    fixture_at_stage_0,
     grid,
     is_plain,
     largest_difference,
@@ -56,15 +57,9 @@ def expected(corpus) -> Callable[..., list[float]]:
     return losses
 
 
-@pytest.fixture(scope="module")
-def at_stage_0(one_rank, corpus, tmp_path_factory) -> Callable[[str], list[float]]:
-    """The losses of stage 0 on one rank, by precision, with which the other stages must agree; each is computed once."""
-
-    @cache
-    def losses(precision: str) -> list[float]:
-        return losses_of(trained(one_rank, flags(corpus, tmp_path_factory.mktemp("stage_0"), "stage 0", 1, 1, precision=precision)))
-
-    return losses
+at_stage_0 = fixture_at_stage_0(
+    lambda ranks, corpus, folder, precision: losses_of(trained(ranks, flags(corpus, folder, "stage 0", 1, 1, precision=precision)))
+)
 
 
 def flags(corpus, tmp_path, form: str, ranks: int, accumulation: int, *more: str, precision: str = "fp32") -> list[str]:

@@ -90,7 +90,7 @@ def flags(corpus: Path) -> list[str]:
 @pytest.fixture(scope="module")
 def uninterrupted(two_ranks, flags, tmp_path_factory) -> list[tuple[int, float]]:
     runs = ["--deepspeed_config", "ds_configs/zero2_fp32.json", "--runs_dir", str(tmp_path_factory.mktemp("whole")), "--run_name", "r"]
-    lines = two_ranks.run("tests.distributed.jobs:pretrain", flags=[*runs, *TINY, *flags])[0]
+    lines = two_ranks.train([*runs, *TINY, *flags])
     return [(line["step"], line["loss"]) for line in lines]
 
 

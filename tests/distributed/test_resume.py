@@ -33,7 +33,6 @@ from tests.distributed.launched import TINY, LaunchedRun
 from tests.distributed.ranks import Ranks
 from tests.helpers import resumed_after, rewind
 
-JOB = "tests.distributed.jobs:pretrain"
 STEPS = 40
 OFFLOAD = ["--set", 'zero_optimization.offload_optimizer={"device": "cpu"}']
 
@@ -50,7 +49,7 @@ def train(request: pytest.FixtureRequest) -> Callable[..., list[dict]]:
     def run(runs: Path, name: str, flags: list[str], stage: int = 1, ranks: int = 2) -> list[dict]:
         pool = request.getfixturevalue({1: "one_rank", 2: "two_ranks"}[ranks])
         config = ["--deepspeed_config", f"ds_configs/zero{stage}_fp32.json", "--runs_dir", str(runs), "--run_name", name]
-        return pool.run(JOB, flags=[*config, *TINY, *flags])[0]
+        return pool.train([*config, *TINY, *flags])
 
     return run
 
@@ -285,7 +284,7 @@ def test_changed_settings_of_the_optimizer_act_after_a_resume(config, two_ranks,
     """torch takes them from the checkpoint with the state, and the log would say of all of them that they have changed."""
     shape = ["--n_layer", "1", "--n_head", "1", "--d_model", "32", "--seq_len", "16", "--eval_every", "0", "--data", str(corpus)]
     run = ["--deepspeed_config", f"ds_configs/{config}.json", *shape, "--runs_dir", str(tmp_path), "--run_name", "r"]
-    two_ranks.run("tests.distributed.jobs:pretrain", flags=[*run, "--steps", "3"])
+    two_ranks.train([*run, "--steps", "3"])
     changed = {"betas": [0.5, 0.75], "eps": 1e-6, "weight_decay": 0.25}
     run += [text for key, value in changed.items() for text in ("--set", f"optimizer.params.{key}={json.dumps(value)}")]
     run += ["--set", "gradient_clipping=0.125"]
@@ -299,7 +298,7 @@ def test_momentum_and_schedule_may_change_at_a_resume(one_rank, corpus, tmp_path
     shape = ["--n_layer", "1", "--n_head", "1", "--d_model", "32", "--seq_len", "16", "--eval_every", "0", "--data", str(corpus)]
     run = ["--deepspeed_config", "ds_configs/zero0_fp32.json", *shape, "--runs_dir", str(tmp_path), "--run_name", "r", "--set"]
     sgd = 'optimizer={"type": "SGD", "params": {"lr": 0.01, "momentum": %s}}'
-    one_rank.run("tests.distributed.jobs:pretrain", flags=[*run, sgd % 0.9, "--steps", "3"])
+    one_rank.train([*run, sgd % 0.9, "--steps", "3"])
     resumed = [*run, sgd % 0.5, "--set", "scheduler.type=WarmupLR", "--set", "scheduler.params={}", "--steps", "5", "--resume"]
     groups, _ = one_rank.run("tests.distributed.failure_jobs:settings_after", flags=resumed)[0]
     assert [group["momentum"] for group in groups] == [0.5] * len(groups)
@@ -311,7 +310,7 @@ def test_a_run_that_is_stopped_in_its_last_step_is_evaluated_once(one_rank, corp
     run += ["--steps", "6", "--eval_every", "3"]
     one_rank.run("tests.distributed.failure_jobs:pretrain_stopped_in", step=6, flags=run)
     for _ in range(2):
-        lines = one_rank.run("tests.distributed.jobs:pretrain", flags=run)[0]
+        lines = one_rank.train(run)
         assert [line["step"] for line in lines if line.get("val_loss")] == [0, 3, 6]
     read = read_run(tmp_path / "r")
     assert read.finished and not read.remarks and read.measures["final_val_loss"] == lines[-1]["val_loss"]

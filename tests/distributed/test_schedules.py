@@ -73,13 +73,13 @@ def test_every_step_has_the_rate_of_its_schedule(kind, one_rank, corpus, tmp_pat
     (tmp_path / "c.json").write_text(json.dumps(config))
     flags = ["--deepspeed_config", str(tmp_path / "c.json"), *TINY, "--data", str(corpus), "--steps", str(STEPS), "--eval_every", "0"]
     flags += ["--save_every", "5", "--runs_dir", str(tmp_path), "--run_name", "r"]
-    whole = one_rank.run("tests.distributed.jobs:pretrain", flags=flags)[0]
+    whole = one_rank.train(flags)
     rates = {line["step"]: line["lr"] for line in whole}
     assert rates == pytest.approx({step: expected(step) for step in range(1, STEPS + 1)}, rel=1e-12, abs=1e-15)
     rows = explained(*flags)["over_the_run"]
     assert [row["lr"] for row in rows] == [rates[row["step"]] for row in rows] and rows[-1]["step"] == STEPS
     shutil.rmtree(complete_checkpoints(Path(tmp_path / "r/checkpoints"))[-1])
-    resumed = one_rank.run("tests.distributed.jobs:pretrain", flags=[*flags, "--resume"])[0]
+    resumed = one_rank.train([*flags, "--resume"])
     assert [(line["lr"], line["loss"]) for line in resumed] == [(line["lr"], line["loss"]) for line in whole]
     assert resumed_after(tmp_path / "r") > 0
 
@@ -96,7 +96,7 @@ TABLES = {
 def test_the_rate_follows_the_tokens_of_steps_of_unequal_size(recipe, kind, one_rank, corpus, tmp_path):
     flags = ["--recipe", f"recipes/{recipe}", *TINY, "--data", str(corpus), "--steps", str(STEPS), "--warmup_steps", "2", "--lr", str(PEAK)]
     flags += ["--set", f"scheduler.type={kind}", "--eval_every", "0", "--save_every", "6", "--runs_dir", str(tmp_path), "--run_name", "r"]
-    whole = one_rank.run("tests.distributed.jobs:pretrain", flags=flags)[0]
+    whole = one_rank.train(flags)
     total = json.loads((tmp_path / "r/run.json").read_text())["total_tokens"]  # the last step may go beyond it
     sizes = {after["tokens"] - before["tokens"] for before, after in itertools.pairwise(whole)}
     assert len(sizes) > 1
@@ -107,6 +107,6 @@ def test_the_rate_follows_the_tokens_of_steps_of_unequal_size(recipe, kind, one_
 
     assert [line["lr"] for line in whole] == pytest.approx([expected(line["tokens"]) for line in whole], rel=1e-9, abs=1e-12)
     shutil.rmtree(complete_checkpoints(Path(tmp_path / "r/checkpoints"))[-1])
-    resumed = one_rank.run("tests.distributed.jobs:pretrain", flags=[*flags, "--resume"])[0]
+    resumed = one_rank.train([*flags, "--resume"])
     assert [(line["lr"], line["loss"]) for line in resumed] == [(line["lr"], line["loss"]) for line in whole]
     assert resumed_after(tmp_path / "r") > 0

@@ -37,7 +37,7 @@ def finish(two_ranks, flags) -> Callable[..., list[tuple[int, float]]]:
     def run(runs: Path, name: str) -> list[tuple[int, float]]:
         config = ["--deepspeed_config", "ds_configs/zero1_fp32.json", "--runs_dir", str(runs), "--run_name", name]
         resume = ["--resume"] if (runs / name).exists() else []
-        lines = two_ranks.run("tests.distributed.jobs:pretrain", flags=[*config, *TINY, *flags, *resume])[0]
+        lines = two_ranks.train([*config, *TINY, *flags, *resume])
         return [(line["step"], line["loss"]) for line in lines if "loss" in line]
 
     return run
@@ -111,7 +111,7 @@ def test_a_signal_stops_the_evaluation_of_the_whole_split(two_ranks, corpus, tmp
     two_ranks.run(job, flags=run, rank=1, number=int(signal.SIGUSR1), code=REQUEUE)
     assert json.loads((tmp_path / "r" / "run.json").read_text())["finished"] is None
     assert "stopped by SIGUSR1 after step 2" in (tmp_path / "r" / "log.txt").read_text()
-    two_ranks.run("tests.distributed.jobs:pretrain", flags=[*run, "--resume"])
+    two_ranks.train([*run, "--resume"])
     assert json.loads((tmp_path / "r" / "run.json").read_text())["finished"]["whole_val_loss"] > 0
 
 

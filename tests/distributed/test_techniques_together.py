@@ -7,6 +7,7 @@ import json
 
 import pytest
 
+from launch.config.flags import as_words
 from launch.config.run_config import resolve
 from launch.config.steps import planned_steps
 from launch.errors import UsageError
@@ -52,13 +53,9 @@ def flags(corpus, tmp_path, run_name: str, *names: str, stage: int = 2, micro_ba
     values = {**SHAPE, "data": corpus, "runs_dir": tmp_path, "run_name": run_name, "steps": STEPS, "seed": SEED, "lr": 1e-3}
     values |= {"warmup_steps": 2, "global_batch_size": BATCH, "micro_batch_size": micro_batch_size, "eval_every": 0, "save_every": 0}
     run = ["--deepspeed_config", f"ds_configs/zero{0 if set(names) & set(UNCOMPRESSED) else stage}_fp32.json"]
-    run += [text for key, value in values.items() for text in (f"--{key}", str(value))]
+    run += as_words(values)
     keys = {name: "optimizer" if name in UNCOMPRESSED else name for name in names}
     return run + [text for name, key in keys.items() for text in ("--set", f"{key}={json.dumps(SECTIONS[name])}")]
-
-
-def trained(pool, run: list[str]) -> list[dict]:
-    return pool.run("tests.distributed.jobs:pretrain", flags=run)[0]
 
 
 def test_every_technique_is_here():
@@ -90,7 +87,7 @@ def test_two_techniques_both_act(model, pair, one_rank, two_ranks, corpus, tmp_p
     run = flags(corpus, tmp_path, "r", *pair) + MODELS[model]
     config, _ = resolve([*run, "--ranks", "2"])
     plan = list(planned_steps(config, make_techniques(config)))
-    lines = trained(two_ranks, run)
+    lines = two_ranks.train(run)
     assert len(lines) == len(plan)
     for line in lines:
         step = line["step"]
@@ -118,7 +115,7 @@ def test_two_techniques_both_act(model, pair, one_rank, two_ranks, corpus, tmp_p
             assert [line["compressed"] for line in lines] == [int(line["step"] > 3) for line in lines]
         assert lines[-1]["bytes_sent"] < lines[0]["bytes_sent"] / 25
     alone = [other for name in pair if (other := UNCOMPRESSED.get(name, name))]
-    other = trained(one_rank, flags(corpus, tmp_path, "other", *alone, stage=0, micro_batch_size=4) + MODELS[model])
+    other = one_rank.train(flags(corpus, tmp_path, "other", *alone, stage=0, micro_batch_size=4) + MODELS[model])
     losses, others = ([line["loss"] for line in run] for run in (lines, other))
     same = 4 if compresses else len(lines)  # the fourth step's loss is that of three updates
     # 0/1 Adam corrects the variance of a position that came late by its own number of renewals.
@@ -137,7 +134,7 @@ def test_two_that_control_the_same_are_refused(pair, corpus, tmp_path):
 
 def test_all_that_go_together_go_together(two_ranks, corpus, tmp_path):
     names = [name for name in SECTIONS if name == "one_bit_adam" or name not in {"random_ltd", *UNCOMPRESSED}]
-    lines = trained(two_ranks, flags(corpus, tmp_path, "r", *names))
+    lines = two_ranks.train(flags(corpus, tmp_path, "r", *names))
     found = {key: {line[key] for line in lines} for key in ("theta", "kept_blocks", "seq_len", "batch_size", "compressed")}
     assert {key: len(values) >= 2 for key, values in found.items()} == dict.fromkeys(found, True)
 

@@ -94,9 +94,7 @@ def test_int8_weights_train_to_nearly_the_same_loss(architecture, changes, pools
 @pytest.mark.parametrize("ranks", [2])
 def test_the_kernels_train_to_nearly_the_same_loss(ranks, pools, corpus, tmp_path):
     plain, quantized = (
-        pools.of(ranks).run(
-            "tests.distributed.jobs:pretrain", flags=flags(corpus, tmp_path, name, *own, precision="bf16", more=("--eval_every", "3"))
-        )[0]
+        pools.of(ranks).train(flags(corpus, tmp_path, name, *own, precision="bf16", more=("--eval_every", "3")))
         for name, own in (("plain", ()), ("quantized", (INT8,)))
     )
     assert [line["loss"] for line in quantized[1:]] == pytest.approx([line["loss"] for line in plain[1:]], abs=0.02)
