@@ -11,12 +11,12 @@ import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 if not __package__:
     # For a script, Python puts this folder first on the path. With the root instead, `data_pipeline` can be imported without an
@@ -28,7 +28,7 @@ from tqdm import tqdm
 from data_pipeline.documents import TRAINING_BYTES, Documents, chunks, pieces, training_texts
 from data_pipeline.encoding import encode_chunks
 from data_pipeline.errors import DataError, open_standard_streams, print_line, printable
-from data_pipeline.manifest import SPLITS
+from data_pipeline.manifest import MANIFEST_FILE, SPLITS, read_manifest
 from data_pipeline.records import MAX_RECORD_MIB, BadRecord, Problems
 from data_pipeline.shards import Corpus, open_corpus
 from data_pipeline.show import counts, show
@@ -38,6 +38,7 @@ from data_pipeline.tokenizer import HUGGING_FACE_FILE, HuggingFace, Tokenizer, m
 from data_pipeline.writing import CorpusWriter, read_progress, remove_progress, write_manifest
 
 # With less text, starting processes (half a second) costs more time than they save (a core encodes about 17 MB/s).
+T = TypeVar("T")
 MIN_BYTES_FOR_WORKERS = 64 * 2**20
 #: Seconds between two progress reports if standard error is not a terminal.
 SECONDS_BETWEEN_REPORTS = 15.0
@@ -116,12 +117,12 @@ def prepare(args: argparse.Namespace, say: Say) -> None:
             if done:
                 say(f"resuming after {done:,} chunks of text")
             say(f"encoding with {workers} process{'es' if workers > 1 else ''}")
-            todo = islice(chunks(pieces(documents, tokenizer)), done, None)  # reads the finished chunks again, without encoding them
             with _progress_bar(documents.n_bytes, args.quiet) as bar:
+                every = _watched(chunks(pieces(documents, tokenizer)), lambda: bar.update(documents.n_read - bar.n))
+                todo = islice(every, done, None)  # reads the finished chunks again, without encoding them
                 for chunk in encode_chunks(todo, tokenizer, folder, entry, workers):
                     writer.write(chunk)
                     bar.set_postfix_str(f"{writer.documents:,} documents, {writer.tokens:,} tokens", refresh=False)
-                    bar.update(documents.n_read - bar.n)
             splits = writer.finish()
         except BadRecord as reason:
             if not _has_progress(folder):
@@ -139,7 +140,7 @@ def prepare(args: argparse.Namespace, say: Say) -> None:
         about |= {"tokenizer": entry, "dropped": dict(sorted(dropped.items())), "splits": splits}
         write_manifest(folder, tokenizer.vocab_size, tokenizer.eot_id, **about)
     remove_progress(args.out)
-    _summarize(open_corpus(args.out), dropped, problems, time.monotonic() - started, say)
+    _summarize(open_corpus(args.out), dropped, problems, time.monotonic() - started, done > 0, say)
 
 
 def verify(args: argparse.Namespace, say: Say) -> None:
@@ -174,6 +175,13 @@ def _deferred_sigint() -> Iterator[None]:
         signal.signal(signal.SIGINT, handler)
         if received:
             signal.raise_signal(signal.SIGINT)
+
+
+def _watched(items: Iterable[T], watch: Callable[[], object]) -> Iterator[T]:
+    """`items`; calls `watch` with each."""
+    for item in items:
+        watch()
+        yield item
 
 
 def _make_tokenizer(args: argparse.Namespace, documents: Documents, folder: Path, say: Say) -> tuple[Tokenizer, dict[str, Any]]:
@@ -290,9 +298,13 @@ def _check_same(args: argparse.Namespace, about: dict[str, Any]) -> None:
 def _check_tokenizer(args: argparse.Namespace, entry: dict[str, Any], folder: Path) -> None:
     """DataError if `--tokenizer` is a file or folder that differs from the copy in `folder`, whose manifest entry is `entry`."""
     kind, file = parse_spec(args.tokenizer)
-    if kind == "hugging_face":
-        text = HuggingFace.read(file, args.end_of_text, f"--tokenizer {file}").json
-        if hashlib.sha256(text.encode()).hexdigest() != entry["files"].get(HUGGING_FACE_FILE):
+    if kind in ("corpus", "hugging_face"):
+        if kind == "corpus":
+            same = read_manifest(file / MANIFEST_FILE)["tokenizer"]["files"] == entry["files"]
+        else:
+            text = HuggingFace.read(file, args.end_of_text, f"--tokenizer {file}").json
+            same = hashlib.sha256(text.encode()).hexdigest() == entry["files"].get(HUGGING_FACE_FILE)
+        if not same:
             raise DataError(f"--tokenizer {file}: differs from the tokenizer in {folder}; remove {folder}, or choose another --out")
 
 
@@ -344,7 +356,7 @@ def _check_splits(
             raise DataError(f"--source {args.source[group]}: no document is in the training split; add documents")
 
 
-def _summarize(corpus: Corpus, dropped: Counter[str], problems: Problems, seconds: float, say: Say) -> None:
+def _summarize(corpus: Corpus, dropped: Counter[str], problems: Problems, seconds: float, resumed: bool, say: Say) -> None:
     for line in counts(corpus):
         say(line)
     if dropped:
@@ -353,7 +365,8 @@ def _summarize(corpus: Corpus, dropped: Counter[str], problems: Problems, second
         for case in cases:
             say(f"  {case}")
     text_bytes = sum(corpus.manifest["splits"][split]["bytes"] for split in SPLITS)
-    say(f"{corpus.path}: {corpus.vocab_size:,} ids, {corpus.dtype.name}, {seconds:.1f} s, {text_bytes / 1e6 / seconds:,.1f} MB/s")
+    rate = "" if resumed else f", {text_bytes / 1e6 / seconds:,.1f} MB/s"
+    say(f"{corpus.path}: {corpus.vocab_size:,} ids, {corpus.dtype.name}, {seconds:.1f} s{rate}")
 
 
 if __name__ == "__main__":

@@ -73,7 +73,7 @@ class Split:
             counts[shard["group"]] += count
         if 0 in counts:
             raise DataError(
-                f"{self._folder}: no shard of group {counts.index(0)} of the {self.name} split holds one window of seq_len {seq_len} + 1"
+                f"{self._folder}: no {self.name} shard of source number {counts.index(0) + 1} holds one window of seq_len {seq_len} + 1"
                 " tokens, so its weight in the mixture cannot be reached; lower seq_len, or prepare the corpus with more of that source"
             )
         return counts

@@ -27,6 +27,7 @@ from typing import Any
 from data_pipeline.errors import DataError, one_line
 from data_pipeline.manifest import MAX_GROUPS
 from data_pipeline.records import SUFFIXES, Problems, Text, records, suffix_of, text_of
+from data_pipeline.sampler import DENOMINATOR
 
 # Tests more than double the size (31.5 MB) with repetitive text, and installed packages differ between machines.
 STDLIB_EXCLUDED = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
@@ -174,6 +175,12 @@ def open_sources(
     if len(weights) > MAX_GROUPS:
         raise DataError(f"--source: {len(weights):,} sources with weights; allowed: up to {MAX_GROUPS:,}; put files into folders")
     total = sum(weights)
+    for spec, weight in pairs:
+        if weight is not None and weight / total < 1 / DENOMINATOR:
+            raise DataError(
+                f"--source {spec}@{weight:g}: its share of the mixture is {weight / total:.2g}; allowed: 1/{DENOMINATOR:,} or more; raise"
+                " it, or put its files into another source"
+            )
     return [_open(spec, options) for spec, _ in pairs], [weight / total for weight in weights] or None
 
 

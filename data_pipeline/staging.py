@@ -1,5 +1,6 @@
 """A folder that gets its final name only when it is complete. An interrupted run can be resumed."""
 
+import errno
 import fcntl
 import os
 import shutil
@@ -28,7 +29,8 @@ def staged_folder(out: Path, worth_keeping: Callable[[Path], bool], resume: bool
         out.parent.mkdir(parents=True, exist_ok=True)
         lock = _lock(out.parent / f".{out.name}.lock", out)
     except OSError as error:
-        raise DataError(f"--out {out}: cannot write to {out.parent} ({error.strerror}); choose a writable folder") from None
+        fix = "mount its file system with flock" if error.errno in (errno.ENOSYS, errno.ENOLCK) else "choose a writable folder"
+        raise DataError(f"--out {out}: cannot write to {out.parent} ({error.strerror}); {fix}") from None
     try:
         keep = partial.exists() and worth_keeping(partial)
         if keep and not resume:

@@ -30,7 +30,7 @@ from tokenizers import Tokenizer as HuggingFaceTokenizer
 from data_pipeline import hugging_face_form
 from data_pipeline.errors import DataError, one_line
 from data_pipeline.hugging_face_form import GPT2_PATTERN
-from data_pipeline.manifest import check_sha256
+from data_pipeline.manifest import MANIFEST_FILE, check_sha256, read_manifest
 
 END_OF_TEXT = "<|endoftext|>"
 HUGGING_FACE_FILE = "tokenizer.json"
@@ -62,7 +62,7 @@ tiktoken.load.read_file = _read_in_time
 
 def parse_spec(spec: str) -> tuple[str, Any]:
     """The kind of tokenizer that `spec` names, and its argument: ("bpe", 8192), ("bytes", 257), ("tiktoken", "r50k_base"),
-    ("hugging_face", path).
+    ("corpus", path), ("hugging_face", path).
 
     Raises:
         DataError: it is none of these.
@@ -74,12 +74,14 @@ def parse_spec(spec: str) -> tuple[str, Any]:
         return "bpe", int(size)
     if spec in tiktoken.list_encoding_names():
         return "tiktoken", TIKTOKEN_ALIASES.get(spec, spec)
+    if spec and os.path.isfile(os.path.join(spec, MANIFEST_FILE)):
+        return "corpus", Path(spec)
     if (os.path.isfile(spec) and spec.endswith(".json")) or (spec and os.path.isdir(spec)):
         return "hugging_face", Path(spec)
     raise DataError(
         f"--tokenizer {spec}: not a tokenizer; allowed: bytes, bpe:N with N ids in total from {MIN_VOCAB_SIZE} to {MAX_VOCAB_SIZE:,}"
-        f" (such as bpe:8192), a tiktoken encoding ({', '.join(tiktoken.list_encoding_names())}), a tokenizer.json, or a folder that"
-        " AutoTokenizer reads"
+        f" (such as bpe:8192), a tiktoken encoding ({', '.join(tiktoken.list_encoding_names())}), a prepared corpus, a"
+        " tokenizer.json, or a folder that AutoTokenizer reads"
     )
 
 
@@ -99,6 +101,10 @@ def make_tokenizer(spec: str, texts: Iterable[str], end_of_text: str | None = No
         return train_tokenizer(spec, texts)
     if kind == "tiktoken":
         return Tiktoken.from_library(argument, end_of_text)
+    if kind == "corpus":
+        if end_of_text is not None:
+            raise DataError(f"--end_of_text {end_of_text}: the tokenizer of {spec} has its own; omit the flag")
+        return Tokenizer.load(argument, read_manifest(argument / MANIFEST_FILE)["tokenizer"])
     tokenizer = HuggingFace.read(argument, end_of_text, f"--tokenizer {spec}")
     if tokenizer.end_name is None:
         ends = ", ".join(USUAL_ENDS)

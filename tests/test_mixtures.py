@@ -211,7 +211,7 @@ def test_a_source_that_is_repeated_often_has_a_note(mixture):
     config, _ = resolve([*flags, "--global_batch_size", "16", "--steps", str(6 * sum(tokens) // (16 * 64))])
     assert config.total_tokens < 10 * sum(tokens) and 0.3 * config.total_tokens < 10 * tokens[1]
     (note,) = (note for note in config.notes if "about" in note)
-    assert f"each of the {tokens[0]:,} tokens of its group 0 about {0.7 * config.total_tokens / tokens[0]:,.0f} times" in note
+    assert f"each of the {tokens[0]:,} tokens of source number 1 about {0.7 * config.total_tokens / tokens[0]:,.0f} times" in note
 
 
 def test_a_source_too_small_for_the_sequence_is_refused_by_name(tmp_path, monkeypatch):
@@ -222,7 +222,7 @@ def test_a_source_too_small_for_the_sequence_is_refused_by_name(tmp_path, monkey
     sources = ["--source", f"{tmp_path / 'a'}@0.7", f"{tmp_path / 'b'}@0.3"]
     out = tmp_path / "corpus"
     assert prepare.main([*sources, "--out", str(out), "--tokenizer", "bytes", "--val_fraction", "0.2", "--quiet"]) == 0
-    with pytest.raises(DataError, match=r"no shard of group 1 of the train split holds one window of seq_len 512 \+ 1 tokens"):
+    with pytest.raises(DataError, match=r"no train shard of source number 2 holds one window of seq_len 512 \+ 1 tokens"):
         resolve(["--deepspeed_config", "ds_configs/zero1_bf16.json", "--preset", "nano", "--seq_len", "512", "--data", str(out)])
 
 

@@ -243,6 +243,7 @@ def test_weights_are_kept_as_groups_that_no_document_crosses(run, tmp_path):
         (["{a}@nan"], "nan is not a weight"),
         (["{a}@1e999"], "1e999 is not a weight"),
         (["{a}@1e308", "{a}@1e308"], "1e308 is not a weight"),
+        (["{a}@1", "{a}@9e-5"], "its share of the mixture is 9e-05; allowed: 1/10,000 or more"),
         (["hf:"], "not a dataset name"),
         (["hf:json"], "the builder json needs files"),
         (["hf:json:{a}:train:more"], "not a dataset name"),

@@ -429,6 +429,24 @@ def test_a_changed_folder_of_a_tokenizer_is_noticed(of_others, source, tmp_path,
     assert f"{folder}: differs from the tokenizer in {tmp_path / 'out'}" in error_of(capsys, *arguments)
 
 
+def test_the_tokenizer_of_a_corpus_encodes_another_one(source, tmp_path, capsys):
+    """With the same ids; it is not trained again, and another one in its place is noticed."""
+    (tmp_path / "more.txt").write_text("The tokenizer of one corpus encodes another.\n" * 50)
+    first, second = tmp_path / "first", tmp_path / "second"
+    prepare("--source", source, "--out", first, "--tokenizer", "bpe:300")
+    arguments = ("--source", tmp_path / "more.txt", "--out", second, "--tokenizer", first)
+    prepare(*arguments)
+    entries = [open_corpus(out).manifest["tokenizer"] for out in (first, second)]
+    assert entries[0] == entries[1]
+    text = "The square of 7"
+    assert len({tuple(Tokenizer.load(out, entries[0]).encode(text)) for out in (first, second)}) == 1
+    other = ("--source", source, "--out", tmp_path / "third", "--tokenizer", first)
+    assert "has its own; omit the flag" in error_of(capsys, *other, "--end_of_text", "</s>")
+    shutil.rmtree(first)
+    prepare("--source", source, "--out", first, "--tokenizer", "bpe:310")
+    assert f"{first}: differs from the tokenizer in {second}" in error_of(capsys, *arguments)
+
+
 def test_a_changed_tokenizer_in_a_corpus_is_named(of_others, source, tmp_path):
     prepare("--source", source, "--out", tmp_path / "out", "--tokenizer", of_others("folder")[0])
     corpus = open_corpus(tmp_path / "out")

@@ -369,7 +369,7 @@ def _often_repeated(corpus: Corpus, data: str, total_tokens: int) -> list[str]:
     notes = []
     for group, (weight, tokens) in enumerate(zip(corpus.mixture, corpus.train.group_tokens(len(corpus.mixture)), strict=True)):
         if weight * total_tokens > MANY_EPOCHS * tokens > 0:
-            which = f"its {tokens:,} tokens" if len(corpus.mixture) == 1 else f"the {tokens:,} tokens of its group {group}"
+            which = f"its {tokens:,} tokens" if len(corpus.mixture) == 1 else f"the {tokens:,} tokens of source number {group + 1}"
             notes.append(f"{data}: the run trains on each of {which} about {weight * total_tokens / tokens:,.0f} times")
     return notes
 

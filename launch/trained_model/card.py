@@ -33,8 +33,9 @@ _USE = """\
 ```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-model = AutoModelForCausalLM.from_pretrained("{name}")
-tokenizer = AutoTokenizer.from_pretrained("{name}")
+name = "{name}"  # this folder; on the hub USER/{name}
+model = AutoModelForCausalLM.from_pretrained(name)
+tokenizer = AutoTokenizer.from_pretrained(name)
 ```"""
 
 
@@ -68,8 +69,10 @@ def model_card(name: str, trained: TrainedModel, dtype: str, lines: list[dict[st
         parts += ["## The run", _table(_run_rows(run, state, lines, trained.corpus))]
         if state["val_loss"] is not None:
             parts += ["The validation loss is that of the run's log: nats per token, in the run's precision."]
+        gpus = run["machine"].get("gpus")
+        where = "--hostfile HOSTFILE" if gpus and run["ranks"] > len(gpus) else f"--num_gpus {run['ranks']}"
         parts += ["## Train it again"]
-        parts += [f"```sh\ndeepspeed --num_gpus {run['ranks']} launch/pretrain.py {shlex.join(without_folders(words))}\n```"]
+        parts += [f"```sh\ndeepspeed {where} launch/pretrain.py {shlex.join(without_folders(words))}\n```"]
         if len(starts) > 1:
             said = "The command and the values in the table are those of the last start; the initial weights are those of the first."
             parts += [f"The run was started {len(starts)} times. {said}"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -58,9 +59,12 @@ def write_folder(trained: TrainedModel, weights: dict[str, torch.Tensor], folder
     if trained.config.document_end is not None:
         notes.append("trained with --no_cross_document, and transformers does not mask documents: give it one document at a time")
     save_torch_state_dict(weights, folder, max_shard_size=SHARD_BYTES)
+    for file in folder.glob("*.safetensors"):  # safetensors makes them readable by their owner only
+        file.chmod(stat.S_IMODE((folder / CONFIG_FILE).stat().st_mode))
     metrics, state = trained.folder / "metrics.jsonl", trained.state
     lines = [line for line in read_metrics(metrics) if line["step"] <= state["step"]] if state is not None and metrics.exists() else []
-    (folder / "README.md").write_text(model_card(name, trained, dtype, lines, notes), encoding="utf-8")
+    public = ["the folder has no tokenizer", *notes[1:]] if trained.tokenizer is None else notes  # without this machine's folders
+    (folder / "README.md").write_text(model_card(name, trained, dtype, lines, public), encoding="utf-8")
     return notes
 
 
