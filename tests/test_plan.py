@@ -130,6 +130,10 @@ def test_stages_share_what_the_paper_says_they_share():
     assert states[3] == pytest.approx(16 * N / ranks, rel=1e-3)
 
 
+DRIVE = {"device": "nvme", "nvme_path": "/x"}
+ON_DRIVE = {"offload_optimizer": DRIVE}
+
+
 @pytest.mark.parametrize(
     ("stage", "section", "on_device", "on_host", "on_drive"),
     [
@@ -140,8 +144,11 @@ def test_stages_share_what_the_paper_says_they_share():
         (3, {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}, 0, 4 + 8 + 4 + 2 + 2, 0),
         # On the drive fp32 weights, moments and gradients; of one sub-group, 4 buffers of fp32 are on the host, with the gradients.
         (3, {"offload_optimizer": {"device": "nvme", "nvme_path": "/x"}, "offload_param": {"device": "cpu"}}, 0, 4 * 4 + 2 + 2, 16),
+        # Weights on the drive too, in small buffers. By default, a billion of them are moved back to the host.
+        (3, {**ON_DRIVE, "offload_param": {**DRIVE, "buffer_size": 1, "max_in_cpu": 0}}, 0, 4 * 4 + 2, 16 + 2),
+        (3, {**ON_DRIVE, "offload_param": {**DRIVE, "buffer_size": 1}}, 0, 4 * 4 + 2 + 2, 16 + 2),
     ],
-    ids=["stage 0", "optimizer on the host", "all on the host", "optimizer on a drive"],
+    ids=["stage 0", "optimizer on the host", "all on the host", "optimizer on a drive", "all on a drive", "weights moved back"],
 )
 def test_an_update_needs_these_bytes_per_parameter(stage, section, on_device, on_host, on_drive):
     """Mixed precision and Adam, on one rank, with few activations."""

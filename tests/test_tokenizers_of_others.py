@@ -443,7 +443,7 @@ def test_the_tokenizer_of_a_corpus_encodes_another_one(source, tmp_path, capsys)
     other = ("--source", source, "--out", tmp_path / "third", "--tokenizer", first)
     assert "has its own; omit the flag" in error_of(capsys, *other, "--end_of_text", "</s>")
     shutil.rmtree(first)
-    prepare("--source", source, "--out", first, "--tokenizer", "bpe:310")
+    prepare("--source", source, "--out", first, "--tokenizer", "bytes")
     assert f"{first}: differs from the tokenizer in {second}" in error_of(capsys, *arguments)
 
 

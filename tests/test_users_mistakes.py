@@ -368,6 +368,19 @@ def test_swap_buffers_must_exist(faults):
     assert all("is 0; write 1 or more" in fault for fault in faults(changed("zero_optimization", offload)))
 
 
+def test_weights_that_stay_on_a_drive_need_the_optimizer_there(faults):
+    on_drive = {"device": "nvme", "nvme_path": "auto"}
+    offload = {
+        "stage": 3,
+        "offload_param": {**on_drive, "max_in_cpu": 1000, "buffer_size": 2_200_000},
+        "offload_optimizer": {"device": "cpu"},
+    }
+    (fault,) = faults(changed("zero_optimization", offload))
+    assert "zero_optimization.offload_param.max_in_cpu': 1,000 of a rank's" in fault and fault.endswith(
+        "or set offload_optimizer.device to nvme"
+    )
+
+
 def test_offload_at_stage_0_is_refused(faults):
     values = changed("zero_optimization", {"stage": 0, "offload_optimizer": {"device": "cpu"}})
     assert "offload works at stage 1, 2 or 3, and this JSON is at stage 0" in faults(values)[0]

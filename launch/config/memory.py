@@ -440,6 +440,8 @@ def _offload(
         if device == "nvme":
             drive += states.lasting["weights"]
             host += w * int(section.get("buffer_size") or 10**8) * int(section.get("buffer_count") or 5)
+            kept = section.get("max_in_cpu")  # moved back from the drive for good (DeepSpeed's stage3.py, _move_to_flat_buffer)
+            host += min(states.lasting["weights"], w * (10**9 if kept is None else int(kept)))
         else:
             host += states.lasting["weights"]
     return away, host, drive

@@ -32,7 +32,7 @@ from launch.config.token_schedule import TOKEN_SCHEDULES, TokenSchedule, token_s
 from launch.errors import UsageError, nearest
 from launch.formats.checkpoint_files import complete_checkpoints
 from launch.formats.json_lines import KeyPath, dotted
-from model.accounting import model_tensors
+from model.accounting import model_tensors, parameter_count
 from model.presets import FIELDS, PRESETS, SIZES, GPTConfig, ModelShape, Preset, shape_of
 from recipes import registry
 from recipes.technique import Run, Techniques, largest_divisor
@@ -52,6 +52,8 @@ AS_GIVEN = (
 )
 #: DeepSpeed's default for `offload_param.buffer_size`, elements.
 BUFFER_SIZE = 100_000_000
+#: DeepSpeed's default for `offload_param.max_in_cpu`: that many of a rank's weights on NVMe are moved to host memory for good.
+MAX_IN_CPU = 1_000_000_000
 #: The folder for `"nvme_path": "auto"`, in the run's folder.
 SCRATCH = "nvme"
 FROM_THE_BATCH = "from the global batch"
@@ -287,7 +289,7 @@ def resolve(argv: list[str], ranks: int | None = None) -> tuple[RunConfig, argpa
         where=engine.where,
     )
     config = _with_techniques(engine, config)
-    _check_swap_buffers(engine, config)
+    _check_weights_on_drive(engine, config)
     origins = _origins(engine, flags) | {"steps": length_from}
     return replace(config, notes=tuple(engine.notes), lacks=tuple(engine.lacks), origins=origins), flags
 
@@ -318,8 +320,11 @@ def _with_techniques(engine: EngineJson, config: RunConfig) -> RunConfig:
     return config
 
 
-def _check_swap_buffers(engine: EngineJson, config: RunConfig) -> None:
-    """Refuse a buffer for weights on NVMe that is smaller than a rank's part of the largest weight: the first step would fail."""
+def _check_weights_on_drive(engine: EngineJson, config: RunConfig) -> None:
+    """Refuse a buffer for weights on NVMe that is smaller than a rank's part of the largest weight: the first step would fail.
+
+    Refuse weights that stay on NVMe without the optimizer: DeepSpeed 0.19.8 could not load their checkpoints.
+    """
     if config.offload("offload_param") != "nvme":
         return
     path = ("zero_optimization", "offload_param", "buffer_size")
@@ -329,6 +334,14 @@ def _check_swap_buffers(engine: EngineJson, config: RunConfig) -> None:
         raise UsageError(
             f"{engine.where(path)} is {size if written else f'left out, which means {size}'}, but a rank's part of the largest weight has "
             f"{largest:,} elements; write {largest} or more, or use more ranks"
+        )
+    path = ("zero_optimization", "offload_param", "max_in_cpu")
+    kept, own = engine.get(*path), -(-parameter_count(config.model_config) // config.ranks)
+    kept = MAX_IN_CPU if kept is None else int(kept)
+    if kept < own and config.offload("offload_optimizer") != "nvme":
+        raise UsageError(
+            f"{engine.where(path)}: {kept:,} of a rank's {own:,} weights are kept in host memory and the others on NVMe, where DeepSpeed"
+            f" 0.19.8 cannot load a checkpoint unless the optimizer is on NVMe too; write {own} or more, or set offload_optimizer.device to nvme"
         )
 
 

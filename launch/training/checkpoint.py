@@ -267,8 +267,8 @@ class Checkpoints:
             DownloadFailed: a checkpoint could not be downloaded. An older one is not used instead, because that would discard steps.
             SystemExit: it could not be loaded (exit code 1, one line from each failed rank).
         """
-        self._finish()
         self._on_wait()
+        self._finish()
         # Only rank 0 opens the run's folder and the store, so its view holds for all ranks.
         checkpoints, (stored, unreachable), self._run_id = self.collectives.gather(
             (complete_checkpoints(self.folder), self._list_store(), self._run_id)

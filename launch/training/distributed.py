@@ -14,6 +14,7 @@ import importlib
 import io
 import os
 import re
+import resource
 import shutil
 import socket
 import sys
@@ -71,6 +72,10 @@ def start_ranks() -> Collectives:
         # Only tensor-parallel inference uses this extension for CPU ranks. It takes half a minute to build, and every start leaves 66 MB
         # per rank in /dev/shm: a few hundred starts fill the memory of a machine.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        # Gloo connects each rank with all others, by a socket each; the usual limit is 1,024 files.
+        with contextlib.suppress(ValueError):  # above the kernel's own limit
+            hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             torch.distributed.init_process_group(
                 get_accelerator().communication_backend_name(),
@@ -115,18 +120,18 @@ def _store_of_this_start() -> PrefixStore:
     store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=default_pg_timeout)
     own, deadline = uuid.uuid4().hex, time.monotonic() + default_pg_timeout.total_seconds()
 
-    def wait_for(what: str, condition: Callable[[], bool]) -> None:
+    def wait_for(whom: Callable[[], int], condition: Callable[[], bool]) -> None:
         while not condition():
             if time.monotonic() > deadline:
-                raise TrainingFailed(f"{what} did not arrive within {default_pg_timeout}; look at the output of its host")
-            time.sleep(0.02)
+                raise TrainingFailed(f"rank {whom()} did not arrive within {default_pg_timeout}; look at the output of its host")
+            time.sleep(max(0.02, size / 10_000))  # the store answers some 40,000 requests per second
 
     def read(key: str) -> str:
         return str(store.get(key), "ascii") if store.check([key]) else ""
 
     if rank:
         store.set(f"hello/{rank}", own)
-        wait_for("rank 0", lambda: read(f"start/{rank}").startswith(own))
+        wait_for(lambda: 0, lambda: read(f"start/{rank}").startswith(own))
         name = read(f"start/{rank}").removeprefix(own)
         store.set(f"taken/{rank}", name)
         return PrefixStore(name, store)
@@ -136,8 +141,13 @@ def _store_of_this_start() -> PrefixStore:
             store.set(f"start/{other}", hello + own)
         return read(f"taken/{other}") == own
 
-    for other in range(1, size):
-        wait_for(f"rank {other}", functools.partial(has_taken, other))
+    pending = set(range(1, size))
+
+    def all_have_taken() -> bool:
+        pending.difference_update([other for other in pending if has_taken(other)])
+        return not pending
+
+    wait_for(lambda: min(pending), all_have_taken)
     return PrefixStore(own, store)
 
 

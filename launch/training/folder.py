@@ -38,8 +38,8 @@ from launch.training.run_json import INITIAL_WEIGHTS, resume_description
 
 #: Files that a killed or refused start may leave in a folder that has no run.json yet.
 BEFORE_RUN_JSON = (".lock", "log.txt", "checkpoints", SCRATCH)
-#: How long a resume waits for the previous job to end.
-WAIT_SECONDS = 60.0
+#: How long a resume waits for the previous job to end. A rank of it that lost its job ends after `--hang_timeout`, by default 300 s.
+WAIT_SECONDS = 360.0
 
 
 def check_run_folder(runs_dir: str, run_name: str, resume: bool | str, stored: bool = False) -> Path:

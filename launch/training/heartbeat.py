@@ -3,8 +3,8 @@
 In a collective every rank waits for the slowest. When one rank stops (its process or host is suspended, a file system does not answer, a
 deadlock), the others wait without a message while the job's time runs out.
 
-While it trains, each rank has a file `runs/<name>/.heartbeat/rank-00001`. A thread writes it once a second, so training never waits for the
-file system, and the file is at most a second old. It holds
+While it trains, each rank has a file `runs/<name>/.heartbeat/rank-00001`. A thread writes it once a second (less often with more than 100
+ranks), so training never waits for the file system. It holds
 
     beats   number of places that the rank has entered: forward pass, backward pass, update, evaluation, ...
     ticks   number of times that the thread has woken up; it stands still if the process does not run
@@ -21,6 +21,7 @@ Time is counted in ticks, so that a job that was suspended as a whole continues 
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import json
 import os
 import signal
@@ -45,8 +46,10 @@ from launch.training.observers import Observer
 #: The places of a run besides those of the engine, as a message names them.
 START, END, CHECKPOINT = "start of the step", "end of the step", "checkpoint"
 PLACES = (START, FORWARD, BACKWARD, UPDATE, END, EVALUATION, CHECKPOINT)
-#: Between two ticks at most, in seconds; 20 ticks make a shorter `--hang_timeout`.
+#: Between two ticks, in seconds; longer for many ranks, and at most a twentieth of `--hang_timeout`.
 TICK_SECONDS = 1.0
+#: Writes of all ranks together per second, at most: hosts share the file system.
+WRITES_PER_SECOND = 100
 #: Name of the file with the finding of the rank that is the first to create it, without the start of the run.
 VERDICT = "verdict"
 
@@ -76,7 +79,7 @@ class Heartbeat(Observer):
 
     def __init__(self, run: Path, seconds: int, step: int, collectives: Collectives, log: Callable[..., None]):
         self.run, self.seconds, self.collectives, self._log = run, seconds, collectives, log
-        self._tick = min(TICK_SECONDS, seconds / 20)
+        self._tick = min(max(TICK_SECONDS, collectives.world_size / WRITES_PER_SECOND), seconds / 20)
         self._half = round(seconds / self._tick / 2)
         self._folder = run / ".heartbeat"
         self._beat = Beat(0, 0, step, PLACES.index(START), may_be_long=1)
@@ -196,6 +199,9 @@ class Heartbeat(Observer):
 
     def _end(self, verdict: dict[str, Any]) -> None:
         """End this process, and those of its host that are behind. Waits until the other ranks have seen the verdict too."""
+        if self.collectives.rank in (verdict["behind"][:4] or [0]):  # where it hangs
+            with contextlib.suppress(Exception):
+                faulthandler.dump_traceback(sys.stderr)
         sys.excepthook = lambda *_: None  # the collective of the main thread fails when another rank ends
         with contextlib.suppress(Exception, SystemExit):
             self._log(f"error: {verdict['line']}", silent=True)

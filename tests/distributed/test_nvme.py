@@ -32,7 +32,7 @@ def flags(corpus, runs: Path, config: str, name: str, optimizer: str | None, par
     run += ["--steps", "6", "--lr", "1e-3", "--eval_every", "0", "--save_every", "3", *more]
     # The buffers of weights are locked in memory, in full: five of a million elements are enough here, the default is a hundred millions.
     # By default, DeepSpeed moves up to a billion weights of a rank from the drive to host memory for good.
-    of_weights = {"buffer_size": 1_000_000, "max_in_cpu": 0}
+    of_weights = {"buffer_size": 1_000_000, **({"max_in_cpu": 0} if optimizer == "nvme" else {})}
     for key, device, sizes in (("offload_optimizer", optimizer, {}), ("offload_param", param, of_weights)):
         if device:
             run += ["--set", f"zero_optimization.{key}={json.dumps({'device': device, 'nvme_path': 'auto', **sizes})}"]
