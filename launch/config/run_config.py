@@ -341,7 +341,8 @@ def _check_weights_on_drive(engine: EngineJson, config: RunConfig) -> None:
     if kept < own and config.offload("offload_optimizer") != "nvme":
         raise UsageError(
             f"{engine.where(path)}: {kept:,} of a rank's {own:,} weights are kept in host memory and the others on NVMe, where DeepSpeed"
-            f" 0.19.8 cannot load a checkpoint unless the optimizer is on NVMe too; write {own} or more, or set offload_optimizer.device to nvme"
+            f" 0.19.8 cannot load a checkpoint unless the optimizer is on NVMe too; write {own} or more, or set offload_optimizer.device"
+            " to nvme"
         )
 
 
