@@ -37,8 +37,8 @@ from data_pipeline.staging import partial_folder, staged_folder
 from data_pipeline.tokenizer import HUGGING_FACE_FILE, HuggingFace, Tokenizer, make_tokenizer, parse_spec
 from data_pipeline.writing import CorpusWriter, read_progress, remove_progress, write_manifest
 
-# With less text, starting processes (half a second) costs more time than they save (a core encodes about 17 MB/s).
 T = TypeVar("T")
+# With less text, starting processes (half a second) costs more time than they save (a core encodes about 17 MB/s).
 MIN_BYTES_FOR_WORKERS = 64 * 2**20
 #: Seconds between two progress reports if standard error is not a terminal.
 SECONDS_BETWEEN_REPORTS = 15.0
@@ -218,7 +218,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         "--tokenizer",
         default="bpe:8192",
         help="bpe:N (byte-level BPE with N ids, trained on the source), bytes (257 ids), a tiktoken encoding (gpt2, cl100k_base, ...),"
-        " a tokenizer.json, or a folder that AutoTokenizer reads; default %(default)s",
+        " a prepared corpus, a tokenizer.json, or a folder that AutoTokenizer reads; default %(default)s",
     )
     parser.add_argument("--end_of_text", metavar="TOKEN", help="token that ends a document; default: the tokenizer's own")
     parser.add_argument("--text_column", default="text", help="column (or JSON key) that holds the text; default %(default)s")

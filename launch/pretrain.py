@@ -131,9 +131,7 @@ def train(config: RunConfig, folder: RunFolder | NoFolder, stop: StopRequest, ob
     elif config.resume == MUST:
         raise UsageError(nothing_to_resume(path))
     elif config.branch_from:  # the run's folder existed, without a checkpoint
-        raise UsageError(
-            f"--branch_from {config.branch_from}: {path} has no complete checkpoint; remove this folder if it exists, and start again"
-        )
+        raise UsageError(f"{path}: has no complete checkpoint to resume from; remove it, and --branch_from makes it again")
     elif config.init_from and engine.config.start is None:
         raise UsageError(f"--init_from {config.init_from}: a host lacks the folder, or has checkpoints that rank 0 lacks")
     folder.begin(state["step"])

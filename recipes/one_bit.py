@@ -21,7 +21,6 @@ from recipes.technique import Declaration, Run, StepPlan, Technique
 
 #: The smallest value of an element of a frozen variance, as a share of the mean of its tensor.
 LEAST_SHARE = 0.1
-#: Bytes that the engine reduces per parameter.
 #: The key of the recipes that freeze the variance once.
 FREEZE_STEP: dict[str, dict[str, Any]] = {"freeze_step": {"types": ["integer"], "minimum": 1, "auto": True}}
 

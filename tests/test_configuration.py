@@ -99,6 +99,9 @@ def test_ranks_with_another_configuration_are_refused(resolved):
 
     config = resolved()
     _check_hosts(config, answer(resolved("--quiet", "--runs_dir", "elsewhere")))
+    drives = [{"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": path}} for path in ("/a", "/b")]
+    here, there = (resolved(zero_optimization=drive) for drive in drives)
+    _check_hosts(here, answer(there))
     with pytest.raises(UsageError, match="rank 1 has seed = 7, and rank 0 has 1"):
         _check_hosts(config, answer(resolved("--seed", "7")))
     with pytest.raises(UsageError, match=r"rank 1 has engine.zero_optimization.stage = 2, and rank 0 has 1"):

@@ -6,7 +6,6 @@ What a value means together with the DeepSpeed JSON and the preset is decided in
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import math
 import os
 import re
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from launch.errors import UsageError, is_local_rank_0, nearest
-from model.presets import ARCHITECTURES, CHOICES, PRESETS, Preset
+from model.presets import ARCHITECTURES, CHOICES, FIELDS, PRESETS
 from recipes.registry import Recipe, read_recipe
 
 if TYPE_CHECKING:
@@ -320,13 +319,12 @@ def parse_flags(argv: list[str]) -> tuple[argparse.Namespace, Recipe | None]:
 def suggested_flags(recipe: Recipe, arguments: Sequence[str]) -> list[str]:
     """The recipe's suggested flags that apply beside the user's `arguments`.
 
-    A length replaces the suggested one. A preset has its own size and training values, so it replaces the suggested ones.
+    A length replaces the suggested one. A preset has its own size and training values, so it replaces all but the architecture.
     """
-    names = {argument.partition("=")[0] for argument in arguments}
-    replaced = {"--steps", "--tokens"} if names & {"--steps", "--tokens", "--preset"} else set()
+    names, suggested = ({word.partition("=")[0] for word in words if word.startswith("--")} for words in (arguments, recipe.flags))
     if "--preset" in names:
-        replaced |= {"--preset", *(f"--{field.name}" for field in dataclasses.fields(Preset))}
-    return without(recipe.flags, *replaced)
+        return without(recipe.flags, *(suggested - {"--architecture", *(f"--{field}" for field in FIELDS)}))
+    return without(recipe.flags, "--steps", "--tokens") if names & {"--steps", "--tokens"} else recipe.flags
 
 
 def given(parser: argparse.ArgumentParser, arguments: list[str]) -> set[str]:

@@ -32,7 +32,7 @@ from launch.config.token_schedule import TOKEN_SCHEDULES, TokenSchedule, token_s
 from launch.errors import UsageError, nearest
 from launch.formats.checkpoint_files import complete_checkpoints
 from launch.formats.json_lines import KeyPath, dotted
-from model.accounting import model_tensors, parameter_count
+from model.accounting import model_tensors
 from model.presets import FIELDS, PRESETS, SIZES, GPTConfig, ModelShape, Preset, shape_of
 from recipes import registry
 from recipes.technique import Run, Techniques, largest_divisor
@@ -329,14 +329,15 @@ def _check_weights_on_drive(engine: EngineJson, config: RunConfig) -> None:
         return
     path = ("zero_optimization", "offload_param", "buffer_size")
     size = (written := engine.get(*path)) or BUFFER_SIZE
-    largest = -(-max(map(math.prod, model_tensors(config.model_config).values())) // config.ranks)
+    sizes = [math.prod(shape) for shape in model_tensors(config.model_config).values()]
+    largest = -(-max(sizes) // config.ranks)
     if largest > size:
         raise UsageError(
             f"{engine.where(path)} is {size if written else f'left out, which means {size}'}, but a rank's part of the largest weight has "
             f"{largest:,} elements; write {largest} or more, or use more ranks"
         )
     path = ("zero_optimization", "offload_param", "max_in_cpu")
-    kept, own = engine.get(*path), -(-parameter_count(config.model_config) // config.ranks)
+    kept, own = engine.get(*path), sum(-(-size // config.ranks) for size in sizes)  # DeepSpeed pads each tensor
     kept = MAX_IN_CPU if kept is None else int(kept)
     if kept < own and config.offload("offload_optimizer") != "nvme":
         raise UsageError(

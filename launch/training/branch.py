@@ -39,7 +39,7 @@ def start_branch(config: RunConfig, run: Path, description: dict[str, Any]) -> N
     Raises:
         UsageError: it is not a checkpoint of a run; its run differs in a value that a resume must not change, in the optimizer, the
             clipping or the techniques; or an earlier step differs in its learning rate, its tokens or a technique's metrics. Nothing is
-            written. The digests of the files are verified when the ranks load the checkpoint.
+            written.
     """
     # Links are kept as they are: the checkpoint, or the folder of checkpoints, may lie elsewhere.
     checkpoint = Path(os.path.abspath(str(config.branch_from)))
@@ -49,7 +49,7 @@ def start_branch(config: RunConfig, run: Path, description: dict[str, Any]) -> N
     if not is_checkpoint_name(checkpoint.name) or not checkpoint.is_dir():
         raise UsageError(f"--branch_from {config.branch_from}: no such checkpoint; give runs/NAME/checkpoints/step-00000300")
     before = read_run_json(source / "run.json")
-    state = verify(checkpoint, before.get("run_id"), share=slice(0))  # the digests: all ranks together, when they load it
+    state = verify(checkpoint, before.get("run_id"))
     resume_description(source, description, "give the value of the run that wrote the checkpoint of --branch_from")
     kept = _metrics_up_to(source / METRICS_FILE, state["step"])
     lines = [line for _, line in kept]

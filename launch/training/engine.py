@@ -41,7 +41,7 @@ from recipes.technique import Technique
 
 #: The phases of a step, as messages name them.
 FORWARD, BACKWARD, UPDATE, EVALUATION = "forward pass", "backward pass", "update", "evaluation"
-#: Values of a configuration in which hosts may differ: where their copies of files lie, and what is printed.
+#: Values of a configuration in which hosts may differ, besides each `nvme_path`: where their files lie, and what is printed.
 OF_A_HOST = ("data", "runs_dir", "config_file", "recipe", "init_from", "branch_from", "quiet")
 
 
@@ -260,7 +260,8 @@ def _check_hosts(config: RunConfig, collectives: Collectives) -> None:
         found = ", ".join(f"{precision} on rank {rank}" for rank, precision in enumerate(precisions))
         raise UsageError(f"{config.config_file}: 'bf16.enabled' is \"auto\", which the hosts resolve to {found}; write true or false")
     for rank, run in enumerate(runs):
-        for name, first, here in (found for key in run for found in differences(key, runs[0].get(key), run[key])):
+        changes = [one for key in run for one in differences(key, runs[0].get(key), run[key]) if not one[0].endswith(".nvme_path")]
+        for name, first, here in changes:
             what = f"rank {rank} has {name} = {json.dumps(here)}, and rank 0 has {json.dumps(first)}"
             raise UsageError(f'{what}; start all hosts with the same command and files, and write the value where the JSON has "auto"')
 

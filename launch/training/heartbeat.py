@@ -48,7 +48,7 @@ START, END, CHECKPOINT = "start of the step", "end of the step", "checkpoint"
 PLACES = (START, FORWARD, BACKWARD, UPDATE, END, EVALUATION, CHECKPOINT)
 #: Between two ticks, in seconds; longer for many ranks, and at most a twentieth of `--hang_timeout`.
 TICK_SECONDS = 1.0
-#: Writes of all ranks together per second, at most: hosts share the file system.
+#: Writes of all ranks together per second, unless a twentieth of `--hang_timeout` is shorter: hosts share the file system.
 WRITES_PER_SECOND = 100
 #: Name of the file with the finding of the rank that is the first to create it, without the start of the run.
 VERDICT = "verdict"

@@ -231,7 +231,7 @@ def _lacking_to_compile() -> str:
     code that launches its kernels."""
     if shutil.which(compiler := os.environ.get("CXX", "g++")) is None:  # torch tries no other
         return f"a C++ compiler, and {compiler!r} is not on the path; install g++, or set CXX"
-    if not Path(sysconfig.get_path("include"), "Python.h").is_file():  # what torch and Triton compile includes it
+    if not Path(sysconfig.get_path("include", "posix_prefix"), "Python.h").is_file():  # where torch and Triton look
         return "Python's headers; install them (python3-dev on Debian and Ubuntu)"
     if " " in tempfile.gettempdir() and not torch.cuda.is_available():  # torch 2.13 does not quote the paths that it compiles on a CPU
         return f"a folder for temporary files without a space in its name, and it is {tempfile.gettempdir()!r}; set TMPDIR"

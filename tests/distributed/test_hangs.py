@@ -164,6 +164,18 @@ def test_a_folder_that_cannot_be_written_is_refused(tmp_path):
         Heartbeat(tmp_path, 60, 0, Alone(), log=print)  # type: ignore[arg-type]
 
 
+class Many(Alone):
+    world_size = 500
+
+
+def test_many_ranks_write_less_often_and_an_old_verdict_does_not_count(tmp_path):
+    (tmp_path / ".heartbeat").mkdir()
+    (old := tmp_path / ".heartbeat" / "verdict-0").touch()
+    heartbeat = Heartbeat(tmp_path, 300, 3, Many(), log=print)  # type: ignore[arg-type]
+    assert heartbeat._tick == 5.0 and not old.exists() and heartbeat._verdict != old
+    assert Heartbeat(tmp_path, 20, 3, Many(), log=print)._tick == 1.0  # type: ignore[arg-type]
+
+
 def test_a_failing_run_may_wait_for_its_checkpoint(two_ranks, flags, tmp_path):
     """The write takes longer than the timeout. The failure is reported, and the checkpoint is complete."""
     run = ["--deepspeed_config", "ds_configs/zero1_fp32.json", "--runs_dir", str(tmp_path), "--run_name", "r", *TINY, *flags]

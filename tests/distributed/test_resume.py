@@ -328,9 +328,13 @@ def test_a_run_folder_that_not_all_hosts_share_is_refused(seen, said, tmp_path, 
 def test_a_host_with_an_earlier_copy_of_the_run_folder_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoint_module, "SEEN_SECONDS", 0.1)
     (tmp_path / ".lock").write_text("process 7 on node1\n1\n")
-    answers = iter([["process 7 on node0\n2\n", "process 7 on node1\n1\n"], [True, False]])
+
+    def gather(own: str | bool) -> list[str | bool]:
+        """The answers of rank 0, and of this rank."""
+        return ["process 7 on node0\n2\n" if isinstance(own, str) else True, own]
+
     with pytest.raises(UsageError, match="rank 1 does not see this folder"):
-        check_shared(tmp_path, SimpleNamespace(gather=lambda own: next(answers)))
+        check_shared(tmp_path, SimpleNamespace(gather=gather))
 
 
 def test_a_checkpoint_whose_files_are_on_another_host_is_not_complete(tmp_path):
