@@ -79,7 +79,7 @@ def train_with_trainer(flags: list[str], folder: str) -> None:
             self.end_step()
 
     # The windows that our loader reads, in its order; the model shifts the labels itself.
-    assert loader.sampler is not None  # a corpus, not a mixture
+    assert loader.sampler is not None  # only validation loaders have none
     order = loader.sampler.indices(0, config.steps * config.global_batch_size)
     windows = torch.from_numpy(loader.split.read(order, length)[:, :length].astype(np.int64))
     # The vocabulary is padded as ours, so that both multiply the same matrices.

@@ -114,7 +114,7 @@ class Interleaved(Observer):
         if self.profiler and step == self.last + PROFILED_STEPS:  # before the last checkpoint
             self.profiler.stop()
 
-    def on_batch(self, tokens: Any) -> Any:
+    def on_batch(self, tokens: Any) -> None:
         self.batches.append(tokens)
 
 

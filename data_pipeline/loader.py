@@ -39,9 +39,10 @@ class Loader:
         """The `accumulation` micro-batches of this rank, each (micro_batch_size, seq_len + 1), of the global batch that
         starts at sample `first_sample` and holds micro_batch_size x accumulation x world_size samples."""
         assert self.sampler is not None, "this loader was made for validation"
-        for micro_step in range(accumulation):
-            start = first_sample + (micro_step * self.world_size + self.rank) * micro_batch_size
-            yield self._tensor(self.sampler.indices(start, micro_batch_size))
+        starts = [first_sample + (micro_step * self.world_size + self.rank) * micro_batch_size for micro_step in range(accumulation)]
+        windows = [self.sampler.indices(start, micro_batch_size) for start in starts]
+        self.split.prefetch(np.concatenate(windows), self.seq_len)
+        yield from map(self._tensor, windows)
 
     def validation_batches(self, n_windows: int, micro_batch_size: int) -> Iterator[tuple[torch.Tensor, int]]:
         """(tensor, weight) pairs that cover, over all ranks, `n_windows` windows spread evenly over the split, each once.

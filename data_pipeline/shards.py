@@ -13,6 +13,7 @@ import contextlib
 import errno
 import hashlib
 import json
+import mmap
 import resource
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -52,6 +53,7 @@ class Split:
         self.name = name
         self.n_tokens = sum(shard["tokens"] for shard in shards)
         self._folder, self._dtype, self._shards = folder, dtype, shards
+        self._maps: list[mmap.mmap | None] = []  # None for an empty file, which cannot be mapped
         self._views: dict[int, tuple[np.ndarray, list[np.ndarray]]] = {}
 
     def windows(self, seq_len: int) -> int:
@@ -91,6 +93,16 @@ class Split:
                 out[row] = views[shard][window]
         return out
 
+    def prefetch(self, indices: np.ndarray, seq_len: int) -> None:
+        """Start to read the windows `indices` from disk, all at the same time. `read` alone waits for each, and for the pages around it."""
+        bounds, _ = self._strided(seq_len)
+        size = (seq_len + 1) * self._dtype.itemsize
+        shards = np.searchsorted(bounds, indices, side="right") - 1
+        for shard, start in zip(shards.tolist(), ((indices - bounds[shards]) * (size - self._dtype.itemsize)).tolist(), strict=True):
+            mapped, in_page = self._maps[shard], start % mmap.PAGESIZE
+            assert mapped is not None, "an empty shard has no windows"
+            mapped.madvise(mmap.MADV_WILLNEED, start - in_page, in_page + size)
+
     def locate(self, index: int, seq_len: int) -> tuple[Path, int]:
         """The file of the shard that holds window `index`, and the position of the window's first token in it."""
         bounds, _ = self._strided(seq_len)
@@ -113,21 +125,24 @@ class Split:
             if 0 <= soft < 2 * len(self._shards):  # a map keeps its file open; the usual soft limit is 1,024
                 with contextlib.suppress(ValueError):  # above the kernel's own limit
                     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+            self._maps = self._maps or [self._map(self._folder / shard["file"], shard["tokens"]) for shard in self._shards]
             views = []
-            for shard, count in zip(self._shards, counts, strict=True):
-                if not shard["tokens"]:  # an empty file cannot be mapped
-                    views.append(np.empty((0, seq_len + 1), dtype=self._dtype))
-                    continue
-                file = self._folder / shard["file"]
-                try:
-                    # A plain array over the map: indexing a numpy.memmap costs several microseconds more.
-                    tokens = np.memmap(file, dtype=self._dtype, mode="r", shape=(shard["tokens"],)).view(np.ndarray)
-                except ValueError:  # the file is shorter than when the corpus was opened
-                    raise DataError(f"{file}: truncated since it was opened; copy or prepare the corpus again") from None
+            for mapped, count in zip(self._maps, counts, strict=True):
+                # A plain array over the map: indexing a numpy.memmap costs several microseconds more.
+                tokens = np.frombuffer(mapped or b"", dtype=self._dtype)
                 strides = (seq_len * tokens.itemsize, tokens.itemsize)
                 views.append(np.lib.stride_tricks.as_strided(tokens, (count, seq_len + 1), strides, writeable=False))
             self._views[seq_len] = np.cumsum([0, *counts]), views
         return self._views[seq_len]
+
+    def _map(self, file: Path, n_tokens: int) -> mmap.mmap | None:
+        if not n_tokens:
+            return None
+        with open(file, "rb") as stream:
+            try:
+                return mmap.mmap(stream.fileno(), n_tokens * self._dtype.itemsize, access=mmap.ACCESS_READ)
+            except ValueError:  # the file is shorter than when the corpus was opened
+                raise DataError(f"{file}: truncated since it was opened; copy or prepare the corpus again") from None
 
 
 class Corpus:

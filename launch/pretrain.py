@@ -199,22 +199,20 @@ def train(config: RunConfig, folder: RunFolder | NoFolder, stop: StopRequest, ob
                 if rewound := spikes.rewind(state, checkpoints):
                     state, saving = rewound, False
                 if saving:
-                    with collectives.uncounted():
-                        checkpoints.save(state, last=bool(stopped or last))
+                    checkpoints.save(state, last=bool(stopped or last))
     except TrainingFailed as reason:
         # The gradients were not finite and no update was made, or the loss was not finite. Save only if an earlier update has not broken
         # the weights.
-        with collectives.uncounted():
-            if engine.weights_are_finite():
-                try:
-                    saved = checkpoints.save(state, last=True)
-                except SystemExit:  # it has printed why it could not be written
-                    folder.log_failure(config, str(reason))
-                    raise
-                reason = TrainingFailed(f"{reason}; --resume continues from {saved}")
-            else:
-                what = f"the weights contain NaN or Inf and were not saved; {what_resume_does(checkpoints.folder)}"
-                reason = TrainingFailed(f"{reason}; {what}")
+        if engine.weights_are_finite():
+            try:
+                saved = checkpoints.save(state, last=True)
+            except SystemExit:  # it has printed why it could not be written
+                folder.log_failure(config, str(reason))
+                raise
+            reason = TrainingFailed(f"{reason}; --resume continues from {saved}")
+        else:
+            what = f"the weights contain NaN or Inf and were not saved; {what_resume_does(checkpoints.folder)}"
+            reason = TrainingFailed(f"{reason}; {what}")
         folder.log_failure(config, str(reason))
         checkpoints.finish_uploads(lambda: signal.SIGTERM)
         raise reason from None

@@ -98,7 +98,7 @@ def test_ranks_with_another_configuration_are_refused(resolved):
         return SimpleNamespace(gather=lambda own: [own, found[0]])
 
     config = resolved()
-    _check_hosts(config, answer(resolved("--quiet", "--runs_dir", "elsewhere")))
+    _check_hosts(config, answer(resolved("--quiet")))
     drives = [{"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": path}} for path in ("/a", "/b")]
     here, there = (resolved(zero_optimization=drive) for drive in drives)
     _check_hosts(here, answer(there))

@@ -132,7 +132,7 @@ def test_experiments_on_testbeds_are_planned(command, corpus):
         for name in flags.testbed or recipe.experiments:
             found = plan_experiment(recipe, ["--data", str(corpus)], [1], recipe.ranks, read_testbed(name))
             assert found.control[0].config.total_tokens == found.own[0].config.total_tokens
-    assert flags.recipe or all(read_testbed(name).sweep for name in flags.testbed)
+    assert flags.recipe or (flags.testbed and all(read_testbed(name).sweep for name in flags.testbed))
 
 
 @pytest.mark.parametrize("command", commands("python data_pipeline/prepare.py"))

@@ -38,7 +38,7 @@ def test_every_page_is_what_the_committed_data_give(cells):
 
 def test_every_picture_is_what_the_committed_data_give(cells, tmp_path):
     drawn = recipe_pages.pictures(cells)
-    assert set(CHECKOUT.glob("recipes/*/loss.png")) <= set(drawn)
+    assert {*CHECKOUT.glob("recipes/**/*.png"), *CHECKOUT.glob("benchmarks/**/*.png")} == set(drawn)
     if f'matplotlib=={matplotlib.__version__}; python_version >= "3.11"' not in (CHECKOUT / "constraints.txt").read_text():
         pytest.skip("another matplotlib draws other pixels")
     for number, (picture, draw) in enumerate(drawn.items()):
@@ -48,7 +48,7 @@ def test_every_picture_is_what_the_committed_data_give(cells, tmp_path):
 
 def test_the_published_data_are_small():
     files = [path for name in ("results.json", "tuning.json", "noise.json") for path in CHECKOUT.glob(f"recipes/**/{name}")]
-    assert sum(path.stat().st_size for path in files) < 3e6
+    assert sum(path.stat().st_size for path in (*files, *(CHECKOUT / name for name in recipe_pages.RUNS))) < 3e6
 
 
 @pytest.mark.parametrize("name", recipe_names())

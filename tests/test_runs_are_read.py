@@ -88,6 +88,15 @@ def test_spikes_are_large_gradient_norms(said, tmp_path):
     assert not {"warmup_spikes", "spikes"} & set(read_run(write_run(tmp_path / "no_norms", said, lines())).measures)
 
 
+def test_an_evaluation_after_the_last_step_belongs_to_that_step(said, tmp_path):
+    steps = [*lines(final=4.5, grad_norm=1.0), {**line(20), "val_loss": 4.0}]
+    for key in ("loss", "grad_norm", "step_seconds"):
+        steps[-1].pop(key, None)
+    run = read_run(write_run(tmp_path / "r", said, steps))
+    assert spikes_of(run) == (0, 0)
+    assert len(run.columns["step"]) == 21 and run.columns["val_loss"][-1] == 4.0 and np.isfinite(run.columns["loss"][-1])
+
+
 def test_the_warm_up_of_a_rate_by_tokens_ends_by_tokens(said, tmp_path):
     """A curriculum's first steps have fewer tokens, so that the rate still rises where a rate by steps has reached its peak."""
     batch = said["global_batch_size"] * said["shape"]["seq_len"]

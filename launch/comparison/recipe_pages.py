@@ -1,4 +1,4 @@
-"""Generates pages and pictures from the committed data: recipe.json, testbed.json, results.json, tuning.json and noise.json.
+"""Generates pages and pictures from the committed data: recipe.json, testbed.json, results.json, tuning.json, noise.json and RUNS.
 
 make pages                   # python -m launch.comparison.recipe_pages --write
 
@@ -9,6 +9,7 @@ with the output of this module.
 
 from __future__ import annotations
 
+import math
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -28,6 +29,8 @@ from launch.comparison.trials import corpus_command, settings_on
 from launch.comparison.tuning import CONTROL, deviation, draw_tuning, in_words, mean_difference, numbers_in, setting_name
 from launch.comparison.verdicts import SIGNS, Verdict, planned_power
 from launch.formats.files import read_committed, write_atomically
+from launch.formats.metrics import read_metrics
+from launch.training.picture import draw_blocks, draw_exponents, draw_loss
 from launch.training.run_json import commits_of
 from recipes.claims import QUESTIONS, Claim
 from recipes.registry import ROOT, TESTBEDS, Experiment, Recipe, Testbed, read_recipe, read_recipes, read_testbeds, technique_classes
@@ -45,6 +48,12 @@ NULLS = {
     "precision": "fp32 instead of bf16",
     "accumulation": "four micro-batches instead of one",
     "trajectory": "initial weights perturbed by 1e-3",
+}
+#: Single runs that a page shows: the file with the run's lines, and what draws the picture beside it.
+RUNS: dict[str, Callable[[list[dict[str, Any]], Path], None]] = {
+    "benchmarks/make_pretrain.jsonl": partial(draw_loss, title="make pretrain: nano, ZeRO 1, bf16", initial_loss=math.log(8192)),
+    "recipes/fp16_dynamic_loss_scale/histograms.jsonl": lambda lines, picture: draw_exponents(lines[-1], picture, "nano"),
+    "recipes/progressive_layer_drop/blocks.jsonl": partial(draw_blocks, name="micro with layer dropping, seed 1"),
 }
 #: Fields of a testbed.json on which the numbers of its runs depend. No testbed has "ranks" any more; published plans have it as null.
 SETTING = ("flags", "tuned", "target_loss", "ranks")
@@ -410,6 +419,9 @@ def pictures(cells: list[Published]) -> dict[Path, Callable[[Path], object]]:
             made[ROOT / "recipes" / name / "loss.png"] = partial(draw_losses, Comparison(sides, pairs))
     for file in ROOT.glob("recipes/**/tuning.json"):
         made[file.with_suffix(".png")] = partial(draw_tuning, read_committed(file))
+    for file, draw in ((ROOT / name, draw) for name, draw in RUNS.items()):
+        if file.exists():
+            made[file.with_suffix(".png")] = partial(draw, read_metrics(file))
     return made
 
 

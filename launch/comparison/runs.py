@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from launch.config.token_schedule import TOKEN_SCHEDULES
-from launch.formats.metrics import is_finite_number, read_run_json, read_valid_lines
+from launch.formats.metrics import by_step, is_finite_number, read_run_json, read_valid_lines
 from launch.training.run_json import NO_EFFECT_ON_NUMBERS, starts_of
 
 Column = npt.NDArray[np.float64]
@@ -91,6 +91,7 @@ def read_run(folder: str | Path) -> Run:
     skipped = ""
     with contextlib.suppress(FileNotFoundError):
         lines, skipped = read_valid_lines(folder / "metrics.jsonl")
+    lines = by_step(lines)
     remarks = [skipped] if skipped else []
     if not lines:
         remarks.append("metrics.jsonl contains no step")

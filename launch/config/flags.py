@@ -10,7 +10,6 @@ import math
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -342,12 +341,14 @@ def as_words(flags: Mapping[str, object]) -> list[str]:
 
 def without(arguments: Sequence[str], *names: str, values: Callable[[str], bool] = lambda value: True) -> list[str]:
     """`arguments` without the flags `names` and their values (`--steps 5` or `--steps=5`), if `values` is true for the value."""
-    kept, rest = list[str](), iter(arguments)
-    for argument in rest:
-        name, equals, value = argument.partition("=")
-        words = [argument] if name not in names or equals else [argument, *islice(rest, 1)]
+    kept, rest = list[str](), list(arguments)
+    while rest:
+        name, equals, value = rest[0].partition("=")
+        alone = name not in names or equals or rest[1:2] == [] or rest[1].startswith("--")
+        words = rest[: 1 if alone else 2]
         if name not in names or not values(value if equals else words[-1]):
             kept += words
+        del rest[: len(words)]
     return kept
 
 

@@ -41,6 +41,14 @@ def read_valid_lines(file: Path) -> tuple[list[dict[str, Any]], str]:
     return [line for line in parsed if line is not None], skipped
 
 
+def by_step(lines: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One line per step. An evaluation after the last step of a run has a line of its own."""
+    found: dict[int, dict[str, Any]] = {}
+    for line in lines:
+        found.setdefault(line["step"], {}).update(line)
+    return [*found.values()]
+
+
 def split_lines(content: bytes) -> list[bytes]:
     """The lines of a file, without their line breaks."""
     return content.removesuffix(b"\n").split(b"\n") if content else []

@@ -21,7 +21,7 @@ from launch.config.token_schedule import STABLE_DECAY
 from launch.errors import UsageError
 from launch.formats.checkpoint_files import STATE_FILE, is_checkpoint_name, state_text, verify
 from launch.formats.files import write_atomically
-from launch.formats.metrics import parse_line, read_run_json, split_lines
+from launch.formats.metrics import by_step, parse_line, read_run_json, split_lines
 from launch.training.metrics_writer import METRICS_FILE
 from launch.training.run_json import differences, parse_change, resume_description, starts_of
 from recipes.registry import technique_classes
@@ -162,9 +162,7 @@ def _check_steps(config: RunConfig, lines: list[dict[str, Any]], samples: int) -
         samples: its position in the data. `--spike_rule rewind` leaves data out, and cuts the lines that would show it.
     """
     techniques = Techniques(member for member in config.built_techniques.members if member.declaration.section)
-    recorded: dict[int, dict[str, Any]] = {}
-    for line in lines:  # an evaluation after the last step has a line of its own
-        recorded.setdefault(line["step"], {}).update(line)
+    recorded = {line["step"]: line for line in by_step(lines)}
     assert config.token_schedule is not None, "_check_decay refuses others"
     where, planned = f"--branch_from {config.branch_from}", 0
     for steps in planned_steps(config, techniques):

@@ -21,7 +21,7 @@ import sys
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from fractions import Fraction
 from pathlib import Path
@@ -271,15 +271,6 @@ class Collectives:
         """Select this rank's device in the calling thread, where the first device is the default."""
         if self.device.type != "cpu":
             torch.accelerator.set_device_index(self.device)
-
-    @contextlib.contextmanager
-    def uncounted(self) -> Iterator[None]:
-        """Do not count bytes sent in the body: evaluation and checkpoints are not part of a training step."""
-        before = self.bytes_sent
-        try:
-            yield
-        finally:
-            self.bytes_sent = before
 
     def gather(self, value: Any, group: ProcessGroup | None = None) -> list[Any]:
         """The `value` of every rank, of any type that pickles. A thread beside the training loop uses a `group` of its own."""

@@ -42,7 +42,7 @@ from recipes.technique import Technique
 #: The phases of a step, as messages name them.
 FORWARD, BACKWARD, UPDATE, EVALUATION = "forward pass", "backward pass", "update", "evaluation"
 #: Values of a configuration in which hosts may differ, besides each `nvme_path`: where their files lie, and what is printed.
-OF_A_HOST = ("data", "runs_dir", "config_file", "recipe", "init_from", "branch_from", "quiet")
+OF_A_HOST = ("data", "config_file", "recipe", "init_from", "branch_from", "quiet")
 
 
 @dataclass

@@ -58,7 +58,7 @@ class Evaluation:
         """
         engine.deepspeed.eval()
         total = torch.zeros(2, dtype=torch.float64, device=self.collectives.device)  # sum over windows, windows
-        with self.collectives.uncounted(), engine.techniques.evaluation_weights():
+        with engine.techniques.evaluation_weights():
             for number, (tokens, weight) in enumerate(self.loader.validation_batches(windows, self.config.micro_batch_size), 1):
                 loss = engine.loss(tokens)
                 if weight:

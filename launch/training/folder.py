@@ -13,6 +13,7 @@ import fcntl
 import json
 import math
 import os
+import re
 import shutil
 import signal
 import socket
@@ -157,6 +158,11 @@ class RunFolder:
                 if not description["resume"] and not branched:  # another job has made it since `check_run_folder`
                     raise UsageError(f"{path}: this run exists; give another --run_name, or continue it with --resume")
                 self._description, self._changes = resume_description(path, self._description)
+                finished = self._description.get("finished") or {}
+                unused = [one for one in self._changes if re.match(r"lr:|optimizer\.|scheduler\.", one)]
+                if unused and finished.get("tokens", -1) >= description["total_tokens"]:
+                    why = f"has finished, so no step would be trained with {unused[0]}"
+                    raise UsageError(f"{path}: this run {why}; give another --run_name, or a longer run")
             with _one_line_on_os_error(path):
                 self._log = open(path / "log.txt", "a", encoding="utf-8")  # noqa: SIM115 - a refused resume leaves no log
                 self._lock.truncate(0)
@@ -268,8 +274,10 @@ class RunFolder:
 
     def _draw_loss(self, config: RunConfig) -> Path:
         title = f"{config.run_name}: {config.preset}, ZeRO {config.zero_stage}, {config.precision}"
+        picture = self.path / "loss.png"
         with _one_line_on_os_error(self.path):
-            return _picture().draw_loss(self.path, title, math.log(config.corpus.vocab_size))
+            _picture().draw_loss(self.read_metrics(), picture, title, math.log(config.corpus.vocab_size))
+        return picture
 
     # --- numbers --------------------------------------------------------------------------------------------------------------------
 
@@ -281,9 +289,10 @@ class RunFolder:
 
     def write_histograms(self, line: dict[str, Any]) -> None:
         """Append the histograms of one step to `histograms.jsonl`, draw them, and log what fp16 would lose."""
+        picture = self.path / "histograms.png"
         with _one_line_on_os_error(self.path):
             self._append("histograms.jsonl", line)
-            picture = _picture().draw_exponents(self.path, line)
+            _picture().draw_exponents(line, picture, self.path.name)
         shares = ", ".join(
             f"{100 * overall(line, 'activation_gradients', key):.3g}% at a loss scale of {scale:,.10g}"
             for key, scale in (("fp16_zero_at_1", 1), ("fp16_zero_at_scale", line["scale"]))
@@ -294,7 +303,7 @@ class RunFolder:
         """Append the similarity of each block's input and output to `blocks.jsonl`, and draw all lines."""
         with _one_line_on_os_error(self.path):
             self._append("blocks.jsonl", line)
-            _picture().draw_blocks(self.path)
+            _picture().draw_blocks(read_metrics(self.path / "blocks.jsonl"), self.path / "blocks.png", self.path.name)
 
     def _append(self, name: str, line: dict[str, Any]) -> None:
         with open(self.path / name, "a", encoding="utf-8") as stream:

@@ -66,8 +66,7 @@ class GradientHistograms(Observer):
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
-        with self.collectives.uncounted():
-            counts = self.collectives.all_reduce(self._counts).tolist()
+        counts = self.collectives.all_reduce(self._counts).tolist()
         scale = self.engine.loss_scale if self.engine.config.precision == "fp16" else None
         self.folder.write_histograms(summary(step, self.engine.config.precision, scale, list(self._layers()), counts))
 

@@ -59,7 +59,10 @@ class Meter:
         return total / self.collectives.world_size, stopped
 
     def end_step(self, plan: StepPlan) -> dict[str, Any]:
-        """The measurements of a step that followed `plan`. Call after `reduce_loss_and_signal`, which waits for the device."""
+        """The measurements of a step that followed `plan`. Call after `reduce_loss_and_signal`, which waits for the device.
+
+        Bytes that are sent between two steps, in evaluations and for checkpoints, belong to no step.
+        """
         seconds = time.perf_counter() - self._step_start
         rate = plan.tokens * self.collectives.world_size / seconds
         metrics = {

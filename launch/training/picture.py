@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, MaxNLocator
 
-from launch.formats.metrics import is_finite_number, read_metrics
+from launch.formats.metrics import is_finite_number
 from launch.training.exponents import FP16_ZERO, KINDS, overall
 
 MAX_TICKS = 12
@@ -20,13 +21,13 @@ MAX_TICKS = 12
 KEYS = ("fp16_zero_at_1", "fp16_zero_at_scale")
 
 
-def draw_loss(run: Path, title: str, initial_loss: float) -> Path:
-    """Draw training and validation loss of the run in folder `run` over tokens, with steps on the upper axis.
+def draw_loss(lines: Sequence[dict[str, Any]], picture: Path, title: str, initial_loss: float) -> None:
+    """Draw training and validation loss of the `lines` of `metrics.jsonl` over tokens, with steps on the upper axis.
 
     Args:
         initial_loss: ln(vocabulary), the loss of an untrained model; a dashed line.
     """
-    lines = [line for line in read_metrics(run / "metrics.jsonl") if is_finite_number(line.get("tokens"))]
+    lines = [line for line in lines if is_finite_number(line.get("tokens"))]
     figure = Figure(figsize=(9, 5), dpi=120, layout="constrained")
     axes = figure.subplots()
     if train := [line for line in lines if is_finite_number(line.get("loss"))]:
@@ -48,11 +49,11 @@ def draw_loss(run: Path, title: str, initial_loss: float) -> Path:
     axes.xaxis.set_major_formatter(EngFormatter())
     axes.grid(alpha=0.3)
     axes.legend()
-    return _save(figure, run / "loss.png")
+    figure.savefig(picture)
 
 
-def draw_exponents(run: Path, line: dict[str, Any]) -> Path:
-    """Draw a line of `histograms.jsonl`: for activation and weight gradients the share of each exponent, by layer.
+def draw_exponents(line: dict[str, Any], picture: Path, name: str) -> None:
+    """Draw a line of `histograms.jsonl` of run `name`: for activation and weight gradients the share of each exponent, by layer.
 
     The exponents are those of the gradient without its loss scale. Lines show what fp16 rounds to zero at scale 1 and at the run's scale.
     """
@@ -76,13 +77,15 @@ def draw_exponents(run: Path, line: dict[str, Any]) -> Path:
         axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1), ncols=2, fontsize=8, frameon=False)  # above, where it hides no layer
         figure.colorbar(mesh, ax=axes, label="% of the layer's values", location="bottom", shrink=0.6, aspect=40)
     scaled = f"loss scale {line['loss_scale']:,.10g}" if line["loss_scale"] else "no loss scale"
-    figure.suptitle(f"{run.name}, step {line['step']}: gradients in {line['precision']}, {scaled}", parse_math=False)
-    return _save(figure, run / "histograms.png")
+    figure.suptitle(f"{name}, step {line['step']}: gradients in {line['precision']}, {scaled}", parse_math=False)
+    figure.savefig(picture)
 
 
-def draw_blocks(run: Path) -> Path:
-    """Draw `blocks.jsonl`: for each block and evaluation the norm of the output over that of the input, and the cosine between the two."""
-    lines = read_metrics(run / "blocks.jsonl")
+def draw_blocks(lines: Sequence[dict[str, Any]], picture: Path, name: str) -> None:
+    """Draw the `lines` of `blocks.jsonl` of run `name`: how much each block changes its input, at each evaluation.
+
+    The change is the norm of the output over that of the input, and the cosine between the two.
+    """
     figure = Figure(figsize=(13, 2.2 + 0.32 * max(6, len(lines[-1]["norm_ratio"]))), dpi=110, layout="constrained")
     # Logarithmic colors: a first block may multiply the norm by hundreds, a late one turn its input by a thousandth.
     values = np.array([[line["norm_ratio"], line["cosine_similarity"]] for line in lines]).transpose(1, 2, 0)  # (2, blocks, evaluations)
@@ -98,13 +101,8 @@ def draw_blocks(run: Path) -> Path:
         axes.set(title=title, xlabel="step", ylim=(len(colors), 0))
         figure.colorbar(mesh, ax=axes, label=label)
     figure.supylabel("block, from the input")
-    figure.suptitle(f"{run.name}: each block's output compared with its input, mean over the validation tokens", parse_math=False)
-    return _save(figure, run / "blocks.png")
-
-
-def _save(figure: Figure, file: Path) -> Path:
-    figure.savefig(file)
-    return file
+    figure.suptitle(f"{name}: each block's output compared with its input, mean over the validation tokens", parse_math=False)
+    figure.savefig(picture)
 
 
 def _smooth(values: list[float]) -> list[float]:

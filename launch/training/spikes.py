@@ -145,8 +145,7 @@ class SpikeRule(Observer):
             what = f"a spike after each of {LIMIT} rewinds to {current.name}"
             raise TrainingFailed(f"step {state['step']}: {what}; lower --lr, or look at the data")
         try:
-            with self.collectives.uncounted():
-                found = checkpoints.load_newest(before=state["step"])
+            found = checkpoints.load_newest(before=state["step"])
         except (NoCheckpoint, DownloadFailed) as reason:  # nothing was loaded, so all ranks continue
             self.folder.log(f"warning: there is no checkpoint to rewind to: {'; '.join(str(reason).splitlines())}")
             return None

@@ -196,7 +196,21 @@ def test_a_branch_with_other_settings_is_refused(settings, changed, why, corpus,
 
     def config(steps: int, *sets: str, ranks: int = 1) -> Any:
         recipe = ["--recipe", f"recipes/{settings[0]}"] if settings else ["--deepspeed_config", "ds_configs/zero1_bf16.json"]
-        flags = [*recipe, "--data", str(corpus), "--preset", "nano", "--steps", str(steps), "--warmup_steps", "3", "--set", SCHEDULE]
+        batch = ["--global_batch_size", "32"] if settings[:1] == ["batch_size_warmup"] else []
+        flags = [
+            *recipe,
+            "--data",
+            str(corpus),
+            "--preset",
+            "nano",
+            *batch,
+            "--steps",
+            str(steps),
+            "--warmup_steps",
+            "3",
+            "--set",
+            SCHEDULE,
+        ]
         return resolve([*flags, *(word for one in sets for word in ("--set", one)), "--runs_dir", str(tmp_path)], ranks=ranks)[0]
 
     long = config(100, *settings[1:], ranks=int(options.get("long_ranks", 1)))

@@ -69,7 +69,7 @@ def test_a_stopped_rank_ends_the_job_which_names_it(launcher: Callable[..., Laun
     assert found and (int(found[1]), int(found[3])) == (rank, stopped.pid)
     assert run.last_step() - 1 <= int(found[4]) <= run.last_step() + 1
     assert line.endswith("--resume continues from step-00000010")
-    assert f"error: rank {rank} (" in (run.folder / "log.txt").read_text() or rank == 0
+    assert (f"error: rank {rank} (" in (run.folder / "log.txt").read_text()) == (rank != 0)  # rank 0 writes the log
     resumed = launcher(tmp_path, "r", [*flags, "--resume"])
     assert resumed.wait() == 0, resumed.output()
     assert "resuming after step 10" in (run.folder / "log.txt").read_text()
@@ -172,7 +172,7 @@ def test_many_ranks_write_less_often_and_an_old_verdict_does_not_count(tmp_path)
     (tmp_path / ".heartbeat").mkdir()
     (old := tmp_path / ".heartbeat" / "verdict-0").touch()
     heartbeat = Heartbeat(tmp_path, 300, 3, Many(), log=print)  # type: ignore[arg-type]
-    assert heartbeat._tick == 5.0 and not old.exists() and heartbeat._verdict != old
+    assert heartbeat._tick == 5.0 and not old.exists()
     assert Heartbeat(tmp_path, 20, 3, Many(), log=print)._tick == 1.0  # type: ignore[arg-type]
 
 

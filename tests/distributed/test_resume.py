@@ -501,6 +501,15 @@ def test_run_json_says_whether_the_run_has_reached_its_end(train, flags, finishe
     assert finish_of(finished)["step"] == 8
 
 
+def test_a_finished_run_is_not_resumed_with_a_setting_that_no_step_would_use(finished):
+    before = (finished / "run.json").read_bytes()
+    said = json.loads(before) | {"resume": True, "lr": 0.5}
+    with pytest.raises(UsageError, match=r"has finished, so no step would be trained with lr: 0\.\d+ -> 0\.5; give another --run_name"):
+        RunFolder(finished, said, quiet=True)
+    assert (finished / "run.json").read_bytes() == before
+    RunFolder(finished, said | {"total_tokens": said["total_tokens"] + 1}, quiet=True).close()
+
+
 def test_a_name_of_which_there_is_no_run_is_said_in_the_first_line(train, flags, finished):
     train(finished.parent, "rr", [*flags, "--steps", "2", "--eval_every", "0", "--resume"])
     first = (finished.parent / "rr" / "log.txt").read_text().splitlines()[0]
@@ -563,8 +572,8 @@ def test_a_start_that_a_signal_ended_while_it_built_the_engine_is_made_again(tmp
 
 
 def test_the_curve_of_a_run_with_any_name_is_drawn(tmp_path):
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "tokens": 8, "loss": 9.0}\n')
-    assert draw_loss(tmp_path, "a$^$b", 9.0).exists()  # no formula of TeX
+    draw_loss([{"step": 1, "tokens": 8, "loss": 9.0}], picture := tmp_path / "loss.png", "a$^$b", 9.0)  # no formula of TeX
+    assert picture.exists()
 
 
 def test_a_refused_start_leaves_what_it_did_not_make(tmp_path):
