@@ -13,7 +13,6 @@ import fcntl
 import json
 import math
 import os
-import re
 import shutil
 import signal
 import socket
@@ -28,7 +27,7 @@ from typing import Any
 from launch.config.flags import MUST
 from launch.config.run_config import SCRATCH, RunConfig
 from launch.errors import UsageError, nearest, print_once
-from launch.formats.checkpoint_files import complete_checkpoints, what_resume_does
+from launch.formats.checkpoint_files import checkpoint_name, complete_checkpoints, what_resume_does
 from launch.formats.files import write_atomically
 from launch.formats.metrics import read_metrics
 from launch.training.branch import start_branch
@@ -158,11 +157,7 @@ class RunFolder:
                 if not description["resume"] and not branched:  # another job has made it since `check_run_folder`
                     raise UsageError(f"{path}: this run exists; give another --run_name, or continue it with --resume")
                 self._description, self._changes = resume_description(path, self._description)
-                finished = self._description.get("finished") or {}
-                unused = [one for one in self._changes if re.match(r"lr:|optimizer\.|scheduler\.", one)]
-                if unused and finished.get("tokens", -1) >= description["total_tokens"]:
-                    why = f"has finished, so no step would be trained with {unused[0]}"
-                    raise UsageError(f"{path}: this run {why}; give another --run_name, or a longer run")
+                self._refuse_unused_settings(description["total_tokens"])
             with _one_line_on_os_error(path):
                 self._log = open(path / "log.txt", "a", encoding="utf-8")  # noqa: SIM115 - a refused resume leaves no log
                 self._lock.truncate(0)
@@ -174,6 +169,16 @@ class RunFolder:
             self.close()
             raise
         self.run_id: str | None = self._description.get("run_id")
+
+    def _refuse_unused_settings(self, total_tokens: int) -> None:
+        """Raise UsageError if a setting of the optimizer has changed and the run has no step left that would use it."""
+        unused = next((change for change in self._changes if change.startswith(("lr:", "optimizer."))), None)
+        finished = self._description.get("finished")
+        if unused is None or not finished or finished["tokens"] < total_tokens:
+            return
+        if (self.path / "checkpoints" / checkpoint_name(finished["step"])).exists():  # else a resume repeats the last steps
+            why = f"has finished, so no step would be trained with {unused}"
+            raise UsageError(f"{self.path}: this run {why}; give another --run_name, or a longer run")
 
     def _take_lock(self, resume: bool) -> None:
         """Lock the folder.

@@ -36,7 +36,11 @@ def draw_loss(lines: Sequence[dict[str, Any]], picture: Path, title: str, initia
         axes.plot(tokens, loss, color="#9ec5e8", linewidth=0.8, label="training, each step")
         axes.plot(tokens, smooth, color="#1f6fb4", linewidth=1.8, label=f"training, smoothed: {smooth[-1]:.3f} at the end")
         steps = [line["step"] for line in train]
-        ticks = [int(step) for step in MaxNLocator(8, integer=True).tick_values(0, steps[-1]) if steps[0] <= step <= steps[-1]]
+        ticks = [
+            int(step)
+            for step in MaxNLocator(8, integer=True, steps=[1, 2, 5, 10]).tick_values(0, steps[-1])
+            if steps[0] <= step <= steps[-1]
+        ]
         top = axes.secondary_xaxis("top")
         top.set_xticks(list(np.interp(ticks, steps, tokens)), list(map(str, ticks)))  # steps may differ in their number of tokens
         top.set_xlabel("steps")
