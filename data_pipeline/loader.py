@@ -2,7 +2,7 @@
 
 The samples of a global batch do not depend on the number of ranks or on accumulation; only their assignment to ranks does: sample j belongs
 to micro-step j // (world_size x micro_batch_size) and, within it, to rank (j // micro_batch_size) % world_size. There are no
-worker processes: reading 8 x 257 tokens from a strided view of the memory map takes about 2 us, and the tensor is ready after 8 us.
+worker processes: reading 8 x 257 tokens from a strided view of the memory map takes about 2 us, and the tensor is ready after 25 us.
 """
 
 from collections.abc import Iterator
@@ -41,7 +41,8 @@ class Loader:
         assert self.sampler is not None, "this loader was made for validation"
         starts = [first_sample + (micro_step * self.world_size + self.rank) * micro_batch_size for micro_step in range(accumulation)]
         windows = [self.sampler.indices(start, micro_batch_size) for start in starts]
-        self.split.prefetch(np.concatenate(windows), self.seq_len)
+        for indices in windows:
+            self.split.prefetch(indices, self.seq_len)
         yield from map(self._tensor, windows)
 
     def validation_batches(self, n_windows: int, micro_batch_size: int) -> Iterator[tuple[torch.Tensor, int]]:

@@ -15,6 +15,7 @@ import hashlib
 import json
 import mmap
 import resource
+from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -96,12 +97,13 @@ class Split:
     def prefetch(self, indices: np.ndarray, seq_len: int) -> None:
         """Start to read the windows `indices` from disk, all at the same time. `read` alone waits for each, and for the pages around it."""
         bounds, _ = self._strided(seq_len)
-        size = (seq_len + 1) * self._dtype.itemsize
-        shards = np.searchsorted(bounds, indices, side="right") - 1
-        for shard, start in zip(shards.tolist(), ((indices - bounds[shards]) * (size - self._dtype.itemsize)).tolist(), strict=True):
+        stride = seq_len * self._dtype.itemsize
+        for index in indices.tolist():
+            shard = bisect_right(bounds, index) - 1
+            start = (index - int(bounds[shard])) * stride
             mapped, in_page = self._maps[shard], start % mmap.PAGESIZE
             assert mapped is not None, "an empty shard has no windows"
-            mapped.madvise(mmap.MADV_WILLNEED, start - in_page, in_page + size)
+            mapped.madvise(mmap.MADV_WILLNEED, start - in_page, in_page + stride + self._dtype.itemsize)
 
     def locate(self, index: int, seq_len: int) -> tuple[Path, int]:
         """The file of the shard that holds window `index`, and the position of the window's first token in it."""
