@@ -1,6 +1,7 @@
 """The prepare command, the corpus that it writes, and the batches that are read from it."""
 
 import json
+import mmap
 import os
 import re
 import shutil
@@ -10,6 +11,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -555,3 +557,17 @@ def test_an_id_beyond_the_vocabulary_is_stopped_with_its_place(numbered):
         list(reader.micro_batches(0, 300, 1))
     words = str(raised.value).split()
     assert int(words[3]) == 1600 + int(words[6])  # the third shard starts with id 1,600
+
+
+def test_prefetch_asks_for_the_pages_of_each_window(tmp_path):
+    shards = [{"file": name, "tokens": tokens, "group": 0} for name, tokens in (("a", 5000), ("empty", 0), ("b", 9000))]
+    for shard in shards:
+        (tmp_path / shard["file"]).write_bytes(bytes(2 * shard["tokens"]))
+    split = Split("train", tmp_path, np.dtype("<u2"), shards)
+    assert split.windows(1024) == 4 + 0 + 8
+    asked = []
+    split._maps = [SimpleNamespace(madvise=lambda *words, shard=shard: asked.append((shard, *words))) for shard in range(3)]
+    split.prefetch(np.array([1, 4, 11]), 1024)
+    for (shard, advice, first, length), (expected, start) in zip(asked, [(0, 2048), (2, 0), (2, 7 * 2048)], strict=True):
+        assert (shard, advice, first % mmap.PAGESIZE, first + length) == (expected, mmap.MADV_WILLNEED, 0, start + 2050)
+        assert start - mmap.PAGESIZE < first <= start

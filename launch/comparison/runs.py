@@ -45,7 +45,7 @@ class Run:
         folder: where it was read.
         name: the folder's name; untrusted text.
         description: its `run.json`.
-        columns: float64, an entry for each line, all of one length: `COLUMNS`, every other numeric metric, and "bytes", the running sum of
+        columns: float64, an entry for each step, all of one length: `COLUMNS`, every other numeric metric, and "bytes", the running sum of
             "bytes_sent"; "flops" is a running sum too. NaN where a line lacks the key or its number is not finite. The line of step 0, the
             validation of the untrained model, has no loss.
         finished: the run has trained on all its tokens, and has evaluated the whole validation split if `--whole_eval` is given.

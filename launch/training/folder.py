@@ -137,7 +137,8 @@ class RunFolder:
         branched: this process has just made the folder (`launch/training/branch.py`).
 
     Raises:
-        UsageError: the folder cannot be written, another process writes to it, or it holds a different run. `run.json` is unchanged.
+        UsageError: the folder cannot be written, another process writes to it, it holds a different run, or its run has finished and the
+            learning rate or the optimizer has changed. `run.json` is unchanged.
     """
 
     def __init__(self, path: Path, description: dict[str, Any], quiet: bool = False, branched: bool = False):
