@@ -23,8 +23,8 @@ setup: $(INSTALLED)  ## the virtual environment .venv, from constraints.txt
 $(INSTALLED): setup.cfg pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
 	  { echo "error: $(PYTHON) is older than 3.10; name another one: make $(MAKECMDGOALS) PYTHON=python3.11" >&2; exit 2; }
-	@echo "Setting up $(VENV) from constraints.txt (about a minute; once)"
 	@[ "$$(uname -s)" = Linux ] || { echo "error: this project needs Linux; on another system, use a container or a virtual machine" >&2; exit 2; }
+	@echo "Setting up $(VENV) from constraints.txt (about a minute; once)"
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
 	@touch $@

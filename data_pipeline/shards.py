@@ -43,6 +43,19 @@ def readable() -> Iterator[None]:
         raise DataError(f"{what}: cannot be read ({reason.strerror}); {fix}") from None
 
 
+def raise_open_file_limit() -> None:
+    """Raise this process's soft limit of open files, usually 1,024, to the hard limit."""
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    with contextlib.suppress(ValueError):  # above the kernel's own limit
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def _place(bounds: np.ndarray, index: int) -> tuple[int, int]:
+    """The shard that holds window `index`, and the window's number in it. bounds: the first window of each shard."""
+    shard = bisect_right(bounds, index) - 1
+    return shard, index - int(bounds[shard])
+
+
 class Split:
     """The tokens of one split, in windows of seq_len + 1 that overlap by one token: a window's last target is the next one's first input.
 
@@ -99,17 +112,16 @@ class Split:
         bounds, _ = self._strided(seq_len)
         stride = seq_len * self._dtype.itemsize
         for index in indices.tolist():
-            shard = bisect_right(bounds, index) - 1
-            start = (index - int(bounds[shard])) * stride
-            mapped, in_page = self._maps[shard], start % mmap.PAGESIZE
+            shard, window = _place(bounds, index)
+            mapped, in_page = self._maps[shard], window * stride % mmap.PAGESIZE
             assert mapped is not None, "an empty shard has no windows"
-            mapped.madvise(mmap.MADV_WILLNEED, start - in_page, in_page + stride + self._dtype.itemsize)
+            mapped.madvise(mmap.MADV_WILLNEED, window * stride - in_page, in_page + stride + self._dtype.itemsize)
 
     def locate(self, index: int, seq_len: int) -> tuple[Path, int]:
         """The file of the shard that holds window `index`, and the position of the window's first token in it."""
         bounds, _ = self._strided(seq_len)
-        shard = int(np.searchsorted(bounds, index, side="right")) - 1
-        return self._folder / self._shards[shard]["file"], int(index - bounds[shard]) * seq_len
+        shard, window = _place(bounds, index)
+        return self._folder / self._shards[shard]["file"], window * seq_len
 
     @readable()
     def _strided(self, seq_len: int) -> tuple[np.ndarray, list[np.ndarray]]:
@@ -123,10 +135,8 @@ class Split:
                     f" {largest:,}, the split {self.n_tokens:,}); lower seq_len, or prepare a larger corpus"
                     f"{' or a larger --val_fraction' if self.name == 'val' else ''}"
                 )
-            soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-            if 0 <= soft < 2 * len(self._shards):  # a map keeps its file open; the usual soft limit is 1,024
-                with contextlib.suppress(ValueError):  # above the kernel's own limit
-                    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+            if 0 <= resource.getrlimit(resource.RLIMIT_NOFILE)[0] < 2 * len(self._shards):  # a map keeps its file open
+                raise_open_file_limit()
             self._maps = self._maps or [self._map(self._folder / shard["file"], shard["tokens"]) for shard in self._shards]
             views = []
             for mapped, count in zip(self._maps, counts, strict=True):

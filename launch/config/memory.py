@@ -24,6 +24,10 @@ from model.accounting import LOSS_ROWS, WIDTH, model_tensors, norm_tensors, para
 from model.presets import GPTConfig
 
 FP32 = 4
+#: DeepSpeed's default for `offload_param.buffer_size`, elements.
+BUFFER_SIZE = 100_000_000
+#: DeepSpeed's default for `offload_param.max_in_cpu`: that many of a rank's weights on NVMe are moved to host memory for good.
+MAX_IN_CPU = 1_000_000_000
 #: Elements that stage 0 flattens and all-reduces at a time (`deepspeed/runtime/engine.py`, MEMORY_OPT_ALLREDUCE_SIZE).
 ALLREDUCE_ELEMENTS = 500_000_000
 
@@ -439,9 +443,9 @@ def _offload(
         away |= {"weights"}
         if device == "nvme":
             drive += states.lasting["weights"]
-            host += w * int(section.get("buffer_size") or 10**8) * int(section.get("buffer_count") or 5)
+            host += w * int(section.get("buffer_size") or BUFFER_SIZE) * int(section.get("buffer_count") or 5)
             kept = section.get("max_in_cpu")  # moved back from the drive for good (DeepSpeed's stage3.py, _move_to_flat_buffer)
-            host += min(states.lasting["weights"], w * (10**9 if kept is None else int(kept)))
+            host += min(states.lasting["weights"], w * (MAX_IN_CPU if kept is None else int(kept)))
         else:
             host += states.lasting["weights"]
     return away, host, drive

@@ -24,6 +24,7 @@ from launch.config.combinations import CUDA_ONLY, OFFLOAD_STAGES, check_combinat
 from launch.config.engine_json import EngineJson, leaves, value_at
 from launch.config.engine_keys import check_engine_keys, fill_defaults, section_rule
 from launch.config.flags import MAX_TOKENS, given_fields, parse_flags
+from launch.config.memory import BUFFER_SIZE, MAX_IN_CPU
 from launch.config.optimizer import fill_optimizer, resolve_optimizer
 from launch.config.schedule import check_schedule, resolve_schedule
 from launch.config.steps import planned_steps
@@ -50,10 +51,6 @@ AS_GIVEN = (
     *("eval_batches", "whole_eval", "keep", "checkpoint_store", "histogram_every", "block_similarity", "spike_rule", "hang_timeout"),
     "quiet",
 )
-#: DeepSpeed's default for `offload_param.buffer_size`, elements.
-BUFFER_SIZE = 100_000_000
-#: DeepSpeed's default for `offload_param.max_in_cpu`: that many of a rank's weights on NVMe are moved to host memory for good.
-MAX_IN_CPU = 1_000_000_000
 #: The folder for `"nvme_path": "auto"`, in the run's folder.
 SCRATCH = "nvme"
 FROM_THE_BATCH = "from the global batch"

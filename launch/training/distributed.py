@@ -14,7 +14,6 @@ import importlib
 import io
 import os
 import re
-import resource
 import shutil
 import socket
 import sys
@@ -37,6 +36,7 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 
+from data_pipeline.shards import raise_open_file_limit
 from launch.config.hardware import quiet_deepspeed
 from launch.errors import TrainingFailed
 
@@ -72,10 +72,7 @@ def start_ranks() -> Collectives:
         # Only tensor-parallel inference uses this extension for CPU ranks. It takes half a minute to build, and every start leaves 66 MB
         # per rank in /dev/shm: a few hundred starts fill the memory of a machine.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-        # Gloo connects each rank with all others, by a socket each; the usual limit is 1,024 files.
-        with contextlib.suppress(ValueError):  # above the kernel's own limit
-            hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        raise_open_file_limit()  # Gloo connects each rank with all others, by a socket each
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             torch.distributed.init_process_group(
                 get_accelerator().communication_backend_name(),
