@@ -20,11 +20,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
+from data_pipeline.staging import write_atomically
 from launch.comparison.interleaved import run_interleaved
 from launch.config.flags import as_words, whole_number
 from launch.config.run_config import resolve
 from launch.errors import UsageError, nearest, run_command
-from launch.formats.files import write_atomically
 from launch.formats.metrics import read_metrics
 from launch.training.folder import RunFolder
 from launch.training.observers import Observer

@@ -343,13 +343,13 @@ def _check_splits(
     if not sum(documents.values()):
         first = f"; the first: {next(iter(problems.cases.values()))[0]}" if problems.cases else ""
         raise DataError(f"--source {' '.join(args.source)}: no document, {sum(dropped.values())} left out{first}")
-    above = min(1.1 * least, (1 + least) / 2)
-    for split, fix in (("train", "lower --val_fraction"), ("val", f"raise --val_fraction to {above:.3g}")):
+    above = f" to {min(1.1 * least, (1 + least) / 2):.3g}" if least < 1 else ""
+    for split, fix in (("train", "lower --val_fraction"), ("val", f"raise --val_fraction{above}")):
         if not documents[split]:
             left_out = f", {sum(dropped.values())} left out" if dropped else ""
             raise DataError(
                 f"--source {' '.join(args.source)}: no document for {split} ({sum(documents.values())} in total{left_out}, --val_fraction"
-                f" {args.val_fraction}); {fix}, or add documents (a single document is cut in two)"
+                f" {args.val_fraction}); {fix}, or add documents (a single document is cut in two, and must be long enough)"
             )
     for group in range(n_groups):
         if not any(shard["group"] == group for shard in splits["train"]["shards"]):

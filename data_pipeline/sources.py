@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from data_pipeline.errors import DataError, one_line
-from data_pipeline.manifest import MAX_GROUPS
+from data_pipeline.manifest import MANIFEST_FILE, MAX_GROUPS
 from data_pipeline.records import SUFFIXES, Problems, Text, records, suffix_of, text_of
 from data_pipeline.sampler import DENOMINATOR
 
@@ -265,7 +265,8 @@ def _match(pattern: str) -> list[Path]:
 
 
 def _existing(paths: list[Path], spec: str) -> list[Path]:
-    """The regular files among `paths`, ordered by path. DataError if there are none."""
-    if not (files := sorted(filter(Path.is_file, paths), key=str)):
+    """The regular files among `paths`, ordered by path, without those of prepared corpora. DataError if there are none."""
+    corpora = {folder for folder in {path.parent for path in paths} if (folder / MANIFEST_FILE).is_file() and any(folder.glob("*.bin"))}
+    if not (files := sorted((path for path in paths if path.parent not in corpora and path.is_file()), key=str)):
         raise DataError(f"--source {spec}: no text file found; allowed: {ALLOWED}; put a glob in quotes")
     return files

@@ -1,4 +1,4 @@
-"""A folder that gets its final name only when it is complete. An interrupted run can be resumed."""
+"""Files and folders that get their final names only when they are complete. An interrupted folder can be resumed."""
 
 import errno
 import fcntl
@@ -76,6 +76,20 @@ def _lock(path: Path, out: Path) -> TextIO:
             if os.path.samestat(os.fstat(file.fileno()), os.stat(path)):
                 return file
         file.close()
+
+
+def write_atomically(file: Path, content: str | bytes) -> None:
+    """Write a small file so that a reader, or a kill, sees the old or the new content and nothing in between."""
+    temporary = file.with_name(f".{file.name}.{os.getpid()}.tmp")
+    try:
+        with open(temporary, "wb") as stream:
+            stream.write(content.encode() if isinstance(content, str) else content)
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.replace(temporary, file)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 def fsync(path: Path) -> None:

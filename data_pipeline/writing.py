@@ -17,6 +17,7 @@ import numpy as np
 from data_pipeline.encoding import Encoded
 from data_pipeline.errors import DataError
 from data_pipeline.manifest import FORMAT_VERSION, MANIFEST_FILE, SPLITS, sha256_of, token_dtype
+from data_pipeline.staging import write_atomically
 from data_pipeline.tokenizer import Tokenizer
 
 PROGRESS_FILE = ".progress.json"
@@ -181,9 +182,4 @@ def remove_progress(folder: Path) -> None:
 
 
 def _write_json(file: Path, value: dict[str, Any]) -> None:
-    temporary = file.with_name(f".{file.name}.tmp")
-    with open(temporary, "w", encoding="utf-8") as stream:
-        stream.write(json.dumps(value, indent=2) + "\n")
-        stream.flush()
-        os.fsync(stream.fileno())
-    os.replace(temporary, file)
+    write_atomically(file, json.dumps(value, indent=2) + "\n")

@@ -202,8 +202,10 @@ def train(config: RunConfig, folder: RunFolder | NoFolder, stop: StopRequest, ob
                     checkpoints.save(state, last=bool(stopped or last))
     except TrainingFailed as reason:
         # The gradients were not finite and no update was made, or the loss was not finite. Save only if an earlier update has not broken
-        # the weights.
-        if engine.weights_are_finite():
+        # the weights. Before the first update there is nothing to save: a resume starts with the same weights.
+        if not state["step"]:
+            reason = TrainingFailed(f"{reason}; {what_resume_does(checkpoints.folder)}")
+        elif engine.weights_are_finite():
             try:
                 saved = checkpoints.save(state, last=True)
             except SystemExit:  # it has printed why it could not be written

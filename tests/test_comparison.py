@@ -246,6 +246,11 @@ def test_runs_of_one_side_may_differ_in_commit_and_machine_which_is_shown(make):
     assert any("not all runs used the same machine" in remark for remark in comparison.remarks)
 
 
+def test_commits_that_differ_are_remarked(make):
+    (remark,) = compare([make("a", ZERO_1), make("b", PLD, change={"commit": "0123abc+changes"})]).remarks
+    assert remark.endswith("not all runs used the same commit, so differences may come from the code")
+
+
 def test_package_versions_that_differ_are_remarked(make):
     (remark,) = compare([make("a", ZERO_1, change={"versions": {"torch": "1.0"}}), make("b", PLD)]).remarks
     assert remark.endswith("not all runs used the same torch, so differences may come from the version")

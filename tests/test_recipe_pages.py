@@ -19,7 +19,7 @@ from launch.comparison.runs import read_run, read_stored_run, stored_run
 from launch.comparison.trials import settings_on
 from launch.comparison.verdicts import SIGNS
 from launch.errors import UsageError
-from launch.training.run_json import differences
+from launch.training.run_json import commits_of, differences
 from recipes import registry
 from recipes.registry import read_recipe, read_recipes, read_testbed, read_testbeds, recipe_names, technique_classes
 from tests.helpers import ROOT as CHECKOUT
@@ -44,6 +44,20 @@ def test_every_picture_is_what_the_committed_data_give(cells, tmp_path):
     for number, (picture, draw) in enumerate(drawn.items()):
         draw(file := tmp_path / f"{number}.png")
         assert file.read_bytes() == picture.read_bytes(), f"{picture.relative_to(CHECKOUT)}: run `make pages`"
+
+
+def test_the_claims_were_committed_before_the_runs(cells):
+    """The plans at the commits that the results name are those that are judged."""
+    if subprocess.run(["git", "rev-parse", "--is-shallow-repository"], cwd=CHECKOUT, capture_output=True, text=True).stdout != "false\n":
+        pytest.skip("this checkout does not have the history")
+    judged = [cell for cell in cells if cell.pair]
+    assert len(judged) > 30
+    for cell in judged:
+        names, plan = (cell.recipe.name, cell.testbed.name), cell.entry["planned"]
+        runs = {commit for run in cell.entry["recipe"] for commit in commits_of(run["description"])}
+        for commit in (cell.entry["plan_commit"], *runs):
+            assert publish.plan_at(commit, *names) == plan, (names, commit)
+        assert publish.claims_in(publish.plan_at(cell.entry["claims_commit"], *names)) == publish.claims_in(plan), names
 
 
 def test_the_published_data_are_small():

@@ -55,6 +55,13 @@ def test_a_finished_run_has_the_measures_that_its_lines_have(said, tmp_path):
     )
 
 
+def test_no_sums_are_taken_over_lines_that_lack_steps(said, tmp_path):
+    steps = [one | {"bytes_sent": 10, "flops": 100, "grad_norm": 1.0} for one in lines(final=4.25)]
+    run = read_run(write_run(tmp_path / "r", said, [*steps[:8], *steps[12:]]))
+    assert run.finished and run.remarks == ("metrics.jsonl lacks 4 of 20 steps, so times per step, sums and spikes are not compared",)
+    assert set(run.measures) == {"final_val_loss", "seconds", "peak_memory_bytes"}
+
+
 def test_the_steps_around_a_resume_are_not_timed(said, tmp_path):
     """The last one is made by all interrupted runs at the same time; the first ones compile again."""
     steps = lines(steps=30)

@@ -170,6 +170,18 @@ def test_folders_and_globs_are_read_in_the_order_of_their_paths(run, tmp_path):
     assert code == 2 and "no text file found" in err
 
 
+def test_a_corpus_that_was_prepared_inside_a_source_is_not_read(tmp_path, capsys):
+    (tmp_path / "a").mkdir()
+    for number, text in enumerate(TEXTS):
+        (tmp_path / "a" / f"{number}.txt").write_text(text)
+    command = ["--source", str(tmp_path / "a"), "--tokenizer", "bytes", "--val_fraction", "0.3", "--out"]
+    for out in (tmp_path / "a" / "out", tmp_path / "a" / "out", tmp_path / "a" / "again"):
+        assert main([*command, str(out)]) == 0, capsys.readouterr().err
+    assert "nothing to do" in capsys.readouterr().out
+    assert main(["--source", f"{tmp_path}/a/**/*.json", *command[2:], str(tmp_path / "glob")]) == 2
+    assert "no text file found" in capsys.readouterr().err
+
+
 def test_names_that_are_not_utf8_are_read_and_told(run, tmp_path):
     folder = tmp_path / os.fsdecode(b"gr\xf6\xdfer")
     folder.mkdir()

@@ -526,6 +526,8 @@ def _pair_remarks(pair: Pair) -> Iterator[str]:
         yield "not all runs were interleaved, so differences in time may come from the load of the machine at different times"
     if any(_section(one.key) == "machine" for one in pair.differences):
         yield "not all runs used the same machine, so differences in time and memory may come from the machine"
+    if len({str(run.description.get("commit")) for run in (*pair.control.runs, *pair.side.runs)}) > 1:
+        yield "not all runs used the same commit, so differences may come from the code"
     if packages := other_versions(pair):
         yield f"not all runs used the same {', '.join(packages)}, so differences may come from the version"
     if pair.recipe and (others := [one.key for one in pair.differences if not _is_expected(one.key, pair)]):

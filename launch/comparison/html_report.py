@@ -28,12 +28,12 @@ from matplotlib.ticker import EngFormatter
 from plotly.offline import get_plotlyjs
 from scipy.ndimage import uniform_filter1d
 
+from data_pipeline.staging import write_atomically
 from launch.comparison.comparison import FIGURES, LOSS, Comparison, Figure, Pair, Side, sequences_evaluated, signed
 from launch.comparison.forest import draw_forest, row
 from launch.comparison.runs import Column, Run
 from launch.comparison.verdicts import SIGNS, Interval
 from launch.errors import printable_line
-from launch.formats.files import write_atomically
 from launch.training.provenance import machine_in_words
 from model.presets import ModelShape
 
@@ -279,7 +279,7 @@ def _provenance(sides: Sequence[Side]) -> list[list[str]]:
             str(run.seed),
             "; ".join([run.state, *run.remarks]),
             str(run.description.get("created"))[:16].replace("T", " "),
-            re.sub(r"^([0-9a-f]{12})[0-9a-f]*", r"\1", run.description.get("commit") or "–"),  # "+changes" may follow
+            re.sub(r"^([0-9a-f]{12})[0-9a-f]*", r"\1", str(run.description.get("commit") or "–")),  # "+changes" may follow
             _machine(run),
             str(run.folder),
         ]

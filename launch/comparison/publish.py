@@ -10,13 +10,14 @@ import subprocess
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from data_pipeline.staging import write_atomically
 from launch.comparison.comparison import Comparison, Pair, other_versions
 from launch.comparison.recipe_pages import RESULTS, plan_files, plan_in, planned, write_pages
 from launch.comparison.runs import Run, stored_run
 from launch.comparison.trials import CODE, settings_on, tuned_by
 from launch.comparison.tuning import CONTROL, edges, published_sweep
 from launch.errors import UsageError
-from launch.formats.files import read_committed, write_atomically
+from launch.formats.files import read_committed
 from launch.training.provenance import machine_in_words, repository_commit
 from launch.training.run_json import commits_of
 from recipes.registry import ROOT, Recipe, Testbed

@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from data_pipeline.staging import write_atomically
 from launch.comparison.comparison import LOSS, Comparison, Pair, claims_in_table, compare_experiments, signed
 from launch.comparison.forest import draw_forest, row
 from launch.comparison.html_report import draw_losses, figure_row
@@ -28,7 +29,8 @@ from launch.comparison.runs import read_stored_run
 from launch.comparison.trials import corpus_command, settings_on
 from launch.comparison.tuning import CONTROL, deviation, draw_tuning, in_words, mean_difference, numbers_in, setting_name
 from launch.comparison.verdicts import SIGNS, Verdict, planned_power
-from launch.formats.files import read_committed, write_atomically
+from launch.errors import run_command
+from launch.formats.files import read_committed
 from launch.formats.metrics import read_metrics
 from launch.training.picture import draw_blocks, draw_exponents, draw_loss
 from launch.training.run_json import commits_of
@@ -127,7 +129,7 @@ def published() -> list[Published]:
     for cell, entry in judged:
         control, own = ([read_stored_run(run) for run in entry[side]] for side in ("control", "recipe"))
         stored.append((cell.recipe, cell.testbed, control, own))
-    for (cell, _), pair in zip(judged, compare_experiments(stored, force=True).pairs, strict=False):  # pairs of two recipes follow
+    for (cell, _), pair in zip(judged, compare_experiments(stored).pairs, strict=False):  # pairs of two recipes follow
         cell.pair = _with_short_names(pair)
     return cells
 
@@ -441,4 +443,4 @@ def write_pages() -> None:
 if __name__ == "__main__":
     if sys.argv[1:] != ["--write"]:
         sys.exit("usage: python -m launch.comparison.recipe_pages --write")
-    write_pages()
+    run_command(write_pages)

@@ -35,6 +35,8 @@ NOT_REMARKED = {*NO_EFFECT_ON_NUMBERS, "commit", "machine", "corpus", "histogram
 SPIKE_RATIO = 4.0
 SPIKE_WINDOW = 32
 SPIKE_START = 8
+#: The measures that need the lines of all steps.
+OF_EVERY_STEP = {*("step_seconds", "tokens_per_second", "mfu", "bytes_per_step", "bytes_sent", "flops"), "warmup_spikes", "spikes"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,6 +102,9 @@ def read_run(folder: str | Path) -> Run:
     if settings := [line for line in changed if re.split("[.:]", line)[0] not in NOT_REMARKED]:
         remarks.append(f"a resume changed {'; '.join(settings)}: the settings shown are the last ones")
     columns = _columns(lines)
+    steps = [line["step"] for line in lines if line["step"] > 0]
+    if lacking := max(steps, default=0) - len(steps):
+        remarks.append(f"metrics.jsonl lacks {lacking:,} of {max(steps):,} steps, so times per step, sums and spikes are not compared")
     for key, name in (("loss", "training loss"), ("val_loss", "validation loss")):
         steps = [line["step"] for line in lines if key in line and not is_finite_number(line[key])]
         if steps:
@@ -107,6 +112,8 @@ def read_run(folder: str | Path) -> Run:
     log = _log(folder)
     finished, diverged = _ending(log, description, lines, remarks)
     measures = _measures(description, columns, finished, diverged, _resumed_after(log))
+    if lacking:
+        measures = {name: value for name, value in measures.items() if name not in OF_EVERY_STEP}
     return Run(folder, folder.resolve().name, description, columns, finished, diverged, tuple(remarks), measures)
 
 

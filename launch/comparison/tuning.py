@@ -21,12 +21,13 @@ from matplotlib import rc_context
 from matplotlib.figure import Figure
 from scipy import stats
 
+from data_pipeline.staging import write_atomically
 from launch.comparison.experiments import check_corpus, estimate, has_ended, share_cores, testbed_named, train_missing
 from launch.comparison.runs import Run, read_run
 from launch.comparison.trials import Trial, check_set, fitting_groups, plan_trial, settings_on, tuned_by
 from launch.config.flags import as_words
 from launch.errors import TrainingFailed, UsageError, print_once
-from launch.formats.files import read_committed, write_atomically
+from launch.formats.files import read_committed
 from launch.training.provenance import machine_in_words
 from recipes.registry import ROOT, TESTBEDS, Flags, Recipe, Testbed, read_recipe
 

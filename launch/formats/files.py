@@ -1,4 +1,4 @@
-"""Small files: read with a limit, written atomically."""
+"""Small files, read with a limit."""
 
 from __future__ import annotations
 
@@ -66,17 +66,3 @@ def check_writable(path: Path, flag: str) -> None:
         why = f" ({reason.strerror})"
     if why:
         raise UsageError(f"{flag} {path}: cannot be written{why}; give another folder")
-
-
-def write_atomically(file: Path, content: str | bytes) -> None:
-    """Write a small file so that a reader, or a kill, sees the old or the new content and nothing in between."""
-    temporary = file.with_name(f".{file.name}.{os.getpid()}.tmp")
-    try:
-        with open(temporary, "wb") as stream:
-            stream.write(content.encode() if isinstance(content, str) else content)
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.replace(temporary, file)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise

@@ -14,13 +14,13 @@ import uuid
 from pathlib import Path
 from typing import Any
 
+from data_pipeline.staging import write_atomically
 from launch.config.optimizer import has_rate_of_its_own, without_defaults
 from launch.config.run_config import RunConfig
 from launch.config.steps import planned_steps
 from launch.config.token_schedule import STABLE_DECAY
 from launch.errors import UsageError
 from launch.formats.checkpoint_files import STATE_FILE, is_checkpoint_name, state_text, verify
-from launch.formats.files import write_atomically
 from launch.formats.metrics import by_step, parse_line, read_run_json, split_lines
 from launch.training.metrics_writer import METRICS_FILE
 from launch.training.run_json import differences, parse_change, resume_description, starts_of

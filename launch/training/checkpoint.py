@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from data_pipeline.errors import one_line
-from data_pipeline.staging import fsync
+from data_pipeline.staging import fsync, write_atomically
 from launch.errors import DownloadFailed, NoCheckpoint, UsageError
 from launch.formats.checkpoint_files import (
     ENGINE_TAG,
@@ -48,7 +48,6 @@ from launch.formats.checkpoint_files import (
     verify,
     what_resume_does,
 )
-from launch.formats.files import write_atomically
 from launch.formats.tensor_files import UnreadableFile, load_tensors
 from launch.training.distributed import Collectives, thread_group
 from launch.training.folder import free_bytes

@@ -160,7 +160,8 @@ class TrainingEngine:
                 f"step {step}: {what}: an overflow in fp16 at the {kind} loss scale of {self.loss_scale:g} (fp16.{key}); "
                 "lower it or --lr, raise --warmup_steps or use the bf16 JSON"
             )
-        raise TrainingFailed(f"step {step}: {what} in {self.config.precision}; lower --lr, raise --warmup_steps, or look at the data")
+        fix = "lower --lr, raise --warmup_steps, or look at the data" if step > 1 else "look at the data, the model's flags and --init_from"
+        raise TrainingFailed(f"step {step}: {what} in {self.config.precision}; {fix}")
 
     def set_learning_rate(self, tokens: int) -> float:
         """Set and return the learning rate of the step that ends after `tokens` tokens of the run."""

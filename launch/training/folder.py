@@ -24,11 +24,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from data_pipeline.staging import write_atomically
 from launch.config.flags import MUST
 from launch.config.run_config import SCRATCH, RunConfig
 from launch.errors import UsageError, nearest, print_once
 from launch.formats.checkpoint_files import checkpoint_name, complete_checkpoints, what_resume_does
-from launch.formats.files import write_atomically
 from launch.formats.metrics import read_metrics
 from launch.training.branch import start_branch
 from launch.training.exponents import overall

@@ -10,7 +10,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from launch.formats.files import write_atomically
+from data_pipeline.staging import write_atomically
 from launch.formats.metrics import is_finite_number, parse_line, split_lines
 from launch.training.monitors import Monitors, monitor_folder, numbers
 

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from data_pipeline.errors import one_line
+from data_pipeline.staging import write_atomically
 from launch.config.flags import MUST
 from launch.config.run_config import RunConfig
 from launch.errors import UsageError
@@ -41,7 +42,6 @@ from launch.formats.checkpoint_files import (
     read_state,
     verify,
 )
-from launch.formats.files import write_atomically
 from launch.training.folder import nothing_to_resume
 from launch.training.metrics_writer import METRICS_FILE
 

@@ -59,11 +59,12 @@ def test_a_loss_that_is_no_number_stops_the_run_before_its_update(config, factor
     assert len(resumed) == STEPS and resumed_after(folder) == 3
 
 
-def test_a_failure_in_the_first_step_leaves_a_checkpoint_of_the_start(two_ranks, corpus, tmp_path):
+def test_a_run_that_fails_in_its_first_step_starts_again(two_ranks, corpus, tmp_path):
     run = flags(corpus, tmp_path, "zero1_bf16")
     reason = two_ranks.run(f"{JOBS}:pretrain_until_it_fails", flags=run, factor=math.nan, steps=(1,), rank=0)[0]
-    assert reason.startswith("step 1: the loss is nan on rank 0")
-    assert reason.endswith("step-00000000")
+    assert reason.startswith("step 1: the loss is nan on rank 0 in bf16; look at the data, ")
+    assert reason.endswith("; there is no checkpoint yet: --resume starts at step 0")
+    assert complete_checkpoints(tmp_path / "r" / "checkpoints") == []
     assert len(two_ranks.train([*run, "--resume"])) == STEPS
 
 
