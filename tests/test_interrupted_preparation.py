@@ -36,6 +36,9 @@ if where.endswith("the manifest"):
 if where.endswith("the rename"):
     usual, at_its_place = os.rename, dies(os.rename, where.startswith("before"))
     os.rename = lambda a, b: at_its_place(a, b)
+if where.startswith("within"):
+    writes = iter([os.replace, os.replace, dies(os.replace, True)])  # the first is before any chunk
+    os.replace = lambda a, b: next(writes)(a, b)
 sys.exit(prepare.main(sys.argv[2:]))
 """
 
@@ -164,6 +167,7 @@ def test_twenty_kills_in_a_row_end_with_the_same_bytes(command, uninterrupted, t
     [
         pytest.param("before the manifest", marks=pytest.mark.long),
         pytest.param("after the manifest", marks=pytest.mark.long),
+        "within the third write of its progress",
         "before the rename",
         pytest.param("after the rename", marks=pytest.mark.long),
     ],
