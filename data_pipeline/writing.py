@@ -177,7 +177,7 @@ def write_manifest(folder: Path, vocab_size: int, eot_id: int, **rest: Any) -> N
 
 
 def remove_progress(folder: Path) -> None:
-    """Remove what only an interrupted run needs: the file from which it would resume, and the new copy of it that a kill left unfinished."""
+    """Remove the file from which an interrupted run would resume, and copies of it that a kill left unfinished."""
     for leftover in folder.glob(".*.tmp"):  # of `write_atomically`
         leftover.unlink()
     (folder / PROGRESS_FILE).unlink(missing_ok=True)

@@ -7,6 +7,9 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
+from deepspeed.runtime.fp16.loss_scaler import LossScaler
+from deepspeed.runtime.zero.config import ZeroStageEnum
 
 from launch.formats.checkpoint_files import (
     DamagedCheckpoint,
@@ -18,6 +21,7 @@ from launch.formats.checkpoint_files import (
     verify,
 )
 from launch.formats.engine_files import EngineLayout
+from launch.formats.tensor_files import Ignored, UnreadableFile, load_tensors
 
 STATE = {"step": 20, "tokens": 5120, "samples": 160, "val_loss": 6.123456789012345}
 EMPTY = {"bytes": 0, "xxh128": "99aa06d3014798d86001c324468d497f"}
@@ -181,3 +185,32 @@ def test_a_default_that_is_written_out_is_no_other_layout(stage, defaults):
     assert EngineLayout.of({"zero_optimization": {"stage": stage, **defaults}}, 2) == plain
     others = dict.fromkeys(defaults, 1)
     assert EngineLayout.of({"zero_optimization": {"stage": stage, **others}}, 2) != plain
+
+
+class Attribute:
+    """Pickled as `getattr(of, name)`, as Python 3.11.0 to 3.11.3 pickles an enum's member."""
+
+    def __init__(self, of: object, name: str):
+        self.of, self.name = of, name
+
+    def __reduce__(self):
+        return getattr, (self.of, self.name)
+
+
+def test_an_enum_that_an_early_python_3_11_pickled_is_read(tmp_path):
+    torch.save({"weight": torch.ones(2), "stage": Attribute(ZeroStageEnum, "weights")}, tmp_path / "states.pt")
+    assert load_tensors(tmp_path / "states.pt", deepspeed_objects=True)["stage"] is ZeroStageEnum.weights
+    assert load_tensors(tmp_path / "states.pt")["weight"].tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("deepspeed_objects", [False, True])
+@pytest.mark.parametrize(
+    ("of", "name"), [(ZeroStageEnum, "__members__"), (LossScaler, "backward"), (LossScaler, "__init__"), ("text", "join")]
+)
+def test_no_other_attribute_is_read_from_a_pickle(of, name, deepspeed_objects, tmp_path):
+    torch.save({"weight": torch.ones(2), "x": Attribute(of, name)}, tmp_path / "states.pt")
+    if of != "text" and not deepspeed_objects:  # of the stand-in for DeepSpeed's classes, which has no attributes
+        assert type(load_tensors(tmp_path / "states.pt")["x"]) is Ignored
+        return
+    with pytest.raises(UnreadableFile, match=r"holds builtins\.getattr, and only tensors are loaded"):
+        load_tensors(tmp_path / "states.pt", deepspeed_objects=deepspeed_objects)
