@@ -93,7 +93,7 @@ def draw_forest(rows: Sequence[Row], file: Path | BinaryIO) -> None:
         places += [y := y + 1 for _ in members]
         y += 1.4
     with rc_context({"text.parse_math": False, "font.size": 9}):
-        picture = Picture(figsize=(max(10.0, 3.4 + 3.7 * len(panels)), 1.0 + 0.235 * y), dpi=120, layout="constrained")
+        picture = Picture(figsize=(max(10.0, 2.5 + 3.0 * len(panels)), 1.0 + 0.235 * y), dpi=120, layout="constrained")
         for place, (axes, name) in enumerate(zip(picture.subplots(1, len(panels), squeeze=False)[0], panels, strict=True)):
             _draw_panel(axes, name, rows, places)
             axes.set_ylim(y - 0.6, -0.7)
@@ -103,10 +103,12 @@ def draw_forest(rows: Sequence[Row], file: Path | BinaryIO) -> None:
             axes.spines[["left", "right", "top"]].set_visible(False)
             for at, group in headings if place == 0 else ():
                 axes.text(0, at, group, fontweight="bold", va="center", ha="right", transform=axes.get_yaxis_transform())
-        words = f"dots: mean over seeds, lines: 95% interval; differences are logarithmic beyond ±{LINEAR}"
+        words = "dots: mean over seeds, lines: 95% interval\n"
+        words += f"the axis of differences is logarithmic beyond ±{LINEAR}, so equal lengths are not equal differences"
         if any(mark.claim for one in rows for mark in one.marks.values()):
-            words += "; shaded, and in parentheses: where the claim holds (outlined: not measured yet)\n✓ ✗ ?: verdicts, corrected for the"
-            words += " number of all claims, so an interval inside the region may be inconclusive; no time: the runs were not interleaved"
+            words += "\nshaded, and in parentheses: where the claim holds (outlined: not measured yet)\n✓ ✗ ?: verdicts, corrected for the"
+            words += " number of all claims, so an interval inside the region may be inconclusive\n"
+            words += "rows without times: the two runs of a seed were not interleaved"
         picture.supxlabel(words, fontsize=8.5)
         picture.savefig(file, metadata={"Software": None})
 
@@ -166,6 +168,6 @@ def _ticks(axes: Any, values: Sequence[float], neutral: float) -> list[float]:
     kept: dict[float, float] = {}
     for value in sorted(values, key=lambda value: abs(to_view.transform((value, 0))[0] - to_view.transform((neutral, 0))[0])):
         place = to_view.transform((value, 0))[0]
-        if 0 < place < 1 and all(abs(place - other) > 0.1 for other in kept.values()):
+        if 0 < place < 1 and all(abs(place - other) > 0.13 for other in kept.values()):
             kept[value] = place
     return sorted(kept)

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 from matplotlib import rc_context
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from scipy import stats
 
@@ -275,43 +276,54 @@ def deviation(null: dict[str, Any]) -> tuple[float, float, float]:
 
 
 def draw_tuning(found: dict[str, Any], file: Path) -> None:
-    """Draw the final validation loss over the values of each swept flag: a row per testbed and side, a column per flag.
+    """Draw the final validation loss over the values of each swept flag: a panel per testbed and flag, with a line per side.
 
-    If only one flag is swept, the two sides of a testbed stand side by side. They have one scale, which ends `LOSSES_SHOWN` above the best
-    loss of the worse side. Higher losses are triangles at the upper edge.
+    The panels of a testbed have one scale, which ends `LOSSES_SHOWN` above the best loss of the worse side. Higher losses are triangles at
+    the upper edge.
     """
-    rows = [(name, config, arm) for name, one in found.items() for config, arm in one["arms"].items()]
-    columns = max(len(_lines(arm["grid"])) for _, _, arm in rows)
-    abreast = 2 if columns == 1 and all(len(one["arms"]) == 2 for one in found.values()) else 1
-    bests = {
-        name: [min(losses) for arm in one["arms"].values() if (losses := [p["loss"] for p in arm["grid"] if p["loss"] is not None])]
-        for name, one in found.items()
-    }
+    panels: dict[tuple[str, str], None] = {}
+    for name, one in found.items():
+        panels |= dict.fromkeys((name, flag) for arm in one["arms"].values() for flag in _lines(arm["grid"]))
+    across = 2 if len(panels) == 4 else min(3, len(panels))
+    down = math.ceil(len(panels) / across)
     with rc_context({"text.parse_math": False, "axes.spines.top": False, "axes.spines.right": False}):
-        down, across = len(rows) // abreast, columns * abreast
-        picture = Figure(figsize=(3.2 * across + 1, 3 * down), dpi=110, layout="constrained")
-        panels = picture.subplots(down, across, squeeze=False, sharey="row").reshape(len(rows), columns)
-        for row, (name, config, arm) in zip(panels, rows, strict=True):
-            row[0].set_title(f"{config} on {name}", fontsize=10, loc="left")
-            row[0].set_ylabel("final validation loss\n(nats per token)")
-            for axes in row[len(_lines(arm["grid"])) :]:
-                axes.set_axis_off()
-            lowest, highest = min(bests[name], default=0.0), max(bests[name], default=0.0) + LOSSES_SHOWN
-            row[0].set_ylim(lowest - 0.05 * (highest - lowest), highest + 0.05 * (highest - lowest))
-            for axes, (flag, points) in zip(row, _lines(arm["grid"]).items(), strict=False):
-                losses = [math.inf if point["loss"] is None else point["loss"] for point in points]
-                axes.plot([min(loss, highest) for loss in losses], marker="o", markersize=4, linewidth=1.5)
-                above = [place for place, loss in enumerate(losses) if loss > highest]
-                axes.plot(above, [highest] * len(above), marker="^", markersize=8, color="C0", linestyle="")
-                axes.set_xticks(range(len(points)), [in_words(point[flag]) for point in points], rotation=20 * (len(points) > 4))
-                axes.margins(x=0.15)
-                axes.set_xlabel(FLAGS.get(flag, setting_name(flag, points[0][flag])) + (" (▲: higher loss)" if above else ""))
-                axes.grid(alpha=0.25)
-                if arm["chosen"]:
-                    place = [point[flag] for point in points].index(arm["chosen"][flag])
-                    axes.plot(place, losses[place], marker="*", markersize=14, color="black", linestyle="")
+        picture = Figure(figsize=(4.2 * across + 0.4, 3.2 * down + 0.2), dpi=110, layout="constrained")
+        every = picture.subplots(down, across, squeeze=False).flatten()
+        for axes, (name, flag) in zip(every, panels, strict=False):
+            axes.set_title(name, fontsize=10, loc="left")
+            _draw_panel(axes, flag, found[name]["arms"])
+        for axes in every[len(panels) :]:
+            axes.set_axis_off()
         picture.supxlabel("★ chosen; one run per point, with a seed that no verdict uses", fontsize=9)
         picture.savefig(file, metadata={"Software": None})
+
+
+def _draw_panel(axes: Axes, flag: str, arms: dict[str, Any]) -> None:
+    bests = [min(losses) for arm in arms.values() if (losses := [point["loss"] for point in arm["grid"] if point["loss"] is not None])]
+    lowest, highest = min(bests, default=0.0), max(bests, default=0.0) + LOSSES_SHOWN
+    lines = {config: _lines(arm["grid"]).get(flag, []) for config, arm in arms.items()}
+    values = sorted({point[flag] for points in lines.values() for point in points}, key=numbers_in)
+    too_high = False
+    for color, (config, points) in enumerate(lines.items()):
+        if not points:
+            continue
+        places = [values.index(point[flag]) for point in points]
+        losses = [math.inf if point["loss"] is None else point["loss"] for point in points]
+        axes.plot(places, np.minimum(losses, highest), marker="o", markersize=4, linewidth=1.5, color=f"C{color}", label=config)
+        above = [place for place, loss in zip(places, losses, strict=True) if loss > highest]
+        axes.plot(above, [highest] * len(above), marker="^", markersize=8, color=f"C{color}", linestyle="")
+        too_high |= bool(above)
+        if chosen := arms[config]["chosen"]:
+            place = values.index(chosen[flag])
+            axes.plot(place, losses[places.index(place)], marker="*", markersize=14, color=f"C{color}", markeredgecolor="black")
+    axes.set_ylim(lowest - 0.05 * (highest - lowest), highest + 0.05 * (highest - lowest))
+    axes.set_ylabel("final validation loss\n(nats per token)")
+    turned: dict[str, Any] = {"rotation": 35, "ha": "right", "rotation_mode": "anchor"} if len(values) > 4 else {}
+    axes.set_xticks(range(len(values)), [in_words(value) for value in values], **turned)
+    axes.margins(x=0.15)
+    axes.set_xlabel(FLAGS.get(flag, setting_name(flag, values[0])) + (" (▲: higher loss)" if too_high else ""))
+    axes.grid(alpha=0.25)
+    axes.legend(fontsize=8, frameon=False)
 
 
 def _lines(grid: Sequence[Flags]) -> dict[str, list[Flags]]:
