@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from importlib.metadata import distribution
 from pathlib import Path
 from typing import Any
 
@@ -21,16 +22,13 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A corpus of a few packages of the standard library, 1,024 ids, made by the real command."""
-    import asyncio
-    import json
-
+    """A corpus of the source code of attrs, which `constraints.txt` pins: the same text on every Python. 1,024 ids, by the real command."""
     out = tmp_path_factory.mktemp("corpus")
     source = out / "text"
     source.mkdir()
-    for package in (asyncio, json):
-        for file in sorted(Path(package.__file__).parent.glob("*.py")):
-            (source / f"{package.__name__}_{file.name}").write_bytes(file.read_bytes())
+    for file in distribution("attrs").files or ():
+        if file.match("attr/*.py"):
+            (source / "_".join(file.parts)).write_bytes(file.read_binary())
     command = [sys.executable, "data_pipeline/prepare.py", "--source", source, "--out", out / "tokens", "--tokenizer", "bpe:1024"]
     subprocess.run([*command, "--val_fraction", "0.15", "--quiet"], cwd=ROOT, check=True)
     return out / "tokens"

@@ -12,7 +12,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from launch.training.distributed import start_ranks, without_compiled_muon
+from launch.training.distributed import load_extension, start_ranks, without_compiled_muon
 from model.gpt import GPT, weight_decay_groups
 from recipes.muon.optimizer import Muon
 from tests.distributed.jobs import forget_engines, pretrain
@@ -61,6 +61,7 @@ def trained(stage: int, accumulation: int, clips: bool, dtype: str = "float32", 
     the largest distance from the published weights, over the distance of those from the start.
     """
     collectives = start_ranks()
+    load_extension("FusedAdamBuilder")  # DeepSpeed itself would wait forever for a build that was killed
     without_compiled_muon()
     from deepspeed.runtime.zero.muon import original_muon
 
