@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
-from importlib.metadata import distribution
 from pathlib import Path
 from typing import Any
 
@@ -18,20 +18,33 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 # Two cores and two ranks: one thread each, so that neither waits for the other's threads.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+#: The sha256 of the text of `corpus` with Python 3.11.7.
+MEASURED_TEXT = "7ea10d3633289482d62c72c0963e29b32350d162ba3b0ed60a8d697ce54764d7"
 
 
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A corpus of the source code of attrs, which `constraints.txt` pins: the same text on every Python. 1,024 ids, by the real command."""
+    """A corpus of a few packages of the standard library, 1,024 ids, made by the real command."""
+    import asyncio
+    import json
+
     out = tmp_path_factory.mktemp("corpus")
     source = out / "text"
     source.mkdir()
-    for file in distribution("attrs").files or ():
-        if file.match("attr/*.py"):
-            (source / "_".join(file.parts)).write_bytes(file.read_binary())
+    for package in (asyncio, json):
+        for file in sorted(Path(package.__file__).parent.glob("*.py")):
+            (source / f"{package.__name__}_{file.name}").write_bytes(file.read_bytes())
     command = [sys.executable, "data_pipeline/prepare.py", "--source", source, "--out", out / "tokens", "--tokenizer", "bpe:1024"]
     subprocess.run([*command, "--val_fraction", "0.15", "--quiet"], cwd=ROOT, check=True)
     return out / "tokens"
+
+
+@pytest.fixture
+def measured_text(corpus: Path) -> None:
+    """For tests whose bounds depend on the text of `corpus`: skips them where the standard library is not the one of Python 3.11.7."""
+    text = b"".join(file.read_bytes() for file in sorted((corpus.parent / "text").iterdir()))
+    if hashlib.sha256(text).hexdigest() != MEASURED_TEXT:
+        pytest.skip("the bounds were measured on the standard library of Python 3.11.7")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

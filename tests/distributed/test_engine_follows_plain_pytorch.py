@@ -153,6 +153,7 @@ def test_a_layer_without_a_gradient_is_stepped_with_zero(form, accumulation, ran
     assert largest_difference(losses, expected) <= TOLERANCE
 
 
+@pytest.mark.usefixtures("measured_text")
 @pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.long), 2])
 @pytest.mark.parametrize("form", [pytest.param(form, marks=[] if form == "stage 3" else pytest.mark.long) for form in FORMS])
 def test_adam_without_bias_correction(form, ranks, pool, corpus, small_reference, tmp_path):

@@ -122,6 +122,7 @@ def test_a_resumed_run_with_the_rule_is_bit_for_bit(rule, train, tmp_path):
     assert losses(resumed) == losses(whole) and spikes(resumed) == spikes(whole)
 
 
+@pytest.mark.usefixtures("measured_text")
 def test_a_run_that_rewinds_too_often_ends_with_the_checkpoint_that_its_name_says(train, tmp_path):
     """Not with the weights of the checkpoint that it was about to rewind to."""
     reason = train("r", "--spike_rule", "rewind", "--steps", "90", "--save_every", "70", job="ended_with_garbage", first=75 * 4, last=10**9)
@@ -131,6 +132,7 @@ def test_a_run_that_rewinds_too_often_ends_with_the_checkpoint_that_its_name_say
     assert engine["global_steps"] == read_state(newest)["step"] == 71
 
 
+@pytest.mark.usefixtures("measured_text")
 def test_a_spike_that_has_no_good_checkpoint_before_it_is_skipped(train, tmp_path):
     folder, short = tmp_path / "r" / "checkpoints", ["--steps", "80", "--save_every", "70"]
     garbage = {"first": 75 * 4, "last": 76 * 4}
@@ -139,6 +141,7 @@ def test_a_spike_that_has_no_good_checkpoint_before_it_is_skipped(train, tmp_pat
     assert "there is no checkpoint to rewind to" in (tmp_path / "r" / "log.txt").read_text()
 
 
+@pytest.mark.usefixtures("measured_text")
 def test_a_rewind_also_sets_aside_the_checkpoints_that_the_resume_passed_over(train, tmp_path):
     folder, flags = tmp_path / "r" / "checkpoints", ["--spike_rule", "rewind", "--save_every", "70"]
     train("r", *flags, "--steps", "80")
