@@ -125,7 +125,7 @@ def read_manifest(file: Path) -> dict[str, Any]:
     fix = "prepare the corpus again"
     if not file.is_file():
         problem = "not a file" if file.exists() else "missing"
-        raise DataError(f"{file}: {problem}, so this is not a corpus; prepare one with: {PREPARE_COMMAND.format(file.parent)}")
+        raise DataError(f"{file}: {problem}, so this is not a corpus; prepare one with: {PREPARE_COMMAND.format('data/NAME')}")
     try:
         manifest = json.loads(file.read_text(encoding="utf-8"))
     except (RecursionError, ValueError) as error:  # not UTF-8, not JSON, nested too deep, or a number of thousands of digits

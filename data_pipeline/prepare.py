@@ -284,6 +284,8 @@ def _check(args: argparse.Namespace) -> None:
 def _check_same(args: argparse.Namespace, about: dict[str, Any]) -> None:
     """DataError unless the corpus at `--out` was prepared from the same sources with the same options."""
     out = args.out
+    if not (out / MANIFEST_FILE).exists():
+        raise DataError(f"--out {out} exists and is not a complete corpus; choose another --out")
     try:
         manifest = open_corpus(out).manifest
     except DataError as error:

@@ -37,7 +37,7 @@ def describe_start(config: RunConfig, engine: TrainingEngine, meter: Meter, eval
         f"{config.total_tokens:,} tokens ({config.total_tokens / config.corpus.train.n_tokens:.2f} epochs)"
     )
     if config.eval_every:
-        unseen = "text" if config.corpus.eot_id is None else "whole documents"
+        unseen = "text" if config.corpus.eot_id is None else "documents"
         yield f"validation loss: the mean over {evaluation.windows:,} sequences of {unseen} that the run is not trained on"
     if config.whole_eval:
         yield f"after the last step, the loss on the whole validation split is evaluated, {evaluation.all_windows:,} sequences"
