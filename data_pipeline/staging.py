@@ -92,6 +92,12 @@ def write_atomically(file: Path, content: str | bytes) -> None:
         raise
 
 
+def remove_unfinished(folder: Path) -> None:
+    """Remove what `write_atomically` leaves in `folder` if its process is killed."""
+    for leftover in folder.glob(".*.tmp"):
+        leftover.unlink()
+
+
 def fsync(path: Path) -> None:
     """Synchronize a file, or the entries of a folder, to disk."""
     descriptor = os.open(path, os.O_RDONLY)

@@ -17,7 +17,7 @@ import numpy as np
 from data_pipeline.encoding import Encoded
 from data_pipeline.errors import DataError
 from data_pipeline.manifest import FORMAT_VERSION, MANIFEST_FILE, SPLITS, sha256_of, token_dtype
-from data_pipeline.staging import write_atomically
+from data_pipeline.staging import remove_unfinished, write_atomically
 from data_pipeline.tokenizer import Tokenizer
 
 PROGRESS_FILE = ".progress.json"
@@ -178,8 +178,7 @@ def write_manifest(folder: Path, vocab_size: int, eot_id: int, **rest: Any) -> N
 
 def remove_progress(folder: Path) -> None:
     """Remove the file from which an interrupted run would resume, and copies of it that a kill left unfinished."""
-    for leftover in folder.glob(".*.tmp"):  # of `write_atomically`
-        leftover.unlink()
+    remove_unfinished(folder)
     (folder / PROGRESS_FILE).unlink(missing_ok=True)
 
 

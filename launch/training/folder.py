@@ -24,7 +24,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from data_pipeline.staging import write_atomically
+from data_pipeline.staging import remove_unfinished, write_atomically
 from launch.config.flags import MUST
 from launch.config.run_config import SCRATCH, RunConfig
 from launch.errors import UsageError, nearest, print_once
@@ -209,8 +209,7 @@ class RunFolder:
         if step == 0:  # a resume without a checkpoint begins with the weights of its own command
             self._description |= {key: self._command.get(key) for key in INITIAL_WEIGHTS}
         with _one_line_on_os_error(self.path):
-            for leftover in self.path.glob(".*.tmp"):  # of `write_atomically` in a process that was killed
-                leftover.unlink()
+            remove_unfinished(self.path)
             self._write_run_json(finished=None)
             if self._metrics:
                 self._metrics.close()
