@@ -6,7 +6,7 @@
     python launch/compare.py --recipe recipes/lamb --testbed nano-0.5M --tune
 
 A recipe's claims are judged on its testbeds, with the planned seeds; at other settings the figures are shown without verdicts. `--tune`
-sweeps a testbed's settings for control and recipe, `--noise` measures its noise.
+sweeps a testbed's settings for control and recipe.
 
 Writes `report.html` (a single file that works offline), `report.json` and `loss.png`. Control and recipe are trained with the same seeds.
 Their steps are interleaved, so that a slow moment of the machine affects both alike; `--parallel` trains several runs at the same time
@@ -67,16 +67,12 @@ def build_parser() -> Parser:
     parser.add_argument(
         "--seeds",
         type=whole_number(1, 1000),
-        help="number of seeds (the recipe's on a testbed, else 3; --noise: 5); if given on a testbed, they start at 201, and nothing is"
-        " judged",
+        help="number of seeds (the recipe's on a testbed, else 3); if given on a testbed, they start at 201, and nothing is judged",
     )
     parser.add_argument(
         "--tune",
         action="store_true",
         help="sweep the testbed's settings, such as the learning rate, for its control, or for a recipe and its control",
-    )
-    parser.add_argument(
-        "--noise", action="store_true", help="measure the noise of the testbed: differences of configurations without a true difference"
     )
     parser.add_argument("--out", metavar="DIR", help="folder of the report (runs/reports/<name>, or the next free <name>-N)")
     parser.add_argument("--publish", action="store_true", help="store the runs in results.json of each recipe and update the pages")
@@ -114,7 +110,7 @@ def build_parser() -> Parser:
 TRAINING = {"testbed", "seeds", "publish", "ranks", "runs_dir", "at_once", "parallel", "keep_checkpoints"}
 #: Flags that are passed on to `launch/pretrain.py` unchanged.
 PASSED_ON = {action.dest for action in build_parser()._actions} - TRAINING
-PASSED_ON -= {"help", "runs", "recipe", "all", "tune", "noise", "out", "force", "quiet"}
+PASSED_ON -= {"help", "runs", "recipe", "all", "tune", "out", "force", "quiet"}
 
 
 def main() -> int:
@@ -123,7 +119,7 @@ def main() -> int:
     flags.runs, flags.recipe, flags.testbed = _distinct(flags.runs), _distinct(flags.recipe), [*dict.fromkeys(flags.testbed)]
     names = given(build_parser(), sys.argv[1:])
     _check_sources(flags, names)
-    _check_out(flags.out, ("noise.json",) if flags.noise else ("tuning.json", "tuning.png") if flags.tune else REPORT)
+    _check_out(flags.out, ("tuning.json", "tuning.png") if flags.tune else REPORT)
     if flags.publish:
         _check_publish(flags)
     # Extreme values in a run overflow in numpy and matplotlib; the report shows what came of them.
@@ -135,8 +131,8 @@ def main() -> int:
     passed_on = _passed_on(flags, names)
     if flags.publish:
         publish.check_checkout()
-    if flags.tune or flags.noise:
-        return _set_up_testbeds(flags, passed_on)
+    if flags.tune:
+        return _tune(flags, passed_on)
     unfinished: list[str] = []
     if flags.runs:
         compared = comparison.compare([runs.read_run(run) for run in flags.runs], flags.force)
@@ -156,16 +152,16 @@ def main() -> int:
     return 0
 
 
-def _set_up_testbeds(flags: argparse.Namespace, passed_on: list[str]) -> int:
-    """`--tune` and `--noise`."""
+def _tune(flags: argparse.Namespace, passed_on: list[str]) -> int:
+    """`--tune`."""
     from launch.comparison import publish, recipe_pages, tuning  # as above
 
-    found, lines, trained = (tuning.tune if flags.tune else tuning.measure_noise)(flags, passed_on)
+    found, lines, trained = tuning.tune(flags, passed_on)
     if flags.publish:
         publish.check_runs("--publish", trained)
     own = Path(flags.recipe[0]).resolve() if flags.recipe else TESTBEDS / flags.testbed[0]
     folders = [_out(flags), *([own] if flags.publish else [])]
-    written = (tuning.write_tuning if flags.tune else tuning.write_noise)(found, folders)
+    written = tuning.write_tuning(found, folders)
     if flags.publish:
         recipe_pages.write_pages()
     for line in [*lines, *(f"written: {file}" for file in written)]:
@@ -178,21 +174,19 @@ def _out(flags: argparse.Namespace) -> Path:
     from launch.comparison import html_report  # as above
 
     name = "all" if flags.all else "+".join([Path(folder).resolve().name for folder in flags.recipe or flags.runs] or flags.testbed)[:60]
-    return Path(flags.out) if flags.out else html_report.new_folder(name + "-tuning" * flags.tune + "-noise" * flags.noise)
+    return Path(flags.out) if flags.out else html_report.new_folder(name + "-tuning" * flags.tune)
 
 
 def _check_sources(flags: argparse.Namespace, names: set[str]) -> None:
     """Refuse flags that contradict each other."""
     sources = [word for word, value in (("run folders", flags.runs), ("--recipe", flags.recipe), ("--all", flags.all)) if value]
-    if flags.tune or flags.noise:
-        word, recipes = ("--tune", 1) if flags.tune else ("--noise", 0)
+    if flags.tune:
         if len(flags.testbed) != 1:
-            raise UsageError(f"{word} needs exactly one --testbed NAME")
-        if (flags.tune and flags.noise) or flags.runs or flags.all or len(flags.recipe) > recipes:
-            raise UsageError(f"{word} takes --testbed{' and at most one --recipe' if recipes else ''}; leave out the others")
-        if flags.seeds and (flags.tune or flags.seeds < 2):
-            why = "--tune uses one seed, which no verdict uses" if flags.tune else "--noise needs 2 or more"
-            raise UsageError(f"--seeds: {why}; leave it out")
+            raise UsageError("--tune needs exactly one --testbed NAME")
+        if flags.runs or flags.all or len(flags.recipe) > 1:
+            raise UsageError("--tune takes --testbed and at most one --recipe; leave out the others")
+        if flags.seeds:
+            raise UsageError("--seeds: --tune uses one seed, which no verdict uses; leave it out")
     elif len(sources) != 1:
         raise UsageError(f"give one of: run folders, --recipe DIR, --all{'; given are ' + ' and '.join(sources) if sources else ''}")
     if flags.parallel and flags.at_once:
@@ -222,7 +216,7 @@ def _distinct(paths: list[str]) -> list[str]:
 
 def _check_publish(flags: argparse.Namespace) -> None:
     """Refuse --publish for results without a page, or with another number of seeds than planned."""
-    if flags.seeds and not flags.noise:
+    if flags.seeds:
         raise UsageError("--publish --seeds: the recipe plans the number of seeds; leave out --seeds")
     for recipe in flags.recipe:
         folder = Path(recipe).resolve()

@@ -58,13 +58,11 @@ class Claim:
         measure: a key of `MEASURES`.
         question: a key of `QUESTIONS`; "ratio" for every measure but the loss.
         number: nats per token for the loss, else the ratio.
-        expected: the true difference or ratio for which the number of seeds was planned.
     """
 
     measure: str
     question: str
     number: float
-    expected: float = 0.0
 
     def __post_init__(self) -> None:
         for name, value, allowed in (("measure", self.measure, MEASURES), ("question", self.question, QUESTIONS)):
@@ -72,13 +70,8 @@ class Claim:
                 raise ValueError(f"'{name}' is {value!r}; allowed are {', '.join(allowed)}")
         if (self.scale == "ratio") == (self.measure == "loss"):
             raise ValueError(f"'question' is {self.question!r} for {self.measure!r}; ratios are for all measures but the loss")
-        for name, number in (("number", self.number), ("expected", self.expected)):
-            if not abs(number) < 1e9:
-                raise ValueError(f"'{name}' is {number!r}; it must be a number")
-        if self.number < 0:
-            raise ValueError("'number' must be at least 0")
-        if self.scale == "ratio" and min(self.number, self.expected) <= 0:
-            raise ValueError("'number' and 'expected' of a ratio must be above 0")
+        if not 0 <= self.number < 1e9 or (self.scale == "ratio" and not self.number):
+            raise ValueError(f"'number' is {self.number!r}; it must be a number, at least 0 and for a ratio above 0")
         if self.number > LARGEST.get(self.question, self.number):
             raise ValueError(f"'number' is {self.number:g} for {self.question!r}; allowed are at most {LARGEST[self.question]:g}")
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from launch.comparison.runs import NOT_REMARKED, Run
 from launch.comparison.time_to_target import RatioToTarget, Reached, ratio_to_target, reached_at
-from launch.comparison.verdicts import Interval, Verdict, decide, judge, paired_interval
+from launch.comparison.verdicts import Interval, Verdict, judge, paired_interval
 from launch.config.optimizer import without_defaults
 from launch.config.run_config import SCRATCH
 from launch.errors import UsageError
@@ -25,7 +25,7 @@ from launch.formats.json_lines import dotted
 from launch.training.run_json import INCIDENTAL, starts_of
 from model.presets import FIELDS
 from recipes.claims import Claim
-from recipes.registry import Experiment, Recipe, Testbed, read_recipes, read_testbeds
+from recipes.registry import Experiment, Recipe, Testbed, read_recipes
 
 T = TypeVar("T")
 Role = Literal["control", "recipe", "run"]
@@ -137,7 +137,7 @@ class Pair:
 
     recipe: of the side, or None. testbed: of the runs; None for any other setting. seeds: those of both sides. figures: those of `FIGURES`
     that any run has; `TO_TARGET` refers to the testbed's target loss, `EQUAL_TIME` to evaluations during training. verdicts: one per claim,
-    if exactly the planned seeds were run to their end; corrected for all claims of `claims_in_table`.
+    if exactly the planned seeds were run to their end.
     """
 
     control: Side
@@ -258,12 +258,6 @@ def _pairs_of_recipes(pairings: Sequence[Pairing]) -> Iterator[Pairing]:
             (_, one, *_), (_, other, _, testbed) = found
             if one != other and _basis_of_losses(one[0]) == _basis_of_losses(other[0]):
                 yield one, other, None, testbed
-
-
-def claims_in_table(device: str) -> int:
-    """The number of claims of all recipes on the testbeds of a device, measured or not."""
-    testbeds = {testbed.name for testbed in read_testbeds(device)}
-    return sum(len(one.claims) for recipe in read_recipes() for testbed, one in recipe.experiments.items() if testbed in testbeds)
 
 
 def group(runs: Iterable[Run]) -> list[Group]:
@@ -412,7 +406,7 @@ def _compared(
     roles |= {side: "recipe" for _, side, recipe, _ in pairings if recipe}
     roles |= {control: "control" for control, _, recipe, _ in pairings if recipe}  # not a recipe that another recipe is compared with
     sides = {runs: Side(name, roles.get(runs, "run"), runs) for name, runs in zip(_side_names(groups), groups, strict=True)}
-    pairs = _decided([_pair(sides[control], sides[own], recipe, testbed) for control, own, recipe, testbed in pairings])
+    pairs = [_pair(sides[control], sides[own], recipe, testbed) for control, own, recipe, testbed in pairings]
     remarks = [remark for side in sides.values() for remark in _side_remarks(side)]
     remarks += [f"{pair.title}: {remark}" for pair in pairs for remark in _pair_remarks(pair)]
     if len(sides) == 1:
@@ -479,21 +473,6 @@ def _as_planned(experiment: Experiment, *sides: Mapping[int, Run]) -> bool:
     """Whether both sides have the planned seeds, no other, and all their runs have ended."""
     planned = set(range(1, experiment.seeds + 1))
     return all(set(runs) == planned and all(run.finished or run.diverged for run in runs.values()) for runs in sides)
-
-
-def _decided(pairs: Sequence[Pair]) -> list[Pair]:
-    """The pairs, with verdicts corrected for all claims on testbeds of the same device."""
-    corrected: dict[str, Iterator[Verdict]] = {}
-    known = {recipe.name for recipe in read_recipes()}
-    for device in {pair.testbed.device for pair in pairs if pair.testbed}:
-        judged = [pair for pair in pairs if pair.testbed and pair.testbed.device == device and pair.verdicts]
-        in_table = sum(len(pair.verdicts) for pair in judged if pair.recipe and pair.recipe.name in known)
-        found = [verdict for pair in judged for verdict in pair.verdicts]
-        corrected[device] = iter(decide(found, max(0, claims_in_table(device) - in_table)) if found else ())
-    return [
-        replace(pair, verdicts=tuple(next(corrected[pair.testbed.device]) for _ in pair.verdicts)) if pair.testbed else pair
-        for pair in pairs
-    ]
 
 
 def _side_remarks(side: Side) -> Iterator[str]:
@@ -611,9 +590,7 @@ def _pair_as_json(pair: Pair) -> dict[str, Any]:
         "differences": [asdict(one) for one in pair.differences],
         "figures": {name: asdict(figure) for name, figure in pair.figures.items()},
         "testbed": pair.testbed and pair.testbed.name,
-        "claims": [
-            {**asdict(one), "statement": str(one.claim), "outcome": one.outcome, "reason": one.reason, "p": one.p} for one in pair.verdicts
-        ],
+        "claims": [{**asdict(one), "statement": str(one.claim)} for one in pair.verdicts],
     }
 
 

@@ -106,9 +106,8 @@ def draw_forest(rows: Sequence[Row], file: Path | BinaryIO) -> None:
         words = "dots: mean over seeds, lines: 95% interval\n"
         words += f"the axis of differences is logarithmic beyond ±{LINEAR}, so equal lengths are not equal differences"
         if any(mark.claim for one in rows for mark in one.marks.values()):
-            words += "\nshaded, and in parentheses: where the claim holds (outlined: not measured yet)\n✓ ✗ ?: verdicts, corrected for the"
-            words += " number of all claims, so an interval inside the region may be inconclusive\n"
-            words += "rows without times: the two runs of a seed were not interleaved"
+            words += "\nshaded, and in parentheses: where the claim holds (outlined: not measured yet)\n"
+            words += "✓ the interval is inside, ✗ outside, ? neither; rows without times: the two runs of a seed were not interleaved"
         picture.supxlabel(words, fontsize=8.5)
         picture.savefig(file, metadata={"Software": None})
 

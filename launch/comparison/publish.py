@@ -98,24 +98,16 @@ def _entry(pair: Pair, parallel: int | None) -> dict[str, Any]:
         "claims_commit": first_commit(recipe.name, testbed.name, claims_in),
         "plan_commit": first_commit(recipe.name, testbed.name),
         "machine": " and ".join(dict.fromkeys(machine_in_words(run.description["machine"]) for run in runs)),
-        "looks": 1,
         "planned": now,
         "control": [stored_run(run) for run in pair.control.runs],
         "recipe": [stored_run(run) for run in pair.side.runs],
     }
-    if earlier is not None and earlier["planned"] == now:
-        entry["looks"] = earlier["looks"] + (_runs_of(earlier) != _runs_of(entry))
-    elif earlier is not None and not any(earlier["plan_commit"][:7] in sentence for sentence in recipe.history):
+    if earlier is not None and earlier["planned"] != now and not any(earlier["plan_commit"][:7] in sentence for sentence in recipe.history):
         raise UsageError(
             f"{where}: the claims or the setting were changed after a result was published; add a sentence to 'history' in recipe.json"
             f" that names commit {earlier['plan_commit'][:7]} and what was claimed there"
         )
     return entry
-
-
-def _runs_of(entry: dict[str, Any]) -> list[Any]:
-    """What tells the runs of an entry from others. Their measures and descriptions may be read in another way by later versions."""
-    return [(run["name"], run["curve"]) for side in ("control", "recipe") for run in entry[side]]
 
 
 def check_runs(where: str, runs: Sequence[Run]) -> None:

@@ -1,10 +1,10 @@
-"""Generates pages and pictures from the committed data: recipe.json, testbed.json, results.json, tuning.json, noise.json and RUNS.
+"""Generates pages and pictures from the committed data: recipe.json, testbed.json, results.json, tuning.json and RUNS.
 
 make pages                   # python -m launch.comparison.recipe_pages --write
 
-Only the parts between the lines `BEGIN` and `END` are generated: tables and results in README.md, in the index (recipes/README.md), on each
-recipe's page and on the page of the testbeds. Verdicts are recomputed from the measures of the published runs. A test compares the pages
-with the output of this module.
+In README.md, in the index (recipes/README.md), on each recipe's page and on the page of the testbeds, the parts between the lines `BEGIN`
+and `END` are generated: one short table each. Everything else that was measured is in the results.md beside a page, which is generated as a
+whole. Verdicts are recomputed from the measures of the published runs. A test compares the pages with the output of this module.
 """
 
 from __future__ import annotations
@@ -22,34 +22,35 @@ from typing import Any
 import numpy as np
 
 from data_pipeline.staging import write_atomically
-from launch.comparison.comparison import LOSS, Comparison, Pair, claims_in_table, compare_experiments, signed
+from launch.comparison.comparison import LOSS, Comparison, Pair, compare_experiments, signed
 from launch.comparison.forest import draw_forest, row
 from launch.comparison.html_report import draw_losses, figure_row
 from launch.comparison.runs import read_stored_run
-from launch.comparison.trials import corpus_command, settings_on
-from launch.comparison.tuning import CONTROL, deviation, draw_tuning, in_words, mean_difference, numbers_in, setting_name
-from launch.comparison.verdicts import SIGNS, Verdict, planned_power
+from launch.comparison.trials import corpus_command
+from launch.comparison.tuning import draw_tuning, in_words, numbers_in, setting_name
+from launch.comparison.verdicts import SIGNS, Interval, Verdict
 from launch.errors import run_command
 from launch.formats.files import read_committed
 from launch.formats.metrics import read_metrics
 from launch.training.picture import draw_blocks, draw_exponents, draw_loss
 from launch.training.run_json import commits_of
-from recipes.claims import QUESTIONS, Claim
 from recipes.registry import ROOT, TESTBEDS, Experiment, Recipe, Testbed, read_recipe, read_recipes, read_testbeds, technique_classes
 
 INDEX = ROOT / "recipes" / "README.md"
 README = ROOT / "README.md"
-RESULTS = "results.json"
+RESULTS, DETAILS = "results.json", "results.md"
 
 #: The lines around a generated part.
 BEGIN, END = "<!-- {}, by `make pages` -->\n", "<!-- end -->\n"
 UNMEASURED = "not measured yet"
 #: Shown for results whose claims or testbed were changed after publication.
 OUTDATED = "measured before the claims or the testbed were changed, so not judged"
-NULLS = {
-    "precision": "fp32 instead of bf16",
-    "accumulation": "four micro-batches instead of one",
-    "trajectory": "initial weights perturbed by 1e-3",
+#: The columns of a recipe's table: heading -> the figure, and whether its difference or its ratio to the control is shown.
+COLUMNS = {
+    "loss − control's": (LOSS, "difference"),
+    "time per token ÷ control's": ("tokens_per_second", "ratio"),
+    "memory ÷ control's": ("peak_memory_bytes", "ratio"),
+    "bytes ÷ control's": ("bytes_sent", "ratio"),
 }
 #: Single runs that a page shows: the file with the run's lines, and what draws the picture beside it.
 RUNS: dict[str, Callable[[list[dict[str, Any]], Path], None]] = {
@@ -75,6 +76,9 @@ def plan_in(read: Callable[[str], dict[str, Any]], recipe: str, testbed: str) ->
     experiment = own.get("experiments", {}).get(testbed)
     if experiment is None:
         return {}
+    # Earlier commits also planned with an `expected` value, which no verdict depends on.
+    claims = [{key: value for key, value in claim.items() if key != "expected"} for claim in experiment.get("claims", [])]
+    experiment = {**experiment, **({"claims": claims} if "claims" in experiment else {})}
     tuned = control.get("experiments", {}).get(testbed, {}).get("tuned")
     sides = {**{key: own.get(key) for key in ("config", "control", "ranks")}, "tuned_control": tuned}
     return {"experiment": experiment, "setting": {key: setting.get(key) for key in SETTING}, "sides": sides}
@@ -102,7 +106,7 @@ class Published:
 
     @property
     def verdicts(self) -> tuple[Verdict, ...]:
-        """One per claim, corrected for all claims on testbeds of the device; empty without a pair."""
+        """One per claim; empty without a pair."""
         return self.pair.verdicts if self.pair else ()
 
     @property
@@ -141,23 +145,61 @@ def _with_short_names(pair: Pair) -> Pair:
     return replace(pair, control=replace(pair.control, name=control), side=replace(pair.side, name=name))
 
 
-# --- a recipe's page ------------------------------------------------------------------------------------------------------------------
+# --- a recipe's page and its results.md ---------------------------------------------------------------------------------------------
 
 
 def measured_part(recipe: Recipe, own: list[Published]) -> str:
-    """The results on a recipe's page: what it claims, what was measured, and which claims were changed."""
-    blocks = [block for one in own for block in _measured_on(one)]
+    """The results on a recipe's page: a row per testbed, and the curves."""
     if not own:
-        blocks.append("It has no experiment of its own.")
+        return "\nIt has no experiment of its own.\n\n"
+    shown = [heading for heading, (name, _) in COLUMNS.items() if any(one.pair and name in one.pair.published_figures for one in own)]
+    shown = shown or [*COLUMNS][:1]
+    rows = [[_link(one.testbed), *(_cell(one, heading) for heading in shown), _claims(one)] for one in own]
+    blocks = [_table(["testbed", *shown, "claims"], rows)]
     if any(one.pair for one in own):
         blocks.append(f"![Validation loss over tokens, and the difference to the control, of {recipe.name} on each testbed](loss.png)")
-    if swept := read_committed(ROOT / "recipes" / recipe.name / "tuning.json"):
-        blocks.append("![Final validation loss over each swept setting, of the recipe and its control](tuning.png)")
-        blocks.append(f"Machines of the sweeps: {'; '.join(_machines(name, one) for name, one in swept.items())}.")
-    if recipe.history:
-        blocks.append("**History.**")
-        blocks.append("\n".join(f"- {sentence}" for sentence in recipe.history))
+    blocks.append(f"Means of the pairs, with 95% intervals. All figures, seeds, sweeps and the history: [{DETAILS}]({DETAILS}).")
     return "\n" + "\n\n".join(blocks) + "\n\n"
+
+
+def _cell(one: Published, heading: str) -> str:
+    """The estimate in a column, with its 95% interval."""
+    name, scale = COLUMNS[heading]
+    found = _estimate(one.pair, name, scale)
+    return UNMEASURED if one.pair is None and name == LOSS else "–" if found is None else _with_interval(found, scale)
+
+
+def _estimate(pair: Pair | None, name: str, scale: str) -> Interval | None:
+    """The difference or the ratio of a figure; for the speed, the ratio of the times."""
+    figure = pair.published_figures.get(name) if pair else None
+    if figure is None:
+        return None
+    found = figure.difference if scale == "difference" else figure.ratio
+    return found.inverse() if found and name == "tokens_per_second" else found
+
+
+def _with_interval(found: Interval, scale: str) -> str:
+    write = "{:.3f}".format if scale == "ratio" else lambda value: signed(value) if value else "0"
+    interval = f" ({write(found.low)} to {write(found.high)})" if found.low is not None and found.high is not None else ""
+    return write(found.mean) + interval
+
+
+def _claims(one: Published) -> str:
+    """The claims on a testbed with their verdicts."""
+    outcomes = {verdict.claim: f" {SIGNS[verdict.outcome]}" for verdict in one.verdicts}
+    return ", ".join(f"`{claim.label}`{outcomes.get(claim, '')}" for claim in one.experiment.claims) or "–"
+
+
+def details(recipe: Recipe, own: list[Published]) -> str:
+    """The results.md of a recipe: for each testbed what was claimed and measured, by seed; the sweeps; what was changed over time."""
+    blocks = [f"# Results of {recipe.name}", f"Generated by `make pages` from `{RESULTS}` and `tuning.json`. [The recipe](README.md)"]
+    blocks += [block for one in own for block in _measured_on(one)]
+    if swept := read_committed(ROOT / "recipes" / recipe.name / "tuning.json"):
+        blocks += ["## Sweeps", "![Final validation loss over each swept setting, of the recipe and its control](tuning.png)"]
+        blocks.append(f"Machines: {'; '.join(_machines(name, one) for name, one in swept.items())}.")
+    if recipe.history:
+        blocks += ["## History", "\n".join(f"- {sentence}" for sentence in recipe.history)]
+    return "\n\n".join(blocks) + "\n"
 
 
 def _machines(testbed: str, swept: dict[str, Any]) -> str:
@@ -170,25 +212,24 @@ def _machines(testbed: str, swept: dict[str, Any]) -> str:
 
 def _measured_on(one: Published) -> Iterator[str]:
     testbed, entry, pair = one.testbed, one.entry, one.pair
-    yield f"**On [{testbed.name}]({_link(testbed)}).** {testbed.title}; {one.experiment.seeds} seeds planned."
+    yield f"## {testbed.name}"
+    yield f"{testbed.title}; {one.experiment.seeds} seeds planned."
     if entry is None or pair is None:
-        claims = "\n".join(f"- {claim} ({_plan(claim, one)})" for claim in one.experiment.claims)
+        claims = "\n".join(f"- {claim}" for claim in one.experiment.claims)
         rest = f" The claims:\n\n{claims}" if claims else " No claims yet."
         yield f"{one.note.capitalize()}.{rest}"
         return
     description = pair.side.runs[0].description
-    look = "" if entry["looks"] == 1 else f" This is look number {entry['looks']} at these claims; only the first was planned."
     turns = "interleaved" if pair.interleaved else "not interleaved, so times are not compared"
     runs = dict.fromkeys(commit[:7] for run in (*pair.side.runs, *pair.control.runs) for commit in commits_of(run.description))
     yield (
         f"Seeds {_listed(pair.seeds)}, {turns}, on {description['ranks']} {'rank' if description['ranks'] == 1 else 'ranks'} of"
         f" {entry['machine']}; learning rate {description['lr']:g} (control: {pair.control.runs[0].description['lr']:g}). Commits: claims"
-        f" {entry['claims_commit'][:7]}, tuned setting {entry['plan_commit'][:7]}, runs {_listed(runs)}.{look}"
+        f" {entry['claims_commit'][:7]}, tuned setting {entry['plan_commit'][:7]}, runs {_listed(runs)}."
     )
     yield f"    {entry['command']}"
-    if one.verdicts:
-        heads = ["claim", "power", "verdict", "measured (95% interval)", "p (Holm-corrected)"]
-        yield _table(heads, (_claim_row(verdict, one) for verdict in one.verdicts))
+    if verdicts := one.verdicts:
+        yield "\n".join(f"- {SIGNS[one.outcome]} **{one.outcome}**: {one.claim}; measured: {one.reason}." for one in verdicts)
     heads = ["mean over seeds ± standard deviation", pair.control.name, one.recipe.name, "difference", "ratio"]
     yield _table(heads, (figure_row(name, figure) for name, figure in pair.published_figures.items()))
     if gaps := _gaps(pair):
@@ -209,44 +250,12 @@ def _spread(gaps: Mapping[int, float]) -> str:
     return f"{np.std([*gaps.values()], ddof=1):.4f}"
 
 
-def _claim_row(verdict: Verdict, one: Published) -> list[str]:
-    claim = verdict.claim
-    p = "-" if verdict.p_holds is None else f"{verdict.adjusted:.2g}"
-    return [str(claim), _plan(claim, one), f"{SIGNS[verdict.outcome]} **{verdict.outcome}**", _measured(verdict), p]
-
-
-def _plan(claim: Claim, one: Published) -> str:
-    """The assumed true value; for the loss, also the power at the testbed's noise and at the ends of the noise's interval.
-
-    The noise is the largest of the measured standard deviations; for "equal", of those that come from rounding (precision, accumulation).
-    """
-    truth = f"if the true {claim.scale} is {_number(claim, claim.expected)}"
-    noise = noise_of(one.testbed)
-    if claim.measure != "loss" or not noise:
-        what = "noise" if claim.measure == "loss" else "noise of this quantity"
-        return f"planned {truth}; the {what} is not measured, so the power is unknown"
-    nulls = noise["nulls"]
-    kinds = ("precision", "accumulation") if claim.question == "equal" else tuple(nulls)
-    middle, high, low = (
-        f"{planned_power(claim, one.experiment.seeds, noise, claims_in_table(one.testbed.device)):.2f}"
-        for noise in max(deviation(nulls[kind]) for kind in kinds)
-    )
-    return f"power {middle} ({low} to {high}) at the measured noise {truth}"
-
-
-def _number(claim: Claim, value: float) -> str:
-    """A mean difference with its sign, or a mean ratio."""
-    return f"{value:.3f}" if claim.scale == "ratio" else signed(value) if value else "0"
-
-
 def _listed(values: Iterable[Any]) -> str:
     return ", ".join(map(str, values))
 
 
 def _link(testbed: Testbed) -> str:
-    """A link to the testbed's heading, with GitHub's anchor."""
-    anchor = re.sub(r"[^\w -]", "", testbed.name.lower()).replace(" ", "-")
-    return f"../testbeds/README.md#{anchor}"
+    return f"[{testbed.name}](../testbeds/README.md)"
 
 
 def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -257,59 +266,49 @@ def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 # --- the index, the README and the testbeds -------------------------------------------------------------------------------------------
 
 
-def questions() -> str:
-    """The kinds of claims, as a Markdown table."""
-    rows = []
-    for name, kind in QUESTIONS.items():
-        what = "loss" if kind.scale == "difference" else "quantity"
-        rows.append([f"`{kind.short.format(what=what, x='x')}`", f"`{name}` x", kind.statement.format(what=what, x="x")])
-    return _table(["claim", "in recipe.json", "of a recipe against its control"], rows) + "\n"
-
-
 def index_table(cells: list[Published]) -> str:
-    """How many claims are measured, and all recipes as a Markdown table."""
-    claims, measured = sum(len(one.experiment.claims) for one in cells), sum(len(one.verdicts) for one in cells)
+    """All recipes as a Markdown table, with the verdicts on their claims."""
     rows = []
     for recipe in read_recipes():
-        found = "; ".join(_found(one) for one in cells if one.recipe.name == recipe.name) or "-"
+        own = [one for one in cells if one.recipe.name == recipe.name]
+        claims = "; ".join(f"{one.testbed.name}: {_claims(one)}" for one in own if one.experiment.claims) or "–"
         link = f"[{recipe.name}]({recipe.name}/README.md)"
-        rows.append([link, recipe.title, f"`{recipe.config}`", f"`{recipe.control}`", found, recipe.needs or "-"])
-    heads = ["recipe", "what it does", "DeepSpeed JSON", "control", "claims, and what was found", "needs"]
-    return f"\nMeasured: {measured} of {claims} claims.\n\n{_table(heads, rows)}\n"
-
-
-def _found(cell: Published) -> str:
-    """The claims of a recipe on a testbed with their verdicts."""
-    texts = [f"`{one.claim.label}` {SIGNS[one.outcome]} {one.outcome}: {_measured(one)}" for one in cell.verdicts]
-    if cell.pair and not texts:
-        loss = cell.pair.figures[LOSS].difference if LOSS in cell.pair.figures else None
-        texts = ["figures without claims" + (f" (loss {signed(loss.mean)})" if loss else "")]
-    elif not texts:
-        texts = [*(f"`{claim.label}`" for claim in cell.experiment.claims), cell.note]
-    return f"{cell.testbed.name}: {', '.join(texts)}"
-
-
-def _measured(verdict: Verdict) -> str:
-    """The estimate and its 95% interval."""
-    if verdict.estimate is None:
-        return verdict.evidence
-    interval = " ({} to {})".format(*(_number(verdict.claim, end) for end in verdict.interval)) if verdict.interval else ""
-    return _number(verdict.claim, verdict.estimate) + interval
+        rows.append([link, f"`{recipe.config}`", f"`{recipe.control}`", claims, recipe.needs or "–"])
+    return f"\n{_table(['recipe', 'DeepSpeed JSON', 'control', 'claims', 'needs'], rows)}\n"
 
 
 def short_table(cells: list[Published]) -> str:
-    """The recipes for the project's README: what each does, and the claims that have a verdict."""
+    """The recipes for the project's README: what each does, and one figure for loss, step time, and memory or bytes."""
+    by_tokens = sorted(cells, key=lambda one: -_tokens(one))
     rows = []
     for recipe in read_recipes():
-        own = [one for one in cells if one.recipe.name == recipe.name and one.verdicts]
-        claims = ", ".join(
-            f"`{verdict.claim.label}` {SIGNS[verdict.outcome]} {_measured(verdict)}" + (f" ({one.testbed.name})" if len(own) > 1 else "")
-            for one in own
-            for verdict in one.verdicts
+        pairs = [one.pair for one in by_tokens if one.recipe.name == recipe.name and one.pair]
+
+        def first(name: str, scale: str, pairs: Sequence[Pair] = pairs) -> Interval | None:
+            return next(filter(None, (_estimate(pair, name, scale) for pair in pairs)), None)
+
+        loss, time, memory, sent = (first(name, scale) for name, scale in COLUMNS.values())
+        half = "" if loss is None or loss.high is None else f" ± {loss.high - loss.mean:.3f}"
+        sizes = [f"{one.mean:.2f}× {what}" for one, what in ((sent, "bytes"), (memory, "memory")) if one and not _includes_1(one)]
+        rows.append(
+            [
+                f"[{recipe.name}](recipes/{recipe.name}/README.md)",
+                recipe.title,
+                "–" if loss is None else f"{signed(loss.mean, '.3f') if round(loss.mean, 3) else '0'}{half}",
+                "–" if time is None else f"{time.mean:.2f}×",
+                sizes[0] if sizes else "–",
+            ]
         )
-        claims = claims or (UNMEASURED if any(experiment.claims for experiment in recipe.experiments.values()) else "-")
-        rows.append([f"[{recipe.name}](recipes/{recipe.name}/README.md)", recipe.title, claims])
-    return _table(["recipe", "what it does", "claims"], rows) + "\n"
+    return _table(["recipe", "what it does", "loss (nats)", "time per token", "memory or bytes sent"], rows) + "\n"
+
+
+def _includes_1(ratio: Interval) -> bool:
+    """Whether a ratio differs from 1 by less than its interval, or than two digits show."""
+    return ratio.low is None or ratio.high is None or ratio.low <= 1 <= ratio.high or f"{ratio.mean:.2f}" == "1.00"
+
+
+def _tokens(one: Published) -> int:
+    return int(one.pair.side.runs[0].description["total_tokens"]) if one.pair else 0
 
 
 def excluded_pairs() -> str:
@@ -320,8 +319,26 @@ def excluded_pairs() -> str:
 
 
 def testbeds_part(cells: list[Published]) -> str:
-    """A section for each testbed: its setting, its noise, its sweep, and the recipes that are compared on it."""
-    blocks = []
+    """The testbeds as one table: the model and budget, the control's rate, and the spread of a pair."""
+    rows = []
+    for testbed in read_testbeds():
+        gaps = [_gaps(one.pair) for one in cells if one.testbed.name == testbed.name and one.pair]
+        spreads = sorted(_spread(own) for own in gaps if own)
+        spread = " to ".join(dict.fromkeys((spreads[0], spreads[-1]))) if spreads else UNMEASURED
+        rate = {**testbed.flags, **testbed.tuned}.get("lr", "of the preset")
+        rows.append([f"[{testbed.name}]({DETAILS}#{_anchor(testbed.name)})", testbed.device, testbed.title, in_words(rate), spread])
+    heads = ["testbed", "device", "model and budget", "learning rate of the control", "standard deviation of a pair, by recipe (nats)"]
+    return f"\n{_table(heads, rows)}\n\n"
+
+
+def _anchor(heading: str) -> str:
+    """GitHub's anchor of a heading."""
+    return re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-")
+
+
+def testbed_details(cells: list[Published]) -> str:
+    """The results.md of the testbeds: the settings, the sweep and the spread of the pairs of each."""
+    blocks = ["# Settings and sweeps of the testbeds", "Generated by `make pages` from `testbed.json` and `tuning.json`."]
     for testbed in read_testbeds():
         name = testbed.name
         blocks += [f"## {name}", f"{testbed.title}. {'On a GPU.' if testbed.device == 'cuda' else 'On a CPU.'} {testbed.reason}".rstrip()]
@@ -336,7 +353,6 @@ def testbeds_part(cells: list[Published]) -> str:
         ]
         rows.append((f"target loss{', before the sweep' if unswept else ''}", f"{testbed.target_loss:g}"))
         blocks.append(_table(["setting", "value"], rows))
-        blocks += _noise(testbed)
         if unswept:
             blocks.append(f"The sweep: {UNMEASURED}.")
         elif testbed.sweep:
@@ -346,36 +362,11 @@ def testbeds_part(cells: list[Published]) -> str:
         for one in cells:
             if one.testbed.name == name:
                 gaps = _gaps(one.pair) if one.pair else {}
-                link = f"[{one.recipe.name}](../{one.recipe.name}/README.md)"
+                link = f"[{one.recipe.name}](../{one.recipe.name}/{DETAILS})"
                 spreads.append([link, _spread(gaps) if gaps else UNMEASURED, str(len(gaps) or one.experiment.seeds)])
         heads = ["recipe", "standard deviation of its difference to the control, nats", "seeds"]
         blocks.append(_table(heads, spreads) if spreads else "No recipe is compared on it yet.")
-    return "\n" + "\n\n".join(blocks) + "\n\n"
-
-
-def noise_of(testbed: Testbed) -> dict[str, Any]:
-    """The `noise.json` of a testbed; {} if there is none, or if the testbed has changed since."""
-    noise = read_committed(TESTBEDS / testbed.name / "noise.json")
-    return noise if noise.get("setting") == settings_on(testbed, CONTROL) else {}
-
-
-def _noise(testbed: Testbed) -> Iterator[str]:
-    noise = noise_of(testbed)
-    if not noise:
-        yield f"The noise: {UNMEASURED}."
-        return
-    rows = []
-    for name, null in noise["nulls"].items():
-        found, low, high = deviation(null)
-        mean = signed(mean_difference(null))
-        rows.append([NULLS.get(name, name), f"{found:.4f} ({low:.4f} to {high:.4f})", mean, str(len(null["seeds"]))])
-    losses = next(iter(noise["nulls"].values()))["control"]
-    heads = ["two runs of a seed that differ in", "standard deviation of the difference, nats (95% interval)", "mean difference", "seeds"]
-    yield _table(heads, rows)
-    yield (
-        f"The loss of the control itself has a standard deviation of {np.std(losses, ddof=1):.4f} over these {len(losses)} seeds. All rows"
-        f" have the same runs of the control. Measured on {noise['machine']}, commit {_listed(one[:7] for one in noise['commits'])}."
-    )
+    return "\n\n".join(blocks) + "\n"
 
 
 # --- writing --------------------------------------------------------------------------------------------------------------------------
@@ -385,13 +376,16 @@ def pages(cells: list[Published]) -> dict[Path, str]:
     """The text of every page."""
     parts = {
         README: {"recipes": short_table(cells)},
-        INDEX: {"results": index_table(cells), "questions": questions(), "excluded pairs": excluded_pairs()},
+        INDEX: {"results": index_table(cells), "excluded pairs": excluded_pairs()},
         TESTBEDS / "README.md": {"testbeds": testbeds_part(cells)},
     }
+    whole = {TESTBEDS / DETAILS: testbed_details(cells)}
     for recipe in read_recipes():
         own = [one for one in cells if one.recipe.name == recipe.name]
         parts[ROOT / "recipes" / recipe.name / "README.md"] = {"results": measured_part(recipe, own)}
-    return {page: with_parts(page, page.read_text(encoding="utf-8"), own) for page, own in parts.items()}
+        if own:
+            whole[ROOT / "recipes" / recipe.name / DETAILS] = details(recipe, own)
+    return whole | {page: with_parts(page, page.read_text(encoding="utf-8"), own) for page, own in parts.items()}
 
 
 def with_parts(page: Path, text: str, parts: Mapping[str, str]) -> str:

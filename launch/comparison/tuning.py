@@ -1,8 +1,7 @@
-"""The experiments that set up a testbed, for `launch/compare.py --tune` and `--noise`: sweeps of training settings, and null experiments.
+"""Sweeps of training settings on a testbed, for `launch/compare.py --tune`.
 
 A sweep varies the flags of control and recipe one after another, with a seed that no verdict uses, and chooses the values of the lowest
-final validation loss. Both sides have the same number of runs. A null experiment compares two configurations whose true difference is
-assumed to be zero; the standard deviation of their difference is the noise of the testbed.
+final validation loss. Both sides have the same number of runs.
 """
 
 from __future__ import annotations
@@ -20,12 +19,11 @@ import numpy as np
 from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from scipy import stats
 
 from data_pipeline.staging import write_atomically
 from launch.comparison.experiments import check_corpus, estimate, has_ended, share_cores, testbed_named, train_missing
 from launch.comparison.runs import Run, read_run
-from launch.comparison.trials import Trial, check_set, fitting_groups, plan_trial, settings_on, tuned_by
+from launch.comparison.trials import Trial, check_set, fitting_groups, plan_trial, tuned_by
 from launch.config.flags import as_words
 from launch.errors import TrainingFailed, UsageError, print_once
 from launch.formats.files import read_committed
@@ -34,15 +32,12 @@ from recipes.registry import ROOT, TESTBEDS, Flags, Recipe, Testbed, read_recipe
 
 #: The DeepSpeed JSON whose sweep sets the values of a testbed.
 CONTROL = "ds_configs/zero0_bf16.json"
-#: The seed of sweeps, and the first of the null experiments with their number; verdicts use the seeds from 1 on.
+#: The seed of sweeps; verdicts use the seeds from 1 on.
 SWEEP_SEED = 0
-NOISE_SEED, NOISE_SEEDS = 101, 5
 #: Flag -> its label on an axis of a sweep's picture.
 FLAGS = {"lr": "peak learning rate", "min_lr": "learning rate at the end", "warmup_steps": "steps of warm-up"}
 #: The range of losses in that picture, in nats.
 LOSSES_SHOWN = 0.25
-#: The relative perturbation of the initial weights in the trajectory null.
-PERTURBATION = 1e-3
 
 
 def tune(flags: argparse.Namespace, passed_on: Sequence[str]) -> tuple[dict[str, Any], list[str], list[Run]]:
@@ -181,44 +176,6 @@ def edges(grid: Sequence[Flags], chosen: Flags | None) -> list[str]:
     return [f"{name} {chosen[name]:g} is at the edge of the grid, extend it" for name in at_edge]
 
 
-def measure_noise(flags: argparse.Namespace, passed_on: Sequence[str]) -> tuple[dict[str, Any], list[str], list[Run]]:
-    """Train the missing null experiments of the testbed.
-
-    Returns:
-        The content of a `noise.json`, lines that say what was found, and the runs.
-
-    Raises:
-        TrainingFailed: a run did not finish, or diverged.
-    """
-    testbed = testbed_named(flags.testbed[0])
-    check_corpus(testbed)
-    seeds = range(NOISE_SEED, NOISE_SEED + (flags.seeds or NOISE_SEEDS))
-    settings = settings_on(testbed, CONTROL)
-    share_cores(flags, 1)
-    micro_batch = _trial(CONTROL, settings, passed_on, 0, ranks=1).config.micro_batch_size
-    variants: dict[str, tuple[str, Flags]] = {
-        "control": (CONTROL, {}),
-        "precision": (CONTROL.replace("bf16", "fp32"), {}),
-        "accumulation": (CONTROL, {"micro_batch_size": max(1, micro_batch // 4)}),
-        "trajectory": (CONTROL, {"perturb_init": PERTURBATION}),
-    }
-    trials = {
-        variant: [_trial(config, {**settings, **changed}, passed_on, seed, ranks=1) for seed in seeds]
-        for variant, (config, changed) in variants.items()
-    }
-    runs = _train(flags, [list(of_seed) for of_seed in zip(*trials.values(), strict=True)])
-    if diverged := [run.name for run in runs.values() if run.diverged]:
-        raise TrainingFailed(f"{diverged[0]} diverged; the values of testbed {testbed.name} are not stable, tune it again")
-    losses = {variant: [runs[trial.name].measures["final_val_loss"] for trial in own] for variant, own in trials.items()}
-    control = losses.pop("control")
-    nulls = {variant: {"seeds": list(seeds), "control": control, "other": other} for variant, other in losses.items()}
-    lines = [
-        f"{testbed.name}, {variant}: standard deviation of the difference {deviation(null)[0]:.5f}, mean {mean_difference(null):+.5f}"
-        for variant, null in nulls.items()
-    ]
-    return {**_origin(runs), "setting": settings, "nulls": nulls}, lines, [*runs.values()]
-
-
 def _train(flags: argparse.Namespace, batches: Sequence[Sequence[Trial]]) -> dict[str, Run]:
     """Train the missing runs. Returns all of them by name; each has finished or diverged."""
     runs_dir = Path(flags.runs_dir)
@@ -249,30 +206,9 @@ def write_tuning(found: dict[str, Any], folders: Sequence[Path]) -> list[Path]:
     return files
 
 
-def write_noise(found: dict[str, Any], folders: Sequence[Path]) -> list[Path]:
-    """Write `noise.json` into each folder."""
-    files = [folder / "noise.json" for folder in folders]
-    for file in files:
-        _write_json(file, found)
-    return files
-
-
 def _write_json(file: Path, content: dict[str, Any]) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(file, json.dumps(content, indent=1, allow_nan=False) + "\n")
-
-
-def mean_difference(null: dict[str, Any]) -> float:
-    """The mean of the differences of a null experiment, in nats per token."""
-    return float(np.mean(np.subtract(null["other"], null["control"])))
-
-
-def deviation(null: dict[str, Any]) -> tuple[float, float, float]:
-    """The standard deviation of the differences of a null experiment, in nats per token, and the ends of its 95% confidence interval, for
-    normal noise: by the chi-square distribution of the variance."""
-    found, freedom = float(np.std(np.subtract(null["other"], null["control"]), ddof=1)), len(null["other"]) - 1
-    low, high = (found * math.sqrt(freedom / stats.chi2.ppf(share, freedom)) for share in (0.975, 0.025))
-    return found, low, high
 
 
 def draw_tuning(found: dict[str, Any], file: Path) -> None:
