@@ -111,7 +111,6 @@ def test_what_is_no_experiment_is_refused_or_marked(runs, tmp_path):
         (["--tune"], "--tune needs exactly one --testbed NAME"),
         (["--tune", "--testbed", "nano-0.5M", "--testbed", "micro-1M"], "needs exactly one --testbed NAME"),
         (["--all", "--data", "CORPUS", "--preset", "nanno"], "--all: no recipe can run here; activation_checkpointing: --preset nanno"),
-        (["--noise", "--testbed", "nano-0.5M", "--recipe", "recipes/lamb"], "--noise takes --testbed; leave out the others"),
         (["--tune", "--testbed", "nano-0.5M-half-rate"], "nano-0.5M-half-rate has fixed values: For recipes with the same"),
         (["--tune", "--testbed", "nano-0.5M", "--seeds", "3"], "--seeds: --tune uses one seed"),
         (["--tune", "--testbed", "nano-0.5M", "--recipe", "recipes/zero_1"], "recipes/zero_1 names no sweep on nano-0.5M"),

@@ -9,7 +9,7 @@ import math
 
 import pytest
 
-from launch.comparison.comparison import REPEATED, Absent, claims_in_table, compare, compare_experiments, differences, group, settings
+from launch.comparison.comparison import REPEATED, Absent, compare, compare_experiments, differences, group, settings
 from launch.comparison.html_report import answers, figure_row
 from launch.comparison.runs import read_run
 from launch.errors import UsageError
@@ -23,7 +23,7 @@ FP32 = ("--deepspeed_config", "ds_configs/zero1_fp32.json")
 PLD = ("--recipe", "recipes/progressive_layer_drop")
 MUONS = {"muon": (), "other": ("--set", "optimizer.params.nesterov=false")}
 TESTBED = dataclasses.replace(read_testbed("nano-0.5M"), target_loss=4.5)
-CLAIMS = [Claim("loss", "within", 0.05), Claim("step_time", "ratio", 0.85, 0.8)]
+CLAIMS = [Claim("loss", "within", 0.05), Claim("step_time", "ratio", 0.85)]
 
 
 def on_testbed(control, own, seeds):
@@ -92,10 +92,8 @@ def test_claims_are_judged_with_the_planned_seeds_only(make):
     own = [make(f"b{seed}", PLD, seed, final=4 + 1e-4 * seed, step_seconds=0.4) for seed in (1, 2, 3)]
     comparison = on_testbed(control, own, seeds=3)
     (pair,) = comparison.pairs
-    assert [(verdict.claim, verdict.pairs) for verdict in pair.verdicts] == [(claim, 3) for claim in CLAIMS]
+    assert [verdict.claim for verdict in pair.verdicts] == CLAIMS
     assert {verdict.outcome for verdict in pair.verdicts} == {"holds"} and comparison.remarks == ()
-    assert {verdict.table for verdict in pair.verdicts} == {claims_in_table("cpu")} != {2}
-    assert pair.verdicts[1].adjusted > pair.verdicts[1].p > 0
     unfinished = make("c3", PLD, 3, of_steps=lines()[:15])
     for seeds, runs in ((2, own), (4, own), (3, own[:2]), (3, [*own[:2], unfinished])):
         other = on_testbed(control, runs, seeds)
@@ -109,8 +107,8 @@ def test_step_times_of_runs_that_were_not_interleaved_on_one_machine_are_not_jud
     own = [make(f"b{seed}", PLD, seed, final=4 + 1e-4 * seed, step_seconds=0.1, change=change) for seed in (1, 2)]
     (pair,) = on_testbed(control, own, seeds=2).pairs
     loss, time = pair.verdicts
-    assert loss.pairs == 2 and loss.p < 0.05, "its claim does not depend on the machine"
-    assert (time.outcome, time.p) == ("inconclusive", 1.0)
+    assert loss.found, "its claim does not depend on the machine"
+    assert (time.outcome, time.found) == ("inconclusive", None)
     assert time.reason.startswith("the runs of a seed were not interleaved on one machine")
 
 
@@ -437,7 +435,7 @@ def test_a_control_that_diverges_leaves_the_claim_open(make):
     runs = [make("a1", ZERO_1, 1), make("a2", ZERO_1, 2, final=None), make("b1", PLD, 1), make("b2", PLD, 2)]
     comparison = on_testbed(runs[:2], runs[2:], seeds=2)
     (pair,) = comparison.pairs
-    assert (pair.verdicts[0].outcome, pair.verdicts[0].pairs, pair.verdicts[1].pairs) == ("inconclusive", 0, 2)
+    assert (pair.verdicts[0].outcome, pair.verdicts[0].found) == ("inconclusive", None) and pair.verdicts[1].found
     assert pair.verdicts[0].reason == "the control diverged, or a run lacks the measure, with seed 2"
     difference = pair.figures["final_val_loss"].difference
     assert difference and (difference.mean, difference.low) == (0.0, None)  # of one seed
@@ -484,7 +482,7 @@ def test_the_report_is_plain_json_with_where_each_number_comes_from(make):
     assert pair["figures"]["final_val_loss"]["difference"]["mean"] == 0.5
     assert pair["testbed"] == "nano-0.5M" and [claim["claim"]["question"] for claim in pair["claims"]] == ["within", "ratio"]
     for claim in pair["claims"]:
-        assert {"outcome", "reason", "estimate", "interval", "p_holds", "p_fails", "p", "adjusted", "pairs", "statement"} <= claim.keys()
+        assert claim.keys() == {"claim", "statement", "outcome", "reason", "found"} and claim["found"].keys() == {"mean", "low", "high"}
     run, _ = written["sides"][1]["runs"]
     assert (run["name"], run["folder"], run["seed"], run["state"]) == (name, str(runs[2].folder), 1, "finished")
     assert run["commit"] == runs[2].description["commit"] and run["machine"] == runs[2].description["machine"]

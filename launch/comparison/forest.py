@@ -27,12 +27,6 @@ PANELS = {
     "step_time": ("tokens_per_second", "ratio", "time per token ÷ control's"),
     "to_target": ("seconds_to_target", "ratio", "time to the target loss ÷ control's"),
 }
-#: Differences below this are drawn on a linear scale, larger ones on a logarithmic one.
-LINEAR = 0.01
-TICKS = {
-    "difference": (-3, -1, -0.3, -0.1, -0.05, -0.02, -0.01, 0, 0.01, 0.02, 0.05, 0.1, 0.3, 1, 3),
-    "ratio": (0.1, 0.2, 0.33, 0.5, 0.7, 0.85, 1, 1.2, 1.5, 2, 3, 5, 10),
-}
 #: The range that is always in view.
 IN_VIEW = {"difference": (-0.02, 0.02), "ratio": (0.8, 1.25)}
 #: Colours by outcome; None for a figure without a claim.
@@ -103,8 +97,7 @@ def draw_forest(rows: Sequence[Row], file: Path | BinaryIO) -> None:
             axes.spines[["left", "right", "top"]].set_visible(False)
             for at, group in headings if place == 0 else ():
                 axes.text(0, at, group, fontweight="bold", va="center", ha="right", transform=axes.get_yaxis_transform())
-        words = "dots: mean over seeds, lines: 95% interval\n"
-        words += f"the axis of differences is logarithmic beyond ±{LINEAR}, so equal lengths are not equal differences"
+        words = "dots: mean over seeds, lines: 95% interval"
         if any(mark.claim for one in rows for mark in one.marks.values()):
             words += "\nshaded, and in parentheses: where the claim holds (outlined: not measured yet)\n"
             words += "✓ the interval is inside, ✗ outside, ? neither; rows without times: the two runs of a seed were not interleaved"
@@ -116,20 +109,13 @@ def _draw_panel(axes: Any, name: str, rows: Sequence[Row], places: Sequence[floa
     marks = [one.marks[name] for one in rows]
     scale = PANELS[name][1]
     is_ratio, neutral = scale == "ratio", 1.0 if scale == "ratio" else 0.0
-    if is_ratio:
-        axes.set_xscale("log")
-    else:
-        axes.set_xscale("asinh", linear_width=LINEAR)
     values = [*IN_VIEW[scale], *(value for mark in marks for value in mark.values if math.isfinite(value) and (value > 0 or not is_ratio))]
-    to_view = axes.xaxis.get_transform()
-    first, last = to_view.transform([min(values), max(values)])
-    margin = 0.06 * (last - first)
-    view = axes.set_xlim(to_view.inverted().transform([first - margin, last + margin]))
-    for tick in (ticks := _ticks(axes, TICKS[scale], neutral)):
-        axes.axvline(tick, color="#e4e7ea", linewidth=0.8, zorder=0)
+    margin = 0.06 * (max(values) - min(values))
+    view = axes.set_xlim(min(values) - margin, max(values) + margin)
+    axes.grid(axis="x", color="#e4e7ea", linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.locator_params(axis="x", nbins=5)
     axes.axvline(neutral, color="#808890", linewidth=1.0, zorder=1)
-    axes.set_xticks(ticks, [f"{tick:g}" if is_ratio or not tick else signed(tick, "g") for tick in ticks])
-    axes.minorticks_off()
     for one, mark, y in zip(rows, marks, places, strict=True):
         color = COLORS[mark.outcome]
         if mark.claim is not None:
@@ -159,14 +145,3 @@ def _bounds(claim: Claim | None) -> str:
 def _write(axes: Any, y: float, text: str, color: str) -> None:
     """Write beside the panel."""
     axes.text(1.01, y, text, color=color, va="center", fontsize=7.5, transform=axes.get_yaxis_transform())
-
-
-def _ticks(axes: Any, values: Sequence[float], neutral: float) -> list[float]:
-    """The `values` in view, without those that are too close to one nearer to `neutral`."""
-    to_view = axes.transData - axes.transAxes
-    kept: dict[float, float] = {}
-    for value in sorted(values, key=lambda value: abs(to_view.transform((value, 0))[0] - to_view.transform((neutral, 0))[0])):
-        place = to_view.transform((value, 0))[0]
-        if 0 < place < 1 and all(abs(place - other) > 0.13 for other in kept.values()):
-            kept[value] = place
-    return sorted(kept)

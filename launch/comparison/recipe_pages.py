@@ -23,7 +23,7 @@ import numpy as np
 
 from data_pipeline.staging import write_atomically
 from launch.comparison.comparison import LOSS, Comparison, Pair, compare_experiments, signed
-from launch.comparison.forest import draw_forest, row
+from launch.comparison.forest import Row, draw_forest, row
 from launch.comparison.html_report import draw_losses, figure_row
 from launch.comparison.runs import read_stored_run
 from launch.comparison.trials import corpus_command
@@ -52,6 +52,8 @@ COLUMNS = {
     "memory ÷ control's": ("peak_memory_bytes", "ratio"),
     "bytes ÷ control's": ("bytes_sent", "ratio"),
 }
+#: Measure that a recipe claims -> its group in the picture of all recipes; the first that it has.
+PURPOSES = {"bytes": "fewer bytes", "step_time": "time or memory", "loss": "loss"}
 #: Single runs that a page shows: the file with the run's lines, and what draws the picture beside it.
 RUNS: dict[str, Callable[[list[dict[str, Any]], Path], None]] = {
     "benchmarks/make_pretrain.jsonl": partial(draw_loss, title="make pretrain: nano, ZeRO 1, bf16", initial_loss=math.log(8192)),
@@ -402,12 +404,7 @@ def with_parts(page: Path, text: str, parts: Mapping[str, str]) -> str:
 
 def pictures(cells: list[Published]) -> dict[Path, Callable[[Path], object]]:
     """Every picture, with the function that draws it into a file."""
-    rows = []
-    for one in cells:
-        note, figures = ("outdated" if one.note == OUTDATED else one.note), one.pair.published_figures if one.pair else {}
-        outcomes = dict.fromkeys(one.experiment.claims) | {verdict.claim: verdict.outcome for verdict in one.verdicts}
-        rows.append(row(one.testbed.name, one.recipe.name, figures, outcomes, note))
-    made: dict[Path, Callable[[Path], object]] = {ROOT / "recipes" / "forest.png": partial(draw_forest, rows)}
+    made: dict[Path, Callable[[Path], object]] = {ROOT / "recipes" / "forest.png": partial(draw_forest, forest_rows(cells))}
     for name in dict.fromkeys(one.recipe.name for one in cells):
         pairs = tuple(one.pair for one in cells if one.recipe.name == name and one.pair)
         if pairs:
@@ -419,6 +416,19 @@ def pictures(cells: list[Published]) -> dict[Path, Callable[[Path], object]]:
         if file.exists():
             made[file.with_suffix(".png")] = partial(draw, read_metrics(file))
     return made
+
+
+def forest_rows(cells: list[Published]) -> list[Row]:
+    """A row for each recipe that claims more than an equal loss, on its largest measured testbed, grouped by what it claims."""
+    largest = {one.recipe.name: one for one in sorted(cells, key=_tokens) if one.pair}
+    rows = []
+    for name, one in sorted(largest.items()):
+        claims = [claim for experiment in one.recipe.experiments.values() for claim in experiment.claims]
+        purpose = next((text for measure, text in PURPOSES.items() if measure in {claim.measure for claim in claims}), "")
+        if one.pair and any(claim.question != "equal" for claim in claims):
+            outcomes = {verdict.claim: verdict.outcome for verdict in one.verdicts}
+            rows.append(row(purpose, f"{name} ({one.testbed.name})", one.pair.published_figures, outcomes))
+    return sorted(rows, key=lambda one: one.group)
 
 
 def write_pages() -> None:

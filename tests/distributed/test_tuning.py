@@ -1,4 +1,4 @@
-"""`launch/compare.py --tune` and `--noise` on a testbed so small that its sweeps take seconds."""
+"""`launch/compare.py --tune` on a testbed so small that its sweeps take seconds."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 from launch.comparison import tuning
 from launch.comparison.trials import settings_on
-from launch.errors import TrainingFailed, UsageError
+from launch.errors import UsageError
 from recipes import registry
 from recipes.registry import ROOT, Experiment, read_recipe, read_testbed
 
@@ -40,7 +40,7 @@ def tiny(corpus, tmp_path, monkeypatch) -> str:
     return "tiny"
 
 
-def flags(testbed: str, folder: Path, *recipes: str, seeds: int | None = None) -> argparse.Namespace:
+def flags(testbed: str, folder: Path, *recipes: str) -> argparse.Namespace:
     given = {
         "recipe": list(recipes),
         "testbed": [testbed],
@@ -48,7 +48,7 @@ def flags(testbed: str, folder: Path, *recipes: str, seeds: int | None = None) -
         "ranks": None,
         "at_once": None,
         "parallel": None,
-        "seeds": seeds,
+        "seeds": None,
     }
     return argparse.Namespace(**given, quiet=True, keep_checkpoints=False)
 
@@ -122,23 +122,3 @@ def test_a_published_sweep_of_the_control_is_reused(tiny, tmp_path, monkeypatch)
     arms = tuning._arms(read_testbed(tiny), swept, flags(tiny, tmp_path), [])
     assert [(arm.config, arm.grid) for arm in arms] == [("ds_configs/zero0_bf16.json", grid), ("ds_configs/lamb.json", [])]
     assert [arm.published_in for arm in arms] == ["testbeds/tiny/tuning.json", ""]
-
-
-@pytest.mark.long
-def test_the_noise_of_equal_configurations(tiny, tmp_path, monkeypatch):
-    found, said, _ = tuning.measure_noise(flags(tiny, tmp_path, seeds=2), [])
-    nulls = found["nulls"]
-    assert nulls.keys() == {"precision", "accumulation", "trajectory"}
-    for null in nulls.values():
-        assert null["seeds"] == [101, 102]
-        assert null["control"] != null["other"] == pytest.approx(null["control"], abs=0.05)
-    assert len(said) == 3
-    (file,) = tuning.write_noise(found, [tmp_path / "new" / "out"])
-    assert json.loads(file.read_text()) == found
-
-
-def test_noise_of_a_testbed_that_diverges_is_refused(tiny, tmp_path, monkeypatch):
-    diverged = argparse.Namespace(name="r", diverged=True)
-    monkeypatch.setattr(tuning, "_train", lambda flags, batches: {"r": diverged})
-    with pytest.raises(TrainingFailed, match="diverged; the values of testbed tiny are not stable"):
-        tuning.measure_noise(flags(tiny, tmp_path), [])
