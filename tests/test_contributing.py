@@ -167,24 +167,6 @@ def test_recipe_and_control_are_compared(indexed, run, corpus):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("stage", [0, 2])
-def test_the_optimizer_of_the_page_trains(stage, tmp_path, run, checkout, corpus):
-    """Without its recipe.json the folder is no recipe; it is removed again."""
-    (name,) = (name for name in BLOCKS if name not in FILES)
-    (checkout / name).parent.mkdir()
-    (checkout / name).write_text(BLOCKS[name], encoding="utf-8")
-    try:
-        run(f"ruff check {name} && ruff format --check {name} && mypy {name}")
-        (command,) = commands("python launch/pretrain.py --deepspeed_config ds_configs/zero0_fp32.json --set optimizer")
-        at_stage = f"--set zero_optimization.stage={stage}"
-        run(f"{command} --data {corpus} {SHORT} --runs_dir {tmp_path} {at_stage}")
-    finally:
-        shutil.rmtree((checkout / name).parent)
-    first, *_, last = read_metrics(tmp_path / "lion_1" / "metrics.jsonl")
-    assert last["val_loss"] < first["val_loss"] - 0.1
-
-
-@pytest.mark.long
 def test_losses_before_and_after_are_compared_bit_for_bit(indexed, run, corpus):
     for command in commands("python launch/pretrain.py --deepspeed_config ds_configs/zero1_fp32.json"):
         run(f"{command} --data {corpus} --steps 3")
