@@ -61,12 +61,12 @@ lint: $(INSTALLED)  ## ruff, the types, and the rule that imports run one way
 bench: $(INSTALLED) $(CORPUS)/manifest.json  ## the benchmarks, and one table of what they found; ARGS="..." goes through
 	$(BIN)/python -m benchmarks $(ARGS)
 
-gpu: $(INSTALLED)  ## correctness, utilization and kernels on a GPU (benchmarks/gpu/README.md); ARGS="..." goes through
+gpu: $(INSTALLED)  ## correctness and utilization on a GPU (benchmarks/gpu/README.md); ARGS="..." goes through
 	$(BIN)/python -m benchmarks.gpu $(ARGS)
 
 pages: $(INSTALLED)  ## all generated pages, tables and pictures, from the committed results
 	$(BIN)/python -m launch.comparison.recipe_pages --write
-	$(BIN)/python -m benchmarks --readme
+	$(BIN)/python -m benchmarks --pages
 
 slow_network: $(INSTALLED) $(CORPUS)/manifest.json  ## step times over two hosts at 100 Mbit/s and 1 Gbit/s (Linux, root, pdsh, sshd)
 	$(BIN)/python -m benchmarks slow_network

@@ -1,6 +1,6 @@
 """What all benchmarks share: flags, interleaved sides, the record in results.json, and the lines on the terminal.
 
-A benchmark is a script `benchmarks/<name>.py` or `recipes/<name>/benchmark.py` with a function `main`. It passes `run` its flags and a
+A benchmark is a script `benchmarks/<name>.py` with a function `main`. It passes `run` its flags and a
 function `measure(arguments)`, which yields the rows and the details of each record. The script may also define
 
     QUICK           flags that shorten it, to check that it runs
@@ -144,15 +144,10 @@ def run(file: str, parser: argparse.ArgumentParser, measure: Callable[[argparse.
             print(*rows, sep="\n", flush=True)
             failed |= bool(details.get("failed"))
             if not arguments.no_record:
-                append(name_of(Path(file)), rows, details)
+                append(Path(file).stem, rows, details)
         return int(failed)
 
     run_command(main)
-
-
-def name_of(file: Path) -> str:
-    """The name of a benchmark: of its file, or of the recipe that it is in."""
-    return file.resolve().parent.name if file.stem == "benchmark" else file.stem
 
 
 def device_name() -> str:

@@ -59,7 +59,7 @@ def faults(root: Path) -> list[str]:
     known, found = modules(root), []
     graph: dict[str, set[str]] = {name: set() for name in known}
     for name, file in known.items():
-        package = "benchmarks" if name.endswith(".benchmark") else name.split(".")[0]  # a recipe's benchmark is a script above all
+        package = name.split(".")[0]
         for imported, line in imports(name, file):
             here = f"{file.relative_to(root).as_posix()}:{line}: "
             top = imported.split(".")[0]

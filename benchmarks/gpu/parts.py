@@ -10,7 +10,7 @@ FOLDER = Path(__file__).parent
 #: What is brought along and made on the way; ignored by git.
 WORK = ROOT / ".gpu"
 WHEELS, SITE, BUNDLE = WORK / "wheels", WORK / "site", WORK / "repository.bundle"
-PARTS = ("setup", "correctness", "utilization", "kernels")
+PARTS = ("setup", "correctness", "utilization")
 
 
 def corpus(tiny: bool) -> Path:
@@ -23,9 +23,6 @@ def commands(part: str, tiny: bool) -> dict[str, list[str]]:
     small = ["--tiny"] if tiny else []
     if part == "setup":
         return {"setup": ["benchmarks/gpu/setup.py", *small]}
-    if part == "kernels":
-        families = ("gelu", "adamw") if tiny else ("head", "gelu", "compiled block", "adamw", "layer_norm")
-        return {name: ["recipes/fused_kernels/benchmark.py", "--only", name, *(["--rounds", "3"] if tiny else [])] for name in families}
     data = [] if part == "correctness" else ["--data", str(corpus(tiny).relative_to(ROOT))]
     cells = importlib.import_module(f"benchmarks.{part}").cells(tiny)
     return {name: [f"benchmarks/{part}.py", "--only", name, *small, *data] for name in cells}

@@ -24,7 +24,7 @@ from recipes.registry import ROOT, Recipe, Testbed
 
 #: The files that the numbers of a run depend on, as git pathspecs.
 TRAINING = [*CODE, "ds_configs", "constraints.txt", ":(glob)recipes/*.py", ":(glob)recipes/*/*.py"]
-TRAINING += [":(exclude)recipes/claims.py", ":(glob,exclude)recipes/*/benchmark.py"]
+TRAINING += [":(exclude)recipes/claims.py"]
 
 
 def check_checkout() -> None:
