@@ -417,8 +417,8 @@ def draw_losses(comparison: Comparison, file: Path) -> None:
         grid = picture.subplots(len(pairs) or 1, 2 if pairs else 1, squeeze=False)
         for number, row_of_axes in enumerate(grid):
             pair = pairs[number] if pairs else None
-            for side, color, style in zip((pair.control, pair.side) if pair else comparison.sides, PALETTE, ("-", ":"), strict=False):
-                _draw_side(row_of_axes[0], side, color, style, metric)
+            for side, color in zip((pair.control, pair.side) if pair else comparison.sides, PALETTE, strict=False):
+                _draw_side(row_of_axes[0], side, color, metric)
             if pair and (metric == "loss" or len(sequences_evaluated(pair.control, pair.side)) == 1):
                 _draw_difference(row_of_axes[1], pair, metric)
             what, title = LOSSES[metric], f"on {pair.testbed.name}" if pair and pair.testbed else ""
@@ -464,7 +464,7 @@ def _draw_difference(axes: Any, pair: Pair, metric: str) -> None:
     if len(gaps) > 1:
         deviation = gaps.std(axis=0, ddof=1)
         axes.fill_between(shared, mean - deviation, mean + deviation, color=PALETTE[1], alpha=0.15, linewidth=0)
-    axes.plot(shared, mean, color=PALETTE[1], linewidth=1.8, linestyle=":")
+    axes.plot(shared, mean, color=PALETTE[1], linewidth=1.8)
     late = np.append(gaps[:, shared >= 0.25 * shared[-1]], 0.0)
     margin = 0.15 * float(np.ptp(late)) or 0.01
     low, high = float(late.min()) - margin, float(late.max()) + margin
@@ -473,7 +473,7 @@ def _draw_difference(axes: Any, pair: Pair, metric: str) -> None:
         axes.set_title(f"outside the frame, in the first quarter: up to {' and '.join(outside)}", fontsize=9)
 
 
-def _draw_side(axes: Any, side: Side, color: str, style: str, metric: str) -> None:
+def _draw_side(axes: Any, side: Side, color: str, metric: str) -> None:
     for run in side.runs:
         axes.plot(*_drawable(run.columns, metric), color=color, linewidth=0.6, alpha=0.5)
     first = started_runs(side)
@@ -485,7 +485,7 @@ def _draw_side(axes: Any, side: Side, color: str, style: str, metric: str) -> No
         deviation = np.std([np.interp(tokens, *_drawable(run.columns, metric)) for run in first], axis=0, ddof=1)  # (seeds, tokens)
         label += f" ± {deviation[-1]:.4f}, {len(first)} seeds"
         axes.fill_between(tokens, loss - deviation, loss + deviation, color=color, alpha=0.15, linewidth=0)
-    axes.plot(tokens, loss, color=color, linewidth=1.8, label=label, linestyle=style)
+    axes.plot(tokens, loss, color=color, linewidth=1.8, label=label)
 
 
 def _drawable(columns: dict[str, Column], metric: str) -> tuple[Column, Column]:

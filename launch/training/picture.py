@@ -24,8 +24,10 @@ KEYS = ("fp16_zero_at_1", "fp16_zero_at_scale")
 def draw_loss(lines: Sequence[dict[str, Any]], picture: Path, title: str, initial_loss: float) -> None:
     """Draw training and validation loss of the `lines` of `metrics.jsonl` over tokens, with steps on the upper axis.
 
+    The first 3% of the tokens, where losses fall fast, do not set the scale.
+
     Args:
-        initial_loss: ln(vocabulary), the loss of an untrained model; a dashed line.
+        initial_loss: ln(vocabulary), the loss of an untrained model; a dashed line if it is in view.
     """
     lines = [line for line in lines if is_finite_number(line.get("tokens"))]
     figure = Figure(figsize=(9, 5), dpi=120, layout="constrained")
@@ -47,7 +49,14 @@ def draw_loss(lines: Sequence[dict[str, Any]], picture: Path, title: str, initia
     if val := [line for line in lines if is_finite_number(line.get("val_loss"))]:
         tokens, loss = [line["tokens"] for line in val], [line["val_loss"] for line in val]
         axes.plot(tokens, loss, color="#d95f02", marker="o", markersize=4, label=f"validation: {loss[-1]:.3f} at the end")
-    axes.axhline(initial_loss, color="#888888", linestyle="--", linewidth=1, label=f"untrained: ln(vocabulary) = {initial_loss:.2f}")
+    end = max((line["tokens"] for line in lines), default=0)
+    late = [line[key] for line in lines for key in ("loss", "val_loss") if is_finite_number(line.get(key)) and line["tokens"] > 0.03 * end]
+    if len(late) > 30:
+        margin = 0.05 * (max(late) - min(late)) or 0.01
+        axes.set_ylim(min(late) - margin, max(late) + margin)
+    above = " (above the frame)" if initial_loss > axes.get_ylim()[1] else ""
+    line = axes.axhline(initial_loss, color="#888888", linestyle="--", linewidth=1)
+    line.set_label(f"untrained: ln(vocabulary) = {initial_loss:.2f}{above}")
     axes.set(xlabel="tokens", ylabel="loss (nats per token)")
     axes.set_title(title, parse_math=False)  # the name of a run may contain $
     axes.xaxis.set_major_formatter(EngFormatter())
