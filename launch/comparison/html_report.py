@@ -419,6 +419,7 @@ def draw_losses(comparison: Comparison, file: Path) -> None:
             pair = pairs[number] if pairs else None
             for side, color in zip((pair.control, pair.side) if pair else comparison.sides, PALETTE, strict=False):
                 _draw_side(row_of_axes[0], side, color, metric)
+            _leave_out_the_start(row_of_axes[0])
             if pair and (metric == "loss" or len(sequences_evaluated(pair.control, pair.side)) == 1):
                 _draw_difference(row_of_axes[1], pair, metric)
             what, title = LOSSES[metric], f"on {pair.testbed.name}" if pair and pair.testbed else ""
@@ -434,6 +435,14 @@ def draw_losses(comparison: Comparison, file: Path) -> None:
             row_of_axes[0].set_title(title.removeprefix("; "), fontsize=9)
         picture.suptitle(f"{LOSSES[metric]} over tokens; thin: each seed, thick: mean over seeds, band: ± standard deviation", fontsize=11)
         picture.savefig(file, metadata={"Software": None})
+
+
+def _leave_out_the_start(axes: Any) -> None:
+    """The first tenth, where losses fall fast, does not set the scale."""
+    points = np.concatenate([line.get_xydata() for line in axes.lines] or [np.zeros((0, 2))])  # (points, 2)
+    late = points[points[:, 0] > 0.1 * points[:, 0].max(initial=0.0), 1]
+    if len(late) > 1 and np.ptp(late):
+        axes.set_ylim(late.min() - 0.05 * np.ptp(late), late.max() + 0.1 * np.ptp(late))
 
 
 def _batches(side: Side) -> int | None:
