@@ -11,12 +11,12 @@ import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 if not __package__:
     # For a script, Python puts this folder first on the path. With the root instead, `data_pipeline` can be imported without an
@@ -37,7 +37,6 @@ from data_pipeline.staging import partial_folder, staged_folder
 from data_pipeline.tokenizer import END_OF_TEXT, HUGGING_FACE_FILE, HuggingFace, Tokenizer, make_tokenizer, parse_spec
 from data_pipeline.writing import CorpusWriter, read_progress, remove_progress, write_manifest
 
-T = TypeVar("T")
 # With less text, starting processes (half a second) costs more time than they save (a core encodes about 17 MB/s).
 MIN_BYTES_FOR_WORKERS = 64 * 2**20
 #: Seconds between two progress reports if standard error is not a terminal.
@@ -133,13 +132,14 @@ def prepare(args: argparse.Namespace, say: Say) -> None:
             say(f"encoding with {workers} process{'es' if workers > 1 else ''}")
             with _progress_bar(documents.n_bytes, args.quiet) as bar:
 
-                def watch(chunk: list[Piece]) -> None:
-                    bar.update(documents.n_read - bar.n)
-                    for end in ends:
-                        ends[end] += sum(piece.text.count(end) for piece in chunk)
+                def watched() -> Iterator[list[Piece]]:
+                    for chunk in chunks(pieces(documents, tokenizer)):
+                        bar.update(documents.n_read - bar.n)
+                        for end in ends:
+                            ends[end] += sum(piece.text.count(end) for piece in chunk if end[0] in piece.text)  # `in` is faster
+                        yield chunk
 
-                every = _watched(chunks(pieces(documents, tokenizer)), watch)
-                todo = islice(every, done, None)  # reads the finished chunks again, without encoding them
+                todo = islice(watched(), done, None)  # reads the finished chunks again, without encoding them
                 for chunk in encode_chunks(todo, tokenizer, folder, entry, workers):
                     writer.write(chunk)
                     bar.set_postfix_str(f"{writer.documents:,} documents, {writer.tokens:,} tokens", refresh=False)
@@ -198,13 +198,6 @@ def _deferred_sigint() -> Iterator[None]:
         signal.signal(signal.SIGINT, handler)
         if received:
             signal.raise_signal(signal.SIGINT)
-
-
-def _watched(items: Iterable[T], watch: Callable[[T], object]) -> Iterator[T]:
-    """`items`; calls `watch` with each."""
-    for item in items:
-        watch(item)
-        yield item
 
 
 def _make_tokenizer(args: argparse.Namespace, documents: Documents, folder: Path, say: Say) -> tuple[Tokenizer, dict[str, Any]]:
@@ -322,7 +315,7 @@ def _check_same(args: argparse.Namespace, about: dict[str, Any]) -> None:
     except DataError as error:
         raise DataError(f"--out {out} exists and is not a complete corpus; remove it or choose another --out ({error})") from None
     # A newer version has options that an older one did not record.
-    found = {**manifest, "options": {**about["options"], **manifest["options"]}}
+    found = {**manifest, "options": {**about["options"], "separator": None, **manifest["options"]}}
     if difference := _difference(found, about):
         raise DataError(f"--out {out} exists and was prepared differently ({difference}); remove it or choose another --out")
     _check_tokenizer(args, manifest["tokenizer"], out)

@@ -189,7 +189,9 @@ def _plain(file: Path, stream: BinaryIO, problems: Problems) -> Iterator[Text]:
             data = stream.read(BLOCK)
     except UnicodeDecodeError as reason:
         line += reason.object.count(b"\n", 0, reason.start)
-        problems("not UTF-8", f"{file}:{line}", f"byte 0x{reason.object[reason.start]:02x}")
+        encoding = "UTF-16" if first.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) else "LATIN1"
+        detail = f"byte 0x{reason.object[reason.start]:02x}; if it is {encoding}, convert it with iconv -f {encoding} -t UTF-8"
+        problems("not UTF-8", f"{file}:{line}", detail)
         return
     # Not read_text: line ends stay as they are.
     yield Text((lambda: _blocks(file)) if n_bytes > LARGE else (lambda: (first.decode(),)), n_bytes, sha256.digest())

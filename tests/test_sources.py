@@ -253,6 +253,35 @@ def test_a_separator_cuts_a_text_file_into_documents(run, tmp_path, monkeypatch,
     assert found == all_of([*texts[:5], "not" + mark + "cut"])
 
 
+def test_a_separator_is_an_option_of_the_corpus(tmp_path, capsys):
+    (tmp_path / "a.txt").write_text("---".join(TEXTS))
+    out = tmp_path / "out"
+    command = ["--source", f"{tmp_path}/a.txt", "--out", str(out), "--tokenizer", "bytes", "--val_fraction", "0.3"]
+    assert main(command) == main(command) == 0
+    manifest = json.loads((out / "manifest.json").read_text())
+    del manifest["options"]["separator"]  # as an earlier version wrote it
+    (out / "manifest.json").write_text(json.dumps(manifest))
+    assert main(command) == 0
+    assert main([*command, "--separator=---"]) == 2
+    assert "separator was None, now ---" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("size", [0, 3, 100])
+def test_a_piece_above_the_limit_is_a_bad_record(tmp_path, monkeypatch, size):
+    """Its end is found without the piece in memory, also where the separator is cut by a block."""
+    monkeypatch.setattr(records, "BLOCK", 10)
+    file = tmp_path / "a.txt"
+    for shift in range(10):
+        file.write_bytes(b"one\n<|>\n" + b"x" * shift + b"a\xff" * size + b"\n<|>\n\xff\n<|>\n\n<|>two\n")
+        problems = records.Problems("skip", max_record=30)
+        found = records.records(file, "text", problems, lambda done: None, "<|>")
+        texts = ["".join(text.blocks()) for text in found]
+        assert texts == (["one", "two"] if size or not shift else ["one", "x" * shift, "two"])
+        cases = [case.replace(str(file), "") for kind in ("not UTF-8", "record too large") for case in problems.cases.get(kind, [])]
+        large = [":3: record too large (above the 2.86102e-05 MiB of --max_record_mib, up to the next '<|>')"] * (size > 15)
+        assert cases == [*[":3: not UTF-8 (byte 0xff)"] * (0 < size <= 15), ":5: not UTF-8 (byte 0xff)", *large]
+
+
 def test_marks_of_an_end_in_the_texts_are_counted_and_the_flag_is_named(run, tmp_path):
     said = "'<|endoftext|>' occurs 57 times in the texts: it is text there and ends no document"
     (tmp_path / "a.txt").write_text("<|endoftext|>\n".join(f"story {number}\n" for number in range(58)))
@@ -535,6 +564,7 @@ BAD = {
     "f.json": (b"[" * 100_000, [], "broken JSON", "f.json: record 1"),
     "g.json": (WHOLE[:-1] + b', {"text": "x", "n": 1e99999999999999}]', [*TEXTS[:3], "x"], None, ""),
     "a.txt": (b"one\ntwo\ngr\xf6\xdfer\n", [], "not UTF-8", "a.txt:3"),
+    "b.txt": ("größer".encode("utf-16"), [], "not UTF-8", "b.txt:1: not UTF-8 (byte 0xff; if it is UTF-16, convert it with iconv"),
     "a.csv": (rows(TEXTS) + b"99,gr\xf6\r\n", TEXTS, "not UTF-8", f"a.csv:{2 + sum(text.count(chr(10)) + 1 for text in TEXTS)}"),
     "b.csv": (rows(TEXTS) + b'99,"never closed\r\n', TEXTS, "broken CSV", "b.csv:"),
     "d.csv": (rows(TEXTS[:5]) + b'99,"a "bad" quote\r\n2,rest of a cell"\r\n' + rows(TEXTS), TEXTS[:5], "broken CSV", "d.csv:"),
