@@ -162,7 +162,9 @@ class Corpus:
     """An opened corpus. `fingerprint` is a hash of its content, independent of its path and of when it was prepared."""
 
     def __init__(self, path: Path, manifest: dict[str, Any], header: int = 0):
-        self.path, self._header = path, header
+        self.path = path
+        #: The number of bytes before the ids of each shard.
+        self.header = header
         self.manifest = manifest
         self.vocab_size: int = manifest["vocab_size"]
         #: None for nanoGPT's character-level corpora, which have no end-of-text token.
@@ -206,12 +208,12 @@ class Corpus:
                 check_sha256(file, shard["sha256"])
             else:
                 self._check_ids(file, shard["tokens"])
-                check_sha256(file, shard["sha256"], sampled_sha256(file, self._header))
+                check_sha256(file, shard["sha256"], sampled_sha256(file, self.header))
             on_read(shard["tokens"] * self.dtype.itemsize)
 
     def _check_ids(self, file: Path, n_tokens: int) -> None:
         for position in range(0, n_tokens, CHUNK_TOKENS):
-            tokens = np.fromfile(file, self.dtype, CHUNK_TOKENS, offset=self._header + position * self.dtype.itemsize)
+            tokens = np.fromfile(file, self.dtype, CHUNK_TOKENS, offset=self.header + position * self.dtype.itemsize)
             if tokens.max(initial=0) >= self.vocab_size:
                 first = int(np.argmax(tokens >= self.vocab_size))
                 raise DataError(
