@@ -4,6 +4,7 @@ import errno
 import fcntl
 import os
 import shutil
+import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -96,6 +97,12 @@ def remove_unfinished(folder: Path) -> None:
     """Remove what `write_atomically` leaves in `folder` if its process is killed."""
     for leftover in folder.glob(".*.tmp"):
         leftover.unlink()
+
+
+def require_regular(file: Path) -> None:
+    """OSError unless `file` is a regular file. Opening a pipe, a socket or a device may wait for ever."""
+    if not stat.S_ISREG(os.stat(file).st_mode):
+        raise OSError(errno.EINVAL, "not a regular file", str(file))
 
 
 def fsync(path: Path) -> None:

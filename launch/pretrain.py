@@ -122,6 +122,7 @@ def train(config: RunConfig, folder: RunFolder | NoFolder, stop: StopRequest, ob
         run_id=folder.run_id,
         store=CheckpointStore.of(config),
         on_wait=lambda: engine.enter(CHECKPOINT),
+        check_data=config.corpus.check_unchanged,
     )
 
     # Optimizer steps done, tokens and samples consumed, and the validation loss after the last step, if it was evaluated.
@@ -208,7 +209,7 @@ def train(config: RunConfig, folder: RunFolder | NoFolder, stop: StopRequest, ob
         elif engine.weights_are_finite():
             try:
                 saved = checkpoints.save(state, last=True)
-            except SystemExit:  # it has printed why it could not be written
+            except (SystemExit, TrainingFailed):  # it could not be written, or the corpus has changed
                 folder.log_failure(config, str(reason))
                 raise
             reason = TrainingFailed(f"{reason}; --resume continues from {saved}")

@@ -5,10 +5,10 @@ from __future__ import annotations
 import errno
 import json
 import os
-import stat
 from pathlib import Path
 from typing import Any, NoReturn
 
+from data_pipeline.staging import require_regular
 from launch.errors import UsageError
 
 MAX_TEXT_BYTES = 2**26
@@ -18,11 +18,10 @@ def read_text(file: Path, limit: int = MAX_TEXT_BYTES) -> str:
     """Return the text of a small file, such as a `run.json`.
 
     Raises:
-        OSError: it is missing, not a regular file (reading a pipe may block forever), or larger than `limit` bytes.
+        OSError: it is missing, not a regular file, or larger than `limit` bytes.
         UnicodeDecodeError: it is not UTF-8.
     """
-    if not stat.S_ISREG(os.stat(file).st_mode):
-        raise OSError(errno.EINVAL, "not a regular file", str(file))
+    require_regular(file)
     with open(file, "rb") as stream:
         content = stream.read(limit + 1)
     if len(content) > limit:
