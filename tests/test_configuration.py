@@ -371,7 +371,7 @@ def test_the_launcher_says_how_many_ranks_there_are(monkeypatch, corpus):
     flags = ["--deepspeed_config", str(ROOT / "ds_configs/zero1_bf16.json"), "--data", str(corpus)]
     monkeypatch.setenv("WORLD_SIZE", "4")
     assert resolve(flags)[0].ranks == 4
-    with pytest.raises(UsageError, match="--ranks 2: the launcher started 4 ranks"):
+    with pytest.raises(UsageError, match="--ranks 2: the launcher started 4 ranks; start 2, or leave the flag out"):
         resolve([*flags, "--ranks", "2"])
     monkeypatch.setenv("WORLD_SIZE", "many")
     with pytest.raises(UsageError, match="WORLD_SIZE is 'many'"):

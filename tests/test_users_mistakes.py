@@ -120,9 +120,17 @@ def test_wrong_value_of_a_flag(flag, faults):
         (["--seq_len", "20000"], "lower seq_len"),
         (["--min_lr", "0.1"], "min_lr' is 0.1, above the peak learning rate of 0.003"),
         (["--steps", "10", "--warmup_steps", "10"], "warmup_steps' is 10, but the run has 10 steps"),
-        (["--global_batch_size", "7"], "cannot be shared evenly by 2 ranks; give a multiple of 2"),
-        (["--global_batch_size", "1"], "a global batch of 1 sequences cannot be shared evenly"),
-        (["--micro_batch_size", "3"], "micro-batch 3 x accumulation 2 x 2 ranks = 12 sequences, but the global batch is 16"),
+        (["--global_batch_size", "7"], "cannot be shared evenly by 2 ranks; give --global_batch_size 6 or 8"),
+        (["--global_batch_size", "1"], "a global batch of 1 sequences cannot be shared evenly by 2 ranks; give --global_batch_size 2"),
+        (
+            ["--micro_batch_size", "3"],
+            "micro-batch 3 x accumulation 2 x 2 ranks = 12 sequences, but the global batch is 16; give --global_batch_size 12 or 18, or "
+            "--micro_batch_size 2 or 4",
+        ),
+        (["--set", "train_batch_size=7"], "cannot be shared evenly by 2 ranks; give 'train_batch_size' 6 or 8"),
+        (["--global_batch_size", "999999999998", "--micro_batch_size", "7777777777"], "or --micro_batch_size 2969 or 168406871"),
+        (["--lr", "0.1", "--set", "optimizer.params.lr=0.2"], "lr is 0.2, but --lr is 0.1; leave --set out or leave the flag out"),
+        (["--deepspeed", "ds.json"], "--deepspeed: takes no value, and has 'ds.json'; give a file with --deepspeed_config"),
         (["--steps", "1e12", "--global_batch_size", "1e8"], "more than 10^18 tokens"),
         (["--set", "gradient_clipping"], "must be KEY=VALUE"),
         (["--set", "=1"], "must be KEY=VALUE"),
@@ -142,6 +150,11 @@ def test_wrong_value_of_a_flag(flag, faults):
 def test_misused_flag(flags, names, faults):
     (fault,) = faults(BASE, *flags)
     assert names in fault
+
+
+def test_deepspeeds_own_switch_is_accepted(config):
+    for flags in (["--deepspeed", *config], [*config, "--deepspeed", "--local_rank", "0"]):
+        assert resolve(flags)[0] == resolve(config)[0]
 
 
 def test_neither_json_nor_recipe():
@@ -529,6 +542,11 @@ def test_a_wrong_json_ends_the_command_with_a_line_for_each_fault(command, confi
     printed = command("--deepspeed_config", tmp_path / "engine.json", *config[2:], lines=2)
     assert "'zero_optimization.stage' is 7" in printed
     assert "'nonsense': unknown key" in printed
+
+
+def test_a_missing_corpus_names_the_flag_and_the_command(command, config):
+    printed = command(*config[:2])
+    assert printed.startswith("error: --data data/stdlib: no such corpus; prepare one with: python data_pipeline/prepare.py --source")
 
 
 def test_local_rank_0_speaks_on_every_host(command, config):

@@ -193,12 +193,11 @@ class EngineJson:
         """The value at `path`, else the flag's; None if neither is set. Notes a fault if they differ."""
         value, given = self.get(*path), getattr(flags, flag)
         if value is not None and given is not None and value != given:
-            if (source := flags.origins[flag]) == f"--{flag}":
-                self.fault(path, f'is {json.dumps(value)}, but --{flag} is {given}; write "auto" in the JSON or leave the flag out')
+            source, written = flags.origins[flag], "leave --set out" if self._is_overridden(path) else 'write "auto" in the JSON'
+            if source == f"--{flag}":
+                self.fault(path, f"is {json.dumps(value)}, but --{flag} is {given}; {written} or leave the flag out")
             else:
-                self.fault(
-                    path, f'is {json.dumps(value)}, but {source} has --{flag} {given}; write "auto" in the JSON or give --{flag} {value}'
-                )
+                self.fault(path, f"is {json.dumps(value)}, but {source} has --{flag} {given}; {written} or give --{flag} {value}")
         return given if value is None else value
 
     def choose(self, path: KeyPath, flag: str, flags: argparse.Namespace, fallback: Any, origin: str) -> Any:
