@@ -84,7 +84,7 @@ class EngineJson:
         for old, (new, if_true) in engine_schema().other_names.items():
             path, to = tuple(old.split(".")), tuple(new.split("."))
             section = value_at(self.values, path[:-1])
-            if not isinstance(section, dict) or path[-1] not in section or path in self._reported:
+            if not isinstance(section, dict) or path[-1] not in section:
                 continue
             value = section[path[-1]]
             if to[-1] in section and not self._is_overridden(path):
