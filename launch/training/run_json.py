@@ -67,15 +67,22 @@ def resume_description(
 
 
 def parse_change(line: str) -> tuple[str, Any, Any]:
-    """The dotted key, the old and the new value of a line in `changes`; null for a value that is absent."""
+    """The dotted key, the old and the new value of a line in `changes`; null for a value that is absent.
+
+    Raises:
+        UsageError: it is no such line.
+    """
     key, _, values = line.partition(": ")
-    old, end = json.JSONDecoder().raw_decode(values)
-    return key, old, json.loads(values[end:].removeprefix(" -> "))
+    try:
+        old, end = json.JSONDecoder().raw_decode(values)
+        return key, old, json.loads(values[end:].removeprefix(" -> "))
+    except ValueError:
+        raise UsageError(f"run.json: {json.dumps(line)[:60]} in 'changes' must be KEY: OLD -> NEW; restore run.json") from None
 
 
 def starts_of(description: dict[str, Any]) -> list[dict[str, Any]]:
     """Each start of the run of a `run.json`, with its `command` and `commit`: the first, then each resume."""
-    return [description, *(one for one in description.get("resumes", []) if isinstance(one, dict))]
+    return [description, *description.get("resumes", [])]
 
 
 def commits_of(description: dict[str, Any]) -> list[Any]:

@@ -521,7 +521,7 @@ def test_a_name_of_which_there_is_no_run_is_said_in_the_first_line(train, flags,
 
 
 def description(resume: bool) -> dict:
-    empty = {key: kind() for key, (kind, _) in RUN_KEYS.items()}
+    empty = {key: kind() for key, (kind,) in RUN_KEYS.items()}
     model = {"shape": vars(PRESETS["nano"].shape), "corpus": {"vocab_size": 1024}}
     return {**empty, **model, "created": "now", "resume": resume, "ranks": 1, "optimizer": {"type": "AdamW"}}
 
