@@ -50,7 +50,7 @@ def start_branch(config: RunConfig, run: Path, description: dict[str, Any]) -> N
         raise UsageError(f"--branch_from {config.branch_from}: no such checkpoint; give runs/NAME/checkpoints/step-00000300")
     before = read_run_json(source / "run.json")
     state = verify(checkpoint, before.get("run_id"))
-    resume_description(source, description, "give the value of the run that wrote the checkpoint of --branch_from")
+    resume_description(source, description, "give the values of the run that wrote the checkpoint of --branch_from")
     kept = _metrics_up_to(source / METRICS_FILE, state["step"])
     lines = [line for _, line in kept]
     _check_decay(config, state["tokens"])

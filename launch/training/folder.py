@@ -25,6 +25,7 @@ from types import ModuleType
 from typing import Any
 
 from data_pipeline.staging import remove_unfinished, write_atomically
+from launch.config.explain import learning_rate
 from launch.config.flags import MUST
 from launch.config.run_config import SCRATCH, RunConfig
 from launch.errors import UsageError, nearest, print_once
@@ -239,19 +240,32 @@ class RunFolder:
         if always or not (silent or self.quiet):
             print_once(line)
 
-    def log_start(self, lines: Iterable[str], step: int, resume: bool | str) -> None:
-        """Log whether the run is resumed, then `lines`, then the changes since the last start."""
+    def log_start(self, config: RunConfig, lines: Iterable[str], state: dict[str, Any]) -> None:
+        """Log whether the run is resumed, then `lines`, then the changes since the last start, and whether the learning rate jumps."""
+        step = state["step"]
         if self._branched:
             self.log(f"branched from {self._description['branch_from']}")
         if step:
             self.log(f"resuming after step {step}")
-        elif resume:
+        elif config.resume:
             new = f"; {self.path} is a new run{_nearest_run(self.path)}" if self._is_new else ""
             self.log(f"no complete checkpoint to resume from: starting at step 0{new}", always=True)
         for line in lines:
             self.log(line)
         for change in self._changes:
             self.log(f"changed since this run was last started: {change}")
+        before = self._metrics.lr_before if self._metrics else None
+        if before is None or state["tokens"] >= config.total_tokens:
+            return
+        rate = learning_rate(config)
+        if not math.isclose(rate(step, state["tokens"]), before, rel_tol=1e-6):
+            after = rate(step + 1, state["tokens"] + config.tokens_per_step)
+            self.log(
+                f"warning: the learning rate goes from {before:.2e} (step {step}) to {after:.2e}, because this start has another schedule, "
+                "rate, warm-up or length; to train longer without a jump, use --set scheduler.type=WarmupStableDecayTokens, and "
+                "--branch_from a checkpoint before its decay",
+                always=True,
+            )
 
     def log_failure(self, config: RunConfig, reason: str) -> None:
         """Log why the run failed and draw its loss. The command prints `reason` itself."""

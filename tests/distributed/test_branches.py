@@ -102,7 +102,7 @@ def test_a_branched_decay_is_the_run_that_decayed_there(config, train, tmp_path)
         ("step-00000024", ["--steps", "60"], "before its decay"),
         ("step-00000012", ["--steps", "20", "--lr", "4e-3"], "--lr"),
         ("step-00000012", ["--steps", "20", "--warmup_steps", "4"], "step 1 .*--warmup_steps"),  # both have the peak at step 12
-        ("step-00000012", ["--steps", "20", "--seed", "2"], "seed = 1, .* of --branch_from$"),
+        ("step-00000012", ["--steps", "20", "--seed", "2"], "--seed 1, .* of --branch_from$"),
         ("step-00000013", ["--steps", "20"], "no such checkpoint"),
     ],
 )
