@@ -95,6 +95,13 @@ def _refuse(constant: str) -> NoReturn:
     raise ValueError(f"it holds {constant}")
 
 
+def refuse_links(folder: Path) -> None:
+    """Raise UsageError if a file in `folder` is a link: writing would change a file elsewhere. Links to folders may be there."""
+    for path in folder.iterdir() if folder.is_dir() else ():
+        if path.is_symlink() and not path.is_dir():
+            raise UsageError(f"{path}: is a link to {os.readlink(path)}, and a run writes its own files; remove the link")
+
+
 def check_writable(path: Path, flag: str) -> None:
     """Raise UsageError, which names `flag`, unless a file or folder can be made at `path`. Creates nothing."""
     try:

@@ -14,7 +14,7 @@ import uuid
 from pathlib import Path
 from typing import Any
 
-from data_pipeline.staging import write_atomically
+from data_pipeline.staging import staged_folder, write_atomically
 from launch.config.optimizer import has_rate_of_its_own, without_defaults
 from launch.config.run_config import RunConfig
 from launch.config.steps import planned_steps
@@ -57,20 +57,18 @@ def start_branch(config: RunConfig, run: Path, description: dict[str, Any]) -> N
     _check_settings(config, before, description)
     _check_steps(config, lines, state["samples"])
 
-    temporary, run_id = run.with_name(f".{run.name}.branch-{os.getpid()}"), uuid.uuid4().hex
+    run_id = uuid.uuid4().hex
     try:
-        copy = temporary / "checkpoints" / checkpoint.name
-        shutil.copytree(checkpoint, copy, copy_function=_link_or_copy)
-        write_atomically(copy / STATE_FILE, state_text(state, run_id, state["ranks"], state["files"]))
-        write_atomically(temporary / METRICS_FILE, b"".join(text + b"\n" for text, _ in kept))
-        begun = {**before, "run_id": run_id, "branch_from": str(checkpoint), "finished": None}
-        write_atomically(temporary / "run.json", json.dumps(begun, indent=2) + "\n")
-        os.rename(temporary, run)
+        with staged_folder(run, worth_keeping=lambda folder: False, resume=False, flag="--run_name") as folder:
+            copy = folder / "checkpoints" / checkpoint.name
+            shutil.copytree(checkpoint, copy, copy_function=_link_or_copy)
+            write_atomically(copy / STATE_FILE, state_text(state, run_id, state["ranks"], state["files"]))
+            write_atomically(folder / METRICS_FILE, b"".join(text + b"\n" for text, _ in kept))
+            begun = {**before, "run_id": run_id, "branch_from": str(checkpoint), "finished": None}
+            write_atomically(folder / "run.json", json.dumps(begun, indent=2) + "\n")
     except OSError as error:
         reason = error.args[0][0][2] if isinstance(error, shutil.Error) else error  # the first file that could not be copied
         raise UsageError(f"{run}: --branch_from could not make it ({reason})") from None
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def _link_or_copy(source: str, target: str) -> None:

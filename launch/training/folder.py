@@ -30,6 +30,7 @@ from launch.config.flags import MUST
 from launch.config.run_config import SCRATCH, RunConfig
 from launch.errors import UsageError, nearest, print_once
 from launch.formats.checkpoint_files import checkpoint_name, complete_checkpoints, what_resume_does
+from launch.formats.files import refuse_links
 from launch.formats.metrics import read_metrics
 from launch.training.branch import start_branch
 from launch.training.exponents import overall
@@ -49,7 +50,7 @@ def check_run_folder(runs_dir: str, run_name: str, resume: bool | str, stored: b
     stored: the run may have checkpoints in a store, which `launch.training.store.check_store` looks at.
 
     Raises:
-        UsageError: the name is in use, or `resume` is `MUST` and there is no checkpoint.
+        UsageError: the name is in use, `resume` is `MUST` and there is no checkpoint, or a file in the folder is a link.
     """
     path = Path(runs_dir) / run_name
     if resume == MUST and not stored and not complete_checkpoints(path / "checkpoints"):
@@ -62,6 +63,7 @@ def check_run_folder(runs_dir: str, run_name: str, resume: bool | str, stored: b
         foreign = sorted(name for name in os.listdir(path) if name not in BEFORE_RUN_JSON and not name.startswith(".run.json."))
         if foreign:
             raise UsageError(f"{path}: holds {foreign[0]} but no run.json, so it is not a run folder; give another --run_name")
+    refuse_links(path)
     return path
 
 

@@ -29,6 +29,7 @@ from launch.training.folder import RunFolder
 from launch.training.picture import draw_loss
 from launch.training.run_json import commits_of
 from model.presets import PRESETS
+from tests.commands import run_script
 from tests.distributed.launched import TINY, LaunchedRun
 from tests.distributed.ranks import Ranks
 from tests.helpers import resumed_after, rewind
@@ -619,6 +620,24 @@ def test_a_folder_that_is_no_run_is_not_resumed(tmp_path):
     (tmp_path / "r/thesis.tex").write_text("x")
     with pytest.raises(UsageError, match=r"holds thesis\.tex but no run\.json"):
         run_folder.check_run_folder(str(tmp_path), "r", resume=True)
+
+
+@pytest.mark.parametrize("name", [".lock", "log.txt", "loss.png", "metrics.jsonl", "metrics.jsonl.cut", "csv_monitor/loss.csv"])
+def test_a_resume_does_not_write_through_a_link(name, finished, flags):
+    outside, file = finished.parent / "outside", finished / name
+    outside.write_text("mine")
+    file.parent.mkdir(exist_ok=True)
+    file.unlink(missing_ok=True)
+    file.symlink_to(outside)
+    before = (finished / "run.json").read_bytes()
+    monitor = ["--set", 'csv_monitor={"enabled": true}']
+    run = ["--deepspeed_config", "ds_configs/zero1_fp32.json", "--runs_dir", finished.parent, "--run_name", "r", *TINY, *flags, *monitor]
+    done = run_script("launch/pretrain.py", *run, "--steps", "7", "--resume")
+    assert (done.returncode, done.stderr) == (
+        2,
+        f"error: {file}: is a link to {outside}, and a run writes its own files; remove the link\n",
+    )
+    assert outside.read_text() == "mine" and (finished / "run.json").read_bytes() == before
 
 
 def test_a_start_that_a_signal_ended_while_it_built_the_engine_is_made_again(tmp_path):
