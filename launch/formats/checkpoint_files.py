@@ -2,7 +2,7 @@
 
     step-00000300/
         engine/, technique-00000.pt, ...
-        state.json    step, tokens, samples, val_loss, ranks, run_id, size and digest of every file, and a digest of all this
+        state.json    step, tokens, samples, val_loss, spike_window, ranks, run_id, size and digest of every file, and a digest of all this
 
 Digests are XXH3 (128 bits) of the XXH3s of a file's blocks, so that several blocks can be read at once. They detect damaged and mixed-up
 files, not forged ones; a forged file cannot run code either, since `launch/formats/tensor_files.py` unpickles tensors only.
@@ -97,7 +97,7 @@ def state_text(state: dict[str, Any], run_id: str | None, ranks: int, files: dic
     """The content of `state.json`.
 
     Args:
-        state: step, tokens, samples, val_loss.
+        state: step, tokens, samples, val_loss, spike_window.
         run_id: from the run's `run.json`.
         ranks: how many ranks wrote the checkpoint.
         files: the `file_entry` of each file, by path relative to the checkpoint.

@@ -40,6 +40,7 @@ def start_branch(config: RunConfig, run: Path, description: dict[str, Any]) -> N
         UsageError: it is not a checkpoint of a run; its run differs in a value that a resume must not change, in the optimizer, the
             clipping or the techniques; or an earlier step differs in its learning rate, its tokens or a technique's metrics. Nothing is
             written.
+        DataError: another process makes it.
     """
     # Links are kept as they are: the checkpoint, or the folder of checkpoints, may lie elsewhere.
     checkpoint = Path(os.path.abspath(str(config.branch_from)))
