@@ -2,7 +2,7 @@
 
     runs/<name>/checkpoints/step-00000300/
         engine/       DeepSpeed's files (with `latest` next to it, so that, at stages 1 to 3, its zero_to_fp32.py works on the folder)
-        state.json    step, tokens, samples, validation loss, ranks, the run's id, size and digest of every file
+        state.json    step, tokens, samples, validation loss, window of the spike rule, ranks, the run's id, size and digest of every file
         technique-00000.pt   per rank, only if a technique has state that cannot be computed from the step
 
 Any folder named `step-` and at least eight digits is complete. The newest `keep` checkpoints are kept, and the best by validation loss.
