@@ -167,8 +167,8 @@ def sha256_of(file: Path) -> str:
 
 def check_sha256(file: Path, expected: str, found: str = "") -> None:
     """DataError unless the hash of `file`, `found` if it is given, is the one in the manifest."""
-    if not file.exists():
-        raise DataError(f"{file}: missing, the corpus is incomplete; prepare it again")
+    if not file.is_file():
+        raise DataError(f"{file}: {'not a file' if file.exists() else 'missing'}, the corpus is incomplete; prepare it again")
     found = found or sha256_of(file)
     if found != expected:
         raise DataError(f"{file}: changed: its sha256 is {found[:16]}..., the manifest has {expected[:16]}...; prepare the corpus again")

@@ -11,12 +11,12 @@ import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 if not __package__:
     # For a script, Python puts this folder first on the path. With the root instead, `data_pipeline` can be imported without an
@@ -25,25 +25,35 @@ if not __package__:
 
 from tqdm import tqdm
 
-from data_pipeline.documents import TRAINING_BYTES, Documents, chunks, pieces, training_texts
+from data_pipeline.documents import TRAINING_BYTES, Documents, Piece, chunks, pieces, training_texts
 from data_pipeline.encoding import encode_chunks
 from data_pipeline.errors import DataError, open_standard_streams, print_line, printable
 from data_pipeline.manifest import MANIFEST_FILE, SPLITS, read_manifest
-from data_pipeline.records import MAX_RECORD_MIB, BadRecord, Problems
+from data_pipeline.records import MAX_RECORD_MIB, PLAIN, BadRecord, Problems
 from data_pipeline.shards import Corpus, open_corpus
 from data_pipeline.show import counts, show
-from data_pipeline.sources import ALLOWED, open_sources
+from data_pipeline.sources import ALLOWED, listed, open_sources
 from data_pipeline.staging import partial_folder, staged_folder
-from data_pipeline.tokenizer import HUGGING_FACE_FILE, HuggingFace, Tokenizer, make_tokenizer, parse_spec
+from data_pipeline.tokenizer import END_OF_TEXT, HUGGING_FACE_FILE, HuggingFace, Tokenizer, make_tokenizer, parse_spec
 from data_pipeline.writing import CorpusWriter, read_progress, remove_progress, write_manifest
 
-T = TypeVar("T")
 # With less text, starting processes (half a second) costs more time than they save (a core encodes about 17 MB/s).
 MIN_BYTES_FOR_WORKERS = 64 * 2**20
 #: Seconds between two progress reports if standard error is not a terminal.
 SECONDS_BETWEEN_REPORTS = 15.0
 #: The flags that determine the content of the corpus, recorded in its manifest.
-OPTIONS = ("tokenizer", "end_of_text", "val_fraction", "shard_tokens", "text_column", "max_docs", "max_record_mib", "dedup", "on_error")
+OPTIONS = (
+    "tokenizer",
+    "end_of_text",
+    "val_fraction",
+    "shard_tokens",
+    "text_column",
+    "max_docs",
+    "max_record_mib",
+    "dedup",
+    "on_error",
+    "separator",
+)
 Say = Callable[[str], None]
 
 
@@ -86,7 +96,9 @@ def prepare(args: argparse.Namespace, say: Say) -> None:
     started = time.monotonic()
     _check(args)
     problems = Problems(args.on_error, args.max_record_mib * 2**20)
-    sources, weights = open_sources(args.source, args.text_column, args.max_docs, problems)
+    sources, weights = open_sources(args.source, args.text_column, args.max_docs, problems, args.separator)
+    if args.separator and not any(source.plain for source in sources):
+        raise DataError(f"--separator {args.separator!r}: no source has a file of {' '.join(PLAIN)}, which it cuts; omit the flag")
     options = {key: getattr(args, key) for key in OPTIONS}
     about = {"sources": [source.describe() for source in sources], "options": options, "mixture": weights or [1.0]}
     if os.path.lexists(args.out):
@@ -110,6 +122,7 @@ def prepare(args: argparse.Namespace, say: Say) -> None:
             entry = progress["tokenizer"]
             _check_tokenizer(args, entry, folder)
             tokenizer = Tokenizer.load(folder, entry)
+        ends = Counter({END_OF_TEXT: 0, tokenizer.end_name or END_OF_TEXT: 0})  # how often they occur in the texts
         workers = args.workers or (1 if 0 < documents.n_bytes < MIN_BYTES_FOR_WORKERS else len(os.sched_getaffinity(0)))
         writer = CorpusWriter(folder, tokenizer, args.shard_tokens, identity, entry, progress)
         try:
@@ -118,8 +131,15 @@ def prepare(args: argparse.Namespace, say: Say) -> None:
                 say(f"resuming after {done:,} chunks of text")
             say(f"encoding with {workers} process{'es' if workers > 1 else ''}")
             with _progress_bar(documents.n_bytes, args.quiet) as bar:
-                every = _watched(chunks(pieces(documents, tokenizer)), lambda: bar.update(documents.n_read - bar.n))
-                todo = islice(every, done, None)  # reads the finished chunks again, without encoding them
+
+                def watched() -> Iterator[list[Piece]]:
+                    for chunk in chunks(pieces(documents, tokenizer)):
+                        bar.update(documents.n_read - bar.n)
+                        for end in ends:
+                            ends[end] += sum(piece.text.count(end) for piece in chunk if end[0] in piece.text)  # `in` is faster
+                        yield chunk
+
+                todo = islice(watched(), done, None)  # reads the finished chunks again, without encoding them
                 for chunk in encode_chunks(todo, tokenizer, folder, entry, workers):
                     writer.write(chunk)
                     bar.set_postfix_str(f"{writer.documents:,} documents, {writer.tokens:,} tokens", refresh=False)
@@ -131,7 +151,7 @@ def prepare(args: argparse.Namespace, say: Say) -> None:
             raise DataError(f"{reason}; {skip}; if you change the file instead, remove {folder} and start again") from None
         finally:
             writer.close()
-        dropped = documents.dropped + problems.counts
+        dropped = sum((source.left_out for source in sources), documents.dropped + problems.counts)
         try:
             _check_splits(splits, args, len(about["mixture"]), dropped, documents.least_val_fraction, problems)
         except DataError:
@@ -141,6 +161,9 @@ def prepare(args: argparse.Namespace, say: Say) -> None:
         write_manifest(folder, tokenizer.vocab_size, tokenizer.eot_id, **about)
     remove_progress(args.out)
     _summarize(open_corpus(args.out), dropped, problems, time.monotonic() - started, done > 0, say)
+    for end, n in (+ends).items():
+        fix = f"; if it separates the documents of a file, give --separator {end!r}" if any(source.plain for source in sources) else ""
+        say(f"{end!r} occurs {n:,} times in the texts: it is text there and ends no document{fix}")
 
 
 def verify(args: argparse.Namespace, say: Say) -> None:
@@ -175,13 +198,6 @@ def _deferred_sigint() -> Iterator[None]:
         signal.signal(signal.SIGINT, handler)
         if received:
             signal.raise_signal(signal.SIGINT)
-
-
-def _watched(items: Iterable[T], watch: Callable[[], object]) -> Iterator[T]:
-    """`items`; calls `watch` with each."""
-    for item in items:
-        watch()
-        yield item
 
 
 def _make_tokenizer(args: argparse.Namespace, documents: Documents, folder: Path, say: Say) -> tuple[Tokenizer, dict[str, Any]]:
@@ -222,6 +238,12 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--end_of_text", metavar="TOKEN", help="token that ends a document; default: the tokenizer's own")
     parser.add_argument("--text_column", default="text", help="column (or JSON key) that holds the text; default %(default)s")
+    parser.add_argument(
+        "--separator",
+        type=lambda text: text.replace("\\n", "\n").replace("\\t", "\t"),
+        metavar="TEXT",
+        help=f"cut {' '.join(PLAIN)} files into documents at each TEXT, such as '<|endoftext|>' or '\\n\\n\\n'; default: none",
+    )
     parser.add_argument("--max_docs", type=int, metavar="N", help="use only the first N documents of each source")
     parser.add_argument("--dedup", choices=["none", "exact"], default="none", help="exact: drop documents that repeat an earlier one")
     parser.add_argument(
@@ -235,7 +257,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         type=int,
         default=MAX_RECORD_MIB,
         metavar="N",
-        help="largest record of .jsonl, .json, .csv and .parquet in MiB, decompressed; a larger one is a bad record; default %(default)s",
+        help="largest record (not a text file without --separator) in MiB, decompressed; a larger one is a bad record; default %(default)s",
     )
     parser.add_argument(
         "--val_fraction",
@@ -277,6 +299,8 @@ def _check(args: argparse.Namespace) -> None:
         value = getattr(args, name)
         if value is not None and not 1 <= value <= largest:
             raise DataError(f"--{name} {value}: allowed: 1 or more, up to {largest}, or omit the flag")
+    if args.separator == "":
+        raise DataError("--separator '': allowed: one character or more, or omit the flag")
     if args.out.name in ("", ".."):
         raise DataError(f"--out {args.out}: not a folder name; give one, such as data/stdlib")
 
@@ -291,7 +315,7 @@ def _check_same(args: argparse.Namespace, about: dict[str, Any]) -> None:
     except DataError as error:
         raise DataError(f"--out {out} exists and is not a complete corpus; remove it or choose another --out ({error})") from None
     # A newer version has options that an older one did not record.
-    found = {**manifest, "options": {**about["options"], **manifest["options"]}}
+    found = {**manifest, "options": {**about["options"], "separator": None, **manifest["options"]}}
     if difference := _difference(found, about):
         raise DataError(f"--out {out} exists and was prepared differently ({difference}); remove it or choose another --out")
     _check_tokenizer(args, manifest["tokenizer"], out)
@@ -344,11 +368,11 @@ def _check_splits(
     documents = {split: splits[split]["documents"] for split in SPLITS}
     if not sum(documents.values()):
         first = f"; the first: {next(iter(problems.cases.values()))[0]}" if problems.cases else ""
-        raise DataError(f"--source {' '.join(args.source)}: no document, {sum(dropped.values())} left out{first}")
+        raise DataError(f"--source {' '.join(args.source)}: no document; left out: {listed(dropped) or 'nothing'}{first}")
     above = f" to {min(1.1 * least, (1 + least) / 2):.3g}" if least < 1 else ""
     for split, fix in (("train", "lower --val_fraction"), ("val", f"raise --val_fraction{above}")):
         if not documents[split]:
-            left_out = f", {sum(dropped.values())} left out" if dropped else ""
+            left_out = f", {listed(dropped)} left out" if dropped else ""
             raise DataError(
                 f"--source {' '.join(args.source)}: no document for {split} ({sum(documents.values())} in total{left_out}, --val_fraction"
                 f" {args.val_fraction}); {fix}, or add documents (a single document is cut in two, and must be long enough)"
@@ -362,7 +386,7 @@ def _summarize(corpus: Corpus, dropped: Counter[str], problems: Problems, second
     for line in counts(corpus):
         say(line)
     if dropped:
-        say("left out: " + ", ".join(f"{count:,} {reason}" for reason, count in sorted(dropped.items())))
+        say(f"left out: {listed(dropped)}")
     for cases in problems.cases.values():
         for case in cases:
             say(f"  {case}")

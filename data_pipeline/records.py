@@ -1,28 +1,34 @@
 """Reads the records of one file of any format, each with its place in the file for error messages.
 
-    .txt .md .py                    the file is one document
+    .txt .md .py                    the file is one document; with `--separator`, each piece between two separators is a record
     .jsonl                          each line is an object; its text is in the text column
     .json                           consecutive objects, or one array of objects
     .csv                            a row is a record; the first row names the columns
-    .parquet                        a row is a record
+    .parquet .arrow                 a row is a record
 
-All but .parquet may be compressed: .gz or .zst follows. Only one record is in memory at a time, and of a .parquet file one page. The
-size of a record is limited (`Problems.max_record`). It is checked before a line is read whole, since a small compressed file can hold a
-record of any size. Text files have no limit: one above LARGE is read in blocks, several times.
+All but the last line may be compressed: .gz, .zst, .xz or .bz2 follows. The case of a name does not matter, and it may have a synonym.
+Only one record is in memory at a time, of a .parquet file one page, and of an .arrow file one batch. The size of a record is limited
+(`Problems.max_record`). It is checked before a line is read whole, since a small compressed file can hold a record of any size. Text
+files have no limit: one above LARGE is read in blocks, several times.
 """
 
 from __future__ import annotations
 
+import bz2
 import codecs
 import csv
+import gzip
 import hashlib
 import io
 import json
+import lzma
+import mmap
 import re
 import sys
+import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from itertools import count
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -30,13 +36,14 @@ from typing import Any, BinaryIO, NamedTuple
 from data_pipeline.errors import DataError, one_line
 
 PLAIN = (".txt", ".md", ".py")
-TABLES = (".jsonl", ".json", ".csv", ".parquet")
-COMPRESSED = (".gz", ".zst")
-SUFFIXES = (*PLAIN, *(name + end for name in (*PLAIN, ".jsonl", ".json", ".csv") for end in COMPRESSED), *TABLES)
+STREAMED = (*PLAIN, ".jsonl", ".json", ".csv")
+TABLES = (".parquet", ".arrow")
+COMPRESSED = (".gz", ".zst", ".xz", ".bz2")
+ALLOWED_FILES = f"{' '.join(STREAMED)} (each also {' '.join(COMPRESSED)}) {' '.join(TABLES)}"
+_SYNONYMS = {".text": ".txt", ".markdown": ".md", ".ndjson": ".jsonl", ".jsonlines": ".jsonl", ".pq": ".parquet", ".zstd": ".zst"}
 #: Text files up to this size, in bytes, are read at once.
 LARGE = 4 * 2**20
 BLOCK = 2**20
-_CODECS = {".gz": "gzip", ".zst": "zstd"}
 #: Largest record, in MiB. Parsed JSON can take 24 times as much memory: `{},` becomes an object of 72 bytes.
 MAX_RECORD_MIB = 16
 #: Rows of a Parquet file that are decoded at once.
@@ -97,59 +104,75 @@ class Text(NamedTuple):
     sha256: bytes
 
 
-def records(file: Path, text_column: str, problems: Problems, on_read: Callable[[int], None]) -> Iterator[Text]:
+def records(
+    file: Path, text_column: str, problems: Problems, on_read: Callable[[int], None], separator: str | None = None
+) -> Iterator[Text]:
     """Yields the text of each good record.
 
     Args:
+        separator: stands between the documents of a text file.
         on_read: is called with the number of bytes of the file that have been read.
 
     Raises:
         DataError: the file cannot be read; or, with `--on_error stop`, a record is bad.
     """
-    read = _parquet if suffix_of(file) == ".parquet" else _of_stream
+    kind, _ = kind_of(file)
     try:
-        yield from read(file, text_column, problems, on_read)
+        if kind in TABLES:
+            yield from _rows(file, text_column, problems, on_read)
+            return
+        with _opened(file) as (raw, stream):
+            found: Iterator[Text]
+            if kind in PLAIN:
+                found = _pieces(file, stream, separator, problems) if separator else _plain(file, stream, problems)
+            else:
+                read = {".jsonl": _json_lines, ".json": _json, ".csv": _csv}[kind]
+                found = read(file, stream, text_column, problems)
+            for record in found:
+                on_read(raw.tell())
+                yield record
     except OSError as reason:
-        if reason.errno is None:  # an error of the decompressor
+        if "too much memory" in str(reason):
+            problems("zstd window above 2 GiB", str(file), "compress it again without --long")
+        elif reason.errno is None:  # an error of the decompressor
             problems("compressed file damaged", str(file), one_line(reason))
         else:
             raise DataError(f"--source: {file} cannot be read ({reason.strerror}); fix that, or move it away") from None
 
 
-def suffix_of(file: Path) -> str:
-    """The suffix of the file's name, if it is in SUFFIXES, else ""."""
-    return next((suffix for suffix in SUFFIXES if file.name.endswith(suffix)), "")  # no suffix is the end of another
+def kind_of(file: Path) -> tuple[str, str]:
+    """The kind of the file in STREAMED or TABLES, and its compression in COMPRESSED or "", both by its name; "", "" for other kinds."""
+    suffixes = [_SYNONYMS.get(suffix.lower(), suffix.lower()) for suffix in ["", *file.suffixes]]
+    compression = suffixes.pop() if suffixes[-1] in COMPRESSED else ""
+    return (suffixes[-1], compression) if suffixes[-1] in (STREAMED if compression else (*STREAMED, *TABLES)) else ("", "")
 
 
 @contextmanager
 def _opened(file: Path) -> Iterator[tuple[BinaryIO, BinaryIO]]:
-    """The bytes of `file` as stored, and decompressed."""
-    with open(file, "rb", buffering=BLOCK) as raw:
-        if file.suffix not in _CODECS:
-            yield raw, raw
-            return
-        import pyarrow  # here, as it takes a quarter of a second, and only compressed files need it
+    """The bytes of `file` as stored, and decompressed.
 
-        # If the file is damaged, the content of the buffer is lost: a few KiB.
-        with io.BufferedReader(pyarrow.CompressedInputStream(raw, _CODECS[file.suffix])) as stream:
+    Raises:
+        OSError: without `errno` for content that cannot be decompressed.
+    """
+    opens: dict[str, Any] = {"": nullcontext, ".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open, ".zst": _open_zstd}
+    with open(file, "rb", buffering=BLOCK) as raw, opens[kind_of(file)[1]](raw) as stream:
+        try:
             yield raw, stream
+        except (EOFError, zlib.error, lzma.LZMAError) as reason:
+            raise OSError(one_line(reason)) from None
 
 
-def _of_stream(file: Path, text_column: str, problems: Problems, on_read: Callable[[int], None]) -> Iterator[Text]:
-    kind = suffix_of(file)
-    with _opened(file) as (raw, stream):
-        found: Iterator[Text]
-        if kind.startswith(PLAIN):
-            found = _plain(file, stream, problems)
-        elif kind.startswith(".jsonl"):
-            found = _json_lines(file, stream, text_column, problems)
-        elif kind.startswith(".json"):
-            found = _json(file, stream, text_column, problems)
-        else:
-            found = _csv(file, stream, text_column, problems)
-        for record in found:
-            on_read(raw.tell())
-            yield record
+@contextmanager
+def _open_zstd(raw: BinaryIO) -> Iterator[Any]:
+    if sys.version_info >= (3, 14):
+        from compression import zstd
+    else:
+        from backports import zstd
+    try:  # the window is in memory; 2 GiB, the largest of any encoder, is that of `zstd --ultra --long=31`
+        with zstd.open(raw, options={zstd.DecompressionParameter.window_log_max: 31}) as stream:
+            yield stream
+    except zstd.ZstdError as reason:
+        raise OSError(one_line(reason)) from None
 
 
 def _plain(file: Path, stream: BinaryIO, problems: Problems) -> Iterator[Text]:
@@ -166,7 +189,9 @@ def _plain(file: Path, stream: BinaryIO, problems: Problems) -> Iterator[Text]:
             data = stream.read(BLOCK)
     except UnicodeDecodeError as reason:
         line += reason.object.count(b"\n", 0, reason.start)
-        problems("not UTF-8", f"{file}:{line}", f"byte 0x{reason.object[reason.start]:02x}")
+        encoding = "UTF-16" if first.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) else "LATIN1"
+        detail = f"byte 0x{reason.object[reason.start]:02x}; if it is {encoding}, convert it with iconv -f {encoding} -t UTF-8"
+        problems("not UTF-8", f"{file}:{line}", detail)
         return
     # Not read_text: line ends stay as they are.
     yield Text((lambda: _blocks(file)) if n_bytes > LARGE else (lambda: (first.decode(),)), n_bytes, sha256.digest())
@@ -178,6 +203,40 @@ def _blocks(file: Path) -> Iterator[str]:
     with _opened(file) as (_, stream):
         while data := stream.read(BLOCK):
             yield decoder.decode(data)
+
+
+def _pieces(file: Path, stream: BinaryIO, separator: str, problems: Problems) -> Iterator[Text]:
+    """The text between separators, without the line ends around it; an empty piece is no document."""
+    for line, piece in _cut_at(stream, separator.encode("utf-8", "surrogateescape"), problems.max_record):
+        text = (piece.removeprefix(codecs.BOM_UTF8) if line == 1 else piece).lstrip(b"\r\n")
+        place = f"{file}:{line + piece[: len(piece) - len(text)].count(10)}"  # 10: a line end
+        if len(text) > problems.max_record:
+            problems.too_large(place, f", up to the next {separator!r}")
+        elif text := text.rstrip(b"\r\n"):
+            yield from text_of({"": text}, "", place, problems)
+
+
+def _cut_at(stream: BinaryIO, mark: bytes, limit: int) -> Iterator[tuple[int, bytes]]:
+    """Yields the first line and the bytes of each piece between two marks; of a piece above `limit` only its beginning."""
+    held, line, yielded = bytearray(), 1, False
+    while block := stream.read(BLOCK):
+        start = max(0, len(held) - len(mark) + 1)
+        held += block
+        while (end := held.find(mark, start)) >= 0:
+            if not yielded:
+                yield line, bytes(held[:end])
+            end += len(mark)
+            line += held.count(b"\n", 0, end)
+            del held[:end]
+            start, yielded = 0, False
+        if len(held) > limit + len(mark):
+            if not yielded:
+                yield line, bytes(held)
+            end, yielded = len(held) - len(mark) + 1, True
+            line += held.count(b"\n", 0, end)
+            del held[:end]
+    if not yielded:
+        yield line, bytes(held)
 
 
 def _json_lines(file: Path, stream: BinaryIO, text_column: str, problems: Problems) -> Iterator[Text]:
@@ -321,39 +380,67 @@ def _csv(file: Path, stream: BinaryIO, text_column: str, problems: Problems) -> 
         elif len(row) < len(columns) and text_column in columns[: len(row)]:  # an unquoted line end in a text cuts it
             problems("too few fields", f"{file}:{line}", f"{len(row)}, and the first row names {len(columns)}")
         else:
-            yield from text_of(dict(zip(columns, row, strict=False)), text_column, f"{file}:{line}", problems)
+            yield from text_of({text_column: None} | dict(zip(columns, row, strict=False)), text_column, f"{file}:{line}", problems)
 
 
-def _parquet(file: Path, text_column: str, problems: Problems, on_read: Callable[[int], None]) -> Iterator[Text]:
-    # Imported here: it takes a quarter of a second, and only .parquet files need it.
-    import pyarrow
-    from pyarrow import parquet
+def _rows(file: Path, text_column: str, problems: Problems, on_read: Callable[[int], None]) -> Iterator[Text]:
+    import pyarrow  # here, as it takes a quarter of a second, and only these files need it
 
-    size, number = file.stat().st_size, 0
+    kind, number = kind_of(file)[0][1:].capitalize(), 0
     try:
-        with parquet.ParquetFile(file, memory_map=False, pre_buffer=False, buffer_size=BLOCK) as table:
-            if not _has_column(file, table.schema_arrow.names, text_column, problems):
-                return
-            if pyarrow.types.is_nested(kind := table.schema_arrow.field(text_column).type):
-                problems(f"text column {text_column!r} is not text", str(file), f"it is a {kind}; none of its records is used")
-                return
-            for batch in table.iter_batches(batch_size=PARQUET_ROWS, columns=[text_column], use_threads=False):
-                column = batch.column(0)
-                for place in range(len(column)):
-                    number += 1
-                    try:
-                        record = {text_column: column[place].as_py()}
-                    except UnicodeDecodeError:
-                        problems("not UTF-8", f"{file}: row {number}")
-                        continue
-                    yield from text_of(record, text_column, f"{file}: row {number}", problems)
-                on_read(size * number // table.metadata.num_rows)
+        batches = {"Parquet": _parquet, "Arrow": _arrow}[kind](file, text_column)
+        schema = next(batches)
+        if not _has_column(file, schema.names, text_column, problems):
+            return
+        if pyarrow.types.is_nested(type_ := schema.field(text_column).type):
+            problems(f"text column {text_column!r} is not text", str(file), f"it is a {type_}; none of its records is used")
+            return
+        for batch, n_read in batches:
+            column = batch.column(0)
+            for place in range(len(column)):
+                number += 1
+                try:
+                    record = {text_column: column[place].as_py()}
+                except UnicodeDecodeError:
+                    problems("not UTF-8", f"{file}: row {number}")
+                    continue
+                yield from text_of(record, text_column, f"{file}: row {number}", problems)
+            on_read(n_read)
     except DataError:
         raise
     except Exception as reason:  # pyarrow raises many types
         if isinstance(reason, OSError) and reason.errno:
             raise
-        problems("broken Parquet file", f"{file}: row {number + 1}", f"{one_line(reason)}{REST_LOST}")
+        problems(f"broken {kind} file", f"{file}: row {number + 1}", f"{one_line(reason)}{REST_LOST}")
+
+
+def _parquet(file: Path, text_column: str) -> Iterator[Any]:
+    """Yields the schema, and then each batch of the text column with the bytes of the file that have been read."""
+    from pyarrow import parquet
+
+    size, n_rows = file.stat().st_size, 0
+    with parquet.ParquetFile(file, memory_map=False, pre_buffer=False, buffer_size=BLOCK) as table:
+        yield table.schema_arrow
+        for batch in table.iter_batches(batch_size=PARQUET_ROWS, columns=[text_column], use_threads=False):
+            n_rows += len(batch)
+            yield batch, size * n_rows // table.metadata.num_rows
+
+
+def _arrow(file: Path, text_column: str) -> Iterator[Any]:
+    """The same of an Arrow file, in the format for streams (as `datasets` writes it) or that for files."""
+    import pyarrow
+    from pyarrow import ipc
+
+    with open(file, "rb") as raw:
+        pages = mmap.mmap(raw.fileno(), 0, access=mmap.ACCESS_READ)
+    opens = ipc.open_file if pages[:6] == b"ARROW1" else ipc.open_stream
+    schema = opens(pyarrow.BufferReader(pages)).schema
+    yield schema
+    source = pyarrow.BufferReader(pages)
+    reader = opens(source, options=ipc.IpcReadOptions(included_fields=[schema.names.index(text_column)], use_threads=False))
+    for batch in reader if opens is ipc.open_stream else map(reader.get_batch, range(reader.num_record_batches)):
+        batch.validate(full=True)  # a wrong offset would be read anywhere in memory
+        yield batch, source.tell()
 
 
 def _has_column(file: Path, columns: list[str], text_column: str, problems: Problems) -> bool:
@@ -368,9 +455,10 @@ def _has_column(file: Path, columns: list[str], text_column: str, problems: Prob
 def text_of(record: object, text_column: str, place: str, problems: Problems) -> Iterator[Text]:
     """Yields the text of a good record, and reports a bad one."""
     if not isinstance(record, dict) or record.get(text_column) is None:
-        has = f"it is a {type(record).__name__}"
+        has = f"it is a {type(record).__name__}, not an object"
         if isinstance(record, dict):
-            has = "it is null" if text_column in record else f"it has {', '.join(map(repr, list(record)[:8]))}"
+            keys = ", ".join(map(repr, list(record)[:8])) or "none"
+            has = "it is null" if text_column in record else f"it has {keys}: name one with --text_column"
         problems(f"no text column {text_column!r}", place, has)
         return
     text = record[text_column]

@@ -60,11 +60,11 @@ class Split:
     """The tokens of one split, in windows of seq_len + 1 that overlap by one token: a window's last target is the next one's first input.
 
     Windows start every seq_len tokens within each shard and never cross its end; a remainder of less than seq_len tokens is not used. The
-    shards of one group of a mixture are consecutive, and so are their windows.
+    shards of one group of a mixture are consecutive, and so are their windows. header: the number of bytes before the ids of each shard.
     """
 
-    def __init__(self, name: str, folder: Path, dtype: np.dtype, shards: list[dict[str, Any]]):
-        self.name = name
+    def __init__(self, name: str, folder: Path, dtype: np.dtype, shards: list[dict[str, Any]], header: int = 0):
+        self.name, self._header = name, header
         self.n_tokens = sum(shard["tokens"] for shard in shards)
         self._folder, self._dtype, self._shards = folder, dtype, shards
         self._maps: list[mmap.mmap | None] = []  # None for an empty file, which cannot be mapped
@@ -95,14 +95,20 @@ class Split:
         return counts
 
     def read(self, indices: np.ndarray, seq_len: int, out: np.ndarray | None = None) -> np.ndarray:
-        """The windows `indices`, each in [0, windows(seq_len)): shape (len(indices), seq_len + 1), in `out` if given."""
+        """The windows `indices`, each in [0, windows(seq_len)): shape (len(indices), seq_len + 1), in `out` if given.
+
+        DataError if a shard has been truncated.
+        """
         bounds, views = self._strided(seq_len)
         if out is None:
             out = np.empty((len(indices), seq_len + 1), dtype=self._dtype)
         if len(views) == 1:
+            self._check_size(0)
             out[...] = views[0][indices]
         else:
             shards = np.searchsorted(bounds, indices, side="right") - 1
+            for shard in set(shards.tolist()):
+                self._check_size(shard)
             for row, (shard, window) in enumerate(zip(shards.tolist(), (indices - bounds[shards]).tolist(), strict=True)):
                 out[row] = views[shard][window]
         return out
@@ -113,9 +119,10 @@ class Split:
         stride = seq_len * self._dtype.itemsize
         for index in indices.tolist():
             shard, window = _place(bounds, index)
-            mapped, in_page = self._maps[shard], window * stride % mmap.PAGESIZE
+            mapped, start = self._maps[shard], self._header + window * stride
             assert mapped is not None, "an empty shard has no windows"
-            mapped.madvise(mmap.MADV_WILLNEED, window * stride - in_page, in_page + stride + self._dtype.itemsize)
+            in_page = start % mmap.PAGESIZE
+            mapped.madvise(mmap.MADV_WILLNEED, start - in_page, in_page + stride + self._dtype.itemsize)
 
     def locate(self, index: int, seq_len: int) -> tuple[Path, int]:
         """The file of the shard that holds window `index`, and the position of the window's first token in it."""
@@ -137,37 +144,50 @@ class Split:
                 )
             if 0 <= resource.getrlimit(resource.RLIMIT_NOFILE)[0] < 2 * len(self._shards):  # a map keeps its file open
                 raise_open_file_limit()
-            self._maps = self._maps or [self._map(self._folder / shard["file"], shard["tokens"]) for shard in self._shards]
+            self._maps = self._maps or [self._map(shard) for shard in self._shards]
             views = []
             for mapped, count in zip(self._maps, counts, strict=True):
                 # A plain array over the map: indexing a numpy.memmap costs several microseconds more.
-                tokens = np.frombuffer(mapped or b"", dtype=self._dtype)
+                tokens = np.frombuffer(mapped or b"", self._dtype, offset=self._header)
                 strides = (seq_len * tokens.itemsize, tokens.itemsize)
                 views.append(np.lib.stride_tricks.as_strided(tokens, (count, seq_len + 1), strides, writeable=False))
             self._views[seq_len] = np.cumsum([0, *counts]), views
         return self._views[seq_len]
 
-    def _map(self, file: Path, n_tokens: int) -> mmap.mmap | None:
-        if not n_tokens:
+    def _map(self, shard: dict[str, Any]) -> mmap.mmap | None:
+        if not shard["tokens"]:
             return None
-        with open(file, "rb") as stream:
+        with open(self._folder / shard["file"], "rb") as stream:
             try:
-                return mmap.mmap(stream.fileno(), n_tokens * self._dtype.itemsize, access=mmap.ACCESS_READ)
-            except ValueError:  # the file is shorter than when the corpus was opened
-                raise DataError(f"{file}: truncated since it was opened; copy or prepare the corpus again") from None
+                return mmap.mmap(stream.fileno(), self._header + shard["tokens"] * self._dtype.itemsize, access=mmap.ACCESS_READ)
+            except ValueError:
+                raise self._truncated(shard) from None
+
+    def _check_size(self, shard: int) -> None:
+        """A read behind the end of a mapped file kills the process (SIGBUS), so its size is looked up first; this takes 0.5 us."""
+        mapped = self._maps[shard]
+        if mapped is not None and mapped.size() < len(mapped):
+            raise self._truncated(self._shards[shard])
+
+    def _truncated(self, shard: dict[str, Any]) -> DataError:
+        return DataError(f"{self._folder / shard['file']}: truncated since it was opened; copy or prepare the corpus again, then --resume")
 
 
 class Corpus:
     """An opened corpus. `fingerprint` is a hash of its content, independent of its path and of when it was prepared."""
 
-    def __init__(self, path: Path, manifest: dict[str, Any]):
+    def __init__(self, path: Path, manifest: dict[str, Any], header: int = 0):
         self.path = path
+        #: The number of bytes before the ids of each shard.
+        self.header = header
         self.manifest = manifest
         self.vocab_size: int = manifest["vocab_size"]
         #: None for nanoGPT's character-level corpora, which have no end-of-text token.
         self.eot_id: int | None = manifest["eot_id"]
         self.dtype = np.dtype(manifest["dtype"]).newbyteorder("<")
-        self.train, self.val = (Split(name, path, self.dtype, manifest["splits"][name]["shards"]) for name in SPLITS)
+        self.train, self.val = (Split(name, path, self.dtype, manifest["splits"][name]["shards"], header) for name in SPLITS)
+        files = [path / shard["file"] for name in SPLITS for shard in manifest["splits"][name]["shards"]]
+        self._as_opened = {file: _identity(file) for file in files}
         #: The weight of each group of shards in training. They sum to 1.
         self.mixture: list[float] = manifest["mixture"]
         content = {
@@ -188,11 +208,20 @@ class Corpus:
         return sum(shard["tokens"] for split in SPLITS for shard in self.manifest["splits"][split]["shards"]) * self.dtype.itemsize
 
     @readable()
+    def check_unchanged(self) -> None:
+        """DataError if a shard has been written to or replaced since the corpus was opened. Does not read the shards."""
+        for file, before in self._as_opened.items():
+            if _identity(file) != before:
+                raise DataError(
+                    f"{file}: changed since the run has opened it (its size, time of modification or inode); restore the corpus"
+                )
+
+    @readable()
     def verify(self, on_read: OnRead = lambda n_bytes: None) -> None:
         """Reads everything; DataError for the first file whose hash is not the manifest's.
 
-        nanoGPT's files have no hashes. Instead, every id is checked, and the sampled hash from when they were opened. Memory use does not
-        grow with the corpus.
+        Files of nanoGPT and llm.c have no hashes. Instead, every id is checked, and the sampled hash from when they were opened. Memory
+        use does not grow with the corpus.
 
         Args:
             on_read: is called with the size of each file of tokens after it has been read, in bytes.
@@ -205,12 +234,12 @@ class Corpus:
                 check_sha256(file, shard["sha256"])
             else:
                 self._check_ids(file, shard["tokens"])
-                check_sha256(file, shard["sha256"], sampled_sha256(file))
+                check_sha256(file, shard["sha256"], sampled_sha256(file, self.header))
             on_read(shard["tokens"] * self.dtype.itemsize)
 
     def _check_ids(self, file: Path, n_tokens: int) -> None:
         for position in range(0, n_tokens, CHUNK_TOKENS):
-            tokens = np.fromfile(file, self.dtype, CHUNK_TOKENS, offset=position * self.dtype.itemsize)
+            tokens = np.fromfile(file, self.dtype, CHUNK_TOKENS, offset=self.header + position * self.dtype.itemsize)
             if tokens.max(initial=0) >= self.vocab_size:
                 first = int(np.argmax(tokens >= self.vocab_size))
                 raise DataError(
@@ -221,7 +250,7 @@ class Corpus:
 
 @readable()
 def open_corpus(path: str | Path) -> Corpus:
-    """The corpus in folder `path`, which `prepare.py` or nanoGPT wrote, after every check that can be done without reading tokens.
+    """The corpus in folder `path`, which `prepare.py`, nanoGPT or llm.c wrote, after every check that can be done without reading tokens.
 
     Raises:
         DataError: something is missing or wrong; names the file and the fix.
@@ -231,7 +260,7 @@ def open_corpus(path: str | Path) -> Corpus:
         problem = "not a folder" if path.exists() else "no such corpus"
         raise DataError(f"{path}: {problem}; prepare one with: {PREPARE_COMMAND.format(path)}")
     if is_nanogpt(path):
-        return Corpus(path, nanogpt_manifest(path))
+        return Corpus(path, *nanogpt_manifest(path))
     manifest = read_manifest(path / MANIFEST_FILE)
     for name in manifest["tokenizer"]["files"]:
         _check_file(path / name)
@@ -239,6 +268,12 @@ def open_corpus(path: str | Path) -> Corpus:
     for shard in (shard for split in SPLITS for shard in manifest["splits"][split]["shards"]):
         _check_file(path / shard["file"], shard["tokens"] * itemsize)
     return Corpus(path, manifest)
+
+
+def _identity(file: Path) -> tuple[int, int, int]:
+    """What changes when a file is written to or replaced."""
+    found = file.stat()
+    return found.st_size, found.st_mtime_ns, found.st_ino
 
 
 def _check_file(file: Path, size: int | None = None) -> None:

@@ -61,7 +61,7 @@ def show(corpus: Corpus) -> Iterator[str]:
 @readable()
 def _samples(corpus: Corpus, tokenizer: Tokenizer, shard: dict[str, Any]) -> list[str]:
     """Evenly spaced documents of the first SEARCHED_TOKENS tokens of a shard."""
-    tokens = np.memmap(corpus.path / shard["file"], dtype=corpus.dtype, mode="r")[:SEARCHED_TOKENS]
+    tokens = np.memmap(corpus.path / shard["file"], corpus.dtype, "r", corpus.header)[:SEARCHED_TOKENS]
     bounds = [0, *(np.flatnonzero(tokens == corpus.eot_id) + 1).tolist()]
     bounds += [len(tokens)] if len(bounds) == 1 else []
     lines = []

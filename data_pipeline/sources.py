@@ -3,10 +3,11 @@
 A source is one value of `--source`:
 
     stdlib              the running Python's own *.py files, without tests: about 730 files, 12 MB, on every machine, no download
-    FILE                .txt .md .py .jsonl .json .csv (each also .gz or .zst) or .parquet
-    FOLDER, 'GLOB'      all files of these kinds in the folder and below, or all that match, ordered by path
-    hf:NAME[:CONFIG][:SPLIT]    a dataset of the Hugging Face hub, or a folder with the same layout, streamed by `datasets`;
-                        hf:json:FILES and the like name a builder and its files, which may be a URL
+    FILE                .txt .md .py .jsonl .json .csv (each also .gz .zst .xz .bz2), .parquet or .arrow
+    FOLDER, 'GLOB'      all files of these kinds in the folder and below, or all that match, ordered by path; a folder that
+                        `save_to_disk` of `datasets` wrote is its split train
+    hf:NAME[:CONFIG][:SPLIT]    a dataset of the Hugging Face hub, or a folder with the same layout, streamed by `datasets`, or a folder of
+                        `save_to_disk`; hf:json:FILES and the like name a builder and its files, which may be a URL
     ...@0.7             any of them with its weight in a mixture
 """
 
@@ -20,18 +21,22 @@ import os
 import platform
 import re
 import sysconfig
+from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from data_pipeline.errors import DataError, one_line
+from data_pipeline.errors import DataError, one_line, printable
 from data_pipeline.manifest import MANIFEST_FILE, MAX_GROUPS
-from data_pipeline.records import SUFFIXES, Problems, Text, records, suffix_of, text_of
+from data_pipeline.records import ALLOWED_FILES, COMPRESSED, PLAIN, Problems, Text, kind_of, records, text_of
 from data_pipeline.sampler import DENOMINATOR
 
 # Tests more than double the size (31.5 MB) with repetitive text, and installed packages differ between machines.
 STDLIB_EXCLUDED = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
-ALLOWED = f"stdlib, a file, folder or glob of {' '.join(SUFFIXES)}, or hf:NAME[:CONFIG][:SPLIT]; optionally followed by @WEIGHT"
+ALLOWED = f"stdlib, a file, folder or glob of {ALLOWED_FILES}, or hf:NAME[:CONFIG][:SPLIT]; optionally followed by @WEIGHT"
+#: Unknown kinds of files that are counted by suffix; the others are counted together.
+MAX_LEFT_OUT = 8
 #: Builders of `datasets` that take files instead of a name on the hub.
 BUILDERS = ("json", "parquet", "csv", "text")
 
@@ -40,10 +45,14 @@ class Source:
     """Documents, in the same order at every call of `documents`.
 
     `n_bytes` is the size of the source, None if it is not known, and `n_read` how much of it has been read in the current pass.
+    `left_out` counts what is no source of text by kind, and `plain` tells whether a file is one document without a separator.
     """
 
-    def __init__(self, name: str, text_column: str, max_docs: int | None, problems: Problems):
-        self.name, self.text_column, self.max_docs, self.problems = name, text_column, max_docs, problems
+    left_out: Counter[str] = Counter()
+    plain = False
+
+    def __init__(self, name: str, text_column: str, max_docs: int | None, problems: Problems, separator: str | None):
+        self.name, self.text_column, self.max_docs, self.problems, self.separator = name, text_column, max_docs, problems, separator
         self.n_bytes: int | None = None
         self.n_read = 0
 
@@ -68,9 +77,10 @@ class Source:
 class Files(Source):
     """Files below `root`."""
 
-    def __init__(self, identity: dict[str, Any], root: Path, files: list[Path], *options: Any):
+    def __init__(self, identity: dict[str, Any], root: Path, files: list[Path], left_out: Counter[str], *options: Any):
         super().__init__(identity["name"], *options)
-        self.root, self.files, self._identity = root, files, identity
+        self.root, self.files, self.left_out, self._identity = root, files, left_out, identity
+        self.plain = any(kind_of(file)[0] in PLAIN for file in files)
         self._stats = [file.stat() for file in files]
         self.n_bytes = sum(stat.st_size for stat in self._stats)
 
@@ -93,7 +103,7 @@ class Files(Source):
             def on_read(done: int, before: int = before) -> None:
                 self.n_read = before + done
 
-            yield from records(file, self.text_column, self.problems, on_read)
+            yield from records(file, self.text_column, self.problems, on_read, self.separator)
             before += stat.st_size
             self.n_read = before
 
@@ -159,14 +169,18 @@ def _datasets() -> Any:
 
 
 def open_sources(
-    specs: list[str], text_column: str = "text", max_docs: int | None = None, problems: Problems | None = None
+    specs: list[str],
+    text_column: str = "text",
+    max_docs: int | None = None,
+    problems: Problems | None = None,
+    separator: str | None = None,
 ) -> tuple[list[Source], list[float] | None]:
     """The sources that `specs` name, and their weights, which sum to 1, or None if no spec has a weight.
 
     Raises:
         DataError: a source does not exist or is empty, or only some have weights.
     """
-    options = (text_column, max_docs, problems or Problems("stop"))
+    options = (text_column, max_docs, problems or Problems("stop"), separator)
     pairs = [_split_weight(spec) for spec in specs]
     weights = [weight for _, weight in pairs if weight is not None]
     if weights and len(weights) < len(pairs):
@@ -198,29 +212,43 @@ def _split_weight(spec: str) -> tuple[str, float | None]:
 
 
 def _open(spec: str, options: tuple[Any, ...]) -> Source:
-    if spec == "stdlib":
-        root = Path(sysconfig.get_paths()["stdlib"])
-        identity = {"name": "stdlib", "python": platform.python_version()}
-        return Files(identity, root, _find(root, (".py",), STDLIB_EXCLUDED, spec), *options)
+    path, split, left_out = Path(spec), "train", Counter[str]()
     if spec.startswith("hf:"):
-        return HubDataset(spec, _hub_arguments(spec), *options)
-    path = Path(spec)
-    if spec and path.is_dir():
-        return Files({"name": str(path.resolve())}, path, _find(path, SUFFIXES, frozenset(), spec), *options)
-    if path.is_file():
-        _check_kind(path, spec)
-        return Files({"name": str(path.resolve())}, path.parent, [path], *options)
-    if glob.has_magic(spec):
-        files = _match(spec)
-        for file in files:
-            _check_kind(file, spec)
-        return Files({"name": spec}, Path(os.path.commonpath([file.parent for file in files])), files, *options)
-    raise DataError(f"--source {spec}: no such source; allowed: {ALLOWED}")
+        arguments = _hub_arguments(spec)
+        path, split = Path(arguments["path"]), arguments.get("name", arguments["split"])
+        if not _saved_splits(path):
+            return HubDataset(spec, arguments, *options)
+    if splits := _saved_splits(path):
+        if split not in splits:
+            raise DataError(f"--source {spec}: no split {split!r}; it has {', '.join(splits)}: name one as hf:{path}:SPLIT")
+        left_out.update(f"split {name!r}" for name in splits if name != split)
+        path = splits[split]
+    root, name, version = path, spec, {}
+    if spec == "stdlib":
+        root, version = Path(sysconfig.get_paths()["stdlib"]), {"python": platform.python_version()}
+        found = [file for file in _find(root, STDLIB_EXCLUDED, spec) if file.name.endswith(".py")]
+    elif spec and path.is_dir():
+        found, name = _find(path, frozenset(), spec), str(path.resolve())
+    elif path.is_file():
+        root, found, name = path.parent, [path], str(path.resolve())
+    elif glob.has_magic(spec):
+        found = _match(spec)
+    else:
+        raise DataError(f"--source {spec}: no such source; allowed: {ALLOWED}")
+    files = _readable(found, left_out, named=path.is_file())
+    if not files and not (left_out and options[2].on_error == "skip"):
+        others = f" (left out: {listed(left_out)}; convert such files to .jsonl, .parquet or .txt)" if left_out else ""
+        raise DataError(f"--source {spec}: no text file found{others}; allowed: {ALLOWED}; put a glob in quotes")
+    if files and not root.is_dir():  # a glob
+        root = Path(os.path.commonpath([file.parent for file in files]))
+    return Files({"name": name, **version}, root, files, left_out, *options)
 
 
-def _check_kind(file: Path, spec: str) -> None:
-    if not suffix_of(file):
-        raise DataError(f"--source {spec}: {file.name} is not a known kind of text file; allowed: {', '.join(SUFFIXES)}; rename it")
+def _saved_splits(folder: Path) -> dict[str, Path]:
+    """The folder of each split that `save_to_disk` of `datasets` wrote to `folder`; none if it is another folder."""
+    if (folder / "dataset_dict.json").is_file():
+        return {file.parent.name: file.parent for file in sorted(folder.glob("*/state.json"))}
+    return {"train": folder} if (folder / "state.json").is_file() and (folder / "dataset_info.json").is_file() else {}
 
 
 def _hub_arguments(spec: str) -> dict[str, Any]:
@@ -239,8 +267,8 @@ def _hub_arguments(spec: str) -> dict[str, Any]:
     return {"path": name, **({"name": rest[0]} if rest else {}), "split": rest[1] if len(rest) > 1 else "train"}
 
 
-def _find(root: Path, suffixes: tuple[str, ...], excluded: frozenset[str], spec: str) -> list[Path]:
-    """The files below `root`, ordered by path, without hidden ones. Links to folders are not followed."""
+def _find(root: Path, excluded: frozenset[str], spec: str) -> list[Path]:
+    """The files below `root` without hidden ones. Links to folders are not followed."""
 
     def refuse(reason: OSError) -> None:
         raise DataError(f"--source {spec}: {reason.filename} cannot be read ({reason.strerror}); fix that, or move it away")
@@ -248,25 +276,60 @@ def _find(root: Path, suffixes: tuple[str, ...], excluded: frozenset[str], spec:
     files = list[Path]()
     for folder, subfolders, names in os.walk(root, onerror=refuse):
         subfolders[:] = [name for name in subfolders if name not in excluded and not name.startswith(".")]
-        paths = (Path(folder, name) for name in names if name.endswith(suffixes) and not name.startswith("."))
-        files += paths
-    return _existing(files, spec)
+        files += [Path(folder, name) for name in names if not name.startswith(".")]
+    return files
 
 
 def _match(pattern: str) -> list[Path]:
-    """The files that match, ordered by path, without hidden ones. `**` does not follow links to folders."""
+    """The files that match, without hidden ones. `**` does not follow links to folders."""
     parts = Path(pattern).parts
     fixed = next(number for number, part in enumerate(parts) if glob.has_magic(part))
     root, rest = Path(*parts[:fixed]), [*parts[fixed:], *(["*"] if parts[-1] == "**" else [])]
     if wrong := [part for part in rest if "**" in part and part != "**"]:  # Python 3.13 reads it as `*`, older ones refuse it
         raise DataError(f"--source {pattern}: {wrong[0]!r} is not a pattern; allowed: ** as the whole name of a folder, such as **/*.txt")
-    found = [path for path in root.glob("/".join(rest)) if not any(part.startswith(".") for part in path.relative_to(root).parts)]
-    return _existing(found, pattern)
+    return [path for path in root.glob("/".join(rest)) if not any(part.startswith(".") for part in path.relative_to(root).parts)]
 
 
-def _existing(paths: list[Path], spec: str) -> list[Path]:
-    """The regular files among `paths`, ordered by path, without those of prepared corpora. DataError if there are none."""
+def _readable(paths: list[Path], left_out: Counter[str], named: bool) -> list[Path]:
+    """The regular files of known kinds among `paths`, ordered by path, without those of prepared corpora and of `datasets`.
+
+    Counts the other files in `left_out`; a dataset card is one of them, unless it is the one file that is `named`.
+    """
     corpora = {folder for folder in {path.parent for path in paths} if (folder / MANIFEST_FILE).is_file() and any(folder.glob("*.bin"))}
-    if not (files := sorted((path for path in paths if path.parent not in corpora and path.is_file()), key=str)):
-        raise DataError(f"--source {spec}: no text file found; allowed: {ALLOWED}; put a glob in quotes")
+    known = (path for path in paths if path.parent not in corpora and path.is_file() and (named or not _is_of_datasets(path)))
+    kinds = {path: kind_of(path)[0] for path in sorted(known, key=str)}
+    with_records = not {*PLAIN, ""}.issuperset(kinds.values())
+    files, others = list[Path](), Counter[str]()
+    for path, kind in kinds.items():
+        if not named and _is_card(path, with_records):
+            left_out["dataset card"] += 1
+        elif kind:
+            files.append(path)
+        else:
+            suffixes = path.suffixes[-2 if path.suffix.lower() in COMPRESSED else -1 :]
+            others[printable("".join(suffixes).lower()) or "without suffix"] += 1
+    left_out.update(dict(others.most_common(MAX_LEFT_OUT)))
+    if len(others) > MAX_LEFT_OUT:
+        left_out["of other kinds"] += sum(count for _, count in others.most_common()[MAX_LEFT_OUT:])
     return files
+
+
+def _is_of_datasets(path: Path) -> bool:
+    """Whether the library `datasets` wrote the file beside its records."""
+    if path.name == "state.json" or path.match("cache-*.arrow"):
+        return path.with_name("dataset_info.json").is_file()
+    return path.name in ("dataset_info.json", "dataset_infos.json", "dataset_dict.json")
+
+
+def _is_card(path: Path, with_records: bool) -> bool:
+    """Whether the file is the card or the license of a dataset: it is beside records, or begins with the card's YAML."""
+    if re.fullmatch(r"(readme|license)(\.md|\.txt)?", path.name.lower()) and with_records:
+        return True
+    with suppress(OSError), open(path, "rb") as stream:
+        return path.name.lower() == "readme.md" and stream.read(4) in (b"---\n", b"---\r")
+    return False
+
+
+def listed(left_out: Counter[str]) -> str:
+    """What is left out, with its number."""
+    return ", ".join(f"{count:,} {reason}" for reason, count in sorted(left_out.items()))

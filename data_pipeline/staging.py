@@ -4,6 +4,7 @@ import errno
 import fcntl
 import os
 import shutil
+import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -13,11 +14,14 @@ from data_pipeline.errors import DataError
 
 
 @contextmanager
-def staged_folder(out: Path, worth_keeping: Callable[[Path], bool], resume: bool) -> Iterator[Path]:
+def staged_folder(out: Path, worth_keeping: Callable[[Path], bool], resume: bool, flag: str = "--out") -> Iterator[Path]:
     """Yields the folder `.NAME.partial` beside `out`, and renames it to `out`, synchronized to disk, when the block succeeds.
 
     If the block fails or is killed, nothing is at `out`. The partial folder stays if it is `worth_keeping`, and a later run with `resume`
     gets it as it is. A lock on the file `.NAME.lock` excludes other processes; it ends with its process, on any host.
+
+    Args:
+        flag: the one that names `out`, for messages.
 
     Raises:
         DataError: the folder cannot be created; another process prepares the same `out`; or an interrupted run left a folder worth keeping
@@ -27,14 +31,14 @@ def staged_folder(out: Path, worth_keeping: Callable[[Path], bool], resume: bool
     partial = partial_folder(out)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        lock = _lock(out.parent / f".{out.name}.lock", out)
+        lock = _lock(out.parent / f".{out.name}.lock", out, flag)
     except OSError as error:
         fix = "mount its file system with flock" if error.errno in (errno.ENOSYS, errno.ENOLCK) else "choose a writable folder"
-        raise DataError(f"--out {out}: cannot write to {out.parent} ({error.strerror}); {fix}") from None
+        raise DataError(f"{flag} {out}: cannot write to {out.parent} ({error.strerror}); {fix}") from None
     try:
         keep = partial.exists() and worth_keeping(partial)
         if keep and not resume:
-            raise DataError(f"--out {out}: an interrupted run left its work in {partial}; continue with --resume, or remove that folder")
+            raise DataError(f"{flag} {out}: an interrupted run left its work in {partial}; continue with --resume, or remove that folder")
         if partial.exists() and not keep:
             shutil.rmtree(partial)
         try:
@@ -62,7 +66,7 @@ def partial_folder(out: Path) -> Path:
     return out.parent / f".{out.name}.partial"
 
 
-def _lock(path: Path, out: Path) -> TextIO:
+def _lock(path: Path, out: Path, flag: str) -> TextIO:
     """The open and locked file `path`. The lock ends with the process."""
     while True:
         file = open(path, "w")  # noqa: SIM115 (the caller closes the file to unlock it)
@@ -70,7 +74,7 @@ def _lock(path: Path, out: Path) -> TextIO:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             file.close()
-            raise DataError(f"--out {out}: another process is preparing it; wait for it, or choose another --out") from None
+            raise DataError(f"{flag} {out}: another process is preparing it; wait for it, or choose another {flag}") from None
         # The previous holder may have unlinked the file after it was opened here; then no other process would see this lock.
         with suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(file.fileno()), os.stat(path)):
@@ -96,6 +100,12 @@ def remove_unfinished(folder: Path) -> None:
     """Remove what `write_atomically` leaves in `folder` if its process is killed."""
     for leftover in folder.glob(".*.tmp"):
         leftover.unlink()
+
+
+def require_regular(file: Path) -> None:
+    """OSError unless `file` is a regular file. Opening a pipe, a socket or a device may wait for ever."""
+    if not stat.S_ISREG(os.stat(file).st_mode):
+        raise OSError(errno.EINVAL, "not a regular file", str(file))
 
 
 def fsync(path: Path) -> None:

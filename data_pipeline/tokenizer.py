@@ -4,7 +4,7 @@
     bytes               id = byte, and 256 ends a text
     gpt2, cl100k_base   an encoding of tiktoken; gpt2 is r50k_base, the same ranks in one file
     tokenizer.json      a file of `tokenizers`
-    FOLDER              a folder that `transformers.AutoTokenizer` reads
+    FOLDER              a folder that `transformers.AutoTokenizer` reads (a `tokenizer.model` alone needs the package sentencepiece)
 
 Special-token strings in the input are tokenized as plain text: `<|endoftext|>` written in a document does not end it.
 
@@ -18,7 +18,9 @@ from __future__ import annotations
 import hashlib
 import os
 from binascii import a2b_base64, b2a_base64
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,7 @@ from data_pipeline import hugging_face_form
 from data_pipeline.errors import DataError, one_line
 from data_pipeline.hugging_face_form import GPT2_PATTERN
 from data_pipeline.manifest import MANIFEST_FILE, check_sha256, read_manifest
+from data_pipeline.staging import require_regular
 
 END_OF_TEXT = "<|endoftext|>"
 HUGGING_FACE_FILE = "tokenizer.json"
@@ -327,7 +330,14 @@ class HuggingFace(Tokenizer):
     @classmethod
     def read(cls, path: Path, end_of_text: str | None, where: str) -> HuggingFace:
         """The tokenizer of a `tokenizer.json`, or of a folder that AutoTokenizer reads, without running code from the folder."""
-        try:
+        what = f"{where}: {path} is not a valid tokenizer.json or folder of AutoTokenizer with a fast tokenizer"
+        fix = "use a tokenizer.json of `tokenizers`, or a folder with tokenizer_config.json and a vocabulary"
+        if path.is_dir() and not (path / HUGGING_FACE_FILE).exists() and any(path.glob("*.model")) and not find_spec("sentencepiece"):
+            what = f"{where}: {path} has only a SentencePiece model"
+            fix = "install the package sentencepiece, which reads it: pip install sentencepiece"
+        with _one_line_of_library(what, fix), _silent():
+            for file in filter(lambda file: not file.is_dir(), path.iterdir() if path.is_dir() else [path]):
+                require_regular(file)
             if not path.is_dir():
                 return cls(path.read_text(encoding="utf-8"), end_of_text, where)
             from transformers import AutoTokenizer  # here, as it takes two seconds and only folders need it
@@ -335,20 +345,15 @@ class HuggingFace(Tokenizer):
             pretrained = AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
             pretrained.backend_tokenizer.encode_special_tokens = False  # slow tokenizers have no backend_tokenizer
             return cls(pretrained.backend_tokenizer.to_str(), end_of_text or pretrained.eos_token, where)
-        except DataError:
-            raise
-        except Exception as reason:  # exceptions of any type, from `tokenizers` and from the class of the folder's tokenizer
-            raise DataError(
-                f"{where}: {path} is not a valid tokenizer.json or folder of AutoTokenizer with a fast tokenizer ({one_line(reason)});"
-                " use a tokenizer.json of `tokenizers`, or a folder with tokenizer_config.json and a vocabulary"
-            ) from None
 
     def encode_many(self, texts: Sequence[str]) -> list[np.ndarray]:
-        encodings = self._encoder.encode_batch_fast(list(texts), add_special_tokens=False)
+        with _one_line_of_library("the tokenizer cannot encode a text", "use another tokenizer"):
+            encodings = self._encoder.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(encoding.ids, dtype=np.uint32) for encoding in encodings]
 
     def _decode(self, ids: list[int]) -> str:
-        return self._tokenizer.decode(ids, skip_special_tokens=False)
+        with _one_line_of_library("the tokenizer cannot decode", "use another tokenizer"):
+            return self._tokenizer.decode(ids, skip_special_tokens=False)
 
     @property
     def end_name(self) -> str | None:
@@ -359,6 +364,35 @@ class HuggingFace(Tokenizer):
 
     def save(self, folder: Path) -> dict[str, Any]:
         return {"kind": "tokenizers", "end_of_text": self._end_of_text, "files": _write(folder, {HUGGING_FACE_FILE: self.json.encode()})}
+
+
+@contextmanager
+def _one_line_of_library(what: str, fix: str) -> Iterator[None]:
+    """Turns what `tokenizers`, or the class of a folder's tokenizer, raises inside into a DataError.
+
+    That may be of any type. A panic of the library's Rust code is not even an Exception.
+    """
+    try:
+        yield
+    except DataError:
+        raise
+    except BaseException as reason:
+        if not isinstance(reason, Exception) and type(reason).__name__ != "PanicException":
+            raise
+        raise DataError(f"{what} ({one_line(reason)}); {fix}") from None
+
+
+@contextmanager
+def _silent() -> Iterator[None]:
+    """Discards what is written to standard error inside: a panic's message, and transformers' advice, which DataError replaces."""
+    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nowhere, 2)
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)
 
 
 def _encoder(tokenizer: HuggingFaceTokenizer, text: str) -> HuggingFaceTokenizer:

@@ -122,12 +122,14 @@ def train(config: RunConfig, folder: RunFolder | NoFolder, stop: StopRequest, ob
         run_id=folder.run_id,
         store=CheckpointStore.of(config),
         on_wait=lambda: engine.enter(CHECKPOINT),
+        check_data=config.corpus.check_unchanged,
     )
 
-    # Optimizer steps done, tokens and samples consumed, and the validation loss after the last step, if it was evaluated.
-    state: dict[str, Any] = {"step": 0, "tokens": 0, "samples": 0, "val_loss": None}
+    # Optimizer steps done, tokens and samples consumed, the validation loss after the last step, if it was evaluated, and the losses
+    # before it that the spike rule compares with, if it is on.
+    state: dict[str, Any] = {"step": 0, "tokens": 0, "samples": 0, "val_loss": None, "spike_window": None}
     if (config.resume or config.branch_from) and (found := checkpoints.load_newest()):
-        state = {key: found[key] for key in state}
+        state = {key: found.get(key) for key in state}
     elif config.resume == MUST:
         raise UsageError(nothing_to_resume(path))
     elif config.branch_from:  # the run's folder existed, without a checkpoint
@@ -138,13 +140,13 @@ def train(config: RunConfig, folder: RunFolder | NoFolder, stop: StopRequest, ob
     meter = Meter(engine, collectives, folder.seconds_before, on_lost=stop.request)
     histograms = [GradientHistograms(folder, config.histogram_every)] if config.histogram_every else []
     similarity = [BlockSimilarity(folder)] if config.block_similarity else []
-    spikes = SpikeRule(config.spike_rule, folder, collectives)
+    spikes = SpikeRule(config.spike_rule, folder, collectives, state)
     watched = config.hang_timeout and collectives.world_size > 1
     heartbeat = [Heartbeat(path, config.hang_timeout, state["step"], collectives, folder.log)] if watched else []
     observer = Observers([*heartbeat, spikes, *histograms, *similarity, *observers])
     observer.start(engine)
     evaluation = Evaluation(config, collectives, observer)
-    folder.log_start(describe_start(config, engine, meter, evaluation), state["step"], config.resume)
+    folder.log_start(config, describe_start(config, engine, meter, evaluation), state)
 
     def evaluate() -> None:
         """Evaluate outside of a step, and write a line of its own."""
@@ -179,7 +181,7 @@ def train(config: RunConfig, folder: RunFolder | NoFolder, stop: StopRequest, ob
                 observer.after_step(step)
 
                 samples = state["samples"] + plan.sequences * collectives.world_size
-                state = {"step": step, "tokens": tokens, "samples": samples, "val_loss": None}
+                state = {"step": step, "tokens": tokens, "samples": samples, "val_loss": None, "spike_window": spikes.window()}
                 last = tokens >= config.total_tokens
                 saving = bool(stopped or last or (config.save_every and step % config.save_every == 0))
                 if config.eval_every and (last or (step % config.eval_every == 0 and not stopped)):
@@ -208,7 +210,7 @@ def train(config: RunConfig, folder: RunFolder | NoFolder, stop: StopRequest, ob
         elif engine.weights_are_finite():
             try:
                 saved = checkpoints.save(state, last=True)
-            except SystemExit:  # it has printed why it could not be written
+            except (SystemExit, TrainingFailed):  # it could not be written, or the corpus has changed
                 folder.log_failure(config, str(reason))
                 raise
             reason = TrainingFailed(f"{reason}; --resume continues from {saved}")

@@ -43,10 +43,10 @@ def make_run(runs: Path, run_id: str = "id", steps: tuple[int, ...] = (2, 4, 6),
     return run
 
 
-def upload_all(store: CheckpointStore, run: Path, keep: int = 9) -> list[str]:
+def upload_all(store: CheckpointStore, run: Path, keep: int = 9, run_id: str = "id") -> list[str]:
     """Upload the checkpoints of `run` one after the other, and return the log."""
     log: list[str] = []
-    uploads = Uploads(store, run, keep, "id", log.append)
+    uploads = Uploads(store, run, keep, run_id, log.append)
     uploads.start()
     for checkpoint in sorted((run / "checkpoints").iterdir()):
         uploads.submit(checkpoint)
@@ -223,6 +223,30 @@ def test_an_upload_that_fails_is_one_line_and_the_next_one_is_made(tmp_path):
     store.fails = False
     (line,) = upload_all(store, run)
     assert store.checkpoints() == ["step-00000002"] and "warning" not in line
+
+
+def test_of_two_runs_with_one_name_the_second_uploads_nothing(store, tmp_path):
+    """Both were started while the store had neither."""
+    upload_all(store, make_run(tmp_path / "first"))
+    log = upload_all(store, make_run(tmp_path / "second", run_id="other", steps=(4, 8, 9)), keep=1, run_id="other")
+    assert store.checkpoints() == [checkpoint_name(step) for step in (2, 4, 6)]
+    assert json.loads(store.read("run.json")) == {"run_id": "id"}
+    for name in store.checkpoints():
+        verify(store.download(tmp_path / "new" / name, "id"), "id")
+    why = f"{store.url}: is another run's: run_id is id, not other; give another --run_name, or another --checkpoint_store"
+    names = ("run.json", *(checkpoint_name(step) for step in (4, 8, 9)))
+    assert log == [f"warning: {name} was not uploaded, training continues: {why}" for name in names]
+
+
+def test_a_failed_upload_leaves_no_half_of_a_checkpoint(store, tmp_path):
+    """On a full disk it would take the place of the next one."""
+    run = make_run(tmp_path / "runs")
+    (run / "checkpoints" / checkpoint_name(6) / "engine/optim_states.pt").unlink()  # the second of its files
+    log = upload_all(store, run)
+    assert len([line for line in log if f"{checkpoint_name(6)} was not uploaded" in line]) == 1
+    with store._connected() as (files, root):
+        files.invalidate_cache()
+        assert not [path for path in files.find(root) if checkpoint_name(6) in path]
 
 
 @pytest.mark.parametrize("signalled", [0.0, 1.0, None], ids=["stopped before", "stopped meanwhile", "not stopped"])

@@ -212,6 +212,8 @@ def test_deepspeeds_own_schedules_are_filled_as_transformers_fills_them(resolved
     assert config.scheduler == {"type": "WarmupLR", "params": {"warmup_min_lr": 0.0, "warmup_max_lr": 0.01, "warmup_num_steps": 16}}
     decay = {"type": "WarmupDecayLR", "params": AUTO_WARMUP | {"total_num_steps": "auto"}}
     assert resolved("--steps", "40", scheduler=decay).scheduler["params"]["total_num_steps"] == 40
+    started = {"type": "WarmupLR", "params": {"warmup_num_steps": 5, "last_batch_iteration": -1}}
+    assert resolved(scheduler=started).scheduler["params"]["last_batch_iteration"] == -1
     left_out = {"type": "WarmupCosineLR", "params": {"warmup_num_steps": 5}}
     assert resolved("--steps", "40", scheduler=left_out).scheduler["params"] == {"warmup_num_steps": 5, "total_num_steps": 40}
     bare = resolved("--steps", "5000", "--warmup_steps", "100", "--lr", "5e-4", scheduler={"type": "WarmupDecayLR"})
@@ -369,7 +371,7 @@ def test_the_launcher_says_how_many_ranks_there_are(monkeypatch, corpus):
     flags = ["--deepspeed_config", str(ROOT / "ds_configs/zero1_bf16.json"), "--data", str(corpus)]
     monkeypatch.setenv("WORLD_SIZE", "4")
     assert resolve(flags)[0].ranks == 4
-    with pytest.raises(UsageError, match="--ranks 2: the launcher started 4 ranks"):
+    with pytest.raises(UsageError, match="--ranks 2: the launcher started 4 ranks; start 2, or leave the flag out"):
         resolve([*flags, "--ranks", "2"])
     monkeypatch.setenv("WORLD_SIZE", "many")
     with pytest.raises(UsageError, match="WORLD_SIZE is 'many'"):
@@ -438,7 +440,8 @@ def test_every_key_that_deepspeed_reads_has_a_rule():
     DeepSpeedConfig(Recorder(train_batch_size=1))
     schema = engine_schema()
     old, of_recipes = {"bfloat16"}, {cls.declaration.section for cls in technique_classes()}
-    assert looked_for - set(schema.removed) - old - of_recipes | {"sequence_parallel_size"} == set(schema.keys)
+    of_initialize = {"data_parallel_size", "mesh_param", "sequence_parallel_size"}
+    assert looked_for - set(schema.removed) - old - of_recipes | of_initialize == set(schema.keys)
     for section in ("aio", "checkpoint", "data_types", "flops_profiler"):
         looked_for.clear()
         DeepSpeedConfig({"train_batch_size": 1, section: Recorder()})

@@ -310,6 +310,43 @@ def test_what_was_exchanged_between_opening_and_reading_is_found(sound, place):
         corpus.train.windows(SEQ_LEN)
 
 
+def replace(file: Path) -> None:
+    """By the same content, with the same time of modification."""
+    other = shutil.copy2(file, file.with_name("other"))
+    other.rename(file)
+
+
+def overwrite(file: Path) -> None:
+    with open(file, "r+b") as stream:
+        stream.write(bytes(100))
+
+
+@pytest.mark.parametrize("name", ["train-00001.bin", "val-00000.bin"])
+@pytest.mark.parametrize("change", [os.utime, replace, overwrite, lambda file: os.truncate(file, 100), Path.unlink])
+def test_a_corpus_that_changes_after_it_was_opened_is_noticed(sound, place, name, change):
+    corpus = open_corpus(copy_of(sound["plain"], place))
+    corpus.train.windows(SEQ_LEN)
+    corpus.check_unchanged()
+    change(corpus.path / name)
+    with pytest.raises(DataError, match=rf"{name}: (changed since|cannot be read \(No such)"):
+        corpus.check_unchanged()
+
+
+def test_a_shard_that_is_cut_after_it_was_mapped_is_refused_before_it_is_read(sound, place):
+    """Not by a SIGBUS, which ends the process without a message."""
+    nanogpt = place / "nanogpt"
+    nanogpt.mkdir(exist_ok=True)
+    for split in SPLITS:
+        np.zeros(5000, "<u2").tofile(nanogpt / f"{split}.bin")
+    for folder, name in ((copy_of(sound["plain"], place), "train-00001.bin"), (nanogpt, "train.bin")):
+        corpus = open_corpus(folder)
+        windows = np.arange(corpus.train.windows(SEQ_LEN))
+        corpus.train.read(windows, SEQ_LEN)
+        os.truncate(folder / name, 100)
+        with pytest.raises(DataError, match=rf"{name}: truncated since it was opened; copy or prepare .* --resume"):
+            corpus.train.read(windows, SEQ_LEN)
+
+
 @pytest.mark.parametrize("make", [os.mkfifo, Path.mkdir, lambda file: file.symlink_to("manifest.json")])
 def test_a_manifest_that_is_no_file_is_refused_and_not_waited_for(tmp_path, make):
     make(tmp_path / "manifest.json")

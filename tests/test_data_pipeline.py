@@ -119,8 +119,9 @@ def test_shards_hold_the_documents_in_order_each_with_its_end(texts, prepared):
     assert len(list(documents)) == 80
     for document in documents:  # a second pass, whose skipped files count anew
         expected[document.split].append("".join(document.text()))
-    assert corpus.manifest["dropped"] == {"empty": 1, "not UTF-8": 1}
-    assert documents.dropped + documents.sources[0].problems.counts == corpus.manifest["dropped"]
+    assert corpus.manifest["dropped"] == {".bin": 1, "empty": 1, "not UTF-8": 1}
+    (source,) = documents.sources
+    assert documents.dropped + source.problems.counts + source.left_out == corpus.manifest["dropped"]
     assert sum(map(len, expected.values())) == 80
     for split, of_split in expected.items():
         entry = corpus.manifest["splits"][split]
@@ -210,7 +211,7 @@ def test_a_second_run_finds_the_work_done_and_a_different_one_is_refused(texts, 
     ("arguments", "said"),
     [
         (["--source", "nowhere"], "nowhere: no such source; allowed: stdlib"),
-        (["--source", "setup.cfg"], "setup.cfg is not a known kind of text file; allowed: .txt, .md, .py"),
+        (["--source", "setup.cfg", "--on_error", "stop"], "no text file found (left out: 1 .cfg; convert such files to .jsonl"),
         (["--source", "{empty}"], "no text file found"),
         (["--tokenizer", "word"], "allowed: bytes, bpe:N"),
         (["--val_fraction", "0"], "allowed: above 0 and below 1"),

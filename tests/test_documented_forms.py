@@ -1,7 +1,8 @@
 """What DeepSpeed's configuration documentation shows is accepted where DeepSpeed 0.19.8 still has it: each section in its documented form.
 
 The keys and values are those of docs/_pages/config-json.md, beside a shipped JSON; where that page offers a choice, one of each is taken.
-A section that means nothing in this training loop is accepted with a word; one that needs what this machine lacks says so in `--explain`.
+A section that means nothing in this training loop is accepted with a word; one that asks for another loop is refused where it is on; one
+that needs what this machine lacks says so in `--explain`.
 """
 
 from __future__ import annotations
@@ -70,8 +71,6 @@ SECTIONS = {
     },
     "aio": {"aio": {"block_size": 1048576, "queue_depth": 8, "intra_op_parallelism": 1, "single_submit": False, "overlap_events": True}},
     "hybrid_engine": {"hybrid_engine": {"enabled": True, "max_out_tokens": 512, "inference_tp_size": 1, "enable_cuda_graph": False}},
-    "tensor_parallel": {"tensor_parallel": {"autotp_size": 4, "preset_model": "llama", "partition_config": {"use_default_specs": False}}},
-    "expert_parallel": {"expert_parallel": {"enabled": True, "autoep_size": 4, "preset_model": "mixtral", "num_experts_attr": "n"}},
     "autotuning": {
         "autotuning": {"enabled": False, "metric": "throughput", "max_train_batch_size": None, "fast": True, "arg_mappings": None},
     },
@@ -104,11 +103,40 @@ SECTIONS = {
     },
     "disable_allgather": {"disable_allgather": True},
     "seq_parallel_communication_data_type": {"seq_parallel_communication_data_type": "fp32"},
-    "compile": {"zero_optimization": {"stage": 0}, "compile": {"deepcompile": True, "passes": ["autosp"]}},
 }
 #: Without effect in this loop: accepted with a word.
-WITH_A_WORD = {"hybrid_engine", "tensor_parallel", "expert_parallel", "autotuning_on", "activation_checkpointing_on", "data_efficiency"}
-WITH_A_WORD |= {"compile", "disable_allgather", "seq_parallel_communication_data_type"}
+WITH_A_WORD = {"hybrid_engine", "autotuning_on", "activation_checkpointing_on", "data_efficiency"}
+WITH_A_WORD |= {"disable_allgather", "seq_parallel_communication_data_type"}
+#: Another layout of the ranks, or another loop -> the key that is named. On 8 ranks.
+OTHERS = {
+    "tensor_parallel.autotp_size": {"tensor_parallel": {"preset_model": "llama", "autotp_size": 4}},
+    "tensor_parallel.tp.tp_size": {"tensor_parallel": {"tp": {"tp_size": 2}}},
+    "expert_parallel.enabled": {"expert_parallel": {"enabled": True, "autoep_size": 4, "preset_model": "mixtral"}},
+    "pipeline.stages": {"pipeline": {"stages": 2, "partition": "best"}},
+    "compile.deepcompile": {"compile": {"deepcompile": True, "passes": ["autosp"]}},
+    "sequence_parallel_size": {"sequence_parallel_size": 2},
+    "data_parallel_size": {"data_parallel_size": 4},
+    "mesh_param": {"mesh_param": [4, 2]},
+    "weight_quantization.quantized_initialization.num_bits": {"weight_quantization": {"quantized_initialization": {"num_bits": 4}}},
+}
+#: The same, switched off.
+OFF = {
+    "tensor_parallel": {"preset_model": "llama", "partition_config": {"use_default_specs": False}, "autotp_size": 1},
+    "expert_parallel": {"enabled": False, "autoep_size": 4},
+    "pipeline": {"stages": "auto", "seed_layers": False},
+    "compile": {"deepcompile": False, "free_activation": True},
+    "sequence_parallel_size": 1,
+    "data_parallel_size": 8,
+    "mesh_param": None,
+    "weight_quantization": {},
+}
+#: DeepSpeed's pydantic models drop "auto"; the others have no effect here.
+DROPPED_AUTO = {
+    "zero_optimization": {"stage": 3, "stage3_max_live_parameters": "auto", "allgather_bucket_size": "auto", "offload_param": "auto"},
+    "activation_checkpointing": {"partition_activations": "auto"},
+    **dict.fromkeys(("compile", "data_efficiency", "dataloader_drop_last", "hybrid_engine"), "auto"),
+    **dict.fromkeys(("pipeline", "sequence_parallel_size", "tensor_parallel"), "auto"),
+}
 #: What they need may not be here: accepted by --explain, refused by training where it is missing.
 NEEDING = {"comet", "offload_nvme"} | ({"wandb"} if importlib.util.find_spec("wandb") is None else set())
 
@@ -166,23 +194,75 @@ def test_a_file_full_of_keys_that_are_gone_gets_one_list(corpus, tmp_path):
         assert ": line " in fault
 
 
-@pytest.mark.parametrize(
-    ("key", "value", "instead"),
-    [
-        ("bfloat16", {"enabled": True}, "'bf16'"),
-        ("aio.thread_count", 2, "'intra_op_parallelism'"),
-        ("zero_optimization.cpu_offload", True, '"offload_optimizer": {"device": "cpu"}'),
-        ("zero_optimization.prefetch_bucket_size", 5, "'stage3_prefetch_bucket_size'"),
-    ],
-)
-def test_an_old_name_is_refused_with_what_to_write_instead(key, value, instead, corpus, tmp_path):
-    *sections, name = key.split(".")
-    values = {"zero_optimization": {"stage": 3}, "aio": {}}
-    (values[sections[0]] if sections else values)[name] = value
+@pytest.mark.parametrize("key", OTHERS)
+def test_a_section_for_another_layout_of_the_ranks_is_refused(key, corpus, tmp_path):
     with pytest.raises(UsageError) as mistake:
-        resolve(["--deepspeed_config", written(BF16 | values, tmp_path), "--data", str(corpus)])
+        resolve(["--deepspeed_config", written(BF16 | OTHERS[key], tmp_path), "--data", str(corpus)], ranks=8)
     (fault,) = mistake.value.faults
-    assert f"'{key}'" in fault and instead in fault and ": line " in fault
+    assert f"'{key}' is " in fault and ": line " in fault and "leave it out" in fault
+
+
+@pytest.mark.parametrize("values", [OFF, DROPPED_AUTO], ids=["off", "auto"])
+def test_what_is_off_or_auto_is_accepted(values, corpus, tmp_path):
+    config, _ = resolve(["--deepspeed_config", written(BF16 | values, tmp_path), "--data", str(corpus)], ranks=8)
+    assert not set(values) - {"zero_optimization"} & set(config.engine)
+    assert "auto" not in config.engine["zero_optimization"].values()
+
+
+def test_an_old_name_is_refused_with_what_to_write_instead(corpus, tmp_path):
+    with pytest.raises(UsageError, match=r": line \d+: 'aio.thread_count' is an old name; write 'intra_op_parallelism' instead"):
+        resolve(["--deepspeed_config", written(BF16 | {"aio": {"thread_count": 2}}, tmp_path), "--data", str(corpus)])
+
+
+#: Section and other name -> a wrong value, a right one, and the documented key and value that it stands for.
+OTHER_NAMES = {
+    **{
+        ("zero_optimization", name): (-1, 7, f"stage3_{name}", 7)
+        for name in (
+            *("max_live_parameters", "max_reuse_distance", "prefetch_bucket_size"),
+            *("param_persistence_threshold", "model_persistence_threshold"),
+        )
+    },
+    **{
+        ("zero_optimization", name): (5, True, "stage3_gather_16bit_weights_on_model_save", True)
+        for name in ("gather_16bit_weights_on_model_save", "stage3_gather_fp16_weights_on_model_save")
+    },
+    ("zero_optimization", "module_granularity_threshold"): ("x", 0, "stage3_module_granularity_threshold", 0),
+    ("zero_optimization", "use_all_reduce_for_fetch_params"): (5, True, "stage3_use_all_reduce_for_fetch_params", True),
+    ("zero_optimization", "allgather_sequential"): (5, True, "stage3_allgather_sequential", True),
+    ("zero_optimization", "cpu_offload"): ("auto", True, "offload_optimizer", {"device": "cpu"}),
+    ("zero_optimization", "cpu_offload_param"): (5, True, "offload_param", {"device": "cpu"}),
+    ("bfloat16",): (5, {"enabled": True}, "bf16", {"enabled": True}),
+}
+
+
+def test_every_other_name_that_deepspeed_reads_is_here():
+    assert {tuple(name.split(".")) for name in engine_schema().other_names} == set(OTHER_NAMES)
+
+
+@pytest.mark.parametrize("name", OTHER_NAMES, ids=".".join)
+def test_other_names_that_deepspeed_reads_stand_for_the_documented_ones(name, corpus, tmp_path):
+    wrong, right, documented, stands_for = OTHER_NAMES[name]
+    *above, last = name
+
+    def run(keys: dict, *flags: str):
+        base = {key: value for key, value in BF16.items() if key != "bf16"}
+        values = base | ({above[0]: {"stage": 3, **keys}} if above else keys)
+        return resolve(["--deepspeed_config", written(values, tmp_path), "--data", str(corpus), *flags], ranks=2)[0].engine
+
+    def faults(keys: dict, *flags: str) -> str:
+        with pytest.raises(UsageError) as mistake:
+            run(keys, *flags)
+        (fault,) = mistake.value.faults
+        return fault
+
+    whole = run({last: right})
+    assert (whole[above[0]] if above else whole)[documented] == stands_for
+    fault = faults({last: wrong})
+    assert ": line " in fault and f"'{'.'.join(name)}' is {json.dumps(wrong)}; write" in fault
+    assert f"'{'.'.join(name)}' is another name of" in faults({last: right, documented: stands_for})
+    again = run({documented: stands_for}, "--set", f"{'.'.join(name)}={json.dumps(right)}")
+    assert (again[above[0]] if above else again)[documented] == stands_for
 
 
 def test_an_optimizer_that_is_offloaded_in_part_is_refused(corpus, tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import shutil
 import signal
@@ -349,6 +350,16 @@ def test_a_damaged_file_of_weights_is_one_line(folder, tmp_path):
         assert str(file) in fault(copy)
     (copy / "config.json").write_text("{")
     assert "is not JSON" in fault(copy)
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "model.safetensors.index.json", "tokenizer.json"])
+def test_a_pipe_in_a_folder_is_not_waited_for(name, folder, tmp_path):
+    copy = copied(folder, tmp_path)
+    if name.endswith("index.json"):
+        (copy / "model.safetensors").unlink()
+    (copy / name).unlink(missing_ok=True)
+    os.mkfifo(copy / name)
+    assert "not a regular file" in (open_trained(copy).no_tokenizer if name == "tokenizer.json" else fault(copy))
 
 
 def test_the_header_of_a_file_of_weights_says_what_it_holds(tmp_path):

@@ -8,6 +8,7 @@ import os
 import pickle
 import shutil
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -87,6 +88,7 @@ def test_batches_are_every_window_once_an_epoch(gpt2):
 
 def test_the_fingerprint_is_of_the_text_and_not_of_the_place(gpt2, tmp_path):
     fingerprint = open_corpus(gpt2).fingerprint
+    assert fingerprint == "53839bf4610a6c6af999271a4f1bd87ba7921091e2f842b1eaed185837872519"  # runs of earlier versions continue
     assert open_corpus(shutil.copytree(gpt2, tmp_path / "elsewhere")).fingerprint == fingerprint
     tokens = np.fromfile(gpt2 / "train.bin", "<u2")
     for at in (0, 4000, -1):
@@ -146,6 +148,107 @@ def test_what_changed_since_it_was_opened_is_found(characters):
     (characters / "val.bin").unlink()
     with pytest.raises(DataError, match=r"val\.bin: cannot be read \(No such file"):
         corpus.verify()
+
+
+def write_shards(folder: Path, ids: np.ndarray, magic: int = 20240520, version: int = 1) -> Path:
+    """Two shards for training and one for validation, as llm.c's dev/data/fineweb.py names and writes them."""
+    folder.mkdir()
+    for name, part in zip(("val_000000", "train_000001", "train_000002"), np.array_split(ids, 3), strict=True):
+        header = np.zeros(256, "<i4")
+        header[:3] = magic, version, len(part)
+        (folder / f"fineweb_{name}.bin").write_bytes(header.tobytes() + part.astype("<u2").tobytes())
+    return folder
+
+
+def test_shards_of_llm_c_are_read_behind_their_headers(tmp_path):
+    ids = np.random.default_rng(0).integers(0, 50_257, 6000)
+    corpus = open_corpus(write_shards(tmp_path / "fineweb", ids))
+    corpus.verify()
+    assert (corpus.vocab_size, corpus.eot_id, corpus.train.n_tokens, corpus.val.n_tokens) == (50_257, 50_256, 4000, 2000)
+    starts = [2000, 2500, 3000, 4000, 4500, 5000]  # shards of 2,000 ids have three windows of 500 + 1
+    assert corpus.train.read(np.arange(6), 500).tolist() == [ids[start : start + 501].tolist() for start in starts]
+    loader = Loader(corpus.train, GlobalSampler([6], 0, corpus.fingerprint), 500, corpus.vocab_size, 0, 1, "cpu")
+    assert len(list(loader.micro_batches(0, 2, 3))) == 3
+    for name in ("train", "val"):  # the name that llm.c gives a corpus of one shard
+        shutil.copy(corpus.path / f"fineweb_{name}_00000{'1' if name == 'train' else '0'}.bin", tmp_path / f"{name}.bin")
+    assert open_corpus(tmp_path).train.read(np.array([3]), 100).tolist() == [ids[2300:2401].tolist()]
+
+
+@pytest.mark.parametrize("vocabulary", ["gpt2", "characters"])
+def test_ids_of_4_bytes_are_recognized(vocabulary, request):
+    folder = request.getfixturevalue(vocabulary)
+    short = open_corpus(folder)
+    windows = {split: getattr(short, split).read(np.arange(10), 50) for split in SPLITS}
+    for split in SPLITS:
+        np.fromfile(folder / f"{split}.bin", "<u2").astype("<u4").tofile(folder / f"{split}.bin")
+    corpus = open_corpus(folder)
+    corpus.verify()
+    assert (corpus.dtype, corpus.train.n_tokens, corpus.vocab_size) == (np.dtype("<u4"), short.train.n_tokens, short.vocab_size)
+    for split in SPLITS:
+        assert getattr(corpus, split).read(np.arange(10), 50).tolist() == windows[split].tolist()
+
+
+def convert(dtype: str, add: int = 0) -> Callable[[Path], None]:
+    """Writes the ids of a folder in another form."""
+
+    def change(folder: Path) -> None:
+        for split in SPLITS:
+            (np.fromfile(folder / f"{split}.bin", "<u2").astype("<i8") + add).astype(dtype).tofile(folder / f"{split}.bin")
+
+    return change
+
+
+@pytest.mark.parametrize("vocabulary", ["gpt2", "characters"])
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (convert(">u2"), r"train\.bin: has big-endian ids; convert it: numpy\.fromfile\('train\.bin', '>u2'\)\.astype\('<u2'\)"),
+        (convert(">i4"), r"train\.bin: has big-endian ids; convert it: numpy\.fromfile\('train\.bin', '>u4'\)"),
+        (convert("<i8"), r"train\.bin: has 64-bit ids; convert it: numpy\.fromfile\('train\.bin', '<u8'\)"),
+        (
+            convert("<u4", add=60_000),
+            r"train\.bin: has 32-bit ids up to \d{2,3},\d{3}, but a vocabulary of .*; prepare a corpus from the text",
+        ),
+        (
+            lambda f: (np.save(f / "x.npy", np.arange(999)), (f / "x.npy").rename(f / "train.bin")),
+            r"train\.bin: is a numpy file with a header; write",
+        ),
+        (lambda f: (np.arange(999) % 9).astype("<u4").tofile(f / "val.bin"), r"val\.bin has ids of 4 bytes, train\.bin of 2; prepare"),
+    ],
+)
+def test_other_forms_of_ids_are_named(vocabulary, change, said, request):
+    folder = request.getfixturevalue(vocabulary)
+    change(folder)
+    with pytest.raises(DataError, match=said) as raised:
+        open_corpus(folder)
+    assert str(raised.value).isprintable()
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (
+            lambda f: os.truncate(f / "fineweb_train_000002.bin", 3000),
+            r"train_000002\.bin: a shard of llm\.c that is cut or .* 2,000 tokens",
+        ),
+        (lambda f: os.truncate(f / "fineweb_train_000001.bin", 6), r"train_000001\.bin: a shard of llm\.c that is cut"),
+        (lambda f: np.zeros(99, "<u2").tofile(f / "fineweb_val_000000.bin"), r"val_000000\.bin: lacks the header of llm\.c"),
+        (lambda f: (f / "fineweb_val_000000.bin").unlink(), r"val\.bin: missing; a nanoGPT folder has"),
+        (lambda f: write_shards(f / "llama", np.zeros(99), 20240801, 7), r"train_000001\.bin: is a shard of llm\.c with Llama 3's ids"),
+        (
+            lambda f: write_shards(f / "llama", np.zeros(99), version=2),
+            r"train_000001\.bin: a shard of llm\.c that is cut or not of version 1",
+        ),
+        (lambda f: ((f / "llama").mkdir(), np.save(f / "llama" / "x_train_1.npy", np.zeros(9))), r"x_train_1\.npy: is a numpy file"),
+        (lambda f: ((f / "llama").mkdir(), (f / "llama" / "x_document.idx").touch()), r"document\.idx: is the index of Megatron-LM"),
+    ],
+)
+def test_what_is_wrong_with_shards_of_others_is_named(tmp_path, change, said):
+    folder = write_shards(tmp_path / "shards", np.arange(6000))
+    change(folder)
+    with pytest.raises(DataError, match=said) as raised:
+        open_corpus(folder / "llama" if (folder / "llama").exists() else folder)
+    assert str(raised.value).isprintable()
 
 
 @pytest.mark.parametrize(

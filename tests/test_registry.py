@@ -110,6 +110,11 @@ def test_a_changed_key_is_noticed():
         (swept({"lr": [0.1]}, tuned={"lr": 0.1, "steps": 9}), "'tuned.steps' is not in 'sweep'"),
         (json.dumps({**GOOD, "flags": ["--stepz", "3"]}), "'flags': unknown argument '--stepz'; did you mean '--steps'"),
         (json.dumps({**GOOD, "flags": ["--steps", "0"]}), "'flags': --steps: 0 is out of range"),
+        *(
+            (json.dumps({**GOOD, "flags": ["--lr", "0.1", *words]}), f"'flags': {words[0].partition('=')[0]} is not for a recipe")
+            for words in (["--resume"], ["--runs_dir=/tmp"], ["--checkpoint_store", "file:///tmp"], ["--run_name", "x"], ["--data", "x"])
+        ),
+        (swept({"lr": [0.1], "runs_dir": ["/tmp"]}), "'experiments.nano-0.5M.sweep': --runs_dir is not for a recipe"),
     ],
 )
 def test_bad_recipe_is_refused_in_one_line(content, message, tmp_path):

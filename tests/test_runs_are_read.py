@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+from typing import Any
 
 import numpy as np
 import pytest
 
 from launch.comparison.runs import read_run
 from launch.errors import UsageError
-from tests.run_folders import description, line, lines, write_run
+from tests.run_folders import TOKENS, description, line, lines, write_run
 
 ZERO_1 = ("--deepspeed_config", "ds_configs/zero1_bf16.json")
 FP16 = ("--deepspeed_config", "ds_configs/zero1_fp16.json")
@@ -123,7 +124,7 @@ def test_what_a_resume_changed_is_remarked(said, tmp_path):
     changes = ["lr: 0.001 -> 0.002", 'machine.host: "a" -> "b"', 'commit: "1" -> "2"']
     upgraded = read_run(write_run(tmp_path / "u", said | {"resumes": [{"changes": ['versions.torch: "1" -> "2"']}]}, lines()))
     assert upgraded.remarks == ('a resume changed versions.torch: "1" -> "2": the settings shown are the last ones',)
-    run = read_run(write_run(tmp_path / "r", said | {"resumes": [{"changes": changes}, {"changes": 3}, {}, "none"]}, lines()))
+    run = read_run(write_run(tmp_path / "r", said | {"resumes": [{"changes": changes}, {"changes": None}, {}]}, lines()))
     assert run.remarks == ("a resume changed lr: 0.001 -> 0.002: the settings shown are the last ones",)
     assert read_run(write_run(tmp_path / "s", said | {"resumes": [{"changes": changes[1:]}]}, lines())).remarks == ()
 
@@ -304,19 +305,30 @@ def test_a_description_that_lacks_something_is_refused(key, said, tmp_path):
 @pytest.mark.parametrize(
     ("place", "value"),
     [
-        (("optimizer", "params"), None),
-        (("techniques", "fp8"), None),
-        (("finished",), True),
-        (("resumes",), None),
+        ("optimizer.params", None),
+        ("techniques.fp8", None),
+        ("finished", True),
+        ("finished.tokens", None),
+        ("resumes", None),
+        ("resumes.0", None),
+        ("resumes.0.command", None),
+        ("resumes.0.changes", 3),
+        ("resumes.0.changes.0", None),
+        ("spike_rule", []),
+        ("corpus.sources", None),
+        ("machine.gpus", 1),
     ],
 )
-def test_a_section_of_another_type_is_refused(place, value, said, tmp_path):
-    folder = write_run(tmp_path / "r", said, lines())
-    whole = json.loads((folder / "run.json").read_text())
-    *sections, key = place
-    (whole[sections[0]] if sections else whole)[key] = value
+def test_a_value_of_another_type_is_refused(place, value, said, tmp_path):
+    whole = json.loads(json.dumps(said)) | {"resumes": [{"changes": ["steps: 1 -> 2"]}], "finished": {"step": 20, "tokens": 20 * TOKENS}}
+    read_run(folder := write_run(tmp_path / "r", whole, lines()))
+    section: Any = whole
+    *sections, key = (int(name) if name.isdecimal() else name for name in place.split("."))
+    for name in sections:
+        section = section[name]
+    section[key] = value
     (folder / "run.json").write_text(json.dumps(whole))
-    with pytest.raises(UsageError, match=rf"run\.json: '{place[0]}.* must be (an object|a list); give a run folder that training wrote"):
+    with pytest.raises(UsageError, match=rf"run\.json: '{place}' is .*, must be [a-z ]+; give a run folder that training wrote"):
         read_run(folder)
 
 

@@ -1,11 +1,13 @@
 """Where documents come from: every format and place, what is done with a bad record, and that no damage ends in more than one line."""
 
+import bz2
 import csv
 import gzip
 import hashlib
 import io
 import json
 import logging
+import lzma
 import os
 import random
 import subprocess
@@ -80,6 +82,14 @@ def table(texts, column="text", **options) -> bytes:
     return stream.getvalue()
 
 
+def arrow(texts, make=pyarrow.ipc.new_stream, **options) -> bytes:
+    """Three rows per batch, and a column beside the text."""
+    stream, data = io.BytesIO(), pyarrow.table({"id": [[1, 2]] * len(texts), "text": texts})
+    with make(stream, data.schema, options=pyarrow.ipc.IpcWriteOptions(**options)) as writer:
+        writer.write_table(data, max_chunksize=3)
+    return stream.getvalue()
+
+
 def rows(texts, column="text", **options) -> bytes:
     stream = io.StringIO(newline="")
     writer = csv.writer(stream, **options)
@@ -87,8 +97,9 @@ def rows(texts, column="text", **options) -> bytes:
     return stream.getvalue().encode()
 
 
-def zst(data: bytes) -> bytes:
-    return zstandard.ZstdCompressor().compress(data)
+def zst(data: bytes, window_log: int = 20) -> bytes:
+    parameters = zstandard.ZstdCompressionParameters(window_log=window_log, chain_log=16, hash_log=16, write_content_size=False)
+    return zstandard.ZstdCompressor(compression_params=parameters).compress(data)
 
 
 def all_of(texts) -> dict[str, list[str]]:
@@ -104,6 +115,12 @@ FORMATS = {
     "a.jsonl.zst": zst(jsonl(TEXTS)),
     "members.jsonl.gz": gzip.compress(jsonl(TEXTS[:7])) + gzip.compress(jsonl(TEXTS[7:])),
     "frames.jsonl.zst": zst(jsonl(TEXTS[:7])) + zst(jsonl(TEXTS[7:])),
+    "padded.jsonl.gz": gzip.compress(jsonl(TEXTS[:7])) + bytes(512) + gzip.compress(jsonl(TEXTS[7:])) + bytes(10_000),
+    "window.jsonl.zst": zst(jsonl(TEXTS), 28),
+    "a.NDJSON": jsonl(TEXTS),
+    "a.jsonlines.XZ": lzma.compress(jsonl(TEXTS)),
+    "a.Json.bz2": bz2.compress(jsonl(TEXTS[:7])) + bz2.compress(jsonl(TEXTS[7:])),
+    "a.ndjson.zstd": zst(jsonl(TEXTS)),
     "mark.jsonl": b"\xef\xbb\xbf" + jsonl(TEXTS),
     "crlf.jsonl": jsonl(TEXTS).replace(b"\n", b"\r\n") + b"\r\n",
     "unended.jsonl": jsonl(TEXTS).rstrip(),
@@ -113,6 +130,10 @@ FORMATS = {
     "lines.json": jsonl(TEXTS),
     "a.parquet": table(TEXTS, row_group_size=3),
     "dictionary.parquet": table(pyarrow.array(TEXTS).dictionary_encode(), compression="zstd"),
+    "a.pq": table(TEXTS),
+    "stream.arrow": arrow(TEXTS),
+    "file.arrow": arrow(pyarrow.array(TEXTS, pyarrow.large_string()), pyarrow.ipc.new_file, compression="zstd"),
+    "dictionary.arrow": arrow(pyarrow.array(TEXTS).dictionary_encode(), emit_dictionary_deltas=True),
     "binary.parquet": table([text.encode() for text in TEXTS]),
     "a.csv": rows(TEXTS),
     "quoted.csv.gz": gzip.compress(rows(TEXTS, quoting=csv.QUOTE_ALL)),
@@ -133,7 +154,7 @@ def test_the_text_column_has_any_name(run, tmp_path, suffix):
     assert run(tmp_path / f"a{suffix}", options=("--text_column", "der text"))[1] == all_of(TEXTS)
     code, *_, err = run(tmp_path / f"a{suffix}")
     assert code == 2
-    assert "no text column 'text' (it has 'id', 'der text'" in err
+    assert "no text column 'text' (it has 'id', 'der text': name one with --text_column" in err
 
 
 @pytest.mark.parametrize("block", [2, 7, 64])
@@ -164,10 +185,112 @@ def test_folders_and_globs_are_read_in_the_order_of_their_paths(run, tmp_path):
     code, found, manifest, *_ = run(f"{root}/**/*.[mj]*", f"{root}/[bd].*", options=("--val_fraction", "0.55"))
     assert found == {split: in_split(matched, split, 0.55) for split in ("train", "val")}
     assert manifest["mixture"] == [1.0]
-    code, *_, err = run(f"{root}/*.bin")
-    assert code == 2 and "n.bin is not a known kind of text file" in err
     code, *_, err = run(f"{root}/*.pdf")
     assert code == 2 and "no text file found" in err
+
+
+KINDS = ["a.docx", "b.JSONL", "c.tsv", "d.Docx", "e", "f.tar.gz", "g.text", "h.\x1b[31m", *(f"z.{letter}" for letter in "abcdef")]
+
+
+def test_folders_and_globs_say_what_they_leave_out(run, tmp_path):
+    for name in KINDS:
+        (tmp_path / name).write_bytes(jsonl(TEXTS) if name == "b.JSONL" else b"text")
+    said = "left out: 1 .\\x1b[31m, 1 .a, 1 .b, 1 .c, 2 .docx, 1 .tar.gz, 1 .tsv, 3 of other kinds, 1 without suffix\n"
+    for source in (tmp_path, f"{tmp_path}/*"):
+        _, found, manifest, out, _ = run(source)
+        assert found == all_of([*TEXTS, "text"]) and said in out
+        assert manifest["dropped"][".docx"] == 2
+    for source in (tmp_path / "a.docx", f"{tmp_path}/*.docx"):
+        code, *_, err = run(source, tmp_path / "b.JSONL")
+        assert code == 2 and " .docx; convert such files to .jsonl, .parquet or .txt); allowed: stdlib, a file" in err
+        _, found, _, out, _ = run(source, tmp_path / "b.JSONL", options=("--on_error", "skip"))
+        assert found == all_of(TEXTS) and " .docx\n" in out
+    assert "no document; left out: 1 .docx" in run(tmp_path / "a.docx", options=("--on_error", "skip"))[4]
+
+
+def test_what_describes_a_dataset_is_no_text(run, tmp_path):
+    hub, docs = tmp_path / "hub", tmp_path / "docs"
+    for folder in (hub / "data", docs):
+        folder.mkdir(parents=True)
+    (hub / "data" / "train.jsonl").write_bytes(jsonl(TEXTS))
+    for name in ("README.md", "LICENSE.txt", "dataset_infos.json", ".gitattributes"):
+        (hub / name).write_text("---\nlicense: cc0\n---\n" if name == "README.md" else "{}")
+    for source in (hub, f"{hub}/**/*.*"):
+        _, found, manifest, *_ = run(source)
+        assert (found, manifest["dropped"]) == (all_of(TEXTS), {"dataset card": 2})
+    for number, text in enumerate(TEXTS):
+        (docs / f"{number:02}.md").write_text(text)
+    (docs / "README.md").write_text("how to build")
+    assert run(docs)[1] == all_of([*TEXTS, "how to build"])
+    (docs / "README.md").write_text("---\r\nlicense: cc0\r\n---\r\n")
+    _, found, manifest, *_ = run(docs)
+    assert (found, manifest["dropped"]) == (all_of(TEXTS), {"dataset card": 1})
+    found = run(hub / "README.md")[1]
+    assert "".join(found["train"] + found["val"]) == "---\nlicense: cc0\n---\n"
+
+
+# Separators
+
+
+@pytest.mark.parametrize("block", [2, 5, 2**20])
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+def test_a_separator_cuts_a_text_file_into_documents(run, tmp_path, monkeypatch, block, end):
+    monkeypatch.setattr(records, "BLOCK", block)
+    texts = [text.strip().replace("\n", end) for text in TEXTS]
+    mark = "<|endoftext|>"
+    data = mark + f"{end}{mark}{end}".join(texts[:10]) + mark + mark.join(texts[10:]) + end + mark + end
+    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbf" + data.encode())
+    (tmp_path / "b.md.gz").write_bytes(gzip.compress(mark.join(texts[:3]).encode()))
+    (tmp_path / "c.jsonl").write_bytes(jsonl(["not" + mark + "cut"]))
+    (tmp_path / "d.py").write_bytes("\n\n\n".join(texts[:4]).encode())
+    every = [tmp_path / name for name in ("a.txt", "b.md.gz", "c.jsonl")]
+    _, found, manifest, out, _ = run(*every, options=("--separator", mark))
+    assert found == all_of([*texts, *texts[:3], "not" + mark + "cut"])
+    assert manifest["options"]["separator"] == mark
+    assert f"{mark!r} occurs 1 times in the texts: it is text there and ends no document" in out
+    assert run(tmp_path / "d.py", options=("--separator", "\\n\n\\n"))[1] == all_of(texts[:4])
+    _, found, *_ = run(*every, options=("--separator", mark, "--dedup", "exact", "--max_docs", "5"))
+    assert found == all_of([*texts[:5], "not" + mark + "cut"])
+
+
+def test_a_separator_is_an_option_of_the_corpus(tmp_path, capsys):
+    (tmp_path / "a.txt").write_text("---".join(TEXTS))
+    out = tmp_path / "out"
+    command = ["--source", f"{tmp_path}/a.txt", "--out", str(out), "--tokenizer", "bytes", "--val_fraction", "0.3"]
+    assert main(command) == main(command) == 0
+    manifest = json.loads((out / "manifest.json").read_text())
+    del manifest["options"]["separator"]  # as an earlier version wrote it
+    (out / "manifest.json").write_text(json.dumps(manifest))
+    assert main(command) == 0
+    assert main([*command, "--separator=---"]) == 2
+    assert "separator was None, now ---" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("size", [0, 3, 100])
+def test_a_piece_above_the_limit_is_a_bad_record(tmp_path, monkeypatch, size):
+    """Its end is found without the piece in memory, also where the separator is cut by a block."""
+    monkeypatch.setattr(records, "BLOCK", 10)
+    file = tmp_path / "a.txt"
+    for shift in range(10):
+        file.write_bytes(b"one\n<|>\n" + b"x" * shift + b"a\xff" * size + b"\n<|>\n\xff\n<|>\n\n<|>two\n")
+        problems = records.Problems("skip", max_record=30)
+        found = records.records(file, "text", problems, lambda done: None, "<|>")
+        texts = ["".join(text.blocks()) for text in found]
+        assert texts == (["one", "two"] if size or not shift else ["one", "x" * shift, "two"])
+        cases = [case.replace(str(file), "") for kind in ("not UTF-8", "record too large") for case in problems.cases.get(kind, [])]
+        large = [":3: record too large (above the 2.86102e-05 MiB of --max_record_mib, up to the next '<|>')"] * (size > 15)
+        assert cases == [*[":3: not UTF-8 (byte 0xff)"] * (0 < size <= 15), ":5: not UTF-8 (byte 0xff)", *large]
+
+
+def test_marks_of_an_end_in_the_texts_are_counted_and_the_flag_is_named(run, tmp_path):
+    said = "'<|endoftext|>' occurs 57 times in the texts: it is text there and ends no document"
+    (tmp_path / "a.txt").write_text("<|endoftext|>\n".join(f"story {number}\n" for number in range(58)))
+    (tmp_path / "a.jsonl").write_bytes(jsonl([*TEXTS, "a<|endoftext|>" * 57]))
+    assert f"{said}; if it separates the documents of a file, give --separator '<|endoftext|>'\n" in run(tmp_path / "a.txt")[3]
+    assert f"{said}\n" in run(tmp_path / "a.jsonl")[3]
+    assert "occurs" not in run(tmp_path / "a.txt", options=("--separator", "<|endoftext|>"))[3]
+    assert "no source has a file of .txt .md .py" in run(tmp_path / "a.jsonl", options=("--separator", "x"))[4]
+    assert "--separator '': allowed: one character" in run(tmp_path / "a.txt", options=("--separator", ""))[4]
 
 
 def test_a_corpus_that_was_prepared_inside_a_source_is_not_read(tmp_path, capsys):
@@ -388,6 +511,25 @@ def test_a_dataset_whose_builder_refuses_a_record_is_a_mistake(run, tmp_path, na
     assert manifest["dropped"] == {"broken dataset": 1}
 
 
+def test_a_saved_dataset_is_its_split(run, tmp_path):
+    whole = datasets.Dataset.from_dict({"id": [[number] for number in range(20)], "text": TEXTS})
+    changed = whole.shuffle(seed=0).filter(lambda row: row["id"] != [3]).select(range(15))
+    changed.save_to_disk(tmp_path / "one", num_shards=3)
+    loaded = datasets.load_from_disk(tmp_path / "one")
+    loaded.map(lambda row: {"text": row["text"] * 2})  # leaves a cache in the folder
+    assert list((tmp_path / "one").glob("cache-*.arrow"))
+    datasets.DatasetDict({"test": whole.select([0]), "train": changed}).save_to_disk(tmp_path / "several")
+    texts = list(changed["text"])
+    for name in ("one", "several"):
+        for source in (tmp_path / name, f"hf:{tmp_path}/{name}", f"hf:{tmp_path}/{name}:train@0.5"):
+            _, found, manifest, *_ = run(source)
+            assert (found, manifest["dropped"]) == (all_of(texts), {"split 'test'": 1} if name == "several" else {})
+    assert "no split 'best'; it has test, train: name one as hf:" in run(f"hf:{tmp_path}/several:best")[4]
+    assert "no split 'test'; it has train: name one as hf:" in run(f"hf:{tmp_path}/one:test")[4]
+    _, found, *_ = run(f"hf:{tmp_path}/several:test")
+    assert "".join(found["train"] + found["val"]) == TEXTS[0]
+
+
 # Bad records
 
 
@@ -410,6 +552,7 @@ BAD = {
     "c.jsonl": (line_of(5, b'{"body": "x"}\n'), TEXTS, "no text column 'text'", "c.jsonl:6"),
     "d.jsonl": (line_of(20, b'{"text": 3}\n'), TEXTS, "text column 'text' is not text", "d.jsonl:21"),
     "e.jsonl": (line_of(2, b'{"text": "half \\ud83d"}\n'), TEXTS, "not UTF-8", "e.jsonl:3"),
+    "i.jsonl": (line_of(1, b"{}\n"), TEXTS, "no text column 'text'", "i.jsonl:2"),
     "f.jsonl": (line_of(2, b"[" * 100_000 + b"\n"), TEXTS, "broken JSON line", "f.jsonl:3"),
     "g.jsonl": (line_of(2, b'{"text": "x", "n": ' + b"1" * 5000 + b"}\n"), TEXTS, "broken JSON line", "g.jsonl:3"),
     "h.jsonl": (line_of(1, b'["text"]\n'), TEXTS, "no text column 'text'", "h.jsonl:2"),
@@ -421,6 +564,7 @@ BAD = {
     "f.json": (b"[" * 100_000, [], "broken JSON", "f.json: record 1"),
     "g.json": (WHOLE[:-1] + b', {"text": "x", "n": 1e99999999999999}]', [*TEXTS[:3], "x"], None, ""),
     "a.txt": (b"one\ntwo\ngr\xf6\xdfer\n", [], "not UTF-8", "a.txt:3"),
+    "b.txt": ("größer".encode("utf-16"), [], "not UTF-8", "b.txt:1: not UTF-8 (byte 0xff; if it is UTF-16, convert it with iconv"),
     "a.csv": (rows(TEXTS) + b"99,gr\xf6\r\n", TEXTS, "not UTF-8", f"a.csv:{2 + sum(text.count(chr(10)) + 1 for text in TEXTS)}"),
     "b.csv": (rows(TEXTS) + b'99,"never closed\r\n', TEXTS, "broken CSV", "b.csv:"),
     "d.csv": (rows(TEXTS[:5]) + b'99,"a "bad" quote\r\n2,rest of a cell"\r\n' + rows(TEXTS), TEXTS[:5], "broken CSV", "d.csv:"),
@@ -434,8 +578,16 @@ BAD = {
     "a.txt.zst": (zst(os.urandom(5000).hex().encode())[:-20], [], "compressed file damaged", "a.txt.zst"),
     "b.txt.zst": (b"no zstd", [], "compressed file damaged", "b.txt.zst"),
     "c.txt.zst": (zst(b"a line\n") + b"behind", [], "compressed file damaged", "c.txt.zst"),
-    # What is in the reader's buffer is lost: the end, or all of a small file.
-    "a.jsonl.gz": (gzip.compress(jsonl(TEXTS)) + b"behind", [], "compressed file damaged", "a.jsonl.gz"),
+    "a.jsonl.gz": (gzip.compress(jsonl(TEXTS)) + b"behind", TEXTS, "compressed file damaged", "a.jsonl.gz"),
+    "b.jsonl.gz": (gzip.compress(jsonl(TEXTS)) + b"\0\0behind", TEXTS, "compressed file damaged", "b.jsonl.gz"),
+    "a.txt.xz": (lzma.compress(b"a line\n" * 1000)[:-20], [], "compressed file damaged", "a.txt.xz"),
+    "b.txt.xz": (b"no xz", [], "compressed file damaged", "b.txt.xz"),
+    "a.txt.bz2": (bz2.compress(b"a line\n" * 1000)[:-20], [], "compressed file damaged", "a.txt.bz2"),
+    # The header of a frame whose window is 2^32 bytes, and an empty block.
+    "d.txt.zst": (bytes.fromhex("28b52ffd 00 b0 010000"), [], "zstd window above 2 GiB", "d.txt.zst"),
+    "a.arrow": (b"no arrow", [], "broken Arrow file", "a.arrow: row 1"),
+    "b.arrow": (arrow(TEXTS)[:-400], TEXTS[:18], "broken Arrow file", "b.arrow: row 19"),
+    "c.arrow": (arrow([*TEXTS, None]), TEXTS, "no text column 'text'", "c.arrow: row 21"),
     "a.parquet": (b"no parquet", [], "broken Parquet file", "a.parquet: row 1"),
     "b.parquet": (table(TEXTS)[:-9], [], "broken Parquet file", "b.parquet: row 1"),
     "c.parquet": (table([*TEXTS, None]), TEXTS, "no text column 'text'", "c.parquet: row 21"),
@@ -494,7 +646,7 @@ def test_blank_lines_before_the_columns_of_a_csv_are_skipped(run, tmp_path):
 def test_if_every_record_is_left_out_the_first_reason_is_named(run, tmp_path):
     (tmp_path / "a.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in TEXTS))
     code, *_, error = run(tmp_path / "a.jsonl", options=("--text_column", "content", "--on_error", "skip"))
-    assert code == 2 and "no document, 20 left out; the first: " in error and "content" in error
+    assert code == 2 and "no document; left out: 20 no text column 'content'; the first: " in error and "content" in error
 
 
 def test_a_text_that_is_null_is_said_to_be(run, tmp_path):
@@ -575,6 +727,7 @@ def _texts(values: list) -> list[str]:
 CONTENTS = {
     **{name: FORMATS[name] for name in ("a.jsonl", "array.json", "objects.json", "lines.json", "a.csv", "mark.jsonl", "crlf.jsonl")},
     "a.txt": "".join(TEXTS).encode(),
+    "a.arrow": arrow(TEXTS),
     "a.parquet": table(TEXTS, row_group_size=3),
     "zstd.parquet": table(TEXTS, compression="zstd"),
 }
@@ -610,17 +763,17 @@ def mutate(data: bytes, mutations: list) -> bytes:
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], derandomize=True)
 @given(
     st.sampled_from(sorted(CONTENTS)),
-    st.sampled_from(["", "", ".gz", ".zst"]),
+    st.sampled_from(["", "", ".gz", ".zst", ".xz", ".bz2"]),
     st.lists(MUTATION, max_size=3),
     st.lists(MUTATION, max_size=2),
 )
 @example("array.json", "", [("insert", 0, 1, b"[" * 5000)], [])
 @example("a.parquet", "", [("flip", 3000, 1, b"")], [])
 def test_no_damage_ends_in_more_than_one_line(tmp_path_factory, capsys, name, compression, before, after):
-    if name.endswith(".parquet"):
+    if name.endswith((".parquet", ".arrow")):
         compression, before = "", []
     data = mutate(CONTENTS[name], before)
-    data = mutate({"": bytes, ".gz": gzip.compress, ".zst": zst}[compression](data), after)
+    data = mutate({"": bytes, ".gz": gzip.compress, ".zst": zst, ".xz": lzma.compress, ".bz2": bz2.compress}[compression](data), after)
     folder = tmp_path_factory.mktemp("damaged")
     (folder / "in").mkdir()
     (folder / "in" / f"{name}{compression}").write_bytes(data)
@@ -699,6 +852,7 @@ TOO_LARGE = {
     "b.json": (b'{"text":\n"a"}\n{"text": "' + "日".encode() * LARGE + b'"}', ["a"], "b.json: record 2"),
     "a.csv": (rows(TEXTS[:5]) + b"9," + b"a" * LARGE + b"\r\n9,lost\r\n", TEXTS[:5], "a.csv:"),
     "quoted.csv.gz": (gzip.compress(rows(TEXTS[:5]) + b'9,"' + b"line\n" * LARGE), TEXTS[:5], "quoted.csv.gz:"),
+    "a.arrow": (arrow([*TEXTS, "a" * LARGE]), TEXTS, "a.arrow: row 21"),
     "a.parquet": (table([*TEXTS, "a" * LARGE], use_dictionary=False), TEXTS, "a.parquet: row 21"),
 }
 

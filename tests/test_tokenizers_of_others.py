@@ -2,6 +2,7 @@
 
 import gzip
 import hashlib
+import io
 import json
 import os
 import shutil
@@ -11,6 +12,7 @@ import sys
 import sysconfig
 import tempfile
 import threading
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -26,6 +28,7 @@ from data_pipeline.prepare import main
 from data_pipeline.shards import open_corpus
 from data_pipeline.tokenizer import Tokenizer, make_tokenizer
 from launch.trained_model.hf_export import write_tokenizer
+from tests.commands import run_script
 
 ROOT = Path(__file__).resolve().parents[1]
 STDLIB = Path(sysconfig.get_paths()["stdlib"])
@@ -403,6 +406,73 @@ def test_a_tokenizer_that_cannot_be_used_is_one_line(of_others, source, tmp_path
     assert "not a tokenizer; allowed" in error_of(capsys, *arguments, tmp_path / "nowhere.json")
     assert not (tmp_path / "out").exists()
     assert main([*map(str, arguments), str(no_end), "--end_of_text", "<|stop|>", "--quiet"]) == 0
+
+
+WORD_PIECE = {"type": "WordPiece", "unk_token": "x", "continuing_subword_prefix": "##", "max_input_chars_per_word": 9, "vocab": {"</s>": 0}}
+BYTE_PAIR = {"type": "BPE", "vocab": {"a": 0, "b": 1}, "merges": ["a b"]}
+
+
+@pytest.mark.parametrize(
+    ("kind", "values", "said"),
+    [
+        # The first two panic when they are read, the third with the first text; the last has no id for an unknown word.
+        ("unigram", {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}}, "is not a valid tokenizer.json"),
+        ("byte_level", {"model": BYTE_PAIR}, "is not a valid tokenizer.json"),
+        ("byte_level", {"normalizer": {"type": "Replace", "pattern": {"String": ""}, "content": "x"}}, "the tokenizer cannot encode"),
+        ("word_piece", {"model": WORD_PIECE}, "the tokenizer cannot encode a text"),
+    ],
+)
+@pytest.mark.parametrize("place", ["file", "folder"])
+def test_a_library_that_panics_is_one_line(kind, values, said, place, source, tmp_path, capfd):
+    path = tmp_path / "folder" / "tokenizer.json"
+    path.parent.mkdir()
+    description = json.loads(train(kind).to_str()) | values
+    path.write_text(json.dumps(description))
+    (path.parent / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>"}')
+    spec = path if place == "file" else path.parent
+    assert main(["--source", str(source), "--out", str(tmp_path / "out"), "--tokenizer", str(spec), "--quiet"]) == 2
+    *before, line = capfd.readouterr().err.splitlines()
+    assert line.startswith("error: ") and said in line
+    assert not before or ("panicked" in " ".join(before[:2]) and said == "the tokenizer cannot encode")  # by the library's own hook
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "vocab.json"])
+def test_a_pipe_in_the_folder_of_a_tokenizer_is_not_waited_for(name, of_others, source, tmp_path, capsys):
+    folder = Path(shutil.copytree(of_others("folder")[0], tmp_path / "folder"))
+    (folder / name).unlink(missing_ok=True)
+    os.mkfifo(folder / name)
+    assert "not a regular file" in error_of(capsys, "--source", source, "--out", tmp_path / "out", "--tokenizer", folder)
+
+
+def sentencepiece_folder(folder: Path, model: bytes) -> Path:
+    """As the folders of Llama 2: a `tokenizer.model`, and no `tokenizer.json`."""
+    folder.mkdir()
+    (folder / "tokenizer.model").write_bytes(model)
+    (folder / "config.json").write_text('{"model_type": "llama"}')
+    names = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "LlamaTokenizer", **names}))
+    return folder
+
+
+@pytest.mark.skipif(bool(find_spec("sentencepiece")), reason="the package sentencepiece is installed")
+def test_a_sentencepiece_model_names_the_package_that_reads_it(source, tmp_path):
+    folder = sentencepiece_folder(tmp_path / "folder", b"\n\x0e\n\x05<unk>\x15\0\0\0\0\x18\x02")
+    done = run_script("data_pipeline/prepare.py", "--source", source, "--out", tmp_path / "out", "--tokenizer", folder)
+    (error,) = done.stderr.splitlines()
+    assert "has only a SentencePiece model" in error and "pip install sentencepiece" in error
+
+
+def test_a_sentencepiece_model_gives_the_ids_of_its_library(tmp_path):
+    sentencepiece = pytest.importorskip("sentencepiece", reason="the package sentencepiece is not installed")
+    model = io.BytesIO()
+    kind = {"model_type": "bpe", "vocab_size": 600, "byte_fallback": True, "normalization_rule_name": "identity"}
+    options = {"remove_extra_whitespaces": False, "allow_whitespace_only_pieces": True, "minloglevel": 2}
+    sentencepiece.SentencePieceTrainer.train(sentence_iterator=iter(TEXTS), model_writer=model, **kind, **options)
+    ours = make_tokenizer(str(sentencepiece_folder(tmp_path / "folder", model.getvalue())), [])
+    theirs = sentencepiece.SentencePieceProcessor(model_proto=model.getvalue())
+    assert (ours.vocab_size, ours.eot_id) == (theirs.vocab_size(), theirs.eos_id())
+    for text in ("The square of 7", "def größer(x):\n    return x  # 日本", TEXTS[0]):
+        assert ours.encode(text).tolist() == theirs.encode(text)
 
 
 @needs_gpt2

@@ -19,11 +19,12 @@ from launch.comparison.comparison import Absent, Comparison, compare_experiments
 from launch.comparison.interleaved import run_interleaved, run_parallel
 from launch.comparison.runs import read_run
 from launch.comparison.trials import CannotRun, PlannedExperiment, Trial, corpus_command, fitting_groups, in_order, plan_experiment
+from launch.config.flags import open_recipe
 from launch.config.hardware import device_type, gpus
 from launch.errors import UsageError, print_once, printable_line
 from launch.formats.files import check_writable, read_json_object
 from model.accounting import flops_per_token, parameter_count
-from recipes.registry import ROOT, Recipe, Testbed, read_recipe, read_testbed, read_testbeds
+from recipes.registry import ROOT, Recipe, Testbed, read_testbed, read_testbeds
 
 #: Ranks of runs on no testbed; with one rank nothing is partitioned or sent.
 CPU_RANKS = 2
@@ -67,7 +68,7 @@ def run_experiments(
 
     found: list[tuple[Path | str, Recipe, Testbed | None]] = []
     for folder in folders:
-        recipe = read_recipe(folder)
+        recipe = open_recipe(folder)
         try:
             found += [(folder, recipe, testbed) for testbed in _testbeds(recipe, passed_on, flags)]
         except CannotRun as reason:

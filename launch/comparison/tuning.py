@@ -24,11 +24,11 @@ from data_pipeline.staging import write_atomically
 from launch.comparison.experiments import check_corpus, estimate, has_ended, share_cores, testbed_named, train_missing
 from launch.comparison.runs import Run, read_run
 from launch.comparison.trials import Trial, check_set, fitting_groups, plan_trial, tuned_by
-from launch.config.flags import as_words
+from launch.config.flags import as_words, open_recipe
 from launch.errors import TrainingFailed, UsageError, print_once
 from launch.formats.files import read_committed
 from launch.training.provenance import machine_in_words
-from recipes.registry import ROOT, TESTBEDS, Flags, Recipe, Testbed, read_recipe
+from recipes.registry import ROOT, TESTBEDS, Flags, Recipe, Testbed
 
 #: The DeepSpeed JSON whose sweep sets the values of a testbed.
 CONTROL = "ds_configs/zero0_bf16.json"
@@ -51,7 +51,7 @@ def tune(flags: argparse.Namespace, passed_on: Sequence[str]) -> tuple[dict[str,
         TrainingFailed: a run did not finish, other than by diverging.
     """
     testbed = testbed_named(flags.testbed[0])
-    arms = _arms(testbed, read_recipe(flags.recipe[0]) if flags.recipe else None, flags, passed_on)
+    arms = _arms(testbed, open_recipe(flags.recipe[0]) if flags.recipe else None, flags, passed_on)
     check_corpus(testbed)
     missing = [arm for arm in arms if not arm.grid]
     rounds = max(len(arm.sweep) for arm in missing)

@@ -14,7 +14,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from launch.config.engine_json import EngineJson
+from launch.config.engine_json import EngineJson, leaves
 from launch.config.engine_schema import DTYPES
 from launch.config.hardware import bf16_arithmetic, deepspeed_silenced
 from launch.config.ranks import ranks_of_host
@@ -31,18 +31,26 @@ ZERO_AUTO: dict[str, Callable[[int], int]] = {
 #: Sections that DeepSpeed documents and that have no effect in this training loop: removed, with a note if they are switched on.
 WITHOUT_EFFECT = {
     "autotuning": "the autotuner runs under `deepspeed --autotuning` only",
-    "compile": "the engine is not compiled",
     "datastates_ckpt": "checkpoints are written beside training already, by DeepSpeed's plain writer",
     "data_efficiency": "the batches come from data_pipeline/",
     "dataloader_drop_last": "the batches come from data_pipeline/, which has no short ones",
     "disable_allgather": "DeepSpeed reads it and does not use it",
-    "expert_parallel": "the model has no experts",
     "hybrid_engine": "training generates no text",
-    "pipeline": "the ranks share the data, not the model",
-    **dict.fromkeys(("seq_parallel_communication_data_type", "sequence_parallel_size"), "the ranks share the data, not the sequences"),
-    "tensor_parallel": "the ranks share the data, not the model; use ZeRO-3 to partition the model",
+    "seq_parallel_communication_data_type": "the ranks share the data, not the sequences",
     "use_data_before_expert_parallelism": "the model has no experts",
-    "weight_quantization": "it is for inference",
+}
+#: The reason and the fix for what would split the model or the sequences over the ranks.
+SHARE_DATA = "but the ranks share the data only; leave it out: ZeRO stage 3 partitions a model that does not fit on a device"
+#: Sections of DeepSpeed that train something else than this loop does -> the keys that switch them on (empty: any), the reason and the fix.
+#: They are refused if they are on, else removed.
+OF_OTHER_LOOPS: dict[str, tuple[tuple[str, ...], str]] = {
+    "compile": (("deepcompile",), 'which is not supported; leave it out: "fused_kernels": "auto" compiles the blocks'),
+    "expert_parallel": (("enabled", "autoep_size", "expert_tensor_parallel_size"), SHARE_DATA),
+    "mesh_param": ((), SHARE_DATA),
+    "pipeline": ((), SHARE_DATA),
+    "sequence_parallel_size": ((), SHARE_DATA),
+    "tensor_parallel": (("autotp_size", "tp_size"), SHARE_DATA),
+    "weight_quantization": ((), "which is for weights that are not trained, and this project trains all weights; leave it out"),
 }
 #: Keys for which DeepSpeed has only CUDA kernels.
 CUDA_ONLY = (
@@ -198,6 +206,7 @@ def check_combinations(engine: EngineJson, ranks: int, shape: ModelShape, claime
     if engine.get("zero_optimization") is None:
         engine.settle(("zero_optimization",), {}, "DeepSpeed's default")
     engine.fill(("zero_optimization", "stage"), 0, "DeepSpeed's default")
+    _refuse_other_loops(engine, ranks)
     _drop_without_effect(engine, claimed)
     if not engine.is_faulty("zero_optimization", "stage"):  # else the stage is unknown
         for path, why in list(impossible_values(engine, ranks, shape, engine.get("zero_optimization", "stage"), precision)):
@@ -228,6 +237,18 @@ def _refuse_other_places(engine: EngineJson, techniques: Iterable[type[Technique
             off = any(engine.get(*path[:depth], "enabled") is False for depth in range(1, len(path)))
             if not off and _is_active(engine.get(*path)):
                 engine.fault(path, f"is read at the top level only; move it to '{cls.declaration.section}'")
+
+
+def _refuse_other_loops(engine: EngineJson, ranks: int) -> None:
+    """Refuse the sections in OF_OTHER_LOOPS that are on, and remove the others."""
+    for key, (switches, why) in OF_OTHER_LOOPS.items():
+        for path, value in list(leaves({key: engine.get(key)})) if engine.get(key, "enabled") is not False else ():
+            if _is_active(value) and (not switches or path[-1] in switches):
+                engine.fault(path, f"is {json.dumps(value)}, {why}")
+                break
+        engine.values.pop(key, None)
+    if (wanted := engine.values.pop("data_parallel_size", "auto")) not in ("auto", ranks):
+        engine.fault(("data_parallel_size",), f"is {wanted}, but the run has {ranks} ranks, and all of them share the data; leave it out")
 
 
 def _precision(engine: EngineJson) -> str:
@@ -277,7 +298,7 @@ def _check_machine(engine: EngineJson, ranks: int) -> None:
 
 
 def _is_active(value: Any) -> bool:
-    """Whether a section, or a value in it, is switched on: `{"enabled": false}`, `false`, 0 and 1 (a group of one) are not."""
+    """Whether a section, or a value in it, is switched on: `{"enabled": false}`, `false`, 0, 1 (a group of one) and `"auto"` are not."""
     if isinstance(value, dict):
         return value["enabled"] is True if "enabled" in value else any(map(_is_active, value.values()))
-    return value > 1 if isinstance(value, (int, float)) and not isinstance(value, bool) else bool(value)
+    return value > 1 if isinstance(value, (int, float)) and not isinstance(value, bool) else bool(value) and value != "auto"

@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from launch.config.engine_schema import engine_schema
 from launch.errors import UsageError
 from launch.formats.json_lines import KeyPath, dotted, parse_json, read_json
 
@@ -52,8 +53,11 @@ class EngineJson:
         self._reported: set[KeyPath] = set()
         self._overrides: list[KeyPath] = []
         self._settled: dict[KeyPath, str] = {}
+        self._written: dict[KeyPath, KeyPath] = {}  # documented name -> the other name that the user wrote
+        self._take_other_names()
         for override in overrides:
             self._override(override)
+            self._take_other_names()
 
     def _override(self, text: str) -> None:
         """Apply `--set key.path=value`; the value is JSON, or else a string."""
@@ -75,14 +79,36 @@ class EngineJson:
         section[path[-1]] = value
         self._overrides.append(path)
 
+    def _take_other_names(self) -> None:
+        """Give the keys for which DeepSpeed has two names the documented one."""
+        for old, (new, if_true) in engine_schema().other_names.items():
+            path, to = tuple(old.split(".")), tuple(new.split("."))
+            section = value_at(self.values, path[:-1])
+            if not isinstance(section, dict) or path[-1] not in section:
+                continue
+            value = section[path[-1]]
+            if to[-1] in section and not self._is_overridden(path):
+                self.fault(path, f"is another name of '{new}', which is given too; leave out one of them")
+            elif if_true is not None and not isinstance(value, bool):
+                self.fault(path, f"is {json.dumps(value)}; write true or false")
+            else:
+                del section[path[-1]]
+                section.pop(to[-1], None)
+                if value is not False or if_true is None:
+                    section[to[-1]] = value if if_true is None else dict(if_true)
+                self._lines |= {(*to, *key[len(path) :]): self._lines.pop(key) for key in [*self._lines] if key[: len(path)] == path}
+                self._overrides = [(*to, *key[len(path) :]) if key[: len(path)] == path else key for key in self._overrides]
+                self._written[to] = path
+
     # --- where a value came from ----------------------------------------------------------------------------------------------------
 
     def where(self, path: KeyPath) -> str:
         """The file, line and key of the value at `path`, or its `--set`, for a message."""
+        name = dotted(next(((*old, *path[len(new) :]) for new, old in self._written.items() if path[: len(new)] == new), path))
         if self._is_overridden(path) or (path not in self._lines and any(override[: len(path)] == path for override in self._overrides)):
-            return f"--set {dotted(path)}"
+            return f"--set {name}"
         line = self._lines.get(path)
-        return f"{self.file}: " + (f"line {line}: " if line else "") + f"'{dotted(path)}'"
+        return f"{self.file}: " + (f"line {line}: " if line else "") + f"'{name}'"
 
     def origin(self, path: KeyPath) -> str | None:
         """Where the value at `path` came from: what `settle` noted, `--set`, or `line 12`; None if there is no value."""
@@ -167,12 +193,11 @@ class EngineJson:
         """The value at `path`, else the flag's; None if neither is set. Notes a fault if they differ."""
         value, given = self.get(*path), getattr(flags, flag)
         if value is not None and given is not None and value != given:
-            if (source := flags.origins[flag]) == f"--{flag}":
-                self.fault(path, f'is {json.dumps(value)}, but --{flag} is {given}; write "auto" in the JSON or leave the flag out')
+            source, written = flags.origins[flag], "leave --set out" if self._is_overridden(path) else 'write "auto" in the JSON'
+            if source == f"--{flag}":
+                self.fault(path, f"is {json.dumps(value)}, but --{flag} is {given}; {written} or leave the flag out")
             else:
-                self.fault(
-                    path, f'is {json.dumps(value)}, but {source} has --{flag} {given}; write "auto" in the JSON or give --{flag} {value}'
-                )
+                self.fault(path, f"is {json.dumps(value)}, but {source} has --{flag} {given}; {written} or give --{flag} {value}")
         return given if value is None else value
 
     def choose(self, path: KeyPath, flag: str, flags: argparse.Namespace, fallback: Any, origin: str) -> Any:

@@ -39,13 +39,10 @@ INSTEAD = {
     "amp": "Write 'bf16' or 'fp16' instead.",
     "sparse_gradients": "The gradients of the embedding are dense.",
 }
-#: Old name that DeepSpeed still reads -> what to write instead.
+#: Old name that DeepSpeed no longer reads, or without effect -> what to write instead.
 OLD_NAMES = {
-    "bfloat16": "'bf16'",
     "aio.thread_count": "'intra_op_parallelism'",
-    "zero_optimization.cpu_offload": '"offload_optimizer": {"device": "cpu"}',
-    "zero_optimization.cpu_offload_param": '"offload_param": {"device": "cpu"}',
-    "zero_optimization.stage3_gather_fp16_weights_on_model_save": "'stage3_gather_16bit_weights_on_model_save'",
+    "zero_optimization.cpu_offload_use_pin_memory": "'pin_memory' in 'offload_optimizer' or 'offload_param'",
 }
 #: A message lists at most this many allowed names.
 MANY = 16
@@ -68,8 +65,10 @@ def check_engine_keys(engine: EngineJson, ours: Rules) -> None:
 
 def section_rule(technique: type[Technique]) -> Rule:
     """The rule of the section that `technique` reads; it may be `"auto"` if one of its keys may."""
-    auto = any(rule.get("auto") for rule in technique.declaration.keys.values())
-    return {"types": ["object"], "keys": {"enabled": {"types": ["boolean"]}, **technique.declaration.keys}, "auto": auto}
+    declared = technique.declaration
+    keys = {key: rule | {"auto": True} if key in declared.ignored else rule for key, rule in declared.keys.items()}
+    auto = any(rule.get("auto") for rule in declared.keys.values())
+    return {"types": ["object"], "keys": {"enabled": {"types": ["boolean"]}, **keys}, "auto": auto}
 
 
 def check_section(engine: EngineJson, path: KeyPath, rules: Rules) -> None:
@@ -80,8 +79,14 @@ def check_section(engine: EngineJson, path: KeyPath, rules: Rules) -> None:
         if key not in rules:
             engine.fault(here, *_unknown(here, value, written, rules))
         elif value == "auto":
-            if not rules[key].get("auto"):
+            if rules[key].get("auto"):
+                continue
+            if not rules[key].get("auto_is_default"):
                 engine.fault(here, '"auto" has no meaning here; write a value or leave the key out')
+                continue
+            default = rules[key].get("default")
+            engine.note(here, '"auto" is DeepSpeed\'s default' + ("" if default is None else f", {json.dumps(default)}"))
+            del section[key]
         elif (wrong := value_fault(value, rules[key])) is not None:
             engine.fault(here, wrong)
         elif isinstance(value, dict) and "keys" in rules[key]:

@@ -1,8 +1,9 @@
 """The rules of the keys that DeepSpeed reads: from its own pydantic models, and from tables for the keys without a model.
 
 DeepSpeed ignores an unknown top-level key in silence (DeepSpeed#653, #774, #1809), so `launch.config.engine_keys` checks a JSON by these
-rules. A rule says `types`, `enum`, `minimum`, `above`, `maximum`, `default`, `auto` (whether `"auto"` is allowed), `items` (the types in a
-list) and `keys` (the rules inside an object). An empty rule allows everything but `"auto"`. DeepSpeed is imported on the first call.
+rules. A rule says `types`, `enum`, `minimum`, `above`, `maximum`, `default`, `auto` (whether `"auto"` is allowed), `auto_is_default`
+(whether it is DeepSpeed's default), `items` (the types in a list) and `keys` (the rules inside an object). An empty rule allows everything
+but `"auto"`. DeepSpeed is imported on the first call.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import enum
 import types
 import typing
+from collections.abc import Iterator
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -19,14 +21,19 @@ from recipes.technique import FP32_NAMES
 
 Rule = dict[str, Any]
 Rules = dict[str, Rule]
+OtherNames = dict[str, tuple[str, Any]]
 
 
 class EngineSchema(NamedTuple):
-    """The rules of every top-level key, and the removed keys with the reason."""
+    """The rules of every top-level key, the removed keys with the reason, and the other names of keys.
+
+    other_names: dotted key that DeepSpeed also reads -> the key of the rule, and the value that true stands for, if it is a switch.
+    """
 
     version: str
     keys: Rules
     removed: dict[str, str]
+    other_names: OtherNames
 
 
 def _count(default: int | None = None, minimum: int = 1) -> Rule:
@@ -60,17 +67,14 @@ READ_BY_HAND: Rules = {
         key: _count() | {"maximum": 10**12, **AUTO}
         for key in ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     },
-    "sequence_parallel_size": _count(),
     **dict.fromkeys(("steps_per_print", "vocabulary_size"), COUNT_OR_NULL),
-    **dict.fromkeys(("dataloader_drop_last", "disable_allgather", "disable_python_gc", "dump_state", "memory_breakdown"), OFF),
-    **dict.fromkeys(("prescale_gradients", "use_data_before_expert_parallelism", "wall_clock_breakdown"), OFF),
+    **dict.fromkeys(("disable_python_gc", "dump_state", "memory_breakdown", "prescale_gradients", "wall_clock_breakdown"), OFF),
     "zero_allow_untested_optimizer": OFF,
     **dict.fromkeys(("managed_gradient_accumulation", "zero_force_ds_cpu_optimizer"), ON),
     "gradient_clipping": {"types": ["number"], "minimum": 0, "default": 1.0, **AUTO},
     "gradient_predivide_factor": {"types": ["number"], "minimum": 1e-6, "default": 1.0},
     "gradient_allreduce_op": _choice("mean", "sum", default="mean"),
     "communication_data_type": _choice("fp32", "fp16", "bf16", None),
-    "seq_parallel_communication_data_type": _choice("fp32", "fp16", "bf16", None, default="fp32"),
     "log_level": _choice("debug", "info", "warning", "error", "critical", None),
     "optimizer": _section({"type": {"types": ["string"]}, "params": _section()}),
     "scheduler": _section({"type": {"types": ["string"]}, "params": _section()}),
@@ -102,10 +106,15 @@ READ_BY_HAND: Rules = {
         }
     ),
     "timers": _section({"throughput": _section({"enabled": {"types": ["boolean"]}, "synchronized": {"types": ["boolean"]}})}),
-    # Features that have no effect in this training loop (launch.config.combinations.WITHOUT_EFFECT).
-    **dict.fromkeys(("autotuning", "data_efficiency", "expert_parallel", "pipeline", "tensor_parallel", "weight_quantization"), _section()),
-    "datastates_ckpt": _section(None, "null"),
-    # Refused if it is switched on (launch.config.combinations.MUST_BE_OFF).
+    # Without effect in this training loop (launch.config.combinations.WITHOUT_EFFECT).
+    **dict.fromkeys(("autotuning", "data_efficiency"), _section() | AUTO),
+    "datastates_ckpt": _section(None, "null") | AUTO,
+    **dict.fromkeys(("dataloader_drop_last", "disable_allgather", "use_data_before_expert_parallelism"), OFF | AUTO),
+    "seq_parallel_communication_data_type": _choice("fp32", "fp16", "bf16", None, default="fp32", **AUTO),
+    # Refused if they are switched on (launch.config.combinations.OF_OTHER_LOOPS and MUST_BE_OFF).
+    **dict.fromkeys(("expert_parallel", "pipeline", "tensor_parallel", "weight_quantization"), _section() | AUTO),
+    **dict.fromkeys(("data_parallel_size", "sequence_parallel_size"), _count() | AUTO),
+    "mesh_param": {"types": ["array", "null"], "items": ["integer"], **AUTO},
     "torch_autocast": _section(
         {
             "enabled": {"types": ["boolean"]},
@@ -115,7 +124,7 @@ READ_BY_HAND: Rules = {
     ),
 }
 _TOTAL: Rules = {"total_num_steps": _count() | AUTO}
-_WARMUP: Rules = {"warmup_num_steps": _count(1000) | AUTO, "warmup_type": _choice("log", "linear")}
+_WARMUP: Rules = {"warmup_num_steps": _count(1000) | AUTO, "warmup_type": _choice("log", "linear"), "last_batch_iteration": _choice(-1)}
 _RATES: Rules = {
     "warmup_min_lr": {"types": ["number"], "minimum": 0, "maximum": MAX_LR, "default": 0.0, **AUTO},
     "warmup_max_lr": {"types": ["number"], "above": 0, "maximum": MAX_LR, **AUTO},
@@ -132,6 +141,8 @@ SCHEDULES: dict[str, Rules] = {
 }
 #: Rules that the models lack: the engine checks them later, or not at all.
 BOUNDS: dict[str, Rule] = {
+    **dict.fromkeys(("compile", "hybrid_engine"), AUTO),
+    "zero_optimization.stage": {"auto_is_default": False},
     # In elements, allocated as a whole: no device holds more than 10^11.
     "zero_optimization.reduce_bucket_size": {"minimum": 1, "maximum": 10**11, **AUTO},
     "zero_optimization.allgather_bucket_size": {"minimum": 1, "maximum": 10**11},
@@ -202,6 +213,7 @@ def engine_schema() -> EngineSchema:
         deepspeed.__version__.split("+")[0],
         keys,
         {key: " ".join(reason.split()) for key, reason in removed.items()},
+        {"bfloat16": ("bf16", None)} | {old: new for name, model in models.items() for old, new in _other_names(model, f"{name}.")},
     )
 
 
@@ -221,8 +233,23 @@ def _model_rules(model: Any) -> Rules:
         if isinstance(default, (bool, int, float, str)):
             # DeepSpeed's `pp_int`, which prints itself as 5e8, becomes an int.
             rule["default"] = default if type(default) in (bool, float, str) else int(default)
-        rules[item.alias or name] = rule
+        rules[item.alias or name] = rule | {"auto_is_default": True}  # DeepSpeedConfigModel drops it
     return rules
+
+
+def _other_names(model: Any, path: str) -> Iterator[tuple[str, tuple[str, Any]]]:
+    """The names that a pydantic model accepts beside the documented ones: those of fields with an alias, and of deprecated fields."""
+    for name, item in model.model_fields.items():
+        extra = item.json_schema_extra or {}
+        if extra.get("deprecated") and extra.get("set_new_param", True):
+            new, switch = extra["new_param"], extra.get("new_param_fn")
+            value = switch(True).model_dump(exclude_unset=True) if switch else None
+            yield path + name, (path + (model.model_fields[new].alias or new), value)
+        elif item.alias not in (None, name):
+            yield path + name, (path + item.alias, None)
+        for part in (item.annotation, *typing.get_args(item.annotation)):
+            if hasattr(part, "model_fields"):
+                yield from _other_names(part, f"{path}{item.alias or name}.")
 
 
 def _annotation_rule(annotation: Any) -> Rule:

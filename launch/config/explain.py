@@ -204,7 +204,7 @@ def _over_the_run(config: RunConfig, model: GPTConfig) -> tuple[list[dict[str, A
     rows: list[dict[str, Any]] = []
     flops: float = 0
     before = 0
-    rate = _rate(config)
+    rate = learning_rate(config)
     stride = -(-config.steps_to_make // MAX_PLANNED_STEPS) if techniques.members else config.steps
     for steps in planned_steps(config, techniques, stride):
         flops += steps.repeats * steps.tokens * flops_per_token(model, steps.plan.seq_len, steps.plan.kept_blocks)
@@ -217,7 +217,7 @@ def _over_the_run(config: RunConfig, model: GPTConfig) -> tuple[list[dict[str, A
     return rows, round(flops)
 
 
-def _rate(config: RunConfig) -> Callable[[int, int], float]:
+def learning_rate(config: RunConfig) -> Callable[[int, int], float]:
     """A function from a step (from 1) and the run's tokens after it to the learning rate. Imports DeepSpeed if the schedule is its own."""
     if (by_tokens := config.token_schedule) is not None:
         return lambda step, tokens: by_tokens.rate(tokens)

@@ -93,6 +93,10 @@ def real_number(minimum: float, maximum: float = math.inf, above: bool = False, 
     return parse
 
 
+def _not_here(text: str) -> NoReturn:
+    raise argparse.ArgumentTypeError(f"takes no value, and has {text!r}; give a file with --deepspeed_config")
+
+
 def build_parser() -> Parser:
     """The flags of `launch/pretrain.py`."""
     positive, natural = whole_number(1), whole_number(0)
@@ -103,6 +107,8 @@ def build_parser() -> Parser:
     )
     what = parser.add_argument_group("technique (give --deepspeed_config or --recipe)")
     what.add_argument("--deepspeed_config", metavar="FILE", help="DeepSpeed JSON, for example one of ds_configs/")
+    # The switch of `deepspeed.add_config_arguments`, without effect. The Trainer of transformers takes the file here.
+    what.add_argument("--deepspeed", nargs="?", type=_not_here, help=argparse.SUPPRESS)
     what.add_argument("--recipe", metavar="DIR", help="a recipe folder: its JSON and its suggested flags; see recipes/README.md")
     add_set_flag(what)
 
@@ -179,7 +185,7 @@ def build_parser() -> Parser:
         help="if the loss of a step is more than 6 standard deviations above the mean of the last 128 steps: log it, skip "
         "its update, or rewind to the newest checkpoint and skip the data up to and including this step (off)",
     )
-    run.add_argument("--ranks", type=positive, help="number of ranks to assume for --explain without a launcher")
+    run.add_argument("--ranks", type=positive, help="refuse another number of ranks; the number to assume for --explain without a launcher")
     run.add_argument(
         "--explain",
         nargs="?",
@@ -302,8 +308,8 @@ def parse_flags(argv: list[str]) -> tuple[argparse.Namespace, Recipe | None]:
         raise UsageError("give one of --deepspeed_config FILE (shipped ones: ds_configs/) and --recipe DIR (recipes/README.md)")
     recipe = None
     if flags.recipe is not None:
+        recipe = open_recipe(flags.recipe)
         try:
-            recipe = read_recipe(flags.recipe)
             parse(recipe.flags)
         except UsageError as reason:
             raise UsageError(f"{Path(flags.recipe) / 'recipe.json'}: 'flags': {reason}") from None
@@ -313,6 +319,27 @@ def parse_flags(argv: list[str]) -> tuple[argparse.Namespace, Recipe | None]:
     _check_names(flags)
     flags.origins = origins
     return flags, recipe
+
+
+def open_recipe(folder: str | Path) -> Recipe:
+    """`read_recipe`. Raises UsageError if the recipe sets flags of a run or of a machine, such as --resume or --runs_dir."""
+    recipe, parser = read_recipe(folder), Parser("", "", "")
+    add_model_flags(parser)
+    add_value_flags(parser)
+    data = add_length_flags(parser)
+    add_evaluation_flags(data)
+    add_set_flag(data)
+    of_runs = _names(build_parser()) - _names(parser) | {"data"}
+    found = {word.partition("=")[0][2:]: "flags" for word in recipe.flags}
+    found |= {flag: f"experiments.{name}.sweep" for name, plan in recipe.experiments.items() for flag in plan.sweep}
+    for name in sorted(found.keys() & of_runs):
+        why = "is not for a recipe, which sets the model and its training only; leave it out there"
+        raise UsageError(f"{Path(folder) / 'recipe.json'}: '{found[name]}': --{name} {why}")
+    return recipe
+
+
+def _names(parser: Parser) -> set[str]:
+    return {option.removeprefix("--") for action in parser._actions for option in action.option_strings}
 
 
 def suggested_flags(recipe: Recipe, arguments: Sequence[str]) -> list[str]:

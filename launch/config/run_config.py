@@ -370,9 +370,10 @@ def _corpus(engine: EngineJson, flags: argparse.Namespace, shape: ModelShape, mi
                 f"of {shape.seq_len} tokens; lower --micro_batch_size",
             )
     except DataError as reason:
+        fault = f"{'' if Path(flags.data).is_dir() else '--data '}{reason}"
         if flags.explain is None:
-            raise
-        engine.lacks.append(str(reason) if corpus else f"{reason} (a vocabulary of {GPT2_VOCAB_SIZE:,} is assumed)")
+            raise DataError(fault) from None
+        engine.lacks.append(fault if corpus else f"{fault} (a vocabulary of {GPT2_VOCAB_SIZE:,} is assumed)")
     return corpus
 
 
@@ -464,7 +465,7 @@ def _ranks(flags: argparse.Namespace) -> int:
     if not launched.isdecimal() or int(launched) < 1:
         raise UsageError(f"the environment variable WORLD_SIZE is {launched!r}: it must be the number of ranks, or not set")
     if flags.ranks not in (None, int(launched)):
-        raise UsageError(f"--ranks {flags.ranks}: the launcher started {launched} ranks; leave the flag out")
+        raise UsageError(f"--ranks {flags.ranks}: the launcher started {launched} ranks; start {flags.ranks}, or leave the flag out")
     return int(launched)
 
 
@@ -478,6 +479,15 @@ def _model(flags: argparse.Namespace) -> tuple[Preset, ModelShape]:
     except ValueError as reason:
         given_flags = ", ".join(f"--{key} {str(value).lower()}" for key, value in given.items())
         raise UsageError(f"--preset {flags.preset} --architecture {flags.architecture} with {given_flags}: {reason}") from None
+
+
+def _key_or_flag(engine: EngineJson, key: str, flag: str) -> str:
+    """What the user changes: the key of the JSON, in quotes, if it has a value, else the flag."""
+    return f"--{flag}" if engine.get(key) is None else f"'{key}'"
+
+
+def _divisors(number: int) -> set[int]:
+    return {divisor for one in range(1, math.isqrt(number) + 1) if number % one == 0 for divisor in (one, number // one)}
 
 
 def _batch(engine: EngineJson, flags: argparse.Namespace, preset: Preset, ranks: int) -> tuple[int, int, int]:
@@ -505,8 +515,14 @@ def _batch(engine: EngineJson, flags: argparse.Namespace, preset: Preset, ranks:
         if micro and accumulation:
             origins["train_batch_size"] = "micro-batch x accumulation x ranks"
     per_rank, rest = divmod(total, ranks)
+    unit = ranks * (micro or 1) * (accumulation or 1)
+    below = 0 if micro and accumulation else total // unit * unit
+    fits = [f"{_key_or_flag(engine, 'train_batch_size', 'global_batch_size')} {below or unit}" + (f" or {below + unit}" if below else "")]
     if rest:
-        return refused(f"a global batch of {total} sequences cannot be shared evenly by {ranks} ranks; give a multiple of {ranks}")
+        return refused(f"a global batch of {total} sequences cannot be shared evenly by {ranks} ranks; give {fits[0]}")
+    if micro and not accumulation:
+        near = sorted(sorted(_divisors(per_rank), key=lambda size: abs(size - micro))[:2])
+        fits.append(f"{_key_or_flag(engine, 'train_micro_batch_size_per_gpu', 'micro_batch_size')} {' or '.join(map(str, near))}")
     if micro is None and accumulation is not None:
         micro = max(1, per_rank // accumulation)
         origins["train_micro_batch_size_per_gpu"] = FROM_THE_BATCH
@@ -517,7 +533,7 @@ def _batch(engine: EngineJson, flags: argparse.Namespace, preset: Preset, ranks:
     if micro * accumulation * ranks != total:
         return refused(
             f"micro-batch {micro} x accumulation {accumulation} x {ranks} ranks = {micro * accumulation * ranks} sequences, "
-            f"but the global batch is {total}; change --micro_batch_size or --global_batch_size, or their keys in the JSON"
+            f"but the global batch is {total}; give {', or '.join(fits)}"
         )
     for (key, origin), value in zip(origins.items(), (total, micro, accumulation), strict=True):
         engine.fill((key,), value, origin)

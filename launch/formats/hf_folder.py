@@ -54,7 +54,7 @@ HALVES = {"BF16": torch.bfloat16, "F16": torch.float16}
 #: Names of models without a head, whose folders hold the same weights where the head is tied.
 HEADLESS = ("GPT2Model",)
 FIX = "give a Hugging Face folder of a GPT-2, Llama or Qwen3"
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json")
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "tokenizer.model")
 #: The largest number of faults of a folder that are printed.
 MAX_FAULTS = 8
 

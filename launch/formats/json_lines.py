@@ -1,6 +1,7 @@
 """Reads JSON with the line number of every key, so that messages can name file, key path and line.
 
-The standard library's parser gives no positions, and silently keeps the last of two equal keys; this reader refuses them.
+The standard library's parser gives no positions, and silently keeps the last of two equal keys; this reader refuses them. As DeepSpeed's
+reader does, it accepts comments (`//`, `#`, `/* */`) and trailing commas. Keys that hold a comment, such as "_comment", are left out.
 """
 
 from __future__ import annotations
@@ -14,8 +15,13 @@ from typing import Any
 from launch.errors import UsageError
 from launch.formats.files import read_text
 
+_STRING = r'"(?:[^"\\]|\\.)*"'
 #: The strings and the punctuation of valid JSON.
-_TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|[{}\[\],:]')
+_TOKEN = re.compile(_STRING + r"|[{}\[\],:]")
+#: What DeepSpeed's reader accepts beside JSON, outside of strings: comments, and then commas before a closing bracket.
+_BESIDE_JSON = [re.compile(rf"{_STRING}?|({extra})", re.DOTALL) for extra in (r"(?://|\#)[^\n]*|/\*.*?(?:\*/|\Z)", r",(?=\s*[}\]])")]
+#: Keys of which the value is a comment.
+_COMMENT_KEY = re.compile(r"_+comment.*|comments?|//.*|\#.*", re.DOTALL | re.IGNORECASE)
 LARGEST = 2**63  # later code computes in int64 and fp64
 MAX_BYTES = 2**22
 
@@ -48,8 +54,10 @@ def read_json(path: str | Path) -> tuple[dict[str, Any], dict[KeyPath, int]]:
 
 def parse_json(text: str, source: str) -> tuple[Any, dict[KeyPath, int]]:
     """The value that `text` holds, and the line of each key. `source` names the text in the UsageError for text that is not JSON."""
+    for beside in _BESIDE_JSON:  # becomes spaces, so that lines and columns stay
+        text = beside.sub(lambda found: re.sub(r"[^\n]", " ", found[0]) if found[1] else found[0], text)
     try:
-        value = json.loads(text, parse_int=_integer)
+        value = json.loads(text, parse_int=_integer, object_pairs_hook=_without_comments)
         lines = _lines_of_keys(text, source)
         _check_numbers(value, (), lines, source)
         return value, lines
@@ -57,6 +65,10 @@ def parse_json(text: str, source: str) -> tuple[Any, dict[KeyPath, int]]:
         raise UsageError(f"{source}: line {fault.lineno}, column {fault.colno}: not JSON: {fault.msg}") from None
     except RecursionError:
         raise UsageError(f"{source}: nested too deep; an engine configuration has four levels") from None
+
+
+def _without_comments(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    return {key: value for key, value in pairs if not _COMMENT_KEY.fullmatch(key)}
 
 
 def _integer(digits: str) -> float:
@@ -81,6 +93,8 @@ def _lines_of_keys(text: str, source: str) -> dict[KeyPath, int]:
         elif mark == ":":
             path[-1] = string
             key = tuple(path)
+            if any(_COMMENT_KEY.fullmatch(str(part)) for part in key):
+                continue
             if key in lines:
                 raise UsageError(f"{source}: line {line_of_string}: '{dotted(key)}' is repeated (first on line {lines[key]}); remove one")
             lines[key] = line_of_string

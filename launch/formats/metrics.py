@@ -6,20 +6,32 @@ import json
 import sys
 from collections.abc import Iterable
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 from launch.errors import UsageError, print_once
-from launch.formats.files import read_json_object
+from launch.formats.files import Types, read_json_object, wrong_type
 from model.presets import GPTConfig
 
-#: The keys of `run.json` that its readers need, each with its type and the type's name.
-RUN_KEYS: dict[str, tuple[type, str]] = {
-    **dict.fromkeys(("shape", "corpus", "optimizer", "techniques", "engine", "machine", "versions"), (dict, "an object")),
-    **dict.fromkeys(("config_file", "corpus_fingerprint", "precision"), (str, "a string")),
-    **dict.fromkeys(("seed", "ranks", "zero_stage", "total_tokens", "eval_every", "eval_batches"), (int, "a whole number")),
-    **dict.fromkeys(("global_batch_size", "micro_batch_size"), (int, "a whole number")),
-    "no_cross_document": (bool, "true or false"),
-    "command": (list, "a list"),
+#: The keys of `run.json` that its readers need.
+RUN_KEYS: Types = {
+    **dict.fromkeys(("shape", "corpus", "optimizer", "techniques", "engine", "machine", "versions"), (dict,)),
+    **dict.fromkeys(("config_file", "corpus_fingerprint", "precision"), (str,)),
+    **dict.fromkeys(("seed", "ranks", "zero_stage", "total_tokens", "eval_every", "eval_batches"), (int,)),
+    **dict.fromkeys(("global_batch_size", "micro_batch_size"), (int,)),
+    "no_cross_document": (bool,),
+    "command": (list,),
+}
+#: Those that earlier versions did not write, or that depend on the run.
+OPTIONAL_RUN_KEYS: Types = {
+    **dict.fromkeys(("optimizer.params", "techniques.*", "resumes.*"), (dict,)),
+    **dict.fromkeys(("resumes", "resumes.*.command", "corpus.sources", "machine.gpus"), (list,)),
+    "resumes.*.changes": (list, NoneType),
+    "resumes.*.changes.*": (str,),
+    "spike_rule": (str, NoneType),
+    "finished": (dict, NoneType),
+    "finished.step": (int,),
+    "finished.tokens": (int,),
 }
 #: The displayed training loss is a mean over this many steps, because the loss of one batch is noisy.
 MEAN_STEPS = 50
@@ -78,21 +90,12 @@ def read_run_json(file: Path) -> dict[str, Any]:
     """The content of a `run.json`.
 
     Raises:
-        UsageError: it cannot be read, is not a JSON object, lacks one of `RUN_KEYS`, or does not describe a model.
+        UsageError: it cannot be read, is not a JSON object, lacks one of `RUN_KEYS`, has a value of another type, or does not
+            describe a model.
     """
     description = read_json_object(file, "give a run folder, such as runs/first")
-    for key, (kind, name) in RUN_KEYS.items():
-        value = description.get(key)
-        if type(value) is not kind or (isinstance(value, int) and value < 0):
-            found = f"is {json.dumps(description[key])[:60]}" if key in description else "is missing"
-            raise UsageError(f"{file}: '{key}' {found}, must be {name}; give a run folder that training wrote")
-    objects = {"optimizer.params": description["optimizer"].get("params", {}), "finished": description.get("finished") or {}}
-    objects |= {f"techniques.{name}": section for name, section in description["techniques"].items()}
-    for key, value in objects.items():
-        if not isinstance(value, dict):
-            raise UsageError(f"{file}: '{key}' is {json.dumps(value)[:60]}, must be an object; give a run folder that training wrote")
-    if not isinstance(resumes := description.get("resumes", []), list):
-        raise UsageError(f"{file}: 'resumes' is {json.dumps(resumes)[:60]}, must be a list; give a run folder that training wrote")
+    if fault := wrong_type(description, RUN_KEYS, OPTIONAL_RUN_KEYS):
+        raise UsageError(f"{file}: {fault}; give a run folder that training wrote")
     try:
         model_of_run(description)
     except (TypeError, ValueError) as reason:

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from data_pipeline.staging import require_regular
 from launch.errors import UsageError
 
 #: Classes whose objects are in DeepSpeed's files: the loss scaler of fp16, the ZeRO stage, and the place of a parameter in a flat buffer.
@@ -62,6 +63,7 @@ class StoredTensor:
 def safetensors_tensors(file: Path) -> list[StoredTensor]:
     """The tensors in the header of a safetensors file. Raises UsageError where it is missing, cut off, or of another format."""
     try:
+        require_regular(file)
         with safe_open(file, framework="pt") as opened:
             found = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 - not a dict
             return [StoredTensor(file, name, tuple(one.get_shape()), one.get_dtype()) for name, one in found.items()]

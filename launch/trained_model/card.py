@@ -62,7 +62,8 @@ def model_card(name: str, trained: TrainedModel, dtype: str, lines: list[dict[st
     parts = [_HEAD.format(name=name, form=form, kind=f"`{CLASSES[form]}`", millions=parameters / 1e6), _table(sizes)]
     if run is not None and state is not None:
         starts = starts_of(run)
-        words = [str(word) for word in starts[-1]["command"][1:] if not str(word).startswith(("--local_rank", "--resume="))]
+        command = next(start["command"] for start in reversed(starts) if "command" in start)
+        words = [str(word) for word in command[1:] if not str(word).startswith(("--local_rank", "--resume="))]
         if "--resume" in words:  # --resume, or --resume must
             at = words.index("--resume")
             del words[at : at + 1 + (words[at + 1 : at + 2] == ["must"])]

@@ -14,7 +14,7 @@ import uuid
 from pathlib import Path
 from typing import Any
 
-from data_pipeline.staging import write_atomically
+from data_pipeline.staging import staged_folder, write_atomically
 from launch.config.optimizer import has_rate_of_its_own, without_defaults
 from launch.config.run_config import RunConfig
 from launch.config.steps import planned_steps
@@ -40,6 +40,7 @@ def start_branch(config: RunConfig, run: Path, description: dict[str, Any]) -> N
         UsageError: it is not a checkpoint of a run; its run differs in a value that a resume must not change, in the optimizer, the
             clipping or the techniques; or an earlier step differs in its learning rate, its tokens or a technique's metrics. Nothing is
             written.
+        DataError: another process makes it.
     """
     # Links are kept as they are: the checkpoint, or the folder of checkpoints, may lie elsewhere.
     checkpoint = Path(os.path.abspath(str(config.branch_from)))
@@ -50,27 +51,25 @@ def start_branch(config: RunConfig, run: Path, description: dict[str, Any]) -> N
         raise UsageError(f"--branch_from {config.branch_from}: no such checkpoint; give runs/NAME/checkpoints/step-00000300")
     before = read_run_json(source / "run.json")
     state = verify(checkpoint, before.get("run_id"))
-    resume_description(source, description, "give the value of the run that wrote the checkpoint of --branch_from")
+    resume_description(source, description, "give the values of the run that wrote the checkpoint of --branch_from")
     kept = _metrics_up_to(source / METRICS_FILE, state["step"])
     lines = [line for _, line in kept]
     _check_decay(config, state["tokens"])
     _check_settings(config, before, description)
     _check_steps(config, lines, state["samples"])
 
-    temporary, run_id = run.with_name(f".{run.name}.branch-{os.getpid()}"), uuid.uuid4().hex
+    run_id = uuid.uuid4().hex
     try:
-        copy = temporary / "checkpoints" / checkpoint.name
-        shutil.copytree(checkpoint, copy, copy_function=_link_or_copy)
-        write_atomically(copy / STATE_FILE, state_text(state, run_id, state["ranks"], state["files"]))
-        write_atomically(temporary / METRICS_FILE, b"".join(text + b"\n" for text, _ in kept))
-        begun = {**before, "run_id": run_id, "branch_from": str(checkpoint), "finished": None}
-        write_atomically(temporary / "run.json", json.dumps(begun, indent=2) + "\n")
-        os.rename(temporary, run)
+        with staged_folder(run, worth_keeping=lambda folder: False, resume=False, flag="--run_name") as folder:
+            copy = folder / "checkpoints" / checkpoint.name
+            shutil.copytree(checkpoint, copy, copy_function=_link_or_copy)
+            write_atomically(copy / STATE_FILE, state_text(state, run_id, state["ranks"], state["files"]))
+            write_atomically(folder / METRICS_FILE, b"".join(text + b"\n" for text, _ in kept))
+            begun = {**before, "run_id": run_id, "branch_from": str(checkpoint), "finished": None}
+            write_atomically(folder / "run.json", json.dumps(begun, indent=2) + "\n")
     except OSError as error:
         reason = error.args[0][0][2] if isinstance(error, shutil.Error) else error  # the first file that could not be copied
         raise UsageError(f"{run}: --branch_from could not make it ({reason})") from None
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def _link_or_copy(source: str, target: str) -> None:

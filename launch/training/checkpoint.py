@@ -2,7 +2,7 @@
 
     runs/<name>/checkpoints/step-00000300/
         engine/       DeepSpeed's files (with `latest` next to it, so that, at stages 1 to 3, its zero_to_fp32.py works on the folder)
-        state.json    step, tokens, samples, validation loss, ranks, the run's id, size and digest of every file
+        state.json    step, tokens, samples, validation loss, window of the spike rule, ranks, the run's id, size and digest of every file
         technique-00000.pt   per rank, only if a technique has state that cannot be computed from the step
 
 Any folder named `step-` and at least eight digits is complete. The newest `keep` checkpoints are kept, and the best by validation loss.
@@ -28,9 +28,9 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
-from data_pipeline.errors import one_line
+from data_pipeline.errors import DataError, one_line
 from data_pipeline.staging import fsync, write_atomically
-from launch.errors import DownloadFailed, NoCheckpoint, UsageError
+from launch.errors import DownloadFailed, NoCheckpoint, TrainingFailed, UsageError
 from launch.formats.checkpoint_files import (
     ENGINE_TAG,
     STATE_FILE,
@@ -100,6 +100,7 @@ class Checkpoints:
         run_id: the id in the run's `run.json`; only needed on rank 0.
         store: rank 0 uploads each complete checkpoint to it, and a resume reads from it.
         on_wait: called before a checkpoint is written, read or waited for, which may take long.
+        check_data: raises DataError if the corpus has changed, so that no checkpoint holds what was trained on another one.
 
     Attributes:
         current: the checkpoint that was loaded or saved last, on every rank.
@@ -117,10 +118,12 @@ class Checkpoints:
         run_id: str | None = None,
         store: CheckpointStore | None = None,
         on_wait: Callable[[], None] = lambda: None,
+        check_data: Callable[[], None] = lambda: None,
     ):
         self.folder, self.keep, self.engine, self.technique, self.collectives = folder, keep, engine, technique, collectives
         self._snapshots = Snapshots(engine, technique, collectives, log)
         self._on_failure, self._on_wait, self._log, self._run_id = on_failure, on_wait, log, run_id
+        self._check_data = check_data
         self.current: Path | None = None
         self._passed_over: list[Path] = []  # by the resume, until the next checkpoint is complete
         self._failed = False
@@ -151,8 +154,16 @@ class Checkpoints:
         Raises:
             SystemExit: this checkpoint or the previous one cannot be written (exit code 1, one line from each failed rank). Older ones are
                 unchanged.
+            TrainingFailed: a rank has found that the corpus has changed. All ranks raise it.
         """
         self._on_wait()
+        fault = None
+        try:
+            self._check_data()
+        except DataError as reason:
+            fault = f"{reason}; {what_resume_does(self.folder)}"
+        if fault := next(filter(None, self.collectives.gather(fault)), None):
+            raise TrainingFailed(fault)
         start = time.monotonic()
         self._finish()
         if (waited := time.monotonic() - start) > LOGGED_WAIT_SECONDS:

@@ -25,10 +25,12 @@ from types import ModuleType
 from typing import Any
 
 from data_pipeline.staging import remove_unfinished, write_atomically
+from launch.config.explain import learning_rate
 from launch.config.flags import MUST
 from launch.config.run_config import SCRATCH, RunConfig
 from launch.errors import UsageError, nearest, print_once
 from launch.formats.checkpoint_files import checkpoint_name, complete_checkpoints, what_resume_does
+from launch.formats.files import refuse_links
 from launch.formats.metrics import read_metrics
 from launch.training.branch import start_branch
 from launch.training.exponents import overall
@@ -48,7 +50,7 @@ def check_run_folder(runs_dir: str, run_name: str, resume: bool | str, stored: b
     stored: the run may have checkpoints in a store, which `launch.training.store.check_store` looks at.
 
     Raises:
-        UsageError: the name is in use, or `resume` is `MUST` and there is no checkpoint.
+        UsageError: the name is in use, `resume` is `MUST` and there is no checkpoint, or a file in the folder is a link.
     """
     path = Path(runs_dir) / run_name
     if resume == MUST and not stored and not complete_checkpoints(path / "checkpoints"):
@@ -61,6 +63,7 @@ def check_run_folder(runs_dir: str, run_name: str, resume: bool | str, stored: b
         foreign = sorted(name for name in os.listdir(path) if name not in BEFORE_RUN_JSON and not name.startswith(".run.json."))
         if foreign:
             raise UsageError(f"{path}: holds {foreign[0]} but no run.json, so it is not a run folder; give another --run_name")
+    refuse_links(path)
     return path
 
 
@@ -239,19 +242,32 @@ class RunFolder:
         if always or not (silent or self.quiet):
             print_once(line)
 
-    def log_start(self, lines: Iterable[str], step: int, resume: bool | str) -> None:
-        """Log whether the run is resumed, then `lines`, then the changes since the last start."""
+    def log_start(self, config: RunConfig, lines: Iterable[str], state: dict[str, Any]) -> None:
+        """Log whether the run is resumed, then `lines`, then the changes since the last start, and whether the learning rate jumps."""
+        step = state["step"]
         if self._branched:
             self.log(f"branched from {self._description['branch_from']}")
         if step:
             self.log(f"resuming after step {step}")
-        elif resume:
+        elif config.resume:
             new = f"; {self.path} is a new run{_nearest_run(self.path)}" if self._is_new else ""
             self.log(f"no complete checkpoint to resume from: starting at step 0{new}", always=True)
         for line in lines:
             self.log(line)
         for change in self._changes:
             self.log(f"changed since this run was last started: {change}")
+        before = self._metrics.lr_before if self._metrics else None
+        if before is None or state["tokens"] >= config.total_tokens:
+            return
+        rate = learning_rate(config)
+        if not math.isclose(rate(step, state["tokens"]), before, rel_tol=1e-6):
+            after = rate(step + 1, state["tokens"] + config.tokens_per_step)
+            self.log(
+                f"warning: the learning rate goes from {before:.2e} (step {step}) to {after:.2e}, because this start has another schedule, "
+                "rate, warm-up or length; to train longer without a jump, use --set scheduler.type=WarmupStableDecayTokens, and "
+                "--branch_from a checkpoint before its decay",
+                always=True,
+            )
 
     def log_failure(self, config: RunConfig, reason: str) -> None:
         """Log why the run failed and draw its loss. The command prints `reason` itself."""

@@ -28,6 +28,7 @@ class MetricsWriter:
 
     Attributes:
         seconds_before: what the run took up to `step`.
+        lr_before: the learning rate of `step`; None if its line is lost.
         notes: lines for the log.
     """
 
@@ -40,6 +41,8 @@ class MetricsWriter:
         kept, cut = self._cut_back(folder / METRICS_FILE, step)
         seconds = (line.get("seconds") for line in reversed(kept))
         self.seconds_before: float = next((value for value in seconds if is_finite_number(value)), 0.0)
+        rates = (line.get("lr") for line in kept if line["step"] == step)
+        self.lr_before: float | None = next(filter(is_finite_number, rates), None)
         self._file = open(folder / METRICS_FILE, "a", encoding="utf-8")  # noqa: SIM115 - open as long as the run
         threading.excepthook = _ignore_tensorboard_thread
         folders = (folder, monitor_folder(engine, "tensorboard", folder))

@@ -17,6 +17,7 @@ from typing import Any
 
 from data_pipeline.errors import one_line
 from launch.errors import UsageError, print_once
+from launch.formats.files import refuse_links
 
 #: The sections of the engine's JSON that switch monitors on.
 SECTIONS = ("tensorboard", "csv_monitor", "wandb", "comet")
@@ -41,12 +42,14 @@ def monitor_folder(engine: dict[str, Any], name: str, run: Path) -> Path | None:
 
 
 def check_monitors(engine: dict[str, Any], run: Path) -> None:
-    """Refuse a new run whose CSV files would replace those of another one. Creates nothing.
+    """Refuse a new run whose CSV files would replace those of another one, and CSV files that are links. Creates nothing.
 
     Raises:
-        UsageError: the folder of "csv_monitor" holds CSV files.
+        UsageError: the folder of "csv_monitor" holds such files.
     """
     folder = monitor_folder(engine, "csv_monitor", run)
+    if folder:
+        refuse_links(folder)
     if folder and not (run / "run.json").exists() and any(folder.glob("*.csv")):
         raise UsageError(f"{folder}: holds CSV files, and {run.name} is a new run; give another csv_monitor.job_name, or leave it out")
 

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from launch.config.optimizer import without_defaults
 from launch.errors import UsageError
-from launch.formats.metrics import read_run_json
+from launch.formats.metrics import model_of_run, read_run_json
+from model.presets import FIELDS, SIZES
 
-#: Values that a resume must not change, because they decide what the next step computes. The others (length, learning rate, micro-batch,
-#: ranks, ZeRO stage, precision, how often to evaluate and to save) may change; the log lists the changes.
-IDENTITY = ("seed", "shape", "no_cross_document", "corpus_fingerprint", "global_batch_size")
 #: Values that differ between two starts of the same run; not listed as changes.
 INCIDENTAL = (
     "created",
@@ -33,7 +32,7 @@ INITIAL_WEIGHTS = ("init_from", "perturb_init")
 
 
 def resume_description(
-    run: Path, description: dict[str, Any], fix: str = "give the run's own value, or another --run_name"
+    run: Path, description: dict[str, Any], fix: str = "give the run's own values, or another --run_name"
 ) -> tuple[dict[str, Any], list[str]]:
     """The content of `run.json` in the folder `run` after a resume, and the changes that the resume makes, a line for each value.
 
@@ -46,12 +45,7 @@ def resume_description(
     """
     file = run / "run.json"
     before = read_run_json(file)
-    identity, now = _identity(before), _identity(description)
-    if faults := [
-        f"{run}: this run has {key} = {json.dumps(identity[key])}, the command says {json.dumps(now[key])}; {fix}"
-        for key in now
-        if key in identity and identity[key] != now[key]
-    ]:
+    if faults := [f"{run}: {fault}; {fix}" for fault in _other_run(before, description)]:
         raise UsageError(*faults)
     last = without_defaults({**before, "commit": commits_of(before)[-1]})
     changes = [
@@ -67,15 +61,22 @@ def resume_description(
 
 
 def parse_change(line: str) -> tuple[str, Any, Any]:
-    """The dotted key, the old and the new value of a line in `changes`; null for a value that is absent."""
+    """The dotted key, the old and the new value of a line in `changes`; null for a value that is absent.
+
+    Raises:
+        UsageError: it is no such line.
+    """
     key, _, values = line.partition(": ")
-    old, end = json.JSONDecoder().raw_decode(values)
-    return key, old, json.loads(values[end:].removeprefix(" -> "))
+    try:
+        old, end = json.JSONDecoder().raw_decode(values)
+        return key, old, json.loads(values[end:].removeprefix(" -> "))
+    except ValueError:
+        raise UsageError(f"run.json: {json.dumps(line)[:60]} in 'changes' must be KEY: OLD -> NEW; restore run.json") from None
 
 
 def starts_of(description: dict[str, Any]) -> list[dict[str, Any]]:
     """Each start of the run of a `run.json`, with its `command` and `commit`: the first, then each resume."""
-    return [description, *(one for one in description.get("resumes", []) if isinstance(one, dict))]
+    return [description, *description.get("resumes", [])]
 
 
 def commits_of(description: dict[str, Any]) -> list[Any]:
@@ -83,10 +84,35 @@ def commits_of(description: dict[str, Any]) -> list[Any]:
     return [start.get("commit") for start in starts_of(description)]
 
 
-def _identity(description: dict[str, Any]) -> dict[str, Any]:
-    optimizer = description["optimizer"]
+def _other_run(before: dict[str, Any], now: dict[str, Any]) -> Iterator[str]:
+    """What makes `now` another run than `before`: the flags with other values, and the corpus.
+
+    They decide what the next step computes. Other values (length, learning rate, micro-batch, ranks, ZeRO stage, precision, how often to
+    evaluate and to save) may change in a resume; the log lists the changes.
+    """
+    sizes = [name for name in (*SIZES, *FIELDS) if name in before["shape"] or name in now["shape"]]
+    if others := [flags for flags in zip(_fixed_flags(before, sizes), _fixed_flags(now, sizes), strict=True) if flags[0] != flags[1]]:
+        has, says = map(", ".join, zip(*others, strict=True))
+        yield f"this run has {has}, and the command {says}"
+    if before["corpus_fingerprint"] != now["corpus_fingerprint"]:
+        theirs, own = before["corpus"], now["corpus"]
+        found = [f"{key} {own.get(key)}, not {theirs.get(key)}" for key in ("vocab_size", "eot_id") if theirs.get(key) != own.get(key)]
+        what = "other sources" if theirs.get("sources") != own.get("sources") else "the same sources, prepared differently"
+        yield f"--data {own.get('path')} is not the corpus of this run, {theirs.get('path')}: it has {', '.join([*found, what])}"
+
+
+def _fixed_flags(description: dict[str, Any], sizes: list[str]) -> list[str]:
+    """The flags that a resume must not change, with their values."""
+    model, optimizer = model_of_run(description), description["optimizer"]
+    values = {"seed": description["seed"], "global_batch_size": description["global_batch_size"]}
+    values |= {name: getattr(model, name) for name in sizes}
     amsgrad = bool(optimizer.get("params", {}).get("amsgrad"))  # its state differs
-    return {key: description[key] for key in IDENTITY} | {"optimizer.type": optimizer.get("type"), "optimizer.params.amsgrad": amsgrad}
+    return [
+        *(f"--{name} {str(value).lower()}" for name, value in values.items()),
+        "--no_cross_document" if description["no_cross_document"] else "no --no_cross_document",
+        f"--set optimizer.type={optimizer.get('type')}",
+        f"--set optimizer.params.amsgrad={json.dumps(amsgrad)}",
+    ]
 
 
 def differences(key: str, before: Any, after: Any) -> list[tuple[str, Any, Any]]:

@@ -43,11 +43,16 @@ LIMIT = 16
 
 
 class Window:
-    """The losses of the last `WINDOW` steps that were not spikes."""
+    """The losses of the last `WINDOW` steps that were not spikes. saved: what `as_json` returned."""
 
-    def __init__(self) -> None:
-        self._losses: deque[float] = deque(maxlen=WINDOW)
-        self._in_succession = 0
+    def __init__(self, saved: dict[str, Any] | None = None) -> None:
+        saved = saved or {}
+        self._losses: deque[float] = deque(saved.get("losses", ()), maxlen=WINDOW)
+        self._in_succession: int = saved.get("in_succession", 0)
+
+    def as_json(self) -> dict[str, Any]:
+        """The window for `state.json`."""
+        return {"losses": list(self._losses), "in_succession": self._in_succession}
 
     def deviations(self, loss: float) -> float:
         """How many standard deviations `loss` is above the mean; 0 before there are `MIN_STEPS` steps, and if all losses are the same."""
@@ -73,27 +78,38 @@ class SpikeRule(Observer):
 
     Args:
         rule: "off", "log", "skip" or "rewind".
-        folder: the run's folder; the window of a resumed run is computed from its `metrics.jsonl`.
+        folder: the run's folder.
+        state: that of the checkpoint that was loaded, with the window.
     """
 
-    def __init__(self, rule: str, folder: RunFolder | NoFolder, collectives: Collectives):
+    def __init__(self, rule: str, folder: RunFolder | NoFolder, collectives: Collectives, state: dict[str, Any]):
         self.rule, self.folder, self.collectives = rule, folder, collectives
         self._loss: float | None = None  # of this step, once its update has come
         self._deviations = 0.0
         self._rewinds: Counter[Path] = Counter()  # by checkpoint
         if rule != "off":
-            self._window = self._restored()
+            self._window = self._restored(state)
+
+    def window(self) -> dict[str, Any] | None:
+        """The window after the last step, for its checkpoint; None without the rule."""
+        return None if self.rule == "off" else self._window.as_json()
 
     @property
     def _is_spike(self) -> bool:
         return self._deviations > DEVIATIONS
 
-    def _restored(self) -> Window:
-        """The window after the last step in the metrics. The lines of steps without the rule have no `spike`."""
-        window = Window()
-        for line in self.folder.read_metrics():  # rank 0 has them
+    def _restored(self, state: dict[str, Any]) -> Window:
+        """The window in `state`. Checkpoints of earlier versions, and of steps without the rule, have none; then that of the metrics."""
+        if state["step"] == 0 or state.get("spike_window"):
+            return Window(state.get("spike_window"))
+        window, seen = Window(), set()
+        for line in self.folder.read_metrics():  # rank 0 has them; the lines of steps without the rule have no `spike`
+            seen.add(line["step"])
             if line.get("loss") is not None and line.get("spike") is not None:
                 window.add(line["loss"], bool(line["spike"]))
+        if lacking := {*range(max(1, state["step"] - WINDOW + 1), state["step"] + 1)} - seen:
+            what = f"the checkpoint has no losses of earlier steps, and metrics.jsonl lacks {len(lacking)} of the last {WINDOW}"
+            self.folder.log(f"warning: --spike_rule {self.rule}: {what}: its decisions may differ from those without an interruption")
         return self.collectives.gather(window)[0]
 
     def start(self, engine: TrainingEngine) -> None:
@@ -157,5 +173,5 @@ class SpikeRule(Observer):
         step = found["step"]
         self.folder.begin(step)
         self.folder.log(f"rewound to step {step}; samples {found['samples']:,} to {state['samples']:,} of the run are left out")
-        self._window = self._restored()
-        return {**state, **{key: found[key] for key in ("step", "tokens")}, "val_loss": None}
+        self._window = self._restored(found)
+        return {**state, **{key: found[key] for key in ("step", "tokens")}, "val_loss": None, "spike_window": self.window()}

@@ -344,6 +344,9 @@ class Uploads:
             return False
 
     def _upload_run_files(self) -> None:
+        if (theirs := _run_id(self.store.read("run.json") or b"")) not in (None, self.run_id):  # both were started at the same time
+            fix = "give another --run_name, or another --checkpoint_store"
+            raise StoreError(f"{self.store.url}: is another run's: run_id is {theirs}, not {self.run_id}; {fix}")
         for name in RUN_FILES:
             if (file := self.run / name).exists():
                 self.store.write(name, file.read_bytes())
@@ -355,7 +358,12 @@ class Uploads:
         if checkpoint == loaded and self.store.read(f"{checkpoint.name}/{STATE_FILE}") == (checkpoint / STATE_FILE).read_bytes():
             return
         self._upload_run_files()
-        self.store.upload(checkpoint, self._has_moved)
+        try:
+            self.store.upload(checkpoint, self._has_moved)
+        except StoreError:  # the store may be full: make room for the next one
+            with contextlib.suppress(StoreError):
+                self.store.remove(checkpoint.name)
+            raise
         self._say(f"{checkpoint.name} was uploaded to {self.store.url} in {time.monotonic() - start:.1f} s")
         try:
             self._prune(checkpoint)

@@ -8,6 +8,7 @@ import json
 import os
 import re
 import shutil
+import signal
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -102,7 +103,7 @@ def test_a_branched_decay_is_the_run_that_decayed_there(config, train, tmp_path)
         ("step-00000024", ["--steps", "60"], "before its decay"),
         ("step-00000012", ["--steps", "20", "--lr", "4e-3"], "--lr"),
         ("step-00000012", ["--steps", "20", "--warmup_steps", "4"], "step 1 .*--warmup_steps"),  # both have the peak at step 12
-        ("step-00000012", ["--steps", "20", "--seed", "2"], "seed = 1, .* of --branch_from$"),
+        ("step-00000012", ["--steps", "20", "--seed", "2"], "--seed 1, .* of --branch_from$"),
         ("step-00000013", ["--steps", "20"], "no such checkpoint"),
     ],
 )
@@ -112,6 +113,20 @@ def test_a_branch_that_would_be_another_run_is_refused(name, more, why, long, co
     with pytest.raises(UsageError, match=why):
         open_run_folder(config, tmp_path / "branch")
     assert not list(tmp_path.iterdir()) and digests(long) == before
+
+
+def test_the_next_start_removes_what_a_killed_one_has_copied(long, corpus, tmp_path):
+    config, _ = resolve(
+        flags(corpus, tmp_path, "branch", "--steps", "20", "--branch_from", str(long / "checkpoints/step-00000012")), ranks=2
+    )
+    description = describe_run(config)
+    if not (child := os.fork()):
+        os.link = lambda *names: os.kill(os.getpid(), signal.SIGKILL)
+        start_branch(config, tmp_path / "branch", description)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    assert any(path.name.startswith(".branch.") for path in tmp_path.iterdir())
+    start_branch(config, tmp_path / "branch", description)
+    assert [path.name for path in tmp_path.iterdir()] == ["branch"]
 
 
 def test_a_branch_from_a_damaged_checkpoint_is_refused(long, corpus, tmp_path):

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import shutil
 
 import pytest
 
 from launch.training.checkpoint import complete_checkpoints
+from tests.distributed.launched import LaunchedRun
 from tests.helpers import losses, resumed_after
 
 JOBS = "tests.distributed.failure_jobs"
@@ -104,3 +107,29 @@ def test_fp16_stops_at_the_minimum_loss_scale_with_a_checkpoint(stage, two_ranks
     assert [line["skipped_steps"] for line in lines] == [0, 0, 1, 2]
     log = (tmp_path / "r" / "log.txt").read_text()
     assert "step 3: overflow in fp16 at loss scale 16, the update is skipped" in log
+
+
+@pytest.mark.parametrize(
+    ("change", "code", "said"),
+    [
+        (
+            os.utime,
+            1,
+            "train-00000.bin: changed since the run has opened it (its size, time of modification or inode); restore the corpus; ",
+        ),
+        pytest.param(
+            lambda file: os.truncate(file, 100), 2, "train-00000.bin: truncated since it was opened; copy or", marks=pytest.mark.long
+        ),
+    ],
+)
+def test_a_corpus_that_changes_while_a_run_trains_on_it_stops_the_run(change, code, said, corpus, tmp_path):
+    copied = shutil.copytree(corpus, tmp_path / "corpus")
+    run = LaunchedRun(tmp_path / "runs", "r", 1, 2, f"--data {copied} --steps 100000 --save_every 50 --eval_every 0".split())
+    run.wait_until(lambda: bool(complete_checkpoints(run.folder / "checkpoints")))
+    change(copied / "train-00000.bin")
+    assert run.wait() == code, run.output()
+    (line,) = [line for line in run.output().splitlines() if line.startswith("error: ")]
+    newest = complete_checkpoints(run.folder / "checkpoints")[-1].name
+    assert said in line and "Traceback" not in run.output()
+    if code == 1:
+        assert line.endswith(f"; --resume continues from {newest}") and line in (run.folder / "log.txt").read_text()

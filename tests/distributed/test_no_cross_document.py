@@ -121,6 +121,6 @@ def test_a_resume_with_the_other_value_is_refused_in_one_line(one_rank, short_do
         done = resume(name, *other)
         assert done.returncode == 2
         (line,) = done.stderr.splitlines()
-        has, says = ("false", "true") if other else ("true", "false")
-        assert f"{name}: this run has no_cross_document = {has}, the command says {says}; give the run's own value" in line
+        has, says = ("no ", "") if other else ("", "no ")
+        assert f"{name}: this run has {has}--no_cross_document, and the command {says}--no_cross_document; give the run's own" in line
         assert (tmp_path / name / "run.json").read_bytes() == before

@@ -29,6 +29,7 @@ from launch.training.folder import RunFolder
 from launch.training.picture import draw_loss
 from launch.training.run_json import commits_of
 from model.presets import PRESETS
+from tests.commands import run_script
 from tests.distributed.launched import TINY, LaunchedRun
 from tests.distributed.ranks import Ranks
 from tests.helpers import resumed_after, rewind
@@ -304,6 +305,48 @@ def test_momentum_and_schedule_may_change_at_a_resume(one_rank, corpus, tmp_path
     assert [group["momentum"] for group in groups] == [0.5] * len(groups)
 
 
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (["--steps", "9"], "goes from 3.00e-04 (step 6) to "),
+        (["--lr", "4e-3", "--steps", "7"], "goes from 3.00e-04 (step 6) to 4.00e-04"),
+        (["--set", 'scheduler={"type":"WarmupLR"}', "--steps", "7"], "goes from 3.00e-04 (step 6) to 3.00e-03"),
+        (["--steps", "6"], ""),
+    ],
+)
+def test_a_resume_that_changes_the_learning_rate_says_both_rates(more, said, one_rank, corpus, tmp_path):
+    """At the end of the run it says nothing, because no step is left."""
+    shape = ["--n_layer", "1", "--n_head", "1", "--d_model", "32", "--seq_len", "16", "--eval_every", "0", "--data", str(corpus)]
+    run = ["--deepspeed_config", "ds_configs/zero1_fp32.json", *shape, "--runs_dir", str(tmp_path), "--run_name", "r"]
+    schedule = ["--warmup_steps", "2"]
+    one_rank.train([*run, *schedule, "--lr", "3e-3", "--steps", "6"])
+    lines = one_rank.train([*run, *schedule, "--lr", "3e-3", "--resume", *more])
+    found = [line for line in (tmp_path / "r/log.txt").read_text().splitlines() if "warning: the learning rate" in line]
+    assert len(found) == bool(said) and all(said in line and f"to {lines[6]['lr']:.2e}, " in line for line in found)
+
+
+def test_a_resume_with_the_same_schedule_is_silent_about_the_rate(one_rank, corpus, tmp_path):
+    """Also one to another length before the decay of `WarmupStableDecayTokens`."""
+    shape = ["--n_layer", "1", "--n_head", "1", "--d_model", "32", "--seq_len", "16", "--eval_every", "0", "--data", str(corpus)]
+    run = [
+        "--deepspeed_config",
+        "ds_configs/zero1_fp32.json",
+        *shape,
+        "--runs_dir",
+        str(tmp_path),
+        "--save_every",
+        "4",
+        "--warmup_steps",
+        "2",
+    ]
+    for name, steps in (("WarmupCosineTokens", "8"), ("WarmupStableDecayTokens", "20"), ("WarmupDecayLR", "8")):
+        again = [*run, "--run_name", name, "--set", f'scheduler={{"type":"{name}"}}', "--steps"]
+        one_rank.train([*again, "8"])
+        rewind(tmp_path / name, 4)
+        one_rank.train([*again, steps, "--resume"])
+        assert resumed_after(tmp_path / name) == 4 and "learning rate goes" not in (tmp_path / name / "log.txt").read_text()
+
+
 def test_a_run_that_is_stopped_in_its_last_step_is_evaluated_once(one_rank, corpus, tmp_path):
     shape = ["--n_layer", "1", "--n_head", "1", "--d_model", "32", "--seq_len", "16", "--data", str(corpus)]
     run = [*shape, "--deepspeed_config", "ds_configs/zero1_fp32.json", "--runs_dir", str(tmp_path), "--run_name", "r", "--resume"]
@@ -366,9 +409,9 @@ def test_a_resume_that_is_another_run_is_refused_and_changes_nothing(flags, fini
     others = ["--seed", "7", "--n_layer", "3", "--global_batch_size", "8"]
     run = LaunchedRun(finished.parent, "r", 3, 1, [*flags, "--resume", *others])
     assert run.wait() == 2
-    faults = [line for line in run.output().splitlines() if line.startswith("error: ")]
-    for fault, key in zip(faults, ("seed", "shape", "global_batch_size"), strict=True):
-        assert f"this run has {key} = " in fault
+    (fault,) = (line for line in run.output().splitlines() if line.startswith("error: "))
+    theirs, own = "--seed 1, --global_batch_size 4, --n_layer 2", "--seed 7, --global_batch_size 8, --n_layer 3"
+    assert f"{finished}: this run has {theirs}, and the command {own}; give the run's own values, or another --run_name" in fault
     assert "Traceback" not in run.output()
     assert before == {path: path.read_bytes() for path in sorted(finished.rglob("*")) if path.is_file()}
 
@@ -521,9 +564,24 @@ def test_a_name_of_which_there_is_no_run_is_said_in_the_first_line(train, flags,
 
 
 def description(resume: bool) -> dict:
-    empty = {key: kind() for key, (kind, _) in RUN_KEYS.items()}
+    empty = {key: kind() for key, (kind,) in RUN_KEYS.items()}
     model = {"shape": vars(PRESETS["nano"].shape), "corpus": {"vocab_size": 1024}}
     return {**empty, **model, "created": "now", "resume": resume, "ranks": 1, "optimizer": {"type": "AdamW"}}
+
+
+@pytest.mark.parametrize(
+    ("here", "said"),
+    [
+        ({"vocab_size": 2048}, "vocab_size 2048, not 1024, other sources"),
+        ({"sources": ["a"]}, "the same sources, prepared differently"),
+    ],
+)
+def test_a_resume_with_another_corpus_says_what_differs(here, said, tmp_path):
+    corpus = {"path": "data/a", "vocab_size": 1024, "sources": ["a"]}
+    begin_run(tmp_path / "r", description(resume=False) | {"corpus": corpus})
+    other = {"path": "data/b", "vocab_size": 1024, "sources": ["b"]} | here
+    with pytest.raises(UsageError, match=f"--data data/b is not the corpus of this run, data/a: it has {said}; give the run's own"):
+        RunFolder(tmp_path / "r", description(resume=True) | {"corpus": other, "corpus_fingerprint": "b"})
 
 
 def begin_run(path: Path, description: dict) -> None:
@@ -562,6 +620,24 @@ def test_a_folder_that_is_no_run_is_not_resumed(tmp_path):
     (tmp_path / "r/thesis.tex").write_text("x")
     with pytest.raises(UsageError, match=r"holds thesis\.tex but no run\.json"):
         run_folder.check_run_folder(str(tmp_path), "r", resume=True)
+
+
+@pytest.mark.parametrize("name", [".lock", "log.txt", "loss.png", "metrics.jsonl", "metrics.jsonl.cut", "csv_monitor/loss.csv"])
+def test_a_resume_does_not_write_through_a_link(name, finished, flags):
+    outside, file = finished.parent / "outside", finished / name
+    outside.write_text("mine")
+    file.parent.mkdir(exist_ok=True)
+    file.unlink(missing_ok=True)
+    file.symlink_to(outside)
+    before = (finished / "run.json").read_bytes()
+    monitor = ["--set", 'csv_monitor={"enabled": true}']
+    run = ["--deepspeed_config", "ds_configs/zero1_fp32.json", "--runs_dir", finished.parent, "--run_name", "r", *TINY, *flags, *monitor]
+    done = run_script("launch/pretrain.py", *run, "--steps", "7", "--resume")
+    assert (done.returncode, done.stderr) == (
+        2,
+        f"error: {file}: is a link to {outside}, and a run writes its own files; remove the link\n",
+    )
+    assert outside.read_text() == "mine" and (finished / "run.json").read_bytes() == before
 
 
 def test_a_start_that_a_signal_ended_while_it_built_the_engine_is_made_again(tmp_path):

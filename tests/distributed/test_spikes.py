@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from launch.formats.checkpoint_files import complete_checkpoints, read_state
+from launch.formats.checkpoint_files import complete_checkpoints, read_state, state_text
 from launch.formats.tensor_files import load_tensors
 from launch.training.spikes import DEVIATIONS, LIMIT, Window
 from tests.helpers import losses, refusal, resumed_after
@@ -114,12 +114,30 @@ def test_both_rules_end_near_the_run_without_garbage(train):
 
 @pytest.mark.parametrize("rule", ["skip", "rewind"])
 def test_a_resumed_run_with_the_rule_is_bit_for_bit(rule, train, tmp_path):
-    """From a few steps before the garbage: the window is that of the steps before the resume."""
+    """From a few steps before the garbage, also without the metrics: the checkpoint has the window of the steps before it."""
     whole = train("r", "--spike_rule", rule)
     shutil.rmtree(complete_checkpoints(tmp_path / "r" / "checkpoints")[-1])
+    (tmp_path / "r" / "metrics.jsonl").unlink()
     resumed = train("r", "--spike_rule", rule, "--resume")
     assert resumed_after(tmp_path / "r") == 140
-    assert losses(resumed) == losses(whole) and spikes(resumed) == spikes(whole)
+    assert losses(resumed) == losses(whole)[140:] and spikes(resumed) == spikes(whole)
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_a_checkpoint_of_an_earlier_version_has_the_window_of_the_metrics(lost, train, tmp_path):
+    whole = train("r", "--spike_rule", "skip")
+    shutil.rmtree(complete_checkpoints(tmp_path / "r" / "checkpoints")[-1])
+    checkpoint = complete_checkpoints(tmp_path / "r" / "checkpoints")[-1]
+    state = read_state(checkpoint)
+    del state["spike_window"]
+    (checkpoint / "state.json").write_text(state_text(state, state["run_id"], state["ranks"], state["files"]))
+    metrics = tmp_path / "r" / "metrics.jsonl"
+    if lost:
+        metrics.write_text("".join(metrics.read_text().splitlines(keepends=True)[100:]))
+    resumed = train("r", "--spike_rule", "skip", "--resume")
+    assert spikes(resumed) == ([] if lost else spikes(whole))
+    said = "metrics.jsonl lacks 88 of the last 128: its decisions may differ"  # of the steps 13 to 140
+    assert (tmp_path / "r" / "log.txt").read_text().count(said) == lost
 
 
 @pytest.mark.usefixtures("measured_text")

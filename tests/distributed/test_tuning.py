@@ -94,7 +94,7 @@ def test_an_optimum_at_the_edge_is_said():
 def test_both_sides_have_grids_of_one_size(tiny, tmp_path, monkeypatch):
     recipe = read_recipe(ROOT / "recipes/curriculum_learning")
     swept = dataclasses.replace(recipe, experiments={"tiny": Experiment(seeds=2, sweep={"lr": [1e-3, 1e-2]})})
-    monkeypatch.setattr(tuning, "read_recipe", lambda folder: swept)
+    monkeypatch.setattr(tuning, "open_recipe", lambda folder: swept)
     with pytest.raises(UsageError, match=r"different numbers of points \(ds_configs/zero0_bf16.json 5 and .*curriculum_learning.json 2\)"):
         tuning.tune(flags(tiny, tmp_path, "recipes/curriculum_learning"), [])
     assert not (tmp_path / "trials").exists()
@@ -113,7 +113,7 @@ def test_a_recipe_that_is_tuned_itself_has_its_own_values_also_as_a_control(tiny
 def test_a_published_sweep_of_the_control_is_reused(tiny, tmp_path, monkeypatch):
     lamb = read_recipe(ROOT / "recipes/lamb")
     swept = dataclasses.replace(lamb, experiments={"tiny": Experiment(seeds=2, sweep={"lr": [1e-2, 1e-3, 1e-4, 2e-3, 5e-3]})})
-    monkeypatch.setattr(tuning, "read_recipe", lambda folder: swept)
+    monkeypatch.setattr(tuning, "open_recipe", lambda folder: swept)
     monkeypatch.setattr(tuning, "TESTBEDS", registry.TESTBEDS)
     monkeypatch.setattr(tuning, "ROOT", tmp_path)
     grid = [{"lr": rate, "loss": 5.0, "spikes": 0} for rate in (1e-2, 1e-3, 1e-4, 2e-3, 5e-3)]
