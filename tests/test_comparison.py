@@ -90,6 +90,8 @@ def test_one_pair_has_a_difference_without_an_interval(make):
     (pair,) = compare([make("a", ZERO_1), make("b", PLD, final=4.5)]).pairs
     difference = pair.figures["final_val_loss"].difference
     assert difference and (difference.mean, difference.low, difference.high) == (0.5, None, None)
+    (pair,) = compare([make("c", ZERO_1), make("d", PLD, final=4.00001)]).pairs
+    assert answers(pair)[0] == "progressive_layer_drop ends at the same loss as its control with the only seed."
 
 
 def test_claims_are_judged_with_the_planned_seeds_only(make):

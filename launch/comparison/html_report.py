@@ -159,7 +159,7 @@ def answers(pair: Pair) -> list[str]:
         else:
             includes = ", which includes 0" if loss.low <= 0 <= loss.high else ""
             interval = f" (95% interval {signed(loss.low)} to {signed(loss.high)}{includes})"
-        gap = f"{abs(loss.mean):.4f} nats {'above' if loss.mean > 0 else 'below'}" if loss.mean else "at the same loss as"
+        gap = f"{abs(loss.mean):.4f} nats {'above' if loss.mean > 0 else 'below'}" if round(loss.mean, 4) else "at the same loss as"
         found.append(f"{name} ends {gap} {control}{rest}{interval}.")
     speed = pair.figures["tokens_per_second"].ratio if "tokens_per_second" in pair.figures else None
     if speed is not None:
